@@ -1,0 +1,40 @@
+"""Words shared by every layer. Standard library only; no behaviour beyond naming."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import NamedTuple
+
+
+class Status(Enum):
+    """How a chunk operation ended. The values are the metric labels."""
+
+    OK = "ok"
+    EXISTS = "exists"  # store: a good file was already there
+    SKIPPED = "skipped"  # store: not attempted (queue full, pages needed elsewhere, breaker open)
+    MISSING = "absent"
+    STALE = "stale"
+    CORRUPT = "corrupt"
+    TIMED_OUT = "timed_out"
+    IO_ERROR = "io_error"
+    NO_SPACE = "no_space"
+
+    @property
+    def good(self) -> bool:
+        """The chunk's bytes are where the caller wanted them."""
+        return self in (Status.OK, Status.EXISTS)
+
+
+class Presence(Enum):
+    """What is known about a chunk without touching the disk."""
+
+    HIT = "hit"
+    MISS = "miss"
+    UNKNOWN = "unknown"
+
+
+class ChunkId(NamedTuple):
+    """Names one chunk of one KV group: the engine's key hash and the group's original index."""
+
+    key_hash: bytes
+    group_idx: int
