@@ -18,6 +18,8 @@ class Status(Enum):
     TIMED_OUT = "timed_out"
     IO_ERROR = "io_error"
     NO_SPACE = "no_space"
+    BREAKER = "breaker"  # not attempted: the root's circuit breaker is open
+    QUARANTINED = "quarantined"  # lookup: a load of it failed a short while ago
 
     @property
     def good(self) -> bool:

@@ -1,0 +1,308 @@
+"""The options of a store, parsed once at start-up from what the user wrote.
+
+Pure: turns a mapping (vLLM's `kv_connector_extra_config`) into a frozen `StoreConfig` or raises
+`ConfigError` with one sentence that names the option, what was found and what is expected. Every
+default lives here and nowhere else; docs/vllm.md shows the same table and a test holds the two together.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from fskv.errors import ConfigError
+
+MIB = 1 << 20
+
+# Keys of kv_connector_extra_config that belong to vLLM's own offloading connector and pass through.
+ENGINE_OPTIONS = frozenset({"offload_prompt_only", "self_describing_kv_events"})
+
+# vLLM's keys that would contradict fskv: name -> what to do instead.
+_REFUSED_OPTIONS = {
+    "block_size": "set 'hybrid_chunk_size' (tokens per chunk) instead",
+    "blocks_per_chunk": "set 'hybrid_chunk_size' (tokens per chunk) instead",
+    "spec_name": "remove it: FskvConnector brings its own spec",
+    "spec_module_path": "remove it: FskvConnector brings its own spec",
+    "cpu_bytes_to_use": "remove it: fskv keeps no CPU pool; see 'staging_bytes'",
+}
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(B|KiB|MiB|GiB|TiB)", re.ASCII)
+_SIZE_UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """How long a transfer may take: base_s + per_mib_s * MiB, capped at max_s."""
+
+    base_s: float
+    per_mib_s: float
+    max_s: float
+
+    def for_nbytes(self, nbytes: int) -> float:
+        """Return the seconds allowed for a transfer of `nbytes`."""
+        return min(self.max_s, self.base_s + self.per_mib_s * nbytes / MIB)
+
+
+def _option(default: Any, unit: str, effect: str) -> Any:
+    return field(default=default, metadata={"unit": unit, "effect": effect})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreConfig:
+    """Validated options; see each field's metadata for unit and effect."""
+
+    root: str = field(
+        metadata={
+            "unit": "absolute path",
+            "effect": "Directory of the cache. It must exist: fskv never creates it, so that a "
+            "mount point without its mount is noticed instead of filled.",
+        }
+    )
+    hybrid_chunk_size: int | Literal["auto"] = _option(
+        "auto",
+        "tokens",
+        "Tokens of one chunk file. `auto`: the smallest legal chunk of about 2 MiB a file; one block "
+        "for models with mamba/linear state groups. Must be a multiple of the engine's block size.",
+    )
+    weights_id: str | None = _option(
+        None,
+        "text",
+        "A name that you vouch for and that stands for the weights, instead of the fingerprint taken "
+        "from the checkpoint's commit or files.",
+    )
+    tenant: str | None = _option(
+        None,
+        "text",
+        "Separates this engine's chunks from those of other tenants on the same root.",
+    )
+    lora: Literal["off", "by-name"] = _option(
+        "off",
+        "off, by-name",
+        "Requests with a LoRA adapter: `off` neither stores nor loads their KV; `by-name` trusts that "
+        "an adapter's name never changes its weights.",
+    )
+    io_threads: int = _option(
+        4, "threads", "Chunks that are read or written at the same time, per engine worker."
+    )
+    staging_bytes: int = _option(
+        256 * MIB,
+        'bytes, or "256MiB"',
+        "Upper bound of the staging memory of each engine worker (pinned where there is CUDA).",
+    )
+    max_queued_chunks: int = _option(
+        512,
+        "chunks",
+        "Chunks that may wait to be stored. A chunk that comes when the queue is full is skipped and "
+        "counted; the engine never waits for it.",
+    )
+    direct_io: Literal["auto", "on", "off"] = _option(
+        "auto",
+        "auto, on, off",
+        "O_DIRECT. `auto` uses it where a write probe in the root succeeds; `on` refuses to start "
+        "where it does not; `off` goes through the page cache.",
+    )
+    fsync: bool = _option(
+        False,
+        "true, false",
+        "fsync each chunk before it becomes visible. Without it a power cut may lose chunks; it never "
+        "makes a wrong one served.",
+    )
+    deadline_base_s: float = _option(
+        2.0, "seconds", "A load may take base + per_mib * MiB, at most max; then it is a recompute."
+    )
+    deadline_per_mib_s: float = _option(0.05, "seconds per MiB", "See `deadline_base_s`.")
+    deadline_max_s: float = _option(30.0, "seconds", "See `deadline_base_s`.")
+    lookup_timeout_s: float = _option(
+        1.0,
+        "seconds",
+        "How long a request may be deferred while the presence of its chunks is unknown; then they "
+        "count as missing.",
+    )
+    positive_ttl_s: float = _option(
+        60.0, "seconds", "How long a chunk seen on disk is believed to be there without a new look."
+    )
+    negative_ttl_s: float = _option(
+        2.0, "seconds", "How long a chunk not seen on disk is believed to be absent."
+    )
+    quarantine_s: float = _option(
+        30.0,
+        "seconds",
+        "How long a chunk that failed to load counts as missing, unless it is stored again first.",
+    )
+    breaker_failures: int = _option(
+        8,
+        "failures",
+        "Timeouts and I/O errors in a row after which the root is left alone: lookups miss at once, "
+        "stores are skipped.",
+    )
+    breaker_probe_s: float = _option(
+        5.0, "seconds", "How often an open breaker lets one operation through to see if the root is back."
+    )
+    touch_interval_s: float = _option(
+        600.0, "seconds", "A chunk's mtime (its last use) is refreshed by a load when older than this."
+    )
+
+    @property
+    def deadline(self) -> Deadline:
+        return Deadline(self.deadline_base_s, self.deadline_per_mib_s, self.deadline_max_s)
+
+    @classmethod
+    def from_mapping(cls, options: Mapping[str, Any]) -> StoreConfig:
+        """Validate `options`; raises ConfigError for anything unknown, missing or of the wrong kind."""
+        known = {f.name for f in fields(cls)}
+        values: dict[str, Any] = {}
+        for name, value in options.items():
+            if name in known:
+                values[name] = _PARSERS[name](name, value)
+            elif name in _REFUSED_OPTIONS:
+                raise ConfigError(
+                    f"option '{name}': found {value!r}, but FskvConnector does not take it; "
+                    f"{_REFUSED_OPTIONS[name]}"
+                )
+            elif name in _GUARDED_OPTIONS:
+                _GUARDED_OPTIONS[name](name, value)
+            elif name not in ENGINE_OPTIONS:
+                near = difflib.get_close_matches(str(name), sorted(known), n=1)
+                hint = f"; did you mean '{near[0]}'?" if near else ""
+                raise ConfigError(
+                    f"option '{name}': unknown option (found {value!r}); expected one of "
+                    f"{', '.join(sorted(known))}{hint}"
+                )
+        if "root" not in values:
+            raise ConfigError(
+                "option 'root': found nothing, expected the absolute path of an existing directory"
+            )
+        config = cls(**values)
+        if config.deadline_max_s < config.deadline_base_s:
+            raise ConfigError(
+                f"option 'deadline_max_s': found {config.deadline_max_s}, expected at least "
+                f"'deadline_base_s' ({config.deadline_base_s})"
+            )
+        return config
+
+
+def _bad(name: str, value: object, expected: str) -> ConfigError:
+    return ConfigError(f"option '{name}': found {value!r}, expected {expected}")
+
+
+def _parse_root(name: str, value: Any) -> str:
+    if not isinstance(value, str) or not value.startswith("/") or "\0" in value:
+        raise _bad(name, value, "an absolute path such as \"/mnt/kv\"")
+    return value.rstrip("/") or "/"
+
+
+def _parse_chunk_size(name: str, value: Any) -> int | str:
+    if value == "auto":
+        return "auto"
+    if type(value) is not int or value <= 0:
+        raise _bad(name, value, "a positive number of tokens, or \"auto\"")
+    return value
+
+
+def _parse_text(name: str, value: Any) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, str) or not value or len(value) > 200 or not value.isprintable():
+        raise _bad(name, value, "a printable text of 1 to 200 characters")
+    return value
+
+
+def _parse_size(name: str, value: Any) -> int:
+    expected = 'a number of bytes, or a text with an IEC unit such as "256MiB"'
+    if type(value) is int and value > 0:
+        return value
+    match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
+    nbytes = int(float(match[1]) * _SIZE_UNITS[match[2]]) if match else 0
+    if nbytes <= 0:
+        raise _bad(name, value, expected)
+    return nbytes
+
+
+def _count(at_least: int, at_most: int) -> Any:
+    def parse(name: str, value: Any) -> int:
+        if type(value) is not int or not at_least <= value <= at_most:
+            raise _bad(name, value, f"a whole number from {at_least} to {at_most}")
+        return value
+
+    return parse
+
+
+def _seconds(at_least: float, at_most: float) -> Any:
+    def parse(name: str, value: Any) -> float:
+        number = value if type(value) in (int, float) else math.nan
+        if not at_least <= number <= at_most:  # also refuses NaN
+            raise _bad(
+                name, value, f"seconds as a plain number from {at_least:g} to {at_most:g} (no unit)"
+            )
+        return float(number)
+
+    return parse
+
+
+def _choice(*choices: str) -> Any:
+    def parse(name: str, value: Any) -> str:
+        if value not in choices:
+            raise _bad(name, value, " or ".join(f'"{c}"' for c in choices))
+        return str(value)
+
+    return parse
+
+
+def _parse_bool(name: str, value: Any) -> bool:
+    if type(value) is not bool:
+        raise _bad(name, value, "true or false")
+    return value
+
+
+_PARSERS = {
+    "root": _parse_root,
+    "hybrid_chunk_size": _parse_chunk_size,
+    "weights_id": _parse_text,
+    "tenant": _parse_text,
+    "lora": _choice("off", "by-name"),
+    "io_threads": _count(1, 64),
+    "staging_bytes": _parse_size,
+    "max_queued_chunks": _count(1, 1_000_000),
+    "direct_io": _choice("auto", "on", "off"),
+    "fsync": _parse_bool,
+    "deadline_base_s": _seconds(0.01, 3600),
+    "deadline_per_mib_s": _seconds(0, 60),
+    "deadline_max_s": _seconds(0.01, 3600),
+    "lookup_timeout_s": _seconds(0.01, 60),
+    "positive_ttl_s": _seconds(0, 86400),
+    "negative_ttl_s": _seconds(0, 86400),
+    "quarantine_s": _seconds(0, 86400),
+    "breaker_failures": _count(1, 1_000_000),
+    "breaker_probe_s": _seconds(0.01, 3600),
+    "touch_interval_s": _seconds(0, 86400 * 365),
+}
+
+
+def _only_zero(name: str, value: Any) -> None:
+    # A synchronous load is awaited inside the step (vLLM 0.33), so it could neither be abandoned at
+    # its deadline nor turned into a recompute.
+    if value not in (0, None):
+        raise _bad(name, value, "0: fskv loads are asynchronous, because only those can be abandoned")
+
+
+def _only_recompute(name: str, value: Any) -> None:
+    if value != "recompute":
+        raise _bad(
+            name, value, '"recompute": a failed load costs a recompute and never fails a request'
+        )
+
+
+def _only_false(name: str, value: Any) -> None:
+    if value not in (False, None):
+        raise _bad(name, value, "false: this version stores each rank's own pages")
+
+
+_GUARDED_OPTIONS = {
+    "sync_load_budget_bytes": _only_zero,
+    "kv_load_failure_policy": _only_recompute,
+    "canonical_layout": _only_false,
+}

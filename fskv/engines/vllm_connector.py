@@ -1,0 +1,310 @@
+"""FskvConnector: vLLM's offloading connector with files behind it and failures that cost a recompute.
+
+A thin subclass: vLLM's own scheduler decides what is looked up, loaded and stored; fskv brings the manager
+and the worker, and three things the stock connector lacks: an identity (derived here, compared on disk),
+failed loads (reported as `failed_recving`, so that the engine recomputes) and healing (the recompute
+offers the lost chunks for storing again). Contract and versions: docs/vllm.md.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingManager, OffloadingSpec
+
+from fskv.config import ENGINE_OPTIONS, StoreConfig
+from fskv.engines.vllm_identity import EngineGroup, build_identity, engine_groups
+from fskv.engines.vllm_manager import FskvHandshake, FskvManager, load_failures
+from fskv.engines.vllm_metrics import metric_definitions
+from fskv.engines.vllm_worker import FskvWorker, group_layouts
+from fskv.errors import FskvError
+from fskv.hybrid_planner import Geometry, plan_geometry
+from fskv.root import Root
+from fskv.threads import call_with_deadline
+from fskv.types import ChunkId, Status
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_offload.config import OffloadingConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+_SETUP_KEY = "fskv_setup"  # carries _Setup through vLLM's spec factory; never in a user's configuration
+_START_UP_S = 60.0  # a root that does not answer for so long at start-up is refused
+
+
+@dataclass(frozen=True)
+class _Setup:
+    """What the connector found out before vLLM builds the spec."""
+
+    vllm_config: VllmConfig
+    config: StoreConfig
+    groups: list[EngineGroup]
+    geometry: Geometry
+
+
+@dataclass
+class FskvWorkerMetadata(OffloadingWorkerMetadata):
+    """News of one rank for the scheduler; `aggregate` merges the ranks."""
+
+    stored: dict[ChunkId, int] = field(default_factory=dict)  # -> number of ranks
+    not_stored: set[ChunkId] = field(default_factory=set)
+    failed_loads: dict[ChunkId, Status] = field(default_factory=dict)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        assert isinstance(other, FskvWorkerMetadata)
+        merged = super().aggregate(other)
+        assert isinstance(merged, OffloadingWorkerMetadata)
+        stored = dict(self.stored)
+        for chunk, count in other.stored.items():
+            stored[chunk] = stored.get(chunk, 0) + count
+        return FskvWorkerMetadata(
+            completed_jobs=merged.completed_jobs,
+            transfer_stats=merged.transfer_stats,
+            stored=stored,
+            not_stored=self.not_stored | other.not_stored,
+            failed_loads=self.failed_loads | other.failed_loads,
+        )
+
+
+class FskvOffloadingSpec(OffloadingSpec):
+    """Builds manager and worker for vLLM's connector."""
+
+    def __init__(self, config: OffloadingConfig) -> None:
+        super().__init__(config)
+        self._setup: _Setup = self.extra_config[_SETUP_KEY]
+        self.manager: FskvManager | None = None
+        self.worker: FskvWorker | None = None
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
+        return metric_definitions()
+
+    def get_manager(self) -> OffloadingManager:
+        self.manager = FskvManager(self._setup.config, self._setup.geometry.blocks_per_chunk)
+        return self.manager
+
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> FskvWorker:
+        """Derive the identity, open the namespace and start the I/O; raises FskvError."""
+        setup = self._setup
+        bpc = setup.geometry.blocks_per_chunk
+        layouts = group_layouts(setup.groups, bpc, kv_caches)
+        identity = build_identity(
+            setup.vllm_config,
+            setup.config,
+            setup.groups,
+            [tuple(page.nbytes for page in layout.pages) for layout in layouts],
+            bpc,
+            self.config.cache.tokens_per_hash,
+        )
+        config = setup.config
+        directory = call_with_deadline(
+            lambda: Root.open(config.root, create=True).open_namespace(identity),
+            _START_UP_S,
+            f"option 'root': {config.root} did not answer",
+        )
+        logger.info("fskv: namespace %s", directory.path)
+        self.worker = FskvWorker(
+            config,
+            setup.groups,
+            bpc,
+            kv_caches,
+            directory,
+            rank=self.config.parallel.rank,
+            world_size=self.config.parallel.world_size,
+        )
+        return self.worker
+
+
+class FskvConnector(OffloadingConnector):
+    """See the module docstring."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        try:
+            setup = _prepare(vllm_config, kv_cache_config, announce=role is KVConnectorRole.WORKER)
+        except FskvError as error:
+            logger.error("fskv: %s", error)
+            raise
+        self._setup = setup
+        super().__init__(_with_spec(vllm_config, setup), role, kv_cache_config)
+
+    @property
+    def _spec(self) -> FskvOffloadingSpec:
+        assert self.connector_worker is not None
+        spec = self.connector_worker.spec
+        assert isinstance(spec, FskvOffloadingSpec)
+        return spec
+
+    @property
+    def _manager(self) -> FskvManager:
+        manager = self.scheduler.manager
+        assert isinstance(manager, FskvManager)
+        return manager
+
+    # --- worker -----------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        try:
+            super().register_kv_caches(kv_caches)
+        except FskvError as error:
+            logger.error("fskv: %s", error)
+            raise
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        worker = self._spec.worker
+        return None if worker is None else worker.handshake
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Report finished loads, and which of them failed and must be recomputed."""
+        assert self.connector_worker is not None
+        # get_finished forgets the request of a job when it reports it.
+        requests = dict(self.connector_worker._load_jobs)  # noqa: SLF001
+        sending, receiving = self.get_finished(finished_req_ids)
+        worker = self._spec.worker
+        failed = set() if worker is None else worker.take_failed_jobs()
+        return KVConnectorTransferResults(
+            finished_sending=sending,
+            finished_recving=receiving,
+            failed_recving={requests[job_id] for job_id in failed if job_id in requests},
+        )
+
+    def build_connector_worker_meta(self) -> FskvWorkerMetadata | None:
+        if self.connector_worker is None or self._spec.worker is None:
+            return None
+        stock = super().build_connector_worker_meta()
+        outcomes = self._spec.worker.take_outcomes()
+        if stock is None and not outcomes:
+            return None
+        stock = stock or OffloadingWorkerMetadata()
+        stores = [o for o in outcomes if not o.is_load]
+        return FskvWorkerMetadata(
+            completed_jobs=stock.completed_jobs,
+            transfer_stats=stock.transfer_stats,
+            stored={o.chunk: 1 for o in stores if o.status.good},
+            not_stored={o.chunk for o in stores if not o.status.good},
+            failed_loads=load_failures((o.chunk, o.status) for o in outcomes if o.is_load),
+        )
+
+    # --- scheduler --------------------------------------------------------------------------
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        workers = [m for m in metadata.values() if isinstance(m, FskvHandshake)]
+        try:
+            self._manager.set_workers(workers)
+        except FskvError as error:
+            logger.error("fskv: %s", error)
+            raise
+
+    def on_new_request(self, request: Request) -> None:
+        # The block hash covers an adapter's name, not its weights (vllm#30931).
+        if request.lora_request is not None and self._setup.config.lora == "off":
+            self._manager.exclude_request(request.request_id)
+        super().on_new_request(request)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        super().update_connector_output(connector_output)
+        news = connector_output.kv_connector_worker_meta
+        if isinstance(news, FskvWorkerMetadata):
+            for chunk, num_ranks in news.stored.items():
+                self._manager.on_stored(chunk, num_ranks)
+            for chunk in news.not_stored:
+                self._manager.on_not_stored(chunk)
+            for chunk, status in news.failed_loads.items():
+                self._manager.on_load_failed(chunk, status)
+        for req_id in connector_output.failed_recving or ():
+            self._offer_again(req_id)
+
+    def _offer_again(self, req_id: str) -> None:
+        """Make the recompute of a failed load store the request's chunks again.
+
+        vLLM's scheduler believes that chunks it once hit are offloaded (0.32: next_stored_chunk_idx is
+        set past them), so without this the lost ones would never come back.
+        """
+        status = self.scheduler._req_status.get(req_id)  # noqa: SLF001
+        if status is None:
+            return
+        for group in status.group_states:
+            group.next_stored_chunk_idx = 0
+            group.num_hit_chunks = 0
+            if hasattr(group, "lookup_hit_end_chunk_idx"):  # since 0.33
+                group.lookup_hit_end_chunk_idx = 0
+
+    # --- both -------------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        if self.connector_worker is not None:
+            worker = self._spec.worker
+            return None if worker is None else worker.get_stats()
+        return super().get_kv_connector_stats()
+
+    @classmethod
+    def build_prom_metrics(cls, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> Any:
+        # vLLM finds the metric definitions through the spec's name, which the user does not write.
+        return super().build_prom_metrics(_with_spec(vllm_config, None), *args, **kwargs)
+
+
+def _prepare(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, announce: bool) -> _Setup:
+    transfer = vllm_config.kv_transfer_config
+    assert transfer is not None
+    config = StoreConfig.from_mapping(transfer.kv_connector_extra_config)
+    if transfer.kv_load_failure_policy != "recompute":
+        # "fail" is vLLM's default, and cannot be told from a "fail" that somebody wrote. The scheduler
+        # reads the policy after it has built its connector.
+        if announce:
+            logger.warning(
+                "fskv: option 'kv_load_failure_policy': found \"%s\" (vLLM's default), using \"recompute\": "
+                "a chunk that cannot be loaded costs a recompute and never fails a request",
+                transfer.kv_load_failure_policy,
+            )
+        transfer.kv_load_failure_policy = "recompute"
+    groups = engine_groups(vllm_config, kv_cache_config)
+    from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+
+    _, tokens_per_hash = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+    geometry = plan_geometry(
+        [group.spec for group in groups],
+        [group.block_nbytes for group in groups],
+        hybrid_chunk_size=config.hybrid_chunk_size,
+        tokens_per_hash=tokens_per_hash,
+        max_model_len=vllm_config.model_config.max_model_len,
+        retention_interval=vllm_config.cache_config.prefix_cache_retention_interval,
+    )
+    if announce:
+        for warning in geometry.warnings:
+            logger.warning("fskv: %s", warning)
+    return _Setup(vllm_config, config, groups, geometry)
+
+
+def _with_spec(vllm_config: VllmConfig, setup: _Setup | None) -> VllmConfig:
+    """Return a shallow copy whose offloading configuration names our spec; the user's stays as written."""
+    assert vllm_config.kv_transfer_config is not None
+    written = vllm_config.kv_transfer_config.kv_connector_extra_config
+    extra: dict[str, Any] = {key: written[key] for key in ENGINE_OPTIONS if key in written}
+    extra["spec_name"] = FskvOffloadingSpec.__name__
+    extra["spec_module_path"] = __name__
+    if setup is not None:
+        extra["blocks_per_chunk"] = setup.geometry.blocks_per_chunk
+        extra[_SETUP_KEY] = setup
+    injected = copy.copy(vllm_config)
+    injected.kv_transfer_config = copy.copy(vllm_config.kv_transfer_config)
+    injected.kv_transfer_config.kv_connector_extra_config = extra
+    return injected

@@ -1,0 +1,291 @@
+"""Derives from a live vLLM what fskv.namespace needs: groups, geometry inputs and the identity.
+
+Runs once per connector at start-up. The worker derives the identity, because only there the KV cache's
+dtype, layout and page sizes are resolved; the scheduler receives it in the handshake.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm import __version__ as vllm_version
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import get_offloading_group_ids
+from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    iter_layer_specs,
+)
+
+from fskv.config import StoreConfig
+from fskv.errors import ConfigError
+from fskv.fingerprint import weights_fingerprint
+from fskv.hybrid_planner import GroupKind, GroupSpec
+from fskv.namespace import GroupIdentity, Identity, Json, canonical_json
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+# Name a place or a library, not the model.
+_VOLATILE_CONFIG = {"_name_or_path", "transformers_version", "_commit_hash", "torch_dtype"}
+# RoPE variants whose tables depend on the engine's max_model_len and not on the checkpoint alone.
+_LENGTH_DEPENDENT_ROPE = {"longrope", "su", "dynamic"}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineGroup:
+    """One offloaded KV group as fskv sees it; `block_nbytes` is one block on one rank, un-padded."""
+
+    spec: GroupSpec
+    kind: str  # with dtype and variant, for the identity
+    block_nbytes: int
+    layer_names: tuple[str, ...]
+
+
+def engine_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[EngineGroup]:
+    """Describe the offloaded groups in vLLM's order (position in OffloadingConfig.groups)."""
+    dcp = vllm_config.parallel_config.decode_context_parallel_size
+    groups = []
+    for group_idx in get_offloading_group_ids(kv_cache_config):
+        group = kv_cache_config.kv_cache_groups[group_idx]
+        specs = list(iter_layer_specs(group.kv_cache_spec))
+        per_layer = specs if len(specs) > 1 else specs * len(group.layer_names)
+        kind, window, retained, text = _kind(specs[0])
+        groups.append(
+            EngineGroup(
+                spec=GroupSpec(
+                    group_idx=group_idx,
+                    kind=kind,
+                    tokens_per_block=_tokens_per_block(group.kv_cache_spec, dcp),
+                    window_tokens=window,
+                    extra_retained_tokens=retained,
+                ),
+                kind=text,
+                block_nbytes=sum(_page_nbytes(spec) for spec in per_layer),
+                layer_names=tuple(group.layer_names),
+            )
+        )
+    return groups
+
+
+def build_identity(
+    vllm_config: VllmConfig,
+    config: StoreConfig,
+    groups: list[EngineGroup],
+    pages: list[tuple[int, ...]],
+    blocks_per_chunk: int,
+    tokens_per_hash: int,
+) -> Identity:
+    """Return the identity of this engine's KV; `pages[i]` are group i's un-padded page sizes in bytes.
+
+    Raises ConfigError where KV could be served wrongly: weights without a fingerprint, a hash seed
+    that no other process has, KV scales that are computed at run time.
+    """
+    model = vllm_config.model_config
+    cache = vllm_config.cache_config
+    parallel = vllm_config.parallel_config
+    if getattr(cache, "calculate_kv_scales", False):
+        raise ConfigError(
+            "option 'calculate_kv_scales': found true, expected false: scales computed from the first "
+            "requests differ between processes, so their KV cannot be shared"
+        )
+    # With pipeline stages each rank has other layers; its own are in the layout digest of its files.
+    one_stage = parallel.pipeline_parallel_size == 1
+    kv_dtype = str(cache.cache_dtype)
+    if kv_dtype == "auto":
+        kv_dtype = _name(model.dtype)
+    return Identity(
+        engine="vllm",
+        engine_version=".".join(vllm_version.split(".")[:2]),
+        arch=gpu_arch(),
+        model_name=str(model.served_model_name or model.model).rstrip("/").split("/snapshots/")[0]
+        if config.weights_id is None
+        else config.weights_id,
+        weights=_weights(model, config),
+        model_config=_model_config(model),
+        kv_cache_dtype=kv_dtype,
+        model_dtype=_name(model.dtype),
+        kv_cache_layout=str(cache.kv_cache_layout or "default"),
+        attention_backend=_attention_backend(vllm_config),
+        tokens_per_hash=tokens_per_hash,
+        blocks_per_chunk=blocks_per_chunk,
+        groups=tuple(
+            GroupIdentity(
+                group_idx=group.spec.group_idx,
+                kind=group.kind,
+                window_tokens=group.spec.window_tokens,
+                tokens_per_block=group.spec.tokens_per_block,
+                page_nbytes=page_nbytes if one_stage else (),
+                layer_names=group.layer_names if one_stage else (),
+            )
+            for group, page_nbytes in zip(groups, pages, strict=True)
+        ),
+        hash_algorithm=str(cache.prefix_caching_hash_algo),
+        hash_seed=_hash_seed(str(cache.prefix_caching_hash_algo)),
+        topology={
+            "tp": parallel.tensor_parallel_size,
+            "pp": parallel.pipeline_parallel_size,
+            "pcp": parallel.prefill_context_parallel_size,
+            "dcp": parallel.decode_context_parallel_size,
+        },
+        lora=config.lora,
+        tenant=config.tenant,
+        model_runner="v2" if vllm_config.use_v2_model_runner else "v1",
+        extra=_extra(vllm_config, config),
+    )
+
+
+def layout_digest(group: EngineGroup, blocks_per_chunk: int, page_nbytes: tuple[int, ...]) -> bytes:
+    """Return what must agree, beyond the namespace, for one rank's pages to be interchangeable."""
+    description: dict[str, Json] = {
+        "group": group.spec.group_idx,
+        "kind": group.kind,
+        "tokens_per_block": group.spec.tokens_per_block,
+        "blocks": blocks_per_chunk,
+        "pages": list(page_nbytes),
+        "layers": list(group.layer_names),
+    }
+    return hashlib.sha256(canonical_json(description)).digest()[:16]
+
+
+def gpu_arch() -> str:
+    """Return sm_90, gfx942, cpu-x86_64...: from vLLM's platform, which needs no CUDA context."""
+    if current_platform.is_cuda():
+        capability = current_platform.get_device_capability()
+        if capability is None:
+            raise ConfigError("the GPU's compute capability is unknown; fskv keys KV by it")
+        return f"sm_{capability.major}{capability.minor}"
+    if current_platform.is_rocm():
+        import torch
+
+        return str(torch.cuda.get_device_properties(0).gcnArchName).split(":")[0]
+    return f"{current_platform.device_type}-{platform.machine()}"
+
+
+def _kind(spec: KVCacheSpec) -> tuple[GroupKind, int | None, int, str]:
+    """Return kind, window in tokens, extra retained tokens, and the kind with its variant as text."""
+    if isinstance(spec, MambaSpec):
+        dtypes = "+".join(_name(d) for d in spec.dtypes)
+        state = getattr(spec.mamba_type, "name", str(spec.mamba_type)).lower()
+        return GroupKind.STATE, None, 0, f"state/{state}/{spec.mamba_cache_mode}/{dtypes}"
+    if not isinstance(spec, AttentionSpec):
+        raise ConfigError(
+            f"KV group of kind {type(spec).__name__}: fskv does not know how its KV is covered"
+        )
+    suffix = f"{_name(spec.dtype)}/{spec.kv_quant_mode.name.lower()}"
+    if isinstance(spec, SlidingWindowSpec):
+        retained = int(getattr(spec, "extra_retained_tokens", 0))
+        kind = f"sliding_window/{type(spec).__name__}/{suffix}"
+        return GroupKind.SLIDING_WINDOW, int(spec.sliding_window), retained, kind
+    if isinstance(spec, ChunkedLocalAttentionSpec):
+        return GroupKind.CHUNKED_LOCAL, int(spec.attention_chunk_size), 0, f"chunked_local/{suffix}"
+    if isinstance(spec, MLAAttentionSpec):
+        return GroupKind.MLA, None, 0, f"mla/{type(spec).__name__}/{suffix}"
+    if isinstance(spec, FullAttentionSpec):
+        return GroupKind.FULL, None, 0, f"full/{type(spec).__name__}/{suffix}"
+    raise ConfigError(
+        f"KV group of kind {type(spec).__name__}: fskv does not know how its KV is covered"
+    )
+
+
+def _page_nbytes(spec: KVCacheSpec) -> int:
+    if isinstance(spec, AttentionSpec):
+        return int(spec.unpadded_page_size_bytes)
+    return int(spec.real_page_size_bytes) if isinstance(spec, MambaSpec) else spec.page_size_bytes
+
+
+def _tokens_per_block(spec: KVCacheSpec, dcp: int) -> int:
+    from vllm.v1.core.kv_cache_utils import resolve_dcp_kv_block_size
+
+    return int(resolve_dcp_kv_block_size(spec, dcp))
+
+
+def _weights(model: Any, config: StoreConfig) -> str:
+    if config.weights_id is not None:
+        return f"named:{config.weights_id}"
+    # transformers notes the commit of what it loaded from the hub; a local directory has none.
+    commit = None if os.path.exists(model.model) else getattr(model.hf_config, "_commit_hash", None)
+    return weights_fingerprint(model.model, revision_commit=commit)
+
+
+
+def _model_config(model: Any) -> dict[str, Json]:
+    """Return the configuration that shapes KV, after vLLM applied hf_overrides."""
+    text = _config_dict(model.hf_text_config)
+    result: dict[str, Json] = {"text": text}
+    if model.quantization:
+        result["quantization"] = str(model.quantization)
+    quantization = getattr(model.hf_config, "quantization_config", None)
+    if quantization is not None:
+        result["quantization_config"] = _jsonable(
+            quantization if isinstance(quantization, dict) else quantization.to_dict()
+        )
+    rope = json.dumps([text.get("rope_scaling"), text.get("rope_parameters")])
+    if any(f'"{kind}"' in rope for kind in _LENGTH_DEPENDENT_ROPE):
+        result["max_model_len"] = int(model.max_model_len)
+    return result
+
+
+def _config_dict(hf_config: Any) -> dict[str, Json]:
+    full: dict[str, Json] = json.loads(hf_config.to_json_string(use_diff=False))
+    return {key: value for key, value in full.items() if key not in _VOLATILE_CONFIG}
+
+
+def _jsonable(value: Any) -> Json:
+    tree: Json = json.loads(json.dumps(value, default=str))
+    return tree
+
+
+def _hash_seed(algorithm: str) -> str:
+    """Return the seed of vLLM's block hashes, by vLLM's own rule (kv_cache_utils.resolve_none_hash_seed)."""
+    seed = os.getenv("PYTHONHASHSEED")
+    if seed is not None:
+        return f"PYTHONHASHSEED={seed}"
+    if algorithm.startswith("xxhash"):
+        raise ConfigError(
+            f"option 'prefix_caching_hash_algo': found \"{algorithm}\" without PYTHONHASHSEED, so block "
+            'hashes are different in every process; expected "sha256", or PYTHONHASHSEED set to one '
+            "value everywhere"
+        )
+    return "default"
+
+
+def _attention_backend(vllm_config: VllmConfig) -> str:
+    """Return the backend the layers really use; on the worker they exist, and say so themselves."""
+    layers = vllm_config.compilation_config.static_forward_context
+    names = set()
+    for layer in layers.values():
+        get_backend = getattr(layer, "get_attn_backend", None)
+        if get_backend is not None:
+            names.add(str(get_backend().get_name()))
+    return "+".join(sorted(names)) or "unknown"
+
+
+def _extra(vllm_config: VllmConfig, config: StoreConfig) -> dict[str, Json]:
+    extra: dict[str, Json] = {}
+    load_format = str(vllm_config.load_config.load_format)
+    if load_format.endswith("dummy"):
+        extra["dummy_weights_seed"] = int(vllm_config.model_config.seed or 0)
+    speculative = vllm_config.speculative_config
+    if speculative is not None:
+        draft = speculative.draft_model_config
+        extra["speculative"] = {
+            "method": str(speculative.method),
+            "draft": None if draft is None else _weights(draft, config),
+        }
+    return extra
+
+
+def _name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")

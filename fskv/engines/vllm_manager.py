@@ -1,0 +1,229 @@
+"""The scheduler's side of the vLLM adapter: what is on disk, what to load, what to store.
+
+Runs on the scheduler's thread, under vLLM's lock, and so never touches a disk: answers come from
+fskv.index.presence. Until the workers' handshake has told the namespace, everything is a miss.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.v1.kv_offload.base import (
+    LoadStoreSpec,
+    LookupResult,
+    OffloadingManager,
+    OffloadKey,
+    PrepareStoreOutput,
+    ReqContext,
+    RequestOffloadingContext,
+    ScheduleEndContext,
+    get_offload_block_hash,
+    get_offload_group_idx,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from fskv import metrics
+from fskv.breaker import Breaker
+from fskv.config import StoreConfig
+from fskv.engines.vllm_metrics import to_stats
+from fskv.errors import ConfigError
+from fskv.index.presence import PresenceIndex, probe_files
+from fskv.metrics import Counters
+from fskv.root import NamespaceDir
+from fskv.types import ChunkId, Presence, Status
+
+logger = logging.getLogger(__name__)
+
+_RESULTS = {
+    Presence.HIT: LookupResult.HIT,
+    Presence.MISS: LookupResult.MISS,
+    Presence.UNKNOWN: LookupResult.RETRY,
+}
+
+
+def to_chunk(key: OffloadKey) -> ChunkId:
+    return ChunkId(get_offload_block_hash(key), get_offload_group_idx(key))
+
+
+@dataclass
+class ChunkKeys(LoadStoreSpec):
+    """Names the chunks of a job, in the order of vLLM's keys; pickled to every worker."""
+
+    chunks: list[ChunkId]
+
+
+@dataclass
+class FskvHandshake(KVConnectorHandshakeMetadata):
+    """What a worker tells the scheduler at start-up; pickled."""
+
+    rank: int
+    world_size: int
+    blocks_per_chunk: int
+    namespace_path: str
+    namespace_digest: bytes
+    dir_mode: int
+    file_mode: int
+    file_nbytes: dict[int, int]  # by group index
+
+    @property
+    def directory(self) -> NamespaceDir:
+        return NamespaceDir(
+            self.namespace_path, self.namespace_digest, self.dir_mode, self.file_mode
+        )
+
+
+class FskvManager(OffloadingManager):
+    """See the module docstring."""
+
+    def __init__(self, config: StoreConfig, blocks_per_chunk: int) -> None:
+        self._config = config
+        self._blocks_per_chunk = blocks_per_chunk
+        self._workers: list[FskvHandshake] = []
+        self._counters = Counters()
+        self._breaker = Breaker(config.breaker_failures, config.breaker_probe_s)
+        self._presence = PresenceIndex(
+            self._probe,
+            positive_ttl_s=config.positive_ttl_s,
+            negative_ttl_s=config.negative_ttl_s,
+            lookup_timeout_s=config.lookup_timeout_s,
+            quarantine_s=config.quarantine_s,
+            breaker=self._breaker,
+        )
+        # Chunks that a store job took and whose outcome is not known yet -> when to stop believing in it.
+        self._storing: dict[ChunkId, float] = {}
+        self._num_stored: dict[ChunkId, int] = {}  # ranks that have published their part
+        self._excluded_requests: set[str] = set()
+
+    # --- start-up and news from the workers -------------------------------------------------
+
+    def set_workers(self, workers: Sequence[FskvHandshake]) -> None:
+        """Take the workers' handshake; raises ConfigError when they do not agree with each other."""
+        first = workers[0]
+        for worker in workers:
+            if (worker.namespace_digest, worker.blocks_per_chunk) != (
+                first.namespace_digest,
+                self._blocks_per_chunk,
+            ):
+                raise ConfigError(
+                    f"rank {worker.rank} derived namespace {worker.namespace_path} with "
+                    f"{worker.blocks_per_chunk} blocks per chunk, rank {first.rank} "
+                    f"{first.namespace_path} and the scheduler {self._blocks_per_chunk}: all must agree"
+                )
+        if len(workers) != first.world_size:
+            raise ConfigError(f"{len(workers)} of {first.world_size} workers reported a namespace")
+        self._workers = sorted(workers, key=lambda w: w.rank)
+
+    def exclude_request(self, req_id: str) -> None:
+        """Neither load nor store this request's KV (LoRA under the policy "off")."""
+        self._excluded_requests.add(req_id)
+
+    def on_stored(self, chunk: ChunkId, num_ranks: int) -> None:
+        """`num_ranks` more ranks have made their part of the chunk visible."""
+        total = self._num_stored.pop(chunk, 0) + num_ranks
+        if total < len(self._workers):
+            self._num_stored[chunk] = total
+            return
+        self._storing.pop(chunk, None)
+        self._presence.mark_stored(chunk)
+
+    def on_not_stored(self, chunk: ChunkId) -> None:
+        self._num_stored.pop(chunk, None)
+        self._storing.pop(chunk, None)
+
+    def on_load_failed(self, chunk: ChunkId, status: Status) -> None:
+        self._presence.mark_failed(chunk, status)
+        self._breaker.record(status)
+
+    # --- OffloadingManager ------------------------------------------------------------------
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        return RequestOffloadingContext()
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        self._excluded_requests.discard(req_context.req_id)
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        if not self._workers or req_context.req_id in self._excluded_requests:
+            return LookupResult.MISS
+        return _RESULTS[self._presence.lookup(to_chunk(key))]
+
+    def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
+        return CacheHitSource.DISK
+
+    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> ChunkKeys:
+        return ChunkKeys([to_chunk(key) for key in keys])
+
+    def prepare_store(
+        self, keys: Collection[OffloadKey], req_context: ReqContext
+    ) -> PrepareStoreOutput:
+        to_store = []
+        if self._workers and req_context.req_id not in self._excluded_requests:
+            if self._breaker.open:
+                self._counters.add(metrics.STORES_SKIPPED, len(keys), Status.BREAKER.value)
+            else:
+                to_store = [key for key in keys if self._take_for_store(to_chunk(key))]
+        return PrepareStoreOutput(
+            keys_to_store=to_store,
+            store_spec=ChunkKeys([to_chunk(key) for key in to_store]),
+            evicted_keys=[],
+        )
+
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        self._presence.flush()
+
+    def reset_cache(self) -> None:
+        """Forget what is known to be on disk; the files stay."""
+        self._presence.forget_all()
+        self._storing.clear()
+        self._num_stored.clear()
+
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        index = self._presence
+        self._counters.add(metrics.LOOKUP_HITS, index.hits)
+        for reason, count in index.misses.items():
+            self._counters.add(metrics.LOOKUP_MISSES, count, reason.value)
+        index.hits = 0
+        index.misses.clear()
+        return to_stats(
+            self._counters.drain(), {metrics.BREAKER_OPEN: 1} if self._breaker.open else {}
+        )
+
+    def shutdown(self) -> None:
+        self._presence.close()
+
+    def _take_for_store(self, chunk: ChunkId) -> bool:
+        now = time.monotonic()
+        if self._presence.known_present(chunk) or self._storing.get(chunk, 0.0) > now:
+            return False
+        # Twice the longest deadline: by then a worker has reported, or it is gone.
+        self._storing[chunk] = now + 2 * self._config.deadline_max_s
+        return True
+
+    def _probe(self, chunks: Sequence[ChunkId], missed_before: Sequence[bool]) -> list[bool]:
+        """On a probe thread. Every rank's file must be there with its right size."""
+        workers = self._workers
+        paths = [
+            [
+                (
+                    worker.directory.chunk_path(
+                        chunk.key_hash,
+                        chunk.group_idx,
+                        worker.rank if worker.world_size > 1 else None,
+                    ),
+                    worker.file_nbytes[chunk.group_idx],
+                )
+                for worker in workers
+            ]
+            for chunk in chunks
+        ]
+        return probe_files(paths, missed_before)
+
+
+def load_failures(outcomes: Iterable[tuple[ChunkId, Status]]) -> dict[ChunkId, Status]:
+    """Return the chunks that cannot be trusted any more; SKIPPED ones only fell with their request."""
+    return {chunk: s for chunk, s in outcomes if not s.good and s is not Status.SKIPPED}

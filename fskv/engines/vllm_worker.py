@@ -1,0 +1,248 @@
+"""The worker's side of the vLLM adapter: translates jobs, runs them, reports what became of them.
+
+Called on the model runner's thread of one rank; every call returns without waiting for a disk.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCaches,
+    GPULoadStoreSpec,
+    LoadStoreSpec,
+    OffloadingWorker,
+    TransferResult,
+)
+
+from fskv import metrics
+from fskv.breaker import Breaker
+from fskv.chunk_file import FileLayout
+from fskv.config import StoreConfig
+from fskv.engines.vllm_identity import EngineGroup, layout_digest
+from fskv.engines.vllm_manager import ChunkKeys, FskvHandshake
+from fskv.engines.vllm_metrics import to_stats
+from fskv.errors import ConfigError
+from fskv.gds_io import HostTransport
+from fskv.hybrid_planner import GroupLayout, plan_job
+from fskv.jobs import ChunkOutcome, ChunkRequest, JobRunner
+from fskv.metrics import Counters
+from fskv.root import NamespaceDir
+from fskv.store import ChunkStore
+from fskv.types import Status
+
+logger = logging.getLogger(__name__)
+
+# What is still being written when the engine stops may take this long; then it is left.
+_SHUTDOWN_S = 5.0
+
+
+class FskvWorker(OffloadingWorker):
+    """See the module docstring."""
+
+    def __init__(
+        self,
+        config: StoreConfig,
+        groups: Sequence[EngineGroup],
+        blocks_per_chunk: int,
+        kv_caches: CanonicalKVCaches,
+        directory: NamespaceDir,
+        *,
+        rank: int,
+        world_size: int,
+    ) -> None:
+        tensors = [t.tensor for t in kv_caches.tensors]
+        self._group_idxs = [group.spec.group_idx for group in groups]
+        self._strides = [t.stride(0) for t in tensors]
+        self._layouts = group_layouts(groups, blocks_per_chunk, kv_caches)
+        file_layouts = {
+            layout.group_idx: FileLayout(
+                layout.num_blocks,
+                tuple(page.nbytes for page in layout.pages),
+                layout_digest(group, blocks_per_chunk, tuple(p.nbytes for p in layout.pages)),
+            )
+            for group, layout in zip(groups, self._layouts, strict=True)
+        }
+        slot_nbytes = max(layout.file_nbytes for layout in file_layouts.values())
+        num_slots = config.staging_bytes // slot_nbytes
+        if num_slots <= config.io_threads:
+            raise ConfigError(
+                f"option 'staging_bytes': found {config.staging_bytes}, expected at least "
+                f"{(config.io_threads + 1) * slot_nbytes} (one chunk file of {slot_nbytes} bytes for each "
+                f"of {config.io_threads} I/O threads and one more); or lower 'io_threads'"
+            )
+        transport = HostTransport(
+            tensors,
+            slot_nbytes,
+            probe_dir=f"{directory.path}/tmp",
+            direct_io=config.direct_io,
+            file_mode=directory.file_mode,
+            fsync=config.fsync,
+        )
+        store = ChunkStore(
+            directory,
+            file_layouts,
+            transport,
+            rank=rank if world_size > 1 else None,
+            touch_interval_s=config.touch_interval_s,
+        )
+        self._breaker = Breaker(config.breaker_failures, config.breaker_probe_s)
+        self._runner = JobRunner(
+            store,
+            transport,
+            num_threads=config.io_threads,
+            num_slots=num_slots,
+            max_queued_chunks=config.max_queued_chunks,
+            deadline=config.deadline,
+            breaker=self._breaker,
+        )
+        self._cuda = bool(tensors) and tensors[0].is_cuda
+        self._counters = Counters()
+        self._failed_jobs: set[int] = set()
+        self._outcomes: list[ChunkOutcome] = []
+        self.handshake = FskvHandshake(
+            rank=rank,
+            world_size=world_size,
+            blocks_per_chunk=blocks_per_chunk,
+            namespace_path=directory.path,
+            namespace_digest=directory.digest,
+            dir_mode=directory.dir_mode,
+            file_mode=directory.file_mode,
+            file_nbytes={idx: layout.file_nbytes for idx, layout in file_layouts.items()},
+        )
+        logger.info(
+            "fskv: rank %d: %s; %d I/O threads, %d staging slots of %d bytes at most",
+            rank,
+            transport.description,
+            config.io_threads,
+            num_slots,
+            slot_nbytes,
+        )
+
+    # --- OffloadingWorker -------------------------------------------------------------------
+
+    def submit_store(
+        self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
+    ) -> bool:
+        assert isinstance(dst_spec, ChunkKeys)
+        requests = self._plan(dst_spec, src_spec, complete_tail=True)
+        # The forward that fills the pages may still run on the GPU (vLLM submits the stores of one
+        # step at the start of the next).
+        ready: Any = torch.cuda.current_stream().record_event() if self._cuda else None
+        self._runner.submit_store(job_id, requests, ready)
+        return True
+
+    def submit_load(
+        self,
+        job_id: int,
+        src_spec: LoadStoreSpec,
+        dst_spec: GPULoadStoreSpec,
+        expedited: bool = False,
+    ) -> bool:
+        """`expedited` (vLLM 0.33) cannot be asked for: synchronous loads are refused at start-up."""
+        assert isinstance(src_spec, ChunkKeys)
+        self._runner.submit_load(job_id, self._plan(src_spec, dst_spec, complete_tail=False))
+        return True
+
+    def get_finished(self) -> list[TransferResult]:
+        """Return the jobs that ended, all as successes: vLLM asserts it; see take_failed_jobs."""
+        results = []
+        for result in self._runner.poll():
+            if result.failed:
+                self._failed_jobs.add(result.job_id)
+            results.append(
+                TransferResult(
+                    job_id=result.job_id,
+                    success=True,
+                    transfer_size=result.nbytes,
+                    transfer_time=result.seconds,
+                )
+            )
+        for outcome in self._runner.take_outcomes():
+            self._count(outcome)
+            self._outcomes.append(outcome)
+        return results
+
+    def wait(self, job_ids: set[int]) -> None:
+        self._runner.wait(job_ids)
+
+    def shutdown(self) -> None:
+        self._runner.shutdown(_SHUTDOWN_S)
+
+    # --- for the connector ------------------------------------------------------------------
+
+    def take_failed_jobs(self) -> set[int]:
+        """Return the load jobs that get_finished reported and whose pages hold nothing to rely on."""
+        failed, self._failed_jobs = self._failed_jobs, set()
+        return failed
+
+    def take_outcomes(self) -> list[ChunkOutcome]:
+        outcomes, self._outcomes = self._outcomes, []
+        return outcomes
+
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        gauges = {
+            metrics.SLOTS_IN_USE: float(self._runner.num_slots_used),
+            metrics.THREADS_HUNG: float(self._runner.num_threads_hung),
+        }
+        return to_stats(self._counters.drain(), gauges)
+
+    def _plan(
+        self, keys: ChunkKeys, pages: GPULoadStoreSpec, *, complete_tail: bool
+    ) -> list[ChunkRequest]:
+        per_group = {idx: 0 for idx in self._group_idxs}
+        for group_idx, members in groupby(keys.chunks, key=lambda chunk: chunk.group_idx):
+            per_group[group_idx] += sum(1 for _ in members)
+        plan = plan_job(
+            self._layouts,
+            self._strides,
+            [per_group[idx] for idx in self._group_idxs],
+            pages.block_ids.tolist(),
+            pages.group_sizes,
+            pages.block_indices,
+            complete_tail=complete_tail,
+        )
+        if plan.skipped_keys:
+            if not complete_tail:
+                raise AssertionError(f"vLLM asked to load blocks without keys: {pages!r}")
+            for key_idx in plan.skipped_keys:
+                self._outcomes.append(
+                    ChunkOutcome(keys.chunks[key_idx], False, Status.SKIPPED, 0, 0.0)
+                )
+            self._counters.add(metrics.STORES_SKIPPED, len(plan.skipped_keys), "incomplete")
+        return [ChunkRequest(keys.chunks[c.key_idx], c) for c in plan.chunks]
+
+    def _count(self, outcome: ChunkOutcome) -> None:
+        add, status = self._counters.add, outcome.status
+        if outcome.is_load:
+            if status is Status.OK:
+                add(metrics.LOADED_CHUNKS)
+                add(metrics.LOADED_BYTES, outcome.nbytes)
+                add(metrics.LOAD_SECONDS, outcome.seconds)
+            elif status is not Status.SKIPPED:
+                add(metrics.LOAD_FAILURES, 1, status.value)
+        elif status is Status.OK:
+            add(metrics.STORED_CHUNKS)
+            add(metrics.STORED_BYTES, outcome.nbytes)
+            add(metrics.STORE_SECONDS, outcome.seconds)
+        else:
+            add(metrics.STORES_SKIPPED, 1, status.value)
+
+
+def group_layouts(
+    groups: Sequence[EngineGroup], blocks_per_chunk: int, kv_caches: CanonicalKVCaches
+) -> list[GroupLayout]:
+    """Return the payload layouts of the groups, by position, from the pages that really exist."""
+    return [
+        GroupLayout.of(
+            group.spec.group_idx,
+            blocks_per_chunk,
+            [(ref.tensor_idx, ref.page_size_bytes) for ref in refs],
+        )
+        for group, refs in zip(groups, kv_caches.group_data_refs, strict=True)
+    ]

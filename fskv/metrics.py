@@ -1,0 +1,104 @@
+"""The numbers fskv reports: names, meanings, and a counter set that any thread may add to.
+
+Engine adapters drain the counters and hand them to the engine's own metrics. Standard library only.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One metric; `label` is the name of its only label, if it has one."""
+
+    name: str
+    kind: str  # "counter" or "gauge"
+    unit: str
+    meaning: str
+    label: str | None = None
+
+
+LOOKUP_HITS = Metric("vllm:fskv_lookup_hits", "counter", "chunks", "Lookups answered with a hit.")
+LOOKUP_MISSES = Metric(
+    "vllm:fskv_lookup_misses",
+    "counter",
+    "chunks",
+    "Lookups answered with a miss: absent, timed_out, io_error, quarantined, breaker.",
+    "reason",
+)
+LOAD_FAILURES = Metric(
+    "vllm:fskv_load_failures",
+    "counter",
+    "chunks",
+    "Chunks that were a hit but could not be loaded, so that the request is recomputed: absent, "
+    "stale, corrupt, timed_out, io_error, breaker.",
+    "reason",
+)
+LOADED_CHUNKS = Metric("vllm:fskv_loaded_chunks", "counter", "chunks", "Chunks loaded and checked.")
+LOADED_BYTES = Metric("vllm:fskv_loaded_bytes", "counter", "bytes", "KV bytes loaded and checked.")
+LOAD_SECONDS = Metric(
+    "vllm:fskv_load_seconds", "counter", "seconds", "Time of I/O threads spent in chunk loads."
+)
+STORED_CHUNKS = Metric(
+    "vllm:fskv_stored_chunks", "counter", "chunks", "Chunk files written and made visible."
+)
+STORED_BYTES = Metric("vllm:fskv_stored_bytes", "counter", "bytes", "Bytes of those files.")
+STORE_SECONDS = Metric(
+    "vllm:fskv_store_seconds", "counter", "seconds", "Time of I/O threads spent in chunk stores."
+)
+STORES_SKIPPED = Metric(
+    "vllm:fskv_stores_skipped",
+    "counter",
+    "chunks",
+    "Chunks not stored: exists (another engine was first), skipped (queue full, or the pages were "
+    "needed elsewhere), incomplete (blocks of the chunk were gone), breaker, no_space, io_error, timed_out.",
+    "reason",
+)
+SLOTS_IN_USE = Metric(
+    "vllm:fskv_staging_slots_in_use", "gauge", "slots", "Staging slots in use, parked ones included."
+)
+THREADS_HUNG = Metric(
+    "vllm:fskv_io_threads_hung", "gauge", "threads", "I/O threads past their deadline that have not returned."
+)
+BREAKER_OPEN = Metric(
+    "vllm:fskv_breaker_open", "gauge", "0 or 1", "Whether the root is left alone after failures in a row."
+)
+
+ALL_METRICS = (
+    LOOKUP_HITS,
+    LOOKUP_MISSES,
+    LOAD_FAILURES,
+    LOADED_CHUNKS,
+    LOADED_BYTES,
+    LOAD_SECONDS,
+    STORED_CHUNKS,
+    STORED_BYTES,
+    STORE_SECONDS,
+    STORES_SKIPPED,
+    SLOTS_IN_USE,
+    THREADS_HUNG,
+    BREAKER_OPEN,
+)
+
+
+class Counters:
+    """Sums by metric and label value since the last `drain`."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sums: dict[tuple[Metric, str], float] = {}
+
+    def add(self, metric: Metric, amount: float = 1, label: str = "") -> None:
+        if not amount:
+            return
+        with self._lock:
+            key = (metric, label)
+            self._sums[key] = self._sums.get(key, 0) + amount
+
+    def drain(self) -> dict[tuple[Metric, str], float]:
+        """Return the sums and start again from zero."""
+        with self._lock:
+            sums, self._sums = self._sums, {}
+        return sums

@@ -1,0 +1,431 @@
+"""The root directory and its namespaces: what makes a directory fskv's, and for whom.
+
+`Root.open` refuses everything that does not look right, because a wrong root is noticed at
+start-up or never: the root itself is not created, so that a mount that is missing is not taken
+for an empty cache. `Root.open_namespace` compares `namespace.json` with the engine's identity.
+
+Invariant: `fskv.json` and `namespace.json` are published whole and once, never changed. Many
+engines may do so at the same moment; the losers read what the winner wrote.
+
+Every call touches the disk and hangs with a dead mount: engines call this at start-up from a
+worker with a deadline. Nothing here is on the data path but `NamespaceDir`'s names.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import os
+import re
+import secrets
+import socket
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import TypeVar
+
+from fskv import namespace
+from fskv.errors import ConfigError, IdentityMismatch, RootError
+from fskv.namespace import Identity, Json
+
+_T = TypeVar("_T")
+
+FORMAT_FILE = "fskv.json"
+TAG_FILE = "CACHEDIR.TAG"
+MANIFEST_FILE = "namespace.json"
+CHUNK_DIR = "chunks"
+PART_DIR = "tmp"
+
+# The first 43 bytes are the standard: https://bford.info/cachedir/
+_TAG = b"""Signature: 8a477f597d28d172789f06886806bc55
+# This directory is a KV cache written by fskv. Backup programs may leave it out.
+"""
+_FORMAT_TEXT = f'{{"format": {namespace.FORMAT}}}'
+_MAX_FORMAT_NBYTES = 64 << 10
+_MAX_MANIFEST_NBYTES = 16 << 20
+
+# Neither ours nor the user's: made by mkfs, by snapshotting servers, and by NFS clients for
+# files removed while open. `.fskv-*` are our own, of an engine that opens the root now.
+_BENIGN = re.compile(r"lost\+found|\.snapshots?|\.zfs|\.nfs.*|\.fskv-.*|CACHEDIR\.TAG", re.DOTALL)
+
+_NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
+# What file systems without hard links answer to link(): FAT, some SMB and object-store mounts.
+_NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES})
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceDir:
+    """One namespace on disk: where its chunks and parts are. Names only; any thread."""
+
+    path: str
+    digest: bytes
+    dir_mode: int
+    file_mode: int
+
+    def chunk_path(self, key_hash: bytes, group_idx: int, rank: int | None) -> str:
+        """Return the absolute path of a chunk file; its directory may not exist yet."""
+        return f"{self.path}/{namespace.chunk_path(key_hash, group_idx, rank)}"
+
+    def tmp_path(self) -> str:
+        """Return a path that no other writer uses, on any node: open it with O_EXCL."""
+        return f"{self.path}/{PART_DIR}/{_unique_name()}.part"
+
+
+@dataclass(frozen=True, slots=True)
+class Root:
+    """An opened root directory: format checked, and writable unless opened for reading."""
+
+    path: str
+    dir_mode: int
+    file_mode: int
+    writable: bool
+
+    @classmethod
+    def open(
+        cls,
+        path: str,
+        *,
+        create: bool,
+        dir_mode: int = 0o700,
+        file_mode: int = 0o600,
+        writable: bool = True,
+    ) -> Root:
+        """Check that `path` is an fskv root; with `create`, make an empty directory into one.
+
+        `writable=False` (tools) writes nothing, not even a probe. Modes are set exactly, whatever
+        the umask. Raises ConfigError for a path that cannot be meant, RootError for a state of
+        the disk; both name the option, the finding and what is expected.
+        """
+        path = _checked_path(path)
+        root = cls(path, dir_mode, file_mode, writable)
+        with _os_errors_as_root_errors(path):
+            _retry_stale(lambda: _check_directory(path))
+            if not _retry_stale(lambda: _is_our_root(path)):
+                if not (create and writable):
+                    raise RootError(
+                        f"option 'root': {path} is empty, expected an fskv root with {FORMAT_FILE}"
+                        " (is the file system mounted? an engine makes an empty directory into one)"
+                    )
+                root._publish(f"{path}/{FORMAT_FILE}", _FORMAT_TEXT.encode() + b"\n")
+                if not _retry_stale(lambda: _is_our_root(path)):
+                    raise RootError(f"option 'root': {path}/{FORMAT_FILE} vanished once written")
+            if writable:
+                _retry_stale(lambda: _probe(f"{path}/.fskv-{_unique_name()}.part"))
+                root._publish_tag()
+        return root
+
+    def open_namespace(self, identity: Identity) -> NamespaceDir:
+        """Open the directory of `identity`, made if need be, and compare its manifest.
+
+        Raises IdentityMismatch if the manifest is anything but this identity, and never changes
+        it; RootError if the directory cannot be read or, unless read-only, written.
+        """
+        path = f"{self.path}/{namespace.directory(identity)}"
+        manifest_path = f"{path}/{MANIFEST_FILE}"
+        with _os_errors_as_root_errors(path):
+            if self.writable:
+                _retry_stale(lambda: self._make_directories(path))
+            found = _retry_stale(lambda: _read_fresh(manifest_path, _MAX_MANIFEST_NBYTES))
+            if found is None and self.writable:
+                self._publish(manifest_path, _manifest_bytes(identity), f"{path}/{PART_DIR}")
+                found = _retry_stale(lambda: _read_fresh(manifest_path, _MAX_MANIFEST_NBYTES))
+            if found is None:
+                raise RootError(f"{manifest_path}: no such file; expected the namespace's identity")
+            _compare(identity, found, manifest_path)
+            opened = NamespaceDir(path, identity.digest, self.dir_mode, self.file_mode)
+            if self.writable:
+                _retry_stale(lambda: _probe(opened.tmp_path()))
+        return opened
+
+    def _make_directories(self, path: str) -> None:
+        for made in (os.path.dirname(path), path, f"{path}/{CHUNK_DIR}", f"{path}/{PART_DIR}"):
+            make_directory(made, self.dir_mode)
+
+    def _publish_tag(self) -> None:
+        path = f"{self.path}/{TAG_FILE}"
+        if not os.path.lexists(path):
+            # The tag serves backup programs only: without it everything works.
+            with suppress(OSError):
+                self._publish(path, _TAG)
+
+    def _publish(self, path: str, content: bytes, tmp_dir: str | None = None) -> None:
+        def publish() -> None:
+            part = f"{_unique_name()}.part"
+            tmp = f"{tmp_dir}/{part}" if tmp_dir else f"{self.path}/.fskv-{part}"
+            _publish_once(tmp, path, content, self.file_mode)
+
+        _retry_stale(publish)
+
+
+def make_directory(path: str, mode: int) -> bool:
+    """Make one directory with exactly `mode`; False if it is there already.
+
+    The parent's setgid bit is inherited and kept: group-shared roots rely on it. OSError passes.
+    """
+    try:
+        os.mkdir(path, mode)
+    except FileExistsError:
+        if not stat.S_ISDIR(os.stat(path).st_mode):
+            raise NotADirectoryError(errno.ENOTDIR, "not a directory", path) from None
+        return False
+    with suppress(OSError):  # a file system without modes; mkdir's is never wider than asked for
+        os.chmod(path, mode | (os.stat(path).st_mode & stat.S_ISGID))
+    return True
+
+
+# --- checks of the root -----------------------------------------------------------------
+
+
+def _checked_path(path: str) -> str:
+    if not os.path.isabs(path):
+        raise ConfigError(
+            f"option 'root': found {path!r}, expected an absolute path ('~' is not expanded)"
+        )
+    try:
+        os.fsencode(path)
+    except UnicodeError:
+        raise ConfigError(f"option 'root': found {path!r}, expected a path") from None
+    if any(char < " " for char in path):
+        raise ConfigError(
+            f"option 'root': found {path!r}, expected a path without control characters"
+        )
+    return path.rstrip("/") or "/"
+
+
+def _check_directory(path: str) -> None:
+    try:
+        found = os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        raise RootError(
+            f"option 'root': {path} does not exist; expected a directory:"
+            " create it or fix the mount (fskv does not, so that a missing mount is noticed)"
+        ) from None
+    if not stat.S_ISDIR(found.st_mode):
+        raise RootError(f"option 'root': {path} is not a directory; expected an existing directory")
+
+
+def _is_our_root(path: str) -> bool:
+    """Return whether `fskv.json` says this version; False for an empty directory.
+
+    Raises RootError for foreign content and for another format.
+    """
+    # Listed before read: `fskv.json` is published first, so whoever sees an arch directory
+    # then finds the file. The listing also ends an NFS client's memory of its absence.
+    foreign = _foreign_names(path)
+    content = _read_fresh(f"{path}/{FORMAT_FILE}", _MAX_FORMAT_NBYTES)
+    if content is None:
+        if foreign:
+            shown = ", ".join(ascii(name) for name in foreign)
+            raise RootError(
+                f"option 'root': {path} is not an fskv root and not empty (found {shown});"
+                f" expected an empty directory or one with {FORMAT_FILE}"
+            )
+        return False
+    format_ = _format_of(content)
+    if format_ is None:
+        raise RootError(
+            f"option 'root': {path}/{FORMAT_FILE} is damaged ({len(content)} bytes);"
+            f" expected {_FORMAT_TEXT}"
+        )
+    if format_ != namespace.FORMAT:
+        raise RootError(
+            f"option 'root': {path} has format {format_}, this fskv reads {namespace.FORMAT}:"
+            " use another directory or the fskv that wrote it"
+        )
+    return True
+
+
+def _foreign_names(path: str, most: int = 3) -> list[str]:
+    names = []
+    with os.scandir(path) as entries:
+        for entry in entries:
+            if entry.name != FORMAT_FILE and not _BENIGN.fullmatch(entry.name):
+                names.append(entry.name)
+                if len(names) == most:
+                    break
+    return names
+
+
+def _format_of(content: bytes) -> int | None:
+    try:
+        tree = _parse_json(content)
+    except ValueError:
+        return None
+    found = tree.get("format") if isinstance(tree, dict) else None
+    return found if type(found) is int else None
+
+
+def _probe(path: str) -> None:
+    """Create and remove a file. A full disk passes: reading still works, pruning may help."""
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        if error.errno in _NO_SPACE:
+            return
+        raise
+    os.close(fd)
+    with suppress(FileNotFoundError):  # a repeated NFS request finds its own work done
+        os.unlink(path)
+
+
+# --- the manifest -----------------------------------------------------------------------
+
+
+def _manifest_bytes(identity: Identity) -> bytes:
+    return (json.dumps(identity.to_manifest(), indent=2, sort_keys=True) + "\n").encode("ascii")
+
+
+def _compare(identity: Identity, content: bytes, path: str) -> None:
+    try:
+        stored = Identity.from_manifest(_parse_json(content))
+    except (ValueError, IdentityMismatch) as error:
+        raise IdentityMismatch(
+            f"{path}: expected this engine's identity, found {len(content)} bytes that are none:"
+            f" {error} (if the file is damaged, remove it and it is written again)"
+        ) from error
+    if differences := namespace.diff(identity, stored):
+        lines = namespace.explain(differences, "this engine", MANIFEST_FILE)
+        raise IdentityMismatch("\n  ".join([f"{path}: holds another identity:", *lines]))
+
+
+def _parse_json(content: bytes) -> Json:
+    """Parse strictly; ValueError for anything that two readers could understand differently."""
+    try:
+        parsed: Json = json.loads(
+            content.decode("utf-8"), object_pairs_hook=_distinct, parse_constant=_no_constant
+        )
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+    return parsed
+
+
+def _distinct(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
+    tree = dict(pairs)
+    if len(tree) != len(pairs):
+        raise ValueError("a key occurs twice")
+    return tree
+
+
+def _no_constant(name: str) -> Json:
+    raise ValueError(f"{name} is not JSON")
+
+
+# --- files ------------------------------------------------------------------------------
+
+
+def _read_fresh(path: str, limit: int) -> bytes | None:
+    """Read a small regular file, None if absent."""
+    # An NFS client remembers a miss for 28 s, but not past an open of the parent directory.
+    try:
+        os.close(os.open(os.path.dirname(path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    with os.fdopen(fd, "rb", buffering=0) as file:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise RootError(f"{path}: expected a regular file")
+        content = bytearray()
+        while piece := file.read(min(1 << 20, limit + 1 - len(content))):
+            content += piece
+    if len(content) > limit:
+        raise RootError(f"{path}: expected at most {limit} bytes, found more")
+    return bytes(content)
+
+
+def _publish_once(tmp: str, path: str, content: bytes, mode: int) -> None:
+    """Write `content` under `path` unless something is there; it appears whole or not at all."""
+    fd = os.open(tmp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    try:
+        with os.fdopen(fd, "wb", buffering=0) as file:
+            with suppress(OSError):  # a file system without modes
+                os.fchmod(fd, mode)
+            rest = memoryview(content)
+            while rest:
+                rest = rest[file.write(rest) :]
+            os.fsync(fd)
+        _link_or_rename(tmp, path)
+    finally:
+        with suppress(OSError):
+            os.unlink(tmp)
+    with suppress(OSError):  # not every network file system can sync a directory
+        _fsync_directory(os.path.dirname(path))
+
+
+def _link_or_rename(tmp: str, path: str) -> None:
+    # link() never replaces, and is exclusive across NFS nodes (measured: 200 of 200).
+    try:
+        os.link(tmp, path)
+    except FileExistsError:
+        return
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        # Without links two openers may both get here; what they rename is the same bytes.
+        if not os.path.lexists(path):
+            os.rename(tmp, path)
+
+
+def _fsync_directory(path: str) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _retry_stale(call: Callable[[], _T]) -> _T:
+    """Call once more after ESTALE: normal on NFS, from any call, and gone the second time."""
+    try:
+        return call()
+    except OSError as error:
+        if error.errno != errno.ESTALE:
+            raise
+    return call()
+
+
+@contextmanager
+def _os_errors_as_root_errors(path: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        where = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else path
+        reason = _REASONS.get(error.errno or 0, error.strerror or str(error))
+        raise RootError(f"option 'root': {where}: {reason}") from error
+
+
+_NO_PERMISSION = "no permission; expected a directory this user can read, write and search"
+_REASONS = {
+    errno.EROFS: "the file system is mounted read-only; expected a writable one",
+    errno.EACCES: _NO_PERMISSION,
+    errno.EPERM: _NO_PERMISSION,
+    errno.ENOSPC: "no space or no inode left; expected room for the namespace's files",
+    errno.EDQUOT: "the quota is used up; expected room for the namespace's files",
+    errno.ESTALE: "stale file handle, twice; the server or the mount has changed: mount it again",
+    errno.ELOOP: "a symbolic link; expected a file or directory of fskv",
+}
+
+
+# --- names of parts ---------------------------------------------------------------------
+
+
+def _read_boot8() -> str:
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            boot = re.sub("[^0-9a-f]", "", file.read(64))[:8]
+    except (OSError, ValueError):
+        boot = ""
+    return boot.rjust(8, "0")
+
+
+_HOST = namespace.sanitise(socket.gethostname(), 64, "host")
+_BOOT8 = _read_boot8()
+# Starts at random: containers with the host's network have the host's name, its boot id and
+# each a pid 1, and a crashed one's parts are still there when it starts again.
+_COUNTER = itertools.count(secrets.randbits(40))
+
+
+def _unique_name() -> str:
+    # next() on itertools.count is atomic under the GIL; a forked child differs by its pid.
+    return f"{_HOST}-{os.getpid()}-{_BOOT8}-{next(_COUNTER)}"

@@ -1,0 +1,258 @@
+"""Puts chunks into files and gets them back, checked. The only place that decides what a file is worth.
+
+`put` and `get` run on the I/O threads of `jobs`, each with a slot of its own; they touch no KV page. Every
+outcome is a `Status`; only bugs raise. Invariants: a file becomes visible by one rename and is never
+changed afterwards; `get` returns OK only after the header, the identity, the key and every row that
+covers the wanted blocks were checked; a file that failed a check is gone or suspect before anybody is told.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import logging
+import os
+import stat as stat_module
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Protocol
+
+from fskv import chunk_file
+from fskv._version import __version__
+from fskv.chunk_file import ROW_NBYTES, ChunkHeader, FileLayout
+from fskv.errors import ChunkCorrupt, ChunkError, ChunkMissing, ChunkStale, chunk_error_from_os
+from fskv.gds_io import OpenChunk, Slot, Transport
+from fskv.types import ChunkId, Status
+
+logger = logging.getLogger(__name__)
+
+_MAX_SUSPECTS = 4096
+_moved_aside = itertools.count()
+
+
+class Directory(Protocol):
+    """What the store needs from an open namespace directory (fskv.root.NamespaceDir)."""
+
+    digest: bytes
+    dir_mode: int
+
+    def chunk_path(self, key_hash: bytes, group_idx: int, rank: int | None) -> str: ...
+    def tmp_path(self) -> str: ...
+    def restore(self) -> None: ...
+
+
+class ChunkStore:
+    """The chunk files of one namespace, as one rank sees them."""
+
+    def __init__(
+        self,
+        directory: Directory,
+        layouts: Mapping[int, FileLayout],
+        transport: Transport,
+        *,
+        rank: int | None,
+        touch_interval_s: float,
+    ) -> None:
+        """`layouts` by group index; `rank` is None where ranks do not have files of their own."""
+        self._directory = directory
+        self._layouts = layouts
+        self._transport = transport
+        self._rank = rank
+        self._touch_interval_s = touch_interval_s
+        self._creator = f"fskv/{__version__}"
+        # Files that failed and may still be there (discarding them failed): the next put replaces them.
+        # Guarded by _lock; written by I/O threads.
+        self._suspects: OrderedDict[ChunkId, None] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def layout(self, group_idx: int) -> FileLayout:
+        return self._layouts[group_idx]
+
+    def path(self, chunk: ChunkId) -> str:
+        return self._directory.chunk_path(chunk.key_hash, chunk.group_idx, self._rank)
+
+    # --- load -----------------------------------------------------------------------------
+
+    def get(self, chunk: ChunkId, first_block: int, num_blocks: int, slot: Slot) -> Status:
+        """Read and check blocks [first_block, first_block + num_blocks) of a chunk into `slot`.
+
+        On OK block b's bytes are at layout.header_nbytes + b * layout.block_nbytes of the slot.
+        """
+        path = self.path(chunk)
+        for attempt in (1, 2):
+            try:
+                with self._transport.open(path) as file:
+                    try:
+                        self._read_checked(file, path, chunk, first_block, num_blocks, slot)
+                    except (ChunkCorrupt, ChunkStale) as error:
+                        if not _is_estale(error):
+                            self._discard(chunk, path, file, error)
+                        raise
+                    if time.time() - file.mtime > self._touch_interval_s:
+                        file.touch()
+                return Status.OK
+            except ChunkError as error:
+                # The server dropped the handle under us, which says nothing about the file: look once more.
+                if attempt == 1 and _is_estale(error):
+                    continue
+                if not isinstance(error, ChunkMissing):
+                    logger.warning("load of %s: %s", error.status.value, error)
+                    self._suspect(chunk)
+                return error.status
+        raise AssertionError("unreachable")
+
+    def _read_checked(
+        self,
+        file: OpenChunk,
+        path: str,
+        chunk: ChunkId,
+        first_block: int,
+        num_blocks: int,
+        slot: Slot,
+    ) -> None:
+        layout = self._layouts[chunk.group_idx]
+        if file.nbytes != layout.file_nbytes:
+            raise ChunkCorrupt(f"{path}: {file.nbytes} bytes, expected {layout.file_nbytes}")
+        rows = layout.rows_of_blocks(first_block, num_blocks)
+        start = layout.header_nbytes + rows.start * ROW_NBYTES
+        stop = min(layout.header_nbytes + rows.stop * ROW_NBYTES, layout.file_nbytes)
+        if 2 * (stop - start) >= layout.payload_nbytes:
+            # One large transfer beats two, also when it reads some rows that are not needed.
+            file.read_into(slot, 0, 0, stop)
+        else:
+            file.read_into(slot, 0, 0, layout.header_nbytes)
+            file.read_into(slot, start, start, stop - start)
+        try:
+            header = chunk_file.parse_header(slot.view[: layout.header_nbytes])
+            self._compare(header, chunk, layout)
+            chunk_file.check_rows(slot.view[start:stop], rows.start, header.row_digests)
+        except ChunkCorrupt as error:
+            raise ChunkCorrupt(f"{path}: {error}") from None
+        except ChunkStale as error:
+            raise ChunkStale(f"{path}: {error}") from None
+        if header.first_block > first_block:
+            raise ChunkMissing(f"{path}: holds blocks from {header.first_block}, not {first_block}")
+
+    def _compare(self, header: ChunkHeader, chunk: ChunkId, layout: FileLayout) -> None:
+        """Raise ChunkStale unless this is the chunk that was asked for, of this very identity."""
+        wanted = {
+            "namespace": (header.namespace_digest, self._directory.digest),
+            "layout": (header.layout_digest, layout.digest),
+            "key": (header.key_hash, chunk.key_hash),
+            "group": (header.group_idx, chunk.group_idx),
+            "rank": (header.rank, self._rank or 0),
+            "payload length": (header.payload_nbytes, layout.payload_nbytes),
+            "header length": (header.header_nbytes, layout.header_nbytes),
+        }
+        for name, (found, expected) in wanted.items():
+            if found != expected:
+                raise ChunkStale(f"another {name}: {found!r}, expected {expected!r}")
+
+    def _discard(self, chunk: ChunkId, path: str, file: OpenChunk, error: ChunkError) -> None:
+        """Unlink a bad file, but not one that has replaced it meanwhile."""
+        self._suspect(chunk)
+        if file.same_file(path):
+            try:
+                os.unlink(path)
+            except OSError as unlink_error:
+                logger.warning("cannot discard %s: %s", path, unlink_error)
+            else:
+                logger.info("discarded (%s): %s", error.status.value, error)
+
+    def _suspect(self, chunk: ChunkId) -> None:
+        with self._lock:
+            self._suspects[chunk] = None
+            if len(self._suspects) > _MAX_SUSPECTS:
+                self._suspects.popitem(last=False)
+
+    # --- store ----------------------------------------------------------------------------
+
+    def put(self, chunk: ChunkId, first_block: int, slot: Slot) -> Status:
+        """Publish the chunk whose blocks [first_block, num_blocks) were gathered into `slot`.
+
+        The content is expected at layout.header_nbytes of the slot. OK: the file is visible under its
+        name, complete; EXISTS: a file of the right size was there and stays. No part is left on failure.
+        """
+        try:
+            return self._put(chunk, first_block, slot)
+        except ChunkError as error:
+            logger.warning("store failed (%s): %s", error.status.value, error)
+            return error.status
+
+    def _put(self, chunk: ChunkId, first_block: int, slot: Slot) -> Status:
+        layout = self._layouts[chunk.group_idx]
+        path = self.path(chunk)
+        with self._lock:
+            suspect = chunk in self._suspects
+        if not suspect and self._good_file_there(path, layout):
+            return Status.EXISTS
+
+        base = layout.header_nbytes
+        slot.array[base : base + first_block * layout.block_nbytes] = 0
+        slot.array[base + layout.content_nbytes : base + layout.payload_nbytes] = 0
+        header = ChunkHeader(
+            key_hash=chunk.key_hash,
+            group_idx=chunk.group_idx,
+            rank=self._rank or 0,
+            namespace_digest=self._directory.digest,
+            layout_digest=layout.digest,
+            num_blocks=layout.num_blocks,
+            page_nbytes=layout.page_nbytes,
+            first_block=first_block,
+            payload_nbytes=layout.payload_nbytes,
+            row_digests=chunk_file.row_digests(slot.view[base : base + layout.payload_nbytes]),
+            creator=self._creator,
+            written_at_ms=int(time.time() * 1000),
+        )
+        slot.view[:base] = chunk_file.encode_header(header, base)
+
+        part = self._directory.tmp_path()
+        try:
+            self._transport.write_part(part, slot, layout.file_nbytes)
+        except ChunkMissing:
+            # tmp/ is gone. Make it again only inside a living root: a path whose mount has gone away must
+            # not be filled.
+            self._directory.restore()
+            self._transport.write_part(part, slot, layout.file_nbytes)
+        self._publish(part, path)
+        with self._lock:
+            self._suspects.pop(chunk, None)
+        return Status.OK
+
+    def _good_file_there(self, path: str, layout: FileLayout) -> bool:
+        try:
+            info = os.stat(path, follow_symlinks=False)
+        except OSError:
+            return False
+        if not stat_module.S_ISREG(info.st_mode) or info.st_size != layout.file_nbytes:
+            return False
+        if time.time() - info.st_mtime > self._touch_interval_s:
+            with contextlib.suppress(OSError):
+                os.utime(path)
+        return True
+
+    def _publish(self, part: str, path: str) -> None:
+        try:
+            try:
+                os.rename(part, path)
+            except (FileNotFoundError, NotADirectoryError):
+                os.makedirs(os.path.dirname(path), mode=self._directory.dir_mode, exist_ok=True)
+                os.rename(part, path)
+            except (IsADirectoryError, FileExistsError):
+                # Not ours, so it is moved out of the way and never deleted.
+                aside = f"{path}.foreign-{os.getpid()}-{next(_moved_aside)}"
+                os.rename(path, aside)
+                logger.warning("%s: a directory stood in the place of a chunk; now %s", path, aside)
+                os.rename(part, path)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.unlink(part)
+            raise chunk_error_from_os(error, path) from error
+
+
+def _is_estale(error: ChunkError) -> bool:
+    cause = error.__cause__
+    return isinstance(cause, OSError) and cause.errno == errno.ESTALE

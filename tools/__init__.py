@@ -1,0 +1,1 @@
+"""fskv_tools: the command-line tools of fskv."""
