@@ -12,6 +12,9 @@ from their main thread; transformers is imported only by `make`.
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import hashlib
 import os
 import random
 import shutil
@@ -23,7 +26,8 @@ from types import MappingProxyType
 from typing import Any
 
 VOCAB_SIZE = 512
-# Written last inside the temporary directory: a directory that has it is complete.
+# Written last inside the temporary directory, with the hash of this file: a directory
+# that has it is complete and made by this version.
 COMPLETE_MARK = "checkpoint-complete"
 
 
@@ -50,14 +54,15 @@ class Model:
 
     def main_prompt(self) -> list[int]:
         """Return the token ids of the main prompt; the same in every process."""
-        return self._tokens("main", self.prompt_tokens)
+        return self.tokens("main", self.prompt_tokens)
 
     def partial_prompt(self) -> list[int]:
         """Return a prompt as long as the main one that shares only its first tokens."""
-        tail = self._tokens("partial", self.prompt_tokens - self.shared_tokens)
+        tail = self.tokens("partial", self.prompt_tokens - self.shared_tokens)
         return self.main_prompt()[: self.shared_tokens] + tail
 
-    def _tokens(self, purpose: str, count: int) -> list[int]:
+    def tokens(self, purpose: str, count: int) -> list[int]:
+        """Return random token ids that depend on nothing but the arguments and the seed."""
         # A str seeds through sha512: PYTHONHASHSEED does not matter.
         generator = random.Random(f"{purpose}-{self.seed}")
         return [generator.randrange(3, VOCAB_SIZE) for _ in range(count)]
@@ -284,28 +289,48 @@ def make(name: str, directory: str) -> str:
     """Write the checkpoint `name` below `directory` unless it is there; return its path.
 
     Safe against a kill and against another process doing the same: the checkpoint is
-    built in a temporary sibling and renamed when complete.
+    built in a temporary sibling and renamed when complete. One made by another version
+    of this file is replaced.
     """
     model = MODELS[name]
     path = os.path.join(directory, name)
-    if os.path.exists(os.path.join(path, COMPLETE_MARK)):
+    if _is_complete(path):
         return path
     os.makedirs(directory, exist_ok=True)
     building = tempfile.mkdtemp(prefix=f".{name}-", dir=directory)
+    stale = f"{building}.stale"
     try:
         _build(model, building)
-        with open(os.path.join(building, COMPLETE_MARK), "w"):
-            pass
+        with open(os.path.join(building, COMPLETE_MARK), "w") as mark:
+            mark.write(_version())
         os.chmod(building, 0o755)  # mkdtemp made it private
-        try:
-            os.rename(building, path)
-        except OSError:
-            # Somebody else was faster, with the same bytes.
-            if not os.path.exists(os.path.join(path, COMPLETE_MARK)):
-                raise
+        if not _is_complete(path):
+            with contextlib.suppress(FileNotFoundError):
+                os.rename(path, stale)
+            try:
+                os.rename(building, path)
+            except OSError:
+                # Somebody else was faster, with the same bytes.
+                if not _is_complete(path):
+                    raise
     finally:
         shutil.rmtree(building, ignore_errors=True)
+        shutil.rmtree(stale, ignore_errors=True)
     return path
+
+
+def _is_complete(path: str) -> bool:
+    try:
+        with open(os.path.join(path, COMPLETE_MARK)) as mark:
+            return mark.read() == _version()
+    except FileNotFoundError:
+        return False
+
+
+@functools.cache
+def _version() -> str:
+    with open(__file__, "rb") as source:
+        return hashlib.sha256(source.read()).hexdigest()
 
 
 def _build(model: Model, directory: str) -> None:

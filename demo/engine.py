@@ -74,7 +74,7 @@ ENGINE_DEFAULTS: dict[str, Any] = {
 METRIC_WORDS = ("kv_offload", "external_prefix", "fskv")
 LOG_TAIL_LINES = 30
 POLL_S = 0.05
-# After SIGTERM; the engine's own shutdown gives its workers a few seconds.
+# Between SIGTERM and SIGKILL.
 TERMINATE_GRACE_S = 5.0
 
 

@@ -27,7 +27,7 @@ import xxhash
 from fskv.errors import ChunkCorrupt, ChunkStale
 
 FORMAT_VERSION = 1
-# Not text, and with a line end and an end-of-file character, so that a transfer in text mode shows (as PNG does).
+# Not text, and with a line end and an end-of-file character: a transfer in text mode shows (as in PNG).
 MAGIC = b"\x89FSKV\r\n\x1a"
 ALIGNMENT = 4096  # O_DIRECT and GDS are direct only for 4 KiB-aligned offsets and lengths
 ROW_NBYTES = 65536  # one checksum each: names the damaged place, and lets a partial load be checked
@@ -234,7 +234,9 @@ def parse_header(data: bytes | memoryview) -> ChunkHeader:
         return _header_from_meta(meta, header_nbytes)
     except ChunkCorrupt:
         raise
-    except Exception as error:  # msgpack raises ValueError, its own errors and, for depth, StackError
+    except (
+        Exception
+    ) as error:  # msgpack raises ValueError, its own errors and, for depth, StackError
         raise ChunkCorrupt(f"header is not the expected map: {type(error).__name__}") from None
 
 

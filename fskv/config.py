@@ -140,10 +140,14 @@ class StoreConfig:
         "stores are skipped.",
     )
     breaker_probe_s: float = _option(
-        5.0, "seconds", "How often an open breaker lets one operation through to see if the root is back."
+        5.0,
+        "seconds",
+        "How often an open breaker lets one operation through to see if the root is back.",
     )
     touch_interval_s: float = _option(
-        600.0, "seconds", "A chunk's mtime (its last use) is refreshed by a load when older than this."
+        600.0,
+        "seconds",
+        "A chunk's mtime (its last use) is refreshed by a load when older than this.",
     )
 
     @property
@@ -191,7 +195,7 @@ def _bad(name: str, value: object, expected: str) -> ConfigError:
 
 def _parse_root(name: str, value: Any) -> str:
     if not isinstance(value, str) or not value.startswith("/") or "\0" in value:
-        raise _bad(name, value, "an absolute path such as \"/mnt/kv\"")
+        raise _bad(name, value, 'an absolute path such as "/mnt/kv"')
     return value.rstrip("/") or "/"
 
 
@@ -199,7 +203,7 @@ def _parse_chunk_size(name: str, value: Any) -> int | str:
     if value == "auto":
         return "auto"
     if type(value) is not int or value <= 0:
-        raise _bad(name, value, "a positive number of tokens, or \"auto\"")
+        raise _bad(name, value, 'a positive number of tokens, or "auto"')
     return value
 
 
@@ -286,7 +290,9 @@ def _only_zero(name: str, value: Any) -> None:
     # A synchronous load is awaited inside the step (vLLM 0.33), so it could neither be abandoned at
     # its deadline nor turned into a recompute.
     if value not in (0, None):
-        raise _bad(name, value, "0: fskv loads are asynchronous, because only those can be abandoned")
+        raise _bad(
+            name, value, "0: fskv loads are asynchronous, because only those can be abandoned"
+        )
 
 
 def _only_recompute(name: str, value: Any) -> None:

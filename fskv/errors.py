@@ -10,6 +10,7 @@ FskvError
     ├── ChunkCorrupt     bytes that fail a check: magic, length, header, rows
     ├── ChunkTimedOut    the deadline passed
     └── ChunkIOError     the operating system said no; carries errno
+        ├── Denied       EACCES, EPERM
         └── NoSpace      ENOSPC, EDQUOT, or no inode left
 
 Bugs and configuration raise. What a disk may do ends as a `Status` at the edge of
@@ -70,6 +71,10 @@ class ChunkIOError(ChunkError):
         self.errno = errno_
 
 
+class Denied(ChunkIOError):  # noqa: N818
+    status = Status.DENIED
+
+
 class NoSpace(ChunkIOError):  # noqa: N818
     status = Status.NO_SPACE
 
@@ -88,6 +93,8 @@ def chunk_error_from_os(error: OSError, path: str) -> ChunkError:
         return ChunkMissing(message)
     if error.errno in _STALE_ERRNOS:
         return ChunkStale(message)
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return Denied(message, error.errno)
     if error.errno in _NO_SPACE_ERRNOS:
         return NoSpace(message, error.errno)
     if error.errno == errno.ETIMEDOUT:

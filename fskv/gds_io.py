@@ -61,7 +61,7 @@ class Slot:
             self.array: npt.NDArray[np.uint8] = np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
         else:
             self.array = tensor.numpy()
-        self.view = memoryview(self.array)
+        self.view = self.array.data
 
 
 class OpenChunk(Protocol):
@@ -258,13 +258,13 @@ class HostTransport:
         array = slot.array
         for span in spans:
             at = base + span.payload_offset
-            self._flat[span.tensor_idx][
-                span.tensor_offset : span.tensor_offset + span.nbytes
-            ] = array[at : at + span.nbytes]
+            self._flat[span.tensor_idx][span.tensor_offset : span.tensor_offset + span.nbytes] = (
+                array[at : at + span.nbytes]
+            )
 
     @contextlib.contextmanager
     def _stream(self, ready: Any) -> Iterator[Any]:
-        """This thread's own CUDA stream, after `ready`; never the default stream, never a device-wide wait."""
+        """Yield the thread's own CUDA stream, after `ready`; never a device-wide wait."""
         import torch
 
         stream = getattr(self._local, "stream", None)
@@ -327,7 +327,7 @@ def _unlink_quietly(path: str) -> None:
 
 
 def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory from the first to the last byte of an int8 (num_blocks, page) tensor as uint8 (n,)."""
+    """Return an int8 (num_blocks, page) tensor's memory, first to last byte, as uint8 (n,)."""
     import torch
 
     num_blocks, page = tensor.shape

@@ -342,9 +342,9 @@ def longest_hit(
     The order of steps is that of vLLM's _lookup_complete_chunks (without EAGLE and caps), since
     that is what decides in a running engine, and it shows: less than one chunk of a group is no
     hit at all, but a window may shorten a hit below the chunk of a full-attention group that was
-    looked at before. One difference: here a hit always ends with a STATE group's chunk. vLLM
-    rounds once, before the scans, so a group with smaller blocks could end a hit inside a
-    state's chunk; vLLM's own hybrids have one block size.
+    looked at before (unless an UNKNOWN has that group looked at again). One difference: here a
+    hit always ends with a STATE group's chunk. vLLM rounds once, before the scans, so a group
+    with smaller blocks could end a hit inside a state's chunk; its own hybrids have one size.
     """
     sizes = [group.tokens_per_block * blocks_per_chunk for group in groups]
     full = [g for g, group in enumerate(groups) if not group.kind.windowed]
@@ -464,7 +464,7 @@ class JobPlan:
     skipped_keys: tuple[int, ...]
 
 
-def plan_job(  # noqa: PLR0917  the parts of vLLM's spec, in its order
+def plan_job(
     layouts: Sequence[GroupLayout],
     block_strides: Sequence[int],
     keys_per_group: Sequence[int],
@@ -495,6 +495,11 @@ def plan_job(  # noqa: PLR0917  the parts of vLLM's spec, in its order
     if sum(group_sizes) != len(block_ids) or any(block_id < 0 for block_id in block_ids):
         want = f"expected {sum(group_sizes)} entries, none negative"
         raise ValueError(f"block_ids is {block_ids}; {want}")
+    if any(
+        size and not num_keys for size, num_keys in zip(group_sizes, keys_per_group, strict=True)
+    ):
+        # Nothing would be skipped and nothing moved: a load would leave those pages as they are.
+        raise ValueError(f"keys_per_group {keys_per_group} for group_sizes {group_sizes}")
     chunks: list[ChunkPlan] = []
     skipped: list[int] = []
     first_key = first_id = 0

@@ -3,8 +3,9 @@
 A job is what the engine asked for in one call: chunks of one request. Its chunks are tasks that run in
 parallel. The engine's thread calls submit_*, poll and wait, and none of them ever waits for a disk:
 
-- a load job is reported when all its chunks are in the KV pages, or as failed at its deadline or first
-  failure. From then on no late thread can write a page: `_Job.enter` refuses it.
+- a load job is reported when all its chunks have ended, or at its deadline; failed, if one of them was
+  not good. A bad chunk does not end the others: all that is bad is found, reported and stored again in
+  one round. From the report on no late thread can write a page: `_Job.enter` refuses it.
 - a store job is reported when its pages have been gathered, not when they are written: the pages are free
   again. Writing goes on; its outcome arrives later through `take_outcomes`.
 - `wait` returns when the pages of the given jobs are neither read nor written any more. It gathers what it
@@ -21,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fskv.breaker import Breaker
@@ -105,7 +107,7 @@ class _Job:
 class _ChunkTask:
     """One chunk of a job on its way; `closed` and `slot` change under the job's lock."""
 
-    __slots__ = ("closed", "job", "pool_task", "request", "reported", "slot", "started_at")
+    __slots__ = ("closed", "job", "pool_task", "reported", "request", "slot", "started_at")
 
     def __init__(self, job: _Job, request: ChunkRequest) -> None:
         self.job = job
@@ -169,7 +171,7 @@ class JobRunner:
             self._give_up(job, Status.BREAKER)
             return
         for task in job.tasks:
-            task.pool_task = self._pool.submit(lambda t=task: self._run(t), urgent=True)
+            task.pool_task = self._pool.submit(partial(self._run, task), urgent=True)
 
     def submit_store(self, job_id: int, requests: Sequence[ChunkRequest], ready: Any) -> None:
         """Start a store; `ready` is an event of the stream that writes the pages, or None.
@@ -195,7 +197,7 @@ class JobRunner:
                 self._close(task, Status.SKIPPED, 0, 0.0)
                 self._finish_store(task, Status.SKIPPED, 0.0)
             else:
-                task.pool_task = self._pool.submit(lambda t=task: self._run(t))
+                task.pool_task = self._pool.submit(partial(self._run, task))
 
     def poll(self) -> list[JobResult]:
         """Enforce the deadlines and return the jobs that became reportable since the last call."""
@@ -339,7 +341,7 @@ class JobRunner:
             return  # its pages are gathered, being gathered, or were never taken
         slot = self._slots.take(keep_free=self._reserved_slots)
         if slot is not None and self._gather(task, slot):
-            task.pool_task = self._pool.submit(lambda: self._run(task))
+            task.pool_task = self._pool.submit(partial(self._run, task))
             self._pool.hasten(task.pool_task)
             return
         self._close(task, Status.SKIPPED, 0, 0.0)
@@ -367,14 +369,10 @@ class JobRunner:
             job.failed |= job.is_load and status is not Status.OK
             job.nbytes += nbytes if status in (Status.OK, None) else 0
             last = job.num_open == 0
-            first_failure = job.failed and not job.abandoned
         if job.is_load and status is not None:
             self._outcome(task, status, nbytes if status is Status.OK else 0, seconds)
         if last:
             self._report(job)
-        elif first_failure:
-            # The request will be recomputed whatever the other chunks do: free its pages at once.
-            self._give_up(job, Status.SKIPPED)
 
     def _finish_store(self, task: _ChunkTask, status: Status, seconds: float) -> None:
         with self._lock:

@@ -20,12 +20,15 @@ class Metric:
     label: str | None = None
 
 
-LOOKUP_HITS = Metric("vllm:fskv_lookup_hits", "counter", "chunks", "Lookups answered with a hit.")
+LOOKUP_HITS = Metric(
+    "vllm:fskv_lookup_hits", "counter", "chunks", "Chunks found present, once per request."
+)
 LOOKUP_MISSES = Metric(
     "vllm:fskv_lookup_misses",
     "counter",
     "chunks",
-    "Lookups answered with a miss: absent, timed_out, io_error, quarantined, breaker.",
+    "Chunks a request missed, once per request and reason: absent, timed_out, io_error, quarantined, "
+    "breaker.",
     "reason",
 )
 LOAD_FAILURES = Metric(
@@ -33,7 +36,7 @@ LOAD_FAILURES = Metric(
     "counter",
     "chunks",
     "Chunks that were a hit but could not be loaded, so that the request is recomputed: absent, "
-    "stale, corrupt, timed_out, io_error, breaker.",
+    "stale, corrupt, denied, timed_out, io_error, breaker.",
     "reason",
 )
 LOADED_CHUNKS = Metric("vllm:fskv_loaded_chunks", "counter", "chunks", "Chunks loaded and checked.")
@@ -53,17 +56,27 @@ STORES_SKIPPED = Metric(
     "counter",
     "chunks",
     "Chunks not stored: exists (another engine was first), skipped (queue full, or the pages were "
-    "needed elsewhere), incomplete (blocks of the chunk were gone), breaker, no_space, io_error, timed_out.",
+    "needed elsewhere), incomplete (blocks of the chunk were gone), breaker, no_space, denied, "
+    "io_error, timed_out.",
     "reason",
 )
 SLOTS_IN_USE = Metric(
-    "vllm:fskv_staging_slots_in_use", "gauge", "slots", "Staging slots in use, parked ones included."
+    "vllm:fskv_staging_slots_in_use",
+    "gauge",
+    "slots",
+    "Staging slots in use, parked ones included.",
 )
 THREADS_HUNG = Metric(
-    "vllm:fskv_io_threads_hung", "gauge", "threads", "I/O threads past their deadline that have not returned."
+    "vllm:fskv_io_threads_hung",
+    "gauge",
+    "threads",
+    "I/O threads past their deadline that have not returned.",
 )
 BREAKER_OPEN = Metric(
-    "vllm:fskv_breaker_open", "gauge", "0 or 1", "Whether the root is left alone after failures in a row."
+    "vllm:fskv_breaker_open",
+    "gauge",
+    "0 or 1",
+    "Whether the root is left alone after failures in a row.",
 )
 
 ALL_METRICS = (

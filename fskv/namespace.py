@@ -357,11 +357,13 @@ def _itemwise(a: list[Json], b: list[Json]) -> bool:
 
 def _join(path: str, key: str) -> str:
     plain = re.fullmatch(r"[A-Za-z0-9_-]+", key) is not None
-    return ".".join(filter(None, (path, key if plain else json.dumps(key))))
+    return ".".join(filter(None, (path, key if plain else ascii(key))))
 
 
 def _render(value: Json | Absent) -> str:
-    return "absent" if isinstance(value, Absent) else canonical_json(value).decode("ascii")
+    if isinstance(value, Absent):
+        return "absent"
+    return canonical_json(value).decode("ascii").replace("\x7f", "\\u007f")  # printable
 
 
 def _clip(a: str, b: str, width: int = 100) -> tuple[str, str]:

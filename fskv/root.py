@@ -323,12 +323,14 @@ def _read_fresh(path: str, limit: int) -> bytes | None:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         return None
-    with os.fdopen(fd, "rb", buffering=0) as file:
+    try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise RootError(f"{path}: expected a regular file")
         content = bytearray()
-        while piece := file.read(min(1 << 20, limit + 1 - len(content))):
+        while piece := os.read(fd, min(1 << 20, limit + 1 - len(content))):
             content += piece
+    finally:
+        os.close(fd)
     if len(content) > limit:
         raise RootError(f"{path}: expected at most {limit} bytes, found more")
     return bytes(content)

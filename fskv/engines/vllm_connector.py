@@ -44,7 +44,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_SETUP_KEY = "fskv_setup"  # carries _Setup through vLLM's spec factory; never in a user's configuration
+_SETUP_KEY = (
+    "fskv_setup"  # carries _Setup through vLLM's spec factory; never in a user's configuration
+)
 _START_UP_S = 60.0  # a root that does not answer for so long at start-up is refused
 
 
@@ -271,7 +273,7 @@ def _prepare(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, announc
         # reads the policy after it has built its connector.
         if announce:
             logger.warning(
-                "fskv: option 'kv_load_failure_policy': found \"%s\" (vLLM's default), using \"recompute\": "
+                'fskv: option \'kv_load_failure_policy\': found "%s" (vLLM\'s default), using "recompute": '
                 "a chunk that cannot be loaded costs a recompute and never fails a request",
                 transfer.kv_load_failure_policy,
             )

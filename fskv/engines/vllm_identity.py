@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -109,9 +110,7 @@ def build_identity(
         engine="vllm",
         engine_version=".".join(vllm_version.split(".")[:2]),
         arch=gpu_arch(),
-        model_name=str(model.served_model_name or model.model).rstrip("/").split("/snapshots/")[0]
-        if config.weights_id is None
-        else config.weights_id,
+        model_name=_model_name(model.model),
         weights=_weights(model, config),
         model_config=_model_config(model),
         kv_cache_dtype=kv_dtype,
@@ -211,13 +210,21 @@ def _tokens_per_block(spec: KVCacheSpec, dcp: int) -> int:
     return int(resolve_dcp_kv_block_size(spec, dcp))
 
 
+def _model_name(model: str) -> str:
+    """Return the hub's name, or a local checkpoint's last component: nodes may mount it elsewhere."""
+    if not os.path.exists(model):
+        return model
+    path = os.path.abspath(model)
+    cached = re.search(r"/models--([^/]+)/snapshots/[^/]+$", path)  # the hub's cache
+    return cached[1].replace("--", "/") if cached else os.path.basename(path) or "model"
+
+
 def _weights(model: Any, config: StoreConfig) -> str:
     if config.weights_id is not None:
         return f"named:{config.weights_id}"
     # transformers notes the commit of what it loaded from the hub; a local directory has none.
     commit = None if os.path.exists(model.model) else getattr(model.hf_config, "_commit_hash", None)
     return weights_fingerprint(model.model, revision_commit=commit)
-
 
 
 def _model_config(model: Any) -> dict[str, Json]:

@@ -98,6 +98,8 @@ class FskvManager(OffloadingManager):
         self._storing: dict[ChunkId, float] = {}
         self._num_stored: dict[ChunkId, int] = {}  # ranks that have published their part
         self._excluded_requests: set[str] = set()
+        # vLLM asks for the same chunks in every step a request waits: what each was told is counted once.
+        self._told: dict[str, set[tuple[ChunkId, Status]]] = {}
 
     # --- start-up and news from the workers -------------------------------------------------
 
@@ -146,11 +148,22 @@ class FskvManager(OffloadingManager):
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._excluded_requests.discard(req_context.req_id)
+        self._told.pop(req_context.req_id, None)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         if not self._workers or req_context.req_id in self._excluded_requests:
             return LookupResult.MISS
-        return _RESULTS[self._presence.lookup(to_chunk(key))]
+        chunk = to_chunk(key)
+        presence, reason = self._presence.lookup(chunk)
+        if presence is not Presence.UNKNOWN:
+            told = self._told.setdefault(req_context.req_id, set())
+            if (chunk, reason) not in told:
+                told.add((chunk, reason))
+                if presence is Presence.HIT:
+                    self._counters.add(metrics.LOOKUP_HITS)
+                else:
+                    self._counters.add(metrics.LOOKUP_MISSES, 1, reason.value)
+        return _RESULTS[presence]
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
         return CacheHitSource.DISK
@@ -183,12 +196,6 @@ class FskvManager(OffloadingManager):
         self._num_stored.clear()
 
     def get_stats(self) -> OffloadingConnectorStats | None:
-        index = self._presence
-        self._counters.add(metrics.LOOKUP_HITS, index.hits)
-        for reason, count in index.misses.items():
-            self._counters.add(metrics.LOOKUP_MISSES, count, reason.value)
-        index.hits = 0
-        index.misses.clear()
         return to_stats(
             self._counters.drain(), {metrics.BREAKER_OPEN: 1} if self._breaker.open else {}
         )

@@ -6,6 +6,7 @@ Called on the model runner's thread of one rank; every call returns without wait
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
@@ -79,7 +80,7 @@ class FskvWorker(OffloadingWorker):
         transport = HostTransport(
             tensors,
             slot_nbytes,
-            probe_dir=f"{directory.path}/tmp",
+            probe_dir=os.path.dirname(directory.tmp_path()),
             direct_io=config.direct_io,
             file_mode=directory.file_mode,
             fsync=config.fsync,
@@ -195,7 +196,7 @@ class FskvWorker(OffloadingWorker):
     def _plan(
         self, keys: ChunkKeys, pages: GPULoadStoreSpec, *, complete_tail: bool
     ) -> list[ChunkRequest]:
-        per_group = {idx: 0 for idx in self._group_idxs}
+        per_group = dict.fromkeys(self._group_idxs, 0)
         for group_idx, members in groupby(keys.chunks, key=lambda chunk: chunk.group_idx):
             per_group[group_idx] += sum(1 for _ in members)
         plan = plan_job(

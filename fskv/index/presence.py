@@ -18,9 +18,10 @@ import logging
 import os
 import stat
 import time
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from fskv.breaker import Breaker
 from fskv.threads import HangProofPool, Task
@@ -77,37 +78,36 @@ class PresenceIndex:
         self._queued: dict[ChunkId, bool] = {}  # -> missed before
         self._batches: list[_Batch] = []
         self._answers: deque[tuple[_Batch, list[bool] | None]] = deque()
-        self._counted: set[ChunkId] = set()  # answers of this step that are in the counters
         self._pool = HangProofPool("fskv-probe", 2, _MAX_HUNG_PROBES)
-        self.hits = 0
-        self.misses: Counter[Status] = Counter()
 
-    def lookup(self, chunk: ChunkId) -> Presence:
-        """Return what is known; UNKNOWN promises that a later call will know more. Never blocks."""
+    def lookup(self, chunk: ChunkId) -> tuple[Presence, Status]:
+        """Return what is known, and for a MISS why. Never blocks.
+
+        UNKNOWN promises that a call after `lookup_timeout_s` at the latest says HIT or MISS.
+        """
         self._take_answers()
         now = self._clock()
         entry = self._entries.get(chunk)
         if self._breaker.open and not (entry and entry.presence is Presence.UNKNOWN):
             if not self._breaker.allows():
-                return self._answer(chunk, Presence.MISS, Status.BREAKER)
+                return Presence.MISS, Status.BREAKER
             entry = None  # one probe to see whether the root is back
         if entry is not None:
             if entry.presence is Presence.UNKNOWN:
                 if now - entry.asked_at <= self._timeout_s:
-                    return Presence.UNKNOWN
+                    return Presence.UNKNOWN, Status.OK
                 self._remember(chunk, Presence.MISS, now + self._negative_ttl_s, Status.TIMED_OUT)
-                return self._answer(chunk, Presence.MISS, Status.TIMED_OUT)
+                return Presence.MISS, Status.TIMED_OUT
             if now < entry.valid_until:
                 self._entries.move_to_end(chunk)
-                return self._answer(chunk, entry.presence, entry.reason)
+                return entry.presence, entry.reason
         missed_before = entry is not None and entry.presence is Presence.MISS
         self._remember(chunk, Presence.UNKNOWN, 0.0, Status.OK, asked_at=now)
         self._queued[chunk] = missed_before
-        return Presence.UNKNOWN
+        return Presence.UNKNOWN, Status.OK
 
     def flush(self) -> None:
         """End of a scheduler step: start the probes of the keys it asked for. Never blocks."""
-        self._counted.clear()
         self._take_answers()
         now = self._clock()
         for batch in self._batches:
@@ -127,7 +127,7 @@ class PresenceIndex:
             part = queued[at : at + _MAX_BATCH]
             batch = _Batch([chunk for chunk, _ in part], now)
             missed = [before for _, before in part]
-            batch.task = self._pool.submit(lambda b=batch, m=missed: self._run_probe(b, m))
+            batch.task = self._pool.submit(partial(self._run_probe, batch, missed))
             self._batches.append(batch)
 
     def mark_stored(self, chunk: ChunkId) -> None:
@@ -162,16 +162,6 @@ class PresenceIndex:
 
     def close(self) -> None:
         self._pool.close()
-
-    def _answer(self, chunk: ChunkId, presence: Presence, reason: Status) -> Presence:
-        # The engine asks several times per step; count each chunk once.
-        if chunk not in self._counted:
-            self._counted.add(chunk)
-            if presence is Presence.HIT:
-                self.hits += 1
-            else:
-                self.misses[reason] += 1
-        return presence
 
     def _remember(
         self,
@@ -253,6 +243,3 @@ def _is_good(path: str, nbytes: int) -> bool:
             raise
         return stat.S_ISREG(info.st_mode) and info.st_size == nbytes
     return False
-
-
-

@@ -1,0 +1,860 @@
+"""The planner's promises: byte-exact transfers, legal geometries, and vLLM's own hit lengths."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from types import MethodType, SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fskv import hybrid_planner as planner
+from fskv.errors import ConfigError
+from fskv.hybrid_planner import (
+    ChunkPlan,
+    GroupKind,
+    GroupLayout,
+    GroupSpec,
+    Hit,
+    JobPlan,
+    PageRef,
+    Span,
+    hit_cost,
+    needed_chunks,
+    plan_job,
+)
+from fskv.types import Presence
+
+# No example database: the negative controls fail on purpose and would fill it.
+LIGHT = settings(max_examples=150, deadline=None, database=None)
+
+
+# --- values -----------------------------------------------------------------------------------
+
+
+def test_payload_is_padded_to_4096_and_content_is_not():
+    layout = GroupLayout(3, 2, (PageRef(0, 100), PageRef(1, 4000)))
+    assert (layout.block_nbytes, layout.content_nbytes, layout.payload_nbytes) == (
+        4100,
+        8200,
+        12288,
+    )
+    assert GroupLayout(0, 1, (PageRef(0, 4096),)).payload_nbytes == 4096
+
+
+def test_a_tensor_shared_by_several_layers_is_laid_out_once():
+    layout = GroupLayout.of(0, 1, [(2, 64), (0, 32), (2, 96)])
+    assert layout.pages == (PageRef(2, 96), PageRef(0, 32))
+    with pytest.raises(ValueError, match="each of another tensor"):
+        GroupLayout(0, 1, (PageRef(2, 64), PageRef(2, 96)))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: PageRef(-1, 10),
+        lambda: PageRef(0, 0),
+        lambda: GroupLayout(0, 0, (PageRef(0, 1),)),
+        lambda: GroupLayout(0, 1, ()),
+        lambda: GroupSpec(0, GroupKind.FULL, 0, None),
+        lambda: GroupSpec(0, GroupKind.FULL, 16, 128),
+        lambda: GroupSpec(0, GroupKind.STATE, 16, 128),
+        lambda: GroupSpec(0, GroupKind.SLIDING_WINDOW, 16, None),
+        lambda: GroupSpec(0, GroupKind.SLIDING_WINDOW, 16, 0),
+        lambda: GroupSpec(0, GroupKind.CHUNKED_LOCAL, 16, None),
+        lambda: GroupSpec(-1, GroupKind.FULL, 16, None),
+        lambda: GroupSpec(0, GroupKind.SLIDING_WINDOW, 16, 16, -1),
+    ],
+)
+def test_a_value_that_means_nothing_is_refused(make):
+    with pytest.raises(ValueError):
+        make()
+
+
+# --- span plans -------------------------------------------------------------------------------
+
+
+@st.composite
+def jobs(draw, *, complete_tail=False):
+    """A well-formed job: (layouts, strides, keys_per_group, block_ids, sizes, indices)."""
+    num_tensors = draw(st.integers(1, 4))
+    blocks_per_chunk = draw(st.integers(1, 4))
+    # Few sizes and little padding, so that neighbouring pages often touch.
+    page = st.sampled_from([1, 3, 8])
+    pages, sizes, indices, keys = [], [], [], []
+    for _ in range(draw(st.integers(1, 3))):
+        tensors = draw(
+            st.lists(st.integers(0, num_tensors - 1), min_size=1, max_size=3, unique=True)
+        )
+        pages.append(tuple(PageRef(t, draw(page)) for t in tensors))
+        index = draw(st.integers(0, 10))
+        size = draw(st.integers(0, 9))
+        if complete_tail and size:
+            size += -(index + size) % blocks_per_chunk
+        sizes.append(size)
+        indices.append(index)
+        keys.append(-(-(index % blocks_per_chunk + size) // blocks_per_chunk) if size else 0)
+    strides = [
+        max([p.nbytes for ps in pages for p in ps if p.tensor_idx == t], default=1)
+        + draw(st.sampled_from([0, 0, 5]))
+        for t in range(num_tensors)
+    ]
+    # Distinct ids, in runs: the groups of one job never share a block.
+    ids = list(range(1, sum(sizes) + 1))
+    if draw(st.booleans()):
+        ids = draw(st.permutations(ids))
+    layouts = [GroupLayout(10 + g, blocks_per_chunk, p) for g, p in enumerate(pages)]
+    return layouts, strides, keys, ids, sizes, indices
+
+
+def expected_bytes(job):
+    """Independent reading of the format: (key, payload byte) -> (tensor, memory byte)."""
+    layouts, strides, keys, ids, sizes, indices = job
+    want = {}
+    first_key = first_id = 0
+    for layout, num_keys, size, index in zip(layouts, keys, sizes, indices, strict=True):
+        for i in range(size):
+            chunk, block = divmod(index + i, layout.num_blocks)
+            key = first_key + chunk - index // layout.num_blocks
+            place = block * sum(p.nbytes for p in layout.pages)
+            for ref in layout.pages:
+                memory = ids[first_id + i] * strides[ref.tensor_idx]
+                for b in range(ref.nbytes):
+                    want[key, place + b] = (ref.tensor_idx, memory + b)
+                place += ref.nbytes
+        first_key += num_keys
+        first_id += size
+    return want
+
+
+def planned_bytes(plan):
+    got = {}
+    for chunk in plan.chunks:
+        for span in chunk.spans:
+            for b in range(span.nbytes):
+                at = (chunk.key_idx, span.payload_offset + b)
+                assert at not in got, f"payload byte {at} is covered twice"
+                got[at] = (span.tensor_idx, span.tensor_offset + b)
+    return got
+
+
+@LIGHT
+@given(jobs())
+def test_every_byte_of_a_job_goes_to_its_place_exactly_once(job):
+    plan = plan_job(*job)
+    assert not plan.skipped_keys
+    assert [c.key_idx for c in plan.chunks] == list(range(sum(job[2])))
+    assert planned_bytes(plan) == expected_bytes(job)
+
+
+@LIGHT
+@given(jobs(complete_tail=True))
+def test_full_chunks_tile_their_content_without_holes_or_overlap(job):
+    for chunk in plan_job(*job, complete_tail=True).chunks:
+        assert chunk.first_block + chunk.num_blocks == chunk.layout.num_blocks
+        position = chunk.first_block * chunk.layout.block_nbytes
+        for span in chunk.spans:
+            assert span.payload_offset == position
+            position += span.nbytes
+        assert position == chunk.layout.content_nbytes <= chunk.layout.payload_nbytes
+
+
+def new_memory(strides, num_blocks, fill):
+    return [bytearray(fill(stride * num_blocks)) for stride in strides]
+
+
+@LIGHT
+@given(jobs(complete_tail=True), st.randoms(use_true_random=False), st.data())
+def test_what_a_store_wrote_a_load_of_any_part_brings_back(job, random, data):
+    layouts, strides, keys, ids, sizes, indices = job
+    num_blocks = len(ids) + 1
+    source = new_memory(strides, num_blocks, random.randbytes)
+    store = plan_job(*job, complete_tail=True)
+    files = {}
+    for chunk in store.chunks:
+        payload = files[chunk.key_idx] = bytearray(chunk.layout.payload_nbytes)
+        for s in chunk.spans:
+            payload[s.payload_offset : s.payload_offset + s.nbytes] = source[s.tensor_idx][
+                s.tensor_offset : s.tensor_offset + s.nbytes
+            ]
+
+    # Load a part of each group: drop blocks at both ends, which makes partial heads and tails.
+    load_ids, load_sizes, load_indices, load_keys, key_of = [], [], [], [], []
+    first_id = first_key = 0
+    for layout, num_keys, size, index in zip(layouts, keys, sizes, indices, strict=True):
+        cut = data.draw(st.integers(0, size))
+        kept = data.draw(st.integers(0, size - cut))
+        load_ids += ids[first_id + cut : first_id + cut + kept]
+        load_sizes.append(kept)
+        load_indices.append(index + cut)
+        first_chunk = (index + cut) // layout.num_blocks - index // layout.num_blocks
+        last_chunk = (index + cut + kept - 1) // layout.num_blocks - index // layout.num_blocks
+        load_keys.append(last_chunk - first_chunk + 1 if kept else 0)
+        key_of += range(first_key + first_chunk, first_key + first_chunk + load_keys[-1])
+        first_id += size
+        first_key += num_keys
+    load = plan_job(layouts, strides, load_keys, load_ids, load_sizes, load_indices)
+    assert not load.skipped_keys
+    target = new_memory(strides, num_blocks, bytes)
+    written = [set() for _ in strides]
+    for chunk in load.chunks:
+        payload = files[key_of[chunk.key_idx]]
+        for s in chunk.spans:
+            touched = set(range(s.tensor_offset, s.tensor_offset + s.nbytes))
+            assert not touched & written[s.tensor_idx], "a KV byte is written twice"
+            written[s.tensor_idx] |= touched
+            target[s.tensor_idx][s.tensor_offset : s.tensor_offset + s.nbytes] = payload[
+                s.payload_offset : s.payload_offset + s.nbytes
+            ]
+    expected = [set() for _ in strides]
+    first_id = 0
+    for layout, size in zip(layouts, load_sizes, strict=True):
+        for block_id in load_ids[first_id : first_id + size]:
+            for ref in layout.pages:
+                start = block_id * strides[ref.tensor_idx]
+                expected[ref.tensor_idx] |= set(range(start, start + ref.nbytes))
+        first_id += size
+    assert written == expected
+    for tensor, offsets in enumerate(expected):
+        assert all(target[tensor][o] == source[tensor][o] for o in offsets)
+
+
+def test_neighbours_coalesce_only_where_memory_and_payload_both_touch():
+    whole = GroupLayout(0, 4, (PageRef(0, 8),))
+    (chunk,) = plan_job([whole], [8], [1], [5, 6, 9, 8], [4], [0]).chunks
+    assert chunk.spans == (Span(0, 40, 0, 16), Span(0, 72, 16, 8), Span(0, 64, 24, 8))
+    # Padding between blocks in memory (stride 16) keeps them apart.
+    (chunk,) = plan_job([whole], [16], [1], [5, 6], [2], [0]).chunks
+    assert chunk.spans == (Span(0, 80, 0, 8), Span(0, 96, 8, 8))
+
+
+def test_the_tables_of_real_models_plan_as_measured():
+    # qwen3-next, 2000-token prompt: load group_sizes [1,1,1,3], block_indices [2,2,2,0].
+    layouts = [GroupLayout(g, 1, (PageRef(0, 135680),)) for g in range(3)]
+    layouts.append(GroupLayout(3, 1, (PageRef(0, 163840),)))
+    plan = plan_job(layouts, [163840], [1, 1, 1, 3], [7, 8, 9, 1, 2, 3], [1, 1, 1, 3], [2, 2, 2, 0])
+    assert plan.skipped_keys == ()
+    assert [c.layout.group_idx for c in plan.chunks] == [0, 1, 2, 3, 3, 3]
+    assert plan.chunks[1] == ChunkPlan(1, layouts[1], 0, 1, (Span(0, 8 * 163840, 0, 135680),))
+
+
+def test_a_sliding_window_load_may_start_in_the_middle_of_a_chunk():
+    layout = GroupLayout(0, 2, (PageRef(0, 8), PageRef(1, 4)))
+    plan = plan_job([layout], [8, 4], [2], [3, 4, 5], [3], [7])
+    assert [(c.first_block, c.num_blocks) for c in plan.chunks] == [(1, 1), (0, 2)]
+    assert plan.chunks[0].spans == (Span(0, 24, 12, 8), Span(1, 12, 20, 4))
+
+
+def vllm_store(rows, blocks_per_chunk):
+    """Flatten stored chunks as vLLM's _build_store_jobs does; 0 is the null block."""
+    ids = [block for row in rows for block in row if block]
+    flat = [block for row in rows for block in row]
+    index = next((i for i, block in enumerate(flat) if block), 0)
+    return ids, [len(ids)], [blocks_per_chunk * 3 + index]
+
+
+@LIGHT
+@given(st.integers(1, 4), st.integers(1, 4), st.data())
+def test_a_store_with_null_blocks_never_puts_a_block_in_anothers_place(bpc, num_chunks, data):
+    # The last block of a chunk is never null: vLLM does not offer such a chunk.
+    rows, next_id = [], 1
+    for _ in range(num_chunks):
+        row = []
+        for position in range(bpc):
+            null = position < bpc - 1 and data.draw(st.booleans())
+            row.append(0 if null else next_id)
+            next_id += 1
+        rows.append(row)
+    ids, sizes, indices = vllm_store(rows, bpc)
+    plan = plan_job(
+        [GroupLayout(0, bpc, (PageRef(0, 1),))],
+        [1], [num_chunks], ids, sizes, indices, complete_tail=True,
+    )  # fmt: skip
+    assert sorted([*plan.skipped_keys, *(c.key_idx for c in plan.chunks)]) == list(
+        range(num_chunks)
+    )
+    for (key, place), (_, block_id) in planned_bytes(plan).items():
+        assert rows[key][place] == block_id
+    leading = next(i for i, block in enumerate(rows[0]) if block)
+    if all(rows[0][leading:]) and all(all(row) for row in rows[1:]):
+        assert not plan.skipped_keys, "every position is known"
+
+
+def test_one_groups_unknown_positions_do_not_cost_the_other_groups():
+    layouts = [GroupLayout(0, 2, (PageRef(0, 4),)), GroupLayout(1, 2, (PageRef(0, 4),))]
+    plan = plan_job(layouts, [4], [2, 1], [1, 2, 3, 8, 9], [3, 2], [0, 0], complete_tail=True)
+    assert plan.skipped_keys == (0, 1)
+    assert [(c.key_idx, c.layout.group_idx) for c in plan.chunks] == [(2, 1)]
+    assert plan.chunks[0].spans == (Span(0, 32, 0, 8),)
+    # As a load the same numbers are legal: the last chunk is a prefix.
+    plan = plan_job(layouts, [4], [2, 1], [1, 2, 3, 8, 9], [3, 2], [0, 0])
+    assert plan.skipped_keys == ()
+    assert plan.chunks[1].num_blocks == 1
+
+
+def test_an_empty_group_has_no_keys_whatever_its_index_says():
+    layouts = [GroupLayout(0, 2, (PageRef(0, 4),))] * 2
+    plan = plan_job(layouts, [4], [0, 1], [1], [0, 1], [5, 3])
+    assert plan == JobPlan((ChunkPlan(0, layouts[1], 1, 1, (Span(0, 4, 4, 4),)),), ())
+    assert plan_job([], [], [], [], [], []) == JobPlan((), ())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"keys_per_group": [1, 1]}, r"keys_per_group is \[1, 1\]; expected 1 entries"),
+        ({"group_sizes": []}, r"group_sizes is \[\]; expected 1"),
+        ({"block_indices": [0, 0]}, r"block_indices is \[0, 0\]"),
+        ({"group_sizes": [3]}, r"block_ids is \[1, 2\]; expected 3 entries"),
+        ({"group_sizes": [-2]}, r"group_sizes is \[-2\]"),
+        ({"block_indices": [-1]}, r"block_indices is \[-1\]"),
+        ({"keys_per_group": [-1]}, r"keys_per_group is \[-1\]"),
+        ({"block_ids": [1, -2]}, r"block_ids is \[1, -2\]"),
+        ({"keys_per_group": [0]}, r"keys_per_group \[0\] for group_sizes \[2\]"),
+        ({"block_strides": []}, "stride is None"),
+        ({"block_strides": [7]}, "stride is 7; expected"),
+    ],
+)
+def test_a_job_that_contradicts_itself_is_a_programming_error(change, message):
+    job = {
+        "layouts": [GroupLayout(0, 2, (PageRef(0, 8),))],
+        "block_strides": [8],
+        "keys_per_group": [1],
+        "block_ids": [1, 2],
+        "group_sizes": [2],
+        "block_indices": [0],
+    }
+    assert plan_job(**job).chunks
+    with pytest.raises(ValueError, match=message):
+        plan_job(**(job | change))
+
+
+def test_offsets_do_not_overflow_with_numpy_block_ids():
+    numpy = pytest.importorskip("numpy")
+    ids = numpy.array([60000], dtype=numpy.int32)
+    (chunk,) = plan_job([GroupLayout(0, 1, (PageRef(0, 8),))], [163840], [1], ids, [1], [0]).chunks
+    assert chunk.spans[0].tensor_offset == 60000 * 163840
+
+
+def test_the_byte_property_catches_a_planner_that_is_off_by_a_block(monkeypatch):
+    real = planner._chunk_spans
+
+    def shifted(layout, strides, ids, first_block):
+        return real(layout, strides, ids, 0)  # forgets the partial head
+
+    monkeypatch.setattr(planner, "_chunk_spans", shifted)
+    with pytest.raises(AssertionError):
+        test_every_byte_of_a_job_goes_to_its_place_exactly_once()
+
+
+def test_the_null_block_property_catches_a_planner_that_trusts_the_count(monkeypatch):
+    def trusting(*args, complete_tail):
+        return planner.plan_job(*args)  # the rule for loads, applied to stores
+
+    monkeypatch.setitem(globals(), "plan_job", trusting)
+    with pytest.raises(AssertionError):
+        test_a_store_with_null_blocks_never_puts_a_block_in_anothers_place()
+
+
+# --- geometry ---------------------------------------------------------------------------------
+
+FULL16 = GroupSpec(0, GroupKind.FULL, 16, None)
+SWA16 = GroupSpec(1, GroupKind.SLIDING_WINDOW, 16, 128)
+STATE640 = GroupSpec(1, GroupKind.STATE, 640, None)
+FULL640 = GroupSpec(0, GroupKind.FULL, 640, None)
+
+
+def geometry(groups, block_nbytes, **options):
+    defaults = {
+        "hybrid_chunk_size": "auto",
+        "tokens_per_hash": 16,
+        "max_model_len": 32768,
+        "retention_interval": None,
+    }
+    return planner.plan_geometry(groups, block_nbytes, **(defaults | options))
+
+
+def test_auto_takes_the_fewest_blocks_that_reach_the_target():
+    # Llama-3.1-8B, bf16, one rank: 16 tokens x 128 KiB = 2 MiB a block already.
+    assert geometry([FULL16], [2 << 20]).blocks_per_chunk == 1
+    plan = geometry([FULL16, SWA16], [100_000, 50_000])
+    assert (plan.blocks_per_chunk, plan.tokens_per_chunk) == (21, (336, 336))
+    assert plan.nbytes_per_chunk == (2_100_000, 1_050_000)
+    assert plan.warnings == ()
+    # Without full attention the smallest group counts.
+    assert geometry([SWA16], [50_000]).blocks_per_chunk == 42
+
+
+def test_auto_is_capped_at_a_quarter_of_the_model_length_and_says_so():
+    plan = geometry([FULL16], [1024], max_model_len=4096)
+    assert plan.blocks_per_chunk == 64
+    assert "64 blocks per chunk make files of 65536 bytes" in plan.warnings[0]
+    assert "2097152" in plan.warnings[0]
+    assert "max_model_len 4096" in plan.warnings[0]
+    # At least one block, even where that is more than a quarter.
+    assert geometry([FULL16], [1024], max_model_len=20).blocks_per_chunk == 1
+
+
+def test_a_state_group_means_one_block_and_says_what_it_costs():
+    plan = geometry([FULL640, STATE640], [163_840, 135_680])
+    assert plan.blocks_per_chunk == 1
+    assert "state" in plan.warnings[0]
+    assert geometry([FULL640, STATE640], [4 << 20, 1 << 20]).warnings == ()
+
+
+def test_auto_obeys_the_retention_interval():
+    plan = geometry([FULL16, SWA16], [100_000, 50_000], retention_interval=256)
+    assert plan.blocks_per_chunk == 16
+    assert "prefix_cache_retention_interval" in plan.warnings[0]
+    plan = geometry([FULL16, SWA16], [100_000, 50_000], retention_interval=1024)
+    assert plan.blocks_per_chunk == 32
+    assert plan.warnings == ()
+    # Full attention alone is not bound by it.
+    assert geometry([FULL16], [100_000], retention_interval=1000).blocks_per_chunk == 21
+
+
+def test_a_zero_retention_interval_is_announced_with_a_legal_better_value():
+    plan = geometry([FULL16, SWA16], [100_000, 50_000], retention_interval=0)
+    assert "hits nothing" in plan.warnings[0]
+    assert "--prefix-cache-retention-interval 1344 " in plan.warnings[0]  # 4 x 336
+    better = geometry([FULL16, SWA16], [100_000, 50_000], retention_interval=1344)
+    assert better.blocks_per_chunk == 21
+    assert better.warnings == ()
+    # vLLM: None is dense; chunked-local and full attention ignore the interval.
+    local = GroupSpec(1, GroupKind.CHUNKED_LOCAL, 16, 8192)
+    assert geometry([FULL16, local], [4 << 20, 4 << 20], retention_interval=0).warnings == ()
+    assert geometry([FULL16, SWA16], [4 << 20, 1 << 20]).warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("groups", "options", "message"),
+    [
+        ([FULL16], {"hybrid_chunk_size": 100}, "hybrid_chunk_size is 100 .*expected 96 or 112"),
+        ([FULL16], {"hybrid_chunk_size": 0}, "hybrid_chunk_size is 0 .*expected 16 "),
+        ([FULL16], {"hybrid_chunk_size": -16}, "hybrid_chunk_size is -16 .*expected 16 "),
+        (
+            [FULL16],
+            {"hybrid_chunk_size": 1024, "max_model_len": 1024},
+            "nothing can ever be stored.*expected 1008 ",
+        ),
+        (
+            [FULL16, SWA16],
+            {"hybrid_chunk_size": 96, "retention_interval": 256},
+            "is not a multiple of it; expected 64 or 128 ",
+        ),
+        (
+            [FULL640, STATE640],
+            {"hybrid_chunk_size": 1280},
+            "hybrid_chunk_size is 1280 .*state.*never hits; expected one block, 640",
+        ),
+        (
+            [FULL16, replace(SWA16, tokens_per_block=32)],
+            {"hybrid_chunk_size": 64},
+            r"blocks are \[16, 32\] tokens.*expected \"auto\"",
+        ),
+        ([FULL16], {"tokens_per_hash": 12}, "block of 16 tokens cannot be split.*12"),
+        ([FULL640], {"max_model_len": 640}, "max_model_len is 640: nothing can ever be stored"),
+        ([FULL16, SWA16], {"retention_interval": 100}, "is 100; expected a multiple of 16"),
+    ],
+)
+def test_an_impossible_configuration_names_option_finding_and_expectation(groups, options, message):
+    with pytest.raises(ConfigError, match=message):
+        geometry(groups, [1000] * len(groups), **options)
+
+
+def test_geometry_refuses_sequences_that_do_not_match():
+    for groups, nbytes in (([], []), ([FULL16], []), ([FULL16], [0])):
+        with pytest.raises(ValueError, match="groups with block_nbytes"):
+            geometry(groups, nbytes)
+
+
+@LIGHT
+@given(
+    st.lists(st.sampled_from([16, 32, 48]), min_size=1, max_size=3),
+    st.sampled_from([0, 1, 2, 3]),
+    st.integers(16, 5000),
+    st.sampled_from([None, 0, 96, 192, 480, 960]),
+    st.integers(1, 4 << 20),
+)
+def test_auto_is_always_a_choice_that_vllm_accepts(blocks, kinds, max_len, retention, nbytes):
+    kind = [GroupKind.FULL, GroupKind.SLIDING_WINDOW, GroupKind.STATE, GroupKind.MLA][kinds]
+    groups = [GroupSpec(0, GroupKind.FULL, blocks[0], None)]
+    for i, block in enumerate(blocks[1:], 1):
+        window = 100 if kind is GroupKind.SLIDING_WINDOW else None
+        groups.append(GroupSpec(i, kind, block, window))
+    try:
+        plan = geometry(
+            groups, [nbytes] * len(groups), max_model_len=max_len, retention_interval=retention
+        )
+    except ConfigError:
+        too_long = max(g.tokens_per_block for g in groups) > max_len - 1
+        windowed = [g.tokens_per_block for g in groups if g.kind.windowed]
+        assert too_long or (retention and any(retention % block for block in windowed))
+        return
+    for group, tokens in zip(groups, plan.tokens_per_chunk, strict=True):
+        assert tokens == group.tokens_per_block * plan.blocks_per_chunk <= max_len - 1
+        assert plan.blocks_per_chunk == 1 or tokens <= max_len // 4
+        if group.kind.windowed and retention is not None:
+            assert retention % tokens == 0
+    if len(set(blocks)) == 1:  # what auto chose may also be written down
+        again = geometry(
+            groups,
+            [nbytes] * len(groups),
+            max_model_len=max_len,
+            retention_interval=retention,
+            hybrid_chunk_size=plan.tokens_per_chunk[0],
+        )
+        assert again.blocks_per_chunk == plan.blocks_per_chunk
+
+
+# --- coverage ---------------------------------------------------------------------------------
+
+
+def test_needed_chunks_of_each_kind():
+    full, state = GroupSpec(0, GroupKind.FULL, 4, None), GroupSpec(0, GroupKind.STATE, 4, None)
+    assert needed_chunks(full, 2, 20) == range(3)
+    assert needed_chunks(full, 2, 20, 9) == range(1, 3)
+    assert needed_chunks(replace(full, kind=GroupKind.MLA), 2, 16, 8) == range(1, 2)
+    assert needed_chunks(state, 2, 24) == range(2, 3)
+    local = GroupSpec(0, GroupKind.CHUNKED_LOCAL, 4, 12)
+    assert needed_chunks(local, 1, 32) == range(5, 8)
+    assert needed_chunks(local, 1, 32, 27) == range(6, 8)
+    assert needed_chunks(full, 1, 0) == range(0)
+    assert len(needed_chunks(full, 1, 4, 8)) == 0
+
+
+def test_a_window_that_begins_in_the_middle_of_a_chunk_needs_that_chunk():
+    swa = GroupSpec(0, GroupKind.SLIDING_WINDOW, 4, 8)
+    assert needed_chunks(swa, 1, 16) == range(2, 4)  # tokens 9..15
+    assert needed_chunks(swa, 1, 13) == range(1, 4)  # tokens 6..12
+    assert needed_chunks(swa, 1, 14) == range(1, 4)  # tokens 7..13
+    assert needed_chunks(swa, 1, 15) == range(2, 4)  # tokens 8..14
+    wide = replace(swa, extra_retained_tokens=2)
+    assert needed_chunks(wide, 1, 16) == range(1, 4)  # tokens 7..15
+
+
+@LIGHT
+@given(st.integers(1, 12), st.integers(1, 40), st.integers(0, 5), st.integers(1, 200))
+def test_the_needed_chunks_hold_every_token_of_the_window(block, window, extra, hit):
+    swa = GroupSpec(0, GroupKind.SLIDING_WINDOW, block, window, extra)
+    first_seen = max(0, hit - (window - 1 + extra))
+    tokens = {t for c in needed_chunks(swa, 1, hit) for t in range(c * block, c * block + block)}
+    assert set(range(first_seen, hit)) <= tokens
+
+
+ODDS = {"h": Presence.HIT, "m": Presence.MISS, "u": Presence.UNKNOWN}
+
+
+@st.composite
+def lookups(draw, *, unknowns=True, uniform=False):
+    """(groups, blocks_per_chunk, num_tokens, computed_tokens, presence table)."""
+    base = draw(st.sampled_from([1, 2, 4]))
+    states = draw(st.booleans())
+    groups = []
+    for i in range(draw(st.integers(1, 4))):
+        # vLLM gives all groups of a model with states one block size; others may differ.
+        block = base if states or uniform else base * draw(st.sampled_from([1, 2, 4, 3]))
+        kinds = [k for k in GroupKind if states or k is not GroupKind.STATE]
+        kind = draw(st.sampled_from(kinds))
+        window = (
+            draw(st.integers(1, 20)) if kind.value in ("sliding_window", "chunked_local") else None
+        )
+        extra = draw(st.sampled_from([0, 0, 3])) if kind is GroupKind.SLIDING_WINDOW else 0
+        groups.append(GroupSpec(i, kind, block, window, extra))
+    bpc = draw(st.integers(1, 2))
+    num_tokens = draw(st.integers(1, 15) | st.integers(16, 48))
+    # vLLM: what the engine has computed are whole blocks of every group, and not all of it.
+    step = math.lcm(*(g.tokens_per_block for g in groups))
+    computed = step * draw(st.just(0) | st.integers(0, (num_tokens - 1) // step))
+    mixes = ["hhhhhhhhhhm", "hhhm", "h", "hm"] + unknowns * ["hhhhhhu", "hhhhhmu", "hmu"]
+    table = []
+    for group in groups:
+        odds = draw(st.sampled_from(mixes))
+        num_chunks = num_tokens // (group.tokens_per_block * bpc)
+        table.append([ODDS[draw(st.sampled_from(odds))] for _ in range(num_chunks)])
+    return groups, bpc, num_tokens, computed, table
+
+
+def run(lookup, implementation=planner.longest_hit):
+    groups, bpc, num_tokens, computed, table = lookup
+    return implementation(groups, bpc, num_tokens, computed, lambda g, c: table[g][c])
+
+
+def brute_force(groups, bpc, num_tokens, computed, presence):
+    """Try every length from the longest: no scan, no fixpoint, no window arithmetic.
+
+    Two rules are the engine's, not logic's: the last prompt token is recomputed where there are
+    windows; and less than one chunk of a group is no hit, which windowed groups check on the
+    final length, full-attention groups on the length at their turn, before any window.
+    """
+    sizes = [g.tokens_per_block * bpc for g in groups]
+    windowed = [g for g, group in enumerate(groups) if group.kind.windowed]
+
+    def serves(g, tokens):
+        keyed = tokens <= num_tokens // sizes[g] * sizes[g]
+        cut = groups[g].kind is GroupKind.STATE and tokens % sizes[g]
+        return keyed and not cut and all(
+            presence(g, c) is Presence.HIT for c in needed_chunks(groups[g], bpc, tokens, computed)
+        )  # fmt: skip
+
+    def longest(members, limit):
+        for tokens in range(limit, computed, -1):
+            if all(serves(g, tokens) for g in members):
+                return tokens
+        return computed
+
+    limit = num_tokens - bool(windowed)
+    for g in windowed:
+        if groups[g].kind is GroupKind.STATE:
+            limit -= limit % sizes[g]
+    for g in range(len(groups)):
+        if g not in windowed:
+            limit = longest([g], limit)
+            if limit - computed < sizes[g]:
+                return 0
+    tokens = longest(windowed, limit)
+    least = max((sizes[g] for g in windowed), default=1)
+    return tokens - computed if tokens - computed >= least else 0
+
+
+def check_against_brute_force(lookup, implementation=planner.longest_hit):
+    groups, bpc, num_tokens, computed, table = lookup
+    got = run(lookup, implementation)
+    assert not got.deferred
+    assert got.tokens == brute_force(groups, bpc, num_tokens, computed, lambda g, c: table[g][c])
+
+
+@settings(LIGHT, max_examples=600)
+@given(lookups(unknowns=False))
+def test_the_longest_hit_is_what_trying_every_length_finds(lookup):
+    check_against_brute_force(lookup)
+
+
+@settings(LIGHT, max_examples=300)
+@given(lookups(uniform=True), st.data())
+def test_an_answer_that_is_not_deferred_does_not_depend_on_the_unknown(lookup, data):
+    got = run(lookup)
+    groups, bpc, num_tokens, computed, table = lookup
+    for _ in range(3):
+        resolved = [
+            [
+                data.draw(st.sampled_from([Presence.HIT, Presence.MISS]))
+                if cell is Presence.UNKNOWN
+                else cell
+                for cell in row
+            ]
+            for row in table
+        ]
+        final = run((groups, bpc, num_tokens, computed, resolved))
+        assert not final.deferred
+        assert got.deferred or got == final
+
+
+@LIGHT
+@given(lookups())
+def test_every_round_of_answers_settles_the_request_soon(lookup):
+    """All unknown chunks that matter are asked about in the step that defers."""
+    groups, bpc, num_tokens, computed, table = lookup
+    asked = set()
+
+    def presence(g, c):
+        asked.add((g, c))
+        return table[g][c]
+
+    for _ in range(len(groups) + 2):
+        if not planner.longest_hit(groups, bpc, num_tokens, computed, presence).deferred:
+            return
+        for g, c in asked:  # every probe that was started comes back with a miss
+            if table[g][c] is Presence.UNKNOWN:
+                table[g][c] = Presence.MISS
+    pytest.fail("still deferred")
+
+
+def test_scans_ask_past_the_unknown():
+    swa = GroupSpec(1, GroupKind.SLIDING_WINDOW, 4, 8)
+    table = ["huhm", "hhhu"]
+    asked = []
+
+    def presence(g, c):
+        asked.append((g, c))
+        return ODDS[table[g][c]]
+
+    hit = planner.longest_hit([replace(FULL16, tokens_per_block=4), swa], 1, 17, 0, presence)
+    assert hit == Hit(0, deferred=True)
+    assert asked == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 3), (1, 2), (1, 1)]
+
+
+def test_the_shared_part_of_a_prompt_hits_only_where_a_window_was_kept():
+    groups = [FULL16, SWA16]
+    kept = {(1, c) for c in range(56, 64)}  # the window before token 1024
+
+    def presence(g, c):
+        return Presence.HIT if (g == 0 and c < 68) or (g, c) in kept else Presence.MISS
+
+    assert planner.longest_hit(groups, 1, 2000, 0, presence) == Hit(1024, deferred=False)
+    kept.clear()  # retention_interval 0
+    assert planner.longest_hit(groups, 1, 2000, 0, presence) == Hit(0, deferred=False)
+
+
+def test_a_hit_never_cuts_a_state():
+    # vLLM answers 12 (see the engine test below): it rounds only before the scans, and would
+    # load the state after 16 tokens for a hit of 12. Its own hybrids have one block size.
+    groups = [GroupSpec(0, GroupKind.STATE, 8, None), GroupSpec(1, GroupKind.SLIDING_WINDOW, 4, 5)]
+    table = ["hh", "hhhm"]
+    hit = planner.longest_hit(groups, 1, 17, 0, lambda g, c: ODDS[table[g][c]])
+    assert hit == Hit(8, deferred=False)
+
+
+def test_what_a_hit_costs():
+    groups = [FULL16, SWA16]
+    layouts = [GroupLayout(0, 2, (PageRef(0, 5000),)), GroupLayout(1, 2, (PageRef(0, 100),))]
+    # 1000 tokens: 32 chunks of 12288 bytes; the window of 127 tokens needs 5 chunks of 4096.
+    assert hit_cost(groups, layouts, 2, 1000) == (37, 32 * 12288 + 5 * 4096)
+
+
+@pytest.mark.parametrize("shift", [-1, 1])
+def test_the_brute_force_catches_a_window_that_is_off_by_one(shift):
+    def off_by_one(groups, *args):
+        wrong = [
+            replace(group, window_tokens=max(1, group.window_tokens + shift))
+            if group.kind is GroupKind.SLIDING_WINDOW
+            else group
+            for group in groups
+        ]
+        return planner.longest_hit(wrong, *args)
+
+    @settings(LIGHT, max_examples=3000)
+    @given(lookups(unknowns=False))
+    def property_(lookup):
+        check_against_brute_force(lookup, off_by_one)
+
+    with pytest.raises(AssertionError):
+        property_()
+
+
+def test_the_brute_force_catches_a_lookup_without_a_fixpoint():
+    def one_group_after_the_other(groups, bpc, num_tokens, computed, presence):
+        hits = [
+            planner.longest_hit(
+                [group], bpc, num_tokens, computed, lambda _, c, g=g: presence(g, c)
+            )
+            for g, group in enumerate(groups)
+        ]
+        return Hit(min(hit.tokens for hit in hits), deferred=False)
+
+    @settings(LIGHT, max_examples=600)
+    @given(lookups(unknowns=False, uniform=True))
+    def property_(lookup):
+        check_against_brute_force(lookup, one_group_after_the_other)
+
+    with pytest.raises(AssertionError):
+        property_()
+
+
+# --- the real engine's lookup -----------------------------------------------------------------
+
+
+def engine_lookup(groups, bpc, num_tokens, computed, table):
+    """Run vLLM's own _lookup_complete_chunks on a light stand-in for its scheduler's state."""
+    scheduler = pytest.importorskip(
+        "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler"
+    )
+    specs = pytest.importorskip("vllm.v1.kv_cache_interface")
+    base = pytest.importorskip("vllm.v1.kv_offload.base")
+    try:
+        from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import (  # 0.33
+            get_sliding_window_size_in_chunks,
+        )
+    except ImportError:
+        get_sliding_window_size_in_chunks = scheduler.get_sliding_window_size_in_chunks  # 0.32
+    result = {
+        Presence.HIT: base.LookupResult.HIT,
+        Presence.MISS: base.LookupResult.MISS,
+        Presence.UNKNOWN: base.LookupResult.RETRY,
+    }
+
+    def kv_spec(group):
+        # Specs are made without __init__: only their type and windows are looked at.
+        kind = {
+            GroupKind.FULL: specs.FullAttentionSpec,
+            GroupKind.MLA: specs.MLAAttentionSpec,
+            GroupKind.SLIDING_WINDOW: specs.SlidingWindowSpec,
+            GroupKind.CHUNKED_LOCAL: specs.ChunkedLocalAttentionSpec,
+            GroupKind.STATE: specs.MambaSpec,
+        }[group.kind]
+        spec = object.__new__(kind)
+        fields = {
+            "sliding_window": group.window_tokens,
+            "attention_chunk_size": group.window_tokens,
+            "extra_retained_tokens": group.extra_retained_tokens,
+        }
+        for name, value in fields.items():
+            object.__setattr__(spec, name, value)
+        return spec
+
+    configs = []
+    for group in groups:
+        tokens = group.tokens_per_block * bpc
+        spec = kv_spec(group)
+        configs.append(
+            scheduler.GroupOffloadConfig(
+                group_idx=group.group_idx,
+                tokens_per_block=group.tokens_per_block,
+                tokens_per_chunk=tokens,
+                hashes_per_chunk=tokens,
+                kv_event_group_spec=None,
+                sliding_window_size_in_chunks=get_sliding_window_size_in_chunks(spec, tokens),
+                kv_cache_spec=spec,
+                manager_cls=None,
+            )
+        )
+    window = [c.sliding_window_size_in_chunks for c in configs]
+    full = tuple(g for g, chunks in enumerate(window) if chunks is None)
+    rest = [g for g, chunks in enumerate(window) if chunks is not None]
+    rest.sort(key=lambda g: window[g], reverse=True)
+    states = {c.tokens_per_chunk for c in configs if isinstance(c.kv_cache_spec, specs.MambaSpec)}
+    fake = SimpleNamespace(
+        config=SimpleNamespace(kv_group_configs=tuple(configs)),
+        manager=SimpleNamespace(lookup=lambda key, _: result[table[key[0]][key[1]]]),
+        _events_tracker=SimpleNamespace(record_lookup=lambda *a: None),
+        _full_attention_groups=full,
+        _sliding_window_groups=tuple(rest),
+        _lookup_groups=(*full, *rest),
+        _mamba_align_size=max(states, default=None),
+        _chunks_being_loaded=set(),
+    )
+    real = scheduler.OffloadingConnectorScheduler
+    fake._maximal_prefix_lookup = MethodType(real._maximal_prefix_lookup, fake)
+    fake._sliding_window_lookup = MethodType(real._sliding_window_lookup, fake)
+    status = SimpleNamespace(
+        num_locally_computed_tokens=computed,
+        max_load_tokens=None,
+        req=SimpleNamespace(num_tokens=num_tokens, request_id="r"),
+        req_context=None,
+        group_states=[
+            SimpleNamespace(
+                offload_keys=[(g, c) for c in range(len(row))], lookup_hit_end_chunk_idx=0
+            )
+            for g, row in enumerate(table)
+        ],
+    )
+    hit = real._lookup_complete_chunks(fake, status)
+    return Hit(hit or 0, deferred=hit is None)
+
+
+@pytest.mark.engine
+@settings(LIGHT, max_examples=1500)
+@given(lookups())
+def test_the_longest_hit_is_what_the_real_engine_finds(lookup):
+    assert run(lookup) == engine_lookup(*lookup)
+
+
+@pytest.mark.engine
+def test_the_real_engine_would_cut_a_state_where_block_sizes_differ():
+    """The one difference; when this fails, vLLM has changed and so may `longest_hit`."""
+    groups = [GroupSpec(0, GroupKind.STATE, 8, None), GroupSpec(1, GroupKind.SLIDING_WINDOW, 4, 5)]
+    table = [[ODDS[c] for c in row] for row in ("hh", "hhhm")]
+    assert engine_lookup(groups, 1, 17, 0, table).tokens == 12
+    assert run((groups, 1, 17, 0, table)).tokens == 8
