@@ -17,13 +17,21 @@ import stat as stat_module
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from fskv import chunk_file
 from fskv._version import __version__
 from fskv.chunk_file import ROW_NBYTES, ChunkHeader, FileLayout
-from fskv.errors import ChunkCorrupt, ChunkError, ChunkMissing, ChunkStale, chunk_error_from_os
+from fskv.errors import (
+    ChunkCorrupt,
+    ChunkError,
+    ChunkIOError,
+    ChunkMissing,
+    ChunkStale,
+    FskvError,
+    chunk_error_from_os,
+)
 from fskv.gds_io import OpenChunk, Slot, Transport
 from fskv.types import ChunkId, Status
 
@@ -42,7 +50,6 @@ class Directory(Protocol):
     def dir_mode(self) -> int: ...
     def chunk_path(self, key_hash: bytes, group_idx: int, rank: int | None) -> str: ...
     def tmp_path(self) -> str: ...
-    def restore(self) -> None: ...
 
 
 class ChunkStore:
@@ -56,13 +63,19 @@ class ChunkStore:
         *,
         rank: int | None,
         touch_interval_s: float,
+        restore: Callable[[], object] | None = None,
     ) -> None:
-        """`layouts` by group index; `rank` is None where ranks do not have files of their own."""
+        """`layouts` by group index; `rank` is None where ranks do not have files of their own.
+
+        `restore` makes the namespace's directories again when somebody removed them; it raises an
+        FskvError when the root itself is gone.
+        """
         self._directory = directory
         self._layouts = layouts
         self._transport = transport
         self._rank = rank
         self._touch_interval_s = touch_interval_s
+        self._restore = restore
         self._creator = f"fskv/{__version__}"
         # Files that failed and may still be there (discarding them failed): the next put replaces them.
         # Guarded by _lock; written by I/O threads.
@@ -216,7 +229,12 @@ class ChunkStore:
         except ChunkMissing:
             # tmp/ is gone. Make it again only inside a living root: a path whose mount has gone away must
             # not be filled.
-            self._directory.restore()
+            if self._restore is None:
+                raise
+            try:
+                self._restore()
+            except FskvError as error:
+                raise ChunkIOError(str(error)) from error
             self._transport.write_part(part, slot, layout.file_nbytes)
         self._publish(part, path)
         with self._lock:

@@ -127,6 +127,7 @@ class FskvOffloadingSpec(OffloadingSpec):
             bpc,
             kv_caches,
             directory,
+            restore=lambda: Root.open(config.root, create=False).open_namespace(identity),
             rank=self.config.parallel.rank,
             world_size=self.config.parallel.world_size,
         )

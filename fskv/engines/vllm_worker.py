@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -54,6 +54,7 @@ class FskvWorker(OffloadingWorker):
         kv_caches: CanonicalKVCaches,
         directory: NamespaceDir,
         *,
+        restore: Callable[[], object],
         rank: int,
         world_size: int,
     ) -> None:
@@ -91,6 +92,7 @@ class FskvWorker(OffloadingWorker):
             transport,
             rank=rank if world_size > 1 else None,
             touch_interval_s=config.touch_interval_s,
+            restore=restore,
         )
         self._breaker = Breaker(config.breaker_failures, config.breaker_probe_s)
         self._runner = JobRunner(

@@ -1,0 +1,157 @@
+"""The `fskv` command. Each command is thin: parse, call a function of this package, print.
+
+Results go to stdout, progress and hints to stderr; `--json` everywhere. Exit codes: 0 ok, 1 problems found,
+2 usage, 130 interrupted. Heavy imports (torch) happen inside the commands that need them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import asdict
+from datetime import UTC, datetime
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from fskv import __version__, chunk_file
+from fskv.errors import ChunkError, FskvError
+
+app = typer.Typer(
+    name="fskv",
+    help="Look into and measure an fskv cache directory.",
+    no_args_is_help=True,
+    add_completion=True,
+    pretty_exceptions_enable=False,
+)
+_err = Console(stderr=True, highlight=False)
+
+
+@app.command()
+def version() -> None:
+    """Print the version of fskv and of the on-disk format it reads and writes."""
+    typer.echo(f"fskv {__version__} (format {chunk_file.FORMAT_VERSION})")
+
+
+@app.command()
+def inspect(
+    path: Annotated[str, typer.Argument(help="A chunk file (*.kv).")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Show a chunk file's header and check its length and every row. Exit code 1 if anything is wrong."""
+    try:
+        with open(path, "rb") as file:
+            content = file.read()
+    except OSError as error:
+        _err.print(f"{path}: {error.strerror}", markup=False)
+        raise typer.Exit(2) from None
+    problem: str | None = None
+    facts: dict[str, object] = {"path": path, "nbytes": len(content)}
+    try:
+        header = chunk_file.parse_header(content)
+        facts |= {
+            "key_hash": header.key_hash.hex(),
+            "group": header.group_idx,
+            "rank": header.rank,
+            "namespace": header.namespace_digest.hex(),
+            "layout": header.layout_digest.hex(),
+            "blocks": header.num_blocks,
+            "first_block": header.first_block,
+            "page_nbytes": list(header.page_nbytes),
+            "header_nbytes": header.header_nbytes,
+            "payload_nbytes": header.payload_nbytes,
+            "rows": header.num_rows,
+            "creator": header.creator,
+            "written_at": _rfc3339(header.written_at_ms),
+        }
+        expected = header.header_nbytes + header.payload_nbytes
+        if len(content) != expected:
+            problem = f"{len(content)} bytes, header says {expected}"
+        else:
+            payload = memoryview(content)[header.header_nbytes :]
+            chunk_file.check_rows(payload, 0, header.row_digests)
+    except ChunkError as error:
+        problem = str(error)
+    facts["problem"] = problem
+    if as_json:
+        typer.echo(json.dumps(facts))
+    else:
+        table = Table(show_header=False, box=None)
+        for name, value in facts.items():
+            table.add_row(name, "none" if value is None else str(value))
+        Console(highlight=False).print(table)
+    raise typer.Exit(1 if problem else 0)
+
+
+@app.command()
+def bench(
+    directory: Annotated[str, typer.Argument(help="A directory on the storage to measure.")],
+    chunk_kib: Annotated[str, typer.Option(help="Chunk sizes in KiB.")] = "512,2048,8192",
+    page_kib: Annotated[str, typer.Option(help="Page sizes in KiB.")] = "32,256",
+    threads: Annotated[int, typer.Option(min=1, max=64, help="I/O threads.")] = 4,
+    rounds: Annotated[int, typer.Option(min=1, max=99, help="Rounds; the median is shown.")] = 7,
+    total_mib: Annotated[int, typer.Option(min=1, help="KV bytes per round and size.")] = 256,
+    device: Annotated[
+        str, typer.Option(help="Where the KV pages are: auto, cpu or cuda.")
+    ] = "auto",
+    direct_io: Annotated[str, typer.Option(help="O_DIRECT: auto, on or off.")] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list of rows.")] = False,
+) -> None:
+    """Measure store and load through the real store: verified bytes only, scattered pages.
+
+    Writes into a directory of its own below DIRECTORY and removes it, also after Ctrl-C.
+    """
+    from .bench import parse_sizes, run_bench
+
+    try:
+        rows = run_bench(
+            directory,
+            chunk_sizes=parse_sizes("--chunk-kib", chunk_kib),
+            page_sizes=parse_sizes("--page-kib", page_kib),
+            num_threads=threads,
+            num_rounds=rounds,
+            total_nbytes=total_mib << 20,
+            device=device,
+            direct_io=direct_io,
+            console=_err,
+        )
+    except (FskvError, OSError, ValueError) as error:
+        _err.print(f"fskv bench: {error}", markup=False)
+        raise typer.Exit(2) from None
+    if as_json:
+        typer.echo(json.dumps([asdict(row) for row in rows]))
+        return
+    table = Table(title=f"{rows[0].path}: GB/s of verified KV bytes, median [min - max]")
+    for name in ("op", "chunk KiB", "page KiB", "threads", "GB/s"):
+        table.add_column(name, justify="left" if name == "op" else "right")
+    for row in rows:
+        table.add_row(
+            row.op,
+            str(row.chunk_nbytes >> 10),
+            str(row.page_nbytes >> 10),
+            str(row.threads),
+            f"{row.gb_per_s:.2f} [{row.gb_per_s_min:.2f} - {row.gb_per_s_max:.2f}]",
+        )
+    Console().print(table)
+
+
+def _rfc3339(milliseconds: int) -> str:
+    try:
+        return datetime.fromtimestamp(milliseconds / 1000, UTC).isoformat(timespec="seconds")
+    except (ValueError, OverflowError, OSError):
+        return f"{milliseconds} ms"
+
+
+def main() -> None:
+    """Entry point: no traceback reaches the user for what a disk or an argument can do."""
+    try:
+        app()
+    except KeyboardInterrupt:
+        _err.print("interrupted")
+        sys.exit(130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
