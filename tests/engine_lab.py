@@ -119,6 +119,8 @@ def snapshot(root: str) -> dict[str, bytes]:
 
 def restore(files: dict[str, bytes]) -> None:
     for path, content in files.items():
+        if os.path.isdir(path):
+            os.rmdir(path)
         if not os.path.exists(path) or pathlib.Path(path).read_bytes() != content:
             pathlib.Path(path).write_bytes(content)
 
@@ -203,9 +205,7 @@ def _unlink(path: str, context: DamageContext) -> None:
 
 
 DAMAGES = [
-    Damage(
-        "payload_bit_flip", "corrupt", lambda p, c: _flip(p, _header_nbytes(p) + 12345 % 4096)
-    ),
+    Damage("payload_bit_flip", "corrupt", lambda p, c: _flip(p, _header_nbytes(p) + 12345 % 4096)),
     Damage("header_bit_flip", "corrupt", lambda p, c: _flip(p, 100)),
     Damage("truncated_to_zero", "corrupt", lambda p, c: os.truncate(p, 0)),
     Damage("truncated_mid_header", "corrupt", lambda p, c: os.truncate(p, 1000)),

@@ -93,7 +93,9 @@ def test_store_restart_load_partial_prefix_and_zeroed_groups(shared, tmp_path):
     assert 0 < done["partial"]["num_cached_tokens"] <= shared.model.shared_tokens
     for group in groups:
         assert done[f"zeroed{group}"]["num_cached_tokens"] == done["main"]["num_cached_tokens"]
-        assert done[f"zeroed{group}"]["tokens"] != shared.main_tokens, f"group {group} had no effect"
+        assert done[f"zeroed{group}"]["tokens"] != shared.main_tokens, (
+            f"group {group} had no effect"
+        )
     assert done["restored"]["tokens"] == shared.main_tokens
     lab.restore(shared.stored)
 
@@ -153,6 +155,8 @@ def test_damaged_chunks_cost_a_recompute_and_heal(shared, multiprocess, tmp_path
         victims = groups[sorted(groups)[number % len(groups)]]
 
         def spoil(damage=damage, victims=victims) -> None:
+            # Windows and states that the prompt does not need were damaged before and not looked at.
+            lab.restore(shared.stored)
             for path in victims:
                 damage.do(path, context)
 
@@ -173,6 +177,7 @@ def test_damaged_chunks_cost_a_recompute_and_heal(shared, multiprocess, tmp_path
         counted = [lab.counter(m, "load_failures", reason=damage.reason) for m in (before, after)]
         assert counted[1] > counted[0], f"{damage.name} was not counted as {damage.reason}"
     assert lab.parts(shared.root) == []
-    for path in pathlib.Path(shared.root).rglob("*.foreign-*"):
-        path.rmdir()  # moved aside and not deleted
+    if not multiprocess:
+        assert list(pathlib.Path(shared.root).rglob("*.foreign-*")), "moved aside, not deleted"
+    lab.restore(shared.stored)
     lab.assert_sound(shared.root)

@@ -1,0 +1,43 @@
+# `make demo` and `make test` do all their own set-up (Python 3.11, a C compiler and a package index needed).
+# PY=/path/to/python uses an environment that you made yourself, without any set-up.
+
+VENV ?= .venv
+ARGS ?=
+
+ifeq ($(origin PY), undefined)
+PY := $(VENV)/bin/python
+SETUP := setup
+endif
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo demo-quick test test-unit lint clean distclean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: ## Make .venv: a vLLM engine for CPUs, fskv, test tools (the others call it)
+	@VENV='$(VENV)' bash .ci/setup
+
+demo: $(SETUP) ## Real engines store, restart, load, survive damaged files (some minutes)
+	@$(PY) -m demo.run $(ARGS)
+
+demo-quick: $(SETUP) ## The same with two small models
+	@$(PY) -m demo.run --quick $(ARGS)
+
+test: $(SETUP) ## All tests: unit tests, then real engines (some minutes)
+	$(PY) -m pytest $(ARGS)
+
+test-unit: $(SETUP) ## Only the tests that start no engine
+	$(PY) -m pytest -m 'not engine' $(ARGS)
+
+lint: $(SETUP) ## ruff and mypy
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+clean: ## Remove caches, checkpoints and results; keeps the environment
+	rm -rf .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+distclean: clean ## Remove the environment as well
+	rm -rf '$(VENV)'
