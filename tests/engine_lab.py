@@ -20,7 +20,6 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from demo.checkpoints import MODELS, Model, make
 from demo.engine import generates, run_engine, start_engine
-
 from fskv import chunk_file
 
 ENGINE_TIMEOUT_S = 240
@@ -279,6 +278,7 @@ __all__ = [
     "counter",
     "generate",
     "generates",
+    "group_of",
     "needs_vllm",
     "options_for",
     "request",

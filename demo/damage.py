@@ -1,0 +1,121 @@
+"""Look at chunk files, and spoil them, from outside: as a disk, an admin or a bug would.
+
+Plain file calls, and fskv.chunk_file for the bytes of a header; never the store, so that what
+the demo shows does not rest on the code it shows. Called by `story.py` between two steps of an
+engine that runs.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import cycle
+
+from fskv import chunk_file
+from fskv.errors import ChunkError
+
+# fskv refreshes the mtime of a chunk that it loads when older than 600 s (`touch_interval_s`).
+_AGED_S = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Damaged:
+    """One spoiled file."""
+
+    what: str
+    group: int
+    path: str
+
+
+def chunk_files(root: str) -> set[str]:
+    """Return the paths of all chunk files below a root."""
+    return {str(path) for path in pathlib.Path(root).rglob("*.kv")}
+
+
+def group_of(path: str) -> int:
+    """Return the KV group of a chunk file, which is in its name: `<key>.g<group>.r<rank>.kv`."""
+    return int(os.path.basename(path).split(".g")[1].split(".")[0])
+
+
+def by_group(paths: Iterable[str]) -> dict[int, list[str]]:
+    """Return sorted paths by KV group."""
+    groups: dict[int, list[str]] = {}
+    for path in sorted(paths):
+        groups.setdefault(group_of(path), []).append(path)
+    return dict(sorted(groups.items()))
+
+
+def make_old(paths: Iterable[str]) -> None:
+    """Date files back, so that `used` can tell which of them are loaded from now on."""
+    then = time.time() - _AGED_S
+    for path in paths:
+        os.utime(path, (then, then))
+
+
+def used(paths: Iterable[str]) -> set[str]:
+    """Return those files whose time was refreshed since `make_old`."""
+    return {path for path in paths if time.time() - os.stat(path).st_mtime < _AGED_S / 2}
+
+
+def flip_payload_bit(path: str) -> None:
+    with open(path, "r+b") as file:
+        at = chunk_file.header_length(file.read(4096)) + 321
+        file.seek(at)
+        (byte,) = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte ^ 0x10]))
+
+
+def truncate(path: str) -> None:
+    os.truncate(path, os.path.getsize(path) // 2)
+
+
+_DAMAGES = (("bit flipped", flip_payload_bit), ("truncated", truncate), ("removed", os.unlink))
+
+
+def spoil_three(paths: Iterable[str]) -> list[Damaged]:
+    """Flip a bit in one file, truncate a second, remove a third; spread over the KV groups."""
+    groups = sorted(by_group(paths).values(), key=len)  # windows and states before attention
+    done: list[Damaged] = []
+    for group in cycle(groups):
+        if len(done) == len(_DAMAGES) or not any(groups):
+            return done
+        if group:
+            path = group.pop(len(group) // 2)
+            what, damage = _DAMAGES[len(done)]
+            damage(path)
+            done.append(Damaged(what, group_of(path), path))
+    return done
+
+
+def zero_payload(path: str) -> None:
+    """Zero a chunk's payload and make its checksums right again: what fskv cannot notice."""
+    content = bytearray(pathlib.Path(path).read_bytes())
+    header = chunk_file.parse_header(content)
+    content[header.header_nbytes :] = bytes(header.payload_nbytes)
+    fields = {name: getattr(header, name) for name in header.__dataclass_fields__}
+    fields["row_digests"] = chunk_file.row_digests(memoryview(content)[header.header_nbytes :])
+    fixed = chunk_file.encode_header(chunk_file.ChunkHeader(**fields), header.header_nbytes)
+    content[: header.header_nbytes] = fixed
+    pathlib.Path(path).write_bytes(content)
+
+
+def unsound(paths: Sequence[str]) -> list[str]:
+    """Return one line for each file that is missing, torn or fails a checksum."""
+    found = []
+    for path in paths:
+        try:
+            content = memoryview(pathlib.Path(path).read_bytes())
+            header = chunk_file.parse_header(content)
+            payload = content[header.header_nbytes :]
+            if len(payload) != header.payload_nbytes:
+                found.append(
+                    f"{path}: payload is {len(payload)} bytes, not {header.payload_nbytes}"
+                )
+            chunk_file.check_rows(payload, 0, header.row_digests)
+        except (OSError, ChunkError) as error:
+            found.append(f"{path}: {error}")
+    return found

