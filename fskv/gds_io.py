@@ -94,8 +94,11 @@ class Transport(Protocol):
         `ready` is an event of the stream that produced the pages, or None when they are complete.
         """
 
-    def scatter(self, slot: Slot, base: int, spans: Sequence[Span]) -> None:
-        """Copy from the slot at `base` into KV pages; returns when the pages are complete."""
+    def scatter(self, slot: Slot, base: int, spans: Sequence[Span], ready: Any) -> None:
+        """Copy from the slot at `base` into KV pages; returns when the pages are complete.
+
+        `ready` is an event of the stream that used the pages before (vLLM may still be zeroing them).
+        """
 
     def open(self, path: str) -> contextlib.AbstractContextManager[OpenChunk]:
         """Open a chunk file for reading; raises a ChunkError."""
@@ -245,9 +248,9 @@ class HostTransport:
                 span.tensor_offset : span.tensor_offset + span.nbytes
             ]
 
-    def scatter(self, slot: Slot, base: int, spans: Sequence[Span]) -> None:
+    def scatter(self, slot: Slot, base: int, spans: Sequence[Span], ready: Any) -> None:
         if self._cuda:
-            with self._stream(None) as stream:
+            with self._stream(ready) as stream:
                 for span in spans:
                     at = base + span.payload_offset
                     self._flat[span.tensor_idx][

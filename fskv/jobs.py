@@ -157,10 +157,13 @@ class JobRunner:
 
     # --- the engine's side ----------------------------------------------------------------
 
-    def submit_load(self, job_id: int, requests: Sequence[ChunkRequest]) -> None:
-        """Start a load; all its chunks are read in parallel, ahead of any store."""
+    def submit_load(self, job_id: int, requests: Sequence[ChunkRequest], ready: Any) -> None:
+        """Start a load; all its chunks are read in parallel, ahead of any store.
+
+        `ready` is an event after which no kernel writes the pages any more, or None.
+        """
         nbytes = sum(self._file_nbytes(r) for r in requests)
-        job = _Job(job_id, True, self._clock() + self._deadline.for_nbytes(nbytes), None)
+        job = _Job(job_id, True, self._clock() + self._deadline.for_nbytes(nbytes), ready)
         job.tasks = [_ChunkTask(job, request) for request in requests]
         job.num_open = len(job.tasks)
         self._jobs[job_id] = job
@@ -281,7 +284,7 @@ class JobRunner:
                     return
                 try:
                     base = self._store.layout(request.chunk.group_idx).header_nbytes
-                    self._transport.scatter(slot, base, plan.spans)
+                    self._transport.scatter(slot, base, plan.spans, job.ready)
                 finally:
                     job.leave()
         except Exception:

@@ -90,7 +90,7 @@ def test_every_byte_of_every_page_comes_back(rig):
         tensor[:half].random_(-128, 128)
     rig.runner.submit_store(1, rig.requests(rig.source), torch.cuda.current_stream().record_event())
     assert set(rig.drain()) == {Status.OK}
-    rig.runner.submit_load(2, rig.requests(rig.target))
+    rig.runner.submit_load(2, rig.requests(rig.target), None)
     assert set(rig.drain()) == {Status.OK}
     assert rig.halves_equal()
     assert not rig.tensors[1][half:, PAGE - 512 :].any(), "padding must not be written"
@@ -108,7 +108,7 @@ def _store_while_producing(rig, ready_of) -> bool:
     rig.runner.submit_store(1, rig.requests(rig.source), ready_of(event))
     assert set(rig.drain()) == {Status.OK}
     torch.cuda.synchronize()
-    rig.runner.submit_load(2, rig.requests(rig.target))
+    rig.runner.submit_load(2, rig.requests(rig.target), None)
     assert set(rig.drain()) == {Status.OK}
     return rig.halves_equal()
 
@@ -131,7 +131,7 @@ def test_a_load_is_complete_when_it_is_reported(rig):
         for tensor in rig.tensors:
             tensor[half:] = 0
         torch.cuda.synchronize()
-        rig.runner.submit_load(2, rig.requests(rig.target))
+        rig.runner.submit_load(2, rig.requests(rig.target), None)
         while not rig.runner.poll():
             pass
         # Read on another stream right away: nothing may still be in flight.

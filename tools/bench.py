@@ -201,7 +201,7 @@ class _Cell:
         if self._tensor.is_cuda:
             torch.cuda.synchronize()
         before = time.perf_counter()
-        self._runner.submit_load(2, self._requests(chunks, self._target))
+        self._runner.submit_load(2, self._requests(chunks, self._target), None)
         self._drain()
         loaded = time.perf_counter()
         if not torch.equal(self._tensor[:half], self._tensor[half:]):

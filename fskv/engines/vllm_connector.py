@@ -24,13 +24,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import Offlo
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingManager, OffloadingSpec
 
-from fskv.config import ENGINE_OPTIONS, StoreConfig
+from fskv.config import ENGINE_OPTIONS, MIB, StoreConfig
 from fskv.engines.vllm_identity import EngineGroup, build_identity, engine_groups
 from fskv.engines.vllm_manager import FskvHandshake, FskvManager, load_failures
 from fskv.engines.vllm_metrics import metric_definitions
 from fskv.engines.vllm_worker import FskvWorker, group_layouts
 from fskv.errors import FskvError
-from fskv.hybrid_planner import Geometry, plan_geometry
+from fskv.hybrid_planner import Geometry, hit_cost, plan_geometry
 from fskv.root import Root
 from fskv.threads import call_with_deadline
 from fskv.types import ChunkId, Status
@@ -64,7 +64,7 @@ class _Setup:
 class FskvWorkerMetadata(OffloadingWorkerMetadata):
     """News of one rank for the scheduler; `aggregate` merges the ranks."""
 
-    stored: dict[ChunkId, int] = field(default_factory=dict)  # -> number of ranks
+    stored: dict[ChunkId, set[int]] = field(default_factory=dict)  # -> ranks
     not_stored: set[ChunkId] = field(default_factory=set)
     failed_loads: dict[ChunkId, Status] = field(default_factory=dict)
 
@@ -73,8 +73,8 @@ class FskvWorkerMetadata(OffloadingWorkerMetadata):
         merged = super().aggregate(other)
         assert isinstance(merged, OffloadingWorkerMetadata)
         stored = dict(self.stored)
-        for chunk, count in other.stored.items():
-            stored[chunk] = stored.get(chunk, 0) + count
+        for chunk, ranks in other.stored.items():
+            stored[chunk] = stored.get(chunk, set()) | ranks
         return FskvWorkerMetadata(
             completed_jobs=merged.completed_jobs,
             transfer_stats=merged.transfer_stats,
@@ -120,7 +120,16 @@ class FskvOffloadingSpec(OffloadingSpec):
             _START_UP_S,
             f"option 'root': {config.root} did not answer",
         )
-        logger.info("fskv: namespace %s", directory.path)
+        tokens = setup.vllm_config.model_config.max_model_len
+        num_files, nbytes = hit_cost([group.spec for group in setup.groups], layouts, bpc, tokens)
+        logger.info(
+            "fskv: namespace %s; %d tokens a chunk; a hit of %d tokens reads %d files, %.1f MiB a rank",
+            directory.path,
+            setup.geometry.tokens_per_chunk[0],
+            tokens,
+            num_files,
+            nbytes / MIB,
+        )
         self.worker = FskvWorker(
             config,
             setup.groups,
@@ -192,7 +201,8 @@ class FskvConnector(OffloadingConnector):
         if self.connector_worker is None or self._spec.worker is None:
             return None
         stock = super().build_connector_worker_meta()
-        outcomes = self._spec.worker.take_outcomes()
+        worker = self._spec.worker
+        outcomes = worker.take_outcomes()
         if stock is None and not outcomes:
             return None
         stock = stock or OffloadingWorkerMetadata()
@@ -200,7 +210,7 @@ class FskvConnector(OffloadingConnector):
         return FskvWorkerMetadata(
             completed_jobs=stock.completed_jobs,
             transfer_stats=stock.transfer_stats,
-            stored={o.chunk: 1 for o in stores if o.status.good},
+            stored={o.chunk: {worker.handshake.rank} for o in stores if o.status.good},
             not_stored={o.chunk for o in stores if not o.status.good},
             failed_loads=load_failures((o.chunk, o.status) for o in outcomes if o.is_load),
         )
@@ -227,8 +237,8 @@ class FskvConnector(OffloadingConnector):
         super().update_connector_output(connector_output)
         news = connector_output.kv_connector_worker_meta
         if isinstance(news, FskvWorkerMetadata):
-            for chunk, num_ranks in news.stored.items():
-                self._manager.on_stored(chunk, num_ranks)
+            for chunk, ranks in news.stored.items():
+                self._manager.on_stored(chunk, ranks)
             for chunk in news.not_stored:
                 self._manager.on_not_stored(chunk)
             for chunk, status in news.failed_loads.items():

@@ -39,6 +39,8 @@ from fskv.types import ChunkId, Presence, Status
 
 logger = logging.getLogger(__name__)
 
+_MAX_STORING = 65536
+
 _RESULTS = {
     Presence.HIT: LookupResult.HIT,
     Presence.MISS: LookupResult.MISS,
@@ -96,7 +98,7 @@ class FskvManager(OffloadingManager):
         )
         # Chunks that a store job took and whose outcome is not known yet -> when to stop believing in it.
         self._storing: dict[ChunkId, float] = {}
-        self._num_stored: dict[ChunkId, int] = {}  # ranks that have published their part
+        self._stored_by: dict[ChunkId, set[int]] = {}  # ranks that have published their part
         self._excluded_requests: set[str] = set()
         # vLLM asks for the same chunks in every step a request waits: what each was told is counted once.
         self._told: dict[str, set[tuple[ChunkId, Status]]] = {}
@@ -124,17 +126,16 @@ class FskvManager(OffloadingManager):
         """Neither load nor store this request's KV (LoRA under the policy "off")."""
         self._excluded_requests.add(req_id)
 
-    def on_stored(self, chunk: ChunkId, num_ranks: int) -> None:
-        """`num_ranks` more ranks have made their part of the chunk visible."""
-        total = self._num_stored.pop(chunk, 0) + num_ranks
-        if total < len(self._workers):
-            self._num_stored[chunk] = total
-            return
-        self._storing.pop(chunk, None)
-        self._presence.mark_stored(chunk)
+    def on_stored(self, chunk: ChunkId, ranks: Collection[int]) -> None:
+        """These ranks have made their part of the chunk visible."""
+        published = self._stored_by.setdefault(chunk, set())
+        published.update(ranks)
+        if len(published) == len(self._workers):
+            self._storing.pop(chunk, None)
+            del self._stored_by[chunk]
+            self._presence.mark_stored(chunk)
 
     def on_not_stored(self, chunk: ChunkId) -> None:
-        self._num_stored.pop(chunk, None)
         self._storing.pop(chunk, None)
 
     def on_load_failed(self, chunk: ChunkId, status: Status) -> None:
@@ -188,12 +189,17 @@ class FskvManager(OffloadingManager):
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         self._presence.flush()
+        if len(self._storing) > _MAX_STORING:
+            now = time.monotonic()
+            self._storing = {chunk: end for chunk, end in self._storing.items() if end > now}
+        if len(self._stored_by) > _MAX_STORING:  # parts of ranks whose peers failed
+            self._stored_by.clear()
 
     def reset_cache(self) -> None:
         """Forget what is known to be on disk; the files stay."""
         self._presence.forget_all()
         self._storing.clear()
-        self._num_stored.clear()
+        self._stored_by.clear()
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         return to_stats(

@@ -136,8 +136,7 @@ class FskvWorker(OffloadingWorker):
         requests = self._plan(dst_spec, src_spec, complete_tail=True)
         # The forward that fills the pages may still run on the GPU (vLLM submits the stores of one
         # step at the start of the next).
-        ready: Any = torch.cuda.current_stream().record_event() if self._cuda else None
-        self._runner.submit_store(job_id, requests, ready)
+        self._runner.submit_store(job_id, requests, self._event())
         return True
 
     def submit_load(
@@ -149,7 +148,9 @@ class FskvWorker(OffloadingWorker):
     ) -> bool:
         """`expedited` (vLLM 0.33) cannot be asked for: synchronous loads are refused at start-up."""
         assert isinstance(src_spec, ChunkKeys)
-        self._runner.submit_load(job_id, self._plan(src_spec, dst_spec, complete_tail=False))
+        requests = self._plan(src_spec, dst_spec, complete_tail=False)
+        # The pages' last user, or the kernel that zeroes them, may still run on the GPU.
+        self._runner.submit_load(job_id, requests, self._event())
         return True
 
     def get_finished(self) -> list[TransferResult]:
@@ -194,6 +195,10 @@ class FskvWorker(OffloadingWorker):
             metrics.THREADS_HUNG: float(self._runner.num_threads_hung),
         }
         return to_stats(self._counters.drain(), gauges)
+
+    def _event(self) -> Any:
+        """Return an event after everything the engine has launched so far; None without CUDA."""
+        return torch.cuda.current_stream().record_event() if self._cuda else None
 
     def _plan(
         self, keys: ChunkKeys, pages: GPULoadStoreSpec, *, complete_tail: bool

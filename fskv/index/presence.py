@@ -8,7 +8,7 @@ mount. An answer is a hint, never a proof: the load checks the file.
 
 Threads: lookup, flush and mark_* on the scheduler's thread; probes on the pool's threads, which only
 append to `_answers`. So `_entries` has one owner and needs no lock; a deque's append and popleft are atomic.
-Memory: at most `max_known` entries of about 250 bytes, least recently asked first out.
+Memory: at most `max_known` entries of about 400 bytes, least recently asked first out.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fskv.types import ChunkId, Presence, Status
 
 logger = logging.getLogger(__name__)
 
-MAX_KNOWN_CHUNKS = 1_000_000
+MAX_KNOWN_CHUNKS = 250_000
 _MAX_BATCH = 512
 _MAX_HUNG_PROBES = 4
 

@@ -1,0 +1,289 @@
+"""A transport that does what a bad disk does, on a script.
+
+`FaultTransport` is a second implementation of `fskv.gds_io.Transport`: it wraps another one (a
+HostTransport over CPU tensors) and lets one event happen per operation. The script is data, one
+character an operation, as in borg's "rrEr":
+
+    .  nothing           E  EIO             N  ENOSPC           S  ESTALE       A  EACCES
+    M  ENOENT            s  short read      B  a bit flips in the slot, after the read
+    H  hang: until `release()`, or until a FileScript no longer says so; then the operation goes on
+    L  slow (20 ms)
+
+The operations are open, read, touch, gather, scatter and write. After the last character nothing more
+happens; a `*` at the end repeats the last one for ever: `Script(read=".H*")`.
+
+`install` puts such transports in the place of every HostTransport made later in this process;
+`install_from_environment` does so where FSKV_TEST_FAULTS names a file with a script in text form
+("read=H* write=..N"), which is read again at every operation: a test switches an engine's disk off and
+on by writing and removing that file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import importlib
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+from fskv import gds_io
+from fskv.errors import ChunkCorrupt, ChunkTimedOut, chunk_error_from_os
+from fskv.gds_io import OpenChunk, Slot, Transport
+from fskv.hybrid_planner import Span
+
+OPERATIONS = ("open", "read", "touch", "gather", "scatter", "write")
+EVENTS = ".ENSAMsBHL"
+_ERRNOS = {
+    "E": errno.EIO,
+    "N": errno.ENOSPC,
+    "S": errno.ESTALE,
+    "A": errno.EACCES,
+    "M": errno.ENOENT,
+}
+# A hang that nobody releases must fail the test, not the machine.
+_LONGEST_HANG_S = 60.0
+
+
+class Events(Protocol):
+    """Where a FaultTransport asks what happens next; called by any thread."""
+
+    def next(self, operation: str) -> str: ...
+
+    def still_hangs(self, operation: str) -> bool: ...
+
+
+class Script:
+    """A fixed sequence of events for each operation."""
+
+    def __init__(self, **events: str) -> None:
+        for operation, text in events.items():
+            assert operation in OPERATIONS, operation
+            assert set(text.removesuffix("*")) <= set(EVENTS), text
+        self._events = events
+        self._lock = threading.Lock()
+        self._num_done = dict.fromkeys(events, 0)
+
+    @classmethod
+    def from_text(cls, text: str) -> Script:
+        return cls(**dict(part.split("=", 1) for part in text.split()))
+
+    def next(self, operation: str) -> str:
+        if operation not in self._events:
+            return "."
+        with self._lock:
+            at = self._num_done[operation]
+            self._num_done[operation] += 1
+        text = self._events[operation]
+        forever = text.endswith("*")
+        text = text.removesuffix("*")
+        if at < len(text):
+            return text[at]
+        return text[-1] if forever and text else "."
+
+    def still_hangs(self, operation: str) -> bool:
+        return True
+
+
+class FileScript:
+    """The script that a file holds at this moment; a new content starts from its beginning."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._text = ""
+        self._script = Script()
+
+    def next(self, operation: str) -> str:
+        with self._lock:
+            text = self._read()
+            if text != self._text:
+                self._text, self._script = text, Script.from_text(text)
+            return self._script.next(operation)
+
+    def still_hangs(self, operation: str) -> bool:
+        return self._read() == self._text != ""
+
+    def _read(self) -> str:
+        try:
+            with open(self._path, encoding="ascii") as file:
+                return file.read()
+        except FileNotFoundError:
+            return ""
+
+
+class RandomScript:
+    """Seeded events; `weights[operation]` maps event characters to weights."""
+
+    def __init__(self, seed: int, weights: dict[str, dict[str, float]]) -> None:
+        self._random = random.Random(seed)
+        self._weights = weights
+        self._lock = threading.Lock()
+        self.calm = False  # no more faults from now on
+
+    def next(self, operation: str) -> str:
+        weights = self._weights.get(operation)
+        if self.calm or not weights:
+            return "."
+        with self._lock:
+            return self._random.choices(list(weights), list(weights.values()))[0]
+
+    def still_hangs(self, operation: str) -> bool:
+        return True
+
+
+class FaultTransport:
+    """See the module docstring. Public counters are for the tests to look at."""
+
+    def __init__(self, inner: Transport, script: Events) -> None:
+        self.inner = inner
+        self.script = script
+        self.slot_nbytes = inner.slot_nbytes
+        self.description = f"faulty {inner.description}"
+        self.after_write: Callable[[str], None] = lambda path: None
+        self._changed = threading.Condition()
+        self._generation = 0  # of releases
+        self.num_hanging = 0
+        self.num_done = dict.fromkeys(OPERATIONS, 0)
+        self.most_at_once = dict.fromkeys(OPERATIONS, 0)
+        self._num_now = dict.fromkeys(OPERATIONS, 0)
+
+    # --- the test's side --------------------------------------------------------------------
+
+    def release(self) -> None:
+        """Let everything that hangs now go on."""
+        with self._changed:
+            self._generation += 1
+            self._changed.notify_all()
+
+    def wait_until_hanging(self, num: int, timeout_s: float = 20.0) -> None:
+        """Return when `num` operations hang at the same time."""
+        with self._changed:
+            arrived = self._changed.wait_for(lambda: self.num_hanging >= num, timeout_s)
+        assert arrived, f"{self.num_hanging} operations hang, expected {num}"
+
+    # --- Transport --------------------------------------------------------------------------
+
+    def new_slot(self, index: int) -> Slot:
+        return self.inner.new_slot(index)
+
+    def gather(self, spans: Sequence[Span], slot: Slot, base: int, ready: Any) -> None:
+        with self._operation("gather", "pages"):
+            self.inner.gather(spans, slot, base, ready)
+
+    def scatter(self, slot: Slot, base: int, spans: Sequence[Span]) -> None:
+        with self._operation("scatter", "pages"):
+            self.inner.scatter(slot, base, spans)
+
+    @contextlib.contextmanager
+    def open(self, path: str) -> Iterator[OpenChunk]:
+        with self._operation("open", path):
+            pass
+        with self.inner.open(path) as file:
+            yield _FaultChunk(self, file, path)
+
+    def write_part(self, path: str, slot: Slot, nbytes: int) -> None:
+        with self._operation("write", path):
+            self.inner.write_part(path, slot, nbytes)
+        self.after_write(path)
+
+    # --- events -----------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _operation(self, operation: str, path: str) -> Iterator[str]:
+        with self._changed:
+            self._num_now[operation] += 1
+            most = max(self.most_at_once[operation], self._num_now[operation])
+            self.most_at_once[operation] = most
+        try:
+            event = self.script.next(operation)
+            if event in _ERRNOS:
+                # As the real transport raises it: the OSError is the cause.
+                error = OSError(_ERRNOS[event], os.strerror(_ERRNOS[event]))
+                raise chunk_error_from_os(error, path) from error
+            if event == "s":
+                raise ChunkCorrupt(f"{path}: ends early")
+            if event == "L":
+                time.sleep(0.02)
+            if event == "H":
+                self._hang(operation)
+            yield event
+        finally:
+            with self._changed:
+                self._num_now[operation] -= 1
+                self.num_done[operation] += 1
+
+    def _hang(self, operation: str) -> None:
+        end = time.monotonic() + _LONGEST_HANG_S
+        with self._changed:
+            generation = self._generation
+            self.num_hanging += 1
+            self._changed.notify_all()
+            try:
+                while self._generation == generation and self.script.still_hangs(operation):
+                    if time.monotonic() > end:
+                        raise ChunkTimedOut(f"{operation}: nobody released it")
+                    self._changed.wait(0.05)
+            finally:
+                self.num_hanging -= 1
+                self._changed.notify_all()
+
+
+class _FaultChunk:
+    def __init__(self, transport: FaultTransport, inner: OpenChunk, path: str) -> None:
+        self._transport = transport
+        self._inner = inner
+        self._path = path
+        self.nbytes = inner.nbytes
+        self.mtime = inner.mtime
+
+    def read_into(self, slot: Slot, slot_offset: int, file_offset: int, nbytes: int) -> None:
+        with self._transport._operation("read", self._path) as event:
+            self._inner.read_into(slot, slot_offset, file_offset, nbytes)
+            if event == "B":
+                slot.array[slot_offset + nbytes // 2] ^= 0x10
+
+    def touch(self) -> None:
+        with self._transport._operation("touch", self._path):
+            self._inner.touch()
+
+    def same_file(self, path: str) -> bool:
+        return self._inner.same_file(path)
+
+
+def install(
+    script: Events, modules: Sequence[str] = ("fskv.gds_io", "fskv.engines.vllm_worker")
+) -> Callable[[], None]:
+    """Make every HostTransport of this process faulty from now on; returns a function that undoes it.
+
+    A module that cannot be imported here (no vLLM) is left out.
+    """
+    real = gds_io.HostTransport
+
+    def faulty(*args: Any, **kwargs: Any) -> FaultTransport:
+        return FaultTransport(real(*args, **kwargs), script)
+
+    patched = []
+    for name in modules:
+        with contextlib.suppress(ImportError):
+            module = importlib.import_module(name)
+            vars(module)["HostTransport"] = faulty
+            patched.append(module)
+
+    def undo() -> None:
+        for module in patched:
+            vars(module)["HostTransport"] = real
+
+    return undo
+
+
+def install_from_environment() -> bool:
+    """Install the script of the file that FSKV_TEST_FAULTS names, if it is set."""
+    path = os.environ.get("FSKV_TEST_FAULTS")
+    if not path:
+        return False
+    install(FileScript(path))
+    return True

@@ -1,0 +1,488 @@
+"""The bytes of a chunk file: version 1 stays version 1, and no buffer is believed before its checks."""
+
+from __future__ import annotations
+
+import base64
+import logging
+import random
+import struct
+import tracemalloc
+import zlib
+from contextlib import contextmanager
+
+import msgpack
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fskv import chunk_file, store
+from fskv.chunk_file import (
+    ChunkHeader,
+    FileLayout,
+    check_rows,
+    encode_header,
+    header_length,
+    parse_header,
+    row_digests,
+)
+from fskv.errors import ChunkCorrupt, ChunkStale
+from fskv.gds_io import Slot
+from fskv.store import ChunkStore
+from fskv.types import ChunkId, Status
+
+# No example database: the negative controls fail on purpose and would fill it.
+LIGHT = settings(max_examples=100, deadline=None, database=None)
+
+MAGIC = b"\x89FSKV\r\n\x1a"
+ROW = 65536
+
+# --- golden files: only ever added ------------------------------------------------------------
+
+# The whole first chunk file of version 1: 2 blocks of two pages of 24 and 8 bytes, a key of 32 bytes,
+# written_at 2026-01-02 03:04:05 UTC; the payload is 64 bytes 0..63 and zeros. zlib, then base64.
+GOLDEN_1 = """
+eNrrdAv2DuPlkmJkAAIBBoZXDBDg4xFjartnU1b/4uzUyiMKDIxMzCysbOwcnFzcPLx8/AKCQsIiomLiEpJS0jKycvJL04vySwuY
+lxQl5mUzrsxLzE0tLkhMTj0i4IcGluUkVuaXlhwR8EEDy5Jy8pOzi5mWFiSmpxZPkuBYnZZZVFwSDxZmXF6QWJmTn5hyVoBhaXJ+
+Smoyw4rkjFSg+tLc5RUVGca6ZiaLi/LLzzEA/bEEyCg+wlHN73vhLvvpD8uTi1ITS/KLVqcVZ5fpp+fnpKTmrSovyiwpSc2LTyw5
+z8DAOLtmZU8HwygYBaNgFIyCUTAKRsEoGAWjYBSMglEwfAGBjr2CopKyiqqauoamlraOrp6+gaGRsYmpmbmFpZW1ja2d/WgAjoJR
+MApGwSgYBaNgFIyCUTAKRsEoGAWDHwAAanxgfw==
+"""
+GOLDEN_1_HEADER = ChunkHeader(
+    key_hash=bytes(range(32)),
+    group_idx=3,
+    rank=1,
+    namespace_digest=b"N" * 16,
+    layout_digest=b"L" * 16,
+    num_blocks=2,
+    page_nbytes=(24, 8),
+    first_block=1,
+    payload_nbytes=4096,
+    row_digests=xxhash.xxh3_64_digest(bytes(range(64)) + bytes(4032)),
+    creator="fskv/golden",
+    written_at_ms=1767323045000,
+    header_nbytes=4096,
+)
+
+
+def golden():
+    return zlib.decompress(base64.b64decode(GOLDEN_1))
+
+
+def test_a_version_1_file_of_the_first_release_is_read():
+    data = golden()
+    assert parse_header(data) == GOLDEN_1_HEADER
+    check_rows(memoryview(data)[4096:], 0, GOLDEN_1_HEADER.row_digests)
+    assert data[4096:4160] == bytes(range(64))
+
+
+def test_the_same_header_is_written_as_the_same_bytes():
+    assert encode_header(GOLDEN_1_HEADER, 4096) == golden()[:4096]
+    assert FileLayout(2, (24, 8), b"L" * 16).file_nbytes == len(golden())
+
+
+# --- encode and parse -------------------------------------------------------------------------
+
+headers = st.builds(
+    lambda blocks, pages, key, group, rank, digests, first, creator, at, seed: ChunkHeader(
+        key_hash=key,
+        group_idx=group,
+        rank=rank,
+        namespace_digest=digests[0],
+        layout_digest=digests[1],
+        num_blocks=blocks,
+        page_nbytes=tuple(pages),
+        first_block=first % blocks,
+        payload_nbytes=FileLayout(blocks, tuple(pages), b"L").payload_nbytes,
+        row_digests=random.Random(seed).randbytes(
+            8 * FileLayout(blocks, tuple(pages), b"L").num_rows
+        ),
+        creator=creator,
+        written_at_ms=at,
+        header_nbytes=FileLayout(blocks, tuple(pages), b"L").header_nbytes,
+    ),
+    st.integers(1, 64),
+    st.lists(st.integers(1, 1 << 24), min_size=1, max_size=40),
+    st.binary(min_size=1, max_size=256),
+    st.integers(0, 1 << 31),
+    st.integers(0, 1 << 31),
+    st.tuples(st.binary(min_size=1, max_size=64), st.binary(min_size=1, max_size=64)),
+    st.integers(0, 1000),
+    st.text(st.characters(codec="utf-8"), max_size=64),
+    st.integers(0, 1 << 62),
+    st.integers(0, 1 << 32),
+)
+
+
+@LIGHT
+@given(headers)
+def test_parse_is_the_inverse_of_encode_and_the_reserved_header_always_suffices(header):
+    data = encode_header(header, header.header_nbytes)
+    assert parse_header(data) == header
+    assert parse_header(data + b"payload") == header
+    assert header_length(data[:32]) == len(data) == header.header_nbytes
+
+
+def test_a_header_that_does_not_fit_is_a_programming_error():
+    header = GOLDEN_1_HEADER
+    with pytest.raises(ValueError, match="does not fit"):
+        encode_header(header.__class__(**{**fields(header), "key_hash": b"k" * 257}), 4096)
+    with pytest.raises(ValueError, match="does not fit"):
+        encode_header(header.__class__(**{**fields(header), "page_nbytes": (9,) * 5000}), 4096)
+
+
+def fields(header):
+    return {name: getattr(header, name) for name in header.__slots__}
+
+
+@pytest.mark.parametrize("pages", [(8,), (65536, 65536), (1000,) * 96])
+@pytest.mark.parametrize("blocks", [1, 7, 64])
+def test_the_length_of_a_header_is_a_function_of_the_layout_only(blocks, pages):
+    layout = FileLayout(blocks, pages, b"L" * 16)
+    lengths = set()
+    for key, rank, creator, at in ((1, 0, "", 0), (256, 1 << 31, "\U0001f600" * 64, 1 << 62)):
+        header = ChunkHeader(
+            **{
+                **fields(GOLDEN_1_HEADER),
+                "key_hash": b"\xff" * key,
+                "rank": rank,
+                "creator": creator,
+                "written_at_ms": at,
+                "num_blocks": blocks,
+                "page_nbytes": pages,
+                "first_block": 0,
+                "payload_nbytes": layout.payload_nbytes,
+                "row_digests": b"\xff" * 8 * layout.num_rows,
+            }
+        )
+        lengths.add(len(encode_header(header, layout.header_nbytes)))
+        assert parse_header(encode_header(header, layout.header_nbytes)).creator == creator
+    assert lengths == {layout.header_nbytes}
+    assert layout.file_nbytes == layout.header_nbytes + layout.payload_nbytes
+    assert layout.header_nbytes % 4096 == layout.payload_nbytes % 4096 == 0
+
+
+@LIGHT
+@given(
+    st.integers(1, 40), st.lists(st.integers(1, 100_000), min_size=1, max_size=4), st.data()
+)
+def test_the_rows_of_blocks_cover_every_byte_of_them_and_no_row_more(blocks, pages, data):
+    layout = FileLayout(blocks, tuple(pages), b"L")
+    first = data.draw(st.integers(0, blocks - 1))
+    num = data.draw(st.integers(1, blocks - first))
+    rows = layout.rows_of_blocks(first, num)
+    start, stop = first * sum(pages), (first + num) * sum(pages)
+    if first + num == blocks:
+        stop = layout.payload_nbytes  # with the last block, the padding is checked too
+    assert rows.start * ROW <= start < (rows.start + 1) * ROW
+    assert (rows.stop - 1) * ROW < stop <= rows.stop * ROW
+
+
+# --- hostile headers --------------------------------------------------------------------------
+
+
+def sealed(meta, header_nbytes=8192, *, meta_nbytes=None, version=1, zero=0, magic=MAGIC):
+    """Wrap any bytes as a header whose checksum is right, so that the checks behind it are reached."""
+    data = bytearray(header_nbytes)
+    length = len(meta) if meta_nbytes is None else meta_nbytes
+    struct.pack_into("<8sIIIIQ", data, 0, magic, version, header_nbytes, length, zero, 0)
+    meta = meta[: header_nbytes - 32]
+    data[32 : 32 + len(meta)] = meta
+    struct.pack_into("<Q", data, 24, xxhash.xxh3_64_intdigest(bytes(data)))
+    return bytes(data)
+
+
+def good_meta():
+    return msgpack.unpackb(golden()[32 : 32 + struct.unpack_from("<I", golden(), 16)[0]])
+
+
+def refused(data):
+    """Parse what must not parse; returns the error."""
+    with pytest.raises((ChunkCorrupt, ChunkStale)) as caught:
+        parse_header(data)
+    assert len(str(caught.value)) < 1000
+    return caught.value
+
+
+@contextmanager
+def bounded_memory(nbytes):
+    """Fail if more than `nbytes` are allocated at a time inside."""
+    tracemalloc.start()
+    try:
+        yield
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < nbytes, f"{peak} bytes allocated, expected less than {nbytes}"
+
+
+def test_a_sealed_good_header_parses():
+    assert parse_header(sealed(msgpack.packb(good_meta()))).key_hash == bytes(range(32))
+
+
+@LIGHT
+@given(st.binary(max_size=9000))
+def test_random_bytes_are_corrupt_and_nothing_else(data):
+    with pytest.raises((ChunkCorrupt, ChunkStale)):
+        parse_header(data)
+    with pytest.raises((ChunkCorrupt, ChunkStale)):
+        parse_header(MAGIC + data)
+    with pytest.raises(ChunkCorrupt):
+        parse_header(sealed(data[:4000]))
+
+
+@LIGHT
+@given(st.integers(0, 400), st.binary(min_size=1, max_size=12))
+def test_a_mutated_map_with_a_valid_checksum_is_corrupt_or_still_a_sound_header(at, patch):
+    meta = bytearray(msgpack.packb(good_meta()))
+    at %= len(meta)
+    meta[at : at + len(patch)] = patch
+    with bounded_memory(2 << 20):
+        try:
+            header = parse_header(sealed(bytes(meta)))
+        except (ChunkCorrupt, ChunkStale):
+            return
+    # What parses agrees with itself: lengths that a reader will use.
+    layout = FileLayout(header.num_blocks, header.page_nbytes, header.layout_digest)
+    assert header.payload_nbytes == layout.payload_nbytes
+    assert len(header.row_digests) == 8 * layout.num_rows
+    assert 0 <= header.first_block < header.num_blocks
+
+
+values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(1 << 63), (1 << 64) - 1)
+    | st.floats()
+    | st.binary(max_size=300)
+    | st.text(max_size=80)
+    | st.builds(msgpack.ExtType, st.integers(0, 127), st.binary(max_size=20))
+    | st.builds(msgpack.Timestamp, st.integers(0, 1 << 33)),
+    lambda inner: (
+        st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=5), inner, max_size=5)
+    ),
+    max_leaves=10,
+)
+
+
+@LIGHT
+@given(st.sampled_from(sorted(good_meta())), values)
+def test_a_field_of_any_other_type_or_size_is_corrupt(name, value):
+    meta = good_meta()
+    good = meta[name]
+    meta[name] = value
+    free = {"key", "namespace", "layout", "creator", "group", "rank", "written_at", "first_block"}
+    if type(value) is type(good) and (value == good or name in free):
+        return  # those may be anything of their type; the store compares them
+    if name == "codec" and value == 0:
+        return
+    refused(sealed(msgpack.packb(meta)))
+
+
+@pytest.mark.parametrize("name", sorted(good_meta()))
+def test_a_missing_field_is_corrupt(name):
+    meta = good_meta()
+    del meta[name]
+    assert isinstance(refused(sealed(msgpack.packb(meta))), ChunkCorrupt)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"blocks": 1 << 31},
+        {"blocks": 0, "payload": 0},
+        {"pages": []},
+        {"pages": [1 << 39] * 60},
+        {"pages": [24, 8.0]},
+        {"pages": [24, True, 7]},
+        {"pages": [24, 8, 0]},
+        {"pages": [24, -8]},
+        {"payload": 8192},
+        {"payload": 1 << 50, "blocks": 1 << 20, "pages": [1 << 30]},
+        {"payload": -4096},
+        {"rows": b""},
+        {"rows": b"r" * 16},
+        {"rows": b"r" * 9},
+        {"first_block": 2},
+        {"key": b""},
+        {"key": b"k" * 257},
+        {"key": "text"},
+        {"rank": True},
+        {"group": 1 << 40},
+        {"codec": 1},
+        {"checksum": "crc32"},
+        {"row": 4096},
+        {"creator": b"bytes"},
+    ],
+    ids=repr,
+)
+def test_fields_that_contradict_each_other_or_leave_their_range_are_corrupt(changes):
+    with bounded_memory(2 << 20):
+        assert isinstance(refused(sealed(msgpack.packb({**good_meta(), **changes}))), ChunkCorrupt)
+
+
+BOMBS = {
+    "array of 2^32": b"\xdd\xff\xff\xff\xff",
+    "map of 2^32": b"\xdf\xff\xff\xff\xff",
+    "bin of 2^32": b"\xc6\xff\xff\xff\xff",
+    "str of 2^32": b"\xdb\xff\xff\xff\xff",
+    "ext of 2^32": b"\xc9\xff\xff\xff\xff\x01",
+    "a bin longer than the map": b"\x81\xa4rows\xc5\x1f\x00" + b"r" * 100,
+    "pages of 2^32": b"\x81\xa5pages\xdd\xff\xff\xff\xff",
+    "pages of 2^16": b"\x81\xa5pages\xdc\xff\xff",
+    "ext": b"\x81\xa3key\xd4\x05x",
+    "timestamp": b"\x81\xa3key\xd6\xff\x00\x00\x00\x01",
+    "a bad timestamp": b"\x81\xa3key\xc7\x0c\xff\xff\xff\xff\xff" + b"\xff" * 8,
+    "an unhashable key": b"\x81\x91\x01\x02",
+    "a number as key": b"\x81\x01\x02",
+    "text that is not utf-8": b"\x81\xa7creator\xa2\xff\xfe",
+    "the code that is never used": b"\xc1",
+    "deep arrays": b"\x91" * 5000,
+    "deep maps": b"\x81\xa1a" * 2500,
+    "many keys": b"\xde\x10\x00" + b"".join(b"\xa4%04d\x00" % i for i in range(1300)),
+    "two values": b"\x80\x80",
+    "nothing": b"",
+    # Each level says 65536 elements: what is allocated for them before they come is multiplied.
+    "wide and deep arrays": b"\x81\xa5pages" + b"\xdd\x00\x01\x00\x00" * 1000,
+    "wide and deep, twice": b"\xdd\x00\x01\x00\x00" * 1600,
+}
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_a_bomb_with_a_valid_checksum_is_corrupt_and_allocates_next_to_nothing(bomb):
+    data = sealed(BOMBS[bomb])
+    with bounded_memory(2 << 20):
+        assert isinstance(refused(data), ChunkCorrupt)
+
+
+@pytest.mark.parametrize(
+    ("header_nbytes", "meta_nbytes"),
+    [
+        (0, 0),
+        (4095, 10),
+        (4097, 10),
+        (2048, 10),
+        (0xFFFFF000, 10),
+        ((16 << 20) + 4096, 10),
+        (16 << 20, 10),
+        (4096, 4065),
+        (4096, 0xFFFFFFFF),
+    ],
+)
+def test_hostile_lengths_in_the_prefix_are_refused_before_they_are_used(
+    header_nbytes, meta_nbytes
+):
+    data = bytearray(sealed(msgpack.packb(good_meta()), 4096))
+    struct.pack_into("<II", data, 12, header_nbytes, meta_nbytes)
+    struct.pack_into("<Q", data, 24, 0)
+    struct.pack_into("<Q", data, 24, xxhash.xxh3_64_intdigest(bytes(data)))
+    with bounded_memory(1 << 20):
+        assert isinstance(refused(bytes(data)), ChunkCorrupt)
+
+
+def test_another_format_version_is_stale_and_not_corrupt():
+    assert isinstance(refused(sealed(b"", version=2)), ChunkStale)
+    assert isinstance(refused(sealed(b"", version=0)), ChunkStale)
+    assert isinstance(refused(sealed(b"", magic=b"\x89FSKV\n\x1a\x1a")), ChunkCorrupt)
+    assert isinstance(refused(sealed(msgpack.packb(good_meta()), zero=1)), ChunkCorrupt)
+
+
+# --- every bit --------------------------------------------------------------------------------
+
+
+class MemoryTransport:
+    """One file in memory: the exhaustive walk over its bits would take minutes on a disk."""
+
+    description = "memory"
+
+    def __init__(self, data):
+        self.data = bytearray(data)
+        self.slot_nbytes = len(data)
+        self.nbytes = len(data)
+        self.mtime = 1e12  # never touched
+
+    def new_slot(self, index):
+        return Slot(index, self.slot_nbytes)
+
+    @contextmanager
+    def open(self, path):
+        yield self
+
+    def read_into(self, slot, slot_offset, file_offset, nbytes):
+        found = np.frombuffer(self.data, np.uint8)[file_offset : file_offset + nbytes]
+        slot.array[slot_offset : slot_offset + nbytes] = found
+
+    def same_file(self, path):
+        return False
+
+
+class NoDirectory:
+    digest = b"N" * 16
+    dir_mode = 0o700
+
+    def chunk_path(self, key_hash, group_idx, rank):
+        return "memory"
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """A store over the golden file, and a function that loads it."""
+    monkeypatch.setattr(store.logger, "level", logging.CRITICAL)
+    monkeypatch.setattr(store.logger, "disabled", True)
+    transport = MemoryTransport(golden())
+    layout = FileLayout(2, (24, 8), b"L" * 16)
+    chunks = ChunkStore(NoDirectory(), {3: layout}, transport, rank=1, touch_interval_s=600)
+    slot = transport.new_slot(0)
+
+    def load():
+        slot.array[:] = 0
+        return chunks.get(ChunkId(bytes(range(32)), 3), 1, 1, slot)
+
+    assert load() is Status.OK
+    return transport, load
+
+
+def test_every_single_flipped_bit_of_a_file_is_found(small):
+    transport, load = small
+    for at in range(len(transport.data)):
+        for bit in range(8):
+            transport.data[at] ^= 1 << bit
+            assert load() in (Status.CORRUPT, Status.STALE), (at, bit)
+            transport.data[at] ^= 1 << bit
+    assert load() is Status.OK
+
+
+def test_negative_control_without_the_row_check_a_flip_is_served(small, monkeypatch):
+    transport, load = small
+    transport.data[4096 + 40] ^= 1
+    assert load() is Status.CORRUPT
+    monkeypatch.setattr(chunk_file, "check_rows", lambda *args: None)
+    assert load() is Status.OK
+
+
+def test_negative_control_without_the_header_checksum_a_flip_is_served(small, monkeypatch):
+    transport, load = small
+    at = transport.data.index(b"fskv/golden")
+    transport.data[at] ^= 1
+    assert load() is Status.CORRUPT
+    stored = struct.unpack_from("<Q", transport.data, 24)[0]
+    monkeypatch.setattr(chunk_file.xxhash, "xxh3_64_intdigest", lambda data: stored)
+    assert load() is Status.OK
+
+
+def test_a_damaged_row_is_named():
+    payload = bytearray(3 * ROW + 4096)
+    digests = row_digests(payload)
+    payload[2 * ROW + 5] ^= 1
+    with pytest.raises(ChunkCorrupt, match=r"row 2 \(payload bytes from 131072\)"):
+        check_rows(memoryview(payload), 0, digests)
+    with pytest.raises(ChunkCorrupt, match="row 2 "):
+        check_rows(memoryview(payload)[ROW:], 1, digests)
+    check_rows(memoryview(payload)[: 2 * ROW], 0, digests)
+
+
+def test_more_rows_than_the_header_has_digests_are_corrupt():
+    payload = memoryview(bytes(2 * ROW))
+    with pytest.raises(ChunkCorrupt):
+        check_rows(payload, 0, row_digests(payload)[:8])

@@ -1,0 +1,179 @@
+"""What FskvConnector relies on in vLLM, held against the installed version's own base classes.
+
+Set FSKV_VLLM_PATH to a directory with another vLLM (pip install --no-deps --target DIR vllm==0.33.0) to run
+the same checks against that one.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import pickle
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("vllm", reason="the contract tests need the vllm environment: make test")
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # vLLM and torch among themselves
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+
+
+def _parameters(function) -> list[str]:
+    return [name for name in inspect.signature(function).parameters if name != "self"]
+
+
+def _check_overrides(cls: type, base: type) -> list[str]:
+    """Return what is wrong with the methods of `cls` that override one of `base`."""
+    wrong = []
+    for name, function in vars(cls).items():
+        inherited = getattr(base, name, None)
+        if name.startswith("__") or not inspect.isfunction(function) or inherited is None:
+            continue
+        ours, theirs = _parameters(function), _parameters(inherited)
+        extra = ours[len(theirs) :]
+        optional = inspect.signature(function).parameters
+        if ours[: len(theirs)] != theirs and "args" not in ours:
+            wrong.append(f"{cls.__name__}.{name}{ours}, vLLM has {theirs}")
+        if any(optional[p].default is inspect.Parameter.empty for p in extra):
+            wrong.append(f"{cls.__name__}.{name} needs {extra}, which vLLM does not pass")
+    return wrong
+
+
+def test_every_override_takes_what_vllm_passes_and_nothing_abstract_is_left():
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+        OffloadingWorkerMetadata,
+    )
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
+        OffloadingConnector,
+    )
+    from vllm.v1.kv_offload.base import OffloadingManager, OffloadingSpec, OffloadingWorker
+
+    from fskv.engines.vllm_connector import (
+        FskvConnector,
+        FskvOffloadingSpec,
+        FskvWorkerMetadata,
+    )
+    from fskv.engines.vllm_manager import FskvManager
+    from fskv.engines.vllm_worker import FskvWorker
+
+    wrong = []
+    for cls, base in (
+        (FskvConnector, OffloadingConnector),
+        (FskvOffloadingSpec, OffloadingSpec),
+        (FskvManager, OffloadingManager),
+        (FskvWorker, OffloadingWorker),
+        (FskvWorkerMetadata, OffloadingWorkerMetadata),
+    ):
+        assert issubclass(cls, base)
+        assert not inspect.isabstract(cls), (cls, cls.__abstractmethods__)
+        wrong += _check_overrides(cls, base)
+    assert wrong == []
+
+
+def test_the_signature_check_can_fail():
+    class Base:
+        def lookup(self, key, context):
+            pass
+
+    class Wrong:
+        def lookup(self, key, extra, more):
+            pass
+
+    assert len(_check_overrides(Wrong, Base)) == 2
+
+
+def test_the_private_names_we_lean_on_exist():
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler, worker
+
+    source = inspect.getsource(worker.OffloadingConnectorWorker)
+    assert "self._load_jobs" in source, "job id -> request id of loads in flight"
+    assert "transfer_result.success" in source, "vLLM asserts success: failures go another way"
+    assert "_req_status" in inspect.getsource(scheduler.OffloadingConnectorScheduler)
+    group = scheduler.RequestGroupState()
+    assert group.next_stored_chunk_idx == 0
+    assert group.num_hit_chunks == 0
+    assert isinstance(KVConnectorFactory._registry, dict)
+
+
+def test_the_scheduler_reads_the_failure_policy_after_it_built_its_connector():
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    source = inspect.getsource(Scheduler.__init__)
+    assert 0 < source.index("create_connector(") < source.index("kv_load_failure_policy")
+
+
+def test_failed_receives_reach_the_scheduler_and_make_it_recompute():
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    assert KVConnectorTransferResults().failed_recving == set()
+    source = inspect.getsource(Scheduler._handle_failed_recving)
+    assert "request.num_computed_tokens = 0" in source
+
+
+def test_metadata_and_load_specs_survive_pickling_and_merge_over_ranks():
+    from fskv.engines.vllm_connector import FskvWorkerMetadata
+    from fskv.engines.vllm_manager import ChunkKeys, FskvHandshake
+    from fskv.types import ChunkId, Status
+
+    a, b, c = (ChunkId(bytes([n]) * 32, 0) for n in range(3))
+    first = FskvWorkerMetadata(
+        completed_jobs={1: 1}, stored={a: {0}}, failed_loads={b: Status.STALE}
+    )
+    second = FskvWorkerMetadata(completed_jobs={1: 1}, stored={a: {1}}, not_stored={c})
+    merged = pickle.loads(pickle.dumps(first)).aggregate(pickle.loads(pickle.dumps(second)))
+    assert merged.completed_jobs == {1: 2}
+    assert merged.stored == {a: {0, 1}}
+    assert merged.not_stored == {c}
+    assert merged.failed_loads == {b: Status.STALE}
+    assert pickle.loads(pickle.dumps(ChunkKeys([a, b]))).chunks == [a, b]
+    handshake = FskvHandshake(0, 1, 1, "/x", b"d", 0o700, 0o600, {0: 4096})
+    assert pickle.loads(pickle.dumps(handshake)) == handshake
+
+
+def test_every_metric_fskv_emits_is_declared_to_vllm():
+    from fskv.engines.vllm_metrics import metric_definitions, to_stats
+    from fskv.metrics import ALL_METRICS
+
+    definitions = metric_definitions()
+    sums = {(m, "x"): 1.0 for m in ALL_METRICS if m.kind == "counter"}
+    gauges = {m: 1.0 for m in ALL_METRICS if m.kind == "gauge"}
+    stats = to_stats(sums, gauges)
+    assert stats is not None
+    emitted = stats.data["data"]
+    assert set(emitted) == set(definitions)
+    for name, values in emitted.items():
+        (labels,) = values
+        assert len(labels) == len(definitions[name].labelnames), name
+    assert to_stats({}, {}) is None
+
+
+def test_the_plugin_registers_once_and_may_be_called_again():
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    from fskv.engines.vllm_plugin import register
+
+    register()
+    register()
+    cls = KVConnectorFactory.get_connector_class_by_name("FskvConnector")
+    assert cls.__name__ == "FskvConnector"
+
+
+@pytest.mark.skipif("FSKV_VLLM_PATH" not in os.environ, reason="FSKV_VLLM_PATH names no other vLLM")
+def test_the_same_checks_hold_for_the_vllm_at_fskv_vllm_path():
+    env = dict(os.environ)
+    path = env.pop("FSKV_VLLM_PATH")
+    env["PYTHONPATH"] = path + os.pathsep + env.get("PYTHONPATH", "")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
+        env=env,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
