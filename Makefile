@@ -2,7 +2,6 @@
 # PY=/path/to/python uses an environment that you made yourself, without any set-up.
 
 VENV ?= .venv
-ARGS ?=
 
 ifeq ($(origin PY), undefined)
 PY := $(VENV)/bin/python
@@ -10,7 +9,10 @@ SETUP := setup
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-quick test test-unit lint clean distclean
+ARGS ?=
+DIR ?= .cache
+
+.PHONY: help setup demo demo-quick bench test test-unit lint clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -23,6 +25,10 @@ demo: $(SETUP) ## Real engines store, restart, load, survive damaged files (some
 
 demo-quick: $(SETUP) ## The same with two small models
 	@$(PY) -m demo.run --quick $(ARGS)
+
+bench: $(SETUP) ## Store and load speed on the storage of DIR (default: .cache)
+	@mkdir -p .cache
+	@$(PY) -c 'from fskv_tools.cli import main; main()' bench $(ARGS) '$(DIR)'
 
 test: $(SETUP) ## All tests: unit tests, then real engines (some minutes)
 	$(PY) -m pytest $(ARGS)

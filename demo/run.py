@@ -24,13 +24,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Self
 
 from demo.checkpoints import MODELS
-from demo.story import Row, Story, count, size
+from demo.story import Row, Story, count, duration, size
 from rich import box
 from rich.console import Console
 from rich.markup import escape
@@ -66,9 +66,8 @@ class Lines:
         )
         self._task = self._live.add_task("", total=num_phases)
         self._model = ""
-        self._started = 0
 
-    def __enter__(self) -> Lines:
+    def __enter__(self) -> Self:
         self._live.start()
         return self
 
@@ -127,22 +126,22 @@ def table(rows: Sequence[Row]) -> Table:
             row.model,
             row.groups,
             f"{row.prompt_tokens}",
-            _shown(row.cached_tokens, "{}", good=bool(row.cached_tokens)),
-            _shown(row.ttft_recompute_s, "{:.2f} s"),
-            _shown(row.ttft_load_s, "{:.2f} s"),
-            "-" if row.stored_bytes is None else size(row.stored_bytes),
+            _shown(row.cached_tokens, good=bool(row.cached_tokens)),
+            _shown(row.ttft_recompute_s, words=duration),
+            _shown(row.ttft_load_s, words=duration),
+            _shown(row.stored_bytes, words=size),
             _verdict(row.damage_recomputed, "recomputed", "NOT SEEN"),
             _verdict(row.healed, "full hit", "NOT HEALED"),
-            _shown(control, "{}", good=all(changed)),
+            _shown(control, good=all(changed)),
             _verdict(row.tokens_identical, "yes", "NO"),
         )
     return made
 
 
-def _shown(value: object, form: str, *, good: bool = True) -> str:
+def _shown(value: Any, *, words: Callable[[Any], str] = str, good: bool = True) -> str:
     if value is None:
         return "[dim]-[/]"
-    text = form.format(value)
+    text = words(value)
     return text if good else f"[bold red]{text}[/]"
 
 
@@ -160,8 +159,8 @@ def report(rows: Sequence[Row], num_models: int, seconds: float) -> bool:
     for row in rows:
         if row.model == LARGE and row.ttft_load_s and row.ttft_recompute_s and row.loaded_bytes:
             console.print(
-                f"{row.model}: first token after [bold]{row.ttft_load_s:.2f} s[/] instead of "
-                f"{row.ttft_recompute_s:.2f} s ([bold]{row.ttft_recompute_s / row.ttft_load_s:.0f}"
+                f"{row.model}: first token after [bold]{duration(row.ttft_load_s)}[/] instead of "
+                f"{duration(row.ttft_recompute_s)} ([bold]{row.ttft_recompute_s / row.ttft_load_s:.0f}"
                 f" times[/] sooner), {size(row.loaded_bytes)} of KV loaded.\n"
                 "[dim]The other models are tiny and compute their prompts in no time: they show "
                 "that tokens are the same, not speed.[/]\n"

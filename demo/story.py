@@ -45,7 +45,7 @@ RESET: Step = {"reset_prefix_cache": True}
 METRICS: Step = {"metrics": True}
 
 
-class Problem(Exception):
+class StoryError(Exception):
     """Something is not as it must be; one line that says what."""
 
 
@@ -108,7 +108,7 @@ class Story:
                 self._restart_and_damage()
             else:
                 self._restart()
-        except Problem as problem:
+        except StoryError as problem:
             self._problem(str(problem))
         if self.row.tokens_identical is None and self.row.ttft_load_s is not None:
             self.row.tokens_identical = True
@@ -126,7 +126,7 @@ class Story:
         self._display.done(
             "reference without fskv",
             f"{self.model.prompt_tokens} tokens computed, first token after "
-            f"{done['main']['ttft_s']:.2f} s",
+            f"{duration(done['main']['ttft_s'])}",
             self.row.process_s["reference"],
         )
 
@@ -147,7 +147,7 @@ class Story:
         if cold["num_cached_tokens"]:
             self._problem(f"cold: {cold['num_cached_tokens']} tokens were cached on an empty root")
         if not self._files:
-            raise Problem("cold: the engine stored no file")
+            raise StoryError("cold: the engine stored no file")
 
     def _restart(self) -> None:
         steps = [WARM_UP, self._main("load"), METRICS]
@@ -167,7 +167,7 @@ class Story:
             self._display.phase("files are damaged under the running engine")
             spoiled.extend(damage.spoil_three(used))
             if len(spoiled) < 3:
-                raise Problem(f"damage: the load used only {count(len(used), 'file')}")
+                raise StoryError(f"damage: the load used only {count(len(used), 'file')}")
 
         def look_at_healed() -> None:
             unsound.extend(damage.unsound([file.path for file in spoiled]))
@@ -209,7 +209,7 @@ class Story:
         self._display.done(
             "restarted engine loads",
             f"{load['num_cached_tokens']} of {self.model.prompt_tokens} tokens from files, "
-            f"first token after {load['ttft_s']:.2f} s",
+            f"first token after {duration(load['ttft_s'])}",
             self.row.process_s["restart"],
         )
         self._compare("load", load["tokens"], "main")
@@ -306,7 +306,7 @@ class Story:
     def _engine(
         self, name: str, text: str, steps: list[Step], *, fskv: bool = True
     ) -> dict[str, Any]:
-        """Run one engine process through its steps; raises Problem unless it did all of them."""
+        """Run one engine process through its steps; raises StoryError unless it did all of them."""
         self._display.phase(text)
         directory = os.path.join(self._directory, name)
         os.makedirs(directory)
@@ -339,7 +339,9 @@ class Story:
         if result["exit_code"] != 0 or "error" in result:
             log = "".join(f"\n    | {line}" for line in result.get("log_tail", [])[-LOG_LINES:])
             error = result.get("error", f"exit code {result['exit_code']}")
-            raise Problem(f"{name}: the engine failed: {error}\n    log: {result['log_path']}{log}")
+            raise StoryError(
+                f"{name}: the engine failed: {error}\n    log: {result['log_path']}{log}"
+            )
         return result
 
 
@@ -399,6 +401,11 @@ def _labels(metrics: list[dict[str, Any]], name: str, label: str) -> set[str]:
 
 def count(number: int, noun: str) -> str:
     return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+def duration(seconds: float) -> str:
+    """Return a time in words, e.g. "42 ms"."""
+    return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
 def size(nbytes: float) -> str:

@@ -171,10 +171,10 @@ class StoreConfig:
                 _GUARDED_OPTIONS[name](name, value)
             elif name not in ENGINE_OPTIONS:
                 near = difflib.get_close_matches(str(name), sorted(known), n=1)
-                hint = f"; did you mean '{near[0]}'?" if near else ""
+                hint = f"did you mean '{near[0]}'? " if near else ""
                 raise ConfigError(
-                    f"option '{name}': unknown option (found {value!r}); expected one of "
-                    f"{', '.join(sorted(known))}{hint}"
+                    f"option '{name}': found {value!r} under an unknown name; {hint}expected one of "
+                    f"{', '.join(sorted(known))}"
                 )
         if "root" not in values:
             raise ConfigError(

@@ -252,7 +252,7 @@ def _group(value: object, where: str) -> GroupIdentity:
 
 def _counts(value: object, where: str) -> dict[str, int]:
     tree = _json_map(value, where)
-    return {key: _count(item, f"{where}.{key}") for key, item in tree.items()}
+    return {key: _count(item, _join(where, key)) for key, item in tree.items()}
 
 
 def _json_map(value: object, where: str) -> dict[str, Json]:

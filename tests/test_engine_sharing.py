@@ -1,4 +1,4 @@
-"""The main job on real engines: store, restart, load; the same tokens as without fskv, whatever happens to files."""
+"""The main job on real engines: store, restart, load; the tokens of an engine without fskv, always."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_store_restart_load_partial_prefix_and_zeroed_groups(shared, tmp_path):
 
     # A new process loads; then every group's payload is zeroed in turn, under valid checksums: the
     # negative control without which identical tokens prove nothing.
-    groups = lab.by_group(shared.root)
+    groups = lab.by_group(lab.chunks(shared.root))
     main = lab.generate(shared.model.main_prompt(), "main")
     talk = lab.Conversation(tmp_path)
     talk.say(
@@ -148,9 +148,7 @@ def test_damaged_chunks_cost_a_recompute_and_heal(shared, multiprocess, tmp_path
         str(tmp_path / "engine"),
     )
     context = lab.DamageContext(shared.root, str(other_root))
-    groups: dict[int, list[str]] = {}
-    for path in shared.stored:
-        groups.setdefault(lab.group_of(path), []).append(path)
+    groups = lab.by_group(shared.stored)
     for number, damage in enumerate(damages):
         # Another group each time, all its chunks: whichever the prompt needs is among them.
         victims = groups[sorted(groups)[number % len(groups)]]
