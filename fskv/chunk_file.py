@@ -37,7 +37,7 @@ _PREFIX = struct.Struct("<8sIIIIQ")
 _CHECKSUM_AT = 24
 _MAX_HEADER_NBYTES = 16 << 20  # payload of ~130 GiB; only to refuse absurd lengths early
 _MAX_KEY_NBYTES = 256
-_MAX_PAGES = 1 << 16
+_MAX_FIELDS = 64
 _MAX_CREATOR_CHARS = 64
 _META_RESERVE_NBYTES = 640  # map keys, digests, creator and integers at their largest
 
@@ -84,7 +84,7 @@ class FileLayout:
             _PREFIX.size
             + _META_RESERVE_NBYTES
             + _MAX_KEY_NBYTES
-            + 5 * len(self.page_nbytes)
+            + 8 * len(self.page_nbytes)
             + 8 * self.num_rows
         )
 
@@ -165,7 +165,7 @@ def encode_header(header: ChunkHeader, header_nbytes: int) -> bytes:
             "namespace": header.namespace_digest,
             "layout": header.layout_digest,
             "blocks": header.num_blocks,
-            "pages": header.page_nbytes,
+            "pages": struct.pack(f"<{len(header.page_nbytes)}Q", *header.page_nbytes),
             "first_block": header.first_block,
             "payload": header.payload_nbytes,
             "codec": 0,
@@ -223,14 +223,7 @@ def parse_header(data: bytes | memoryview) -> ChunkHeader:
     if xxhash.xxh3_64_intdigest(raw) != checksum:
         raise ChunkCorrupt("header fails its checksum")
     try:
-        meta = msgpack.unpackb(
-            memoryview(raw)[_PREFIX.size : _PREFIX.size + meta_nbytes],
-            max_map_len=64,
-            max_array_len=_MAX_PAGES,
-            max_bin_len=header_nbytes,
-            max_str_len=1024,
-            max_ext_len=0,
-        )
+        meta = _unpack_flat(memoryview(raw)[_PREFIX.size : _PREFIX.size + meta_nbytes])
         return _header_from_meta(meta, header_nbytes)
     except ChunkCorrupt:
         raise
@@ -240,10 +233,39 @@ def parse_header(data: bytes | memoryview) -> ChunkHeader:
         raise ChunkCorrupt(f"header is not the expected map: {type(error).__name__}") from None
 
 
-def _header_from_meta(meta: Any, header_nbytes: int) -> ChunkHeader:
-    if type(meta) is not dict:
-        raise ChunkCorrupt("header is not a map")
+def _unpack_flat(data: memoryview) -> dict[str, Any]:
+    """Decode a msgpack map whose values are scalars; raises for anything nested.
 
+    A container inside would cost up to 64 bytes of memory for each of its bytes, so the first one ends it.
+    """
+    unpacker = msgpack.Unpacker(
+        None,
+        max_buffer_size=len(data),
+        max_map_len=_MAX_FIELDS,
+        max_array_len=0,
+        max_ext_len=0,
+        max_str_len=1024,
+        max_bin_len=len(data),
+        object_pairs_hook=_refuse_nesting,
+        list_hook=_refuse_nesting,
+    )
+    unpacker.feed(data)
+    meta: dict[str, Any] = {}
+    for _ in range(unpacker.read_map_header()):
+        name = unpacker.unpack()
+        if type(name) is not str or name in meta:
+            raise ChunkCorrupt("a header field has no name, or comes twice")
+        meta[name] = unpacker.unpack()
+    if unpacker.tell() != len(data):
+        raise ChunkCorrupt("the header map is followed by other bytes")
+    return meta
+
+
+def _refuse_nesting(_: object) -> None:
+    raise ChunkCorrupt("a header field is nested")
+
+
+def _header_from_meta(meta: dict[str, Any], header_nbytes: int) -> ChunkHeader:
     def integer(name: str, at_most: int) -> int:
         value = meta.get(name)
         if type(value) is not int or not 0 <= value <= at_most:
@@ -259,9 +281,10 @@ def _header_from_meta(meta: Any, header_nbytes: int) -> ChunkHeader:
     codec, checksum, row = meta.get("codec"), meta.get("checksum"), meta.get("row")
     if (codec, checksum, row) != (0, CHECKSUM, ROW_NBYTES):
         raise ChunkCorrupt(f"codec {codec!r:.20}, checksum {checksum!r:.20}, row {row!r:.20}")
-    pages = meta.get("pages")
-    if type(pages) is not list or not all(type(p) is int and 0 < p < 1 << 40 for p in pages):
-        raise ChunkCorrupt("header field 'pages' is not a list of sizes")
+    packed = binary("pages", header_nbytes)
+    pages = struct.unpack(f"<{len(packed) // 8}Q", packed)
+    if not all(0 < nbytes < 1 << 40 for nbytes in pages):
+        raise ChunkCorrupt("header field 'pages' holds an impossible size")
     creator = meta.get("creator")
     if type(creator) is not str:
         raise ChunkCorrupt("header field 'creator' is not a text")
@@ -272,7 +295,7 @@ def _header_from_meta(meta: Any, header_nbytes: int) -> ChunkHeader:
         namespace_digest=binary("namespace", 64),
         layout_digest=binary("layout", 64),
         num_blocks=integer("blocks", 1 << 31),
-        page_nbytes=tuple(pages),
+        page_nbytes=pages,
         first_block=integer("first_block", 1 << 31),
         payload_nbytes=integer("payload", 1 << 50),
         row_digests=binary("rows", header_nbytes),

@@ -30,9 +30,11 @@ from fskv.errors import (
     ChunkMissing,
     ChunkStale,
     FskvError,
+    RootError,
     chunk_error_from_os,
 )
 from fskv.gds_io import OpenChunk, Slot, Transport
+from fskv.root import make_directory
 from fskv.types import ChunkId, Status
 
 logger = logging.getLogger(__name__)
@@ -229,12 +231,7 @@ class ChunkStore:
         except ChunkMissing:
             # tmp/ is gone. Make it again only inside a living root: a path whose mount has gone away must
             # not be filled.
-            if self._restore is None:
-                raise
-            try:
-                self._restore()
-            except FskvError as error:
-                raise ChunkIOError(str(error)) from error
+            self._restore_directories()
             self._transport.write_part(part, slot, layout.file_nbytes)
         self._publish(part, path)
         with self._lock:
@@ -258,7 +255,7 @@ class ChunkStore:
             try:
                 os.rename(part, path)
             except (FileNotFoundError, NotADirectoryError):
-                os.makedirs(os.path.dirname(path), mode=self._directory.dir_mode, exist_ok=True)
+                self._make_shard(os.path.dirname(path))
                 os.rename(part, path)
             except (IsADirectoryError, FileExistsError):
                 # Not ours, so it is moved out of the way and never deleted.
@@ -266,10 +263,28 @@ class ChunkStore:
                 os.rename(path, aside)
                 logger.warning("%s: a directory stood in the place of a chunk; now %s", path, aside)
                 os.rename(part, path)
-        except OSError as error:
+        except (OSError, ChunkError) as error:
             with contextlib.suppress(OSError):
                 os.unlink(part)
-            raise chunk_error_from_os(error, path) from error
+            if isinstance(error, OSError):
+                raise chunk_error_from_os(error, path) from error
+            raise
+
+    def _make_shard(self, directory: str) -> None:
+        # One level only: with the root gone, nothing may be made in its place.
+        try:
+            make_directory(directory, self._directory.dir_mode)
+        except FileNotFoundError:
+            self._restore_directories()
+            make_directory(directory, self._directory.dir_mode)
+
+    def _restore_directories(self) -> None:
+        try:
+            if self._restore is None:
+                raise RootError("the namespace's directories are gone")
+            self._restore()
+        except FskvError as error:
+            raise ChunkIOError(str(error)) from error
 
 
 def _is_estale(error: ChunkError) -> bool:
