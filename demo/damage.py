@@ -77,14 +77,22 @@ _DAMAGES = (("bit flipped", flip_payload_bit), ("truncated", truncate), ("remove
 
 
 def spoil_three(paths: Iterable[str]) -> list[Damaged]:
-    """Flip a bit in one file, truncate a second, remove a third; spread over the KV groups."""
-    groups = sorted(by_group(paths).values(), key=len)  # windows and states before attention
+    """Flip a bit in one file, truncate a second, remove a third; spread over the KV groups.
+
+    `paths` are files that were just used. Storing a chunk that is there refreshes its time as well,
+    but later than loading: the one used first in a group was certainly loaded.
+    """
+    groups = [
+        sorted(group, key=lambda path: os.stat(path).st_mtime_ns)
+        for group in by_group(paths).values()
+    ]
+    groups.sort(key=len)  # windows and states before attention
     done: list[Damaged] = []
     for group in cycle(groups):
         if len(done) == len(_DAMAGES) or not any(groups):
             return done
         if group:
-            path = group.pop(len(group) // 2)
+            path = group.pop(0)
             what, damage = _DAMAGES[len(done)]
             damage(path)
             done.append(Damaged(what, group_of(path), path))
@@ -107,6 +115,7 @@ def unsound(paths: Sequence[str]) -> list[str]:
     """Return one line for each file that is missing, torn or fails a checksum."""
     found = []
     for path in paths:
+        name = os.path.basename(path)
         try:
             content = memoryview(pathlib.Path(path).read_bytes())
             header = chunk_file.parse_header(content)
@@ -117,5 +126,5 @@ def unsound(paths: Sequence[str]) -> list[str]:
                 )
             chunk_file.check_rows(payload, 0, header.row_digests)
         except (OSError, ChunkError) as error:
-            found.append(f"{path}: {error}")
+            found.append(f"{name}: {error}")
     return found

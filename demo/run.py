@@ -29,14 +29,15 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any, Self
 
-from demo.checkpoints import MODELS
-from demo.story import Row, Story, count, duration, size
 from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 from rich.progress import TimeElapsedColumn as Elapsed
 from rich.table import Table
+
+from demo.checkpoints import MODELS
+from demo.story import Row, Story, count, duration, size
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[1]
 CACHE = REPOSITORY / ".cache"
@@ -45,7 +46,8 @@ QUICK = ("llama", "gpt_oss")
 LARGE = "llama_large"
 PROCESSES = 3  # of each story
 CHECKPOINTS_TIMEOUT_S = 600
-PLAIN_WIDTH = 140  # of a table that goes into a file or a pipe
+PLAIN_WIDTH = 118  # of a table that goes into a file or a pipe
+FULL_WIDTH, SOME_WIDTH = 106, 90  # of terminals
 
 
 class Lines:
@@ -86,55 +88,61 @@ class Lines:
     def phase(self, text: str) -> None:
         self._live.update(self._task, description=f"[bold]{self._model}[/] {text}")
 
-    def done(self, what: str, detail: str, seconds: float | None = None) -> None:
-        took = "" if seconds is None else f"  [dim]({seconds:.0f} s in all)[/]"
-        self._console.print(f"  [green]✓[/] {what}: {detail}{took}")
+    def done(self, what: str, detail: str, problems: list[str], seconds: float | None) -> None:
+        took = "" if seconds is None else f"  [dim](process: {seconds:.0f} s)[/]"
+        mark = "[bold red]✗[/]" if problems else "[green]✓[/]"
+        self._console.print(f"  {mark} {what}: {detail}{took}")
+        for text in problems:
+            self.problem(text)
         if seconds is not None:
             self._live.advance(self._task)
 
     def problem(self, text: str) -> None:
-        self._console.print(f"  [bold red]✗ {escape(text)}[/]")
+        self._console.print(f"    [bold red]{escape(text)}[/]")
 
 
 # --- the end ------------------------------------------------------------------------------------
 
 
-def table(rows: Sequence[Row]) -> Table:
-    """Return the rows as the table that closes the demo."""
+def table(rows: Sequence[Row], width: int) -> Table:
+    """Return the rows as the table that closes the demo, with fewer columns where it is narrow."""
     made = Table(
         box=box.SIMPLE_HEAD,
         title="fskv: KV cache in files, shared by separate vLLM processes",
         title_style="bold",
         title_justify="left",
-        pad_edge=False,
+        padding=(0, 1, 0, 0),
     )
     made.add_column("model", style="bold", no_wrap=True)
-    made.add_column("KV groups", max_width=30)
-    made.add_column("prompt\ntokens", justify="right")
-    made.add_column("from\nfiles", justify="right")
-    made.add_column("first token\ncomputed", justify="right", no_wrap=True)
-    made.add_column("first token\nloaded", justify="right", no_wrap=True)
-    made.add_column("on disk", justify="right", no_wrap=True)
-    made.add_column("damaged\nfiles", no_wrap=True)
-    made.add_column("next\nrun", no_wrap=True)
-    made.add_column("control:\nzeroed data", no_wrap=True)
-    made.add_column("tokens\nidentical", justify="center", no_wrap=True)
+    if width >= FULL_WIDTH:
+        made.add_column("KV groups")
+    for title in ("prompt\ntokens", "from\nfiles", "TTFT\ncomputed", "TTFT\nloaded"):
+        made.add_column(title, justify="right", no_wrap=True)
+    if width >= SOME_WIDTH:
+        made.add_column("stored\non disk", justify="right", no_wrap=True)
+    for title in ("files\ndamaged", "healed", "control:\nzeroed", "tokens\nidentical"):
+        made.add_column(title, justify="center", no_wrap=True)
     for row in rows:
         changed = row.control_changes_tokens.values()
-        control = f"tokens differ {sum(changed)}/{len(changed)}" if changed else None
-        made.add_row(
-            row.model,
-            row.groups,
-            f"{row.prompt_tokens}",
+        control = f"{sum(changed)}/{len(changed)} differ" if changed else None
+        cells = [row.model]
+        if width >= FULL_WIDTH:
+            cells.append(row.groups)
+        cells += [
+            str(row.prompt_tokens),
             _shown(row.cached_tokens, good=bool(row.cached_tokens)),
             _shown(row.ttft_recompute_s, words=duration),
             _shown(row.ttft_load_s, words=duration),
-            _shown(row.stored_bytes, words=size),
-            _verdict(row.damage_recomputed, "recomputed", "NOT SEEN"),
-            _verdict(row.healed, "full hit", "NOT HEALED"),
+        ]
+        if width >= SOME_WIDTH:
+            cells.append(_shown(row.stored_bytes, words=size))
+        cells += [
+            _verdict(row.damage_recomputed, "recompute", "NOT SEEN"),
+            _verdict(row.healed, "yes", "NO"),
             _shown(control, good=all(changed)),
             _verdict(row.tokens_identical, "yes", "NO"),
-        )
+        ]
+        made.add_row(*cells)
     return made
 
 
@@ -155,15 +163,15 @@ def report(rows: Sequence[Row], num_models: int, seconds: float) -> bool:
     """Print table, times and verdict on stdout; return whether everything held."""
     console = Console(highlight=False, width=None if sys.stdout.isatty() else PLAIN_WIDTH)
     console.print()
-    console.print(table(rows))
+    console.print(table(rows, console.width))
     for row in rows:
         if row.model == LARGE and row.ttft_load_s and row.ttft_recompute_s and row.loaded_bytes:
             console.print(
                 f"{row.model}: first token after [bold]{duration(row.ttft_load_s)}[/] instead of "
                 f"{duration(row.ttft_recompute_s)} ([bold]{row.ttft_recompute_s / row.ttft_load_s:.0f}"
                 f" times[/] sooner), {size(row.loaded_bytes)} of KV loaded.\n"
-                "[dim]The other models are tiny and compute their prompts in no time: they show "
-                "that tokens are the same, not speed.[/]\n"
+                "[dim]The other models are tiny: they show that the tokens are the same, not how fast "
+                "loading is.[/]\n"
             )
     problems = [(row.model, problem) for row in rows for problem in row.problems]
     for model, problem in problems:

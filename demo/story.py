@@ -53,7 +53,7 @@ class Display(Protocol):
     """Where a story shows what happens (`run.py`)."""
 
     def phase(self, text: str) -> None: ...
-    def done(self, what: str, detail: str, seconds: float | None = None) -> None: ...
+    def done(self, what: str, detail: str, problems: list[str], seconds: float | None) -> None: ...
     def problem(self, text: str) -> None: ...
 
 
@@ -97,6 +97,7 @@ class Story:
         self._directory = directory
         self._display = display
         self._tokens: dict[str, list[int]] = {}  # of the reference, by prompt
+        self._num_shown = 0  # of row.problems
         self._files: list[str] = []  # stored by the cold engine
 
     def tell(self, *, damage_too: bool) -> Row:
@@ -109,7 +110,8 @@ class Story:
             else:
                 self._restart()
         except StoryError as problem:
-            self._problem(str(problem))
+            self.row.problems.append(str(problem))
+            self._display.problem(str(problem))
         if self.row.tokens_identical is None and self.row.ttft_load_s is not None:
             self.row.tokens_identical = True
         return self.row
@@ -123,11 +125,11 @@ class Story:
         done = generates(self._engine("reference", "computes without fskv", steps, fskv=False))
         self._tokens = {label: step["tokens"] for label, step in done.items()}
         self.row.ttft_recompute_s = done["main"]["ttft_s"]
-        self._display.done(
+        self._show(
             "reference without fskv",
             f"{self.model.prompt_tokens} tokens computed, first token after "
             f"{duration(done['main']['ttft_s'])}",
-            self.row.process_s["reference"],
+            "reference",
         )
 
     def _cold(self) -> None:
@@ -138,14 +140,14 @@ class Story:
         self.row.ttft_cold_s = cold["ttft_s"]
         self.row.stored_files = len(self._files)
         self.row.stored_bytes = sum(os.path.getsize(path) for path in self._files)
-        self._display.done(
-            "cold engine stores",
-            f"{count(len(self._files), 'file')}, {size(self.row.stored_bytes)}",
-            self.row.process_s["cold"],
-        )
         self._compare("cold", cold["tokens"], "main")
         if cold["num_cached_tokens"]:
             self._problem(f"cold: {cold['num_cached_tokens']} tokens were cached on an empty root")
+        self._show(
+            "cold engine stores",
+            f"{count(len(self._files), 'file')}, {size(self.row.stored_bytes)}",
+            "cold",
+        )
         if not self._files:
             raise StoryError("cold: the engine stored no file")
 
@@ -194,7 +196,10 @@ class Story:
         done = generates(result)
         self._loaded(result)
         self._partial(done["partial"])
-        self.row.damaged = [{"what": d.what, "group": d.group, "file": d.path} for d in spoiled]
+        self.row.damaged = [
+            {"what": d.what, "group": d.group, "file": os.path.relpath(d.path, self._root)}
+            for d in spoiled
+        ]
         self._damaged(done["damaged"], result)
         self._healed(done["healed"], unsound)
         self._control({group: done[f"zeroed{group}"] for group in groups})
@@ -206,28 +211,28 @@ class Story:
         self.row.cached_tokens = load["num_cached_tokens"]
         self.row.ttft_load_s = load["ttft_s"]
         self.row.loaded_bytes = int(_counter(_metrics(result)[0], "loaded_bytes"))
-        self._display.done(
-            "restarted engine loads",
-            f"{load['num_cached_tokens']} of {self.model.prompt_tokens} tokens from files, "
-            f"first token after {duration(load['ttft_s'])}",
-            self.row.process_s["restart"],
-        )
         self._compare("load", load["tokens"], "main")
         if not load["num_cached_tokens"]:
             self._problem("load: nothing came from the files (0 cached tokens)")
         elif not self.row.loaded_bytes:
             self._problem("load: cached tokens, but fskv counted no loaded byte")
+        self._show(
+            "restarted engine loads",
+            f"{load['num_cached_tokens']} of {self.model.prompt_tokens} tokens from files, "
+            f"first token after {duration(load['ttft_s'])}",
+            "restart",
+        )
 
     def _partial(self, partial: dict[str, Any]) -> None:
         self.row.partial_shared_tokens = self.model.shared_tokens
         self.row.partial_cached_tokens = partial["num_cached_tokens"]
-        self._display.done(
-            "partial prefix",
-            f"{partial['num_cached_tokens']} of {self.model.shared_tokens} shared tokens from files",
-        )
         self._compare("partial prefix", partial["tokens"], "partial")
         if not partial["num_cached_tokens"]:
             self._problem("partial prefix: nothing came from the files (0 cached tokens)")
+        self._show(
+            "partial prefix",
+            f"{partial['num_cached_tokens']} of {self.model.shared_tokens} shared tokens from files",
+        )
 
     def _damaged(self, hurt: dict[str, Any], result: dict[str, Any]) -> None:
         before, after = _metrics(result)
@@ -238,10 +243,6 @@ class Story:
         full = self.row.cached_tokens or 0
         self.row.damage_recomputed = hurt["num_cached_tokens"] < full
         noticed = ", ".join(f"{n} {reason}" for reason, n in self.row.damage_counted.items())
-        self._display.done(
-            "one file " + ", one ".join(file["what"] for file in self.row.damaged),
-            f"noticed ({noticed or 'nothing'}) and recomputed",
-        )
         self._compare("damaged files", hurt["tokens"], "main")
         if not self.row.damage_recomputed:
             self._problem(
@@ -249,13 +250,15 @@ class Story:
             )
         if sum(self.row.damage_counted.values()) < len(self.row.damaged):
             self._problem(f"damaged files: spoiled {len(self.row.damaged)}, noticed {noticed or 0}")
+        self._show(
+            "one file " + ", one ".join(file["what"] for file in self.row.damaged),
+            f"noticed ({noticed or 'nothing'}), "
+            + ("recomputed" if self.row.damage_recomputed else "NOT recomputed"),
+        )
 
     def _healed(self, healed: dict[str, Any], unsound: list[str]) -> None:
         full = self.row.cached_tokens
         self.row.healed = healed["num_cached_tokens"] == full and not unsound
-        self._display.done(
-            "healed", f"{healed['num_cached_tokens']} tokens from files again, all files sound"
-        )
         self._compare("healed", healed["tokens"], "main")
         if healed["num_cached_tokens"] != full:
             self._problem(
@@ -263,6 +266,13 @@ class Story:
             )
         for line in unsound:
             self._problem(f"healed: {line}")
+        self._show(
+            "the next run",
+            f"{healed['num_cached_tokens']} tokens from files again, "
+            + (
+                f"{count(len(unsound), 'file')} NOT healed" if unsound else "the three files healed"
+            ),
+        )
 
     def _control(self, zeroed: dict[int, dict[str, Any]]) -> None:
         for group, step in zeroed.items():
@@ -275,7 +285,7 @@ class Story:
                     f"control: zeroing group {group} changed no token, so this model proves nothing"
                 )
         changes = sum(self.row.control_changes_tokens.values())
-        self._display.done(
+        self._show(
             "control: data zeroed",
             f"tokens change in {changes} of {count(len(zeroed), 'KV group')}",
         )
@@ -296,7 +306,13 @@ class Story:
 
     def _problem(self, text: str) -> None:
         self.row.problems.append(text)
-        self._display.problem(text)
+
+    def _show(self, what: str, detail: str, process: str | None = None) -> None:
+        """Show what was done, with the problems found since the last time."""
+        new = self.row.problems[self._num_shown :]
+        self._num_shown = len(self.row.problems)
+        seconds = None if process is None else self.row.process_s[process]
+        self._display.done(what, detail, new, seconds)
 
     # --- engines --------------------------------------------------------------------------
 

@@ -174,9 +174,9 @@ class FaultTransport:
         with self._operation("gather", "pages"):
             self.inner.gather(spans, slot, base, ready)
 
-    def scatter(self, slot: Slot, base: int, spans: Sequence[Span]) -> None:
+    def scatter(self, slot: Slot, base: int, spans: Sequence[Span], ready: Any) -> None:
         with self._operation("scatter", "pages"):
-            self.inner.scatter(slot, base, spans)
+            self.inner.scatter(slot, base, spans, ready)
 
     @contextlib.contextmanager
     def open(self, path: str) -> Iterator[OpenChunk]:

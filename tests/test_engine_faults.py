@@ -14,17 +14,28 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 lab.needs_vllm()
 
 MODEL = lab.MODELS["llama"]
+HYBRID = lab.MODELS["gpt_oss"]
 DEADLINE_S = 2.0
+
+
+def _reference(model: lab.Model) -> dict:
+    """Return the tokens of the main and the partial prompt from an engine without fskv."""
+    steps = [
+        lab.generate(model.main_prompt(), "main"),
+        lab.generate(model.partial_prompt(), "partial"),
+    ]
+    return lab.generates(lab.run(lab.request(model, steps)))
 
 
 @pytest.fixture(scope="module")
 def reference() -> dict:
-    """Tokens of the main and the partial prompt from an engine without fskv."""
-    steps = [
-        lab.generate(MODEL.main_prompt(), "main"),
-        lab.generate(MODEL.partial_prompt(), "partial"),
-    ]
-    return lab.generates(lab.run(lab.request(MODEL, steps)))
+    return _reference(MODEL)
+
+
+@pytest.fixture(scope="module", params=[MODEL, HYBRID], ids=lambda model: model.name)
+def case(request) -> tuple[lab.Model, dict]:
+    """A full-attention and a hybrid model, each with its reference."""
+    return request.param, _reference(request.param)
 
 
 def _root(tmp_path: pathlib.Path) -> str:
@@ -44,11 +55,12 @@ def _transfer(root: str, **options: object) -> dict:
     )
 
 
-def test_reads_that_never_return_cost_one_deadline_then_nothing(reference, tmp_path):
+def test_reads_that_never_return_cost_one_deadline_then_nothing(case, tmp_path):
+    model, reference = case
     root = _root(tmp_path)
     hang = tmp_path / "hang"
-    main = MODEL.main_prompt()
-    lab.run(lab.request(MODEL, [lab.generate(main, "cold")], transfer=_transfer(root)))
+    main = model.main_prompt()
+    lab.run(lab.request(model, [lab.generate(main, "cold")], transfer=_transfer(root)))
     talk = lab.Conversation(tmp_path)
     talk.say(lab.generate(main, "warm"), {"reset_prefix_cache": True})
     start = talk.pause()
@@ -65,7 +77,7 @@ def test_reads_that_never_return_cost_one_deadline_then_nothing(reference, tmp_p
     talk.say({"sleep": 1.5}, lab.generate(main, "full"), {"metrics": True})
     engine = lab.start_engine(
         lab.request(
-            MODEL,
+            model,
             talk.steps,
             transfer=_transfer(root, quarantine_s=1, breaker_probe_s=0.5),
             env={"PYTHONPATH": lab.HOOKS, "FSKV_TEST_HANG_READS": str(hang)},
@@ -90,21 +102,22 @@ def test_reads_that_never_return_cost_one_deadline_then_nothing(reference, tmp_p
     assert lab.counter(last, "io_threads_hung") == 0, "hung threads came back and were counted off"
 
 
-def test_root_removed_while_running_is_neither_missed_nor_made_again(reference, tmp_path):
+def test_root_removed_while_running_is_neither_missed_nor_made_again(case, tmp_path):
+    model, reference = case
     root = _root(tmp_path)
     away = f"{root}-away"
-    main = MODEL.main_prompt()
+    main = model.main_prompt()
     talk = lab.Conversation(tmp_path)
     talk.say(lab.generate(main, "cold"), {"reset_prefix_cache": True})
     gone = talk.pause()
     talk.say(lab.generate(main, "gone"), {"reset_prefix_cache": True})
-    talk.say(lab.generate(MODEL.partial_prompt(), "partial"), {"reset_prefix_cache": True})
+    talk.say(lab.generate(model.partial_prompt(), "partial"), {"reset_prefix_cache": True})
     back = talk.pause()
     talk.say({"sleep": 1.5}, lab.generate(main, "back"), {"reset_prefix_cache": True})
     talk.say({"sleep": 1.5}, lab.generate(main, "full"))
     options = {"quarantine_s": 1, "negative_ttl_s": 1, "breaker_probe_s": 0.5}
     engine = lab.start_engine(
-        lab.request(MODEL, talk.steps, transfer=_transfer(root, **options)),
+        lab.request(model, talk.steps, transfer=_transfer(root, **options)),
         str(tmp_path / "engine"),
     )
     seen = []
@@ -127,7 +140,8 @@ def test_root_removed_while_running_is_neither_missed_nor_made_again(reference, 
     lab.assert_sound(root)
 
 
-def test_full_device_stores_nothing_and_stops_nothing(reference, tmp_path):
+def test_full_device_stores_nothing_and_stops_nothing(case, tmp_path):
+    model, reference = case
     root = _root(tmp_path)
     mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", root], capture_output=True
@@ -135,14 +149,14 @@ def test_full_device_stores_nothing_and_stops_nothing(reference, tmp_path):
     if mounted.returncode != 0:
         pytest.skip("mounting a small tmpfs needs root")
     try:
-        main = MODEL.main_prompt()
+        main = model.main_prompt()
         steps = [
             lab.generate(main, "cold"),
             {"metrics": True},
             {"reset_prefix_cache": True},
             lab.generate(main, "again"),
         ]
-        result = lab.run(lab.request(MODEL, steps, transfer=_transfer(root)))
+        result = lab.run(lab.request(model, steps, transfer=_transfer(root)))
         done = lab.generates(result)
         assert done["cold"]["tokens"] == done["again"]["tokens"] == reference["main"]["tokens"]
         assert lab.counter(result["steps"][1], "stores_skipped", reason="no_space") > 0
@@ -227,6 +241,9 @@ def test_tensor_parallel_ranks_store_and_load_their_own_files(reference, tmp_pat
     assert done["one_rank_lost"]["num_cached_tokens"] < done["load"]["num_cached_tokens"]
     assert lab.counter(result["steps"][-1], "load_failures", reason="corrupt") == 1
     lab.assert_sound(root)
+    # One rank has other pages: it must not take a part for the whole.
+    alone = lab.generates(lab.run(lab.request(MODEL, steps, transfer=_transfer(root))))
+    assert alone["main"]["num_cached_tokens"] == 0
 
 
 # --- identity: what must not be shared, and what must ---------------------------------------
@@ -295,6 +312,16 @@ def test_a_changed_setting_gives_another_namespace_and_the_same_settings_share(r
     )
     assert lab.generates(same)["main"]["num_cached_tokens"] > 0
     assert lab.generates(same)["main"]["tokens"] == reference["main"]["tokens"]
+
+
+def test_another_sliding_window_is_another_namespace(tmp_path):
+    root = _root(tmp_path)
+    steps = [lab.generate(HYBRID.main_prompt(), "main")]
+    lab.run(lab.request(HYBRID, steps, transfer=_transfer(root)))
+    wider = {"hf_overrides": {"sliding_window": 256}}
+    other = lab.run(lab.request(HYBRID, steps, engine=wider, transfer=_transfer(root)))
+    assert lab.generates(other)["main"]["num_cached_tokens"] == 0
+    assert len(list(pathlib.Path(root).rglob("namespace.json"))) == 2
 
 
 # --- configuration that cannot work ---------------------------------------------------------

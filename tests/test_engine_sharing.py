@@ -99,6 +99,20 @@ def test_store_restart_load_partial_prefix_and_zeroed_groups(shared, tmp_path):
     lab.restore(shared.stored)
 
 
+def test_an_engine_in_several_processes_loads_what_one_in_one_process_stored(shared):
+    lab.restore(shared.stored)
+    main = lab.generate(shared.model.main_prompt(), "main")
+    partial = lab.generate(shared.model.partial_prompt(), "partial")
+    env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    steps = [main, partial, {"metrics": True}]
+    result = lab.run(lab.request(shared.model, steps, transfer=shared.transfer(), env=env))
+    done = lab.generates(result)
+    assert done["main"]["num_cached_tokens"] > 0
+    assert done["main"]["tokens"] == shared.main_tokens
+    assert done["partial"]["tokens"] == shared.partial_tokens
+    assert lab.counter(result["steps"][-1], "load_failures") == 0
+
+
 @pytest.mark.parametrize("multiprocess", [False, True], ids=["inproc", "mp"])
 def test_damaged_chunks_cost_a_recompute_and_heal(shared, multiprocess, tmp_path):
     if shared.model.name not in DAMAGED_MODELS:

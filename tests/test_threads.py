@@ -1,0 +1,280 @@
+"""Calls that never return cost a bounded number of threads, and nobody waits for them."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+from conftest import Clock, returns_in_time, wait_for
+
+from fskv.breaker import Breaker
+from fskv.errors import RootError
+from fskv.threads import HangProofPool, call_with_deadline
+from fskv.types import Status
+
+
+class Gate:
+    """Calls that block until the gate opens."""
+
+    def __init__(self):
+        self.opened = threading.Event()
+        self.lock = threading.Lock()
+        self.num_inside = 0
+        self.num_done = 0
+
+    def __call__(self):
+        with self.lock:
+            self.num_inside += 1
+        self.opened.wait(60)
+        with self.lock:
+            self.num_inside -= 1
+            self.num_done += 1
+
+
+@pytest.fixture
+def gate():
+    gate = Gate()
+    yield gate
+    gate.opened.set()
+
+
+@pytest.fixture
+def make_pool():
+    pools = []
+
+    def make(num_threads=2, max_hung=2, name="fskv-test"):
+        pools.append(HangProofPool(name, num_threads, max_hung))
+        return pools[-1]
+
+    yield make
+    for pool in pools:
+        pool.close()
+
+
+def threads_named(name):
+    return [t for t in threading.enumerate() if t.name.startswith(f"{name}-")]
+
+
+def run_one(pool):
+    done = threading.Event()
+    pool.submit(done.set)
+    assert done.wait(20)
+    wait_for(lambda: pool._num_idle == pool._num_alive - pool._num_hung)
+
+
+@pytest.mark.parametrize("num_warm", [0, 1, 3])
+def test_as_many_calls_run_at_once_as_there_are_threads(make_pool, num_warm):
+    """Also when some threads wait idle, and the calls come faster than those wake up."""
+    for _ in range(20):
+        pool = make_pool(num_threads=4)
+        together = threading.Barrier(num_warm + 1)
+        if num_warm:
+            for _ in range(num_warm):
+                pool.submit(lambda b=together: b.wait(20))
+            together.wait(20)
+            wait_for(lambda p=pool: p._num_idle == num_warm)
+        meeting = threading.Barrier(5)
+        for _ in range(4):
+            pool.submit(lambda b=meeting: b.wait(20), urgent=True)
+        try:
+            meeting.wait(2)
+        except threading.BrokenBarrierError:
+            pytest.fail("four calls on four threads did not run at the same time")
+
+
+def test_urgent_calls_overtake_all_others_and_hastened_ones_the_normal(make_pool, gate):
+    pool = make_pool(num_threads=1)
+    order = []
+    done = threading.Event()
+    pool.submit(gate)
+    wait_for(lambda: gate.num_inside == 1)
+    pool.submit(lambda: order.append("normal 1"))
+    hastened = pool.submit(lambda: order.append("normal 2"))
+    pool.submit(lambda: order.append("urgent 1"), urgent=True)
+    pool.submit(lambda: order.append("urgent 2"), urgent=True)
+    pool.hasten(hastened)
+    pool.submit(done.set)
+    gate.opened.set()
+    assert done.wait(20)
+    assert order == ["urgent 1", "urgent 2", "normal 2", "normal 1"]
+
+
+def test_a_cancelled_call_never_runs_and_a_started_one_cannot_be_cancelled(make_pool, gate):
+    pool = make_pool(num_threads=1)
+    ran = []
+    started = pool.submit(gate)
+    wait_for(lambda: gate.num_inside == 1)
+    queued = pool.submit(lambda: ran.append(1))
+    assert not pool.cancel(started)
+    assert pool.cancel(queued)
+    gate.opened.set()
+    run_one(pool)
+    assert ran == []
+    assert not pool.cancel(started)
+
+
+def test_a_hung_thread_is_replaced_up_to_the_bound_and_ends_when_it_returns(make_pool, gate):
+    pool = make_pool(num_threads=2, max_hung=3, name="fskv-bound")
+    tasks = []
+    for _ in range(20):
+        tasks.append(pool.submit(gate))
+        for task in tasks:
+            pool.write_off(task)
+            pool.write_off(task)  # counts once
+        time.sleep(0.002)
+    wait_for(lambda: gate.num_inside == 5)
+    time.sleep(0.05)
+    assert gate.num_inside == len(threads_named("fskv-bound")) == 5  # 2 + max_hung
+    for task in tasks:
+        pool.write_off(task)
+    assert pool.num_hung == 5
+    gate.opened.set()
+    wait_for(lambda: gate.num_done == 20)
+    wait_for(lambda: pool.num_hung == 0)
+    run_one(pool)
+    wait_for(lambda: len(threads_named("fskv-bound")) <= 2)
+
+
+def test_a_call_runs_although_another_hangs(make_pool, gate):
+    pool = make_pool(num_threads=1, max_hung=1)
+    hung = pool.submit(gate)
+    wait_for(lambda: gate.num_inside == 1)
+    ran = threading.Event()
+    pool.submit(ran.set)
+    assert not ran.wait(0.05)
+    pool.write_off(hung)
+    assert ran.wait(20)
+
+
+def test_a_call_that_raises_does_not_cost_its_thread(make_pool, caplog):
+    pool = make_pool(num_threads=1, name="fskv-raise")
+    for _ in range(5):
+        pool.submit(lambda: 1 // 0)
+    run_one(pool)
+    assert len(threads_named("fskv-raise")) == 1
+    assert len(caplog.records) == 5
+
+
+def test_close_drops_what_is_queued_ends_the_threads_and_waits_for_none(make_pool, gate):
+    pool = make_pool(num_threads=2, name="fskv-close")
+    ran = []
+    run_one(pool)
+    pool.submit(gate)
+    pool.submit(gate)
+    wait_for(lambda: gate.num_inside == 2)
+    pool.submit(lambda: ran.append(1))
+    returns_in_time(lambda: pool.close() or True)
+    gate.opened.set()
+    wait_for(lambda: not threads_named("fskv-close"))
+    assert ran == []
+
+
+def test_threads_are_daemons_so_that_a_hung_one_does_not_keep_the_process(make_pool):
+    pool = make_pool(name="fskv-daemon")
+    run_one(pool)
+    assert all(t.daemon for t in threads_named("fskv-daemon"))
+
+
+def test_a_thread_that_cannot_be_started_does_not_raise_into_the_engine(make_pool, monkeypatch):
+    """The container's limit of processes is reached: the call stays queued for the next thread."""
+    pool = make_pool(num_threads=2)
+    ran = threading.Event()
+
+    def refuse(self):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        pool.submit(ran.set)
+    run_one(pool)
+    assert ran.wait(20)
+
+
+# --- calls at start-up ------------------------------------------------------------------------
+
+
+def test_a_call_with_a_deadline_returns_raises_or_is_given_up(gate):
+    assert call_with_deadline(lambda: 7, 20, "no") == 7
+    with pytest.raises(ZeroDivisionError):
+        call_with_deadline(lambda: 1 // 0, 20, "no")
+    with pytest.raises(RootError, match=r"the root did not answer within 0\.05 s"):
+        call_with_deadline(gate, 0.05, "the root did not answer")
+
+
+# --- the circuit breaker ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def breaker(clock):
+    return Breaker(3, 5.0, clock)
+
+
+def test_the_breaker_opens_after_failures_in_a_row_and_only_then(breaker):
+    for _ in range(10):
+        breaker.record(Status.IO_ERROR)
+        breaker.record(Status.TIMED_OUT)
+        breaker.record(Status.OK)
+    assert not breaker.open
+    assert breaker.allows()
+    for _ in range(3):
+        breaker.record(Status.TIMED_OUT)
+    assert breaker.open
+
+
+@pytest.mark.parametrize(
+    "status", [Status.OK, Status.EXISTS, Status.MISSING, Status.STALE, Status.CORRUPT]
+)
+def test_every_answer_of_the_disk_closes_the_breaker(breaker, status):
+    for _ in range(5):
+        breaker.record(Status.IO_ERROR)
+    assert breaker.open
+    breaker.record(status)
+    assert not breaker.open
+    assert breaker.allows()
+
+
+def test_what_never_reached_the_disk_says_nothing_about_it(breaker):
+    for _ in range(2):
+        breaker.record(Status.IO_ERROR)
+    for _ in range(10):
+        breaker.record(Status.SKIPPED)
+        breaker.record(Status.BREAKER)
+    assert not breaker.open
+    breaker.record(Status.IO_ERROR)
+    for _ in range(10):
+        breaker.record(Status.SKIPPED)
+    assert breaker.open
+
+
+def test_an_open_breaker_lets_one_operation_through_per_interval(breaker, clock):
+    for _ in range(3):
+        breaker.record(Status.IO_ERROR)
+    assert not breaker.allows()
+    for _ in range(3):
+        clock.advance(5.1)
+        assert [breaker.allows() for _ in range(4)] == [True, False, False, False]
+        breaker.record(Status.TIMED_OUT)
+    clock.advance(5.1)
+    assert [breaker.open for _ in range(9)] == [True] * 9
+    assert breaker.allows()  # looking at `open` has not used the probe up
+
+
+def test_only_one_of_many_threads_gets_the_probe(breaker, clock):
+    for _ in range(3):
+        breaker.record(Status.IO_ERROR)
+    clock.advance(6)
+    allowed = []
+    threads = [
+        threading.Thread(target=lambda: allowed.append(breaker.allows())) for _ in range(16)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert sum(allowed) == 1
