@@ -30,7 +30,7 @@ from dataclasses import asdict
 from typing import Any, Self
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 from rich.progress import TimeElapsedColumn as Elapsed
@@ -47,7 +47,6 @@ LARGE = "llama_large"
 PROCESSES = 3  # of each story
 CHECKPOINTS_TIMEOUT_S = 600
 PLAIN_WIDTH = 118  # of a table that goes into a file or a pipe
-FULL_WIDTH, SOME_WIDTH = 106, 90  # of terminals
 
 
 class Lines:
@@ -104,8 +103,30 @@ class Lines:
 # --- the end ------------------------------------------------------------------------------------
 
 
+def _control(row: Row) -> str:
+    changed = row.control_changes_tokens.values()
+    text = f"{sum(changed)}/{len(changed)} differ" if changed else None
+    return _shown(text, good=all(changed))
+
+
+# Title, alignment, the narrowest console that shows it, and the cell.
+COLUMNS: tuple[tuple[str, JustifyMethod, int, Callable[[Row], str]], ...] = (
+    ("model", "left", 0, lambda row: f"[bold]{row.model}[/]"),
+    ("KV groups", "left", 108, lambda row: row.groups),
+    ("prompt\ntokens", "right", 87, lambda row: str(row.prompt_tokens)),
+    ("from\nfiles", "right", 0, lambda r: _shown(r.cached_tokens, good=bool(r.cached_tokens))),
+    ("TTFT\ncomputed", "right", 0, lambda row: _shown(row.ttft_recompute_s, words=duration)),
+    ("TTFT\nloaded", "right", 0, lambda row: _shown(row.ttft_load_s, words=duration)),
+    ("stored\non disk", "right", 97, lambda row: _shown(row.stored_bytes, words=size)),
+    ("files\ndamaged", "center", 0, lambda r: _verdict(r.damage_recomputed, "recompute", "UNSEEN")),
+    ("healed", "center", 0, lambda row: _verdict(row.healed, "yes", "NO")),
+    ("control:\nzeroed", "center", 0, _control),
+    ("tokens\nidentical", "center", 0, lambda row: _verdict(row.tokens_identical, "yes", "NO")),
+)
+
+
 def table(rows: Sequence[Row], width: int) -> Table:
-    """Return the rows as the table that closes the demo, with fewer columns where it is narrow."""
+    """Return the rows as the table that closes the demo, with the columns that fit."""
     made = Table(
         box=box.SIMPLE_HEAD,
         title="fskv: KV cache in files, shared by separate vLLM processes",
@@ -113,36 +134,11 @@ def table(rows: Sequence[Row], width: int) -> Table:
         title_justify="left",
         padding=(0, 1, 0, 0),
     )
-    made.add_column("model", style="bold", no_wrap=True)
-    if width >= FULL_WIDTH:
-        made.add_column("KV groups")
-    for title in ("prompt\ntokens", "from\nfiles", "TTFT\ncomputed", "TTFT\nloaded"):
-        made.add_column(title, justify="right", no_wrap=True)
-    if width >= SOME_WIDTH:
-        made.add_column("stored\non disk", justify="right", no_wrap=True)
-    for title in ("files\ndamaged", "healed", "control:\nzeroed", "tokens\nidentical"):
-        made.add_column(title, justify="center", no_wrap=True)
+    shown = [column for column in COLUMNS if column[2] <= width]
+    for title, justify, _, _ in shown:
+        made.add_column(title, justify=justify, no_wrap=title != "KV groups")
     for row in rows:
-        changed = row.control_changes_tokens.values()
-        control = f"{sum(changed)}/{len(changed)} differ" if changed else None
-        cells = [row.model]
-        if width >= FULL_WIDTH:
-            cells.append(row.groups)
-        cells += [
-            str(row.prompt_tokens),
-            _shown(row.cached_tokens, good=bool(row.cached_tokens)),
-            _shown(row.ttft_recompute_s, words=duration),
-            _shown(row.ttft_load_s, words=duration),
-        ]
-        if width >= SOME_WIDTH:
-            cells.append(_shown(row.stored_bytes, words=size))
-        cells += [
-            _verdict(row.damage_recomputed, "recompute", "NOT SEEN"),
-            _verdict(row.healed, "yes", "NO"),
-            _shown(control, good=all(changed)),
-            _verdict(row.tokens_identical, "yes", "NO"),
-        ]
-        made.add_row(*cells)
+        made.add_row(*(cell(row) for _, _, _, cell in shown))
     return made
 
 

@@ -18,6 +18,7 @@ import errno
 import logging
 import mmap
 import os
+import secrets
 import stat as stat_module
 import threading
 from collections.abc import Iterator, Sequence
@@ -123,7 +124,10 @@ class SlotPool:
         return self._num_used
 
     def take(self, keep_free: int = 0) -> Slot | None:
-        """Return a slot, or None when that would leave fewer than `keep_free` for others. Never waits."""
+        """Return a slot, or None when that would leave fewer than `keep_free`, or without memory.
+
+        Never waits.
+        """
         with self._lock:
             if self._num_slots - self._num_used <= keep_free:
                 return None
@@ -132,7 +136,13 @@ class SlotPool:
                 return self._free.pop()
             index = self._num_made
             self._num_made += 1
-        return self._transport.new_slot(index)
+        try:
+            return self._transport.new_slot(index)
+        except (MemoryError, OSError, RuntimeError) as error:  # also what pinning says
+            logger.warning("no memory for staging slot %d: %s", index, error)
+            with self._lock:
+                self._num_used -= 1
+            return None
 
     def give_back(self, slot: Slot) -> None:
         """Return a slot whose I/O is over; a hung thread keeps its slot until then (parked)."""
@@ -348,7 +358,7 @@ def _direct_io_works(directory: str, file_mode: int) -> bool:
 
     Raises RootError when the directory cannot be written at all.
     """
-    path = os.path.join(directory, f"probe-{os.getpid()}-{threading.get_ident()}.part")
+    path = os.path.join(directory, f"probe-{secrets.token_hex(8)}.part")
     page = mmap.mmap(-1, chunk_file.ALIGNMENT)
     try:
         fd = os.open(path, _OPEN_WRITE | os.O_DIRECT, file_mode)

@@ -69,12 +69,14 @@ class ChunkOutcome:
 class _Job:
     """Shared by the engine's thread and the I/O threads; `lock` guards every field below it."""
 
-    def __init__(self, job_id: int, is_load: bool, deadline_at: float, ready: Any) -> None:
+    def __init__(
+        self, job_id: int, is_load: bool, submitted_at: float, allowed_s: float, ready: Any
+    ) -> None:
         self.job_id = job_id
         self.is_load = is_load
-        self.deadline_at = deadline_at
+        self.submitted_at = submitted_at
+        self.deadline_at = submitted_at + allowed_s
         self.ready = ready
-        self.submitted_at = time.monotonic()
         self.tasks: list[_ChunkTask] = []
         self.lock = threading.Condition()
         self.abandoned = False
@@ -163,7 +165,7 @@ class JobRunner:
         `ready` is an event after which no kernel writes the pages any more, or None.
         """
         nbytes = sum(self._file_nbytes(r) for r in requests)
-        job = _Job(job_id, True, self._clock() + self._deadline.for_nbytes(nbytes), ready)
+        job = _Job(job_id, True, self._clock(), self._deadline.for_nbytes(nbytes), ready)
         job.tasks = [_ChunkTask(job, request) for request in requests]
         job.num_open = len(job.tasks)
         self._jobs[job_id] = job
@@ -181,7 +183,7 @@ class JobRunner:
 
         Chunks beyond the queue's limit are skipped and counted.
         """
-        job = _Job(job_id, False, self._clock() + self._deadline.max_s, ready)
+        job = _Job(job_id, False, self._clock(), self._deadline.max_s, ready)
         job.tasks = [_ChunkTask(job, request) for request in requests]
         job.num_open = len(job.tasks)
         self._jobs[job_id] = job
@@ -342,13 +344,18 @@ class JobRunner:
         """On the engine's thread: free the pages of a queued store now, if a spare slot is there."""
         if task.closed or task.pool_task is None or not self._pool.cancel(task.pool_task):
             return  # its pages are gathered, being gathered, or were never taken
+        status = Status.SKIPPED
         slot = self._slots.take(keep_free=self._reserved_slots)
-        if slot is not None and self._gather(task, slot):
-            task.pool_task = self._pool.submit(partial(self._run, task))
-            self._pool.hasten(task.pool_task)
-            return
-        self._close(task, Status.SKIPPED, 0, 0.0)
-        self._finish_store(task, Status.SKIPPED, 0.0)
+        try:
+            if slot is not None and self._gather(task, slot):
+                task.pool_task = self._pool.submit(partial(self._run, task))
+                self._pool.hasten(task.pool_task)
+                return
+        except Exception:
+            logger.exception("gather of %s", task.request.chunk)
+            status = Status.IO_ERROR
+        self._close(task, status, 0, 0.0)
+        self._finish_store(task, status, 0.0)
 
     def _give_up(self, job: _Job, status: Status) -> None:
         """Free the job's pages: abandon it and close its open chunks with `status`."""
@@ -391,7 +398,8 @@ class JobRunner:
             self._outcomes.append(
                 ChunkOutcome(task.request.chunk, task.job.is_load, status, nbytes, seconds)
             )
-        self._breaker.record(status)
+        if task.started_at is not None:  # what never got a thread says nothing about the disk
+            self._breaker.record(status)
 
     def _report(self, job: _Job) -> None:
         seconds = self._clock() - job.submitted_at

@@ -150,6 +150,7 @@ class ChunkStore:
         except ChunkStale as error:
             raise ChunkStale(f"{path}: {error}") from None
         if header.first_block > first_block:
+            self._suspect(chunk)  # or the next store would find it there, and the hole would stay
             raise ChunkMissing(f"{path}: holds blocks from {header.first_block}, not {first_block}")
 
     def _compare(self, header: ChunkHeader, chunk: ChunkId, layout: FileLayout) -> None:
@@ -192,11 +193,15 @@ class ChunkStore:
         The content is expected at layout.header_nbytes of the slot. OK: the file is visible under its
         name, complete; EXISTS: a file of the right size was there and stays. No part is left on failure.
         """
-        try:
-            return self._put(chunk, first_block, slot)
-        except ChunkError as error:
-            logger.warning("store failed (%s): %s", error.status.value, error)
-            return error.status
+        for attempt in (1, 2):
+            try:
+                return self._put(chunk, first_block, slot)
+            except ChunkError as error:
+                if attempt == 1 and _is_estale(error):
+                    continue
+                logger.warning("store failed (%s): %s", error.status.value, error)
+                return error.status
+        raise AssertionError("unreachable")
 
     def _put(self, chunk: ChunkId, first_block: int, slot: Slot) -> Status:
         layout = self._layouts[chunk.group_idx]

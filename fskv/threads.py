@@ -106,16 +106,24 @@ class HangProofPool:
 
     def _start_thread_if_short(self) -> None:
         working = self._num_alive - self._num_hung
-        wanted = bool(self._urgent or self._normal) and not self._num_idle
+        # An idle thread counts until it has woken up, so compare with the queue and not with zero.
+        wanted = len(self._urgent) + len(self._normal) > self._num_idle
         if self._closed or not wanted or working >= self._num_threads:
             return
         if self._num_hung > self._max_hung:
             return
-        self._num_alive += 1
         self._num_started += 1
-        threading.Thread(
+        thread = threading.Thread(
             target=self._work, name=f"{self._name}-{self._num_started}", daemon=True
-        ).start()
+        )
+        try:
+            thread.start()
+        except (
+            RuntimeError
+        ) as error:  # no more threads for this process: the next submit tries again
+            logger.warning("%s: %s", self._name, error)
+        else:
+            self._num_alive += 1
 
     def _work(self) -> None:
         while True:

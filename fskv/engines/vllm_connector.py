@@ -241,8 +241,7 @@ class FskvConnector(OffloadingConnector):
                 self._manager.on_stored(chunk, ranks)
             for chunk in news.not_stored:
                 self._manager.on_not_stored(chunk)
-            for chunk, status in news.failed_loads.items():
-                self._manager.on_load_failed(chunk, status)
+            self._manager.on_loads_failed(news.failed_loads)
         for req_id in connector_output.failed_recving or ():
             self._offer_again(req_id)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
@@ -138,9 +138,12 @@ class FskvManager(OffloadingManager):
     def on_not_stored(self, chunk: ChunkId) -> None:
         self._storing.pop(chunk, None)
 
-    def on_load_failed(self, chunk: ChunkId, status: Status) -> None:
-        self._presence.mark_failed(chunk, status)
-        self._breaker.record(status)
+    def on_loads_failed(self, failures: Mapping[ChunkId, Status]) -> None:
+        for chunk, status in failures.items():
+            self._presence.mark_failed(chunk, status)
+        # Chunks of one job fail together: that is one sign about the root and not many.
+        for status in set(failures.values()):
+            self._breaker.record(status)
 
     # --- OffloadingManager ------------------------------------------------------------------
 
