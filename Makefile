@@ -10,6 +10,7 @@ endif
 
 .DEFAULT_GOAL := help
 ARGS ?=
+DIR ?= .cache/bench
 DIR ?= .cache
 
 .PHONY: help setup demo demo-quick bench test test-unit lint clean distclean
@@ -40,6 +41,10 @@ lint: $(SETUP) ## ruff and mypy
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+
+bench: $(SETUP) ## Store and load rates on this disk, verified bytes only (another: ARGS='--help', DIR=/mnt/kv)
+	@mkdir -p '$(DIR)'
+	@$(PY) -m fskv_tools bench '$(DIR)' $(ARGS)
 
 clean: ## Remove caches, checkpoints and results; keeps the environment
 	rm -rf .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
