@@ -30,6 +30,7 @@ class Rig:
 
     def __init__(self, path: str) -> None:
         os.makedirs(f"{path}/tmp")
+        os.mkdir(f"{path}/chunks")
         self.num_blocks = 2 * NUM_CHUNKS * BLOCKS_PER_CHUNK
         # Padded pages: the second tensor's blocks are farther apart than their bytes.
         self.tensors = [

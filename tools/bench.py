@@ -125,6 +125,7 @@ class _Cell:
         self.chunk_nbytes, self.page_nbytes = chunk_nbytes, page_nbytes
         path = os.path.join(work, str(number))
         os.makedirs(os.path.join(path, "tmp"))
+        os.mkdir(os.path.join(path, "chunks"))
         self._directory = NamespaceDir(path, b"bench" * 6, 0o700, 0o600)
         pages_per_chunk = chunk_nbytes // page_nbytes
         self._num_chunks = max(1, total_nbytes // chunk_nbytes)
