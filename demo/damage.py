@@ -61,8 +61,10 @@ def used(paths: Iterable[str]) -> set[str]:
 
 
 def flip_payload_bit(path: str) -> None:
+    """Flip a bit in the last block: a window may need no other of a chunk, and then no other is read."""
     with open(path, "r+b") as file:
-        at = chunk_file.header_length(file.read(4096)) + 321
+        header = chunk_file.parse_header(file.read())
+        at = header.header_nbytes + header.num_blocks * sum(header.page_nbytes) * 7 // 8
         file.seek(at)
         (byte,) = file.read(1)
         file.seek(at)
@@ -77,22 +79,14 @@ _DAMAGES = (("bit flipped", flip_payload_bit), ("truncated", truncate), ("remove
 
 
 def spoil_three(paths: Iterable[str]) -> list[Damaged]:
-    """Flip a bit in one file, truncate a second, remove a third; spread over the KV groups.
-
-    `paths` are files that were just used. Storing a chunk that is there refreshes its time as well,
-    but later than loading: the one used first in a group was certainly loaded.
-    """
-    groups = [
-        sorted(group, key=lambda path: os.stat(path).st_mtime_ns)
-        for group in by_group(paths).values()
-    ]
-    groups.sort(key=len)  # windows and states before attention
+    """Flip a bit in one file, truncate a second, remove a third; spread over the KV groups."""
+    groups = sorted(by_group(paths).values(), key=len)  # windows and states before attention
     done: list[Damaged] = []
     for group in cycle(groups):
         if len(done) == len(_DAMAGES) or not any(groups):
             return done
         if group:
-            path = group.pop(0)
+            path = group.pop(len(group) // 2)
             what, damage = _DAMAGES[len(done)]
             damage(path)
             done.append(Damaged(what, group_of(path), path))

@@ -43,11 +43,11 @@ ROW = 65536
 # The whole first chunk file of version 1: 2 blocks of two pages of 24 and 8 bytes, a key of 32 bytes,
 # written_at 2026-01-02 03:04:05 UTC; the payload is 64 bytes 0..63 and zeros. zlib, then base64.
 GOLDEN_1 = """
-eNrrdAv2DuPlkmJkAAIBBoZXDBDg4xFjartnU1b/4uzUyiMKDIxMzCysbOwcnFzcPLx8/AKCQsIiomLiEpJS0jKycvJL04vySwuY
-lxQl5mUzrsxLzE0tLkhMTj0i4IcGluUkVuaXlhwR8EEDy5Jy8pOzi5mWFiSmpxZPkuBYnZZZVFwSDxZmXF6QWJmTn5hyVoBhaXJ+
-Smoyw4rkjFSg+tLc5RUVGca6ZiaLi/LLzzEA/bEEyCg+wlHN73vhLvvpD8uTi1ITS/KLVqcVZ5fpp+fnpKTmrSovyiwpSc2LTyw5
-z8DAOLtmZU8HwygYBaNgFIyCUTAKRsEoGAWjYBSMglEwfAGBjr2CopKyiqqauoamlraOrp6+gaGRsYmpmbmFpZW1ja2d/WgAjoJR
-MApGwSgYBaNgFIyCUTAKRsEoGAWDHwAAanxgfw==
+eNrt1zlPAlEQAOC3oIIost6IF3hfiArirZ0x8WhMbMlz93Fkl32bt4tA9AdoYuIPsOSWv7Gd8fgDhsRfYGvnRqlobI2Zr5kpZpKZ
+6eZm//TwzOnwcMjEI/SJftTeQ/TAV67d5SSSNbyIs1ibmlts9lZHW7uzw8V3dnX39Pb1uwc8g0PDI6OFGKMp1ZpnWJG4ioKTRFOx
+QAz+pEFRxlma0g3+qEHxXKaCpFkKKo4RzeDd9UHs9ViNJpimR76ruJKKszLF4hOPCgIViYDKQpyY7alkKZOJB/3hUI7R9DMy18qb
+iWbYL13Hr2+2x4+SwAjWKatGNekiEKOySJSHNEvoOlEiWH9BiLu/qtxeIwAAAAAAAAAA4B/55bH3+sbGJyanpmdm5+YX/IuBpeWV
+YGg1vLa+sbm1vbO7BwcEAAAAAAAAAAD+vi/OqWHq
 """
 GOLDEN_1_HEADER = ChunkHeader(
     key_hash=bytes(range(32)),
@@ -164,9 +164,7 @@ def test_the_length_of_a_header_is_a_function_of_the_layout_only(blocks, pages):
 
 
 @LIGHT
-@given(
-    st.integers(1, 40), st.lists(st.integers(1, 100_000), min_size=1, max_size=4), st.data()
-)
+@given(st.integers(1, 40), st.lists(st.integers(1, 100_000), min_size=1, max_size=4), st.data())
 def test_the_rows_of_blocks_cover_every_byte_of_them_and_no_row_more(blocks, pages, data):
     layout = FileLayout(blocks, tuple(pages), b"L")
     first = data.draw(st.integers(0, blocks - 1))
@@ -195,6 +193,11 @@ def sealed(meta, header_nbytes=8192, *, meta_nbytes=None, version=1, zero=0, mag
 
 def good_meta():
     return msgpack.unpackb(golden()[32 : 32 + struct.unpack_from("<I", golden(), 16)[0]])
+
+
+def sizes(*nbytes):
+    """Pack page sizes as the header has them."""
+    return struct.pack(f"<{len(nbytes)}Q", *nbytes)
 
 
 def refused(data):
@@ -292,14 +295,14 @@ def test_a_missing_field_is_corrupt(name):
     [
         {"blocks": 1 << 31},
         {"blocks": 0, "payload": 0},
-        {"pages": []},
-        {"pages": [1 << 39] * 60},
-        {"pages": [24, 8.0]},
-        {"pages": [24, True, 7]},
-        {"pages": [24, 8, 0]},
-        {"pages": [24, -8]},
+        {"pages": b""},
+        {"pages": sizes(*[1 << 39] * 60)},
+        {"pages": [24, 8]},
+        {"pages": sizes(24, 8) + b"\0"},
+        {"pages": sizes(24, 8, 0)},
+        {"pages": sizes(24, (1 << 64) - 8)},
         {"payload": 8192},
-        {"payload": 1 << 50, "blocks": 1 << 20, "pages": [1 << 30]},
+        {"payload": 1 << 50, "blocks": 1 << 20, "pages": sizes(1 << 30)},
         {"payload": -4096},
         {"rows": b""},
         {"rows": b"r" * 16},
@@ -329,6 +332,7 @@ BOMBS = {
     "str of 2^32": b"\xdb\xff\xff\xff\xff",
     "ext of 2^32": b"\xc9\xff\xff\xff\xff\x01",
     "a bin longer than the map": b"\x81\xa4rows\xc5\x1f\x00" + b"r" * 100,
+    "pages of 2^32, as bytes": b"\x81\xa5pages\xc6\xff\xff\xff\xf8",
     "pages of 2^32": b"\x81\xa5pages\xdd\xff\xff\xff\xff",
     "pages of 2^16": b"\x81\xa5pages\xdc\xff\xff",
     "ext": b"\x81\xa3key\xd4\x05x",
@@ -343,6 +347,8 @@ BOMBS = {
     "many keys": b"\xde\x10\x00" + b"".join(b"\xa4%04d\x00" % i for i in range(1300)),
     "two values": b"\x80\x80",
     "nothing": b"",
+    "a field twice": b"\x82\xa3key\xc4\x01k\xa3key\xc4\x01k",
+    "a nested map": b"\x81\xa3key\x81\xa1a\x01",
     # Each level says 65536 elements: what is allocated for them before they come is multiplied.
     "wide and deep arrays": b"\x81\xa5pages" + b"\xdd\x00\x01\x00\x00" * 1000,
     "wide and deep, twice": b"\xdd\x00\x01\x00\x00" * 1600,
@@ -370,9 +376,7 @@ def test_a_bomb_with_a_valid_checksum_is_corrupt_and_allocates_next_to_nothing(b
         (4096, 0xFFFFFFFF),
     ],
 )
-def test_hostile_lengths_in_the_prefix_are_refused_before_they_are_used(
-    header_nbytes, meta_nbytes
-):
+def test_hostile_lengths_in_the_prefix_are_refused_before_they_are_used(header_nbytes, meta_nbytes):
     data = bytearray(sealed(msgpack.packb(good_meta()), 4096))
     struct.pack_into("<II", data, 12, header_nbytes, meta_nbytes)
     struct.pack_into("<Q", data, 24, 0)

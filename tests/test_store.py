@@ -7,16 +7,17 @@ import os
 import shutil
 import socket
 import stat
+import struct
 import threading
 import time
 
 import pytest
 from conftest import World, damage, make_identity, read_by_hand, returns_in_time
-from faults import Script
+from faults import FaultTransport, FileScript, Script, install
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fskv import chunk_file
+from fskv import chunk_file, gds_io
 from fskv.errors import ConfigError
 from fskv.gds_io import HostTransport, SlotPool
 from fskv.types import Status
@@ -42,7 +43,7 @@ def test_what_was_put_is_got_and_a_reader_by_hand_finds_the_same(make_world, dir
     meta = found.meta
     assert meta["key"] == world.chunk(1).key_hash
     assert (meta["group"], meta["rank"], meta["first_block"]) == (0, 0, 0)
-    assert (meta["blocks"], meta["pages"]) == (4, list(World.PAGES))
+    assert (meta["blocks"], struct.unpack("<2Q", meta["pages"])) == (4, World.PAGES)
     assert meta["namespace"] == world.directory.digest
     assert (meta["layout"], meta["codec"], meta["checksum"]) == (b"L" * 16, 0, "xxh3-64")
     assert meta["written_at"] >= before_ms - 1
@@ -669,3 +670,29 @@ def taken(pool):
         return pool.take()
     except MemoryError:
         return None
+
+
+def test_negative_control_a_script_in_a_file_breaks_the_disk_while_it_is_there(world, tmp_path):
+    """For tests of other processes; here in this one."""
+    script = tmp_path / "script"
+    undo = install(FileScript(str(script)), modules=["fskv.gds_io"])
+    try:
+        tmp = f"{world.directory.path}/tmp"
+        transport = gds_io.HostTransport(world.tensors, 4096, probe_dir=tmp, direct_io="off")
+    finally:
+        undo()
+    assert isinstance(transport, FaultTransport)
+    assert gds_io.HostTransport is HostTransport
+    world.transport.script = transport.script
+    world.put(1, world.content())
+    assert world.get(1)[0] is Status.OK
+    script.write_text("read=E*")
+    assert world.get(1)[0] is Status.IO_ERROR
+    script.write_text("read=H*")
+    statuses = []
+    reader = threading.Thread(target=lambda: statuses.append(world.get(1)[0]))
+    reader.start()
+    world.transport.wait_until_hanging(1)
+    script.unlink()
+    reader.join(20)
+    assert statuses == [Status.OK]

@@ -270,9 +270,7 @@ def test_only_one_of_many_threads_gets_the_probe(breaker, clock):
         breaker.record(Status.IO_ERROR)
     clock.advance(6)
     allowed = []
-    threads = [
-        threading.Thread(target=lambda: allowed.append(breaker.allows())) for _ in range(16)
-    ]
+    threads = [threading.Thread(target=lambda: allowed.append(breaker.allows())) for _ in range(16)]
     for thread in threads:
         thread.start()
     for thread in threads:

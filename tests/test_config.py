@@ -1,0 +1,229 @@
+"""Every option is checked, and a refusal names the option, what was found and what is expected."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fskv.config import ENGINE_OPTIONS, Deadline, StoreConfig
+from fskv.errors import ConfigError
+
+FIELDS = {field.name: field for field in dataclasses.fields(StoreConfig)}
+MIB = 1 << 20
+
+
+def parsed(**options):
+    return StoreConfig.from_mapping({"root": "/mnt/kv", **options})
+
+
+def refused(**options):
+    """Return the message of the refusal, after checking that it has its three parts."""
+    with pytest.raises(ConfigError) as caught:
+        parsed(**options)
+    message = str(caught.value)
+    ((name, value),) = options.items()
+    assert f"option '{name}'" in message
+    assert repr(value) in message
+    assert "\n" not in message
+    return message
+
+
+# option -> (accepted values, refused values)
+OPTIONS = {
+    "root": (["/mnt/kv", "/mnt/kv/", "/"], ["", "kv", "./kv", "~/kv", 7, None, "/a\0b", b"/kv"]),
+    "hybrid_chunk_size": (
+        ["auto", 16, 256],
+        ["256", "256MiB", 0, -16, 16.0, True, None, "Auto", [16]],
+    ),
+    "weights_id": ([None, "llama-v3"], ["", 7, "a\nb", "x" * 201, ["a"]]),
+    "tenant": ([None, "team a"], ["", 7, "a\0b", "x" * 201, {"a": 1}]),
+    "lora": (["off", "by-name"], ["on", "", None, True, "OFF", ["off"]]),
+    "io_threads": ([1, 4, 64], [0, -1, 65, "4", 4.0, True, None]),
+    "staging_bytes": (
+        [MIB, "256MiB", "1.5 GiB", "4096B", " 1TiB "],
+        [0, -1, "", "256", "256MB", "256M", "256 mib", "-1MiB", "0B", 1.5, True, None, "MiB"],
+    ),
+    "max_queued_chunks": ([1, 512], [0, "512", 1.0, True, None, 10**7]),
+    "direct_io": (["auto", "on", "off"], [True, False, "yes", None, 1]),
+    "fsync": ([True, False], ["true", 0, 1, None, "off"]),
+    "deadline_base_s": ([0.01, 2, 2.5], [0, -1, "2", "2s", True, None, math.nan, math.inf]),
+    "deadline_per_mib_s": ([0, 0.05], [-0.1, "0.05", "50ms", True, None, math.nan]),
+    "deadline_max_s": ([2, 30.0], [0, "30s", True, None, math.inf, -5]),
+    "lookup_timeout_s": ([0.01, 1], [0, "1s", True, None, 61, math.nan]),
+    "positive_ttl_s": ([1, 60.0], [-1, "60s", True, None, math.inf]),
+    "negative_ttl_s": ([1, 2.0], [-1, "2s", True, None, math.nan]),
+    "quarantine_s": ([0, 30], [-1, "30s", True, None]),
+    "breaker_failures": ([1, 8], [0, "8", 8.0, True, None]),
+    "breaker_probe_s": ([0.01, 5], [0, "5s", True, None]),
+    "touch_interval_s": ([0, 600], [-1, "10min", True, None]),
+}
+CASES = [(name, value) for name, (good, _) in OPTIONS.items() for value in good]
+BAD_CASES = [(name, value) for name, (_, bad) in OPTIONS.items() for value in bad]
+
+
+def test_these_tests_know_every_option():
+    assert set(OPTIONS) == set(FIELDS)
+
+
+def test_every_option_says_its_unit_and_its_effect():
+    for field in FIELDS.values():
+        assert field.metadata["unit"], field.name
+        assert field.metadata["effect"].endswith("."), field.name
+        assert " " in field.metadata["effect"], field.name
+
+
+def test_only_the_root_is_required_and_every_default_is_an_accepted_value():
+    config = StoreConfig.from_mapping({"root": "/mnt/kv"})
+    for name, field in FIELDS.items():
+        if name == "root":
+            continue
+        default = getattr(config, name)
+        assert default == field.default
+        assert getattr(parsed(**{name: default}), name) == default
+    with pytest.raises(ConfigError, match="option 'root': found nothing, expected"):
+        StoreConfig.from_mapping({})
+
+
+@pytest.mark.parametrize(("name", "value"), CASES)
+def test_a_legal_value_is_taken(name, value):
+    found = getattr(parsed(**{name: value}), name)
+    if name == "root":
+        assert found in ("/mnt/kv", "/")
+    elif name != "staging_bytes":
+        assert found == value
+
+
+@pytest.mark.parametrize(("name", "value"), BAD_CASES)
+def test_a_value_of_the_wrong_kind_unit_or_size_is_refused(name, value):
+    assert "expected" in refused(**{name: value})
+
+
+@settings(max_examples=300, deadline=None, database=None)
+@given(
+    st.sampled_from(sorted(FIELDS)),
+    st.recursive(
+        st.none()
+        | st.booleans()
+        | st.integers()
+        | st.floats()
+        | st.text(max_size=20)
+        | st.binary(max_size=5),
+        lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(), inner, max_size=2),
+        max_leaves=3,
+    ),
+)
+def test_nothing_but_a_config_error_comes_out(name, value):
+    try:
+        config = parsed(**{name: value})
+    except ConfigError as caught:
+        message = str(caught)
+    else:
+        message = ""
+    if message:
+        assert f"option '{name}'" in message or name.startswith("deadline")
+    elif FIELDS[name].metadata["unit"] == "seconds":
+        assert math.isfinite(getattr(config, name))
+
+
+@pytest.mark.parametrize("text", ["9" * 400 + "TiB", "1" * 5000 + "B"])
+def test_a_size_with_absurdly_many_digits_is_refused_and_not_a_crash(text):
+    with pytest.raises(ConfigError, match="staging_bytes"):
+        parsed(staging_bytes=text)
+
+
+def test_sizes_are_iec_units():
+    sizes = {"1B": 1, "2KiB": 2048, "3MiB": 3 * MIB, "1.5GiB": 3 << 29, "1 TiB": 1 << 40}
+    for text, nbytes in sizes.items():
+        assert parsed(staging_bytes=text).staging_bytes == nbytes
+
+
+def test_a_root_loses_its_last_slashes():
+    assert parsed(root="/mnt/kv//").root == "/mnt/kv"
+    assert parsed(root="//").root == "/"
+
+
+# --- names ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("typo", "meant"),
+    [
+        ("io_thread", "io_threads"),
+        ("stagingbytes", "staging_bytes"),
+        ("deadline_base", "deadline_base_s"),
+        ("chunk_size", "hybrid_chunk_size"),
+        ("Root", "root"),
+    ],
+)
+def test_an_unknown_option_is_refused_and_the_nearest_is_suggested(typo, meant):
+    assert f"did you mean '{meant}'" in refused(**{typo: 1})
+
+
+def test_an_option_like_no_other_is_refused_with_the_list_of_all():
+    message = refused(zzz="1")
+    assert "did you mean" not in message
+    for name in FIELDS:
+        assert name in message
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("block_size", "hybrid_chunk_size"),
+        ("blocks_per_chunk", "hybrid_chunk_size"),
+        ("spec_name", "remove it"),
+        ("spec_module_path", "remove it"),
+        ("cpu_bytes_to_use", "staging_bytes"),
+    ],
+)
+def test_an_option_of_vllms_that_would_contradict_is_refused_with_what_to_do(name, hint):
+    assert hint in refused(**{name: 16})
+
+
+@pytest.mark.parametrize(
+    ("name", "good", "bad"),
+    [
+        ("sync_load_budget_bytes", [0, None], [1, 1 << 20, "1MiB", -1, True]),
+        ("kv_load_failure_policy", ["recompute"], ["fail", None, "", True]),
+        ("canonical_layout", [False, None], [True, "true", 1]),
+    ],
+)
+def test_an_option_that_would_break_a_promise_is_taken_only_where_it_changes_nothing(
+    name, good, bad
+):
+    for value in good:
+        assert parsed(**{name: value}) == parsed()
+    for value in bad:
+        assert "expected" in refused(**{name: value})
+
+
+def test_the_engines_own_options_pass_through():
+    assert parsed(**dict.fromkeys(ENGINE_OPTIONS, True)) == parsed()
+
+
+# --- the deadline -----------------------------------------------------------------------------
+
+
+def test_the_deadline_grows_with_the_bytes_up_to_its_cap():
+    deadline = Deadline(base_s=2.0, per_mib_s=0.05, max_s=30.0)
+    assert deadline.for_nbytes(0) == 2.0
+    assert deadline.for_nbytes(100 * MIB) == 7.0
+    assert deadline.for_nbytes(1 << 40) == 30.0
+    assert parsed().deadline == deadline
+
+
+def test_a_cap_below_the_base_is_refused_and_names_both():
+    with pytest.raises(ConfigError, match=r"'deadline_max_s'.*'deadline_base_s'"):
+        parsed(deadline_max_s=1, deadline_base_s=2)
+    with pytest.raises(ConfigError, match=r"'deadline_max_s'.*'deadline_base_s'"):
+        parsed(deadline_base_s=60)
+    assert parsed(deadline_base_s=60, deadline_max_s=60).deadline.for_nbytes(MIB) == 60
+
+
+def test_a_config_cannot_be_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        parsed().root = "/other"
