@@ -10,7 +10,6 @@ endif
 
 .DEFAULT_GOAL := help
 ARGS ?=
-DIR ?= .cache/bench
 DIR ?= .cache
 
 .PHONY: help setup demo demo-quick bench test test-unit lint clean distclean
@@ -29,7 +28,7 @@ demo-quick: $(SETUP) ## The same with two small models
 
 bench: $(SETUP) ## Store and load speed on the storage of DIR (default: .cache)
 	@mkdir -p .cache
-	@$(PY) -c 'from fskv_tools.cli import main; main()' bench $(ARGS) '$(DIR)'
+	@$(PY) -m fskv_tools bench $(ARGS) '$(DIR)'
 
 test: $(SETUP) ## All tests: unit tests, then real engines (some minutes)
 	$(PY) -m pytest $(ARGS)
@@ -41,10 +40,6 @@ lint: $(SETUP) ## ruff and mypy
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
-
-bench: $(SETUP) ## Store and load rates on this disk, verified bytes only (another: ARGS='--help', DIR=/mnt/kv)
-	@mkdir -p '$(DIR)'
-	@$(PY) -m fskv_tools bench '$(DIR)' $(ARGS)
 
 clean: ## Remove caches, checkpoints and results; keeps the environment
 	rm -rf .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info

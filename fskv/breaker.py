@@ -45,6 +45,12 @@ class Breaker:
             self._next_probe_at = now + self._probe_s
             return True
 
+    def trip(self) -> None:
+        """Open now: somebody else who watches the same root has found it dead."""
+        with self._lock:
+            self._failures_in_row = max(self._failures_in_row, self._threshold)
+            self._next_probe_at = self._clock() + self._probe_s
+
     def record(self, status: Status) -> None:
         """Tell how an operation ended; any answer of the disk closes the breaker."""
         if status in _NEUTRAL:

@@ -30,7 +30,7 @@ _REFUSED_OPTIONS = {
     "cpu_bytes_to_use": "remove it: fskv keeps no CPU pool; see 'staging_bytes'",
 }
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(B|KiB|MiB|GiB|TiB)", re.ASCII)
+_SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,9})?)\s*(B|KiB|MiB|GiB|TiB)", re.ASCII)
 _SIZE_UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 

@@ -10,7 +10,7 @@ FskvError
     ├── ChunkCorrupt     bytes that fail a check: magic, length, header, rows
     ├── ChunkTimedOut    the deadline passed
     └── ChunkIOError     the operating system said no; carries errno
-        ├── Denied       EACCES, EPERM
+        ├── Denied       EACCES, EPERM, EROFS
         └── NoSpace      ENOSPC, EDQUOT, or no inode left
 
 Bugs and configuration raise. What a disk may do ends as a `Status` at the edge of
@@ -93,7 +93,7 @@ def chunk_error_from_os(error: OSError, path: str) -> ChunkError:
         return ChunkMissing(message)
     if error.errno in _STALE_ERRNOS:
         return ChunkStale(message)
-    if error.errno in (errno.EACCES, errno.EPERM):
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return Denied(message, error.errno)
     if error.errno in _NO_SPACE_ERRNOS:
         return NoSpace(message, error.errno)

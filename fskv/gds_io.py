@@ -37,7 +37,7 @@ from fskv.errors import (
     RootError,
     chunk_error_from_os,
 )
-from fskv.hybrid_planner import Span
+from fskv.span_plan import Span
 
 if TYPE_CHECKING:
     import torch

@@ -1,14 +1,11 @@
-"""Decide, without touching anything, what a chunk of each KV group is and which bytes move.
+"""Decide, without touching anything, how large chunks are and which of them a hit needs.
 
 A hybrid model keeps several KV groups side by side (full attention, sliding window, recurrent
 state), and a prefix can be served only where all of them have what they need. This room answers
-three questions as pure functions over numbers: how large a chunk is (`plan_geometry`), which
-chunks a hit needs (`needed_chunks`, `longest_hit`), and where the bytes of a transfer lie
-(`plan_job`). It opens no file, reads no clock and knows neither torch nor vLLM; the engine
-adapter translates the engine's objects into these values, and `jobs` carries the plans out.
-
-One invariant: what `plan_job` plans for a key is that key's bytes in that key's order, or it
-plans nothing for it. A guess here would be wrong KV later. No state: any thread may call it.
+two questions as pure functions over numbers: how large a chunk is (`plan_geometry`), and which
+chunks a hit needs (`needed_chunks`, `longest_hit`). Where their bytes lie is `span_plan`'s. It opens no
+file, reads no clock and knows neither torch nor vLLM; the engine adapter translates the engine's
+objects into these values. No state: any thread may call it.
 
 The rules follow vLLM's `v1/offloading/scheduler.py` (0.32, 0.33), named at each place.
 """
@@ -16,16 +13,15 @@ The rules follow vLLM's `v1/offloading/scheduler.py` (0.32, 0.33), named at each
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from fskv.errors import ConfigError
+from fskv.span_plan import GroupLayout
 from fskv.types import Presence
-
-PAYLOAD_ALIGNMENT = 4096  # GDS and O_DIRECT want 4 KiB (CuFile.pread docs; open(2))
 
 
 def _cdiv(number: int, divisor: int) -> int:
@@ -45,18 +41,6 @@ class GroupKind(Enum):
     def windowed(self) -> bool:
         """A hit needs only the group's last chunks, not its whole prefix."""
         return self not in (GroupKind.FULL, GroupKind.MLA)
-
-
-@dataclass(frozen=True, slots=True)
-class PageRef:
-    """The bytes one block has in one tensor: the first `nbytes` of the block, without padding."""
-
-    tensor_idx: int
-    nbytes: int
-
-    def __post_init__(self) -> None:
-        if self.tensor_idx < 0 or self.nbytes <= 0:
-            raise ValueError(f"{self}: tensor_idx must be >= 0 and nbytes > 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,52 +68,6 @@ class GroupSpec:
         if has_window != (window is not None) or (window is not None and window <= 0):
             want = "a positive window_tokens" if has_window else "window_tokens None"
             raise ValueError(f"{self}: a {self.kind.value} group needs {want}")
-
-
-@dataclass(frozen=True, slots=True)
-class GroupLayout:
-    """How the bytes of one chunk of a group lie in its payload.
-
-    Block-major and without holes: for each block of the chunk, for each page, the page's
-    bytes; zeros at the end up to `payload_nbytes`. Each tensor may appear once (see `of`);
-    raises ValueError otherwise.
-    """
-
-    group_idx: int
-    num_blocks: int  # = blocks_per_chunk
-    pages: tuple[PageRef, ...]
-
-    def __post_init__(self) -> None:
-        tensors = [page.tensor_idx for page in self.pages]
-        if self.num_blocks <= 0 or not tensors or len(set(tensors)) != len(tensors):
-            raise ValueError(f"{self}: needs num_blocks > 0 and pages, each of another tensor")
-
-    @classmethod
-    def of(cls, group_idx: int, num_blocks: int, refs: Iterable[tuple[int, int]]) -> GroupLayout:
-        """Build a layout from (tensor_idx, nbytes) pairs, one per layer, in the engine's order.
-
-        Layers that share one tensor (vLLM's register_kv_caches gives equal views one tensor_idx)
-        would name the same bytes twice: the first place is kept, with the largest size.
-        """
-        sizes: dict[int, int] = {}
-        for tensor_idx, nbytes in refs:
-            sizes[tensor_idx] = max(nbytes, sizes.get(tensor_idx, 0))
-        return cls(group_idx, num_blocks, tuple(PageRef(t, n) for t, n in sizes.items()))
-
-    @property
-    def block_nbytes(self) -> int:
-        """Bytes of one block: the sum of its pages."""
-        return sum(page.nbytes for page in self.pages)
-
-    @property
-    def content_nbytes(self) -> int:
-        """Bytes of a full chunk that mean something."""
-        return self.num_blocks * self.block_nbytes
-
-    @property
-    def payload_nbytes(self) -> int:
-        """Bytes of a chunk's payload in the file: the content rounded up to 4096."""
-        return _cdiv(self.content_nbytes, PAYLOAD_ALIGNMENT) * PAYLOAD_ALIGNMENT
 
 
 # --- geometry: how large a chunk is ---------------------------------------------------------
@@ -421,138 +359,3 @@ def hit_cost(
     counts = [len(needed_chunks(group, blocks_per_chunk, tokens)) for group in groups]
     sizes = [layout.payload_nbytes for layout in layouts]
     return sum(counts), sum(n * size for n, size in zip(counts, sizes, strict=True))
-
-
-# --- span plans: where the bytes of a transfer lie ------------------------------------------
-
-
-class Span(NamedTuple):
-    """Contiguous bytes of one transfer, equal in length on both sides. Offsets are bytes.
-
-    A NamedTuple because a 32k-token prompt of a 64-layer model has 10^5 of them.
-    """
-
-    tensor_idx: int
-    tensor_offset: int
-    payload_offset: int
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkPlan:
-    """What one transfer moves of one chunk: blocks [first_block, first_block + num_blocks) of it.
-
-    `key_idx` indexes the job's flat key list; `first_block` counts within the chunk. Spans are
-    sorted by payload_offset and cover exactly those blocks' bytes of the payload.
-    """
-
-    key_idx: int
-    layout: GroupLayout
-    first_block: int
-    num_blocks: int
-    spans: tuple[Span, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class JobPlan:
-    """The chunks of a job in key order, and the keys for which no transfer is known to be right.
-
-    A store drops `skipped_keys` (they stay absent); a load reports them as failed.
-    """
-
-    chunks: tuple[ChunkPlan, ...]
-    skipped_keys: tuple[int, ...]
-
-
-def plan_job(
-    layouts: Sequence[GroupLayout],
-    block_strides: Sequence[int],
-    keys_per_group: Sequence[int],
-    block_ids: Sequence[int],
-    group_sizes: Sequence[int],
-    block_indices: Sequence[int],
-    *,
-    complete_tail: bool = False,
-) -> JobPlan:
-    """Lay out the byte spans of one load or store job.
-
-    All per-group sequences are by position and equally long. `block_strides[tensor_idx]` is the
-    distance in bytes between consecutive blocks of a tensor. `block_ids` is flat over the
-    groups, `group_sizes[g]` of them each, for the consecutive blocks of the request from
-    `block_indices[g]` on; the group's first chunk starts at `block_indices[g] %
-    blocks_per_chunk`, its last one may be a prefix (vLLM's GPULoadStoreSpec). Keys are flat in
-    the same order. With `complete_tail` (stores) a group whose last chunk would be a prefix is
-    skipped. Raises ValueError for sequences that contradict each other: a programming error.
-    """
-    per_group = {
-        "keys_per_group": keys_per_group,
-        "group_sizes": group_sizes,
-        "block_indices": block_indices,
-    }
-    for name, values in per_group.items():
-        if len(values) != len(layouts) or any(value < 0 for value in values):
-            raise ValueError(f"{name} is {values}; expected {len(layouts)} entries, none negative")
-    if sum(group_sizes) != len(block_ids) or any(block_id < 0 for block_id in block_ids):
-        want = f"expected {sum(group_sizes)} entries, none negative"
-        raise ValueError(f"block_ids is {block_ids}; {want}")
-    if any(
-        size and not num_keys for size, num_keys in zip(group_sizes, keys_per_group, strict=True)
-    ):
-        # Nothing would be skipped and nothing moved: a load would leave those pages as they are.
-        raise ValueError(f"keys_per_group {keys_per_group} for group_sizes {group_sizes}")
-    chunks: list[ChunkPlan] = []
-    skipped: list[int] = []
-    first_key = first_id = 0
-    for layout, num_keys, size, index in zip(
-        layouts, keys_per_group, group_sizes, block_indices, strict=True
-    ):
-        keys = range(first_key, first_key + num_keys)
-        ids = block_ids[first_id : first_id + size]
-        first_key, first_id = keys.stop, first_id + size
-        head = index % layout.num_blocks
-        # No block, no key: the index of an empty group says nothing (vLLM puts the end there).
-        covered = head + size if size else 0
-        # vLLM's _build_store_jobs leaves out null blocks (slid out of the window, or re-used)
-        # without saying where, and keeps the position of the first block only. Every block left
-        # out after that one makes head + size smaller than keys * blocks_per_chunk, by exactly
-        # one: with equality each block's place is known, without it none is, and storing by
-        # guess would put wrong KV under a good key.
-        exact = covered == num_keys * layout.num_blocks
-        if num_keys != _cdiv(covered, layout.num_blocks) or (complete_tail and not exact):
-            skipped.extend(keys)
-            continue
-        taken = 0
-        for key_idx in keys:
-            first = 0 if taken else head
-            num_blocks = min(layout.num_blocks - first, size - taken)
-            spans = _chunk_spans(layout, block_strides, ids[taken : taken + num_blocks], first)
-            chunks.append(ChunkPlan(key_idx, layout, first, num_blocks, spans))
-            taken += num_blocks
-    return JobPlan(tuple(chunks), tuple(skipped))
-
-
-def _chunk_spans(
-    layout: GroupLayout, block_strides: Sequence[int], block_ids: Sequence[int], first_block: int
-) -> tuple[Span, ...]:
-    """List the spans of consecutive blocks of a chunk; neighbours on both sides become one."""
-    pages = []
-    for page in layout.pages:
-        stride = block_strides[page.tensor_idx] if page.tensor_idx < len(block_strides) else None
-        if stride is None or page.nbytes > stride:
-            raise ValueError(f"{page}: its tensor's stride is {stride}; expected at least nbytes")
-        pages.append((page.tensor_idx, page.nbytes, stride))
-    spans: list[Span] = []
-    place = start = first_block * layout.block_nbytes
-    tensor = offset = end = -1  # the open span's tensor, offset and end there; `start`: in payload
-    for block_id in block_ids:
-        for tensor_idx, nbytes, stride in pages:
-            # int(): an engine's ids may be numpy int32, whose product overflows at 2 GiB.
-            page_offset = int(block_id) * stride
-            if page_offset != end or tensor_idx != tensor:
-                if place > start:
-                    spans.append(Span(tensor, offset, start, place - start))
-                tensor, offset, start = tensor_idx, page_offset, place
-            place += nbytes
-            end = page_offset + nbytes
-    spans.append(Span(tensor, offset, start, place - start))
-    return tuple(spans)

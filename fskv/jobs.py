@@ -28,7 +28,7 @@ from typing import Any
 from fskv.breaker import Breaker
 from fskv.config import Deadline
 from fskv.gds_io import Slot, SlotPool, Transport
-from fskv.hybrid_planner import ChunkPlan
+from fskv.span_plan import ChunkPlan
 from fskv.store import ChunkStore
 from fskv.threads import HangProofPool, Task
 from fskv.types import ChunkId, Status
@@ -194,11 +194,16 @@ class JobRunner:
             self._give_up(job, Status.BREAKER)
             return
         for task in job.tasks:
+            plan = task.request.plan
             with self._lock:
-                full = len(self._open_stores) >= self._max_queued
-                if not full:
+                # Blocks after the plan's last one would be whatever the slot held before.
+                skip = (
+                    len(self._open_stores) >= self._max_queued
+                    or plan.first_block + plan.num_blocks < plan.layout.num_blocks
+                )
+                if not skip:
                     self._open_stores.add(task)
-            if full:
+            if skip:
                 self._close(task, Status.SKIPPED, 0, 0.0)
                 self._finish_store(task, Status.SKIPPED, 0.0)
             else:
@@ -251,7 +256,7 @@ class JobRunner:
         end = self._clock() + timeout_s
         while self._clock() < end:
             with self._lock:
-                if not self._open_stores:
+                if all(task.reported for task in self._open_stores):  # the others hang
                     break
             time.sleep(0.01)
         for job in list(self._jobs.values()):
@@ -360,13 +365,17 @@ class JobRunner:
     def _give_up(self, job: _Job, status: Status) -> None:
         """Free the job's pages: abandon it and close its open chunks with `status`."""
         job.abandon()
+        begun = False
         for task in job.tasks:
             if task.closed:
                 continue
+            begun |= task.started_at is not None
             started = task.pool_task is not None and not self._pool.cancel(task.pool_task)
             self._close(task, status, 0, self._clock() - job.submitted_at)
             if not job.is_load and not started:
                 self._finish_store(task, status, 0.0)
+        if status is Status.TIMED_OUT and not begun and self._pool.num_hung:
+            self._breaker.record(status)  # no chunk got a thread, because threads hang: one sign
 
     def _close(self, task: _ChunkTask, status: Status | None, nbytes: int, seconds: float) -> None:
         """The chunk's pages are not needed any more. `status` is None for a store that goes on writing."""

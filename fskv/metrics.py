@@ -57,7 +57,7 @@ STORES_SKIPPED = Metric(
     "chunks",
     "Chunks not stored: exists (another engine was first), skipped (queue full, or the pages were "
     "needed elsewhere), incomplete (blocks of the chunk were gone), breaker, no_space, denied, "
-    "io_error, timed_out.",
+    "io_error, timed_out, absent or stale (directories vanished).",
     "reason",
 )
 SLOTS_IN_USE = Metric(

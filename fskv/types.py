@@ -16,7 +16,7 @@ class Status(Enum):
     STALE = "stale"
     CORRUPT = "corrupt"
     TIMED_OUT = "timed_out"
-    DENIED = "denied"  # the permissions of this one file; the disk is well
+    DENIED = "denied"  # permissions, or a read-only mount; the disk answers
     IO_ERROR = "io_error"
     NO_SPACE = "no_space"
     BREAKER = "breaker"  # not attempted: the root's circuit breaker is open

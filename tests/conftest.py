@@ -130,8 +130,8 @@ class World:
 
         from fskv.chunk_file import FileLayout
         from fskv.gds_io import HostTransport
-        from fskv.hybrid_planner import GroupLayout
         from fskv.root import Root
+        from fskv.span_plan import GroupLayout
         from fskv.store import ChunkStore
 
         self.root = str(root)
@@ -202,8 +202,8 @@ class World:
         return b"".join(t[b].numpy().tobytes() for b in block_ids for t in self.tensors)
 
     def request(self, number, block_ids, first_block=0):
-        from fskv.hybrid_planner import plan_job
         from fskv.jobs import ChunkRequest
+        from fskv.span_plan import plan_job
 
         (plan,) = plan_job(
             [self.layout],

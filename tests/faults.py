@@ -33,7 +33,7 @@ from typing import Any, Protocol
 from fskv import gds_io
 from fskv.errors import ChunkCorrupt, ChunkTimedOut, chunk_error_from_os
 from fskv.gds_io import OpenChunk, Slot, Transport
-from fskv.hybrid_planner import Span
+from fskv.span_plan import Span
 
 OPERATIONS = ("open", "read", "touch", "gather", "scatter", "write")
 EVENTS = ".ENSAMsBHL"

@@ -16,9 +16,9 @@ from fskv.breaker import Breaker  # noqa: E402
 from fskv.chunk_file import FileLayout  # noqa: E402
 from fskv.config import Deadline  # noqa: E402
 from fskv.gds_io import HostTransport  # noqa: E402
-from fskv.hybrid_planner import GroupLayout, plan_job  # noqa: E402
 from fskv.jobs import ChunkRequest, JobRunner  # noqa: E402
 from fskv.root import NamespaceDir  # noqa: E402
+from fskv.span_plan import GroupLayout, plan_job  # noqa: E402
 from fskv.store import ChunkStore  # noqa: E402
 from fskv.types import ChunkId, Status  # noqa: E402
 

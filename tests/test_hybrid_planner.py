@@ -11,20 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fskv import hybrid_planner as planner
+from fskv import span_plan
 from fskv.errors import ConfigError
-from fskv.hybrid_planner import (
-    ChunkPlan,
-    GroupKind,
-    GroupLayout,
-    GroupSpec,
-    Hit,
-    JobPlan,
-    PageRef,
-    Span,
-    hit_cost,
-    needed_chunks,
-    plan_job,
-)
+from fskv.hybrid_planner import GroupKind, GroupSpec, Hit, hit_cost, needed_chunks
+from fskv.span_plan import ChunkPlan, GroupLayout, JobPlan, PageRef, Span, plan_job
 from fskv.types import Presence
 
 # No example database: the negative controls fail on purpose and would fill it.
@@ -339,19 +329,19 @@ def test_offsets_do_not_overflow_with_numpy_block_ids():
 
 
 def test_the_byte_property_catches_a_planner_that_is_off_by_a_block(monkeypatch):
-    real = planner._chunk_spans
+    real = span_plan._chunk_spans
 
     def shifted(layout, strides, ids, first_block):
         return real(layout, strides, ids, 0)  # forgets the partial head
 
-    monkeypatch.setattr(planner, "_chunk_spans", shifted)
+    monkeypatch.setattr(span_plan, "_chunk_spans", shifted)
     with pytest.raises(AssertionError):
         test_every_byte_of_a_job_goes_to_its_place_exactly_once()
 
 
 def test_the_null_block_property_catches_a_planner_that_trusts_the_count(monkeypatch):
     def trusting(*args, complete_tail):
-        return planner.plan_job(*args)  # the rule for loads, applied to stores
+        return span_plan.plan_job(*args)  # the rule for loads, applied to stores
 
     monkeypatch.setitem(globals(), "plan_job", trusting)
     with pytest.raises(AssertionError):

@@ -15,7 +15,13 @@ MAX_LINES = 500
 # docs/architecture.md, "The house". A name ending in "." is a package and all that is in it.
 LAYERS = {
     0: ("fskv", "fskv._version", "fskv.errors", "fskv.types"),
-    1: ("fskv.config", "fskv.namespace", "fskv.chunk_file", "fskv.hybrid_planner"),
+    1: (
+        "fskv.config",
+        "fskv.namespace",
+        "fskv.chunk_file",
+        "fskv.hybrid_planner",
+        "fskv.span_plan",
+    ),
     2: (
         "fskv.breaker",
         "fskv.fingerprint",

@@ -124,11 +124,11 @@ def test_a_lookup_never_touches_the_disk_on_the_schedulers_thread(bench):
 
 
 def test_the_keys_of_a_step_are_one_batch_and_each_is_asked_once(bench):
-    for number in [*range(100), *range(50)]:
+    for number in [*range(60), *range(50)]:
         bench.index.lookup(chunk(number))
     bench.answer()
     ((asked, missed),) = bench.disk.calls
-    assert asked == [chunk(n) for n in range(100)]
+    assert asked == [chunk(n) for n in range(60)]
     assert not any(missed)
     bench.index.flush()
     bench.index.flush()
@@ -140,7 +140,7 @@ def test_a_large_step_is_cut_into_batches_of_bounded_size(bench):
         bench.index.lookup(chunk(number))
     bench.answer()
     assert sorted(bench.disk.asked) == [chunk(n) for n in range(2000)]
-    assert max(len(asked) for asked, _ in bench.disk.calls) <= 512
+    assert max(len(asked) for asked, _ in bench.disk.calls) <= 64
 
 
 def test_a_hit_is_believed_for_its_time_and_then_asked_again(bench):

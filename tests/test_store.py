@@ -394,7 +394,7 @@ def test_a_read_that_fails_is_a_miss_and_the_next_put_writes_again(
 @pytest.mark.parametrize("step", ["open", "pwritev", "close", "rename", "fsync", "short"])
 @pytest.mark.parametrize(
     ("number", "status"),
-    [(28, Status.NO_SPACE), (122, Status.NO_SPACE), (5, Status.IO_ERROR), (30, Status.IO_ERROR)],
+    [(28, Status.NO_SPACE), (122, Status.NO_SPACE), (5, Status.IO_ERROR), (30, Status.DENIED)],
     ids=["ENOSPC", "EDQUOT", "EIO", "EROFS"],
 )
 def test_a_write_that_fails_at_any_step_leaves_no_part_and_no_file(

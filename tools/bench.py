@@ -21,9 +21,9 @@ from fskv.breaker import Breaker
 from fskv.chunk_file import FileLayout
 from fskv.config import Deadline
 from fskv.gds_io import HostTransport
-from fskv.hybrid_planner import GroupLayout, plan_job
 from fskv.jobs import ChunkRequest, JobRunner
 from fskv.root import NamespaceDir
+from fskv.span_plan import GroupLayout, plan_job
 from fskv.store import ChunkStore
 from fskv.types import ChunkId, Status
 

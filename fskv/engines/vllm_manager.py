@@ -140,7 +140,10 @@ class FskvManager(OffloadingManager):
 
     def on_loads_failed(self, failures: Mapping[ChunkId, Status]) -> None:
         for chunk, status in failures.items():
-            self._presence.mark_failed(chunk, status)
+            if status is Status.BREAKER:  # not read, so nothing is known against the chunk
+                self._breaker.trip()
+            else:
+                self._presence.mark_failed(chunk, status)
         # Chunks of one job fail together: that is one sign about the root and not many.
         for status in set(failures.values()):
             self._breaker.record(status)

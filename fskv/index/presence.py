@@ -30,7 +30,7 @@ from fskv.types import ChunkId, Presence, Status
 logger = logging.getLogger(__name__)
 
 MAX_KNOWN_CHUNKS = 250_000
-_MAX_BATCH = 512
+_MAX_BATCH = 64  # on a slow mount the first answers of a step must not wait for its last
 _MAX_HUNG_PROBES = 4
 
 
@@ -67,8 +67,9 @@ class PresenceIndex:
     ) -> None:
         """`probe(chunks, missed_before)` looks at the disk and may hang or raise OSError."""
         self._probe = probe
-        self._positive_ttl_s = positive_ttl_s
-        self._negative_ttl_s = negative_ttl_s
+        # An answer must live until the request that waits for it has asked again.
+        self._positive_ttl_s = max(positive_ttl_s, lookup_timeout_s)
+        self._negative_ttl_s = max(negative_ttl_s, lookup_timeout_s)
         self._timeout_s = lookup_timeout_s
         self._quarantine_s = quarantine_s
         self._breaker = breaker
@@ -110,16 +111,23 @@ class PresenceIndex:
         """End of a scheduler step: start the probes of the keys it asked for. Never blocks."""
         self._take_answers()
         now = self._clock()
+        waited_in_vain = False
         for batch in self._batches:
-            if now - batch.started_at > self._timeout_s and batch.task is not None:
-                logger.warning(
-                    "probe of %d chunks has not returned after %.1f s",
-                    len(batch.chunks),
-                    now - batch.started_at,
-                )
-                self._pool.write_off(batch.task)
-                batch.done = True
-                self._breaker.record(Status.TIMED_OUT)
+            if batch.done or now - batch.started_at <= self._timeout_s or batch.task is None:
+                continue
+            batch.done = True
+            if self._pool.cancel(batch.task):  # it never got a thread: no sign against the root
+                waited_in_vain = True
+                continue
+            logger.warning(
+                "probe of %d chunks has not returned after %.1f s",
+                len(batch.chunks),
+                now - batch.started_at,
+            )
+            self._pool.write_off(batch.task)
+            self._breaker.record(Status.TIMED_OUT)
+        if waited_in_vain and self._pool.num_hung:
+            self._breaker.record(Status.TIMED_OUT)
         self._batches = [b for b in self._batches if not b.done]
         queued = list(self._queued.items())
         self._queued.clear()
@@ -235,8 +243,8 @@ def _is_good(path: str, nbytes: int) -> bool:
     for _ in range(2):
         try:
             info = os.stat(path, follow_symlinks=False)
-        except (FileNotFoundError, NotADirectoryError):
-            return False
+        except (FileNotFoundError, NotADirectoryError, PermissionError):
+            return False  # whatever the permissions of one directory are, the root answers
         except OSError as error:
             if error.errno == errno.ESTALE:
                 continue  # a handle the server dropped: normal on NFS, look once more
