@@ -6,9 +6,9 @@ because a read that lands in live KV pages cannot be abandoned at its deadline: 
 the pages to another request and the late bytes would corrupt it.
 
 `HostTransport` stages in page-aligned host memory (pinned when the KV tensors are on a CUDA device) and
-reads and writes with preadv/pwritev, O_DIRECT where a write probe succeeds. The kvikio transport
-(GPUDirect Storage) implements the same Protocol. Called on the threads of `jobs`; a slot belongs to one
-thread at a time, which `SlotPool` enforces.
+reads and writes with preadv/pwritev, O_DIRECT where a write probe succeeds. It is the only one yet; the
+`Transport` Protocol is where GPUDirect Storage will enter. Called on the threads of `jobs`; a slot belongs to
+one thread at a time, which `SlotPool` enforces.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from fskv.errors import (
     chunk_error_from_os,
 )
 from fskv.span_plan import Span
+from fskv.threads import START_UP_S, call_with_deadline
 
 if TYPE_CHECKING:
     import torch
@@ -211,7 +212,11 @@ class HostTransport:
         self.slot_nbytes = slot_nbytes
         self._file_mode = file_mode
         self._fsync = fsync
-        self._direct = direct_io != "off" and _direct_io_works(probe_dir, file_mode)
+        self._direct = direct_io != "off" and call_with_deadline(
+            lambda: _direct_io_works(probe_dir, file_mode),
+            START_UP_S,
+            f"option 'root': {probe_dir} did not take a write",
+        )
         if direct_io == "on" and not self._direct:
             raise ConfigError(
                 "option 'direct_io': found \"on\", but a direct write in the root fails; "

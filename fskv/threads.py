@@ -21,6 +21,8 @@ from fskv.errors import RootError
 
 _T = TypeVar("_T")
 
+START_UP_S = 60.0  # a root that does not answer for so long at start-up is refused
+
 logger = logging.getLogger(__name__)
 
 

@@ -79,10 +79,8 @@ def inspect(
     if as_json:
         typer.echo(json.dumps(facts))
     else:
-        table = Table(show_header=False, box=None)
         for name, value in facts.items():
-            table.add_row(name, "none" if value is None else str(value))
-        Console(highlight=False).print(table)
+            typer.echo(f"{name:15} {'none' if value is None else value}")
     raise typer.Exit(1 if problem else 0)
 
 

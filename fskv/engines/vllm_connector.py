@@ -32,7 +32,7 @@ from fskv.engines.vllm_worker import FskvWorker, group_layouts
 from fskv.errors import FskvError
 from fskv.hybrid_planner import Geometry, hit_cost, plan_geometry
 from fskv.root import Root
-from fskv.threads import call_with_deadline
+from fskv.threads import START_UP_S, call_with_deadline
 from fskv.types import ChunkId, Status
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 _SETUP_KEY = (
     "fskv_setup"  # carries _Setup through vLLM's spec factory; never in a user's configuration
 )
-_START_UP_S = 60.0  # a root that does not answer for so long at start-up is refused
+_FINGERPRINT_S = 300.0  # a few thousand small reads, perhaps on a slow mount
 
 
 @dataclass(frozen=True)
@@ -106,18 +106,22 @@ class FskvOffloadingSpec(OffloadingSpec):
         setup = self._setup
         bpc = setup.geometry.blocks_per_chunk
         layouts = group_layouts(setup.groups, bpc, kv_caches)
-        identity = build_identity(
-            setup.vllm_config,
-            setup.config,
-            setup.groups,
-            [tuple(page.nbytes for page in layout.pages) for layout in layouts],
-            bpc,
-            self.config.cache.tokens_per_hash,
-        )
         config = setup.config
+        identity = call_with_deadline(
+            lambda: build_identity(
+                setup.vllm_config,
+                config,
+                setup.groups,
+                [tuple(page.nbytes for page in layout.pages) for layout in layouts],
+                bpc,
+                self.config.cache.tokens_per_hash,
+            ),
+            _FINGERPRINT_S,
+            "the checkpoint's files could not be read for a fingerprint (see option 'weights_id')",
+        )
         directory = call_with_deadline(
             lambda: Root.open(config.root, create=True).open_namespace(identity),
-            _START_UP_S,
+            START_UP_S,
             f"option 'root': {config.root} did not answer",
         )
         tokens = setup.vllm_config.model_config.max_model_len

@@ -88,6 +88,7 @@ class FskvManager(OffloadingManager):
         self._workers: list[FskvHandshake] = []
         self._counters = Counters()
         self._breaker = Breaker(config.breaker_failures, config.breaker_probe_s)
+        self._breaker_shown: bool | None = None  # what the gauge says: it keeps its last value
         self._presence = PresenceIndex(
             self._probe,
             positive_ttl_s=config.positive_ttl_s,
@@ -208,9 +209,11 @@ class FskvManager(OffloadingManager):
         self._stored_by.clear()
 
     def get_stats(self) -> OffloadingConnectorStats | None:
-        return to_stats(
-            self._counters.drain(), {metrics.BREAKER_OPEN: 1} if self._breaker.open else {}
-        )
+        gauges = {}
+        if self._breaker.open != self._breaker_shown:
+            self._breaker_shown = self._breaker.open
+            gauges[metrics.BREAKER_OPEN] = float(self._breaker_shown)
+        return to_stats(self._counters.drain(), gauges)
 
     def shutdown(self) -> None:
         self._presence.close()
