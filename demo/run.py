@@ -37,7 +37,7 @@ from rich.progress import TimeElapsedColumn as Elapsed
 from rich.table import Table
 
 from demo.checkpoints import MODELS
-from demo.story import Row, Story, count, duration, size
+from demo.story import LOG_LINES, Row, Story, count, duration, size
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[1]
 CACHE = REPOSITORY / ".cache"
@@ -46,6 +46,8 @@ QUICK = ("llama", "gpt_oss")
 LARGE = "llama_large"
 PROCESSES = 3  # of each story
 CHECKPOINTS_TIMEOUT_S = 600
+LOG_WIDTH = 160
+BUSY = 1.5  # load per CPU; the demo itself makes about 1
 PLAIN_WIDTH = 118  # of a table that goes into a file or a pipe
 
 
@@ -92,12 +94,13 @@ class Lines:
         mark = "[bold red]✗[/]" if problems else "[green]✓[/]"
         self._console.print(f"  {mark} {what}: {detail}{took}")
         for text in problems:
-            self.problem(text)
+            self._console.print(f"    [bold red]{escape(text)}[/]")
         if seconds is not None:
             self._live.advance(self._task)
 
-    def problem(self, text: str) -> None:
-        self._console.print(f"    [bold red]{escape(text)}[/]")
+    def log(self, lines: list[str]) -> None:
+        for line in lines:
+            self._console.print(f"    [dim]| {escape(line[:LOG_WIDTH])}[/]")
 
 
 # --- the end ------------------------------------------------------------------------------------
@@ -165,10 +168,18 @@ def report(rows: Sequence[Row], num_models: int, seconds: float) -> bool:
             console.print(
                 f"{row.model}: first token after [bold]{duration(row.ttft_load_s)}[/] instead of "
                 f"{duration(row.ttft_recompute_s)} ([bold]{row.ttft_recompute_s / row.ttft_load_s:.0f}"
-                f" times[/] sooner), {size(row.loaded_bytes)} of KV loaded.\n"
-                "[dim]The other models are tiny: they show that the tokens are the same, not how fast "
-                "loading is.[/]\n"
+                f" times[/] sooner), {size(row.loaded_bytes)} of KV loaded."
             )
+            load, cpus = os.getloadavg()[0], len(os.sched_getaffinity(0))
+            if load > BUSY * cpus:
+                console.print(
+                    f"[yellow]This machine is busy with other work (load {load:.1f} on {cpus} CPUs): "
+                    "times, computing above all, are longer than on a quiet one.[/]"
+                )
+    if len(rows) > 1:
+        console.print(
+            "[dim]Small models show that the tokens are the same, not how fast loading is.[/]\n"
+        )
     problems = [(row.model, problem) for row in rows for problem in row.problems]
     for model, problem in problems:
         console.print(f"[bold red]✗ {model}: {escape(problem)}[/]")
@@ -176,7 +187,7 @@ def report(rows: Sequence[Row], num_models: int, seconds: float) -> bool:
         console.print(f"[bold red]FAILED: {count(len(problems), 'problem')}[/] in {seconds:.0f} s")
         return False
     console.print(
-        f"[bold green]{count(num_models, 'model')}: the tokens of an engine without fskv, every time[/]"
+        f"[bold green]{count(num_models, 'model')}: the tokens of an engine without fskv, every time[/],"
         f" in {seconds:.0f} s."
     )
     return True
@@ -196,6 +207,7 @@ def as_json(rows: Sequence[Row], seconds: float, root: str) -> dict[str, Any]:
         "seconds": round(seconds, 1),
         "root": root,
         "cpus": len(os.sched_getaffinity(0)),
+        "load_average": os.getloadavg(),  # 1, 5, 15 minutes, at the end
         "machine": platform.machine(),
         "python": platform.python_version(),
         "versions": versions,
@@ -221,8 +233,10 @@ def checkpoints(names: Sequence[str], log_path: pathlib.Path, lines: Lines) -> s
             timeout=CHECKPOINTS_TIMEOUT_S,
         ).returncode
     if code:
-        lines.problem(f"the checkpoints could not be made (exit code {code}); log: {log_path}")
-        lines.say(escape("\n".join(log_path.read_text(errors="replace").splitlines()[-12:])))
+        lines.log(log_path.read_text(errors="replace").splitlines()[-LOG_LINES:])
+        lines.say(
+            f"[bold red]the checkpoints could not be made (exit code {code}); log: {log_path}[/]"
+        )
         return None
     return directory
 
