@@ -79,6 +79,13 @@ class StoreConfig:
         "text",
         "Separates this engine's chunks from those of other tenants on the same root.",
     )
+    weights_fixed: bool = _option(
+        False,
+        "true, false",
+        "Promise that weights are never changed inside a running engine. Without it fskv stops loading and "
+        "storing until the next start when the engine resets its connector's cache, as vLLM does after a "
+        "weight update and for its sleep mode.",
+    )
     lora: Literal["off", "by-name"] = _option(
         "off",
         "off, by-name",
@@ -267,6 +274,7 @@ _PARSERS = {
     "hybrid_chunk_size": _parse_chunk_size,
     "weights_id": _parse_text,
     "tenant": _parse_text,
+    "weights_fixed": _parse_bool,
     "lora": _choice("off", "by-name"),
     "io_threads": _count(1, 64),
     "staging_bytes": _parse_size,

@@ -79,9 +79,9 @@ def _fingerprint_directory(path: str) -> list[Any]:
     config = _read_json(f"{path}/{_CONFIG}") if _CONFIG in names else None
     index = _read_json(f"{path}/{_INDEX}") if _INDEX in names else None
     weight_map = _weight_map(index, f"{path}/{_INDEX}") if index is not None else {}
-    shards = {name for name in names if name.endswith(".safetensors")} | set(weight_map.values())
-    if not shards:
-        shards = {name for name in names if name.endswith(_OTHER_SUFFIXES)}
+    # All formats that are there: which of them is loaded is the engine's choice (load_format).
+    suffixes = (".safetensors", *_OTHER_SUFFIXES)
+    shards = {name for name in names if name.endswith(suffixes)} | set(weight_map.values())
     if not shards:
         raise ConfigError(
             f"model {path}: no weights found (*.safetensors, *{', *'.join(_OTHER_SUFFIXES)});"

@@ -40,6 +40,8 @@ from fskv.types import ChunkId, Status
 logger = logging.getLogger(__name__)
 
 _MAX_SUSPECTS = 4096
+_LOG_LINES = 8
+_LOG_WINDOW_S = 60.0
 _moved_aside = itertools.count()
 
 
@@ -83,6 +85,7 @@ class ChunkStore:
         # Guarded by _lock; written by I/O threads.
         self._suspects: OrderedDict[ChunkId, None] = OrderedDict()
         self._lock = threading.Lock()
+        self._complaints: dict[tuple[str, Status], tuple[float, int]] = {}  # guarded by _lock
 
     def layout(self, group_idx: int) -> FileLayout:
         return self._layouts[group_idx]
@@ -115,7 +118,7 @@ class ChunkStore:
                 if attempt == 1 and _is_estale(error):
                     continue
                 if not isinstance(error, ChunkMissing):
-                    logger.warning("load of %s: %s", error.status.value, error)
+                    self._complain("load", error)
                     self._suspect(chunk)
                 return error.status
         raise AssertionError("unreachable")
@@ -177,7 +180,26 @@ class ChunkStore:
             except OSError as unlink_error:
                 logger.warning("cannot discard %s: %s", path, unlink_error)
             else:
-                logger.info("discarded (%s): %s", error.status.value, error)
+                logger.debug("discarded (%s): %s", error.status.value, error)
+
+    def _complain(self, operation: str, error: ChunkError) -> None:
+        """Log a failure, but a full or dead disk at most a few times in _LOG_WINDOW_S seconds."""
+        now = time.monotonic()
+        key = (operation, error.status)
+        with self._lock:
+            start, count = self._complaints.get(key, (now, 0))
+            if now - start > _LOG_WINDOW_S:
+                start, count = now, 0
+            self._complaints[key] = (start, count + 1)
+        if count < _LOG_LINES:
+            logger.warning("%s failed (%s): %s", operation, error.status.value, error)
+        elif count == _LOG_LINES:
+            logger.warning(
+                "%s failed (%s) again; not logged for the next %.0f s, see the metrics",
+                operation,
+                error.status.value,
+                _LOG_WINDOW_S - (now - start),
+            )
 
     def _suspect(self, chunk: ChunkId) -> None:
         with self._lock:
@@ -199,7 +221,7 @@ class ChunkStore:
             except ChunkError as error:
                 if attempt == 1 and _is_estale(error):
                     continue
-                logger.warning("store failed (%s): %s", error.status.value, error)
+                self._complain("store", error)
                 return error.status
         raise AssertionError("unreachable")
 

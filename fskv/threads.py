@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -46,8 +46,9 @@ class HangProofPool:
         self._num_threads = num_threads
         self._max_hung = max_hung
         self._changed = threading.Condition()
-        self._urgent: deque[Task] = deque()
-        self._normal: deque[Task] = deque()
+        # Ordered sets: a deadline may take thousands of queued tasks back at once.
+        self._urgent: OrderedDict[Task, None] = OrderedDict()
+        self._normal: OrderedDict[Task, None] = OrderedDict()
         self._num_alive = 0
         self._num_idle = 0
         self._num_hung = 0
@@ -65,7 +66,7 @@ class HangProofPool:
         """
         task = Task(run)
         with self._changed:
-            (self._urgent if urgent else self._normal).append(task)
+            (self._urgent if urgent else self._normal)[task] = None
             if self._num_idle:
                 self._changed.notify()
             self._start_thread_if_short()
@@ -76,9 +77,8 @@ class HangProofPool:
         with self._changed:
             if task.started:
                 return False
-            for queue in (self._urgent, self._normal):
-                if task in queue:
-                    queue.remove(task)
+            self._urgent.pop(task, None)
+            self._normal.pop(task, None)
             task.started = task.done = True
             return True
 
@@ -86,8 +86,7 @@ class HangProofPool:
         """Move a queued task ahead of all others that are not urgent."""
         with self._changed:
             if not task.started and task in self._normal:
-                self._normal.remove(task)
-                self._normal.appendleft(task)
+                self._normal.move_to_end(task, last=False)
 
     def write_off(self, task: Task) -> None:
         """The task's deadline passed: do not count on its thread any more, and replace it."""
@@ -137,7 +136,7 @@ class HangProofPool:
                     self._num_idle += 1
                     self._changed.wait()
                     self._num_idle -= 1
-                task = (self._urgent or self._normal).popleft()
+                task, _ = (self._urgent or self._normal).popitem(last=False)
                 task.started = True
             try:
                 task.run()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
 import shutil
 import subprocess
+import sys
 
 import engine_lab as lab
 import pytest
@@ -16,6 +18,7 @@ lab.needs_vllm()
 MODEL = lab.MODELS["llama"]
 HYBRID = lab.MODELS["gpt_oss"]
 DEADLINE_S = 2.0
+RESET_SCENARIO = str(pathlib.Path(__file__).resolve().parent / "reset_scenario.py")
 
 
 def _reference(model: lab.Model) -> dict:
@@ -244,6 +247,40 @@ def test_tensor_parallel_ranks_store_and_load_their_own_files(reference, tmp_pat
     # One rank has other pages: it must not take a part for the whole.
     alone = lab.generates(lab.run(lab.request(MODEL, steps, transfer=_transfer(root))))
     assert alone["main"]["num_cached_tokens"] == 0
+
+
+def _reset_scenario(mode: str, root: str, *how: str) -> dict:
+    done = subprocess.run(
+        [sys.executable, RESET_SCENARIO, mode, lab.checkpoint(HYBRID.name), root, *how],
+        capture_output=True,
+        text=True,
+        timeout=lab.ENGINE_TIMEOUT_S,
+    )
+    assert done.returncode == 0, done.stdout[-1500:] + done.stderr[-1500:]
+    return json.loads(done.stdout.strip().splitlines()[-1]) | {"log": done.stdout + done.stderr}
+
+
+@pytest.mark.parametrize("guard", [(), ("unguarded",)], ids=["guarded", "negative_control"])
+def test_a_connector_reset_while_requests_run_stores_no_foreign_kv(guard, tmp_path):
+    """Blocks that slid out of a window hold another request's KV by then; vLLM offers them again."""
+    root = _root(tmp_path)
+    expected = _reset_scenario("reference", root)["tokens"]
+    _reset_scenario("store", root, "wipe", "vouch", *guard)
+    loaded = _reset_scenario("load", root)
+    if guard:
+        assert loaded["cached"] > 0
+        assert loaded["tokens"] != expected, "the scenario does not provoke what it should"
+    else:
+        assert loaded["tokens"] == expected
+
+
+def test_after_a_connector_reset_nothing_is_loaded_unless_the_user_vouches_for_the_weights(
+    tmp_path,
+):
+    root = _root(tmp_path)
+    doubtful = _reset_scenario("store", root)
+    assert doubtful["cached"] == 0
+    assert "option 'weights_fixed'" in doubtful["log"]
 
 
 # --- identity: what must not be shared, and what must ---------------------------------------

@@ -165,6 +165,86 @@ def test_the_plugin_registers_once_and_may_be_called_again():
     assert cls.__name__ == "FskvConnector"
 
 
+def _manager(**options):
+    from fskv.config import StoreConfig
+    from fskv.engines.vllm_manager import FskvHandshake, FskvManager
+
+    manager = FskvManager(StoreConfig.from_mapping({"root": "/nowhere", **options}), 2)
+    workers = [
+        FskvHandshake(rank, 2, 2, "/nowhere/a/b@c", b"d", 0o700, 0o600, {0: 4096})
+        for rank in (0, 1)
+    ]
+    return manager, workers
+
+
+def _key(number: int):
+    from vllm.v1.kv_offload.base import make_offload_key
+
+    return make_offload_key(bytes([number]) * 32, 0)
+
+
+def test_ranks_that_derive_different_namespaces_are_refused_at_start():
+    from dataclasses import replace
+
+    from fskv.errors import ConfigError
+
+    manager, (first, second) = _manager()
+    manager.set_workers([first, second])
+    for wrong in (
+        [first, replace(second, namespace_digest=b"e")],
+        [first, replace(second, blocks_per_chunk=3)],
+        [first],
+        [],
+    ):
+        with pytest.raises(ConfigError):
+            manager.set_workers(wrong)
+
+
+def test_a_request_with_lora_is_neither_looked_up_nor_stored():
+    from vllm.v1.kv_offload.base import LookupResult, ReqContext
+
+    manager, workers = _manager()
+    manager.set_workers(workers)
+    adapted, plain = ReqContext("adapted"), ReqContext("plain")
+    manager.exclude_request("adapted")
+    assert manager.lookup(_key(1), adapted) is LookupResult.MISS
+    assert manager.prepare_store([_key(1)], adapted).keys_to_store == []
+    assert manager.lookup(_key(1), plain) is LookupResult.RETRY
+    assert manager.prepare_store([_key(1)], plain).keys_to_store == [_key(1)]
+    manager.on_request_finished(adapted)
+    assert manager.lookup(_key(2), adapted) is LookupResult.RETRY, "the name may come again"
+    manager.shutdown()
+
+
+def test_a_chunk_is_stored_only_when_every_rank_has_published_its_part():
+    from vllm.v1.kv_offload.base import LookupResult, ReqContext
+
+    from fskv.engines.vllm_manager import to_chunk
+
+    manager, workers = _manager()
+    manager.set_workers(workers)
+    request = ReqContext("r")
+    manager.on_stored(to_chunk(_key(1)), {0})
+    manager.on_stored(to_chunk(_key(1)), {0})
+    assert manager.lookup(_key(1), request) is LookupResult.RETRY
+    manager.on_stored(to_chunk(_key(1)), {1})
+    assert manager.lookup(_key(1), request) is LookupResult.HIT
+    manager.shutdown()
+
+
+def test_after_a_reset_nothing_is_served_unless_the_user_vouches_for_the_weights():
+    from vllm.v1.kv_offload.base import LookupResult, ReqContext
+
+    for vouched, expected in ((False, LookupResult.MISS), (True, LookupResult.RETRY)):
+        manager, workers = _manager(weights_fixed=vouched)
+        manager.set_workers(workers)
+        manager.reset_cache()
+        assert manager.lookup(_key(1), ReqContext("r")) is expected
+        stored = manager.prepare_store([_key(1)], ReqContext("r")).keys_to_store
+        assert bool(stored) is vouched
+        manager.shutdown()
+
+
 @pytest.mark.skipif("FSKV_VLLM_PATH" not in os.environ, reason="FSKV_VLLM_PATH names no other vLLM")
 def test_the_same_checks_hold_for_the_vllm_at_fskv_vllm_path():
     env = dict(os.environ)

@@ -9,11 +9,12 @@ offers the lost chunks for storing again). Contract and versions: docs/vllm.md.
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1, KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorTransferResults,
@@ -36,7 +37,7 @@ from fskv.threads import START_UP_S, call_with_deadline
 from fskv.types import ChunkId, Status
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.kv_offload.config import OffloadingConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -159,6 +160,10 @@ class FskvConnector(OffloadingConnector):
             logger.error("fskv: %s", error)
             raise
         self._setup = setup
+        outer = _enclosing_connector()
+        if outer is not None:
+            # Inside a MultiConnector the scheduler reads the policy of the outer configuration.
+            outer.kv_load_failure_policy = "recompute"
         super().__init__(_with_spec(vllm_config, setup), role, kv_cache_config)
 
     @property
@@ -249,6 +254,27 @@ class FskvConnector(OffloadingConnector):
         for req_id in connector_output.failed_recving or ():
             self._offer_again(req_id)
 
+    def reset_cache(self) -> bool | None:
+        """Reset as vLLM does, but never offer blocks again that may hold another request's KV by now.
+
+        vLLM's reset_cache sets next_stored_chunk_idx to 0. In windowed groups the blocks before it have been
+        freed and used again, and only those from it on are kept up to date (_update_req_states), so a
+        running request would store foreign KV under its own keys.
+        """
+        scheduler = self.scheduler
+        for status in scheduler._req_status.values():  # noqa: SLF001
+            for group_idx in scheduler._sliding_window_groups:  # noqa: SLF001
+                group = status.group_states[group_idx]
+                num_past = min(
+                    group.next_stored_chunk_idx * scheduler.config.blocks_per_chunk,
+                    len(group.block_ids),
+                )
+                group.block_ids[:num_past] = [
+                    0
+                ] * num_past  # 0: vLLM's "not there", skipped by stores
+        super().reset_cache()
+        return True
+
     def _offer_again(self, req_id: str) -> None:
         """Make the recompute of a failed load store the request's chunks again.
 
@@ -308,6 +334,20 @@ def _prepare(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, announc
         for warning in geometry.warnings:
             logger.warning("fskv: %s", warning)
     return _Setup(vllm_config, config, groups, geometry)
+
+
+def _enclosing_connector() -> KVTransferConfig | None:
+    """Return the configuration of the connector that is building this one, if there is one.
+
+    vLLM's MultiConnector gives its children a configuration of their own and no way to their parent's.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        builder = frame.f_locals.get("self")
+        if isinstance(builder, KVConnectorBase_V1) and not isinstance(builder, FskvConnector):
+            return builder._vllm_config.kv_transfer_config  # noqa: SLF001
+        frame = frame.f_back
+    return None
 
 
 def _with_spec(vllm_config: VllmConfig, setup: _Setup | None) -> VllmConfig:

@@ -12,6 +12,7 @@ import os
 import platform
 import re
 from dataclasses import dataclass
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from vllm import __version__ as vllm_version
@@ -41,6 +42,16 @@ if TYPE_CHECKING:
 # Name a place or a library, not the model.
 _VOLATILE_CONFIG = {"_name_or_path", "transformers_version", "_commit_hash", "torch_dtype"}
 # RoPE variants whose tables depend on the engine's max_model_len and not on the checkpoint alone.
+# Engine-wide processing of images and video; vLLM's multimodal hash covers only what a request sets.
+_MULTIMODAL_FIELDS = (
+    "mm_processor_kwargs",
+    "media_io_kwargs",
+    "video_pruning_rate",
+    "video_pruning_method",
+    "mm_device_do_normalize",
+    "mm_encoder_attn_dtype",
+    "interleave_mm_strings",
+)
 _LENGTH_DEPENDENT_ROPE = {"longrope", "su", "dynamic"}
 
 
@@ -96,6 +107,14 @@ def build_identity(
     model = vllm_config.model_config
     cache = vllm_config.cache_config
     parallel = vllm_config.parallel_config
+    if (
+        getattr(vllm_config, "weight_transfer_config", None) is not None
+        and not config.weights_fixed
+    ):
+        raise ConfigError(
+            "option 'weight_transfer_config': found one, expected none: weights that change in a running "
+            "engine make the KV of its namespace wrong ('weights_fixed' = true says that they never do)"
+        )
     if getattr(cache, "calculate_kv_scales", False):
         raise ConfigError(
             "option 'calculate_kv_scales': found true, expected false: scales computed from the first "
@@ -137,6 +156,7 @@ def build_identity(
             "pp": parallel.pipeline_parallel_size,
             "pcp": parallel.prefill_context_parallel_size,
             "dcp": parallel.decode_context_parallel_size,
+            "cp_interleave": int(getattr(parallel, "cp_kv_cache_interleave_size", 1)),
         },
         lora=config.lora,
         tenant=config.tenant,
@@ -222,8 +242,11 @@ def _model_name(model: str) -> str:
 def _weights(model: Any, config: StoreConfig) -> str:
     if config.weights_id is not None:
         return f"named:{config.weights_id}"
-    # transformers notes the commit of what it loaded from the hub; a local directory has none.
-    commit = None if os.path.exists(model.model) else getattr(model.hf_config, "_commit_hash", None)
+    # transformers notes the commit of the configuration it loaded from the hub, which is the weights' too
+    # unless the configuration was taken from elsewhere.
+    commit = None
+    if not os.path.exists(model.model) and not getattr(model, "hf_config_path", None):
+        commit = getattr(model.hf_config, "_commit_hash", None)
     return weights_fingerprint(model.model, revision_commit=commit)
 
 
@@ -231,13 +254,23 @@ def _model_config(model: Any) -> dict[str, Json]:
     """Return the configuration that shapes KV, after vLLM applied hf_overrides."""
     text = _config_dict(model.hf_text_config)
     result: dict[str, Json] = {"text": text}
+    if model.hf_config is not model.hf_text_config:
+        result["whole"] = _config_dict(
+            model.hf_config
+        )  # vision towers and what feeds the text model
     if model.quantization:
         result["quantization"] = str(model.quantization)
-    quantization = getattr(model.hf_config, "quantization_config", None)
-    if quantization is not None:
-        result["quantization_config"] = _jsonable(
-            quantization if isinstance(quantization, dict) else quantization.to_dict()
-        )
+    for name, quantization in (
+        ("quantization_config", getattr(model.hf_config, "quantization_config", None)),
+        ("online_quantization", getattr(model, "quantization_config", None)),
+    ):
+        if quantization is not None:
+            result[name] = _jsonable(quantization)
+    multimodal = getattr(model, "multimodal_config", None)
+    if multimodal is not None:
+        result["multimodal"] = {
+            name: _jsonable(getattr(multimodal, name, None)) for name in _MULTIMODAL_FIELDS
+        }
     rope = json.dumps([text.get("rope_scaling"), text.get("rope_parameters")])
     if any(f'"{kind}"' in rope for kind in _LENGTH_DEPENDENT_ROPE):
         result["max_model_len"] = int(model.max_model_len)
@@ -250,7 +283,17 @@ def _config_dict(hf_config: Any) -> dict[str, Json]:
 
 
 def _jsonable(value: Any) -> Json:
-    tree: Json = json.loads(json.dumps(value, default=str))
+    """Return plain JSON of a configuration object, by its fields; never an address in memory."""
+
+    def fields(item: Any) -> Any:
+        if hasattr(item, "to_dict"):
+            return item.to_dict()
+        if isinstance(item, (set, frozenset)):
+            return sorted(map(str, item))
+        found = getattr(item, "__dict__", None)
+        return found if found and not isinstance(item, (type, Enum)) else str(item)
+
+    tree: Json = json.loads(json.dumps(value, default=fields))
     return tree
 
 
@@ -282,14 +325,22 @@ def _attention_backend(vllm_config: VllmConfig) -> str:
 def _extra(vllm_config: VllmConfig, config: StoreConfig) -> dict[str, Json]:
     extra: dict[str, Json] = {}
     load_format = str(vllm_config.load_config.load_format)
-    if load_format.endswith("dummy"):
+    load_format = load_format.rsplit(".", 1)[-1].lower()
+    if load_format == "dummy":
         extra["dummy_weights_seed"] = int(vllm_config.model_config.seed or 0)
+    if load_format not in ("auto", "hf", "safetensors", "dummy"):
+        extra["load_format"] = load_format
+    loader_options = vllm_config.load_config.model_loader_extra_config
+    if loader_options:
+        extra["model_loader"] = _jsonable(loader_options)
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        extra["pipeline_partition"] = os.getenv("VLLM_PP_LAYER_PARTITION", "default")
     speculative = vllm_config.speculative_config
     if speculative is not None:
         draft = speculative.draft_model_config
         extra["speculative"] = {
             "method": str(speculative.method),
-            "draft": None if draft is None else _weights(draft, config),
+            "draft": None if draft is None else [draft.model, _weights(draft, config)],
         }
     return extra
 

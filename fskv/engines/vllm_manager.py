@@ -101,6 +101,7 @@ class FskvManager(OffloadingManager):
         self._storing: dict[ChunkId, float] = {}
         self._stored_by: dict[ChunkId, set[int]] = {}  # ranks that have published their part
         self._excluded_requests: set[str] = set()
+        self._stopped = False  # for good: the weights may not be the namespace's any more
         # vLLM asks for the same chunks in every step a request waits: what each was told is counted once.
         self._told: dict[str, set[tuple[ChunkId, Status]]] = {}
 
@@ -108,6 +109,10 @@ class FskvManager(OffloadingManager):
 
     def set_workers(self, workers: Sequence[FskvHandshake]) -> None:
         """Take the workers' handshake; raises ConfigError when they do not agree with each other."""
+        if not workers:
+            raise ConfigError(
+                "no worker reported a namespace: this vLLM does not hand over the handshake"
+            )
         first = workers[0]
         for worker in workers:
             if (worker.namespace_digest, worker.blocks_per_chunk) != (
@@ -159,7 +164,7 @@ class FskvManager(OffloadingManager):
         self._told.pop(req_context.req_id, None)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        if not self._workers or req_context.req_id in self._excluded_requests:
+        if not self._serves(req_context):
             return LookupResult.MISS
         chunk = to_chunk(key)
         presence, reason = self._presence.lookup(chunk)
@@ -183,7 +188,7 @@ class FskvManager(OffloadingManager):
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput:
         to_store = []
-        if self._workers and req_context.req_id not in self._excluded_requests:
+        if self._serves(req_context):
             if self._breaker.open:
                 self._counters.add(metrics.STORES_SKIPPED, len(keys), Status.BREAKER.value)
             else:
@@ -203,7 +208,18 @@ class FskvManager(OffloadingManager):
             self._stored_by.clear()
 
     def reset_cache(self) -> None:
-        """Forget what is known to be on disk; the files stay."""
+        """Forget what is known to be on disk; the files stay.
+
+        vLLM calls this after a weight update, and the namespace names the weights of the start. So unless the
+        user vouches for the weights, neither load nor store from now on.
+        """
+        if not self._config.weights_fixed and not self._stopped:
+            self._stopped = True
+            logger.warning(
+                "fskv: the engine reset its connector's cache, which vLLM does when weights change; fskv "
+                "neither loads nor stores until the engine is started again (option 'weights_fixed': found "
+                "false, expected true where weights never change in a running engine)"
+            )
         self._presence.forget_all()
         self._storing.clear()
         self._stored_by.clear()
@@ -217,6 +233,10 @@ class FskvManager(OffloadingManager):
 
     def shutdown(self) -> None:
         self._presence.close()
+
+    def _serves(self, req_context: ReqContext) -> bool:
+        known = bool(self._workers) and not self._stopped
+        return known and req_context.req_id not in self._excluded_requests
 
     def _take_for_store(self, chunk: ChunkId) -> bool:
         now = time.monotonic()

@@ -102,6 +102,8 @@ class PresenceIndex:
             if now < entry.valid_until:
                 self._entries.move_to_end(chunk)
                 return entry.presence, entry.reason
+        if entry is None and not self._make_room():
+            return Presence.MISS, Status.TIMED_OUT
         missed_before = entry is not None and entry.presence is Presence.MISS
         self._remember(chunk, Presence.UNKNOWN, 0.0, Status.OK, asked_at=now)
         self._queued[chunk] = missed_before
@@ -181,8 +183,21 @@ class PresenceIndex:
     ) -> None:
         self._entries[chunk] = _Entry(presence, valid_until, reason, asked_at)
         self._entries.move_to_end(chunk)
-        if len(self._entries) > self._max_known:
+        while len(self._entries) > self._max_known:
             self._entries.popitem(last=False)
+
+    def _make_room(self) -> bool:
+        """Forget the least recently asked chunk if memory is full; False if somebody waits for it.
+
+        Evicting what is being probed would make the requests that wait for it ask again for ever.
+        """
+        if len(self._entries) < self._max_known:
+            return True
+        oldest = next(iter(self._entries))
+        if self._entries[oldest].presence is Presence.UNKNOWN:
+            return False
+        del self._entries[oldest]
+        return True
 
     def _run_probe(self, batch: _Batch, missed_before: list[bool]) -> None:
         """On a pool thread: owns nothing but the call."""
@@ -220,15 +235,23 @@ def probe_files(
     """Look whether chunk files are there with the right size; one answer per chunk.
 
     `paths[i]` are the (path, expected size) of chunk i's files, one for each rank: all must be good.
-    Raises OSError when the root itself does not answer (anything but "not there").
+    A file that cannot be looked at is not there; raises OSError when that is so for all of several, which
+    speaks against the root itself.
     """
-    found = []
+    found: list[bool] = []
+    errors: list[OSError] = []
     for files, again in zip(paths, missed_before, strict=True):
         if again:
             # An NFS client hides another node's new file for 28 s after a miss, but not after its
             # directory was opened (measured on NFS 3 and 4.2 with default options).
             _open_and_close(os.path.dirname(files[0][0]))
-        found.append(all(_is_good(path, nbytes) for path, nbytes in files))
+        try:
+            found.append(all(_is_good(path, nbytes) for path, nbytes in files))
+        except OSError as error:
+            found.append(False)
+            errors.append(error)
+    if errors and len(errors) == len(found):
+        raise errors[0]
     return found
 
 
