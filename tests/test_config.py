@@ -40,6 +40,7 @@ OPTIONS = {
         ["256", "256MiB", 0, -16, 16.0, True, None, "Auto", [16]],
     ),
     "weights_id": ([None, "llama-v3"], ["", 7, "a\nb", "x" * 201, ["a"]]),
+    "weights_fixed": ([True, False], [0, 1, "true", None]),
     "tenant": ([None, "team a"], ["", 7, "a\0b", "x" * 201, {"a": 1}]),
     "lora": (["off", "by-name"], ["on", "", None, True, "OFF", ["off"]]),
     "io_threads": ([1, 4, 64], [0, -1, 65, "4", 4.0, True, None]),
