@@ -156,6 +156,13 @@ def start_engine(request: dict[str, Any], directory: str | None = None) -> Runni
     return RunningEngine(request, directory)
 
 
+# Stores go on after their request: a moment, then a step in which the scheduler hears how they ended.
+SETTLE: list[dict[str, Any]] = [
+    {"sleep": 0.5},
+    {"prompt_token_ids": [2], "max_tokens": 1, "label": "settle"},
+]
+
+
 def run_engine(
     request: dict[str, Any], timeout_s: float, directory: str | None = None
 ) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 from demo import damage
 from demo.checkpoints import Model
-from demo.engine import generates, start_engine
+from demo.engine import SETTLE, generates, start_engine
 
 MAX_TOKENS = 16
 TIMEOUT_S = 300.0  # of one engine process; they take 10 to 60 s
@@ -188,7 +188,7 @@ class Story:
         groups = damage.by_group(self._files)
         steps: list[Step] = [WARM_UP, self._main("load"), METRICS, remember_used, RESET]
         steps += [_generate(self.model.partial_prompt(), "partial"), RESET]
-        steps += [spoil, self._main("damaged"), METRICS, RESET]
+        steps += [spoil, self._main("damaged"), METRICS, *SETTLE, RESET]
         steps += [self._main("healed"), look_at_healed, RESET]
         for group in groups:
             steps += [lambda group=group: zero(group), self._main(f"zeroed{group}"), RESET]

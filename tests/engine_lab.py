@@ -21,7 +21,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from demo import damage
 from demo.checkpoints import MODELS, Model, make
 from demo.damage import by_group, group_of, zero_payload
-from demo.engine import generates, run_engine, start_engine
+from demo.engine import SETTLE, generates, run_engine, start_engine
 from fskv import chunk_file
 
 ENGINE_TIMEOUT_S = 240
@@ -243,6 +243,7 @@ __all__ = [
     "DAMAGES",
     "MAX_TOKENS",
     "MODELS",
+    "SETTLE",
     "Conversation",
     "Damage",
     "DamageContext",

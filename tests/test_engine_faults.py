@@ -227,7 +227,7 @@ def test_tensor_parallel_ranks_store_and_load_their_own_files(reference, tmp_pat
     talk = lab.Conversation(tmp_path)
     talk.say(lab.generate(main, "load"), {"reset_prefix_cache": True})
     pause = talk.pause()
-    talk.say(lab.generate(main, "one_rank_lost"), {"reset_prefix_cache": True})
+    talk.say(lab.generate(main, "one_rank_lost"), *lab.SETTLE, {"reset_prefix_cache": True})
     talk.say(lab.generate(main, "healed"), {"metrics": True})
     running = lab.start_engine(
         lab.request(MODEL, talk.steps, engine=engine, env=env, transfer=_transfer(root)),

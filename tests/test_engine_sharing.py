@@ -144,6 +144,7 @@ def test_damaged_chunks_cost_a_recompute_and_heal(shared, multiprocess, tmp_path
             lab.generate(prompt, f"{damage.name}"),
             {"reset_prefix_cache": True},
             {"metrics": True},
+            *lab.SETTLE,
             lab.generate(prompt, f"{damage.name}_again"),
             {"reset_prefix_cache": True},
             {"metrics": True},
