@@ -166,16 +166,7 @@ class JobRunner:
         """
         nbytes = sum(self._file_nbytes(r) for r in requests)
         job = _Job(job_id, True, self._clock(), self._deadline.for_nbytes(nbytes), ready)
-        job.tasks = [_ChunkTask(job, request) for request in requests]
-        job.num_open = len(job.tasks)
-        self._jobs[job_id] = job
-        if not job.tasks:
-            self._report(job)
-            return
-        if not self._breaker.allows():
-            self._give_up(job, Status.BREAKER)
-            return
-        for task in job.tasks:
+        for task in self._begin(job, requests):
             task.pool_task = self._pool.submit(partial(self._run, task), urgent=True)
 
     def submit_store(self, job_id: int, requests: Sequence[ChunkRequest], ready: Any) -> None:
@@ -184,16 +175,7 @@ class JobRunner:
         Chunks beyond the queue's limit are skipped and counted.
         """
         job = _Job(job_id, False, self._clock(), self._deadline.max_s, ready)
-        job.tasks = [_ChunkTask(job, request) for request in requests]
-        job.num_open = len(job.tasks)
-        self._jobs[job_id] = job
-        if not job.tasks:
-            self._report(job)
-            return
-        if not self._breaker.allows():
-            self._give_up(job, Status.BREAKER)
-            return
-        for task in job.tasks:
+        for task in self._begin(job, requests):
             plan = task.request.plan
             with self._lock:
                 # Blocks after the plan's last one would be whatever the slot held before.
@@ -208,6 +190,18 @@ class JobRunner:
                 self._finish_store(task, Status.SKIPPED, 0.0)
             else:
                 task.pool_task = self._pool.submit(partial(self._run, task))
+
+    def _begin(self, job: _Job, requests: Sequence[ChunkRequest]) -> list[_ChunkTask]:
+        """Register a job and return the tasks to run: none, if it has ended at once."""
+        job.tasks = [_ChunkTask(job, request) for request in requests]
+        job.num_open = len(job.tasks)
+        self._jobs[job.job_id] = job
+        if not job.tasks:
+            self._report(job)
+        elif not self._breaker.allows():
+            self._give_up(job, Status.BREAKER)
+            return []
+        return job.tasks
 
     def poll(self) -> list[JobResult]:
         """Enforce the deadlines and return the jobs that became reportable since the last call."""
