@@ -269,9 +269,8 @@ class FskvConnector(OffloadingConnector):
                     group.next_stored_chunk_idx * scheduler.config.blocks_per_chunk,
                     len(group.block_ids),
                 )
-                group.block_ids[:num_past] = [
-                    0
-                ] * num_past  # 0: vLLM's "not there", skipped by stores
+                # 0 is vLLM's "not there": stores skip it.
+                group.block_ids[:num_past] = [0] * num_past
         super().reset_cache()
         return True
 
