@@ -145,9 +145,12 @@ class ChunkStore:
             file.read_into(slot, 0, 0, layout.header_nbytes)
             file.read_into(slot, start, start, stop - start)
         try:
-            header = chunk_file.parse_header(slot.view[: layout.header_nbytes])
+            header = chunk_file.parse_header(
+                self._transport.take_header(slot, layout.header_nbytes)
+            )
             self._compare(header, chunk, layout)
-            chunk_file.check_rows(slot.view[start:stop], rows.start, header.row_digests)
+            found = self._transport.row_digests(slot, start, stop)
+            chunk_file.check_digests(found, rows.start, header.row_digests)
         except ChunkCorrupt as error:
             raise ChunkCorrupt(f"{path}: {error}") from None
         except ChunkStale as error:
@@ -234,8 +237,9 @@ class ChunkStore:
             return Status.EXISTS
 
         base = layout.header_nbytes
-        slot.array[base : base + first_block * layout.block_nbytes] = 0
-        slot.array[base + layout.content_nbytes : base + layout.payload_nbytes] = 0
+        transport = self._transport
+        transport.fill_zero(slot, base, base + first_block * layout.block_nbytes)
+        transport.fill_zero(slot, base + layout.content_nbytes, layout.file_nbytes)
         header = ChunkHeader(
             key_hash=chunk.key_hash,
             group_idx=chunk.group_idx,
@@ -246,20 +250,20 @@ class ChunkStore:
             page_nbytes=layout.page_nbytes,
             first_block=first_block,
             payload_nbytes=layout.payload_nbytes,
-            row_digests=chunk_file.row_digests(slot.view[base : base + layout.payload_nbytes]),
+            row_digests=transport.row_digests(slot, base, layout.file_nbytes),
             creator=self._creator,
             written_at_ms=int(time.time() * 1000),
         )
-        slot.view[:base] = chunk_file.encode_header(header, base)
+        transport.put_header(slot, chunk_file.encode_header(header, base))
 
         part = self._directory.tmp_path()
         try:
-            self._transport.write_part(part, slot, layout.file_nbytes)
+            transport.write_part(part, slot, layout.file_nbytes)
         except ChunkMissing:
             # tmp/ is gone. Make it again only inside a living root: a path whose mount has gone away must
             # not be filled.
             self._restore_directories()
-            self._transport.write_part(part, slot, layout.file_nbytes)
+            transport.write_part(part, slot, layout.file_nbytes)
         self._publish(part, path)
         with self._lock:
             self._suspects.pop(chunk, None)

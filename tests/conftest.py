@@ -129,10 +129,10 @@ class World:
         from faults import FaultTransport, Script
 
         from fskv.chunk_file import FileLayout
-        from fskv.gds_io import HostTransport
         from fskv.root import Root
         from fskv.span_plan import GroupLayout
         from fskv.store import ChunkStore
+        from fskv.transports.host import HostTransport
 
         self.root = str(root)
         os.makedirs(self.root, exist_ok=True)

@@ -30,10 +30,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
-from fskv import gds_io
 from fskv.errors import ChunkCorrupt, ChunkTimedOut, chunk_error_from_os
-from fskv.gds_io import OpenChunk, Slot, Transport
+from fskv.gds_io import OpenChunk, Transport
 from fskv.span_plan import Span
+from fskv.transports import host
 
 OPERATIONS = ("open", "read", "touch", "gather", "scatter", "write")
 EVENTS = ".ENSAMsBHL"
@@ -167,16 +167,31 @@ class FaultTransport:
 
     # --- Transport --------------------------------------------------------------------------
 
-    def new_slot(self, index: int) -> Slot:
+    def new_slot(self, index: int) -> Any:
         return self.inner.new_slot(index)
 
-    def gather(self, spans: Sequence[Span], slot: Slot, base: int, ready: Any) -> None:
+    def gather(self, spans: Sequence[Span], slot: Any, base: int, ready: Any) -> None:
         with self._operation("gather", "pages"):
             self.inner.gather(spans, slot, base, ready)
 
-    def scatter(self, slot: Slot, base: int, spans: Sequence[Span], ready: Any) -> None:
+    def scatter(self, slot: Any, base: int, spans: Sequence[Span], ready: Any) -> None:
         with self._operation("scatter", "pages"):
             self.inner.scatter(slot, base, spans, ready)
+
+    def fill_zero(self, slot: Any, start: int, stop: int) -> None:
+        self.inner.fill_zero(slot, start, stop)
+
+    def put_header(self, slot: Any, header: bytes) -> None:
+        self.inner.put_header(slot, header)
+
+    def take_header(self, slot: Any, nbytes: int) -> Any:
+        return self.inner.take_header(slot, nbytes)
+
+    def row_digests(self, slot: Any, start: int, stop: int) -> bytes:
+        return self.inner.row_digests(slot, start, stop)
+
+    def close(self) -> None:
+        self.inner.close()
 
     @contextlib.contextmanager
     def open(self, path: str) -> Iterator[OpenChunk]:
@@ -185,7 +200,7 @@ class FaultTransport:
         with self.inner.open(path) as file:
             yield _FaultChunk(self, file, path)
 
-    def write_part(self, path: str, slot: Slot, nbytes: int) -> None:
+    def write_part(self, path: str, slot: Any, nbytes: int) -> None:
         with self._operation("write", path):
             self.inner.write_part(path, slot, nbytes)
         self.after_write(path)
@@ -240,7 +255,7 @@ class _FaultChunk:
         self.nbytes = inner.nbytes
         self.mtime = inner.mtime
 
-    def read_into(self, slot: Slot, slot_offset: int, file_offset: int, nbytes: int) -> None:
+    def read_into(self, slot: Any, slot_offset: int, file_offset: int, nbytes: int) -> None:
         with self._transport._operation("read", self._path) as event:
             self._inner.read_into(slot, slot_offset, file_offset, nbytes)
             if event == "B":
@@ -255,13 +270,13 @@ class _FaultChunk:
 
 
 def install(
-    script: Events, modules: Sequence[str] = ("fskv.gds_io", "fskv.engines.vllm_worker")
+    script: Events, modules: Sequence[str] = ("fskv.transports.host", "fskv.engines.vllm_worker")
 ) -> Callable[[], None]:
     """Make every HostTransport of this process faulty from now on; returns a function that undoes it.
 
     A module that cannot be imported here (no vLLM) is left out.
     """
-    real = gds_io.HostTransport
+    real = host.HostTransport
 
     def faulty(*args: Any, **kwargs: Any) -> FaultTransport:
         return FaultTransport(real(*args, **kwargs), script)

@@ -28,8 +28,8 @@ from fskv.chunk_file import (
     row_digests,
 )
 from fskv.errors import ChunkCorrupt, ChunkStale
-from fskv.gds_io import Slot
 from fskv.store import ChunkStore
+from fskv.transports.host import HostSlot, HostTransport
 from fskv.types import ChunkId, Status
 
 # No example database: the negative controls fail on purpose and would fill it.
@@ -399,6 +399,8 @@ class MemoryTransport:
     """One file in memory: the exhaustive walk over its bits would take minutes on a disk."""
 
     description = "memory"
+    take_header = HostTransport.take_header
+    row_digests = HostTransport.row_digests
 
     def __init__(self, data):
         self.data = bytearray(data)
@@ -407,7 +409,7 @@ class MemoryTransport:
         self.mtime = 1e12  # never touched
 
     def new_slot(self, index):
-        return Slot(index, self.slot_nbytes)
+        return HostSlot(index, self.slot_nbytes)
 
     @contextmanager
     def open(self, path):
@@ -461,7 +463,7 @@ def test_negative_control_without_the_row_check_a_flip_is_served(small, monkeypa
     transport, load = small
     transport.data[4096 + 40] ^= 1
     assert load() is Status.CORRUPT
-    monkeypatch.setattr(chunk_file, "check_rows", lambda *args: None)
+    monkeypatch.setattr(chunk_file, "check_digests", lambda *args: None)
     assert load() is Status.OK
 
 

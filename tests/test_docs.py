@@ -20,9 +20,9 @@ import test_layers
 from fskv import metrics, namespace
 from fskv.chunk_file import ChunkHeader, FileLayout, encode_header, row_digests
 from fskv.config import StoreConfig
-from fskv.gds_io import HostTransport, Slot
 from fskv.root import NamespaceDir
 from fskv.store import ChunkStore
+from fskv.transports.host import HostSlot, HostTransport
 from fskv.types import ChunkId, Status
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[1]
@@ -158,7 +158,7 @@ def stored_chunk(directory: pathlib.Path) -> tuple[pathlib.Path, ChunkId]:
     )
     namespace_dir = NamespaceDir(str(directory), bytes(32), 0o700, 0o600)
     store = ChunkStore(namespace_dir, {2: layout}, transport, rank=None, touch_interval_s=600)
-    slot = Slot(0, layout.file_nbytes)
+    slot = HostSlot(0, layout.file_nbytes)
     slot.array[layout.header_nbytes :] = 7
     chunk = ChunkId(b"the engine's key", 2)
     assert store.put(chunk, 0, slot) is Status.OK

@@ -15,11 +15,11 @@ pytestmark = [
 from fskv.breaker import Breaker  # noqa: E402
 from fskv.chunk_file import FileLayout  # noqa: E402
 from fskv.config import Deadline  # noqa: E402
-from fskv.gds_io import HostTransport  # noqa: E402
 from fskv.jobs import ChunkRequest, JobRunner  # noqa: E402
 from fskv.root import NamespaceDir  # noqa: E402
 from fskv.span_plan import GroupLayout, plan_job  # noqa: E402
 from fskv.store import ChunkStore  # noqa: E402
+from fskv.transports.host import HostTransport  # noqa: E402
 from fskv.types import ChunkId, Status  # noqa: E402
 
 BLOCKS_PER_CHUNK, PAGE, NUM_CHUNKS = 4, 65536, 16

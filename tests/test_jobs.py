@@ -769,7 +769,7 @@ def test_a_walk_over_a_bad_disk_never_serves_wrong_kv_and_leaks_nothing(make_ben
 def test_negative_control_the_walk_finds_a_missing_row_check(make_bench, monkeypatch):
     from fskv import chunk_file
 
-    monkeypatch.setattr(chunk_file, "check_rows", lambda *args: None)
+    monkeypatch.setattr(chunk_file, "check_digests", lambda *args: None)
     monkeypatch.setitem(WEIGHTS, "read", {".": 2, "B": 1})
     walk = Walk(make_bench, 0)
 

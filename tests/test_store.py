@@ -17,9 +17,11 @@ from faults import FaultTransport, FileScript, Script, install
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fskv import chunk_file, gds_io
+from fskv import chunk_file
 from fskv.errors import ConfigError
-from fskv.gds_io import HostTransport, SlotPool
+from fskv.gds_io import SlotPool
+from fskv.transports import host
+from fskv.transports.host import HostTransport
 from fskv.types import Status
 
 ROW = 65536
@@ -675,14 +677,14 @@ def taken(pool):
 def test_negative_control_a_script_in_a_file_breaks_the_disk_while_it_is_there(world, tmp_path):
     """For tests of other processes; here in this one."""
     script = tmp_path / "script"
-    undo = install(FileScript(str(script)), modules=["fskv.gds_io"])
+    undo = install(FileScript(str(script)), modules=["fskv.transports.host"])
     try:
         tmp = f"{world.directory.path}/tmp"
-        transport = gds_io.HostTransport(world.tensors, 4096, probe_dir=tmp, direct_io="off")
+        transport = host.HostTransport(world.tensors, 4096, probe_dir=tmp, direct_io="off")
     finally:
         undo()
     assert isinstance(transport, FaultTransport)
-    assert gds_io.HostTransport is HostTransport
+    assert host.HostTransport is HostTransport
     world.transport.script = transport.script
     world.put(1, world.content())
     assert world.get(1)[0] is Status.OK

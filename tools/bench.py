@@ -20,11 +20,11 @@ from rich.progress import Progress
 from fskv.breaker import Breaker
 from fskv.chunk_file import FileLayout
 from fskv.config import Deadline
-from fskv.gds_io import HostTransport
 from fskv.jobs import ChunkRequest, JobRunner
 from fskv.root import NamespaceDir
 from fskv.span_plan import GroupLayout, plan_job
 from fskv.store import ChunkStore
+from fskv.transports.host import HostTransport
 from fskv.types import ChunkId, Status
 
 if TYPE_CHECKING:

@@ -29,12 +29,12 @@ from fskv.engines.vllm_identity import EngineGroup, layout_digest
 from fskv.engines.vllm_manager import ChunkKeys, FskvHandshake
 from fskv.engines.vllm_metrics import to_stats
 from fskv.errors import ConfigError
-from fskv.gds_io import HostTransport
 from fskv.jobs import ChunkOutcome, ChunkRequest, JobRunner
 from fskv.metrics import Counters
 from fskv.root import NamespaceDir
 from fskv.span_plan import GroupLayout, plan_job
 from fskv.store import ChunkStore
+from fskv.transports.host import HostTransport
 from fskv.types import Status
 
 logger = logging.getLogger(__name__)

@@ -8,16 +8,16 @@ import time
 
 _hang_file = os.environ.get("FSKV_TEST_HANG_READS")
 if _hang_file:
-    from fskv import gds_io
+    from fskv.transports import host
 
-    _read_into = gds_io._HostChunk.read_into
+    _read_into = host._HostChunk.read_into
 
     def _hanging_read_into(self, slot, slot_offset, file_offset, nbytes):
         while os.path.exists(_hang_file):
             time.sleep(0.02)
         return _read_into(self, slot, slot_offset, file_offset, nbytes)
 
-    gds_io._HostChunk.read_into = _hanging_read_into
+    host._HostChunk.read_into = _hanging_read_into
 
 if os.environ.get("FSKV_TEST_DROP_CAPS"):
     # root reads files of mode 000; without these two capabilities it does not.
