@@ -103,7 +103,10 @@ def make_identity(**changes):
 
 
 class World:
-    """KV tensors, a namespace on disk, and a store between them; `faults` is the transport's script."""
+    """KV tensors, a namespace on disk, and a store between them; `faults` is the transport's script.
+
+    With native=True chunks are moved by fskv._native, and there is no script.
+    """
 
     # 4 blocks of 64000 bytes: 4 rows, and no block begins where a row does.
     PAGES = (40000, 24000)
@@ -124,6 +127,7 @@ class World:
         direct_io="auto",
         fsync=False,
         touch_interval_s=600.0,
+        native=False,
     ):
         import torch
         from faults import FaultTransport, Script
@@ -151,8 +155,9 @@ class World:
             probe_dir=f"{self.directory.path}/tmp",
             direct_io=direct_io,
             fsync=fsync,
+            native=native,
         )
-        self.transport = FaultTransport(host, faults or Script())
+        self.transport = host if native else FaultTransport(host, faults or Script())
         self.store = ChunkStore(
             self.directory,
             {group_idx: self.file_layout},
@@ -202,7 +207,7 @@ class World:
         return b"".join(t[b].numpy().tobytes() for b in block_ids for t in self.tensors)
 
     def request(self, number, block_ids, first_block=0):
-        from fskv.jobs import ChunkRequest
+        from fskv.job import ChunkRequest
         from fskv.span_plan import plan_job
 
         (plan,) = plan_job(
@@ -260,7 +265,8 @@ def make_world(tmp_path):
 
         def make(**options):
             world = World(options.pop("root", tmp_path / "kv"), **options)
-            stack.callback(world.transport.release)
+            if not options.get("native"):
+                stack.callback(world.transport.release)
             return world
 
         yield make
