@@ -251,25 +251,29 @@ class JobRunner:
         (self._load if task.job.is_load else self._store_chunk)(task, slot)
 
     def _load(self, task: ChunkTask, slot: Any) -> None:
-        job, request = task.job, task.request
+        job, request, plan = task.job, task.request, task.request.plan
         if job.guard.abandoned:
             return
         if slot is None:
             self._close(task, Status.TIMED_OUT, 0, 0.0)
             return
-        try:
-            plan = request.plan
-            status = Status.OK
-            if not task.queued.checked:
-                status = self._store.get(request.chunk, plan.first_block, plan.num_blocks, slot)
-            if status is Status.OK:
-                if not job.guard.enter():
-                    return
+
+        def deliver() -> None:
+            if job.guard.enter():  # else the job was given up, and closed
                 try:
                     base = self._store.layout(request.chunk.group_idx).header_nbytes
                     self._transport.scatter(slot, base, plan.table, job.ready)
                 finally:
                     job.guard.leave()
+                self._close(task, Status.OK, plan.nbytes, self._seconds(task))
+
+        try:
+            if task.queued.checked:
+                deliver()
+                return
+            status = self._store.get(
+                request.chunk, plan.first_block, plan.num_blocks, slot, deliver
+            )
         except Exception:
             # A bug must cost this load, not the thread and not the request.
             logger.exception("load of %s", request.chunk)

@@ -166,10 +166,19 @@ class ChunkStore:
 
     # --- load -----------------------------------------------------------------------------
 
-    def get(self, chunk: ChunkId, first_block: int, num_blocks: int, slot: Any) -> Status:
+    def get(
+        self,
+        chunk: ChunkId,
+        first_block: int,
+        num_blocks: int,
+        slot: Any,
+        deliver: Callable[[], object] = lambda: None,
+    ) -> Status:
         """Read and check blocks [first_block, first_block + num_blocks) of a chunk into `slot`.
 
-        On OK block b's bytes are at layout.header_nbytes + b * layout.block_nbytes of the slot.
+        On OK block b's bytes are at layout.header_nbytes + b * layout.block_nbytes of the slot. `deliver` is
+        called as soon as that is so, before the disk is touched again: a mtime that cannot be set must not
+        cost a good load.
         """
         path = self.path(chunk)
         for attempt in (1, 2):
@@ -181,6 +190,7 @@ class ChunkStore:
                         if not _is_estale(error):
                             self._discard(chunk, path, file, error)
                         raise
+                    deliver()
                     if time.time() - file.mtime > self._touch_interval_s:
                         file.touch()
                 return Status.OK

@@ -103,9 +103,11 @@ def make_identity(**changes):
 
 
 class World:
-    """KV tensors, a namespace on disk, and a store between them; `faults` is the transport's script.
+    """KV tensors, a namespace on disk, and a store between them.
 
-    With native=True chunks are moved by fskv._native, and there is no script.
+    `faults` is the transport's script; False: no FaultTransport at all. `make_transport` has the signature
+    of HostTransport and stands for it if given. With native=True chunks are moved by fskv._native, and
+    there is no FaultTransport either.
     """
 
     # 4 blocks of 64000 bytes: 4 rows, and no block begins where a row does.
@@ -127,6 +129,7 @@ class World:
         direct_io="auto",
         fsync=False,
         touch_interval_s=600.0,
+        make_transport=None,
         native=False,
     ):
         import torch
@@ -149,7 +152,7 @@ class World:
         self.group_idx = group_idx
         self.layout = GroupLayout.of(group_idx, blocks_per_chunk, list(enumerate(pages)))
         self.file_layout = FileLayout(blocks_per_chunk, tuple(pages), layout_digest)
-        host = HostTransport(
+        transport = (make_transport or HostTransport)(
             self.tensors,
             self.file_layout.file_nbytes,
             probe_dir=f"{self.directory.path}/tmp",
@@ -157,7 +160,11 @@ class World:
             fsync=fsync,
             native=native,
         )
-        self.transport = host if native else FaultTransport(host, faults or Script())
+        self.transport = (
+            transport
+            if faults is False or native
+            else FaultTransport(transport, faults or Script())
+        )
         self.store = ChunkStore(
             self.directory,
             {group_idx: self.file_layout},
@@ -258,6 +265,16 @@ def damage(path, at, mask=0x01):
         file.write(bytes([byte ^ mask]))
 
 
+@pytest.fixture(scope="session")
+def native_library(request, tmp_path_factory):
+    """Build a source of tests/native into pytest's cache: `native_library("disk_faults")` is its path."""
+    from native_build import build
+
+    cache = getattr(request.config, "cache", None)
+    directory = cache.mkdir("native") if cache else tmp_path_factory.mktemp("native")
+    return lambda name, *flags, **how: build(name, directory, *flags, **how)
+
+
 @pytest.fixture
 def make_world(tmp_path):
     """Make Worlds on one root; what hangs in them is released at the end."""
@@ -265,7 +282,7 @@ def make_world(tmp_path):
 
         def make(**options):
             world = World(options.pop("root", tmp_path / "kv"), **options)
-            if not options.get("native"):
+            if hasattr(world.transport, "release"):
                 stack.callback(world.transport.release)
             return world
 

@@ -249,7 +249,8 @@ class HostTransport:
                 raise ChunkStale(f"{path}: not a regular file")
             yield _HostChunk(fd, path, info)
         finally:
-            os.close(fd)
+            with contextlib.suppress(OSError):  # NFS may say EIO; what was read was checked
+                os.close(fd)
 
     def write_part(self, path: str, slot: HostSlot, nbytes: int) -> None:
         flags = _OPEN_WRITE | (os.O_DIRECT if self._direct else 0)
