@@ -8,6 +8,7 @@ round, so that neither a slow minute of a shared disk nor a neighbour's left-ove
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -24,7 +25,7 @@ from .bench_contestant import Cell, Contestant
 from .bench_lookup import FILE_NBYTES, LookupContestant, lookup_peers
 from .bench_peers import Fio, FsIoC, PeerMemory, find_peers
 from .bench_row import Row, with_ratios
-from .bench_store import KvMemory, StoreContestant
+from .bench_store import KvMemory, StoreContestant, pick_device
 from .bench_workspace import StopSignals
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ BYTES_PER_TOKEN = 131072
 _MAX_KEYS = 2048  # files of the lookup cell; as many names without a file are asked for
 _DIRECTORY_NBYTES = 4096
 _MAX_SHARDS = 4096
+_MAX_COMPLAINTS = 3
 _LOWER = "lower --total-mib, --chunk-kib or --threads"
 
 
@@ -103,16 +105,7 @@ def run_bench(
     sentences for the user: peers that are not there, a directory that could not be removed.
     """
     check_room(settings)
-    try:
-        import torch
-    except ImportError:
-        raise ValueError("torch is not installed; bench needs it for the KV pages") from None
-
-    device = settings.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device: found cuda, but torch sees no CUDA device")
+    device = pick_device(settings.device)
     path = bench_workspace.new_path(settings.directory)
     made: list[Contestant] = []
 
@@ -122,12 +115,17 @@ def run_bench(
         if not bench_workspace.remove(path):
             say(f"{path}: could not be removed; remove it by hand")
 
+    complaints = _Complaints()
     try:
         _make_directory(path)
         groups = _make_groups(settings, path, device, made, say)
         _take_turns(groups, settings.rounds, console, stop)
-        return with_ratios([row for contestant in made for row in contestant.rows()])
+        rows = with_ratios([row for contestant in made for row in contestant.rows()])
+        for sentence in complaints.sentences if any(row.error for row in rows) else ():
+            say(sentence)
+        return rows
     finally:
+        complaints.stop()
         # Twice: the one signal that may still raise can only cut the first short.
         try:
             clean_up()
@@ -257,6 +255,7 @@ def _take_turns(
         transient=True,
     ) as progress:
         task = progress.add_task("warm-up", total=total)
+        stop.check()
         for number in range(rounds + 1):
             for group in groups:
                 for contestant in turn_order(group, number):
@@ -264,6 +263,26 @@ def _take_turns(
                     contestant.take_part(keep=number > 0)
                     progress.advance(task)
                     stop.check()
+
+
+class _Complaints(logging.Handler):
+    """Keeps fskv's first warnings instead of letting them fall into the progress bar."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.sentences: list[str] = []
+        self._logger = logging.getLogger("fskv")
+        self._propagate = self._logger.propagate
+        self._logger.propagate = False
+        self._logger.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if len(self.sentences) < _MAX_COMPLAINTS:
+            self.sentences.append(record.getMessage())
+
+    def stop(self) -> None:
+        self._logger.propagate = self._propagate
+        self._logger.removeHandler(self)
 
 
 def turn_order(group: Sequence[Contestant], number: int) -> list[Contestant]:

@@ -38,8 +38,8 @@ from .bench_row import BUFFERED, O_DIRECT
 
 REQUEST_CHUNKS = 64
 _TIMEOUT_S = 120.0
-_POLL_S = 0.0002
-# One chunk of 512 KiB takes about as long as _POLL_S: a serial loop must not be measured by its waiting.
+_POLL_S = 0.0005
+# A chunk of 512 KiB takes less than _POLL_S: a serial loop must not be measured by its waiting.
 _SERIAL_POLL_S = 0.00002
 
 
@@ -97,6 +97,19 @@ def open_data_path(
 def chunk_id(number: int) -> ChunkId:
     """Name a chunk by a hash, as an engine does, so that chunks spread over the directories."""
     return ChunkId(hashlib.sha256(b"%d" % number).digest(), 0)
+
+
+def pick_device(wanted: str) -> str:
+    """Return where the KV pages are to be, cpu or cuda; raises ValueError where that is impossible."""
+    try:
+        import torch
+    except ImportError:
+        raise ValueError("torch is not installed; bench needs it for the KV pages") from None
+
+    there = torch.cuda.is_available()
+    if wanted == "cuda" and not there:
+        raise ValueError("--device: found cuda, but torch sees no CUDA device")
+    return "cuda" if there and wanted != "cpu" else "cpu"
 
 
 class KvMemory:
@@ -161,7 +174,8 @@ class StoreContestant(Contestant):
         request = everything[: self.num_chunks("load-request")]
         splits = {"load-request": [request], "load-serial": [range(i, i + 1) for i in request]}
         for op in sorted(splits, reverse=self._serial_first):
-            rates[op] = self._load(splits[op], poll_s=_SERIAL_POLL_S)
+            poll_s = _SERIAL_POLL_S if op == "load-serial" else _POLL_S
+            rates[op] = self._load(splits[op], poll_s=poll_s)
         self._serial_first = not self._serial_first
         return rates
 
