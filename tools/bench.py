@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 MAX_THREADS = 64
-# Llama-3-8B in 16 bits: 32 layers x 8 KV heads x 128 x (K and V) x 2 bytes.
-BYTES_PER_TOKEN = 131072
 
 _MAX_KEYS = 2048  # files of the lookup cell; as many names without a file are asked for
 _DIRECTORY_NBYTES = 4096

@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .bench_row import O_DIRECT, Row
+from .bench_row import BUFFERED, O_DIRECT, Row
 
 NEAR = 0.95
+# Llama-3-8B in 16 bits: 32 layers x 8 KV heads x 128 x (K and V) x 2 bytes.
+BYTES_PER_TOKEN = 131072
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,22 +68,22 @@ def paragraph(advice: Advice | None, bytes_per_token: int) -> str:
     """Say it in words."""
     if advice is None:
         return "No advice: no load was verified."
-    direct = advice.path.endswith(O_DIRECT)
+    mode, option = (O_DIRECT, "auto") if advice.path.endswith(O_DIRECT) else (BUFFERED, "off")
+    threads = f"{advice.threads} I/O thread{'s' * (advice.threads > 1)}"
+    tokens = max(1, round(advice.chunk_nbytes / bytes_per_token))
     store = f", stored at {advice.store_gb_per_s:.2f}" if advice.store_gb_per_s else ""
     other = (
         f" {advice.other_path} gave {advice.other_load_gb_per_s:.2f} at best."
         if advice.other_path
         else ""
     )
-    chunk_tokens = max(1, round(advice.chunk_nbytes / bytes_per_token))
     return (
-        f"Advice: transport {advice.path.split()[0]}, {O_DIRECT if direct else 'buffered'} "
-        f'(direct_io "{"auto" if direct else "off"}"), {advice.threads} threads '
-        f"(io_threads {advice.threads}), chunks of {advice.chunk_nbytes >> 10} KiB (about "
-        f"{chunk_tokens} tokens): loaded cold at {advice.load_gb_per_s:.2f} GB/s{store}, the best here or "
-        f"within {1 - NEAR:.0%} of it.{other} With {bytes_per_token} bytes of KV per token that is "
-        f"{advice.tokens_per_s:,.0f} tokens/s: where the model prefills slower than this, loading from this "
-        f"storage beats recomputing."
+        f'Advice: transport {advice.path.split()[0]}, {mode} (direct_io "{option}"), {threads} '
+        f"(io_threads {advice.threads}), chunks of {advice.chunk_nbytes >> 10} KiB "
+        f"(about {tokens} tokens): loaded cold at {advice.load_gb_per_s:.2f} GB/s{store}, "
+        f"the best here or within {1 - NEAR:.0%} of it.{other} "
+        f"With {bytes_per_token} bytes of KV per token that is {advice.tokens_per_s:,.0f} tokens/s: "
+        f"where the model prefills slower than this, loading from this storage beats recomputing."
     )
 
 

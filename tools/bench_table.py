@@ -9,7 +9,7 @@ from rich.table import Table
 
 from .bench_row import Row, Spread
 
-_COLUMNS = ("op", "path", "chunk", "page", "T", "median [min - max]", "/fs_io_C", "/fio")
+_COLUMNS = ("op", "path", "chunk", "page", "T", "median \\[min - max]", "/fs_io_C", "/fio")
 
 
 def table(rows: Sequence[Row]) -> Table:

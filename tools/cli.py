@@ -19,6 +19,8 @@ from rich.console import Console
 from fskv import __version__, chunk_file
 from fskv.errors import ChunkError, FskvError
 
+from .bench_advice import BYTES_PER_TOKEN
+
 app = typer.Typer(
     name="fskv",
     help="Look into and measure an fskv cache directory.",
@@ -93,7 +95,7 @@ def bench(
     total_mib: Annotated[int, typer.Option(min=1, help="KV bytes per round and size.")] = 256,
     bytes_per_token: Annotated[
         int, typer.Option(min=1, help="KV of one token, for the advice. Default: Llama-3-8B's.")
-    ] = 131072,
+    ] = BYTES_PER_TOKEN,
     peers: Annotated[
         bool, typer.Option("--peers", help="Measure fio and vLLM's fs_io_C too, in turns.")
     ] = False,
