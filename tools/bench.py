@@ -106,14 +106,15 @@ def run_bench(
     device = pick_device(settings.device)
     path = bench_workspace.new_path(settings.directory)
     made: list[Contestant] = []
+    complaints = _Complaints()
 
-    def clean_up() -> None:
+    def clean_up() -> bool:
         for contestant in made:
             contestant.close()
-        if not bench_workspace.remove(path):
-            say(f"{path}: could not be removed; remove it by hand")
+        gone = bench_workspace.remove(path)
+        complaints.stop()
+        return gone
 
-    complaints = _Complaints()
     try:
         _make_directory(path)
         groups = _make_groups(settings, path, device, made, say)
@@ -123,12 +124,12 @@ def run_bench(
             say(sentence)
         return rows
     finally:
-        complaints.stop()
-        # Twice: the one signal that may still raise can only cut the first short.
+        # Twice: Stopped is raised only once, so it can cut the first short but not the second.
         try:
             clean_up()
         finally:
-            clean_up()
+            if not clean_up():
+                say(f"{path}: could not be removed; remove it by hand")
 
 
 def check_room(settings: Settings) -> None:
@@ -284,9 +285,13 @@ class _Complaints(logging.Handler):
 
 
 def turn_order(group: Sequence[Contestant], number: int) -> list[Contestant]:
-    """Rotate a group, so that each comes first, second, ... equally often."""
+    """Rotate a group, so that each comes first equally often.
+
+    Every second time the others come backwards: nobody always follows the same one.
+    """
     at = number % len(group)
-    return [*group[at:], *group[:at]]
+    rest = [*group[at + 1 :], *group[:at]]
+    return [group[at], *(reversed(rest) if number % 2 else rest)]
 
 
 def _what(number: int, rounds: int, contestant: Contestant) -> str:
