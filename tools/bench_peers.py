@@ -8,6 +8,8 @@ by itself, without vLLM. `Fio` writes and reads one file per thread, in blocks a
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import importlib.machinery
 import importlib.util
 import json
@@ -35,6 +37,7 @@ from .bench_row import BUFFERED, FIO, FS_IO_C, O_DIRECT
 
 _TIMEOUT_S = 120.0
 _MAX_BATCH = 4
+_HUGE_PAGE_NBYTES = 2 << 20
 
 
 def find_fs_io_c() -> tuple[ModuleType | None, str]:
@@ -67,11 +70,19 @@ def find_fio() -> tuple[str | None, str]:
 
 
 class PeerMemory:
-    """A page-aligned buffer of random bytes, as large as one round."""
+    """A buffer of random bytes, as large as one round, in huge pages where the kernel gives them.
+
+    Direct reads into scattered 4 KiB pages were 2.7 times slower (1.2 against 3.2 GB/s): without huge pages a
+    run would measure how fragmented the memory was when it began. vLLM's own buffer is shared memory.
+    """
 
     def __init__(self, nbytes: int) -> None:
-        self._map = mmap.mmap(-1, nbytes)
-        self.view = memoryview(self._map)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        self._map = mmap.mmap(-1, nbytes + _HUGE_PAGE_NBYTES, flags=flags)
+        with contextlib.suppress(OSError):  # a kernel without them
+            self._map.madvise(mmap.MADV_HUGEPAGE)
+        start = -ctypes.addressof(ctypes.c_char.from_buffer(self._map)) % _HUGE_PAGE_NBYTES
+        self.view = memoryview(self._map)[start : start + nbytes]
         source = random.Random(0)  # noqa: S311  reproducible, not secret
         for at in range(0, nbytes, 1 << 20):
             part = min(1 << 20, nbytes - at)
