@@ -410,7 +410,7 @@ class MemoryTransport:
         self.mtime = 1e12  # never touched
 
     def new_slot(self, index):
-        return HostSlot(index, self.slot_nbytes)
+        return HostSlot(index, np.zeros(self.slot_nbytes, np.uint8))
 
     @contextmanager
     def open(self, path):

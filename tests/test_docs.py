@@ -14,6 +14,7 @@ import re
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import test_layers
 
@@ -158,7 +159,7 @@ def stored_chunk(directory: pathlib.Path) -> tuple[pathlib.Path, ChunkId]:
     )
     namespace_dir = NamespaceDir(str(directory), bytes(32), 0o700, 0o600)
     store = ChunkStore(namespace_dir, {2: layout}, transport, rank=None, touch_interval_s=600)
-    slot = HostSlot(0, layout.file_nbytes)
+    slot = HostSlot(0, np.zeros(layout.file_nbytes, np.uint8))
     slot.array[layout.header_nbytes :] = 7
     chunk = ChunkId(b"the engine's key", 2)
     assert store.put(chunk, 0, slot) is Status.OK

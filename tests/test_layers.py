@@ -44,7 +44,7 @@ HOMES = {
     "msgpack": ("fskv.chunk_file", "fskv.index."),
     "xxhash": ("fskv.chunk_file", "fskv.namespace", "fskv.fingerprint"),
     # bench: the command that measures the data path with real tensors.
-    "torch": ("fskv.gds_io", "fskv.transports.", "fskv.engines.", "tools.bench"),
+    "torch": ("fskv.gds_io", "fskv.transports.", "fskv.engines.", "tools.bench_store"),
     "triton": ("fskv.transports.",),
     "cupy": ("fskv.gds_io", "fskv.transports."),
     "numpy": ("fskv.span_plan", "fskv.transports.", "fskv.engines."),

@@ -515,9 +515,9 @@ def test_transfers_that_make_no_sense_are_refused():
     with pytest.raises(ValueError, match="queued before"):
         queue.push(transfer)
     with pytest.raises(ValueError, match="only before"):
-        transfer.use_slot(host.HostSlot(0, 8192))
+        transfer.use_slot(host.HostSlot(0, np.zeros(8192, np.uint8)))
     with pytest.raises(ValueError, match="too small"):
-        make().use_slot(host.HostSlot(0, 4096))
+        make().use_slot(host.HostSlot(0, np.zeros(4096, np.uint8)))
     with pytest.raises(TypeError):
         queue.push(object())
 

@@ -1,237 +1,299 @@
-"""Measures the data path on a directory: `JobRunner`, `ChunkStore` and transport as an engine uses them.
+"""Runs a bench: checks what was asked for, makes the contestants, lets them take turns, and cleans up.
 
-Counts a byte only when it came back into the right KV page with the right value: the pages are compared
-with what was stored after every load. Needs torch; not imported by any other command.
+A round lets every contestant do its operations once. Those that are compared with each other (same
+chunk size, same number of threads) come right after one another, in an order that rotates from round to
+round, so that neither a slow minute of a shared disk nor a neighbour's left-overs always hit the same one.
 """
 
 from __future__ import annotations
 
+import itertools
+import logging
 import os
-import random
 import shutil
-import statistics
-import tempfile
-import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
-from rich.progress import Progress
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from fskv.breaker import Breaker
 from fskv.chunk_file import FileLayout
-from fskv.config import Deadline
-from fskv.job import ChunkRequest
-from fskv.jobs import JobRunner
-from fskv.root import NamespaceDir
-from fskv.span_plan import GroupLayout, plan_job
-from fskv.store import ChunkStore
-from fskv.transports.host import HostTransport
-from fskv.types import ChunkId, Status
+
+from . import bench_workspace
+from .bench_contestant import Cell, Contestant
+from .bench_lookup import FILE_NBYTES, LookupContestant, lookup_peers
+from .bench_peers import Fio, FsIoC, PeerMemory, find_peers
+from .bench_row import Row, with_ratios
+from .bench_store import KvMemory, StoreContestant, pick_device
+from .bench_workspace import StopSignals
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-_TIMEOUT_S = 120.0
+MAX_THREADS = 64
+
+_MAX_KEYS = 2048  # files of the lookup cell; as many names without a file are asked for
+_DIRECTORY_NBYTES = 4096
+_MAX_SHARDS = 4096
+_MAX_COMPLAINTS = 3
+_LOWER = "lower --total-mib, --chunk-kib or --threads"
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One measured cell; gb_per_s is 1e9 bytes a second, the median over the rounds."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What to measure; see `fskv bench --help`. Raises ValueError, one sentence, for nonsense."""
 
-    op: str
-    path: str
-    chunk_nbytes: int
-    page_nbytes: int
-    threads: int
-    gb_per_s: float
-    gb_per_s_min: float
-    gb_per_s_max: float
+    directory: str
+    chunk_sizes: tuple[int, ...]
+    page_sizes: tuple[int, ...]
+    threads: tuple[int, ...]
     rounds: int
-    verified: bool
+    total_nbytes: int
+    device: str
+    direct_io: str
+    peers: bool
+
+    def __post_init__(self) -> None:
+        if self.device not in ("auto", "cpu", "cuda"):
+            raise ValueError(f"--device: found {self.device!r}, expected auto, cpu or cuda")
+        if self.direct_io not in ("auto", "on", "off"):
+            raise ValueError(f"--direct-io: found {self.direct_io!r}, expected auto, on or off")
+        if max(self.threads) > MAX_THREADS:
+            raise ValueError(f"--threads: found {max(self.threads)}, expected 1 to {MAX_THREADS}")
+        for chunk in self.chunk_sizes:
+            if not self.pages_of(chunk):
+                raise ValueError(f"--page-kib: no page size divides a chunk of {chunk >> 10} KiB")
+
+    def pages_of(self, chunk_nbytes: int) -> list[int]:
+        return [page for page in self.page_sizes if chunk_nbytes % page == 0]
+
+    def cells(self) -> list[Cell]:
+        """Every chunk size with every number of threads; a multiple of threads, so that all are busy."""
+        return [
+            Cell(chunk, threads, max(1, self.total_nbytes // chunk // threads) * threads)
+            for chunk in self.chunk_sizes
+            for threads in self.threads
+        ]
+
+    @property
+    def num_keys(self) -> int:
+        return min(_MAX_KEYS, max(1, self.total_nbytes // _DIRECTORY_NBYTES))
 
 
-def parse_sizes(option: str, text: str) -> list[int]:
-    """Return bytes from a comma-separated list of KiB; raises ValueError naming the option."""
+def parse_numbers(option: str, text: str, unit: int = 1) -> tuple[int, ...]:
+    """Return the numbers of a comma-separated list, each once, times `unit`; raises ValueError."""
     try:
-        sizes = [int(part) << 10 for part in text.split(",")]
+        numbers = tuple(dict.fromkeys(int(part) * unit for part in text.split(",")))
     except ValueError:
-        sizes = []
-    if not sizes or min(sizes) <= 0:
-        raise ValueError(f"{option}: found {text!r}, expected sizes in KiB such as 512,2048")
-    return sizes
+        numbers = ()
+    if not numbers or min(numbers) <= 0:
+        raise ValueError(
+            f"{option}: found {text!r}, expected whole numbers from 1 on, separated by commas"
+        )
+    return numbers
 
 
 def run_bench(
-    directory: str,
-    *,
-    chunk_sizes: list[int],
-    page_sizes: list[int],
-    num_threads: int,
-    num_rounds: int,
-    total_nbytes: int,
-    device: str,
-    direct_io: str,
-    console: Console,
+    settings: Settings, *, console: Console, stop: StopSignals, say: Callable[[str], None]
 ) -> list[Row]:
-    """Measure every combination, interleaved round by round, and return a row for each and direction.
+    """Measure everything and return a row for each operation of each contestant.
 
-    Raises ValueError for arguments that make no sense, OSError and FskvError for the directory.
+    Raises ValueError for what cannot be measured here, OSError and FskvError for the directory. `say` gets
+    sentences for the user: peers that are not there, a directory that could not be removed.
     """
-    if device not in ("auto", "cpu", "cuda"):
-        raise ValueError(f"--device: found {device!r}, expected auto, cpu or cuda")
-    if direct_io not in ("auto", "on", "off"):
-        raise ValueError(f"--direct-io: found {direct_io!r}, expected auto, on or off")
+    check_room(settings)
+    device = pick_device(settings.device)
+    path = bench_workspace.new_path(settings.directory)
+    made: list[Contestant] = []
+    complaints = _Complaints()
+
+    def clean_up() -> bool:
+        for contestant in made:
+            contestant.close()
+        gone = bench_workspace.remove(path)
+        complaints.stop()
+        return gone
+
+    try:
+        _make_directory(path)
+        groups = _make_groups(settings, path, device, made, say)
+        _take_turns(groups, settings.rounds, console, stop)
+        rows = with_ratios([row for contestant in made for row in contestant.rows()])
+        for sentence in complaints.sentences if any(row.error for row in rows) else ():
+            say(sentence)
+        return rows
+    finally:
+        # Twice: Stopped is raised only once, so it can cut the first short but not the second.
+        try:
+            clean_up()
+        finally:
+            if not clean_up():
+                say(f"{path}: could not be removed; remove it by hand")
+
+
+def check_room(settings: Settings) -> None:
+    """Raise ValueError unless the directory is there, and disk and memory hold what a round needs."""
+    directory = settings.directory
     if not os.path.isdir(directory):
         raise ValueError(f"{directory}: found no directory, expected one on the storage to measure")
-    import torch
+    disk, memory = room_needed(settings)
+    usage = shutil.disk_usage(directory)
+    if usage.total and usage.free < disk:
+        raise ValueError(
+            f"{directory}: {usage.free >> 20} MiB are free, {_mib(disk)} MiB are needed; {_LOWER}"
+        )
+    available = _available_memory()
+    if settings.device != "cuda" and available is not None and available < memory:
+        raise ValueError(
+            f"{available >> 20} MiB of memory are free, {_mib(memory)} MiB are needed; {_LOWER}"
+        )
 
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    combinations = [(c, p) for c in chunk_sizes for p in page_sizes if c % p == 0]
-    if not combinations:
-        raise ValueError("--page-kib: no page size divides a chunk size")
-    work = tempfile.mkdtemp(prefix="fskv-bench-", dir=directory)
+
+def room_needed(settings: Settings) -> tuple[int, int]:
+    """Return the most bytes that a bench has on disk and in memory at any moment.
+
+    Contestants write one after the other and remove their files at once; their directories stay to the end,
+    and so do their staging slots.
+    """
+    largest = directories = slots = 0
+    for cell in settings.cells():
+        pages = settings.pages_of(cell.chunk_nbytes)
+        files = [FileLayout(cell.chunk_nbytes // p, (p,), bytes(16)).file_nbytes for p in pages]
+        largest = max(largest, cell.num_chunks * max(files))
+        num_contestants = 2 * (len(pages) + 2)  # two modes; of peers at most two
+        directories += num_contestants * 2 * min(cell.num_chunks, _MAX_SHARDS) * _DIRECTORY_NBYTES
+        slots += 2 * len(pages) * cell.threads * max(files)
+    lookup = settings.num_keys * 3 * _DIRECTORY_NBYTES  # header, content, directory
+    return largest + directories + lookup, (3 if settings.peers else 2) * largest + slots
+
+
+def _mib(nbytes: int) -> int:
+    return -(-nbytes >> 20)
+
+
+def _available_memory() -> int | None:
     try:
-        cells = [
-            _Cell(work, number, c, p, num_threads, total_nbytes, device, direct_io)
-            for number, (c, p) in enumerate(combinations)
-        ]
-        with Progress(console=console, disable=not console.is_terminal, transient=True) as progress:
-            task = progress.add_task("measuring", total=num_rounds * len(cells))
-            for _ in range(num_rounds):
-                for cell in cells:
-                    cell.measure()
+        with open("/proc/meminfo", encoding="ascii") as file:
+            for line in file:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) << 10
+    except (OSError, ValueError):
+        return None
+    return None
+
+
+def _make_directory(path: str) -> None:
+    try:
+        os.mkdir(path, 0o700)
+    except OSError as error:
+        directory = os.path.dirname(path)
+        raise ValueError(f"{directory}: cannot be written: {error.strerror}") from None
+
+
+def _make_groups(
+    settings: Settings,
+    path: str,
+    device: str,
+    made: list[Contestant],
+    say: Callable[[str], None],
+) -> list[list[Contestant]]:
+    """Make every contestant, in groups of those that are compared; each is in `made` once it has threads."""
+    largest = max(cell.nbytes for cell in settings.cells())
+    memory = KvMemory(max(largest, FILE_NBYTES), max(*settings.page_sizes, FILE_NBYTES), device)
+    numbers = itertools.count()
+
+    def place() -> str:
+        return os.path.join(path, str(next(numbers)))
+
+    def add(contestant: Contestant) -> Contestant:
+        made.append(contestant)
+        return contestant
+
+    lookup = LookupContestant(
+        place(), settings.num_keys, max(settings.threads), memory, settings.direct_io
+    )
+    groups = [[add(lookup)]]
+    # "auto" compares: O_DIRECT where it works, and the page cache.
+    modes = ["on"] if lookup.is_direct else []
+    modes += ["off"] if not lookup.is_direct or settings.direct_io == "auto" else []
+    fs_io_c: ModuleType | None = None
+    fio: str | None = None
+    if settings.peers:
+        fs_io_c, fio, absent = find_peers()
+        for sentence in absent:
+            say(sentence)
+        groups[0] += [add(peer) for peer in lookup_peers(lookup.paths, fs_io_c)]
+    peer_memory = PeerMemory(largest) if fs_io_c else None
+    for cell in settings.cells():
+        group: list[Contestant] = []
+        for mode in modes:
+            direct = mode == "on"
+            for page in settings.pages_of(cell.chunk_nbytes):
+                store = StoreContestant(place(), cell, page, memory, mode)
+                group.append(add(store))
+            if fs_io_c and peer_memory:
+                group.append(add(FsIoC(fs_io_c, place(), cell, peer_memory, direct=direct)))
+            if fio:
+                group.append(add(Fio(fio, place(), cell, direct=direct)))
+        groups.append(group)
+    return groups
+
+
+def _take_turns(
+    groups: list[list[Contestant]], rounds: int, console: Console, stop: StopSignals
+) -> None:
+    """Let everybody do a warm-up and then `rounds` rounds."""
+    total = (rounds + 1) * sum(map(len, groups))
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(
+        *columns,
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
+        transient=True,
+    ) as progress:
+        task = progress.add_task("warm-up", total=total)
+        stop.check()
+        for number in range(rounds + 1):
+            for group in groups:
+                for contestant in turn_order(group, number):
+                    progress.update(task, description=_what(number, rounds, contestant))
+                    contestant.take_part(keep=number > 0)
                     progress.advance(task)
-        return [row for cell in cells for row in cell.rows(num_threads)]
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+                    stop.check()
 
 
-class _Cell:
-    """One combination of sizes with its KV tensor, files and results."""
+class _Complaints(logging.Handler):
+    """Keeps fskv's first warnings instead of letting them fall into the progress bar."""
 
-    def __init__(
-        self,
-        work: str,
-        number: int,
-        chunk_nbytes: int,
-        page_nbytes: int,
-        num_threads: int,
-        total_nbytes: int,
-        device: str,
-        direct_io: str,
-    ) -> None:
-        import torch
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.sentences: list[str] = []
+        self._logger = logging.getLogger("fskv")
+        self._propagate = self._logger.propagate
+        self._logger.propagate = False
+        self._logger.addHandler(self)
 
-        self.chunk_nbytes, self.page_nbytes = chunk_nbytes, page_nbytes
-        path = os.path.join(work, str(number))
-        os.makedirs(os.path.join(path, "tmp"))
-        os.mkdir(os.path.join(path, "chunks"))
-        self._directory = NamespaceDir(path, b"bench" * 6, 0o700, 0o600)
-        pages_per_chunk = chunk_nbytes // page_nbytes
-        self._num_chunks = max(1, total_nbytes // chunk_nbytes)
-        num_blocks = self._num_chunks * pages_per_chunk
-        self._layout = GroupLayout.of(0, pages_per_chunk, [(0, page_nbytes)])
-        file_layout = FileLayout(pages_per_chunk, (page_nbytes,), bytes(16))
-        # The first half is stored, the second half is what loads fill.
-        self._tensor: Any = torch.empty(
-            (2 * num_blocks, page_nbytes), dtype=torch.int8, device=device
-        )
-        self._tensor.random_(-128, 128)
-        transport = HostTransport(
-            [self._tensor],
-            file_layout.file_nbytes,
-            probe_dir=os.path.join(path, "tmp"),
-            direct_io=direct_io,
-        )
-        self._path = transport.description
-        store = ChunkStore(
-            self._directory, {0: file_layout}, transport, rank=None, touch_interval_s=600
-        )
-        self._runner = JobRunner(
-            store,
-            transport,
-            num_threads=num_threads,
-            num_slots=num_threads * 4,
-            max_queued_chunks=self._num_chunks,
-            deadline=Deadline(_TIMEOUT_S, 0, _TIMEOUT_S),
-            breaker=Breaker(1_000_000, 1),
-        )
-        order = list(range(num_blocks))
-        random.Random(0).shuffle(order)  # noqa: S311  reproducible, not secret
-        self._source, self._target = order, [num_blocks + block for block in order]
-        self._round = 0
-        self._seconds: dict[str, list[float]] = {"store": [], "load": []}
-        self._measure_once(keep=False)  # warm-up: slots, streams and directories exist afterwards
+    def emit(self, record: logging.LogRecord) -> None:
+        if len(self.sentences) < _MAX_COMPLAINTS:
+            self.sentences.append(record.getMessage())
 
-    def measure(self) -> None:
-        self._measure_once(keep=True)
+    def stop(self) -> None:
+        self._logger.propagate = self._propagate
+        self._logger.removeHandler(self)
 
-    def rows(self, num_threads: int) -> list[Row]:
-        nbytes = self._num_chunks * self.chunk_nbytes
-        rows = []
-        for op, seconds in self._seconds.items():
-            rates = [nbytes / s / 1e9 for s in seconds]
-            rows.append(
-                Row(
-                    op,
-                    self._path,
-                    self.chunk_nbytes,
-                    self.page_nbytes,
-                    num_threads,
-                    statistics.median(rates),
-                    min(rates),
-                    max(rates),
-                    len(rates),
-                    verified=True,
-                )
-            )
-        self._runner.shutdown(0)
-        return rows
 
-    def _measure_once(self, *, keep: bool) -> None:
-        import torch
+def turn_order(group: Sequence[Contestant], number: int) -> list[Contestant]:
+    """Rotate a group, so that each comes first equally often.
 
-        self._round += 1
-        chunks = [ChunkId(b"%d-%d" % (self._round, i), 0) for i in range(self._num_chunks)]
-        start = time.perf_counter()
-        self._runner.submit_store(1, self._requests(chunks, self._source), None)
-        self._drain()
-        stored = time.perf_counter()
-        half = self._tensor.shape[0] // 2
-        self._tensor[half:] = 0
-        if self._tensor.is_cuda:
-            torch.cuda.synchronize()
-        before = time.perf_counter()
-        self._runner.submit_load(2, self._requests(chunks, self._target), None)
-        self._drain()
-        loaded = time.perf_counter()
-        if not torch.equal(self._tensor[:half], self._tensor[half:]):
-            raise ValueError("the loaded pages differ from the stored ones; nothing is reported")
-        if keep:
-            self._seconds["store"].append(stored - start)
-            self._seconds["load"].append(loaded - before)
-        for chunk in chunks:
-            os.unlink(self._directory.chunk_path(chunk.key_hash, 0, None))
+    Every second time the others come backwards: nobody always follows the same one.
+    """
+    at = number % len(group)
+    rest = [*group[at + 1 :], *group[:at]]
+    return [group[at], *(reversed(rest) if number % 2 else rest)]
 
-    def _requests(self, chunks: list[ChunkId], blocks: list[int]) -> list[ChunkRequest]:
-        plan = plan_job(
-            [self._layout], [self.page_nbytes], [len(chunks)], blocks, [len(blocks)], [0]
-        )
-        return [ChunkRequest(chunks[part.key_idx], part) for part in plan.chunks]
 
-    def _drain(self) -> None:
-        """Wait until every chunk has ended well; raises ValueError otherwise."""
-        remaining = self._num_chunks
-        end = time.monotonic() + _TIMEOUT_S
-        while remaining:
-            self._runner.poll()
-            for outcome in self._runner.take_outcomes():
-                if outcome.status is not Status.OK:
-                    raise ValueError(
-                        f"a chunk ended as {outcome.status.value}; nothing is reported"
-                    )
-                remaining -= 1
-            if time.monotonic() > end:
-                raise ValueError(f"no end after {_TIMEOUT_S:g} s; nothing is reported")
-            time.sleep(0.0002)
+def _what(number: int, rounds: int, contestant: Contestant) -> str:
+    name = f"round {number} of {rounds}" if number else "warm-up"
+    return f"{name}: {contestant.path}, {contestant.cell.chunk_nbytes >> 10} KiB"

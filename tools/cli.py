@@ -15,10 +15,11 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from fskv import __version__, chunk_file
 from fskv.errors import ChunkError, FskvError
+
+from .bench_advice import BYTES_PER_TOKEN
 
 app = typer.Typer(
     name="fskv",
@@ -89,51 +90,66 @@ def bench(
     directory: Annotated[str, typer.Argument(help="A directory on the storage to measure.")],
     chunk_kib: Annotated[str, typer.Option(help="Chunk sizes in KiB.")] = "512,2048,8192",
     page_kib: Annotated[str, typer.Option(help="Page sizes in KiB.")] = "32,256",
-    threads: Annotated[int, typer.Option(min=1, max=64, help="I/O threads.")] = 4,
+    threads: Annotated[str, typer.Option(help="Numbers of I/O threads.")] = "1,4",
     rounds: Annotated[int, typer.Option(min=1, max=99, help="Rounds; the median is shown.")] = 7,
     total_mib: Annotated[int, typer.Option(min=1, help="KV bytes per round and size.")] = 256,
+    bytes_per_token: Annotated[
+        int, typer.Option(min=1, help="KV of one token, for the advice. Default: Llama-3-8B's.")
+    ] = BYTES_PER_TOKEN,
+    peers: Annotated[
+        bool, typer.Option("--peers", help="Measure fio and vLLM's fs_io_C too, in turns.")
+    ] = False,
     device: Annotated[
         str, typer.Option(help="Where the KV pages are: auto, cpu or cuda.")
     ] = "auto",
-    direct_io: Annotated[str, typer.Option(help="O_DIRECT: auto, on or off.")] = "auto",
+    direct_io: Annotated[
+        str, typer.Option(help="O_DIRECT: on, off, or auto for both where it works.")
+    ] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list of rows.")] = False,
 ) -> None:
-    """Measure store and load through the real store: verified bytes only, scattered pages.
+    """Measure store, load and lookup through the real store: verified bytes only, scattered pages.
 
-    Writes into a directory of its own below DIRECTORY and removes it, also after Ctrl-C.
+    Writes into a directory of its own below DIRECTORY and removes it, also after Ctrl-C. Exit code 1 if
+    something of fskv's failed or was wrong.
     """
-    from .bench import parse_sizes, run_bench
+    from . import bench_advice, bench_table
+    from .bench import Settings, parse_numbers, run_bench
+    from .bench_workspace import Stopped, StopSignals
 
     try:
-        rows = run_bench(
-            directory,
-            chunk_sizes=parse_sizes("--chunk-kib", chunk_kib),
-            page_sizes=parse_sizes("--page-kib", page_kib),
-            num_threads=threads,
-            num_rounds=rounds,
-            total_nbytes=total_mib << 20,
-            device=device,
-            direct_io=direct_io,
-            console=_err,
-        )
-    except (FskvError, OSError, ValueError) as error:
-        _err.print(f"fskv bench: {error}", markup=False)
+        with StopSignals() as stop:
+            settings = Settings(
+                directory=os.path.abspath(directory),
+                chunk_sizes=parse_numbers("--chunk-kib", chunk_kib, 1 << 10),
+                page_sizes=parse_numbers("--page-kib", page_kib, 1 << 10),
+                threads=parse_numbers("--threads", threads),
+                rounds=rounds,
+                total_nbytes=total_mib << 20,
+                device=device,
+                direct_io=direct_io,
+                peers=peers,
+            )
+            rows = run_bench(settings, console=_err, stop=stop, say=_say)
+    except Stopped as stopped:
+        _say("fskv bench: stopped")
+        raise typer.Exit(128 + stopped.signum) from None
+    except (FskvError, OSError, ValueError, MemoryError) as error:
+        _say(f"fskv bench: {error}")
         raise typer.Exit(2) from None
+    advice = bench_advice.paragraph(bench_advice.advise(rows, bytes_per_token), bytes_per_token)
     if as_json:
         typer.echo(json.dumps([asdict(row) for row in rows]))
-        return
-    table = Table(title=f"{rows[0].path}: GB/s of verified KV bytes, median [min - max]")
-    for name in ("op", "chunk KiB", "page KiB", "threads", "GB/s"):
-        table.add_column(name, justify="left" if name == "op" else "right")
-    for row in rows:
-        table.add_row(
-            row.op,
-            str(row.chunk_nbytes >> 10),
-            str(row.page_nbytes >> 10),
-            str(row.threads),
-            f"{row.gb_per_s:.2f} [{row.gb_per_s_min:.2f} - {row.gb_per_s_max:.2f}]",
-        )
-    Console().print(table)
+        _say(advice)
+    else:
+        Console(width=None if sys.stdout.isatty() else 120).print(bench_table.table(rows))
+        for sentence in bench_table.errors(rows):
+            typer.echo(sentence)
+        typer.echo(advice)
+    raise typer.Exit(1 if any(row.error and not row.is_peer for row in rows) else 0)
+
+
+def _say(sentence: str) -> None:
+    _err.print(sentence, markup=False, soft_wrap=True)
 
 
 def _rfc3339(milliseconds: int) -> str:

@@ -51,15 +51,45 @@ class HostSlot:
 
     __slots__ = ("array", "index", "tensor", "view")
 
-    def __init__(self, index: int, nbytes: int, tensor: Any = None) -> None:
+    def __init__(self, index: int, array: npt.NDArray[np.uint8], tensor: Any = None) -> None:
         self.index = index
+        self.array = array
         self.tensor = tensor  # the same memory as a pinned torch tensor, when there is CUDA
-        if tensor is None:
-            # mmap and not numpy: torch and numpy allocations are only 64-byte aligned
-            self.array: npt.NDArray[np.uint8] = np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
-        else:
-            self.array = tensor.numpy()
-        self.view = self.array.data
+        self.view = array.data
+
+
+class Arena:
+    """Pageable memory for slots, a few at a time, on huge pages where the kernel gives them.
+
+    O_DIRECT pins every page of a buffer for each transfer: reads that ran at 1.2 GB/s on 4 KiB pages ran at
+    3.2 on 2 MiB pages. A slot is not a multiple of 2 MiB, so slots lie one after the other.
+    """
+
+    _HUGE = 2 << 20
+    _AT_ONCE = 32 << 20
+
+    def __init__(self, slot_nbytes: int) -> None:
+        self._slot_nbytes = chunk_file.align(slot_nbytes)
+        self._lock = threading.Lock()
+        self._free: list[npt.NDArray[np.uint8]] = []
+
+    def take(self) -> npt.NDArray[np.uint8]:
+        """Return a slot's memory, 4096-aligned and zero; raises OSError without memory."""
+        with self._lock:
+            if not self._free:
+                num_slots = max(1, self._AT_ONCE // self._slot_nbytes)
+                nbytes = num_slots * self._slot_nbytes
+                # Private: shared anonymous memory is a tmpfs file, without huge pages by default.
+                memory = mmap.mmap(-1, nbytes + self._HUGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+                with contextlib.suppress(OSError, ValueError):  # a kernel without huge pages
+                    memory.madvise(mmap.MADV_HUGEPAGE)
+                array = np.frombuffer(memory, np.uint8)
+                start = -array.ctypes.data % self._HUGE
+                self._free = [
+                    array[at : at + self._slot_nbytes]
+                    for at in range(start, start + nbytes, self._slot_nbytes)
+                ][::-1]
+            return self._free.pop()
 
 
 class _HostChunk:
@@ -121,6 +151,7 @@ class HostTransport:
         direct_io is "on" and the file system refuses it. With native=False all is done in Python.
         """
         self.slot_nbytes = slot_nbytes
+        self._arena = Arena(slot_nbytes)
         self._file_mode = file_mode
         self._fsync = fsync
         self._direct = direct_io != "off" and call_with_deadline(
@@ -161,13 +192,14 @@ class HostTransport:
 
     def new_slot(self, index: int) -> HostSlot:
         if not self._cuda:
-            return HostSlot(index, self.slot_nbytes)
+            return HostSlot(index, self._arena.take())
         import torch
 
         # One page more than needed: the pinned allocator promises no 4096-alignment.
         raw = torch.empty(self.slot_nbytes + 4096, dtype=torch.uint8, pin_memory=True)
         start = -raw.data_ptr() % 4096
-        return HostSlot(index, self.slot_nbytes, raw[start : start + self.slot_nbytes])
+        tensor = raw[start : start + self.slot_nbytes]
+        return HostSlot(index, tensor.numpy(), tensor)
 
     def gather(self, table: SpanTable, slot: HostSlot, base: int, ready: Any) -> None:
         if self._pages is not None:
