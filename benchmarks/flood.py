@@ -1,0 +1,356 @@
+"""Memory, open files and threads of a worker while 10,000 store jobs, then 10,000 load jobs flood it.
+
+A child process submits one-chunk jobs as fast as it can, and now and then calls `wait`, which gathers what is
+queued into staging slots. The parent watches it from outside, through /proc. The budget is what was
+configured: `staging_bytes`, plus what this file states below. Exit code 1: a bound did not hold, or a
+load failed. `--break-bound` takes the bound off the slot pool, and must exit with 1.
+
+    python -m benchmarks.flood [--json] [--jobs 10000] [--break-bound] ...
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+from benchmarks.report import command, publish
+from benchmarks.rig import (
+    PATIENCE_S,
+    BenchmarkError,
+    Rig,
+    Shape,
+    patient_config,
+    work_directory,
+)
+from fskv.config import MIB, StoreConfig
+from fskv.types import ChunkId, Status
+
+# Beside the slots: thread stacks, directory entries, the allocator's slack.
+FIXED_NBYTES = 24 * MIB
+# A job that is not done has its plan: a named tuple of four integers for each page, and the job itself.
+SPAN_NBYTES = 224
+JOB_NBYTES = 4096
+FILES_PER_THREAD = 2  # the chunk file, and a directory while it is made
+NUM_FILES_KEPT = 256  # of what was stored; loads read these again and again
+WAIT_EVERY = 512  # store jobs: as many as the queue takes
+SAMPLE_S = 0.002
+
+
+@dataclass(slots=True)
+class Usage:
+    """Of the child's process, as the kernel counts it."""
+
+    rss_nbytes: int
+    anon_nbytes: int
+    shmem_nbytes: int  # slots are anonymous shared maps
+    open_files: int
+    threads: int
+
+    @classmethod
+    def of(cls, pid: int) -> Usage:
+        """Read the usage now; raises FileNotFoundError or ProcessLookupError when it is gone."""
+        status = _status(pid)
+        return cls(
+            status["VmRSS"] << 10,
+            status["RssAnon"] << 10,
+            status["RssShmem"] << 10,
+            len(os.listdir(f"/proc/{pid}/fd")),
+            status["Threads"],
+        )
+
+    def raise_to(self, other: Usage) -> None:
+        for name, value in asdict(other).items():
+            setattr(self, name, max(getattr(self, name), value))
+
+
+def _status(pid: int) -> dict[str, int]:
+    with open(f"/proc/{pid}/status") as file:
+        pairs = [line.split(":", 1) for line in file]
+    return {k: int(v.split()[0]) for k, v in pairs if k[:3] in ("VmR", "VmH", "Rss", "Thr")}
+
+
+def configured(directory: str, options: argparse.Namespace) -> StoreConfig:
+    return patient_config(
+        directory,
+        io_threads=options.threads,
+        direct_io=options.direct_io,
+        staging_nbytes=options.staging_mib * MIB,
+    )
+
+
+# --- the child ------------------------------------------------------------------------------
+
+
+class Flood:
+    """Submits the jobs and counts how their chunks ended."""
+
+    def __init__(self, directory: str, options: argparse.Namespace) -> None:
+        shape = Shape(options.chunk_kib << 10, options.page_kib << 10, options.layers, 64)
+        config = configured(directory, options)
+        self._rig = Rig(directory, shape, config)
+        self._shape = shape
+        self._num_jobs = options.jobs
+        self._stored: list[ChunkId] = []
+        self.ended = {False: Counter[str](), True: Counter[str]()}  # by is_load
+        self.num_failed_jobs = 0
+        self.max_slots = 0
+
+    def run(self, *, is_load: bool) -> None:
+        """Submit all jobs of one direction, then wait until every chunk has ended."""
+        runner = self._rig.runner
+        first = self._num_jobs if is_load else 0
+        # Planned ahead, so that nothing slows the flood. A job keeps its plan until it is done.
+        jobs = [
+            (job_id, self._requests(self._chunk(job_id, is_load=is_load), is_load=is_load))
+            for job_id in range(first, first + self._num_jobs)
+        ]
+        jobs.reverse()
+        while jobs:
+            job_id, requests = jobs.pop()
+            if is_load:
+                runner.submit_load(job_id, requests, None)
+            else:
+                runner.submit_store(job_id, requests, None)
+            del requests
+            if not is_load and job_id % WAIT_EVERY == WAIT_EVERY - 1:
+                runner.wait(range(job_id - WAIT_EVERY + 1, job_id + 1))
+                self.max_slots = max(self.max_slots, runner.num_slots_used)
+        end = time.monotonic() + PATIENCE_S
+        while sum(self.ended[is_load].values()) < self._num_jobs:
+            self._collect()
+            if time.monotonic() > end:
+                raise BenchmarkError(f"the jobs have not ended in {PATIENCE_S:g} s")
+            time.sleep(0.001)
+        if not self._stored:
+            raise BenchmarkError("no chunk was stored, so nothing can be loaded")
+
+    def check(self) -> int:
+        """Compare the pages of every place that a kept chunk was loaded into; return the bytes."""
+        return self._rig.compare(sorted({self._place(chunk) for chunk in self._stored}))
+
+    def _requests(self, chunk: ChunkId, *, is_load: bool) -> Any:
+        return self._rig.requests([(chunk, self._place(chunk))], is_load=is_load)
+
+    def _chunk(self, job_id: int, *, is_load: bool) -> ChunkId:
+        if is_load:
+            return self._stored[job_id % len(self._stored)]
+        return ChunkId(b"%032d" % job_id, 0)
+
+    def _place(self, chunk: ChunkId) -> int:
+        return int(chunk.key_hash) % self._shape.num_places
+
+    def _collect(self) -> None:
+        self.max_slots = max(self.max_slots, self._rig.runner.num_slots_used)
+        self.num_failed_jobs += sum(result.failed for result in self._rig.runner.poll())
+        for outcome in self._rig.runner.take_outcomes():
+            self.ended[outcome.is_load][outcome.status.value] += 1
+            if outcome.is_load or outcome.status is not Status.OK:
+                continue
+            if len(self._stored) < NUM_FILES_KEPT:
+                self._stored.append(outcome.chunk)
+            else:
+                self._rig.remove(outcome.chunk)
+
+
+def flood(connection: Connection, directory: str, options: argparse.Namespace) -> None:
+    """Be the child: say "ready", wait for the word, flood, tell what became of the jobs."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
+    try:
+        if options.break_bound:
+            _break_bound()
+        work = Flood(directory, options)
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")  # the peak begins here: proc(5)
+        connection.send("ready")
+        connection.recv()
+        for is_load in (False, True):
+            start = time.monotonic()
+            work.run(is_load=is_load)
+            seconds = time.monotonic() - start
+            connection.send(("load" if is_load else "store", seconds, dict(work.ended[is_load])))
+            connection.recv()
+        connection.send((work.num_failed_jobs, work.check(), work.max_slots))
+        connection.recv()
+    except EOFError:
+        return
+    except (BenchmarkError, OSError, ValueError) as error:
+        connection.send(BenchmarkError(str(error)))
+
+
+def _break_bound() -> None:
+    """The negative control: a pool that hands out slots without end."""
+    jobs: Any = importlib.import_module("fskv.jobs")
+    bounded = jobs.SlotPool
+    jobs.SlotPool = lambda transport, _num_slots: bounded(transport, 1 << 30)
+
+
+# --- the parent -----------------------------------------------------------------------------
+
+
+class Watch:
+    """Samples the child until it says something, and keeps the peaks."""
+
+    def __init__(self, pid: int, connection: Connection) -> None:
+        self._pid, self._connection = pid, connection
+        self.num_samples = 0
+        self.peak = Usage(0, 0, 0, 0, 0)
+
+    def hear(self) -> Any:
+        """Return the child's next word; raises BenchmarkError for its failure or its silence."""
+        end = time.monotonic() + 2 * PATIENCE_S
+        while not self._connection.poll(SAMPLE_S):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError, KeyError):
+                self._sample()
+            if time.monotonic() > end:
+                raise BenchmarkError("the child hangs")
+        try:
+            said = self._connection.recv()
+        except EOFError:
+            raise BenchmarkError("the child has died: out of memory?") from None
+        if isinstance(said, BenchmarkError):
+            raise said
+        return said
+
+    def start(self) -> Usage:
+        """Begin the peaks at what the child uses now, and return that."""
+        self.peak = Usage.of(self._pid)
+        return replace(self.peak)
+
+    def _sample(self) -> None:
+        self.peak.raise_to(Usage.of(self._pid))
+        self.num_samples += 1
+
+    def high_water_nbytes(self) -> int:
+        return _status(self._pid)["VmHWM"] << 10
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Run the child under watch and return the facts."""
+    with work_directory(options.dir) as directory:
+        ours, theirs = multiprocessing.get_context("spawn").Pipe()
+        process = multiprocessing.get_context("spawn").Process(
+            target=flood, args=(theirs, directory, options), daemon=True
+        )
+        process.start()
+        theirs.close()
+        assert process.pid is not None
+        try:
+            watch = Watch(process.pid, ours)
+            watch.hear()
+            before = watch.start()
+            phases = {}
+            for _ in range(2):
+                ours.send("go")
+                name, seconds, ended = watch.hear()
+                phases[name] = {"seconds": round(seconds, 2), "ended": ended}
+            high_water = watch.high_water_nbytes()
+            peak = replace(watch.peak)  # checking uses memory of its own
+            ours.send("go")
+            num_failed, nbytes_compared, max_slots = watch.hear()
+        finally:
+            ours.close()
+            process.kill()
+            process.join()
+    config = configured(options.dir, options)
+    spans = options.chunk_kib // options.page_kib
+    plans = options.jobs * (spans * SPAN_NBYTES + JOB_NBYTES)
+    found = {
+        "memory": max(high_water, peak.rss_nbytes) - before.rss_nbytes,
+        "staging": peak.shmem_nbytes - before.shmem_nbytes,
+        "open files": peak.open_files - before.open_files,
+        "threads": peak.threads - before.threads,
+    }
+    # Half of the spare slots may hang, and each such thread is replaced: twice the threads at most.
+    bounds = {
+        "memory": config.staging_bytes + plans + FIXED_NBYTES,
+        "staging": config.staging_bytes,
+        "open files": FILES_PER_THREAD * options.threads,
+        "threads": options.threads,
+    }
+    loaded = phases["load"]["ended"].get(Status.OK.value, 0)
+    exceeded = [name for name, bound in bounds.items() if found[name] > bound]
+    return {
+        "settings": {name: value for name, value in vars(options).items() if name != "json"},
+        "found": found,
+        "bounds": bounds,
+        "budget_parts": {
+            "staging_bytes": config.staging_bytes,
+            "plans_of_all_jobs": plans,
+            "fixed": FIXED_NBYTES,
+        },
+        "exceeded": exceeded,
+        "phases": phases,
+        "failed_loads": num_failed,
+        "max_slots_used": max_slots,
+        "bytes_compared": nbytes_compared,
+        "samples": watch.num_samples,
+        "good": not exceeded and not num_failed and loaded == options.jobs,
+    }
+
+
+def report(facts: dict[str, Any], options: argparse.Namespace) -> None:
+    rows = []
+    for name, bound in facts["bounds"].items():
+        in_mib = name in ("memory", "staging")
+        found, limit = (
+            f"{value / MIB:.1f} MiB" if in_mib else str(value)
+            for value in (facts["found"][name], bound)
+        )
+        rows.append([name, found, limit, "EXCEEDED" if name in facts["exceeded"] else "holds"])
+    parts = ", ".join(f"{name} {n / MIB:.0f} MiB" for name, n in facts["budget_parts"].items())
+    ended = "; ".join(f"{n}s in {p['seconds']} s: {p['ended']}" for n, p in facts["phases"].items())
+    title = (
+        f"{options.jobs} store jobs, then {options.jobs} load jobs, of one {options.chunk_kib} KiB chunk. "
+        f"Increase over the idle process.\nMemory's bound: {parts}.\n{ended}"
+    )
+    columns = ("", "peak", "bound", "")
+    publish("flood", facts, (title, columns, rows), as_json=options.json)
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="benchmarks.flood", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add("--json", action="store_true", help="print one line of JSON instead of the table")
+    add("--jobs", type=int, default=10_000, help="of each direction (10000)")
+    add("--threads", type=int, default=4, help="I/O threads (4)")
+    add("--staging-mib", type=int, default=256, help="the option staging_bytes (256)")
+    add("--chunk-kib", type=int, default=2048, help="(2048)")
+    add("--page-kib", type=int, default=32, help="a block's bytes in one layer (32)")
+    add("--layers", type=int, default=16, help="KV tensors (16)")
+    add("--dir", default="/dev/shm", help="where the files go (/dev/shm)")  # noqa: S108
+    add("--direct-io", choices=("auto", "on", "off"), default="off", help="(off)")
+    add("--break-bound", action="store_true", help="negative control: no bound on staging slots")
+    options = parser.parse_args(arguments)
+    for name in ("jobs", "threads", "staging_mib", "chunk_kib", "page_kib", "layers"):
+        if getattr(options, name) <= 0:
+            parser.error(
+                f"--{name.replace('_', '-')}: found {getattr(options, name)}, expected > 0"
+            )
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+
+    def run() -> int:
+        facts = measure(options)
+        report(facts, options)
+        return 0 if facts["good"] else 1
+
+    return command("benchmarks.flood", run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
