@@ -11,19 +11,16 @@ load failed. `--break-bound` takes the bound off the slot pool, and must exit wi
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
-import multiprocessing
-import os
-import signal
 import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
+from benchmarks.child import Child
+from benchmarks.options import add_pages, parser, positive, settings
 from benchmarks.report import command, publish
 from benchmarks.rig import (
     PATIENCE_S,
@@ -33,6 +30,7 @@ from benchmarks.rig import (
     patient_config,
     work_directory,
 )
+from benchmarks.usage import Watch, begin_high_water
 from fskv.config import MIB, StoreConfig
 from fskv.types import ChunkId, Status
 
@@ -44,40 +42,6 @@ JOB_NBYTES = 4096
 FILES_PER_THREAD = 2  # the chunk file, and a directory while it is made
 NUM_FILES_KEPT = 256  # of what was stored; loads read these again and again
 WAIT_EVERY = 512  # store jobs: as many as the queue takes
-SAMPLE_S = 0.002
-
-
-@dataclass(slots=True)
-class Usage:
-    """Of the child's process, as the kernel counts it."""
-
-    rss_nbytes: int
-    anon_nbytes: int
-    shmem_nbytes: int  # slots are anonymous shared maps
-    open_files: int
-    threads: int
-
-    @classmethod
-    def of(cls, pid: int) -> Usage:
-        """Read the usage now; raises FileNotFoundError or ProcessLookupError when it is gone."""
-        status = _status(pid)
-        return cls(
-            status["VmRSS"] << 10,
-            status["RssAnon"] << 10,
-            status["RssShmem"] << 10,
-            len(os.listdir(f"/proc/{pid}/fd")),
-            status["Threads"],
-        )
-
-    def raise_to(self, other: Usage) -> None:
-        for name, value in asdict(other).items():
-            setattr(self, name, max(getattr(self, name), value))
-
-
-def _status(pid: int) -> dict[str, int]:
-    with open(f"/proc/{pid}/status") as file:
-        pairs = [line.split(":", 1) for line in file]
-    return {k: int(v.split()[0]) for k, v in pairs if k[:3] in ("VmR", "VmH", "Rss", "Thr")}
 
 
 def configured(directory: str, options: argparse.Namespace) -> StoreConfig:
@@ -165,27 +129,20 @@ class Flood:
 
 def flood(connection: Connection, directory: str, options: argparse.Namespace) -> None:
     """Be the child: say "ready", wait for the word, flood, tell what became of the jobs."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
-    try:
-        if options.break_bound:
-            _break_bound()
-        work = Flood(directory, options)
-        with open("/proc/self/clear_refs", "w") as file:
-            file.write("5")  # the peak begins here: proc(5)
-        connection.send("ready")
+    if options.break_bound:
+        _break_bound()
+    work = Flood(directory, options)
+    begin_high_water()
+    connection.send("ready")
+    for is_load in (False, True):
         connection.recv()
-        for is_load in (False, True):
-            start = time.monotonic()
-            work.run(is_load=is_load)
-            seconds = time.monotonic() - start
-            connection.send(("load" if is_load else "store", seconds, dict(work.ended[is_load])))
-            connection.recv()
-        connection.send((work.num_failed_jobs, work.check(), work.max_slots))
-        connection.recv()
-    except EOFError:
-        return
-    except (BenchmarkError, OSError, ValueError) as error:
-        connection.send(BenchmarkError(str(error)))
+        start = time.monotonic()
+        work.run(is_load=is_load)
+        seconds = time.monotonic() - start
+        connection.send(("load" if is_load else "store", seconds, dict(work.ended[is_load])))
+    connection.recv()
+    connection.send((work.num_failed_jobs, work.check(), work.max_slots))
+    connection.recv()
 
 
 def _break_bound() -> None:
@@ -198,75 +155,27 @@ def _break_bound() -> None:
 # --- the parent -----------------------------------------------------------------------------
 
 
-class Watch:
-    """Samples the child until it says something, and keeps the peaks."""
-
-    def __init__(self, pid: int, connection: Connection) -> None:
-        self._pid, self._connection = pid, connection
-        self.num_samples = 0
-        self.peak = Usage(0, 0, 0, 0, 0)
-
-    def hear(self) -> Any:
-        """Return the child's next word; raises BenchmarkError for its failure or its silence."""
-        end = time.monotonic() + 2 * PATIENCE_S
-        while not self._connection.poll(SAMPLE_S):
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError, KeyError):
-                self._sample()
-            if time.monotonic() > end:
-                raise BenchmarkError("the child hangs")
-        try:
-            said = self._connection.recv()
-        except EOFError:
-            raise BenchmarkError("the child has died: out of memory?") from None
-        if isinstance(said, BenchmarkError):
-            raise said
-        return said
-
-    def start(self) -> Usage:
-        """Begin the peaks at what the child uses now, and return that."""
-        self.peak = Usage.of(self._pid)
-        return replace(self.peak)
-
-    def _sample(self) -> None:
-        self.peak.raise_to(Usage.of(self._pid))
-        self.num_samples += 1
-
-    def high_water_nbytes(self) -> int:
-        return _status(self._pid)["VmHWM"] << 10
-
-
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Run the child under watch and return the facts."""
-    with work_directory(options.dir) as directory:
-        ours, theirs = multiprocessing.get_context("spawn").Pipe()
-        process = multiprocessing.get_context("spawn").Process(
-            target=flood, args=(theirs, directory, options), daemon=True
-        )
-        process.start()
-        theirs.close()
-        assert process.pid is not None
-        try:
-            watch = Watch(process.pid, ours)
-            watch.hear()
-            before = watch.start()
-            phases = {}
-            for _ in range(2):
-                ours.send("go")
-                name, seconds, ended = watch.hear()
-                phases[name] = {"seconds": round(seconds, 2), "ended": ended}
-            high_water = watch.high_water_nbytes()
-            peak = replace(watch.peak)  # checking uses memory of its own
-            ours.send("go")
-            num_failed, nbytes_compared, max_slots = watch.hear()
-        finally:
-            ours.close()
-            process.kill()
-            process.join()
+    with (
+        work_directory(options.dir) as directory,
+        Child("the flooded process", flood, directory, options) as child,
+    ):
+        child.hear()
+        watch = Watch(child.pid)
+        phases = {}
+        for _ in range(2):
+            child.say("go")
+            name, seconds, ended = child.hear(2 * PATIENCE_S, watch.sample)
+            phases[name] = {"seconds": round(seconds, 2), "ended": ended}
+        before, peak = watch.before, watch.peak()  # checking uses memory of its own
+        child.say("go")
+        num_failed, nbytes_compared, max_slots = child.hear()
     config = configured(options.dir, options)
     spans = options.chunk_kib // options.page_kib
     plans = options.jobs * (spans * SPAN_NBYTES + JOB_NBYTES)
     found = {
-        "memory": max(high_water, peak.rss_nbytes) - before.rss_nbytes,
+        "memory": peak.rss_nbytes - before.rss_nbytes,
         "staging": peak.shmem_nbytes - before.shmem_nbytes,
         "open files": peak.open_files - before.open_files,
         "threads": peak.threads - before.threads,
@@ -281,7 +190,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     loaded = phases["load"]["ended"].get(Status.OK.value, 0)
     exceeded = [name for name, bound in bounds.items() if found[name] > bound]
     return {
-        "settings": {name: value for name, value in vars(options).items() if name != "json"},
+        "settings": settings(options),
         "found": found,
         "bounds": bounds,
         "budget_parts": {
@@ -319,26 +228,13 @@ def report(facts: dict[str, Any], options: argparse.Namespace) -> None:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="benchmarks.flood", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    add = parser.add_argument
-    add("--json", action="store_true", help="print one line of JSON instead of the table")
-    add("--jobs", type=int, default=10_000, help="of each direction (10000)")
-    add("--threads", type=int, default=4, help="I/O threads (4)")
-    add("--staging-mib", type=int, default=256, help="the option staging_bytes (256)")
-    add("--chunk-kib", type=int, default=2048, help="(2048)")
-    add("--page-kib", type=int, default=32, help="a block's bytes in one layer (32)")
-    add("--layers", type=int, default=16, help="KV tensors (16)")
-    add("--dir", default="/dev/shm", help="where the files go (/dev/shm)")  # noqa: S108
-    add("--direct-io", choices=("auto", "on", "off"), default="off", help="(off)")
+    made = parser("flood", __doc__)
+    add_pages(made)
+    add = made.add_argument
+    add("--jobs", type=positive, default=10_000, help="of each direction (10000)")
+    add("--staging-mib", type=positive, default=256, help="the option staging_bytes (256)")
     add("--break-bound", action="store_true", help="negative control: no bound on staging slots")
-    options = parser.parse_args(arguments)
-    for name in ("jobs", "threads", "staging_mib", "chunk_kib", "page_kib", "layers"):
-        if getattr(options, name) <= 0:
-            parser.error(
-                f"--{name.replace('_', '-')}: found {getattr(options, name)}, expected > 0"
-            )
-    return options
+    return made.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

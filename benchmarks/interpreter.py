@@ -13,9 +13,7 @@ Files go to /dev/shm, so that no disk is the limit. Loads are compared with what
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
-import signal
 import statistics
 import sys
 import time
@@ -24,10 +22,11 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
+from benchmarks.child import Child
 from benchmarks.counter import Counter, Reading
+from benchmarks.options import add_pages, parser, positive, positive_float, settings
 from benchmarks.report import command, publish, say, show, spread
 from benchmarks.rig import (
-    PATIENCE_S,
     BenchmarkError,
     Moved,
     Rig,
@@ -109,28 +108,22 @@ class Side:
 
 def serve(connection: Connection, directory: str, options: argparse.Namespace) -> None:
     """Be the control's process: move chunks as told until the connection ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us, by closing the connection
-    try:
-        side = Side(directory, options)
-        connection.send("ready")
-        while True:
-            direction, seconds, rate = connection.recv()
-            side.start(direction)
-            connection.send("start")
-            moved = side.move(direction, seconds, rate)
-            connection.send(moved)
-            side.finish(direction)
-            connection.send("finished")
-    except EOFError:
-        return
-    except BenchmarkError as error:
-        connection.send(error)
+    side = Side(directory, options)
+    connection.send("ready")
+    while True:
+        direction, seconds, rate = connection.recv()
+        side.start(direction)
+        connection.send("start")
+        moved = side.move(direction, seconds, rate)
+        connection.send(moved)
+        side.finish(direction)
+        connection.send("finished")
 
 
 class Bench:
     """The phases of all rounds, and what they found."""
 
-    def __init__(self, side: Side, control: Connection, options: argparse.Namespace) -> None:
+    def __init__(self, side: Side, control: Child, options: argparse.Namespace) -> None:
         self._side, self._control, self._options = side, control, options
         self._counter = Counter()
         self._seconds = options.seconds
@@ -184,15 +177,15 @@ class Bench:
         return moved.num_chunks / moved.seconds
 
     def _elsewhere(self, direction: str, rate: float) -> None:
-        self._control.send((direction, self._seconds, rate))
-        self._receive()
+        self._control.say((direction, self._seconds, rate))
+        self._control.hear()
         self._counter.go()
         before = self._counter.read()
         self._side.move("store", self._seconds, -1.0)
         reading = self._counter.read().since(before)
         self._counter.pause()
-        moved = self._receive()
-        self._receive()
+        moved = self._control.hear()
+        self._control.hear()
         self._keep(direction, "control", reading, moved, None)
 
     def _keep(
@@ -204,19 +197,6 @@ class Bench:
                 "(a longer --seconds may help)"
             )
         self._loaded.append((self.cells[direction, where], reading, moved, others_s))
-
-    def _receive(self) -> Any:
-        return receive(self._control)
-
-
-def receive(connection: Connection) -> Any:
-    """Return what the control's process says next; raises what it could not do."""
-    if not connection.poll(PATIENCE_S):
-        raise BenchmarkError(f"the control's process has said nothing for {PATIENCE_S:g} s")
-    said = connection.recv()
-    if isinstance(said, BenchmarkError):
-        raise said
-    return said
 
 
 def _mean(values: Any) -> float:
@@ -233,36 +213,24 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 f"--dir: {options.dir} has {room.f_bavail * room.f_frsize >> 20} MiB left, "
                 f"expected {needed >> 20}; or lower --seconds or --rate"
             )
-        ours, theirs = multiprocessing.get_context("spawn").Pipe()
-        process = multiprocessing.get_context("spawn").Process(
-            target=serve, args=(theirs, directory, options), daemon=True
-        )
-        process.start()
-        theirs.close()
-        try:
+        with Child("the control's process", serve, directory, options) as control:
             side = Side(directory, options)
-            receive(ours)
-            bench = Bench(side, ours, options)
+            control.hear()
+            bench = Bench(side, control, options)
             bench.run()
             side.close()
-        except EOFError:
-            raise BenchmarkError("the control's process has ended") from None
-        finally:
-            ours.close()
-            process.kill()
-            process.join()
     idle = spread([reading.per_second / 1e6 for reading in bench.idle])
     facts: dict[str, Any] = {
-        "settings": {name: value for name, value in vars(options).items() if name != "json"},
+        "settings": settings(options),
         "switch_interval_s": sys.getswitchinterval(),
         "idle_million_per_s": idle,
         "bytes_compared": bench.nbytes_compared,
     }
     for direction in DIRECTIONS:
-        here, control = bench.cells[direction, "here"], bench.cells[direction, "control"]
-        ratios = [a / b for a, b in zip(here.kept, control.kept, strict=True)]
+        here, there = bench.cells[direction, "here"], bench.cells[direction, "control"]
+        ratios = [a / b for a, b in zip(here.kept, there.kept, strict=True)]
         facts[direction] = here.facts() | {
-            "control": control.facts(),
+            "control": there.facts(),
             "kept_of_control": spread(ratios),
             "promise_kept": (
                 statistics.median(here.kept) >= PROMISE
@@ -297,31 +265,16 @@ def report(facts: dict[str, Any], options: argparse.Namespace) -> None:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="benchmarks.interpreter", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    add = parser.add_argument
-    add("--json", action="store_true", help="print one line of JSON instead of the table")
-    add("--rate", type=float, default=1000.0, help="chunks a second (1000)")
-    add("--rounds", type=int, default=7, help="(7)")
-    add("--seconds", type=float, default=1.0, help="length of a loaded phase; idle: half (1)")
-    add("--threads", type=int, default=4, help="I/O threads (4)")
-    add("--job-chunks", type=int, default=32, help="chunks of a job (32)")
-    add("--step-ms", type=float, default=5.0, help="between two polls of the worker (5)")
-    add("--chunk-kib", type=int, default=2048, help="(2048)")
-    add("--page-kib", type=int, default=32, help="a block's bytes in one layer (32)")
-    add("--layers", type=int, default=16, help="KV tensors (16)")
-    add(
-        "--places", type=int, default=128, help="chunks of KV to store from, and to load into (128)"
-    )
-    add("--dir", default="/dev/shm", help="where the files go (/dev/shm)")  # noqa: S108
-    add("--direct-io", choices=("auto", "on", "off"), default="off", help="(off)")
-    options = parser.parse_args(arguments)
-    for name in ("rate", "rounds", "seconds", "threads", "job_chunks", "step_ms", "chunk_kib"):
-        if getattr(options, name) <= 0:
-            parser.error(
-                f"--{name.replace('_', '-')}: found {getattr(options, name)}, expected > 0"
-            )
-    return options
+    made = parser("interpreter", __doc__)
+    add_pages(made)
+    add = made.add_argument
+    add("--rate", type=positive_float, default=1000.0, help="chunks a second (1000)")
+    add("--rounds", type=positive, default=7, help="(7)")
+    add("--seconds", type=positive_float, default=1.0, help="of a loaded phase; idle: half (1)")
+    add("--job-chunks", type=positive, default=32, help="chunks of a job (32)")
+    add("--step-ms", type=positive_float, default=5.0, help="between two polls of the worker (5)")
+    add("--places", type=positive, default=128, help="chunks of KV to store; as many to load (128)")
+    return made.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

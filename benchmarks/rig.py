@@ -18,8 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from fskv.breaker import Breaker
 from fskv.chunk_file import FileLayout
@@ -30,6 +29,9 @@ from fskv.root import NamespaceDir
 from fskv.span_plan import GroupLayout, plan_job
 from fskv.store import ChunkStore
 from fskv.types import ChunkId, Status
+
+if TYPE_CHECKING:
+    import torch
 
 # A benchmark waits for slow storage instead of counting timeouts.
 PATIENCE_S = 120.0
@@ -106,6 +108,8 @@ class Rig:
     """KV tensors with random bytes, and a runner over files below a directory of its own."""
 
     def __init__(self, directory: str, shape: Shape, config: StoreConfig) -> None:
+        import torch  # seconds, and a watching parent needs none of it
+
         self.shape = shape
         self._path = tempfile.mkdtemp(dir=directory)
         os.mkdir(os.path.join(self._path, "tmp"))
@@ -153,6 +157,8 @@ class Rig:
 
     def compare(self, places: Sequence[int]) -> int:
         """Return the bytes of these places whose loaded pages equal the stored ones: all, or it raises."""
+        import torch
+
         nbytes = 0
         for tensor in self._tensors:
             stored = [b for place in places for b in self._blocks[False][place]]
