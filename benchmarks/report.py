@@ -82,8 +82,8 @@ def publish(
 
 def command(name: str, run: Callable[[], int]) -> int:
     """Run a benchmark and return its exit code: 2 for what makes it impossible, 130 after Ctrl-C."""
-    # `kill` and a closed terminal end it as Ctrl-C does.
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    # `kill` and a closed terminal end it as Ctrl-C does, which a shell may have made it ignore.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
     try:
         return run()

@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("torch", reason="the benchmarks need torch: make test")
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[1]
-SMALL_FLOOD = ["--jobs", "1024", "--chunk-kib", "1024", "--layers", "4", "--staging-mib", "8"]
+SMALL_FLOOD = ["--jobs", "512", "--chunk-kib", "1024", "--layers", "4", "--staging-mib", "8"]
 SMALL_INTERPRETER = ["--rounds", "1", "--seconds", "0.2", "--rate", "100", "--chunk-kib", "512"]
 
 
@@ -47,8 +47,8 @@ def test_the_interpreter_benchmark_moves_chunks_both_ways_and_compares_them(tmp_
 def test_a_flood_stays_inside_the_budget(tmp_path):
     code, facts = run("flood", *SMALL_FLOOD, directory=tmp_path)
     assert (code, facts["exceeded"]) == (0, [])
-    assert facts["phases"]["load"]["ended"] == {"ok": 1024}
-    assert sum(facts["phases"]["store"]["ended"].values()) == 1024
+    assert facts["phases"]["load"]["ended"] == {"ok": 512}
+    assert sum(facts["phases"]["store"]["ended"].values()) == 512
     assert facts["samples"] > 0
     assert facts["bytes_compared"] > 0
 
