@@ -132,9 +132,8 @@ class Engine:
             half = self._options.prompts // 2
             self._hang.on = True
             try:
-                phase = self._decode(
-                    self._prompts(number)[half:] + self._prompts(-number - 1)[half:]
-                )
+                new = self._prompts(f"hang {number}")
+                phase = self._decode(self._prompts(number)[half:] + new[half:])
             finally:
                 self._hang.on = False
         elif kind in ("store traffic", "load traffic"):
@@ -159,8 +158,8 @@ class Engine:
         time_calls(FskvManager, "lookup", self._chunk_lookups)
         time_calls(FskvConnector, "get_num_new_matched_tokens", self._request_lookups)
 
-    def _prompts(self, number: int) -> list[list[int]]:
-        generator = random.Random(number)  # noqa: S311  reproducible, not secret
+    def _prompts(self, name: int | str) -> list[list[int]]:
+        generator = random.Random(str(name))  # noqa: S311  reproducible, not secret
         length = self._options.prompt_tokens
         return [
             [generator.randrange(3, VOCAB_SIZE) for _ in range(length)]
@@ -212,19 +211,23 @@ class Engine:
         phase.seconds = window[-1] - window[0]
         return phase
 
-    def move(self, *, is_load: bool, rate: float, until: Callable[[float], bool]) -> float:
-        """Move chunks through a runner of its own; return how many a second."""
+    def ready_traffic(self) -> Traffic:
+        """Return the traffic on a runner of its own, with something to load."""
         if self._traffic is None:
             config = patient_config(
                 self._directory, io_threads=self._options.threads, direct_io=self._options.direct_io
             )
             rig = Rig(self._directory, Shape(num_places=64), config)
             self._traffic = Traffic(rig, job_chunks=16, step_s=0.001, keep=256)
-            # Something to load, and the threads are there.
             self._traffic.run(is_load=False, rate=math.inf, until=lambda seconds: seconds > 0.2)
             self._traffic.drain()
-        moved = self._traffic.run(is_load=is_load, rate=rate, until=until)
-        self._traffic.drain()
+        return self._traffic
+
+    def move(self, *, is_load: bool, rate: float, until: Callable[[float], bool]) -> float:
+        """Move chunks from the calling thread; return how many a second."""
+        traffic = self.ready_traffic()
+        moved = traffic.run(is_load=is_load, rate=rate, until=until)
+        traffic.drain()
         return moved.num_chunks / moved.seconds
 
     def _beside_traffic(self, *, is_load: bool) -> Phase:
@@ -236,17 +239,17 @@ class Engine:
         def run() -> None:
             try:
                 moved.append(self.move(is_load=is_load, rate=rate, until=lambda _: stop.is_set()))
-            except BenchmarkError as error:
+            except Exception as error:  # handed to the engine's thread
                 moved.append(error)
 
-        self.move(is_load=is_load, rate=rate, until=lambda seconds: seconds > 0)
+        self.ready_traffic()
         thread = threading.Thread(target=run, name="traffic", daemon=True)
         try:
             phase = self._decode([], opened=thread.start)
         finally:
             stop.set()
         thread.join()
-        if isinstance(moved[0], BenchmarkError):
+        if isinstance(moved[0], Exception):
             raise moved[0]
         phase.chunks_per_s = moved[0]
         return phase
@@ -280,6 +283,7 @@ def serve(
         while True:
             kind, number = connection.recv()
             if kind in MOVES:  # at the rate `number`, until the parent says something
+                engine.ready_traffic()
                 connection.send("begun")
                 is_load = kind == MOVES[1]
                 rate = engine.move(is_load=is_load, rate=number, until=lambda _: connection.poll())

@@ -41,6 +41,7 @@ SPAN_NBYTES = 224
 JOB_NBYTES = 4096
 FILES_PER_THREAD = 2  # the chunk file, and a directory while it is made
 NUM_FILES_KEPT = 256  # of what was stored; loads read these again and again
+COLLECT_EVERY = 4096  # jobs; so many files at most are there at a time
 WAIT_EVERY = 512  # store jobs: as many as the queue takes
 
 
@@ -90,6 +91,8 @@ class Flood:
             if not is_load and job_id % WAIT_EVERY == WAIT_EVERY - 1:
                 runner.wait(range(job_id - WAIT_EVERY + 1, job_id + 1))
                 self.max_slots = max(self.max_slots, runner.num_slots_used)
+            if job_id % COLLECT_EVERY == COLLECT_EVERY - 1:
+                self._collect()
         end = time.monotonic() + PATIENCE_S
         while sum(self.ended[is_load].values()) < self._num_jobs:
             self._collect()

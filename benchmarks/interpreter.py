@@ -46,10 +46,9 @@ class Cell:
 
     kept: list[float] = field(default_factory=list)  # loaded rate / idle rate
     chunks_per_s: list[float] = field(default_factory=list)
-    without_interpreter: list[float] = field(
-        default_factory=list
-    )  # share, less that of idle phases
-    without_cpu: list[float] = field(default_factory=list)  # share, less that of idle phases
+    # Shares of the time, less those of idle phases.
+    without_interpreter: list[float] = field(default_factory=list)
+    without_cpu: list[float] = field(default_factory=list)
     caller_us: list[float] = field(default_factory=list)  # CPU of the submitting thread, per chunk
     others_us: list[float] = field(default_factory=list)  # CPU of all I/O threads, per chunk
 
@@ -160,7 +159,7 @@ class Bench:
         """The worker's steps go on, with nothing to do."""
         self._counter.go()
         before = self._counter.read()
-        self._side.move("store", self._seconds / 2, -1.0)
+        self._side.move("store", self._seconds / 2, 0.0)
         self.idle.append(self._counter.read().since(before))
         self._counter.pause()
 
@@ -181,7 +180,7 @@ class Bench:
         self._control.hear()
         self._counter.go()
         before = self._counter.read()
-        self._side.move("store", self._seconds, -1.0)
+        self._side.move("store", self._seconds, 0.0)
         reading = self._counter.read().since(before)
         self._counter.pause()
         moved = self._control.hear()

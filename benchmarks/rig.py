@@ -208,14 +208,17 @@ class Traffic:
         self._num_open = 0
 
     def run(self, *, is_load: bool, rate: float, until: Callable[[float], bool]) -> Moved:
-        """Move `rate` chunks a second, or as many as get through, until `until(seconds)` is true."""
+        """Move `rate` chunks a second, or as many as get through, until `until(seconds)` is true.
+
+        At rate 0 the worker's steps go on with nothing to do.
+        """
         start = now = time.perf_counter()
         num_moved = num_submitted = 0
         caller_ns = 0
         while not until(now - start):
             before_ns = time.thread_time_ns()
             due = (now - start) * rate
-            while num_submitted <= due and self._num_open + self._job_chunks <= self._max_open:
+            while num_submitted < due and self._num_open + self._job_chunks <= self._max_open:
                 self._submit(is_load=is_load)
                 num_submitted += self._job_chunks
             num_moved += self._collect()
@@ -247,29 +250,24 @@ class Traffic:
             self._rig.remove(self._stored.popleft()[0])
 
     def _submit(self, *, is_load: bool) -> None:
+        runner = self._rig.runner
         self._num_jobs += 1
+        self._num_open += self._job_chunks
         if is_load:
             if not self._stored:
                 raise BenchmarkError("there is nothing to load: no chunk was stored in time")
             chunks = [self._stored[i % len(self._stored)] for i in range(self._job_chunks)]
             self._stored.rotate(-self._job_chunks)
             self._loaded_places.update(place for _, place in chunks)
-            self._num_open += len(chunks)
-            self._rig.runner.submit_load(
-                self._num_jobs, self._rig.requests(chunks, is_load=True), None
-            )
+            runner.submit_load(self._num_jobs, self._rig.requests(chunks, is_load=True), None)
             return
         chunks = []
-        for _ in range(self._job_chunks):
-            chunk = ChunkId(b"%032d" % self._num_named, 0)
-            place = self._num_named % self._rig.shape.num_places
-            self._num_named += 1
-            self._place_of[chunk] = place
-            chunks.append((chunk, place))
-        self._num_open += len(chunks)
-        self._rig.runner.submit_store(
-            self._num_jobs, self._rig.requests(chunks, is_load=False), None
-        )
+        for number in range(self._num_named, self._num_named + self._job_chunks):
+            chunk = ChunkId(b"%032d" % number, 0)
+            self._place_of[chunk] = number % self._rig.shape.num_places
+            chunks.append((chunk, self._place_of[chunk]))
+        self._num_named += self._job_chunks
+        runner.submit_store(self._num_jobs, self._rig.requests(chunks, is_load=False), None)
 
     def _collect(self) -> int:
         """Do what a worker does once a step; return how many chunks have ended."""
