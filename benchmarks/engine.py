@@ -163,9 +163,10 @@ def lookup_facts(phases: Sequence[Phase]) -> dict[str, Any]:
 
 def report(facts: dict[str, Any], options: argparse.Namespace) -> None:
     rows = []
-    decode = facts["phases"]["decode"]
+    without = {kind: sides.get("without") for kind, sides in facts["phases"].items()}
     for kind, sides in facts["phases"].items():
-        reference = sides.get("without", decode["without"])
+        # A hang makes the others a recompute.
+        reference = without[kind] or without["prefill" if kind == "hang" else "decode"]
         for name, cell in sides.items():
             row = [f"{kind}, {name}" if kind in BOTH else kind]
             row += [f"{cell['all'][key]:.1f}" for key in ("p50_ms", "p99_ms", "p100_ms")]
@@ -179,7 +180,7 @@ def report(facts: dict[str, Any], options: argparse.Namespace) -> None:
             rows.append(row)
     title = (
         f"Milliseconds between two tokens of a decoding request, {options.rounds} rounds taken together; "
-        f"x: against the same phase\nwithout fskv, or against decode without."
+        f"x: against the same phase\nwithout fskv; traffic against decode, hang against prefill."
     )
     for when, kinds in facts["lookups"].items():
         for name, times in kinds.items():
