@@ -41,7 +41,7 @@ SPAN_NBYTES = 224
 JOB_NBYTES = 4096
 FILES_PER_THREAD = 2  # the chunk file, and a directory while it is made
 NUM_FILES_KEPT = 256  # of what was stored; loads read these again and again
-COLLECT_EVERY = 4096  # jobs; so many files at most are there at a time
+COLLECT_EVERY = 2048  # jobs; so many files at most are there at a time
 WAIT_EVERY = 512  # store jobs: as many as the queue takes
 
 
