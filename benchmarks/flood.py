@@ -1,9 +1,10 @@
 """Memory, open files and threads of a worker while 10,000 store jobs, then 10,000 load jobs flood it.
 
 A child process submits one-chunk jobs as fast as it can, and now and then calls `wait`, which gathers what is
-queued into staging slots. The parent watches it from outside, through /proc. The budget is what was
-configured: `staging_bytes`, plus what this file states below. Exit code 1: a bound did not hold, or a
-load failed. `--break-bound` takes the bound off the slot pool, and must exit with 1.
+queued into staging slots. Writes are delayed, so that the storage cannot keep up. The parent watches the
+child from outside, through /proc. The budget is what was configured: `staging_bytes`, plus what this file
+states below. Exit code 1: a bound did not hold, or a load failed. `--break-bound` takes the bound off the
+slot pool, and must exit with 1.
 
     python -m benchmarks.flood [--json] [--jobs 10000] [--break-bound] ...
 """
@@ -31,7 +32,9 @@ from benchmarks.rig import (
     work_directory,
 )
 from benchmarks.usage import Watch, begin_high_water
+from benchmarks.wrapping import delay
 from fskv.config import MIB, StoreConfig
+from fskv.store import ChunkStore
 from fskv.types import ChunkId, Status
 
 # Beside the slots: thread stacks, directory entries, the allocator's slack.
@@ -41,7 +44,6 @@ SPAN_NBYTES = 224
 JOB_NBYTES = 4096
 FILES_PER_THREAD = 2  # the chunk file, and a directory while it is made
 NUM_FILES_KEPT = 256  # of what was stored; loads read these again and again
-COLLECT_EVERY = 2048  # jobs; so many files at most are there at a time
 WAIT_EVERY = 512  # store jobs: as many as the queue takes
 
 
@@ -91,8 +93,6 @@ class Flood:
             if not is_load and job_id % WAIT_EVERY == WAIT_EVERY - 1:
                 runner.wait(range(job_id - WAIT_EVERY + 1, job_id + 1))
                 self.max_slots = max(self.max_slots, runner.num_slots_used)
-            if job_id % COLLECT_EVERY == COLLECT_EVERY - 1:
-                self._collect()
         end = time.monotonic() + PATIENCE_S
         while sum(self.ended[is_load].values()) < self._num_jobs:
             self._collect()
@@ -134,6 +134,7 @@ def flood(connection: Connection, directory: str, options: argparse.Namespace) -
     """Be the child: say "ready", wait for the word, flood, tell what became of the jobs."""
     if options.break_bound:
         _break_bound()
+    delay(ChunkStore, "put", options.put_ms / 1e3)
     work = Flood(directory, options)
     begin_high_water()
     connection.send("ready")
@@ -236,6 +237,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = made.add_argument
     add("--jobs", type=positive, default=10_000, help="of each direction (10000)")
     add("--staging-mib", type=positive, default=256, help="the option staging_bytes (256)")
+    add(
+        "--put-ms", type=positive, default=20, help="storage is slower by this: or it keeps up (20)"
+    )
     add("--break-bound", action="store_true", help="negative control: no bound on staging slots")
     return made.parse_args(arguments)
 

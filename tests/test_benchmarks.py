@@ -54,8 +54,7 @@ def test_a_flood_stays_inside_the_budget(tmp_path):
 
 
 def test_negative_control_a_slot_pool_without_a_bound_fails_the_flood(tmp_path):
-    # One thread: what it does not write in time is what the pool must refuse to gather.
-    code, facts = run("flood", *SMALL_FLOOD, "--threads", "1", "--break-bound", directory=tmp_path)
+    code, facts = run("flood", *SMALL_FLOOD, "--break-bound", directory=tmp_path)
     assert code == 1
     assert "staging" in facts["exceeded"]
 
