@@ -12,10 +12,10 @@ endif
 ARGS ?=
 DIR ?= .cache
 
-.PHONY: help setup demo demo-quick bench test test-unit lint clean distclean
+.PHONY: help setup demo demo-quick bench bench-interpreter bench-flood bench-engine test test-unit lint clean distclean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: ## Make .venv: a vLLM engine for CPUs, fskv, test tools (the others call it)
 	@VENV='$(VENV)' bash .ci/setup
@@ -29,6 +29,15 @@ demo-quick: $(SETUP) ## The same with two small models
 bench: $(SETUP) ## Store and load speed on the storage of DIR (default: .cache)
 	@mkdir -p .cache
 	@$(PY) -m fskv_tools bench $(ARGS) '$(DIR)'
+
+bench-interpreter: $(SETUP) ## What a Python loop keeps of its rate beside 1,000 chunks a second
+	@$(PY) -m benchmarks.interpreter $(ARGS)
+
+bench-flood: $(SETUP) ## Memory, files and threads while 20,000 jobs flood a worker
+	@$(PY) -m benchmarks.flood $(ARGS)
+
+bench-engine: $(SETUP) ## What a decoding request of a real vLLM engine notices (some minutes)
+	@$(PY) -m benchmarks.engine $(ARGS)
 
 test: $(SETUP) ## All tests: unit tests, then real engines (some minutes)
 	$(PY) -m pytest $(ARGS)

@@ -1,0 +1,298 @@
+"""The data path as an engine's worker uses it, over KV pages in host memory, and traffic on it.
+
+`Rig` owns KV tensors, store, transport and runner; `Traffic` submits jobs at a rate from the calling
+thread, as a worker's steps do. The first half of the KV blocks is what stores read, the second half is
+what loads fill, and `Rig.compare` holds the two together byte by byte. All benchmarks that move chunks
+construct them here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+import signal
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fskv.breaker import Breaker
+from fskv.chunk_file import FileLayout
+from fskv.config import MIB, StoreConfig
+from fskv.gds_io import HostTransport
+from fskv.jobs import ChunkRequest, JobRunner
+from fskv.root import NamespaceDir
+from fskv.span_plan import GroupLayout, plan_job
+from fskv.store import ChunkStore
+from fskv.types import ChunkId, Status
+
+if TYPE_CHECKING:
+    import torch
+
+# A benchmark waits for slow storage instead of counting timeouts.
+PATIENCE_S = 120.0
+
+
+class BenchmarkError(Exception):
+    """Something that makes the figures worthless; the command says it in one line and exits with 2."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What the KV pages look like: a chunk has a page of each layer for each of its blocks."""
+
+    chunk_nbytes: int = 2 * MIB
+    page_nbytes: int = 32 << 10
+    num_layers: int = 16
+    num_places: int = 128  # chunks that the stored half, and the loaded half, have room for
+
+    @property
+    def blocks_per_chunk(self) -> int:
+        blocks, rest = divmod(self.chunk_nbytes, self.page_nbytes * self.num_layers)
+        if rest or not blocks:
+            raise BenchmarkError(
+                f"a chunk of {self.chunk_nbytes} bytes is no whole number of blocks of "
+                f"{self.num_layers} pages of {self.page_nbytes} bytes"
+            )
+        return blocks
+
+
+def patient_config(
+    directory: str, *, io_threads: int, direct_io: str, staging_nbytes: int = 256 * MIB
+) -> StoreConfig:
+    """Return the defaults of an engine, but with deadlines that end a benchmark only if all hangs."""
+    return StoreConfig.from_mapping(
+        {
+            "root": directory,
+            "io_threads": io_threads,
+            "direct_io": direct_io,
+            "staging_bytes": staging_nbytes,
+            "deadline_base_s": PATIENCE_S,
+            "deadline_max_s": PATIENCE_S,
+        }
+    )
+
+
+def open_runner(
+    tensors: Sequence[torch.Tensor], layout: FileLayout, path: str, config: StoreConfig
+) -> JobRunner:
+    """Construct transport, store and runner as fskv.engines.vllm_worker does, for one KV group."""
+    directory = NamespaceDir(path, b"benchmark".ljust(32), 0o700, 0o600)
+    transport = HostTransport(
+        tensors,
+        layout.file_nbytes,
+        probe_dir=os.path.dirname(directory.tmp_path()),
+        direct_io=config.direct_io,
+        file_mode=directory.file_mode,
+        fsync=config.fsync,
+    )
+    store = ChunkStore(
+        directory, {0: layout}, transport, rank=None, touch_interval_s=config.touch_interval_s
+    )
+    return JobRunner(
+        store,
+        transport,
+        num_threads=config.io_threads,
+        num_slots=config.staging_bytes // layout.file_nbytes,
+        max_queued_chunks=config.max_queued_chunks,
+        deadline=config.deadline,
+        breaker=Breaker(config.breaker_failures, config.breaker_probe_s),
+    )
+
+
+class Rig:
+    """KV tensors with random bytes, and a runner over files below a directory of its own."""
+
+    def __init__(self, directory: str, shape: Shape, config: StoreConfig) -> None:
+        import torch  # seconds, and a watching parent needs none of it
+
+        self.shape = shape
+        self._path = tempfile.mkdtemp(dir=directory)
+        os.mkdir(os.path.join(self._path, "tmp"))
+        os.mkdir(os.path.join(self._path, "chunks"))
+        self._names = NamespaceDir(self._path, b"", 0o700, 0o600)
+        per_chunk = shape.blocks_per_chunk
+        num_blocks = per_chunk * shape.num_places
+        self._tensors = [
+            torch.empty((2 * num_blocks, shape.page_nbytes), dtype=torch.int8).random_(-128, 128)
+            for _ in range(shape.num_layers)
+        ]
+        self._strides = [tensor.stride(0) for tensor in self._tensors]
+        self._layout = GroupLayout.of(
+            0, per_chunk, [(layer, shape.page_nbytes) for layer in range(shape.num_layers)]
+        )
+        self.file_layout = FileLayout(per_chunk, (shape.page_nbytes,) * shape.num_layers, bytes(16))
+        order = list(range(num_blocks))
+        random.Random(0).shuffle(order)  # noqa: S311  reproducible, not secret
+        stored = [order[at : at + per_chunk] for at in range(0, num_blocks, per_chunk)]
+        loaded = [[num_blocks + block for block in blocks] for blocks in stored]
+        self._blocks = {False: stored, True: loaded}  # by is_load, then by place
+        self.runner = open_runner(self._tensors, self.file_layout, self._path, config)
+
+    def requests(
+        self, chunks: Sequence[tuple[ChunkId, int]], *, is_load: bool
+    ) -> list[ChunkRequest]:
+        """Plan a job of (chunk, place) pairs as a worker does for every job."""
+        places = self._blocks[is_load]
+        blocks = [block for _, place in chunks for block in places[place]]
+        plan = plan_job(
+            [self._layout],
+            self._strides,
+            [len(chunks)],
+            blocks,
+            [len(blocks)],
+            [0],
+            complete_tail=not is_load,
+        )
+        return [ChunkRequest(chunks[part.key_idx][0], part) for part in plan.chunks]
+
+    def clear(self) -> None:
+        """Zero the pages that loads fill."""
+        for tensor in self._tensors:
+            tensor[tensor.shape[0] // 2 :] = 0
+
+    def compare(self, places: Sequence[int]) -> int:
+        """Return the bytes of these places whose loaded pages equal the stored ones: all, or it raises."""
+        import torch
+
+        nbytes = 0
+        for tensor in self._tensors:
+            stored = [b for place in places for b in self._blocks[False][place]]
+            loaded = [b for place in places for b in self._blocks[True][place]]
+            if not torch.equal(tensor[stored], tensor[loaded]):
+                raise BenchmarkError("loaded pages differ from the stored ones; no figure is valid")
+            nbytes += len(stored) * self.shape.page_nbytes
+        return nbytes
+
+    def remove(self, chunk: ChunkId) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._names.chunk_path(chunk.key_hash, chunk.group_idx, None))
+
+    def close(self) -> None:
+        self.runner.shutdown(0)
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """What one stretch of traffic did, until `until` was true; what was open then is not counted."""
+
+    num_chunks: int
+    seconds: float
+    caller_s: float  # CPU seconds of the calling thread: plan, submit, poll, take_outcomes
+
+
+class Traffic:
+    """Submits store or load jobs on a rig. One thread at a time; the rig's only user."""
+
+    def __init__(
+        self, rig: Rig, *, job_chunks: int, step_s: float, keep: int | None = None
+    ) -> None:
+        """`step_s` is the pause between two polls; beyond `keep` files, the oldest is removed."""
+        self._rig = rig
+        self._job_chunks = job_chunks
+        self._step_s = step_s
+        self._keep = keep
+        # Enough for every thread always to have a next chunk, and less than fskv's own queue takes.
+        self._max_open = min(2 * job_chunks, rig.shape.num_places)
+        if job_chunks > rig.shape.num_places:
+            raise BenchmarkError(f"{job_chunks} chunks a job, but {rig.shape.num_places} places")
+        self._stored: deque[tuple[ChunkId, int]] = deque()
+        self._place_of: dict[ChunkId, int] = {}  # of chunks on their way into a file
+        self._loaded_places: set[int] = set()
+        self._num_named = 0
+        self._num_jobs = 0
+        self._num_open = 0
+
+    def run(self, *, is_load: bool, rate: float, until: Callable[[float], bool]) -> Moved:
+        """Move `rate` chunks a second, or as many as get through, until `until(seconds)` is true.
+
+        At rate 0 the worker's steps go on with nothing to do.
+        """
+        start = now = time.perf_counter()
+        num_moved = num_submitted = 0
+        caller_ns = 0
+        while not until(now - start):
+            before_ns = time.thread_time_ns()
+            due = (now - start) * rate
+            while num_submitted < due and self._num_open + self._job_chunks <= self._max_open:
+                self._submit(is_load=is_load)
+                num_submitted += self._job_chunks
+            num_moved += self._collect()
+            caller_ns += time.thread_time_ns() - before_ns
+            time.sleep(self._step_s)
+            now = time.perf_counter()
+        return Moved(num_moved, now - start, caller_ns / 1e9)
+
+    def drain(self) -> None:
+        """Wait until every chunk has ended."""
+        end = time.monotonic() + PATIENCE_S
+        while self._num_open:
+            self._collect()
+            if time.monotonic() > end:
+                raise BenchmarkError(f"{self._num_open} chunks have not ended in {PATIENCE_S:g} s")
+            time.sleep(self._step_s)
+
+    def begin_loads(self) -> None:
+        """Zero the pages that loads fill: `check` then sees what came after."""
+        self._rig.clear()
+        self._loaded_places.clear()
+
+    def check(self) -> int:
+        """Compare every place that was loaded into since `begin_loads` and return the bytes."""
+        return self._rig.compare(sorted(self._loaded_places))
+
+    def remove_files(self) -> None:
+        while self._stored:
+            self._rig.remove(self._stored.popleft()[0])
+
+    def _submit(self, *, is_load: bool) -> None:
+        runner = self._rig.runner
+        self._num_jobs += 1
+        self._num_open += self._job_chunks
+        if is_load:
+            if not self._stored:
+                raise BenchmarkError("there is nothing to load: no chunk was stored in time")
+            chunks = [self._stored[i % len(self._stored)] for i in range(self._job_chunks)]
+            self._stored.rotate(-self._job_chunks)
+            self._loaded_places.update(place for _, place in chunks)
+            runner.submit_load(self._num_jobs, self._rig.requests(chunks, is_load=True), None)
+            return
+        chunks = []
+        for number in range(self._num_named, self._num_named + self._job_chunks):
+            chunk = ChunkId(b"%032d" % number, 0)
+            self._place_of[chunk] = number % self._rig.shape.num_places
+            chunks.append((chunk, self._place_of[chunk]))
+        self._num_named += self._job_chunks
+        runner.submit_store(self._num_jobs, self._rig.requests(chunks, is_load=False), None)
+
+    def _collect(self) -> int:
+        """Do what a worker does once a step; return how many chunks have ended."""
+        self._rig.runner.poll()
+        outcomes = self._rig.runner.take_outcomes()
+        for outcome in outcomes:
+            if outcome.status is not Status.OK:
+                what = "load" if outcome.is_load else "store"
+                raise BenchmarkError(f"the {what} of a chunk ended as {outcome.status.value}")
+            if not outcome.is_load:
+                self._stored.append((outcome.chunk, self._place_of.pop(outcome.chunk)))
+                if self._keep is not None and len(self._stored) > self._keep:
+                    self._rig.remove(self._stored.popleft()[0])
+        self._num_open -= len(outcomes)
+        return len(outcomes)
+
+
+@contextlib.contextmanager
+def work_directory(parent: str) -> Iterator[str]:
+    """Make a directory below `parent` and remove it in the end, also after Ctrl-C."""
+    path = tempfile.mkdtemp(prefix="fskv-benchmark-", dir=parent)
+    try:
+        yield path
+    finally:
+        # A second Ctrl-C must not stop this half way.
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        shutil.rmtree(path, ignore_errors=True)
+        signal.signal(signal.SIGINT, before)
