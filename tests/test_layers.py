@@ -44,6 +44,7 @@ HOMES = {
     "xxhash": ("fskv.chunk_file", "fskv.namespace", "fskv.fingerprint"),
     # bench: the command that measures the data path with real tensors.
     "torch": ("fskv.gds_io", "fskv.transports.", "fskv.engines.", "tools.bench"),
+    "triton": ("fskv.transports.",),
     "cupy": ("fskv.gds_io", "fskv.transports."),
     "numpy": ("fskv.gds_io", "fskv.transports.", "fskv.engines."),
     "aiofiles": ("fskv.index.", "fskv.maintenance"),
@@ -54,6 +55,7 @@ HOMES = {
 LAZY = {
     "torch": ("fskv.gds_io", "fskv.transports.", "tools."),
     "kvikio": ("fskv.",),
+    "triton": ("fskv.",),
     "cupy": ("fskv.",),
 }
 # What a pure module has no use for: files, clocks, threads, processes, the network.
@@ -191,6 +193,8 @@ def test_no_two_modules_of_a_layer_import_each_other():
         ("fskv.store", "from msgpack import packb", "no home of msgpack"),
         ("fskv.gds_io", "import torch", "before it is needed"),
         ("fskv.gds_io", "try:\n    import kvikio\nexcept ImportError: pass", "before it is needed"),
+        ("fskv.store", "import triton", "no home of triton"),
+        ("fskv.transports.kernels", "import triton", "before it is needed"),
         ("fskv.errors", "import requests", "no home of requests"),
         ("fskv.hybrid_planner", "import os", "is pure and imports os"),
         ("fskv.chunk_file", "from time import time", "is pure and imports time"),
@@ -218,7 +222,7 @@ def loaded_by(statement):
 
 
 def test_importing_fskv_loads_neither_torch_nor_an_engine():
-    heavy = {"torch", "vllm", "kvikio", "cupy"}
+    heavy = {"torch", "vllm", "kvikio", "cupy", "triton"}
     assert not loaded_by("import fskv") & (heavy | {"numpy"})
     everything = ", ".join(
         module for _, module in modules() if module.startswith("fskv") and "engines" not in module
