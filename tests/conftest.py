@@ -253,6 +253,16 @@ def damage(path, at, mask=0x01):
         file.write(bytes([byte ^ mask]))
 
 
+@pytest.fixture(scope="session")
+def native_library(request, tmp_path_factory):
+    """Build a source of tests/native into pytest's cache: `native_library("disk_faults")` is its path."""
+    from native_build import build
+
+    cache = getattr(request.config, "cache", None)
+    directory = cache.mkdir("native") if cache else tmp_path_factory.mktemp("native")
+    return lambda name, *flags, **how: build(name, directory, *flags, **how)
+
+
 @pytest.fixture
 def make_world(tmp_path):
     """Make Worlds on one root; what hangs in them is released at the end."""
