@@ -103,7 +103,11 @@ def make_identity(**changes):
 
 
 class World:
-    """KV tensors, a namespace on disk, and a store between them; `faults` is the transport's script."""
+    """KV tensors, a namespace on disk, and a store between them.
+
+    `faults` is the transport's script; False: no FaultTransport at all. `make_transport` has the signature
+    of HostTransport and stands for it if given.
+    """
 
     # 4 blocks of 64000 bytes: 4 rows, and no block begins where a row does.
     PAGES = (40000, 24000)
@@ -124,6 +128,7 @@ class World:
         direct_io="auto",
         fsync=False,
         touch_interval_s=600.0,
+        make_transport=None,
     ):
         import torch
         from faults import FaultTransport, Script
@@ -145,14 +150,16 @@ class World:
         self.group_idx = group_idx
         self.layout = GroupLayout.of(group_idx, blocks_per_chunk, list(enumerate(pages)))
         self.file_layout = FileLayout(blocks_per_chunk, tuple(pages), layout_digest)
-        host = HostTransport(
+        transport = (make_transport or HostTransport)(
             self.tensors,
             self.file_layout.file_nbytes,
             probe_dir=f"{self.directory.path}/tmp",
             direct_io=direct_io,
             fsync=fsync,
         )
-        self.transport = FaultTransport(host, faults or Script())
+        self.transport = (
+            transport if faults is False else FaultTransport(transport, faults or Script())
+        )
         self.store = ChunkStore(
             self.directory,
             {group_idx: self.file_layout},

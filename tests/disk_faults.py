@@ -30,9 +30,12 @@ A test that never saw its fault has shown nothing: assert `fired`.
 from __future__ import annotations
 
 import itertools
+import json
 import mmap
 import os
 import struct
+import subprocess
+import sys
 from pathlib import Path
 
 _MAX_IDS = 1000
@@ -116,3 +119,33 @@ class DiskFaults:
             _RULE.unpack_from(self._counters, _HEADER.size + number * _RULE.size)[which]
             for number in numbers
         )
+
+
+class Child:
+    """A Python process that runs `program`: says "ready", then answers each line with a line of JSON."""
+
+    def __init__(self, program: str, env: dict[str, str]) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", program],
+            env=env,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self.read() == "ready"
+
+    def send(self, expression):
+        self._process.stdin.write(expression + "\n")
+        self._process.stdin.flush()
+
+    def read(self):
+        return json.loads(self._process.stdout.readline())
+
+    def __call__(self, expression):
+        self.send(expression)
+        return self.read()
+
+    def close(self):
+        self._process.stdin.close()
+        self._process.wait(30)
+        self._process.stdout.close()

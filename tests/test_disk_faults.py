@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
-import subprocess
-import sys
 
 import pytest
 from conftest import wait_for
-from disk_faults import DiskFaults
+from disk_faults import Child, DiskFaults
 
 # Runs in the child: one line of Python in, one JSON line out, the name of the errno for an OSError.
 CHILD = r"""
@@ -55,34 +52,6 @@ for line in sys.stdin:
 """
 
 
-class Child:
-    def __init__(self, env):
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", CHILD],
-            env=env,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert self.read() == "ready"
-
-    def send(self, expression):
-        self._process.stdin.write(expression + "\n")
-        self._process.stdin.flush()
-
-    def read(self):
-        return json.loads(self._process.stdout.readline())
-
-    def __call__(self, expression):
-        self.send(expression)
-        return self.read()
-
-    def close(self):
-        self._process.stdin.close()
-        self._process.wait(30)
-        self._process.stdout.close()
-
-
 class Lab:
     """A child under the shim with files inside and outside of its directory; all of 100 bytes."""
 
@@ -93,7 +62,7 @@ class Lab:
             directory.mkdir()
             (directory / "x.kv").write_bytes(bytes(range(100)))
         self.faults = DiskFaults(library, self.inside, tmp_path / "state")
-        self.child = Child({**os.environ, **self.faults.env()})
+        self.child = Child(CHILD, {**os.environ, **self.faults.env()})
         assert self.faults.attached >= 1
         self.kv = self.open("inside", "x.kv")
         self.other = self.open("outside", "x.kv")
