@@ -13,27 +13,30 @@ import sys
 import time
 import traceback
 
+import gds_lab
 from conftest import World
 
-from fskv import chunk_file, gds_io, jobs
+from fskv import chunk_file, jobs
 from fskv.breaker import Breaker
 from fskv.config import Deadline
+from fskv.transports import chunk_fd, host
 
 # By name: how a transport is made and what else its World needs. A further one is one line here.
 TRANSPORTS = {
-    "host": (gds_io.HostTransport, {}),
-    "host-buffered": (gds_io.HostTransport, {"direct_io": "off"}),
+    "host": (host.HostTransport, {}),
+    "host-buffered": (host.HostTransport, {"direct_io": "off"}),
+    "gds": (gds_lab.make_transport, {}),
 }
 
 # What keeps a promise, and what stands in its place in a negative control.
 SAFETIES = {
-    "checks": (chunk_file, "check_rows", lambda *args: None),
+    "checks": (chunk_file, "check_digests", lambda *args: None),
     "guard": (
         jobs._Job,
         "enter",
         lambda job: setattr(job, "num_in_pages", job.num_in_pages + 1) or True,
     ),
-    "removal": (gds_io, "_unlink_quietly", lambda path: None),
+    "removal": (chunk_fd, "unlink_quietly", lambda path: None),
 }
 
 POISON = 0x5A  # what the pages hold before a load

@@ -235,7 +235,13 @@ class GdsTransport:
         try:
             allocation, offset = self._device.io_buffer(slot.buffer)
             with self._device.io_context():
-                return int(call(allocation, nbytes, file_offset, offset + at))
+                while True:
+                    try:
+                        return int(call(allocation, nbytes, file_offset, offset + at))
+                    except RuntimeError as error:
+                        # kvikio 26.10 does not try again by itself.
+                        if not str(error).endswith(os.strerror(errno.EINTR)):
+                            raise
         finally:
             with self._lock:
                 slot.num_io -= 1
@@ -249,11 +255,12 @@ class GdsTransport:
 # What kvikio lets through: C++ exceptions arrive as RuntimeError, without an errno.
 FAILURES = (RuntimeError, OSError, MemoryError)
 
-# "POSIX error on pwrite: No space left on device": the C library's own words end the message.
+# "POSIX error on pwrite: No space left on device": the C library's own words end the message. EPERM is not
+# among them: kvikio 26.10 says "Operation not permitted" for EBADF.
 _ERRNO_OF_WORDS = {
     os.strerror(number): number
     for number in (
-        *(errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP),
+        *(errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EROFS, errno.ELOOP),
         *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE, errno.ETIMEDOUT),
         *(errno.EINVAL, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENODEV, errno.EISDIR),
     )
