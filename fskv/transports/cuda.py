@@ -160,11 +160,17 @@ class CudaDevice:
             return bytes(buffer.tensor[:nbytes].cpu().numpy().data)
 
     def row_digests(self, buffer: CudaBuffer, start: int, stop: int) -> bytes:
-        """Return chunk_file.row_digests of the buffer's bytes; through the host where kernels are missing."""
+        """Return chunk_file.row_digests of the buffer's bytes.
+
+        Through the host where kernels are missing, or their eighth of the bytes is not free on the device.
+        """
+        import torch
+
         with self._stream() as stream:
             part = buffer.tensor[start:stop]
             if self.kernels_missing is None:
-                return kernels.digest_bytes(kernels.row_digests(part))
+                with contextlib.suppress(torch.cuda.OutOfMemoryError):
+                    return kernels.digest_bytes(kernels.row_digests(part))
             host = self._host_memory()[: stop - start]
             host.copy_(part, non_blocking=True)
             stream.synchronize()
@@ -247,10 +253,13 @@ class CudaDevice:
                 self._bounce.append(buffer)
 
     def _copy(self, spans: Sequence[Span], slot: torch.Tensor, base: int, *, to_slot: bool) -> None:
-        if self._tables is not None and slot.is_cuda and spans:
+        if self._tables is not None and self._on_device(slot) and spans:
+            import torch
+
             table = np.array(spans, np.int64)
-            kernels.copy_spans(table, self._tables, slot, base, to_slot=to_slot)
-            return
+            with contextlib.suppress(torch.cuda.OutOfMemoryError):  # one by one needs none
+                kernels.copy_spans(table, self._tables, slot, base, to_slot=to_slot)
+                return
         for span in spans:
             at = base + span.payload_offset
             in_slot = slot[at : at + span.nbytes]
@@ -260,6 +269,10 @@ class CudaDevice:
                 in_slot.copy_(in_pages, non_blocking=True)
             else:
                 in_pages.copy_(in_slot, non_blocking=True)
+
+    @staticmethod
+    def _on_device(tensor: torch.Tensor) -> bool:
+        return bool(tensor.is_cuda)
 
     @contextlib.contextmanager
     def _stream(self, ready: Any = None) -> Iterator[Any]:
