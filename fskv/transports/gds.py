@@ -7,8 +7,7 @@ imported when a GdsTransport is made. Called on the I/O threads of `jobs`.
 kvikio's blocking calls are used and not its futures: they run on our own thread, without the GIL, with
 buffer and file held by this very frame until they return. A future runs on kvikio's pool, one thread by
 default: reads would queue behind each other, a read that hangs would take the thread for ever, and at exit
-the pool waits for it (seen with kvikio 26.10: a read that hung for 8 s held the process for 8 s and then
-aborted it).
+the pool waits for it (seen with kvikio 26.10: a read that hung for 8 s kept the process for 8 s).
 """
 
 from __future__ import annotations
