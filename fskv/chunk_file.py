@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
 
 import msgpack
 import xxhash
@@ -156,29 +156,82 @@ def check_digests(found: bytes, first_row: int, expected: bytes) -> None:
     raise ChunkCorrupt(f"{len(found) // 8} rows read, header has {len(wanted) // 8}")
 
 
+class HeaderPieces(NamedTuple):
+    """What all headers of a group's files have in common, in the order in which they are written.
+
+    The map is head, the key, middle, first_block, rows, the row digests, tail, written_at.
+    """
+
+    head: bytes
+    middle: bytes
+    rows: bytes
+    tail: bytes
+
+
+@lru_cache(maxsize=64)
+def header_pieces(
+    group_idx: int,
+    rank: int,
+    namespace_digest: bytes,
+    layout_digest: bytes,
+    num_blocks: int,
+    page_nbytes: tuple[int, ...],
+    payload_nbytes: int,
+    num_rows: int,
+    creator: str,
+) -> HeaderPieces:
+    """Encode the constant fields once for all chunks of a group."""
+
+    def pack(**values: object) -> bytes:
+        packed = (msgpack.packb(name) + msgpack.packb(value) for name, value in values.items())
+        return b"".join(packed)
+
+    digests = bytes(8 * num_rows)
+    return HeaderPieces(
+        head=b"\x8f" + msgpack.packb("key"),  # a map of 15 fields
+        middle=pack(
+            group=group_idx,
+            rank=rank,
+            namespace=namespace_digest,
+            layout=layout_digest,
+            blocks=num_blocks,
+            pages=struct.pack(f"<{len(page_nbytes)}Q", *page_nbytes),
+        )
+        + msgpack.packb("first_block"),
+        rows=pack(
+            payload=payload_nbytes, codec=0, checksum=CHECKSUM, row=ROW_NBYTES, rows=digests
+        ).removesuffix(digests),
+        tail=pack(creator=creator[:_MAX_CREATOR_CHARS]) + msgpack.packb("written_at"),
+    )
+
+
 def encode_header(header: ChunkHeader, header_nbytes: int) -> bytes:
     """Return the header as `header_nbytes` bytes, ready to be written before the payload.
 
     Raises ValueError when the fields do not fit: a programming error, since FileLayout reserves enough.
     """
-    meta: bytes = msgpack.packb(
-        {
-            "key": header.key_hash,
-            "group": header.group_idx,
-            "rank": header.rank,
-            "namespace": header.namespace_digest,
-            "layout": header.layout_digest,
-            "blocks": header.num_blocks,
-            "pages": struct.pack(f"<{len(header.page_nbytes)}Q", *header.page_nbytes),
-            "first_block": header.first_block,
-            "payload": header.payload_nbytes,
-            "codec": 0,
-            "checksum": CHECKSUM,
-            "row": ROW_NBYTES,
-            "rows": header.row_digests,
-            "creator": header.creator[:_MAX_CREATOR_CHARS],
-            "written_at": header.written_at_ms,
-        }
+    pieces = header_pieces(
+        header.group_idx,
+        header.rank,
+        header.namespace_digest,
+        header.layout_digest,
+        header.num_blocks,
+        header.page_nbytes,
+        header.payload_nbytes,
+        header.num_rows,
+        header.creator,
+    )
+    meta = b"".join(
+        (
+            pieces.head,
+            msgpack.packb(header.key_hash),
+            pieces.middle,
+            msgpack.packb(header.first_block),
+            pieces.rows,
+            header.row_digests,
+            pieces.tail,
+            msgpack.packb(header.written_at_ms),
+        )
     )
     if len(header.key_hash) > _MAX_KEY_NBYTES or _PREFIX.size + len(meta) > header_nbytes:
         raise ValueError(

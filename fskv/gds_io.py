@@ -14,10 +14,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
-from fskv.span_plan import Span
+from fskv.span_plan import SpanTable
+
+if TYPE_CHECKING:
+    from fskv import _native
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +51,23 @@ class OpenChunk(Protocol):
         """Whether `path` still names this very file."""
 
 
+@dataclass(frozen=True, slots=True)
+class Native:
+    """How a transport lets `fskv._native` do its work outside the interpreter."""
+
+    pages: (
+        _native.Pages | None
+    )  # None: the KV is not in host memory, gathering and scattering stay Python's
+    open_flags: int  # O_DIRECT or 0
+    fsync: bool
+    file_mode: int
+    # fskv._native's types. Handed on from here, so that only the transport knows whether it was built.
+    queue: Callable[[int], _native.Queue]
+    guard: type[_native.Guard]
+    layout: type[_native.Layout]
+    transfer: type[_native.Transfer]
+
+
 class Transport(Protocol):
     """What the store and the jobs need from an I/O layer; see the module docstring.
 
@@ -55,16 +76,18 @@ class Transport(Protocol):
 
     slot_nbytes: int
     description: str  # for the start-up line: what is really used
+    native: Native | None  # None: every chunk is moved by the methods below
 
     def new_slot(self, index: int) -> Any: ...
 
-    def gather(self, spans: Sequence[Span], slot: Any, base: int, ready: Any) -> None:
+    def gather(self, table: SpanTable, slot: Any, base: int, ready: Any) -> None:
         """Copy KV pages into the slot at `base`; returns when the pages are no longer read.
 
+        `table` holds spans, see `ChunkPlan`; ValueError or IndexError when one is not inside its tensor.
         `ready` is an event of the stream that produced the pages, or None when they are complete.
         """
 
-    def scatter(self, slot: Any, base: int, spans: Sequence[Span], ready: Any) -> None:
+    def scatter(self, slot: Any, base: int, table: SpanTable, ready: Any) -> None:
         """Copy from the slot at `base` into KV pages; returns when the pages are complete.
 
         `ready` is an event of the stream that used the pages before (vLLM may still be zeroing them).
@@ -107,13 +130,10 @@ class SlotPool:
     def num_used(self) -> int:
         return self._num_used
 
-    def take(self, keep_free: int = 0) -> Any:
-        """Return a slot, or None when that would leave fewer than `keep_free`, or without memory.
-
-        Never waits.
-        """
+    def take(self) -> Any:
+        """Return a slot, or None when all are used or there is no memory. Never waits."""
         with self._lock:
-            if self._num_slots - self._num_used <= keep_free:
+            if self._num_used >= self._num_slots:
                 return None
             self._num_used += 1
             if self._free:

@@ -11,114 +11,43 @@ parallel. The engine's thread calls submit_*, poll and wait, and none of them ev
 - `wait` returns when the pages of the given jobs are neither read nor written any more. It gathers what it
   can into free slots and cancels the rest.
 
-Threads: one lock (`_lock`) orders the counters and the outcome list; each job has its own (`_Job.lock`).
-Lock order: job before runner, never the other way round.
+Where the transport allows it, an I/O thread does all this in `fskv._native` without entering the interpreter
+and comes back only with a chunk for which something is amiss; that chunk is done again here, from the start.
+`poll` collects what was done there.
+
+Threads: one lock (`_lock`) orders the counters and the outcome list; each job has its own (`Job.lock`), and
+a guard over its KV pages. Lock order: job before runner, never the other way round.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from fskv.breaker import Breaker
 from fskv.config import Deadline
-from fskv.gds_io import Slot, SlotPool, Transport
-from fskv.span_plan import ChunkPlan
+from fskv.gds_io import SlotPool, Transport
+from fskv.job import ChunkOutcome, ChunkRequest, ChunkTask, Guard, Job, JobResult, NativeEvent
 from fskv.store import ChunkStore
-from fskv.threads import HangProofPool, Task
-from fskv.types import ChunkId, Status
+from fskv.threads import HangProofPool, Queue, TaskQueue
+from fskv.types import Status
+
+if TYPE_CHECKING:
+    from fskv import _native
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkRequest:
-    """One chunk of a job: which, and what of it goes where."""
-
-    chunk: ChunkId
-    plan: ChunkPlan
-
-
-@dataclass(frozen=True, slots=True)
-class JobResult:
-    """A job the engine may consider done. `failed` is only ever true for loads."""
-
-    job_id: int
-    is_load: bool
-    failed: bool
-    nbytes: int
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkOutcome:
-    """How one chunk ended; for stores this comes after the job was reported."""
-
-    chunk: ChunkId
-    is_load: bool
-    status: Status
-    nbytes: int
-    seconds: float
-
-
-class _Job:
-    """Shared by the engine's thread and the I/O threads; `lock` guards every field below it."""
-
-    def __init__(
-        self, job_id: int, is_load: bool, submitted_at: float, allowed_s: float, ready: Any
-    ) -> None:
-        self.job_id = job_id
-        self.is_load = is_load
-        self.submitted_at = submitted_at
-        self.deadline_at = submitted_at + allowed_s
-        self.ready = ready
-        self.tasks: list[_ChunkTask] = []
-        self.lock = threading.Condition()
-        self.abandoned = False
-        self.num_in_pages = 0  # threads that are copying from or into KV pages right now
-        self.num_open = 0  # chunks whose pages are still needed
-        self.failed = False
-        self.nbytes = 0
-
-    def enter(self) -> bool:
-        """Ask to touch the job's KV pages; False when the job was given up. Pair with `leave`."""
-        with self.lock:
-            if self.abandoned:
-                return False
-            self.num_in_pages += 1
-            return True
-
-    def leave(self) -> None:
-        with self.lock:
-            self.num_in_pages -= 1
-            self.lock.notify_all()
-
-    def abandon(self) -> None:
-        """From the return on, no thread touches the job's KV pages. Waits for memory copies only."""
-        with self.lock:
-            self.abandoned = True
-            while self.num_in_pages:
-                self.lock.wait()
-
-
-class _ChunkTask:
-    """One chunk of a job on its way; `closed` and `slot` change under the job's lock."""
-
-    __slots__ = ("closed", "job", "pool_task", "reported", "request", "slot", "started_at")
-
-    def __init__(self, job: _Job, request: ChunkRequest) -> None:
-        self.job = job
-        self.request = request
-        self.pool_task: Task | None = None
-        self.started_at: float | None = None
-        self.slot: Slot | None = None  # set when the pages were gathered ahead, by wait()
-        self.closed = False  # the KV pages are not needed for this chunk any more
-        self.reported = False  # the outcome is known
+_STORE_STATUS = {
+    NativeEvent.STORED: Status.OK,
+    NativeEvent.EXISTS: Status.EXISTS,
+    NativeEvent.ABANDONED: Status.SKIPPED,
+}
+_WRITTEN = {0: Status.OK, 1: Status.EXISTS}  # ChunkResult in csrc/chunk_io.h; else nothing was done
 
 
 class JobRunner:
@@ -147,13 +76,20 @@ class JobRunner:
         self._max_queued = max_queued_chunks
         # A hung thread keeps its slot (parked). Half of the spare slots may be lost that way.
         max_hung = max(1, min(num_threads * 2, (num_slots - num_threads) // 2))
-        self._reserved_slots = min(num_slots, num_threads + max_hung)
+        self._max_ahead = max(0, num_slots - num_threads - max_hung)
         self._slots = SlotPool(transport, num_slots)
-        self._pool = HangProofPool("fskv-io", num_threads, max_hung)
-        self._jobs: dict[int, _Job] = {}  # engine's thread only
-        self._lock = threading.Lock()
-        self._open_stores: set[_ChunkTask] = set()  # queued or being written
-        self._running: set[_ChunkTask] = set()  # on a thread, also after their job was given up
+        # While loads run, stores leave them half of the threads.
+        beside = max(1, num_threads // 2)
+        native = transport.native
+        queue: Queue = native.queue(beside) if native else TaskQueue(beside, clock)
+        self._make_guard: Callable[[], Guard | _native.Guard] = native.guard if native else Guard
+        self._pool = HangProofPool(
+            "fskv-io", num_threads, max_hung, self._run, queue=queue, context=self._own_slot
+        )
+        self._jobs: dict[int, Job] = {}  # engine's thread only
+        self._lock = threading.Lock()  # guards what follows
+        self._open_stores: set[ChunkTask] = set()  # queued or being written
+        self._num_ahead = 0  # slots in use for pages that were gathered ahead
         self._results: list[JobResult] = []
         self._outcomes: list[ChunkOutcome] = []
 
@@ -165,17 +101,19 @@ class JobRunner:
         `ready` is an event after which no kernel writes the pages any more, or None.
         """
         nbytes = sum(self._file_nbytes(r) for r in requests)
-        job = _Job(job_id, True, self._clock(), self._deadline.for_nbytes(nbytes), ready)
-        for task in self._begin(job, requests):
-            task.pool_task = self._pool.submit(partial(self._run, task), urgent=True)
+        for task in self._begin(
+            job_id, requests, ready, is_load=True, allowed_s=self._deadline.for_nbytes(nbytes)
+        ):
+            self._queue(task)
 
     def submit_store(self, job_id: int, requests: Sequence[ChunkRequest], ready: Any) -> None:
         """Start a store; `ready` is an event of the stream that writes the pages, or None.
 
         Chunks beyond the queue's limit are skipped and counted.
         """
-        job = _Job(job_id, False, self._clock(), self._deadline.max_s, ready)
-        for task in self._begin(job, requests):
+        for task in self._begin(
+            job_id, requests, ready, is_load=False, allowed_s=self._deadline.max_s
+        ):
             plan = task.request.plan
             with self._lock:
                 # Blocks after the plan's last one would be whatever the slot held before.
@@ -189,11 +127,20 @@ class JobRunner:
                 self._close(task, Status.SKIPPED, 0, 0.0)
                 self._finish_store(task, Status.SKIPPED, 0.0)
             else:
-                task.pool_task = self._pool.submit(partial(self._run, task))
+                self._queue(task)
 
-    def _begin(self, job: _Job, requests: Sequence[ChunkRequest]) -> list[_ChunkTask]:
+    def _begin(
+        self,
+        job_id: int,
+        requests: Sequence[ChunkRequest],
+        ready: Any,
+        *,
+        is_load: bool,
+        allowed_s: float,
+    ) -> list[ChunkTask]:
         """Register a job and return the tasks to run: none, if it has ended at once."""
-        job.tasks = [_ChunkTask(job, request) for request in requests]
+        job = Job(job_id, is_load, self._clock(), allowed_s, ready, self._make_guard())
+        job.tasks = [ChunkTask(job, request) for request in requests]
         job.num_open = len(job.tasks)
         self._jobs[job.job_id] = job
         if not job.tasks:
@@ -203,8 +150,18 @@ class JobRunner:
             return []
         return job.tasks
 
+    def _queue(self, task: ChunkTask) -> None:
+        job, request = task.job, task.request
+        task.queued = self._store.transfer(
+            task, request.chunk, request.plan, job.guard, is_load=job.is_load
+        )
+        if task.slot is not None and task.queued.native:
+            task.queued.use_slot(task.slot)
+        self._pool.submit(task.queued)
+
     def poll(self) -> list[JobResult]:
         """Enforce the deadlines and return the jobs that became reportable since the last call."""
+        self._collect()
         now = self._clock()
         for job in list(self._jobs.values()):
             if now >= job.deadline_at:
@@ -222,6 +179,7 @@ class JobRunner:
         Stores are gathered into spare slots as far as those reach, the rest is cancelled; loads are
         given up, so that they fail and are recomputed.
         """
+        self._collect()
         for job in [self._jobs[j] for j in job_ids if j in self._jobs]:
             if job.is_load:
                 self._give_up(job, Status.SKIPPED)
@@ -232,14 +190,15 @@ class JobRunner:
 
     def take_outcomes(self) -> list[ChunkOutcome]:
         """Return what became of single chunks since the last call."""
+        self._collect()
         with self._lock:
             outcomes, self._outcomes = self._outcomes, []
         return outcomes
 
     @property
     def num_slots_used(self) -> int:
-        """Slots in use, parked ones included."""
-        return self._slots.num_used
+        """Slots in use, parked ones included; an idle thread's slot is not."""
+        return max(0, self._slots.num_used - self._pool.num_idle)
 
     @property
     def num_threads_hung(self) -> int:
@@ -249,6 +208,7 @@ class JobRunner:
         """Give stores `timeout_s` to finish, then leave. Hung threads are never waited for."""
         end = self._clock() + timeout_s
         while self._clock() < end:
+            self._collect()
             with self._lock:
                 if all(task.reported for task in self._open_stores):  # the others hang
                     break
@@ -257,121 +217,162 @@ class JobRunner:
             self._give_up(job, Status.SKIPPED)
         self._pool.close()
 
+    def _collect(self) -> None:
+        """Take over what I/O threads did outside the interpreter."""
+        for task, kind, seconds in self._pool.queue.take_events():
+            event = NativeEvent(kind)
+            if event is NativeEvent.GATHERED:
+                self._close(task, None, task.request.plan.nbytes, 0.0)
+            elif event is NativeEvent.LOADED:
+                self._close(task, Status.OK, task.request.plan.nbytes, seconds)
+            elif not task.job.is_load:
+                if event is NativeEvent.STORED:
+                    self._store.replaced(task.request.chunk)
+                self._end_store(task, _STORE_STATUS[event], seconds)
+
     # --- the I/O threads' side ------------------------------------------------------------
 
-    def _run(self, task: _ChunkTask) -> None:
-        task.started_at = self._clock()
-        with self._lock:
-            self._running.add(task)
-        try:
-            (self._load if task.job.is_load else self._store_chunk)(task, task.started_at)
-        finally:
-            with self._lock:
-                self._running.discard(task)
-
-    def _load(self, task: _ChunkTask, start: float) -> None:
-        job, request = task.job, task.request
-        if job.abandoned:
-            return
+    @contextlib.contextmanager
+    def _own_slot(self) -> Iterator[Any]:
+        """A slot for the life of a thread; None without memory, which costs its chunks and not the engine."""
         slot = self._slots.take()
-        if slot is None:  # every slot is parked: the root hangs
+        try:
+            yield slot
+        finally:
+            if slot is not None:
+                self._slots.give_back(slot)
+
+    def _run(self, queued: Any, slot: Any) -> None:
+        task: ChunkTask = queued.owner
+        if slot is None:  # there was no memory for one when the thread started
+            with self._own_slot() as late:
+                (self._load if task.job.is_load else self._store_chunk)(task, late)
+            return
+        (self._load if task.job.is_load else self._store_chunk)(task, slot)
+
+    def _load(self, task: ChunkTask, slot: Any) -> None:
+        job, request, plan = task.job, task.request, task.request.plan
+        if job.guard.abandoned:
+            return
+        if slot is None:
             self._close(task, Status.TIMED_OUT, 0, 0.0)
             return
-        try:
-            plan = request.plan
-            status = self._store.get(request.chunk, plan.first_block, plan.num_blocks, slot)
-            if status is Status.OK:
-                if not job.enter():
-                    return
+
+        def deliver() -> None:
+            if job.guard.enter():  # else the job was given up, and closed
                 try:
                     base = self._store.layout(request.chunk.group_idx).header_nbytes
-                    self._transport.scatter(slot, base, plan.spans, job.ready)
+                    self._transport.scatter(slot, base, plan.table, job.ready)
                 finally:
-                    job.leave()
+                    job.guard.leave()
+                self._close(task, Status.OK, plan.nbytes, self._seconds(task))
+
+        try:
+            if task.queued.checked:
+                deliver()
+                return
+            status = self._store.get(
+                request.chunk, plan.first_block, plan.num_blocks, slot, deliver
+            )
         except Exception:
             # A bug must cost this load, not the thread and not the request.
             logger.exception("load of %s", request.chunk)
             status = Status.IO_ERROR
-        finally:
-            self._slots.give_back(slot)
-        self._close(task, status, self._span_nbytes(request), self._clock() - start)
+        self._close(task, status, plan.nbytes, self._seconds(task))
 
-    def _store_chunk(self, task: _ChunkTask, start: float) -> None:
+    def _store_chunk(self, task: ChunkTask, slot: Any) -> None:
         status = Status.SKIPPED
         try:
-            if task.slot is None and not self._gather(task, self._slots.take()):
+            if task.queued.gathered:
+                self._close(task, None, task.request.plan.nbytes, 0.0)
+            elif task.slot is None and not self._gather(task, slot):
                 return
-            assert task.slot is not None
-            status = self._store.put(task.request.chunk, task.request.plan.first_block, task.slot)
+            status = self._write(task, task.slot or slot)
         except Exception:
             logger.exception("store of %s", task.request.chunk)
             status = Status.IO_ERROR
         finally:
-            if task.slot is not None:
-                self._slots.give_back(task.slot)
             self._close(task, Status.SKIPPED, 0, 0.0)  # only matters when gathering raised
-            self._finish_store(task, status, self._clock() - start)
+            self._end_store(task, status, self._seconds(task))
 
-    def _gather(self, task: _ChunkTask, slot: Slot | None) -> bool:
+    def _gather(self, task: ChunkTask, slot: Any) -> bool:
         """Copy the task's pages into `slot` and close it; False when it was cancelled before."""
+        job = task.job
         if slot is None:
             self._close(task, Status.SKIPPED, 0, 0.0)
             return False
-        job = task.job
-        if not job.enter():
-            self._slots.give_back(slot)
+        if not job.guard.enter():
             return False
         try:
             with job.lock:
-                already_closed = task.closed
-            if not already_closed:
-                base = self._store.layout(task.request.chunk.group_idx).header_nbytes
-                self._transport.gather(task.request.plan.spans, slot, base, job.ready)
-                task.slot = slot
+                if task.closed:
+                    return False
+            base = self._store.layout(task.request.chunk.group_idx).header_nbytes
+            self._transport.gather(task.request.plan.table, slot, base, job.ready)
         finally:
-            if task.slot is not slot:
-                self._slots.give_back(slot)
-            job.leave()
-        if task.slot is not slot:
-            return False
-        self._close(task, None, self._span_nbytes(task.request), 0.0)
+            job.guard.leave()
+        self._close(task, None, task.request.plan.nbytes, 0.0)
         return True
+
+    def _write(self, task: ChunkTask, slot: Any) -> Status:
+        request, queued = task.request, task.queued
+        if queued.native and not queued.tried:  # pages on a device: only the gathering was Python's
+            done = _WRITTEN.get(queued.write(slot))
+            if done is not None:
+                return done
+        return self._store.put(request.chunk, request.plan.first_block, slot)
+
+    def _seconds(self, task: ChunkTask) -> float:
+        return self._clock() - (task.started_at or 0.0)
 
     # --- shared ---------------------------------------------------------------------------
 
-    def _gather_ahead(self, task: _ChunkTask) -> None:
+    def _gather_ahead(self, task: ChunkTask) -> None:
         """On the engine's thread: free the pages of a queued store now, if a spare slot is there."""
-        if task.closed or task.pool_task is None or not self._pool.cancel(task.pool_task):
+        if task.closed or task.queued is None or not self._pool.queue.cancel(task.queued):
             return  # its pages are gathered, being gathered, or were never taken
         status = Status.SKIPPED
-        slot = self._slots.take(keep_free=self._reserved_slots)
+        slot = self._take_ahead()
         try:
             if slot is not None and self._gather(task, slot):
-                task.pool_task = self._pool.submit(partial(self._run, task))
-                self._pool.hasten(task.pool_task)
+                task.slot = slot
+                self._queue(task)
+                self._pool.queue.hasten(task.queued)
                 return
         except Exception:
             logger.exception("gather of %s", task.request.chunk)
             status = Status.IO_ERROR
+        task.slot = slot
         self._close(task, status, 0, 0.0)
-        self._finish_store(task, status, 0.0)
+        self._end_store(task, status, 0.0)
 
-    def _give_up(self, job: _Job, status: Status) -> None:
+    def _take_ahead(self) -> Any:
+        with self._lock:
+            if self._num_ahead >= self._max_ahead:
+                return None
+            self._num_ahead += 1
+        slot = self._slots.take()
+        if slot is None:
+            with self._lock:
+                self._num_ahead -= 1
+        return slot
+
+    def _give_up(self, job: Job, status: Status) -> None:
         """Free the job's pages: abandon it and close its open chunks with `status`."""
-        job.abandon()
+        job.guard.abandon()
         begun = False
         for task in job.tasks:
             if task.closed:
                 continue
+            started = task.queued is not None and not self._pool.queue.cancel(task.queued)
             begun |= task.started_at is not None
-            started = task.pool_task is not None and not self._pool.cancel(task.pool_task)
             self._close(task, status, 0, self._clock() - job.submitted_at)
             if not job.is_load and not started:
                 self._finish_store(task, status, 0.0)
         if status is Status.TIMED_OUT and not begun and self._pool.num_hung:
             self._breaker.record(status)  # no chunk got a thread, because threads hang: one sign
 
-    def _close(self, task: _ChunkTask, status: Status | None, nbytes: int, seconds: float) -> None:
+    def _close(self, task: ChunkTask, status: Status | None, nbytes: int, seconds: float) -> None:
         """The chunk's pages are not needed any more. `status` is None for a store that goes on writing."""
         job = task.job
         with job.lock:
@@ -387,13 +388,22 @@ class JobRunner:
         if last:
             self._report(job)
 
-    def _finish_store(self, task: _ChunkTask, status: Status, seconds: float) -> None:
+    def _end_store(self, task: ChunkTask, status: Status, seconds: float) -> None:
+        """The chunk's slot is free again, and its outcome known."""
+        if task.slot is not None:
+            self._slots.give_back(task.slot)
+            task.slot = None
+            with self._lock:
+                self._num_ahead -= 1
+        self._finish_store(task, status, seconds)
+
+    def _finish_store(self, task: ChunkTask, status: Status, seconds: float) -> None:
         with self._lock:
             self._open_stores.discard(task)
         nbytes = self._file_nbytes(task.request) if status is Status.OK else 0
         self._outcome(task, status, nbytes, seconds)
 
-    def _outcome(self, task: _ChunkTask, status: Status, nbytes: int, seconds: float) -> None:
+    def _outcome(self, task: ChunkTask, status: Status, nbytes: int, seconds: float) -> None:
         with self._lock:
             if task.reported:
                 return
@@ -404,7 +414,7 @@ class JobRunner:
         if task.started_at is not None:  # what never got a thread says nothing about the disk
             self._breaker.record(status)
 
-    def _report(self, job: _Job) -> None:
+    def _report(self, job: Job) -> None:
         seconds = self._clock() - job.submitted_at
         with self._lock:
             self._results.append(
@@ -413,20 +423,13 @@ class JobRunner:
 
     def _write_off_hung(self, now: float) -> None:
         """Replace the threads of transfers that are past their deadline, whatever became of the job."""
-        with self._lock:
-            running = list(self._running)
-        for task in running:
-            if task.started_at is None or task.pool_task is None:
-                continue
+        for queued in self._pool.queue.running():
+            task: ChunkTask = queued.owner
             allowed = self._deadline.for_nbytes(self._file_nbytes(task.request))
-            if now - task.started_at > allowed:
-                self._pool.write_off(task.pool_task)
+            if now - queued.started_at > allowed:
+                self._pool.write_off(queued)
                 if not task.job.is_load:
-                    self._outcome(task, Status.TIMED_OUT, 0, now - task.started_at)
+                    self._outcome(task, Status.TIMED_OUT, 0, now - queued.started_at)
 
     def _file_nbytes(self, request: ChunkRequest) -> int:
         return self._store.layout(request.chunk.group_idx).file_nbytes
-
-    @staticmethod
-    def _span_nbytes(request: ChunkRequest) -> int:
-        return sum(span.nbytes for span in request.plan.spans)

@@ -12,9 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 PAYLOAD_ALIGNMENT = 4096  # GDS and O_DIRECT want 4 KiB (CuFile.pread docs; open(2))
+
+
+SpanTable: TypeAlias = npt.NDArray[np.int64]
 
 
 def _cdiv(number: int, divisor: int) -> int:
@@ -33,7 +41,7 @@ class PageRef:
             raise ValueError(f"{self}: tensor_idx must be >= 0 and nbytes > 0")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class GroupLayout:
     """How the bytes of one chunk of a group lie in its payload.
 
@@ -63,7 +71,7 @@ class GroupLayout:
             sizes[tensor_idx] = max(nbytes, sizes.get(tensor_idx, 0))
         return cls(group_idx, num_blocks, tuple(PageRef(t, n) for t, n in sizes.items()))
 
-    @property
+    @cached_property
     def block_nbytes(self) -> int:
         """Bytes of one block: the sum of its pages."""
         return sum(page.nbytes for page in self.pages)
@@ -80,10 +88,7 @@ class GroupLayout:
 
 
 class Span(NamedTuple):
-    """Contiguous bytes of one transfer, equal in length on both sides. Offsets are bytes.
-
-    A NamedTuple because a 32k-token prompt of a 64-layer model has 10^5 of them.
-    """
+    """Contiguous bytes of one transfer, equal in length on both sides. Offsets are bytes."""
 
     tensor_idx: int
     tensor_offset: int
@@ -91,19 +96,31 @@ class Span(NamedTuple):
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # arrays do not compare as values
 class ChunkPlan:
     """What one transfer moves of one chunk: blocks [first_block, first_block + num_blocks) of it.
 
-    `key_idx` indexes the job's flat key list; `first_block` counts within the chunk. Spans are
-    sorted by payload_offset and cover exactly those blocks' bytes of the payload.
+    `key_idx` indexes the job's flat key list; `first_block` counts within the chunk. `table` is int64
+    (n, 4), a row for each Span, C-contiguous; sorted by payload_offset, it covers exactly those blocks'
+    bytes of the payload. An array, because a 32k-token prompt of a 64-layer model has 10^5 spans and this
+    is the engine's thread: as Python objects they cost 1 us each.
     """
 
     key_idx: int
     layout: GroupLayout
     first_block: int
     num_blocks: int
-    spans: tuple[Span, ...]
+    table: SpanTable
+
+    @property
+    def nbytes(self) -> int:
+        """KV bytes that are moved."""
+        return self.num_blocks * self.layout.block_nbytes
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """The table as Spans, for those who copy one by one."""
+        return tuple(Span(*row) for row in self.table.tolist())
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,38 +191,52 @@ def plan_job(
         if num_keys != _cdiv(covered, layout.num_blocks) or (complete_tail and not exact):
             skipped.extend(keys)
             continue
+        tables = _span_tables(layout, block_strides, ids, head)
         taken = 0
-        for key_idx in keys:
+        for key_idx, table in zip(keys, tables, strict=True):
             first = 0 if taken else head
             num_blocks = min(layout.num_blocks - first, size - taken)
-            spans = _chunk_spans(layout, block_strides, ids[taken : taken + num_blocks], first)
-            chunks.append(ChunkPlan(key_idx, layout, first, num_blocks, spans))
+            chunks.append(ChunkPlan(key_idx, layout, first, num_blocks, table))
             taken += num_blocks
     return JobPlan(tuple(chunks), tuple(skipped))
 
 
-def _chunk_spans(
+def _span_tables(
     layout: GroupLayout, block_strides: Sequence[int], block_ids: Sequence[int], first_block: int
-) -> tuple[Span, ...]:
-    """List the spans of consecutive blocks of a chunk; neighbours on both sides become one."""
-    pages = []
+) -> list[SpanTable]:
+    """List the spans of consecutive blocks, a table for each chunk; neighbours on both sides become one.
+
+    `first_block` is the place of the first block in its chunk.
+    """
     for page in layout.pages:
         stride = block_strides[page.tensor_idx] if page.tensor_idx < len(block_strides) else None
         if stride is None or page.nbytes > stride:
             raise ValueError(f"{page}: its tensor's stride is {stride}; expected at least nbytes")
-        pages.append((page.tensor_idx, page.nbytes, stride))
-    spans: list[Span] = []
-    place = start = first_block * layout.block_nbytes
-    tensor = offset = end = -1  # the open span's tensor, offset and end there; `start`: in payload
-    for block_id in block_ids:
-        for tensor_idx, nbytes, stride in pages:
-            # int(): an engine's ids may be numpy int32, whose product overflows at 2 GiB.
-            page_offset = int(block_id) * stride
-            if page_offset != end or tensor_idx != tensor:
-                if place > start:
-                    spans.append(Span(tensor, offset, start, place - start))
-                tensor, offset, start = tensor_idx, page_offset, place
-            place += nbytes
-            end = page_offset + nbytes
-    spans.append(Span(tensor, offset, start, place - start))
-    return tuple(spans)
+    if not len(block_ids):
+        return []
+    # int64: an engine's ids may be numpy int32, whose product overflows at 2 GiB.
+    ids = np.asarray(block_ids, np.int64)
+    sizes = np.array([page.nbytes for page in layout.pages], np.int64)
+    strides = np.array([block_strides[page.tensor_idx] for page in layout.pages], np.int64)
+    places = np.arange(first_block, first_block + len(ids)) % layout.num_blocks
+
+    rows = np.empty((len(ids), len(layout.pages), 4), np.int64)
+    rows[:, :, 0] = [page.tensor_idx for page in layout.pages]
+    rows[:, :, 1] = ids[:, None] * strides
+    rows[:, :, 2] = places[:, None] * layout.block_nbytes + (np.cumsum(sizes) - sizes)
+    rows[:, :, 3] = sizes
+    table = rows.reshape(-1, 4)
+
+    starts_chunk = np.repeat(places == 0, len(layout.pages))
+    starts_chunk[1:] &= table[1:, 2] == 0
+    starts_chunk[0] = True
+    starts_span = starts_chunk.copy()
+    ends = table[:, 1] + table[:, 3]
+    starts_span[1:] |= (table[1:, 0] != table[:-1, 0]) | (table[1:, 1] != ends[:-1])
+    at = np.flatnonzero(starts_span)
+    if len(at) < len(table):
+        nbytes = np.add.reduceat(table[:, 3], at)
+        table, starts_chunk = table[at], starts_chunk[at]
+        table[:, 3] = nbytes
+    bounds = [*np.flatnonzero(starts_chunk).tolist(), len(table)]
+    return [table[start:stop] for start, stop in pairwise(bounds)]

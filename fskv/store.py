@@ -18,7 +18,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from fskv import chunk_file
 from fskv._version import __version__
@@ -33,9 +33,14 @@ from fskv.errors import (
     RootError,
     chunk_error_from_os,
 )
-from fskv.gds_io import OpenChunk, Slot, Transport
+from fskv.gds_io import OpenChunk, Transport
 from fskv.root import make_directory
+from fskv.span_plan import ChunkPlan
+from fskv.threads import Task
 from fskv.types import ChunkId, Status
+
+if TYPE_CHECKING:
+    from fskv import _native
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +86,7 @@ class ChunkStore:
         self._touch_interval_s = touch_interval_s
         self._restore = restore
         self._creator = f"fskv/{__version__}"
+        self._native_layouts = {idx: self._native_layout(idx) for idx in layouts}
         # Files that failed and may still be there (discarding them failed): the next put replaces them.
         # Guarded by _lock; written by I/O threads.
         self._suspects: OrderedDict[ChunkId, None] = OrderedDict()
@@ -93,12 +99,86 @@ class ChunkStore:
     def path(self, chunk: ChunkId) -> str:
         return self._directory.chunk_path(chunk.key_hash, chunk.group_idx, self._rank)
 
+    # --- outside the interpreter ------------------------------------------------------------
+
+    def _native_layout(self, group_idx: int) -> _native.Layout | None:
+        native, layout = self._transport.native, self._layouts[group_idx]
+        if native is None:
+            return None
+        pieces = chunk_file.header_pieces(
+            group_idx,
+            self._rank or 0,
+            self._directory.digest,
+            layout.digest,
+            layout.num_blocks,
+            layout.page_nbytes,
+            layout.payload_nbytes,
+            layout.num_rows,
+            self._creator,
+        )
+        return native.layout(
+            **pieces._asdict(),
+            header_nbytes=layout.header_nbytes,
+            payload_nbytes=layout.payload_nbytes,
+            content_nbytes=layout.content_nbytes,
+            block_nbytes=layout.block_nbytes,
+            num_blocks=layout.num_blocks,
+            format_version=chunk_file.FORMAT_VERSION,
+            open_flags=native.open_flags,
+            fsync=native.fsync,
+            file_mode=native.file_mode,
+            dir_mode=self._directory.dir_mode,
+            touch_interval_s=self._touch_interval_s,
+        )
+
+    def transfer(
+        self, owner: object, chunk: ChunkId, plan: ChunkPlan, guard: object, *, is_load: bool
+    ) -> Task | _native.Transfer:
+        """Return what stands for a chunk in the queue of I/O threads.
+
+        A Transfer does what `get` and `put` do as long as all goes well; whatever else it meets it leaves to
+        them, with nothing done.
+        """
+        native, layout = self._transport.native, self._native_layouts[chunk.group_idx]
+        if native is None:
+            return Task(owner, urgent=is_load)
+        if not 0 < len(chunk.key_hash) < 256:  # longer than any engine's; Python words the refusal
+            return native.transfer(owner, is_load)
+        return native.transfer(
+            owner,
+            is_load,
+            layout,
+            native.pages,
+            guard,
+            os.fsencode(self.path(chunk)),
+            b"" if is_load else os.fsencode(self._directory.tmp_path()),
+            chunk.key_hash,
+            plan.table,
+            plan.first_block,
+            plan.num_blocks,
+            chunk in self._suspects,
+        )
+
+    def replaced(self, chunk: ChunkId) -> None:
+        """A Transfer has published this chunk: what was suspect under its name is gone."""
+        with self._lock:
+            self._suspects.pop(chunk, None)
+
     # --- load -----------------------------------------------------------------------------
 
-    def get(self, chunk: ChunkId, first_block: int, num_blocks: int, slot: Slot) -> Status:
+    def get(
+        self,
+        chunk: ChunkId,
+        first_block: int,
+        num_blocks: int,
+        slot: Any,
+        deliver: Callable[[], object] = lambda: None,
+    ) -> Status:
         """Read and check blocks [first_block, first_block + num_blocks) of a chunk into `slot`.
 
-        On OK block b's bytes are at layout.header_nbytes + b * layout.block_nbytes of the slot.
+        On OK block b's bytes are at layout.header_nbytes + b * layout.block_nbytes of the slot. `deliver` is
+        called as soon as that is so, before the disk is touched again: a mtime that cannot be set must not
+        cost a good load.
         """
         path = self.path(chunk)
         for attempt in (1, 2):
@@ -110,6 +190,7 @@ class ChunkStore:
                         if not _is_estale(error):
                             self._discard(chunk, path, file, error)
                         raise
+                    deliver()
                     if time.time() - file.mtime > self._touch_interval_s:
                         file.touch()
                 return Status.OK
@@ -130,7 +211,7 @@ class ChunkStore:
         chunk: ChunkId,
         first_block: int,
         num_blocks: int,
-        slot: Slot,
+        slot: Any,
     ) -> None:
         layout = self._layouts[chunk.group_idx]
         if file.nbytes != layout.file_nbytes:
@@ -212,7 +293,7 @@ class ChunkStore:
 
     # --- store ----------------------------------------------------------------------------
 
-    def put(self, chunk: ChunkId, first_block: int, slot: Slot) -> Status:
+    def put(self, chunk: ChunkId, first_block: int, slot: Any) -> Status:
         """Publish the chunk whose blocks [first_block, num_blocks) were gathered into `slot`.
 
         The content is expected at layout.header_nbytes of the slot. OK: the file is visible under its
@@ -228,7 +309,7 @@ class ChunkStore:
                 return error.status
         raise AssertionError("unreachable")
 
-    def _put(self, chunk: ChunkId, first_block: int, slot: Slot) -> Status:
+    def _put(self, chunk: ChunkId, first_block: int, slot: Any) -> Status:
         layout = self._layouts[chunk.group_idx]
         path = self.path(chunk)
         with self._lock:
@@ -265,8 +346,7 @@ class ChunkStore:
             self._restore_directories()
             transport.write_part(part, slot, layout.file_nbytes)
         self._publish(part, path)
-        with self._lock:
-            self._suspects.pop(chunk, None)
+        self.replaced(chunk)
         return Status.OK
 
     def _good_file_there(self, path: str, layout: FileLayout) -> bool:

@@ -3,19 +3,22 @@
 A read on a dead NFS mount cannot be cancelled and its thread cannot be joined. A pool of
 concurrent.futures would lose one thread for ever at each such call and then block the interpreter's
 exit. Here the caller, who knows the deadline, writes the task off: its thread is counted as hung and
-replaced, up to `max_hung` times; when the call returns after all, the surplus thread ends.
+replaced, up to `max_hung` times; when the call returns after all, its thread ends.
 
-Used by the jobs (chunk I/O) and by the presence index (probes). All methods may be called from any
-thread; `_changed` guards every field.
+`TaskQueue` says what runs next, `HangProofPool` keeps the threads. `fskv._native.Queue` is the other queue
+there is: same methods, but a thread that waits in it runs transfers by itself, outside the interpreter.
+Used by the jobs (chunk I/O) and by the presence index (probes). All methods may be called from any thread.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
 from fskv.errors import RootError
 
@@ -27,128 +30,255 @@ logger = logging.getLogger(__name__)
 
 
 class Task:
-    """One submitted call. Only the pool changes the fields, under its lock."""
+    """One queued call on behalf of `owner`. Only its queue changes the other fields, under its lock."""
 
-    __slots__ = ("done", "run", "started", "written_off")
+    __slots__ = ("cancelled", "owner", "started_at", "urgent", "written_off")
 
-    def __init__(self, run: Callable[[], None]) -> None:
-        self.run = run
-        self.started = False
-        self.done = False
+    # What a `fskv._native.Transfer` may have done already; a Task never has.
+    native = None
+    gathered = False
+    checked = False
+
+    def __init__(self, owner: Any, *, urgent: bool = False) -> None:
+        self.owner = owner
+        self.urgent = urgent
+        self.started_at: float | None = None
+        self.cancelled = False
         self.written_off = False
 
 
-class HangProofPool:
-    """`num_threads` working threads, kept at that number while at most `max_hung` others hang."""
+class Queue(Protocol):
+    """What HangProofPool needs; `TaskQueue` or `fskv._native.Queue`, each with its own kind of task."""
 
-    def __init__(self, name: str, num_threads: int, max_hung: int) -> None:
-        self._name = name
-        self._num_threads = num_threads
-        self._max_hung = max_hung
+    @property
+    def num_idle(self) -> int:
+        """Threads that wait in `take`."""
+
+    @property
+    def num_hung(self) -> int:
+        """Threads whose task was written off and has not ended."""
+
+    @property
+    def wants_thread(self) -> bool:
+        """Whether more is queued than idle threads will take."""
+
+    def push(self, task: Any) -> bool:
+        """Queue a task, urgent ones ahead of all others; returns `wants_thread`."""
+
+    def cancel(self, task: Any) -> bool:
+        """Take a task back; returns False when it has started."""
+
+    def hasten(self, task: Any) -> None:
+        """Move a queued task ahead of all others that are as urgent."""
+
+    def write_off(self, task: Any) -> bool:
+        """Count the task's thread as hung until `finish`; returns False if it is not running."""
+
+    def take(self, context: Any) -> Any:
+        """Wait for a task that Python has to run, and return it; None: the calling thread should end."""
+
+    def finish(self, task: Any) -> bool:
+        """End a task that `take` returned; returns whether it had been written off."""
+
+    def running(self) -> list[Any]:
+        """Return the tasks that have a thread, those included that are run outside the interpreter."""
+
+    def take_events(self) -> list[tuple[Any, int, float]]:
+        """Return what was done outside the interpreter since the last call: (owner, kind, seconds)."""
+
+    def close(self) -> None:
+        """Drop what is queued and let idle threads go."""
+
+
+class TaskQueue:
+    """The queue in Python. `_changed` guards every field."""
+
+    def __init__(
+        self,
+        max_normal_beside_urgent: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """While urgent tasks run, at most `max_normal_beside_urgent` others do (None: no limit)."""
+        self._limit = max_normal_beside_urgent
+        self._clock = clock
         self._changed = threading.Condition()
         # Ordered sets: a deadline may take thousands of queued tasks back at once.
         self._urgent: OrderedDict[Task, None] = OrderedDict()
         self._normal: OrderedDict[Task, None] = OrderedDict()
-        self._num_alive = 0
-        self._num_idle = 0
-        self._num_hung = 0
-        self._num_started = 0
+        self._running: set[Task] = set()
         self._closed = False
+        self.num_idle = 0
+        self.num_hung = 0
 
     @property
-    def num_hung(self) -> int:
-        return self._num_hung
+    def wants_thread(self) -> bool:
+        # An idle thread counts until it has woken up, so compare with the queue and not with zero.
+        return not self._closed and len(self._urgent) + len(self._normal) > self.num_idle
 
-    def submit(self, run: Callable[[], None], *, urgent: bool = False) -> Task:
-        """Queue a call; urgent ones overtake all others. `run` must not raise.
-
-        Bounded by the callers: each counts what it has queued.
-        """
-        task = Task(run)
+    def push(self, task: Task) -> bool:
         with self._changed:
-            (self._urgent if urgent else self._normal)[task] = None
-            if self._num_idle:
+            if self._closed:
+                return False
+            (self._urgent if task.urgent else self._normal)[task] = None
+            if self.num_idle:
                 self._changed.notify()
-            self._start_thread_if_short()
-        return task
+            return self.wants_thread
 
     def cancel(self, task: Task) -> bool:
-        """Take a task back; returns False when it has started."""
         with self._changed:
-            if task.started:
+            if task.started_at is not None or task.cancelled:
                 return False
             self._urgent.pop(task, None)
             self._normal.pop(task, None)
-            task.started = task.done = True
+            task.cancelled = True
             return True
 
     def hasten(self, task: Task) -> None:
-        """Move a queued task ahead of all others that are not urgent."""
         with self._changed:
-            if not task.started and task in self._normal:
-                self._normal.move_to_end(task, last=False)
+            queue = self._urgent if task.urgent else self._normal
+            if task in queue:
+                queue.move_to_end(task, last=False)
 
-    def write_off(self, task: Task) -> None:
-        """The task's deadline passed: do not count on its thread any more, and replace it."""
+    def write_off(self, task: Task) -> bool:
         with self._changed:
-            if task.done or task.written_off or not task.started:
-                return
+            if task.written_off or task not in self._running:
+                return False
             task.written_off = True
-            self._num_hung += 1
-            self._start_thread_if_short()
+            self.num_hung += 1
+            return True
+
+    def take(self, context: Any) -> Task | None:
+        with self._changed:
+            while not (ready := self._ready()) and not self._closed:
+                self.num_idle += 1
+                self._changed.wait()
+                self.num_idle -= 1
+            if not ready:
+                return None
+            task, _ = ready.popitem(last=False)
+            task.started_at = self._clock()
+            self._running.add(task)
+            return task
+
+    def _ready(self) -> OrderedDict[Task, None]:
+        if self._urgent or self._limit is None:
+            return self._urgent or self._normal
+        num_urgent = sum(task.urgent for task in self._running)
+        if num_urgent and len(self._running) - num_urgent >= self._limit:
+            return self._urgent
+        return self._normal
+
+    def finish(self, task: Task) -> bool:
+        with self._changed:
+            self._running.discard(task)
+            self.num_hung -= task.written_off
+            if task.urgent:
+                self._changed.notify_all()  # those that gave way
+            return task.written_off
+
+    def running(self) -> list[Task]:
+        with self._changed:
+            return list(self._running)
+
+    def take_events(self) -> list[tuple[Any, int, float]]:
+        return []
 
     def close(self) -> None:
-        """Drop what is queued and let idle threads end. Never waits for a thread."""
         with self._changed:
             self._closed = True
             self._urgent.clear()
             self._normal.clear()
             self._changed.notify_all()
 
+
+def _call(task: Any, _: Any) -> None:
+    task.owner()
+
+
+class HangProofPool:
+    """`num_threads` working threads, kept at that number while at most `max_hung` others hang."""
+
+    def __init__(
+        self,
+        name: str,
+        num_threads: int,
+        max_hung: int,
+        handle: Callable[[Any, Any], None] = _call,
+        *,
+        queue: Queue | None = None,
+        context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    ) -> None:
+        """`handle(task, context)` runs what the queue hands out; by default it calls `task.owner()`.
+
+        `context` is entered by each thread when it starts, and left when it ends: what is the thread's own.
+        """
+        self._name = name
+        self._num_threads = num_threads
+        self._max_hung = max_hung
+        self._handle = handle
+        self._context = context
+        self.queue: Queue = queue or TaskQueue()
+        self._lock = threading.Lock()  # guards the two below
+        self._num_alive = 0
+        self._num_started = 0
+
+    @property
+    def num_hung(self) -> int:
+        return self.queue.num_hung
+
+    @property
+    def num_idle(self) -> int:
+        return self.queue.num_idle
+
+    def submit(self, task: Any) -> None:
+        """Queue a task. Bounded by the callers: each counts what it has queued."""
+        if self.queue.push(task):
+            self._start_thread_if_short()
+
+    def write_off(self, task: Any) -> None:
+        """The task's deadline passed: do not count on its thread any more, and replace it."""
+        if self.queue.write_off(task):
+            self._start_thread_if_short()
+
+    def close(self) -> None:
+        """Drop what is queued and let idle threads end. Never waits for a thread."""
+        self.queue.close()
+
     def _start_thread_if_short(self) -> None:
-        working = self._num_alive - self._num_hung
-        # An idle thread counts until it has woken up, so compare with the queue and not with zero.
-        wanted = len(self._urgent) + len(self._normal) > self._num_idle
-        if self._closed or not wanted or working >= self._num_threads:
-            return
-        if self._num_hung > self._max_hung:
-            return
-        self._num_started += 1
-        thread = threading.Thread(
-            target=self._work, name=f"{self._name}-{self._num_started}", daemon=True
-        )
-        try:
-            thread.start()
-        except (
-            RuntimeError
-        ) as error:  # no more threads for this process: the next submit tries again
-            logger.warning("%s: %s", self._name, error)
-        else:
-            self._num_alive += 1
+        with self._lock:
+            num_working = self._num_alive - self.queue.num_hung
+            if num_working >= self._num_threads or not self.queue.wants_thread:
+                return
+            if self._num_alive >= self._num_threads + self._max_hung:
+                return
+            self._num_started += 1
+            name = f"{self._name}-{self._num_started}"
+            try:
+                threading.Thread(target=self._work, name=name, daemon=True).start()
+            except RuntimeError as error:
+                # No more threads for this process: the next submit tries again.
+                logger.warning("%s: %s", self._name, error)
+            else:
+                self._num_alive += 1
 
     def _work(self) -> None:
-        while True:
-            with self._changed:
-                while not (self._urgent or self._normal):
-                    if self._closed:
-                        self._num_alive -= 1
-                        return
-                    self._num_idle += 1
-                    self._changed.wait()
-                    self._num_idle -= 1
-                task, _ = (self._urgent or self._normal).popitem(last=False)
-                task.started = True
-            try:
-                task.run()
-            except BaseException:  # a bug of ours must not kill the thread that others rely on
-                logger.exception("%s: a task raised", self._name)
-            with self._changed:
-                task.done = True
-                if task.written_off:
-                    self._num_hung -= 1
-                    if self._num_alive - self._num_hung > self._num_threads:
-                        self._num_alive -= 1
-                        return
+        try:
+            with self._context() as context:
+                while (task := self.queue.take(context)) is not None:
+                    try:
+                        self._handle(task, context)
+                    except (
+                        BaseException
+                    ):  # a bug of ours must not kill the thread that others rely on
+                        logger.exception("%s: a task raised", self._name)
+                    written_off = self.queue.finish(task)
+                    del task  # or a waiting thread would keep its last one
+                    if written_off:
+                        break
+        finally:
+            with self._lock:
+                self._num_alive -= 1
+            self._start_thread_if_short()
 
 
 def call_with_deadline(call: Callable[[], _T], timeout_s: float, message: str) -> _T:

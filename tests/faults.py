@@ -32,7 +32,6 @@ from typing import Any, Protocol
 
 from fskv.errors import ChunkCorrupt, ChunkTimedOut, chunk_error_from_os
 from fskv.gds_io import OpenChunk, Transport
-from fskv.span_plan import Span
 from fskv.transports import host
 
 OPERATIONS = ("open", "read", "touch", "gather", "scatter", "write")
@@ -138,6 +137,8 @@ class RandomScript:
 class FaultTransport:
     """See the module docstring. Public counters are for the tests to look at."""
 
+    native = None  # everything comes by here
+
     def __init__(self, inner: Transport, script: Events) -> None:
         self.inner = inner
         self.script = script
@@ -170,13 +171,13 @@ class FaultTransport:
     def new_slot(self, index: int) -> Any:
         return self.inner.new_slot(index)
 
-    def gather(self, spans: Sequence[Span], slot: Any, base: int, ready: Any) -> None:
+    def gather(self, table: Any, slot: Any, base: int, ready: Any) -> None:
         with self._operation("gather", "pages"):
-            self.inner.gather(spans, slot, base, ready)
+            self.inner.gather(table, slot, base, ready)
 
-    def scatter(self, slot: Any, base: int, spans: Sequence[Span], ready: Any) -> None:
+    def scatter(self, slot: Any, base: int, table: Any, ready: Any) -> None:
         with self._operation("scatter", "pages"):
-            self.inner.scatter(slot, base, spans, ready)
+            self.inner.scatter(slot, base, table, ready)
 
     def fill_zero(self, slot: Any, start: int, stop: int) -> None:
         self.inner.fill_zero(slot, start, stop)

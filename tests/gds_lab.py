@@ -112,20 +112,15 @@ class StubDevice:
     def io_context(self):
         return self._driver.current()
 
-    def gather(self, spans, buffer, base, ready):
-        for span in spans:
-            at = base + span.payload_offset
-            buffer.array[at : at + span.nbytes] = self._flat[span.tensor_idx][
-                span.tensor_offset : span.tensor_offset + span.nbytes
-            ]
+    def gather(self, table, buffer, base, ready):
+        for tensor_idx, offset, place, nbytes in table.tolist():
+            at = base + place
+            buffer.array[at : at + nbytes] = self._flat[tensor_idx][offset : offset + nbytes]
 
-    def scatter(self, buffer, base, spans, ready):
-        for span in spans:
-            at = base + span.payload_offset
-            flat = self._flat[span.tensor_idx]
-            flat[span.tensor_offset : span.tensor_offset + span.nbytes] = buffer.array[
-                at : at + span.nbytes
-            ]
+    def scatter(self, buffer, base, table, ready):
+        for tensor_idx, offset, place, nbytes in table.tolist():
+            at = base + place
+            self._flat[tensor_idx][offset : offset + nbytes] = buffer.array[at : at + nbytes]
 
     def fill_zero(self, buffer, start, stop):
         buffer.array[start:stop] = 0
@@ -162,7 +157,7 @@ class LabTransport(GdsTransport):
 
 
 def make_transport(
-    tensors, slot_nbytes, *, probe_dir, direct_io="auto", file_mode=0o600, fsync=False
+    tensors, slot_nbytes, *, probe_dir, direct_io="auto", file_mode=0o600, fsync=False, native=False
 ):
     """Make a GdsTransport, called like HostTransport."""
     return LabTransport(

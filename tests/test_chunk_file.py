@@ -399,6 +399,7 @@ class MemoryTransport:
     """One file in memory: the exhaustive walk over its bits would take minutes on a disk."""
 
     description = "memory"
+    native = None
     take_header = HostTransport.take_header
     row_digests = HostTransport.row_digests
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from fskv import chunk_file
-from fskv.span_plan import Span
 from fskv.transports import kernels
 from fskv.transports.cuda import CudaDevice
 
@@ -100,8 +99,8 @@ def spans(tensors, blocks):
     found = []
     for block in blocks:
         for index, tensor in enumerate(tensors):
-            found.append(Span(index, block * tensor.stride(0), len(found) * PAGE, PAGE))
-    return found
+            found.append((index, block * tensor.stride(0), len(found) * PAGE, PAGE))
+    return np.array(found, np.int64)
 
 
 def content(tensors, blocks):
@@ -162,7 +161,7 @@ def test_holes_between_spans_are_not_filled_from_a_bounce_buffer(tensors, with_k
     device = OnCpu(tensors)
     device.make_bounce_buffers()
     slot = pinned()
-    with_hole = [Span(0, 0, 0, PAGE), Span(1, 0, 2 * PAGE, PAGE)]
+    with_hole = np.array([(0, 0, 0, PAGE), (1, 0, 2 * PAGE, PAGE)], np.int64)
     device.gather_to_host(with_hole, slot, 0, None)
     assert (slot[PAGE : 2 * PAGE] == 0x55).all()
     assert with_kernels.calls == []

@@ -302,7 +302,7 @@ def test_the_table_of_layers_is_the_one_that_is_tested():
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("| L3 | `fskv.store`, `fskv.jobs`", "| L3 | `fskv.jobs`"),
+        ("| L3 | `fskv.store`, `fskv.job`, `fskv.jobs`", "| L3 | `fskv.jobs`"),
         ("| L1 | `fskv.config`, ", "| L1 | `fskv.config`, `fskv.nothing`, "),
         ("| L2 | `fskv.gds_io`, ", "| L2 | `fskv.gds_io`, `fskv.config`, "),
         ("| `msgpack` | `fskv.chunk_file` |", "| `msgpack` | `fskv.store` |"),

@@ -26,7 +26,8 @@ from fskv import chunk_file  # noqa: E402
 from fskv.breaker import Breaker  # noqa: E402
 from fskv.chunk_file import FileLayout  # noqa: E402
 from fskv.config import Deadline  # noqa: E402
-from fskv.jobs import ChunkRequest, JobRunner  # noqa: E402
+from fskv.job import ChunkRequest  # noqa: E402
+from fskv.jobs import JobRunner  # noqa: E402
 from fskv.root import NamespaceDir  # noqa: E402
 from fskv.span_plan import GroupLayout, plan_job  # noqa: E402
 from fskv.store import ChunkStore  # noqa: E402

@@ -15,7 +15,8 @@ from faults import RandomScript, Script
 
 from fskv.breaker import Breaker
 from fskv.config import Deadline
-from fskv.jobs import JobRunner, _Job
+from fskv.job import Guard
+from fskv.jobs import JobRunner
 from fskv.types import Status
 
 POISON = -77
@@ -93,7 +94,12 @@ class Bench:
 
     def wait_until_idle(self):
         """Everything has returned: no slot and no thread is kept."""
-        wait_for(lambda: not self.runner._running and self.runner.num_slots_used == 0)
+
+        def idle():
+            self.poll()  # collects what was done outside the interpreter
+            return not self.runner._pool.queue.running() and self.runner.num_slots_used == 0
+
+        wait_for(idle)
         wait_for(lambda: self.runner.num_threads_hung == 0)
         assert not self.runner._open_stores
         self.poll()
@@ -384,12 +390,8 @@ def test_a_hung_read_fails_its_job_at_the_deadline_and_never_touches_the_pages(m
 def test_negative_control_without_the_guard_the_late_read_is_seen_in_the_pages(
     make_bench, monkeypatch
 ):
-    def enter(job):
-        with job.lock:
-            job.num_in_pages += 1
-            return True
-
-    monkeypatch.setattr(_Job, "enter", enter)
+    monkeypatch.setattr(Guard, "enter", lambda guard: True)
+    monkeypatch.setattr(Guard, "leave", lambda guard: None)
     bench = make_bench()
     bench.world.put(1, bench.world.content())
     bench.transport.script = Script(read="H")
@@ -622,7 +624,7 @@ def test_shutdown_with_hung_threads_returns(make_bench):
     returns_in_time(lambda: bench.runner.shutdown(0.2) or 1)
     bench.poison(range(64))
     calm(bench)
-    wait_for(lambda: not bench.runner._running)
+    wait_for(lambda: not bench.runner._pool.queue.running())
     poison = bytes([POISON % 256]) * 100
     assert not any(poison in content for content in stored_contents(bench).values())
 
@@ -740,7 +742,11 @@ class Walk:
         self.script.calm = True
         self.bench.transport.release()
         wait_for(lambda: self.poll() or not self.jobs)
-        wait_for(lambda: not self.bench.runner._running and not self.bench.runner._open_stores)
+        wait_for(
+            lambda: (
+                not self.bench.runner._pool.queue.running() and not self.bench.runner._open_stores
+            )
+        )
         wait_for(lambda: self.bench.runner.num_slots_used == 0)
         wait_for(lambda: self.bench.runner.num_threads_hung == 0)
 

@@ -23,6 +23,7 @@ LAYERS = {
         "fskv.span_plan",
     ),
     2: (
+        "fskv._native",
         "fskv.breaker",
         "fskv.fingerprint",
         "fskv.gds_io",
@@ -32,7 +33,7 @@ LAYERS = {
         "fskv.threads",
         "fskv.transports.",
     ),
-    3: ("fskv.store", "fskv.jobs", "fskv.maintenance"),
+    3: ("fskv.store", "fskv.job", "fskv.jobs", "fskv.maintenance"),
     4: ("fskv.engines.", "tools."),
 }
 
@@ -46,7 +47,7 @@ HOMES = {
     "torch": ("fskv.gds_io", "fskv.transports.", "fskv.engines.", "tools.bench"),
     "triton": ("fskv.transports.",),
     "cupy": ("fskv.gds_io", "fskv.transports."),
-    "numpy": ("fskv.gds_io", "fskv.transports.", "fskv.engines."),
+    "numpy": ("fskv.span_plan", "fskv.transports.", "fskv.engines."),
     "aiofiles": ("fskv.index.", "fskv.maintenance"),
     "typer": ("tools.",),
     "rich": ("tools.",),

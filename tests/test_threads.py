@@ -10,7 +10,7 @@ from conftest import Clock, returns_in_time, wait_for
 
 from fskv.breaker import Breaker
 from fskv.errors import RootError
-from fskv.threads import HangProofPool, call_with_deadline
+from fskv.threads import HangProofPool, Task, call_with_deadline
 from fskv.types import Status
 
 
@@ -56,11 +56,17 @@ def threads_named(name):
     return [t for t in threading.enumerate() if t.name.startswith(f"{name}-")]
 
 
+def submit(pool, call, *, urgent=False):
+    task = Task(call, urgent=urgent)
+    pool.submit(task)
+    return task
+
+
 def run_one(pool):
     done = threading.Event()
-    pool.submit(done.set)
+    submit(pool, done.set)
     assert done.wait(20)
-    wait_for(lambda: pool._num_idle == pool._num_alive - pool._num_hung)
+    wait_for(lambda: pool.num_idle == pool._num_alive - pool.num_hung)
 
 
 @pytest.mark.parametrize("num_warm", [0, 1, 3])
@@ -71,12 +77,12 @@ def test_as_many_calls_run_at_once_as_there_are_threads(make_pool, num_warm):
         together = threading.Barrier(num_warm + 1)
         if num_warm:
             for _ in range(num_warm):
-                pool.submit(lambda b=together: b.wait(20))
+                submit(pool, lambda b=together: b.wait(20))
             together.wait(20)
-            wait_for(lambda p=pool: p._num_idle == num_warm)
+            wait_for(lambda p=pool: p.num_idle == num_warm)
         meeting = threading.Barrier(5)
         for _ in range(4):
-            pool.submit(lambda b=meeting: b.wait(20), urgent=True)
+            submit(pool, lambda b=meeting: b.wait(20), urgent=True)
         try:
             meeting.wait(2)
         except threading.BrokenBarrierError:
@@ -87,14 +93,14 @@ def test_urgent_calls_overtake_all_others_and_hastened_ones_the_normal(make_pool
     pool = make_pool(num_threads=1)
     order = []
     done = threading.Event()
-    pool.submit(gate)
+    submit(pool, gate)
     wait_for(lambda: gate.num_inside == 1)
-    pool.submit(lambda: order.append("normal 1"))
-    hastened = pool.submit(lambda: order.append("normal 2"))
-    pool.submit(lambda: order.append("urgent 1"), urgent=True)
-    pool.submit(lambda: order.append("urgent 2"), urgent=True)
-    pool.hasten(hastened)
-    pool.submit(done.set)
+    submit(pool, lambda: order.append("normal 1"))
+    hastened = submit(pool, lambda: order.append("normal 2"))
+    submit(pool, lambda: order.append("urgent 1"), urgent=True)
+    submit(pool, lambda: order.append("urgent 2"), urgent=True)
+    pool.queue.hasten(hastened)
+    submit(pool, done.set)
     gate.opened.set()
     assert done.wait(20)
     assert order == ["urgent 1", "urgent 2", "normal 2", "normal 1"]
@@ -103,22 +109,22 @@ def test_urgent_calls_overtake_all_others_and_hastened_ones_the_normal(make_pool
 def test_a_cancelled_call_never_runs_and_a_started_one_cannot_be_cancelled(make_pool, gate):
     pool = make_pool(num_threads=1)
     ran = []
-    started = pool.submit(gate)
+    started = submit(pool, gate)
     wait_for(lambda: gate.num_inside == 1)
-    queued = pool.submit(lambda: ran.append(1))
-    assert not pool.cancel(started)
-    assert pool.cancel(queued)
+    queued = submit(pool, lambda: ran.append(1))
+    assert not pool.queue.cancel(started)
+    assert pool.queue.cancel(queued)
     gate.opened.set()
     run_one(pool)
     assert ran == []
-    assert not pool.cancel(started)
+    assert not pool.queue.cancel(started)
 
 
 def test_a_hung_thread_is_replaced_up_to_the_bound_and_ends_when_it_returns(make_pool, gate):
     pool = make_pool(num_threads=2, max_hung=3, name="fskv-bound")
     tasks = []
     for _ in range(20):
-        tasks.append(pool.submit(gate))
+        tasks.append(submit(pool, gate))
         for task in tasks:
             pool.write_off(task)
             pool.write_off(task)  # counts once
@@ -138,10 +144,10 @@ def test_a_hung_thread_is_replaced_up_to_the_bound_and_ends_when_it_returns(make
 
 def test_a_call_runs_although_another_hangs(make_pool, gate):
     pool = make_pool(num_threads=1, max_hung=1)
-    hung = pool.submit(gate)
+    hung = submit(pool, gate)
     wait_for(lambda: gate.num_inside == 1)
     ran = threading.Event()
-    pool.submit(ran.set)
+    submit(pool, ran.set)
     assert not ran.wait(0.05)
     pool.write_off(hung)
     assert ran.wait(20)
@@ -150,7 +156,7 @@ def test_a_call_runs_although_another_hangs(make_pool, gate):
 def test_a_call_that_raises_does_not_cost_its_thread(make_pool, caplog):
     pool = make_pool(num_threads=1, name="fskv-raise")
     for _ in range(5):
-        pool.submit(lambda: 1 // 0)
+        submit(pool, lambda: 1 // 0)
     run_one(pool)
     assert len(threads_named("fskv-raise")) == 1
     assert len(caplog.records) == 5
@@ -160,10 +166,10 @@ def test_close_drops_what_is_queued_ends_the_threads_and_waits_for_none(make_poo
     pool = make_pool(num_threads=2, name="fskv-close")
     ran = []
     run_one(pool)
-    pool.submit(gate)
-    pool.submit(gate)
+    submit(pool, gate)
+    submit(pool, gate)
     wait_for(lambda: gate.num_inside == 2)
-    pool.submit(lambda: ran.append(1))
+    submit(pool, lambda: ran.append(1))
     returns_in_time(lambda: pool.close() or True)
     gate.opened.set()
     wait_for(lambda: not threads_named("fskv-close"))
@@ -186,7 +192,7 @@ def test_a_thread_that_cannot_be_started_does_not_raise_into_the_engine(make_poo
 
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
-        pool.submit(ran.set)
+        submit(pool, ran.set)
     run_one(pool)
     assert ran.wait(20)
 

@@ -325,17 +325,24 @@ def test_other_bytes_than_were_written_count_for_nothing(place):
 
     transport.write_part = damage
     with pytest.raises(ValueError, match="other bytes were read"):
-        measure.measure(transport, [], str(place), num_threads=1, end_at=time.monotonic() + 5)
+        measure.measure(
+            transport,
+            measure.sample_spans([], 0),
+            str(place),
+            num_threads=1,
+            end_at=time.monotonic() + 5,
+        )
     assert not [name for name in os.listdir(place) if name.endswith(".part")]
 
 
 def test_sample_spans_are_whole_pages_side_by_side():
     wide = torch.zeros((3, 200), dtype=torch.int8)[:, :100]
     spans = measure.sample_spans([wide, torch.zeros((2, 50), dtype=torch.int8)], 1000)
-    assert [tuple(span) for span in spans] == [
-        (0, 0, 0, 100), (1, 0, 100, 50), (0, 200, 150, 100), (1, 50, 250, 50), (0, 400, 300, 100),
+    assert spans.tolist() == [
+        [0, 0, 0, 100], [1, 0, 100, 50], [0, 200, 150, 100], [1, 50, 250, 50], [0, 400, 300, 100],
     ]  # fmt: skip
-    assert sum(span.nbytes for span in measure.sample_spans([wide], 250)) == 200
+    assert measure.sample_spans([wide], 250)[:, 3].sum() == 200
+    assert measure.sample_spans([], 250).shape == (0, 4)
 
 
 # --- the note ---------------------------------------------------------------------------------

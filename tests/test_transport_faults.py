@@ -25,7 +25,7 @@ from conftest import World, read_by_hand, wait_for
 from disk_faults import DiskFaults
 
 DRIVER = Path(__file__).with_name("fault_driver.py")
-TRANSPORTS = ["host", "host-buffered", "gds"]
+TRANSPORTS = ["host", "host-buffered", "native", "native-buffered", "gds"]
 NUMBERS = [1, 2, 3]
 POISON = 0x5A
 SHORT_S = 0.6  # the deadline where all chunks hang
@@ -202,7 +202,13 @@ class Case:
         return any(" hang" in rule for rule in self.rules)
 
     def expected(self, transport):
-        return self.by_transport.get(transport.partition("-")[0], self.expect)
+        if transport.startswith("native") and self.passes:
+            return {"ok": len(NUMBERS)}  # Python tries again what failed outside the interpreter
+        return self.by_transport.get(transport, self.expect)
+
+    @property
+    def passes(self):
+        return not self.hangs and all(" count=1" in rule for rule in self.rules)
 
 
 def case(rules, options=None, by_transport=None, *, silent=False, parts_stay=False, **expect):
@@ -254,12 +260,10 @@ LOADS = {
     "fstat ESTALE once": case("fstat ESTALE suffix=.kv count=1", ok=3),
     "fstat EIO": case("fstat EIO suffix=.kv count=1", io_error=1, ok=2),
     "fstat hangs": case("fstat hang suffix=.kv", timed_out=3),
-    # kvikio closes its two descriptors first, and does not look.
-    "close EIO": case(
-        "close EIO suffix=.kv count=1", by_transport={"gds": {"ok": 3}}, io_error=1, ok=2
-    ),
+    "close EIO": case("close EIO suffix=.kv count=1", ok=3),
     "touch EIO": case("utime EIO suffix=.kv", {"touch_interval_s": -1000.0}, ok=3),
-    "touch hangs": case("utime hang suffix=.kv", {"touch_interval_s": -1000.0}, timed_out=3),
+    # Two threads: what they loaded before they hung is good, the third chunk gets no thread in time.
+    "touch hangs": case("utime hang suffix=.kv", {"touch_interval_s": -1000.0}, ok=2, timed_out=1),
 }
 
 STORES = {
@@ -361,7 +365,8 @@ def test_a_store_is_whole_or_absent(lab, transport, case):
         lab.assert_files_are_right()
     lab.faults.clear()
     parts = lab.idle()
-    assert len(parts) == (len(NUMBERS) if case.parts_stay else 0)
+    num_tries = 2 if transport.startswith("native") else 1  # each leaves one
+    assert len(parts) == (num_tries * len(NUMBERS) if case.parts_stay else 0)
     for name in parts:
         (lab.root / next(lab.root.rglob(name))).unlink()
     lab.step("deadline", seconds=60.0)

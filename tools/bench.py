@@ -20,7 +20,8 @@ from rich.progress import Progress
 from fskv.breaker import Breaker
 from fskv.chunk_file import FileLayout
 from fskv.config import Deadline
-from fskv.jobs import ChunkRequest, JobRunner
+from fskv.job import ChunkRequest
+from fskv.jobs import JobRunner
 from fskv.root import NamespaceDir
 from fskv.span_plan import GroupLayout, plan_job
 from fskv.store import ChunkStore

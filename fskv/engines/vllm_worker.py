@@ -29,7 +29,8 @@ from fskv.engines.vllm_identity import EngineGroup, layout_digest
 from fskv.engines.vllm_manager import ChunkKeys, FskvHandshake
 from fskv.engines.vllm_metrics import to_stats
 from fskv.errors import ConfigError
-from fskv.jobs import ChunkOutcome, ChunkRequest, JobRunner
+from fskv.job import ChunkOutcome, ChunkRequest
+from fskv.jobs import JobRunner
 from fskv.metrics import Counters
 from fskv.root import NamespaceDir
 from fskv.span_plan import GroupLayout, plan_job

@@ -118,7 +118,9 @@ class PresenceIndex:
             if batch.done or now - batch.started_at <= self._timeout_s or batch.task is None:
                 continue
             batch.done = True
-            if self._pool.cancel(batch.task):  # it never got a thread: no sign against the root
+            if self._pool.queue.cancel(
+                batch.task
+            ):  # it never got a thread: no sign against the root
                 waited_in_vain = True
                 continue
             logger.warning(
@@ -137,7 +139,8 @@ class PresenceIndex:
             part = queued[at : at + _MAX_BATCH]
             batch = _Batch([chunk for chunk, _ in part], now)
             missed = [before for _, before in part]
-            batch.task = self._pool.submit(partial(self._run_probe, batch, missed))
+            batch.task = Task(partial(self._run_probe, batch, missed))
+            self._pool.submit(batch.task)
             self._batches.append(batch)
 
     def mark_stored(self, chunk: ChunkId) -> None:

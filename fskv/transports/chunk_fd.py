@@ -63,7 +63,8 @@ def open_chunk_fd(path: str, more_flags: int = 0) -> Iterator[tuple[int, os.stat
             raise ChunkStale(f"{path}: not a regular file")
         yield fd, info
     finally:
-        os.close(fd)
+        with contextlib.suppress(OSError):  # NFS may say EIO; what was read was checked
+            os.close(fd)
 
 
 @contextlib.contextmanager

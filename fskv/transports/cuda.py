@@ -14,11 +14,9 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from fskv import chunk_file
 from fskv.chunk_file import ALIGNMENT
-from fskv.span_plan import Span
+from fskv.span_plan import SpanTable
 from fskv.transports import kernels
 
 if TYPE_CHECKING:
@@ -188,39 +186,37 @@ class CudaDevice:
 
     # --- pages ------------------------------------------------------------------------------
 
-    def gather(self, spans: Sequence[Span], buffer: CudaBuffer, base: int, ready: Any) -> None:
+    def gather(self, table: SpanTable, buffer: CudaBuffer, base: int, ready: Any) -> None:
         """Copy pages into a buffer on the device; see Transport.gather."""
         with self._stream(ready):
-            self._copy(spans, buffer.tensor, base, to_slot=True)
+            self._copy(table, buffer.tensor, base, to_slot=True)
 
-    def scatter(self, buffer: CudaBuffer, base: int, spans: Sequence[Span], ready: Any) -> None:
+    def scatter(self, buffer: CudaBuffer, base: int, table: SpanTable, ready: Any) -> None:
         """Copy from a buffer on the device into pages; see Transport.scatter."""
         with self._stream(ready):
-            self._copy(spans, buffer.tensor, base, to_slot=False)
+            self._copy(table, buffer.tensor, base, to_slot=False)
 
-    def gather_to_host(
-        self, spans: Sequence[Span], pinned: torch.Tensor, base: int, ready: Any
-    ) -> None:
+    def gather_to_host(self, table: SpanTable, pinned: torch.Tensor, base: int, ready: Any) -> None:
         """Copy pages into a pinned tensor of slot size."""
-        with self._stream(ready), self._bounce_buffer(spans) as bounce:
+        with self._stream(ready), self._bounce_buffer(table) as bounce:
             if bounce is None:
-                self._copy(spans, pinned, base, to_slot=True)
+                self._copy(table, pinned, base, to_slot=True)
                 return
-            self._copy(spans, bounce, base, to_slot=True)
-            start, stop = _bounds(spans, base)
+            self._copy(table, bounce, base, to_slot=True)
+            start, stop = _bounds(table, base)
             pinned[start:stop].copy_(bounce[start:stop], non_blocking=True)
 
     def scatter_from_host(
-        self, pinned: torch.Tensor, base: int, spans: Sequence[Span], ready: Any
+        self, pinned: torch.Tensor, base: int, table: SpanTable, ready: Any
     ) -> None:
         """Copy from a pinned tensor of slot size into pages."""
-        with self._stream(ready), self._bounce_buffer(spans) as bounce:
+        with self._stream(ready), self._bounce_buffer(table) as bounce:
             if bounce is None:
-                self._copy(spans, pinned, base, to_slot=False)
+                self._copy(table, pinned, base, to_slot=False)
                 return
-            start, stop = _bounds(spans, base)
+            start, stop = _bounds(table, base)
             bounce[start:stop].copy_(pinned[start:stop], non_blocking=True)
-            self._copy(spans, bounce, base, to_slot=False)
+            self._copy(table, bounce, base, to_slot=False)
 
     def make_bounce_buffers(self) -> None:
         """Allow gather_to_host and scatter_from_host one copy a chunk, where there is memory for it."""
@@ -237,12 +233,12 @@ class CudaDevice:
             self._bounce.append(buffer)
 
     @contextlib.contextmanager
-    def _bounce_buffer(self, spans: Sequence[Span]) -> Iterator[torch.Tensor | None]:
+    def _bounce_buffer(self, table: SpanTable) -> Iterator[torch.Tensor | None]:
         """Yield a bounce buffer, or None: none free, or holes between spans, which it must not fill."""
         buffer = None
-        if self._bounce and len(spans) > 1:
-            start, stop = _bounds(spans, 0)
-            if stop - start == sum(span.nbytes for span in spans):
+        if self._bounce and len(table) > 1:
+            start, stop = _bounds(table, 0)
+            if stop - start == int(table[:, 3].sum()):
                 with contextlib.suppress(IndexError):  # another thread was faster
                     buffer = self._bounce.pop()
         try:
@@ -252,19 +248,17 @@ class CudaDevice:
                 self._wait()
                 self._bounce.append(buffer)
 
-    def _copy(self, spans: Sequence[Span], slot: torch.Tensor, base: int, *, to_slot: bool) -> None:
-        if self._tables is not None and self._on_device(slot) and spans:
+    def _copy(self, table: SpanTable, slot: torch.Tensor, base: int, *, to_slot: bool) -> None:
+        if self._tables is not None and self._on_device(slot):
             import torch
 
-            table = np.array(spans, np.int64)
             with contextlib.suppress(torch.cuda.OutOfMemoryError):  # one by one needs none
                 kernels.copy_spans(table, self._tables, slot, base, to_slot=to_slot)
                 return
-        for span in spans:
-            at = base + span.payload_offset
-            in_slot = slot[at : at + span.nbytes]
-            flat = self._flat[span.tensor_idx]
-            in_pages = flat[span.tensor_offset : span.tensor_offset + span.nbytes]
+        for tensor_idx, offset, place, nbytes in table.tolist():
+            at = base + place
+            in_slot = slot[at : at + nbytes]
+            in_pages = self._flat[tensor_idx][offset : offset + nbytes]
             if to_slot:
                 in_slot.copy_(in_pages, non_blocking=True)
             else:
@@ -294,10 +288,10 @@ class CudaDevice:
         self._local.stream.synchronize()
 
 
-def _bounds(spans: Sequence[Span], base: int) -> tuple[int, int]:
-    start = min(span.payload_offset for span in spans)
-    stop = max(span.payload_offset + span.nbytes for span in spans)
-    return base + start, base + stop
+def _bounds(table: SpanTable, base: int) -> tuple[int, int]:
+    """Return where in the slot the first span begins and the last one ends."""
+    start, stop = table[:, 2].min(), (table[:, 2] + table[:, 3]).max()
+    return base + int(start), base + int(stop)
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ import contextlib
 import errno
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from fskv.errors import (
@@ -26,8 +26,8 @@ from fskv.errors import (
     NoSpace,
     chunk_error_from_os,
 )
-from fskv.gds_io import OpenChunk
-from fskv.span_plan import Span
+from fskv.gds_io import Native, OpenChunk
+from fskv.span_plan import SpanTable
 from fskv.transports.chunk_fd import ChunkFd, open_chunk_fd, open_part
 
 
@@ -46,9 +46,9 @@ class Device(Protocol):
 
     def io_context(self) -> contextlib.AbstractContextManager[None]: ...
 
-    def gather(self, spans: Sequence[Span], buffer: Any, base: int, ready: Any) -> None: ...
+    def gather(self, table: SpanTable, buffer: Any, base: int, ready: Any) -> None: ...
 
-    def scatter(self, buffer: Any, base: int, spans: Sequence[Span], ready: Any) -> None: ...
+    def scatter(self, buffer: Any, base: int, table: SpanTable, ready: Any) -> None: ...
 
     def fill_zero(self, buffer: Any, start: int, stop: int) -> None: ...
 
@@ -119,6 +119,7 @@ class GdsTransport:
             )
         self.slot_nbytes = slot_nbytes
         self.description = "GDS staging"
+        self.native: Native | None = None  # fskv._native has no hands on the device
         self._device = device
         self._file_mode = file_mode
         self._fsync = fsync
@@ -142,11 +143,11 @@ class GdsTransport:
             raise RuntimeError("the transport is closed")
         return slot
 
-    def gather(self, spans: Sequence[Span], slot: GdsSlot, base: int, ready: Any) -> None:
-        self._device.gather(spans, slot.buffer, base, ready)
+    def gather(self, table: SpanTable, slot: GdsSlot, base: int, ready: Any) -> None:
+        self._device.gather(table, slot.buffer, base, ready)
 
-    def scatter(self, slot: GdsSlot, base: int, spans: Sequence[Span], ready: Any) -> None:
-        self._device.scatter(slot.buffer, base, spans, ready)
+    def scatter(self, slot: GdsSlot, base: int, table: SpanTable, ready: Any) -> None:
+        self._device.scatter(slot.buffer, base, table, ready)
 
     def fill_zero(self, slot: GdsSlot, start: int, stop: int) -> None:
         self._device.fill_zero(slot.buffer, start, stop)

@@ -25,8 +25,8 @@ from fskv.errors import (
     RootError,
     chunk_error_from_os,
 )
-from fskv.gds_io import OpenChunk
-from fskv.span_plan import Span
+from fskv.gds_io import Native, OpenChunk
+from fskv.span_plan import SpanTable
 from fskv.threads import START_UP_S, call_with_deadline
 from fskv.transports.chunk_fd import (
     OPEN_PART,
@@ -36,6 +36,11 @@ from fskv.transports.chunk_fd import (
     unlink_quietly,
 )
 from fskv.transports.cuda import CudaDevice, flat_bytes
+
+try:
+    from fskv import _native
+except ImportError:  # built without a C compiler, or for another interpreter
+    _native = None  # type: ignore[assignment]
 
 if TYPE_CHECKING:
     import torch
@@ -90,13 +95,14 @@ class HostTransport:
         file_mode: int = 0o600,
         fsync: bool = False,
         cuda: CudaDevice | None = None,
+        native: bool = True,
     ) -> None:
         """`tensors` are the engine's KV tensors, int8 (num_blocks, page), CPU or CUDA, possibly strided.
 
         `cuda` is their device, if there is one and somebody has made it already.
 
         Writes one probe file into `probe_dir` when direct_io is not "off". Raises ConfigError when
-        direct_io is "on" and the file system refuses it.
+        direct_io is "on" and the file system refuses it. With native=False all is done in Python.
         """
         self.slot_nbytes = slot_nbytes
         self._file_mode = file_mode
@@ -118,9 +124,24 @@ class HostTransport:
             self._cuda.make_bounce_buffers()
         else:
             self._flat = [flat_bytes(t).numpy() for t in tensors]
+        self._pages = None
+        self.native = None
+        if native and _native is not None:
+            self._pages = None if self._cuda else _native.Pages(self._flat)
+            self.native = Native(
+                pages=self._pages,
+                open_flags=os.O_DIRECT if self._direct else 0,
+                fsync=fsync,
+                file_mode=file_mode,
+                queue=_native.Queue,
+                guard=_native.Guard,
+                layout=_native.Layout,
+                transfer=_native.Transfer,
+            )
         self.description = (
             f"host staging ({'pinned' if self._cuda else 'pageable'}), "
-            f"{'O_DIRECT' if self._direct else 'buffered'}"
+            f"{'O_DIRECT' if self._direct else 'buffered'}, "
+            f"{'outside the interpreter' if self.native else 'in Python'}"
         )
 
     def new_slot(self, index: int) -> HostSlot:
@@ -133,27 +154,25 @@ class HostTransport:
         start = -raw.data_ptr() % 4096
         return HostSlot(index, self.slot_nbytes, raw[start : start + self.slot_nbytes])
 
-    def gather(self, spans: Sequence[Span], slot: HostSlot, base: int, ready: Any) -> None:
-        if self._cuda:
-            self._cuda.gather_to_host(spans, slot.tensor, base, ready)
-            return
-        array = slot.array
-        for span in spans:
-            at = base + span.payload_offset
-            array[at : at + span.nbytes] = self._flat[span.tensor_idx][
-                span.tensor_offset : span.tensor_offset + span.nbytes
-            ]
+    def gather(self, table: SpanTable, slot: HostSlot, base: int, ready: Any) -> None:
+        if self._pages is not None:
+            _native.copy_spans(self._pages, table, slot.array, base, True)
+        elif self._cuda:
+            self._cuda.gather_to_host(table, slot.tensor, base, ready)
+        else:
+            for tensor_idx, offset, place, nbytes in table.tolist():
+                at = base + place
+                slot.array[at : at + nbytes] = self._flat[tensor_idx][offset : offset + nbytes]
 
-    def scatter(self, slot: HostSlot, base: int, spans: Sequence[Span], ready: Any) -> None:
-        if self._cuda:
-            self._cuda.scatter_from_host(slot.tensor, base, spans, ready)
-            return
-        array = slot.array
-        for span in spans:
-            at = base + span.payload_offset
-            self._flat[span.tensor_idx][span.tensor_offset : span.tensor_offset + span.nbytes] = (
-                array[at : at + span.nbytes]
-            )
+    def scatter(self, slot: HostSlot, base: int, table: SpanTable, ready: Any) -> None:
+        if self._pages is not None:
+            _native.copy_spans(self._pages, table, slot.array, base, False)
+        elif self._cuda:
+            self._cuda.scatter_from_host(slot.tensor, base, table, ready)
+        else:
+            for tensor_idx, offset, place, nbytes in table.tolist():
+                at = base + place
+                self._flat[tensor_idx][offset : offset + nbytes] = slot.array[at : at + nbytes]
 
     def fill_zero(self, slot: HostSlot, start: int, stop: int) -> None:
         slot.array[start:stop] = 0
@@ -165,6 +184,8 @@ class HostTransport:
         return slot.view[:nbytes]
 
     def row_digests(self, slot: HostSlot, start: int, stop: int) -> bytes:
+        if self.native is not None:
+            return _native.row_digests(slot.view[start:stop])
         return chunk_file.row_digests(slot.view[start:stop])
 
     def close(self) -> None:

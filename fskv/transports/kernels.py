@@ -70,11 +70,8 @@ _SUM_WORDS = 16  # `_sum_blocks` leaves of each block: 8 sums of products, 8 sum
 # 4 blocks are the 4096 bytes that every length is a multiple of: no program needs a mask. 4 warps: each
 # thread has two 16-byte loads in flight.
 _SUM_BLOCKS, _SUM_WARPS = 4, 4
-_CHAIN_ROWS, _CHAIN_UNROLL, _CHAIN_WARPS = (
-    8,
-    8,
-    1,
-)  # 8 rows * 4 pairs of accumulators are the 32 threads of a warp
+# 8 rows * 4 pairs of accumulators are the 32 threads of a warp.
+_CHAIN_ROWS, _CHAIN_UNROLL, _CHAIN_WARPS = 8, 8, 1
 # 8 KiB: four 16-byte loads a thread, and 256 programs for a chunk of 2 MiB. A step of bytes is not as many
 # elements as a piece has words: Triton 3.9 then gives both branches one layout, through shared memory.
 _PIECE_NBYTES, _STEP_NBYTES, _COPY_WARPS = 8192, 2048, 4
@@ -87,7 +84,10 @@ def _sum_blocks(
     num_blocks: tl.tensor,
     PROGRAM_BLOCKS: tl.constexpr,  # noqa: N803
 ) -> None:
-    """Sum up the stripes of PROGRAM_BLOCKS blocks: u64 `words` -> 16 u64 a block in `sums`."""
+    """Sum up the stripes of PROGRAM_BLOCKS blocks: u64 `words` -> 16 u64 a block in `sums`.
+
+    `keys` is `_keys`, here and below.
+    """
     block = tl.program_id(0) * PROGRAM_BLOCKS + tl.arange(0, PROGRAM_BLOCKS)
     # The last stripe of a row has a key of its own; `keys` holds 128 words for such a block too.
     ends_row = (block % 64 == 63) | (block == num_blocks - 1)

@@ -20,9 +20,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from fskv.chunk_file import ALIGNMENT
 from fskv.gds_io import Transport
-from fskv.span_plan import Span
+from fskv.span_plan import SpanTable
 from fskv.transports.chunk_fd import unlink_quietly
 
 # Per direction. A quarter of a second shows a factor of two on a disk that is not quiet, not ten percent.
@@ -43,7 +45,7 @@ class Rates:
 
 def measure(
     transport: Transport,
-    spans: Sequence[Span],
+    spans: SpanTable,
     probe_dir: str,
     *,
     num_threads: int,
@@ -74,7 +76,7 @@ class _Worker:
     """One thread's slot and files."""
 
     def __init__(
-        self, transport: Transport, spans: Sequence[Span], probe_dir: str, end_at: float
+        self, transport: Transport, spans: SpanTable, probe_dir: str, end_at: float
     ) -> None:
         self._transport = transport
         self._spans = spans
@@ -149,23 +151,26 @@ def _on_threads(calls: Sequence[Callable[[], None]]) -> float:
     return time.monotonic() - start
 
 
-def sample_spans(tensors: Sequence[Any], payload_nbytes: int) -> list[Span]:
+def sample_spans(tensors: Sequence[Any], payload_nbytes: int) -> SpanTable:
     """Return spans of whole pages, as a chunk's are, for at most `payload_nbytes`.
 
     `tensors` are the engine's, int8 (num_blocks, page).
     """
-    spans: list[Span] = []
+    spans: list[tuple[int, int, int, int]] = []
     at = 0
     for block in range(max((tensor.shape[0] for tensor in tensors), default=0)):
         for tensor_idx, tensor in enumerate(tensors):
             num_blocks, page = tensor.shape
-            if block >= num_blocks:
-                continue
             if at + page > payload_nbytes:
-                return spans
-            spans.append(Span(tensor_idx, block * tensor.stride(0), at, page))
-            at += page
-    return spans
+                return _table(spans)
+            if block < num_blocks:
+                spans.append((tensor_idx, block * tensor.stride(0), at, page))
+                at += page
+    return _table(spans)
+
+
+def _table(spans: list[tuple[int, int, int, int]]) -> SpanTable:
+    return np.array(spans, np.int64).reshape(-1, 4)
 
 
 # --- the note ---------------------------------------------------------------------------------

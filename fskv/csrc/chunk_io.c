@@ -1,0 +1,266 @@
+#define _GNU_SOURCE
+#include "chunk_io.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdbool.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "xxh3.h"
+
+enum { ROW = 65536, PREFIX = 32, CHECKSUM_AT = 24 };
+
+static const uint8_t MAGIC[8] = {0x89, 'F', 'S', 'K', 'V', '\r', '\n', 0x1a};
+
+double realtime_s(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+}
+
+size_t num_rows(size_t nbytes) { return (nbytes + ROW - 1) / ROW; }
+
+void digest_rows(const uint8_t *data, size_t nbytes, uint8_t *digests)
+{
+    for (size_t at = 0; at < nbytes; at += ROW, digests += 8) {
+        size_t length = nbytes - at < ROW ? nbytes - at : ROW;
+        uint64_t digest = __builtin_bswap64(xxh3_64(data + at, length));
+        memcpy(digests, &digest, 8);
+    }
+}
+
+/* --- the header -------------------------------------------------------------------------- */
+
+static uint8_t *put(uint8_t *at, const void *bytes, size_t nbytes)
+{
+    memcpy(at, bytes, nbytes);
+    return at + nbytes;
+}
+
+/* msgpack, the shortest form as msgpack-python writes it */
+static size_t pack_uint(uint8_t out[5], uint32_t value)
+{
+    if (value < 0x80) {
+        out[0] = (uint8_t)value;
+        return 1;
+    }
+    if (value < 0x100) {
+        out[0] = 0xcc;
+        out[1] = (uint8_t)value;
+        return 2;
+    }
+    if (value < 0x10000) {
+        out[0] = 0xcd;
+        out[1] = (uint8_t)(value >> 8);
+        out[2] = (uint8_t)value;
+        return 3;
+    }
+    uint32_t big = __builtin_bswap32(value);
+    out[0] = 0xce;
+    memcpy(out + 1, &big, 4);
+    return 5;
+}
+
+static uint64_t header_checksum(uint8_t *header, size_t nbytes)
+{
+    memset(header + CHECKSUM_AT, 0, 8);
+    return xxh3_64(header, nbytes);
+}
+
+/* The caller has checked that the pieces fit into header_nbytes. */
+static void seal(const FileLayout *layout, const ChunkFile *file, uint8_t *slot)
+{
+    uint8_t *payload = slot + layout->header_nbytes, *at = slot + PREFIX, first[5], written[9];
+    memset(payload, 0, file->first_block * layout->block_nbytes);
+    memset(payload + layout->content_nbytes, 0, layout->payload_nbytes - layout->content_nbytes);
+
+    memset(slot, 0, layout->header_nbytes);
+    at = put(at, layout->head, layout->head_nbytes);
+    *at++ = 0xc4; /* bin8 */
+    *at++ = (uint8_t)file->key_nbytes;
+    at = put(at, file->key, file->key_nbytes);
+    at = put(at, layout->middle, layout->middle_nbytes);
+    at = put(at, first, pack_uint(first, file->first_block));
+    at = put(at, layout->rows, layout->rows_nbytes);
+    digest_rows(payload, layout->payload_nbytes, at);
+    at += 8 * num_rows(layout->payload_nbytes);
+    at = put(at, layout->tail, layout->tail_nbytes);
+    uint64_t now_ms = __builtin_bswap64((uint64_t)(realtime_s() * 1000));
+    written[0] = 0xcf; /* uint64 */
+    memcpy(written + 1, &now_ms, 8);
+    at = put(at, written, sizeof written);
+
+    uint32_t prefix[4] = {layout->format_version, (uint32_t)layout->header_nbytes,
+                          (uint32_t)(at - slot - PREFIX), 0};
+    memcpy(slot, MAGIC, sizeof MAGIC);
+    memcpy(slot + 8, prefix, sizeof prefix);
+    uint64_t checksum = header_checksum(slot, layout->header_nbytes);
+    memcpy(slot + CHECKSUM_AT, &checksum, 8);
+}
+
+static bool take(const uint8_t **at, const uint8_t *end, const void *bytes, size_t nbytes)
+{
+    if ((size_t)(end - *at) < nbytes || memcmp(*at, bytes, nbytes) != 0)
+        return false;
+    *at += nbytes;
+    return true;
+}
+
+/* Return the digests of a header that is, byte for byte, the one this chunk should have; else NULL. A header
+ * with the same fields in another order is left to the Python reader. */
+static const uint8_t *check_header(const FileLayout *layout, const ChunkFile *file, uint8_t *slot)
+{
+    uint32_t prefix[4];
+    uint64_t checksum;
+    memcpy(prefix, slot + 8, sizeof prefix);
+    memcpy(&checksum, slot + CHECKSUM_AT, 8);
+    if (memcmp(slot, MAGIC, sizeof MAGIC) != 0 || prefix[0] != layout->format_version ||
+        prefix[1] != layout->header_nbytes || prefix[2] > layout->header_nbytes - PREFIX ||
+        prefix[3] != 0 || header_checksum(slot, layout->header_nbytes) != checksum)
+        return NULL;
+
+    const uint8_t *at = slot + PREFIX, *end = at + prefix[2];
+    uint8_t key_head[2] = {0xc4, (uint8_t)file->key_nbytes}, first[5];
+    if (!take(&at, end, layout->head, layout->head_nbytes) || !take(&at, end, key_head, 2) ||
+        !take(&at, end, file->key, file->key_nbytes) ||
+        !take(&at, end, layout->middle, layout->middle_nbytes))
+        return NULL;
+    /* Any first_block that does not reach into the wanted blocks will do. */
+    bool found = false;
+    for (uint32_t b = 0; b <= file->first_block && !found; b++)
+        found = take(&at, end, first, pack_uint(first, b));
+    if (!found || !take(&at, end, layout->rows, layout->rows_nbytes) ||
+        (size_t)(end - at) < 8 * num_rows(layout->payload_nbytes))
+        return NULL;
+    return at;
+}
+
+/* --- files ------------------------------------------------------------------------------- */
+
+static bool good_file_there(const FileLayout *layout, const char *path)
+{
+    struct stat info;
+    if (fstatat(AT_FDCWD, path, &info, AT_SYMLINK_NOFOLLOW) != 0 || !S_ISREG(info.st_mode) ||
+        (size_t)info.st_size != layout->header_nbytes + layout->payload_nbytes)
+        return false;
+    if (realtime_s() - (double)info.st_mtim.tv_sec > layout->touch_interval_s)
+        (void)utimensat(AT_FDCWD, path, NULL, AT_SYMLINK_NOFOLLOW);
+    return true;
+}
+
+static bool write_all(const FileLayout *layout, int fd, const uint8_t *data, size_t nbytes)
+{
+    for (size_t done = 0; done < nbytes;) {
+        ssize_t wrote = pwrite(fd, data + done, nbytes - done, (off_t)done);
+        if (wrote < 0 && errno == EINTR)
+            continue;
+        /* A full file system may take a part; with O_DIRECT the rest would not be aligned. */
+        if (wrote <= 0 || (layout->open_flags && wrote % 4096))
+            return false;
+        done += (size_t)wrote;
+    }
+    return true;
+}
+
+static bool read_all(int fd, uint8_t *slot, size_t start, size_t stop)
+{
+    while (start < stop) {
+        ssize_t got = pread(fd, slot + start, stop - start, (off_t)start);
+        if (got < 0 && errno == EINTR)
+            continue;
+        if (got <= 0)
+            return false;
+        start += (size_t)got;
+    }
+    return true;
+}
+
+/* One level only, as fskv.root.make_directory: with the root gone nothing may be made in its place. */
+static bool make_parent(const FileLayout *layout, const char *path)
+{
+    char directory[4096];
+    struct stat info;
+    const char *slash = strrchr(path, '/');
+    if (slash == NULL || (size_t)(slash - path) >= sizeof directory)
+        return false;
+    memcpy(directory, path, (size_t)(slash - path));
+    directory[slash - path] = '\0';
+    if (mkdir(directory, layout->dir_mode) != 0)
+        return errno == EEXIST;
+    if (stat(directory, &info) == 0)
+        (void)chmod(directory, layout->dir_mode | (info.st_mode & S_ISGID));
+    return true;
+}
+
+static bool publish(const FileLayout *layout, const ChunkFile *file)
+{
+    if (rename(file->part, file->path) == 0)
+        return true;
+    return errno == ENOENT && make_parent(layout, file->path) &&
+           rename(file->part, file->path) == 0;
+}
+
+ChunkResult chunk_write(const FileLayout *layout, const ChunkFile *file, uint8_t *slot)
+{
+    if (!file->replace && good_file_there(layout, file->path))
+        return CHUNK_EXISTS;
+    seal(layout, file, slot);
+    int fd = open(file->part,
+                  O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW | layout->open_flags,
+                  layout->file_mode);
+    if (fd < 0)
+        return CHUNK_OTHERWISE;
+    bool good = write_all(layout, fd, slot, layout->header_nbytes + layout->payload_nbytes) &&
+                (!layout->fsync || fsync(fd) == 0);
+    good = close(fd) == 0 && good; /* NFS may report a failed write only here */
+    if (good && publish(layout, file))
+        return CHUNK_OK;
+    (void)unlink(file->part);
+    return CHUNK_OTHERWISE;
+}
+
+ChunkResult chunk_read(const FileLayout *layout, const ChunkFile *file, uint8_t *slot, int *open_fd,
+                       int *old_mtime)
+{
+    struct stat info;
+    size_t file_nbytes = layout->header_nbytes + layout->payload_nbytes;
+    /* The rows of the wanted blocks, and the padding with the last block: FileLayout.rows_of_blocks. */
+    uint32_t last = file->first_block + file->num_blocks;
+    size_t first_row = file->first_block * layout->block_nbytes / ROW;
+    size_t content_stop =
+        last == layout->num_blocks ? layout->payload_nbytes : last * layout->block_nbytes;
+    size_t start = layout->header_nbytes + first_row * ROW;
+    size_t stop = layout->header_nbytes + num_rows(content_stop) * ROW;
+    if (stop > file_nbytes)
+        stop = file_nbytes;
+
+    int fd = open(file->path, O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK | layout->open_flags);
+    if (fd < 0)
+        return CHUNK_OTHERWISE;
+    bool good = fstat(fd, &info) == 0 && S_ISREG(info.st_mode) && (size_t)info.st_size == file_nbytes;
+    /* One large transfer beats two, also when it reads some rows that are not needed. */
+    if (good && 2 * (stop - start) >= layout->payload_nbytes)
+        good = read_all(fd, slot, 0, stop);
+    else if (good)
+        good = read_all(fd, slot, 0, layout->header_nbytes) && read_all(fd, slot, start, stop);
+
+    const uint8_t *digests = good ? check_header(layout, file, slot) : NULL;
+    good = digests != NULL;
+    for (size_t at = start, row = first_row; good && at < stop; at += ROW, row++) {
+        uint8_t digest[8];
+        digest_rows(slot + at, stop - at < ROW ? stop - at : ROW, digest);
+        good = memcmp(digest, digests + 8 * row, 8) == 0;
+    }
+    if (!good) {
+        close(fd);
+        return CHUNK_OTHERWISE;
+    }
+    *old_mtime = realtime_s() - (double)info.st_mtim.tv_sec > layout->touch_interval_s;
+    *open_fd = fd;
+    return CHUNK_OK;
+}

@@ -1,0 +1,52 @@
+/* One chunk file, written or read in one go. Knows nothing of Python: called without the interpreter's lock.
+ *
+ * What is here is only the way on which all goes well. Whatever else is found (a file that is missing, bad,
+ * foreign, or a disk that says no) ends it, and fskv/store.py does that chunk again from the start: the
+ * judgement, the repair and the words are there and only there.
+ */
+#ifndef FSKV_CHUNK_IO_H
+#define FSKV_CHUNK_IO_H
+
+#include <stddef.h>
+#include <stdint.h>
+#include <sys/types.h>
+
+/* What all files of a group have in common; docs/format.md. The header's map is made of these pieces:
+ * `head`, the key, `middle`, first_block, `rows`, the digests, `tail`, written_at. */
+typedef struct {
+    const uint8_t *head, *middle, *rows, *tail;
+    size_t head_nbytes, middle_nbytes, rows_nbytes, tail_nbytes;
+    size_t header_nbytes, payload_nbytes, content_nbytes, block_nbytes;
+    uint32_t format_version;
+    uint32_t num_blocks;
+    int open_flags; /* O_DIRECT or 0 */
+    int fsync;
+    mode_t file_mode, dir_mode;
+    double touch_interval_s;
+} FileLayout;
+
+typedef struct {
+    const char *path, *part;
+    const uint8_t *key;
+    size_t key_nbytes;
+    uint32_t first_block, num_blocks; /* wanted blocks of a load; a store begins at first_block */
+    int replace;                      /* store: what is there is suspect */
+} ChunkFile;
+
+
+typedef enum { CHUNK_OK, CHUNK_EXISTS, CHUNK_OTHERWISE } ChunkResult;
+
+/* The digest of each 64 KiB row, 8 bytes a row, big endian; the last row may be short. */
+void digest_rows(const uint8_t *data, size_t nbytes, uint8_t *digests);
+size_t num_rows(size_t nbytes);
+
+/* Write the slot, whose content was gathered, as a part and publish it. */
+ChunkResult chunk_write(const FileLayout *layout, const ChunkFile *file, uint8_t *slot);
+
+/* Read and check the wanted blocks into the slot. On CHUNK_OK *fd is open and *old_mtime says if it wants a touch. */
+ChunkResult chunk_read(const FileLayout *layout, const ChunkFile *file, uint8_t *slot, int *fd,
+                       int *old_mtime);
+
+double realtime_s(void);
+
+#endif

@@ -1,0 +1,79 @@
+/* fskv._native: the data path of the host transport outside the interpreter. fskv/jobs.py says how it is used;
+ * without this module the same is done in Python, chunk by chunk.
+ */
+#include "types.h"
+
+#include "xxh3.h"
+
+static PyObject *row_digests(PyObject *module, PyObject *object)
+{
+    Py_buffer view;
+    if (PyObject_GetBuffer(object, &view, PyBUF_SIMPLE) != 0)
+        return NULL;
+    PyObject *digests = NULL;
+    size_t nbytes = (size_t)view.len, tail = nbytes % 65536;
+    if (nbytes == 0 || (tail != 0 && tail < XXH3_MIN_NBYTES))
+        PyErr_Format(PyExc_ValueError, "row_digests: %zd bytes; rows must not be shorter than %d",
+                     view.len, XXH3_MIN_NBYTES);
+    else
+        digests = PyBytes_FromStringAndSize(NULL, 8 * (Py_ssize_t)num_rows(nbytes));
+    if (digests != NULL) {
+        Py_BEGIN_ALLOW_THREADS
+        digest_rows(view.buf, nbytes, (uint8_t *)PyBytes_AS_STRING(digests));
+        Py_END_ALLOW_THREADS
+    }
+    PyBuffer_Release(&view);
+    return digests;
+}
+
+static PyObject *copy(PyObject *module, PyObject *args)
+{
+    PyObject *pages;
+    Py_buffer spans = {0}, slot = {0};
+    Py_ssize_t base;
+    int to_slot;
+    if (!PyArg_ParseTuple(args, "O!y*w*np:copy_spans", &PagesType, &pages, &spans, &slot, &base,
+                          &to_slot))
+        return NULL;
+    bool fit = false;
+    if (base < 0 || base > slot.len)
+        PyErr_SetString(PyExc_ValueError, "copy_spans: base is outside the slot");
+    else
+        fit = spans_fit((Pages *)pages, &spans, (size_t)base, (size_t)slot.len);
+    if (fit) {
+        Py_BEGIN_ALLOW_THREADS
+        copy_spans((Pages *)pages, &spans, (uint8_t *)slot.buf + base, to_slot);
+        Py_END_ALLOW_THREADS
+    }
+    PyBuffer_Release(&spans);
+    PyBuffer_Release(&slot);
+    if (!fit)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef functions[] = {
+    {"row_digests", row_digests, METH_O, "row_digests(payload): see fskv.chunk_file.row_digests."},
+    {"copy_spans", copy, METH_VARARGS,
+     "copy_spans(pages, spans, slot, base, to_slot): copy every span; ValueError when one is outside."},
+    {NULL},
+};
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "fskv._native",
+    .m_doc = "The data path of the host transport outside the interpreter.",
+    .m_size = -1,
+    .m_methods = functions,
+};
+
+PyMODINIT_FUNC PyInit__native(void)
+{
+    static PyTypeObject *types[] = {&PagesType, &GuardType, &LayoutType, &TransferType, &QueueType};
+    xxh3_init();
+    PyObject *module = PyModule_Create(&definition);
+    for (size_t i = 0; module != NULL && i < sizeof types / sizeof *types; i++)
+        if (PyModule_AddType(module, types[i]) != 0)
+            Py_CLEAR(module);
+    return module;
+}

@@ -1,0 +1,468 @@
+/* The queue of a worker's transfers. Threads that `take` from it stay here as long as all goes well: they run
+ * one transfer after the other and need the interpreter for none of them. What becomes of each is an event,
+ * which the engine's thread collects.
+ */
+#include "types.h"
+
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+typedef struct {
+    Transfer *first, *last;
+    int length;
+} List;
+
+typedef enum { GATHERED, STORED, EXISTS, LOADED, ABANDONED, ENDED } Kind;
+
+typedef struct {
+    Transfer *transfer; /* one reference */
+    Kind kind;
+    bool last; /* the transfer has ended */
+    double seconds;
+} Event;
+
+typedef struct {
+    PyObject_HEAD
+    pthread_mutex_t mutex; /* guards all below, and what types.h says of a Transfer */
+    pthread_cond_t changed;
+    List loads, stores, running;
+    int num_loads_running, num_stores_running;
+    int max_stores_beside_loads;
+    int num_idle, num_hung;
+    bool closed;
+    Event *events;
+    size_t num_events, max_events;
+} Queue;
+
+static void append(List *list, Transfer *transfer)
+{
+    transfer->previous = list->last;
+    transfer->next = NULL;
+    *(list->last ? &list->last->next : &list->first) = transfer;
+    list->last = transfer;
+    list->length++;
+}
+
+static void detach(List *list, Transfer *transfer)
+{
+    *(transfer->previous ? &transfer->previous->next : &list->first) = transfer->next;
+    *(transfer->next ? &transfer->next->previous : &list->last) = transfer->previous;
+    transfer->previous = transfer->next = NULL;
+    list->length--;
+}
+
+static List *queued_in(Queue *queue, Transfer *transfer)
+{
+    return transfer->is_load ? &queue->loads : &queue->stores;
+}
+
+/* Under the mutex. An event that finds no memory is kept back: the transfer then ends at its deadline. */
+static void add_event(Queue *queue, Transfer *transfer, Kind kind, bool last)
+{
+    if (queue->num_events == queue->max_events) {
+        size_t wanted = queue->max_events ? 2 * queue->max_events : 256;
+        Event *grown = realloc(queue->events, wanted * sizeof *grown);
+        if (grown == NULL)
+            return;
+        queue->events = grown;
+        queue->max_events = wanted;
+    }
+    transfer->spare_refs--;
+    queue->events[queue->num_events++] =
+        (Event){transfer, kind, last, monotonic_s() - transfer->started_at};
+}
+
+/* Under the mutex: the next transfer that may start, or NULL. Loads first; beside them only a few stores. */
+static Transfer *pop(Queue *queue)
+{
+    Transfer *transfer = queue->loads.first;
+    if (transfer == NULL && (queue->num_loads_running == 0 ||
+                             queue->num_stores_running < queue->max_stores_beside_loads))
+        transfer = queue->stores.first;
+    if (transfer == NULL)
+        return NULL;
+    detach(queued_in(queue, transfer), transfer);
+    append(&queue->running, transfer);
+    transfer->state = RUNNING;
+    transfer->started_at = monotonic_s();
+    *(transfer->is_load ? &queue->num_loads_running : &queue->num_stores_running) += 1;
+    return transfer;
+}
+
+/* Under the mutex: the transfer's thread is free again. Returns whether it had been written off. */
+static bool end(Queue *queue, Transfer *transfer)
+{
+    detach(&queue->running, transfer);
+    transfer->state = DONE;
+    queue->num_hung -= transfer->written_off;
+    *(transfer->is_load ? &queue->num_loads_running : &queue->num_stores_running) -= 1;
+    if (transfer->is_load && queue->num_loads_running == 0)
+        pthread_cond_broadcast(&queue->changed); /* stores that gave way */
+    return transfer->written_off;
+}
+
+/* --- without the interpreter --------------------------------------------------------------- */
+
+static bool gather(Queue *queue, Transfer *transfer, uint8_t *slot)
+{
+    const FileLayout *file = &transfer->layout->file;
+    if (!guard_enter(transfer->guard))
+        return false;
+    copy_spans(transfer->pages, &transfer->spans, slot + file->header_nbytes, true);
+    guard_leave(transfer->guard);
+    transfer->gathered = true;
+    pthread_mutex_lock(&queue->mutex);
+    add_event(queue, transfer, GATHERED, false);
+    pthread_mutex_unlock(&queue->mutex);
+    return true;
+}
+
+/* Returns false when Python has to go on. */
+static bool run_store(Queue *queue, Transfer *transfer, uint8_t *slot, Kind *kind)
+{
+    if (!transfer->gathered) {
+        if (transfer->pages == NULL)
+            return false;
+        if (!gather(queue, transfer, slot)) {
+            *kind = ABANDONED;
+            return true;
+        }
+    }
+    transfer->tried = true;
+    ChunkResult result = chunk_write(&transfer->layout->file, &transfer->file, slot);
+    *kind = result == CHUNK_OK ? STORED : EXISTS;
+    return result != CHUNK_OTHERWISE;
+}
+
+static bool run_load(Queue *queue, Transfer *transfer, uint8_t *slot, Kind *kind)
+{
+    const FileLayout *file = &transfer->layout->file;
+    int fd, old_mtime;
+    if (chunk_read(file, &transfer->file, slot, &fd, &old_mtime) != CHUNK_OK)
+        return false;
+    if (transfer->pages == NULL) {
+        transfer->checked = true;
+    } else if (guard_enter(transfer->guard)) {
+        copy_spans(transfer->pages, &transfer->spans, slot + file->header_nbytes, false);
+        guard_leave(transfer->guard);
+        *kind = LOADED;
+    }
+    if (old_mtime) {
+        /* Told before the disk is touched again: a mtime that cannot be set must not spoil a load. */
+        if (*kind == LOADED) {
+            pthread_mutex_lock(&queue->mutex);
+            add_event(queue, transfer, LOADED, false);
+            pthread_mutex_unlock(&queue->mutex);
+            *kind = ENDED;
+        }
+        (void)futimens(fd, NULL);
+    }
+    close(fd);
+    return !transfer->checked;
+}
+
+/* Run transfers until one needs Python (returned), the queue is closed, or this thread was written off (NULL). */
+static Transfer *run_until_otherwise(Queue *queue, uint8_t *slot, size_t slot_nbytes)
+{
+    for (;;) {
+        pthread_mutex_lock(&queue->mutex);
+        Transfer *transfer;
+        while ((transfer = pop(queue)) == NULL && !queue->closed) {
+            queue->num_idle++;
+            pthread_cond_wait(&queue->changed, &queue->mutex);
+            queue->num_idle--;
+        }
+        pthread_mutex_unlock(&queue->mutex);
+        if (transfer == NULL)
+            return NULL;
+        if (slot == NULL || transfer->layout == NULL)
+            return transfer;
+        const FileLayout *file = &transfer->layout->file;
+        uint8_t *buffer = transfer->slot.buf ? transfer->slot.buf : slot;
+        if (buffer == slot && file->header_nbytes + file->payload_nbytes > slot_nbytes)
+            return transfer;
+
+        Kind kind = ABANDONED;
+        if (!(transfer->is_load ? run_load : run_store)(queue, transfer, buffer, &kind))
+            return transfer;
+        pthread_mutex_lock(&queue->mutex);
+        bool written_off = end(queue, transfer);
+        add_event(queue, transfer, kind, true);
+        /* From here on the transfer belongs to whoever collects its event. */
+        pthread_mutex_unlock(&queue->mutex);
+        if (written_off)
+            return NULL;
+    }
+}
+
+/* --- with it --------------------------------------------------------------------------------- */
+
+static void drop_spare_refs(Transfer *transfer)
+{
+    for (int n = transfer->spare_refs; n > 0; n--) {
+        transfer->spare_refs = n - 1;
+        Py_DECREF(transfer);
+    }
+}
+
+static PyObject *Queue_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    int max_stores_beside_loads;
+    if (!PyArg_ParseTuple(args, "i:Queue", &max_stores_beside_loads))
+        return NULL;
+    Queue *self = (Queue *)type->tp_alloc(type, 0);
+    if (self != NULL) {
+        pthread_mutex_init(&self->mutex, NULL);
+        pthread_cond_init(&self->changed, NULL);
+        self->max_stores_beside_loads = max_stores_beside_loads;
+    }
+    return (PyObject *)self;
+}
+
+static bool is_transfer(PyObject *object)
+{
+    if (PyObject_TypeCheck(object, &TransferType))
+        return true;
+    PyErr_SetString(PyExc_TypeError, "expected a Transfer");
+    return false;
+}
+
+static PyObject *Queue_push(Queue *self, PyObject *object)
+{
+    if (!is_transfer(object))
+        return NULL;
+    Transfer *transfer = (Transfer *)object;
+    if (transfer->state != NEW)
+        return PyErr_Format(PyExc_ValueError, "push: this transfer was queued before");
+    /* One reference for each event to come; there are at most two. */
+    Py_INCREF(object);
+    Py_INCREF(object);
+    transfer->spare_refs = 2;
+    pthread_mutex_lock(&self->mutex);
+    bool closed = self->closed;
+    if (!closed) {
+        transfer->state = QUEUED;
+        append(queued_in(self, transfer), transfer);
+        if (self->num_idle > 0)
+            pthread_cond_signal(&self->changed);
+    }
+    bool wanted = !closed && self->loads.length + self->stores.length > self->num_idle;
+    pthread_mutex_unlock(&self->mutex);
+    if (closed)
+        drop_spare_refs(transfer);
+    return PyBool_FromLong(wanted);
+}
+
+static PyObject *Queue_cancel(Queue *self, PyObject *object)
+{
+    if (!is_transfer(object))
+        return NULL;
+    Transfer *transfer = (Transfer *)object;
+    pthread_mutex_lock(&self->mutex);
+    bool queued = transfer->state == QUEUED;
+    if (queued) {
+        detach(queued_in(self, transfer), transfer);
+        transfer->state = DONE;
+    }
+    pthread_mutex_unlock(&self->mutex);
+    if (queued)
+        drop_spare_refs(transfer);
+    return PyBool_FromLong(queued);
+}
+
+static PyObject *Queue_hasten(Queue *self, PyObject *object)
+{
+    if (!is_transfer(object))
+        return NULL;
+    Transfer *transfer = (Transfer *)object;
+    pthread_mutex_lock(&self->mutex);
+    if (transfer->state == QUEUED) {
+        List *list = queued_in(self, transfer);
+        detach(list, transfer);
+        transfer->next = list->first;
+        *(list->first ? &list->first->previous : &list->last) = transfer;
+        list->first = transfer;
+        list->length++;
+    }
+    pthread_mutex_unlock(&self->mutex);
+    Py_RETURN_NONE;
+}
+
+static PyObject *Queue_write_off(Queue *self, PyObject *object)
+{
+    if (!is_transfer(object))
+        return NULL;
+    Transfer *transfer = (Transfer *)object;
+    pthread_mutex_lock(&self->mutex);
+    bool now = transfer->state == RUNNING && !transfer->written_off;
+    if (now) {
+        transfer->written_off = true;
+        self->num_hung++;
+    }
+    pthread_mutex_unlock(&self->mutex);
+    return PyBool_FromLong(now);
+}
+
+static PyObject *Queue_finish(Queue *self, PyObject *object)
+{
+    if (!is_transfer(object))
+        return NULL;
+    Transfer *transfer = (Transfer *)object;
+    pthread_mutex_lock(&self->mutex);
+    bool written_off = transfer->state == RUNNING && end(self, transfer);
+    pthread_mutex_unlock(&self->mutex);
+    drop_spare_refs(transfer);
+    return PyBool_FromLong(written_off);
+}
+
+static PyObject *Queue_take(Queue *self, PyObject *slot)
+{
+    Py_buffer view = {0};
+    if (slot != Py_None && slot_buffer(slot, &view) != 0)
+        return NULL;
+    Transfer *transfer;
+    Py_BEGIN_ALLOW_THREADS
+    transfer = run_until_otherwise(self, view.buf, (size_t)view.len);
+    Py_END_ALLOW_THREADS
+    if (view.obj != NULL)
+        PyBuffer_Release(&view);
+    /* The queue's own references keep it until `finish`. */
+    return Py_NewRef(transfer ? (PyObject *)transfer : Py_None);
+}
+
+static PyObject *Queue_take_events(Queue *self, PyObject *unused)
+{
+    pthread_mutex_lock(&self->mutex);
+    Event *events = self->events;
+    size_t num_events = self->num_events;
+    self->events = NULL;
+    self->num_events = self->max_events = 0;
+    pthread_mutex_unlock(&self->mutex);
+
+    PyObject *list = PyList_New(0);
+    for (size_t i = 0; i < num_events; i++) {
+        Transfer *transfer = events[i].transfer;
+        if (list != NULL && events[i].kind != ENDED) {
+            PyObject *event =
+                Py_BuildValue("(Oid)", transfer->owner, events[i].kind, events[i].seconds);
+            if (event == NULL || PyList_Append(list, event) != 0)
+                Py_CLEAR(list);
+            Py_XDECREF(event);
+        }
+        if (events[i].last)
+            drop_spare_refs(transfer);
+        Py_DECREF(transfer);
+    }
+    free(events);
+    return list;
+}
+
+static PyObject *Queue_running(Queue *self, PyObject *unused)
+{
+    PyObject *list = PyList_New(0);
+    /* References are taken under the mutex; nothing that allocates may call back into us. */
+    pthread_mutex_lock(&self->mutex);
+    int length = self->running.length, n = 0;
+    Transfer **found = malloc(sizeof *found * (size_t)(length + 1));
+    for (Transfer *t = self->running.first; t != NULL && found != NULL; t = t->next) {
+        Py_INCREF(t);
+        found[n++] = t;
+    }
+    pthread_mutex_unlock(&self->mutex);
+    for (int i = 0; i < n; i++) {
+        if (list != NULL && PyList_Append(list, (PyObject *)found[i]) != 0)
+            Py_CLEAR(list);
+        Py_DECREF(found[i]);
+    }
+    free(found);
+    return list;
+}
+
+static void drop_queued(Queue *self)
+{
+    pthread_mutex_lock(&self->mutex);
+    List dropped[2] = {self->loads, self->stores};
+    memset(&self->loads, 0, sizeof self->loads);
+    memset(&self->stores, 0, sizeof self->stores);
+    for (int i = 0; i < 2; i++)
+        for (Transfer *t = dropped[i].first; t != NULL; t = t->next)
+            t->state = DONE;
+    pthread_mutex_unlock(&self->mutex);
+    for (int i = 0; i < 2; i++)
+        for (Transfer *t = dropped[i].first, *next; t != NULL; t = next) {
+            next = t->next;
+            t->previous = t->next = NULL;
+            drop_spare_refs(t);
+        }
+}
+
+static PyObject *Queue_close(Queue *self, PyObject *unused)
+{
+    pthread_mutex_lock(&self->mutex);
+    self->closed = true;
+    pthread_cond_broadcast(&self->changed);
+    pthread_mutex_unlock(&self->mutex);
+    drop_queued(self);
+    Py_RETURN_NONE;
+}
+
+static void Queue_dealloc(Queue *self)
+{
+    drop_queued(self); /* threads that are in `take` hold a reference, so none is */
+    Py_XDECREF(Queue_take_events(self, NULL));
+    pthread_mutex_destroy(&self->mutex);
+    pthread_cond_destroy(&self->changed);
+    Py_TYPE(self)->tp_free(self);
+}
+
+static PyObject *Queue_num_idle(Queue *self, void *unused)
+{
+    return PyLong_FromLong(__atomic_load_n(&self->num_idle, __ATOMIC_RELAXED));
+}
+
+static PyObject *Queue_num_hung(Queue *self, void *unused)
+{
+    return PyLong_FromLong(__atomic_load_n(&self->num_hung, __ATOMIC_RELAXED));
+}
+
+static PyObject *Queue_wanted(Queue *self, void *unused)
+{
+    pthread_mutex_lock(&self->mutex);
+    bool wanted = !self->closed && self->loads.length + self->stores.length > self->num_idle;
+    pthread_mutex_unlock(&self->mutex);
+    return PyBool_FromLong(wanted);
+}
+
+static PyMethodDef Queue_methods[] = {
+    {"push", (PyCFunction)Queue_push, METH_O, "See fskv.threads.TaskQueue."},
+    {"cancel", (PyCFunction)Queue_cancel, METH_O, "See fskv.threads.TaskQueue."},
+    {"hasten", (PyCFunction)Queue_hasten, METH_O, "See fskv.threads.TaskQueue."},
+    {"write_off", (PyCFunction)Queue_write_off, METH_O, "See fskv.threads.TaskQueue."},
+    {"finish", (PyCFunction)Queue_finish, METH_O, "See fskv.threads.TaskQueue."},
+    {"take", (PyCFunction)Queue_take, METH_O,
+     "take(slot): run transfers in `slot`; returns one that needs Python, or None: the thread may go."},
+    {"take_events", (PyCFunction)Queue_take_events, METH_NOARGS,
+     "take_events(): [(owner, GATHERED | STORED | EXISTS | LOADED | ABANDONED, seconds)] since the last call."},
+    {"running", (PyCFunction)Queue_running, METH_NOARGS, "See fskv.threads.TaskQueue."},
+    {"close", (PyCFunction)Queue_close, METH_NOARGS, "See fskv.threads.TaskQueue."},
+    {NULL},
+};
+
+static PyGetSetDef Queue_getset[] = {
+    {"num_idle", (getter)Queue_num_idle, NULL, NULL, NULL},
+    {"num_hung", (getter)Queue_num_hung, NULL, NULL, NULL},
+    {"wants_thread", (getter)Queue_wanted, NULL, NULL, NULL},
+    {NULL},
+};
+
+PyTypeObject QueueType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "fskv._native.Queue",
+    .tp_doc = "Queue(max_stores_beside_loads): see fskv.threads.TaskQueue.",
+    .tp_basicsize = sizeof(Queue),
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_new = Queue_new,
+    .tp_dealloc = (destructor)Queue_dealloc,
+    .tp_methods = Queue_methods,
+    .tp_getset = Queue_getset,
+};

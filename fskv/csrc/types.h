@@ -1,0 +1,78 @@
+/* The Python types of fskv._native and who may touch their fields.
+ *
+ * Guard and Queue have a mutex each; what it guards is said at the field. Nobody takes a Python lock, or the
+ * interpreter's, while holding one of them, and nobody holds one across a system call on a file.
+ */
+#ifndef FSKV_TYPES_H
+#define FSKV_TYPES_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <pthread.h>
+#include <stdbool.h>
+
+#include "chunk_io.h"
+
+/* The engine's KV tensors, as flat bytes. Constant. */
+typedef struct {
+    PyObject_HEAD
+    Py_buffer *buffers;
+    Py_ssize_t num_buffers;
+} Pages;
+
+/* May the KV pages of a job still be touched? */
+typedef struct {
+    PyObject_HEAD
+    pthread_mutex_t mutex; /* guards the two below */
+    pthread_cond_t left;
+    bool abandoned;
+    int num_inside;
+} Guard;
+
+/* What all chunk files of a group have in common. Constant. */
+typedef struct {
+    PyObject_HEAD
+    FileLayout file;
+    PyObject *head, *middle, *rows, *tail; /* bytes, which `file` points into */
+} Layout;
+
+typedef enum { NEW, QUEUED, RUNNING, DONE } State;
+
+/* One chunk on its way between KV pages and a file. */
+typedef struct Transfer {
+    PyObject_HEAD
+    /* constant once made */
+    PyObject *owner;
+    Layout *layout; /* NULL: nothing is done here, every step is Python's */
+    Pages *pages;   /* NULL: the KV is not in host memory, Python moves it */
+    Guard *guard;
+    PyObject *path, *part, *key; /* bytes */
+    Py_buffer spans;
+    ChunkFile file;
+    bool is_load;
+    /* of the thread that runs it; before that, of whoever submits it */
+    Py_buffer slot; /* buf != NULL: the pages were gathered into this slot ahead */
+    bool gathered;  /* store: the slot holds the pages */
+    bool tried;     /* store: chunk_write was called */
+    bool checked;   /* load: the slot holds what is wanted, checked */
+    /* guarded by the queue's mutex */
+    struct Transfer *previous, *next;
+    State state;
+    bool written_off;
+    double started_at; /* CLOCK_MONOTONIC seconds; 0 before */
+    int spare_refs;    /* references that the queue holds for events to come */
+} Transfer;
+
+extern PyTypeObject PagesType, GuardType, LayoutType, TransferType, QueueType;
+
+bool guard_enter(Guard *guard);
+void guard_leave(Guard *guard);
+
+/* Check every span of a buffer of int64 (n, 4) against the tensors and the slot; sets ValueError. */
+bool spans_fit(const Pages *pages, const Py_buffer *spans, size_t base, size_t slot_nbytes);
+void copy_spans(const Pages *pages, const Py_buffer *spans, uint8_t *slot_base, bool to_slot);
+/* The memory of a HostSlot, which is its `array`. */
+int slot_buffer(PyObject *slot, Py_buffer *view);
+double monotonic_s(void);
+
+#endif

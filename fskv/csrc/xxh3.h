@@ -1,0 +1,17 @@
+/* XXH3-64 with seed 0 and the default secret, for inputs longer than 240 bytes: rows and headers, all of them
+ * multiples of 4096. Facts: the XXH3 part of the xxHash specification. tests/test_native.py holds it against the
+ * `xxhash` package byte for byte.
+ */
+#ifndef FSKV_XXH3_H
+#define FSKV_XXH3_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define XXH3_MIN_NBYTES 241
+
+/* Chosen once, when the module is loaded: AVX2 where the CPU has it, plain C otherwise. */
+void xxh3_init(void);
+uint64_t xxh3_64(const uint8_t *input, size_t nbytes);
+
+#endif

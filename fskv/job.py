@@ -1,0 +1,130 @@
+"""A job of the engine and its chunks on their way: what the engine's thread and the I/O threads share.
+
+Only state and the rules for touching it; `jobs` makes them, runs them and reports them.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any
+
+from fskv.span_plan import ChunkPlan
+from fskv.types import ChunkId, Status
+
+if TYPE_CHECKING:
+    from fskv import _native
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRequest:
+    """One chunk of a job: which, and what of it goes where."""
+
+    chunk: ChunkId
+    plan: ChunkPlan
+
+
+@dataclass(frozen=True, slots=True)
+class JobResult:
+    """A job the engine may consider done. `failed` is only ever true for loads."""
+
+    job_id: int
+    is_load: bool
+    failed: bool
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkOutcome:
+    """How one chunk ended; for stores this comes after the job was reported."""
+
+    chunk: ChunkId
+    is_load: bool
+    status: Status
+    nbytes: int
+    seconds: float
+
+
+class NativeEvent(IntEnum):
+    """What became of a transfer outside the interpreter; the order is that of `Kind` in csrc/queue.c."""
+
+    GATHERED = 0
+    STORED = 1
+    EXISTS = 2
+    LOADED = 3
+    ABANDONED = 4
+
+
+class Guard:
+    """May the KV pages of a job still be touched? `fskv._native.Guard` does the same."""
+
+    def __init__(self) -> None:
+        self._left = threading.Condition()  # guards the two below
+        self.abandoned = False
+        self._num_inside = 0
+
+    def enter(self) -> bool:
+        """Ask to touch the job's KV pages; False when the job was given up. Pair with `leave`."""
+        with self._left:
+            if self.abandoned:
+                return False
+            self._num_inside += 1
+            return True
+
+    def leave(self) -> None:
+        with self._left:
+            self._num_inside -= 1
+            self._left.notify_all()
+
+    def abandon(self) -> None:
+        """From the return on, no thread touches the job's KV pages. Waits for memory copies only."""
+        with self._left:
+            self.abandoned = True
+            while self._num_inside:
+                self._left.wait()
+
+
+class Job:
+    """Shared by the engine's thread and the I/O threads; `lock` guards every field below it."""
+
+    def __init__(
+        self,
+        job_id: int,
+        is_load: bool,
+        submitted_at: float,
+        allowed_s: float,
+        ready: Any,
+        guard: Guard | _native.Guard,
+    ) -> None:
+        self.job_id = job_id
+        self.is_load = is_load
+        self.submitted_at = submitted_at
+        self.deadline_at = submitted_at + allowed_s
+        self.ready = ready
+        self.guard = guard
+        self.tasks: list[ChunkTask] = []
+        self.lock = threading.Lock()
+        self.num_open = 0  # chunks whose pages are still needed
+        self.failed = False
+        self.nbytes = 0
+
+
+class ChunkTask:
+    """One chunk of a job on its way; `closed` and `slot` change under the job's lock."""
+
+    __slots__ = ("closed", "job", "queued", "reported", "request", "slot")
+
+    def __init__(self, job: Job, request: ChunkRequest) -> None:
+        self.job = job
+        self.request = request
+        self.queued: Any = None  # the Task or Transfer that stands for it in the queue
+        self.slot: Any = None  # set when the pages were gathered ahead, by wait()
+        self.closed = False  # the KV pages are not needed for this chunk any more
+        self.reported = False  # the outcome is known
+
+    @property
+    def started_at(self) -> float | None:
+        started_at: float | None = self.queued and self.queued.started_at
+        return started_at
