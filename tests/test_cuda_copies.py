@@ -192,6 +192,18 @@ def test_bounce_buffers_are_bounded(tensors, with_kernels, monkeypatch, slot_nby
     assert len(device._bounce) == min(4, (64 << 20) // slot_nbytes)
 
 
+def test_dropped_bounce_buffers_do_not_come_back(tensors, with_kernels):
+    device = OnCpu(tensors)
+    device.make_bounce_buffers()
+    with device._bounce_buffer(spans(tensors, [1])) as buffer:
+        assert buffer is not None
+        device.drop_bounce_buffers()
+    assert device._bounce == []
+    slot = pinned()
+    device.gather_to_host(spans(tensors, [4]), slot, 0, None)
+    assert bytes(slot[: 2 * PAGE].numpy()) == content(tensors, [4])
+
+
 def test_a_device_without_memory_to_spare_copies_span_by_span(tensors, with_kernels, monkeypatch):
     real = torch.empty
 

@@ -101,6 +101,7 @@ def open_transports(
             ) from reason
         return Chosen(by_host, by_host, f"{by_host.description}, not GDS: {reason}")
     if transport == "gds":
+        by_host.close()
         return Chosen(by_gds, by_gds, by_gds.description)
     return _faster(by_host, by_gds, tensors, root, probe_dir, direct_io, num_threads)
 
@@ -204,8 +205,8 @@ def _faster(
     of_host, of_gds = rates["host"], rates["gds"]
     load = by_gds if of_gds.load > of_host.load * _ADVANTAGE else by_host
     store = by_gds if of_gds.store > of_host.store * _ADVANTAGE else by_host
-    if by_gds not in (load, store):
-        by_gds.close()
+    for unused in {by_host, by_gds} - {load, store}:
+        unused.close()
     figures = (
         f"{'measured earlier' if recalled else 'measured'} in GB/s: load {of_host.load / 1e9:.2f} host, "
         f"{of_gds.load / 1e9:.2f} GDS; store {of_host.store / 1e9:.2f} host, {of_gds.store / 1e9:.2f} GDS"

@@ -122,6 +122,7 @@ class CudaDevice:
         self.kernels_missing: str | None = kernels.available(self.device)
         self._tables = None if self.kernels_missing else kernels.FlatTensors(self._flat)
         self._bounce: list[torch.Tensor] = []  # those not in use; list.pop and append are atomic
+        self._num_bounce = 0
 
     # --- buffers ----------------------------------------------------------------------------
 
@@ -231,6 +232,12 @@ class CudaDevice:
                 logger.warning("spans are copied one by one: %s", str(error).partition("\n")[0])
                 return
             self._bounce.append(buffer)
+            self._num_bounce = len(self._bounce)
+
+    def drop_bounce_buffers(self) -> None:
+        """Give their memory back; copies from now on go span by span."""
+        self._num_bounce = 0
+        self._bounce.clear()
 
     @contextlib.contextmanager
     def _bounce_buffer(self, table: SpanTable) -> Iterator[torch.Tensor | None]:
@@ -246,7 +253,8 @@ class CudaDevice:
         finally:
             if buffer is not None:
                 self._wait()
-                self._bounce.append(buffer)
+                if len(self._bounce) < self._num_bounce:  # not dropped meanwhile
+                    self._bounce.append(buffer)
 
     def _copy(self, table: SpanTable, slot: torch.Tensor, base: int, *, to_slot: bool) -> None:
         if self._tables is not None and self._on_device(slot):

@@ -189,7 +189,8 @@ class HostTransport:
         return chunk_file.row_digests(slot.view[start:stop])
 
     def close(self) -> None:
-        pass
+        if self._cuda:
+            self._cuda.drop_bounce_buffers()
 
     @contextlib.contextmanager
     def open(self, path: str) -> Iterator[OpenChunk]:
