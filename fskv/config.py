@@ -98,7 +98,8 @@ class StoreConfig:
     staging_bytes: int = _option(
         256 * MIB,
         'bytes, or "256MiB"',
-        "Upper bound of the staging memory of each engine worker (pinned where there is CUDA).",
+        "Upper bound of the staging memory of each engine worker: pinned host memory where there is CUDA, "
+        "GPU memory with GDS.",
     )
     max_queued_chunks: int = _option(
         512,
@@ -111,6 +112,19 @@ class StoreConfig:
         "auto, on, off",
         "O_DIRECT. `auto` uses it where a write probe in the root succeeds; `on` refuses to start "
         "where it does not; `off` goes through the page cache.",
+    )
+    transport: Literal["auto", "host", "gds"] = _option(
+        "auto",
+        "auto, host, gds",
+        "How KV moves between GPU and files. `host`: through pinned memory. `gds`: through kvikio and cuFile "
+        "(GPUDirect Storage); refuses to start where that does not work. `auto`: measures both in the root, "
+        "about a second, remembered for 7 days, and takes the faster.",
+    )
+    gds_check: Literal["host", "refuse"] = _option(
+        "host",
+        "host, refuse",
+        "Where the GPU kernels that check chunks do not run (no Triton): `host` copies each chunk to the "
+        "host to check it; `refuse` does not use GDS then. A check is never left out.",
     )
     fsync: bool = _option(
         False,
@@ -280,6 +294,8 @@ _PARSERS = {
     "staging_bytes": _parse_size,
     "max_queued_chunks": _count(1, 1_000_000),
     "direct_io": _choice("auto", "on", "off"),
+    "transport": _choice("auto", "host", "gds"),
+    "gds_check": _choice("host", "refuse"),
     "fsync": _parse_bool,
     "deadline_base_s": _seconds(0.01, 3600),
     "deadline_per_mib_s": _seconds(0, 60),

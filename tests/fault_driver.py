@@ -13,12 +13,13 @@ import sys
 import time
 import traceback
 
+import gds_lab
 from conftest import World
 
 from fskv import chunk_file, job, jobs, store
 from fskv.breaker import Breaker
 from fskv.config import Deadline
-from fskv.transports import host
+from fskv.transports import chunk_fd, host
 
 # By name: how a transport is made and what else its World needs. A further one is one line here.
 TRANSPORTS = {
@@ -26,6 +27,7 @@ TRANSPORTS = {
     "host-buffered": (host.HostTransport, {"direct_io": "off"}),
     "native": (host.HostTransport, {"native": True}),
     "native-buffered": (host.HostTransport, {"native": True, "direct_io": "off"}),
+    "gds": (gds_lab.make_transport, {}),
 }
 
 
@@ -46,7 +48,7 @@ SAFETIES = {
         (job.Guard, "leave", lambda guard: None),
         (store.ChunkStore, "transfer", _without_guard(store.ChunkStore.transfer)),
     ],
-    "removal": [(host, "_unlink_quietly", lambda path: None)],
+    "removal": [(chunk_fd, "unlink_quietly", lambda path: None)],
 }
 
 POISON = 0x5A  # what the pages hold before a load

@@ -271,7 +271,7 @@ class _FaultChunk:
 
 
 def install(
-    script: Events, modules: Sequence[str] = ("fskv.transports.host", "fskv.engines.vllm_worker")
+    script: Events, modules: Sequence[str] = ("fskv.transports.host",)
 ) -> Callable[[], None]:
     """Make every HostTransport of this process faulty from now on; returns a function that undoes it.
 

@@ -1,8 +1,15 @@
-"""The host transport on a real CUDA device: byte exactness, stream order, staging bounds."""
+"""The transports on a real CUDA device: byte exactness, stream order, checks on the GPU, timeouts, speed.
+
+What carries the bytes of the GDS transport (direct, or a bounce of kvikio's or cuFile's) is the machine's
+choice; the promises are the same. `pytest -m gpu -s` prints the start-up line and the throughput.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import threading
+import time
 
 import pytest
 
@@ -12,6 +19,10 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
+import gds_lab  # noqa: E402
+import numpy as np  # noqa: E402
+
+from fskv import chunk_file  # noqa: E402
 from fskv.breaker import Breaker  # noqa: E402
 from fskv.chunk_file import FileLayout  # noqa: E402
 from fskv.config import Deadline  # noqa: E402
@@ -20,16 +31,36 @@ from fskv.jobs import JobRunner  # noqa: E402
 from fskv.root import NamespaceDir  # noqa: E402
 from fskv.span_plan import GroupLayout, plan_job  # noqa: E402
 from fskv.store import ChunkStore  # noqa: E402
+from fskv.transports import kernels, numa  # noqa: E402
+from fskv.transports.choice import open_transports  # noqa: E402
+from fskv.transports.cuda import CudaDevice  # noqa: E402
+from fskv.transports.gds import GdsTransport  # noqa: E402
 from fskv.transports.host import HostTransport  # noqa: E402
 from fskv.types import ChunkId, Status  # noqa: E402
 
 BLOCKS_PER_CHUNK, PAGE, NUM_CHUNKS = 4, 65536, 16
 
 
+TRANSPORTS = ["host", "host-spans", "host-buffered", "gds", "gds-host-checks"]
+
+
+def make_transport(kind: str, tensors: list, slot_nbytes: int, probe_dir: str):
+    """`host-spans` and `gds-host-checks` do without the Triton kernels."""
+    with pytest.MonkeyPatch.context() as patch:
+        if kind in ("host-spans", "gds-host-checks"):
+            patch.setattr(kernels, "available", lambda device: "switched off by the test")
+        if kind.startswith("gds"):
+            if importlib.util.find_spec("kvikio") is None:
+                pytest.skip("kvikio is not installed: pip install 'fskv[gds]'")
+            return GdsTransport(CudaDevice(tensors, slot_nbytes), slot_nbytes, direct_io=True)
+        direct_io = "off" if kind == "host-buffered" else "auto"
+        return HostTransport(tensors, slot_nbytes, probe_dir=probe_dir, direct_io=direct_io)
+
+
 class Rig:
     """Two KV tensors of a hybrid-looking cache on the device, and the runner over a directory."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, kind: str, deadline_s: float = 30) -> None:
         os.makedirs(f"{path}/tmp")
         os.mkdir(f"{path}/chunks")
         self.num_blocks = 2 * NUM_CHUNKS * BLOCKS_PER_CHUNK
@@ -42,9 +73,9 @@ class Rig:
         pages = tuple(page.nbytes for page in self.layout.pages)
         files = FileLayout(BLOCKS_PER_CHUNK, pages, bytes(16))
         directory = NamespaceDir(path, b"gpu" * 8, 0o700, 0o600)
-        transport = HostTransport(
-            self.tensors, files.file_nbytes, probe_dir=f"{path}/tmp", direct_io="auto"
-        )
+        self.files = files
+        self.transport = make_transport(kind, self.tensors, files.file_nbytes, f"{path}/tmp")
+        transport = self.transport
         store = ChunkStore(directory, {0: files}, transport, rank=None, touch_interval_s=600)
         self.runner = JobRunner(
             store,
@@ -52,7 +83,7 @@ class Rig:
             num_threads=4,
             num_slots=16,
             max_queued_chunks=64,
-            deadline=Deadline(30, 0, 30),
+            deadline=Deadline(deadline_s, 0, deadline_s),
             breaker=Breaker(8, 5),
         )
         self.chunks = [ChunkId(b"chunk%d" % i, 0) for i in range(NUM_CHUNKS)]
@@ -79,11 +110,21 @@ class Rig:
         )
 
 
-@pytest.fixture
-def rig(tmp_path):
-    made = Rig(str(tmp_path))
+@pytest.fixture(params=TRANSPORTS)
+def rig(request, tmp_path):
+    made = Rig(str(tmp_path), request.param)
     yield made
     made.runner.shutdown(5)
+    made.transport.close()
+
+
+@pytest.fixture
+def gds_rig(tmp_path):
+    made = Rig(str(tmp_path), "gds", deadline_s=10)  # the first use opens cuFile's driver
+    made.lab = gds_lab.Kvikio(made.transport)
+    yield made
+    made.runner.shutdown(5)
+    made.transport.close()
 
 
 def test_every_byte_of_every_page_comes_back(rig):
@@ -140,3 +181,188 @@ def test_a_load_is_complete_when_it_is_reported(rig):
         with torch.cuda.stream(torch.cuda.Stream()):
             assert rig.halves_equal()
         rig.drain()
+
+
+# --- GDS --------------------------------------------------------------------------------------
+
+
+def test_the_kernels_run_here():
+    """Or every test above has shown the fallback only."""
+    assert kernels.available(torch.device("cuda", torch.cuda.current_device())) is None
+
+
+def test_slots_are_registered_aligned_and_freed(gds_rig):
+    transport = gds_rig.transport
+    torch.cuda.synchronize()
+    before, _ = torch.cuda.mem_get_info()
+    slots = [transport.new_slot(i) for i in range(8)]
+    assert all(slot.buffer.tensor.data_ptr() % 4096 == 0 for slot in slots)
+    assert all(slot.buffer.tensor.numel() == transport.slot_nbytes for slot in slots)
+    during, _ = torch.cuda.mem_get_info()
+    assert before - during >= 8 * transport.slot_nbytes
+    transport.close()
+    assert [event for event, _ in gds_rig.lab.registered] == ["register"] * 8 + ["deregister"] * 8
+    del slots
+    transport._slots.clear()
+    assert torch.cuda.mem_get_info()[0] > during
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 7, 32])
+@pytest.mark.parametrize("last_nbytes", [4096, 20480, 65536])
+@pytest.mark.parametrize("kind", ["gds", "gds-host-checks"])
+def test_digests_of_the_device_are_those_of_xxhash(tmp_path, kind, num_rows, last_nbytes):
+    nbytes = (num_rows - 1) * 65536 + last_nbytes
+    tensors = [torch.zeros((1, 4096), dtype=torch.int8, device="cuda")]
+    transport = make_transport(kind, tensors, 8192 + nbytes, str(tmp_path))
+    slot = transport.new_slot(0)
+    data = np.random.default_rng(num_rows).bytes(nbytes)
+    transport.put_header(slot, bytes(8192) + data)
+    wanted = chunk_file.row_digests(memoryview(data))
+    assert transport.row_digests(slot, 8192, 8192 + nbytes) == wanted
+    transport.fill_zero(slot, 8192 + nbytes - 1, 8192 + nbytes)
+    assert (transport.row_digests(slot, 8192, 8192 + nbytes) == wanted) == (data[-1] == 0)
+    assert transport.take_header(slot, 4096) == bytes(4096)
+    transport.close()
+
+
+def _loaded_with_a_wrong_bit(rig) -> bool:
+    """Flip a bit of each slot after kvikio's read; return whether the load failed."""
+    half = rig.num_blocks // 2
+    for tensor in rig.tensors:
+        tensor[:half].random_(-128, 128)
+    rig.runner.submit_store(1, rig.requests(rig.source), torch.cuda.current_stream().record_event())
+    assert set(rig.drain()) == {Status.OK}
+
+    def wrong(file, buffer, nbytes, file_offset, buffer_offset):
+        got = type(file).raw_read(file, buffer, nbytes, file_offset, buffer_offset)
+        there = torch.as_tensor(buffer, device="cuda")
+        there[buffer_offset + nbytes // 2] ^= 0x10
+        torch.cuda.current_stream().synchronize()
+        return got
+
+    rig.lab.read = wrong
+    for tensor in rig.tensors:
+        tensor[half:] = -77
+    torch.cuda.synchronize()
+    rig.runner.submit_load(2, rig.requests(rig.target), None)
+    return set(rig.drain()) == {Status.CORRUPT}
+
+
+def test_a_wrong_bit_in_gpu_memory_reaches_no_page(gds_rig):
+    assert _loaded_with_a_wrong_bit(gds_rig)
+    half = gds_rig.num_blocks // 2
+    assert all(bool((tensor[half:] == -77).all()) for tensor in gds_rig.tensors)
+
+
+def test_negative_control_without_the_checks_it_does(gds_rig, monkeypatch):
+    monkeypatch.setattr(chunk_file, "check_digests", lambda *args: None)
+    assert not _loaded_with_a_wrong_bit(gds_rig)
+    half = gds_rig.num_blocks // 2
+    assert not all(bool((tensor[half:] == -77).all()) for tensor in gds_rig.tensors)
+    assert not gds_rig.halves_equal()
+
+
+def test_a_read_that_hangs_is_given_up_its_slot_parked_and_its_pages_stay_free(gds_rig):
+    rig, half = gds_rig, gds_rig.num_blocks // 2
+    for tensor in rig.tensors:
+        tensor[:half].random_(-128, 128)
+    rig.runner.submit_store(1, rig.requests(rig.source), torch.cuda.current_stream().record_event())
+    assert set(rig.drain()) == {Status.OK}
+    go_on = threading.Event()
+
+    def hang(file, *args):
+        go_on.wait(60)
+        return type(file).raw_read(file, *args)
+
+    rig.lab.read = hang
+    for tensor in rig.tensors:
+        tensor[half:] = -77
+    torch.cuda.synchronize()
+    rig.runner.submit_load(2, rig.requests(rig.target), None)
+    results = []
+    while not results:
+        results = rig.runner.poll()
+    assert results[0].failed
+    assert rig.runner.num_slots_used >= 4, "parked"
+    go_on.set()
+    end = time.monotonic() + 30
+    while rig.runner.num_slots_used:
+        assert time.monotonic() < end
+        rig.runner.poll()
+    torch.cuda.synchronize()
+    assert all(bool((tensor[half:] == -77).all()) for tensor in rig.tensors)
+
+
+def test_the_choice_is_made_and_said(tmp_path, monkeypatch, gds_rig):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    probe_dir = str(tmp_path / "tmp")
+    before = [tensor.clone() for tensor in gds_rig.tensors]
+    for transport in ("gds", "auto", "auto"):
+        chosen = open_transports(
+            gds_rig.tensors,
+            gds_rig.files.file_nbytes,
+            root=str(tmp_path),
+            probe_dir=probe_dir,
+            transport=transport,
+            gds_check="refuse",
+            direct_io="auto",
+            file_mode=0o600,
+            fsync=False,
+            num_threads=4,
+        )
+        print(f"\n{transport}: {chosen.sentence}")
+        chosen.load.close()
+    assert "measured earlier" in chosen.sentence
+    assert all(map(torch.equal, gds_rig.tensors, before))
+    assert os.listdir(probe_dir) == []
+    print("CPUs near the GPU:", numa.cuda_cpus(0))
+
+
+def test_throughput_of_verified_bytes(tmp_path):
+    """Prints; asserts no time. One run, interleaved rounds, files dropped from the page cache."""
+    half = None
+    rigs = {}
+    for kind in TRANSPORTS:
+        try:
+            rigs[kind] = Rig(str(tmp_path / kind), kind)
+        except pytest.skip.Exception:
+            continue
+        half = rigs[kind].num_blocks // 2
+        for tensor in rigs[kind].tensors:
+            tensor[:half].random_(-128, 128)
+    torch.cuda.synchronize()
+    for number in range(5):
+        for kind, rig in rigs.items():
+            for path in _files(tmp_path / kind):
+                os.unlink(path)
+            seconds = []
+            for job, submit, blocks in (
+                (2 * number + 1, rig.runner.submit_store, rig.source),
+                (2 * number + 2, rig.runner.submit_load, rig.target),
+            ):
+                for path in _files(tmp_path / kind):
+                    fd = os.open(path, os.O_RDONLY)
+                    os.fdatasync(fd)
+                    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+                    os.close(fd)
+                start = time.monotonic()
+                submit(job, rig.requests(blocks), None)
+                assert set(rig.drain()) == {Status.OK}
+                seconds.append(time.monotonic() - start)
+            assert rig.halves_equal()
+            gigabytes = NUM_CHUNKS * rig.files.file_nbytes / 1e9
+            print(
+                f"\n{number} {kind:16} store {gigabytes / seconds[0]:6.2f} GB/s, "
+                f"load {gigabytes / seconds[1]:6.2f} GB/s",
+                end="",
+            )
+            for tensor in rig.tensors:
+                tensor[half:] = 0
+    print()
+    for rig in rigs.values():
+        rig.runner.shutdown(5)
+        rig.transport.close()
+
+
+def _files(path):
+    return [str(found) for found in (path / "chunks").rglob("*.kv")]

@@ -35,7 +35,7 @@ from fskv.metrics import Counters
 from fskv.root import NamespaceDir
 from fskv.span_plan import GroupLayout, plan_job
 from fskv.store import ChunkStore
-from fskv.transports.host import HostTransport
+from fskv.transports.choice import open_transports
 from fskv.types import Status
 
 logger = logging.getLogger(__name__)
@@ -79,14 +79,22 @@ class FskvWorker(OffloadingWorker):
                 f"{(config.io_threads + 1) * slot_nbytes} (one chunk file of {slot_nbytes} bytes for each "
                 f"of {config.io_threads} I/O threads and one more); or lower 'io_threads'"
             )
-        transport = HostTransport(
+        chosen = open_transports(
             tensors,
             slot_nbytes,
+            root=config.root,
             probe_dir=os.path.dirname(directory.tmp_path()),
+            transport=config.transport,
+            gds_check=config.gds_check,
             direct_io=config.direct_io,
             file_mode=directory.file_mode,
             fsync=config.fsync,
+            num_threads=config.io_threads,
         )
+        # The runner has one pool of slots for both directions, and so one transport: that of the loads.
+        self._transport = transport = chosen.load
+        if chosen.store is not transport:
+            chosen.store.close()
         store = ChunkStore(
             directory,
             file_layouts,
@@ -122,7 +130,7 @@ class FskvWorker(OffloadingWorker):
         logger.info(
             "fskv: rank %d: %s; %d I/O threads, %d staging slots of %d bytes at most",
             rank,
-            transport.description,
+            chosen.sentence if chosen.store is transport else transport.description,
             config.io_threads,
             num_slots,
             slot_nbytes,
@@ -178,6 +186,7 @@ class FskvWorker(OffloadingWorker):
 
     def shutdown(self) -> None:
         self._runner.shutdown(_SHUTDOWN_S)
+        self._transport.close()
 
     # --- for the connector ------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """Transport through host memory: preadv and pwritev on page-aligned slots, pinned where the KV is on CUDA.
 
 O_DIRECT where a write probe succeeds, the page cache otherwise or by option. Called on the I/O threads of
-`jobs`; each CUDA copy runs on the calling thread's own stream and never waits for the whole device.
+`jobs`; what runs on a CUDA device is in `fskv.transports.cuda`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ import errno
 import mmap
 import os
 import secrets
-import stat as stat_module
-import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +20,6 @@ import numpy.typing as npt
 from fskv import chunk_file
 from fskv.errors import (
     ChunkCorrupt,
-    ChunkIOError,
-    ChunkStale,
     ConfigError,
     NoSpace,
     RootError,
@@ -32,6 +28,14 @@ from fskv.errors import (
 from fskv.gds_io import Native, OpenChunk
 from fskv.span_plan import SpanTable
 from fskv.threads import START_UP_S, call_with_deadline
+from fskv.transports.chunk_fd import (
+    OPEN_PART,
+    ChunkFd,
+    open_chunk_fd,
+    open_part,
+    unlink_quietly,
+)
+from fskv.transports.cuda import CudaDevice, flat_bytes
 
 try:
     from fskv import _native
@@ -40,10 +44,6 @@ except ImportError:  # built without a C compiler, or for another interpreter
 
 if TYPE_CHECKING:
     import torch
-
-# O_NOFOLLOW and O_NONBLOCK: a symlink or a fifo under a chunk's name must neither be followed nor hang.
-_OPEN_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-_OPEN_WRITE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 class HostSlot:
@@ -92,43 +92,24 @@ class Arena:
             return self._free.pop()
 
 
-class _HostChunk:
-    def __init__(self, fd: int, path: str, info: os.stat_result) -> None:
-        self._fd = fd
-        self._path = path
-        self._info = info
-        self.nbytes = info.st_size
-        self.mtime = info.st_mtime
-
+class _HostChunk(ChunkFd):
     def read_into(self, slot: HostSlot, slot_offset: int, file_offset: int, nbytes: int) -> None:
         done = 0
         while done < nbytes:
             try:
                 got = os.preadv(
-                    self._fd,
+                    self.fd,
                     [slot.view[slot_offset + done : slot_offset + nbytes]],
                     file_offset + done,
                 )
             except OSError as error:
-                raise chunk_error_from_os(error, self._path) from error
+                raise chunk_error_from_os(error, self.path) from error
             if got == 0:
                 raise ChunkCorrupt(
-                    f"{self._path}: ends at byte {file_offset + done}, "
+                    f"{self.path}: ends at byte {file_offset + done}, "
                     f"expected {file_offset + nbytes}"
                 )
             done += got
-
-    def touch(self) -> None:
-        # Not our file, or a read-only mount: then the mtime stays old and the chunk goes earlier.
-        with contextlib.suppress(OSError):
-            os.utime(self._fd)
-
-    def same_file(self, path: str) -> bool:
-        try:
-            now = os.stat(path, follow_symlinks=False)
-        except OSError:
-            return False
-        return (now.st_dev, now.st_ino) == (self._info.st_dev, self._info.st_ino)
 
 
 class HostTransport:
@@ -143,9 +124,12 @@ class HostTransport:
         direct_io: str,
         file_mode: int = 0o600,
         fsync: bool = False,
+        cuda: CudaDevice | None = None,
         native: bool = True,
     ) -> None:
         """`tensors` are the engine's KV tensors, int8 (num_blocks, page), CPU or CUDA, possibly strided.
+
+        `cuda` is their device, if there is one and somebody has made it already.
 
         Writes one probe file into `probe_dir` when direct_io is not "off". Raises ConfigError when
         direct_io is "on" and the file system refuses it. With native=False all is done in Python.
@@ -164,12 +148,13 @@ class HostTransport:
                 "option 'direct_io': found \"on\", but a direct write in the root fails; "
                 'expected "auto" or "off" on this file system'
             )
-        self._cuda = bool(tensors) and tensors[0].is_cuda
-        self._flat: list[Any] = [_flat_bytes(t) for t in tensors]
-        if not self._cuda:
-            self._flat = [flat.numpy() for flat in self._flat]
-        self._local = threading.local()
-        self._device = tensors[0].device if self._cuda else None
+        self._cuda: CudaDevice | None = None
+        self._flat: list[Any] = []
+        if tensors and tensors[0].is_cuda:
+            self._cuda = cuda or CudaDevice(tensors, slot_nbytes)
+            self._cuda.make_bounce_buffers()
+        else:
+            self._flat = [flat_bytes(t).numpy() for t in tensors]
         self._pages = None
         self.native = None
         if native and _native is not None:
@@ -205,10 +190,7 @@ class HostTransport:
         if self._pages is not None:
             _native.copy_spans(self._pages, table, slot.array, base, True)
         elif self._cuda:
-            with self._stream(ready) as stream:
-                for page, staged in self._device_copies(table, slot, base):
-                    staged.copy_(page, non_blocking=True)
-                stream.synchronize()
+            self._cuda.gather_to_host(table, slot.tensor, base, ready)
         else:
             for tensor_idx, offset, place, nbytes in table.tolist():
                 at = base + place
@@ -218,21 +200,11 @@ class HostTransport:
         if self._pages is not None:
             _native.copy_spans(self._pages, table, slot.array, base, False)
         elif self._cuda:
-            with self._stream(ready) as stream:
-                for page, staged in self._device_copies(table, slot, base):
-                    page.copy_(staged, non_blocking=True)
-                stream.synchronize()
+            self._cuda.scatter_from_host(slot.tensor, base, table, ready)
         else:
             for tensor_idx, offset, place, nbytes in table.tolist():
                 at = base + place
                 self._flat[tensor_idx][offset : offset + nbytes] = slot.array[at : at + nbytes]
-
-    def _device_copies(
-        self, table: SpanTable, slot: HostSlot, base: int
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        for tensor_idx, offset, place, nbytes in table.tolist():
-            at = base + place
-            yield self._flat[tensor_idx][offset : offset + nbytes], slot.tensor[at : at + nbytes]
 
     def fill_zero(self, slot: HostSlot, start: int, stop: int) -> None:
         slot.array[start:stop] = 0
@@ -249,85 +221,25 @@ class HostTransport:
         return chunk_file.row_digests(slot.view[start:stop])
 
     def close(self) -> None:
-        pass
-
-    @contextlib.contextmanager
-    def _stream(self, ready: Any) -> Iterator[Any]:
-        """Yield the thread's own CUDA stream, after `ready`; never a device-wide wait."""
-        import torch
-
-        stream = getattr(self._local, "stream", None)
-        if stream is None:
-            stream = self._local.stream = torch.cuda.Stream(self._device)
-        if ready is not None:
-            stream.wait_event(ready)
-        with torch.cuda.stream(stream):
-            yield stream
+        if self._cuda:
+            self._cuda.drop_bounce_buffers()
 
     @contextlib.contextmanager
     def open(self, path: str) -> Iterator[OpenChunk]:
-        try:
-            fd = os.open(path, _OPEN_READ | (os.O_DIRECT if self._direct else 0))
-        except OSError as error:
-            if error.errno == errno.EINVAL:  # what O_DIRECT says to a directory or a fifo
-                raise ChunkStale(f"{path}: cannot be opened as a chunk file") from error
-            raise chunk_error_from_os(error, path) from error
-        try:
-            try:
-                info = os.fstat(fd)
-            except OSError as error:
-                raise chunk_error_from_os(error, path) from error
-            if not stat_module.S_ISREG(info.st_mode):
-                raise ChunkStale(f"{path}: not a regular file")
+        with open_chunk_fd(path, os.O_DIRECT if self._direct else 0) as (fd, info):
             yield _HostChunk(fd, path, info)
-        finally:
-            with contextlib.suppress(OSError):  # NFS may say EIO; what was read was checked
-                os.close(fd)
 
     def write_part(self, path: str, slot: HostSlot, nbytes: int) -> None:
-        flags = _OPEN_WRITE | (os.O_DIRECT if self._direct else 0)
-        try:
-            fd = os.open(path, flags, self._file_mode)
-        except OSError as error:
-            raise chunk_error_from_os(error, path) from error
-        try:
-            try:
-                done = 0
-                while done < nbytes:
-                    wrote = os.pwritev(fd, [slot.view[done:nbytes]], done)
-                    if wrote == 0 or (self._direct and wrote % chunk_file.ALIGNMENT):
-                        # a full file system may take a part of a write before it says ENOSPC
-                        raise NoSpace(f"{path}: short write at byte {done + wrote} of {nbytes}")
-                    done += wrote
-                if self._fsync:
-                    os.fsync(fd)
-            finally:
-                os.close(fd)
-        except ChunkIOError:
-            _unlink_quietly(path)
-            raise
-        except OSError as error:
-            _unlink_quietly(path)
-            raise chunk_error_from_os(error, path) from error
-
-
-def _unlink_quietly(path: str) -> None:
-    with contextlib.suppress(OSError):
-        os.unlink(path)
-
-
-def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return an int8 (num_blocks, page) tensor's memory, first to last byte, as uint8 (n,)."""
-    import torch
-
-    num_blocks, page = tensor.shape
-    if tensor.dtype != torch.int8 or tensor.stride(1) != 1:
-        raise ValueError(
-            f"KV tensor is {tensor.dtype} with strides {tensor.stride()}, expected int8 bytes"
-        )
-    nbytes = (num_blocks - 1) * tensor.stride(0) + page
-    flat: torch.Tensor = torch.as_strided(tensor, (nbytes,), (1,)).view(torch.uint8)
-    return flat
+        with open_part(path, self._file_mode, os.O_DIRECT if self._direct else 0) as fd:
+            done = 0
+            while done < nbytes:
+                wrote = os.pwritev(fd, [slot.view[done:nbytes]], done)
+                if wrote == 0 or (self._direct and wrote % chunk_file.ALIGNMENT):
+                    # a full file system may take a part of a write before it says ENOSPC
+                    raise NoSpace(f"{path}: short write at byte {done + wrote} of {nbytes}")
+                done += wrote
+            if self._fsync:
+                os.fsync(fd)
 
 
 def _direct_io_works(directory: str, file_mode: int) -> bool:
@@ -338,7 +250,7 @@ def _direct_io_works(directory: str, file_mode: int) -> bool:
     path = os.path.join(directory, f"probe-{secrets.token_hex(8)}.part")
     page = mmap.mmap(-1, chunk_file.ALIGNMENT)
     try:
-        fd = os.open(path, _OPEN_WRITE | os.O_DIRECT, file_mode)
+        fd = os.open(path, OPEN_PART | os.O_DIRECT, file_mode)
         try:
             return os.pwritev(fd, [page], 0) == chunk_file.ALIGNMENT
         finally:
@@ -350,4 +262,4 @@ def _direct_io_works(directory: str, file_mode: int) -> bool:
             return True  # the file system took the flag; room may come back
         raise RootError(f"{directory}: cannot be written: {error.strerror}") from error
     finally:
-        _unlink_quietly(path)
+        unlink_quietly(path)
