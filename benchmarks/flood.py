@@ -1,10 +1,10 @@
 """Memory, open files and threads of a worker while 10,000 store jobs, then 10,000 load jobs flood it.
 
 A child process submits one-chunk jobs as fast as it can, and now and then calls `wait`, which gathers what is
-queued into staging slots. Writes are delayed, so that the storage cannot keep up. The parent watches the
-child from outside, through /proc. The budget is what was configured: `staging_bytes`, plus what this file
-states below. Exit code 1: a bound did not hold, or a load failed. `--break-bound` takes the bound off the
-slot pool, and must exit with 1.
+queued into staging slots, faster than they can be written. The parent watches the child from outside,
+through /proc. The budget is what was configured: `staging_bytes`, plus what this file
+states below. Exit code 1: a bound did not hold, or a load failed. `--break-bound` gives the worker slots
+without end, and must exit with 1.
 
     python -m benchmarks.flood [--json] [--jobs 10000] [--break-bound] ...
 """
@@ -32,9 +32,7 @@ from benchmarks.rig import (
     work_directory,
 )
 from benchmarks.usage import Watch, begin_high_water
-from benchmarks.wrapping import delay
 from fskv.config import MIB, StoreConfig
-from fskv.store import ChunkStore
 from fskv.types import ChunkId, Status
 
 # Beside the slots: thread stacks, directory entries, the allocator's slack.
@@ -65,7 +63,7 @@ class Flood:
     def __init__(self, directory: str, options: argparse.Namespace) -> None:
         shape = Shape(options.chunk_kib << 10, options.page_kib << 10, options.layers, 64)
         config = configured(directory, options)
-        self._rig = Rig(directory, shape, config)
+        self.rig = Rig(directory, shape, config)
         self._shape = shape
         self._num_jobs = options.jobs
         self._stored: list[ChunkId] = []
@@ -75,7 +73,7 @@ class Flood:
 
     def run(self, *, is_load: bool) -> None:
         """Submit all jobs of one direction, then wait until every chunk has ended."""
-        runner = self._rig.runner
+        runner = self.rig.runner
         first = self._num_jobs if is_load else 0
         # Planned ahead, so that nothing slows the flood. A job keeps its plan until it is done.
         jobs = [
@@ -104,10 +102,10 @@ class Flood:
 
     def check(self) -> int:
         """Compare the pages of every place that a kept chunk was loaded into; return the bytes."""
-        return self._rig.compare(sorted({self._place(chunk) for chunk in self._stored}))
+        return self.rig.compare(sorted({self._place(chunk) for chunk in self._stored}))
 
     def _requests(self, chunk: ChunkId, *, is_load: bool) -> Any:
-        return self._rig.requests([(chunk, self._place(chunk))], is_load=is_load)
+        return self.rig.requests([(chunk, self._place(chunk))], is_load=is_load)
 
     def _chunk(self, job_id: int, *, is_load: bool) -> ChunkId:
         if is_load:
@@ -118,23 +116,22 @@ class Flood:
         return int(chunk.key_hash) % self._shape.num_places
 
     def _collect(self) -> None:
-        self.max_slots = max(self.max_slots, self._rig.runner.num_slots_used)
-        self.num_failed_jobs += sum(result.failed for result in self._rig.runner.poll())
-        for outcome in self._rig.runner.take_outcomes():
+        self.max_slots = max(self.max_slots, self.rig.runner.num_slots_used)
+        self.num_failed_jobs += sum(result.failed for result in self.rig.runner.poll())
+        for outcome in self.rig.runner.take_outcomes():
             self.ended[outcome.is_load][outcome.status.value] += 1
             if outcome.is_load or outcome.status is not Status.OK:
                 continue
             if len(self._stored) < NUM_FILES_KEPT:
                 self._stored.append(outcome.chunk)
             else:
-                self._rig.remove(outcome.chunk)
+                self.rig.remove(outcome.chunk)
 
 
 def flood(connection: Connection, directory: str, options: argparse.Namespace) -> None:
     """Be the child: say "ready", wait for the word, flood, tell what became of the jobs."""
     if options.break_bound:
         _break_bound()
-    delay(ChunkStore, "put", options.put_ms / 1e3)
     work = Flood(directory, options)
     begin_high_water()
     connection.send("ready")
@@ -145,15 +142,15 @@ def flood(connection: Connection, directory: str, options: argparse.Namespace) -
         seconds = time.monotonic() - start
         connection.send(("load" if is_load else "store", seconds, dict(work.ended[is_load])))
     connection.recv()
-    connection.send((work.num_failed_jobs, work.check(), work.max_slots))
+    connection.send((work.num_failed_jobs, work.check(), work.max_slots, work.rig.staging_nbytes))
     connection.recv()
 
 
 def _break_bound() -> None:
-    """The negative control: a pool that hands out slots without end."""
-    jobs: Any = importlib.import_module("fskv.jobs")
-    bounded = jobs.SlotPool
-    jobs.SlotPool = lambda transport, _num_slots: bounded(transport, 1 << 30)
+    """The negative control: a runner that has slots without end."""
+    rig: Any = importlib.import_module("benchmarks.rig")
+    bounded = rig.JobRunner
+    rig.JobRunner = lambda *args, **options: bounded(*args, **{**options, "num_slots": 1 << 30})
 
 
 # --- the parent -----------------------------------------------------------------------------
@@ -174,13 +171,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             phases[name] = {"seconds": round(seconds, 2), "ended": ended}
         before, peak = watch.before, watch.peak()  # checking uses memory of its own
         child.say("go")
-        num_failed, nbytes_compared, max_slots = child.hear()
+        num_failed, nbytes_compared, max_slots, staging_nbytes = child.hear()
     config = configured(options.dir, options)
     spans = options.chunk_kib // options.page_kib
     plans = options.jobs * (spans * SPAN_NBYTES + JOB_NBYTES)
     found = {
         "memory": peak.rss_nbytes - before.rss_nbytes,
-        "staging": peak.shmem_nbytes - before.shmem_nbytes,
+        "staging": staging_nbytes,
         "open files": peak.open_files - before.open_files,
         "threads": peak.threads - before.threads,
     }
@@ -237,9 +234,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = made.add_argument
     add("--jobs", type=positive, default=10_000, help="of each direction (10000)")
     add("--staging-mib", type=positive, default=256, help="the option staging_bytes (256)")
-    add(
-        "--put-ms", type=positive, default=20, help="storage is slower by this: or it keeps up (20)"
-    )
     add("--break-bound", action="store_true", help="negative control: no bound on staging slots")
     return made.parse_args(arguments)
 

@@ -23,11 +23,12 @@ from typing import TYPE_CHECKING
 from fskv.breaker import Breaker
 from fskv.chunk_file import FileLayout
 from fskv.config import MIB, StoreConfig
-from fskv.gds_io import HostTransport
-from fskv.jobs import ChunkRequest, JobRunner
+from fskv.job import ChunkRequest
+from fskv.jobs import JobRunner
 from fskv.root import NamespaceDir
 from fskv.span_plan import GroupLayout, plan_job
 from fskv.store import ChunkStore
+from fskv.transports.host import HostTransport
 from fskv.types import ChunkId, Status
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def open_runner(
     transport = HostTransport(
         tensors,
         layout.file_nbytes,
-        probe_dir=os.path.dirname(directory.tmp_path()),
+        probe_dir=directory.tmp_dir,
         direct_io=config.direct_io,
         file_mode=directory.file_mode,
         fsync=config.fsync,
@@ -171,6 +172,11 @@ class Rig:
     def remove(self, chunk: ChunkId) -> None:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._names.chunk_path(chunk.key_hash, chunk.group_idx, None))
+
+    @property
+    def staging_nbytes(self) -> int:
+        """The staging slots that were ever made."""
+        return self.runner.num_slots_made * self.file_layout.file_nbytes
 
     def close(self) -> None:
         self.runner.shutdown(0)

@@ -13,7 +13,6 @@ class Usage:
 
     rss_nbytes: int
     anon_nbytes: int
-    shmem_nbytes: int  # slots are anonymous shared maps
     open_files: int
     threads: int
 
@@ -24,7 +23,6 @@ class Usage:
         return cls(
             status["VmRSS"] << 10,
             status["RssAnon"] << 10,
-            status["RssShmem"] << 10,
             len(os.listdir(f"/proc/{pid}/fd")),
             status["Threads"],
         )

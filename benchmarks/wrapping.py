@@ -1,4 +1,4 @@
-"""Wraps methods of fskv inside a benchmark's process: to delay them, to make them hang, to time them."""
+"""Wraps methods of fskv inside a benchmark's process: to make them hang, to time them."""
 
 from __future__ import annotations
 
@@ -6,17 +6,6 @@ import time
 from typing import Any
 
 Times = list[tuple[float, float]]  # microseconds of the calling thread: wall, CPU
-
-
-def delay(owner: Any, name: str, seconds: float) -> None:
-    """Make every call of a method take so much longer, as slower storage would."""
-    original = getattr(owner, name)
-
-    def call(*args: Any) -> Any:
-        time.sleep(seconds)
-        return original(*args)
-
-    setattr(owner, name, call)
 
 
 class Hang:

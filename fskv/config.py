@@ -107,6 +107,12 @@ class StoreConfig:
         "Chunks that may wait to be stored. A chunk that comes when the queue is full is skipped and "
         "counted; the engine never waits for it.",
     )
+    store_queue_s: float = _option(
+        4.0,
+        "seconds",
+        "No more chunks wait to be stored than are written in this time at the rate measured so far: what "
+        "waits holds KV pages of the engine. At least two per I/O thread, at most `max_queued_chunks`.",
+    )
     direct_io: Literal["auto", "on", "off"] = _option(
         "auto",
         "auto, on, off",
@@ -293,6 +299,7 @@ _PARSERS = {
     "io_threads": _count(1, 64),
     "staging_bytes": _parse_size,
     "max_queued_chunks": _count(1, 1_000_000),
+    "store_queue_s": _seconds(0, 3600),
     "direct_io": _choice("auto", "on", "off"),
     "transport": _choice("auto", "host", "gds"),
     "gds_check": _choice("host", "refuse"),

@@ -123,7 +123,7 @@ class SlotPool:
         self._num_slots = num_slots
         self._lock = threading.Lock()
         self._free: list[Any] = []
-        self._num_made = 0
+        self.num_made = 0
         self._num_used = 0
 
     @property
@@ -138,8 +138,8 @@ class SlotPool:
             self._num_used += 1
             if self._free:
                 return self._free.pop()
-            index = self._num_made
-            self._num_made += 1
+            index = self.num_made
+            self.num_made += 1
         try:
             return self._transport.new_slot(index)
         except (MemoryError, OSError, RuntimeError) as error:  # also what pinning says

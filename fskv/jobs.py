@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -34,6 +35,7 @@ from fskv.gds_io import SlotPool, Transport
 from fskv.job import ChunkOutcome, ChunkRequest, ChunkTask, Guard, Job, JobResult, NativeEvent
 from fskv.store import ChunkStore
 from fskv.threads import HangProofPool, Queue, TaskQueue
+from fskv.transports import numa
 from fskv.types import Status
 
 if TYPE_CHECKING:
@@ -50,6 +52,9 @@ _STORE_STATUS = {
 _WRITTEN = {0: Status.OK, 1: Status.EXISTS}  # ChunkResult in csrc/chunk_io.h; else nothing was done
 
 
+_PACE = 1 / 16  # weight of one store in the average of how long one takes
+
+
 class JobRunner:
     """See the module docstring. Constructed and called by one engine worker."""
 
@@ -63,9 +68,15 @@ class JobRunner:
         max_queued_chunks: int,
         deadline: Deadline,
         breaker: Breaker,
+        store_queue_s: float = math.inf,
+        cpus: frozenset[int] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Needs num_slots > num_threads; what is above serves replaced threads and wait()."""
+        """Needs num_slots > num_threads; what is above serves replaced threads and wait().
+
+        The queue takes max_queued_chunks, or what can be stored in `store_queue_s` if that is less. I/O
+        threads run on `cpus`, anywhere if None.
+        """
         if num_slots <= num_threads:
             raise ValueError(f"{num_slots} slots for {num_threads} threads")
         self._store = store
@@ -73,7 +84,11 @@ class JobRunner:
         self._deadline = deadline
         self._breaker = breaker
         self._clock = clock
+        self._num_threads = num_threads
         self._max_queued = max_queued_chunks
+        self._store_queue_s = store_queue_s
+        self._chunk_store_s = 0.0  # a thread's time per store, averaged; engine's thread only
+        self._cpus = cpus
         # A hung thread keeps its slot (parked). Half of the spare slots may be lost that way.
         max_hung = max(1, min(num_threads * 2, (num_slots - num_threads) // 2))
         self._max_ahead = max(0, num_slots - num_threads - max_hung)
@@ -111,6 +126,7 @@ class JobRunner:
 
         Chunks beyond the queue's limit are skipped and counted.
         """
+        limit = self._queue_limit()
         for task in self._begin(
             job_id, requests, ready, is_load=False, allowed_s=self._deadline.max_s
         ):
@@ -118,7 +134,7 @@ class JobRunner:
             with self._lock:
                 # Blocks after the plan's last one would be whatever the slot held before.
                 skip = (
-                    len(self._open_stores) >= self._max_queued
+                    len(self._open_stores) >= limit
                     or plan.first_block + plan.num_blocks < plan.layout.num_blocks
                 )
                 if not skip:
@@ -128,6 +144,12 @@ class JobRunner:
                 self._finish_store(task, Status.SKIPPED, 0.0)
             else:
                 self._queue(task)
+
+    def _queue_limit(self) -> int:
+        seconds = self._chunk_store_s / self._num_threads
+        if seconds * self._max_queued <= self._store_queue_s:
+            return self._max_queued
+        return min(self._max_queued, max(2 * self._num_threads, int(self._store_queue_s / seconds)))
 
     def _begin(
         self,
@@ -193,12 +215,20 @@ class JobRunner:
         self._collect()
         with self._lock:
             outcomes, self._outcomes = self._outcomes, []
+        for outcome in outcomes:
+            if not outcome.is_load and outcome.status in (Status.OK, Status.TIMED_OUT):
+                self._chunk_store_s += _PACE * (outcome.seconds - self._chunk_store_s)
         return outcomes
 
     @property
     def num_slots_used(self) -> int:
         """Slots in use, parked ones included; an idle thread's slot is not."""
         return max(0, self._slots.num_used - self._pool.num_idle)
+
+    @property
+    def num_slots_made(self) -> int:
+        """Slots that there ever were; none is given back to the system."""
+        return self._slots.num_made
 
     @property
     def num_threads_hung(self) -> int:
@@ -235,6 +265,7 @@ class JobRunner:
     @contextlib.contextmanager
     def _own_slot(self) -> Iterator[Any]:
         """A slot for the life of a thread; None without memory, which costs its chunks and not the engine."""
+        numa.pin_thread(self._cpus)
         slot = self._slots.take()
         try:
             yield slot

@@ -36,7 +36,7 @@ FORMAT_FILE = "fskv.json"
 TAG_FILE = "CACHEDIR.TAG"
 MANIFEST_FILE = "namespace.json"
 CHUNK_DIR = "chunks"
-PART_DIR = "tmp"
+TMP_DIR = "tmp"
 
 # The first 43 bytes are the standard: https://bford.info/cachedir/
 _TAG = b"""Signature: 8a477f597d28d172789f06886806bc55
@@ -68,9 +68,18 @@ class NamespaceDir:
         """Return the absolute path of a chunk file; its directory may not exist yet."""
         return f"{self.path}/{namespace.chunk_path(key_hash, group_idx, rank)}"
 
-    def tmp_path(self) -> str:
-        """Return a path that no other writer uses, on any node: open it with O_EXCL."""
-        return f"{self.path}/{PART_DIR}/{_unique_name()}.part"
+    @property
+    def tmp_dir(self) -> str:
+        """Where probe files go, and the manifest before it is published."""
+        return f"{self.path}/{TMP_DIR}"
+
+    def part_path(self, path: str) -> str:
+        """Return a path beside `path` that no other writer uses, on any node: open it with O_EXCL.
+
+        Beside it, and not all in one directory: one directory's lock, and inodes from one block group, cost
+        up to 0.7 ms a file on ext4 (1.0 against 1.7 GB/s at 512 KiB).
+        """
+        return f"{path.rpartition('/')[0]}/{_unique_name()}.part"
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,18 +138,18 @@ class Root:
                 _retry_stale(lambda: self._make_directories(path))
             found = _retry_stale(lambda: _read_fresh(manifest_path, _MAX_MANIFEST_NBYTES))
             if found is None and self.writable:
-                self._publish(manifest_path, _manifest_bytes(identity), f"{path}/{PART_DIR}")
+                self._publish(manifest_path, _manifest_bytes(identity), f"{path}/{TMP_DIR}")
                 found = _retry_stale(lambda: _read_fresh(manifest_path, _MAX_MANIFEST_NBYTES))
             if found is None:
                 raise RootError(f"{manifest_path}: no such file; expected the namespace's identity")
             _compare(identity, found, manifest_path)
             opened = NamespaceDir(path, identity.digest, self.dir_mode, self.file_mode)
             if self.writable:
-                _retry_stale(lambda: _probe(opened.tmp_path()))
+                _retry_stale(lambda: _probe(f"{opened.tmp_dir}/{_unique_name()}.part"))
         return opened
 
     def _make_directories(self, path: str) -> None:
-        for made in (os.path.dirname(path), path, f"{path}/{CHUNK_DIR}", f"{path}/{PART_DIR}"):
+        for made in (os.path.dirname(path), path, f"{path}/{CHUNK_DIR}", f"{path}/{TMP_DIR}"):
             make_directory(made, self.dir_mode)
 
     def _publish_tag(self) -> None:

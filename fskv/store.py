@@ -58,7 +58,7 @@ class Directory(Protocol):
     @property
     def dir_mode(self) -> int: ...
     def chunk_path(self, key_hash: bytes, group_idx: int, rank: int | None) -> str: ...
-    def tmp_path(self) -> str: ...
+    def part_path(self, path: str) -> str: ...
 
 
 class ChunkStore:
@@ -144,14 +144,15 @@ class ChunkStore:
             return Task(owner, urgent=is_load)
         if not 0 < len(chunk.key_hash) < 256:  # longer than any engine's; Python words the refusal
             return native.transfer(owner, is_load)
+        path = self.path(chunk)
         return native.transfer(
             owner,
             is_load,
             layout,
             native.pages,
             guard,
-            os.fsencode(self.path(chunk)),
-            b"" if is_load else os.fsencode(self._directory.tmp_path()),
+            os.fsencode(path),
+            b"" if is_load else os.fsencode(self._directory.part_path(path)),
             chunk.key_hash,
             plan.table,
             plan.first_block,
@@ -337,13 +338,11 @@ class ChunkStore:
         )
         transport.put_header(slot, chunk_file.encode_header(header, base))
 
-        part = self._directory.tmp_path()
+        part = self._directory.part_path(path)
         try:
             transport.write_part(part, slot, layout.file_nbytes)
         except ChunkMissing:
-            # tmp/ is gone. Make it again only inside a living root: a path whose mount has gone away must
-            # not be filled.
-            self._restore_directories()
+            self._make_shard(os.path.dirname(path))
             transport.write_part(part, slot, layout.file_nbytes)
         self._publish(part, path)
         self.replaced(chunk)
@@ -365,29 +364,27 @@ class ChunkStore:
         try:
             try:
                 os.rename(part, path)
-            except (FileNotFoundError, NotADirectoryError):
-                self._make_shard(os.path.dirname(path))
-                os.rename(part, path)
             except (IsADirectoryError, FileExistsError):
                 # Not ours, so it is moved out of the way and never deleted.
                 aside = f"{path}.foreign-{os.getpid()}-{next(_moved_aside)}"
                 os.rename(path, aside)
                 logger.warning("%s: a directory stood in the place of a chunk; now %s", path, aside)
                 os.rename(part, path)
-        except (OSError, ChunkError) as error:
+        except OSError as error:
             with contextlib.suppress(OSError):
                 os.unlink(part)
-            if isinstance(error, OSError):
-                raise chunk_error_from_os(error, path) from error
-            raise
+            raise chunk_error_from_os(error, path) from error
 
     def _make_shard(self, directory: str) -> None:
-        # One level only: with the root gone, nothing may be made in its place.
+        """Make a directory of chunks, one level only: the place of a root that is gone stays empty."""
         try:
-            make_directory(directory, self._directory.dir_mode)
-        except FileNotFoundError:
-            self._restore_directories()
-            make_directory(directory, self._directory.dir_mode)
+            try:
+                make_directory(directory, self._directory.dir_mode)
+            except FileNotFoundError:
+                self._restore_directories()
+                make_directory(directory, self._directory.dir_mode)
+        except OSError as error:
+            raise chunk_error_from_os(error, directory) from error
 
     def _restore_directories(self) -> None:
         try:

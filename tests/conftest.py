@@ -185,13 +185,19 @@ class World:
         return self.store.path(self.chunk(number))
 
     def parts(self):
-        return os.listdir(f"{self.directory.path}/tmp")
+        return [
+            name
+            for _, _, names in os.walk(self.directory.path)
+            for name in names
+            if name.endswith(".part")
+        ]
 
     def chunk_files(self):
         return sorted(
             os.path.join(where, name)
             for where, _, names in os.walk(f"{self.directory.path}/chunks")
             for name in names
+            if not name.endswith(".part")
         )
 
     # --- pages ------------------------------------------------------------------------------

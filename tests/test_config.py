@@ -49,6 +49,7 @@ OPTIONS = {
         [0, -1, "", "256", "256MB", "256M", "256 mib", "-1MiB", "0B", 1.5, True, None, "MiB"],
     ),
     "max_queued_chunks": ([1, 512], [0, "512", 1.0, True, None, 10**7]),
+    "store_queue_s": ([0, 4.0, 3600], [-1, "4s", None, 3601]),
     "direct_io": (["auto", "on", "off"], [True, False, "yes", None, 1]),
     "transport": (["auto", "host", "gds"], ["GDS", "", True, None, "kvikio"]),
     "gds_check": (["host", "refuse"], ["off", "auto", True, None, False]),

@@ -792,3 +792,33 @@ def test_negative_control_the_walk_finds_a_missing_row_check(make_bench, monkeyp
 def test_the_pages_of_the_tests_are_strided_as_an_engines_are(bench):
     assert all(not tensor.is_contiguous() for tensor in bench.world.tensors)
     assert all(tensor.dtype is torch.int8 for tensor in bench.world.tensors)
+
+
+def test_the_queue_follows_the_rate_of_stores(make_bench):
+    """What is queued holds the engine's pages: as much as is written in store_queue_s, not more."""
+    bench = make_bench(Script(write="H*"), num_threads=2, num_slots=8, max_queued=100)
+    runner = bench.runner
+    assert runner._queue_limit() == 100
+    runner._store_queue_s = 4.0
+    assert runner._queue_limit() == 100  # nothing measured yet
+    for seconds, limit in ((0.1, 80), (0.5, 16), (30.0, 4)):
+        runner._chunk_store_s = seconds
+        assert runner._queue_limit() == limit
+    jobs = [bench.store([n], place=n)[0] for n in range(1, 9)]
+    bench.finish(*jobs[4:])
+    assert bench.statuses(loads=False)[Status.SKIPPED] == 4  # two are being written, two wait
+    calm(bench)
+    bench.finish(*jobs)
+    bench.wait_until_idle()
+
+
+def test_the_rate_is_that_of_the_stores_that_ended(make_bench):
+    bench = make_bench(Script(write="H"), num_threads=1, num_slots=8)
+    job, _ = bench.store([1])
+    bench.transport.wait_until_hanging(1)
+    bench.clock.advance(1.6)
+    calm(bench)
+    bench.finish(job)
+    bench.wait_until_idle()
+    bench.poll()
+    assert bench.runner._chunk_store_s == pytest.approx(0.1)

@@ -379,14 +379,17 @@ def test_reading_only_writes_nothing(path):
 
 def test_part_names_are_unique_and_say_who_writes(path, monkeypatch):
     ns = opened(path).open_namespace(identity())
-    names = [ns.tmp_path() for _ in range(1000)]
+    final = ns.chunk_path(b"key", 0, None)
+    names = [ns.part_path(final) for _ in range(1000)]
     assert len(set(names)) == 1000
     with open("/proc/sys/kernel/random/boot_id") as file:
         boot8 = file.read()[:8]
-    pattern = rf"{re.escape(ns.path)}/tmp/[A-Za-z0-9._-]+-{os.getpid()}-{boot8}-[0-9]+\.part"
+    pattern = (
+        rf"{re.escape(os.path.dirname(final))}/[A-Za-z0-9._-]+-{os.getpid()}-{boot8}-[0-9]+\.part"
+    )
     assert all(re.fullmatch(pattern, name) for name in names)
     monkeypatch.setattr(os, "getpid", lambda: 1)
-    assert "-1-" in ns.tmp_path()
+    assert "-1-" in ns.part_path(final)
 
 
 # --- many at once -----------------------------------------------------------------------

@@ -20,6 +20,7 @@ from fskv.transports.choice import open_transports
 from fskv.transports.evidence import Facts, NvidiaFs, describe, parse_stats
 from fskv.transports.host import HostTransport
 from fskv.transports.measure import Rates
+from fskv.transports.split import SplitTransport
 
 SLOT = 1 << 20
 
@@ -158,10 +159,9 @@ def test_collecting_facts_never_raises(tmp_path, monkeypatch):
 def test_without_cuda_nothing_is_measured_and_the_line_says_why(place, monkeypatch):
     monkeypatch.setattr(measure, "measure", None)
     chosen = opened(place, kv())
-    assert isinstance(chosen.load, HostTransport)
-    assert chosen.load is chosen.store
+    assert isinstance(chosen.transport, HostTransport)
     assert chosen.sentence.endswith(", not GDS: the KV is not on CUDA")
-    assert opened(place, kv(), transport="host").sentence == chosen.load.description
+    assert opened(place, kv(), transport="host").sentence == chosen.transport.description
     with pytest.raises(ConfigError, match=r"option 'transport'.*the KV is not on CUDA; expected"):
         opened(place, kv(), transport="gds")
     assert left_behind(place) == []
@@ -221,7 +221,7 @@ def test_gds_that_does_not_work_is_host_with_the_reason_or_refused(
             break_it(device, patch)
             if transport == "auto":
                 chosen = opened(place, tensors, device=device)
-                assert isinstance(chosen.load, HostTransport)
+                assert isinstance(chosen.transport, HostTransport)
                 assert f"not GDS: {words}" in chosen.sentence or words in chosen.sentence
             else:
                 with pytest.raises(ConfigError, match=words):
@@ -266,7 +266,9 @@ def test_each_direction_takes_the_faster(place, monkeypatch, gds, load, store):
     monkeypatch.setattr(measure, "measure", rates)
     tensors = kv()
     chosen = opened(place, tensors, device=gds_device(tensors))
-    kinds = ["host" if isinstance(t, HostTransport) else "gds" for t in (chosen.load, chosen.store)]
+    one = chosen.transport
+    both = (one.load, one.store) if isinstance(one, SplitTransport) else (one, one)
+    kinds = ["host" if isinstance(t, HostTransport) else "gds" for t in both]
     assert kinds == [load, store]
     assert f"load 5.00 host, {gds.load / 1e9:.2f} GDS" in chosen.sentence
     assert ("load: " in chosen.sentence) == (load != store)
@@ -280,7 +282,7 @@ def test_both_are_measured_once_with_real_files_and_leave_none(place, monkeypatc
     assert "(measured in GB/s" in chosen.sentence
     assert left_behind(place) == []
     assert all(map(torch.equal, tensors, before)), "the pages hold what they held"
-    assert SlotPool(chosen.load, 1).take() is not None
+    assert SlotPool(chosen.transport, 1).take() is not None
 
     def again(*args, **kwargs):
         raise AssertionError("measured again")
@@ -288,7 +290,7 @@ def test_both_are_measured_once_with_real_files_and_leave_none(place, monkeypatc
     monkeypatch.setattr(measure, "measure", again)
     recalled = opened(place, tensors, device=gds_device(tensors))
     assert "(measured earlier in GB/s" in recalled.sentence
-    assert type(recalled.load) is type(chosen.load)
+    assert type(recalled.transport) is type(chosen.transport)
     with pytest.raises(AssertionError, match="measured again"):
         opened(place, tensors, device=gds_device(tensors), num_threads=3)
 
@@ -305,7 +307,7 @@ def test_a_measurement_that_hangs_is_host_and_leaves_no_file_when_it_ends(place,
     monkeypatch.setattr(choice, "_MEASURE_S", 0.3)
     tensors = kv()
     chosen = opened(place, tensors, device=gds_device(tensors))
-    assert isinstance(chosen.load, HostTransport)
+    assert isinstance(chosen.transport, HostTransport)
     assert "did not end within 0.3 s" in chosen.sentence
     go_on.set()
     end = time.monotonic() + 20
@@ -419,3 +421,29 @@ def test_the_mount_of_a_path_is_the_innermost_and_latest(tmp_path, path, mount):
     assert measure.mount_of(path, str(tmp_path / "mountinfo")) == mount
     assert measure.mount_of(path, str(tmp_path / "none")) == "unknown"
     assert measure.mount_of("/") != "unknown"
+
+
+def test_a_split_transport_moves_each_direction_through_its_own(tmp_path, make_world):
+    """Whole jobs; with loads and stores told apart by who opened the files."""
+    from test_jobs import Bench
+
+    made = []
+
+    def make(*args, **options):
+        options["native"] = False
+        made.extend(HostTransport(*args, **options) for _ in range(2))
+        return SplitTransport(*made)
+
+    world = make_world(make_transport=make, faults=False)
+    bench = Bench(world)
+    load, store = made
+    load.write_part = store.open = None  # whoever comes by the wrong one finds no way
+    job, contents = bench.store([1, 2])
+    bench.finish(job)
+    bench.wait_until_idle()
+    again = bench.load([1, 2], place=4)
+    assert not bench.finish(again)[0].failed
+    assert [world.pages(bench.blocks(4 + i)) for i in range(2)] == list(contents.values())
+    assert "load: " in world.transport.description
+    world.transport.close()
+    bench.runner._pool.close()

@@ -197,12 +197,13 @@ static bool make_parent(const FileLayout *layout, const char *path)
     return true;
 }
 
-static bool publish(const FileLayout *layout, const ChunkFile *file)
+static int open_part(const FileLayout *layout, const ChunkFile *file)
 {
-    if (rename(file->part, file->path) == 0)
-        return true;
-    return errno == ENOENT && make_parent(layout, file->path) &&
-           rename(file->part, file->path) == 0;
+    int flags = O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW | layout->open_flags;
+    int fd = open(file->part, flags, layout->file_mode);
+    if (fd < 0 && errno == ENOENT && make_parent(layout, file->part))
+        fd = open(file->part, flags, layout->file_mode);
+    return fd;
 }
 
 ChunkResult chunk_write(const FileLayout *layout, const ChunkFile *file, uint8_t *slot)
@@ -210,15 +211,13 @@ ChunkResult chunk_write(const FileLayout *layout, const ChunkFile *file, uint8_t
     if (!file->replace && good_file_there(layout, file->path))
         return CHUNK_EXISTS;
     seal(layout, file, slot);
-    int fd = open(file->part,
-                  O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW | layout->open_flags,
-                  layout->file_mode);
+    int fd = open_part(layout, file);
     if (fd < 0)
         return CHUNK_OTHERWISE;
     bool good = write_all(layout, fd, slot, layout->header_nbytes + layout->payload_nbytes) &&
                 (!layout->fsync || fsync(fd) == 0);
     good = close(fd) == 0 && good; /* NFS may report a failed write only here */
-    if (good && publish(layout, file))
+    if (good && rename(file->part, file->path) == 0)
         return CHUNK_OK;
     (void)unlink(file->part);
     return CHUNK_OTHERWISE;

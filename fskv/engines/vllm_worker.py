@@ -6,7 +6,6 @@ Called on the model runner's thread of one rank; every call returns without wait
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any
@@ -35,6 +34,7 @@ from fskv.metrics import Counters
 from fskv.root import NamespaceDir
 from fskv.span_plan import GroupLayout, plan_job
 from fskv.store import ChunkStore
+from fskv.transports import numa
 from fskv.transports.choice import open_transports
 from fskv.types import Status
 
@@ -83,7 +83,7 @@ class FskvWorker(OffloadingWorker):
             tensors,
             slot_nbytes,
             root=config.root,
-            probe_dir=os.path.dirname(directory.tmp_path()),
+            probe_dir=directory.tmp_dir,
             transport=config.transport,
             gds_check=config.gds_check,
             direct_io=config.direct_io,
@@ -91,10 +91,8 @@ class FskvWorker(OffloadingWorker):
             fsync=config.fsync,
             num_threads=config.io_threads,
         )
-        # The runner has one pool of slots for both directions, and so one transport: that of the loads.
-        self._transport = transport = chosen.load
-        if chosen.store is not transport:
-            chosen.store.close()
+        self._transport = transport = chosen.transport
+        cuda = tensors[0].device if tensors and tensors[0].is_cuda else None
         store = ChunkStore(
             directory,
             file_layouts,
@@ -112,8 +110,10 @@ class FskvWorker(OffloadingWorker):
             max_queued_chunks=config.max_queued_chunks,
             deadline=config.deadline,
             breaker=self._breaker,
+            store_queue_s=config.store_queue_s,
+            cpus=numa.cuda_cpus(cuda.index) if cuda else None,
         )
-        self._cuda = bool(tensors) and tensors[0].is_cuda
+        self._cuda = cuda is not None
         self._counters = Counters()
         self._failed_jobs: set[int] = set()
         self._outcomes: list[ChunkOutcome] = []
@@ -130,7 +130,7 @@ class FskvWorker(OffloadingWorker):
         logger.info(
             "fskv: rank %d: %s; %d I/O threads, %d staging slots of %d bytes at most",
             rank,
-            chosen.sentence if chosen.store is transport else transport.description,
+            chosen.sentence,
             config.io_threads,
             num_slots,
             slot_nbytes,

@@ -26,6 +26,7 @@ from fskv.transports.chunk_fd import unlink_quietly
 from fskv.transports.cuda import CudaDevice
 from fskv.transports.gds import FAILURES, Device, GdsTransport
 from fskv.transports.measure import Rates
+from fskv.transports.split import SplitTransport
 
 if TYPE_CHECKING:
     import torch
@@ -41,10 +42,9 @@ _ADVANTAGE = 1.1
 
 
 class Chosen(NamedTuple):
-    """The transports of both directions, often the same object, and the start-up line."""
+    """The transport of both directions, and the start-up line."""
 
-    load: Transport
-    store: Transport
+    transport: Transport
     sentence: str
 
 
@@ -83,7 +83,7 @@ def open_transports(
         cuda=device if isinstance(device, CudaDevice) else None,
     )
     if transport == "host":
-        return Chosen(by_host, by_host, by_host.description)
+        return Chosen(by_host, by_host.description)
     try:
         by_gds = _open_gds(
             device,
@@ -99,10 +99,10 @@ def open_transports(
             raise ConfigError(
                 f'option \'transport\': found "gds", but {reason}; expected "auto" or "host" here'
             ) from reason
-        return Chosen(by_host, by_host, f"{by_host.description}, not GDS: {reason}")
+        return Chosen(by_host, f"{by_host.description}, not GDS: {reason}")
     if transport == "gds":
         by_host.close()
-        return Chosen(by_gds, by_gds, by_gds.description)
+        return Chosen(by_gds, by_gds.description)
     return _faster(by_host, by_gds, tensors, root, probe_dir, direct_io, num_threads)
 
 
@@ -200,7 +200,7 @@ def _faster(
         rates, recalled = call_with_deadline(both, _MEASURE_S, "measuring transports did not end")
     except (RootError, ChunkError, ValueError, *FAILURES) as error:
         by_gds.close()
-        return Chosen(by_host, by_host, f"{by_host.description}, not GDS: {error}")
+        return Chosen(by_host, f"{by_host.description}, not GDS: {error}")
     by_gds.drop_idle_slots()
     of_host, of_gds = rates["host"], rates["gds"]
     load = by_gds if of_gds.load > of_host.load * _ADVANTAGE else by_host
@@ -211,9 +211,8 @@ def _faster(
         f"{'measured earlier' if recalled else 'measured'} in GB/s: load {of_host.load / 1e9:.2f} host, "
         f"{of_gds.load / 1e9:.2f} GDS; store {of_host.store / 1e9:.2f} host, {of_gds.store / 1e9:.2f} GDS"
     )
-    if load is store:
-        return Chosen(load, store, f"{load.description} ({figures})")
-    return Chosen(load, store, f"load: {load.description}; store: {store.description} ({figures})")
+    chosen: Transport = load if load is store else SplitTransport(load, store)
+    return Chosen(chosen, f"{chosen.description} ({figures})")
 
 
 def _key(

@@ -11,6 +11,7 @@ import errno
 import mmap
 import os
 import secrets
+import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
