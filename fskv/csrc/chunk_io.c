@@ -72,14 +72,23 @@ static uint64_t header_checksum(uint8_t *header, size_t nbytes)
     return xxh3_64(header, nbytes);
 }
 
-/* The caller has checked that the pieces fit into header_nbytes. */
-static void seal(const FileLayout *layout, const ChunkFile *file, uint8_t *slot)
+uint8_t *row_digests_in(const FileLayout *layout, const ChunkFile *file, uint8_t *slot)
+{
+    uint8_t first[5];
+    return slot + PREFIX + layout->head_nbytes + 2 + file->key_nbytes + layout->middle_nbytes +
+           pack_uint(first, file->first_block) + layout->rows_nbytes;
+}
+
+/* The caller has checked that the pieces fit into header_nbytes. The digests may be there already. */
+static void seal(const FileLayout *layout, const ChunkFile *file, uint8_t *slot, bool digested)
 {
     uint8_t *payload = slot + layout->header_nbytes, *at = slot + PREFIX, first[5], written[9];
-    memset(payload, 0, file->first_block * layout->block_nbytes);
-    memset(payload + layout->content_nbytes, 0, layout->payload_nbytes - layout->content_nbytes);
-
-    memset(slot, 0, layout->header_nbytes);
+    if (!digested) {
+        memset(payload, 0, file->first_block * layout->block_nbytes);
+        memset(payload + layout->content_nbytes, 0,
+               layout->payload_nbytes - layout->content_nbytes);
+        digest_rows(payload, layout->payload_nbytes, row_digests_in(layout, file, slot));
+    }
     at = put(at, layout->head, layout->head_nbytes);
     *at++ = 0xc4; /* bin8 */
     *at++ = (uint8_t)file->key_nbytes;
@@ -87,13 +96,13 @@ static void seal(const FileLayout *layout, const ChunkFile *file, uint8_t *slot)
     at = put(at, layout->middle, layout->middle_nbytes);
     at = put(at, first, pack_uint(first, file->first_block));
     at = put(at, layout->rows, layout->rows_nbytes);
-    digest_rows(payload, layout->payload_nbytes, at);
     at += 8 * num_rows(layout->payload_nbytes);
     at = put(at, layout->tail, layout->tail_nbytes);
     uint64_t now_ms = __builtin_bswap64((uint64_t)(realtime_s() * 1000));
     written[0] = 0xcf; /* uint64 */
     memcpy(written + 1, &now_ms, 8);
     at = put(at, written, sizeof written);
+    memset(at, 0, (size_t)(payload - at));
 
     uint32_t prefix[4] = {layout->format_version, (uint32_t)layout->header_nbytes,
                           (uint32_t)(at - slot - PREFIX), 0};
@@ -206,11 +215,12 @@ static int open_part(const FileLayout *layout, const ChunkFile *file)
     return fd;
 }
 
-ChunkResult chunk_write(const FileLayout *layout, const ChunkFile *file, uint8_t *slot)
+ChunkResult chunk_write(const FileLayout *layout, const ChunkFile *file, uint8_t *slot,
+                        bool digested)
 {
     if (!file->replace && good_file_there(layout, file->path))
         return CHUNK_EXISTS;
-    seal(layout, file, slot);
+    seal(layout, file, slot, digested);
     int fd = open_part(layout, file);
     if (fd < 0)
         return CHUNK_OTHERWISE;

@@ -7,6 +7,7 @@
 #ifndef FSKV_CHUNK_IO_H
 #define FSKV_CHUNK_IO_H
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <sys/types.h>
@@ -40,8 +41,13 @@ typedef enum { CHUNK_OK, CHUNK_EXISTS, CHUNK_OTHERWISE } ChunkResult;
 void digest_rows(const uint8_t *data, size_t nbytes, uint8_t *digests);
 size_t num_rows(size_t nbytes);
 
-/* Write the slot, whose content was gathered, as a part and publish it. */
-ChunkResult chunk_write(const FileLayout *layout, const ChunkFile *file, uint8_t *slot);
+/* Where the digests of a chunk's rows belong in its header. */
+uint8_t *row_digests_in(const FileLayout *layout, const ChunkFile *file, uint8_t *slot);
+
+/* Write the slot, whose content was gathered, as a part and publish it. `digested`: what is not content is
+ * zero, and the digests are in their place. */
+ChunkResult chunk_write(const FileLayout *layout, const ChunkFile *file, uint8_t *slot,
+                        bool digested);
 
 /* Read and check the wanted blocks into the slot. On CHUNK_OK *fd is open and *old_mtime says if it wants a touch. */
 ChunkResult chunk_read(const FileLayout *layout, const ChunkFile *file, uint8_t *slot, int *fd,

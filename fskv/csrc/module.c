@@ -71,6 +71,7 @@ PyMODINIT_FUNC PyInit__native(void)
 {
     static PyTypeObject *types[] = {&PagesType, &GuardType, &LayoutType, &TransferType, &QueueType};
     xxh3_init();
+    copy_init();
     PyObject *module = PyModule_Create(&definition);
     for (size_t i = 0; module != NULL && i < sizeof types / sizeof *types; i++)
         if (PyModule_AddType(module, types[i]) != 0)

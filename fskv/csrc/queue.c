@@ -106,12 +106,11 @@ static bool end(Queue *queue, Transfer *transfer)
 
 static bool gather(Queue *queue, Transfer *transfer, uint8_t *slot)
 {
-    const FileLayout *file = &transfer->layout->file;
     if (!guard_enter(transfer->guard))
         return false;
-    copy_spans(transfer->pages, &transfer->spans, slot + file->header_nbytes, true);
+    gather_and_digest(transfer, slot);
     guard_leave(transfer->guard);
-    transfer->gathered = true;
+    transfer->gathered = transfer->digested = true;
     pthread_mutex_lock(&queue->mutex);
     add_event(queue, transfer, GATHERED, false);
     pthread_mutex_unlock(&queue->mutex);
@@ -130,7 +129,7 @@ static bool run_store(Queue *queue, Transfer *transfer, uint8_t *slot, Kind *kin
         }
     }
     transfer->tried = true;
-    ChunkResult result = chunk_write(&transfer->layout->file, &transfer->file, slot);
+    ChunkResult result = chunk_write(&transfer->layout->file, &transfer->file, slot, transfer->digested);
     *kind = result == CHUNK_OK ? STORED : EXISTS;
     return result != CHUNK_OTHERWISE;
 }

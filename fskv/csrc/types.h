@@ -53,6 +53,7 @@ typedef struct Transfer {
     /* of the thread that runs it; before that, of whoever submits it */
     Py_buffer slot; /* buf != NULL: the pages were gathered into this slot ahead */
     bool gathered;  /* store: the slot holds the pages */
+    bool digested;  /* store: and the digests of its rows */
     bool tried;     /* store: chunk_write was called */
     bool checked;   /* load: the slot holds what is wanted, checked */
     /* guarded by the queue's mutex */
@@ -70,7 +71,10 @@ void guard_leave(Guard *guard);
 
 /* Check every span of a buffer of int64 (n, 4) against the tensors and the slot; sets ValueError. */
 bool spans_fit(const Pages *pages, const Py_buffer *spans, size_t base, size_t slot_nbytes);
+void copy_init(void);
 void copy_spans(const Pages *pages, const Py_buffer *spans, uint8_t *slot_base, bool to_slot);
+/* Gather a store's pages into its slot and digest each row while it is in the cache. */
+void gather_and_digest(const Transfer *transfer, uint8_t *slot);
 /* The memory of a HostSlot, which is its `array`. */
 int slot_buffer(PyObject *slot, Py_buffer *view);
 double monotonic_s(void);
