@@ -87,6 +87,8 @@ static Transfer *pop(Queue *queue)
     transfer->state = RUNNING;
     transfer->started_at = monotonic_s();
     *(transfer->is_load ? &queue->num_loads_running : &queue->num_stores_running) += 1;
+    if (queue->num_idle > 0 && queue->loads.length + queue->stores.length > 0)
+        pthread_cond_signal(&queue->changed);
     return transfer;
 }
 
@@ -242,8 +244,11 @@ static PyObject *Queue_push(Queue *self, PyObject *object)
     bool closed = self->closed;
     if (!closed) {
         transfer->state = QUEUED;
-        append(queued_in(self, transfer), transfer);
-        if (self->num_idle > 0)
+        List *list = queued_in(self, transfer);
+        append(list, transfer);
+        /* One thread is woken and wakes the next: the caller holds the interpreter, and every wake-up may cost
+         * it its CPU. With something in the list before, somebody is on the way. */
+        if (list->length == 1 && self->num_idle > 0)
             pthread_cond_signal(&self->changed);
     }
     bool wanted = !closed && self->loads.length + self->stores.length > self->num_idle;
