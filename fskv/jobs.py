@@ -120,16 +120,17 @@ class JobRunner:
         `ready` is an event after which no kernel writes the pages any more, or None.
         """
         nbytes = sum(self._file_nbytes(r) for r in requests)
-        for task in self._begin(
+        tasks = self._begin(
             job_id, requests, ready, is_load=True, allowed_s=self._deadline.for_nbytes(nbytes)
-        ):
-            self._queue(task)
+        )
+        self._queue(tasks)
 
     def submit_store(self, job_id: int, requests: Sequence[ChunkRequest], ready: Any) -> None:
         """Start a store; `ready` is an event of the stream that writes the pages, or None.
 
         Chunks beyond the queue's limit are skipped and counted.
         """
+        queued = []
         limit = self._queue_limit()
         for task in self._begin(
             job_id, requests, ready, is_load=False, allowed_s=self._deadline.max_s
@@ -147,7 +148,8 @@ class JobRunner:
                 self._close(task, Status.SKIPPED, 0, 0.0)
                 self._finish_store(task, Status.SKIPPED, 0.0)
             else:
-                self._queue(task)
+                queued.append(task)
+        self._queue(queued)
 
     def _queue_limit(self) -> int:
         seconds = self._chunk_store_s / self._num_threads
@@ -176,14 +178,16 @@ class JobRunner:
             return []
         return job.tasks
 
-    def _queue(self, task: ChunkTask) -> None:
-        job, request = task.job, task.request
-        task.queued = self._store.transfer(
-            task, request.chunk, request.plan, job.guard, is_load=job.is_load
-        )
-        if task.slot is not None and task.queued.native:
-            task.queued.use_slot(task.slot)
-        self._pool.submit(task.queued)
+    def _queue(self, tasks: Sequence[ChunkTask]) -> None:
+        for task in tasks:
+            job, request = task.job, task.request
+            task.queued = self._store.transfer(
+                task, request.chunk, request.plan, job.guard, is_load=job.is_load
+            )
+            if task.slot is not None and task.queued.native:
+                task.queued.use_slot(task.slot)
+        if tasks:
+            self._pool.submit(*(task.queued for task in tasks))
 
     def poll(self) -> list[JobResult]:
         """Enforce the deadlines and return the jobs that became reportable since the last call."""
@@ -373,7 +377,7 @@ class JobRunner:
         try:
             if slot is not None and self._gather(task, slot):
                 task.slot = slot
-                self._queue(task)
+                self._queue([task])
                 self._pool.queue.hasten(task.queued)
                 return
         except Exception:

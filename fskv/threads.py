@@ -62,8 +62,8 @@ class Queue(Protocol):
     def wants_thread(self) -> bool:
         """Whether more is queued than idle threads will take."""
 
-    def push(self, task: Any) -> bool:
-        """Queue a task, urgent ones ahead of all others; returns `wants_thread`."""
+    def push(self, tasks: list[Any]) -> bool:
+        """Queue tasks, urgent ones ahead of all others; returns `wants_thread`."""
 
     def cancel(self, task: Any) -> bool:
         """Take a task back; returns False when it has started."""
@@ -115,13 +115,14 @@ class TaskQueue:
         # An idle thread counts until it has woken up, so compare with the queue and not with zero.
         return not self._closed and len(self._urgent) + len(self._normal) > self.num_idle
 
-    def push(self, task: Task) -> bool:
+    def push(self, tasks: list[Task]) -> bool:
         with self._changed:
             if self._closed:
                 return False
-            (self._urgent if task.urgent else self._normal)[task] = None
+            for task in tasks:
+                (self._urgent if task.urgent else self._normal)[task] = None
             if self.num_idle:
-                self._changed.notify()
+                self._changed.notify(len(tasks))
             return self.wants_thread
 
     def cancel(self, task: Task) -> bool:
@@ -230,10 +231,12 @@ class HangProofPool:
     def num_idle(self) -> int:
         return self.queue.num_idle
 
-    def submit(self, task: Any) -> None:
-        """Queue a task. Bounded by the callers: each counts what it has queued."""
-        if self.queue.push(task):
-            self._start_thread_if_short()
+    def submit(self, *tasks: Any) -> None:
+        """Queue tasks. Bounded by the callers: each counts what it has queued."""
+        if self.queue.push(list(tasks)):
+            for _ in tasks:
+                if not self._start_thread_if_short():
+                    break
 
     def write_off(self, task: Any) -> None:
         """The task's deadline passed: do not count on its thread any more, and replace it."""
@@ -244,13 +247,13 @@ class HangProofPool:
         """Drop what is queued and let idle threads end. Never waits for a thread."""
         self.queue.close()
 
-    def _start_thread_if_short(self) -> None:
+    def _start_thread_if_short(self) -> bool:
         with self._lock:
             num_working = self._num_alive - self.queue.num_hung
             if num_working >= self._num_threads or not self.queue.wants_thread:
-                return
+                return False
             if self._num_alive >= self._num_threads + self._max_hung:
-                return
+                return False
             self._num_started += 1
             name = f"{self._name}-{self._num_started}"
             try:
@@ -258,8 +261,9 @@ class HangProofPool:
             except RuntimeError as error:
                 # No more threads for this process: the next submit tries again.
                 logger.warning("%s: %s", self._name, error)
-            else:
-                self._num_alive += 1
+                return False
+            self._num_alive += 1
+            return True
 
     def _work(self) -> None:
         try:

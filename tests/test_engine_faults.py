@@ -11,6 +11,7 @@ import sys
 
 import engine_lab as lab
 import pytest
+from disk_faults import DiskFaults
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 lab.needs_vllm()
@@ -58,10 +59,10 @@ def _transfer(root: str, **options: object) -> dict:
     )
 
 
-def test_reads_that_never_return_cost_one_deadline_then_nothing(case, tmp_path):
+def test_reads_that_never_return_cost_one_deadline_then_nothing(case, tmp_path, native_library):
     model, reference = case
     root = _root(tmp_path)
-    hang = tmp_path / "hang"
+    faults = DiskFaults(native_library("disk_faults"), pathlib.Path(root), tmp_path / "faults")
     main = model.main_prompt()
     lab.run(lab.request(model, [lab.generate(main, "cold")], transfer=_transfer(root)))
     talk = lab.Conversation(tmp_path)
@@ -83,12 +84,12 @@ def test_reads_that_never_return_cost_one_deadline_then_nothing(case, tmp_path):
             model,
             talk.steps,
             transfer=_transfer(root, quarantine_s=1, breaker_probe_s=0.5),
-            env={"PYTHONPATH": lab.HOOKS, "FSKV_TEST_HANG_READS": str(hang)},
+            env=faults.env(),
         ),
         str(tmp_path / "engine"),
     )
-    talk.resume(engine, start, hang.touch)
-    talk.resume(engine, stop, hang.unlink)
+    talk.resume(engine, start, lambda: faults.set("pread hang suffix=.kv"))
+    talk.resume(engine, stop, faults.clear)
     result = engine.wait(lab.ENGINE_TIMEOUT_S)
     assert result["exit_code"] == 0, result.get("error")
     done = lab.generates(result)
@@ -96,6 +97,7 @@ def test_reads_that_never_return_cost_one_deadline_then_nothing(case, tmp_path):
         assert done[label]["tokens"] == reference["main"]["tokens"], label
     assert done["warm"]["num_cached_tokens"] == done["full"]["num_cached_tokens"] > 0
     assert done["hung"]["num_cached_tokens"] == 0
+    assert faults.fired() > 0
     # A generous bound against a hang, not a measurement: the wait is one deadline, then the breaker.
     assert done["hung"]["wall_s"] < DEADLINE_S + 20
     assert done["hung_again"]["wall_s"] < DEADLINE_S + 20

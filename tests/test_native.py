@@ -32,8 +32,7 @@ def run(transfer, slot):
     """Run one transfer in this thread; returns its events, or None when it was left to Python."""
     queue = _native.Queue(1)
     last = _native.Transfer(Nothing, False)
-    queue.push(transfer)
-    queue.push(last)
+    queue.push([transfer, last])
     taken = queue.take(slot)
     queue.finish(taken)
     if taken is transfer:
@@ -511,15 +510,19 @@ def test_transfers_that_make_no_sense_are_refused():
             make(**bad)
     queue = _native.Queue(1)
     transfer = make()
-    queue.push(transfer)
+    queue.push([transfer])
+    for again in ([transfer], [make(), transfer]):
+        with pytest.raises(ValueError, match="queued before"):
+            queue.push(again)
+    twice = make()
     with pytest.raises(ValueError, match="queued before"):
-        queue.push(transfer)
+        queue.push([twice, twice])
     with pytest.raises(ValueError, match="only before"):
         transfer.use_slot(host.HostSlot(0, np.zeros(8192, np.uint8)))
     with pytest.raises(ValueError, match="too small"):
         make().use_slot(host.HostSlot(0, np.zeros(4096, np.uint8)))
     with pytest.raises(TypeError):
-        queue.push(object())
+        queue.push([object()])
 
 
 def test_nothing_is_leaked_however_a_transfer_ends(make_native_bench):

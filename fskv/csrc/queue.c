@@ -229,32 +229,42 @@ static bool is_transfer(PyObject *object)
     return false;
 }
 
-static PyObject *Queue_push(Queue *self, PyObject *object)
+static PyObject *Queue_push(Queue *self, PyObject *tasks)
 {
-    if (!is_transfer(object))
-        return NULL;
-    Transfer *transfer = (Transfer *)object;
-    if (transfer->state != NEW)
-        return PyErr_Format(PyExc_ValueError, "push: this transfer was queued before");
-    /* One reference for each event to come; there are at most two. */
-    Py_INCREF(object);
-    Py_INCREF(object);
-    transfer->spare_refs = 2;
-    pthread_mutex_lock(&self->mutex);
-    bool closed = self->closed;
-    if (!closed) {
-        transfer->state = QUEUED;
-        List *list = queued_in(self, transfer);
-        append(list, transfer);
-        /* One thread is woken and wakes the next: the caller holds the interpreter, and every wake-up may cost
-         * it its CPU. With something in the list before, somebody is on the way. */
-        if (list->length == 1 && self->num_idle > 0)
-            pthread_cond_signal(&self->changed);
+    if (!PyList_Check(tasks))
+        return PyErr_Format(PyExc_TypeError, "push: expected a list of Transfers");
+    Py_ssize_t n = PyList_GET_SIZE(tasks);
+    for (Py_ssize_t i = 0; i < n; i++) {
+        if (!is_transfer(PyList_GET_ITEM(tasks, i)))
+            return NULL;
+        Transfer *transfer = (Transfer *)PyList_GET_ITEM(tasks, i);
+        if (transfer->state != NEW || transfer->spare_refs != 0) {
+            for (Py_ssize_t k = 0; k < i; k++)
+                drop_spare_refs((Transfer *)PyList_GET_ITEM(tasks, k));
+            return PyErr_Format(PyExc_ValueError, "push: this transfer was queued before");
+        }
+        /* One reference for each event to come; there are at most two. */
+        Py_INCREF(transfer);
+        Py_INCREF(transfer);
+        transfer->spare_refs = 2;
     }
+    /* One lock and one wake-up for all: the caller holds the interpreter, and each may cost it its CPU. The thread
+     * that is woken wakes the next. With something in its list before, somebody is on the way. */
+    pthread_mutex_lock(&self->mutex);
+    bool closed = self->closed, was_empty = false;
+    for (Py_ssize_t i = 0; i < n && !closed; i++) {
+        Transfer *transfer = (Transfer *)PyList_GET_ITEM(tasks, i);
+        List *list = queued_in(self, transfer);
+        was_empty |= list->length == 0;
+        transfer->state = QUEUED;
+        append(list, transfer);
+    }
+    if (was_empty && self->num_idle > 0)
+        pthread_cond_signal(&self->changed);
     bool wanted = !closed && self->loads.length + self->stores.length > self->num_idle;
     pthread_mutex_unlock(&self->mutex);
-    if (closed)
-        drop_spare_refs(transfer);
+    for (Py_ssize_t i = 0; i < n && closed; i++)
+        drop_spare_refs((Transfer *)PyList_GET_ITEM(tasks, i));
     return PyBool_FromLong(wanted);
 }
 

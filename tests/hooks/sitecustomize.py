@@ -1,23 +1,6 @@
-"""Scripts faults below the store into an engine's processes; put on PYTHONPATH by the engine tests.
-
-While the file named by FSKV_TEST_HANG_READS exists, no read of a chunk file returns, as on a dead mount.
-"""
+"""Takes root's right to read everything from an engine's processes; put on PYTHONPATH by the engine tests."""
 
 import os
-import time
-
-_hang_file = os.environ.get("FSKV_TEST_HANG_READS")
-if _hang_file:
-    from fskv.transports import host
-
-    _read_into = host._HostChunk.read_into
-
-    def _hanging_read_into(self, slot, slot_offset, file_offset, nbytes):
-        while os.path.exists(_hang_file):
-            time.sleep(0.02)
-        return _read_into(self, slot, slot_offset, file_offset, nbytes)
-
-    host._HostChunk.read_into = _hanging_read_into
 
 if os.environ.get("FSKV_TEST_DROP_CAPS"):
     # root reads files of mode 000; without these two capabilities it does not.
