@@ -24,7 +24,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -53,9 +52,6 @@ _STORE_STATUS = {
 _WRITTEN = {0: Status.OK, 1: Status.EXISTS}  # ChunkResult in csrc/chunk_io.h; else nothing was done
 
 
-# I/O threads give way to the engine's on a busy CPU: beside 1000 stores a second on 2 cores a Python thread
-# kept 0.95 of its rate with it and 0.7 without, at the same number of stores.
-_NICE = 10
 _PACE = 1 / 16  # weight of one store in the average of how long one takes
 
 
@@ -274,8 +270,6 @@ class JobRunner:
     def _own_slot(self) -> Iterator[Any]:
         """A slot for the life of a thread; None without memory, which costs its chunks and not the engine."""
         numa.pin_thread(self._cpus)
-        with contextlib.suppress(OSError):  # a thread's own, on Linux
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         slot = self._slots.take()
         try:
             yield slot
