@@ -571,3 +571,34 @@ def test_without_the_extension_the_same_is_done_in_python(make_world, monkeypatc
     assert not bench.finish(load)[0].failed
     assert world.pages(bench.blocks(3)) == content
     bench.runner._pool.close()
+
+
+def test_pages_on_a_device_are_python_s_and_the_file_is_still_done_outside(
+    make_native_bench, monkeypatch
+):
+    """As with CUDA: gathering and scattering go through the transport, writing and checking do not."""
+    bench = make_native_bench(num_threads=2, num_slots=12)
+    transport, store = bench.world.transport, bench.world.store
+    fields = {name: getattr(transport.native, name) for name in host.Native.__slots__}
+    transport.native = host.Native(**{**fields, "pages": None})
+    transport._pages = None
+    for name in ("get", "put"):
+        monkeypatch.setattr(store, name, None)  # nothing comes by there
+    job, contents = bench.store([1, 2, 3])
+    bench.runner.wait([job])  # some are gathered ahead
+    bench.finish(job)
+    bench.wait_until_idle()
+    again, _ = bench.store([1, 2, 3])
+    bench.finish(again)
+    bench.wait_until_idle()
+    load = bench.load([1, 2, 3], place=5)
+    assert not bench.finish(load)[0].failed
+    for i, n in enumerate((1, 2, 3)):
+        assert bench.world.pages(bench.blocks(5 + i)) == contents[n]
+    monkeypatch.undo()
+    damage(bench.world.path(2), bench.world.base + 70_000)
+    load = bench.load([1, 2, 3], place=5)
+    assert bench.finish(load)[0].failed
+    assert bench.poisoned(6)
+    assert not os.path.exists(bench.world.path(2))
+    bench.wait_until_idle()
