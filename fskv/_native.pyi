@@ -1,4 +1,4 @@
-# The C extension in csrc/: see there. Queue and Guard have twins in fskv/threads.py and fskv/jobs.py.
+# The C extension in csrc/: see there. Queue and Guard have twins in fskv/threads.py.
 
 from collections.abc import Sequence
 from typing import Any, Self
@@ -42,6 +42,7 @@ class Transfer:
     started_at: float | None
     gathered: bool
     checked: bool
+    old_mtime: bool
     tried: bool
     def __new__(
         cls,

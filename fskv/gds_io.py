@@ -80,6 +80,9 @@ class Transport(Protocol):
 
     def new_slot(self, index: int) -> Any: ...
 
+    def drop_slot(self, slot: Any) -> None:
+        """Give a slot's memory back; it must not be in use."""
+
     def gather(self, table: SpanTable, slot: Any, base: int, ready: Any) -> None:
         """Copy KV pages into the slot at `base`; returns when the pages are no longer read.
 
@@ -125,6 +128,7 @@ class SlotPool:
         self._free: list[Any] = []
         self.num_made = 0
         self._num_used = 0
+        self._complained = False  # about memory, since the last slot that could be made
 
     @property
     def num_used(self) -> int:
@@ -141,12 +145,17 @@ class SlotPool:
             index = self.num_made
             self.num_made += 1
         try:
-            return self._transport.new_slot(index)
+            slot = self._transport.new_slot(index)
         except (MemoryError, OSError, RuntimeError) as error:  # also what pinning says
-            logger.warning("no memory for staging slot %d: %s", index, error)
             with self._lock:
                 self._num_used -= 1
+                self.num_made -= 1
+                first, self._complained = not self._complained, True
+            if first:
+                logger.warning("no memory for staging slot %d: %s", index, error)
             return None
+        self._complained = False
+        return slot
 
     def give_back(self, slot: Any) -> None:
         """Return a slot whose I/O is over; a hung thread keeps its slot until then (parked)."""

@@ -11,6 +11,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 from fskv.span_plan import ChunkPlan
+from fskv.threads import Guard
 from fskv.types import ChunkId, Status
 
 if TYPE_CHECKING:
@@ -55,35 +56,6 @@ class NativeEvent(IntEnum):
     EXISTS = 2
     LOADED = 3
     ABANDONED = 4
-
-
-class Guard:
-    """May the KV pages of a job still be touched? `fskv._native.Guard` does the same."""
-
-    def __init__(self) -> None:
-        self._left = threading.Condition()  # guards the two below
-        self.abandoned = False
-        self._num_inside = 0
-
-    def enter(self) -> bool:
-        """Ask to touch the job's KV pages; False when the job was given up. Pair with `leave`."""
-        with self._left:
-            if self.abandoned:
-                return False
-            self._num_inside += 1
-            return True
-
-    def leave(self) -> None:
-        with self._left:
-            self._num_inside -= 1
-            self._left.notify_all()
-
-    def abandon(self) -> None:
-        """From the return on, no thread touches the job's KV pages. Waits for memory copies only."""
-        with self._left:
-            self.abandoned = True
-            while self._num_inside:
-                self._left.wait()
 
 
 class Job:

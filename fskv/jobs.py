@@ -32,9 +32,9 @@ from typing import TYPE_CHECKING, Any
 from fskv.breaker import Breaker
 from fskv.config import Deadline
 from fskv.gds_io import SlotPool, Transport
-from fskv.job import ChunkOutcome, ChunkRequest, ChunkTask, Guard, Job, JobResult, NativeEvent
+from fskv.job import ChunkOutcome, ChunkRequest, ChunkTask, Job, JobResult, NativeEvent
 from fskv.store import ChunkStore
-from fskv.threads import HangProofPool, Queue, TaskQueue
+from fskv.threads import Guard, HangProofPool, Queue, TaskQueue
 from fskv.transports import numa
 from fskv.types import Status
 
@@ -175,15 +175,25 @@ class JobRunner:
         return job.tasks
 
     def _queue(self, tasks: Sequence[ChunkTask]) -> None:
+        good = []
         for task in tasks:
             job, request = task.job, task.request
-            task.queued = self._store.transfer(
-                task, request.chunk, request.plan, job.guard, is_load=job.is_load
-            )
-            if task.slot is not None and task.queued.native:
-                task.queued.use_slot(task.slot)
-        if tasks:
-            self._pool.submit(*(task.queued for task in tasks))
+            try:
+                task.queued = self._store.transfer(
+                    task, request.chunk, request.plan, job.guard, is_load=job.is_load
+                )
+                if task.slot is not None and task.queued.native:
+                    task.queued.use_slot(task.slot)
+            except Exception:
+                # A bug must cost this chunk, not the engine's step.
+                logger.exception("%s of %s", "load" if job.is_load else "store", request.chunk)
+                self._close(task, Status.IO_ERROR, 0, 0.0)
+                if not job.is_load:
+                    self._end_store(task, Status.IO_ERROR, 0.0)
+            else:
+                good.append(task.queued)
+        if good:
+            self._pool.submit(*good)
 
     def poll(self) -> list[JobResult]:
         """Enforce the deadlines and return the jobs that became reportable since the last call."""
@@ -196,7 +206,9 @@ class JobRunner:
         with self._lock:
             results, self._results = self._results, []
         for result in results:
-            self._jobs.pop(result.job_id, None)
+            if result.job_id in self._jobs:
+                job = self._jobs.pop(result.job_id)
+                job.tasks = []  # those that go on know their job; the circle would wait for the collector
         return results
 
     def wait(self, job_ids: Iterable[int]) -> None:
@@ -305,6 +317,8 @@ class JobRunner:
         try:
             if task.queued.checked:
                 deliver()
+                if task.queued.old_mtime:
+                    self._store.touch(request.chunk)
                 return
             status = self._store.get(
                 request.chunk, plan.first_block, plan.num_blocks, slot, deliver
@@ -459,7 +473,9 @@ class JobRunner:
     def _write_off_hung(self, now: float) -> None:
         """Replace the threads of transfers that are past their deadline, whatever became of the job."""
         for queued in self._pool.queue.running():
-            task: ChunkTask = queued.owner
+            task: ChunkTask | None = queued.owner
+            if task is None:  # it has ended meanwhile
+                continue
             allowed = self._deadline.for_nbytes(self._file_nbytes(task.request))
             if now - queued.started_at > allowed:
                 self._pool.write_off(queued)

@@ -160,6 +160,11 @@ class ChunkStore:
             chunk in self._suspects,
         )
 
+    def touch(self, chunk: ChunkId) -> None:
+        """Set a chunk's mtime, its "last used", to now; where that is not allowed it goes earlier."""
+        with contextlib.suppress(OSError):
+            os.utime(self.path(chunk), follow_symlinks=False)
+
     def replaced(self, chunk: ChunkId) -> None:
         """A Transfer has published this chunk: what was suspect under its name is gone."""
         with self._lock:

@@ -5,9 +5,10 @@ concurrent.futures would lose one thread for ever at each such call and then blo
 exit. Here the caller, who knows the deadline, writes the task off: its thread is counted as hung and
 replaced, up to `max_hung` times; when the call returns after all, its thread ends.
 
-`TaskQueue` says what runs next, `HangProofPool` keeps the threads. `fskv._native.Queue` is the other queue
-there is: same methods, but a thread that waits in it runs transfers by itself, outside the interpreter.
-Used by the jobs (chunk I/O) and by the presence index (probes). All methods may be called from any thread.
+`TaskQueue` says what runs next, `HangProofPool` keeps the threads, `Guard` keeps who is late away from pages.
+`fskv._native.Queue` is the other queue there is: same methods, but a thread that waits in it runs transfers
+by itself, outside the interpreter. Used by the jobs (chunk I/O) and by the presence index (probes). All
+methods may be called from any thread.
 """
 
 from __future__ import annotations
@@ -27,6 +28,35 @@ _T = TypeVar("_T")
 START_UP_S = 60.0  # a root that does not answer for so long at start-up is refused
 
 logger = logging.getLogger(__name__)
+
+
+class Guard:
+    """May the KV pages of a job still be touched? `fskv._native.Guard` does the same."""
+
+    def __init__(self) -> None:
+        self._left = threading.Condition()  # guards the two below
+        self.abandoned = False
+        self._num_inside = 0
+
+    def enter(self) -> bool:
+        """Ask to touch the job's KV pages; False when the job was given up. Pair with `leave`."""
+        with self._left:
+            if self.abandoned:
+                return False
+            self._num_inside += 1
+            return True
+
+    def leave(self) -> None:
+        with self._left:
+            self._num_inside -= 1
+            self._left.notify_all()
+
+    def abandon(self) -> None:
+        """From the return on, no thread touches the job's KV pages. Waits for memory copies only."""
+        with self._left:
+            self.abandoned = True
+            while self._num_inside:
+                self._left.wait()
 
 
 class Task:
@@ -146,6 +176,7 @@ class TaskQueue:
                 return False
             task.written_off = True
             self.num_hung += 1
+            self._changed.notify_all()  # it no longer counts beside the others
             return True
 
     def take(self, context: Any) -> Task | None:
@@ -164,8 +195,9 @@ class TaskQueue:
     def _ready(self) -> OrderedDict[Task, None]:
         if self._urgent or self._limit is None:
             return self._urgent or self._normal
-        num_urgent = sum(task.urgent for task in self._running)
-        if num_urgent and len(self._running) - num_urgent >= self._limit:
+        running = [task.urgent for task in self._running if not task.written_off]
+        num_urgent = sum(running)
+        if num_urgent and len(running) - num_urgent >= self._limit:
             return self._urgent
         return self._normal
 
@@ -173,7 +205,7 @@ class TaskQueue:
         with self._changed:
             self._running.discard(task)
             self.num_hung -= task.written_off
-            if task.urgent:
+            if self.num_idle and (self._urgent or self._normal):
                 self._changed.notify_all()  # those that gave way
             return task.written_off
 

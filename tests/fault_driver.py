@@ -16,7 +16,7 @@ import traceback
 import gds_lab
 from conftest import World
 
-from fskv import chunk_file, job, jobs, store
+from fskv import chunk_file, jobs, store, threads
 from fskv.breaker import Breaker
 from fskv.config import Deadline
 from fskv.transports import chunk_fd, host
@@ -44,8 +44,8 @@ def _without_guard(transfer):
 SAFETIES = {
     "checks": [(chunk_file, "check_digests", lambda *args: None)],
     "guard": [
-        (job.Guard, "enter", lambda guard: True),
-        (job.Guard, "leave", lambda guard: None),
+        (threads.Guard, "enter", lambda guard: True),
+        (threads.Guard, "leave", lambda guard: None),
         (store.ChunkStore, "transfer", _without_guard(store.ChunkStore.transfer)),
     ],
     "removal": [(chunk_fd, "unlink_quietly", lambda path: None)],

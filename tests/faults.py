@@ -171,6 +171,9 @@ class FaultTransport:
     def new_slot(self, index: int) -> Any:
         return self.inner.new_slot(index)
 
+    def drop_slot(self, slot: Any) -> None:
+        self.inner.drop_slot(slot)
+
     def gather(self, table: Any, slot: Any, base: int, ready: Any) -> None:
         with self._operation("gather", "pages"):
             self.inner.gather(table, slot, base, ready)

@@ -15,8 +15,8 @@ from faults import RandomScript, Script
 
 from fskv.breaker import Breaker
 from fskv.config import Deadline
-from fskv.job import Guard
 from fskv.jobs import JobRunner
+from fskv.threads import Guard
 from fskv.types import Status
 
 POISON = -77

@@ -523,13 +523,18 @@ def test_transfers_that_make_no_sense_are_refused():
         make().use_slot(host.HostSlot(0, np.zeros(4096, np.uint8)))
     with pytest.raises(TypeError):
         queue.push([object()])
+    with pytest.raises(TypeError):  # no paths
+        _native.Transfer(None, True, layout, pages, guard, key=b"k", num_blocks=1)
 
 
-def test_nothing_is_leaked_however_a_transfer_ends(make_native_bench):
+def test_nothing_is_leaked_however_a_transfer_ends(make_native_bench, request):
     import gc
     import weakref
 
     bench = make_native_bench(num_threads=2, num_slots=20)
+    gc.collect()
+    gc.disable()  # circles would wait for it, and with 10^6 objects beside them, for long
+    request.addfinalizer(gc.enable)
     alive = []
     transfer = bench.world.store.transfer
 
@@ -547,9 +552,8 @@ def test_nothing_is_leaked_however_a_transfer_ends(make_native_bench):
             bench.finish(bench.load([number], place=8))
     bench.wait_until_idle()
     bench.outcomes.clear()
-    gc.collect()
     assert len(alive) >= 16
-    assert [ref for ref in alive if ref() is not None] == []
+    wait_for(lambda: [ref for ref in alive if ref() is not None] == [])
 
 
 @pytest.mark.parametrize("native", [True, False])
@@ -602,3 +606,48 @@ def test_pages_on_a_device_are_python_s_and_the_file_is_still_done_outside(
     assert bench.poisoned(6)
     assert not os.path.exists(bench.world.path(2))
     bench.wait_until_idle()
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_a_span_outside_costs_its_chunk_and_not_the_engine_s_step(make_world, native):
+    world = make_world(native=native)
+    bench = Bench(world)
+    if native:
+        bench.clock.now = time.monotonic()
+    job, contents = bench.store([1, 2])
+    bench.finish(job)
+    bench.wait_until_idle()
+    bad = world.request(1, range(62, 66))  # two blocks beyond the tensors
+    bench.poison(bench.blocks(5))
+    bench.runner.submit_load(100, [bad, world.request(2, bench.blocks(5))], None)
+    assert bench.finish(100)[0].failed
+    assert bench.statuses(loads=True) == {Status.IO_ERROR: 1, Status.OK: 1}
+    assert world.pages(bench.blocks(5)) == contents[2]
+    bench.runner.submit_store(101, [bad], None)
+    assert not bench.finish(101)[0].failed
+    bench.wait_until_idle()
+    bench.runner._pool.close()
+
+
+def test_a_chunk_on_its_way_to_a_device_is_touched_after_it_was_delivered(make_native_bench):
+    bench = make_native_bench()
+    native = bench.world.transport.native
+    fields = {name: getattr(native, name) for name in host.Native.__slots__}
+    bench.world.transport.native = host.Native(**{**fields, "pages": None})
+    job, _ = bench.store([1])
+    bench.finish(job)
+    bench.wait_until_idle()
+    then = time.time() - 700
+    os.utime(bench.world.path(1), (then, then))
+    seen = []
+    scatter = bench.world.transport.scatter
+
+    def look(*args):
+        seen.append(os.stat(bench.world.path(1)).st_mtime)
+        scatter(*args)
+
+    bench.world.transport.scatter = look
+    assert not bench.finish(bench.load([1], place=3))[0].failed
+    bench.wait_until_idle()
+    assert seen == [pytest.approx(then, abs=1)]
+    assert os.stat(bench.world.path(1)).st_mtime > then + 600

@@ -10,7 +10,7 @@ from conftest import Clock, returns_in_time, wait_for
 
 from fskv.breaker import Breaker
 from fskv.errors import RootError
-from fskv.threads import HangProofPool, Task, call_with_deadline
+from fskv.threads import HangProofPool, Task, TaskQueue, call_with_deadline
 from fskv.types import Status
 
 
@@ -195,6 +195,93 @@ def test_a_thread_that_cannot_be_started_does_not_raise_into_the_engine(make_poo
         submit(pool, ran.set)
     run_one(pool)
     assert ran.wait(20)
+
+
+# --- which task is next: both queues ------------------------------------------------------------
+
+
+@pytest.fixture(params=["python", "native"])
+def line(request):
+    """A queue that lets one normal task run beside urgent ones, and a maker of tasks for it."""
+    if request.param == "python":
+        queue = TaskQueue(1)
+        yield queue, lambda urgent: Task(object(), urgent=urgent)
+    else:
+        native = pytest.importorskip("fskv._native", reason="the C extension was not built")
+        queue = native.Queue(1)
+        yield queue, lambda urgent: native.Transfer(object(), urgent)
+    queue.close()
+
+
+def takes(queue):
+    """Start a thread that takes one task; returns where it will be."""
+    taken = []
+    threading.Thread(target=lambda: taken.append(queue.take(None)), daemon=True).start()
+    return taken
+
+
+def test_urgent_tasks_come_first_and_beside_them_few_others(line):
+    queue, make = line
+    normal, urgent = [make(False) for _ in range(3)], make(True)
+    queue.push(normal)
+    queue.push([urgent])
+    assert queue.take(None) is urgent
+    assert queue.take(None) is normal[0]
+    waiting = takes(queue)
+    wait_for(lambda: queue.num_idle == 1)
+    queue.finish(urgent)
+    wait_for(lambda: waiting == [normal[1]])
+    assert queue.take(None) is normal[2]
+
+
+@pytest.mark.parametrize("hangs", [False, True], ids=["finish", "write_off"])
+def test_a_place_beside_urgent_tasks_that_becomes_free_is_used(line, hangs):
+    """Without this, stores stayed queued while threads were idle, until the last load ended."""
+    queue, make = line
+    normal, urgent = [make(False) for _ in range(3)], make(True)
+    queue.push([urgent, *normal])
+    assert queue.take(None) is urgent
+    first = queue.take(None)
+    waiting = takes(queue)
+    wait_for(lambda: queue.num_idle == 1)
+    assert not waiting
+    (queue.write_off if hangs else queue.finish)(first)
+    wait_for(lambda: waiting == [normal[1]])
+    assert queue.num_hung == hangs
+
+
+def test_an_urgent_task_that_hangs_holds_nobody_back(line):
+    queue, make = line
+    urgent, normal = make(True), [make(False) for _ in range(3)]
+    queue.push([urgent])
+    assert queue.take(None) is urgent
+    assert queue.write_off(urgent)
+    assert not queue.write_off(urgent)
+    queue.push(normal)
+    assert [returns_in_time(lambda: queue.take(None)) for _ in normal] == normal
+    assert queue.finish(urgent)
+    assert queue.num_hung == 0
+
+
+def test_every_idle_thread_that_is_needed_is_woken(line):
+    queue, make = line
+    waiting = [takes(queue) for _ in range(4)]
+    wait_for(lambda: queue.num_idle == 4)
+    tasks = [make(True) for _ in range(4)]
+    queue.push(tasks[:1])
+    queue.push(tasks[1:])
+    wait_for(lambda: all(waiting))
+    assert {id(task) for (task,) in waiting} == {id(task) for task in tasks}
+
+
+def test_a_task_of_another_queue_is_left_alone(line):
+    queue, make = line
+    task = make(False)
+    queue.push([task])
+    other = type(queue)(1)
+    for change in (other.write_off, other.finish):
+        assert not change(task)
+    assert queue.take(None) is task
 
 
 # --- calls at start-up ------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import torch
 
 from fskv.errors import ConfigError
 from fskv.gds_io import SlotPool
+from fskv.threads import Guard
 from fskv.transports import choice, evidence, measure
 from fskv.transports.choice import open_transports
 from fskv.transports.evidence import Facts, NvidiaFs, describe, parse_stats
@@ -333,6 +334,7 @@ def test_other_bytes_than_were_written_count_for_nothing(place):
             str(place),
             num_threads=1,
             end_at=time.monotonic() + 5,
+            guard=Guard(),
         )
     assert not [name for name in os.listdir(place) if name.endswith(".part")]
 
@@ -447,3 +449,63 @@ def test_a_split_transport_moves_each_direction_through_its_own(tmp_path, make_w
     assert "load: " in world.transport.description
     world.transport.close()
     bench.runner._pool.close()
+
+
+@pytest.mark.parametrize("late", ["host", "gds"])
+@pytest.mark.parametrize("guarded", [True, False], ids=["guarded", "negative_control"])
+def test_a_measurement_that_was_given_up_never_writes_a_page(place, monkeypatch, late, guarded):
+    """Its threads live on; by the time their reads return, the engine uses the pages."""
+    from fskv.transports.gds import _GdsChunk
+    from fskv.transports.host import _HostChunk
+
+    if not guarded:
+        monkeypatch.setattr(Guard, "enter", lambda guard: True)
+        monkeypatch.setattr(Guard, "leave", lambda guard: None)
+    go_on, hung = threading.Event(), threading.Event()
+    kind = {"host": _HostChunk, "gds": _GdsChunk}[late]
+    real = kind.read_into
+
+    def slow(file, *args):
+        real(file, *args)
+        if threading.current_thread().name != "fskv-start-up":
+            hung.set()
+            go_on.wait(20)
+
+    monkeypatch.setattr(kind, "read_into", slow)
+    monkeypatch.setattr(choice, "_MEASURE_S", 2.0)
+    tensors = kv()
+    chosen = opened(place, tensors, device=gds_device(tensors))
+    assert hung.is_set()
+    assert isinstance(chosen.transport, HostTransport)
+    for tensor in tensors:
+        tensor[:] = 77
+    go_on.set()
+    end = time.monotonic() + 20
+    while any(t.name == "fskv-start-up" for t in threading.enumerate()):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert all(bool((tensor == 77).all()) for tensor in tensors) is guarded
+
+
+def test_a_split_slot_that_cannot_be_completed_leaves_nothing_behind():
+    class Half:
+        native, slot_nbytes, description = None, 4096, ""
+
+        def __init__(self, works):
+            self.works, self.num_slots = works, 0
+
+        def new_slot(self, index):
+            if not self.works:
+                raise MemoryError("pinned")
+            self.num_slots += 1
+            return object()
+
+        def drop_slot(self, slot):
+            self.num_slots -= 1
+
+    load, store = Half(works=True), Half(works=False)
+    pool = SlotPool(SplitTransport(load, store), 4)
+    assert [pool.take() for _ in range(20)] == [None] * 20
+    assert load.num_slots == pool.num_used == pool.num_made == 0
+    store.works = True
+    assert pool.take() is not None

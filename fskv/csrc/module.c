@@ -28,13 +28,17 @@ static PyObject *row_digests(PyObject *module, PyObject *object)
 
 static PyObject *copy(PyObject *module, PyObject *args)
 {
-    PyObject *pages;
+    PyObject *pages, *table;
     Py_buffer spans = {0}, slot = {0};
     Py_ssize_t base;
     int to_slot;
-    if (!PyArg_ParseTuple(args, "O!y*w*np:copy_spans", &PagesType, &pages, &spans, &slot, &base,
+    if (!PyArg_ParseTuple(args, "O!Ow*np:copy_spans", &PagesType, &pages, &table, &slot, &base,
                           &to_slot))
         return NULL;
+    if (PyObject_GetBuffer(table, &spans, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT) != 0) {
+        PyBuffer_Release(&slot);
+        return NULL;
+    }
     bool fit = false;
     if (base < 0 || base > slot.len)
         PyErr_SetString(PyExc_ValueError, "copy_spans: base is outside the slot");

@@ -92,15 +92,23 @@ static Transfer *pop(Queue *queue)
     return transfer;
 }
 
+/* Under the mutex: stores that gave way may now start. */
+static void stop_counting(Queue *queue, Transfer *transfer)
+{
+    *(transfer->is_load ? &queue->num_loads_running : &queue->num_stores_running) -= 1;
+    if (queue->num_idle > 0 && queue->stores.length > 0)
+        pthread_cond_broadcast(&queue->changed);
+}
+
 /* Under the mutex: the transfer's thread is free again. Returns whether it had been written off. */
 static bool end(Queue *queue, Transfer *transfer)
 {
     detach(&queue->running, transfer);
     transfer->state = DONE;
-    queue->num_hung -= transfer->written_off;
-    *(transfer->is_load ? &queue->num_loads_running : &queue->num_stores_running) -= 1;
-    if (transfer->is_load && queue->num_loads_running == 0)
-        pthread_cond_broadcast(&queue->changed); /* stores that gave way */
+    if (transfer->written_off)
+        queue->num_hung--;
+    else
+        stop_counting(queue, transfer);
     return transfer->written_off;
 }
 
@@ -143,24 +151,27 @@ static bool run_load(Queue *queue, Transfer *transfer, uint8_t *slot, Kind *kind
     if (chunk_read(file, &transfer->file, slot, &fd, &old_mtime) != CHUNK_OK)
         return false;
     if (transfer->pages == NULL) {
-        transfer->checked = true;
-    } else if (guard_enter(transfer->guard)) {
+        transfer->checked = true; /* Python scatters, and touches the file afterwards */
+        transfer->old_mtime = old_mtime;
+        close(fd);
+        return false;
+    }
+    if (guard_enter(transfer->guard)) {
         copy_spans(transfer->pages, &transfer->spans, slot + file->header_nbytes, false);
         guard_leave(transfer->guard);
         *kind = LOADED;
     }
-    if (old_mtime) {
-        /* Told before the disk is touched again: a mtime that cannot be set must not spoil a load. */
-        if (*kind == LOADED) {
-            pthread_mutex_lock(&queue->mutex);
-            add_event(queue, transfer, LOADED, false);
-            pthread_mutex_unlock(&queue->mutex);
-            *kind = ENDED;
-        }
-        (void)futimens(fd, NULL);
+    if (*kind == LOADED) {
+        /* Told before the disk is touched again: what can go wrong there must not spoil a load. */
+        pthread_mutex_lock(&queue->mutex);
+        add_event(queue, transfer, LOADED, false);
+        pthread_mutex_unlock(&queue->mutex);
+        *kind = ENDED;
     }
+    if (old_mtime)
+        (void)futimens(fd, NULL);
     close(fd);
-    return !transfer->checked;
+    return true;
 }
 
 /* Run transfers until one needs Python (returned), the queue is closed, or this thread was written off (NULL). */
@@ -207,6 +218,15 @@ static void drop_spare_refs(Transfer *transfer)
     }
 }
 
+/* It has ended. Its owner refers to it, and that circle would wait for the collector. */
+static void let_go(Transfer *transfer)
+{
+    Py_INCREF(transfer);
+    drop_spare_refs(transfer);
+    Py_CLEAR(transfer->owner);
+    Py_DECREF(transfer);
+}
+
 static PyObject *Queue_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     int max_stores_beside_loads;
@@ -249,17 +269,17 @@ static PyObject *Queue_push(Queue *self, PyObject *tasks)
         transfer->spare_refs = 2;
     }
     /* One lock and one wake-up for all: the caller holds the interpreter, and each may cost it its CPU. The thread
-     * that is woken wakes the next. With something in its list before, somebody is on the way. */
+     * that is woken wakes the next. */
     pthread_mutex_lock(&self->mutex);
-    bool closed = self->closed, was_empty = false;
+    bool closed = self->closed;
     for (Py_ssize_t i = 0; i < n && !closed; i++) {
         Transfer *transfer = (Transfer *)PyList_GET_ITEM(tasks, i);
         List *list = queued_in(self, transfer);
-        was_empty |= list->length == 0;
         transfer->state = QUEUED;
+        transfer->queue = self;
         append(list, transfer);
     }
-    if (was_empty && self->num_idle > 0)
+    if (n > 0 && !closed && self->num_idle > 0)
         pthread_cond_signal(&self->changed);
     bool wanted = !closed && self->loads.length + self->stores.length > self->num_idle;
     pthread_mutex_unlock(&self->mutex);
@@ -274,14 +294,14 @@ static PyObject *Queue_cancel(Queue *self, PyObject *object)
         return NULL;
     Transfer *transfer = (Transfer *)object;
     pthread_mutex_lock(&self->mutex);
-    bool queued = transfer->state == QUEUED;
+    bool queued = transfer->state == QUEUED && transfer->queue == self;
     if (queued) {
         detach(queued_in(self, transfer), transfer);
         transfer->state = DONE;
     }
     pthread_mutex_unlock(&self->mutex);
     if (queued)
-        drop_spare_refs(transfer);
+        let_go(transfer);
     return PyBool_FromLong(queued);
 }
 
@@ -291,7 +311,7 @@ static PyObject *Queue_hasten(Queue *self, PyObject *object)
         return NULL;
     Transfer *transfer = (Transfer *)object;
     pthread_mutex_lock(&self->mutex);
-    if (transfer->state == QUEUED) {
+    if (transfer->state == QUEUED && transfer->queue == self) {
         List *list = queued_in(self, transfer);
         detach(list, transfer);
         transfer->next = list->first;
@@ -309,10 +329,11 @@ static PyObject *Queue_write_off(Queue *self, PyObject *object)
         return NULL;
     Transfer *transfer = (Transfer *)object;
     pthread_mutex_lock(&self->mutex);
-    bool now = transfer->state == RUNNING && !transfer->written_off;
+    bool now = transfer->state == RUNNING && transfer->queue == self && !transfer->written_off;
     if (now) {
         transfer->written_off = true;
         self->num_hung++;
+        stop_counting(self, transfer); /* a call that hangs holds nobody back */
     }
     pthread_mutex_unlock(&self->mutex);
     return PyBool_FromLong(now);
@@ -324,9 +345,11 @@ static PyObject *Queue_finish(Queue *self, PyObject *object)
         return NULL;
     Transfer *transfer = (Transfer *)object;
     pthread_mutex_lock(&self->mutex);
-    bool written_off = transfer->state == RUNNING && end(self, transfer);
+    bool running = transfer->state == RUNNING && transfer->queue == self;
+    bool written_off = running && end(self, transfer);
     pthread_mutex_unlock(&self->mutex);
-    drop_spare_refs(transfer);
+    if (running)
+        let_go(transfer);
     return PyBool_FromLong(written_off);
 }
 
@@ -357,7 +380,8 @@ static PyObject *Queue_take_events(Queue *self, PyObject *unused)
     PyObject *list = PyList_New(0);
     for (size_t i = 0; i < num_events; i++) {
         Transfer *transfer = events[i].transfer;
-        if (list != NULL && events[i].kind != ENDED) {
+        /* Without an owner, Python has done the rest itself and knows. */
+        if (list != NULL && events[i].kind != ENDED && transfer->owner != NULL) {
             PyObject *event =
                 Py_BuildValue("(Oid)", transfer->owner, events[i].kind, events[i].seconds);
             if (event == NULL || PyList_Append(list, event) != 0)
@@ -365,7 +389,7 @@ static PyObject *Queue_take_events(Queue *self, PyObject *unused)
             Py_XDECREF(event);
         }
         if (events[i].last)
-            drop_spare_refs(transfer);
+            let_go(transfer);
         Py_DECREF(transfer);
     }
     free(events);
@@ -407,7 +431,7 @@ static void drop_queued(Queue *self)
         for (Transfer *t = dropped[i].first, *next; t != NULL; t = next) {
             next = t->next;
             t->previous = t->next = NULL;
-            drop_spare_refs(t);
+            let_go(t);
         }
 }
 
@@ -432,12 +456,18 @@ static void Queue_dealloc(Queue *self)
 
 static PyObject *Queue_num_idle(Queue *self, void *unused)
 {
-    return PyLong_FromLong(__atomic_load_n(&self->num_idle, __ATOMIC_RELAXED));
+    pthread_mutex_lock(&self->mutex);
+    int num_idle = self->num_idle;
+    pthread_mutex_unlock(&self->mutex);
+    return PyLong_FromLong(num_idle);
 }
 
 static PyObject *Queue_num_hung(Queue *self, void *unused)
 {
-    return PyLong_FromLong(__atomic_load_n(&self->num_hung, __ATOMIC_RELAXED));
+    pthread_mutex_lock(&self->mutex);
+    int num_hung = self->num_hung;
+    pthread_mutex_unlock(&self->mutex);
+    return PyLong_FromLong(num_hung);
 }
 
 static PyObject *Queue_wanted(Queue *self, void *unused)

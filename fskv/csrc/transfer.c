@@ -53,7 +53,8 @@ static PyObject *Pages_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 
 bool spans_fit(const Pages *pages, const Py_buffer *spans, size_t base, size_t slot_nbytes)
 {
-    if (spans->itemsize != 8 || spans->len % 32 != 0) {
+    const char *format = spans->format ? spans->format : "";
+    if (spans->itemsize != 8 || spans->len % 32 != 0 || (strcmp(format, "l") && strcmp(format, "q"))) {
         PyErr_SetString(PyExc_ValueError, "spans: expected int64 of shape (n, 4)");
         return false;
     }
@@ -224,9 +225,9 @@ static PyObject *Guard_abandoned(Guard *self, void *unused)
 }
 
 static PyMethodDef Guard_methods[] = {
-    {"enter", (PyCFunction)Guard_enter, METH_NOARGS, "See fskv.jobs.Guard."},
-    {"leave", (PyCFunction)Guard_leave, METH_NOARGS, "See fskv.jobs.Guard."},
-    {"abandon", (PyCFunction)Guard_abandon, METH_NOARGS, "See fskv.jobs.Guard."},
+    {"enter", (PyCFunction)Guard_enter, METH_NOARGS, "See fskv.threads.Guard."},
+    {"leave", (PyCFunction)Guard_leave, METH_NOARGS, "See fskv.threads.Guard."},
+    {"abandon", (PyCFunction)Guard_abandon, METH_NOARGS, "See fskv.threads.Guard."},
     {NULL},
 };
 
@@ -333,7 +334,7 @@ static PyObject *Transfer_new(PyTypeObject *type, PyObject *args, PyObject *kwar
                                      &first_block, &num_blocks, &replace))
         return NULL;
     bool native = layout != Py_None;
-    if (native && (!PyObject_TypeCheck(layout, &LayoutType) || key == NULL ||
+    if (native && (!PyObject_TypeCheck(layout, &LayoutType) || !path || !part || !key ||
                    !PyObject_TypeCheck(guard, &GuardType) ||
                    (pages != Py_None && !PyObject_TypeCheck(pages, &PagesType)))) {
         PyErr_SetString(PyExc_TypeError, "Transfer: needs a Layout, Pages or None, and a Guard");
@@ -421,7 +422,7 @@ int slot_buffer(PyObject *slot, Py_buffer *view)
 
 static PyObject *Transfer_use_slot(Transfer *self, PyObject *slot)
 {
-    if (self->state != NEW || self->layout == NULL) {
+    if (self->state != NEW || self->layout == NULL || self->slot.obj != NULL) {
         PyErr_SetString(PyExc_ValueError, "use_slot: only before it is queued");
         return NULL;
     }
@@ -477,10 +478,11 @@ static PyGetSetDef Transfer_getset[] = {
 };
 
 static PyMemberDef Transfer_members[] = {
-    {"owner", T_OBJECT_EX, offsetof(Transfer, owner), READONLY, NULL},
+    {"owner", T_OBJECT, offsetof(Transfer, owner), READONLY, "None once it has ended."},
     {"native", T_OBJECT, offsetof(Transfer, layout), READONLY, "Its Layout, or None."},
     {"gathered", T_BOOL, offsetof(Transfer, gathered), READONLY, NULL},
     {"tried", T_BOOL, offsetof(Transfer, tried), READONLY, "Store: writing was tried here."},
+    {"old_mtime", T_BOOL, offsetof(Transfer, old_mtime), READONLY, NULL},
     {"checked", T_BOOL, offsetof(Transfer, checked), READONLY, NULL},
     {NULL},
 };

@@ -56,8 +56,10 @@ typedef struct Transfer {
     bool digested;  /* store: and the digests of its rows */
     bool tried;     /* store: chunk_write was called */
     bool checked;   /* load: the slot holds what is wanted, checked */
+    bool old_mtime; /* and the file wants to be touched */
     /* guarded by the queue's mutex */
     struct Transfer *previous, *next;
+    const void *queue; /* the one it was pushed to */
     State state;
     bool written_off;
     double started_at; /* CLOCK_MONOTONIC seconds; 0 before */

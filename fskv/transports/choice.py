@@ -20,7 +20,7 @@ from fskv._version import __version__
 from fskv.chunk_file import ALIGNMENT
 from fskv.errors import ChunkError, ConfigError, RootError
 from fskv.gds_io import Transport
-from fskv.threads import call_with_deadline
+from fskv.threads import Guard, call_with_deadline
 from fskv.transports import evidence, host, measure
 from fskv.transports.chunk_fd import unlink_quietly
 from fskv.transports.cuda import CudaDevice
@@ -190,15 +190,19 @@ def _faster(
         spans = measure.sample_spans(tensors, by_gds.slot_nbytes - ALIGNMENT)
         end_at = time.monotonic() + _MEASURE_S
         rates = {
-            name: measure.measure(one, spans, probe_dir, num_threads=num_threads, end_at=end_at)
+            name: measure.measure(
+                one, spans, probe_dir, num_threads=num_threads, end_at=end_at, guard=guard
+            )
             for name, one in (("host", by_host), ("gds", by_gds))
         }
         measure.remember(key, rates, time.time())
         return rates, False
 
+    guard = Guard()
     try:
         rates, recalled = call_with_deadline(both, _MEASURE_S, "measuring transports did not end")
     except (RootError, ChunkError, ValueError, *FAILURES) as error:
+        guard.abandon()  # its threads may come back when the engine uses the pages
         by_gds.close()
         return Chosen(by_host, f"{by_host.description}, not GDS: {error}")
     by_gds.drop_idle_slots()

@@ -187,6 +187,9 @@ class HostTransport:
         tensor = raw[start : start + self.slot_nbytes]
         return HostSlot(index, tensor.numpy(), tensor)
 
+    def drop_slot(self, slot: HostSlot) -> None:
+        """Pinned memory goes with the slot; an arena keeps its own."""
+
     def gather(self, table: SpanTable, slot: HostSlot, base: int, ready: Any) -> None:
         if self._pages is not None:
             _native.copy_spans(self._pages, table, slot.array, base, True)

@@ -16,15 +16,17 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from fskv.chunk_file import ALIGNMENT
+from fskv.errors import RootError
 from fskv.gds_io import Transport
 from fskv.span_plan import SpanTable
+from fskv.threads import Guard
 from fskv.transports.chunk_fd import unlink_quietly
 
 # Per direction. A quarter of a second shows a factor of two on a disk that is not quiet, not ten percent.
@@ -50,12 +52,15 @@ def measure(
     *,
     num_threads: int,
     end_at: float,
+    guard: Guard,
 ) -> Rates:
     """Store and load chunks of slot size until enough is known, or until `end_at` (monotonic).
 
-    Raises what the transport raises, and ValueError when bytes come back different.
+    The pages of `spans` are read and written, with the bytes they hold, until `guard` is abandoned: whoever
+    gives the measurement up has to do so before others use the pages. Raises what the transport raises, and
+    ValueError when bytes come back different.
     """
-    workers = [_Worker(transport, spans, probe_dir, end_at) for _ in range(num_threads)]
+    workers = [_Worker(transport, spans, probe_dir, end_at, guard) for _ in range(num_threads)]
     try:
         _on_threads([worker.warm_up for worker in workers])
         store_s = _on_threads([worker.store for worker in workers])
@@ -65,7 +70,6 @@ def measure(
         load_s = _on_threads([worker.load for worker in workers])
     finally:
         for worker in workers:
-            worker.stopped = True
             for path in [*worker.files]:
                 unlink_quietly(path)
     nbytes = stored * transport.slot_nbytes
@@ -76,15 +80,20 @@ class _Worker:
     """One thread's slot and files."""
 
     def __init__(
-        self, transport: Transport, spans: SpanTable, probe_dir: str, end_at: float
+        self,
+        transport: Transport,
+        spans: SpanTable,
+        probe_dir: str,
+        end_at: float,
+        guard: Guard,
     ) -> None:
         self._transport = transport
         self._spans = spans
         self._probe_dir = probe_dir
         self._end_at = end_at
+        self._guard = guard
         self._slot = transport.new_slot(-1)
         self.files: dict[str, bytes] = {}  # path -> digests
-        self.stopped = False
 
     def warm_up(self) -> None:
         """The first of everything makes streams, pinned memory and handles."""
@@ -106,7 +115,17 @@ class _Worker:
                 file.read_into(self._slot, 0, 0, nbytes)
             if transport.row_digests(self._slot, ALIGNMENT, nbytes) != digests:
                 raise ValueError(f"{path}: other bytes were read than written")
-            transport.scatter(self._slot, ALIGNMENT, self._spans, None)
+            with self._pages():
+                transport.scatter(self._slot, ALIGNMENT, self._spans, None)
+
+    @contextlib.contextmanager
+    def _pages(self) -> Iterator[None]:
+        if not self._guard.enter():
+            raise RootError("the measurement was given up")
+        try:
+            yield
+        finally:
+            self._guard.leave()
 
     def forget_cache(self) -> None:
         """Reads shall come from the disk, also where writes went through the page cache."""
@@ -122,11 +141,12 @@ class _Worker:
     def _store_one(self) -> None:
         transport, nbytes = self._transport, self._transport.slot_nbytes
         path = os.path.join(self._probe_dir, f"probe-{secrets.token_hex(8)}.part")
-        transport.gather(self._spans, self._slot, ALIGNMENT, None)
+        with self._pages():
+            transport.gather(self._spans, self._slot, ALIGNMENT, None)
         digests = transport.row_digests(self._slot, ALIGNMENT, nbytes)
         transport.write_part(path, self._slot, nbytes)
         self.files[path] = digests
-        if self.stopped:  # given up while it hung: nobody else will remove it
+        if self._guard.abandoned:  # given up while it hung: nobody else will remove it
             unlink_quietly(path)
 
 

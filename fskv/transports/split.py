@@ -48,7 +48,17 @@ class SplitTransport:
         self.description = f"load: {load.description}; store: {store.description}"
 
     def new_slot(self, index: int) -> SplitSlot:
-        return SplitSlot(index, self.load.new_slot(index), self.store.new_slot(index))
+        for_load = self.load.new_slot(index)
+        try:
+            for_store = self.store.new_slot(index)
+        except BaseException:
+            self.load.drop_slot(for_load)
+            raise
+        return SplitSlot(index, for_load, for_store)
+
+    def drop_slot(self, slot: SplitSlot) -> None:
+        self.load.drop_slot(slot.for_load)
+        self.store.drop_slot(slot.for_store)
 
     def gather(self, table: SpanTable, slot: SplitSlot, base: int, ready: Any) -> None:
         slot.stores = True
