@@ -5,7 +5,7 @@ parallel. The engine's thread calls submit_*, poll and wait, and none of them ev
 
 - a load job is reported when all its chunks have ended, or at its deadline; failed, if one of them was
   not good. A bad chunk does not end the others: all that is bad is found, reported and stored again in
-  one round. From the report on no late thread can write a page: `_Job.enter` refuses it.
+  one round. From the report on no late thread can write a page: the job's `Guard` refuses it.
 - a store job is reported when its pages have been gathered, not when they are written: the pages are free
   again. Writing goes on; its outcome arrives later through `take_outcomes`.
 - `wait` returns when the pages of the given jobs are neither read nor written any more. It gathers what it
