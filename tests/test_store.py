@@ -10,6 +10,7 @@ import stat
 import struct
 import threading
 import time
+import warnings
 
 import pytest
 from conftest import World, damage, make_identity, read_by_hand, returns_in_time
@@ -650,6 +651,33 @@ def test_slots_are_bounded_aligned_and_reused(world):
     pool.give_back(slots[0])
     assert pool.take() is slots[0]
     assert pool.num_used == 3
+
+
+def test_a_child_process_has_no_part_in_the_slots(world):
+    """O_DIRECT and fork: the bytes of a read in progress could end up in the child's page only."""
+    slot = world.transport.new_slot(0)
+    address = slot.array.ctypes.data
+    slot.array[:] = 1
+    assert _is_mapped(address)
+    reading, writing = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # 3.12: beside threads; this child only looks
+        child = os.fork()
+    if child == 0:
+        os.write(writing, b"yes" if _is_mapped(address) else b"no")
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(reading, 3) == b"no"
+    os.close(reading)
+    os.close(writing)
+
+
+def _is_mapped(address):
+    with open("/proc/self/maps") as file:
+        ranges = [line.split()[0].split("-") for line in file]
+    return any(int(start, 16) <= address < int(stop, 16) for start, stop in ranges)
 
 
 def test_a_slot_that_cannot_be_made_is_not_counted_as_used(world, monkeypatch):

@@ -82,8 +82,11 @@ class Arena:
                 nbytes = num_slots * self._slot_nbytes
                 # Private: shared anonymous memory is a tmpfs file, without huge pages by default.
                 memory = mmap.mmap(-1, nbytes + self._HUGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-                with contextlib.suppress(OSError, ValueError):  # a kernel without huge pages
-                    memory.madvise(mmap.MADV_HUGEPAGE)
+                # A fork during a direct read could leave the bytes in the child's copy of a page (open(2),
+                # NOTES), and engines fork: to compile kernels, for one.
+                for advice in (mmap.MADV_DONTFORK, mmap.MADV_HUGEPAGE):
+                    with contextlib.suppress(OSError):  # a kernel that does not know it
+                        memory.madvise(advice)
                 array = np.frombuffer(memory, np.uint8)
                 start = -array.ctypes.data % self._HUGE
                 self._free = [
