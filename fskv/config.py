@@ -110,8 +110,9 @@ class StoreConfig:
     store_queue_s: float = _option(
         4.0,
         "seconds",
-        "No more chunks wait to be stored than are written in this time at the rate measured so far: what "
-        "waits holds KV pages of the engine. At least two per I/O thread, at most `max_queued_chunks`.",
+        "Upper bound of the backlog of stores, in seconds of writing at the rate measured so far. Queued "
+        "chunks hold KV pages of the engine; beyond it stores are skipped and counted. At least two per I/O "
+        "thread, at most `max_queued_chunks`.",
     )
     direct_io: Literal["auto", "on", "off"] = _option(
         "auto",

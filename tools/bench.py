@@ -136,7 +136,9 @@ def check_room(settings: Settings) -> None:
     """Raise ValueError unless the directory is there, and disk and memory hold what a round needs."""
     directory = settings.directory
     if not os.path.isdir(directory):
-        raise ValueError(f"{directory}: found no directory, expected one on the storage to measure")
+        raise ValueError(
+            f"{directory!r}: found no directory, expected one on the storage to measure"
+        )
     disk, memory = room_needed(settings)
     usage = shutil.disk_usage(directory)
     if usage.total and usage.free < disk:

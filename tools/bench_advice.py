@@ -79,11 +79,13 @@ def paragraph(advice: Advice | None, bytes_per_token: int) -> str:
     )
     return (
         f'Advice: transport {advice.path.split()[0]}, {mode} (direct_io "{option}"), {threads} '
-        f"(io_threads {advice.threads}), chunks of {advice.chunk_nbytes >> 10} KiB "
-        f"(about {tokens} tokens): loaded cold at {advice.load_gb_per_s:.2f} GB/s{store}, "
+        f"(io_threads {advice.threads}), chunks of {advice.chunk_nbytes >> 10} KiB (about {tokens} "
+        f"tokens in all KV groups; hybrid_chunk_size, a multiple of the engine's block size): "
+        f"loaded cold at {advice.load_gb_per_s:.2f} GB/s{store}, "
         f"the best here or within {1 - NEAR:.0%} of it.{other} "
         f"With {bytes_per_token} bytes of KV per token that is {advice.tokens_per_s:,.0f} tokens/s: "
-        f"where the model prefills slower than this, loading from this storage beats recomputing."
+        f"where the model prefills slower than this, loading from this storage beats recomputing. "
+        f'GDS is not measured here: an engine with transport "auto" does that when it starts.'
     )
 
 

@@ -6,6 +6,7 @@ Results go to stdout, progress and hints to stderr; `--json` everywhere. Exit co
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import sys
@@ -33,8 +34,12 @@ _err = Console(stderr=True, highlight=False)
 
 @app.command()
 def version() -> None:
-    """Print the version of fskv and of the on-disk format it reads and writes."""
-    typer.echo(f"fskv {__version__} (format {chunk_file.FORMAT_VERSION})")
+    """Print the version of fskv, of the on-disk format, and whether the C extension was built."""
+    built = importlib.util.find_spec("fskv._native") is not None
+    typer.echo(
+        f"fskv {__version__} (format {chunk_file.FORMAT_VERSION}, data path "
+        f"{'outside the interpreter' if built else 'in Python: the C extension was not built'})"
+    )
 
 
 @app.command()
@@ -119,7 +124,7 @@ def bench(
     try:
         with StopSignals() as stop:
             settings = Settings(
-                directory=os.path.abspath(directory),
+                directory=os.path.abspath(directory) if directory else "",
                 chunk_sizes=parse_numbers("--chunk-kib", chunk_kib, 1 << 10),
                 page_sizes=parse_numbers("--page-kib", page_kib, 1 << 10),
                 threads=parse_numbers("--threads", threads),
