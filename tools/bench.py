@@ -137,7 +137,7 @@ def check_room(settings: Settings) -> None:
     directory = settings.directory
     if not os.path.isdir(directory):
         raise ValueError(
-            f"{directory!r}: found no directory, expected one on the storage to measure"
+            f"{directory or 'an empty path'}: found no directory, expected one on the storage to measure"
         )
     disk, memory = room_needed(settings)
     usage = shutil.disk_usage(directory)
