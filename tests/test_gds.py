@@ -42,7 +42,7 @@ _OF_HOST_STAGING = {
     "test_a_probe_file_left_by_a_crash_does_not_stop_the_start",
     "test_direct_io_on_refuses_a_file_system_without_it_and_auto_does_not",
     "test_negative_control_a_script_in_a_file_breaks_the_disk_while_it_is_there",
-    "test_two_processes_that_put_the_same_chunks_leave_good_files",  # children without the stub,
+    "test_two_processes_that_put_the_same_chunks_leave_good_files",  # children without the stub
     "test_a_child_process_has_no_part_in_the_slots",
 }
 for _module in (test_store, test_jobs):
