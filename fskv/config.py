@@ -31,6 +31,7 @@ _REFUSED_OPTIONS = {
 }
 
 _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,9})?)\s*(B|KiB|MiB|GiB|TiB)", re.ASCII)
+_PERCENT = re.compile(r"(\d{1,3}(?:\.\d{1,3})?)\s*%", re.ASCII)
 _SIZE_UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 
@@ -45,6 +46,16 @@ class Deadline:
     def for_nbytes(self, nbytes: int) -> float:
         """Return the seconds allowed for a transfer of `nbytes`."""
         return min(self.max_s, self.base_s + self.per_mib_s * nbytes / MIB)
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A share of a file system, in percent."""
+
+    percent: float
+
+    def __str__(self) -> str:
+        return f"{self.percent:g}%"
 
 
 def _option(default: Any, unit: str, effect: str) -> Any:
@@ -177,6 +188,31 @@ class StoreConfig:
         "seconds",
         "A chunk's mtime (its last use) is refreshed by a load when older than this.",
     )
+    max_bytes: int | None = _option(
+        None,
+        'bytes, or "500GiB"',
+        "Upper bound of the chunk files of the whole root, on disk, whoever wrote them. What was used least "
+        "recently goes first.",
+    )
+    keep_free: int | Share = _option(  # noqa: RUF009  a Share is frozen
+        Share(2.0),
+        'bytes, "50GiB" or "2%"',
+        "What stays free on the file system of the root; as a share it goes for inodes too. 0: nothing.",
+    )
+    namespace_max_bytes: int | None = _option(
+        None, 'bytes, or "100GiB"', "Upper bound of this engine's namespace."
+    )
+    tenant_max_bytes: int | None = _option(
+        None,
+        'bytes, or "100GiB"',
+        "Upper bound of all namespaces of this engine's `tenant` on the root.",
+    )
+    maintenance: Literal["on", "off"] = _option(
+        "on",
+        "on, off",
+        "Whether the engine starts the process that counts, prunes and cleans the root; one of all that "
+        "share a root does so at a time. `off`: nothing bounds what this engine writes.",
+    )
 
     @property
     def deadline(self) -> Deadline:
@@ -214,7 +250,21 @@ class StoreConfig:
                 f"option 'deadline_max_s': found {config.deadline_max_s}, expected at least "
                 f"'deadline_base_s' ({config.deadline_base_s})"
             )
+        config._check_bounds()
         return config
+
+    def _check_bounds(self) -> None:
+        if self.tenant_max_bytes is not None and self.tenant is None:
+            raise ConfigError(
+                f"option 'tenant_max_bytes': found {self.tenant_max_bytes} without a 'tenant', expected both"
+            )
+        bounds = ("max_bytes", "namespace_max_bytes", "tenant_max_bytes")
+        for name in bounds:
+            if self.maintenance == "off" and getattr(self, name) is not None:
+                raise ConfigError(
+                    f"option 'maintenance': found \"off\" with '{name}' set, expected \"on\": nothing else "
+                    "would hold that bound"
+                )
 
 
 def _bad(name: str, value: object, expected: str) -> ConfigError:
@@ -252,6 +302,24 @@ def _parse_size(name: str, value: Any) -> int:
     if nbytes <= 0:
         raise _bad(name, value, expected)
     return nbytes
+
+
+def _parse_bound(name: str, value: Any) -> int | None:
+    return None if value is None else _parse_size(name, value)
+
+
+def _parse_keep_free(name: str, value: Any) -> int | Share:
+    if value in (0, "0") and type(value) is not bool:
+        return 0
+    match = _PERCENT.fullmatch(value.strip()) if isinstance(value, str) else None
+    if match:
+        if not 0 < float(match[1]) < 100:
+            raise _bad(name, value, "more than 0% and less than 100%")
+        return Share(float(match[1]))
+    try:
+        return _parse_size(name, value)
+    except ConfigError:
+        raise _bad(name, value, 'bytes, a text such as "50GiB", or a share such as "2%"') from None
 
 
 def _count(at_least: int, at_most: int) -> Any:
@@ -315,6 +383,11 @@ _PARSERS = {
     "breaker_failures": _count(1, 1_000_000),
     "breaker_probe_s": _seconds(0.01, 3600),
     "touch_interval_s": _seconds(0, 86400 * 365),
+    "max_bytes": _parse_bound,
+    "keep_free": _parse_keep_free,
+    "namespace_max_bytes": _parse_bound,
+    "tenant_max_bytes": _parse_bound,
+    "maintenance": _choice("on", "off"),
 }
 
 

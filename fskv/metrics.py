@@ -56,8 +56,9 @@ STORES_SKIPPED = Metric(
     "counter",
     "chunks",
     "Chunks not stored: exists (another engine was first), skipped (queue full, or the pages were "
-    "needed elsewhere), incomplete (blocks of the chunk were gone), breaker, no_space, denied, "
-    "io_error, timed_out, absent or stale (directories vanished).",
+    "needed elsewhere), incomplete (blocks of the chunk were gone), capacity (a bound is reached and "
+    "pruning is not that far yet), breaker, no_space, denied, timed_out, absent or "
+    "stale (directories vanished).",
     "reason",
 )
 SLOTS_IN_USE = Metric(
@@ -79,6 +80,40 @@ BREAKER_OPEN = Metric(
     "Whether the root is left alone after failures in a row.",
 )
 
+# What the process that maintains the root says of it; counts are of the present holder of the lease.
+ROOT_BYTES = Metric(
+    "vllm:fskv_root_bytes",
+    "gauge",
+    "bytes",
+    "On disk, in chunk files of the whole root, when last counted.",
+)
+ROOT_FILES = Metric("vllm:fskv_root_files", "gauge", "files", "Chunk files of the whole root.")
+ROOT_FREE_BYTES = Metric(
+    "vllm:fskv_root_free_bytes", "gauge", "bytes", "Free on the root's file system, for this user."
+)
+PRUNED_FILES = Metric(
+    "vllm:fskv_pruned_files",
+    "gauge",
+    "files",
+    "Chunk files pruned by the present holder of the lease.",
+)
+PRUNED_BYTES = Metric("vllm:fskv_pruned_bytes", "gauge", "bytes", "What those took on disk.")
+ORPHANS_REMOVED = Metric(
+    "vllm:fskv_orphans_removed", "gauge", "files", "Parts of dead writers removed by that holder."
+)
+UNREMOVABLE_FILES = Metric(
+    "vllm:fskv_unremovable_files",
+    "gauge",
+    "files",
+    "Chunk files that could not be removed, and stay.",
+)
+LEASE_HELD = Metric(
+    "vllm:fskv_lease_held", "gauge", "0 or 1", "Whether this engine's process maintains the root."
+)
+STORES_PAUSED = Metric(
+    "vllm:fskv_stores_paused", "gauge", "0 or 1", "Whether stores pause because the disk was full."
+)
+
 ALL_METRICS = (
     LOOKUP_HITS,
     LOOKUP_MISSES,
@@ -93,6 +128,15 @@ ALL_METRICS = (
     SLOTS_IN_USE,
     THREADS_HUNG,
     BREAKER_OPEN,
+    ROOT_BYTES,
+    ROOT_FILES,
+    ROOT_FREE_BYTES,
+    PRUNED_FILES,
+    PRUNED_BYTES,
+    ORPHANS_REMOVED,
+    UNREMOVABLE_FILES,
+    LEASE_HELD,
+    STORES_PAUSED,
 )
 
 

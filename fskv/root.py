@@ -14,12 +14,9 @@ worker with a deadline. Nothing here is on the data path but `NamespaceDir`'s na
 from __future__ import annotations
 
 import errno
-import itertools
 import json
 import os
 import re
-import secrets
-import socket
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -29,6 +26,7 @@ from typing import TypeVar
 from fskv import namespace
 from fskv.errors import ConfigError, IdentityMismatch, RootError
 from fskv.namespace import Identity, Json
+from fskv.process import unique_name
 
 _T = TypeVar("_T")
 
@@ -52,7 +50,7 @@ _BENIGN = re.compile(r"lost\+found|\.snapshots?|\.zfs|\.nfs.*|\.fskv-.*|CACHEDIR
 
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 # What file systems without hard links answer to link(): FAT, some SMB and object-store mounts.
-_NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES})
+NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES})
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +77,7 @@ class NamespaceDir:
         Beside it, and not all in one directory: one directory's lock, and inodes from one block group, cost
         up to 0.7 ms a file on ext4 (1.0 against 1.7 GB/s at 512 KiB).
         """
-        return f"{path.rpartition('/')[0]}/{_unique_name()}.part"
+        return f"{path.rpartition('/')[0]}/{unique_name()}.part"
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +119,7 @@ class Root:
                 if not _retry_stale(lambda: _is_our_root(path)):
                     raise RootError(f"option 'root': {path}/{FORMAT_FILE} vanished once written")
             if writable:
-                _retry_stale(lambda: _probe(f"{path}/.fskv-{_unique_name()}.part"))
+                _retry_stale(lambda: _probe(f"{path}/.fskv-{unique_name()}.part"))
                 root._publish_tag()
         return root
 
@@ -145,7 +143,7 @@ class Root:
             _compare(identity, found, manifest_path)
             opened = NamespaceDir(path, identity.digest, self.dir_mode, self.file_mode)
             if self.writable:
-                _retry_stale(lambda: _probe(f"{opened.tmp_dir}/{_unique_name()}.part"))
+                _retry_stale(lambda: _probe(f"{opened.tmp_dir}/{unique_name()}.part"))
         return opened
 
     def _make_directories(self, path: str) -> None:
@@ -161,7 +159,7 @@ class Root:
 
     def _publish(self, path: str, content: bytes, tmp_dir: str | None = None) -> None:
         def publish() -> None:
-            part = f"{_unique_name()}.part"
+            part = f"{unique_name()}.part"
             tmp = f"{tmp_dir}/{part}" if tmp_dir else f"{self.path}/.fskv-{part}"
             _publish_once(tmp, path, content, self.file_mode)
 
@@ -371,7 +369,7 @@ def _link_or_rename(tmp: str, path: str) -> None:
     except FileExistsError:
         return
     except OSError as error:
-        if error.errno not in _NO_LINKS:
+        if error.errno not in NO_LINKS:
             raise
         # Without links two openers may both get here; what they rename is the same bytes.
         if not os.path.lexists(path):
@@ -416,27 +414,3 @@ _REASONS = {
     errno.ESTALE: "stale file handle, twice; the server or the mount has changed: mount it again",
     errno.ELOOP: "a symbolic link; expected a file or directory of fskv",
 }
-
-
-# --- names of parts ---------------------------------------------------------------------
-
-
-def _read_boot8() -> str:
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            boot = re.sub("[^0-9a-f]", "", file.read(64))[:8]
-    except (OSError, ValueError):
-        boot = ""
-    return boot.rjust(8, "0")
-
-
-_HOST = namespace.sanitise(socket.gethostname(), 64, "host")
-_BOOT8 = _read_boot8()
-# Starts at random: containers with the host's network have the host's name, its boot id and
-# each a pid 1, and a crashed one's parts are still there when it starts again.
-_COUNTER = itertools.count(secrets.randbits(40))
-
-
-def _unique_name() -> str:
-    # next() on itertools.count is atomic under the GIL; a forked child differs by its pid.
-    return f"{_HOST}-{os.getpid()}-{_BOOT8}-{next(_COUNTER)}"

@@ -68,6 +68,8 @@ class FskvWorkerMetadata(OffloadingWorkerMetadata):
     stored: dict[ChunkId, set[int]] = field(default_factory=dict)  # -> ranks
     not_stored: set[ChunkId] = field(default_factory=set)
     failed_loads: dict[ChunkId, Status] = field(default_factory=dict)
+    written_nbytes: int = 0
+    no_space: bool = False
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         assert isinstance(other, FskvWorkerMetadata)
@@ -82,6 +84,8 @@ class FskvWorkerMetadata(OffloadingWorkerMetadata):
             stored=stored,
             not_stored=self.not_stored | other.not_stored,
             failed_loads=self.failed_loads | other.failed_loads,
+            written_nbytes=self.written_nbytes + other.written_nbytes,
+            no_space=self.no_space or other.no_space,
         )
 
 
@@ -222,6 +226,8 @@ class FskvConnector(OffloadingConnector):
             stored={o.chunk: {worker.handshake.rank} for o in stores if o.status.good},
             not_stored={o.chunk for o in stores if not o.status.good},
             failed_loads=load_failures((o.chunk, o.status) for o in outcomes if o.is_load),
+            written_nbytes=sum(o.nbytes for o in stores),
+            no_space=any(o.status is Status.NO_SPACE for o in stores),
         )
 
     # --- scheduler --------------------------------------------------------------------------
@@ -246,6 +252,7 @@ class FskvConnector(OffloadingConnector):
         super().update_connector_output(connector_output)
         news = connector_output.kv_connector_worker_meta
         if isinstance(news, FskvWorkerMetadata):
+            self._manager.on_written(news.written_nbytes, no_space=news.no_space)
             for chunk, ranks in news.stored.items():
                 self._manager.on_stored(chunk, ranks)
             for chunk in news.not_stored:

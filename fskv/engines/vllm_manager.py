@@ -7,6 +7,7 @@ fskv.index.presence. Until the workers' handshake has told the namespace, everyt
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,11 +30,13 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from fskv import metrics
 from fskv.breaker import Breaker
+from fskv.capacity import Capacity
+from fskv.claims import Limits
 from fskv.config import StoreConfig
 from fskv.engines.vllm_metrics import to_stats
 from fskv.errors import ConfigError
 from fskv.index.presence import PresenceIndex, probe_files
-from fskv.metrics import Counters
+from fskv.metrics import Counters, Metric
 from fskv.root import NamespaceDir
 from fskv.types import ChunkId, Presence, Status
 
@@ -88,7 +91,7 @@ class FskvManager(OffloadingManager):
         self._workers: list[FskvHandshake] = []
         self._counters = Counters()
         self._breaker = Breaker(config.breaker_failures, config.breaker_probe_s)
-        self._breaker_shown: bool | None = None  # what the gauge says: it keeps its last value
+        self._shown: dict[Metric, float] = {}  # what the gauges say: they keep their last value
         self._presence = PresenceIndex(
             self._probe,
             positive_ttl_s=config.positive_ttl_s,
@@ -99,6 +102,9 @@ class FskvManager(OffloadingManager):
         )
         # Chunks that a store job took and whose outcome is not known yet -> when to stop believing in it.
         self._storing: dict[ChunkId, float] = {}
+        self._capacity: Capacity | None = (
+            None  # from the handshake on, unless somebody else maintains
+        )
         self._stored_by: dict[ChunkId, set[int]] = {}  # ranks that have published their part
         self._excluded_requests: set[str] = set()
         self._stopped = False  # for good: the weights may not be the namespace's any more
@@ -127,6 +133,21 @@ class FskvManager(OffloadingManager):
         if len(workers) != first.world_size:
             raise ConfigError(f"{len(workers)} of {first.world_size} workers reported a namespace")
         self._workers = sorted(workers, key=lambda w: w.rank)
+        if self._config.maintenance == "on":
+            self._capacity = Capacity(
+                self._config.root,
+                os.path.relpath(first.namespace_path, self._config.root),
+                self._config.tenant,
+                Limits(
+                    self._config.max_bytes,
+                    self._config.keep_free,
+                    self._config.namespace_max_bytes,
+                    self._config.tenant_max_bytes,
+                ),
+                dir_mode=first.dir_mode,
+                file_mode=first.file_mode,
+            )
+            self._capacity.start()
 
     def exclude_request(self, req_id: str) -> None:
         """Neither load nor store this request's KV (LoRA under the policy "off")."""
@@ -137,12 +158,23 @@ class FskvManager(OffloadingManager):
         published = self._stored_by.setdefault(chunk, set())
         published.update(ranks)
         if len(published) == len(self._workers):
-            self._storing.pop(chunk, None)
+            self._end_store(chunk)
             del self._stored_by[chunk]
             self._presence.mark_stored(chunk)
 
     def on_not_stored(self, chunk: ChunkId) -> None:
-        self._storing.pop(chunk, None)
+        self._end_store(chunk)
+
+    def on_written(self, nbytes: int, *, no_space: bool) -> None:
+        """So much more is on disk; `no_space`: some store found the disk full."""
+        if self._capacity is not None:
+            self._capacity.settle(0, nbytes)
+            if no_space:
+                self._capacity.no_space()
+
+    def on_removed(self, names: Sequence[tuple[bytes, int]]) -> None:
+        """These chunks, by the XXH3-128 of their key and their group, were pruned by whomever."""
+        self._presence.mark_removed(names)
 
     def on_loads_failed(self, failures: Mapping[ChunkId, Status]) -> None:
         for chunk, status in failures.items():
@@ -201,9 +233,14 @@ class FskvManager(OffloadingManager):
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         self._presence.flush()
+        if self._capacity is not None:
+            removed = self._capacity.poll()
+            if removed:
+                self.on_removed(removed)
         if len(self._storing) > _MAX_STORING:
             now = time.monotonic()
-            self._storing = {chunk: end for chunk, end in self._storing.items() if end > now}
+            for chunk in [chunk for chunk, end in self._storing.items() if end <= now]:
+                self._end_store(chunk)
         if len(self._stored_by) > _MAX_STORING:  # parts of ranks whose peers failed
             self._stored_by.clear()
 
@@ -221,18 +258,33 @@ class FskvManager(OffloadingManager):
                 "false, expected true where weights never change in a running engine)"
             )
         self._presence.forget_all()
-        self._storing.clear()
+        for chunk in list(self._storing):
+            self._end_store(chunk)
         self._stored_by.clear()
 
     def get_stats(self) -> OffloadingConnectorStats | None:
-        gauges = {}
-        if self._breaker.open != self._breaker_shown:
-            self._breaker_shown = self._breaker.open
-            gauges[metrics.BREAKER_OPEN] = float(self._breaker_shown)
+        shown: dict[Metric, float] = {metrics.BREAKER_OPEN: float(self._breaker.open)}
+        if self._capacity is not None:
+            state = self._capacity.state
+            shown |= {
+                metrics.ROOT_BYTES: float(state.nbytes),
+                metrics.ROOT_FREE_BYTES: float(state.free),
+                metrics.ROOT_FILES: float(state.files),
+                metrics.PRUNED_FILES: float(state.pruned_files),
+                metrics.PRUNED_BYTES: float(state.pruned_nbytes),
+                metrics.ORPHANS_REMOVED: float(state.orphans),
+                metrics.UNREMOVABLE_FILES: float(state.unremovable),
+                metrics.LEASE_HELD: float(state.holder),
+                metrics.STORES_PAUSED: float(self._capacity.paused),
+            }
+        gauges = {gauge: value for gauge, value in shown.items() if self._shown.get(gauge) != value}
+        self._shown |= gauges
         return to_stats(self._counters.drain(), gauges)
 
     def shutdown(self) -> None:
         self._presence.close()
+        if self._capacity is not None:
+            self._capacity.close()
 
     def _serves(self, req_context: ReqContext) -> bool:
         known = bool(self._workers) and not self._stopped
@@ -242,9 +294,23 @@ class FskvManager(OffloadingManager):
         now = time.monotonic()
         if self._presence.known_present(chunk) or self._storing.get(chunk, 0.0) > now:
             return False
+        self._end_store(chunk)  # one whose outcome never came
+        if self._capacity is not None and not self._capacity.take(self._nbytes(chunk)):
+            reason = "no_space" if self._capacity.paused else "capacity"
+            self._counters.add(metrics.STORES_SKIPPED, 1, reason)
+            return False
         # Twice the longest deadline: by then a worker has reported, or it is gone.
         self._storing[chunk] = now + 2 * self._config.deadline_max_s
         return True
+
+    def _end_store(self, chunk: ChunkId) -> None:
+        """Give back what was taken for a store: what of it is on disk now was reported by the workers."""
+        if self._storing.pop(chunk, None) is not None and self._capacity is not None:
+            self._capacity.settle(self._nbytes(chunk), 0)
+
+    def _nbytes(self, chunk: ChunkId) -> int:
+        """Return what a chunk takes on disk, the files of all ranks together."""
+        return sum(worker.file_nbytes[chunk.group_idx] for worker in self._workers)
 
     def _probe(self, chunks: Sequence[ChunkId], missed_before: Sequence[bool]) -> list[bool]:
         """On a probe thread. Every rank's file must be there with its right size."""

@@ -1,0 +1,317 @@
+"""Who may still write how much: the book that keeps many writers of one root below its bounds together.
+
+Every engine has a claim, a small file in the root. It says how many bytes were granted to the engine since
+it started and how many of those are on disk. The holder of the lease publishes what it counted (`Usage`), and
+how much of each claim was in that count. So at any time, for everybody who can read these files,
+
+    on disk now  <=  counted + what was granted and was not in the count
+
+and an engine grants itself more only while that stays below the bound. It takes at most half of its even
+share of what is left, so that all engines may do so in the same moment, without a lock, and stay below it.
+
+Claims hold limits too: a limit that one engine was given holds for all while that engine lives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+
+from fskv.config import Share
+from fskv.process import provably_dead, unique_name
+
+CLAIMS_DIR = "claims"
+USAGE_FILE = "usage.json"
+_MAX_NBYTES = 1 << 20
+_MAX_CLAIMS = 10_000
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,200}", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Upper bounds, in bytes on disk; None: no bound."""
+
+    max_nbytes: int | None = None
+    keep_free: int | Share = 0
+    namespace_max_nbytes: int | None = None
+    tenant_max_nbytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """One engine's file. `granted` and `written` count since the engine started.
+
+    `closed`: the engine is gone and writes no more. Its claim stays until somebody has counted what it wrote.
+
+    Who computes with claims and usage reads the usage first: a claim that is newer than the count can only
+    make the sum too large.
+    """
+
+    name: str
+    namespace: str  # "<arch>/<model>@<digest16>"
+    tenant: str | None
+    limits: Limits
+    granted: int = 0
+    written: int = 0
+    wanted: int = 0  # bytes that it waits for
+    full: int = 0  # how often the disk was full when it stored
+    beat: int = 0
+    closed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What the holder of the lease has counted, published after every count."""
+
+    namespaces: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # bytes on disk, files
+    tenants: Mapping[str, str] = field(
+        default_factory=dict
+    )  # namespace -> tenant, where it has one
+    counted: Mapping[str, int] = field(
+        default_factory=dict
+    )  # claim -> its `written` before the count
+    at_ms: int = 0
+    pruned_files: int = 0  # by this holder
+    pruned_nbytes: int = 0
+    orphans: int = 0
+    unremovable: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return sum(nbytes for nbytes, _ in self.namespaces.values())
+
+    @property
+    def num_files(self) -> int:
+        return sum(files for _, files in self.namespaces.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """What statvfs says about the root's file system, for this user."""
+
+    total_nbytes: int
+    free_nbytes: int
+    total_inodes: int
+    free_inodes: int
+
+    @classmethod
+    def of(cls, path: str) -> Space:
+        info = os.statvfs(path)
+        return cls(
+            info.f_blocks * info.f_frsize,
+            info.f_bavail * info.f_frsize,
+            info.f_files,
+            info.f_favail,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """One bound: the root's, a namespace's, a tenant's, or that of the file system. Pure."""
+
+    kind: str  # "root", "namespace", "tenant", "free"
+    name: str | None  # of the namespace or tenant
+    limit: int  # bytes that may be in use; for "free" as well
+    counted: int  # bytes in use
+    outstanding: int  # granted and perhaps not in `counted`
+
+    @property
+    def headroom(self) -> int:
+        return self.limit - self.counted - self.outstanding
+
+
+def scopes(claims: Iterable[Claim], usage: Usage, space: Space) -> list[Scope]:
+    """Return every bound that the claims declare, the tightest of each kind, with its state."""
+    claims = list(claims)
+    alive = [c for c in claims if not c.closed]
+    root = [c.limits.max_nbytes for c in alive if c.limits.max_nbytes is not None]
+    per_namespace: dict[str, int] = {}
+    per_tenant: dict[str, int] = {}
+    for claim in alive:
+        for table, key, limit in (
+            (per_namespace, claim.namespace, claim.limits.namespace_max_nbytes),
+            (per_tenant, claim.tenant, claim.limits.tenant_max_nbytes),
+        ):
+            if key is not None and limit is not None:
+                table[key] = min(limit, table.get(key, limit))
+    tenant_of = {c.namespace: c.tenant for c in claims if c.tenant} | dict(usage.tenants)
+
+    def state(kind: str, name: str | None, limit: int, members: set[str] | None) -> Scope:
+        counted = sum(
+            nbytes
+            for ns, (nbytes, _) in usage.namespaces.items()
+            if members is None or ns in members
+        )
+        outstanding = sum(
+            max(0, c.granted - usage.counted.get(c.name, 0))
+            for c in claims
+            if members is None or c.namespace in members
+        )
+        return Scope(kind, name, limit, counted, outstanding)
+
+    found = []
+    if root:
+        found.append(state("root", None, min(root), None))
+    for namespace, limit in per_namespace.items():
+        found.append(state("namespace", namespace, limit, {namespace}))
+    for tenant, limit in per_tenant.items():
+        found.append(
+            state("tenant", tenant, limit, {ns for ns, name in tenant_of.items() if name == tenant})
+        )
+    keep = max((kept_free(c.limits.keep_free, space) for c in alive), default=0)
+    if keep:
+        in_use = space.total_nbytes - space.free_nbytes
+        outstanding = sum(max(0, c.granted - c.written) for c in claims)
+        found.append(Scope("free", None, space.total_nbytes - keep, in_use, outstanding))
+    return found
+
+
+def kept_free(keep_free: int | Share, space: Space) -> int:
+    if isinstance(keep_free, Share):
+        return int(space.total_nbytes * keep_free.percent / 100)
+    return min(keep_free, space.total_nbytes)
+
+
+def inodes_short(claims: Iterable[Claim], space: Space) -> int:
+    """Return how many inodes must become free for the shares that must stay free."""
+    shares = [c.limits.keep_free for c in claims if isinstance(c.limits.keep_free, Share)]
+    if not shares or not space.total_inodes:  # btrfs and others have no number of inodes
+        return 0
+    keep = max(share.percent for share in shares) / 100 * space.total_inodes
+    return max(0, int(keep) - space.free_inodes)
+
+
+def grant(mine: Claim, bounds: Iterable[Scope], num_claims: int) -> int:
+    """Return how many bytes `mine` may grant itself more, now.
+
+    Half of an even share of what is left, and no more than a small part of the bound, so that engines that
+    write nothing keep little of it for themselves; but always what the engine waits for, if that fits.
+    """
+    affecting = [
+        s
+        for s in bounds
+        if s.kind in ("root", "free")
+        or s.name == (mine.namespace if s.kind == "namespace" else mine.tenant)
+    ]
+    num_claims = max(1, num_claims)
+    amount = MAX_GRANT
+    for scope in affecting:
+        share = max(0, scope.headroom) // (2 * num_claims)
+        small = scope.limit // (GRANT_PART * num_claims)
+        least = mine.wanted if mine.wanted * num_claims <= scope.headroom else 0
+        amount = min(amount, max(min(share, small), least))
+    return amount
+
+
+GRANT_PART = 200  # a grant is at most 0.5 % of a bound, shared by all claims
+MAX_GRANT = 4 << 30  # and no more than this: about a second of the fastest writer
+
+
+class Book:
+    """The claims and the usage of a root on disk. Every call may hang; only the maintenance process calls."""
+
+    def __init__(self, directory: str, file_mode: int = 0o600) -> None:
+        """`directory` is the root's SHARED_DIR; it and its CLAIMS_DIR exist."""
+        self._directory = directory
+        self._file_mode = file_mode
+
+    def publish(self, claim: Claim) -> None:
+        self._write(f"{self._directory}/{CLAIMS_DIR}/{claim.name}.json", asdict(claim))
+
+    def withdraw(self, name: str) -> None:
+        with contextlib.suppress(OSError):
+            os.unlink(f"{self._directory}/{CLAIMS_DIR}/{name}.json")
+
+    def claims(self) -> list[Claim]:
+        """Return all claims that can be read; damaged ones are skipped."""
+        directory = f"{self._directory}/{CLAIMS_DIR}"
+        found = []
+        with os.scandir(directory) as entries:
+            names = [e.name for e in entries if e.name.endswith(".json")][:_MAX_CLAIMS]
+        for name in names:
+            with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
+                found.append(_claim(_read(f"{directory}/{name}"), name.removesuffix(".json")))
+        return found
+
+    def publish_usage(self, usage: Usage) -> None:
+        self._write(f"{self._directory}/{USAGE_FILE}", asdict(usage))
+
+    def usage(self) -> Usage | None:
+        """Return what was last counted, None if nothing was or it cannot be read."""
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
+            return _usage(_read(f"{self._directory}/{USAGE_FILE}"))
+        return None
+
+    def remove_orphans(self) -> None:
+        """Remove parts of dead processes; those of others are younger than anybody would wait for."""
+        for directory in (self._directory, f"{self._directory}/{CLAIMS_DIR}"):
+            with os.scandir(directory) as entries:
+                for entry in entries:
+                    if entry.name.endswith(".part") and provably_dead(entry.name[:-5]):
+                        with contextlib.suppress(OSError):
+                            os.unlink(entry.path)
+
+    def _write(self, path: str, tree: object) -> None:
+        part = f"{self._directory}/{unique_name()}.part"
+        try:
+            fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, self._file_mode)
+            with os.fdopen(fd, "wb", buffering=0) as file:
+                file.write(json.dumps(tree).encode())
+            os.rename(part, path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.unlink(part)
+            raise
+
+
+def _read(path: str) -> dict[str, object]:
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
+        tree = json.loads(file.read(_MAX_NBYTES))
+    if not isinstance(tree, dict):
+        raise TypeError(path)
+    return tree
+
+
+def _number(value: object) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 62:
+        raise ValueError(value)
+    return value
+
+
+def _bound(value: object) -> int | None:
+    return None if value is None else _number(value)
+
+
+def _claim(tree: dict[str, object], name: str) -> Claim:
+    if tree["name"] != name or not _NAME.fullmatch(name):
+        raise ValueError(name)
+    limits = tree["limits"]
+    keep = limits["keep_free"]  # type: ignore[index]
+    return Claim(
+        name=name,
+        namespace=str(tree["namespace"]),
+        tenant=None if tree["tenant"] is None else str(tree["tenant"]),
+        limits=Limits(
+            _bound(limits["max_nbytes"]),  # type: ignore[index]
+            Share(float(keep["percent"])) if isinstance(keep, dict) else _number(keep),
+            _bound(limits["namespace_max_nbytes"]),  # type: ignore[index]
+            _bound(limits["tenant_max_nbytes"]),  # type: ignore[index]
+        ),
+        **{f: _number(tree[f]) for f in ("granted", "written", "wanted", "full", "beat")},
+        closed=tree["closed"] is True,
+    )
+
+
+def _usage(tree: dict[str, object]) -> Usage:
+    namespaces, tenants, counted = tree["namespaces"], tree["tenants"], tree["counted"]
+    numbers = ("at_ms", "pruned_files", "pruned_nbytes", "orphans", "unremovable")
+    return Usage(
+        {str(k): (_number(n), _number(f)) for k, (n, f) in namespaces.items()},  # type: ignore[attr-defined]
+        {str(k): str(v) for k, v in tenants.items()},  # type: ignore[attr-defined]
+        {str(k): _number(v) for k, v in counted.items()},  # type: ignore[attr-defined]
+        **{name: _number(tree[name]) for name in numbers},
+    )

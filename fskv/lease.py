@@ -1,0 +1,195 @@
+"""The lease on maintaining a root: of all processes that share it, one at a time counts and prunes.
+
+A lease protects no data. Two holders at once, after a partition or a stopped process, remove more than was
+needed and nothing else. So nobody's clock is compared with anybody else's: a holder is dead when its process
+provably is, or when the heartbeat in its file has not changed for `ttl_s` of the observer's own clock.
+
+The file appears by link(), which is exclusive on every shared file system that was measured, and holds who,
+since when, and a heartbeat: the holder rewrites it in place. Every call touches the disk and may hang; only
+the maintenance process (fskv.maintenance) makes them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+from fskv.process import HOST, TOKEN, provably_dead, unique_name
+from fskv.root import NO_LINKS
+
+SHARED_DIR = ".fskv-maintenance"
+LEASE_FILE = "lease.json"
+TTL_S = 15.0
+_MAX_NBYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseState:
+    """What the lease's file says."""
+
+    holder: str
+    host: str
+    pid: int
+    boot: str  # fskv.process.TOKEN
+    since_ms: int
+    beat: int
+
+
+class Lease:
+    """One process's view of a root's lease."""
+
+    def __init__(
+        self,
+        directory: str,
+        *,
+        ttl_s: float = TTL_S,
+        file_mode: int = 0o600,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`directory` is the root's SHARED_DIR, which exists."""
+        self._directory = directory
+        self._path = f"{directory}/{LEASE_FILE}"
+        self._ttl_s = ttl_s
+        self._file_mode = file_mode
+        self._clock = clock
+        self._name = unique_name()
+        self._mine: LeaseState | None = None
+        self._beaten_at = 0.0
+        self._observed: tuple[LeaseState | None, float] = (None, 0.0)  # unchanged since
+
+    @property
+    def held(self) -> bool:
+        """Whether this process may act as the holder now: its last heartbeat is young enough."""
+        return self._mine is not None and self._clock() - self._beaten_at < self._ttl_s
+
+    @property
+    def holder(self) -> LeaseState | None:
+        """Who held the lease when it was last looked at."""
+        return self._mine or self._observed[0]
+
+    def renew(self) -> bool:
+        """Keep the lease, or take it if it is free or its holder is dead; returns `held`. Raises OSError."""
+        if self._mine is not None:
+            self._beat()
+        if self._mine is None:
+            self._try_to_take()
+        return self.held
+
+    def release(self) -> None:
+        """Give the lease back, if it is still ours."""
+        mine, self._mine = self._mine, None
+        with contextlib.suppress(OSError):
+            found = self._read()
+            if mine is not None and found is not None and found.holder == mine.holder:
+                os.unlink(self._path)
+
+    def now_ns(self) -> int:
+        """Return the time of the file system's own clock: that of the server, where there is one."""
+        with contextlib.suppress(FileNotFoundError):
+            os.utime(self._path)
+        try:
+            return os.stat(self._path).st_mtime_ns
+        except FileNotFoundError:
+            return 0
+
+    def _beat(self) -> None:
+        mine = self._mine
+        assert mine is not None
+        now = self._clock()
+        if now - self._beaten_at < self._ttl_s / 4:
+            return
+        found = self._read()
+        if found is None or found.holder != mine.holder:
+            self._mine = None  # taken over: we were thought dead
+            return
+        mine = LeaseState(**{**asdict(mine), "beat": mine.beat + 1})
+        with open(self._path, "r+b", buffering=0) as file:
+            file.write(_encoded(mine))
+        self._mine, self._beaten_at = mine, now
+
+    def _try_to_take(self) -> None:
+        found = self._read()
+        if found is not None and not self._is_dead(found):
+            return
+        if found is not None and not self._break(found):
+            return
+        mine = LeaseState(self._name, HOST, os.getpid(), TOKEN, int(time.time() * 1000), 0)
+        now = self._clock()
+        part = f"{self._directory}/{unique_name()}.part"
+        try:
+            fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, self._file_mode)
+            with os.fdopen(fd, "wb", buffering=0) as file:
+                file.write(_encoded(mine))
+            publish_exclusive(part, self._path)
+        except FileExistsError:
+            return  # somebody was faster
+        finally:
+            with contextlib.suppress(OSError):
+                os.unlink(part)
+        self._mine, self._beaten_at = mine, now
+
+    def _is_dead(self, found: LeaseState) -> bool:
+        if provably_dead(found.holder):
+            return True
+        seen, since = self._observed
+        now = self._clock()
+        if found != seen:
+            self._observed = (found, now)
+            return False
+        return now - since > self._ttl_s
+
+    def _break(self, dead: LeaseState) -> bool:
+        """Move a dead holder's lease away; False when it was not the dead one's any more."""
+        aside = f"{self._directory}/{unique_name()}.part"
+        try:
+            os.rename(self._path, aside)
+        except FileNotFoundError:
+            return True
+        try:
+            moved = self._read(aside)
+            if moved is not None and moved != dead:
+                # Somebody else took over between our look and our rename: give it back.
+                with contextlib.suppress(FileExistsError):
+                    os.link(aside, self._path)
+                return False
+            return True
+        finally:
+            with contextlib.suppress(OSError):
+                os.unlink(aside)
+
+    def _read(self, path: str | None = None) -> LeaseState | None:
+        """Return what the file says, None if it is absent; what cannot be read counts as a dead holder's."""
+        try:
+            fd = os.open(path or self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return None
+        with os.fdopen(fd, "rb") as file:
+            content = file.read(_MAX_NBYTES)
+        with contextlib.suppress(ValueError, TypeError, UnicodeDecodeError):
+            state = LeaseState(**json.loads(content))
+            if isinstance(state.holder, str):
+                return state
+        return LeaseState("", "", 0, "", 0, 0)
+
+
+def publish_exclusive(part: str, path: str) -> None:
+    """Give `part` the name `path`; FileExistsError if that is taken."""
+    try:
+        os.link(part, path)
+    except OSError as error:
+        if error.errno not in NO_LINKS:
+            raise
+        # Without links two may get here at once; both then hold it, which is harmless.
+        if os.path.lexists(path):
+            raise FileExistsError(errno.EEXIST, "exists", path) from None
+        os.rename(part, path)
+
+
+def _encoded(state: LeaseState) -> bytes:
+    # Of constant length: a heartbeat rewrites the file in place.
+    return json.dumps(asdict(state)).encode().ljust(1024) + b"\n"

@@ -1,0 +1,635 @@
+"""The process that keeps a root within its bounds: `python -m fskv.maintenance`, a child of each engine.
+
+It is a process of its own so that neither its work nor a mount that hangs under it can touch the engine. It
+does three things: it claims bytes for its engine (fskv.claims); it reports what was pruned, by whomever; and
+if it holds the lease (fskv.lease) it counts, prunes and cleans for all. A process without the lease reads a
+few small files a second and nothing else.
+
+Asynchronous: one task for the engine's messages and at most one for the holder's work, which walks and
+removes in worker threads. It ends when its standard input does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import re
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgpack
+
+from fskv.claims import (
+    CLAIMS_DIR,
+    Book,
+    Claim,
+    Limits,
+    Scope,
+    Space,
+    Usage,
+    grant,
+    inodes_short,
+    scopes,
+)
+from fskv.config import Share
+from fskv.index.snapshot import Catalogue
+from fskv.lease import SHARED_DIR, TTL_S, Lease
+from fskv.process import provably_dead, unique_name
+from fskv.prune import Pruned, execute, plan
+from fskv.removed import ENTRY_NBYTES, RemovedLog
+from fskv.root import MANIFEST_FILE, TMP_DIR, make_directory
+
+logger = logging.getLogger(__name__)
+
+_LOW = 0.98  # of a bound: what a prune leaves
+_TRIGGER = 0.005  # of a bound: with less headroom than that a prune begins
+_COUNT_ALL_S = 60.0  # how often namespaces are counted that nobody claims to write to
+_SNAPSHOT_S = 300.0
+_ORPHANS_S = 30.0
+_GRACE_S = 3600.0  # a part of a process about which nothing can be proved is given up after this
+_DEAD_CLAIM_S = 4 * TTL_S
+_FULL_SHARE = 0.03  # of everything: what goes when a disk is full without any bound being reached
+_FULL_LEAST = 64 << 20
+_IDLE_S = 1.0
+_REMOVED_NBYTES = ENTRY_NBYTES * 2048  # of one message
+_FUTILE_S = 5.0
+_NAMESPACE = re.compile(r".+@[0-9a-f]{16}", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """What an engine says of itself and of its stores; all counts since its start."""
+
+    used: int = 0  # of what it was granted: on disk, or on the way there
+    written: int = 0
+    returned: int = 0
+    wanted: int = 0
+    full: int = 0
+
+
+class Maintainer:
+    """One process's part in keeping a root within its bounds."""
+
+    def __init__(
+        self,
+        root: str,
+        claim: Claim | None,
+        send: Callable[[dict[str, Any]], None] = lambda _: None,
+        *,
+        dir_mode: int = 0o700,
+        file_mode: int = 0o600,
+        grace_s: float = _GRACE_S,
+        lease_ttl_s: float = TTL_S,
+    ) -> None:
+        """`claim` is the engine's, None where there is none; `send` takes messages for the engine."""
+        self._root = root
+        self._shared = f"{root}/{SHARED_DIR}"
+        self._claim = claim
+        self._send = send
+        self._dir_mode = dir_mode
+        self._file_mode = file_mode
+        self._grace_s = grace_s
+        self._engine = Engine()
+        self._granted = 0  # in all, returned ones included
+        self._published: Claim | None = None
+        self._published_at = 0.0
+        self._book = Book(self._shared, file_mode)
+        self._lease = Lease(self._shared, ttl_s=lease_ttl_s, file_mode=file_mode)
+        self._log = RemovedLog(self._shared, file_mode)
+        self._work: asyncio.Task[None] | None = None
+        self._holder: Holder | None = None
+        self._work_after = 0.0  # the last one failed: not at once again
+        self._complaint = ""
+        self._reported: dict[str, Any] = {}
+        self._reported_at = 0.0
+
+    def start(self) -> None:
+        """Make what is shared; raises OSError."""
+        for path in (self._shared, f"{self._shared}/{CLAIMS_DIR}", self._log.directory):
+            make_directory(path, self._dir_mode)
+        self._log.skip_old()
+
+    def hear(self, engine: Engine) -> None:
+        """Take what the engine said last."""
+        self._engine = engine
+
+    def step(self) -> bool:
+        """Do what is due; returns whether something is going on, so that the next step should come soon.
+
+        Raises OSError when the root does not let us; the next step tries again.
+        """
+        self._publish()
+        self._lease.renew()
+        usage = self._holder.usage if self._holder is not None else None
+        usage = usage or self._book.usage()  # before the claims, see Claim
+        claims = self._book.claims()
+        space = Space.of(self._root)
+        busy = self._hold(claims, space) if self._lease.held else self._let_go()
+        granted = self._claim_more(claims, usage, space)
+        return self._report(usage, space) or granted or busy
+
+    def _complain(self, error: BaseException) -> None:
+        """Log an error, but not the same one again and again."""
+        if repr(error) != self._complaint:
+            self._complaint = repr(error)
+            logger.warning("maintenance of %s: %s", self._root, error)
+
+    @property
+    def work(self) -> asyncio.Task[None] | None:
+        """The holder's work that is under way."""
+        return self._work
+
+    async def close(self) -> None:
+        """End: what was granted and not used is nobody's any more. Raises OSError."""
+        if self._work is not None:
+            self._work.cancel()
+        if self._holder is not None:
+            self._holder.save_snapshots()
+        self._lease.release()
+        if self._claim is not None:
+            engine = self._engine
+            self._book.publish(
+                replace(
+                    self._claim,
+                    granted=max(engine.used, engine.written),
+                    written=engine.written,
+                    closed=True,
+                )
+            )
+
+    # --- the engine's claim -----------------------------------------------------------------
+
+    def _publish(self) -> None:
+        """Write our claim if it has changed, and now and then to show that we live."""
+        if self._claim is None:
+            return
+        engine = self._engine
+        claim = replace(
+            self._claim,
+            granted=self._granted - engine.returned,
+            written=engine.written,
+            wanted=engine.wanted,
+            full=engine.full,
+            beat=self._claim.beat,
+        )
+        due = time.monotonic() - self._published_at > TTL_S / 4
+        if claim != self._published or due:
+            if due:
+                claim = replace(claim, beat=claim.beat + 1)
+            self._book.publish(claim)
+            self._claim = self._published = claim
+            self._published_at = time.monotonic()
+
+    def _claim_more(self, claims: list[Claim], usage: Usage | None, space: Space) -> bool:
+        if self._claim is None or self._published is None:
+            return False
+        mine, engine = self._published, self._engine
+        bounds = scopes(claims, usage or Usage(), space)
+        if usage is None and any(scope.kind != "free" for scope in bounds):
+            return False  # nobody knows yet how much there is
+        if not any(claim.name == mine.name for claim in claims):
+            bounds = scopes([*claims, mine], usage or Usage(), space)
+            self._published = None  # somebody thought us dead: publish again
+        amount = grant(mine, bounds, sum(not claim.closed for claim in claims))
+        left = mine.granted - engine.used
+        if amount <= 0 or not (left < amount // 2 or left < engine.wanted):
+            return False
+        self._granted += amount
+        self._publish()  # before the engine may use it
+        self._send({"grant": amount})
+        return True
+
+    def _report(self, usage: Usage | None, space: Space) -> bool:
+        """Tell the engine what has changed, or at least that we live; returns whether anything has."""
+        if self._claim is None:
+            return False
+        ours = self._claim.namespace.rpartition("@")[2]
+        removed = self._log.take_new(ours)
+        for at in range(0, len(removed), _REMOVED_NBYTES):
+            self._send({"removed": removed[at : at + _REMOVED_NBYTES]})
+        usage = usage or Usage()
+        report: dict[str, Any] = {
+            "nbytes": usage.nbytes,
+            "files": usage.num_files,
+            "free": space.free_nbytes,
+            "pruned_files": usage.pruned_files,
+            "pruned_nbytes": usage.pruned_nbytes,
+            "orphans": usage.orphans,
+            "unremovable": usage.unremovable,
+            "holder": self._lease.held,
+        }
+        changed = any(report[name] != self._reported.get(name) for name in report if name != "free")
+        if changed or time.monotonic() - self._reported_at > _IDLE_S:
+            self._send(report)
+            self._reported, self._reported_at = report, time.monotonic()
+        return changed or bool(removed)
+
+    # --- the holder's work ------------------------------------------------------------------
+
+    def _hold(self, claims: list[Claim], space: Space) -> bool:
+        """Start the holder's next piece of work, if one is due and none is under way."""
+        if self._holder is None:
+            self._holder = Holder(
+                self._root, self._book, self._log, self._lease, self._file_mode, self._grace_s
+            )
+        if self._work is not None and self._work.done():
+            work, self._work = self._work, None
+            if (error := work.exception()) is not None:
+                self._complain(error)
+                self._work_after = time.monotonic() + _FUTILE_S
+        if (
+            self._work is None
+            and time.monotonic() > self._work_after
+            and self._holder.due(claims, space)
+        ):
+            self._work = asyncio.ensure_future(self._holder.work(claims, space))
+        return self._work is not None
+
+    def _let_go(self) -> bool:
+        """Somebody else holds the lease: what we know of the root gets old."""
+        if self._work is None or self._work.done():
+            self._work = self._holder = None
+        return False
+
+
+class Holder:
+    """What the holder of the lease knows and does. Ends with the lease."""
+
+    def __init__(
+        self, root: str, book: Book, log: RemovedLog, lease: Lease, file_mode: int, grace_s: float
+    ) -> None:
+        self._root = root
+        self._book = book
+        self._log = log
+        self._lease = lease
+        self._file_mode = file_mode
+        self._grace_s = grace_s
+        self.usage: Usage | None = None
+        self._catalogues: dict[str, Catalogue] = {}  # by "<arch>/<model>@<digest16>"
+        self._tenants: dict[str, str] = {}
+        self._counted_all_at = self._snapshot_at = self._orphans_at = float("-inf")
+        self._beats: dict[str, tuple[int, float]] = {}  # claim -> its last beat, since when
+        self._counted: dict[str, int] = {}  # claim -> its `written` before the last count
+        self._full: dict[str, int] = {}  # claim -> its `full` that was served
+        self._stuck: set[str] = set()  # paths that cannot be removed
+        self._futile_until = 0.0  # nothing was left to remove: no need to look again and again
+        self._unsaved: set[str] = set()  # namespaces whose snapshot is old
+
+    def due(self, claims: list[Claim], space: Space) -> bool:
+        """Whether there is work: the first count, a bound that is near, a full disk, or time has passed."""
+        if self.usage is None or time.monotonic() - self._counted_all_at > _COUNT_ALL_S:
+            return True
+        for claim in claims:
+            # What was full before we held the lease is not ours to serve: it says so again if it still is.
+            if claim.full > self._full.setdefault(claim.name, claim.full):
+                return True
+        if time.monotonic() < self._futile_until:
+            return False
+        if inodes_short(claims, space):
+            return True
+        return any(_near(scope, claims) for scope in scopes(claims, self.usage, space))
+
+    async def work(self, claims: list[Claim], space: Space) -> None:
+        """Count, prune what is beyond the bounds, and clean. Raises OSError when the root does not let us."""
+        every = self.usage is None or time.monotonic() - self._counted_all_at > _COUNT_ALL_S
+        if every:
+            self._find_namespaces()
+        dead = self._dead(claims)
+        known = await self._count(claims, every=every)
+        self._counted |= {c.name: c.written for c in claims if c.namespace in known}
+        self._publish(claims)
+        assert self.usage is not None
+        await self._prune(claims, scopes(claims, self.usage, space), inodes_short(claims, space))
+        self._publish([claim for claim in claims if claim.name not in dead])
+        for name in dead:  # what they wrote has been counted
+            self._book.withdraw(name)
+        if every:
+            self._counted_all_at = time.monotonic()
+        if time.monotonic() - self._orphans_at > _ORPHANS_S:
+            self._orphans_at = time.monotonic()
+            self._remove_orphans()
+        if time.monotonic() - self._snapshot_at > _SNAPSHOT_S:
+            self._snapshot_at = time.monotonic()
+            self.save_snapshots()
+
+    def _find_namespaces(self) -> None:
+        found = set()
+        with os.scandir(self._root) as arches:
+            for arch in arches:
+                if arch.name.startswith(".") or not arch.is_dir(follow_symlinks=False):
+                    continue
+                with contextlib.suppress(OSError), os.scandir(arch.path) as models:
+                    for model in models:
+                        if _NAMESPACE.fullmatch(model.name) and model.is_dir(follow_symlinks=False):
+                            found.add(f"{arch.name}/{model.name}")
+        for gone in self._catalogues.keys() - found:
+            del self._catalogues[gone]
+        for name in found - self._catalogues.keys():
+            path = f"{self._root}/{name}"
+            self._catalogues[name] = Catalogue.load(path)
+            tenant = _tenant_of(f"{path}/{MANIFEST_FILE}")
+            if tenant is not None:
+                self._tenants[name] = tenant
+
+    def _dead(self, claims: list[Claim]) -> set[str]:
+        """Return the claims of engines that are gone, or that have not been heard of for so long."""
+        now = time.monotonic()
+        dead = set()
+        for claim in claims:
+            beat, since = self._beats.get(claim.name, (-1, now))
+            if claim.beat != beat:
+                self._beats[claim.name] = (claim.beat, now)
+            elif now - since > _DEAD_CLAIM_S:
+                dead.add(claim.name)
+            if claim.closed or provably_dead(claim.name):
+                dead.add(claim.name)
+        names = {claim.name for claim in claims}
+        self._beats = {name: seen for name, seen in self._beats.items() if name in names}
+        self._full = {name: full for name, full in self._full.items() if name in names}
+        self._counted = {name: n for name, n in self._counted.items() if name in names}
+        return dead
+
+    async def _count(self, claims: list[Claim], *, every: bool) -> set[str]:
+        """Bring catalogues up to date; returns those namespaces whose every file is in the count."""
+        known = set()
+        writing = {claim.namespace for claim in claims}
+        now_ns = self._lease.now_ns()
+        for name, catalogue in self._catalogues.items():
+            if not every and name not in writing:
+                continue
+            before = catalogue.num_files
+            try:
+                failed = await catalogue.refresh(now_ns)
+            except OSError as error:
+                logger.warning("%s cannot be counted: %s", catalogue.namespace, error)
+                continue
+            if not failed:
+                known.add(name)
+            for shard in failed[:1]:
+                logger.warning(
+                    "%s: %d directories cannot be listed: %s", name, len(failed), shard.error
+                )
+            if catalogue.num_files != before:
+                self._unsaved.add(name)
+        return known
+
+    def _publish(self, claims: list[Claim]) -> None:
+        last = self.usage or Usage()
+        self.usage = replace(
+            last,
+            namespaces={
+                name: (c.nbytes, c.num_files) for name, c in sorted(self._catalogues.items())
+            },
+            tenants={
+                name: self._tenants[name] for name in self._catalogues if name in self._tenants
+            },
+            counted={c.name: self._counted[c.name] for c in claims if c.name in self._counted},
+            at_ms=time.time_ns() // 1_000_000,
+            unremovable=len(self._stuck),
+        )
+        self._book.publish_usage(self.usage)
+
+    async def _prune(self, claims: list[Claim], bounds: list[Scope], num_inodes: int) -> None:
+        for scope in bounds:
+            if _near(scope, claims):
+                await self._free(self._members(scope), _excess(scope, claims), 0, claims)
+        if num_inodes:
+            await self._free(list(self._catalogues), 0, num_inodes, claims)
+        full = [claim for claim in claims if claim.full > self._full.get(claim.name, 0)]
+        if full:
+            everything = self.usage.nbytes if self.usage else 0
+            amount = max(int(_FULL_SHARE * everything), _FULL_LEAST, *(8 * c.wanted for c in full))
+            await self._free(list(self._catalogues), amount, 0, claims)
+            self._full |= {claim.name: claim.full for claim in full}
+
+    def _members(self, scope: Scope) -> list[str]:
+        if scope.kind == "namespace":
+            return [name for name in self._catalogues if name == scope.name]
+        if scope.kind == "tenant":
+            return [name for name in self._catalogues if self._tenants.get(name) == scope.name]
+        return list(self._catalogues)
+
+    async def _free(
+        self, members: list[str], nbytes: int, num_files: int, claims: list[Claim]
+    ) -> None:
+        """Remove least recently used chunks of these namespaces, and tell everybody."""
+        catalogues = [self._catalogues[name] for name in members]
+        left_nbytes, left_files = nbytes, num_files
+        any_gone = False
+        while (left_nbytes > 0 or left_files > 0) and self._lease.held:
+            chosen = plan(catalogues, left_nbytes, left_files, self._stuck)
+            if not chosen.candidates:
+                break
+            pruned = await execute(chosen, self._still_held)
+            self._note(pruned)
+            freed = pruned.nbytes + pruned.vanished_nbytes
+            if not freed and not pruned.used_meanwhile and not pruned.failures:
+                break
+            any_gone |= freed > 0
+            left_nbytes -= freed
+            left_files -= pruned.num_files
+        if not any_gone:
+            self._futile_until = time.monotonic() + _FUTILE_S
+
+    def _still_held(self) -> bool:
+        with contextlib.suppress(OSError):
+            self._lease.renew()
+        return self._lease.held
+
+    def _note(self, pruned: Pruned) -> None:
+        for path, error in pruned.failures.items():
+            if not self._stuck:
+                logger.warning("%s cannot be removed and stays: %s", path, error.strerror)
+            self._stuck.add(path)
+        for path, chunks in pruned.removed.items():
+            name = path[len(self._root) + 1 :]
+            self._unsaved.add(name)
+            with contextlib.suppress(OSError):
+                self._log.publish(name.rpartition("@")[2], chunks)
+        if self.usage is not None:
+            self.usage = replace(
+                self.usage,
+                pruned_files=self.usage.pruned_files + pruned.num_files,
+                pruned_nbytes=self.usage.pruned_nbytes + pruned.nbytes,
+            )
+
+    def _remove_orphans(self) -> None:
+        """Remove the parts of writers that are gone, and of those that nobody can have waited for so long."""
+        now_ns = self._lease.now_ns()
+        removed = 0
+        for catalogue in self._catalogues.values():
+            for shard, parts in list(catalogue.parts.items()):
+                left = [
+                    part
+                    for part in parts
+                    if not self._remove_orphan(part.path, part.mtime_ns, now_ns)
+                ]
+                removed += len(parts) - len(left)
+                if left:
+                    catalogue.parts[shard] = left
+                else:
+                    del catalogue.parts[shard]
+            with (
+                contextlib.suppress(OSError),
+                os.scandir(f"{catalogue.namespace}/{TMP_DIR}") as entries,
+            ):
+                for entry in entries:
+                    if entry.name.endswith(".part") and entry.is_file(follow_symlinks=False):
+                        mtime_ns = entry.stat(follow_symlinks=False).st_mtime_ns
+                        removed += self._remove_orphan(entry.path, mtime_ns, now_ns)
+        self._book.remove_orphans()
+        self._log.remove_old()
+        if removed and self.usage is not None:
+            logger.info("removed %d parts of writers that are gone", removed)
+            self.usage = replace(self.usage, orphans=self.usage.orphans + removed)
+
+    def _remove_orphan(self, path: str, mtime_ns: int, now_ns: int) -> bool:
+        name = os.path.basename(path).removesuffix(".part")
+        if not provably_dead(name) and now_ns - mtime_ns < self._grace_s * 1e9:
+            return False
+        try:
+            os.unlink(path)
+        except FileNotFoundError:
+            return True
+        except OSError as error:
+            logger.warning("%s cannot be removed: %s", path, error)
+            return False
+        return True
+
+    def save_snapshots(self) -> None:
+        """Write the snapshots that are older than what we know; what cannot be written is logged."""
+        for name in sorted(self._unsaved):
+            catalogue = self._catalogues.get(name)
+            if catalogue is None:
+                continue
+            try:
+                catalogue.save(self._file_mode)
+            except OSError as error:
+                logger.warning("%s cannot be written: %s", catalogue.path, error)
+        self._unsaved.clear()
+
+
+def _room(scope: Scope, claims: list[Claim]) -> int:
+    """Return the headroom below which engines would have to wait."""
+    alive = [claim for claim in claims if not claim.closed]
+    waited_for = 2 * len(alive) * max((claim.wanted for claim in alive), default=0)
+    return min(max(int(scope.limit * _TRIGGER), waited_for), scope.limit // 2)
+
+
+def _near(scope: Scope, claims: list[Claim]) -> bool:
+    return scope.headroom < _room(scope, claims)
+
+
+def _excess(scope: Scope, claims: list[Claim]) -> int:
+    """Return how many bytes are to go, so that the low mark is reached and all may go on."""
+    return max(
+        0, int(scope.limit * (1 - _LOW)) - scope.headroom, 2 * _room(scope, claims) - scope.headroom
+    )
+
+
+def _tenant_of(path: str) -> str | None:
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        with open(path, "rb") as file:
+            tenant = json.loads(file.read(16 << 20)).get("tenant")
+        return tenant if isinstance(tenant, str) else None
+    return None
+
+
+# --- the process ------------------------------------------------------------------------------
+
+
+def claim_from(options: dict[str, Any]) -> Claim:
+    """Return a new engine's claim from what the engine sent at first."""
+    limits = dict(options["limits"])
+    keep = limits["keep_free"]
+    limits["keep_free"] = Share(keep["percent"]) if isinstance(keep, dict) else keep
+    return Claim(unique_name(), options["namespace"], options["tenant"], Limits(**limits))
+
+
+async def serve() -> None:
+    """Maintain the root that the first message names, until the engine closes our standard input."""
+    reader = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
+    )
+    unpacker = msgpack.Unpacker()
+    maintainer: Maintainer | None = None
+    interval_s, complaint = _IDLE_S, ""
+    reading = asyncio.ensure_future(reader.read(1 << 16))
+    while True:
+        waited_for: set[asyncio.Future[Any]] = {reading}
+        if maintainer is not None and maintainer.work is not None:
+            waited_for.add(maintainer.work)
+        await asyncio.wait(waited_for, timeout=interval_s, return_when=asyncio.FIRST_COMPLETED)
+        if reading.done():
+            received = reading.result()
+            if not received:
+                break
+            unpacker.feed(received)
+            reading = asyncio.ensure_future(reader.read(1 << 16))
+            for message in unpacker:
+                if maintainer is None:
+                    maintainer = _begin(message)
+                else:
+                    maintainer.hear(Engine(**message))
+        if maintainer is None:
+            continue
+        started = time.monotonic()
+        try:
+            busy = maintainer.step()
+            complaint = ""
+        except BrokenPipeError:
+            break
+        except OSError as error:
+            busy = False
+            if str(error) != complaint:
+                complaint = str(error)
+                logger.warning("maintenance: %s", error)
+        cost_s = time.monotonic() - started
+        # At most a third of a core, and few requests to a server when nothing happens.
+        interval_s = max(0.01, 3 * cost_s) if busy else min(_IDLE_S, 1.5 * interval_s)
+    if maintainer is not None:
+        await maintainer.close()
+
+
+def _begin(options: dict[str, Any]) -> Maintainer:
+    maintainer = Maintainer(
+        options["root"],
+        claim_from(options),
+        _send,
+        dir_mode=options["dir_mode"],
+        file_mode=options["file_mode"],
+    )
+    maintainer.start()
+    return maintainer
+
+
+def _send(message: dict[str, Any]) -> None:
+    data = msgpack.packb(message)
+    while data:
+        data = data[os.write(1, data) :]
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.INFO, format="fskv: %(message)s")
+    with contextlib.suppress(OSError):
+        os.nice(5)
+    code = 0
+    try:
+        asyncio.run(serve())
+    except (BrokenPipeError, KeyboardInterrupt):
+        pass
+    except Exception:
+        logger.exception("maintenance ended")
+        code = 1
+    os._exit(code)  # a worker thread may hang with its mount: nobody waits for it
+
+
+if __name__ == "__main__":
+    main()

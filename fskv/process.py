@@ -1,0 +1,55 @@
+"""What processes that share a root call themselves, and when one of them is provably gone.
+
+A name is `<host>-<pid>-<token>-<n>`. The token is 8 hex digits of the machine's boot id and the process's pid
+namespace: two processes with the same host and token see the same process ids, so each can tell that the
+other is gone. About all others nothing can be proved: they are judged by the age of what they left.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+import re
+import secrets
+import socket
+
+from fskv import namespace
+
+
+def _read_token() -> str:
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            facts = f"{file.read(64).strip()} {os.readlink('/proc/self/ns/pid')}"
+    except (OSError, ValueError):
+        return secrets.token_hex(4)  # equal to nobody's: nothing is ever proved by it
+    return hashlib.sha256(facts.encode()).hexdigest()[:8]
+
+
+HOST = namespace.sanitise(socket.gethostname(), 64, "host")
+TOKEN = _read_token()
+_NAME = re.compile(
+    r"(?P<host>.+)-(?P<pid>[1-9][0-9]{0,9})-(?P<token>[0-9a-f]{8})-[0-9]+", re.DOTALL
+)
+# Starts at random: a process that crashed and its successor may have the same pid.
+_COUNTER = itertools.count(secrets.randbits(40))
+
+
+def unique_name() -> str:
+    """Return a name that no other process on any node uses, and this one only once."""
+    # next() on itertools.count is atomic under the GIL; a forked child differs by its pid.
+    return f"{HOST}-{os.getpid()}-{TOKEN}-{next(_COUNTER)}"
+
+
+def provably_dead(name: str) -> bool:
+    """Return whether the process that made `name` is gone for certain; False when in doubt."""
+    match = _NAME.fullmatch(name)
+    if match is None or match["host"] != HOST or match["token"] != TOKEN:
+        return False
+    try:
+        os.kill(int(match["pid"]), 0)
+    except ProcessLookupError:
+        return True
+    except (OSError, OverflowError):
+        return False  # it exists, and is somebody else's
+    return False
