@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fskv.breaker import Breaker
 from fskv.index import presence
-from fskv.index.presence import PresenceIndex, probe_files
+from fskv.index.presence import Findings, PresenceIndex, RankFiles, probe_chunks, probe_files
 from fskv.types import ChunkId, Presence, Status
 
 HIT = (Presence.HIT, Status.OK)
@@ -33,6 +33,7 @@ class Disk:
         self.threads = set()
         self.error = None
         self.hangs = False
+        self.seconds_per_key = 0.0001
         self.released = threading.Event()
         self.num_hanging = 0
         self.lock = threading.Lock()
@@ -50,7 +51,7 @@ class Disk:
                 self.num_hanging -= 1
         if self.error:
             raise self.error
-        return found
+        return Findings(found, self.seconds_per_key * len(chunks))
 
     @property
     def asked(self):
