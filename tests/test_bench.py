@@ -91,11 +91,11 @@ def test_a_run_reports_every_operation_verified_and_leaves_nothing(tmp_path):
     assert result.exit_code == 0, result.stderr
     rows = rows_of(result)
     assert [row["op"] for row in rows] == [
-        *("lookup-known", "lookup-unknown"),
+        *("lookup-known", "lookup-unknown", "lookup-unknown"),
         *("store", "load", "load-warm", "load-request", "load-serial"),
     ]
     assert all(row["verified"] and row["rounds"] == 2 for row in rows)
-    stored = rows[2]
+    stored = rows[3]
     assert (stored["path"], stored["chunk_nbytes"], stored["page_nbytes"]) == (
         *("host buffered", 65536, 16384),
     )

@@ -32,7 +32,7 @@ from fskv.breaker import Breaker
 from fskv.config import StoreConfig
 from fskv.engines.vllm_metrics import to_stats
 from fskv.errors import ConfigError
-from fskv.index.presence import Findings, PresenceIndex, RankFiles, probe_chunks
+from fskv.index.presence import Findings, Key, PresenceIndex, RankFiles, probe_chunks
 from fskv.metrics import Counters
 from fskv.root import NamespaceDir
 from fskv.types import ChunkId, Presence, Status
@@ -246,7 +246,7 @@ class FskvManager(OffloadingManager):
         self._storing[chunk] = now + 2 * self._config.deadline_max_s
         return True
 
-    def _probe(self, chunks: Sequence[ChunkId], missed_before: bytes) -> Findings:
+    def _probe(self, chunks: Sequence[Key], missed_before: bytes) -> Findings:
         """On a probe thread. Every rank's file must be there with its right size."""
         ranks = [
             RankFiles(w.namespace_path, w.rank if w.world_size > 1 else None, w.file_nbytes)

@@ -54,6 +54,9 @@ _MIN_BATCH, _FIRST_BATCH, _MAX_BATCH = 8, 64, 512
 _MAX_HUNG_PROBES = 4
 
 Answer = tuple[Presence, Status]
+# A ChunkId as a tuple and no subclass: the garbage collector lets go of those. With 250,000 chunks a full
+# collection took 7 ms instead of 20, on the scheduler's thread.
+Key = tuple[bytes, int]
 
 _WAITING: Answer = (Presence.UNKNOWN, Status.OK)
 _HIT: Answer = (Presence.HIT, Status.OK)
@@ -82,7 +85,7 @@ class _Known:
 
 @dataclass(slots=True)
 class _Batch:
-    chunks: list[ChunkId]
+    chunks: list[Key]
     started_at: float
     removals: int  # mark_removed so far
     task: Task | None = None
@@ -99,7 +102,7 @@ class PresenceIndex:
 
     def __init__(
         self,
-        probe: Callable[[Sequence[ChunkId], bytes], Findings],
+        probe: Callable[[Sequence[Key], bytes], Findings],
         *,
         positive_ttl_s: float,
         negative_ttl_s: float,
@@ -122,13 +125,13 @@ class PresenceIndex:
         self._breaker = breaker
         self._max_known = max_known
         self._clock = clock
-        self._entries: OrderedDict[ChunkId, _Known] = OrderedDict()
+        self._entries: OrderedDict[Key, _Known] = OrderedDict()
         self._waiting = _Known(_WAITING, float("-inf"))  # the last one; see _ask
-        self._queued: dict[ChunkId, bool] = {}  # -> missed before
+        self._queued: dict[Key, bool] = {}  # -> missed before
         self._batches: list[_Batch] = []
         self._seconds_per_key: float | None = None
         self._answers: deque[tuple[_Batch, Findings | None]] = deque()
-        self._removed: OrderedDict[tuple[bytes, int], _Removal] = OrderedDict()  # oldest first
+        self._removed: OrderedDict[Key, _Removal] = OrderedDict()  # oldest first
         self._num_removals = 0
         self._pool = HangProofPool("fskv-probe", 2, _MAX_HUNG_PROBES)
 
@@ -147,7 +150,9 @@ class PresenceIndex:
                 return _REFUSED
             entry = None  # one probe to see whether the root is back
         if entry is None:
-            return self._ask(chunk, now, missed_before=False) if self._make_room() else _TIMED_OUT
+            if len(self._entries) >= self._max_known and not self._make_room(chunk):
+                return _TIMED_OUT
+            return self._ask(chunk, now, missed_before=False)
         answer = entry.answer
         if now < entry.valid_until:
             if answer is _WAITING:
@@ -158,6 +163,7 @@ class PresenceIndex:
             return answer
         if answer is _WAITING:
             return self._remember(chunk, _TIMED_OUT, self._negative_ttl_s)
+        self._entries.move_to_end(chunk)
         return self._ask(chunk, now, missed_before=answer is not _HIT)
 
     def flush(self) -> None:
@@ -238,24 +244,25 @@ class PresenceIndex:
         # Those who ask at about the same time share one deadline, 1 % early at most.
         if now - (self._waiting.valid_until - self._timeout_s) > 0.01 * self._timeout_s:
             self._waiting = _Known(_WAITING, now + self._timeout_s)
-        self._entries[chunk] = self._waiting
-        self._entries.move_to_end(chunk)
-        self._queued[chunk] = missed_before
+        key = (chunk.key_hash, chunk.group_idx)
+        self._entries[key] = self._waiting
+        self._queued[key] = missed_before
         return _WAITING
 
     def _remember(self, chunk: ChunkId, answer: Answer, ttl_s: float) -> Answer:
-        self._entries[chunk] = _Known(answer, self._clock() + ttl_s, self._num_removals)
-        self._entries.move_to_end(chunk)
+        key = (chunk.key_hash, chunk.group_idx)
+        self._entries[key] = _Known(answer, self._clock() + ttl_s, self._num_removals)
+        self._entries.move_to_end(key)
         while len(self._entries) > self._max_known:
             self._entries.popitem(last=False)
         return answer
 
-    def _make_room(self) -> bool:
-        """Forget the least recently asked chunk if memory is full; False if somebody waits for it.
+    def _make_room(self, chunk: ChunkId) -> bool:
+        """Forget the least recently asked chunk; False if somebody waits for it.
 
         Evicting what is being probed would make the requests that wait for it ask again for ever.
         """
-        if len(self._entries) < self._max_known:
+        if chunk in self._entries:  # the breaker lets it through, to be looked at again
             return True
         oldest = next(iter(self._entries))
         if self._entries[oldest].answer is _WAITING:
@@ -265,10 +272,10 @@ class PresenceIndex:
 
     # --- removed chunks ---------------------------------------------------------------------
 
-    def _is_void(self, chunk: ChunkId, removals: int) -> bool:
+    def _is_void(self, key: Key, removals: int) -> bool:
         """Whether a HIT that was true after `removals` removals has been removed since."""
-        name = bytes.fromhex(namespace.chunk_name(chunk.key_hash))
-        removal = self._removed.get((name, chunk.group_idx))
+        name = bytes.fromhex(namespace.chunk_name(key[0]))
+        removal = self._removed.get((name, key[1]))
         return removal is not None and removal.number > removals
 
     def _drop_old_removals(self, now: float) -> None:
@@ -367,7 +374,7 @@ class RankFiles:
 
 
 def probe_chunks(
-    ranks: Sequence[RankFiles], chunks: Sequence[ChunkId], missed_before: bytes
+    ranks: Sequence[RankFiles], chunks: Sequence[Key], missed_before: bytes
 ) -> Findings:
     """Look which chunks are there, by `probe_files` or, without the interpreter, as it would.
 
@@ -378,8 +385,7 @@ def probe_chunks(
     if _native is None:
         start = time.monotonic()
         paths = [
-            [(_path(rank, chunk), rank.file_nbytes[chunk.group_idx]) for rank in ranks]
-            for chunk in chunks
+            [(_path(rank, chunk), rank.file_nbytes[chunk[1]]) for rank in ranks] for chunk in chunks
         ]
         found = probe_files(paths, missed_before)
         return Findings(found, time.monotonic() - start)
@@ -397,8 +403,8 @@ def probe_chunks(
     return Findings(there, seconds)
 
 
-def _path(rank: RankFiles, chunk: ChunkId) -> str:
-    name = namespace.chunk_path(chunk.key_hash, chunk.group_idx, rank.rank)
+def _path(rank: RankFiles, chunk: Key) -> str:
+    name = namespace.chunk_path(*chunk, rank.rank)
     return f"{rank.namespace_path}/{name}"
 
 
