@@ -241,7 +241,8 @@ PyObject *list_shard(PyObject *module, PyObject *object)
             Py_XDECREF(other);
         }
         if (good)
-            result = Py_BuildValue("y#O", (const char *)shard.records,
+            /* y# makes None of NULL */
+            result = Py_BuildValue("y#O", shard.records ? (const char *)shard.records : "",
                                    (Py_ssize_t)(shard.num_records * sizeof(ShardRecord)), others);
         Py_DECREF(others);
     }
