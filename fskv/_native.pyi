@@ -1,10 +1,28 @@
 # The C extension in csrc/: see there. Queue and Guard have twins in fskv/threads.py.
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
 def row_digests(payload: Any) -> bytes: ...
 def copy_spans(pages: Pages, spans: Any, slot: Any, base: int, to_slot: bool) -> None: ...
+
+# Look at a batch; `files` are a group's (directory of shards, suffix, size), one of each rank. Returns a byte
+# for each chunk, 1 if it is there; (position, errno) of those that cannot be looked at; the seconds it took.
+def probe_chunks(
+    chunks: Iterable[tuple[bytes, int]],
+    missed_before: bytes,
+    files: dict[int, tuple[tuple[bytes, bytes, int], ...]],
+    /,
+) -> tuple[bytes, list[tuple[int, int]], float]: ...
+
+# List `chunks/<3 hex>`: 40 bytes for each chunk file, and the names of all other entries.
+# Little endian: digest (16 bytes), u32 group, u32 rank + 1 (0: none), i64 mtime in ns, u64 bytes on disk.
+# Before each other name stands its kind: f(ile), d(irectory), l(ink), ? (anything else, or lstat failed).
+# Raises OSError only if the directory cannot be opened or read.
+def list_shard(path: bytes, /) -> tuple[bytes, list[bytes]]: ...
+
+# The XXH3-128 that names the chunk files of a key.
+def name_digest(key: bytes, /) -> bytes: ...
 
 class Pages:
     def __new__(cls, tensors: Sequence[Any]) -> Self: ...

@@ -197,7 +197,7 @@ class ChunkStore:
                             self._discard(chunk, path, file, error)
                         raise
                     deliver()
-                    if time.time() - file.mtime > self._touch_interval_s:
+                    if abs(time.time() - file.mtime) > self._touch_interval_s:
                         file.touch()
                 return Status.OK
             except ChunkError as error:
@@ -360,7 +360,7 @@ class ChunkStore:
             return False
         if not stat_module.S_ISREG(info.st_mode) or info.st_size != layout.file_nbytes:
             return False
-        if time.time() - info.st_mtime > self._touch_interval_s:
+        if abs(time.time() - info.st_mtime) > self._touch_interval_s:
             with contextlib.suppress(OSError):
                 os.utime(path)
         return True

@@ -91,11 +91,11 @@ def test_a_run_reports_every_operation_verified_and_leaves_nothing(tmp_path):
     assert result.exit_code == 0, result.stderr
     rows = rows_of(result)
     assert [row["op"] for row in rows] == [
-        *("lookup-known", "lookup-unknown"),
+        *("lookup-known", "lookup-unknown", "lookup-unknown"),
         *("store", "load", "load-warm", "load-request", "load-serial"),
     ]
     assert all(row["verified"] and row["rounds"] == 2 for row in rows)
-    stored = rows[2]
+    stored = rows[3]
     assert (stored["path"], stored["chunk_nbytes"], stored["page_nbytes"]) == (
         *("host buffered", 65536, 16384),
     )
@@ -221,11 +221,18 @@ def test_a_full_disk_is_an_error_in_words(tmp_path, monkeypatch):
 def test_a_wrong_answer_of_the_index_is_no_result(tmp_path, monkeypatch):
     from fskv_tools import bench_lookup
 
-    monkeypatch.setattr(bench_lookup, "probe_files", lambda paths, missed: [True] * len(paths))
+    def all_there(ranks, chunks, missed_before):
+        return bench_lookup.Findings([True] * len(chunks), 0.001)
+
+    monkeypatch.setattr(bench_lookup, "probe_chunks", all_there)
     result = run(tmp_path, "--json", "--direct-io", "off")
     assert result.exit_code == 1
     wrong = [row for row in rows_of(result) if row["error"]]
-    assert {row["op"] for row in wrong} == {"lookup-known", "lookup-unknown"}
+    assert {(row["path"], row["op"]) for row in wrong} == {
+        ("presence index", "lookup-known"),
+        ("presence index", "lookup-unknown"),
+        ("presence probe", "lookup-unknown"),
+    }
 
 
 # --- peers ----------------------------------------------------------------------------------
@@ -261,7 +268,10 @@ def test_peers_that_are_not_there_are_named_and_left_out(tmp_path, monkeypatch):
     assert "fs_io_C is left out: vLLM is not installed" in result.stderr
     assert "fio is left out: it is not on PATH" in result.stderr
     rows = rows_of(result)
-    assert {r["path"] for r in rows} == {"presence index", "host buffered", "os.path.exists"}
+    assert {r["path"] for r in rows} == {
+        *("presence index", "presence probe"),
+        *("host buffered", "os.path.exists"),
+    }
     assert all(row["ratio_to_fs_io_c"] is None for row in rows)
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
+import struct
 import threading
 import time
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -15,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_jobs import DEADLINE, POISON, Bench
 
-from fskv import chunk_file
+from fskv import chunk_file, namespace
 from fskv.chunk_file import ROW_NBYTES
 from fskv.job import NativeEvent
 from fskv.transports import host
@@ -125,6 +128,227 @@ def test_a_table_of_another_type_is_refused():
             _native.copy_spans(pages, table, np.zeros(64, np.uint8), 0, True)
     with pytest.raises((ValueError, BufferError)):
         _native.Pages([b"read only"])
+
+
+def test_the_digest_that_names_a_file_is_that_of_the_xxhash_package():
+    """Of every length that a key may have, and longer: each class of lengths is computed differently."""
+    source = random.Random(1)
+    for nbytes in [*range(1300), 4095, 4096, 65537]:
+        for fill in (source.randbytes(nbytes), bytes(nbytes), b"\xff" * nbytes):
+            assert _native.name_digest(fill) == xxhash.xxh3_128_digest(fill), nbytes
+
+
+@given(st.binary(max_size=400))
+@settings(max_examples=300, deadline=None)
+def test_the_digest_of_any_bytes_is_that_of_the_xxhash_package(key):
+    assert _native.name_digest(key) == xxhash.xxh3_128_digest(key)
+
+
+def test_a_digest_of_anything_else_is_refused():
+    for value in ("text", bytearray(3), None):
+        with pytest.raises(TypeError):
+            _native.name_digest(value)
+
+
+# --- looking at files from outside; tests/test_presence.py asks what the answers are -----------
+
+
+FILES = {0: ((b"/nowhere", b".g0.kv", 7),)}
+
+
+@pytest.mark.parametrize(
+    ("chunks", "missed", "files", "error"),
+    [
+        ([(b"k", 0)], b"", FILES, ValueError),
+        ([(b"k", 0)], b"\0\0", FILES, ValueError),
+        ([(b"k", 1)], b"\0", FILES, KeyError),
+        ([(b"k", 0)], b"\0", {}, KeyError),
+        ([(b"k", 0)], b"\0", {0: ()}, ValueError),
+        ([(b"k", 0)], b"\0", {0: [(b"/x", b".kv", 1)]}, ValueError),  # a list may change meanwhile
+        ([(b"k", 0)], b"\0", {0: ([b"/x", b".kv", 1],)}, TypeError),
+        ([(b"k", 0)], b"\0", {0: ((b"/x", b".kv"),)}, TypeError),
+        ([(b"k", 0)], b"\0", {0: (("/x", b".kv", 1),)}, TypeError),
+        ([(b"k", 0)], b"\0", {0: ((b"/x\0y", b".kv", 1),)}, ValueError),
+        ([(b"k", 0)], b"\0", {0: ((b"/x", b".k\0v", 1),)}, ValueError),
+        ([(b"k", 0)], b"\0", {0: ((b"/x", b".kv", 2**70),)}, OverflowError),
+        ([(b"k", 0)], b"\0", {"0": ((b"/x", b".kv", 1),)}, TypeError),
+        ([(b"k", 0)], b"\0", [FILES], TypeError),
+        ([("k", 0)], b"\0", FILES, TypeError),
+        ([(bytearray(b"k"), 0)], b"\0", FILES, TypeError),
+        ([(b"k", "0")], b"\0", FILES, TypeError),
+        ([(b"k", 2**70)], b"\0", FILES, OverflowError),
+        ([b"k0"], b"\0", FILES, TypeError),
+        ([[b"k", 0]], b"\0", FILES, TypeError),
+        (7, b"\0", FILES, TypeError),
+        ([(b"k", 0)], "0", FILES, TypeError),
+    ],
+)
+def test_a_probe_with_other_arguments_is_refused(chunks, missed, files, error):
+    with pytest.raises(error):
+        _native.probe_chunks(chunks, missed, files)
+
+
+def test_probes_leak_neither_memory_nor_files(tmp_path):
+    chunks = [(b"%d" % n, n % 2) for n in range(50)]
+    files = {g: ((os.fsencode(tmp_path), b".g%d.kv" % g, 7),) * 3 for g in range(2)}
+    num_open = len(os.listdir("/proc/self/fd"))
+
+    def look(times):
+        for _ in range(times):
+            _native.probe_chunks(chunks, bytes([0, 1] * 25), files)
+            for wrong in ({0: files[0]}, {0: files[0], 1: ()}):
+                with contextlib.suppress(KeyError, ValueError):
+                    _native.probe_chunks(chunks, bytes(50), wrong)
+            _native.list_shard(os.fsencode(tmp_path))
+            with contextlib.suppress(OSError):
+                _native.list_shard(b"/nowhere")
+
+    look(10)
+    tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
+    look(300)
+    used = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert used < 20_000  # 300 times one object of a call would be more
+    assert len(os.listdir("/proc/self/fd")) == num_open
+
+
+# --- listing a shard ------------------------------------------------------------------------------
+
+RECORD = struct.Struct("<16sIIqQ")
+DIGITS = "5db" + "e6da63de3a8ac060fc86b912758d4"
+
+
+def list_shard(path):
+    records, others = _native.list_shard(os.fsencode(path))
+    return sorted(RECORD.iter_unpack(records)), sorted(others)
+
+
+@pytest.fixture
+def shard(tmp_path):
+    path = tmp_path / "chunks" / DIGITS[:3]
+    path.mkdir(parents=True)
+    return path
+
+
+def test_a_shards_chunk_files_are_records_of_their_names_ages_and_bytes(shard):
+    expected = []
+    for rank, group, nbytes in [
+        (None, 0, 0),
+        (0, 0, 5000),
+        (1, 0, 4096),
+        (999999, 999999, 100_000),
+    ]:
+        part = "" if rank is None else f".r{rank}"
+        path = shard / f"{DIGITS}.g{group}{part}.kv"
+        path.write_bytes(os.urandom(nbytes))
+        os.utime(path, ns=(1, 1_700_000_000_123_456_789 + group))
+        info = os.stat(path)
+        on_disk = info.st_blocks * 512 or nbytes
+        record_rank = 0 if rank is None else rank + 1
+        expected.append((bytes.fromhex(DIGITS), group, record_rank, info.st_mtime_ns, on_disk))
+    assert list_shard(shard) == (sorted(expected), [])
+
+
+def test_many_chunks_and_others_are_all_listed_once(shard):
+    source = random.Random(2)
+    digests = {bytes.fromhex(f"{DIGITS[:3]}{source.getrandbits(116):029x}") for _ in range(3000)}
+    for digest in digests:
+        (shard / f"{digest.hex()}.g1.kv").touch()
+    names = {f"node-{n}-abcdef01-{'x' * (n % 200)}.part" for n in range(300)}
+    for name in names:
+        (shard / name).touch()
+    records, others = list_shard(shard)
+    assert [record[0] for record in records] == sorted(digests)
+    assert others == sorted(b"f" + name.encode() for name in names)
+
+
+FOREIGN = [
+    DIGITS,
+    f"{DIGITS}.kv",
+    f"{DIGITS}.g.kv",
+    f"{DIGITS}.g1",
+    f"{DIGITS}.g1.kv.part",
+    f"{DIGITS}.g1.kvx",
+    f"{DIGITS}.g01.kv",
+    f"{DIGITS}.g1234567.kv",
+    f"{DIGITS}.g-1.kv",
+    f"{DIGITS}.g1.r.kv",
+    f"{DIGITS}.g1.r00.kv",
+    f"{DIGITS}.g1.r1234567.kv",
+    f"{DIGITS}.r1.g1.kv",
+    f"{DIGITS}.g1.r1.r1.kv",
+    f"{DIGITS}0.g1.kv",
+    f"{DIGITS[:-1]}.g1.kv",
+    f"{DIGITS.upper()}.g1.kv",
+    f"{DIGITS[:-1]}x.g1.kv",
+    f"6{DIGITS[1:]}.g1.kv",  # of another shard
+    ".nfs000000000001",
+    "g",
+]
+
+
+def test_what_is_no_chunk_file_is_named_with_its_kind_and_never_a_record(shard):
+    for name in FOREIGN:
+        (shard / name).touch()
+    (shard / f"{DIGITS}.g2.kv").mkdir()
+    (shard / f"{DIGITS}.g3.kv").symlink_to(shard / "g")
+    (shard / f"{DIGITS}.g4.kv").symlink_to("nowhere")
+    os.mkfifo(shard / f"{DIGITS}.g5.kv")
+    odd = os.fsencode(shard) + b"/\xff\n name"
+    os.close(os.open(odd, os.O_CREAT | os.O_WRONLY))
+    expected = [b"f" + name.encode() for name in FOREIGN] + [
+        b"d" + f"{DIGITS}.g2.kv".encode(),
+        b"l" + f"{DIGITS}.g3.kv".encode(),
+        b"l" + f"{DIGITS}.g4.kv".encode(),
+        b"?" + f"{DIGITS}.g5.kv".encode(),
+        b"f\xff\n name",
+    ]
+    assert list_shard(shard) == ([], sorted(expected))
+    # The control: a name as it should be.
+    (shard / f"{DIGITS}.g1.kv").touch()
+    assert len(list_shard(shard)[0]) == 1
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.from_regex(r"\A5db[0-9a-f]{27,30}\.(g|r)[0-9]{0,7}(\.r[0-9]{0,7})?\.kv\Z"))
+def test_a_record_is_made_of_what_python_would_parse(tmp_path_factory, name):
+    shard = tmp_path_factory.mktemp("shards") / DIGITS[:3]
+    shard.mkdir()
+    (shard / name).touch()
+    parsed = namespace.parse_chunk_path(f"chunks/{DIGITS[:3]}/{name}")
+    records, others = list_shard(shard)
+    if parsed is None:
+        assert (records, others) == ([], [b"f" + name.encode()])
+    else:
+        rank = 0 if parsed.rank is None else parsed.rank + 1
+        assert others == []
+        assert [record[:3] for record in records] == [
+            (bytes.fromhex(parsed.name), parsed.group_idx, rank)
+        ]
+
+
+def test_a_directory_that_is_no_shard_has_no_chunk_files(tmp_path):
+    for name in ("5d", "5dbe", "5DB", "chunks"):
+        directory = tmp_path / name
+        directory.mkdir()
+        (directory / f"{DIGITS}.g1.kv").touch()
+        assert list_shard(directory) == ([], [f"f{DIGITS}.g1.kv".encode()])
+
+
+def test_a_shard_that_cannot_be_listed_is_an_error_that_names_it(shard):
+    (shard / "file").touch()
+    for path, error in [
+        (shard / "no", FileNotFoundError),
+        (shard / "file", NotADirectoryError),
+    ]:
+        with pytest.raises(error) as caught:
+            _native.list_shard(os.fsencode(path))
+        assert os.fsdecode(caught.value.filename) == str(path)
+    with pytest.raises(ValueError):
+        _native.list_shard(b"a\0b")
+    with pytest.raises(TypeError):
+        _native.list_shard(str(shard))
 
 
 # --- one chunk ------------------------------------------------------------------------------------

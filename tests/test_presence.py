@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import random
 import threading
+import tracemalloc
 
 import pytest
+import xxhash
 from conftest import Clock, returns_in_time, wait_for
+from disk_faults import Child, DiskFaults
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fskv.breaker import Breaker
 from fskv.index import presence
-from fskv.index.presence import PresenceIndex, probe_files
+from fskv.index.presence import Findings, PresenceIndex, RankFiles, probe_chunks, probe_files
 from fskv.types import ChunkId, Presence, Status
 
 HIT = (Presence.HIT, Status.OK)
@@ -33,6 +38,7 @@ class Disk:
         self.threads = set()
         self.error = None
         self.hangs = False
+        self.seconds_per_key = 0.0001
         self.released = threading.Event()
         self.num_hanging = 0
         self.lock = threading.Lock()
@@ -50,7 +56,7 @@ class Disk:
                 self.num_hanging -= 1
         if self.error:
             raise self.error
-        return found
+        return Findings(found, self.seconds_per_key * len(chunks))
 
     @property
     def asked(self):
@@ -141,6 +147,68 @@ def test_a_large_step_is_cut_into_batches_of_bounded_size(bench):
     bench.answer()
     assert sorted(bench.disk.asked) == [chunk(n) for n in range(2000)]
     assert max(len(asked) for asked, _ in bench.disk.calls) <= 64
+
+
+def sizes_of_a_step(bench, first, count=3000):
+    """Ask for `count` new keys in one step; returns the sizes of its batches."""
+    num_calls = len(bench.disk.calls)
+    for number in range(first, first + count):
+        bench.index.lookup(chunk(number))
+    bench.answer()
+    bench.index.flush()
+    return [len(asked) for asked, _ in bench.disk.calls[num_calls:]]
+
+
+def test_batches_grow_where_the_disk_is_fast_and_shrink_at_once_where_it_is_slow(bench):
+    bench.disk.seconds_per_key = 0.000002
+    assert max(sizes_of_a_step(bench, 0)) == 64  # nothing is known yet
+    assert max(sizes_of_a_step(bench, 10_000)) == 512
+    bench.disk.seconds_per_key = 0.000_1  # a near NFS server
+    sizes_of_a_step(bench, 20_000)
+    assert 8 <= max(sizes_of_a_step(bench, 30_000)) <= 64
+    bench.disk.seconds_per_key = 0.02
+    sizes_of_a_step(bench, 40_000, 100)
+    assert max(sizes_of_a_step(bench, 50_000, 100)) == 8
+    bench.disk.seconds_per_key = 0.000002
+    sizes_of_a_step(bench, 60_000)
+    assert max(sizes_of_a_step(bench, 70_000)) == 512
+
+
+def test_after_a_probe_that_hung_the_batches_are_small(bench):
+    bench.disk.seconds_per_key = 0.000002
+    sizes_of_a_step(bench, 0)
+    bench.disk.hangs = True
+    for number in range(10_000, 10_100):
+        bench.index.lookup(chunk(number))
+    bench.index.flush()
+    wait_for(lambda: bench.disk.num_hanging == 1)
+    bench.clock.advance(1.1)
+    bench.index.flush()
+    bench.disk.hangs = False
+    bench.disk.released.set()
+    wait_for(lambda: bench.disk.num_hanging == 0)
+    assert max(sizes_of_a_step(bench, 20_000, 100)) == 8
+
+
+def test_what_a_given_up_probe_says_in_the_end_is_no_answer_to_a_later_question(bench):
+    """It may have looked long ago: what it saw then is not news."""
+    bench.disk.present = {chunk(1)}
+    bench.disk.hangs = True
+    bench.lookup(1)
+    bench.index.flush()
+    wait_for(lambda: bench.disk.num_hanging == 1)
+    bench.clock.advance(1.1)
+    assert bench.lookup(1)[0] is Presence.MISS
+    bench.index.flush()
+    bench.clock.advance(100)
+    bench.disk.present = set()
+    bench.disk.hangs = False
+    assert bench.lookup(1) == UNKNOWN  # asked anew, not flushed yet
+    bench.disk.released.set()
+    wait_for(lambda: bench.index._answers)
+    assert bench.lookup(1) == UNKNOWN
+    assert bench.learn(2) == [ABSENT]
+    assert bench.lookup(1) == ABSENT
 
 
 def test_a_hit_is_believed_for_its_time_and_then_asked_again(bench):
@@ -349,6 +417,7 @@ def test_a_store_ends_the_quarantine_and_every_other_doubt(bench):
         assert bench.index.lookup(chunk(number)) == HIT
         assert bench.index.known_present(chunk(number))
     bench.answer()  # a probe of 3 was on its way and has not seen the file
+    bench.index.flush()
     assert bench.index.lookup(chunk(3)) == HIT
 
 
@@ -358,6 +427,161 @@ def test_forgetting_all_asks_again(bench):
     bench.index.forget_all()
     assert bench.index.num_known == 0
     assert bench.learn(1, 2) == [HIT, ABSENT]
+
+
+# --- removed chunks ---------------------------------------------------------------------------
+
+
+def name(number):
+    """What the pruning process says of a chunk: made without the code under test."""
+    return xxhash.xxh3_128_digest(chunk(number).key_hash), 0
+
+
+@pytest.mark.parametrize("learnt", ["probed", "stored"])
+def test_a_hit_is_a_miss_once_its_chunk_was_removed(bench, learnt):
+    bench.disk.present = {chunk(1), chunk(2)}
+    if learnt == "probed":
+        assert bench.learn(1, 2) == [HIT, HIT]
+    else:
+        bench.index.mark_stored(chunk(1))
+        bench.index.mark_stored(chunk(2))
+    bench.disk.present = {chunk(2)}
+    bench.index.mark_removed([name(1)])
+    assert not bench.index.known_present(chunk(1))  # or nobody would store it again
+    assert bench.index.lookup(chunk(1)) == ABSENT
+    assert bench.index.known_present(chunk(2))
+    assert bench.index.lookup(chunk(2)) == HIT  # only those that are named
+    bench.clock.advance(2.1)
+    assert bench.learn(1) == [ABSENT]
+
+
+def test_only_the_group_that_is_named_was_removed(bench):
+    other = ChunkId(chunk(1).key_hash, 3)
+    for it in (chunk(1), other):
+        bench.index.mark_stored(it)
+    bench.index.mark_removed([(name(1)[0], 3)])
+    assert bench.index.lookup(chunk(1)) == HIT
+    assert bench.index.lookup(other) == ABSENT
+
+
+def test_a_chunk_that_is_stored_again_after_its_removal_hits(bench):
+    bench.index.mark_stored(chunk(1))
+    bench.index.mark_removed([name(1)])
+    bench.index.mark_stored(chunk(1))
+    assert bench.index.lookup(chunk(1)) == HIT
+    assert bench.index.known_present(chunk(1))
+    bench.index.mark_removed([name(1)])  # and once more
+    assert bench.index.lookup(chunk(1)) == ABSENT
+
+
+def test_a_probe_that_starts_after_the_removal_is_believed(bench):
+    bench.index.mark_removed([name(1), name(2)])
+    bench.disk.present = {chunk(1)}  # somebody has stored it again
+    assert bench.learn(1, 2) == [HIT, ABSENT]
+    assert bench.index.lookup(chunk(1)) == HIT
+
+
+@pytest.mark.parametrize("removed", [True, False])
+def test_a_probe_that_saw_the_chunk_before_its_removal_does_not_bring_it_back(bench, removed):
+    """It is a miss for one negative TTL, and then the disk is asked again. False: the control."""
+    bench.disk.present = {chunk(1)}
+    bench.disk.hangs = True
+    bench.lookup(1)
+    bench.index.flush()
+    wait_for(lambda: bench.disk.num_hanging == 1)  # it has seen the chunk
+    bench.disk.present = set()
+    if removed:
+        bench.index.mark_removed([name(1)])
+    bench.disk.hangs = False
+    bench.disk.released.set()
+    wait_for(lambda: bench.index._answers)
+    assert bench.index.lookup(chunk(1)) == (ABSENT if removed else HIT)
+    bench.clock.advance(2.1)
+    if removed:
+        assert bench.learn(1) == [ABSENT]
+    else:
+        assert bench.index.lookup(chunk(1)) == HIT
+
+
+def test_a_chunk_stored_again_before_the_news_of_its_removal_costs_one_negative_ttl(bench):
+    bench.disk.present = {chunk(1)}
+    bench.index.mark_stored(chunk(1))  # after the removal, but that is heard of later
+    bench.index.mark_removed([name(1)])
+    assert bench.index.lookup(chunk(1)) == ABSENT
+    bench.clock.advance(2.1)
+    assert bench.learn(1) == [HIT]
+
+
+def test_removals_are_forgotten_when_no_hit_is_older_and_never_more_than_a_bound(bench):
+    bench.disk.present = {chunk(1)}
+    assert bench.learn(1) == [HIT]
+    bench.index.mark_removed(name(n) for n in range(10))
+    bench.clock.advance(59)
+    bench.index.flush()
+    assert bench.index.num_removed == 10
+    bench.clock.advance(2)
+    bench.index.flush()
+    assert bench.index.num_removed == 0
+    assert bench.learn(1) == [HIT]  # whatever was known has run out: the disk is asked
+    bench.index.mark_removed((n.to_bytes(16, "big"), 0) for n in range(100_500))
+    assert bench.index.num_removed == 100_000
+    bench.clock.advance(61)
+    for _ in range(100):  # a step has no time for all of them
+        bench.index.flush()
+    assert bench.index.num_removed == 0
+
+
+def test_a_removal_counts_for_what_was_asked_before_and_taken_late(make_bench):
+    """The answer lies there for longer than the TTL, because no step ends; the removal must outlast it."""
+    bench = make_bench(positive_ttl_s=1.0)
+    bench.disk.present = {chunk(1)}
+    bench.index.lookup(chunk(1))
+    bench.answer()
+    bench.index.mark_removed([name(1)])
+    bench.clock.advance(50)
+    bench.index.flush()
+    assert bench.index.lookup(chunk(1)) == ABSENT
+
+
+@settings(max_examples=60, deadline=None, database=None)
+@given(st.lists(st.tuples(st.sampled_from("lsrpw+"), st.integers(0, 2)), max_size=60))
+def test_a_walk_never_hits_what_was_removed_and_not_seen_since(events):
+    """The model knows for each chunk whether the newest news is a removal; a probe sees when it starts."""
+    bench = Bench()
+    try:
+        gone = set()  # removed, and neither stored nor seen since
+        for event, number in events:
+            it = chunk(number)
+            if event == "l":
+                answer = bench.index.lookup(it)
+                assert not (it in gone and answer == HIT)
+            elif event == "s":
+                bench.disk.present.add(it)
+                bench.index.mark_stored(it)
+                gone.discard(it)
+                assert bench.index.lookup(it) == HIT
+            elif event == "r":
+                bench.disk.present.discard(it)
+                bench.index.mark_removed([name(number)])
+                gone.add(it)
+            elif event == "p":
+                bench.answer()
+            elif event == "w":  # another node stores it: a probe may find it
+                bench.disk.present.add(it)
+                gone.discard(it)
+            else:
+                bench.clock.advance(0.7)
+        bench.answer()
+        bench.index.flush()
+        bench.clock.advance(100)
+        for number in range(3):
+            bench.index.lookup(chunk(number))
+        bench.answer()
+        for number in range(3):
+            there = chunk(number) in bench.disk.present
+            assert bench.index.lookup(chunk(number)) == (HIT if there else ABSENT)
+    finally:
+        bench.index.close()
 
 
 # --- bounds -----------------------------------------------------------------------------------
@@ -371,6 +595,39 @@ def test_memory_is_bounded_and_the_least_recently_asked_goes_first(make_bench):
         assert bench.index.num_known <= 10
     assert bench.index.lookup(chunk(90)) == HIT
     assert bench.index.lookup(chunk(5)) == UNKNOWN
+
+
+def test_memory_in_bytes_is_what_the_documentation_says(make_bench):
+    """docs/architecture.md, "Presence": at most 600 bytes a chunk, however it was learnt."""
+    limit = 5000
+
+    def fill(index, how, first):
+        for number in range(first, first + 2 * limit):
+            it = chunk(number)
+            if how == "stored":
+                index.mark_stored(it)
+            elif how == "failed":
+                index.mark_failed(it, Status.CORRUPT)
+            else:
+                index.lookup(it)
+                if number % 1000 == 0:
+                    bench.answer()
+                    index.flush()
+
+    bench = make_bench(max_known=limit)
+    for turn, how in enumerate(["stored", "failed", "asked", "stored"]):
+        tracemalloc.start()
+        before, _ = tracemalloc.get_traced_memory()
+        if turn == 0:
+            first_before = before
+        fill(bench.index, how, 100_000 * turn)
+        bench.answer()
+        bench.index.flush()
+        bench.disk.calls.clear()
+        used = tracemalloc.get_traced_memory()[0] - first_before
+        assert bench.index.num_known == limit
+        assert used <= 600 * limit, how
+    tracemalloc.stop()
 
 
 def test_a_step_with_more_chunks_than_are_remembered_still_ends(make_bench):
@@ -505,3 +762,245 @@ def test_a_root_that_does_not_answer_is_an_error_and_not_a_miss(files, monkeypat
     monkeypatch.setattr(presence.os, "stat", fail)
     with pytest.raises(OSError, match="Input/output error"):
         probe_files([[(files("a"), 10)]], [False])
+
+
+# --- looking at files outside the interpreter -----------------------------------------------------
+
+needs_native = pytest.mark.skipif(
+    presence._native is None, reason="the C extension was not built: Python looks at files"
+)
+KINDS = (
+    "there",
+    "there",
+    "there",
+    "short",
+    "empty",
+    "absent",
+    "link",
+    "dangling",
+    "directory",
+    "fifo",
+)
+SHARDS = ("there", "there", "there", "there", "absent", "file", "link", "loop")
+
+
+class Tree:
+    """Random namespaces, one for each rank or one for all, with damaged entries of every kind."""
+
+    def __init__(self, directory, source, *, num_ranks, shared):
+        self.source = source
+        self.nbytes = {0: 7, 3: 4096}
+        self.keys = [
+            (source.randbytes(source.choice([1, 8, 16, 32, 33, 200, 255, 300])), group)
+            for group in source.choices([0, 3], k=40)
+        ]
+        roots = [directory / ("all" if shared else f"{rank}") for rank in range(num_ranks)]
+        for root in dict.fromkeys(roots):
+            (root / "chunks").mkdir(parents=True)
+        self.ranks = [
+            RankFiles(str(root), rank if num_ranks > 1 else None, self.nbytes)
+            for rank, root in enumerate(roots)
+        ]
+        self.good = set()
+        for key, group in self.keys:
+            kinds = [self._make(rank, key, group) for rank in self.ranks]
+            if set(kinds) == {"there"}:
+                self.good.add((key, group))
+
+    def _make(self, rank, key, group):
+        # By hand, from docs/format.md.
+        digits = xxhash.xxh3_128_hexdigest(key)
+        part = "" if rank.rank is None else f".r{rank.rank}"
+        shard = f"{rank.namespace_path}/chunks/{digits[:3]}"
+        kind, shape = self.source.choice(KINDS), self.source.choice(SHARDS)
+        path, nbytes = f"{shard}/{digits}.g{group}{part}.kv", self.nbytes[group]
+        if not os.path.lexists(shard):
+            if shape == "there":
+                os.mkdir(shard)
+            elif shape == "file":
+                open(shard, "w").close()
+            elif shape == "link":  # of a shard, that is followed
+                os.makedirs(f"{shard}-elsewhere", exist_ok=True)
+                os.symlink(f"{shard}-elsewhere", shard)
+            elif shape == "loop":
+                os.symlink(shard, shard)
+        if not os.path.isdir(shard):
+            return "absent"
+        if kind in ("there", "short", "empty"):
+            sizes = {"there": nbytes, "short": nbytes - 1, "empty": 0}
+            with open(path, "wb") as file:
+                file.write(bytes(sizes[kind]))
+        elif kind == "link":
+            with open(f"{shard}/good", "wb") as file:
+                file.write(bytes(nbytes))
+            os.symlink(f"{shard}/good", path)
+        elif kind == "dangling":
+            os.symlink("nowhere", path)
+        elif kind == "directory":
+            os.mkdir(path)
+        elif kind == "fifo":
+            os.mkfifo(path)
+        return kind
+
+
+def outcome(ranks, keys, missed_before):
+    """What probe_chunks says, or the errno that it raises."""
+    try:
+        return list(map(bool, probe_chunks(ranks, keys, missed_before).there))
+    except OSError as error:
+        return error.errno
+
+
+@needs_native
+@pytest.mark.parametrize("seed", range(12))
+def test_what_is_there_is_the_same_outside_the_interpreter(tmp_path, monkeypatch, seed):
+    source = random.Random(seed)
+    tree = Tree(tmp_path, source, num_ranks=source.choice([1, 1, 2, 5]), shared=seed % 3 > 0)
+    missed = bytes(source.choices([0, 1], k=len(tree.keys)))
+    found = outcome(tree.ranks, tree.keys, missed)
+    assert found == [key in tree.good for key in tree.keys]
+    one_by_one = [outcome(tree.ranks, [key], b"\x01") for key in tree.keys]
+    monkeypatch.setattr(presence, "_native", None)
+    assert outcome(tree.ranks, tree.keys, missed) == found
+    assert [outcome(tree.ranks, [key], b"\x01") for key in tree.keys] == one_by_one
+
+
+def test_the_trees_above_have_what_they_are_for(tmp_path):
+    kinds = {"good": 0, "not": 0, "ELOOP": 0}
+    for seed in range(12):
+        directory = tmp_path / str(seed)
+        directory.mkdir()
+        tree = Tree(directory, random.Random(seed), num_ranks=1, shared=True)
+        kinds["good"] += len(tree.good)
+        kinds["not"] += len(set(tree.keys) - tree.good)
+        answers = [outcome(tree.ranks, [key], b"\x00") for key in tree.keys]
+        kinds["ELOOP"] += answers.count(errno.ELOOP)
+    assert all(count > 10 for count in kinds.values()), kinds
+
+
+@needs_native
+def test_a_name_too_long_for_the_system_is_an_error_and_not_a_crash(tmp_path, monkeypatch):
+    ranks = [RankFiles(f"{tmp_path}/{'x' * 4090}", None, {0: 7})]
+    assert outcome(ranks, [(b"k", 0)], b"\x01") == errno.ENAMETOOLONG
+    monkeypatch.setattr(presence, "_native", None)
+    assert outcome(ranks, [(b"k", 0)], b"\x01") == errno.ENAMETOOLONG
+
+
+@pytest.mark.parametrize("native", [pytest.param(True, marks=needs_native), False])
+def test_a_question_that_is_a_mistake_is_never_a_hit(tmp_path, monkeypatch, native):
+    if not native:
+        monkeypatch.setattr(presence, "_native", None)
+    rank = RankFiles(str(tmp_path), None, {0: 7})
+    with pytest.raises(ValueError, match="at least one"):
+        probe_chunks([], [(b"k", 0)], b"\x00")
+    with pytest.raises(KeyError):
+        probe_chunks([rank], [(b"k", 1)], b"\x00")
+    with pytest.raises(ValueError):
+        probe_chunks([rank], [(b"k", 0)], b"\x00\x00")
+    assert list(probe_chunks([rank], [], b"").there) == []
+
+
+CHILD = """
+import errno, json, os, sys, threading, time
+from fskv.index import presence
+from fskv.index.presence import RankFiles, probe_chunks
+native = presence._native
+def look(names, missed, in_python=False):
+    presence._native = None if in_python else native
+    try:
+        keys = [(name.encode(), 0) for name in names]
+        there = probe_chunks([RankFiles(ROOT, None, {0: 7})], keys, bytes(missed)).there
+        return [bool(found) for found in there]
+    except OSError as error:
+        return errno.errorcode[error.errno]
+def look_aside(names):
+    answers.clear()
+    run = lambda: answers.append(look(names, [0] * len(names)))
+    threading.Thread(target=run, daemon=True).start()
+    return "started"
+def count(seconds):
+    n, end = 0, time.monotonic() + seconds
+    while time.monotonic() < end:
+        n += 1
+    return n
+answers = []
+print(json.dumps("ready"), flush=True)
+for line in sys.stdin:
+    print(json.dumps(eval(line)), flush=True)
+"""
+
+
+@pytest.fixture
+def faulty(native_library, tmp_path):
+    """A child whose disk does what `faults` says; of 40 keys the first 20 have their file."""
+    for number in range(20):
+        digits = xxhash.xxh3_128_hexdigest(b"%d" % number)
+        os.makedirs(tmp_path / "root" / "chunks" / digits[:3], exist_ok=True)
+        (tmp_path / "root" / "chunks" / digits[:3] / f"{digits}.g0.kv").write_bytes(bytes(7))
+    faults = DiskFaults(native_library("disk_faults"), tmp_path / "root", tmp_path / "state")
+    child = Child(f"ROOT = {str(tmp_path / 'root')!r}\n{CHILD}", {**os.environ, **faults.env()})
+    child.faults = faults
+    yield child
+    faults.clear()
+    child.close()
+
+
+NAMES = [str(number) for number in range(40)]
+TRUTH = [True] * 20 + [False] * 20
+FRESH, AGAIN = [0] * 40, [1] * 40
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("rules", "names", "expected"),
+    [
+        ([], NAMES, TRUTH),
+        (["stat ESTALE count=1"], NAMES, TRUTH),  # looked at twice
+        (["stat ESTALE count=2"], NAMES, [False, *TRUTH[1:]]),
+        (["stat ESTALE"], NAMES, [False] * 40),  # and no error: the root answers
+        *[([f"stat {error}"], NAMES, [False] * 40) for error in ("ENOENT", "EACCES", "EPERM")],
+        (["stat ENOTDIR"], NAMES, [False] * 40),
+        (["stat EIO"], NAMES, "EIO"),
+        (["stat EIO"], NAMES[:1], "EIO"),
+        (["stat ETIMEDOUT"], NAMES, "ETIMEDOUT"),
+        (["stat EIO count=39"], NAMES, [False] * 40),  # the last was looked at, and is absent
+        (["stat EIO count=5"], NAMES, [False] * 5 + TRUTH[5:]),
+        (["open EIO"], NAMES, TRUTH),  # not needed for an answer
+        (["open ESTALE"], NAMES, TRUTH),
+        (["open EMFILE"], NAMES, TRUTH),
+    ],
+)
+@pytest.mark.parametrize("missed", [FRESH, AGAIN])
+def test_a_failing_disk_is_judged_as_in_python(faulty, rules, names, expected, missed):
+    for in_python in (False, True):
+        faulty.faults.set(*rules)
+        assert faulty(f"look({names}, {missed[: len(names)]}, {in_python})") == expected
+        assert all(faulty.faults.fired(rule) for rule in rules if not rule.startswith("open"))
+    assert not faulty.faults.num_bad_lines
+
+
+@needs_native
+def test_the_shard_is_opened_after_a_miss_and_only_then(faulty):
+    """As above for Python; and what was opened is closed."""
+    faulty.faults.set("open slow_ms=0 suffix=/chunks", "open slow_ms=0", "close slow_ms=0")
+    # Its own descriptor of all shards, once a batch.
+    assert faulty(f"look({NAMES}, {FRESH})") == TRUTH
+    assert faulty.faults.matched("open slow_ms=0 suffix=/chunks") == 1
+    assert faulty.faults.matched("open slow_ms=0") == 0
+    faulty.faults.set("open slow_ms=0", "close slow_ms=0")
+    assert faulty(f"look({NAMES[:8]}, {[1, 0] * 4})") == TRUTH[:8]
+    num_opened = faulty.faults.matched("open slow_ms=0")
+    assert num_opened == 1 + 4
+    assert faulty.faults.matched("close slow_ms=0") == num_opened
+
+
+@needs_native
+def test_a_look_that_hangs_leaves_the_interpreter_to_others(faulty):
+    """The lock is not held while the disk does not answer; in the end the answer comes."""
+    faulty.faults.set("stat hang")
+    assert faulty(f"look_aside({NAMES})") == "started"
+    wait_for(lambda: faulty.faults.num_hanging == 1)
+    assert faulty("count(0.2)") > 1000
+    assert faulty("answers") == []
+    faulty.faults.clear()
+    wait_for(lambda: faulty("answers") == [TRUTH])

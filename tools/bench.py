@@ -22,7 +22,7 @@ from fskv.chunk_file import FileLayout
 
 from . import bench_workspace
 from .bench_contestant import Cell, Contestant
-from .bench_lookup import FILE_NBYTES, LookupContestant, lookup_peers
+from .bench_lookup import FILE_NBYTES, LookupContestant, ProbeContestant, lookup_peers
 from .bench_peers import Fio, FsIoC, PeerMemory, find_peers
 from .bench_row import Row, with_ratios
 from .bench_store import KvMemory, StoreContestant, pick_device
@@ -215,7 +215,7 @@ def _make_groups(
     lookup = LookupContestant(
         place(), settings.num_keys, max(settings.threads), memory, settings.direct_io
     )
-    groups = [[add(lookup)]]
+    groups = [[add(lookup), add(ProbeContestant(lookup))]]
     # "auto" compares: O_DIRECT where it works, and the page cache.
     modes = ["on"] if lookup.is_direct else []
     modes += ["off"] if not lookup.is_direct or settings.direct_io == "auto" else []

@@ -1,7 +1,9 @@
 """Lookups as contestants: fskv's presence index, and what a program would call instead of it.
 
 All ask for the same keys: `num_keys` that have a chunk file, and as many that have none. A round with a
-wrong answer is no result. The kernel's cache of names is warm, for everybody.
+wrong answer is no result. The kernel's cache of names is warm, for everybody. The index makes the names and
+checks sizes, its threads and the asking thread take turns; `ProbeContestant` is its probe alone, in one call
+on one thread, as the peers are called: it still makes the names, which are ready-made for the peers.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from typing import Any
 from fskv.breaker import Breaker
 from fskv.chunk_file import FileLayout
 from fskv.config import StoreConfig
-from fskv.index.presence import PresenceIndex, probe_files
+from fskv.index.presence import Findings, Key, PresenceIndex, RankFiles, probe_chunks
 from fskv.job import ChunkRequest
 from fskv.span_plan import GroupLayout, plan_job
 from fskv.types import ChunkId, Presence
@@ -25,6 +27,7 @@ from .bench_row import FS_IO_C
 from .bench_store import KvMemory, chunk_id, drain, open_data_path
 
 FILE_NBYTES = 4096  # of KV: only the number of files matters
+_NUM_STRANGERS = 256  # keys without a file, asked for before it counts
 _TIMEOUT_S = 60.0
 _POLL_S = 0.00005
 
@@ -43,6 +46,8 @@ class LookupContestant(Contestant):
         )
         self._there = [chunk_id(i) for i in range(num_keys)]
         self._keys = [chunk_id(i) for i in range(2 * num_keys)]
+        # An engine's index lives as long as the engine: its threads are there, and it knows its disk.
+        self._strangers = [chunk_id(-i) for i in range(1, _NUM_STRANGERS + 1)]
         self._stored = False
         ops = ("lookup-known", "lookup-unknown")
         cell = Cell(FILE_NBYTES, 1, len(self._keys))
@@ -57,6 +62,11 @@ class LookupContestant(Contestant):
         """The keys' file names; those of the first half exist."""
         return [self._data.chunk_path(chunk) for chunk in self._keys]
 
+    @property
+    def keys(self) -> list[ChunkId]:
+        """Those of the first half have a file once `measure` was called."""
+        return self._keys
+
     def num_chunks(self, op: str) -> int:
         return len(self._there if op == "lookup-known" else self._keys)
 
@@ -66,7 +76,7 @@ class LookupContestant(Contestant):
             self._stored = True
         defaults = StoreConfig(root="/")
         index = PresenceIndex(
-            self._probe,
+            self.probe,
             positive_ttl_s=defaults.positive_ttl_s,
             negative_ttl_s=_TIMEOUT_S,
             lookup_timeout_s=_TIMEOUT_S,
@@ -74,6 +84,7 @@ class LookupContestant(Contestant):
             breaker=Breaker(1_000_000, 1),
         )
         try:
+            _ask(index, self._strangers)
             start = time.perf_counter()
             found = _ask(index, self._keys)
             unknown_s = time.perf_counter() - start
@@ -98,10 +109,11 @@ class LookupContestant(Contestant):
         self._data.runner.submit_store(1, requests, None)
         drain(self._data.runner, "store", count)
 
-    def _probe(self, chunks: Sequence[ChunkId], missed_before: Sequence[bool]) -> list[bool]:
-        nbytes = self._data.layout.file_nbytes
-        paths = [[(self._data.chunk_path(chunk), nbytes)] for chunk in chunks]
-        return probe_files(paths, missed_before)
+    def probe(self, chunks: Sequence[Key], missed_before: bytes) -> Findings:
+        """Look at the files, as the index's threads do."""
+        sizes = {0: self._data.layout.file_nbytes}
+        ranks = [RankFiles(self._data.directory.path, None, sizes)]
+        return probe_chunks(ranks, chunks, missed_before)
 
 
 def _ask(index: PresenceIndex, keys: Sequence[ChunkId]) -> list[Presence]:
@@ -119,6 +131,30 @@ def _ask(index: PresenceIndex, keys: Sequence[ChunkId]) -> list[Presence]:
         found.append(presence)
         waiting.popleft()
     return found
+
+
+class ProbeContestant(Contestant):
+    """The probe without the index: all keys in one call, on one thread."""
+
+    def __init__(self, index: LookupContestant) -> None:
+        """`index` has its turn first in the warm-up, and makes the files."""
+        self._index = index
+        super().__init__(
+            "presence probe", index.cell, FILE_NBYTES, ("lookup-unknown",), verifies=True
+        )
+
+    def measure(self) -> dict[str, float]:
+        if self._index.error is not None:  # then there may be no files
+            raise RoundError(self._index.error)
+        keys = self._index.keys
+        missed_before = bytes(len(keys))
+        start = time.perf_counter()
+        there, _ = self._index.probe(keys, missed_before)
+        seconds = time.perf_counter() - start
+        half = len(keys) // 2
+        if list(there) != [1] * half + [0] * half:
+            raise RoundError("the probe gave a wrong answer")
+        return {"lookup-unknown": len(keys) / seconds}
 
 
 class PathLookup(Contestant):

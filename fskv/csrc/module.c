@@ -1,8 +1,9 @@
-/* fskv._native: the data path of the host transport outside the interpreter. fskv/jobs.py says how it is used;
- * without this module the same is done in Python, chunk by chunk.
+/* fskv._native: the data path of the host transport outside the interpreter. fskv/jobs.py says how it is used, and
+ * fskv/index/presence.py how its look at files is; without this module the same is done in Python, chunk by chunk.
  */
 #include "types.h"
 
+#include "files_api.h"
 #include "xxh3.h"
 
 static PyObject *row_digests(PyObject *module, PyObject *object)
@@ -60,6 +61,13 @@ static PyMethodDef functions[] = {
     {"row_digests", row_digests, METH_O, "row_digests(payload): see fskv.chunk_file.row_digests."},
     {"copy_spans", copy, METH_VARARGS,
      "copy_spans(pages, spans, slot, base, to_slot): copy every span; ValueError when one is outside."},
+    {"probe_chunks", probe_chunks, METH_VARARGS,
+     "probe_chunks(chunks, missed_before, files): see fskv.index.presence.probe_files; returns a byte for each "
+     "chunk, (position, errno) of those that could not be looked at, and the seconds it took."},
+    {"list_shard", list_shard, METH_O,
+     "list_shard(path): the chunk files of a shard as records of 40 bytes, and the names of all else, each after "
+     "a letter for its kind."},
+    {"name_digest", name_digest, METH_O, "name_digest(key): the XXH3-128 that names the key's chunk files."},
     {NULL},
 };
 

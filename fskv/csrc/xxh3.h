@@ -1,5 +1,5 @@
-/* XXH3-64 with seed 0 and the default secret, for inputs longer than 240 bytes: rows and headers, all of them
- * multiples of 4096. Facts: the XXH3 part of the xxHash specification. tests/test_native.py holds it against the
+/* XXH3 with seed 0 and the default secret. 64 bits for inputs longer than 240 bytes: rows and headers, all of
+ * them multiples of 4096. 128 bits for inputs of any length: names of chunk files. Facts: the XXH3 part of the xxHash specification. tests/test_native.py holds it against the
  * `xxhash` package byte for byte.
  */
 #ifndef FSKV_XXH3_H
@@ -13,5 +13,7 @@
 /* Chosen once, when the module is loaded: AVX2 where the CPU has it, plain C otherwise. */
 void xxh3_init(void);
 uint64_t xxh3_64(const uint8_t *input, size_t nbytes);
+/* In the canonical form: big endian, the high half first. */
+void xxh3_128(const uint8_t *input, size_t nbytes, uint8_t digest[16]);
 
 #endif

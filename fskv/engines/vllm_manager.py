@@ -35,7 +35,7 @@ from fskv.claims import Limits
 from fskv.config import StoreConfig
 from fskv.engines.vllm_metrics import to_stats
 from fskv.errors import ConfigError
-from fskv.index.presence import PresenceIndex, probe_files
+from fskv.index.presence import Findings, Key, PresenceIndex, RankFiles, probe_chunks
 from fskv.metrics import Counters, Metric
 from fskv.root import NamespaceDir
 from fskv.types import ChunkId, Presence, Status
@@ -312,24 +312,13 @@ class FskvManager(OffloadingManager):
         """Return what a chunk takes on disk, the files of all ranks together."""
         return sum(worker.file_nbytes[chunk.group_idx] for worker in self._workers)
 
-    def _probe(self, chunks: Sequence[ChunkId], missed_before: Sequence[bool]) -> list[bool]:
+    def _probe(self, chunks: Sequence[Key], missed_before: bytes) -> Findings:
         """On a probe thread. Every rank's file must be there with its right size."""
-        workers = self._workers
-        paths = [
-            [
-                (
-                    worker.directory.chunk_path(
-                        chunk.key_hash,
-                        chunk.group_idx,
-                        worker.rank if worker.world_size > 1 else None,
-                    ),
-                    worker.file_nbytes[chunk.group_idx],
-                )
-                for worker in workers
-            ]
-            for chunk in chunks
+        ranks = [
+            RankFiles(w.namespace_path, w.rank if w.world_size > 1 else None, w.file_nbytes)
+            for w in self._workers
         ]
-        return probe_files(paths, missed_before)
+        return probe_chunks(ranks, chunks, missed_before)
 
 
 def load_failures(outcomes: Iterable[tuple[ChunkId, Status]]) -> dict[ChunkId, Status]:

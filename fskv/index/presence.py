@@ -2,13 +2,23 @@
 
 `lookup` is called by the engine's scheduler for every chunk of every waiting request and never touches
 the disk. What it does not know is UNKNOWN: the key is queued, `flush` (at the end of the step) hands all
-queued keys to a probe thread as one batch, and a later lookup finds the answer. An UNKNOWN that lasts
+queued keys to the probe threads in batches, and a later lookup finds the answer. An UNKNOWN that lasts
 longer than `lookup_timeout_s` becomes a MISS: the request is recomputed instead of waiting for a hung
 mount. An answer is a hint, never a proof: the load checks the file.
 
+A batch takes about _BATCH_S, by what a key took before: on a slow mount the first answers of a step do not
+wait for its last, on a fast disk 512 keys cost the interpreter as much as 8. What was learnt together is one
+object in memory, shared by the keys.
+
+`mark_removed` voids what was learnt before it: a HIT in memory, and the HIT of a probe that was started
+before. Such a chunk is a MISS (absent) for one negative TTL and is then looked at again; a store or a probe
+that begins later is believed. So no HIT outlives the news of its chunk's removal, and a chunk that somebody
+stored anew before the news came costs a recompute. Beyond _MAX_REMOVED names the oldest are forgotten: such a
+HIT may last for the rest of its TTL, and the load finds out.
+
 Threads: lookup, flush and mark_* on the scheduler's thread; probes on the pool's threads, which only
 append to `_answers`. So `_entries` has one owner and needs no lock; a deque's append and popleft are atomic.
-Memory: at most `max_known` entries of about 400 bytes, least recently asked first out.
+Memory: at most `max_known` entries, least recently asked first out, and _MAX_REMOVED names.
 """
 
 from __future__ import annotations
@@ -19,35 +29,72 @@ import os
 import stat
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
+from typing import NamedTuple
 
+from fskv import namespace
 from fskv.breaker import Breaker
 from fskv.threads import HangProofPool, Task
 from fskv.types import ChunkId, Presence, Status
 
+try:
+    from fskv import _native
+except ImportError:
+    _native = None  # type: ignore[assignment]
+
 logger = logging.getLogger(__name__)
 
 MAX_KNOWN_CHUNKS = 250_000
-_MAX_BATCH = 64  # on a slow mount the first answers of a step must not wait for its last
+_MAX_REMOVED = 100_000
+_MAX_DROPPED = 1000  # removed names at the end of a step: 0.2 ms
+_BATCH_S = 0.005
+_MIN_BATCH, _FIRST_BATCH, _MAX_BATCH = 8, 64, 512
 _MAX_HUNG_PROBES = 4
 
+Answer = tuple[Presence, Status]
+# A ChunkId as a tuple and no subclass: the garbage collector lets go of those. With 250,000 chunks a full
+# collection took 7 ms instead of 20, on the scheduler's thread.
+Key = tuple[bytes, int]
 
-@dataclass(slots=True)
-class _Entry:
-    presence: Presence
-    valid_until: float
-    reason: Status  # of a MISS
-    asked_at: float = 0.0  # of an UNKNOWN: since when somebody waits
+_WAITING: Answer = (Presence.UNKNOWN, Status.OK)
+_HIT: Answer = (Presence.HIT, Status.OK)
+_ABSENT: Answer = (Presence.MISS, Status.MISSING)
+_UNREADABLE: Answer = (Presence.MISS, Status.IO_ERROR)
+_TIMED_OUT: Answer = (Presence.MISS, Status.TIMED_OUT)
+_QUARANTINED: Answer = (Presence.MISS, Status.QUARANTINED)
+_REFUSED: Answer = (Presence.MISS, Status.BREAKER)
+
+
+class Findings(NamedTuple):
+    """What a probe saw: for each chunk whether it is there, and how long the disk took for all."""
+
+    there: Sequence[int]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """An answer, shared by the chunks that got it together."""
+
+    answer: Answer
+    valid_until: float  # of _WAITING: when it becomes a MISS
+    removals: int = 0  # of a HIT: how many mark_removed had been when it was true
 
 
 @dataclass(slots=True)
 class _Batch:
-    chunks: list[ChunkId]
+    chunks: list[Key]
     started_at: float
+    removals: int  # mark_removed so far
     task: Task | None = None
     done: bool = False
+
+
+class _Removal(NamedTuple):
+    number: int  # of mark_removed calls
+    at: float
 
 
 class PresenceIndex:
@@ -55,7 +102,7 @@ class PresenceIndex:
 
     def __init__(
         self,
-        probe: Callable[[Sequence[ChunkId], Sequence[bool]], list[bool]],
+        probe: Callable[[Sequence[Key], bytes], Findings],
         *,
         positive_ttl_s: float,
         negative_ttl_s: float,
@@ -65,7 +112,10 @@ class PresenceIndex:
         max_known: int = MAX_KNOWN_CHUNKS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`probe(chunks, missed_before)` looks at the disk and may hang or raise OSError."""
+        """`probe(chunks, missed_before)` looks at the disk and may hang or raise OSError.
+
+        `missed_before` has a byte for each chunk: 1 where the last look found nothing.
+        """
         self._probe = probe
         # An answer must live until the request that waits for it has asked again.
         self._positive_ttl_s = max(positive_ttl_s, lookup_timeout_s)
@@ -75,93 +125,102 @@ class PresenceIndex:
         self._breaker = breaker
         self._max_known = max_known
         self._clock = clock
-        self._entries: OrderedDict[ChunkId, _Entry] = OrderedDict()
-        self._queued: dict[ChunkId, bool] = {}  # -> missed before
+        self._entries: OrderedDict[Key, _Known] = OrderedDict()
+        self._waiting = _Known(_WAITING, float("-inf"))  # the last one; see _ask
+        self._queued: dict[Key, bool] = {}  # -> missed before
         self._batches: list[_Batch] = []
-        self._answers: deque[tuple[_Batch, list[bool] | None]] = deque()
+        self._seconds_per_key: float | None = None
+        self._answers: deque[tuple[_Batch, Findings | None]] = deque()
+        self._removed: OrderedDict[Key, _Removal] = OrderedDict()  # oldest first
+        self._num_removals = 0
         self._pool = HangProofPool("fskv-probe", 2, _MAX_HUNG_PROBES)
 
-    def lookup(self, chunk: ChunkId) -> tuple[Presence, Status]:
+    def lookup(self, chunk: ChunkId) -> Answer:
         """Return what is known, and for a MISS why. Never blocks.
 
         UNKNOWN promises that a call after `lookup_timeout_s` at the latest says HIT or MISS.
         """
-        self._take_answers()
         now = self._clock()
         entry = self._entries.get(chunk)
-        if self._breaker.open and not (entry and entry.presence is Presence.UNKNOWN):
+        while self._answers and entry is not None and entry.answer is _WAITING:
+            self._take_answer()  # one by one: the call of a lookup must stay short
+            entry = self._entries.get(chunk)
+        if self._breaker.open and not (entry and entry.answer is _WAITING):
             if not self._breaker.allows():
-                return Presence.MISS, Status.BREAKER
+                return _REFUSED
             entry = None  # one probe to see whether the root is back
-        if entry is not None:
-            if entry.presence is Presence.UNKNOWN:
-                if now - entry.asked_at <= self._timeout_s:
-                    return Presence.UNKNOWN, Status.OK
-                self._remember(chunk, Presence.MISS, now + self._negative_ttl_s, Status.TIMED_OUT)
-                return Presence.MISS, Status.TIMED_OUT
-            if now < entry.valid_until:
-                self._entries.move_to_end(chunk)
-                return entry.presence, entry.reason
-        if entry is None and not self._make_room():
-            return Presence.MISS, Status.TIMED_OUT
-        missed_before = entry is not None and entry.presence is Presence.MISS
-        self._remember(chunk, Presence.UNKNOWN, 0.0, Status.OK, asked_at=now)
-        self._queued[chunk] = missed_before
-        return Presence.UNKNOWN, Status.OK
+        if entry is None:
+            if len(self._entries) >= self._max_known and not self._make_room(chunk):
+                return _TIMED_OUT
+            return self._ask(chunk, now, missed_before=False)
+        answer = entry.answer
+        if now < entry.valid_until:
+            if answer is _WAITING:
+                return answer
+            self._entries.move_to_end(chunk)
+            if answer is _HIT and self._removed and self._is_void(chunk, entry.removals):
+                return self._remember(chunk, _ABSENT, self._negative_ttl_s)
+            return answer
+        if answer is _WAITING:
+            return self._remember(chunk, _TIMED_OUT, self._negative_ttl_s)
+        self._entries.move_to_end(chunk)
+        return self._ask(chunk, now, missed_before=answer is not _HIT)
 
     def flush(self) -> None:
         """End of a scheduler step: start the probes of the keys it asked for. Never blocks."""
-        self._take_answers()
+        while self._answers:
+            self._take_answer()
         now = self._clock()
-        waited_in_vain = False
-        for batch in self._batches:
-            if batch.done or now - batch.started_at <= self._timeout_s or batch.task is None:
-                continue
-            batch.done = True
-            if self._pool.queue.cancel(
-                batch.task
-            ):  # it never got a thread: no sign against the root
-                waited_in_vain = True
-                continue
-            logger.warning(
-                "probe of %d chunks has not returned after %.1f s",
-                len(batch.chunks),
-                now - batch.started_at,
-            )
-            self._pool.write_off(batch.task)
-            self._breaker.record(Status.TIMED_OUT)
-        if waited_in_vain and self._pool.num_hung:
-            self._breaker.record(Status.TIMED_OUT)
-        self._batches = [b for b in self._batches if not b.done]
-        queued = list(self._queued.items())
+        if self._batches:
+            self._give_up_late_batches(now)
+        if self._removed:
+            self._drop_old_removals(now)
+        if not self._queued:
+            return
+        chunks, missed = list(self._queued), bytes(self._queued.values())
         self._queued.clear()
-        for at in range(0, len(queued), _MAX_BATCH):
-            part = queued[at : at + _MAX_BATCH]
-            batch = _Batch([chunk for chunk, _ in part], now)
-            missed = [before for _, before in part]
-            batch.task = Task(partial(self._run_probe, batch, missed))
-            self._pool.submit(batch.task)
+        size = self._batch_size()
+        tasks = []
+        for at in range(0, len(chunks), size):
+            batch = _Batch(chunks[at : at + size], now, self._num_removals)
+            batch.task = Task(partial(self._run_probe, batch, missed[at : at + size]))
+            tasks.append(batch.task)
             self._batches.append(batch)
+        self._pool.submit(*tasks)
 
     def mark_stored(self, chunk: ChunkId) -> None:
         """Our own store made the file visible: a hit from now on, whatever was known before."""
-        now = self._clock()
-        self._remember(chunk, Presence.HIT, now + self._positive_ttl_s, Status.OK)
+        self._remember(chunk, _HIT, self._positive_ttl_s)
 
     def mark_failed(self, chunk: ChunkId, status: Status) -> None:
         """A load of it failed: it misses at once, and is looked at again after the quarantine."""
-        absent = status is Status.MISSING
-        ttl = self._negative_ttl_s if absent else self._quarantine_s
-        reason = Status.MISSING if absent else Status.QUARANTINED
-        self._remember(chunk, Presence.MISS, self._clock() + ttl, reason)
+        if status is Status.MISSING:
+            self._remember(chunk, _ABSENT, self._negative_ttl_s)
+        else:
+            self._remember(chunk, _QUARANTINED, self._quarantine_s)
+
+    def mark_removed(self, names: Iterable[tuple[bytes, int]]) -> None:
+        """Somebody has removed these chunks, on any node: (XXH3-128 of the key, group index) each.
+
+        What was learnt before this call is no HIT any more; see the module docstring. 0.4 us a name.
+        """
+        self._num_removals += 1
+        removal = _Removal(self._num_removals, self._clock())
+        removed = self._removed
+        for name in names:
+            removed[name] = removal
+            removed.move_to_end(name)
+            if len(removed) > _MAX_REMOVED:
+                removed.popitem(last=False)
 
     def known_present(self, chunk: ChunkId) -> bool:
         """Whether a store of it would be wasted: a fresh, positive answer is in memory."""
         entry = self._entries.get(chunk)
         return (
             entry is not None
-            and entry.presence is Presence.HIT
+            and entry.answer is _HIT
             and self._clock() < entry.valid_until
+            and not (self._removed and self._is_void(chunk, entry.removals))
         )
 
     def forget_all(self) -> None:
@@ -173,63 +232,188 @@ class PresenceIndex:
     def num_known(self) -> int:
         return len(self._entries)
 
+    @property
+    def num_removed(self) -> int:
+        """How many removed names are remembered."""
+        return len(self._removed)
+
     def close(self) -> None:
         self._pool.close()
 
-    def _remember(
-        self,
-        chunk: ChunkId,
-        presence: Presence,
-        valid_until: float,
-        reason: Status,
-        asked_at: float = 0.0,
-    ) -> None:
-        self._entries[chunk] = _Entry(presence, valid_until, reason, asked_at)
-        self._entries.move_to_end(chunk)
+    def _ask(self, chunk: ChunkId, now: float, *, missed_before: bool) -> Answer:
+        # Those who ask at about the same time share one deadline, 1 % early at most.
+        if now - (self._waiting.valid_until - self._timeout_s) > 0.01 * self._timeout_s:
+            self._waiting = _Known(_WAITING, now + self._timeout_s)
+        key = (chunk.key_hash, chunk.group_idx)
+        self._entries[key] = self._waiting
+        self._queued[key] = missed_before
+        return _WAITING
+
+    def _remember(self, chunk: ChunkId, answer: Answer, ttl_s: float) -> Answer:
+        key = (chunk.key_hash, chunk.group_idx)
+        self._entries[key] = _Known(answer, self._clock() + ttl_s, self._num_removals)
+        self._entries.move_to_end(key)
         while len(self._entries) > self._max_known:
             self._entries.popitem(last=False)
+        return answer
 
-    def _make_room(self) -> bool:
-        """Forget the least recently asked chunk if memory is full; False if somebody waits for it.
+    def _make_room(self, chunk: ChunkId) -> bool:
+        """Forget the least recently asked chunk; False if somebody waits for it.
 
         Evicting what is being probed would make the requests that wait for it ask again for ever.
         """
-        if len(self._entries) < self._max_known:
+        if chunk in self._entries:  # the breaker lets it through, to be looked at again
             return True
         oldest = next(iter(self._entries))
-        if self._entries[oldest].presence is Presence.UNKNOWN:
+        if self._entries[oldest].answer is _WAITING:
             return False
         del self._entries[oldest]
         return True
 
-    def _run_probe(self, batch: _Batch, missed_before: list[bool]) -> None:
+    # --- removed chunks ---------------------------------------------------------------------
+
+    def _is_void(self, key: Key, removals: int) -> bool:
+        """Whether a HIT that was true after `removals` removals has been removed since."""
+        name = bytes.fromhex(namespace.chunk_name(key[0]))
+        removal = self._removed.get((name, key[1]))
+        return removal is not None and removal.number > removals
+
+    def _drop_old_removals(self, now: float) -> None:
+        """Forget removals that no HIT is older than.
+
+        Called after the answers were taken and late probes given up: what is still being looked at was
+        started less than a lookup's timeout ago, which is at most the TTL.
+        """
+        for _ in range(_MAX_DROPPED):
+            name = next(iter(self._removed), None)
+            if name is None or self._removed[name].at + self._positive_ttl_s >= now:
+                return
+            del self._removed[name]
+
+    # --- probes -----------------------------------------------------------------------------
+
+    def _batch_size(self) -> int:
+        if self._seconds_per_key is None:
+            return _FIRST_BATCH
+        return int(max(_MIN_BATCH, min(_MAX_BATCH, _BATCH_S / max(self._seconds_per_key, 1e-9))))
+
+    def _run_probe(self, batch: _Batch, missed_before: bytes) -> None:
         """On a pool thread: owns nothing but the call."""
         try:
-            found: list[bool] | None = self._probe(batch.chunks, missed_before)
+            findings: Findings | None = self._probe(batch.chunks, missed_before)
         except OSError as error:
             logger.warning("probe of %d chunks failed: %s", len(batch.chunks), error)
-            found = None
-        self._answers.append((batch, found))
+            findings = None
+        self._answers.append((batch, findings))
 
-    def _take_answers(self) -> None:
-        while self._answers:
-            batch, found = self._answers.popleft()
+    def _take_answer(self) -> None:
+        batch, findings = self._answers.popleft()
+        self._breaker.record(Status.IO_ERROR if findings is None else Status.OK)
+        if batch.done:
+            return  # given up: it may have looked at any time since
+        batch.done = True
+        now = self._clock()
+        entries = self._entries
+        reason = _UNREADABLE if findings is None else _ABSENT
+        missed = _Known(reason, now + self._negative_ttl_s)
+        there: Iterable[int] = [0] * len(batch.chunks)
+        if findings is not None:
+            self._note_speed(findings.seconds / len(batch.chunks))
+            there = findings.there
+            if self._removed:
+                there = [
+                    found and not self._is_void(chunk, batch.removals)
+                    for chunk, found in zip(batch.chunks, there, strict=True)
+                ]
+        hit = _Known(_HIT, now + self._positive_ttl_s, batch.removals)
+        for chunk, found in zip(batch.chunks, there, strict=True):
+            entry = entries.get(chunk)
+            # Anything else was stored, failed or timed out meanwhile: that is newer.
+            if entry is not None and entry.answer is _WAITING:
+                entries[chunk] = hit if found else missed
+
+    def _note_speed(self, seconds: float) -> None:
+        """A slower batch counts at once, a faster one by a third."""
+        last = self._seconds_per_key
+        self._seconds_per_key = (
+            seconds if last is None else max(seconds, last + (seconds - last) / 3)
+        )
+
+    def _give_up_late_batches(self, now: float) -> None:
+        waited_in_vain = False
+        for batch in self._batches:
+            if batch.done or now - batch.started_at <= self._timeout_s or batch.task is None:
+                continue
             batch.done = True
-            self._breaker.record(Status.IO_ERROR if found is None else Status.OK)
-            now = self._clock()
-            for chunk, there in zip(
-                batch.chunks, found or [False] * len(batch.chunks), strict=True
-            ):
-                entry = self._entries.get(chunk)
-                if entry is None or entry.presence is not Presence.UNKNOWN:
-                    continue  # stored, failed or timed out meanwhile: that is newer
-                reason = Status.IO_ERROR if found is None else Status.MISSING
-                self._remember(
-                    chunk,
-                    Presence.HIT if there else Presence.MISS,
-                    now + (self._positive_ttl_s if there else self._negative_ttl_s),
-                    Status.OK if there else reason,
-                )
+            if self._pool.queue.cancel(batch.task):
+                waited_in_vain = True  # it never got a thread: no sign against the root
+                continue
+            logger.warning(
+                "probe of %d chunks has not returned after %.1f s",
+                len(batch.chunks),
+                now - batch.started_at,
+            )
+            self._pool.write_off(batch.task)
+            self._note_speed((now - batch.started_at) / len(batch.chunks))
+            self._breaker.record(Status.TIMED_OUT)
+        if waited_in_vain and self._pool.num_hung:
+            self._breaker.record(Status.TIMED_OUT)
+        self._batches = [b for b in self._batches if not b.done]
+
+
+# --- looking at files -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RankFiles:
+    """Where one rank's chunk files are, and their sizes by group index; `rank` as in their names."""
+
+    namespace_path: str
+    rank: int | None
+    file_nbytes: Mapping[int, int]
+
+
+def probe_chunks(
+    ranks: Sequence[RankFiles], chunks: Sequence[Key], missed_before: bytes
+) -> Findings:
+    """Look which chunks are there, by `probe_files` or, without the interpreter, as it would.
+
+    For PresenceIndex, on its threads. There must be a rank.
+    """
+    if not ranks:
+        raise ValueError("probe_chunks: found no rank, expected at least one")
+    if _native is None:
+        start = time.monotonic()
+        paths = [
+            [(_path(rank, chunk), rank.file_nbytes[chunk[1]]) for rank in ranks] for chunk in chunks
+        ]
+        found = probe_files(paths, missed_before)
+        return Findings(found, time.monotonic() - start)
+    files = {
+        group_idx: tuple(
+            (*_affixes(rank.namespace_path, group_idx, rank.rank), rank.file_nbytes[group_idx])
+            for rank in ranks
+        )
+        for group_idx in ranks[0].file_nbytes
+    }
+    there, errors, seconds = _native.probe_chunks(chunks, missed_before, files)
+    if errors and len(errors) == len(chunks):
+        number = errors[0][1]
+        raise OSError(number, os.strerror(number), _path(ranks[0], chunks[0]))
+    return Findings(there, seconds)
+
+
+def _path(rank: RankFiles, chunk: Key) -> str:
+    name = namespace.chunk_path(*chunk, rank.rank)
+    return f"{rank.namespace_path}/{name}"
+
+
+@lru_cache(maxsize=1024)
+def _affixes(namespace_path: str, group_idx: int, rank: int | None) -> tuple[bytes, bytes]:
+    """Split a path into the directory of all shards and what follows the digits of the key."""
+    directory, _, name = namespace.chunk_path(b"", group_idx, rank).split("/")
+    suffix = name[len(namespace.chunk_name(b"")) :]
+    return os.fsencode(f"{namespace_path}/{directory}"), os.fsencode(suffix)
 
 
 def probe_files(

@@ -1,0 +1,230 @@
+#define _GNU_SOURCE
+#include "files.h"
+
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "xxh3.h"
+
+enum { NAME = 32, SHARD = 3 };
+
+_Static_assert(sizeof(ShardRecord) == 40, "the record is a format");
+
+static const char HEX[16] = "0123456789abcdef";
+
+/* --- are they there ------------------------------------------------------------------------ */
+
+void shards_open(ShardsDir *directory)
+{
+    directory->fd = open(directory->path, O_PATH | O_DIRECTORY | O_CLOEXEC);
+}
+
+void shards_close(ShardsDir *directory)
+{
+    if (directory->fd >= 0)
+        close(directory->fd);
+    directory->fd = -1;
+}
+
+static bool not_there(int error)
+{
+    /* Whatever the permissions of one directory are, the root answers. */
+    return error == ENOENT || error == ENOTDIR || error == EACCES || error == EPERM;
+}
+
+static int probe_file(const RankFile *file, const char *path)
+{
+    struct stat info;
+    int fd = file->directory->fd;
+    const char *below = path + file->directory->path_nbytes + 1;
+    for (int attempt = 0; attempt < 2; attempt++) {
+        int result = fd >= 0 ? fstatat(fd, below, &info, AT_SYMLINK_NOFOLLOW) : lstat(path, &info);
+        if (result == 0)
+            return S_ISREG(info.st_mode) && info.st_size == file->nbytes;
+        if (not_there(errno))
+            return 0;
+        if (errno != ESTALE)
+            return -errno;
+        fd = -1; /* a handle the server dropped, maybe that of our own descriptor: once more, from the top */
+    }
+    return 0;
+}
+
+int probe_chunk(const RankFile *files, size_t num_files, const uint8_t *key, size_t key_nbytes,
+                bool missed_before, char *path)
+{
+    uint8_t digest[16];
+    char name[NAME];
+    xxh3_128(key, key_nbytes, digest);
+    for (int i = 0; i < 16; i++) {
+        name[2 * i] = HEX[digest[i] >> 4];
+        name[2 * i + 1] = HEX[digest[i] & 15];
+    }
+    const ShardsDir *written = NULL;
+    for (size_t i = 0; i < num_files; i++) {
+        const RankFile *file = &files[i];
+        char *at = path + file->directory->path_nbytes;
+        if (file->directory != written) {
+            written = file->directory;
+            memcpy(path, written->path, written->path_nbytes);
+            *at = '/';
+            memcpy(at + 1, name, SHARD);
+        }
+        at += 1 + SHARD;
+        if (missed_before && i == 0) {
+            /* An NFS client hides another node's new file for 28 s after a miss, but not after its directory
+             * was opened. Whatever goes wrong here, the look that follows meets it again. */
+            *at = 0;
+            int fd = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+            if (fd >= 0)
+                close(fd);
+        }
+        *at++ = '/';
+        memcpy(at, name, NAME);
+        memcpy(at + NAME, file->suffix, file->suffix_nbytes);
+        at[NAME + file->suffix_nbytes] = 0;
+        int answer = probe_file(file, path);
+        if (answer != 1)
+            return answer;
+    }
+    return 1;
+}
+
+/* --- what stands in a shard ------------------------------------------------------------------ */
+
+static int hex_digit(char c)
+{
+    return c >= '0' && c <= '9' ? c - '0' : c >= 'a' && c <= 'f' ? c - 'a' + 10 : -1;
+}
+
+/* Read a decimal of at most 6 digits without leading zeros; NULL if there is none. */
+static const char *read_index(const char *at, uint32_t *value)
+{
+    const char *start = at;
+    for (*value = 0; *at >= '0' && *at <= '9' && at - start < 6; at++)
+        *value = 10 * *value + (uint32_t)(*at - '0');
+    return at == start || (*start == '0' && at - start > 1) ? NULL : at;
+}
+
+static bool parse_name(const char *name, const char *shard, ShardRecord *record)
+{
+    if (strncmp(name, shard, SHARD) != 0)
+        return false;
+    for (int i = 0; i < 16; i++) {
+        int high = hex_digit(name[2 * i]), low = high < 0 ? -1 : hex_digit(name[2 * i + 1]);
+        if (low < 0)
+            return false;
+        record->digest[i] = (uint8_t)(high << 4 | low);
+    }
+    const char *at = name + NAME;
+    if (strncmp(at, ".g", 2) != 0 || (at = read_index(at + 2, &record->group)) == NULL)
+        return false;
+    record->rank_and_1 = 0;
+    if (strncmp(at, ".r", 2) == 0) {
+        if ((at = read_index(at + 2, &record->rank_and_1)) == NULL)
+            return false;
+        record->rank_and_1++;
+    }
+    return strcmp(at, ".kv") == 0;
+}
+
+static bool add_record(Shard *shard, const ShardRecord *record)
+{
+    if (shard->num_records == shard->room_records) {
+        size_t room = shard->room_records ? 2 * shard->room_records : 64;
+        ShardRecord *records = realloc(shard->records, room * sizeof *records);
+        if (records == NULL)
+            return false;
+        shard->records = records;
+        shard->room_records = room;
+    }
+    shard->records[shard->num_records++] = *record;
+    return true;
+}
+
+static bool add_other(Shard *shard, char kind, const char *name)
+{
+    size_t nbytes = strlen(name) + 2;
+    if (shard->others_nbytes + nbytes > shard->room_others) {
+        size_t room = 2 * shard->room_others + 1024;
+        char *others = realloc(shard->others, room);
+        if (others == NULL)
+            return false;
+        shard->others = others;
+        shard->room_others = room;
+    }
+    char *at = shard->others + shard->others_nbytes;
+    *at = kind;
+    memcpy(at + 1, name, nbytes - 1);
+    shard->others_nbytes += nbytes;
+    return true;
+}
+
+static bool add_entry(Shard *shard, int fd, const char *shard_name, const char *name)
+{
+    struct stat info;
+    int failed = fstatat(fd, name, &info, AT_SYMLINK_NOFOLLOW) == 0 ? 0 : errno;
+    if (failed == ENOENT)
+        return true; /* gone meanwhile */
+    ShardRecord record;
+    if (failed || !S_ISREG(info.st_mode) || shard_name == NULL
+        || !parse_name(name, shard_name, &record)) {
+        char kind = failed                  ? '?'
+                    : S_ISREG(info.st_mode) ? 'f'
+                    : S_ISDIR(info.st_mode) ? 'd'
+                    : S_ISLNK(info.st_mode) ? 'l'
+                                            : '?';
+        return add_other(shard, kind, name);
+    }
+    record.mtime_ns = (int64_t)info.st_mtim.tv_sec * 1000000000 + info.st_mtim.tv_nsec;
+    record.disk_nbytes = (uint64_t)(info.st_blocks > 0 ? info.st_blocks * 512 : info.st_size);
+    return add_record(shard, &record);
+}
+
+/* The last component of a path when it is the name of a shard, else NULL: then no file in it is in its place. */
+static const char *shard_name(const char *path)
+{
+    const char *name = strrchr(path, '/');
+    name = name == NULL ? path : name + 1;
+    for (int i = 0; i < SHARD; i++)
+        if (hex_digit(name[i]) < 0)
+            return NULL;
+    return name[SHARD] == 0 ? name : NULL;
+}
+
+int shard_list(const char *path, Shard *shard)
+{
+    *shard = (Shard){0};
+    DIR *directory = opendir(path);
+    if (directory == NULL)
+        return errno;
+    const char *own_name = shard_name(path);
+    int error = 0;
+    while (error == 0) {
+        errno = 0;
+        const struct dirent *entry = readdir(directory);
+        if (entry == NULL) {
+            error = errno;
+            break;
+        }
+        const char *name = entry->d_name;
+        if (strcmp(name, ".") == 0 || strcmp(name, "..") == 0)
+            continue;
+        if (!add_entry(shard, dirfd(directory), own_name, name))
+            error = ENOMEM;
+    }
+    closedir(directory);
+    return error;
+}
+
+void shard_free(Shard *shard)
+{
+    free(shard->records);
+    free(shard->others);
+    *shard = (Shard){0};
+}

@@ -1,0 +1,12 @@
+/* The functions of fskv._native for fskv.index; fskv/_native.pyi has their types. */
+#ifndef FSKV_FILES_API_H
+#define FSKV_FILES_API_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+PyObject *probe_chunks(PyObject *module, PyObject *args);
+PyObject *list_shard(PyObject *module, PyObject *path);
+PyObject *name_digest(PyObject *module, PyObject *key);
+
+#endif
