@@ -40,6 +40,7 @@ PATIENCE_S = 60.0  # for what cannot take so long: a chunk, an allowance
 _PAGES_NBYTES = 64 << 20  # KV pages of an engine; a request that needs more comes in parts
 _MAX_PAGES = 256
 _POLL_S = 0.00005
+_GRANT_POLL_S = 0.0005
 _IDLE_POLL_S = 0.05
 # At full speed a lookup waits as long as the disk takes: there is no scheduler that could do better.
 _FULL_SPEED_TIMEOUT_S = 30.0
@@ -344,10 +345,10 @@ class Engine:
             waits_since = waits_since or now
             if now - waits_since > PATIENCE_S:
                 raise ReplayError(
-                    f"no room for a chunk of {nbytes} bytes within {PATIENCE_S:g} s: found "
-                    f"{self._capacity.usage}, expected the prune to free some"
+                    f"no room for a chunk of {nbytes} bytes within {PATIENCE_S:g} s; expected the "
+                    "maintenance process to grant some, or to prune"
                 )
-            time.sleep(_POLL_S)
+            time.sleep(_GRANT_POLL_S)
             self.step()
             done.waited_s += time.monotonic() - now
 

@@ -33,25 +33,32 @@ class ReplayRoot:
         """Whether it was an fskv root before."""
         return FORMAT_FILE in self.names_before
 
-    def remove(self) -> bool:
-        """Remove what was not there before; returns whether it is gone."""
+    def remove(self, timeout_s: float = 10.0) -> bool:
+        """Remove what was not there before; returns whether it is gone.
+
+        Tries again: an engine's child process that is about to end may write a last word.
+        """
+        end = time.monotonic() + timeout_s
+        while not (gone := self._remove_once()) and time.monotonic() < end:
+            time.sleep(0.05)
+        return gone
+
+    def _remove_once(self) -> bool:
         try:
             names = set(os.listdir(self.path)) - self.names_before
         except FileNotFoundError:
             return True
-        gone = True
         for name in names:
             path = os.path.join(self.path, name)
             if os.path.isdir(path) and not os.path.islink(path):
-                gone &= bench_workspace.remove(path)
+                bench_workspace.remove(path)
             else:
                 with contextlib.suppress(OSError):
                     os.unlink(path)
-                gone &= not os.path.lexists(path)
         if self.made:
             _rmdir(self.path)
-            gone &= not os.path.lexists(self.path)
-        return gone
+            return not os.path.lexists(self.path)
+        return not any(os.path.lexists(os.path.join(self.path, name)) for name in names)
 
 
 def prepare(path: str, *, keep: bool) -> ReplayRoot:
