@@ -307,7 +307,7 @@ def test_the_table_of_layers_is_the_one_that_is_tested():
         ("| L1 | `fskv.config`, ", "| L1 | `fskv.config`, `fskv.nothing`, "),
         ("| L2 | `fskv.gds_io`, ", "| L2 | `fskv.gds_io`, `fskv.config`, "),
         ("| `msgpack` | `fskv.chunk_file` |", "| `msgpack` | `fskv.store` |"),
-        ("| `typer` | `tools.cli` |\n", ""),
+        ("| `typer` | `tools.cli`, `tools.replay_command` |\n", ""),
     ],
 )
 def test_a_doctored_table_of_layers_fails(old, new):

@@ -33,7 +33,7 @@ LAYERS = {
         "fskv.threads",
         "fskv.transports.",
     ),
-    3: ("fskv.store", "fskv.job", "fskv.jobs", "fskv.maintenance"),
+    3: ("fskv.store", "fskv.job", "fskv.jobs", "fskv.capacity", "fskv.maintenance"),
     4: ("fskv.engines.", "tools."),
 }
 
@@ -51,6 +51,8 @@ HOMES = {
     "aiofiles": ("fskv.index.", "fskv.maintenance"),
     "typer": ("tools.",),
     "rich": ("tools.",),
+    # replay --plot
+    "matplotlib": ("tools.replay_report",),
 }
 # Only where they are used, so that a machine without them can import the module.
 LAZY = {
@@ -58,6 +60,7 @@ LAZY = {
     "kvikio": ("fskv.",),
     "triton": ("fskv.",),
     "cupy": ("fskv.",),
+    "matplotlib": ("tools.",),
 }
 # What a pure module has no use for: files, clocks, threads, processes, the network.
 IMPURE = {

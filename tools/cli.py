@@ -21,6 +21,7 @@ from fskv import __version__, chunk_file
 from fskv.errors import ChunkError, FskvError
 
 from .bench_advice import BYTES_PER_TOKEN
+from .replay_command import replay
 
 app = typer.Typer(
     name="fskv",
@@ -30,6 +31,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 _err = Console(stderr=True, highlight=False)
+app.command()(replay)
 
 
 @app.command()

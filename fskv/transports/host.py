@@ -121,7 +121,7 @@ class HostTransport:
 
     def __init__(
         self,
-        tensors: Sequence[torch.Tensor],
+        tensors: Sequence[torch.Tensor | memoryview],
         slot_nbytes: int,
         *,
         probe_dir: str,
@@ -133,6 +133,7 @@ class HostTransport:
     ) -> None:
         """`tensors` are the engine's KV tensors, int8 (num_blocks, page), CPU or CUDA, possibly strided.
 
+        A memoryview of writable bytes does for a contiguous one on the CPU, where there is no torch.
         `cuda` is their device, if there is one and somebody has made it already.
 
         Writes one probe file into `probe_dir` when direct_io is not "off". Raises ConfigError when
@@ -154,11 +155,14 @@ class HostTransport:
             )
         self._cuda: CudaDevice | None = None
         self._flat: list[Any] = []
-        if tensors and tensors[0].is_cuda:
+        if tensors and getattr(tensors[0], "is_cuda", False):
             self._cuda = cuda or CudaDevice(tensors, slot_nbytes)
             self._cuda.make_bounce_buffers()
         else:
-            self._flat = [flat_bytes(t).numpy() for t in tensors]
+            self._flat = [
+                np.frombuffer(t, np.uint8) if isinstance(t, memoryview) else flat_bytes(t).numpy()
+                for t in tensors
+            ]
         self._pages = None
         self.native = None
         if native and _native is not None:

@@ -1,0 +1,434 @@
+"""One engine of a replay: presence, data path and share of the bound, as a real engine has them.
+
+`Engine.handle` does for one request what a scheduler and a worker do: look up, load the hit prefix, store
+the rest. It runs on one thread, in a process of its own (`run_worker`), and needs no torch: the KV pages
+are plain memory, and their content follows from the keys. So every loaded byte is compared with what it
+must be, and nothing is counted as a hit that was not loaded, checked by the store, and right.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import signal
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+
+from fskv import namespace
+from fskv.breaker import Breaker
+from fskv.capacity import Capacity
+from fskv.claims import Limits
+from fskv.chunk_file import FileLayout
+from fskv.config import Deadline, StoreConfig
+from fskv.errors import FskvError
+from fskv.index.presence import PresenceIndex, probe_files
+from fskv.job import ChunkOutcome, ChunkRequest
+from fskv.jobs import JobRunner
+from fskv.namespace import GroupIdentity, Identity
+from fskv.root import Root
+from fskv.span_plan import GroupLayout, plan_job
+from fskv.store import ChunkStore
+from fskv.transports.host import HostTransport
+from fskv.types import ChunkId, Presence, Status
+
+from .replay_trace import TOKENS_PER_BLOCK, Request, block_content, block_key
+
+PATIENCE_S = 60.0  # for what cannot take so long: a chunk, an allowance
+_PAGES_NBYTES = 64 << 20  # KV pages of an engine; a request that needs more comes in parts
+_MAX_PAGES = 256
+_POLL_S = 0.00005
+_GRANT_POLL_S = 0.0005
+_IDLE_POLL_S = 0.05
+# At full speed a lookup waits as long as the disk takes: there is no scheduler that could do better.
+_FULL_SPEED_TIMEOUT_S = 30.0
+
+
+class ReplayError(Exception):
+    """The replay cannot go on; one sentence for the user."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSpec:
+    """What every engine of a replay has in common; pickled to its process."""
+
+    root: str
+    trace_digest: bytes
+    block_nbytes: int
+    max_nbytes: int | None
+    keep_free_nbytes: int | None
+    io_threads: int
+    direct_io: str
+    touch_interval_s: float
+    speed: float | None  # seconds of the trace per second; None: as fast as it goes
+
+
+@dataclass(slots=True)
+class RequestDone:
+    """What became of one request. Bytes are those of whole chunk files."""
+
+    hits: int = 0
+    loaded: int = 0
+    stored: int = 0
+    existing: int = 0
+    read_nbytes: int = 0
+    written_nbytes: int = 0
+    wrong_nbytes: int = 0  # bytes of pages that a good load left different from what was stored
+    in_flight_nbytes: int = 0  # the most that was being stored at the same time
+    lookup_s: float = 0.0
+    load_s: float = 0.0
+    store_s: float = 0.0
+    waited_s: float = 0.0  # of store_s: for an allowance
+    failures: Counter[str] = field(default_factory=Counter)  # "load corrupt": 2
+
+
+def file_layout(block_nbytes: int) -> FileLayout:
+    """Return what each chunk file of a replay looks like: one block, one page."""
+    facts: namespace.Json = {
+        "group": 0,
+        "kind": "full",
+        "tokens_per_block": TOKENS_PER_BLOCK,
+        "blocks": 1,
+        "pages": [block_nbytes],
+        "layers": ["trace"],
+    }
+    digest = hashlib.sha256(namespace.canonical_json(facts)).digest()[:16]
+    return FileLayout(1, (block_nbytes,), digest)
+
+
+def replay_identity(trace_digest: bytes, block_nbytes: int) -> Identity:
+    """Return a namespace of its own for each trace and size of block."""
+    return Identity(
+        engine="replay",
+        engine_version="1",
+        arch="replay",
+        model_name=f"trace-{trace_digest.hex()[:12]}",
+        weights=f"named:{trace_digest.hex()}",
+        model_config={},
+        kv_cache_dtype="bytes",
+        model_dtype="bytes",
+        kv_cache_layout="page",
+        attention_backend="none",
+        tokens_per_hash=TOKENS_PER_BLOCK,
+        blocks_per_chunk=1,
+        groups=(GroupIdentity(0, "full", None, TOKENS_PER_BLOCK, (block_nbytes,), ("trace",)),),
+        hash_algorithm="sha256",
+        hash_seed="none",
+        topology={"tp": 1},
+        lora="off",
+    )
+
+
+class TraceClock:
+    """The clock of an engine's presence index, in seconds of the trace.
+
+    With a speed it is time, that many times faster. At full speed the trace has no time: the clock jumps with
+    each request, far enough that all earlier answers of the presence index are too old, as they would be if
+    the requests came minutes apart.
+    """
+
+    def __init__(self, speed: float | None, jump_s: float) -> None:
+        self._speed = speed or 1.0
+        self._jump_s = 0.0 if speed else jump_s
+        self._jumped_s = 0.0
+        self._start = time.monotonic()
+
+    def next_request(self) -> None:
+        self._jumped_s += self._jump_s
+
+    def __call__(self) -> float:
+        return (time.monotonic() - self._start) * self._speed + self._jumped_s
+
+
+class Engine:
+    """See the module docstring. Raises FskvError and OSError when the root cannot be used."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self._spec = spec
+        self._layout = file_layout(spec.block_nbytes)
+        identity = replay_identity(spec.trace_digest, spec.block_nbytes)
+        self._directory = Root.open(spec.root, create=True).open_namespace(identity)
+        self._num_pages = max(1, min(_MAX_PAGES, _PAGES_NBYTES // spec.block_nbytes))
+        self._pages = memoryview(bytearray(self._num_pages * spec.block_nbytes))
+        self._zeros = bytes(len(self._pages))
+        count = self._num_pages
+        self._plans = plan_job(
+            [GroupLayout.of(0, 1, [(0, spec.block_nbytes)])],
+            [spec.block_nbytes],
+            [count],
+            range(count),
+            [count],
+            [0],
+        ).chunks
+        transport = HostTransport(
+            [self._pages],
+            self._layout.file_nbytes,
+            probe_dir=self._directory.tmp_dir,
+            direct_io=spec.direct_io,
+        )
+        self.description = transport.description
+        defaults = StoreConfig(root=spec.root)
+
+        def breaker() -> Breaker:
+            return Breaker(defaults.breaker_failures, defaults.breaker_probe_s)
+
+        self._runner = JobRunner(
+            ChunkStore(
+                self._directory,
+                {0: self._layout},
+                transport,
+                rank=None,
+                touch_interval_s=spec.touch_interval_s,
+            ),
+            transport,
+            num_threads=spec.io_threads,
+            num_slots=spec.io_threads * 4,
+            max_queued_chunks=count,
+            deadline=Deadline(PATIENCE_S, defaults.deadline_per_mib_s, 2 * PATIENCE_S),
+            breaker=breaker(),
+        )
+        timeout_s = defaults.lookup_timeout_s * spec.speed if spec.speed else _FULL_SPEED_TIMEOUT_S
+        ttls = (
+            timeout_s,
+            defaults.positive_ttl_s,
+            defaults.negative_ttl_s,
+            defaults.quarantine_s,
+        )
+        self._clock = TraceClock(spec.speed, 2 * max(ttls))
+        self._presence = PresenceIndex(
+            self._probe,
+            positive_ttl_s=defaults.positive_ttl_s,
+            negative_ttl_s=defaults.negative_ttl_s,
+            lookup_timeout_s=timeout_s,
+            quarantine_s=defaults.quarantine_s,
+            breaker=breaker(),
+            clock=self._clock,
+        )
+        limits = Limits(
+            max_nbytes=spec.max_nbytes,
+            keep_free=spec.keep_free_nbytes,
+            namespace_max_nbytes=None,
+            tenant_max_nbytes=None,
+        )
+        self._capacity = Capacity(spec.root, namespace.directory(identity), None, limits)
+        self._capacity.start()
+        self._by_name: dict[bytes, ChunkId] = {}  # what a prune calls a chunk -> the chunk
+        self._job_id = 0
+
+    def close(self) -> None:
+        """Stop the threads; what is being written gets a moment to end."""
+        self._runner.shutdown(5.0)
+        self._presence.close()
+        self._capacity.close()
+
+    def handle(self, request: Request) -> RequestDone:
+        """Look the request's blocks up, load the hit prefix, store the rest; returns when all is visible."""
+        self._clock.next_request()
+        self.step()
+        chunks = [self._chunk(hash_id) for hash_id in request.hash_ids]
+        done = RequestDone()
+        start = time.perf_counter()
+        found = self._lookup(chunks, done)
+        looked_up = time.perf_counter()
+        if not self._spec.speed:
+            self._take_late_answers(chunks)
+        loading = time.perf_counter()
+        done.hits = self._load(chunks[:found], done)
+        loaded = time.perf_counter()
+        self._store(chunks[done.hits :], done)
+        done.lookup_s = looked_up - start
+        done.load_s = loaded - loading
+        done.store_s = time.perf_counter() - loaded
+        return done
+
+    def step(self) -> None:
+        """Take news of the child that prunes. What it removed is absent, unless it was stored again."""
+        for name, _ in self._capacity.poll():
+            chunk = self._by_name.get(name)
+            if chunk is not None:
+                self._presence.mark_failed(chunk, Status.MISSING)
+
+    # --- lookup -----------------------------------------------------------------------------
+
+    def _chunk(self, hash_id: int) -> ChunkId:
+        chunk = ChunkId(block_key(self._spec.trace_digest, hash_id), 0)
+        if self._spec.speed:  # at full speed no answer lives long enough to be taken back
+            self._by_name[bytes.fromhex(namespace.chunk_name(chunk.key_hash))] = chunk
+        return chunk
+
+    def _lookup(self, chunks: Sequence[ChunkId], done: RequestDone) -> int:
+        """Return how many chunks from the first on are present, asking as a scheduler does."""
+        for chunk in chunks:
+            if self._presence.lookup(chunk)[0] is Presence.MISS:
+                break
+        self._presence.flush()
+        for count, chunk in enumerate(chunks):
+            presence, reason = self._presence.lookup(chunk)
+            while presence is Presence.UNKNOWN:
+                time.sleep(_POLL_S)
+                presence, reason = self._presence.lookup(chunk)
+                self._presence.flush()
+            if presence is Presence.MISS:
+                if reason is not Status.MISSING:
+                    done.failures[f"lookup {reason.value}"] += 1
+                return count
+        return len(chunks)
+
+    def _take_late_answers(self, chunks: Sequence[ChunkId]) -> None:
+        """Wait for the probes of chunks behind the first miss: to a clock that jumps they would hang."""
+        for chunk in chunks:
+            while self._presence.lookup(chunk)[0] is Presence.UNKNOWN:
+                self._presence.flush()
+                time.sleep(_POLL_S)
+
+    def _probe(self, chunks: Sequence[ChunkId], missed_before: Sequence[bool]) -> list[bool]:
+        """On a probe thread."""
+        nbytes = self._layout.file_nbytes
+        path = self._directory.chunk_path
+        return probe_files([[(path(c.key_hash, 0, None), nbytes)] for c in chunks], missed_before)
+
+    # --- load -------------------------------------------------------------------------------
+
+    def _load(self, prefix: Sequence[ChunkId], done: RequestDone) -> int:
+        """Load a prefix and compare every byte; returns how many chunks of it came, up to the first bad."""
+        bad: set[ChunkId] = set()
+        unique = list(dict.fromkeys(prefix))
+        for at in range(0, len(unique), self._num_pages):
+            bad |= self._load_pages(unique[at : at + self._num_pages], done)
+        return next((i for i, chunk in enumerate(prefix) if chunk in bad), len(prefix))
+
+    def _load_pages(self, chunks: Sequence[ChunkId], done: RequestDone) -> set[ChunkId]:
+        nbytes = self._spec.block_nbytes
+        # Or a load that did nothing would find the bytes of an earlier one.
+        self._pages[: len(chunks) * nbytes] = self._zeros[: len(chunks) * nbytes]
+        self._submit(self._runner.submit_load, chunks)
+        pages = {chunk: i * nbytes for i, chunk in enumerate(chunks)}
+        bad: set[ChunkId] = set()
+
+        def take(outcome: ChunkOutcome) -> None:
+            chunk = outcome.chunk
+            if outcome.status is not Status.OK:
+                bad.add(chunk)
+                done.failures[f"load {outcome.status.value}"] += 1
+                self._presence.mark_failed(chunk, outcome.status)
+                return
+            done.loaded += 1
+            done.read_nbytes += self._layout.file_nbytes
+            page = self._pages[pages[chunk] : pages[chunk] + nbytes].tobytes()
+            expected = block_content(chunk.key_hash, nbytes)
+            if page != expected:
+                bad.add(chunk)
+                done.wrong_nbytes += sum(a != b for a, b in zip(page, expected, strict=True))
+
+        self._drain(len(chunks), take)
+        return bad
+
+    # --- store ------------------------------------------------------------------------------
+
+    def _store(self, rest: Sequence[ChunkId], done: RequestDone) -> None:
+        waiting = deque(dict.fromkeys(rest))
+        nbytes = self._layout.file_nbytes
+        waits_since: float | None = None
+        while waiting:
+            batch: list[ChunkId] = []
+            while waiting and len(batch) < self._num_pages and self._capacity.take(nbytes):
+                batch.append(waiting.popleft())
+            if batch:
+                waits_since = None
+                done.in_flight_nbytes = max(done.in_flight_nbytes, len(batch) * nbytes)
+                self._store_pages(batch, done)
+                continue
+            # A closed loop: unlike an engine, which skips the store, a replay waits for its allowance.
+            now = time.monotonic()
+            waits_since = waits_since or now
+            if now - waits_since > PATIENCE_S:
+                raise ReplayError(
+                    f"no room for a chunk of {nbytes} bytes within {PATIENCE_S:g} s; expected the "
+                    "maintenance process to grant some, or to prune"
+                )
+            time.sleep(_GRANT_POLL_S)
+            self.step()
+            done.waited_s += time.monotonic() - now
+
+    def _store_pages(self, chunks: Sequence[ChunkId], done: RequestDone) -> None:
+        nbytes, file_nbytes = self._spec.block_nbytes, self._layout.file_nbytes
+        for i, chunk in enumerate(chunks):
+            self._pages[i * nbytes : (i + 1) * nbytes] = block_content(chunk.key_hash, nbytes)
+        self._submit(self._runner.submit_store, chunks)
+
+        def take(outcome: ChunkOutcome) -> None:
+            written = file_nbytes if outcome.status is Status.OK else 0
+            self._capacity.settle(file_nbytes, written)
+            done.written_nbytes += written
+            if outcome.status is Status.OK:
+                done.stored += 1
+            elif outcome.status is Status.EXISTS:
+                done.existing += 1
+            else:
+                done.failures[f"store {outcome.status.value}"] += 1
+                if outcome.status is Status.NO_SPACE:
+                    self._capacity.no_space()
+                return
+            self._presence.mark_stored(outcome.chunk)
+
+        self._drain(len(chunks), take)
+
+    # --- jobs -------------------------------------------------------------------------------
+
+    def _submit(
+        self,
+        submit: Callable[[int, Sequence[ChunkRequest], None], None],
+        chunks: Sequence[ChunkId],
+    ) -> None:
+        self._job_id += 1
+        plans = self._plans[: len(chunks)]
+        requests = [ChunkRequest(chunk, plan) for chunk, plan in zip(chunks, plans, strict=True)]
+        submit(self._job_id, requests, None)
+
+    def _drain(self, num_chunks: int, take: Callable[[ChunkOutcome], None]) -> None:
+        """Hand over the outcomes of a job as they come, until all are there."""
+        end = time.monotonic() + 3 * PATIENCE_S
+        while num_chunks:
+            self._runner.poll()
+            outcomes = self._runner.take_outcomes()
+            for outcome in outcomes:
+                take(outcome)
+            num_chunks -= len(outcomes)
+            if not outcomes:
+                if time.monotonic() > end:
+                    raise ReplayError(f"{num_chunks} chunks did not end in {3 * PATIENCE_S:g} s")
+                time.sleep(_POLL_S)
+
+
+# --- a process of its own ---------------------------------------------------------------------
+
+
+def run_worker(pipe: Connection, spec: EngineSpec) -> None:
+    """Handle requests from `pipe` until None comes or the other end is gone.
+
+    Answers a RequestDone to each; first of all the data path's description, and a ReplayError at any time.
+    """
+    # Ctrl-C reaches the whole process group. It is the parent that stops: it closes the pipe.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    try:
+        engine = Engine(spec)
+        try:
+            pipe.send(engine.description)
+            while True:
+                while not pipe.poll(_IDLE_POLL_S):
+                    engine.step()
+                request = pipe.recv()
+                if request is None:
+                    return
+                pipe.send(engine.handle(request))
+        finally:
+            engine.close()
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        os._exit(0)  # nobody is interested any more; a disk that hangs must not keep this process
+    except (ReplayError, FskvError, OSError, MemoryError) as error:
+        with contextlib.suppress(OSError):
+            pipe.send(ReplayError(str(error)))
