@@ -12,7 +12,7 @@ endif
 ARGS ?=
 DIR ?= .cache
 
-.PHONY: help setup demo demo-quick bench bench-interpreter bench-flood bench-engine test test-unit lint clean distclean
+.PHONY: help setup demo demo-quick bench bench-interpreter bench-flood bench-engine storm test test-unit lint clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -38,6 +38,9 @@ bench-flood: $(SETUP) ## Memory, files and threads while 20,000 jobs flood a wor
 
 bench-engine: $(SETUP) ## What a decoding request of a real vLLM engine notices (some minutes)
 	@$(PY) -m benchmarks.engine $(ARGS)
+
+storm: $(SETUP) ## Kill writers, fill a disk, fail a mount: is anything wrong ever served? (minutes)
+	@$(PY) -m benchmarks.storm $(ARGS)
 
 test: $(SETUP) ## All tests: unit tests, then real engines (some minutes)
 	$(PY) -m pytest $(ARGS)

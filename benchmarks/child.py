@@ -12,6 +12,7 @@ import signal
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, SpawnContext
 from typing import Any, Self
 
 from benchmarks.rig import PATIENCE_S, BenchmarkError
@@ -22,10 +23,19 @@ _SAMPLE_S = 0.002
 class Child:
     """One child, owned by one thread; a context manager that leaves no process behind."""
 
-    def __init__(self, name: str, run: Callable[..., None], *arguments: Any) -> None:
-        """`run(connection, *arguments)` is a module's function: the child imports it."""
+    def __init__(
+        self, name: str, run: Callable[..., None], *arguments: Any, forked: bool = False
+    ) -> None:
+        """`run(connection, *arguments)` is a module's function: the child imports it.
+
+        With `forked` a server does the importing once (`preload`), and each child is a fork of it.
+        """
         self._name = name
-        context = multiprocessing.get_context("spawn")
+        context: SpawnContext | ForkServerContext
+        if forked:
+            context = multiprocessing.get_context("forkserver")
+        else:
+            context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(run, theirs, arguments))
         self._process.start()
@@ -41,6 +51,11 @@ class Child:
     def pid(self) -> int:
         assert self._process.pid is not None
         return self._process.pid
+
+    @property
+    def connection(self) -> Connection:
+        """For multiprocessing.connection.wait: who of several has something to say."""
+        return self._connection
 
     def say(self, what: Any) -> None:
         """Send something; that the child is gone is noticed by the next `hear`."""
@@ -71,10 +86,17 @@ class Child:
         self._process.join(timeout_s)
         self.kill()
 
-    def kill(self) -> None:
-        self._connection.close()
+    def kill(self) -> int | None:
+        """SIGKILL; return how the process has ended, as subprocess says it."""
         self._process.kill()
         self._process.join()
+        self._connection.close()
+        return self._process.exitcode
+
+
+def preload(*modules: str) -> None:
+    """Let the server of forked children import these before it makes the first one."""
+    multiprocessing.set_forkserver_preload(list(modules))
 
 
 def _serve(run: Callable[..., None], connection: Connection, arguments: tuple[Any, ...]) -> None:

@@ -79,10 +79,15 @@ def patient_config(
 
 
 def open_runner(
-    tensors: Sequence[torch.Tensor], layout: FileLayout, path: str, config: StoreConfig
+    tensors: Sequence[torch.Tensor],
+    layout: FileLayout,
+    directory: NamespaceDir,
+    config: StoreConfig,
+    *,
+    breaker: Breaker | None = None,
+    native: bool = True,
 ) -> JobRunner:
     """Construct transport, store and runner as fskv.engines.vllm_worker does, for one KV group."""
-    directory = NamespaceDir(path, b"benchmark".ljust(32), 0o700, 0o600)
     transport = HostTransport(
         tensors,
         layout.file_nbytes,
@@ -90,6 +95,7 @@ def open_runner(
         direct_io=config.direct_io,
         file_mode=directory.file_mode,
         fsync=config.fsync,
+        native=native,
     )
     store = ChunkStore(
         directory, {0: layout}, transport, rank=None, touch_interval_s=config.touch_interval_s
@@ -101,7 +107,7 @@ def open_runner(
         num_slots=config.staging_bytes // layout.file_nbytes,
         max_queued_chunks=config.max_queued_chunks,
         deadline=config.deadline,
-        breaker=Breaker(config.breaker_failures, config.breaker_probe_s),
+        breaker=breaker or Breaker(config.breaker_failures, config.breaker_probe_s),
     )
 
 
@@ -115,7 +121,7 @@ class Rig:
         self._path = tempfile.mkdtemp(dir=directory)
         os.mkdir(os.path.join(self._path, "tmp"))
         os.mkdir(os.path.join(self._path, "chunks"))
-        self._names = NamespaceDir(self._path, b"", 0o700, 0o600)
+        self._names = NamespaceDir(self._path, b"benchmark".ljust(32), 0o700, 0o600)
         per_chunk = shape.blocks_per_chunk
         num_blocks = per_chunk * shape.num_places
         self._tensors = [
@@ -132,7 +138,7 @@ class Rig:
         stored = [order[at : at + per_chunk] for at in range(0, num_blocks, per_chunk)]
         loaded = [[num_blocks + block for block in blocks] for blocks in stored]
         self._blocks = {False: stored, True: loaded}  # by is_load, then by place
-        self.runner = open_runner(self._tensors, self.file_layout, self._path, config)
+        self.runner = open_runner(self._tensors, self.file_layout, self._names, config)
 
     def requests(
         self, chunks: Sequence[tuple[ChunkId, int]], *, is_load: bool
