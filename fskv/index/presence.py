@@ -19,7 +19,7 @@ import os
 import stat
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -154,6 +154,9 @@ class PresenceIndex:
         ttl = self._negative_ttl_s if absent else self._quarantine_s
         reason = Status.MISSING if absent else Status.QUARANTINED
         self._remember(chunk, Presence.MISS, self._clock() + ttl, reason)
+
+    def mark_removed(self, names: Iterable[tuple[bytes, int]]) -> None:
+        """Files of these chunks were removed: (16-byte digest of the key, group index)."""
 
     def known_present(self, chunk: ChunkId) -> bool:
         """Whether a store of it would be wasted: a fresh, positive answer is in memory."""
