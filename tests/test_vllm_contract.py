@@ -90,6 +90,7 @@ def test_the_signature_check_can_fail():
 def test_the_private_names_we_lean_on_exist():
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler, worker
+    from vllm.v1.kv_offload.base import OffloadingKVEventsConfig
 
     source = inspect.getsource(worker.OffloadingConnectorWorker)
     assert "self._load_jobs" in source, "job id -> request id of loads in flight"
@@ -99,6 +100,9 @@ def test_the_private_names_we_lean_on_exist():
     assert group.next_stored_chunk_idx == 0
     assert group.num_hit_chunks == 0
     assert isinstance(KVConnectorFactory._registry, dict)
+    assert "self._events_tracker = " in inspect.getsource(scheduler.OffloadingConnectorScheduler)
+    tracker = scheduler.OffloadingEventsTracker(OffloadingKVEventsConfig(True, True))
+    assert tracker._pending_event_metadata == {}
 
 
 def test_the_scheduler_reads_the_failure_policy_after_it_built_its_connector():

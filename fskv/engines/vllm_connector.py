@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingManager, OffloadingSpec
 
 from fskv.config import ENGINE_OPTIONS, MIB, StoreConfig
+from fskv.engines.vllm_events import KvEvents
 from fskv.engines.vllm_identity import EngineGroup, build_identity, engine_groups
 from fskv.engines.vllm_manager import FskvHandshake, FskvManager, load_failures
 from fskv.engines.vllm_metrics import metric_definitions
@@ -38,6 +40,7 @@ from fskv.types import ChunkId, Status
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.kv_offload.config import OffloadingConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -103,7 +106,12 @@ class FskvOffloadingSpec(OffloadingSpec):
         return metric_definitions()
 
     def get_manager(self) -> OffloadingManager:
-        self.manager = FskvManager(self._setup.config, self._setup.geometry.blocks_per_chunk)
+        geometry = self._setup.geometry
+        self.manager = FskvManager(
+            self._setup.config,
+            geometry.blocks_per_chunk,
+            KvEvents.enabled_by(self.kv_events_config, geometry.tokens_per_chunk[0]),
+        )
         return self.manager
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> FskvWorker:
@@ -164,6 +172,7 @@ class FskvConnector(OffloadingConnector):
             logger.error("fskv: %s", error)
             raise
         self._setup = setup
+        self._held_events: list[KVCacheEvent] = []  # of before a reset, not yet taken
         outer = _enclosing_connector()
         if outer is not None:
             # Inside a MultiConnector the scheduler reads the policy of the outer configuration.
@@ -278,8 +287,19 @@ class FskvConnector(OffloadingConnector):
                 )
                 # 0 is vLLM's "not there": stores skip it.
                 group.block_ids[:num_past] = [0] * num_past
+        # While vLLM's tracker still knows the payloads: what is announced as removed must name every block.
+        self._manager.forget_announced()
+        self._held_events = list(self.take_events())
         super().reset_cache()
         return True
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        held, self._held_events = self._held_events, []
+        yield from held
+        yield from super().take_events()
+        self._manager.trim_event_payloads(
+            self.scheduler._events_tracker._pending_event_metadata  # noqa: SLF001
+        )
 
     def _offer_again(self, req_id: str) -> None:
         """Make the recompute of a failed load store the request's chunks again.

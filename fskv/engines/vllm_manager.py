@@ -7,9 +7,10 @@ fskv.index.presence. Until the workers' handshake has told the namespace, everyt
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
@@ -17,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import Offl
 from vllm.v1.kv_offload.base import (
     LoadStoreSpec,
     LookupResult,
+    OffloadingEvent,
     OffloadingManager,
     OffloadKey,
     PrepareStoreOutput,
@@ -33,6 +35,7 @@ from fskv.breaker import Breaker
 from fskv.capacity import Capacity
 from fskv.claims import Limits
 from fskv.config import StoreConfig
+from fskv.engines.vllm_events import KvEvents
 from fskv.engines.vllm_metrics import to_stats
 from fskv.errors import ConfigError
 from fskv.index.presence import Findings, Key, PresenceIndex, RankFiles, probe_chunks
@@ -43,6 +46,11 @@ from fskv.types import ChunkId, Presence, Status
 logger = logging.getLogger(__name__)
 
 _MAX_STORING = 65536
+# An engine that is paused or put to sleep waits until it is idle; a hung mount must not hold that up.
+_EVENTS_LINGER_S = 2.0
+
+# A load that ends like this leaves no file to load, or one that nobody will read again.
+_GONE = (Status.MISSING, Status.STALE, Status.CORRUPT)
 
 _RESULTS = {
     Presence.HIT: LookupResult.HIT,
@@ -85,8 +93,12 @@ class FskvHandshake(KVConnectorHandshakeMetadata):
 class FskvManager(OffloadingManager):
     """See the module docstring."""
 
-    def __init__(self, config: StoreConfig, blocks_per_chunk: int) -> None:
+    def __init__(
+        self, config: StoreConfig, blocks_per_chunk: int, events: KvEvents | None = None
+    ) -> None:
+        """`events` is None where the engine publishes no KV events."""
         self._config = config
+        self._events = events
         self._blocks_per_chunk = blocks_per_chunk
         self._workers: list[FskvHandshake] = []
         self._counters = Counters()
@@ -102,9 +114,9 @@ class FskvManager(OffloadingManager):
         )
         # Chunks that a store job took and whose outcome is not known yet -> when to stop believing in it.
         self._storing: dict[ChunkId, float] = {}
-        self._capacity: Capacity | None = (
-            None  # from the handshake on, unless somebody else maintains
-        )
+        # From the handshake on, unless somebody else maintains the root.
+        self._capacity: Capacity | None = None
+        self._last_store_at = -math.inf  # when a store job last took a chunk
         self._stored_by: dict[ChunkId, set[int]] = {}  # ranks that have published their part
         self._excluded_requests: set[str] = set()
         self._stopped = False  # for good: the weights may not be the namespace's any more
@@ -161,6 +173,15 @@ class FskvManager(OffloadingManager):
             self._end_store(chunk)
             del self._stored_by[chunk]
             self._presence.mark_stored(chunk)
+            if self._events and not self._stopped:
+                self._events.stored(chunk)
+
+    def on_removed(self, names: Iterable[tuple[bytes, int]]) -> None:
+        """Files of these chunks were removed; a name is (XXH3-128 of the key in 16 bytes, group index)."""
+        names = list(names)
+        self._presence.mark_removed(names)
+        if self._events:
+            self._events.removed_names(names)
 
     def on_not_stored(self, chunk: ChunkId) -> None:
         self._end_store(chunk)
@@ -172,16 +193,14 @@ class FskvManager(OffloadingManager):
             if no_space:
                 self._capacity.no_space()
 
-    def on_removed(self, names: Sequence[tuple[bytes, int]]) -> None:
-        """These chunks, by the XXH3-128 of their key and their group, were pruned by whomever."""
-        self._presence.mark_removed(names)
-
     def on_loads_failed(self, failures: Mapping[ChunkId, Status]) -> None:
         for chunk, status in failures.items():
             if status is Status.BREAKER:  # not read, so nothing is known against the chunk
                 self._breaker.trip()
             else:
                 self._presence.mark_failed(chunk, status)
+                if self._events and status in _GONE:
+                    self._events.removed(chunk)
         # Chunks of one job fail together: that is one sign about the root and not many.
         for status in set(failures.values()):
             self._breaker.record(status)
@@ -206,6 +225,8 @@ class FskvManager(OffloadingManager):
                 told.add((chunk, reason))
                 if presence is Presence.HIT:
                     self._counters.add(metrics.LOOKUP_HITS)
+                    if self._events:  # stored by another engine, or before this one's start
+                        self._events.stored(chunk)
                 else:
                     self._counters.add(metrics.LOOKUP_MISSES, 1, reason.value)
         return _RESULTS[presence]
@@ -262,6 +283,24 @@ class FskvManager(OffloadingManager):
             self._end_store(chunk)
         self._stored_by.clear()
 
+    def forget_announced(self) -> None:
+        """Before a reset: take back all that was announced. What is found again is announced again."""
+        if self._events:
+            self._events.removed_all()
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        return self._events.take() if self._events else ()
+
+    def trim_event_payloads(self, payloads: MutableMapping[OffloadKey, object]) -> None:
+        """Drop what vLLM remembers of chunks that no event will name any more."""
+        if self._events:
+            self._events.trim(payloads, self._storing.keys())
+
+    def has_pending_work(self) -> bool:
+        """Keep an idle engine stepping until it can publish how its last stores ended, but not for long."""
+        waits = self._events is not None and bool(self._storing)
+        return waits and time.monotonic() < self._last_store_at + _EVENTS_LINGER_S
+
     def get_stats(self) -> OffloadingConnectorStats | None:
         shown: dict[Metric, float] = {metrics.BREAKER_OPEN: float(self._breaker.open)}
         if self._capacity is not None:
@@ -301,6 +340,7 @@ class FskvManager(OffloadingManager):
             return False
         # Twice the longest deadline: by then a worker has reported, or it is gone.
         self._storing[chunk] = now + 2 * self._config.deadline_max_s
+        self._last_store_at = now
         return True
 
     def _end_store(self, chunk: ChunkId) -> None:

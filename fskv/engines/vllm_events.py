@@ -1,0 +1,122 @@
+"""What a KV-aware router is told: which chunks became visible on the root, and which are gone.
+
+vLLM publishes the events (kv_events_config, medium STORAGE); this decides when there is one. A chunk is
+announced at most once until its removal is, and only by what proves that every rank's file was there: all
+ranks have published it, or a probe has just found it. What is announced is remembered, because the pruner
+knows only the names of files; what memory has no room for is announced as removed, so that no router
+believes for ever in something that cannot be taken back.
+
+Called on the scheduler's thread. Exists only where the engine publishes events. Memory: see MAX_ANNOUNCED.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Iterator, MutableMapping
+from itertools import groupby
+
+from vllm.v1.kv_offload.base import (
+    Medium,
+    OffloadingEvent,
+    OffloadingKVEventsConfig,
+    OffloadKey,
+    make_offload_key,
+)
+
+from fskv.namespace import chunk_name
+from fskv.types import ChunkId
+
+# 213 bytes each (measured with tracemalloc for keys of 32 bytes): 53 MB.
+MAX_ANNOUNCED = 250_000
+# With self_describing_kv_events vLLM keeps the tokens of every announced chunk, 40 bytes a token: 336 MB.
+MAX_ANNOUNCED_TOKENS = 8 << 20
+_PAYLOADS_SLACK = 4096  # payloads that vLLM may keep in vain before they are looked through
+
+_Name = bytes  # of a chunk's file: 16 bytes of digest and 4 of the group
+
+
+class KvEvents:
+    """See the module docstring."""
+
+    def __init__(self, max_announced: int = MAX_ANNOUNCED) -> None:
+        self._max_announced = max_announced
+        self._announced: OrderedDict[_Name, OffloadKey] = OrderedDict()  # least recently seen first
+        # In the order in which it happened; taken in every step, so it never holds more than one step's news.
+        self._news: list[tuple[bool, OffloadKey]] = []  # (removed, key)
+        self._trim_at = _PAYLOADS_SLACK
+
+    @classmethod
+    def enabled_by(cls, config: OffloadingKVEventsConfig, tokens_per_chunk: int) -> KvEvents | None:
+        """Return what keeps the events of this engine, or None where it publishes none."""
+        if not config.enable_kv_cache_events:
+            return None
+        if not config.self_describing_kv_events:
+            return cls()
+        return cls(min(MAX_ANNOUNCED, max(1, MAX_ANNOUNCED_TOKENS // tokens_per_chunk)))
+
+    def stored(self, chunk: ChunkId) -> None:
+        """Every rank's file of the chunk is visible; says so unless it was said before."""
+        name = _name(chunk)
+        if name in self._announced:
+            self._announced.move_to_end(name)
+            return
+        key = make_offload_key(chunk.key_hash, chunk.group_idx)
+        self._announced[name] = key
+        self._news.append((False, key))
+        if len(self._announced) > self._max_announced:
+            _, forgotten = self._announced.popitem(last=False)
+            self._news.append((True, forgotten))
+
+    def removed(self, chunk: ChunkId) -> None:
+        """A file of the chunk is gone or worthless."""
+        self._take_back(_name(chunk))
+
+    def removed_names(self, names: Iterable[tuple[bytes, int]]) -> None:
+        """Chunks are gone of which only the names of the files are known: (16-byte digest, group index)."""
+        for digest, group_idx in names:
+            self._take_back(digest + group_idx.to_bytes(4, "big"))
+
+    def removed_all(self) -> None:
+        """Nothing of what was announced can be relied on any more."""
+        self._news.extend((True, key) for key in self._announced.values())
+        self._announced.clear()
+
+    def take(self) -> Iterator[OffloadingEvent]:
+        """Yield the news since the last call, oldest first, neighbours of one kind together."""
+        news, self._news = self._news, []
+        for removed, members in groupby(news, key=lambda item: item[0]):
+            yield OffloadingEvent(
+                keys=[key for _, key in members],
+                medium=Medium.STORAGE,
+                removed=removed,
+                removal_expected=True,
+            )
+
+    def trim(
+        self, payloads: MutableMapping[OffloadKey, object], storing: Collection[ChunkId]
+    ) -> None:
+        """Drop vLLM's payloads of chunks that are neither announced nor being stored.
+
+        vLLM keeps a payload until it was removed from the CPU tier, which fskv does not have, and so for ever
+        (0.32 and 0.33: residency (CPU, None) in events.py).
+        """
+        if len(payloads) < self._trim_at:
+            return
+        wanted = set(self._announced.values())
+        wanted.update(make_offload_key(*chunk) for chunk in storing)
+        for key in [key for key in payloads if key not in wanted]:
+            del payloads[key]
+        self._trim_at = 2 * len(payloads) + _PAYLOADS_SLACK
+
+    @property
+    def num_announced(self) -> int:
+        return len(self._announced)
+
+    def _take_back(self, name: _Name) -> None:
+        key = self._announced.pop(name, None)
+        if key is not None:
+            self._news.append((True, key))
+
+
+def _name(chunk: ChunkId) -> _Name:
+    return bytes.fromhex(chunk_name(chunk.key_hash)) + chunk.group_idx.to_bytes(4, "big")

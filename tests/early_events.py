@@ -1,0 +1,31 @@
+"""Child process of test_engine_events: demo/engine.py with a fskv that announces chunks as it takes them.
+
+The negative control: what the test sees of this engine, it must not see of a right one.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
+
+def main() -> int:
+    from demo import engine
+    from fskv.engines.vllm_manager import FskvManager, to_chunk
+
+    prepare_store = FskvManager.prepare_store
+
+    def announce_at_once(self, keys, req_context):
+        output = prepare_store(self, keys, req_context)
+        for key in output.keys_to_store:
+            self._events.stored(to_chunk(key))
+        return output
+
+    FskvManager.prepare_store = announce_at_once
+    return engine.main(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
