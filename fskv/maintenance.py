@@ -57,7 +57,7 @@ _DEAD_CLAIM_S = 4 * TTL_S
 _FULL_SHARE = 0.03  # of everything: what goes when a disk is full without any bound being reached
 _FULL_LEAST = 64 << 20
 _IDLE_S = 1.0
-_REMOVED_NBYTES = ENTRY_NBYTES * 2048  # of one message
+_REMOVED_NBYTES = ENTRY_NBYTES * 190  # of one message: below PIPE_BUF, so that it goes whole or not at all
 _FUTILE_S = 5.0
 _NAMESPACE = re.compile(r".+@[0-9a-f]{16}", re.DOTALL)
 
@@ -80,14 +80,17 @@ class Maintainer:
         self,
         root: str,
         claim: Claim | None,
-        send: Callable[[dict[str, Any]], None] = lambda _: None,
+        send: Callable[[dict[str, Any]], bool] = lambda _: True,
         *,
         dir_mode: int = 0o700,
         file_mode: int = 0o600,
         grace_s: float = _GRACE_S,
         lease_ttl_s: float = TTL_S,
     ) -> None:
-        """`claim` is the engine's, None where there is none; `send` takes messages for the engine."""
+        """`claim` is the engine's, None where there is none.
+
+        `send` takes messages for the engine; False if it does not listen: an idle engine does not.
+        """
         self._root = root
         self._shared = f"{root}/{SHARED_DIR}"
         self._claim = claim
@@ -202,7 +205,9 @@ class Maintainer:
             return False
         self._granted += amount
         self._publish()  # before the engine may use it
-        self._send({"grant": amount})
+        if not self._send({"grant": amount}):
+            self._granted -= amount
+            return False
         return True
 
     def _report(self, usage: Usage | None, space: Space) -> bool:
@@ -226,8 +231,9 @@ class Maintainer:
         }
         changed = any(report[name] != self._reported.get(name) for name in report if name != "free")
         if changed or time.monotonic() - self._reported_at > _IDLE_S:
-            self._send(report)
-            self._reported, self._reported_at = report, time.monotonic()
+            if self._send(report):
+                self._reported = report
+            self._reported_at = time.monotonic()
         return changed or bool(removed)
 
     # --- the holder's work ------------------------------------------------------------------
@@ -610,16 +616,19 @@ def _begin(options: dict[str, Any]) -> Maintainer:
     return maintainer
 
 
-def _send(message: dict[str, Any]) -> None:
-    data = msgpack.packb(message)
-    while data:
-        data = data[os.write(1, data) :]
+def _send(message: dict[str, Any]) -> bool:
+    try:
+        os.write(1, msgpack.packb(message))
+    except BlockingIOError:  # an idle engine does not read; its lease and its claim go on
+        return False
+    return True
 
 
 def main() -> None:
     logging.basicConfig(level=logging.INFO, format="fskv: %(message)s")
     with contextlib.suppress(OSError):
         os.nice(5)
+    os.set_blocking(1, False)
     code = 0
     try:
         asyncio.run(serve())
