@@ -309,8 +309,8 @@ def _parse_bound(name: str, value: Any) -> int | None:
 
 
 def _parse_keep_free(name: str, value: Any) -> int | Share:
-    if value in (0, "0") and type(value) is not bool:
-        return 0
+    if isinstance(value, Share) or (value in (0, "0") and type(value) is not bool):
+        return value if isinstance(value, Share) else 0
     match = _PERCENT.fullmatch(value.strip()) if isinstance(value, str) else None
     if match:
         if not 0 < float(match[1]) < 100:

@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import os
-import re
 import sys
 import time
 from collections.abc import Callable
@@ -30,36 +28,26 @@ from fskv.claims import (
     Book,
     Claim,
     Limits,
-    Scope,
     Space,
     Usage,
     grant,
-    inodes_short,
     scopes,
 )
 from fskv.config import Share
-from fskv.index.snapshot import Catalogue
+from fskv.holder import Holder
 from fskv.lease import SHARED_DIR, TTL_S, Lease
-from fskv.process import provably_dead, unique_name
-from fskv.prune import Pruned, execute, plan
+from fskv.process import unique_name
 from fskv.removed import ENTRY_NBYTES, RemovedLog
-from fskv.root import MANIFEST_FILE, TMP_DIR, make_directory
+from fskv.root import make_directory
 
 logger = logging.getLogger(__name__)
 
-_LOW = 0.98  # of a bound: what a prune leaves
-_TRIGGER = 0.005  # of a bound: with less headroom than that a prune begins
-_COUNT_ALL_S = 60.0  # how often namespaces are counted that nobody claims to write to
-_SNAPSHOT_S = 300.0
-_ORPHANS_S = 30.0
-_GRACE_S = 3600.0  # a part of a process about which nothing can be proved is given up after this
-_DEAD_CLAIM_S = 4 * TTL_S
-_FULL_SHARE = 0.03  # of everything: what goes when a disk is full without any bound being reached
-_FULL_LEAST = 64 << 20
-_IDLE_S = 1.0
-_REMOVED_NBYTES = ENTRY_NBYTES * 190  # of one message: below PIPE_BUF, so that it goes whole or not at all
 _FUTILE_S = 5.0
-_NAMESPACE = re.compile(r".+@[0-9a-f]{16}", re.DOTALL)
+_IDLE_S = 1.0
+_REMOVED_NBYTES = (
+    ENTRY_NBYTES * 190
+)  # of one message: below PIPE_BUF, so it goes whole or not at all
+GRACE_S = 3600.0  # a part of a process about which nothing can be proved is given up after this
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +72,7 @@ class Maintainer:
         *,
         dir_mode: int = 0o700,
         file_mode: int = 0o600,
-        grace_s: float = _GRACE_S,
+        grace_s: float = GRACE_S,
         lease_ttl_s: float = TTL_S,
     ) -> None:
         """`claim` is the engine's, None where there is none.
@@ -262,289 +250,6 @@ class Maintainer:
         if self._work is None or self._work.done():
             self._work = self._holder = None
         return False
-
-
-class Holder:
-    """What the holder of the lease knows and does. Ends with the lease."""
-
-    def __init__(
-        self, root: str, book: Book, log: RemovedLog, lease: Lease, file_mode: int, grace_s: float
-    ) -> None:
-        self._root = root
-        self._book = book
-        self._log = log
-        self._lease = lease
-        self._file_mode = file_mode
-        self._grace_s = grace_s
-        self.usage: Usage | None = None
-        self._catalogues: dict[str, Catalogue] = {}  # by "<arch>/<model>@<digest16>"
-        self._tenants: dict[str, str] = {}
-        self._counted_all_at = self._snapshot_at = self._orphans_at = float("-inf")
-        self._beats: dict[str, tuple[int, float]] = {}  # claim -> its last beat, since when
-        self._counted: dict[str, int] = {}  # claim -> its `written` before the last count
-        self._full: dict[str, int] = {}  # claim -> its `full` that was served
-        self._stuck: set[str] = set()  # paths that cannot be removed
-        self._futile_until = 0.0  # nothing was left to remove: no need to look again and again
-        self._unsaved: set[str] = set()  # namespaces whose snapshot is old
-
-    def due(self, claims: list[Claim], space: Space) -> bool:
-        """Whether there is work: the first count, a bound that is near, a full disk, or time has passed."""
-        if self.usage is None or time.monotonic() - self._counted_all_at > _COUNT_ALL_S:
-            return True
-        for claim in claims:
-            # What was full before we held the lease is not ours to serve: it says so again if it still is.
-            if claim.full > self._full.setdefault(claim.name, claim.full):
-                return True
-        if time.monotonic() < self._futile_until:
-            return False
-        if inodes_short(claims, space):
-            return True
-        return any(_near(scope, claims) for scope in scopes(claims, self.usage, space))
-
-    async def work(self, claims: list[Claim], space: Space) -> None:
-        """Count, prune what is beyond the bounds, and clean. Raises OSError when the root does not let us."""
-        every = self.usage is None or time.monotonic() - self._counted_all_at > _COUNT_ALL_S
-        if every:
-            self._find_namespaces()
-        dead = self._dead(claims)
-        known = await self._count(claims, every=every)
-        self._counted |= {c.name: c.written for c in claims if c.namespace in known}
-        self._publish(claims)
-        assert self.usage is not None
-        await self._prune(claims, scopes(claims, self.usage, space), inodes_short(claims, space))
-        self._publish([claim for claim in claims if claim.name not in dead])
-        for name in dead:  # what they wrote has been counted
-            self._book.withdraw(name)
-        if every:
-            self._counted_all_at = time.monotonic()
-        if time.monotonic() - self._orphans_at > _ORPHANS_S:
-            self._orphans_at = time.monotonic()
-            self._remove_orphans()
-        if time.monotonic() - self._snapshot_at > _SNAPSHOT_S:
-            self._snapshot_at = time.monotonic()
-            self.save_snapshots()
-
-    def _find_namespaces(self) -> None:
-        found = set()
-        with os.scandir(self._root) as arches:
-            for arch in arches:
-                if arch.name.startswith(".") or not arch.is_dir(follow_symlinks=False):
-                    continue
-                with contextlib.suppress(OSError), os.scandir(arch.path) as models:
-                    for model in models:
-                        if _NAMESPACE.fullmatch(model.name) and model.is_dir(follow_symlinks=False):
-                            found.add(f"{arch.name}/{model.name}")
-        for gone in self._catalogues.keys() - found:
-            del self._catalogues[gone]
-        for name in found - self._catalogues.keys():
-            path = f"{self._root}/{name}"
-            self._catalogues[name] = Catalogue.load(path)
-            tenant = _tenant_of(f"{path}/{MANIFEST_FILE}")
-            if tenant is not None:
-                self._tenants[name] = tenant
-
-    def _dead(self, claims: list[Claim]) -> set[str]:
-        """Return the claims of engines that are gone, or that have not been heard of for so long."""
-        now = time.monotonic()
-        dead = set()
-        for claim in claims:
-            beat, since = self._beats.get(claim.name, (-1, now))
-            if claim.beat != beat:
-                self._beats[claim.name] = (claim.beat, now)
-            elif now - since > _DEAD_CLAIM_S:
-                dead.add(claim.name)
-            if claim.closed or provably_dead(claim.name):
-                dead.add(claim.name)
-        names = {claim.name for claim in claims}
-        self._beats = {name: seen for name, seen in self._beats.items() if name in names}
-        self._full = {name: full for name, full in self._full.items() if name in names}
-        self._counted = {name: n for name, n in self._counted.items() if name in names}
-        return dead
-
-    async def _count(self, claims: list[Claim], *, every: bool) -> set[str]:
-        """Bring catalogues up to date; returns those namespaces whose every file is in the count."""
-        known = set()
-        writing = {claim.namespace for claim in claims}
-        now_ns = self._lease.now_ns()
-        for name, catalogue in self._catalogues.items():
-            if not every and name not in writing:
-                continue
-            before = catalogue.num_files
-            try:
-                failed = await catalogue.refresh(now_ns)
-            except OSError as error:
-                logger.warning("%s cannot be counted: %s", catalogue.namespace, error)
-                continue
-            if not failed:
-                known.add(name)
-            for shard in failed[:1]:
-                logger.warning(
-                    "%s: %d directories cannot be listed: %s", name, len(failed), shard.error
-                )
-            if catalogue.num_files != before:
-                self._unsaved.add(name)
-        return known
-
-    def _publish(self, claims: list[Claim]) -> None:
-        last = self.usage or Usage()
-        self.usage = replace(
-            last,
-            namespaces={
-                name: (c.nbytes, c.num_files) for name, c in sorted(self._catalogues.items())
-            },
-            tenants={
-                name: self._tenants[name] for name in self._catalogues if name in self._tenants
-            },
-            counted={c.name: self._counted[c.name] for c in claims if c.name in self._counted},
-            at_ms=time.time_ns() // 1_000_000,
-            unremovable=len(self._stuck),
-        )
-        self._book.publish_usage(self.usage)
-
-    async def _prune(self, claims: list[Claim], bounds: list[Scope], num_inodes: int) -> None:
-        for scope in bounds:
-            if _near(scope, claims):
-                await self._free(self._members(scope), _excess(scope, claims), 0, claims)
-        if num_inodes:
-            await self._free(list(self._catalogues), 0, num_inodes, claims)
-        full = [claim for claim in claims if claim.full > self._full.get(claim.name, 0)]
-        if full:
-            everything = self.usage.nbytes if self.usage else 0
-            amount = max(int(_FULL_SHARE * everything), _FULL_LEAST, *(8 * c.wanted for c in full))
-            await self._free(list(self._catalogues), amount, 0, claims)
-            self._full |= {claim.name: claim.full for claim in full}
-
-    def _members(self, scope: Scope) -> list[str]:
-        if scope.kind == "namespace":
-            return [name for name in self._catalogues if name == scope.name]
-        if scope.kind == "tenant":
-            return [name for name in self._catalogues if self._tenants.get(name) == scope.name]
-        return list(self._catalogues)
-
-    async def _free(
-        self, members: list[str], nbytes: int, num_files: int, claims: list[Claim]
-    ) -> None:
-        """Remove least recently used chunks of these namespaces, and tell everybody."""
-        catalogues = [self._catalogues[name] for name in members]
-        left_nbytes, left_files = nbytes, num_files
-        any_gone = False
-        while (left_nbytes > 0 or left_files > 0) and self._lease.held:
-            chosen = plan(catalogues, left_nbytes, left_files, self._stuck)
-            if not chosen.candidates:
-                break
-            pruned = await execute(chosen, self._still_held)
-            self._note(pruned)
-            freed = pruned.nbytes + pruned.vanished_nbytes
-            if not freed and not pruned.used_meanwhile and not pruned.failures:
-                break
-            any_gone |= freed > 0
-            left_nbytes -= freed
-            left_files -= pruned.num_files
-        if not any_gone:
-            self._futile_until = time.monotonic() + _FUTILE_S
-
-    def _still_held(self) -> bool:
-        with contextlib.suppress(OSError):
-            self._lease.renew()
-        return self._lease.held
-
-    def _note(self, pruned: Pruned) -> None:
-        for path, error in pruned.failures.items():
-            if not self._stuck:
-                logger.warning("%s cannot be removed and stays: %s", path, error.strerror)
-            self._stuck.add(path)
-        for path, chunks in pruned.removed.items():
-            name = path[len(self._root) + 1 :]
-            self._unsaved.add(name)
-            with contextlib.suppress(OSError):
-                self._log.publish(name.rpartition("@")[2], chunks)
-        if self.usage is not None:
-            self.usage = replace(
-                self.usage,
-                pruned_files=self.usage.pruned_files + pruned.num_files,
-                pruned_nbytes=self.usage.pruned_nbytes + pruned.nbytes,
-            )
-
-    def _remove_orphans(self) -> None:
-        """Remove the parts of writers that are gone, and of those that nobody can have waited for so long."""
-        now_ns = self._lease.now_ns()
-        removed = 0
-        for catalogue in self._catalogues.values():
-            for shard, parts in list(catalogue.parts.items()):
-                left = [
-                    part
-                    for part in parts
-                    if not self._remove_orphan(part.path, part.mtime_ns, now_ns)
-                ]
-                removed += len(parts) - len(left)
-                if left:
-                    catalogue.parts[shard] = left
-                else:
-                    del catalogue.parts[shard]
-            with (
-                contextlib.suppress(OSError),
-                os.scandir(f"{catalogue.namespace}/{TMP_DIR}") as entries,
-            ):
-                for entry in entries:
-                    if entry.name.endswith(".part") and entry.is_file(follow_symlinks=False):
-                        mtime_ns = entry.stat(follow_symlinks=False).st_mtime_ns
-                        removed += self._remove_orphan(entry.path, mtime_ns, now_ns)
-        self._book.remove_orphans()
-        self._log.remove_old()
-        if removed and self.usage is not None:
-            logger.info("removed %d parts of writers that are gone", removed)
-            self.usage = replace(self.usage, orphans=self.usage.orphans + removed)
-
-    def _remove_orphan(self, path: str, mtime_ns: int, now_ns: int) -> bool:
-        name = os.path.basename(path).removesuffix(".part")
-        if not provably_dead(name) and now_ns - mtime_ns < self._grace_s * 1e9:
-            return False
-        try:
-            os.unlink(path)
-        except FileNotFoundError:
-            return True
-        except OSError as error:
-            logger.warning("%s cannot be removed: %s", path, error)
-            return False
-        return True
-
-    def save_snapshots(self) -> None:
-        """Write the snapshots that are older than what we know; what cannot be written is logged."""
-        for name in sorted(self._unsaved):
-            catalogue = self._catalogues.get(name)
-            if catalogue is None:
-                continue
-            try:
-                catalogue.save(self._file_mode)
-            except OSError as error:
-                logger.warning("%s cannot be written: %s", catalogue.path, error)
-        self._unsaved.clear()
-
-
-def _room(scope: Scope, claims: list[Claim]) -> int:
-    """Return the headroom below which engines would have to wait."""
-    alive = [claim for claim in claims if not claim.closed]
-    waited_for = 2 * len(alive) * max((claim.wanted for claim in alive), default=0)
-    return min(max(int(scope.limit * _TRIGGER), waited_for), scope.limit // 2)
-
-
-def _near(scope: Scope, claims: list[Claim]) -> bool:
-    return scope.headroom < _room(scope, claims)
-
-
-def _excess(scope: Scope, claims: list[Claim]) -> int:
-    """Return how many bytes are to go, so that the low mark is reached and all may go on."""
-    return max(
-        0, int(scope.limit * (1 - _LOW)) - scope.headroom, 2 * _room(scope, claims) - scope.headroom
-    )
-
-
-def _tenant_of(path: str) -> str | None:
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        with open(path, "rb") as file:
-            tenant = json.loads(file.read(16 << 20)).get("tenant")
-        return tenant if isinstance(tenant, str) else None
-    return None
 
 
 # --- the process ------------------------------------------------------------------------------

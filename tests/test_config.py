@@ -64,6 +64,14 @@ OPTIONS = {
     "breaker_failures": ([1, 8], [0, "8", 8.0, True, None]),
     "breaker_probe_s": ([0.01, 5], [0, "5s", True, None]),
     "touch_interval_s": ([0, 600], [-1, "10min", True, None]),
+    "max_bytes": ([None, MIB, "500GiB"], [0, -1, "500", "500GB", True, 1.5]),
+    "keep_free": (
+        [0, "0", MIB, "50GiB", "2%", "0.5 %"],
+        ["0%", "100%", "-1%", "2", True, None, 1.5],
+    ),
+    "namespace_max_bytes": ([None, "1GiB"], [0, "1G", False]),
+    "tenant_max_bytes": ([None], [0, "1G", "1 GiB of it"]),
+    "maintenance": (["on", "off"], [True, "auto", None, ""]),
 }
 CASES = [(name, value) for name, (good, _) in OPTIONS.items() for value in good]
 BAD_CASES = [(name, value) for name, (_, bad) in OPTIONS.items() for value in bad]
@@ -97,7 +105,11 @@ def test_a_legal_value_is_taken(name, value):
     found = getattr(parsed(**{name: value}), name)
     if name == "root":
         assert found in ("/mnt/kv", "/")
-    elif name != "staging_bytes":
+    elif name == "keep_free":
+        assert str(found).replace("%", " %") in (str(value), "0", "53687091200", "2 %")
+    elif name.endswith("_bytes"):
+        assert found is None if value is None else type(found) is int
+    else:
         assert found == value
 
 
@@ -231,3 +243,16 @@ def test_a_cap_below_the_base_is_refused_and_names_both():
 def test_a_config_cannot_be_changed():
     with pytest.raises(dataclasses.FrozenInstanceError):
         parsed().root = "/other"
+
+
+def test_a_bound_of_a_tenant_needs_a_tenant():
+    assert parsed(tenant="a", tenant_max_bytes="1GiB").tenant_max_bytes == 1 << 30
+    with pytest.raises(ConfigError, match="'tenant_max_bytes'.*without a 'tenant'"):
+        parsed(tenant_max_bytes="1GiB")
+
+
+@pytest.mark.parametrize("name", ["max_bytes", "namespace_max_bytes", "tenant_max_bytes"])
+def test_a_bound_that_nobody_would_hold_is_refused(name):
+    with pytest.raises(ConfigError, match=rf"'maintenance': found .off. with '{name}'"):
+        parsed(maintenance="off", tenant="a", **{name: "1GiB"})
+    assert parsed(maintenance="off").maintenance == "off"

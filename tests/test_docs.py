@@ -306,7 +306,7 @@ def test_the_table_of_layers_is_the_one_that_is_tested():
         ("| L3 | `fskv.store`, `fskv.job`, `fskv.jobs`", "| L3 | `fskv.jobs`"),
         ("| L1 | `fskv.config`, ", "| L1 | `fskv.config`, `fskv.nothing`, "),
         ("| L2 | `fskv.gds_io`, ", "| L2 | `fskv.gds_io`, `fskv.config`, "),
-        ("| `msgpack` | `fskv.chunk_file` |", "| `msgpack` | `fskv.store` |"),
+        ("| `msgpack` | `fskv.chunk_file`,", "| `msgpack` | `fskv.store`,"),
         ("| `typer` | `tools.cli`, `tools.replay_command` |\n", ""),
     ],
 )

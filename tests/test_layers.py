@@ -25,15 +25,27 @@ LAYERS = {
     2: (
         "fskv._native",
         "fskv.breaker",
+        "fskv.claims",
         "fskv.fingerprint",
         "fskv.gds_io",
         "fskv.index.",
+        "fskv.lease",
         "fskv.metrics",
+        "fskv.process",
+        "fskv.removed",
         "fskv.root",
         "fskv.threads",
         "fskv.transports.",
     ),
-    3: ("fskv.store", "fskv.job", "fskv.jobs", "fskv.capacity", "fskv.maintenance"),
+    3: (
+        "fskv.store",
+        "fskv.job",
+        "fskv.jobs",
+        "fskv.capacity",
+        "fskv.prune",
+        "fskv.holder",
+        "fskv.maintenance",
+    ),
     4: ("fskv.engines.", "tools."),
 }
 
@@ -41,14 +53,15 @@ LAYERS = {
 HOMES = {
     "vllm": ("fskv.engines.",),
     "kvikio": ("fskv.gds_io", "fskv.transports."),
-    "msgpack": ("fskv.chunk_file", "fskv.index."),
-    "xxhash": ("fskv.chunk_file", "fskv.namespace", "fskv.fingerprint"),
+    # capacity and maintenance: the messages between an engine and the process that maintains its root
+    "msgpack": ("fskv.chunk_file", "fskv.index.", "fskv.capacity", "fskv.maintenance"),
+    "xxhash": ("fskv.chunk_file", "fskv.namespace", "fskv.fingerprint", "fskv.index."),
     # bench: the command that measures the data path with real tensors.
     "torch": ("fskv.gds_io", "fskv.transports.", "fskv.engines.", "tools.bench_store"),
     "triton": ("fskv.transports.",),
     "cupy": ("fskv.gds_io", "fskv.transports."),
-    "numpy": ("fskv.span_plan", "fskv.transports.", "fskv.engines."),
-    "aiofiles": ("fskv.index.", "fskv.maintenance"),
+    "numpy": ("fskv.span_plan", "fskv.transports.", "fskv.engines.", "fskv.index.", "fskv.prune"),
+    "aiofiles": ("fskv.index.", "fskv.prune"),
     "typer": ("tools.",),
     "rich": ("tools.",),
     # replay --plot

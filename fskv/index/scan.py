@@ -162,7 +162,7 @@ def list_shard(path: str, idx: int) -> Shard:
         if _list_in_c is not None:
             packed, names = _list_in_c(os.fsencode(path))
             shard = Shard(idx, 0, np.frombuffer(packed, RECORD))
-            others = [os.fsdecode(name) for name in names]
+            others = [os.fsdecode(name[1:]) for name in names]  # before each stands its kind
         else:
             shard, others = _list_in_python(path, idx)
     except FileNotFoundError:
