@@ -32,6 +32,18 @@ def run(name, *arguments, directory):
     return done.returncode, json.loads(line)
 
 
+def test_the_presence_benchmark_compares_every_answer_and_fills_the_index_to_its_limit(tmp_path):
+    code, facts = run(
+        "presence", "--steps", "5", "--keys", "50", "--known", "2000", directory=tmp_path
+    )
+    assert code == 0
+    assert facts["time"]["lookup"]["calls"] >= 5 * 50
+    assert facts["time"]["flush"]["calls"] == 5
+    for how in ("probed", "stored"):
+        assert facts["memory"][how]["known"] == 2000
+        assert 100 < facts["memory"][how]["traced"] < 600
+
+
 def test_the_interpreter_benchmark_moves_chunks_both_ways_and_compares_them(tmp_path):
     code, facts = run("interpreter", *SMALL_INTERPRETER, directory=tmp_path)
     assert code == 0
