@@ -31,7 +31,8 @@ logger = logging.getLogger(__name__)
 _SILENT_S = (
     20.0  # longer than that without a word: what was granted may be thought to be ours no more
 )
-_IDLE_S = 10.0  # what is granted and not used for so long is given back
+_BURST_HALF_LIFE_S = 60.0
+_FIRST_WORD_S = 2.0
 _RESTART_S = 10.0
 _PAUSE_S, _MAX_PAUSE_S = 2.0, 60.0  # after ENOSPC; twice as long each time it is met again
 _READ_NBYTES = 1 << 16
@@ -64,9 +65,17 @@ class Capacity:
         *,
         dir_mode: int = 0o700,
         file_mode: int = 0o600,
+        at_hand: int = 0,
+        patient: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`namespace` is "<arch>/<model>@<digest16>" of an opened root."""
+        """`namespace` is "<arch>/<model>@<digest16>" of an opened root.
+
+        A caller that is `patient` asks again for what it was refused. An engine does not: its chunk is lost.
+        So there as much is kept at hand as was lately asked for between two polls, and at least `at_hand`.
+        """
+        self._at_hand = at_hand
+        self._patient = patient
         self._hello = {
             "root": root,
             "namespace": namespace,
@@ -85,9 +94,11 @@ class Capacity:
         self._used = 0
         self._written = 0
         self._returned = 0
-        self._wanted = 0
+        self._asked = 0  # since the last poll
+        self._burst = 0.0
+        self._burst_at = 0.0
+        self._removed: list[tuple[bytes, int]] = []
         self._full = 0
-        self._moved_at = 0.0  # when something was granted or taken last
         self._pause_s = 0.0
         self._paused_until = 0.0
         self._written_before_full = -1
@@ -119,15 +130,23 @@ class Capacity:
         self._heard_at = self._clock()
         self._say(self._hello)
 
+    def wait_for_first_word(self) -> None:
+        """At start-up only: give the process a moment, or the first chunks would not be stored."""
+        end = self._clock() + _FIRST_WORD_S
+        while not self._allowed and self._process is not None and self._clock() < end:
+            time.sleep(0.01)
+            self._removed += self.poll()
+
     def take(self, nbytes: int) -> bool:
         """Ask whether so many more bytes may be written now. False: not now, and more is asked for."""
         if self.paused:
             return False
+        self._asked = nbytes if self._patient else self._asked + nbytes
         if self._used + nbytes > self._allowed:
-            self._wanted = max(self._wanted, nbytes)
-            return False
+            self._hear(self._clock())
+            if self._used + nbytes > self._allowed:
+                return False
         self._used += nbytes
-        self._moved_at = self._clock()
         return True
 
     def settle(self, taken: int, written: int) -> None:
@@ -160,20 +179,29 @@ class Capacity:
             if now >= self._next_start:
                 self.start()
             return []
-        removed = self._hear(now)
-        if now - self._heard_at > _SILENT_S or now - self._moved_at > _IDLE_S:
+        self._hear(now)
+        if now - self._heard_at > _SILENT_S:
             self._returned += max(0, self._allowed - self._used)
             self._allowed = min(self._allowed, self._used)
         message = {
             "used": max(0, self._used),
             "written": self._written,
             "returned": self._returned,
-            "wanted": self._wanted,
+            "wanted": self._wanted(now),
             "full": self._full,
         }
         if message != self._said and self._say(message):
             self._said = message
+        removed, self._removed = self._removed, []
         return removed
+
+    def _wanted(self, now: float) -> int:
+        """Return what was asked for at once, lately; rounded up, so that it seldom changes."""
+        asked, self._asked = self._asked, 0
+        self._burst *= 0.5 ** ((now - self._burst_at) / _BURST_HALF_LIFE_S)
+        self._burst_at = now
+        self._burst = max(self._burst, asked, self._at_hand)
+        return 1 << (int(self._burst) - 1).bit_length() if self._burst >= 1 else 0
 
     def close(self) -> None:
         """Let the process end by itself; it is not waited for, since it may hang."""
@@ -186,10 +214,9 @@ class Capacity:
         threading.Thread(target=self._process.wait, name="fskv-reaper", daemon=True).start()
         self._process = None
 
-    def _hear(self, now: float) -> list[tuple[bytes, int]]:
-        assert self._process is not None
-        assert self._process.stdout is not None
-        removed: list[tuple[bytes, int]] = []
+    def _hear(self, now: float) -> None:
+        if self._process is None or self._process.stdout is None:
+            return
         with contextlib.suppress(BlockingIOError):
             received = os.read(self._process.stdout.fileno(), _READ_NBYTES)
             self._unpacker.feed(received)
@@ -197,13 +224,10 @@ class Capacity:
         for message in self._unpacker:
             if "grant" in message:
                 self._allowed += message["grant"]
-                self._wanted = 0
-                self._moved_at = now
             elif "removed" in message:
-                removed += entries(message["removed"])
+                self._removed += entries(message["removed"])
             else:
                 self.state = RootState(**message)
-        return removed
 
     def _say(self, message: dict[str, Any]) -> bool:
         """Send a message; False if the pipe is full. Below PIPE_BUF it goes whole or not at all."""

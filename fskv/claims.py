@@ -57,7 +57,7 @@ class Claim:
     limits: Limits
     granted: int = 0
     written: int = 0
-    wanted: int = 0  # bytes that it waits for
+    wanted: int = 0  # bytes that it wants to have at hand: what it may store at once
     full: int = 0  # how often the disk was full when it stored
     beat: int = 0
     closed: bool = False
@@ -185,25 +185,27 @@ def inodes_short(claims: Iterable[Claim], space: Space) -> int:
     return max(0, int(keep) - space.free_inodes)
 
 
-def grant(mine: Claim, bounds: Iterable[Scope], num_claims: int) -> int:
-    """Return how many bytes `mine` may grant itself more, now.
+def grant(mine: Claim, left: int, bounds: Iterable[Scope], num_claims: int) -> int:
+    """Return how many bytes `mine` may grant itself more, now; of earlier grants `left` are not used.
 
-    Half of an even share of what is left, and no more than a small part of the bound, so that engines that
-    write nothing keep little of it for themselves; but always what the engine waits for, if that fits.
+    A small part of the bound, so that engines that write nothing keep little of it for themselves, or more if
+    `mine` wants more at hand; and never more than half of an even share of what is left of any bound, unless
+    all could have as much.
     """
-    affecting = [
-        s
-        for s in bounds
-        if s.kind in ("root", "free")
-        or s.name == (mine.namespace if s.kind == "namespace" else mine.tenant)
-    ]
     num_claims = max(1, num_claims)
+    missing = max(0, mine.wanted - left)
     amount = MAX_GRANT
-    for scope in affecting:
-        share = max(0, scope.headroom) // (2 * num_claims)
+    for scope in bounds:
+        own = mine.namespace if scope.kind == "namespace" else mine.tenant
+        if scope.kind in ("namespace", "tenant") and scope.name != own:
+            continue
+        headroom = max(0, scope.headroom)
+        share = headroom // (2 * num_claims)
         small = scope.limit // (GRANT_PART * num_claims)
-        least = mine.wanted if mine.wanted * num_claims <= scope.headroom else 0
-        amount = min(amount, max(min(share, small), least))
+        if missing > small:
+            amount = min(amount, missing if missing * num_claims <= headroom else share)
+        else:
+            amount = min(amount, share, small)
     return amount
 
 

@@ -25,6 +25,7 @@ from fskv.root import MANIFEST_FILE, TMP_DIR
 logger = logging.getLogger(__name__)
 
 _LOW = 0.98  # of a bound: what a prune leaves
+_MAX_ROOM_PART = 8  # of a bound: no more is kept free for engines that want to have it at hand
 _TRIGGER = 0.005  # of a bound: with less headroom than that a prune begins
 _COUNT_ALL_S = 60.0  # how often namespaces are counted that nobody claims to write to
 _SNAPSHOT_S = 300.0
@@ -294,10 +295,9 @@ class Holder:
 
 
 def _room(scope: Scope, claims: list[Claim]) -> int:
-    """Return the headroom below which engines would have to wait."""
-    alive = [claim for claim in claims if not claim.closed]
-    waited_for = 2 * len(alive) * max((claim.wanted for claim in alive), default=0)
-    return min(max(int(scope.limit * _TRIGGER), waited_for), scope.limit // 2)
+    """Return the headroom below which engines would soon be refused."""
+    wanted = sum(claim.wanted for claim in claims if not claim.closed)
+    return max(int(scope.limit * _TRIGGER), min(wanted, scope.limit // _MAX_ROOM_PART))
 
 
 def _near(scope: Scope, claims: list[Claim]) -> bool:

@@ -187,8 +187,8 @@ class Maintainer:
         if not any(claim.name == mine.name for claim in claims):
             bounds = scopes([*claims, mine], usage or Usage(), space)
             self._published = None  # somebody thought us dead: publish again
-        amount = grant(mine, bounds, sum(not claim.closed for claim in claims))
         left = mine.granted - engine.used
+        amount = grant(mine, left, bounds, sum(not claim.closed for claim in claims))
         if amount <= 0 or not (left < amount // 2 or left < engine.wanted):
             return False
         self._granted += amount

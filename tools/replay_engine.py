@@ -21,8 +21,8 @@ from multiprocessing.connection import Connection
 from fskv import namespace
 from fskv.breaker import Breaker
 from fskv.capacity import Capacity
-from fskv.claims import Limits
 from fskv.chunk_file import FileLayout
+from fskv.claims import Limits
 from fskv.config import Deadline, StoreConfig
 from fskv.errors import FskvError
 from fskv.index.presence import PresenceIndex, probe_files
@@ -213,7 +213,9 @@ class Engine:
             namespace_max_nbytes=None,
             tenant_max_nbytes=None,
         )
-        self._capacity = Capacity(spec.root, namespace.directory(identity), None, limits)
+        self._capacity = Capacity(
+            spec.root, namespace.directory(identity), None, limits, patient=True
+        )
         self._capacity.start()
         self._by_name: dict[bytes, ChunkId] = {}  # what a prune calls a chunk -> the chunk
         self._job_id = 0

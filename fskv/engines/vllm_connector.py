@@ -107,10 +107,12 @@ class FskvOffloadingSpec(OffloadingSpec):
 
     def get_manager(self) -> OffloadingManager:
         geometry = self._setup.geometry
+        tokens_per_step = self._setup.vllm_config.scheduler_config.max_num_batched_tokens
         self.manager = FskvManager(
             self._setup.config,
             geometry.blocks_per_chunk,
             KvEvents.enabled_by(self.kv_events_config, geometry.tokens_per_chunk[0]),
+            chunks_per_step=-(-tokens_per_step // min(geometry.tokens_per_chunk)),
         )
         return self.manager
 

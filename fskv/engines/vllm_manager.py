@@ -94,9 +94,18 @@ class FskvManager(OffloadingManager):
     """See the module docstring."""
 
     def __init__(
-        self, config: StoreConfig, blocks_per_chunk: int, events: KvEvents | None = None
+        self,
+        config: StoreConfig,
+        blocks_per_chunk: int,
+        events: KvEvents | None = None,
+        *,
+        chunks_per_step: int = 1,
     ) -> None:
-        """`events` is None where the engine publishes no KV events."""
+        """`events` is None where the engine publishes no KV events.
+
+        `chunks_per_step` is how many chunks of a group one step can fill: so many must find room at once.
+        """
+        self._chunks_per_step = chunks_per_step
         self._config = config
         self._events = events
         self._blocks_per_chunk = blocks_per_chunk
@@ -146,20 +155,27 @@ class FskvManager(OffloadingManager):
             raise ConfigError(f"{len(workers)} of {first.world_size} workers reported a namespace")
         self._workers = sorted(workers, key=lambda w: w.rank)
         if self._config.maintenance == "on":
-            self._capacity = Capacity(
-                self._config.root,
-                os.path.relpath(first.namespace_path, self._config.root),
-                self._config.tenant,
-                Limits(
-                    self._config.max_bytes,
-                    self._config.keep_free,
-                    self._config.namespace_max_bytes,
-                    self._config.tenant_max_bytes,
-                ),
-                dir_mode=first.dir_mode,
-                file_mode=first.file_mode,
-            )
-            self._capacity.start()
+            self._start_capacity(first)
+
+    def _start_capacity(self, worker: FskvHandshake) -> None:
+        config = self._config
+        self._capacity = Capacity(
+            config.root,
+            os.path.relpath(worker.namespace_path, config.root),
+            config.tenant,
+            Limits(
+                config.max_bytes,
+                config.keep_free,
+                config.namespace_max_bytes,
+                config.tenant_max_bytes,
+            ),
+            dir_mode=worker.dir_mode,
+            file_mode=worker.file_mode,
+            at_hand=self._chunks_per_step
+            * sum(sum(each.file_nbytes.values()) for each in self._workers),
+        )
+        self._capacity.start()
+        self._capacity.wait_for_first_word()
 
     def exclude_request(self, req_id: str) -> None:
         """Neither load nor store this request's KV (LoRA under the policy "off")."""
