@@ -292,7 +292,7 @@ def make_engine(tmp_path):
             "trace_digest": DIGEST,
             "block_nbytes": 1000,
             "max_nbytes": None,
-            "keep_free_nbytes": None,
+            "keep_free_nbytes": 0,
             "io_threads": 2,
             "direct_io": "off",
             "touch_interval_s": 0.0,
@@ -339,7 +339,10 @@ def test_a_request_larger_than_the_engine_s_memory_comes_in_parts(make_engine, m
 
 
 def test_negative_control_a_blind_presence_hits_nothing(make_engine, monkeypatch):
-    monkeypatch.setattr(replay_engine, "probe_files", lambda paths, _: [False] * len(paths))
+    blind = replay_engine.Findings
+    monkeypatch.setattr(
+        replay_engine, "probe_chunks", lambda _, chunks, __: blind([0] * len(chunks), 0.0)
+    )
     engine = make_engine()
     ask(engine, 1, 2, 3)
     done = ask(engine, 1, 2, 3)

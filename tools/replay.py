@@ -175,7 +175,7 @@ class _Replay:
             trace_digest=self._trace.digest,
             block_nbytes=settings.block_nbytes,
             max_nbytes=self._bound[0] if self._bound else None,
-            keep_free_nbytes=_parse_size("--keep-free", keep_free)[0] if keep_free else None,
+            keep_free_nbytes=_parse_size("--keep-free", keep_free)[0] if keep_free else 0,
             io_threads=settings.io_threads,
             direct_io=settings.direct_io,
             touch_interval_s=settings.touch_after_s,

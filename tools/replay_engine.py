@@ -25,7 +25,7 @@ from fskv.chunk_file import FileLayout
 from fskv.claims import Limits
 from fskv.config import Deadline, StoreConfig
 from fskv.errors import FskvError
-from fskv.index.presence import PresenceIndex, probe_files
+from fskv.index.presence import Findings, Key, PresenceIndex, RankFiles, probe_chunks
 from fskv.job import ChunkOutcome, ChunkRequest
 from fskv.jobs import JobRunner
 from fskv.namespace import GroupIdentity, Identity
@@ -59,7 +59,7 @@ class EngineSpec:
     trace_digest: bytes
     block_nbytes: int
     max_nbytes: int | None
-    keep_free_nbytes: int | None
+    keep_free_nbytes: int
     io_threads: int
     direct_io: str
     touch_interval_s: float
@@ -151,6 +151,7 @@ class Engine:
         self._layout = file_layout(spec.block_nbytes)
         identity = replay_identity(spec.trace_digest, spec.block_nbytes)
         self._directory = Root.open(spec.root, create=True).open_namespace(identity)
+        self._rank_files = [RankFiles(self._directory.path, None, {0: self._layout.file_nbytes})]
         self._num_pages = max(1, min(_MAX_PAGES, _PAGES_NBYTES // spec.block_nbytes))
         self._pages = memoryview(bytearray(self._num_pages * spec.block_nbytes))
         self._zeros = bytes(len(self._pages))
@@ -217,7 +218,6 @@ class Engine:
             spec.root, namespace.directory(identity), None, limits, patient=True
         )
         self._capacity.start()
-        self._by_name: dict[bytes, ChunkId] = {}  # what a prune calls a chunk -> the chunk
         self._job_id = 0
 
     def close(self) -> None:
@@ -247,19 +247,15 @@ class Engine:
         return done
 
     def step(self) -> None:
-        """Take news of the child that prunes. What it removed is absent, unless it was stored again."""
-        for name, _ in self._capacity.poll():
-            chunk = self._by_name.get(name)
-            if chunk is not None:
-                self._presence.mark_failed(chunk, Status.MISSING)
+        """Take news of the maintenance process: what was granted, and what was pruned."""
+        removed = self._capacity.poll()
+        if removed:
+            self._presence.mark_removed(removed)
 
     # --- lookup -----------------------------------------------------------------------------
 
     def _chunk(self, hash_id: int) -> ChunkId:
-        chunk = ChunkId(block_key(self._spec.trace_digest, hash_id), 0)
-        if self._spec.speed:  # at full speed no answer lives long enough to be taken back
-            self._by_name[bytes.fromhex(namespace.chunk_name(chunk.key_hash))] = chunk
-        return chunk
+        return ChunkId(block_key(self._spec.trace_digest, hash_id), 0)
 
     def _lookup(self, chunks: Sequence[ChunkId], done: RequestDone) -> int:
         """Return how many chunks from the first on are present, asking as a scheduler does."""
@@ -286,11 +282,9 @@ class Engine:
                 self._presence.flush()
                 time.sleep(_POLL_S)
 
-    def _probe(self, chunks: Sequence[ChunkId], missed_before: Sequence[bool]) -> list[bool]:
+    def _probe(self, chunks: Sequence[Key], missed_before: bytes) -> Findings:
         """On a probe thread."""
-        nbytes = self._layout.file_nbytes
-        path = self._directory.chunk_path
-        return probe_files([[(path(c.key_hash, 0, None), nbytes)] for c in chunks], missed_before)
+        return probe_chunks(self._rank_files, chunks, missed_before)
 
     # --- load -------------------------------------------------------------------------------
 
