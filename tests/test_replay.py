@@ -542,6 +542,8 @@ def test_a_walk_counts_what_the_disk_keeps_for_chunk_files_and_unfinished_ones(t
     (tmp_path / "fskv.json").write_bytes(b"x" * 5000)
     for name, nbytes in [("a.g0.kv", 1), ("b.g0.kv", 9000), ("c.part", 4096)]:
         (shard / name).write_bytes(b"x" * nbytes)
+    (tmp_path / ".fskv-maintenance").mkdir()
+    (tmp_path / ".fskv-maintenance" / "claim.part").write_bytes(b"x")
     (shard / "d.g0.kv").symlink_to("b.g0.kv")
     listed = subprocess.run(
         ["du", "-s", "-c", "--block-size=1", *map(str, shard.iterdir())],

@@ -111,6 +111,8 @@ def walk(path: str) -> Sample:
             with os.scandir(directories.pop()) as entries:
                 for entry in entries:
                     try:
+                        if entry.name.startswith("."):
+                            continue  # what the maintenance processes write to each other
                         if entry.is_dir(follow_symlinks=False):
                             directories.append(entry.path)
                         elif entry.name.endswith(_CHUNK_ENDINGS):
