@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 
 import pytest
 from hypothesis import given, settings
@@ -247,12 +248,12 @@ def test_a_config_cannot_be_changed():
 
 def test_a_bound_of_a_tenant_needs_a_tenant():
     assert parsed(tenant="a", tenant_max_bytes="1GiB").tenant_max_bytes == 1 << 30
-    with pytest.raises(ConfigError, match="'tenant_max_bytes'.*without a 'tenant'"):
+    with pytest.raises(ConfigError, match=r"'tenant_max_bytes'.*without a 'tenant'"):
         parsed(tenant_max_bytes="1GiB")
 
 
 @pytest.mark.parametrize("name", ["max_bytes", "namespace_max_bytes", "tenant_max_bytes"])
 def test_a_bound_that_nobody_would_hold_is_refused(name):
-    with pytest.raises(ConfigError, match=rf"'maintenance': found ..?off.* with '{name}'"):
+    with pytest.raises(ConfigError, match=re.escape(f"with '{name}' set")):
         parsed(maintenance="off", tenant="a", **{name: "1GiB"})
     assert parsed(maintenance="off").maintenance == "off"

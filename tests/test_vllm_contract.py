@@ -173,7 +173,9 @@ def _manager(**options):
     from fskv.config import StoreConfig
     from fskv.engines.vllm_manager import FskvHandshake, FskvManager
 
-    manager = FskvManager(StoreConfig.from_mapping({"root": "/nowhere", **options}), 2)
+    manager = FskvManager(
+        StoreConfig.from_mapping({"root": "/nowhere", "maintenance": "off", **options}), 2
+    )
     workers = [
         FskvHandshake(rank, 2, 2, "/nowhere/a/b@c", b"d", 0o700, 0o600, {0: 4096})
         for rank in (0, 1)

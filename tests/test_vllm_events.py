@@ -49,7 +49,7 @@ def _manager(*, num_ranks: int = 1, events: object = True, **options):
     from fskv.engines.vllm_events import KvEvents
     from fskv.engines.vllm_manager import FskvHandshake, FskvManager
 
-    config = StoreConfig.from_mapping({"root": "/nowhere", **options})
+    config = StoreConfig.from_mapping({"root": "/nowhere", "maintenance": "off", **options})
     manager = FskvManager(config, 2, KvEvents() if events else None)
     ranks = range(num_ranks)
     manager.set_workers(
