@@ -23,7 +23,7 @@ from benchmarks.storm_content import Pages
 _START_S = 60.0
 _STOP_S = 90.0
 _TRIES = 60
-CALM_S = 10.0  # threads end by themselves, a moment later
+CALM_S = 5.0  # threads end by themselves, a moment later
 # docs/format.md, "What writers MUST do": <host>-<pid>-<boot id>-<n>.part
 _PART_OF = re.compile(r"-(\d+)-[0-9a-f]{8}-\d+\.part$")
 

@@ -95,10 +95,8 @@ class KillStorm:
             self._rage()
             seconds = time.monotonic() - start
             left = self._end()
-            if (
-                self.judge.num_wrong
-            ):  # what was shown is enough, and nothing would heal without checks
-                healed = None
+            if self.judge.num_wrong or not all(each.good for each in left):
+                healed = None  # the storm has failed: what heals now would show nothing
             else:
                 healed, more = self._heal()
                 left.append(more)

@@ -17,6 +17,7 @@ from typing import Any
 from benchmarks.rig import BenchmarkError
 from benchmarks.storm_content import content, poison
 from benchmarks.storm_party import Party, Setting
+from fskv.config import Deadline
 from fskv.job import ChunkOutcome, JobResult
 from fskv.types import Presence, Status
 
@@ -205,6 +206,13 @@ class Station:
                 raise BenchmarkError(f"{len(numbers) - len(answers)} lookups stay unknown")
             time.sleep(_STEP_S)
         return [answers[number] for number in numbers]
+
+    def _patience(self, seconds: float) -> None:
+        """Set the deadline of loads and stores, and how long a lookup may be unknown, from now on."""
+        runner: Any = self._party.runner
+        index: Any = self._party.index
+        runner._deadline = Deadline(seconds, 0.0, seconds)  # noqa: SLF001
+        index._timeout_s = seconds  # noqa: SLF001
 
     def _settle(self) -> dict[str, Any]:
         settled = self._party.settle(_SETTLE_S)
