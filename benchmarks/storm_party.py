@@ -29,7 +29,7 @@ from fskv import chunk_file, store, threads
 from fskv.breaker import Breaker
 from fskv.chunk_file import ChunkHeader, FileLayout
 from fskv.config import StoreConfig
-from fskv.index.presence import PresenceIndex, probe_files
+from fskv.index.presence import Findings, Key, PresenceIndex, RankFiles, probe_chunks
 from fskv.job import ChunkRequest
 from fskv.namespace import GroupIdentity, Identity
 from fskv.root import NamespaceDir, Root
@@ -216,13 +216,9 @@ class Party:
             time.sleep(0.002)
         return self.runner.num_slots_used
 
-    def _probe(self, chunks: Sequence[ChunkId], missed_before: Sequence[bool]) -> list[bool]:
-        nbytes = self._file_layout.file_nbytes
-        paths = [
-            [(self._directory.chunk_path(chunk.key_hash, chunk.group_idx, None), nbytes)]
-            for chunk in chunks
-        ]
-        return probe_files(paths, missed_before)
+    def _probe(self, chunks: Sequence[Key], missed_before: bytes) -> Findings:
+        files = RankFiles(self._directory.path, None, {0: self._file_layout.file_nbytes})
+        return probe_chunks([files], chunks, missed_before)
 
 
 def break_safety(name: str) -> None:
