@@ -96,6 +96,7 @@ class Capacity:
     def start(self) -> None:
         """Start the maintenance process; where that fails it is tried again later, and nothing is stored."""
         self._next_start = self._clock() + _RESTART_S
+        self._close_pipes()
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "fskv.maintenance"],
@@ -121,7 +122,8 @@ class Capacity:
 
     def take(self, nbytes: int) -> bool:
         """Ask whether so many more bytes may be written now. False: not now, and more is asked for."""
-        if self.paused:
+        # The process has been silent for so long (or nobody has listened) that others may think us dead.
+        if self.paused or self._clock() - self._heard_at > _SILENT_S:
             return False
         if self._used + nbytes > self._allowed:
             self._wanted = max(self._wanted, nbytes)
@@ -160,8 +162,9 @@ class Capacity:
             if now >= self._next_start:
                 self.start()
             return []
+        silent = now - self._heard_at > _SILENT_S  # before: what waits in the pipe may be as old
         removed = self._hear(now)
-        if now - self._heard_at > _SILENT_S or now - self._moved_at > _IDLE_S:
+        if silent or now - self._moved_at > _IDLE_S:
             self._returned += max(0, self._allowed - self._used)
             self._allowed = min(self._allowed, self._used)
         message = {
@@ -179,12 +182,16 @@ class Capacity:
         """Let the process end by itself; it is not waited for, since it may hang."""
         if self._process is None:
             return
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(OSError):
-                    pipe.close()
+        self._close_pipes()
         threading.Thread(target=self._process.wait, name="fskv-reaper", daemon=True).start()
         self._process = None
+
+    def _close_pipes(self) -> None:
+        if self._process is not None:
+            for pipe in (self._process.stdin, self._process.stdout):
+                if pipe is not None:
+                    with contextlib.suppress(OSError):
+                        pipe.close()
 
     def _hear(self, now: float) -> list[tuple[bytes, int]]:
         assert self._process is not None
@@ -192,18 +199,29 @@ class Capacity:
         removed: list[tuple[bytes, int]] = []
         with contextlib.suppress(BlockingIOError):
             received = os.read(self._process.stdout.fileno(), _READ_NBYTES)
-            self._unpacker.feed(received)
+            if not received:
+                return removed  # it is ending
             self._heard_at = now
-        for message in self._unpacker:
-            if "grant" in message:
-                self._allowed += message["grant"]
-                self._wanted = 0
-                self._moved_at = now
-            elif "removed" in message:
-                removed += entries(message["removed"])
-            else:
-                self.state = RootState(**message)
+            try:
+                self._unpacker.feed(received)
+                for message in self._unpacker:
+                    removed += self._take_message(message, now)
+            except Exception as error:  # a warning that some import prints to stdout, say
+                logger.warning("fskv: the maintenance process says %s: it is started again", error)
+                self._process.kill()
+                self._allowed = 0
         return removed
+
+    def _take_message(self, message: dict[str, Any], now: float) -> list[tuple[bytes, int]]:
+        if "grant" in message:
+            self._allowed += message["grant"]
+            self._wanted = 0
+            self._moved_at = now
+        elif "removed" in message:
+            return entries(message["removed"])
+        else:
+            self.state = RootState(**message)
+        return []
 
     def _say(self, message: dict[str, Any]) -> bool:
         """Send a message; False if the pipe is full. Below PIPE_BUF it goes whole or not at all."""

@@ -7,7 +7,9 @@ how much of each claim was in that count. So at any time, for everybody who can 
     on disk now  <=  counted + what was granted and was not in the count
 
 and an engine grants itself more only while that stays below the bound. It takes at most half of its even
-share of what is left, so that all engines may do so in the same moment, without a lock, and stay below it.
+share of what is left, so that all engines may do so in the same moment, without a lock, and stay below it;
+and since any of them may have computed with what it read long ago, it looks again once its claim is published
+and takes a grant back that went too far, before anybody uses it.
 
 Claims hold limits too: a limit that one engine was given holds for all while that engine lives.
 """
@@ -189,21 +191,38 @@ def inodes_short(claims: Iterable[Claim], space: Space) -> int:
     return max(0, int(keep) - space.free_inodes)
 
 
+def affecting(mine: Claim, bounds: Iterable[Scope]) -> list[Scope]:
+    """Return the bounds that hold for what `mine` writes."""
+    return [
+        s
+        for s in bounds
+        if s.kind in ("root", "free")
+        or s.name == (mine.namespace if s.kind == "namespace" else mine.tenant)
+    ]
+
+
+def overdrawn(mine: Claim, claims: Iterable[Claim], usage: Usage, space: Space) -> bool:
+    """Return whether a grant that `mine` has published must be taken back.
+
+    `claims` were read after it was published, `usage` before, `space` after. Of all who grant at the same
+    time the last one to publish sees all others: however old what they computed with was, too much is seen
+    by somebody, who takes it back before it is used.
+    """
+    claims = list(claims)
+    if all(claim.name != mine.name for claim in claims):
+        return True  # somebody thinks us dead
+    return any(s.headroom < 0 for s in affecting(mine, scopes(claims, usage, space)))
+
+
 def grant(mine: Claim, bounds: Iterable[Scope], num_claims: int) -> int:
     """Return how many bytes `mine` may grant itself more, now.
 
     Half of an even share of what is left, and no more than a small part of the bound, so that engines that
     write nothing keep little of it for themselves; but always what the engine waits for, if that fits.
     """
-    affecting = [
-        s
-        for s in bounds
-        if s.kind in ("root", "free")
-        or s.name == (mine.namespace if s.kind == "namespace" else mine.tenant)
-    ]
     num_claims = max(1, num_claims)
     amount = MAX_GRANT
-    for scope in affecting:
+    for scope in affecting(mine, bounds):
         share = max(0, scope.headroom) // (2 * num_claims)
         small = scope.limit // (GRANT_PART * num_claims)
         least = mine.wanted if mine.wanted * num_claims <= scope.headroom else 0

@@ -35,6 +35,7 @@ from fskv.claims import (
     Usage,
     grant,
     inodes_short,
+    overdrawn,
     scopes,
 )
 from fskv.config import Share
@@ -59,6 +60,16 @@ _FULL_LEAST = 64 << 20
 _IDLE_S = 1.0
 _REMOVED_NBYTES = ENTRY_NBYTES * 2048  # of one message
 _FUTILE_S = 5.0
+_STALE_S = 10.0  # a usage that was read longer ago is no base for a grant
+# How long a dead engine's claim stays once it is counted: longer than anybody computes with an older usage,
+# and than an engine whose maintenance process died needs to start another one.
+_WITHDRAW_S = 20.0
+_STUCK_S = 600.0  # files that could not be removed are tried again
+_FREEING_S = (
+    30.0  # what was removed may show in statvfs only after so long (btrfs: its next commit)
+)
+_MAX_UNLISTABLE = 40  # shards of 4096 that are left out of a count
+_MAX_NEWS_NBYTES = 4 << 20
 _NAMESPACE = re.compile(r".+@[0-9a-f]{16}", re.DOTALL)
 
 
@@ -80,14 +91,17 @@ class Maintainer:
         self,
         root: str,
         claim: Claim | None,
-        send: Callable[[dict[str, Any]], None] = lambda _: None,
+        send: Callable[[dict[str, Any]], bool] = lambda _: True,
         *,
         dir_mode: int = 0o700,
         file_mode: int = 0o600,
         grace_s: float = _GRACE_S,
         lease_ttl_s: float = TTL_S,
     ) -> None:
-        """`claim` is the engine's, None where there is none; `send` takes messages for the engine."""
+        """`claim` is the engine's, None where there is none.
+
+        `send` passes a message to the engine; it returns False if the engine does not listen.
+        """
         self._root = root
         self._shared = f"{root}/{SHARED_DIR}"
         self._claim = claim
@@ -108,6 +122,7 @@ class Maintainer:
         self._complaint = ""
         self._reported: dict[str, Any] = {}
         self._reported_at = 0.0
+        self._news = b""  # entries of removed chunks that were not sent yet
 
     def start(self) -> None:
         """Make what is shared; raises OSError."""
@@ -126,12 +141,13 @@ class Maintainer:
         """
         self._publish()
         self._lease.renew()
-        usage = self._holder.usage if self._holder is not None else None
+        read_at = time.monotonic()
+        usage = self._holder.usage if self._holder is not None and self._holder.in_office else None
         usage = usage or self._book.usage()  # before the claims, see Claim
         claims = self._book.claims()
         space = Space.of(self._root)
         busy = self._hold(claims, space) if self._lease.held else self._let_go()
-        granted = self._claim_more(claims, usage, space)
+        granted = self._claim_more(claims, usage, space, read_at)
         return self._report(usage, space) or granted or busy
 
     def _complain(self, error: BaseException) -> None:
@@ -172,7 +188,8 @@ class Maintainer:
         engine = self._engine
         claim = replace(
             self._claim,
-            granted=self._granted - engine.returned,
+            # After a restart of this process the engine uses what was granted by the last one.
+            granted=max(self._granted - engine.returned, engine.used),
             written=engine.written,
             wanted=engine.wanted,
             full=engine.full,
@@ -186,7 +203,9 @@ class Maintainer:
             self._claim = self._published = claim
             self._published_at = time.monotonic()
 
-    def _claim_more(self, claims: list[Claim], usage: Usage | None, space: Space) -> bool:
+    def _claim_more(
+        self, claims: list[Claim], usage: Usage | None, space: Space, read_at: float
+    ) -> bool:
         if self._claim is None or self._published is None:
             return False
         mine, engine = self._published, self._engine
@@ -202,7 +221,14 @@ class Maintainer:
             return False
         self._granted += amount
         self._publish()  # before the engine may use it
-        self._send({"grant": amount})
+        if (
+            overdrawn(mine, self._book.claims(), usage or Usage(), Space.of(self._root))
+            or time.monotonic() - read_at > _STALE_S
+            or not self._send({"grant": amount})
+        ):
+            self._granted -= amount
+            self._publish()
+            return False
         return True
 
     def _report(self, usage: Usage | None, space: Space) -> bool:
@@ -210,9 +236,9 @@ class Maintainer:
         if self._claim is None:
             return False
         ours = self._claim.namespace.rpartition("@")[2]
-        removed = self._log.take_new(ours)
-        for at in range(0, len(removed), _REMOVED_NBYTES):
-            self._send({"removed": removed[at : at + _REMOVED_NBYTES]})
+        self._news = (self._news + self._log.take_new(ours))[-_MAX_NEWS_NBYTES:]
+        while self._news and self._send({"removed": self._news[:_REMOVED_NBYTES]}):
+            self._news = self._news[_REMOVED_NBYTES:]
         usage = usage or Usage()
         report: dict[str, Any] = {
             "nbytes": usage.nbytes,
@@ -226,14 +252,18 @@ class Maintainer:
         }
         changed = any(report[name] != self._reported.get(name) for name in report if name != "free")
         if changed or time.monotonic() - self._reported_at > _IDLE_S:
-            self._send(report)
+            self._send(report)  # not heard: the next one says the same
             self._reported, self._reported_at = report, time.monotonic()
-        return changed or bool(removed)
+        return changed or bool(self._news)
 
     # --- the holder's work ------------------------------------------------------------------
 
     def _hold(self, claims: list[Claim], space: Space) -> bool:
         """Start the holder's next piece of work, if one is due and none is under way."""
+        if self._holder is not None and not self._holder.in_office:
+            return (
+                self._let_go()
+            )  # the lease was lost and taken again: others were the holder between
         if self._holder is None:
             self._holder = Holder(
                 self._root, self._book, self._log, self._lease, self._file_mode, self._grace_s
@@ -254,6 +284,8 @@ class Maintainer:
     def _let_go(self) -> bool:
         """Somebody else holds the lease: what we know of the root gets old."""
         if self._work is None or self._work.done():
+            if self._work is not None and (error := self._work.exception()) is not None:
+                self._complain(error)
             self._work = self._holder = None
         return False
 
@@ -268,6 +300,7 @@ class Holder:
         self._book = book
         self._log = log
         self._lease = lease
+        self._term = lease.term
         self._file_mode = file_mode
         self._grace_s = grace_s
         self.usage: Usage | None = None
@@ -277,9 +310,18 @@ class Holder:
         self._beats: dict[str, tuple[int, float]] = {}  # claim -> its last beat, since when
         self._counted: dict[str, int] = {}  # claim -> its `written` before the last count
         self._full: dict[str, int] = {}  # claim -> its `full` that was served
+        self._counted_dead: dict[str, float] = {}  # claim of a dead engine -> counted since when
+        self._unlistable: dict[str, set[int]] = {}  # namespace -> shards
         self._stuck: set[str] = set()  # paths that cannot be removed
+        self._stuck_at = time.monotonic()
+        self._freeing: tuple[float, int] = (0.0, 0)  # until when; free bytes that are to be seen
         self._futile_until = 0.0  # nothing was left to remove: no need to look again and again
         self._unsaved: set[str] = set()  # namespaces whose snapshot is old
+
+    @property
+    def in_office(self) -> bool:
+        """Whether the lease is held, and was without a break since this holder began."""
+        return self._lease.held and self._lease.term == self._term
 
     def due(self, claims: list[Claim], space: Space) -> bool:
         """Whether there is work: the first count, a bound that is near, a full disk, or time has passed."""
@@ -289,26 +331,38 @@ class Holder:
             # What was full before we held the lease is not ours to serve: it says so again if it still is.
             if claim.full > self._full.setdefault(claim.name, claim.full):
                 return True
+        if self._to_withdraw():
+            return True
         if time.monotonic() < self._futile_until:
             return False
         if inodes_short(claims, space):
             return True
-        return any(_near(scope, claims) for scope in scopes(claims, self.usage, space))
+        return any(self._is_near(scope, claims, space) for scope in self._bounds(claims, space))
 
     async def work(self, claims: list[Claim], space: Space) -> None:
         """Count, prune what is beyond the bounds, and clean. Raises OSError when the root does not let us."""
         every = self.usage is None or time.monotonic() - self._counted_all_at > _COUNT_ALL_S
-        if every:
-            self._find_namespaces()
+        self._find_namespaces(claims, every=every)
         dead = self._dead(claims)
         known = await self._count(claims, every=every)
-        self._counted |= {c.name: c.written for c in claims if c.namespace in known}
+        if not self.in_office:
+            return  # others have counted since, and taken away claims that this count lacks
+        counted = {c.name: c.written for c in claims if c.namespace in known}
+        self._counted |= counted
+        now = time.monotonic()
+        self._counted_dead = {
+            name: self._counted_dead.get(name, now)
+            for name in dead
+            if name in self._counted_dead or name in counted or name in self._lost(claims)
+        }
         self._publish(claims)
-        assert self.usage is not None
-        await self._prune(claims, scopes(claims, self.usage, space), inodes_short(claims, space))
-        self._publish([claim for claim in claims if claim.name not in dead])
-        for name in dead:  # what they wrote has been counted
+        await self._prune(claims, inodes_short(claims, space))
+        if not self.in_office:
+            return
+        self._publish(claims)
+        for name in self._to_withdraw():  # what they wrote is in every usage that anybody uses
             self._book.withdraw(name)
+            del self._counted_dead[name]
         if every:
             self._counted_all_at = time.monotonic()
         if time.monotonic() - self._orphans_at > _ORPHANS_S:
@@ -318,7 +372,41 @@ class Holder:
             self._snapshot_at = time.monotonic()
             self.save_snapshots()
 
-    def _find_namespaces(self) -> None:
+    def _to_withdraw(self) -> list[str]:
+        now = time.monotonic()
+        return [name for name, since in self._counted_dead.items() if now - since > _WITHDRAW_S]
+
+    def _lost(self, claims: list[Claim]) -> set[str]:
+        """Return the claims on namespaces that do not exist (any more): nothing is there to be counted."""
+        return {
+            c.name
+            for c in claims
+            if c.namespace not in self._catalogues
+            and not os.path.lexists(f"{self._root}/{c.namespace}")
+        }
+
+    def _find_namespaces(self, claims: list[Claim], *, every: bool) -> None:
+        # Those that engines write to count at once, and where an operator has put a link in their place.
+        found = {
+            c.namespace
+            for c in claims
+            if c.namespace not in self._catalogues
+            and os.path.exists(f"{self._root}/{c.namespace}/{MANIFEST_FILE}")
+        }
+        if every:
+            linked = {name for name in self._catalogues if os.path.islink(f"{self._root}/{name}")}
+            found |= linked & {c.namespace for c in claims}
+            found |= self._all_namespaces()
+            for gone in self._catalogues.keys() - found:
+                del self._catalogues[gone]
+        for name in found - self._catalogues.keys():
+            path = f"{self._root}/{name}"
+            self._catalogues[name] = Catalogue.load(path)
+            tenant = _tenant_of(f"{path}/{MANIFEST_FILE}")
+            if tenant is not None:
+                self._tenants[name] = tenant
+
+    def _all_namespaces(self) -> set[str]:
         found = set()
         with os.scandir(self._root) as arches:
             for arch in arches:
@@ -328,14 +416,7 @@ class Holder:
                     for model in models:
                         if _NAMESPACE.fullmatch(model.name) and model.is_dir(follow_symlinks=False):
                             found.add(f"{arch.name}/{model.name}")
-        for gone in self._catalogues.keys() - found:
-            del self._catalogues[gone]
-        for name in found - self._catalogues.keys():
-            path = f"{self._root}/{name}"
-            self._catalogues[name] = Catalogue.load(path)
-            tenant = _tenant_of(f"{path}/{MANIFEST_FILE}")
-            if tenant is not None:
-                self._tenants[name] = tenant
+        return found
 
     def _dead(self, claims: list[Claim]) -> set[str]:
         """Return the claims of engines that are gone, or that have not been heard of for so long."""
@@ -369,9 +450,16 @@ class Holder:
             except OSError as error:
                 logger.warning("%s cannot be counted: %s", catalogue.namespace, error)
                 continue
-            if not failed:
+            # A directory that cannot be listed twice in a row is left out: if it kept all else from being
+            # counted, what is granted would grow without end, and everything would be pruned for it.
+            unlistable = {shard.idx for shard in failed}
+            if unlistable <= self._unlistable.get(name, set()) and len(failed) <= _MAX_UNLISTABLE:
                 known.add(name)
-            for shard in failed[:1]:
+            news, self._unlistable[name] = (
+                unlistable - self._unlistable.get(name, set()),
+                unlistable,
+            )
+            for shard in failed[: 1 if news else 0]:
                 logger.warning(
                     "%s: %d directories cannot be listed: %s", name, len(failed), shard.error
                 )
@@ -379,13 +467,26 @@ class Holder:
                 self._unsaved.add(name)
         return known
 
+    def _nbytes(self) -> dict[str, tuple[int, int]]:
+        return {name: (c.nbytes, c.num_files) for name, c in sorted(self._catalogues.items())}
+
+    def _bounds(self, claims: list[Claim], space: Space) -> list[Scope]:
+        """Return the bounds with what is known at this moment; the widest last."""
+        usage = replace(self.usage or Usage(), namespaces=self._nbytes())
+        kinds = ("namespace", "tenant", "root", "free")
+        return sorted(scopes(claims, usage, space), key=lambda scope: kinds.index(scope.kind))
+
+    def _is_near(self, scope: Scope, claims: list[Claim], space: Space) -> bool:
+        until, free_nbytes = self._freeing
+        if scope.kind == "free" and time.monotonic() < until and space.free_nbytes < free_nbytes:
+            return False  # what was removed does not show yet
+        return _near(scope, claims)
+
     def _publish(self, claims: list[Claim]) -> None:
         last = self.usage or Usage()
         self.usage = replace(
             last,
-            namespaces={
-                name: (c.nbytes, c.num_files) for name, c in sorted(self._catalogues.items())
-            },
+            namespaces=self._nbytes(),
             tenants={
                 name: self._tenants[name] for name in self._catalogues if name in self._tenants
             },
@@ -395,17 +496,34 @@ class Holder:
         )
         self._book.publish_usage(self.usage)
 
-    async def _prune(self, claims: list[Claim], bounds: list[Scope], num_inodes: int) -> None:
-        for scope in bounds:
-            if _near(scope, claims):
-                await self._free(self._members(scope), _excess(scope, claims), 0, claims)
+    async def _prune(self, claims: list[Claim], num_inodes: int) -> None:
+        if time.monotonic() - self._stuck_at > _STUCK_S:
+            self._stuck_at = time.monotonic()
+            self._stuck.clear()
+        done: set[tuple[str, str | None]] = set()
+        while True:  # what goes for one bound helps the wider ones: look again after each
+            space = Space.of(self._root)
+            scope = next(
+                (
+                    scope
+                    for scope in self._bounds(claims, space)
+                    if (scope.kind, scope.name) not in done and self._is_near(scope, claims, space)
+                ),
+                None,
+            )
+            if scope is None:
+                break
+            done.add((scope.kind, scope.name))
+            freed = await self._free(self._members(scope), _excess(scope, claims), 0)
+            if scope.kind == "free":
+                self._freeing = (time.monotonic() + _FREEING_S, space.free_nbytes + freed // 2)
         if num_inodes:
-            await self._free(list(self._catalogues), 0, num_inodes, claims)
+            await self._free(list(self._catalogues), 0, num_inodes)
         full = [claim for claim in claims if claim.full > self._full.get(claim.name, 0)]
         if full:
             everything = self.usage.nbytes if self.usage else 0
             amount = max(int(_FULL_SHARE * everything), _FULL_LEAST, *(8 * c.wanted for c in full))
-            await self._free(list(self._catalogues), amount, 0, claims)
+            await self._free(list(self._catalogues), amount, 0)
             self._full |= {claim.name: claim.full for claim in full}
 
     def _members(self, scope: Scope) -> list[str]:
@@ -415,14 +533,11 @@ class Holder:
             return [name for name in self._catalogues if self._tenants.get(name) == scope.name]
         return list(self._catalogues)
 
-    async def _free(
-        self, members: list[str], nbytes: int, num_files: int, claims: list[Claim]
-    ) -> None:
-        """Remove least recently used chunks of these namespaces, and tell everybody."""
+    async def _free(self, members: list[str], nbytes: int, num_files: int) -> int:
+        """Remove least recently used chunks of these namespaces, and tell everybody; returns bytes."""
         catalogues = [self._catalogues[name] for name in members]
         left_nbytes, left_files = nbytes, num_files
-        any_gone = False
-        while (left_nbytes > 0 or left_files > 0) and self._lease.held:
+        while (left_nbytes > 0 or left_files > 0) and self.in_office:
             chosen = plan(catalogues, left_nbytes, left_files, self._stuck)
             if not chosen.candidates:
                 break
@@ -431,16 +546,16 @@ class Holder:
             freed = pruned.nbytes + pruned.vanished_nbytes
             if not freed and not pruned.used_meanwhile and not pruned.failures:
                 break
-            any_gone |= freed > 0
             left_nbytes -= freed
             left_files -= pruned.num_files
-        if not any_gone:
+        if left_nbytes == nbytes and left_files == num_files:
             self._futile_until = time.monotonic() + _FUTILE_S
+        return nbytes - left_nbytes
 
     def _still_held(self) -> bool:
         with contextlib.suppress(OSError):
             self._lease.renew()
-        return self._lease.held
+        return self.in_office
 
     def _note(self, pruned: Pruned) -> None:
         for path, error in pruned.failures.items():
@@ -494,6 +609,11 @@ class Holder:
         if not provably_dead(name) and now_ns - mtime_ns < self._grace_s * 1e9:
             return False
         try:
+            # Remembered from the listing: it may have grown since.
+            if not provably_dead(name):
+                mtime_ns = os.lstat(path).st_mtime_ns
+                if now_ns - mtime_ns < self._grace_s * 1e9:
+                    return False
             os.unlink(path)
         except FileNotFoundError:
             return True
@@ -560,9 +680,11 @@ async def serve() -> None:
     )
     unpacker = msgpack.Unpacker()
     maintainer: Maintainer | None = None
-    interval_s, complaint = _IDLE_S, ""
+    interval_s, pause_s, complaint = _IDLE_S, 0.0, ""
     reading = asyncio.ensure_future(reader.read(1 << 16))
     while True:
+        # However often the engine speaks: at most a third of a core, and few requests to a server.
+        await asyncio.sleep(pause_s)
         waited_for: set[asyncio.Future[Any]] = {reading}
         if maintainer is not None and maintainer.work is not None:
             waited_for.add(maintainer.work)
@@ -591,9 +713,8 @@ async def serve() -> None:
             if str(error) != complaint:
                 complaint = str(error)
                 logger.warning("maintenance: %s", error)
-        cost_s = time.monotonic() - started
-        # At most a third of a core, and few requests to a server when nothing happens.
-        interval_s = max(0.01, 3 * cost_s) if busy else min(_IDLE_S, 1.5 * interval_s)
+        pause_s = max(0.01, 2 * (time.monotonic() - started))
+        interval_s = pause_s if busy else min(_IDLE_S, 1.5 * interval_s)
     if maintainer is not None:
         await maintainer.close()
 
@@ -602,7 +723,7 @@ def _begin(options: dict[str, Any]) -> Maintainer:
     maintainer = Maintainer(
         options["root"],
         claim_from(options),
-        _send,
+        Outbox(1).send,
         dir_mode=options["dir_mode"],
         file_mode=options["file_mode"],
     )
@@ -610,10 +731,27 @@ def _begin(options: dict[str, Any]) -> Maintainer:
     return maintainer
 
 
-def _send(message: dict[str, Any]) -> None:
-    data = msgpack.packb(message)
-    while data:
-        data = data[os.write(1, data) :]
+class Outbox:
+    """Messages for the engine. One that does not read must not stop us: the lease and the claim go on."""
+
+    def __init__(self, fd: int) -> None:
+        os.set_blocking(fd, False)
+        self._fd = fd
+        self._rest = b""  # of a message that did not fit
+
+    def send(self, message: dict[str, Any]) -> bool:
+        """Send it, or at least its beginning; False: the pipe is full, and the message is dropped."""
+        return self._flush() and self._write(msgpack.packb(message))
+
+    def _flush(self) -> bool:
+        return not self._rest or (self._write(self._rest) and not self._rest)
+
+    def _write(self, data: bytes) -> bool:
+        try:
+            self._rest = data[os.write(self._fd, data) :]
+        except BlockingIOError:
+            return False
+        return True
 
 
 def main() -> None:
