@@ -28,9 +28,7 @@ from fskv.removed import entries
 
 logger = logging.getLogger(__name__)
 
-_SILENT_S = (
-    20.0  # longer than that without a word: what was granted may be thought to be ours no more
-)
+_SILENT_S = 20.0  # without a word for so long: what was granted may be thought to be ours no more
 _BURST_HALF_LIFE_S = 60.0
 _FIRST_WORD_S = 2.0
 _RESTART_S = 10.0
@@ -74,8 +72,8 @@ class Capacity:
         A caller that is `patient` asks again for what it was refused. An engine does not: its chunk is lost.
         So there as much is kept at hand as was lately asked for between two polls, and at least `at_hand`.
         """
-        self._at_hand = at_hand
         self._patient = patient
+        self._at_hand = at_hand
         self._hello = {
             "root": root,
             "namespace": namespace,
@@ -107,6 +105,7 @@ class Capacity:
     def start(self) -> None:
         """Start the maintenance process; where that fails it is tried again later, and nothing is stored."""
         self._next_start = self._clock() + _RESTART_S
+        self._close_pipes()
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "fskv.maintenance"],
@@ -142,12 +141,17 @@ class Capacity:
         if self.paused:
             return False
         self._asked = nbytes if self._patient else self._asked + nbytes
-        if self._used + nbytes > self._allowed:
-            self._hear(self._clock())
-            if self._used + nbytes > self._allowed:
+        if self._used + nbytes > self._allowed or self._silent:
+            self._hear()  # an idle engine has not listened
+            if self._used + nbytes > self._allowed or self._silent:
                 return False
         self._used += nbytes
         return True
+
+    @property
+    def _silent(self) -> bool:
+        """Whether there was no word for so long that others may think us dead."""
+        return self._clock() - self._heard_at > _SILENT_S
 
     def settle(self, taken: int, written: int) -> None:
         """A store has ended: of `taken` bytes that it took `written` are on disk now."""
@@ -179,8 +183,8 @@ class Capacity:
             if now >= self._next_start:
                 self.start()
             return []
-        self._hear(now)
-        if now - self._heard_at > _SILENT_S:
+        self._hear()
+        if self._silent:
             self._returned += max(0, self._allowed - self._used)
             self._allowed = min(self._allowed, self._used)
         message = {
@@ -207,27 +211,44 @@ class Capacity:
         """Let the process end by itself; it is not waited for, since it may hang."""
         if self._process is None:
             return
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(OSError):
-                    pipe.close()
+        self._close_pipes()
         threading.Thread(target=self._process.wait, name="fskv-reaper", daemon=True).start()
         self._process = None
 
-    def _hear(self, now: float) -> None:
+    def _close_pipes(self) -> None:
+        if self._process is not None:
+            for pipe in (self._process.stdin, self._process.stdout):
+                if pipe is not None:
+                    with contextlib.suppress(OSError):
+                        pipe.close()
+
+    def _hear(self) -> None:
         if self._process is None or self._process.stdout is None:
             return
-        with contextlib.suppress(BlockingIOError):
-            received = os.read(self._process.stdout.fileno(), _READ_NBYTES)
-            self._unpacker.feed(received)
-            self._heard_at = now
-        for message in self._unpacker:
-            if "grant" in message:
-                self._allowed += message["grant"]
-            elif "removed" in message:
-                self._removed += entries(message["removed"])
-            else:
-                self.state = RootState(**message)
+        with contextlib.suppress(BlockingIOError, ValueError):
+            while received := os.read(self._process.stdout.fileno(), _READ_NBYTES):
+                try:
+                    self._unpacker.feed(received)
+                    for message in self._unpacker:
+                        self._take_message(message)
+                except Exception as error:  # a warning that some import prints to stdout, say
+                    logger.warning(
+                        "fskv: the maintenance process says %s: it is started again", error
+                    )
+                    self._process.kill()
+                    self._allowed = 0
+                    return
+
+    def _take_message(self, message: dict[str, Any]) -> None:
+        if "alive" in message:
+            # When it was said, and not when it is read: an idle engine has left it in the pipe.
+            self._heard_at = self._clock() - (time.monotonic() - message["alive"])
+        elif "grant" in message:
+            self._allowed += message["grant"]
+        elif "removed" in message:
+            self._removed += entries(message["removed"])
+        else:
+            self.state = RootState(**message)
 
     def _say(self, message: dict[str, Any]) -> bool:
         """Send a message; False if the pipe is full. Below PIPE_BUF it goes whole or not at all."""

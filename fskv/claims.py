@@ -7,7 +7,9 @@ how much of each claim was in that count. So at any time, for everybody who can 
     on disk now  <=  counted + what was granted and was not in the count
 
 and an engine grants itself more only while that stays below the bound. It takes at most half of its even
-share of what is left, so that all engines may do so in the same moment, without a lock, and stay below it.
+share of what is left, so that all engines may do so in the same moment, without a lock, and stay below it;
+and since any of them may have computed with what it read long ago, it looks again once its claim is published
+and takes a grant back that went too far, before anybody uses it.
 
 Claims hold limits too: a limit that one engine was given holds for all while that engine lives.
 """
@@ -15,6 +17,7 @@ Claims hold limits too: a limit that one engine was given holds for all while th
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -29,6 +32,9 @@ USAGE_FILE = "usage.json"
 _MAX_NBYTES = 1 << 20
 _MAX_CLAIMS = 10_000
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,200}", re.ASCII)
+_NAMESPACE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*/[A-Za-z0-9._-]+@[0-9a-f]{16}", re.ASCII)
+# What reading a damaged file may raise: whoever can write to the root must not end our process.
+_DAMAGED = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +191,29 @@ def inodes_short(claims: Iterable[Claim], space: Space) -> int:
     return max(0, int(keep) - space.free_inodes)
 
 
+def affecting(mine: Claim, bounds: Iterable[Scope]) -> list[Scope]:
+    """Return the bounds that hold for what `mine` writes."""
+    return [
+        s
+        for s in bounds
+        if s.kind in ("root", "free")
+        or s.name == (mine.namespace if s.kind == "namespace" else mine.tenant)
+    ]
+
+
+def overdrawn(mine: Claim, claims: Iterable[Claim], usage: Usage, space: Space) -> bool:
+    """Return whether a grant that `mine` has published must be taken back.
+
+    `claims` were read after it was published, `usage` before, `space` after. Of all who grant at the same
+    time the last one to publish sees all others: however old what they computed with was, too much is seen
+    by somebody, who takes it back before it is used.
+    """
+    claims = list(claims)
+    if all(claim.name != mine.name for claim in claims):
+        return True  # somebody thinks us dead
+    return any(s.headroom < 0 for s in affecting(mine, scopes(claims, usage, space)))
+
+
 def grant(mine: Claim, left: int, bounds: Iterable[Scope], num_claims: int) -> int:
     """Return how many bytes `mine` may grant itself more, now; of earlier grants `left` are not used.
 
@@ -195,10 +224,7 @@ def grant(mine: Claim, left: int, bounds: Iterable[Scope], num_claims: int) -> i
     num_claims = max(1, num_claims)
     missing = max(0, mine.wanted - left)
     amount = MAX_GRANT
-    for scope in bounds:
-        own = mine.namespace if scope.kind == "namespace" else mine.tenant
-        if scope.kind in ("namespace", "tenant") and scope.name != own:
-            continue
+    for scope in affecting(mine, bounds):
         headroom = max(0, scope.headroom)
         share = headroom // (2 * num_claims)
         small = scope.limit // (GRANT_PART * num_claims)
@@ -235,7 +261,7 @@ class Book:
         with os.scandir(directory) as entries:
             names = [e.name for e in entries if e.name.endswith(".json")][:_MAX_CLAIMS]
         for name in names:
-            with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
+            with contextlib.suppress(OSError, *_DAMAGED):
                 found.append(_claim(_read(f"{directory}/{name}"), name.removesuffix(".json")))
         return found
 
@@ -244,7 +270,7 @@ class Book:
 
     def usage(self) -> Usage | None:
         """Return what was last counted, None if nothing was or it cannot be read."""
-        with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
+        with contextlib.suppress(OSError, *_DAMAGED):
             return _usage(_read(f"{self._directory}/{USAGE_FILE}"))
         return None
 
@@ -271,11 +297,35 @@ class Book:
 
 
 def _read(path: str) -> dict[str, object]:
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
-        tree = json.loads(file.read(_MAX_NBYTES))
+    try:
+        content = _content(path)
+    except OSError as error:
+        if error.errno != errno.ESTALE:  # an NFS client's, of a file that has just been replaced
+            raise
+        content = _content(path)
+    tree = json.loads(content)
     if not isinstance(tree, dict):
         raise TypeError(path)
     return tree
+
+
+def _content(path: str) -> bytes:
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    fd = os.open(path, flags)
+    try:
+        return _read_all(fd)
+    finally:
+        os.close(fd)
+
+
+def _read_all(fd: int) -> bytes:
+    content = b""
+    while len(content) <= _MAX_NBYTES:
+        more = os.read(fd, _MAX_NBYTES)
+        if not more:
+            return content
+        content += more
+    raise ValueError("too long")
 
 
 def _number(value: object) -> int:
@@ -288,9 +338,18 @@ def _bound(value: object) -> int | None:
     return None if value is None else _number(value)
 
 
+def _share(percent: object) -> Share:
+    # Not NaN or a million: everybody computes with everybody's claims.
+    if not isinstance(percent, int | float) or not 0 <= percent <= 100:
+        raise ValueError(percent)
+    return Share(float(percent))
+
+
 def _claim(tree: dict[str, object], name: str) -> Claim:
     if tree["name"] != name or not _NAME.fullmatch(name):
         raise ValueError(name)
+    if not _NAMESPACE.fullmatch(str(tree["namespace"])):
+        raise ValueError(tree["namespace"])
     limits = tree["limits"]
     keep = limits["keep_free"]  # type: ignore[index]
     return Claim(
@@ -299,7 +358,7 @@ def _claim(tree: dict[str, object], name: str) -> Claim:
         tenant=None if tree["tenant"] is None else str(tree["tenant"]),
         limits=Limits(
             _bound(limits["max_nbytes"]),  # type: ignore[index]
-            Share(float(keep["percent"])) if isinstance(keep, dict) else _number(keep),
+            _share(keep["percent"]) if isinstance(keep, dict) else _number(keep),
             _bound(limits["namespace_max_nbytes"]),  # type: ignore[index]
             _bound(limits["tenant_max_nbytes"]),  # type: ignore[index]
         ),

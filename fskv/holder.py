@@ -34,6 +34,14 @@ _DEAD_CLAIM_S = 4 * TTL_S
 _FULL_SHARE = 0.03  # of everything: what goes when a disk is full without any bound being reached
 _FULL_LEAST = 64 << 20
 _FUTILE_S = 5.0
+# How long a dead engine's claim stays once it is counted: longer than anybody computes with an older usage,
+# and than an engine whose maintenance process died needs to start another one.
+_WITHDRAW_S = 20.0
+_STUCK_S = 600.0  # files that could not be removed are tried again
+_FREEING_S = (
+    30.0  # what was removed may show in statvfs only after so long (btrfs: its next commit)
+)
+_MAX_UNLISTABLE = 40  # shards of 4096 that are left out of a count
 _NAMESPACE = re.compile(r".+@[0-9a-f]{16}", re.DOTALL)
 
 
@@ -47,6 +55,7 @@ class Holder:
         self._book = book
         self._log = log
         self._lease = lease
+        self._term = lease.term
         self._file_mode = file_mode
         self._grace_s = grace_s
         self.usage: Usage | None = None
@@ -56,9 +65,18 @@ class Holder:
         self._beats: dict[str, tuple[int, float]] = {}  # claim -> its last beat, since when
         self._counted: dict[str, int] = {}  # claim -> its `written` before the last count
         self._full: dict[str, int] = {}  # claim -> its `full` that was served
+        self._counted_dead: dict[str, float] = {}  # claim of a dead engine -> counted since when
+        self._unlistable: dict[str, set[int]] = {}  # namespace -> shards
         self._stuck: set[str] = set()  # paths that cannot be removed
+        self._stuck_at = time.monotonic()
+        self._freeing: tuple[float, int] = (0.0, 0)  # until when; free bytes that are to be seen
         self._futile_until = 0.0  # nothing was left to remove: no need to look again and again
         self._unsaved: set[str] = set()  # namespaces whose snapshot is old
+
+    @property
+    def in_office(self) -> bool:
+        """Whether the lease is held, and was without a break since this holder began."""
+        return self._lease.held and self._lease.term == self._term
 
     def due(self, claims: list[Claim], space: Space) -> bool:
         """Whether there is work: the first count, a bound that is near, a full disk, or time has passed."""
@@ -68,26 +86,38 @@ class Holder:
             # What was full before we held the lease is not ours to serve: it says so again if it still is.
             if claim.full > self._full.setdefault(claim.name, claim.full):
                 return True
+        if self._to_withdraw():
+            return True
         if time.monotonic() < self._futile_until:
             return False
         if inodes_short(claims, space):
             return True
-        return any(_near(scope, claims) for scope in scopes(claims, self.usage, space))
+        return any(self._is_near(scope, claims, space) for scope in self._bounds(claims, space))
 
     async def work(self, claims: list[Claim], space: Space) -> None:
         """Count, prune what is beyond the bounds, and clean. Raises OSError when the root does not let us."""
         every = self.usage is None or time.monotonic() - self._counted_all_at > _COUNT_ALL_S
-        if every:
-            self._find_namespaces()
+        self._find_namespaces(claims, every=every)
         dead = self._dead(claims)
         known = await self._count(claims, every=every)
-        self._counted |= {c.name: c.written for c in claims if c.namespace in known}
+        if not self.in_office:
+            return  # others have counted since, and taken away claims that this count lacks
+        counted = {c.name: c.written for c in claims if c.namespace in known}
+        self._counted |= counted
+        now = time.monotonic()
+        self._counted_dead = {
+            name: self._counted_dead.get(name, now)
+            for name in dead
+            if name in self._counted_dead or name in counted or name in self._lost(claims)
+        }
         self._publish(claims)
-        assert self.usage is not None
-        await self._prune(claims, scopes(claims, self.usage, space), inodes_short(claims, space))
-        self._publish([claim for claim in claims if claim.name not in dead])
-        for name in dead:  # what they wrote has been counted
+        await self._prune(claims, inodes_short(claims, space))
+        if not self.in_office:
+            return
+        self._publish(claims)
+        for name in self._to_withdraw():  # what they wrote is in every usage that anybody uses
             self._book.withdraw(name)
+            del self._counted_dead[name]
         if every:
             self._counted_all_at = time.monotonic()
         if time.monotonic() - self._orphans_at > _ORPHANS_S:
@@ -97,7 +127,41 @@ class Holder:
             self._snapshot_at = time.monotonic()
             self.save_snapshots()
 
-    def _find_namespaces(self) -> None:
+    def _to_withdraw(self) -> list[str]:
+        now = time.monotonic()
+        return [name for name, since in self._counted_dead.items() if now - since > _WITHDRAW_S]
+
+    def _lost(self, claims: list[Claim]) -> set[str]:
+        """Return the claims on namespaces that do not exist (any more): nothing is there to be counted."""
+        return {
+            c.name
+            for c in claims
+            if c.namespace not in self._catalogues
+            and not os.path.lexists(f"{self._root}/{c.namespace}")
+        }
+
+    def _find_namespaces(self, claims: list[Claim], *, every: bool) -> None:
+        # Those that engines write to count at once, and where an operator has put a link in their place.
+        found = {
+            c.namespace
+            for c in claims
+            if c.namespace not in self._catalogues
+            and os.path.exists(f"{self._root}/{c.namespace}/{MANIFEST_FILE}")
+        }
+        if every:
+            linked = {name for name in self._catalogues if os.path.islink(f"{self._root}/{name}")}
+            found |= linked & {c.namespace for c in claims}
+            found |= self._all_namespaces()
+            for gone in self._catalogues.keys() - found:
+                del self._catalogues[gone]
+        for name in found - self._catalogues.keys():
+            path = f"{self._root}/{name}"
+            self._catalogues[name] = Catalogue.load(path)
+            tenant = _tenant_of(f"{path}/{MANIFEST_FILE}")
+            if tenant is not None:
+                self._tenants[name] = tenant
+
+    def _all_namespaces(self) -> set[str]:
         found = set()
         with os.scandir(self._root) as arches:
             for arch in arches:
@@ -107,14 +171,7 @@ class Holder:
                     for model in models:
                         if _NAMESPACE.fullmatch(model.name) and model.is_dir(follow_symlinks=False):
                             found.add(f"{arch.name}/{model.name}")
-        for gone in self._catalogues.keys() - found:
-            del self._catalogues[gone]
-        for name in found - self._catalogues.keys():
-            path = f"{self._root}/{name}"
-            self._catalogues[name] = Catalogue.load(path)
-            tenant = _tenant_of(f"{path}/{MANIFEST_FILE}")
-            if tenant is not None:
-                self._tenants[name] = tenant
+        return found
 
     def _dead(self, claims: list[Claim]) -> set[str]:
         """Return the claims of engines that are gone, or that have not been heard of for so long."""
@@ -148,9 +205,16 @@ class Holder:
             except OSError as error:
                 logger.warning("%s cannot be counted: %s", catalogue.namespace, error)
                 continue
-            if not failed:
+            # A directory that cannot be listed twice in a row is left out: if it kept all else from being
+            # counted, what is granted would grow without end, and everything would be pruned for it.
+            unlistable = {shard.idx for shard in failed}
+            if unlistable <= self._unlistable.get(name, set()) and len(failed) <= _MAX_UNLISTABLE:
                 known.add(name)
-            for shard in failed[:1]:
+            news, self._unlistable[name] = (
+                unlistable - self._unlistable.get(name, set()),
+                unlistable,
+            )
+            for shard in failed[: 1 if news else 0]:
                 logger.warning(
                     "%s: %d directories cannot be listed: %s", name, len(failed), shard.error
                 )
@@ -158,13 +222,26 @@ class Holder:
                 self._unsaved.add(name)
         return known
 
+    def _nbytes(self) -> dict[str, tuple[int, int]]:
+        return {name: (c.nbytes, c.num_files) for name, c in sorted(self._catalogues.items())}
+
+    def _bounds(self, claims: list[Claim], space: Space) -> list[Scope]:
+        """Return the bounds with what is known at this moment; the widest last."""
+        usage = replace(self.usage or Usage(), namespaces=self._nbytes())
+        kinds = ("namespace", "tenant", "root", "free")
+        return sorted(scopes(claims, usage, space), key=lambda scope: kinds.index(scope.kind))
+
+    def _is_near(self, scope: Scope, claims: list[Claim], space: Space) -> bool:
+        until, free_nbytes = self._freeing
+        if scope.kind == "free" and time.monotonic() < until and space.free_nbytes < free_nbytes:
+            return False  # what was removed does not show yet
+        return _near(scope, claims)
+
     def _publish(self, claims: list[Claim]) -> None:
         last = self.usage or Usage()
         self.usage = replace(
             last,
-            namespaces={
-                name: (c.nbytes, c.num_files) for name, c in sorted(self._catalogues.items())
-            },
+            namespaces=self._nbytes(),
             tenants={
                 name: self._tenants[name] for name in self._catalogues if name in self._tenants
             },
@@ -174,17 +251,34 @@ class Holder:
         )
         self._book.publish_usage(self.usage)
 
-    async def _prune(self, claims: list[Claim], bounds: list[Scope], num_inodes: int) -> None:
-        for scope in bounds:
-            if _near(scope, claims):
-                await self._free(self._members(scope), _excess(scope, claims), 0, claims)
+    async def _prune(self, claims: list[Claim], num_inodes: int) -> None:
+        if time.monotonic() - self._stuck_at > _STUCK_S:
+            self._stuck_at = time.monotonic()
+            self._stuck.clear()
+        done: set[tuple[str, str | None]] = set()
+        while True:  # what goes for one bound helps the wider ones: look again after each
+            space = Space.of(self._root)
+            scope = next(
+                (
+                    scope
+                    for scope in self._bounds(claims, space)
+                    if (scope.kind, scope.name) not in done and self._is_near(scope, claims, space)
+                ),
+                None,
+            )
+            if scope is None:
+                break
+            done.add((scope.kind, scope.name))
+            freed = await self._free(self._members(scope), _excess(scope, claims), 0)
+            if scope.kind == "free":
+                self._freeing = (time.monotonic() + _FREEING_S, space.free_nbytes + freed // 2)
         if num_inodes:
-            await self._free(list(self._catalogues), 0, num_inodes, claims)
+            await self._free(list(self._catalogues), 0, num_inodes)
         full = [claim for claim in claims if claim.full > self._full.get(claim.name, 0)]
         if full:
             everything = self.usage.nbytes if self.usage else 0
             amount = max(int(_FULL_SHARE * everything), _FULL_LEAST, *(8 * c.wanted for c in full))
-            await self._free(list(self._catalogues), amount, 0, claims)
+            await self._free(list(self._catalogues), amount, 0)
             self._full |= {claim.name: claim.full for claim in full}
 
     def _members(self, scope: Scope) -> list[str]:
@@ -194,14 +288,11 @@ class Holder:
             return [name for name in self._catalogues if self._tenants.get(name) == scope.name]
         return list(self._catalogues)
 
-    async def _free(
-        self, members: list[str], nbytes: int, num_files: int, claims: list[Claim]
-    ) -> None:
-        """Remove least recently used chunks of these namespaces, and tell everybody."""
+    async def _free(self, members: list[str], nbytes: int, num_files: int) -> int:
+        """Remove least recently used chunks of these namespaces, and tell everybody; returns bytes."""
         catalogues = [self._catalogues[name] for name in members]
         left_nbytes, left_files = nbytes, num_files
-        any_gone = False
-        while (left_nbytes > 0 or left_files > 0) and self._lease.held:
+        while (left_nbytes > 0 or left_files > 0) and self.in_office:
             chosen = plan(catalogues, left_nbytes, left_files, self._stuck)
             if not chosen.candidates:
                 break
@@ -210,16 +301,16 @@ class Holder:
             freed = pruned.nbytes + pruned.vanished_nbytes
             if not freed and not pruned.used_meanwhile and not pruned.failures:
                 break
-            any_gone |= freed > 0
             left_nbytes -= freed
             left_files -= pruned.num_files
-        if not any_gone:
+        if left_nbytes == nbytes and left_files == num_files:
             self._futile_until = time.monotonic() + _FUTILE_S
+        return nbytes - left_nbytes
 
     def _still_held(self) -> bool:
         with contextlib.suppress(OSError):
             self._lease.renew()
-        return self._lease.held
+        return self.in_office
 
     def _note(self, pruned: Pruned) -> None:
         for path, error in pruned.failures.items():
@@ -273,6 +364,11 @@ class Holder:
         if not provably_dead(name) and now_ns - mtime_ns < self._grace_s * 1e9:
             return False
         try:
+            # Remembered from the listing: it may have grown since.
+            if not provably_dead(name):
+                mtime_ns = os.lstat(path).st_mtime_ns
+                if now_ns - mtime_ns < self._grace_s * 1e9:
+                    return False
             os.unlink(path)
         except FileNotFoundError:
             return True

@@ -58,6 +58,7 @@ class Lease:
         self._file_mode = file_mode
         self._clock = clock
         self._name = unique_name()
+        self.term = 0  # how often it was taken: work that was begun in an earlier term is void
         self._mine: LeaseState | None = None
         self._beaten_at = 0.0
         self._observed: tuple[LeaseState | None, float] = (None, 0.0)  # unchanged since
@@ -114,6 +115,12 @@ class Lease:
 
     def _try_to_take(self) -> None:
         found = self._read()
+        if found is not None and found.holder == self._name:
+            # Ours after all: its link() was done and the answer lost, or somebody gave it back to us.
+            self._mine, self._beaten_at = found, float("-inf")
+            self.term += 1
+            self._beat()
+            return
         if found is not None and not self._is_dead(found):
             return
         if found is not None and not self._break(found):
@@ -132,6 +139,7 @@ class Lease:
             with contextlib.suppress(OSError):
                 os.unlink(part)
         self._mine, self._beaten_at = mine, now
+        self.term += 1
 
     def _is_dead(self, found: LeaseState) -> bool:
         if provably_dead(found.holder):
@@ -155,7 +163,7 @@ class Lease:
             if moved is not None and moved != dead:
                 # Somebody else took over between our look and our rename: give it back.
                 with contextlib.suppress(FileExistsError):
-                    os.link(aside, self._path)
+                    publish_exclusive(aside, self._path)
                 return False
             return True
         finally:
@@ -164,17 +172,27 @@ class Lease:
 
     def _read(self, path: str | None = None) -> LeaseState | None:
         """Return what the file says, None if it is absent; what cannot be read counts as a dead holder's."""
+        nobody = LeaseState("", "", 0, "", 0, 0)
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         try:
-            fd = os.open(path or self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            fd = os.open(path or self._path, flags)
         except FileNotFoundError:
             return None
-        with os.fdopen(fd, "rb") as file:
-            content = file.read(_MAX_NBYTES)
-        with contextlib.suppress(ValueError, TypeError, UnicodeDecodeError):
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.EACCES, errno.ENXIO):
+                return nobody  # a symbolic link, somebody's file, a socket
+            raise
+        try:
+            content = os.read(fd, _MAX_NBYTES)
+        except IsADirectoryError:
+            return nobody
+        finally:
+            os.close(fd)
+        with contextlib.suppress(ValueError, TypeError, RecursionError):
             state = LeaseState(**json.loads(content))
             if isinstance(state.holder, str):
                 return state
-        return LeaseState("", "", 0, "", 0, 0)
+        return nobody
 
 
 def publish_exclusive(part: str, path: str) -> None:

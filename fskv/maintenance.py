@@ -31,6 +31,7 @@ from fskv.claims import (
     Space,
     Usage,
     grant,
+    overdrawn,
     scopes,
 )
 from fskv.config import Share
@@ -42,11 +43,12 @@ from fskv.root import make_directory
 
 logger = logging.getLogger(__name__)
 
-_FUTILE_S = 5.0
 _IDLE_S = 1.0
-_REMOVED_NBYTES = (
-    ENTRY_NBYTES * 190
-)  # of one message: below PIPE_BUF, so it goes whole or not at all
+_ALIVE_S = 5.0
+_REMOVED_NBYTES = ENTRY_NBYTES * 2048  # of one message
+_STALE_S = 10.0  # a usage that was read longer ago is no base for a grant
+_MAX_NEWS_NBYTES = 4 << 20
+_AFTER_FAILURE_S = 5.0
 GRACE_S = 3600.0  # a part of a process about which nothing can be proved is given up after this
 
 
@@ -77,7 +79,7 @@ class Maintainer:
     ) -> None:
         """`claim` is the engine's, None where there is none.
 
-        `send` takes messages for the engine; False if it does not listen: an idle engine does not.
+        `send` passes a message to the engine; it returns False if the engine does not listen.
         """
         self._root = root
         self._shared = f"{root}/{SHARED_DIR}"
@@ -89,7 +91,7 @@ class Maintainer:
         self._engine = Engine()
         self._granted = 0  # in all, returned ones included
         self._published: Claim | None = None
-        self._published_at = 0.0
+        self._beat_at = 0.0
         self._book = Book(self._shared, file_mode)
         self._lease = Lease(self._shared, ttl_s=lease_ttl_s, file_mode=file_mode)
         self._log = RemovedLog(self._shared, file_mode)
@@ -99,6 +101,7 @@ class Maintainer:
         self._complaint = ""
         self._reported: dict[str, Any] = {}
         self._reported_at = 0.0
+        self._news = b""  # entries of removed chunks that were not sent yet
 
     def start(self) -> None:
         """Make what is shared; raises OSError."""
@@ -117,12 +120,13 @@ class Maintainer:
         """
         self._publish()
         self._lease.renew()
-        usage = self._holder.usage if self._holder is not None else None
+        read_at = time.monotonic()
+        usage = self._holder.usage if self._holder is not None and self._holder.in_office else None
         usage = usage or self._book.usage()  # before the claims, see Claim
         claims = self._book.claims()
         space = Space.of(self._root)
         busy = self._hold(claims, space) if self._lease.held else self._let_go()
-        granted = self._claim_more(claims, usage, space)
+        granted = self._claim_more(claims, usage, space, read_at)
         return self._report(usage, space) or granted or busy
 
     def _complain(self, error: BaseException) -> None:
@@ -163,21 +167,24 @@ class Maintainer:
         engine = self._engine
         claim = replace(
             self._claim,
-            granted=self._granted - engine.returned,
+            # After a restart of this process the engine uses what was granted by the last one.
+            granted=max(self._granted - engine.returned, engine.used),
             written=engine.written,
             wanted=engine.wanted,
             full=engine.full,
             beat=self._claim.beat,
         )
-        due = time.monotonic() - self._published_at > TTL_S / 4
+        due = time.monotonic() - self._beat_at > TTL_S / 4
         if claim != self._published or due:
             if due:
                 claim = replace(claim, beat=claim.beat + 1)
+                self._beat_at = time.monotonic()
             self._book.publish(claim)
             self._claim = self._published = claim
-            self._published_at = time.monotonic()
 
-    def _claim_more(self, claims: list[Claim], usage: Usage | None, space: Space) -> bool:
+    def _claim_more(
+        self, claims: list[Claim], usage: Usage | None, space: Space, read_at: float
+    ) -> bool:
         if self._claim is None or self._published is None:
             return False
         mine, engine = self._published, self._engine
@@ -193,8 +200,13 @@ class Maintainer:
             return False
         self._granted += amount
         self._publish()  # before the engine may use it
-        if not self._send({"grant": amount}):
+        if (
+            overdrawn(mine, self._book.claims(), usage or Usage(), Space.of(self._root))
+            or time.monotonic() - read_at > _STALE_S
+            or not self._send({"grant": amount})
+        ):
             self._granted -= amount
+            self._publish()
             return False
         return True
 
@@ -203,9 +215,9 @@ class Maintainer:
         if self._claim is None:
             return False
         ours = self._claim.namespace.rpartition("@")[2]
-        removed = self._log.take_new(ours)
-        for at in range(0, len(removed), _REMOVED_NBYTES):
-            self._send({"removed": removed[at : at + _REMOVED_NBYTES]})
+        self._news = (self._news + self._log.take_new(ours))[-_MAX_NEWS_NBYTES:]
+        while self._news and self._send({"removed": self._news[:_REMOVED_NBYTES]}):
+            self._news = self._news[_REMOVED_NBYTES:]
         usage = usage or Usage()
         report: dict[str, Any] = {
             "nbytes": usage.nbytes,
@@ -217,17 +229,27 @@ class Maintainer:
             "unremovable": usage.unremovable,
             "holder": self._lease.held,
         }
-        changed = any(report[name] != self._reported.get(name) for name in report if name != "free")
-        if changed or time.monotonic() - self._reported_at > _IDLE_S:
-            if self._send(report):
-                self._reported = report
-            self._reported_at = time.monotonic()
-        return changed or bool(removed)
+        changed = (
+            any(report[name] != self._reported.get(name) for name in report if name != "free")
+            or abs(space.free_nbytes - self._reported.get("free", 0)) > space.total_nbytes // 1000
+        )
+        now = time.monotonic()
+        if changed and self._send(report):
+            self._reported = report
+        elif now - self._reported_at > _ALIVE_S:
+            # Short, because an engine that is idle for hours does not read. Its clock is ours.
+            self._send({"alive": now})
+            self._reported_at = now
+        return changed or bool(self._news)
 
     # --- the holder's work ------------------------------------------------------------------
 
     def _hold(self, claims: list[Claim], space: Space) -> bool:
         """Start the holder's next piece of work, if one is due and none is under way."""
+        if self._holder is not None and not self._holder.in_office:
+            return (
+                self._let_go()
+            )  # the lease was lost and taken again: others were the holder between
         if self._holder is None:
             self._holder = Holder(
                 self._root, self._book, self._log, self._lease, self._file_mode, self._grace_s
@@ -236,7 +258,7 @@ class Maintainer:
             work, self._work = self._work, None
             if (error := work.exception()) is not None:
                 self._complain(error)
-                self._work_after = time.monotonic() + _FUTILE_S
+                self._work_after = time.monotonic() + _AFTER_FAILURE_S
         if (
             self._work is None
             and time.monotonic() > self._work_after
@@ -248,6 +270,8 @@ class Maintainer:
     def _let_go(self) -> bool:
         """Somebody else holds the lease: what we know of the root gets old."""
         if self._work is None or self._work.done():
+            if self._work is not None and (error := self._work.exception()) is not None:
+                self._complain(error)
             self._work = self._holder = None
         return False
 
@@ -271,9 +295,11 @@ async def serve() -> None:
     )
     unpacker = msgpack.Unpacker()
     maintainer: Maintainer | None = None
-    interval_s, complaint = _IDLE_S, ""
+    interval_s, pause_s, complaint = _IDLE_S, 0.0, ""
     reading = asyncio.ensure_future(reader.read(1 << 16))
     while True:
+        # However often the engine speaks: at most a third of a core, and few requests to a server.
+        await asyncio.sleep(pause_s)
         waited_for: set[asyncio.Future[Any]] = {reading}
         if maintainer is not None and maintainer.work is not None:
             waited_for.add(maintainer.work)
@@ -302,9 +328,8 @@ async def serve() -> None:
             if str(error) != complaint:
                 complaint = str(error)
                 logger.warning("maintenance: %s", error)
-        cost_s = time.monotonic() - started
-        # At most a third of a core, and few requests to a server when nothing happens.
-        interval_s = max(0.01, 3 * cost_s) if busy else min(_IDLE_S, 1.5 * interval_s)
+        pause_s = max(0.01, 2 * (time.monotonic() - started))
+        interval_s = pause_s if busy else min(_IDLE_S, 1.5 * interval_s)
     if maintainer is not None:
         await maintainer.close()
 
@@ -313,7 +338,7 @@ def _begin(options: dict[str, Any]) -> Maintainer:
     maintainer = Maintainer(
         options["root"],
         claim_from(options),
-        _send,
+        Outbox(1).send,
         dir_mode=options["dir_mode"],
         file_mode=options["file_mode"],
     )
@@ -321,19 +346,33 @@ def _begin(options: dict[str, Any]) -> Maintainer:
     return maintainer
 
 
-def _send(message: dict[str, Any]) -> bool:
-    try:
-        os.write(1, msgpack.packb(message))
-    except BlockingIOError:  # an idle engine does not read; its lease and its claim go on
-        return False
-    return True
+class Outbox:
+    """Messages for the engine. One that does not read must not stop us: the lease and the claim go on."""
+
+    def __init__(self, fd: int) -> None:
+        os.set_blocking(fd, False)
+        self._fd = fd
+        self._rest = b""  # of a message that did not fit
+
+    def send(self, message: dict[str, Any]) -> bool:
+        """Send it, or at least its beginning; False: the pipe is full, and the message is dropped."""
+        return self._flush() and self._write(msgpack.packb(message))
+
+    def _flush(self) -> bool:
+        return not self._rest or (self._write(self._rest) and not self._rest)
+
+    def _write(self, data: bytes) -> bool:
+        try:
+            self._rest = data[os.write(self._fd, data) :]
+        except BlockingIOError:
+            return False
+        return True
 
 
 def main() -> None:
     logging.basicConfig(level=logging.INFO, format="fskv: %(message)s")
     with contextlib.suppress(OSError):
         os.nice(5)
-    os.set_blocking(1, False)
     code = 0
     try:
         asyncio.run(serve())

@@ -1,16 +1,18 @@
 """Removes what was used least recently: chooses by what is remembered, then looks at each file again.
 
 The mtime of a chunk file is its last use. What is remembered of it may be older than the truth, never
-younger. So the oldest remembered ones are taken first, and one that turns out to have been used since goes
-back with its new mtime: the exact order of last use, for a look at those files only that are about to go.
+younger. So the oldest remembered ones are taken first, and one that turns out to have been used since waits
+for its new turn: the exact order of last use, for a look at those files only that are about to go.
 
-The files of all ranks of a chunk go together: without one of them the others serve nobody. A file that
-cannot be removed is left out from then on; the next ones go instead.
+The files of all ranks of a chunk go together, when the last used of them is due: without one of them the
+others serve nobody. A file that cannot be removed is left out from then on; the next ones go instead.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import heapq
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -33,6 +35,7 @@ class Candidate:
     catalogue: Catalogue
     shard: int
     row: int  # in the shard's records
+    mtime_ns: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +82,9 @@ def plan(
         which = int(np.searchsorted(ends, at, side="right"))
         row = int(at) - (int(ends[which - 1]) if which else 0)
         shard = int(np.searchsorted(starts[which], row, side="right")) - 1
-        candidate = Candidate(catalogues[which], shard, row - int(starts[which][shard]))
+        candidate = Candidate(
+            catalogues[which], shard, row - int(starts[which][shard]), int(mtimes[at])
+        )
         if stuck and _path(candidate) in stuck:
             continue
         candidates.append(candidate)
@@ -94,11 +99,11 @@ def _oldest_first(mtimes: Any, nbytes: int, num_files: int, mean_nbytes: int) ->
     done = 0
     while done < len(mtimes):
         count = min(count, len(mtimes))
-        order = (
-            np.argpartition(mtimes, count - 1)[:count] if count < len(mtimes) else np.arange(count)
-        )
+        # All that are as old as the last one: equal mtimes are common where they are whole seconds.
+        newest = np.partition(mtimes, count - 1)[count - 1]
+        order = np.flatnonzero(mtimes <= newest)
         yield from order[np.argsort(mtimes[order], kind="stable")][done:]
-        done, count = count, count * 4
+        done, count = len(order), len(order) * 4
 
 
 def _path(candidate: Candidate) -> str:
@@ -112,7 +117,39 @@ class _Rows:
 
     catalogue: Catalogue
     gone: set[int] = field(default_factory=set)
-    kept: set[int] = field(default_factory=set)  # used meanwhile, or not removable
+    seen: set[int] = field(default_factory=set)  # decided, or waiting for their new turn
+
+
+@dataclass(slots=True)
+class _Execution:
+    """A plan that is being carried out."""
+
+    plan: PrunePlan
+    pruned: Pruned = field(default_factory=Pruned)
+    touched: dict[tuple[int, int], _Rows] = field(default_factory=dict)
+    at: int = 0  # the next candidate
+    used: list[tuple[int, int, Candidate]] = field(default_factory=list)  # heap by their new mtime
+
+    @property
+    def fulfilled(self) -> bool:
+        pruned = self.pruned
+        freed = pruned.nbytes + pruned.vanished_nbytes
+        return freed >= self.plan.nbytes and pruned.num_files >= self.plan.num_files
+
+    @property
+    def over(self) -> bool:
+        # What was used and is younger than all candidates is no business of this plan.
+        return self.at >= len(self.plan.candidates)
+
+    def next(self) -> tuple[Candidate, int, bool]:
+        """Return the least recently used candidate, its mtime, and whether it was looked at before."""
+        candidate = self.plan.candidates[self.at]
+        mtime_ns = candidate.mtime_ns
+        if self.used and self.used[0][0] <= mtime_ns:
+            mtime_ns, _, candidate = heapq.heappop(self.used)
+            return candidate, mtime_ns, True
+        self.at += 1
+        return candidate, mtime_ns, False
 
 
 async def execute(chosen: PrunePlan, may_go_on: Callable[[], bool]) -> Pruned:
@@ -120,49 +157,39 @@ async def execute(chosen: PrunePlan, may_go_on: Callable[[], bool]) -> Pruned:
 
     The catalogues are updated: what is gone is forgotten, what was used meanwhile has its new mtime.
     """
-    pruned = Pruned()
-    touched: dict[tuple[int, int], _Rows] = {}
+    execution = _Execution(chosen)
     remove = aiofiles.os.wrap(_remove_batch)
-    for at in range(0, len(chosen.candidates), _BATCH):
-        if _fulfilled(chosen, pruned) or not may_go_on():
-            break
-        await remove(chosen, chosen.candidates[at : at + _BATCH], pruned, touched)
-    for (_, shard), rows in touched.items():
+    while not (execution.over or execution.fulfilled) and may_go_on():
+        await remove(execution)
+    for (_, shard), rows in execution.touched.items():
         mask = np.ones(len(rows.catalogue.records(shard)), bool)
         mask[list(rows.gone)] = False
         rows.catalogue.keep(shard, mask)
-    return pruned
+    return execution.pruned
 
 
-def _fulfilled(chosen: PrunePlan, pruned: Pruned) -> bool:
-    freed = pruned.nbytes + pruned.vanished_nbytes
-    return freed >= chosen.nbytes and pruned.num_files >= chosen.num_files
-
-
-def _remove_batch(
-    chosen: PrunePlan,
-    batch: Sequence[Candidate],
-    pruned: Pruned,
-    touched: dict[tuple[int, int], _Rows],
-) -> None:
-    for candidate in batch:
-        if _fulfilled(chosen, pruned):
+def _remove_batch(execution: _Execution) -> None:
+    pruned = execution.pruned
+    for _ in range(_BATCH):
+        if execution.over or execution.fulfilled:
             return
+        candidate, mtime_ns, again = execution.next()
         catalogue, shard = candidate.catalogue, candidate.shard
-        seen = touched.setdefault((id(catalogue), shard), _Rows(catalogue))
-        if candidate.row in seen.gone or candidate.row in seen.kept:
-            continue  # decided with another rank's file
+        rows_of_shard = execution.touched.setdefault((id(catalogue), shard), _Rows(catalogue))
+        if candidate.row in rows_of_shard.seen and not again:
+            continue  # it is with another rank's file
         records = catalogue.records(shard)
         rows = _all_ranks(records, candidate.row)
+        rows_of_shard.seen.update(rows)
         directory = shard_path(catalogue.namespace, shard)
-        used = [_used_meanwhile(directory, records, row) for row in rows]
-        if any(used):
+        last_use_ns = max(_look(directory, records, row) for row in rows)
+        records["mtime_ns"][rows] = last_use_ns
+        if last_use_ns > mtime_ns:
             pruned.used_meanwhile += 1
-            seen.kept.update(rows)
+            heapq.heappush(execution.used, (last_use_ns, pruned.used_meanwhile, candidate))
             continue
         removed = {row for row in rows if _remove(directory, records[row], pruned)}
-        seen.gone |= removed
-        seen.kept |= set(rows) - removed
+        rows_of_shard.gone |= removed
         if removed:
             record = records[candidate.row]
             pruned.removed.setdefault(catalogue.namespace, []).append(
@@ -178,14 +205,11 @@ def _all_ranks(records: Any, row: int) -> list[int]:
     return [int(other) for other in np.flatnonzero(same)]
 
 
-def _used_meanwhile(directory: str, records: Any, row: int) -> bool:
-    try:
-        mtime_ns = os.lstat(f"{directory}/{file_name(records[row])}").st_mtime_ns
-    except OSError:
-        return False  # gone, or removing it will say why not
-    newer = bool(mtime_ns > records[row]["mtime_ns"])
-    records["mtime_ns"][row] = mtime_ns
-    return newer
+def _look(directory: str, records: Any, row: int) -> int:
+    """Return a file's mtime, as it is or as it is remembered."""
+    with contextlib.suppress(OSError):  # gone, or removing it will say why not
+        return os.lstat(f"{directory}/{file_name(records[row])}").st_mtime_ns
+    return int(records["mtime_ns"][row])
 
 
 def _remove(directory: str, record: Any, pruned: Pruned) -> bool:

@@ -133,13 +133,28 @@ def _changed(namespace: str, seen: Callable[[int], int], start: int) -> list[tup
                     continue
                 idx = int(name, 16)
                 if idx >= start:
-                    try:
-                        found[idx] = entry.stat(follow_symlinks=False).st_mtime_ns
-                    except OSError:
-                        found[idx] = 0
+                    found[idx] = _mtime_ns(entry.path)
     gone = [(idx, -1) for idx in range(start, NUM_SHARDS) if idx not in found and seen(idx)]
     changed = [(idx, mtime) for idx, mtime in found.items() if not mtime or mtime != seen(idx)]
     return sorted(changed + gone)
+
+
+def _mtime_ns(path: str) -> int:
+    """Return a directory's mtime; 0: unknown.
+
+    By open(), since stat() on an NFS client says for up to 60 s what it said before. And where an operator
+    has put a symbolic link, it is the directory behind it whose names come and go.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        return 0
+    try:
+        return os.fstat(fd).st_mtime_ns
+    except OSError:
+        return 0
+    finally:
+        os.close(fd)
 
 
 def _list_batch(namespace: str, batch: Iterable[tuple[int, int]], now_ns: int) -> list[Shard]:
@@ -167,6 +182,9 @@ def list_shard(path: str, idx: int) -> Shard:
             shard, others = _list_in_python(path, idx)
     except FileNotFoundError:
         return Shard(idx, 0, np.empty(0, RECORD))
+    except NotADirectoryError:  # nobody can have stored a chunk in it
+        name = os.path.basename(path)
+        return Shard(idx, 0, np.empty(0, RECORD), foreign=[name], num_foreign=1)
     except OSError as error:
         return Shard(idx, 0, np.empty(0, RECORD), error=error)
     wrong = np.flatnonzero(_shard_of(shard.records) != idx)

@@ -23,7 +23,15 @@ from fskv.root import TMP_DIR
 SNAPSHOT_FILE = "snapshot.msgpack"
 _VERSION = 1
 _MAX_NBYTES = 16 << 30
+_HEAD = b"\x86\xa8snapshot" + bytes([_VERSION])  # how msgpack begins what `save` writes
 _EMPTY = np.empty(0, RECORD)
+
+
+def _digest(taken_at_ns: int, mtimes: bytes, counts: bytes, records: bytes) -> bytes:
+    hasher = xxhash.xxh3_64(taken_at_ns.to_bytes(8, "little"))
+    for content in (mtimes, counts, records):
+        hasher.update(content)
+    return hasher.digest()
 
 
 class Catalogue:
@@ -108,6 +116,7 @@ class Catalogue:
     def save(self, file_mode: int = 0o600) -> None:
         """Publish the snapshot; raises OSError, and leaves no part then."""
         records = self.all_records().tobytes()
+        counts = self._counts.astype("<u4").tobytes()
         mtimes = self._dir_mtimes.astype("<i8")
         # Parts and foreign files are not in a snapshot: who loads it lists their shards again.
         mtimes[[*self.parts, *self.foreign]] = 0
@@ -116,8 +125,8 @@ class Catalogue:
                 "snapshot": _VERSION,
                 "taken_at_ns": self.taken_at_ns,
                 "dir_mtimes": mtimes.tobytes(),
-                "counts": self._counts.astype("<u4").tobytes(),
-                "digest": xxhash.xxh3_64_digest(records),
+                "counts": counts,
+                "digest": _digest(self.taken_at_ns, mtimes.tobytes(), counts, records),
                 "records": records,
             }
         )
@@ -144,7 +153,10 @@ class Catalogue:
         """Take the snapshot's content; raises OSError or ValueError, with nothing taken."""
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         with os.fdopen(os.open(self.path, flags), "rb") as file:
-            packed = file.read(_MAX_NBYTES)
+            head = file.read(len(_HEAD))
+            if head != _HEAD:  # before gigabytes of something else are read
+                raise ValueError(f"{self.path}: not a snapshot, or of another version")
+            packed = head + file.read(_MAX_NBYTES)
         try:
             tree = msgpack.unpackb(packed, max_bin_len=len(packed))
             taken_at_ns = int(tree["taken_at_ns"])
@@ -152,10 +164,10 @@ class Catalogue:
             counts = np.frombuffer(tree["counts"], "<u4").astype(np.int64)
             raw = tree["records"]
             good = (
-                tree["snapshot"] == _VERSION
-                and len(mtimes) == len(counts) == NUM_SHARDS
+                len(mtimes) == len(counts) == NUM_SHARDS
                 and len(raw) == RECORD.itemsize * counts.sum()
-                and xxhash.xxh3_64_digest(raw) == tree["digest"]
+                and tree["digest"] == _digest(taken_at_ns, tree["dir_mtimes"], tree["counts"], raw)
+                and len(tree) == 6
             )
         except Exception as error:  # whatever a damaged file makes of the values
             raise ValueError(f"{self.path}: {error}") from error
