@@ -35,6 +35,8 @@ NUM_CHUNKS = 64
 NUM_WRITERS = 3
 NUM_READERS = 2
 NUM_PLACES = 16
+_SERVED_PER_KILL = 50  # at least; a busy machine takes longer for that
+_PLANTED_PER_KILL = 10
 _HEAL_ROUNDS = 4
 _HEAL_AT_ONCE = 16
 
@@ -147,19 +149,32 @@ class KillStorm:
         now = time.monotonic()
         kill_at = now + self._rng.uniform(0, 2 * self._mean_s)
         plant_at = now
-        while len(self._killed) < self._num_kills:
-            self._listen(max(0.0, min(kill_at, plant_at) - time.monotonic()))
+        while not self._has_raged():
+            # Once all are killed only the planting wakes us up.
+            raging = len(self._killed) < self._num_kills
+            due = min(kill_at, plant_at) if raging else plant_at
+            self._listen(max(0.0, due - time.monotonic()))
             now = time.monotonic()
             if now > self._ends_at:
-                raise BenchmarkError(f"only {len(self._killed)} kills in time")
+                raise BenchmarkError(
+                    f"only {len(self._killed)} kills and {self.judge.num_served} served in time"
+                )
             if now >= plant_at:
                 self._damage.plant()
                 plant_at = now + self._rng.uniform(0, 0.02)
-            if now >= kill_at:
+            if now >= kill_at and len(self._killed) < self._num_kills:
                 self._kill_one()
                 kill_at = now + self._rng.uniform(0, 2 * self._mean_s)
                 if len(self._killed) % 50 == 0:
                     say(f"{len(self._killed)} kills, {self.judge.num_served} chunks served")
+
+    def _has_raged(self) -> bool:
+        """All were killed, and enough was damaged and served for that to mean something."""
+        return (
+            len(self._killed) >= self._num_kills
+            and self.judge.num_served >= _SERVED_PER_KILL * self._num_kills
+            and self._damage.planted.total() >= _PLANTED_PER_KILL * self._num_kills
+        )
 
     def _listen(self, timeout_s: float) -> None:
         """Judge what readers were served, for so long at most."""

@@ -112,7 +112,7 @@ def test_errors_hangs_and_lies_of_a_mount_end_as_they_must(calm):
     assert found["served"] > 0
     for name in ("native", "Python"):
         steps = found["by_step"]
-        assert steps[f"{name}: EIO of reads"]["load io_error"] == 8
+        assert steps[f"{name}: EIO of reads"]["load io_error"] >= 8
         assert steps[f"{name}: EIO of reads"]["load breaker"] == 1
         assert steps[f"{name}: EIO of write"]["store io_error"] == 8
         assert steps[f"{name}: flip in the payload"]["load corrupt"] == 8
