@@ -244,12 +244,16 @@ class Node:
             "ended_at": time.time(),
         }
 
-    def churn(self, numbers, seconds, fresh):
-        """Look up (from the disk), load and compare `numbers`, store a new chunk; again and again."""
-        rounds = []
+    def churn(self, numbers, fresh, healed, limit_s=150.0):
+        """Look up (on the disk), load and compare `numbers`, store a new chunk; again and again.
+
+        Ends after two good rounds in a row that began when the file `healed` was there, or at the limit.
+        """
+        rounds, num_good = [], 0
         wanted = [content(number) for number in numbers]
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
+        end = time.monotonic() + limit_s
+        while num_good < 2 and time.monotonic() < end:
+            is_healed = os.path.basename(healed) in os.listdir(os.path.dirname(healed))
             begun_at = time.time()
             self.presence.forget_all()
             lookup = self.lookup(numbers)
@@ -271,13 +275,37 @@ class Node:
                     "num_wrong": sum(wrong),
                     "store": stored["statuses"],
                     "stored_at": stored["ended_at"],
-                    "num_hung": self.runner.num_threads_hung,
+                    "hung": self.runner.num_threads_hung,
                     "slots": self.runner.num_slots_used,
                     "breaker": self.breaker.open,
                 }
             )
+            good = {*load["statuses"], *stored["statuses"]} == {"ok"}
+            good = good and set(rounds[-1]["lookup"]) == {"hit"}
+            num_good = num_good + 1 if is_healed and good else 0
             time.sleep(0.05)
         return {"rounds": rounds}
+
+    def replace(self, numbers, seconds):
+        """Store chunks over themselves, again and again."""
+        said = collections.Counter()
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            said.update(self.store(numbers, replace=True)["statuses"])
+        return {"said": said}
+
+    def reload(self, numbers, seconds):
+        """Load and compare chunks, again and again; `num_wrong` pages were not what they have to be."""
+        said, num_wrong = collections.Counter(), 0
+        wanted = [content(number) for number in numbers]
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            statuses = self.load(numbers)["statuses"]
+            said.update(statuses)
+            for place, (status, right) in enumerate(zip(statuses, wanted, strict=True)):
+                expected = right if status == "ok" else bytes([POISON]) * NBYTES
+                num_wrong += self._loaded(place) != expected
+        return {"said": said, "num_wrong": num_wrong}
 
     # --- looking ----------------------------------------------------------------------------
 

@@ -7,7 +7,6 @@ import os
 import shlex
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from shared_fs.chunks import NBYTES, content, untouched
@@ -15,15 +14,6 @@ from shared_fs.letterbox import Letterbox
 
 _TESTS = Path(__file__).resolve().parents[1]
 _REPLY_S = 120.0  # longer than any limit in the program: only a program in state D takes so long
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Of a load: each chunk's status, and the time until the job was reported."""
-
-    statuses: list[str]
-    seconds: float
-    longest_call_s: float
 
 
 class Program:
@@ -75,14 +65,16 @@ class Program:
 
     def load(self, *numbers: int) -> list[str]:
         """Load and compare: what is ok holds what was stored, what is not was not touched."""
-        return self.check_load(numbers, self.post("load", numbers=numbers, dump=self._dump)).statuses
+        statuses = self.ask("load", numbers=numbers, dump=self._dump)["statuses"]
+        self._assert_pages(numbers, statuses)
+        return statuses
 
-    def check_load(self, numbers: tuple[int, ...], ticket: str) -> Outcome:
-        reply = self.wait(ticket)
-        self.assert_pages(numbers, reply["statuses"])
-        return Outcome(reply["statuses"], reply["reported_s"], reply["longest_call_s"])
+    def assert_pages_now(self, numbers: tuple[int, ...], statuses: list[str]) -> None:
+        """The same for what the pages of the last load hold by now."""
+        self.ask("dump", num=len(numbers), path=self._dump)
+        self._assert_pages(numbers, statuses)
 
-    def assert_pages(self, numbers: tuple[int, ...], statuses: list[str]) -> None:
+    def _assert_pages(self, numbers: tuple[int, ...], statuses: list[str]) -> None:
         with open(self._dump, "rb") as file:
             found = file.read()
         assert len(found) == len(numbers) * NBYTES
