@@ -84,12 +84,11 @@ class Node:
     def begin(
         self,
         root,
-        deadline_s=4.0,
+        deadline_s=20.0,
         touch_interval_s=_DEFAULTS.touch_interval_s,
         direct_io="auto",
-        opened_directory=True,
+        quarantine_s=2.0,
     ):
-        """Open a root. Without `opened_directory` lookups do not open a directory after a miss."""
         self.end()
         directory = Root.open(root, create=True).open_namespace(_IDENTITY)
         host.flat_bytes = lambda pages: pages
@@ -124,8 +123,6 @@ class Node:
         )
 
         def probe(chunks, missed_before):
-            if not opened_directory:
-                missed_before = [False] * len(chunks)
             files = [[(self.store_.path(c), file_layout.file_nbytes)] for c in chunks]
             return probe_files(files, missed_before)
 
@@ -134,10 +131,15 @@ class Node:
             positive_ttl_s=_DEFAULTS.positive_ttl_s,
             negative_ttl_s=_DEFAULTS.negative_ttl_s,
             lookup_timeout_s=_DEFAULTS.lookup_timeout_s,
-            quarantine_s=_DEFAULTS.quarantine_s,
+            quarantine_s=quarantine_s,
             breaker=self.lookup_breaker,
         )
         return {"description": transport.description, "directory": directory.path}
+
+    def deadline(self, seconds):
+        """Give every job from now on so long."""
+        self.runner._deadline = Deadline(seconds, 0.0, seconds)
+        return {}
 
     def end(self):
         if self.runner is not None:
@@ -170,6 +172,11 @@ class Node:
             for outcome in self._timed(self.runner.take_outcomes):
                 if outcome.chunk in [request.chunk for request in requests]:
                     statuses[outcome.chunk] = outcome.status.value
+                # What a worker tells its scheduler.
+                if not outcome.is_load and outcome.status.good:
+                    self.presence.mark_stored(outcome.chunk)
+                elif outcome.is_load and not outcome.status.good:
+                    self.presence.mark_failed(outcome.chunk, outcome.status)
             time.sleep(0.002)
         return {
             "statuses": [statuses[request.chunk] for request in requests],

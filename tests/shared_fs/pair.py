@@ -94,11 +94,12 @@ def outage(
     numbers = [1, 2, 3, 4]
     healed, tickets, idle_before = {}, {}, {}
     for pair in pairs:
-        pair.begin(deadline_s=2.0)
+        pair.begin()
         assert pair.a.store(*numbers) == ["ok"] * 4
         assert pair.b.look(*numbers) == ["hit"] * 4
         assert pair.b.load(*numbers) == ["ok"] * 4
-        pair.b.store(99)  # all threads have run
+        pair.b.store(*range(90, 99))  # all threads have run
+        pair.b.ask("deadline", seconds=2.0)  # the default
         idle_before[pair.name] = pair.b.ask("idle")
         healed[pair.name] = f"{pair.b.box.directory}/healed"
         tickets[pair.name] = pair.b.post(
@@ -116,6 +117,7 @@ def outage(
     found = {}
     for pair in pairs:
         reply = pair.b.wait(tickets[pair.name], 200.0)
+        pair.b.ask("deadline", seconds=20.0)
         found[pair.name] = Outage(
             kind,
             reply["rounds"],

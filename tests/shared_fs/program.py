@@ -13,7 +13,7 @@ from shared_fs.chunks import NBYTES, content, untouched
 from shared_fs.letterbox import Letterbox
 
 _TESTS = Path(__file__).resolve().parents[1]
-_REPLY_S = 120.0  # longer than any limit in the program: only a program in state D takes so long
+_REPLY_S = 90.0  # longer than any limit in the program: only one in state D takes so long
 
 
 class Program:
@@ -68,6 +68,11 @@ class Program:
         statuses = self.ask("load", numbers=numbers, dump=self._dump)["statuses"]
         self._assert_pages(numbers, statuses)
         return statuses
+
+    def comes_to_load(self, *numbers: int) -> bool:
+        """Look until all hit, then load, as a request that comes back; False if it has to come once more."""
+        self.ask("lookup", numbers=numbers, until_hit=True, limit_s=30)
+        return self.load(*numbers) == ["ok"] * len(numbers)
 
     def assert_pages_now(self, numbers: tuple[int, ...], statuses: list[str]) -> None:
         """The same for what the pages of the last load hold by now."""

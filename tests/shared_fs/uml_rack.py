@@ -102,6 +102,8 @@ class UmlNode:
         self._disk = disk
         self._num_boots = 0
         self._num_programs = 0
+        self._frozen = False
+        self._cut_off = False
         self._cgroup = _FREEZER / f"{rack.name}-{name}"
         self._process: subprocess.Popen | None = None
         self.box: Letterbox | None = None
@@ -144,7 +146,7 @@ class UmlNode:
                 stdin=subprocess.DEVNULL,
                 stdout=console,
                 stderr=console,
-                env={**os.environ, "PATH": _path()},
+                env={**os.environ, "PATH": _path(), "TMPDIR": self._rack.memory},
                 start_new_session=True,
             )
         self.run("true", timeout_s=_BOOT_S)
@@ -152,6 +154,7 @@ class UmlNode:
     def kill(self) -> None:
         """Cut the power: the disk keeps what the kernel had written to it, and nothing else is kept."""
         _kill_group(self._cgroup)
+        self._frozen = False
         if self._process is not None:
             self._process.wait(30.0)
 
@@ -161,18 +164,24 @@ class UmlNode:
 
     def freeze(self) -> None:
         """Stop the whole machine. Not by SIGSTOP: that breaks the tracing User-Mode Linux lives on."""
+        self._frozen = True
         _set_state(self._cgroup, "FROZEN")
 
     def thaw(self) -> None:
-        _set_state(self._cgroup, "THAWED")
+        if self._frozen:
+            _set_state(self._cgroup, "THAWED")
+        self._frozen = False
 
     # --- network ----------------------------------------------------------------------------
 
     def cut_off(self) -> None:
+        self._cut_off = True
         self._rack.ip("link", "set", f"{self.name}0", "down")
 
     def heal(self) -> None:
-        self._rack.ip("link", "set", f"{self.name}0", "up")
+        if self._cut_off:
+            self._rack.ip("link", "set", f"{self.name}0", "up")
+        self._cut_off = False
 
     # --- commands ---------------------------------------------------------------------------
 
@@ -220,7 +229,10 @@ class Rack:
         self.name = f"fskv-rack-{os.getpid()}"
         # Not pytest's directory: the path of a socket below it would be too long.
         self.directory = tempfile.mkdtemp(prefix="fskv-rack-")
-        disk = f"{self.directory}/disk"
+        # The server's flushes are fsyncs of this file, and a guest's memory is a file, too: on a disk that
+        # others use, both stall the whole rack for seconds.
+        self.memory = tempfile.mkdtemp(prefix="fskv-rack-", dir="/dev/shm")
+        disk = f"{self.memory}/disk"
         with open(disk, "wb") as file:
             file.truncate(1 << 30)
         subprocess.run(
@@ -282,7 +294,8 @@ class Rack:
         for node in self.nodes:
             node.kill()
         subprocess.run(["ip", "netns", "del", self.name], capture_output=True)
-        shutil.rmtree(self.directory, ignore_errors=True)
+        for directory in (self.directory, self.memory):
+            shutil.rmtree(directory, ignore_errors=True)
 
     def ip(self, *arguments: str) -> None:
         self._in_namespace("ip", *arguments)
