@@ -44,7 +44,9 @@ def _run(*command: str) -> str:
     done = subprocess.run(
         command, env=_ENV, capture_output=True, text=True, timeout=_COMMAND_S, check=False
     )
-    assert done.returncode == 0, f"{command}: exit code {done.returncode}\n{done.stdout}{done.stderr}"
+    assert done.returncode == 0, (
+        f"{command}: exit code {done.returncode}\n{done.stdout}{done.stderr}"
+    )
     return done.stdout
 
 
@@ -96,7 +98,9 @@ class Gluster:
         for number, name in enumerate(("server", "a", "b"), 1):
             space = f"{self.name}-{name}"
             _run("ip", "netns", "add", space)
-            self.switch("link", "add", "name", name, "type", "veth", "peer", "name", "eth0", "netns", space)
+            self.switch(
+                "link", "add", "name", name, "type", "veth", "peer", "name", "eth0", "netns", space
+            )
             self.switch("link", "set", "dev", name, "master", "bridge0", "up")
             for arguments in ("link set lo up", "link set eth0 up"):
                 _run("ip", "-n", space, *arguments.split())
@@ -204,7 +208,9 @@ end-volume
         for process in self.processes:
             process.wait(30.0)
         for name in ("a", "b", "server", "switch"):
-            subprocess.run(["ip", "netns", "del", f"{self.name}-{name}"], env=_ENV, capture_output=True)
+            subprocess.run(
+                ["ip", "netns", "del", f"{self.name}-{name}"], env=_ENV, capture_output=True
+            )
         shutil.rmtree(self.directory, ignore_errors=True)
         log = f"/var/log/glusterfs/bricks/{self.directory.strip('/').replace('/', '-')}-brick.log"
         with contextlib.suppress(FileNotFoundError):

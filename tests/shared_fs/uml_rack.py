@@ -25,7 +25,13 @@ from shared_fs.program import Program
 _HERE = Path(__file__).resolve().parent
 _KERNEL = "/usr/bin/linux.uml"
 _FREEZER = Path("/sys/fs/cgroup/freezer")
-_NEEDED = (_KERNEL, "ip", "ethtool", "mkfs.ext4", "modprobe", "rpc.nfsd",
+_NEEDED = (
+    _KERNEL,
+    "ip",
+    "ethtool",
+    "mkfs.ext4",
+    "modprobe",
+    "rpc.nfsd",
     "rpc.mountd",
     "mount.nfs",
     "rpcbind",
@@ -188,7 +194,9 @@ class UmlNode:
     def run(self, command: str, timeout_s: float = _COMMAND_S) -> str:
         """Run a shell command on the node and return what it printed; it has to succeed."""
         done = self.box.ask(timeout_s, command=command)
-        assert done["code"] == 0, f"{self.name}: {command}: exit code {done['code']}\n{done['output']}"
+        assert done["code"] == 0, (
+            f"{self.name}: {command}: exit code {done['code']}\n{done['output']}"
+        )
         return done["output"]
 
     def mount(self, version: str) -> str:
@@ -257,7 +265,11 @@ class Rack:
             self.ip("link", "set", theirs, "up")
             for device in (ours, theirs):
                 # A raw socket would get packets longer than its buffer, cut off.
-                off = [word for what in "tx rx sg tso gso gro".split() for word in (what, "off")]
+                off = [
+                    word
+                    for what in ["tx", "rx", "sg", "tso", "gso", "gro"]
+                    for word in (what, "off")
+                ]
                 self._in_namespace("ethtool", "-K", device, *off)
         with ThreadPoolExecutor() as executor:
             list(executor.map(lambda node: node.boot(), self.nodes))
