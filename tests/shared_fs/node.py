@@ -56,7 +56,7 @@ _IDENTITY = Identity(
 
 
 class _Pages:
-    """KV memory of one layer: (blocks, page) bytes. It stands for a tensor: torch takes 12 s to import here."""
+    """KV memory of one layer: (blocks, page) bytes. Stands for a tensor: torch takes 12 s to import here."""
 
     is_cuda = False
 
@@ -218,8 +218,7 @@ class Node:
     def dump(self, num, path):
         """Write what the pages of the last load hold now."""
         with open(path, "wb") as file:
-            for place in range(num):
-                file.write(self._loaded(place))
+            file.writelines(self._loaded(place) for place in range(num))
         return {}
 
     def _loaded(self, place):

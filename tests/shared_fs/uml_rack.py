@@ -147,8 +147,10 @@ class UmlNode:
         with open(f"{where}/console", "wb") as console:
             self._process = subprocess.Popen(
                 # The shell joins the control group before the kernel starts: all its processes are in it.
-                ["/bin/sh", "-c", f'echo $$ >{self._cgroup}/cgroup.procs; exec "$@"', "sh"]
-                + ["ip", "netns", "exec", self._rack.name, *arguments],
+                [
+                    *("/bin/sh", "-c", f'echo $$ >{self._cgroup}/cgroup.procs; exec "$@"', "sh"),
+                    *("ip", "netns", "exec", self._rack.name, *arguments),
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=console,
                 stderr=console,
