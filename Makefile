@@ -12,7 +12,7 @@ endif
 ARGS ?=
 DIR ?= .cache
 
-.PHONY: help setup demo demo-quick bench bench-interpreter bench-flood bench-engine storm test test-unit lint clean distclean
+.PHONY: help setup demo demo-quick bench bench-interpreter bench-flood bench-engine storm test test-unit test-shared-fs lint clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -42,11 +42,15 @@ bench-engine: $(SETUP) ## What a decoding request of a real vLLM engine notices 
 storm: $(SETUP) ## Kill writers, fill a disk, fail a mount: is anything wrong ever served? (minutes)
 	@$(PY) -m benchmarks.storm $(ARGS)
 
-test: $(SETUP) ## All tests: unit tests, then real engines (some minutes)
-	$(PY) -m pytest $(ARGS)
+test: $(SETUP) ## Unit tests, then real engines (some minutes); not test-shared-fs
+	$(PY) -m pytest -m 'not shared_fs' $(ARGS)
 
 test-unit: $(SETUP) ## Only the tests that start no engine
-	$(PY) -m pytest -m 'not engine' $(ARGS)
+	$(PY) -m pytest -m 'not engine and not shared_fs' $(ARGS)
+
+test-shared-fs: $(SETUP) ## Real NFS and GlusterFS, nodes that die (root, Debian; 10 to 20 minutes)
+	@bash tests/shared_fs/install
+	$(PY) -m pytest -m shared_fs tests/test_shared_fs.py $(ARGS)
 
 lint: $(SETUP) ## ruff and mypy
 	$(PY) -m ruff check .

@@ -1,0 +1,405 @@
+"""fskv on one node, without an engine: `python -m shared_fs.node DIRECTORY` does what its letterbox says.
+
+The real JobRunner, ChunkStore, HostTransport and PresenceIndex, put together as an engine's worker and
+scheduler do. Decides nothing: it reports what they said, how long the calls took that an engine would have
+waited for, and what the KV pages hold. Knows nothing of the file system below its root, nor of its faults.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import errno
+import os
+import sys
+import time
+
+import numpy as np
+
+from fskv import jobs, store
+from fskv.breaker import Breaker
+from fskv.chunk_file import FileLayout
+from fskv.config import Deadline, StoreConfig
+from fskv.index.presence import PresenceIndex, probe_files
+from fskv.job import ChunkRequest
+from fskv.namespace import GroupIdentity, Identity
+from fskv.root import Root
+from fskv.span_plan import GroupLayout, plan_job
+from fskv.transports import host
+from fskv.types import ChunkId, Presence
+from shared_fs.chunks import NBYTES, NUM_BLOCKS, PAGES, POISON, content
+from shared_fs.letterbox import serve
+
+_DEFAULTS = StoreConfig(root="/")
+_MAX_CHUNKS = 16
+_LOAD_BLOCK = _MAX_CHUNKS * NUM_BLOCKS
+_LIMIT_S = 60.0  # only bounds a hang
+_IDENTITY = Identity(
+    engine="vllm",
+    engine_version="0.33",
+    arch="cpu-x86_64",
+    model_name="org/model",
+    weights="commit:" + "a" * 40,
+    model_config={},
+    kv_cache_dtype="bfloat16",
+    model_dtype="bfloat16",
+    kv_cache_layout="HND",
+    attention_backend="CPU",
+    tokens_per_hash=16,
+    blocks_per_chunk=NUM_BLOCKS,
+    groups=(GroupIdentity(0, "full", None, 16, PAGES, ("layers.0",)),),
+    hash_algorithm="sha256",
+    hash_seed="0",
+    topology={"tp": 1},
+    lora="off",
+)
+
+
+class _Pages:
+    """KV memory of one layer: (blocks, page) bytes. Stands for a tensor: torch takes 12 s to import here."""
+
+    is_cuda = False
+
+    def __init__(self, page: int) -> None:
+        self.array = np.zeros((2 * _LOAD_BLOCK, page), np.uint8)
+
+    def numpy(self):
+        return self.array.reshape(-1)
+
+
+def _chunk(number: int) -> ChunkId:
+    return ChunkId(number.to_bytes(32, "big"), 0)
+
+
+class Node:
+    def __init__(self) -> None:
+        self.runner: jobs.JobRunner | None = None
+        self.presence: PresenceIndex | None = None
+        self._num_jobs = 0
+        self._longest_call_s = 0.0
+        self._held: list[int] = []
+
+    # --- set-up -----------------------------------------------------------------------------
+
+    def begin(
+        self,
+        root,
+        deadline_s=20.0,
+        touch_interval_s=_DEFAULTS.touch_interval_s,
+        direct_io="auto",
+        quarantine_s=2.0,
+    ):
+        self.end()
+        directory = Root.open(root, create=True).open_namespace(_IDENTITY)
+        host.flat_bytes = lambda pages: pages
+        self.layers = [_Pages(page) for page in PAGES]
+        self.layout = GroupLayout.of(0, NUM_BLOCKS, list(enumerate(PAGES)))
+        file_layout = FileLayout(NUM_BLOCKS, PAGES, b"L" * 16)
+        transport = host.HostTransport(
+            self.layers,
+            file_layout.file_nbytes,
+            probe_dir=directory.tmp_dir,
+            direct_io=direct_io,
+        )
+        self.store_ = store.ChunkStore(
+            directory,
+            {0: file_layout},
+            transport,
+            rank=None,
+            touch_interval_s=touch_interval_s,
+            restore=lambda: Root.open(root, create=False).open_namespace(_IDENTITY),
+        )
+        self.breaker, self.lookup_breaker = (
+            Breaker(_DEFAULTS.breaker_failures, _DEFAULTS.breaker_probe_s) for _ in range(2)
+        )
+        self.runner = jobs.JobRunner(
+            self.store_,
+            transport,
+            num_threads=4,
+            num_slots=_MAX_CHUNKS,
+            max_queued_chunks=_MAX_CHUNKS,
+            deadline=Deadline(deadline_s, 0.0, deadline_s),
+            breaker=self.breaker,
+        )
+
+        def probe(chunks, missed_before):
+            files = [[(self.store_.path(c), file_layout.file_nbytes)] for c in chunks]
+            return probe_files(files, missed_before)
+
+        self.presence = PresenceIndex(
+            probe,
+            positive_ttl_s=_DEFAULTS.positive_ttl_s,
+            negative_ttl_s=_DEFAULTS.negative_ttl_s,
+            lookup_timeout_s=_DEFAULTS.lookup_timeout_s,
+            quarantine_s=quarantine_s,
+            breaker=self.lookup_breaker,
+        )
+        return {"description": transport.description, "directory": directory.path}
+
+    def deadline(self, seconds):
+        """Give every job from now on so long."""
+        self.runner._deadline = Deadline(seconds, 0.0, seconds)
+        return {}
+
+    def end(self):
+        if self.runner is not None:
+            self.runner.shutdown(0.0)
+            self.presence.close()
+        self.runner = self.presence = None
+        self.release()
+        return {}
+
+    # --- the engine's calls, timed ----------------------------------------------------------
+
+    def _timed(self, call, *arguments):
+        start = time.monotonic()
+        answer = call(*arguments)
+        self._longest_call_s = max(self._longest_call_s, time.monotonic() - start)
+        return answer
+
+    def _run(self, submit, requests):
+        """Submit a job and poll until it is reported and the outcome of each of its chunks is there."""
+        self._num_jobs += 1
+        start = time.monotonic()
+        self._timed(submit, self._num_jobs, requests, None)
+        reported, statuses = None, {}
+        while reported is None or len(statuses) < len(requests):
+            if time.monotonic() - start > _LIMIT_S:
+                raise TimeoutError(f"reported: {reported}, outcomes: {statuses}")
+            for result in self._timed(self.runner.poll):
+                if result.job_id == self._num_jobs:
+                    reported = time.monotonic() - start
+            for outcome in self._timed(self.runner.take_outcomes):
+                if outcome.chunk in [request.chunk for request in requests]:
+                    statuses[outcome.chunk] = outcome.status.value
+                # What a worker tells its scheduler.
+                if not outcome.is_load and outcome.status.good:
+                    self.presence.mark_stored(outcome.chunk)
+                elif outcome.is_load and not outcome.status.good:
+                    self.presence.mark_failed(outcome.chunk, outcome.status)
+            time.sleep(0.002)
+        return {
+            "statuses": [statuses[request.chunk] for request in requests],
+            "reported_s": reported,
+            "ended_at": time.time(),
+        }
+
+    def _request(self, number, first_block):
+        block_ids = list(range(first_block, first_block + NUM_BLOCKS))
+        (plan,) = plan_job([self.layout], list(PAGES), [1], block_ids, [NUM_BLOCKS], [0]).chunks
+        return ChunkRequest(_chunk(number), plan)
+
+    def store(self, numbers, replace=False):
+        """Store chunks; with `replace` also over files that are there and look good."""
+        requests = []
+        for place, number in enumerate(numbers):
+            block = place * NUM_BLOCKS
+            rows = np.frombuffer(content(number), np.uint8).reshape(NUM_BLOCKS, sum(PAGES))
+            for layer, columns in zip(self.layers, np.split(rows, [PAGES[0]], axis=1), strict=True):
+                layer.array[block : block + NUM_BLOCKS] = columns
+            if replace:
+                self.store_._suspect(_chunk(number))
+            requests.append(self._request(number, block))
+        return self._run(self.runner.submit_store, requests)
+
+    def load(self, numbers, dump=None):
+        """Load chunks into poisoned pages; `dump` names a file for what they hold at the report."""
+        for layer in self.layers:
+            layer.array[_LOAD_BLOCK:] = POISON
+        requests = [
+            self._request(number, _LOAD_BLOCK + place * NUM_BLOCKS)
+            for place, number in enumerate(numbers)
+        ]
+        answer = self._run(self.runner.submit_load, requests)
+        if dump:
+            self.dump(len(numbers), dump)
+        return answer
+
+    def dump(self, num, path):
+        """Write what the pages of the last load hold now."""
+        with open(path, "wb") as file:
+            file.writelines(self._loaded(place) for place in range(num))
+        return {}
+
+    def _loaded(self, place):
+        first = _LOAD_BLOCK + place * NUM_BLOCKS
+        parts = [layer.array[first : first + NUM_BLOCKS] for layer in self.layers]
+        return np.concatenate(parts, axis=1).tobytes()
+
+    def lookup(self, numbers, until_hit=False, limit_s=_LIMIT_S):
+        """Ask as a scheduler does, every 10 ms, until all is known, or with `until_hit` a hit.
+
+        `seconds`: the longest that one chunk was neither a hit nor a miss.
+        """
+        start = time.monotonic()
+        known, num_misses = {}, 0
+        while len(known) < len(numbers) and time.monotonic() - start < limit_s:
+            for number in numbers:
+                if number in known:
+                    continue
+                presence, reason = self._timed(self.presence.lookup, _chunk(number))
+                num_misses += presence is Presence.MISS
+                if presence is Presence.HIT or (presence is Presence.MISS and not until_hit):
+                    known[number] = [presence.value, reason.value]
+            self._timed(self.presence.flush)
+            time.sleep(0.01)
+        return {
+            "answers": [known.get(number, ["unknown", ""]) for number in numbers],
+            "num_misses": num_misses,
+            "seconds": time.monotonic() - start,
+            "ended_at": time.time(),
+        }
+
+    def churn(self, numbers, fresh, healed, limit_s=150.0):
+        """Look up (on the disk), load and compare `numbers`, store a new chunk; again and again.
+
+        Ends after two good rounds in a row that began when the file `healed` was there, or at the limit.
+        """
+        rounds, num_good = [], 0
+        wanted = [content(number) for number in numbers]
+        end = time.monotonic() + limit_s
+        while num_good < 2 and time.monotonic() < end:
+            is_healed = os.path.basename(healed) in os.listdir(os.path.dirname(healed))
+            begun_at = time.time()
+            self.presence.forget_all()
+            lookup = self.lookup(numbers)
+            load = self.load(numbers)
+            wrong = [
+                self._loaded(place) != (right if status == "ok" else bytes([POISON]) * NBYTES)
+                for place, (status, right) in enumerate(zip(load["statuses"], wanted, strict=True))
+            ]
+            loaded_at = time.time()
+            stored = self.store([fresh + len(rounds)])
+            rounds.append(
+                {
+                    "begun_at": begun_at,
+                    "lookup": [presence for presence, _ in lookup["answers"]],
+                    "lookup_s": lookup["seconds"],
+                    "load": load["statuses"],
+                    "load_s": load["reported_s"],
+                    "loaded_at": loaded_at,
+                    "num_wrong": sum(wrong),
+                    "store": stored["statuses"],
+                    "stored_at": stored["ended_at"],
+                    "hung": self.runner.num_threads_hung,
+                    "slots": self.runner.num_slots_used,
+                    "breaker": self.breaker.open,
+                }
+            )
+            good = {*load["statuses"], *stored["statuses"]} == {"ok"}
+            good = good and set(rounds[-1]["lookup"]) == {"hit"}
+            num_good = num_good + 1 if is_healed and good else 0
+            time.sleep(0.05)
+        return {"rounds": rounds}
+
+    def replace(self, numbers, seconds):
+        """Store chunks over themselves, again and again."""
+        said = collections.Counter()
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            said.update(self.store(numbers, replace=True)["statuses"])
+        return {"said": said}
+
+    def reload(self, numbers, seconds):
+        """Load and compare chunks, again and again; `num_wrong` pages were not what they have to be."""
+        said, num_wrong = collections.Counter(), 0
+        wanted = [content(number) for number in numbers]
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            statuses = self.load(numbers)["statuses"]
+            said.update(statuses)
+            for place, (status, right) in enumerate(zip(statuses, wanted, strict=True)):
+                expected = right if status == "ok" else bytes([POISON]) * NBYTES
+                num_wrong += self._loaded(place) != expected
+        return {"said": said, "num_wrong": num_wrong}
+
+    # --- looking ----------------------------------------------------------------------------
+
+    def path(self, number):
+        return {"path": self.store_.path(_chunk(number))}
+
+    def stat_until(self, path, limit_s):
+        """Poll stat() of a path until it is there, without ever opening its directory."""
+        end = time.monotonic() + limit_s
+        while time.monotonic() < end:
+            with contextlib.suppress(FileNotFoundError):
+                os.stat(path)
+                return {"ended_at": time.time()}
+            time.sleep(0.01)
+        return {"ended_at": None}
+
+    def hold(self, number):
+        """Open a chunk's file and keep it open, as a reader that somebody else overtakes."""
+        fd = os.open(self.store_.path(_chunk(number)), os.O_RDONLY)
+        self._held.append(fd)
+        return {"nbytes": len(os.read(fd, 4096))}
+
+    def read_held(self):
+        """Read the held files; what each said: a number of bytes, or the errno."""
+        said = []
+        for fd in self._held:
+            try:
+                said.append(len(os.pread(fd, 1 << 20, 0)))
+            except OSError as error:
+                said.append(-error.errno)
+        return {"said": said}
+
+    def plain_reads(self, numbers, seconds):
+        """Open and read chunk files with plain calls, again and again; how often each call said what."""
+        said = collections.Counter()
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            for number in numbers:
+                call = "open"
+                try:
+                    fd = os.open(self.store_.path(_chunk(number)), os.O_RDONLY)
+                    try:
+                        call = "fstat"
+                        os.fstat(fd)
+                        call = "read"
+                        os.read(fd, 1 << 20)
+                        call = "all"
+                    finally:
+                        os.close(fd)
+                    said["all ok"] += 1
+                except OSError as error:
+                    said[f"{call} {errno.errorcode[error.errno]}"] += 1
+            time.sleep(0.005)
+        return {"said": said}
+
+    def release(self):
+        while self._held:
+            with contextlib.suppress(OSError):
+                os.close(self._held.pop())
+        return {}
+
+    def clock(self):
+        return {"now": time.time()}
+
+    def idle(self, limit_s=_LIMIT_S):
+        """Poll until nothing goes on any more; what threads and slots are then still taken."""
+        start = time.monotonic()
+        while time.monotonic() - start < limit_s and (
+            self.runner.num_slots_used or self.runner.num_threads_hung
+        ):
+            self._timed(self.runner.poll)
+            time.sleep(0.01)
+        return {
+            "slots": self.runner.num_slots_used,
+            "hung": self.runner.num_threads_hung,
+            "breaker": self.breaker.open,
+            "threads": len(os.listdir("/proc/self/task")),
+            "files": len(os.listdir("/proc/self/fd")),
+            "seconds": time.monotonic() - start,
+        }
+
+    # ----------------------------------------------------------------------------------------
+
+    def answer(self, request):
+        self._longest_call_s = 0.0
+        reply = getattr(self, request.pop("step"))(**request)
+        return {**reply, "longest_call_s": self._longest_call_s}
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1], Node().answer, parallel=False)

@@ -1,0 +1,130 @@
+"""Two nodes with fskv on one directory of a shared file system, and what outages of it look like to them."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from shared_fs.program import Program
+
+
+class Node(Protocol):
+    """A machine, or what stands for one."""
+
+    def run(self, command: str) -> str: ...
+    def start(self) -> Program: ...
+
+
+@dataclass
+class Pair:
+    """fskv on node a and on node b, with the same root."""
+
+    name: str
+    node_a: Node
+    node_b: Node
+    root_a: str
+    root_b: str
+    a: Program
+    b: Program
+
+    @classmethod
+    def start(cls, name: str, node_a: Node, node_b: Node, root_a: str, root_b: str) -> Pair:
+        node_a.run(f"mkdir {root_a}")
+        return cls(name, node_a, node_b, root_a, root_b, node_a.start(), node_b.start())
+
+    def begin(self, **options) -> None:
+        self.a.ask("begin", root=self.root_a, **options)
+        self.b.ask("begin", root=self.root_b, **options)
+
+    def end(self) -> None:
+        self.a.kill()
+        self.b.kill()
+
+
+@dataclass
+class Outage:
+    """What node b went through, in seconds unless said."""
+
+    kind: str
+    rounds: list[dict]  # of shared_fs.node's churn
+    began_at: float
+    ended_at: float
+    longest_call: float
+    idle: dict  # when all was over
+    idle_before: dict
+
+    @property
+    def during(self) -> list[dict]:
+        return [r for r in self.rounds if self.began_at < r["loaded_at"] <= self.ended_at]
+
+    @property
+    def longest_load(self) -> float:
+        return max(r["load_s"] for r in self.rounds)
+
+    @property
+    def longest_lookup(self) -> float:
+        return max(r["lookup_s"] for r in self.rounds)
+
+    @property
+    def breaker_opened(self) -> float | None:
+        """When, after the outage began."""
+        opened = [r["stored_at"] - self.began_at for r in self.rounds if r["breaker"]]
+        return min(opened, default=None)
+
+    @property
+    def recovery(self) -> float | None:
+        """From the end of the outage to the first load that was good again."""
+        failed = [i for i, r in enumerate(self.rounds) if set(r["load"]) != {"ok"}]
+        good = self.rounds[failed[-1] + 1 :] if failed else []
+        return max(0.0, good[0]["loaded_at"] - self.ended_at) if good else None
+
+
+def outage(
+    pairs: Sequence[Pair],
+    kind: str,
+    begin: Callable[[], object],
+    heal: Callable[[], object],
+    outage_s: float,
+    meanwhile: Callable[[], object] = lambda: None,
+) -> dict[str, Outage]:
+    """Let every b look up, load and store all the time while something happens to all of them at once."""
+    numbers = [1, 2, 3, 4]
+    healed, tickets, idle_before = {}, {}, {}
+    for pair in pairs:
+        pair.begin()
+        assert pair.a.store(*numbers) == ["ok"] * 4
+        assert pair.b.look(*numbers) == ["hit"] * 4
+        assert pair.b.load(*numbers) == ["ok"] * 4
+        pair.b.store(*range(90, 99))  # all threads have run
+        pair.b.ask("deadline", seconds=2.0)  # the default
+        idle_before[pair.name] = pair.b.ask("idle")
+        healed[pair.name] = f"{pair.b.box.directory}/healed"
+        tickets[pair.name] = pair.b.post(
+            "churn", numbers=numbers, fresh=1000, healed=healed[pair.name]
+        )
+    time.sleep(3.0)
+    begin()
+    began_at = time.time()
+    meanwhile()
+    time.sleep(max(0.0, began_at + outage_s - time.time()))
+    heal()
+    ended_at = time.time()
+    for path in healed.values():
+        os.close(os.open(path, os.O_CREAT))
+    found = {}
+    for pair in pairs:
+        reply = pair.b.wait(tickets[pair.name], 200.0)
+        pair.b.ask("deadline", seconds=20.0)
+        found[pair.name] = Outage(
+            kind,
+            reply["rounds"],
+            began_at,
+            ended_at,
+            reply["longest_call_s"],
+            pair.b.ask("idle"),
+            idle_before[pair.name],
+        )
+    return found

@@ -1,0 +1,101 @@
+"""A running node program (shared_fs.node), as the tests see it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from shared_fs.chunks import NBYTES, content, untouched
+from shared_fs.letterbox import Letterbox
+
+_TESTS = Path(__file__).resolve().parents[1]
+_REPLY_S = 90.0  # longer than any limit in the program: only one in state D takes so long
+
+
+class Program:
+    """Steps of shared_fs.node as methods: `program.lookup(numbers=[1])`."""
+
+    def __init__(
+        self, directory: str, launch: Callable[[str], object], end: Callable[[int], object]
+    ) -> None:
+        """`launch` starts a shell command on the node without waiting for it; `end` kills a process there."""
+        self.box = Letterbox(directory)
+        self._end = end
+        path = os.pathsep.join([str(_TESTS.parent), str(_TESTS), os.environ.get("PYTHONPATH", "")])
+        command = [
+            "exec",
+            "env",
+            f"PYTHONPATH={path}",
+            "PYTHONDONTWRITEBYTECODE=1",
+            "OMP_NUM_THREADS=1",
+            sys.executable,
+            "-m",
+            "shared_fs.node",
+            self.box.directory,
+        ]
+        log = shlex.quote(f"{directory}/log")
+        launch(f"echo $$ >{shlex.quote(directory)}/pid; {shlex.join(command)} >{log} 2>&1")
+
+    def kill(self) -> None:
+        """End the program, also while its threads hang in the file system."""
+        with contextlib.suppress(FileNotFoundError), open(f"{self.box.directory}/pid") as file:
+            self._end(int(file.read()))
+
+    def post(self, step: str, **arguments) -> str:
+        return self.box.post(step=step, **arguments)
+
+    def wait(self, ticket: str, timeout_s: float = _REPLY_S) -> dict:
+        return self.box.wait(ticket, timeout_s)
+
+    def ask(self, step: str, **arguments) -> dict:
+        return self.wait(self.post(step, **arguments))
+
+    def log(self) -> str:
+        with open(f"{self.box.directory}/log", errors="replace") as file:
+            return file.read()
+
+    # --- what most tests need ---------------------------------------------------------------
+
+    def store(self, *numbers: int, **options) -> list[str]:
+        return self.ask("store", numbers=numbers, **options)["statuses"]
+
+    def load(self, *numbers: int) -> list[str]:
+        """Load and compare: what is ok holds what was stored, what is not was not touched."""
+        statuses = self.ask("load", numbers=numbers, dump=self._dump)["statuses"]
+        self._assert_pages(numbers, statuses)
+        return statuses
+
+    def comes_to_load(self, *numbers: int) -> bool:
+        """Look until all hit, then load, as a request that comes back; False if it has to come once more."""
+        self.ask("lookup", numbers=numbers, until_hit=True, limit_s=30)
+        return self.load(*numbers) == ["ok"] * len(numbers)
+
+    def assert_pages_now(self, numbers: tuple[int, ...], statuses: list[str]) -> None:
+        """The same for what the pages of the last load hold by now."""
+        self.ask("dump", num=len(numbers), path=self._dump)
+        self._assert_pages(numbers, statuses)
+
+    def _assert_pages(self, numbers: tuple[int, ...], statuses: list[str]) -> None:
+        with open(self._dump, "rb") as file:
+            found = file.read()
+        assert len(found) == len(numbers) * NBYTES
+        for place, (number, status) in enumerate(zip(numbers, statuses, strict=True)):
+            right = content(number) if status == "ok" else untouched()
+            same = found[place * NBYTES : (place + 1) * NBYTES] == right
+            assert same, f"chunk {number} is {status}, and its pages are wrong"
+
+    @property
+    def _dump(self) -> str:
+        return f"{self.box.directory}/dump"
+
+    def look(self, *numbers: int, **options) -> list[str]:
+        answers = self.ask("lookup", numbers=numbers, **options)["answers"]
+        return [presence for presence, _ in answers]
+
+    def path(self, number: int) -> str:
+        """The chunk's path below the root."""
+        return self.ask("path", number=number)["path"]
