@@ -79,6 +79,14 @@ class FskvHandshake(KVConnectorHandshakeMetadata):
     dir_mode: int
     file_mode: int
     file_nbytes: dict[int, int]  # by group index
+    # What stands for a rank in the names of its files of a chunk; None: what its own rank gives.
+    canonical_ranks: tuple[int | None, ...] | None = None
+
+    @property
+    def file_ranks(self) -> tuple[int | None, ...]:
+        if self.canonical_ranks is not None:
+            return self.canonical_ranks
+        return (self.rank if self.world_size > 1 else None,)
 
     @property
     def directory(self) -> NamespaceDir:
@@ -293,18 +301,15 @@ class FskvManager(OffloadingManager):
 
     def _probe(self, chunks: Sequence[ChunkId], missed_before: Sequence[bool]) -> list[bool]:
         """On a probe thread. Every rank's file must be there with its right size."""
-        workers = self._workers
+        # Several ranks may have the same files.
+        files = {file_rank: worker for worker in self._workers for file_rank in worker.file_ranks}
         paths = [
             [
                 (
-                    worker.directory.chunk_path(
-                        chunk.key_hash,
-                        chunk.group_idx,
-                        worker.rank if worker.world_size > 1 else None,
-                    ),
+                    worker.directory.chunk_path(chunk.key_hash, chunk.group_idx, file_rank),
                     worker.file_nbytes[chunk.group_idx],
                 )
-                for worker in workers
+                for file_rank, worker in files.items()
             ]
             for chunk in chunks
         ]
