@@ -97,6 +97,12 @@ class StoreConfig:
         "storing until the next start when the engine resets its connector's cache, as vLLM does after a "
         "weight update and for its sleep mode.",
     )
+    canonical_layout: bool = _option(
+        False,
+        "true, false",
+        "Store KV heads in files of their own instead of each rank's pages, so that engines of different "
+        "tensor-parallel sizes share. Refuses to start where vLLM does not certify the model's layout.",
+    )
     lora: Literal["off", "by-name"] = _option(
         "off",
         "off, by-name",
@@ -364,6 +370,7 @@ _PARSERS = {
     "weights_id": _parse_text,
     "tenant": _parse_text,
     "weights_fixed": _parse_bool,
+    "canonical_layout": _parse_bool,
     "lora": _choice("off", "by-name"),
     "io_threads": _count(1, 64),
     "staging_bytes": _parse_size,
@@ -407,13 +414,7 @@ def _only_recompute(name: str, value: Any) -> None:
         )
 
 
-def _only_false(name: str, value: Any) -> None:
-    if value not in (False, None):
-        raise _bad(name, value, "false: this version stores each rank's own pages")
-
-
 _GUARDED_OPTIONS = {
     "sync_load_budget_bytes": _only_zero,
     "kv_load_failure_policy": _only_recompute,
-    "canonical_layout": _only_false,
 }

@@ -42,6 +42,7 @@ OPTIONS = {
     ),
     "weights_id": ([None, "llama-v3"], ["", 7, "a\nb", "x" * 201, ["a"]]),
     "weights_fixed": ([True, False], [0, 1, "true", None]),
+    "canonical_layout": ([True, False], [0, 1, "true", None]),
     "tenant": ([None, "team a"], ["", 7, "a\0b", "x" * 201, {"a": 1}]),
     "lora": (["off", "by-name"], ["on", "", None, True, "OFF", ["off"]]),
     "io_threads": ([1, 4, 64], [0, -1, 65, "4", 4.0, True, None]),
@@ -206,7 +207,6 @@ def test_an_option_of_vllms_that_would_contradict_is_refused_with_what_to_do(nam
     [
         ("sync_load_budget_bytes", [0, None], [1, 1 << 20, "1MiB", -1, True]),
         ("kv_load_failure_policy", ["recompute"], ["fail", None, "", True]),
-        ("canonical_layout", [False, None], [True, "true", 1]),
     ],
 )
 def test_an_option_that_would_break_a_promise_is_taken_only_where_it_changes_nothing(

@@ -152,9 +152,14 @@ def test_a_router_hears_of_a_chunk_when_its_file_is_there_and_again_when_it_is_g
             if os.path.basename(path) in {name for name, _, _ in lost}:
                 os.unlink(path)
 
-    talk.resume(engine, stored, lose_two)
-    talk.resume(engine, again, lambda: wait_for(lambda: len(router.stored) == NUM_CHUNKS + 2, 60))
-    result = engine.wait(lab.ENGINE_TIMEOUT_S)
+    try:
+        talk.resume(engine, stored, lose_two)
+        talk.resume(
+            engine, again, lambda: wait_for(lambda: len(router.stored) == NUM_CHUNKS + 2, 60)
+        )
+        result = engine.wait(lab.ENGINE_TIMEOUT_S)
+    finally:
+        engine.kill()
     assert result["exit_code"] == 0, result.get("error")
     assert faults.fired() > 0
 

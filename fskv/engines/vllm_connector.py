@@ -22,17 +22,21 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping import (
+    canonical_format_id,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingManager, OffloadingSpec
 
 from fskv.config import ENGINE_OPTIONS, MIB, StoreConfig
 from fskv.engines.vllm_events import KvEvents
+from fskv.engines.vllm_files import canonical_files, count_slices, own_files, slices_per_rank
 from fskv.engines.vllm_identity import EngineGroup, build_identity, engine_groups
 from fskv.engines.vllm_manager import FskvHandshake, FskvManager, load_failures
 from fskv.engines.vllm_metrics import metric_definitions
-from fskv.engines.vllm_worker import FskvWorker, group_layouts
-from fskv.errors import FskvError
+from fskv.engines.vllm_worker import FskvWorker
+from fskv.errors import ConfigError, FskvError
 from fskv.hybrid_planner import Geometry, hit_cost, plan_geometry
 from fskv.root import Root
 from fskv.threads import START_UP_S, call_with_deadline
@@ -120,8 +124,18 @@ class FskvOffloadingSpec(OffloadingSpec):
         """Derive the identity, open the namespace and start the I/O; raises FskvError."""
         setup = self._setup
         bpc = setup.geometry.blocks_per_chunk
-        layouts = group_layouts(setup.groups, bpc, kv_caches)
-        config = setup.config
+        config, parallel = setup.config, self.config.parallel
+        canonical_format = None
+        if config.canonical_layout:
+            num_slices = count_slices(setup.vllm_config, setup.groups)
+            canonical_format = (
+                f"{canonical_format_id(str(self.config.kv_cache_layout))}/{num_slices}"
+            )
+            files = canonical_files(setup.groups, bpc, kv_caches, num_slices)
+        else:
+            file_rank = parallel.rank if parallel.world_size > 1 else None
+            files = own_files(setup.groups, bpc, kv_caches, file_rank)
+        layouts = files.layouts[0]
         identity = call_with_deadline(
             lambda: build_identity(
                 setup.vllm_config,
@@ -130,6 +144,7 @@ class FskvOffloadingSpec(OffloadingSpec):
                 [tuple(page.nbytes for page in layout.pages) for layout in layouts],
                 bpc,
                 self.config.cache.tokens_per_hash,
+                canonical_format,
             ),
             _FINGERPRINT_S,
             "the checkpoint's files could not be read for a fingerprint (see option 'weights_id')",
@@ -140,24 +155,25 @@ class FskvOffloadingSpec(OffloadingSpec):
             f"option 'root': {config.root} did not answer",
         )
         tokens = setup.vllm_config.model_config.max_model_len
-        num_files, nbytes = hit_cost([group.spec for group in setup.groups], layouts, bpc, tokens)
+        specs = [group.spec for group in setup.groups]
+        num_files, nbytes = hit_cost(specs, list(layouts), bpc, tokens)
         logger.info(
             "fskv: namespace %s; %d tokens a chunk; a hit of %d tokens reads %d files, %.1f MiB a rank",
             directory.path,
             setup.geometry.tokens_per_chunk[0],
             tokens,
-            num_files,
-            nbytes / MIB,
+            num_files * len(files.layouts),
+            nbytes * len(files.layouts) / MIB,
         )
         self.worker = FskvWorker(
             config,
             setup.groups,
             bpc,
-            kv_caches,
+            files,
             directory,
             restore=lambda: Root.open(config.root, create=False).open_namespace(identity),
-            rank=self.config.parallel.rank,
-            world_size=self.config.parallel.world_size,
+            rank=parallel.rank,
+            world_size=parallel.world_size,
         )
         return self.worker
 
@@ -350,9 +366,11 @@ def _prepare(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, announc
     from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 
     _, tokens_per_hash = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+    # Of one file, so that engines of every topology choose the same chunks.
+    files = slices_per_rank(vllm_config, groups) if config.canonical_layout else 1
     geometry = plan_geometry(
         [group.spec for group in groups],
-        [group.block_nbytes for group in groups],
+        [group.block_nbytes // files for group in groups],
         hybrid_chunk_size=config.hybrid_chunk_size,
         tokens_per_hash=tokens_per_hash,
         max_model_len=vllm_config.model_config.max_model_len,
@@ -362,6 +380,16 @@ def _prepare(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, announc
         for warning in geometry.warnings:
             logger.warning("fskv: %s", warning)
     return _Setup(vllm_config, config, groups, geometry)
+
+
+def _canonical_format(config: OffloadingConfig) -> str:
+    """Return the name of vLLM's canonical byte format; ConfigError where vLLM certifies none."""
+    if config.kv_cache_layout is None or not config.parallel.is_parallelism_agnostic:
+        raise ConfigError(
+            "option 'canonical_layout': found true, expected false: vLLM does not certify this model's KV "
+            "under this topology (attention groups alone, tensor parallelism alone, heads that divide)"
+        )
+    return str(canonical_format_id(config.kv_cache_layout))
 
 
 def _enclosing_connector() -> KVTransferConfig | None:
@@ -387,6 +415,7 @@ def _with_spec(vllm_config: VllmConfig, setup: _Setup | None) -> VllmConfig:
     extra["spec_module_path"] = __name__
     if setup is not None:
         extra["blocks_per_chunk"] = setup.geometry.blocks_per_chunk
+        extra["canonical_layout"] = setup.config.canonical_layout
         extra[_SETUP_KEY] = setup
     injected = copy.copy(vllm_config)
     injected.kv_transfer_config = copy.copy(vllm_config.kv_transfer_config)

@@ -82,6 +82,14 @@ class FskvHandshake(KVConnectorHandshakeMetadata):
     dir_mode: int
     file_mode: int
     file_nbytes: dict[int, int]  # by group index
+    # What stands for a rank in the names of its files of a chunk; None: what its own rank gives.
+    canonical_ranks: tuple[int | None, ...] | None = None
+
+    @property
+    def file_ranks(self) -> tuple[int | None, ...]:
+        if self.canonical_ranks is not None:
+            return self.canonical_ranks
+        return (self.rank if self.world_size > 1 else None,)
 
     @property
     def directory(self) -> NamespaceDir:
@@ -172,7 +180,7 @@ class FskvManager(OffloadingManager):
             dir_mode=worker.dir_mode,
             file_mode=worker.file_mode,
             at_hand=self._chunks_per_step
-            * sum(sum(each.file_nbytes.values()) for each in self._workers),
+            * sum(sum(each.file_nbytes.values()) for each in self._files.values()),
         )
         self._capacity.start()
         self._capacity.wait_for_first_word()
@@ -364,15 +372,20 @@ class FskvManager(OffloadingManager):
         if self._storing.pop(chunk, None) is not None and self._capacity is not None:
             self._capacity.settle(self._nbytes(chunk), 0)
 
+    @property
+    def _files(self) -> dict[int | None, FskvHandshake]:
+        """The files of a chunk, by the rank in their names, each with a worker that has it."""
+        return {rank: worker for worker in self._workers for rank in worker.file_ranks}
+
     def _nbytes(self, chunk: ChunkId) -> int:
-        """Return what a chunk takes on disk, the files of all ranks together."""
-        return sum(worker.file_nbytes[chunk.group_idx] for worker in self._workers)
+        """Return what a chunk takes on disk, all its files together."""
+        return sum(worker.file_nbytes[chunk.group_idx] for worker in self._files.values())
 
     def _probe(self, chunks: Sequence[Key], missed_before: bytes) -> Findings:
         """On a probe thread. Every rank's file must be there with its right size."""
         ranks = [
-            RankFiles(w.namespace_path, w.rank if w.world_size > 1 else None, w.file_nbytes)
-            for w in self._workers
+            RankFiles(worker.namespace_path, file_rank, worker.file_nbytes)
+            for file_rank, worker in self._files.items()
         ]
         return probe_chunks(ranks, chunks, missed_before)
 

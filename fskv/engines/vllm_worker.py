@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
-    CanonicalKVCaches,
     GPULoadStoreSpec,
     LoadStoreSpec,
     OffloadingWorker,
@@ -24,19 +24,21 @@ from fskv import metrics
 from fskv.breaker import Breaker
 from fskv.chunk_file import FileLayout
 from fskv.config import StoreConfig
+from fskv.engines.vllm_files import RankFiles
 from fskv.engines.vllm_identity import EngineGroup, layout_digest
 from fskv.engines.vllm_manager import ChunkKeys, FskvHandshake
 from fskv.engines.vllm_metrics import to_stats
+from fskv.engines.vllm_slices import SlicedStore, StoreTally, chunk_of, file_id
 from fskv.errors import ConfigError
 from fskv.job import ChunkOutcome, ChunkRequest
 from fskv.jobs import JobRunner
 from fskv.metrics import Counters
 from fskv.root import NamespaceDir
-from fskv.span_plan import GroupLayout, plan_job
+from fskv.span_plan import plan_job
 from fskv.store import ChunkStore
 from fskv.transports import numa
 from fskv.transports.choice import open_transports
-from fskv.types import Status
+from fskv.types import ChunkId, Status
 
 logger = logging.getLogger(__name__)
 
@@ -52,24 +54,27 @@ class FskvWorker(OffloadingWorker):
         config: StoreConfig,
         groups: Sequence[EngineGroup],
         blocks_per_chunk: int,
-        kv_caches: CanonicalKVCaches,
+        files: RankFiles,
         directory: NamespaceDir,
         *,
         restore: Callable[[], object],
         rank: int,
         world_size: int,
     ) -> None:
-        tensors = [t.tensor for t in kv_caches.tensors]
+        tensors = list(files.tensors)
+        self._files = files
+        self._num_files = len(files.file_ranks)
+        self._tally = StoreTally(self._num_files)
         self._group_idxs = [group.spec.group_idx for group in groups]
         self._strides = [t.stride(0) for t in tensors]
-        self._layouts = group_layouts(groups, blocks_per_chunk, kv_caches)
         file_layouts = {
             layout.group_idx: FileLayout(
                 layout.num_blocks,
                 tuple(page.nbytes for page in layout.pages),
                 layout_digest(group, blocks_per_chunk, tuple(p.nbytes for p in layout.pages)),
             )
-            for group, layout in zip(groups, self._layouts, strict=True)
+            # The files of a chunk are all alike: equal slices of the same pages.
+            for group, layout in zip(groups, files.layouts[0], strict=True)
         }
         slot_nbytes = max(layout.file_nbytes for layout in file_layouts.values())
         num_slots = config.staging_bytes // slot_nbytes
@@ -93,14 +98,24 @@ class FskvWorker(OffloadingWorker):
         )
         self._transport = transport = chosen.transport
         cuda = tensors[0].device if tensors and tensors[0].is_cuda else None
-        store = ChunkStore(
-            directory,
-            file_layouts,
-            transport,
-            rank=rank if world_size > 1 else None,
-            touch_interval_s=config.touch_interval_s,
-            restore=restore,
-        )
+        if self._num_files == 1:
+            store = ChunkStore(
+                directory,
+                file_layouts,
+                transport,
+                rank=files.file_ranks[0],
+                touch_interval_s=config.touch_interval_s,
+                restore=restore,
+            )
+        else:
+            store = SlicedStore(
+                directory,
+                file_layouts,
+                transport,
+                file_ranks=files.file_ranks,
+                touch_interval_s=config.touch_interval_s,
+                restore=restore,
+            )
         self._breaker = Breaker(config.breaker_failures, config.breaker_probe_s)
         self._runner = JobRunner(
             store,
@@ -126,6 +141,7 @@ class FskvWorker(OffloadingWorker):
             dir_mode=directory.dir_mode,
             file_mode=directory.file_mode,
             file_nbytes={idx: layout.file_nbytes for idx, layout in file_layouts.items()},
+            canonical_ranks=files.file_ranks,
         )
         logger.info(
             "fskv: rank %d: %s; %d I/O threads, %d staging slots of %d bytes at most",
@@ -142,7 +158,7 @@ class FskvWorker(OffloadingWorker):
         self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
     ) -> bool:
         assert isinstance(dst_spec, ChunkKeys)
-        requests = self._plan(dst_spec, src_spec, complete_tail=True)
+        requests = self._plan(dst_spec, src_spec, is_load=False)
         # The forward that fills the pages may still run on the GPU (vLLM submits the stores of one
         # step at the start of the next).
         self._runner.submit_store(job_id, requests, self._event())
@@ -157,7 +173,7 @@ class FskvWorker(OffloadingWorker):
     ) -> bool:
         """`expedited` (vLLM 0.33) cannot be asked for: synchronous loads are refused at start-up."""
         assert isinstance(src_spec, ChunkKeys)
-        requests = self._plan(src_spec, dst_spec, complete_tail=False)
+        requests = self._plan(src_spec, dst_spec, is_load=True)
         # The pages' last user, or the kernel that zeroes them, may still run on the GPU.
         self._runner.submit_load(job_id, requests, self._event())
         return True
@@ -178,7 +194,7 @@ class FskvWorker(OffloadingWorker):
             )
         for outcome in self._runner.take_outcomes():
             self._count(outcome)
-            self._outcomes.append(outcome)
+            self._note(outcome)
         return results
 
     def wait(self, job_ids: set[int]) -> None:
@@ -211,29 +227,58 @@ class FskvWorker(OffloadingWorker):
         return torch.cuda.current_stream().record_event() if self._cuda else None
 
     def _plan(
-        self, keys: ChunkKeys, pages: GPULoadStoreSpec, *, complete_tail: bool
+        self, keys: ChunkKeys, pages: GPULoadStoreSpec, *, is_load: bool
     ) -> list[ChunkRequest]:
         per_group = dict.fromkeys(self._group_idxs, 0)
         for group_idx, members in groupby(keys.chunks, key=lambda chunk: chunk.group_idx):
             per_group[group_idx] += sum(1 for _ in members)
-        plan = plan_job(
-            self._layouts,
-            self._strides,
-            [per_group[idx] for idx in self._group_idxs],
-            pages.block_ids.tolist(),
-            pages.group_sizes,
-            pages.block_indices,
-            complete_tail=complete_tail,
-        )
-        if plan.skipped_keys:
-            if not complete_tail:
+        plans = [
+            plan_job(
+                layouts,
+                self._strides,
+                [per_group[idx] for idx in self._group_idxs],
+                pages.block_ids.tolist(),
+                pages.group_sizes,
+                pages.block_indices,
+                complete_tail=not is_load,
+            )
+            for layouts in self._files.layouts
+        ]
+        if skipped := plans[0].skipped_keys:  # it depends on the blocks alone
+            if is_load:
                 raise AssertionError(f"vLLM asked to load blocks without keys: {pages!r}")
-            for key_idx in plan.skipped_keys:
-                self._outcomes.append(
-                    ChunkOutcome(keys.chunks[key_idx], False, Status.SKIPPED, 0, 0.0)
-                )
-            self._counters.add(metrics.STORES_SKIPPED, len(plan.skipped_keys), "incomplete")
-        return [ChunkRequest(keys.chunks[c.key_idx], c) for c in plan.chunks]
+            for key_idx in skipped:
+                self._report_store(keys.chunks[key_idx], Status.SKIPPED)
+            self._counters.add(metrics.STORES_SKIPPED, len(skipped), "incomplete")
+        requests = []
+        # Chunk by chunk: a queue that takes some of the files takes whole chunks.
+        for of_chunk in zip(*(plan.chunks for plan in plans), strict=True):
+            chunk = keys.chunks[of_chunk[0].key_idx]
+            if not is_load:
+                if not self._files.writes(chunk.key_hash):
+                    # Another rank with the same bytes does: a hit when that one has reported too.
+                    self._report_store(chunk, Status.EXISTS)
+                    continue
+                self._tally.begin(chunk)
+            requests += [
+                ChunkRequest(self._file_id(chunk, file_idx), plan)
+                for file_idx, plan in enumerate(of_chunk)
+            ]
+        return requests
+
+    def _file_id(self, chunk: ChunkId, file_idx: int) -> ChunkId:
+        return chunk if self._num_files == 1 else file_id(chunk, file_idx)
+
+    def _note(self, outcome: ChunkOutcome) -> None:
+        """Turn a file's outcome into its chunk's: a load fails with any file, a store is good with all."""
+        chunk = outcome.chunk if self._num_files == 1 else chunk_of(outcome.chunk)[0]
+        if outcome.is_load:
+            self._outcomes.append(replace(outcome, chunk=chunk))
+        elif (status := self._tally.end(chunk, outcome.status)) is not None:
+            self._report_store(chunk, status)
+
+    def _report_store(self, chunk: ChunkId, status: Status) -> None:
+        self._outcomes.append(ChunkOutcome(chunk, False, status, 0, 0.0))
 
     def _count(self, outcome: ChunkOutcome) -> None:
         add, status = self._counters.add, outcome.status
@@ -250,17 +295,3 @@ class FskvWorker(OffloadingWorker):
             add(metrics.STORE_SECONDS, outcome.seconds)
         else:
             add(metrics.STORES_SKIPPED, 1, status.value)
-
-
-def group_layouts(
-    groups: Sequence[EngineGroup], blocks_per_chunk: int, kv_caches: CanonicalKVCaches
-) -> list[GroupLayout]:
-    """Return the payload layouts of the groups, by position, from the pages that really exist."""
-    return [
-        GroupLayout.of(
-            group.spec.group_idx,
-            blocks_per_chunk,
-            [(ref.tensor_idx, ref.page_size_bytes) for ref in refs],
-        )
-        for group, refs in zip(groups, kv_caches.group_data_refs, strict=True)
-    ]
