@@ -199,7 +199,9 @@ def test_a_lookup_asks_for_every_slice_once():
     from fskv.types import ChunkId
 
     def asked(*canonical_ranks):
-        manager = FskvManager(StoreConfig.from_mapping({"root": "/nowhere"}), 2)
+        manager = FskvManager(
+            StoreConfig.from_mapping({"root": "/nowhere", "maintenance": "off"}), 2
+        )
         manager.set_workers(
             [
                 FskvHandshake(
@@ -211,13 +213,11 @@ def test_a_lookup_asks_for_every_slice_once():
         with pytest.MonkeyPatch.context() as patch:
             seen = []
             patch.setattr(
-                "fskv.engines.vllm_manager.probe_files",
-                lambda paths, missed: seen.extend(paths) or [False],
+                "fskv.engines.vllm_manager.probe_chunks", lambda ranks, *_: seen.extend(ranks)
             )
-            manager._probe([ChunkId(b"k" * 32, 0)], [False])
+            manager._probe([ChunkId(b"k" * 32, 0)], bytes(1))
         manager.shutdown()
-        ((*files,),) = seen
-        return sorted(path.split(".g0.")[1] for path, _ in files)
+        return sorted("kv" if found.rank is None else f"r{found.rank}.kv" for found in seen)
 
     assert asked((0, 1), (2, 3)) == ["r0.kv", "r1.kv", "r2.kv", "r3.kv"]
     assert asked((0,), (0,), (1,), (1,)) == ["r0.kv", "r1.kv"]
