@@ -32,6 +32,7 @@ except ImportError:  # no C compiler at installation
     _list_in_c = None  # type: ignore[assignment]
 
 NUM_SHARDS = 4096
+UNSETTLED = -2  # an mtime that no directory has
 
 # One chunk file: the XXH3-128 of its key, group, rank + 1 (0: one file for all ranks), mtime, bytes on disk.
 RECORD = np.dtype(
@@ -63,7 +64,7 @@ class Shard:
     """What was found in one directory of chunks."""
 
     idx: int
-    dir_mtime_ns: int  # 0: names may have changed unseen, list it again
+    dir_mtime_ns: int  # 0: it is not there; UNSETTLED: names may have changed unseen, list it again
     records: Records
     parts: list[Part] = field(default_factory=list)
     foreign: list[str] = field(default_factory=list)  # names, the first few
@@ -166,7 +167,7 @@ def _list_batch(namespace: str, batch: Iterable[tuple[int, int]], now_ns: int) -
         tick_ns = _TICK_NS if mtime_ns % 1_000_000_000 else _COARSE_TICK_NS
         settled = mtime_ns < now_ns - tick_ns
         shard = list_shard(shard_path(namespace, idx), idx)
-        shard.dir_mtime_ns = mtime_ns if settled and shard.error is None else 0
+        shard.dir_mtime_ns = mtime_ns if settled and shard.error is None else UNSETTLED
         shards.append(shard)
     return shards
 
@@ -177,7 +178,7 @@ def list_shard(path: str, idx: int) -> Shard:
         if _list_in_c is not None:
             packed, names = _list_in_c(os.fsencode(path))
             shard = Shard(idx, 0, np.frombuffer(packed, RECORD))
-            others = [os.fsdecode(name[1:]) for name in names]  # before each stands its kind
+            others = [os.fsdecode(name[1:]) for name in names]  # after a letter for its kind
         else:
             shard, others = _list_in_python(path, idx)
     except FileNotFoundError:

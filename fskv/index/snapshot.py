@@ -16,7 +16,7 @@ import msgpack
 import numpy as np
 import xxhash
 
-from fskv.index.scan import NUM_SHARDS, RECORD, Part, Records, Shard, walk
+from fskv.index.scan import NUM_SHARDS, RECORD, UNSETTLED, Part, Records, Shard, walk
 from fskv.process import unique_name
 from fskv.root import TMP_DIR
 
@@ -84,7 +84,7 @@ class Catalogue:
         return failed
 
     def seen(self, shard: int) -> int:
-        """Return the directory mtime a shard was last listed at; 0: list it again."""
+        """Return the directory mtime a shard was last listed at; 0: it was not there."""
         return int(self._dir_mtimes[shard])
 
     def take(self, shard: Shard) -> None:
@@ -99,7 +99,7 @@ class Catalogue:
 
     def keep(self, shard: int, mask: Any) -> None:
         """Forget the records of a shard where `mask` is False: their files are gone."""
-        self._put(shard, self._shards[shard][mask], 0)
+        self._put(shard, self._shards[shard][mask], UNSETTLED)
 
     def _put(self, shard: int, records: Records, dir_mtime_ns: int) -> None:
         self._shards[shard] = records
@@ -119,7 +119,7 @@ class Catalogue:
         counts = self._counts.astype("<u4").tobytes()
         mtimes = self._dir_mtimes.astype("<i8")
         # Parts and foreign files are not in a snapshot: who loads it lists their shards again.
-        mtimes[[*self.parts, *self.foreign]] = 0
+        mtimes[[*self.parts, *self.foreign]] = UNSETTLED
         packed = msgpack.packb(
             {
                 "snapshot": _VERSION,
@@ -152,7 +152,7 @@ class Catalogue:
     def _read(self) -> None:
         """Take the snapshot's content; raises OSError or ValueError, with nothing taken."""
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        with os.fdopen(os.open(self.path, flags), "rb") as file:
+        with open(self.path, "rb", opener=lambda path, _: os.open(path, flags)) as file:
             head = file.read(len(_HEAD))
             if head != _HEAD:  # before gigabytes of something else are read
                 raise ValueError(f"{self.path}: not a snapshot, or of another version")

@@ -1,0 +1,61 @@
+"""Roots full of files for the tests of scan, prune and maintenance, made and measured without fskv's code."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+
+DIGEST = "0123456789abcdef"
+
+
+def make_namespace(root, name=f"cpu/model@{DIGEST}", tenant=None):
+    path = f"{root}/{name}"
+    os.makedirs(f"{path}/chunks", exist_ok=True)
+    os.makedirs(f"{path}/tmp", exist_ok=True)
+    with open(f"{path}/namespace.json", "w") as file:
+        json.dump({"tenant": tenant} if tenant else {}, file)
+    return path
+
+
+def write_chunk(namespace, name, nbytes=4096, group=0, rank=None, mtime_ns=None):
+    """Write a file under a chunk's name (32 hex digits, or a number for a random one); returns its path."""
+    if isinstance(name, int):
+        name = random.Random(name).randbytes(16).hex()
+    directory = f"{namespace}/chunks/{name[:3]}"
+    os.makedirs(directory, exist_ok=True)
+    suffix = "" if rank is None else f".r{rank}"
+    path = f"{directory}/{name}.g{group}{suffix}.kv"
+    with open(path, "wb") as file:
+        file.write(b"x" * nbytes)
+    if mtime_ns is not None:
+        os.utime(path, ns=(mtime_ns, mtime_ns))
+    return path
+
+
+def age_directories(namespace, seconds=100):
+    """Set the directories' mtimes back: nothing in them counts as just changed."""
+    for entry in os.scandir(f"{namespace}/chunks"):
+        info = entry.stat(follow_symlinks=False)
+        ns = info.st_mtime_ns - seconds * 1_000_000_000
+        os.utime(entry.path, ns=(ns, ns), follow_symlinks=False)
+
+
+def disk_nbytes(root, suffixes=(".kv", ".part")):
+    """What du would say of all chunk files and parts; a file may vanish meanwhile."""
+    total = 0
+    for where, _, names in os.walk(root):
+        if "/chunks" not in where:
+            continue
+        for name in names:
+            if name.endswith(suffixes):
+                with contextlib.suppress(FileNotFoundError):
+                    total += os.lstat(f"{where}/{name}").st_blocks * 512
+    return total
+
+
+def run(coroutine, timeout_s=60):
+    """Run to the end; the limit only bounds a hang."""
+    return asyncio.run(asyncio.wait_for(coroutine, timeout_s))

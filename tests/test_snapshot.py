@@ -1,0 +1,188 @@
+"""A snapshot is what was known, or nothing at all."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import random
+import time
+import tracemalloc
+
+import msgpack
+import numpy as np
+import pytest
+from capacity_lab import age_directories, make_namespace, run, write_chunk
+
+from fskv.index import scan
+from fskv.index.scan import RECORD, Shard
+from fskv.index.snapshot import SNAPSHOT_FILE, Catalogue
+
+
+@pytest.fixture
+def namespace(tmp_path):
+    return make_namespace(tmp_path)
+
+
+def known(namespace, count=30):
+    for number in range(count):
+        write_chunk(namespace, number, rank=number % 3)
+    age_directories(namespace)
+    catalogue = Catalogue(namespace)
+    run(catalogue.refresh(time.time_ns()))
+    return catalogue
+
+
+def state(catalogue):
+    return (
+        catalogue.all_records().tobytes(),
+        [catalogue.seen(idx) for idx in range(scan.NUM_SHARDS)],
+        catalogue.nbytes,
+        catalogue.num_files,
+        catalogue.taken_at_ns,
+    )
+
+
+def is_none(catalogue):
+    return catalogue.num_files == catalogue.nbytes == catalogue.taken_at_ns == 0 and not any(
+        catalogue.seen(idx) for idx in range(0, scan.NUM_SHARDS, 64)
+    )
+
+
+def test_a_loaded_snapshot_is_what_was_saved(namespace):
+    catalogue = known(namespace)
+    catalogue.save()
+    loaded = Catalogue.load(namespace)
+    assert state(loaded) == state(catalogue)
+    assert loaded.num_files == 30
+    assert os.stat(f"{namespace}/{SNAPSHOT_FILE}").st_mode & 0o777 == 0o600
+    assert os.listdir(f"{namespace}/tmp") == []
+
+
+def test_after_a_load_only_what_changed_is_listed(namespace, monkeypatch):
+    known(namespace).save()
+    added = write_chunk(namespace, 1000)
+    listed = []
+    real = scan.list_shard
+    monkeypatch.setattr(
+        scan, "list_shard", lambda path, idx: listed.append(path) or real(path, idx)
+    )
+    loaded = Catalogue.load(namespace)
+    run(loaded.refresh(time.time_ns()))
+    assert listed == [os.path.dirname(added)]
+    assert loaded.num_files == 31
+
+
+def test_parts_are_known_again_after_a_load(namespace):
+    path = write_chunk(namespace, 1)
+    part = f"{os.path.dirname(path)}/n-1-00000000-1.part"
+    open(part, "w").close()
+    known(namespace).save()
+    loaded = Catalogue.load(namespace)
+    run(loaded.refresh(time.time_ns()))
+    assert [p.path for parts in loaded.parts.values() for p in parts] == [part]
+
+
+def test_every_flipped_byte_is_noticed(namespace):
+    known(namespace, 3).save()
+    path = f"{namespace}/{SNAPSHOT_FILE}"
+    content = pathlib.Path(path).read_bytes()
+    assert Catalogue.load(namespace).num_files == 3
+    # All of the frame and of the records, and a sample of the two long tables.
+    places = [*range(120), *range(len(content) - 200, len(content))]
+    places += random.Random(1).sample(range(len(content)), 600)
+    for at in places:
+        with open(path, "wb") as file:
+            file.write(content[:at] + bytes([content[at] ^ (1 << at % 8)]) + content[at + 1 :])
+        assert is_none(Catalogue.load(namespace)), at
+    for length in [0, 1, 9, 10, 11, 100, *random.Random(2).sample(range(len(content)), 100)]:
+        with open(path, "wb") as file:
+            file.write(content[:length])
+        assert is_none(Catalogue.load(namespace)), length
+    with open(path, "wb") as file:
+        file.write(content + b"x")
+    assert Catalogue.load(namespace).num_files == 0
+    with open(path, "wb") as file:
+        file.write(content)
+    assert Catalogue.load(namespace).num_files == 3  # the negative control
+
+
+def test_what_is_no_snapshot_counts_as_none(namespace, tmp_path):
+    path = f"{namespace}/{SNAPSHOT_FILE}"
+    known(namespace, 3).save()
+    good = pathlib.Path(path).read_bytes()
+    (tmp_path / "other").write_bytes(good)
+    tree = msgpack.unpackb(good)
+
+    def is_refused():
+        return Catalogue.load(namespace).num_files == 0
+
+    for changes in (
+        {"snapshot": 2},
+        {"records": b""},
+        {"counts": b""},
+        {"counts": np.full(4096, 2**32 - 1, "<u4").tobytes()},
+        {"dir_mtimes": "text"},
+        {"taken_at_ns": -1},
+        {"taken_at_ns": 1 << 63},
+        {"taken_at_ns": None},
+        {"digest": None},
+        {"more": 1},
+    ):
+        with open(path, "wb") as file:
+            file.write(msgpack.packb(tree | changes))
+        assert is_refused(), changes
+    for content in (b"\x81", b"\xdd\xff\xff\xff\xff" + b"\x91" * 100_000, b"\x93\1\2\3", b"{}"):
+        with open(path, "wb") as file:
+            file.write(content)
+        assert is_refused(), content[:9]
+    os.unlink(path)
+    os.symlink(tmp_path / "other", path)
+    assert is_refused()
+    os.unlink(path)
+    os.mkdir(path)
+    assert is_refused()
+    os.rmdir(path)
+    os.mkfifo(path)
+    assert is_refused()
+
+
+def test_a_huge_foreign_file_is_not_read(namespace):
+    with open(f"{namespace}/{SNAPSHOT_FILE}", "wb") as file:
+        file.truncate(8 << 30)
+    tracemalloc.start()
+    try:
+        assert Catalogue.load(namespace).num_files == 0
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_snapshot_that_cannot_be_written_leaves_no_part(namespace, monkeypatch):
+    catalogue = known(namespace, 3)
+    catalogue.save()
+
+    def fail(*_):
+        raise OSError(28, "no space")
+
+    monkeypatch.setattr(os, "rename", fail)
+    with pytest.raises(OSError, match="no space"):
+        catalogue.save()
+    assert os.listdir(f"{namespace}/tmp") == []
+    assert Catalogue.load(namespace).num_files == 3
+
+
+def test_a_file_costs_about_40_bytes_of_memory(namespace):
+    count = 100_000
+    records = np.zeros(count, RECORD)
+    tracemalloc.start()
+    try:
+        catalogue = Catalogue(namespace)
+        for idx in range(100):
+            catalogue.take(Shard(idx, 1, records[idx * 1000 : (idx + 1) * 1000]))
+        in_memory = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert catalogue.num_files == count
+    assert in_memory < 48 * count
+    catalogue.save()
+    assert os.stat(catalogue.path).st_size < 41 * count
