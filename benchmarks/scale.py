@@ -227,8 +227,8 @@ class Scale:
         progress(f"{self._num_files:,} files: {name}")
         try:
             done = subprocess.run(
-                [sys.executable, "-m", "benchmarks.scale_steps", name, json.dumps(options)],
-                stdin=subprocess.DEVNULL,
+                [sys.executable, "-m", "benchmarks.scale_steps", name],
+                input=json.dumps(options),
                 capture_output=True,
                 text=True,
                 timeout=_STEP_S,

@@ -1,6 +1,7 @@
-"""The steps of benchmarks.scale, each in a process of its own: `python -m benchmarks.scale_steps STEP JSON`.
+"""The steps of benchmarks.scale, each in a process of its own: `python -m benchmarks.scale_steps STEP`.
 
-A step imports what it needs itself, because that is part of what is measured, and prints one JSON object.
+A step reads its options as JSON from standard input and prints one JSON object. It imports what it needs
+itself, because that is part of what is measured.
 Times of day are CLOCK_MONOTONIC, which all processes of a machine share: the parent knows when it
 started us.
 """
@@ -263,5 +264,5 @@ def _memory(pid: int | str = "self") -> dict[str, int]:
 STEPS = {step.__name__: step for step in (first_hit, scan, refresh, listing, prune)}
 
 if __name__ == "__main__":
-    print(json.dumps(STEPS[sys.argv[1]](json.loads(sys.argv[2]))), flush=True)
+    print(json.dumps(STEPS[sys.argv[1]](json.load(sys.stdin))), flush=True)
     os._exit(0)  # probe threads are daemons, and the interpreter's end is not measured

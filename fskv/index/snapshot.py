@@ -9,6 +9,7 @@ pruned: a load checks the file itself. A snapshot that fails a check is as good 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from typing import Any
 
@@ -23,6 +24,7 @@ from fskv.root import TMP_DIR
 SNAPSHOT_FILE = "snapshot.msgpack"
 _VERSION = 1
 _MAX_NBYTES = 16 << 30
+_MAX_BIN_NBYTES = (1 << 32) - 1  # of one msgpack value: 107 million files
 _EMPTY = np.empty(0, RECORD)
 
 
@@ -107,25 +109,34 @@ class Catalogue:
 
     def save(self, file_mode: int = 0o600) -> None:
         """Publish the snapshot; raises OSError, and leaves no part then."""
-        records = self.all_records().tobytes()
+        nbytes = RECORD.itemsize * self.num_files
+        if nbytes > _MAX_BIN_NBYTES:
+            raise OSError(errno.EFBIG, "more files than a snapshot can hold", self.path)
+        digest = xxhash.xxh3_64()
+        for records in self._shards:
+            digest.update(records.data)
         mtimes = self._dir_mtimes.astype("<i8")
         # Parts and foreign files are not in a snapshot: who loads it lists their shards again.
         mtimes[[*self.parts, *self.foreign]] = 0
-        packed = msgpack.packb(
-            {
-                "snapshot": _VERSION,
-                "taken_at_ns": self.taken_at_ns,
-                "dir_mtimes": mtimes.tobytes(),
-                "counts": self._counts.astype("<u4").tobytes(),
-                "digest": xxhash.xxh3_64_digest(records),
-                "records": records,
-            }
-        )
+        head = {
+            "snapshot": _VERSION,
+            "taken_at_ns": self.taken_at_ns,
+            "dir_mtimes": mtimes.tobytes(),
+            "counts": self._counts.astype("<u4").tobytes(),
+            "digest": digest.digest(),
+        }
+        packer = msgpack.Packer()
+        packed = packer.pack_map_header(len(head) + 1)
+        packed += b"".join(packer.pack(item) for pair in head.items() for item in pair)
+        # "bin 32" by hand, and shard by shard: packed as one value it is in memory twice more.
+        packed += packer.pack("records") + b"\xc6" + nbytes.to_bytes(4, "big")
         part = f"{self.namespace}/{TMP_DIR}/{unique_name()}.part"
         try:
             fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, file_mode)
             with os.fdopen(fd, "wb") as file:
                 file.write(packed)
+                for records in self._shards:
+                    file.write(records.data)
             os.rename(part, self.path)
         except OSError:
             with contextlib.suppress(OSError):
@@ -147,6 +158,7 @@ class Catalogue:
             packed = file.read(_MAX_NBYTES)
         try:
             tree = msgpack.unpackb(packed, max_bin_len=len(packed))
+            del packed  # as large as all that is in it
             taken_at_ns = int(tree["taken_at_ns"])
             mtimes = np.frombuffer(tree["dir_mtimes"], "<i8").copy()
             counts = np.frombuffer(tree["counts"], "<u4").astype(np.int64)
