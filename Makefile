@@ -12,7 +12,7 @@ endif
 ARGS ?=
 DIR ?= .cache
 
-.PHONY: help setup demo demo-quick bench bench-interpreter bench-flood bench-engine storm test test-unit test-shared-fs lint clean distclean
+.PHONY: help setup demo demo-quick bench bench-interpreter bench-flood bench-scale bench-engine storm test test-unit test-shared-fs lint clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -35,6 +35,10 @@ bench-interpreter: $(SETUP) ## What a Python loop keeps of its rate beside 1,000
 
 bench-flood: $(SETUP) ## Memory, files and threads while 20,000 jobs flood a worker
 	@$(PY) -m benchmarks.flood $(ARGS)
+
+bench-scale: $(SETUP) ## Start, count and prune with up to a million files on the storage of DIR (many minutes)
+	@mkdir -p .cache
+	@$(PY) -m benchmarks.scale $(ARGS) --directory '$(DIR)'
 
 bench-engine: $(SETUP) ## What a decoding request of a real vLLM engine notices (some minutes)
 	@$(PY) -m benchmarks.engine $(ARGS)

@@ -14,8 +14,12 @@ import pytest
 
 pytest.importorskip("torch", reason="the benchmarks need torch: make test")
 
+from benchmarks import scale_root
+from benchmarks.rig import BenchmarkError
+
 REPOSITORY = pathlib.Path(__file__).resolve().parents[1]
 SMALL_FLOOD = ["--jobs", "512", "--chunk-kib", "1024", "--layers", "4", "--staging-mib", "8"]
+SMALL_SCALE = ["--files", "300", "--chunk-kib", "64", "--rounds", "1", "--cold", "off"]
 SMALL_INTERPRETER = ["--rounds", "1", "--seconds", "0.2", "--rate", "100", "--chunk-kib", "512"]
 
 
@@ -80,6 +84,72 @@ def test_an_interrupted_benchmark_leaves_nothing_behind(tmp_path):
     )
     end = time.monotonic() + 60
     while not any(tmp_path.rglob("*.kv")) and time.monotonic() < end:
+        time.sleep(0.02)
+    os.kill(process.pid, signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    assert list(tmp_path.iterdir()) == []
+
+
+def scale(directory, *arguments):
+    code, facts = run("scale", *SMALL_SCALE, *arguments, directory=directory)
+    (found,) = facts["sizes"].values()
+    return code, found
+
+
+def test_the_scale_benchmark_counts_prunes_and_lists_what_it_made(tmp_path):
+    code, found = scale(tmp_path)
+    assert code == 0
+    assert found["start"]["warm"]["hit_s"] > 0
+    assert found["scan"]["warm"]["files_per_s"] > 0
+    assert found["start_again"]["warm"]["counted_s"] > 0
+    assert (found["prune"]["files"], found["prune"]["used_meanwhile"]) == (30, 1)
+    assert found["listing"]["warm"]["rss"] > 0
+
+
+@pytest.mark.parametrize(
+    ("gone", "used", "complaint"),
+    [
+        ([0, 2, 3, 4, 5], [], "used later"),
+        ([0, 1, 2, 3], [], "4 files were pruned"),
+        ([0, 1, 2, 3, 4], [0], "used later"),
+    ],
+    ids=["not the oldest", "too few", "one that was used meanwhile"],
+)
+def test_negative_control_the_scale_benchmark_notices_a_wrong_prune(
+    tmp_path, gone, used, complaint
+):
+    namespace, names = str(tmp_path), [*scale_root.oldest(300, 1, 6)]
+    scale_root.make_shells(namespace, 300, 1, time.time_ns(), scale_root.DAY_NS, lambda _: None)
+
+    def remove(places):
+        for shard, name in (names[place] for place in places):
+            os.unlink(f"{scale_root.shard_path(namespace, shard)}/{name}")
+
+    remove(gone)
+    with pytest.raises(BenchmarkError, match=complaint):
+        scale_root.check_pruned(namespace, 300, 1, 5, {names[place][1] for place in used})
+
+
+def test_the_right_prune_passes_the_scale_benchmarks_check(tmp_path):
+    namespace, names = str(tmp_path), [*scale_root.oldest(300, 1, 6)]
+    scale_root.make_shells(namespace, 300, 1, time.time_ns(), scale_root.DAY_NS, lambda _: None)
+    for place in (0, 1, 2, 4, 5):
+        shard, name = names[place]
+        os.unlink(f"{scale_root.shard_path(namespace, shard)}/{name}")
+    found = scale_root.check_pruned(namespace, 300, 1, 5, {names[3][1]})
+    assert found == {"gone": 5, "kept": 295}
+
+
+def test_an_interrupted_scale_benchmark_leaves_nothing_behind(tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.scale", "--dir", str(tmp_path), *SMALL_SCALE],
+        cwd=REPOSITORY,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    end = time.monotonic() + 60
+    while not any(tmp_path.rglob("usage.json")) and time.monotonic() < end:
         time.sleep(0.02)
     os.kill(process.pid, signal.SIGINT)
     _, said = process.communicate(timeout=60)

@@ -9,7 +9,9 @@ pruned: a load checks the file itself. A snapshot that fails a check is as good 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+from collections.abc import Iterable
 from typing import Any
 
 import msgpack
@@ -24,12 +26,14 @@ SNAPSHOT_FILE = "snapshot.msgpack"
 _VERSION = 1
 _MAX_NBYTES = 16 << 30
 _HEAD = b"\x86\xa8snapshot" + bytes([_VERSION])  # how msgpack begins what `save` writes
+_MAX_BIN_NBYTES = (1 << 32) - 1  # of one msgpack value: 107 million files
 _EMPTY = np.empty(0, RECORD)
 
 
-def _digest(taken_at_ns: int, mtimes: bytes, counts: bytes, records: bytes) -> bytes:
+def _digest(taken_at_ns: int, mtimes: bytes, counts: bytes, records: Iterable[Any]) -> bytes:
+    """`records` are buffers: all of them in one, or shard by shard."""
     hasher = xxhash.xxh3_64(taken_at_ns.to_bytes(8, "little"))
-    for content in (mtimes, counts, records):
+    for content in (mtimes, counts, *records):
         hasher.update(content)
     return hasher.digest()
 
@@ -115,26 +119,35 @@ class Catalogue:
 
     def save(self, file_mode: int = 0o600) -> None:
         """Publish the snapshot; raises OSError, and leaves no part then."""
-        records = self.all_records().tobytes()
+        nbytes = RECORD.itemsize * self.num_files
+        if nbytes > _MAX_BIN_NBYTES:
+            raise OSError(errno.EFBIG, "more files than a snapshot can hold", self.path)
         counts = self._counts.astype("<u4").tobytes()
-        mtimes = self._dir_mtimes.astype("<i8")
+        settled = self._dir_mtimes.astype("<i8")
         # Parts and foreign files are not in a snapshot: who loads it lists their shards again.
-        mtimes[[*self.parts, *self.foreign]] = UNSETTLED
-        packed = msgpack.packb(
-            {
-                "snapshot": _VERSION,
-                "taken_at_ns": self.taken_at_ns,
-                "dir_mtimes": mtimes.tobytes(),
-                "counts": counts,
-                "digest": _digest(self.taken_at_ns, mtimes.tobytes(), counts, records),
-                "records": records,
-            }
-        )
+        settled[[*self.parts, *self.foreign]] = UNSETTLED
+        mtimes = settled.tobytes()
+        head = {
+            "snapshot": _VERSION,
+            "taken_at_ns": self.taken_at_ns,
+            "dir_mtimes": mtimes,
+            "counts": counts,
+            "digest": _digest(
+                self.taken_at_ns, mtimes, counts, (records.data for records in self._shards)
+            ),
+        }
+        packer = msgpack.Packer()
+        packed = packer.pack_map_header(len(head) + 1)
+        packed += b"".join(packer.pack(item) for pair in head.items() for item in pair)
+        # "bin 32" by hand, and shard by shard: packed as one value it is in memory twice more.
+        packed += packer.pack("records") + b"\xc6" + nbytes.to_bytes(4, "big")
         part = f"{self.namespace}/{TMP_DIR}/{unique_name()}.part"
         try:
             fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, file_mode)
             with os.fdopen(fd, "wb") as file:
                 file.write(packed)
+                for records in self._shards:
+                    file.write(records.data)
             os.rename(part, self.path)
         except OSError:
             with contextlib.suppress(OSError):
@@ -159,6 +172,7 @@ class Catalogue:
             packed = head + file.read(_MAX_NBYTES)
         try:
             tree = msgpack.unpackb(packed, max_bin_len=len(packed))
+            del packed  # as large as all that is in it
             taken_at_ns = int(tree["taken_at_ns"])
             mtimes = np.frombuffer(tree["dir_mtimes"], "<i8").copy()
             counts = np.frombuffer(tree["counts"], "<u4").astype(np.int64)
@@ -166,7 +180,8 @@ class Catalogue:
             good = (
                 len(mtimes) == len(counts) == NUM_SHARDS
                 and len(raw) == RECORD.itemsize * counts.sum()
-                and tree["digest"] == _digest(taken_at_ns, tree["dir_mtimes"], tree["counts"], raw)
+                and tree["digest"]
+                == _digest(taken_at_ns, tree["dir_mtimes"], tree["counts"], [raw])
                 and len(tree) == 6
             )
         except Exception as error:  # whatever a damaged file makes of the values
