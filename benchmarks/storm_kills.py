@@ -262,6 +262,9 @@ class KillStorm:
             problems.append(f"{len(used['leaks'])} processes did not give back what they took")
         if healed and (healed["not_good_by_round"][-1] or healed["whole_files"] < NUM_CHUNKS):
             problems.append("not every chunk healed")
+        left_behind = collect_orphans(self.root)
+        if left_behind:
+            problems.append(f"{len(left_behind)} orphans were not collected")
         return {
             "kills": len(self._killed),
             "killed": dict(self._kinds),
@@ -276,7 +279,7 @@ class KillStorm:
             "orphans": len(orphans),
             # From nothing to one page: killed before or in the first write. Else within or after it.
             "orphans_with_data": sum(nbytes > HEADER_NBYTES for nbytes in sizes),
-            "orphans_collected": collect_orphans(self.root),
+            "orphans_collected": len(parts) - len(parts_below(self.root)),
             "parts_leaked": leaked,
             "healed": healed,
             **used,
