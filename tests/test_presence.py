@@ -1004,3 +1004,20 @@ def test_a_look_that_hangs_leaves_the_interpreter_to_others(faulty):
     assert faulty("answers") == []
     faulty.faults.clear()
     wait_for(lambda: faulty("answers") == [TRUTH])
+
+
+def test_after_a_miss_the_parent_of_a_directory_that_is_not_there_is_opened(tmp_path, monkeypatch):
+    """An NFS client remembers the absence of a directory as it does that of a file."""
+    from fskv.index import presence
+
+    (tmp_path / "chunks").mkdir()
+    path = str(tmp_path / "chunks" / "abc" / f"abc{'0' * 29}.g0.kv")
+    opened = []
+    real_open = os.open
+    monkeypatch.setattr(
+        presence.os, "open", lambda name, *flags: opened.append(name) or real_open(name, *flags)
+    )
+    assert presence.probe_files([[(path, 1)]], [False]) == [False]
+    assert opened == []
+    assert presence.probe_files([[(path, 1)]], [True]) == [False]
+    assert opened == [os.path.dirname(path), str(tmp_path / "chunks")]

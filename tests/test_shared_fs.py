@@ -162,9 +162,6 @@ def test_a_chunk_is_seen_soon_after_a_miss(both, measured):
         assert delay < control_delay / 2, f"{pair.name}: what the directory is opened for"
 
 
-@pytest.mark.xfail(
-    reason="after a miss only the chunk's own directory is opened; its absence is remembered, too"
-)
 def test_a_chunk_in_a_new_directory_is_seen_soon_after_a_miss(both, measured):
     number, other = 2, 3
     waits = []

@@ -78,9 +78,12 @@ int probe_chunk(const RankFile *files, size_t num_files, const uint8_t *key, siz
         at += 1 + SHARD;
         if (missed_before && i == 0) {
             /* An NFS client hides another node's new file for 28 s after a miss, but not after its directory
-             * was opened. Whatever goes wrong here, the look that follows meets it again. */
+             * was opened; and a new directory no sooner than the one above it was. Whatever goes wrong here, the
+             * look that follows meets it again. */
             *at = 0;
             int fd = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+            if (fd < 0 && errno == ENOENT)
+                fd = open(written->path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
             if (fd >= 0)
                 close(fd);
         }

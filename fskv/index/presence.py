@@ -445,8 +445,13 @@ def probe_files(
 
 
 def _open_and_close(directory: str) -> None:
+    flags = os.O_RDONLY | os.O_DIRECTORY
     try:
-        os.close(os.open(directory, os.O_RDONLY | os.O_DIRECTORY))
+        try:
+            os.close(os.open(directory, flags))
+        except FileNotFoundError:
+            # Its own absence is remembered as well: a new chunk is often the first of its directory.
+            os.close(os.open(os.path.dirname(directory), flags))
     except OSError:
         return  # whatever it is, the stat that follows meets it again
 
