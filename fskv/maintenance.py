@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -57,6 +58,7 @@ _GRACE_S = 3600.0  # a part of a process about which nothing can be proved is gi
 _DEAD_CLAIM_S = 4 * TTL_S
 _FULL_SHARE = 0.03  # of everything: what goes when a disk is full without any bound being reached
 _FULL_LEAST = 64 << 20
+_LEAST_ROOM = 4 << 20  # for the lease, the claims and a snapshot
 _IDLE_S = 1.0
 _REMOVED_NBYTES = ENTRY_NBYTES * 2048  # of one message
 _FUTILE_S = 5.0
@@ -122,6 +124,8 @@ class Maintainer:
         self._complaint = ""
         self._reported: dict[str, Any] = {}
         self._reported_at = 0.0
+        self._started = False
+        self._room_made_at = float("-inf")
         self._news = b""  # entries of removed chunks that were not sent yet
 
     def start(self) -> None:
@@ -129,6 +133,7 @@ class Maintainer:
         for path in (self._shared, f"{self._shared}/{CLAIMS_DIR}", self._log.directory):
             make_directory(path, self._dir_mode)
         self._log.skip_old()
+        self._started = True
 
     def hear(self, engine: Engine) -> None:
         """Take what the engine said last."""
@@ -139,6 +144,8 @@ class Maintainer:
 
         Raises OSError when the root does not let us; the next step tries again.
         """
+        if not self._started:
+            self.start()
         self._publish()
         self._lease.renew()
         read_at = time.monotonic()
@@ -149,6 +156,18 @@ class Maintainer:
         busy = self._hold(claims, space) if self._lease.held else self._let_go()
         granted = self._claim_more(claims, usage, space, read_at)
         return self._report(usage, space) or granted or busy
+
+    async def make_room(self) -> None:
+        """Remove a little of our own namespace: the disk is so full that not even a lease can be written.
+
+        Without the lease, since two who do this at once only remove more than was needed.
+        """
+        if self._claim is None or time.monotonic() - self._room_made_at < _FUTILE_S:
+            return
+        self._room_made_at = time.monotonic()
+        catalogue = Catalogue(f"{self._root}/{self._claim.namespace}")
+        await catalogue.refresh(0)
+        await execute(plan([catalogue], _LEAST_ROOM, 8), lambda: True)
 
     def _complain(self, error: BaseException) -> None:
         """Log an error, but not the same one again and again."""
@@ -480,6 +499,8 @@ class Holder:
         until, free_nbytes = self._freeing
         if scope.kind == "free" and time.monotonic() < until and space.free_nbytes < free_nbytes:
             return False  # what was removed does not show yet
+        if scope.kind == "free":
+            self._freeing = (0.0, 0)
         return _near(scope, claims)
 
     def _publish(self, claims: list[Claim]) -> None:
@@ -516,7 +537,10 @@ class Holder:
             done.add((scope.kind, scope.name))
             freed = await self._free(self._members(scope), _excess(scope, claims), 0)
             if scope.kind == "free":
-                self._freeing = (time.monotonic() + _FREEING_S, space.free_nbytes + freed // 2)
+                # Writers may have used what they were granted meanwhile.
+                target = space.free_nbytes + freed // 2 - scope.outstanding
+                if Space.of(self._root).free_nbytes < target:
+                    self._freeing = (time.monotonic() + _FREEING_S, target)
         if num_inodes:
             await self._free(list(self._catalogues), 0, num_inodes)
         full = [claim for claim in claims if claim.full > self._full.get(claim.name, 0)]
@@ -713,6 +737,9 @@ async def serve() -> None:
             if str(error) != complaint:
                 complaint = str(error)
                 logger.warning("maintenance: %s", error)
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                with contextlib.suppress(OSError):
+                    await maintainer.make_room()
         pause_s = max(0.01, 2 * (time.monotonic() - started))
         interval_s = pause_s if busy else min(_IDLE_S, 1.5 * interval_s)
     if maintainer is not None:
@@ -720,15 +747,13 @@ async def serve() -> None:
 
 
 def _begin(options: dict[str, Any]) -> Maintainer:
-    maintainer = Maintainer(
+    return Maintainer(
         options["root"],
         claim_from(options),
         Outbox(1).send,
         dir_mode=options["dir_mode"],
         file_mode=options["file_mode"],
     )
-    maintainer.start()
-    return maintainer
 
 
 class Outbox:
