@@ -235,6 +235,8 @@ class Holder:
         until, free_nbytes = self._freeing
         if scope.kind == "free" and time.monotonic() < until and space.free_nbytes < free_nbytes:
             return False  # what was removed does not show yet
+        if scope.kind == "free":
+            self._freeing = (0.0, 0)
         return _near(scope, claims)
 
     def _publish(self, claims: list[Claim]) -> None:
@@ -271,7 +273,10 @@ class Holder:
             done.add((scope.kind, scope.name))
             freed = await self._free(self._members(scope), _excess(scope, claims), 0)
             if scope.kind == "free":
-                self._freeing = (time.monotonic() + _FREEING_S, space.free_nbytes + freed // 2)
+                # Writers may have used what they were granted meanwhile.
+                target = space.free_nbytes + freed // 2 - scope.outstanding
+                if Space.of(self._root).free_nbytes < target:
+                    self._freeing = (time.monotonic() + _FREEING_S, target)
         if num_inodes:
             await self._free(list(self._catalogues), 0, num_inodes)
         full = [claim for claim in claims if claim.full > self._full.get(claim.name, 0)]

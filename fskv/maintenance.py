@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import sys
@@ -36,8 +37,10 @@ from fskv.claims import (
 )
 from fskv.config import Share
 from fskv.holder import Holder
+from fskv.index.snapshot import Catalogue
 from fskv.lease import SHARED_DIR, TTL_S, Lease
 from fskv.process import unique_name
+from fskv.prune import execute, plan
 from fskv.removed import ENTRY_NBYTES, RemovedLog
 from fskv.root import make_directory
 
@@ -49,6 +52,7 @@ _REMOVED_NBYTES = ENTRY_NBYTES * 2048  # of one message
 _STALE_S = 10.0  # a usage that was read longer ago is no base for a grant
 _MAX_NEWS_NBYTES = 4 << 20
 _AFTER_FAILURE_S = 5.0
+_LEAST_ROOM = 4 << 20  # for the lease, the claims and a snapshot
 GRACE_S = 3600.0  # a part of a process about which nothing can be proved is given up after this
 
 
@@ -101,6 +105,8 @@ class Maintainer:
         self._complaint = ""
         self._reported: dict[str, Any] = {}
         self._reported_at = 0.0
+        self._started = False
+        self._room_made_at = float("-inf")
         self._news = b""  # entries of removed chunks that were not sent yet
 
     def start(self) -> None:
@@ -108,6 +114,7 @@ class Maintainer:
         for path in (self._shared, f"{self._shared}/{CLAIMS_DIR}", self._log.directory):
             make_directory(path, self._dir_mode)
         self._log.skip_old()
+        self._started = True
 
     def hear(self, engine: Engine) -> None:
         """Take what the engine said last."""
@@ -118,6 +125,8 @@ class Maintainer:
 
         Raises OSError when the root does not let us; the next step tries again.
         """
+        if not self._started:
+            self.start()
         self._publish()
         self._lease.renew()
         read_at = time.monotonic()
@@ -128,6 +137,18 @@ class Maintainer:
         busy = self._hold(claims, space) if self._lease.held else self._let_go()
         granted = self._claim_more(claims, usage, space, read_at)
         return self._report(usage, space) or granted or busy
+
+    async def make_room(self) -> None:
+        """Remove a little of our own namespace: the disk is so full that not even a lease can be written.
+
+        Without the lease, since two who do this at once only remove more than was needed.
+        """
+        if self._claim is None or time.monotonic() - self._room_made_at < _AFTER_FAILURE_S:
+            return
+        self._room_made_at = time.monotonic()
+        catalogue = Catalogue(f"{self._root}/{self._claim.namespace}")
+        await catalogue.refresh(0)
+        await execute(plan([catalogue], _LEAST_ROOM, 8), lambda: True)
 
     def _complain(self, error: BaseException) -> None:
         """Log an error, but not the same one again and again."""
@@ -328,6 +349,9 @@ async def serve() -> None:
             if str(error) != complaint:
                 complaint = str(error)
                 logger.warning("maintenance: %s", error)
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                with contextlib.suppress(OSError):
+                    await maintainer.make_room()
         pause_s = max(0.01, 2 * (time.monotonic() - started))
         interval_s = pause_s if busy else min(_IDLE_S, 1.5 * interval_s)
     if maintainer is not None:
@@ -335,15 +359,13 @@ async def serve() -> None:
 
 
 def _begin(options: dict[str, Any]) -> Maintainer:
-    maintainer = Maintainer(
+    return Maintainer(
         options["root"],
         claim_from(options),
         Outbox(1).send,
         dir_mode=options["dir_mode"],
         file_mode=options["file_mode"],
     )
-    maintainer.start()
-    return maintainer
 
 
 class Outbox:

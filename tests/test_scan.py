@@ -84,7 +84,7 @@ def litter(namespace, rng):
 def test_a_walk_finds_the_chunks_and_nothing_else_in_any_litter(namespace, seed, monkeypatch):
     rng = random.Random(seed)
     monkeypatch.chdir(namespace)  # a socket's path is short
-    for number in range(40):
+    for _ in range(40):
         write_chunk(
             namespace,
             rng.randbytes(16).hex(),

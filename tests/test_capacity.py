@@ -1,0 +1,364 @@
+"""Writers with their maintenance processes, as engines have them: the disk is measured from outside."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from capacity_lab import DIGEST, disk_nbytes, make_namespace, write_chunk
+from conftest import Clock, returns_in_time, wait_for
+
+from fskv.capacity import _SILENT_S, Capacity
+from fskv.claims import Limits
+from fskv.config import Share
+
+NAME = f"cpu/model@{DIGEST}"
+MAX = 4 << 20
+
+WRITER = """
+import os, random, sys, time
+from fskv.capacity import Capacity
+from fskv.claims import Limits
+root, name, seed, limit = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+rng = random.Random(seed)
+capacity = Capacity(root, name, None, Limits(max_nbytes=limit))
+capacity.start()
+while True:
+    nbytes = 4096 * rng.randint(1, 16)
+    while not capacity.take(nbytes):
+        capacity.poll()
+        time.sleep(0.002)
+    key = rng.randbytes(16).hex()
+    directory = f"{root}/{name}/chunks/{key[:3]}"
+    os.makedirs(directory, exist_ok=True)
+    part = f"{directory}/writer-{os.getpid()}-{key}.part"
+    with open(part, "wb") as file:
+        file.write(bytes(nbytes))
+    os.rename(part, f"{directory}/{key}.g0.kv")
+    capacity.settle(nbytes, nbytes)
+    capacity.poll()
+    print(nbytes, flush=True)
+    time.sleep(0.002)
+"""
+
+
+@pytest.fixture
+def root(tmp_path):
+    make_namespace(tmp_path)
+    return str(tmp_path)
+
+
+class Writers:
+    def __init__(self, root, count):
+        self.root = root
+        self.seed = 0
+        self.running = [self.start() for _ in range(count)]
+
+    def start(self):
+        self.seed += 1
+        process = subprocess.Popen(
+            [sys.executable, "-c", WRITER, self.root, NAME, str(self.seed), str(MAX)],
+            stdout=subprocess.PIPE,
+        )
+        os.set_blocking(process.stdout.fileno(), False)
+        process.total = 0
+        process.rest = b""
+        return process
+
+    def written(self):
+        for process in self.running:
+            with contextlib.suppress(BlockingIOError):
+                process.rest += os.read(process.stdout.fileno(), 1 << 16)
+            *lines, process.rest = process.rest.split(b"\n")
+            process.total += sum(map(int, lines))
+        return sum(process.total for process in self.running)
+
+    def watch(self, nbytes):
+        """Hold the bound while so much more is written."""
+        target = self.written() + nbytes
+        end = time.monotonic() + 40
+        while self.written() < target:
+            assert disk_nbytes(self.root) <= MAX
+            assert time.monotonic() < end, "nothing is written any more"
+
+    def kill(self, process):
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def children(pid):
+    with open(f"/proc/{pid}/task/{pid}/children") as file:
+        return [int(word) for word in file.read().split()]
+
+
+@pytest.fixture
+def start_writers(root):
+    started = []
+
+    def start(count):
+        started.append(Writers(root, count))
+        return started[-1]
+
+    yield start
+    for writers in started:
+        for process in writers.running:
+            writers.kill(process)
+
+
+def holder_of(root):
+    with (
+        contextlib.suppress(OSError, ValueError),
+        open(f"{root}/.fskv-maintenance/lease.json") as file,
+    ):
+        return json.load(file)["pid"]
+    return None
+
+
+def claim_files(root):
+    return set(os.listdir(f"{root}/.fskv-maintenance/claims"))
+
+
+def test_three_writers_stay_within_the_bound_whoever_is_killed(root, start_writers, monkeypatch):
+    writers = start_writers(3)
+    writers.watch(3 * MAX)
+    # The process that prunes for all is killed: another one goes on, its engine gets a new one.
+    holder = holder_of(root)
+    assert holder in [child for process in writers.running for child in children(process.pid)]
+    os.kill(holder, signal.SIGKILL)
+    writers.watch(MAX)
+    wait_for(lambda: holder_of(root) not in (None, holder))
+    # An engine is killed in the middle of its writes.
+    writers.kill(writers.running.pop(0))
+    writers.watch(MAX)
+    writers.running.append(writers.start())
+    writers.watch(MAX)
+    assert disk_nbytes(root) > MAX // 2  # it was not held by removing everything
+
+
+def test_without_asking_the_bound_breaks(root):
+    """Negative control: the same bytes, with the same measure, from writers that do not ask."""
+    rng = random.Random(1)
+    for number in range(200):
+        write_chunk(f"{root}/{NAME}", number, 4096 * rng.randint(1, 16))
+    assert disk_nbytes(root) > MAX
+
+
+class Engine:
+    """A Capacity in this process, with a clock of the test's if given."""
+
+    def __init__(self, root, limits, name=NAME, tenant=None, clock=time.monotonic):
+        self.root, self.name = root, name
+        self.capacity = Capacity(root, name, tenant, limits, clock=clock)
+        self.capacity.start()
+        self.removed = []
+
+    def poll(self):
+        self.removed += self.capacity.poll()
+
+    def take(self, nbytes):
+        self.poll()
+        return self.capacity.take(nbytes)
+
+    def store(self, number, nbytes=65536):
+        wait_for(lambda: self.take(nbytes))
+        write_chunk(f"{self.root}/{self.name}", number, nbytes)
+        self.capacity.settle(nbytes, nbytes)
+
+    @property
+    def child(self):
+        return self.capacity._process.pid
+
+
+@pytest.fixture
+def engine(root):
+    started = []
+
+    def start(*args, **options):
+        started.append(Engine(options.pop("root", root), *args, **options))
+        return started[-1]
+
+    yield start
+    for one in started:
+        process = one.capacity._process
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGCONT)
+            one.capacity.close()
+            returns_in_time(process.wait)
+
+
+def test_what_was_there_before_counts_and_a_restart_grants_nothing_beyond(root, engine):
+    for number in range(60):
+        write_chunk(f"{root}/{NAME}", number, 65536)  # 3.75 of 4 MiB, by somebody else
+    first = engine(Limits(max_nbytes=MAX))
+    for number in range(100, 130):
+        first.store(number)
+        assert disk_nbytes(root) <= MAX
+    wait_for(lambda: first.poll() or first.removed)
+    names = {name.hex() for name, _ in first.removed}
+    assert names
+    assert not any(os.path.exists(f"{root}/{NAME}/chunks/{n[:3]}/{n}.g0.kv") for n in names)
+    process = first.capacity._process
+    first.capacity.close()
+    returns_in_time(process.wait)
+    assert os.path.exists(f"{root}/{NAME}/snapshot.msgpack")
+    second = engine(Limits(max_nbytes=MAX))
+    for number in range(200, 230):
+        second.store(number)
+        assert disk_nbytes(root) <= MAX
+    assert second.capacity.state.nbytes > MAX // 2
+
+
+def test_a_silent_process_grants_nothing_and_never_blocks_the_engine(root, engine):
+    clock = Clock()
+    one = engine(Limits(max_nbytes=1 << 30), clock=clock)
+    wait_for(lambda: one.take(4096))
+    os.kill(one.child, signal.SIGSTOP)
+    assert one.capacity.take(4096)  # what was granted still is
+    clock.advance(_SILENT_S + 1)
+    assert not one.capacity.take(4096)  # without a poll
+    returns_in_time(one.poll)
+    assert not one.capacity.take(4096)
+
+    def fill():  # far more messages than a pipe holds
+        for _ in range(5000):
+            one.capacity.settle(0, 1)
+            one.capacity.poll()
+            one.capacity.take(1 << 20)
+
+    returns_in_time(fill)
+    os.kill(one.child, signal.SIGCONT)
+    wait_for(lambda: one.take(4096))
+
+
+def test_a_killed_process_is_started_again(root, engine):
+    clock = Clock()
+    one = engine(Limits(max_nbytes=1 << 30), clock=clock)
+    wait_for(lambda: one.take(4096))
+    old = one.child
+    os.kill(old, signal.SIGKILL)
+    one.capacity._process.wait()
+    one.poll()
+    assert not one.capacity.take(4096)
+    clock.advance(11)
+    wait_for(lambda: one.take(4096))
+    assert one.child != old
+
+
+def test_an_engine_that_reads_nothing_stops_nobody(root, engine):
+    """The pipe to it is full: its process still holds the lease, and others are served."""
+    idle = engine(Limits(max_nbytes=MAX))
+    wait_for(lambda: idle.take(4096))
+    busy = engine(Limits(max_nbytes=MAX))
+    for number in range(100):
+        busy.store(number)
+    assert disk_nbytes(root) <= MAX
+
+
+def test_garbage_from_the_process_is_no_exception_in_the_engine(root, engine, monkeypatch):
+    one = engine(Limits())
+    wait_for(lambda: one.take(4096))
+    real = os.read
+    monkeypatch.setattr("fskv.capacity.os.read", lambda fd, n: real(fd, n) and b"\x05hello")
+    wait_for(lambda: one.poll() or not one.capacity.take(4096))
+
+
+def test_a_root_that_vanishes_or_cannot_be_written_stores_nothing_and_stops_nobody(root, engine):
+    one = engine(Limits(max_nbytes=MAX))
+    wait_for(lambda: one.take(4096))
+    shutil.rmtree(f"{root}/.fskv-maintenance", ignore_errors=True)
+    shutil.rmtree(root, ignore_errors=True)
+    for _ in range(50):
+        returns_in_time(one.poll)
+        one.capacity.take(1 << 20)
+        time.sleep(0.01)
+    assert not one.capacity.take(MAX // 2)
+    assert not os.path.exists(f"{root}/{NAME}")
+
+
+def test_namespace_and_tenant_bounds_stand_next_to_each_other(root, engine):
+    other = f"cpu/other@{'f' * 16}"
+    make_namespace(root, other, tenant="t")
+    for number in range(64):
+        write_chunk(f"{root}/{other}", number, 65536)
+    narrow = engine(Limits(1 << 30, 0, 1 << 20, None))
+    engine(Limits(1 << 30, 0, None, 2 << 20), name=other, tenant="t")
+    for number in range(100, 140):
+        narrow.store(number)
+        assert disk_nbytes(f"{root}/{NAME}") <= 1 << 20
+    wait_for(lambda: disk_nbytes(f"{root}/{other}") <= 2 << 20)
+    assert disk_nbytes(f"{root}/{other}") > 1 << 20  # by its own bound and no other
+
+
+# --- a small file system ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small(tmp_path):
+    mounted = []
+
+    def mount(options):
+        path = tmp_path / f"small{len(mounted)}"
+        path.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(path)]
+        if subprocess.run(command, capture_output=True).returncode:
+            pytest.skip("mounting a tmpfs needs root")
+        mounted.append(path)
+        make_namespace(path)
+        return str(path)
+
+    yield mount
+    for path in mounted:
+        subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+def free_share(path):
+    info = os.statvfs(path)
+    return info.f_bavail / info.f_blocks, info.f_favail / max(1, info.f_files)
+
+
+@pytest.mark.parametrize("keep", [4 << 20, Share(25)], ids=str)
+def test_so_much_stays_free(small, engine, keep):
+    path = small("size=16m")
+    one = engine(Limits(keep_free=keep), root=path)
+    for number in range(300):
+        one.store(number)
+        assert free_share(path)[0] >= 0.25
+    assert free_share(path)[0] < 0.5
+
+
+def test_inodes_stay_free_too(small, engine):
+    path = small("size=64m,nr_inodes=1000")
+    for number in range(600):
+        write_chunk(f"{path}/{NAME}", "abc" + f"{number:029x}", 1)
+    assert free_share(path)[1] < 0.5
+    engine(Limits(keep_free=Share(50)), root=path)
+    wait_for(lambda: free_share(path)[1] >= 0.5)
+    assert free_share(path)[1] < 0.6
+
+
+def test_a_full_disk_pauses_stores_until_something_was_pruned(small, engine):
+    path = small("size=80m")
+    for number in range(1000):
+        with contextlib.suppress(OSError):
+            write_chunk(f"{path}/{NAME}", number, 1 << 17)
+    clock = Clock()
+    one = engine(Limits(), root=path, clock=clock)
+    wait_for(lambda: one.take(4096))
+    wait_for(lambda: one.poll() or one.capacity.state.files)
+    assert free_share(path)[0] < 0.05
+    one.capacity.no_space()
+    assert one.capacity.paused
+    assert not one.capacity.take(4096)
+    wait_for(lambda: one.poll() or free_share(path)[0] > 0.05)
+    clock.advance(3)
+    wait_for(lambda: one.take(4096))

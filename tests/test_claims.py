@@ -1,0 +1,356 @@
+"""Many writers, one bound: whatever they read late, and whoever dies when, the disk never holds more."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from fskv import claims as claims_module
+from fskv.claims import (
+    CLAIMS_DIR,
+    Book,
+    Claim,
+    Limits,
+    Scope,
+    Space,
+    Usage,
+    grant,
+    inodes_short,
+    overdrawn,
+    scopes,
+)
+from fskv.config import Share
+
+NS = "cpu/model@0123456789abcdef"
+OTHER_NS = "cpu/other@fedcba9876543210"
+LIMIT = 10_000
+SPACE = Space(1 << 40, 1 << 40, 0, 0)
+
+
+def make_claim(name="a-1-00000000-1", **changes):
+    fields = {"namespace": NS, "tenant": None, "limits": Limits(max_nbytes=LIMIT)}
+    return Claim(name, **{**fields, **changes})
+
+
+# --- the invariant, for any interleaving ------------------------------------------------------
+
+
+class Engine:
+    """A writer: every act of it is a step of its own, so that others come between any two."""
+
+    def __init__(self, name, world):
+        self.world = world
+        self.name = name
+        self.granted = self.used = self.written = 0  # granted: in its published claim
+        self.allowed = 0  # what it believes that it may use
+        self.acts = self.maintain()
+        self.publish()
+
+    def publish(self, granted=None):
+        self.granted = self.granted if granted is None else granted
+        claim = make_claim(
+            self.name,
+            granted=self.granted,
+            written=self.written,
+            wanted=self.world.rng.choice((0, 300, 2000, 6000)),
+        )
+        self.claim = self.world.claims[self.name] = claim
+
+    def maintain(self):
+        """One round of the maintenance process after another; each yield is where others may act."""
+        world = self.world
+        while True:
+            usage = world.usage
+            self.reads = world.num_counts
+            yield
+            claims = list(world.claims.values())
+            yield
+            if self.name not in world.claims:
+                self.publish()  # it was thought dead
+                continue
+            alive = sum(not claim.closed for claim in claims)
+            amount = grant(self.claim, scopes(claims, usage, SPACE), alive)
+            yield
+            if amount:
+                self.publish(self.granted + amount)
+                yield
+                claims = list(world.claims.values())
+                if overdrawn(self.claim, claims, usage, SPACE):
+                    self.publish(self.granted - amount)
+                else:
+                    self.allowed += amount
+            self.reads = None
+            yield
+
+    def write(self, nbytes):
+        nbytes = min(nbytes, self.allowed - self.used)
+        self.used += nbytes
+        self.world.disk += nbytes
+        self.unreported = getattr(self, "unreported", 0) + nbytes
+
+    def report(self):
+        self.written += getattr(self, "unreported", 0)
+        self.unreported = 0
+        if self.name in self.world.claims:
+            self.publish()
+
+
+class World:
+    def __init__(self, seed, flaw=None):
+        self.rng = random.Random(seed)
+        self.flaw = flaw
+        self.disk = self.rng.randrange(LIMIT)
+        self.claims = {}
+        self.usage = Usage({NS: (self.disk, 1)})
+        self.num_counts = 0
+        self.engines = []
+        self.dead = {}  # name -> number of the first count that began after its death
+        self.counting = self.count()
+
+    def count(self):
+        """The holder of the lease, over and over."""
+        while True:
+            claims = dict(self.claims)
+            yield
+            # A file that comes while the disk is being walked may be in the count or not.
+            before = self.disk
+            yield
+            counted = self.rng.randint(*sorted((before, self.disk)))
+            if self.flaw == "claims after count":
+                yield
+                claims = dict(self.claims)
+            self.num_counts += 1
+            written = {name: claim.written for name, claim in claims.items()}
+            self.usage = Usage({NS: (counted, 1)}, counted=written)
+            yield
+            for name, seen_dead in list(self.dead.items()):
+                if name not in claims or not seen_dead:
+                    self.dead[name] = True
+                    continue
+                # In the product: 20 s after. Here: when nobody computes with an older usage.
+                oldest = min(
+                    (e.reads for e in self.engines if getattr(e, "reads", None) is not None),
+                    default=self.num_counts,
+                )
+                if oldest >= self.num_counts:
+                    self.claims.pop(name, None)
+                    del self.dead[name]
+            yield
+
+    def step(self):
+        rng = self.rng
+        act = rng.random()
+        if act < 0.02 and len(self.engines) < 6:
+            self.engines.append(Engine(f"e-{rng.getrandbits(40)}", self))
+        elif act < 0.03 and self.engines:
+            gone = self.engines.pop(rng.randrange(len(self.engines)))
+            self.dead[gone.name] = False
+        elif act < 0.25:
+            next(self.counting)
+        elif act < 0.29:
+            self.disk -= rng.randrange(self.disk + 1)  # a prune
+        elif self.engines:
+            # Some are slow: they stand still for long between any two acts.
+            engine = self.engines[int(len(self.engines) * rng.random() ** 2)]
+            if act < 0.65:
+                next(engine.acts)
+            elif act < 0.85:
+                engine.write(rng.randrange(4000))
+            else:
+                engine.report()
+
+    def promised(self):
+        return self.disk + sum(max(0, e.allowed - e.used) for e in self.engines)
+
+
+def worst(seed, flaw=None, steps=1500):
+    world = World(seed, flaw)
+    most = 0
+    for _ in range(steps):
+        world.step()
+        most = max(most, world.promised())
+    return most
+
+
+@pytest.fixture
+def large_grants(monkeypatch):
+    """Grants of up to everything: what small ones would only hide."""
+    monkeypatch.setattr(claims_module, "GRANT_PART", 1)
+
+
+@pytest.mark.parametrize("seeds", [range(at, at + 40) for at in range(0, 160, 40)], ids=str)
+def test_disk_and_unused_grants_stay_within_the_bound(large_grants, seeds):
+    for seed in seeds:
+        assert worst(seed) <= LIMIT, seed
+
+
+def test_a_count_with_claims_read_after_it_breaks_the_bound(large_grants):
+    """Negative control of the walk above."""
+    assert any(worst(seed, "claims after count") > LIMIT for seed in range(200))
+
+
+def test_a_grant_that_was_computed_long_ago_is_taken_back(large_grants):
+    slow, quick = make_claim("slow"), make_claim("quick")
+    stale = scopes([slow, quick], Usage({NS: (0, 0)}), SPACE)
+    for _ in range(20):  # meanwhile the other one is granted nearly everything
+        more = grant(quick, scopes([slow, quick], Usage({NS: (0, 0)}), SPACE), 2)
+        quick = replace(quick, granted=quick.granted + more)
+    slow = replace(slow, granted=grant(slow, stale, 2))
+    assert slow.granted + quick.granted > LIMIT  # the negative control: without the second look
+    assert overdrawn(slow, [slow, quick], Usage({NS: (0, 0)}), SPACE)
+    assert overdrawn(slow, [quick], Usage(), SPACE)  # somebody has withdrawn it
+    assert not overdrawn(quick, [quick], Usage({NS: (0, 0)}), SPACE)
+
+
+def test_a_dead_engines_claim_must_outlast_those_who_compute_with_the_usage_before_it():
+    before = Usage({NS: (0, 0)})
+    dead, mine = make_claim("dead", granted=9000, written=9000), make_claim("mine", wanted=4000)
+    with_it, without_it = (
+        grant(mine, scopes(claims, before, SPACE), 1) for claims in ([dead, mine], [mine])
+    )
+    assert 9000 + with_it <= LIMIT < 9000 + without_it
+
+
+def test_all_who_ask_in_the_same_moment_get_no_more_than_there_is():
+    for count in (1, 2, 7, 100):
+        claims = [make_claim(f"e-{n}") for n in range(count)]
+        bounds = scopes(claims, Usage({NS: (LIMIT // 3, 1)}), SPACE)
+        assert sum(grant(claim, bounds, count) for claim in claims) <= bounds[0].headroom // 2 + 1
+
+
+def test_what_an_engine_waits_for_is_granted_if_it_fits():
+    mine = make_claim(wanted=4000)
+    scope = Scope("root", None, LIMIT, 0, 0)
+    assert grant(mine, [scope], 2) == 4000
+    assert grant(mine, [replace(scope, counted=3000)], 2) < 4000
+
+
+# --- bounds -----------------------------------------------------------------------------------
+
+
+def test_bounds_of_namespaces_and_tenants_stand_next_to_the_root_s():
+    claims = [
+        make_claim("a", tenant="t", limits=Limits(100, 0, 60, 50), granted=10),
+        make_claim("b", limits=Limits(90), granted=5, written=5),
+        make_claim("c", namespace=OTHER_NS, tenant="t", limits=Limits(None, 0, 70, 55), granted=7),
+        make_claim("d", limits=Limits(1), granted=3, closed=True),
+    ]
+    usage = Usage({NS: (20, 1), OTHER_NS: (30, 1)}, counted={"b": 4})
+    found = {(s.kind, s.name): s for s in scopes(claims, usage, SPACE)}
+    # The smallest limit of the living; what the closed one was granted still counts.
+    assert found["root", None] == Scope("root", None, 90, 50, 10 + 1 + 7 + 3)
+    assert found["namespace", NS] == Scope("namespace", NS, 60, 20, 10 + 1 + 3)
+    assert found["namespace", OTHER_NS] == Scope("namespace", OTHER_NS, 70, 30, 7)
+    assert found["tenant", "t"].limit == 50
+    assert grant(claims[1], found.values(), 3) <= 14
+    assert len(found) == 4
+
+
+def test_what_must_stay_free_is_a_number_or_a_share_the_larger_one_wins():
+    space = Space(1000, 400, 100, 10)
+    claims = [
+        make_claim("a", limits=Limits(keep_free=100), granted=30, written=10),
+        make_claim("b", limits=Limits(keep_free=Share(25))),
+    ]
+    assert scopes(claims, Usage(), space) == [Scope("free", None, 750, 600, 20)]
+    assert inodes_short(claims, space) == 15
+    assert inodes_short(claims[:1], space) == 0
+    assert inodes_short(claims, replace(space, total_inodes=0)) == 0
+    (more_than_there_is,) = scopes(
+        [make_claim("a", limits=Limits(keep_free=1 << 50))], Usage(), space
+    )
+    assert more_than_there_is.limit == 0
+
+
+# --- files ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def shared(tmp_path):
+    (tmp_path / CLAIMS_DIR).mkdir()
+    return tmp_path
+
+
+def test_claims_and_usage_are_read_as_they_were_written(shared):
+    book = Book(str(shared))
+    claim = make_claim(
+        tenant="t",
+        limits=Limits(1, Share(2.5), 3, None),
+        granted=9,
+        written=8,
+        wanted=7,
+        closed=True,
+    )
+    usage = Usage({NS: (5, 2)}, {NS: "t"}, {"a": 3}, 1, 2, 3, 4, 5)
+    book.publish(claim)
+    book.publish_usage(usage)
+    assert book.claims() == [claim]
+    assert book.usage() == usage
+    assert sorted(os.listdir(shared)) == ["claims", "usage.json"]
+    book.withdraw(claim.name)
+    assert book.claims() == []
+
+
+def test_damaged_foreign_and_hostile_files_are_no_claims_and_raise_nothing(shared):
+    book = Book(str(shared))
+    book.publish(make_claim("good"))
+    directory = shared / CLAIMS_DIR
+    good = json.loads((directory / "good.json").read_text())
+
+    def change(**changes):
+        return json.dumps(good | {"name": "bad"} | changes)
+
+    keep = {"percent": float("nan")}
+    contents = [
+        "",
+        "[",
+        "[]",
+        "[" * 100_000,
+        "9" * 5000,
+        "\x00" * 100,
+        change(granted=-1),
+        change(granted=1 << 70),
+        change(granted=1.5),
+        change(written=True),
+        change(limits=None),
+        change(limits={**good["limits"], "keep_free": keep}),
+        change(limits={**good["limits"], "keep_free": {"percent": 1e9}}),
+        change(limits={**good["limits"], "max_nbytes": -5}),
+        change(name="else"),
+        change(namespace="../../etc@0123456789abcdef"),
+        change(namespace="/etc/x@0123456789abcdef"),
+    ]
+    for content in contents:
+        (directory / "bad.json").write_text(content)
+        assert [claim.name for claim in book.claims()] == ["good"], content[:40]
+    (directory / "bad.json").unlink()
+    os.symlink(directory / "good.json", directory / "bad.json")
+    os.mkdir(directory / "dir.json")
+    os.mkfifo(directory / "fifo.json")
+    open(os.fsencode(directory) + b"/\xff.json", "w").close()
+    assert [claim.name for claim in book.claims()] == ["good"]
+    (directory / "other.json").write_text(json.dumps(good | {"name": "other"}))
+    assert len(book.claims()) == 2  # the negative control
+    for content in contents[:6]:
+        (shared / "usage.json").write_text(content)
+        assert book.usage() is None
+
+
+def test_only_parts_of_dead_processes_are_removed(shared):
+    script = "from fskv.process import unique_name; print(unique_name())"
+    dead = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout
+    from fskv.process import unique_name
+
+    names = [unique_name(), "node9-1-00000000-1", "something"]
+    for name in [dead.strip(), *names]:
+        (shared / f"{name}.part").touch()
+        (shared / CLAIMS_DIR / f"{name}.part").touch()
+    Book(str(shared)).remove_orphans()
+    assert sorted(os.listdir(shared / CLAIMS_DIR)) == sorted(f"{name}.part" for name in names)
+    assert len(os.listdir(shared)) == 4
