@@ -75,7 +75,9 @@ class Engine:
                 self.publish()  # it was thought dead
                 continue
             alive = sum(not claim.closed for claim in claims)
-            amount = grant(self.claim, scopes(claims, usage, SPACE), alive)
+            amount = grant(
+                self.claim, self.allowed - self.used, scopes(claims, usage, SPACE), alive
+            )
             yield
             if amount:
                 self.publish(self.granted + amount)
@@ -199,9 +201,9 @@ def test_a_grant_that_was_computed_long_ago_is_taken_back(large_grants):
     slow, quick = make_claim("slow"), make_claim("quick")
     stale = scopes([slow, quick], Usage({NS: (0, 0)}), SPACE)
     for _ in range(20):  # meanwhile the other one is granted nearly everything
-        more = grant(quick, scopes([slow, quick], Usage({NS: (0, 0)}), SPACE), 2)
+        more = grant(quick, 0, scopes([slow, quick], Usage({NS: (0, 0)}), SPACE), 2)
         quick = replace(quick, granted=quick.granted + more)
-    slow = replace(slow, granted=grant(slow, stale, 2))
+    slow = replace(slow, granted=grant(slow, 0, stale, 2))
     assert slow.granted + quick.granted > LIMIT  # the negative control: without the second look
     assert overdrawn(slow, [slow, quick], Usage({NS: (0, 0)}), SPACE)
     assert overdrawn(slow, [quick], Usage(), SPACE)  # somebody has withdrawn it
@@ -212,7 +214,7 @@ def test_a_dead_engines_claim_must_outlast_those_who_compute_with_the_usage_befo
     before = Usage({NS: (0, 0)})
     dead, mine = make_claim("dead", granted=9000, written=9000), make_claim("mine", wanted=4000)
     with_it, without_it = (
-        grant(mine, scopes(claims, before, SPACE), 1) for claims in ([dead, mine], [mine])
+        grant(mine, 0, scopes(claims, before, SPACE), 1) for claims in ([dead, mine], [mine])
     )
     assert 9000 + with_it <= LIMIT < 9000 + without_it
 
@@ -221,14 +223,17 @@ def test_all_who_ask_in_the_same_moment_get_no_more_than_there_is():
     for count in (1, 2, 7, 100):
         claims = [make_claim(f"e-{n}") for n in range(count)]
         bounds = scopes(claims, Usage({NS: (LIMIT // 3, 1)}), SPACE)
-        assert sum(grant(claim, bounds, count) for claim in claims) <= bounds[0].headroom // 2 + 1
+        assert (
+            sum(grant(claim, 0, bounds, count) for claim in claims) <= bounds[0].headroom // 2 + 1
+        )
 
 
 def test_what_an_engine_waits_for_is_granted_if_it_fits():
     mine = make_claim(wanted=4000)
     scope = Scope("root", None, LIMIT, 0, 0)
-    assert grant(mine, [scope], 2) == 4000
-    assert grant(mine, [replace(scope, counted=3000)], 2) < 4000
+    assert grant(mine, 0, [scope], 2) == 4000
+    assert grant(mine, 1000, [scope], 2) == 3000  # so much is missing
+    assert grant(mine, 0, [replace(scope, counted=3000)], 2) < 4000
 
 
 # --- bounds -----------------------------------------------------------------------------------
@@ -248,7 +253,7 @@ def test_bounds_of_namespaces_and_tenants_stand_next_to_the_root_s():
     assert found["namespace", NS] == Scope("namespace", NS, 60, 20, 10 + 1 + 3)
     assert found["namespace", OTHER_NS] == Scope("namespace", OTHER_NS, 70, 30, 7)
     assert found["tenant", "t"].limit == 50
-    assert grant(claims[1], found.values(), 3) <= 14
+    assert grant(claims[1], 0, found.values(), 3) <= 14
     assert len(found) == 4
 
 
