@@ -1,0 +1,150 @@
+"""The holder of the lease counts, prunes and cleans for all, and nothing that lies about stops it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+from capacity_lab import DIGEST, disk_nbytes, make_namespace, write_chunk
+
+from fskv import maintenance
+from fskv.claims import Book, Claim, Limits
+from fskv.index import scan
+from fskv.lease import SHARED_DIR
+from fskv.maintenance import Maintainer
+from fskv.process import unique_name
+
+NAME = f"cpu/model@{DIGEST}"
+
+
+@pytest.fixture
+def root(tmp_path):
+    make_namespace(tmp_path)
+    return str(tmp_path)
+
+
+def claim(name=None, **changes):
+    fields = {"namespace": NAME, "tenant": None, "limits": Limits(max_nbytes=1 << 20)}
+    return Claim(name or unique_name(), **{**fields, **changes})
+
+
+def maintain(root, until, *, mine=None, timeout_s=20, **options):
+    """Step a maintainer of this process until `until()`; the limit only bounds a hang."""
+
+    async def steps():
+        maintainer = Maintainer(root, mine, **options)
+        end = time.monotonic() + timeout_s
+        while not until():
+            assert time.monotonic() < end, "waited in vain"
+            maintainer.step()
+            await asyncio.sleep(0.005)
+        await maintainer.close()
+
+    asyncio.run(steps())
+
+
+def book(root):
+    return Book(f"{root}/{SHARED_DIR}")
+
+
+def dead_name():
+    script = "from fskv.process import unique_name; print(unique_name())"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+def test_parts_of_dead_writers_go_at_once_and_of_unknown_ones_after_the_grace(root):
+    write_chunk(f"{root}/{NAME}", "abc" + "0" * 29)
+    directory = f"{root}/{NAME}/chunks/abc"
+    hour_ago = time.time_ns() - 3700 * 10**9
+    parts = {
+        "dead": dead_name(),
+        "living": unique_name(),
+        "unknown": "node9-1-00000000-1",
+        "unknown, old": "node9-1-00000000-2",
+    }
+    for name in parts.values():
+        for where in (directory, f"{root}/{NAME}/tmp"):
+            with open(f"{where}/{name}.part", "w") as file:
+                file.write("x")
+            if name == parts["unknown, old"]:
+                os.utime(file.name, ns=(hour_ago, hour_ago))
+    gone = {parts["dead"], parts["unknown, old"]}
+    maintain(root, lambda: not any(os.path.exists(f"{directory}/{name}.part") for name in gone))
+    stays = sorted(f"{parts[who]}.part" for who in ("living", "unknown"))
+    assert sorted(n for n in os.listdir(directory) if n.endswith(".part")) == stays
+    assert sorted(os.listdir(f"{root}/{NAME}/tmp")) == stays
+
+
+def test_a_dead_engines_claim_stays_until_it_was_counted_and_then_goes(root, monkeypatch):
+    monkeypatch.setattr(maintenance, "_WITHDRAW_S", 0.5)
+    os.makedirs(f"{root}/{SHARED_DIR}/claims")
+    dead = claim(dead_name(), granted=8192, written=4096)
+    book(root).publish(dead)
+    write_chunk(f"{root}/{NAME}", 1)
+    counted = []
+
+    def until():
+        usage = book(root).usage()
+        counted.append(usage.counted.get(dead.name) if usage else None)
+        return not book(root).claims()
+
+    maintain(root, until)
+    assert 4096 in counted
+
+
+def test_a_dead_engines_claim_stays_while_its_namespace_cannot_be_counted(root, monkeypatch):
+    monkeypatch.setattr(maintenance, "_WITHDRAW_S", 0.0)
+    monkeypatch.setattr(maintenance, "_COUNT_ALL_S", 0.0)
+    os.makedirs(f"{root}/{SHARED_DIR}/claims")
+    book(root).publish(claim(dead_name(), granted=8192))
+    real, failures = scan._changed, []
+
+    def fail(*args):
+        if len(failures) < 5:
+            failures.append(len(book(root).claims()))
+            raise OSError(5, "I/O error")
+        return real(*args)
+
+    monkeypatch.setattr(scan, "_changed", fail)
+    maintain(root, lambda: not book(root).claims())
+    assert failures == [1] * 5
+
+
+def test_a_directory_that_cannot_be_listed_is_not_paid_for_by_all_others(root, monkeypatch):
+    """Were nothing counted because of it, what is granted would only ever grow."""
+    monkeypatch.setattr(maintenance, "_COUNT_ALL_S", 0.1)
+    for number in range(10):
+        write_chunk(f"{root}/{NAME}", number, mtime_ns=(number + 1) * 10**9)
+    bad = scan.shard_path(f"{root}/{NAME}", 0xABC)
+    write_chunk(f"{root}/{NAME}", "abc" + "0" * 29)
+    real = scan.list_shard
+
+    def fail(path, idx):
+        if path == bad:
+            return scan.Shard(idx, 0, scan.np.empty(0, scan.RECORD), error=OSError(5, "I/O error"))
+        return real(path, idx)
+
+    monkeypatch.setattr(scan, "list_shard", fail)
+    os.makedirs(f"{root}/{SHARED_DIR}/claims")
+    other = claim(granted=2 << 20, written=(2 << 20) - 4096)
+    book(root).publish(other)
+
+    def counted():
+        usage = book(root).usage()
+        return usage is not None and other.name in usage.counted
+
+    maintain(root, counted)
+
+
+def test_a_bound_is_kept_and_the_oldest_go(root):
+    paths = [write_chunk(f"{root}/{NAME}", n, 65536, mtime_ns=(n + 1) * 10**9) for n in range(32)]
+    maintain(root, lambda: disk_nbytes(root) <= 1 << 20, mine=claim())
+    left = [os.path.exists(path) for path in paths]
+    assert left == sorted(left)
+    assert sum(left) >= 13
+    assert book(root).usage().nbytes == disk_nbytes(root)
