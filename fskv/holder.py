@@ -20,7 +20,7 @@ from fskv.lease import TTL_S, Lease
 from fskv.process import provably_dead
 from fskv.prune import Pruned, execute, plan
 from fskv.removed import RemovedLog
-from fskv.root import MANIFEST_FILE, TMP_DIR
+from fskv.root import MANIFEST_FILE, PART_PREFIX, TMP_DIR
 
 logger = logging.getLogger(__name__)
 
@@ -350,22 +350,26 @@ class Holder:
                     catalogue.parts[shard] = left
                 else:
                     del catalogue.parts[shard]
-            with (
-                contextlib.suppress(OSError),
-                os.scandir(f"{catalogue.namespace}/{TMP_DIR}") as entries,
-            ):
-                for entry in entries:
-                    if entry.name.endswith(".part") and entry.is_file(follow_symlinks=False):
-                        mtime_ns = entry.stat(follow_symlinks=False).st_mtime_ns
-                        removed += self._remove_orphan(entry.path, mtime_ns, now_ns)
+            removed += self._remove_orphans_in(f"{catalogue.namespace}/{TMP_DIR}", "", now_ns)
+        removed += self._remove_orphans_in(self._root, PART_PREFIX, now_ns)
         self._book.remove_orphans()
         self._log.remove_old()
         if removed and self.usage is not None:
             logger.info("removed %d parts of writers that are gone", removed)
             self.usage = replace(self.usage, orphans=self.usage.orphans + removed)
 
+    def _remove_orphans_in(self, directory: str, prefix: str, now_ns: int) -> int:
+        removed = 0
+        with contextlib.suppress(OSError), os.scandir(directory) as entries:
+            for entry in entries:
+                named = entry.name.startswith(prefix) and entry.name.endswith(".part")
+                if named and entry.is_file(follow_symlinks=False):
+                    mtime_ns = entry.stat(follow_symlinks=False).st_mtime_ns
+                    removed += self._remove_orphan(entry.path, mtime_ns, now_ns)
+        return removed
+
     def _remove_orphan(self, path: str, mtime_ns: int, now_ns: int) -> bool:
-        name = os.path.basename(path).removesuffix(".part")
+        name = os.path.basename(path).removeprefix(PART_PREFIX).removesuffix(".part")
         if not provably_dead(name) and now_ns - mtime_ns < self._grace_s * 1e9:
             return False
         try:

@@ -35,6 +35,7 @@ TAG_FILE = "CACHEDIR.TAG"
 MANIFEST_FILE = "namespace.json"
 CHUNK_DIR = "chunks"
 TMP_DIR = "tmp"
+PART_PREFIX = ".fskv-"  # of parts in the root itself
 
 # The first 43 bytes are the standard: https://bford.info/cachedir/
 _TAG = b"""Signature: 8a477f597d28d172789f06886806bc55
@@ -119,7 +120,7 @@ class Root:
                 if not _retry_stale(lambda: _is_our_root(path)):
                     raise RootError(f"option 'root': {path}/{FORMAT_FILE} vanished once written")
             if writable:
-                _retry_stale(lambda: _probe(f"{path}/.fskv-{unique_name()}.part"))
+                _retry_stale(lambda: _probe(f"{path}/{PART_PREFIX}{unique_name()}.part"))
                 root._publish_tag()
         return root
 
@@ -160,7 +161,7 @@ class Root:
     def _publish(self, path: str, content: bytes, tmp_dir: str | None = None) -> None:
         def publish() -> None:
             part = f"{unique_name()}.part"
-            tmp = f"{tmp_dir}/{part}" if tmp_dir else f"{self.path}/.fskv-{part}"
+            tmp = f"{tmp_dir}/{part}" if tmp_dir else f"{self.path}/{PART_PREFIX}{part}"
             _publish_once(tmp, path, content, self.file_mode)
 
         _retry_stale(publish)

@@ -11,7 +11,7 @@ import time
 import pytest
 from capacity_lab import DIGEST, disk_nbytes, make_namespace, write_chunk
 
-from fskv import maintenance
+from fskv import holder
 from fskv.claims import Book, Claim, Limits
 from fskv.index import scan
 from fskv.lease import SHARED_DIR
@@ -81,7 +81,7 @@ def test_parts_of_dead_writers_go_at_once_and_of_unknown_ones_after_the_grace(ro
 
 
 def test_a_dead_engines_claim_stays_until_it_was_counted_and_then_goes(root, monkeypatch):
-    monkeypatch.setattr(maintenance, "_WITHDRAW_S", 0.5)
+    monkeypatch.setattr(holder, "_WITHDRAW_S", 0.5)
     os.makedirs(f"{root}/{SHARED_DIR}/claims")
     dead = claim(dead_name(), granted=8192, written=4096)
     book(root).publish(dead)
@@ -98,8 +98,8 @@ def test_a_dead_engines_claim_stays_until_it_was_counted_and_then_goes(root, mon
 
 
 def test_a_dead_engines_claim_stays_while_its_namespace_cannot_be_counted(root, monkeypatch):
-    monkeypatch.setattr(maintenance, "_WITHDRAW_S", 0.0)
-    monkeypatch.setattr(maintenance, "_COUNT_ALL_S", 0.0)
+    monkeypatch.setattr(holder, "_WITHDRAW_S", 0.0)
+    monkeypatch.setattr(holder, "_COUNT_ALL_S", 0.0)
     os.makedirs(f"{root}/{SHARED_DIR}/claims")
     book(root).publish(claim(dead_name(), granted=8192))
     real, failures = scan._changed, []
@@ -117,7 +117,7 @@ def test_a_dead_engines_claim_stays_while_its_namespace_cannot_be_counted(root, 
 
 def test_a_directory_that_cannot_be_listed_is_not_paid_for_by_all_others(root, monkeypatch):
     """Were nothing counted because of it, what is granted would only ever grow."""
-    monkeypatch.setattr(maintenance, "_COUNT_ALL_S", 0.1)
+    monkeypatch.setattr(holder, "_COUNT_ALL_S", 0.1)
     for number in range(10):
         write_chunk(f"{root}/{NAME}", number, mtime_ns=(number + 1) * 10**9)
     bad = scan.shard_path(f"{root}/{NAME}", 0xABC)
@@ -143,8 +143,24 @@ def test_a_directory_that_cannot_be_listed_is_not_paid_for_by_all_others(root, m
 
 def test_a_bound_is_kept_and_the_oldest_go(root):
     paths = [write_chunk(f"{root}/{NAME}", n, 65536, mtime_ns=(n + 1) * 10**9) for n in range(32)]
-    maintain(root, lambda: disk_nbytes(root) <= 1 << 20, mine=claim())
+    maintain(
+        root,
+        lambda: disk_nbytes(root) <= 1 << 20 and book(root).usage().nbytes == disk_nbytes(root),
+        mine=claim(),
+    )
     left = [os.path.exists(path) for path in paths]
     assert left == sorted(left)
     assert sum(left) >= 13
     assert book(root).usage().nbytes == disk_nbytes(root)
+
+
+def test_parts_in_the_root_itself_are_collected_too(root):
+    write_chunk(f"{root}/{NAME}", "abc" + "0" * 29)
+    dead, living = (f"{root}/.fskv-{name}.part" for name in (dead_name(), unique_name()))
+    foreign = f"{root}/notes.part"
+    for path in (dead, living, foreign):
+        with open(path, "w") as file:
+            file.write("x")
+    maintain(root, lambda: not os.path.exists(dead))
+    assert os.path.exists(living)
+    assert os.path.exists(foreign)
