@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import multiprocessing
 import os
@@ -383,9 +384,10 @@ def test_part_names_are_unique_and_say_who_writes(path, monkeypatch):
     names = [ns.part_path(final) for _ in range(1000)]
     assert len(set(names)) == 1000
     with open("/proc/sys/kernel/random/boot_id") as file:
-        boot8 = file.read()[:8]
+        facts = f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+    token = hashlib.sha256(facts.encode()).hexdigest()[:8]
     pattern = (
-        rf"{re.escape(os.path.dirname(final))}/[A-Za-z0-9._-]+-{os.getpid()}-{boot8}-[0-9]+\.part"
+        rf"{re.escape(os.path.dirname(final))}/[A-Za-z0-9._-]+-{os.getpid()}-{token}-[0-9]+\.part"
     )
     assert all(re.fullmatch(pattern, name) for name in names)
     monkeypatch.setattr(os, "getpid", lambda: 1)
