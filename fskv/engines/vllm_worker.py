@@ -274,11 +274,11 @@ class FskvWorker(OffloadingWorker):
         chunk = outcome.chunk if self._num_files == 1 else chunk_of(outcome.chunk)[0]
         if outcome.is_load:
             self._outcomes.append(replace(outcome, chunk=chunk))
-        elif (status := self._tally.end(chunk, outcome.status)) is not None:
-            self._report_store(chunk, status)
+        elif (ended := self._tally.end(chunk, outcome.status, outcome.nbytes)) is not None:
+            self._report_store(chunk, *ended)
 
-    def _report_store(self, chunk: ChunkId, status: Status) -> None:
-        self._outcomes.append(ChunkOutcome(chunk, False, status, 0, 0.0))
+    def _report_store(self, chunk: ChunkId, status: Status, nbytes: int = 0) -> None:
+        self._outcomes.append(ChunkOutcome(chunk, False, status, nbytes, 0.0))
 
     def _count(self, outcome: ChunkOutcome) -> None:
         add, status = self._counters.add, outcome.status
