@@ -132,6 +132,9 @@ class FskvWorker(OffloadingWorker):
         self._counters = Counters()
         self._failed_jobs: set[int] = set()
         self._outcomes: list[ChunkOutcome] = []
+        # Of stores, since `take_written`.
+        self._written_nbytes = 0
+        self._no_space = False
         self.handshake = FskvHandshake(
             rank=rank,
             world_size=world_size,
@@ -194,6 +197,9 @@ class FskvWorker(OffloadingWorker):
             )
         for outcome in self._runner.take_outcomes():
             self._count(outcome)
+            if not outcome.is_load:
+                self._written_nbytes += outcome.nbytes
+                self._no_space |= outcome.status is Status.NO_SPACE
             self._note(outcome)
         return results
 
@@ -214,6 +220,15 @@ class FskvWorker(OffloadingWorker):
     def take_outcomes(self) -> list[ChunkOutcome]:
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
+
+    def take_written(self) -> tuple[int, bool]:
+        """Return what was written since the last call, in bytes, and whether a store found the disk full.
+
+        Of files, not of chunks: one file of a chunk may be on disk and another one fail.
+        """
+        written, self._written_nbytes = self._written_nbytes, 0
+        no_space, self._no_space = self._no_space, False
+        return written, no_space
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         gauges = {
