@@ -12,7 +12,7 @@ endif
 ARGS ?=
 DIR ?= .cache
 
-.PHONY: help setup demo demo-quick bench bench-interpreter bench-flood bench-engine storm test test-unit test-shared-fs lint clean distclean
+.PHONY: help setup demo demo-quick bench bench-interpreter bench-flood bench-engine bench-shared-root storm test test-unit test-shared-fs lint clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -38,6 +38,9 @@ bench-flood: $(SETUP) ## Memory, files and threads while 20,000 jobs flood a wor
 
 bench-engine: $(SETUP) ## What a decoding request of a real vLLM engine notices (some minutes)
 	@$(PY) -m benchmarks.engine $(ARGS)
+
+bench-shared-root: $(SETUP) ## Two real vLLM engines, one root, a bound of a tenth of what they write (12 minutes)
+	@$(PY) -m benchmarks.shared_root $(ARGS)
 
 storm: $(SETUP) ## Kill writers, fill a disk, fail a mount: is anything wrong ever served? (minutes)
 	@$(PY) -m benchmarks.storm $(ARGS)
