@@ -12,7 +12,7 @@ endif
 ARGS ?=
 DIR ?= .cache
 
-.PHONY: help setup demo demo-quick bench bench-interpreter bench-flood bench-scale bench-engine storm test test-unit test-shared-fs lint clean distclean
+.PHONY: help setup demo demo-quick bench bench-interpreter bench-flood bench-scale bench-engine bench-shared-root storm test test-unit test-shared-fs lint clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -42,6 +42,9 @@ bench-scale: $(SETUP) ## Start, count and prune with up to a million files on th
 
 bench-engine: $(SETUP) ## What a decoding request of a real vLLM engine notices (some minutes)
 	@$(PY) -m benchmarks.engine $(ARGS)
+
+bench-shared-root: $(SETUP) ## Two real vLLM engines, one root, a bound of a tenth of what they write (12 minutes)
+	@$(PY) -m benchmarks.shared_root $(ARGS)
 
 storm: $(SETUP) ## Kill writers, fill a disk, fail a mount: is anything wrong ever served? (minutes)
 	@$(PY) -m benchmarks.storm $(ARGS)

@@ -243,7 +243,8 @@ class FskvConnector(OffloadingConnector):
         stock = super().build_connector_worker_meta()
         worker = self._spec.worker
         outcomes = worker.take_outcomes()
-        if stock is None and not outcomes:
+        written_nbytes, no_space = worker.take_written()
+        if stock is None and not (outcomes or written_nbytes or no_space):
             return None
         stock = stock or OffloadingWorkerMetadata()
         stores = [o for o in outcomes if not o.is_load]
@@ -253,8 +254,8 @@ class FskvConnector(OffloadingConnector):
             stored={o.chunk: {worker.handshake.rank} for o in stores if o.status.good},
             not_stored={o.chunk for o in stores if not o.status.good},
             failed_loads=load_failures((o.chunk, o.status) for o in outcomes if o.is_load),
-            written_nbytes=sum(o.nbytes for o in stores),
-            no_space=any(o.status is Status.NO_SPACE for o in stores),
+            written_nbytes=written_nbytes,
+            no_space=no_space,
         )
 
     # --- scheduler --------------------------------------------------------------------------

@@ -112,22 +112,16 @@ class StoreTally:
         self._files_per_chunk = files_per_chunk
         self._open: dict[ChunkId, int] = {}  # files without an outcome
         self._bad: dict[ChunkId, Status] = {}  # the first bad outcome
-        self._nbytes: dict[ChunkId, int] = {}  # written so far, whatever became of the others
 
     def begin(self, chunk: ChunkId) -> None:
         self._open[chunk] = self._open.get(chunk, 0) + self._files_per_chunk
 
-    def end(self, chunk: ChunkId, status: Status, nbytes: int) -> tuple[Status, int] | None:
-        """Note one file's outcome and the bytes that it wrote.
-
-        Returns the chunk's status and bytes once all its files have ended: good only if all are.
-        """
+    def end(self, chunk: ChunkId, status: Status) -> Status | None:
+        """Note one file's outcome; return the chunk's once all its files have one: good only if all are."""
         if not status.good:
             self._bad.setdefault(chunk, status)
-        if nbytes:
-            self._nbytes[chunk] = self._nbytes.get(chunk, 0) + nbytes
         left = self._open.pop(chunk, 1) - 1
         if left:
             self._open[chunk] = left
             return None
-        return self._bad.pop(chunk, Status.OK), self._nbytes.pop(chunk, 0)
+        return self._bad.pop(chunk, Status.OK)

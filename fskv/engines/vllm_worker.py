@@ -132,6 +132,9 @@ class FskvWorker(OffloadingWorker):
         self._counters = Counters()
         self._failed_jobs: set[int] = set()
         self._outcomes: list[ChunkOutcome] = []
+        # Of stores, since `take_written`.
+        self._written_nbytes = 0
+        self._no_space = False
         self.handshake = FskvHandshake(
             rank=rank,
             world_size=world_size,
@@ -194,6 +197,9 @@ class FskvWorker(OffloadingWorker):
             )
         for outcome in self._runner.take_outcomes():
             self._count(outcome)
+            if not outcome.is_load:
+                self._written_nbytes += outcome.nbytes
+                self._no_space |= outcome.status is Status.NO_SPACE
             self._note(outcome)
         return results
 
@@ -214,6 +220,15 @@ class FskvWorker(OffloadingWorker):
     def take_outcomes(self) -> list[ChunkOutcome]:
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
+
+    def take_written(self) -> tuple[int, bool]:
+        """Return what was written since the last call, in bytes, and whether a store found the disk full.
+
+        Of files, not of chunks: one file of a chunk may be on disk and another one fail.
+        """
+        written, self._written_nbytes = self._written_nbytes, 0
+        no_space, self._no_space = self._no_space, False
+        return written, no_space
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         gauges = {
@@ -274,11 +289,11 @@ class FskvWorker(OffloadingWorker):
         chunk = outcome.chunk if self._num_files == 1 else chunk_of(outcome.chunk)[0]
         if outcome.is_load:
             self._outcomes.append(replace(outcome, chunk=chunk))
-        elif (ended := self._tally.end(chunk, outcome.status, outcome.nbytes)) is not None:
-            self._report_store(chunk, *ended)
+        elif (status := self._tally.end(chunk, outcome.status)) is not None:
+            self._report_store(chunk, status)
 
-    def _report_store(self, chunk: ChunkId, status: Status, nbytes: int = 0) -> None:
-        self._outcomes.append(ChunkOutcome(chunk, False, status, nbytes, 0.0))
+    def _report_store(self, chunk: ChunkId, status: Status) -> None:
+        self._outcomes.append(ChunkOutcome(chunk, False, status, 0, 0.0))
 
     def _count(self, outcome: ChunkOutcome) -> None:
         add, status = self._counters.add, outcome.status
