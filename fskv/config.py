@@ -32,6 +32,7 @@ _REFUSED_OPTIONS = {
 
 _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,9})?)\s*(B|KiB|MiB|GiB|TiB)", re.ASCII)
 _PERCENT = re.compile(r"(\d{1,3}(?:\.\d{1,3})?)\s*%", re.ASCII)
+_MAX_SIZE = 1 << 60
 _SIZE_UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 
@@ -300,12 +301,12 @@ def _parse_text(name: str, value: Any) -> str | None:
 
 
 def _parse_size(name: str, value: Any) -> int:
-    expected = 'a number of bytes, or a text with an IEC unit such as "256MiB"'
-    if type(value) is int and value > 0:
+    expected = 'a number of bytes above 0, or a text with an IEC unit such as "256MiB" (not MB)'
+    if type(value) is int and 0 < value <= _MAX_SIZE:
         return value
     match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
     nbytes = int(float(match[1]) * _SIZE_UNITS[match[2]]) if match else 0
-    if nbytes <= 0:
+    if not 0 < nbytes <= _MAX_SIZE:
         raise _bad(name, value, expected)
     return nbytes
 

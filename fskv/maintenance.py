@@ -355,7 +355,10 @@ async def serve() -> None:
         pause_s = max(0.01, 2 * (time.monotonic() - started))
         interval_s = pause_s if busy else min(_IDLE_S, 1.5 * interval_s)
     if maintainer is not None:
-        await maintainer.close()
+        with contextlib.suppress(
+            OSError
+        ):  # the root is gone, or read-only: nobody has a use for it
+            await maintainer.close()
 
 
 def _begin(options: dict[str, Any]) -> Maintainer:

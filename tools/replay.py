@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from fskv.claims import Space
+
 from . import replay_root, replay_trace
 from .bench_workspace import StopSignals
 from .replay_engine import EngineSpec, ReplayError, RequestDone, file_layout, run_worker
@@ -38,6 +40,8 @@ _END_S = 10.0
 _TOUCH_INTERVAL_S = 600.0  # an engine's default, in seconds of the trace
 
 _SIZE = re.compile(r"(\d{1,15})(?:\s*(B|KiB|MiB|GiB|TiB))?", re.ASCII)
+_MAX_SIZE = 1 << 60
+_LEAST_BLOCKS = 16
 _UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 
@@ -65,7 +69,7 @@ class Settings:
         if self.direct_io not in ("auto", "on", "off"):
             raise ValueError(f"--direct-io: found {self.direct_io!r}, expected auto, on or off")
         if self.speed is not None and not 0 < self.speed < 1e9:
-            raise ValueError(f"--speed: found {self.speed}, expected more than 0")
+            raise ValueError(f"--speed: found {self.speed}, expected more than 0 and below 1e9")
         for option, text in (("--capacity", self.capacity), ("--keep-free", self.keep_free)):
             if text is not None:
                 _parse_size(option, text)
@@ -86,14 +90,32 @@ class Settings:
         number, is_size = _parse_size("--capacity", self.capacity)
         return (number, number // nbytes) if is_size else (number * nbytes, number)
 
+    def check_room(self, root: str) -> None:
+        """Raise ValueError where the replay could only wait for room that never comes."""
+        bound = self.bound(root)
+        least = _LEAST_BLOCKS * self.processes
+        if bound is not None and bound[1] < least:
+            raise ValueError(
+                f"--capacity: found {self.capacity!r}, {bound[1]} blocks, expected at least {least}: "
+                f"{_LEAST_BLOCKS} for each process"
+            )
+        space = Space.of(root)
+        keep_free = _parse_size("--keep-free", self.keep_free)[0] if self.keep_free else 0
+        if keep_free >= space.free_nbytes:
+            raise ValueError(
+                f"--keep-free: found {self.keep_free!r}, expected less than what is free now, "
+                f"{space.free_nbytes} bytes"
+            )
+
 
 def _parse_size(option: str, text: str) -> tuple[int, bool]:
     """Return a number, and whether it had a unit: then it is bytes."""
     match = _SIZE.fullmatch(text.strip())
     number = int(match[1]) * _UNITS[match[2] or "B"] if match else 0
-    if match is None or (number <= 0 and option != "--keep-free"):
+    if match is None or number > _MAX_SIZE or (number <= 0 and option != "--keep-free"):
         raise ValueError(
-            f"{option}: found {text!r}, expected a whole number, or a size such as 80MiB"
+            f"{option}: found {text!r}, expected a whole number above 0, or a size such as 80MiB, of "
+            "at most 1 EiB"
         )
     return number, match[2] is not None
 
@@ -144,6 +166,7 @@ class _Replay:
         self._root = root
         self._emit = emit
         self._bound = settings.bound(root.path)
+        settings.check_room(root.path)
         self._ideal = replay_trace.ideal_hits(trace.requests)
         self._lru = (
             replay_trace.lru_hits(trace.requests, self._bound[1]) if self._bound else self._ideal

@@ -132,7 +132,7 @@ def table(summary: Summary) -> Table:
     turns = "at the same time" if summary.concurrent else "one request at a time"
     rows = [
         ("hit ratio", _share(summary.hit_ratio), "of blocks; loaded and compared"),
-        ("exact LRU", _share(summary.lru_hit_ratio), f"{bound}; {behind:+.3f} points ahead"),
+        ("exact LRU", _share(summary.lru_hit_ratio), f"{bound}; fskv {-behind:+.3f} points"),
         ("ideal", _share(summary.ideal_hit_ratio), "an unlimited cache"),
         ("time", f"{summary.seconds:.1f} s", f"{engines}, {turns}"),
         (
@@ -149,6 +149,7 @@ def table(summary: Summary) -> Table:
             _mib(summary.max_bytes_on_disk),
             f"{summary.samples:,} walks; most in flight {_mib(summary.max_in_flight_bytes)}",
         ),
+        ("waited for room", f"{summary.waited_s:.1f} s", "pruning; in all processes"),
         ("wrong bytes", f"{summary.wrong_bytes:,}", ""),
         *((f"failed: {name}", f"{count:,}", "") for name, count in summary.failures.items()),
         ("data path", "", summary.data_path),
