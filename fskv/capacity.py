@@ -29,6 +29,7 @@ from fskv.removed import entries
 logger = logging.getLogger(__name__)
 
 _SILENT_S = 20.0  # without a word for so long: what was granted may be thought to be ours no more
+_HUNG_S = 60.0
 _BURST_HALF_LIFE_S = 60.0
 _FIRST_WORD_S = 2.0
 _RESTART_S = 10.0
@@ -96,6 +97,7 @@ class Capacity:
         self._burst = 0.0
         self._burst_at = 0.0
         self._removed: list[tuple[bytes, int]] = []
+        self._silent_polls_since = 0.0  # 0: not silent at the last poll
         self._full = 0
         self._pause_s = 0.0
         self._paused_until = 0.0
@@ -127,6 +129,7 @@ class Capacity:
         self._allowed = 0
         self._said = {}
         self._heard_at = self._clock()
+        self._silent_polls_since = 0.0
         self._say(self._hello)
 
     def wait_for_first_word(self) -> None:
@@ -171,6 +174,11 @@ class Capacity:
         logger.warning("fskv: the disk is full: nothing is stored for %.0f s", self._pause_s)
 
     @property
+    def pid(self) -> int | None:
+        """Of the maintenance process."""
+        return None if self._process is None else self._process.pid
+
+    @property
     def paused(self) -> bool:
         """Whether stores pause because the disk was full."""
         return self._clock() < self._paused_until
@@ -187,6 +195,11 @@ class Capacity:
         if self._silent:
             self._returned += max(0, self._allowed - self._used)
             self._allowed = min(self._allowed, self._used)
+            self._silent_polls_since = self._silent_polls_since or now
+            if now - self._silent_polls_since > _HUNG_S:
+                self._process.kill()  # the next poll starts another one; a hung mount may keep this one
+        else:
+            self._silent_polls_since = 0.0
         message = {
             "used": max(0, self._used),
             "written": self._written,
@@ -243,6 +256,10 @@ class Capacity:
         if "alive" in message:
             # When it was said, and not when it is read: an idle engine has left it in the pipe.
             self._heard_at = self._clock() - (time.monotonic() - message["alive"])
+        elif (
+            "revoke" in message
+        ):  # it was away for so long that others may have been given the rest
+            self._allowed = min(self._allowed, self._used)
         elif "grant" in message:
             self._allowed += message["grant"]
         elif "removed" in message:

@@ -6,6 +6,7 @@ work at a time; walking and removing happen in worker threads, and between two b
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
@@ -71,6 +72,7 @@ class Holder:
         self._stuck_at = time.monotonic()
         self._freeing: tuple[float, int] = (0.0, 0)  # until when; free bytes that are to be seen
         self._futile_until = 0.0  # nothing was left to remove: no need to look again and again
+        self._complained = False
         self._unsaved: set[str] = set()  # namespaces whose snapshot is old
 
     @property
@@ -298,7 +300,7 @@ class Holder:
         catalogues = [self._catalogues[name] for name in members]
         left_nbytes, left_files = nbytes, num_files
         while (left_nbytes > 0 or left_files > 0) and self.in_office:
-            chosen = plan(catalogues, left_nbytes, left_files, self._stuck)
+            chosen = await asyncio.to_thread(plan, catalogues, left_nbytes, left_files, self._stuck)
             if not chosen.candidates:
                 break
             pruned = await execute(chosen, self._still_held)
@@ -338,6 +340,7 @@ class Holder:
         """Remove the parts of writers that are gone, and of those that nobody can have waited for so long."""
         now_ns = self._lease.now_ns()
         removed = 0
+        self._complained = False
         for catalogue in self._catalogues.values():
             for shard, parts in list(catalogue.parts.items()):
                 left = [
@@ -382,7 +385,9 @@ class Holder:
         except FileNotFoundError:
             return True
         except OSError as error:
-            logger.warning("%s cannot be removed: %s", path, error)
+            if not self._complained:  # one for a round
+                self._complained = True
+                logger.warning("%s cannot be removed: %s", path, error)
             return False
         return True
 
@@ -418,7 +423,8 @@ def _excess(scope: Scope, claims: list[Claim]) -> int:
 
 def _tenant_of(path: str) -> str | None:
     with contextlib.suppress(OSError, ValueError, AttributeError):
-        with open(path, "rb") as file:
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # it may be anything
+        with open(path, "rb", opener=lambda name, _: os.open(name, flags)) as file:
             tenant = json.loads(file.read(16 << 20)).get("tenant")
         return tenant if isinstance(tenant, str) else None
     return None

@@ -48,6 +48,7 @@ logger = logging.getLogger(__name__)
 
 _IDLE_S = 1.0
 _ALIVE_S = 5.0
+_AWAY_S = 12.0  # less than the silence (fskv.capacity) after which an engine stores nothing, less _ALIVE_S
 _REMOVED_NBYTES = ENTRY_NBYTES * 2048  # of one message
 _STALE_S = 10.0  # a usage that was read longer ago is no base for a grant
 _MAX_NEWS_NBYTES = 4 << 20
@@ -104,7 +105,9 @@ class Maintainer:
         self._work_after = 0.0  # the last one failed: not at once again
         self._complaint = ""
         self._reported: dict[str, Any] = {}
-        self._reported_at = 0.0
+        self._alive_at = float("-inf")
+        self._stepped_at = time.monotonic()
+        self._must_revoke = False
         self._started = False
         self._room_made_at = float("-inf")
         self._news = b""  # entries of removed chunks that were not sent yet
@@ -127,6 +130,7 @@ class Maintainer:
         """
         if not self._started:
             self.start()
+        self._revoke_if_late()
         self._publish()
         self._lease.renew()
         read_at = time.monotonic()
@@ -137,6 +141,23 @@ class Maintainer:
         busy = self._hold(claims, space) if self._lease.held else self._let_go()
         granted = self._claim_more(claims, usage, space, read_at)
         return self._report(usage, space) or granted or busy
+
+    def _revoke_if_late(self) -> None:
+        """Take back what is not used, if we were away for so long that others may have been given it.
+
+        Stopped, or kept waiting by the root. The engine was told nothing meanwhile and has stopped to store.
+        """
+        now = time.monotonic()
+        if now - self._stepped_at > _AWAY_S:
+            self._must_revoke = True
+            self._granted = self._engine.used + self._engine.returned
+        self._stepped_at = now
+        if self._must_revoke and self._send({"revoke": True}):
+            self._must_revoke = False
+
+    def restart(self) -> None:
+        """What is shared is gone: make it again with the next step."""
+        self._started = False
 
     async def make_room(self) -> None:
         """Remove a little of our own namespace: the disk is so full that not even a lease can be written.
@@ -217,7 +238,7 @@ class Maintainer:
             self._published = None  # somebody thought us dead: publish again
         left = mine.granted - engine.used
         amount = grant(mine, left, bounds, sum(not claim.closed for claim in claims))
-        if amount <= 0 or not (left < amount // 2 or left < engine.wanted):
+        if amount <= 0 or not (left < amount // 2 or left < engine.wanted) or self._must_revoke:
             return False
         self._granted += amount
         self._publish()  # before the engine may use it
@@ -257,10 +278,10 @@ class Maintainer:
         now = time.monotonic()
         if changed and self._send(report):
             self._reported = report
-        elif now - self._reported_at > _ALIVE_S:
+        if now - self._alive_at > _ALIVE_S and not self._must_revoke:
             # Short, because an engine that is idle for hours does not read. Its clock is ours.
             self._send({"alive": now})
-            self._reported_at = now
+            self._alive_at = now
         return changed or bool(self._news)
 
     # --- the holder's work ------------------------------------------------------------------
@@ -317,6 +338,7 @@ async def serve() -> None:
     unpacker = msgpack.Unpacker()
     maintainer: Maintainer | None = None
     interval_s, pause_s, complaint = _IDLE_S, 0.0, ""
+    parent = os.getppid()
     reading = asyncio.ensure_future(reader.read(1 << 16))
     while True:
         # However often the engine speaks: at most a third of a core, and few requests to a server.
@@ -325,6 +347,8 @@ async def serve() -> None:
         if maintainer is not None and maintainer.work is not None:
             waited_for.add(maintainer.work)
         await asyncio.wait(waited_for, timeout=interval_s, return_when=asyncio.FIRST_COMPLETED)
+        if os.getppid() != parent:
+            break  # the engine was killed, and a process that it forked keeps our standard input open
         if reading.done():
             received = reading.result()
             if not received:
@@ -346,9 +370,11 @@ async def serve() -> None:
             break
         except OSError as error:
             busy = False
-            if str(error) != complaint:
-                complaint = str(error)
+            if f"{type(error)} {error.errno}" != complaint:  # names in it differ each time
+                complaint = f"{type(error)} {error.errno}"
                 logger.warning("maintenance: %s", error)
+            if isinstance(error, FileNotFoundError):
+                maintainer.restart()
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 with contextlib.suppress(OSError):
                     await maintainer.make_room()

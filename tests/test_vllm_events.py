@@ -304,7 +304,9 @@ def test_a_reset_takes_back_every_block_and_what_is_found_again_is_announced_aga
 
 def test_the_payloads_that_vllm_keeps_are_bounded_by_what_is_announced():
     connector, manager, payloads = _describing()
-    manager._storing[_chunk(7)] = 1e12
+    from fskv.engines.vllm_manager import _Store
+
+    manager._storing[_chunk(7)] = _Store(1e12, 0)
     most = 0
     for number in range(20_000):
         payloads[_key(number)] = _payload(number)

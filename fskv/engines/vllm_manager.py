@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -68,6 +69,13 @@ class ChunkKeys(LoadStoreSpec):
     """Names the chunks of a job, in the order of vLLM's keys; pickled to every worker."""
 
     chunks: list[ChunkId]
+
+
+class _Store(NamedTuple):
+    """A chunk on its way to the disk: when to stop believing in it, and `num_removals` when it began."""
+
+    until: float
+    began: int
 
 
 @dataclass
@@ -129,8 +137,7 @@ class FskvManager(OffloadingManager):
             quarantine_s=config.quarantine_s,
             breaker=self._breaker,
         )
-        # Chunks that a store job took and whose outcome is not known yet -> when to stop believing in it.
-        self._storing: dict[ChunkId, float] = {}
+        self._storing: dict[ChunkId, _Store] = {}  # whose outcome is not known yet
         # From the handshake on, unless somebody else maintains the root.
         self._capacity: Capacity | None = None
         self._last_store_at = -math.inf  # when a store job last took a chunk
@@ -184,6 +191,16 @@ class FskvManager(OffloadingManager):
         )
         self._capacity.start()
         self._capacity.wait_for_first_word()
+        logger.info(
+            "fskv: bounds of %s: max_bytes %s, keep_free %s, namespace_max_bytes %s, tenant_max_bytes %s; "
+            "the smallest of all engines that share it holds for all; process %s maintains for this one",
+            config.root,
+            config.max_bytes,
+            config.keep_free,
+            config.namespace_max_bytes,
+            config.tenant_max_bytes,
+            self._capacity.pid,
+        )
 
     def exclude_request(self, req_id: str) -> None:
         """Neither load nor store this request's KV (LoRA under the policy "off")."""
@@ -194,10 +211,11 @@ class FskvManager(OffloadingManager):
         published = self._stored_by.setdefault(chunk, set())
         published.update(ranks)
         if len(published) == len(self._workers):
+            store = self._storing.get(chunk)
             self._end_store(chunk)
             del self._stored_by[chunk]
-            self._presence.mark_stored(chunk)
-            if self._events and not self._stopped:
+            there = self._presence.mark_stored(chunk, store.began if store else None)
+            if there and self._events and not self._stopped:
                 self._events.stored(chunk)
 
     def on_removed(self, names: Iterable[tuple[bytes, int]]) -> None:
@@ -284,7 +302,7 @@ class FskvManager(OffloadingManager):
                 self.on_removed(removed)
         if len(self._storing) > _MAX_STORING:
             now = time.monotonic()
-            for chunk in [chunk for chunk, end in self._storing.items() if end <= now]:
+            for chunk in [chunk for chunk, store in self._storing.items() if store.until <= now]:
                 self._end_store(chunk)
         if len(self._stored_by) > _MAX_STORING:  # parts of ranks whose peers failed
             self._stored_by.clear()
@@ -355,7 +373,7 @@ class FskvManager(OffloadingManager):
 
     def _take_for_store(self, chunk: ChunkId) -> bool:
         now = time.monotonic()
-        if self._presence.known_present(chunk) or self._storing.get(chunk, 0.0) > now:
+        if self._presence.known_present(chunk) or self._is_storing(chunk, now):
             return False
         self._end_store(chunk)  # one whose outcome never came
         if self._capacity is not None and not self._capacity.take(self._nbytes(chunk)):
@@ -363,9 +381,14 @@ class FskvManager(OffloadingManager):
             self._counters.add(metrics.STORES_SKIPPED, 1, reason)
             return False
         # Twice the longest deadline: by then a worker has reported, or it is gone.
-        self._storing[chunk] = now + 2 * self._config.deadline_max_s
+        until = now + 2 * self._config.deadline_max_s
+        self._storing[chunk] = _Store(until, self._presence.num_removals)
         self._last_store_at = now
         return True
+
+    def _is_storing(self, chunk: ChunkId, now: float) -> bool:
+        store = self._storing.get(chunk)
+        return store is not None and store.until > now
 
     def _end_store(self, chunk: ChunkId) -> None:
         """Give back what was taken for a store: what of it is on disk now was reported by the workers."""

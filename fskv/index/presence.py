@@ -190,9 +190,17 @@ class PresenceIndex:
             self._batches.append(batch)
         self._pool.submit(*tasks)
 
-    def mark_stored(self, chunk: ChunkId) -> None:
-        """Our own store made the file visible: a hit from now on, whatever was known before."""
+    def mark_stored(self, chunk: ChunkId, began: int | None = None) -> bool:
+        """Our own store made the file visible: a hit from now on, whatever was known before.
+
+        `began` is `num_removals` when the store was begun. If the chunk was removed since, nobody knows which
+        came first: it is no hit until it is looked at again. Returns whether it is one.
+        """
+        if began is not None and self._removed and self._is_void(chunk, began):
+            self._entries.pop(chunk, None)
+            return False
         self._remember(chunk, _HIT, self._positive_ttl_s)
+        return True
 
     def mark_failed(self, chunk: ChunkId, status: Status) -> None:
         """A load of it failed: it misses at once, and is looked at again after the quarantine."""
@@ -229,6 +237,11 @@ class PresenceIndex:
         """Drop everything known; every chunk is looked at again."""
         self._entries.clear()
         self._queued.clear()
+
+    @property
+    def num_removals(self) -> int:
+        """How often `mark_removed` was called."""
+        return self._num_removals
 
     @property
     def num_known(self) -> int:
