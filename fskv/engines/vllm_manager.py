@@ -214,7 +214,7 @@ class FskvManager(OffloadingManager):
             store = self._storing.get(chunk)
             self._end_store(chunk)
             del self._stored_by[chunk]
-            there = self._presence.mark_stored(chunk, store.began if store else None)
+            there = self._presence.mark_stored(chunk, store.began if store else 0)
             if there and self._events and not self._stopped:
                 self._events.stored(chunk)
 
