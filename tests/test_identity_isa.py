@@ -152,6 +152,38 @@ def test_the_bytes_count_and_not_only_the_name_of_the_instruction_set(root, with
     assert here.digest != there.digest
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("head", [32, 64, 80, 128, 256])
+def test_every_element_of_a_page_has_a_place_of_its_own_in_the_digest(
+    root, with_amx, monkeypatch, head, dtype
+):
+    # Swapping any two elements of a page must be seen, whatever its size; here its last two.
+    import torch
+    from vllm import _custom_ops
+
+    from fskv.engines.vllm_layout import _digest_of_page
+
+    Worker(root)  # loads vLLM's kernels
+    dtype = getattr(torch, dtype)
+    isa = "vec16" if head % 32 else "vec"
+    arguments = (isa, dtype, "auto", dtype, TOKENS, head)
+    _digest_of_page.cache_clear()
+    honest = _digest_of_page(*arguments)
+    _digest_of_page.cache_clear()
+    assert _digest_of_page(*arguments) == honest
+    real = _custom_ops.cpu_attn_reshape_and_cache
+
+    def swapping(keys, values, key_cache, value_cache, *rest, **options):
+        real(keys, values, key_cache, value_cache, *rest, **options)
+        flat = value_cache.view(-1)
+        flat[-2:] = flat[-2:].flip(0)
+
+    monkeypatch.setattr(_custom_ops, "cpu_attn_reshape_and_cache", swapping)
+    _digest_of_page.cache_clear()
+    assert _digest_of_page(*arguments) != honest
+    _digest_of_page.cache_clear()
+
+
 @pytest.mark.parametrize("way", ["no isa", "unknown isa", "no cache", "other backend", "no layer"])
 def test_a_layout_that_cannot_be_determined_is_refused(root, with_amx, monkeypatch, way):
     import torch

@@ -99,7 +99,7 @@ def _digest_of_page(
 
     index = torch.arange(tokens * head).reshape(tokens, 1, head)
     digest = hashlib.sha256()
-    for shift in range(0, index.numel().bit_length(), 3):
+    for shift in range(0, (index.numel() - 1).bit_length(), 3):
         digits = ((index >> shift) & 7).to(model_dtype)
         page = torch.zeros((1, 1, tokens, 2 * head), dtype=cache_dtype)
         keys, values = page.view(1, 1, 2 * tokens, head).chunk(2, dim=2)  # as the backend does
