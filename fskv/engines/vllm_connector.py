@@ -33,6 +33,7 @@ from fskv.config import ENGINE_OPTIONS, MIB, StoreConfig
 from fskv.engines.vllm_events import KvEvents
 from fskv.engines.vllm_files import canonical_files, count_slices, own_files, slices_per_rank
 from fskv.engines.vllm_identity import EngineGroup, build_identity, engine_groups
+from fskv.engines.vllm_layout import page_layouts
 from fskv.engines.vllm_manager import FskvHandshake, FskvManager, load_failures
 from fskv.engines.vllm_metrics import metric_definitions
 from fskv.engines.vllm_worker import FskvWorker
@@ -136,6 +137,7 @@ class FskvOffloadingSpec(OffloadingSpec):
             file_rank = parallel.rank if parallel.world_size > 1 else None
             files = own_files(setup.groups, bpc, kv_caches, file_rank)
         layouts = files.layouts[0]
+        in_page = page_layouts(setup.vllm_config, setup.groups)
         identity = call_with_deadline(
             lambda: build_identity(
                 setup.vllm_config,
@@ -144,6 +146,7 @@ class FskvOffloadingSpec(OffloadingSpec):
                 [tuple(page.nbytes for page in layout.pages) for layout in layouts],
                 bpc,
                 self.config.cache.tokens_per_hash,
+                in_page,
                 canonical_format,
             ),
             _FINGERPRINT_S,

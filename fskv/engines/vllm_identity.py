@@ -98,9 +98,12 @@ def build_identity(
     pages: list[tuple[int, ...]],
     blocks_per_chunk: int,
     tokens_per_hash: int,
+    layouts: dict[str, Json],
     canonical_format: str | None = None,
 ) -> Identity:
     """Return the identity of this engine's KV; `pages[i]` are group i's un-padded page sizes in bytes.
+
+    `layouts` is what vllm_layout.page_layouts found.
 
     With `canonical_format` the pages have the same bytes in every topology, which then is not in the identity
     unless the KV that vLLM computes depends on it.
@@ -168,7 +171,7 @@ def build_identity(
         canonical_format=canonical_format,
         tenant=config.tenant,
         model_runner="v2" if vllm_config.use_v2_model_runner else "v1",
-        extra=_extra(vllm_config, config),
+        extra=_extra(vllm_config, config) | ({"page_layouts": layouts} if layouts else {}),
     )
 
 
