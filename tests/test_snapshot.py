@@ -64,7 +64,7 @@ def test_after_a_load_only_what_changed_is_listed(namespace, monkeypatch):
     listed = []
     real = scan.list_shard
     monkeypatch.setattr(
-        scan, "list_shard", lambda path, idx: listed.append(path) or real(path, idx)
+        scan, "list_shard", lambda path, *rest: listed.append(path) or real(path, *rest)
     )
     loaded = Catalogue.load(namespace)
     run(loaded.refresh(time.time_ns()))
