@@ -22,7 +22,7 @@ import aiofiles.os
 import numpy as np
 
 from fskv.index.scan import bytes_on_disk, file_name, shard_path
-from fskv.index.snapshot import Catalogue
+from fskv.index.snapshot import Catalogue, joined
 
 _BATCH = 256  # files per call of a worker thread; between batches the lease is looked at
 _SPARE = 1.25  # candidates, in bytes, for what is to go: some will have been used meanwhile
@@ -67,24 +67,23 @@ def plan(
 ) -> PrunePlan:
     """Choose files of `catalogues` to free `nbytes` on disk and `num_files` inodes. Pure.
 
-    Files whose path is in `stuck` are passed over.
+    May run in a worker thread while nobody changes the catalogues. Files whose path is in `stuck` are passed
+    over.
     """
-    tables = [catalogue.all_records() for catalogue in catalogues]
-    starts = [catalogue.shard_starts() for catalogue in catalogues]
-    mtimes = np.concatenate([t["mtime_ns"] for t in tables]) if tables else np.empty(0, np.int64)
-    sizes = np.concatenate([t["nbytes"] for t in tables]) if tables else np.empty(0, np.uint64)
-    ends = np.cumsum([len(t) for t in tables])
+    tables = [(catalogue, *table) for catalogue in catalogues for table in catalogue.shards()]
+    everything = joined(records for _, _, records in tables)
+    mtimes, sizes = everything["mtime_ns"].copy(), everything["nbytes"].copy()
+    del everything
+    ends = np.cumsum([len(records) for _, _, records in tables])
     candidates: list[Candidate] = []
     left_nbytes, left_files = int(nbytes * _SPARE), int(num_files * _SPARE)
     for at in _oldest_first(mtimes, nbytes, num_files, int(sizes.mean()) if len(sizes) else 0):
         if left_nbytes <= 0 and left_files <= 0:
             break
         which = int(np.searchsorted(ends, at, side="right"))
-        row = int(at) - (int(ends[which - 1]) if which else 0)
-        shard = int(np.searchsorted(starts[which], row, side="right")) - 1
-        candidate = Candidate(
-            catalogues[which], shard, row - int(starts[which][shard]), int(mtimes[at])
-        )
+        catalogue, shard, records = tables[which]
+        row = int(at) - int(ends[which]) + len(records)
+        candidate = Candidate(catalogue, shard, row, int(mtimes[at]))
         if stuck and _path(candidate) in stuck:
             continue
         candidates.append(candidate)

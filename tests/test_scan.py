@@ -9,6 +9,7 @@ import shutil
 import socket
 import stat
 import time
+import types
 
 import pytest
 from capacity_lab import age_directories, make_namespace, run, write_chunk
@@ -33,7 +34,7 @@ async def collect(*args, **options):
     return [shard async for shard in walk(*args, **options)]
 
 
-def walk_all(namespace, seen=lambda _: 0, *, now_ns=LATER_NS, start=0):
+def walk_all(namespace, seen=types.MappingProxyType({}), *, now_ns=LATER_NS, start=0):
     return run(collect(namespace, seen, now_ns=now_ns, start=start))
 
 
@@ -188,11 +189,11 @@ def test_a_walk_is_resumed_at_any_shard(namespace):
 
     async def part_then_rest():
         first = []
-        async for shard in walk(namespace, now_ns=LATER_NS):
+        async for shard in walk(namespace, {}, now_ns=LATER_NS):
             first.append(shard)
             if len(first) == 70:  # in the middle of a batch
                 break
-        rest = await collect(namespace, lambda _: 0, now_ns=LATER_NS, start=first[-1].idx + 1)
+        rest = await collect(namespace, {}, now_ns=LATER_NS, start=first[-1].idx + 1)
         return first + rest
 
     assert found(run(part_then_rest())) == chunk_names(namespace)

@@ -21,7 +21,7 @@ import errno
 import os
 import re
 import stat
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -119,15 +119,15 @@ def _nbytes(info: os.stat_result, now_ns: int) -> tuple[int, bool]:
 
 async def walk(
     namespace: str,
-    seen: Callable[[int], int] = lambda _: 0,
+    seen: Mapping[int, int],
     *,
     now_ns: int,
     start: int = 0,
 ) -> AsyncIterator[Shard]:
     """Yield the shards from `start` on whose directory is not as it was `seen`, in order.
 
-    `seen(idx)` is the `dir_mtime_ns` of the last visit (0: none); a shard that is gone since then is yielded
-    empty. `now_ns` is the file system's own clock at the beginning, or earlier. Raises OSError only
+    `seen` has the `dir_mtime_ns` of the last visits, 0 or nothing for none; a shard that is gone since is
+    yielded empty. `now_ns` is the file system's own clock at the beginning, or earlier. Raises OSError only
     when the namespace itself cannot be read.
     """
     shards = await aiofiles.os.wrap(_changed)(namespace, seen, start)
@@ -148,7 +148,7 @@ async def walk(
             future.cancel()
 
 
-def _changed(namespace: str, seen: Callable[[int], int], start: int) -> list[tuple[int, int]]:
+def _changed(namespace: str, seen: Mapping[int, int], start: int) -> list[tuple[int, int]]:
     """Return (shard, mtime of its directory) for all that changed; mtime -1 for those that are gone."""
     found: dict[int, int] = {}
     try:
@@ -165,8 +165,8 @@ def _changed(namespace: str, seen: Callable[[int], int], start: int) -> list[tup
                 idx = int(name, 16)
                 if idx >= start:
                     found[idx] = _mtime_ns(entry.path)
-    gone = [(idx, -1) for idx in range(start, NUM_SHARDS) if idx not in found and seen(idx)]
-    changed = [(idx, mtime) for idx, mtime in found.items() if not mtime or mtime != seen(idx)]
+    gone = [(idx, -1) for idx, mtime in seen.items() if idx >= start and idx not in found and mtime]
+    changed = [(idx, mtime) for idx, mtime in found.items() if not mtime or mtime != seen.get(idx)]
     return sorted(changed + gone)
 
 
