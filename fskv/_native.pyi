@@ -18,8 +18,12 @@ def probe_chunks(
 # List `chunks/<3 hex>`: 40 bytes for each chunk file, and the names of all other entries.
 # Little endian: digest (16 bytes), u32 group, u32 rank + 1 (0: none), i64 mtime in ns, u64 bytes on disk.
 # Before each other name stands its kind: f(ile), d(irectory), l(ink), ? (anything else, or lstat failed).
-# Raises OSError only if the directory cannot be opened or read.
-def list_shard(path: bytes, /) -> tuple[bytes, list[bytes]]: ...
+# With y again those records whose mtime is after `young_ns` and whose blocks are not all counted: of these
+# the length stands for the bytes on disk. An mtime after `newest_ns` is 0. Without the two: no file is young.
+# Raises OSError only if the directory cannot be opened or read, or is a symbolic link.
+def list_shard(
+    path: bytes, young_ns: int = ..., newest_ns: int = ..., /
+) -> tuple[bytes, list[bytes]]: ...
 
 # The XXH3-128 that names the chunk files of a key.
 def name_digest(key: bytes, /) -> bytes: ...

@@ -31,6 +31,9 @@ TOKEN = _read_token()
 _NAME = re.compile(
     r"(?P<host>.+)-(?P<pid>[1-9][0-9]{0,9})-(?P<token>[0-9a-f]{8})-[0-9]+", re.DOTALL
 )
+_OUR_NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}-[1-9][0-9]{0,9}-[0-9a-f]{8}-[0-9]{1,20}")
+# Of files with which a transport tries out what a file system can do; fskv.transports.
+_OUR_PROBE = re.compile(r"probe-[0-9a-f]{16}")
 # Starts at random: a process that crashed and its successor may have the same pid.
 _COUNTER = itertools.count(secrets.randbits(40))
 
@@ -39,6 +42,17 @@ def unique_name() -> str:
     """Return a name that no other process on any node uses, and this one only once."""
     # next() on itertools.count is atomic under the GIL; a forked child differs by its pid.
     return f"{HOST}-{os.getpid()}-{TOKEN}-{next(_COUNTER)}"
+
+
+def is_our_name(name: str) -> bool:
+    """Return whether `name` is one as `unique_name` makes, on whatever node."""
+    return _OUR_NAME.fullmatch(name) is not None
+
+
+def is_our_part(name: str) -> bool:
+    """Return whether a file of that name is one that fskv was writing; all others are foreign."""
+    stem = name.removesuffix(".part")
+    return stem != name and (is_our_name(stem) or _OUR_PROBE.fullmatch(stem) is not None)
 
 
 def provably_dead(name: str) -> bool:

@@ -6,6 +6,9 @@ for its new turn: the exact order of last use, for a look at those files only th
 
 The files of all ranks of a chunk go together, when the last used of them is due: without one of them the
 others serve nobody. A file that cannot be removed is left out from then on; the next ones go instead.
+
+Files are looked at and removed through their directory's descriptor: where somebody has put a symbolic link
+in the place of a directory since it was listed, nothing behind it goes.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import contextlib
 import errno
 import heapq
 import os
+import stat
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,8 +25,8 @@ from typing import Any
 import aiofiles.os
 import numpy as np
 
-from fskv.index.scan import bytes_on_disk, file_name, shard_path
-from fskv.index.snapshot import Catalogue
+from fskv.index.scan import OPEN_SHARD, bytes_on_disk, clamp_mtime, file_name, shard_path
+from fskv.index.snapshot import Catalogue, joined
 
 _BATCH = 256  # files per call of a worker thread; between batches the lease is looked at
 _SPARE = 1.25  # candidates, in bytes, for what is to go: some will have been used meanwhile
@@ -67,24 +71,23 @@ def plan(
 ) -> PrunePlan:
     """Choose files of `catalogues` to free `nbytes` on disk and `num_files` inodes. Pure.
 
-    Files whose path is in `stuck` are passed over.
+    May run in a worker thread while nobody changes the catalogues. Files whose path is in `stuck` are passed
+    over.
     """
-    tables = [catalogue.all_records() for catalogue in catalogues]
-    starts = [catalogue.shard_starts() for catalogue in catalogues]
-    mtimes = np.concatenate([t["mtime_ns"] for t in tables]) if tables else np.empty(0, np.int64)
-    sizes = np.concatenate([t["nbytes"] for t in tables]) if tables else np.empty(0, np.uint64)
-    ends = np.cumsum([len(t) for t in tables])
+    tables = [(catalogue, *table) for catalogue in catalogues for table in catalogue.shards()]
+    everything = joined(records for _, _, records in tables)
+    mtimes, sizes = everything["mtime_ns"].copy(), everything["nbytes"].copy()
+    del everything
+    ends = np.cumsum([len(records) for _, _, records in tables])
     candidates: list[Candidate] = []
     left_nbytes, left_files = int(nbytes * _SPARE), int(num_files * _SPARE)
     for at in _oldest_first(mtimes, nbytes, num_files, int(sizes.mean()) if len(sizes) else 0):
         if left_nbytes <= 0 and left_files <= 0:
             break
         which = int(np.searchsorted(ends, at, side="right"))
-        row = int(at) - (int(ends[which - 1]) if which else 0)
-        shard = int(np.searchsorted(starts[which], row, side="right")) - 1
-        candidate = Candidate(
-            catalogues[which], shard, row - int(starts[which][shard]), int(mtimes[at])
-        )
+        catalogue, shard, records = tables[which]
+        row = int(at) - int(ends[which]) + len(records)
+        candidate = Candidate(catalogue, shard, row, int(mtimes[at]))
         if stuck and _path(candidate) in stuck:
             continue
         candidates.append(candidate)
@@ -168,7 +171,43 @@ async def execute(chosen: PrunePlan, may_go_on: Callable[[], bool]) -> Pruned:
     return execution.pruned
 
 
+class _Directory:
+    """A shard that stays the same one while a batch removes files from it."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._fd = -1
+        self._errno = 0
+        try:
+            self._fd = os.open(path, OPEN_SHARD)
+        except OSError as error:
+            self._errno = error.errno or errno.EIO
+
+    def stat(self, name: str) -> os.stat_result:
+        """Look at a file; raises OSError, also where there is no such directory."""
+        if self._errno:
+            raise OSError(self._errno, os.strerror(self._errno), f"{self.path}/{name}")
+        return os.stat(name, dir_fd=self._fd, follow_symlinks=False)
+
+    def unlink(self, name: str) -> None:
+        os.unlink(name, dir_fd=self._fd)
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            with contextlib.suppress(OSError):
+                os.close(self._fd)
+
+
 def _remove_batch(execution: _Execution) -> None:
+    directories: dict[str, _Directory] = {}
+    try:
+        _remove_some(execution, directories)
+    finally:
+        for directory in directories.values():
+            directory.close()
+
+
+def _remove_some(execution: _Execution, directories: dict[str, _Directory]) -> None:
     pruned = execution.pruned
     for _ in range(_BATCH):
         if execution.over or execution.fulfilled:
@@ -181,8 +220,9 @@ def _remove_batch(execution: _Execution) -> None:
         records = catalogue.records(shard)
         rows = _all_ranks(records, candidate.row)
         rows_of_shard.seen.update(rows)
-        directory = shard_path(catalogue.namespace, shard)
-        last_use_ns = max(_look(directory, records, row) for row in rows)
+        path = shard_path(catalogue.namespace, shard)
+        directory = directories.get(path) or directories.setdefault(path, _Directory(path))
+        last_use_ns = max(_look(directory, records, row, catalogue.now_ns) for row in rows)
         records["mtime_ns"][rows] = last_use_ns
         if last_use_ns > mtime_ns:
             pruned.used_meanwhile += 1
@@ -205,24 +245,34 @@ def _all_ranks(records: Any, row: int) -> list[int]:
     return [int(other) for other in np.flatnonzero(same)]
 
 
-def _look(directory: str, records: Any, row: int) -> int:
+def _look(directory: _Directory, records: Any, row: int, now_ns: int) -> int:
     """Return a file's mtime, as it is or as it is remembered."""
-    with contextlib.suppress(OSError):  # gone, or removing it will say why not
-        return os.lstat(f"{directory}/{file_name(records[row])}").st_mtime_ns
+    # Gone, or whatever one file can have: removing it will say why not. The others are not to wait for it.
+    with contextlib.suppress(Exception):
+        return clamp_mtime(directory.stat(file_name(records[row])).st_mtime_ns, now_ns)
     return int(records["mtime_ns"][row])
 
 
-def _remove(directory: str, record: Any, pruned: Pruned) -> bool:
-    path = f"{directory}/{file_name(record)}"
+def _remove(directory: _Directory, record: Any, pruned: Pruned) -> bool:
+    name = file_name(record)
+    path = f"{directory.path}/{name}"
+    remembered = int(record["nbytes"])
     try:
-        info = os.lstat(path)
-        os.unlink(path)
+        info = directory.stat(name)
+        if not stat.S_ISREG(info.st_mode):
+            pruned.failures[path] = OSError(errno.EPERM, "not a regular file any more", path)
+            return False
+        directory.unlink(name)
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ESTALE):
-            pruned.vanished_nbytes += int(record["nbytes"])
+            pruned.vanished_nbytes += remembered
             return True
         pruned.failures[path] = error
         return False
+    except Exception as error:
+        pruned.failures[path] = OSError(errno.EIO, repr(error), path)
+        return False
     pruned.num_files += 1
-    pruned.nbytes += bytes_on_disk(info)
+    # What it was counted for may be more than its blocks: they are not all counted yet, or were compressed.
+    pruned.nbytes += max(bytes_on_disk(info), min(info.st_size, remembered))
     return True

@@ -124,10 +124,10 @@ def test_a_directory_that_cannot_be_listed_is_not_paid_for_by_all_others(root, m
     write_chunk(f"{root}/{NAME}", "abc" + "0" * 29)
     real = scan.list_shard
 
-    def fail(path, idx):
+    def fail(path, idx, *rest):
         if path == bad:
             return scan.Shard(idx, 0, scan.np.empty(0, scan.RECORD), error=OSError(5, "I/O error"))
-        return real(path, idx)
+        return real(path, idx, *rest)
 
     monkeypatch.setattr(scan, "list_shard", fail)
     os.makedirs(f"{root}/{SHARED_DIR}/claims")

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
+import shutil
 import subprocess
+import time
 
 import pytest
 from capacity_lab import make_namespace, run, write_chunk
 
 from fskv import prune
+from fskv.index import scan
 from fskv.index.snapshot import Catalogue
 from fskv.prune import execute, plan
 
@@ -95,7 +99,9 @@ def test_a_look_before_removal_is_what_saves_a_file_that_was_used(namespace, mon
         catalogue = catalogue_of(namespace)
         os.utime(hot, ns=(9 * NS, 9 * NS))
         if trusting:
-            monkeypatch.setattr(prune, "_look", lambda _, records, row: records["mtime_ns"][row])
+            monkeypatch.setattr(
+                prune, "_look", lambda _, records, row, __: records["mtime_ns"][row]
+            )
         prune_until([catalogue], 1)
         assert files(namespace) == ({cold} if trusting else {hot})
 
@@ -119,7 +125,7 @@ def test_the_files_of_all_ranks_go_together_when_the_last_used_of_them_is_due(na
     assert all(os.path.exists(paths[names[2], rank]) for rank in range(3))
 
 
-@pytest.mark.parametrize("how", ["immutable", "patched"])
+@pytest.mark.parametrize("how", ["immutable", "EIO", "OverflowError", "no stat"])
 def test_one_file_that_cannot_be_removed_does_not_stop_it(namespace, monkeypatch, how):
     paths = [write_chunk(namespace, n, mtime_ns=(n + 1) * NS) for n in range(10)]
     stubborn = paths[0]
@@ -127,14 +133,16 @@ def test_one_file_that_cannot_be_removed_does_not_stop_it(namespace, monkeypatch
         if subprocess.run(["chattr", "+i", stubborn], capture_output=True).returncode:
             pytest.skip("chattr +i needs root and a file system that knows it")
     else:
-        real = os.unlink
+        call = "stat" if how == "no stat" else "unlink"
+        error = OSError(5, "I/O error") if how == "EIO" else OverflowError("too large")
+        real = getattr(os, call)
 
-        def unlink(path, *rest):
-            if path == stubborn:
-                raise OSError(5, "I/O error", path)
-            real(path, *rest)
+        def fail(path, **options):
+            if path == os.path.basename(stubborn):
+                raise error
+            return real(path, **options)
 
-        monkeypatch.setattr(os, "unlink", unlink)
+        monkeypatch.setattr(os, call, fail)
     try:
         catalogue = catalogue_of(namespace)
         stuck = prune_until([catalogue], 3 * 4096)
@@ -146,6 +154,111 @@ def test_one_file_that_cannot_be_removed_does_not_stop_it(namespace, monkeypatch
         assert files(namespace) == {stubborn}
     finally:
         subprocess.run(["chattr", "-i", stubborn], capture_output=True)
+
+
+@pytest.mark.parametrize("believed", [False, True])
+def test_a_file_of_the_future_goes_first_and_stops_nothing(namespace, monkeypatch, believed):
+    """With `believed`, the negative control: it is as if it were used all the time, and never goes."""
+    if believed:
+        monkeypatch.setattr(scan, "_FUTURE_NS", 1 << 63)
+    future = [write_chunk(namespace, 100 + n) for n in range(3)]
+    others = [write_chunk(namespace, n, mtime_ns=(n + 1) * NS) for n in range(6)]
+    hour = [write_chunk(namespace, 200, mtime_ns=time.time_ns() + 3600 * NS)]
+    for path, seconds in zip(future, (13_569_465_600, 9_000_000_000, 4_000_000_000), strict=True):
+        os.utime(path, (seconds, seconds))
+    catalogue = Catalogue(namespace)
+    run(catalogue.refresh(time.time_ns()))
+    stuck = prune_until([catalogue], 5 * 4096)
+    assert stuck == set()
+    left = {*future, *others[5:]} if believed else set(others[2:])
+    assert files(namespace) == left | set(hour)
+
+
+def test_a_year_that_64_bits_cannot_hold_stops_nothing_where_the_time_is_not_known(namespace):
+    future = write_chunk(namespace, 100)
+    cold = write_chunk(namespace, 1, mtime_ns=1 * NS)
+    late = write_chunk(namespace, 2, mtime_ns=2 * NS)
+    catalogue = catalogue_of(namespace)  # refreshed at 0
+    for path in (cold, future):  # one after it was remembered
+        os.utime(path, (13_569_465_600, 13_569_465_600))
+    assert prune_until([catalogue], 4096) == set()
+    assert files(namespace) == {cold, future}
+    assert late not in files(namespace)
+
+
+@pytest.mark.parametrize("linked", [True, False])
+def test_nothing_behind_a_link_is_removed(namespace, tmp_path, linked):
+    """With its control: in the namespace itself the same files go."""
+    for n in range(4):
+        write_chunk(namespace, f"abc{n}" + "0" * 28, mtime_ns=(n + 1) * NS)
+    inside = write_chunk(namespace, "abd" + "0" * 29, mtime_ns=100 * NS)
+    catalogue = catalogue_of(namespace)
+    directory = os.path.dirname(inside)[:-3] + "abc"
+    if linked:  # after it was listed
+        os.rename(directory, tmp_path / "elsewhere")
+        os.symlink(tmp_path / "elsewhere", directory)
+    num_open = len(os.listdir("/proc/self/fd"))
+    stuck = prune_until([catalogue], 5 * 4096)
+    assert len(os.listdir("/proc/self/fd")) == num_open
+    assert not os.path.exists(inside)
+    assert len(os.listdir(tmp_path / "elsewhere" if linked else directory)) == (4 if linked else 0)
+    assert len(stuck) == (4 if linked else 0)
+    run(catalogue.refresh(time.time_ns()))
+    assert catalogue.num_files == 0
+
+
+@pytest.mark.parametrize("kind", ["link", "fifo", "directory"])
+def test_what_has_taken_the_place_of_a_file_stays(namespace, tmp_path, kind):
+    path = write_chunk(namespace, 1, mtime_ns=1 * NS)
+    other = write_chunk(namespace, 2, mtime_ns=2 * NS)
+    catalogue = catalogue_of(namespace)
+    os.unlink(path)
+    if kind == "link":
+        os.symlink(tmp_path, path)
+    else:
+        os.mkfifo(path) if kind == "fifo" else os.mkdir(path)
+    assert prune_until([catalogue], 8192) == {path}
+    assert os.path.lexists(path)
+    assert not os.path.exists(other)
+
+
+def test_a_directory_that_is_gone_took_its_files_with_it(namespace):
+    path = write_chunk(namespace, 1, mtime_ns=1 * NS)
+    other = write_chunk(namespace, 2, mtime_ns=2 * NS)
+    catalogue = catalogue_of(namespace)
+    shutil.rmtree(os.path.dirname(path))
+    pruned = carry_out(plan([catalogue], 2 * 4096))
+    assert (pruned.vanished_nbytes, pruned.nbytes, pruned.failures) == (4096, 4096, {})
+    assert not os.path.exists(other)
+    assert catalogue.num_files == 0
+
+
+def test_a_plan_in_a_worker_thread_is_the_same(namespace):
+    for n in range(50):
+        write_chunk(namespace, n, mtime_ns=(n + 1) * NS)
+    catalogue = catalogue_of(namespace)
+
+    async def both():
+        return await asyncio.to_thread(plan, [catalogue], 20 * 4096), plan([catalogue], 20 * 4096)
+
+    threaded, direct = run(both())
+    assert threaded == direct
+    assert len(direct.candidates) == 25
+
+
+def test_a_file_whose_blocks_were_not_counted_yet_frees_what_it_was_counted_for(namespace):
+    """As on ZFS, or nearly everything would go to free the bytes of a few fresh files."""
+    then = time.time_ns() - 10 * NS
+    paths = [write_chunk(namespace, n, 1) for n in range(5)]
+    for n, path in enumerate(paths):
+        os.truncate(path, 1 << 20)
+        os.utime(path, ns=(then + n, then + n))
+    catalogue = Catalogue(namespace)
+    run(catalogue.refresh(time.time_ns()))
+    assert catalogue.nbytes == 5 << 20
+    prune_until([catalogue], 2 << 20)
+    assert files(namespace) == set(paths[2:])
+    assert catalogue.nbytes == 3 << 20
 
 
 def test_a_plan_of_nothing_is_nothing(namespace):

@@ -9,6 +9,7 @@ import shutil
 import socket
 import stat
 import time
+import types
 
 import pytest
 from capacity_lab import age_directories, make_namespace, run, write_chunk
@@ -33,7 +34,7 @@ async def collect(*args, **options):
     return [shard async for shard in walk(*args, **options)]
 
 
-def walk_all(namespace, seen=lambda _: 0, *, now_ns=LATER_NS, start=0):
+def walk_all(namespace, seen=types.MappingProxyType({}), *, now_ns=LATER_NS, start=0):
     return run(collect(namespace, seen, now_ns=now_ns, start=start))
 
 
@@ -116,15 +117,18 @@ def test_a_walk_finds_the_chunks_and_nothing_else_in_any_litter(namespace, seed,
         assert ours.num_foreign == theirs.num_foreign
 
 
-def test_what_is_named_part_and_is_no_file_is_foreign_and_an_nfs_leftover_is_nothing(namespace):
+def test_parts_are_files_with_names_that_fskv_makes_and_an_nfs_leftover_is_nothing(namespace):
     write_chunk(namespace, "abc" + "0" * 29)
     directory = f"{namespace}/chunks/abc"
-    os.mkdir(f"{directory}/x.part")
-    open(f"{directory}/y.part", "w").close()
-    open(f"{directory}/.nfs123", "w").close()
+    os.mkdir(f"{directory}/node-1-00000000-1.part")
+    os.symlink("/etc/passwd", f"{directory}/node-1-00000000-2.part")
+    foreign = ("film.mp4.part", ".part", "a b-1-00000000-1.part", "node-1-00000000-1.part.x")
+    ours = ("node-1-00000000-3.part", "probe-0123456789abcdef.part")
+    for name in (*foreign, *ours, ".nfs123"):
+        open(f"{directory}/{name}", "w").close()
     shard = list_shard(directory, 0xABC)
-    assert [part.path for part in shard.parts] == [f"{directory}/y.part"]
-    assert shard.num_foreign == 1
+    assert {part.path for part in shard.parts} == {f"{directory}/{name}" for name in ours}
+    assert shard.num_foreign == len(foreign) + 2
 
 
 def test_a_chunk_in_a_wrong_directory_is_foreign_and_not_counted(namespace):
@@ -143,8 +147,9 @@ def test_a_file_in_the_place_of_a_directory_of_chunks_is_foreign_and_no_error(na
     os.symlink("ffd", f"{namespace}/chunks/ffd")
     shards = walk_all(namespace)
     assert len(found(shards)) == 1
-    assert {shard.idx: shard.foreign for shard in shards if shard.foreign} == {0xFFF: ["fff"]}
-    assert {shard.idx for shard in shards if shard.error} == {0xFFD}  # a loop: ELOOP
+    foreign = {shard.idx: shard.foreign for shard in shards if shard.foreign}
+    assert foreign == {0xFFF: ["fff"], 0xFFE: ["ffe"], 0xFFD: ["ffd"]}
+    assert not any(shard.error for shard in shards)
 
 
 def test_a_directory_that_cannot_be_listed_is_reported_and_the_others_are_found(
@@ -184,11 +189,11 @@ def test_a_walk_is_resumed_at_any_shard(namespace):
 
     async def part_then_rest():
         first = []
-        async for shard in walk(namespace, now_ns=LATER_NS):
+        async for shard in walk(namespace, {}, now_ns=LATER_NS):
             first.append(shard)
             if len(first) == 70:  # in the middle of a batch
                 break
-        rest = await collect(namespace, lambda _: 0, now_ns=LATER_NS, start=first[-1].idx + 1)
+        rest = await collect(namespace, {}, now_ns=LATER_NS, start=first[-1].idx + 1)
         return first + rest
 
     assert found(run(part_then_rest())) == chunk_names(namespace)
@@ -197,7 +202,9 @@ def test_a_walk_is_resumed_at_any_shard(namespace):
 def count_listings(monkeypatch):
     listed = []
     real = scan.list_shard
-    monkeypatch.setattr(scan, "list_shard", lambda path, idx: listed.append(idx) or real(path, idx))
+    monkeypatch.setattr(
+        scan, "list_shard", lambda path, idx, *rest: listed.append(idx) or real(path, idx, *rest)
+    )
     return listed
 
 
@@ -242,19 +249,30 @@ def test_a_file_that_came_in_the_tick_of_the_listing_is_found(
     assert catalogue.num_files == (2 if rule else 1)
 
 
-def test_what_changes_behind_a_linked_directory_is_seen(namespace, tmp_path):
+@pytest.mark.parametrize("lister", ["C", "Python"])
+def test_what_is_behind_a_linked_directory_is_foreign(namespace, tmp_path, monkeypatch, lister):
+    """With its control: the same directory in its place is ours."""
+    if lister == "Python":
+        monkeypatch.setattr(scan, "_list_in_c", None)
     path = write_chunk(namespace, "abc" + "0" * 29)
     directory = os.path.dirname(path)
-    shutil.move(directory, tmp_path / "elsewhere")
-    os.symlink(tmp_path / "elsewhere", directory)
-    age_directories(namespace)
-    os.utime(tmp_path / "elsewhere", ns=(10**18 + 1, 10**18 + 1))
+    open(f"{directory}/node-1-00000000-1.part", "w").close()
     catalogue = Catalogue(namespace)
     run(catalogue.refresh(time.time_ns()))
     assert catalogue.num_files == 1
-    write_chunk(namespace, "abc" + "1" * 29)
+    assert list(catalogue.parts) == [0xABC]
+    shutil.move(directory, tmp_path / "elsewhere")
+    os.symlink(tmp_path / "elsewhere", directory)
+    for _ in range(2):
+        run(catalogue.refresh(time.time_ns()))
+        assert catalogue.num_files == catalogue.nbytes == 0
+        assert catalogue.parts == {}
+        assert catalogue.foreign == {0xABC: (1, ["abc"])}
+    os.unlink(directory)
+    shutil.move(tmp_path / "elsewhere", directory)
     run(catalogue.refresh(time.time_ns()))
-    assert catalogue.num_files == 2
+    assert catalogue.num_files == 1
+    assert catalogue.foreign == {}
 
 
 def test_directories_and_files_that_vanish_meanwhile_are_no_errors(namespace, monkeypatch):
@@ -264,12 +282,12 @@ def test_directories_and_files_that_vanish_meanwhile_are_no_errors(namespace, mo
     real = scan.list_shard
     seen = []
 
-    def vanish(path, idx):
+    def vanish(path, idx, *rest):
         if not seen:
             for other in {os.path.dirname(p) for p in paths[:50]}:
                 shutil.rmtree(other, ignore_errors=True)
         seen.append(idx)
-        return real(path, idx)
+        return real(path, idx, *rest)
 
     monkeypatch.setattr(scan, "list_shard", vanish)
     assert run(catalogue.refresh(time.time_ns())) == []
@@ -290,3 +308,122 @@ def test_a_sparse_file_counts_what_it_takes_on_disk(namespace):
     catalogue = Catalogue(namespace)
     run(catalogue.refresh(LATER_NS))
     assert catalogue.nbytes == os.lstat(path).st_blocks * 512 < 1 << 20
+
+
+LISTERS = pytest.mark.parametrize("lister", ["C", "Python"])
+NS = 1_000_000_000
+
+
+@LISTERS
+@pytest.mark.parametrize(
+    ("seconds", "known", "unknown"),  # by the clock of `now`, and where it is not known
+    [
+        (1_000_000_000, 1_000_000_000 * NS, 1_000_000_000 * NS),
+        (1_800_000_000 + 3600, (1_800_000_000 + 3600) * NS, (1_800_000_000 + 3600) * NS),
+        (1_800_000_000 + 90_000, 0, (1_800_000_000 + 90_000) * NS),
+        (13_569_465_600, 0, (1 << 63) - 1),  # the year 2400: too many ns for 64 bits
+        (-1_000_000_000, -1_000_000_000 * NS, -1_000_000_000 * NS),
+    ],
+)
+def test_an_mtime_of_any_year_is_listed_and_one_of_the_future_is_none(
+    namespace, monkeypatch, lister, seconds, known, unknown
+):
+    if lister == "Python":
+        monkeypatch.setattr(scan, "_list_in_c", None)
+    path = write_chunk(namespace, "abc" + "0" * 29)
+    other = write_chunk(namespace, "abc" + "1" * 29, mtime_ns=7 * NS)
+    os.utime(path, (seconds, seconds))
+    if os.stat(path).st_mtime_ns != seconds * NS:
+        pytest.skip("this file system does not know that year")
+    directory = os.path.dirname(path)
+    for now_ns, expected in ((1_800_000_000 * NS, known), (0, unknown)):
+        shard = list_shard(directory, 0xABC, now_ns)
+        assert shard.error is None
+        mtimes = {file_name(record): record["mtime_ns"] for record in shard.records}
+        assert mtimes == {os.path.basename(path): expected, os.path.basename(other): 7 * NS}
+
+
+def test_a_directory_of_any_year_is_listed(namespace):
+    path = write_chunk(namespace, "abc" + "0" * 29)
+    catalogue = Catalogue(namespace)
+    for count, seconds in enumerate((13_569_465_600, 0, -1_000_000_000), 1):
+        write_chunk(namespace, "abc" + str(count) * 29)
+        os.utime(os.path.dirname(path), (seconds, seconds))
+        run(catalogue.refresh(time.time_ns()))
+        assert catalogue.num_files == 1 + count
+
+
+def blocks_to_come(namespace, count=5, age_s=0):
+    """Files as ZFS shows them just after they were written: with their length, and one block."""
+    paths = [write_chunk(namespace, number, 1) for number in range(count)]
+    for path in paths:
+        os.truncate(path, 1 << 20)
+        then = time.time_ns() - age_s * NS
+        os.utime(path, ns=(then, then))
+        assert os.stat(path).st_blocks * 512 < 1 << 20
+    age_directories(namespace)
+    return paths
+
+
+def fill(path):
+    """What makes the blocks appear changes neither the length nor the directory, and here not the mtime."""
+    info = os.stat(path)
+    with open(path, "r+b") as file:
+        file.write(b"x" * info.st_size)
+    os.utime(path, ns=(info.st_atime_ns, info.st_mtime_ns))
+
+
+@LISTERS
+@pytest.mark.parametrize("rule", [True, False])
+def test_a_young_file_counts_with_its_length_while_its_blocks_are_not_counted(
+    namespace, monkeypatch, lister, rule
+):
+    """With `rule` off, the negative control: most bytes are never counted."""
+    if lister == "Python":
+        monkeypatch.setattr(scan, "_list_in_c", None)
+    if not rule:
+        monkeypatch.setattr(scan, "_YOUNG_NS", -(1 << 60))
+    paths = blocks_to_come(namespace)
+    catalogue = Catalogue(namespace)
+    run(catalogue.refresh(time.time_ns()))
+    assert (catalogue.nbytes == 5 << 20) == rule
+    for path in paths:
+        fill(path)
+    run(catalogue.refresh(time.time_ns()))
+    on_disk = sum(os.stat(path).st_blocks * 512 for path in paths)
+    assert (catalogue.nbytes == on_disk) == rule
+
+
+@LISTERS
+def test_a_file_that_stays_sparse_counts_by_its_blocks_once_it_is_old(
+    namespace, monkeypatch, lister
+):
+    if lister == "Python":
+        monkeypatch.setattr(scan, "_list_in_c", None)
+    paths = blocks_to_come(namespace)
+    catalogue = Catalogue(namespace)
+    now = time.time_ns()
+    run(catalogue.refresh(now))
+    assert catalogue.nbytes == 5 << 20
+    run(catalogue.refresh(now + 61 * NS))
+    assert catalogue.nbytes == sum(os.stat(path).st_blocks * 512 for path in paths) < 1 << 20
+    listed = count_listings(monkeypatch)
+    run(catalogue.refresh(now + 62 * NS))
+    assert listed == []
+
+
+def test_young_files_with_all_their_blocks_are_listed_once(namespace, monkeypatch):
+    for number in range(20):
+        write_chunk(namespace, number, 4096)
+    age_directories(namespace)
+    catalogue = Catalogue(namespace)
+    run(catalogue.refresh(time.time_ns()))
+    listed = count_listings(monkeypatch)
+    run(catalogue.refresh(time.time_ns()))
+    assert listed == []
+    paths = blocks_to_come(namespace)  # the control: these wait for their blocks
+    run(catalogue.refresh(time.time_ns()))
+    for _ in range(2):
+        listed.clear()
+        run(catalogue.refresh(time.time_ns()))
+        assert set(listed) == {int(os.path.basename(os.path.dirname(p)), 16) for p in paths}

@@ -16,6 +16,7 @@ from capacity_lab import age_directories, make_namespace, run, write_chunk
 from fskv.index import scan
 from fskv.index.scan import RECORD, Shard
 from fskv.index.snapshot import SNAPSHOT_FILE, Catalogue
+from fskv.prune import plan
 
 
 @pytest.fixture
@@ -64,7 +65,7 @@ def test_after_a_load_only_what_changed_is_listed(namespace, monkeypatch):
     listed = []
     real = scan.list_shard
     monkeypatch.setattr(
-        scan, "list_shard", lambda path, idx: listed.append(path) or real(path, idx)
+        scan, "list_shard", lambda path, *rest: listed.append(path) or real(path, *rest)
     )
     loaded = Catalogue.load(namespace)
     run(loaded.refresh(time.time_ns()))
@@ -155,6 +156,69 @@ def test_a_huge_foreign_file_is_not_read(namespace):
         assert tracemalloc.get_traced_memory()[1] < 4 << 20
     finally:
         tracemalloc.stop()
+
+
+@pytest.mark.parametrize("count", ["of the file", "huge"])
+def test_a_sparse_file_that_begins_as_a_snapshot_costs_no_memory(namespace, count):
+    """Its control is the whole file, which is loaded."""
+    catalogue = known(namespace, 3)
+    catalogue.save()
+    good = pathlib.Path(catalogue.path).read_bytes()
+    heads = {
+        "of the file": good,
+        "huge": good[: good.index(b"\xa6counts") + 10] + b"\xff" * 16384,
+    }
+    for nbytes in (2 << 30, 6 << 30):
+        for head in (heads[count], b"\x86\xa8snapshot\x01"):
+            with open(catalogue.path, "wb") as file:
+                file.write(head)
+                file.truncate(nbytes)
+            tracemalloc.start()
+            try:
+                assert is_none(Catalogue.load(namespace))
+                assert tracemalloc.get_traced_memory()[1] < 2 << 20
+            finally:
+                tracemalloc.stop()
+    with open(catalogue.path, "wb") as file:
+        file.write(good)
+    assert Catalogue.load(namespace).num_files == 3
+
+
+def test_a_load_needs_the_memory_of_the_records_once(namespace):
+    count = 200_000
+    catalogue = Catalogue(namespace)
+    records = np.zeros(count, RECORD)
+    for idx in range(100):
+        catalogue.take(Shard(idx, 1, records[idx * 2000 : (idx + 1) * 2000]))
+    catalogue.save()
+    tracemalloc.start()
+    try:
+        assert Catalogue.load(namespace).num_files == count
+        assert tracemalloc.get_traced_memory()[1] < 1.5 * 40 * count
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_catalogue_of_nothing_costs_next_to_nothing(tmp_path):
+    """Hundreds of old, empty namespaces are common where models and versions come and go."""
+    count = 1000
+    namespaces = [make_namespace(tmp_path, f"cpu/m@{n:016x}") for n in range(count)]
+    tracemalloc.start()
+    try:
+        catalogues = [Catalogue.load(namespace) for namespace in namespaces]
+        assert tracemalloc.get_traced_memory()[0] < 4096 * count
+        one = write_chunk(namespaces[7], 1)
+        for catalogue in catalogues[:100]:
+            run(catalogue.refresh(time.time_ns()))
+    finally:
+        tracemalloc.stop()
+    chosen = plan(catalogues, 1 << 40)
+    assert [c.catalogue for c in chosen.candidates] == [catalogues[7]]
+    assert catalogues[7].num_files == 1
+    os.unlink(one)
+    run(catalogues[7].refresh(time.time_ns()))
+    assert catalogues[7].num_files == catalogues[7].nbytes == 0
+    assert catalogues[7].shards() == []
 
 
 def test_a_snapshot_that_cannot_be_written_leaves_no_part(namespace, monkeypatch):

@@ -168,7 +168,18 @@ static bool add_other(Shard *shard, char kind, const char *name)
     return true;
 }
 
-static bool add_entry(Shard *shard, int fd, const char *shard_name, const char *name)
+/* In nanoseconds; what 64 bits cannot hold becomes the end of their range. Files may say they are of any year. */
+static int64_t mtime_of(const struct stat *info)
+{
+    int64_t ns;
+    if (__builtin_mul_overflow((int64_t)info->st_mtim.tv_sec, (int64_t)1000000000, &ns)
+        || __builtin_add_overflow(ns, (int64_t)info->st_mtim.tv_nsec, &ns))
+        return info->st_mtim.tv_sec < 0 ? INT64_MIN : INT64_MAX;
+    return ns;
+}
+
+static bool add_entry(Shard *shard, int fd, const char *shard_name, const char *name,
+                      int64_t young_ns, int64_t newest_ns)
 {
     struct stat info;
     int failed = fstatat(fd, name, &info, AT_SYMLINK_NOFOLLOW) == 0 ? 0 : errno;
@@ -184,9 +195,13 @@ static bool add_entry(Shard *shard, int fd, const char *shard_name, const char *
                                             : '?';
         return add_other(shard, kind, name);
     }
-    record.mtime_ns = (int64_t)info.st_mtim.tv_sec * 1000000000 + info.st_mtim.tv_nsec;
-    record.disk_nbytes = (uint64_t)(info.st_blocks > 0 ? info.st_blocks * 512 : info.st_size);
-    return add_record(shard, &record);
+    record.mtime_ns = mtime_of(&info);
+    if (record.mtime_ns > newest_ns)
+        record.mtime_ns = 0;
+    uint64_t on_disk = (uint64_t)info.st_blocks * 512, length = (uint64_t)info.st_size;
+    bool growing = record.mtime_ns > young_ns && on_disk < length;
+    record.disk_nbytes = growing || on_disk == 0 ? length : on_disk;
+    return add_record(shard, &record) && (!growing || add_other(shard, 'y', name));
 }
 
 /* The last component of a path when it is the name of a shard, else NULL: then no file in it is in its place. */
@@ -200,12 +215,17 @@ static const char *shard_name(const char *path)
     return name[SHARD] == 0 ? name : NULL;
 }
 
-int shard_list(const char *path, Shard *shard)
+int shard_list(const char *path, int64_t young_ns, int64_t newest_ns, Shard *shard)
 {
     *shard = (Shard){0};
-    DIR *directory = opendir(path);
-    if (directory == NULL)
-        return errno;
+    int fd = open(path, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+    DIR *directory = fd < 0 ? NULL : fdopendir(fd);
+    if (directory == NULL) {
+        int failed = errno;
+        if (fd >= 0)
+            close(fd);
+        return failed;
+    }
     const char *own_name = shard_name(path);
     int error = 0;
     while (error == 0) {
@@ -218,7 +238,7 @@ int shard_list(const char *path, Shard *shard)
         const char *name = entry->d_name;
         if (strcmp(name, ".") == 0 || strcmp(name, "..") == 0)
             continue;
-        if (!add_entry(shard, dirfd(directory), own_name, name))
+        if (!add_entry(shard, fd, own_name, name, young_ns, newest_ns))
             error = ENOMEM;
     }
     closedir(directory);

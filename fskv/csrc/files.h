@@ -43,10 +43,11 @@ typedef struct {
     uint32_t group;
     uint32_t rank_and_1; /* 0: the name has no rank */
     int64_t mtime_ns;
-    uint64_t disk_nbytes; /* st_size where the file system counts no blocks */
+    uint64_t disk_nbytes; /* st_size where the file system counts no blocks (yet) */
 } ShardRecord;
 
-/* What else is in a shard: `nbytes` of a name after its kind, one of "fdl?" (file, directory, link, other). */
+/* What else is in a shard: a name after its kind, one of "fdl?" (file, directory, link, other). Or "y": a record
+ * that is young and whose blocks are not all counted yet. */
 typedef struct {
     ShardRecord *records;
     size_t num_records, room_records;
@@ -54,8 +55,11 @@ typedef struct {
     size_t others_nbytes, room_others;
 } Shard;
 
-/* List one shard; 0 or an errno. Free the result with shard_free in either case. */
-int shard_list(const char *path, Shard *shard);
+/* List one shard; 0 or an errno: ENOTDIR for a symbolic link. Free the result with shard_free in either case.
+ * Files with a later mtime than `young_ns` are young: they count with their length at least, since some file
+ * systems (ZFS, NFS) count a file's blocks seconds after it was written. An mtime later than `newest_ns` is not
+ * believed and becomes 0. */
+int shard_list(const char *path, int64_t young_ns, int64_t newest_ns, Shard *shard);
 void shard_free(Shard *shard);
 
 #endif

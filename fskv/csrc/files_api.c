@@ -214,11 +214,14 @@ done:
     return result;
 }
 
-PyObject *list_shard(PyObject *module, PyObject *object)
+PyObject *list_shard(PyObject *module, PyObject *args)
 {
+    PyObject *object;
     char *path;
     Py_ssize_t nbytes;
-    if (PyBytes_AsStringAndSize(object, &path, &nbytes) != 0)
+    long long young_ns = INT64_MAX, newest_ns = INT64_MAX;
+    if (!PyArg_ParseTuple(args, "S|LL:list_shard", &object, &young_ns, &newest_ns)
+        || PyBytes_AsStringAndSize(object, &path, &nbytes) != 0)
         return NULL;
     if (strlen(path) != (size_t)nbytes) {
         PyErr_SetString(PyExc_ValueError, "list_shard: the path has a zero in it");
@@ -227,7 +230,7 @@ PyObject *list_shard(PyObject *module, PyObject *object)
     Shard shard;
     int error;
     Py_BEGIN_ALLOW_THREADS
-    error = shard_list(path, &shard);
+    error = shard_list(path, young_ns, newest_ns, &shard);
     Py_END_ALLOW_THREADS
     PyObject *result = NULL, *others = NULL;
     if (error != 0) {

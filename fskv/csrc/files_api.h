@@ -6,7 +6,7 @@
 #include <Python.h>
 
 PyObject *probe_chunks(PyObject *module, PyObject *args);
-PyObject *list_shard(PyObject *module, PyObject *path);
+PyObject *list_shard(PyObject *module, PyObject *args);
 PyObject *name_digest(PyObject *module, PyObject *key);
 
 #endif

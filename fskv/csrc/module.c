@@ -64,8 +64,8 @@ static PyMethodDef functions[] = {
     {"probe_chunks", probe_chunks, METH_VARARGS,
      "probe_chunks(chunks, missed_before, files): see fskv.index.presence.probe_files; returns a byte for each "
      "chunk, (position, errno) of those that could not be looked at, and the seconds it took."},
-    {"list_shard", list_shard, METH_O,
-     "list_shard(path): the chunk files of a shard as records of 40 bytes, and the names of all else, each after "
+    {"list_shard", list_shard, METH_VARARGS,
+     "list_shard(path, young_ns, newest_ns): the chunk files of a shard as records of 40 bytes, and the names of all else, each after "
      "a letter for its kind."},
     {"name_digest", name_digest, METH_O, "name_digest(key): the XXH3-128 that names the key's chunk files."},
     {NULL},

@@ -5,6 +5,9 @@ of a network file system overlap. A bad entry never raises: what is not a chunk 
 and is counted and named, never touched. A walk can be resumed at any shard, and passes over directories that
 have not changed since the caller last saw them.
 
+A symbolic link in the place of a directory of chunks is foreign: whoever removes what a walk has found
+removes nothing outside of the namespace.
+
 A directory's mtime says that names came or went, not that files were used: the mtimes of files in an
 unchanged directory may be newer than what is remembered. Who removes files looks at them again first
 (fskv.prune).
@@ -13,17 +16,19 @@ unchanged directory may be newer than what is remembered. Who removes files look
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
 import re
 import stat
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import aiofiles.os
 import numpy as np
 
+from fskv.process import is_our_part
 from fskv.root import CHUNK_DIR
 
 try:
@@ -33,6 +38,8 @@ except ImportError:  # no C compiler at installation
 
 NUM_SHARDS = 4096
 UNSETTLED = -2  # an mtime that no directory has
+# A directory of chunks, and nothing that somebody has put in its place.
+OPEN_SHARD = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 # One chunk file: the XXH3-128 of its key, group, rank + 1 (0: one file for all ranks), mtime, bytes on disk.
 RECORD = np.dtype(
@@ -48,6 +55,13 @@ _IN_FLIGHT = 4  # batches
 # 4 ms on ext4 and 10 ms on an NFS server here; some file systems have whole seconds (MooseFS).
 _TICK_NS, _COARSE_TICK_NS = 100_000_000, 2_000_000_000
 _MAX_FOREIGN = 8  # names kept per shard
+# ZFS counts a file's blocks when its transaction group is synced, some seconds after the write; an NFS server
+# on it likewise. A file that is younger counts with its length at least, and is looked at again later.
+_YOUNG_NS = 60 * 1_000_000_000
+# Clocks of nodes differ a little. A file that claims to be used more than a day after now has no known last
+# use, and is the first to go: believed, it would never go.
+_FUTURE_NS = 86_400 * 1_000_000_000
+_MAX_NS = (1 << 63) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +83,7 @@ class Shard:
     parts: list[Part] = field(default_factory=list)
     foreign: list[str] = field(default_factory=list)  # names, the first few
     num_foreign: int = 0
+    growing: bool = False  # blocks of some files are not counted yet
     error: OSError | None = None  # it could not be listed; nothing else is known then
 
 
@@ -87,17 +102,32 @@ def bytes_on_disk(info: os.stat_result) -> int:
     return info.st_blocks * 512 or info.st_size
 
 
+def clamp_mtime(mtime_ns: int, now_ns: int) -> int:
+    """Return a file's mtime, 0 where it is no time of the past. `now_ns` 0: nobody knows what time it is."""
+    if now_ns and mtime_ns > now_ns + _FUTURE_NS:
+        return 0
+    return max(-_MAX_NS - 1, min(mtime_ns, _MAX_NS))
+
+
+def _nbytes(info: os.stat_result, now_ns: int) -> tuple[int, bool]:
+    """Return what a file counts for, and whether more of its blocks may be counted later."""
+    mtime_ns = clamp_mtime(info.st_mtime_ns, now_ns)
+    if now_ns and mtime_ns > now_ns - _YOUNG_NS and info.st_blocks * 512 < info.st_size:
+        return info.st_size, True
+    return bytes_on_disk(info), False
+
+
 async def walk(
     namespace: str,
-    seen: Callable[[int], int] = lambda _: 0,
+    seen: Mapping[int, int],
     *,
     now_ns: int,
     start: int = 0,
 ) -> AsyncIterator[Shard]:
     """Yield the shards from `start` on whose directory is not as it was `seen`, in order.
 
-    `seen(idx)` is the `dir_mtime_ns` of the last visit (0: none); a shard that is gone since then is yielded
-    empty. `now_ns` is the file system's own clock at the beginning, or earlier. Raises OSError only
+    `seen` has the `dir_mtime_ns` of the last visits, 0 or nothing for none; a shard that is gone since is
+    yielded empty. `now_ns` is the file system's own clock at the beginning, or earlier. Raises OSError only
     when the namespace itself cannot be read.
     """
     shards = await aiofiles.os.wrap(_changed)(namespace, seen, start)
@@ -118,7 +148,7 @@ async def walk(
             future.cancel()
 
 
-def _changed(namespace: str, seen: Callable[[int], int], start: int) -> list[tuple[int, int]]:
+def _changed(namespace: str, seen: Mapping[int, int], start: int) -> list[tuple[int, int]]:
     """Return (shard, mtime of its directory) for all that changed; mtime -1 for those that are gone."""
     found: dict[int, int] = {}
     try:
@@ -135,23 +165,22 @@ def _changed(namespace: str, seen: Callable[[int], int], start: int) -> list[tup
                 idx = int(name, 16)
                 if idx >= start:
                     found[idx] = _mtime_ns(entry.path)
-    gone = [(idx, -1) for idx in range(start, NUM_SHARDS) if idx not in found and seen(idx)]
-    changed = [(idx, mtime) for idx, mtime in found.items() if not mtime or mtime != seen(idx)]
+    gone = [(idx, -1) for idx, mtime in seen.items() if idx >= start and idx not in found and mtime]
+    changed = [(idx, mtime) for idx, mtime in found.items() if not mtime or mtime != seen.get(idx)]
     return sorted(changed + gone)
 
 
 def _mtime_ns(path: str) -> int:
     """Return a directory's mtime; 0: unknown.
 
-    By open(), since stat() on an NFS client says for up to 60 s what it said before. And where an operator
-    has put a symbolic link, it is the directory behind it whose names come and go.
+    By open(), since stat() on an NFS client says for up to 60 s what it said before.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fd = os.open(path, OPEN_SHARD)
     except OSError:
         return 0
     try:
-        return os.fstat(fd).st_mtime_ns
+        return max(0, os.fstat(fd).st_mtime_ns)  # other numbers mean other things here
     except OSError:
         return 0
     finally:
@@ -166,27 +195,32 @@ def _list_batch(namespace: str, batch: Iterable[tuple[int, int]], now_ns: int) -
             continue
         tick_ns = _TICK_NS if mtime_ns % 1_000_000_000 else _COARSE_TICK_NS
         settled = mtime_ns < now_ns - tick_ns
-        shard = list_shard(shard_path(namespace, idx), idx)
-        shard.dir_mtime_ns = mtime_ns if settled and shard.error is None else UNSETTLED
+        shard = list_shard(shard_path(namespace, idx), idx, now_ns)
+        settled = settled and shard.error is None and not shard.growing
+        shard.dir_mtime_ns = mtime_ns if settled else UNSETTLED
         shards.append(shard)
     return shards
 
 
-def list_shard(path: str, idx: int) -> Shard:
-    """List one directory of chunks. Never raises: see `Shard.error`."""
+def list_shard(path: str, idx: int, now_ns: int = 0) -> Shard:
+    """List one directory of chunks. Never raises: see `Shard.error`. `now_ns`: see `walk`; 0: unknown."""
     try:
         if _list_in_c is not None:
-            packed, names = _list_in_c(os.fsencode(path))
+            young_ns = now_ns - _YOUNG_NS if now_ns else _MAX_NS
+            newest_ns = min(now_ns + _FUTURE_NS, _MAX_NS) if now_ns else _MAX_NS
+            packed, names = _list_in_c(os.fsencode(path), young_ns, newest_ns)
             shard = Shard(idx, 0, np.frombuffer(packed, RECORD))
-            others = [os.fsdecode(name[1:]) for name in names]  # after a letter for its kind
+            # Each after a letter for its kind; y: a record whose blocks are not all counted.
+            shard.growing = any(name[0] == ord("y") for name in names)
+            others = [os.fsdecode(name[1:]) for name in names if name[0] != ord("y")]
         else:
-            shard, others = _list_in_python(path, idx)
+            shard, others = _list_in_python(path, idx, now_ns)
     except FileNotFoundError:
         return Shard(idx, 0, np.empty(0, RECORD))
-    except NotADirectoryError:  # nobody can have stored a chunk in it
-        name = os.path.basename(path)
-        return Shard(idx, 0, np.empty(0, RECORD), foreign=[name], num_foreign=1)
     except OSError as error:
+        if error.errno in (errno.ENOTDIR, errno.ELOOP):  # a file or a link: no place for chunks
+            name = os.path.basename(path)
+            return Shard(idx, 0, np.empty(0, RECORD), foreign=[name], num_foreign=1)
         return Shard(idx, 0, np.empty(0, RECORD), error=error)
     wrong = np.flatnonzero(_shard_of(shard.records) != idx)
     if len(wrong):  # a chunk in another's directory: nobody will ever look for it there
@@ -195,8 +229,8 @@ def list_shard(path: str, idx: int) -> Shard:
     for name in others:
         if name.startswith(".nfs"):
             continue  # a file that some NFS client still has open
-        if name.endswith(".part"):
-            _add_part(shard, f"{path}/{name}")
+        if is_our_part(name):
+            _add_part(shard, f"{path}/{name}", now_ns)
         else:
             shard.num_foreign += 1
             if len(shard.foreign) < _MAX_FOREIGN:
@@ -209,10 +243,20 @@ def _shard_of(records: Records) -> Any:
     return (raw[:, 0].astype(np.int32) << 4) | (raw[:, 1] >> 4)
 
 
-def _list_in_python(path: str, idx: int) -> tuple[Shard, list[str]]:
+def _list_in_python(path: str, idx: int, now_ns: int) -> tuple[Shard, list[str]]:
+    fd = os.open(path, OPEN_SHARD)
+    try:
+        return _list_opened(fd, idx, now_ns)
+    finally:
+        with contextlib.suppress(OSError):
+            os.close(fd)
+
+
+def _list_opened(fd: int, idx: int, now_ns: int) -> tuple[Shard, list[str]]:
+    shard = Shard(idx, 0, np.empty(0, RECORD))
     rows = []
     others = []
-    with os.scandir(path) as entries:
+    with os.scandir(fd) as entries:
         for entry in entries:
             match = _CHUNK.fullmatch(entry.name)
             if match is None:
@@ -228,24 +272,22 @@ def _list_in_python(path: str, idx: int) -> tuple[Shard, list[str]]:
                 others.append(entry.name)
                 continue
             rank1 = 0 if match[3] is None else int(match[3]) + 1
-            rows.append(
-                (
-                    bytes.fromhex(match[1]),
-                    int(match[2]),
-                    rank1,
-                    info.st_mtime_ns,
-                    bytes_on_disk(info),
-                )
-            )
-    return Shard(idx, 0, np.array(rows, RECORD)), others
+            nbytes, growing = _nbytes(info, now_ns)
+            shard.growing |= growing
+            mtime_ns = clamp_mtime(info.st_mtime_ns, now_ns)
+            rows.append((bytes.fromhex(match[1]), int(match[2]), rank1, mtime_ns, nbytes))
+    shard.records = np.array(rows, RECORD)
+    return shard, others
 
 
-def _add_part(shard: Shard, path: str) -> None:
+def _add_part(shard: Shard, path: str, now_ns: int) -> None:
     try:
         info = os.lstat(path)
     except OSError:
         return
     if stat.S_ISREG(info.st_mode):
-        shard.parts.append(Part(path, info.st_mtime_ns, bytes_on_disk(info)))
+        nbytes, growing = _nbytes(info, now_ns)
+        shard.growing |= growing
+        shard.parts.append(Part(path, info.st_mtime_ns, nbytes))
     else:
         shard.num_foreign += 1
