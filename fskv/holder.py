@@ -12,13 +12,16 @@ import json
 import logging
 import os
 import re
+import stat
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 
 from fskv.claims import Book, Claim, Scope, Space, Usage, inodes_short, scopes
+from fskv.index.scan import OPEN_SHARD, shard_path
 from fskv.index.snapshot import Catalogue
 from fskv.lease import TTL_S, Lease
-from fskv.process import provably_dead
+from fskv.process import is_our_part, provably_dead
 from fskv.prune import Pruned, execute, plan
 from fskv.removed import RemovedLog
 from fskv.root import MANIFEST_FILE, PART_PREFIX, TMP_DIR
@@ -343,51 +346,52 @@ class Holder:
         self._complained = False
         for catalogue in self._catalogues.values():
             for shard, parts in list(catalogue.parts.items()):
-                left = [
-                    part
-                    for part in parts
-                    if not self._remove_orphan(part.path, part.mtime_ns, now_ns)
-                ]
-                removed += len(parts) - len(left)
-                if left:
+                with (
+                    contextlib.suppress(OSError),
+                    _opened(shard_path(catalogue.namespace, shard)) as fd,
+                ):
+                    left = [
+                        part
+                        for part in parts
+                        if not self._remove_orphan(fd, os.path.basename(part.path), now_ns)
+                    ]
+                    removed += len(parts) - len(left)
                     catalogue.parts[shard] = left
-                else:
-                    del catalogue.parts[shard]
+                    if not left:
+                        del catalogue.parts[shard]
             removed += self._remove_orphans_in(f"{catalogue.namespace}/{TMP_DIR}", "", now_ns)
         removed += self._remove_orphans_in(self._root, PART_PREFIX, now_ns)
         self._book.remove_orphans()
-        self._log.remove_old()
+        with contextlib.suppress(OSError):
+            self._log.remove_old()
         if removed and self.usage is not None:
             logger.info("removed %d parts of writers that are gone", removed)
             self.usage = replace(self.usage, orphans=self.usage.orphans + removed)
 
     def _remove_orphans_in(self, directory: str, prefix: str, now_ns: int) -> int:
         removed = 0
-        with contextlib.suppress(OSError), os.scandir(directory) as entries:
+        with contextlib.suppress(OSError), _opened(directory) as fd, os.scandir(fd) as entries:
             for entry in entries:
-                named = entry.name.startswith(prefix) and entry.name.endswith(".part")
-                if named and entry.is_file(follow_symlinks=False):
-                    mtime_ns = entry.stat(follow_symlinks=False).st_mtime_ns
-                    removed += self._remove_orphan(entry.path, mtime_ns, now_ns)
+                if entry.name.startswith(prefix) and is_our_part(entry.name.removeprefix(prefix)):
+                    removed += self._remove_orphan(fd, entry.name, now_ns)
         return removed
 
-    def _remove_orphan(self, path: str, mtime_ns: int, now_ns: int) -> bool:
-        name = os.path.basename(path).removeprefix(PART_PREFIX).removesuffix(".part")
-        if not provably_dead(name) and now_ns - mtime_ns < self._grace_s * 1e9:
-            return False
+    def _remove_orphan(self, fd: int, part: str, now_ns: int) -> bool:
+        """Remove a part of the directory `fd` if its writer is gone, or it is too old to be waited for."""
+        name = part.removeprefix(PART_PREFIX).removesuffix(".part")
         try:
-            # Remembered from the listing: it may have grown since.
-            if not provably_dead(name):
-                mtime_ns = os.lstat(path).st_mtime_ns
-                if now_ns - mtime_ns < self._grace_s * 1e9:
-                    return False
-            os.unlink(path)
+            info = os.stat(part, dir_fd=fd, follow_symlinks=False)
+            if not stat.S_ISREG(info.st_mode):
+                return False
+            if not provably_dead(name) and now_ns - info.st_mtime_ns < self._grace_s * 1e9:
+                return False
+            os.unlink(part, dir_fd=fd)
         except FileNotFoundError:
             return True
         except OSError as error:
             if not self._complained:  # one for a round
                 self._complained = True
-                logger.warning("%s cannot be removed: %s", path, error)
+                logger.warning("%s cannot be removed: %s", part, error)
             return False
         return True
 
@@ -402,6 +406,16 @@ class Holder:
             except OSError as error:
                 logger.warning("%s cannot be written: %s", catalogue.path, error)
         self._unsaved.clear()
+
+
+@contextlib.contextmanager
+def _opened(directory: str) -> Iterator[int]:
+    """Open a directory through no link, for what is removed in it."""
+    fd = os.open(directory, OPEN_SHARD)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
 
 
 def _room(scope: Scope, claims: list[Claim]) -> int:

