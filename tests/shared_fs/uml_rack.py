@@ -315,7 +315,7 @@ class Rack:
         """
 
         def use(node: UmlNode, version: str) -> None:
-            name = f"{MOUNT}/{version}/settle-{node.name}"
+            name = f"{MOUNT}/{version}/settle-{node.name}-{version}"
             node.run(f"echo x >{name} && cat {name} && rm {name}", timeout_s)
 
         with ThreadPoolExecutor() as executor:
