@@ -19,7 +19,7 @@ from collections import Counter
 import pytest
 from conftest import wait_for
 from shared_fs import gluster, uml_rack
-from shared_fs.pair import Pair, outage
+from shared_fs.pair import DEADLINE_S, STALL_S, Pair, RackStalledError, outage
 
 pytestmark = pytest.mark.shared_fs
 
@@ -93,21 +93,24 @@ def volume():
 
 @pytest.fixture
 def on_gluster(volume):
-    root = str(next(_roots))
-    pair = Pair.start(
-        "GlusterFS", volume.a, volume.b, f"{volume.a.mount}/{root}", f"{volume.b.mount}/{root}"
-    )
-    try:
-        yield pair
-    finally:
-        pair.end()
-        volume.mend()
+    """A function that returns a Pair on GlusterFS; all is mended afterwards."""
+    with contextlib.ExitStack() as stack:
+        stack.callback(volume.mend)
+
+        def make():
+            root = str(next(_roots))
+            roots = f"{volume.a.mount}/{root}", f"{volume.b.mount}/{root}"
+            pair = Pair.start("GlusterFS", volume.a, volume.b, *roots)
+            stack.callback(pair.end)
+            return pair
+
+        yield make
 
 
 @pytest.fixture(params=[*(f"NFS {version}" for version in VERSIONS), "GlusterFS"])
 def pair(request):
     if request.param == "GlusterFS":
-        pair = request.getfixturevalue("on_gluster")
+        pair = request.getfixturevalue("on_gluster")()
     else:
         pair = request.getfixturevalue("nfs")(request.param.split()[1])
     pair.begin()
@@ -267,7 +270,7 @@ def test_what_nfs_leaves_of_an_open_file_disturbs_nobody(pair):
 # --- outages ------------------------------------------------------------------------------------
 
 
-def assert_weathered(found, measured, longest_call_s=3.0):
+def assert_weathered(found, measured):
     for name, it in found.items():
         statuses = Counter(status for r in it.during for status in r["load"])
         measured(
@@ -275,19 +278,18 @@ def assert_weathered(found, measured, longest_call_s=3.0):
             f"{it.kind} for {seconds(it.ended_at - it.began_at)}",
             f"loads meanwhile {dict(statuses)}",
             f"longest load {seconds(it.longest_load)}, lookup {seconds(it.longest_lookup)}, "
-            f"call {it.longest_call * 1e3:.0f} ms",
+            f"call {it.longest_call * 1e3:.0f} ms, `true` {seconds(it.pulse)}",
             f"breaker open after {seconds(it.breaker_opened)}",
             f"most threads hung {max(r['hung'] for r in it.rounds)}, "
             f"slots taken {max(r['slots'] for r in it.rounds)}",
             f"good again after {seconds(it.recovery)}",
         )
     for name, it in found.items():
-        assert sum(r["num_wrong"] for r in it.rounds) == 0, f"{name}: wrong pages"
         assert any(set(r["load"]) != {"ok"} for r in it.during), f"{name}: nothing happened"
-        assert it.longest_call < longest_call_s, f"{name}: the engine waited"
-        assert it.longest_load < 10.0, f"{name}: reported long after the deadline"
-        assert it.longest_lookup < 10.0, f"{name}: unknown for long"
-        assert it.breaker_opened is not None, f"{name}: the root was never left alone"
+        # Half of the time that the file system was away: nothing waits for it.
+        assert it.longest_call < 2 * DEADLINE_S, f"{name}: the engine waited"
+        assert it.longest_load < 2 * DEADLINE_S, f"{name}: reported long after the deadline"
+        assert it.longest_lookup < 2 * DEADLINE_S, f"{name}: unknown for long"
         assert it.recovery is not None, f"{name}: never good again"
         idle, before = it.idle, it.idle_before
         assert (idle["slots"], idle["hung"], idle["breaker"]) == (0, 0, False), name
@@ -296,37 +298,84 @@ def assert_weathered(found, measured, longest_call_s=3.0):
 
 
 def assert_works(pairs):
+    """By itself, within a bound: a client of NFS repeats what was lost only after 60 s."""
     for pair in pairs:
         assert pair.b.look(1, 2, 3, 4) == ["hit"] * 4
         assert pair.b.load(1, 2, 3, 4) == ["ok"] * 4
-        assert pair.a.load(1, 2, 3, 4) == ["ok"] * 4
-        assert pair.a.store(50) == ["ok"]
-        assert pair.b.look(50, until_hit=True) == ["hit"]
-        assert pair.b.load(50) == ["ok"]
+        wait_for(lambda pair=pair: pair.a.comes_to_load(1, 2, 3, 4), 120.0)
+        wait_for(lambda pair=pair: pair.a.store(50)[0] in ("ok", "exists"), 120.0)
+        wait_for(lambda pair=pair: pair.b.comes_to_load(50), 120.0)
 
 
-def test_a_server_that_freezes(both, rack, measured):
-    found = outage(both, "server frozen", rack.server.freeze, rack.server.thaw, 16.0)
-    assert_weathered(found, measured)
-    assert_works(both)
+def weather(make_pairs, measured, kind, begin, heal, meanwhile=lambda pairs: None):
+    """Assert that an outage is survived; once more, from scratch, if the rack itself was not well.
+
+    Wrong pages are not excused by anything.
+    """
+    for is_last in (False, True):
+        pairs = make_pairs()
+        stalled = False
+        try:
+            found = outage(pairs, kind, begin, heal, lambda pairs=pairs: meanwhile(pairs))
+        except RackStalledError as error:
+            if is_last:
+                raise
+            measured(f"not counted: {error}")
+            continue
+        for name, it in found.items():
+            assert sum(r["num_wrong"] for r in it.rounds) == 0, f"{name}: wrong pages"
+            stalled = stalled or it.pulse > STALL_S
+        try:
+            assert_weathered(found, measured)
+            assert_works(pairs)
+        except AssertionError as error:
+            if is_last or not stalled:
+                raise
+            measured(f"not counted, a node took seconds for nothing: {error}")
+            continue
+        return
 
 
-def test_a_server_that_is_killed_and_restarted(both, rack, measured):
-    found = outage(both, "server killed", rack.server.kill, rack.restart_server, 16.0)
-    assert_weathered(found, measured)
-    assert_works(both)
+@pytest.fixture
+def on_new_rack(rack):
+    """A function that boots the rack anew and returns a Pair on each version of NFS."""
+    with contextlib.ExitStack() as stack:
+        stack.callback(rack.mend)
+
+        def make():
+            rack.renew()
+            for version in VERSIONS:
+                for node in (rack.a, rack.b):
+                    node.mount(version)
+            rack.settle(VERSIONS)
+            root = next(_roots)
+            pairs = []
+            for version in VERSIONS:
+                path = f"{uml_rack.MOUNT}/{version}/{root}.{version}"
+                pairs.append(Pair.start(f"NFS {version}", rack.a, rack.b, path, path))
+            return pairs
+
+        yield make
 
 
-def test_a_node_that_is_cut_off(both, rack, measured):
-    """Longer than the server's lease of 10 s; the other node loads meanwhile."""
+@pytest.mark.parametrize("fault", ["server frozen", "server killed"])
+def test_outages_of_the_nfs_server(on_new_rack, rack, measured, fault):
+    begin, heal = {
+        "server frozen": (rack.server.freeze, rack.server.thaw),
+        "server killed": (rack.server.kill, rack.restart_server),
+    }[fault]
+    weather(on_new_rack, measured, fault, begin, heal)
 
-    def the_other_works():
-        for pair in both:
+
+def test_a_node_that_is_cut_off_nfs(on_new_rack, rack, measured):
+    """Longer than the server's lease of 10 s; the other node loads and stores meanwhile."""
+
+    def the_other_works(pairs):
+        for pair in pairs:
             assert pair.a.load(1, 2, 3, 4) == ["ok"] * 4
+            assert pair.a.store(60) == ["ok"]
 
-    found = outage(both, "cut off", rack.b.cut_off, rack.b.heal, 16.0, the_other_works)
-    assert_weathered(found, measured)
-    assert_works(both)
+    weather(on_new_rack, measured, "cut off", rack.b.cut_off, rack.b.heal, the_other_works)
 
 
 @pytest.mark.parametrize("fault", ["server frozen", "server killed", "cut off"])
@@ -336,9 +385,7 @@ def test_outages_of_gluster(on_gluster, volume, measured, fault):
         "server killed": (volume.kill_server, volume.restart_server),
         "cut off": (volume.b.cut_off, volume.b.heal),
     }[fault]
-    found = outage([on_gluster], fault, begin, heal, 16.0)
-    assert_weathered(found, measured)
-    assert_works([on_gluster])
+    weather(lambda: [on_gluster()], measured, fault, begin, heal)
 
 
 def test_a_late_read_writes_no_page(both, rack):
@@ -411,6 +458,7 @@ def test_a_power_cut_of_a_server_that_answers_too_early(nfs, rack, measured):
     rack.server.kill()
     rack.export = "async"
     rack.restart_server()
+    rack.settle(VERSIONS)
     try:
         pairs = [nfs(version) for version in VERSIONS]
         for pair in pairs:
@@ -430,7 +478,7 @@ def test_a_power_cut_of_a_server_that_answers_too_early(nfs, rack, measured):
     rack.server.run(f"cd /run/export && tar xf {saved}")
     for pair in pairs:
         pair.end()
-    time.sleep(0.5)
+    rack.settle(VERSIONS)
     for pair in pairs:
         found = Counter()
         files = rack.server.run(
@@ -451,8 +499,7 @@ def test_a_power_cut_of_a_server_that_answers_too_early(nfs, rack, measured):
         assert found["ok"] < 16
         assert set(found) <= {"ok", "absent", "corrupt"}
         assert looks["hit"] <= 16 - sizes["0"]
-        stored = b.store(*numbers)
-        assert set(stored) <= {"ok", "exists"}
+        wait_for(lambda b=b: {*b.store(*numbers)} <= {"ok", "exists"}, 120.0)
         assert b.load(*numbers) == ["ok"] * 16
         wait_for(lambda a=a: a.comes_to_load(*numbers), 90.0)
         again.end()

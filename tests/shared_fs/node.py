@@ -20,7 +20,7 @@ from fskv import jobs, store
 from fskv.breaker import Breaker
 from fskv.chunk_file import FileLayout
 from fskv.config import Deadline, StoreConfig
-from fskv.index.presence import PresenceIndex, probe_files
+from fskv.index.presence import PresenceIndex, RankFiles, probe_chunks
 from fskv.job import ChunkRequest
 from fskv.namespace import GroupIdentity, Identity
 from fskv.root import Root
@@ -122,9 +122,10 @@ class Node:
             breaker=self.breaker,
         )
 
+        files = RankFiles(directory.path, None, {0: file_layout.file_nbytes})
+
         def probe(chunks, missed_before):
-            files = [[(self.store_.path(c), file_layout.file_nbytes)] for c in chunks]
-            return probe_files(files, missed_before)
+            return probe_chunks([files], chunks, missed_before)
 
         self.presence = PresenceIndex(
             probe,
@@ -250,7 +251,7 @@ class Node:
             "ended_at": time.time(),
         }
 
-    def churn(self, numbers, fresh, healed, limit_s=150.0):
+    def churn(self, numbers, fresh, healed, limit_s=180.0):
         """Look up (on the disk), load and compare `numbers`, store a new chunk; again and again.
 
         Ends after two good rounds in a row that began when the file `healed` was there, or at the limit.

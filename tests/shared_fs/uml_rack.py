@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -99,13 +100,12 @@ def _end_abandoned() -> None:
 class UmlNode:
     """One machine of the rack."""
 
-    def __init__(self, rack: Rack, name: str, number: int, memory: str, disk: str | None) -> None:
+    def __init__(self, rack: Rack, name: str, number: int, memory: str) -> None:
         self.name = name
         self.ip = f"{_SUBNET}.{number}"
         self._rack = rack
         self._number = number
         self._memory = memory
-        self._disk = disk
         self._num_boots = 0
         self._num_programs = 0
         self._frozen = False
@@ -142,8 +142,6 @@ class UmlNode:
             f"FSKV_PYTHON={sys.executable}",
             f"FSKV_BOX={self.box.directory}",
         ]
-        if self._disk:
-            arguments.append(f"ubd0={self._disk}")
         with open(f"{where}/console", "wb") as console:
             self._process = subprocess.Popen(
                 # The shell joins the control group before the kernel starts: all its processes are in it.
@@ -242,18 +240,11 @@ class Rack:
         # The server's flushes are fsyncs of this file, and a guest's memory is a file, too: on a disk that
         # others use, both stall the whole rack for seconds.
         self.memory = tempfile.mkdtemp(prefix="fskv-rack-", dir="/dev/shm")
-        disk = f"{self.memory}/disk"
-        with open(disk, "wb") as file:
-            file.truncate(1 << 30)
-        subprocess.run(
-            ["mkfs.ext4", "-q", "-F", "-E", "lazy_itable_init=1,lazy_journal_init=1", disk],
-            env={**os.environ, "PATH": _path()},
-            check=True,
-        )
+        self._disk = f"{self.memory}/disk"
         os.makedirs(f"{self.directory}/uml")
-        self.server = UmlNode(self, "srv", 1, "512M", disk)
-        self.a = UmlNode(self, "a", 11, "768M", None)
-        self.b = UmlNode(self, "b", 12, "768M", None)
+        self.server = UmlNode(self, "srv", 1, "512M")
+        self.a = UmlNode(self, "a", 11, "768M")
+        self.b = UmlNode(self, "b", 12, "768M")
         self.nodes = (self.server, self.a, self.b)
 
     def up(self) -> None:
@@ -273,15 +264,42 @@ class Rack:
                     for word in (what, "off")
                 ]
                 self._in_namespace("ethtool", "-K", device, *off)
+        self._boot()
+
+    def _boot(self) -> None:
+        with open(self._disk, "wb") as file:
+            file.truncate(1 << 30)
+        subprocess.run(
+            ["mkfs.ext4", "-q", "-F", "-E", "lazy_itable_init=1,lazy_journal_init=1", self._disk],
+            env={**os.environ, "PATH": _path()},
+            check=True,
+        )
         with ThreadPoolExecutor() as executor:
             list(executor.map(lambda node: node.boot(), self.nodes))
         self.serve()
 
+    def renew(self) -> None:
+        """Boot all nodes anew, the server with an empty disk: nothing is left of what went before."""
+        for node in self.nodes:
+            node.kill()
+            node.heal()
+        self.export = "sync"
+        self._boot()
+
     def serve(self) -> None:
-        """Start the NFS server on its booted node."""
+        """Start the NFS server on its booted node.
+
+        Its disk is a file through hostfs, whose writes reach the host when the guest flushes. Not a disk of
+        User-Mode Linux (ubd): under load that loses interrupts, and all of the server waits for its journal.
+        """
         self.server.run(
             f"""set -e
-            mount -t ext4 /dev/ubda /run/export
+            /run/modprobe loop
+            mknod /run/disk b 7 0
+            mkdir -p /run/host
+            mount -t hostfs -o {self.memory} none /run/host
+            losetup /run/disk /run/host/{os.path.basename(self._disk)}
+            mount -t ext4 /run/disk /run/export
             /run/modprobe nfsd
             mount -t nfsd nfsd /proc/fs/nfsd
             echo 10 >/proc/fs/nfsd/nfsv4leasetime
@@ -295,6 +313,21 @@ class Rack:
         """Boot the server after its power was cut."""
         self.server.boot()
         self.serve()
+
+    def settle(self, versions: Sequence[str], timeout_s: float = 150.0) -> None:
+        """Return when plain commands write, read and remove files on every mount of both clients.
+
+        A server that was away has a grace period of 10 s, and a client repeats a lost request after 60 s.
+        """
+
+        def use(node: UmlNode, version: str) -> None:
+            name = f"{MOUNT}/{version}/settle-{node.name}-{version}"
+            node.run(f"echo x >{name} && cat {name} && rm {name}", timeout_s)
+
+        with ThreadPoolExecutor() as executor:
+            uses = [executor.submit(use, n, v) for n in (self.a, self.b) for v in versions]
+        for each in uses:
+            each.result()
 
     def mend(self) -> None:
         """Undo every fault that is still there."""
