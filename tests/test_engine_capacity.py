@@ -115,7 +115,8 @@ def test_an_engine_that_writes_several_times_its_bound_keeps_it_and_what_was_use
     written = lab.counter(metrics, "stored_bytes")
     assert written > 2 * BOUND
     assert max(sampler.nbytes) <= BOUND
-    assert max(sampler.nbytes) > 0.8 * BOUND, "it was not even reached"
+    # Up to a quarter of so small a bound is kept at hand for what one step can fill.
+    assert max(sampler.nbytes) > 0.6 * BOUND, "it was not even reached"
     assert bad_lines(result["log_path"]) == []
     lab.assert_sound(root)
 
