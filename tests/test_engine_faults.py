@@ -161,7 +161,9 @@ def test_full_device_stores_nothing_and_stops_nothing(case, tmp_path):
             {"reset_prefix_cache": True},
             lab.generate(main, "again"),
         ]
-        result = lab.run(lab.request(model, steps, transfer=_transfer(root)))
+        # With maintenance stores are refused before the device is full: tests/test_engine_capacity.py.
+        transfer = _transfer(root, maintenance="off")
+        result = lab.run(lab.request(model, steps, transfer=transfer))
         done = lab.generates(result)
         assert done["cold"]["tokens"] == done["again"]["tokens"] == reference["main"]["tokens"]
         assert lab.counter(result["steps"][1], "stores_skipped", reason="no_space") > 0
