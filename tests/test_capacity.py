@@ -362,3 +362,43 @@ def test_a_full_disk_pauses_stores_until_something_was_pruned(small, engine):
     wait_for(lambda: one.poll() or free_share(path)[0] > 0.05)
     clock.advance(3)
     wait_for(lambda: one.take(4096))
+
+
+def test_a_child_ends_with_an_engine_that_was_killed_though_a_forked_process_keeps_its_pipe(root):
+    script = f"""
+import os, sys, time
+from fskv.capacity import Capacity
+from fskv.claims import Limits
+capacity = Capacity({root!r}, {NAME!r}, None, Limits(max_nbytes=1 << 20))
+capacity.start()
+capacity.wait_for_first_word()
+if os.fork() == 0:
+    time.sleep(60)
+    os._exit(0)
+print(capacity.pid, flush=True)
+time.sleep(60)
+"""
+    engine = subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        child = int(engine.stdout.readline())
+        assert os.path.exists(f"/proc/{child}")
+        engine.kill()
+        engine.wait()
+        wait_for(lambda: _has_ended(child))
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(engine.pid, signal.SIGKILL)  # the forked one
+        engine.stdout.close()
+
+
+def _has_ended(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True

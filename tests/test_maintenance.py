@@ -11,7 +11,7 @@ import time
 import pytest
 from capacity_lab import DIGEST, disk_nbytes, make_namespace, write_chunk
 
-from fskv import holder
+from fskv import holder, maintenance
 from fskv.claims import Book, Claim, Limits
 from fskv.index import scan
 from fskv.lease import SHARED_DIR
@@ -164,3 +164,36 @@ def test_parts_in_the_root_itself_are_collected_too(root):
     maintain(root, lambda: not os.path.exists(dead))
     assert os.path.exists(living)
     assert os.path.exists(foreign)
+
+
+def test_what_is_not_used_is_taken_back_after_a_long_absence_before_the_engine_hears_anything_else(
+    root, monkeypatch
+):
+    """Others may have been given it: the reviewer's engine wrote 61 MiB beyond its bound."""
+    sent, listening = [], [True]
+
+    def send(message):
+        if listening[0]:
+            sent.append(message)
+        return listening[0]
+
+    async def steps(away_s):
+        maintainer = Maintainer(root, claim(), send)
+        while not any("grant" in message for message in sent):
+            maintainer.step()
+            await asyncio.sleep(0.005)
+        maintainer.hear(maintenance.Engine(used=100))
+        sent.clear()
+        late = time.monotonic() + away_s
+        monkeypatch.setattr(time, "monotonic", lambda: late)
+        listening[0] = False  # its pipe is full
+        maintainer.step()
+        listening[0] = True
+        maintainer.step()
+        granted = max(mine.granted for mine in book(root).claims())
+        await maintainer.close()
+        return list(sent), granted
+
+    messages, granted = asyncio.run(steps(maintenance._AWAY_S + 1))
+    assert messages[0] == {"revoke": True}
+    assert sum(message.get("grant", 0) for message in messages) + 100 >= granted

@@ -464,6 +464,19 @@ def test_only_the_group_that_is_named_was_removed(bench):
     assert bench.index.lookup(other) == ABSENT
 
 
+def test_a_store_that_began_before_the_removal_and_is_reported_after_it_is_no_hit(bench):
+    """Its file may be the one that was removed: only another look tells."""
+    began = bench.index.num_removals
+    bench.index.mark_removed([name(1)])
+    assert not bench.index.mark_stored(chunk(1), began)
+    assert not bench.index.known_present(chunk(1))
+    bench.disk.present = {chunk(2)}
+    assert bench.learn(1, 2) == [ABSENT, HIT]
+    assert bench.index.mark_stored(chunk(3), began), "it was not removed"
+    assert bench.index.mark_stored(chunk(1), bench.index.num_removals), "it began after the removal"
+    assert bench.index.lookup(chunk(1)) == HIT
+
+
 def test_a_chunk_that_is_stored_again_after_its_removal_hits(bench):
     bench.index.mark_stored(chunk(1))
     bench.index.mark_removed([name(1)])
