@@ -6,6 +6,7 @@ import base64
 import logging
 import random
 import struct
+import time
 import tracemalloc
 import zlib
 from contextlib import contextmanager
@@ -407,7 +408,7 @@ class MemoryTransport:
         self.data = bytearray(data)
         self.slot_nbytes = len(data)
         self.nbytes = len(data)
-        self.mtime = 1e12  # never touched
+        self.mtime = time.time()  # never touched
 
     def new_slot(self, index):
         return HostSlot(index, np.zeros(self.slot_nbytes, np.uint8))
