@@ -327,7 +327,10 @@ class JobRunner:
             # A bug must cost this load, not the thread and not the request.
             logger.exception("load of %s", request.chunk)
             status = Status.IO_ERROR
-        self._close(task, status, plan.nbytes, self._seconds(task))
+        # What was delivered is closed. If the guard refused, pages were not written, and whoever gave the job up
+        # closes it as failed, perhaps only after this line: it must not be closed as good meanwhile.
+        if status is not Status.OK:
+            self._close(task, status, plan.nbytes, self._seconds(task))
 
     def _store_chunk(self, task: ChunkTask, slot: Any) -> None:
         status = Status.SKIPPED

@@ -605,6 +605,33 @@ def test_a_dead_root_opens_the_breaker_although_few_threads_can_hang(make_bench)
     bench.wait_until_idle()
 
 
+def test_a_load_that_the_guard_refused_is_never_good_even_if_its_thread_ends_before_it_is_closed(
+    make_bench, monkeypatch
+):
+    """Giving a job up abandons its guard first and closes its chunks then; the thread may end in between."""
+    bench = make_bench(Script(read="H"))
+    bench.store([1])
+    bench.wait_until_idle()
+    runner = bench.runner
+    close, held = runner._close, []
+
+    def close_later(task, status, *rest):
+        if task.job.is_load and status is Status.TIMED_OUT:  # the one who gives up is slow here
+            calm(bench)
+            wait_for(lambda: not runner._pool.queue.running())
+            held.append(task.closed)
+        close(task, status, *rest)
+
+    monkeypatch.setattr(runner, "_close", close_later)
+    job = bench.load([1], place=5)
+    bench.transport.wait_until_hanging(1)
+    bench.clock.advance(100)
+    results = bench.finish(job)
+    assert held == [False], "its thread had ended and left it open"
+    assert results[0].failed
+    assert bench.poisoned(5)
+
+
 # --- shutdown -----------------------------------------------------------------------------------
 
 
