@@ -327,7 +327,7 @@ class JobRunner:
             # A bug must cost this load, not the thread and not the request.
             logger.exception("load of %s", request.chunk)
             status = Status.IO_ERROR
-        # What was delivered is closed. If the guard refused, pages were not written, and whoever gave the job up
+        # What was delivered is closed. If the guard refused, no page was written, and whoever gave the job up
         # closes it as failed, perhaps only after this line: it must not be closed as good meanwhile.
         if status is not Status.OK:
             self._close(task, status, plan.nbytes, self._seconds(task))
