@@ -300,7 +300,8 @@ def _parse_text(name: str, value: Any) -> str | None:
     return value
 
 
-def _parse_size(name: str, value: Any) -> int:
+def parse_size(name: str, value: Any) -> int:
+    """Return bytes; raises ConfigError, which calls the value "option '<name>'"."""
     expected = 'a number of bytes above 0, or a text with an IEC unit such as "256MiB" (not MB)'
     if type(value) is int and 0 < value <= _MAX_SIZE:
         return value
@@ -312,10 +313,11 @@ def _parse_size(name: str, value: Any) -> int:
 
 
 def _parse_bound(name: str, value: Any) -> int | None:
-    return None if value is None else _parse_size(name, value)
+    return None if value is None else parse_size(name, value)
 
 
-def _parse_keep_free(name: str, value: Any) -> int | Share:
+def parse_keep_free(name: str, value: Any) -> int | Share:
+    """Return bytes or a share of the file system; raises ConfigError as `parse_size`."""
     if isinstance(value, Share) or (value in (0, "0") and type(value) is not bool):
         return value if isinstance(value, Share) else 0
     match = _PERCENT.fullmatch(value.strip()) if isinstance(value, str) else None
@@ -324,7 +326,7 @@ def _parse_keep_free(name: str, value: Any) -> int | Share:
             raise _bad(name, value, "more than 0% and less than 100%")
         return Share(float(match[1]))
     try:
-        return _parse_size(name, value)
+        return parse_size(name, value)
     except ConfigError:
         raise _bad(name, value, 'bytes, a text such as "50GiB", or a share such as "2%"') from None
 
@@ -374,7 +376,7 @@ _PARSERS = {
     "canonical_layout": _parse_bool,
     "lora": _choice("off", "by-name"),
     "io_threads": _count(1, 64),
-    "staging_bytes": _parse_size,
+    "staging_bytes": parse_size,
     "max_queued_chunks": _count(1, 1_000_000),
     "store_queue_s": _seconds(0, 3600),
     "direct_io": _choice("auto", "on", "off"),
@@ -392,7 +394,7 @@ _PARSERS = {
     "breaker_probe_s": _seconds(0.01, 3600),
     "touch_interval_s": _seconds(0, 86400 * 365),
     "max_bytes": _parse_bound,
-    "keep_free": _parse_keep_free,
+    "keep_free": parse_keep_free,
     "namespace_max_bytes": _parse_bound,
     "tenant_max_bytes": _parse_bound,
     "maintenance": _choice("on", "off"),

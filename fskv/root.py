@@ -281,6 +281,22 @@ def _probe(path: str) -> None:
 # --- the manifest -----------------------------------------------------------------------
 
 
+def read_manifest(namespace_path: str) -> Identity:
+    """Return what a namespace's manifest says, for tools; engines compare it (`Root.open_namespace`).
+
+    Raises RootError where it is missing or unreadable, IdentityMismatch where it is no identity.
+    """
+    path = f"{namespace_path}/{MANIFEST_FILE}"
+    with _os_errors_as_root_errors(path):
+        content = _retry_stale(lambda: _read_fresh(path, _MAX_MANIFEST_NBYTES))
+    if content is None:
+        raise RootError(f"{path}: no such file; expected the namespace's identity")
+    try:
+        return Identity.from_manifest(_parse_json(content))
+    except (ValueError, IdentityMismatch) as error:
+        raise IdentityMismatch(f"{path}: {error}") from error
+
+
 def _manifest_bytes(identity: Identity) -> bytes:
     return (json.dumps(identity.to_manifest(), indent=2, sort_keys=True) + "\n").encode("ascii")
 

@@ -19,17 +19,31 @@ from conftest import wait_for
 pytest.importorskip("torch")
 cli = pytest.importorskip("fskv_tools.cli", reason="the command line is not installed")
 
-from fskv_tools import (  # noqa: E402
-    bench,
-    bench_advice,
-    bench_contestant,
-    bench_peers,
-    bench_row,
-    bench_store,
-    bench_table,
-    bench_workspace,
+from fskv_tools.bench import (  # noqa: E402
+    advice as bench_advice,
 )
-from fskv_tools.bench_row import Row, Spread  # noqa: E402
+from fskv_tools.bench import (  # noqa: E402
+    contestant as bench_contestant,
+)
+from fskv_tools.bench import (  # noqa: E402
+    measure,
+)
+from fskv_tools.bench import (  # noqa: E402
+    peers as bench_peers,
+)
+from fskv_tools.bench import (  # noqa: E402
+    row as bench_row,
+)
+from fskv_tools.bench import (  # noqa: E402
+    store as bench_store,
+)
+from fskv_tools.bench import (  # noqa: E402
+    table as bench_table,
+)
+from fskv_tools.bench import (  # noqa: E402
+    workspace as bench_workspace,
+)
+from fskv_tools.bench.row import Row, Spread  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
 from fskv.types import Status  # noqa: E402
@@ -219,7 +233,7 @@ def test_a_full_disk_is_an_error_in_words(tmp_path, monkeypatch):
 
 
 def test_a_wrong_answer_of_the_index_is_no_result(tmp_path, monkeypatch):
-    from fskv_tools import bench_lookup
+    from fskv_tools.bench import lookup as bench_lookup
 
     def all_there(ranks, chunks, missed_before):
         return bench_lookup.Findings([True] * len(chunks), 0.001)
@@ -441,9 +455,9 @@ def test_advice_is_for_the_page_cache_where_that_is_clearly_faster_and_none_with
 
 def test_everybody_comes_first_equally_often():
     group = [types.SimpleNamespace(name=name) for name in "abc"]
-    firsts = [bench.turn_order(group, number)[0].name for number in range(6)]
+    firsts = [measure.turn_order(group, number)[0].name for number in range(6)]
     assert firsts == list("abcabc")
-    orders = ["".join(at.name for at in bench.turn_order(group, n)) for n in range(4)]
+    orders = ["".join(at.name for at in measure.turn_order(group, n)) for n in range(4)]
     assert orders == ["abc", "bac", "cab", "acb"]
 
 
@@ -492,7 +506,7 @@ def test_a_directory_that_is_none_or_takes_no_files_is_named(tmp_path):
 
 
 def test_room_is_computed_before_anything_is_written(tmp_path, monkeypatch):
-    settings = bench.Settings(
+    settings = measure.Settings(
         directory=str(tmp_path),
         chunk_sizes=(1 << 20, 1 << 16),
         page_sizes=(1 << 16,),
@@ -503,19 +517,19 @@ def test_room_is_computed_before_anything_is_written(tmp_path, monkeypatch):
         direct_io="auto",
         peers=False,
     )
-    disk, memory = bench.room_needed(settings)
+    disk, memory = measure.room_needed(settings)
     assert 8 << 20 < disk < 64 << 20
     assert 16 << 20 < memory < 48 << 20
     usage = types.SimpleNamespace(total=1 << 30, free=disk)
-    monkeypatch.setattr(bench.shutil, "disk_usage", lambda path: usage)
-    bench.check_room(settings)
+    monkeypatch.setattr(measure.shutil, "disk_usage", lambda path: usage)
+    measure.check_room(settings)
     usage.free -= 1
     with pytest.raises(ValueError, match=r"MiB are free, .* are needed; lower --total-mib"):
-        bench.check_room(settings)
+        measure.check_room(settings)
     usage.free += 1
-    monkeypatch.setattr(bench, "_available_memory", lambda: memory - 1)
+    monkeypatch.setattr(measure, "_available_memory", lambda: memory - 1)
     with pytest.raises(ValueError, match="of memory are free"):
-        bench.check_room(settings)
+        measure.check_room(settings)
 
 
 # --- stopping ---------------------------------------------------------------------------------
@@ -564,7 +578,7 @@ def test_a_signal_at_any_moment_of_a_run_leaves_nothing(tmp_path, monkeypatch):
 
     for owner, name in [
         (os, "mkdir"),
-        (bench, "StoreContestant"),
+        (measure, "StoreContestant"),
         (bench_store.StoreContestant, "_store"),
         (bench_store.StoreContestant, "_verify"),
         (bench_store.StoreContestant, "remove_files"),

@@ -307,7 +307,7 @@ def test_the_table_of_layers_is_the_one_that_is_tested():
         ("| L1 | `fskv.config`, ", "| L1 | `fskv.config`, `fskv.nothing`, "),
         ("| L2 | `fskv.gds_io`, ", "| L2 | `fskv.gds_io`, `fskv.config`, "),
         ("| `msgpack` | `fskv.chunk_file`,", "| `msgpack` | `fskv.store`,"),
-        ("| `typer` | `tools.cli`, `tools.replay_command` |\n", ""),
+        ("| `typer` | `tools.*` |\n", ""),
     ],
 )
 def test_a_doctored_table_of_layers_fails(old, new):
@@ -385,10 +385,11 @@ def test_make_targets_exist(document):
 
 def test_the_commands_of_the_readme_exist():
     cli = pytest.importorskip("fskv_tools.cli", reason="the command line is not installed")
-    commands = {command.callback.__name__ for command in cli.app.registered_commands}
+    commands = {entry.name for entry in cli.COMMANDS}
     code = "\n".join(fenced(text_of("README.md"), ""))
     named = set(re.findall(r"^fskv (\w+)", code, re.MULTILINE))
-    assert named == commands
+    assert named
+    assert named <= commands
 
 
 # Built from parts, or this file would be its own finding.

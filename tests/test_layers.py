@@ -57,7 +57,7 @@ HOMES = {
     "msgpack": ("fskv.chunk_file", "fskv.index.", "fskv.capacity", "fskv.maintenance"),
     "xxhash": ("fskv.chunk_file", "fskv.namespace", "fskv.fingerprint", "fskv.index."),
     # bench: the command that measures the data path with real tensors.
-    "torch": ("fskv.gds_io", "fskv.transports.", "fskv.engines.", "tools.bench_store"),
+    "torch": ("fskv.gds_io", "fskv.transports.", "fskv.engines.", "tools.bench.store"),
     "triton": ("fskv.transports.",),
     "cupy": ("fskv.gds_io", "fskv.transports."),
     "numpy": ("fskv.span_plan", "fskv.transports.", "fskv.engines.", "fskv.index.", "fskv.prune"),
@@ -65,7 +65,7 @@ HOMES = {
     "typer": ("tools.",),
     "rich": ("tools.",),
     # replay --plot
-    "matplotlib": ("tools.replay_report",),
+    "matplotlib": ("tools.replay.report",),
 }
 # Only where they are used, so that a machine without them can import the module.
 LAZY = {

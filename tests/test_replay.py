@@ -20,16 +20,24 @@ from hypothesis import strategies as st
 
 cli = pytest.importorskip("fskv_tools.cli", reason="the command line is not installed")
 
-from fskv_tools import (  # noqa: E402
-    replay,
-    replay_engine,
-    replay_report,
-    replay_root,
-    replay_trace,
+from fskv_tools.replay import (  # noqa: E402
+    engine as replay_engine,
 )
-from fskv_tools.replay_engine import Engine, EngineSpec, ReplayError  # noqa: E402
-from fskv_tools.replay_report import Interval, Summary  # noqa: E402
-from fskv_tools.replay_trace import Request, TraceError  # noqa: E402
+from fskv_tools.replay import (  # noqa: E402
+    report as replay_report,
+)
+from fskv_tools.replay import (  # noqa: E402
+    root as replay_root,
+)
+from fskv_tools.replay import (  # noqa: E402
+    run as replay_run,
+)
+from fskv_tools.replay import (  # noqa: E402
+    trace as replay_trace,
+)
+from fskv_tools.replay.engine import Engine, EngineSpec, ReplayError  # noqa: E402
+from fskv_tools.replay.report import Interval, Summary  # noqa: E402
+from fskv_tools.replay.trace import Request, TraceError  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
 from fskv.transports.host import HostTransport  # noqa: E402
@@ -527,7 +535,7 @@ def test_a_broken_promise_is_a_problem_and_the_exit_code_is_1(
     trace, root, monkeypatch, changes, words
 ):
     summary = make_summary(**changes)
-    monkeypatch.setattr(replay, "run_replay", lambda *_, **__: (summary, None))
+    monkeypatch.setattr(replay_run, "run_replay", lambda *_, **__: (summary, None))
     for options in ([], ["--json"]):
         result = run(trace, root, *options)
         assert result.exit_code == (1 if words else 0)
@@ -558,9 +566,9 @@ def test_a_walk_counts_what_the_disk_keeps_for_chunk_files_and_unfinished_ones(t
 
 def test_a_capacity_in_blocks_is_as_many_files_and_one_in_bytes_the_blocks_that_fit(tmp_path):
     def bound(text, block_nbytes=4096):
-        fields = dict.fromkeys(field.name for field in dataclasses.fields(replay.Settings))
+        fields = dict.fromkeys(field.name for field in dataclasses.fields(replay_run.Settings))
         fields |= {"block_nbytes": block_nbytes, "direct_io": "off", "capacity": text}
-        return replay.Settings(**fields).bound(str(tmp_path))
+        return replay_run.Settings(**fields).bound(str(tmp_path))
 
     assert bound(None) is None
     assert bound("10") == (10 * 8192, 10)

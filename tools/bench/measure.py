@@ -20,13 +20,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from fskv.chunk_file import FileLayout
 
-from . import bench_workspace
-from .bench_contestant import Cell, Contestant
-from .bench_lookup import FILE_NBYTES, LookupContestant, ProbeContestant, lookup_peers
-from .bench_peers import Fio, FsIoC, PeerMemory, find_peers
-from .bench_row import Row, with_ratios
-from .bench_store import KvMemory, StoreContestant, pick_device
-from .bench_workspace import StopSignals
+from . import workspace
+from .contestant import Cell, Contestant
+from .lookup import FILE_NBYTES, LookupContestant, ProbeContestant, lookup_peers
+from .peers import Fio, FsIoC, PeerMemory, find_peers
+from .row import Row, with_ratios
+from .store import KvMemory, StoreContestant, pick_device
+from .workspace import StopSignals
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -104,14 +104,14 @@ def run_bench(
     """
     check_room(settings)
     device = pick_device(settings.device)
-    path = bench_workspace.new_path(settings.directory)
+    path = workspace.new_path(settings.directory)
     made: list[Contestant] = []
     complaints = _Complaints()
 
     def clean_up() -> bool:
         for contestant in made:
             contestant.close()
-        gone = bench_workspace.remove(path)
+        gone = workspace.remove(path)
         complaints.stop()
         return gone
 

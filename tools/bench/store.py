@@ -27,7 +27,7 @@ from fskv.store import ChunkStore
 from fskv.transports.host import HostTransport
 from fskv.types import ChunkId, Status
 
-from .bench_contestant import (
+from .contestant import (
     CLOSE_S,
     Cell,
     Contestant,
@@ -35,7 +35,7 @@ from .bench_contestant import (
     drop_from_page_cache,
     remove_all,
 )
-from .bench_row import BUFFERED, O_DIRECT
+from .row import BUFFERED, O_DIRECT
 
 REQUEST_CHUNKS = 64
 _TIMEOUT_S = 120.0

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich import box
 from rich.table import Table
 
-from .bench_row import Row, Spread
+from .row import Row, Spread
 
 _COLUMNS = ("op", "path", "chunk", "page", "T", "median \\[min - max]", "/fs_io_C", "/fio")
 

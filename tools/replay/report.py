@@ -16,7 +16,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from .replay_trace import Trace, lru_hits
+from .trace import Trace, lru_hits
 
 SCHEMA = 1  # raised when a field changes its meaning or goes; new fields do not raise it
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .bench_row import BUFFERED, O_DIRECT, Row
+from .row import BUFFERED, O_DIRECT, Row
 
 NEAR = 0.95
 # Llama-3-8B in 16 bits: 32 layers x 8 KV heads x 128 x (K and V) x 2 bytes.

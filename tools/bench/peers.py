@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from types import ModuleType
 
-from .bench_contestant import (
+from .contestant import (
     CLOSE_S,
     Cell,
     Contestant,
@@ -33,7 +33,7 @@ from .bench_contestant import (
     drop_from_page_cache,
     remove_all,
 )
-from .bench_row import BUFFERED, FIO, FS_IO_C, O_DIRECT
+from .row import BUFFERED, FIO, FS_IO_C, O_DIRECT
 
 _TIMEOUT_S = 120.0
 _MAX_BATCH = 4

@@ -24,12 +24,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from fskv.claims import Space
 
-from . import replay_root, replay_trace
-from .bench_workspace import StopSignals
-from .replay_engine import EngineSpec, ReplayError, RequestDone, file_layout, run_worker
-from .replay_report import Interval, Summary, percentiles
-from .replay_root import ReplayRoot, Sample, run_sampler
-from .replay_trace import Request, Trace
+from ..bench.workspace import StopSignals
+from . import root as replay_root
+from . import trace as replay_trace
+from .engine import EngineSpec, ReplayError, RequestDone, file_layout, run_worker
+from .report import Interval, Summary, percentiles
+from .root import ReplayRoot, Sample, run_sampler
+from .trace import Request, Trace
 
 if TYPE_CHECKING:
     from rich.console import Console

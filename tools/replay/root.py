@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 
 from fskv.root import FORMAT_FILE, Root
 
-from . import bench_workspace
+from ..bench import workspace
 
 _MAX_SHARE = 0.1  # of the time may be spent on walking: it takes a core and the directories' locks
 _CHUNK_ENDINGS = (".kv", ".part")
@@ -51,7 +51,7 @@ class ReplayRoot:
         for name in names:
             path = os.path.join(self.path, name)
             if os.path.isdir(path) and not os.path.islink(path):
-                bench_workspace.remove(path)
+                workspace.remove(path)
             else:
                 with contextlib.suppress(OSError):
                     os.unlink(path)

@@ -1,4 +1,4 @@
-"""`fskv replay`: its options, and how what it finds is printed. The work is done in `replay`."""
+"""`fskv replay`: its options, and how what it finds is printed. The work is done in `replay.run`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from rich.console import Console
 
 from fskv.errors import FskvError
 
-from .replay_trace import TOKENS_PER_BLOCK
+from ..replay.trace import TOKENS_PER_BLOCK
+from ..terminal import say, stderr
 
 _DEFAULT_BLOCK_NBYTES = 4096
-_err = Console(stderr=True, highlight=False)
 
 
-def replay(
+def command(
     trace: Annotated[str, typer.Argument(help="A trace in the Mooncake JSONL format.")],
     root: Annotated[
         str, typer.Option(help="An empty or new directory on the storage; see also --keep.")
@@ -93,10 +93,10 @@ def replay(
     disk in an earlier request: its clock jumps ahead with each, further than any answer lives. With --speed
     requests begin at their times, divided by the speed, and the lifetimes of answers shrink with it.
     """
-    from . import replay_report
-    from .bench_workspace import Stopped, StopSignals
-    from .replay import Settings, run_replay
-    from .replay_engine import ReplayError
+    from ..bench.workspace import Stopped, StopSignals
+    from ..replay import report as replay_report
+    from ..replay.engine import ReplayError
+    from ..replay.run import Settings, run_replay
 
     told: list[replay_report.Interval] = []
 
@@ -126,21 +126,23 @@ def replay(
             keep=keep,
         )
         with StopSignals() as stop:
-            summary, requests = run_replay(settings, console=_err, stop=stop, say=_say, emit=emit)
+            summary, requests = run_replay(
+                settings, console=stderr(), stop=stop, say=say, emit=emit
+            )
         if plot is not None:
             replay_report.plot(plot, summary, told, requests)
     except Stopped as stopped:
-        _say("fskv replay: stopped")
+        say("fskv replay: stopped")
         raise typer.Exit(128 + stopped.signum) from None
     except (FskvError, ReplayError, OSError, ValueError, MemoryError) as error:
-        _say(f"fskv replay: {error}")
+        say(f"fskv replay: {error}")
         raise typer.Exit(2) from None
     if as_json:
         typer.echo(json.dumps(replay_report.summary_line(summary)))
     else:
         Console(width=None if sys.stdout.isatty() else 120).print(replay_report.table(summary))
     for problem in summary.problems:
-        _say(f"fskv replay: {problem}")
+        say(f"fskv replay: {problem}")
     raise typer.Exit(1 if summary.problems else 0)
 
 
@@ -150,7 +152,3 @@ def _block_nbytes(block_bytes: int | None, bytes_per_token: int | None) -> int:
     if block_bytes is None or bytes_per_token is None:
         return block_bytes or (bytes_per_token or 0) * TOKENS_PER_BLOCK
     raise ValueError("--block-bytes, --bytes-per-token: found both, expected one of them")
-
-
-def _say(sentence: str) -> None:
-    _err.print(sentence, markup=False, soft_wrap=True)

@@ -22,9 +22,9 @@ from fskv.job import ChunkRequest
 from fskv.span_plan import GroupLayout, plan_job
 from fskv.types import ChunkId, Presence
 
-from .bench_contestant import Cell, Contestant, RoundError
-from .bench_row import FS_IO_C
-from .bench_store import KvMemory, chunk_id, drain, open_data_path
+from .contestant import Cell, Contestant, RoundError
+from .row import FS_IO_C
+from .store import KvMemory, chunk_id, drain, open_data_path
 
 FILE_NBYTES = 4096  # of KV: only the number of files matters
 _NUM_STRANGERS = 256  # keys without a file, asked for before it counts

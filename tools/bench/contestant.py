@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from fskv.errors import FskvError
 
-from .bench_row import SCHEMA, Row, Spread
+from .row import SCHEMA, Row, Spread
 
 CLOSE_S = 10.0  # how long an interrupted bench waits for transfers that have begun
 

@@ -35,7 +35,7 @@ from fskv.store import ChunkStore
 from fskv.transports.host import HostTransport
 from fskv.types import ChunkId, Presence, Status
 
-from .replay_trace import TOKENS_PER_BLOCK, Request, block_content, block_key
+from .trace import TOKENS_PER_BLOCK, Request, block_content, block_key
 
 PATIENCE_S = 60.0  # for what cannot take so long: a chunk, an allowance
 _PAGES_NBYTES = 64 << 20  # KV pages of an engine; a request that needs more comes in parts

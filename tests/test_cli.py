@@ -1,0 +1,217 @@
+"""The command line as a whole: what every command has in common, and `ls` and `dir`.
+
+Commands have tests of their own beside this; here each is run on roots of every kind, and no traceback, no
+file out of place and no wrong exit code may come of it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+from conftest import make_identity
+from tool_lab import Lab, fskv, key_of, run, spoil
+
+cli = pytest.importorskip("fskv_tools.cli", reason="the command line is not installed")
+
+REPOSITORY = pathlib.Path(__file__).resolve().parents[1]
+NAMES = [entry.name for entry in cli.COMMANDS]
+
+
+@pytest.fixture
+def lab(tmp_path):
+    return Lab(tmp_path / "kv")
+
+
+def lines_of(name):
+    """Return what a command's module says of its JSON lines."""
+    entry = next(entry for entry in cli.COMMANDS if entry.name == name)
+    return getattr(importlib.import_module(entry.module), "LINES", {})
+
+
+def check_lines(name, lines):
+    """Every line has exactly the documented fields, and the last one is the summary."""
+    documented = lines_of(name)
+    for line in lines:
+        kind = line.pop("type")
+        assert line.keys() == documented[kind].keys(), (kind, line.keys() ^ documented[kind].keys())
+    assert kind == "summary"
+
+
+# --- what all have in common ------------------------------------------------------------
+
+
+def test_the_manual_is_what_the_commands_say():
+    manual = importlib.import_module("fskv_tools.manual")
+    written = (REPOSITORY / "docs" / "cli.md").read_text(encoding="utf-8")
+    assert written == manual.page(), "run: python -m fskv_tools.manual > docs/cli.md"
+    assert manual.page().replace("--root", "--rood") != written
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_command_has_help_and_a_docstring_that_the_list_agrees_with(name):
+    done = run(name, "--help")
+    assert done.exit_code == 0
+    assert "Usage: fskv" in done.stdout or f" {name} " in done.stdout
+    (entry,) = [entry for entry in cli.COMMANDS if entry.name == name]
+    assert entry.help[-1] in ".?"
+
+
+def test_a_start_imports_only_what_the_command_needs():
+    for words, forbidden in (
+        ("version", {"torch", "numpy", "vllm", "kvikio", "rich", "matplotlib"}),
+        ("ls --help", {"torch", "vllm", "kvikio", "matplotlib"}),
+        ("--help", {"torch", "numpy", "vllm", "kvikio", "matplotlib"}),
+    ):
+        code = (
+            "import sys; from fskv_tools.cli import app\n"
+            f"try: app({words.split()!r})\nexcept SystemExit: pass\n"
+            "print(*sorted({n.partition('.')[0] for n in sys.modules}), file=sys.stderr)"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
+        )
+        loaded = set(done.stderr.split())
+        assert "typer" in loaded
+        assert not loaded & forbidden, words
+
+
+def test_an_unknown_command_is_a_usage_error_that_suggests_one():
+    done = run("lss")
+    assert done.exit_code == 2
+    assert "Did you mean 'ls'" in done.stderr
+
+
+def test_without_a_root_it_says_how_to_give_one():
+    done = run("ls")
+    assert done.exit_code == 2
+    assert "--root" in done.stderr
+
+
+def test_the_root_may_come_from_the_environment(lab):
+    lab.namespace()
+    assert run("ls", "-q", env={"FSKV_ROOT": lab.path}).stdout.count("\n") == 1
+
+
+@pytest.mark.parametrize("kind", ["missing", "empty", "foreign", "newer", "damaged", "a file"])
+def test_what_is_no_root_is_exit_10_and_one_sentence(tmp_path, kind):
+    path = tmp_path / "kv"
+    if kind != "missing":
+        path.mkdir()
+    if kind == "foreign":
+        (path / "holiday.jpg").write_bytes(b"")
+    if kind == "newer":
+        (path / "fskv.json").write_text('{"format": 2}')
+    if kind == "damaged":
+        (path / "fskv.json").write_text("")
+    if kind == "a file":
+        path.rmdir()
+        path.write_text("")
+    before = sorted(os.listdir(tmp_path)), sorted(os.listdir(path)) if path.is_dir() else None
+    for name in ("ls", "dir"):
+        done = fskv(name, root=path)
+        assert done.exit_code == 10, done.stderr
+        assert done.stdout == ""
+        assert len(done.stderr.strip().splitlines()) == 1
+        assert str(path) in done.stderr
+    after = sorted(os.listdir(tmp_path)), sorted(os.listdir(path)) if path.is_dir() else None
+    assert after == before
+
+
+def test_the_reader_of_the_output_may_go_away(lab):
+    where = lab.namespace()
+    lab.chunks(where, range(200))
+    command = f"{sys.executable} -m fskv_tools ls --root {lab.path} --chunks --json | head -1"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=120)
+    assert json.loads(done.stdout)["type"] == "chunk"
+    assert "Traceback" not in done.stderr
+    assert "Broken" not in done.stderr
+
+
+# --- ls and dir -------------------------------------------------------------------------
+
+
+def test_ls_counts_chunks_files_and_bytes_as_they_are_on_disk(lab):
+    one = lab.namespace()
+    other = lab.namespace(model_name="org/other", tenant="acme")
+    paths = lab.chunks(one, range(30))
+    ranks = lab.chunks(other, range(7), rank=0) + lab.chunks(other, range(7), rank=1)
+    done = run("ls", "--json", root=lab.path)
+    found = {line["namespace"]: line for line in done.lines[:-1]}
+    assert found[one.id]["chunks"] == found[one.id]["files"] == 30
+    assert (found[other.id]["chunks"], found[other.id]["files"]) == (7, 14)
+    assert found[one.id]["nbytes"] == sum(os.stat(path).st_blocks * 512 for path in paths)
+    assert found[other.id]["tenant"] == "acme"
+    assert done.summary["files"] == len(paths) + len(ranks)
+    check_lines("ls", done.lines)
+    assert done.exit_code == 0
+
+
+def test_ls_lists_chunks_in_any_order_and_no_more_than_asked_for(lab):
+    where = lab.namespace()
+    by_age = [lab.chunk(where, number, age_s=86400 * number) for number in range(20)]
+    everything = run("ls", "--chunks", "--json", root=lab.path)
+    assert {line["path"] for line in everything.lines[:-1]} == set(by_age)
+    check_lines("ls", everything.lines)
+    oldest = run("ls", "--chunks", "--sort", "used", "--limit", "3", "--json", root=lab.path)
+    assert [line["path"] for line in oldest.lines[:-1]] == by_age[:-4:-1]
+    newest = run("ls", "--chunks", "--sort", "used", "-r", "--limit", "3", "--json", root=lab.path)
+    assert [line["path"] for line in newest.lines[:-1]] == by_age[:3]
+    old = run("ls", "--chunks", "--older-than", "10d", "--json", root=lab.path)
+    assert {line["path"] for line in old.lines[:-1]} == set(by_age[10:])
+
+
+def test_ids_that_are_printed_are_understood(lab):
+    one = lab.namespace()
+    other = lab.namespace(model_name="org/other")
+    lab.chunks(one, range(5))
+    path = lab.chunk(other, 77)
+    ids = run("ls", "--chunks", "-q", root=lab.path).stdout.split()
+    assert len(ids) == 6
+    for text in (*ids, key_of(77).hex(), path, os.path.basename(path)):
+        found = run("dir", text, root=lab.path)
+        assert found.exit_code == 0, found.stderr
+        assert os.path.isfile(found.stdout.strip())
+    assert run("dir", key_of(77).hex(), root=lab.path).stdout.strip() == path
+    for text in ("org--other", "other", other.id, other.id[:17], other.identity.digest16[:6]):
+        assert run("dir", text, root=lab.path).stdout.strip() == other.directory.path
+    ambiguous = run("dir", "org", root=lab.path)
+    assert ambiguous.exit_code == 2
+    assert one.id in ambiguous.stderr
+    assert other.id in ambiguous.stderr
+    assert run("dir", "nothing-like-it", root=lab.path).exit_code == 2
+
+
+def test_a_damaged_identity_is_a_problem_and_a_directory_that_cannot_be_listed_is_partial(lab):
+    bad = lab.namespace(model_name="org/bad")
+    good = lab.namespace()
+    lab.chunks(good, range(3))
+    manifest = f"{bad.directory.path}/namespace.json"
+    with open(manifest, "w", encoding="ascii") as file:
+        file.write('{"format": 1')
+    done = run("ls", "--json", root=lab.path)
+    assert done.exit_code == 1
+    assert [line["problem"] is None for line in done.lines[:-1]] == [False, True]
+    with open(manifest, "w", encoding="ascii") as file:
+        json.dump(make_identity(model_name="org/yet-another").to_manifest(), file)
+    assert "describes" in run("ls", root=lab.path).stderr
+
+
+def test_a_root_full_of_strange_entries_is_listed_and_left_alone(lab):
+    where = lab.namespace()
+    paths = lab.chunks(where, range(10))
+    strange = spoil(lab, where)
+    before = {os.fsencode(path): os.lstat(path) for path in strange}
+    for options in ((), ("--chunks",), ("--fresh", "--json"), ("--chunks", "-q")):
+        done = fskv("ls", *options, root=lab.path)
+        assert done.exit_code == 0, done.stderr
+        assert all(c.isprintable() or c == "\n" for c in done.stdout + done.stderr)
+    listed = run("ls", "--chunks", "--json", root=lab.path)
+    assert {line["path"] for line in listed.lines[:-1]} == set(paths)
+    for path, info in before.items():
+        assert os.lstat(path).st_ino == info.st_ino

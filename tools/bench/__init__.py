@@ -1,0 +1,1 @@
+"""What `fskv bench` measures, who takes part, and what comes out."""

@@ -1,0 +1,1 @@
+"""One module per command of `fskv`: it parses, calls a room of this package and prints."""

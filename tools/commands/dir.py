@@ -1,0 +1,37 @@
+"""`fskv dir`: where something is."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ..exits import UsageError
+from ..options import RootOption
+from ..root_view import RootView
+from ..terminal import show
+
+
+def command(
+    root: RootOption,
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            help="A namespace, or a chunk as `ls --chunks` names it.", show_default=False
+        ),
+    ] = None,
+) -> None:
+    """Print the path of the root, of a namespace, or of a chunk's files."""
+    view = RootView.open(root)
+    if name is None:
+        print(view.path)
+        return
+    try:
+        paths = [view.namespace(name).path]
+    except UsageError as no_namespace:
+        try:
+            paths = [file.path for file in view.chunk(name)]
+        except UsageError:
+            raise no_namespace from None
+    for path in paths:
+        print(show(path))

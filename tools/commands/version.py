@@ -1,0 +1,28 @@
+"""`fskv version`."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from fskv import __version__, chunk_file
+
+from ..options import JsonOption
+from ..terminal import emit
+
+LINES = {
+    "summary": {
+        "version": "of fskv",
+        "format": "of the files that it reads and writes",
+        "native": "whether the C extension was built",
+    }
+}
+
+
+def command(as_json: JsonOption = False) -> None:
+    """Print the version of fskv, of the on-disk format, and whether the C extension was built."""
+    built = importlib.util.find_spec("fskv._native") is not None
+    if as_json:
+        emit("summary", version=__version__, format=chunk_file.FORMAT_VERSION, native=built)
+        return
+    how = "outside the interpreter" if built else "in Python: the C extension was not built"
+    print(f"fskv {__version__} (format {chunk_file.FORMAT_VERSION}, data path {how})")

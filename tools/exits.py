@@ -1,0 +1,45 @@
+"""How a command ends: the exit codes, and the one exception that carries one.
+
+CommandError
+├── UsageError     2   an argument makes no sense, or a confirmation could not be asked for
+└── NotARoot      10   the root is missing, foreign, unreadable or of another format
+
+docs/cli.md lists the codes; tests/test_cli.py provokes each.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class Exit(IntEnum):
+    OK = 0
+    PROBLEMS = 1  # the command did its work and found something wrong
+    USAGE = 2
+    PARTIAL = 3  # a part of the work could not be done: unreadable, unremovable, out of time
+    NOT_A_ROOT = 10
+    INTERRUPTED = 130
+
+
+MEANINGS = {
+    Exit.OK: "all is well",
+    Exit.PROBLEMS: "problems were found: the command did its work, and something is not as it should be",
+    Exit.USAGE: "an argument makes no sense, or a question could not be asked (no terminal and no `--yes`)",
+    Exit.PARTIAL: "a part was not done: something could not be read or removed, or time ran out",
+    Exit.NOT_A_ROOT: "the root is missing, unreadable, not an fskv root, or of another format",
+    Exit.INTERRUPTED: "interrupted (Ctrl-C), or whoever read the output went away",
+}
+
+
+class CommandError(Exception):
+    """Ends a command with one sentence on stderr."""
+
+    exit = Exit.PROBLEMS
+
+
+class UsageError(CommandError):
+    exit = Exit.USAGE
+
+
+class NotARoot(CommandError):  # noqa: N818  a state of the disk, read as one
+    exit = Exit.NOT_A_ROOT

@@ -1,0 +1,1 @@
+"""A request trace against a real root: what `fskv replay` does."""

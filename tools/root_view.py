@@ -1,0 +1,275 @@
+"""A cache root as the tools see it: its namespaces, their chunk files, and how people name them.
+
+Opened for reading; writes nothing, not even a probe. A bad entry never ends a listing: a namespace says what
+is wrong with it (`problem`), a directory that cannot be read is counted.
+
+People name a namespace by `ARCH/MODEL@DIGEST`, by MODEL or by DIGEST, and a chunk by `DIGEST/NAME.gG[.rR]`,
+by NAME, by the engine's key in hex, or by a path; a prefix is enough where it is unique.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from fskv import namespace
+from fskv.errors import FskvError
+from fskv.index.scan import Records, Shard, file_name, list_shard, shard_path, walk
+from fskv.index.snapshot import Catalogue
+from fskv.namespace import Identity
+from fskv.root import Root, read_manifest
+
+from .exits import NotARoot, UsageError
+from .terminal import show
+
+_DIRECTORY = re.compile(r"(.+)@([0-9a-f]{16})", re.DOTALL)
+_HEX = re.compile(r"[0-9a-f]+")
+_CHUNK = re.compile(
+    r"(?:([0-9a-f]{1,16})/)?([0-9a-f]{3,32})(?:\.g(\d{1,6}))?(?:\.r(\d{1,6}))?(?:\.kv)?"
+)
+_MAX_CANDIDATES = 5  # shown where a prefix is not unique
+_ID_DIGITS = 3  # of a chunk's name at least: they say in which directory it is
+
+
+@dataclass(frozen=True)
+class Namespace:
+    """One namespace directory. What is in it is read when asked for."""
+
+    root: str
+    arch: str
+    name: str  # MODEL@DIGEST
+
+    @property
+    def id(self) -> str:
+        return f"{self.arch}/{self.name}"
+
+    @property
+    def path(self) -> str:
+        return f"{self.root}/{self.arch}/{self.name}"
+
+    @property
+    def model(self) -> str:
+        return self.name.rpartition("@")[0]
+
+    @property
+    def digest16(self) -> str:
+        return self.name.rpartition("@")[2]
+
+    @cached_property
+    def _manifest(self) -> Identity | str:
+        try:
+            identity = read_manifest(self.path)
+        except FskvError as error:
+            return str(error)
+        if (described := namespace.directory(identity)) != self.id:
+            return f"its namespace.json describes {described}"
+        return identity
+
+    @property
+    def identity(self) -> Identity | None:
+        """The identity that its manifest describes; None where `problem` says why not."""
+        return self._manifest if isinstance(self._manifest, Identity) else None
+
+    @property
+    def problem(self) -> str | None:
+        return self._manifest if isinstance(self._manifest, str) else None
+
+    @property
+    def tenant(self) -> str | None:
+        return self.identity.tenant if self.identity else None
+
+    def shards(self) -> Iterator[Shard]:
+        """Walk every directory of chunks, one after the other: nothing is remembered of those before.
+
+        Raises OSError when the namespace itself cannot be read.
+        """
+        return _in_turn(walk(self.path, {}, now_ns=time.time_ns()))
+
+    def catalogue(self, *, fresh: bool) -> tuple[Catalogue, list[Shard]]:
+        """Return all that is there, 40 bytes a file, and the directories that could not be listed.
+
+        Without `fresh` it starts from the snapshot: only directories that have changed are listed, and files
+        in the others may have been used since. Raises OSError when the namespace itself cannot be read.
+        """
+        catalogue = Catalogue(self.path) if fresh else Catalogue.load(self.path)
+        failed = asyncio.run(catalogue.refresh(time.time_ns()))
+        return catalogue, failed
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkFile:
+    """One chunk file as a walk has found it."""
+
+    namespace: Namespace
+    name: str  # <32 hex>.g<group>[.r<rank>].kv
+    mtime_ns: int
+    nbytes: int  # on disk
+
+    @property
+    def id(self) -> str:
+        return f"{self.namespace.digest16}/{self.name.removesuffix('.kv')}"
+
+    @property
+    def path(self) -> str:
+        return f"{self.namespace.path}/chunks/{self.name[:3]}/{self.name}"
+
+
+def chunk_files(where: Namespace, records: Records) -> Iterator[ChunkFile]:
+    """Name the files of records, one at a time."""
+    for record in records:
+        mtime_ns, nbytes = int(record["mtime_ns"]), int(record["nbytes"])
+        yield ChunkFile(where, file_name(record), mtime_ns, nbytes)
+
+
+def num_chunks(records: Records) -> int:
+    """Count chunks: the files of all ranks are one."""
+    if not len(records) or not records["rank1"].any():
+        return len(records)
+    return len(
+        {
+            (bytes(name), group)
+            for name, group in zip(records["name"], records["group"], strict=True)
+        }
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class RootView:
+    """An fskv root, opened for reading."""
+
+    path: str
+
+    @classmethod
+    def open(cls, path: str) -> RootView:
+        """Check that `path` is a root of this format. Raises NotARoot, in one sentence."""
+        if not path:
+            raise UsageError("--root: found nothing, expected the directory of a cache root")
+        try:
+            root = Root.open(os.path.abspath(path), create=False, writable=False)
+        except FskvError as error:
+            raise NotARoot(str(error).replace("option 'root'", "--root")) from None
+        return cls(root.path)
+
+    def namespaces(self) -> list[Namespace]:
+        """Return the namespaces by id. Raises NotARoot when the root itself cannot be listed."""
+        found = []
+        try:
+            arches = sorted(entry.name for entry in os.scandir(self.path) if _is_arch(entry))
+        except OSError as error:
+            raise NotARoot(f"{self.path}: {error.strerror}") from None
+        for arch in arches:
+            with contextlib.suppress(OSError), os.scandir(f"{self.path}/{arch}") as entries:
+                found += [Namespace(self.path, arch, e.name) for e in entries if _is_namespace(e)]
+        return sorted(found, key=lambda one: one.id)
+
+    def matching(self, text: str | None) -> list[Namespace]:
+        """Return the namespaces that `text` may mean, all of them for None. Raises UsageError for none."""
+        everything = self.namespaces()
+        if text is None:
+            return everything
+        found = [one for one in everything if text in (one.id, one.name, one.digest16, one.path)]
+        found = found or [one for one in everything if _may_mean(text.rstrip("/"), one)]
+        if not found:
+            raise UsageError(f"{show(text)}: no such namespace in {self.path}")
+        return found
+
+    def namespace(self, text: str) -> Namespace:
+        """Return the one namespace that `text` means; raises UsageError where it is none or several."""
+        found = self.matching(text)
+        if len(found) > 1:
+            raise UsageError(_ambiguous(text, [one.id for one in found]))
+        return found[0]
+
+    def chunk(self, text: str, within: str | None = None) -> list[ChunkFile]:
+        """Return the files of the one chunk that `text` means: of all its groups and ranks.
+
+        Raises UsageError where it is none, several chunks, or no name.
+        """
+        if "/chunks/" in text:
+            return [self._by_path(text)]
+        spaces = self.matching(within)
+        found: list[ChunkFile] = []
+        if match := _CHUNK.fullmatch(text):
+            digest, name, group, rank = match.groups()
+            spaces = [one for one in spaces if one.digest16.startswith(digest or "")]
+            found = _find(spaces, name, group, rank)
+        if not found and _HEX.fullmatch(text) and len(text) % 2 == 0:  # the engine's key
+            found = _find(spaces, namespace.chunk_name(bytes.fromhex(text)), None, None)
+        if not found:
+            raise UsageError(f"{show(text)}: no such chunk in {self.path}")
+        names = sorted({f"{one.namespace.digest16}/{one.name[:32]}" for one in found})
+        if len(names) > 1:
+            raise UsageError(_ambiguous(text, names))
+        return found
+
+    def _by_path(self, text: str) -> ChunkFile:
+        path = os.path.abspath(text)
+        for one in self.namespaces():
+            if path.startswith(f"{one.path}/chunks/"):
+                name = path.removeprefix(f"{one.path}/")
+                if namespace.parse_chunk_path(name) is None:
+                    break
+                shard = list_shard(os.path.dirname(path), int(os.path.basename(path)[:3], 16))
+                for file in chunk_files(one, shard.records):
+                    if file.path == path:
+                        return file
+        raise UsageError(f"{show(text)}: no chunk file of {self.path}")
+
+
+def _is_arch(entry: os.DirEntry[str]) -> bool:
+    return not entry.name.startswith(".") and entry.is_dir(follow_symlinks=False)
+
+
+def _is_namespace(entry: os.DirEntry[str]) -> bool:
+    return _DIRECTORY.fullmatch(entry.name) is not None and entry.is_dir(follow_symlinks=False)
+
+
+def _may_mean(text: str, one: Namespace) -> bool:
+    repository = one.name.rpartition("--")[2]  # of ORGANISATION--REPOSITORY
+    return any(full.startswith(text) for full in (one.id, one.name, repository, one.digest16))
+
+
+def _ambiguous(text: str, names: list[str]) -> str:
+    more = f" and {len(names) - _MAX_CANDIDATES} more" if len(names) > _MAX_CANDIDATES else ""
+    shown = ", ".join(show(name) for name in names[:_MAX_CANDIDATES])
+    return f"{show(text)}: may be any of {shown}{more}; give more of it"
+
+
+def _find(
+    spaces: list[Namespace], prefix: str, group: str | None, rank: str | None
+) -> list[ChunkFile]:
+    found = []
+    for one in spaces:
+        idx = int(prefix[:_ID_DIGITS], 16)
+        shard = list_shard(shard_path(one.path, idx), idx)
+        for file in chunk_files(one, shard.records):
+            named = namespace.parse_chunk_path(f"chunks/{file.name[:3]}/{file.name}")
+            if named is None or not named.name.startswith(prefix):
+                continue
+            if group is not None and named.group_idx != int(group):
+                continue
+            if rank is not None and named.rank != int(rank):
+                continue
+            found.append(file)
+    return sorted(found, key=lambda file: file.path)
+
+
+def _in_turn(shards: object) -> Iterator[Shard]:
+    """Let a walk run where nobody else is asynchronous."""
+    loop = asyncio.new_event_loop()
+    try:
+        while True:
+            try:
+                yield loop.run_until_complete(anext(shards))  # type: ignore[call-overload]
+            except StopAsyncIteration:
+                return
+    finally:
+        loop.run_until_complete(shards.aclose())  # type: ignore[attr-defined]
+        loop.run_until_complete(loop.shutdown_default_executor())
+        loop.close()

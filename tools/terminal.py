@@ -1,0 +1,207 @@
+"""What people and programs see: results on stdout, everything else on stderr.
+
+`Console`s are made when something is printed, so that a command that prints JSON does not import rich.
+Names from a disk may hold anything: `show` makes them printable; they are never taken for markup.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from fskv.config import parse_size
+from fskv.errors import ConfigError
+
+from .exits import UsageError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
+    from rich.table import Table
+    from rich.text import Text
+
+_AGE = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s*(s|m|h|d|w)", re.ASCII)
+_AGE_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
+_MAX_AGE_S = 100 * 366 * 86400
+
+
+# --- where it goes ----------------------------------------------------------------------
+
+
+@cache
+def stderr() -> Console:
+    from rich.console import Console
+
+    return Console(stderr=True, highlight=False)
+
+
+def say(sentence: str) -> None:
+    """Print a hint, a warning or an error to stderr; printable, never markup."""
+    print(show(sentence, keep="\n"), file=sys.stderr, flush=True)
+
+
+def emit(kind: str, **fields: Any) -> None:
+    """Print one JSON line. Times are RFC 3339 texts (`rfc3339`), sizes integers of bytes."""
+    print(json.dumps({"type": kind, **fields}), flush=kind == "summary")
+
+
+def print_table(table: Table) -> None:
+    """Print to stdout: as wide as the terminal, or as wide as it needs to be where there is none."""
+    from rich.console import Console
+
+    if sys.stdout.isatty():
+        Console(highlight=False).print(table)
+        return
+    # Nobody folds the lines of a file: one line for a row, nothing is cut.
+    console = Console(width=100_000, highlight=False, color_system=None)
+    with console.capture() as capture:
+        console.print(table)
+    print("\n".join(line.rstrip() for line in capture.get().splitlines()))
+
+
+def new_table(*columns: str, right: Sequence[str] = ()) -> Table:
+    """Return an empty table; `right` names the columns of numbers."""
+    from rich import box
+    from rich.table import Table
+
+    tty = sys.stdout.isatty()
+    table = Table(box=box.SIMPLE_HEAD if tty else None, pad_edge=False, header_style="bold")
+    for name in columns:
+        if name in right:
+            table.add_column(name, justify="right", no_wrap=True)
+        else:
+            table.add_column(name, overflow="fold")
+    return table
+
+
+def plain(text: str) -> Text:
+    """Return a cell of a table that shows `text` as it is: brackets in it are no markup."""
+    from rich.text import Text
+
+    return Text(show(text))
+
+
+@contextlib.contextmanager
+def progress(*, rate: bool = False) -> Iterator[Progress]:
+    """Draw progress on stderr while it is a terminal, otherwise nothing. `rate`: the total is in bytes."""
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    counted = (
+        (DownloadColumn(binary_units=True), TransferSpeedColumn())
+        if rate
+        else (MofNCompleteColumn(),)
+    )
+    drawn = Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        *counted,
+        TimeRemainingColumn(),
+        console=stderr(),
+        transient=True,
+        disable=not sys.stderr.isatty(),
+    )
+    with drawn:
+        yield drawn
+
+
+def confirm(question: str, *, yes: bool) -> bool:
+    """Ask on the terminal; True without asking with `yes`. Raises UsageError where nobody can be asked."""
+    if yes:
+        return True
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise UsageError("nothing was done: there is no terminal to ask on; give --yes to go on")
+    print(f"{show(question)} [y/N] ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+# --- how it is written ------------------------------------------------------------------
+
+
+def show(text: str, keep: str = "") -> str:
+    """Return a text that cannot move the cursor, change colours or reverse its own direction."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in keep else repr(c)[1:-1] for c in text)
+
+
+def iec(nbytes: float) -> str:
+    """Write bytes with an IEC unit and three digits: `512 B`, `1.50 KiB`, `12.3 MiB`, `456 GiB`."""
+    value, unit = float(nbytes), "B"
+    for bigger in ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB"):
+        if abs(value) < 999.5:
+            break
+        value, unit = value / 1024, bigger
+    if unit == "B":
+        return f"{int(value)} B"
+    digits = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
+    return f"{value:.{digits}f} {unit}"
+
+
+def ago(mtime_ns: int | None, now_ns: int | None = None) -> str:
+    """Write how long ago a time was: `42 s ago`, `3 h ago`; a dash for none."""
+    if mtime_ns is None:
+        return "-"
+    seconds = ((time.time_ns() if now_ns is None else now_ns) - mtime_ns) / 1e9
+    return "in the future" if seconds < -60 else f"{duration(max(0.0, seconds))} ago"
+
+
+def duration(seconds: float) -> str:
+    for unit, size in (("y", 365 * 86400), ("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{int(seconds // size)} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def rfc3339(ns: int | None) -> str | None:
+    """Write a time as RFC 3339 in UTC, to the millisecond; None where there is none or it is no date."""
+    if ns is None:
+        return None
+    try:
+        text = datetime.fromtimestamp(ns // 1_000_000 / 1000, UTC).isoformat(
+            timespec="milliseconds"
+        )
+    except (ValueError, OverflowError, OSError):
+        return None
+    return text.replace("+00:00", "Z")
+
+
+def size_option(option: str, text: str) -> int:
+    """Read bytes, as a number or with an IEC unit; raises UsageError."""
+    try:
+        return parse_size(option, int(text) if text.isascii() and text.isdecimal() else text)
+    except ConfigError as error:
+        raise UsageError(str(error).removeprefix("option ")) from None
+
+
+def age_option(option: str, text: str) -> float:
+    """Read a duration such as 90s, 12h, 30d in seconds; raises UsageError."""
+    match = _AGE.fullmatch(text.strip())
+    seconds = float(match[1]) * _AGE_UNITS[match[2]] if match else -1.0
+    if not 0 <= seconds <= _MAX_AGE_S:
+        raise UsageError(f"{option}: found {text!r}, expected a duration such as 90s, 12h, 30d, 4w")
+    return seconds
+
+
+def is_wide() -> bool:
+    """Whether stdout shows more than a narrow terminal's columns, or is no terminal."""
+    if not sys.stdout.isatty():
+        return True
+    with contextlib.suppress(OSError):
+        return os.get_terminal_size(sys.stdout.fileno()).columns >= 100
+    return False
