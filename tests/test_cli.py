@@ -133,6 +133,35 @@ def test_the_reader_of_the_output_may_go_away(lab):
     assert "Broken" not in done.stderr
 
 
+def completions(*words, **env):
+    done = subprocess.run(
+        [sys.executable, "-m", "fskv_tools"],
+        env={
+            **os.environ,
+            **env,
+            "_FSKV_COMPLETE": "complete_bash",
+            "COMP_WORDS": " ".join(["fskv", *words]),
+            "COMP_CWORD": str(len(words)),
+        },
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stderr == ""
+    return done.stdout.split()
+
+
+def test_a_shell_completes_commands_options_and_namespaces(lab, tmp_path):
+    where = lab.namespace()
+    assert completions("vers") == ["version"]
+    assert "--older-than" in completions("ls", "--older")
+    assert completions("ls", "org", FSKV_ROOT=lab.path) == [where.id.partition("/")[2]]
+    assert completions("ls", "--root", lab.path, "cpu") == [where.id]
+    assert completions("ls", "org", FSKV_ROOT=str(tmp_path / "nothing")) == []
+    assert "complete" in run("completion", "bash").stdout
+    assert run("completion", "tcsh").exit_code == 2
+
+
 # --- ls and dir -------------------------------------------------------------------------
 
 

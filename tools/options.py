@@ -2,9 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import os
+from typing import Annotated, Any
 
 import typer
+
+
+def complete_namespace(ctx: Any, incomplete: str) -> list[str]:
+    """Return the namespaces that may be meant, for a shell; nothing where there is no root."""
+    from fskv.errors import FskvError
+
+    from .exits import CommandError
+    from .root_view import RootView
+
+    try:
+        view = RootView.open(ctx.params.get("root") or os.environ.get("FSKV_ROOT", ""))
+        spaces = view.namespaces()
+    except (CommandError, FskvError, OSError):
+        return []
+    # A shell takes only what begins with what was typed.
+    ids = [one.id for one in spaces if one.id.startswith(incomplete)]
+    return ids or [
+        name for one in spaces for name in (one.name, one.digest16) if name.startswith(incomplete)
+    ]
+
 
 RootOption = Annotated[
     str,
@@ -25,6 +46,7 @@ NamespaceArgument = Annotated[
     typer.Argument(
         metavar="[NAMESPACE]",
         help="ARCH/MODEL@DIGEST, or a prefix of it, of MODEL or of DIGEST. Default: all.",
+        autocompletion=complete_namespace,
         show_default=False,
     ),
 ]
