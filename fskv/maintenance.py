@@ -144,14 +144,14 @@ class Maintainer:
         return self._report(usage, space) or granted or busy
 
     def _revoke_if_late(self) -> None:
-        """Take back what is not used, if we were away for so long that others may have been given it.
+        """Have what is not used returned, if we were away for so long that others may have been given it.
 
-        Stopped, or kept waiting by the root. The engine was told nothing meanwhile and has stopped to store.
+        Stopped, or kept waiting by the root. Our claim covers it until the engine has said how much it was: what
+        we heard last may be old, and an engine that has not read this yet may go on to use it.
         """
         now = time.monotonic()
         if now - self._stepped_at > _AWAY_S:
             self._must_revoke = True
-            self._granted = self._engine.used + self._engine.returned
         self._stepped_at = now
         if self._must_revoke and self._send({"revoke": True}):
             self._must_revoke = False
