@@ -251,3 +251,24 @@ def test_a_live_lease_that_was_moved_away_by_mistake_is_given_back(tmp_path, clo
     assert lease_module.Lease(str(tmp_path))._read().holder == quick._name
     clock.advance(5)
     assert quick.renew()
+
+
+def test_a_heartbeat_is_written_through_no_link(tmp_path, clock, monkeypatch):
+    """Somebody puts a link in the lease's place after it was looked at."""
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"foreign")
+    lease = Lease(str(tmp_path), clock=clock)
+    assert lease.renew()
+    real = lease._read
+
+    def read(path=None):
+        state = real(path)
+        os.unlink(lease._path)
+        os.symlink(victim, lease._path)
+        return state
+
+    monkeypatch.setattr(lease, "_read", read)
+    clock.advance(5)
+    with pytest.raises(OSError, match="symbolic links"):
+        lease.renew()
+    assert victim.read_bytes() == b"foreign"
