@@ -260,8 +260,8 @@ class Capacity:
             # When it was said, and not when it is read: an idle engine has left it in the pipe.
             self._heard_at = self._clock() - (time.monotonic() - message["alive"])
         elif "revoke" in message:
-            # It was away for so long that others may have been given the rest. It learns how much that was from
-            # us: it cannot know what was used meanwhile.
+            # It was away for so long that others may have been given the rest. It learns from us how
+            # much that was: it cannot know what was used meanwhile.
             self._return_unused()
         elif "grant" in message:
             self._allowed += message["grant"]

@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import msgpack
@@ -287,7 +288,7 @@ def test_a_claim_covers_what_its_engine_may_use_whenever_one_of_both_is_away(
         while not capacity._allowed:
             pipes.maintainer.step()
             await asyncio.sleep(0)  # the loop's clock is ours and stands still
-            time.sleep(0.001)
+            threading.Event().wait(0.001)
             clock.advance(0.01)
             capacity.poll()
         for _ in range(600):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import subprocess
 import sys
 import time
 
 import pytest
-from capacity_lab import DIGEST, disk_nbytes, make_namespace, write_chunk
+from capacity_lab import DIGEST, age_directories, disk_nbytes, make_namespace, write_chunk
 
 from fskv import holder, maintenance
 from fskv.claims import Book, Claim, Limits
@@ -205,3 +206,45 @@ def test_after_a_long_absence_a_claim_covers_what_the_engine_has_not_returned_an
         return max(mine.granted for mine in book(root).claims())
 
     asyncio.run(steps(maintenance._AWAY_S + 1))
+
+
+def test_a_manifest_that_is_nested_too_deep_keeps_nothing_from_being_counted(root):
+    other = f"cpu/other@{'f' * 16}"
+    with open(f"{make_namespace(root, other)}/namespace.json", "w") as file:
+        file.write("[" * 200_000)
+    write_chunk(f"{root}/{other}", 1)
+    maintain(root, lambda: usage_of(root) is not None, timeout_s=4)
+    assert usage_of(root).namespaces[other][1] == 1
+
+
+def usage_of(root):
+    with contextlib.suppress(OSError):
+        return book(root).usage()
+    return None
+
+
+def test_after_a_root_that_hung_the_next_step_comes_soon():
+    assert maintenance._pause_after(0.1) == 0.2
+    assert maintenance._pause_after(30.0) <= maintenance._ALIVE_S
+
+
+def test_room_is_made_with_what_the_snapshot_knows(root, monkeypatch):
+    """A walk of all may take longer than an engine waits for its process: it would never end."""
+    for number in range(50):
+        write_chunk(f"{root}/{NAME}", number)
+    age_directories(f"{root}/{NAME}")
+    maintain(root, lambda: usage_of(root) is not None)
+    assert os.path.exists(f"{root}/{NAME}/snapshot.msgpack")
+    listed = []
+    real = scan.list_shard
+    monkeypatch.setattr(scan, "list_shard", lambda *args: listed.append(args) or real(*args))
+
+    async def make_room():
+        maintainer = Maintainer(root, claim())
+        maintainer.step()
+        await maintainer.make_room()
+        await maintainer.close()
+
+    asyncio.run(make_room())
+    assert disk_nbytes(root) == 0
+    assert listed == []
