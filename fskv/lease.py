@@ -186,7 +186,7 @@ class Lease:
             raise
         try:
             content = os.read(fd, _MAX_NBYTES)
-        except IsADirectoryError:
+        except (IsADirectoryError, BlockingIOError):  # a FIFO that somebody has open
             return nobody
         finally:
             os.close(fd)
