@@ -156,6 +156,10 @@ class Capacity:
         """Whether there was no word for so long that others may think us dead."""
         return self._clock() - self._heard_at > _SILENT_S
 
+    def _return_unused(self) -> None:
+        self._returned += max(0, self._allowed - self._used)
+        self._allowed = min(self._allowed, self._used)
+
     def settle(self, taken: int, written: int) -> None:
         """A store has ended: of `taken` bytes that it took `written` are on disk now."""
         self._used += written - taken
@@ -193,8 +197,7 @@ class Capacity:
             return []
         self._hear()
         if self._silent:
-            self._returned += max(0, self._allowed - self._used)
-            self._allowed = min(self._allowed, self._used)
+            self._return_unused()
             self._silent_polls_since = self._silent_polls_since or now
             if now - self._silent_polls_since > _HUNG_S:
                 self._process.kill()  # the next poll starts another one; a hung mount may keep this one
@@ -256,10 +259,10 @@ class Capacity:
         if "alive" in message:
             # When it was said, and not when it is read: an idle engine has left it in the pipe.
             self._heard_at = self._clock() - (time.monotonic() - message["alive"])
-        elif (
-            "revoke" in message
-        ):  # it was away for so long that others may have been given the rest
-            self._allowed = min(self._allowed, self._used)
+        elif "revoke" in message:
+            # It was away for so long that others may have been given the rest. It learns from us how
+            # much that was: it cannot know what was used meanwhile.
+            self._return_unused()
         elif "grant" in message:
             self._allowed += message["grant"]
         elif "removed" in message:

@@ -436,7 +436,7 @@ def _excess(scope: Scope, claims: list[Claim]) -> int:
 
 
 def _tenant_of(path: str) -> str | None:
-    with contextlib.suppress(OSError, ValueError, AttributeError):
+    with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError):
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # it may be anything
         with open(path, "rb", opener=lambda name, _: os.open(name, flags)) as file:
             tenant = json.loads(file.read(16 << 20)).get("tenant")

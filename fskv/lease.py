@@ -109,7 +109,9 @@ class Lease:
             self._mine = None  # taken over: we were thought dead
             return
         mine = LeaseState(**{**asdict(mine), "beat": mine.beat + 1})
-        with open(self._path, "r+b", buffering=0) as file:
+        # Through no link: somebody may have put one there since we looked.
+        fd = os.open(self._path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(fd, "wb", buffering=0) as file:
             file.write(_encoded(mine))
         self._mine, self._beaten_at = mine, now
 
@@ -184,7 +186,7 @@ class Lease:
             raise
         try:
             content = os.read(fd, _MAX_NBYTES)
-        except IsADirectoryError:
+        except (IsADirectoryError, BlockingIOError):  # a FIFO that somebody has open
             return nobody
         finally:
             os.close(fd)

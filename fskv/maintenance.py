@@ -144,14 +144,14 @@ class Maintainer:
         return self._report(usage, space) or granted or busy
 
     def _revoke_if_late(self) -> None:
-        """Take back what is not used, if we were away for so long that others may have been given it.
+        """Have what is not used returned, if we were away for so long that others may have been given it.
 
-        Stopped, or kept waiting by the root. The engine was told nothing meanwhile and has stopped to store.
+        Stopped, or kept waiting by the root. Our claim covers it until the engine has said how much it was:
+        what we heard last may be old, and an engine that has not read this yet may go on to use it.
         """
         now = time.monotonic()
         if now - self._stepped_at > _AWAY_S:
             self._must_revoke = True
-            self._granted = self._engine.used + self._engine.returned
         self._stepped_at = now
         if self._must_revoke and self._send({"revoke": True}):
             self._must_revoke = False
@@ -168,7 +168,8 @@ class Maintainer:
         if self._claim is None or time.monotonic() - self._room_made_at < _AFTER_FAILURE_S:
             return
         self._room_made_at = time.monotonic()
-        catalogue = Catalogue(f"{self._root}/{self._claim.namespace}")
+        # With the snapshot: a walk of everything may take longer than our engine waits for a word.
+        catalogue = Catalogue.load(f"{self._root}/{self._claim.namespace}")
         await catalogue.refresh(self._lease.now_ns())
         pruned = await execute(plan([catalogue], _LEAST_ROOM, 8), lambda: True)
         for chunks in pruned.removed.values():
@@ -347,7 +348,6 @@ async def serve() -> None:
     parent = os.getppid()
     reading = asyncio.ensure_future(reader.read(1 << 16))
     while True:
-        # However often the engine speaks: at most a third of a core, and few requests to a server.
         await asyncio.sleep(pause_s)
         waited_for: set[asyncio.Future[Any]] = {reading}
         if maintainer is not None and maintainer.work is not None:
@@ -384,13 +384,22 @@ async def serve() -> None:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 with contextlib.suppress(OSError):
                     await maintainer.make_room()
-        pause_s = max(0.01, 2 * (time.monotonic() - started))
+        pause_s = _pause_after(time.monotonic() - started)
         interval_s = pause_s if busy else min(_IDLE_S, 1.5 * interval_s)
     if maintainer is not None:
         with contextlib.suppress(
             OSError
         ):  # the root is gone, or read-only: nobody has a use for it
             await maintainer.close()
+
+
+def _pause_after(seconds: float) -> float:
+    """Return how long to wait after a step that took so long.
+
+    However often the engine speaks: at most a third of a core, and few requests to a server. But where the
+    root hung for half a minute, an engine that is kept waiting for a minute more thinks that we do.
+    """
+    return min(_IDLE_S, max(0.01, 2 * seconds))
 
 
 def _begin(options: dict[str, Any]) -> Maintainer:

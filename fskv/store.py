@@ -187,6 +187,7 @@ class ChunkStore:
         cost a good load.
         """
         path = self.path(chunk)
+        delivered = False
         for attempt in (1, 2):
             try:
                 with self._transport.open(path) as file:
@@ -197,10 +198,13 @@ class ChunkStore:
                             self._discard(chunk, path, file, error)
                         raise
                     deliver()
+                    delivered = True
                     if abs(time.time() - file.mtime) > self._touch_interval_s:
                         file.touch()
                 return Status.OK
             except ChunkError as error:
+                if delivered:
+                    return Status.OK  # never a second time: the pages may be somebody else's by now
                 # The server dropped the handle under us, which says nothing about the file: look once more.
                 if attempt == 1 and _is_estale(error):
                     continue

@@ -206,9 +206,10 @@ class FaultTransport:
 
     def write_part(self, path: str, slot: Any, nbytes: int) -> None:
         if not os.path.isdir(os.path.dirname(path)):  # the store makes it and comes again
-            self.inner.write_part(path, slot, nbytes)
-        with self._operation("write", path):
-            self.inner.write_part(path, slot, nbytes)
+            self.inner.write_part(path, slot, nbytes)  # unless another thread just has
+        else:
+            with self._operation("write", path):
+                self.inner.write_part(path, slot, nbytes)
         self.after_write(path)
 
     # --- events -----------------------------------------------------------------------------

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -10,15 +12,20 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 
+import msgpack
 import pytest
 from capacity_lab import DIGEST, disk_nbytes, make_namespace, write_chunk
 from conftest import Clock, returns_in_time, wait_for
 
+from fskv import maintenance
 from fskv.capacity import _SILENT_S, Capacity
-from fskv.claims import Limits
+from fskv.claims import Claim, Limits
 from fskv.config import Share
+from fskv.maintenance import Maintainer, Outbox
+from fskv.process import unique_name
 
 NAME = f"cpu/model@{DIGEST}"
 MAX = 4 << 20
@@ -216,6 +223,95 @@ def test_what_was_there_before_counts_and_a_restart_grants_nothing_beyond(root, 
         second.store(number)
         assert disk_nbytes(root) <= MAX
     assert second.capacity.state.nbytes > MAX // 2
+
+
+class Pipes:
+    """In the place of a maintenance process: the ends of its pipes, and a Maintainer that steps when told."""
+
+    def __init__(self, root, limits):
+        heard, self.stdin = (
+            os.fdopen(fd, mode) for fd, mode in zip(os.pipe(), ("rb", "wb"), strict=True)
+        )
+        self.stdout, said = (
+            os.fdopen(fd, mode) for fd, mode in zip(os.pipe(), ("rb", "wb"), strict=True)
+        )
+        for pipe in (heard, self.stdin, self.stdout, said):
+            os.set_blocking(pipe.fileno(), False)
+        self._own = heard, said
+        self._unpacker = msgpack.Unpacker()
+        self.maintainer = Maintainer(
+            root, Claim(unique_name(), NAME, None, limits), Outbox(said.fileno()).send
+        )
+
+    def hear(self, most):
+        """Hear some of what the engine has said."""
+        with contextlib.suppress(BlockingIOError):
+            self._unpacker.feed(os.read(self._own[0].fileno(), 1 << 16))
+        for message in itertools.islice(self._unpacker, most):
+            if "root" not in message:
+                self.maintainer.hear(maintenance.Engine(**message))
+
+    @property
+    def claimed(self):
+        (mine,) = self.maintainer._book.claims()
+        return mine.granted
+
+    def poll(self):
+        return None
+
+    def kill(self):
+        raise AssertionError
+
+    def close(self):
+        for pipe in (*self._own, self.stdin, self.stdout):
+            pipe.close()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_claim_covers_what_its_engine_may_use_whenever_one_of_both_is_away(
+    root, monkeypatch, seed
+):
+    """A seeded walk of both ends: each is away at times, and hears late what the other one says."""
+    rng = random.Random(seed)
+    clock = Clock()
+    monkeypatch.setattr(time, "monotonic", clock)
+    limits = Limits(max_nbytes=64 << 20)
+    pipes = Pipes(root, limits)
+    pipes.maintainer._lease._clock = clock
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pipes)
+    capacity = Capacity(root, NAME, None, limits, at_hand=1 << 20, clock=clock)
+    capacity.start()
+    used = 0
+
+    async def walk():
+        nonlocal used
+        while not capacity._allowed:
+            pipes.maintainer.step()
+            await asyncio.sleep(0)  # the loop's clock is ours and stands still
+            threading.Event().wait(0.001)
+            clock.advance(0.01)
+            capacity.poll()
+        for _ in range(600):
+            event = rng.choices(("take", "poll", "step", "away"), (6, 4, 4, 1))[0]
+            if event == "take" and capacity.take(1 << 16):
+                used += 1 << 16
+                capacity.settle(1 << 16, 1 << 16)
+            elif event == "poll":
+                capacity.poll()
+            elif event == "step":
+                pipes.hear(rng.choice((0, 1, 1000)))
+                pipes.maintainer.step()
+                await asyncio.sleep(0)
+            clock.advance(rng.choice((13.0, 17.0, 25.0)) if event == "away" else 0.01)
+            assert used <= capacity._used
+            if not capacity._silent:
+                assert capacity._allowed <= pipes.claimed
+
+    try:
+        asyncio.run(walk())
+    finally:
+        pipes.close()
+    assert used > 2 << 20
 
 
 def test_a_silent_process_grants_nothing_and_never_blocks_the_engine(root, engine):

@@ -632,6 +632,21 @@ def test_a_load_that_the_guard_refused_is_never_good_even_if_its_thread_ends_bef
     assert bench.poisoned(5)
 
 
+def test_a_load_is_delivered_once_even_if_the_handle_is_stale_afterwards(make_bench):
+    """The job is reported when it is delivered: a second time would be into pages of somebody else."""
+    bench = make_bench()
+    bench.store([1])
+    bench.wait_until_idle()
+    bench.world.store._touch_interval_s = -1
+    bench.transport.script = Script(open=".H", touch="S")
+    (result,) = bench.finish(bench.load([1], place=5))
+    assert not result.failed
+    bench.poison(bench.blocks(5))
+    calm(bench)
+    bench.wait_until_idle()
+    assert bench.poisoned(5)
+
+
 # --- shutdown -----------------------------------------------------------------------------------
 
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 
 import pytest
 from conftest import Clock, wait_for
@@ -140,9 +141,9 @@ def test_a_holder_whose_process_is_gone_is_replaced_at_once(tmp_path, clock):
 
 @pytest.mark.parametrize(
     "damage",
-    ["empty", "garbage", "list", "deep", "symlink", "dangling", "directory", "fifo"],
+    ["empty", "garbage", "list", "deep", "symlink", "dangling", "directory", "fifo", "open fifo"],
 )
-def test_whatever_stands_in_its_place_is_a_dead_holder_s(tmp_path, clock, damage):
+def test_whatever_stands_in_its_place_is_a_dead_holder_s(request, tmp_path, clock, damage):
     path = tmp_path / LEASE_FILE
     target = tmp_path / "target"
     target.write_text("mine")
@@ -155,6 +156,9 @@ def test_whatever_stands_in_its_place_is_a_dead_holder_s(tmp_path, clock, damage
             path.mkdir()
         case "fifo":
             os.mkfifo(path)
+        case "open fifo":
+            os.mkfifo(path)
+            request.addfinalizer(partial(os.close, os.open(path, os.O_RDWR | os.O_NONBLOCK)))
         case _:
             path.write_text(
                 {"empty": "", "garbage": "\0{", "list": "[1]", "deep": "[" * 4096}[damage]
@@ -251,3 +255,24 @@ def test_a_live_lease_that_was_moved_away_by_mistake_is_given_back(tmp_path, clo
     assert lease_module.Lease(str(tmp_path))._read().holder == quick._name
     clock.advance(5)
     assert quick.renew()
+
+
+def test_a_heartbeat_is_written_through_no_link(tmp_path, clock, monkeypatch):
+    """Somebody puts a link in the lease's place after it was looked at."""
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"foreign")
+    lease = Lease(str(tmp_path), clock=clock)
+    assert lease.renew()
+    real = lease._read
+
+    def read(path=None):
+        state = real(path)
+        os.unlink(lease._path)
+        os.symlink(victim, lease._path)
+        return state
+
+    monkeypatch.setattr(lease, "_read", read)
+    clock.advance(5)
+    with pytest.raises(OSError, match="symbolic links"):
+        lease.renew()
+    assert victim.read_bytes() == b"foreign"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import subprocess
 import sys
 import time
 
 import pytest
-from capacity_lab import DIGEST, disk_nbytes, make_namespace, write_chunk
+from capacity_lab import DIGEST, age_directories, disk_nbytes, make_namespace, write_chunk
 
 from fskv import holder, maintenance
 from fskv.claims import Book, Claim, Limits
@@ -166,10 +167,10 @@ def test_parts_in_the_root_itself_are_collected_too(root):
     assert os.path.exists(foreign)
 
 
-def test_what_is_not_used_is_taken_back_after_a_long_absence_before_the_engine_hears_anything_else(
+def test_after_a_long_absence_a_claim_covers_what_the_engine_has_not_returned_and_no_more_is_granted(
     root, monkeypatch
 ):
-    """Others may have been given it: the reviewer's engine wrote 61 MiB beyond its bound."""
+    """Others may have been given it; but the engine may be about to use it, and what we heard last is old."""
     sent, listening = [], [True]
 
     def send(message):
@@ -182,6 +183,7 @@ def test_what_is_not_used_is_taken_back_after_a_long_absence_before_the_engine_h
         while not any("grant" in message for message in sent):
             maintainer.step()
             await asyncio.sleep(0.005)
+        first = sum(message.get("grant", 0) for message in sent)
         maintainer.hear(maintenance.Engine(used=100))
         sent.clear()
         late = time.monotonic() + away_s
@@ -190,10 +192,59 @@ def test_what_is_not_used_is_taken_back_after_a_long_absence_before_the_engine_h
         maintainer.step()
         listening[0] = True
         maintainer.step()
-        granted = max(mine.granted for mine in book(root).claims())
+        assert sent[0] == {"revoke": True}
+        assert not any("grant" in message for message in sent)
+        assert granted() == first
+        maintainer.hear(maintenance.Engine(used=300, returned=first - 300))
+        maintainer.step()
+        grants = sum(message.get("grant", 0) for message in sent)
+        assert granted() == 300 + grants
+        assert grants
         await maintainer.close()
-        return list(sent), granted
 
-    messages, granted = asyncio.run(steps(maintenance._AWAY_S + 1))
-    assert messages[0] == {"revoke": True}
-    assert sum(message.get("grant", 0) for message in messages) + 100 >= granted
+    def granted():
+        return max(mine.granted for mine in book(root).claims())
+
+    asyncio.run(steps(maintenance._AWAY_S + 1))
+
+
+def test_a_manifest_that_is_nested_too_deep_keeps_nothing_from_being_counted(root):
+    other = f"cpu/other@{'f' * 16}"
+    with open(f"{make_namespace(root, other)}/namespace.json", "w") as file:
+        file.write("[" * 200_000)
+    write_chunk(f"{root}/{other}", 1)
+    maintain(root, lambda: usage_of(root) is not None, timeout_s=4)
+    assert usage_of(root).namespaces[other][1] == 1
+
+
+def usage_of(root):
+    with contextlib.suppress(OSError):
+        return book(root).usage()
+    return None
+
+
+def test_after_a_root_that_hung_the_next_step_comes_soon():
+    assert maintenance._pause_after(0.1) == 0.2
+    assert maintenance._pause_after(30.0) <= maintenance._ALIVE_S
+
+
+def test_room_is_made_with_what_the_snapshot_knows(root, monkeypatch):
+    """A walk of all may take longer than an engine waits for its process: it would never end."""
+    for number in range(50):
+        write_chunk(f"{root}/{NAME}", number)
+    age_directories(f"{root}/{NAME}")
+    maintain(root, lambda: usage_of(root) is not None)
+    assert os.path.exists(f"{root}/{NAME}/snapshot.msgpack")
+    listed = []
+    real = scan.list_shard
+    monkeypatch.setattr(scan, "list_shard", lambda *args: listed.append(args) or real(*args))
+
+    async def make_room():
+        maintainer = Maintainer(root, claim())
+        maintainer.step()
+        await maintainer.make_room()
+        await maintainer.close()
+
+    asyncio.run(make_room())
+    assert disk_nbytes(root) == 0
+    assert listed == []

@@ -17,6 +17,7 @@ from capacity_lab import age_directories, make_namespace, run, write_chunk
 from fskv.index import scan
 from fskv.index.scan import file_name, list_shard, walk
 from fskv.index.snapshot import Catalogue
+from fskv.process import unique_name
 
 LATER_NS = 1 << 62
 
@@ -427,3 +428,25 @@ def test_young_files_with_all_their_blocks_are_listed_once(namespace, monkeypatc
         listed.clear()
         run(catalogue.refresh(time.time_ns()))
         assert set(listed) == {int(os.path.basename(os.path.dirname(p)), 16) for p in paths}
+
+
+def test_a_part_is_counted_as_it_is_after_it_has_grown(namespace, monkeypatch):
+    """Its directory's mtime says nothing of that; a writer that died leaves it for an hour on other nodes."""
+    directory = f"{namespace}/chunks/abc"
+    os.makedirs(directory)
+    part = f"{directory}/{unique_name()}.part"
+    with open(part, "wb") as file:
+        file.write(bytes(4096))
+    age_directories(namespace)
+    catalogue = Catalogue(namespace)
+    now = time.time_ns()
+    run(catalogue.refresh(now))
+    with open(part, "ab") as file:
+        file.write(bytes(1 << 20))
+    run(catalogue.refresh(now))
+    assert catalogue.nbytes == os.stat(part).st_blocks * 512
+    os.utime(part, ns=(now - 61 * NS, now - 61 * NS))  # nobody writes it any more
+    run(catalogue.refresh(now))
+    listed = count_listings(monkeypatch)
+    run(catalogue.refresh(now))
+    assert listed == []

@@ -287,7 +287,9 @@ def _add_part(shard: Shard, path: str, now_ns: int) -> None:
         return
     if stat.S_ISREG(info.st_mode):
         nbytes, growing = _nbytes(info, now_ns)
-        shard.growing |= growing
+        # It grows without a sign in its directory's mtime, until nobody writes it any more.
+        young = not now_ns or clamp_mtime(info.st_mtime_ns, now_ns) > now_ns - _YOUNG_NS
+        shard.growing |= growing or young
         shard.parts.append(Part(path, info.st_mtime_ns, nbytes))
     else:
         shard.num_foreign += 1
