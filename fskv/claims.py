@@ -289,7 +289,11 @@ class Book:
             fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, self._file_mode)
             with os.fdopen(fd, "wb", buffering=0) as file:
                 file.write(json.dumps(tree).encode())
-            os.rename(part, path)
+            try:
+                os.rename(part, path)
+            except IsADirectoryError:  # not ours to remove
+                os.rename(path, f"{path}.foreign-{unique_name()}")
+                os.rename(part, path)
         except OSError:
             with contextlib.suppress(OSError):
                 os.unlink(part)

@@ -239,7 +239,10 @@ class Maintainer:
             return False  # nobody knows yet how much there is
         if not any(claim.name == mine.name for claim in claims):
             bounds = scopes([*claims, mine], usage or Usage(), space)
-            self._published = None  # somebody thought us dead: publish again
+            # Somebody thought us dead, and may have granted to others what we had: publish again, and have
+            # what is not used returned. Our own clock need not show it: a suspended machine's stands still.
+            self._published = None
+            self._must_revoke = True
         left = mine.granted - engine.used
         amount = grant(mine, left, bounds, sum(not claim.closed for claim in claims))
         if amount <= 0 or not (left < amount // 2 or left < engine.wanted) or self._must_revoke:

@@ -208,6 +208,40 @@ def test_after_a_long_absence_a_claim_covers_what_the_engine_has_not_returned_an
     asyncio.run(steps(maintenance._AWAY_S + 1))
 
 
+def test_a_claim_that_somebody_took_away_is_published_again_and_what_is_unused_is_returned(root):
+    """A machine was suspended, and its clocks with it: others think that its engine is gone."""
+    sent = []
+
+    async def steps():
+        maintainer = Maintainer(root, claim(), lambda message: sent.append(message) or True)
+        while not any("grant" in message for message in sent):
+            maintainer.step()
+            await asyncio.sleep(0.005)
+        sent.clear()
+        (mine,) = book(root).claims()
+        book(root).withdraw(mine.name)
+        maintainer._published = maintainer._claim  # it was published, as far as we know
+        maintainer.step()
+        maintainer.step()
+        assert {"revoke": True} in sent
+        assert not any("grant" in message for message in sent)
+        assert [again.name for again in book(root).claims()] == [mine.name]
+        await maintainer.close()
+
+    asyncio.run(steps())
+
+
+def test_a_directory_in_the_place_of_a_shared_file_is_moved_aside_and_pruning_goes_on(root):
+    for number in range(40):
+        write_chunk(f"{root}/{NAME}", number)
+    usage = f"{root}/{SHARED_DIR}/usage.json"
+    os.makedirs(f"{usage}/precious")
+    maintain(root, lambda: disk_nbytes(root) <= 100_000, mine=claim(limits=Limits(100_000)))
+    assert os.path.isfile(usage)
+    (aside,) = [name for name in os.listdir(f"{root}/{SHARED_DIR}") if ".foreign-" in name]
+    assert os.path.isdir(f"{root}/{SHARED_DIR}/{aside}/precious")
+
+
 def test_a_manifest_that_is_nested_too_deep_keeps_nothing_from_being_counted(root):
     other = f"cpu/other@{'f' * 16}"
     with open(f"{make_namespace(root, other)}/namespace.json", "w") as file:
