@@ -8,20 +8,15 @@ import os
 import pathlib
 import subprocess
 
+import conftest
 import engine_lab as lab
 import pytest
+import router_lab
 from conftest import wait_for
-from test_engine_events import Router, _file_name
 
 from benchmarks.shared_root_judge import Sampler, bad_lines, count
 
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.timeout(600),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # vLLM and torch among themselves
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-]
+pytestmark = [*conftest.VLLM, pytest.mark.timeout(600)]
 lab.needs_vllm()
 
 MODEL = lab.MODELS["llama"]
@@ -34,6 +29,7 @@ BOUND = 240 * FILE_NBYTES
 # A prune takes about a second, and a chunk without room meanwhile is not stored.
 MOMENT = {"sleep": 0.5}
 RESET = {"reset_prefix_cache": True}
+root, router = router_lab.root, router_lab.router
 
 
 def _ask(number: int, label: str) -> dict:
@@ -43,19 +39,6 @@ def _ask(number: int, label: str) -> dict:
 def _options(root: str, **options) -> dict:
     small = {"hybrid_chunk_size": CHUNK_TOKENS, "touch_interval_s": 0, "keep_free": 0}
     return lab.connector(root, **small, **options)
-
-
-@pytest.fixture
-def root(tmp_path) -> str:
-    (tmp_path / "root").mkdir()
-    return str(tmp_path / "root")
-
-
-@pytest.fixture
-def router(root):
-    listening = Router(root)
-    yield listening
-    listening.close()
 
 
 @pytest.fixture
@@ -112,7 +95,7 @@ def test_an_engine_that_writes_several_times_its_bound_keeps_it_and_what_was_use
     result, sampler = _run(request, root, tmp_path / "engine")
     done = lab.generates(result)
 
-    (metrics,) = [step for step in result["steps"] if step["step"] == "metrics"]
+    (metrics,) = lab.metrics(result)
     written = lab.counter(metrics, "stored_bytes")
     assert written > 2 * BOUND
     assert max(sampler.nbytes) <= BOUND
@@ -135,7 +118,7 @@ def test_an_engine_that_writes_several_times_its_bound_keeps_it_and_what_was_use
     def told() -> set[str]:
         balance = collections.Counter(name for name, _, _ in list(router.stored))
         # One event takes back many chunks; a chunk is a block here.
-        balance.subtract(_file_name(h) for hashes in list(router.removed) for h in hashes)
+        balance.subtract(router_lab.file_name(h) for hashes in list(router.removed) for h in hashes)
         assert set(balance.values()) <= {0, 1}, "each is announced once, and once taken back"
         return {name for name, left in balance.items() if left}
 
@@ -153,7 +136,7 @@ def test_the_bound_holds_for_the_files_of_kv_heads_too(root, tmp_path):
     transfer = _options(root, max_bytes=bound, canonical_layout=True)
     steps += [*lab.SETTLE, RESET, _ask(39, "again"), {"metrics": True}]
     result, sampler = _run(lab.request(MODEL, steps, transfer=transfer), root, tmp_path / "engine")
-    (metrics,) = [step for step in result["steps"] if step["step"] == "metrics"]
+    (metrics,) = lab.metrics(result)
     assert lab.counter(metrics, "stored_bytes") > 2 * bound
     assert 0.5 * bound < max(sampler.nbytes) <= bound
     assert any(".r1." in path for path in lab.chunks(root)), "a chunk is several files"
@@ -217,7 +200,7 @@ def test_on_a_full_disk_loads_go_on_and_stores_do_again_after_the_prune(
     done = lab.generates(result)
     log = pathlib.Path(result["log_path"]).read_text()
     assert "the disk is full: nothing is stored for" in log
-    (metrics,) = [step for step in result["steps"] if step["step"] == "metrics"]
+    (metrics,) = lab.metrics(result)
     assert lab.counter(metrics, "stores_skipped", reason="no_space") > 0
     if (
         left_nbytes

@@ -106,7 +106,7 @@ def test_reads_that_never_return_cost_one_deadline_then_nothing(case, tmp_path, 
     # A generous bound against a hang, not a measurement: the wait is one deadline, then the breaker.
     assert done["hung"]["wall_s"] < DEADLINE_S + 20
     assert done["hung_again"]["wall_s"] < DEADLINE_S + 20
-    during = next(s for s in result["steps"] if s["step"] == "metrics")
+    during = lab.metrics(result)[0]
     assert lab.counter(during, "load_failures", reason="timed_out") > 0
     last = result["steps"][-1]
     assert lab.counter(last, "io_threads_hung") == 0, "hung threads came back and were counted off"

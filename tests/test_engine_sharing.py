@@ -199,7 +199,7 @@ def _damage_and_heal(shared: Shared, tmp_path: pathlib.Path, *, multiprocess: bo
     result = engine.wait(lab.ENGINE_TIMEOUT_S)
     assert result["exit_code"] == 0, result.get("error")
     done = lab.generates(result)
-    metrics = [s for s in result["steps"] if s["step"] == "metrics"]
+    metrics = lab.metrics(result)
     full = done["full"]["num_cached_tokens"]
     assert full > 0
     for number, damage in enumerate(damages):
