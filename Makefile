@@ -12,7 +12,7 @@ endif
 ARGS ?=
 DIR ?= .cache
 
-.PHONY: help setup demo demo-quick bench bench-interpreter bench-flood bench-scale bench-engine bench-shared-root storm test test-unit test-shared-fs lint clean distclean
+.PHONY: help setup demo demo-quick bench bench-interpreter bench-flood bench-scale bench-engine bench-shared-root storm test test-slow test-unit test-shared-fs lint clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -49,11 +49,14 @@ bench-shared-root: $(SETUP) ## Two real vLLM engines, one root, a bound of a ten
 storm: $(SETUP) ## Kill writers, fill a disk, fail a mount: is anything wrong ever served? (minutes)
 	@$(PY) -m benchmarks.storm $(ARGS)
 
-test: $(SETUP) ## Unit tests, then real engines (some minutes); not test-shared-fs
-	$(PY) -m pytest -m 'not shared_fs' $(ARGS)
+test: $(SETUP) ## Unit tests, then real engines: each promise (a quarter of an hour on 2 cores)
+	$(PY) -m pytest -m 'not slow and not shared_fs' $(ARGS)
 
-test-unit: $(SETUP) ## Only the tests that start no engine
-	$(PY) -m pytest -m 'not engine and not shared_fs' $(ARGS)
+test-slow: $(SETUP) ## More models, more settings, longer walks and storms (as long again); not in test
+	$(PY) -m pytest -m 'slow and not shared_fs' $(ARGS)
+
+test-unit: $(SETUP) ## Those of test that start no engine
+	$(PY) -m pytest -m 'not engine and not slow and not shared_fs' $(ARGS)
 
 test-shared-fs: $(SETUP) ## Real NFS and GlusterFS, nodes that die (root, Debian; 10 to 20 minutes)
 	@bash tests/shared_fs/install

@@ -13,7 +13,6 @@ import json
 import math
 import os
 import random
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -22,8 +21,7 @@ from itertools import pairwise
 from multiprocessing.connection import Connection
 from typing import Any
 
-import torch
-
+from benchmarks.engine_process import begin
 from benchmarks.rig import BenchmarkError, Rig, Shape, Traffic, patient_config
 from benchmarks.wrapping import Hang, Times, time_calls
 
@@ -47,14 +45,6 @@ MODEL = {
     "max_position_embeddings": MAX_MODEL_LEN,
     "tie_word_embeddings": False,
     "torch_dtype": "float32",
-}
-ENV = {
-    "HF_HUB_OFFLINE": "1",
-    "TRANSFORMERS_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
-    "TOKENIZERS_PARALLELISM": "false",
 }
 
 
@@ -264,19 +254,15 @@ class Engine:
 
 
 def serve(
-    connection: Connection, directory: str, root: str | None, options: argparse.Namespace
+    connection: Connection,
+    log: str,
+    directory: str,
+    root: str | None,
+    options: argparse.Namespace,
 ) -> None:
     """Be the child: start the engine, run phases as told until the connection ends."""
-    for name in [name for name in os.environ if name.startswith("VLLM_")]:
-        del os.environ[name]
-    os.environ.update(ENV)
-    # Before vLLM, which replaces this function. A model on all CPUs would wait for I/O in each of its loops.
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) - options.spare_cpus))
-    log = os.open(
-        f"{directory}/{'without' if root is None else 'with'}.log", os.O_WRONLY | os.O_CREAT
-    )
-    os.dup2(log, sys.stdout.fileno())
-    os.dup2(log, sys.stderr.fileno())
+    # A model on all CPUs would wait for I/O in each of its loops.
+    begin(log, max(1, len(os.sched_getaffinity(0)) - options.spare_cpus))
     engine = Engine(directory, root, options)
     connection.send("ready")
     try:

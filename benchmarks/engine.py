@@ -27,36 +27,26 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from benchmarks.child import Child
 from benchmarks.decoding import MOVES, Phase, serve, write_model
+from benchmarks.engine_process import START_S, EngineProcess, ending
 from benchmarks.options import parser, positive, positive_float, settings
-from benchmarks.report import command, percentile, publish, say, spread
+from benchmarks.report import judged, percentile, publish, say, spread
 from benchmarks.rig import BenchmarkError, work_directory
 
 BOTH = ("decode", "prefill", "reload")
 TRAFFIC = ("store traffic", "load traffic")
 FSKV_ONLY = (*(f"{kind}{where}" for kind in TRAFFIC for where in ("", " elsewhere")), "hang")
 SIDES = ("without", "with")
-START_S = 180.0
 PHASE_S = 600.0
-END_S = 20.0
 
 
-class Side:
-    """An engine's process, from the parent."""
+class Side(EngineProcess):
+    """An engine with or without fskv."""
 
     def __init__(self, name: str, directory: str, root: str | None, options: Any) -> None:
-        self._log = f"{directory}/{name}.log"
-        self.child = Child(f"the engine {name} fskv", serve, directory, root, options)
+        log = f"{directory}/{name}.log"
+        super().__init__(f"the engine {name} fskv", log, serve, log, directory, root, options)
         self.phases: dict[str, list[Phase]] = {}
-
-    def hear(self, timeout_s: float) -> Any:
-        try:
-            return self.child.hear(timeout_s)
-        except BenchmarkError as error:
-            with contextlib.suppress(FileNotFoundError), open(self._log, errors="replace") as file:
-                raise BenchmarkError(f"{error}\n{''.join(file.readlines()[-20:])}") from None
-            raise
 
     def run(self, kind: str, number: int, label: str | None = None) -> Phase:
         self.child.say((kind, number))
@@ -71,17 +61,12 @@ def engines(directory: str, options: argparse.Namespace) -> Iterator[dict[str, S
     root = os.path.join(directory, "root")
     os.mkdir(root)
     sides: dict[str, Side] = {}
-    try:
+    with ending(sides.values()):
         for name in SIDES:
             sides[name] = Side(name, directory, root if name == "with" else None, options)
             sides[name].hear(START_S)
             say(f"the engine {name} fskv runs")
         yield sides
-        for side in sides.values():
-            side.child.end(END_S)
-    finally:
-        for side in sides.values():
-            side.child.kill()
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -217,13 +202,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = parse(arguments)
-
-    def run() -> int:
-        report(measure(options), options)
-        return 0
-
-    return command("benchmarks.engine", run)
+    return judged("engine", parse(arguments), measure, report)
 
 
 if __name__ == "__main__":

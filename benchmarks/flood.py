@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks.child import Child
 from benchmarks.options import add_pages, parser, positive, settings
-from benchmarks.report import command, publish
+from benchmarks.report import judged, publish
 from benchmarks.rig import (
     PATIENCE_S,
     BenchmarkError,
@@ -239,14 +239,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = parse(arguments)
-
-    def run() -> int:
-        facts = measure(options)
-        report(facts, options)
-        return 0 if facts["good"] else 1
-
-    return command("benchmarks.flood", run)
+    return judged("flood", parse(arguments), measure, report)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from typing import Any
 from benchmarks.child import Child
 from benchmarks.counter import Counter, Reading
 from benchmarks.options import add_pages, parser, positive, positive_float, settings
-from benchmarks.report import command, publish, say, show, spread
+from benchmarks.report import judged, publish, say, show, spread
 from benchmarks.rig import (
     BenchmarkError,
     Moved,
@@ -277,13 +277,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = parse(arguments)
-
-    def run() -> int:
-        report(measure(options), options)
-        return 0
-
-    return command("benchmarks.interpreter", run)
+    return judged("interpreter", parse(arguments), measure, report)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -78,6 +79,22 @@ def publish(
     console = Console(highlight=False, markup=False, width=width, soft_wrap=False)
     console.print(title)
     console.print(shown)
+
+
+def judged(
+    name: str,
+    options: argparse.Namespace,
+    measure: Callable[[argparse.Namespace], dict[str, Any]],
+    report: Callable[[dict[str, Any], argparse.Namespace], None],
+) -> int:
+    """Measure and report as `command`; 1 where the facts say by "good" that not all was well."""
+
+    def run() -> int:
+        facts = measure(options)
+        report(facts, options)
+        return 0 if facts.get("good", True) else 1
+
+    return command(f"benchmarks.{name}", run)
 
 
 def command(name: str, run: Callable[[], int]) -> int:

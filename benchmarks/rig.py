@@ -25,7 +25,8 @@ from fskv.chunk_file import FileLayout
 from fskv.config import MIB, StoreConfig
 from fskv.job import ChunkRequest
 from fskv.jobs import JobRunner
-from fskv.root import NamespaceDir
+from fskv.namespace import GroupIdentity, Identity
+from fskv.root import NamespaceDir, Root
 from fskv.span_plan import GroupLayout, plan_job
 from fskv.store import ChunkStore
 from fskv.transports.host import HostTransport
@@ -76,6 +77,33 @@ def patient_config(
             "deadline_max_s": PATIENCE_S,
         }
     )
+
+
+def open_namespace(
+    root: str, model: str, page_nbytes: tuple[int, ...], blocks_per_chunk: int, *, create: bool
+) -> NamespaceDir:
+    """Open a root and the namespace of this model as a worker does; one KV group, on CPUs."""
+    layers = tuple(f"layers.{number}" for number in range(len(page_nbytes)))
+    identity = Identity(
+        engine="benchmark",
+        engine_version="1",
+        arch="cpu-x86_64",
+        model_name=model,
+        weights=f"named:{model}",
+        model_config={},
+        kv_cache_dtype="bfloat16",
+        model_dtype="bfloat16",
+        kv_cache_layout="HND",
+        attention_backend="CPU",
+        tokens_per_hash=16,
+        blocks_per_chunk=blocks_per_chunk,
+        groups=(GroupIdentity(0, "full", None, 16, page_nbytes, layers),),
+        hash_algorithm="sha256",
+        hash_seed="0",
+        topology={"tp": 1},
+        lora="off",
+    )
+    return Root.open(root, create=create).open_namespace(identity)
 
 
 def open_runner(

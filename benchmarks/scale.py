@@ -26,7 +26,7 @@ from typing import Any
 
 from benchmarks import scale_root
 from benchmarks.options import positive, settings
-from benchmarks.report import command, publish
+from benchmarks.report import judged, publish
 from benchmarks.rig import BenchmarkError
 from benchmarks.scale_root import SHELL_NBYTES, check_pruned, check_room, oldest, shard_path
 from fskv.config import MIB
@@ -382,13 +382,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = parse(arguments)
-
-    def run() -> int:
-        report(measure(options), options)
-        return 0
-
-    return command("benchmarks.scale", run)
+    return judged("scale", parse(arguments), measure, report)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ a seed: whoever checks what was pruned makes them again and asks nobody.
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import shutil
@@ -18,10 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.rig import BenchmarkError
+from benchmarks.rig import BenchmarkError, open_namespace
 from fskv.chunk_file import FileLayout
-from fskv.namespace import GroupIdentity, Identity
-from fskv.root import NamespaceDir, Root
+from fskv.root import NamespaceDir
 from fskv.store import ChunkStore
 from fskv.transports.host import HostTransport
 from fskv.types import ChunkId, Status
@@ -34,30 +34,10 @@ _PAGE = bytes(SHELL_NBYTES)
 _SHARDS_AT_ONCE = 64
 _ROOM_NBYTES = 4608  # of a shell: its block, its inode, its part of a directory
 
-IDENTITY = Identity(
-    engine="benchmark",
-    engine_version="1",
-    arch="cpu-x86_64",
-    model_name="scale",
-    weights="none",
-    model_config={},
-    kv_cache_dtype="int8",
-    model_dtype="int8",
-    kv_cache_layout="none",
-    attention_backend="none",
-    tokens_per_hash=16,
-    blocks_per_chunk=16,
-    groups=(GroupIdentity(0, "full", None, 16, (65536,), ("layers.0",)),),
-    hash_algorithm="none",
-    hash_seed="0",
-    topology={"tp": 1},
-    lora="off",
-)
-
 
 def open_root(path: str, *, create: bool = False) -> NamespaceDir:
     """Open the root and its namespace as a worker does."""
-    return Root.open(path, create=create).open_namespace(IDENTITY)
+    return open_namespace(path, "scale", (65536,), 16, create=create)
 
 
 def check_room(path: str, num_files: int, num_bytes: int) -> None:
@@ -80,11 +60,16 @@ def shard_path(namespace: str, shard: int) -> str:
 
 def names_of(num_files: int, seed: int, shard: int) -> tuple[list[str], Any]:
     """Return the names of a shard's shells and how long ago, in ns, each was last used."""
-    counts = np.random.default_rng(seed).multinomial(num_files, np.full(NUM_SHARDS, 1 / NUM_SHARDS))
+    counts = _counts(num_files, seed)
     random = np.random.default_rng([seed, shard])
     count = int(counts[shard])
     names = [f"{shard:03x}{random.bytes(15).hex()[:29]}.g0.kv" for _ in range(count)]
     return names, random.integers(0, DAY_NS, count)
+
+
+@functools.lru_cache(maxsize=8)
+def _counts(num_files: int, seed: int) -> Any:
+    return np.random.default_rng(seed).multinomial(num_files, np.full(NUM_SHARDS, 1 / NUM_SHARDS))
 
 
 def make_shells(

@@ -24,10 +24,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from benchmarks.child import Child
+from benchmarks.engine_process import START_S, EngineProcess, ending
 from benchmarks.options import parser, positive, positive_float, settings
-from benchmarks.report import command, percentile, publish, say
-from benchmarks.rig import BenchmarkError, work_directory
+from benchmarks.report import judged, percentile, publish, say
+from benchmarks.rig import work_directory
 from benchmarks.shared_root_engine import Record, Run, Setup, serve
 from benchmarks.shared_root_judge import (
     CHUNK_TOKENS,
@@ -49,7 +49,6 @@ NAMES = ("first", "second")
 SMALL_CHUNKS = {"hybrid_chunk_size": CHUNK_TOKENS}
 # An exact cache would write so many times the bound; a tenth is asked for, and some stores are refused.
 TIMES = 22
-START_S = 180.0
 END_S = 20.0
 SAMPLE_S = 0.2
 STALL_S = 20.0  # a request that takes so long has stalled
@@ -58,39 +57,21 @@ REFERENCE_S = 1800.0
 LAST = 8  # of the latest prompts, for the third engine
 
 
-class Engine:
-    """An engine's process, from the parent."""
-
+class Engine(EngineProcess):
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
-        self.child = Child(f"the {setup.name} engine", serve, setup)
-
-    def hear(self, timeout_s: float) -> Any:
-        try:
-            return self.child.hear(timeout_s)
-        except BenchmarkError as error:
-            with (
-                contextlib.suppress(FileNotFoundError),
-                open(self.setup.log, errors="replace") as file,
-            ):
-                raise BenchmarkError(f"{error}\n{''.join(file.readlines()[-20:])}") from None
-            raise
+        super().__init__(f"the {setup.name} engine", setup.log, serve, setup)
 
 
 @contextlib.contextmanager
 def started(setups: Sequence[Setup]) -> Iterator[list[Engine]]:
     """Start engines side by side; they have ended, or are killed, in the end."""
     engines: list[Engine] = []
-    try:
+    with ending(engines):
         engines.extend(Engine(setup) for setup in setups)
         for engine in engines:
             engine.hear(START_S)
         yield engines
-        for engine in engines:
-            engine.child.end(END_S)
-    finally:
-        for engine in engines:
-            engine.child.kill()
 
 
 def references(directory: str, model: str, pool: Pool) -> tuple[list[Record], int]:
@@ -204,6 +185,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     written = sum(engine["stored_bytes"] for engine in facts["engines"].values())
     facts["bound"]["written_times"] = round(written / bound, 2)
     facts["problems"] = problems(facts)
+    facts["good"] = not facts["problems"]
     return facts
 
 
@@ -369,14 +351,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = parse(arguments)
-
-    def run() -> int:
-        facts = measure(options)
-        report(facts, options)
-        return 1 if facts["problems"] else 0
-
-    return command("benchmarks.shared_root", run)
+    return judged("shared_root", parse(arguments), measure, report)
 
 
 if __name__ == "__main__":

@@ -6,16 +6,12 @@ says what to do through a connection.
 
 from __future__ import annotations
 
-import os
-import sys
 import time
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
-import torch
-
-from benchmarks.decoding import ENV
+from benchmarks.engine_process import begin
 from benchmarks.rig import BenchmarkError
 from benchmarks.shared_root_judge import CHUNK_TOKENS, Pool
 
@@ -169,13 +165,7 @@ class Engine:
 
 def serve(connection: Connection, setup: Setup) -> None:
     """Be the child: start the engine and do what the parent says until the connection ends."""
-    for name in [name for name in os.environ if name.startswith("VLLM_")]:
-        del os.environ[name]
-    os.environ.update(ENV)
-    torch.set_num_threads(1)  # before vLLM, which replaces this function: each engine has a core
-    log = os.open(setup.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(log, sys.stdout.fileno())
-    os.dup2(log, sys.stderr.fileno())
+    begin(setup.log, num_threads=1)  # each engine has a core
     engine = Engine(setup)
     connection.send("ready")
     try:

@@ -25,7 +25,7 @@ from typing import Any
 
 from benchmarks.child import preload
 from benchmarks.options import parser, positive, positive_float, settings
-from benchmarks.report import command, publish, say
+from benchmarks.report import judged, publish, say
 from benchmarks.rig import work_directory
 from benchmarks.storm_bad_mount import bad_mount
 from benchmarks.storm_full_disk import full_disk
@@ -147,14 +147,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = parse(arguments)
-
-    def run() -> int:
-        facts = measure(options)
-        report(facts, options)
-        return 0 if facts["good"] else 1
-
-    return command("benchmarks.storm", run)
+    return judged("storm", parse(arguments), measure, report)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from typing import Any
 import msgpack
 
 from benchmarks.child import Child
-from benchmarks.storm_content import Pages
+from benchmarks.storm_content import Judge, Pages
 
 _START_S = 60.0
 _STOP_S = 90.0
@@ -170,12 +170,20 @@ def collect_orphans(root: str) -> list[str]:
     return left()
 
 
-def accounts(left: Collection[Left]) -> dict[str, Any]:
-    """Return the sums over processes, ready for JSON, and who is not as before."""
+def accounts(left: Collection[Left], judge: Judge, problems: list[str]) -> dict[str, Any]:
+    """Return what was served and the sums over processes, ready for JSON; adds what is a problem of it."""
+    leaks = [asdict(each) for each in left if not each.good]
+    if leaks:
+        problems.append(f"{len(leaks)} processes did not give back what they took")
+    if judge.num_wrong:
+        problems.append(f"{judge.num_wrong} chunks were served wrong")
     return {
+        "served": judge.num_served,
+        "wrong": judge.num_wrong,
+        "wrong_first": judge.wrong,
         "processes": len(left),
         "slots": sum(each.slots for each in left),
         "threads": sum(max(0, each.threads) for each in left),
         "files": sum(max(0, each.files) for each in left),
-        "leaks": [asdict(each) for each in left if not each.good],
+        "leaks": leaks,
     }

@@ -342,20 +342,11 @@ class _BadMount:
                 os.unlink(os.path.join(chunks_dir, file_name(number)))
 
     def facts(self) -> dict[str, Any]:
-        used = accounts(self._left)
-        if used["leaks"]:
-            self._problems.append(
-                f"{len(used['leaks'])} processes did not give back what they took"
-            )
-        if self._judge.num_wrong:
-            self._problems.append(f"{self._judge.num_wrong} chunks were served wrong")
+        used = accounts(self._left, self._judge, self._problems)
         ended: Counter[str] = Counter()
         for step in self._steps.values():
             ended.update({name: n for name, n in step.items() if name != "parked"})
         return {
-            "served": self._judge.num_served,
-            "wrong": self._judge.num_wrong,
-            "wrong_first": self._judge.wrong,
             "wrong_by_step": dict(self._judge.wrong_by_note),
             "faults_met": self._num_faults,
             "num_steps": len(self._steps),

@@ -210,19 +210,10 @@ class _FullDisk:
         return found
 
     def facts(self, kind: str) -> dict[str, Any]:
-        used = accounts(self._left)
-        if used["leaks"]:
-            self._problems.append(
-                f"{len(used['leaks'])} processes did not give back what they took"
-            )
-        if self._judge.num_wrong:
-            self._problems.append(f"{self._judge.num_wrong} chunks were served wrong")
+        used = accounts(self._left, self._judge, self._problems)
         return {
             "file_system": kind,
             "chunk_nbytes": CONTENT_NBYTES,
-            "served": self._judge.num_served,
-            "wrong": self._judge.num_wrong,
-            "wrong_first": self._judge.wrong,
             "stores": dict(self._stored),
             "steps": self._steps,
             **used,

@@ -250,16 +250,12 @@ class KillStorm:
         parts = parts_below(self.root)
         orphans, leaked = split_parts(parts, self._killed)
         sizes = [os.path.getsize(os.path.join(self.root, part)) for part in orphans]
-        used = accounts(left)
-        problems = []
-        if self.judge.num_wrong:
-            problems.append(f"{self.judge.num_wrong} chunks were served wrong")
+        problems: list[str] = []
+        used = accounts(left, self.judge, problems)
         if not self.judge.num_served:
             problems.append("nothing was served")
         if leaked:
             problems.append(f"{len(leaked)} parts of processes that were not killed")
-        if used["leaks"]:
-            problems.append(f"{len(used['leaks'])} processes did not give back what they took")
         if healed and (healed["not_good_by_round"][-1] or healed["whole_files"] < NUM_CHUNKS):
             problems.append("not every chunk healed")
         left_behind = collect_orphans(self.root)
@@ -270,9 +266,6 @@ class KillStorm:
             "killed": dict(self._kinds),
             "processes_started": self._num_started,
             "seconds": round(seconds, 1),
-            "served": self.judge.num_served,
-            "wrong": self.judge.num_wrong,
-            "wrong_first": self.judge.wrong,
             "wrong_by_last_damage": dict(self.judge.wrong_by_note),
             "planted": dict(self._damage.planted),
             "ended": dict(sorted(self._done.items())),

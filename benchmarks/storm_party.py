@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.rig import open_runner
+from benchmarks import rig
 from benchmarks.storm_content import (
     BLOCKS_PER_CHUNK,
     PAGES_NBYTES,
@@ -31,8 +31,7 @@ from fskv.chunk_file import ChunkHeader, FileLayout
 from fskv.config import StoreConfig
 from fskv.index.presence import Findings, Key, PresenceIndex, RankFiles, probe_chunks
 from fskv.job import ChunkRequest
-from fskv.namespace import GroupIdentity, Identity
-from fskv.root import NamespaceDir, Root
+from fskv.root import NamespaceDir
 from fskv.span_plan import GroupLayout, plan_job
 from fskv.transports import chunk_fd
 from fskv.types import ChunkId, Presence
@@ -81,27 +80,7 @@ class Setting:
 
 def open_namespace(root: str) -> NamespaceDir:
     """Open the storm's one namespace as every engine would; made if need be."""
-    group = GroupIdentity(0, "full", None, 16, PAGES_NBYTES, ("layers.0", "layers.1"))
-    identity = Identity(
-        engine="vllm",
-        engine_version="0.32",
-        arch="cpu-x86_64",
-        model_name="storm",
-        weights="named:storm",
-        model_config={},
-        kv_cache_dtype="bfloat16",
-        model_dtype="bfloat16",
-        kv_cache_layout="HND",
-        attention_backend="CPU",
-        tokens_per_hash=16,
-        blocks_per_chunk=BLOCKS_PER_CHUNK,
-        groups=(group,),
-        hash_algorithm="sha256",
-        hash_seed="0",
-        topology={"tp": 1},
-        lora="off",
-    )
-    return Root.open(root, create=True).open_namespace(identity)
+    return rig.open_namespace(root, "storm", PAGES_NBYTES, BLOCKS_PER_CHUNK, create=True)
 
 
 class Party:
@@ -126,7 +105,7 @@ class Party:
         self._directory = directory
         config = setting.config
         self.breaker = Breaker(config.breaker_failures, config.breaker_probe_s)
-        self.runner = open_runner(
+        self.runner = rig.open_runner(
             tensors,
             self._file_layout,
             directory,

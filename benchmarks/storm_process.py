@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import random
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from multiprocessing.connection import Connection
 from typing import Any
@@ -27,7 +28,7 @@ _SETTLE_S = 30.0
 _EVICTED = 0.7  # of what is stored was there, and goes first: else hardly a kill would meet a write
 
 
-class _Worker:
+class _Worker(ABC):
     """What writers and readers have in common: jobs, places, and an end."""
 
     def __init__(self, connection: Connection, setting: Setting) -> None:
@@ -71,11 +72,13 @@ class _Worker:
             self.ended(outcome)
         time.sleep(_STEP_S)
 
+    @abstractmethod
     def reported(self, result: JobResult, chunks: list[tuple[int, int]]) -> None:
-        raise NotImplementedError
+        """Take what became of a job of these (number, place)."""
 
+    @abstractmethod
     def ended(self, outcome: ChunkOutcome) -> None:
-        """A chunk has ended; nothing to do by default."""
+        """Take what became of a chunk."""
 
     def end(self) -> None:
         """Let everything come to its end and close; then stay, to be looked at, until the connection ends."""
@@ -113,6 +116,9 @@ class Writer(_Worker):
         for number, place in chunks:
             self.party.pages.write(place, poison(number))
             self.free.append(place)
+
+    def ended(self, outcome: ChunkOutcome) -> None:
+        """Nobody waits for a store."""
 
 
 class Reader(_Worker):

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import msgpack
@@ -50,6 +50,11 @@ class RootState:
     orphans: int = 0
     unremovable: int = 0
     holder: bool = False
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if type(getattr(self, field.name)) is not type(field.default):
+                raise TypeError(field.name)
 
 
 class Capacity:

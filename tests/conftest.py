@@ -16,6 +16,13 @@ import pytest
 import xxhash
 
 ROW = 65536
+# For tests that import vLLM in their own process.
+VLLM = [
+    pytest.mark.engine,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # vLLM and torch among themselves
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
 
 
 def read_by_hand(path):

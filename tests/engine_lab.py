@@ -82,6 +82,11 @@ def options_for(name: str) -> dict[str, Any]:
     return {"hybrid_chunk_size": CHUNK_TOKENS[name]} if name in CHUNK_TOKENS else {}
 
 
+def metrics(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the metrics steps of a result, in order; each is for `counter`."""
+    return [step for step in result["steps"] if step["step"] == "metrics"]
+
+
 def counter(step: dict[str, Any], name: str, **labels: str) -> float:
     """Return the value of one fskv metric in a metrics step, summed over other labels."""
     return sum(
@@ -256,6 +261,7 @@ __all__ = [
     "generate",
     "generates",
     "group_of",
+    "metrics",
     "needs_vllm",
     "options_for",
     "request",

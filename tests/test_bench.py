@@ -535,8 +535,15 @@ def test_room_is_computed_before_anything_is_written(tmp_path, monkeypatch):
 # --- stopping ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-@pytest.mark.parametrize("options", [[], ["--peers"]])
+@pytest.mark.parametrize(
+    ("signum", "code", "options"),
+    [
+        (signal.SIGINT, 130, []),
+        (signal.SIGTERM, 143, ["--peers"]),
+        pytest.param(signal.SIGTERM, 143, [], marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, 130, ["--peers"], marks=pytest.mark.slow),
+    ],
+)
 def test_a_stopped_bench_removes_what_it_wrote(tmp_path, signum, code, options):
     command = [sys.executable, "-m", "fskv_tools", "bench", str(tmp_path), "--json", *options]
     process = subprocess.Popen(

@@ -5,15 +5,11 @@ from __future__ import annotations
 import inspect
 from types import SimpleNamespace
 
+import conftest
 import pytest
 
 pytest.importorskip("vllm", reason="these tests need the vllm environment: make test")
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # vLLM and torch among themselves
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-]
+pytestmark = conftest.VLLM
 
 BLOCK, HEAD_SIZE, NUM_BLOCKS = 16, 8, 3
 

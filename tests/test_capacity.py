@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import glob
 import itertools
 import json
 import os
@@ -21,7 +22,7 @@ from capacity_lab import DIGEST, disk_nbytes, make_namespace, write_chunk
 from conftest import Clock, returns_in_time, wait_for
 
 from fskv import maintenance
-from fskv.capacity import _SILENT_S, Capacity
+from fskv.capacity import _HUNG_S, _SILENT_S, Capacity
 from fskv.claims import Claim, Limits
 from fskv.config import Share
 from fskv.maintenance import Maintainer, Outbox
@@ -132,6 +133,15 @@ def holder_of(root):
 
 def claim_files(root):
     return set(os.listdir(f"{root}/.fskv-maintenance/claims"))
+
+
+def granted(root):
+    """Return how many bytes all claims together say that they were granted."""
+    total = 0
+    for path in glob.glob(f"{root}/.fskv-maintenance/claims/*.json"):
+        with contextlib.suppress(OSError, ValueError), open(path) as file:
+            total += json.load(file)["granted"]
+    return total
 
 
 def test_three_writers_stay_within_the_bound_whoever_is_killed(root, start_writers, monkeypatch):
@@ -360,12 +370,95 @@ def test_an_engine_that_reads_nothing_stops_nobody(root, engine):
     assert disk_nbytes(root) <= MAX
 
 
-def test_garbage_from_the_process_is_no_exception_in_the_engine(root, engine, monkeypatch):
-    one = engine(Limits())
+# What may come from the process instead of messages, or before them.
+GARBAGE = {
+    "text": b"UserWarning: this may change\n",
+    "no msgpack": b"\xc1",
+    "a string": msgpack.packb("hello"),
+    "text that is no UTF-8": b"\xa2\xff\xfe",
+    "an array": msgpack.packb([1, 2]),
+    "nothing": msgpack.packb(None),
+    "a key that is none of ours": msgpack.packb({"nonsense": 1}),
+    "a key that is an array": b"\x81\x91\x01\x01",
+    "bytes that are text": msgpack.packb({"nbytes": "many"}),
+    "a grant of words": msgpack.packb({"grant": "much"}),
+    "an hour that is none": msgpack.packb({"alive": "yes"}),
+    "names that are none": msgpack.packb({"removed": 7}),
+    "deeper than any message": b"\x91" * 2000,
+    "the middle of a message": msgpack.packb({"grant": 1 << 20})[3:],
+}
+
+
+@pytest.fixture
+def say_first(tmp_path, monkeypatch):
+    """Have the next maintenance process say something before it begins; those after it do not."""
+
+    def prepare(said):
+        words = tmp_path / "words"
+        words.write_bytes(said)
+        script = tmp_path / "python"
+        script.write_text(
+            "#!/bin/sh\n"
+            f"if mv {words} {words}.said 2>/dev/null; then cat {words}.said; fi\n"
+            f'exec {sys.executable} "$@"\n'
+        )
+        script.chmod(0o700)
+        monkeypatch.setattr("fskv.capacity.sys.executable", str(script))
+
+    return prepare
+
+
+@pytest.mark.parametrize("kind", GARBAGE)
+def test_garbage_from_the_process_is_no_exception_in_the_engine(
+    kind, root, engine, say_first, caplog
+):
+    say_first(GARBAGE[kind])
+    clock = Clock()
+    one = engine(Limits(), clock=clock)
+    talks = one.capacity._process
+    wait_for(lambda: one.poll() or caplog.records)
+    assert [record.message.split(" says ")[0] for record in caplog.records] == [
+        "fskv: the maintenance process"
+    ]
+    assert returns_in_time(talks.wait) == -signal.SIGKILL, "who says such things is not believed"
+    assert not one.take(4096)
+    clock.advance(11)
     wait_for(lambda: one.take(4096))
-    real = os.read
-    monkeypatch.setattr("fskv.capacity.os.read", lambda fd, n: real(fd, n) and b"\x05hello")
-    wait_for(lambda: one.poll() or not one.capacity.take(4096))
+    assert one.capacity._process is not talks
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    "begins", [b"\xdb\x03\xff\xff\xff", b"\xc6\xff\xff\xff\xff"], ids=["64 MiB", "4 GiB"]
+)
+def test_a_message_without_end_is_taken_for_silence(begins, root, engine, say_first):
+    say_first(begins)
+    clock = Clock()
+    one = engine(Limits(), clock=clock)
+    talks = one.capacity._process
+    # The process has come to its real work, so what it said first is in the pipe.
+    wait_for(lambda: one.poll() or granted(root))
+    assert not one.take(4096)
+    for seconds in (_SILENT_S + 1, _HUNG_S + 1):
+        clock.advance(seconds)
+        assert not one.take(4096)
+    assert returns_in_time(talks.wait) == -signal.SIGKILL
+    clock.advance(11)
+    wait_for(lambda: one.take(4096))
+
+
+@pytest.mark.parametrize("kind", GARBAGE)
+def test_negative_control_unprotected_each_kind_of_garbage_is_an_exception(kind, tmp_path):
+    capacity = Capacity(str(tmp_path), NAME, None, Limits())
+    unpacker = msgpack.Unpacker()
+    unpacker.feed(GARBAGE[kind])
+
+    def hear():
+        for message in unpacker:
+            capacity._take_message(message)
+
+    with pytest.raises((TypeError, ValueError)):
+        hear()
 
 
 def test_a_root_that_vanishes_or_cannot_be_written_stores_nothing_and_stops_nobody(root, engine):

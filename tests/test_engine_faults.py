@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import pathlib
@@ -22,8 +23,10 @@ DEADLINE_S = 2.0
 RESET_SCENARIO = str(pathlib.Path(__file__).resolve().parent / "reset_scenario.py")
 
 
-def _reference(model: lab.Model) -> dict:
+@functools.cache
+def _reference(name: str) -> dict:
     """Return the tokens of the main and the partial prompt from an engine without fskv."""
+    model = lab.MODELS[name]
     steps = [
         lab.generate(model.main_prompt(), "main"),
         lab.generate(model.partial_prompt(), "partial"),
@@ -33,13 +36,15 @@ def _reference(model: lab.Model) -> dict:
 
 @pytest.fixture(scope="module")
 def reference() -> dict:
-    return _reference(MODEL)
+    return _reference(MODEL.name)
 
 
-@pytest.fixture(scope="module", params=[MODEL, HYBRID], ids=lambda model: model.name)
+@pytest.fixture(
+    scope="module", params=[MODEL.name, pytest.param(HYBRID.name, marks=pytest.mark.slow)]
+)
 def case(request) -> tuple[lab.Model, dict]:
     """A full-attention and a hybrid model, each with its reference."""
-    return request.param, _reference(request.param)
+    return lab.MODELS[request.param], _reference(request.param)
 
 
 def _root(tmp_path: pathlib.Path) -> str:
@@ -101,7 +106,7 @@ def test_reads_that_never_return_cost_one_deadline_then_nothing(case, tmp_path, 
     # A generous bound against a hang, not a measurement: the wait is one deadline, then the breaker.
     assert done["hung"]["wall_s"] < DEADLINE_S + 20
     assert done["hung_again"]["wall_s"] < DEADLINE_S + 20
-    during = next(s for s in result["steps"] if s["step"] == "metrics")
+    during = lab.metrics(result)[0]
     assert lab.counter(during, "load_failures", reason="timed_out") > 0
     last = result["steps"][-1]
     assert lab.counter(last, "io_threads_hung") == 0, "hung threads came back and were counted off"
@@ -264,18 +269,24 @@ def _reset_scenario(mode: str, root: str, *how: str) -> dict:
     return json.loads(done.stdout.strip().splitlines()[-1]) | {"log": done.stdout + done.stderr}
 
 
+@pytest.fixture(scope="module")
+def reset_reference(tmp_path_factory) -> list[int]:
+    return _reset_scenario("reference", _root(tmp_path_factory.mktemp("reset")))["tokens"]
+
+
 @pytest.mark.parametrize("guard", [(), ("unguarded",)], ids=["guarded", "negative_control"])
-def test_a_connector_reset_while_requests_run_stores_no_foreign_kv(guard, tmp_path):
+def test_a_connector_reset_while_requests_run_stores_no_foreign_kv(
+    guard, reset_reference, tmp_path
+):
     """Blocks that slid out of a window hold another request's KV by then; vLLM offers them again."""
     root = _root(tmp_path)
-    expected = _reset_scenario("reference", root)["tokens"]
     _reset_scenario("store", root, "wipe", "vouch", *guard)
     loaded = _reset_scenario("load", root)
     if guard:
         assert loaded["cached"] > 0
-        assert loaded["tokens"] != expected, "the scenario does not provoke what it should"
+        assert loaded["tokens"] != reset_reference, "the scenario does not provoke what it should"
     else:
-        assert loaded["tokens"] == expected
+        assert loaded["tokens"] == reset_reference
 
 
 def test_after_a_connector_reset_nothing_is_loaded_unless_the_user_vouches_for_the_weights(
@@ -289,21 +300,37 @@ def test_after_a_connector_reset_nothing_is_loaded_unless_the_user_vouches_for_t
 
 # --- identity: what must not be shared, and what must ---------------------------------------
 
-_CHANGED_ENGINE = {
-    "dtype": {"dtype": "bfloat16"},
-    "block size": {"block_size": 64},
-    "rope": {"hf_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta": 12345.0}}},
-    "hash algorithm": {"prefix_caching_hash_algo": "sha256_cbor"},
-    "kv cache dtype": {"kv_cache_dtype": "fp8_e5m2"},
+_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 12345.0}}
+# What an engine is started with else: arguments of vLLM, options of fskv, environment. Weights: other bytes.
+_CHANGES: dict[str, dict] = {
+    "dtype": {"engine": {"dtype": "bfloat16"}},
+    "tenant": {"options": {"tenant": "somebody else"}},
+    "weights": {},
+    "hash seed": {"env": {"PYTHONHASHSEED": "7"}},
+    "block size": {"engine": {"block_size": 64}},
+    "rope": {"engine": {"hf_overrides": _ROPE}},
+    "hash algorithm": {"engine": {"prefix_caching_hash_algo": "sha256_cbor"}},
+    "kv cache dtype": {"engine": {"kv_cache_dtype": "fp8_e5m2"}},
+    "chunk size": {"options": {"hybrid_chunk_size": 256}},
+    "weights id": {"options": {"weights_id": "another name"}},
 }
-_CHANGED_OPTIONS = {
-    "chunk size": {"hybrid_chunk_size": 256},
-    "tenant": {"tenant": "somebody else"},
-    "weights id": {"weights_id": "another name"},
-}
+_SOME = ("dtype", "tenant", "weights")
 
 
-def test_a_changed_setting_gives_another_namespace_and_the_same_settings_share(reference, tmp_path):
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param(_SOME, id="some"),
+        pytest.param(
+            tuple(name for name in _CHANGES if name not in _SOME),
+            marks=pytest.mark.slow,
+            id="the others",
+        ),
+    ],
+)
+def test_a_changed_setting_gives_another_namespace_and_the_same_settings_share(
+    changes, reference, tmp_path
+):
     root = _root(tmp_path)
     main = MODEL.main_prompt()
     lab.run(lab.request(MODEL, [lab.generate(main, "cold")], transfer=_transfer(root)))
@@ -311,30 +338,29 @@ def test_a_changed_setting_gives_another_namespace_and_the_same_settings_share(r
     assert len(namespaces) == 1
     untouched = lab.snapshot(root)
 
-    variants: list[tuple[str, dict]] = []
-    for name, engine in _CHANGED_ENGINE.items():
-        variants.append((name, {"engine": engine, "transfer": _transfer(root)}))
-    for name, options in _CHANGED_OPTIONS.items():
-        variants.append((name, {"transfer": {**_transfer(root)}}))
-        variants[-1][1]["transfer"]["kv_connector_extra_config"] |= options
     changed = str(tmp_path / "other" / "llama")
     shutil.copytree(lab.checkpoint("llama"), changed)
     weights = next(pathlib.Path(changed).glob("*.safetensors"))
     content = bytearray(weights.read_bytes())
     content[-4:] = b"\0\0\0\0"
     weights.write_bytes(content)
-    variants.append(("weights", {"path": changed, "transfer": _transfer(root)}))
-    variants.append(
-        ("hash seed", {"env": {"PYTHONHASHSEED": "7"}, "transfer": _transfer(root)}),
-    )
     moved = str(tmp_path / "elsewhere" / "llama")
     shutil.copytree(lab.checkpoint("llama"), moved)
 
     refused = {}
-    for name, how in variants:
-        result = lab.run_engine(
-            lab.request(MODEL, [lab.generate(main, "main")], **how), lab.ENGINE_TIMEOUT_S
+    for name in changes:
+        how = _CHANGES[name]
+        transfer = _transfer(root)
+        transfer["kv_connector_extra_config"] |= how.get("options", {})
+        request = lab.request(
+            MODEL,
+            [lab.generate(main, "main")],
+            transfer=transfer,
+            path=changed if name == "weights" else None,
+            engine=how.get("engine"),
+            env=how.get("env"),
         )
+        result = lab.run_engine(request, lab.ENGINE_TIMEOUT_S)
         if result["exit_code"] != 0:
             refused[name] = result["error"]
             continue
@@ -355,6 +381,7 @@ def test_a_changed_setting_gives_another_namespace_and_the_same_settings_share(r
     assert lab.generates(same)["main"]["tokens"] == reference["main"]["tokens"]
 
 
+@pytest.mark.slow
 def test_another_sliding_window_is_another_namespace(tmp_path):
     root = _root(tmp_path)
     steps = [lab.generate(HYBRID.main_prompt(), "main")]
@@ -372,9 +399,17 @@ def test_another_sliding_window_is_another_namespace(tmp_path):
     ("options", "words"),
     [
         ({"rooot": "/x"}, ["'rooot'", "unknown", "did you mean 'root'?"]),
-        ({"staging_bytes": "10 parsecs"}, ["'staging_bytes'", "10 parsecs", "256MiB"]),
-        ({"sync_load_budget_bytes": 1 << 20}, ["'sync_load_budget_bytes'", "1048576", "0"]),
         ({"root": "/nonexistent/kv"}, ["'root'", "/nonexistent/kv", "does not exist"]),
+        pytest.param(
+            {"staging_bytes": "10 parsecs"},
+            ["'staging_bytes'", "10 parsecs", "256MiB"],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"sync_load_budget_bytes": 1 << 20},
+            ["'sync_load_budget_bytes'", "1048576", "0"],
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_bad_configuration_is_one_sentence_at_start_up(options, words, tmp_path):

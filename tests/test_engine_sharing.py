@@ -11,10 +11,6 @@ import pytest
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 lab.needs_vllm()
 
-MODELS = ["llama", "gpt_oss", "gemma3", "qwen3_next", "lfm2"]
-# The damage matrix runs on one full-attention model and on two kinds of hybrid.
-DAMAGED_MODELS = ["llama", "gpt_oss", "qwen3_next"]
-
 
 class Shared:
     """One model's root, stored by one engine, with the reference tokens of an engine without fskv."""
@@ -39,11 +35,30 @@ class Shared:
         return lab.connector(root or self.root, **{**self.options, **options})
 
 
-@pytest.fixture(scope="module", params=MODELS)
-def shared(request, tmp_path_factory) -> Shared:
-    return Shared(request.param, tmp_path_factory.mktemp(request.param))
+@pytest.fixture(scope="module")
+def made() -> dict[str, Shared]:
+    return {}
 
 
+@pytest.fixture
+def shared(request, made, tmp_path_factory) -> Shared:
+    """Each model's is made once, in whatever order the tests run."""
+    name = request.param
+    if name not in made:
+        made[name] = Shared(name, tmp_path_factory.mktemp(name))
+    return made[name]
+
+
+def on(*fast: str, slow: tuple[str, ...]):
+    """Run a test on these models, on those of `slow` only in `make test-slow`.
+
+    llama is full attention alone, gpt_oss has windows, qwen3_next has states: the others are of these kinds.
+    """
+    slow_ones = (pytest.param(name, marks=pytest.mark.slow) for name in slow)
+    return pytest.mark.parametrize("shared", [*fast, *slow_ones], indirect=True)
+
+
+@on("llama", "gpt_oss", "qwen3_next", slow=("gemma3", "lfm2"))
 def test_store_restart_load_partial_prefix_and_zeroed_groups(shared, tmp_path):
     assert shared.cold["tokens"] == shared.main_tokens
     assert len(set(shared.main_tokens)) > 4, "degenerate tokens would prove nothing"
@@ -99,6 +114,7 @@ def test_store_restart_load_partial_prefix_and_zeroed_groups(shared, tmp_path):
     lab.restore(shared.stored)
 
 
+@on("llama", slow=("gpt_oss", "qwen3_next", "gemma3", "lfm2"))
 def test_an_engine_in_several_processes_loads_what_one_in_one_process_stored(shared):
     lab.restore(shared.stored)
     main = lab.generate(shared.model.main_prompt(), "main")
@@ -113,12 +129,17 @@ def test_an_engine_in_several_processes_loads_what_one_in_one_process_stored(sha
     assert lab.counter(result["steps"][-1], "load_failures") == 0
 
 
-@pytest.mark.parametrize("multiprocess", [False, True], ids=["inproc", "mp"])
-def test_damaged_chunks_cost_a_recompute_and_heal(shared, multiprocess, tmp_path):
-    if shared.model.name not in DAMAGED_MODELS:
-        pytest.skip("the damage matrix runs on " + ", ".join(DAMAGED_MODELS))
-    if multiprocess and shared.model.name == "qwen3_next":
-        pytest.skip("two models show that damage is handled across processes")
+@on("llama", slow=("gpt_oss", "qwen3_next"))
+def test_damaged_chunks_cost_a_recompute_and_heal(shared, tmp_path):
+    _damage_and_heal(shared, tmp_path, multiprocess=False)
+
+
+@on("gpt_oss", slow=("llama",))
+def test_damaged_chunks_are_handled_across_processes(shared, tmp_path):
+    _damage_and_heal(shared, tmp_path, multiprocess=True)
+
+
+def _damage_and_heal(shared: Shared, tmp_path: pathlib.Path, *, multiprocess: bool) -> None:
     lab.restore(shared.stored)
     other_root = tmp_path / "other"
     other_root.mkdir()
@@ -178,7 +199,7 @@ def test_damaged_chunks_cost_a_recompute_and_heal(shared, multiprocess, tmp_path
     result = engine.wait(lab.ENGINE_TIMEOUT_S)
     assert result["exit_code"] == 0, result.get("error")
     done = lab.generates(result)
-    metrics = [s for s in result["steps"] if s["step"] == "metrics"]
+    metrics = lab.metrics(result)
     full = done["full"]["num_cached_tokens"]
     assert full > 0
     for number, damage in enumerate(damages):

@@ -8,18 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 
+import conftest
 import engine_lab as lab
 import pytest
 
 pytest.importorskip(
     "vllm", reason="the identity of an engine needs the vllm environment: make test"
 )
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # vLLM and torch among themselves
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-]
+pytestmark = conftest.VLLM
 
 LAYER = "model.layers.0.self_attn.attn"
 TOKENS, HEADS, HEAD_SIZE = 32, 2, 64

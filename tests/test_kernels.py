@@ -113,7 +113,7 @@ def test_more_rows_than_one_program_takes_and_a_short_one(device):
 
 
 @settings(LIGHT)
-@given(pages=st.integers(1, 40), seed=st.integers(0, 1 << 30), data=st.data())
+@given(pages=st.integers(1, 20), seed=st.integers(0, 1 << 30), data=st.data())
 def test_any_length_and_content(device, pages, seed, data):
     content = random_bytes(pages * 4096, seed)
     for _ in range(3):  # runs of one value: carries, and lanes whose product is 0
@@ -128,7 +128,7 @@ def test_any_length_and_content(device, pages, seed, data):
 @given(bit=st.integers(0, 8 * (ROW + 8192) - 1))
 def test_negative_control_a_flipped_bit_changes_the_digest_of_its_row_and_no_other(device, bit):
     data = random_bytes(ROW + 8192)
-    before = digests_of(data, device)
+    before = wanted(data)
     data[bit // 8] ^= 1 << bit % 8
     after = digests_of(data, device)
     for row in range(2):

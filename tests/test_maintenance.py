@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 from capacity_lab import DIGEST, age_directories, disk_nbytes, make_namespace, write_chunk
@@ -116,30 +117,57 @@ def test_a_dead_engines_claim_stays_while_its_namespace_cannot_be_counted(root, 
     assert failures == [1] * 5
 
 
-def test_a_directory_that_cannot_be_listed_is_not_paid_for_by_all_others(root, monkeypatch):
-    """Were nothing counted because of it, what is granted would only ever grow."""
-    monkeypatch.setattr(holder, "_COUNT_ALL_S", 0.1)
-    for number in range(10):
-        write_chunk(f"{root}/{NAME}", number, mtime_ns=(number + 1) * 10**9)
+def _write_on_beside_an_unlistable_directory(root, monkeypatch, until):
+    """Keep a root whose bound is 1 MiB, until `until(num_steps, paths)`; return 10 files' paths.
+
+    With every count that is published an engine has written 64 KiB more, none of which stays: what it was
+    granted and what is not counted yet are the same bytes, and they are 1 MiB after 16 steps without a count.
+    """
+    monkeypatch.setattr(holder, "_COUNT_ALL_S", 0.05)
+    paths = [write_chunk(f"{root}/{NAME}", n, mtime_ns=(n + 1) * 10**9) for n in range(10)]
     bad = scan.shard_path(f"{root}/{NAME}", 0xABC)
-    write_chunk(f"{root}/{NAME}", "abc" + "0" * 29)
-    real = scan.list_shard
+    paths.append(write_chunk(f"{root}/{NAME}", "abc" + "0" * 29))
+    real, failures = scan.list_shard, []
 
     def fail(path, idx, *rest):
         if path == bad:
+            failures.append(path)
             return scan.Shard(idx, 0, scan.np.empty(0, scan.RECORD), error=OSError(5, "I/O error"))
         return real(path, idx, *rest)
 
     monkeypatch.setattr(scan, "list_shard", fail)
     os.makedirs(f"{root}/{SHARED_DIR}/claims")
-    other = claim(granted=2 << 20, written=(2 << 20) - 4096)
+    other = claim(granted=64 << 10)
     book(root).publish(other)
+    seen_at = [0]
 
-    def counted():
+    def step():
         usage = book(root).usage()
-        return usage is not None and other.name in usage.counted
+        if usage is not None and usage.at_ms != seen_at[-1]:
+            seen_at.append(usage.at_ms)
+            written = (len(seen_at) - 1) * (64 << 10)
+            book(root).publish(replace(other, granted=written + (64 << 10), written=written))
+        return until(len(seen_at) - 1, paths)
 
-    maintain(root, counted)
+    maintain(root, step)
+    assert len(failures) > 2, "the directory was not looked at"
+    return paths
+
+
+def test_a_directory_that_cannot_be_listed_is_not_paid_for_by_all_others(root, monkeypatch):
+    """Were nothing counted because of it, what is granted would only ever grow, and all be pruned for it."""
+    paths = _write_on_beside_an_unlistable_directory(root, monkeypatch, lambda steps, _: steps > 40)
+    assert all(os.path.exists(path) for path in paths)
+    assert book(root).usage().pruned_files == 0
+
+
+def test_negative_control_without_that_rule_all_others_are_pruned(root, monkeypatch):
+    monkeypatch.setattr(holder, "_MAX_UNLISTABLE", 0)
+    *others, unlistable = _write_on_beside_an_unlistable_directory(
+        root, monkeypatch, lambda _, paths: not any(map(os.path.exists, paths[:-1]))
+    )
+    assert not any(os.path.exists(path) for path in others)
+    assert os.path.exists(unlistable)
 
 
 def test_a_bound_is_kept_and_the_oldest_go(root):

@@ -126,25 +126,29 @@ def test_the_exit_code_says_that_all_was_well(calm):
     assert (code, facts["problems"], facts["wrong"]) == (0, [], 0)
 
 
+@pytest.mark.slow
+def test_a_longer_storm_with_another_seed_serves_nothing_wrong_either(tmp_path):
+    code, facts = storm(tmp_path, "--kills", "60", "--seed", "7", "--parts", "kills")
+    found = part(facts, "kills")
+    assert (code, found["wrong"], found["problems"], found["parts_leaked"]) == (0, 0, [], [])
+    assert found["kills"] == 60
+    assert_nothing_leaked(found)
+
+
 # --- negative controls ----------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def unchecked(tmp_path_factory):
-    arguments = ["--no-verify", "--kills", "6", "--parts", "kills,mount"]
-    return storm(tmp_path_factory.mktemp("unchecked"), *arguments)
-
-
-def test_negative_control_without_checks_the_storm_serves_wrong_bytes(unchecked):
-    code, facts = unchecked
+def test_negative_control_without_checks_the_storm_serves_wrong_bytes(tmp_path):
+    code, facts = storm(tmp_path, "--no-verify", "--kills", "6", "--parts", "kills")
     found = part(facts, "kills")
     assert code == 1
     assert found["wrong"] > 0
     assert any("served wrong" in problem for problem in found["problems"])
 
 
-def test_negative_control_without_checks_the_mount_serves_wrong_bytes(unchecked):
-    code, facts = unchecked
+@pytest.mark.slow
+def test_negative_control_without_checks_the_mount_serves_wrong_bytes(tmp_path):
+    code, facts = storm(tmp_path, "--no-verify", "--parts", "mount")
     found = part(facts, "mount")
     assert code == 1
     assert found["wrong_by_step"]["Python: flip in the payload"] == 8

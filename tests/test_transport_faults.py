@@ -156,7 +156,12 @@ class Lab:
         self._log.close()
 
 
-@pytest.fixture(scope="module", params=TRANSPORTS)
+def _slow_if_buffered(name):
+    """Through the page cache the same code meets the same faults, only at other lengths."""
+    return pytest.param(name, marks=pytest.mark.slow) if name.endswith("buffered") else name
+
+
+@pytest.fixture(scope="module", params=map(_slow_if_buffered, TRANSPORTS))
 def transport(request):
     if request.param == "gds":
         gds_lab.needs_kvikio()

@@ -12,15 +12,11 @@ import pickle
 import subprocess
 import sys
 
+import conftest
 import pytest
 
 pytest.importorskip("vllm", reason="the contract tests need the vllm environment: make test")
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # vLLM and torch among themselves
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-]
+pytestmark = conftest.VLLM
 
 
 def _parameters(function) -> list[str]:

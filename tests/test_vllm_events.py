@@ -5,16 +5,12 @@ from __future__ import annotations
 import random
 from types import SimpleNamespace
 
+import conftest
 import pytest
 import xxhash
 
 pytest.importorskip("vllm", reason="these tests need the vllm environment: make test")
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # vLLM and torch among themselves
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-]
+pytestmark = conftest.VLLM
 
 
 def _chunk(number: int, group_idx: int = 0):
