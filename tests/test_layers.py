@@ -60,10 +60,11 @@ HOMES = {
     "torch": ("fskv.gds_io", "fskv.transports.", "fskv.engines.", "tools.bench.store"),
     "triton": ("fskv.transports.",),
     "cupy": ("fskv.gds_io", "fskv.transports."),
-    "numpy": ("fskv.span_plan", "fskv.transports.", "fskv.engines.", "fskv.index.", "fskv.prune"),
+    "numpy": ("fskv.span_plan", "fskv.transports.", "fskv.engines.", "fskv.index.", "fskv.prune", "tools.report."),
     "aiofiles": ("fskv.index.", "fskv.prune"),
     "typer": ("tools.",),
     "rich": ("tools.",),
+    "prometheus_client": ("tools.endpoint",),
     # replay --plot
     "matplotlib": ("tools.replay.report",),
 }

@@ -49,6 +49,8 @@ COMMANDS = (
     Entry("ls", LOOK, "List namespaces, or the chunks in them."),
     Entry("dir", LOOK, "Print where the root, a namespace or a chunk is."),
     Entry("inspect", LOOK, "Show a chunk file's header and check every row."),
+    Entry("top", LOOK, "Watch a root and its engines on a live screen."),
+    Entry("report", LOOK, "Write one HTML page about a root."),
     Entry("bench", MEASURE, "Measure store, load and lookup on the storage of a directory."),
     Entry("replay", MEASURE, "Replay a request trace: how much would hit?"),
     Entry("version", SELF, "Print the versions of fskv and of its files."),

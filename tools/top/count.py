@@ -1,0 +1,78 @@
+"""Counts a root by itself, where no engine does: files and bytes of each namespace.
+
+Nothing is remembered of a file: of each directory of chunks its mtime, files and bytes, so that the next
+count lists only directories that have changed. Runs on a daemon thread without asyncio: a thread of its
+executor that hangs on a mount would keep the process from ending.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+
+from fskv.index.scan import OPEN_SHARD, list_shard
+from fskv.root import CHUNK_DIR
+
+from ..root_view import Namespace
+
+_SHARD = re.compile(r"[0-9a-f]{3}")
+# A change within the clock tick of a directory's mtime may show nowhere: it is listed again (fskv.index.scan).
+_SETTLED_NS = 2_000_000_000
+
+
+class Counter:
+    """What is known of each directory of chunks of a root."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, dict[int, tuple[int, int, int]]] = {}  # shard: mtime, bytes, files
+
+    def count(self, spaces: list[Namespace]) -> dict[str, tuple[int, int]]:
+        """Return bytes on disk and files of each namespace; one that cannot be listed is left out."""
+        self._seen = {one.id: self._seen.get(one.id, {}) for one in spaces}
+        totals = {}
+        for one in spaces:
+            with contextlib.suppress(OSError):
+                self._seen[one.id] = self._one(one.path, self._seen[one.id])
+                shards = self._seen[one.id].values()
+                totals[one.id] = (sum(n for _, n, _ in shards), sum(f for _, _, f in shards))
+        return totals
+
+    def _one(
+        self, path: str, seen: dict[int, tuple[int, int, int]]
+    ) -> dict[int, tuple[int, int, int]]:
+        found = {}
+        try:
+            names = os.listdir(f"{path}/{CHUNK_DIR}")
+        except FileNotFoundError:
+            return {}
+        for name in names:
+            if not _SHARD.fullmatch(name):
+                continue
+            idx = int(name, 16)
+            shard_path = f"{path}/{CHUNK_DIR}/{name}"
+            mtime_ns = _mtime_ns(shard_path)
+            if mtime_ns and idx in seen and seen[idx][0] == mtime_ns:
+                found[idx] = seen[idx]
+                continue
+            now_ns = time.time_ns()
+            shard = list_shard(shard_path, idx, now_ns)
+            if shard.error is not None:
+                continue
+            nbytes = int(shard.records["nbytes"].sum()) + sum(part.nbytes for part in shard.parts)
+            unsettled = shard.growing or shard.parts or abs(now_ns - mtime_ns) < _SETTLED_NS
+            found[idx] = (0 if unsettled else mtime_ns, nbytes, len(shard.records))
+        return found
+
+
+def _mtime_ns(path: str) -> int:
+    """Return a directory's mtime, 0 where it is unknown. By open(): see fskv.index.scan."""
+    try:
+        fd = os.open(path, OPEN_SHARD)
+    except OSError:
+        return 0
+    try:
+        return max(0, os.fstat(fd).st_mtime_ns)
+    finally:
+        os.close(fd)

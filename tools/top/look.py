@@ -1,0 +1,115 @@
+"""One look at what a root's engines tell each other: usage, claims, lease, pruned chunks, free space.
+
+Small files only; no chunk is looked at. Every call may hang for as long as the mount does, so this runs on a
+thread of its own (`tools.top.watch`). What is damaged, foreign or missing is left out, as the engines do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import stat
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from fskv.claims import Book, Claim, Space, Usage
+from fskv.lease import LEASE_FILE, SHARED_DIR, LeaseState
+from fskv.process import HOST, TOKEN, provably_dead
+from fskv.removed import ENTRY_NBYTES
+
+from ..root_view import RootView
+
+_MAX_LEASE_NBYTES = 4096
+_MAX_REMOVED = 10_000  # names of one look
+_MAX_TEXT = 200
+_REMOVED = re.compile(r"([0-9a-f]{16})-(.+)\.bin", re.DOTALL)
+_CLAIM = re.compile(r"(.+)-([1-9][0-9]{0,9})-([0-9a-f]{8})-[0-9]+", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What a root said at one moment of our own clock."""
+
+    at_s: float  # monotonic
+    path: str
+    namespaces: tuple[str, ...]  # ids
+    space: Space
+    usage: Usage | None = None
+    claims: tuple[Claim, ...] = ()
+    lease: LeaseState | None = None
+    removed: Mapping[str, tuple[str, int]] = field(default_factory=dict)  # file -> digest, chunks
+
+
+def look_at(view: RootView) -> Look:
+    """Look once; raises CommandError or OSError where the root itself cannot be read."""
+    shared = f"{view.path}/{SHARED_DIR}"
+    book = Book(shared)
+    usage = book.usage()  # before the claims: fskv.claims.Claim
+    claims: list[Claim] = []
+    with contextlib.suppress(OSError):  # no engine has been here
+        claims = book.claims()
+    return Look(
+        at_s=time.monotonic(),
+        path=view.path,
+        namespaces=tuple(one.id for one in view.namespaces()),
+        space=Space.of(view.path),
+        usage=usage,
+        claims=tuple(sorted(claims, key=lambda claim: (claim.namespace, claim.name))),
+        lease=_lease(f"{shared}/{LEASE_FILE}"),
+        removed=_removed(f"{shared}/removed"),
+    )
+
+
+def _lease(path: str) -> LeaseState | None:
+    """Return what the lease says, None where nobody holds one that can be read."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
+        fd = os.open(path, flags)
+        try:
+            content = os.read(fd, _MAX_LEASE_NBYTES)
+        finally:
+            os.close(fd)
+        state = LeaseState(**json.loads(content))
+        texts = (state.holder, state.host, state.boot)
+        numbers = (state.pid, state.since_ms, state.beat)
+        fits = all(type(text) is str and len(text) <= _MAX_TEXT for text in texts)
+        if fits and all(type(n) is int and 0 <= n < 1 << 62 for n in numbers):
+            return state
+    return None
+
+
+def _removed(directory: str) -> dict[str, tuple[str, int]]:
+    """Return how many chunks each of the files names that prunes have left. Their content is not read."""
+    found: dict[str, tuple[str, int]] = {}
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    with contextlib.suppress(OSError):
+        fd = os.open(directory, flags)
+        try:
+            with os.scandir(fd) as entries:
+                for entry in entries:
+                    match = _REMOVED.fullmatch(entry.name)
+                    if match is None or len(found) >= _MAX_REMOVED:
+                        continue
+                    with contextlib.suppress(OSError):
+                        info = entry.stat(follow_symlinks=False)
+                        if stat.S_ISREG(info.st_mode):
+                            found[entry.name] = (match[1], info.st_size // ENTRY_NBYTES)
+        finally:
+            os.close(fd)
+    return found
+
+
+def writer_of(claim: str) -> tuple[str, int | None]:
+    """Return the host and the process id of a claim's or holder's name."""
+    match = _CLAIM.fullmatch(claim)
+    return (match[1], int(match[2])) if match else (claim, None)
+
+
+def is_here(claim: str) -> bool:
+    """Whether the process of that name is on this machine and alive for certain."""
+    match = _CLAIM.fullmatch(claim)
+    here = match is not None and match[1] == HOST and match[3] == TOKEN
+    return here and not provably_dead(claim)
