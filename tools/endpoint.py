@@ -102,7 +102,7 @@ class Change:
         return self.total(metrics.LOAD_SECONDS) / chunks if chunks > 0 else None
 
     def quantile(self, name: str, share: float) -> float | None:
-        """Return a quantile of a histogram, interpolated within its bucket; None where nothing was counted."""
+        """Return a quantile of a histogram, within its bucket by interpolation."""
         return quantile(self.buckets.get(name, {}), share)
 
 
@@ -202,17 +202,16 @@ def fetch(url: str, timeout_s: float) -> str:
     ):
         opener.add_handler(handler)
     request = urllib.request.Request(url, headers={"Accept": "text/plain; version=0.0.4"})  # noqa: S310
+    content = bytearray()
+    problem = None
     try:
         with opener.open(request, timeout=timeout_s) as answer:
-            content = bytearray()
-            while more := answer.read1(65536):
+            while problem is None and (more := answer.read1(65536)):
                 content += more
                 if len(content) > MAX_NBYTES:
-                    raise NoMetrics(f"more than {MAX_NBYTES >> 20} MiB of answer")
-                if time.monotonic() > deadline:
-                    raise NoMetrics(f"not all of its answer within {timeout_s:g} s")
-    except NoMetrics:
-        raise
+                    problem = f"more than {MAX_NBYTES >> 20} MiB of answer"
+                elif time.monotonic() > deadline:
+                    problem = f"not all of its answer within {timeout_s:g} s"
     except TimeoutError:
         raise NoMetrics(f"no answer within {timeout_s:g} s") from None
     except urllib.error.HTTPError as error:
@@ -225,6 +224,8 @@ def fetch(url: str, timeout_s: float) -> str:
         raise NoMetrics(_words(reason)) from None
     except (OSError, http.client.HTTPException, ValueError) as error:
         raise NoMetrics(_words(error)) from None
+    if problem is not None:
+        raise NoMetrics(problem)
     return content.decode("utf-8", "replace")
 
 
@@ -290,7 +291,9 @@ def _key(name: str, labels: Mapping[str, str]) -> tuple[str, ...] | None:
     return name, labels.get(label, "") if label else "", "", *others
 
 
-def _summed(at_s: float, series: Mapping[tuple[str, ...], float], models: tuple[str, ...]) -> Sample:
+def _summed(
+    at_s: float, series: Mapping[tuple[str, ...], float], models: tuple[str, ...]
+) -> Sample:
     sums: dict[tuple[str, str], float] = {}
     buckets: dict[str, dict[float, float]] = {}
     for (name, label, le, *_), value in series.items():

@@ -16,7 +16,7 @@ from fskv.errors import FskvError
 from .. import endpoint
 from ..exits import CommandError, Exit, UsageError
 from ..options import JsonOption, RootOption
-from ..terminal import emit, say
+from ..terminal import emit
 
 LINES = {
     "sample": {
@@ -72,7 +72,9 @@ def command(
     ] = 2.0,
     count: Annotated[
         int | None,
-        typer.Option(min=1, help="End after so many intervals. Default: go on.", show_default=False),
+        typer.Option(
+            min=1, help="End after so many intervals. Default: go on.", show_default=False
+        ),
     ] = None,
     once: Annotated[
         bool, typer.Option("--once", help="Print one frame, after one interval, and end.")
@@ -81,15 +83,16 @@ def command(
 ) -> None:
     """Watch a root and its engines: size, growth, bounds, who writes, who is silent; q ends it.
 
-    What engines tell each other in the root is read, no chunk file is opened, and nothing is written. Where no
-    engine counts the root this command counts it. With --metrics it shows hit ratios, rates, latencies and
-    failures of engines as well: those of the last interval, and since their start (ALL, FAILED). A CHUNK is an
-    I/O thread's mean time for loading one; lookup and first-token times are quantiles of vLLM's histograms.
+    What engines tell each other in the root is read, no chunk file is opened, and nothing is written. Where
+    no engine counts the root this command counts it. With --metrics it shows hit ratios, rates, latencies
+    and failures of engines as well: of the last interval, and since their start (ALL, FAILED). A CHUNK is
+    an I/O thread's mean time for loading one; lookup and first-token times are quantiles of vLLM's
+    histograms.
 
     A root or an endpoint that does not answer is said to be so, and the rest goes on. --once and --json need
     no terminal; their numbers are of one interval. Exit code 3 if the root did not answer.
     """
-    from ..top import frame, line, screen
+    from ..top import frame, screen
     from ..top.state import History, State
 
     urls = endpoint.addresses(metrics)
@@ -101,11 +104,15 @@ def command(
         history = History(root)
 
         def now() -> State:
-            return watched.state(history)
+            return watched.state(history)  # type: ignore[no-any-return]
 
         if not once and not as_json:
             watched.check(_FIRST_S)
-            screen.run(lambda *size: frame.lines(now(), size[0], size[1], ascii_only=size[2]), interval, count)
+            screen.run(
+                lambda *size: frame.lines(now(), size[0], size[1], ascii_only=size[2]),
+                interval,
+                count,
+            )
             return
         unanswered = _print(now, watched, interval, 1 if once else count, as_json=as_json)
     if unanswered:
@@ -113,18 +120,23 @@ def command(
 
 
 def _print(
-    now: Callable[[], Any], watched: _Watched, interval_s: float, count: int | None, *, as_json: bool
+    now: Callable[[], Any],
+    watched: _Watched,
+    interval_s: float,
+    count: int | None,
+    *,
+    as_json: bool,
 ) -> int:
     """Print samples or a frame; returns in how many the root did not answer."""
     from ..top import line
 
     began = time.monotonic()
     watched.check(_FIRST_S)
+    watched.settle(_FIRST_S)
     now()
     samples = unanswered = 0
     while count is None or samples < count:
-        time.sleep(interval_s)
-        watched.settle(_FIRST_S)
+        watched.next(interval_s)
         state = now()
         samples += 1
         unanswered += bool(state.silent_s or state.problem or state.space is None)
@@ -175,9 +187,8 @@ class _Watched:
             one.start()
 
     def stop(self) -> None:
-        for one in (self._look, self._sizes, *(watch for _, watch in self._endpoints)):
-            if one is not None:
-                one.stop()
+        for one in self._all:
+            one.stop()
 
     def check(self, timeout_s: float) -> None:
         """Wait for the first look; raise what says that this is no root."""
@@ -186,12 +197,26 @@ class _Watched:
             if isinstance(problem, CommandError | FskvError | OSError):
                 raise problem
 
+    @property
+    def _all(self) -> list[Any]:
+        found = (self._look, self._sizes, *(watch for _, watch in self._endpoints))
+        return [one for one in found if one is not None]
+
     def settle(self, timeout_s: float) -> None:
         """Wait a while for first answers that are still missing."""
         deadline = time.monotonic() + timeout_s
-        for one in (self._look, self._sizes, *(watch for _, watch in self._endpoints)):
-            if one is not None:
-                one.wait(max(0.0, deadline - time.monotonic()))
+        for one in self._all:
+            one.wait(max(0.0, deadline - time.monotonic()))
+
+    def next(self, interval_s: float) -> None:
+        """Wait an interval, and a little longer for answers that are due."""
+        due = [(one, one.answers + 1) for one in self._all if one is not self._sizes]
+        time.sleep(interval_s)
+        deadline = time.monotonic() + min(interval_s, _FIRST_S)
+        for one, answers in due:
+            one.wait(max(0.0, deadline - time.monotonic()), answers)
+        if self._sizes is not None:
+            self._sizes.wait(_FIRST_S)
 
     def state(self, history: Any) -> Any:
         from ..top import watch

@@ -18,7 +18,7 @@ from fskv.root import CHUNK_DIR
 from ..root_view import Namespace
 
 _SHARD = re.compile(r"[0-9a-f]{3}")
-# A change within the clock tick of a directory's mtime may show nowhere: it is listed again (fskv.index.scan).
+# A change within the tick of a directory's mtime may show nowhere: list it again (fskv.index.scan).
 _SETTLED_NS = 2_000_000_000
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from rich.cells import cell_len
 from rich.text import Text
 
 from fskv import metrics
@@ -60,7 +61,8 @@ def seconds(value: float | None) -> str:
 def amounts(total: Mapping[str, float], recent: Mapping[str, float]) -> str:
     """Write counts by reason, and in brackets what came in the last interval."""
     return ", ".join(
-        f"{show(label)} {int(count):,}" + (f" (+{int(recent[label]):,})" if recent.get(label) else "")
+        f"{show(label)} {int(count):,}"
+        + (f" (+{int(recent[label]):,})" if recent.get(label) else "")
         for label, count in total.items()
     )
 
@@ -81,8 +83,8 @@ class _Frame:
         state = self.state
         clock = (rfc3339(state.at_ns) or "")[11:19] + " UTC"
         left = Text.assemble(("fskv top  ", "bold"), show(state.path))
-        if len(left) + len(clock) + 2 <= self.width:
-            left.append(" " * (self.width - len(left) - len(clock)) + clock, style="dim")
+        if cell_len(left.plain) + len(clock) + 2 <= self.width:
+            left.append(" " * (self.width - cell_len(left.plain) - len(clock)) + clock, style="dim")
         lines = [left]
         if state.silent_s:
             told = f"no answer from the root for {duration(state.silent_s)}"
@@ -100,19 +102,20 @@ class _Frame:
     def _totals(self) -> list[Text]:
         state, space = self.state, self.state.space
         assert space is not None
-        first = Text()
+        pieces = [f"free {iec(space.free_nbytes)} of {iec(space.total_nbytes)}"]
         if state.nbytes is None:
-            first.append("not counted yet", style="dim")
+            first = Text("not counted yet", style="dim")
         else:
-            first.append(iec(state.nbytes), style="bold")
-            first.append(f" in {state.files:,} files")
+            first = Text.assemble((iec(state.nbytes), "bold"), f" in {state.files:,} files")
             if state.growth is not None:
-                first.append(f"  {rate(state.growth, sign=True)}")
+                pieces.append(f"growth {rate(state.growth, sign=True)}")
         if state.stored is not None and state.engines:
-            first.append(f"  stored {rate(state.stored)}")
+            pieces.append(f"stored {rate(state.stored)}")
         if state.pruned is not None:
-            first.append(f"  pruned {rate(state.pruned)}")
-        first.append(f"  free {iec(space.free_nbytes)} of {iec(space.total_nbytes)}")
+            pieces.append(f"pruned {rate(state.pruned)}")
+        for piece in pieces:
+            if cell_len(first.plain) + 2 + len(piece) <= self.width:
+                first.append(f"  {piece}")
         return [first, self._keeper()]
 
     def _keeper(self) -> Text:
@@ -187,7 +190,7 @@ class _Frame:
 
     def _namespaces(self) -> Section:
         columns = (
-            Column("NAMESPACE", least=24),
+            Column("NAMESPACE", least=32),
             Column("TENANT", rank=4, least=8),
             Column("SIZE", right=True),
             Column("FILES", rank=2, right=True),
@@ -215,7 +218,7 @@ class _Frame:
 
     def _engines(self) -> Section:
         columns = (
-            Column("ENGINE", least=10),
+            Column("ENGINE", least=18),
             Column("NAMESPACE", rank=4, least=16),
             Column("WRITTEN", rank=1, right=True),
             Column("RATE", right=True),
@@ -298,7 +301,7 @@ class _Frame:
         if one.silent_s:
             return f"no answer for {duration(one.silent_s)}", "red"
         if one.problem is not None:
-            return show(one.problem), "red"
+            return show(one.problem[:1].lower() + one.problem[1:]), "red"
         if one.total is None:
             return "looking ...", "dim"
         if one.total.total(metrics.BREAKER_OPEN):

@@ -13,6 +13,7 @@ from rich.cells import cell_len
 from rich.text import Text
 
 GAP = 2
+_AIRY = 30  # lines; a lower screen has no blank ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,11 @@ def table(
 
     def at_least(at: int) -> int:
         column = columns[at]
-        return min(natural[at], max(column.least, cell_len(column.title))) if column.least else natural[at]
+        return (
+            min(natural[at], max(column.least, cell_len(column.title)))
+            if column.least
+            else natural[at]
+        )
 
     def need(which: list[int]) -> int:
         return sum(map(at_least, which)) + GAP * (len(which) - 1)
@@ -86,7 +91,7 @@ def table(
         more = min(max(0, spare), natural[at] - widths[at])
         widths[at] += more
         spare -= more
-    titles = [Text(column.title, style="dim") for column in columns]
+    titles = [Text(column.title, style="bold cyan") for column in columns]
     return _line(columns, titles, widths, width, dots), tuple(
         _line(columns, row, widths, width, dots) for row in rows
     )
@@ -121,12 +126,12 @@ def cut(line: Text, width: int) -> Text:
 
 
 def stack(head: Sequence[Text], sections: Sequence[Section], height: int) -> list[Text]:
-    """Put the sections below each other within `height` lines: rows go first, then blank lines, then sections.
+    """Put the sections below each other within `height` lines: rows go first, then sections.
 
     Sections that come first stay longest.
     """
     shown = [len(section.rows) for section in sections]
-    gaps = len(sections)
+    gaps = len(sections) if height >= _AIRY else 0
 
     def need() -> int:
         return len(head) + gaps + sum(1 + count for count in shown)

@@ -15,6 +15,7 @@ import termios
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import Self
 
 from rich.console import Console
 from rich.live import Live
@@ -28,7 +29,9 @@ _TICK_S = 1.0  # what is shown of silence goes on counting, whatever the interva
 def check_terminal() -> None:
     """Raise UsageError where no screen can be drawn."""
     if not sys.stdout.isatty() or os.environ.get("TERM", "dumb") in ("", "dumb", "unknown"):
-        raise UsageError("top: this is no terminal that a screen can be drawn on; give --once or --json")
+        raise UsageError(
+            "top: this is no terminal that a screen can be drawn on; give --once or --json"
+        )
 
 
 def run(draw: Callable[[int, int, bool], list[Text]], interval_s: float, count: int | None) -> None:
@@ -79,7 +82,7 @@ class _Signals:
         self._before: dict[int, object] = {}
         self._wakeup = -1
 
-    def __enter__(self) -> _Signals:
+    def __enter__(self) -> Self:
         self._wakeup = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
         for signum, handler in (
             (signal.SIGWINCH, self._resized),

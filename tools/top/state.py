@@ -237,9 +237,7 @@ class History:
                 now[name] = old if old[0] == beat else (beat, look.at_s, True)
         self._beats = now
 
-    def _count(
-        self, look: Look, sizes: Watch[dict[str, tuple[int, int]]] | None
-    ) -> str | None:
+    def _count(self, look: Look, sizes: Watch[dict[str, tuple[int, int]]] | None) -> str | None:
         own = sizes.answer if sizes is not None else None
         if self.needs_count(look) and sizes is not None and own is not None:
             if self._counts.source != "top":
@@ -290,7 +288,9 @@ class History:
         for name, (digest, chunks) in now.removed.items():
             if name not in then.removed:
                 gone[digest] = gone.get(digest, 0.0) + chunks
-        return {digest: chunks / seconds for digest, chunks in gone.items()} if seconds > 0 else None
+        return (
+            {digest: chunks / seconds for digest, chunks in gone.items()} if seconds > 0 else None
+        )
 
     def _engines(self, look: Look) -> tuple[EngineState, ...]:
         first: dict[str, tuple[float, int]] = {}

@@ -40,7 +40,7 @@ class Watch(Generic[T]):
         self.answers = 0  # looks that are over
         self._begun_at: float | None = None
         self._told_at = time.monotonic()
-        self._first = threading.Event()
+        self._over = threading.Condition()
 
     def start(self) -> None:
         threading.Thread(target=self._run, name=f"fskv-top-{self.name}", daemon=True).start()
@@ -50,9 +50,10 @@ class Watch(Generic[T]):
         self._stopped = True
         self._wake.set()
 
-    def wait(self, timeout_s: float) -> bool:
-        """Wait for the first look to be over."""
-        return self._first.wait(timeout_s)
+    def wait(self, timeout_s: float, answers: int = 1) -> bool:
+        """Wait for so many looks to be over."""
+        with self._over:
+            return self._over.wait_for(lambda: self.answers >= answers, timeout_s)
 
     @property
     def silent_s(self) -> float:
@@ -76,8 +77,9 @@ class Watch(Generic[T]):
                 self.answer, self.problem = answer, None
                 self._told_at = time.monotonic()
             self._begun_at = None
-            self.answers += 1
-            self._first.set()
+            with self._over:
+                self.answers += 1
+                self._over.notify_all()
             self._wake.wait(self._rest_s(time.monotonic() - began))
 
 
