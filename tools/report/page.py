@@ -7,16 +7,15 @@ the rest; tags are only in this package's sources. Each plot has its numbers bes
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from fskv import __version__, claims, metrics
-from fskv.lease import TTL_S
-from fskv.process import provably_dead
 
 from .. import endpoint
-from ..terminal import ago, duration, iec, rfc3339, show
+from ..terminal import ago, duration, iec, rfc3339
 from ..top.frame import seconds, share
-from ..top.look import is_here, writer_of
+from .health import engines_section, health_section, status
+from .markup import figure, note, section, table, text
 from .plots import Tick, area, bar, columns, escape
 from .style import POLICY, SHEET
 from .survey import AGE_BINS, DAY, HOUR, MINUTE, REUSE_BINS, NamespaceSurvey, Part, Survey
@@ -26,6 +25,7 @@ _MAX_BARS = 10
 _POINTS = 240
 _UNUSED_S = 30 * DAY
 _SCALE_S = 10 * MINUTE  # ages below it are on a linear axis, above it on a logarithmic one
+_LAST_MARK = 0.92  # of the axis: what is further right would touch the last label
 _MARKS = (
     (10 * MINUTE, "10 m"),
     (HOUR, "1 h"),
@@ -57,8 +57,8 @@ def page(survey: Survey, answers: Sequence[tuple[str, endpoint.Sample | str]] | 
                 f'<div class="pair">{_ages(survey)}{_reuse(survey)}</div>',
                 _hits(survey, answers),
                 _breakdowns(survey),
-                _health(survey),
-                _engines(survey),
+                health_section(survey),
+                engines_section(survey),
                 _namespaces(survey),
             ]
         )
@@ -68,58 +68,8 @@ def page(survey: Survey, answers: Sequence[tuple[str, endpoint.Sample | str]] | 
     )
 
 
-def text(value: str) -> str:
-    """Return what a name or a message shows as, safe between tags and in attributes."""
-    return escape(show(value))
-
-
 def _utc(ns: int | None) -> str:
     return "-" if ns is None else (rfc3339(ns) or "?")[:19].replace("T", " ") + " UTC"
-
-
-# --- pieces -----------------------------------------------------------------------------
-
-
-def _section(name: str, title: str, *content: str) -> str:
-    return (
-        f'<section aria-labelledby="{name}"><h2 id="{name}">{text(title)}</h2>'
-        f"{''.join(content)}</section>"
-    )
-
-
-def _table(
-    caption: str, heads: Sequence[str], rows: Iterable[Sequence[str]], shown: bool = False
-) -> str:
-    """Return a table; cells are HTML. `.` before a head: numbers; `|`: a bar; `-`: not on narrow pages."""
-    kinds = [head[0] if head[:1] in ".|-" else "" for head in heads]
-    classes = {".": ' class="n"', "|": ' class="b"', "-": ' class="n wide"', "": ""}
-    top = "".join(
-        f'<th scope="col"{classes[kind]}>{text(head.lstrip(".|-"))}</th>'
-        for head, kind in zip(heads, kinds, strict=True)
-    )
-    body = []
-    for row in rows:
-        cells = [f'<th scope="row">{row[0]}</th>']
-        cells += [
-            f"<td{classes[kind]}>{cell}</td>" for cell, kind in zip(row[1:], kinds[1:], strict=True)
-        ]
-        body.append(f"<tr>{''.join(cells)}</tr>")
-    named = f"<caption>{text(caption)}</caption>" if shown else ""
-    return (
-        f'<div class="scroll" role="region" tabindex="0" aria-label="{text(caption)}"><table>{named}'
-        f"<thead><tr>{top}</tr></thead><tbody>{''.join(body)}</tbody></table></div>"
-    )
-
-
-def _figure(plot: str, caption: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    return (
-        f"<figure>{plot}<details><summary>The numbers</summary>{_table(caption, heads, rows)}"
-        "</details></figure>"
-    )
-
-
-def _note(sentence: str) -> str:
-    return f'<p class="soft">{text(sentence)}</p>'
 
 
 # --- sections ---------------------------------------------------------------------------
@@ -128,7 +78,7 @@ def _note(sentence: str) -> str:
 def _tiles(survey: Survey) -> str:
     space = survey.after.space
     unused = survey.ages.between(_UNUSED_S, float("inf"))
-    engines = [_status(claim, survey) for claim in survey.after.claims]
+    engines = [status(claim, survey) for claim in survey.after.claims]
     alive = sum(status == "alive" for status, _ in engines)
     tiles = [
         ("Size", iec(survey.nbytes), f"{survey.nbytes:,} bytes"),
@@ -163,20 +113,20 @@ def _bounds(survey: Survey) -> str:
         cells = [text(name), bar(full, over=full > 1), share(full), iec(scope.counted)]
         rows.append([*cells, iec(scope.limit)])
     if not rows:
-        return _section(
-            "bounds", "Bounds", _note("No living engine declares one (max_bytes, keep_free).")
+        return section(
+            "bounds", "Bounds", note("No living engine declares one (max_bytes, keep_free).")
         )
     heads = ["of", "|full", ".full", ".used", ".limit"]
-    note = _note(
+    words = note(
         "As the engines' claims have them now. Nearly full is how a bounded root is meant to be."
     )
-    return _section("bounds", "Bounds", note, _table("Bounds", heads, rows))
+    return section("bounds", "Bounds", words, table("Bounds", heads, rows))
 
 
 def _over_time(survey: Survey) -> str:
     ages, name = survey.ages, "What is there, by the time of its last use"
     if not survey.files:
-        return _section("time", name, _note("There is no chunk file."))
+        return section("time", name, note("There is no chunk file."))
     oldest_s = ages.oldest_s
 
     def place_of(age_s: float) -> float:
@@ -190,7 +140,11 @@ def _over_time(survey: Survey) -> str:
         ]
     )
     points = [(place_of(age), float(nbytes)) for age, nbytes in curve]
-    marks = [(age, label) for age, label in _MARKS if age < 0.75 * oldest_s]
+    marks = [
+        (age, label)
+        for age, label in _MARKS
+        if age < 0.75 * oldest_s and place_of(age) < _LAST_MARK
+    ]
     ticks = [Tick(place_of(age), label) for age, label in marks] + [Tick(1, "now")]
     total = curve[-1][1]
     plot = area(
@@ -207,13 +161,13 @@ def _over_time(survey: Survey) -> str:
         [f"{duration(age)} ago" if age else "now", f"{nbytes:,}", iec(nbytes)]
         for age, nbytes in ages.curve(told)
     ]
-    note = _note(
+    words = note(
         "Bytes whose last use was so long ago or longer: so much would go if all were removed that was not "
         "used since. It is not the size that the root had then: a file keeps its last use alone, and of "
         "pruned files nothing is left. The time axis is logarithmic."
     )
     heads = ["unused since", ".bytes", ".size"]
-    return _section("time", name, note, _figure(plot, name, heads, rows))
+    return section("time", name, words, figure(plot, name, heads, rows))
 
 
 def _ages(survey: Survey) -> str:
@@ -244,10 +198,10 @@ def _ages(survey: Survey) -> str:
     ]
     if ages.undated.files:
         rows.append(["no date", f"{ages.undated.files:,}", f"{ages.undated.nbytes:,}", ""])
-    note = _note("Bytes by the time since their last use. Each column ends at its label.")
+    words = note("Bytes by the time since their last use. Each column ends at its label.")
     heads = ["last use", ".files", ".bytes", ".size"]
-    return _section(
-        "age", name, note, _figure(plot, "Bytes by the time since their last use", heads, rows)
+    return section(
+        "age", name, words, figure(plot, "Bytes by the time since their last use", heads, rows)
     )
 
 
@@ -255,7 +209,7 @@ def _reuse(survey: Survey) -> str:
     name, reuse = "Reuse", survey.reuse
     counted = sum(reuse.bins)
     if not counted:
-        return _section("reuse", name, _note("No header could be read: there is nothing to show."))
+        return section("reuse", name, note("No header could be read: there is nothing to show."))
     labels = [label for label, _ in REUSE_BINS]
     shares = [100 * count / counted for count in reuse.bins]
     said = [
@@ -280,22 +234,22 @@ def _reuse(survey: Survey) -> str:
         if reuse.read >= survey.files
         else f"{reuse.read:,} of {survey.files:,} files, chosen at random"
     )
-    note = _note(
+    words = note(
         f"Time from a chunk's storing (its header) to its last use: {sample}"
         f"{', until the time was up' if reuse.unfinished else ''}. The first column was not used again, "
         "or only within ten minutes, which an mtime does not show."
     )
     heads = ["used for", ".files", ".share"]
-    return _section("reuse", name, note, _figure(plot, "Files by time to last use", heads, rows))
+    return section("reuse", name, words, figure(plot, "Files by time to last use", heads, rows))
 
 
 def _hits(survey: Survey, answers: Sequence[tuple[str, endpoint.Sample | str]] | None) -> str:
     name = "Hits"
     if answers is None:
-        return _section(
+        return section(
             "hits",
             name,
-            _note(
+            note(
                 "Left out: hit ratios are in the engines' metrics and not in the root. "
                 "Give --metrics URL[,URL] to have them here."
             ),
@@ -334,11 +288,11 @@ def _hits(survey: Survey, answers: Sequence[tuple[str, endpoint.Sample | str]] |
         ".load",
         "failed",
     ]
-    note = _note(
+    words = note(
         "Since each engine's start: chunks found of those looked up; tokens found of those that its own "
         "cache did not have; an I/O thread's mean time for a chunk; loads that failed and were recomputed."
     )
-    return _section("hits", name, note, _table("Hits by engine and namespace", heads, rows))
+    return section("hits", name, words, table("Hits by engine and namespace", heads, rows))
 
 
 def _place(url: str) -> str:
@@ -362,7 +316,7 @@ def _breakdowns(survey: Survey) -> str:
         _breakdown("By kind of KV group", survey.by_kind()),
         _breakdown("By tenant", survey.by(lambda one: one.namespace.tenant or "no tenant")),
     ]
-    return _section("where", "Where the bytes are", f'<div class="pair">{"".join(tables)}</div>')
+    return section("where", "Where the bytes are", f'<div class="pair">{"".join(tables)}</div>')
 
 
 def _model(one: NamespaceSurvey) -> str:
@@ -389,121 +343,13 @@ def _breakdown(caption: str, parts: dict[str, Part]) -> str:
             *([(f"{len(ordered) - len(shown):,} others", rest)] if rest.files else []),
         ]
     ]
-    return _table(caption, ["name", "|share", ".size", "-files"], rows, shown=True)
-
-
-def _health(survey: Survey) -> str:
-    health, ages, reuse, usage = survey.health, survey.ages, survey.reuse, survey.after.usage
-    bad_headers = reuse.damaged + reuse.misplaced
-    looked = reuse.read + bad_headers + reuse.unreadable
-    silent = [c for c in survey.after.claims if _status(c, survey)[0] in ("gone", "silent")]
-    names = ", ".join(health.foreign_names)
-    identities = "; ".join(
-        f"{one.namespace.id}: {one.namespace.problem}" for one in survey.problems[:20]
-    )
-    headers = (
-        f"{reuse.damaged:,} damaged and {reuse.misplaced:,} misplaced of {looked:,} headers that were read; "
-        "fskv verify looks at all of them"
-    )
-    unread = f"{health.unlistable:,} directories, {reuse.unreadable:,} files: what is in them is not in this report"
-    clocks = (
-        f"{ages.undated.files:,} files without a usable time, {ages.ahead:,} used after now, "
-        f"{reuse.backwards:,} of the sample used before they were stored"
-    )
-    orphans = (
-        f"{iec(health.old_parts.nbytes)}; and {health.parts.files - health.old_parts.files:,} younger parts, "
-        "which may be in the making. Engines remove orphans, and so does fskv gc"
-    )
-    foreign = f"never touched by fskv: {names}" + ", ..." * (
-        health.foreign > len(health.foreign_names)
-    )
-    stuck = usage.unremovable if usage else 0
-    checks = [
-        (
-            len(survey.problems),
-            "bad",
-            "Damaged identities",
-            identities or "every namespace.json describes its directory",
-        ),
-        (bad_headers, "bad", "Damaged or misplaced chunk files", headers),
-        (health.unlistable + reuse.unreadable, "bad", "What could not be read", unread),
-        (
-            stuck,
-            "bad",
-            "Files that cannot be removed",
-            "as the engines' pruning found it: permissions, or an immutable flag",
-        ),
-        (ages.undated.files + ages.ahead + reuse.backwards, "warn", "Clocks", clocks),
-        (health.old_parts.files, "warn", "Orphans: parts that are an hour old", orphans),
-        (
-            health.foreign,
-            "warn",
-            "Foreign entries",
-            foreign if names else "nothing that is not fskv's",
-        ),
-        (
-            len(silent),
-            "warn",
-            "Engines that are gone or silent",
-            ", ".join(writer_of(c.name)[0] for c in silent[:20]) or "none",
-        ),
-    ]
-    rows = [
-        [
-            text(name),
-            f'<span class="state {level if count else "good"}">{f"{count:,}" if count else "none"}</span>',
-            text(more),
-        ]
-        for count, level, name, more in checks
-    ]
-    return _section("health", "Health", _table("Health", ["check", "found", "more"], rows))
-
-
-def _status(claim: claims.Claim, survey: Survey) -> tuple[str, str]:
-    """Return an engine's state and the class to show it with: what two looks, a walk apart, can say."""
-    if claim.closed:
-        return "closed", "soft"
-    if provably_dead(claim.name):
-        return "gone", "bad"
-    first = next((c.beat for c in survey.before.claims if c.name == claim.name), claim.beat)
-    if is_here(claim.name) or first != claim.beat:
-        return "alive", "good"
-    if survey.after.at_s - survey.before.at_s > TTL_S:
-        return "silent", "warn"
-    return "not known", "soft"
-
-
-def _engines(survey: Survey) -> str:
-    rows = []
-    for claim in survey.after.claims[:MAX_ROWS]:
-        host, pid = writer_of(claim.name)
-        status, style = _status(claim, survey)
-        rows.append(
-            [
-                text(host),
-                "-" if pid is None else f"{pid}",
-                f"<code>{text(claim.namespace)}</code>",
-                iec(claim.written),
-                iec(max(0, claim.granted - claim.written)),
-                f"{claim.full:,}",
-                f'<span class="state {style}">{text(status)}</span>',
-            ]
-        )
-    if not rows:
-        return _section("engines", "Engines", _note("No engine has left a claim in the root."))
-    lease = survey.after.lease
-    keeper = (
-        f"{lease.host}, process {lease.pid}, holds the lease" if lease else "nobody holds the lease"
-    )
-    heads = ["host", ".process", "namespace", ".written", ".at hand", ".disk full", "status"]
-    note = _note(f"Who writes, from their claims. Who counts and prunes: {keeper}.")
-    return _section("engines", "Engines", note, _table("Engines", heads, rows))
+    return table(caption, ["name", "|share", ".size", "-files"], rows, shown=True)
 
 
 def _namespaces(survey: Survey) -> str:
     ordered = sorted(survey.namespaces, key=lambda one: (-one.nbytes, one.namespace.id))
     if not ordered:
-        return _section("namespaces", "Namespaces", _note("There is none yet."))
+        return section("namespaces", "Namespaces", note("There is none yet."))
     most = max(one.nbytes for one in ordered) or 1
     rows = [
         [
@@ -532,7 +378,7 @@ def _namespaces(survey: Survey) -> str:
         ".last use",
     ]
     left = len(ordered) - len(rows)
-    more = _note(f"{left:,} smaller ones are not shown.") if left else ""
-    return _section(
-        "namespaces", "Namespaces", _table("Namespaces", [*heads, "identity"], rows), more
+    more = note(f"{left:,} smaller ones are not shown.") if left else ""
+    return section(
+        "namespaces", "Namespaces", table("Namespaces", [*heads, "identity"], rows), more
     )

@@ -80,6 +80,7 @@ tbody th{color:var(--text);font-weight:400;font-size:inherit;overflow-wrap:anywh
 .b{width:22%}
 .pair .b{width:34%}
 tbody th:has(code){min-width:26em}
+td:has(code){min-width:18em}
 section .pair{margin:6px 0 0}
 details{margin-top:8px}
 summary{cursor:pointer;color:var(--soft);font-size:13px}
@@ -93,7 +94,8 @@ ul{margin:0;padding-left:20px}
 footer{padding-bottom:40px;color:var(--soft);font-size:13px}
 @media (max-width:560px){main,header,footer{padding-left:12px;padding-right:12px}section{padding:14px}
 .tiles{grid-template-columns:1fr 1fr}.tiles dd{font-size:19px}.plot{width:calc(100% - 66px);margin-left:60px}
-.tick{font-size:10.5px}.wide{display:none}tbody th:has(code){min-width:13em}}
+.tick{font-size:10.5px}body{font-size:14px}th,td{padding-right:9px}
+.wide{display:none}tbody th:has(code){min-width:13em}}
 @media print{section,.tiles div{break-inside:avoid}body{background:none}}
 """.strip().replace("\n", "")
 

@@ -42,12 +42,12 @@ _FUTURE_NS = 60 * 1_000_000_000
 _SHARD = re.compile(r"[0-9a-f]{3}")
 
 MINUTE, HOUR, DAY = 60, 3600, 86400
-# Ages in seconds: by the minute for 6 hours, by the hour for 14 days, by the day for ten years, and older.
+# Ages in seconds: by the minute for a day, by the hour for 60 days, by the day for ten years, and older.
 EDGES = np.concatenate(
     [
-        np.arange(0, 6 * HOUR, MINUTE),
-        np.arange(6 * HOUR, 14 * DAY, HOUR),
-        np.arange(14 * DAY, 3660 * DAY, DAY),
+        np.arange(0, DAY, MINUTE),
+        np.arange(DAY, 60 * DAY, HOUR),
+        np.arange(60 * DAY, 3660 * DAY, DAY),
     ]
 )
 AGE_BINS = (
@@ -139,11 +139,11 @@ class Ages:
     def curve(self, ages_s: Sequence[float]) -> list[tuple[float, int]]:
         """Return (age, bytes that were last used that long ago or longer) for each of `ages_s`.
 
-        What was used within the same step of EDGES counts as older only from its end on, so at 0 all of it.
+        Exact at EDGES; between two of them as if the files of the step were used evenly over it.
         """
-        beyond = np.concatenate([np.cumsum(self.nbytes[::-1])[::-1], [0]])
-        at = np.searchsorted(EDGES, np.asarray(ages_s), side="left")
-        return [(float(age), int(beyond[i])) for age, i in zip(ages_s, at, strict=True)]
+        beyond = np.cumsum(self.nbytes[::-1])[::-1]
+        found = np.interp(np.asarray(ages_s, np.float64), EDGES, beyond)
+        return [(float(age), round(nbytes)) for age, nbytes in zip(ages_s, found, strict=True)]
 
 
 @dataclass(slots=True)

@@ -23,6 +23,7 @@ from rich.text import Text
 
 from ..exits import UsageError
 
+_QUIT = b"qQ\x04"  # the last is Ctrl-D
 _TICK_S = 1.0  # what is shown of silence goes on counting, whatever the interval
 
 
@@ -71,7 +72,7 @@ def _quits(fd: int) -> bool:
         return False
     except OSError:
         return True
-    return not pressed or pressed[:1] in (b"q", b"Q", b"\x04")
+    return not pressed or any(key in _QUIT for key in pressed)
 
 
 class _Signals:
