@@ -73,7 +73,14 @@ def new_table(*columns: str, right: Sequence[str] = ()) -> Table:
     from rich.table import Table
 
     tty = sys.stdout.isatty()
-    table = Table(box=box.SIMPLE_HEAD if tty else None, pad_edge=False, header_style="bold")
+    # Two cells between columns and nothing around them: 80 columns are few for names of models.
+    table = Table(
+        box=box.SIMPLE_HEAD if tty else None,
+        padding=(0, 1, 0, 0) if tty else (0, 2, 0, 0),
+        pad_edge=False,
+        show_edge=False,
+        header_style="bold",
+    )
     for name in columns:
         if name in right:
             table.add_column(name, justify="right", no_wrap=True)
@@ -84,9 +91,9 @@ def new_table(*columns: str, right: Sequence[str] = ()) -> Table:
 
 def plain(text: str) -> Text:
     """Return a cell of a table that shows `text` as it is: brackets in it are no markup."""
-    from rich.text import Text
+    from .cell import Name
 
-    return Text(show(text))
+    return Name(show(text))
 
 
 @contextlib.contextmanager

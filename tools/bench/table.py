@@ -19,11 +19,12 @@ def table(rows: Sequence[Row]) -> Table:
         any(row.ratio_to_fio is not None for row in rows),
     ]
     shown = Table(
-        title="GB/s (10^9 bytes), lookups keys/s; chunk and page in KiB, T threads",
+        title="GB/s (10^9 bytes), lookups 1000 keys/s; chunk and page in KiB, T threads",
         caption="host: verified bytes only. fs_io_C and fio verify nothing." * any(ratios),
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
         pad_edge=False,
+        show_edge=False,
     )
     columns = [
         *_COLUMNS[:6],
@@ -65,7 +66,8 @@ def _gb(rate: Spread | None) -> str:
 
 
 def _keys(rate: Spread) -> str:
-    return f"{rate.median:,.0f} [{rate.min:,.0f} - {rate.max:,.0f}]"
+    median, least, most = (value / 1000 for value in (rate.median, rate.min, rate.max))
+    return f"{median:,.0f}k [{least:,.0f}k - {most:,.0f}k]"
 
 
 def _share(share: float | None) -> str:

@@ -120,7 +120,7 @@ def percentiles(values: Sequence[float]) -> tuple[float, float, float]:
 
 def table(summary: Summary) -> Table:
     """Lay out a summary, the hit ratios first."""
-    shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     shown.add_column(f"{summary.requests:,} requests, {summary.blocks:,} blocks", no_wrap=True)
     shown.add_column("", justify="right", no_wrap=True)
     shown.add_column("")

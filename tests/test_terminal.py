@@ -1,0 +1,86 @@
+"""How tables look: at 80 and 140 columns and without a terminal, whatever the names in them."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+
+import pytest
+from rich.cells import cell_len
+from tool_lab import Lab, run, spoil
+
+pytest.importorskip("fskv_tools.terminal", reason="the command line is not installed")
+
+
+def on_terminal(columns, *words):
+    """Run `fskv` on a pty of so many columns; returns its lines without colours."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
+    env = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES", "FSKV_ROOT")}
+    child = subprocess.Popen(
+        [sys.executable, "-m", "fskv_tools", *map(str, words)],
+        stdin=slave,
+        stdout=slave,
+        stderr=subprocess.PIPE,
+        env={**env, "TERM": "xterm-256color"},
+    )
+    os.close(slave)
+    seen = b""
+    while True:
+        try:
+            more = os.read(master, 65536)
+        except OSError:  # nobody has it open any more
+            break
+        seen += more
+    assert b"Traceback" not in child.stderr.read()
+    child.stderr.close()
+    child.wait(60)
+    os.close(master)
+    return re.sub(rb"\x1b\[[0-9;?]*[a-zA-Z]", b"", seen).decode().splitlines()
+
+
+@pytest.fixture
+def lab(tmp_path):
+    lab = Lab(tmp_path / "kv")
+    for name in ("org/short", "meta-llama/Llama-3.3-70B-Instruct", "an-organisation/" + "x" * 70):
+        lab.chunks(lab.namespace(model_name=name, tenant="search"), range(3))
+    return lab
+
+
+@pytest.mark.parametrize("columns", [80, 140])
+def test_a_listing_fits_and_every_digest_stays_whole(lab, columns):
+    lines = on_terminal(columns, "ls", "--root", lab.path)
+    assert max(map(cell_len, lines)) <= columns
+    assert lines[0].split()[:2] == ["ARCH", "MODEL@DIGEST"]  # no blank line above
+    ids = run("ls", "-q", root=lab.path).stdout.split()
+    for one in ids:
+        digest = one[-17:]
+        assert any(digest in line for line in lines), (digest, lines)
+    if columns == 140:
+        assert any("meta-llama--Llama-3.3-70B-Instruct@" in line for line in lines)
+
+
+def test_without_a_terminal_a_row_is_one_line_and_nothing_is_cut(lab):
+    done = run("ls", root=lab.path)
+    ids = run("ls", "-q", root=lab.path).stdout.split()
+    rows = done.stdout.splitlines()
+    assert len(rows) == 1 + len(ids) + 1
+    for one in ids:
+        assert sum(one.partition("/")[2] in row for row in rows) == 1
+
+
+def test_hostile_names_are_shown_and_move_nothing(lab):
+    where = lab.namespace(model_name="org/third")
+    spoil(lab, where)
+    os.mkdir(f"{lab.path}/cpu-x86_64/\x1b[2J\u202e[red]\n@{'0' * 16}")
+    lines = on_terminal(80, "ls", "--root", lab.path)
+    assert max(map(cell_len, lines)) <= 80
+    assert any("@" + "0" * 16 in line for line in lines)
+    assert "[red]" in "".join(lines)  # a text, no markup
+    assert not any("\u202e" in line or "\x1b" in line for line in lines)
