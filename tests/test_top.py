@@ -554,6 +554,7 @@ def test_what_matters_most_is_on_a_small_screen_and_what_is_left_out_is_counted(
             assert title in shown
         assert "no answer from the root for 5 s" in shown
         assert "more" in shown
+        assert "200 %" in shown  # a bound that was lowered is said to be exceeded
         assert "silent for 17 s" in shown  # who is in trouble comes first
     assert "TTFT P50" in large or "P99" in large
     assert "TENANT" in large

@@ -44,7 +44,7 @@ def rate(value: float | None, *, sign: bool = False) -> str:
 def share(value: float | None) -> str:
     if value is None:
         return "-"
-    return f"{100 * value:.1f} %" if value < 0.9995 else "100 %"
+    return f"{100 * value:.1f} %" if value < 0.9995 else f"{100 * value:,.0f} %"
 
 
 def seconds(value: float | None) -> str:
