@@ -240,6 +240,11 @@ def test_hostile_files_between_engines_are_left_out(lab):
         with open(f"{neighbours.shared}/lease.json", "wb") as file:
             file.write(content)
         assert top(lab, "--json", "--count", 1).lines[0]["lease"] is None
+    os.unlink(f"{neighbours.shared}/lease.json")
+    os.mkfifo(f"{neighbours.shared}/lease.json")
+    done = fskv("top", "--json", "--count", 1, "--interval", "0.3", root=lab.path, timeout_s=HANG_S)
+    assert done.exit_code == 0
+    assert done.lines[0]["lease"] is None
     os.unlink(f"{neighbours.shared}/usage.json")
     os.symlink("/dev/zero", f"{neighbours.shared}/usage.json")
     assert top(lab, "--json", "--count", 1).lines[0]["counted_by"] == "top"
@@ -399,6 +404,11 @@ def test_an_endpoint_of_any_kind_costs_a_sentence_and_bounded_time_and_memory(mo
     assert words
     assert words.isprintable()
     assert len(words) < 200
+
+
+def test_an_endless_answer_is_cut_at_its_length_long_before_its_deadline():
+    with server(Engine(), "endless") as made, pytest.raises(endpoint.NoMetrics, match="8 MiB"):
+        endpoint.fetch(made.url, HANG_S)
 
 
 def test_negative_control_a_good_endpoint_is_read():
