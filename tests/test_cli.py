@@ -10,6 +10,7 @@ import importlib
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 
@@ -123,14 +124,29 @@ def test_what_is_no_root_is_exit_10_and_one_sentence(tmp_path, kind):
     assert after == before
 
 
-def test_the_reader_of_the_output_may_go_away(lab):
-    where = lab.namespace()
-    lab.chunks(where, range(200))
-    command = f"{sys.executable} -m fskv_tools ls --root {lab.path} --chunks --json | head -1"
-    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=120)
-    assert json.loads(done.stdout)["type"] == "chunk"
-    assert "Traceback" not in done.stderr
-    assert "Broken" not in done.stderr
+@pytest.mark.parametrize("num_chunks", [1, 3000], ids=["in the buffer", "more than a buffer"])
+def test_the_reader_of_the_output_may_go_away(lab, num_chunks):
+    where = lab.namespace(pages=(16,))
+    lab.chunks(where, range(num_chunks))
+    words = [sys.executable, "-m", "fskv_tools", "ls", "--root", lab.path, "--chunks", "-q"]
+    read, write = os.pipe()
+    os.close(read)  # nobody has read anything
+    done = subprocess.run(words, stdout=write, stderr=subprocess.PIPE, text=True, timeout=120)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (130, "")
+
+
+def test_ctrl_c_is_exit_130_and_one_word(lab):
+    fifo = f"{lab.path}-trace"
+    os.mkfifo(fifo)
+    words = [sys.executable, "-m", "fskv_tools", "replay", fifo, "--root", f"{lab.path}-new"]
+    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+    with open(fifo, "w"):  # it is at work: it has opened its input
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert "Traceback" not in err
+    assert len(err.splitlines()) == 1
 
 
 def completions(*words, **env):

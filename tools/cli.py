@@ -13,7 +13,7 @@ import importlib
 import inspect
 import os
 import sys
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import typer
 from typer.core import TyperGroup
@@ -109,8 +109,11 @@ class _Group(TyperGroup):
         except ConfigError as error:
             say(f"fskv: {error}")
             raise typer.Exit(Exit.USAGE) from None
+        except KeyboardInterrupt:
+            say("interrupted")
+            raise typer.Exit(Exit.INTERRUPTED) from None
         except BrokenPipeError:
-            raise
+            _leave()
         except (FskvError, OSError, MemoryError) as error:
             say(f"fskv: {error or type(error).__name__}")
             raise typer.Exit(Exit.PROBLEMS) from None
@@ -140,15 +143,15 @@ def main() -> None:
         typer.completion.completion_init()  # type: ignore[attr-defined]
     try:
         app(prog_name="fskv")
-        sys.stdout.flush()
-    except KeyboardInterrupt:
-        say("interrupted")
-        _leave(Exit.INTERRUPTED)
-    except BrokenPipeError:
-        _leave(Exit.INTERRUPTED)
+    finally:
+        try:
+            sys.stdout.flush()
+        except BrokenPipeError:
+            _leave()
 
 
-def _leave(code: Exit) -> None:
+def _leave() -> NoReturn:
+    """End: whoever read the output went away."""
     # What is left in the buffer has nobody to read it; Python would complain at exit.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    sys.exit(code)
+    sys.exit(Exit.INTERRUPTED)
