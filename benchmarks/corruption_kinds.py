@@ -1,8 +1,8 @@
-"""Ways to damage a chunk file, by docs/format.md alone, each of which a check must find.
+"""Ways to damage a chunk file, by docs/format.md alone; a check must find each.
 
 Every one changes what is on disk: a range that was zero before is not zeroed, and a file is not swapped with
-one of equal bytes. `Files` is a small root: two groups and two ranks whose files have the same length, so that
-a swap between them leaves every length right, and a second namespace with the same keys.
+one of equal bytes. `Files` is a small root: two groups and two ranks whose files have the same length, so
+that a swap between them leaves every length right, and a second namespace with the same keys.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from fskv_tools.check.expect import expected_of
+
 from fskv.chunk_file import ROW_NBYTES, ChunkHeader, FileLayout, encode_header, row_digests
 from fskv.namespace import GroupIdentity, Identity
 from fskv.root import NamespaceDir, Root
-from fskv_tools.check.expect import expected_of
 
 PAGES = (30000, 7000)  # three blocks: two rows, with padding after the last block
 _BLOCKS = 3
@@ -80,8 +81,9 @@ class Files:
                         layout = layouts[group]
                         assert layout is not None
                         self._write(directory, layout, File(space, number, group, rank, ""))
-        self.nbytes = len(self.content[self.files[0].path])
-        self.header_nbytes = self.nbytes - len(bytes(_payload(layout, 0)))
+        good = self.content[self.files[0].path]
+        self.nbytes = len(good)
+        self.header_nbytes = int.from_bytes(good[12:16], "little")
 
     def _write(self, directory: NamespaceDir, layout: FileLayout, file: File) -> None:
         key = _key(file.number)

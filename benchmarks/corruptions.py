@@ -25,15 +25,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import xxhash
-
-from benchmarks.corruption_kinds import KINDS, File, Files
-from benchmarks.options import positive
-from fskv.chunk_file import ChunkHeader
 from fskv_tools import cli
 from fskv_tools.check import judge
 
+from benchmarks.corruption_kinds import KINDS, File, Files
+from benchmarks.options import positive
+
 _PER_ROUND = 12
 _MAX_CONTROL = 1000
+# What a kind's second file has in common with the first: space, number, group, rank.
+_SAME = {
+    "swap_of_keys": [True, False, True, True],
+    "swap_of_groups": [True, True, False, True],
+    "swap_of_ranks": [True, True, True, False],
+    "foreign_namespace": [False, True, True, True],
+}
 
 
 @dataclass
@@ -118,22 +124,14 @@ def _round(files: Files, number: int, rng: random.Random, score: Score) -> None:
 def _partner(kind: str, file: File, free: list[File], rng: random.Random) -> File | None:
     """Choose another good file that the kind can use."""
     others = [one for one in free if one != file]
-    wanted = {
-        "swap_of_keys": lambda one: (
-            (one.space, one.group, one.rank) == (file.space, file.group, file.rank)
-        ),
-        "swap_of_groups": lambda one: (
-            (one.space, one.number, one.rank) == (file.space, file.number, file.rank)
-        ),
-        "swap_of_ranks": lambda one: (
-            (one.space, one.number, one.group) == (file.space, file.number, file.group)
-        ),
-        "foreign_namespace": lambda one: (
-            one.space != file.space
-            and (one.number, one.group, one.rank) == (file.number, file.group, file.rank)
-        ),
-    }.get(kind, lambda _: True)
-    fitting = [one for one in others if wanted(one)]
+
+    def fits(one: File) -> bool:
+        mine = (file.space, file.number, file.group, file.rank)
+        theirs = (one.space, one.number, one.group, one.rank)
+        same = [a == b for a, b in zip(mine, theirs, strict=True)]
+        return _SAME.get(kind, same) == same
+
+    fitting = [one for one in others if fits(one)]
     return rng.choice(fitting) if fitting else None
 
 
@@ -156,12 +154,12 @@ def without_header_checksum() -> Iterator[None]:
     """Believe every header: its checksum is made right before it is parsed."""
     before = judge.parse_header
 
-    def believe(data: memoryview | bytearray) -> ChunkHeader:
+    def believe(data: bytes | memoryview) -> Any:
         raw = bytearray(data)
         nbytes = int.from_bytes(raw[12:16], "little")
         raw[24:32] = bytes(8)
         struct.pack_into("<Q", raw, 24, xxhash.xxh3_64_intdigest(raw[:nbytes]))
-        return before(raw)
+        return before(bytes(raw))
 
     judge.parse_header = believe
     try:
@@ -170,7 +168,10 @@ def without_header_checksum() -> Iterator[None]:
         judge.parse_header = before
 
 
-CONTROLS = {"rows not checked": without_rows, "header checksum not checked": without_header_checksum}
+CONTROLS = {
+    "rows not checked": without_rows,
+    "header checksum not checked": without_header_checksum,
+}
 
 
 # --- the command ------------------------------------------------------------------------

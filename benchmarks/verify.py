@@ -1,9 +1,9 @@
 """How fast is `fskv verify --read-data`, next to a plain parallel read of the same files?
 
 Both in turns in one run, with a cold page cache: dirty pages are written and cached ones dropped before each
-turn, and both read with O_DIRECT where the file system has it. The plain read is given the list of files, opens
-each, reads it in pieces of the same size into aligned memory with as many threads, and looks at nothing. The
-command is a process of its own, as a user starts it; its rate is what it reports in its summary, from the
+turn, and both read with O_DIRECT where the file system has it. The plain read is given the list of
+files, opens each, reads it in pieces of the same size into aligned memory with as many threads, and looks at nothing.
+The command is a process of its own, as a user starts it; its rate is what it reports in its summary, from the
 first directory to the last byte, listing included. `process` is the same with the start of Python.
 
 Exit code 1 when the command finds anything wrong with the good files, or reads fewer bytes than there are.
@@ -24,13 +24,14 @@ import threading
 import time
 from typing import Any
 
+from fskv_tools.check.expect import expected_of
+
 from benchmarks.options import parser, positive, settings
 from benchmarks.report import command, publish, say, show, spread
 from benchmarks.rig import BenchmarkError
 from fskv.chunk_file import ChunkHeader, encode_header, row_digests
 from fskv.namespace import GroupIdentity, Identity
 from fskv.root import Root
-from fskv_tools.check.expect import expected_of
 
 _PIECE_NBYTES = 4 << 20  # as fskv_tools.check.judge has it
 _BLOCKS = 16
@@ -155,7 +156,10 @@ def verify(root: str, threads: int) -> tuple[dict[str, Any], float]:
     words = [sys.executable, "-m", "fskv_tools", "verify", "--read-data", "--json"]
     before = time.perf_counter()
     done = subprocess.run(
-        [*words, "--threads", str(threads), "--root", root], capture_output=True, text=True, check=False
+        [*words, "--threads", str(threads), "--root", root],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     seconds = time.perf_counter() - before
     lines = done.stdout.splitlines()
@@ -220,7 +224,10 @@ def main() -> int:
             (
                 f"{title}, {'O_DIRECT' if direct else 'buffered'}",
                 ("", "MiB/s: median [min - max]"),
-                [*((name, show(value, 0)) for name, value in spreads.items()), ("verify / plain", show(ratio))],
+                [
+                    *((name, show(value, 0)) for name, value in spreads.items()),
+                    ("verify / plain", show(ratio)),
+                ],
             ),
             as_json=options.json,
         )

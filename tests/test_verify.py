@@ -22,8 +22,9 @@ from fskv.namespace import GroupIdentity
 
 pytest.importorskip("fskv_tools.cli", reason="the command line is not installed")
 
-from fskv_tools.check import choose, judge, run as check_run  # noqa: E402
-from fskv_tools.check.expect import NOTHING  # noqa: E402
+from fskv_tools.check import choose, judge
+from fskv_tools.check import run as check_run
+from fskv_tools.check.expect import NOTHING
 
 corruptions = pytest.importorskip("benchmarks.corruptions")
 
@@ -297,7 +298,9 @@ def test_a_size_is_never_exceeded_and_nearly_reached(lab):
     assert data_read(lab, "--read-data-subset", "1")[0] == set()
 
 
-@pytest.mark.parametrize("text", ["0/8", "9/8", "1/0", "0%", "101%", "x", "", "-5", "1/8/2", "5 %%"])
+@pytest.mark.parametrize(
+    "text", ["0/8", "9/8", "1/0", "0%", "101%", "x", "", "-5", "1/8/2", "5 %%"]
+)
 def test_a_subset_that_makes_no_sense_is_a_usage_error(lab, text):
     done = verify(lab, "--read-data-subset", text)
     assert done.exit_code == 2
@@ -396,7 +399,7 @@ def damaged_root(lab):
 
 
 def test_only_bad_files_are_removed_and_nothing_else_is_written(lab):
-    where, paths, bad = damaged_root(lab)
+    where, _, bad = damaged_root(lab)
     strange = spoil(lab, where)
     before = tree(lab.path)
     done = verify(lab, "--read-data", "--remove-bad", "--yes")
@@ -436,7 +439,7 @@ def test_without_a_terminal_it_refuses_before_it_reads(lab):
 
 
 def test_a_file_that_became_good_or_another_after_the_plan_stays(lab, monkeypatch):
-    where, paths, bad = damaged_root(lab)
+    where, paths, _ = damaged_root(lab)
     from fskv_tools.commands import verify as module
 
     real = module.execute
@@ -456,7 +459,7 @@ def test_a_file_that_became_good_or_another_after_the_plan_stays(lab, monkeypatc
 
 
 def test_nothing_behind_a_link_that_was_put_there_after_the_plan_is_removed(lab, monkeypatch):
-    where, paths, bad = damaged_root(lab)
+    _, _, bad = damaged_root(lab)
     from fskv_tools.commands import verify as module
 
     real = module.execute
@@ -479,7 +482,7 @@ def test_nothing_behind_a_link_that_was_put_there_after_the_plan_is_removed(lab,
 
 def test_negative_control_a_removal_by_name_alone_would_remove_the_good_one(lab, monkeypatch):
     """What the second look of a removal is for."""
-    where, paths, bad = damaged_root(lab)
+    where, paths, _ = damaged_root(lab)
     from fskv_tools.check import removal
     from fskv_tools.commands import verify as module
 
@@ -631,7 +634,7 @@ def test_engines_may_store_and_prune_meanwhile_without_a_false_alarm(lab):
         thread.start()
     try:
         vanished = 0
-        for number in range(12):
+        for _ in range(12):
             found = verify(lab, "--read-data", "--remove-bad", "--yes", "--threads", "4")
             assert found.exit_code == 0, [line for line in found.lines if line["type"] == "bad"]
             vanished += found.summary["vanished"]
@@ -716,7 +719,11 @@ def test_a_choice_of_parts_is_spread_evenly():
     for part in range(1, 9):
         subset = choose.Subset(part, 8)
         assert 800 < sum(subset.holds("0" * 16, f"{name}.g0.kv") for name in names) < 1200
-    ranks = {choose.Subset(2, 8).holds("0" * 16, f"{names[0]}.g{g}.r{r}.kv") for g in (0, 1) for r in (0, 1)}
+    ranks = {
+        choose.Subset(2, 8).holds("0" * 16, f"{names[0]}.g{g}.r{r}.kv")
+        for g in (0, 1)
+        for r in (0, 1)
+    }
     assert len(ranks) == 1
 
 

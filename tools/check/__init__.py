@@ -1,1 +1,1 @@
-"""Are chunk files what their names and headers say? For `fskv inspect` and `fskv verify`; changes nothing but `removal`."""
+"""Are chunk files what their names and headers say? Only `removal` changes anything on a disk."""

@@ -1,7 +1,7 @@
 """What a chunk file is made of, for people who look at one: where it belongs, its rows, its spans, its bytes.
 
-Reads a file of any length with a reader's buffer and the header; rows and spans are made one at a time. A file
-that is too short or too long still has its rows judged, as far as they are there.
+Reads a file of any length with a reader's buffer and the header; rows and spans are made one at a time. A
+file that is too short or too long still has its rows judged, as far as they are there.
 """
 
 from __future__ import annotations

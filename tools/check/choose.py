@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from ..exits import UsageError
 from ..terminal import show, size_option
 
-NUM_BUCKETS = 1 << 16  # of files by their draw, while a share is looked for that fits a number of bytes
+NUM_BUCKETS = (
+    1 << 16
+)  # of files by their draw, while a share is looked for that fits a number of bytes
 _MAX_PARTS = 1_000_000
 _PART = re.compile(r"(\d{1,7})/(\d{1,7})", re.ASCII)
 _SHARE = re.compile(r"(\d{1,3}(?:\.\d{1,9})?)\s*%", re.ASCII)
@@ -35,7 +37,7 @@ class Subset:
         return self.num_buckets < NUM_BUCKETS or self.nbytes is not None
 
     def holds(self, digest16: str, name: str) -> bool:
-        """Whether the file `name` (<32 hex>.g...) of that namespace is chosen; all ranks' or none in a part."""
+        """Whether the file `name` (<32 hex>.g...) of that namespace is chosen; with parts all ranks' are."""
         if self.parts > 1 and int(name[16:32], 16) % self.parts != self.part - 1:
             return False
         return self.num_buckets == NUM_BUCKETS or self.bucket(digest16, name) < self.num_buckets
@@ -65,7 +67,9 @@ def parse(text: str, seed: int) -> Subset:
     if match := _PART.fullmatch(text.strip()):
         part, parts = int(match[1]), int(match[2])
         if not 1 <= part <= parts <= _MAX_PARTS:
-            raise UsageError(f"{option}: found {text}, expected a part from 1/{parts} to {parts}/{parts}")
+            raise UsageError(
+                f"{option}: found {text}, expected a part from 1/{parts} to {parts}/{parts}"
+            )
         return Subset(part, parts)
     if match := _SHARE.fullmatch(text.strip()):
         share = float(match[1]) / 100

@@ -127,6 +127,8 @@ class Census:
                     f"another layout: {variant[0].hex()} and {variant[1]} bytes, where most of group "
                     f"{group_idx} have {usual[0].hex()} and {usual[1]}"
                 )
-                for at in range(0, len(names), 16):
-                    found.append((ChunkName(names[at : at + 16].hex(), group_idx, rank), why))
+                found += [
+                    (ChunkName(names[at : at + 16].hex(), group_idx, rank), why)
+                    for at in range(0, len(names), 16)
+                ]
         return found

@@ -4,8 +4,8 @@ Reads around the page cache (O_DIRECT) where the file system allows it, so that 
 engines have cached nor takes the cache's word for the disk. Elsewhere pages are given back after they were
 read. A reader belongs to one thread; preadv and the digests run without the interpreter's lock.
 
-Memory: a piece of 4 MiB per reader, and the header of one file, at most 16 MiB, of which only one at a time is
-larger than a piece. Nothing is written, not even an mtime.
+Memory: a piece of 4 MiB per reader, and the header of one file, at most 16 MiB, of which only one at a time
+is larger than a piece. Nothing is written, not even an mtime.
 """
 
 from __future__ import annotations
@@ -82,9 +82,7 @@ class Reader:
         """`stop` is asked between the pieces of a file."""
         self._stop = stop
         self._direct = direct
-        self._memory = mmap.mmap(
-            -1, PIECE_NBYTES + _HUGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        )
+        self._memory = mmap.mmap(-1, PIECE_NBYTES + _HUGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         for advice in (mmap.MADV_DONTFORK, mmap.MADV_HUGEPAGE):
             with contextlib.suppress(OSError):  # a kernel that does not know it
                 self._memory.madvise(advice)
@@ -198,11 +196,13 @@ def judge(
     """Read and judge the file `name` of a directory; `rows`: its payload too. Raises Stopped only.
 
     A bad file is read twice: that which changes under the eyes is `changing`. One that another file has
-    replaced meanwhile is judged anew, and one that is gone has `vanished`: engines discard and prune. `if_bad`
-    is called with a bad one that is still open and still there.
+    replaced meanwhile is judged anew, and one that is gone has `vanished`: engines discard and prune.
+    `if_bad` is called with a bad one that is still open and still there.
     """
     before = reader.nbytes_read
-    verdict = Verdict(Finding.UNREADABLE, "each look at it found another file, or none of its server")
+    verdict = Verdict(
+        Finding.UNREADABLE, "each look at it found another file, or none of its server"
+    )
     for _ in range(_LOOKS):
         looked = _look(reader, name, dir_fd, chunk, expected, rows, if_bad)
         if looked is not None:
@@ -249,9 +249,7 @@ def _look(
         return Verdict(*finding_of(error))
 
 
-def judge_open(
-    file: OpenFile, chunk: ChunkName | None, expected: Expected, rows: bool
-) -> Verdict:
+def judge_open(file: OpenFile, chunk: ChunkName | None, expected: Expected, rows: bool) -> Verdict:
     header = None
     try:
         header, in_piece = read_header(file, chunk, expected, whole=rows)
@@ -260,7 +258,9 @@ def judge_open(
             for first_row, payload in payload_pieces(file, header, in_piece):
                 check_rows(payload, first_row, header)
         if file.changed_length():
-            return Verdict(Finding.CHANGING, "its length changed while it was read", None, file.info)
+            return Verdict(
+                Finding.CHANGING, "its length changed while it was read", None, file.info
+            )
         return Verdict(Finding.OK, "", header, file.info)
     except ChunkError as error:
         if _is_estale(error):
@@ -314,7 +314,7 @@ def read_header(
                 if not piece:
                     break
                 joined += piece
-            header, rest = parse_header(joined), data[:0]
+            header, rest = parse_header(memoryview(joined)), data[:0]
     if file.nbytes != header.header_nbytes + header.payload_nbytes:
         raise ChunkCorrupt(
             f"{file.nbytes} bytes, header says {header.header_nbytes + header.payload_nbytes}"
@@ -325,7 +325,7 @@ def read_header(
 def payload_pieces(
     file: OpenFile, header: ChunkHeader, in_piece: memoryview
 ) -> Iterator[tuple[int, memoryview]]:
-    """Yield the payload as (first row, bytes): whole rows, a piece at a time. Raises ChunkCorrupt when short."""
+    """Yield the payload as (first row, bytes): a piece at a time; raises ChunkCorrupt when short."""
     at = min(len(in_piece), header.payload_nbytes)
     if at < header.payload_nbytes:
         at = at // ROW_NBYTES * ROW_NBYTES
@@ -341,7 +341,7 @@ def payload_pieces(
         at += wanted
 
 
-def parse_header(data: memoryview | bytearray) -> ChunkHeader:
+def parse_header(data: memoryview | bytes) -> ChunkHeader:
     return chunk_file.parse_header(data)
 
 

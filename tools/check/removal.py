@@ -56,7 +56,7 @@ class RemovalPlan:
         rank1 = 0 if chunk.rank is None else chunk.rank + 1
         space_idx = self.spaces.index(bad.space)
         name = bytes.fromhex(chunk.name)
-        self.entries += _ENTRY.pack(space_idx, name,  chunk.group_idx, rank1)
+        self.entries += _ENTRY.pack(space_idx, name, chunk.group_idx, rank1)
         self.nbytes += bad.nbytes
         return True
 
@@ -97,7 +97,9 @@ def execute(plan: RemovalPlan) -> Iterator[Removal]:
             yield Removal(space, name, False, error.strerror or str(error), not gone, 0)
             continue
 
-        def unlink(file: OpenFile, verdict: Verdict, name: str = name, dir_fd: int = dir_fd) -> Verdict:
+        def unlink(
+            file: OpenFile, verdict: Verdict, name: str = name, dir_fd: int = dir_fd
+        ) -> Verdict:
             if verdict.finding not in (Finding.CORRUPT, Finding.STALE):
                 return verdict
             try:
@@ -105,7 +107,9 @@ def execute(plan: RemovalPlan) -> Iterator[Removal]:
             except FileNotFoundError:
                 return Verdict(Finding.VANISHED, "gone meanwhile", None, file.info)
             except OSError as error:
-                return replace(verdict, finding=Finding.UNREADABLE, reason=error.strerror or str(error))
+                return replace(
+                    verdict, finding=Finding.UNREADABLE, reason=error.strerror or str(error)
+                )
             return replace(verdict, finding=Finding.VANISHED, reason=_REMOVED)
 
         try:

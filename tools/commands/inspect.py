@@ -36,8 +36,8 @@ LINES = {
         "problem": "what is wrong with that namespace's manifest, or null",
         "header": "object, or null where the header fails its checks; see docs/format.md",
         "prefix": "the first 32 bytes in hex",
-        "agrees": "object: whether name, group, rank, namespace and layout of the header are those of the path "
-        "and the manifest; null where nobody can know",
+        "agrees": "object: whether name, group, rank, namespace and layout of the header are those of "
+        "the path and the manifest; null where nobody can know",
         "rows": "number of rows",
         "bad_rows": "rows that fail their checksum or are missing",
         "spans": "number of spans: blocks x pages",
@@ -95,17 +95,19 @@ def command(
 ) -> None:
     """Show a chunk file's header, identity, spans and rows, and judge it; all files of a chunk for a key.
 
-    A path need not be in a root: such a file is judged by itself. Exit code 1 if anything is wrong with one of
-    the files, 3 if one could not be read.
+    A path need not be in a root: such a file is judged by itself. Exit code 1 if anything is wrong with one
+    of the files, 3 if one could not be read.
     """
     if quiet and as_json:
         raise UsageError("--quiet, --json: found both, expected one of them")
     paths = _paths(what, root)
     reader = anatomy.new_reader()
-    findings = [
-        _inspect(reader, anatomy.place(path), hex_row, everything, quiet, as_json)
-        for path in paths
-    ]
+    findings = []
+    for number, path in enumerate(paths):
+        if number and not (quiet or as_json):
+            print()
+        where = anatomy.place(path)
+        findings.append(_inspect(reader, where, hex_row, everything, quiet, as_json))
     bad = [finding for finding in findings if finding is not Finding.OK]
     if as_json:
         emit("summary", files=len(findings), bad=len(bad))
@@ -354,9 +356,7 @@ def _print_spans(where: Place, header: ChunkHeader, everything: bool) -> None:
         rows += f"-{span.last_row}" if span.last_row > span.first_row else ""
         layer = show(span.layer) if span.layer else "-"
         layer += "" if span.stored else "  (not stored)"
-        print(
-            f"{span.block:6} {span.page:5} {span.offset:12} {span.nbytes:10} {rows:>9}  {layer}"
-        )
+        print(f"{span.block:6} {span.page:5} {span.offset:12} {span.nbytes:10} {rows:>9}  {layer}")
     if total > _SHOWN and not everything:
         print(f"... and {total - _SHOWN:,} more; --all shows them")
 
@@ -377,4 +377,8 @@ def _print_rows(rows: Iterable[Row], everything: bool) -> None:
         )
     if hidden:
         print(f"... and {hidden:,} more; --all shows them")
-    print(", ".join(f"{number:,} {status}" for status, number in counts.items() if number or status == "ok"))
+    print(
+        ", ".join(
+            f"{number:,} {status}" for status, number in counts.items() if number or status == "ok"
+        )
+    )

@@ -7,7 +7,7 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Generator
 from dataclasses import replace
 from typing import Annotated
 
@@ -116,8 +116,8 @@ def command(
 
     A file is corrupt when its own bytes fail a check, stale when it is sound but not what its name, directory
     and namespace.json say, unreadable when the system refuses it, changing when two looks at it differ. One
-    that vanishes or is replaced meanwhile is no problem: engines may go on. Data is read around the page cache
-    where the file system allows it.
+    that vanishes or is replaced meanwhile is no problem: engines may go on. Data is read around the page
+    cache where the file system allows it.
 
     --remove-bad removes corrupt and stale files only, each after it was read once more and while it is still
     the file of that name. Nothing else is ever written. Exit code 1 if anything bad was found (removed or
@@ -151,7 +151,9 @@ def command(
     run = _verify(job, output, plan)
     removed = _remove(plan, output, yes=yes, dry_run=dry_run) if plan is not None else _Removed()
     output.end(run, removed, seed if is_random else None, dry_run=dry_run)
-    bad = sum(run.tally.findings[finding] for finding in (*_BAD,) if finding is not Finding.UNREADABLE)
+    bad = sum(
+        run.tally.findings[finding] for finding in (*_BAD,) if finding is not Finding.UNREADABLE
+    )
     if bad or output.problems:
         raise typer.Exit(Exit.PROBLEMS)
     unread = run.tally.findings[Finding.UNREADABLE] or run.tally.unlistable
@@ -169,7 +171,9 @@ def _start(spaces: list[Namespace], text: str | None) -> tuple[int, int]:
     digest16, _, shard = text.partition("/")
     found = [idx for idx, space in enumerate(spaces) if space.digest16 == digest16]
     if len(found) != 1 or len(shard) != 3 or set(shard) - set("0123456789abcdef"):
-        raise UsageError(f"--from: found {show(text)}, expected DIGEST/HEX as a run that stopped said")
+        raise UsageError(
+            f"--from: found {show(text)}, expected DIGEST/HEX as a run that stopped said"
+        )
     return found[0], int(shard, 16)
 
 
@@ -187,7 +191,9 @@ def _verify(job: Job, output: _Output, plan: RemovalPlan | None) -> Run:
     with progress(rate=job.rows) as drawn:
         if job.subset.nbytes is not None or os.isatty(2):
             task = drawn.add_task("counting", total=None)
-            total = survey(job, lambda found: drawn.update(task, completed=found.nbytes or found.files))
+            total = survey(
+                job, lambda found: drawn.update(task, completed=found.nbytes or found.files)
+            )
             drawn.remove_task(task)
         if job.subset.nbytes is not None and total is not None:
             job = replace(job, subset=_fitting(job.subset, total))
@@ -200,7 +206,9 @@ def _verify(job: Job, output: _Output, plan: RemovalPlan | None) -> Run:
                     done = run.tally.done_nbytes if job.rows else run.tally.files
                     drawn.update(task, completed=done)
         except KeyboardInterrupt:
-            say(f"stopped after {run.tally.files:,} files; --from {_resume_text(run)} goes on there")
+            say(
+                f"stopped after {run.tally.files:,} files; --from {_resume_text(run)} goes on there"
+            )
             raise
     return run
 
@@ -211,7 +219,7 @@ def _fitting(subset: Subset, total: Survey) -> Subset:
     return chosen
 
 
-def _pass_on(run: Run, output: _Output, plan: RemovalPlan | None) -> Iterator[None]:
+def _pass_on(run: Run, output: _Output, plan: RemovalPlan | None) -> Generator[None]:
     with contextlib.closing(run.events()) as events:
         for event in events:
             if isinstance(event, Bad):
