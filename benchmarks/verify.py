@@ -1,10 +1,11 @@
 """How fast is `fskv verify --read-data`, next to a plain parallel read of the same files?
 
-Both in turns in one run, with a cold page cache: dirty pages are written and cached ones dropped before each
-turn, and both read with O_DIRECT where the file system has it. The plain read is given the list of
-files, opens each, reads it in pieces of the same size into aligned memory with as many threads, and looks at nothing.
-The command is a process of its own, as a user starts it; its rate is what it reports in its summary, from the
-first directory to the last byte, listing included. `process` is the same with the start of Python.
+Both in turns in one run, with a cold page cache: dirty pages are written and cached ones dropped before
+each turn, and both read with O_DIRECT where the file system has it. The plain read is given the list of
+files, opens each, reads it in pieces of the same size into aligned memory with as many threads, and looks
+at nothing. The command is a process of its own, as a user starts it; its rate is what it reports in its
+summary, from the first directory to the last byte, listing included. `process` is the same with the start
+of Python.
 
 Exit code 1 when the command finds anything wrong with the good files, or reads fewer bytes than there are.
 """
