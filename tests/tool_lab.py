@@ -6,6 +6,7 @@ does not belong there. `run` calls the command in this process, `fskv` as a proc
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -81,7 +82,16 @@ def key_of(number):
 
 def layout_of(identity, group_idx):
     group = next(g for g in identity.groups if g.group_idx == group_idx)
-    return FileLayout(identity.blocks_per_chunk, group.page_nbytes, b"L" * 16)
+    facts = {
+        "group": group_idx,
+        "kind": group.kind,
+        "tokens_per_block": group.tokens_per_block,
+        "blocks": identity.blocks_per_chunk,
+        "pages": list(group.page_nbytes),
+        "layers": list(group.layer_names),
+    }
+    digest = hashlib.sha256(namespace.canonical_json(facts)).digest()[:16]
+    return FileLayout(identity.blocks_per_chunk, group.page_nbytes, digest)
 
 
 def spoil(lab, where):

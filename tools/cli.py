@@ -48,9 +48,10 @@ LOOK, TRUST, BOUND, MOVE, MEASURE, SELF = (
 COMMANDS = (
     Entry("ls", LOOK, "List namespaces, or the chunks in them."),
     Entry("dir", LOOK, "Print where the root, a namespace or a chunk is."),
-    Entry("inspect", LOOK, "Show a chunk file's header and check every row."),
     Entry("top", LOOK, "Watch a root and its engines on a live screen."),
     Entry("report", LOOK, "Write one HTML page about a root."),
+    Entry("inspect", LOOK, "Show a chunk file's header, spans and rows, and judge it."),
+    Entry("verify", TRUST, "Check names, headers and data of chunk files."),
     Entry("bench", MEASURE, "Measure store, load and lookup on the storage of a directory."),
     Entry("replay", MEASURE, "Replay a request trace: how much would hit?"),
     Entry("version", SELF, "Print the versions of fskv and of its files."),

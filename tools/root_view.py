@@ -84,12 +84,12 @@ class Namespace:
     def tenant(self) -> str | None:
         return self.identity.tenant if self.identity else None
 
-    def shards(self) -> Iterator[Shard]:
-        """Walk every directory of chunks, one after the other: nothing is remembered of those before.
+    def shards(self, start: int = 0) -> Iterator[Shard]:
+        """Walk the directories of chunks from `start` on, in order: nothing is remembered of those before.
 
         Raises OSError when the namespace itself cannot be read.
         """
-        return _in_turn(walk(self.path, {}, now_ns=time.time_ns()))
+        return _in_turn(walk(self.path, {}, now_ns=time.time_ns(), start=start))
 
     def catalogue(self, *, fresh: bool) -> tuple[Catalogue, list[Shard]]:
         """Return all that is there, 40 bytes a file, and the directories that could not be listed.

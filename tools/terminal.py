@@ -121,6 +121,8 @@ def progress(*, rate: bool = False) -> Iterator[Progress]:
         TimeRemainingColumn(),
         console=stderr(),
         transient=True,
+        # Where only stderr is a terminal, results must not come out there.
+        redirect_stdout=sys.stdout.isatty(),
         disable=not sys.stderr.isatty(),
     )
     with drawn:

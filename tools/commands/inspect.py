@@ -1,67 +1,384 @@
-"""`fskv inspect`: what a chunk file says of itself."""
+"""`fskv inspect`: what a chunk file says of itself, and whether it is true."""
 
 from __future__ import annotations
 
-import json
-from datetime import UTC, datetime
-from typing import Annotated
+import itertools
+import os
+import struct
+from collections.abc import Iterable
+from typing import Annotated, Any
 
 import typer
 
-from fskv import chunk_file
+from fskv import chunk_file, namespace
+from fskv.chunk_file import ROW_NBYTES, ChunkHeader
 from fskv.errors import ChunkError
 
+from ..check import anatomy
+from ..check.anatomy import Body, Place, Row, Span
+from ..check.expect import layout_of
+from ..check.judge import Finding, Reader, Verdict, finding_of
 from ..exits import Exit, UsageError
+from ..options import JsonOption, QuietOption
+from ..root_view import RootView
+from ..terminal import ago, emit, iec, rfc3339, say, show
+
+LINES = {
+    "file": {
+        "id": "DIGEST/NAME.gGROUP[.rRANK]; the path of a file that is in no namespace",
+        "path": "the file",
+        "finding": "ok, corrupt, stale, unreadable or vanished, as `verify --read-data` says it",
+        "reason": "what was found, in words; empty for ok",
+        "nbytes": "length of the file, or null",
+        "nbytes_on_disk": "what it takes on disk, or null",
+        "last_used": "time (mtime), or null",
+        "namespace": "directory of its namespace, or null",
+        "problem": "what is wrong with that namespace's manifest, or null",
+        "header": "object, or null where the header fails its checks; see docs/format.md",
+        "prefix": "the first 32 bytes in hex",
+        "agrees": "object: whether name, group, rank, namespace and layout of the header are those of "
+        "the path and the manifest; null where nobody can know",
+        "rows": "number of rows",
+        "bad_rows": "rows that fail their checksum or are missing",
+        "spans": "number of spans: blocks x pages",
+    },
+    "row": {
+        "row": "number",
+        "offset": "in the file",
+        "nbytes": "length",
+        "status": "ok, bad or missing",
+        "expected": "XXH3-64 in the header, hex",
+        "found": "XXH3-64 of the bytes, hex; null where the row is missing",
+    },
+    "span": {
+        "block": "number in the chunk",
+        "page": "number in the block",
+        "offset": "in the file",
+        "nbytes": "length",
+        "first_row": "row of its first byte",
+        "last_row": "row of its last byte",
+        "stored": "false before `first_block`: zeros that are no KV",
+        "layer": "name, or null where the manifest has none",
+    },
+    "hex": {"row": "number, or `header`", "offset": "in the file", "bytes": "hex"},
+    "summary": {"files": "files looked at", "bad": "files that are not ok"},
+}
+_SHOWN = 24  # rows and spans that a person is shown without --all
+_MAX_SPAN_LINES = 100_000  # in JSON without --all: a header can claim 2^31 blocks
+_OptionalRoot = Annotated[
+    str | None,
+    typer.Option(
+        "--root",
+        envvar="FSKV_ROOT",
+        metavar="DIR",
+        help="The cache root; not needed for a path.",
+        show_default=False,
+    ),
+]
 
 
 def command(
-    path: Annotated[str, typer.Argument(help="A chunk file (*.kv).")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    what: Annotated[
+        str,
+        typer.Argument(
+            metavar="KEY|PATH",
+            help="A chunk as `ls --chunks` names it, the engine's key in hex, or a path of any file.",
+        ),
+    ],
+    root: _OptionalRoot = None,
+    hex_row: Annotated[
+        str | None, typer.Option("--hex", metavar="ROW", help="Dump a row, or `header`.")
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Show every row and span.")] = False,
+    quiet: QuietOption = False,
+    as_json: JsonOption = False,
 ) -> None:
-    """Show a chunk file's header and check its length and every row. Exit code 1 if anything is wrong."""
-    try:
-        with open(path, "rb") as file:
-            content = file.read()
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}") from None
-    problem: str | None = None
-    facts: dict[str, object] = {"path": path, "nbytes": len(content)}
-    try:
-        header = chunk_file.parse_header(content)
-        facts |= {
-            "key_hash": header.key_hash.hex(),
-            "group": header.group_idx,
-            "rank": header.rank,
-            "namespace": header.namespace_digest.hex(),
-            "layout": header.layout_digest.hex(),
-            "blocks": header.num_blocks,
-            "first_block": header.first_block,
-            "page_nbytes": list(header.page_nbytes),
-            "header_nbytes": header.header_nbytes,
-            "payload_nbytes": header.payload_nbytes,
-            "rows": header.num_rows,
-            "creator": header.creator,
-            "written_at": _rfc3339(header.written_at_ms),
-        }
-        expected = header.header_nbytes + header.payload_nbytes
-        if len(content) != expected:
-            problem = f"{len(content)} bytes, header says {expected}"
-        else:
-            payload = memoryview(content)[header.header_nbytes :]
-            chunk_file.check_rows(payload, 0, header.row_digests)
-    except ChunkError as error:
-        problem = str(error)
-    facts["problem"] = problem
+    """Show a chunk file's header, identity, spans and rows, and judge it; all files of a chunk for a key.
+
+    A path need not be in a root: such a file is judged by itself. Exit code 1 if anything is wrong with one
+    of the files, 3 if one could not be read.
+    """
+    if quiet and as_json:
+        raise UsageError("--quiet, --json: found both, expected one of them")
+    paths = _paths(what, root)
+    reader = anatomy.new_reader()
+    findings = []
+    for number, path in enumerate(paths):
+        if number and not (quiet or as_json):
+            print()
+        where = anatomy.place(path)
+        findings.append(_inspect(reader, where, hex_row, everything, quiet, as_json))
+    bad = [finding for finding in findings if finding is not Finding.OK]
     if as_json:
-        typer.echo(json.dumps(facts))
-    else:
-        for name, value in facts.items():
-            typer.echo(f"{name:15} {'none' if value is None else value}")
-    raise typer.Exit(Exit.PROBLEMS if problem else Exit.OK)
+        emit("summary", files=len(findings), bad=len(bad))
+    if any(finding in (Finding.CORRUPT, Finding.STALE, Finding.CHANGING) for finding in bad):
+        raise typer.Exit(Exit.PROBLEMS)
+    if bad:
+        raise typer.Exit(Exit.PARTIAL)
 
 
-def _rfc3339(milliseconds: int) -> str:
+def _paths(what: str, root: str | None) -> list[str]:
+    if not what or "\0" in what:
+        raise UsageError(f"{show(what)!r}: found no name, expected a chunk or a path")
+    if os.path.lexists(what):
+        return [what]
+    is_path = what.startswith(("/", "./", "../")) or "/chunks/" in what
+    if is_path or not root:
+        hint = "" if is_path else " here; a chunk's name or key needs --root"
+        raise UsageError(f"{show(what)}: no such file{hint}")
+    return [file.path for file in RootView.open(root).chunk(what)]
+
+
+def _inspect(
+    reader: Reader,
+    where: Place,
+    hex_row: str | None,
+    everything: bool,
+    quiet: bool,
+    as_json: bool,
+) -> Finding:
     try:
-        return datetime.fromtimestamp(milliseconds / 1000, UTC).isoformat(timespec="seconds")
-    except (ValueError, OverflowError, OSError):
-        return f"{milliseconds} ms"
+        with reader.open(where.path, None) as file:
+            body = anatomy.examine(file, where)
+            if quiet:
+                print(show(where.id))
+            elif as_json:
+                _emit(where, body, everything)
+            else:
+                _print(where, body, everything)
+            if hex_row is not None:
+                _dump(body, hex_row, as_json=as_json)
+            return body.verdict.finding
+    except ChunkError as error:
+        finding, reason = finding_of(error)
+        if finding is Finding.VANISHED:
+            raise UsageError(f"{show(where.path)}: no such file") from None
+        verdict = Verdict(finding, reason)
+    if quiet:
+        print(show(where.id))
+    elif as_json:
+        emit("file", **_facts(where, verdict, None, None))
+    else:
+        _print_heading(where, verdict)
+    return verdict.finding
+
+
+# --- what agrees with what --------------------------------------------------------------
+
+
+def _agrees(where: Place, header: ChunkHeader) -> dict[str, bool | None]:
+    chunk, expected = where.chunk, where.expected
+    layout = expected.layouts.get(header.group_idx) if expected.layouts else None
+    digest = header.namespace_digest
+    in_namespace = None
+    if expected.digest is not None:
+        in_namespace = digest == expected.digest
+    elif expected.digest16 is not None:
+        in_namespace = digest.hex()[:16] == expected.digest16
+    return {
+        "name": None if chunk is None else namespace.chunk_name(header.key_hash) == chunk.name,
+        "group": None if chunk is None else header.group_idx == chunk.group_idx,
+        "rank": None if chunk is None else header.rank == (chunk.rank or 0),
+        "namespace": in_namespace,
+        "layout": None if layout is None else layout_of(header) == layout,
+    }
+
+
+def _facts(
+    where: Place, verdict: Verdict, body: Body | None, bad_rows: int | None
+) -> dict[str, Any]:
+    info = verdict.info or (body.file.info if body else None)
+    header = body.header if body else None
+    return {
+        "id": where.id,
+        "path": where.path,
+        "finding": verdict.finding.value,
+        "reason": verdict.reason,
+        "nbytes": info.st_size if info else None,
+        "nbytes_on_disk": info.st_blocks * 512 if info else None,
+        "last_used": rfc3339(info.st_mtime_ns) if info else None,
+        "namespace": where.namespace,
+        "problem": where.problem,
+        "header": _header_facts(header, where) if header else None,
+        "prefix": body.prefix.hex() if body else None,
+        "agrees": _agrees(where, header) if header else None,
+        "rows": header.num_rows if header else None,
+        "bad_rows": bad_rows,
+        "spans": anatomy.num_spans(header) if header else None,
+    }
+
+
+def _header_facts(header: ChunkHeader, where: Place) -> dict[str, Any]:
+    return {
+        "key": header.key_hash.hex(),
+        "group": header.group_idx,
+        "kind": where.kind(header.group_idx),
+        "rank": header.rank,
+        "namespace": header.namespace_digest.hex(),
+        "layout": header.layout_digest.hex(),
+        "blocks": header.num_blocks,
+        "first_block": header.first_block,
+        "page_nbytes": list(header.page_nbytes),
+        "header_nbytes": header.header_nbytes,
+        "payload_nbytes": header.payload_nbytes,
+        "padding_nbytes": anatomy.padding(header),
+        "checksum": chunk_file.CHECKSUM,
+        "row_nbytes": ROW_NBYTES,
+        "creator": header.creator,
+        "written_at": rfc3339(header.written_at_ms * 1_000_000),
+        "written_at_ms": header.written_at_ms,
+    }
+
+
+# --- for programs -----------------------------------------------------------------------
+
+
+def _emit(where: Place, body: Body, everything: bool) -> None:
+    header = body.header
+    # Counted before they are printed: the line about the file comes first.
+    bad = sum(row.status != "ok" for row in anatomy.rows(body.file, header)) if header else None
+    emit("file", **_facts(where, body.verdict, body, bad))
+    if header is None:
+        return
+    for row in anatomy.rows(body.file, header):
+        emit(
+            "row",
+            row=row.row,
+            offset=row.offset,
+            nbytes=row.nbytes,
+            status=row.status,
+            expected=row.expected,
+            found=row.found,
+        )
+    made = anatomy.spans(header, where.layers(header.group_idx))
+    for span in made if everything else itertools.islice(made, _MAX_SPAN_LINES):
+        emit(
+            "span",
+            block=span.block,
+            page=span.page,
+            offset=span.offset,
+            nbytes=span.nbytes,
+            first_row=span.first_row,
+            last_row=span.last_row,
+            stored=span.stored,
+            layer=span.layer,
+        )
+
+
+def _dump(body: Body, what: str, *, as_json: bool) -> None:
+    header = body.header
+    name: int | str = what
+    if what == "header":
+        start, data = 0, anatomy.read_start(body.file, header.header_nbytes if header else 4096)
+    elif not (what.isascii() and what.isdecimal() and len(what) < 10):
+        raise UsageError(f"--hex: found {show(what)}, expected the number of a row, or header")
+    elif header is None:
+        raise UsageError("--hex: the header is damaged, so nobody knows the rows; `header` works")
+    elif int(what) >= header.num_rows:
+        raise UsageError(f"--hex: found {what}, expected a row from 0 to {header.num_rows - 1}")
+    else:
+        name = int(what)
+        start = header.header_nbytes + name * ROW_NBYTES
+        data = anatomy.row_bytes(body.file, header, name)
+    if as_json:
+        emit("hex", row=name, offset=start, bytes=data.hex())
+        return
+    print()
+    for line in anatomy.hex_lines(data, start):
+        print(line)
+
+
+# --- for people -------------------------------------------------------------------------
+
+
+def _line(name: str, text: object) -> None:
+    print(f"{name:12} {show(str(text))}")
+
+
+def _print_heading(where: Place, verdict: Verdict) -> None:
+    _line("file", where.path)
+    shouted = "ok" if verdict.finding is Finding.OK else verdict.finding.value.upper()
+    _line("verdict", f"{shouted}: {verdict.reason}" if verdict.reason else shouted)
+    if where.problem is not None:
+        say(f"{where.namespace}: {where.problem}")
+
+
+def _print(where: Place, body: Body, everything: bool) -> None:
+    _print_heading(where, body.verdict)
+    info, header = body.file.info, body.header
+    _line("length", f"{info.st_size} bytes, {iec(info.st_blocks * 512)} on disk")
+    _line("last used", f"{rfc3339(info.st_mtime_ns)}, {ago(info.st_mtime_ns)}")
+    if header is None:
+        _print_prefix(body.prefix)
+        return
+    agrees = {name: _word(value) for name, value in _agrees(where, header).items()}
+    kind = where.kind(header.group_idx)
+    _line("key", header.key_hash.hex() + agrees["name"])
+    _line("name", namespace.chunk_name(header.key_hash))
+    _line("group", f"{header.group_idx}{f' ({kind})' if kind else ''}{agrees['group']}")
+    _line("rank", f"{header.rank}{agrees['rank']}")
+    _line("namespace", header.namespace_digest.hex() + agrees["namespace"])
+    _line("layout", header.layout_digest.hex() + agrees["layout"])
+    whole = layout_of(header)
+    _line("blocks", f"{header.num_blocks} of {whole.block_nbytes} bytes")
+    if header.first_block:
+        _line("partial", f"blocks before {header.first_block} are not in it; zeros stand for them")
+    _line("header", f"{header.header_nbytes} bytes")
+    padding = anatomy.padding(header)
+    _line("payload", f"{header.payload_nbytes} bytes, the last {padding} of them padding")
+    _line("creator", header.creator)
+    _line("written", rfc3339(header.written_at_ms * 1_000_000) or f"{header.written_at_ms} ms")
+    print()
+    _print_spans(where, header, everything)
+    print()
+    _print_rows(anatomy.rows(body.file, header), everything)
+
+
+def _word(agrees: bool | None) -> str:
+    return {True: "  agrees", False: "  DOES NOT AGREE", None: ""}[agrees]
+
+
+def _print_prefix(prefix: bytes) -> None:
+    if len(prefix) < 32:
+        return
+    magic, version, header_nbytes, meta_nbytes, zero, checksum = struct.unpack("<8sIIIIQ", prefix)
+    _line("magic", magic.hex(" ") + ("" if magic == chunk_file.MAGIC else "  not a chunk file's"))
+    _line("claims", f"version {version}, header {header_nbytes}, map {meta_nbytes}, zero {zero}")
+    _line("checksum", f"{checksum:016x} of the header")
+
+
+def _print_spans(where: Place, header: ChunkHeader, everything: bool) -> None:
+    total = anatomy.num_spans(header)
+    made: Iterable[Span] = anatomy.spans(header, where.layers(header.group_idx))
+    print(f"{'BLOCK':>6} {'PAGE':>5} {'OFFSET':>12} {'NBYTES':>10} {'ROWS':>9}  LAYER")
+    for span in made if everything else itertools.islice(made, _SHOWN):
+        rows = f"{span.first_row}"
+        rows += f"-{span.last_row}" if span.last_row > span.first_row else ""
+        layer = show(span.layer) if span.layer else "-"
+        layer += "" if span.stored else "  (not stored)"
+        print(f"{span.block:6} {span.page:5} {span.offset:12} {span.nbytes:10} {rows:>9}  {layer}")
+    if total > _SHOWN and not everything:
+        print(f"... and {total - _SHOWN:,} more; --all shows them")
+
+
+def _print_rows(rows: Iterable[Row], everything: bool) -> None:
+    counts = {"ok": 0, "bad": 0, "missing": 0}
+    print(f"{'ROW':>6} {'OFFSET':>12} {'NBYTES':>10}  {'STATUS':7}  {'EXPECTED':16}  FOUND")
+    hidden = 0
+    for row in rows:
+        counts[row.status] += 1
+        # Those that are bad are what somebody looks for; the first of each kind are shown.
+        if not everything and counts[row.status] > _SHOWN:
+            hidden += 1
+            continue
+        print(
+            f"{row.row:6} {row.offset:12} {row.nbytes:10}  {row.status:7}  {row.expected}  "
+            f"{row.found or '-'}"
+        )
+    if hidden:
+        print(f"... and {hidden:,} more; --all shows them")
+    print(
+        ", ".join(
+            f"{number:,} {status}" for status, number in counts.items() if number or status == "ok"
+        )
+    )

@@ -1,0 +1,1 @@
+"""Are chunk files what their names and headers say? Only `removal` changes anything on a disk."""
