@@ -1,0 +1,85 @@
+"""What a transfer may write into a root: it holds a claim there, as an engine does.
+
+So (docs/architecture.md, "Capacity") the bounds of all living engines hold for it, and its bytes are
+counted before they are written. When a bound is reached what was used least recently is pruned, by whoever
+holds the lease, and the transfer waits for that; when nothing is granted for `patience_s` it ends.
+
+Any number of threads; one talks to the maintenance process at a time.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from fskv import namespace
+from fskv.capacity import Capacity
+from fskv.claims import Limits
+from fskv.config import Share
+from fskv.errors import FskvError
+from fskv.namespace import Identity
+
+PATIENCE_S = 30.0
+_POLL_S = 0.02
+_AT_HAND = 64 << 20  # a grant takes a round of the maintenance process: not one for every file
+
+
+class NoRoomError(FskvError):
+    """The root has no room for more: its bounds, the disk, or a quota. The transfer ends."""
+
+
+class Allowance:
+    """See the module docstring."""
+
+    def __init__(
+        self,
+        root: str,
+        identity: Identity,
+        keep_free: int | Share,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        self._capacity = Capacity(
+            root,
+            namespace.directory(identity),
+            identity.tenant,
+            Limits(keep_free=keep_free),
+            at_hand=_AT_HAND,
+            patient=True,
+        )
+        self._patience_s = patience_s
+        self._lock = threading.Lock()  # guards the capacity, which is for one thread
+        self._stopped = threading.Event()
+        self.exhausted: str | None = None  # why nothing more will be granted; it stays so
+        self.pruned = 0  # files of this namespace that were pruned meanwhile, by anybody
+        self._capacity.start()
+
+    def take(self, nbytes: int) -> None:
+        """Wait until so many bytes may be written. Raises NoRoomError when that takes too long."""
+        end = time.monotonic() + self._patience_s
+        while True:
+            if self.exhausted is not None:
+                raise NoRoomError(self.exhausted)
+            with self._lock:
+                if self._capacity.take(nbytes):
+                    return
+                self.pruned += len(self._capacity.poll())
+            if self.exhausted is None and (time.monotonic() > end or self._stopped.is_set()):
+                self.exhausted = (
+                    f"no room for {nbytes} bytes within {self._patience_s:g} s: the bounds of the root's"
+                    " engines or --keep-free leave none, and nothing could be pruned"
+                )
+                continue
+            time.sleep(_POLL_S)
+
+    def settle(self, taken: int, written: int) -> None:
+        """Of `taken` bytes `written` are on disk now."""
+        with self._lock:
+            self._capacity.settle(taken, written)
+            self.pruned += len(self._capacity.poll())
+
+    def close(self) -> None:
+        """Give back what is left; a thread that waits ends."""
+        self._stopped.set()
+        with self._lock:
+            self._capacity.poll()
+            self._capacity.close()
