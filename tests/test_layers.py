@@ -74,6 +74,8 @@ HOMES = {
     "prometheus_client": ("tools.endpoint",),
     # replay --plot
     "matplotlib": ("tools.replay.report",),
+    # export --zstd
+    "zstandard": ("tools.archive.compression",),
 }
 # Only where they are used, so that a machine without them can import the module.
 LAZY = {
@@ -82,6 +84,7 @@ LAZY = {
     "triton": ("fskv.",),
     "cupy": ("fskv.",),
     "matplotlib": ("tools.",),
+    "zstandard": ("tools.",),
 }
 # What a pure module has no use for: files, clocks, threads, processes, the network.
 IMPURE = {

@@ -1,0 +1,106 @@
+"""`fskv doctor`: a machine, a mount and a root, and what to do about them."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Generator
+from contextlib import closing
+from typing import Annotated
+
+import typer
+
+from ..doctor.finding import Finding, Level, Subject
+from ..doctor.rounds import examine
+from ..doctor.scratch import Scratch
+from ..doctor.visit import OF_MACHINE
+from ..doctor.visitor import visit
+from ..exits import Exit
+from ..options import JsonOption
+from ..terminal import emit, new_table, plain, print_table, say
+
+LINES = {
+    "finding": {
+        "check": "what was looked at",
+        "level": "`ok`, `hint`, `warning` or `problem`",
+        "found": "what was found, in words",
+        "advice": "what to do, or null",
+    },
+    "summary": {
+        "root": "the root that was looked at, or null",
+        "ok": "number of findings of that level",
+        "hint": "number of findings of that level",
+        "warning": "number of findings of that level",
+        "problem": "number of findings of that level",
+    },
+}
+_STYLES = {
+    Level.OK: "green",
+    Level.HINT: "cyan",
+    Level.WARNING: "yellow",
+    Level.PROBLEM: "bold red",
+}
+
+
+def command(
+    root: Annotated[
+        str | None,
+        typer.Option(
+            "--root",
+            envvar="FSKV_ROOT",
+            metavar="DIR",
+            help="The cache root, or a directory that is to be one. Default: only the machine.",
+            show_default=False,
+        ),
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option(min=0.1, max=600, help="Seconds that each check may take.")
+    ] = 10.0,
+    no_write: Annotated[bool, typer.Option("--no-write", help="Try nothing out.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Look at this machine, the mount and the root, and say what to do about what is found.
+
+    What the file system does (O_DIRECT, rename, links, clocks and more) is tried out with files of a moment
+    in the root, which are removed again; nothing is written to what is no root. A mount that hangs is a
+    finding. Exit code 1 if there is a problem; hints and warnings are 0.
+    """
+    where = os.path.abspath(root) if root else None
+    counted: Counter[Level] = Counter()
+    shown: list[Finding] = []
+    with closing(_findings(where, timeout, may_write=not no_write)) as found:
+        for finding in found:
+            counted[finding.level] += 1
+            if as_json:
+                emit(
+                    "finding",
+                    check=finding.check,
+                    level=finding.level,
+                    found=finding.found,
+                    advice=finding.advice or None,
+                )
+            else:
+                shown.append(finding)
+    if as_json:
+        emit("summary", root=where, **{level.value: counted[level] for level in Level})
+    else:
+        _print(shown)
+        say(", ".join(f"{counted[level]} {level}" for level in Level if counted[level]))
+    raise typer.Exit(Exit.PROBLEMS if counted[Level.PROBLEM] else Exit.OK)
+
+
+def _findings(root: str | None, timeout_s: float, *, may_write: bool) -> Generator[Finding]:
+    yield from examine(OF_MACHINE, Subject(None, timeout_s, Scratch(may_write=False)))
+    if root is not None:
+        yield from visit(root, timeout_s, may_write=may_write)
+
+
+def _print(findings: list[Finding]) -> None:
+    table = new_table("", "CHECK", "FOUND")
+    for finding in findings:
+        level, found = plain(finding.level), plain(finding.found)
+        level.stylize(_STYLES[finding.level])
+        if finding.advice:
+            found.append(f"\n→ {finding.advice}", style="dim")
+        table.add_row(level, plain(finding.check), found)
+    print_table(table)

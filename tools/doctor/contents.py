@@ -1,0 +1,287 @@
+"""What is in the root: whose it is, who maintains it, what was left behind. Reads only."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import stat
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+
+from fskv.claims import CLAIMS_DIR, Book, Limits, Space
+from fskv.config import Share
+from fskv.errors import FskvError
+from fskv.lease import LEASE_FILE, SHARED_DIR
+from fskv.namespace import diff
+from fskv.process import HOST, provably_dead
+from fskv.root import FORMAT_FILE, TAG_FILE, Root
+
+from ..root_view import Namespace, RootView
+from ..terminal import duration, iec, show
+from .finding import Finding, Subject, hint, ok, problem, warning
+
+_MAX_LEASE_NBYTES = 4096
+_STALE_LEASE_S = 60.0
+_MAX_SHARDS = 256  # of a namespace: enough to see what is there
+_MAX_PAIRS = 5
+_OLD_SNAPSHOT_S = 7 * 86400.0
+_OURS = (FORMAT_FILE, TAG_FILE, SHARED_DIR, "lost+found", ".snapshot", ".snapshots", ".zfs")
+
+
+def state(subject: Subject) -> Iterator[Finding]:
+    """Is it a root at all? Only then, or where it is empty, anything may be written."""
+    path = _root(subject)
+    try:
+        Root.open(path, create=False, writable=False)
+    except FskvError as error:
+        text = str(error).removeprefix("option 'root': ")
+        if "is empty, expected" in text:
+            subject.scratch.is_ours = True
+            yield hint(
+                "root",
+                f"{path} is empty",
+                "an engine makes it a root, if this is where the mount is",
+            )
+        else:
+            yield problem(
+                "root", text, "give the directory that the engines have as their option root"
+            )
+        return
+    subject.scratch.is_ours = True
+    yield ok("root", f"{path} is an fskv root of format 1")
+
+
+def permissions(subject: Subject) -> Iterator[Finding]:
+    path = _root(subject)
+    for what, where in (("root", path), ("maintenance", f"{path}/{SHARED_DIR}")):
+        try:
+            info = os.stat(where, follow_symlinks=what == "root")
+        except FileNotFoundError:
+            continue
+        mode = stat.S_IMODE(info.st_mode)
+        check = f"owner of {what}"
+        if not stat.S_ISDIR(info.st_mode):
+            yield problem(check, f"{where} is no directory", "move it away; engines make it")
+            continue
+        if mode & 0o002:
+            yield warning(
+                check,
+                f"mode {mode:04o}: everybody may write",
+                "who can write can make hits of what he likes: 0700",
+            )
+        if info.st_uid != os.geteuid() and os.geteuid() != 0:
+            yield warning(
+                check,
+                f"belongs to uid {info.st_uid}, this is {os.geteuid()}",
+                "files are for their owner alone (0600): run engines and tools as one user",
+            )
+        elif not mode & 0o002:
+            yield ok(check, f"uid {info.st_uid}, mode {mode:04o}")
+
+
+def space(subject: Subject) -> Iterator[Finding]:
+    """Bytes and inodes, against the default of keep_free."""
+    found = Space.of(_root(subject))
+    share = found.free_nbytes / max(1, found.total_nbytes)
+    text = f"{iec(found.free_nbytes)} of {iec(found.total_nbytes)} free ({100 * share:.1f} %)"
+    if share < 0.02:
+        yield warning(
+            "space",
+            text,
+            "below keep_free of 2 %: chunks are pruned, or nothing is stored; make room",
+        )
+    else:
+        yield ok("space", text)
+    if not found.total_inodes:
+        yield ok("inodes", "no fixed number")
+        return
+    share = found.free_inodes / found.total_inodes
+    text = f"{found.free_inodes:,} of {found.total_inodes:,} free ({100 * share:.1f} %)"
+    if share < 0.02:
+        yield warning(
+            "inodes",
+            text,
+            "a chunk is a file: prune, use larger chunks, or make the file system anew",
+        )
+    else:
+        yield ok("inodes", text)
+
+
+def lease(subject: Subject) -> Iterator[Finding]:
+    """Who counts and prunes."""
+    path = f"{_root(subject)}/{SHARED_DIR}/{LEASE_FILE}"
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        yield ok("lease", "nobody counts and prunes: no engine runs, or they start just now")
+        return
+    try:
+        content, info = os.read(fd, _MAX_LEASE_NBYTES), os.fstat(fd)
+    finally:
+        os.close(fd)
+    try:
+        told = json.loads(content)
+        holder, host, pid = str(told["holder"]), str(told["host"]), int(told["pid"])
+    except (ValueError, TypeError, KeyError, RecursionError):
+        yield hint("lease", "cannot be read", "the next engine takes it")
+        return
+    age_s = time.time() - info.st_mtime
+    text = f"held by {host[:80]}, process {pid}"
+    if provably_dead(holder):
+        yield hint("lease", f"{text}, which is gone", "the next engine takes it within seconds")
+    elif age_s > _STALE_LEASE_S:
+        yield hint(
+            "lease",
+            f"{text}, not renewed for {duration(age_s)}",
+            "nothing to do where no engine runs; else see that process, or the clocks",
+        )
+    else:
+        yield ok("lease", f"{text}, renewed {duration(max(0.0, age_s))} ago")
+
+
+def claims(subject: Subject) -> Iterator[Finding]:
+    """The engines that share the root, and the bounds that they were given."""
+    shared = f"{_root(subject)}/{SHARED_DIR}"
+    if not os.path.isdir(f"{shared}/{CLAIMS_DIR}"):
+        yield ok("claims", "no engine was here, or none since the maintenance files were removed")
+        return
+    found = Book(shared).claims()
+    dead = [claim for claim in found if not claim.closed and provably_dead(claim.name)]
+    closed = [claim for claim in found if claim.closed]
+    alive = [claim for claim in found if claim not in dead and claim not in closed]
+    yield ok("claims", f"{len(alive)} engines may be alive, {len(closed)} have ended")
+    if dead:
+        yield hint(
+            "claims",
+            f"{len(dead)} of engines that died on {HOST}",
+            "removed by whoever counts next",
+        )
+    for text in sorted({_limits(claim.limits) for claim in alive}):
+        yield ok("bounds", text)
+    if any(claim.full for claim in alive):
+        yield warning(
+            "claims",
+            "engines have met a full disk",
+            "make room, or give engines a max_bytes below it",
+        )
+
+
+def _limits(limits: Limits) -> str:
+    keep = limits.keep_free
+    kept = f"{keep.percent:g} %" if isinstance(keep, Share) else iec(keep)
+    words = [f"keep_free {kept}"]
+    for name, nbytes in (
+        ("max_bytes", limits.max_nbytes),
+        ("for a namespace", limits.namespace_max_nbytes),
+        ("for a tenant", limits.tenant_max_nbytes),
+    ):
+        if nbytes is not None:
+            words.append(f"{name} {iec(nbytes)}")
+    return ", ".join(words)
+
+
+def namespaces(subject: Subject) -> Iterator[Finding]:
+    """What is stored, and by identities that differ though they look alike."""
+    view = RootView.open(_root(subject))
+    found = view.namespaces()
+    yield ok("namespaces", f"{len(found)}")
+    alike: dict[tuple[str, str], list[Namespace]] = defaultdict(list)
+    for one in found:
+        if one.problem is not None:
+            yield problem(
+                "namespaces",
+                f"{show(one.id)}: {one.problem}",
+                "no engine can use it; `fskv rm` it, it is a cache",
+            )
+        else:
+            alike[one.arch, one.model].append(one)
+    pairs = 0
+    for group in alike.values():
+        for a, b in itertools.pairwise(group):
+            if a.identity is None or b.identity is None or (pairs := pairs + 1) > _MAX_PAIRS:
+                continue
+            fields = ", ".join(
+                sorted({str(d.path).split(".")[0] for d in diff(a.identity, b.identity)})[:4]
+            )
+            yield hint(
+                "namespaces",
+                f"{show(a.id)} and {show(b.digest16)} do not share: {fields}",
+                f"meant to? else: fskv diff {show(a.digest16)} {show(b.digest16)}",
+            )
+    if pairs > _MAX_PAIRS:
+        yield hint("namespaces", f"{pairs - _MAX_PAIRS} more such pairs", "fskv ls; fskv diff")
+    yield from _strangers(view.path, {one.arch for one in found})
+
+
+def _strangers(path: str, arches: set[str]) -> Iterator[Finding]:
+    with os.scandir(path) as entries:
+        names = [
+            entry.name
+            for entry in itertools.islice(entries, 10_000)
+            if entry.name not in _OURS
+            and entry.name not in arches
+            and not entry.name.startswith((".fskv-", ".nfs"))
+        ]
+    if names:
+        shown = ", ".join(show(name) for name in sorted(names)[:3])
+        yield hint(
+            "foreign",
+            f"{len(names)} entries that are not fskv's: {shown}",
+            "never deleted by fskv; yours to move",
+        )
+
+
+def leftovers(subject: Subject) -> Iterator[Finding]:
+    """Parts, foreign files and snapshots of namespaces; of large ones the first directories."""
+    parts = old = foreign = unlistable = looked = 0
+    end = time.monotonic() + subject.timeout_s / 2
+    now = time.time()
+    for one in RootView.open(_root(subject)).namespaces():
+        for shard in itertools.islice(one.shards(), _MAX_SHARDS):
+            looked += 1
+            unlistable += shard.error is not None
+            foreign += shard.num_foreign
+            parts += len(shard.parts)
+            old += sum(now - part.mtime_ns / 1e9 > 3600 for part in shard.parts)
+            if time.monotonic() > end:
+                break
+        yield from _snapshot(one, now)
+    text = f"in {looked:,} directories of chunks"
+    if unlistable:
+        yield problem(
+            "leftovers", f"{unlistable} {text} cannot be listed", "permissions, or the disk"
+        )
+    if old:
+        yield hint(
+            "leftovers",
+            f"{old} parts {text} are older than an hour",
+            "`fskv gc`, or the next engine",
+        )
+    if foreign:
+        yield hint(
+            "leftovers",
+            f"{foreign} foreign files {text}",
+            "never deleted by fskv; `fskv du` counts them",
+        )
+    if not (unlistable or old or foreign):
+        yield ok("leftovers", f"none {text}; {parts} files are being written")
+
+
+def _snapshot(one: Namespace, now: float) -> Iterator[Finding]:
+    try:
+        age_s = now - os.lstat(f"{one.path}/snapshot.msgpack").st_mtime
+    except FileNotFoundError:
+        return  # made by whoever counts
+    if age_s > _OLD_SNAPSHOT_S:
+        yield hint(
+            "snapshot",
+            f"{show(one.id)}: {duration(age_s)} old",
+            "nothing counted since: no engine ran, or see lease",
+        )
+
+
+def _root(subject: Subject) -> str:
+    assert subject.root is not None
+    return subject.root

@@ -1,0 +1,151 @@
+"""The mount that holds the root: type and options, from mountinfo. Does not touch the file system."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from .finding import Finding, Subject, hint, ok, problem, warning
+
+_MOUNTINFO = "/proc/self/mountinfo"
+_ESCAPED = re.compile(r"\\([0-7]{3})")
+_SHOWN = ("ro", "sync", "vers", "hard", "soft", "noac", "actimeo", "acregmin", "acdirmin")
+_SHOWN_TOO = ("lookupcache", "timeo", "retrans", "proto", "nconnect", "flock", "noflock", "size")
+_LOCAL = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs")
+_SHARED = ("nfs", "nfs4", "lustre", "ceph", "wekafs", "gpfs", "beegfs", "9p", "virtiofs")
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """One line of mountinfo."""
+
+    point: str
+    kind: str
+    source: str
+    options: dict[str, str]  # of the mount and of the file system; an empty text for a word alone
+
+
+def mount_of(path: str, mountinfo: str) -> Mount | None:
+    """Return the mount that holds an absolute path without links; the last of those that cover it."""
+    found: Mount | None = None
+    for line in mountinfo.splitlines():
+        fields = line.split()
+        if len(fields) < 10 or "-" not in fields[6:]:
+            continue
+        kind, source, *rest = fields[fields.index("-", 6) + 1 :]
+        point = _ESCAPED.sub(lambda match: chr(int(match[1], 8)), fields[4])
+        inside = point in ("/", path) or path.startswith(f"{point}/")
+        if inside and (found is None or len(point) >= len(found.point)):
+            words = ",".join([fields[5], *rest[:1]]).split(",")
+            options = {name: value for name, _, value in (word.partition("=") for word in words)}
+            found = Mount(point, kind, _ESCAPED.sub(lambda m: chr(int(m[1], 8)), source), options)
+    return found
+
+
+def look(subject: Subject) -> Iterator[Finding]:
+    assert subject.root is not None
+    # Not realpath of the whole: it would touch the root; the links above it are the system's.
+    path = os.path.join(
+        os.path.realpath(os.path.dirname(subject.root)), os.path.basename(subject.root)
+    )
+    with open(_MOUNTINFO, encoding="utf-8", errors="surrogateescape") as file:
+        mount = mount_of(path.rstrip("/") or "/", file.read())
+    if mount is None:
+        yield warning("mount", f"{path} is on no mount in {_MOUNTINFO}", "look at it with findmnt")
+        return
+    yield from judge(mount)
+
+
+def judge(mount: Mount) -> Iterator[Finding]:
+    """Say what a mount means for a cache. Pure."""
+    options = mount.options
+    shown = [
+        f"{n}={options[n]}" if options[n] else n for n in (*_SHOWN, *_SHOWN_TOO) if n in options
+    ]
+    text = f"{mount.kind} of {mount.source} on {mount.point}" + f" ({', '.join(shown)})" * bool(
+        shown
+    )
+    if mount.kind in ("tmpfs", "ramfs"):
+        yield warning(
+            "mount",
+            f"{text}: in memory",
+            "gone after a restart of the machine, and it takes RAM; use a disk",
+        )
+    elif mount.kind in ("overlay", "aufs"):
+        yield warning(
+            "mount",
+            f"{text}: a container's own layer",
+            "gone with the container; mount a volume for the root",
+        )
+    elif mount.kind in ("cifs", "smb3", "vfat", "exfat", "ntfs3"):
+        yield warning(
+            "mount", text, "has no hard links or other rules for names; use another file system"
+        )
+    elif mount.kind.startswith("fuse") and not mount.kind.startswith(
+        ("fuse.gluster", "fuse.juicefs")
+    ):
+        yield hint(
+            "mount", text, "every call takes a way through a process; compare with `fskv bench`"
+        )
+    elif mount.kind in _LOCAL or mount.kind in _SHARED or mount.kind.startswith("fuse"):
+        yield ok("mount", text)
+    else:
+        yield hint(
+            "mount", text, "not one that fskv was tried on; see what follows, and `fskv bench`"
+        )
+    if mount.point == "/":
+        yield hint(
+            "mount",
+            "the root is on the system's own file system",
+            "if a mount was meant, it is missing",
+        )
+    if "ro" in options:
+        yield problem(
+            "mount", "mounted read-only", "engines that store refuse it; mount it read-write"
+        )
+    if mount.kind.startswith("nfs"):
+        yield from _judge_nfs(options)
+    if mount.kind == "lustre" and "noflock" in options:
+        yield ok("mount", "noflock: fskv takes no locks")
+
+
+def _judge_nfs(options: dict[str, str]) -> Iterator[Finding]:
+    version = options.get("vers", "")
+    if version.startswith("2"):
+        yield problem(
+            "nfs", f"vers={version}", "files end at 2 GiB and there is no exclusive create; use 4.2"
+        )
+    elif version.startswith("3"):
+        yield hint(
+            "nfs",
+            f"vers={version}",
+            "works; with 4.2 a file that was pruned can be read to its end",
+        )
+    if "soft" in options or "softerr" in options:
+        timeo = (
+            int(options.get("timeo", "600")) / 10 if options.get("timeo", "600").isdigit() else 60.0
+        )
+        yield hint(
+            "nfs",
+            f"soft, timeo {timeo:g} s",
+            "a slow server gives I/O errors: recomputes. hard is as good, loads have deadlines",
+        )
+    if "noac" in options:
+        yield warning(
+            "nfs",
+            "noac: every stat goes to the server",
+            "not needed for fskv; remove it, lookups get faster",
+        )
+    if "sync" in options:
+        yield warning(
+            "nfs", "sync: each write waits for the server's disk", "not needed for fskv; remove it"
+        )
+    actimeo = options.get("actimeo") or options.get("acregmin", "")
+    if actimeo.isdigit() and int(actimeo) > 60:
+        yield hint(
+            "nfs",
+            f"attributes are kept for {actimeo} s",
+            "a node learns late what others pruned",
+        )
