@@ -12,6 +12,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from fskv import namespace
 from fskv.chunk_file import ChunkHeader, FileLayout
@@ -69,6 +70,7 @@ def layout_of(header: ChunkHeader) -> FileLayout:
     return FileLayout(header.num_blocks, header.page_nbytes, header.layout_digest)
 
 
+@lru_cache(maxsize=16)  # an archive asks for each of its files
 def expected_of(identity: Identity | None, digest16: str) -> Expected:
     """Return what the files below a directory of this name and with this manifest must say."""
     if identity is None:

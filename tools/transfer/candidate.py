@@ -13,10 +13,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fskv import chunk_file, namespace
-from fskv.chunk_file import ChunkHeader, FileLayout
+from fskv.chunk_file import ChunkHeader
 from fskv.errors import ChunkCorrupt, ChunkStale, chunk_error_from_os
 from fskv.namespace import Identity
 from fskv.transports.chunk_fd import open_chunk_fd
+
+from ..check.expect import expected_of
 
 Read = Callable[[int], bytes]
 
@@ -24,7 +26,6 @@ Read = Callable[[int], bytes]
 # with long rows may have some hundred.
 MAX_FILE_NBYTES = 1 << 30
 PREFIX_NBYTES = 32
-_LAYOUT_DIGEST_NBYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,34 +68,11 @@ def read_head(read: Read, name: str, nbytes: int, identity: Identity) -> Head:
         raise ChunkCorrupt(f"{nbytes} bytes, its header alone says {header_nbytes}")
     raw = prefix + read(header_nbytes - PREFIX_NBYTES)
     header = chunk_file.parse_header(raw)
-    _compare(header, named, name, identity)
+    expected_of(identity, identity.digest16).compare(header, named)
     head = Head(name, header, raw)
     if head.file_nbytes != nbytes:
         raise ChunkCorrupt(f"{nbytes} bytes, header says {head.file_nbytes}")
     return head
-
-
-def _compare(
-    header: ChunkHeader, named: namespace.ChunkName, name: str, identity: Identity
-) -> None:
-    """Raise ChunkStale unless the header is of this very name and namespace, ChunkCorrupt for nonsense."""
-    if header.namespace_digest != identity.digest:
-        raise ChunkStale(f"of another namespace ({header.namespace_digest.hex()[:16]})")
-    if (header.group_idx, header.rank) != (named.group_idx, named.rank or 0):
-        raise ChunkStale(f"of group {header.group_idx} and rank {header.rank}, not as it is called")
-    if namespace.chunk_path(header.key_hash, header.group_idx, named.rank) != name:
-        raise ChunkStale(f"of another key ({header.key_hash.hex():.64})")
-    if all(group.group_idx != header.group_idx for group in identity.groups):
-        raise ChunkStale(f"of KV group {header.group_idx}, which its namespace does not have")
-    if header.num_blocks != identity.blocks_per_chunk:
-        raise ChunkStale(f"{header.num_blocks} blocks, expected {identity.blocks_per_chunk}")
-    layout = FileLayout(header.num_blocks, header.page_nbytes, header.layout_digest)
-    if header.header_nbytes != layout.header_nbytes:
-        raise ChunkCorrupt(
-            f"a header of {header.header_nbytes} bytes, expected {layout.header_nbytes}"
-        )
-    if len(header.layout_digest) != _LAYOUT_DIGEST_NBYTES:
-        raise ChunkCorrupt(f"a layout digest of {len(header.layout_digest)} bytes")
 
 
 def check_rows(header: ChunkHeader, payload: bytes) -> None:
