@@ -20,8 +20,8 @@ exits = pytest.importorskip("fskv_tools.exits")
 TOKENS = random.Random(7).sample(range(200_000), 100)
 REPOSITORY = pathlib.Path(__file__).resolve().parents[1]
 
-# What vLLM 0.32 gave for TOKENS in blocks of 16: the hash of the sixth block. `python tests/test_block_hashes.py`
-# prints them, in an environment with vLLM.
+# What vLLM 0.32 gave for TOKENS in blocks of 16: the hash of the sixth block. `python
+# tests/test_block_hashes.py` prints them, in an environment with vLLM.
 CASES = {
     "default": {},
     "seed": {"seed": "42"},

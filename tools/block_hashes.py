@@ -1,12 +1,12 @@
 """The engine's keys of a prompt, computed as vLLM 0.32 does, without vLLM.
 
-vLLM names a block by a hash of (the hash of the block before, the block's tokens, what else decides its KV):
-`v1/core/kv_cache_utils.py`, `hash_block_tokens`. The first block's parent is the hash of a seed. Here is the same
-for the four algorithms that vLLM has; tests/test_block_hashes.py compares it with vLLM's own functions, and with
-vectors that vLLM gave.
+vLLM names a block by a hash of (the hash of the block before, the block's tokens, what else decides its
+KV): `v1/core/kv_cache_utils.py`, `hash_block_tokens`. The first block's parent is the hash of a seed. Here
+is the same for the four algorithms that vLLM has; tests/test_block_hashes.py compares it with vLLM's own
+functions, and with vectors that vLLM gave.
 
-Pure. Requests with images, audio or prompt embeddings have digests of their content in their keys, which token ids
-do not tell: for those no key can be computed here.
+Pure. Requests with images, audio or prompt embeddings have digests of their content in their keys, which
+token ids do not tell: for those no key can be computed here.
 """
 
 from __future__ import annotations
@@ -60,12 +60,13 @@ def seed_of(identity: Identity) -> str:
         return seed.removeprefix(_SEED_PREFIX)
     if seed != "default":
         raise UsageError(
-            f"hash_seed: found {seed!r:.60}, expected default or {_SEED_PREFIX}...: the keys cannot be computed"
+            f"hash_seed: found {seed!r:.60}, expected default or {_SEED_PREFIX}...: the keys cannot be "
+            "computed"
         )
     if identity.hash_algorithm.startswith("xxhash"):
         raise UsageError(
-            f"hash_seed: found default with {identity.hash_algorithm}: vLLM draws a random seed in every process "
-            "then, so nobody else can compute the keys; expected sha256, or PYTHONHASHSEED set"
+            f"hash_seed: found default with {identity.hash_algorithm}: vLLM draws a random seed in every "
+            "process then, so nobody else can compute the keys; expected sha256, or PYTHONHASHSEED set"
         )
     return _DEFAULT_SEED
 
@@ -79,14 +80,14 @@ def hasher_of(identity: Identity) -> Hasher:
     hasher = ALGORITHMS.get(identity.hash_algorithm)
     if hasher is None:
         raise UsageError(
-            f"hash_algorithm: found {identity.hash_algorithm!r:.40}, expected {', '.join(ALGORITHMS)}: the keys "
-            "cannot be computed"
+            f"hash_algorithm: found {identity.hash_algorithm!r:.40}, expected {', '.join(ALGORITHMS)}: the "
+            "keys cannot be computed"
         )
     return hasher
 
 
 def extra_keys(first: bool, *, cache_salt: str | None, lora: tuple[str, str] | None) -> ExtraKeys:
-    """Return what a block's hash covers besides tokens, in vLLM's order; `first`: of the prompt's first block."""
+    """Return what a block's hash covers besides tokens; `first`: of the prompt's first block."""
     keys: list[tuple[str, ...]] = []
     if lora is not None:
         keys.append(("lora", *lora))

@@ -69,8 +69,8 @@ MEANINGS: dict[str, Meaning] = {
     "weights": Meaning(
         "weights",
         "KV of other weights is other KV, even if the name of the model is the same",
-        "use the same revision, and get it in the same way (a hub name has a commit, a local copy a digest of "
-        "its files); or vouch for it with the option `weights_id` on both",
+        "use the same revision, and get it in the same way (a hub name has a commit, a local copy a digest "
+        "of its files); or vouch for it with the option `weights_id` on both",
     ),
     "model_config": Meaning(
         "model configuration",
@@ -105,8 +105,8 @@ MEANINGS: dict[str, Meaning] = {
     "topology": Meaning(
         "parallelism",
         "a file holds the KV heads or layers of one rank, and these two cut the model differently",
-        "use the same parallel sizes; or set `canonical_layout` to true on both, if the model allows it (tensor "
-        "parallelism alone)",
+        "use the same parallel sizes; or set `canonical_layout` to true on both, if the model allows it "
+        "(tensor parallelism alone)",
         Remedy.CHOICE,
     ),
     "model_runner": Meaning(

@@ -1,7 +1,7 @@
 """Reads a JSON file that somebody names on the command line: strictly, and no more than fits into memory.
 
-A fifo, a device or a directory is refused instead of waited for; what two readers could understand differently
-(a key twice, NaN) is refused too.
+A fifo, a device or a directory is refused instead of waited for; what two readers could understand
+differently (a key twice, NaN) is refused too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .terminal import show
 
 
 def read_json(path: str, limit: int = 16 << 20) -> Any:
-    """Return what a JSON file holds. Raises UsageError where it cannot be read, ValueError where it is no JSON."""
+    """Return what a JSON file holds. Raises UsageError if it cannot be read, ValueError for no JSON."""
     return parse(read_bytes(path, limit))
 
 

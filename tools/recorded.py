@@ -1,7 +1,7 @@
-"""The identity that a text on the command line names: a namespace of the root, or a `namespace.json` anywhere.
+"""The identity that a text on the command line names: a namespace of the root, or any `namespace.json`.
 
-An engine's configuration is recorded by the engine itself: its `namespace.json` holds every field that decides
-what it shares. So a copy of that file, from another root or another node, stands for that engine.
+An engine's configuration is recorded by the engine itself: its `namespace.json` holds every field that
+decides what it shares. So a copy of that file, from another root or another node, stands for that engine.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class Recorded:
         return namespace.directory(self.identity)
 
 
-class DamagedManifest(CommandError):
+class DamagedManifestError(CommandError):
     """A manifest was found, and it describes nothing; problems found."""
 
 
 def resolve(text: str, root: str | None) -> Recorded:
-    """Return what `text` names. Raises UsageError for nothing, DamagedManifest for what is no identity."""
+    """Return what `text` names. Raises UsageError for nothing, DamagedManifestError for no identity."""
     path = os.path.join(text, MANIFEST_FILE) if os.path.isdir(text) else text
     # A directory that a namespace's name happens to match has no manifest; the root is asked then.
     if os.path.exists(path) and (text != path or not os.path.isdir(text)):
@@ -50,7 +50,7 @@ def resolve(text: str, root: str | None) -> Recorded:
         )
     where = RootView.open(root).namespace(text)
     if where.identity is None:
-        raise DamagedManifest(f"{where.id}: {where.problem}")
+        raise DamagedManifestError(f"{where.id}: {where.problem}")
     return Recorded(text, where.identity, where)
 
 
@@ -58,7 +58,7 @@ def _of_file(text: str, path: str, root: str | None) -> Recorded:
     try:
         identity = Identity.from_manifest(read_json(path))
     except (ValueError, FskvError) as error:
-        raise DamagedManifest(f"{path}: {str(error).removeprefix('manifest: ')}") from None
+        raise DamagedManifestError(f"{path}: {str(error).removeprefix('manifest: ')}") from None
     where = None
     if root is not None:
         own = namespace.directory(identity)

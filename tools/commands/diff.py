@@ -124,7 +124,8 @@ def _capital(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def _emit(one: Recorded, other: Recorded, found: list[Reason]) -> None:
+def emit_reasons(found: list[Reason]) -> None:
+    """Print a JSON line for each reason."""
     for reason in found:
         emit(
             "difference",
@@ -144,6 +145,10 @@ def _emit(one: Recorded, other: Recorded, found: list[Reason]) -> None:
                 for each in reason.differences
             ],
         )
+
+
+def _emit(one: Recorded, other: Recorded, found: list[Reason]) -> None:
+    emit_reasons(found)
     emit(
         "summary",
         a=one.id,
