@@ -7,7 +7,7 @@ field of an identity has an entry (tests/test_diff.py holds that), so a new one 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -196,7 +196,7 @@ class Reason:
 def reasons(a: Identity, b: Identity) -> list[Reason]:
     """List why two identities do not share, causes first; empty if they are one namespace."""
     found: dict[str, list[FieldDifference]] = {}
-    for difference in namespace.diff(a, b):
+    for difference in _parted(namespace.diff(a, b)):
         place = _place(difference.path)
         if place == _LAYOUTS and not _in_both(difference.path, a, b):
             place = "groups"  # of a group that only one side has
@@ -204,6 +204,18 @@ def reasons(a: Identity, b: Identity) -> list[Reason]:
     order = {field: at for at, field in enumerate(MEANINGS)}
     places = sorted(found, key=lambda place: (order[_field(place)], place))
     return [_reason(place, found[place], a, b) for place in places]
+
+
+def _parted(differences: Iterable[FieldDifference]) -> Iterator[FieldDifference]:
+    """Take `extra` apart where only one side has any."""
+    for each in differences:
+        whole = each.a if isinstance(each.b, Absent) else each.b
+        if each.path == "extra" and isinstance(whole, dict):
+            for part, value in whole.items():
+                sides = (value, each.b) if isinstance(each.b, Absent) else (each.a, value)
+                yield FieldDifference(f"extra.{part}", *sides)
+        else:
+            yield each
 
 
 def headline(found: Iterable[Reason]) -> str:
