@@ -107,7 +107,12 @@ def test_json_lines_hold_every_difference(lab):
     assert by_field["arch"]["remedy"] == "none"
     assert by_field["topology"]["remedy"] == "choice"
     odd = by_field["extra.odd"]["paths"][0]
-    assert (odd["path"], odd["a_absent"], odd["b"], odd["b_absent"]) == ("extra.odd", True, None, False)
+    assert (odd["path"], odd["a_absent"], odd["b"], odd["b_absent"]) == (
+        "extra.odd",
+        True,
+        None,
+        False,
+    )
     check_lines("diff", done.lines)
 
 
@@ -121,7 +126,9 @@ def test_the_layout_of_a_group_that_only_one_has_is_no_cause_of_its_own(lab):
     fields = run("diff", one.id, two.id, "-q", root=lab.path).stdout.split()
     assert fields == ["groups"]
     three = lab.namespace(groups=(full,), extra={"page_layouts": {"group0": "amx"}})
-    assert run("diff", one.id, three.id, "-q", root=lab.path).stdout.split() == ["extra.page_layouts"]
+    assert run("diff", one.id, three.id, "-q", root=lab.path).stdout.split() == [
+        "extra.page_layouts"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -189,14 +196,20 @@ LEAVES = (
 )
 TREES = st.recursive(
     LEAVES,
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4)
+    ),
     max_leaves=12,
 )
 FIELDS = [*(field.name for field in dataclasses.fields(Identity)), "unknown"]
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(changes=st.dictionaries(st.sampled_from(FIELDS), TREES, max_size=3), raw=st.binary(max_size=40))
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    changes=st.dictionaries(st.sampled_from(FIELDS), TREES, max_size=3), raw=st.binary(max_size=40)
+)
 def test_no_manifest_makes_it_fail(tmp_path, changes, raw):
     """Manifests with any value in any field, and files that are none: a sentence or a diff, never a traceback."""
     good, bad = tmp_path / "good.json", tmp_path / "bad.json"
