@@ -1,4 +1,4 @@
-"""`fskv diff` says why two engines do not share, for every field of an identity, and survives any manifest."""
+"""`fskv diff` says why two engines do not share, for every field, and survives any manifest."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ FIELDS = [*(field.name for field in dataclasses.fields(Identity)), "unknown"]
     changes=st.dictionaries(st.sampled_from(FIELDS), TREES, max_size=3), raw=st.binary(max_size=40)
 )
 def test_no_manifest_makes_it_fail(tmp_path, changes, raw):
-    """Manifests with any value in any field, and files that are none: a sentence or a diff, never a traceback."""
+    """Any value in any field, and files that are no manifests: a sentence or a diff, never a traceback."""
     good, bad = tmp_path / "good.json", tmp_path / "bad.json"
     good.write_text(json.dumps(make_identity().to_manifest()))
     content = json.dumps({**make_identity().to_manifest(), **changes}).encode()

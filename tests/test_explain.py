@@ -87,7 +87,7 @@ class Prompted(Lab):
         done = run("explain", namespace, "--tokens-json", text, "--json", *options, root=self.path)
         assert done.lines, done.stderr
         check_lines("explain", [dict(line) for line in done.lines])
-        of = lambda kind: [line for line in done.lines if line["type"] == kind]  # noqa: E731
+        of = lambda kind: [line for line in done.lines if line["type"] == kind]
         return SimpleNamespace(
             **done.summary,
             exit_code=done.exit_code,
@@ -559,10 +559,10 @@ def test_a_hostile_root_is_read_and_left_alone(lab):
         )
         assert done.exit_code == 1, done.stderr
         assert all(c.isprintable() or c == "\n" for c in done.stdout + done.stderr)
-    for path in before:
-        if path != paths[8]:
-            assert os.lstat(path).st_ino == before[path].st_ino
-            assert os.lstat(path).st_mtime_ns == before[path].st_mtime_ns or path == paths[2]
+    del before[paths[8]]
+    for path, then in before.items():
+        assert os.lstat(path).st_ino == then.st_ino
+        assert os.lstat(path).st_mtime_ns == then.st_mtime_ns or path == paths[2]
 
 
 def test_exactly_one_thing_is_asked_for(lab):

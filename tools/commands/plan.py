@@ -214,8 +214,7 @@ def command(
         if prompt_tokens is None
         else _count("--prompt-tokens", prompt_tokens)
     )
-    if not 1 <= length <= 1 << 30:
-        raise UsageError(f"--prompt-tokens: found {length}, expected 1 to {1 << 30}")
+    plan.check_prompt(length)
     if chunk_size is not None:
         first = plan.geometry.tokens_per_chunk[0]
         notes.append(f"--chunk-size: set hybrid_chunk_size to {first} for these chunks")

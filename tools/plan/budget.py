@@ -27,7 +27,9 @@ from .kv_groups import Dtypes, PlannedGroup, sort_into_groups, tokens_per_hash
 from .model_layers import Model
 
 _NO_DIGEST = bytes(16)
-_MAX_BOUNDARIES = 1 << 16
+# More is no engine's, and would only take long: the planner lists blocks, a hit is looked up chunk by chunk.
+_MAX_BLOCKS = 1 << 20
+_MAX_LOOKUPS = 1 << 22
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,11 +120,29 @@ class Plan:
             return whole
         ends = {self.hit_tokens(prompt_tokens)}
         if interval:
-            if prompt_tokens // interval > _MAX_BOUNDARIES:
-                return whole
             ends |= set(range(interval, prompt_tokens, interval))
-        kept = {chunk for end in ends for chunk in needed_chunks(group, bpc, end)}
-        return sum(chunk < whole for chunk in kept)
+        count = done = 0
+        for end in sorted(ends):
+            needed = needed_chunks(group, bpc, end)
+            stop = min(needed.stop, whole)
+            count += max(0, stop - max(needed.start, done))
+            done = max(done, stop)
+        return count
+
+    def check_prompt(self, prompt_tokens: int) -> None:
+        """Raise UsageError for a prompt that no engine takes, or that has too many chunks to be planned."""
+        longest = self.options.max_model_len
+        if not 1 <= prompt_tokens <= longest:
+            raise UsageError(
+                f"--prompt-tokens: found {prompt_tokens}, expected 1 to max_model_len, {longest}"
+            )
+        smallest = min(self.geometry.tokens_per_chunk)
+        steps = min(smallest, self.options.retention_interval or smallest)
+        if prompt_tokens // steps * len(self.groups) > _MAX_LOOKUPS:
+            raise UsageError(
+                f"--prompt-tokens: {prompt_tokens} tokens in chunks of {smallest} and {len(self.groups)} "
+                "groups are more than can be planned; give a shorter prompt"
+            )
 
 
 def make_plan(model: Model, dtypes: Dtypes, options: EngineOptions) -> Plan:
@@ -133,6 +153,10 @@ def make_plan(model: Model, dtypes: Dtypes, options: EngineOptions) -> Plan:
     files = 1
     if options.canonical:
         files = max(1, (model.kv_heads or 1) // options.tp)
+    if options.max_model_len // min(g.spec.tokens_per_block for g in groups) > _MAX_BLOCKS:
+        raise UsageError(
+            f"--max-model-len: {options.max_model_len} tokens are more than {_MAX_BLOCKS} blocks"
+        )
     geometry = plan_geometry(
         [group.spec for group in groups],
         [group.block_nbytes // files for group in groups],
