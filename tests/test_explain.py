@@ -373,6 +373,12 @@ def test_another_namespace_that_has_it_is_named_with_the_reason(lab):
         (line,) = [n for n in found.neighbours if n["namespace"].endswith(each.digest16)]
         assert words in line["headline"]
         assert line["hit_tokens"] == 320
+    of_another_model = identity_of(FULL, model_name="org/else", weights="commit:" + "c" * 40)
+    lab.store(of_another_model, TOKENS, range(10))
+    shown = run("explain", one.digest16, "--tokens-json", json.dumps(TOKENS), root=lab.path).stdout
+    assert all(each.digest16 in shown for each in others.values())
+    assert of_another_model.digest16 not in shown
+    assert "1 namespaces of other models" in shown
     # Negative control: where it hits itself, nobody else is asked.
     lab.store(one, TOKENS, range(10))
     assert lab.explain(one).neighbours == []

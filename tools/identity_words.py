@@ -238,6 +238,7 @@ def _field(place: str) -> str:
 def _reason(place: str, differences: list[FieldDifference], a: Identity, b: Identity) -> Reason:
     field, _, part = place.partition(".")
     meaning = _EXTRA.get(part, MEANINGS[field]) if part else MEANINGS[field]
+    differences = sorted(differences, key=lambda each: not each.path.startswith(field))
     paths = [each.path.removeprefix(place).lstrip(".") for each in differences]
     sides = [_side(place, one) for one in (a, b)]
     if len(differences) == 1 and not isinstance(differences[0].a, dict | list):

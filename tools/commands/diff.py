@@ -88,18 +88,17 @@ def command(
 
 def print_reasons(one: Recorded, other: Recorded, found: list[Reason]) -> None:
     """Print the headline, a paragraph for each reason, and the values that differ."""
-    width = 100 if is_wide() else 78
     print(f"A  {show(one.id)}")
     print(f"B  {show(other.id)}\n")
-    print(fill(headline(found), width))
+    print(fill(headline(found)))
     for reason in found:
         meaning = reason.meaning
         print()
         print(f"{meaning.label} ({reason.field})")
         sentences = f"{_capital(meaning.why)}. {_capital(meaning.how)}."
-        print(fill(sentences, width, 2))
+        print(fill(sentences, 2))
         for line in namespace.explain(list(reason.differences), "A", "B")[:_MAX_PATHS]:
-            print(fill(line, width, 4))
+            print(fill(line, 4))
         if len(reason.differences) > _MAX_PATHS:
             print(f"    and {len(reason.differences) - _MAX_PATHS} more (--json shows all)")
 
@@ -107,12 +106,12 @@ def print_reasons(one: Recorded, other: Recorded, found: list[Reason]) -> None:
 _MAX_PATHS = 12
 
 
-def fill(text: str, width: int, indent: int = 0) -> str:
-    """Break a text into lines; names and values are not taken apart."""
+def fill(text: str, indent: int = 0) -> str:
+    """Break a text into lines that fit the terminal; names and values are not taken apart."""
     pad = " " * indent
     return textwrap.fill(
         show(text),
-        width,
+        100 if is_wide() else 78,
         initial_indent=pad,
         subsequent_indent=pad,
         break_on_hyphens=False,

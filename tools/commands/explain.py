@@ -251,7 +251,7 @@ def _show_prompt(
         )
         return
     _print_head(who)
-    print(fill(report.sentence, 100))
+    print(fill(report.sentence))
     for position, looks in enumerate(report.looks):
         print()
         _print_group(report, position, looks, chunks=chunks)
@@ -337,7 +337,7 @@ def _show_key(who: Recorded, report: KeyReport, other: Recorded | None, *, as_js
         )
         return
     _print_head(who)
-    print(fill(report.sentence, 100))
+    print(fill(report.sentence))
     print()
     table = new_table("GROUP", "FILE", "FOUND", "LAST USED")
     for files, look in zip(report.files, report.looks, strict=True):
@@ -366,6 +366,9 @@ def _print_head(who: Recorded) -> None:
         )
 
 
+_MAX_SHOWN = 5
+
+
 def _print_end(
     who: Recorded, other: Recorded | None, causes: list[Cause], found: list[Neighbour]
 ) -> None:
@@ -373,15 +376,20 @@ def _print_end(
         print("\nwhy")
         for one in causes:
             chunk = "" if one.chunk is None else f" chunk {one.chunk}"
-            print(fill(f"group {one.group_idx}{chunk}: {one.text}", 100, 2))
-    if found:
+            print(fill(f"group {one.group_idx}{chunk}: {one.text}", 2))
+    same = [neighbour for neighbour in found if neighbour.same_model]
+    if same:
         print("\nother namespaces of this root that have it")
-        for neighbour in found:
+        for neighbour in same[:_MAX_SHOWN]:
             hits = (
                 "" if neighbour.hit_tokens is None else f": {neighbour.hit_tokens} tokens would hit"
             )
-            print(fill(f"{neighbour.where.id}{hits}", 100, 2))
-            print(fill(headline(neighbour.reasons), 100, 4))
+            print(fill(f"{neighbour.where.id}{hits}", 2))
+            print(fill(headline(neighbour.reasons), 4))
+        if len(same) > _MAX_SHOWN:
+            print(f"  and {len(same) - _MAX_SHOWN} more (--json shows all)")
+    if len(found) > len(same):
+        print(f"\n{len(found) - len(same)} namespaces of other models have these tokens (--json)")
     if other is not None:
         differences = reasons(who.identity, other.identity)
         print()

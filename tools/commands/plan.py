@@ -403,13 +403,13 @@ def _print(plan: Plan, facts: dict[str, object]) -> None:
     print_table(table)
     print()
     for sentence in _sentences(facts):
-        print(fill(sentence, 100))
+        print(fill(sentence))
     for warning in plan.geometry.warnings:
-        print(fill(f"\nwarning: {warning}".strip(), 100))
+        print(fill(f"\nwarning: {warning}".strip()))
     notes = facts["notes"]
     assert isinstance(notes, list)
     for note in notes:
-        print(fill(f"assumed: {note}", 100))
+        print(fill(f"assumed: {note}"))
 
 
 def _sentences(facts: dict[str, object]) -> list[str]:

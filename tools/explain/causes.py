@@ -35,6 +35,11 @@ class Neighbour:
     hit_tokens: int | None  # None where a key was asked for
     reasons: tuple[Reason, ...]  # why it is not shared
 
+    @property
+    def same_model(self) -> bool:
+        """It could be shared if the settings were: its KV is of the same weights, or of the same name."""
+        return not {"weights", "model_name"} <= {reason.field for reason in self.reasons}
+
 
 @dataclass
 class Removed:
@@ -85,7 +90,7 @@ def neighbours(
             continue  # its keys cannot be known, or it is no identity of an engine
         if hit:
             found.append(Neighbour(where, hit, tuple(reasons(identity, other))))
-    return sorted(found, key=lambda one: (-(one.hit_tokens or 0), one.where.id))
+    return sorted(found, key=lambda one: (not one.same_model, -(one.hit_tokens or 0), one.where.id))
 
 
 def neighbours_of_key(
@@ -150,7 +155,8 @@ def why_absent(
         what = "states" if group.kind is GroupKind.STATE else "windows"
         found.append(
             f"{what} are stored at the last boundary of a prompt alone, unless the engine runs with "
-            "--prefix-cache-retention-interval: a prompt that ended elsewhere left none here"
+            "--prefix-cache-retention-interval: a prompt that ended elsewhere left none here; or it was "
+            "removed since"
         )
     return found
 
