@@ -55,7 +55,14 @@ HOMES = {
     "kvikio": ("fskv.gds_io", "fskv.transports."),
     # capacity and maintenance: the messages between an engine and the process that maintains its root
     "msgpack": ("fskv.chunk_file", "fskv.index.", "fskv.capacity", "fskv.maintenance"),
-    "xxhash": ("fskv.chunk_file", "fskv.namespace", "fskv.fingerprint", "fskv.index."),
+    # block_hashes: the engine's own keys, where it hashes with xxhash
+    "xxhash": (
+        "fskv.chunk_file",
+        "fskv.namespace",
+        "fskv.fingerprint",
+        "fskv.index.",
+        "tools.block_hashes",
+    ),
     # bench: the command that measures the data path with real tensors.
     "torch": ("fskv.gds_io", "fskv.transports.", "fskv.engines.", "tools.bench.store"),
     "triton": ("fskv.transports.",),

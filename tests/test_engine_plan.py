@@ -1,0 +1,125 @@
+"""`fskv plan` foretells what real engines do, and `fskv explain` understands what they wrote.
+
+For each architecture an engine stores a prompt; groups, pages, chunks and file lengths of the plan are
+compared with the namespace.json and the files that it wrote, and the hit that `explain` foretells with the
+tokens that the engine then took from files.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+
+import pytest
+from engine_lab import (
+    MODELS,
+    SETTLE,
+    by_group,
+    checkpoint,
+    chunks,
+    connector,
+    generate,
+    generates,
+    needs_vllm,
+    options_for,
+    request,
+    run,
+)
+from tool_lab import run as fskv
+
+pytestmark = [pytest.mark.engine]
+needs_vllm()
+pytest.importorskip("fskv_tools.plan.budget")
+
+MAX_MODEL_LEN = 4096
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss", "gemma3", "qwen3_next", "lfm2"])
+def test_an_engine_does_what_was_planned_and_explained(tmp_path, name):
+    model = MODELS[name]
+    root = tmp_path / "kv"
+    root.mkdir()
+    options = options_for(name)
+    engine = {"max_model_len": MAX_MODEL_LEN}
+    prompt, stranger = model.main_prompt(), model.tokens("stranger", model.prompt_tokens)
+    transfer = connector(str(root), **options)
+    run(request(model, [generate(prompt, "main"), *SETTLE], transfer=transfer, engine=engine))
+
+    (manifest,) = root.glob("*/*@*/namespace.json")
+    identity = json.loads(manifest.read_text())
+    words = ["--platform", "cpu", "--dtype", model.dtype, "--max-model-len", MAX_MODEL_LEN]
+    words += ["--block-size", model.engine.get("block_size", 128)]
+    interval = model.engine.get("prefix_cache_retention_interval", 0)
+    words += ["--retention-interval", interval, "--prompt-tokens", model.prompt_tokens]
+    if "hybrid_chunk_size" in options:
+        words += ["--chunk-tokens", options["hybrid_chunk_size"]]
+    for group in identity["groups"]:
+        kind, *_, dtypes = group["kind"].split("/")
+        if kind == "state" and "+" in dtypes:  # depends on the CPU
+            words += ["--mamba-ssm-cache-dtype", dtypes.rpartition("+")[2]]
+            break
+    done = fskv("plan", checkpoint(name), "--json", *words)
+    planned = [line for line in done.lines if line["type"] == "group"]
+
+    # The plan is what the engine wrote about itself, and the length of every file.
+    assert done.summary["blocks_per_chunk"] == identity["blocks_per_chunk"]
+    assert done.summary["tokens_per_hash"] == identity["tokens_per_hash"]
+    assert [described(group) for group in planned] == [
+        (
+            group["group_idx"],
+            group["kind"].partition("/")[0],
+            group["window_tokens"],
+            group["tokens_per_block"],
+            group["page_nbytes"],
+            [layer_index(layer) for layer in group["layer_names"]],
+        )
+        for group in identity["groups"]
+    ]
+    # Negative control: of an engine with another dtype the plan is another.
+    other = "bfloat16" if model.dtype == "float32" else "float32"
+    wrong = fskv("plan", checkpoint(name), "--json", *words, "--dtype", other)
+    assert [described(line) for line in wrong.lines[: len(planned)]] != list(
+        map(described, planned)
+    )
+    found = by_group(chunks(str(root)))
+    for group in planned:
+        sizes = {pathlib.Path(path).stat().st_size for path in found[group["group"]]}
+        assert sizes == {group["file_nbytes"]}
+    assert 0 < sum(map(len, found.values())) <= done.summary["prompt_files"]
+
+    # What is explained of the prompt is what a new engine loads; of another prompt, nothing.
+    explained = {}
+    for label, tokens in (("again", prompt), ("stranger", stranger)):
+        one = fskv(
+            "explain",
+            manifest,
+            "--tokens",
+            "-",
+            "--read-data",
+            "--json",
+            root=root,
+            stdin=json.dumps(tokens),
+        )
+        explained[label] = one.summary["hit_tokens"]
+    assert explained["stranger"] == 0 < explained["again"] == done.summary["hit_tokens"]
+    steps = [generate(prompt, "again"), generate(stranger, "stranger"), *SETTLE]
+    result = run(request(model, steps, transfer=transfer, engine=engine))
+    done = generates(result)
+    for label, hit_tokens in explained.items():
+        assert done[label]["num_cached_tokens"] == hit_tokens
+
+
+def described(group):
+    """Return a planned group as a manifest has it."""
+    return (
+        group["group"],
+        group["group_kind"],
+        group["window_tokens"],
+        group["tokens_per_block"],
+        group["page_nbytes"],
+        group["layers"],
+    )
+
+
+def layer_index(name):
+    return next(int(part) for part in name.split(".") if part.isdecimal())

@@ -1,0 +1,146 @@
+"""The engine's keys of a prompt, computed as vLLM 0.32 does, without vLLM.
+
+vLLM names a block by a hash of (the hash of the block before, the block's tokens, what else decides its
+KV): `v1/core/kv_cache_utils.py`, `hash_block_tokens`. The first block's parent is the hash of a seed. Here
+is the same for the four algorithms that vLLM has; tests/test_block_hashes.py compares it with vLLM's own
+functions, and with vectors that vLLM gave.
+
+Pure. Requests with images, audio or prompt embeddings have digests of their content in their keys, which
+token ids do not tell: for those no key can be computed here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
+
+import xxhash
+
+from fskv.namespace import Identity
+
+from .exits import UsageError
+
+Hasher: TypeAlias = Callable[[object], bytes]
+ExtraKeys: TypeAlias = tuple[tuple[str, ...], ...] | None
+
+_DEFAULT_SEED = "vllm-none-hash"  # kv_cache_utils.DEFAULT_NONE_HASH_SEED
+_SEED_PREFIX = "PYTHONHASHSEED="  # as the identity writes it
+TESTED_VERSIONS = ("0.32",)
+
+
+def _pickled(value: object) -> bytes:
+    # vLLM says HIGHEST_PROTOCOL, which has been 5 since Python 3.8.
+    return pickle.dumps(value, protocol=5)
+
+
+def _sha256(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()
+
+
+ALGORITHMS: dict[str, Hasher] = {
+    "sha256": lambda value: _sha256(_pickled(value)),
+    "sha256_cbor": lambda value: _sha256(canonical_cbor(value)),
+    "xxhash": lambda value: xxhash.xxh3_128_digest(_pickled(value)),
+    "xxhash_cbor": lambda value: xxhash.xxh3_128_digest(canonical_cbor(value)),
+}
+
+
+def key_nbytes(identity: Identity) -> int:
+    """Return how long the engine's keys are."""
+    return 16 if identity.hash_algorithm.startswith("xxhash") else 32
+
+
+def seed_of(identity: Identity) -> str:
+    """Return the text from which the chain begins. Raises UsageError where no other process can know it."""
+    seed = identity.hash_seed
+    if seed.startswith(_SEED_PREFIX):
+        return seed.removeprefix(_SEED_PREFIX)
+    if seed != "default":
+        raise UsageError(
+            f"hash_seed: found {seed!r:.60}, expected default or {_SEED_PREFIX}...: the keys cannot be "
+            "computed"
+        )
+    if identity.hash_algorithm.startswith("xxhash"):
+        raise UsageError(
+            f"hash_seed: found default with {identity.hash_algorithm}: vLLM draws a random seed in every "
+            "process then, so nobody else can compute the keys; expected sha256, or PYTHONHASHSEED set"
+        )
+    return _DEFAULT_SEED
+
+
+def hasher_of(identity: Identity) -> Hasher:
+    """Return the hash function of an engine. Raises UsageError where it is not known."""
+    if identity.engine != "vllm":
+        raise UsageError(
+            f"engine: found {identity.engine!r:.40}, expected vllm: its keys are unknown"
+        )
+    hasher = ALGORITHMS.get(identity.hash_algorithm)
+    if hasher is None:
+        raise UsageError(
+            f"hash_algorithm: found {identity.hash_algorithm!r:.40}, expected {', '.join(ALGORITHMS)}: the "
+            "keys cannot be computed"
+        )
+    return hasher
+
+
+def extra_keys(first: bool, *, cache_salt: str | None, lora: tuple[str, str] | None) -> ExtraKeys:
+    """Return what a block's hash covers besides tokens; `first`: of the prompt's first block."""
+    keys: list[tuple[str, ...]] = []
+    if lora is not None:
+        keys.append(("lora", *lora))
+    if first and cache_salt:
+        keys.append(("cache_salt", cache_salt))
+    return tuple(keys) or None
+
+
+def block_hashes(
+    identity: Identity,
+    tokens: Sequence[int],
+    *,
+    cache_salt: str | None = None,
+    lora: tuple[str, str] | None = None,
+) -> Iterator[bytes]:
+    """Yield the hash of each whole block of `identity.tokens_per_hash` tokens.
+
+    `lora` is (name, path) of the adapter. Raises UsageError where the hashes cannot be known.
+    """
+    hasher, size = hasher_of(identity), identity.tokens_per_hash
+    if not size:
+        raise UsageError("tokens_per_hash: found 0, expected at least 1")
+    parent = hasher(seed_of(identity))
+    for start in range(0, len(tokens) - size + 1, size):
+        extra = extra_keys(start == 0, cache_salt=cache_salt, lora=lora)
+        parent = hasher((parent, tuple(tokens[start : start + size]), extra))
+        yield parent
+
+
+def canonical_cbor(value: object) -> bytes:
+    """Encode what a block's hash covers as cbor2.dumps(value, canonical=True) does (RFC 8949, 4.2.1)."""
+    if value is None:
+        return b"\xf6"
+    if isinstance(value, bool):
+        return b"\xf5" if value else b"\xf4"
+    if isinstance(value, int):
+        return _head(0, value) if value >= 0 else _head(1, -1 - value)
+    if isinstance(value, bytes):
+        return _head(2, len(value)) + value
+    if isinstance(value, str):
+        data = value.encode("utf-8")
+        return _head(3, len(data)) + data
+    if isinstance(value, tuple | list):
+        return _head(4, len(value)) + b"".join(map(canonical_cbor, value))
+    raise TypeError(type(value).__name__)
+
+
+def _head(major: int, argument: int) -> bytes:
+    """Encode a type and its argument in the shortest form."""
+    first = major << 5
+    if argument < 24:
+        return bytes((first | argument,))
+    for code, layout in ((24, ">BB"), (25, ">BH"), (26, ">BI"), (27, ">BQ")):
+        if argument < 1 << 8 * (struct.calcsize(layout) - 1):
+            return struct.pack(layout, first | code, argument)
+    raise UsageError(f"token id {argument:.3g}: expected less than 2^64")

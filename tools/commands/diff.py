@@ -1,0 +1,164 @@
+"""`fskv diff`: why two namespaces do not share."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import Annotated
+
+import typer
+
+from fskv import namespace
+from fskv.namespace import Absent, Json
+
+from ..exits import Exit, UsageError
+from ..identity_words import Reason, headline, reasons
+from ..options import JsonOption
+from ..recorded import Recorded, resolve
+from ..terminal import emit, is_wide, show
+
+LINES = {
+    "difference": {
+        "field": "field of the identity; a part of `extra` as extra.PART",
+        "label": "what it is, in words",
+        "why": "why it matters",
+        "remedy": "setting (start both alike), choice (an option of fskv makes it not matter), none",
+        "how": "what to do to share",
+        "paths": "list of objects: path (below the identity), a and b (JSON values), a_absent and b_absent",
+    },
+    "summary": {
+        "a": "ARCH/MODEL@DIGEST",
+        "b": "ARCH/MODEL@DIGEST",
+        "equal": "whether they are one namespace",
+        "shareable": "whether every difference has a remedy",
+        "headline": "one sentence, or null",
+        "fields": "number of fields that differ",
+        "paths": "number of values that differ",
+    },
+}
+
+
+def command(
+    a: Annotated[
+        str,
+        typer.Argument(
+            metavar="A",
+            help="A namespace of the root, or the path of a namespace.json or of a directory with one.",
+            show_default=False,
+        ),
+    ],
+    b: Annotated[
+        str, typer.Argument(metavar="B", help="The other one, likewise.", show_default=False)
+    ],
+    root: Annotated[
+        str | None,
+        typer.Option(
+            "--root",
+            envvar="FSKV_ROOT",
+            metavar="DIR",
+            help="The cache root; not needed for two paths.",
+            show_default=False,
+        ),
+    ] = None,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Print the fields that differ only, one per line.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Say why two engines do not share: which fields of their identities differ, in words.
+
+    An engine records its identity in the namespace.json of its namespace, so a copy of that file from another
+    node stands for the engine there. Every difference comes with what to do about it. Exit code 0 if the two
+    are one namespace, 1 if they differ or one of them is damaged.
+    """
+    if quiet and as_json:
+        raise UsageError("--quiet, --json: found both, expected one of them")
+    one, other = resolve(a, root), resolve(b, root)
+    found = reasons(one.identity, other.identity)
+    if quiet:
+        for reason in found:
+            print(reason.field)
+    elif as_json:
+        _emit(one, other, found)
+    elif found:
+        print_reasons(one, other, found)
+    else:
+        print(f"{show(one.id)}: both are this one namespace, so they share everything in it")
+    raise typer.Exit(Exit.PROBLEMS if found else Exit.OK)
+
+
+def print_reasons(one: Recorded, other: Recorded, found: list[Reason]) -> None:
+    """Print the headline, a paragraph for each reason, and the values that differ."""
+    print(f"A  {show(one.id)}")
+    print(f"B  {show(other.id)}\n")
+    print(fill(headline(found)))
+    for reason in found:
+        meaning = reason.meaning
+        print()
+        print(f"{meaning.label} ({reason.field})")
+        sentences = f"{_capital(meaning.why)}. {_capital(meaning.how)}."
+        print(fill(sentences, 2))
+        for line in namespace.explain(list(reason.differences), "A", "B")[:_MAX_PATHS]:
+            print(fill(line, 4))
+        if len(reason.differences) > _MAX_PATHS:
+            print(f"    and {len(reason.differences) - _MAX_PATHS} more (--json shows all)")
+
+
+_MAX_PATHS = 12
+
+
+def fill(text: str, indent: int = 0) -> str:
+    """Break a text into lines that fit the terminal; names and values are not taken apart."""
+    pad = " " * indent
+    return textwrap.fill(
+        show(text),
+        100 if is_wide() else 78,
+        initial_indent=pad,
+        subsequent_indent=pad,
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def emit_reasons(found: list[Reason]) -> None:
+    """Print a JSON line for each reason."""
+    for reason in found:
+        emit(
+            "difference",
+            field=reason.field,
+            label=reason.meaning.label,
+            why=reason.meaning.why,
+            remedy=reason.meaning.remedy.value,
+            how=reason.meaning.how,
+            paths=[
+                {
+                    "path": each.path,
+                    "a": _json(each.a),
+                    "b": _json(each.b),
+                    "a_absent": isinstance(each.a, Absent),
+                    "b_absent": isinstance(each.b, Absent),
+                }
+                for each in reason.differences
+            ],
+        )
+
+
+def _emit(one: Recorded, other: Recorded, found: list[Reason]) -> None:
+    emit_reasons(found)
+    emit(
+        "summary",
+        a=one.id,
+        b=other.id,
+        equal=not found,
+        shareable=all(reason.meaning.remedy.value != "none" for reason in found),
+        headline=headline(found) if found else None,
+        fields=len(found),
+        paths=sum(len(reason.differences) for reason in found),
+    )
+
+
+def _json(value: Json | Absent) -> Json:
+    return None if isinstance(value, Absent) else value

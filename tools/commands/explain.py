@@ -1,0 +1,466 @@
+"""`fskv explain`: why a prompt or a key would hit or miss."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+from typing import Annotated
+
+import typer
+
+from ..block_hashes import TESTED_VERSIONS, key_nbytes
+from ..exits import Exit, UsageError
+from ..explain.causes import Neighbour
+from ..explain.chunk_state import FileState, GroupFiles, State
+from ..explain.look import (
+    Cause,
+    ChunkLook,
+    KeyReport,
+    PromptReport,
+    group_words,
+    look_at_key,
+    look_at_prompt,
+)
+from ..explain.prompt import Prompt
+from ..explain.token_ids import read_tokens
+from ..identity_words import headline, reasons
+from ..options import JsonOption, RootOption
+from ..recorded import Recorded, resolve
+from ..root_view import RootView
+from ..terminal import ago, emit, iec, new_table, plain, print_table, rfc3339, say, show
+from .diff import LINES as DIFF_LINES
+from .diff import emit_reasons, fill, print_reasons
+
+LINES = {
+    "group": {
+        "group": "index of the KV group",
+        "group_kind": "full, mla, sliding_window, chunked_local or state, with its variant",
+        "window_tokens": "integer or null",
+        "tokens_per_chunk": "tokens of a chunk",
+        "files_per_chunk": "files of a chunk: one for each rank, or slice of KV heads",
+        "file_nbytes": "length of each; null with pipeline stages, where it differs from rank to rank",
+    },
+    "chunk": {
+        "group": "index of the KV group",
+        "chunk": "number of the chunk; null for a key",
+        "start_token": "first token; null for a key",
+        "end_token": "token after the last; null for a key",
+        "key": "the engine's key in hex",
+        "use": "loaded (the hit needs it), wanted (a longer hit would), unused; null for a key",
+        "present": "whether a lookup finds it: every file is there with its length",
+        "files": "list of objects: path, rank, state, detail, nbytes, last_used, first_block",
+    },
+    "cause": {
+        "group": "index of the KV group",
+        "chunk": "number of the chunk, or null",
+        "text": "why it is not there or cannot be loaded",
+    },
+    "neighbour": {
+        "namespace": "another namespace of the root, which has it",
+        "hit_tokens": "tokens that would hit there; null for a key",
+        "headline": "why it is not shared",
+    },
+    "difference": DIFF_LINES["difference"],
+    "summary": {
+        "namespace": "ARCH/MODEL@DIGEST of the identity",
+        "exists": "whether the root has this namespace",
+        "tokens": "tokens of the prompt; null for a key",
+        "computed_tokens": "tokens that the engine has itself (--computed)",
+        "lookup_tokens": "tokens that a lookup finds; null for a key",
+        "hit_tokens": "tokens that would be served: those, or none if a load fails; null for a key",
+        "best_tokens": "tokens that such a prompt can hit at most; null for a key",
+        "verdict": "one sentence",
+        "differences": "fields in which --against differs; null without it",
+    },
+}
+
+
+def command(
+    root: RootOption,
+    identity: Annotated[
+        str,
+        typer.Argument(
+            help="Whose prompt it is: a namespace of the root, or a namespace.json (or a directory with "
+            "one) that an engine wrote on another node.",
+            show_default=False,
+        ),
+    ],
+    key: Annotated[
+        str | None,
+        typer.Argument(
+            help="The engine's key in hex (a block hash, as in KV events), with or without the 8 digits "
+            "of the group.",
+            show_default=False,
+        ),
+    ] = None,
+    tokens: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Token ids of a prompt: a JSON list or numbers between white space; - for stdin.",
+        ),
+    ] = None,
+    tokens_json: Annotated[
+        str | None, typer.Option(metavar="LIST", help="The same, as an argument.")
+    ] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            metavar="OTHER",
+            help="Say as well why this other engine (a namespace or a namespace.json) does not share.",
+        ),
+    ] = None,
+    computed: Annotated[
+        int,
+        typer.Option(min=0, help="Tokens that the engine has in its own prefix cache."),
+    ] = 0,
+    cache_salt: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="The request's cache_salt.")
+    ] = None,
+    lora: Annotated[
+        str | None,
+        typer.Option(metavar="NAME=PATH", help="The request's adapter: its name and path."),
+    ] = None,
+    read_data: Annotated[
+        bool, typer.Option("--read-data", help="Check every row of every file that is there.")
+    ] = False,
+    chunks: Annotated[
+        bool, typer.Option("--chunks", help="A line for each chunk, not for runs of equal ones.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Say why a prompt or a key would hit or miss: group by group, chunk by chunk.
+
+    IDENTITY is an engine's configuration as the engine itself recorded it: its namespace.json. From it and
+    from token ids the engine's keys are computed (vLLM 0.32's block hashes), and every chunk of the prompt
+    is looked for: every rank's file, its length, its header, with --read-data its rows. How far the hit
+    goes is decided by the rule that the engine uses: full attention needs every chunk, a sliding window the
+    chunks in reach of the end of the hit, a state the last one. A miss comes with its likely reasons, and
+    with the other namespaces of the root that would hit.
+
+    What is approximated: the engine's memory (it believes what it has seen on disk for some seconds or a
+    minute, and avoids for a while what failed), requests that load the same chunks at the same time,
+    speculative decoding (its groups may lose a trailing chunk), hits inside a block of models with states
+    (vLLM's prefix_match_unit), and limits that a request sets itself. Keys of prompts with images, audio or
+    embeddings cannot be computed from token ids.
+
+    Exit code 0 if everything that can hit would, 1 if not.
+    """
+    if sum(one is not None for one in (key, tokens, tokens_json)) != 1:
+        raise UsageError("expected one of KEY, --tokens and --tokens-json")
+    view = RootView.open(root)
+    who = resolve(identity, root)
+    other = resolve(against, root) if against is not None else None
+    path = who.where.path if who.where else f"{view.path}/{who.id}"
+    if key is not None:
+        key_report = look_at_key(view, path, who.identity, *_key(who, key), read_data=read_data)
+        _show_key(who, key_report, other, as_json=as_json)
+        raise typer.Exit(Exit.OK if key_report.complete else Exit.PROBLEMS)
+    ids = read_tokens(tokens, tokens_json)
+    adapter = _adapter(lora)
+    _warn(who, adapter)
+    prompt = Prompt.of(who.identity, ids, cache_salt=cache_salt, lora=adapter)
+    report = look_at_prompt(
+        view,
+        path,
+        prompt,
+        ids,
+        computed_tokens=computed,
+        read_data=read_data,
+        cache_salt=cache_salt,
+        lora=adapter,
+    )
+    _show_prompt(who, report, other, chunks=chunks, as_json=as_json)
+    full = report.hit_tokens == report.verdict.best_tokens > computed
+    raise typer.Exit(Exit.OK if full else Exit.PROBLEMS)
+
+
+def _key(who: Recorded, text: str) -> tuple[bytes, int | None]:
+    """Return the key's hash and the group that its last 4 bytes name, if it has them."""
+    nbytes = key_nbytes(who.identity)
+    text = text.lower().removeprefix("0x")
+    if re.fullmatch(r"([0-9a-f]{2})+", text) and len(text) // 2 in (nbytes, nbytes + 4):
+        key = bytes.fromhex(text)
+        group = int.from_bytes(key[nbytes:], "big") if len(key) > nbytes else None
+        known = [one.group_idx for one in who.identity.groups]
+        if group is not None and group not in known:
+            raise UsageError(f"KEY: found group {group}, expected one of {known}")
+        return key[:nbytes], group
+    raise UsageError(
+        f"KEY: found {text!r:.40}, expected {2 * nbytes} hex digits ({who.identity.hash_algorithm}), or 8 "
+        "more for the group"
+    )
+
+
+def _adapter(text: str | None) -> tuple[str, str] | None:
+    if text is None:
+        return None
+    name, equals, path = text.partition("=")
+    if not (name and equals and path):
+        raise UsageError(f"--lora: found {text!r:.60}, expected NAME=PATH")
+    return name, path
+
+
+def _warn(who: Recorded, adapter: tuple[str, str] | None) -> None:
+    one = who.identity
+    if one.engine_version not in TESTED_VERSIONS:
+        say(
+            f"the keys are computed as vLLM {', '.join(TESTED_VERSIONS)} does; this engine is "
+            f"{one.engine_version}, and nobody has compared them"
+        )
+    if adapter is not None and one.lora == "off":
+        say(
+            "this engine neither loads nor stores the KV of requests with an adapter (option lora is off): "
+            "they always miss"
+        )
+    if one.extra and "speculative" in one.extra:
+        say("with speculative decoding the engine may need a chunk more or drop the last one")
+
+
+# --- a prompt -------------------------------------------------------------------------------
+
+
+def _show_prompt(
+    who: Recorded, report: PromptReport, other: Recorded | None, *, chunks: bool, as_json: bool
+) -> None:
+    if as_json:
+        for files in report.files:
+            _emit_group(files, who)
+        for position, looks in enumerate(report.looks):
+            size = report.prompt.tokens_per_chunk(position)
+            for look in looks:
+                _emit_chunk(
+                    report.files[position],
+                    look,
+                    look.chunk,
+                    look.chunk * size,
+                    report.use(position, look.chunk),
+                )
+        _emit_end(
+            who,
+            other,
+            report.causes,
+            report.neighbours,
+            tokens=report.prompt.num_tokens,
+            computed_tokens=report.computed_tokens,
+            lookup_tokens=report.verdict.hit_tokens,
+            hit_tokens=report.hit_tokens,
+            best_tokens=report.verdict.best_tokens,
+            verdict=report.sentence,
+        )
+        return
+    _print_head(who)
+    print(fill(report.sentence))
+    for position, looks in enumerate(report.looks):
+        print()
+        _print_group(report, position, looks, chunks=chunks)
+    _print_end(who, other, report.causes, report.neighbours)
+
+
+def _print_group(
+    report: PromptReport, position: int, looks: list[ChunkLook], *, chunks: bool
+) -> None:
+    files, size = report.files[position], report.prompt.tokens_per_chunk(position)
+    length = "" if files.file_nbytes is None else f" of {iec(files.file_nbytes)}"
+    each = (
+        f"{len(files.ranks)} files{length} each" if len(files.ranks) > 1 else f"a file{length} each"
+    )
+    print(f"{group_words(report.prompt.groups[position])}: {size} tokens a chunk, {each}")
+    if not looks:
+        print("  no whole chunk")
+        return
+    table = new_table("CHUNK", "TOKENS", "A HIT", "FOUND", "LAST USED", right=("CHUNK", "TOKENS"))
+    for run in _runs(report, position, looks, chunks=chunks):
+        first, last = run[0], run[-1]
+        used = [one.mtime_ns for look in run for one in look.states if one.mtime_ns is not None]
+        cells = (
+            _span(first.chunk, last.chunk),
+            _span(first.chunk * size, (last.chunk + 1) * size - 1),
+            {"loaded": "loads it", "wanted": "would need it", "unused": "-"}[
+                report.use(position, first.chunk)
+            ],
+            _found(first),
+            ago(max(used)) if used else "-",
+        )
+        table.add_row(*map(plain, cells))
+    print_table(table)
+
+
+def _runs(
+    report: PromptReport, position: int, looks: list[ChunkLook], *, chunks: bool
+) -> Iterator[list[ChunkLook]]:
+    """Group neighbours that look alike: a prompt may have hundreds of chunks."""
+    for _, run in itertools.groupby(
+        looks,
+        key=lambda look: (
+            look.chunk if chunks else None,
+            report.use(position, look.chunk),
+            _found(look),
+        ),
+    ):
+        yield list(run)
+
+
+def _span(first: int, last: int) -> str:
+    return str(first) if first == last else f"{first}-{last}"
+
+
+def _found(look: ChunkLook) -> str:
+    worst = look.worst
+    if worst.state is State.GOOD:
+        return f"good, from block {look.first_block} on" if look.first_block else "good"
+    good = sum(one.state is State.GOOD for one in look.states)
+    what = "no file" if worst.state is State.ABSENT else f"{worst.state.value}: {worst.detail}"
+    return what if not good else f"{what} (rank {worst.rank}; {good} of {len(look.states)} good)"
+
+
+# --- a key ----------------------------------------------------------------------------------
+
+
+def _show_key(who: Recorded, report: KeyReport, other: Recorded | None, *, as_json: bool) -> None:
+    if as_json:
+        for files, look in zip(report.files, report.looks, strict=True):
+            _emit_group(files, who)
+            _emit_chunk(files, look, None, None, None)
+        _emit_end(
+            who,
+            other,
+            report.causes,
+            report.neighbours,
+            tokens=None,
+            computed_tokens=None,
+            lookup_tokens=None,
+            hit_tokens=None,
+            best_tokens=None,
+            verdict=report.sentence,
+        )
+        return
+    _print_head(who)
+    print(fill(report.sentence))
+    print()
+    table = new_table("GROUP", "FILE", "FOUND", "LAST USED")
+    for files, look in zip(report.files, report.looks, strict=True):
+        for one in look.states:
+            name = one.path.removeprefix(f"{files.namespace_path}/")
+            cells = (str(files.group.group_idx), name, _file_words(one), ago(one.mtime_ns))
+            table.add_row(*map(plain, cells))
+    print_table(table)
+    _print_end(who, other, report.causes, report.neighbours)
+
+
+def _file_words(one: FileState) -> str:
+    if one.state is State.GOOD:
+        return f"good, from block {one.first_block} on" if one.first_block else "good"
+    return "no file" if one.state is State.ABSENT else f"{one.state.value}: {one.detail}"
+
+
+# --- what both have -------------------------------------------------------------------------
+
+
+def _print_head(who: Recorded) -> None:
+    print(f"{show(who.id)}\n")
+    if who.where is None:
+        say(
+            "the root has no namespace of this identity: no engine with it has stored anything here"
+        )
+
+
+_MAX_SHOWN = 5
+
+
+def _print_end(
+    who: Recorded, other: Recorded | None, causes: list[Cause], found: list[Neighbour]
+) -> None:
+    if causes:
+        print("\nwhy")
+        for one in causes:
+            chunk = "" if one.chunk is None else f" chunk {one.chunk}"
+            print(fill(f"group {one.group_idx}{chunk}: {one.text}", 2))
+    same = [neighbour for neighbour in found if neighbour.same_model]
+    if same:
+        print("\nother namespaces of this root that have it")
+        for neighbour in same[:_MAX_SHOWN]:
+            hits = (
+                "" if neighbour.hit_tokens is None else f": {neighbour.hit_tokens} tokens would hit"
+            )
+            print(fill(f"{neighbour.where.id}{hits}", 2))
+            print(fill(headline(neighbour.reasons), 4))
+        if len(same) > _MAX_SHOWN:
+            print(f"  and {len(same) - _MAX_SHOWN} more (--json shows all)")
+    if len(found) > len(same):
+        print(f"\n{len(found) - len(same)} namespaces of other models have these tokens (--json)")
+    if other is not None:
+        differences = reasons(who.identity, other.identity)
+        print()
+        if differences:
+            print_reasons(who, other, differences)
+        else:
+            print("the other engine has the same identity: they share everything in this namespace")
+
+
+def _emit_group(files: GroupFiles, who: Recorded) -> None:
+    emit(
+        "group",
+        group=files.group.group_idx,
+        group_kind=files.group.kind,
+        window_tokens=files.group.window_tokens,
+        tokens_per_chunk=files.group.tokens_per_block * who.identity.blocks_per_chunk,
+        files_per_chunk=len(files.ranks),
+        file_nbytes=files.file_nbytes,
+    )
+
+
+def _emit_chunk(
+    files: GroupFiles, look: ChunkLook, chunk: int | None, start: int | None, use: str | None
+) -> None:
+    size = files.group.tokens_per_block * (files.layout.num_blocks if files.layout else 0)
+    emit(
+        "chunk",
+        group=files.group.group_idx,
+        chunk=chunk,
+        start_token=start,
+        end_token=None if start is None else start + size,
+        key=look.key.hex(),
+        use=use,
+        present=look.present,
+        files=[
+            {
+                "path": one.path,
+                "rank": one.rank,
+                "state": one.state.value,
+                "detail": one.detail,
+                "nbytes": one.nbytes,
+                "last_used": rfc3339(one.mtime_ns),
+                "first_block": one.first_block,
+            }
+            for one in look.states
+        ],
+    )
+
+
+def _emit_end(
+    who: Recorded,
+    other: Recorded | None,
+    causes: list[Cause],
+    found: list[Neighbour],
+    **summary: object,
+) -> None:
+    for one in causes:
+        emit("cause", group=one.group_idx, chunk=one.chunk, text=one.text)
+    for each in found:
+        emit(
+            "neighbour",
+            namespace=each.where.id,
+            hit_tokens=each.hit_tokens,
+            headline=headline(each.reasons),
+        )
+    differences = None if other is None else reasons(who.identity, other.identity)
+    emit_reasons(differences or [])
+    emit(
+        "summary",
+        namespace=who.id,
+        exists=who.where is not None,
+        differences=None if differences is None else len(differences),
+        **summary,
+    )

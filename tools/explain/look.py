@@ -1,0 +1,291 @@
+"""Looks at every chunk of a prompt, or of a key, and says how it ends in one sentence.
+
+A report is what `fskv explain` prints; nothing here prints. The lookup is judged by lengths alone, as the
+engine does it; what only the load would notice (header, rows, blocks that are not in a chunk) is `broken`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from fskv.hybrid_planner import GroupKind, GroupSpec
+from fskv.namespace import Identity
+
+from ..root_view import RootView
+from . import causes
+from .causes import Neighbour, Removed
+from .chunk_state import FileState, GroupFiles, State
+from .prompt import Culprit, Prompt, Verdict, judge, specs
+
+_MAX_CAUSES = 3  # chunks of one group that are explained
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkLook:
+    """One chunk of one group: its files, by rank."""
+
+    chunk: int
+    key: bytes
+    states: tuple[FileState, ...]
+
+    @property
+    def present(self) -> bool:
+        """A lookup would call it a hit."""
+        return all(one.state.found for one in self.states)
+
+    @property
+    def worst(self) -> FileState:
+        return next((one for one in self.states if one.state is not State.GOOD), self.states[0])
+
+    @property
+    def first_block(self) -> int:
+        return max(one.first_block or 0 for one in self.states)
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """Why a chunk is not there or cannot be loaded; `group_idx` None: about the prompt as a whole."""
+
+    group_idx: int | None
+    chunk: int | None
+    text: str
+
+
+@dataclass
+class PromptReport:
+    prompt: Prompt
+    computed_tokens: int
+    files: list[GroupFiles]
+    looks: list[list[ChunkLook]]  # by position, by chunk
+    verdict: Verdict
+    broken: list[
+        tuple[int, ChunkLook]
+    ]  # (position, chunk) that a lookup finds and a load does not take
+    causes: list[Cause] = field(default_factory=list)
+    neighbours: list[Neighbour] = field(default_factory=list)
+
+    @property
+    def hit_tokens(self) -> int:
+        """Tokens that would really be served: a request with one bad chunk is recomputed whole."""
+        return self.computed_tokens if self.broken else self.verdict.hit_tokens
+
+    def use(self, position: int, chunk: int) -> str:
+        """Say what a hit does with a chunk: loaded, wanted (a longer hit needs it), or unused."""
+        if chunk in self.prompt.needed(position, self.verdict.hit_tokens, self.computed_tokens):
+            return "loaded"
+        if chunk in self.prompt.needed(position, self.verdict.best_tokens, self.computed_tokens):
+            return "wanted"
+        return "unused"
+
+    @property
+    def sentence(self) -> str:
+        prompt, verdict = self.prompt, self.verdict
+        found, best = verdict.hit_tokens, verdict.best_tokens
+        of = f"of {prompt.num_tokens} tokens"
+        if best <= self.computed_tokens:
+            return f"hits 0 {of}: {_too_short(prompt, self.computed_tokens)}"
+        if self.broken:
+            position, look = self.broken[0]
+            return (
+                f"hits {self.hit_tokens} {of}: a lookup would find {found}, but the load of "
+                f"{_chunk_words(prompt, position, look.chunk)} fails, and the request is recomputed whole"
+            )
+        if found == best:
+            return f"hits {found} {of}, the most it can: {_rest(prompt, found)}"
+        whys = "; ".join(_culprit_words(prompt, one) for one in verdict.culprits if one.missing)
+        return f"hits {found} {of} ({best} would be possible): {whys or 'no group lacks a chunk alone'}"
+
+
+def look_at_prompt(
+    view: RootView,
+    path: str,
+    prompt: Prompt,
+    tokens: Sequence[int],
+    *,
+    computed_tokens: int,
+    read_data: bool,
+    cache_salt: str | None,
+    lora: tuple[str, str] | None,
+) -> PromptReport:
+    """Look at every chunk of a prompt in the namespace at `path`, which need not exist."""
+    identity = prompt.identity
+    files = [GroupFiles.of(identity, group, path) for group in identity.groups]
+    looks = []
+    for position, each in enumerate(files):
+        keys = [prompt.key(position, chunk) for chunk in range(prompt.num_chunks(position))]
+        looks.append(
+            [
+                ChunkLook(chunk, key, tuple(each.states(key, read_data=read_data)))
+                for chunk, key in enumerate(keys)
+            ]
+        )
+    verdict = judge(prompt, lambda g, c: looks[g][c].present, computed_tokens)
+    broken = [
+        (position, looks[position][chunk])
+        for position in range(len(files))
+        for chunk in prompt.needed(position, verdict.hit_tokens, computed_tokens)
+        if not _loads(prompt, position, looks[position][chunk], verdict.hit_tokens)
+    ]
+    report = PromptReport(prompt, computed_tokens, files, looks, verdict, broken)
+    if verdict.hit_tokens < verdict.best_tokens or broken:
+        report.causes = _causes(view, report)
+        report.neighbours = causes.neighbours(
+            view, identity, tokens, cache_salt=cache_salt, lora=lora
+        )
+    return report
+
+
+def _loads(prompt: Prompt, position: int, look: ChunkLook, hit_tokens: int) -> bool:
+    wanted = prompt.first_wanted_block(position, look.chunk, hit_tokens)
+    return all(one.state is State.GOOD for one in look.states) and look.first_block <= wanted
+
+
+def _causes(view: RootView, report: PromptReport) -> list[Cause]:
+    prompt = report.prompt
+    found = []
+    for position, look in report.broken[:_MAX_CAUSES]:
+        wanted = prompt.first_wanted_block(position, look.chunk, report.verdict.hit_tokens)
+        text = causes.why_bad(look.worst, wanted)
+        found.append(Cause(prompt.groups[position].group_idx, look.chunk, text))
+    places = [(c.position, chunk) for c in report.verdict.culprits for chunk in c.missing]
+    removed = Removed.among(
+        view.path,
+        prompt.identity.digest16,
+        [(prompt.key(g, chunk), prompt.groups[g].group_idx) for g, chunk in places],
+    )
+    for culprit in report.verdict.culprits:
+        explained = 0
+        for chunk in culprit.missing[:_MAX_CAUSES]:
+            look = report.looks[culprit.position][chunk]
+            texts = [
+                f"rank {one.rank}: {one.state.value}: {one.detail}"
+                if one.rank is not None
+                else f"{one.state.value}: {one.detail}"
+                for one in look.states
+                if one.state not in (State.GOOD, State.ABSENT)
+            ]
+            texts += causes.why_absent(prompt, culprit.position, chunk, look.states, removed)
+            explained += len(texts)
+            idx = prompt.groups[culprit.position].group_idx
+            found += [Cause(idx, chunk, text) for text in texts]
+        if not explained and culprit.missing:
+            chunk = culprit.missing[0]
+            idx = prompt.groups[culprit.position].group_idx
+            found.append(Cause(idx, chunk, causes.why_never_stored(chunk)))
+    return found
+
+
+# --- a key instead of tokens --------------------------------------------------------------
+
+
+@dataclass
+class KeyReport:
+    key: bytes
+    files: list[GroupFiles]
+    looks: list[ChunkLook]  # by position
+    neighbours: list[Neighbour]
+    causes: list[Cause]
+
+    @property
+    def complete(self) -> bool:
+        """Some group has it, and what is there of the others is sound."""
+        states = [one.state for look in self.looks for one in look.states]
+        good = any(one.worst.state is State.GOOD for one in self.looks)
+        return good and all(one in (State.GOOD, State.ABSENT) for one in states)
+
+    @property
+    def sentence(self) -> str:
+        words = []
+        for files, look in zip(self.files, self.looks, strict=True):
+            worst = look.worst
+            if worst.state is State.GOOD:
+                partial = f", without its first {look.first_block} blocks" * bool(look.first_block)
+                words.append(f"group {files.group.group_idx}: a lookup hits{partial}")
+            elif look.present:
+                words.append(f"group {files.group.group_idx}: a lookup hits and the load fails")
+            else:
+                words.append(f"group {files.group.group_idx}: a miss, {worst.detail}")
+        return "; ".join(words)
+
+
+def look_at_key(
+    view: RootView,
+    path: str,
+    identity: Identity,
+    key: bytes,
+    group_idx: int | None,
+    *,
+    read_data: bool,
+) -> KeyReport:
+    """Look at the files of one key, in all groups or in one."""
+    specs(identity)
+    groups = [g for g in identity.groups if group_idx in (None, g.group_idx)]
+    files = [GroupFiles.of(identity, group, path) for group in groups]
+    looks = [ChunkLook(0, key, tuple(each.states(key, read_data=read_data))) for each in files]
+    idxs = [group.group_idx for group in groups]
+    found = []
+    removed = Removed.among(view.path, identity.digest16, [(key, idx) for idx in idxs])
+    for each, look in zip(files, looks, strict=True):
+        idx = each.group.group_idx
+        found += [
+            Cause(idx, None, f"{one.path}: {one.state.value}: {one.detail}")
+            for one in look.states
+            if one.state not in (State.GOOD, State.ABSENT)
+        ]
+        if removed.has(key, idx):
+            found.append(Cause(idx, None, "it was pruned within the last minutes"))
+    missing = [idx for idx, look in zip(idxs, looks, strict=True) if not look.present]
+    neighbours = causes.neighbours_of_key(view, identity, key, missing) if missing else []
+    return KeyReport(key, files, looks, neighbours, found)
+
+
+# --- words ----------------------------------------------------------------------------------
+
+
+def group_words(group: GroupSpec) -> str:
+    """Name a group: `group 1 (sliding window 1024)`."""
+    kinds = {
+        GroupKind.FULL: "full attention",
+        GroupKind.MLA: "MLA",
+        GroupKind.SLIDING_WINDOW: f"sliding window {group.window_tokens}",
+        GroupKind.CHUNKED_LOCAL: f"chunked local {group.window_tokens}",
+        GroupKind.STATE: "state",
+    }
+    return f"group {group.group_idx} ({kinds[group.kind]})"
+
+
+def _chunk_words(prompt: Prompt, position: int, chunk: int) -> str:
+    size = prompt.tokens_per_chunk(position)
+    return (
+        f"{group_words(prompt.groups[position])} chunk {chunk} "
+        f"(tokens {chunk * size} to {(chunk + 1) * size - 1})"
+    )
+
+
+def _culprit_words(prompt: Prompt, culprit: Culprit) -> str:
+    size = prompt.tokens_per_chunk(culprit.position)
+    first, more = culprit.missing[0], len(culprit.missing) - 1
+    group = prompt.groups[culprit.position]
+    others = f" and {more} more" if more else ""
+    return (
+        f"{group_words(group)} lacks chunk {first} (tokens {first * size} to {(first + 1) * size - 1})"
+        f"{others}"
+    )
+
+
+def _too_short(prompt: Prompt, computed: int) -> str:
+    largest = max(prompt.tokens_per_chunk(g) for g in range(len(prompt.groups)))
+    left = f" beyond the {computed} that the engine has" if computed else ""
+    return f"it has no whole chunk of {largest} tokens{left} that could be loaded"
+
+
+def _rest(prompt: Prompt, hit: int) -> str:
+    rest = prompt.num_tokens - hit
+    if not rest:
+        return "all of it is there"
+    return f"the last {rest} are computed, because only whole chunks are stored" + (
+        ", and the last token of a prompt never is"
+        if any(g.kind.windowed for g in prompt.groups)
+        else ""
+    )

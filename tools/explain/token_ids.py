@@ -1,0 +1,61 @@
+"""Reads the token ids of a prompt: a JSON list, an object that holds one, or numbers between white space."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from ..exits import UsageError
+from ..json_file import parse, read_bytes
+
+_MAX_NBYTES = 64 << 20
+MAX_TOKENS = 1 << 21
+_MAX_ID = 1 << 63
+_FIELDS = ("prompt_token_ids", "token_ids", "tokens")
+
+
+def read_tokens(path: str | None, text: str | None) -> list[int]:
+    """Return the ids of a file ("-": stdin) or of a text. Raises UsageError."""
+    if text is not None:
+        return _parsed("--tokens-json", text)
+    assert path is not None
+    if path == "-":
+        content = sys.stdin.buffer.read(_MAX_NBYTES + 1)
+        if len(content) > _MAX_NBYTES:
+            raise UsageError(f"--tokens: expected at most {_MAX_NBYTES} bytes, found more")
+    else:
+        content = read_bytes(path, _MAX_NBYTES)
+    try:
+        return _parsed("--tokens", content.decode("utf-8"))
+    except UnicodeDecodeError:
+        raise UsageError("--tokens: found no text, expected token ids") from None
+
+
+def _parsed(option: str, text: str) -> list[int]:
+    text = text.strip()
+    try:
+        found: Any = parse(text) if text[:1] in ("[", "{") else _numbers(text)
+    except ValueError as error:
+        raise UsageError(f"{option}: {error}") from None
+    if isinstance(found, dict):
+        found = next((found[name] for name in _FIELDS if name in found), None)
+    if not isinstance(found, list):
+        raise UsageError(
+            f"{option}: expected a JSON list of token ids, or numbers between white space"
+        )
+    if len(found) > MAX_TOKENS:
+        raise UsageError(f"{option}: expected at most {MAX_TOKENS} token ids, found {len(found)}")
+    for at, one in enumerate(found):
+        if type(one) is not int or not 0 <= one < _MAX_ID:
+            raise UsageError(f"{option}: token {at}: found {one!r:.30}, expected an integer >= 0")
+    return found
+
+
+def _numbers(text: str) -> list[int]:
+    words = text.replace(",", " ").split(None, MAX_TOKENS + 1)
+    for at, word in enumerate(words[:MAX_TOKENS]):
+        if not (word.isascii() and word.isdecimal() and len(word) <= 19):
+            raise ValueError(f"token {at}: found {word!r:.30}, expected an integer >= 0")
+    if len(words) > MAX_TOKENS:
+        raise ValueError(f"expected at most {MAX_TOKENS} token ids, found more")
+    return [int(word) for word in words]

@@ -1,0 +1,276 @@
+"""Says in words why two identities do not share, and what would let them.
+
+Pure: `fskv.namespace.diff` finds the differences, this room knows what each field means to an operator. Every
+field of an identity has an entry (tests/test_diff.py holds that), so a new one cannot go unexplained.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from fskv import namespace
+from fskv.namespace import Absent, FieldDifference, Identity, Json
+
+_MAX_VALUE_CHARS = 30  # of a headline; the whole values stand below it
+
+
+class Remedy(StrEnum):
+    """What an operator can do about a difference."""
+
+    SETTING = "setting"  # start both engines with the same setting
+    CHOICE = "choice"  # an option of fskv makes it not matter
+    NONE = "none"  # these two cannot share
+
+
+@dataclass(frozen=True, slots=True)
+class Meaning:
+    """What a field means: `label` for the headline, `why` it matters, `how` to share nevertheless."""
+
+    label: str
+    why: str
+    how: str
+    remedy: Remedy = Remedy.SETTING
+
+
+# In this order: what is a cause of other differences comes before what follows from it.
+MEANINGS: dict[str, Meaning] = {
+    "format": Meaning(
+        "format of the files",
+        "readers of one format refuse the files of another",
+        "run the same version of fskv on both",
+    ),
+    "tenant": Meaning(
+        "tenant",
+        "tenants are kept apart on purpose",
+        "give both the same option `tenant`, or neither one",
+    ),
+    "engine": Meaning(
+        "engine", "each engine lays KV out in its own way", "they cannot share", Remedy.NONE
+    ),
+    "engine_version": Meaning(
+        "engine version",
+        "from one version line to the next an engine may change how it lays KV out or hashes blocks",
+        "run the same version line on both (a patch release does not matter)",
+    ),
+    "arch": Meaning(
+        "GPU architecture",
+        "kernels of other architectures round differently and lay KV out differently",
+        "they cannot share; nodes of one architecture can",
+        Remedy.NONE,
+    ),
+    "model_name": Meaning(
+        "model",
+        "the name says which model the KV is of",
+        "start both with the same name; a local copy is called as its directory",
+    ),
+    "weights": Meaning(
+        "weights",
+        "KV of other weights is other KV, even if the name of the model is the same",
+        "use the same revision, and get it in the same way (a hub name has a commit, a local copy a digest "
+        "of its files); or vouch for it with the option `weights_id` on both",
+    ),
+    "model_config": Meaning(
+        "model configuration",
+        "the configuration shapes KV (RoPE, quantisation, overrides, image processing)",
+        "use the same config.json, `--hf-overrides` and quantisation on both",
+    ),
+    "model_dtype": Meaning(
+        "dtype of the model",
+        "it changes every value of the KV",
+        "start both with the same `--dtype`",
+    ),
+    "kv_cache_dtype": Meaning(
+        "KV cache dtype",
+        "the bytes of the pages mean something else",
+        "start both with the same `--kv-cache-dtype`",
+    ),
+    "attention_backend": Meaning(
+        "attention backend",
+        "backends lay keys and values out differently inside a page",
+        "start both with the same `--attention-backend`, if both GPUs have it",
+    ),
+    "kv_cache_layout": Meaning(
+        "KV cache layout",
+        "heads and tokens lie in another order inside a page",
+        "set the same VLLM_KV_CACHE_LAYOUT on both, or on neither",
+    ),
+    "canonical_format": Meaning(
+        "canonical format",
+        "one stores KV heads in files of their own, the other each rank's pages",
+        "set the option `canonical_layout` on both, or on neither",
+    ),
+    "topology": Meaning(
+        "parallelism",
+        "a file holds the KV heads or layers of one rank, and these two cut the model differently",
+        "use the same parallel sizes; or set `canonical_layout` to true on both, if the model allows it "
+        "(tensor parallelism alone)",
+        Remedy.CHOICE,
+    ),
+    "model_runner": Meaning(
+        "model runner",
+        "vLLM's two runners allocate and fill KV differently",
+        "use the same one (VLLM_USE_V2_MODEL_RUNNER)",
+    ),
+    "blocks_per_chunk": Meaning(
+        "blocks per chunk",
+        "chunks of other lengths end at other tokens, so files of one are useless to the other",
+        'set the option `hybrid_chunk_size` to the same number of tokens on both ("auto" depends on '
+        "`--max-model-len` and on the tensor-parallel size)",
+    ),
+    "tokens_per_hash": Meaning(
+        "tokens per hash",
+        "block hashes are taken over other numbers of tokens, so equal prompts have other keys",
+        "start both with the same `--block-size`",
+    ),
+    "hash_algorithm": Meaning(
+        "hash algorithm",
+        "equal prompts have other keys",
+        "start both with the same `--prefix-caching-hash-algo`",
+    ),
+    "hash_seed": Meaning(
+        "hash seed",
+        "block hashes begin with it, so equal prompts have other keys",
+        "set PYTHONHASHSEED to the same value in the environment of both, or unset it on both",
+    ),
+    "lora": Meaning(
+        "LoRA policy",
+        "one trusts the names of adapters, the other stores nothing of theirs",
+        "give both the same option `lora`",
+    ),
+    "groups": Meaning(
+        "KV groups",
+        "layers, windows, block or page sizes differ, so the files have other contents or lengths",
+        "usually follows from another difference; otherwise the same `--block-size`, `--max-model-len` and "
+        "speculative decoding on both",
+    ),
+    "extra": Meaning(
+        "other settings of the engine",
+        "they change what the pages hold",
+        "start both with the same loader, speculative decoding and pipeline partition",
+    ),
+}
+
+_LAYOUTS = "extra.page_layouts"
+# Known parts of `extra`: path below it -> its own meaning.
+_EXTRA: dict[str, Meaning] = {
+    "page_layouts": Meaning(
+        "layout inside pages",
+        "on CPUs the engine lays keys and values out for the instruction set of the node",
+        "they cannot share; nodes with the same instruction set can",
+        Remedy.NONE,
+    ),
+    "speculative": Meaning(
+        "speculative decoding",
+        "a draft model has KV of its own in the same groups",
+        "use the same `--speculative-config` on both, or none",
+    ),
+    "load_format": Meaning(
+        "load format", "the weights come out of another loader", "use the same `--load-format`"
+    ),
+    "dummy_weights_seed": Meaning(
+        "seed of dummy weights",
+        "with `--load-format dummy` the weights are random numbers of this seed",
+        "give both the same `--seed`, or real weights",
+    ),
+    "pipeline_partition": Meaning(
+        "pipeline partition",
+        "the stages hold other layers",
+        "set the same VLLM_PP_LAYER_PARTITION on both",
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """One reason why two identities do not share: a field, or a part of `extra`."""
+
+    field: str
+    meaning: Meaning
+    brief: str  # for the headline
+    differences: tuple[FieldDifference, ...]
+
+
+def reasons(a: Identity, b: Identity) -> list[Reason]:
+    """List why two identities do not share, causes first; empty if they are one namespace."""
+    found: dict[str, list[FieldDifference]] = {}
+    for difference in _parted(namespace.diff(a, b)):
+        place = _place(difference.path)
+        if place == _LAYOUTS and not _in_both(difference.path, a, b):
+            place = "groups"  # of a group that only one side has
+        found.setdefault(place, []).append(difference)
+    order = {field: at for at, field in enumerate(MEANINGS)}
+    places = sorted(found, key=lambda place: (order[_field(place)], place))
+    return [_reason(place, found[place], a, b) for place in places]
+
+
+def _parted(differences: Iterable[FieldDifference]) -> Iterator[FieldDifference]:
+    """Take `extra` apart where only one side has any."""
+    for each in differences:
+        whole = each.a if isinstance(each.b, Absent) else each.b
+        if each.path == "extra" and isinstance(whole, dict):
+            for part, value in whole.items():
+                sides = (value, each.b) if isinstance(each.b, Absent) else (each.a, value)
+                yield FieldDifference(f"extra.{part}", *sides)
+        else:
+            yield each
+
+
+def headline(found: Iterable[Reason]) -> str:
+    """Say it in one sentence."""
+    return "these two do not share because: " + "; ".join(reason.brief for reason in found)
+
+
+def _place(path: str) -> str:
+    """Return the field that a path is in; of `extra` the part."""
+    parts = re.match(r"([A-Za-z_]+)(?:\.([A-Za-z0-9_-]+))?", path)
+    assert parts is not None, path
+    field, part = parts.groups()
+    return f"extra.{part}" if field == "extra" and part else field
+
+
+def _field(place: str) -> str:
+    return place.partition(".")[0]
+
+
+def _reason(place: str, differences: list[FieldDifference], a: Identity, b: Identity) -> Reason:
+    field, _, part = place.partition(".")
+    meaning = _EXTRA.get(part, MEANINGS[field]) if part else MEANINGS[field]
+    differences = sorted(differences, key=lambda each: not each.path.startswith(field))
+    paths = [each.path.removeprefix(place).lstrip(".") for each in differences]
+    sides = [_side(place, one) for one in (a, b)]
+    if len(differences) == 1 and not isinstance(differences[0].a, dict | list):
+        values = " / ".join(_value(value) for value in differences[0][1:])
+        brief = f"{paths[0]} {values}".strip()
+    elif sides[0] == sides[1] or field in ("model_config", "groups"):
+        more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
+        brief = f"({', '.join(paths[:3])}{more})"
+    else:
+        brief = " / ".join(sides)
+    return Reason(place, meaning, f"{meaning.label} {brief}", tuple(differences))
+
+
+def _in_both(path: str, a: Identity, b: Identity) -> bool:
+    match = re.fullmatch(re.escape(_LAYOUTS) + r"\.group(\d+)", path)
+    return match is None or all(
+        any(str(group.group_idx) == match[1] for group in one.groups) for one in (a, b)
+    )
+
+
+def _side(place: str, one: Identity) -> str:
+    value: Json | Absent = one.to_manifest().get(_field(place), Absent.ABSENT)
+    for part in place.split(".")[1:]:
+        value = value.get(part, Absent.ABSENT) if isinstance(value, dict) else Absent.ABSENT
+    return _value(value)
+
+
+def _value(value: Json | Absent) -> str:
+    if isinstance(value, Absent):
+        return "none"
+    if isinstance(value, dict) and all(isinstance(v, int | str) for v in value.values()):
+        text = " ".join(f"{k}={v}" for k, v in value.items()) or "any"
+    else:
+        text = value if isinstance(value, str) else namespace.canonical_json(value).decode("ascii")
+    return text if len(text) <= _MAX_VALUE_CHARS else text[: _MAX_VALUE_CHARS - 3] + "..."

@@ -1,0 +1,66 @@
+"""The identity that a text on the command line names: a namespace of the root, or any `namespace.json`.
+
+An engine's configuration is recorded by the engine itself: its `namespace.json` holds every field that
+decides what it shares. So a copy of that file, from another root or another node, stands for that engine.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from fskv import namespace
+from fskv.errors import FskvError
+from fskv.namespace import Identity
+from fskv.root import MANIFEST_FILE
+
+from .exits import CommandError, UsageError
+from .json_file import read_json
+from .root_view import Namespace, RootView
+from .terminal import show
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """An identity, what it is called on the command line, and its directory in the root, if there is one."""
+
+    text: str
+    identity: Identity
+    where: Namespace | None
+
+    @property
+    def id(self) -> str:
+        return namespace.directory(self.identity)
+
+
+class DamagedManifestError(CommandError):
+    """A manifest was found, and it describes nothing; problems found."""
+
+
+def resolve(text: str, root: str | None) -> Recorded:
+    """Return what `text` names. Raises UsageError for nothing, DamagedManifestError for no identity."""
+    path = os.path.join(text, MANIFEST_FILE) if os.path.isdir(text) else text
+    # A directory that a namespace's name happens to match has no manifest; the root is asked then.
+    if os.path.exists(path) and (text != path or not os.path.isdir(text)):
+        return _of_file(text, path, root)
+    if root is None:
+        raise UsageError(
+            f"{show(text)}: found neither a {MANIFEST_FILE} nor a directory with one; to name a namespace of "
+            "a root, give --root DIR"
+        )
+    where = RootView.open(root).namespace(text)
+    if where.identity is None:
+        raise DamagedManifestError(f"{where.id}: {where.problem}")
+    return Recorded(text, where.identity, where)
+
+
+def _of_file(text: str, path: str, root: str | None) -> Recorded:
+    try:
+        identity = Identity.from_manifest(read_json(path))
+    except (ValueError, FskvError) as error:
+        raise DamagedManifestError(f"{path}: {str(error).removeprefix('manifest: ')}") from None
+    where = None
+    if root is not None:
+        own = namespace.directory(identity)
+        where = next((one for one in RootView.open(root).namespaces() if one.id == own), None)
+    return Recorded(text, identity, where)
