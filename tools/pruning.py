@@ -156,8 +156,8 @@ class Pruning:
         left_nbytes, left_files = need.nbytes, need.num_files
         while (aged or left_nbytes > 0 or left_files > 0) and not stop.is_set():
             step = self._step_nbytes()
-            nbytes = step if aged else min(left_nbytes, step)
-            files = 0 if aged else min(left_files, _STEP_FILES)
+            nbytes = step if aged else max(0, min(left_nbytes, step))
+            files = 0 if aged else max(0, min(left_files, _STEP_FILES))
             before_ns = need.before_ns if aged else None
             chosen = plan(self._catalogues, nbytes, files, set(done.failures), before_ns)
             if not chosen.candidates:
