@@ -263,6 +263,15 @@ def grant(mine: Claim, left: int, bounds: Iterable[Scope], num_claims: int) -> i
     return amount
 
 
+def too_much(left: int, mine: Claim, bounds: Iterable[Scope]) -> bool:
+    """Return whether `mine` must give back what it has not used: a bound is lower than when it was granted.
+
+    4 GiB may have been granted where there was no bound. One of 1 GiB that a watcher brings would not hold
+    until they are written.
+    """
+    return any(s.headroom < 0 and left > s.limit // GRANT_PART for s in affecting(mine, bounds))
+
+
 GRANT_PART = 200  # a grant is at most 0.5 % of a bound, shared by all claims
 MAX_GRANT = 4 << 30  # and no more than this: about a second of the fastest writer
 

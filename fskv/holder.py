@@ -456,14 +456,25 @@ def _room(scope: Scope, claims: list[Claim]) -> int:
     return max(int(scope.limit * _TRIGGER), min(wanted, scope.limit // _MAX_ROOM_PART))
 
 
+def _headroom(scope: Scope) -> int:
+    """Return what is left of a bound.
+
+    More than half of it is outstanding only where a bound has just been lowered. What is too much of that is
+    given back within a second or two (fskv.claims.too_much): nothing is removed for it.
+    """
+    return scope.limit - scope.counted - min(scope.outstanding, scope.limit // 2)
+
+
 def _near(scope: Scope, claims: list[Claim]) -> bool:
-    return scope.headroom < _room(scope, claims)
+    return _headroom(scope) < _room(scope, claims)
 
 
 def _excess(scope: Scope, claims: list[Claim]) -> int:
     """Return how many bytes are to go, so that the low mark is reached and all may go on."""
     return max(
-        0, int(scope.limit * (1 - _LOW)) - scope.headroom, 2 * _room(scope, claims) - scope.headroom
+        0,
+        int(scope.limit * (1 - _LOW)) - _headroom(scope),
+        2 * _room(scope, claims) - _headroom(scope),
     )
 
 

@@ -35,6 +35,7 @@ from fskv.claims import (
     num_writers,
     overdrawn,
     scopes,
+    too_much,
 )
 from fskv.config import Share
 from fskv.holder import Holder, all_namespaces
@@ -284,6 +285,8 @@ class Maintainer:
             self._published = None
             self._must_revoke = True
         left = mine.granted - engine.used
+        if too_much(left, mine, bounds):
+            self._must_revoke = True
         amount = grant(mine, left, bounds, num_writers(claims))
         if amount <= 0 or not (left < amount // 2 or left < engine.wanted) or self._must_revoke:
             return False

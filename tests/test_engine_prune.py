@@ -29,7 +29,7 @@ MODEL = lab.MODELS["llama"]
 PROMPT_TOKENS = 1100
 FILE_NBYTES = (128 + 4) << 10
 RESET = {"reset_prefix_cache": True}
-FIRST, SECOND, THIRD = range(12), range(12, 24), range(24, 36)
+FIRST, SECOND, THIRD = range(10), range(10, 18), range(18, 28)
 ENGINE_TIMEOUT_S = 240
 
 

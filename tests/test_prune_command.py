@@ -108,7 +108,9 @@ def test_what_is_used_between_the_look_and_the_removal_stays(lab, where, protect
 def test_a_use_that_is_newer_but_old_enough_still_goes_and_a_younger_one_stays(lab, where):
     """Between the remembered use and the cutoff lies the case that a plan by age must get right."""
     paths = [lab.chunk(where, n, age_s=90 * DAY) for n in range(3)]
-    one = pruning.Pruning(lab.path, RootView.open(lab.path).namespaces(), pruning.Wish(None, 0, 30 * DAY))
+    one = pruning.Pruning(
+        lab.path, RootView.open(lab.path).namespaces(), pruning.Wish(None, 0, 30 * DAY)
+    )
     one.look()
     need = one.need(time.time_ns())
     for path, days in zip(paths, (60, 29, 90), strict=True):
@@ -121,12 +123,16 @@ def test_a_use_that_is_newer_but_old_enough_still_goes_and_a_younger_one_stays(l
 def test_only_the_chosen_namespaces_and_tenants(lab, where):
     other = lab.namespace(model_name="org/other", tenant="acme")
     ours, theirs = lab.chunks(where, range(10)), lab.chunks(other, range(10), age_s=DAY)
-    assert run("prune", "--max-size", "1KiB", "--tenant", "nobody", "-y", root=lab.path).exit_code == 2
+    assert (
+        run("prune", "--max-size", "1KiB", "--tenant", "nobody", "-y", root=lab.path).exit_code == 2
+    )
     done = run("prune", "--max-size", "1KiB", "--namespace", where.id, "-y", root=lab.path)
     assert done.exit_code == 0, done.stderr
     assert (there(ours), there(theirs)) == ([], theirs)
     ours = lab.chunks(where, range(10))
-    assert run("prune", "--max-size", "1KiB", "--tenant", "acme", "-y", root=lab.path).exit_code == 0
+    assert (
+        run("prune", "--max-size", "1KiB", "--tenant", "acme", "-y", root=lab.path).exit_code == 0
+    )
     assert (there(ours), there(theirs)) == (ours, [])
 
 

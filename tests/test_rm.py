@@ -173,7 +173,9 @@ def test_a_namespace_that_an_engine_writes_to_is_refused_unless_forced(lab, clai
     engine.kill()
     engine.wait()
     # Its maintenance process ends with it; what it claimed is no obstacle then.
-    wait_for(lambda: run("rm", where.id, "-n", "--json", root=lab.path).lines[0]["claimed"] is False)
+    wait_for(
+        lambda: run("rm", where.id, "-n", "--json", root=lab.path).lines[0]["claimed"] is False
+    )
     claimer(where.id)
     wait_for(lambda: run("rm", where.id, "-n", "--json", root=lab.path).lines[0]["claimed"])
     assert run("rm", where.id, "--yes", "--force", root=lab.path).exit_code == 0

@@ -194,6 +194,9 @@ class Sweep:
 
     def _remove_namespace(self, one: Namespace, before_ns: int | None) -> Iterator[Finding]:
         if not self._delete:
+            if self._unused_s is not None:
+                found = self._guarded(self._contents(one), one.path)
+                yield from (one for one in found if one.kind is Kind.FOREIGN)
             num_files, nbytes = 0, 0
             for shard in one.shards():
                 num_files += len(shard.records)
@@ -210,28 +213,27 @@ class Sweep:
 
     def _in_namespace(self, one: Namespace) -> Iterator[Finding]:
         is_dead = True
-        with opened(one.root, one.arch, one.name) as fd:
-            for name in sorted(os.listdir(fd)):
-                if name not in (MANIFEST_FILE, CHUNK_DIR, TMP_DIR, SNAPSHOT_FILE):
-                    is_dead = False
-                    yield Finding(Kind.FOREIGN, f"{one.path}/{name}")
-            info = os.fstat(fd)
-        for found in self._guarded(self._in_chunks(one), f"{one.path}/{CHUNK_DIR}"):
+        mtime_ns = os.lstat(one.path).st_mtime_ns
+        for found in self._contents(one):
             if found.path:
                 yield found
             is_dead = is_dead and found.kind in (Kind.PART, Kind.DIRECTORY) and bool(found.path)
-        for found in self._guarded(self._in_tmp(one), f"{one.path}/{TMP_DIR}"):
-            if found.path:
-                yield found
-            is_dead = is_dead and found.kind is Kind.PART and bool(found.path)
-        if is_dead and not is_recent(self._now_ns, info.st_mtime_ns, self._grace_s):
+        if is_dead and not is_recent(self._now_ns, mtime_ns, self._grace_s):
             if one.id in claimed_namespaces(self._view.path, self._now_ns):
                 return
             # A file that came meanwhile was used "now", and stays.
             yield from self._remove_namespace(one, self._now_ns)
 
+    def _contents(self, one: Namespace) -> Iterator[Finding]:
+        """Yield what is in a namespace; without a path, that there is something alive."""
+        with opened(one.root, one.arch, one.name) as fd:
+            for name in sorted(os.listdir(fd)):
+                if name not in (MANIFEST_FILE, CHUNK_DIR, TMP_DIR, SNAPSHOT_FILE):
+                    yield Finding(Kind.FOREIGN, f"{one.path}/{name}")
+        yield from self._guarded(self._in_chunks(one), f"{one.path}/{CHUNK_DIR}")
+        yield from self._guarded(self._in_tmp(one), f"{one.path}/{TMP_DIR}")
+
     def _in_chunks(self, one: Namespace) -> Iterator[Finding]:
-        """Yield findings, and one without a path where there is something alive."""
         path = f"{one.path}/{CHUNK_DIR}"
         with opened(one.root, one.arch, one.name, CHUNK_DIR) as fd:
             for name in sorted(os.listdir(fd)):
