@@ -212,7 +212,7 @@ def test_a_link_that_takes_a_directorys_place_leads_nowhere(
 
 
 WRITER = """
-import os, random, sys
+import os, random, sys, time
 chunks, rng = sys.argv[1], random.Random(7)
 while True:
     name = rng.randbytes(16).hex()
@@ -221,6 +221,7 @@ while True:
     with open(part, "wb") as file:
         file.write(bytes(8192))
     os.rename(part, f"{chunks}/{name[:3]}/{name}.g0.kv")
+    time.sleep(0.002)
 """
 
 
@@ -232,7 +233,7 @@ def test_it_reaches_its_size_while_somebody_writes_and_the_writer_has_no_error(l
     try:
         wait_for(lambda: sum(len(f) for *_, f in os.walk(chunks)) > 300)
         done = fskv("prune", "--max-size", "400KiB", "--yes", "--json", root=lab.path)
-        assert done.exit_code in (0, 3), done.stderr  # 3: the writer was faster ten times in a row
+        assert done.exit_code in (0, 3), done.stderr  # 3: the writer was faster than the prune
         assert done.summary["removed_files"] > 200
         assert done.summary["unremovable"] == 0
         assert writer.poll() is None

@@ -136,9 +136,12 @@ class Pruning:
                     break
                 for catalogue in self._catalogues:
                     runner.run(catalogue.refresh(wall_clock_ns()))
-                need = Need(self.nbytes - max_nbytes, 0, None)
+                last, need = need, Need(self.nbytes - max_nbytes, 0, None)
                 done.reached = need.nbytes <= 0
                 if done.reached or before == (done.nbytes, done.num_files):
+                    break
+                # Writers that are as fast as we are: this would never end.
+                if 2 * need.nbytes > last.nbytes > 0:
                     break
         return done
 

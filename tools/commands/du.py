@@ -19,6 +19,7 @@ from ..terminal import (
     ago,
     emit,
     iec,
+    is_wide,
     new_table,
     plain,
     print_table,
@@ -127,7 +128,8 @@ def command(
 
     Also garbage, the file system's free space, the bounds that living engines claim, and what pruning would
     free. Every file is looked at, so that last uses are those of now. SIZE is the length of the files, ON
-    DISK what they take. `fskv gc` lists foreign entries and removes garbage.
+    DISK what they take; a narrow terminal shows fewer columns. `fskv gc` lists foreign entries and removes
+    garbage.
 
     Exit code 1 if a namespace's identity is damaged, 3 if something could not be listed.
     """
@@ -189,20 +191,26 @@ def _print(
 
 
 def _print_table(by: By, rows: dict[tuple[str, ...], Sums], total: Sums, ages: list[str]) -> None:
-    columns = list(_COLUMNS[by])
-    no_tenant = by is By.NAMESPACE and not any(key[2] for key in rows)
-    if no_tenant:
-        columns.pop()
-    unused = [f"UNUSED {age}" for age in ages]
-    numbers = ["FILES", "SIZE", "ON DISK", *unused]
-    table = new_table(*columns, *numbers, right=numbers)
+    columns, shown = _COLUMNS[by], list(range(len(_COLUMNS[by])))
+    numbers = ["FILES", "SIZE", "ON DISK", *(f"UNUSED {age}" for age in ages)]
+    kept = list(range(len(numbers)))
+    if by is By.NAMESPACE and not any(key[2] for key in rows):
+        shown.remove(2)
+    if not is_wide():
+        kept = sorted({0, 2, len(numbers) - 1})
+        if by is By.NAMESPACE and len({key[0] for key in rows}) == 1:
+            shown.remove(0)
+    right = [numbers[at] for at in kept]
+    table = new_table(*(columns[at] for at in shown), *right, right=right)
     for key, sums in rows.items():
-        names = [show(name) or "-" for name in key[: len(columns)]]
-        table.add_row(*map(plain, [*names, *_cells(sums)]))
+        cells = _cells(sums)
+        names = [show(key[at]) or "-" for at in shown]
+        table.add_row(*map(plain, [*names, *(cells[at] for at in kept)]))
     if len(rows) > 1 and by is By.NAMESPACE:
         table.add_section()
-        names = [f"{len(rows)} namespaces", *[""] * (len(columns) - 1)]
-        table.add_row(*map(plain, [*names, *_cells(total)]))
+        cells = _cells(total)
+        names = [f"{len(rows)} namespaces", *[""] * (len(shown) - 1)]
+        table.add_row(*map(plain, [*names, *(cells[at] for at in kept)]))
     print_table(table)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Any
 
 import typer
@@ -9,6 +10,7 @@ import typer
 from fskv.claims import Limits, is_claimable
 from fskv.config import Share, parse_keep_free
 from fskv.errors import ConfigError
+from fskv.root import FORMAT_FILE
 
 from ..exits import Exit, UsageError
 from ..interrupt import stopped_by_signals
@@ -389,6 +391,8 @@ def _watch(
             unremovable=seen.usage.unremovable,
         )
 
+    if os.geteuid() != os.stat(f"{view.path}/{FORMAT_FILE}").st_uid:
+        say(f"{view.path} belongs to another user: engines may not read this watcher's limits")
     say(f"watching {view.path}")
     watcher.run(told)
     if as_json:
