@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 
+import conftest
 import engine_lab as lab
 import pytest
 from conftest import wait_for
@@ -16,13 +17,7 @@ from conftest import wait_for
 from benchmarks.shared_root_judge import Sampler, bad_lines, count
 
 pytest.importorskip("fskv_tools.cli", reason="the command line is not installed")
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.timeout(600),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # vLLM and torch among themselves
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-]
+pytestmark = [*conftest.VLLM, pytest.mark.timeout(600)]
 lab.needs_vllm()
 
 MODEL = lab.MODELS["llama"]
@@ -154,7 +149,7 @@ def _judge(results: list[dict], root: str) -> None:
             if when == "again":
                 hits += one["num_cached_tokens"] > 0
                 recomputed += one["num_cached_tokens"] < PROMPT_TOKENS // 128 * 128
-        (metrics,) = [step for step in result["steps"] if step["step"] == "metrics"]
+        (metrics,) = lab.metrics(result)
         assert lab.counter(metrics, "load_failures", reason="corrupt") == 0
         assert lab.counter(metrics, "load_failures", reason="stale") == 0
     assert hits, "nothing was ever loaded"
