@@ -130,6 +130,7 @@ class Scope:
     limit: int  # bytes that may be in use; for "free" as well
     counted: int  # bytes in use
     outstanding: int  # granted and perhaps not in `counted`
+    unwritten: int = field(default=0, compare=False)  # of that what can still be given back
 
     @property
     def headroom(self) -> int:
@@ -168,7 +169,12 @@ def scopes(claims: Iterable[Claim], usage: Usage, space: Space) -> list[Scope]:
             for c in claims
             if members is None or c.namespace in members
         )
-        return Scope(kind, name, limit, counted, outstanding)
+        unwritten = sum(
+            max(0, c.granted - c.written)
+            for c in claims
+            if members is None or c.namespace in members
+        )
+        return Scope(kind, name, limit, counted, outstanding, unwritten)
 
     found = []
     if root:
@@ -183,7 +189,8 @@ def scopes(claims: Iterable[Claim], usage: Usage, space: Space) -> list[Scope]:
     if keep:
         in_use = space.total_nbytes - space.free_nbytes
         outstanding = sum(max(0, c.granted - c.written) for c in claims)
-        found.append(Scope("free", None, space.total_nbytes - keep, in_use, outstanding))
+        limit = space.total_nbytes - keep
+        found.append(Scope("free", None, limit, in_use, outstanding, outstanding))
     return found
 
 

@@ -459,10 +459,10 @@ def _room(scope: Scope, claims: list[Claim]) -> int:
 def _headroom(scope: Scope) -> int:
     """Return what is left of a bound.
 
-    More than half of it is outstanding only where a bound has just been lowered. What is too much of that is
-    given back within a second or two (fskv.claims.too_much): nothing is removed for it.
+    More than half of it is granted and not written only where a bound has just been lowered. What is too much
+    is given back within a second or two (fskv.claims.too_much): nothing is removed for it.
     """
-    return scope.limit - scope.counted - min(scope.outstanding, scope.limit // 2)
+    return scope.headroom + max(0, scope.unwritten - scope.limit // 2)
 
 
 def _near(scope: Scope, claims: list[Claim]) -> bool:
