@@ -34,7 +34,7 @@ from fskv.capacity import Capacity
 from fskv.claims import Limits
 root, name, seed = sys.argv[1], sys.argv[2], int(sys.argv[3])
 rng = random.Random(seed)
-capacity = Capacity(root, name, None, Limits())
+capacity = Capacity(root, name, None, Limits(), patient=True)  # it asks again
 capacity.start()
 while True:
     nbytes = 4096 * rng.randint(1, 16)
