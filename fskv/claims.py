@@ -45,6 +45,11 @@ class Limits:
     keep_free: int | Share = 0
     namespace_max_nbytes: int | None = None
     tenant_max_nbytes: int | None = None
+    # Those of a claim without a namespace (`fskv prune --watch`): bounds by name, and how long what nobody
+    # uses may stay. There the two above hold for each namespace and for each tenant.
+    namespaces: Mapping[str, int] = field(default_factory=dict)
+    tenants: Mapping[str, int] = field(default_factory=dict)
+    unused_s: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +63,8 @@ class Claim:
     """
 
     name: str
-    namespace: str  # "<arch>/<model>@<digest16>"
+    # "<arch>/<model>@<digest16>"; None: it writes nothing, is granted nothing, and only declares limits.
+    namespace: str | None
     tenant: str | None
     limits: Limits
     granted: int = 0
@@ -124,6 +130,7 @@ class Scope:
     limit: int  # bytes that may be in use; for "free" as well
     counted: int  # bytes in use
     outstanding: int  # granted and perhaps not in `counted`
+    unwritten: int = field(default=0, compare=False)  # of that what can still be given back
 
     @property
     def headroom(self) -> int:
@@ -135,16 +142,21 @@ def scopes(claims: Iterable[Claim], usage: Usage, space: Space) -> list[Scope]:
     claims = list(claims)
     alive = [c for c in claims if not c.closed]
     root = [c.limits.max_nbytes for c in alive if c.limits.max_nbytes is not None]
+    tenant_of = {c.namespace: c.tenant for c in claims if c.namespace and c.tenant}
+    tenant_of |= usage.tenants
+    all_namespaces = {*usage.namespaces, *(c.namespace for c in claims if c.namespace)}
+    all_tenants = set(tenant_of.values())
     per_namespace: dict[str, int] = {}
     per_tenant: dict[str, int] = {}
     for claim in alive:
-        for table, key, limit in (
-            (per_namespace, claim.namespace, claim.limits.namespace_max_nbytes),
-            (per_tenant, claim.tenant, claim.limits.tenant_max_nbytes),
-        ):
-            if key is not None and limit is not None:
-                table[key] = min(limit, table.get(key, limit))
-    tenant_of = {c.namespace: c.tenant for c in claims if c.tenant} | dict(usage.tenants)
+        limits = claim.limits
+        mine = all_namespaces if claim.namespace is None else {claim.namespace}
+        _tighten(per_namespace, mine, limits.namespace_max_nbytes)
+        ours = all_tenants if claim.namespace is None else {claim.tenant} - {None}
+        _tighten(per_tenant, ours, limits.tenant_max_nbytes)
+        for table, bounds in ((per_namespace, limits.namespaces), (per_tenant, limits.tenants)):
+            for name, limit in bounds.items():
+                _tighten(table, (name,), limit)
 
     def state(kind: str, name: str | None, limit: int, members: set[str] | None) -> Scope:
         counted = sum(
@@ -157,7 +169,12 @@ def scopes(claims: Iterable[Claim], usage: Usage, space: Space) -> list[Scope]:
             for c in claims
             if members is None or c.namespace in members
         )
-        return Scope(kind, name, limit, counted, outstanding)
+        unwritten = sum(
+            max(0, c.granted - c.written)
+            for c in claims
+            if members is None or c.namespace in members
+        )
+        return Scope(kind, name, limit, counted, outstanding, unwritten)
 
     found = []
     if root:
@@ -172,8 +189,15 @@ def scopes(claims: Iterable[Claim], usage: Usage, space: Space) -> list[Scope]:
     if keep:
         in_use = space.total_nbytes - space.free_nbytes
         outstanding = sum(max(0, c.granted - c.written) for c in claims)
-        found.append(Scope("free", None, space.total_nbytes - keep, in_use, outstanding))
+        limit = space.total_nbytes - keep
+        found.append(Scope("free", None, limit, in_use, outstanding, outstanding))
     return found
+
+
+def _tighten(table: dict[str, int], names: Iterable[str | None], limit: int | None) -> None:
+    for name in names:
+        if name is not None and limit is not None:
+            table[name] = min(limit, table.get(name, limit))
 
 
 def kept_free(keep_free: int | Share, space: Space) -> int:
@@ -189,6 +213,17 @@ def inodes_short(claims: Iterable[Claim], space: Space) -> int:
         return 0
     keep = max(share.percent for share in shares) / 100 * space.total_inodes
     return max(0, int(keep) - space.free_inodes)
+
+
+def unused_limit_s(claims: Iterable[Claim]) -> int | None:
+    """Return how long what nobody uses may stay; None: as long as there is room."""
+    limits = [c.limits.unused_s for c in claims if not c.closed and c.limits.unused_s is not None]
+    return min(limits, default=None)
+
+
+def num_writers(claims: Iterable[Claim]) -> int:
+    """Return how many may grant themselves something."""
+    return sum(not claim.closed and claim.namespace is not None for claim in claims)
 
 
 def affecting(mine: Claim, bounds: Iterable[Scope]) -> list[Scope]:
@@ -235,8 +270,22 @@ def grant(mine: Claim, left: int, bounds: Iterable[Scope], num_claims: int) -> i
     return amount
 
 
+def too_much(left: int, mine: Claim, bounds: Iterable[Scope]) -> bool:
+    """Return whether `mine` must give back what it has not used: a bound is lower than when it was granted.
+
+    4 GiB may have been granted where there was no bound. One of 1 GiB that a watcher brings would not hold
+    until they are written.
+    """
+    return any(s.headroom < 0 and left > s.limit // GRANT_PART for s in affecting(mine, bounds))
+
+
 GRANT_PART = 200  # a grant is at most 0.5 % of a bound, shared by all claims
 MAX_GRANT = 4 << 30  # and no more than this: about a second of the fastest writer
+
+
+def is_claimable(namespace: str) -> bool:
+    """Return whether a claim on a namespace of that name is understood; all that engines make are."""
+    return _NAMESPACE.fullmatch(namespace) is not None
 
 
 class Book:
@@ -342,6 +391,11 @@ def _bound(value: object) -> int | None:
     return None if value is None else _number(value)
 
 
+def _bounds(value: object) -> dict[str, int]:
+    # Absent in what an engine of an older version wrote.
+    return {str(name): _number(limit) for name, limit in dict(value or {}).items()}  # type: ignore[call-overload]
+
+
 def _share(percent: object) -> Share:
     # Not NaN or a million: everybody computes with everybody's claims.
     if not isinstance(percent, int | float) or not 0 <= percent <= 100:
@@ -352,19 +406,23 @@ def _share(percent: object) -> Share:
 def _claim(tree: dict[str, object], name: str) -> Claim:
     if tree["name"] != name or not _NAME.fullmatch(name):
         raise ValueError(name)
-    if not _NAMESPACE.fullmatch(str(tree["namespace"])):
-        raise ValueError(tree["namespace"])
+    namespace = tree["namespace"]
+    if namespace is not None and not is_claimable(str(namespace)):
+        raise ValueError(namespace)
     limits = tree["limits"]
     keep = limits["keep_free"]  # type: ignore[index]
     return Claim(
         name=name,
-        namespace=str(tree["namespace"]),
+        namespace=None if namespace is None else str(namespace),
         tenant=None if tree["tenant"] is None else str(tree["tenant"]),
         limits=Limits(
             _bound(limits["max_nbytes"]),  # type: ignore[index]
             _share(keep["percent"]) if isinstance(keep, dict) else _number(keep),
             _bound(limits["namespace_max_nbytes"]),  # type: ignore[index]
             _bound(limits["tenant_max_nbytes"]),  # type: ignore[index]
+            _bounds(limits.get("namespaces")),  # type: ignore[attr-defined]
+            _bounds(limits.get("tenants")),  # type: ignore[attr-defined]
+            _bound(limits.get("unused_s")),  # type: ignore[attr-defined]
         ),
         **{f: _number(tree[f]) for f in ("granted", "written", "wanted", "full", "beat")},
         closed=tree["closed"] is True,

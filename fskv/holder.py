@@ -17,12 +17,21 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 
-from fskv.claims import Book, Claim, Scope, Space, Usage, inodes_short, scopes
+from fskv.claims import (
+    Book,
+    Claim,
+    Scope,
+    Space,
+    Usage,
+    inodes_short,
+    scopes,
+    unused_limit_s,
+)
 from fskv.index.scan import OPEN_SHARD, shard_path
 from fskv.index.snapshot import Catalogue
 from fskv.lease import TTL_S, Lease
 from fskv.process import is_our_part, provably_dead
-from fskv.prune import Pruned, execute, plan
+from fskv.prune import Pruned, cutoff_ns, execute, plan
 from fskv.removed import RemovedLog
 from fskv.root import MANIFEST_FILE, PART_PREFIX, TMP_DIR
 
@@ -45,6 +54,7 @@ _STUCK_S = 600.0  # files that could not be removed are tried again
 _FREEING_S = (
     30.0  # what was removed may show in statvfs only after so long (btrfs: its next commit)
 )
+_UNUSED_STEP = 1 << 30  # bytes of one plan
 _MAX_UNLISTABLE = 40  # shards of 4096 that are left out of a count
 _NAMESPACE = re.compile(r".+@[0-9a-f]{16}", re.DOTALL)
 
@@ -117,6 +127,8 @@ class Holder:
         }
         self._publish(claims)
         await self._prune(claims, inodes_short(claims, space))
+        if every:
+            await self._prune_unused(claims)
         if not self.in_office:
             return
         self._publish(claims)
@@ -141,22 +153,25 @@ class Holder:
         return {
             c.name
             for c in claims
-            if c.namespace not in self._catalogues
-            and not os.path.lexists(f"{self._root}/{c.namespace}")
+            if c.namespace is None
+            or (
+                c.namespace not in self._catalogues
+                and not os.path.lexists(f"{self._root}/{c.namespace}")
+            )
         }
 
     def _find_namespaces(self, claims: list[Claim], *, every: bool) -> None:
         # Those that engines write to count at once, and where an operator has put a link in their place.
+        claimed = {c.namespace for c in claims if c.namespace is not None}
         found = {
-            c.namespace
-            for c in claims
-            if c.namespace not in self._catalogues
-            and os.path.exists(f"{self._root}/{c.namespace}/{MANIFEST_FILE}")
+            name
+            for name in claimed - self._catalogues.keys()
+            if os.path.exists(f"{self._root}/{name}/{MANIFEST_FILE}")
         }
         if every:
             linked = {name for name in self._catalogues if os.path.islink(f"{self._root}/{name}")}
-            found |= linked & {c.namespace for c in claims}
-            found |= self._all_namespaces()
+            found |= linked & claimed
+            found |= all_namespaces(self._root)
             for gone in self._catalogues.keys() - found:
                 del self._catalogues[gone]
         for name in found - self._catalogues.keys():
@@ -165,18 +180,6 @@ class Holder:
             tenant = _tenant_of(f"{path}/{MANIFEST_FILE}")
             if tenant is not None:
                 self._tenants[name] = tenant
-
-    def _all_namespaces(self) -> set[str]:
-        found = set()
-        with os.scandir(self._root) as arches:
-            for arch in arches:
-                if arch.name.startswith(".") or not arch.is_dir(follow_symlinks=False):
-                    continue
-                with contextlib.suppress(OSError), os.scandir(arch.path) as models:
-                    for model in models:
-                        if _NAMESPACE.fullmatch(model.name) and model.is_dir(follow_symlinks=False):
-                            found.add(f"{arch.name}/{model.name}")
-        return found
 
     def _dead(self, claims: list[Claim]) -> set[str]:
         """Return the claims of engines that are gone, or that have not been heard of for so long."""
@@ -290,6 +293,21 @@ class Holder:
             amount = max(int(_FULL_SHARE * everything), _FULL_LEAST, *(8 * c.wanted for c in full))
             await self._free(list(self._catalogues), amount, 0)
             self._full |= {claim.name: claim.full for claim in full}
+
+    async def _prune_unused(self, claims: list[Claim]) -> None:
+        """Remove what was not used for longer than anybody wants it to stay."""
+        unused_s = unused_limit_s(claims)
+        if unused_s is None:
+            return
+        before_ns = cutoff_ns(self._lease.now_ns(), unused_s)
+        catalogues = list(self._catalogues.values())
+        while self.in_office:
+            chosen = await asyncio.to_thread(
+                plan, catalogues, _UNUSED_STEP, 0, self._stuck, before_ns
+            )
+            if not chosen.candidates:
+                break
+            self._note(await execute(chosen, self._still_held))
 
     def _members(self, scope: Scope) -> list[str]:
         if scope.kind == "namespace":
@@ -408,6 +426,20 @@ class Holder:
         self._unsaved.clear()
 
 
+def all_namespaces(root: str) -> set[str]:
+    """Return every directory that may be a namespace; raises OSError where the root cannot be listed."""
+    found = set()
+    with os.scandir(root) as arches:
+        for arch in arches:
+            if arch.name.startswith(".") or not arch.is_dir(follow_symlinks=False):
+                continue
+            with contextlib.suppress(OSError), os.scandir(arch.path) as models:
+                for model in models:
+                    if _NAMESPACE.fullmatch(model.name) and model.is_dir(follow_symlinks=False):
+                        found.add(f"{arch.name}/{model.name}")
+    return found
+
+
 @contextlib.contextmanager
 def _opened(directory: str) -> Iterator[int]:
     """Open a directory through no link, for what is removed in it."""
@@ -424,14 +456,25 @@ def _room(scope: Scope, claims: list[Claim]) -> int:
     return max(int(scope.limit * _TRIGGER), min(wanted, scope.limit // _MAX_ROOM_PART))
 
 
+def _headroom(scope: Scope) -> int:
+    """Return what is left of a bound.
+
+    More than half of it is granted and not written only where a bound has just been lowered. What is too much
+    is given back within a second or two (fskv.claims.too_much): nothing is removed for it.
+    """
+    return scope.headroom + max(0, scope.unwritten - scope.limit // 2)
+
+
 def _near(scope: Scope, claims: list[Claim]) -> bool:
-    return scope.headroom < _room(scope, claims)
+    return _headroom(scope) < _room(scope, claims)
 
 
 def _excess(scope: Scope, claims: list[Claim]) -> int:
     """Return how many bytes are to go, so that the low mark is reached and all may go on."""
     return max(
-        0, int(scope.limit * (1 - _LOW)) - scope.headroom, 2 * _room(scope, claims) - scope.headroom
+        0,
+        int(scope.limit * (1 - _LOW)) - _headroom(scope),
+        2 * _room(scope, claims) - _headroom(scope),
     )
 
 

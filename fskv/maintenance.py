@@ -32,11 +32,13 @@ from fskv.claims import (
     Space,
     Usage,
     grant,
+    num_writers,
     overdrawn,
     scopes,
+    too_much,
 )
 from fskv.config import Share
-from fskv.holder import Holder
+from fskv.holder import Holder, all_namespaces
 from fskv.index.snapshot import Catalogue
 from fskv.lease import SHARED_DIR, TTL_S, Lease
 from fskv.process import unique_name
@@ -68,6 +70,16 @@ class Engine:
     full: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a step has found."""
+
+    usage: Usage | None
+    claims: list[Claim]
+    space: Space
+    holder: bool  # whether it is us who count and prune
+
+
 class Maintainer:
     """One process's part in keeping a root within its bounds."""
 
@@ -82,7 +94,7 @@ class Maintainer:
         grace_s: float = GRACE_S,
         lease_ttl_s: float = TTL_S,
     ) -> None:
-        """`claim` is the engine's, None where there is none.
+        """`claim` is the engine's; without a namespace that of one who only declares limits; or None.
 
         `send` passes a message to the engine; it returns False if the engine does not listen.
         """
@@ -111,6 +123,8 @@ class Maintainer:
         self._started = False
         self._room_made_at = float("-inf")
         self._news = b""  # entries of removed chunks that were not sent yet
+        self._failure = ""  # of the last `try_step`
+        self.seen: Seen | None = None  # by the last step that got so far
 
     def start(self) -> None:
         """Make what is shared; raises OSError."""
@@ -139,6 +153,7 @@ class Maintainer:
         usage = usage or self._book.usage()  # before the claims, see Claim
         claims = self._book.claims()
         space = Space.of(self._root)
+        self.seen = Seen(usage, claims, space, self._lease.held)
         busy = self._hold(claims, space) if self._lease.held else self._let_go()
         granted = self._claim_more(claims, usage, space, read_at)
         return self._report(usage, space) or granted or busy
@@ -156,24 +171,44 @@ class Maintainer:
         if self._must_revoke and self._send({"revoke": True}):
             self._must_revoke = False
 
-    def restart(self) -> None:
-        """What is shared is gone: make it again with the next step."""
-        self._started = False
+    async def try_step(self) -> bool:
+        """Do a step; what the root does not let us do is logged, and tried again with the next one."""
+        try:
+            busy = self.step()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            if f"{type(error)} {error.errno}" != self._failure:  # names in it differ each time
+                self._failure = f"{type(error)} {error.errno}"
+                logger.warning("maintenance: %s", error)
+            if isinstance(error, FileNotFoundError):
+                self._started = False  # what is shared is gone: make it again
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                with contextlib.suppress(OSError):
+                    await self.make_room()
+            return False
+        self._failure = ""
+        return busy
 
     async def make_room(self) -> None:
         """Remove a little of our own namespace: the disk is so full that not even a lease can be written.
 
-        Without the lease, since two who do this at once only remove more than was needed.
+        Without the lease, since two who do this at once only remove more than was needed. Who has no
+        namespace takes it from all.
         """
         if self._claim is None or time.monotonic() - self._room_made_at < _AFTER_FAILURE_S:
             return
         self._room_made_at = time.monotonic()
+        mine = self._claim.namespace
+        names = all_namespaces(self._root) if mine is None else {mine}
         # With the snapshot: a walk of everything may take longer than our engine waits for a word.
-        catalogue = Catalogue.load(f"{self._root}/{self._claim.namespace}")
-        await catalogue.refresh(self._lease.now_ns())
-        pruned = await execute(plan([catalogue], _LEAST_ROOM, 8), lambda: True)
-        for chunks in pruned.removed.values():
-            self._log.publish(self._claim.namespace.rpartition("@")[2], chunks)
+        catalogues = [Catalogue.load(f"{self._root}/{name}") for name in names]
+        for catalogue in catalogues:
+            with contextlib.suppress(OSError):
+                await catalogue.refresh(self._lease.now_ns())
+        pruned = await execute(plan(catalogues, _LEAST_ROOM, 8), lambda: True)
+        for path, chunks in pruned.removed.items():
+            self._log.publish(path.rpartition("@")[2], chunks)
 
     def _complain(self, error: BaseException) -> None:
         """Log an error, but not the same one again and again."""
@@ -193,7 +228,9 @@ class Maintainer:
         if self._holder is not None:
             self._holder.save_snapshots()
         self._lease.release()
-        if self._claim is not None:
+        if self._claim is not None and self._claim.namespace is None:
+            self._book.withdraw(self._claim.name)  # nothing was written that somebody must count
+        elif self._claim is not None:
             engine = self._engine
             self._book.publish(
                 replace(
@@ -234,6 +271,10 @@ class Maintainer:
         if self._claim is None or self._published is None:
             return False
         mine, engine = self._published, self._engine
+        if mine.namespace is None:
+            if not any(claim.name == mine.name for claim in claims):
+                self._published = None  # somebody thought us dead: publish again
+            return False
         bounds = scopes(claims, usage or Usage(), space)
         if usage is None and any(scope.kind != "free" for scope in bounds):
             return False  # nobody knows yet how much there is
@@ -244,7 +285,9 @@ class Maintainer:
             self._published = None
             self._must_revoke = True
         left = mine.granted - engine.used
-        amount = grant(mine, left, bounds, sum(not claim.closed for claim in claims))
+        if too_much(left, mine, bounds):
+            self._must_revoke = True
+        amount = grant(mine, left, bounds, num_writers(claims))
         if amount <= 0 or not (left < amount // 2 or left < engine.wanted) or self._must_revoke:
             return False
         self._granted += amount
@@ -261,7 +304,7 @@ class Maintainer:
 
     def _report(self, usage: Usage | None, space: Space) -> bool:
         """Tell the engine what has changed, or at least that we live; returns whether anything has."""
-        if self._claim is None:
+        if self._claim is None or self._claim.namespace is None:
             return False
         ours = self._claim.namespace.rpartition("@")[2]
         try:
@@ -347,7 +390,7 @@ async def serve() -> None:
     )
     unpacker = msgpack.Unpacker()
     maintainer: Maintainer | None = None
-    interval_s, pause_s, complaint = _IDLE_S, 0.0, ""
+    interval_s, pause_s = _IDLE_S, 0.0
     parent = os.getppid()
     reading = asyncio.ensure_future(reader.read(1 << 16))
     while True:
@@ -373,21 +416,10 @@ async def serve() -> None:
             continue
         started = time.monotonic()
         try:
-            busy = maintainer.step()
-            complaint = ""
+            busy = await maintainer.try_step()
         except BrokenPipeError:
             break
-        except OSError as error:
-            busy = False
-            if f"{type(error)} {error.errno}" != complaint:  # names in it differ each time
-                complaint = f"{type(error)} {error.errno}"
-                logger.warning("maintenance: %s", error)
-            if isinstance(error, FileNotFoundError):
-                maintainer.restart()
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                with contextlib.suppress(OSError):
-                    await maintainer.make_room()
-        pause_s = _pause_after(time.monotonic() - started)
+        pause_s = pause_after(time.monotonic() - started)
         interval_s = pause_s if busy else min(_IDLE_S, 1.5 * interval_s)
     if maintainer is not None:
         with contextlib.suppress(
@@ -396,7 +428,7 @@ async def serve() -> None:
             await maintainer.close()
 
 
-def _pause_after(seconds: float) -> float:
+def pause_after(seconds: float) -> float:
     """Return how long to wait after a step that took so long.
 
     However often the engine speaks: at most a third of a core, and few requests to a server. But where the

@@ -29,6 +29,9 @@ from fskv.index.scan import OPEN_SHARD, bytes_on_disk, clamp_mtime, file_name, s
 from fskv.index.snapshot import Catalogue, joined
 
 _BATCH = 256  # files per call of a worker thread; between batches the lease is looked at
+# How exactly an mtime tells the last use: readers set it anew when it is older than touch_interval_s, and
+# this is that option's default (docs/format.md).
+_GRANULARITY_NS = 600 * 1_000_000_000
 _SPARE = 1.25  # candidates, in bytes, for what is to go: some will have been used meanwhile
 
 
@@ -49,6 +52,18 @@ class PrunePlan:
     nbytes: int
     num_files: int
     candidates: Sequence[Candidate]
+    before_ns: int | None = None  # what was used then or later stays, whatever else is asked for
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What a prune would remove of one namespace, as far as is remembered."""
+
+    catalogue: Catalogue
+    num_files: int
+    nbytes: int
+    oldest_ns: int  # last uses
+    newest_ns: int
 
 
 @dataclass(slots=True)
@@ -68,11 +83,12 @@ def plan(
     nbytes: int,
     num_files: int = 0,
     stuck: frozenset[str] | set[str] = frozenset(),
+    before_ns: int | None = None,
 ) -> PrunePlan:
     """Choose files of `catalogues` to free `nbytes` on disk and `num_files` inodes. Pure.
 
-    May run in a worker thread while nobody changes the catalogues. Files whose path is in `stuck` are passed
-    over.
+    With `before_ns` only of those that were last used before. May run in a worker thread while nobody changes
+    the catalogues. Files whose path is in `stuck` are passed over.
     """
     tables = [(catalogue, *table) for catalogue in catalogues for table in catalogue.shards()]
     everything = joined(records for _, _, records in tables)
@@ -84,6 +100,8 @@ def plan(
     for at in _oldest_first(mtimes, nbytes, num_files, int(sizes.mean()) if len(sizes) else 0):
         if left_nbytes <= 0 and left_files <= 0:
             break
+        if before_ns is not None and mtimes[at] >= before_ns:
+            break
         which = int(np.searchsorted(ends, at, side="right"))
         catalogue, shard, records = tables[which]
         row = int(at) - int(ends[which]) + len(records)
@@ -93,7 +111,49 @@ def plan(
         candidates.append(candidate)
         left_nbytes -= int(sizes[at])
         left_files -= 1
-    return PrunePlan(nbytes, num_files, candidates)
+    return PrunePlan(nbytes, num_files, candidates, before_ns)
+
+
+def cutoff_ns(now_ns: int, unused_s: float) -> int:
+    """Return the time before which a chunk must have been touched to be unused for so long, for certain.
+
+    `now_ns` is the file system's own clock; 0, which is no time, makes nothing old enough.
+    """
+    return now_ns - int(unused_s * 1e9) - _GRANULARITY_NS
+
+
+def forecast(
+    catalogues: Sequence[Catalogue], nbytes: int, num_files: int = 0, before_ns: int | None = None
+) -> list[Forecast]:
+    """Say what would go if so much were freed, and all that was last used before `before_ns`. Pure.
+
+    By the files' own mtimes: where the ranks of a chunk differ, a little less goes. Without namespaces of
+    which nothing would go.
+    """
+    tables = [(catalogue, records) for catalogue in catalogues for _, records in catalogue.shards()]
+    mtimes = np.concatenate([records["mtime_ns"] for _, records in tables] or [np.empty(0, "<i8")])
+    sizes = np.concatenate([records["nbytes"] for _, records in tables] or [np.empty(0, "<u8")])
+    order = np.argsort(mtimes, kind="stable")
+    count = min(num_files, len(order))
+    if nbytes > 0:
+        freed = np.cumsum(sizes[order])
+        count = max(count, int(np.searchsorted(freed, nbytes, side="left")) + 1)
+    if before_ns is not None:
+        count = max(count, int(np.searchsorted(mtimes[order], before_ns, side="left")))
+    goes = np.zeros(len(order), bool)
+    goes[order[:count]] = True
+    found = []
+    at = 0
+    for catalogue in catalogues:
+        here = slice(at, at + catalogue.num_files)
+        at += catalogue.num_files
+        uses = mtimes[here][goes[here]]
+        if len(uses):
+            freed_here = int(sizes[here][goes[here]].sum())
+            found.append(
+                Forecast(catalogue, len(uses), freed_here, int(uses.min()), int(uses.max()))
+            )
+    return found
 
 
 def _oldest_first(mtimes: Any, nbytes: int, num_files: int, mean_nbytes: int) -> Iterator[int]:
@@ -178,8 +238,14 @@ class _Directory:
         self.path = path
         self._fd = -1
         self._errno = 0
+        chunks, _, shard = path.rpartition("/")
         try:
-            self._fd = os.open(path, OPEN_SHARD)
+            # One after the other: neither of the two may be a link.
+            parent = os.open(chunks, OPEN_SHARD)
+            try:
+                self._fd = os.open(shard, OPEN_SHARD, dir_fd=parent)
+            finally:
+                os.close(parent)
         except OSError as error:
             self._errno = error.errno or errno.EIO
 
@@ -226,6 +292,8 @@ def _remove_some(execution: _Execution, directories: dict[str, _Directory]) -> N
         records["mtime_ns"][rows] = last_use_ns
         if last_use_ns > mtime_ns:
             pruned.used_meanwhile += 1
+            if execution.plan.before_ns is not None and last_use_ns >= execution.plan.before_ns:
+                continue
             heapq.heappush(execution.used, (last_use_ns, pruned.used_meanwhile, candidate))
             continue
         removed = {row for row in rows if _remove(directory, records[row], pruned)}

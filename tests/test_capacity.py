@@ -15,15 +15,16 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import msgpack
 import pytest
 from capacity_lab import DIGEST, disk_nbytes, make_namespace, write_chunk
 from conftest import Clock, returns_in_time, wait_for
 
-from fskv import maintenance
+from fskv import holder, maintenance
 from fskv.capacity import _HUNG_S, _SILENT_S, Capacity
-from fskv.claims import Claim, Limits
+from fskv.claims import Claim, Limits, Scope
 from fskv.config import Share
 from fskv.maintenance import Maintainer, Outbox
 from fskv.process import unique_name
@@ -591,3 +592,31 @@ def _has_ended(pid):
             return file.read().rpartition(")")[2].split()[0] == "Z"
     except FileNotFoundError:
         return True
+
+
+def test_what_was_granted_without_a_bound_is_given_back_when_one_comes(root, engine):
+    """And not everything is removed to make room for what nobody has written yet."""
+    first = engine(Limits())
+    for number in range(50):
+        first.store(number)
+    (name,) = claim_files(root)
+
+    def outstanding():
+        with open(f"{root}/.fskv-maintenance/claims/{name}") as file:
+            claim = json.load(file)
+        return claim["granted"] - claim["written"]
+
+    assert outstanding() > MAX
+    second = engine(Limits(max_nbytes=MAX))
+
+    def is_given_back():
+        first.poll()
+        second.poll()
+        assert disk_nbytes(root) > MAX // 4
+        return outstanding() < MAX // 8
+
+    wait_for(is_given_back, 40)
+    lowered = Scope("root", None, MAX, MAX // 2, 4 << 30, 4 << 30)
+    assert holder._excess(lowered, []) < MAX // 4
+    # Negative control: were it on the disk already, everything would go.
+    assert holder._excess(replace(lowered, unwritten=0), []) > MAX

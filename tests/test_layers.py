@@ -78,7 +78,8 @@ HOMES = {
     "aiofiles": ("fskv.index.", "fskv.prune"),
     "typer": ("tools.",),
     "rich": ("tools.",),
-    "prometheus_client": ("tools.endpoint",),
+    # top and report read what engines publish, prune --watch publishes
+    "prometheus_client": ("tools.endpoint", "tools.exporter"),
     # replay --plot
     "matplotlib": ("tools.replay.report",),
     # export --zstd

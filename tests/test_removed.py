@@ -185,3 +185,14 @@ def test_calls_leave_no_descriptors_open(directory):
         with contextlib.suppress(OSError):
             RemovedLog("/nowhere").skip_old()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
+def test_what_root_tells_is_the_engines_users_to_read(tmp_path):
+    log = RemovedLog(str(tmp_path))
+    os.mkdir(log.directory)
+    os.chown(log.directory, 12345, 12346)
+    log.publish("a" * 16, [(bytes(16), 0)])
+    (name,) = os.listdir(log.directory)
+    info = os.stat(f"{log.directory}/{name}")
+    assert (info.st_uid, info.st_gid, info.st_mode & 0o777) == (12345, 12346, 0o600)

@@ -1,0 +1,400 @@
+"""`fskv prune`: remove what was used least recently, once or for as long as it runs."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated, Any
+
+import typer
+
+from fskv.claims import Limits, is_claimable
+from fskv.config import Share, parse_keep_free
+from fskv.errors import ConfigError
+from fskv.root import FORMAT_FILE
+
+from ..exits import Exit, UsageError
+from ..interrupt import stopped_by_signals
+from ..neighbours import clock_ns, living_claims, wall_clock_ns
+from ..options import DryRunOption, JsonOption, RootOption, YesOption
+from ..pruning import Done, Need, Pruning, Wish
+from ..root_view import Namespace, RootView
+from ..terminal import (
+    age_option,
+    ago,
+    confirm,
+    emit,
+    iec,
+    new_table,
+    plain,
+    print_table,
+    progress,
+    rfc3339,
+    say,
+    show,
+    size_option,
+)
+
+LINES = {
+    "plan": {
+        "namespace": "ARCH/MODEL@DIGEST, of which something would go",
+        "files": "chunk files that would go",
+        "nbytes": "bytes on disk of these",
+        "oldest_use": "the least recent last use among them, or null",
+        "newest_use": "the most recent last use among them, or null",
+    },
+    "failure": {"path": "a file that could not be removed", "reason": "why"},
+    "state": {
+        "nbytes": "bytes on disk (with --watch, about once a minute)",
+        "files": "chunk files",
+        "free_nbytes": "free bytes of the file system",
+        "lease_held": "whether this process counts and prunes for all",
+        "pruned_files": "by the holder of the lease so far",
+        "pruned_nbytes": "bytes of these",
+        "unremovable": "files that it could not remove",
+    },
+    "summary": {
+        "dry_run": "whether nothing was to be removed",
+        "files_before": "chunk files of the chosen namespaces; null with --watch --yes, as most here",
+        "nbytes_before": "bytes on disk of these, with parts",
+        "planned_files": "chunk files that were to go",
+        "planned_nbytes": "bytes on disk of these",
+        "removed_files": "chunk files that went",
+        "removed_nbytes": "bytes on disk of these",
+        "used_meanwhile": "files that had been used since they were seen, and got a new turn",
+        "unremovable": "files that could not be removed",
+        "unlistable": "directories that could not be listed",
+        "reached": "whether what was asked for is reached; null where nothing was carried out",
+        "interrupted": "whether a signal ended it",
+    },
+}
+
+
+def command(
+    root: RootOption,
+    max_size: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Prune until no more is on disk, such as 500GiB."),
+    ] = None,
+    keep_free: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE|SHARE",
+            help="Prune until so much of the file system is free: 50GiB, or 10% (of inodes too).",
+        ),
+    ] = None,
+    unused_for: Annotated[
+        str | None,
+        typer.Option(metavar="AGE", help="Remove what was not used for so long, such as 30d."),
+    ] = None,
+    namespace: Annotated[
+        list[str] | None, typer.Option(help="Only this namespace; may be repeated.")
+    ] = None,
+    tenant: Annotated[
+        list[str] | None, typer.Option(help="Only this tenant's namespaces; may be repeated.")
+    ] = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Go on until a signal ends it.", show_default=False)
+    ] = False,
+    namespace_max_size: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="[NAMESPACE=]SIZE",
+            help="With --watch: a bound on each namespace, or on one; may be repeated.",
+        ),
+    ] = None,
+    tenant_max_size: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="[TENANT=]SIZE",
+            help="With --watch: a bound on each tenant, or on one; may be repeated.",
+        ),
+    ] = None,
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(
+            min=0, max=65535, help="With --watch: serve Prometheus metrics; 0 takes any port."
+        ),
+    ] = None,
+    metrics_address: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="The address that these are served on.")
+    ] = "127.0.0.1",
+    dry_run: DryRunOption = False,
+    yes: YesOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Remove what was used least recently, of all namespaces or of some, until a target is reached.
+
+    Works beside engines that read and write: an evicted chunk is a miss for them. Every file is looked at
+    again before it goes. A last use is known to 10 minutes only (the engines' touch_interval_s): with
+    --unused-for stays what may have been used within AGE. A share (10%) is of the file system, of inodes
+    too. --max-size holds for the chosen namespaces together.
+
+    With --watch it runs until SIGTERM or SIGINT, beside any number of engines and other watchers: one of them
+    counts and prunes for all. The limits hold for the engines too while it runs: they store nothing beyond
+    them, and the tightest limit of all counts. Run it as the user that the engines run as.
+
+    Exit code 3 if something could not be removed or listed, or the target was not reached.
+    """
+    wish = _wish(max_size, keep_free, unused_for)
+    if not watch:
+        for option, value in (
+            ("--namespace-max-size", namespace_max_size),
+            ("--tenant-max-size", tenant_max_size),
+            ("--metrics-port", metrics_port),
+        ):
+            if value:
+                raise UsageError(f"{option}: found without --watch, expected with it")
+    elif namespace or tenant:
+        raise UsageError(
+            "--namespace, --tenant: found with --watch, expected --namespace-max-size NAMESPACE=SIZE"
+            " or --tenant-max-size TENANT=SIZE"
+        )
+    view = RootView.open(root)
+    if watch:
+        limits = _limits(view, wish, namespace_max_size or [], tenant_max_size or [])
+        if limits == Limits():
+            raise UsageError("found no limit, expected one such as --max-size SIZE")
+        _watch(view, wish, limits, metrics_address, metrics_port, dry_run, yes, as_json=as_json)
+        return
+    if wish == Wish():
+        raise UsageError("found no target, expected --max-size, --keep-free or --unused-for")
+    spaces = _chosen(view, namespace, tenant)
+    if _prune(view, spaces, wish, dry_run=dry_run, yes=yes, as_json=as_json):
+        raise typer.Exit(Exit.PARTIAL)
+
+
+def _wish(max_size: str | None, keep_free: str | None, unused_for: str | None) -> Wish:
+    free: int | Share = 0
+    if keep_free is not None:
+        try:
+            free = parse_keep_free(
+                "--keep-free", int(keep_free) if keep_free.isdecimal() else keep_free
+            )
+        except (ConfigError, ValueError) as error:
+            raise UsageError(str(error).removeprefix("option ")) from None
+    return Wish(
+        None if max_size is None else size_option("--max-size", max_size),
+        free,
+        None if unused_for is None else age_option("--unused-for", unused_for),
+    )
+
+
+def _chosen(view: RootView, names: list[str] | None, tenants: list[str] | None) -> list[Namespace]:
+    spaces = view.namespaces()
+    if names:
+        wanted = {view.namespace(name).id for name in names}
+        spaces = [one for one in spaces if one.id in wanted]
+    if tenants:
+        spaces = [one for one in spaces if one.tenant in tenants]
+        if not spaces:
+            raise UsageError(f"--tenant {', '.join(tenants)}: no such namespace in {view.path}")
+    return spaces
+
+
+# --- once -------------------------------------------------------------------------------
+
+
+def _prune(
+    view: RootView,
+    spaces: list[Namespace],
+    wish: Wish,
+    *,
+    dry_run: bool,
+    yes: bool,
+    as_json: bool,
+) -> bool:
+    """Plan, ask and prune; returns whether something was left undone."""
+    pruning = _looked(view, spaces, wish)
+    before = pruning.num_files, pruning.nbytes
+    planned = _show_plan(pruning, pruning.need(wall_clock_ns()), as_json=as_json)
+    done, reached, interrupted = Done(), None, False
+    if not dry_run and (planned[0] or pruning.need(wall_clock_ns()).nbytes > 0):
+        if planned[0] and not confirm(
+            f"Remove {planned[0]:,} files ({iec(planned[1])}) from {view.path}?", yes=yes
+        ):
+            say("nothing was done")
+        else:
+            done, interrupted = _carry_out(view, pruning, planned[0])
+            reached = done.reached
+    elif not dry_run:
+        reached = True
+    for path, error in done.failures.items():
+        if as_json:
+            emit("failure", path=path, reason=error.strerror)
+        else:
+            say(f"{path}: cannot be removed: {error.strerror}")
+    if as_json:
+        emit(
+            "summary",
+            dry_run=dry_run,
+            files_before=before[0],
+            nbytes_before=before[1],
+            planned_files=planned[0],
+            planned_nbytes=planned[1],
+            removed_files=done.num_files,
+            removed_nbytes=done.nbytes,
+            used_meanwhile=done.used_meanwhile,
+            unremovable=len(done.failures),
+            unlistable=pruning.unlistable,
+            reached=reached,
+            interrupted=interrupted,
+        )
+    elif done.num_files or reached is not None:
+        say(
+            f"removed {done.num_files:,} files, {iec(done.nbytes)};"
+            f" {iec(pruning.nbytes)} in {pruning.num_files:,} files are left"
+        )
+        if reached is False and not interrupted:
+            say("the target is not reached: nothing more could be removed, or writers were faster")
+    if interrupted:
+        say("interrupted")
+        raise typer.Exit(Exit.INTERRUPTED)
+    return bool(done.failures or pruning.unlistable or reached is False)
+
+
+def _looked(view: RootView, spaces: list[Namespace], wish: Wish) -> Pruning:
+    pruning = Pruning(view.path, spaces, wish)
+    with progress() as drawn:
+        task = drawn.add_task("looking", total=4096 * len(spaces))
+        pruning.look(lambda at: drawn.update(task, completed=at))
+    return pruning
+
+
+def _show_plan(pruning: Pruning, need: Need, *, as_json: bool) -> tuple[int, int]:
+    """Print what would go; returns files and bytes."""
+    found = pruning.forecast(need)
+    table = None
+    if found and not as_json:
+        table = new_table(
+            "ARCH", "MODEL@DIGEST", "FILES", "SIZE", "LAST USED", right=("FILES", "SIZE")
+        )
+    for one, part in found:
+        if table is not None:
+            cells = [show(one.arch), show(one.name), f"{part.num_files:,}", iec(part.nbytes)]
+            uses = [ago(part.oldest_ns), ago(part.newest_ns)]
+            table.add_row(*map(plain, [*cells, " to ".join(dict.fromkeys(uses))]))
+        else:
+            emit(
+                "plan",
+                namespace=one.id,
+                files=part.num_files,
+                nbytes=part.nbytes,
+                oldest_use=rfc3339(part.oldest_ns),
+                newest_use=rfc3339(part.newest_ns),
+            )
+    files = sum(part.num_files for _, part in found)
+    nbytes = sum(part.nbytes for _, part in found)
+    if table is not None:
+        print_table(table)
+    if not as_json:
+        say(
+            f"{files:,} of {pruning.num_files:,} files would go,"
+            f" {iec(nbytes)} of {iec(pruning.nbytes)}"
+        )
+    return files, nbytes
+
+
+def _carry_out(view: RootView, pruning: Pruning, planned: int) -> tuple[Done, bool]:
+    with stopped_by_signals() as stop, progress() as drawn:
+        task = drawn.add_task("removing", total=planned)
+        done = pruning.carry_out(
+            pruning.need(clock_ns(view.path)),
+            stop,
+            lambda done: drawn.update(
+                task, completed=done.num_files, total=max(planned, done.num_files)
+            ),
+        )
+        return done, stop.is_set()
+
+
+# --- for as long as it runs ---------------------------------------------------------------
+
+
+def _limits(view: RootView, wish: Wish, of_namespaces: list[str], of_tenants: list[str]) -> Limits:
+    each: dict[str, int | None] = {"namespaces": None, "tenants": None}
+    named: dict[str, dict[str, int]] = {"namespaces": {}, "tenants": {}}
+    for kind, option, texts in (
+        ("namespaces", "--namespace-max-size", of_namespaces),
+        ("tenants", "--tenant-max-size", of_tenants),
+    ):
+        for text in texts:
+            name, equals, size = text.rpartition("=")
+            nbytes = size_option(option, size)
+            if not equals:
+                each[kind] = nbytes
+                continue
+            if kind == "namespaces":
+                name = view.namespace(name).id
+                if not is_claimable(name):
+                    raise UsageError(f"{option}: {name}: no engine makes a namespace of that name")
+            named[kind][name] = nbytes
+    return Limits(
+        wish.max_nbytes,
+        wish.keep_free,
+        each["namespaces"],
+        each["tenants"],
+        named["namespaces"],
+        named["tenants"],
+        None if wish.unused_s is None else int(wish.unused_s),
+    )
+
+
+def _watch(
+    view: RootView,
+    wish: Wish,
+    limits: Limits,
+    address: str,
+    port: int | None,
+    dry_run: bool,
+    yes: bool,
+    *,
+    as_json: bool,
+) -> None:
+    """Show what goes now unless it is not asked for, and watch."""
+    counts: dict[str, Any] = dict.fromkeys(LINES["summary"])
+    counts |= {"dry_run": dry_run, "interrupted": False}
+    if not yes or dry_run:
+        # Not with --yes: a daemon that starts again need not look at a million files first.
+        pruning = _looked(view, view.namespaces(), wish)
+        planned = _show_plan(pruning, pruning.need(wall_clock_ns()), as_json=as_json)
+        counts |= {"planned_files": planned[0], "planned_nbytes": planned[1]}
+        counts |= {"files_before": pruning.num_files, "nbytes_before": pruning.nbytes}
+        writers = [c for c in living_claims(view.path, wall_clock_ns()) if c.namespace is not None]
+        if writers:
+            say(f"{len(writers)} engines use this root: the limits hold for them, too")
+        question = f"Keep {view.path} within these limits until a signal comes?"
+        if dry_run or not confirm(question, yes=yes):
+            say("nothing was done")
+            if as_json:
+                emit("summary", **counts)
+            return
+    from ..exporter import serve
+    from ..watch import Watcher, sentence
+
+    watcher = Watcher(view.path, limits)
+    if port is not None:
+        taken = serve(watcher.watched, address, port)
+        say(f"metrics: http://{address}:{taken}/metrics")
+
+    def told(seen: Any) -> None:
+        if not as_json:
+            say(sentence(seen))
+            return
+        emit(
+            "state",
+            nbytes=seen.usage.nbytes,
+            files=seen.usage.num_files,
+            free_nbytes=seen.space.free_nbytes,
+            lease_held=seen.holder,
+            pruned_files=seen.usage.pruned_files,
+            pruned_nbytes=seen.usage.pruned_nbytes,
+            unremovable=seen.usage.unremovable,
+        )
+
+    if os.geteuid() != os.stat(f"{view.path}/{FORMAT_FILE}").st_uid:
+        say(f"{view.path} belongs to another user: engines may not read this watcher's limits")
+    say(f"watching {view.path}")
+    watcher.run(told)
+    if as_json:
+        emit("summary", **{**counts, "interrupted": True})
+    say("ended: the claim is withdrawn and the lease given back")

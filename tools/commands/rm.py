@@ -1,0 +1,269 @@
+"""`fskv rm`: remove namespaces or chunks."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+
+from ..exits import Exit, UsageError
+from ..interrupt import stopped_by_signals
+from ..neighbours import News, claimed_namespaces, clock_ns, wall_clock_ns
+from ..options import DryRunOption, JsonOption, RootOption, YesOption
+from ..removal import NamespaceRemoval, Removed, remove_chunks
+from ..root_view import ChunkFile, Namespace, RootView
+from ..terminal import confirm, emit, iec, progress, say, show
+
+LINES = {
+    "plan": {
+        "target": "ARCH/MODEL@DIGEST, or DIGEST/NAME of a chunk",
+        "what": "`namespace` or `chunk`",
+        "files": "chunk files that would go",
+        "nbytes": "bytes on disk of these, with parts",
+        "claimed": "whether a living engine writes to its namespace",
+    },
+    "removed": {
+        "target": "as in the plan",
+        "files": "chunk files that went",
+        "parts": "parts that went",
+        "nbytes": "bytes on disk of these",
+        "gone": "whether the namespace is gone as a whole; null for a chunk",
+        "foreign": "entries that fskv did not make; they stay, and their directories",
+    },
+    "foreign": {"path": "such an entry (the first few of each namespace)"},
+    "failure": {"path": "what could not be removed", "reason": "why"},
+    "summary": {
+        "dry_run": "whether nothing was to be removed",
+        "planned_files": "chunk files that were to go",
+        "planned_nbytes": "bytes on disk of these, with parts",
+        "removed_files": "chunk files that went",
+        "removed_nbytes": "bytes on disk that went",
+        "foreign": "entries that stay because fskv did not make them",
+        "unremovable": "what could not be removed",
+        "unlistable": "directories that could not be listed",
+        "interrupted": "whether a signal ended it",
+    },
+}
+
+
+@dataclass(slots=True)
+class _Target:
+    namespace: Namespace
+    chunk: list[ChunkFile] | None  # its files; None: the whole namespace
+    files: int = 0
+    nbytes: int = 0
+    unlistable: int = 0
+
+    @property
+    def id(self) -> str:
+        if self.chunk is None:
+            return self.namespace.id
+        return f"{self.namespace.digest16}/{self.chunk[0].name[:32]}"
+
+
+def command(
+    root: RootOption,
+    targets: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="NAMESPACE|KEY...",
+            help="Namespaces, or chunks as `ls --chunks` names them.",
+            show_default=False,
+        ),
+    ],
+    force: Annotated[
+        bool,
+        typer.Option("--force", help="Also a namespace to which a living engine writes."),
+    ] = False,
+    dry_run: DryRunOption = False,
+    yes: YesOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Remove all files of chunks, or whole namespaces with all that fskv made in them.
+
+    What fskv did not make stays, and so do the directories that hold it; then the namespace's identity stays,
+    too. Engines are told what went and miss it from then on.
+
+    A namespace to which a living engine writes is refused. With --force it goes: the engine misses all of it
+    from then on, and its next store makes the namespace again; a store that is under way fails. Chunks may
+    always be removed.
+
+    Exit code 3 if something could not be removed or foreign entries keep a namespace.
+    """
+    view = RootView.open(root)
+    found = _resolve(view, targets)
+    claimed = claimed_namespaces(view.path, wall_clock_ns() if dry_run else clock_ns(view.path))
+    _measure(found)
+    for target in found:
+        _show(target, claimed=target.namespace.id in claimed, as_json=as_json)
+    busy = [t.id for t in found if t.chunk is None and t.namespace.id in claimed]
+    files, nbytes = sum(t.files for t in found), sum(t.nbytes for t in found)
+    removed: list[Removed] = []
+    interrupted = False
+    if busy and not force and not dry_run:
+        raise UsageError(
+            f"{show(', '.join(busy))}: a living engine writes to it; stop it first, or give --force"
+        )
+    if not dry_run:
+        question = f"Remove {files:,} files ({iec(nbytes)}) of {len(found)} targets?"
+        if confirm(question, yes=yes):
+            with stopped_by_signals() as stop:
+                removed = _remove(view, found, stop, as_json=as_json)
+                interrupted = stop.is_set()
+        else:
+            say("nothing was done")
+    _end(found, removed, files, nbytes, dry_run, interrupted, as_json=as_json)
+
+
+def _resolve(view: RootView, words: list[str]) -> list[_Target]:
+    found: dict[str, _Target] = {}
+    for word in words:
+        target = _meant(view, word)
+        found.setdefault(target.id, target)
+    whole = {target.namespace.id for target in found.values() if target.chunk is None}
+    return [t for t in found.values() if t.chunk is None or t.namespace.id not in whole]
+
+
+def _meant(view: RootView, word: str) -> _Target:
+    """Return what a word means; refuse it where it may be a namespace and a chunk."""
+    if not word:
+        raise UsageError("found an empty name, expected a namespace or a chunk")
+    spaces: list[Namespace] = []
+    no_namespace = None
+    try:
+        spaces = [view.namespace(word)]
+    except UsageError as error:
+        no_namespace = error
+        if "may be any of" in str(error):
+            raise
+    try:
+        files = view.chunk(word)
+    except UsageError:
+        if no_namespace is not None:
+            raise UsageError(f"{show(word)}: no such namespace or chunk in {view.path}") from None
+        return _Target(spaces[0], None)
+    if spaces:
+        raise UsageError(
+            f"{show(word)}: may be the namespace {show(spaces[0].id)} or the chunk {files[0].id}"
+        )
+    return _Target(files[0].namespace, files)
+
+
+def _measure(targets: list[_Target]) -> None:
+    with progress() as drawn:
+        task = drawn.add_task("looking", total=4096 * len(targets))
+        for number, target in enumerate(targets):
+            if target.chunk is not None:
+                target.files = len(target.chunk)
+                target.nbytes = sum(file.nbytes for file in target.chunk)
+                continue
+            try:
+                for shard in target.namespace.shards():
+                    target.unlistable += shard.error is not None
+                    target.files += len(shard.records)
+                    target.nbytes += int(shard.records["nbytes"].sum())
+                    target.nbytes += sum(part.nbytes for part in shard.parts)
+                    drawn.update(task, completed=number * 4096 + shard.idx)
+            except OSError as error:
+                target.unlistable += 1
+                say(f"{target.namespace.path}: cannot be listed: {error.strerror}")
+
+
+def _show(target: _Target, *, claimed: bool, as_json: bool) -> None:
+    kind = "namespace" if target.chunk is None else "chunk"
+    if as_json:
+        emit(
+            "plan",
+            target=target.id,
+            what=kind,
+            files=target.files,
+            nbytes=target.nbytes,
+            claimed=claimed,
+        )
+        return
+    note = "  (a living engine writes to it)" if claimed else ""
+    print(f"{kind} {show(target.id)}: {target.files:,} files, {iec(target.nbytes)}{note}")
+
+
+def _remove(
+    view: RootView, targets: list[_Target], stop: threading.Event, *, as_json: bool
+) -> list[Removed]:
+    news = News(view.path)
+    found = []
+    with progress() as drawn:
+        task = drawn.add_task("removing", total=4096 * len(targets))
+        for number, target in enumerate(targets):
+            if stop.is_set():
+                break
+            if target.chunk is None:
+                one = NamespaceRemoval(target.namespace, news, stop)
+                removed = one.carry_out(
+                    lambda shard, base=4096 * number: drawn.update(task, completed=base + shard)  # type: ignore[misc]
+                )
+            else:
+                removed = remove_chunks(target.chunk, news, stop)
+            found.append(removed)
+            _report(target, removed, as_json=as_json)
+    return found
+
+
+def _report(target: _Target, removed: Removed, *, as_json: bool) -> None:
+    if as_json:
+        emit(
+            "removed",
+            target=target.id,
+            files=removed.num_files,
+            parts=removed.num_parts,
+            nbytes=removed.nbytes,
+            gone=None if target.chunk is not None else removed.is_gone,
+            foreign=removed.num_foreign,
+        )
+    for path in removed.foreign:
+        if as_json:
+            emit("foreign", path=path)
+        else:
+            say(f"{path}: not made by fskv, stays")
+    if removed.num_foreign > len(removed.foreign) and not as_json:
+        say(f"and {removed.num_foreign - len(removed.foreign):,} more entries")
+    for path, reason in removed.failures.items():
+        if as_json:
+            emit("failure", path=path, reason=reason)
+        else:
+            say(f"{path}: cannot be removed: {reason}")
+
+
+def _end(
+    targets: list[_Target],
+    removed: list[Removed],
+    files: int,
+    nbytes: int,
+    dry_run: bool,
+    interrupted: bool,
+    *,
+    as_json: bool,
+) -> None:
+    gone_files, gone_nbytes = sum(r.num_files for r in removed), sum(r.nbytes for r in removed)
+    foreign, failed = sum(r.num_foreign for r in removed), sum(r.num_failed for r in removed)
+    unlistable = sum(t.unlistable for t in targets)
+    if as_json:
+        emit(
+            "summary",
+            dry_run=dry_run,
+            planned_files=files,
+            planned_nbytes=nbytes,
+            removed_files=gone_files,
+            removed_nbytes=gone_nbytes,
+            foreign=foreign,
+            unremovable=failed,
+            unlistable=unlistable,
+            interrupted=interrupted,
+        )
+    elif removed:
+        say(f"removed {gone_files:,} files, {iec(gone_nbytes)}")
+    if interrupted:
+        say("interrupted")
+        raise typer.Exit(Exit.INTERRUPTED)
+    if foreign or failed or unlistable:
+        raise typer.Exit(Exit.PARTIAL)

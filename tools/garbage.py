@@ -1,0 +1,329 @@
+"""Finds what nobody needs any more in a root: what dead writers left, empty directories, dead namespaces.
+
+One pass for the plan and for the deed: `Sweep` yields what it finds, and with `delete` has removed it. Each
+thing is judged at the moment it goes, through its directory's descriptor and through no link. What
+docs/format.md does not describe is *foreign*: it is yielded, and never touched.
+
+An empty directory of chunks may go beside writers: one that has just made it gets ENOENT and makes it again
+(`chunk_io.c: open_part`, `Store._make_shard`); only those that have been left alone for a minute go.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import stat
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from fskv.claims import CLAIMS_DIR, USAGE_FILE
+from fskv.index.scan import OPEN_SHARD, bytes_on_disk
+from fskv.index.snapshot import SNAPSHOT_FILE
+from fskv.lease import LEASE_FILE, SHARED_DIR
+from fskv.maintenance import GRACE_S
+from fskv.namespace import parse_chunk_path
+from fskv.process import is_our_name, is_our_part, provably_dead
+from fskv.prune import cutoff_ns
+from fskv.root import CHUNK_DIR, FORMAT_FILE, MANIFEST_FILE, PART_PREFIX, TAG_FILE, TMP_DIR
+
+from .neighbours import News, anybody_lives, claimed_namespaces, is_recent
+from .removal import SHARD, NamespaceRemoval, is_file, opened
+from .root_view import Namespace, RootView
+
+_LEFT_ALONE_S = 60.0  # an empty directory of chunks
+_OLD_NEWS_S = 3600.0  # engines read it within seconds
+_REMOVED_LOG = re.compile(r"[0-9a-f]{16}-(.+)\.(?:bin|part)", re.DOTALL)
+# Made by mkfs, by snapshotting servers and by NFS clients: neither ours nor anybody's.
+_BENIGN = re.compile(r"lost\+found|\.snapshots?|\.zfs|\.nfs.*", re.DOTALL)
+
+
+class Kind(StrEnum):
+    PART = "part"  # of a dead writer, or too old to be waited for
+    DIRECTORY = "directory"  # of chunks, empty
+    NAMESPACE = "namespace"  # without a chunk file, or not used for so long
+    NEWS = "news"  # an old list of removed chunks
+    CLAIM = "claim"  # of an engine that is gone, and what was counted then
+    FOREIGN = "foreign"
+    FAILED = "failed"  # could not be looked at or removed
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    kind: Kind
+    path: str
+    nbytes: int = 0
+    num_files: int = 0  # chunk files, of a namespace
+    reason: str = ""
+
+
+class Sweep:
+    """A pass over a root."""
+
+    def __init__(
+        self,
+        view: RootView,
+        now_ns: int,
+        *,
+        delete: bool,
+        stop: threading.Event,
+        grace_s: float = GRACE_S,
+        namespaces_unused_s: float | None = None,
+    ) -> None:
+        """`now_ns` is the root's own clock (ours for a plan)."""
+        self._view = view
+        self._now_ns = now_ns
+        self._delete = delete
+        self._stop = stop
+        self._grace_s = grace_s
+        self._unused_s = namespaces_unused_s
+        self._news = News(view.path)
+
+    def findings(self) -> Iterator[Finding]:
+        """Yield everything; what cannot be looked at is a finding too."""
+        yield from self._guarded(self._in_root(), self._view.path)
+        yield from self._guarded(self._in_shared(), f"{self._view.path}/{SHARED_DIR}")
+        for one in self._view.namespaces():
+            if self._stop.is_set():
+                return
+            if self._unused_s is not None and self._is_unused(one, self._unused_s):
+                yield from self._remove_namespace(one, cutoff_ns(self._now_ns, self._unused_s))
+            else:
+                yield from self._guarded(self._in_namespace(one), one.path)
+
+    def _guarded(self, found: Iterator[Finding], path: str) -> Iterator[Finding]:
+        try:
+            yield from found
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            yield Finding(Kind.FAILED, path, reason=error.strerror or str(error))
+
+    # --- the root and what engines tell each other ------------------------------------------
+
+    def _in_root(self) -> Iterator[Finding]:
+        path = self._view.path
+        with opened(path) as fd:
+            for name in sorted(os.listdir(fd)):
+                if name.startswith(PART_PREFIX) and is_our_part(name.removeprefix(PART_PREFIX)):
+                    yield from self._part(name, fd, path, prefix=PART_PREFIX)
+                elif name in (FORMAT_FILE, TAG_FILE, SHARED_DIR) or _BENIGN.fullmatch(name):
+                    continue
+                elif name.startswith(".") or not _is_directory(name, fd):
+                    yield Finding(Kind.FOREIGN, f"{path}/{name}")
+                else:
+                    yield from self._guarded(self._in_arch(name), f"{path}/{name}")
+
+    def _in_arch(self, arch: str) -> Iterator[Finding]:
+        known = {one.name for one in self._view.namespaces() if one.arch == arch}
+        with opened(self._view.path, arch) as fd:
+            for name in sorted(os.listdir(fd)):
+                if name not in known and not _BENIGN.fullmatch(name):
+                    yield Finding(Kind.FOREIGN, f"{self._view.path}/{arch}/{name}")
+
+    def _in_shared(self) -> Iterator[Finding]:
+        path = f"{self._view.path}/{SHARED_DIR}"
+        with opened(self._view.path, SHARED_DIR) as fd:
+            for name in sorted(os.listdir(fd)):
+                if is_our_part(name):
+                    yield from self._part(name, fd, path)
+                elif name not in (LEASE_FILE, USAGE_FILE, CLAIMS_DIR, "removed"):
+                    yield Finding(Kind.FOREIGN, f"{path}/{name}")
+        yield from self._guarded(self._in_removed(), f"{path}/removed")
+        yield from self._guarded(self._in_claims(), f"{path}/{CLAIMS_DIR}")
+
+    def _in_removed(self) -> Iterator[Finding]:
+        path = f"{self._view.path}/{SHARED_DIR}/removed"
+        with opened(self._view.path, SHARED_DIR, "removed") as fd:
+            for name in sorted(os.listdir(fd)):
+                match, info = _REMOVED_LOG.fullmatch(name), is_file(name, fd)
+                if match is None or not is_our_name(match[1]) or info is None:
+                    yield Finding(Kind.FOREIGN, f"{path}/{name}")
+                elif not is_recent(self._now_ns, info.st_mtime_ns, _OLD_NEWS_S):
+                    yield self._unlink(Kind.NEWS, name, fd, path, info)
+
+    def _in_claims(self) -> Iterator[Finding]:
+        """While anybody lives, the holder of the lease withdraws a claim once its bytes are counted.
+
+        With nobody there, claims go together with the last count, and the count goes first: whoever starts
+        then grants itself nothing before it has counted anew.
+        """
+        path = f"{self._view.path}/{SHARED_DIR}/{CLAIMS_DIR}"
+        nobody = not anybody_lives(self._view.path, self._now_ns)
+        with opened(self._view.path, SHARED_DIR, CLAIMS_DIR) as fd:
+            names = sorted(os.listdir(fd))
+            claims = [n for n in names if n.endswith(".json") and is_our_name(n[:-5])]
+            dead = [name for name in claims if nobody and is_file(name, fd) is not None]
+            if dead:
+                with opened(self._view.path, SHARED_DIR) as shared:
+                    for name in (USAGE_FILE, LEASE_FILE):
+                        if (info := is_file(name, shared)) is not None:
+                            yield self._unlink(
+                                Kind.CLAIM, name, shared, os.path.dirname(path), info
+                            )
+            for name in names:
+                info = is_file(name, fd)
+                if is_our_part(name):
+                    yield from self._part(name, fd, path)
+                elif name not in claims or info is None:
+                    yield Finding(Kind.FOREIGN, f"{path}/{name}")
+                elif name in dead:
+                    yield self._unlink(Kind.CLAIM, name, fd, path, info)
+
+    # --- namespaces -------------------------------------------------------------------------
+
+    def _is_unused(self, one: Namespace, unused_s: float) -> bool:
+        """Return whether nobody has used a chunk of it for so long, nor just made it, nor writes to it."""
+        before_ns = cutoff_ns(self._now_ns, unused_s)
+        if one.id in claimed_namespaces(self._view.path, self._now_ns):
+            return False
+        try:
+            if os.lstat(one.path).st_mtime_ns >= before_ns:
+                return False
+            for shard in one.shards():
+                if shard.error is not None:
+                    return False
+                if len(shard.records) and int(shard.records["mtime_ns"].max()) >= before_ns:
+                    return False
+        except OSError:
+            return False
+        return True
+
+    def _remove_namespace(self, one: Namespace, before_ns: int | None) -> Iterator[Finding]:
+        if not self._delete:
+            if self._unused_s is not None:
+                found = self._guarded(self._contents(one), one.path)
+                yield from (one for one in found if one.kind is Kind.FOREIGN)
+            num_files, nbytes = 0, 0
+            for shard in one.shards():
+                num_files += len(shard.records)
+                nbytes += int(shard.records["nbytes"].sum())
+            yield Finding(Kind.NAMESPACE, one.path, nbytes, num_files)
+            return
+        removed = NamespaceRemoval(one, self._news, self._stop, before_ns).carry_out()
+        for path in removed.foreign:
+            yield Finding(Kind.FOREIGN, path)
+        for path, reason in removed.failures.items():
+            yield Finding(Kind.FAILED, path, reason=reason)
+        if removed.is_gone or removed.num_files:
+            yield Finding(Kind.NAMESPACE, one.path, removed.nbytes, removed.num_files)
+
+    def _in_namespace(self, one: Namespace) -> Iterator[Finding]:
+        is_dead = True
+        mtime_ns = os.lstat(one.path).st_mtime_ns
+        for found in self._contents(one):
+            if found.path:
+                yield found
+            is_dead = is_dead and found.kind in (Kind.PART, Kind.DIRECTORY) and bool(found.path)
+        if is_dead and not is_recent(self._now_ns, mtime_ns, self._grace_s):
+            if one.id in claimed_namespaces(self._view.path, self._now_ns):
+                return
+            # A file that came meanwhile was used "now", and stays.
+            yield from self._remove_namespace(one, self._now_ns)
+
+    def _contents(self, one: Namespace) -> Iterator[Finding]:
+        """Yield what is in a namespace; without a path, that there is something alive."""
+        with opened(one.root, one.arch, one.name) as fd:
+            for name in sorted(os.listdir(fd)):
+                if name not in (MANIFEST_FILE, CHUNK_DIR, TMP_DIR, SNAPSHOT_FILE):
+                    yield Finding(Kind.FOREIGN, f"{one.path}/{name}")
+        yield from self._guarded(self._in_chunks(one), f"{one.path}/{CHUNK_DIR}")
+        yield from self._guarded(self._in_tmp(one), f"{one.path}/{TMP_DIR}")
+
+    def _in_chunks(self, one: Namespace) -> Iterator[Finding]:
+        path = f"{one.path}/{CHUNK_DIR}"
+        with opened(one.root, one.arch, one.name, CHUNK_DIR) as fd:
+            for name in sorted(os.listdir(fd)):
+                if self._stop.is_set():
+                    return
+                if SHARD.fullmatch(name) is None or not _is_directory(name, fd):
+                    yield Finding(Kind.FOREIGN, f"{path}/{name}")
+                else:
+                    yield from self._guarded(self._in_shard(name, fd, path), f"{path}/{name}")
+
+    def _in_shard(self, shard: str, chunks: int, path: str) -> Iterator[Finding]:
+        fd = os.open(shard, OPEN_SHARD, dir_fd=chunks)
+        try:
+            info = os.fstat(fd)
+            names = os.listdir(fd)
+            alive = False
+            for name in names:
+                if is_our_part(name):
+                    gone = list(self._part(name, fd, f"{path}/{shard}"))
+                    alive |= not gone
+                    yield from gone
+                elif name.startswith(".nfs"):
+                    alive = True
+                elif (
+                    parse_chunk_path(f"{CHUNK_DIR}/{shard}/{name}") is None
+                    or is_file(name, fd) is None
+                ):
+                    yield Finding(Kind.FOREIGN, f"{path}/{shard}/{name}")
+                else:
+                    alive = True
+        finally:
+            os.close(fd)
+        if alive:
+            yield Finding(Kind.DIRECTORY, "")
+        if not names and not is_recent(self._now_ns, info.st_mtime_ns, _LEFT_ALONE_S):
+            yield from self._rmdir(shard, chunks, path)
+
+    def _in_tmp(self, one: Namespace) -> Iterator[Finding]:
+        path = f"{one.path}/{TMP_DIR}"
+        with opened(one.root, one.arch, one.name, TMP_DIR) as fd:
+            for name in sorted(os.listdir(fd)):
+                if is_our_part(name):
+                    gone = list(self._part(name, fd, path))
+                    yield from gone or [Finding(Kind.PART, "")]
+                else:
+                    yield Finding(Kind.FOREIGN, f"{path}/{name}")
+
+    # --- what goes --------------------------------------------------------------------------
+
+    def _part(self, name: str, fd: int, path: str, prefix: str = "") -> Iterator[Finding]:
+        """Yield a part whose writer is gone or that is too old to be waited for; nothing for another one."""
+        info = is_file(name, fd)
+        if info is None:
+            if _exists(name, fd):
+                yield Finding(Kind.FOREIGN, f"{path}/{name}")
+            return
+        writer = name.removeprefix(prefix).removesuffix(".part")
+        if provably_dead(writer) or not is_recent(self._now_ns, info.st_mtime_ns, self._grace_s):
+            yield self._unlink(Kind.PART, name, fd, path, info)
+
+    def _unlink(self, kind: Kind, name: str, fd: int, path: str, info: os.stat_result) -> Finding:
+        if self._delete and not self._stop.is_set():
+            try:
+                os.unlink(name, dir_fd=fd)
+            except FileNotFoundError:
+                pass
+            except OSError as error:
+                return Finding(Kind.FAILED, f"{path}/{name}", reason=error.strerror or str(error))
+        return Finding(kind, f"{path}/{name}", bytes_on_disk(info))
+
+    def _rmdir(self, name: str, fd: int, path: str) -> Iterator[Finding]:
+        if self._delete and not self._stop.is_set():
+            try:
+                os.rmdir(name, dir_fd=fd)
+            except OSError as error:
+                # Not empty any more, or gone: a writer or another sweep was faster.
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
+                    yield Finding(Kind.FAILED, f"{path}/{name}", reason=error.strerror or "")
+                return
+        yield Finding(Kind.DIRECTORY, f"{path}/{name}")
+
+
+def _is_directory(name: str, fd: int) -> bool:
+    with contextlib.suppress(OSError):
+        return stat.S_ISDIR(os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode)
+    return False
+
+
+def _exists(name: str, fd: int) -> bool:
+    with contextlib.suppress(OSError):
+        os.stat(name, dir_fd=fd, follow_symlinks=False)
+        return True
+    return False

@@ -1,0 +1,102 @@
+"""Who else works on a root: its own clock, who lives there, and how engines hear of what was removed.
+
+A command that removes files takes no lease: that of a living engine's maintenance process cannot be had, and
+is not needed. What we remove makes the holder's count too high until it next walks the directories that have
+changed (a second when a bound is near, a minute at most), and too high is the side on which every bound
+holds: on disk <= counted + granted. What the holder removes at the same time has vanished when we come to it,
+and counts for our plan as freed (fskv.prune), as ours does for its plan; so nothing is removed twice over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+import time
+from collections.abc import Sequence
+
+from fskv.claims import CLAIMS_DIR, Book, Claim
+from fskv.lease import LEASE_FILE, SHARED_DIR, TTL_S
+from fskv.process import provably_dead, unique_name
+from fskv.removed import RemovedLog
+from fskv.root import FORMAT_FILE, PART_PREFIX
+
+# A claim is written anew every quarter of a TTL; fskv.holder gives one up after as long as this.
+_DEAD_CLAIM_S = 4 * TTL_S
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+
+
+def clock_ns(root: str) -> int:
+    """Return what the file system's own clock says, by a file that is made and removed. Raises OSError."""
+    path = f"{root}/{PART_PREFIX}{unique_name()}.part"
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        os.utime(f"{root}/{FORMAT_FILE}")  # no inode is left: this is when a prune is wanted most
+        return os.stat(f"{root}/{FORMAT_FILE}").st_mtime_ns
+    try:
+        return os.fstat(fd).st_mtime_ns
+    finally:
+        os.close(fd)
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+
+
+def living_claims(root: str, now_ns: int) -> list[Claim]:
+    """Return the claims of engines and watchers that live, or lived a minute ago by the root's clock."""
+    shared = f"{root}/{SHARED_DIR}"
+    found = []
+    with contextlib.suppress(OSError):
+        for claim in Book(shared).claims():
+            path = f"{shared}/{CLAIMS_DIR}/{claim.name}.json"
+            if (
+                not claim.closed
+                and not provably_dead(claim.name)
+                and _is_young(path, now_ns, _DEAD_CLAIM_S)
+            ):
+                found.append(claim)
+    return found
+
+
+def claimed_namespaces(root: str, now_ns: int) -> set[str]:
+    """Return the namespaces that a living engine writes to."""
+    return {claim.namespace for claim in living_claims(root, now_ns) if claim.namespace is not None}
+
+
+def anybody_lives(root: str, now_ns: int) -> bool:
+    """Return whether a process claims bytes of the root or holds its lease."""
+    lease = f"{root}/{SHARED_DIR}/{LEASE_FILE}"
+    return bool(living_claims(root, now_ns)) or _is_young(lease, now_ns, 2 * TTL_S)
+
+
+def _is_young(path: str, now_ns: int, age_s: float) -> bool:
+    try:
+        info = os.lstat(path)
+    except OSError:
+        return False
+    return stat.S_ISREG(info.st_mode) and now_ns - info.st_mtime_ns < age_s * 1e9
+
+
+def is_recent(now_ns: int, mtime_ns: int, age_s: float) -> bool:
+    return now_ns - mtime_ns < age_s * 1e9
+
+
+class News:
+    """Tells engines which chunks are gone; where nobody ever listened there is nobody to tell."""
+
+    def __init__(self, root: str) -> None:
+        self._log = RemovedLog(f"{root}/{SHARED_DIR}")
+
+    def tell(self, namespace: str, chunks: Sequence[tuple[bytes, int]]) -> None:
+        """`chunks` are (XXH3-128 of the key, group) of the namespace ARCH/MODEL@DIGEST, or its path."""
+        # News is no record: who misses it learns the same from a load that finds nothing.
+        with contextlib.suppress(OSError):
+            self._log.publish(namespace.rpartition("@")[2], chunks)
+
+
+def wall_clock_ns() -> int:
+    """Return our own clock: for a plan only, which writes nothing."""
+    return time.time_ns()

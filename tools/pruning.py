@@ -1,0 +1,181 @@
+"""Prunes once: what was used least recently goes, until a target is reached, beside living engines.
+
+`Pruning.look` walks every file, `need` says how much is to go, `forecast` what that would be, and
+`carry_out` removes it through fskv.prune: each file is looked at again before it goes, the files of all ranks
+go together, and what cannot be removed is passed over. Why no lease is taken: tools.neighbours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from fskv.claims import Claim as _Claim
+from fskv.claims import Limits as _Limits
+from fskv.claims import Space, inodes_short, kept_free
+from fskv.config import Share
+from fskv.index.snapshot import Catalogue
+from fskv.prune import Forecast, cutoff_ns, execute, forecast, plan
+
+from .neighbours import News, wall_clock_ns
+from .root_view import Namespace
+from .terminal import say
+
+_STEP_FILES = (
+    4096  # of one plan: no more candidates are held at a time, and the news of them is told
+)
+_MAX_ROUNDS = 10  # of a bound that writers exceed while it is being reached
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What an operator asks for; at least one of it."""
+
+    max_nbytes: int | None = None
+    keep_free: int | Share = 0
+    unused_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What is to go: so many bytes and inodes, and all that was last used before a time."""
+
+    nbytes: int
+    num_files: int
+    before_ns: int | None
+
+
+@dataclass(slots=True)
+class Done:
+    """What became of it."""
+
+    num_files: int = 0
+    nbytes: int = 0
+    used_meanwhile: int = 0
+    failures: dict[str, OSError] = field(default_factory=dict)  # by path
+    reached: bool = True
+
+
+class Pruning:
+    """One prune of some namespaces of a root."""
+
+    def __init__(self, root: str, spaces: Sequence[Namespace], wish: Wish) -> None:
+        self._root = root
+        self._spaces = spaces
+        self._wish = wish
+        self._catalogues: list[Catalogue] = []
+        self._namespaces: dict[str, Namespace] = {one.path: one for one in spaces}
+        self._news = News(root)
+        self.unlistable = 0
+
+    @property
+    def nbytes(self) -> int:
+        return sum(catalogue.nbytes for catalogue in self._catalogues)
+
+    @property
+    def num_files(self) -> int:
+        return sum(catalogue.num_files for catalogue in self._catalogues)
+
+    def look(self, seen: Callable[[int], None] = lambda _: None) -> None:
+        """Walk every file; `seen` is told how many directories of how many are behind us."""
+        for number, one in enumerate(self._spaces):
+            catalogue = Catalogue(one.path)
+            try:
+                for shard in one.shards():
+                    if shard.error is not None:
+                        self.unlistable += 1
+                        say(f"{one.path}/chunks/{shard.idx:03x}: cannot be listed: {shard.error}")
+                    else:
+                        catalogue.take(shard)
+                    seen(number * 4096 + shard.idx)
+            except OSError as error:
+                self.unlistable += 1
+                say(f"{one.path}: cannot be listed: {error.strerror}")
+            self._catalogues.append(catalogue)
+
+    def need(self, now_ns: int) -> Need:
+        """Return what is to go. `now_ns` is the root's own clock; ours for a plan that is not carried out."""
+        wish = self._wish
+        nbytes = max(0, self.nbytes - wish.max_nbytes) if wish.max_nbytes is not None else 0
+        num_files = 0
+        if wish.keep_free:
+            space = Space.of(self._root)
+            nbytes = max(nbytes, kept_free(wish.keep_free, space) - space.free_nbytes)
+            declared = _Claim("", None, None, _Limits(keep_free=wish.keep_free))
+            num_files = inodes_short([declared], space)
+        before_ns = None if wish.unused_s is None else cutoff_ns(now_ns, wish.unused_s)
+        return Need(nbytes, num_files, before_ns)
+
+    def forecast(self, need: Need) -> list[tuple[Namespace, Forecast]]:
+        """Return what would go of which namespace."""
+        found = forecast(self._catalogues, need.nbytes, need.num_files, need.before_ns)
+        return [(self._namespaces[one.catalogue.namespace], one) for one in found]
+
+    def carry_out(
+        self, need: Need, stop: threading.Event, told: Callable[[Done], None] = lambda _: None
+    ) -> Done:
+        """Remove what `need` says, and go on while writers exceed a bound meanwhile; until `stop` is set."""
+        done = Done()
+        with asyncio.Runner() as runner:
+            if need.before_ns is not None:
+                before = done.nbytes, done.num_files
+                self._remove(runner, need, done, stop, told, aged=True)
+                need = Need(
+                    need.nbytes - (done.nbytes - before[0]),
+                    need.num_files - (done.num_files - before[1]),
+                    need.before_ns,
+                )
+            max_nbytes = self._wish.max_nbytes
+            for _ in range(_MAX_ROUNDS):
+                before = done.nbytes, done.num_files
+                done.reached = self._remove(runner, need, done, stop, told, aged=False)
+                # What was removed may show in statvfs only later (btrfs), so that is not asked again.
+                if stop.is_set() or max_nbytes is None:
+                    break
+                for catalogue in self._catalogues:
+                    runner.run(catalogue.refresh(wall_clock_ns()))
+                last, need = need, Need(self.nbytes - max_nbytes, 0, None)
+                done.reached = need.nbytes <= 0
+                if done.reached or before == (done.nbytes, done.num_files):
+                    break
+                # Writers that are as fast as we are: this would never end.
+                if 2 * need.nbytes > last.nbytes > 0:
+                    break
+        return done
+
+    def _remove(
+        self,
+        runner: asyncio.Runner,
+        need: Need,
+        done: Done,
+        stop: threading.Event,
+        told: Callable[[Done], None],
+        *,
+        aged: bool,
+    ) -> bool:
+        """Remove what is old enough, or what was used least recently; returns whether enough has gone."""
+        left_nbytes, left_files = need.nbytes, need.num_files
+        while (aged or left_nbytes > 0 or left_files > 0) and not stop.is_set():
+            step = self._step_nbytes()
+            nbytes = step if aged else max(0, min(left_nbytes, step))
+            files = 0 if aged else max(0, min(left_files, _STEP_FILES))
+            before_ns = need.before_ns if aged else None
+            chosen = plan(self._catalogues, nbytes, files, set(done.failures), before_ns)
+            if not chosen.candidates:
+                break
+            pruned = runner.run(execute(chosen, lambda: not stop.is_set()))
+            for path, chunks in pruned.removed.items():
+                self._news.tell(path, chunks)
+            done.num_files += pruned.num_files
+            done.nbytes += pruned.nbytes
+            done.used_meanwhile += pruned.used_meanwhile
+            done.failures |= pruned.failures
+            left_nbytes -= pruned.nbytes + pruned.vanished_nbytes
+            left_files -= pruned.num_files
+            told(done)
+        return left_nbytes <= 0 and left_files <= 0
+
+    def _step_nbytes(self) -> int:
+        return max(1, _STEP_FILES * self.nbytes // max(1, self.num_files))

@@ -1,0 +1,229 @@
+"""What takes how much room in a root: counts by namespace, group and rank, and what pruning would free.
+
+Every file is looked at once: a snapshot's last uses may be older than the truth. Its length is not: all files
+of a group and rank have the same one, so a header that agrees with its file says it for all. Where no good
+one is found, only the size on disk is known.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from fskv import chunk_file
+from fskv.claims import Book, Claim, Scope, Space, Usage, scopes
+from fskv.errors import FskvError
+from fskv.index.scan import file_name
+from fskv.index.snapshot import Catalogue
+from fskv.index.tally import Count, tally
+from fskv.lease import SHARED_DIR
+from fskv.maintenance import GRACE_S
+from fskv.process import provably_dead
+from fskv.prune import cutoff_ns, forecast
+from fskv.root import CHUNK_DIR
+
+from .neighbours import is_recent, living_claims
+from .removal import is_file, opened
+from .root_view import Namespace
+from .terminal import say
+
+_MAX_LENGTHS = (
+    256  # (group, rank) of a namespace whose length is looked up; hostile names could be millions
+)
+_MAX_TRIES = 3
+_NO_KIND = "unknown"
+
+
+@dataclass(slots=True)
+class Sums:
+    """Counts of one row of a table."""
+
+    num_files: int = 0
+    nbytes: int = 0  # on disk
+    length: int | None = 0  # None: not known of all files
+    unused: list[tuple[int, int]] = field(default_factory=list)  # (files, bytes), for each age
+
+    def add(self, other: Count, length: int | None) -> None:
+        count = Count(self.num_files, self.nbytes, self.unused)
+        count.add(other.num_files, other.nbytes, other.unused)
+        self.num_files, self.nbytes, self.unused = count.num_files, count.nbytes, count.unused
+        if self.length is not None:
+            self.length = None if length is None else self.length + length * other.num_files
+
+
+@dataclass(slots=True)
+class Parts:
+    """Files that were never published."""
+
+    orphaned: int = 0  # their writer is gone, or they are older than an hour
+    orphaned_nbytes: int = 0
+    in_progress: int = 0
+    in_progress_nbytes: int = 0
+
+
+@dataclass(slots=True)
+class NamespaceUsage:
+    """What was found in one namespace."""
+
+    namespace: Namespace
+    counts: dict[tuple[int, int], Count] = field(default_factory=dict)  # by (group, rank + 1)
+    lengths: dict[tuple[int, int], int] = field(default_factory=dict)
+    tries: dict[tuple[int, int], int] = field(default_factory=dict)
+    parts: Parts = field(default_factory=Parts)
+    num_foreign: int = 0
+    unlistable: int = 0
+
+    def kind(self, group: int) -> str:
+        identity = self.namespace.identity
+        for one in identity.groups if identity else ():
+            if one.group_idx == group:
+                return one.kind
+        return _NO_KIND
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a prune would free."""
+
+    option: str
+    num_files: int
+    nbytes: int
+
+
+class RootUsage:
+    """A root, counted."""
+
+    def __init__(
+        self, root: str, spaces: Sequence[Namespace], ages_s: Sequence[float], now_ns: int
+    ) -> None:
+        """`now_ns`: our own clock, since nothing is written here."""
+        self._root = root
+        self._spaces = spaces
+        self._ages_s = ages_s
+        self._now_ns = now_ns
+        self._edges_ns = [now_ns - int(age_s * 1e9) for age_s in ages_s]
+        self._catalogues: list[Catalogue] = []
+        self.namespaces: list[NamespaceUsage] = []
+
+    def count(self, seen: Callable[[int], None] = lambda _: None) -> None:
+        """Look at every file; `seen` is told how many directories of how many are behind us."""
+        for number, one in enumerate(self._spaces):
+            usage = NamespaceUsage(one)
+            catalogue = Catalogue(one.path)
+            try:
+                for shard in one.shards():
+                    if shard.error is not None:
+                        usage.unlistable += 1
+                        say(f"{one.path}/chunks/{shard.idx:03x}: cannot be listed: {shard.error}")
+                        continue
+                    catalogue.take(shard)
+                    self._add(usage, shard.idx, shard.records)
+                    self._add_parts(usage.parts, shard.parts)
+                    usage.num_foreign += shard.num_foreign
+                    seen(number * 4096 + shard.idx)
+            except OSError as error:
+                usage.unlistable += 1
+                say(f"{one.path}: cannot be listed: {error.strerror}")
+            self.namespaces.append(usage)
+            self._catalogues.append(catalogue)
+
+    def _add(self, usage: NamespaceUsage, shard: int, records: object) -> None:
+        for which, count in tally(records, self._edges_ns).items():  # type: ignore[arg-type]
+            usage.counts.setdefault(which, Count()).add(count.num_files, count.nbytes, count.unused)
+            if which in usage.lengths or len(usage.tries) >= _MAX_LENGTHS:
+                continue
+            if (tries := usage.tries.get(which, 0)) < _MAX_TRIES:
+                usage.tries[which] = tries + 1
+                name = file_name(records[count.sample])  # type: ignore[index]
+                length = _length(usage.namespace, f"{shard:03x}", name)
+                if length is not None:
+                    usage.lengths[which] = length
+
+    def _add_parts(self, parts: Parts, found: Iterable[object]) -> None:
+        for part in found:
+            path, mtime_ns, nbytes = part.path, part.mtime_ns, part.nbytes  # type: ignore[attr-defined]
+            writer = os.path.basename(path).removesuffix(".part")
+            if provably_dead(writer) or not is_recent(self._now_ns, mtime_ns, GRACE_S):
+                parts.orphaned += 1
+                parts.orphaned_nbytes += nbytes
+            else:
+                parts.in_progress += 1
+                parts.in_progress_nbytes += nbytes
+
+    def sums(
+        self, key: Callable[[NamespaceUsage, int], tuple[str, ...]]
+    ) -> dict[tuple[str, ...], Sums]:
+        """Add up by what `key` says of a namespace and a group."""
+        found: dict[tuple[str, ...], Sums] = {}
+        for usage in self.namespaces:
+            for (group, rank1), count in usage.counts.items():
+                sums = found.setdefault(key(usage, group), Sums())
+                sums.add(count, usage.lengths.get((group, rank1)))
+        return dict(sorted(found.items()))
+
+    def targets(self, bounds: Sequence[Scope]) -> list[Target]:
+        """Return what a prune to each age and to each bound on the whole root would free."""
+        found = []
+        for age_s in self._ages_s:
+            before_ns = cutoff_ns(self._now_ns, age_s)
+            found.append(self._target(f"--unused-for {age_text(age_s)}", 0, before_ns))
+        total = sum(catalogue.nbytes for catalogue in self._catalogues)
+        found += [
+            self._target(f"--max-size {scope.limit}", max(0, total - scope.limit), None)
+            for scope in bounds
+            if scope.kind == "root"
+        ]
+        return found
+
+    def _target(self, option: str, nbytes: int, before_ns: int | None) -> Target:
+        gone = forecast(self._catalogues, nbytes, 0, before_ns)
+        return Target(option, sum(one.num_files for one in gone), sum(one.nbytes for one in gone))
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What living engines and watchers say of the root."""
+
+    scopes: list[Scope]
+    claims: list[Claim]
+    counted_at_ms: int | None
+
+
+def bounds_of(root: str, now_ns: int) -> Bounds:
+    claims = living_claims(root, now_ns)
+    usage = Book(f"{root}/{SHARED_DIR}").usage()
+    found = scopes(claims, usage or Usage(), Space.of(root))
+    return Bounds(found, claims, usage.at_ms if usage is not None else None)
+
+
+def age_text(age_s: float) -> str:
+    """Write an age as the option takes it."""
+    for unit, size in (("d", 86400), ("h", 3600), ("m", 60)):
+        if age_s >= size and age_s % size == 0:
+            return f"{int(age_s // size)}{unit}"
+    return f"{age_s:g}s"
+
+
+def _length(one: Namespace, shard: str, name: str) -> int | None:
+    """Return the length of a file whose header agrees with it."""
+    try:
+        with opened(one.root, one.arch, one.name, CHUNK_DIR, shard) as directory:
+            if is_file(name, directory) is None:
+                return None
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            fd = os.open(name, flags, dir_fd=directory)
+        try:
+            info = os.fstat(fd)
+            if not stat.S_ISREG(info.st_mode):
+                return None
+            data = os.pread(fd, 4096, 0)
+            need = chunk_file.header_length(data)
+            header = chunk_file.parse_header(data if need <= len(data) else os.pread(fd, need, 0))
+        finally:
+            os.close(fd)
+    except (OSError, FskvError):
+        return None
+    length = header.header_nbytes + header.payload_nbytes
+    return length if length == info.st_size else None
