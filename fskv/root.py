@@ -102,7 +102,8 @@ class Root:
     ) -> Root:
         """Check that `path` is an fskv root; with `create`, make an empty directory into one.
 
-        `writable=False` (tools) writes nothing, not even a probe. Modes are set exactly, whatever
+        `writable=False` (tools) writes nothing, not even a probe; with `create` it passes over an empty
+        directory, which would be made into a root. Modes are set exactly, whatever
         the umask. Raises ConfigError for a path that cannot be meant, RootError for a state of
         the disk; both name the option, the finding and what is expected.
         """
@@ -111,14 +112,17 @@ class Root:
         with _os_errors_as_root_errors(path):
             _retry_stale(lambda: _check_directory(path))
             if not _retry_stale(lambda: _is_our_root(path)):
-                if not (create and writable):
+                if not create:
                     raise RootError(
                         f"option 'root': {path} is empty, expected an fskv root with {FORMAT_FILE}"
                         " (is the file system mounted? an engine makes an empty directory into one)"
                     )
-                root._publish(f"{path}/{FORMAT_FILE}", _FORMAT_TEXT.encode() + b"\n")
-                if not _retry_stale(lambda: _is_our_root(path)):
-                    raise RootError(f"option 'root': {path}/{FORMAT_FILE} vanished once written")
+                if writable:
+                    root._publish(f"{path}/{FORMAT_FILE}", _FORMAT_TEXT.encode() + b"\n")
+                    if not _retry_stale(lambda: _is_our_root(path)):
+                        raise RootError(
+                            f"option 'root': {path}/{FORMAT_FILE} vanished once written"
+                        )
             if writable:
                 _retry_stale(lambda: _probe(f"{path}/{PART_PREFIX}{unique_name()}.part"))
                 root._publish_tag()

@@ -87,19 +87,23 @@ class _Parameter:
         return name if self.default is inspect.Parameter.empty else f"[{name}]"
 
     @property
+    def names(self) -> list[str]:
+        """Return an option's names."""
+        # With Annotated the first declaration stands where the default would.
+        first = [self.info.default] if str(self.info.default).startswith("-") else []
+        return [*first, *(self.info.param_decls or ())] or [f"--{self.name.replace('_', '-')}"]
+
+    @property
     def row(self) -> str:
         text = self.info.help or ""
         if not self.is_option:
             return f"| `{self.argument}` | {_cell(text)} |"
         value = "" if self.kind is bool else f" `{self._value()}`"
-        # With Annotated the first declaration stands where the default would.
-        first = [self.info.default] if str(self.info.default).startswith("-") else []
-        names = [*first, *(self.info.param_decls or ())] or [f"--{self.name.replace('_', '-')}"]
         if self.info.envvar:
             text += f" Environment: `{self.info.envvar}`."
         if value and self.default not in (None, inspect.Parameter.empty):
             text += f" Default: `{getattr(self.default, 'value', self.default)}`."
-        return f"| {', '.join(f'`{one}`' for one in names)}{value} | {_cell(text)} |"
+        return f"| {', '.join(f'`{one}`' for one in self.names)}{value} | {_cell(text)} |"
 
     def _value(self) -> str:
         plain = [one for one in get_args(self.kind) if one is not NoneType] or [self.kind]

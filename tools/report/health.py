@@ -107,7 +107,9 @@ def engines_section(survey: Survey) -> str:
             [
                 text(host),
                 "-" if pid is None else f"{pid}",
-                f"<code>{text(claim.namespace)}</code>",
+                f"<code>{text(claim.namespace)}</code>"
+                if claim.namespace
+                else "fskv prune --watch",
                 iec(claim.written),
                 iec(max(0, claim.granted - claim.written)),
                 f"{claim.full:,}",

@@ -238,7 +238,7 @@ class _Frame:
         name = one.host if one.pid is None else f"{one.host}:{one.pid}"
         return [
             Text(show(name)),
-            Text(show(one.namespace)),
+            Text(show(one.namespace or "fskv prune --watch")),
             Text(iec(one.written)),
             Text(rate(one.rate)),
             Text(iec(max(0, one.granted - one.written))),

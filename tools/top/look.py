@@ -57,7 +57,7 @@ def look_at(view: RootView) -> Look:
         namespaces=tuple(one.id for one in view.namespaces()),
         space=Space.of(view.path),
         usage=usage,
-        claims=tuple(sorted(claims, key=lambda claim: (claim.namespace, claim.name))),
+        claims=tuple(sorted(claims, key=lambda claim: (claim.namespace or "", claim.name))),
         lease=_lease(f"{shared}/{LEASE_FILE}"),
         removed=_removed(f"{shared}/removed"),
     )

@@ -48,7 +48,7 @@ class EngineState:
     name: str
     host: str
     pid: int | None
-    namespace: str
+    namespace: str | None  # None: it writes nothing, but sets limits (`fskv prune --watch`)
     tenant: str | None
     written: int
     rate: float | None  # bytes written a second
@@ -254,12 +254,12 @@ class History:
         return "engines"
 
     def _namespaces(self, look: Look) -> tuple[NamespaceState, ...]:
-        tenants = {claim.namespace: claim.tenant for claim in look.claims if claim.tenant}
+        tenants = {c.namespace: c.tenant for c in look.claims if c.namespace and c.tenant}
         if look.usage is not None:
             tenants |= dict(look.usage.tenants)
         stored: dict[str, float] = {}
         for engine in self._engines(look):
-            if engine.rate is not None:
+            if engine.rate is not None and engine.namespace is not None:
                 stored[engine.namespace] = stored.get(engine.namespace, 0.0) + engine.rate
         pruned = self._pruned()
         found = []
