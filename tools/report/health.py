@@ -107,7 +107,7 @@ def engines_section(survey: Survey) -> str:
             [
                 text(host),
                 "-" if pid is None else f"{pid}",
-                f"<code>{text(claim.namespace)}</code>",
+                f"<code>{text(claim.namespace or '(only limits)')}</code>",
                 iec(claim.written),
                 iec(max(0, claim.granted - claim.written)),
                 f"{claim.full:,}",

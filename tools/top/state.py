@@ -254,7 +254,7 @@ class History:
         return "engines"
 
     def _namespaces(self, look: Look) -> tuple[NamespaceState, ...]:
-        tenants = {claim.namespace: claim.tenant for claim in look.claims if claim.tenant}
+        tenants = {c.namespace: c.tenant for c in look.claims if c.namespace and c.tenant}
         if look.usage is not None:
             tenants |= dict(look.usage.tenants)
         stored: dict[str, float] = {}
@@ -309,7 +309,7 @@ class History:
                     claim.name,
                     host,
                     pid,
-                    claim.namespace,
+                    claim.namespace or "(only limits)",
                     claim.tenant,
                     claim.written,
                     rate,
