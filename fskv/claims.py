@@ -208,7 +208,8 @@ def kept_free(keep_free: int | Share, space: Space) -> int:
 
 def inodes_short(claims: Iterable[Claim], space: Space) -> int:
     """Return how many inodes must become free for the shares that must stay free."""
-    shares = [c.limits.keep_free for c in claims if isinstance(c.limits.keep_free, Share)]
+    kept = [c.limits.keep_free for c in claims if not c.closed]
+    shares = [keep for keep in kept if isinstance(keep, Share)]
     if not shares or not space.total_inodes:  # btrfs and others have no number of inodes
         return 0
     keep = max(share.percent for share in shares) / 100 * space.total_inodes

@@ -265,6 +265,7 @@ def test_what_must_stay_free_is_a_number_or_a_share_the_larger_one_wins():
     ]
     assert scopes(claims, Usage(), space) == [Scope("free", None, 750, 600, 20)]
     assert inodes_short(claims, space) == 15
+    assert inodes_short([replace(c, closed=True) for c in claims], space) == 0
     assert inodes_short(claims[:1], space) == 0
     assert inodes_short(claims, replace(space, total_inodes=0)) == 0
     (more_than_there_is,) = scopes(

@@ -121,9 +121,14 @@ def test_what_file_systems_leave_behind_is_not_foreign(path, name):
 
 
 def test_an_empty_directory_is_refused_where_creating_is_not_allowed(path):
-    for options in ({"create": False}, {"writable": False}):
+    for options in ({"create": False}, {"create": False, "writable": False}):
         with pytest.raises(RootError, match="is the file system mounted"):
             opened(path, **options)
+    assert not os.listdir(path)
+
+
+def test_an_empty_directory_that_may_not_be_written_stays_empty(path):
+    assert opened(path, writable=False).path == str(path)  # it would be made into a root
     assert not os.listdir(path)
 
 

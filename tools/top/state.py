@@ -309,7 +309,7 @@ class History:
                     claim.name,
                     host,
                     pid,
-                    claim.namespace,
+                    claim.namespace or "(only limits)",
                     claim.tenant,
                     claim.written,
                     rate,
