@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -36,6 +37,22 @@ _SEED, _NEW_SEED = 1, 2
 _SETTLE_S = 0.3  # until a directory's mtime is old enough to be trusted (fskv.index.scan)
 _STEP_S = 1800.0
 _CHUNKS_PER_START = 16
+# Commands, and the field of their summary that says how many files there are; None: a line for each.
+_COMMANDS: dict[str, tuple[list[str], str | None]] = {
+    "ls": (["ls", "--json"], "files"),
+    "ls --fresh": (["ls", "--fresh", "--json"], "files"),
+    "ls --chunks": (["ls", "--chunks", "-q"], None),
+    "du": (["du", "--json"], "files"),
+}
+# `fskv`, which says on stderr how much memory it has had at most.
+_MEASURED = """
+import atexit, sys
+from fskv_tools.cli import main
+sys.argv[0] = "fskv"
+status = lambda: open("/proc/self/status").read().split("VmHWM:")[1].split("\\n")[0]
+atexit.register(lambda: print(status(), file=sys.stderr))
+main()
+"""
 _SNAPSHOT_FILE, _USAGE_FILE = "snapshot.msgpack", ".fskv-maintenance/usage.json"
 
 
@@ -137,16 +154,26 @@ class Scale:
         return {"unchanged": unchanged, "grown": grown}
 
     def _list(self) -> dict[str, Any]:
-        def one() -> dict[str, float]:
-            start = time.monotonic()
-            found = self._step("listing", namespace=self._namespace)
-            self._expect(found["files"], self._known, "listed")
-            self._expect(found["rows"], min(1000, self._known), "rows")
-            if found["torch"]:
-                raise BenchmarkError("a listing has imported torch")
-            return {"seconds": found["done_at"] - start, "rss": found["rss_peak"]}
+        """Run the commands of an operator as they are."""
+        return {"commands": {name: self._both(partial(self._ask, name)) for name in _COMMANDS}}
 
-        return {"listing": self._both(one)}
+    def _ask(self, name: str) -> dict[str, float]:
+        """Run a command as a process; every file must be in what it says."""
+        words, counted = _COMMANDS[name]
+        command = [sys.executable, "-c", _MEASURED, *words, "--root", self._root]
+        start = time.monotonic()
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        assert process.stdout is not None
+        assert process.stderr is not None
+        lines, last = 0, b"{}"
+        for line in process.stdout:
+            lines, last = lines + 1, line
+        said = process.stderr.read().decode()
+        self._expect(process.wait(), 0, f"exit code of {name} ({said})")
+        seconds = time.monotonic() - start
+        files = lines if counted is None else json.loads(last)[counted]
+        self._expect(files, self._known, f"counted by {name}")
+        return {"seconds": seconds, "rss": int(said.split()[-2]) * 1024.0}
 
     def _prune(self) -> dict[str, Any]:
         """Prune a tenth; a hundredth of what is to go is used after it was counted, and must stay."""
@@ -329,8 +356,15 @@ _ROWS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("  plan, s", ("prune", "plan_s"), ".3f"),
     ("  execute, s", ("prune", "execute_s"), ".2f"),
     ("  files/s", ("prune", "files_per_s"), ",.0f"),
-    ("listing, a process, cold, s", ("listing", "cold", "seconds"), ".2f"),
-    ("  warm, s", ("listing", "warm", "seconds"), ".2f"),
+    *(
+        row
+        for name in _COMMANDS
+        for row in (
+            (f"fskv {name}, cold, s", ("commands", name, "cold", "seconds"), ".2f"),
+            ("  warm, s", ("commands", name, "warm", "seconds"), ".2f"),
+            ("  memory at most, MiB", ("commands", name, "warm", "rss"), "MiB"),
+        )
+    ),
 )
 
 

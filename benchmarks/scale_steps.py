@@ -186,32 +186,6 @@ def refresh(options: Options) -> dict[str, Any]:
     }
 
 
-def listing(options: Options) -> dict[str, Any]:
-    """Do what a listing from the snapshot does: totals, and the first 1000 files with size and last use."""
-    from fskv.index.scan import NUM_SHARDS, file_name
-    from fskv.index.snapshot import Catalogue
-
-    imported_at = time.monotonic()
-    catalogue = Catalogue.load(options["namespace"])
-    totals = (catalogue.num_files, catalogue.nbytes)
-    rows: list[tuple[str, int, int]] = []
-    for shard in range(NUM_SHARDS):
-        for record in catalogue.records(shard):
-            rows.append((file_name(record), int(record["nbytes"]), int(record["mtime_ns"])))
-            if len(rows) == 1000:
-                break
-        if len(rows) == 1000:
-            break
-    return {
-        "imported_at": imported_at,
-        "done_at": time.monotonic(),
-        "files": totals[0],
-        "rows": len(rows),
-        "torch": "torch" in sys.modules,
-        "rss_peak": _memory()["VmHWM"],
-    }
-
-
 def prune(options: Options) -> dict[str, Any]:
     """Plan and remove the least recently used files, some of which are used after they were counted."""
     import asyncio
@@ -261,7 +235,7 @@ def _memory(pid: int | str = "self") -> dict[str, int]:
     return {name: int(rest.split()[0]) << 10 for name, rest in pairs if name in ("VmRSS", "VmHWM")}
 
 
-STEPS = {step.__name__: step for step in (first_hit, scan, refresh, listing, prune)}
+STEPS = {step.__name__: step for step in (first_hit, scan, refresh, prune)}
 
 if __name__ == "__main__":
     print(json.dumps(STEPS[sys.argv[1]](json.load(sys.stdin))), flush=True)
