@@ -5,6 +5,7 @@ python reset_scenario.py store|load|reference CHECKPOINT ROOT [wipe] [unguarded]
 
 from __future__ import annotations
 
+import collections
 import glob
 import json
 import os
@@ -63,15 +64,21 @@ def main() -> None:
         return SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
 
     if mode == "store":
+        tokens: collections.Counter[str] = collections.Counter()
+
+        def step_until(request: str, count: int) -> None:
+            """Step until the request has made `count` tokens: how many steps it waits for a lookup is chance."""
+            while tokens[request] < count:
+                for output in engine.step():
+                    tokens[output.request_id] = len(output.outputs[0].token_ids)
+
         engine.add_request("long", {"prompt_token_ids": prompt}, sampling(600))
-        for _ in range(420):
-            engine.step()
+        step_until("long", 420)
         generator = random.Random(3)
         for number in range(3):
             other = [generator.randrange(100, 400) for _ in range(900)]
             engine.add_request(f"other{number}", {"prompt_token_ids": other}, sampling(2))
-            for _ in range(6):
-                engine.step()
+            step_until(f"other{number}", 2)
         if "wipe" in how:
             for path in glob.glob(f"{root}/**/*.kv", recursive=True):
                 os.unlink(path)

@@ -668,12 +668,15 @@ def test_a_hung_file_system_fails_the_load_at_its_deadline_and_never_touches_the
 ):
     """A fifo opened for reading would hang; ours is refused. So the hang is Python's own part of the way."""
     bench = make_native_bench(num_threads=2, num_slots=8)
-    held = threading.Event()
-    monkeypatch.setattr(
-        bench.world.store, "get", lambda *a: (held.wait(60) and Status.OK) or Status.IO_ERROR
-    )
+    begun, held = threading.Event(), threading.Event()
+
+    def hang(*arguments):
+        begun.set()
+        return Status.OK if held.wait(60) else Status.IO_ERROR
+
+    monkeypatch.setattr(bench.world.store, "get", hang)
     job = bench.load([1])  # absent: left to Python
-    wait_for(bench.runner._pool.queue.running)
+    assert begun.wait(60)
     bench.clock.now = time.monotonic() + DEADLINE.max_s
     assert bench.poll()[job].failed
     assert bench.runner.num_threads_hung == 1
