@@ -48,7 +48,7 @@ from demo.checkpoints import VOCAB_SIZE, make
 NAMES = ("first", "second")
 SMALL_CHUNKS = {"hybrid_chunk_size": CHUNK_TOKENS}
 # An exact cache would write so many times the bound; a tenth is asked for, and some stores are refused.
-TIMES = 22
+TIMES = 26
 END_S = 20.0
 SAMPLE_S = 0.2
 STALL_S = 20.0  # a request that takes so long has stalled
