@@ -67,7 +67,7 @@ def main() -> None:
         tokens: collections.Counter[str] = collections.Counter()
 
         def step_until(request: str, count: int) -> None:
-            """Step until the request has made `count` tokens: how many steps it waits for a lookup is chance."""
+            """Step until the request has made `count` tokens: how many steps a lookup takes is chance."""
             while tokens[request] < count:
                 for output in engine.step():
                     tokens[output.request_id] = len(output.outputs[0].token_ids)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import signal
 import subprocess
@@ -287,3 +288,10 @@ def test_keep_free_frees_what_is_missing_on_the_file_system(lab, where, monkeypa
     monkeypatch.setattr(pruning.Space, "of", classmethod(lambda cls, path: inodes))
     done = run("prune", "--keep-free", "10%", "--yes", "--json", root=lab.path)
     assert done.summary["removed_files"] == 3
+
+
+def test_a_bound_of_nothing_removes_all_and_is_none_for_engines(lab, where):
+    lab.chunks(where, range(3))
+    assert run("prune", "--max-size", "0", "--watch", "--yes", root=lab.path).exit_code == 2
+    assert run("prune", "--max-size", "0", "--yes", root=lab.path).exit_code == 0
+    assert not glob.glob(f"{lab.path}/**/*.kv", recursive=True)

@@ -73,7 +73,9 @@ def command(
     root: RootOption,
     max_size: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="Prune until no more is on disk, such as 500GiB."),
+        typer.Option(
+            metavar="SIZE", help="Prune until no more is on disk, such as 500GiB; 0: all."
+        ),
     ] = None,
     keep_free: Annotated[
         str | None,
@@ -136,6 +138,8 @@ def command(
     Exit code 3 if something could not be removed or listed, or the target was not reached.
     """
     wish = _wish(max_size, keep_free, unused_for)
+    if watch and wish.max_nbytes == 0:
+        raise UsageError("--max-size: found 0 with --watch, expected a bound that chunks fit into")
     if not watch:
         for option, value in (
             ("--namespace-max-size", namespace_max_size),
@@ -173,10 +177,16 @@ def _wish(max_size: str | None, keep_free: str | None, unused_for: str | None) -
         except (ConfigError, ValueError) as error:
             raise UsageError(str(error).removeprefix("option ")) from None
     return Wish(
-        None if max_size is None else size_option("--max-size", max_size),
+        _max_nbytes(max_size),
         free,
         None if unused_for is None else age_option("--unused-for", unused_for),
     )
+
+
+def _max_nbytes(max_size: str | None) -> int | None:
+    if max_size is None or max_size == "0":
+        return None if max_size is None else 0
+    return size_option("--max-size", max_size)
 
 
 def _chosen(view: RootView, names: list[str] | None, tenants: list[str] | None) -> list[Namespace]:
