@@ -1,14 +1,12 @@
 """`fskv explain` tells what an engine's lookup and load would do with what is on disk, and why.
 
-Roots are written without an engine, by the document alone: keys with fskv_tools.block_hashes (compared with
-vLLM in test_block_hashes), layout digests as docs/format.md says. On roots of real engines:
-test_engine_plan.
+Roots are written without an engine (tool_lab), under keys of fskv_tools.block_hashes (compared with vLLM in
+test_block_hashes). On roots of real engines: test_engine_plan.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import os
 import pathlib
@@ -22,7 +20,7 @@ from hypothesis import strategies as st
 from test_cli import check_lines
 from tool_lab import Lab, fskv, run, spoil
 
-from fskv.chunk_file import ChunkHeader, FileLayout, encode_header, parse_header, row_digests
+from fskv.chunk_file import encode_header, parse_header
 from fskv.namespace import GroupIdentity, chunk_name
 from fskv.removed import RemovedLog
 
@@ -45,41 +43,22 @@ class Prompted(Lab):
 
     def store(self, identity, tokens, chunks, group_idx=0, *, ranks=(None,), **changes):
         """Store chunks of one group of a prompt; returns the paths."""
-        directory = self.root.open_namespace(identity)
+        where = self.namespace_of(identity)
         group = next(g for g in identity.groups if g.group_idx == group_idx)
-        bpc = identity.blocks_per_chunk
-        layout = FileLayout(bpc, group.page_nbytes, digest_of(identity, group))
         hashes = list(block_hashes.block_hashes(identity, tokens))
-        per_chunk = group.tokens_per_block * bpc // identity.tokens_per_hash
-        paths = []
-        for chunk in chunks:
-            key = hashes[(chunk + 1) * per_chunk - 1]
-            for rank in ranks:
-                payload = random.Random(chunk).randbytes(layout.content_nbytes)
-                payload += bytes(layout.payload_nbytes - len(payload))
-                header = ChunkHeader(
-                    **{
-                        "key_hash": key,
-                        "group_idx": group_idx,
-                        "rank": rank or 0,
-                        "namespace_digest": identity.digest,
-                        "layout_digest": layout.digest,
-                        "num_blocks": bpc,
-                        "page_nbytes": layout.page_nbytes,
-                        "first_block": 0,
-                        "payload_nbytes": layout.payload_nbytes,
-                        "row_digests": row_digests(memoryview(payload)),
-                        "creator": "test",
-                        "written_at_ms": 1,
-                        **changes,
-                    }
-                )
-                path = directory.chunk_path(key, group_idx, rank)
-                os.makedirs(os.path.dirname(path), exist_ok=True)
-                with open(path, "wb") as file:
-                    file.write(encode_header(header, layout.header_nbytes) + payload)
-                paths.append(path)
-        return paths
+        per_chunk = group.tokens_per_block * identity.blocks_per_chunk // identity.tokens_per_hash
+        return [
+            self.chunk(
+                where,
+                chunk,
+                group=group_idx,
+                rank=rank,
+                key=hashes[(chunk + 1) * per_chunk - 1],
+                **changes,
+            )
+            for chunk in chunks
+            for rank in ranks
+        ]
 
     def explain(self, identity, *options, tokens=TOKENS):
         text = json.dumps(tokens)
@@ -95,20 +74,6 @@ class Prompted(Lab):
             causes=" | ".join(line["text"] for line in of("cause")),
             neighbours=of("neighbour"),
         )
-
-
-def digest_of(identity, group):
-    """Compute a layout digest as docs/format.md says."""
-    tree = {
-        "group": group.group_idx,
-        "kind": group.kind,
-        "tokens_per_block": group.tokens_per_block,
-        "blocks": identity.blocks_per_chunk,
-        "pages": list(group.page_nbytes),
-        "layers": list(group.layer_names),
-    }
-    text = json.dumps(tree, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).digest()[:16]
 
 
 @pytest.fixture
@@ -242,7 +207,7 @@ def test_what_a_lookup_sees_ends_the_hit(lab, spoiling, words):
     ("changes", "words"),
     [
         ({"namespace_digest": bytes(32)}, "another namespace"),
-        ({"key_hash": bytes(32)}, "another key"),
+        ({"key_hash": bytes(32)}, "holds the key of"),
         ({"group_idx": 3}, "another group"),
         ({"rank": 1}, "another rank"),
         ({"layout_digest": bytes(16)}, "another layout"),

@@ -6,6 +6,7 @@ does not belong there. `run` calls the command in this process, `fskv` as a proc
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -35,22 +36,30 @@ class Lab:
     def namespace(self, pages=PAGES, **changes):
         """Make a namespace of one full-attention group (unless `groups` says otherwise)."""
         groups = (GroupIdentity(0, "full", None, 16, tuple(pages), ("layers.0", "layers.1")),)
-        identity = make_identity(**{"groups": groups, **changes})
+        return self.namespace_of(make_identity(**{"groups": groups, **changes}))
+
+    def namespace_of(self, identity):
         return SimpleNamespace(
             identity=identity,
             id=namespace.directory(identity),
             directory=self.root.open_namespace(identity),
         )
 
-    def chunk(self, where, number, *, group=0, rank=None, age_s=0.0, seed=None):
-        """Write one good chunk file; returns its path. Its key is `key_of(number)`."""
+    def chunk(
+        self, where, number, *, group=0, rank=None, age_s=0.0, seed=None, key=None, **changes
+    ):
+        """Write one good chunk file; returns its path. Its key is `key_of(number)` where none is given.
+
+        `changes`: what its header says instead of the truth.
+        """
+        key = key_of(number) if key is None else key
         layout = layout_of(where.identity, group)
         content = np.random.default_rng(number if seed is None else seed).bytes(
             layout.content_nbytes
         )
         payload = content + bytes(layout.payload_nbytes - len(content))
         header = ChunkHeader(
-            key_hash=key_of(number),
+            key_hash=key,
             group_idx=group,
             rank=rank or 0,
             namespace_digest=where.identity.digest,
@@ -63,7 +72,8 @@ class Lab:
             creator="fskv/test",
             written_at_ms=1_700_000_000_000,
         )
-        path = where.directory.chunk_path(key_of(number), group, rank)
+        header = dataclasses.replace(header, **changes)
+        path = where.directory.chunk_path(key, group, rank)
         os.makedirs(os.path.dirname(path), exist_ok=True)
         with open(path, "wb") as file:
             file.write(encode_header(header, layout.header_nbytes) + payload)

@@ -1,28 +1,28 @@
-"""What is under the name of one chunk file: the checks of docs/format.md, for people.
+"""What is under the name of one chunk file, for a prompt: what a lookup sees of it, and then a load.
 
-Reads and judges; discards nothing, touches no mtime. A file is believed no more than an engine would
-believe it, and one that hangs its reader (a fifo) or leads elsewhere (a link) is said to be what it is.
+A lookup compares lengths alone; so what is not there, is no regular file or has another length is told apart
+from what only the load will find, which is `check.judge`'s to say.
 """
 
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from fskv import chunk_file, namespace
-from fskv.chunk_file import ROW_NBYTES, FileLayout
-from fskv.errors import ChunkCorrupt, ChunkError, ChunkStale
-from fskv.namespace import GroupIdentity, Identity, Json
+from fskv import namespace
+from fskv.chunk_file import FileLayout
+from fskv.namespace import ChunkName, GroupIdentity, Identity
 
+from ..check.expect import Expected, expected_of
+from ..check.judge import Finding, Reader, judge
 from ..exits import UsageError
 
-_PIECE_NBYTES = 16 * ROW_NBYTES
 _MAX_RANKS = 4096
+_MAX_CHUNK_NBYTES = 1 << 40
 
 
 class State(StrEnum):
@@ -35,6 +35,7 @@ class State(StrEnum):
     STALE = "stale"
     CORRUPT = "corrupt"
     UNREADABLE = "unreadable"
+    CHANGING = "changing"
 
     @property
     def found(self) -> bool:
@@ -53,28 +54,40 @@ class FileState:
     first_block: int | None = None  # None where the header could not be read
 
 
+_STATES = {
+    Finding.OK: State.GOOD,
+    Finding.CORRUPT: State.CORRUPT,
+    Finding.STALE: State.STALE,
+    Finding.UNREADABLE: State.UNREADABLE,
+    Finding.CHANGING: State.CHANGING,
+    Finding.VANISHED: State.ABSENT,
+}
+_NO_WAY = (errno.ENOTDIR, errno.ELOOP)
+
+
 @dataclass(frozen=True)
 class GroupFiles:
     """What the files of one group of a namespace must look like."""
 
     group: GroupIdentity
     namespace_path: str
-    namespace_digest: bytes
     ranks: tuple[int | None, ...]
-    # None with pipeline stages: pages and layers differ from rank to rank, and the identity does not have
-    # them.
-    layout: FileLayout | None
+    expected: Expected
 
     @classmethod
     def of(cls, identity: Identity, group: GroupIdentity, namespace_path: str) -> GroupFiles:
         """Raises UsageError where the identity describes no files that could exist."""
-        return cls(
-            group,
-            namespace_path,
-            identity.digest,
-            file_ranks(identity),
-            _layout(identity, group),
-        )
+        if identity.blocks_per_chunk * sum(group.page_nbytes) >= _MAX_CHUNK_NBYTES:
+            raise UsageError(
+                f"groups: a chunk of group {group.group_idx} would be larger than 1 TiB"
+            )
+        expected = expected_of(identity, identity.digest16)
+        return cls(group, namespace_path, file_ranks(identity), expected)
+
+    @property
+    def layout(self) -> FileLayout | None:
+        """None with pipeline stages: pages and layers differ from rank to rank, and no identity has them."""
+        return (self.expected.layouts or {}).get(self.group.group_idx)
 
     @property
     def file_nbytes(self) -> int | None:
@@ -88,11 +101,11 @@ class GroupFiles:
         """Answer as the engine's lookup does: every rank's file is there with its length."""
         return all(_has_length(self.path(key, rank), self.file_nbytes) for rank in self.ranks)
 
-    def states(self, key: bytes, *, read_data: bool) -> list[FileState]:
+    def states(self, key: bytes, reader: Reader, *, read_data: bool) -> tuple[FileState, ...]:
         """Check the file of every rank of one chunk."""
-        return [self._state(key, rank, read_data) for rank in self.ranks]
+        return tuple(self._state(key, rank, reader, read_data) for rank in self.ranks)
 
-    def _state(self, key: bytes, rank: int | None, read_data: bool) -> FileState:
+    def _state(self, key: bytes, rank: int | None, reader: Reader, read_data: bool) -> FileState:
         path = self.path(key, rank)
         try:
             info = os.lstat(path)
@@ -107,60 +120,11 @@ class GroupFiles:
         if self.file_nbytes is not None and nbytes != self.file_nbytes:
             words = f"{nbytes} bytes, expected {self.file_nbytes}"
             return FileState(path, rank, State.WRONG_SIZE, words, nbytes, mtime_ns)
-        state, detail, first_block = State.GOOD, "", None
-        try:
-            first_block = self._check(path, key, rank, read_data)
-        except ChunkStale as error:
-            state, detail = State.STALE, str(error)
-        except ChunkError as error:
-            state, detail = State.CORRUPT, str(error)
-        except OSError as error:
-            state, detail = State.UNREADABLE, error.strerror or type(error).__name__
-        return FileState(path, rank, state, detail, nbytes, mtime_ns, first_block)
-
-    def _check(self, path: str, key: bytes, rank: int | None, read_data: bool) -> int:
-        """Check header, and rows if wanted; returns first_block. Raises ChunkError or OSError."""
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        with os.fdopen(fd, "rb", buffering=0) as file:
-            prefix = file.read(chunk_file.ALIGNMENT)
-            header_nbytes = chunk_file.header_length(prefix)
-            if header_nbytes > len(prefix):
-                prefix += file.read(header_nbytes - len(prefix))
-            header = chunk_file.parse_header(prefix)
-            found = (header.namespace_digest, header.key_hash, header.group_idx, header.rank)
-            wanted = (self.namespace_digest, key, self.group.group_idx, rank or 0)
-            for name, ours, theirs in zip(_NAMES, wanted, found, strict=True):
-                if ours != theirs:
-                    shown = theirs.hex() if isinstance(theirs, bytes) else theirs
-                    raise ChunkStale(f"its header names another {name}: {shown}")
-            if self.layout is not None and header.layout_digest != self.layout.digest:
-                raise ChunkStale(f"its header has another layout: {header.layout_digest.hex()}")
-            expected = header.header_nbytes + header.payload_nbytes
-            nbytes = os.fstat(fd).st_size
-            if nbytes != expected:
-                raise ChunkCorrupt(f"{nbytes} bytes, its header says {expected}")
-            if read_data:
-                file.seek(header.header_nbytes)
-                _check_rows(file, header.payload_nbytes, header.row_digests)
-            return header.first_block
-
-
-_NAMES = ("namespace", "key", "group", "rank")
-_NO_WAY = (errno.ENOTDIR, errno.ELOOP)
-
-
-def _check_rows(file: object, payload_nbytes: int, digests: bytes) -> None:
-    done = 0
-    while done < payload_nbytes:
-        piece = b""
-        wanted = min(_PIECE_NBYTES, payload_nbytes - done)
-        while len(piece) < wanted:
-            more = file.read(wanted - len(piece))  # type: ignore[attr-defined]
-            if not more:
-                raise ChunkCorrupt(f"it ends after {done + len(piece)} bytes of its payload")
-            piece += more
-        chunk_file.check_rows(memoryview(piece), done // ROW_NBYTES, digests)
-        done += len(piece)
+        chunk = ChunkName(namespace.chunk_name(key), self.group.group_idx, rank)
+        found = judge(reader, path, chunk=chunk, expected=self.expected, rows=read_data)
+        first_block = found.header.first_block if found.header and not found.bad else None
+        state = _STATES[found.finding]
+        return FileState(path, rank, state, found.reason, nbytes, mtime_ns, first_block)
 
 
 def _has_length(path: str, nbytes: int | None) -> bool:
@@ -201,20 +165,3 @@ def file_ranks(identity: Identity) -> tuple[int | None, ...]:
         if number > _MAX_RANKS:
             raise UsageError(f"topology: found {number:.6g} ranks, expected at most {_MAX_RANKS}")
     return (None,) if number == 1 else tuple(range(number))
-
-
-def _layout(identity: Identity, group: GroupIdentity) -> FileLayout | None:
-    if not group.page_nbytes:
-        return None
-    if identity.blocks_per_chunk * sum(group.page_nbytes) >= 1 << 40:
-        raise UsageError(f"groups: a chunk of group {group.group_idx} would be larger than 1 TiB")
-    description: dict[str, Json] = {
-        "group": group.group_idx,
-        "kind": group.kind,
-        "tokens_per_block": group.tokens_per_block,
-        "blocks": identity.blocks_per_chunk,
-        "pages": list(group.page_nbytes),
-        "layers": list(group.layer_names),
-    }
-    digest = hashlib.sha256(namespace.canonical_json(description)).digest()[:16]
-    return FileLayout(identity.blocks_per_chunk, group.page_nbytes, digest)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from fskv.hybrid_planner import GroupKind, GroupSpec
 from fskv.namespace import Identity
 
+from ..check.judge import Reader
 from ..root_view import RootView
 from . import causes
 from .causes import Neighbour, Removed
@@ -111,12 +112,13 @@ def look_at_prompt(
     """Look at every chunk of a prompt in the namespace at `path`, which need not exist."""
     identity = prompt.identity
     files = [GroupFiles.of(identity, group, path) for group in identity.groups]
+    reader = Reader()
     looks = []
     for position, each in enumerate(files):
         keys = [prompt.key(position, chunk) for chunk in range(prompt.num_chunks(position))]
         looks.append(
             [
-                ChunkLook(chunk, key, tuple(each.states(key, read_data=read_data)))
+                ChunkLook(chunk, key, each.states(key, reader, read_data=read_data))
                 for chunk, key in enumerate(keys)
             ]
         )
@@ -222,7 +224,8 @@ def look_at_key(
     specs(identity)
     groups = [g for g in identity.groups if group_idx in (None, g.group_idx)]
     files = [GroupFiles.of(identity, group, path) for group in groups]
-    looks = [ChunkLook(0, key, tuple(each.states(key, read_data=read_data))) for each in files]
+    reader = Reader()
+    looks = [ChunkLook(0, key, each.states(key, reader, read_data=read_data)) for each in files]
     idxs = [group.group_idx for group in groups]
     found = []
     removed = Removed.among(view.path, identity.digest16, [(key, idx) for idx in idxs])
