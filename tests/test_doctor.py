@@ -21,12 +21,13 @@ pytest.importorskip("fskv_tools.cli", reason="the command line is not installed"
 
 from fskv_tools.doctor import probes, visitor
 from fskv_tools.doctor.finding import Check, Level, Subject
-from fskv_tools.doctor.mount import judge, mount_of
+from fskv_tools.doctor.mount import judge
 from fskv_tools.doctor.rounds import examine
 from fskv_tools.doctor.scratch import Scratch
 
 from fskv.capacity import Capacity
 from fskv.claims import Limits
+from fskv.mounts import mount_of
 from fskv.process import HOST, TOKEN, unique_name
 
 

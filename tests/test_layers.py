@@ -20,6 +20,7 @@ LAYERS = {
         "fskv.namespace",
         "fskv.chunk_file",
         "fskv.hybrid_planner",
+        "fskv.mounts",
         "fskv.span_plan",
     ),
     2: (

@@ -8,11 +8,9 @@ one is found, only the size on disk is known.
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from fskv import chunk_file
 from fskv.claims import Book, Claim, Scope, Space, Usage, scopes
 from fskv.errors import FskvError
 from fskv.index.scan import file_name
@@ -24,8 +22,10 @@ from fskv.process import provably_dead
 from fskv.prune import cutoff_ns, forecast
 from fskv.root import CHUNK_DIR
 
+from .check.expect import NOTHING
+from .check.judge import Reader, read_header
 from .neighbours import is_recent, living_claims
-from .removal import is_file, opened
+from .removal import opened
 from .root_view import Namespace
 from .terminal import say
 
@@ -105,6 +105,7 @@ class RootUsage:
         self._now_ns = now_ns
         self._edges_ns = [now_ns - int(age_s * 1e9) for age_s in ages_s]
         self._catalogues: list[Catalogue] = []
+        self._reader = Reader()
         self.namespaces: list[NamespaceUsage] = []
 
     def count(self, seen: Callable[[int], None] = lambda _: None) -> None:
@@ -137,7 +138,7 @@ class RootUsage:
             if (tries := usage.tries.get(which, 0)) < _MAX_TRIES:
                 usage.tries[which] = tries + 1
                 name = file_name(records[count.sample])  # type: ignore[index]
-                length = _length(usage.namespace, f"{shard:03x}", name)
+                length = _length(self._reader, usage.namespace, f"{shard:03x}", name)
                 if length is not None:
                     usage.lengths[which] = length
 
@@ -206,24 +207,14 @@ def age_text(age_s: float) -> str:
     return f"{age_s:g}s"
 
 
-def _length(one: Namespace, shard: str, name: str) -> int | None:
+def _length(reader: Reader, one: Namespace, shard: str, name: str) -> int | None:
     """Return the length of a file whose header agrees with it."""
     try:
-        with opened(one.root, one.arch, one.name, CHUNK_DIR, shard) as directory:
-            if is_file(name, directory) is None:
-                return None
-            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-            fd = os.open(name, flags, dir_fd=directory)
-        try:
-            info = os.fstat(fd)
-            if not stat.S_ISREG(info.st_mode):
-                return None
-            data = os.pread(fd, 4096, 0)
-            need = chunk_file.header_length(data)
-            header = chunk_file.parse_header(data if need <= len(data) else os.pread(fd, need, 0))
-        finally:
-            os.close(fd)
+        with (
+            opened(one.root, one.arch, one.name, CHUNK_DIR, shard) as directory,
+            reader.open(name, directory) as file,
+        ):
+            read_header(file, None, NOTHING, whole=False)
+            return file.nbytes
     except (OSError, FskvError):
         return None
-    length = header.header_nbytes + header.payload_nbytes
-    return length if length == info.st_size else None

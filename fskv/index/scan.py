@@ -164,13 +164,13 @@ def _changed(namespace: str, seen: Mapping[int, int], start: int) -> list[tuple[
                     continue
                 idx = int(name, 16)
                 if idx >= start:
-                    found[idx] = _mtime_ns(entry.path)
+                    found[idx] = dir_mtime_ns(entry.path)
     gone = [(idx, -1) for idx, mtime in seen.items() if idx >= start and idx not in found and mtime]
     changed = [(idx, mtime) for idx, mtime in found.items() if not mtime or mtime != seen.get(idx)]
     return sorted(changed + gone)
 
 
-def _mtime_ns(path: str) -> int:
+def dir_mtime_ns(path: str) -> int:
     """Return a directory's mtime; 0: unknown.
 
     By open(), since stat() on an NFS client says for up to 60 s what it said before.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -27,20 +28,26 @@ class Count:
 
 
 def tally(records: Records, edges_ns: Sequence[int]) -> dict[tuple[int, int], Count]:
-    """Count records by (group, rank + 1)."""
-    found: dict[tuple[int, int], Count] = {}
+    """Count the records of one directory by (group, rank + 1)."""
     if not len(records):
-        return found
+        return {}
     both = records["group"].astype(np.uint64) << np.uint64(32) | records["rank1"]
-    values, which = np.unique(both, return_inverse=True)
-    for number, value in enumerate(values.tolist()):
-        rows = np.flatnonzero(which == number)
-        mtimes, sizes = records["mtime_ns"][rows], records["nbytes"][rows]
-        count = Count(sample=int(rows[0]))
-        unused = []
-        for edge_ns in edges_ns:
-            old = mtimes < edge_ns
-            unused.append((int(old.sum()), int(sizes[old].sum())))
-        count.add(len(rows), int(sizes.sum()), unused)
-        found[value >> 32, value & 0xFFFFFFFF] = count
-    return found
+    values, first, which = np.unique(both, return_index=True, return_inverse=True)
+
+    def sums(rows: Any) -> list[tuple[int, int]]:
+        # Sums of one directory are exact in a double: less than 2^53 bytes.
+        sizes = records["nbytes"][rows].astype(np.float64)
+        num_files = np.bincount(which[rows], minlength=len(values))
+        nbytes = np.bincount(which[rows], sizes, len(values))
+        return list(zip(num_files.tolist(), nbytes.astype(np.int64).tolist(), strict=True))
+
+    # By columns and not group by group: names that somebody made up may have a group each.
+    unused = [sums(records["mtime_ns"] < edge_ns) for edge_ns in edges_ns]
+    return {
+        (value >> 32, value & 0xFFFFFFFF): Count(
+            num_files, nbytes, [old[at] for old in unused], int(first[at])
+        )
+        for at, (value, (num_files, nbytes)) in enumerate(
+            zip(values.tolist(), sums(slice(None)), strict=True)
+        )
+    }

@@ -12,7 +12,6 @@ import contextlib
 import hashlib
 import json
 import os
-import re
 import secrets
 import threading
 import time
@@ -22,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from fskv import mounts
 from fskv.chunk_file import ALIGNMENT
 from fskv.errors import RootError
 from fskv.gds_io import Transport
@@ -34,7 +34,6 @@ _PHASE_S = 0.25
 _MAX_FILES = 16  # of each thread: 128 MiB for 4 threads and 2 MiB files
 _EXPIRY_S = 7 * 86400.0
 _VERSION = 1  # of the note
-_ESCAPED = re.compile(r"\\([0-7]{3})")  # in mountinfo: a space is \040
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,20 +252,9 @@ def machine_id() -> str:
 
 
 def mount_of(path: str, mountinfo: str = "/proc/self/mountinfo") -> str:
-    """Return source, type and device number of the mount that holds `path`, as one text.
-
-    By the longest mount point and not by st_dev, which Btrfs makes up.
-    """
-    path = os.path.realpath(path)
-    best, found = "", "unknown"
+    """Return source, type and device number of the mount that holds `path`, as one text."""
+    text = ""
     with contextlib.suppress(OSError), open(mountinfo, encoding="utf-8", errors="replace") as file:
-        for line in file:
-            fields = line.split()
-            if "-" not in fields[6:]:
-                continue
-            after = fields[fields.index("-", 6) + 1 :]
-            point = _ESCAPED.sub(lambda match: chr(int(match[1], 8)), fields[4])
-            inside = point in ("/", path) or path.startswith(f"{point}/")
-            if inside and len(point) >= len(best) and len(after) >= 2:  # a later mount covers
-                best, found = point, f"{after[1]} {after[0]} {fields[2]}"
-    return found
+        text = file.read()
+    found = mounts.mount_of(os.path.realpath(path), text)
+    return f"{found.source} {found.kind} {found.device}" if found else "unknown"

@@ -3,45 +3,17 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+
+from fskv.mounts import Mount, mount_of
 
 from .finding import Finding, Subject, hint, ok, problem, warning
 
 _MOUNTINFO = "/proc/self/mountinfo"
-_ESCAPED = re.compile(r"\\([0-7]{3})")
 _SHOWN = ("ro", "sync", "vers", "hard", "soft", "noac", "actimeo", "acregmin", "acdirmin")
 _SHOWN_TOO = ("lookupcache", "timeo", "retrans", "proto", "nconnect", "flock", "noflock", "size")
 _LOCAL = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs")
 _SHARED = ("nfs", "nfs4", "lustre", "ceph", "wekafs", "gpfs", "beegfs", "9p", "virtiofs")
-
-
-@dataclass(frozen=True, slots=True)
-class Mount:
-    """One line of mountinfo."""
-
-    point: str
-    kind: str
-    source: str
-    options: dict[str, str]  # of the mount and of the file system; an empty text for a word alone
-
-
-def mount_of(path: str, mountinfo: str) -> Mount | None:
-    """Return the mount that holds an absolute path without links; the last of those that cover it."""
-    found: Mount | None = None
-    for line in mountinfo.splitlines():
-        fields = line.split()
-        if len(fields) < 10 or "-" not in fields[6:]:
-            continue
-        kind, source, *rest = fields[fields.index("-", 6) + 1 :]
-        point = _ESCAPED.sub(lambda match: chr(int(match[1], 8)), fields[4])
-        inside = point in ("/", path) or path.startswith(f"{point}/")
-        if inside and (found is None or len(point) >= len(found.point)):
-            words = ",".join([fields[5], *rest[:1]]).split(",")
-            options = {name: value for name, _, value in (word.partition("=") for word in words)}
-            found = Mount(point, kind, _ESCAPED.sub(lambda m: chr(int(m[1], 8)), source), options)
-    return found
 
 
 def look(subject: Subject) -> Iterator[Finding]:

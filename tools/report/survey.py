@@ -13,7 +13,6 @@ import contextlib
 import heapq
 import os
 import re
-import stat
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,21 +20,21 @@ from typing import Any
 
 import numpy as np
 
-from fskv.chunk_file import ChunkHeader, header_length, parse_header
-from fskv.errors import ChunkError
 from fskv.index.scan import RECORD, Records, Shard, file_name
 from fskv.index.snapshot import SNAPSHOT_FILE
+from fskv.index.tally import tally
 from fskv.lease import SHARED_DIR, TTL_S
-from fskv.namespace import chunk_name
+from fskv.namespace import parse_chunk_path
 from fskv.process import is_our_part, provably_dead
 from fskv.root import CHUNK_DIR, FORMAT_FILE, MANIFEST_FILE, PART_PREFIX, TAG_FILE, TMP_DIR
 
+from ..check.expect import expected_of
+from ..check.judge import Finding, Reader, judge
 from ..root_view import Namespace, RootView, num_chunks
 from ..top.look import Look, is_here, look_at
 
 SAMPLE = 2000  # headers that are read, chosen at random
 SAMPLE_S = 20.0  # and for how long at most
-_MAX_HEADER_NBYTES = 1 << 20
 _MAX_NAMES = 20  # of foreign entries, as examples
 _OLD_PART_NS = 3600 * 1_000_000_000
 _FUTURE_NS = 60 * 1_000_000_000
@@ -154,7 +153,7 @@ class Reuse:
     read: int = 0
     backwards: int = 0  # used before they were stored: clocks differ
     damaged: int = 0
-    misplaced: int = 0  # good headers of other chunks
+    misplaced: int = 0  # headers of something else
     unreadable: int = 0
     unfinished: bool = False  # the time was up
 
@@ -296,11 +295,8 @@ def _take(row: NamespaceSurvey, shard: Shard, kinds: dict[int, str]) -> None:
         row.last_used_ns = max(row.last_used_ns or 0, int(dated.max()))
         oldest = int(dated.min())
         row.oldest_ns = oldest if row.oldest_ns is None else min(row.oldest_ns, oldest)
-    groups, at = np.unique(records["group"], return_inverse=True)
-    files = np.bincount(at, minlength=len(groups)).tolist()
-    nbytes = np.bincount(at, records["nbytes"].astype(np.float64), len(groups)).tolist()
-    for group, count, size in zip(groups.tolist(), files, nbytes, strict=True):
-        row.kinds.setdefault(kinds.get(group, OUTSIDE), Part()).add(count, int(size))
+    for (group, _), count in tally(records, ()).items():
+        row.kinds.setdefault(kinds.get(group, OUTSIDE), Part()).add(count.num_files, count.nbytes)
 
 
 def _take_part(health: Health, mtime_ns: int, nbytes: int, now_ns: int) -> None:
@@ -392,42 +388,30 @@ class _Sample:
 
 
 def _read_headers(sample: _Sample, limit_s: float) -> Reuse:
-    reuse = Reuse()
+    reuse, reader = Reuse(), Reader()
     deadline = time.monotonic() + limit_s
     for where, record in sample.files():
         if time.monotonic() > deadline:
             reuse.unfinished = True
             break
         name = file_name(record)
-        try:
-            header = _read_header(f"{where.path}/{CHUNK_DIR}/{name[:3]}/{name}")
-        except FileNotFoundError:
-            continue  # pruned meanwhile
-        except OSError:
-            reuse.unreadable += 1
+        path = f"{where.path}/{CHUNK_DIR}/{name[:3]}/{name}"
+        chunk = parse_chunk_path(f"{CHUNK_DIR}/{name[:3]}/{name}")
+        expected = expected_of(where.identity, where.digest16)
+        found = judge(reader, path, chunk=chunk, expected=expected, rows=False)
+        if found.header is None or found.bad:
+            _count_bad(reuse, found.finding)
             continue
-        except ChunkError:
-            reuse.damaged += 1
-            continue
-        named = f"{chunk_name(header.key_hash)}.g{header.group_idx}"
-        if header.namespace_digest.hex()[:16] != where.digest16 or not name.startswith(named + "."):
-            reuse.misplaced += 1
-            continue
+        header = found.header
         if int(record["mtime_ns"]) > 0:
             reuse.add(int(record["mtime_ns"]) / 1e9 - header.written_at_ms / 1e3)
     return reuse
 
 
-def _read_header(path: str) -> ChunkHeader:
-    """Read a header; raises OSError or ChunkError."""
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise OSError(f"{path}: no regular file")
-        data = os.pread(fd, 4096, 0)
-        nbytes = header_length(data)
-        if nbytes > len(data):
-            data = os.pread(fd, min(nbytes, _MAX_HEADER_NBYTES), 0)
-        return parse_header(data)
-    finally:
-        os.close(fd)
+def _count_bad(reuse: Reuse, finding: Finding) -> None:
+    if finding is Finding.CORRUPT:
+        reuse.damaged += 1
+    elif finding is Finding.STALE:
+        reuse.misplaced += 1
+    elif finding is not Finding.VANISHED:  # pruned meanwhile
+        reuse.unreadable += 1

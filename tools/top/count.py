@@ -12,7 +12,7 @@ import os
 import re
 import time
 
-from fskv.index.scan import OPEN_SHARD, list_shard
+from fskv.index.scan import dir_mtime_ns, list_shard
 from fskv.root import CHUNK_DIR
 
 from ..root_view import Namespace
@@ -52,7 +52,7 @@ class Counter:
                 continue
             idx = int(name, 16)
             shard_path = f"{path}/{CHUNK_DIR}/{name}"
-            mtime_ns = _mtime_ns(shard_path)
+            mtime_ns = dir_mtime_ns(shard_path)
             if mtime_ns and idx in seen and seen[idx][0] == mtime_ns:
                 found[idx] = seen[idx]
                 continue
@@ -64,15 +64,3 @@ class Counter:
             unsettled = shard.growing or shard.parts or abs(now_ns - mtime_ns) < _SETTLED_NS
             found[idx] = (0 if unsettled else mtime_ns, nbytes, len(shard.records))
         return found
-
-
-def _mtime_ns(path: str) -> int:
-    """Return a directory's mtime, 0 where it is unknown. By open(): see fskv.index.scan."""
-    try:
-        fd = os.open(path, OPEN_SHARD)
-    except OSError:
-        return 0
-    try:
-        return max(0, os.fstat(fd).st_mtime_ns)
-    finally:
-        os.close(fd)
