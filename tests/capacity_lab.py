@@ -10,6 +10,35 @@ import random
 
 DIGEST = "0123456789abcdef"
 
+# An engine that stores as fast as it may: root, namespace, seed, and its own bound. Without one it asks again
+# for what others' bounds refused.
+WRITER = """
+import os, random, sys, time
+from fskv.capacity import Capacity
+from fskv.claims import Limits
+root, name, seed = sys.argv[1], sys.argv[2], int(sys.argv[3])
+limit = int(sys.argv[4]) if len(sys.argv) > 4 else None
+rng = random.Random(seed)
+capacity = Capacity(root, name, None, Limits(max_nbytes=limit), patient=limit is None)
+capacity.start()
+while True:
+    nbytes = 4096 * rng.randint(1, 16)
+    while not capacity.take(nbytes):
+        capacity.poll()
+        time.sleep(0.002)
+    key = rng.randbytes(16).hex()
+    directory = f"{root}/{name}/chunks/{key[:3]}"
+    os.makedirs(directory, exist_ok=True)
+    part = f"{directory}/writer-{os.getpid()}-{key}.part"
+    with open(part, "wb") as file:
+        file.write(bytes(nbytes))
+    os.rename(part, f"{directory}/{key}.g0.kv")
+    capacity.settle(nbytes, nbytes)
+    capacity.poll()
+    print(nbytes, flush=True)
+    time.sleep(0.002)
+"""
+
 
 def make_namespace(root, name=f"cpu/model@{DIGEST}", tenant=None):
     path = f"{root}/{name}"

@@ -19,7 +19,7 @@ from dataclasses import replace
 
 import msgpack
 import pytest
-from capacity_lab import DIGEST, disk_nbytes, make_namespace, write_chunk
+from capacity_lab import DIGEST, WRITER, disk_nbytes, make_namespace, write_chunk
 from conftest import Clock, returns_in_time, wait_for
 
 from fskv import holder, maintenance
@@ -31,32 +31,6 @@ from fskv.process import unique_name
 
 NAME = f"cpu/model@{DIGEST}"
 MAX = 4 << 20
-
-WRITER = """
-import os, random, sys, time
-from fskv.capacity import Capacity
-from fskv.claims import Limits
-root, name, seed, limit = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-rng = random.Random(seed)
-capacity = Capacity(root, name, None, Limits(max_nbytes=limit))
-capacity.start()
-while True:
-    nbytes = 4096 * rng.randint(1, 16)
-    while not capacity.take(nbytes):
-        capacity.poll()
-        time.sleep(0.002)
-    key = rng.randbytes(16).hex()
-    directory = f"{root}/{name}/chunks/{key[:3]}"
-    os.makedirs(directory, exist_ok=True)
-    part = f"{directory}/writer-{os.getpid()}-{key}.part"
-    with open(part, "wb") as file:
-        file.write(bytes(nbytes))
-    os.rename(part, f"{directory}/{key}.g0.kv")
-    capacity.settle(nbytes, nbytes)
-    capacity.poll()
-    print(nbytes, flush=True)
-    time.sleep(0.002)
-"""
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import time
 import urllib.request
 
 import pytest
-from capacity_lab import DIGEST, disk_nbytes, make_namespace, write_chunk
+from capacity_lab import DIGEST, WRITER, disk_nbytes, make_namespace, write_chunk
 from conftest import wait_for
 from test_cli import check_lines
 from tool_lab import Lab, fskv, run
@@ -27,32 +27,6 @@ from fskv.process import unique_name
 
 MAX = 4 << 20
 DAY_NS = 86400 * 10**9
-
-WRITER = """
-import os, random, sys, time
-from fskv.capacity import Capacity
-from fskv.claims import Limits
-root, name, seed = sys.argv[1], sys.argv[2], int(sys.argv[3])
-rng = random.Random(seed)
-capacity = Capacity(root, name, None, Limits(), patient=True)  # it asks again
-capacity.start()
-while True:
-    nbytes = 4096 * rng.randint(1, 16)
-    while not capacity.take(nbytes):
-        capacity.poll()
-        time.sleep(0.002)
-    key = rng.randbytes(16).hex()
-    directory = f"{root}/{name}/chunks/{key[:3]}"
-    os.makedirs(directory, exist_ok=True)
-    part = f"{directory}/writer-{os.getpid()}-{key}.part"
-    with open(part, "wb") as file:
-        file.write(bytes(nbytes))
-    os.rename(part, f"{directory}/{key}.g0.kv")
-    capacity.settle(nbytes, nbytes)
-    capacity.poll()
-    print(nbytes, flush=True)
-    time.sleep(0.005)
-"""
 
 
 @pytest.fixture

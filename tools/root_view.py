@@ -5,11 +5,12 @@ is wrong with it (`problem`), a directory that cannot be read is counted.
 
 People name a namespace by `ARCH/MODEL@DIGEST`, by MODEL or by DIGEST, and a chunk by `DIGEST/NAME.gG[.rR]`,
 by NAME, by the engine's key in hex, or by a path; a prefix is enough where it is unique.
+
+`fskv.index` (numpy, asyncio) is imported by what lists chunk files, and not by who only names a namespace.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import re
@@ -17,16 +18,19 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from fskv import namespace
 from fskv.errors import FskvError
-from fskv.index.scan import Records, Shard, file_name, list_shard, shard_path, walk
-from fskv.index.snapshot import Catalogue
 from fskv.namespace import Identity
 from fskv.root import Root, read_manifest
 
 from .exits import NotARoot, UsageError
 from .terminal import show
+
+if TYPE_CHECKING:
+    from fskv.index.scan import Records, Shard
+    from fskv.index.snapshot import Catalogue
 
 _DIRECTORY = re.compile(r"(.+)@([0-9a-f]{16})", re.DOTALL)
 _HEX = re.compile(r"[0-9a-f]+")
@@ -89,6 +93,8 @@ class Namespace:
 
         Raises OSError when the namespace itself cannot be read.
         """
+        from fskv.index.scan import walk
+
         return _in_turn(walk(self.path, {}, now_ns=time.time_ns(), start=start))
 
     def catalogue(self, *, fresh: bool) -> tuple[Catalogue, list[Shard]]:
@@ -97,6 +103,10 @@ class Namespace:
         Without `fresh` it starts from the snapshot: only directories that have changed are listed, and files
         in the others may have been used since. Raises OSError when the namespace itself cannot be read.
         """
+        import asyncio
+
+        from fskv.index.snapshot import Catalogue
+
         catalogue = Catalogue(self.path) if fresh else Catalogue.load(self.path)
         failed = asyncio.run(catalogue.refresh(time.time_ns()))
         return catalogue, failed
@@ -122,6 +132,8 @@ class ChunkFile:
 
 def chunk_files(where: Namespace, records: Records) -> Iterator[ChunkFile]:
     """Name the files of records, one at a time."""
+    from fskv.index.scan import file_name
+
     for record in records:
         mtime_ns, nbytes = int(record["mtime_ns"]), int(record["nbytes"])
         yield ChunkFile(where, file_name(record), mtime_ns, nbytes)
@@ -215,8 +227,7 @@ class RootView:
                 name = path.removeprefix(f"{one.path}/")
                 if namespace.parse_chunk_path(name) is None:
                     break
-                shard = list_shard(os.path.dirname(path), int(os.path.basename(path)[:3], 16))
-                for file in chunk_files(one, shard.records):
+                for file in _listed(one, int(os.path.basename(path)[:3], 16)):
                     if file.path == path:
                         return file
         raise UsageError(f"{show(text)}: no chunk file of {self.path}")
@@ -241,14 +252,20 @@ def _ambiguous(text: str, names: list[str]) -> str:
     return f"{show(text)}: may be any of {shown}{more}; give more of it"
 
 
+def _listed(one: Namespace, shard_idx: int) -> Iterator[ChunkFile]:
+    from fskv.index.scan import list_shard, shard_path
+
+    shard = list_shard(shard_path(one.path, shard_idx), shard_idx)
+    return chunk_files(one, shard.records)
+
+
 def _find(
     spaces: list[Namespace], prefix: str, group: str | None, rank: str | None
 ) -> list[ChunkFile]:
     found = []
     for one in spaces:
         idx = int(prefix[:_ID_DIGITS], 16)
-        shard = list_shard(shard_path(one.path, idx), idx)
-        for file in chunk_files(one, shard.records):
+        for file in _listed(one, idx):
             named = namespace.parse_chunk_path(f"chunks/{file.name[:3]}/{file.name}")
             if named is None or not named.name.startswith(prefix):
                 continue
@@ -262,6 +279,8 @@ def _find(
 
 def _in_turn(shards: object) -> Iterator[Shard]:
     """Let a walk run where nobody else is asynchronous."""
+    import asyncio
+
     loop = asyncio.new_event_loop()
     try:
         while True:

@@ -15,7 +15,6 @@ unchanged directory may be newer than what is remembered. Who removes files look
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import errno
 import os
@@ -23,13 +22,15 @@ import re
 import stat
 from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import aiofiles.os
 import numpy as np
 
 from fskv.process import is_our_part
 from fskv.root import CHUNK_DIR
+
+if TYPE_CHECKING:
+    import asyncio
 
 try:
     from fskv._native import list_shard as _list_in_c
@@ -130,6 +131,11 @@ async def walk(
     yielded empty. `now_ns` is the file system's own clock at the beginning, or earlier. Raises OSError only
     when the namespace itself cannot be read.
     """
+    # Imported by those who walk: the command line starts often, and for little.
+    import asyncio
+
+    import aiofiles.os
+
     shards = await aiofiles.os.wrap(_changed)(namespace, seen, start)
     batches = [shards[at : at + _BATCH] for at in range(0, len(shards), _BATCH)]
     list_batch = aiofiles.os.wrap(_list_batch)

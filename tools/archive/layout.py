@@ -15,6 +15,8 @@ from fskv import namespace
 from fskv.errors import IdentityMismatch
 from fskv.namespace import Identity, Json
 
+from .. import json_file
+
 TRAILER = "fskv-archive.json"
 FORMAT = 1
 MAX_TRAILER_NBYTES = 64 << 10
@@ -115,21 +117,6 @@ def split_chunk(name: str) -> tuple[str, str] | None:
 
 
 def parse_json(content: bytes) -> Json:
-    """Parse strictly, as `fskv.root` does; ValueError for what two readers could understand differently."""
-
-    def distinct(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
-        tree = dict(pairs)
-        if len(tree) != len(pairs):
-            raise ValueError("a key occurs twice")
-        return tree
-
-    def constant(name: str) -> Json:
-        raise ValueError(f"{name} is not JSON")
-
-    try:
-        parsed: Json = json.loads(
-            content.decode("ascii"), object_pairs_hook=distinct, parse_constant=constant
-        )
-    except RecursionError:
-        raise ValueError("nested too deep") from None
+    """Parse strictly; ValueError for what two readers could understand differently."""
+    parsed: Json = json_file.parse(content.decode("ascii"))
     return parsed
