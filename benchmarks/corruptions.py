@@ -30,6 +30,7 @@ from fskv_tools.check import judge
 
 from benchmarks.corruption_kinds import KINDS, File, Files
 from benchmarks.options import positive
+from fskv import chunk_file
 
 _PER_ROUND = 12
 _MAX_CONTROL = 1000
@@ -152,7 +153,7 @@ def without_rows() -> Iterator[None]:
 @contextlib.contextmanager
 def without_header_checksum() -> Iterator[None]:
     """Believe every header: its checksum is made right before it is parsed."""
-    before = judge.parse_header
+    before = chunk_file.parse_header
 
     def believe(data: bytes | memoryview) -> Any:
         raw = bytearray(data)
@@ -161,11 +162,11 @@ def without_header_checksum() -> Iterator[None]:
         struct.pack_into("<Q", raw, 24, xxhash.xxh3_64_intdigest(raw[:nbytes]))
         return before(bytes(raw))
 
-    judge.parse_header = believe
+    chunk_file.parse_header = believe
     try:
         yield
     finally:
-        judge.parse_header = before
+        chunk_file.parse_header = before
 
 
 CONTROLS = {

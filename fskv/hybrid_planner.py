@@ -13,6 +13,7 @@ The rules follow vLLM's `v1/offloading/scheduler.py` (0.32, 0.33), named at each
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -138,8 +139,11 @@ def plan_geometry(
 
 def _legal_blocks_per_chunk(
     groups: Sequence[GroupSpec], tokens_per_hash: int, max_model_len: int, retention: int | None
-) -> list[int]:
-    """List every legal blocks_per_chunk, ascending; 1 is always first. Raises ConfigError."""
+) -> Sequence[int]:
+    """Return every legal blocks_per_chunk, ascending; 1 is always first. Raises ConfigError.
+
+    Cheap whatever max_model_len is: a range, or the divisors of the interval.
+    """
     retained = 0  # gcd of the interval, in blocks, over the groups that it binds; 0: no bound
     for group in groups:
         name, block = f"group {group.group_idx} ({group.kind.value})", group.tokens_per_block
@@ -162,9 +166,12 @@ def _legal_blocks_per_chunk(
                 )
             retained = math.gcd(retained, retention // block)
     if any(group.kind is GroupKind.STATE for group in groups):
-        return [1]
+        return range(1, 2)
     most = (max_model_len - 1) // max(group.tokens_per_block for group in groups)
-    return [blocks for blocks in range(1, most + 1) if retained % blocks == 0]
+    if not retained:
+        return range(1, most + 1)
+    small = [n for n in range(1, min(most, math.isqrt(retained)) + 1) if retained % n == 0]
+    return sorted(n for n in {*small, *(retained // n for n in small)} if n <= most)
 
 
 def _auto_blocks(
@@ -176,8 +183,8 @@ def _auto_blocks(
     wanted = _cdiv(target, smallest)
     block = max(group.tokens_per_block for group, _ in pairs)
     cap = max(1, max_model_len // 4 // block)
-    usable = [blocks for blocks in legal if blocks <= cap]
-    blocks = next((blocks for blocks in usable if blocks >= wanted), usable[-1])
+    usable = legal[: bisect_right(legal, cap)]
+    blocks = usable[min(bisect_left(usable, wanted), len(usable) - 1)]
     if blocks >= wanted:
         return blocks, []
     if any(group.kind is GroupKind.STATE for group, _ in pairs):
@@ -208,7 +215,8 @@ def _fixed_blocks(groups: Sequence[GroupSpec], legal: Sequence[int], chunk_token
         return blocks
     if any(group.kind is GroupKind.STATE for group in groups):
         raise ConfigError(f'{found}: {_STATE_RULE}; expected one block, {block}, or "auto"')
-    near = [b for b in legal if b <= blocks][-1:] + [b for b in legal if b > blocks][:1]
+    at = bisect_right(legal, blocks)
+    near = legal[max(0, at - 1) : at + 1]
     if rest or blocks < 1:
         why = f"not a positive multiple of the {block} tokens of a block"
     elif blocks > legal[-1]:

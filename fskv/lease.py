@@ -25,7 +25,8 @@ from fskv.root import NO_LINKS
 SHARED_DIR = ".fskv-maintenance"
 LEASE_FILE = "lease.json"
 TTL_S = 15.0
-_MAX_NBYTES = 4096
+MAX_LEASE_NBYTES = 4096
+_MAX_TEXT = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,18 @@ class LeaseState:
     boot: str  # fskv.process.TOKEN
     since_ms: int
     beat: int
+
+    @classmethod
+    def parse(cls, content: bytes) -> LeaseState | None:
+        """Return what the content of a lease's file says; None where that is no lease."""
+        with contextlib.suppress(ValueError, TypeError, RecursionError):
+            state = cls(**json.loads(content))
+            texts = (state.holder, state.host, state.boot)
+            numbers = (state.pid, state.since_ms, state.beat)
+            fits = all(type(text) is str and len(text) <= _MAX_TEXT for text in texts)
+            if fits and all(type(n) is int and 0 <= n < 1 << 62 for n in numbers):
+                return state
+        return None
 
 
 class Lease:
@@ -185,16 +198,12 @@ class Lease:
                 return nobody  # a symbolic link, somebody's file, a socket
             raise
         try:
-            content = os.read(fd, _MAX_NBYTES)
+            content = os.read(fd, MAX_LEASE_NBYTES)
         except (IsADirectoryError, BlockingIOError):  # a FIFO that somebody has open
             return nobody
         finally:
             os.close(fd)
-        with contextlib.suppress(ValueError, TypeError, RecursionError):
-            state = LeaseState(**json.loads(content))
-            if isinstance(state.holder, str):
-                return state
-        return nobody
+        return LeaseState.parse(content) or nobody
 
 
 def publish_exclusive(part: str, path: str) -> None:

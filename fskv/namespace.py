@@ -170,6 +170,31 @@ def canonical_json(tree: Json) -> bytes:
     ).encode("ascii")
 
 
+def parse_json(content: bytes | str) -> Json:
+    """Parse strictly; ValueError, in a few words, for what two readers could understand differently."""
+    try:
+        text = content if isinstance(content, str) else content.decode("utf-8")
+        parsed: Json = json.loads(text, object_pairs_hook=_distinct, parse_constant=_no_constant)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"no UTF-8 at byte {error.start}") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"no JSON: {error.msg} at character {error.pos}") from None
+    return parsed
+
+
+def _distinct(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
+    tree = dict(pairs)
+    if len(tree) != len(pairs):
+        raise ValueError("a key occurs twice")
+    return tree
+
+
+def _no_constant(name: str) -> Json:
+    raise ValueError(f"{name} is not JSON")
+
+
 def _groups_from_manifest(value: object) -> tuple[GroupIdentity, ...]:
     if not isinstance(value, list):
         raise _wrong("groups", "a list", value)

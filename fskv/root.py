@@ -25,7 +25,7 @@ from typing import TypeVar
 
 from fskv import namespace
 from fskv.errors import ConfigError, IdentityMismatch, RootError
-from fskv.namespace import Identity, Json
+from fskv.namespace import Identity
 from fskv.process import unique_name
 
 _T = TypeVar("_T")
@@ -141,7 +141,7 @@ class Root:
                 _retry_stale(lambda: self._make_directories(path))
             found = _retry_stale(lambda: _read_fresh(manifest_path, _MAX_MANIFEST_NBYTES))
             if found is None and self.writable:
-                self._publish(manifest_path, _manifest_bytes(identity), f"{path}/{TMP_DIR}")
+                self._publish(manifest_path, manifest_bytes(identity), f"{path}/{TMP_DIR}")
                 found = _retry_stale(lambda: _read_fresh(manifest_path, _MAX_MANIFEST_NBYTES))
             if found is None:
                 raise RootError(f"{manifest_path}: no such file; expected the namespace's identity")
@@ -262,7 +262,7 @@ def _foreign_names(path: str, most: int = 3) -> list[str]:
 
 def _format_of(content: bytes) -> int | None:
     try:
-        tree = _parse_json(content)
+        tree = namespace.parse_json(content)
     except ValueError:
         return None
     found = tree.get("format") if isinstance(tree, dict) else None
@@ -296,18 +296,19 @@ def read_manifest(namespace_path: str) -> Identity:
     if content is None:
         raise RootError(f"{path}: no such file; expected the namespace's identity")
     try:
-        return Identity.from_manifest(_parse_json(content))
+        return Identity.from_manifest(namespace.parse_json(content))
     except (ValueError, IdentityMismatch) as error:
         raise IdentityMismatch(f"{path}: {error}") from error
 
 
-def _manifest_bytes(identity: Identity) -> bytes:
+def manifest_bytes(identity: Identity) -> bytes:
+    """Return the content of an identity's namespace.json."""
     return (json.dumps(identity.to_manifest(), indent=2, sort_keys=True) + "\n").encode("ascii")
 
 
 def _compare(identity: Identity, content: bytes, path: str) -> None:
     try:
-        stored = Identity.from_manifest(_parse_json(content))
+        stored = Identity.from_manifest(namespace.parse_json(content))
     except (ValueError, IdentityMismatch) as error:
         raise IdentityMismatch(
             f"{path}: expected this engine's identity, found {len(content)} bytes that are none:"
@@ -316,28 +317,6 @@ def _compare(identity: Identity, content: bytes, path: str) -> None:
     if differences := namespace.diff(identity, stored):
         lines = namespace.explain(differences, "this engine", MANIFEST_FILE)
         raise IdentityMismatch("\n  ".join([f"{path}: holds another identity:", *lines]))
-
-
-def _parse_json(content: bytes) -> Json:
-    """Parse strictly; ValueError for anything that two readers could understand differently."""
-    try:
-        parsed: Json = json.loads(
-            content.decode("utf-8"), object_pairs_hook=_distinct, parse_constant=_no_constant
-        )
-    except RecursionError:
-        raise ValueError("nested too deep") from None
-    return parsed
-
-
-def _distinct(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
-    tree = dict(pairs)
-    if len(tree) != len(pairs):
-        raise ValueError("a key occurs twice")
-    return tree
-
-
-def _no_constant(name: str) -> Json:
-    raise ValueError(f"{name} is not JSON")
 
 
 # --- files ------------------------------------------------------------------------------

@@ -229,6 +229,19 @@ def test_a_sound_file_of_something_else_fails_the_load(lab, changes, words):
     assert words in found.causes
 
 
+def test_another_key_of_the_same_name_is_no_hit(lab, monkeypatch):
+    """Names are 128 bits of the key; the header has all of it, and engines compare that."""
+    monkeypatch.setattr("fskv.namespace.chunk_name", lambda key: "ab" * 16)
+    one = identity_of(FULL)
+    tokens = TOKENS[: CHUNK + 1]
+    (path,) = lab.store(one, tokens, (0,))
+    assert lab.explain(one, tokens=tokens).hit_tokens == CHUNK
+    copy_with_header(path, path, key_hash=b"another key".ljust(32))
+    found = lab.explain(one, tokens=tokens)
+    assert (found.lookup_tokens, found.hit_tokens) == (CHUNK, 0)
+    assert "holds another key of the same name" in found.causes
+
+
 def copy_with_header(path, target, **changes):
     """Write a file's content under another name, with other words in its header."""
     content = bytearray(pathlib.Path(path).read_bytes())

@@ -419,6 +419,40 @@ def test_auto_obeys_the_retention_interval():
     assert geometry([FULL16], [100_000], retention_interval=1000).blocks_per_chunk == 21
 
 
+@settings(max_examples=200)
+@given(
+    most=st.integers(1, 200),
+    interval=st.none() | st.integers(1, 400),
+    chunk=st.integers(-1, 250),
+    nbytes=st.integers(1, 4 << 20),
+)
+def test_the_legal_sizes_are_those_of_the_definition(most, interval, chunk, nbytes):
+    """Found without listing them; here they are listed."""
+    options = {"max_model_len": most * 16 + 1, "retention_interval": interval and interval * 16}
+    legal = [n for n in range(1, most + 1) if not interval or interval % n == 0]
+    usable = [n for n in legal if n <= max(1, (most * 16 + 1) // 4 // 16)]
+    enough = [n for n in usable if n * nbytes >= 2 << 20]
+    auto = geometry([SWA16], [nbytes], **options)
+    assert auto.blocks_per_chunk == (enough or usable[-1:])[0]
+    fixed = {**options, "hybrid_chunk_size": 16 * chunk}
+    if chunk in legal:
+        assert geometry([SWA16], [nbytes], **fixed).blocks_per_chunk == chunk
+    else:
+        near = [n for n in legal if n < chunk][-1:] + [n for n in legal if n > chunk][:1]
+        words = " or ".join(str(16 * n) for n in near)
+        with pytest.raises(ConfigError, match=f"expected {words} "):
+            geometry([SWA16], [nbytes], **fixed)
+
+
+@pytest.mark.parametrize("interval", [None, 1 << 40])
+def test_a_huge_max_model_len_costs_nothing(interval):
+    """A list of all sizes would take 2^53 bytes of memory."""
+    huge = {"max_model_len": 1 << 54, "retention_interval": interval}
+    assert geometry([SWA16], [100_000], **huge).blocks_per_chunk == (21 if interval is None else 32)
+    with pytest.raises(ConfigError, match="a positive multiple"):
+        geometry([SWA16], [100_000], **huge, hybrid_chunk_size=100)
+
+
 def test_a_zero_retention_interval_is_announced_with_a_legal_better_value():
     plan = geometry([FULL16, SWA16], [100_000, 50_000], retention_interval=0)
     assert "hits nothing" in plan.warnings[0]

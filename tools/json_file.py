@@ -6,18 +6,18 @@ differently (a key twice, NaN) is refused too.
 
 from __future__ import annotations
 
-import json
 import os
 import stat
-from typing import Any
+
+from fskv.namespace import Json, parse_json
 
 from .exits import UsageError
 from .terminal import show
 
 
-def read_json(path: str, limit: int = 16 << 20) -> Any:
+def read_json(path: str, limit: int = 16 << 20) -> Json:
     """Return what a JSON file holds. Raises UsageError if it cannot be read, ValueError for no JSON."""
-    return parse(read_bytes(path, limit))
+    return parse_json(read_bytes(path, limit))
 
 
 def read_bytes(path: str, limit: int) -> bytes:
@@ -35,27 +35,3 @@ def read_bytes(path: str, limit: int) -> bytes:
     if len(content) > limit:
         raise UsageError(f"{show(path)}: expected at most {limit} bytes, found more")
     return content
-
-
-def parse(content: bytes | str) -> Any:
-    """Parse strictly. Raises ValueError in a few words."""
-    try:
-        text = content if isinstance(content, str) else content.decode("utf-8")
-        return json.loads(text, object_pairs_hook=_distinct, parse_constant=_no_constant)
-    except RecursionError:
-        raise ValueError("nested too deep") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"no UTF-8 at byte {error.start}") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"no JSON: {error.msg} at character {error.pos}") from None
-
-
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    tree = dict(pairs)
-    if len(tree) != len(pairs):
-        raise ValueError("a key occurs twice")
-    return tree
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")

@@ -41,6 +41,14 @@ YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 DryRunOption = Annotated[
     bool, typer.Option("--dry-run", "-n", help="Show what would be done, and do nothing.")
 ]
+MetricsOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="URL[,URL]",
+        help="Where engines publish metrics: HOST:PORT, or a whole URL.",
+        show_default=False,
+    ),
+]
 NamespaceArgument = Annotated[
     str | None,
     typer.Argument(

@@ -15,8 +15,6 @@ from fskv import namespace
 from fskv.errors import IdentityMismatch
 from fskv.namespace import Identity, Json
 
-from .. import json_file
-
 TRAILER = "fskv-archive.json"
 FORMAT = 1
 MAX_TRAILER_NBYTES = 64 << 10
@@ -69,7 +67,7 @@ class Contents:
     def differs(self, trailer: bytes) -> str | None:
         """Say how what has gone by differs from what the trailer says; None if it does not."""
         try:
-            told = parse_json(trailer)
+            told = namespace.parse_json(trailer)
         except ValueError as error:
             return f"its last member, {TRAILER}, cannot be read: {error}"
         if not isinstance(told, dict) or told.get("format") != FORMAT:
@@ -86,15 +84,10 @@ def manifest_name(identity: Identity) -> str:
     return f"{namespace.directory(identity)}/namespace.json"
 
 
-def manifest_bytes(identity: Identity) -> bytes:
-    """Return a namespace.json as `fskv.root` writes it."""
-    return (json.dumps(identity.to_manifest(), indent=2, sort_keys=True) + "\n").encode("ascii")
-
-
 def read_manifest(name: str, content: bytes) -> Identity:
     """Return the identity in a member; raises ValueError unless it is the one that its name says."""
     try:
-        identity = Identity.from_manifest(parse_json(content))
+        identity = Identity.from_manifest(namespace.parse_json(content))
     except IdentityMismatch as error:
         raise ValueError(str(error)) from None
     if manifest_name(identity) != name:
@@ -114,9 +107,3 @@ def split_chunk(name: str) -> tuple[str, str] | None:
     if match is None or namespace.parse_chunk_path(match[2]) is None:
         return None
     return match[1], match[2]
-
-
-def parse_json(content: bytes) -> Json:
-    """Parse strictly; ValueError for what two readers could understand differently."""
-    parsed: Json = json_file.parse(content.decode("ascii"))
-    return parsed

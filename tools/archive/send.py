@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterator
 
 from fskv._version import __version__
 from fskv.namespace import Identity
+from fskv.root import manifest_bytes
 
 from ..root_view import ChunkFile
 from ..transfer.candidate import Candidate
 from ..transfer.pipeline import in_order
 from ..transfer.selection import Found, load, weigh
 from ..transfer.tally import Fate, Outcome, Tally
-from .layout import TRAILER, Contents, manifest_bytes, manifest_name
+from .layout import TRAILER, Contents, manifest_name
 from .tar import Out, TarWriter
 
 

@@ -27,7 +27,6 @@ from .judge import (
     digests,
     finding_of,
     judge_open,
-    parse_header,
 )
 
 _NAMESPACE = re.compile(r".+@([0-9a-f]{16})", re.DOTALL)
@@ -107,7 +106,7 @@ def examine(file: OpenFile, where: Place) -> Body:
     try:
         prefix = bytes(file.read(0, min(32, max(1, file.nbytes))))
         if header is None:
-            header = parse_header(read_start(file, chunk_file.header_length(prefix)))
+            header = chunk_file.parse_header(read_start(file, chunk_file.header_length(prefix)))
     except ChunkError as error:
         if verdict.finding is Finding.OK:
             verdict = Verdict(*finding_of(error), None, file.info)

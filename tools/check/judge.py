@@ -303,9 +303,9 @@ def read_header(
     if header_nbytes > file.nbytes:
         raise ChunkCorrupt(f"{file.nbytes} bytes, its header alone says {header_nbytes}")
     if header_nbytes <= len(data):
-        header, rest = parse_header(data), data[header_nbytes:]
+        header, rest = chunk_file.parse_header(data), data[header_nbytes:]
     elif header_nbytes <= PIECE_NBYTES:
-        header, rest = parse_header(file.read(0, header_nbytes)), data[:0]
+        header, rest = chunk_file.parse_header(file.read(0, header_nbytes)), data[:0]
     else:
         with _large_header:
             joined = bytearray()
@@ -314,7 +314,7 @@ def read_header(
                 if not piece:
                     break
                 joined += piece
-            header, rest = parse_header(memoryview(joined)), data[:0]
+            header, rest = chunk_file.parse_header(memoryview(joined)), data[:0]
     if file.nbytes != header.header_nbytes + header.payload_nbytes:
         raise ChunkCorrupt(
             f"{file.nbytes} bytes, header says {header.header_nbytes + header.payload_nbytes}"
@@ -339,10 +339,6 @@ def payload_pieces(
             raise ChunkCorrupt(f"ends at byte {end}, expected {file.nbytes}")
         yield at // ROW_NBYTES, piece
         at += wanted
-
-
-def parse_header(data: memoryview | bytes) -> ChunkHeader:
-    return chunk_file.parse_header(data)
 
 
 def check_rows(payload: memoryview, first_row: int, header: ChunkHeader) -> None:

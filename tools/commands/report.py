@@ -9,7 +9,7 @@ import typer
 
 from .. import endpoint
 from ..exits import Exit, UsageError
-from ..options import JsonOption, RootOption
+from ..options import JsonOption, MetricsOption, RootOption
 from ..root_view import RootView
 from ..terminal import emit, iec, progress, rfc3339, say
 
@@ -56,14 +56,7 @@ def command(
         str | None,
         typer.Option(metavar="FILE", help="The page to write.", show_default=False),
     ] = None,
-    metrics: Annotated[
-        str | None,
-        typer.Option(
-            metavar="URL[,URL]",
-            help="Where engines publish metrics, for hit ratios: HOST:PORT, or a whole URL.",
-            show_default=False,
-        ),
-    ] = None,
+    metrics: MetricsOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Write one self-contained HTML page about a root: what is there, how old, how often used, how healthy.

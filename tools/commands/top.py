@@ -15,7 +15,7 @@ from fskv.errors import FskvError
 
 from .. import endpoint
 from ..exits import CommandError, Exit, UsageError
-from ..options import JsonOption, RootOption
+from ..options import JsonOption, MetricsOption, RootOption
 from ..terminal import emit
 
 LINES = {
@@ -59,14 +59,7 @@ _NO_TERMINAL = 140
 
 def command(
     root: RootOption,
-    metrics: Annotated[
-        str | None,
-        typer.Option(
-            metavar="URL[,URL]",
-            help="Where engines publish metrics: HOST:PORT, or a whole URL.",
-            show_default=False,
-        ),
-    ] = None,
+    metrics: MetricsOption = None,
     interval: Annotated[
         float, typer.Option(min=0.1, max=3600, help="Seconds between two looks.")
     ] = 2.0,

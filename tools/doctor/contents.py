@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import stat
 import time
@@ -13,7 +12,7 @@ from collections.abc import Iterator
 from fskv.claims import CLAIMS_DIR, Book, Limits, Space
 from fskv.config import Share
 from fskv.errors import FskvError
-from fskv.lease import LEASE_FILE, SHARED_DIR
+from fskv.lease import LEASE_FILE, MAX_LEASE_NBYTES, SHARED_DIR, LeaseState
 from fskv.namespace import diff
 from fskv.process import HOST, provably_dead
 from fskv.root import FORMAT_FILE, TAG_FILE, Root
@@ -22,7 +21,6 @@ from ..root_view import Namespace, RootView
 from ..terminal import duration, iec, show
 from .finding import Finding, Subject, hint, ok, problem, warning
 
-_MAX_LEASE_NBYTES = 4096
 _STALE_LEASE_S = 60.0
 _MAX_SHARDS = 256  # of a namespace: enough to see what is there
 _MAX_PAIRS = 5
@@ -32,7 +30,7 @@ _OURS = (FORMAT_FILE, TAG_FILE, SHARED_DIR, "lost+found", ".snapshot", ".snapsho
 
 def state(subject: Subject) -> Iterator[Finding]:
     """Is it a root at all? Only then, or where it is empty, anything may be written."""
-    path = _root(subject)
+    path = subject.path
     try:
         Root.open(path, create=False, writable=False)
     except FskvError as error:
@@ -54,7 +52,7 @@ def state(subject: Subject) -> Iterator[Finding]:
 
 
 def permissions(subject: Subject) -> Iterator[Finding]:
-    path = _root(subject)
+    path = subject.path
     for what, where in (("root", path), ("maintenance", f"{path}/{SHARED_DIR}")):
         try:
             info = os.stat(where, follow_symlinks=what == "root")
@@ -83,7 +81,7 @@ def permissions(subject: Subject) -> Iterator[Finding]:
 
 def space(subject: Subject) -> Iterator[Finding]:
     """Bytes and inodes, against the default of keep_free."""
-    found = Space.of(_root(subject))
+    found = Space.of(subject.path)
     share = found.free_nbytes / max(1, found.total_nbytes)
     text = f"{iec(found.free_nbytes)} of {iec(found.total_nbytes)} free ({100 * share:.1f} %)"
     if share < 0.02:
@@ -111,25 +109,23 @@ def space(subject: Subject) -> Iterator[Finding]:
 
 def lease(subject: Subject) -> Iterator[Finding]:
     """Who counts and prunes."""
-    path = f"{_root(subject)}/{SHARED_DIR}/{LEASE_FILE}"
+    path = f"{subject.path}/{SHARED_DIR}/{LEASE_FILE}"
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         yield ok("lease", "nobody counts and prunes: no engine runs, or they start just now")
         return
     try:
-        content, info = os.read(fd, _MAX_LEASE_NBYTES), os.fstat(fd)
+        content, info = os.read(fd, MAX_LEASE_NBYTES), os.fstat(fd)
     finally:
         os.close(fd)
-    try:
-        told = json.loads(content)
-        holder, host, pid = str(told["holder"]), str(told["host"]), int(told["pid"])
-    except (ValueError, TypeError, KeyError, RecursionError):
+    told = LeaseState.parse(content)
+    if told is None:
         yield hint("lease", "cannot be read", "the next engine takes it")
         return
     age_s = time.time() - info.st_mtime
-    text = f"held by {host[:80]}, process {pid}"
-    if provably_dead(holder):
+    text = f"held by {told.host[:80]}, process {told.pid}"
+    if provably_dead(told.holder):
         yield hint("lease", f"{text}, which is gone", "the next engine takes it within seconds")
     elif age_s > _STALE_LEASE_S:
         yield hint(
@@ -143,7 +139,7 @@ def lease(subject: Subject) -> Iterator[Finding]:
 
 def claims(subject: Subject) -> Iterator[Finding]:
     """The engines that share the root, and the bounds that they were given."""
-    shared = f"{_root(subject)}/{SHARED_DIR}"
+    shared = f"{subject.path}/{SHARED_DIR}"
     if not os.path.isdir(f"{shared}/{CLAIMS_DIR}"):
         yield ok("claims", "no engine was here, or none since the maintenance files were removed")
         return
@@ -184,7 +180,7 @@ def _limits(limits: Limits) -> str:
 
 def namespaces(subject: Subject) -> Iterator[Finding]:
     """What is stored, and by identities that differ though they look alike."""
-    view = RootView.open(_root(subject))
+    view = RootView.open(subject.path)
     found = view.namespaces()
     yield ok("namespaces", f"{len(found)}")
     alike: dict[tuple[str, str], list[Namespace]] = defaultdict(list)
@@ -238,7 +234,7 @@ def leftovers(subject: Subject) -> Iterator[Finding]:
     parts = old = foreign = unlistable = looked = 0
     end = time.monotonic() + subject.timeout_s / 2
     now = time.time()
-    for one in RootView.open(_root(subject)).namespaces():
+    for one in RootView.open(subject.path).namespaces():
         for shard in itertools.islice(one.shards(), _MAX_SHARDS):
             looked += 1
             unlistable += shard.error is not None
@@ -280,8 +276,3 @@ def _snapshot(one: Namespace, now: float) -> Iterator[Finding]:
             f"{show(one.id)}: {duration(age_s)} old",
             "nothing counted since: no engine ran, or see lease",
         )
-
-
-def _root(subject: Subject) -> str:
-    assert subject.root is not None
-    return subject.root

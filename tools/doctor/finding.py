@@ -35,6 +35,12 @@ class Subject:
     timeout_s: float
     scratch: Scratch
 
+    @property
+    def path(self) -> str:
+        """The root, for checks of a root."""
+        assert self.root is not None
+        return self.root
+
 
 class Check(NamedTuple):
     """One thing to look at. One that touches the root may hang with it; one that writes needs leave to."""

@@ -17,10 +17,9 @@ _SHARED = ("nfs", "nfs4", "lustre", "ceph", "wekafs", "gpfs", "beegfs", "9p", "v
 
 
 def look(subject: Subject) -> Iterator[Finding]:
-    assert subject.root is not None
     # Not realpath of the whole: it would touch the root; the links above it are the system's.
     path = os.path.join(
-        os.path.realpath(os.path.dirname(subject.root)), os.path.basename(subject.root)
+        os.path.realpath(os.path.dirname(subject.path)), os.path.basename(subject.path)
     )
     with open(_MOUNTINFO, encoding="utf-8", errors="surrogateescape") as file:
         mount = mount_of(path.rstrip("/") or "/", file.read())

@@ -29,7 +29,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 def write(subject: Subject) -> Iterator[Finding]:
     """Exclusive create, and what follows from a file that was written."""
-    root = _root(subject)
+    root = subject.path
     try:
         with subject.scratch.file(root) as (path, fd):
             yield ok("write", "a file can be created and written")
@@ -127,7 +127,7 @@ def direct_io(subject: Subject) -> Iterator[Finding]:
     """As fskv.transports tries it: open() accepting the flag proves nothing."""
     page = mmap.mmap(-1, chunk_file.ALIGNMENT)
     try:
-        with subject.scratch.file(_root(subject), os.O_DIRECT) as (_, fd):
+        with subject.scratch.file(subject.path, os.O_DIRECT) as (_, fd):
             took = os.pwritev(fd, [page], 0) == chunk_file.ALIGNMENT
             took = took and os.preadv(fd, [page], 0) == chunk_file.ALIGNMENT
     except OSError as error:
@@ -149,7 +149,7 @@ def direct_io(subject: Subject) -> Iterator[Finding]:
 
 def rename_and_links(subject: Subject) -> Iterator[Finding]:
     """Publish as the store and the lease do, with a reader of the old file."""
-    root, scratch = _root(subject), subject.scratch
+    root, scratch = subject.path, subject.scratch
     try:
         with scratch.file(root) as (old, old_fd), scratch.file(root) as (new, new_fd):
             os.write(old_fd, b"old")
@@ -202,7 +202,7 @@ def _read_replaced(fd: int) -> bytes | None:
 def locks(subject: Subject) -> Iterator[Finding]:
     """None is taken by fskv; but whoever looks here wants to know."""
     try:
-        with subject.scratch.file(_root(subject)) as (_, fd):
+        with subject.scratch.file(subject.path) as (_, fd):
             missing = []
             for name, lock in (("flock", fcntl.flock), ("fcntl", fcntl.lockf)):
                 try:
@@ -252,9 +252,9 @@ def round_trip(subject: Subject) -> Iterator[Finding]:
 
 
 def _store_and_load(subject: Subject, content: bytes, header: ChunkHeader) -> tuple[float, float]:
-    with subject.scratch.name(_root(subject)) as final:
+    with subject.scratch.name(subject.path) as final:
         start = time.perf_counter()
-        with subject.scratch.file(_root(subject)) as (part, fd):
+        with subject.scratch.file(subject.path) as (part, fd):
             rest = memoryview(content)
             while rest:
                 rest = rest[os.write(fd, rest) :]
@@ -274,8 +274,3 @@ def _store_and_load(subject: Subject, content: bytes, header: ChunkHeader) -> tu
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1000:.1f} ms" if seconds < 2 else duration(seconds)
-
-
-def _root(subject: Subject) -> str:
-    assert subject.root is not None
-    return subject.root

@@ -55,7 +55,6 @@ class FileState:
 
 
 _STATES = {
-    Finding.OK: State.GOOD,
     Finding.CORRUPT: State.CORRUPT,
     Finding.STALE: State.STALE,
     Finding.UNREADABLE: State.UNREADABLE,
@@ -122,9 +121,13 @@ class GroupFiles:
             return FileState(path, rank, State.WRONG_SIZE, words, nbytes, mtime_ns)
         chunk = ChunkName(namespace.chunk_name(key), self.group.group_idx, rank)
         found = judge(reader, path, chunk=chunk, expected=self.expected, rows=read_data)
-        first_block = found.header.first_block if found.header and not found.bad else None
-        state = _STATES[found.finding]
-        return FileState(path, rank, state, found.reason, nbytes, mtime_ns, first_block)
+        if found.header is None or found.bad:
+            words = found.reason or "gone meanwhile"
+            return FileState(path, rank, _STATES[found.finding], words, nbytes, mtime_ns)
+        if found.header.key_hash != key:  # `judge` knows names alone
+            words = f"holds another key of the same name: {found.header.key_hash.hex()}"
+            return FileState(path, rank, State.STALE, words, nbytes, mtime_ns)
+        return FileState(path, rank, State.GOOD, "", nbytes, mtime_ns, found.header.first_block)
 
 
 def _has_length(path: str, nbytes: int | None) -> bool:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from fskv.namespace import parse_json
+
 from ..exits import UsageError
-from ..json_file import parse, read_bytes
+from ..json_file import read_bytes
 
 _MAX_NBYTES = 64 << 20
 MAX_TOKENS = 1 << 21
@@ -34,7 +36,7 @@ def read_tokens(path: str | None, text: str | None) -> list[int]:
 def _parsed(option: str, text: str) -> list[int]:
     text = text.strip()
     try:
-        found: Any = parse(text) if text[:1] in ("[", "{") else _numbers(text)
+        found: Any = parse_json(text) if text[:1] in ("[", "{") else _numbers(text)
     except ValueError as error:
         raise UsageError(f"{option}: {error}") from None
     if isinstance(found, dict):

@@ -7,7 +7,6 @@ thread of its own (`tools.top.watch`). What is damaged, foreign or missing is le
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import stat
@@ -16,15 +15,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fskv.claims import Book, Claim, Space, Usage
-from fskv.lease import LEASE_FILE, SHARED_DIR, LeaseState
+from fskv.lease import LEASE_FILE, MAX_LEASE_NBYTES, SHARED_DIR, LeaseState
 from fskv.process import HOST, TOKEN, provably_dead
 from fskv.removed import ENTRY_NBYTES
 
 from ..root_view import RootView
 
-_MAX_LEASE_NBYTES = 4096
 _MAX_REMOVED = 10_000  # names of one look
-_MAX_TEXT = 200
 _REMOVED = re.compile(r"([0-9a-f]{16})-(.+)\.bin", re.DOTALL)
 _CLAIM = re.compile(r"(.+)-([1-9][0-9]{0,9})-([0-9a-f]{8})-[0-9]+", re.DOTALL)
 
@@ -66,18 +63,12 @@ def look_at(view: RootView) -> Look:
 def _lease(path: str) -> LeaseState | None:
     """Return what the lease says, None where nobody holds one that can be read."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
+    with contextlib.suppress(OSError):
         fd = os.open(path, flags)
         try:
-            content = os.read(fd, _MAX_LEASE_NBYTES)
+            return LeaseState.parse(os.read(fd, MAX_LEASE_NBYTES))
         finally:
             os.close(fd)
-        state = LeaseState(**json.loads(content))
-        texts = (state.holder, state.host, state.boot)
-        numbers = (state.pid, state.since_ms, state.beat)
-        fits = all(type(text) is str and len(text) <= _MAX_TEXT for text in texts)
-        if fits and all(type(n) is int and 0 <= n < 1 << 62 for n in numbers):
-            return state
     return None
 
 

@@ -18,6 +18,7 @@ from fskv.errors import ChunkCorrupt, ChunkStale, chunk_error_from_os
 from fskv.namespace import Identity
 from fskv.transports.chunk_fd import open_chunk_fd
 
+from ..check import judge
 from ..check.expect import expected_of
 
 Read = Callable[[int], bytes]
@@ -79,7 +80,7 @@ def check_rows(header: ChunkHeader, payload: bytes) -> None:
     """Compare every row of a whole payload; raises ChunkCorrupt."""
     if len(payload) != header.payload_nbytes:
         raise ChunkCorrupt(f"a payload of {len(payload)} bytes, expected {header.payload_nbytes}")
-    chunk_file.check_rows(memoryview(payload), 0, header.row_digests)
+    judge.check_rows(memoryview(payload), 0, header)
 
 
 def load(path: str, name: str, identity: Identity) -> Candidate:
