@@ -71,15 +71,18 @@ class Capacity:
         file_mode: int = 0o600,
         at_hand: int = 0,
         patient: bool = False,
+        quiet: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`namespace` is "<arch>/<model>@<digest16>" of an opened root.
 
         A caller that is `patient` asks again for what it was refused. An engine does not: its chunk is lost.
         So there as much is kept at hand as was lately asked for between two polls, and at least `at_hand`.
+        `quiet`: the maintenance process says on stderr only what is wrong, not what it has done.
         """
         self._patient = patient
         self._at_hand = at_hand
+        self._options = ["--quiet"] if quiet else []
         self._hello = {
             "root": root,
             "namespace": namespace,
@@ -115,7 +118,7 @@ class Capacity:
         self._close_pipes()
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "fskv.maintenance"],
+                [sys.executable, "-P", "-m", "fskv.maintenance", *self._options],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 start_new_session=True,  # a Ctrl-C in the terminal is the engine's

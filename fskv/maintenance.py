@@ -471,7 +471,8 @@ class Outbox:
 
 
 def main() -> None:
-    logging.basicConfig(level=logging.INFO, format="fskv: %(message)s")
+    level = logging.WARNING if "--quiet" in sys.argv[1:] else logging.INFO
+    logging.basicConfig(level=level, format="fskv: %(message)s")
     with contextlib.suppress(OSError):
         os.nice(5)
     code = 0

@@ -21,6 +21,7 @@ import msgpack
 import pytest
 from capacity_lab import DIGEST, WRITER, disk_nbytes, make_namespace, write_chunk
 from conftest import Clock, returns_in_time, wait_for
+from test_maintenance import dead_name
 
 from fskv import holder, maintenance
 from fskv.capacity import _HUNG_S, _SILENT_S, Capacity
@@ -594,3 +595,28 @@ def test_what_was_granted_without_a_bound_is_given_back_when_one_comes(root, eng
     assert holder._excess(lowered, []) < MAX // 4
     # Negative control: were it on the disk already, everything would go.
     assert holder._excess(replace(lowered, unwritten=0), []) > MAX
+
+
+CLEANER = """
+import sys, time
+from fskv.capacity import Capacity
+from fskv.claims import Limits
+capacity = Capacity(sys.argv[1], sys.argv[2], None, Limits(), quiet=sys.argv[3] == "quiet")
+capacity.start()
+while not capacity.state.orphans:
+    capacity.poll()
+    time.sleep(0.01)
+capacity.close()
+"""
+
+
+@pytest.mark.parametrize("kind", ["quiet", "telling"])
+def test_the_maintenance_of_a_command_tells_a_terminal_nothing_but_what_is_wrong(root, kind):
+    """An engine's log says which parts were removed; the stderr of `fskv copy` is a person's."""
+    part = f"{root}/.fskv-{dead_name()}.part"
+    with open(part, "wb") as file:
+        file.write(bytes(4096))
+    words = [sys.executable, "-c", CLEANER, root, NAME, kind]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
+    assert not os.path.exists(part)
+    assert ("removed 1 parts" in done.stderr) is (kind == "telling"), done.stderr

@@ -18,6 +18,8 @@ import pytest
 from conftest import make_identity
 from tool_lab import Lab, fskv, key_of, run, spoil
 
+from fskv.index import scan
+
 cli = pytest.importorskip("fskv_tools.cli", reason="the command line is not installed")
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[1]
@@ -88,6 +90,33 @@ def test_a_start_imports_only_what_the_command_needs(lab):
         loaded = set(done.stderr.split())
         assert "typer" in loaded
         assert not loaded & forbidden, words
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["ls --fresh", "ls --chunks", "du", "verify", "report --json"],
+)
+def test_a_problem_goes_before_a_part_that_was_not_done(lab, monkeypatch, words):
+    """3 means: no problem in what could be looked at."""
+    one, other = lab.namespace(), lab.namespace(model_name="other")
+    unlistable = os.path.dirname(lab.chunk(one, 1))
+    lab.chunk(other, 1)
+    for lister in ("_list_in_c", "_list_in_python"):
+        real = getattr(scan, lister)
+
+        def fail(path, *rest, real=real):
+            if os.fsdecode(path) == unlistable:
+                raise PermissionError(13, "denied", path)
+            return real(path, *rest)
+
+        monkeypatch.setattr(scan, lister, fail)
+    command = words.split()
+    assert run(*command, root=lab.path).exit_code == 3
+    manifest = pathlib.Path(other.directory.path, "namespace.json")
+    manifest.write_text("{}")
+    assert run(*command, root=lab.path).exit_code == 1
+    monkeypatch.undo()
+    assert run(*command, root=lab.path).exit_code == 1
 
 
 def test_an_unknown_command_is_a_usage_error_that_suggests_one():

@@ -403,6 +403,26 @@ def test_a_key_is_looked_for_in_every_group(lab):
         assert (done.exit_code, done.stdout) == (2, "")
 
 
+def test_quiet_prints_the_ids_of_the_files_that_a_hit_lacks(lab):
+    """What a longer hit needs and is not there or not good; nothing where all that can hit does."""
+    one = identity_of(FULL, WINDOW)
+    paths = lab.store(one, TOKENS, range(10))
+    lab.store(one, TOKENS, range(8, 10), 1)
+
+    def lacking(*options):
+        command = ("explain", one.digest16, "--tokens-json", json.dumps(TOKENS), "-q", *options)
+        done = run(*command, root=lab.path)
+        return done.stdout.split(), done.exit_code
+
+    assert lacking() == ([], 0)
+    os.unlink(paths[7])
+    damage(paths[2], 40)
+    ids = [f"{one.digest16}/{os.path.basename(paths[at])[:-3]}" for at in (2, 7)]
+    found, code = lacking()
+    assert (sorted(found), code) == (sorted(ids), 1)
+    assert lacking("--json")[1] == 2
+
+
 def test_a_key_of_another_namespace_is_found_there(lab):
     one, other = identity_of(FULL), identity_of(FULL, tenant="acme")
     lab.root.open_namespace(one)

@@ -16,7 +16,9 @@ class Exit(IntEnum):
     OK = 0
     PROBLEMS = 1  # the command did its work and found something wrong
     USAGE = 2
-    PARTIAL = 3  # a part of the work could not be done: unreadable, unremovable, out of time
+    PARTIAL = (
+        3  # a part of the work could not be done (unreadable, unremovable, out of time); no problem
+    )
     NOT_A_ROOT = 10
     INTERRUPTED = 130
 
@@ -25,10 +27,16 @@ MEANINGS = {
     Exit.OK: "all is well",
     Exit.PROBLEMS: "problems were found: the command did its work, and something is not as it should be",
     Exit.USAGE: "an argument makes no sense, or a question could not be asked (no terminal and no `--yes`)",
-    Exit.PARTIAL: "a part was not done: something could not be read or removed, or time ran out",
+    Exit.PARTIAL: "a part was not done (something could not be read, written or removed, or time ran out), "
+    "and no problem was found in the rest: 1 goes before 3, in every command",
     Exit.NOT_A_ROOT: "the root is missing, unreadable, not an fskv root, or of another format",
     Exit.INTERRUPTED: "interrupted (Ctrl-C), or whoever read the output went away",
 }
+
+
+def outcome(*, problems: object, partial: object) -> Exit:
+    """Return how a command ends that has done its work: the worse of what it has met."""
+    return Exit.PROBLEMS if problems else Exit.PARTIAL if partial else Exit.OK
 
 
 class CommandError(Exception):

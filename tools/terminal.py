@@ -106,14 +106,11 @@ def progress(*, rate: bool = False) -> Iterator[Progress]:
         Progress,
         TextColumn,
         TimeRemainingColumn,
-        TransferSpeedColumn,
     )
 
-    counted = (
-        (DownloadColumn(binary_units=True), TransferSpeedColumn())
-        if rate
-        else (MofNCompleteColumn(),)
-    )
+    from .speed import Speed
+
+    counted = (DownloadColumn(binary_units=True), Speed()) if rate else (MofNCompleteColumn(),)
     drawn = Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(),

@@ -10,7 +10,7 @@ import typer
 
 from fskv.claims import Space
 
-from ..exits import Exit
+from ..exits import outcome
 from ..neighbours import wall_clock_ns
 from ..options import JsonOption, NamespaceArgument, RootOption
 from ..root_view import RootView
@@ -148,10 +148,8 @@ def command(
     tables = {one: usage.sums(partial(_key, one)) for one in by or By}
     (_emit if as_json else _print)(usage, tables, total, ages, bounds, space)
     problems = sum(one.namespace.problem is not None for one in usage.namespaces)
-    if any(one.unlistable for one in usage.namespaces):
-        raise typer.Exit(Exit.PARTIAL)
-    if problems:
-        raise typer.Exit(Exit.PROBLEMS)
+    unlistable = any(one.unlistable for one in usage.namespaces)
+    raise typer.Exit(outcome(problems=problems, partial=unlistable))
 
 
 # --- for people -------------------------------------------------------------------------

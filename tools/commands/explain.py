@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 from collections.abc import Iterator
 from typing import Annotated
@@ -128,6 +129,10 @@ def command(
     chunks: Annotated[
         bool, typer.Option("--chunks", help="A line for each chunk, not for runs of equal ones.")
     ] = False,
+    quiet: Annotated[
+        bool,
+        typer.Option("--quiet", "-q", help="Print only the ids of the files that a hit lacks."),
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Say why a prompt or a key would hit or miss: group by group, chunk by chunk.
@@ -149,13 +154,18 @@ def command(
     """
     if sum(one is not None for one in (key, tokens, tokens_json)) != 1:
         raise UsageError("expected one of KEY, --tokens and --tokens-json")
+    if quiet and as_json:
+        raise UsageError("--quiet, --json: found both, expected one of them")
     view = RootView.open(root)
     who = resolve(identity, root)
     other = resolve(against, root) if against is not None else None
     path = who.where.path if who.where else f"{view.path}/{who.id}"
     if key is not None:
         key_report = look_at_key(view, path, who.identity, *_key(who, key), read_data=read_data)
-        _show_key(who, key_report, other, as_json=as_json)
+        if quiet:
+            _print_ids(who, key_report.lacking)
+        else:
+            _show_key(who, key_report, other, as_json=as_json)
         raise typer.Exit(Exit.OK if key_report.complete else Exit.PROBLEMS)
     ids = read_tokens(tokens, tokens_json)
     adapter = _adapter(lora)
@@ -171,7 +181,10 @@ def command(
         cache_salt=cache_salt,
         lora=adapter,
     )
-    _show_prompt(who, report, other, chunks=chunks, as_json=as_json)
+    if quiet:
+        _print_ids(who, report.lacking)
+    else:
+        _show_prompt(who, report, other, chunks=chunks, as_json=as_json)
     full = report.hit_tokens == report.verdict.best_tokens > computed
     raise typer.Exit(Exit.OK if full else Exit.PROBLEMS)
 
@@ -364,6 +377,12 @@ def _print_head(who: Recorded) -> None:
         say(
             "the root has no namespace of this identity: no engine with it has stored anything here"
         )
+
+
+def _print_ids(who: Recorded, files: Iterator[FileState]) -> None:
+    for one in files:
+        name = os.path.basename(one.path).removesuffix(".kv")
+        print(f"{who.identity.digest16}/{name}")
 
 
 _MAX_SHOWN = 5

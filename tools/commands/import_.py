@@ -91,8 +91,7 @@ def command(
     if receiver.problem is not None:
         say(f"{show(archive)}: {receiver.problem}")
     report(tally, destination, took_s, dry_run=dry_run, as_json=as_json, archive=receiver.problem)
-    code = tally.exit
-    raise typer.Exit(Exit.PROBLEMS if receiver.problem and code is Exit.OK else code)
+    raise typer.Exit(Exit.PROBLEMS if receiver.problem else tally.exit)
 
 
 def open_root(path: str, *, create: bool, writable: bool, option: str = "--root") -> Root:

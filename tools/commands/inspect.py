@@ -18,7 +18,7 @@ from ..check import anatomy
 from ..check.anatomy import Body, Place, Row, Span
 from ..check.expect import layout_of
 from ..check.judge import Finding, Reader, Verdict, finding_of
-from ..exits import Exit, UsageError
+from ..exits import UsageError, outcome
 from ..options import JsonOption, QuietOption
 from ..root_view import RootView
 from ..terminal import ago, emit, iec, rfc3339, say, show
@@ -111,10 +111,8 @@ def command(
     bad = [finding for finding in findings if finding is not Finding.OK]
     if as_json:
         emit("summary", files=len(findings), bad=len(bad))
-    if any(finding in (Finding.CORRUPT, Finding.STALE, Finding.CHANGING) for finding in bad):
-        raise typer.Exit(Exit.PROBLEMS)
-    if bad:
-        raise typer.Exit(Exit.PARTIAL)
+    problems = set(bad) & {Finding.CORRUPT, Finding.STALE, Finding.CHANGING}
+    raise typer.Exit(outcome(problems=problems, partial=bad))
 
 
 def _paths(what: str, root: str | None) -> list[str]:

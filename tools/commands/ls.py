@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from ..exits import Exit, UsageError
+from ..exits import UsageError, outcome
 from ..options import JsonOption, NamespaceArgument, QuietOption, RootOption
 from ..root_view import ChunkFile, Namespace, RootView, chunk_files, num_chunks
 from ..terminal import (
@@ -164,7 +164,7 @@ def _list_namespaces(
         _print_namespaces(rows)
     else:
         say("no namespace" if not num_spaces else "no namespace that fits")
-    _end(num_problems, unlistable)
+    raise typer.Exit(outcome(problems=num_problems, partial=unlistable))
 
 
 def _count(one: Namespace, *, fresh: bool) -> _Row:
@@ -302,7 +302,7 @@ def _list_chunks(
         )
     elif not quiet:
         say(f"{listing.files:,} files, {iec(listing.nbytes)} on disk")
-    _end(problems, listing.unlistable)
+    raise typer.Exit(outcome(problems=problems, partial=listing.unlistable))
 
 
 _LINE = "{:<56} {:>9}  {}"  # no table: it would have to be held until its widths are known
@@ -320,10 +320,3 @@ def _sorted(
     if limit is None:
         return sorted(files, key=key, reverse=reverse)
     return (heapq.nlargest if reverse else heapq.nsmallest)(limit, files, key)
-
-
-def _end(problems: int, unlistable: int) -> None:
-    if unlistable:
-        raise typer.Exit(Exit.PARTIAL)
-    if problems:
-        raise typer.Exit(Exit.PROBLEMS)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from .. import endpoint
-from ..exits import Exit, UsageError
+from ..exits import UsageError, outcome
 from ..options import JsonOption, MetricsOption, RootOption
 from ..root_view import RootView
 from ..terminal import emit, iec, progress, rfc3339, say
@@ -88,10 +88,8 @@ def command(
         say(f"{html}: {iec(nbytes)}, about {found.files:,} files of {iec(found.nbytes)}")
     if as_json:
         _emit(found, path)
-    if found.health.unlistable:
-        raise typer.Exit(Exit.PARTIAL)
-    if found.problems or found.reuse.damaged or found.reuse.misplaced:
-        raise typer.Exit(Exit.PROBLEMS)
+    problems = found.problems or found.reuse.damaged or found.reuse.misplaced
+    raise typer.Exit(outcome(problems=problems, partial=found.health.unlistable))
 
 
 def _answers(urls: list[str]) -> list[tuple[str, endpoint.Sample | str]]:

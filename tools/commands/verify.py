@@ -18,7 +18,7 @@ from ..check.choose import parse as parse_subset
 from ..check.judge import Finding
 from ..check.removal import Removal, RemovalPlan, execute
 from ..check.run import Bad, Job, Run, Survey, Unlistable, survey
-from ..exits import Exit, UsageError
+from ..exits import UsageError, outcome
 from ..options import (
     DryRunOption,
     JsonOption,
@@ -154,11 +154,9 @@ def command(
     bad = sum(
         run.tally.findings[finding] for finding in (*_BAD,) if finding is not Finding.UNREADABLE
     )
-    if bad or output.problems:
-        raise typer.Exit(Exit.PROBLEMS)
     unread = run.tally.findings[Finding.UNREADABLE] or run.tally.unlistable
-    if unread or not run.complete or removed.failed:
-        raise typer.Exit(Exit.PARTIAL)
+    undone = unread or not run.complete or removed.failed
+    raise typer.Exit(outcome(problems=bad or output.problems, partial=undone))
 
 
 def _deadline(text: str | None) -> float | None:

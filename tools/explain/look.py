@@ -6,7 +6,7 @@ engine does it; what only the load would notice (header, rows, blocks that are n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from fskv.hybrid_planner import GroupKind, GroupSpec
@@ -78,6 +78,20 @@ class PromptReport:
         if chunk in self.prompt.needed(position, self.verdict.best_tokens, self.computed_tokens):
             return "wanted"
         return "unused"
+
+    @property
+    def lacking(self) -> Iterator[FileState]:
+        """The files without which the prompt does not hit all that it could: absent, or not to be loaded."""
+        ends = {"loaded": self.verdict.hit_tokens, "wanted": self.verdict.best_tokens}
+        for position, looks in enumerate(self.looks):
+            for look in looks:
+                end = ends.get(self.use(position, look.chunk))
+                if end is None:
+                    continue
+                wanted = self.prompt.first_wanted_block(position, look.chunk, end)
+                for one in look.states:
+                    if one.state is not State.GOOD or (one.first_block or 0) > wanted:
+                        yield one
 
     @property
     def sentence(self) -> str:
@@ -195,6 +209,11 @@ class KeyReport:
         states = [one.state for look in self.looks for one in look.states]
         good = any(one.worst.state is State.GOOD for one in self.looks)
         return good and all(one in (State.GOOD, State.ABSENT) for one in states)
+
+    @property
+    def lacking(self) -> Iterator[FileState]:
+        """The files that a load would not take."""
+        return (one for look in self.looks for one in look.states if one.state is not State.GOOD)
 
     @property
     def sentence(self) -> str:

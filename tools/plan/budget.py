@@ -28,7 +28,6 @@ from .model_layers import Model
 
 _NO_DIGEST = bytes(16)
 # More is no engine's, and would only take long: the planner lists blocks, a hit is looked up chunk by chunk.
-_MAX_BLOCKS = 1 << 20
 _MAX_LOOKUPS = 1 << 22
 
 
@@ -153,10 +152,6 @@ def make_plan(model: Model, dtypes: Dtypes, options: EngineOptions) -> Plan:
     files = 1
     if options.canonical:
         files = max(1, (model.kv_heads or 1) // options.tp)
-    if options.max_model_len // min(g.spec.tokens_per_block for g in groups) > _MAX_BLOCKS:
-        raise UsageError(
-            f"--max-model-len: {options.max_model_len} tokens are more than {_MAX_BLOCKS} blocks"
-        )
     geometry = plan_geometry(
         [group.spec for group in groups],
         [group.block_nbytes // files for group in groups],

@@ -45,6 +45,7 @@ class Allowance:
             Limits(keep_free=keep_free),
             at_hand=_AT_HAND,
             patient=True,
+            quiet=True,  # stderr is a person's terminal
         )
         self._patience_s = patience_s
         self._lock = threading.Lock()  # guards the capacity, which is for one thread

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from ..exits import Exit
+from ..exits import Exit, outcome
 from ..terminal import emit, say, show
 
 _MAX_SAID = 20  # of bad files on a terminal; with --json each has a line
@@ -63,9 +63,8 @@ class Tally:
 
     @property
     def exit(self) -> Exit:
-        if self.files[Fate.FAILED] or self.files[Fate.NO_ROOM]:
-            return Exit.PARTIAL
-        return Exit.PROBLEMS if self.files[Fate.BAD] or self.other else Exit.OK
+        undone = self.files[Fate.FAILED] or self.files[Fate.NO_ROOM]
+        return outcome(problems=self.files[Fate.BAD] or self.other, partial=undone)
 
 
 PROBLEM_LINE = {
