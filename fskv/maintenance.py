@@ -41,7 +41,7 @@ from fskv.config import Share
 from fskv.holder import Holder, all_namespaces
 from fskv.index.snapshot import Catalogue
 from fskv.lease import SHARED_DIR, TTL_S, Lease
-from fskv.process import unique_name
+from fskv.process import GRACE_S, unique_name
 from fskv.prune import execute, plan
 from fskv.removed import ENTRY_NBYTES, RemovedLog
 from fskv.root import make_directory
@@ -56,7 +56,6 @@ _STALE_S = 10.0  # a usage that was read longer ago is no base for a grant
 _MAX_NEWS_NBYTES = 4 << 20
 _AFTER_FAILURE_S = 5.0
 _LEAST_ROOM = 4 << 20  # for the lease, the claims and a snapshot
-GRACE_S = 3600.0  # a part of a process about which nothing can be proved is given up after this
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,8 @@ _OUR_NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}-[1-9][0-9]{0,9}-[0-9a-f]{8}-[0-9]
 _OUR_PROBE = re.compile(r"probe-[0-9a-f]{16}")
 # Starts at random: a process that crashed and its successor may have the same pid.
 _COUNTER = itertools.count(secrets.randbits(40))
+# A part of a process about which nothing can be proved is given up after this (docs/format.md).
+GRACE_S = 3600.0
 
 
 def unique_name() -> str:

@@ -176,6 +176,8 @@ def complaints(module, source, num_lines=0):
                 found.append(f"{module} (layer {own}) imports {name} (layer {layer})")
             if own == 4 and layer == 4 and package != module.partition(".")[0]:
                 found.append(f"{module} imports {name}: engines and tools never each other")
+            if within(name, ("tools.commands.",)) and not within(module, ("tools.commands.",)):
+                found.append(f"{module} imports {name}: a room knows no command")
         elif package in sys.stdlib_module_names:
             if own <= 1 and package in IMPURE:
                 found.append(f"{module} is pure and imports {package}")
@@ -225,6 +227,7 @@ def test_no_two_modules_of_a_layer_import_each_other():
         ("fskv.store", "from . import jobs\nfrom .engines import x", "imports fskv.engines"),
         ("fskv.engines.vllm", "from fskv_tools import cli", "never each other"),
         ("tools.cli", "import fskv.engines.vllm_worker", "never each other"),
+        ("tools.usage", "from .commands.du import By", "knows no command"),
         ("fskv.jobs", "import vllm.config", "no home of vllm"),
         ("fskv.store", "import torch", "no home of torch"),
         ("fskv.store", "from msgpack import packb", "no home of msgpack"),

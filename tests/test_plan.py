@@ -275,6 +275,15 @@ def test_what_people_see(tmp_path):
 # --- refusals ---------------------------------------------------------------------------
 
 
+def test_a_huge_max_model_len_is_planned_like_any_other(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA))
+    usual, huge = (
+        run("plan", path, "--json", "--max-model-len", n).summary for n in ("131072", "1000000000")
+    )
+    assert usual["blocks_per_chunk"] == huge["blocks_per_chunk"]
+
+
 @pytest.mark.parametrize(
     ("changes", "options", "words"),
     [
@@ -304,7 +313,6 @@ def test_what_people_see(tmp_path):
         ({}, ("--disk", "10 miles"), "--disk"),
         ({}, ("--prompt-tokens", "0"), "--prompt-tokens"),
         ({}, ("--prompt-tokens", "200k"), "--prompt-tokens"),
-        ({}, ("--max-model-len", "1000000000"), "--max-model-len"),
     ],
 )
 def test_what_is_not_understood_is_refused_by_its_name(tmp_path, changes, options, words):

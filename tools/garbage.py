@@ -24,9 +24,8 @@ from fskv.claims import CLAIMS_DIR, USAGE_FILE
 from fskv.index.scan import OPEN_SHARD, bytes_on_disk
 from fskv.index.snapshot import SNAPSHOT_FILE
 from fskv.lease import LEASE_FILE, SHARED_DIR
-from fskv.maintenance import GRACE_S
 from fskv.namespace import parse_chunk_path
-from fskv.process import is_our_name, is_our_part, provably_dead
+from fskv.process import GRACE_S, is_our_name, is_our_part, provably_dead
 from fskv.prune import cutoff_ns
 from fskv.root import CHUNK_DIR, FORMAT_FILE, MANIFEST_FILE, PART_PREFIX, TAG_FILE, TMP_DIR
 

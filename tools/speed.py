@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from rich.progress import ProgressColumn, Task
 from rich.text import Text
 
-from .terminal import iec
-
 
 class Speed(ProgressColumn):
-    """`1.23 GiB/s`; rich's own has decimal units alone."""
+    """`1.23 GiB/s`, with `iec` to write the bytes; rich's own has decimal units alone."""
+
+    def __init__(self, iec: Callable[[float], str]) -> None:
+        super().__init__()
+        self._iec = iec
 
     def render(self, task: Task) -> Text:
+        """Return the cell."""
         speed = task.finished_speed or task.speed
-        words = "?" if speed is None else f"{iec(speed)}/s"
+        words = "?" if speed is None else f"{self._iec(speed)}/s"
         return Text(words, style="progress.data.speed")

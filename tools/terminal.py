@@ -17,7 +17,6 @@ from datetime import UTC, datetime
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from fskv.config import parse_size
 from fskv.errors import ConfigError
 
 from .exits import UsageError
@@ -110,7 +109,7 @@ def progress(*, rate: bool = False) -> Iterator[Progress]:
 
     from .speed import Speed
 
-    counted = (DownloadColumn(binary_units=True), Speed()) if rate else (MofNCompleteColumn(),)
+    counted = (DownloadColumn(binary_units=True), Speed(iec)) if rate else (MofNCompleteColumn(),)
     drawn = Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(),
@@ -189,6 +188,8 @@ def rfc3339(ns: int | None) -> str | None:
 
 def size_option(option: str, text: str) -> int:
     """Read bytes, as a number or with an IEC unit; raises UsageError."""
+    from fskv.config import parse_size
+
     try:
         return parse_size(option, int(text) if text.isascii() and text.isdecimal() else text)
     except ConfigError as error:

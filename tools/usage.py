@@ -17,8 +17,7 @@ from fskv.index.scan import file_name
 from fskv.index.snapshot import Catalogue
 from fskv.index.tally import Count, tally
 from fskv.lease import SHARED_DIR
-from fskv.maintenance import GRACE_S
-from fskv.process import provably_dead
+from fskv.process import GRACE_S, provably_dead
 from fskv.prune import cutoff_ns, forecast
 from fskv.root import CHUNK_DIR
 

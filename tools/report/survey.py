@@ -25,7 +25,7 @@ from fskv.index.snapshot import SNAPSHOT_FILE
 from fskv.index.tally import tally
 from fskv.lease import SHARED_DIR, TTL_S
 from fskv.namespace import parse_chunk_path
-from fskv.process import is_our_part, provably_dead
+from fskv.process import GRACE_S, is_our_part, provably_dead
 from fskv.root import CHUNK_DIR, FORMAT_FILE, MANIFEST_FILE, PART_PREFIX, TAG_FILE, TMP_DIR
 
 from ..check.expect import expected_of
@@ -36,7 +36,7 @@ from ..top.look import Look, is_here, look_at
 SAMPLE = 2000  # headers that are read, chosen at random
 SAMPLE_S = 20.0  # and for how long at most
 _MAX_NAMES = 20  # of foreign entries, as examples
-_OLD_PART_NS = 3600 * 1_000_000_000
+_OLD_PART_NS = int(GRACE_S * 1e9)
 _FUTURE_NS = 60 * 1_000_000_000
 _SHARD = re.compile(r"[0-9a-f]{3}")
 
