@@ -536,6 +536,29 @@ def test_a_compressed_bomb_costs_no_memory_and_ends(tmp_path):
     assert len(done.stderr.splitlines()) < 30
 
 
+@pytest.mark.parametrize("kind", [b"x", b"g", b"L", b"K"])
+@pytest.mark.parametrize("counted", [True, False])
+def test_headers_without_a_member_come_to_an_end(kind, counted, monkeypatch):
+    """Negative control: with no bound on what comes between files, it goes on as long as the stream does."""
+    block, blocks = raw_member("x", 0, kind)[: tar.BLOCK], 400_000
+    if not counted:
+        monkeypatch.setattr(tar, "_MAX_STRANGE_NBYTES", 1 << 60)
+    read = 0
+
+    def stream(nbytes):
+        nonlocal read
+        read += 1
+        return block if read <= blocks else b""
+
+    if counted:
+        with pytest.raises(layout.ArchiveError, match="too much"):
+            list(tar.TarReader(stream))
+        assert read < blocks
+    else:
+        assert list(tar.TarReader(stream)) == []
+        assert read > blocks
+
+
 def test_a_million_tiny_members_end_early_with_a_few_lines(tmp_path, free):
     root = empty_root(tmp_path / "to")
     one = raw_member("x", 0)
