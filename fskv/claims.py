@@ -21,8 +21,8 @@ import errno
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 
 from fskv.config import Share
 from fskv.process import provably_dead, unique_name
@@ -222,6 +222,11 @@ def unused_limit_s(claims: Iterable[Claim]) -> int | None:
     return min(limits, default=None)
 
 
+def without_limits(claims: Iterable[Claim], names: Collection[str]) -> list[Claim]:
+    """Return the claims, those of these names without what they declare; what they were granted counts."""
+    return [replace(c, limits=Limits()) if c.name in names else c for c in claims]
+
+
 def num_writers(claims: Iterable[Claim]) -> int:
     """Return how many may grant themselves something."""
     return sum(not claim.closed and claim.namespace is not None for claim in claims)
@@ -313,6 +318,16 @@ class Book:
         for name in names:
             with contextlib.suppress(OSError, *_DAMAGED):
                 found.append(_claim(_read(f"{directory}/{name}"), name.removesuffix(".json")))
+        return found
+
+    def silent(self, claims: Iterable[Claim], before_ns: int) -> set[str]:
+        """Return those that were last published before a time by the file system's clock."""
+        found = set()
+        for claim in claims:
+            with contextlib.suppress(OSError):
+                info = os.lstat(f"{self._directory}/{CLAIMS_DIR}/{claim.name}.json")
+                if info.st_mtime_ns < before_ns:
+                    found.add(claim.name)
         return found
 
     def publish_usage(self, usage: Usage) -> None:

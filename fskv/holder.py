@@ -26,6 +26,7 @@ from fskv.claims import (
     inodes_short,
     scopes,
     unused_limit_s,
+    without_limits,
 )
 from fskv.index.scan import OPEN_SHARD, shard_path
 from fskv.index.snapshot import Catalogue
@@ -80,6 +81,9 @@ class Holder:
         self._counted: dict[str, int] = {}  # claim -> its `written` before the last count
         self._full: dict[str, int] = {}  # claim -> its `full` that was served
         self._counted_dead: dict[str, float] = {}  # claim of a dead engine -> counted since when
+        # Claims whose limits nothing is removed for. They still bound what is granted: whoever is only being
+        # started again declares the same ones in a moment.
+        self._gone: set[str] = set()
         self._unlistable: dict[str, set[int]] = {}  # namespace -> shards
         self._stuck: set[str] = set()  # paths that cannot be removed
         self._stuck_at = time.monotonic()
@@ -105,6 +109,7 @@ class Holder:
             return True
         if time.monotonic() < self._futile_until:
             return False
+        claims = without_limits(claims, self._gone)
         if inodes_short(claims, space):
             return True
         return any(self._is_near(scope, claims, space) for scope in self._bounds(claims, space))
@@ -113,7 +118,7 @@ class Holder:
         """Count, prune what is beyond the bounds, and clean. Raises OSError when the root does not let us."""
         every = self.usage is None or time.monotonic() - self._counted_all_at > _COUNT_ALL_S
         self._find_namespaces(claims, every=every)
-        dead = self._dead(claims)
+        self._gone = dead = self._dead(claims)
         known = await self._count(claims, every=every)
         if not self.in_office:
             return  # others have counted since, and taken away claims that this count lacks
@@ -126,9 +131,10 @@ class Holder:
             if name in self._counted_dead or name in counted or name in self._lost(claims)
         }
         self._publish(claims)
-        await self._prune(claims, inodes_short(claims, space))
+        obeyed = without_limits(claims, self._gone)
+        await self._prune(obeyed, inodes_short(obeyed, space))
         if every:
-            await self._prune_unused(claims)
+            await self._prune_unused(obeyed)
         if not self.in_office:
             return
         self._publish(claims)
@@ -184,7 +190,7 @@ class Holder:
     def _dead(self, claims: list[Claim]) -> set[str]:
         """Return the claims of engines that are gone, or that have not been heard of for so long."""
         now = time.monotonic()
-        dead = set()
+        dead = self._book.silent(claims, self._lease.now_ns() - int(_DEAD_CLAIM_S * 1e9))
         for claim in claims:
             beat, since = self._beats.get(claim.name, (-1, now))
             if claim.beat != beat:

@@ -189,6 +189,7 @@ class _Execution:
 
     plan: PrunePlan
     pruned: Pruned = field(default_factory=Pruned)
+    beneath: str | None = None
     touched: dict[tuple[int, int], _Rows] = field(default_factory=dict)
     at: int = 0  # the next candidate
     used: list[tuple[int, int, Candidate]] = field(default_factory=list)  # heap by their new mtime
@@ -215,12 +216,16 @@ class _Execution:
         return candidate, mtime_ns, False
 
 
-async def execute(chosen: PrunePlan, may_go_on: Callable[[], bool]) -> Pruned:
+async def execute(
+    chosen: PrunePlan, may_go_on: Callable[[], bool], beneath: str | None = None
+) -> Pruned:
     """Remove files in the plan's order until it is fulfilled, or `may_go_on()` says no.
 
-    The catalogues are updated: what is gone is forgotten, what was used meanwhile has its new mtime.
+    The catalogues are updated: what is gone is forgotten, what was used meanwhile has its new mtime. With
+    `beneath`, the root, no link below it is followed; without it one in the place of a namespace is, which an
+    operator may have put there.
     """
-    execution = _Execution(chosen)
+    execution = _Execution(chosen, beneath=beneath)
     remove = aiofiles.os.wrap(_remove_batch)
     while not (execution.over or execution.fulfilled) and may_go_on():
         await remove(execution)
@@ -234,18 +239,20 @@ async def execute(chosen: PrunePlan, may_go_on: Callable[[], bool]) -> Pruned:
 class _Directory:
     """A shard that stays the same one while a batch removes files from it."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, beneath: str) -> None:
         self.path = path
         self._fd = -1
         self._errno = 0
-        chunks, _, shard = path.rpartition("/")
         try:
-            # One after the other: neither of the two may be a link.
-            parent = os.open(chunks, OPEN_SHARD)
-            try:
-                self._fd = os.open(shard, OPEN_SHARD, dir_fd=parent)
-            finally:
-                os.close(parent)
+            # One after the other: none below `beneath` may be a link.
+            fd = os.open(beneath, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            for name in path[len(beneath) + 1 :].split("/"):
+                try:
+                    inner = os.open(name, OPEN_SHARD, dir_fd=fd)
+                finally:
+                    os.close(fd)
+                fd = inner
+            self._fd = fd
         except OSError as error:
             self._errno = error.errno or errno.EIO
 
@@ -287,7 +294,10 @@ def _remove_some(execution: _Execution, directories: dict[str, _Directory]) -> N
         rows = _all_ranks(records, candidate.row)
         rows_of_shard.seen.update(rows)
         path = shard_path(catalogue.namespace, shard)
-        directory = directories.get(path) or directories.setdefault(path, _Directory(path))
+        directory = directories.get(path)
+        if directory is None:
+            beneath = execution.beneath or catalogue.namespace
+            directory = directories.setdefault(path, _Directory(path, beneath))
         last_use_ns = max(_look(directory, records, row, catalogue.now_ns) for row in rows)
         records["mtime_ns"][rows] = last_use_ns
         if last_use_ns > mtime_ns:

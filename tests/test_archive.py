@@ -536,6 +536,29 @@ def test_a_compressed_bomb_costs_no_memory_and_ends(tmp_path):
     assert len(done.stderr.splitlines()) < 30
 
 
+@pytest.mark.parametrize("kind", [b"x", b"g", b"L", b"K"])
+@pytest.mark.parametrize("counted", [True, False])
+def test_headers_without_a_member_come_to_an_end(kind, counted, monkeypatch):
+    """Negative control: with no bound on what comes between files, it goes on as long as the stream does."""
+    block, blocks = raw_member("x", 0, kind)[: tar.BLOCK], 400_000
+    if not counted:
+        monkeypatch.setattr(tar, "_MAX_STRANGE_NBYTES", 1 << 60)
+    read = 0
+
+    def stream(nbytes):
+        nonlocal read
+        read += 1
+        return block if read <= blocks else b""
+
+    if counted:
+        with pytest.raises(layout.ArchiveError, match="too much"):
+            list(tar.TarReader(stream))
+        assert read < blocks
+    else:
+        assert list(tar.TarReader(stream)) == []
+        assert read > blocks
+
+
 def test_a_million_tiny_members_end_early_with_a_few_lines(tmp_path, free):
     root = empty_root(tmp_path / "to")
     one = raw_member("x", 0)
@@ -633,6 +656,46 @@ def test_another_identity_in_its_place_is_refused_and_stays(lab, tmp_path, free)
     assert tally.files == {Fate.FAILED: 3}
     assert content_of(manifest) == other.encode()
     assert chunk_files(target.path) == {}
+
+
+@pytest.mark.parametrize("level", ["arch", "namespace", "chunks", "shard"])
+@pytest.mark.parametrize("protected", [True, False])
+def test_nothing_is_made_behind_a_link(lab, tmp_path, free, monkeypatch, level, protected):
+    """Negative control: without the look at them, directories and an identity are made behind the link."""
+    where = lab.namespace()
+    lab.chunks(where, range(3))
+    archive = exported(lab)
+    root, outside = empty_root(tmp_path / "to"), tmp_path / "outside"
+    outside.mkdir()
+    arch = where.id.split("/")[0]
+    links = {"arch": [arch], "namespace": [where.id], "chunks": [f"{where.id}/chunks"]}
+    for link in links.get(level) or [f"{where.id}/chunks/{idx:03x}" for idx in range(4096)]:
+        os.makedirs(os.path.dirname(f"{root}/{link}"), exist_ok=True)
+        os.symlink(outside, f"{root}/{link}")
+    if not protected:
+        monkeypatch.setattr(Destination, "_refuse_links", lambda *_: None)
+    _, tally = received(archive, root)
+    assert tally.files[Fate.FAILED] == 3
+    assert bool(os.listdir(outside)) is (not protected and level in ("arch", "namespace"))
+
+
+@pytest.mark.parametrize("claimed", [False, True])
+def test_what_is_to_stay_free_costs_nobody_a_chunk(lab, tmp_path, monkeypatch, claimed):
+    """Negative control: as a limit in the claim it holds for the whole root, which is pruned for it."""
+    lab.chunks(lab.namespace(), range(3))
+    archive = exported(lab)
+    target = Lab(tmp_path / "to")
+    theirs = target.chunks(target.namespace(tenant="theirs"), range(50), age_s=86400)
+    if claimed:
+        real = allowance.Limits
+        monkeypatch.setattr(allowance, "Limits", lambda **_: real(keep_free=Share(99.9)))
+    tally = Tally()
+    options = Options(Share(99.9), patience_s=5.0)
+    with Destination(Root.open(target.path, create=False), options) as to:
+        Receiver(to, tally).receive(io.BytesIO(archive).read, 2)
+    assert "--keep-free" in to.exhausted
+    assert tally.files[Fate.STORED] == 0
+    assert all(os.path.exists(path) for path in theirs) is not claimed
 
 
 def test_times_of_the_future_become_now(lab, tmp_path, free):

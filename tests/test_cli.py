@@ -297,3 +297,39 @@ def test_a_root_full_of_strange_entries_is_listed_and_left_alone(lab):
     assert {line["path"] for line in listed.lines[:-1]} == set(paths)
     for path, info in before.items():
         assert os.lstat(path).st_ino == info.st_ino
+
+
+@pytest.mark.parametrize(
+    ("words", "redirection", "code"),
+    [
+        ("ls", ">&-", 1),
+        ("ls", "2>&-", 0),
+        ("ls", "<&- >&- 2>&-", 1),
+        ("verify --remove-bad", "<&-", 2),
+        ("prune --max-size 1", "<&-", 2),
+        ("import -", "<&-", 1),
+        ("--help", ">/dev/full", 1),
+        ("ls", ">/dev/full", 1),
+    ],
+)
+def test_closed_and_full_streams_are_no_traceback(lab, words, redirection, code):
+    paths = lab.chunks(lab.namespace(), range(3))
+    command = f'"{sys.executable}" -m fskv_tools {words} {redirection}'
+    around = {**os.environ, "FSKV_ROOT": lab.path}
+    done = subprocess.run(["bash", "-c", command], capture_output=True, env=around, timeout=60)
+    assert b"Traceback" not in done.stdout + done.stderr, done.stderr
+    assert done.returncode == code
+    assert all(os.path.exists(path) for path in paths)
+
+
+@pytest.mark.parametrize("words", [("rm", "/"), ("prune", "--max-size", "1", "--namespace", "")])
+def test_an_empty_name_is_not_the_only_namespace(lab, words):
+    """An empty variable of a script would have everything removed."""
+    paths = lab.chunks(lab.namespace(), range(3))
+    done = run(*words, "--yes", root=lab.path)
+    assert done.exit_code == 2
+    assert all(os.path.exists(path) for path in paths)
+
+
+def test_a_size_of_thousands_of_digits_is_a_usage_error(lab):
+    assert run("prune", "--max-size", "9" * 5000, "-n", root=lab.path).exit_code == 2

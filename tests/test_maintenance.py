@@ -99,6 +99,32 @@ def test_a_dead_engines_claim_stays_until_it_was_counted_and_then_goes(root, mon
     assert 4096 in counted
 
 
+@pytest.mark.parametrize("limits", [Limits(max_nbytes=4096), Limits(unused_s=3600)])
+@pytest.mark.parametrize("who", ["dead", "silent for an hour", "alive", "heard of just now"])
+def test_nothing_is_removed_for_the_limits_of_who_is_gone(root, monkeypatch, limits, who):
+    """Negative control: for those of the living, and of whoever may be, all but one chunk goes."""
+    monkeypatch.setattr(holder, "_WITHDRAW_S", 0.5)
+    monkeypatch.setattr(holder, "_DEAD_CLAIM_S", 3.0)
+    os.makedirs(f"{root}/{SHARED_DIR}/claims")
+    day_ago = time.time_ns() - 86400 * 10**9
+    paths = [write_chunk(f"{root}/{NAME}", n, mtime_ns=day_ago) for n in range(5)]
+    name = {"dead": dead_name(), "alive": unique_name()}.get(who, "node9-1-00000000-1")
+    theirs = claim(name, namespace=None, limits=limits)
+    book(root).publish(theirs)
+    if who == "silent for an hour":
+        hour_ago = time.time_ns() - 3600 * 10**9
+        os.utime(f"{root}/{SHARED_DIR}/claims/{name}.json", ns=(hour_ago, hour_ago))
+    obeyed = who in ("alive", "heard of just now")
+
+    def until():
+        if obeyed:
+            return sum(map(os.path.exists, paths)) <= 1
+        return book(root).usage() is not None and not book(root).claims()
+
+    maintain(root, until)
+    assert all(map(os.path.exists, paths)) is not obeyed
+
+
 def test_a_dead_engines_claim_stays_while_its_namespace_cannot_be_counted(root, monkeypatch):
     monkeypatch.setattr(holder, "_WITHDRAW_S", 0.0)
     monkeypatch.setattr(holder, "_COUNT_ALL_S", 0.0)

@@ -153,17 +153,44 @@ def main() -> None:
     """Entry point of the console script."""
     if "_FSKV_COMPLETE" in os.environ:
         typer.completion.completion_init()  # type: ignore[attr-defined]
+    _open_streams()
     try:
-        app(prog_name="fskv")
-    finally:
         try:
+            app(prog_name="fskv")
+        finally:
             sys.stdout.flush()
-        except BrokenPipeError:
-            _leave()
+    except BrokenPipeError:
+        _leave()
+    except OSError as error:  # of the help, or of what was left in the buffer
+        say(f"fskv: {error}")
+        _drop_output()
+        sys.exit(Exit.PROBLEMS)
+
+
+def _open_streams() -> None:
+    """Stand in for streams that were closed (`>&-`): no file of a root is to get the number of one.
+
+    Nothing comes from stdin then, what goes to stderr is lost, and what goes to stdout is an error.
+    """
+    for number, flags in enumerate((os.O_RDONLY, os.O_RDONLY, os.O_WRONLY)):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, flags), True)
+    if sys.stdin is None:
+        sys.stdin = os.fdopen(0, closefd=False)
+    if sys.stdout is None:
+        sys.stdout = os.fdopen(1, "w", closefd=False)
+    if sys.stderr is None:
+        sys.stderr = os.fdopen(2, "w", closefd=False)
 
 
 def _leave() -> NoReturn:
     """End: whoever read the output went away."""
+    _drop_output()
+    sys.exit(Exit.INTERRUPTED)
+
+
+def _drop_output() -> None:
     # What is left in the buffer has nobody to read it; Python would complain at exit.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    sys.exit(Exit.INTERRUPTED)

@@ -165,7 +165,7 @@ class Pruning:
             chosen = plan(self._catalogues, nbytes, files, set(done.failures), before_ns)
             if not chosen.candidates:
                 break
-            pruned = runner.run(execute(chosen, lambda: not stop.is_set()))
+            pruned = runner.run(execute(chosen, lambda: not stop.is_set(), self._root))
             for path, chunks in pruned.removed.items():
                 self._news.tell(path, chunks)
             done.num_files += pruned.num_files

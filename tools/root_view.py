@@ -185,6 +185,8 @@ class RootView:
         everything = self.namespaces()
         if text is None:
             return everything
+        if not text.strip("/"):  # an empty variable of a script: the beginning of every name
+            raise UsageError(f"found {text!r}, expected the name of a namespace")
         found = [one for one in everything if text in (one.id, one.name, one.digest16, one.path)]
         found = found or [one for one in everything if _may_mean(text.rstrip("/"), one)]
         if not found:

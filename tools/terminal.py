@@ -191,7 +191,9 @@ def size_option(option: str, text: str) -> int:
     from fskv.config import parse_size
 
     try:
-        return parse_size(option, int(text) if text.isascii() and text.isdecimal() else text)
+        # More digits than any size has are no number for Python either.
+        is_number = text.isascii() and text.isdecimal() and len(text) < 30
+        return parse_size(option, int(text) if is_number else text)
     except ConfigError as error:
         raise UsageError(str(error).removeprefix("option ")) from None
 

@@ -4,6 +4,9 @@ So (docs/architecture.md, "Capacity") the bounds of all living engines hold for 
 counted before they are written. When a bound is reached what was used least recently is pruned, by whoever
 holds the lease, and the transfer waits for that; when nothing is granted for `patience_s` it ends.
 
+What the transfer itself is to keep free is no bound of the root's: it is in no claim, so that nothing of
+others is pruned for it.
+
 Any number of threads; one talks to the maintenance process at a time.
 """
 
@@ -14,7 +17,7 @@ import time
 
 from fskv import namespace
 from fskv.capacity import Capacity
-from fskv.claims import Limits
+from fskv.claims import Claim, Limits, Space, inodes_short, kept_free
 from fskv.config import Share
 from fskv.errors import FskvError
 from fskv.namespace import Identity
@@ -42,11 +45,14 @@ class Allowance:
             root,
             namespace.directory(identity),
             identity.tenant,
-            Limits(keep_free=keep_free),
+            Limits(),
             at_hand=_AT_HAND,
             patient=True,
             quiet=True,  # stderr is a person's terminal
         )
+        self._root = root
+        self._keep_free = keep_free
+        self._taken = 0  # bytes that are being written; guarded by _lock
         self._patience_s = patience_s
         self._lock = threading.Lock()  # guards the capacity, which is for one thread
         self._stopped = threading.Event()
@@ -61,20 +67,34 @@ class Allowance:
             if self.exhausted is not None:
                 raise NoRoomError(self.exhausted)
             with self._lock:
-                if self._capacity.take(nbytes):
+                leaves_enough = self._leaves_enough(nbytes)
+                if leaves_enough and self._capacity.take(nbytes):
+                    self._taken += nbytes
                     return
                 self.pruned += len(self._capacity.poll())
             if self.exhausted is None and (time.monotonic() > end or self._stopped.is_set()):
-                self.exhausted = (
-                    f"no room for {nbytes} bytes within {self._patience_s:g} s: the bounds of the root's"
-                    " engines or --keep-free leave none, and nothing could be pruned"
+                why = (
+                    "the bounds of the root's engines leave none, and nothing could be pruned"
+                    if leaves_enough
+                    else "less than --keep-free would stay free, and nothing is pruned for that"
                 )
+                self.exhausted = f"no room for {nbytes} bytes within {self._patience_s:g} s: {why}"
                 continue
             time.sleep(_POLL_S)
+
+    def _leaves_enough(self, nbytes: int) -> bool:
+        """Whether what must stay free does, once so many more bytes are written."""
+        if not self._keep_free:
+            return True
+        space = Space.of(self._root)
+        wanted = Claim("", None, None, Limits(keep_free=self._keep_free))
+        left = space.free_nbytes - self._taken - nbytes
+        return left >= kept_free(self._keep_free, space) and not inodes_short([wanted], space)
 
     def settle(self, taken: int, written: int) -> None:
         """Of `taken` bytes `written` are on disk now."""
         with self._lock:
+            self._taken -= taken
             self._capacity.settle(taken, written)
             self.pruned += len(self._capacity.poll())
 

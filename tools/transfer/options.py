@@ -38,7 +38,10 @@ ThreadsOption = Annotated[
 ]
 KeepFreeOption = Annotated[
     str,
-    typer.Option(metavar="SIZE|PERCENT", help="What must stay free on the root's file system."),
+    typer.Option(
+        metavar="SIZE|PERCENT",
+        help="Stop where less would stay free on the root's file system; nothing is pruned for it.",
+    ),
 ]
 ReadBackOption = Annotated[
     bool,
