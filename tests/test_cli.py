@@ -6,6 +6,7 @@ file out of place and no wrong exit code may come of it.
 
 from __future__ import annotations
 
+import errno
 import importlib
 import json
 import os
@@ -333,3 +334,33 @@ def test_an_empty_name_is_not_the_only_namespace(lab, words):
 
 def test_a_size_of_thousands_of_digits_is_a_usage_error(lab):
     assert run("prune", "--max-size", "9" * 5000, "-n", root=lab.path).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("ls",),
+        ("du", "--json"),
+        ("verify",),
+        ("prune", "--max-size", "1", "-n"),
+        ("gc", "-n"),
+        ("export", "-o", "/dev/null"),
+    ],
+)
+@pytest.mark.parametrize("readable", [False, True])
+def test_what_cannot_be_listed_is_not_taken_for_empty(lab, monkeypatch, words, readable):
+    """Negative control: where it can be listed, all is well."""
+    where = lab.namespace()
+    lab.chunks(where, range(3))
+    arch = f"{lab.path}/{where.id.split('/')[0]}"
+    real = os.scandir
+
+    def scandir(path="."):
+        if path == arch and not readable:  # root would be allowed to, whatever its mode
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    done = run(*words, root=lab.path)
+    assert done.exit_code == (0 if readable else 3), done.stderr
+    assert (f"{arch}: cannot be listed" in done.stderr) is not readable

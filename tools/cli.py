@@ -20,7 +20,7 @@ from typer.core import TyperGroup
 
 from fskv.errors import ConfigError, FskvError, RootError
 
-from .exits import CommandError, Exit
+from .exits import UNSEEN, CommandError, Exit
 from .terminal import say
 
 
@@ -110,8 +110,13 @@ class _Group(TyperGroup):
         return name, load(name) if name in _BY_NAME else command, rest
 
     def invoke(self, ctx: Any) -> Any:
+        UNSEEN.clear()
         try:
-            return super().invoke(ctx)
+            result = super().invoke(ctx)
+        except typer.Exit as ended:
+            if ended.exit_code == Exit.OK and UNSEEN:
+                raise typer.Exit(Exit.PARTIAL) from None
+            raise
         except CommandError as error:
             say(f"fskv: {error}")
             raise typer.Exit(error.exit) from None
@@ -129,6 +134,9 @@ class _Group(TyperGroup):
         except (FskvError, OSError, MemoryError) as error:
             say(f"fskv: {error or type(error).__name__}")
             raise typer.Exit(Exit.PROBLEMS) from None
+        if UNSEEN:
+            raise typer.Exit(Exit.PARTIAL)
+        return result
 
 
 app = typer.Typer(

@@ -51,3 +51,8 @@ class UsageError(CommandError):
 
 class NotARoot(CommandError):  # noqa: N818  a state of the disk, read as one
     exit = Exit.NOT_A_ROOT
+
+
+# Directories of a root that could not be listed, so that nobody saw what is in them: a command that else
+# would end with OK ends with PARTIAL.
+UNSEEN: set[str] = set()

@@ -11,7 +11,6 @@ by NAME, by the engine's key in hex, or by a path; a prefix is enough where it i
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import time
@@ -25,8 +24,8 @@ from fskv.errors import FskvError
 from fskv.namespace import Identity
 from fskv.root import Root, read_manifest
 
-from .exits import NotARoot, UsageError
-from .terminal import show
+from .exits import UNSEEN, NotARoot, UsageError
+from .terminal import say, show
 
 if TYPE_CHECKING:
     from fskv.index.scan import Records, Shard
@@ -176,8 +175,17 @@ class RootView:
         except OSError as error:
             raise NotARoot(f"{self.path}: {error.strerror}") from None
         for arch in arches:
-            with contextlib.suppress(OSError), os.scandir(f"{self.path}/{arch}") as entries:
-                found += [Namespace(self.path, arch, e.name) for e in entries if _is_namespace(e)]
+            path = f"{self.path}/{arch}"
+            try:
+                with os.scandir(path) as entries:
+                    names = [entry.name for entry in entries if _is_namespace(entry)]
+                found += [Namespace(self.path, arch, name) for name in names]
+            except FileNotFoundError:
+                continue  # the last namespace in it was just removed
+            except OSError as error:
+                if path not in UNSEEN:
+                    UNSEEN.add(path)
+                    say(f"{path}: cannot be listed: {error.strerror}")
         return sorted(found, key=lambda one: one.id)
 
     def matching(self, text: str | None) -> list[Namespace]:
