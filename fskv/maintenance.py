@@ -129,6 +129,8 @@ class Maintainer:
         """Make what is shared; raises OSError."""
         for path in (self._shared, f"{self._shared}/{CLAIMS_DIR}", self._log.directory):
             make_directory(path, self._dir_mode)
+            if os.path.islink(path):
+                raise NotADirectoryError(errno.ENOTDIR, "a link, expected a directory", path)
         with contextlib.suppress(OSError):
             self._log.skip_old()
         self._started = True

@@ -26,6 +26,7 @@ ENTRY_NBYTES = 20  # XXH3-128 of the key, group (little endian)
 _MAX_ENTRIES = 1 << 15  # of one file: 640 KiB
 _MAX_NBYTES = _MAX_ENTRIES * ENTRY_NBYTES
 _MAX_TAKEN_NBYTES = 4 << 20  # by one call
+_OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NAME = re.compile(r"[0-9a-f]{16}-(.+)\.(bin|part)", re.DOTALL)
 
 
@@ -102,8 +103,12 @@ class RemovedLog:
     @contextlib.contextmanager
     def _opened(self) -> Iterator[int]:
         """Yield the directory's descriptor: whatever takes its place meanwhile, nothing else is touched."""
-        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-        fd = os.open(self.directory, flags)
+        shared, name = os.path.split(self.directory)
+        parent = os.open(shared, _OPEN)
+        try:
+            fd = os.open(name, _OPEN, dir_fd=parent)
+        finally:
+            os.close(parent)
         try:
             yield fd
         finally:

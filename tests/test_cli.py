@@ -364,3 +364,16 @@ def test_what_cannot_be_listed_is_not_taken_for_empty(lab, monkeypatch, words, r
     done = run(*words, root=lab.path)
     assert done.exit_code == (0 if readable else 3), done.stderr
     assert (f"{arch}: cannot be listed" in done.stderr) is not readable
+
+
+def test_ctrl_c_while_modules_are_imported_is_no_traceback(tmp_path):
+    """A typer that interrupts its own import. Negative control: without __main__ it is a traceback."""
+    (tmp_path / "typer.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGINT)")
+    around = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    for words, traceback in (
+        (["-m", "fskv_tools"], False),
+        (["-c", "import fskv_tools.cli"], True),
+    ):
+        done = subprocess.run([sys.executable, *words], capture_output=True, env=around, timeout=60)
+        assert done.returncode == -signal.SIGINT
+        assert (b"Traceback" in done.stderr) is traceback

@@ -336,3 +336,14 @@ def test_room_is_made_with_what_the_snapshot_knows(root, monkeypatch):
     asyncio.run(make_room())
     assert disk_nbytes(root) == 0
     assert listed == []
+
+
+def test_a_link_in_the_place_of_what_is_shared_is_not_followed(root, tmp_path):
+    home = tmp_path / "home"
+    home.mkdir()
+    os.symlink(home, f"{root}/{SHARED_DIR}")
+    with pytest.raises(OSError):
+        Maintainer(str(root), None).start()
+    assert not any(home.rglob("*.json"))
+    os.unlink(f"{root}/{SHARED_DIR}")
+    Maintainer(str(root), None).start()  # the control

@@ -150,13 +150,19 @@ def test_only_files_of_our_names_are_removed_and_not_before_their_time(directory
     assert sorted(os.listdir(directory)) == sorted(FOREIGN)
 
 
-def test_a_link_in_the_place_of_the_directory_is_refused(directory, tmp_path, monkeypatch):
+@pytest.mark.parametrize("above", [False, True])
+def test_a_link_in_the_place_of_the_directory_is_refused(above, directory, tmp_path, monkeypatch):
     monkeypatch.setattr(removed, "_KEPT_S", -1.0)
     home = tmp_path / "home"
     home.mkdir()
     (home / OURS).write_bytes(b"dear" * 5)
     directory.rmdir()
-    directory.symlink_to(home)
+    if above:
+        directory.parent.rmdir()
+        (tmp_path / "removed").symlink_to(home)
+        directory.parent.symlink_to(tmp_path)
+    else:
+        directory.symlink_to(home)
     log = log_of(directory)
     for call in (
         log.skip_old,
@@ -169,7 +175,8 @@ def test_a_link_in_the_place_of_the_directory_is_refused(directory, tmp_path, mo
                 call()
     assert os.listdir(home) == [OURS]
     # The control: the same files in a directory of ours are removed.
-    directory.unlink()
+    (directory.parent if above else directory).unlink()
+    directory.parent.mkdir(exist_ok=True)
     home.rename(directory)
     log.remove_old()
     assert os.listdir(directory) == []

@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
+import signal
 import sys
 from typing import Any, NamedTuple, NoReturn
 
@@ -112,6 +113,8 @@ class _Group(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         UNSEEN.clear()
         try:
+            if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # see __main__
+                signal.signal(signal.SIGINT, signal.default_int_handler)
             result = super().invoke(ctx)
         except typer.Exit as ended:
             if ended.exit_code == Exit.OK and UNSEEN:
@@ -166,6 +169,8 @@ def main() -> None:
         try:
             app(prog_name="fskv")
         finally:
+            if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+                signal.signal(signal.SIGINT, signal.SIG_DFL)
             sys.stdout.flush()
     except BrokenPipeError:
         _leave()
