@@ -3,15 +3,17 @@
 Pure: works on buffers, never opens a file. Called by the store on its I/O threads and by the tools.
 Invariant: nothing in a buffer is believed before a check passed; no length from a buffer is used to
 allocate or to slice before it was compared with what is really there; the only exceptions that leave
-`parse_header` and `check_rows` are ChunkCorrupt and ChunkStale.
+`parse_header` and `check_rows` are ChunkCorrupt, ChunkStale and ChunkUnknownKey. Nothing of a sealed file is
+believed before its tag was checked.
 
     0   8  magic
     8   4  format version                u32, little endian like all integers of the prefix
     12  4  header length                 bytes, multiple of 4096: the payload starts there
     16  4  length of the msgpack map     bytes
-    20  4  zero
+    20  4  length of the seal            bytes: 0, or 64 with a MAC
     24  8  xxh3-64 of the whole header with this field zero
-    32     msgpack map, then zeros up to the header length
+    32     msgpack map, then zeros up to the seal or the header length
+   -64     seal: key id, and the tag of the header before the tag (fskv.mac)
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from typing import Any, NamedTuple
 import msgpack
 import xxhash
 
-from fskv.errors import ChunkCorrupt, ChunkStale
+from fskv import mac
+from fskv.errors import ChunkCorrupt, ChunkStale, ChunkUnknownKey
+from fskv.mac import SEAL_NBYTES, MacKey, MacKeys
 
 FORMAT_VERSION = 1
 # Not text, and with a line end and an end-of-file character: a transfer in text mode shows (as in PNG).
@@ -32,6 +36,8 @@ MAGIC = b"\x89FSKV\r\n\x1a"
 ALIGNMENT = 4096  # O_DIRECT and GDS are direct only for 4 KiB-aligned offsets and lengths
 ROW_NBYTES = 65536  # one checksum each: names the damaged place, and lets a partial load be checked
 CHECKSUM = "xxh3-64"
+# What a row's digest is, and how many bytes of it there are.
+DIGEST_NBYTES = {CHECKSUM: 8, mac.INTEGRITY: mac.ROW_DIGEST_NBYTES}
 
 _PREFIX = struct.Struct("<8sIIIIQ")
 _CHECKSUM_AT = 24
@@ -53,12 +59,13 @@ class FileLayout:
 
     The payload is `num_blocks` blocks of `page_nbytes` pages each, block after block without holes,
     then zeros up to a multiple of 4096. `digest` (16 bytes) stands for everything that must agree
-    for the pages to be interchangeable and is compared on every read.
+    for the pages to be interchangeable and is compared on every read. `integrity` is one of DIGEST_NBYTES.
     """
 
     num_blocks: int
     page_nbytes: tuple[int, ...]
     digest: bytes
+    integrity: str = CHECKSUM
 
     @cached_property
     def block_nbytes(self) -> int:
@@ -85,7 +92,8 @@ class FileLayout:
             + _META_RESERVE_NBYTES
             + _MAX_KEY_NBYTES
             + 8 * len(self.page_nbytes)
-            + 8 * self.num_rows
+            + DIGEST_NBYTES[self.integrity] * self.num_rows
+            + (0 if self.integrity == CHECKSUM else SEAL_NBYTES)
         )
 
     @cached_property
@@ -113,47 +121,61 @@ class ChunkHeader:
     page_nbytes: tuple[int, ...]
     first_block: int  # blocks before it were not available when the chunk was stored
     payload_nbytes: int
-    row_digests: bytes  # 8 bytes a row, canonical (big endian) xxh3-64
+    row_digests: bytes  # 8 bytes a row, canonical (big endian) xxh3-64; sealed: 16 bytes a row
     creator: str
     written_at_ms: int
     header_nbytes: int = 0  # set by parse_header
+    integrity: str = CHECKSUM
+    key_id: str | None = None  # of the key that sealed it; set by parse_header
 
     @property
     def num_rows(self) -> int:
-        return len(self.row_digests) // 8
+        return len(self.row_digests) // self.digest_nbytes
+
+    @property
+    def digest_nbytes(self) -> int:
+        return DIGEST_NBYTES[self.integrity]
 
 
-def row_digests(payload: memoryview) -> bytes:
+def row_digests(payload: memoryview, key: MacKey | None = None) -> bytes:
     """Return the digest of each 64 KiB row of `payload`, 8 bytes a row; the last row may be short.
 
-    xxhash releases the interpreter lock while it hashes a row.
+    With `key` that of a sealed file, 16 bytes a row. The interpreter's lock is released while a row is hashed.
     """
+    if key is not None:
+        return key.row_digests(payload, ROW_NBYTES)
     digest = xxhash.xxh3_64_digest
     return b"".join(
         digest(payload[at : at + ROW_NBYTES]) for at in range(0, len(payload), ROW_NBYTES)
     )
 
 
-def check_rows(rows: memoryview, first_row: int, expected: bytes) -> None:
+def check_rows(
+    rows: memoryview, first_row: int, expected: bytes, key: MacKey | None = None
+) -> None:
     """Compare rows read from a file with the header's digests; raises ChunkCorrupt naming the row.
 
-    `rows` starts at row `first_row`; `expected` holds the digests of the whole payload.
+    `rows` starts at row `first_row`; `expected` holds the digests of the whole payload; `key` is the one that
+    sealed the file.
     """
-    check_digests(row_digests(rows), first_row, expected)
+    nbytes = DIGEST_NBYTES[CHECKSUM if key is None else mac.INTEGRITY]
+    check_digests(row_digests(rows, key), first_row, expected, nbytes)
 
 
-def check_digests(found: bytes, first_row: int, expected: bytes) -> None:
+def check_digests(found: bytes, first_row: int, expected: bytes, digest_nbytes: int = 8) -> None:
     """The same, where the rows were digested elsewhere, say on a GPU; `found` is as row_digests gives it."""
-    wanted = expected[8 * first_row : 8 * first_row + len(found)]
-    if found == wanted:
+    num_rows = len(found) // digest_nbytes
+    wanted = expected[digest_nbytes * first_row :][: len(found)]
+    if mac.same(found, wanted):
         return
-    for row in range(len(found) // 8):
-        if found[8 * row : 8 * row + 8] != wanted[8 * row : 8 * row + 8]:
+    for row in range(num_rows):
+        place = slice(digest_nbytes * row, digest_nbytes * (row + 1))
+        if found[place] != wanted[place]:
             raise ChunkCorrupt(
                 f"row {first_row + row} (payload bytes from {(first_row + row) * ROW_NBYTES}) "
                 f"fails its checksum"
             )
-    raise ChunkCorrupt(f"{len(found) // 8} rows read, header has {len(wanted) // 8}")
+    raise ChunkCorrupt(f"{num_rows} rows read, header has {len(wanted) // digest_nbytes}")
 
 
 class HeaderPieces(NamedTuple):
@@ -179,6 +201,7 @@ def header_pieces(
     payload_nbytes: int,
     num_rows: int,
     creator: str,
+    integrity: str = CHECKSUM,
 ) -> HeaderPieces:
     """Encode the constant fields once for all chunks of a group."""
 
@@ -186,7 +209,7 @@ def header_pieces(
         packed = (msgpack.packb(name) + msgpack.packb(value) for name, value in values.items())
         return b"".join(packed)
 
-    digests = bytes(8 * num_rows)
+    digests = bytes(DIGEST_NBYTES[integrity] * num_rows)
     return HeaderPieces(
         head=b"\x8f" + msgpack.packb("key"),  # a map of 15 fields
         middle=pack(
@@ -199,14 +222,16 @@ def header_pieces(
         )
         + msgpack.packb("first_block"),
         rows=pack(
-            payload=payload_nbytes, codec=0, checksum=CHECKSUM, row=ROW_NBYTES, rows=digests
+            payload=payload_nbytes, codec=0, checksum=integrity, row=ROW_NBYTES, rows=digests
         ).removesuffix(digests),
         tail=pack(creator=creator[:_MAX_CREATOR_CHARS]) + msgpack.packb("written_at"),
     )
 
 
-def encode_header(header: ChunkHeader, header_nbytes: int) -> bytes:
+def encode_header(header: ChunkHeader, header_nbytes: int, key: MacKey | None = None) -> bytes:
     """Return the header as `header_nbytes` bytes, ready to be written before the payload.
+
+    With `key` it is sealed, and `header.row_digests` are those of that key.
 
     Raises ValueError when the fields do not fit: a programming error, since FileLayout reserves enough.
     """
@@ -220,6 +245,7 @@ def encode_header(header: ChunkHeader, header_nbytes: int) -> bytes:
         header.payload_nbytes,
         header.num_rows,
         header.creator,
+        header.integrity,
     )
     meta = b"".join(
         (
@@ -233,13 +259,23 @@ def encode_header(header: ChunkHeader, header_nbytes: int) -> bytes:
             msgpack.packb(header.written_at_ms),
         )
     )
-    if len(header.key_hash) > _MAX_KEY_NBYTES or _PREFIX.size + len(meta) > header_nbytes:
+    if (key is None) != (header.integrity == CHECKSUM):
+        raise ValueError(f"integrity {header.integrity}, with a key: {key is not None}")
+    seal_nbytes = 0 if key is None else SEAL_NBYTES
+    if (
+        len(header.key_hash) > _MAX_KEY_NBYTES
+        or _PREFIX.size + len(meta) + seal_nbytes > header_nbytes
+    ):
         raise ValueError(
             f"header of {len(meta)} bytes (key {len(header.key_hash)}) does not fit {header_nbytes}"
         )
     data = bytearray(header_nbytes)
-    _PREFIX.pack_into(data, 0, MAGIC, FORMAT_VERSION, header_nbytes, len(meta), 0, 0)
+    _PREFIX.pack_into(data, 0, MAGIC, FORMAT_VERSION, header_nbytes, len(meta), seal_nbytes, 0)
     data[_PREFIX.size : _PREFIX.size + len(meta)] = meta
+    if key is not None:
+        tag_at = header_nbytes - mac.TAG_NBYTES
+        data[tag_at - mac.KEY_ID_NBYTES : tag_at] = mac.pack_key_id(key.key_id)
+        data[tag_at:] = key.tag(memoryview(data)[:tag_at])
     struct.pack_into("<Q", data, _CHECKSUM_AT, xxhash.xxh3_64_intdigest(data))
     return bytes(data)
 
@@ -251,7 +287,7 @@ def header_length(prefix: bytes | memoryview) -> int:
     """
     if len(prefix) < _PREFIX.size:
         raise ChunkCorrupt(f"{len(prefix)} bytes, too short for a header")
-    magic, version, header_nbytes, meta_nbytes, zero, _ = _PREFIX.unpack_from(prefix)
+    magic, version, header_nbytes, meta_nbytes, seal_nbytes, _ = _PREFIX.unpack_from(prefix)
     if magic != MAGIC:
         raise ChunkCorrupt("not a chunk file: wrong magic")
     if version != FORMAT_VERSION:
@@ -259,29 +295,70 @@ def header_length(prefix: bytes | memoryview) -> int:
     if (
         header_nbytes % ALIGNMENT
         or not ALIGNMENT <= header_nbytes <= _MAX_HEADER_NBYTES
-        or _PREFIX.size + meta_nbytes > header_nbytes
-        or zero
+        or _PREFIX.size + meta_nbytes + seal_nbytes > header_nbytes
+        or seal_nbytes not in (0, SEAL_NBYTES)
     ):
         raise ChunkCorrupt(f"impossible header lengths {header_nbytes} and {meta_nbytes}")
     return int(header_nbytes)
 
 
-def parse_header(data: bytes | memoryview) -> ChunkHeader:
+def parse_header(
+    data: bytes | memoryview, keys: MacKeys | None = None, integrity: str | None = None
+) -> ChunkHeader:
     """Check and decode a header; `data` may be longer than the header.
 
-    Raises ChunkStale for another format version and ChunkCorrupt for anything else that is wrong.
+    `integrity` is what it has to be, if that is known: a file without a seal is not taken for one that had it
+    removed. Raises ChunkUnknownKey for a sealed one without its key, ChunkStale for another format version or
+    integrity, and ChunkCorrupt for anything else that is wrong.
     """
+    header, seal_nbytes = _checked_header(data)
+    if integrity is not None and (integrity != CHECKSUM) != (seal_nbytes != 0):
+        found = "a seal" if seal_nbytes else "no seal"
+        raise ChunkStale(f"{found}, expected integrity '{integrity}'")
+    if seal_nbytes:
+        _check_seal(header, keys)
+    return _decode(header, seal_nbytes)
+
+
+def peek_header(data: bytes | memoryview) -> ChunkHeader:
+    """The same, but whoever can write to the root may have made up all of a sealed file: for showing only."""
+    return _decode(*_checked_header(data))
+
+
+def _checked_header(data: bytes | memoryview) -> tuple[bytearray, int]:
+    """Return a copy of a header that passed its checksum, with that taken as zero, and its seal's length."""
     header_nbytes = header_length(data)
     if len(data) < header_nbytes:
         raise ChunkCorrupt(f"{len(data)} bytes, header says {header_nbytes}")
     raw = bytearray(data[:header_nbytes])
-    meta_nbytes, _, checksum = struct.unpack_from("<IIQ", raw, 16)
+    seal_nbytes, checksum = struct.unpack_from("<IQ", raw, 20)
     raw[_CHECKSUM_AT : _CHECKSUM_AT + 8] = bytes(8)
     if xxhash.xxh3_64_intdigest(raw) != checksum:
         raise ChunkCorrupt("header fails its checksum")
+    return raw, seal_nbytes
+
+
+def _check_seal(header: bytearray, keys: MacKeys | None) -> None:
+    tag_at = len(header) - mac.TAG_NBYTES
+    key_id = mac.unpack_key_id(bytes(header[tag_at - mac.KEY_ID_NBYTES : tag_at]))
+    if key_id is None:
+        raise ChunkCorrupt("its seal names no key")
+    key = keys.get(key_id) if keys is not None else None
+    if key is None:
+        raise ChunkUnknownKey(f"sealed with key '{key_id}': cannot be judged without the key")
+    if not mac.same(key.tag(memoryview(header)[:tag_at]), bytes(header[tag_at:])):
+        raise ChunkCorrupt(f"header fails its MAC with key '{key_id}'")
+
+
+def _decode(header: bytearray, seal_nbytes: int) -> ChunkHeader:
+    (meta_nbytes,) = struct.unpack_from("<I", header, 16)
+    key_id = None
+    if seal_nbytes:
+        packed = header[-SEAL_NBYTES : -SEAL_NBYTES + mac.KEY_ID_NBYTES]
+        key_id = mac.unpack_key_id(bytes(packed))
     try:
-        meta = _unpack_flat(memoryview(raw)[_PREFIX.size : _PREFIX.size + meta_nbytes])
-        return _header_from_meta(meta, header_nbytes)
+        meta = _unpack_flat(memoryview(header)[_PREFIX.size : _PREFIX.size + meta_nbytes])
+        return _header_from_meta(meta, len(header), seal_nbytes, key_id)
     except ChunkCorrupt:
         raise
     except (
@@ -322,7 +399,9 @@ def _refuse_nesting(_: object) -> None:
     raise ChunkCorrupt("a header field is nested")
 
 
-def _header_from_meta(meta: dict[str, Any], header_nbytes: int) -> ChunkHeader:
+def _header_from_meta(
+    meta: dict[str, Any], header_nbytes: int, seal_nbytes: int, key_id: str | None
+) -> ChunkHeader:
     def integer(name: str, at_most: int) -> int:
         value = meta.get(name)
         if type(value) is not int or not 0 <= value <= at_most:
@@ -336,7 +415,8 @@ def _header_from_meta(meta: dict[str, Any], header_nbytes: int) -> ChunkHeader:
         return value
 
     codec, checksum, row = meta.get("codec"), meta.get("checksum"), meta.get("row")
-    if (codec, checksum, row) != (0, CHECKSUM, ROW_NBYTES):
+    integrity = mac.INTEGRITY if seal_nbytes else CHECKSUM
+    if (codec, checksum, row) != (0, integrity, ROW_NBYTES):
         raise ChunkCorrupt(f"codec {codec!r:.20}, checksum {checksum!r:.20}, row {row!r:.20}")
     packed = binary("pages", header_nbytes)
     pages = struct.unpack(f"<{len(packed) // 8}Q", packed)
@@ -359,11 +439,15 @@ def _header_from_meta(meta: dict[str, Any], header_nbytes: int) -> ChunkHeader:
         creator=creator,
         written_at_ms=integer("written_at", 1 << 62),
         header_nbytes=header_nbytes,
+        integrity=integrity,
+        key_id=key_id,
     )
-    layout = FileLayout(header.num_blocks, header.page_nbytes, header.layout_digest)
+    layout = FileLayout(
+        header.num_blocks, header.page_nbytes, header.layout_digest, header.integrity
+    )
     if (
         header.payload_nbytes != layout.payload_nbytes
-        or len(header.row_digests) != 8 * layout.num_rows
+        or len(header.row_digests) != header.digest_nbytes * layout.num_rows
         or header.first_block >= max(1, header.num_blocks)
     ):
         raise ChunkCorrupt(

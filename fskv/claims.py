@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass, field, replace
 
 from fskv.config import Share
 from fskv.process import provably_dead, unique_name
+from fskv.root import create_file
 
 CLAIMS_DIR = "claims"
 USAGE_FILE = "usage.json"
@@ -351,7 +352,7 @@ class Book:
     def _write(self, path: str, tree: object) -> None:
         part = f"{self._directory}/{unique_name()}.part"
         try:
-            fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, self._file_mode)
+            fd = create_file(part, self._file_mode)
             with os.fdopen(fd, "wb", buffering=0) as file:
                 file.write(json.dumps(tree).encode())
             try:

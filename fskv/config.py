@@ -91,6 +91,19 @@ class StoreConfig:
         "text",
         "Separates this engine's chunks from those of other tenants on the same root.",
     )
+    mac_key_file: str | None = _option(
+        None,
+        "absolute path",
+        "File with MAC keys, one `<key id> <64 hex digits>` a line. With it chunks are sealed: a file that no "
+        "holder of a key has written is not loaded. The first key writes, all are accepted; read again when it "
+        "changes. Engines with and without it do not share. Not with GDS.",
+    )
+    access: Literal["user", "group"] = _option(
+        "user",
+        "user, group",
+        "Who may use the files of this engine beside its own user. `user`: nobody (0700, 0600). `group`: the "
+        "group of the root's directory, which has to have the setgid bit (0770, 0660).",
+    )
     weights_fixed: bool = _option(
         False,
         "true, false",
@@ -222,6 +235,14 @@ class StoreConfig:
     )
 
     @property
+    def dir_mode(self) -> int:
+        return 0o770 if self.access == "group" else 0o700
+
+    @property
+    def file_mode(self) -> int:
+        return 0o660 if self.access == "group" else 0o600
+
+    @property
     def deadline(self) -> Deadline:
         return Deadline(self.deadline_base_s, self.deadline_per_mib_s, self.deadline_max_s)
 
@@ -258,6 +279,11 @@ class StoreConfig:
                 f"'deadline_base_s' ({config.deadline_base_s})"
             )
         config._check_bounds()
+        if config.mac_key_file is not None and config.transport == "gds":
+            raise ConfigError(
+                'option \'transport\': found "gds" with \'mac_key_file\' set, expected "auto" or "host": '
+                "keyed digests are computed on the host, so chunks go through it"
+            )
         return config
 
     def _check_bounds(self) -> None:
@@ -280,8 +306,13 @@ def _bad(name: str, value: object, expected: str) -> ConfigError:
 
 def _parse_root(name: str, value: Any) -> str:
     if not isinstance(value, str) or not value.startswith("/") or "\0" in value:
-        raise _bad(name, value, 'an absolute path such as "/mnt/kv"')
+        example = "/mnt/kv" if name == "root" else "/etc/fskv/keys"
+        raise _bad(name, value, f'an absolute path such as "{example}"')
     return value.rstrip("/") or "/"
+
+
+def _parse_path(name: str, value: Any) -> str | None:
+    return None if value is None else _parse_root(name, value)
 
 
 def _parse_chunk_size(name: str, value: Any) -> int | str:
@@ -372,6 +403,8 @@ _PARSERS = {
     "hybrid_chunk_size": _parse_chunk_size,
     "weights_id": _parse_text,
     "tenant": _parse_text,
+    "mac_key_file": _parse_path,
+    "access": _choice("user", "group"),
     "weights_fixed": _parse_bool,
     "canonical_layout": _parse_bool,
     "lora": _choice("off", "by-name"),

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from fskv.process import HOST, TOKEN, provably_dead, unique_name
-from fskv.root import NO_LINKS
+from fskv.root import NO_LINKS, create_file
 
 SHARED_DIR = ".fskv-maintenance"
 LEASE_FILE = "lease.json"
@@ -144,7 +144,7 @@ class Lease:
         now = self._clock()
         part = f"{self._directory}/{unique_name()}.part"
         try:
-            fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, self._file_mode)
+            fd = create_file(part, self._file_mode)
             with os.fdopen(fd, "wb", buffering=0) as file:
                 file.write(_encoded(mine))
             publish_exclusive(part, self._path)

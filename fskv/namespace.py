@@ -94,6 +94,7 @@ class Identity:
     canonical_format: str | None = None
     tenant: str | None = None
     model_runner: str | None = None
+    integrity: str | None = None  # fskv.mac.INTEGRITY where files are sealed; not which key
     extra: Mapping[str, Json] | None = None  # an empty mapping is the same as None
 
     def __post_init__(self) -> None:

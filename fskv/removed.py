@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 
 from fskv.process import is_our_name, unique_name
+from fskv.root import create_file
 
 _KEPT_S = 600.0
 _MAX_KEPT = 256  # prunes
@@ -50,8 +51,7 @@ class RemovedLog:
         packed = b"".join(name + group.to_bytes(4, "little") for name, group in chunks)
         stem = f"{digest16}-{unique_name()}"
         part, name = f"{stem}.part", f"{stem}.bin"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        fd = os.open(part, flags, self._file_mode, dir_fd=directory)
+        fd = create_file(part, self._file_mode, dir_fd=directory)
         with os.fdopen(fd, "wb", buffering=0) as file:
             if os.geteuid() == 0:  # an operator's prune: engines of another user are to read it
                 with contextlib.suppress(OSError):

@@ -96,19 +96,25 @@ class Root:
         path: str,
         *,
         create: bool,
-        dir_mode: int = 0o700,
-        file_mode: int = 0o600,
+        dir_mode: int | None = None,
+        file_mode: int | None = None,
         writable: bool = True,
     ) -> Root:
         """Check that `path` is an fskv root; with `create`, make an empty directory into one.
 
         `writable=False` (tools) writes nothing, not even a probe; with `create` it passes over an empty
-        directory, which would be made into a root. Modes are set exactly, whatever
-        the umask. Raises ConfigError for a path that cannot be meant, RootError for a state of
+        directory, which would be made into a root. Modes are set exactly, whatever the umask; without them a
+        group is let in if it may write `fskv.json`. Raises ConfigError for a path that cannot be meant, RootError for a state of
         the disk; both name the option, the finding and what is expected.
         """
         path = _checked_path(path)
-        root = cls(path, dir_mode, file_mode, writable)
+        usual = _usual_modes(path) if dir_mode is None or file_mode is None else (0, 0)
+        root = cls(
+            path,
+            usual[0] if dir_mode is None else dir_mode,
+            usual[1] if file_mode is None else file_mode,
+            writable,
+        )
         with _os_errors_as_root_errors(path):
             _retry_stale(lambda: _check_directory(path))
             if not _retry_stale(lambda: _is_our_root(path)):
@@ -187,6 +193,19 @@ def make_directory(path: str, mode: int) -> bool:
     return True
 
 
+def create_file(path: str, mode: int, more_flags: int = 0, *, dir_fd: int | None = None) -> int:
+    """Create a file for writing, exclusively, and return its descriptor; OSError passes.
+
+    A mode that lets a group in holds whatever the umask; 0600 is not worth another call for each chunk.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | more_flags
+    fd = os.open(path, flags, mode, dir_fd=dir_fd)
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        with suppress(OSError):  # a file system without modes
+            os.fchmod(fd, mode)
+    return fd
+
+
 # --- checks of the root -----------------------------------------------------------------
 
 
@@ -204,6 +223,14 @@ def _checked_path(path: str) -> str:
             f"option 'root': found {path!r}, expected a path without control characters"
         )
     return path.rstrip("/") or "/"
+
+
+def _usual_modes(path: str) -> tuple[int, int]:
+    """Return the modes of directories and files that whoever made the root has used."""
+    with suppress(OSError):
+        if os.stat(f"{path}/{FORMAT_FILE}", follow_symlinks=False).st_mode & stat.S_IWGRP:
+            return 0o770, 0o660
+    return 0o700, 0o600
 
 
 def _check_directory(path: str) -> None:

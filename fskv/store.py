@@ -29,14 +29,17 @@ from fskv.errors import (
     ChunkIOError,
     ChunkMissing,
     ChunkStale,
+    ChunkUnknownKey,
     FskvError,
     RootError,
     chunk_error_from_os,
 )
 from fskv.gds_io import OpenChunk, Transport
+from fskv.mac import MacKey, MacKeys
 from fskv.root import make_directory
 from fskv.span_plan import ChunkPlan
 from fskv.threads import Task
+from fskv.transports.chunk_fd import open_chunk_fd
 from fskv.types import ChunkId, Status
 
 if TYPE_CHECKING:
@@ -73,8 +76,11 @@ class ChunkStore:
         rank: int | None,
         touch_interval_s: float,
         restore: Callable[[], object] | None = None,
+        keys: Callable[[], MacKeys] | None = None,
     ) -> None:
         """`layouts` by group index; `rank` is None where ranks do not have files of their own.
+
+        With `keys` (KeyFile.keys) every file is sealed, and one that is not is none; asked for before each.
 
         `restore` makes the namespace's directories again when somebody removed them; it raises an
         FskvError when the root itself is gone.
@@ -85,6 +91,7 @@ class ChunkStore:
         self._rank = rank
         self._touch_interval_s = touch_interval_s
         self._restore = restore
+        self._keys = keys
         self._creator = f"fskv/{__version__}"
         self._native_layouts = {idx: self._native_layout(idx) for idx in layouts}
         # Files that failed and may still be there (discarding them failed): the next put replaces them.
@@ -103,8 +110,8 @@ class ChunkStore:
 
     def _native_layout(self, group_idx: int) -> _native.Layout | None:
         native, layout = self._transport.native, self._layouts[group_idx]
-        if native is None:
-            return None
+        if native is None or self._keys is not None:
+            return None  # keyed digests are Python's
         pieces = chunk_file.header_pieces(
             group_idx,
             self._rank or 0,
@@ -142,7 +149,8 @@ class ChunkStore:
         native, layout = self._transport.native, self._native_layouts[chunk.group_idx]
         if native is None:
             return Task(owner, urgent=is_load)
-        if not 0 < len(chunk.key_hash) < 256:  # longer than any engine's; Python words the refusal
+        # A key longer than any engine's: Python words the refusal.
+        if layout is None or not 0 < len(chunk.key_hash) < 256:
             return native.transfer(owner, is_load)
         path = self.path(chunk)
         return native.transfer(
@@ -236,19 +244,26 @@ class ChunkStore:
             file.read_into(slot, 0, 0, layout.header_nbytes)
             file.read_into(slot, start, start, stop - start)
         try:
+            keys = self._keys() if self._keys else None
             header = chunk_file.parse_header(
-                self._transport.take_header(slot, layout.header_nbytes)
+                self._transport.take_header(slot, layout.header_nbytes), keys, layout.integrity
             )
             self._compare(header, chunk, layout)
-            found = self._transport.row_digests(slot, start, stop)
-            chunk_file.check_digests(found, rows.start, header.row_digests)
-        except ChunkCorrupt as error:
-            raise ChunkCorrupt(f"{path}: {error}") from None
-        except ChunkStale as error:
-            raise ChunkStale(f"{path}: {error}") from None
+            key = keys.get(header.key_id) if keys and header.key_id else None
+            found = self._row_digests(slot, start, stop, key)
+            chunk_file.check_digests(found, rows.start, header.row_digests, header.digest_nbytes)
+        except (ChunkCorrupt, ChunkStale, ChunkUnknownKey) as error:
+            raise type(error)(f"{path}: {error}") from None
         if header.first_block > first_block:
             self._suspect(chunk)  # or the next store would find it there, and the hole would stay
             raise ChunkMissing(f"{path}: holds blocks from {header.first_block}, not {first_block}")
+
+    def _row_digests(self, slot: Any, start: int, stop: int, key: MacKey | None) -> bytes:
+        if key is None:
+            return self._transport.row_digests(slot, start, stop)
+        # A view where slots are in host memory; where they are not, keys are refused at start-up.
+        content = memoryview(self._transport.take_header(slot, stop))
+        return chunk_file.row_digests(content[start:], key)
 
     def _compare(self, header: ChunkHeader, chunk: ChunkId, layout: FileLayout) -> None:
         """Raise ChunkStale unless this is the chunk that was asked for, of this very identity."""
@@ -324,8 +339,10 @@ class ChunkStore:
         path = self.path(chunk)
         with self._lock:
             suspect = chunk in self._suspects
-        if not suspect and self._good_file_there(path, layout):
+        keys = self._keys() if self._keys else None
+        if not suspect and self._good_file_there(chunk, path, layout, keys):
             return Status.EXISTS
+        key = keys.writer if keys else None
 
         base = layout.header_nbytes
         transport = self._transport
@@ -341,11 +358,12 @@ class ChunkStore:
             page_nbytes=layout.page_nbytes,
             first_block=first_block,
             payload_nbytes=layout.payload_nbytes,
-            row_digests=transport.row_digests(slot, base, layout.file_nbytes),
+            row_digests=self._row_digests(slot, base, layout.file_nbytes, key),
             creator=self._creator,
             written_at_ms=int(time.time() * 1000),
+            integrity=layout.integrity,
         )
-        transport.put_header(slot, chunk_file.encode_header(header, base))
+        transport.put_header(slot, chunk_file.encode_header(header, base, key))
 
         part = self._directory.part_path(path)
         try:
@@ -357,16 +375,35 @@ class ChunkStore:
         self.replaced(chunk)
         return Status.OK
 
-    def _good_file_there(self, path: str, layout: FileLayout) -> bool:
+    def _good_file_there(
+        self, chunk: ChunkId, path: str, layout: FileLayout, keys: MacKeys | None
+    ) -> bool:
         try:
             info = os.stat(path, follow_symlinks=False)
         except OSError:
             return False
         if not stat_module.S_ISREG(info.st_mode) or info.st_size != layout.file_nbytes:
             return False
+        if keys is not None and not self._sealed_there(chunk, path, layout, keys):
+            return False
         if abs(time.time() - info.st_mtime) > self._touch_interval_s:
             with contextlib.suppress(OSError):
                 os.utime(path)
+        return True
+
+    def _sealed_there(self, chunk: ChunkId, path: str, layout: FileLayout, keys: MacKeys) -> bool:
+        """Whether the header there is that of this chunk, by a key that is accepted.
+
+        A file under a retired key, or a forged one, is replaced now and not only once a load has met it.
+        """
+        try:
+            with open_chunk_fd(path) as (fd, _):
+                header = chunk_file.parse_header(
+                    os.pread(fd, layout.header_nbytes, 0), keys, layout.integrity
+                )
+            self._compare(header, chunk, layout)
+        except (ChunkError, OSError):
+            return False
         return True
 
     def _publish(self, part: str, path: str) -> None:

@@ -220,6 +220,8 @@ static int open_part(const FileLayout *layout, const ChunkFile *file)
     int fd = open(file->part, flags, layout->file_mode);
     if (fd < 0 && errno == ENOENT && make_parent(layout, file->part))
         fd = open(file->part, flags, layout->file_mode);
+    if (fd >= 0 && (layout->file_mode & 077) != 0)
+        (void)fchmod(fd, layout->file_mode); /* a group is let in whatever the umask */
     return fd;
 }
 

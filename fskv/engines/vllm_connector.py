@@ -153,7 +153,7 @@ class FskvOffloadingSpec(OffloadingSpec):
             "the checkpoint's files could not be read for a fingerprint (see option 'weights_id')",
         )
         directory = call_with_deadline(
-            lambda: Root.open(config.root, create=True).open_namespace(identity),
+            lambda: _open_root(config, create=True).open_namespace(identity),
             START_UP_S,
             f"option 'root': {config.root} did not answer",
         )
@@ -174,7 +174,7 @@ class FskvOffloadingSpec(OffloadingSpec):
             bpc,
             files,
             directory,
-            restore=lambda: Root.open(config.root, create=False).open_namespace(identity),
+            restore=lambda: _open_root(config, create=False).open_namespace(identity),
             rank=parallel.rank,
             world_size=parallel.world_size,
         )
@@ -350,6 +350,12 @@ class FskvConnector(OffloadingConnector):
     def build_prom_metrics(cls, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> Any:
         # vLLM finds the metric definitions through the spec's name, which the user does not write.
         return super().build_prom_metrics(_with_spec(vllm_config, None), *args, **kwargs)
+
+
+def _open_root(config: StoreConfig, *, create: bool) -> Root:
+    return Root.open(
+        config.root, create=create, dir_mode=config.dir_mode, file_mode=config.file_mode
+    )
 
 
 def _prepare(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, announce: bool) -> _Setup:

@@ -34,6 +34,7 @@ from fskv.config import StoreConfig
 from fskv.errors import ConfigError
 from fskv.fingerprint import weights_fingerprint
 from fskv.hybrid_planner import GroupKind, GroupSpec
+from fskv.mac import INTEGRITY
 from fskv.namespace import GroupIdentity, Identity, Json, canonical_json
 
 if TYPE_CHECKING:
@@ -171,6 +172,7 @@ def build_identity(
         canonical_format=canonical_format,
         tenant=config.tenant,
         model_runner="v2" if vllm_config.use_v2_model_runner else "v1",
+        integrity=INTEGRITY if config.mac_key_file is not None else None,
         extra=_extra(vllm_config, config) | ({"page_layouts": layouts} if layouts else {}),
     )
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from fskv.chunk_file import FileLayout
 from fskv.gds_io import Transport
+from fskv.mac import MacKeys
 from fskv.span_plan import ChunkPlan
 from fskv.store import ChunkStore, Directory
 from fskv.threads import Task
@@ -46,6 +47,7 @@ class SlicedStore(ChunkStore):
         file_ranks: Sequence[int | None],
         touch_interval_s: float,
         restore: Callable[[], object] | None = None,
+        keys: Callable[[], MacKeys] | None = None,
     ) -> None:
         """`layouts` by group index: a group's files are all alike. Files share I/O, not suspects."""
         super().__init__(
@@ -55,6 +57,7 @@ class SlicedStore(ChunkStore):
             rank=file_ranks[0],
             touch_interval_s=touch_interval_s,
             restore=restore,
+            keys=keys,
         )
         self._stores = [
             ChunkStore(
@@ -64,6 +67,7 @@ class SlicedStore(ChunkStore):
                 rank=file_rank,
                 touch_interval_s=touch_interval_s,
                 restore=restore,
+                keys=keys,
             )
             for file_rank in file_ranks
         ]

@@ -22,7 +22,7 @@ from vllm.v1.kv_offload.base import (
 
 from fskv import metrics
 from fskv.breaker import Breaker
-from fskv.chunk_file import FileLayout
+from fskv.chunk_file import CHECKSUM, FileLayout
 from fskv.config import StoreConfig
 from fskv.engines.vllm_files import RankFiles
 from fskv.engines.vllm_identity import EngineGroup, layout_digest
@@ -32,6 +32,8 @@ from fskv.engines.vllm_slices import SlicedStore, StoreTally, chunk_of, file_id
 from fskv.errors import ConfigError
 from fskv.job import ChunkOutcome, ChunkRequest
 from fskv.jobs import JobRunner
+from fskv.key_file import open_key_file
+from fskv.mac import INTEGRITY
 from fskv.metrics import Counters
 from fskv.root import NamespaceDir
 from fskv.span_plan import plan_job
@@ -61,6 +63,8 @@ class FskvWorker(OffloadingWorker):
         rank: int,
         world_size: int,
     ) -> None:
+        # Each process reads the file itself: no key is in the configuration or in the handshake.
+        keys = open_key_file(config.mac_key_file)
         tensors = list(files.tensors)
         self._files = files
         self._num_files = len(files.file_ranks)
@@ -72,6 +76,7 @@ class FskvWorker(OffloadingWorker):
                 layout.num_blocks,
                 tuple(page.nbytes for page in layout.pages),
                 layout_digest(group, blocks_per_chunk, tuple(p.nbytes for p in layout.pages)),
+                INTEGRITY if keys else CHECKSUM,
             )
             # The files of a chunk are all alike: equal slices of the same pages.
             for group, layout in zip(groups, files.layouts[0], strict=True)
@@ -89,7 +94,7 @@ class FskvWorker(OffloadingWorker):
             slot_nbytes,
             root=config.root,
             probe_dir=directory.tmp_dir,
-            transport=config.transport,
+            transport="host" if keys else config.transport,
             gds_check=config.gds_check,
             direct_io=config.direct_io,
             file_mode=directory.file_mode,
@@ -106,6 +111,7 @@ class FskvWorker(OffloadingWorker):
                 rank=files.file_ranks[0],
                 touch_interval_s=config.touch_interval_s,
                 restore=restore,
+                keys=keys,
             )
         else:
             store = SlicedStore(
@@ -115,6 +121,7 @@ class FskvWorker(OffloadingWorker):
                 file_ranks=files.file_ranks,
                 touch_interval_s=config.touch_interval_s,
                 restore=restore,
+                keys=keys,
             )
         self._breaker = Breaker(config.breaker_failures, config.breaker_probe_s)
         self._runner = JobRunner(
@@ -147,9 +154,10 @@ class FskvWorker(OffloadingWorker):
             canonical_ranks=files.file_ranks,
         )
         logger.info(
-            "fskv: rank %d: %s; %d I/O threads, %d staging slots of %d bytes at most",
+            "fskv: rank %d: %s%s; %d I/O threads, %d staging slots of %d bytes at most",
             rank,
             chosen.sentence,
+            f", sealed with key '{keys().writer.key_id}'" if keys else "",
             config.io_threads,
             num_slots,
             slot_nbytes,

@@ -24,7 +24,7 @@ import xxhash
 
 from fskv.index.scan import NUM_SHARDS, RECORD, UNSETTLED, Part, Records, Shard, walk
 from fskv.process import unique_name
-from fskv.root import TMP_DIR
+from fskv.root import TMP_DIR, create_file
 
 SNAPSHOT_FILE = "snapshot.msgpack"
 _VERSION = 1
@@ -163,7 +163,7 @@ class Catalogue:
         packed += packer.pack("records") + b"\xc6" + nbytes.to_bytes(4, "big")
         part = f"{self.namespace}/{TMP_DIR}/{unique_name()}.part"
         try:
-            fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, file_mode)
+            fd = create_file(part, file_mode)
             with os.fdopen(fd, "wb") as file:
                 file.write(packed)
                 for _, records in shards:

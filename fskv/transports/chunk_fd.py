@@ -13,6 +13,7 @@ import stat as stat_module
 from collections.abc import Iterator
 
 from fskv.errors import ChunkStale, chunk_error_from_os
+from fskv.root import create_file
 
 # O_NOFOLLOW and O_NONBLOCK: a symlink or a fifo under a chunk's name must neither be followed nor hang.
 _OPEN_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -71,7 +72,7 @@ def open_chunk_fd(path: str, more_flags: int = 0) -> Iterator[tuple[int, os.stat
 def open_part(path: str, file_mode: int, more_flags: int = 0) -> Iterator[int]:
     """Create `path` exclusively and yield it open for writing; whatever is raised removes it."""
     try:
-        fd = os.open(path, OPEN_PART | more_flags, file_mode)
+        fd = create_file(path, file_mode, OPEN_PART | more_flags)
     except OSError as error:
         raise chunk_error_from_os(error, path) from error
     try:

@@ -24,7 +24,7 @@ from fskv.errors import ChunkCorrupt, ChunkError, ChunkStale, NoSpace, chunk_err
 from fskv.index.scan import OPEN_SHARD
 from fskv.namespace import Identity
 from fskv.process import unique_name
-from fskv.root import CHUNK_DIR, Root, make_directory
+from fskv.root import CHUNK_DIR, Root, create_file, make_directory
 from fskv.transports.chunk_fd import OPEN_PART
 
 from .allowance import Allowance, NoRoomError
@@ -144,7 +144,7 @@ class Sink:
         with self._lock:
             self._parts.add(path)
         try:
-            fd = os.open(part, OPEN_PART, self._root.file_mode, dir_fd=shard_fd)
+            fd = create_file(part, self._root.file_mode, OPEN_PART, dir_fd=shard_fd)
             try:
                 _write(fd, candidate)
                 if self._read_back:  # from the disk, not from the page cache

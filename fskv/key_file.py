@@ -1,0 +1,120 @@
+"""The file with the MAC keys: read at start-up, and again when it changes, so that keys rotate without a restart.
+
+Each process that reads or writes sealed chunks reads the file itself; no key is handed on. `keys` is called on
+I/O threads, before a chunk: at most once in `_LOOK_S` one of them compares the file's state, and the others
+never wait for it. Invariant: what could be read once stays in use while the file is missing, malformed or open
+to others, because a slip of the operator's is not worth every chunk; it is logged, once for each state.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+import threading
+import time
+from collections.abc import Callable
+
+from fskv.errors import ConfigError
+from fskv.mac import MAX_KEY_FILE_NBYTES, MacKeys, parse_keys
+from fskv.threads import START_UP_S, call_with_deadline
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 1.0
+_TOO_OPEN = (
+    stat.S_IRWXO | stat.S_IWGRP
+)  # a group may be let in to read: secrets of Kubernetes need it
+
+
+class KeyFile:
+    """Keys that follow their file. Any thread."""
+
+    def __init__(self, path: str, clock: Callable[[], float] = time.monotonic) -> None:
+        """Read the file; raises ConfigError where it cannot be used. It may be a symbolic link."""
+        self._path = path
+        self._clock = clock
+        self._looking = threading.Lock()  # who has it may look; nobody waits for it
+        self._seen = _state(path)
+        self._keys = read_keys(path)
+        self._look_at = clock() + _LOOK_S
+
+    def __repr__(self) -> str:
+        return f"KeyFile({self._path!r}, {self._keys!r})"
+
+    def keys(self) -> MacKeys:
+        """Return the keys as the file has them, or had them a second ago."""
+        if self._clock() >= self._look_at and self._looking.acquire(blocking=False):
+            try:
+                self._look()
+                self._look_at = self._clock() + _LOOK_S
+            finally:
+                self._looking.release()
+        return self._keys
+
+    def _look(self) -> None:
+        seen = _state(self._path)
+        if seen == self._seen:
+            return
+        self._seen = seen
+        try:
+            keys = read_keys(self._path)
+        except ConfigError as error:
+            logger.warning("%s; the keys from before stay in use", error)
+            return
+        self._keys = keys
+        logger.info(
+            "%s was read again: writes with key '%s', accepts %s",
+            self._path,
+            keys.writer.key_id,
+            ", ".join(f"'{key_id}'" for key_id in keys.key_ids),
+        )
+
+
+def open_key_file(path: str | None) -> Callable[[], MacKeys] | None:
+    """Return what a store asks for its keys, None without a key file; raises ConfigError."""
+    if path is None:
+        return None
+    return call_with_deadline(
+        lambda: KeyFile(path), START_UP_S, f"option 'mac_key_file': {path} did not answer"
+    ).keys
+
+
+def read_keys(path: str) -> MacKeys:
+    """Read and check a key file; raises ConfigError, without any of its content."""
+
+    def bad(why: str) -> ConfigError:
+        return ConfigError(f"option 'mac_key_file': {path} {why}")
+
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+        try:
+            info = os.fstat(fd)
+            if not stat.S_ISREG(info.st_mode):
+                raise bad("is not a regular file, expected one")
+            if info.st_mode & _TOO_OPEN:
+                raise bad(
+                    f"has mode {stat.S_IMODE(info.st_mode):04o}, expected nothing for others and no "
+                    "writing by its group, such as 0400 or 0440"
+                )
+            if info.st_uid not in (0, os.geteuid()):
+                raise bad(f"belongs to uid {info.st_uid}, expected {os.geteuid()} or root")
+            text = b""
+            while len(text) <= MAX_KEY_FILE_NBYTES and (piece := os.read(fd, 1 << 16)):
+                text += piece
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise bad(f"cannot be read: {error.strerror}") from error
+    if len(text) > MAX_KEY_FILE_NBYTES:
+        raise bad(f"has more than {MAX_KEY_FILE_NBYTES} bytes")
+    return parse_keys(text, path)
+
+
+def _state(path: str) -> tuple[int, ...] | None:
+    """Return what changes when the file does; None where there is none."""
+    try:
+        info = os.stat(path)
+    except OSError:
+        return None
+    return info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns
