@@ -24,7 +24,7 @@ _BLOCKS = 3
 _NUM_KEYS = 12
 
 
-def _identity(model: str) -> Identity:
+def corruption_identity(model: str) -> Identity:
     kinds = ("full", "sliding_window")
     return Identity(
         engine="benchmark",
@@ -71,7 +71,7 @@ class Files:
         self.content: dict[str, bytes] = {}
         self.files: list[File] = []
         for space in range(2):
-            identity = _identity(f"corruption-{space}")
+            identity = corruption_identity(f"corruption-{space}")
             directory = root.open_namespace(identity)
             layouts = expected_of(identity, identity.digest16).layouts
             assert layouts is not None

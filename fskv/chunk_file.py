@@ -140,7 +140,7 @@ class ChunkHeader:
 def row_digests(payload: memoryview, key: MacKey | None = None) -> bytes:
     """Return the digest of each 64 KiB row of `payload`, 8 bytes a row; the last row may be short.
 
-    With `key` that of a sealed file, 16 bytes a row. The interpreter's lock is released while a row is hashed.
+    With `key` that of a sealed file, 16 bytes a row. The interpreter's lock is released meanwhile.
     """
     if key is not None:
         return key.row_digests(payload, ROW_NBYTES)

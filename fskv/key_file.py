@@ -1,9 +1,9 @@
-"""The file with the MAC keys: read at start-up, and again when it changes, so that keys rotate without a restart.
+"""The file with the MAC keys: read at start-up, and when it changes, so that keys rotate without a restart.
 
-Each process that reads or writes sealed chunks reads the file itself; no key is handed on. `keys` is called on
-I/O threads, before a chunk: at most once in `_LOOK_S` one of them compares the file's state, and the others
-never wait for it. Invariant: what could be read once stays in use while the file is missing, malformed or open
-to others, because a slip of the operator's is not worth every chunk; it is logged, once for each state.
+Each process that reads or writes sealed chunks reads the file itself; no key is handed on. `keys` is called
+on I/O threads, before a chunk: at most once in `_LOOK_S` one of them compares the file's state, and the
+others never wait for it. Invariant: what could be read once stays in use while the file is missing, malformed
+or open to others, because a slip of the operator's is not worth every chunk; it is logged, once a state.
 """
 
 from __future__ import annotations

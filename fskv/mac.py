@@ -16,7 +16,6 @@ from __future__ import annotations
 import hmac
 import re
 from collections.abc import Iterator, Sequence
-from importlib import import_module
 from typing import Any, NoReturn
 
 from fskv.errors import ConfigError
@@ -154,8 +153,9 @@ def parse_keys(text: bytes, where: str) -> MacKeys:
 
 def _blake3() -> Any:
     try:
-        return import_module("blake3").blake3
+        from blake3 import blake3
     except ImportError as error:
         raise ConfigError(
             "option 'mac_key_file': the package blake3 is not installed, expected it (fskv's extra \"mac\")"
         ) from error
+    return blake3

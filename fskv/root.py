@@ -104,8 +104,8 @@ class Root:
 
         `writable=False` (tools) writes nothing, not even a probe; with `create` it passes over an empty
         directory, which would be made into a root. Modes are set exactly, whatever the umask; without them a
-        group is let in if it may write `fskv.json`. Raises ConfigError for a path that cannot be meant, RootError for a state of
-        the disk; both name the option, the finding and what is expected.
+        group is let in if it may write `fskv.json`. Raises ConfigError for a path that cannot be meant,
+        RootError for a state of the disk; both name the option, the finding and what is expected.
         """
         path = _checked_path(path)
         usual = _usual_modes(path) if dir_mode is None or file_mode is None else (0, 0)

@@ -138,11 +138,13 @@ class World:
         touch_interval_s=600.0,
         make_transport=None,
         native=False,
+        keys=None,
     ):
         import torch
         from faults import FaultTransport, Script
 
-        from fskv.chunk_file import FileLayout
+        from fskv.chunk_file import CHECKSUM, FileLayout
+        from fskv.mac import INTEGRITY
         from fskv.root import Root
         from fskv.span_plan import GroupLayout
         from fskv.store import ChunkStore
@@ -150,7 +152,8 @@ class World:
 
         self.root = str(root)
         os.makedirs(self.root, exist_ok=True)
-        identity = identity or make_identity()
+        integrity = INTEGRITY if keys else CHECKSUM
+        identity = identity or make_identity(**({"integrity": INTEGRITY} if keys else {}))
         self.directory = Root.open(self.root, create=True).open_namespace(identity)
         # Strided like an engine's: a block is wider than its page.
         self.tensors = [
@@ -158,7 +161,7 @@ class World:
         ]
         self.group_idx = group_idx
         self.layout = GroupLayout.of(group_idx, blocks_per_chunk, list(enumerate(pages)))
-        self.file_layout = FileLayout(blocks_per_chunk, tuple(pages), layout_digest)
+        self.file_layout = FileLayout(blocks_per_chunk, tuple(pages), layout_digest, integrity)
         transport = (make_transport or HostTransport)(
             self.tensors,
             self.file_layout.file_nbytes,
@@ -179,6 +182,7 @@ class World:
             rank=rank,
             touch_interval_s=touch_interval_s,
             restore=lambda: Root.open(self.root, create=False).open_namespace(identity),
+            keys=keys,
         )
 
     # --- names ------------------------------------------------------------------------------

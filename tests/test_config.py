@@ -44,6 +44,8 @@ OPTIONS = {
     "weights_fixed": ([True, False], [0, 1, "true", None]),
     "canonical_layout": ([True, False], [0, 1, "true", None]),
     "tenant": ([None, "team a"], ["", 7, "a\0b", "x" * 201, {"a": 1}]),
+    "mac_key_file": ([None, "/etc/fskv/keys"], ["", "keys", "~/keys", 7, "/a\0b", True]),
+    "access": (["user", "group"], ["all", "", None, True, "0770", 504]),
     "lora": (["off", "by-name"], ["on", "", None, True, "OFF", ["off"]]),
     "io_threads": ([1, 4, 64], [0, -1, 65, "4", 4.0, True, None]),
     "staging_bytes": (

@@ -17,6 +17,7 @@ LAYERS = {
     0: ("fskv", "fskv._version", "fskv.errors", "fskv.types"),
     1: (
         "fskv.config",
+        "fskv.mac",
         "fskv.namespace",
         "fskv.chunk_file",
         "fskv.hybrid_planner",
@@ -30,6 +31,7 @@ LAYERS = {
         "fskv.fingerprint",
         "fskv.gds_io",
         "fskv.index.",
+        "fskv.key_file",
         "fskv.lease",
         "fskv.metrics",
         "fskv.process",
@@ -54,6 +56,8 @@ LAYERS = {
 HOMES = {
     "vllm": ("fskv.engines.",),
     "kvikio": ("fskv.gds_io", "fskv.transports."),
+    # the option mac_key_file
+    "blake3": ("fskv.mac",),
     # capacity and maintenance: the messages between an engine and the process that maintains its root
     "msgpack": ("fskv.chunk_file", "fskv.index.", "fskv.capacity", "fskv.maintenance"),
     # block_hashes: the engine's own keys, where it hashes with xxhash
@@ -90,6 +94,7 @@ HOMES = {
 LAZY = {
     "torch": ("fskv.gds_io", "fskv.transports.", "tools."),
     "kvikio": ("fskv.",),
+    "blake3": ("fskv.",),
     "triton": ("fskv.",),
     "cupy": ("fskv.",),
     "matplotlib": ("tools.",),

@@ -22,7 +22,7 @@ from fskv.prune import cutoff_ns, forecast
 from fskv.root import CHUNK_DIR
 
 from .check.expect import NOTHING
-from .check.judge import Reader, read_header
+from .check.judge import Reader, peek_header, read_header
 from .neighbours import is_recent, living_claims
 from .removal import opened
 from .root_view import Namespace
@@ -213,7 +213,7 @@ def _length(reader: Reader, one: Namespace, shard: str, name: str) -> int | None
             opened(one.root, one.arch, one.name, CHUNK_DIR, shard) as directory,
             reader.open(name, directory) as file,
         ):
-            read_header(file, None, NOTHING, whole=False)
+            read_header(file, None, NOTHING, whole=False, parse=peek_header)
             return file.nbytes
     except (OSError, FskvError):
         return None

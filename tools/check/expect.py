@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from fskv import namespace
-from fskv.chunk_file import ChunkHeader, FileLayout
+from fskv.chunk_file import CHECKSUM, ChunkHeader, FileLayout
 from fskv.errors import ChunkStale
 from fskv.namespace import ChunkName, GroupIdentity, Identity
 
@@ -29,6 +29,7 @@ class Expected:
     digest: bytes | None = None  # of the namespace: from a manifest that can be read
     digest16: str | None = None  # of the namespace: from the directory's name
     layouts: Mapping[int, FileLayout | None] | None = None  # by group; None: not in the manifest
+    integrity: str | None = None  # what the files have to be checked by, if that is known
 
     def layout(self, name: ChunkName | None) -> FileLayout | None:
         """Return what the files of that name's group look like, if that is known."""
@@ -36,6 +37,8 @@ class Expected:
 
     def compare(self, header: ChunkHeader, name: ChunkName | None) -> None:
         """Raise ChunkStale unless the header is that of a file of this name, in this namespace."""
+        if self.integrity is not None:
+            _same("integrity", header.integrity, self.integrity)
         if name is not None:
             found = namespace.chunk_name(header.key_hash)
             if found != name.name:
@@ -67,7 +70,7 @@ def _same(what: str, found: int | str, expected: int | str) -> None:
 
 def layout_of(header: ChunkHeader) -> FileLayout:
     """Return what a header says about the files of its group."""
-    return FileLayout(header.num_blocks, header.page_nbytes, header.layout_digest)
+    return FileLayout(header.num_blocks, header.page_nbytes, header.layout_digest, header.integrity)
 
 
 @lru_cache(maxsize=16)  # an archive asks for each of its files
@@ -76,7 +79,7 @@ def expected_of(identity: Identity | None, digest16: str) -> Expected:
     if identity is None:
         return Expected(digest16=digest16)
     layouts = {group.group_idx: _group_layout(identity, group) for group in identity.groups}
-    return Expected(identity.digest, digest16, layouts)
+    return Expected(identity.digest, digest16, layouts, identity.integrity or CHECKSUM)
 
 
 def _group_layout(identity: Identity, group: GroupIdentity) -> FileLayout | None:
@@ -91,7 +94,9 @@ def _group_layout(identity: Identity, group: GroupIdentity) -> FileLayout | None
         "layers": list(group.layer_names),
     }
     digest = hashlib.sha256(namespace.canonical_json(facts)).digest()[:16]
-    return FileLayout(identity.blocks_per_chunk, group.page_nbytes, digest)
+    return FileLayout(
+        identity.blocks_per_chunk, group.page_nbytes, digest, identity.integrity or CHECKSUM
+    )
 
 
 # --- files that can only be compared with each other --------------------------------------

@@ -25,8 +25,10 @@ from enum import StrEnum
 from fskv import chunk_file
 from fskv.chunk_file import ALIGNMENT, ROW_NBYTES, ChunkHeader
 from fskv.errors import ChunkCorrupt, ChunkError, ChunkMissing, ChunkStale, chunk_error_from_os
+from fskv.mac import MacKey
 from fskv.namespace import ChunkName
 
+from .. import mac_keys
 from .expect import NOTHING, Expected
 
 try:
@@ -288,12 +290,18 @@ def finding_of(error: ChunkError) -> tuple[Finding, str]:
 
 
 def read_header(
-    file: OpenFile, chunk: ChunkName | None, expected: Expected, *, whole: bool
+    file: OpenFile,
+    chunk: ChunkName | None,
+    expected: Expected,
+    *,
+    whole: bool,
+    parse: Callable[[memoryview, str | None], ChunkHeader] | None = None,
 ) -> tuple[ChunkHeader, memoryview]:
     """Steps 2 to 6: the header, checked, and what of the payload was read with it (`whole`).
 
-    Raises ChunkCorrupt and ChunkStale.
+    `parse` stands for parse_header if given. Raises ChunkCorrupt, ChunkStale and ChunkUnknownKey.
     """
+    parse = parse or parse_header
     layout = expected.layout(chunk)
     if layout is not None and file.nbytes != layout.file_nbytes:
         raise ChunkCorrupt(f"{file.nbytes} bytes, expected {layout.file_nbytes}")
@@ -303,9 +311,10 @@ def read_header(
     if header_nbytes > file.nbytes:
         raise ChunkCorrupt(f"{file.nbytes} bytes, its header alone says {header_nbytes}")
     if header_nbytes <= len(data):
-        header, rest = chunk_file.parse_header(data), data[header_nbytes:]
+        header, rest = parse(data, expected.integrity), data[header_nbytes:]
     elif header_nbytes <= PIECE_NBYTES:
-        header, rest = chunk_file.parse_header(file.read(0, header_nbytes)), data[:0]
+        whole_header = file.read(0, header_nbytes)
+        header, rest = parse(whole_header, expected.integrity), data[:0]
     else:
         with _large_header:
             joined = bytearray()
@@ -314,7 +323,7 @@ def read_header(
                 if not piece:
                     break
                 joined += piece
-            header, rest = chunk_file.parse_header(memoryview(joined)), data[:0]
+            header, rest = parse(memoryview(joined), expected.integrity), data[:0]
     if file.nbytes != header.header_nbytes + header.payload_nbytes:
         raise ChunkCorrupt(
             f"{file.nbytes} bytes, header says {header.header_nbytes + header.payload_nbytes}"
@@ -341,15 +350,27 @@ def payload_pieces(
         at += wanted
 
 
+def parse_header(data: memoryview | bytes, integrity: str | None = None) -> ChunkHeader:
+    """Steps 3 to 6, by what this run was given of keys."""
+    return chunk_file.parse_header(data, mac_keys.current(), integrity)
+
+
+def peek_header(data: memoryview | bytes, integrity: str | None = None) -> ChunkHeader:
+    """The same without the seal, for what is shown or counted and decides about no file."""
+    return chunk_file.peek_header(data)
+
+
 def check_rows(payload: memoryview, first_row: int, header: ChunkHeader) -> None:
     """Step 8; raises ChunkCorrupt naming the first bad row."""
-    chunk_file.check_digests(digests(payload), first_row, header.row_digests)
+    found = digests(payload, mac_keys.key_of(header))
+    chunk_file.check_digests(found, first_row, header.row_digests, header.digest_nbytes)
 
 
-def digests(payload: memoryview) -> bytes:
-    """Return the digests of rows, 8 bytes each; nothing for nothing."""
+def digests(payload: memoryview, key: MacKey | None = None) -> bytes:
+    """Return the digests of rows, those of a sealed file by its key; nothing for nothing."""
     if not payload:
         return b""
-    if len(payload) % ALIGNMENT:  # a file that ends in the middle: the fast one is for whole pages
-        return chunk_file.row_digests(payload)
+    # A file that ends in the middle: the fast one is for whole pages.
+    if key is not None or len(payload) % ALIGNMENT:
+        return chunk_file.row_digests(payload, key)
     return row_digests(payload)

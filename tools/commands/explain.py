@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from .. import mac_keys
 from ..block_hashes import TESTED_VERSIONS, key_nbytes
 from ..exits import Exit, UsageError
 from ..explain.causes import Neighbour
@@ -26,6 +27,7 @@ from ..explain.look import (
 from ..explain.prompt import Prompt
 from ..explain.token_ids import read_tokens
 from ..identity_words import headline, reasons
+from ..mac_keys import MacKeyFileOption
 from ..options import JsonOption, RootOption
 from ..recorded import Recorded, resolve
 from ..root_view import RootView
@@ -133,6 +135,7 @@ def command(
         bool,
         typer.Option("--quiet", "-q", help="Print only the ids of the files that a hit lacks."),
     ] = False,
+    mac_key_file: MacKeyFileOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Say why a prompt or a key would hit or miss: group by group, chunk by chunk.
@@ -152,6 +155,7 @@ def command(
 
     Exit code 0 if everything that can hit would, 1 if not.
     """
+    mac_keys.use(mac_key_file)
     if sum(one is not None for one in (key, tokens, tokens_json)) != 1:
         raise UsageError("expected one of KEY, --tokens and --tokens-json")
     if quiet and as_json:

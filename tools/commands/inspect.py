@@ -14,11 +14,13 @@ from fskv import chunk_file, namespace
 from fskv.chunk_file import ROW_NBYTES, ChunkHeader
 from fskv.errors import ChunkError
 
+from .. import mac_keys
 from ..check import anatomy
 from ..check.anatomy import Body, Place, Row, Span
 from ..check.expect import layout_of
 from ..check.judge import Finding, Reader, Verdict, finding_of
 from ..exits import UsageError, outcome
+from ..mac_keys import MacKeyFileOption
 from ..options import JsonOption, QuietOption
 from ..root_view import RootView
 from ..terminal import ago, emit, iec, rfc3339, say, show
@@ -91,6 +93,7 @@ def command(
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Show every row and span.")] = False,
     quiet: QuietOption = False,
+    mac_key_file: MacKeyFileOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show a chunk file's header, identity, spans and rows, and judge it; all files of a chunk for a key.
@@ -98,6 +101,7 @@ def command(
     A path need not be in a root: such a file is judged by itself. Exit code 1 if anything is wrong with one
     of the files, 3 if one could not be read.
     """
+    mac_keys.use(mac_key_file)
     if quiet and as_json:
         raise UsageError("--quiet, --json: found both, expected one of them")
     paths = _paths(what, root)
@@ -220,7 +224,8 @@ def _header_facts(header: ChunkHeader, where: Place) -> dict[str, Any]:
         "header_nbytes": header.header_nbytes,
         "payload_nbytes": header.payload_nbytes,
         "padding_nbytes": anatomy.padding(header),
-        "checksum": chunk_file.CHECKSUM,
+        "checksum": header.integrity,
+        "key_id": header.key_id,
         "row_nbytes": ROW_NBYTES,
         "creator": header.creator,
         "written_at": rfc3339(header.written_at_ms * 1_000_000),

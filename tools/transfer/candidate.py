@@ -18,6 +18,7 @@ from fskv.errors import ChunkCorrupt, ChunkStale, chunk_error_from_os
 from fskv.namespace import Identity
 from fskv.transports.chunk_fd import open_chunk_fd
 
+from .. import mac_keys
 from ..check import judge
 from ..check.expect import expected_of
 
@@ -54,7 +55,7 @@ class Candidate:
 def read_head(read: Read, name: str, nbytes: int, identity: Identity) -> Head:
     """Read and check the header of a file of `nbytes` that is called `name` in the namespace of `identity`.
 
-    Raises ChunkCorrupt or ChunkStale; what `read` raises passes.
+    Raises ChunkCorrupt, ChunkStale or ChunkUnknownKey; what `read` raises passes.
     """
     named = namespace.parse_chunk_path(name)
     if named is None:
@@ -68,8 +69,9 @@ def read_head(read: Read, name: str, nbytes: int, identity: Identity) -> Head:
     if header_nbytes > nbytes:
         raise ChunkCorrupt(f"{nbytes} bytes, its header alone says {header_nbytes}")
     raw = prefix + read(header_nbytes - PREFIX_NBYTES)
-    header = chunk_file.parse_header(raw)
-    expected_of(identity, identity.digest16).compare(header, named)
+    expected = expected_of(identity, identity.digest16)
+    header = chunk_file.parse_header(raw, mac_keys.current(), expected.integrity)
+    expected.compare(header, named)
     head = Head(name, header, raw)
     if head.file_nbytes != nbytes:
         raise ChunkCorrupt(f"{nbytes} bytes, header says {head.file_nbytes}")

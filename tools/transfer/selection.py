@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from fskv import namespace
-from fskv.errors import ChunkError, ChunkMissing
+from fskv.errors import ChunkError, ChunkMissing, ChunkUnknownKey
 from fskv.namespace import Identity
 
 from ..exits import UsageError
@@ -144,6 +144,8 @@ def load(file: ChunkFile, identity: Identity) -> Candidate | Outcome:
             return candidate.load(file.path, relative(file), identity)
         except ChunkMissing:
             return Outcome(name, Fate.GONE)
+        except ChunkUnknownKey as error:
+            return Outcome(name, Fate.FAILED, why=str(error))
         except ChunkError as error:
             if isinstance(error.__cause__, OSError):
                 if not last:  # ESTALE is normal on NFS, once

@@ -27,6 +27,7 @@ from fskv.process import unique_name
 from fskv.root import CHUNK_DIR, Root, create_file, make_directory
 from fskv.transports.chunk_fd import OPEN_PART
 
+from .. import mac_keys
 from .allowance import Allowance, NoRoomError
 from .candidate import Candidate, Head, check_rows, exactly, read_head
 from .tally import Fate, Outcome
@@ -89,7 +90,9 @@ class Sink:
         if not stat.S_ISREG(info.st_mode) or info.st_size != head.file_nbytes:
             return False
         try:
-            found = parse_header(exactly(fd, len(head.raw)))
+            found = parse_header(
+                exactly(fd, len(head.raw)), mac_keys.current(), head.header.integrity
+            )
         except (ChunkCorrupt, ChunkStale):
             return False
         return _same_chunk(found, head.header) and found.first_block <= head.header.first_block
