@@ -242,16 +242,17 @@ def test_the_worked_example_is_what_the_code_makes():
 
 def test_the_length_of_a_header_follows_from_pages_and_rows_as_the_format_says():
     text = " ".join(text_of("docs/format.md").split())
-    assert "`H = align(928 + 8 * (number of pages + number of rows))`" in text
+    assert "`H = align(928 + S + 8 * number of pages + D * number of rows)`" in text
     for num_blocks, pages in [
         (1, (1,)),
         (2, (24, 40)),
         (16, (32768,) * 64),
         (7, (1 << 20, 9) * 200),
     ]:
-        layout = FileLayout(num_blocks, pages, bytes(16))
-        nbytes = 928 + 8 * (len(pages) + layout.num_rows)
-        assert layout.header_nbytes == -(-nbytes // 4096) * 4096
+        for integrity, seal, digest in (("xxh3-64", 0, 8), ("blake3-128", 64, 16)):
+            layout = FileLayout(num_blocks, pages, bytes(16), integrity)
+            nbytes = 928 + seal + 8 * len(pages) + digest * layout.num_rows
+            assert layout.header_nbytes == -(-nbytes // 4096) * 4096
 
 
 def check_fields(text: str) -> None:
