@@ -264,9 +264,7 @@ def test_no_secret_is_in_a_repr_a_message_a_log_line_or_a_pickle(tmp_path, caplo
     texts += [record.getMessage() for record in caplog.records]
     assert any("stay in use" in text for text in texts)
     derived = [
-        value.hex()
-        for one in list(file.keys())
-        for value in (one._row_key, one._header_key)
+        value.hex() for one in list(file.keys()) for value in (one._row_key, one._header_key)
     ]
     for text in texts:
         for hidden in (*[s.hex() for s in SECRETS.values()], *derived):
@@ -392,7 +390,7 @@ def test_the_file_is_not_looked_at_for_every_chunk_nor_by_two_at_once(tmp_path, 
         clock.now += 0.01
         file.keys()
     assert 5 <= len(looks) <= 11
-    file._looking.acquire()  a thread that hangs in a dead mount
+    file._looking.acquire()  # a thread that hangs in a dead mount
     clock.now += 100
     assert file.keys().key_ids == ("old",)
     file._looking.release()
