@@ -198,3 +198,24 @@ def test_what_cannot_be_removed_is_exit_3_and_named(lab, monkeypatch):
     assert there(paths) == [paths[2]]
     assert [line["path"] for line in done.lines if line["type"] == "failure"] == [paths[2]]
     assert os.path.exists(f"{where.directory.path}/namespace.json")
+
+
+def test_a_tenant_goes_with_all_of_its_namespaces_and_nobody_elses(lab):
+    spaces = {
+        (tenant, model): lab.namespace(**({"tenant": tenant} if tenant else {}), model_name=model)
+        for tenant in ("blue", "blue2", None)
+        for model in ("org/a", "org/b")
+    }
+    paths = {name: lab.chunks(space, range(3)) for name, space in spaces.items()}
+    planned = run("rm", "--tenant", "blue", "--dry-run", "--json", root=lab.path)
+    assert (planned.summary["planned_files"], planned.summary["removed_files"]) == (6, 0)
+    done = run("rm", "--tenant", "blue", "--yes", "--json", root=lab.path)
+    assert (done.exit_code, done.summary["removed_files"]) == (0, 6)
+    for (tenant, _), of_space in paths.items():
+        assert len(there(of_space)) == (0 if tenant == "blue" else 3), tenant
+    for (tenant, _), space in spaces.items():
+        assert os.path.exists(space.directory.path) == (tenant != "blue")
+    for words in ([], ["--tenant", "blu"], ["--tenant", "blue"]):
+        again = run("rm", *words, "--yes", root=lab.path)
+        assert again.exit_code == 2
+        assert sum(len(there(of_space)) for of_space in paths.values()) == 12

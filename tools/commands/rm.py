@@ -66,13 +66,17 @@ class _Target:
 def command(
     root: RootOption,
     targets: Annotated[
-        list[str],
+        list[str] | None,
         typer.Argument(
-            metavar="NAMESPACE|KEY...",
+            metavar="[NAMESPACE|KEY]...",
             help="Namespaces, or chunks as `ls --chunks` names them.",
             show_default=False,
         ),
-    ],
+    ] = None,
+    tenant: Annotated[
+        list[str] | None,
+        typer.Option(help="All namespaces of this tenant, by its exact name; may be repeated."),
+    ] = None,
     force: Annotated[
         bool,
         typer.Option("--force", help="Also a namespace to which a living engine writes."),
@@ -93,7 +97,9 @@ def command(
     Exit code 3 if something could not be removed or foreign entries keep a namespace.
     """
     view = RootView.open(root)
-    found = _resolve(view, targets)
+    if not targets and not tenant:
+        raise UsageError("found nothing to remove, expected namespaces, chunks or --tenant")
+    found = _resolve(view, [*_of_tenants(view, tenant or []), *(targets or [])])
     claimed = claimed_namespaces(view.path, wall_clock_ns() if dry_run else clock_ns(view.path))
     _measure(found)
     for target in found:
@@ -115,6 +121,17 @@ def command(
         else:
             say("nothing was done")
     _end(found, removed, files, nbytes, dry_run, interrupted, as_json=as_json)
+
+
+def _of_tenants(view: RootView, tenants: list[str]) -> list[str]:
+    """Return the namespaces of these tenants; a name that has none is refused: it may be misspelt."""
+    found = []
+    for tenant in tenants:
+        ids = [one.id for one in view.namespaces() if one.tenant == tenant]
+        if not ids:
+            raise UsageError(f"--tenant {show(tenant)}: no such namespace in {view.path}")
+        found += ids
+    return found
 
 
 def _resolve(view: RootView, words: list[str]) -> list[_Target]:
