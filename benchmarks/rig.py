@@ -21,10 +21,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fskv.breaker import Breaker
-from fskv.chunk_file import FileLayout
+from fskv.chunk_file import CHECKSUM, FileLayout
 from fskv.config import MIB, StoreConfig
 from fskv.job import ChunkRequest
 from fskv.jobs import JobRunner
+from fskv.mac import INTEGRITY, MacKeys
 from fskv.namespace import GroupIdentity, Identity
 from fskv.root import NamespaceDir, Root
 from fskv.span_plan import GroupLayout, plan_job
@@ -114,6 +115,7 @@ def open_runner(
     *,
     breaker: Breaker | None = None,
     native: bool = True,
+    keys: Callable[[], MacKeys] | None = None,
 ) -> JobRunner:
     """Construct transport, store and runner as fskv.engines.vllm_worker does, for one KV group."""
     transport = HostTransport(
@@ -126,7 +128,12 @@ def open_runner(
         native=native,
     )
     store = ChunkStore(
-        directory, {0: layout}, transport, rank=None, touch_interval_s=config.touch_interval_s
+        directory,
+        {0: layout},
+        transport,
+        rank=None,
+        touch_interval_s=config.touch_interval_s,
+        keys=keys,
     )
     return JobRunner(
         store,
@@ -142,7 +149,16 @@ def open_runner(
 class Rig:
     """KV tensors with random bytes, and a runner over files below a directory of its own."""
 
-    def __init__(self, directory: str, shape: Shape, config: StoreConfig) -> None:
+    def __init__(
+        self,
+        directory: str,
+        shape: Shape,
+        config: StoreConfig,
+        *,
+        native: bool = True,
+        keys: Callable[[], MacKeys] | None = None,
+    ) -> None:
+        """With `keys` files are sealed; without `native` chunks are moved in Python."""
         import torch  # seconds, and a watching parent needs none of it
 
         self.shape = shape
@@ -160,13 +176,20 @@ class Rig:
         self._layout = GroupLayout.of(
             0, per_chunk, [(layer, shape.page_nbytes) for layer in range(shape.num_layers)]
         )
-        self.file_layout = FileLayout(per_chunk, (shape.page_nbytes,) * shape.num_layers, bytes(16))
+        self.file_layout = FileLayout(
+            per_chunk,
+            (shape.page_nbytes,) * shape.num_layers,
+            bytes(16),
+            INTEGRITY if keys else CHECKSUM,
+        )
         order = list(range(num_blocks))
         random.Random(0).shuffle(order)  # noqa: S311  reproducible, not secret
         stored = [order[at : at + per_chunk] for at in range(0, num_blocks, per_chunk)]
         loaded = [[num_blocks + block for block in blocks] for blocks in stored]
         self._blocks = {False: stored, True: loaded}  # by is_load, then by place
-        self.runner = open_runner(self._tensors, self.file_layout, self._names, config)
+        self.runner = open_runner(
+            self._tensors, self.file_layout, self._names, config, native=native, keys=keys
+        )
 
     def requests(
         self, chunks: Sequence[tuple[ChunkId, int]], *, is_load: bool
