@@ -355,7 +355,7 @@ def parse_header(data: memoryview | bytes, integrity: str | None = None) -> Chun
     return chunk_file.parse_header(data, mac_keys.current(), integrity)
 
 
-def peek_header(data: memoryview | bytes, integrity: str | None = None) -> ChunkHeader:
+def peek_header(data: memoryview | bytes, _integrity: str | None = None) -> ChunkHeader:
     """The same without the seal, for what is shown or counted and decides about no file."""
     return chunk_file.peek_header(data)
 
