@@ -12,7 +12,7 @@ endif
 ARGS ?=
 DIR ?= .cache
 
-.PHONY: help setup demo demo-quick bench bench-interpreter bench-flood bench-scale bench-engine bench-shared-root bench-verify corruptions storm test test-slow test-unit test-shared-fs lint clean distclean
+.PHONY: help setup demo demo-quick bench bench-interpreter bench-flood bench-scale bench-engine bench-shared-root bench-verify bench-sealing corruptions forgeries storm test test-slow test-unit test-shared-fs lint clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -52,6 +52,12 @@ bench-verify: $(SETUP) ## The rate of `fskv verify --read-data` beside a plain r
 
 corruptions: $(SETUP) ## Does `fskv verify` find each of 10,000 random corruptions? (minutes)
 	@$(PY) -m benchmarks.corruptions $(ARGS)
+
+forgeries: $(SETUP) ## Is one of 10,000 forged or replayed files served where chunks are sealed? (minutes)
+	@$(PY) -m benchmarks.forgeries $(ARGS)
+
+bench-sealing: $(SETUP) ## What a MAC costs: store and load with it and without, in turns
+	@$(PY) -m benchmarks.sealing $(ARGS)
 
 storm: $(SETUP) ## Kill writers, fill a disk, fail a mount: is anything wrong ever served? (minutes)
 	@$(PY) -m benchmarks.storm $(ARGS)

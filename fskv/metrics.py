@@ -36,7 +36,7 @@ LOAD_FAILURES = Metric(
     "counter",
     "chunks",
     "Chunks that were a hit but could not be loaded, so that the request is recomputed: absent, "
-    "stale, corrupt, denied, timed_out, io_error, breaker.",
+    "stale, corrupt, unknown_key, denied, timed_out, io_error, breaker.",
     "reason",
 )
 LOADED_CHUNKS = Metric("vllm:fskv_loaded_chunks", "counter", "chunks", "Chunks loaded and checked.")

@@ -10,12 +10,14 @@ from typing import Annotated
 
 import typer
 
+from ..doctor import keys
 from ..doctor.finding import Finding, Level, Subject
 from ..doctor.rounds import examine
 from ..doctor.scratch import Scratch
 from ..doctor.visit import OF_MACHINE
 from ..doctor.visitor import visit
 from ..exits import Exit
+from ..mac_keys import MacKeyFileOption
 from ..options import JsonOption
 from ..terminal import emit, new_table, plain, print_table, say
 
@@ -57,6 +59,7 @@ def command(
         float, typer.Option(min=0.1, max=600, help="Seconds that each check may take.")
     ] = 10.0,
     no_write: Annotated[bool, typer.Option("--no-write", help="Try nothing out.")] = False,
+    mac_key_file: MacKeyFileOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Look at this machine, the mount and the root, and say what to do about what is found.
@@ -68,7 +71,8 @@ def command(
     where = os.path.abspath(root) if root else None
     counted: Counter[Level] = Counter()
     shown: list[Finding] = []
-    with closing(_findings(where, timeout, may_write=not no_write)) as found:
+    key_file = os.path.abspath(mac_key_file) if mac_key_file else None
+    with closing(_findings(where, timeout, key_file, may_write=not no_write)) as found:
         for finding in found:
             counted[finding.level] += 1
             if as_json:
@@ -89,8 +93,11 @@ def command(
     raise typer.Exit(Exit.PROBLEMS if counted[Level.PROBLEM] else Exit.OK)
 
 
-def _findings(root: str | None, timeout_s: float, *, may_write: bool) -> Generator[Finding]:
-    yield from examine(OF_MACHINE, Subject(None, timeout_s, Scratch(may_write=False)))
+def _findings(
+    root: str | None, timeout_s: float, key_file: str | None, *, may_write: bool
+) -> Generator[Finding]:
+    checks = (*OF_MACHINE, *([keys.check(key_file)] if key_file else []))
+    yield from examine(checks, Subject(None, timeout_s, Scratch(may_write=False)))
     if root is not None:
         yield from visit(root, timeout_s, may_write=may_write)
 

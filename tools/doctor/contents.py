@@ -69,11 +69,19 @@ def permissions(subject: Subject) -> Iterator[Finding]:
                 f"mode {mode:04o}: everybody may write",
                 "who can write can make hits of what he likes: 0700",
             )
-        if info.st_uid != os.geteuid() and os.geteuid() != 0:
+        shared = mode & 0o020 and info.st_gid in (os.getegid(), *os.getgroups())
+        if shared and not mode & stat.S_ISGID:
+            yield warning(
+                check,
+                f"mode {mode:04o}: a group may write, but files get the group of their writer",
+                "for access = group: chmod g+s; else 0700",
+            )
+        elif info.st_uid != os.geteuid() and os.geteuid() != 0 and not shared:
             yield warning(
                 check,
                 f"belongs to uid {info.st_uid}, this is {os.geteuid()}",
-                "files are for their owner alone (0600): run engines and tools as one user",
+                "files are for their owner alone (0600): run engines and tools as one user, or with the "
+                "option access",
             )
         elif not mode & 0o002:
             yield ok(check, f"uid {info.st_uid}, mode {mode:04o}")
