@@ -44,7 +44,7 @@ from fskv.lease import SHARED_DIR, TTL_S, Lease
 from fskv.process import GRACE_S, unique_name
 from fskv.prune import execute, plan
 from fskv.removed import ENTRY_NBYTES, RemovedLog
-from fskv.root import make_directory
+from fskv.root import make_directory, usual_modes
 
 logger = logging.getLogger(__name__)
 
@@ -88,15 +88,19 @@ class Maintainer:
         claim: Claim | None,
         send: Callable[[dict[str, Any]], bool] = lambda _: True,
         *,
-        dir_mode: int = 0o700,
-        file_mode: int = 0o600,
+        dir_mode: int | None = None,
+        file_mode: int | None = None,
         grace_s: float = GRACE_S,
         lease_ttl_s: float = TTL_S,
     ) -> None:
         """`claim` is the engine's; without a namespace that of one who only declares limits; or None.
 
-        `send` passes a message to the engine; it returns False if the engine does not listen.
+        `send` passes a message to the engine; it returns False if the engine does not listen. Modes that are
+        not given are those of the root.
         """
+        usual = usual_modes(root)
+        dir_mode = usual[0] if dir_mode is None else dir_mode
+        file_mode = usual[1] if file_mode is None else file_mode
         self._root = root
         self._shared = f"{root}/{SHARED_DIR}"
         self._claim = claim

@@ -108,7 +108,7 @@ class Root:
         RootError for a state of the disk; both name the option, the finding and what is expected.
         """
         path = _checked_path(path)
-        usual = _usual_modes(path) if dir_mode is None or file_mode is None else (0, 0)
+        usual = usual_modes(path) if dir_mode is None or file_mode is None else (0, 0)
         root = cls(
             path,
             usual[0] if dir_mode is None else dir_mode,
@@ -225,7 +225,7 @@ def _checked_path(path: str) -> str:
     return path.rstrip("/") or "/"
 
 
-def _usual_modes(path: str) -> tuple[int, int]:
+def usual_modes(path: str) -> tuple[int, int]:
     """Return the modes of directories and files that whoever made the root has used."""
     with suppress(OSError):
         if os.stat(f"{path}/{FORMAT_FILE}", follow_symlinks=False).st_mode & stat.S_IWGRP:

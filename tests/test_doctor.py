@@ -354,3 +354,16 @@ def test_a_clock_that_is_wrong_is_told(lab, monkeypatch):
     ((level, found),) = levels(here(lab.path), "clock")
     assert level == "warning"
     assert "behind" in found
+
+
+def test_a_key_file_is_judged_and_never_shown(tmp_path):
+    secret = "0123456789abcdef" * 4
+    path = tmp_path / "keys"
+    path.write_text(f"new {secret}\nold {secret[::-1]}\n")
+    for mode, level in ((0o600, "ok"), (0o644, "problem")):
+        path.chmod(mode)
+        done = run("doctor", "--no-write", "--json", "--mac-key-file", str(path))
+        (found,) = [line for line in done.lines if line.get("check") == "key file"]
+        assert found["level"] == level, found
+        assert ("'new', accepts 'old'" in found["found"]) == (level == "ok")
+        assert secret not in done.stdout + done.stderr

@@ -231,3 +231,15 @@ def test_who_writes_without_being_told_keeps_to_the_modes_of_the_root(tmp_path):
         Root.open(str(path), create=True, dir_mode=config.dir_mode, file_mode=config.file_mode)
         again = Root.open(str(path), create=False)
         assert (again.dir_mode, again.file_mode) == expected
+
+
+def test_a_watcher_that_is_first_does_not_lock_the_groups_engines_out(tmp_path):
+    from fskv.maintenance import SHARED_DIR, Maintainer
+
+    for access, expected in (("group", 0o770), ("user", 0o700)):
+        path = tmp_path / access
+        path.mkdir()
+        config = StoreConfig.from_mapping({"root": str(path), "access": access})
+        Root.open(str(path), create=True, dir_mode=config.dir_mode, file_mode=config.file_mode)
+        Maintainer(str(path), None).start()
+        assert stat.S_IMODE((path / SHARED_DIR).stat().st_mode) == expected

@@ -20,7 +20,7 @@ from fskv.claims import CLAIMS_DIR, Book, Claim
 from fskv.lease import LEASE_FILE, SHARED_DIR, TTL_S
 from fskv.process import provably_dead, unique_name
 from fskv.removed import RemovedLog
-from fskv.root import FORMAT_FILE, PART_PREFIX
+from fskv.root import FORMAT_FILE, PART_PREFIX, usual_modes
 
 # A claim is written anew every quarter of a TTL; fskv.holder gives one up after as long as this.
 _DEAD_CLAIM_S = 4 * TTL_S
@@ -88,7 +88,7 @@ class News:
     """Tells engines which chunks are gone; where nobody ever listened there is nobody to tell."""
 
     def __init__(self, root: str) -> None:
-        self._log = RemovedLog(f"{root}/{SHARED_DIR}")
+        self._log = RemovedLog(f"{root}/{SHARED_DIR}", usual_modes(root)[1])
 
     def tell(self, namespace: str, chunks: Sequence[tuple[bytes, int]]) -> None:
         """`chunks` are (XXH3-128 of the key, group) of the namespace ARCH/MODEL@DIGEST, or its path."""
