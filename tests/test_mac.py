@@ -612,3 +612,18 @@ def test_negative_control_a_node_that_never_heard_of_the_new_key_misses(make_wor
     ahead, behind = make_world(keys=keys("new")), make_world(keys=keys("old"))
     ahead.put(1, ahead.content(1))
     assert behind.get(1) == (Status.UNKNOWN_KEY, None)
+
+
+def test_the_benchmark_of_the_cost_compares_every_byte_that_it_moves(tmp_path, capsys, monkeypatch):
+    sealing = pytest.importorskip("benchmarks.sealing")
+    pytest.importorskip("torch")
+    words = ["--rounds", "1", "--chunks", "4", "--chunk-kib", "256", "--page-kib", "16", "--json"]
+    words += ["--layers", "4", "--threads", "1", "--dir", str(tmp_path)]
+    assert sealing.main(words) == 0
+    found = json.loads(capsys.readouterr().out)["paths"]
+    assert set(found) == {"XXH3", "XXH3, in Python", "sealed"}
+    from fskv.transports.host import HostTransport
+
+    monkeypatch.setattr(HostTransport, "scatter", lambda *_: None)
+    assert sealing.main(words) == 2
+    assert "differ from the stored ones" in capsys.readouterr().err
