@@ -1,9 +1,9 @@
-"""vLLM's TieringOffloadingSpec on a machine without a GPU, so that secondary tiers can be shown and tested there.
+"""vLLM's TieringOffloadingSpec on a machine without a GPU, so that secondary tiers can be tested there.
 
-vLLM 0.32 refuses its CPU tier where there is no GPU to copy from. All of it is used as it is (the spec, the shared
-memory, the layout of rows, what is copied where, the tiering manager); only what copies is replaced: memmove on
-the model's thread where vLLM has streams and events of a device. An engine in its own process imports this
-module by `spec_module_path`. Not for production: it copies KV from host memory to host memory.
+vLLM 0.32 refuses its CPU tier where there is no GPU to copy from. All of it is used as it is (the spec, the
+shared memory, the layout of rows, what is copied where, the tiering manager); only what copies is replaced:
+memmove on the model's thread where vLLM has streams and events of a device. An engine imports this module by
+`spec_module_path`. Not for production: it copies KV from host memory to host memory.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class _Platform:
         return getattr(current_platform, name)
 
 
-def _copy(source: Any, target: Any, sizes: Any, **options: Any) -> None:
+def _copy(source: Any, target: Any, sizes: Any, *, is_src_access_order_any: bool) -> None:  # noqa: ARG001  vLLM's name
     for begin, end, nbytes in zip(source.tolist(), target.tolist(), sizes.tolist(), strict=True):
         ctypes.memmove(end, begin, nbytes)
 

@@ -1,8 +1,9 @@
 """FskvTier: fskv's files as a secondary tier of vLLM's TieringOffloadingSpec, behind its CPU tier.
 
-vLLM keeps chunks in host memory (the primary tier) and asks this one for what it has not; a hit is loaded into a
-row of that memory, from where vLLM copies it to the GPU. What is stored is the payload without the row's
-padding, under the identity that FskvConnector derives: with chunks of the same size both serve each other's files.
+vLLM keeps chunks in host memory (the primary tier) and asks this one for what it has not; a hit is loaded
+into a row of that memory, from where vLLM copies it to the GPU. What is stored is the payload without the
+row's padding, under the identity that FskvConnector derives: with chunks of the same size both serve each
+other's files.
 
 FskvManager decides what is there and what may be stored, RowWorker moves the bytes; here their answers become
 vLLM's jobs. Invariant: of a reported job no row is touched any more. A load that is late is reported failed,
@@ -74,7 +75,7 @@ _DRAIN_S = 5.0
 
 @dataclass
 class _Open:
-    """A job of vLLM's that was not reported yet. """
+    """A job of vLLM's that was not reported yet."""
 
     keys: list[OffloadKey]
     is_load: bool
@@ -182,9 +183,7 @@ class FskvTier(SecondaryTierManager):
         end = time.monotonic() + _DRAIN_S
         while True:
             self._collect()
-            late = [
-                job for job in self._jobs.values() if job.ended is None or job.files_left
-            ]
+            late = [job for job in self._jobs.values() if job.ended is None or job.files_left]
             if not late:
                 break
             if time.monotonic() > end:  # a bug; the rows are free all the same
@@ -322,4 +321,3 @@ def _open(
         worker.shutdown()
         raise
     return worker, manager
-

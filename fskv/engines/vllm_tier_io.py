@@ -1,7 +1,7 @@
 """Moves chunks between rows of vLLM's CPU tier and files: FskvWorker with rows where it has GPU pages.
 
-Called on the scheduler's thread; every call returns without waiting for a disk. All ranks' files of a chunk are
-moved from here, because a row holds the pages of all of them.
+Called on the scheduler's thread; every call returns without waiting for a disk. All ranks' files of a chunk
+are moved from here, because a row holds the pages of all of them.
 """
 
 from __future__ import annotations

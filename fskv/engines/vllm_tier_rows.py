@@ -1,15 +1,11 @@
-"""Where the pages of a chunk lie in a row of vLLM's CPU tier, and what a tier must know of its workers.
+"""Where the pages of a chunk lie in a row of vLLM's CPU tier.
 
 vLLM's tiering copies every chunk into one row of shared memory: the ranks side by side, in each the tensors
-side by side, in each the chunk's blocks side by side, every block padded to the tensor's page; then padding to
-4096 bytes. A row holds the chunk of one KV group, so what other groups have of a tensor is padding too. fskv's
-file holds the same bytes as FskvConnector takes from the GPU: block by block, page by page, without padding.
+side by side, in each the chunk's blocks side by side, every block padded to the tensor's page; then padding
+to 4096 bytes. A row holds the chunk of one KV group, so what other groups have of a tensor is padding too.
+fskv's file holds the bytes that FskvConnector takes from the GPU: block by block, page by page, no padding.
 
-vLLM builds secondary tiers in the scheduler's process, where neither the KV tensors nor what decides their
-bytes are known. So `report` runs in every worker, once, at start-up: it reads the places from the object that
-copies between GPU and row, and derives the identity with the functions that FskvConnector uses.
-
-Invariant: a `RowLayout` names each byte of a chunk's payload exactly once, or there is none.
+Pure but for the view it makes of the memory. Invariant: a `RowLayout` names each byte of a chunk's payload exactly once, or there is none.
 """
 
 from __future__ import annotations
@@ -17,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -52,7 +49,7 @@ class RowLayout:
         if any(n > stride for n, stride in zip(sizes, self.strides, strict=True)):
             raise ValueError(f"{self}: a page is longer than its place")
         spans = sorted(self._spans)
-        if any(start + n > following for (start, _, n), (following, _, _) in _pairs(spans)):
+        if any(start + n > following for (start, _, n), (following, _, _) in pairwise(spans)):
             raise ValueError(f"{self}: pages overlap")
 
     @property
@@ -91,10 +88,6 @@ class RowLayout:
         table = self._first_row.copy()
         table[:, 1] += int(row_idx) * row_nbytes  # int: an int32 would overflow at 2 GiB
         return ChunkPlan(key_idx, self.layout, 0, self.layout.num_blocks, table)
-
-
-def _pairs(items: Sequence[Any]) -> Any:
-    return zip(items, items[1:], strict=False)
 
 
 def own_rows(
@@ -136,7 +129,9 @@ def slice_rows(
         tuple(
             _row_layout(
                 GroupLayout.of(
-                    group.spec.group_idx, blocks_per_chunk, [(t, n // num_slices) for t, n in of_group]
+                    group.spec.group_idx,
+                    blocks_per_chunk,
+                    [(t, n // num_slices) for t, n in of_group],
                 ),
                 [(tensors[t], number * (n // num_slices)) for t, n in of_group],
                 [t for t, _ in of_group],

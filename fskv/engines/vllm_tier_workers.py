@@ -1,9 +1,10 @@
 """What FskvTier must know of the engine's workers: the identity of their KV and where it lies in a row.
 
-vLLM builds a secondary tier in the scheduler's process, while it builds its scheduler: the workers have bound
-their KV caches by then and are idle. The tier is given neither vLLM's configuration nor a way to the workers, so
-`ask_workers` finds the engine's executor among its callers and has every worker run `report`. A worker derives
-the identity with what FskvConnector derives it with; all must agree. What cannot be found refuses to start.
+vLLM builds a secondary tier in the scheduler's process, while it builds its scheduler: the workers have
+bound their KV caches by then and are idle. The tier is given neither vLLM's configuration nor a way to the
+workers, so `ask_workers` finds the engine's executor among its callers and has every worker run `report`. A
+worker reads the places from the object that copies between GPU and row, and derives the identity with the
+functions that FskvConnector uses; all must agree. What cannot be found refuses to start.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from fskv.errors import ConfigError, FskvError
 from fskv.hybrid_planner import GroupKind
 from fskv.namespace import Identity
 from fskv.namespace import directory as directory_of
+from fskv.span_plan import GroupLayout
 from fskv.threads import call_with_deadline
 
 if TYPE_CHECKING:
@@ -118,11 +120,10 @@ def combine(
     )
 
 
-def report(worker: Any, engine_id: str, config: StoreConfig) -> Report | str:
+def report(_worker: object, engine_id: str, config: StoreConfig) -> Report | str:
     """Describe this worker's KV, or say in a sentence why the tier cannot be used with it.
 
-    Runs in the worker's process, on vLLM's thread, after the KV cache was bound to its layers. `worker` is
-    vLLM's and not needed. Never raises what its caller would not understand.
+    Runs in the worker's process, on vLLM's thread, after the KV cache was bound to its layers.
     """
     try:
         return _report(engine_id, config)
@@ -191,7 +192,10 @@ def _report(engine_id: str, config: StoreConfig) -> Report:
 
 
 def _check_offered(
-    vllm_config: Any, spec: TieringOffloadingSpec, groups: Sequence[EngineGroup], config: StoreConfig
+    vllm_config: Any,
+    spec: TieringOffloadingSpec,
+    groups: Sequence[EngineGroup],
+    config: StoreConfig,
 ) -> None:
     """Raise ConfigError where vLLM's tiering does not tell a tier what it would need to be safe."""
     parallel = vllm_config.parallel_config
@@ -202,7 +206,7 @@ def _check_offered(
         )
     if vllm_config.lora_config is not None and config.lora == "off":
         raise ConfigError(
-            "option 'lora': found \"off\" in an engine that takes adapters, expected \"by-name\": vLLM does "
+            'option \'lora\': found "off" in an engine that takes adapters, expected "by-name": vLLM does '
             'not tell a tier which requests have one (FskvConnector takes "off")'
         )
     partly = [g.kind for g in groups if g.spec.kind not in (GroupKind.FULL, GroupKind.MLA)]
@@ -232,8 +236,6 @@ def _page_nbytes(ref: Any, *, canonical: bool) -> int:
 
 def _file_pages(of_group: Sequence[tuple[int, int]], num_slices: int) -> tuple[int, ...]:
     """Return the sizes of a file's pages, in its order: layers that share a tensor are one page."""
-    from fskv.span_plan import GroupLayout
-
     layout = GroupLayout.of(0, 1, [(tensor, nbytes // num_slices) for tensor, nbytes in of_group])
     return tuple(page.nbytes for page in layout.pages)
 
