@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import types
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -70,13 +71,22 @@ def _copy(source: Any, target: Any, sizes: Any, *, is_src_access_order_any: bool
         ctypes.memmove(end, begin, nbytes)
 
 
-def _pretend() -> None:
-    """Give vLLM's handlers the stream, the events and the copy above; in this process only."""
+def pretend(replace: Callable[[object, str, object], object] = setattr) -> None:
+    """Give vLLM's handlers the stream, the events and the copy above, in this process."""
     fake_torch = types.SimpleNamespace(**{name: getattr(torch, name) for name in dir(torch)})
     fake_torch.Event = _Event
-    gpu_worker.torch = fake_torch
-    gpu_worker.current_platform = _Platform()
-    gpu_worker.ops = types.SimpleNamespace(swap_blocks_batch=_copy)
+    replace(gpu_worker, "torch", fake_torch)
+    replace(gpu_worker, "current_platform", _Platform())
+    replace(gpu_worker, "ops", types.SimpleNamespace(swap_blocks_batch=_copy))
+
+
+def posing(kv_caches: CanonicalKVCaches) -> CanonicalKVCaches:
+    """Return the same tensors so that vLLM takes them for a device's."""
+    tensors = [
+        CanonicalKVCacheTensor(t.tensor.as_subclass(_PosesAsCuda), t.page_size_bytes)
+        for t in kv_caches.tensors
+    ]
+    return CanonicalKVCaches(tensors, kv_caches.group_data_refs)
 
 
 class CpuTieringSpec(TieringOffloadingSpec):
@@ -84,10 +94,6 @@ class CpuTieringSpec(TieringOffloadingSpec):
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         if not self._worker:
-            _pretend()
-            posing = [
-                CanonicalKVCacheTensor(t.tensor.as_subclass(_PosesAsCuda), t.page_size_bytes)
-                for t in kv_caches.tensors
-            ]
-            self._worker = self.create_worker(CanonicalKVCaches(posing, kv_caches.group_data_refs))
+            pretend()
+            self._worker = self.create_worker(posing(kv_caches))
         return self._worker

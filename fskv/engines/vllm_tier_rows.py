@@ -5,7 +5,8 @@ side by side, in each the chunk's blocks side by side, every block padded to the
 to 4096 bytes. A row holds the chunk of one KV group, so what other groups have of a tensor is padding too.
 fskv's file holds the bytes that FskvConnector takes from the GPU: block by block, page by page, no padding.
 
-Pure but for the view it makes of the memory. Invariant: a `RowLayout` names each byte of a chunk's payload exactly once, or there is none.
+Pure but for the view it makes of the memory. Invariant: a `RowLayout` names each byte of a chunk's payload
+exactly once, or there is none.
 """
 
 from __future__ import annotations

@@ -33,6 +33,7 @@ from fskv.span_plan import GroupLayout
 from fskv.threads import call_with_deadline
 
 if TYPE_CHECKING:
+    import torch
     from vllm.v1.kv_offload.base import OffloadingSpec
 
 _FINGERPRINT_S = 300.0  # a few thousand small reads, perhaps on a slow mount
@@ -147,14 +148,7 @@ def _report(engine_id: str, config: StoreConfig) -> Report:
     bpc = spec.blocks_per_chunk
     _check_offered(vllm_config, spec, groups, config)
     # The object that copies between GPU and row: where it writes is where the bytes are.
-    handler = connector_worker.worker._store_handler  # type: ignore[union-attr]  # noqa: SLF001
-    in_rows = handler.dst_tensors
-    tensors = []
-    for tensor in in_rows:
-        stride, rest = divmod(tensor.shape[1], bpc)
-        if rest or tensor.element_size() != 1:
-            raise ValueError(f"{tuple(tensor.shape)} of {tensor.dtype} for {bpc} blocks")
-        tensors.append(PlacedTensor(tensor.storage_offset(), stride))
+    handler = connector_worker.worker._store_handler  # noqa: SLF001
     num_slices, canonical_format = None, None
     if spec.config.canonical_layout:
         num_slices = count_slices(vllm_config, groups)
@@ -182,13 +176,28 @@ def _report(engine_id: str, config: StoreConfig) -> Report:
         rank=spec.config.parallel.rank,
         identity=identity,
         groups=groups,
-        tensors=tuple(tensors),
+        tensors=placed_tensors(handler.dst_tensors, bpc),
         refs=refs,
-        row_nbytes=in_rows[0].stride(0),
+        row_nbytes=handler.dst_tensors[0].stride(0),
         num_slices=num_slices,
         max_model_len=vllm_config.model_config.max_model_len,
         tokens_per_step=vllm_config.scheduler_config.max_num_batched_tokens,
     )
+
+
+def placed_tensors(
+    in_rows: Sequence[torch.Tensor], blocks_per_chunk: int
+) -> tuple[PlacedTensor, ...]:
+    """Return where in a row vLLM puts what a rank has: `in_rows` are its views of the CPU tier, by tensor."""
+    placed = []
+    for tensor in in_rows:
+        stride, rest = divmod(tensor.shape[1], blocks_per_chunk)
+        if rest or tensor.element_size() != 1 or tensor.stride(1) != 1:
+            raise ValueError(
+                f"{tuple(tensor.shape)} of {tensor.dtype} for {blocks_per_chunk} blocks"
+            )
+        placed.append(PlacedTensor(int(tensor.storage_offset()), stride))
+    return tuple(placed)
 
 
 def _check_offered(
