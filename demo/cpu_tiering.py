@@ -77,6 +77,7 @@ def pretend(replace: Callable[[object, str, object], object] = setattr) -> None:
     fake_torch.Event = _Event
     replace(gpu_worker, "torch", fake_torch)
     replace(gpu_worker, "current_platform", _Platform())
+    replace(gpu_worker, "PIN_MEMORY", False)
     replace(gpu_worker, "ops", types.SimpleNamespace(swap_blocks_batch=_copy))
 
 

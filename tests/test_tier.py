@@ -540,12 +540,12 @@ def test_what_is_counted_is_declared(make_rig):
     assert rig.finish(rig.submit(rig.keys(1), [0, 1], load=True)).success
     os.unlink(rig.path(rig.keys(1)[0]))
     assert not rig.finish(rig.submit(rig.keys(1), [0, 1], load=True)).success
-    names = set()
-    for kind in rig.tier.get_stats().data.values():
-        names |= set(kind) if isinstance(kind, dict) else set()
-    text = repr(rig.tier.build_metric_definitions({}))
-    assert "vllm:fskv_loaded_chunks" in text
-    assert names
+    stats = rig.tier.get_stats()
+    declared = rig.tier.build_metric_definitions({})
+    assert set(stats.data["data"]) <= set(declared)
+    assert {"vllm:fskv_loaded_chunks", "vllm:fskv_load_failures"} <= set(stats.data["data"])
+    assert stats.data["data"]["vllm:fskv_loaded_chunks"] == {(): 3}
+    assert stats.data["data"]["vllm:fskv_load_failures"] == {("absent",): 1}
 
 
 @pytest.mark.parametrize(
