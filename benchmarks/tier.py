@@ -226,8 +226,8 @@ def report(facts: dict[str, Any], options: argparse.Namespace) -> None:
             [kind, *(show(found[w]) if w in found else "" for w in ("first", "stored", "again"))]
         )
     title = (
-        f"{options.prompt_tokens} tokens, {facts['chunks']} chunks of {chunk_nbytes(options) / MIB:g} MiB; seconds, "
-        f"median [least - greatest] of {options.rounds} x {options.prompts}."
+        f"{options.prompt_tokens} tokens, {facts['chunks']} chunks of {chunk_nbytes(options) / MIB:g} MiB; "
+        f"seconds, median [least - greatest] of {options.rounds} x {options.prompts}."
     )
     columns = ("", "first token, new", "all stored after", "first token, from files")
     publish("tier", facts, (title, columns, rows), as_json=options.json)
