@@ -16,14 +16,12 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 lab.needs_vllm()
 
 HYBRIDS = ("gpt_oss", "qwen3_next")
-TP2_ENV = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}  # or vLLM refuses the second rank
 
 
 @functools.cache
 def reference(name: str) -> list[int]:
     """Return the tokens of the main prompt from an engine without offloading."""
-    main = lab.generate(lab.MODELS[name].main_prompt(), "main")
-    tokens = lab.generates(lab.run(lab.request(lab.MODELS[name], [main])))["main"]["tokens"]
+    tokens = lab.generates(engine(name, [main_of(name)], None))["main"]["tokens"]
     assert len(set(tokens)) > 4, "degenerate tokens would prove nothing"
     return tokens
 
