@@ -12,7 +12,7 @@ endif
 ARGS ?=
 DIR ?= .cache
 
-.PHONY: help setup demo demo-quick bench bench-interpreter bench-flood bench-scale bench-engine bench-shared-root bench-verify bench-sealing corruptions forgeries storm test test-slow test-unit test-shared-fs lint clean distclean
+.PHONY: $(shell sed -n 's/^\([a-z-]*\):.*\#\# .*/\1/p' $(MAKEFILE_LIST))
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -42,6 +42,10 @@ bench-scale: $(SETUP) ## Start, count and prune with up to a million files on th
 
 bench-engine: $(SETUP) ## What a decoding request of a real vLLM engine notices (some minutes)
 	@$(PY) -m benchmarks.engine $(ARGS)
+
+bench-tier: $(SETUP) ## FskvTier, FskvConnector and vLLM's file tier on real engines, on the storage of DIR (10 minutes)
+	@mkdir -p .cache
+	@$(PY) -m benchmarks.tier --direct-io auto $(ARGS) --dir '$(DIR)'
 
 bench-shared-root: $(SETUP) ## Two real vLLM engines, one root, a bound of a tenth of what they write (12 minutes)
 	@$(PY) -m benchmarks.shared_root $(ARGS)

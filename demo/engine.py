@@ -20,7 +20,8 @@ Request:
                         default: when kv_transfer_config is given
     steps               list, each one of
         {"prompt_token_ids": [...], "max_tokens": 16, "label": "cold"}   (greedy)
-        {"reset_prefix_cache": true}        the engine's own cache, not the connector's
+        {"reset_prefix_cache": true}        the engine's own cache, not the connector's...
+        {"reset_prefix_cache": true, "connector": true}     ...and that too
         {"metrics": true}
         {"sleep": seconds}
         {"touch_file": path}                tells a parent that this step is reached
@@ -252,7 +253,7 @@ class Child:
                 self._generate([1], 1)
             return {"step": "generate", "label": step.get("label", ""), **done}
         if step.get("reset_prefix_cache"):
-            if not self.llm.reset_prefix_cache():
+            if not self.llm.reset_prefix_cache(reset_connector=bool(step.get("connector"))):
                 raise RuntimeError("reset_prefix_cache: blocks are still in use")
             return {"step": "reset_prefix_cache"}
         if step.get("metrics"):

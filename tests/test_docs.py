@@ -121,6 +121,14 @@ def check_json_line(text: str) -> None:
     assert lines
     for line in lines:
         transfer = json.loads(line)
+        if transfer["kv_connector"] == "OffloadingConnector":  # as a tier
+            (tier,) = transfer["kv_connector_extra_config"]["secondary_tiers"]
+            assert (tier.pop("type"), tier.pop("module_path")) == (
+                "FskvTier",
+                "fskv.engines.vllm_tier",
+            )
+            StoreConfig.from_mapping(tier)
+            continue
         assert transfer["kv_connector"] == "FskvConnector"
         assert transfer["kv_role"] == "kv_both"
         assert set(transfer) == {"kv_connector", "kv_role", "kv_connector_extra_config"}

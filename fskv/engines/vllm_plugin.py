@@ -1,12 +1,13 @@
-"""The entry point that tells vLLM where FskvConnector lives. Imports nothing heavy."""
+"""The entry point that tells vLLM where FskvConnector and FskvTier live. Imports nothing heavy of fskv."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 
 
 def register() -> None:
-    """Register the connector's name; vLLM calls this in every process, maybe more than once."""
+    """Register the names of connector and tier; vLLM calls this in every process, maybe more than once."""
     _log_with_vllm()
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
@@ -15,6 +16,11 @@ def register() -> None:
         KVConnectorFactory.register_connector(
             "FskvConnector", "fskv.engines.vllm_connector", "FskvConnector"
         )
+    with contextlib.suppress(ImportError):  # a vLLM without tiers, or with others
+        from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+
+        if "FskvTier" not in SecondaryTierFactory._registry:  # noqa: SLF001
+            SecondaryTierFactory.register_tier("FskvTier", "fskv.engines.vllm_tier", "FskvTier")
 
 
 def _log_with_vllm() -> None:

@@ -1,0 +1,100 @@
+"""vLLM's TieringOffloadingSpec on a machine without a GPU, so that secondary tiers can be tested there.
+
+vLLM 0.32 refuses its CPU tier where there is no GPU to copy from. All of it is used as it is (the spec, the
+shared memory, the layout of rows, what is copied where, the tiering manager); only what copies is replaced:
+memmove on the model's thread where vLLM has streams and events of a device. An engine imports this module by
+`spec_module_path`. Not for production: it copies KV from host memory to host memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import types
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from vllm.v1.kv_offload.base import CanonicalKVCaches, CanonicalKVCacheTensor, OffloadingWorker
+from vllm.v1.kv_offload.cpu import gpu_worker
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+
+
+class _PosesAsCuda(torch.Tensor):
+    """vLLM asserts that the side that is not the CPU tier is on a device."""
+
+    is_cuda = True
+
+
+class _Event:
+    """Of copies that are over when they were made."""
+
+    def __init__(self, **options: Any) -> None:
+        pass
+
+    def record(self, stream: object) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: _Event) -> float:
+        return 0.0
+
+
+class _Stream:
+    def wait_stream(self, other: object) -> None:
+        pass
+
+    def wait_event(self, event: object) -> None:
+        pass
+
+
+class _Platform:
+    Stream = _Stream
+    current_stream = staticmethod(_Stream)
+
+    def stream(self, stream: object) -> Any:
+        return nullcontext()
+
+    def __getattr__(self, name: str) -> Any:
+        from vllm.platforms import current_platform
+
+        return getattr(current_platform, name)
+
+
+def _copy(source: Any, target: Any, sizes: Any, *, is_src_access_order_any: bool) -> None:  # noqa: ARG001  vLLM's name
+    for begin, end, nbytes in zip(source.tolist(), target.tolist(), sizes.tolist(), strict=True):
+        ctypes.memmove(end, begin, nbytes)
+
+
+def pretend(replace: Callable[[object, str, object], object] = setattr) -> None:
+    """Give vLLM's handlers the stream, the events and the copy above, in this process."""
+    fake_torch = types.SimpleNamespace(**{name: getattr(torch, name) for name in dir(torch)})
+    fake_torch.Event = _Event
+    replace(gpu_worker, "torch", fake_torch)
+    replace(gpu_worker, "current_platform", _Platform())
+    replace(gpu_worker, "PIN_MEMORY", False)
+    replace(gpu_worker, "ops", types.SimpleNamespace(swap_blocks_batch=_copy))
+
+
+def posing(kv_caches: CanonicalKVCaches) -> CanonicalKVCaches:
+    """Return the same tensors so that vLLM takes them for a device's."""
+    tensors = [
+        CanonicalKVCacheTensor(t.tensor.as_subclass(_PosesAsCuda), t.page_size_bytes)
+        for t in kv_caches.tensors
+    ]
+    return CanonicalKVCaches(tensors, kv_caches.group_data_refs)
+
+
+class CpuTieringSpec(TieringOffloadingSpec):
+    """See the module docstring."""
+
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        if not self._worker:
+            pretend()
+            self._worker = self.create_worker(posing(kv_caches))
+        return self._worker
