@@ -20,6 +20,8 @@ LAYERS = {
         "fskv.namespace",
         "fskv.chunk_file",
         "fskv.hybrid_planner",
+        "fskv.load_choice",
+        "fskv.multi_config",
         "fskv.span_plan",
     ),
     2: (

@@ -1,20 +1,24 @@
-"""The entry point that tells vLLM where FskvConnector lives. Imports nothing heavy."""
+"""The entry point that tells vLLM where fskv's connectors live. Imports nothing heavy."""
 
 from __future__ import annotations
 
 import logging
 
+_CONNECTORS = {
+    "FskvConnector": "fskv.engines.vllm_connector",
+    "FskvMultiConnector": "fskv.engines.vllm_multi",
+}
+
 
 def register() -> None:
-    """Register the connector's name; vLLM calls this in every process, maybe more than once."""
+    """Register the connectors' names; vLLM calls this in every process, maybe more than once."""
     _log_with_vllm()
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     # _registry: vLLM offers no public look-up, and registering a name twice raises.
-    if "FskvConnector" not in KVConnectorFactory._registry:  # noqa: SLF001
-        KVConnectorFactory.register_connector(
-            "FskvConnector", "fskv.engines.vllm_connector", "FskvConnector"
-        )
+    for name, module in _CONNECTORS.items():
+        if name not in KVConnectorFactory._registry:  # noqa: SLF001
+            KVConnectorFactory.register_connector(name, module, name)
 
 
 def _log_with_vllm() -> None:
