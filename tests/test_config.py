@@ -45,6 +45,7 @@ OPTIONS = {
     "canonical_layout": ([True, False], [0, 1, "true", None]),
     "tenant": ([None, "team a"], ["", 7, "a\0b", "x" * 201, {"a": 1}]),
     "lora": (["off", "by-name"], ["on", "", None, True, "OFF", ["off"]]),
+    "store": ([True, False], [0, 1, "false", None]),
     "io_threads": ([1, 4, 64], [0, -1, 65, "4", 4.0, True, None]),
     "staging_bytes": (
         [MIB, "256MiB", "1.5 GiB", "4096B", " 1TiB "],

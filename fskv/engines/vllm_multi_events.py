@@ -7,10 +7,10 @@ as the children remember them (FskvConnector: 250,000 chunks each).
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import msgspec
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 
 
@@ -34,7 +34,9 @@ class MergedEvents:
                     if self._drop(key, child)
                 ]
                 if gone:
-                    yield msgspec.structs.replace(event, block_hashes=gone)
+                    left = copy.copy(event)
+                    left.block_hashes = gone
+                    yield left
             elif isinstance(event, AllBlocksCleared):
                 self._holders.clear()  # it names no child and no medium
                 yield event
