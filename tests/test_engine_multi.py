@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import pathlib
-import shutil
 import subprocess
 
 import engine_lab as lab
@@ -308,21 +307,14 @@ def test_a_load_of_one_child_never_gets_into_what_another_one_stores(
     main = LLAMA.main_prompt()
     other = LLAMA.tokens("another", LLAMA.prompt_tokens)
     patient = {"deadline_base_s": 100.0, "deadline_max_s": 100.0, "io_threads": 1}
-    # Two prompts in the slow root, none in the fast one; and what the files of the first must be.
-    lab.run(
-        lab.request(
-            LLAMA,
-            [lab.generate(main, "main"), lab.generate(other, "other"), *lab.SETTLE],
-            transfer=child(roots[1], LLAMA),
-        )
-    )
-    truth = payloads(roots[1])
-    assert len(truth) == 30
+    # The other prompt in the slow root, nothing in the fast one.
+    steps = [lab.generate(other, "other"), *lab.SETTLE]
+    lab.run(lab.request(LLAMA, steps, transfer=child(roots[1], LLAMA)))
 
     talk = lab.Conversation(tmp_path)
     start = talk.pause()
-    # Computed, not loaded, so that this engine stores it; its blocks are free when it has finished.
-    talk.say(lab.generate(main, "main"))
+    # Computed, so that both store it; its blocks are free when it has finished.
+    talk.say(lab.generate(main, "main"), *lab.SETTLE)
     loading = talk.pause()
     talk.say(lab.generate(other, "other"), {"metrics": True})
     written = talk.pause()
@@ -336,27 +328,21 @@ def test_a_load_of_one_child_never_gets_into_what_another_one_stores(
         env=faults.env(),
     )
     engine = multi_lab.VariantEngine(variant, request, tmp_path / "engine")
-    hidden = tmp_path / "hidden"
-
-    def hang() -> None:
-        shutil.move(roots[1], hidden)  # nothing to load yet
-        os.mkdir(roots[1])
-        faults.set("write hang", "pwrite hang")
-
-    def back() -> None:
-        assert faults.num_hanging > 0
-        shutil.rmtree(roots[1])
-        shutil.move(hidden, roots[1])
-
-    talk.resume(engine, start, hang)
-    talk.resume(engine, loading, back)
+    hanging = []
+    talk.resume(
+        engine, start, lambda: faults.set("write hang suffix=.part", "pwrite hang suffix=.part")
+    )
+    talk.resume(engine, loading, lambda: hanging.append(faults.num_hanging))
     talk.resume(engine, written, faults.clear)
     result = engine.wait()
     done = lab.generates(result)
     assert done["main"]["tokens"] == reference(LLAMA.name)
+    assert hanging[0] > 0
     assert loads(lab.metrics(result)[0]) == {SLOW: 1}
-    stored = payloads(roots[0])
+    assert done["other"]["num_cached_tokens"] == 1920
+    stored, truth = payloads(roots[0]), payloads(roots[1])
     assert stored, "the fast root got nothing: the test shows nothing"
+    assert len(truth) == 30
     lab.assert_sound(roots[0])
     wrong = [
         path
