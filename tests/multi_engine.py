@@ -4,7 +4,8 @@ python multi_engine.py VARIANT request.json result.json
 
 The step {"together": [prompt, ...], "max_tokens": 16, "label": ...} runs prompts at the same time, which
 needs blocks of all of them. VARIANT is "as_is", or for a negative control "untold": children do not hear
-which blocks a load of another one overwrites, as under vLLM's own MultiConnector.
+which blocks a load of another one overwrites; "patient": who has not answered is waited for. Both are how it
+is under vLLM's own MultiConnector.
 """
 
 from __future__ import annotations
@@ -25,6 +26,15 @@ def main() -> int:
 
         assert callable(vllm_multi._tell_allocated)
         vllm_multi._tell_allocated = lambda child, blocks: None
+    elif variant == "patient":
+        from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+        from fskv.engines.vllm_multi import FskvMultiConnector
+
+        theirs = MultiConnector.get_num_new_matched_tokens
+        FskvMultiConnector.get_num_new_matched_tokens = theirs
+    else:
+        assert variant == "as_is", variant
 
     class Child(engine.Child):
         def _do(self, step: dict[str, Any]) -> dict[str, Any]:

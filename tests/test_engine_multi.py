@@ -142,107 +142,91 @@ def test_zeroed_files_of_the_chosen_root_change_the_tokens_so_they_are_what_was_
 
 
 @slow
-@pytest.mark.parametrize("what", ["reads", "everything"])
-def test_a_hung_root_costs_a_bounded_wait_and_the_other_one_serves(what, tmp_path, native_library):
+def test_reads_that_hang_in_one_root_cost_its_deadline_and_the_other_one_serves(
+    tmp_path, native_library
+):
     roots = two_roots(tmp_path)
     faults = DiskFaults(native_library("disk_faults"), pathlib.Path(roots[0]), tmp_path / "faults")
     main = LLAMA.main_prompt()
     limits = {"deadline_base_s": 2.0, "deadline_per_mib_s": 0, "deadline_max_s": 2.0}
-    transfer = multi(*pair(LLAMA, roots, fast=limits, slow=limits), lookup_timeout_s=0.5)
+    transfer = multi(*pair(LLAMA, roots, fast=limits))
+    talk = lab.Conversation(tmp_path)
+    talk.say(lab.generate(main, "cold"), *lab.SETTLE, {"reset_prefix_cache": True})
+    start = talk.pause()
+    talk.say(lab.generate(main, "hung"), {"metrics": True})
+    engine = lab.start_engine(
+        lab.request(LLAMA, talk.steps, transfer=transfer, env=faults.env()),
+        str(tmp_path / "engine"),
+    )
+    talk.resume(engine, start, lambda: faults.set("pread hang suffix=.kv", "read hang suffix=.kv"))
+    result = engine.wait(lab.ENGINE_TIMEOUT_S)
+    assert result["exit_code"] == 0, result.get("error")
+    assert faults.fired() > 0
+    hung = lab.generates(result)["hung"]
+    assert hung["tokens"] == reference(LLAMA.name)
+    assert hung["num_cached_tokens"] == 1920
+    counts = lab.metrics(result)[0]
+    assert loads(counts) == {FAST: 1, SLOW: 1}
+    assert lab.counter(counts, "multi_failed_loads", connector=FAST) == 1
+    assert lab.counter(counts, "load_failures", connector=FAST, reason="timed_out") > 0
+    assert lab.counter(counts, "io_threads_hung", connector=FAST) > 0
+    assert lab.counter(counts, "io_threads_hung", connector=SLOW) == 0
+
+
+@slow
+@pytest.mark.parametrize("variant", ["as_is", "patient"])
+def test_a_root_that_does_not_answer_holds_nothing_up_unless_it_is_waited_for_as_vllm_does(
+    variant, tmp_path, native_library
+):
+    """The root's own patience is a minute here: what bounds the wait is the connector above it."""
+    roots = two_roots(tmp_path)
+    faults = DiskFaults(native_library("disk_faults"), pathlib.Path(roots[0]), tmp_path / "faults")
+    main = LLAMA.main_prompt()
+    transfer = multi(
+        *pair(LLAMA, roots, fast={"lookup_timeout_s": 60}), lookup_timeout_s=0.5, choose="weight"
+    )
     cold = [lab.generate(main, "main"), *lab.SETTLE]
     lab.run(lab.request(LLAMA, cold, transfer=transfer))
     talk = lab.Conversation(tmp_path)
     start = talk.pause()
-    talk.say(lab.generate(main, "hung"), {"metrics": True}, {"reset_prefix_cache": True})
-    stop = talk.pause()
-    talk.say(lab.generate(main, "back"), {"metrics": True})
-    engine = lab.start_engine(
+    done = tmp_path / "done"
+    talk.say(lab.generate(main, "hung"), {"touch_file": str(done)}, {"metrics": True})
+    engine = multi_lab.VariantEngine(
+        variant,
         lab.request(LLAMA, talk.steps, transfer=transfer, env=faults.env()),
-        str(tmp_path / "engine"),
+        tmp_path / "engine",
     )
-    rules = ["pread hang suffix=.kv", "read hang suffix=.kv"]
-    if what == "everything":  # lookups too: then it does not even answer
-        rules += [f"{op} hang" for op in ("open", "stat", "fstat", "write", "pwrite", "rename")]
-    talk.resume(engine, start, lambda: faults.set(*rules))
-    talk.resume(engine, stop, faults.clear)
-    result = engine.wait(lab.ENGINE_TIMEOUT_S)
-    assert result["exit_code"] == 0, result.get("error")
-    assert faults.fired() > 0
-    done = lab.generates(result)
-    for label in ("hung", "back"):
-        assert done[label]["tokens"] == reference(LLAMA.name), label
-        assert done[label]["num_cached_tokens"] == 1920, label
-    during = lab.metrics(result)[0]
-    assert lab.counter(during, "multi_loads", connector=SLOW) == 1
-    if what == "reads":
-        assert lab.counter(during, "multi_failed_loads", connector=FAST) == 1
-        assert lab.counter(during, "load_failures", connector=FAST, reason="timed_out") > 0
-    else:
-        assert lab.counter(during, "multi_given_up", connector=FAST) == 1
-        assert lab.counter(during, "multi_loads", connector=FAST) == 0
-
-
-@slow
-@pytest.mark.parametrize("connector", ["FskvMultiConnector", "MultiConnector"])
-def test_a_child_that_does_not_answer_holds_a_request_up_only_under_vllms_own_connector(
-    connector, tmp_path, native_library
-):
-    """The child's own patience is a minute here: what bounds the wait is the connector above it."""
-    root = str(tmp_path / "root")
-    os.mkdir(root)
-    faults = DiskFaults(native_library("disk_faults"), pathlib.Path(root), tmp_path / "faults")
-    main = LLAMA.main_prompt()
-    talk = lab.Conversation(tmp_path)
-    talk.say(lab.generate(main, "cold"), *lab.SETTLE, {"reset_prefix_cache": True})
-    start = talk.pause()
-    talk.say(lab.generate(main, "hung"), {"touch_file": str(tmp_path / "done")})
-    ours = child(root, LLAMA, lookup_timeout_s=60, positive_ttl_s=0, negative_ttl_s=0)
-    transfer = {**multi(ours, CPU_POOL), "kv_connector": connector}
-    engine = lab.start_engine(
-        lab.request(LLAMA, talk.steps, transfer=transfer, env=faults.env()),
-        str(tmp_path / "engine"),
-    )
-
-    def hang() -> None:
-        # What is known is forgotten after lookup_timeout_s at the earliest: so forget it for them.
-        empty(root)
-        faults.set(*(f"{op} hang" for op in ("open", "stat", "fstat")))
-
+    talk.resume(engine, start, lambda: faults.set("open hang", "stat hang", "fstat hang"))
     try:
-        talk.resume(engine, start, hang)
-        if connector == "FskvMultiConnector":
-            wait_for((tmp_path / "done").exists, 40)
+        wait_for(lambda: faults.num_hanging > 0, 60)
+        if variant == "as_is":
+            wait_for(done.exists, 50)
         else:
             with pytest.raises(AssertionError):
-                wait_for((tmp_path / "done").exists, 10)
+                wait_for(done.exists, 10)
     finally:
         faults.clear()
-    result = engine.wait(lab.ENGINE_TIMEOUT_S)
-    assert result["exit_code"] == 0, result.get("error")
-    assert lab.generates(result)["hung"]["tokens"] == reference(LLAMA.name)
+    result = engine.wait()
+    hung = lab.generates(result)["hung"]
+    assert hung["tokens"] == reference(LLAMA.name)
+    assert hung["num_cached_tokens"] == 1920
+    if variant == "as_is":
+        counts = lab.metrics(result)[0]
+        assert loads(counts) == {SLOW: 1}
+        assert lab.counter(counts, "multi_given_up", connector=FAST) == 1
 
 
 @slow
-@pytest.mark.parametrize(
-    "pool",
-    [
-        CPU_POOL,
-        {
-            "kv_connector": "SimpleCPUOffloadConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {"cpu_bytes_to_use": 64 << 20},
-        },
-    ],
-    ids=["OffloadingConnector", "SimpleCPUOffloadConnector"],
-)
 @pytest.mark.parametrize("name", ["llama", "gpt_oss"])
-def test_beside_vllms_own_cpu_pool_both_serve_and_both_have_metrics(pool, name, tmp_path):
+def test_beside_vllms_own_cpu_pool_both_serve_and_both_have_metrics(name, tmp_path):
     model = lab.MODELS[name]
     root = str(tmp_path / "root")
     os.mkdir(root)
     main = model.main_prompt()
-    first = {**pool["kv_connector_extra_config"], "load_weight": 2, "name": "pool"}
-    transfer = multi({**pool, "kv_connector_extra_config": first}, child(root, model, name="disk"))
+    first = {**CPU_POOL["kv_connector_extra_config"], "load_weight": 2, "name": "pool"}
+    transfer = multi(
+        {**CPU_POOL, "kv_connector_extra_config": first}, child(root, model, name="disk")
+    )
     steps = [
         lab.generate(main, "first"),
         *lab.SETTLE,
@@ -250,17 +234,26 @@ def test_beside_vllms_own_cpu_pool_both_serve_and_both_have_metrics(pool, name, 
         lab.generate(main, "second"),
         {"metrics": True},
     ]
-    cold = lab.run(lab.request(model, steps, transfer=transfer))
-    # A new process: the pool is empty, the files are not.
-    warm = lab.run(lab.request(model, steps, transfer=transfer))
+    # The second is a new process: the pool is empty, the files are not.
+    cold, warm = (
+        multi_lab.VariantEngine(
+            "as_is", lab.request(model, steps, transfer=transfer), tmp_path / number
+        ).wait()
+        for number in ("one", "two")
+    )
     for result in (cold, warm):
         for label in ("first", "second"):
             assert lab.generates(result)[label]["tokens"] == reference(name), label
     assert lab.generates(cold)["first"]["num_cached_tokens"] == 0
     assert loads(lab.metrics(cold)[0]) == {"pool": 1}
     assert loads(lab.metrics(warm)[0]) == {"disk": 1, "pool": 1}, "promoted to the pool"
-    seen = {m["labels"].get("connector") for m in lab.metrics(warm)[0]["metrics"]}
-    assert {"pool", "disk"} <= seen
+    for connector in ("pool", "disk"):
+        (nbytes,) = (
+            m["value"]
+            for m in lab.metrics(warm)[0]["metrics"]
+            if m["name"] == "vllm:kv_offload_load_bytes" and m["labels"]["connector"] == connector
+        )
+        assert nbytes > 0
 
 
 @slow
@@ -360,10 +353,11 @@ def test_a_load_of_one_child_never_gets_into_what_another_one_stores(
 def test_preempted_requests_come_back_with_the_same_tokens(name, tmp_path):
     model = lab.MODELS[name]
     roots = two_roots(tmp_path)
-    prompts = [model.tokens(f"crowd {number}", 900) for number in range(4)]
-    together = {"together": prompts, "max_tokens": 300, "label": "all"}
+    # Seven blocks each, and an eighth after some tokens, for which there is no room for all.
+    prompts = [model.tokens(f"crowd {number}", 890) for number in range(3)]
+    together = {"together": prompts, "max_tokens": 100, "label": "all"}
     steps = [together, *lab.SETTLE, {"reset_prefix_cache": True}, together, {"metrics": True}]
-    few = {"num_gpu_blocks_override": 26 if name == "llama" else 40, "max_model_len": 2048}
+    few = {"num_gpu_blocks_override": 23 if name == "llama" else 29, "max_model_len": 2048}
 
     def run(directory: str, transfer: dict | None, engine: dict) -> dict:
         request = lab.request(model, steps, transfer=transfer, engine=engine)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import os
 import pickle
 import time
@@ -97,6 +98,30 @@ def output(finished=(), failed=()):
     return SimpleNamespace(
         finished_recving=set(finished), failed_recving=set(failed), kv_connector_worker_meta=None
     )
+
+
+def test_what_is_overridden_and_what_is_reached_into_is_there_in_this_vllm():
+    from test_vllm_contract import _check_overrides
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+        OffloadingConnectorScheduler,
+    )
+
+    from fskv.engines.vllm_multi import FskvMultiConnector
+
+    assert issubclass(FskvMultiConnector, MultiConnector)
+    assert not inspect.isabstract(FskvMultiConnector)
+    assert _check_overrides(FskvMultiConnector, MultiConnector) == []
+    for name in ("_aggregate_request_finished", "_get_connector_classes_and_configs"):
+        assert hasattr(MultiConnector, name), name
+    source = inspect.getsource(MultiConnector)
+    for name in ("_connectors", "_requests_to_connector", "_ktc_kv_transfer_config"):
+        assert f"self.{name}" in source, name
+    # Where the blocks of a load are noted, and where stores are made to read them first: _tell_allocated.
+    noted = inspect.getsource(OffloadingConnectorScheduler.update_state_after_alloc)
+    assert "self._current_batch_allocated_block_ids.update(" in noted
+    flushed = inspect.getsource(OffloadingConnectorScheduler.build_connector_meta)
+    assert "self._current_batch_allocated_block_ids" in flushed
 
 
 # --- waiting and choosing -------------------------------------------------------------------
