@@ -123,6 +123,11 @@ class StoreConfig:
         "Requests with a LoRA adapter: `off` neither stores nor loads their KV; `by-name` trusts that "
         "an adapter's name never changes its weights.",
     )
+    store: bool = _option(
+        True,
+        "true, false",
+        "Whether this engine stores at all. `false`: it loads what others have stored, and writes no chunk.",
+    )
     io_threads: int = _option(
         4, "threads", "Chunks that are read or written at the same time, per engine worker."
     )
@@ -408,6 +413,7 @@ _PARSERS = {
     "weights_fixed": _parse_bool,
     "canonical_layout": _parse_bool,
     "lora": _choice("off", "by-name"),
+    "store": _parse_bool,
     "io_threads": _count(1, 64),
     "staging_bytes": parse_size,
     "max_queued_chunks": _count(1, 1_000_000),

@@ -139,6 +139,31 @@ ALL_METRICS = (
     STORES_PAUSED,
 )
 
+# Of FskvMultiConnector alone, about its children; `connector` is on every series of theirs as well.
+MULTI_LOADS = Metric(
+    "vllm:fskv_multi_loads",
+    "counter",
+    "requests",
+    "Requests whose KV was loaded from this child, failed loads included.",
+    "connector",
+)
+MULTI_FAILED_LOADS = Metric(
+    "vllm:fskv_multi_failed_loads",
+    "counter",
+    "requests",
+    "Loads from this child that failed, so that the request was tried elsewhere or recomputed.",
+    "connector",
+)
+MULTI_GIVEN_UP = Metric(
+    "vllm:fskv_multi_given_up",
+    "counter",
+    "requests",
+    "Requests that went on without this child's answer after `lookup_timeout_s`.",
+    "connector",
+)
+
+MULTI_METRICS = (MULTI_LOADS, MULTI_FAILED_LOADS, MULTI_GIVEN_UP)
+
 
 class Counters:
     """Sums by metric and label value since the last `drain`."""

@@ -47,6 +47,7 @@ OPTIONS = {
     "mac_key_file": ([None, "/etc/fskv/keys"], ["", "keys", "~/keys", 7, "/a\0b", True]),
     "access": (["user", "group"], ["all", "", None, True, "0770", 504]),
     "lora": (["off", "by-name"], ["on", "", None, True, "OFF", ["off"]]),
+    "store": ([True, False], [0, 1, "false", None]),
     "io_threads": ([1, 4, 64], [0, -1, 65, "4", 4.0, True, None]),
     "staging_bytes": (
         [MIB, "256MiB", "1.5 GiB", "4096B", " 1TiB "],

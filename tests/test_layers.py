@@ -22,6 +22,8 @@ LAYERS = {
         "fskv.chunk_file",
         "fskv.hybrid_planner",
         "fskv.mounts",
+        "fskv.load_choice",
+        "fskv.multi_config",
         "fskv.span_plan",
     ),
     2: (

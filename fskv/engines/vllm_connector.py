@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -268,6 +269,7 @@ class FskvConnector(OffloadingConnector):
     ) -> None:
         workers = [m for m in metadata.values() if isinstance(m, FskvHandshake)]
         try:
+            _check_own(workers, self._setup.config.root)
             self._manager.set_workers(workers)
         except FskvError as error:
             logger.error("fskv: %s", error)
@@ -390,6 +392,17 @@ def _prepare(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, announc
         for warning in geometry.warnings:
             logger.warning("fskv: %s", warning)
     return _Setup(vllm_config, config, groups, geometry)
+
+
+def _check_own(workers: Iterable[FskvHandshake], root: str) -> None:
+    """Refuse another connector's handshake: vLLM's MultiConnector gives all children that of the first."""
+    for worker in workers:
+        path = os.path.normpath(worker.namespace_path)
+        if os.path.commonpath([path, os.path.normpath(root)]) != os.path.normpath(root):
+            raise ConfigError(
+                f"option 'root': found {root}, but the workers reported {worker.namespace_path}; two "
+                "FskvConnectors in one engine need FskvMultiConnector above them instead of MultiConnector"
+            )
 
 
 def _canonical_format(config: OffloadingConfig) -> str:

@@ -283,7 +283,7 @@ class FskvManager(OffloadingManager):
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput:
         to_store = []
-        if self._serves(req_context):
+        if self._config.store and self._serves(req_context):
             if self._breaker.open:
                 self._counters.add(metrics.STORES_SKIPPED, len(keys), Status.BREAKER.value)
             else:

@@ -1,21 +1,25 @@
-"""The entry point that tells vLLM where FskvConnector and FskvTier live. Imports nothing heavy of fskv."""
+"""The entry point that tells vLLM where fskv's connectors and its tier live. Imports nothing heavy of fskv."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 
+_CONNECTORS = {
+    "FskvConnector": "fskv.engines.vllm_connector",
+    "FskvMultiConnector": "fskv.engines.vllm_multi",
+}
+
 
 def register() -> None:
-    """Register the names of connector and tier; vLLM calls this in every process, maybe more than once."""
+    """Register the names of connectors and tier; vLLM calls this in every process, maybe more than once."""
     _log_with_vllm()
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     # _registry: vLLM offers no public look-up, and registering a name twice raises.
-    if "FskvConnector" not in KVConnectorFactory._registry:  # noqa: SLF001
-        KVConnectorFactory.register_connector(
-            "FskvConnector", "fskv.engines.vllm_connector", "FskvConnector"
-        )
+    for name, module in _CONNECTORS.items():
+        if name not in KVConnectorFactory._registry:  # noqa: SLF001
+            KVConnectorFactory.register_connector(name, module, name)
     with contextlib.suppress(ImportError):  # a vLLM without tiers, or with others
         from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
