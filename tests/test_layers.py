@@ -22,6 +22,7 @@ LAYERS = {
         "fskv.hybrid_planner",
         "fskv.mounts",
         "fskv.span_plan",
+        "fskv.load_time",
     ),
     2: (
         "fskv._native",
