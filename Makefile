@@ -12,7 +12,7 @@ endif
 ARGS ?=
 DIR ?= .cache
 
-.PHONY: help setup demo demo-quick bench bench-interpreter bench-flood bench-scale bench-engine bench-shared-root bench-verify corruptions storm test test-slow test-unit test-shared-fs lint clean distclean
+.PHONY: help setup demo demo-quick bench bench-interpreter bench-flood bench-scale bench-engine bench-shared-root bench-load-budget bench-verify corruptions storm test test-slow test-unit test-shared-fs lint clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -45,6 +45,9 @@ bench-engine: $(SETUP) ## What a decoding request of a real vLLM engine notices 
 
 bench-shared-root: $(SETUP) ## Two real vLLM engines, one root, a bound of a tenth of what they write (12 minutes)
 	@$(PY) -m benchmarks.shared_root $(ARGS)
+
+bench-load-budget: $(SETUP) ## Time to first token with `load_budget` on fast and on crawling storage (10 minutes)
+	@$(PY) -m benchmarks.load_budget $(ARGS)
 
 bench-verify: $(SETUP) ## The rate of `fskv verify --read-data` beside a plain read, on the storage of DIR
 	@mkdir -p .cache

@@ -491,7 +491,10 @@ class JobRunner:
                 if not task.job.is_load:
                     self._outcome(task, Status.TIMED_OUT, 0, now - queued.started_at)
                 elif task.job.late and task.job.too_late is Status.SKIPPED:
-                    self._breaker.record(Status.TIMED_OUT)  # nobody has waited to say so
+                    task.job.too_late = (
+                        Status.TIMED_OUT
+                    )  # given up before, and late it is: one sign
+                    self._breaker.record(Status.TIMED_OUT)
 
     def _file_nbytes(self, request: ChunkRequest) -> int:
         return self._store.layout(request.chunk.group_idx).file_nbytes

@@ -202,14 +202,18 @@ class FskvConnector(BudgetedConnector):
             outer.kv_load_failure_policy = "recompute"
         super().__init__(_with_spec(vllm_config, setup), role, kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
-            self._budget = LoadBudget(
-                setup.config,
-                [group.spec for group in setup.groups],
-                setup.geometry.blocks_per_chunk,
-                num_ranks=vllm_config.parallel_config.world_size,
-                file_sizes=lambda: self._manager.rank_sizes,
-            )
+            self._budget = self._make_budget(setup.config)
             self._manager.limit_loads(self._budget.allowed_s)
+
+    def _make_budget(self, config: StoreConfig) -> LoadBudget:
+        setup = self._setup
+        return LoadBudget(
+            config,
+            [group.spec for group in setup.groups],
+            setup.geometry.blocks_per_chunk,
+            num_ranks=setup.vllm_config.parallel_config.world_size,
+            file_sizes=lambda: self._manager.rank_sizes,
+        )
 
     @property
     def _spec(self) -> FskvOffloadingSpec:
