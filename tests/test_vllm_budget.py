@@ -185,7 +185,7 @@ def test_a_load_that_was_given_up_is_not_tried_again_for_this_request_and_declin
     request.num_computed_tokens = 0
     assert engine.take(request) == 0
     engine.admit(request, 0)
-    engine.step(10.0, {request: PROMPT})
+    engine.step(6.0, {request: PROMPT})
     assert engine.take(engine.request("c")) == 0
     assert engine.counted(metrics.CUT_LOADS) == 1
     assert engine.counted(metrics.CUT_LOAD_SECONDS) == pytest.approx(allowed_s)
