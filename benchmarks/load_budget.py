@@ -151,6 +151,7 @@ def _facts(
 def _cell(answers: Sequence[Answer], recomputed: Sequence[Answer]) -> dict[str, Any]:
     """Seconds, and how they compare with the recompute of the same round."""
     ratios = [a.ttft_s / r.ttft_s for a, r in zip(answers, recomputed, strict=True)]
+    recompute_s = statistics.median(answer.ttft_s for answer in recomputed)
 
     def of(chosen: slice) -> dict[str, Any]:
         times = [answer.ttft_s for answer in answers[chosen]]
@@ -161,6 +162,7 @@ def _cell(answers: Sequence[Answer], recomputed: Sequence[Answer]) -> dict[str, 
             "max_s": round(max(times), 3),
             "ratio_p50": round(statistics.median(ratios[chosen]), 3),
             "ratio_max": round(max(ratios[chosen]), 3),
+            "lost_max": round(max(a.lost_s for a in answers[chosen]) / recompute_s, 3),
             "loaded": sum(answer.cached_tokens > 0 for answer in answers[chosen]),
             "cut": sum(answer.cut for answer in answers[chosen]),
             "probes": sum(answer.probe for answer in answers[chosen]),
@@ -179,20 +181,24 @@ def report(facts: dict[str, Any], options: argparse.Namespace) -> None:
                 found = cell[part]
                 name = f"{storage}, {way}" + (f", {part}" if part != "all" else "")
                 seconds = [f"{found[key]:.2f}" for key in ("p50_s", "max_s")]
-                ratios = [f"{found[key]:.2f}" for key in ("ratio_p50", "ratio_max")]
+                ratios = [f"{found[key]:.2f}" for key in ("ratio_p50", "ratio_max", "lost_max")]
                 counts = [str(found[key]) for key in ("requests", "loaded", "cut", "probes")]
                 rows.append([name, *seconds, *ratios, *counts])
     after = facts["recovered"]["after_s"]
     title = (
         f"Seconds to the first token, {options.prompt_tokens} tokens of prompt; the crawl reads "
-        f"{options.rate_mb:g} MB/s; x: against the recompute of the same round.\n"
+        f"{options.rate_mb:g} MB/s; x: against the recompute of the same round; "
+        "x lost: the most that one request spent\nin loads that were given up, against the median recompute. "
         + (
             f"Fast again: loaded after {after:.0f} s, {facts['recovered']['requests']} requests."
             if after is not None
             else f"Fast again: not loaded within {_RECOVER_S:g} s."
         )
     )
-    columns = ("", "p50", "max", "x p50", "x max", "requests", "loaded", "cut", "probes")
+    columns = (
+        *("", "p50", "max", "x p50", "x max", "x lost"),
+        *("requests", "loaded", "cut", "probes"),
+    )
     publish("load_budget", facts, (title, columns, rows), as_json=options.json)
 
 

@@ -43,6 +43,7 @@ class Answer:
     tokens: tuple[int, ...]
     cut: int  # loads that were given up for it
     probe: int
+    lost_s: float  # in those
 
 
 class Engine:
@@ -88,6 +89,18 @@ class Engine:
             for _ in range(setup.prompts)
         ]
         self._asked = 0
+        self._lost_s = 0.0
+        for budget in (self._auto, self._off):
+            self._watch(budget)
+
+    def _watch(self, budget: Any) -> None:
+        on_loads = budget.on_loads
+
+        def watched(reports: Any) -> None:
+            self._lost_s += sum(report.seconds for report in reports.values() if report.late)
+            on_loads(reports)
+
+        budget.on_loads = watched
 
     def warm_up(self) -> None:
         """Compute every prompt once: all are stored, and the engine's speed is known to the budget."""
@@ -100,13 +113,18 @@ class Engine:
     def ask(self, way: str, idx: int) -> Answer:
         self._use(self._off if way == "off" else self._auto)
         self._empty_cache()
-        before = self._counts()
+        before, self._lost_s = self._counts(), 0.0
         ttft_s, output = self._generate(
             self._prompts[idx], NEW_TOKENS, skip_reading_prefix_cache=way == "recompute"
         )
         cut, probe = (now - then for now, then in zip(self._counts(), before, strict=True))
         return Answer(
-            ttft_s, output.num_cached_tokens or 0, tuple(output.outputs[0].token_ids), cut, probe
+            ttft_s,
+            output.num_cached_tokens or 0,
+            tuple(output.outputs[0].token_ids),
+            cut,
+            probe,
+            self._lost_s,
         )
 
     def settle(self) -> None:
