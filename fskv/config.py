@@ -180,6 +180,13 @@ class StoreConfig:
     )
     deadline_per_mib_s: float = _option(0.05, "seconds per MiB", "See `deadline_base_s`.")
     deadline_max_s: float = _option(30.0, "seconds", "See `deadline_base_s`.")
+    load_budget: float | Literal["off", "auto"] = _option(
+        "off",
+        "off, auto, or a number",
+        "Whether a hit is loaded or recomputed, by predictions from measured rates. `off`: every hit is "
+        "loaded. `auto`: what gives the first token sooner. A number: how many seconds of loading a second "
+        "of recompute is worth; `auto` is 1, more spares the engine.",
+    )
     lookup_timeout_s: float = _option(
         1.0,
         "seconds",
@@ -388,6 +395,15 @@ def _seconds(at_least: float, at_most: float) -> Any:
     return parse
 
 
+def _parse_budget(name: str, value: Any) -> float | str:
+    if value in ("off", "auto") and isinstance(value, str):
+        return value
+    number = value if type(value) in (int, float) else math.nan
+    if not 0.01 <= number <= 100:  # also refuses NaN
+        raise _bad(name, value, '"off", "auto", or a number from 0.01 to 100')
+    return float(number)
+
+
 def _choice(*choices: str) -> Any:
     def parse(name: str, value: Any) -> str:
         if value not in choices:
@@ -425,6 +441,7 @@ _PARSERS = {
     "deadline_base_s": _seconds(0.01, 3600),
     "deadline_per_mib_s": _seconds(0, 60),
     "deadline_max_s": _seconds(0.01, 3600),
+    "load_budget": _parse_budget,
     "lookup_timeout_s": _seconds(0.01, 60),
     "positive_ttl_s": _seconds(0, 86400),
     "negative_ttl_s": _seconds(0, 86400),

@@ -35,6 +35,11 @@ class JobResult:
     failed: bool
     nbytes: int
     seconds: float
+    # Of loads. From the first chunk's start to the last one's end, or until it was given up: `seconds` also
+    # has the time in the queue and until the engine's thread looked.
+    busy_s: float = 0.0
+    done_share: float = 1.0  # of the bytes
+    late: bool = False  # given up at its deadline
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,23 +69,42 @@ class Job:
     def __init__(
         self,
         job_id: int,
-        is_load: bool,
         submitted_at: float,
         allowed_s: float,
         ready: Any,
         guard: Guard | _native.Guard,
+        too_late: Status | None = None,
     ) -> None:
         self.job_id = job_id
-        self.is_load = is_load
+        self.is_load = too_late is not None
         self.submitted_at = submitted_at
         self.deadline_at = submitted_at + allowed_s
         self.ready = ready
         self.guard = guard
+        self.too_late = too_late  # what the chunks of a load are at the deadline
+        self.late = False  # engine's thread only
         self.tasks: list[ChunkTask] = []
         self.lock = threading.Lock()
         self.num_open = 0  # chunks whose pages are still needed
         self.failed = False
         self.nbytes = 0
+        self.ended_at = 0.0  # the last chunk that was loaded
+
+    def result(self, now: float) -> JobResult:
+        """Return the report; all its chunks have ended."""
+        total = sum(task.request.plan.nbytes for task in self.tasks)
+        began = [task.started_at for task in self.tasks if task.started_at is not None]
+        ended = now if self.failed else self.ended_at
+        return JobResult(
+            self.job_id,
+            self.is_load,
+            self.failed,
+            self.nbytes,
+            now - self.submitted_at,
+            busy_s=max(0.0, ended - min(began, default=self.submitted_at)),
+            done_share=self.nbytes / total if total else 1.0,
+            late=self.late,
+        )
 
 
 class ChunkTask:

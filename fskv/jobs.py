@@ -110,15 +110,21 @@ class JobRunner:
 
     # --- the engine's side ----------------------------------------------------------------
 
-    def submit_load(self, job_id: int, requests: Sequence[ChunkRequest], ready: Any) -> None:
+    def submit_load(
+        self,
+        job_id: int,
+        requests: Sequence[ChunkRequest],
+        ready: Any,
+        allowed_s: float = math.inf,
+    ) -> None:
         """Start a load; all its chunks are read in parallel, ahead of any store.
 
-        `ready` is an event after which no kernel writes the pages any more, or None.
+        `ready` is an event after which no kernel writes the pages any more, or None. A load that is given up
+        after `allowed_s`, before its deadline, was not worth more time: nothing is held against its chunks.
         """
-        nbytes = sum(self._file_nbytes(r) for r in requests)
-        tasks = self._begin(
-            job_id, requests, ready, is_load=True, allowed_s=self._deadline.for_nbytes(nbytes)
-        )
+        deadline_s = self._deadline.for_nbytes(sum(self._file_nbytes(r) for r in requests))
+        too_late = Status.SKIPPED if allowed_s < deadline_s else Status.TIMED_OUT
+        tasks = self._begin(job_id, requests, ready, min(allowed_s, deadline_s), too_late)
         self._queue(tasks)
 
     def submit_store(self, job_id: int, requests: Sequence[ChunkRequest], ready: Any) -> None:
@@ -128,9 +134,7 @@ class JobRunner:
         """
         queued = []
         limit = self._queue_limit()
-        for task in self._begin(
-            job_id, requests, ready, is_load=False, allowed_s=self._deadline.max_s
-        ):
+        for task in self._begin(job_id, requests, ready, self._deadline.max_s):
             plan = task.request.plan
             with self._lock:
                 # Blocks after the plan's last one would be whatever the slot held before.
@@ -158,12 +162,14 @@ class JobRunner:
         job_id: int,
         requests: Sequence[ChunkRequest],
         ready: Any,
-        *,
-        is_load: bool,
         allowed_s: float,
+        too_late: Status | None = None,
     ) -> list[ChunkTask]:
-        """Register a job and return the tasks to run: none, if it has ended at once."""
-        job = Job(job_id, is_load, self._clock(), allowed_s, ready, self._make_guard())
+        """Register a job, a load if `too_late` says how that ends; return the tasks to run.
+
+        There are none, if it has ended at once.
+        """
+        job = Job(job_id, self._clock(), allowed_s, ready, self._make_guard(), too_late)
         job.tasks = [ChunkTask(job, request) for request in requests]
         job.num_open = len(job.tasks)
         self._jobs[job.job_id] = job
@@ -201,7 +207,8 @@ class JobRunner:
         now = self._clock()
         for job in list(self._jobs.values()):
             if now >= job.deadline_at:
-                self._give_up(job, Status.TIMED_OUT if job.is_load else Status.SKIPPED)
+                job.late = True
+                self._give_up(job, job.too_late or Status.SKIPPED)
         self._write_off_hung(now)
         with self._lock:
             results, self._results = self._results, []
@@ -434,6 +441,7 @@ class JobRunner:
             job.num_open -= 1
             job.failed |= job.is_load and status is not Status.OK
             job.nbytes += nbytes if status in (Status.OK, None) else 0
+            job.ended_at = max(job.ended_at, (task.started_at or 0.0) + seconds)
             last = job.num_open == 0
         if job.is_load and status is not None:
             self._outcome(task, status, nbytes if status is Status.OK else 0, seconds)
@@ -467,11 +475,9 @@ class JobRunner:
             self._breaker.record(status)
 
     def _report(self, job: Job) -> None:
-        seconds = self._clock() - job.submitted_at
+        result = job.result(self._clock())
         with self._lock:
-            self._results.append(
-                JobResult(job.job_id, job.is_load, job.failed, job.nbytes, seconds)
-            )
+            self._results.append(result)
 
     def _write_off_hung(self, now: float) -> None:
         """Replace the threads of transfers that are past their deadline, whatever became of the job."""
@@ -484,6 +490,11 @@ class JobRunner:
                 self._pool.write_off(queued)
                 if not task.job.is_load:
                     self._outcome(task, Status.TIMED_OUT, 0, now - queued.started_at)
+                elif task.job.late and task.job.too_late is Status.SKIPPED:
+                    task.job.too_late = (
+                        Status.TIMED_OUT
+                    )  # given up before, and late it is: one sign
+                    self._breaker.record(Status.TIMED_OUT)
 
     def _file_nbytes(self, request: ChunkRequest) -> int:
         return self._store.layout(request.chunk.group_idx).file_nbytes

@@ -61,6 +61,61 @@ STORES_SKIPPED = Metric(
     "stale (directories vanished).",
     "reason",
 )
+# Load or recompute (`load_budget`).
+DECLINED_TOKENS = Metric(
+    "vllm:fskv_declined_tokens",
+    "counter",
+    "tokens",
+    "Tokens of hits that were not loaded, because recomputing them was predicted to be faster.",
+)
+DECLINED_CHUNKS = Metric(
+    "vllm:fskv_declined_chunks", "counter", "chunks", "What loading those would have read."
+)
+DECLINED_LOAD_SECONDS = Metric(
+    "vllm:fskv_declined_load_seconds",
+    "counter",
+    "seconds",
+    "How long loading those was predicted to take.",
+)
+DECLINED_PREFILL_SECONDS = Metric(
+    "vllm:fskv_declined_prefill_seconds",
+    "counter",
+    "seconds",
+    "How long recomputing those was predicted to take.",
+)
+DECLINED_ACTUAL_SECONDS = Metric(
+    "vllm:fskv_declined_actual_seconds",
+    "counter",
+    "seconds",
+    "How long the engine's steps took to recompute those.",
+)
+CUT_LOADS = Metric(
+    "vllm:fskv_cut_loads",
+    "counter",
+    "loads",
+    "Loads that were given up at their time limit or deadline, so that the request is recomputed.",
+)
+CUT_LOAD_SECONDS = Metric(
+    "vllm:fskv_cut_load_seconds", "counter", "seconds", "What those loads took, for nothing."
+)
+PROBE_LOADS = Metric(
+    "vllm:fskv_probe_loads",
+    "counter",
+    "loads",
+    "Loads of a short prefix, to see if storage that was too slow still is.",
+)
+LOAD_RATE = Metric(
+    "vllm:fskv_load_rate",
+    "gauge",
+    "bytes per second",
+    "What a load of the size of the last one is predicted to get, on one rank.",
+)
+PREFILL_RATE = Metric(
+    "vllm:fskv_prefill_rate",
+    "gauge",
+    "tokens per second",
+    "What the engine is predicted to compute of a prompt's first 1024 tokens.",
+)
 SLOTS_IN_USE = Metric(
     "vllm:fskv_staging_slots_in_use",
     "gauge",
@@ -125,6 +180,16 @@ ALL_METRICS = (
     STORED_BYTES,
     STORE_SECONDS,
     STORES_SKIPPED,
+    DECLINED_TOKENS,
+    DECLINED_CHUNKS,
+    DECLINED_LOAD_SECONDS,
+    DECLINED_PREFILL_SECONDS,
+    DECLINED_ACTUAL_SECONDS,
+    CUT_LOADS,
+    CUT_LOAD_SECONDS,
+    PROBE_LOADS,
+    LOAD_RATE,
+    PREFILL_RATE,
     SLOTS_IN_USE,
     THREADS_HUNG,
     BREAKER_OPEN,

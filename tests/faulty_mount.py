@@ -22,6 +22,7 @@ and what happens to a call that it is due for, the first rule of the file that i
     ends_at   reads find the end of the file there, whatever its length
     zero_from reads find zeros from there on
     nbytes    getattr says that a regular file has this length
+    bytes_per_s  transfers share this rate, all threads and files together
 
 Counts begin anew with every `set`. A test that never saw its fault has shown nothing: assert `fired`.
 
@@ -148,7 +149,7 @@ def unmount(path: str) -> None:
 
 _RULE_FIELDS = {
     *("ops", "suffix", "contains", "after", "count"),
-    *("errno", "delay_s", "hang", "short", "flip", "ends_at", "zero_from", "nbytes"),
+    *("errno", "delay_s", "hang", "short", "flip", "ends_at", "zero_from", "nbytes", "bytes_per_s"),
 }
 
 
@@ -164,6 +165,7 @@ class Rules:
         self._rules: list[dict] = []
         self._matched: list[int] = []
         self._num_fired = 0
+        self._free_at = 0.0  # when the transfers so far are over
 
     def due(self, op: str, *paths: str) -> dict:
         """Return the rule that is due for this call, {} for none; a hang and a delay are over then."""
@@ -181,6 +183,16 @@ class Rules:
             raise OSError(getattr(errno, rule["errno"]), "by the rules")
         return rule
 
+    def slow_down(self, rule: dict, nbytes: int) -> None:
+        """Wait until a transfer of so many bytes is over, behind those of other threads."""
+        if "bytes_per_s" not in rule:
+            return
+        with self._lock:
+            self._free_at = max(self._free_at, time.monotonic()) + nbytes / rule["bytes_per_s"]
+            until, serial = self._free_at, self._serial
+        while (left := until - time.monotonic()) > 0 and self._holds(serial):
+            time.sleep(min(left, 0.1))
+
     def _read(self) -> None:
         info = os.stat(self._path)
         seen = (info.st_ino, info.st_mtime_ns, info.st_size)
@@ -193,6 +205,7 @@ class Rules:
             self._serial, self._rules = told["serial"], told["rules"]
             self._matched = [0] * len(self._rules)
             self._num_fired = 0
+            self._free_at = 0.0
 
     def _first(self, op: str, paths: tuple) -> dict:
         for at, rule in enumerate(self._rules):
@@ -274,6 +287,7 @@ def _serve(point: str, backing: str, state: str) -> None:
         def read(self, path, size, offset, fh):
             rule = rules.due("read", path)
             data = os.pread(fh, min(size, rule.get("short", size)), offset)
+            rules.slow_down(rule, len(data))
             if "ends_at" in rule:
                 data = data[: max(0, rule["ends_at"] - offset)]
             if "zero_from" in rule:
@@ -287,6 +301,7 @@ def _serve(point: str, backing: str, state: str) -> None:
             rule = rules.due("write", path)
             if rule.get("flip", False) is not False:
                 data = _flipped(data, offset, rule["flip"])
+            rules.slow_down(rule, len(data))
             return os.pwrite(fh, data[: rule.get("short", len(data))], offset)
 
         def flush(self, path, fh):

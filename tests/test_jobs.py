@@ -59,13 +59,15 @@ class Bench:
         returns_in_time(lambda: self.runner.submit_store(self.num_jobs, requests, None) or 1)
         return self.num_jobs, contents
 
-    def load(self, numbers, place=0):
+    def load(self, numbers, place=0, **limits):
         """Poison the pages and submit a load of chunks into them."""
         self.num_jobs += 1
         for i in range(len(numbers)):
             self.poison(self.blocks(place + i))
         requests = [self.world.request(n, self.blocks(place + i)) for i, n in enumerate(numbers)]
-        returns_in_time(lambda: self.runner.submit_load(self.num_jobs, requests, None) or 1)
+        returns_in_time(
+            lambda: self.runner.submit_load(self.num_jobs, requests, None, **limits) or 1
+        )
         return self.num_jobs
 
     def poison(self, block_ids):
@@ -385,6 +387,62 @@ def test_a_hung_read_fails_its_job_at_the_deadline_and_never_touches_the_pages(m
     calm(bench)
     bench.wait_until_idle()
     assert bench.poisoned(0)
+
+
+def test_a_load_that_is_not_worth_more_time_is_given_up_and_not_held_against_its_chunks(make_bench):
+    bench = make_bench(failures=1)
+    for n in range(3):
+        bench.world.put(n, bench.world.content(seed=n))
+    bench.transport.script = Script(read=".H.")
+    job = bench.load([0, 1, 2], allowed_s=0.5)
+    wait_for(lambda: bench.statuses(loads=True)[Status.OK] == 2)
+    bench.clock.advance(0.6)  # far from the deadline of more than 2 s
+    result = bench.poll()[job]
+    assert result.failed
+    assert result.late
+    assert result.done_share == pytest.approx(2 / 3)
+    assert result.busy_s == pytest.approx(0.6)
+    assert bench.statuses(loads=True) == {Status.OK: 2, Status.SKIPPED: 1}
+    assert not bench.breaker.open, "what was given up early is no failure"
+    # The read itself is late when it has taken longer than the deadline of its chunk, and that is one.
+    bench.clock.advance(2.0)
+    bench.poll()
+    assert bench.breaker.open
+    assert bench.runner.num_threads_hung == 1
+    calm(bench)
+    bench.wait_until_idle()
+    hung = [n for n in range(3) if bench.poisoned(n)]
+    assert len(hung) == 1, "the late read must not reach pages that were given back"
+
+
+def test_a_time_limit_beyond_the_deadline_changes_nothing(make_bench):
+    bench = make_bench()
+    bench.world.put(1, bench.world.content())
+    bench.transport.script = Script(read="H")
+    job = bench.load([1], allowed_s=1000.0)
+    bench.transport.wait_until_hanging(1)
+    bench.clock.advance(3)
+    assert bench.poll()[job].late
+    assert bench.statuses(loads=True) == {Status.TIMED_OUT: 1}
+    calm(bench)
+    bench.wait_until_idle()
+
+
+def test_the_time_of_a_load_is_that_of_its_transfers_whenever_the_engine_looks(make_bench):
+    bench = make_bench()
+    bench.world.put(1, bench.world.content())
+    bench.transport.script = Script(read="H")
+    job = bench.load([1])
+    bench.transport.wait_until_hanging(1)
+    bench.clock.advance(0.5)
+    calm(bench)
+    wait_for(lambda: not bench.runner._pool.queue.running())
+    bench.clock.advance(1.0)  # the engine was in a step meanwhile
+    result = bench.poll()[job]
+    assert not result.failed
+    assert not result.late
+    assert result.busy_s == pytest.approx(0.5)
+    assert result.done_share == 1
 
 
 def test_negative_control_without_the_guard_the_late_read_is_seen_in_the_pages(

@@ -25,6 +25,7 @@ LAYERS = {
         "fskv.load_choice",
         "fskv.multi_config",
         "fskv.span_plan",
+        "fskv.load_time",
     ),
     2: (
         "fskv._native",

@@ -101,6 +101,22 @@ def test_the_private_names_we_lean_on_exist():
     assert tracker._pending_event_metadata == {}
 
 
+def test_what_the_load_budget_leans_on_exists():
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    lookup = scheduler.OffloadingConnectorScheduler.get_num_new_matched_tokens
+    assert "max_num_new_tokens" in inspect.signature(lookup).parameters
+    fields = scheduler.RequestOffloadState.__dataclass_fields__
+    assert {"req", "num_locally_computed_tokens", "transfer_jobs"} <= set(fields)
+    # A step is over when the scheduler has its output, and then it asks for statistics once.
+    source = inspect.getsource(Scheduler.update_from_output)
+    assert source.count("self.connector.get_kv_connector_stats()") == 1
+    # The steps' requests are those of before the step.
+    source = inspect.getsource(Scheduler.schedule)
+    assert source.index("_build_kv_connector_meta(") < source.index("_update_after_schedule(")
+
+
 def test_the_scheduler_reads_the_failure_policy_after_it_built_its_connector():
     from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -118,20 +134,36 @@ def test_failed_receives_reach_the_scheduler_and_make_it_recompute():
 
 
 def test_metadata_and_load_specs_survive_pickling_and_merge_over_ranks():
+    from fskv.engines.vllm_budget import LoadReport
     from fskv.engines.vllm_connector import FskvWorkerMetadata
     from fskv.engines.vllm_manager import ChunkKeys, FskvHandshake
     from fskv.types import ChunkId, Status
 
     a, b, c = (ChunkId(bytes([n]) * 32, 0) for n in range(3))
     first = FskvWorkerMetadata(
-        completed_jobs={1: 1}, stored={a: {0}}, failed_loads={b: Status.STALE}
+        completed_jobs={1: 1},
+        stored={a: {0}},
+        failed_loads={b: Status.STALE},
+        loads={7: LoadReport(1, 1.0, 0.5, 1.0, False, False)},
     )
-    second = FskvWorkerMetadata(completed_jobs={1: 1}, stored={a: {1}}, not_stored={c})
+    second = FskvWorkerMetadata(
+        completed_jobs={1: 1},
+        stored={a: {1}},
+        not_stored={c},
+        loads={
+            7: LoadReport(1, 2.0, 1.5, 0.25, True, True),
+            8: LoadReport(1, 3.0, 3.0, 1.0, False, False),
+        },
+    )
     merged = pickle.loads(pickle.dumps(first)).aggregate(pickle.loads(pickle.dumps(second)))
     assert merged.completed_jobs == {1: 2}
     assert merged.stored == {a: {0, 1}}
     assert merged.not_stored == {c}
     assert merged.failed_loads == {b: Status.STALE}
+    # A load takes as long as on the slowest rank, and fails with any.
+    assert merged.loads[7] == LoadReport(2, 2.0, 1.5, 0.25, True, True)
+    assert merged.loads[8].num_ranks == 1
+    assert pickle.loads(pickle.dumps(ChunkKeys([a], 0.5))).allowed_s == 0.5
     assert pickle.loads(pickle.dumps(ChunkKeys([a, b]))).chunks == [a, b]
     handshake = FskvHandshake(0, 1, 1, "/x", b"d", 0o700, 0o600, {0: 4096})
     assert pickle.loads(pickle.dumps(handshake)) == handshake

@@ -27,10 +27,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping i
     canonical_format_id,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingManager, OffloadingSpec
 
 from fskv.config import ENGINE_OPTIONS, MIB, StoreConfig
+from fskv.engines.vllm_budget import BudgetedConnector, LoadBudget, LoadReport, merge_reports
 from fskv.engines.vllm_events import KvEvents
 from fskv.engines.vllm_files import canonical_files, count_slices, own_files, slices_per_rank
 from fskv.engines.vllm_identity import EngineGroup, build_identity, engine_groups
@@ -79,6 +79,7 @@ class FskvWorkerMetadata(OffloadingWorkerMetadata):
     failed_loads: dict[ChunkId, Status] = field(default_factory=dict)
     written_nbytes: int = 0
     no_space: bool = False
+    loads: dict[int, LoadReport] = field(default_factory=dict)  # by job id
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         assert isinstance(other, FskvWorkerMetadata)
@@ -95,6 +96,7 @@ class FskvWorkerMetadata(OffloadingWorkerMetadata):
             failed_loads=self.failed_loads | other.failed_loads,
             written_nbytes=self.written_nbytes + other.written_nbytes,
             no_space=self.no_space or other.no_space,
+            loads=merge_reports(self.loads, other.loads),
         )
 
 
@@ -182,7 +184,7 @@ class FskvOffloadingSpec(OffloadingSpec):
         return self.worker
 
 
-class FskvConnector(OffloadingConnector):
+class FskvConnector(BudgetedConnector):
     """See the module docstring."""
 
     def __init__(
@@ -200,6 +202,19 @@ class FskvConnector(OffloadingConnector):
             # Inside a MultiConnector the scheduler reads the policy of the outer configuration.
             outer.kv_load_failure_policy = "recompute"
         super().__init__(_with_spec(vllm_config, setup), role, kv_cache_config)
+        if role is KVConnectorRole.SCHEDULER:
+            self._budget = self._make_budget(setup.config)
+            self._manager.limit_loads(self._budget.allowed_s)
+
+    def _make_budget(self, config: StoreConfig) -> LoadBudget:
+        setup = self._setup
+        return LoadBudget(
+            config,
+            [group.spec for group in setup.groups],
+            setup.geometry.blocks_per_chunk,
+            num_ranks=setup.vllm_config.parallel_config.world_size,
+            file_sizes=lambda: self._manager.rank_sizes,
+        )
 
     @property
     def _spec(self) -> FskvOffloadingSpec:
@@ -248,7 +263,8 @@ class FskvConnector(OffloadingConnector):
         worker = self._spec.worker
         outcomes = worker.take_outcomes()
         written_nbytes, no_space = worker.take_written()
-        if stock is None and not (outcomes or written_nbytes or no_space):
+        loads = worker.take_loads()
+        if stock is None and not (outcomes or written_nbytes or no_space or loads):
             return None
         stock = stock or OffloadingWorkerMetadata()
         stores = [o for o in outcomes if not o.is_load]
@@ -260,6 +276,7 @@ class FskvConnector(OffloadingConnector):
             failed_loads=load_failures((o.chunk, o.status) for o in outcomes if o.is_load),
             written_nbytes=written_nbytes,
             no_space=no_space,
+            loads=loads,
         )
 
     # --- scheduler --------------------------------------------------------------------------
@@ -285,6 +302,7 @@ class FskvConnector(OffloadingConnector):
         super().update_connector_output(connector_output)
         news = connector_output.kv_connector_worker_meta
         if isinstance(news, FskvWorkerMetadata):
+            self._budget.on_loads(news.loads)
             self._manager.on_written(news.written_nbytes, no_space=news.no_space)
             for chunk, ranks in news.stored.items():
                 self._manager.on_stored(chunk, ranks)
@@ -315,6 +333,7 @@ class FskvConnector(OffloadingConnector):
         self._manager.forget_announced()
         self._held_events = list(self.take_events())
         super().reset_cache()
+        self._budget.reset()
         return True
 
     def take_events(self) -> Iterable[KVCacheEvent]:
@@ -346,7 +365,9 @@ class FskvConnector(OffloadingConnector):
         if self.connector_worker is not None:
             worker = self._spec.worker
             return None if worker is None else worker.get_stats()
-        return super().get_kv_connector_stats()
+        self._budget.on_output()  # vLLM asks once for every step whose output it has
+        stats, more = super().get_kv_connector_stats(), self._budget.get_stats()
+        return stats.aggregate(more) if stats and more else stats or more
 
     @classmethod
     def build_prom_metrics(cls, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> Any:

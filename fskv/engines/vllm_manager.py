@@ -10,7 +10,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -69,6 +69,7 @@ class ChunkKeys(LoadStoreSpec):
     """Names the chunks of a job, in the order of vLLM's keys; pickled to every worker."""
 
     chunks: list[ChunkId]
+    allowed_s: float = math.inf  # a load's, beside its deadline
 
 
 class _Store(NamedTuple):
@@ -146,6 +147,7 @@ class FskvManager(OffloadingManager):
         self._stopped = False  # for good: the weights may not be the namespace's any more
         # vLLM asks for the same chunks in every step a request waits: what each was told is counted once.
         self._told: dict[str, set[tuple[ChunkId, Status]]] = {}
+        self._allowed_s: Callable[[str], float] = lambda _req_id: math.inf
 
     # --- start-up and news from the workers -------------------------------------------------
 
@@ -201,6 +203,10 @@ class FskvManager(OffloadingManager):
             config.tenant_max_bytes,
             self._capacity.pid,
         )
+
+    def limit_loads(self, allowed_s: Callable[[str], float]) -> None:
+        """From now on this says how many seconds a request's load may take."""
+        self._allowed_s = allowed_s
 
     def exclude_request(self, req_id: str) -> None:
         """Neither load nor store this request's KV (LoRA under the policy "off")."""
@@ -277,7 +283,7 @@ class FskvManager(OffloadingManager):
         return CacheHitSource.DISK
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> ChunkKeys:
-        return ChunkKeys([to_chunk(key) for key in keys])
+        return ChunkKeys([to_chunk(key) for key in keys], self._allowed_s(req_context.req_id))
 
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
@@ -399,6 +405,14 @@ class FskvManager(OffloadingManager):
     def _files(self) -> dict[int | None, FskvHandshake]:
         """The files of a chunk, by the rank in their names, each with a worker that has it."""
         return {rank: worker for worker in self._workers for rank in worker.file_ranks}
+
+    @property
+    def rank_sizes(self) -> dict[int, int]:
+        """What a rank reads for a chunk, by group index; empty before the handshake."""
+        if not self._workers:
+            return {}
+        first = self._workers[0]
+        return {idx: n * len(first.file_ranks) for idx, n in first.file_nbytes.items()}
 
     def _nbytes(self, chunk: ChunkId) -> int:
         """Return what a chunk takes on disk, all its files together."""

@@ -24,6 +24,7 @@ from fskv import metrics
 from fskv.breaker import Breaker
 from fskv.chunk_file import CHECKSUM, FileLayout
 from fskv.config import StoreConfig
+from fskv.engines.vllm_budget import LoadReport, take_reports
 from fskv.engines.vllm_files import RankFiles
 from fskv.engines.vllm_identity import EngineGroup, layout_digest
 from fskv.engines.vllm_manager import ChunkKeys, FskvHandshake
@@ -139,6 +140,7 @@ class FskvWorker(OffloadingWorker):
         self._counters = Counters()
         self._failed_jobs: set[int] = set()
         self._outcomes: list[ChunkOutcome] = []
+        self._loads: dict[int, LoadReport] = {}  # since `take_loads`
         # Of stores, since `take_written`.
         self._written_nbytes = 0
         self._no_space = False
@@ -186,13 +188,15 @@ class FskvWorker(OffloadingWorker):
         assert isinstance(src_spec, ChunkKeys)
         requests = self._plan(src_spec, dst_spec, is_load=True)
         # The pages' last user, or the kernel that zeroes them, may still run on the GPU.
-        self._runner.submit_load(job_id, requests, self._event())
+        self._runner.submit_load(job_id, requests, self._event(), src_spec.allowed_s)
         return True
 
     def get_finished(self) -> list[TransferResult]:
         """Return the jobs that ended, all as successes: vLLM asserts it; see take_failed_jobs."""
         results = []
-        for result in self._runner.poll():
+        ended = self._runner.poll()
+        self._loads |= take_reports(ended)
+        for result in ended:
             if result.failed:
                 self._failed_jobs.add(result.job_id)
             results.append(
@@ -228,6 +232,11 @@ class FskvWorker(OffloadingWorker):
     def take_outcomes(self) -> list[ChunkOutcome]:
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
+
+    def take_loads(self) -> dict[int, LoadReport]:
+        """Return how load jobs ended since the last call, by job id."""
+        loads, self._loads = self._loads, {}
+        return loads
 
     def take_written(self) -> tuple[int, bool]:
         """Return what was written since the last call, in bytes, and whether a store found the disk full.
