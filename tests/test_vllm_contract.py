@@ -143,8 +143,9 @@ def test_every_metric_fskv_emits_is_declared_to_vllm():
 
     definitions = metric_definitions()
     sums = {(m, "x"): 1.0 for m in ALL_METRICS if m.kind == "counter"}
-    gauges = {m: 1.0 for m in ALL_METRICS if m.kind == "gauge"}
-    stats = to_stats(sums, gauges)
+    gauges = {(m, "x") if m.label else m: 1.0 for m in ALL_METRICS if m.kind == "gauge"}
+    observed = {m: [0.1, 2.0] for m in ALL_METRICS if m.kind == "histogram"}
+    stats = to_stats(sums, gauges, observed)
     assert stats is not None
     emitted = stats.data["data"]
     assert set(emitted) == set(definitions)

@@ -27,7 +27,7 @@ from fskv.config import StoreConfig
 from fskv.engines.vllm_files import RankFiles
 from fskv.engines.vllm_identity import EngineGroup, layout_digest
 from fskv.engines.vllm_manager import ChunkKeys, FskvHandshake
-from fskv.engines.vllm_metrics import to_stats
+from fskv.engines.vllm_metrics import Gauge, to_stats
 from fskv.engines.vllm_slices import SlicedStore, StoreTally, chunk_of, file_id
 from fskv.errors import ConfigError
 from fskv.job import ChunkOutcome, ChunkRequest
@@ -36,6 +36,7 @@ from fskv.metrics import Counters
 from fskv.root import NamespaceDir
 from fskv.span_plan import plan_job
 from fskv.store import ChunkStore
+from fskv.transitions import StateLog
 from fskv.transports import numa
 from fskv.transports.choice import open_transports
 from fskv.types import ChunkId, Status
@@ -116,7 +117,11 @@ class FskvWorker(OffloadingWorker):
                 touch_interval_s=config.touch_interval_s,
                 restore=restore,
             )
-        self._breaker = Breaker(config.breaker_failures, config.breaker_probe_s)
+        self._breaker = Breaker(
+            config.breaker_failures,
+            config.breaker_probe_s,
+            log=StateLog("fskv: ", root=config.root, of=f"rank {rank}"),
+        )
         self._runner = JobRunner(
             store,
             transport,
@@ -129,7 +134,7 @@ class FskvWorker(OffloadingWorker):
             cpus=numa.cuda_cpus(cuda.index) if cuda else None,
         )
         self._cuda = cuda is not None
-        self._counters = Counters()
+        self._counters = Counters(*metrics.WORKER_COUNTERS)
         self._failed_jobs: set[int] = set()
         self._outcomes: list[ChunkOutcome] = []
         # Of stores, since `take_written`.
@@ -185,6 +190,8 @@ class FskvWorker(OffloadingWorker):
         """Return the jobs that ended, all as successes: vLLM asserts it; see take_failed_jobs."""
         results = []
         for result in self._runner.poll():
+            if result.is_load:
+                self._counters.observe(metrics.LOAD_LATENCY, result.seconds)
             if result.failed:
                 self._failed_jobs.add(result.job_id)
             results.append(
@@ -231,11 +238,12 @@ class FskvWorker(OffloadingWorker):
         return written, no_space
 
     def get_stats(self) -> OffloadingConnectorStats | None:
-        gauges = {
+        gauges: dict[Gauge, float] = {
             metrics.SLOTS_IN_USE: float(self._runner.num_slots_used),
             metrics.THREADS_HUNG: float(self._runner.num_threads_hung),
+            metrics.STORE_QUEUE: float(self._runner.num_open_stores),
         }
-        return to_stats(self._counters.drain(), gauges)
+        return to_stats(self._counters.drain(), gauges, self._counters.drain_observed())
 
     def _event(self) -> Any:
         """Return an event after everything the engine has launched so far; None without CUDA."""
