@@ -16,7 +16,9 @@ REPOSITORY = pathlib.Path(__file__).resolve().parents[1]
 DOCUMENT = "docs/metrics.md"
 
 
-def _compare(table: dict[str, list[str]], expected: dict[str, tuple[str, ...]], source: str) -> None:
+def _compare(
+    table: dict[str, list[str]], expected: dict[str, tuple[str, ...]], source: str
+) -> None:
     """Each row is kind, labels, unit and meaning as in the code, and advice that a person wrote."""
     for name, fields in expected.items():
         row = f"| `{name}` | {' | '.join(fields)} | what to do when it moves |"
@@ -48,7 +50,7 @@ def _sources() -> str:
 
 
 def check_events(text: str) -> None:
-    """The events of the table are those that the sources log, with their keys; nothing logs in another way."""
+    """The events of the table are those that the sources log, with their keys."""
     sources = _sources()
     found: dict[str, set[str]] = {}
     for call in re.findall(r"(?<!_)\.say\(\s*((?:[^()]|\([^()]*\))*)\)", sources):

@@ -1,4 +1,4 @@
-"""What an engine's scheduler shows of its cache: gauges for /metrics, and what is amiss for its health file."""
+"""What an engine's scheduler shows of its cache: gauges, and for the health file what is amiss."""
 
 from __future__ import annotations
 
