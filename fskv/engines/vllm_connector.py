@@ -8,6 +8,9 @@ offers the lost chunks for storing again). Contract and versions: docs/vllm.md.
 
 from __future__ import annotations
 
+# First: where vLLM cannot work, one sentence and not the traceback of an import that it lacks.
+import fskv.engines.vllm_version  # noqa: F401  # isort: skip
+
 import copy
 import inspect
 import logging
