@@ -12,7 +12,7 @@ endif
 ARGS ?=
 DIR ?= .cache
 
-.PHONY: help setup demo demo-quick bench bench-interpreter bench-flood bench-scale bench-engine bench-shared-root bench-verify corruptions storm test test-slow test-unit test-shared-fs lint clean distclean
+.PHONY: help setup demo demo-quick bench bench-interpreter bench-flood bench-scale bench-engine bench-shared-root bench-verify corruptions storm test test-slow test-unit test-shared-fs test-versions lint clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -68,6 +68,9 @@ test-unit: $(SETUP) ## Those of test that start no engine
 test-shared-fs: $(SETUP) ## Real NFS and GlusterFS, nodes that die (root, Debian; 10 to 20 minutes)
 	@bash tests/shared_fs/install
 	$(PY) -m pytest -m shared_fs tests/test_shared_fs.py $(ARGS)
+
+test-versions: $(SETUP) ## Other vLLM versions: contract, refusal, engines beside the installed one (2 GB of wheels, long)
+	@PY='$(PY)' bash .ci/versions $(ARGS)
 
 lint: $(SETUP) ## ruff and mypy
 	$(PY) -m ruff check .

@@ -177,11 +177,20 @@ def test_the_dashboard_has_what_grafana_needs():
 
 
 def test_the_dashboard_is_one_for_a_typed_model_of_grafana_s_schema():
-    builder = pytest.importorskip(
-        "grafana_foundation_sdk.models.dashboard", reason="no grafana-foundation-sdk here"
-    )
-    model = builder.Dashboard.from_json(_dashboard())
-    assert len(model.panels) == len(_dashboard()["panels"])
+    """Nothing is lost on the way through it: every field is one that Grafana knows."""
+    reason = "no grafana-foundation-sdk here"
+    models = pytest.importorskip("grafana_foundation_sdk.models.dashboard", reason=reason)
+    encoder = pytest.importorskip("grafana_foundation_sdk.cog.encoder", reason=reason)
+    pytest.importorskip(
+        "grafana_foundation_sdk.cog.plugins", reason=reason
+    ).register_default_plugins()
+    ours = _dashboard()
+    text = encoder.JSONEncoder(sort_keys=True).encode(models.Dashboard.from_json(ours))
+    theirs = json.loads(text)
+    assert ours.keys() <= theirs.keys()
+    for panel, read in zip(ours["panels"], theirs["panels"], strict=True):
+        assert panel.keys() <= read.keys(), panel["title"]
+        assert panel.get("targets", []) == read.get("targets", []), panel["title"]
 
 
 def test_every_alert_is_described_and_leads_to_a_section():
@@ -344,7 +353,9 @@ def test_a_real_prometheus_has_data_for_every_expression_of_dashboard_and_rules(
         "tenant_max_bytes": "1GiB",
         "positive_ttl_s": 0.5,
         "lookup_timeout_s": 1.0,
+        "health_file": str(tmp_path / "health-{rank}.json"),
     }
+    healthy = tmp_path / "health-0.json"
     reset = {"reset_prefix_cache": True}
     prompts = [model.tokens(f"watched-{number}", 600) for number in range(8)]
     talk = lab.Conversation(tmp_path)
@@ -393,6 +404,7 @@ def test_a_real_prometheus_has_data_for_every_expression_of_dashboard_and_rules(
     _until(lambda: reached(damage), "the engine did not get so far", 400)
     _until(lambda: prometheus.values("vllm:fskv_stored_chunks_total"), "nothing is scraped")
     assert prometheus.alerts() == set(), "a healthy engine has no alerts"
+    assert json.loads(healthy.read_text())["state"] == "ok", healthy.read_text()
     for path in lab.chunks(root):
         size = os.path.getsize(path)
         with open(path, "r+b") as file:
@@ -420,6 +432,8 @@ def test_a_real_prometheus_has_data_for_every_expression_of_dashboard_and_rules(
     _until(
         lambda: "FskvCorruptChunks" in prometheus.alerts(), "the damage of real files is an alert"
     )
+    _until(lambda: json.loads(healthy.read_text())["state"] == "degraded", "it is not told")
+    assert json.loads(healthy.read_text())["conditions"] == ["corrupt_chunks"]
     groups = prometheus.get("rules")["groups"]
     loaded = [rule for group in groups for rule in group["rules"]]
     assert len(loaded) == len(_rules())
@@ -429,3 +443,7 @@ def test_a_real_prometheus_has_data_for_every_expression_of_dashboard_and_rules(
             assert prometheus.values(f"count({name})"), f"{name}: a real engine publishes no such"
     (tmp_path / f"{look}.go").touch()
     assert engine.wait(120) == 0, (tmp_path / "engine.log").read_text()[-3000:]
+    assert json.loads(healthy.read_text())["state"] == "ended"
+    said = (tmp_path / "engine.log").read_text() + (tmp_path / "watch.log").read_text()
+    assert f"event=lease_taken root={root}" in said
+    assert f"event=bound_in_force root={root} bound=root limit_bytes={900 << 20}" in said
