@@ -30,6 +30,7 @@ exporter = pytest.importorskip("fskv_tools.exporter", reason="the command line i
 REPOSITORY = pathlib.Path(__file__).resolve().parents[1]
 DASHBOARD = REPOSITORY / "deploy/grafana/fskv.json"
 RULES = REPOSITORY / "deploy/prometheus/fskv.rules.yml"
+CONFIG = REPOSITORY / "deploy/prometheus/prometheus.yml"
 RULE_TESTS = REPOSITORY / "tests/prometheus/fskv_rules_test.yml"
 OPERATIONS = REPOSITORY / "docs/operations.md"
 ANCHORS = {"disk-full", "slow-mount", "corrupt-files", "low-hit-ratio", "maintenance-gone"}
@@ -230,6 +231,11 @@ def test_promtool_finds_nothing_wrong_with_the_rules():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_promtool_finds_nothing_wrong_with_the_configuration():
+    done = _promtool("check", "config", str(CONFIG))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_each_alert_fires_where_it_should_and_not_where_it_should_not():
     done = _promtool("test", "rules", str(RULE_TESTS))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -261,19 +267,17 @@ def _free_port() -> int:
 
 
 class Prometheus:
-    """A Prometheus that scrapes these addresses (job -> port) every second."""
+    """A Prometheus with the configuration of deploy/, that scrapes these ports (by job) every second."""
 
-    def __init__(self, directory: pathlib.Path, targets: dict[str, int], rules: pathlib.Path):
+    def __init__(self, directory: pathlib.Path, targets: dict[str, int]):
         directory.mkdir()
         self.port = _free_port()
-        config = {
-            "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
-            "rule_files": [str(rules)],
-            "scrape_configs": [
-                {"job_name": job, "static_configs": [{"targets": [f"127.0.0.1:{port}"]}]}
-                for job, port in targets.items()
-            ],
-        }
+        config = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))
+        config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
+        config["rule_files"] = [str(RULES)]
+        for job in config["scrape_configs"]:
+            address = f"127.0.0.1:{targets[job['job_name']]}"
+            job["static_configs"] = [{"targets": [address]}]
         (directory / "prometheus.yml").write_text(yaml.safe_dump(config))
         self.log = directory / "log"
         with open(self.log, "wb") as log:
@@ -364,8 +368,10 @@ def test_a_real_prometheus_has_data_for_every_expression_of_dashboard_and_rules(
         talk.say(lab.generate(prompts[number], f"cold {number}"), {"sleep": 1.2}, *lab.SETTLE)
     talk.say(reset, lab.generate(prompts[1], "warm"), {"sleep": 1.2})
     damage = talk.pause()
+    talk.steps[-1]["timeout_s"] = 600
     talk.say(reset, lab.generate(prompts[2], "damaged"), {"sleep": 1.2}, *lab.SETTLE)
     look = talk.pause()
+    talk.steps[-1]["timeout_s"] = 600
 
     engine_port = _free_port()
     request = lab.request(model, talk.steps, transfer=lab.connector(root, **options))
@@ -396,9 +402,8 @@ def test_a_real_prometheus_has_data_for_every_expression_of_dashboard_and_rules(
     said = tmp_path / "watch.log"
     _until(lambda: "/metrics" in said.read_text(), "no watcher")
     watcher_port = int(re.search(r"127\.0\.0\.1:(\d+)/", said.read_text())[1])
-    prometheus = Prometheus(
-        tmp_path / "prometheus", {"vllm": engine_port, "fskv": watcher_port}, RULES
-    )
+    ports = {"vllm": engine_port, "fskv": watcher_port}
+    prometheus = Prometheus(tmp_path / "prometheus", ports)
     ended.callback(prometheus.stop)
 
     _until(lambda: reached(damage), "the engine did not get so far", 400)
