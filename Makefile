@@ -69,7 +69,7 @@ test-shared-fs: $(SETUP) ## Real NFS and GlusterFS, nodes that die (root, Debian
 	@bash tests/shared_fs/install
 	$(PY) -m pytest -m shared_fs tests/test_shared_fs.py $(ARGS)
 
-test-versions: $(SETUP) ## Other vLLM versions: contract, refusal, engines beside the installed one (2 GB of wheels, long)
+test-versions: $(SETUP) ## Other vLLM versions: contract, refusal, engines beside the installed one (3 GB, long)
 	@PY='$(PY)' bash .ci/versions $(ARGS)
 
 lint: $(SETUP) ## ruff and mypy
