@@ -82,6 +82,9 @@ test-shared-fs: $(SETUP) ## Real NFS and GlusterFS, nodes that die (root, Debian
 	@bash tests/shared_fs/install
 	$(PY) -m pytest -m shared_fs tests/test_shared_fs.py $(ARGS)
 
+test-versions: $(SETUP) ## Other vLLM versions: contract, refusal, engines beside the installed one (3 GB, long)
+	@PY='$(PY)' bash .ci/versions $(ARGS)
+
 lint: $(SETUP) ## ruff and mypy
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .

@@ -18,15 +18,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, replace
 from typing import Any
 
 import msgpack
 
 from fskv.claims import Limits
 from fskv.removed import entries
-
-logger = logging.getLogger(__name__)
+from fskv.root_state import RootState
+from fskv.transitions import StateLog
 
 _SILENT_S = 20.0  # without a word for so long: what was granted may be thought to be ours no more
 _HUNG_S = 60.0
@@ -36,25 +36,6 @@ _RESTART_S = 10.0
 _PAUSE_S, _MAX_PAUSE_S = 2.0, 60.0  # after ENOSPC; twice as long each time it is met again
 _READ_NBYTES = 1 << 16
 _MAX_FRAME = 64 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class RootState:
-    """What the maintenance process last said of the root. Counts are of the present holder of the lease."""
-
-    nbytes: int = 0
-    files: int = 0
-    free: int = 0
-    pruned_files: int = 0
-    pruned_nbytes: int = 0
-    orphans: int = 0
-    unremovable: int = 0
-    holder: bool = False
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            if type(getattr(self, field.name)) is not type(field.default):
-                raise TypeError(field.name)
 
 
 class Capacity:
@@ -111,10 +92,15 @@ class Capacity:
         self._paused_until = 0.0
         self._written_before_full = -1
         self.state = RootState()
+        self.num_restarts = 0
+        self._started = False
+        self._said_paused = False
+        self._log = StateLog("fskv: ", clock, root=root)
 
     def start(self) -> None:
         """Start the maintenance process; where that fails it is tried again later, and nothing is stored."""
         self._next_start = self._clock() + _RESTART_S
+        self.num_restarts += self._started
         self._close_pipes()
         try:
             self._process = subprocess.Popen(
@@ -124,8 +110,16 @@ class Capacity:
                 start_new_session=True,  # a Ctrl-C in the terminal is the engine's
             )
         except OSError as error:
-            logger.warning("fskv: no maintenance process, so nothing is stored: %s", error)
+            reason = f"no maintenance process, so nothing is stored: {error}"
+            self._log.say("maintenance_gone", logging.WARNING, reason=reason)
+            self._process = None
+            self._started = True
             return
+        if self._started:
+            self._log.say(
+                "maintenance_restarted", logging.WARNING, pid=self.pid, restarts=self.num_restarts
+            )
+        self._started = True
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         for pipe in (self._process.stdin, self._process.stdout):
@@ -183,12 +177,20 @@ class Capacity:
         self._written_before_full = self._written
         self._paused_until = now + self._pause_s
         self._full += 1
-        logger.warning("fskv: the disk is full: nothing is stored for %.0f s", self._pause_s)
+        self._said_paused = True
+        reason = f"the disk is full: nothing is stored for {self._pause_s:.0f} s"
+        self._log.say("stores_paused", logging.WARNING, for_s=f"{self._pause_s:.0f}", reason=reason)
 
     @property
     def pid(self) -> int | None:
         """Of the maintenance process."""
         return None if self._process is None else self._process.pid
+
+    @property
+    def up(self) -> bool:
+        """Whether that process runs, and was not silent for too long when it was last listened to."""
+        process = self._process
+        return process is not None and process.poll() is None and not self._silent_polls_since
 
     @property
     def paused(self) -> bool:
@@ -198,6 +200,9 @@ class Capacity:
     def poll(self) -> list[tuple[bytes, int]]:
         """Talk to the process, every step; returns what was pruned since: (XXH3-128 of the key, group)."""
         now = self._clock()
+        if self._said_paused and not self.paused:
+            self._said_paused = False
+            self._log.say("stores_resumed")
         if self._process is None or self._process.poll() is not None:
             self._allowed = 0
             if now >= self._next_start:
@@ -206,7 +211,10 @@ class Capacity:
         self._hear()
         if self._silent:
             self._return_unused()
-            self._silent_polls_since = self._silent_polls_since or now
+            if not self._silent_polls_since:
+                self._silent_polls_since = now
+                reason = f"no word for {_SILENT_S:.0f} s, so nothing is stored: does the root hang?"
+                self._log.say("maintenance_silent", logging.WARNING, reason=reason)
             if now - self._silent_polls_since > _HUNG_S:
                 self._process.kill()  # the next poll starts another one; a hung mount may keep this one
         else:
@@ -256,9 +264,8 @@ class Capacity:
                     for message in self._unpacker:
                         self._take_message(message)
                 except Exception as error:  # a warning that some import prints to stdout, say
-                    logger.warning(
-                        "fskv: the maintenance process says %s: it is started again", error
-                    )
+                    reason = f"it says what it should not and is started again: {error}"
+                    self._log.say("maintenance_gone", logging.WARNING, reason=reason)
                     self._process.kill()
                     self._allowed = 0
                     return
@@ -276,7 +283,7 @@ class Capacity:
         elif "removed" in message:
             self._removed += entries(message["removed"])
         else:
-            self.state = RootState(**message)
+            self.state = replace(self.state, **message)
 
     def _say(self, message: dict[str, Any]) -> bool:
         """Send a message; False if the pipe is full. Below PIPE_BUF it goes whole or not at all."""

@@ -245,6 +245,12 @@ class StoreConfig:
         "Whether the engine starts the process that counts, prunes and cleans the root; one of all that "
         "share a root does so at a time. `off`: nothing bounds what this engine writes.",
     )
+    health_file: str | None = _option(
+        None,
+        "absolute path",
+        "A small JSON file that says whether the cache is well, see docs/metrics.md. Not in the root. "
+        "`{rank}` in it stands for the engine's data-parallel rank.",
+    )
 
     @property
     def dir_mode(self) -> int:
@@ -296,6 +302,11 @@ class StoreConfig:
                 'option \'transport\': found "gds" with \'mac_key_file\' set, expected "auto" or "host": '
                 "keyed digests are computed on the host, so chunks go through it"
             )
+        if config.health_file is not None and config.health_file.startswith(config.root + "/"):
+            raise ConfigError(
+                f"option 'health_file': found {config.health_file}, expected a place outside of 'root': it "
+                "must say that the root hangs"
+            )
         return config
 
     def _check_bounds(self) -> None:
@@ -325,6 +336,16 @@ def _parse_root(name: str, value: Any) -> str:
 
 def _parse_path(name: str, value: Any) -> str | None:
     return None if value is None else _parse_root(name, value)
+
+
+def _parse_file(name: str, value: Any) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, str) or not value.startswith("/") or not value.isprintable():
+        raise _bad(name, value, 'the absolute path of a file such as "/run/fskv/health.json"')
+    if value.endswith("/") or len(value) > 1000:
+        raise _bad(name, value, "the path of a file, at most 1000 characters")
+    return value
 
 
 def _parse_chunk_size(name: str, value: Any) -> int | str:
@@ -454,6 +475,7 @@ _PARSERS = {
     "namespace_max_bytes": _parse_bound,
     "tenant_max_bytes": _parse_bound,
     "maintenance": _choice("on", "off"),
+    "health_file": _parse_file,
 }
 
 

@@ -254,6 +254,11 @@ class JobRunner:
         return self._slots.num_made
 
     @property
+    def num_open_stores(self) -> int:
+        """Chunks that wait to be stored or are being written."""
+        return len(self._open_stores)
+
+    @property
     def num_threads_hung(self) -> int:
         return self._pool.num_hung
 

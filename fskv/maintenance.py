@@ -45,11 +45,14 @@ from fskv.process import GRACE_S, unique_name
 from fskv.prune import execute, plan
 from fskv.removed import ENTRY_NBYTES, RemovedLog
 from fskv.root import make_directory, usual_modes
+from fskv.root_state import BoundsSaid, RootState, changes, root_state
+from fskv.transitions import StateLog
 
 logger = logging.getLogger(__name__)
 
 _IDLE_S = 1.0
 _ALIVE_S = 5.0
+_MINOR_S = 20.0  # an engine that is idle for hours does not read: this much fits into the pipe
 _AWAY_S = 12.0  # less than the silence (fskv.capacity) after which an engine stores nothing, less _ALIVE_S
 _REMOVED_NBYTES = ENTRY_NBYTES * 2048  # of one message
 _STALE_S = 10.0  # a usage that was read longer ago is no base for a grant
@@ -119,7 +122,11 @@ class Maintainer:
         self._holder: Holder | None = None
         self._work_after = 0.0  # the last one failed: not at once again
         self._complaint = ""
-        self._reported: dict[str, Any] = {}
+        self._reported: RootState | None = None
+        self._reported_at = float("-inf")
+        self._bounds = BoundsSaid()
+        self._said_lease = False
+        self._states = StateLog(root=root)
         self._alive_at = float("-inf")
         self._stepped_at = time.monotonic()
         self._must_revoke = False
@@ -153,6 +160,9 @@ class Maintainer:
         self._revoke_if_late()
         self._publish()
         self._lease.renew()
+        if self._lease.held != self._said_lease:
+            self._said_lease = self._lease.held
+            self._states.say("lease_taken" if self._said_lease else "lease_lost", pid=os.getpid())
         read_at = time.monotonic()
         usage = self._holder.usage if self._holder is not None and self._holder.in_office else None
         usage = usage or self._book.usage()  # before the claims, see Claim
@@ -161,7 +171,7 @@ class Maintainer:
         self.seen = Seen(usage, claims, space, self._lease.held)
         busy = self._hold(claims, space) if self._lease.held else self._let_go()
         granted = self._claim_more(claims, usage, space, read_at)
-        return self._report(usage, space) or granted or busy
+        return self._report(claims, usage, space) or granted or busy
 
     def _revoke_if_late(self) -> None:
         """Have what is not used returned, if we were away for so long that others may have been given it.
@@ -307,7 +317,7 @@ class Maintainer:
             return False
         return True
 
-    def _report(self, usage: Usage | None, space: Space) -> bool:
+    def _report(self, claims: list[Claim], usage: Usage | None, space: Space) -> bool:
         """Tell the engine what has changed, or at least that we live; returns whether anything has."""
         if self._claim is None or self._claim.namespace is None:
             return False
@@ -318,24 +328,15 @@ class Maintainer:
             self._complain(error)
         while self._news and self._send({"removed": self._news[:_REMOVED_NBYTES]}):
             self._news = self._news[_REMOVED_NBYTES:]
-        usage = usage or Usage()
-        report: dict[str, Any] = {
-            "nbytes": usage.nbytes,
-            "files": usage.num_files,
-            "free": space.free_nbytes,
-            "pruned_files": usage.pruned_files,
-            "pruned_nbytes": usage.pruned_nbytes,
-            "orphans": usage.orphans,
-            "unremovable": usage.unremovable,
-            "holder": self._lease.held,
-        }
-        changed = (
-            any(report[name] != self._reported.get(name) for name in report if name != "free")
-            or abs(space.free_nbytes - self._reported.get("free", 0)) > space.total_nbytes // 1000
-        )
+        state = root_state(usage or Usage(), claims, space, self._claim, holder=self._lease.held)
+        for kind, limit in self._bounds.news(state):
+            self._states.say("bound_in_force", bound=kind, limit_bytes=limit)
+        report, changed = changes(state, self._reported, space.total_nbytes)
         now = time.monotonic()
-        if changed and self._send(report):
-            self._reported = report
+        # What moves all the time is told now and then, and keeps nobody busy.
+        due = now - self._reported_at > _MINOR_S
+        if report and (changed or due) and self._send(report):
+            self._reported, self._reported_at = state, now
         if now - self._alive_at > _ALIVE_S and not self._must_revoke:
             # Short, because an engine that is idle for hours does not read. Its clock is ours.
             self._send({"alive": now})

@@ -1,11 +1,15 @@
 """The numbers fskv reports: names, meanings, and a counter set that any thread may add to.
 
 Engine adapters drain the counters and hand them to the engine's own metrics. Standard library only.
+
+A new metric is a constant here and in ALL_METRICS, and a row of docs/metrics.md: tests/test_metrics_doc.py
+says which. A label has few values: reasons, bounds, or one of this engine.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import deque
 from dataclasses import dataclass
 
 
@@ -14,10 +18,13 @@ class Metric:
     """One metric; `label` is the name of its only label, if it has one."""
 
     name: str
-    kind: str  # "counter" or "gauge"
+    kind: str  # "counter", "gauge" or "histogram"
     unit: str
     meaning: str
     label: str | None = None
+    buckets: tuple[float, ...] = ()  # of a histogram: upper edges
+    # Of a counter's label: these begin at zero, so that an alert sees the first one that is counted.
+    values: tuple[str, ...] = ()
 
 
 LOOKUP_HITS = Metric(
@@ -30,6 +37,7 @@ LOOKUP_MISSES = Metric(
     "Chunks a request missed, once per request and reason: absent, timed_out, io_error, quarantined, "
     "breaker.",
     "reason",
+    values=("absent", "timed_out", "io_error", "quarantined", "breaker"),
 )
 LOAD_FAILURES = Metric(
     "vllm:fskv_load_failures",
@@ -38,11 +46,20 @@ LOAD_FAILURES = Metric(
     "Chunks that were a hit but could not be loaded, so that the request is recomputed: absent, "
     "stale, corrupt, unknown_key, denied, timed_out, io_error, breaker.",
     "reason",
+    values=("absent", "stale", "corrupt", "denied", "timed_out", "io_error", "breaker"),
 )
 LOADED_CHUNKS = Metric("vllm:fskv_loaded_chunks", "counter", "chunks", "Chunks loaded and checked.")
 LOADED_BYTES = Metric("vllm:fskv_loaded_bytes", "counter", "bytes", "KV bytes loaded and checked.")
 LOAD_SECONDS = Metric(
     "vllm:fskv_load_seconds", "counter", "seconds", "Time of I/O threads spent in chunk loads."
+)
+LOAD_LATENCY = Metric(
+    "vllm:fskv_load_latency_seconds",
+    "histogram",
+    "seconds",
+    "From the moment a request's load is begun until it has ended, good or not.",
+    # A load may take as long as its deadline, 30 s at most by default.
+    buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30),
 )
 STORED_CHUNKS = Metric(
     "vllm:fskv_stored_chunks", "counter", "chunks", "Chunk files written and made visible."
@@ -60,6 +77,7 @@ STORES_SKIPPED = Metric(
     "pruning is not that far yet), breaker, no_space, denied, timed_out, absent or "
     "stale (directories vanished).",
     "reason",
+    values=("skipped", "capacity", "no_space", "breaker", "io_error", "timed_out", "denied"),
 )
 # Load or recompute (`load_budget`).
 DECLINED_TOKENS = Metric(
@@ -128,11 +146,52 @@ THREADS_HUNG = Metric(
     "threads",
     "I/O threads past their deadline that have not returned.",
 )
+STORE_QUEUE = Metric(
+    "vllm:fskv_store_queue_chunks",
+    "gauge",
+    "chunks",
+    "Chunks that wait to be stored or are being written.",
+)
 BREAKER_OPEN = Metric(
     "vllm:fskv_breaker_open",
     "gauge",
     "0 or 1",
     "Whether the root is left alone after failures in a row.",
+)
+BREAKER_OPENINGS = Metric(
+    "vllm:fskv_breaker_openings",
+    "counter",
+    "times",
+    "How often the breaker opened: also what was over before anybody looked at the gauge.",
+)
+WEIGHTS_IN_DOUBT = Metric(
+    "vllm:fskv_weights_in_doubt",
+    "gauge",
+    "0 or 1",
+    "Whether the engine neither loads nor stores until its next start, because its weights may have changed.",
+)
+KNOWN_CHUNKS = Metric(
+    "vllm:fskv_known_chunks",
+    "gauge",
+    "chunks",
+    "Chunks whose presence or absence is remembered, at most 250,000.",
+)
+QUARANTINED_CHUNKS = Metric(
+    "vllm:fskv_quarantined_chunks",
+    "gauge",
+    "chunks",
+    "Chunks that count as missing because a load of them failed, until `quarantine_s` has passed or they are "
+    "stored again. Beyond 1,000 the oldest are not counted.",
+)
+ROOT_INFO = Metric(
+    "vllm:fskv_root_info", "gauge", "1", "Always 1; its label is the root of this engine.", "root"
+)
+NAMESPACE_INFO = Metric(
+    "vllm:fskv_namespace_info",
+    "gauge",
+    "1",
+    "Always 1; its label is the directory of this engine's namespace in the root.",
+    "namespace",
 )
 
 # What the process that maintains the root says of it; counts are of the present holder of the lease.
@@ -145,6 +204,39 @@ ROOT_BYTES = Metric(
 ROOT_FILES = Metric("vllm:fskv_root_files", "gauge", "files", "Chunk files of the whole root.")
 ROOT_FREE_BYTES = Metric(
     "vllm:fskv_root_free_bytes", "gauge", "bytes", "Free on the root's file system, for this user."
+)
+NAMESPACE_BYTES = Metric(
+    "vllm:fskv_namespace_bytes",
+    "gauge",
+    "bytes",
+    "On disk, in chunk files of this engine's namespace, when last counted.",
+)
+TENANT_BYTES = Metric(
+    "vllm:fskv_tenant_bytes",
+    "gauge",
+    "bytes",
+    "On disk, in chunk files of all namespaces of this engine's tenant; only with `tenant`.",
+)
+BOUND_BYTES = Metric(
+    "vllm:fskv_bound_bytes",
+    "gauge",
+    "bytes",
+    "Bounds that hold for this engine now, whoever declared them: root, namespace, tenant, and free (what "
+    "may be in use on the file system). +Inf: no more.",
+    "bound",
+)
+BOUND_LEFT_BYTES = Metric(
+    "vllm:fskv_bound_left_bytes",
+    "gauge",
+    "bytes",
+    "What is left of such a bound, less what engines were granted and have not written yet; 0 if none.",
+    "bound",
+)
+COUNTED_AT = Metric(
+    "vllm:fskv_counted_at_seconds",
+    "gauge",
+    "seconds since 1970",
+    "When the root was last counted, by the clock of the node that counted; 0: never.",
 )
 PRUNED_FILES = Metric(
     "vllm:fskv_pruned_files",
@@ -168,6 +260,26 @@ LEASE_HELD = Metric(
 STORES_PAUSED = Metric(
     "vllm:fskv_stores_paused", "gauge", "0 or 1", "Whether stores pause because the disk was full."
 )
+MAINTENANCE_UP = Metric(
+    "vllm:fskv_maintenance_up",
+    "gauge",
+    "0 or 1",
+    "Whether this engine's maintenance process runs and was heard of in the last 20 s in which the engine "
+    "listened.",
+)
+MAINTENANCE_RESTARTS = Metric(
+    "vllm:fskv_maintenance_restarts",
+    "counter",
+    "times",
+    "How often that process had to be started again, tries that failed included.",
+)
+
+# What the scheduler counts, and what the workers do.
+SCHEDULER_COUNTERS = (LOOKUP_HITS, LOOKUP_MISSES, BREAKER_OPENINGS, MAINTENANCE_RESTARTS)
+WORKER_COUNTERS = (
+    *(LOAD_FAILURES, LOADED_CHUNKS, LOADED_BYTES, LOAD_SECONDS),
+    *(STORED_CHUNKS, STORED_BYTES, STORE_SECONDS, STORES_SKIPPED),
+)
 
 ALL_METRICS = (
     LOOKUP_HITS,
@@ -176,6 +288,7 @@ ALL_METRICS = (
     LOADED_CHUNKS,
     LOADED_BYTES,
     LOAD_SECONDS,
+    LOAD_LATENCY,
     STORED_CHUNKS,
     STORED_BYTES,
     STORE_SECONDS,
@@ -192,16 +305,30 @@ ALL_METRICS = (
     PREFILL_RATE,
     SLOTS_IN_USE,
     THREADS_HUNG,
+    STORE_QUEUE,
     BREAKER_OPEN,
+    BREAKER_OPENINGS,
+    WEIGHTS_IN_DOUBT,
+    KNOWN_CHUNKS,
+    QUARANTINED_CHUNKS,
+    ROOT_INFO,
+    NAMESPACE_INFO,
     ROOT_BYTES,
     ROOT_FILES,
     ROOT_FREE_BYTES,
+    NAMESPACE_BYTES,
+    TENANT_BYTES,
+    BOUND_BYTES,
+    BOUND_LEFT_BYTES,
+    COUNTED_AT,
     PRUNED_FILES,
     PRUNED_BYTES,
     ORPHANS_REMOVED,
     UNREMOVABLE_FILES,
     LEASE_HELD,
     STORES_PAUSED,
+    MAINTENANCE_UP,
+    MAINTENANCE_RESTARTS,
 )
 
 # Of FskvMultiConnector alone, about its children; `connector` is on every series of theirs as well.
@@ -230,12 +357,20 @@ MULTI_GIVEN_UP = Metric(
 MULTI_METRICS = (MULTI_LOADS, MULTI_FAILED_LOADS, MULTI_GIVEN_UP)
 
 
-class Counters:
-    """Sums by metric and label value since the last `drain`."""
+# Of a histogram between two drains; an engine whose statistics nobody takes must not remember more.
+_MAX_OBSERVED = 4096
 
-    def __init__(self) -> None:
+
+class Counters:
+    """Sums by metric and label value since the last `drain`, and what was observed for histograms."""
+
+    def __init__(self, *counters: Metric) -> None:
+        """`counters` are in the first `drain` even if nothing was counted."""
         self._lock = threading.Lock()
-        self._sums: dict[tuple[Metric, str], float] = {}
+        self._sums: dict[tuple[Metric, str], float] = {
+            (metric, label): 0.0 for metric in counters for label in metric.values or ("",)
+        }
+        self._observed: dict[Metric, deque[float]] = {}
 
     def add(self, metric: Metric, amount: float = 1, label: str = "") -> None:
         if not amount:
@@ -249,3 +384,14 @@ class Counters:
         with self._lock:
             sums, self._sums = self._sums, {}
         return sums
+
+    def observe(self, metric: Metric, value: float) -> None:
+        """Add to a histogram."""
+        with self._lock:
+            self._observed.setdefault(metric, deque(maxlen=_MAX_OBSERVED)).append(value)
+
+    def drain_observed(self) -> dict[Metric, deque[float]]:
+        """Return what was observed and start again from nothing."""
+        with self._lock:
+            observed, self._observed = self._observed, {}
+        return observed

@@ -34,8 +34,8 @@ class Engine:
         name = metric if isinstance(metric, str) else metric.name
         self._get(Counter, name, {"reason": reason} if reason else {}).inc(amount)
 
-    def set(self, metric, value):
-        self._get(Gauge, metric.name, {}).set(value)
+    def set(self, metric, value, label=None):
+        self._get(Gauge, metric.name, {metric.label: label} if label else {}).set(value)
 
     def observe(self, name, *values):
         one = self._get(Histogram, name, {}, buckets=(0.001, 0.01, 0.1, 1))

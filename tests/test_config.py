@@ -81,6 +81,10 @@ OPTIONS = {
     "namespace_max_bytes": ([None, "1GiB"], [0, "1G", False]),
     "tenant_max_bytes": ([None], [0, "1G", "1 GiB of it"]),
     "maintenance": (["on", "off"], [True, "auto", None, ""]),
+    "health_file": (
+        [None, "/run/fskv/health.json", "/run/fskv-{rank}.json"],
+        ["", "health.json", "/run/fskv/", True, "/a\nb", "/" + "x" * 1000],
+    ),
 }
 CASES = [(name, value) for name, (good, _) in OPTIONS.items() for value in good]
 BAD_CASES = [(name, value) for name, (_, bad) in OPTIONS.items() for value in bad]
@@ -264,3 +268,11 @@ def test_a_bound_that_nobody_would_hold_is_refused(name):
     with pytest.raises(ConfigError, match=re.escape(f"with '{name}' set")):
         parsed(maintenance="off", tenant="a", **{name: "1GiB"})
     assert parsed(maintenance="off").maintenance == "off"
+
+
+def test_a_health_file_in_the_root_is_refused():
+    """It could not say that the root hangs."""
+    with pytest.raises(ConfigError, match="outside of 'root'"):
+        StoreConfig.from_mapping({"root": "/mnt/kv", "health_file": "/mnt/kv/health.json"})
+    beside = StoreConfig.from_mapping({"root": "/mnt/kv", "health_file": "/mnt/kv-health.json"})
+    assert beside.health_file == "/mnt/kv-health.json"

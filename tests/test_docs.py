@@ -1,4 +1,4 @@
-"""The documents say what the code does: options, metrics, layers, the format, commands, links.
+"""The documents say what the code does: options, layers, the format, commands, links.
 
 Every check takes the document's text, so that each can be shown to fail on a doctored one.
 """
@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import test_layers
 
-from fskv import metrics, namespace
+from fskv import namespace
 from fskv.chunk_file import ChunkHeader, FileLayout, encode_header, row_digests
 from fskv.config import StoreConfig
 from fskv.root import NamespaceDir
@@ -29,7 +29,7 @@ from fskv.types import ChunkId, Status
 REPOSITORY = pathlib.Path(__file__).resolve().parents[1]
 DOCUMENTS = [
     "README.md",
-    *(f"docs/{n}.md" for n in ("format", "architecture", "vllm", "benchmarks")),
+    *(f"docs/{n}.md" for n in ("format", "architecture", "vllm", "metrics", "benchmarks")),
 ]
 
 
@@ -60,7 +60,7 @@ def fenced(text: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
 
 
-# --- options and metrics --------------------------------------------------------------------
+# --- options --------------------------------------------------------------------
 
 
 def check_options(text: str) -> None:
@@ -78,22 +78,8 @@ def check_options(text: str) -> None:
         assert getattr(config, name) == field.default, name
 
 
-def check_metrics(text: str) -> None:
-    table = rows(text, "metric")
-    assert list(table) == [metric.name for metric in metrics.ALL_METRICS]
-    for metric in metrics.ALL_METRICS:
-        label, unit, meaning, advice = table[metric.name]
-        assert label == (metric.label or "-"), metric.name
-        assert (unit, meaning) == (metric.unit, metric.meaning), metric.name
-        assert advice, metric.name
-
-
 def test_every_option_is_in_the_table_with_its_default_and_no_other():
     check_options(text_of("docs/vllm.md"))
-
-
-def test_every_metric_is_in_the_table_and_no_other():
-    check_metrics(text_of("docs/vllm.md"))
 
 
 @pytest.mark.parametrize(
@@ -102,8 +88,6 @@ def test_every_metric_is_in_the_table_and_no_other():
         (check_options, "| `io_threads` | `4` |", "| `io_threads` | `8` |"),
         (check_options, "| `io_threads` |", "| `num_threads` |"),
         (check_options, "| true, false | fsync each", "| true, false | Sync each"),
-        (check_metrics, "| `vllm:fskv_lookup_hits` | - |", "| `vllm:fskv_lookup_hits` | reason |"),
-        (check_metrics, "`vllm:fskv_breaker_open`", "`vllm:fskv_breaker`"),
     ],
 )
 def test_a_doctored_table_fails(check, old, new):

@@ -40,7 +40,9 @@ LAYERS = {
         "fskv.process",
         "fskv.removed",
         "fskv.root",
+        "fskv.root_state",
         "fskv.threads",
+        "fskv.transitions",
         "fskv.transports.",
     ),
     3: (
@@ -49,6 +51,7 @@ LAYERS = {
         "fskv.jobs",
         "fskv.capacity",
         "fskv.prune",
+        "fskv.health",
         "fskv.holder",
         "fskv.maintenance",
     ),

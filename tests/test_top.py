@@ -339,16 +339,22 @@ def test_what_an_engine_publishes_is_what_is_shown():
 
 def test_every_metric_of_fskv_is_read_and_gauges_have_no_past():
     engine = Engine()
+    numbers = [metric for metric in metrics.ALL_METRICS if metric.kind != "histogram"]
     for metric in metrics.ALL_METRICS:
         if metric.kind == "counter":
             engine.add(metric, 7, "absent" if metric.label else None)
+        elif metric.kind == "histogram":
+            engine.observe(metric.name, 0.05)
         else:
-            engine.set(metric, 7)
+            engine.set(metric, 7, "absent" if metric.label else None)
     now = sample(engine)
     for metric in metrics.ALL_METRICS:
+        if metric.kind == "histogram":
+            assert endpoint.since_start(now).quantile(metric.name, 0.5) is not None, metric.name
+    for metric in numbers:
         assert now.value(metric, "absent" if metric.label else "") == 7, metric.name
     again = endpoint.between(now, sample(engine, 1.0))
-    for metric in metrics.ALL_METRICS:
+    for metric in numbers:
         assert again.total(metric) == (7 if metric.kind == "gauge" else 0), metric.name
 
 

@@ -175,8 +175,9 @@ def test_every_metric_fskv_emits_is_declared_to_vllm():
 
     definitions = metric_definitions()
     sums = {(m, "x"): 1.0 for m in ALL_METRICS if m.kind == "counter"}
-    gauges = {m: 1.0 for m in ALL_METRICS if m.kind == "gauge"}
-    stats = to_stats(sums, gauges)
+    gauges = {(m, "x") if m.label else m: 1.0 for m in ALL_METRICS if m.kind == "gauge"}
+    observed = {m: [0.1, 2.0] for m in ALL_METRICS if m.kind == "histogram"}
+    stats = to_stats(sums, gauges, observed)
     assert stats is not None
     emitted = stats.data["data"]
     assert set(emitted) == set(definitions)
@@ -277,6 +278,78 @@ def test_after_a_reset_nothing_is_served_unless_the_user_vouches_for_the_weights
         stored = manager.prepare_store([_key(1)], ReqContext("r")).keys_to_store
         assert bool(stored) is vouched
         manager.shutdown()
+
+
+def _load_without(missing: str):
+    """Import as Python does, from a vLLM that lacks this module or name."""
+    import importlib
+    import types
+
+    def load(module: str):
+        if module == missing:
+            raise ModuleNotFoundError(f"No module named {module!r}")
+        found = importlib.import_module(module)
+        names = {n: v for n, v in vars(found).items() if f"{module}.{n}" != missing}
+        return types.SimpleNamespace(**names)
+
+    return load
+
+
+def test_what_fskv_needs_is_here_and_a_vllm_without_any_of_it_is_refused_in_one_sentence():
+    from fskv.engines import vllm_version
+    from fskv.errors import ConfigError
+
+    vllm_version.check()
+    vllm_version.check(_load_without("nothing"))
+    for module, name, _ in vllm_version._NEEDED:
+        for missing in (module, f"{module}.{name}"):
+            with pytest.raises(
+                ConfigError, match=r"^found vLLM \S+, expected \S+ to \S+: "
+            ) as found:
+                vllm_version.check(_load_without(missing))
+            assert "\n" not in str(found.value)
+            assert len(str(found.value)) < 250
+
+
+def test_a_vllm_that_reports_no_failed_loads_is_refused():
+    import dataclasses
+
+    from fskv.engines import vllm_version
+    from fskv.errors import ConfigError
+
+    @dataclasses.dataclass
+    class Results:
+        finished_recving: set
+
+    def load(module):
+        found = _load_without("nothing")(module)
+        if hasattr(found, vllm_version._RESULTS):
+            setattr(found, vllm_version._RESULTS, Results)
+        return found
+
+    with pytest.raises(ConfigError, match="cannot report failed loads"):
+        vllm_version.check(load)
+
+
+_ASK = """
+from fskv.engines.vllm_plugin import register
+register()
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+print(KVConnectorFactory.get_connector_class_by_name("FskvConnector"))
+"""
+
+
+@pytest.mark.skipif("FSKV_VLLM_OLD" not in os.environ, reason="FSKV_VLLM_OLD names no old vLLM")
+def test_an_old_vllm_s_own_factory_is_told_in_one_sentence_why_not():
+    path = os.environ["FSKV_VLLM_OLD"]
+    env = {**os.environ, "PYTHONPATH": path + os.pathsep + os.environ.get("PYTHONPATH", "")}
+    done = subprocess.run(
+        [sys.executable, "-c", _ASK], env=env, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode != 0
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("fskv.errors.ConfigError: found vLLM "), done.stderr[-2000:]
+    assert "cannot report failed loads" in last
 
 
 @pytest.mark.skipif("FSKV_VLLM_PATH" not in os.environ, reason="FSKV_VLLM_PATH names no other vLLM")

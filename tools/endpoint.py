@@ -29,7 +29,7 @@ _MAX_LINE = 4096
 _MAX_URL = 2000
 _MAX_MODELS = 8
 _FSKV = "vllm:fskv_"
-# vLLM 0.32's own. fskv publishes sums of seconds and chunks and no histogram of loads.
+# vLLM 0.32's own.
 HIT_TOKENS = "vllm:external_prefix_cache_hits"
 QUERIED_TOKENS = "vllm:external_prefix_cache_queries"
 LOOKUP_DELAY = "vllm:kv_offload_lookup_async_delay_seconds"
@@ -159,7 +159,10 @@ def between(before: Sample, now: Sample) -> Change:
 _LABELS = {metric.name: metric.label for metric in metrics.ALL_METRICS if metric.label}
 _GAUGES = {metric.name for metric in metrics.ALL_METRICS if metric.kind == "gauge"}
 # What is the root's, or 0 or 1, is the same for all engines behind an endpoint: the largest is shown.
-_SHARED = _GAUGES - {metrics.SLOTS_IN_USE.name, metrics.THREADS_HUNG.name}
+_SHARED = _GAUGES - {
+    *(metrics.SLOTS_IN_USE.name, metrics.THREADS_HUNG.name, metrics.STORE_QUEUE.name),
+    *(metrics.KNOWN_CHUNKS.name, metrics.QUARANTINED_CHUNKS.name),
+}
 
 
 # --- fetching ---------------------------------------------------------------------------

@@ -1,24 +1,102 @@
 """The Prometheus endpoint of `fskv prune --watch`: what was last seen of the root, whether or not it answers.
 
 Runs on a thread of its own and never touches the root, so that a root that hangs shows in the metrics
-(`fskv_root_last_step_age_seconds`) instead of hanging them.
+(`fskv_root_last_step_age_seconds`) instead of hanging them. Every metric is in METRICS and docs/metrics.md.
+
+A root may hold any number of namespaces and tenants: the MAX_NAMES largest have names, the rest is one.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from fskv.claims import Usage, scopes
+from fskv import __version__
+from fskv.claims import Scope, Usage, scopes
 from fskv.maintenance import Seen
 
 from .exits import CommandError
 from .terminal import show
+
+MAX_NAMES = 50
+OTHERS = "(others)"
+
+
+@dataclass(frozen=True, slots=True)
+class RootMetric:
+    """One metric of the endpoint."""
+
+    name: str
+    kind: str  # "counter" or "gauge"
+    unit: str
+    meaning: str
+    labels: tuple[str, ...] = ()
+
+
+def _gauge(name: str, unit: str, meaning: str, *labels: str) -> RootMetric:
+    return RootMetric(f"fskv_root_{name}", "gauge", unit, meaning, labels)
+
+
+def _counter(name: str, unit: str, meaning: str) -> RootMetric:
+    return RootMetric(f"fskv_root_{name}", "counter", unit, meaning)
+
+
+INFO = _gauge(
+    "info", "1", "Always 1; its labels are the root and fskv's version.", "root", "version"
+)
+STEP_AGE = _gauge("last_step_age_seconds", "seconds", "Since the root last answered.")
+LEASE_HELD = _gauge("lease_held", "0 or 1", "Whether this process counts and prunes for all.")
+WRITERS = _gauge("writers", "engines", "Engines that claim bytes of the root.")
+TOTAL_BYTES = _gauge("total_bytes", "bytes", "Size of the file system.")
+FREE_BYTES = _gauge("free_bytes", "bytes", "Free on the file system, for this user.")
+TOTAL_INODES = _gauge(
+    "total_inodes", "inodes", "Of the file system; 0 where it has no such number."
+)
+FREE_INODES = _gauge("free_inodes", "inodes", "Free on the file system, for this user.")
+LIMIT = _gauge(
+    "limit_bytes",
+    "bytes",
+    "Bounds that hold now, whoever declared them. `kind`: root, namespace, tenant, or free (what may be in "
+    "use on the file system); `name`: of the namespace or tenant.",
+    *("kind", "name"),
+)
+HEADROOM = _gauge(
+    "headroom_bytes",
+    "bytes",
+    "What is left of a bound, less what engines were granted and have not written yet; negative: beyond it.",
+    *("kind", "name"),
+)
+NAMESPACE_BYTES = _gauge(
+    "namespace_bytes", "bytes", "On disk, by the last count.", "namespace", "tenant"
+)
+NAMESPACE_FILES = _gauge(
+    "namespace_files", "files", "Chunk files, by the last count.", "namespace", "tenant"
+)
+TENANT_BYTES = _gauge(
+    "tenant_bytes", "bytes", 'On disk, by the last count; tenant "": those without one.', "tenant"
+)
+COUNT_AGE = _gauge(
+    "count_age_seconds", "seconds", "Since the root was last counted, by whomever; by this clock."
+)
+UNREMOVABLE = _gauge(
+    "unremovable_files", "files", "Chunk files that could not be removed, and stay."
+)
+PRUNED_FILES = _counter(
+    "pruned_files", "files", "Pruned by the present holder of the lease; begins again with another."
+)
+PRUNED_BYTES = _counter("pruned_bytes", "bytes", "What those took on disk.")
+ORPHANS = _counter("orphans_removed", "files", "Parts of dead writers removed by that holder.")
+
+METRICS = (
+    *(INFO, STEP_AGE, LEASE_HELD, WRITERS, TOTAL_BYTES, FREE_BYTES, TOTAL_INODES, FREE_INODES),
+    *(LIMIT, HEADROOM, NAMESPACE_BYTES, NAMESPACE_FILES, TENANT_BYTES, COUNT_AGE, UNREMOVABLE),
+    *(PRUNED_FILES, PRUNED_BYTES, ORPHANS),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,76 +107,86 @@ class Watched:
     step_age_s: float  # since the root last answered
 
 
-Metric = GaugeMetricFamily | CounterMetricFamily
+Family = GaugeMetricFamily | CounterMetricFamily
 
 
 class RootCollector(Collector):
     """Makes metrics of what `watched()` returns."""
 
-    def __init__(self, watched: Callable[[], Watched]) -> None:
+    def __init__(self, watched: Callable[[], Watched], root: str) -> None:
         self._watched = watched
+        self._root = root
 
-    def collect(self) -> Iterator[Metric]:
+    def collect(self) -> Iterator[Family]:
         watched = self._watched()
-        yield _gauge("last_step_age_seconds", "Since the root last answered.", watched.step_age_s)
+        yield _labelled(INFO, {(show(self._root), __version__): 1})
+        yield _one(STEP_AGE, watched.step_age_s)
         seen = watched.seen
         if seen is None:
             return
         writers = [claim for claim in seen.claims if not claim.closed and claim.namespace]
-        yield _gauge("lease_held", "1 if this process counts and prunes for all.", seen.holder)
-        yield _gauge("writers", "Engines that claim bytes of the root.", len(writers))
-        yield _gauge("total_bytes", "Size of the file system.", seen.space.total_nbytes)
-        yield _gauge("free_bytes", "Free bytes of the file system.", seen.space.free_nbytes)
-        yield _gauge("free_inodes", "Free inodes of the file system.", seen.space.free_inodes)
-        limit = _family("limit_bytes", "Bounds that hold now.", "kind", "name")
-        headroom = _family("headroom_bytes", "What is left of a bound.", "kind", "name")
-        for scope in scopes(seen.claims, seen.usage or Usage(), seen.space):
-            labels = [scope.kind, show(scope.name or "")]
-            limit.add_metric(labels, scope.limit)
-            headroom.add_metric(labels, scope.headroom)
-        yield from (limit, headroom)
+        yield _one(LEASE_HELD, seen.holder)
+        yield _one(WRITERS, len(writers))
+        yield _one(TOTAL_BYTES, seen.space.total_nbytes)
+        yield _one(FREE_BYTES, seen.space.free_nbytes)
+        yield _one(TOTAL_INODES, seen.space.total_inodes)
+        yield _one(FREE_INODES, seen.space.free_inodes)
+        bounds = _tightest(scopes(seen.claims, seen.usage or Usage(), seen.space))
+        yield _labelled(LIMIT, {(b.kind, show(b.name or "")): b.limit for b in bounds})
+        yield _labelled(HEADROOM, {(b.kind, show(b.name or "")): b.headroom for b in bounds})
         if seen.usage is not None:
             yield from _of_usage(seen.usage)
 
 
-def _of_usage(usage: Usage) -> Iterator[Metric]:
-    nbytes = _family("namespace_bytes", "Bytes on disk.", "namespace", "tenant")
-    files = _family("namespace_files", "Chunk files.", "namespace", "tenant")
-    of_tenant: dict[str, int] = {}
+def _tightest(bounds: list[Scope]) -> list[Scope]:
+    """Return those of the root and the file system, and of the others those with the least left."""
+    wide = [b for b in bounds if b.name is None]
+    named = sorted((b for b in bounds if b.name is not None), key=lambda b: b.headroom)
+    return wide + named[:MAX_NAMES]
+
+
+def _of_usage(usage: Usage) -> Iterator[Family]:
+    nbytes: dict[tuple[str, ...], float] = {}
+    files: dict[tuple[str, ...], float] = {}
+    of_tenant: dict[tuple[str, ...], float] = {}
+    largest = sorted(usage.namespaces, key=lambda name: -usage.namespaces[name][0])
+    shown = set(largest[:MAX_NAMES])
     for name, (used, count) in usage.namespaces.items():
-        tenant = usage.tenants.get(name, "")
-        nbytes.add_metric([show(name), show(tenant)], used)
-        files.add_metric([show(name), show(tenant)], count)
-        of_tenant[tenant] = of_tenant.get(tenant, 0) + used
-    tenants = _family("tenant_bytes", "Bytes on disk.", "tenant")
-    for tenant, used in of_tenant.items():
-        tenants.add_metric([show(tenant)], used)
-    yield from (nbytes, files, tenants)
-    age_s = max(0.0, time.time() - usage.at_ms / 1000)
-    yield _gauge("count_age_seconds", "Since the root was last counted.", age_s)
-    yield _gauge("unremovable_files", "Files that could not be removed.", usage.unremovable)
-    # Counted by the present holder of the lease, so that they start again with another one.
-    yield _counter("pruned_files", "Files that the holder has pruned.", usage.pruned_files)
-    yield _counter("pruned_bytes", "Bytes that the holder has pruned.", usage.pruned_nbytes)
-    yield _counter("orphans_removed", "Parts of dead writers removed.", usage.orphans)
+        tenant = show(usage.tenants.get(name, ""))
+        labels = (show(name), tenant) if name in shown else (OTHERS, OTHERS)
+        nbytes[labels] = nbytes.get(labels, 0) + used
+        files[labels] = files.get(labels, 0) + count
+        of_tenant[(tenant,)] = of_tenant.get((tenant,), 0) + used
+    yield _labelled(NAMESPACE_BYTES, nbytes)
+    yield _labelled(NAMESPACE_FILES, files)
+    ranked = sorted(of_tenant.items(), key=lambda item: -item[1])
+    tenants = dict(ranked[:MAX_NAMES])
+    if len(ranked) > MAX_NAMES:
+        tenants[(OTHERS,)] = sum(used for _, used in ranked[MAX_NAMES:])
+    yield _labelled(TENANT_BYTES, tenants)
+    yield _one(COUNT_AGE, max(0.0, time.time() - usage.at_ms / 1000))
+    yield _one(UNREMOVABLE, usage.unremovable)
+    yield _one(PRUNED_FILES, usage.pruned_files)
+    yield _one(PRUNED_BYTES, usage.pruned_nbytes)
+    yield _one(ORPHANS, usage.orphans)
 
 
-def _family(name: str, text: str, *labels: str) -> GaugeMetricFamily:
-    return GaugeMetricFamily(f"fskv_root_{name}", text, labels=labels)
+def _labelled(metric: RootMetric, values: Mapping[tuple[str, ...], float]) -> Family:
+    kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+    family = kind(metric.name, f"{metric.meaning} [{metric.unit}]", labels=metric.labels)
+    for labels, value in values.items():
+        family.add_metric(labels, value)
+    return family
 
 
-def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
-    return GaugeMetricFamily(f"fskv_root_{name}", text, value=value)
+def _one(metric: RootMetric, value: float) -> Family:
+    return _labelled(metric, {(): value})
 
 
-def _counter(name: str, text: str, value: float) -> CounterMetricFamily:
-    return CounterMetricFamily(f"fskv_root_{name}", text, value=value)
-
-
-def serve(watched: Callable[[], Watched], address: str, port: int) -> int:
+def serve(watched: Callable[[], Watched], root: str, address: str, port: int) -> int:
     """Serve metrics on daemon threads; returns the port. Raises CommandError where it cannot be had."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(RootCollector(watched))
+    registry.register(RootCollector(watched, root))
     try:
         server, _ = start_http_server(port, address, registry)
     except (OSError, OverflowError) as error:

@@ -24,7 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 
 from fskv import metrics
 from fskv.config import StoreConfig
-from fskv.engines.vllm_metrics import to_stats
+from fskv.engines.vllm_metrics import Gauge, to_stats
 from fskv.hybrid_planner import GroupSpec, needed_chunks
 from fskv.job import JobResult
 from fskv.load_time import Cut, LoadQueue, LoadTimes, Probing, best_cut
@@ -404,7 +404,7 @@ class LoadBudget:
             metrics.LOAD_RATE: self.times.load_bytes_per_s,
             metrics.PREFILL_RATE: self.times.prefill_tokens_per_s,
         }
-        shown = {
+        shown: dict[Gauge, float] = {
             gauge: float(rate)
             for gauge, rate in rates.items()
             if rate is not None and self._shown.get(gauge) != rate

@@ -8,6 +8,9 @@ offers the lost chunks for storing again). Contract and versions: docs/vllm.md.
 
 from __future__ import annotations
 
+# First: where vLLM cannot work, one sentence and not the traceback of an import that it lacks.
+import fskv.engines.vllm_version  # noqa: F401  # isort: skip
+
 import copy
 import inspect
 import logging
@@ -121,6 +124,7 @@ class FskvOffloadingSpec(OffloadingSpec):
             geometry.blocks_per_chunk,
             KvEvents.enabled_by(self.kv_events_config, geometry.tokens_per_chunk[0]),
             chunks_per_step=-(-tokens_per_step // min(geometry.tokens_per_chunk)),
+            engine_rank=self._setup.vllm_config.parallel_config.data_parallel_rank,
         )
         return self.manager
 

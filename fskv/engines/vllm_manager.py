@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -29,7 +29,6 @@ from vllm.v1.kv_offload.base import (
     get_offload_block_hash,
     get_offload_group_idx,
 )
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from fskv import metrics
 from fskv.breaker import Breaker
@@ -37,12 +36,16 @@ from fskv.capacity import Capacity
 from fskv.claims import Limits
 from fskv.config import StoreConfig
 from fskv.engines.vllm_events import KvEvents
-from fskv.engines.vllm_metrics import to_stats
+from fskv.engines.vllm_watch import Watch
 from fskv.errors import ConfigError
 from fskv.index.presence import Findings, Key, PresenceIndex, RankFiles, probe_chunks
-from fskv.metrics import Counters, Metric
+from fskv.metrics import Counters
 from fskv.root import NamespaceDir
+from fskv.transitions import StateLog
 from fskv.types import ChunkId, Presence, Status
+
+if TYPE_CHECKING:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 logger = logging.getLogger(__name__)
 
@@ -117,6 +120,7 @@ class FskvManager(OffloadingManager):
         events: KvEvents | None = None,
         *,
         chunks_per_step: int = 1,
+        engine_rank: int = 0,
     ) -> None:
         """`events` is None where the engine publishes no KV events.
 
@@ -127,9 +131,13 @@ class FskvManager(OffloadingManager):
         self._events = events
         self._blocks_per_chunk = blocks_per_chunk
         self._workers: list[FskvHandshake] = []
-        self._counters = Counters()
-        self._breaker = Breaker(config.breaker_failures, config.breaker_probe_s)
-        self._shown: dict[Metric, float] = {}  # what the gauges say: they keep their last value
+        self._counters = Counters(*metrics.SCHEDULER_COUNTERS)
+        self._states = StateLog("fskv: ", root=config.root)
+        self._breaker = Breaker(
+            config.breaker_failures,
+            config.breaker_probe_s,
+            log=StateLog("fskv: ", root=config.root, of="scheduler"),
+        )
         self._presence = PresenceIndex(
             self._probe,
             positive_ttl_s=config.positive_ttl_s,
@@ -144,10 +152,10 @@ class FskvManager(OffloadingManager):
         self._last_store_at = -math.inf  # when a store job last took a chunk
         self._stored_by: dict[ChunkId, set[int]] = {}  # ranks that have published their part
         self._excluded_requests: set[str] = set()
-        self._stopped = False  # for good: the weights may not be the namespace's any more
         # vLLM asks for the same chunks in every step a request waits: what each was told is counted once.
         self._told: dict[str, set[tuple[ChunkId, Status]]] = {}
         self._allowed_s: Callable[[str], float] = lambda _req_id: math.inf
+        self._watch = Watch(config, self._breaker, self._presence, engine_rank)
 
     # --- start-up and news from the workers -------------------------------------------------
 
@@ -171,6 +179,7 @@ class FskvManager(OffloadingManager):
         if len(workers) != first.world_size:
             raise ConfigError(f"{len(workers)} of {first.world_size} workers reported a namespace")
         self._workers = sorted(workers, key=lambda w: w.rank)
+        self._watch.namespace = os.path.relpath(first.namespace_path, self._config.root)
         if self._config.maintenance == "on":
             self._start_capacity(first)
 
@@ -191,6 +200,7 @@ class FskvManager(OffloadingManager):
             at_hand=self._chunks_per_step
             * sum(sum(each.file_nbytes.values()) for each in self._files.values()),
         )
+        self._watch.capacity = self._capacity
         self._capacity.start()
         self._capacity.wait_for_first_word()
         logger.info(
@@ -221,7 +231,7 @@ class FskvManager(OffloadingManager):
             self._end_store(chunk)
             del self._stored_by[chunk]
             there = self._presence.mark_stored(chunk, store.began if store else 0)
-            if there and self._events and not self._stopped:
+            if there and self._events and not self._watch.in_doubt:
                 self._events.stored(chunk)
 
     def on_removed(self, names: Iterable[tuple[bytes, int]]) -> None:
@@ -242,6 +252,7 @@ class FskvManager(OffloadingManager):
                 self._capacity.no_space()
 
     def on_loads_failed(self, failures: Mapping[ChunkId, Status]) -> None:
+        self._watch.note(failures.values())
         for chunk, status in failures.items():
             if status is Status.BREAKER:  # not read, so nothing is known against the chunk
                 self._breaker.trip()
@@ -280,6 +291,8 @@ class FskvManager(OffloadingManager):
         return _RESULTS[presence]
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource  # since 0.32, which asks for it
+
         return CacheHitSource.DISK
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> ChunkKeys:
@@ -319,13 +332,14 @@ class FskvManager(OffloadingManager):
         vLLM calls this after a weight update, and the namespace names the weights of the start. So unless the
         user vouches for the weights, neither load nor store from now on.
         """
-        if not self._config.weights_fixed and not self._stopped:
-            self._stopped = True
-            logger.warning(
-                "fskv: the engine reset its connector's cache, which vLLM does when weights change; fskv "
+        if not self._config.weights_fixed and not self._watch.in_doubt:
+            self._watch.in_doubt = True
+            reason = (
+                "the engine reset its connector's cache, which vLLM does when weights change; fskv "
                 "neither loads nor stores until the engine is started again (option 'weights_fixed': found "
                 "false, expected true where weights never change in a running engine)"
             )
+            self._states.say("weights_in_doubt", logging.WARNING, reason=reason)
         self._presence.forget_all()
         for chunk in list(self._storing):
             self._end_store(chunk)
@@ -350,31 +364,16 @@ class FskvManager(OffloadingManager):
         return waits and time.monotonic() < self._last_store_at + _EVENTS_LINGER_S
 
     def get_stats(self) -> OffloadingConnectorStats | None:
-        shown: dict[Metric, float] = {metrics.BREAKER_OPEN: float(self._breaker.open)}
-        if self._capacity is not None:
-            state = self._capacity.state
-            shown |= {
-                metrics.ROOT_BYTES: float(state.nbytes),
-                metrics.ROOT_FREE_BYTES: float(state.free),
-                metrics.ROOT_FILES: float(state.files),
-                metrics.PRUNED_FILES: float(state.pruned_files),
-                metrics.PRUNED_BYTES: float(state.pruned_nbytes),
-                metrics.ORPHANS_REMOVED: float(state.orphans),
-                metrics.UNREMOVABLE_FILES: float(state.unremovable),
-                metrics.LEASE_HELD: float(state.holder),
-                metrics.STORES_PAUSED: float(self._capacity.paused),
-            }
-        gauges = {gauge: value for gauge, value in shown.items() if self._shown.get(gauge) != value}
-        self._shown |= gauges
-        return to_stats(self._counters.drain(), gauges)
+        return self._watch.stats(self._counters)
 
     def shutdown(self) -> None:
+        self._watch.close()
         self._presence.close()
         if self._capacity is not None:
             self._capacity.close()
 
     def _serves(self, req_context: ReqContext) -> bool:
-        known = bool(self._workers) and not self._stopped
+        known = bool(self._workers) and not self._watch.in_doubt
         return known and req_context.req_id not in self._excluded_requests
 
     def _take_for_store(self, chunk: ChunkId) -> bool:

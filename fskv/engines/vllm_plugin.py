@@ -1,4 +1,4 @@
-"""The entry point that tells vLLM where fskv's connectors and its tier live. Imports nothing heavy of fskv."""
+"""The entry point that tells vLLM where fskv's connectors and tier live. Imports nothing heavy of fskv."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from fskv.engines.vllm_budget import LoadReport, take_reports
 from fskv.engines.vllm_files import RankFiles
 from fskv.engines.vllm_identity import EngineGroup, layout_digest
 from fskv.engines.vllm_manager import ChunkKeys, FskvHandshake
-from fskv.engines.vllm_metrics import to_stats
+from fskv.engines.vllm_metrics import Gauge, to_stats
 from fskv.engines.vllm_slices import SlicedStore, StoreTally, chunk_of, file_id
 from fskv.errors import ConfigError
 from fskv.job import ChunkOutcome, ChunkRequest
@@ -39,6 +39,7 @@ from fskv.metrics import Counters
 from fskv.root import NamespaceDir
 from fskv.span_plan import plan_job
 from fskv.store import ChunkStore
+from fskv.transitions import StateLog
 from fskv.transports import numa
 from fskv.transports.choice import open_transports
 from fskv.types import ChunkId, Status
@@ -124,7 +125,11 @@ class FskvWorker(OffloadingWorker):
                 restore=restore,
                 keys=keys,
             )
-        self._breaker = Breaker(config.breaker_failures, config.breaker_probe_s)
+        self._breaker = Breaker(
+            config.breaker_failures,
+            config.breaker_probe_s,
+            log=StateLog("fskv: ", root=config.root, of=f"rank {rank}"),
+        )
         self._runner = JobRunner(
             store,
             transport,
@@ -137,7 +142,7 @@ class FskvWorker(OffloadingWorker):
             cpus=numa.cuda_cpus(cuda.index) if cuda else None,
         )
         self._cuda = cuda is not None
-        self._counters = Counters()
+        self._counters = Counters(*metrics.WORKER_COUNTERS)
         self._failed_jobs: set[int] = set()
         self._outcomes: list[ChunkOutcome] = []
         self._loads: dict[int, LoadReport] = {}  # since `take_loads`
@@ -197,6 +202,8 @@ class FskvWorker(OffloadingWorker):
         ended = self._runner.poll()
         self._loads |= take_reports(ended)
         for result in ended:
+            if result.is_load:
+                self._counters.observe(metrics.LOAD_LATENCY, result.seconds)
             if result.failed:
                 self._failed_jobs.add(result.job_id)
             results.append(
@@ -248,11 +255,12 @@ class FskvWorker(OffloadingWorker):
         return written, no_space
 
     def get_stats(self) -> OffloadingConnectorStats | None:
-        gauges = {
+        gauges: dict[Gauge, float] = {
             metrics.SLOTS_IN_USE: float(self._runner.num_slots_used),
             metrics.THREADS_HUNG: float(self._runner.num_threads_hung),
+            metrics.STORE_QUEUE: float(self._runner.num_open_stores),
         }
-        return to_stats(self._counters.drain(), gauges)
+        return to_stats(self._counters.drain(), gauges, self._counters.drain_observed())
 
     def _event(self) -> Any:
         """Return an event after everything the engine has launched so far; None without CUDA."""

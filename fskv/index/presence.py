@@ -54,6 +54,7 @@ _MAX_DROPPED = 1000  # removed names at the end of a step: 0.2 ms
 _BATCH_S = 0.005
 _MIN_BATCH, _FIRST_BATCH, _MAX_BATCH = 8, 64, 512
 _MAX_HUNG_PROBES = 4
+_MAX_QUARANTINED = 1000  # for the metric alone
 
 Answer = tuple[Presence, Status]
 # A ChunkId as a tuple and no subclass: the garbage collector lets go of those. With 250,000 chunks a full
@@ -135,6 +136,7 @@ class PresenceIndex:
         self._answers: deque[tuple[_Batch, Findings | None]] = deque()
         self._removed: OrderedDict[Key, _Removal] = OrderedDict()  # oldest first
         self._num_removals = 0
+        self._quarantined: dict[Key, float] = {}  # -> until when; the oldest first
         self._pool = HangProofPool("fskv-probe", 2, _MAX_HUNG_PROBES)
 
     def lookup(self, chunk: ChunkId) -> Answer:
@@ -200,6 +202,8 @@ class PresenceIndex:
             self._entries.pop(chunk, None)
             return False
         self._remember(chunk, _HIT, self._positive_ttl_s)
+        if self._quarantined:
+            self._quarantined.pop((chunk.key_hash, chunk.group_idx), None)
         return True
 
     def mark_failed(self, chunk: ChunkId, status: Status) -> None:
@@ -208,6 +212,11 @@ class PresenceIndex:
             self._remember(chunk, _ABSENT, self._negative_ttl_s)
         else:
             self._remember(chunk, _QUARANTINED, self._quarantine_s)
+            key = (chunk.key_hash, chunk.group_idx)
+            self._quarantined.pop(key, None)
+            self._quarantined[key] = self._clock() + self._quarantine_s
+            if len(self._quarantined) > _MAX_QUARANTINED:
+                del self._quarantined[next(iter(self._quarantined))]
 
     def mark_removed(self, names: Iterable[tuple[bytes, int]]) -> None:
         """Somebody has removed these chunks, on any node: (XXH3-128 of the key, group index) each.
@@ -237,11 +246,19 @@ class PresenceIndex:
         """Drop everything known; every chunk is looked at again."""
         self._entries.clear()
         self._queued.clear()
+        self._quarantined.clear()
 
     @property
     def num_removals(self) -> int:
         """How often `mark_removed` was called."""
         return self._num_removals
+
+    @property
+    def num_quarantined(self) -> int:
+        now = self._clock()
+        while self._quarantined and next(iter(self._quarantined.values())) <= now:
+            del self._quarantined[next(iter(self._quarantined))]
+        return len(self._quarantined)
 
     @property
     def num_known(self) -> int:

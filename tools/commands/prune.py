@@ -383,7 +383,7 @@ def _watch(
 
     watcher = Watcher(view.path, limits)
     if port is not None:
-        taken = serve(watcher.watched, address, port)
+        taken = serve(watcher.watched, view.path, address, port)
         say(f"metrics: http://{address}:{taken}/metrics")
 
     def told(seen: Any) -> None:

@@ -1,0 +1,63 @@
+"""Refuses, in one sentence, a vLLM with which fskv cannot work. Importing this module is the check.
+
+What counts is what the installed vLLM has, not its number: builds from source call themselves what they like.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable
+from dataclasses import fields
+
+from fskv.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+OLDEST, NEWEST = "0.30", "0.33"  # docs/vllm.md, "Versions": what was run
+
+_RESULTS = "KVConnectorTransferResults"
+_CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1"
+# What fskv's adapters import and cannot do without, and what the lack of it means.
+_NEEDED = (
+    # Without it a file that cannot be loaded fails the request, or the engine.
+    (f"{_CONNECTOR}.base", _RESULTS, "a connector cannot report failed loads"),
+    (f"{_CONNECTOR}.offloading_connector", "OffloadingConnector", ""),
+    (f"{_CONNECTOR}.offloading.common", "OffloadingWorkerMetadata", ""),
+    (f"{_CONNECTOR}.offloading.metrics", "OffloadingConnectorStats", ""),
+    (f"{_CONNECTOR}.offloading.canonical_mapping", "canonical_format_id", ""),
+    ("vllm.v1.kv_offload.base", "OffloadingManager", ""),
+    ("vllm.v1.kv_offload.base", "OffloadingWorker", ""),
+    ("vllm.v1.kv_offload.base", "OffloadingHistogramMetadata", ""),
+    ("vllm.v1.kv_offload.base", "ScheduleEndContext", ""),
+    ("vllm.v1.kv_offload.config", "OffloadingConfig", ""),
+)
+
+
+def check(load: Callable[[str], object] = importlib.import_module) -> None:
+    """Raise ConfigError unless the installed vLLM has what fskv builds on."""
+    for module, name, meaning in _NEEDED:
+        try:
+            found = getattr(load(module), name, None)
+        except ImportError as error:
+            raise _refusal(meaning or f"{module} cannot be imported ({error})") from None
+        if found is None or (name == _RESULTS and "failed_recving" not in _fields(found)):
+            raise _refusal(meaning or f"{module} lacks {name}")
+
+
+def _fields(cls: object) -> set[str]:
+    try:
+        return {field.name for field in fields(cls)}  # type: ignore[arg-type]
+    except TypeError:
+        return set()
+
+
+def _refusal(what: str) -> ConfigError:
+    from vllm import __version__
+
+    message = f"found vLLM {__version__}, expected {OLDEST} to {NEWEST}: in this one {what}"
+    logger.error("fskv: %s", message)
+    return ConfigError(message)
+
+
+check()

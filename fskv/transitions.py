@@ -1,0 +1,64 @@
+"""One line in the log for each change of state: `event=NAME key=value ...`. docs/metrics.md lists them.
+
+For people who search logs and programs that parse them: names are stable, values are quoted as JSON where
+they have anything but plain characters. What changes to and fro is bounded: so many lines of one event in a
+window, and the first one after it says how many there were not.
+
+Any thread may call; nothing is held while a line is written.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import threading
+import time
+from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
+
+MAX_LINES = 6  # of one event
+WINDOW_S = 600.0
+_MAX_VALUE = 400
+_PLAIN = re.compile(r"[A-Za-z0-9_./:@%+-]+")
+
+
+class StateLog:
+    """See the module docstring. `fields` come with every line."""
+
+    def __init__(
+        self, prefix: str = "", clock: Callable[[], float] = time.monotonic, **fields: object
+    ) -> None:
+        self._prefix = prefix
+        self._clock = clock
+        self._fields = fields
+        self._lock = threading.Lock()
+        self._seen: dict[str, tuple[float, int]] = {}  # event -> begin of its window, times in it
+
+    def say(self, event: str, level: int = logging.INFO, **fields: object) -> None:
+        """Log that the state has changed, unless this event was logged too often lately."""
+        now = self._clock()
+        left_out = 0
+        with self._lock:
+            began, times = self._seen.get(event, (now, 0))
+            if now - began > WINDOW_S:
+                left_out = max(0, times - MAX_LINES)
+                began, times = now, 0
+            self._seen[event] = (began, times + 1)
+        if times >= MAX_LINES:
+            return
+        fields = {**self._fields, **fields}
+        if left_out:
+            fields["not_logged"] = left_out
+        words = [f"{name}={_value(value)}" for name, value in fields.items() if value is not None]
+        if times == MAX_LINES - 1:
+            words.append(f"quiet_for_s={WINDOW_S - (now - began):.0f}")
+        logger.log(level, "%sevent=%s %s", self._prefix, event, " ".join(words))
+
+
+def _value(value: object) -> str:
+    text = str(value)
+    if len(text) > _MAX_VALUE:
+        text = text[: _MAX_VALUE - 1] + "~"
+    return text if _PLAIN.fullmatch(text) else json.dumps(text)
