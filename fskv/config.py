@@ -329,20 +329,15 @@ def _bad(name: str, value: object, expected: str) -> ConfigError:
 
 def _parse_root(name: str, value: Any) -> str:
     if not isinstance(value, str) or not value.startswith("/") or "\0" in value:
-        example = "/mnt/kv" if name == "root" else "/etc/fskv/keys"
-        raise _bad(name, value, f'an absolute path such as "{example}"')
+        raise _bad(name, value, 'an absolute path such as "/mnt/kv"')
     return value.rstrip("/") or "/"
-
-
-def _parse_path(name: str, value: Any) -> str | None:
-    return None if value is None else _parse_root(name, value)
 
 
 def _parse_file(name: str, value: Any) -> str | None:
     if value is None:
         return None
     if not isinstance(value, str) or not value.startswith("/") or not value.isprintable():
-        raise _bad(name, value, 'the absolute path of a file such as "/run/fskv/health.json"')
+        raise _bad(name, value, 'the absolute path of a file such as "/etc/fskv/keys"')
     if value.endswith("/") or len(value) > 1000:
         raise _bad(name, value, "the path of a file, at most 1000 characters")
     return value
@@ -445,7 +440,7 @@ _PARSERS = {
     "hybrid_chunk_size": _parse_chunk_size,
     "weights_id": _parse_text,
     "tenant": _parse_text,
-    "mac_key_file": _parse_path,
+    "mac_key_file": _parse_file,
     "access": _choice("user", "group"),
     "weights_fixed": _parse_bool,
     "canonical_layout": _parse_bool,

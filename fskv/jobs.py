@@ -111,11 +111,7 @@ class JobRunner:
     # --- the engine's side ----------------------------------------------------------------
 
     def submit_load(
-        self,
-        job_id: int,
-        requests: Sequence[ChunkRequest],
-        ready: Any,
-        allowed_s: float = math.inf,
+        self, job_id: int, requests: Sequence[ChunkRequest], ready: Any, allowed_s: float = math.inf
     ) -> None:
         """Start a load; all its chunks are read in parallel, ahead of any store.
 
@@ -496,9 +492,8 @@ class JobRunner:
                 if not task.job.is_load:
                     self._outcome(task, Status.TIMED_OUT, 0, now - queued.started_at)
                 elif task.job.late and task.job.too_late is Status.SKIPPED:
-                    task.job.too_late = (
-                        Status.TIMED_OUT
-                    )  # given up before, and late it is: one sign
+                    # Given up before, and late it is: one sign.
+                    task.job.too_late = Status.TIMED_OUT
                     self._breaker.record(Status.TIMED_OUT)
 
     def _file_nbytes(self, request: ChunkRequest) -> int:

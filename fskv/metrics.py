@@ -274,8 +274,12 @@ MAINTENANCE_RESTARTS = Metric(
     "How often that process had to be started again, tries that failed included.",
 )
 
-# What the scheduler counts, and what the workers do.
+# What the scheduler counts, what deciding between load and recompute does, and what the workers do.
 SCHEDULER_COUNTERS = (LOOKUP_HITS, LOOKUP_MISSES, BREAKER_OPENINGS, MAINTENANCE_RESTARTS)
+BUDGET_COUNTERS = (
+    *(DECLINED_TOKENS, DECLINED_CHUNKS, DECLINED_LOAD_SECONDS, DECLINED_PREFILL_SECONDS),
+    *(DECLINED_ACTUAL_SECONDS, CUT_LOADS, CUT_LOAD_SECONDS, PROBE_LOADS),
+)
 WORKER_COUNTERS = (
     *(LOAD_FAILURES, LOADED_CHUNKS, LOADED_BYTES, LOAD_SECONDS),
     *(STORED_CHUNKS, STORED_BYTES, STORE_SECONDS, STORES_SKIPPED),

@@ -28,7 +28,7 @@ from fskv.engines.vllm_metrics import Gauge, to_stats
 from fskv.hybrid_planner import GroupSpec, needed_chunks
 from fskv.job import JobResult
 from fskv.load_time import Cut, LoadQueue, LoadTimes, Probing, best_cut
-from fskv.metrics import Counters, Metric
+from fskv.metrics import Counters
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
@@ -151,8 +151,8 @@ class LoadBudget:
         self.times = LoadTimes()
         self._queue = LoadQueue()
         self._probing = Probing()
-        self._counters = Counters()
-        self._shown: dict[Metric, float] = {}
+        self._counters = Counters(*metrics.BUDGET_COUNTERS)
+        self._shown: dict[Gauge, float] = {}
         self._verdicts: dict[str, _Verdict] = {}
         self._loads: dict[int, _Load] = {}  # by job id
         self._reports: dict[int, LoadReport] = {}  # of loads that some rank has not told of yet
