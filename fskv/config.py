@@ -329,13 +329,8 @@ def _bad(name: str, value: object, expected: str) -> ConfigError:
 
 def _parse_root(name: str, value: Any) -> str:
     if not isinstance(value, str) or not value.startswith("/") or "\0" in value:
-        example = "/mnt/kv" if name == "root" else "/etc/fskv/keys"
-        raise _bad(name, value, f'an absolute path such as "{example}"')
+        raise _bad(name, value, 'an absolute path such as "/mnt/kv"')
     return value.rstrip("/") or "/"
-
-
-def _parse_path(name: str, value: Any) -> str | None:
-    return None if value is None else _parse_root(name, value)
 
 
 def _parse_file(name: str, value: Any) -> str | None:
@@ -445,7 +440,7 @@ _PARSERS = {
     "hybrid_chunk_size": _parse_chunk_size,
     "weights_id": _parse_text,
     "tenant": _parse_text,
-    "mac_key_file": _parse_path,
+    "mac_key_file": _parse_file,
     "access": _choice("user", "group"),
     "weights_fixed": _parse_bool,
     "canonical_layout": _parse_bool,
