@@ -282,7 +282,10 @@ def _open(
     identity = workers.identity
 
     def open_namespace(*, create: bool) -> Any:
-        return Root.open(config.root, create=create).open_namespace(identity)
+        root = Root.open(
+            config.root, create=create, dir_mode=config.dir_mode, file_mode=config.file_mode
+        )
+        return root.open_namespace(identity)
 
     directory = call_with_deadline(
         lambda: open_namespace(create=True),
