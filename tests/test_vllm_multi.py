@@ -120,8 +120,8 @@ def test_what_is_overridden_and_what_is_reached_into_is_there_in_this_vllm():
     # Where the blocks of a load are noted, and where stores are made to read them first: _tell_allocated.
     noted = inspect.getsource(OffloadingConnectorScheduler.update_state_after_alloc)
     assert "self._current_batch_allocated_block_ids.update(" in noted
-    flushed = inspect.getsource(OffloadingConnectorScheduler.build_connector_meta)
-    assert "self._current_batch_allocated_block_ids" in flushed
+    flushed = inspect.getsource(OffloadingConnectorScheduler)
+    assert "for bid in self._current_batch_allocated_block_ids" in flushed
 
 
 # --- waiting and choosing -------------------------------------------------------------------
@@ -370,6 +370,19 @@ def test_two_children_of_one_class_and_one_of_another_have_series_of_their_own()
     assert value("vllm:kv_offload_load_bytes_total", connector="a") == 10
     assert value("vllm:kv_offload_load_bytes_total", connector="pool") == 30
     assert value("vllm:fskv_multi_loads_total", connector="b") == 5
+
+
+def test_a_name_with_other_labels_gets_the_childs_number_and_is_not_an_error():
+    from fskv.engines.vllm_multi_metrics import _Shared
+
+    made = []
+    shared = _Shared({"gauge": lambda **definition: made.append(definition) or definition})
+    for child, labels in ((0, ["a"]), (1, ["b"]), (2, ["a"])):
+        shared.types_for(child)["gauge"](name="info", documentation="", labelnames=labels)
+    assert [(each["name"], each["labelnames"]) for each in made] == [
+        ("info", ["a"]),
+        ("info_connector1", ["b"]),
+    ]
 
 
 def test_under_vllms_own_connector_the_children_collide():
