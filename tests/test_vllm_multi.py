@@ -101,17 +101,24 @@ def output(finished=(), failed=()):
 
 
 def test_what_is_overridden_and_what_is_reached_into_is_there_in_this_vllm():
-    from test_vllm_contract import _check_overrides
+    from test_vllm_contract import _check_overrides, _parameters
     from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
         OffloadingConnectorScheduler,
     )
 
+    from fskv.engines.vllm_connector import FskvConnector
     from fskv.engines.vllm_multi import FskvMultiConnector
 
     assert issubclass(FskvMultiConnector, MultiConnector)
     assert not inspect.isabstract(FskvMultiConnector)
     assert _check_overrides(FskvMultiConnector, MultiConnector) == []
+    assert _parameters(FskvConnector.predicted_load_s) == [
+        "request",
+        "num_new_tokens",
+        "num_computed_tokens",
+    ]
+    assert _parameters(FskvConnector.predicted_prefill_s) == ["num_tokens", "num_computed_tokens"]
     for name in ("_aggregate_request_finished", "_get_connector_classes_and_configs"):
         assert hasattr(MultiConnector, name), name
     source = inspect.getsource(MultiConnector)
