@@ -119,13 +119,15 @@ def test_after_a_restart_either_root_serves_and_what_the_slow_one_had_comes_to_t
     empty(roots[0])
     untouched = payloads(roots[1])
     restarted({SLOW: 1}, slow={"store": False})
-    assert names(roots[0]) == everything, "promoted"
+    promoted = names(roots[0])
+    # Of windows and states only the last ones are loaded, so only these are there to be stored again.
+    assert promoted == everything if name == "llama" else promoted < everything
     empty(roots[1])
     restarted({FAST: 1}, slow={"store": False})
     assert names(roots[1]) == set(), "this one is not stored to"
-    assert payloads(roots[0]) == {
-        path.replace(roots[1], roots[0]): content for path, content in untouched.items()
-    }
+    assert {path.replace(roots[0], roots[1]) for path in lab.chunks(roots[0])} <= set(untouched)
+    for path, content in payloads(roots[0]).items():
+        assert content == untouched[path.replace(roots[0], roots[1])]
 
 
 @slow

@@ -101,17 +101,24 @@ def output(finished=(), failed=()):
 
 
 def test_what_is_overridden_and_what_is_reached_into_is_there_in_this_vllm():
-    from test_vllm_contract import _check_overrides
+    from test_vllm_contract import _check_overrides, _parameters
     from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
         OffloadingConnectorScheduler,
     )
 
+    from fskv.engines.vllm_connector import FskvConnector
     from fskv.engines.vllm_multi import FskvMultiConnector
 
     assert issubclass(FskvMultiConnector, MultiConnector)
     assert not inspect.isabstract(FskvMultiConnector)
     assert _check_overrides(FskvMultiConnector, MultiConnector) == []
+    assert _parameters(FskvConnector.predicted_load_s) == [
+        "request",
+        "num_new_tokens",
+        "num_computed_tokens",
+    ]
+    assert _parameters(FskvConnector.predicted_prefill_s) == ["num_tokens", "num_computed_tokens"]
     for name in ("_aggregate_request_finished", "_get_connector_classes_and_configs"):
         assert hasattr(MultiConnector, name), name
     source = inspect.getsource(MultiConnector)
@@ -120,8 +127,8 @@ def test_what_is_overridden_and_what_is_reached_into_is_there_in_this_vllm():
     # Where the blocks of a load are noted, and where stores are made to read them first: _tell_allocated.
     noted = inspect.getsource(OffloadingConnectorScheduler.update_state_after_alloc)
     assert "self._current_batch_allocated_block_ids.update(" in noted
-    flushed = inspect.getsource(OffloadingConnectorScheduler.build_connector_meta)
-    assert "self._current_batch_allocated_block_ids" in flushed
+    flushed = inspect.getsource(OffloadingConnectorScheduler)
+    assert "for bid in self._current_batch_allocated_block_ids" in flushed
 
 
 # --- waiting and choosing -------------------------------------------------------------------
@@ -370,6 +377,19 @@ def test_two_children_of_one_class_and_one_of_another_have_series_of_their_own()
     assert value("vllm:kv_offload_load_bytes_total", connector="a") == 10
     assert value("vllm:kv_offload_load_bytes_total", connector="pool") == 30
     assert value("vllm:fskv_multi_loads_total", connector="b") == 5
+
+
+def test_a_name_with_other_labels_gets_the_childs_number_and_is_not_an_error():
+    from fskv.engines.vllm_multi_metrics import _Shared
+
+    made = []
+    shared = _Shared({"gauge": lambda **definition: made.append(definition) or definition})
+    for child, labels in ((0, ["a"]), (1, ["b"]), (2, ["a"])):
+        shared.types_for(child)["gauge"](name="info", documentation="", labelnames=labels)
+    assert [(each["name"], each["labelnames"]) for each in made] == [
+        ("info", ["a"]),
+        ("info_connector1", ["b"]),
+    ]
 
 
 def test_under_vllms_own_connector_the_children_collide():

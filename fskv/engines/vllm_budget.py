@@ -451,6 +451,10 @@ class BudgetedConnector(OffloadingConnector):
         """
         return self._budget.predicted_load_s(num_new_tokens, num_computed_tokens)
 
+    def predicted_prefill_s(self, num_tokens: int, num_computed_tokens: int) -> float | None:
+        """Seconds to compute so many tokens after those; None: not measured yet. FskvMultiConnector asks."""
+        return self._budget.times.predict_prefill_s(num_tokens, num_computed_tokens)
+
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:

@@ -19,7 +19,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 
-from fskv.errors import ConfigError
 from fskv.metrics import MULTI_METRICS, Counters
 
 LABEL = "connector"
@@ -78,9 +77,11 @@ class MultiPromMetrics(KVConnectorPromMetrics):
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         shared = _Shared(metric_types)
         self._children: dict[str, KVConnectorPromMetrics] = {}
-        for name, cls, config in children:
+        for idx, (name, cls, config) in enumerate(children):
             labelled = {idx: [*values, name] for idx, values in per_engine_labelvalues.items()}
-            made = cls.build_prom_metrics(config, shared.types, [*labelnames, LABEL], labelled)
+            made = cls.build_prom_metrics(
+                config, shared.types_for(idx), [*labelnames, LABEL], labelled
+            )
             if made is not None:
                 transfer = config.kv_transfer_config
                 assert transfer is not None
@@ -109,26 +110,29 @@ class MultiPromMetrics(KVConnectorPromMetrics):
 
 
 class _Shared:
-    """Stands for the classes of metrics: who asks for a name that is there gets that metric."""
+    """Stands for the classes of metrics: who asks for a name that is there gets that metric.
+
+    Unless it is defined with other labels (0.33: vllm:kv_offload_config_info has one for each setting): it
+    gets the child's number behind its name then, for one name has one set of labels in Prometheus.
+    """
 
     def __init__(self, metric_types: Mapping[Any, Any]) -> None:
+        self._types = metric_types
         self._made: dict[str, tuple[object, Any]] = {}
-        self.types = {key: self._maker(cls) for key, cls in metric_types.items()}
 
-    def _maker(self, cls: Any) -> Callable[..., Any]:
+    def types_for(self, child: int) -> dict[Any, Callable[..., Any]]:
+        return {key: self._maker(cls, child) for key, cls in self._types.items()}
+
+    def _maker(self, cls: Any, child: int) -> Callable[..., Any]:
         def make(
             name: str, documentation: str | None = "", labelnames: Any = (), **more: Any
         ) -> Any:
             kind = (cls, tuple(labelnames))
+            if name in self._made and self._made[name][0] != kind:
+                name = f"{name}_connector{child}"
             if name not in self._made:
                 metric = cls(name=name, documentation=documentation, labelnames=labelnames, **more)
                 self._made[name] = (kind, metric)
-            was, metric = self._made[name]
-            if was != kind:
-                raise ConfigError(
-                    f"metric {name}: two connectors define it with labels of their own; expected one "
-                    "definition, so these two cannot run in one engine"
-                )
-            return metric
+            return self._made[name][1]
 
         return make
