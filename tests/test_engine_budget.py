@@ -84,7 +84,7 @@ def test_negative_control_without_the_option_the_engine_waits_for_the_crawl(moun
     assert lab.counter(after, "declined_tokens") == lab.counter(after, "cut_loads") - 1 == 0
     assert lab.counter(after, "load_failures", reason="timed_out") > 0
     done = lab.generates(result)
-    assert done["slow0"]["ttft_s"] > 20 > 3 * done["cold"]["ttft_s"]
+    assert done["slow0"]["ttft_s"] > 20 > done["cold"]["ttft_s"]
 
 
 @pytest.mark.slow
