@@ -184,7 +184,7 @@ class StoreConfig:
         "off",
         "off, auto, or a number",
         "Load a hit or recompute it, by predictions from measured rates. `off`: load. `auto`: what gives the "
-        "first token sooner. A number: the seconds of loading that a second of recompute is worth (`auto`: 1).",
+        "first token sooner. A number: seconds of loading that one of recompute is worth (`auto`: 1).",
     )
     lookup_timeout_s: float = _option(
         1.0,
