@@ -183,9 +183,8 @@ class StoreConfig:
     load_budget: float | Literal["off", "auto"] = _option(
         "off",
         "off, auto, or a number",
-        "Whether a hit is loaded or recomputed, by predictions from measured rates. `off`: every hit is "
-        "loaded. `auto`: what gives the first token sooner. A number: how many seconds of loading a second "
-        "of recompute is worth; `auto` is 1, more spares the engine.",
+        "Load a hit or recompute it, by predictions from measured rates. `off`: load. `auto`: what gives the "
+        "first token sooner. A number: seconds of loading that one of recompute is worth (`auto`: 1).",
     )
     lookup_timeout_s: float = _option(
         1.0,

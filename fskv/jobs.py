@@ -43,14 +43,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-
 _STORE_STATUS = {
     NativeEvent.STORED: Status.OK,
     NativeEvent.EXISTS: Status.EXISTS,
     NativeEvent.ABANDONED: Status.SKIPPED,
 }
 _WRITTEN = {0: Status.OK, 1: Status.EXISTS}  # ChunkResult in csrc/chunk_io.h; else nothing was done
-
 
 _PACE = 1 / 16  # weight of one store in the average of how long one takes
 
@@ -161,10 +159,7 @@ class JobRunner:
         allowed_s: float,
         too_late: Status | None = None,
     ) -> list[ChunkTask]:
-        """Register a job, a load if `too_late` says how that ends; return the tasks to run.
-
-        There are none, if it has ended at once.
-        """
+        """Register a job, a load if `too_late` says how that ends; return the tasks to run, if any."""
         job = Job(job_id, self._clock(), allowed_s, ready, self._make_guard(), too_late)
         job.tasks = [ChunkTask(job, request) for request in requests]
         job.num_open = len(job.tasks)
