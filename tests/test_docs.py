@@ -29,7 +29,19 @@ from fskv.types import ChunkId, Status
 REPOSITORY = pathlib.Path(__file__).resolve().parents[1]
 DOCUMENTS = [
     "README.md",
-    *(f"docs/{n}.md" for n in ("format", "architecture", "vllm", "metrics", "benchmarks")),
+    *(
+        f"docs/{n}.md"
+        for n in (
+            "format",
+            "architecture",
+            "vllm",
+            "metrics",
+            "benchmarks",
+            "operations",
+            "security",
+            "archive",
+        )
+    ),
 ]
 
 

@@ -67,7 +67,6 @@ def place(tmp_path, monkeypatch):
         "/mnt/new": str(tmp_path / "new"),
         "NAMESPACE": main.id,
         "OTHER": other.id,
-        "TENANT_NAMESPACE": tenant.id,
         "TENANT": "acme",
     }
     return lab, words
