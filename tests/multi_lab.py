@@ -82,6 +82,11 @@ def payloads(root: str) -> dict[str, bytes]:
     }
 
 
+def is_whole(path: str) -> bool:
+    """Whether the file has all blocks of its chunk: those that slid out of a window are in no later store."""
+    return chunk_file.parse_header(pathlib.Path(path).read_bytes()).first_block == 0
+
+
 def loads(step: dict[str, Any]) -> dict[str, float]:
     """Return by child how many requests were loaded from it, of a metrics step; without zeros."""
     return {
