@@ -17,6 +17,8 @@ from test_archive import everything_below
 from test_cli import check_lines
 from tool_lab import Lab, fskv, run, spoil
 
+PATIENT = ("--timeout", "120")  # a check imports torch, on a busy machine
+
 pytest.importorskip("fskv_tools.cli", reason="the command line is not installed")
 
 from fskv_tools.doctor import probes, visitor
@@ -47,7 +49,7 @@ def of(done, check):
 def test_a_sound_root_has_no_problem_and_is_left_as_it_was(lab):
     lab.chunks(lab.namespace(), range(5))
     before = everything_below(lab.path)
-    done = run("doctor", "--json", root=lab.path)
+    done = run("doctor", *PATIENT, "--json", root=lab.path)
     assert done.exit_code == 0, done.stdout
     assert done.summary["problem"] == 0
     assert everything_below(lab.path) == before
@@ -60,7 +62,7 @@ def test_a_sound_root_has_no_problem_and_is_left_as_it_was(lab):
 
 
 def test_without_a_root_it_looks_at_the_machine_and_imports_nothing_heavy():
-    done = run("doctor", "--json")
+    done = run("doctor", *PATIENT, "--json")
     assert done.exit_code == 0
     assert {line["check"] for line in findings(done)} >= {"fskv", "huge pages", "open files"}
     code = (
@@ -95,7 +97,7 @@ def test_what_is_no_root_is_a_finding_and_nothing_is_written_there(tmp_path, kin
         (path / "fskv.json").write_text('{"format": 2}')
     before = everything_below(tmp_path)
     stamp = path.stat().st_mtime_ns if path.is_dir() else 0
-    done = run("doctor", "--json", root=path)
+    done = run("doctor", *PATIENT, "--json", root=path)
     assert everything_below(tmp_path) == before
     if kind == "empty":
         assert done.exit_code == 0
@@ -112,7 +114,7 @@ def test_what_is_no_root_is_a_finding_and_nothing_is_written_there(tmp_path, kin
 
 def test_with_no_write_nothing_is_tried(lab):
     stamp = os.stat(lab.path).st_mtime_ns
-    done = run("doctor", "--no-write", "--json", root=lab.path)
+    done = run("doctor", *PATIENT, "--no-write", "--json", root=lab.path)
     assert done.exit_code == 0
     assert os.stat(lab.path).st_mtime_ns == stamp
     assert not of(done, "write")
@@ -140,7 +142,7 @@ def test_a_mount_that_hangs_is_a_finding_in_time(tmp_path):
                 assert time.monotonic() < end, ops  # what hung comes to its end, and cleans up
                 time.sleep(0.05)
         mount.set({"errno": "EIO", "ops": ["read"]})
-        assert fskv("doctor", "--json", root=mount.path).exit_code == 1
+        assert fskv("doctor", *PATIENT, "--json", root=mount.path).exit_code == 1
 
 
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
@@ -148,12 +150,12 @@ def test_a_disk_that_changes_bytes_is_found_by_the_round_trip(tmp_path):
     with FaultyMount(tmp_path) as mount:
         Lab(mount.path)
         mount.set({"ops": ["read"], "flip": 500_000})
-        done = fskv("doctor", "--json", root=mount.path)
+        done = fskv("doctor", *PATIENT, "--json", root=mount.path)
         assert mount.fired()
         assert done.exit_code == 1
         assert of(done, "round trip")[0][0] == "problem"
         mount.clear()
-        assert of(fskv("doctor", "--json", root=mount.path), "round trip")[0][0] == "ok"
+        assert of(fskv("doctor", *PATIENT, "--json", root=mount.path), "round trip")[0][0] == "ok"
 
 
 def test_a_read_only_root_is_a_finding(lab, monkeypatch):
@@ -215,7 +217,7 @@ def test_a_root_full_of_strange_entries_is_looked_at_and_left_alone(lab):
     lab.chunks(where, range(5))
     spoil(lab, where)
     before = everything_below(lab.path)
-    done = fskv("doctor", root=lab.path)
+    done = fskv("doctor", *PATIENT, root=lab.path)
     assert done.exit_code == 0, done.stdout
     assert all(c.isprintable() or c == "\n" for c in done.stdout + done.stderr)
     assert "foreign" in done.stdout
@@ -229,7 +231,7 @@ def test_damaged_and_hostile_maintenance_files_are_findings(lab, tmp_path):
     for content in (b"", b"[" * 100_000, b"{}", b'{"holder": 3}', b"\xff" * 5000):
         with open(lease, "wb") as file:
             file.write(content)
-        done = run("doctor", "--json", root=lab.path)
+        done = run("doctor", *PATIENT, "--json", root=lab.path)
         assert of(done, "lease")[0][0] == "hint", content
         assert done.exit_code == 0
     os.unlink(lease)
@@ -237,10 +239,12 @@ def test_damaged_and_hostile_maintenance_files_are_findings(lab, tmp_path):
     assert run("doctor", "--json", "--timeout", "5", root=lab.path).exit_code in (0, 1)
     os.unlink(lease)
     os.symlink("/dev/zero", lease)
-    assert run("doctor", "--json", root=lab.path).exit_code == 1  # ELOOP: no lease of fskv's
+    assert (
+        run("doctor", *PATIENT, "--json", root=lab.path).exit_code == 1
+    )  # ELOOP: no lease of fskv's
     with open(f"{shared}/claims/x.json", "w") as file:
         file.write('{"name": "x", "limits": 7}')
-    assert of(run("doctor", "--json", root=lab.path), "claims")[0][0] == "ok"
+    assert of(run("doctor", *PATIENT, "--json", root=lab.path), "claims")[0][0] == "ok"
 
 
 def test_leases_and_claims_of_the_living_and_the_dead(lab):
@@ -249,7 +253,7 @@ def test_leases_and_claims_of_the_living_and_the_dead(lab):
     engine.start()
     engine.wait_for_first_word()
     try:
-        done = run("doctor", "--json", root=lab.path)
+        done = run("doctor", *PATIENT, "--json", root=lab.path)
         assert "held by" in of(done, "lease")[0][1]
         assert of(done, "lease")[0][0] == "ok"
         assert "1 engines may be alive" in of(done, "claims")[0][1]
@@ -273,18 +277,18 @@ def test_leases_and_claims_of_the_living_and_the_dead(lab):
         time.sleep(0.05)
     with open(lease, "w") as file:
         json.dump(told, file)
-    assert "gone" in of(run("doctor", "--json", root=lab.path), "lease")[0][1]
+    assert "gone" in of(run("doctor", *PATIENT, "--json", root=lab.path), "lease")[0][1]
     told["holder"] = unique_name().replace(HOST, "elsewhere")
     with open(lease, "w") as file:
         json.dump(told, file)
     os.utime(lease, (1, 1))
-    assert "not renewed" in of(run("doctor", "--json", root=lab.path), "lease")[0][1]
+    assert "not renewed" in of(run("doctor", *PATIENT, "--json", root=lab.path), "lease")[0][1]
 
 
 def test_namespaces_that_look_alike_and_do_not_share_are_named(lab):
     one = lab.namespace()
     other = lab.namespace(kv_cache_dtype="fp8")
-    done = run("doctor", "--json", root=lab.path)
+    done = run("doctor", *PATIENT, "--json", root=lab.path)
     ((level, found),) = [f for f in of(done, "namespaces") if f[1] != "2"]
     assert level == "hint"
     assert one.identity.digest16 in found
@@ -292,14 +296,14 @@ def test_namespaces_that_look_alike_and_do_not_share_are_named(lab):
     assert "kv_cache_dtype" in found
     with open(f"{one.directory.path}/namespace.json", "w") as file:
         file.write("{")
-    assert run("doctor", root=lab.path).exit_code == 1
+    assert run("doctor", *PATIENT, root=lab.path).exit_code == 1
 
 
 def test_permissions_are_judged(lab):
     os.chmod(lab.path, stat.S_IRWXU | stat.S_IRWXG | stat.S_IRWXO)
-    assert of(run("doctor", "--json", root=lab.path), "owner of root")[0][0] == "warning"
+    assert of(run("doctor", *PATIENT, "--json", root=lab.path), "owner of root")[0][0] == "warning"
     os.chmod(lab.path, 0o700)
-    assert of(run("doctor", "--json", root=lab.path), "owner of root")[0][0] == "ok"
+    assert of(run("doctor", *PATIENT, "--json", root=lab.path), "owner of root")[0][0] == "ok"
 
 
 LINE = "36 35 98:0 / {point} rw,noatime shared:1 - {kind} {source} rw{options}\n"
@@ -362,7 +366,7 @@ def test_a_key_file_is_judged_and_never_shown(tmp_path):
     path.write_text(f"new {secret}\nold {secret[::-1]}\n")
     for mode, level in ((0o600, "ok"), (0o644, "problem")):
         path.chmod(mode)
-        done = run("doctor", "--no-write", "--json", "--mac-key-file", str(path))
+        done = run("doctor", *PATIENT, "--no-write", "--json", "--mac-key-file", str(path))
         (found,) = [line for line in done.lines if line.get("check") == "key file"]
         assert found["level"] == level, found
         assert ("'new', accepts 'old'" in found["found"]) == (level == "ok")
