@@ -17,8 +17,6 @@ from test_archive import everything_below
 from test_cli import check_lines
 from tool_lab import Lab, fskv, run, spoil
 
-PATIENT = ("--timeout", "120")  # a check imports torch, on a busy machine
-
 pytest.importorskip("fskv_tools.cli", reason="the command line is not installed")
 
 from fskv_tools.doctor import probes, visitor
@@ -31,6 +29,8 @@ from fskv.capacity import Capacity
 from fskv.claims import Limits
 from fskv.mounts import mount_of
 from fskv.process import HOST, TOKEN, unique_name
+
+PATIENT = ("--timeout", "120")  # a check imports torch, on a busy machine
 
 
 @pytest.fixture
