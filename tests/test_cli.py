@@ -332,6 +332,18 @@ def test_an_empty_name_is_not_the_only_namespace(lab, words):
     assert all(os.path.exists(path) for path in paths)
 
 
+def test_a_model_may_be_named_as_the_engine_was_given_it(lab):
+    longer = lab.namespace(model_name="org/small-instruct")
+    small = lab.namespace(model_name="org/small")
+    done = run("dir", "org/small-i", root=lab.path)
+    assert done.stdout.strip() == longer.directory.path
+    done = run("dir", "small", root=lab.path)  # negative control: the beginning of both
+    assert done.exit_code == 2
+    advice = done.stderr.strip().rpartition("such as ")[2]
+    assert run("dir", advice, root=lab.path).stdout.strip() == small.directory.path
+    assert run("dir", "org/smaller", root=lab.path).exit_code == 2
+
+
 def test_a_size_of_thousands_of_digits_is_a_usage_error(lab):
     assert run("prune", "--max-size", "9" * 5000, "-n", root=lab.path).exit_code == 2
 

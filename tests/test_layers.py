@@ -6,6 +6,7 @@ import ast
 import pathlib
 import subprocess
 import sys
+import tomllib
 
 import pytest
 
@@ -260,6 +261,25 @@ def test_negative_control_a_long_file_and_a_good_one_are_told_apart():
     good = "import os\nfrom fskv import chunk_file\ndef f():\n    import torch, kvikio"
     assert complaints("fskv.gds_io", good, MAX_LINES) == []
     assert complaints("fskv.gds_io", good, MAX_LINES + 1) != []
+
+
+def packages_of(tree):
+    """Return the packages of a source tree by the names under which they are installed."""
+    return {
+        ".".join([installed, *init.parent.relative_to(tree / directory).parts])
+        for directory, installed in (("fskv", "fskv"), ("tools", "fskv_tools"))
+        for init in (tree / directory).rglob("__init__.py")
+    }
+
+
+def test_an_installation_has_every_package(tmp_path):
+    """A package that the list lacks is there in a checkout and absent after `pip install .`."""
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
+    assert set(project["tool"]["setuptools"]["packages"]) == packages_of(REPOSITORY)
+    for path in ("fskv/__init__.py", "tools/__init__.py", "tools/new/__init__.py"):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).touch()
+    assert packages_of(tmp_path) == {"fskv", "fskv_tools", "fskv_tools.new"}  # it sees a new one
 
 
 def loaded_by(statement):

@@ -82,9 +82,9 @@ class _Parameter:
 
     @property
     def argument(self) -> str:
-        name = (self.info.metavar or self.name.upper()).strip("[]")
-        name += "..." * ("list" in str(self.kind))
-        return name if self.default is inspect.Parameter.empty else f"[{name}]"
+        name = self.info.metavar or self.name.upper()
+        name = name if self.default is inspect.Parameter.empty else f"[{name}]"
+        return name + "..." * ("list" in str(self.kind))
 
     @property
     def names(self) -> list[str]:

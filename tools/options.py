@@ -52,7 +52,7 @@ MetricsOption = Annotated[
 NamespaceArgument = Annotated[
     str | None,
     typer.Argument(
-        metavar="[NAMESPACE]",
+        metavar="NAMESPACE",
         help="ARCH/MODEL@DIGEST, or a prefix of it, of MODEL or of DIGEST. Default: all.",
         autocompletion=complete_namespace,
         show_default=False,

@@ -198,7 +198,9 @@ class RootView:
         found = [one for one in everything if text in (one.id, one.name, one.digest16, one.path)]
         found = found or [one for one in everything if _may_mean(text.rstrip("/"), one)]
         if not found:
-            raise UsageError(f"{show(text)}: no such namespace in {self.path}")
+            raise UsageError(
+                f"{show(text)}: no such namespace in {self.path}; `fskv ls` lists them"
+            )
         return found
 
     def namespace(self, text: str) -> Namespace:
@@ -224,7 +226,9 @@ class RootView:
         if not found and _HEX.fullmatch(text) and len(text) % 2 == 0:  # the engine's key
             found = _find(spaces, namespace.chunk_name(bytes.fromhex(text)), None, None)
         if not found:
-            raise UsageError(f"{show(text)}: no such chunk in {self.path}")
+            raise UsageError(
+                f"{show(text)}: no such chunk in {self.path}; `fskv ls --chunks` lists them"
+            )
         names = sorted({f"{one.namespace.digest16}/{one.name[:32]}" for one in found})
         if len(names) > 1:
             raise UsageError(_ambiguous(text, names))
@@ -253,13 +257,20 @@ def _is_namespace(entry: os.DirEntry[str]) -> bool:
 
 def _may_mean(text: str, one: Namespace) -> bool:
     repository = one.name.rpartition("--")[2]  # of ORGANISATION--REPOSITORY
-    return any(full.startswith(text) for full in (one.id, one.name, repository, one.digest16))
+    # `text` may be the model as the engine was given it, ORGANISATION/REPOSITORY.
+    return one.name.startswith(text.replace("/", "--")) or any(
+        full.startswith(text) for full in (one.id, one.name, repository, one.digest16)
+    )
 
 
 def _ambiguous(text: str, names: list[str]) -> str:
     more = f" and {len(names) - _MAX_CANDIDATES} more" if len(names) > _MAX_CANDIDATES else ""
     shown = ", ".join(show(name) for name in names[:_MAX_CANDIDATES])
-    return f"{show(text)}: may be any of {shown}{more}; give more of it"
+    # A model whose whole name is the beginning of another's: MODEL@ is it alone.
+    own = text.replace("/", "--")
+    whole = any(f"{before}{own}@" in name for before in ("/", "--") for name in names)
+    example = f", such as {show(text)}@" * whole
+    return f"{show(text)}: may be any of {shown}{more}; give more of it{example}"
 
 
 def _listed(one: Namespace, shard_idx: int) -> Iterator[ChunkFile]:

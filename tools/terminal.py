@@ -145,6 +145,11 @@ def show(text: str, keep: str = "") -> str:
     return "".join(c if c.isprintable() or c in keep else repr(c)[1:-1] for c in text)
 
 
+def many(number: int, noun: str) -> str:
+    """Write `1 file`, `2 files`, `1,234 files`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def iec(nbytes: float) -> str:
     """Write bytes with an IEC unit and three digits: `512 B`, `1.50 KiB`, `12.3 MiB`, `456 GiB`."""
     value, unit = float(nbytes), "B"

@@ -67,9 +67,7 @@ def parse(text: str, seed: int) -> Subset:
     if match := _PART.fullmatch(text.strip()):
         part, parts = int(match[1]), int(match[2])
         if not 1 <= part <= parts <= _MAX_PARTS:
-            raise UsageError(
-                f"{option}: found {text}, expected a part from 1/{parts} to {parts}/{parts}"
-            )
+            raise UsageError(f"{option}: found {text}, expected a part such as 1/8")
         return Subset(part, parts)
     if match := _SHARE.fullmatch(text.strip()):
         share = float(match[1]) / 100

@@ -18,7 +18,9 @@ from ..terminal import say, stderr
 
 
 def command(
-    directory: Annotated[str, typer.Argument(help="A directory on the storage to measure.")],
+    directory: Annotated[
+        str, typer.Argument(metavar="DIRECTORY", help="A directory on the storage to measure.")
+    ],
     chunk_kib: Annotated[str, typer.Option(help="Chunk sizes in KiB.")] = "512,2048,8192",
     page_kib: Annotated[str, typer.Option(help="Page sizes in KiB.")] = "32,256",
     threads: Annotated[str, typer.Option(help="Numbers of I/O threads.")] = "1,4",

@@ -15,7 +15,9 @@ class Shell(StrEnum):
     FISH = "fish"
 
 
-def command(shell: Annotated[Shell, typer.Argument(help="The shell.")]) -> None:
+def command(
+    shell: Annotated[Shell, typer.Argument(metavar="SHELL", help="bash, zsh or fish.")],
+) -> None:
     """Print the completion script of a shell.
 
     For bash: `fskv completion bash > ~/.local/share/bash-completion/completions/fskv`.

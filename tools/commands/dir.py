@@ -17,7 +17,9 @@ def command(
     name: Annotated[
         str | None,
         typer.Argument(
-            help="A namespace, or a chunk as `ls --chunks` names it.", show_default=False
+            metavar="NAME",
+            help="A namespace, or a chunk as `ls --chunks` names it.",
+            show_default=False,
         ),
     ] = None,
 ) -> None:

@@ -20,6 +20,7 @@ from ..terminal import (
     emit,
     iec,
     is_wide,
+    many,
     new_table,
     plain,
     print_table,
@@ -207,7 +208,7 @@ def _print_table(by: By, rows: dict[tuple[str, ...], Sums], total: Sums, ages: l
     if len(rows) > 1 and by is By.NAMESPACE:
         table.add_section()
         cells = _cells(total)
-        names = [f"{len(rows)} namespaces", *[""] * (len(shown) - 1)]
+        names = [many(len(rows), "namespace"), *[""] * (len(shown) - 1)]
         table.add_row(*map(plain, [*names, *(cells[at] for at in kept)]))
     print_table(table)
 

@@ -84,6 +84,7 @@ def command(
     identity: Annotated[
         str,
         typer.Argument(
+            metavar="IDENTITY",
             help="Whose prompt it is: a namespace of the root, or a namespace.json (or a directory with "
             "one) that an engine wrote on another node.",
             show_default=False,
@@ -92,6 +93,7 @@ def command(
     key: Annotated[
         str | None,
         typer.Argument(
+            metavar="KEY",
             help="The engine's key in hex (a block hash, as in KV events), with or without the 8 digits "
             "of the group.",
             show_default=False,

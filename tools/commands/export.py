@@ -18,7 +18,7 @@ from ..exits import CommandError, UsageError
 from ..mac_keys import MacKeyFileOption
 from ..options import JsonOption, RootOption
 from ..root_view import RootView
-from ..terminal import emit, iec, progress, say, show
+from ..terminal import emit, iec, many, progress, say, show
 from ..transfer.options import (
     ChunkOption,
     GroupOption,
@@ -108,8 +108,8 @@ def command(
     else:
         left = tally.files[Fate.BAD] + tally.files[Fate.FAILED]
         say(
-            f"{contents.files:,} files, {iec(contents.nbytes)}, of {contents.namespaces} namespaces"
-            + (f"; {left:,} left out" if left else "")
+            f"{many(contents.files, 'file')}, {iec(contents.nbytes)}, of "
+            f"{many(contents.namespaces, 'namespace')}" + (f"; {left:,} left out" if left else "")
         )
     raise typer.Exit(tally.exit)
 

@@ -104,7 +104,7 @@ def command(
             if plan.count[kind]:
                 say(f"{plan.count[kind]:,} {words}, {iec(plan.nbytes[kind])}")
         if plan.count[Kind.FOREIGN]:
-            say(f"{plan.count[Kind.FOREIGN]:,} foreign entries stay")
+            say(f"foreign entries, which stay: {plan.count[Kind.FOREIGN]:,}")
     interrupted = False
     if not plan.num_garbage:
         say("nothing to remove")

@@ -20,6 +20,7 @@ from ..terminal import (
     ago,
     emit,
     iec,
+    many,
     new_table,
     plain,
     print_table,
@@ -216,7 +217,7 @@ def _print_namespaces(rows: list[_Row]) -> None:
         cells += [f"{row.chunks:,}", iec(row.nbytes), ago(row.last_used_ns)]
         table.add_row(*map(plain, cells))
     if len(rows) > 1:
-        total = [f"{len(rows)} namespaces", "", *[""] * tenants]
+        total = [many(len(rows), "namespace"), "", *[""] * tenants]
         total += [f"{sum(r.chunks for r in rows):,}", iec(sum(r.nbytes for r in rows)), ""]
         table.add_section()
         table.add_row(*map(plain, total))
@@ -301,7 +302,7 @@ def _list_chunks(
             unlistable=listing.unlistable,
         )
     elif not quiet:
-        say(f"{listing.files:,} files, {iec(listing.nbytes)} on disk")
+        say(f"{many(listing.files, 'file')}, {iec(listing.nbytes)} on disk")
     raise typer.Exit(outcome(problems=problems, partial=listing.unlistable))
 
 

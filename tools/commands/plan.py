@@ -17,7 +17,7 @@ from ..options import JsonOption
 from ..plan.budget import EngineOptions, Plan, make_plan
 from ..plan.kv_groups import DTYPE_NBYTES, Dtypes
 from ..plan.model_layers import Model, read_model
-from ..terminal import emit, iec, new_table, plain, print_table, show, size_option
+from ..terminal import emit, iec, many, new_table, plain, print_table, show, size_option
 from .diff import fill
 
 LINES = {
@@ -376,9 +376,9 @@ def _print(plan: Plan, facts: dict[str, object]) -> None:
         + (" and states" if any(g.spec.kind is GroupKind.STATE for g in plan.groups) else "")
     )
     print(
-        f"a chunk is {shape['blocks_per_chunk']} blocks of {shape['block_tokens']} tokens\n"
+        f"a chunk is {many(plan.geometry.blocks_per_chunk, 'block')} of {shape['block_tokens']} tokens\n"
         if len({g.spec.tokens_per_block for g in plan.groups}) == 1
-        else f"a chunk is {shape['blocks_per_chunk']} blocks\n"
+        else f"a chunk is {many(plan.geometry.blocks_per_chunk, 'block')}\n"
     )
     table = new_table(
         "GROUP",

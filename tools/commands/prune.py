@@ -24,6 +24,7 @@ from ..terminal import (
     confirm,
     emit,
     iec,
+    many,
     new_table,
     plain,
     print_table,
@@ -220,7 +221,7 @@ def _prune(
     done, reached, interrupted = Done(), None, False
     if not dry_run and (planned[0] or pruning.need(wall_clock_ns()).nbytes > 0):
         if planned[0] and not confirm(
-            f"Remove {planned[0]:,} files ({iec(planned[1])}) from {view.path}?", yes=yes
+            f"Remove {many(planned[0], 'file')} ({iec(planned[1])}) from {view.path}?", yes=yes
         ):
             say("nothing was done")
         else:
@@ -251,7 +252,7 @@ def _prune(
         )
     elif done.num_files or reached is not None:
         say(
-            f"removed {done.num_files:,} files, {iec(done.nbytes)};"
+            f"removed {many(done.num_files, 'file')}, {iec(done.nbytes)};"
             f" {iec(pruning.nbytes)} in {pruning.num_files:,} files are left"
         )
         if reached is False and not interrupted:

@@ -18,7 +18,9 @@ _DEFAULT_BLOCK_NBYTES = 4096
 
 
 def command(
-    trace: Annotated[str, typer.Argument(help="A trace in the Mooncake JSONL format.")],
+    trace: Annotated[
+        str, typer.Argument(metavar="TRACE", help="A trace in the Mooncake JSONL format.")
+    ],
     root: Annotated[
         str, typer.Option(help="An empty or new directory on the storage; see also --keep.")
     ],

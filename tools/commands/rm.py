@@ -14,7 +14,7 @@ from ..neighbours import News, claimed_namespaces, clock_ns, wall_clock_ns
 from ..options import DryRunOption, JsonOption, RootOption, YesOption
 from ..removal import NamespaceRemoval, Removed, remove_chunks
 from ..root_view import ChunkFile, Namespace, RootView
-from ..terminal import confirm, emit, iec, progress, say, show
+from ..terminal import confirm, emit, iec, many, progress, say, show
 
 LINES = {
     "plan": {
@@ -68,7 +68,7 @@ def command(
     targets: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[NAMESPACE|KEY]...",
+            metavar="NAMESPACE|KEY",
             help="Namespaces, or chunks as `ls --chunks` names them.",
             show_default=False,
         ),
@@ -113,7 +113,7 @@ def command(
             f"{show(', '.join(busy))}: a living engine writes to it; stop it first, or give --force"
         )
     if not dry_run:
-        question = f"Remove {files:,} files ({iec(nbytes)}) of {len(found)} targets?"
+        question = f"Remove {many(files, 'file')} ({iec(nbytes)}) of {many(len(found), 'target')}?"
         if confirm(question, yes=yes):
             with stopped_by_signals() as stop:
                 removed = _remove(view, found, stop, as_json=as_json)
@@ -201,7 +201,7 @@ def _show(target: _Target, *, claimed: bool, as_json: bool) -> None:
         )
         return
     note = "  (a living engine writes to it)" if claimed else ""
-    print(f"{kind} {show(target.id)}: {target.files:,} files, {iec(target.nbytes)}{note}")
+    print(f"{kind} {show(target.id)}: {many(target.files, 'file')}, {iec(target.nbytes)}{note}")
 
 
 def _remove(
@@ -278,7 +278,7 @@ def _end(
             interrupted=interrupted,
         )
     elif removed:
-        say(f"removed {gone_files:,} files, {iec(gone_nbytes)}")
+        say(f"removed {many(gone_files, 'file')}, {iec(gone_nbytes)}")
     if interrupted:
         say("interrupted")
         raise typer.Exit(Exit.INTERRUPTED)

@@ -30,7 +30,7 @@ from ..options import (
     YesOption,
 )
 from ..root_view import Namespace, RootView
-from ..terminal import age_option, confirm, emit, iec, progress, say, show
+from ..terminal import age_option, confirm, emit, iec, many, progress, say, show
 
 LINES = {
     "namespace": {
@@ -155,7 +155,7 @@ def command(
     plan = RemovalPlan(spaces, job.rows) if remove_bad else None
     run = _verify(job, output, plan)
     removed = _remove(plan, output, yes=yes, dry_run=dry_run) if plan is not None else _Removed()
-    output.end(run, removed, seed if is_random else None, dry_run=dry_run)
+    output.end(run, removed, seed if is_random else None, may_remove=remove_bad, dry_run=dry_run)
     bad = sum(
         run.tally.findings[finding] for finding in (*_BAD,) if finding is not Finding.UNREADABLE
     )
@@ -246,10 +246,10 @@ class _Removed:
 def _remove(plan: RemovalPlan, output: _Output, *, yes: bool, dry_run: bool) -> _Removed:
     removed = _Removed()
     if plan.kept:
-        say(f"{plan.kept:,} bad files stay: they could not be judged for certain")
+        say(f"{many(plan.kept, 'bad file')} not removed: could not be judged for certain")
     if not len(plan):
         return removed
-    what = f"{len(plan):,} bad files of {iec(plan.nbytes)}"
+    what = f"{many(len(plan), 'bad file')} of {iec(plan.nbytes)}"
     if dry_run:
         say(f"would remove {what}")
         return removed
@@ -318,7 +318,9 @@ class _Output:
         elif removal.failed or not removal.removed:
             say(f"{removal.id} stays: {removal.reason}")
 
-    def end(self, run: Run, removed: _Removed, seed: int | None, *, dry_run: bool) -> None:
+    def end(
+        self, run: Run, removed: _Removed, seed: int | None, *, may_remove: bool, dry_run: bool
+    ) -> None:
         tally, seconds = run.tally, max(run.seconds, 1e-9)
         counts = {finding.value: tally.findings[finding] for finding in (*_BAD, Finding.VANISHED)}
         bad = sum(counts[finding.value] for finding in _BAD)
@@ -346,9 +348,9 @@ class _Output:
                 dry_run=dry_run,
             )
             return
-        rows = f", rows of {tally.data_files:,}" if run.job.rows else ", headers only"
+        read = f", {tally.data_files:,} of them read whole" if run.job.rows else ", headers only"
         found = ", ".join(f"{counts[one.value]:,} {one.value}" for one in _BAD if counts[one.value])
-        say(f"{tally.files:,} files{rows}: {found or 'all good'}")
+        say(f"{many(tally.files, 'file')}{read}: {found or 'all good'}")
         rate = f"{iec(tally.nbytes_read / seconds)}/s"
         say(f"read {iec(tally.nbytes_read)} in {run.seconds:.1f} s, {rate}")
         if counts["vanished"]:
@@ -356,6 +358,8 @@ class _Output:
         if tally.foreign:
             say(f"{tally.foreign:,} foreign entries among them were left alone")
         if removed.files:
-            say(f"removed {removed.files:,} files, {iec(removed.nbytes)}")
+            say(f"removed {many(removed.files, 'file')}, {iec(removed.nbytes)}")
+        elif bad and not may_remove:
+            say("`fskv inspect ID` shows where a file is bad; --remove-bad removes bad files")
         if resume is not None:
             say(f"time ran out; --from {resume} goes on there")

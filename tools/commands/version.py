@@ -24,5 +24,5 @@ def command(as_json: JsonOption = False) -> None:
     if as_json:
         emit("summary", version=__version__, format=chunk_file.FORMAT_VERSION, native=built)
         return
-    how = "outside the interpreter" if built else "in Python: the C extension was not built"
-    print(f"fskv {__version__} (format {chunk_file.FORMAT_VERSION}, data path {how})")
+    how = "with the C extension" if built else "without the C extension: all in Python, and slower"
+    print(f"fskv {__version__}, on-disk format {chunk_file.FORMAT_VERSION}, {how}")

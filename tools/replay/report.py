@@ -16,6 +16,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
+from ..terminal import iec
 from .trace import Trace, lru_hits
 
 SCHEMA = 1  # raised when a field changes its meaning or goes; new fields do not raise it
@@ -127,7 +128,7 @@ def table(summary: Summary) -> Table:
     behind = 100 * (summary.lru_hit_ratio - summary.hit_ratio)
     bound = "unlimited"
     if summary.capacity_bytes is not None:
-        bound = f"{_mib(summary.capacity_bytes)} or {summary.capacity_blocks:,} blocks"
+        bound = f"{iec(summary.capacity_bytes)} or {summary.capacity_blocks:,} blocks"
     engines = f"{summary.processes} process" + "es" * (summary.processes > 1)
     turns = "at the same time" if summary.concurrent else "one request at a time"
     rows = [
@@ -140,14 +141,14 @@ def table(summary: Summary) -> Table:
             f"{_ms(summary.lookup_p50_s)}",
             f"median; 99 % {_ms(summary.lookup_p99_s)}, most {_ms(summary.lookup_max_s)}",
         ),
-        ("written", _mib(summary.bytes_written), f"{summary.stored_files:,} files"),
-        ("read", _mib(summary.bytes_read), f"{summary.loaded_files:,} files"),
+        ("written", iec(summary.bytes_written), f"{summary.stored_files:,} files"),
+        ("read", iec(summary.bytes_read), f"{summary.loaded_files:,} files"),
         ("found there", f"{summary.existing_files:,}", "files, by a store"),
         ("evicted", f"{summary.evicted_files:,}", "files"),
         (
             "most on disk",
-            _mib(summary.max_bytes_on_disk),
-            f"{summary.samples:,} walks; most in flight {_mib(summary.max_in_flight_bytes)}",
+            iec(summary.max_bytes_on_disk),
+            f"{summary.samples:,} walks; most in flight {iec(summary.max_in_flight_bytes)}",
         ),
         ("waited for room", f"{summary.waited_s:.1f} s", "pruning; in all processes"),
         ("wrong bytes", f"{summary.wrong_bytes:,}", ""),
@@ -161,10 +162,6 @@ def table(summary: Summary) -> Table:
 
 def _share(ratio: float) -> str:
     return f"{100 * ratio:.3f} %"
-
-
-def _mib(nbytes: int) -> str:
-    return f"{nbytes / (1 << 20):,.1f} MiB"
 
 
 def _ms(seconds: float) -> str:

@@ -25,7 +25,7 @@ _MAX_BARS = 10
 _POINTS = 240
 _UNUSED_S = 30 * DAY
 _SCALE_S = 10 * MINUTE  # ages below it are on a linear axis, above it on a logarithmic one
-_LAST_MARK = 0.92  # of the axis: what is further right would touch the last label
+_FIRST_MARK, _LAST_MARK = 0.1, 0.92  # of the axis: what is further out would touch the end's label
 _MARKS = (
     (10 * MINUTE, "10 m"),
     (HOUR, "1 h"),
@@ -145,7 +145,9 @@ def _over_time(survey: Survey) -> str:
         for age, label in _MARKS
         if age < 0.75 * oldest_s and place_of(age) < _LAST_MARK
     ]
-    ticks = [Tick(place_of(age), label) for age, label in marks] + [Tick(1, "now")]
+    ticks = [Tick(0, duration(oldest_s))]
+    ticks += [Tick(at, label) for age, label in marks if (at := place_of(age)) > _FIRST_MARK]
+    ticks += [Tick(1, "now")]
     total = curve[-1][1]
     plot = area(
         "curve",

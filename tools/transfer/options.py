@@ -14,7 +14,7 @@ from ..exits import UsageError
 NamespacesArgument = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[NAMESPACE]...",
+        metavar="NAMESPACE",
         help="ARCH/MODEL@DIGEST, or a prefix of it, of MODEL or of DIGEST. Default: all.",
         show_default=False,
     ),
