@@ -215,7 +215,7 @@ class Engine:
             tenant_max_nbytes=None,
         )
         self._capacity = Capacity(
-            spec.root, namespace.directory(identity), None, limits, patient=True
+            spec.root, namespace.directory(identity), None, limits, patient=True, quiet=True
         )
         self._capacity.start()
         self._job_id = 0
