@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import logging
@@ -21,6 +22,7 @@ import xxhash
 from conftest import damage, make_identity, wait_for
 
 from fskv import chunk_file, mac
+from fskv import key_file as key_file_module
 from fskv.chunk_file import peek_header
 from fskv.config import StoreConfig
 from fskv.errors import ChunkCorrupt, ChunkUnknownKey, ConfigError
@@ -379,6 +381,78 @@ def test_keys_follow_their_file_and_survive_a_slip(tmp_path, caplog):
     assert after(lambda: swap("new")) == ("new",)
     assert after(lambda: None) == ("new",)
     assert sum("stay in use" in record.getMessage() for record in caplog.records) == 3
+
+
+def test_a_key_that_was_dropped_goes_also_when_the_new_file_could_not_be_read_at_once(
+    tmp_path, monkeypatch, caplog
+):
+    """No descriptor was left, say: with the state of the file taken as seen, the old key stayed for ever."""
+    clock = Ticks()
+    path = key_file(tmp_path / "keys", "old")
+    file = KeyFile(str(path), clock)
+    key_file(tmp_path / "next", "new").rename(path)
+    opened = os.open
+
+    def full(name, *rest, **options):
+        if name == str(path):
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return opened(name, *rest, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", full)
+        for _ in range(5):
+            clock.now += 2
+            assert file.keys().key_ids == ("old",)
+    assert sum("stay in use" in record.getMessage() for record in caplog.records) == 1
+    clock.now += 2
+    assert file.keys().key_ids == ("new",)
+
+
+@pytest.mark.parametrize("at_start", [True, False])
+def test_two_changes_within_one_tick_of_the_file_systems_clock_are_both_seen(
+    tmp_path, monkeypatch, at_start
+):
+    """To swap two lines changes no length; written in place, all that a stat shows may be the same."""
+    clock = Ticks()
+    path = (
+        key_file(tmp_path / "keys", "old", "new")
+        if at_start
+        else key_file(tmp_path / "keys", "old")
+    )
+    state = key_file_module._state
+    # The largest granularity there is: none of its times changes.
+    monkeypatch.setattr(key_file_module, "_state", lambda name: state(name)[:3])
+    file = KeyFile(str(path), clock)
+    if not at_start:
+        path.write_text(key_lines("old", "new"))
+        clock.now += 2
+        assert file.keys().key_ids == ("old", "new")
+    path.write_text(key_lines("new", "old"))
+    clock.now += 2
+    assert file.keys().key_ids == ("new", "old")
+
+
+def test_a_key_file_that_never_stands_still_does_not_flood_the_log(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    clock = Ticks()
+    path = key_file(tmp_path / "keys", "old")
+    file = KeyFile(str(path), clock)
+
+    def each_second(*changes):
+        caplog.clear()
+        for number in range(200):
+            changes[number % len(changes)](number)
+            clock.now += 1.5
+            file.keys()
+        return len(caplog.records)
+
+    assert each_second(lambda number: os.utime(path, (number, number))) == 0
+    swap = [
+        lambda _, order=order: path.write_text(key_lines(*order))
+        for order in (("old", "new"), ("new",))
+    ]
+    assert 1 <= each_second(*swap) <= 12
+    assert 1 <= each_second(lambda number: path.write_text(f"new {number}\n")) <= 12
 
 
 def test_the_file_is_not_looked_at_for_every_chunk_nor_by_two_at_once(tmp_path, monkeypatch):
