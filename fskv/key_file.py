@@ -4,8 +4,9 @@ Each process that reads or writes sealed chunks reads the file itself; no key is
 on I/O threads, before a chunk: at most once in `_LOOK_S` one of them compares the file's state, and the
 others never wait for it.
 
-Invariants: what could be read once stays in use while the file is missing, malformed or open to others, because a slip of the operator's is not worth every chunk; and no longer: what could not be
-read is tried again at every look, since a key that was dropped from the file may be an attacker's by now.
+Invariants: what could be read once stays in use while the file is missing, malformed or open to others,
+because a slip of the operator's is not worth every chunk; and no longer: what could not be read is tried
+again at every look, since a key that was dropped from the file may be an attacker's by now.
 """
 
 from __future__ import annotations

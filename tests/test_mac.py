@@ -21,7 +21,7 @@ import pytest
 import xxhash
 from conftest import damage, make_identity, wait_for
 
-from fskv import chunk_file, mac
+from fskv import chunk_file, mac, namespace
 from fskv import key_file as key_file_module
 from fskv.chunk_file import peek_header
 from fskv.config import StoreConfig
@@ -701,3 +701,34 @@ def test_the_benchmark_of_the_cost_compares_every_byte_that_it_moves(tmp_path, c
     monkeypatch.setattr(HostTransport, "scatter", lambda *_: None)
     assert sealing.main(words) == 2
     assert "differ from the stored ones" in capsys.readouterr().err
+
+
+def test_the_kinds_of_integrity_of_a_namespace_are_those_of_files():
+    known = {chunk_file.CHECKSUM if kind is None else kind for kind in namespace.INTEGRITIES}
+    assert known == set(chunk_file.DIGEST_NBYTES)
+
+
+def test_a_namespace_of_an_integrity_that_nobody_knows_ends_no_command(tmp_path):
+    """A later version's, or made up: it ended `verify`, `report` and `inspect` of the whole root."""
+    from tool_lab import Lab, key_of, run
+
+    lab = Lab(tmp_path / "kv")
+    space = lab.namespace()
+    lab.chunks(space, range(3))
+    other = lab.namespace(model_name="other")
+    manifest = other.identity.to_manifest() | {"integrity": "blake9-512"}
+    digest = hashlib.sha256(namespace.canonical_json(manifest)).digest()
+    lab.chunks(other, range(2), namespace_digest=digest)
+    path = f"{other.directory.path.rpartition('@')[0]}@{digest.hex()[:16]}"
+    os.rename(other.directory.path, path)
+    Path(f"{path}/namespace.json").write_text(json.dumps(manifest))
+
+    done = run("verify", "--read-data", "--json", root=lab.path)
+    assert done.exit_code == 1
+    problems = [line["problem"] for line in done.lines if line["type"] == "namespace"]
+    assert len(problems) == 1
+    assert "integrity: expected one that this version knows, found 'blake9-512'" in problems[0]
+    assert (done.summary["bad"], findings(done)) == (0, {}), "the others are judged"
+    assert run("report", "--html", tmp_path / "r.html", root=lab.path).exit_code == 1
+    file = f"{path}/{namespace.chunk_path(key_of(1), 0, None)}"
+    assert "blake9-512" in run("inspect", file, root=lab.path).stderr
