@@ -101,8 +101,8 @@ class StoreConfig:
         None,
         "absolute path",
         "File with MAC keys, one `<key id> <64 hex digits>` a line. With it chunks are sealed: a file "
-        "that no holder of a key has written is not loaded. The first key writes, all are accepted; it is read "
-        "again when it changes. Engines with and without it do not share. Not in the root, nor with GDS.",
+        "that no holder of a key has written is not loaded. The first key writes, all are accepted; it is "
+        "read again when it changes. Engines with and without it do not share. Not in `root`; not with GDS.",
     )
     access: Literal["user", "group"] = _option(
         "user",
