@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from posixpath import normpath
 from typing import Any, Literal
 
 from fskv.errors import ConfigError
@@ -28,6 +29,11 @@ _REFUSED_OPTIONS = {
     "spec_name": "remove it: FskvConnector brings its own spec",
     "spec_module_path": "remove it: FskvConnector brings its own spec",
     "cpu_bytes_to_use": "remove it: fskv keeps no CPU pool; see 'staging_bytes'",
+}
+
+_OUTSIDE = {
+    "health_file": "it must say that the root hangs",
+    "mac_key_file": "whoever may write to the root could put keys of his own there",
 }
 
 _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,9})?)\s*(B|KiB|MiB|GiB|TiB)", re.ASCII)
@@ -96,7 +102,7 @@ class StoreConfig:
         "absolute path",
         "File with MAC keys, one `<key id> <64 hex digits>` a line. With it chunks are sealed: a file "
         "that no holder of a key has written is not loaded. The first key writes, all are accepted; it is "
-        "read again when it changes. Engines with and without it do not share. Not with GDS.",
+        "read again when it changes. Engines with and without it do not share. Not in `root`; not with GDS.",
     )
     access: Literal["user", "group"] = _option(
         "user",
@@ -301,11 +307,10 @@ class StoreConfig:
                 'option \'transport\': found "gds" with \'mac_key_file\' set, expected "auto" or "host": '
                 "keyed digests are computed on the host, so chunks go through it"
             )
-        if config.health_file is not None and config.health_file.startswith(config.root + "/"):
-            raise ConfigError(
-                f"option 'health_file': found {config.health_file}, expected a place outside of 'root': it "
-                "must say that the root hangs"
-            )
+        for name, why in _OUTSIDE.items():
+            path = normpath(getattr(config, name) or "/")
+            if path.startswith(normpath(config.root) + "/"):
+                raise _bad(name, path, f"one that is not in 'root': {why}")
         return config
 
     def _check_bounds(self) -> None:

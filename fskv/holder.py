@@ -180,10 +180,12 @@ class Holder:
             found |= all_namespaces(self._root)
             for gone in self._catalogues.keys() - found:
                 del self._catalogues[gone]
+                self._tenants.pop(gone, None)
         for name in found - self._catalogues.keys():
-            path = f"{self._root}/{name}"
-            self._catalogues[name] = Catalogue.load(path)
-            tenant = _tenant_of(f"{path}/{MANIFEST_FILE}")
+            self._catalogues[name] = Catalogue.load(f"{self._root}/{name}")
+        # Again where none was found: the manifest comes after the directory.
+        for name in found - self._tenants.keys():
+            tenant = _tenant_of(f"{self._root}/{name}/{MANIFEST_FILE}")
             if tenant is not None:
                 self._tenants[name] = tenant
 

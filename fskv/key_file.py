@@ -2,8 +2,11 @@
 
 Each process that reads or writes sealed chunks reads the file itself; no key is handed on. `keys` is called
 on I/O threads, before a chunk: at most once in `_LOOK_S` one of them compares the file's state, and the
-others never wait for it. Invariant: what could be read once stays in use while the file is missing, malformed
-or open to others, because a slip of the operator's is not worth every chunk; it is logged, once a state.
+others never wait for it.
+
+Invariants: what could be read once stays in use while the file is missing, malformed or open to others,
+because a slip of the operator's is not worth every chunk; and no longer: what could not be read is tried
+again at every look, since a key that was dropped from the file may be an attacker's by now.
 """
 
 from __future__ import annotations
@@ -18,8 +21,7 @@ from collections.abc import Callable
 from fskv.errors import ConfigError
 from fskv.mac import MAX_KEY_FILE_NBYTES, MacKeys, parse_keys
 from fskv.threads import START_UP_S, call_with_deadline
-
-logger = logging.getLogger(__name__)
+from fskv.transitions import StateLog
 
 _LOOK_S = 1.0
 _TOO_OPEN = (
@@ -35,8 +37,12 @@ class KeyFile:
         self._path = path
         self._clock = clock
         self._looking = threading.Lock()  # who has it may look; nobody waits for it
+        self._log = StateLog("fskv: ", clock, file=path)
         self._seen = _state(path)
         self._keys = read_keys(path)
+        # Another change within the same tick of the file system's clock, up to a second on some, does not
+        # show: what was new is read once more.
+        self._again = True
         self._look_at = clock() + _LOOK_S
 
     def __repr__(self) -> str:
@@ -54,21 +60,23 @@ class KeyFile:
 
     def _look(self) -> None:
         seen = _state(self._path)
-        if seen == self._seen:
+        changed = seen != self._seen
+        if not changed and not self._again:
             return
         self._seen = seen
         try:
             keys = read_keys(self._path)
         except ConfigError as error:
-            logger.warning("%s; the keys from before stay in use", error)
+            self._again = True  # it may have been this process: no descriptor left, no memory
+            if changed:
+                reason = f"{error}; the keys from before stay in use"
+                self._log.say("mac_keys_kept", logging.WARNING, reason=reason)
+            return
+        self._again = changed
+        if keys.same_as(self._keys):
             return
         self._keys = keys
-        logger.info(
-            "%s was read again: writes with key '%s', accepts %s",
-            self._path,
-            keys.writer.key_id,
-            ", ".join(f"'{key_id}'" for key_id in keys.key_ids),
-        )
+        self._log.say("mac_keys_read", writes=keys.writer.key_id, accepts=" ".join(keys.key_ids))
 
 
 def open_key_file(path: str | None) -> Callable[[], MacKeys] | None:

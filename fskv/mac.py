@@ -91,6 +91,12 @@ class MacKeys:
     def get(self, key_id: str) -> MacKey | None:
         return self._by_id.get(key_id)
 
+    def same_as(self, other: MacKeys) -> bool:
+        """Whether both are the same keys in the same order."""
+        return self.key_ids == other.key_ids and all(
+            same(mine.tag(b""), theirs.tag(b"")) for mine, theirs in zip(self, other, strict=True)
+        )
+
     @property
     def key_ids(self) -> tuple[str, ...]:
         return tuple(self._by_id)

@@ -33,6 +33,7 @@ Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | Non
 
 FORMAT = 1
 LORA_POLICIES = ("off", "by-name")
+INTEGRITIES = (None, "blake3-128")  # how files are sealed: fskv.mac
 
 _MAX_DEPTH = 32  # HF configs nest 3-4 deep; a manifest deeper than this is an attack on the stack
 _MAX_INT = 1 << 256  # int -> str is refused by Python above 4300 digits; no config needs this
@@ -103,6 +104,8 @@ class Identity:
             object.__setattr__(self, "extra", None)
         if self.lora not in LORA_POLICIES:
             raise _wrong("identity.lora", f"one of {', '.join(LORA_POLICIES)}", self.lora)
+        if self.integrity not in INTEGRITIES:
+            raise _wrong("identity.integrity", "one that this version knows", self.integrity)
         order = [group.group_idx for group in self.groups]
         if order != sorted(set(order)):
             raise _wrong("identity.groups", "ascending, distinct group_idx", order)

@@ -270,9 +270,11 @@ def test_a_bound_that_nobody_would_hold_is_refused(name):
     assert parsed(maintenance="off").maintenance == "off"
 
 
-def test_a_health_file_in_the_root_is_refused():
-    """It could not say that the root hangs."""
-    with pytest.raises(ConfigError, match="outside of 'root'"):
-        StoreConfig.from_mapping({"root": "/mnt/kv", "health_file": "/mnt/kv/health.json"})
-    beside = StoreConfig.from_mapping({"root": "/mnt/kv", "health_file": "/mnt/kv-health.json"})
-    assert beside.health_file == "/mnt/kv-health.json"
+@pytest.mark.parametrize("name", ["health_file", "mac_key_file"])
+def test_a_health_file_or_keys_in_the_root_are_refused(name):
+    """The one must not hang with the root; the others must not be those of whoever writes there."""
+    for path in ("/mnt/kv/file", "/mnt/kv/a/b", "/mnt/x/..//kv/file"):
+        with pytest.raises(ConfigError, match=f"'{name}'.*is not in 'root'"):
+            StoreConfig.from_mapping({"root": "/mnt/kv", name: path})
+    beside = StoreConfig.from_mapping({"root": "/mnt/kv", name: "/mnt/kv-file"})
+    assert getattr(beside, name) == "/mnt/kv-file"

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import struct
+import threading
+import urllib.request
+
 import pytest
+from conftest import wait_for
 
 from fskv.claims import Claim, Limits, Space, Usage
 from fskv.maintenance import Seen
 
 exporter = pytest.importorskip("fskv_tools.exporter", reason="the command line is not installed")
+metrics_server = pytest.importorskip("fskv_tools.metrics_server")
+exits = pytest.importorskip("fskv_tools.exits")
 
 SPACE = Space(10**12, 10**11, 10**6, 10**5)
 LIMITS = Limits(
@@ -73,3 +82,34 @@ def test_before_the_root_has_answered_there_is_its_name_and_how_long_it_has_not(
     collector = exporter.RootCollector(lambda: exporter.Watched(None, 31.0), "/mnt/kv")
     found = {family.name: family.samples[0].value for family in collector.collect()}
     assert found == {"fskv_root_info": 1.0, "fskv_root_last_step_age_seconds": 31.0}
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_connections_that_say_nothing_cost_few_threads_and_no_scrape(address, capfd):
+    """One thread each, for ever, was what the library's own server gave them."""
+    if address == "::1" and not os.path.exists("/proc/net/if_inet6"):
+        pytest.skip("no IPv6")
+    before = threading.active_count()
+    port = exporter.serve(lambda: exporter.Watched(None, 0.0), "/mnt/kv", address, 0)
+    idle = [socket.create_connection((address, port)) for _ in range(200)]
+    try:
+        for one in idle[:50]:  # a reset, which is no reason for a traceback
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            one.close()
+        host = f"[{address}]" if ":" in address else address
+        for _ in range(3):
+            with urllib.request.urlopen(f"http://{host}:{port}/metrics", timeout=60) as answer:
+                assert b"fskv_root_last_step_age_seconds 0.0" in answer.read()
+        most = before + metrics_server.MAX_CONNECTIONS + 2
+        wait_for(lambda: threading.active_count() <= most)
+    finally:
+        for one in idle:
+            one.close()
+    assert capfd.readouterr().err == ""
+
+
+def test_a_port_that_cannot_be_had_is_said_in_one_sentence():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        for port in (taken.getsockname()[1], 70_000):
+            with pytest.raises(exits.CommandError, match="--metrics-port"):
+                exporter.serve(lambda: exporter.Watched(None, 0.0), "/r", "127.0.0.1", port)

@@ -91,7 +91,7 @@ HOMES = {
     "typer": ("tools.",),
     "rich": ("tools.",),
     # top and report read what engines publish, prune --watch publishes
-    "prometheus_client": ("tools.endpoint", "tools.exporter"),
+    "prometheus_client": ("tools.endpoint", "tools.exporter", "tools.metrics_server"),
     # replay --plot
     "matplotlib": ("tools.replay.report",),
     # export --zstd

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import logging
@@ -20,7 +21,8 @@ import pytest
 import xxhash
 from conftest import damage, make_identity, wait_for
 
-from fskv import chunk_file, mac
+from fskv import chunk_file, mac, namespace
+from fskv import key_file as key_file_module
 from fskv.chunk_file import peek_header
 from fskv.config import StoreConfig
 from fskv.errors import ChunkCorrupt, ChunkUnknownKey, ConfigError
@@ -381,6 +383,78 @@ def test_keys_follow_their_file_and_survive_a_slip(tmp_path, caplog):
     assert sum("stay in use" in record.getMessage() for record in caplog.records) == 3
 
 
+def test_a_key_that_was_dropped_goes_also_when_the_new_file_could_not_be_read_at_once(
+    tmp_path, monkeypatch, caplog
+):
+    """No descriptor was left, say: with the state of the file taken as seen, the old key stayed for ever."""
+    clock = Ticks()
+    path = key_file(tmp_path / "keys", "old")
+    file = KeyFile(str(path), clock)
+    key_file(tmp_path / "next", "new").rename(path)
+    opened = os.open
+
+    def full(name, *rest, **options):
+        if name == str(path):
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return opened(name, *rest, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", full)
+        for _ in range(5):
+            clock.now += 2
+            assert file.keys().key_ids == ("old",)
+    assert sum("stay in use" in record.getMessage() for record in caplog.records) == 1
+    clock.now += 2
+    assert file.keys().key_ids == ("new",)
+
+
+@pytest.mark.parametrize("at_start", [True, False])
+def test_two_changes_within_one_tick_of_the_file_systems_clock_are_both_seen(
+    tmp_path, monkeypatch, at_start
+):
+    """To swap two lines changes no length; written in place, all that a stat shows may be the same."""
+    clock = Ticks()
+    path = (
+        key_file(tmp_path / "keys", "old", "new")
+        if at_start
+        else key_file(tmp_path / "keys", "old")
+    )
+    state = key_file_module._state
+    # The largest granularity there is: none of its times changes.
+    monkeypatch.setattr(key_file_module, "_state", lambda name: state(name)[:3])
+    file = KeyFile(str(path), clock)
+    if not at_start:
+        path.write_text(key_lines("old", "new"))
+        clock.now += 2
+        assert file.keys().key_ids == ("old", "new")
+    path.write_text(key_lines("new", "old"))
+    clock.now += 2
+    assert file.keys().key_ids == ("new", "old")
+
+
+def test_a_key_file_that_never_stands_still_does_not_flood_the_log(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    clock = Ticks()
+    path = key_file(tmp_path / "keys", "old")
+    file = KeyFile(str(path), clock)
+
+    def each_second(*changes):
+        caplog.clear()
+        for number in range(200):
+            changes[number % len(changes)](number)
+            clock.now += 1.5
+            file.keys()
+        return len(caplog.records)
+
+    assert each_second(lambda number: os.utime(path, (number, number))) == 0
+    swap = [
+        lambda _, order=order: path.write_text(key_lines(*order))
+        for order in (("old", "new"), ("new",))
+    ]
+    assert 1 <= each_second(*swap) <= 12
+    assert 1 <= each_second(lambda number: path.write_text(f"new {number}\n")) <= 12
+
+
 def test_the_file_is_not_looked_at_for_every_chunk_nor_by_two_at_once(tmp_path, monkeypatch):
     clock = Ticks()
     file = KeyFile(str(key_file(tmp_path / "keys", "old")), clock)
@@ -627,3 +701,34 @@ def test_the_benchmark_of_the_cost_compares_every_byte_that_it_moves(tmp_path, c
     monkeypatch.setattr(HostTransport, "scatter", lambda *_: None)
     assert sealing.main(words) == 2
     assert "differ from the stored ones" in capsys.readouterr().err
+
+
+def test_the_kinds_of_integrity_of_a_namespace_are_those_of_files():
+    known = {chunk_file.CHECKSUM if kind is None else kind for kind in namespace.INTEGRITIES}
+    assert known == set(chunk_file.DIGEST_NBYTES)
+
+
+def test_a_namespace_of_an_integrity_that_nobody_knows_ends_no_command(tmp_path):
+    """A later version's, or made up: it ended `verify`, `report` and `inspect` of the whole root."""
+    from tool_lab import Lab, key_of, run
+
+    lab = Lab(tmp_path / "kv")
+    space = lab.namespace()
+    lab.chunks(space, range(3))
+    other = lab.namespace(model_name="other")
+    manifest = other.identity.to_manifest() | {"integrity": "blake9-512"}
+    digest = hashlib.sha256(namespace.canonical_json(manifest)).digest()
+    lab.chunks(other, range(2), namespace_digest=digest)
+    path = f"{other.directory.path.rpartition('@')[0]}@{digest.hex()[:16]}"
+    os.rename(other.directory.path, path)
+    Path(f"{path}/namespace.json").write_text(json.dumps(manifest))
+
+    done = run("verify", "--read-data", "--json", root=lab.path)
+    assert done.exit_code == 1
+    problems = [line["problem"] for line in done.lines if line["type"] == "namespace"]
+    assert len(problems) == 1
+    assert "integrity: expected one that this version knows, found 'blake9-512'" in problems[0]
+    assert (done.summary["bad"], findings(done)) == (0, {}), "the others are judged"
+    assert run("report", "--html", tmp_path / "r.html", root=lab.path).exit_code == 1
+    file = f"{path}/{namespace.chunk_path(key_of(1), 0, None)}"
+    assert "blake9-512" in run("inspect", file, root=lab.path).stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import subprocess
 import sys
@@ -347,3 +348,28 @@ def test_a_link_in_the_place_of_what_is_shared_is_not_followed(root, tmp_path):
     assert not any(home.rglob("*.json"))
     os.unlink(f"{root}/{SHARED_DIR}")
     Maintainer(str(root), None).start()  # the control
+
+
+def test_the_bound_of_a_tenant_holds_for_a_namespace_that_was_counted_before_its_manifest(
+    root, monkeypatch
+):
+    monkeypatch.setattr(holder, "_COUNT_ALL_S", 0.2)
+    path = f"{root}/{NAME}"
+    write_chunk(path, "abc" + "0" * 29)
+    counted, tenants = [], []
+
+    def until():
+        usage = book(root).usage()
+        if usage is None:
+            return False
+        if not counted:
+            counted.append(usage.tenants)
+            assert usage.tenants == {}
+            with open(f"{path}/namespace.json", "w") as file:
+                json.dump({"tenant": "blue"}, file)
+        tenants.append(usage.tenants.get(NAME))
+        return disk_nbytes(path) == 0
+
+    watcher = claim(namespace=None, limits=Limits(tenants={"blue": 1}))
+    maintain(root, until, mine=watcher)
+    assert "blue" in tenants

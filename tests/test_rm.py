@@ -200,6 +200,26 @@ def test_what_cannot_be_removed_is_exit_3_and_named(lab, monkeypatch):
     assert os.path.exists(f"{where.directory.path}/namespace.json")
 
 
+@pytest.mark.parametrize("words", [("rm",), ("prune", "--max-size", "0")])
+def test_nobody_is_told_that_a_tenant_is_gone_while_a_namespace_may_be_his(lab, words):
+    seen, unseen = (lab.namespace(tenant="blue", model_name=name) for name in ("org/a", "org/b"))
+    gone, left = lab.chunks(seen, range(3)), lab.chunks(unseen, range(3))
+    manifest = f"{unseen.directory.path}/namespace.json"
+    with open(manifest, encoding="utf-8") as file:
+        content = file.read()
+    with open(manifest, "w", encoding="utf-8") as file:
+        file.write("{")
+    done = run(*words, "--tenant", "blue", "--yes", root=lab.path)
+    assert (len(there(gone)), len(there(left))) == (0, 3)
+    assert done.exit_code == 3
+    assert f"{unseen.id}: may be a tenant's, and nobody can tell" in " ".join(done.stderr.split())
+    # The control: with the manifest whole again there is nothing to be said.
+    with open(manifest, "w", encoding="utf-8") as file:
+        file.write(content)
+    done = run(*words, "--tenant", "blue", "--yes", root=lab.path)
+    assert (done.exit_code, there(left)) == (0, [])
+
+
 def test_a_tenant_goes_with_all_of_its_namespaces_and_nobody_elses(lab):
     spaces = {
         (tenant, model): lab.namespace(**({"tenant": tenant} if tenant else {}), model_name=model)

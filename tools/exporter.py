@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
@@ -20,6 +20,7 @@ from fskv import __version__
 from fskv.claims import Scope, Usage, scopes
 from fskv.maintenance import Seen
 
+from . import metrics_server
 from .exits import CommandError
 from .terminal import show
 
@@ -188,7 +189,6 @@ def serve(watched: Callable[[], Watched], root: str, address: str, port: int) ->
     registry = CollectorRegistry(auto_describe=False)
     registry.register(RootCollector(watched, root))
     try:
-        server, _ = start_http_server(port, address, registry)
+        return metrics_server.start(registry, address, port)
     except (OSError, OverflowError) as error:
         raise CommandError(f"--metrics-port: {address}:{port}: {error}") from None
-    return int(server.server_address[1])

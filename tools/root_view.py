@@ -188,6 +188,21 @@ class RootView:
                     say(f"{path}: cannot be listed: {error.strerror}")
         return sorted(found, key=lambda one: one.id)
 
+    def of_tenants(self, tenants: list[str]) -> list[Namespace]:
+        """Return the namespaces of these tenants, by their exact names.
+
+        Whose a namespace is only its manifest tells: where that cannot be read it is said, and the command
+        ends as one that has not seen everything. Nobody is to believe that all of a tenant is gone.
+        """
+        found = []
+        for one in self.namespaces():
+            if one.identity is None and one.path not in UNSEEN:
+                UNSEEN.add(one.path)
+                say(f"{one.id}: may be a tenant's, and nobody can tell: {one.problem}")
+            if one.tenant in tenants:
+                found.append(one)
+        return found
+
     def matching(self, text: str | None) -> list[Namespace]:
         """Return the namespaces that `text` may mean, all of them for None. Raises UsageError for none."""
         everything = self.namespaces()

@@ -196,7 +196,8 @@ def _chosen(view: RootView, names: list[str] | None, tenants: list[str] | None) 
         wanted = {view.namespace(name).id for name in names}
         spaces = [one for one in spaces if one.id in wanted]
     if tenants:
-        spaces = [one for one in spaces if one.tenant in tenants]
+        ours = {one.id for one in view.of_tenants(tenants)}
+        spaces = [one for one in spaces if one.id in ours]
         if not spaces:
             raise UsageError(f"--tenant {', '.join(tenants)}: no such namespace in {view.path}")
     return spaces

@@ -125,13 +125,12 @@ def command(
 
 def _of_tenants(view: RootView, tenants: list[str]) -> list[str]:
     """Return the namespaces of these tenants; a name that has none is refused: it may be misspelt."""
-    found = []
+    found = view.of_tenants(tenants) if tenants else []
+    there = {one.tenant for one in found}
     for tenant in tenants:
-        ids = [one.id for one in view.namespaces() if one.tenant == tenant]
-        if not ids:
+        if tenant not in there:
             raise UsageError(f"--tenant {show(tenant)}: no such namespace in {view.path}")
-        found += ids
-    return found
+    return [one.id for one in found]
 
 
 def _resolve(view: RootView, words: list[str]) -> list[_Target]:
