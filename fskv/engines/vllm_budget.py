@@ -385,7 +385,8 @@ class LoadBudget:
         elif report.late:
             share = report.done_share
             self.times.observe_cut(nbytes, report.busy_s, num_files, done_share=share)
-            self._given_up.add(load.req_id)
+            if load.req_id in self._prefilling:  # else it was aborted meanwhile, and is forgotten
+                self._given_up.add(load.req_id)
             self._counters.add(metrics.CUT_LOADS)
             self._counters.add(metrics.CUT_LOAD_SECONDS, report.seconds)
         # Any other failure is news about files, not about their storage; a probe has ended all the same.

@@ -34,6 +34,7 @@ from fskv import metrics
 from fskv.engines.vllm_connector import FskvConnector
 from fskv.engines.vllm_multi_events import MergedEvents
 from fskv.engines.vllm_multi_metrics import MultiPromMetrics, own_stats, rebuild, stats_id
+from fskv.engines.vllm_reset import forget_past_blocks
 from fskv.errors import ConfigError, FskvError
 from fskv.load_choice import Offer, choose
 from fskv.metrics import Counters
@@ -269,6 +270,8 @@ class FskvMultiConnector(MultiConnector):
         failure: Exception | None = None
         for name, child in zip(self._names, self._connectors, strict=True):
             try:
+                if isinstance(child, OffloadingConnector):
+                    forget_past_blocks(child.scheduler)  # ours would load and store what it stores
                 done &= child.reset_cache() is not False
             except Exception as error:
                 logger.exception("fskv: the cache of connector %s could not be reset", name)
