@@ -476,3 +476,22 @@ def test_a_block_is_announced_as_gone_when_the_last_child_that_has_it_says_so():
     news(1, _stored(b"x"))
     news(0, original)
     assert original.block_hashes == [b"x", b"y"], "the child's own event is left as it was"
+
+
+def test_a_reset_forgets_the_blocks_of_children_that_do_not_say_that_they_are_gone():
+    class Announcing(Child):
+        news = ()
+
+        def take_events(self):
+            return self.news
+
+    children = Announcing(), Announcing()
+    multi = connector(*children)
+    for n in range(20):
+        children[0].news = [_stored(*range(100 * n, 100 * n + 100), medium="CPU")]
+        assert len(list(multi.take_events())) == 1
+        multi.reset_cache()
+    assert not multi._events._holders
+    # What is told of them later is told on.
+    children[0].news = [_removed(7, medium="CPU")]
+    assert [event.block_hashes for event in multi.take_events()] == [[7]]

@@ -276,6 +276,7 @@ class FskvMultiConnector(MultiConnector):
             except Exception as error:
                 logger.exception("fskv: the cache of connector %s could not be reset", name)
                 failure = error
+        self._events.forget()
         if failure is not None:
             raise failure
         return done
