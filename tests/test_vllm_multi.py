@@ -129,6 +129,9 @@ def test_what_is_overridden_and_what_is_reached_into_is_there_in_this_vllm():
     assert "self._current_batch_allocated_block_ids.update(" in noted
     flushed = inspect.getsource(OffloadingConnectorScheduler)
     assert "for bid in self._current_batch_allocated_block_ids" in flushed
+    # What vllm_reset reads and writes.
+    for name in ("_req_status", "_sliding_window_groups", "_current_batch_load_jobs"):
+        assert f"self.{name}" in flushed, name
 
 
 # --- waiting and choosing -------------------------------------------------------------------

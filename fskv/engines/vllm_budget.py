@@ -25,6 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from fskv import metrics
 from fskv.config import StoreConfig
 from fskv.engines.vllm_metrics import Gauge, to_stats
+from fskv.engines.vllm_reset import without_new_loads
 from fskv.hybrid_planner import GroupSpec, needed_chunks
 from fskv.job import JobResult
 from fskv.load_time import Cut, LoadQueue, LoadTimes, Probing, best_cut
@@ -468,4 +469,4 @@ class BudgetedConnector(OffloadingConnector):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         self._budget.on_step(scheduler_output)
-        return super().build_connector_meta(scheduler_output)
+        return super().build_connector_meta(without_new_loads(self.scheduler, scheduler_output))

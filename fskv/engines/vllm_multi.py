@@ -26,6 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandsha
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
     MultiConnector,
+    MultiKVConnectorMetadata,
     MultiKVConnectorStats,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
@@ -34,7 +35,7 @@ from fskv import metrics
 from fskv.engines.vllm_connector import FskvConnector
 from fskv.engines.vllm_multi_events import MergedEvents
 from fskv.engines.vllm_multi_metrics import MultiPromMetrics, own_stats, rebuild, stats_id
-from fskv.engines.vllm_reset import forget_past_blocks
+from fskv.engines.vllm_reset import forget_past_blocks, without_new_loads
 from fskv.errors import ConfigError, FskvError
 from fskv.load_choice import Offer, choose
 from fskv.metrics import Counters
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
@@ -245,6 +247,19 @@ class FskvMultiConnector(MultiConnector):
         for idx, child in enumerate(self._connectors):
             if idx != chosen and isinstance(child, OffloadingConnector):
                 _tell_allocated(child, blocks)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> MultiKVConnectorMetadata:
+        metadata = tuple(
+            child.build_connector_meta(
+                without_new_loads(child.scheduler, scheduler_output)
+                if isinstance(child, OffloadingConnector)
+                else scheduler_output
+            )
+            for child in self._connectors
+        )
+        made = MultiKVConnectorMetadata(metadata, self._extra_async_saves or None)
+        self._extra_async_saves = {}
+        return made
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         for req_id in connector_output.failed_recving or ():

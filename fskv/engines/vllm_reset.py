@@ -1,4 +1,4 @@
-"""What vLLM 0.32 leaves behind when it resets an offloading connector, put right before it does.
+"""What vLLM 0.32 gets wrong about its offloading connectors when a cache is reset, put right from outside.
 
 `OffloadingConnectorScheduler.reset_cache` sets next_stored_chunk_idx to 0, so that running requests store all
 their chunks again. In groups with a window or a state the blocks before it have been freed and used again,
@@ -9,11 +9,16 @@ all of that class. Called on the scheduler's thread.
 
 from __future__ import annotations
 
+import copy
 import inspect
+from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
     OffloadingConnectorScheduler,
 )
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
 
 
 def forget_past_blocks(scheduler: OffloadingConnectorScheduler) -> None:
@@ -27,6 +32,22 @@ def forget_past_blocks(scheduler: OffloadingConnectorScheduler) -> None:
             )
             # 0 is vLLM's "not there": stores skip it.
             group.block_ids[:num_past] = [0] * num_past
+
+
+def without_new_loads(
+    scheduler: OffloadingConnectorScheduler, output: SchedulerOutput
+) -> SchedulerOutput:
+    """Return the output without those preempted requests that have begun to load since: nothing to flush.
+
+    A load is a request's only job.
+    """
+    loading = {job.req_id for job in scheduler._current_batch_load_jobs.values()}  # noqa: SLF001
+    again = loading & set(output.preempted_req_ids or ())
+    if not again:
+        return output
+    output = copy.copy(output)
+    output.preempted_req_ids = set(output.preempted_req_ids or ()) - again
+    return output
 
 
 def resetting_scheduler() -> OffloadingConnectorScheduler | None:
