@@ -283,6 +283,34 @@ def test_a_reset_makes_vllms_own_offloading_beside_ours_forget_blocks_that_chang
     assert seen == [[0, 0, 13, 14]]
 
 
+def test_vllms_own_offloading_of_windows_in_chunks_of_several_blocks_is_refused():
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
+        OffloadingConnector,
+    )
+
+    from fskv.engines.vllm_connector import FskvConnector
+    from fskv.engines.vllm_multi import _check_whole_chunks
+    from fskv.errors import ConfigError
+
+    def child(cls, blocks_per_chunk, windows):
+        made = cls.__new__(cls)
+        made.connector_scheduler = SimpleNamespace(
+            config=SimpleNamespace(blocks_per_chunk=blocks_per_chunk),
+            _sliding_window_groups=windows,
+        )
+        return made
+
+    good = [
+        child(OffloadingConnector, 1, (0,)),
+        child(OffloadingConnector, 8, ()),
+        child(FskvConnector, 8, (0,)),  # stores whole chunks alone
+        Child(),
+    ]
+    _check_whole_chunks(list("abcd"), good)
+    with pytest.raises(ConfigError, match=r"connector e.*found 8 blocks.*expected 1 block"):
+        _check_whole_chunks(list("abcde"), [*good, child(OffloadingConnector, 8, (0,))])
+
+
 def test_two_names_of_one_directory_are_refused(tmp_path):
     from fskv.engines.vllm_multi import _check_real_roots
     from fskv.errors import ConfigError

@@ -96,6 +96,12 @@ class FskvMultiConnector(MultiConnector):
         if role is KVConnectorRole.SCHEDULER:
             from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 
+            try:
+                _check_whole_chunks(self._names, self._connectors)
+            except FskvError as error:
+                logger.error("fskv: %s", error)
+                self.shutdown()
+                raise
             _, self._tokens_per_hash = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
             self._granularity = [
                 _granularity(child, self._tokens_per_hash) for child in self._connectors
@@ -258,7 +264,7 @@ class FskvMultiConnector(MultiConnector):
             for child in self._connectors
         )
         made = MultiKVConnectorMetadata(metadata, self._extra_async_saves or None)
-        self._extra_async_saves = {}
+        self._extra_async_saves: dict[str, int] = {}
         return made
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -381,6 +387,23 @@ def _check_hybrid(vllm_config: VllmConfig, config: MultiConfig) -> None:
                 f"connector {child.name}: {transfer.kv_connector} does not support vLLM's hybrid KV cache "
                 "manager; expected a connector that does, or --disable-hybrid-kv-cache-manager (only for "
                 "models that work without it)"
+            )
+
+
+def _check_whole_chunks(names: Sequence[str], children: Sequence[Any]) -> None:
+    """Refuse vLLM's own offloading where it fills chunks in part and serves them whole (0.32).
+
+    What a request computes after such a chunk would be stored by its siblings.
+    """
+    for name, child in zip(names, children, strict=True):
+        if not isinstance(child, OffloadingConnector) or isinstance(child, FskvConnector):
+            continue
+        scheduler = child.scheduler
+        if scheduler.config.blocks_per_chunk > 1 and scheduler._sliding_window_groups:  # noqa: SLF001
+            raise ConfigError(
+                f"connector {name}, option 'block_size': found {scheduler.config.blocks_per_chunk} blocks a "
+                "chunk with sliding windows or states, expected 1 block: of these groups vLLM's own "
+                "offloading stores chunks in part under the keys of whole ones"
             )
 
 
