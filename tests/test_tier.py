@@ -502,7 +502,7 @@ def test_after_a_reset_requests_that_run_store_nothing_new_ones_do(make_rig):
     assert len(rig.files()) == 2
     rig.tier.on_request_finished(REQUEST)
     rig.tier.on_new_request(REQUEST)  # another one of that name
-    assert rig.lookup(rig.keys(1)[0]) is LookupResult.HIT
+    wait_for(lambda: rig.counted() is not None and rig.lookup(rig.keys(1)[0]) is LookupResult.HIT)
     rig.store([1, 5])
     assert len(rig.files()) == 4
 
@@ -559,6 +559,7 @@ def test_what_is_counted_is_declared(make_rig):
         ({"root": "/x", "hybrid_chunk_size": 128}, "set 'block_size'"),
         ({"root": "/x", "io_thread": 3}, "did you mean 'io_threads'"),
         ({"root": "/x", "kv_load_failure_policy": "fail"}, '"recompute"'),
+        ({"root": "/x", "load_budget": "auto"}, "does not tell a tier"),
     ],
 )
 def test_options_are_refused_with_one_sentence(options, words):

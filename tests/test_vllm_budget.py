@@ -347,3 +347,16 @@ def test_finished_requests_leave_nothing_behind():
     budget = engine.budget
     for kept in (budget._prefilling, budget._declined, budget._verdicts, budget._given_up):
         assert not kept
+
+
+def test_a_load_that_ends_after_its_request_was_aborted_leaves_nothing_behind():
+    engine = known(0.5, 10.0)
+    for n in range(20):
+        request = engine.request(f"r{n}")
+        job, _ = engine.admit(request, engine.take(request))
+        assert job is not None or n, "storage is declined once it was late"
+        engine.step(0.1, {}, finished=[f"r{n}"])
+        if job is not None:
+            engine.end(job, 5.0, done_share=0.1, late=True)
+    assert not engine.budget._given_up
+    assert not engine.budget._loads

@@ -129,6 +129,9 @@ def test_what_is_overridden_and_what_is_reached_into_is_there_in_this_vllm():
     assert "self._current_batch_allocated_block_ids.update(" in noted
     flushed = inspect.getsource(OffloadingConnectorScheduler)
     assert "for bid in self._current_batch_allocated_block_ids" in flushed
+    # What vllm_reset reads and writes.
+    for name in ("_req_status", "_sliding_window_groups", "_current_batch_load_jobs"):
+        assert f"self.{name}" in flushed, name
 
 
 # --- waiting and choosing -------------------------------------------------------------------
@@ -253,6 +256,59 @@ def test_one_child_that_fails_does_not_keep_the_others_from_closing_or_resetting
     with pytest.raises(OSError, match=what):
         multi.shutdown() if what == "shutdown" else multi.reset_cache()
     assert [child.calls for child in children] == [[what]] * 3
+
+
+def test_a_reset_makes_vllms_own_offloading_beside_ours_forget_blocks_that_changed_hands():
+    """Ours would load what that one has stored from them, and store what follows from it."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
+        OffloadingConnector,
+    )
+
+    class Stock(OffloadingConnector):
+        def __init__(self, scheduler):
+            self.connector_scheduler = scheduler
+
+        def reset_cache(self):
+            seen.append(list(window.block_ids))
+            return True
+
+    seen = []
+    window = SimpleNamespace(next_stored_chunk_idx=1, block_ids=[11, 12, 13, 14])
+    scheduler = SimpleNamespace(
+        _req_status={"r": SimpleNamespace(group_states=[None, window])},
+        _sliding_window_groups=(1,),
+        config=SimpleNamespace(blocks_per_chunk=2),
+    )
+    connector(Stock(scheduler), Child()).reset_cache()
+    assert seen == [[0, 0, 13, 14]]
+
+
+def test_vllms_own_offloading_of_windows_in_chunks_of_several_blocks_is_refused():
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
+        OffloadingConnector,
+    )
+
+    from fskv.engines.vllm_connector import FskvConnector
+    from fskv.engines.vllm_multi import _check_whole_chunks
+    from fskv.errors import ConfigError
+
+    def child(cls, blocks_per_chunk, windows):
+        made = cls.__new__(cls)
+        made.connector_scheduler = SimpleNamespace(
+            config=SimpleNamespace(blocks_per_chunk=blocks_per_chunk),
+            _sliding_window_groups=windows,
+        )
+        return made
+
+    good = [
+        child(OffloadingConnector, 1, (0,)),
+        child(OffloadingConnector, 8, ()),
+        child(FskvConnector, 8, (0,)),  # stores whole chunks alone
+        Child(),
+    ]
+    _check_whole_chunks(list("abcd"), good)
+    with pytest.raises(ConfigError, match=r"connector e.*found 8 blocks.*expected 1 block"):
+        _check_whole_chunks(list("abcde"), [*good, child(OffloadingConnector, 8, (0,))])
 
 
 def test_two_names_of_one_directory_are_refused(tmp_path):
@@ -451,3 +507,22 @@ def test_a_block_is_announced_as_gone_when_the_last_child_that_has_it_says_so():
     news(1, _stored(b"x"))
     news(0, original)
     assert original.block_hashes == [b"x", b"y"], "the child's own event is left as it was"
+
+
+def test_a_reset_forgets_the_blocks_of_children_that_do_not_say_that_they_are_gone():
+    class Announcing(Child):
+        news = ()
+
+        def take_events(self):
+            return self.news
+
+    children = Announcing(), Announcing()
+    multi = connector(*children)
+    for n in range(20):
+        children[0].news = [_stored(*range(100 * n, 100 * n + 100), medium="CPU")]
+        assert len(list(multi.take_events())) == 1
+        multi.reset_cache()
+    assert not multi._events._holders
+    # What is told of them later is told on.
+    children[0].news = [_removed(7, medium="CPU")]
+    assert [event.block_hashes for event in multi.take_events()] == [[7]]

@@ -25,6 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from fskv import metrics
 from fskv.config import StoreConfig
 from fskv.engines.vllm_metrics import Gauge, to_stats
+from fskv.engines.vllm_reset import without_new_loads
 from fskv.hybrid_planner import GroupSpec, needed_chunks
 from fskv.job import JobResult
 from fskv.load_time import Cut, LoadQueue, LoadTimes, Probing, best_cut
@@ -385,7 +386,8 @@ class LoadBudget:
         elif report.late:
             share = report.done_share
             self.times.observe_cut(nbytes, report.busy_s, num_files, done_share=share)
-            self._given_up.add(load.req_id)
+            if load.req_id in self._prefilling:  # else it was aborted meanwhile, and is forgotten
+                self._given_up.add(load.req_id)
             self._counters.add(metrics.CUT_LOADS)
             self._counters.add(metrics.CUT_LOAD_SECONDS, report.seconds)
         # Any other failure is news about files, not about their storage; a probe has ended all the same.
@@ -467,4 +469,4 @@ class BudgetedConnector(OffloadingConnector):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         self._budget.on_step(scheduler_output)
-        return super().build_connector_meta(scheduler_output)
+        return super().build_connector_meta(without_new_loads(self.scheduler, scheduler_output))

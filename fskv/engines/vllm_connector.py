@@ -40,6 +40,7 @@ from fskv.engines.vllm_identity import EngineGroup, build_identity, engine_group
 from fskv.engines.vllm_layout import page_layouts
 from fskv.engines.vllm_manager import FskvHandshake, FskvManager, load_failures
 from fskv.engines.vllm_metrics import metric_definitions
+from fskv.engines.vllm_reset import forget_past_blocks
 from fskv.engines.vllm_worker import FskvWorker
 from fskv.errors import ConfigError, FskvError
 from fskv.hybrid_planner import Geometry, hit_cost, plan_geometry
@@ -317,22 +318,8 @@ class FskvConnector(BudgetedConnector):
             self._offer_again(req_id)
 
     def reset_cache(self) -> bool | None:
-        """Reset as vLLM does, but never offer blocks again that may hold another request's KV by now.
-
-        vLLM's reset_cache sets next_stored_chunk_idx to 0. In windowed groups the blocks before it have been
-        freed and used again, and only those from it on are kept up to date (_update_req_states), so a
-        running request would store foreign KV under its own keys.
-        """
-        scheduler = self.scheduler
-        for status in scheduler._req_status.values():  # noqa: SLF001
-            for group_idx in scheduler._sliding_window_groups:  # noqa: SLF001
-                group = status.group_states[group_idx]
-                num_past = min(
-                    group.next_stored_chunk_idx * scheduler.config.blocks_per_chunk,
-                    len(group.block_ids),
-                )
-                # 0 is vLLM's "not there": stores skip it.
-                group.block_ids[:num_past] = [0] * num_past
+        """Reset as vLLM does, but store no block again that may be another request's (see vllm_reset)."""
+        forget_past_blocks(self.scheduler)
         # While vLLM's tracker still knows the payloads: what is announced as removed must name every block.
         self._manager.forget_announced()
         self._held_events = list(self.take_events())

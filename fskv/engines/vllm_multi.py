@@ -26,6 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandsha
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
     MultiConnector,
+    MultiKVConnectorMetadata,
     MultiKVConnectorStats,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
@@ -34,6 +35,7 @@ from fskv import metrics
 from fskv.engines.vllm_connector import FskvConnector
 from fskv.engines.vllm_multi_events import MergedEvents
 from fskv.engines.vllm_multi_metrics import MultiPromMetrics, own_stats, rebuild, stats_id
+from fskv.engines.vllm_reset import forget_past_blocks, without_new_loads
 from fskv.errors import ConfigError, FskvError
 from fskv.load_choice import Offer, choose
 from fskv.metrics import Counters
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
@@ -93,6 +96,12 @@ class FskvMultiConnector(MultiConnector):
         if role is KVConnectorRole.SCHEDULER:
             from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 
+            try:
+                _check_whole_chunks(self._names, self._connectors)
+            except FskvError as error:
+                logger.error("fskv: %s", error)
+                self.shutdown()
+                raise
             _, self._tokens_per_hash = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
             self._granularity = [
                 _granularity(child, self._tokens_per_hash) for child in self._connectors
@@ -245,6 +254,19 @@ class FskvMultiConnector(MultiConnector):
             if idx != chosen and isinstance(child, OffloadingConnector):
                 _tell_allocated(child, blocks)
 
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> MultiKVConnectorMetadata:
+        metadata = tuple(
+            child.build_connector_meta(
+                without_new_loads(child.scheduler, scheduler_output)
+                if isinstance(child, OffloadingConnector)
+                else scheduler_output
+            )
+            for child in self._connectors
+        )
+        made = MultiKVConnectorMetadata(metadata, self._extra_async_saves or None)
+        self._extra_async_saves: dict[str, int] = {}
+        return made
+
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         for req_id in connector_output.failed_recving or ():
             if req_id in self._loading:
@@ -269,10 +291,13 @@ class FskvMultiConnector(MultiConnector):
         failure: Exception | None = None
         for name, child in zip(self._names, self._connectors, strict=True):
             try:
+                if isinstance(child, OffloadingConnector):
+                    forget_past_blocks(child.scheduler)  # ours would load and store what it stores
                 done &= child.reset_cache() is not False
             except Exception as error:
                 logger.exception("fskv: the cache of connector %s could not be reset", name)
                 failure = error
+        self._events.forget()
         if failure is not None:
             raise failure
         return done
@@ -362,6 +387,23 @@ def _check_hybrid(vllm_config: VllmConfig, config: MultiConfig) -> None:
                 f"connector {child.name}: {transfer.kv_connector} does not support vLLM's hybrid KV cache "
                 "manager; expected a connector that does, or --disable-hybrid-kv-cache-manager (only for "
                 "models that work without it)"
+            )
+
+
+def _check_whole_chunks(names: Sequence[str], children: Sequence[Any]) -> None:
+    """Refuse vLLM's own offloading where it fills chunks in part and serves them whole (0.32).
+
+    What a request computes after such a chunk would be stored by its siblings.
+    """
+    for name, child in zip(names, children, strict=True):
+        if not isinstance(child, OffloadingConnector) or isinstance(child, FskvConnector):
+            continue
+        scheduler = child.scheduler
+        if scheduler.config.blocks_per_chunk > 1 and scheduler._sliding_window_groups:  # noqa: SLF001
+            raise ConfigError(
+                f"connector {name}, option 'block_size': found {scheduler.config.blocks_per_chunk} blocks a "
+                "chunk with sliding windows or states, expected 1 block: of these groups vLLM's own "
+                "offloading stores chunks in part under the keys of whole ones"
             )
 
 

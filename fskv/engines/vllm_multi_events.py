@@ -20,6 +20,10 @@ class MergedEvents:
     def __init__(self) -> None:
         self._holders: dict[tuple[Any, ...], int] = {}  # block -> a bit for each child
 
+    def forget(self) -> None:
+        """The children were reset: vLLM's CPU tier does not announce that its blocks are gone (0.32)."""
+        self._holders.clear()
+
     def pass_on(self, child: int, events: Iterable[KVCacheEvent]) -> Iterator[KVCacheEvent]:
         """Yield of one child's news what is news about all of them."""
         for event in events:

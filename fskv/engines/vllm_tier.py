@@ -38,6 +38,7 @@ from fskv.config import ENGINE_OPTIONS, MIB, StoreConfig
 from fskv.engines.vllm_events import KvEvents
 from fskv.engines.vllm_manager import FskvManager, load_failures, to_chunk
 from fskv.engines.vllm_metrics import metric_definitions
+from fskv.engines.vllm_reset import forget_past_blocks, resetting_scheduler
 from fskv.engines.vllm_tier_io import RowWorker
 from fskv.engines.vllm_tier_rows import rows_of
 from fskv.engines.vllm_tier_workers import Workers, ask_workers
@@ -71,6 +72,8 @@ _OF_THE_SPEC = frozenset(
 )
 # After its jobs were given up an I/O thread has at most a line of bookkeeping left.
 _DRAIN_S = 5.0
+# A chunk that lost its row before its request could use it is loaded once more; then it is computed.
+_MAX_TIMES_LOADED = 2
 
 
 @dataclass
@@ -104,7 +107,12 @@ class FskvTier(SecondaryTierManager):
         self.locality = None if locality is None else Locality(locality)
         self._jobs: dict[int, _Open] = {}
         self._loading: dict[ChunkId, int] = {}  # -> job; vLLM loads a chunk once at a time
-        self._requests: set[str] = set()  # that vLLM has begun and not finished
+        # Of the requests that vLLM has begun and not finished: how often each chunk was loaded for it since
+        # it last ran.
+        self._requests: dict[str, dict[ChunkId, int]] = {}
+        self._num_rows = len(primary_kv_view)
+        self._steps_open = 0  # scheduled, and without an output yet
+        self._outputs_to_wait = 0  # until what workers did before a reset is over
         try:
             self._config = config = _parse(options)
             workers = ask_workers(offloading_spec, config, self.block_size_bytes)
@@ -125,17 +133,36 @@ class FskvTier(SecondaryTierManager):
     # --- what is there ----------------------------------------------------------------------
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        return self._manager.lookup(key, req_context)
+        result = self._manager.lookup(key, req_context)
+        if result is LookupResult.HIT and not self._may_load(to_chunk(key), req_context.req_id):
+            return LookupResult.MISS
+        return result
+
+    def _may_load(self, chunk: ChunkId, req_id: str) -> bool:
+        """Whether a hit may be answered as one; vLLM then gives the chunk a row at once.
+
+        A hit of more chunks than there are rows would never come to an end: what is loaded last takes the
+        rows of what was loaded first, vLLM defers the request, and next time asks for the first again.
+        """
+        if self._outputs_to_wait:
+            return False
+        loaded = self._requests.get(req_id, {})
+        times = loaded.get(chunk, 0)
+        return times < _MAX_TIMES_LOADED and (times > 0 or len(loaded) < self._num_rows)
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        self._requests.add(req_context.req_id)
+        self._requests[req_context.req_id] = {}
         return self._manager.on_new_request(req_context)
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        self._requests.discard(req_context.req_id)
+        self._requests.pop(req_context.req_id, None)
         self._manager.on_request_finished(req_context)
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        self._steps_open += 1
+        for req_id in (*context.new_req_ids, *context.preempted_req_ids):
+            if req_id in self._requests:
+                self._requests[req_id] = {}
         self._manager.on_schedule_end(context)
 
     def has_pending_work(self) -> bool:
@@ -162,6 +189,9 @@ class FskvTier(SecondaryTierManager):
         files_left = len(chunks) * self._worker.files_per_chunk
         self._jobs[job_id] = _Open(keys, is_load=True, files_left=files_left)
         self._loading.update(dict.fromkeys(chunks, job_id))
+        loaded = self._requests.get(job_metadata.req_context.req_id, {})
+        for chunk in chunks:
+            loaded[chunk] = loaded.get(chunk, 0) + 1
         self._worker.load_rows(job_id, chunks, job_metadata.chunk_ids.tolist())
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
@@ -178,7 +208,11 @@ class FskvTier(SecondaryTierManager):
 
         Loads are given up, stores are copied to staging as far as that reaches and go on from there. Waits
         for memory copies, never for a disk.
+
+        vLLM gives all rows away at once, but its workers hear of the reset only with the next step, and
+        until then copy between GPU and the rows of before: before that step's output no row is loaded into.
         """
+        self._outputs_to_wait = self._steps_open + 1
         self._worker.wait(set(self._jobs))
         end = time.monotonic() + _DRAIN_S
         while True:
@@ -194,8 +228,10 @@ class FskvTier(SecondaryTierManager):
                 break
             time.sleep(0.001)
         if self._reuses_blocks:
-            # vLLM offers all chunks of a running request again after a reset, also those whose blocks have
-            # been another request's since (see FskvConnector.reset_cache).
+            # vLLM would store blocks again that have been another request's since. In the CPU tier too, and
+            # whoever takes them from there stores what follows from them here.
+            if (scheduler := resetting_scheduler()) is not None:
+                forget_past_blocks(scheduler)
             for req_id in self._requests:
                 self._manager.exclude_request(req_id)
         self._manager.forget_announced()
@@ -208,6 +244,7 @@ class FskvTier(SecondaryTierManager):
             if job is not None:
                 job.ended = (ended.transfer_size or 0, ended.transfer_time or 0.0)
         self._worker.take_failed_jobs()  # the outcomes say it chunk by chunk
+        self._worker.take_loads()  # for load_budget, which a tier has not
         failed = []
         for outcome in self._worker.take_outcomes():
             chunk = outcome.chunk
@@ -250,6 +287,9 @@ class FskvTier(SecondaryTierManager):
             yield event if self.locality is None else replace(event, locality=self.locality)
 
     def get_stats(self) -> OffloadingConnectorStats | None:
+        # vLLM asks once for every step whose output it has.
+        self._steps_open = max(0, self._steps_open - 1)
+        self._outputs_to_wait = max(0, self._outputs_to_wait - 1)
         of_manager, of_worker = self._manager.get_stats(), self._worker.get_stats()
         if of_manager is None or of_worker is None:
             return of_manager or of_worker
@@ -272,7 +312,13 @@ def _parse(options: dict[str, Any]) -> StoreConfig:
             f"option 'hybrid_chunk_size': found {options['hybrid_chunk_size']!r}, expected nothing: FskvTier "
             "stores the chunks that vLLM makes; set 'block_size' beside 'secondary_tiers' instead"
         )
-    return StoreConfig.from_mapping(options)
+    config = StoreConfig.from_mapping(options)
+    if config.load_budget != "off":
+        raise ConfigError(
+            f"option 'load_budget': found {config.load_budget!r}, expected \"off\": vLLM does not tell a "
+            "tier what a recompute takes (FskvConnector takes others)"
+        )
+    return config
 
 
 def _open(

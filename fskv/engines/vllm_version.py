@@ -25,6 +25,7 @@ _NEEDED = (
     (f"{_CONNECTOR}.offloading_connector", "OffloadingConnector", ""),
     (f"{_CONNECTOR}.offloading.common", "OffloadingWorkerMetadata", ""),
     (f"{_CONNECTOR}.offloading.metrics", "OffloadingConnectorStats", ""),
+    (f"{_CONNECTOR}.offloading.scheduler", "OffloadingConnectorScheduler", ""),
     (f"{_CONNECTOR}.offloading.canonical_mapping", "canonical_format_id", ""),
     ("vllm.v1.kv_offload.base", "OffloadingManager", ""),
     ("vllm.v1.kv_offload.base", "OffloadingWorker", ""),
