@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import struct
 import threading
 import time
@@ -14,6 +15,10 @@ import msgpack
 import numpy as np
 import pytest
 import xxhash
+
+# A shell starts what it puts into the background with Ctrl-C ignored, and a process passes that on.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROW = 65536
 # For tests that import vLLM in their own process.
