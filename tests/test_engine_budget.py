@@ -61,8 +61,8 @@ def test_storage_that_crawls_is_found_out_by_one_load_and_then_declined(mount, t
     before, after = lab.metrics(result)
     assert lab.counter(before, "prefill_rate") > 0, "the recompute was measured"
     assert lab.counter(before, "declined_tokens") == 0
-    # 2 MB at 20 kB a second: nothing can be loaded. The first one finds out; on a busy machine, whose requests
-    # take longer than a probe's pause, probes follow.
+    # 2 MB at 20 kB a second: nothing can be loaded. The first one finds out; probes follow on a
+    # busy machine, whose requests take longer than the pause before one.
     loads, probes = lab.counter(after, "cut_loads"), lab.counter(after, "probe_loads")
     assert 1 <= loads <= 1 + probes
     done = lab.generates(result)
