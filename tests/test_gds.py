@@ -211,12 +211,12 @@ def test_a_write_that_fails_outside_of_kvikio_leaves_no_part_and_no_file(
 ):
     world, real = make_world(fsync=True), getattr(os, step)
 
-    def fail(*args):
+    def fail(*args, **options):
         if step == "close":
             real(*args)
         if step != "open" or str(args[0]).endswith(".part"):
             raise OSError(number, os.strerror(number))
-        return real(*args)
+        return real(*args, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(os, step, fail)

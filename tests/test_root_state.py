@@ -97,9 +97,9 @@ class TestScheduler:
     def test_every_counter_belongs_to_one_side_or_has_no_zero_to_begin_with(self):
         from fskv import metrics
 
-        sides = {*metrics.SCHEDULER_COUNTERS, *metrics.WORKER_COUNTERS}
+        sides = {*metrics.SCHEDULER_COUNTERS, *metrics.BUDGET_COUNTERS, *metrics.WORKER_COUNTERS}
         assert {m for m in metrics.ALL_METRICS if m.kind == "counter"} == sides, (
-            "put a new counter into SCHEDULER_COUNTERS or WORKER_COUNTERS of fskv/metrics.py"
+            "put a new counter into one of the *_COUNTERS of fskv/metrics.py"
         )
 
     def test_a_bound_that_is_withdrawn_is_infinite_and_not_what_it_was(self):
