@@ -70,9 +70,9 @@ def test_storage_that_crawls_is_found_out_by_one_load_and_then_declined(mount, t
     declined = lab.counter(after, "declined_tokens")
     assert declined >= 1920
     assert lab.counter(after, "declined_chunks") * 128 == declined
-    predicted = lab.counter(after, "declined_prefill_seconds")
-    assert lab.counter(after, "declined_load_seconds") > predicted > 0
-    assert lab.counter(after, "declined_actual_seconds") > 0
+    # In whole seconds, as vLLM tells counters here: the recomputes may have taken less than one.
+    for recompute in ("declined_prefill_seconds", "declined_actual_seconds"):
+        assert lab.counter(after, "declined_load_seconds") > lab.counter(after, recompute)
     # Given up is not failed: nothing is held against the chunks, nor, but for reads that are late even for
     # their deadline, against the root.
     assert lab.counter(after, "load_failures") == 0 or probes
