@@ -231,6 +231,7 @@ def _describing():
     )
     from vllm.v1.kv_offload.base import OffloadingKVEventsConfig
 
+    from fskv.engines.vllm_budget import LoadBudget
     from fskv.engines.vllm_connector import FskvConnector
 
     tracker = OffloadingEventsTracker(OffloadingKVEventsConfig(True, True))
@@ -254,6 +255,7 @@ def _describing():
     connector = FskvConnector.__new__(FskvConnector)
     connector.connector_scheduler = Scheduler()
     connector._held_events = []
+    connector._budget = LoadBudget(manager._config, [], 1, num_ranks=1, file_sizes=dict)
     return connector, manager, tracker._pending_event_metadata
 
 
