@@ -61,10 +61,9 @@ def test_storage_that_crawls_is_found_out_by_one_load_and_then_declined(mount, t
     before, after = lab.metrics(result)
     assert lab.counter(before, "prefill_rate") > 0, "the recompute was measured"
     assert lab.counter(before, "declined_tokens") == 0
-    # 2 MB at 20 kB a second: nothing can be loaded. The first one finds out; probes follow on a
-    # busy machine, whose requests take longer than the pause before one.
-    loads, probes = lab.counter(after, "cut_loads"), lab.counter(after, "probe_loads")
-    assert 1 <= loads <= 1 + probes
+    # 2 MB at 20 kB a second: nothing can be loaded. The first one finds out, a probe may follow.
+    loads = lab.counter(after, "cut_loads")
+    assert 1 <= loads == 1 + lab.counter(after, "probe_loads")
     done = lab.generates(result)
     assert all(done[f"slow{number}"]["num_cached_tokens"] == 0 for number in range(4))
     declined = lab.counter(after, "declined_tokens")
@@ -73,10 +72,9 @@ def test_storage_that_crawls_is_found_out_by_one_load_and_then_declined(mount, t
     # In whole seconds, as vLLM tells counters here: the recomputes may have taken less than one.
     for recompute in ("declined_prefill_seconds", "declined_actual_seconds"):
         assert lab.counter(after, "declined_load_seconds") > lab.counter(after, recompute)
-    # Given up is not failed: nothing is held against the chunks, nor, but for reads that are late even for
-    # their deadline, against the root.
-    assert lab.counter(after, "load_failures") == 0 or probes
-    assert lab.counter(after, "breaker_open") == 0 or probes
+    # Given up is not failed: nothing is held against the chunks or the root.
+    assert lab.counter(after, "load_failures") == 0
+    assert lab.counter(after, "breaker_open") == 0
 
 
 @pytest.mark.slow
