@@ -152,6 +152,7 @@ class FskvManager(OffloadingManager):
         self._last_store_at = -math.inf  # when a store job last took a chunk
         self._stored_by: dict[ChunkId, set[int]] = {}  # ranks that have published their part
         self._excluded_requests: set[str] = set()
+        self._stopped = False  # for good: the weights may not be the namespace's any more
         # vLLM asks for the same chunks in every step a request waits: what each was told is counted once.
         self._told: dict[str, set[tuple[ChunkId, Status]]] = {}
         self._allowed_s: Callable[[str], float] = lambda _req_id: math.inf
@@ -231,7 +232,7 @@ class FskvManager(OffloadingManager):
             self._end_store(chunk)
             del self._stored_by[chunk]
             there = self._presence.mark_stored(chunk, store.began if store else 0)
-            if there and self._events and not self._watch.in_doubt:
+            if there and self._events and not self._stopped:
                 self._events.stored(chunk)
 
     def on_removed(self, names: Iterable[tuple[bytes, int]]) -> None:
@@ -332,8 +333,8 @@ class FskvManager(OffloadingManager):
         vLLM calls this after a weight update, and the namespace names the weights of the start. So unless the
         user vouches for the weights, neither load nor store from now on.
         """
-        if not self._config.weights_fixed and not self._watch.in_doubt:
-            self._watch.in_doubt = True
+        if not self._config.weights_fixed and not self._stopped:
+            self._stopped = self._watch.in_doubt = True
             reason = (
                 "the engine reset its connector's cache, which vLLM does when weights change; fskv "
                 "neither loads nor stores until the engine is started again (option 'weights_fixed': found "
@@ -373,7 +374,7 @@ class FskvManager(OffloadingManager):
             self._capacity.close()
 
     def _serves(self, req_context: ReqContext) -> bool:
-        known = bool(self._workers) and not self._watch.in_doubt
+        known = bool(self._workers) and not self._stopped
         return known and req_context.req_id not in self._excluded_requests
 
     def _take_for_store(self, chunk: ChunkId) -> bool:

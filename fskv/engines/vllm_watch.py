@@ -33,7 +33,7 @@ class Watch:
     ) -> None:
         self.namespace: str | None = None  # in the root; None: the workers have not opened it yet
         self.capacity: Capacity | None = None
-        self.in_doubt = False  # for good: the weights may not be the namespace's any more
+        self.in_doubt = False  # the manager has stopped: it decides, this only tells
         self._config = config
         self._breaker = breaker
         self._presence = presence
