@@ -1,8 +1,9 @@
 """The file with the MAC keys: read at start-up, and when it changes, so that keys rotate without a restart.
 
 Each process that reads or writes sealed chunks reads the file itself; no key is handed on. `keys` is called
-on I/O threads, before a chunk: at most once in `_LOOK_S` one of them compares the file's state, and the
-others never wait for it.
+on I/O threads, before a chunk: at most once in `_LOOK_S` one of them compares the file's state. The others
+wait for it, or keys that were retired while nothing moved would judge the first chunks after that; but at
+most `_WAIT_S` after it began, since the file may be on a mount that hangs.
 
 Invariants: what could be read once stays in use while the file is missing, malformed or open to others,
 because a slip of the operator's is not worth every chunk; and no longer: what could not be read is tried
@@ -24,6 +25,7 @@ from fskv.threads import START_UP_S, call_with_deadline
 from fskv.transitions import StateLog
 
 _LOOK_S = 1.0
+_WAIT_S = 0.5
 _TOO_OPEN = (
     stat.S_IRWXO | stat.S_IWGRP
 )  # a group may be let in to read: secrets of Kubernetes need it
@@ -36,7 +38,10 @@ class KeyFile:
         """Read the file; raises ConfigError where it cannot be used. It may be a symbolic link."""
         self._path = path
         self._clock = clock
-        self._looking = threading.Lock()  # who has it may look; nobody waits for it
+        self._lock = threading.Lock()  # held for no more than a few assignments
+        self._looked = threading.Event()  # not set: one thread looks, since `_look_began`
+        self._looked.set()
+        self._look_began = 0.0
         self._log = StateLog("fskv: ", clock, file=path)
         self._seen = _state(path)
         self._keys = read_keys(path)
@@ -49,13 +54,24 @@ class KeyFile:
         return f"KeyFile({self._path!r}, {self._keys!r})"
 
     def keys(self) -> MacKeys:
-        """Return the keys as the file has them, or had them a second ago."""
-        if self._clock() >= self._look_at and self._looking.acquire(blocking=False):
+        """Return the keys as the file has them, or had them a second ago; older ones if the file hangs."""
+        now = self._clock()
+        if now < self._look_at:
+            return self._keys
+        with self._lock:
+            ours = self._looked.is_set() and now >= self._look_at
+            if ours:
+                self._looked.clear()
+                self._look_began = now
+            began = self._look_began
+        if ours:
             try:
                 self._look()
-                self._look_at = self._clock() + _LOOK_S
             finally:
-                self._looking.release()
+                self._look_at = self._clock() + _LOOK_S
+                self._looked.set()
+        elif (patience_s := began + _WAIT_S - now) > 0:
+            self._looked.wait(patience_s)
         return self._keys
 
     def _look(self) -> None:

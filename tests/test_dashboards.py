@@ -429,7 +429,8 @@ def test_a_real_prometheus_has_data_for_every_expression_of_dashboard_and_rules(
             odd.append((title, expr, found))
     assert empty == [], "expressions without data"
     assert odd == [], "expressions with nothing but NaN"
-    assert prometheus.values("sum(fskv_root_namespace_bytes)")[0] > 0
+    counted = "sum(fskv_root_namespace_bytes)"
+    _until(lambda: prometheus.values(counted)[0] > 0, "the watcher counts nothing")
     stored = "sum(vllm:fskv_stored_chunks_total)"
     _until(lambda: prometheus.values(stored)[0] > 0, "the numbers are no engine's")
     assert prometheus.values('vllm:fskv_bound_bytes{bound="root"}') == [900 << 20], "the watcher's"

@@ -12,6 +12,8 @@ import pickle
 import struct
 import subprocess
 import sys
+import threading
+import time
 import traceback
 from pathlib import Path
 
@@ -464,10 +466,71 @@ def test_the_file_is_not_looked_at_for_every_chunk_nor_by_two_at_once(tmp_path, 
         clock.now += 0.01
         file.keys()
     assert 5 <= len(looks) <= 11
-    file._looking.acquire()  # a thread that hangs in a dead mount
+    monkeypatch.setattr(KeyFile, "_look", lambda self: 1 / 0)
     clock.now += 100
+    with pytest.raises(ZeroDivisionError):
+        file.keys()
+    monkeypatch.undo()
+    clock.now += 2
+    assert file.keys().key_ids == ("old",), "a look that raised was the last one"
+
+
+@pytest.fixture
+def slow_look(monkeypatch):
+    """Hold every look at a key file, until the event of this is set; the other tells that one began."""
+    began, go = threading.Event(), threading.Event()
+    state = key_file_module._state
+
+    def held(path):
+        if threading.current_thread() is not threading.main_thread():
+            began.set()
+            assert go.wait(60)
+        return state(path)
+
+    monkeypatch.setattr(key_file_module, "_state", held)
+    yield began, go
+    go.set()
+
+
+def test_no_thread_gets_retired_keys_while_another_one_looks(tmp_path, slow_look):
+    """After an hour without a chunk the keys are an hour old: several threads begin at once, one looks."""
+    began, go = slow_look
+    path = key_file(tmp_path / "keys", "old")
+    file = KeyFile(str(path), clock := Ticks())
+    key_file(tmp_path / "next", "new").rename(path)
+    clock.now += 3600
+    seen = []
+    looker, *others = (
+        threading.Thread(target=lambda: seen.append(file.keys().key_ids)) for _ in range(4)
+    )
+    looker.start()
+    assert began.wait(60)
+    for thread in others:
+        thread.start()
+    time.sleep(0.05)  # within the half second for which they wait
+    go.set()
+    for thread in (looker, *others):
+        thread.join(60)
+    assert seen == [("new",)] * 4
+
+
+def test_a_key_file_that_hangs_costs_the_others_half_a_second_once(tmp_path, slow_look):
+    began, go = slow_look
+    path = key_file(tmp_path / "keys", "old")
+    file = KeyFile(str(path))
+    file._look_at = 0.0
+    looker = threading.Thread(target=file.keys)
+    looker.start()
+    assert began.wait(60)
+    start = time.monotonic()
     assert file.keys().key_ids == ("old",)
-    file._looking.release()
+    waited = time.monotonic()
+    for _ in range(1000):
+        assert file.keys().key_ids == ("old",)
+    assert waited - start < 5
+    assert time.monotonic() - waited < 5, "each of them waited"
+    go.set()
+    looker.join(60)
 
 
 def test_the_extension_package_is_asked_for_by_name(monkeypatch, tmp_path):

@@ -32,6 +32,7 @@ from .allowance import Allowance, NoRoomError
 from .candidate import Candidate, Head, check_rows, exactly, read_head
 from .tally import Fate, Outcome
 
+_ATTEMPTS = 10  # to publish a file while others remove directories
 _OPEN_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _moved_aside = itertools.count()
 
@@ -131,14 +132,15 @@ class Sink:
 
     def _put(self, candidate: Candidate) -> None:
         shard, name = _split(candidate.head.name)
-        for last in (False, True):
+        for attempt in range(_ATTEMPTS):
             try:
                 with self._shard(shard, make=True) as shard_fd:
                     self._publish(shard_fd, shard, name, candidate)
                 return
             except OSError as error:
-                # Somebody removed an empty directory under us, or an NFS server forgot the handle: once more.
-                if last or error.errno not in (errno.ENOENT, errno.ESTALE):
+                # Somebody removed an empty directory under us, or an NFS server forgot the handle: again.
+                over = attempt == _ATTEMPTS - 1
+                if over or error.errno not in (errno.ENOENT, errno.ESTALE):
                     raise
 
     def _publish(self, shard_fd: int, shard: str, name: str, candidate: Candidate) -> None:
