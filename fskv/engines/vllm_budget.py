@@ -5,7 +5,7 @@ both for each hit, and takes of the hit what is faster to load. With the option 
 
 A load gets a time limit with it, so that a wrong prediction is bounded too: three times what was predicted
 where loads of such a size were seen at the present rate, but never more than the recompute that it saves;
-otherwise, and for probes, a twentieth of the whole recompute. What is not there by then is given up, and
+otherwise a twentieth of the whole recompute, and less for probes. What is not there by then is given up, and
 the request is recomputed. Nothing is held against its chunks.
 
 Arithmetic: fskv.load_time. Runs on the scheduler's thread; every call is short and touches no disk.
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 # Of the recompute: what a load that nothing is known of may cost if it comes to nothing. With it the first
 # token is late by less than a tenth.
 _RISK = 0.05
+_PROBE_RISK = 0.03  # the same of a probe, of which there are more
 # A disk's bad moment and an engine's step: no load is given up before that, and no probe before the other.
 _LEAST_S = 0.25
 _LEAST_PROBE_S = 0.05
@@ -239,17 +240,16 @@ class LoadBudget:
         recompute_s = self.times.predict_prefill_s(request.num_tokens - computed, computed)
         if recompute_s is None:
             return all_of_it
-        risk_s = _RISK * (ahead_s + recompute_s)
-        unproven = replace(all_of_it, allowed_s=max(_LEAST_S, risk_s))
+        whole_s = ahead_s + recompute_s
+        unproven = replace(all_of_it, allowed_s=max(_LEAST_S, _RISK * whole_s))
         if self._cut(computed, found) is None:
             return unproven
         best = self._best(computed, found, ahead_s)
         now = self._clock()
         if best is None and self._probing.due(now):
             tokens = self._probe_tokens(computed, found)
-            return replace(
-                all_of_it, taken=tokens, allowed_s=max(_LEAST_PROBE_S, risk_s), probe=True
-            )
+            allowed_s = max(_LEAST_PROBE_S, _PROBE_RISK * whole_s)
+            return replace(all_of_it, taken=tokens, allowed_s=allowed_s, probe=True)
         if best is None:
             return replace(all_of_it, taken=0)
         taken = replace(unproven, taken=best.num_tokens)
