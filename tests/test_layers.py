@@ -17,6 +17,7 @@ MAX_LINES = 500
 LAYERS = {
     0: ("fskv", "fskv._version", "fskv.errors", "fskv.types"),
     1: (
+        "fskv._native",  # imports nothing
         "fskv.config",
         "fskv.mac",
         "fskv.namespace",
@@ -29,7 +30,6 @@ LAYERS = {
         "fskv.load_time",
     ),
     2: (
-        "fskv._native",
         "fskv.breaker",
         "fskv.claims",
         "fskv.fingerprint",

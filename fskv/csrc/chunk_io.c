@@ -13,7 +13,7 @@
 
 #include "xxh3.h"
 
-enum { ROW = 65536, PREFIX = 32, CHECKSUM_AT = 24 };
+enum { PREFIX = 32, CHECKSUM_AT = 24 };
 
 static const uint8_t MAGIC[8] = {0x89, 'F', 'S', 'K', 'V', '\r', '\n', 0x1a};
 

@@ -12,6 +12,8 @@
 #include <stdint.h>
 #include <sys/types.h>
 
+enum { ROW = 65536 };
+
 /* What all files of a group have in common; docs/format.md. The header's map is made of these pieces:
  * `head`, the key, `middle`, first_block, `rows`, the digests, `tail`, written_at. */
 typedef struct {

@@ -130,7 +130,6 @@ void copy_spans(const Pages *pages, const Py_buffer *spans, uint8_t *slot_base, 
 
 void gather_and_digest(const Transfer *transfer, uint8_t *slot)
 {
-    enum { ROW = 65536 };
     const FileLayout *layout = &transfer->layout->file;
     uint8_t *payload = slot + layout->header_nbytes;
     uint8_t *digests = row_digests_in(layout, &transfer->file, slot);
