@@ -138,7 +138,7 @@ class Engine:
 
     def _use(self, budget: Any) -> None:
         self._connector._budget = budget  # noqa: SLF001
-        self._connector._manager.limit_loads(budget.allowed_s)  # noqa: SLF001
+        self._connector._manager.limit_loads(budget.limit)  # noqa: SLF001
 
     def _counts(self) -> tuple[int, int]:
         found = {"cut_loads": 0.0, "probe_loads": 0.0}

@@ -5,10 +5,11 @@ Only state and the rules for touching it; `jobs` makes them, runs them and repor
 
 from __future__ import annotations
 
+import math
 import threading
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fskv.span_plan import ChunkPlan
 from fskv.threads import Guard
@@ -26,6 +27,17 @@ class ChunkRequest:
     plan: ChunkPlan
 
 
+class LoadLimit(NamedTuple):
+    """How long a load may take, beside its deadline."""
+
+    allowed_s: float = math.inf
+    # Once it was read for so long, it has to keep the pace that this needs.
+    look_s: float = math.inf
+
+
+NO_LIMIT = LoadLimit()
+
+
 @dataclass(frozen=True, slots=True)
 class JobResult:
     """A job the engine may consider done. `failed` is only ever true for loads."""
@@ -39,7 +51,7 @@ class JobResult:
     # has the time in the queue and until the engine's thread looked.
     busy_s: float = 0.0
     done_share: float = 1.0  # of the bytes
-    late: bool = False  # given up at its deadline
+    late: bool = False  # given up at its deadline, or because it would not keep it
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +86,7 @@ class Job:
         ready: Any,
         guard: Guard | _native.Guard,
         too_late: Status | None = None,
+        look_s: float = math.inf,
     ) -> None:
         self.job_id = job_id
         self.is_load = too_late is not None
@@ -81,7 +94,8 @@ class Job:
         self.deadline_at = submitted_at + allowed_s
         self.ready = ready
         self.guard = guard
-        self.too_late = too_late  # what the chunks of a load are at the deadline
+        self.look_s = look_s
+        self.too_late = too_late  # what the chunks of a load are when it is given up
         self.late = False  # engine's thread only
         self.tasks: list[ChunkTask] = []
         self.lock = threading.Lock()
@@ -89,6 +103,28 @@ class Job:
         self.failed = False
         self.nbytes = 0
         self.ended_at = 0.0  # the last chunk that was loaded
+
+    def overdue(self, now: float) -> bool:
+        """Whether it has to be given up now. On the engine's thread."""
+        self.late = now >= self.deadline_at
+        if not self.late and now - self.submitted_at >= self.look_s and self._behind(now):
+            self.late, self.too_late = True, Status.SKIPPED  # says nothing against its chunks
+        return self.late
+
+    def _behind(self, now: float) -> bool:
+        """Whether it will be late if it goes on like this. What is being read counts as read."""
+        began = [task.started_at for task in self.tasks if task.started_at is not None]
+        first = min(began, default=now)  # before that it waits for others
+        if now - first < self.look_s:
+            return False
+        read = total = 0
+        with self.lock:
+            for task in self.tasks:
+                total += task.request.plan.nbytes
+                if not task.closed and task.started_at is not None:
+                    read += task.request.plan.nbytes
+            read += self.nbytes
+        return (now - first) * total > read * (self.deadline_at - first)
 
     def result(self, now: float) -> JobResult:
         """Return the report; all its chunks have ended."""

@@ -32,7 +32,16 @@ from typing import TYPE_CHECKING, Any
 from fskv.breaker import Breaker
 from fskv.config import Deadline
 from fskv.gds_io import SlotPool, Transport
-from fskv.job import ChunkOutcome, ChunkRequest, ChunkTask, Job, JobResult, NativeEvent
+from fskv.job import (
+    NO_LIMIT,
+    ChunkOutcome,
+    ChunkRequest,
+    ChunkTask,
+    Job,
+    JobResult,
+    LoadLimit,
+    NativeEvent,
+)
 from fskv.store import ChunkStore
 from fskv.threads import Guard, HangProofPool, Queue, TaskQueue
 from fskv.transports import numa
@@ -109,26 +118,30 @@ class JobRunner:
     # --- the engine's side ----------------------------------------------------------------
 
     def submit_load(
-        self, job_id: int, requests: Sequence[ChunkRequest], ready: Any, allowed_s: float = math.inf
+        self,
+        job_id: int,
+        requests: Sequence[ChunkRequest],
+        ready: Any,
+        limit: LoadLimit = NO_LIMIT,
     ) -> None:
         """Start a load; all its chunks are read in parallel, ahead of any store.
 
         `ready` is an event after which no kernel writes the pages any more, or None. A load that is given up
-        after `allowed_s`, before its deadline, was not worth more time: nothing is held against its chunks.
+        by its `limit`, before its deadline, was not worth more time: nothing is held against its chunks.
         """
         deadline_s = self._deadline.for_nbytes(sum(self._file_nbytes(r) for r in requests))
-        too_late = Status.SKIPPED if allowed_s < deadline_s else Status.TIMED_OUT
-        tasks = self._begin(job_id, requests, ready, min(allowed_s, deadline_s), too_late)
-        self._queue(tasks)
+        too_late = Status.SKIPPED if limit.allowed_s < deadline_s else Status.TIMED_OUT
+        allowed_s = min(limit.allowed_s, deadline_s)
+        guard = self._make_guard()
+        job = Job(job_id, self._clock(), allowed_s, ready, guard, too_late, limit.look_s)
+        self._queue(self._begin(job, requests))
 
     def submit_store(self, job_id: int, requests: Sequence[ChunkRequest], ready: Any) -> None:
-        """Start a store; `ready` is an event of the stream that writes the pages, or None.
-
-        Chunks beyond the queue's limit are skipped and counted.
-        """
+        """Start a store, after `ready`; chunks beyond the queue's limit are skipped and counted."""
         queued = []
         limit = self._queue_limit()
-        for task in self._begin(job_id, requests, ready, self._deadline.max_s):
+        job = Job(job_id, self._clock(), self._deadline.max_s, ready, self._make_guard())
+        for task in self._begin(job, requests):
             plan = task.request.plan
             with self._lock:
                 # Blocks after the plan's last one would be whatever the slot held before.
@@ -151,16 +164,8 @@ class JobRunner:
             return self._max_queued
         return min(self._max_queued, max(2 * self._num_threads, int(self._store_queue_s / seconds)))
 
-    def _begin(
-        self,
-        job_id: int,
-        requests: Sequence[ChunkRequest],
-        ready: Any,
-        allowed_s: float,
-        too_late: Status | None = None,
-    ) -> list[ChunkTask]:
-        """Register a job, a load if `too_late` says how that ends; return the tasks to run, if any."""
-        job = Job(job_id, self._clock(), allowed_s, ready, self._make_guard(), too_late)
+    def _begin(self, job: Job, requests: Sequence[ChunkRequest]) -> list[ChunkTask]:
+        """Register a job; return the tasks to run, if any."""
         job.tasks = [ChunkTask(job, request) for request in requests]
         job.num_open = len(job.tasks)
         self._jobs[job.job_id] = job
@@ -197,8 +202,7 @@ class JobRunner:
         self._collect()
         now = self._clock()
         for job in list(self._jobs.values()):
-            if now >= job.deadline_at:
-                job.late = True
+            if job.overdue(now):
                 self._give_up(job, job.too_late or Status.SKIPPED)
         self._write_off_hung(now)
         with self._lock:

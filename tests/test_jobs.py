@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import random
 import threading
@@ -15,6 +16,7 @@ from faults import RandomScript, Script
 
 from fskv.breaker import Breaker
 from fskv.config import Deadline
+from fskv.job import NO_LIMIT, LoadLimit
 from fskv.jobs import JobRunner
 from fskv.threads import Guard
 from fskv.types import Status
@@ -394,7 +396,7 @@ def test_a_load_that_is_not_worth_more_time_is_given_up_and_not_held_against_its
     for n in range(3):
         bench.world.put(n, bench.world.content(seed=n))
     bench.transport.script = Script(read=".H.")
-    job = bench.load([0, 1, 2], allowed_s=0.5)
+    job = bench.load([0, 1, 2], limit=LoadLimit(0.5))
     wait_for(lambda: bench.statuses(loads=True)[Status.OK] == 2)
     bench.clock.advance(0.6)  # far from the deadline of more than 2 s
     result = bench.poll()[job]
@@ -415,11 +417,66 @@ def test_a_load_that_is_not_worth_more_time_is_given_up_and_not_held_against_its
     assert len(hung) == 1, "the late read must not reach pages that were given back"
 
 
+def crawling(bench, num_there, limit):
+    """Begin a load of six chunks of which one is being read and `num_there` are there; returns its job."""
+    for n in range(6):
+        bench.world.put(n, bench.world.content(seed=n))
+    bench.transport.script = Script(read="." * num_there + "H")
+    job = bench.load(range(6), limit=limit)
+    bench.transport.wait_until_hanging(1)
+    wait_for(lambda: bench.statuses(loads=True)[Status.OK] == num_there)
+    return job
+
+
+@pytest.mark.parametrize("limit", [LoadLimit(1.5, 0.2), LoadLimit(math.inf, 0.2)])
+def test_a_load_that_would_not_be_there_in_time_is_given_up_when_that_shows(make_bench, limit):
+    """Without a limit of its own it is the deadline, of more than 2 s, that it would miss."""
+    bench = make_bench(num_threads=1, failures=1)
+    job = crawling(bench, 1, limit)
+    bench.clock.advance(0.15)
+    assert bench.poll() == {}, "not looked at yet"
+    bench.clock.advance(0.15)
+    assert bench.poll() == {}, "a third is there or on its way, after at most a fifth of the time"
+    bench.clock.advance(0.7)
+    result = bench.poll()[job]
+    assert result.failed
+    assert result.late
+    assert result.done_share == pytest.approx(1 / 6)
+    assert bench.statuses(loads=True) == {Status.OK: 1, Status.SKIPPED: 5}
+    assert not bench.breaker.open, "what was given up early is no failure"
+    calm(bench)
+    bench.wait_until_idle()
+
+
+def test_a_load_that_keeps_its_pace_has_all_of_its_time(make_bench):
+    bench = make_bench(num_threads=1)
+    job = crawling(bench, 4, LoadLimit(1.5, 0.2))
+    bench.clock.advance(1.2)  # 5 of 6 are there or on their way
+    assert bench.poll() == {}
+    bench.clock.advance(0.2)
+    assert bench.poll()[job].late, "and no more"
+    calm(bench)
+    bench.wait_until_idle()
+
+
+def test_a_load_that_waits_for_a_thread_keeps_its_time_until_it_has_one(make_bench):
+    bench = make_bench(num_threads=1)
+    first = crawling(bench, 0, NO_LIMIT)
+    second = bench.load([0, 1], place=6, limit=LoadLimit(1.5, 0.1))
+    bench.clock.advance(1.4)
+    assert bench.poll() == {}
+    bench.clock.advance(0.2)
+    assert list(bench.poll()) == [second], "its limit holds all the same"
+    assert first
+    calm(bench)
+    bench.wait_until_idle()
+
+
 def test_a_time_limit_beyond_the_deadline_changes_nothing(make_bench):
     bench = make_bench()
     bench.world.put(1, bench.world.content())
     bench.transport.script = Script(read="H")
-    job = bench.load([1], allowed_s=1000.0)
+    job = bench.load([1], limit=LoadLimit(1000.0))
     bench.transport.wait_until_hanging(1)
     bench.clock.advance(3)
     assert bench.poll()[job].late

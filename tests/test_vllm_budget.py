@@ -79,11 +79,12 @@ class Engine:
 
     def admit(self, request, taken, computed=0):
         self.num_jobs += 1
-        allowed_s = self.budget.allowed_s(request.request_id)
+        limit = self.budget.limit(request.request_id)
         job = self.num_jobs if taken else None
         self.budget.admitted(request, taken, computed, job)
         request.num_computed_tokens = computed + taken
-        return job, allowed_s
+        self.look_s = limit.look_s
+        return job, limit.allowed_s
 
     def end(self, job, seconds, *, done_share=1.0, late=False, failed=False):
         self.clock.advance(seconds)
@@ -146,6 +147,7 @@ def test_a_first_load_may_cost_a_twentieth_of_the_recompute():
     engine = Engine()
     engine.compute("a", 10.0)
     taken, _, allowed_s = engine.ask("b")
+    assert engine.look_s == math.inf, "no pace is known"
     assert taken == FOUND
     assert allowed_s == pytest.approx(0.5)
 
@@ -172,8 +174,12 @@ def test_a_number_says_what_a_second_of_recompute_is_worth():
 
 def test_the_time_limit_follows_the_prediction_and_never_exceeds_what_the_load_saves():
     for load_s, expected in ((0.01, 0.5), (1.0, 3.0), (6.0, 8.96)):
-        _, _, allowed_s = known(load_s, 10.0).ask("a")
+        engine = known(load_s, 10.0)
+        _, _, allowed_s = engine.ask("a")
         assert allowed_s == pytest.approx(expected, rel=0.02), load_s
+        assert engine.look_s == pytest.approx(0.5, rel=0.02), (
+            "5 % of the recompute, then its pace counts"
+        )
 
 
 def test_a_load_that_was_given_up_is_not_tried_again_for_this_request_and_declined_for_the_next():

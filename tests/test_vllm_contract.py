@@ -137,6 +137,7 @@ def test_metadata_and_load_specs_survive_pickling_and_merge_over_ranks():
     from fskv.engines.vllm_budget import LoadReport
     from fskv.engines.vllm_connector import FskvWorkerMetadata
     from fskv.engines.vllm_manager import ChunkKeys, FskvHandshake
+    from fskv.job import LoadLimit
     from fskv.types import ChunkId, Status
 
     a, b, c = (ChunkId(bytes([n]) * 32, 0) for n in range(3))
@@ -163,7 +164,7 @@ def test_metadata_and_load_specs_survive_pickling_and_merge_over_ranks():
     # A load takes as long as on the slowest rank, and fails with any.
     assert merged.loads[7] == LoadReport(2, 2.0, 1.5, 0.25, True, True)
     assert merged.loads[8].num_ranks == 1
-    assert pickle.loads(pickle.dumps(ChunkKeys([a], 0.5))).allowed_s == 0.5
+    assert pickle.loads(pickle.dumps(ChunkKeys([a], LoadLimit(0.5)))).limit == LoadLimit(0.5)
     assert pickle.loads(pickle.dumps(ChunkKeys([a, b]))).chunks == [a, b]
     handshake = FskvHandshake(0, 1, 1, "/x", b"d", 0o700, 0o600, {0: 4096})
     assert pickle.loads(pickle.dumps(handshake)) == handshake

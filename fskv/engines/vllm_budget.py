@@ -5,8 +5,9 @@ both for each hit, and takes of the hit what is faster to load. With the option 
 
 A load gets a time limit with it, so that a wrong prediction is bounded too: three times what was predicted
 where loads of such a size were seen at the present rate, but never more than the recompute that it saves;
-otherwise a twentieth of the whole recompute, and less for probes. What is not there by then is given up, and
-the request is recomputed. Nothing is held against its chunks.
+otherwise a twentieth of the whole recompute, and less for probes. After a twentieth it also has to keep the
+pace that its limit needs, so that storage which begins to crawl is found out at once. What is not there in
+time is given up, and the request is recomputed. Nothing is held against its chunks.
 
 Arithmetic: fskv.load_time. Runs on the scheduler's thread; every call is short and touches no disk.
 """
@@ -27,7 +28,7 @@ from fskv.config import StoreConfig
 from fskv.engines.vllm_metrics import Gauge, to_stats
 from fskv.engines.vllm_reset import without_new_loads
 from fskv.hybrid_planner import GroupSpec, needed_chunks
-from fskv.job import JobResult
+from fskv.job import NO_LIMIT, JobResult, LoadLimit
 from fskv.load_time import Cut, LoadQueue, LoadTimes, Probing, best_cut
 from fskv.metrics import Counters
 
@@ -44,8 +45,10 @@ if TYPE_CHECKING:
 # token is late by less than a tenth.
 _RISK = 0.05
 _PROBE_RISK = 0.03  # the same of a probe, of which there are more
-# A disk's bad moment and an engine's step: no load is given up before that, and no probe before the other.
+# A disk's bad moment and an engine's step: no load is given up before that, none for its pace before the
+# second, no probe before the third.
 _LEAST_S = 0.25
+_LEAST_LOOK_S = 0.1
 _LEAST_PROBE_S = 0.05
 _MARGIN = 3.0  # a load may take so many times what was predicted
 _WORDS = {"off": 0.0, "auto": 1.0}
@@ -103,7 +106,7 @@ class _Verdict:
     computed: int
     found: int
     taken: int
-    allowed_s: float = math.inf
+    limit: LoadLimit = NO_LIMIT
     probe: bool = False
 
 
@@ -241,15 +244,15 @@ class LoadBudget:
         if recompute_s is None:
             return all_of_it
         whole_s = ahead_s + recompute_s
-        unproven = replace(all_of_it, allowed_s=max(_LEAST_S, _RISK * whole_s))
+        unproven = replace(all_of_it, limit=LoadLimit(max(_LEAST_S, _RISK * whole_s)))
         if self._cut(computed, found) is None:
             return unproven
         best = self._best(computed, found, ahead_s)
         now = self._clock()
         if best is None and self._probing.due(now):
             tokens = self._probe_tokens(computed, found)
-            allowed_s = max(_LEAST_PROBE_S, _PROBE_RISK * whole_s)
-            return replace(all_of_it, taken=tokens, allowed_s=allowed_s, probe=True)
+            limit = LoadLimit(max(_LEAST_PROBE_S, _PROBE_RISK * whole_s))
+            return replace(all_of_it, taken=tokens, limit=limit, probe=True)
         if best is None:
             return replace(all_of_it, taken=0)
         taken = replace(unproven, taken=best.num_tokens)
@@ -259,7 +262,8 @@ class LoadBudget:
             return taken
         saved_s = self._ratio * best.saved_s + ahead_s
         load_s = self._queue.wait_s(now) + best.load_s
-        return replace(taken, allowed_s=max(taken.allowed_s, min(_MARGIN * load_s, saved_s)))
+        allowed_s = max(taken.limit.allowed_s, min(_MARGIN * load_s, saved_s))
+        return replace(taken, limit=LoadLimit(allowed_s, max(_LEAST_LOOK_S, _RISK * whole_s)))
 
     def _best(self, computed: int, found: int, ahead_s: float) -> Cut | None:
         """Compare prefixes of a hit; whoever recomputes waits for the prompts ahead, and so does no load."""
@@ -295,10 +299,10 @@ class LoadBudget:
                 return tokens
         return found
 
-    def allowed_s(self, req_id: str) -> float:
+    def limit(self, req_id: str) -> LoadLimit:
         """How long the load of this request may take; vLLM is about to submit it."""
         verdict = self._verdicts.get(req_id)
-        return verdict.allowed_s if verdict else math.inf
+        return verdict.limit if verdict else NO_LIMIT
 
     # --- what the engine does ---------------------------------------------------------------
 

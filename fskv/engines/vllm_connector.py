@@ -209,7 +209,7 @@ class FskvConnector(BudgetedConnector):
         super().__init__(_with_spec(vllm_config, setup), role, kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
             self._budget = self._make_budget(setup.config)
-            self._manager.limit_loads(self._budget.allowed_s)
+            self._manager.limit_loads(self._budget.limit)
 
     def _make_budget(self, config: StoreConfig) -> LoadBudget:
         setup = self._setup

@@ -39,6 +39,7 @@ from fskv.engines.vllm_events import KvEvents
 from fskv.engines.vllm_watch import Watch
 from fskv.errors import ConfigError
 from fskv.index.presence import Findings, Key, PresenceIndex, RankFiles, probe_chunks
+from fskv.job import NO_LIMIT, LoadLimit
 from fskv.metrics import Counters
 from fskv.root import NamespaceDir
 from fskv.transitions import StateLog
@@ -72,7 +73,7 @@ class ChunkKeys(LoadStoreSpec):
     """Names the chunks of a job, in the order of vLLM's keys; pickled to every worker."""
 
     chunks: list[ChunkId]
-    allowed_s: float = math.inf  # a load's, beside its deadline
+    limit: LoadLimit = NO_LIMIT  # a load's
 
 
 class _Store(NamedTuple):
@@ -155,7 +156,7 @@ class FskvManager(OffloadingManager):
         self._stopped = False  # for good: the weights may not be the namespace's any more
         # vLLM asks for the same chunks in every step a request waits: what each was told is counted once.
         self._told: dict[str, set[tuple[ChunkId, Status]]] = {}
-        self._allowed_s: Callable[[str], float] = lambda _req_id: math.inf
+        self._limit: Callable[[str], LoadLimit] = lambda _req_id: NO_LIMIT
         self._watch = Watch(config, self._breaker, self._presence, engine_rank)
 
     # --- start-up and news from the workers -------------------------------------------------
@@ -215,9 +216,9 @@ class FskvManager(OffloadingManager):
             self._capacity.pid,
         )
 
-    def limit_loads(self, allowed_s: Callable[[str], float]) -> None:
-        """From now on this says how many seconds a request's load may take."""
-        self._allowed_s = allowed_s
+    def limit_loads(self, limit: Callable[[str], LoadLimit]) -> None:
+        """From now on this says how long a request's load may take."""
+        self._limit = limit
 
     def exclude_request(self, req_id: str) -> None:
         """Neither load nor store this request's KV (LoRA under the policy "off")."""
@@ -297,7 +298,7 @@ class FskvManager(OffloadingManager):
         return CacheHitSource.DISK
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> ChunkKeys:
-        return ChunkKeys([to_chunk(key) for key in keys], self._allowed_s(req_context.req_id))
+        return ChunkKeys([to_chunk(key) for key in keys], self._limit(req_context.req_id))
 
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext

@@ -193,7 +193,7 @@ class FskvWorker(OffloadingWorker):
         assert isinstance(src_spec, ChunkKeys)
         requests = self._plan(src_spec, dst_spec, is_load=True)
         # The pages' last user, or the kernel that zeroes them, may still run on the GPU.
-        self._runner.submit_load(job_id, requests, self._event(), src_spec.allowed_s)
+        self._runner.submit_load(job_id, requests, self._event(), src_spec.limit)
         return True
 
     def get_finished(self) -> list[TransferResult]:
