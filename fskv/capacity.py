@@ -77,6 +77,7 @@ class Capacity:
         self._unpacker = msgpack.Unpacker()
         self._next_start = 0.0
         self._heard_at = 0.0
+        self._has_spoken = False  # the present process, or none has been restarted
         self._said: dict[str, int] = {}
         self._allowed = 0  # bytes that may be used in all, by the present process
         self._used = 0
@@ -131,6 +132,7 @@ class Capacity:
         self._allowed = 0
         self._said = {}
         self._heard_at = self._clock()
+        self._has_spoken = not self.num_restarts
         self._silent_polls_since = 0.0
         self._say(self._hello)
 
@@ -188,9 +190,13 @@ class Capacity:
 
     @property
     def up(self) -> bool:
-        """Whether that process runs, and was not silent for too long when it was last listened to."""
+        """Whether that process runs, and was not silent for too long when it was last listened to.
+
+        One that was started again is up when it has said something: where the root is gone it never does.
+        """
         process = self._process
-        return process is not None and process.poll() is None and not self._silent_polls_since
+        alive = process is not None and process.poll() is None and self._has_spoken
+        return alive and not self._silent_polls_since
 
     @property
     def paused(self) -> bool:
@@ -213,7 +219,7 @@ class Capacity:
             self._return_unused()
             if not self._silent_polls_since:
                 self._silent_polls_since = now
-                reason = f"no word for {_SILENT_S:.0f} s, so nothing is stored: does the root hang?"
+                reason = f"no word for {_SILENT_S:.0f} s, nothing is stored: does the root hang, is it gone?"
                 self._log.say("maintenance_silent", logging.WARNING, reason=reason)
             if now - self._silent_polls_since > _HUNG_S:
                 self._process.kill()  # the next poll starts another one; a hung mount may keep this one
@@ -271,6 +277,7 @@ class Capacity:
                     return
 
     def _take_message(self, message: dict[str, Any]) -> None:
+        self._has_spoken = True
         if "alive" in message:
             # When it was said, and not when it is read: an idle engine has left it in the pipe.
             self._heard_at = self._clock() - (time.monotonic() - message["alive"])

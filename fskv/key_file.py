@@ -45,6 +45,7 @@ class KeyFile:
         self._log = StateLog("fskv: ", clock, file=path)
         self._seen = _state(path)
         self._keys = read_keys(path)
+        self.kept = False  # the file as it is cannot be used: the keys from before stay in use
         # Another change within the same tick of the file system's clock, up to a second on some, does not
         # show: what was new is read once more.
         self._again = True
@@ -84,24 +85,26 @@ class KeyFile:
             keys = read_keys(self._path)
         except ConfigError as error:
             self._again = True  # it may have been this process: no descriptor left, no memory
+            self.kept = True
             if changed:
                 reason = f"{error}; the keys from before stay in use"
                 self._log.say("mac_keys_kept", logging.WARNING, reason=reason)
             return
         self._again = changed
+        self.kept = False
         if keys.same_as(self._keys):
             return
         self._keys = keys
         self._log.say("mac_keys_read", writes=keys.writer.key_id, accepts=" ".join(keys.key_ids))
 
 
-def open_key_file(path: str | None) -> Callable[[], MacKeys] | None:
-    """Return what a store asks for its keys, None without a key file; raises ConfigError."""
+def open_key_file(path: str | None) -> KeyFile | None:
+    """Return the key file, whose `keys` a store asks; None without one; raises ConfigError."""
     if path is None:
         return None
     return call_with_deadline(
         lambda: KeyFile(path), START_UP_S, f"option 'mac_key_file': {path} did not answer"
-    ).keys
+    )
 
 
 def read_keys(path: str) -> MacKeys:

@@ -152,6 +152,12 @@ STORE_QUEUE = Metric(
     "chunks",
     "Chunks that wait to be stored or are being written.",
 )
+MAC_KEYS_KEPT = Metric(
+    "vllm:fskv_mac_keys_kept",
+    "gauge",
+    "0 or 1",
+    "Whether the key file as it is cannot be used: the keys from before are, also one that was dropped.",
+)
 BREAKER_OPEN = Metric(
     "vllm:fskv_breaker_open",
     "gauge",
@@ -310,6 +316,7 @@ ALL_METRICS = (
     SLOTS_IN_USE,
     THREADS_HUNG,
     STORE_QUEUE,
+    MAC_KEYS_KEPT,
     BREAKER_OPEN,
     BREAKER_OPENINGS,
     WEIGHTS_IN_DOUBT,

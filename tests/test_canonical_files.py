@@ -192,6 +192,7 @@ def test_every_call_about_a_chunk_goes_to_the_store_of_its_file():
 def test_a_lookup_asks_for_every_slice_once():
     from fskv.config import StoreConfig
     from fskv.engines.vllm_manager import FskvHandshake, FskvManager
+    from fskv.index.presence import Findings
     from fskv.types import ChunkId
 
     def asked(*canonical_ranks):
@@ -209,7 +210,8 @@ def test_a_lookup_asks_for_every_slice_once():
         with pytest.MonkeyPatch.context() as patch:
             seen = []
             patch.setattr(
-                "fskv.engines.vllm_manager.probe_chunks", lambda ranks, *_: seen.extend(ranks)
+                "fskv.engines.vllm_manager.probe_chunks",
+                lambda ranks, *_: seen.extend(ranks) or Findings([True], 0.0),
             )
             manager._probe([ChunkId(b"k" * 32, 0)], bytes(1))
         manager.shutdown()

@@ -336,6 +336,28 @@ def test_a_killed_process_is_started_again(root, engine):
     assert one.child != old
 
 
+def test_a_process_that_is_started_again_is_up_when_it_has_spoken(root, engine):
+    """Where the root is gone it never does, and each would be up while silence is forgiven."""
+    clock = Clock()
+    one = engine(Limits(max_nbytes=1 << 30), clock=clock)
+    assert one.capacity.up, "nothing is wrong yet"
+    wait_for(lambda: one.take(4096))
+    os.rename(root, f"{root}-away")
+    for _ in range(3):
+        one.capacity._process.kill()
+        one.capacity._process.wait()
+        clock.advance(11)
+        one.poll()  # starts another one
+        for _ in range(20):
+            one.poll()
+            assert not one.capacity.up
+            threading.Event().wait(0.05)
+    os.rename(f"{root}-away", root)
+    clock.advance(11)
+    wait_for(lambda: one.take(4096))
+    assert one.capacity.up
+
+
 def test_an_engine_that_reads_nothing_stops_nobody(root, engine):
     """The pipe to it is full: its process still holds the lease, and others are served."""
     idle = engine(Limits(max_nbytes=MAX))

@@ -377,10 +377,16 @@ def test_keys_follow_their_file_and_survive_a_slip(tmp_path, caplog):
 
     assert after(lambda: swap("old", "new")) == ("old", "new")
     assert after(lambda: swap("new", "old")) == ("new", "old")
-    assert after(path.unlink) == ("new", "old")
-    assert after(lambda: key_file(path, "third", mode=0o644)) == ("new", "old")
-    assert after(lambda: path.write_text("new 123")) == ("new", "old")
+    assert not file.kept
+    for slip in (
+        path.unlink,
+        lambda: key_file(path, "third", mode=0o644),
+        lambda: path.write_text("new 123"),
+    ):
+        assert after(slip) == ("new", "old")
+        assert file.kept, "and is told"
     assert after(lambda: swap("new")) == ("new",)
+    assert not file.kept
     assert after(lambda: None) == ("new",)
     assert sum("stay in use" in record.getMessage() for record in caplog.records) == 3
 

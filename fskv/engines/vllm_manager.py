@@ -41,7 +41,7 @@ from fskv.errors import ConfigError
 from fskv.index.presence import Findings, Key, PresenceIndex, RankFiles, probe_chunks
 from fskv.job import NO_LIMIT, LoadLimit
 from fskv.metrics import Counters
-from fskv.root import NamespaceDir
+from fskv.root import FORMAT_FILE, NamespaceDir
 from fskv.transitions import StateLog
 from fskv.types import ChunkId, Presence, Status
 
@@ -420,12 +420,18 @@ class FskvManager(OffloadingManager):
         return sum(worker.file_nbytes[chunk.group_idx] for worker in self._files.values())
 
     def _probe(self, chunks: Sequence[Key], missed_before: bytes) -> Findings:
-        """On a probe thread. Every rank's file must be there with its right size."""
+        """On a probe thread. Every rank's file must be there with its right size.
+
+        Raises OSError where the root itself is gone, or not mounted: then that nothing is found says nothing.
+        """
         ranks = [
             RankFiles(worker.namespace_path, file_rank, worker.file_nbytes)
             for file_rank, worker in self._files.items()
         ]
-        return probe_chunks(ranks, chunks, missed_before)
+        findings = probe_chunks(ranks, chunks, missed_before)
+        if not any(findings.there):
+            os.stat(f"{self._config.root}/{FORMAT_FILE}")
+        return findings
 
 
 def load_failures(outcomes: Iterable[tuple[ChunkId, Status]]) -> dict[ChunkId, Status]:

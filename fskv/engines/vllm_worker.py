@@ -66,7 +66,8 @@ class FskvWorker(OffloadingWorker):
         world_size: int,
     ) -> None:
         # Each process reads the file itself: no key is in the configuration or in the handshake.
-        keys = open_key_file(config.mac_key_file)
+        self._key_file = open_key_file(config.mac_key_file)
+        keys = self._key_file.keys if self._key_file else None
         tensors = list(files.tensors)
         self._files = files
         self._num_files = len(files.file_ranks)
@@ -260,6 +261,8 @@ class FskvWorker(OffloadingWorker):
             metrics.THREADS_HUNG: float(self._runner.num_threads_hung),
             metrics.STORE_QUEUE: float(self._runner.num_open_stores),
         }
+        if self._key_file is not None:
+            gauges[metrics.MAC_KEYS_KEPT] = float(self._key_file.kept)
         return to_stats(self._counters.drain(), gauges, self._counters.drain_observed())
 
     def _event(self) -> Any:
