@@ -28,6 +28,7 @@ _REFUSED_OPTIONS = {
     "blocks_per_chunk": "set 'hybrid_chunk_size' (tokens per chunk) instead",
     "spec_name": "remove it: FskvConnector brings its own spec",
     "spec_module_path": "remove it: FskvConnector brings its own spec",
+    "load_weight": "it belongs to a child of FskvMultiConnector",
     "cpu_bytes_to_use": "remove it: fskv keeps no CPU pool; see 'staging_bytes'",
 }
 

@@ -6,6 +6,7 @@ import copy
 import inspect
 import os
 import pickle
+import re
 import time
 from types import SimpleNamespace
 
@@ -351,6 +352,50 @@ def test_a_child_without_support_for_hybrid_models_is_refused_with_the_way_out()
     check("ExampleConnector", disabled=True)
     with pytest.raises(ConfigError, match="--disable-hybrid-kv-cache-manager"):
         check("ExampleConnector", disabled=False)
+
+
+@pytest.mark.parametrize(
+    ("child", "sentence"),
+    [
+        (
+            {"kv_connector": "FskvConector", "kv_role": "kv_both"},
+            "Unsupported connector type: FskvConector",
+        ),
+        ({"kv_connector": "FskvConnector", "kv_role": "both"}, "kv_role"),
+        ({"kv_connector": "FskvConnector", "kv_role": "kv_both", "root": "/b"}, "root"),
+    ],
+)
+def test_a_child_that_vllm_refuses_is_named(child, sentence):
+    from fskv.engines.vllm_multi import FskvMultiConnector
+    from fskv.errors import ConfigError
+
+    of = FskvMultiConnector._get_connector_classes_and_configs
+    assert len(of(_vllm_config(_child_config("a"), _child_config("b")))) == 2
+    with pytest.raises(ConfigError) as caught:
+        of(_vllm_config(_child_config("a"), child))
+    assert str(caught.value).startswith("option 'connectors[1]': ")
+    assert sentence in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_a_child_refuses_to_start_with_names_the_child(monkeypatch, caplog):
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+    from fskv.engines import vllm_multi
+    from fskv.errors import ConfigError
+
+    def built_up_to_the_second(self, *_):
+        self._connectors = [Child()]
+        raise ConfigError("option 'mac_key_file': /keys has mode 0644")
+
+    monkeypatch.setattr(MultiConnector, "__init__", built_up_to_the_second)
+    for check in ("_check_hybrid", "_check_real_roots"):
+        monkeypatch.setattr(vllm_multi, check, lambda *_: None)
+    config = _vllm_config(_child_config("a"), _child_config("b"))
+    sentence = "option 'connectors[1]': option 'mac_key_file': /keys has mode 0644"
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
+        vllm_multi.FskvMultiConnector(config, None, None)
+    assert f"fskv: {sentence}" in caplog.text
 
 
 # --- metrics --------------------------------------------------------------------------------

@@ -61,6 +61,13 @@ class MultiHandshake(KVConnectorHandshakeMetadata):
     children: tuple[KVConnectorHandshakeMetadata | None, ...]
 
 
+class _ChildError(ConfigError):
+    """What is wrong with a child, in one sentence that says with which."""
+
+    def __init__(self, idx: int, error: Exception) -> None:
+        super().__init__(f"option 'connectors[{idx}]': {' '.join(str(error).split()):.500}")
+
+
 class FskvMultiConnector(MultiConnector):
     """See the module docstring."""
 
@@ -79,7 +86,13 @@ class FskvMultiConnector(MultiConnector):
         assert outer is not None
         # The scheduler reads the policy after it has built its connector; see FskvConnector.
         outer.kv_load_failure_policy = "recompute"
-        super().__init__(vllm_config, role, kv_cache_config)
+        try:
+            super().__init__(vllm_config, role, kv_cache_config)
+        except FskvError as error:
+            if not isinstance(error, _ChildError):  # of the child that was to be built next
+                error = _ChildError(len(self._connectors), error)
+            logger.error("fskv: %s", error)
+            raise error from None
         self._names = [child.name for child in config.connectors]
         self._ids = [
             stats_id(name, transfer)
@@ -119,15 +132,23 @@ class FskvMultiConnector(MultiConnector):
         outer = vllm_config.kv_transfer_config
         assert outer is not None
         found = []
-        for child in _parse(vllm_config).connectors:
+        for idx, child in enumerate(_parse(vllm_config).connectors):
             written = {
                 "engine_id": outer.engine_id,
                 "kv_load_failure_policy": "recompute",
                 **child.transfer,
             }
             config = copy.copy(vllm_config)
-            config.kv_transfer_config = transfer = KVTransferConfig(**written)
-            found.append((KVConnectorFactory.get_connector_class(transfer), config))
+            try:
+                config.kv_transfer_config = transfer = KVTransferConfig(**written)
+                found.append((KVConnectorFactory.get_connector_class(transfer), config))
+            except (
+                ValueError,
+                TypeError,
+                ImportError,
+                AttributeError,
+            ) as error:  # vLLM's own words
+                raise _ChildError(idx, error) from error
         return found
 
     # --- start-up ---------------------------------------------------------------------------
