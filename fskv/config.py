@@ -94,9 +94,7 @@ class StoreConfig:
         "from the checkpoint's commit or files.",
     )
     tenant: str | None = _option(
-        None,
-        "text",
-        "Separates this engine's chunks from those of other tenants on the same root.",
+        None, "text", "Separates this engine's chunks from those of other tenants on the same root."
     )
     mac_key_file: str | None = _option(
         None,

@@ -54,6 +54,11 @@ class KeyFile:
     def __repr__(self) -> str:
         return f"KeyFile({self._path!r}, {self._keys!r})"
 
+    @property
+    def latest(self) -> MacKeys:
+        """The keys as they were read last, without a look at the file."""
+        return self._keys
+
     def keys(self) -> MacKeys:
         """Return the keys as the file has them, or had them a second ago; older ones if the file hangs."""
         now = self._clock()
@@ -81,11 +86,10 @@ class KeyFile:
         if not changed and not self._again:
             return
         self._seen = seen
+        self._again = self.kept = True  # whatever goes wrong: no descriptor left, no memory
         try:
             keys = read_keys(self._path)
         except ConfigError as error:
-            self._again = True  # it may have been this process: no descriptor left, no memory
-            self.kept = True
             if changed:
                 reason = f"{error}; the keys from before stay in use"
                 self._log.say("mac_keys_kept", logging.WARNING, reason=reason)

@@ -172,31 +172,38 @@ class LoadQueue:
 
     def __init__(self) -> None:
         self._open: dict[Hashable, tuple[float, float]] = {}  # -> (began at, due at)
+        self._last_due: float | None = None  # of these; None: to be looked for
 
     def __len__(self) -> int:
         return len(self._open)
 
     def begin(self, load: Hashable, now: float, occupied_s: float) -> None:
-        self._open[load] = (now, now + self.wait_s(now) + occupied_s)
+        due = now + self.wait_s(now) + occupied_s
+        self._open[load] = (now, due)
+        self._last_due = due  # it is behind all others
 
     def end(self, load: Hashable, now: float) -> None:
         """It has ended, early or late: those behind it are due as much earlier or later."""
         if load not in self._open:
             return
         _, due = self._open.pop(load)
+        self._last_due = None
         for other, (began, other_due) in self._open.items():
             if other_due >= due:
                 self._open[other] = (began, max(now, other_due + now - due))
 
     def clear(self) -> None:
         self._open.clear()
+        self._last_due = None
 
     def wait_s(self, now: float) -> float:
         """A first load that is late makes the others late by the same factor."""
         if not self._open:
             return 0.0
         began, due = next(iter(self._open.values()))
-        last = max(other for _, other in self._open.values())
+        if self._last_due is None:
+            self._last_due = max(other for _, other in self._open.values())
+        last = self._last_due
         late = max(1.0, (now - began) / max(due - began, _MIN_S))
         return max(0.0, began + late * (last - began) - now)
 

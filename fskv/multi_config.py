@@ -102,6 +102,7 @@ class MultiConfig:
             )
         children = _named([_child(idx, each) for idx, each in enumerate(written)])
         _check_roots(children)
+        _check_health_files(children)
         return cls(connectors=tuple(children), choose=how, lookup_timeout_s=timeout_s)
 
 
@@ -146,7 +147,9 @@ def _named(children: Sequence[ChildConfig]) -> list[ChildConfig]:
             extra = child.transfer["kv_connector_extra_config"]
             base = str(extra.get("root")) if child.is_ours else child.transfer["kv_connector"]
             base = base.replace("|", "_")
-            name = base if base not in taken else f"{base}#{idx}"
+            name = base
+            while name in taken or any(name == other.name for other in children):
+                name = f"{name}#{idx}"
         taken.add(name)
         named.append(ChildConfig(transfer=child.transfer, load_weight=child.load_weight, name=name))
     return named
@@ -163,6 +166,19 @@ def _check_roots(children: Sequence[ChildConfig]) -> None:
         for other_idx, other in seen:
             check_apart(idx, path, other_idx, other)
         seen.append((idx, path))
+
+
+def _check_health_files(children: Sequence[ChildConfig]) -> None:
+    """Refuse one file for two children, or what one of them says would hide the other's trouble."""
+    seen: dict[str, int] = {}
+    for idx, child in enumerate(children):
+        path = child.transfer["kv_connector_extra_config"].get("health_file")
+        if not isinstance(path, str):
+            continue
+        other = seen.setdefault(posixpath.normpath(path), idx)
+        if other != idx:
+            name = f"connectors[{idx}].health_file"
+            raise _bad(name, path, f"a file of its own; it is that of connectors[{other}]")
 
 
 def check_apart(idx: int, path: str, other_idx: int, other: str) -> None:

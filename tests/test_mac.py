@@ -391,6 +391,28 @@ def test_keys_follow_their_file_and_survive_a_slip(tmp_path, caplog):
     assert sum("stay in use" in record.getMessage() for record in caplog.records) == 3
 
 
+def test_a_look_that_ends_in_any_error_is_made_again(tmp_path, monkeypatch):
+    """No memory, say: with the change taken as seen, the dropped key stayed for ever."""
+    clock = Ticks()
+    path = key_file(tmp_path / "keys", "old")
+    file = KeyFile(str(path), clock)
+    for _ in range(3):  # past the look that is made twice anyway
+        clock.now += 2
+        file.keys()
+    key_file(tmp_path / "next", "new").rename(path)
+    clock.now += 2
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            key_file_module, "parse_keys", lambda *_: (_ for _ in ()).throw(MemoryError)
+        )
+        with pytest.raises(MemoryError):
+            file.keys()
+    assert file.kept
+    clock.now += 2
+    assert file.keys().key_ids == ("new",)
+    assert not file.kept
+
+
 def test_a_key_that_was_dropped_goes_also_when_the_new_file_could_not_be_read_at_once(
     tmp_path, monkeypatch, caplog
 ):

@@ -66,6 +66,19 @@ def test_names_are_roots_or_classes_and_never_equal():
         "SimpleCPUOffloadConnector",
     ]
     assert "'x'" in refused(ours("/a", name="x"), ours("/b", name="x"))
+    for taken in ("OffloadingConnector", "OffloadingConnector#1", "OffloadingConnector#2"):
+        written, stock = other(name=taken), other()
+        for children in ([written, stock, stock], [stock, written, stock], [stock, stock, written]):
+            names = [child.name for child in parsed(*children).connectors]
+            assert len(set(names)) == 3
+            assert taken in names
+
+
+def test_children_have_health_files_of_their_own():
+    parsed(ours("/a", health_file="/run/a"), ours("/b", health_file="/run/b"), ours("/c"))
+    for path in ("/run/a", "/run//a", "/run/x/../a"):
+        found = refused(ours("/a", health_file="/run/a"), ours("/b", health_file=path))
+        assert "connectors[1].health_file" in found
 
 
 @pytest.mark.parametrize(

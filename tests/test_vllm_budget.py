@@ -22,6 +22,7 @@ MIB = 1 << 20
 CHUNK = 128  # tokens
 FULL = GroupSpec(0, GroupKind.FULL, CHUNK, None)
 WINDOW = GroupSpec(1, GroupKind.SLIDING_WINDOW, CHUNK, CHUNK)
+STATE = GroupSpec(1, GroupKind.STATE, CHUNK, None)
 PROMPT = 1000
 FOUND = 896
 
@@ -279,6 +280,52 @@ def test_where_no_short_hit_is_legal_a_probe_takes_all_of_it():
     taken, _, allowed_s = engine.ask("probe", legal=lambda cap: FOUND if cap >= FOUND else 0)
     assert taken == FOUND
     assert allowed_s < 1
+
+
+@pytest.mark.parametrize(
+    ("groups", "past_cap"), [((FULL,), 0), ((FULL, WINDOW), 1), ((FULL, STATE), 1)]
+)
+def test_a_probe_of_all_of_it_is_legal_where_vllm_gives_up_the_last_token_of_a_capped_hit(
+    groups, past_cap
+):
+    """With one state at the end of the prompt no shorter hit is legal: nothing was loaded ever again."""
+    engine = known(20.0, 10.0, groups=groups)
+    engine.clock.advance(1000)
+
+    def lookup(cap):
+        return FOUND if cap - past_cap >= FOUND else 0
+
+    assert engine.budget.take(engine.request("probe"), 0, FOUND, lookup) == FOUND
+
+
+def test_asking_for_many_requests_in_one_step_looks_at_each_of_those_before_once(monkeypatch):
+    from fskv.engines.vllm_budget import LoadBudget
+
+    engine = known(0.1, 10.0)
+    looks = Counter()
+    real = LoadBudget._prefill_left_s
+    monkeypatch.setattr(
+        LoadBudget,
+        "_prefill_left_s",
+        lambda self, request: looks.update([request.request_id]) or real(self, request),
+    )
+    for number in range(200):
+        engine.ask(f"{number}")
+    assert looks.total() < 3 * 200, "and not for each request all those before it"
+    assert engine.budget._prefill_ahead_s("other") == pytest.approx(
+        sum(real(engine.budget, request) for request in engine.budget._prefilling.values())
+    )
+    assert engine.budget._prefill_ahead_s("7") < engine.budget._prefill_ahead_s("other")
+
+
+def test_what_a_rank_tells_of_a_load_from_before_a_reset_is_not_kept():
+    engine = Engine(num_ranks=2)
+    engine.compute("computed", 10.0)
+    _, job, _ = engine.ask("a")
+    engine.budget.on_loads({job: told(0.1)})
+    engine.budget.reset()
+    engine.budget.on_loads({job: told(0.1)})
+    assert engine.budget._reports == {}
 
 
 def test_what_was_declined_is_counted_once_with_its_predictions_and_what_it_really_took():

@@ -297,19 +297,57 @@ def _load_without(missing: str):
 
 
 def test_what_fskv_needs_is_here_and_a_vllm_without_any_of_it_is_refused_in_one_sentence():
-    from fskv.engines import vllm_version
+    from fskv.engines import vllm_version, vllm_version_multi, vllm_version_tier
     from fskv.errors import ConfigError
 
     vllm_version.check()
-    vllm_version.check(_load_without("nothing"))
-    for module, name, _ in vllm_version._NEEDED:
-        for missing in (module, f"{module}.{name}"):
-            with pytest.raises(
-                ConfigError, match=r"^found vLLM \S+, expected \S+ to \S+: "
-            ) as found:
-                vllm_version.check(_load_without(missing))
-            assert "\n" not in str(found.value)
-            assert len(str(found.value)) < 250
+    for needed in (vllm_version._NEEDED, vllm_version_multi.NEEDED, vllm_version_tier.NEEDED):
+        vllm_version.check(_load_without("nothing"), needed)
+        for module, name, _ in needed:
+            for missing in (module, f"{module}.{name}"):
+                with pytest.raises(
+                    ConfigError, match=r"^found vLLM \S+, expected \S+ to \S+: "
+                ) as found:
+                    vllm_version.check(_load_without(missing), needed)
+                assert "\n" not in str(found.value)
+                assert len(str(found.value)) < 250
+
+
+def test_a_vllm_whose_modules_raise_anything_is_refused_in_one_sentence():
+    from fskv.engines import vllm_version
+    from fskv.errors import ConfigError
+
+    def load(module):
+        raise RuntimeError("operator torchvision::nms does not exist")
+
+    with pytest.raises(ConfigError, match=r"^found vLLM .*torchvision::nms"):
+        vllm_version.check(load)
+
+
+@pytest.mark.parametrize(
+    ("module", "missing"),
+    [
+        ("vllm_multi", ("vllm_distributed_multi", "MultiKVConnectorStats")),
+        ("vllm_tier", ("vllm_tiering_base", "SecondaryTierManager")),
+    ],
+)
+def test_each_way_in_says_it_before_any_import_of_its_own_fails(module, missing):
+    """In a process of its own: vLLM's module without a name, as another version has it."""
+    where = {
+        "vllm_distributed_multi": "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector",
+        "vllm_tiering_base": "vllm.v1.kv_offload.tiering.base",
+    }[missing[0]]
+    script = (
+        f"import importlib, sys\nfound = importlib.import_module({where!r})\n"
+        f"del found.{missing[1]}\n"
+        "from fskv.errors import ConfigError\n"
+        f"try:\n    import fskv.engines.{module}\n"
+        "except ConfigError as error:\n    print('REFUSED', error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=300
+    )
+    assert "REFUSED found vLLM" in done.stdout, done.stderr[-2000:]
 
 
 def test_a_vllm_that_reports_no_failed_loads_is_refused():

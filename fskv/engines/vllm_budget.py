@@ -163,6 +163,10 @@ class LoadBudget:
         self._reports: dict[int, LoadReport] = {}  # of loads that some rank has not told of yet
         self._given_up: set[str] = set()  # requests that may not try a load again
         self._prefilling: dict[str, Request] = {}  # admitted, prompt not computed yet
+        # What is left of each of these takes, and all together; None after anything of it has changed.
+        self._left_s: dict[str, float] | None = None
+        self._all_left_s = 0.0
+        self._just_admitted: list[str] = []  # and not in it yet: vLLM still sets what they have
         self._declined: dict[
             str, range
         ] = {}  # tokens of such a request that could have been loaded
@@ -192,12 +196,22 @@ class LoadBudget:
 
     def _prefill_ahead_s(self, but: str) -> float:
         """How long the prompts that were admitted before will occupy the engine."""
-        total = 0.0
-        for req_id, request in self._prefilling.items():
-            left = request.num_tokens - request.num_computed_tokens
-            if req_id != but and left > 0:
-                total += self.times.predict_prefill_s(left, request.num_computed_tokens) or 0.0
-        return total
+        if self._left_s is None:
+            self._left_s = {r: self._prefill_left_s(q) for r, q in self._prefilling.items()}
+            self._all_left_s = sum(self._left_s.values())
+            self._just_admitted.clear()
+        while self._just_admitted:
+            req_id = self._just_admitted.pop()
+            self._all_left_s -= self._left_s.get(req_id, 0.0)
+            self._left_s[req_id] = self._prefill_left_s(self._prefilling[req_id])
+            self._all_left_s += self._left_s[req_id]
+        return max(0.0, self._all_left_s - self._left_s.get(but, 0.0))
+
+    def _prefill_left_s(self, request: Request) -> float:
+        left = request.num_tokens - request.num_computed_tokens
+        if left <= 0:
+            return 0.0
+        return self.times.predict_prefill_s(left, request.num_computed_tokens) or 0.0
 
     # --- the decision -----------------------------------------------------------------------
 
@@ -222,7 +236,7 @@ class LoadBudget:
             if taken is None:
                 return None
             if taken == 0 and verdict.probe:  # no such short hit: all of it, within the same limit
-                taken = lookup(found)
+                taken = lookup(found + self._past_cap)
         self._verdicts[request.request_id] = replace(verdict, taken=taken or 0)
         return taken
 
@@ -316,6 +330,7 @@ class LoadBudget:
         """VLLM has pages for the request: what was decided about it holds from here on."""
         req_id = request.request_id
         self._prefilling[req_id] = request
+        self._just_admitted.append(req_id)
         verdict = self._verdicts.pop(req_id, None)
         if job_id is not None and (size := self._size(num_loaded, computed)):
             probe = verdict is not None and verdict.probe
@@ -343,6 +358,8 @@ class LoadBudget:
 
     def on_step(self, scheduled: SchedulerOutput) -> None:
         """A step was scheduled, and no request knows of it yet."""
+        self._left_s = None
+        self._just_admitted.clear()
         for req_id in scheduled.finished_req_ids:
             for known in (self._verdicts, self._prefilling, self._declined):
                 known.pop(req_id, None)
@@ -362,6 +379,7 @@ class LoadBudget:
 
     def on_output(self) -> None:
         """The oldest step has ended. What ran before it had ended is not its time."""
+        self._left_s = None
         now = self._clock()
         if self._steps:
             step = self._steps.popleft()
@@ -374,12 +392,11 @@ class LoadBudget:
 
     def on_loads(self, reports: Mapping[int, LoadReport]) -> None:
         """Workers tell how loads ended, each rank in its own time."""
-        self._reports = merge_reports(self._reports, reports)
-        for job_id in reports:
+        known = {job_id: told for job_id, told in reports.items() if job_id in self._loads}
+        self._reports = merge_reports(self._reports, known)
+        for job_id in known:
             if self._reports[job_id].num_ranks >= self._num_ranks:
-                report = self._reports.pop(job_id)
-                if job_id in self._loads:
-                    self._end(job_id, self._loads.pop(job_id), report)
+                self._end(job_id, self._loads.pop(job_id), self._reports.pop(job_id))
 
     def _end(self, job_id: int, load: _Load, report: LoadReport) -> None:
         now = self._clock()

@@ -125,7 +125,7 @@ class FskvOffloadingSpec(OffloadingSpec):
             geometry.blocks_per_chunk,
             KvEvents.enabled_by(self.kv_events_config, geometry.tokens_per_chunk[0]),
             chunks_per_step=-(-tokens_per_step // min(geometry.tokens_per_chunk)),
-            engine_rank=self._setup.vllm_config.parallel_config.data_parallel_rank,
+            engine_rank=self._setup.vllm_config.parallel_config.data_parallel_index,
         )
         return self.manager
 

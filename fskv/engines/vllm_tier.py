@@ -15,6 +15,9 @@ constructor (docs/vllm.md, "As a tier behind vLLM's CPU cache").
 
 from __future__ import annotations
 
+# First: where vLLM cannot work, one sentence and not the traceback of an import that it lacks.
+import fskv.engines.vllm_version_tier  # noqa: F401  # isort: skip
+
 import logging
 import time
 from collections.abc import Iterable
@@ -363,6 +366,7 @@ def _open(
         bpc,
         KvEvents.enabled_by(spec.kv_events_config, tokens_per_chunk[0]),
         chunks_per_step=-(-workers.tokens_per_step // min(tokens_per_chunk)),
+        engine_rank=spec.config.parallel.data_parallel_index,
     )
     try:
         manager.set_workers([worker.handshake])

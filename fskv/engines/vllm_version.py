@@ -18,8 +18,9 @@ OLDEST, NEWEST = "0.30", "0.33"  # docs/vllm.md, "Versions": what was run
 
 _RESULTS = "KVConnectorTransferResults"
 _CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1"
-# What fskv's adapters import and cannot do without, and what the lack of it means.
-_NEEDED = (
+# What the adapters import and cannot do without, and what the lack of it means.
+Needed = tuple[tuple[str, str, str], ...]
+_NEEDED: Needed = (
     # Without it a file that cannot be loaded fails the request, or the engine.
     (f"{_CONNECTOR}.base", _RESULTS, "a connector cannot report failed loads"),
     (f"{_CONNECTOR}.offloading_connector", "OffloadingConnector", ""),
@@ -35,13 +36,17 @@ _NEEDED = (
 )
 
 
-def check(load: Callable[[str], object] = importlib.import_module) -> None:
+def check(
+    load: Callable[[str], object] = importlib.import_module, needed: Needed = _NEEDED
+) -> None:
     """Raise ConfigError unless the installed vLLM has what fskv builds on."""
-    for module, name, meaning in _NEEDED:
+    for module, name, meaning in needed:
         try:
             found = getattr(load(module), name, None)
         except ImportError as error:
             raise _refusal(meaning or f"{module} cannot be imported ({error})") from None
+        except Exception as error:  # an import may raise whatever it likes
+            raise _refusal(f"{module} cannot be imported ({error!r:.100})") from None
         if found is None or (name == _RESULTS and "failed_recving" not in _fields(found)):
             raise _refusal(meaning or f"{module} lacks {name}")
 

@@ -165,7 +165,7 @@ class FskvWorker(OffloadingWorker):
             "fskv: rank %d: %s%s; %d I/O threads, %d staging slots of %d bytes at most",
             rank,
             chosen.sentence,
-            f", sealed with key '{keys().writer.key_id}'" if keys else "",
+            f", sealed with key '{self._key_file.latest.writer.key_id}'" if self._key_file else "",
             config.io_threads,
             num_slots,
             slot_nbytes,
