@@ -25,8 +25,10 @@ import yaml
 from conftest import wait_for
 from tool_lab import Lab, run, spoil
 
+from fskv.config import StoreConfig
 from fskv.health import HealthFile
 from fskv.key_file import read_keys
+from fskv.multi_config import MultiConfig
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[1]
 PAGE = (REPOSITORY / "docs" / "operations.md").read_text(encoding="utf-8")
@@ -292,9 +294,33 @@ def test_the_commands_that_make_a_key_file_leave_one_that_an_engine_takes(tmp_pa
     assert len(read_keys(str(keys)).key_ids) == 1
 
 
-def test_engines_of_kubernetes_have_options_that_fskv_takes():
-    from fskv.config import StoreConfig
+def test_configurations_with_several_children_in_vllm_md_are_ones():
+    """Each FskvMultiConnector of the page is parsed, and so are the options of its FskvConnectors."""
+    page = (REPOSITORY / "docs" / "vllm.md").read_text(encoding="utf-8")
+    found = [
+        json.loads(block)
+        for block in re.findall(r"^```json\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    ]
+    classes = []
+    for transfer in found:
+        assert transfer["kv_connector"] == "FskvMultiConnector"
+        config = MultiConfig.from_mapping(transfer["kv_connector_extra_config"])
+        classes.append([child.transfer["kv_connector"] for child in config.connectors])
+        for child in config.connectors:
+            options = child.transfer["kv_connector_extra_config"]
+            if child.transfer["kv_connector"] == "FskvConnector":
+                StoreConfig.from_mapping(options)
+            else:
+                assert options.keys() == {"cpu_bytes_to_use"}
+        assert config.connectors[0].load_weight > config.connectors[1].load_weight
+    assert classes == [["FskvConnector", "FskvConnector"], ["OffloadingConnector", "FskvConnector"]]
+    doctored = json.loads(json.dumps(found[1]).replace('"load_weight"', '"weight"'))
+    second = MultiConfig.from_mapping(doctored["kv_connector_extra_config"]).connectors[0]
+    assert second.load_weight == 1.0, "negative control: an option that the choice does not know"
+    assert "weight" in second.transfer["kv_connector_extra_config"]
 
+
+def test_engines_of_kubernetes_have_options_that_fskv_takes():
     pod = manifests()["Deployment", "engine"]["spec"]["template"]["spec"]
     given = pod["containers"][0]["args"]
     transfer = json.loads(given[given.index("--kv-transfer-config") + 1])
