@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.parse
 import urllib.request
 
@@ -26,6 +27,7 @@ from fskv import metrics
 
 yaml = pytest.importorskip("yaml", reason="the alert rules are YAML")
 exporter = pytest.importorskip("fskv_tools.exporter", reason="the command line is not installed")
+static_metrics = pytest.importorskip("static_metrics", reason="the command line is not installed")
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[1]
 DASHBOARD = REPOSITORY / "deploy/grafana/fskv.json"
@@ -33,7 +35,11 @@ RULES = REPOSITORY / "deploy/prometheus/fskv.rules.yml"
 CONFIG = REPOSITORY / "deploy/prometheus/prometheus.yml"
 RULE_TESTS = REPOSITORY / "tests/prometheus/fskv_rules_test.yml"
 OPERATIONS = REPOSITORY / "docs/operations.md"
-ANCHORS = {"disk-full", "slow-mount", "corrupt-files", "low-hit-ratio", "maintenance-gone"}
+ANCHORS = {
+    *("disk-full", "slow-mount", "corrupt-files", "low-hit-ratio", "maintenance-gone"),
+    *("root-gone-or-the-mount-is-missing", "files-that-cannot-be-removed", "access-denied"),
+    *("unknown-keys", "weights-in-doubt", "watcher-down"),
+}
 # vLLM's own, held against a real engine below.
 VLLM = {
     "vllm:external_prefix_cache_hits_total",
@@ -52,8 +58,9 @@ def _needs(program: str) -> str:
 def _series() -> dict[str, set[str]]:
     """Return every series of fskv as the endpoint names it, with its own labels."""
     found: dict[str, set[str]] = {}
-    for metric in metrics.ALL_METRICS:
-        labels = {metric.label} - {None}
+    for metric in (*metrics.ALL_METRICS, *metrics.MULTI_METRICS):
+        # FskvMultiConnector gives it to every series.
+        labels = {metric.label, "connector"} - {None}
         if metric.kind == "histogram":
             found |= {f"{metric.name}_{end}": labels for end in ("sum", "count")}
             found[f"{metric.name}_bucket"] = labels | {"le"}
@@ -65,14 +72,16 @@ def _series() -> dict[str, set[str]]:
 
 
 def _names(expr: str) -> set[str]:
-    return set(re.findall(r"\b(?:vllm:|fskv_|job_model:)[a-zA-Z_:0-9]+", expr))
+    return set(re.findall(r"\b(?:vllm:|fskv_|job_model_connector:)[a-zA-Z_:0-9]+", expr))
 
 
 def check_expr(expr: str, recorded: set[str] = frozenset()) -> None:
     """Every metric and every label value of an expression is one that somebody publishes."""
     series = _series()
     names = _names(expr)
-    assert names, f"no metric in {expr}"
+    jobs = re.findall(r'\bup\{job="(\w+)"\}', expr)
+    assert names or jobs, f"no metric in {expr}"
+    assert set(jobs) <= {job["job_name"] for job in _config()["scrape_configs"]}, expr
     for name in names - VLLM - recorded:
         assert name in series, f"nobody publishes {name}: {expr}"
         for labels in re.findall(re.escape(name) + r"\{([^}]*)\}", expr):
@@ -80,7 +89,14 @@ def check_expr(expr: str, recorded: set[str] = frozenset()) -> None:
             assert own <= series[name], f"{name} has no label {own - series[name]}: {expr}"
     by_name = {m.name: m for m in metrics.ALL_METRICS}
     for name, reasons in re.findall(r'(vllm:fskv_\w+)_total\{[^}]*reason=~?"([\w|]+)"', expr):
-        assert set(reasons.split("|")) <= set(by_name[name].values), expr
+        metric = by_name[name]
+        late = set(reasons.split("|")) - set(metric.values)  # no series before the first one
+        assert late <= set(re.findall(r"\w+", metric.meaning.partition(": ")[2])), expr
+        assert not late or f"unless {name}_total" in expr, f"the first one is not seen: {expr}"
+
+
+def _config() -> dict:
+    return yaml.safe_load(CONFIG.read_text(encoding="utf-8"))
 
 
 def _dashboard() -> dict:
@@ -142,6 +158,8 @@ def test_every_metric_is_on_the_dashboard():
         'vllm:fskv_breaker_open{reason="x"}',
         'increase(vllm:fskv_load_failures_total{reason="corrupted"}[5m])',
         "up == 0",
+        'up{job="watchers"} == 0',
+        'increase(vllm:fskv_load_failures_total{reason="unknown_key"}[5m]) > 1',
         "fskv_root_limit",
     ],
 )
@@ -269,15 +287,15 @@ def _free_port() -> int:
 class Prometheus:
     """A Prometheus with the configuration of deploy/, that scrapes these ports (by job) every second."""
 
-    def __init__(self, directory: pathlib.Path, targets: dict[str, int]):
+    def __init__(self, directory: pathlib.Path, targets: dict[str, tuple[int, ...]]):
         directory.mkdir()
         self.port = _free_port()
-        config = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))
+        config = _config()
         config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
         config["rule_files"] = [str(RULES)]
         for job in config["scrape_configs"]:
-            address = f"127.0.0.1:{targets[job['job_name']]}"
-            job["static_configs"] = [{"targets": [address]}]
+            addresses = [f"127.0.0.1:{port}" for port in targets[job["job_name"]]]
+            job["static_configs"] = [{"targets": addresses}]
         (directory / "prometheus.yml").write_text(yaml.safe_dump(config))
         self.log = directory / "log"
         with open(self.log, "wb") as log:
@@ -297,8 +315,12 @@ class Prometheus:
         with urllib.request.urlopen(url, timeout=30) as answer:
             return json.load(answer)["data"]
 
+    def series(self, expr: str) -> list[tuple[dict[str, str], float]]:
+        found = self.get("query", query=expr)["result"]
+        return [(one["metric"], float(one["value"][1])) for one in found]
+
     def values(self, expr: str) -> list[float]:
-        return [float(one["value"][1]) for one in self.get("query", query=expr)["result"]]
+        return [value for _, value in self.series(expr)]
 
     def alerts(self) -> set[str]:
         return {a["labels"]["alertname"] for a in self.get("alerts")["alerts"]}
@@ -337,6 +359,142 @@ def _filled(expr: str) -> str:
 def ended():
     with contextlib.ExitStack() as stack:
         yield stack
+
+
+CHILDREN = {"/nvme/kv": "nvme", "/nfs/kv": "nfs"}
+# What a join must have so that a series of one child meets that child's root.
+ON = "on (job, instance, engine, model_name, connector)"
+ON_WITHOUT = "on (job, instance, engine, model_name)"
+
+
+@pytest.fixture(scope="module")
+def static(tmp_path_factory):
+    """A Prometheus with an engine of two children, one of a single connector, and a watcher."""
+    _needs("prometheus")
+    with contextlib.ExitStack() as stack:
+        of_two = static_metrics.engine(CHILDREN, has_none="/nvme/kv", has_all="/nfs/kv")
+        two = stack.enter_context(static_metrics.served(of_two))
+        one = stack.enter_context(static_metrics.served(static_metrics.engine({"/one": None})))
+        watched = stack.enter_context(static_metrics.served(static_metrics.watcher("/nfs/kv")))
+        ports = {"vllm": (two, one), "fskv": (watched,)}
+        prometheus = Prometheus(tmp_path_factory.mktemp("static") / "prometheus", ports)
+        stack.callback(prometheus.stop)
+        _until(
+            lambda: (
+                len(prometheus.values("rate(vllm:fskv_stored_bytes_total[1m])")) == 3
+                and prometheus.values("rate(fskv_root_pruned_files_total[1m])")
+                and prometheus.values("job_model_connector:fskv_hit_ratio:30m")
+            ),
+            "nothing is scraped",
+        )
+        yield prometheus
+
+
+def _refused(prometheus: Prometheus, expr: str) -> str | None:
+    """Return why Prometheus does not evaluate this, if it does not."""
+    try:
+        prometheus.series(_filled(expr))
+    except urllib.error.HTTPError as error:
+        return json.load(error)["error"]
+    return None
+
+
+def test_every_expression_is_evaluated_where_two_children_publish_the_same_metrics(static):
+    exprs = [expr for _, expr in _panel_exprs(_dashboard())] + [r["expr"] for r in _rules()]
+    assert [(expr, why) for expr in exprs if (why := _refused(static, expr))] == []
+    empty = [expr for _, expr in _panel_exprs(_dashboard()) if not static.values(_filled(expr))]
+    assert empty == []
+    _until(
+        lambda: all(
+            rule["health"] == "ok"
+            for group in static.get("rules")["groups"]
+            for rule in group["rules"]
+        ),
+        "a rule cannot be evaluated",
+        30,
+    )
+
+
+def test_negative_control_joins_without_the_child_s_name_are_refused(static):
+    joins = [expr for _, expr in _panel_exprs(_dashboard()) if ON in expr]
+    assert len(joins) >= 12
+    for expr in joins:
+        why = _refused(static, expr.replace(ON, ON_WITHOUT))
+        assert why, expr
+        assert "duplicate series" in why
+
+
+def test_series_of_two_children_are_shown_apart(static):
+    """By connector, and by root through the join; the engine with one connector is there as well."""
+    panels = {(panel["title"]): panel["targets"] for panel in _dashboard()["panels"][1:]
+              if "targets" in panel}  # fmt: skip
+    for title, targets in panels.items():
+        for target in targets:
+            found = [labels for labels, _ in static.series(_filled(target["expr"]))]
+            shown = set(re.findall(r"\{\{(\w+)\}\}", target.get("legendFormat", "")))
+            if "connector" in shown:
+                multi = "fskv_multi_" in target["expr"]
+                names = {labels.get("connector", "") for labels in found}
+                assert names == {"nvme", "nfs", *([] if multi else [""])}, title
+            if "root" in shown and "vllm:" in target["expr"]:
+                assert {labels["root"] for labels in found} == {*CHILDREN, "/one"}, title
+            # Two lines of a panel with one name would be two children that nobody can tell apart.
+            lines = [tuple(labels.get(name, "") for name in sorted(shown)) for labels in found]
+            assert len(lines) == len(set(lines)), (title, target["expr"])
+
+
+def test_an_alert_names_the_child_and_its_root(static):
+    """The template is a query: what is shown is what a real Prometheus made of it."""
+
+    def firing() -> dict[str | None, dict[str, str]]:
+        return {
+            alert["labels"].get("connector"): alert["annotations"]
+            for alert in static.get("alerts")["alerts"]
+            if alert["labels"]["alertname"] == "FskvCorruptChunks" and alert["state"] == "firing"
+        }
+
+    _until(lambda: len(firing()) == 3, "damage of three stores is three alerts", 60)
+    found = firing()
+    assert {child: one["root"] for child, one in found.items()} == {
+        **{child: root for root, child in CHILDREN.items()},
+        None: "/one",
+    }
+    assert "(nfs)" in found["nfs"]["summary"]
+    assert "(" not in found[None]["summary"]
+
+
+def test_the_expression_of_the_document_joins_a_series_with_its_root(static):
+    (expr,) = re.findall(r"^(vllm:\S+ \* on .*)$", text_of("docs/metrics.md"), re.MULTILINE)
+    found = {labels["root"] for labels, _ in static.series(expr)}
+    assert found == {*CHILDREN, "/one"}
+    assert "duplicate series" in _refused(static, expr.replace(ON, ON_WITHOUT))
+
+
+def test_a_hit_ratio_is_that_of_one_child(static):
+    """One child has everything and the other nothing: every prompt is served."""
+    of_child = {"nvme": 0.0, "nfs": 1.0}
+    shown = [expr for title, expr in _panel_exprs(_dashboard()) if title == "Hit ratio of chunks"]
+    ratio = "job_model_connector:fskv_hit_ratio:30m"
+    rule = next(rule["expr"] for rule in _rules() if rule.get("record") == ratio)
+    assert len(shown) == 2
+    for expr in (*shown, rule):
+        found = {labels.get("connector"): value for labels, value in static.series(_filled(expr))}
+        assert found.items() >= of_child.items(), expr
+        assert found.keys() == {*of_child, None}
+    (summed,) = static.values(rule.replace(", connector)", ")"))
+    assert 0 < summed < 0.9, "negative control: as it was"
+
+
+def test_what_the_document_says_of_several_roots_is_in_the_code():
+    text = text_of("docs/metrics.md")
+    table = rows(text, "multi metric")
+    fields = {m.name: [m.kind, m.label, m.unit, m.meaning] for m in metrics.MULTI_METRICS}
+    assert {name: cells[:-1] for name, cells in table.items()} == fields
+    without = re.search(r"^### With FskvTier$(.*?)^### ", text, re.DOTALL | re.MULTILINE)[1]
+    names = [f"vllm:fskv_{name}" for name in re.findall(r"`(\w+\*?)`", without)][:7]
+    every = {m.name for m in metrics.ALL_METRICS}
+    for name in names:
+        assert [one for one in every if re.fullmatch(name.replace("*", r"\w+"), one)], name
 
 
 @pytest.mark.engine
@@ -402,7 +560,7 @@ def test_a_real_prometheus_has_data_for_every_expression_of_dashboard_and_rules(
     said = tmp_path / "watch.log"
     _until(lambda: "/metrics" in said.read_text(), "no watcher")
     watcher_port = int(re.search(r"127\.0\.0\.1:(\d+)/", said.read_text())[1])
-    ports = {"vllm": engine_port, "fskv": watcher_port}
+    ports = {"vllm": (engine_port,), "fskv": (watcher_port,)}
     prometheus = Prometheus(tmp_path / "prometheus", ports)
     ended.callback(prometheus.stop)
 
@@ -422,6 +580,8 @@ def test_a_real_prometheus_has_data_for_every_expression_of_dashboard_and_rules(
 
     empty, odd = [], []
     for title, expr in _panel_exprs(_dashboard()):
+        if "fskv_multi_" in expr:  # of FskvMultiConnector alone: see the static endpoint
+            continue
         found = prometheus.values(_filled(expr))
         if not found:
             empty.append((title, expr))
@@ -446,6 +606,8 @@ def test_a_real_prometheus_has_data_for_every_expression_of_dashboard_and_rules(
     assert [rule for rule in loaded if rule["health"] != "ok"] == []
     for rule in _rules():
         for name in _names(rule["expr"]) - _recorded():
+            if "fskv_multi_" in name:
+                continue
             assert prometheus.values(f"count({name})"), f"{name}: a real engine publishes no such"
     (tmp_path / f"{look}.go").touch()
     assert engine.wait(120) == 0, (tmp_path / "engine.log").read_text()[-3000:]
