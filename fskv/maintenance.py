@@ -44,7 +44,7 @@ from fskv.lease import SHARED_DIR, TTL_S, Lease
 from fskv.process import GRACE_S, unique_name
 from fskv.prune import execute, plan
 from fskv.removed import ENTRY_NBYTES, RemovedLog
-from fskv.root import make_directory, usual_modes
+from fskv.root import FORMAT_FILE, make_directory, usual_modes
 from fskv.root_state import BoundsSaid, RootState, changes, root_state
 from fskv.transitions import StateLog
 
@@ -137,7 +137,8 @@ class Maintainer:
         self.seen: Seen | None = None  # by the last step that got so far
 
     def start(self) -> None:
-        """Make what is shared; raises OSError."""
+        """Make what is shared; raises OSError. Nothing is made in the place of a root that is gone."""
+        os.stat(f"{self._root}/{FORMAT_FILE}")
         for path in (self._shared, f"{self._shared}/{CLAIMS_DIR}", self._log.directory):
             make_directory(path, self._dir_mode)
             if os.path.islink(path):

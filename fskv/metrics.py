@@ -46,7 +46,10 @@ LOAD_FAILURES = Metric(
     "Chunks that were a hit but could not be loaded, so that the request is recomputed: absent, "
     "stale, corrupt, unknown_key, denied, timed_out, io_error, breaker.",
     "reason",
-    values=("absent", "stale", "corrupt", "denied", "timed_out", "io_error", "breaker"),
+    values=(
+        *("absent", "stale", "corrupt", "unknown_key"),
+        *("denied", "timed_out", "io_error", "breaker"),
+    ),
 )
 LOADED_CHUNKS = Metric("vllm:fskv_loaded_chunks", "counter", "chunks", "Chunks loaded and checked.")
 LOADED_BYTES = Metric("vllm:fskv_loaded_bytes", "counter", "bytes", "KV bytes loaded and checked.")
@@ -382,6 +385,11 @@ class Counters:
             (metric, label): 0.0 for metric in counters for label in metric.values or ("",)
         }
         self._observed: dict[Metric, deque[float]] = {}
+
+    def declare(self, metric: Metric, label: str) -> None:
+        """Have it in the next `drain` even if nothing was counted."""
+        with self._lock:
+            self._sums.setdefault((metric, label), 0.0)
 
     def add(self, metric: Metric, amount: float = 1, label: str = "") -> None:
         if not amount:

@@ -8,6 +8,8 @@ import json
 import os
 import random
 
+from fskv.namespace import FORMAT
+
 DIGEST = "0123456789abcdef"
 
 # An engine that stores as fast as it may: root, namespace, seed, and its own bound. Without one it asks again
@@ -43,6 +45,8 @@ while True:
 def make_namespace(root, name=f"cpu/model@{DIGEST}", tenant=None):
     path = f"{root}/{name}"
     os.makedirs(f"{path}/chunks", exist_ok=True)
+    with open(f"{root}/fskv.json", "w") as file:
+        json.dump({"format": FORMAT}, file)
     os.makedirs(f"{path}/tmp", exist_ok=True)
     with open(f"{path}/namespace.json", "w") as file:
         json.dump({"tenant": tenant} if tenant else {}, file)

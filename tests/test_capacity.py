@@ -343,6 +343,8 @@ def test_a_process_that_is_started_again_is_up_when_it_has_spoken(root, engine):
     assert one.capacity.up, "nothing is wrong yet"
     wait_for(lambda: one.take(4096))
     os.rename(root, f"{root}-away")
+    os.mkdir(root)  # as a mount point without its mount
+    threading.Event().wait(1.5)  # the old one has noticed, too
     for _ in range(3):
         one.capacity._process.kill()
         one.capacity._process.wait()
@@ -352,6 +354,8 @@ def test_a_process_that_is_started_again_is_up_when_it_has_spoken(root, engine):
             one.poll()
             assert not one.capacity.up
             threading.Event().wait(0.05)
+    assert os.listdir(root) == [], "it must not be filled"
+    os.rmdir(root)
     os.rename(f"{root}-away", root)
     clock.advance(11)
     wait_for(lambda: one.take(4096))

@@ -102,6 +102,9 @@ class FskvMultiConnector(MultiConnector):
             for name, transfer in zip(self._names, self._ktc_kv_transfer_config, strict=True)
         ]
         self._counters = Counters()
+        for name in self._names:
+            for metric in metrics.MULTI_METRICS:
+                self._counters.declare(metric, name)
         self._events = MergedEvents()
         # By request, from its first question until it is admitted: when it first had to wait.
         self._waits_since: dict[str, float] = {}
