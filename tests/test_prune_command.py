@@ -43,6 +43,23 @@ def on_disk(paths):
     return sum(os.lstat(path).st_blocks * 512 for path in there(paths))
 
 
+def test_a_bound_without_a_unit_that_no_chunk_fits_into_is_said_and_still_holds(lab, where):
+    paths = lab.chunks(where, range(3))
+    slip = run("prune", "--max-size", "500", "--yes", root=lab.path)
+    assert "--max-size 500 means 500 bytes" in slip.stderr
+    assert slip.exit_code == 0
+    assert there(paths) == []
+    words = ("prune", "--watch", "--dry-run")
+    for option in ("--max-size", "--namespace-max-size", "--tenant-max-size"):
+        done = run(*words, option, "1000", root=lab.path)
+        assert f"{option} 1000 means 1,000 bytes" in done.stderr
+    # Negative control: with a unit, as much as a real bound, or all.
+    for size in ("500KiB", "1048576", "0"):
+        done = run("prune", "--max-size", size, "--dry-run", root=lab.path)
+        assert done.exit_code == 0
+        assert "means" not in done.stderr, size
+
+
 def test_the_least_recently_used_go_until_the_size_is_reached(lab, where):
     paths = [lab.chunk(where, n, age_s=DAY * (n + 1)) for n in range(40)]
     one = on_disk(paths[:1])

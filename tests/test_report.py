@@ -29,7 +29,7 @@ from fskv.claims import Book, Claim, Limits, Usage
 from fskv.index.scan import RECORD
 from fskv.process import HOST, TOKEN
 
-VOID = {"meta", "br", "link", "img", "input", "hr", "source", "base", "embed"}
+VOID = {"meta", "br", "link", "img", "input", "hr", "source", "base", "embed", "wbr"}
 LIVE = {"script", "iframe", "object", "embed", "link", "img", "form", "base", "video", "audio"}
 DAY = 86400
 
@@ -45,12 +45,14 @@ class Page(html.parser.HTMLParser):
     def __init__(self, text):
         super().__init__(convert_charrefs=True)
         self.tags, self.texts, self.faults, self.open = [], [], [], []
+        self.glued = False
         self.feed(text)
         self.close()
         self.faults += [f"{tag} is not closed" for tag in self.open]
 
     def handle_starttag(self, tag, attrs):
         self.tags.append((tag, dict(attrs)))
+        self.glued = tag == "wbr"  # no space: a place where a line may end
         if len({name for name, _ in attrs}) != len(attrs):
             self.faults.append(f"{tag} has an attribute twice")
         if tag not in VOID:
@@ -65,7 +67,10 @@ class Page(html.parser.HTMLParser):
 
     def handle_data(self, data):
         if self.open and self.open[-1] != "style":
+            if self.glued:
+                data = self.texts.pop() + data
             self.texts.append(data)
+        self.glued = False
 
     @property
     def text(self):
@@ -166,6 +171,18 @@ def test_the_page_says_what_is_on_disk(lab, tmp_path):
     assert by_name[two.id]["tenant"] == "acme"
     assert by_name[one.id]["kinds"] == {"full": by_name[one.id]["nbytes"]}
     check_lines("report", [dict(line) for line in done.lines])
+
+
+def test_one_file_is_no_files_and_names_may_be_broken_between_their_parts(lab, tmp_path):
+    """A narrow page broke `full/FullAttentionSpec` in a word; negative control: a name of one part."""
+    for files, words in ((1, "about 1 file of "), (2, "about 2 files of ")):
+        lab.chunk(lab.namespace(model_name="org/one_model"), files)
+        done, text = report(lab, tmp_path)
+        assert words in done.stderr
+    page = check_page(text)
+    assert "org/<wbr>one_<wbr>model</th>" in text
+    assert '<th scope="row">full</th>' in text
+    assert "org/one_model" in page.text
 
 
 def test_reuse_is_the_time_between_storing_and_last_use(lab, tmp_path):

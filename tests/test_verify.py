@@ -733,3 +733,26 @@ def test_the_judge_of_a_file_by_itself_needs_no_name(lab, tmp_path):
     shutil.copyfile(path, copy)
     assert judge.judge(judge.Reader(), str(copy), expected=NOTHING).finding == "ok"
     assert json.loads(json.dumps(key_of(5).hex()))
+
+
+def test_sealed_files_without_their_key_are_no_reason_to_remove_anything(tmp_path, make_world):
+    from test_mac import Tools, key_file
+
+    tools = Tools(tmp_path, make_world)
+    other = key_file(tmp_path / "third", "third")
+    for words in ((), ("--mac-key-file", other)):
+        done = run("verify", *words, root=tools.root)
+        assert done.exit_code == 3, done
+        assert "4 sealed files could not be judged" in done.stderr
+        assert "--mac-key-file FILE" in done.stderr
+        assert "--remove-bad" not in done.stderr
+    # Negative control: beside a file that is bad, both are said.
+    with open(tools.world.path(0), "r+b") as file:
+        file.truncate(100)
+    done = run("verify", root=tools.root)
+    assert done.exit_code == 1
+    assert "3 sealed files could not be judged" in done.stderr
+    assert "--remove-bad" in done.stderr
+    # With the key there is nothing to say about keys.
+    done = run("verify", "--mac-key-file", tools.keys, root=tools.root)
+    assert "--mac-key-file" not in done.stderr

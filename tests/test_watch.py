@@ -241,6 +241,97 @@ def test_a_root_that_hangs_does_not_keep_it_alive_and_its_metrics_go_on(lab, sta
     assert "does not answer" in process.stderr.read()
 
 
+# --- a root that is not there yet -------------------------------------------------------------
+
+
+@pytest.fixture
+def await_root(started, tmp_path):
+    """Start a watcher where there is no root; returns it and the port of its metrics."""
+
+    def start(root, *words):
+        log = tmp_path / f"await{len(started)}.log"
+        command = [sys.executable, "-m", "fskv_tools", "prune", "--watch", "--yes"]
+        command += ["--max-size", "1GiB", "--metrics-port", "0", *words, "--root", str(root)]
+        with open(log, "wb") as err:
+            started.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=err))
+        process = started[-1]
+        process.log = log
+        wait_for(lambda: process.poll() is not None or b"waiting" in log.read_bytes(), 60)
+        assert process.poll() is None, log.read_text()
+        return process, int(log.read_text().partition("127.0.0.1:")[2].partition("/")[0])
+
+    return start
+
+
+@pytest.mark.parametrize("kind", ["missing", "empty", "lost+found"])
+def test_it_waits_for_its_root_with_its_metrics_up_and_then_holds_the_bound(
+    await_root, tmp_path, kind
+):
+    root = tmp_path / "kv"
+    if kind != "missing":
+        root.mkdir()
+    if kind == "lost+found":
+        (root / "lost+found").mkdir()
+    process, port = await_root(root)
+    waiting = _metrics(port)
+    assert float(waiting["fskv_root_lease_held"]) == 0
+    assert "fskv_root_last_step_age_seconds" in waiting
+    assert "fskv_root_writers" not in waiting, "nothing is said of a root that is not there"
+    time.sleep(3)  # more than one look
+    assert process.poll() is None
+    assert process.log.read_text().count("waiting for an fskv root") == 1
+    assert root.exists() == (kind != "missing"), "it makes no root"
+    assert not (root / "fskv.json").exists()
+    lab = Lab(root)
+    lab.chunks(lab.namespace(), range(3))
+    wait_for(lambda: holder_of(root) == process.pid and claims_of(root), 60)
+    wait_for(lambda: float(_metrics(port)["fskv_root_lease_held"]) == 1, 60)
+    assert [c.limits.max_nbytes for c in claims_of(root).values()] == [1 << 30]
+    ends(process, signal.SIGTERM)
+    assert claims_of(root) == {}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_waiting_as_it_ends_a_watch(await_root, tmp_path, number):
+    process, _ = await_root(tmp_path / "kv", "--json")
+    ends(process, number)
+    (summary,) = [json.loads(line) for line in process.stdout.read().splitlines()]
+    assert summary["interrupted"]
+    check_lines("prune", [summary])
+    assert not (tmp_path / "kv").exists()
+
+
+@pytest.mark.parametrize("kind", ["file", "below a file", "foreign", "newer", "damaged", "newline"])
+def test_negative_control_what_will_not_become_a_root_is_an_error_at_once(tmp_path, kind):
+    root = tmp_path / ("k\nv" if kind == "newline" else "kv")
+    if kind == "file":
+        root.write_bytes(b"")
+    elif kind == "below a file":
+        root.write_bytes(b"")
+        root /= "below"
+    elif kind != "newline":
+        root.mkdir()
+        name, text = {
+            "foreign": ("holiday.jpg", ""),
+            "newer": ("fskv.json", '{"format": 2}'),
+            "damaged": ("fskv.json", "{"),
+        }[kind]
+        (root / name).write_text(text)
+    done = fskv("prune", "--watch", "--yes", "--max-size", "1GiB", root=root)
+    assert done.exit_code == 10, done
+    assert "waiting" not in done.stderr
+
+
+def test_only_a_watch_waits_and_only_one_that_needs_no_answer(tmp_path):
+    """Without --watch, as a dry run, or where nobody can be asked: exit 10 at once, as ever."""
+    for words in (("--yes",), ("--watch", "--yes", "--dry-run"), ("--watch",)):
+        done = fskv("prune", *words, "--max-size", "1GiB", root=tmp_path)
+        assert done.exit_code == 10, done
+    # What makes no sense is said before anything is waited for.
+    for words in (("--max-size", "many"), ("--namespace-max-size", "x=y"), ()):
+        assert fskv("prune", "--watch", "--yes", *words, root=tmp_path).exit_code == 2
+
+
 def test_a_watch_needs_a_limit_and_asks(lab):
     lab.chunks(lab.namespace(), range(3))
     for words in ((), ("--max-size", "1GiB"), ("--max-size", "1GiB", "--namespace", "org", "-y")):

@@ -123,10 +123,10 @@ class RootCollector(Collector):
         yield _labelled(INFO, {(show(self._root), __version__): 1})
         yield _one(STEP_AGE, watched.step_age_s)
         seen = watched.seen
+        yield _one(LEASE_HELD, seen is not None and seen.holder)
         if seen is None:
-            return
+            return  # there is no root yet, or it has not answered yet
         writers = [claim for claim in seen.claims if not claim.closed and claim.namespace]
-        yield _one(LEASE_HELD, seen.holder)
         yield _one(WRITERS, len(writers))
         yield _one(TOTAL_BYTES, seen.space.total_nbytes)
         yield _one(FREE_BYTES, seen.space.free_nbytes)

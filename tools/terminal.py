@@ -125,11 +125,15 @@ def progress(*, rate: bool = False) -> Iterator[Progress]:
         yield drawn
 
 
+def can_ask() -> bool:
+    return sys.stdin.isatty() and sys.stderr.isatty()
+
+
 def confirm(question: str, *, yes: bool) -> bool:
     """Ask on the terminal; True without asking with `yes`. Raises UsageError where nobody can be asked."""
     if yes:
         return True
-    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+    if not can_ask():
         raise UsageError("nothing was done: there is no terminal to ask on; give --yes to go on")
     print(f"{show(question)} [y/N] ", end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")

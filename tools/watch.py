@@ -3,6 +3,8 @@
 It takes part as an engine's maintenance process does (fskv.maintenance): its limits are in a claim, so that
 they hold for every engine while it lives, and if it has the lease it counts and prunes for all.
 
+Where there is no root yet (a node's first engine has not started), it waits for one, with its metrics up.
+
 All that touches the root happens on one daemon thread (and the worker threads of its walks). The main thread
 only waits for a signal, and leaves without that thread where the root hangs: nobody can end a system call.
 """
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import threading
@@ -18,15 +21,19 @@ import time
 from collections.abc import Callable
 
 from fskv.claims import Claim, Limits
+from fskv.errors import FskvError, RootError
 from fskv.maintenance import Maintainer, Seen, pause_after
 from fskv.process import unique_name
+from fskv.root import Root
 
-from .exits import CommandError, Exit
+from .exits import CommandError, Exit, NotARoot
 from .exporter import Watched
 from .interrupt import stopped_by_signals
+from .root_view import RootView
 from .terminal import iec, say
 
 _IDLE_S = 1.0
+_AWAIT_S = 2.0  # between looks for a root that is not there yet
 _LEAVE_S = 10.0  # for the claim and the lease; the root does not answer then
 _TOLD_S = 60.0  # how often what was pruned is said
 
@@ -39,37 +46,70 @@ class _Said(logging.Handler):
 
 
 class Watcher:
-    """One watcher: `start`, `watched` from any thread, `run` on the main one."""
+    """One watcher: `watched` from any thread, `await_root` and then `run` on the main one."""
 
-    def __init__(self, root: str, limits: Limits) -> None:
-        self._root = root
-        self._claim = Claim(unique_name(), None, None, limits)
+    def __init__(self, root: str) -> None:
+        self._root = os.path.abspath(root)
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._main, name="fskv-watch", daemon=True)
-        # Written by that thread, each as one assignment.
+        self._view: RootView | None = None
+        self._started_at = time.monotonic()
+        # Written by the thread that touches the root, each as one assignment.
         self._seen: Seen | None = None
-        self._answered_at = time.monotonic()
+        self._answered_at: float | None = None
         self._failure: BaseException | None = None
 
     def watched(self) -> Watched:
-        return Watched(self._seen, time.monotonic() - self._answered_at)
+        answered_at = self._answered_at or self._started_at
+        return Watched(self._seen, time.monotonic() - answered_at)
 
-    def run(self, told: Callable[[Seen], None] = lambda _: None) -> None:
+    def await_root(self) -> RootView | None:
+        """Wait until an fskv root is there, and return it; None where a signal came first.
+
+        Raises NotARoot at once for what is there and will not become one by itself.
+        """
+        thread = threading.Thread(target=self._look, name="fskv-await", daemon=True)
+        with stopped_by_signals() as stop:
+            thread.start()
+            while thread.is_alive() and not stop.is_set():
+                thread.join(0.2)
+            if stop.is_set():
+                self._stop.set()
+                return None
+        if self._failure is not None:
+            raise self._failure
+        return self._view
+
+    def _look(self) -> None:
+        try:
+            while not self._stop.is_set():
+                self._view = opened(self._root)
+                if self._view is not None:
+                    return
+                if self._answered_at is None:
+                    say(f"waiting for an fskv root at {self._root}: no engine has made one yet")
+                self._answered_at = time.monotonic()
+                self._stop.wait(_AWAIT_S)
+        except BaseException as error:
+            self._failure = error
+
+    def run(self, limits: Limits, told: Callable[[Seen], None] = lambda _: None) -> None:
         """Watch until a signal comes; `told` is called about once a minute with what was seen.
 
         Raises CommandError where it cannot go on. Where the root does not answer, the process ends here.
         """
+        claim = Claim(unique_name(), None, None, limits)
+        thread = threading.Thread(target=self._main, args=(claim,), name="fskv-watch", daemon=True)
         logger = logging.getLogger("fskv")
         handler = _Said()
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)
         try:
             with stopped_by_signals() as stop:
-                self._thread.start()
-                self._wait(stop, told)
+                thread.start()
+                self._wait(thread, stop, told)
                 self._stop.set()
-                self._thread.join(_LEAVE_S)
-                if self._thread.is_alive():
+                thread.join(_LEAVE_S)
+                if thread.is_alive():
                     say(f"{self._root} does not answer: leaving without giving back the lease")
                     os._exit(Exit.PARTIAL)
         finally:
@@ -77,9 +117,11 @@ class Watcher:
         if self._failure is not None:
             raise CommandError(f"ended: {self._failure!r}")
 
-    def _wait(self, stop: threading.Event, told: Callable[[Seen], None]) -> None:
+    def _wait(
+        self, thread: threading.Thread, stop: threading.Event, told: Callable[[Seen], None]
+    ) -> None:
         told_at, held = float("-inf"), False
-        while not stop.wait(0.2) and self._thread.is_alive():
+        while not stop.wait(0.2) and thread.is_alive():
             seen = self._seen
             if seen is None or seen.usage is None:
                 continue
@@ -87,14 +129,14 @@ class Watcher:
                 told_at, held = time.monotonic(), seen.holder
                 told(seen)
 
-    def _main(self) -> None:
+    def _main(self, claim: Claim) -> None:
         try:
-            asyncio.run(self._serve())
+            asyncio.run(self._serve(claim))
         except BaseException as error:
             self._failure = error
 
-    async def _serve(self) -> None:
-        maintainer = Maintainer(self._root, self._claim)
+    async def _serve(self, claim: Claim) -> None:
+        maintainer = Maintainer(self._root, claim)
         interval_s = _IDLE_S
         while not self._stop.is_set():
             started = time.monotonic()
@@ -106,6 +148,39 @@ class Watcher:
             await asyncio.to_thread(self._stop.wait, interval_s)
         with contextlib.suppress(OSError):
             await maintainer.close()
+
+
+def opened(path: str) -> RootView | None:
+    """Open a root; None where an engine may yet make one: nothing is there, or an empty directory.
+
+    Raises NotARoot for all else.
+    """
+    try:
+        return RootView.open(path)
+    except NotARoot:
+        if not _may_become_one(path):
+            raise
+    return None
+
+
+def _may_become_one(path: str) -> bool:
+    try:
+        # Passes over an empty directory, and makes nothing.
+        Root.open(path, create=True, writable=False)
+    except RootError:
+        return _is_missing(path)
+    except FskvError:
+        return False
+    return True
+
+
+def _is_missing(path: str) -> bool:
+    """Whether nothing is there, where a directory could be made."""
+    try:
+        os.stat(path)
+    except OSError as error:
+        return error.errno == errno.ENOENT
+    return False
 
 
 def sentence(seen: Seen) -> str:

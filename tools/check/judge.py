@@ -19,12 +19,19 @@ import os
 import stat
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from fskv import chunk_file
 from fskv.chunk_file import ALIGNMENT, ROW_NBYTES, ChunkHeader
-from fskv.errors import ChunkCorrupt, ChunkError, ChunkMissing, ChunkStale, chunk_error_from_os
+from fskv.errors import (
+    ChunkCorrupt,
+    ChunkError,
+    ChunkMissing,
+    ChunkStale,
+    ChunkUnknownKey,
+    chunk_error_from_os,
+)
 from fskv.mac import MacKey
 from fskv.namespace import ChunkName
 
@@ -63,6 +70,7 @@ class Verdict:
     header: ChunkHeader | None = None
     info: os.stat_result | None = None
     nbytes_read: int = 0
+    unknown_key: bool = False  # sealed with a key that this run was not given
 
     @property
     def bad(self) -> bool:
@@ -210,13 +218,7 @@ def judge(
         if looked is not None:
             verdict = looked
             break
-    return Verdict(
-        verdict.finding,
-        verdict.reason,
-        verdict.header,
-        verdict.info,
-        reader.nbytes_read - before,
-    )
+    return replace(verdict, nbytes_read=reader.nbytes_read - before)
 
 
 def _look(
@@ -267,7 +269,8 @@ def judge_open(file: OpenFile, chunk: ChunkName | None, expected: Expected, rows
     except ChunkError as error:
         if _is_estale(error):
             raise
-        return Verdict(*finding_of(error), header, file.info)
+        unknown_key = isinstance(error, ChunkUnknownKey)
+        return Verdict(*finding_of(error), header, file.info, unknown_key=unknown_key)
 
 
 def _is_estale(error: ChunkError) -> bool:

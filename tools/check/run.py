@@ -18,7 +18,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from fskv.index.scan import NUM_SHARDS, OPEN_SHARD, Records, Shard, file_name, shard_path
 from fskv.namespace import ChunkName, parse_chunk_path
@@ -81,6 +81,7 @@ class Bad:
     reason: str
     nbytes: int | None  # length
     alone: bool = True  # judged by itself; not because others of its group are different
+    unknown_key: bool = False  # sealed with a key that this run was not given
 
     @property
     def id(self) -> str:
@@ -305,7 +306,8 @@ class Run:
         self._count(batch.space_idx, record, chunk, verdict, rows)
         if verdict.bad:
             nbytes = None if verdict.info is None else verdict.info.st_size
-            self._found.put(Bad(space, name, verdict.finding, verdict.reason, nbytes))
+            found = Bad(space, name, verdict.finding, verdict.reason, nbytes)
+            self._found.put(replace(found, unknown_key=verdict.unknown_key))
 
     def _count(
         self,

@@ -322,6 +322,8 @@ def _print(where: Place, body: Body, everything: bool) -> None:
     _line("rank", f"{header.rank}{agrees['rank']}")
     _line("namespace", header.namespace_digest.hex() + agrees["namespace"])
     _line("layout", header.layout_digest.hex() + agrees["layout"])
+    if header.key_id is not None:
+        _line("key_id", f"{header.key_id}, sealed ({header.integrity})")
     whole = layout_of(header)
     _line("blocks", f"{header.num_blocks} of {whole.block_nbytes} bytes")
     if header.first_block:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
@@ -21,6 +22,7 @@ from ..root_view import Namespace, RootView
 from ..terminal import (
     age_option,
     ago,
+    can_ask,
     confirm,
     emit,
     iec,
@@ -68,6 +70,9 @@ LINES = {
         "interrupted": "whether a signal ended it",
     },
 }
+
+
+_SMALL_NBYTES = 1 << 20
 
 
 def command(
@@ -134,7 +139,8 @@ def command(
 
     With --watch it runs until SIGTERM or SIGINT, beside any number of engines and other watchers: one of them
     counts and prunes for all. The limits hold for the engines too while it runs: they store nothing beyond
-    them, and the tightest limit of all counts. Run it as the user that the engines run as.
+    them, and the tightest limit of all counts. Run it as the user that the engines run as. Where there is
+    no directory or an empty one, it waits until an engine has made a root of it; the metrics are up by then.
 
     Exit code 3 if something could not be removed or listed, or the target was not reached.
     """
@@ -154,13 +160,13 @@ def command(
             "--namespace, --tenant: found with --watch, expected --namespace-max-size NAMESPACE=SIZE"
             " or --tenant-max-size TENANT=SIZE"
         )
-    view = RootView.open(root)
     if watch:
-        limits = _limits(view, wish, namespace_max_size or [], tenant_max_size or [])
+        limits = _limits(wish, namespace_max_size or [], tenant_max_size or [])
         if limits == Limits():
             raise UsageError("found no limit, expected one such as --max-size SIZE")
-        _watch(view, wish, limits, metrics_address, metrics_port, dry_run, yes, as_json=as_json)
+        _watch(root, wish, limits, metrics_address, metrics_port, dry_run, yes, as_json=as_json)
         return
+    view = RootView.open(root)
     if wish == Wish():
         raise UsageError("found no target, expected --max-size, --keep-free or --unused-for")
     spaces = _chosen(view, namespace, tenant)
@@ -187,7 +193,15 @@ def _wish(max_size: str | None, keep_free: str | None, unused_for: str | None) -
 def _max_nbytes(max_size: str | None) -> int | None:
     if max_size is None or max_size == "0":
         return None if max_size is None else 0
-    return size_option("--max-size", max_size)
+    return _bound("--max-size", max_size)
+
+
+def _bound(option: str, text: str) -> int:
+    """Read a bound; one without a unit that is smaller than a chunk is almost surely a slip, and is said."""
+    nbytes = size_option(option, text)
+    if text.isdecimal() and nbytes < _SMALL_NBYTES:
+        say(f"{option} {text} means {many(nbytes, 'byte')}: expected a unit, such as {text}GiB")
+    return nbytes
 
 
 def _chosen(view: RootView, names: list[str] | None, tenants: list[str] | None) -> list[Namespace]:
@@ -322,7 +336,8 @@ def _carry_out(view: RootView, pruning: Pruning, planned: int) -> tuple[Done, bo
 # --- for as long as it runs ---------------------------------------------------------------
 
 
-def _limits(view: RootView, wish: Wish, of_namespaces: list[str], of_tenants: list[str]) -> Limits:
+def _limits(wish: Wish, of_namespaces: list[str], of_tenants: list[str]) -> Limits:
+    """Read the options; namespaces have the names that people gave them."""
     each: dict[str, int | None] = {"namespaces": None, "tenants": None}
     named: dict[str, dict[str, int]] = {"namespaces": {}, "tenants": {}}
     for kind, option, texts in (
@@ -331,15 +346,11 @@ def _limits(view: RootView, wish: Wish, of_namespaces: list[str], of_tenants: li
     ):
         for text in texts:
             name, equals, size = text.rpartition("=")
-            nbytes = size_option(option, size)
-            if not equals:
+            nbytes = _bound(option, size)
+            if equals:
+                named[kind][name] = nbytes
+            else:
                 each[kind] = nbytes
-                continue
-            if kind == "namespaces":
-                name = view.namespace(name).id
-                if not is_claimable(name):
-                    raise UsageError(f"{option}: {name}: no engine makes a namespace of that name")
-            named[kind][name] = nbytes
     return Limits(
         wish.max_nbytes,
         wish.keep_free,
@@ -351,8 +362,21 @@ def _limits(view: RootView, wish: Wish, of_namespaces: list[str], of_tenants: li
     )
 
 
+def _resolved(limits: Limits, view: RootView) -> Limits:
+    """Put the ids of namespaces for the names that people gave them."""
+    found = {}
+    for text, nbytes in limits.namespaces.items():
+        name = view.namespace(text).id
+        if not is_claimable(name):
+            raise UsageError(
+                f"--namespace-max-size: {name}: no engine makes a namespace of that name"
+            )
+        found[name] = nbytes
+    return replace(limits, namespaces=found)
+
+
 def _watch(
-    view: RootView,
+    root: str,
     wish: Wish,
     limits: Limits,
     address: str,
@@ -362,9 +386,29 @@ def _watch(
     *,
     as_json: bool,
 ) -> None:
-    """Show what goes now unless it is not asked for, and watch."""
+    """Wait for the root, show what goes now unless it is not asked for, and watch."""
+    from ..exporter import serve
+    from ..watch import Watcher, sentence
+
     counts: dict[str, Any] = dict.fromkeys(LINES["summary"])
     counts |= {"dry_run": dry_run, "interrupted": False}
+    watcher = Watcher(root)
+    view: RootView | None
+    if dry_run or not (yes or can_ask()):
+        view = RootView.open(root)  # it ends at once, root or not
+    else:
+        if not root:
+            raise UsageError("--root: found nothing, expected the directory of a cache root")
+        if port is not None:
+            taken = serve(watcher.watched, os.path.abspath(root), address, port)
+            say(f"metrics: http://{address}:{taken}/metrics")
+        view = watcher.await_root()
+    if view is None:
+        if as_json:
+            emit("summary", **{**counts, "interrupted": True})
+        say("ended: there was no root yet")
+        return
+    limits = _resolved(limits, view)
     if not yes or dry_run:
         # Not with --yes: a daemon that starts again need not look at a million files first.
         pruning = _looked(view, view.namespaces(), wish)
@@ -380,13 +424,6 @@ def _watch(
             if as_json:
                 emit("summary", **counts)
             return
-    from ..exporter import serve
-    from ..watch import Watcher, sentence
-
-    watcher = Watcher(view.path, limits)
-    if port is not None:
-        taken = serve(watcher.watched, view.path, address, port)
-        say(f"metrics: http://{address}:{taken}/metrics")
 
     def told(seen: Any) -> None:
         if not as_json:
@@ -406,7 +443,7 @@ def _watch(
     if os.geteuid() != os.stat(f"{view.path}/{FORMAT_FILE}").st_uid:
         say(f"{view.path} belongs to another user: engines may not read this watcher's limits")
     say(f"watching {view.path}")
-    watcher.run(told)
+    watcher.run(limits, told)
     if as_json:
         emit("summary", **{**counts, "interrupted": True})
     say("ended: the claim is withdrawn and the lease given back")

@@ -12,7 +12,7 @@ from ..exits import UsageError, outcome
 from ..mac_keys import MacKeyFileOption
 from ..options import JsonOption, MetricsOption, RootOption
 from ..root_view import RootView
-from ..terminal import emit, iec, progress, rfc3339, say
+from ..terminal import emit, iec, many, progress, rfc3339, say
 
 LINES = {
     "namespace": {
@@ -88,7 +88,7 @@ def command(
     if path is not None:
         answers = _answers(urls) if metrics is not None else None
         nbytes = file.write(path, page(found, answers))
-        say(f"{html}: {iec(nbytes)}, about {found.files:,} files of {iec(found.nbytes)}")
+        say(f"{html}: {iec(nbytes)}, about {many(found.files, 'file')} of {iec(found.nbytes)}")
     if as_json:
         _emit(found, path)
     problems = found.problems or found.reuse.damaged or found.reuse.misplaced

@@ -275,6 +275,7 @@ class _Output:
         self._quiet = quiet
         self._as_json = as_json
         self.problems = 0
+        self._unjudged = 0  # for want of a key
         for space in spaces:
             if space.problem is not None:
                 self.problems += 1
@@ -284,6 +285,7 @@ class _Output:
                     say(f"{space.id}: {space.problem}")
 
     def bad(self, bad: Bad) -> None:
+        self._unjudged += bad.unknown_key
         if self._quiet:
             print(bad.id)
         elif self._as_json:
@@ -357,9 +359,14 @@ class _Output:
             say(f"{counts['vanished']:,} vanished meanwhile, which is no problem")
         if tally.foreign:
             say(f"{tally.foreign:,} foreign entries among them were left alone")
+        if self._unjudged:
+            say(
+                f"{many(self._unjudged, 'sealed file')} could not be judged, which says nothing against"
+                " them: --mac-key-file FILE gives the key"
+            )
         if removed.files:
             say(f"removed {many(removed.files, 'file')}, {iec(removed.nbytes)}")
-        elif bad and not may_remove:
+        elif bad > self._unjudged and not may_remove:
             say("`fskv inspect ID` shows where a file is bad; --remove-bad removes bad files")
         if resume is not None:
             say(f"time ran out; --from {resume} goes on there")

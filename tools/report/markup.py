@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 
 from ..terminal import show
@@ -11,6 +12,11 @@ from .plots import escape
 def text(value: str) -> str:
     """Return what a name or a message shows as, safe between tags and in attributes."""
     return escape(show(value))
+
+
+def name_of(value: str) -> str:
+    """Return a name that is broken between its parts where the page is narrow, in a part only if it must."""
+    return re.sub(r"([/_+@])(?=.)", r"\1<wbr>", text(value))
 
 
 def section(name: str, title: str, *content: str) -> str:

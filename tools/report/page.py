@@ -15,7 +15,7 @@ from .. import endpoint
 from ..terminal import ago, duration, iec, rfc3339
 from ..top.frame import seconds, share
 from .health import engines_section, health_section, status
-from .markup import figure, note, section, table, text
+from .markup import figure, name_of, note, section, table, text
 from .plots import Tick, area, bar, columns, escape
 from .style import POLICY, SHEET
 from .survey import AGE_BINS, DAY, HOUR, MINUTE, REUSE_BINS, NamespaceSurvey, Part, Survey
@@ -335,7 +335,7 @@ def _breakdown(caption: str, parts: dict[str, Part]) -> str:
         rest.add(part.files, part.nbytes)
     rows = [
         [
-            text(name),
+            name_of(name),
             bar(part.nbytes / total if total else 0.0),
             iec(part.nbytes),
             f"{part.files:,}",
@@ -355,7 +355,7 @@ def _namespaces(survey: Survey) -> str:
     most = max(one.nbytes for one in ordered) or 1
     rows = [
         [
-            f"<code>{text(one.namespace.id)}</code>",
+            f"<code>{name_of(one.namespace.id)}</code>",
             bar(one.nbytes / most),
             iec(one.nbytes),
             f"{one.chunks:,}",

@@ -76,6 +76,7 @@ th,td{padding:5px 14px 5px 0;border-bottom:1px solid var(--rule);vertical-align:
 tr>:last-child{padding-right:0}
 tbody tr:last-child>*{border-bottom:0}
 tbody th{color:var(--text);font-weight:400;font-size:inherit;overflow-wrap:anywhere;min-width:9em}
+.pair tbody th{min-width:11em}
 .n{text-align:right;white-space:nowrap}
 .b{width:22%}
 .pair .b{width:34%}
