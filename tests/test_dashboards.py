@@ -515,7 +515,11 @@ def test_a_real_prometheus_has_data_for_every_expression_of_dashboard_and_rules(
         "positive_ttl_s": 0.5,
         "lookup_timeout_s": 1.0,
         "health_file": str(tmp_path / "health-{rank}.json"),
+        "mac_key_file": str(tmp_path / "keys"),
     }
+    keys = tmp_path / "keys"
+    keys.write_text(f"one {os.urandom(32).hex()}\n")
+    keys.chmod(0o600)
     healthy = tmp_path / "health-0.json"
     reset = {"reset_prefix_cache": True}
     prompts = [model.tokens(f"watched-{number}", 600) for number in range(8)]
