@@ -127,11 +127,13 @@ class Rig:
         monkeypatch.setattr(vllm_tier, "ask_workers", lambda *_: workers)
         os.makedirs(root, exist_ok=True)
         self.root = str(root)
+        parallel = SimpleNamespace(data_parallel_index=options.pop("data_parallel_index", 0))
         spec = SimpleNamespace(
+            config=SimpleNamespace(parallel=parallel),
             kv_events_config=SimpleNamespace(
                 enable_kv_cache_events=options.pop("events", False),
                 self_describing_kv_events=False,
-            )
+            ),
         )
         options = {"maintenance": "off", "weights_fixed": True, **options}
         self.tier = FskvTier(spec, self.view, "FskvTier", root=self.root, **options)
@@ -530,6 +532,12 @@ def test_events_name_what_is_visible_and_what_is_gone_with_the_tiers_locality(ma
     os.unlink(rig.path(rig.keys(1)[0]))
     assert not rig.finish(rig.submit(rig.keys(1), [0, 1], load=True)).success
     assert [(e.removed, list(e.keys)) for e in rig.tier.take_events()] == [(True, rig.keys(1)[:1])]
+
+
+def test_each_replica_of_an_engine_has_a_health_file_of_its_own(make_rig, tmp_path):
+    make_rig(data_parallel_index=3, health_file=str(tmp_path / "health-{rank}.json"))
+    wait_for((tmp_path / "health-3.json").exists)
+    assert not (tmp_path / "health-0.json").exists()
 
 
 def test_what_is_counted_is_declared(make_rig):

@@ -130,6 +130,11 @@ class _Group(TyperGroup):
             say(f"fskv: {error}")
             raise typer.Exit(Exit.USAGE) from None
         except KeyboardInterrupt:
+            import logging
+
+            logging.getLogger(
+                "asyncio"
+            ).disabled = True  # at the end: a task in which it was raised
             say("interrupted")
             raise typer.Exit(Exit.INTERRUPTED) from None
         except BrokenPipeError:
