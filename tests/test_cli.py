@@ -389,24 +389,3 @@ def test_ctrl_c_while_modules_are_imported_is_no_traceback(tmp_path):
         done = subprocess.run([sys.executable, *words], capture_output=True, env=around, timeout=60)
         assert done.returncode == -signal.SIGINT
         assert (b"Traceback" in done.stderr) is traceback
-
-
-def test_ctrl_c_inside_a_task_is_one_word_and_no_traceback(tmp_path):
-    """What a loop leaves behind, a task with the interrupt in it, is told by asyncio when it is collected."""
-    script = (
-        "import asyncio, sys\n"
-        "from fskv_tools import root_view, cli\n"
-        "async def interrupted():\n    raise KeyboardInterrupt\n"
-        "def view(root):\n"
-        "    loop = asyncio.new_event_loop()\n"
-        "    kept.append(loop.create_task(interrupted()))\n"
-        "    loop.run_forever()\n"
-        "kept = []\n"
-        "root_view.RootView.open = view\n"
-        "sys.argv = ['fskv', 'report', '--root', '/x', '--html', '/x/y']\n"
-        "cli.main()\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, cwd=tmp_path
-    )
-    assert (done.returncode, done.stderr.split()) == (130, ["interrupted"])
