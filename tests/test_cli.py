@@ -389,3 +389,25 @@ def test_ctrl_c_while_modules_are_imported_is_no_traceback(tmp_path):
         done = subprocess.run([sys.executable, *words], capture_output=True, env=around, timeout=60)
         assert done.returncode == -signal.SIGINT
         assert (b"Traceback" in done.stderr) is traceback
+
+
+def test_ctrl_c_inside_a_task_is_one_word_and_no_traceback(tmp_path):
+    """A loop leaves the task behind with the interrupt in it, and asyncio tells of it when it is collected."""
+    script = (
+        "import asyncio, gc, sys\n"
+        "from fskv_tools import cli, root_view\n"
+        "async def interrupted():\n    raise KeyboardInterrupt\n"
+        "def view(root):\n"
+        "    loop = asyncio.new_event_loop()\n"
+        "    loop.create_task(interrupted())\n"
+        "    loop.run_forever()\n"
+        "root_view.RootView.open = view\n"
+        "sys.argv = ['fskv', 'report', '--root', '/x', '--html', '/x/y']\n"
+        "try:\n    cli.main()\nexcept SystemExit as ended:\n    code = ended.code\n"
+        "gc.collect()\n"
+        "sys.exit(code)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, cwd=tmp_path
+    )
+    assert (done.returncode, done.stderr.split()) == (130, ["interrupted"])

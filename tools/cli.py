@@ -132,9 +132,8 @@ class _Group(TyperGroup):
         except KeyboardInterrupt:
             import logging
 
-            logging.getLogger(
-                "asyncio"
-            ).disabled = True  # at the end: a task in which it was raised
+            # It would tell, with a traceback, of each task in which this was raised.
+            logging.getLogger("asyncio").disabled = True
             say("interrupted")
             raise typer.Exit(Exit.INTERRUPTED) from None
         except BrokenPipeError:
