@@ -69,7 +69,7 @@ bench-sealing: $(SETUP) ## What a MAC costs: store and load with it and without,
 storm: $(SETUP) ## Kill writers, fill a disk, fail a mount: is anything wrong ever served? (minutes)
 	@$(PY) -m benchmarks.storm $(ARGS)
 
-test: $(SETUP) ## Unit tests, then real engines: each promise (a quarter of an hour on 2 cores)
+test: $(SETUP) ## Unit tests, then real engines: each promise (half an hour on 2 cores)
 	$(PY) -m pytest -m 'not slow and not shared_fs' $(ARGS)
 
 test-slow: $(SETUP) ## More models, more settings, longer walks and storms (as long again); not in test

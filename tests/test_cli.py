@@ -392,7 +392,7 @@ def test_ctrl_c_while_modules_are_imported_is_no_traceback(tmp_path):
 
 
 def test_ctrl_c_inside_a_task_is_one_word_and_no_traceback(tmp_path):
-    """A loop leaves the task behind with the interrupt in it, and asyncio tells of it when it is collected."""
+    """A loop leaves the task behind, with the interrupt in it; asyncio tells of it when it is collected."""
     script = (
         "import asyncio, gc, sys\n"
         "from fskv_tools import cli, root_view\n"

@@ -324,22 +324,21 @@ def test_a_vllm_whose_modules_raise_anything_is_refused_in_one_sentence():
         vllm_version.check(load)
 
 
+_V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
+
+
 @pytest.mark.parametrize(
     ("module", "missing"),
     [
-        ("vllm_multi", ("vllm_distributed_multi", "MultiKVConnectorStats")),
-        ("vllm_tier", ("vllm_tiering_base", "SecondaryTierManager")),
+        ("vllm_multi", f"{_V1}.multi_connector.MultiKVConnectorStats"),
+        ("vllm_tier", "vllm.v1.kv_offload.tiering.base.SecondaryTierManager"),
     ],
 )
 def test_each_way_in_says_it_before_any_import_of_its_own_fails(module, missing):
     """In a process of its own: vLLM's module without a name, as another version has it."""
-    where = {
-        "vllm_distributed_multi": "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector",
-        "vllm_tiering_base": "vllm.v1.kv_offload.tiering.base",
-    }[missing[0]]
+    where, _, name = missing.rpartition(".")
     script = (
-        f"import importlib, sys\nfound = importlib.import_module({where!r})\n"
-        f"del found.{missing[1]}\n"
+        f"import importlib\nfound = importlib.import_module({where!r})\ndel found.{name}\n"
         "from fskv.errors import ConfigError\n"
         f"try:\n    import fskv.engines.{module}\n"
         "except ConfigError as error:\n    print('REFUSED', error)\n"

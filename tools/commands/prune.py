@@ -394,11 +394,9 @@ def _watch(
     counts |= {"dry_run": dry_run, "interrupted": False}
     watcher = Watcher(root)
     view: RootView | None
-    if dry_run or not (yes or can_ask()):
+    if not root or dry_run or not (yes or can_ask()):
         view = RootView.open(root)  # it ends at once, root or not
     else:
-        if not root:
-            raise UsageError("--root: found nothing, expected the directory of a cache root")
         if port is not None:
             taken = serve(watcher.watched, os.path.abspath(root), address, port)
             say(f"metrics: http://{address}:{taken}/metrics")
