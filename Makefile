@@ -48,7 +48,7 @@ bench-tier: $(SETUP) ## FskvTier, FskvConnector and vLLM's file tier on real eng
 	@$(PY) -m benchmarks.tier --direct-io auto $(ARGS) --dir '$(DIR)'
 
 bench-shared-root: $(SETUP) ## Two real vLLM engines, one root, a bound of a tenth of what they write (12 minutes)
-	@$(PY) -m benchmarks.shared_root $(ARGS)
+	@$(PY) -m trials.shared_root $(ARGS)
 
 bench-load-budget: $(SETUP) ## Time to first token with `load_budget` on fast and on crawling storage (10 minutes)
 	@$(PY) -m benchmarks.load_budget $(ARGS)
@@ -58,16 +58,16 @@ bench-verify: $(SETUP) ## The rate of `fskv verify --read-data` beside a plain r
 	@$(PY) -m benchmarks.verify $(ARGS) --dir '$(DIR)'
 
 corruptions: $(SETUP) ## Does `fskv verify` find each of 10,000 random corruptions? (minutes)
-	@$(PY) -m benchmarks.corruptions $(ARGS)
+	@$(PY) -m trials.corruptions $(ARGS)
 
 forgeries: $(SETUP) ## Is one of 10,000 forged or replayed files served where chunks are sealed? (minutes)
-	@$(PY) -m benchmarks.forgeries $(ARGS)
+	@$(PY) -m trials.forgeries $(ARGS)
 
 bench-sealing: $(SETUP) ## What a MAC costs: store and load with it and without, in turns
 	@$(PY) -m benchmarks.sealing $(ARGS)
 
 storm: $(SETUP) ## Kill writers, fill a disk, fail a mount: is anything wrong ever served? (minutes)
-	@$(PY) -m benchmarks.storm $(ARGS)
+	@$(PY) -m trials.storm $(ARGS)
 
 test: $(SETUP) ## Unit tests, then real engines: each promise (half an hour on 2 cores)
 	$(PY) -m pytest -m 'not slow and not shared_fs' $(ARGS)
@@ -80,7 +80,7 @@ test-unit: $(SETUP) ## Those of test that start no engine
 
 test-shared-fs: $(SETUP) ## Real NFS and GlusterFS, nodes that die (root, Debian; 10 to 20 minutes)
 	@bash tests/shared_fs/install
-	$(PY) -m pytest -m shared_fs tests/test_shared_fs.py $(ARGS)
+	$(PY) -m pytest -m shared_fs tests/shared_fs/test_shared_fs.py $(ARGS)
 
 test-versions: $(SETUP) ## Other vLLM versions: contract, refusal, engines beside the installed one (3 GB, long)
 	@PY='$(PY)' bash .ci/versions $(ARGS)

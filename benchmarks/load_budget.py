@@ -1,6 +1,6 @@
 """Time to the first token with a load budget, without one and without loading, on fast and crawling storage.
 
-One real vLLM engine on a FUSE mount whose reads can be throttled (tests/faulty_mount.py). Its prompts are
+One real vLLM engine on a FUSE mount whose reads can be throttled (faults/mount.py). Its prompts are
 computed and stored first. Then, with its own cache emptied before each request, it is asked in turns
 
     recompute   for a prompt without looking into any cache
@@ -35,8 +35,8 @@ from benchmarks.options import parser, positive, positive_float, settings
 from benchmarks.report import judged, publish, say
 from benchmarks.rig import BenchmarkError, work_directory
 from demo.checkpoints import make
+from faults import mount as faulty_mount
 
-_TOOL = Path(__file__).resolve().parents[1] / "tests" / "faulty_mount.py"
 _PROMISE = 1.1
 _ANSWER_S = 900.0
 _RECOVER_S = 300.0
@@ -45,8 +45,12 @@ _RECOVER_S = 300.0
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     os.makedirs(options.checkpoints, exist_ok=True)
     model = make("llama_large", options.checkpoints)
-    tool = _tool()
-    with work_directory(options.dir) as directory, tool.FaultyMount(f"{directory}/fuse") as mount:
+    if missing := faulty_mount.why_not():
+        raise BenchmarkError(missing)
+    with (
+        work_directory(options.dir) as directory,
+        faulty_mount.FaultyMount(Path(directory) / "fuse") as mount,
+    ):
         log = f"{directory}/engine.log"
         setup = Setup(
             model,
@@ -72,17 +76,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     if not throttled:
         raise BenchmarkError("no read was throttled: nothing was shown")
     return _facts(options, asked, recovered)
-
-
-def _tool() -> Any:
-    spec = importlib.util.spec_from_file_location("faulty_mount", _TOOL)
-    if spec is None or spec.loader is None or not _TOOL.exists():
-        raise BenchmarkError(f"{_TOOL} is not there")
-    tool: Any = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
-    if missing := tool.why_not():
-        raise BenchmarkError(missing)
-    return tool
 
 
 def _ask(engine: EngineProcess, way: str, idx: int) -> Answer:

@@ -23,9 +23,9 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from demo import damage
 from demo.checkpoints import Model
 from demo.engine import SETTLE, generates, start_engine
+from faults import files as damage
 
 MAX_TOKENS = 16
 TIMEOUT_S = 300.0  # of one engine process; they take 10 to 60 s

@@ -2,7 +2,7 @@
 
 Engine adapters drain the counters and hand them to the engine's own metrics. Standard library only.
 
-A new metric is a constant here and in ALL_METRICS, and a row of docs/metrics.md: tests/test_metrics_doc.py
+A new metric is a constant here and in ALL_METRICS, and a row of docs/metrics.md: test_metrics_doc.py
 says which. A label has few values: reasons, bounds, or one of this engine.
 """
 

@@ -2,7 +2,7 @@
 
 vLLM names a block by a hash of (the hash of the block before, the block's tokens, what else decides its
 KV): `v1/core/kv_cache_utils.py`, `hash_block_tokens`. The first block's parent is the hash of a seed. Here
-is the same for the four algorithms that vLLM has; tests/test_block_hashes.py compares it with vLLM's own
+is the same for the four algorithms that vLLM has; test_block_hashes.py compares it with vLLM's own
 functions, and with vectors that vLLM gave.
 
 Pure. Requests with images, audio or prompt embeddings have digests of their content in their keys, which

@@ -4,7 +4,7 @@ CommandError
 ├── UsageError     2   an argument makes no sense, or a confirmation could not be asked for
 └── NotARoot      10   the root is missing, foreign, unreadable or of another format
 
-docs/cli.md lists the codes; tests/test_cli.py provokes each.
+docs/cli.md lists the codes; tests/tools/test_cli.py provokes each.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Says in words why two identities do not share, and what would let them.
 
 Pure: `fskv.namespace.diff` finds the differences, this room knows what each field means to an operator. Every
-field of an identity has an entry (tests/test_diff.py holds that), so a new one cannot go unexplained.
+field of an identity has an entry (tests/tools/test_diff.py holds that), so a new one cannot go unexplained.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Writes docs/cli.md from the commands themselves: `python -m fskv_tools.manual > docs/cli.md`.
 
-tests/test_cli.py compares the file with what this writes, so that the page cannot drift. A command's text is
+test_cli.py compares the file with what this writes, so that the page cannot drift. A command's text is
 the docstring of its function; what its JSON lines hold is `LINES` of its module.
 """
 

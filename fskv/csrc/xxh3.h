@@ -1,5 +1,5 @@
 /* XXH3 with seed 0 and the default secret. 64 bits for inputs longer than 240 bytes: rows and headers, all of
- * them multiples of 4096. 128 bits for inputs of any length: names of chunk files. Facts: the XXH3 part of the xxHash specification. tests/test_native.py holds it against the
+ * them multiples of 4096. 128 bits for inputs of any length: names of chunk files. Facts: the XXH3 part of the xxHash specification. tests/unit/test_native.py holds it against the
  * `xxhash` package byte for byte.
  */
 #ifndef FSKV_XXH3_H

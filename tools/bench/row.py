@@ -1,7 +1,7 @@
 """What a bench reports: one frozen row per operation, and how rows relate to the peers' rows.
 
 Pure: no file, no clock, no torch. docs/benchmarks.md, "The rows of --json", describes every field of `Row`;
-`tests/test_bench.py` holds the two together.
+`tests/tools/test_bench.py` holds the two together.
 """
 
 from __future__ import annotations

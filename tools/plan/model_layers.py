@@ -2,7 +2,7 @@
 
 One function for each family of architectures, found by `model_type`. A model that is not in the table, or
 has a field that is not understood, is refused: a plan for another model would be worse than none.
-tests/test_plan.py compares the defaults with transformers, tests/test_engine_plan.py the result with
+test_plan.py compares the defaults with transformers, test_engine_plan.py the result with
 engines.
 """
 

@@ -1,6 +1,6 @@
 """What a replay reports: JSON lines, a table for people, and a plot.
 
-docs/benchmarks.md, "The lines of replay --json", describes every field; tests/test_replay.py holds the two
+docs/benchmarks.md, "The lines of replay --json", describes every field; test_replay.py holds the two
 together. matplotlib is imported by `plot` only.
 """
 

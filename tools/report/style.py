@@ -1,4 +1,4 @@
-"""The look of the page: one style sheet, light and dark; tests/test_report.py checks that it can be read."""
+"""The look of the page: one style sheet, light and dark; test_report.py checks that it can be read."""
 
 from __future__ import annotations
 

@@ -1,0 +1,144 @@
+"""The options of several children: what is refused, in one sentence, and what a child gets to see."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+from places import REPOSITORY
+
+from fskv.errors import ConfigError
+from fskv.metrics import MULTI_METRICS
+from fskv.multi_config import ChildConfig, MultiConfig
+
+DOCS = REPOSITORY / "docs" / "vllm.md"
+
+
+def ours(root, **options):
+    return {
+        "kv_connector": "FskvConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"root": root, **options},
+    }
+
+
+def other(connector="OffloadingConnector", **options):
+    return {
+        "kv_connector": connector,
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": options,
+    }
+
+
+def parsed(*children, **options):
+    return MultiConfig.from_mapping({"connectors": list(children), **options})
+
+
+def refused(*children, **options):
+    with pytest.raises(ConfigError) as caught:
+        parsed(*children, **options)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert "option '" in message
+    return message
+
+
+def test_a_child_sees_its_own_options_and_not_those_of_the_choice():
+    config = parsed(
+        ours("/nvme/kv", load_weight=2, name="fast", store=False, io_threads=2),
+        other(cpu_bytes_to_use=1, load_weight=0),
+    )
+    first, second = config.connectors
+    assert first.transfer == ours("/nvme/kv", store=False, io_threads=2)
+    assert second.transfer == other(cpu_bytes_to_use=1)
+    assert (first.name, first.load_weight) == ("fast", 2.0)
+    assert (second.name, second.load_weight) == ("OffloadingConnector", 0.0)
+    assert (config.choose, config.lookup_timeout_s) == ("weight", 1.0)
+
+
+def test_names_are_roots_or_classes_and_never_equal():
+    config = parsed(ours("/a"), other(), other(), other("SimpleCPUOffloadConnector"))
+    assert [child.name for child in config.connectors] == [
+        "/a",
+        "OffloadingConnector",
+        "OffloadingConnector#2",
+        "SimpleCPUOffloadConnector",
+    ]
+    assert "'x'" in refused(ours("/a", name="x"), ours("/b", name="x"))
+    for taken in ("OffloadingConnector", "OffloadingConnector#1", "OffloadingConnector#2"):
+        written, stock = other(name=taken), other()
+        for children in ([written, stock, stock], [stock, written, stock], [stock, stock, written]):
+            names = [child.name for child in parsed(*children).connectors]
+            assert len(set(names)) == 3
+            assert taken in names
+
+
+def test_children_have_health_files_of_their_own():
+    parsed(ours("/a", health_file="/run/a"), ours("/b", health_file="/run/b"), ours("/c"))
+    for path in ("/run/a", "/run//a", "/run/x/../a"):
+        found = refused(ours("/a", health_file="/run/a"), ours("/b", health_file=path))
+        assert "connectors[1].health_file" in found
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("/a", "/a"), ("/a/", "/a"), ("/a/../b", "/b"), ("/a", "/a/b"), ("/a/b/c", "/a"), ("/", "/a")],
+)
+def test_roots_that_are_the_same_or_inside_each_other_are_refused(first, second):
+    message = refused(ours(first), ours(second))
+    assert "connectors[1].root" in message
+    assert "a root of its own" in message
+
+
+def test_roots_that_only_look_alike_are_taken():
+    parsed(ours("/a"), ours("/ab"), ours("/b/a"))
+
+
+@pytest.mark.parametrize(
+    ("children", "options", "words"),
+    [
+        ([], {}, ["'connectors'", "a list"]),
+        ([ours("/a")], {"chose": "auto"}, ["'chose'", "did you mean 'choose'?"]),
+        ([ours("/a")], {"root": "/a"}, ["'root'", "go into the child"]),
+        ([ours("/a")], {"choose": "best"}, ["'choose'", '"weight", "auto" or "first"']),
+        ([ours("/a")], {"lookup_timeout_s": 0}, ["'lookup_timeout_s'", "seconds"]),
+        ([ours("/a")], {"lookup_timeout_s": True}, ["'lookup_timeout_s'"]),
+        ([ours("/a", load_weight=-1)], {}, ["connectors[0].load_weight", "-1"]),
+        ([ours("/a", load_weight="2")], {}, ["connectors[0].load_weight", "'2'"]),
+        ([ours("/a", name=7)], {}, ["connectors[0].name"]),
+        ([ours("/a"), other(store=False)], {}, ["connectors[1].store", "only FskvConnector"]),
+        ([other("NixlConnector")], {}, ["connectors[0]", "NixlConnector", "as a child"]),
+        ([other("FskvMultiConnector")], {}, ["as a child"]),
+        (["FskvConnector"], {}, ["connectors[0]", "an object"]),
+        ([{"kv_role": "kv_both"}], {}, ["connectors[0]", "kv_connector"]),
+    ],
+)
+def test_what_cannot_work_is_refused_in_one_sentence(children, options, words):
+    message = refused(*children, **options)
+    for word in words:
+        assert word in message
+
+
+def test_the_documented_tables_are_those_of_the_code():
+    text = DOCS.read_text()
+    section = text[text.index("### Several roots") :]
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) \| (.*?) \| (.*) \|$", section, re.MULTILINE)
+    table = {name: cells for name, *cells in rows}
+    for cls in (MultiConfig, ChildConfig):
+        for field in dataclasses.fields(cls):
+            if field.name == "transfer":
+                continue
+            default, unit, effect = table[field.name]
+            assert (unit, effect) == (field.metadata["unit"], field.metadata["effect"])
+            if field.default is not dataclasses.MISSING and field.default != "":
+                assert default.strip("`").strip('"') == str(field.default), field.name
+
+
+def test_the_documented_metrics_are_those_of_the_code():
+    text = DOCS.read_text()
+    for metric in MULTI_METRICS:
+        (line,) = (line for line in text.splitlines() if line.startswith(f"| `{metric.name}` |"))
+        label, unit, meaning, advice = [cell.strip() for cell in line.split("|")[2:-1]]
+        assert (label, unit, meaning) == (metric.label, metric.unit, metric.meaning)
+        assert advice

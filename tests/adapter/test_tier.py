@@ -1,0 +1,593 @@
+"""FskvTier without an engine: rows of vLLM's own CPU tier, real files, faults on a script.
+
+Rows are filled and emptied by vLLM's CPUOffloadingWorker (with memmove for its streams: demo/cpu_tiering.py);
+what a file must hold is put together here, from the tensors on the other side.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import secrets
+import time
+import warnings
+from types import SimpleNamespace
+
+import pytest
+from world import VLLM, damage, make_identity, read_by_hand, returns_in_time, wait_for
+
+pytest.importorskip("vllm", reason="needs the vllm environment: make test")
+
+import numpy as np
+
+from faults import transport as faults
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # vLLM and torch among themselves
+    import torch
+    from vllm.v1.kv_offload.base import (
+        CanonicalKVCacheRef,
+        CanonicalKVCaches,
+        CanonicalKVCacheTensor,
+        GPULoadStoreSpec,
+        LookupResult,
+        ReqContext,
+        ScheduleEndContext,
+        make_offload_key,
+    )
+    from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
+    from vllm.v1.kv_offload.cpu.gpu_worker import CPUOffloadingWorker
+    from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+    from vllm.v1.kv_offload.tiering.base import TransferJob
+
+    from demo import cpu_tiering
+    from fskv.engines import vllm_tier, vllm_tier_workers
+    from fskv.engines.vllm_identity import EngineGroup
+    from fskv.engines.vllm_tier import FskvTier
+    from fskv.engines.vllm_tier_rows import PlacedTensor, own_rows, slice_rows
+    from fskv.engines.vllm_tier_workers import Report, combine, placed_tensors
+    from fskv.errors import ConfigError
+    from fskv.hybrid_planner import GroupKind, GroupSpec
+    from fskv.threads import Guard
+
+pytestmark = VLLM
+
+POISON = 0xB3
+NUM_ROWS = 12
+PADDED = (40960, 24576)  # of a block in each tensor, on every rank
+# By group: (tensor, bytes without padding). The second group has a part of one tensor only, as states have.
+REFS = (((0, 40000), (1, 24000)), ((0, 30001),))
+KINDS = (GroupKind.FULL, GroupKind.SLIDING_WINDOW)
+REQUEST = ReqContext("request")
+STEP = ScheduleEndContext((), ())
+
+
+def groups(kinds=KINDS):
+    return [
+        EngineGroup(
+            GroupSpec(i, kind, 16, 16 if kind is GroupKind.SLIDING_WINDOW else None),
+            f"kind{i}",
+            sum(n for _, n in refs),
+            (f"layer{i}",),
+        )
+        for i, (kind, refs) in enumerate(zip(kinds, REFS, strict=True))
+    ]
+
+
+def report(rank, tensors, row_nbytes, **changes):
+    fields = {
+        "rank": rank,
+        "identity": make_identity(),
+        "groups": groups(),
+        "tensors": tensors,
+        "refs": REFS,
+        "row_nbytes": row_nbytes,
+        "num_slices": None,
+        "max_model_len": 1024,
+        "tokens_per_step": 64,
+    }
+    return Report(**{**fields, **changes})
+
+
+class Rig:
+    """`num_ranks` workers of vLLM with a CPU tier that they share, and FskvTier behind it."""
+
+    def __init__(self, root, monkeypatch, *, num_ranks=1, bpc=1, **options):
+        self.bpc, self.num_ranks = bpc, num_ranks
+        cpu_tiering.pretend(monkeypatch.setattr)
+        engine_id = f"fskv-test-{os.getpid()}-{secrets.token_hex(4)}"
+        page = sum(PADDED) * bpc
+        self.row_nbytes = -(-page * num_ranks // 4096) * 4096
+        place = {
+            "num_chunks": NUM_ROWS,
+            "kv_bytes_per_chunk": self.row_nbytes,
+            "cpu_page_size": page,
+        }
+        self.region = SharedOffloadRegion(engine_id, rank=None, **place)
+        self.gpu = [
+            [torch.zeros((24, padded), dtype=torch.int8) for padded in PADDED]
+            for _ in range(num_ranks)
+        ]
+        self.workers, reports = [], []
+        for rank, tensors in enumerate(self.gpu):
+            caches = CanonicalKVCaches(
+                [CanonicalKVCacheTensor(t, t.shape[1]) for t in tensors],
+                [[CanonicalKVCacheRef(t, n) for t, n in refs] for refs in REFS],
+            )
+            region = SharedOffloadRegion(engine_id, rank=rank, **place)
+            worker = CPUOffloadingWorker(cpu_tiering.posing(caches), bpc, NUM_ROWS, region)
+            self.workers.append(worker)
+            placed = placed_tensors(worker._store_handler.dst_tensors, bpc)
+            reports.append(report(rank, placed, self.row_nbytes))
+        self.view = self.region.create_kv_memoryview()
+        self.rows = np.frombuffer(self.region.mmap_obj, np.uint8).reshape(NUM_ROWS, -1)
+        workers = combine(reports, bpc, num_ranks, self.row_nbytes)
+        monkeypatch.setattr(vllm_tier, "ask_workers", lambda *_: workers)
+        os.makedirs(root, exist_ok=True)
+        self.root = str(root)
+        parallel = SimpleNamespace(data_parallel_index=options.pop("data_parallel_index", 0))
+        spec = SimpleNamespace(
+            config=SimpleNamespace(parallel=parallel),
+            kv_events_config=SimpleNamespace(
+                enable_kv_cache_events=options.pop("events", False),
+                self_describing_kv_events=False,
+            ),
+        )
+        options = {"maintenance": "off", "weights_fixed": True, **options}
+        self.tier = FskvTier(spec, self.view, "FskvTier", root=self.root, **options)
+        self.tier.on_new_request(REQUEST)
+        self.num_jobs = 0
+        self.results = {}
+
+    def close(self):
+        self.tier.shutdown()
+        for worker in self.workers:
+            worker.shutdown()
+        del self.rows
+        self.view.release()  # as vLLM does: it raises while somebody holds the buffer
+        self.region.cleanup()
+
+    # --- between GPU and row: vLLM's part ---------------------------------------------------
+
+    def keys(self, number):
+        """Return the keys of the number-th chunk of both groups."""
+        return [make_offload_key(bytes([number]) * 32, group) for group in (0, 1)]
+
+    def _specs(self, blocks, rows):
+        """Blocks [blocks, blocks + bpc) of the GPU <-> a row for each group."""
+        ids = list(range(blocks, blocks + self.bpc))
+        gpu = GPULoadStoreSpec(ids * 2, group_sizes=[self.bpc] * 2, block_indices=[0, 0])
+        return gpu, CPULoadStoreSpec(list(rows))
+
+    def fill_rows(self, blocks, rows, seed):
+        """Put random pages on the GPUs and have vLLM copy both groups' chunks to rows; return the pages.
+
+        By (rank, group): the bytes that a file must hold, put together block by block and page by page.
+        """
+        random = np.random.default_rng(seed)
+        self.rows[list(rows)] = POISON
+        wanted = {}
+        gpu, cpu = self._specs(blocks, rows)
+        for rank, tensors in enumerate(self.gpu):
+            for tensor in tensors:
+                noise = random.integers(-128, 128, (self.bpc, tensor.shape[1]), np.int8)
+                tensor[blocks : blocks + self.bpc] = torch.from_numpy(noise)
+            assert self.workers[rank].submit_store(1, gpu, cpu)
+            for group, refs in enumerate(REFS):
+                wanted[rank, group] = b"".join(
+                    tensors[t][block, :n].numpy().tobytes()
+                    for block in range(blocks, blocks + self.bpc)
+                    for t, n in refs
+                )
+        return wanted
+
+    def pages_of_rows(self, blocks, rows):
+        """Have vLLM copy rows to the GPUs' blocks and return what is there, as fill_rows does."""
+        gpu, cpu = self._specs(blocks, rows)
+        found = {}
+        # Groups share a tensor: one after the other, or the second would overwrite the first.
+        for group, refs in enumerate(REFS):
+            for rank, tensors in enumerate(self.gpu):
+                for tensor in tensors:
+                    tensor[blocks : blocks + self.bpc] = 0
+                assert self.workers[rank].submit_load(1, cpu, gpu)
+                if group == 0:  # what group 1 wrote over it is taken from the row again
+                    sizes = [self.bpc, 0]
+                    only = GPULoadStoreSpec(gpu.block_ids[: self.bpc].tolist(), sizes, [0, 0])
+                    one = CPULoadStoreSpec([int(cpu.chunk_ids[0])])
+                    assert self.workers[rank].submit_load(2, one, only)
+                found[rank, group] = b"".join(
+                    tensors[t][block, :n].numpy().tobytes()
+                    for block in range(blocks, blocks + self.bpc)
+                    for t, n in refs
+                )
+        return found
+
+    @property
+    def transport(self):
+        return self.tier._worker._transport
+
+    # --- the tier ---------------------------------------------------------------------------
+
+    def submit(self, keys, rows, *, load):
+        self.num_jobs += 1
+        job = TransferJob(self.num_jobs, keys, np.array(rows, np.int32), load, REQUEST)
+        call = self.tier.submit_load if load else self.tier.submit_store
+        returns_in_time(lambda: call(job) or 1)
+        return self.num_jobs
+
+    def poll(self):
+        for result in returns_in_time(lambda: list(self.tier.get_finished_jobs())):
+            assert result.job_id not in self.results, "reported twice"
+            self.results[result.job_id] = result
+        return self.results
+
+    def finish(self, job):
+        wait_for(lambda: job in self.poll())
+        return self.results[job]
+
+    def store(self, numbers, seed=0):
+        """Store chunks of both groups and wait for the files; return pages by (number, rank, group)."""
+        wanted = {}
+        for number in numbers:
+            rows = (2 * number, 2 * number + 1)
+            for place, pages in self.fill_rows(0, rows, seed + number).items():
+                wanted[(number, *place)] = pages
+            assert self.finish(self.submit(self.keys(number), rows, load=False)).success
+        wait_for(lambda: self.poll() is None or len(self.files()) == len(wanted))
+        wait_for(lambda: self.poll() is None or not self.tier._manager._storing)
+        return wanted
+
+    def files(self):
+        return sorted(
+            str(path) for path in pathlib.Path(self.root).rglob("*.kv") if ".g" in path.name
+        )
+
+    def path(self, key, rank=0):
+        chunk = vllm_tier.to_chunk(key)
+        from fskv.namespace import chunk_path
+
+        rank_in_name = rank if self.num_ranks > 1 else None
+        name = os.path.basename(chunk_path(*chunk, rank_in_name))
+        (path,) = [path for path in self.files() if path.endswith(name)]
+        return path
+
+    def lookup(self, key, request=REQUEST):
+        found = []
+
+        def known():
+            self.tier.on_schedule_end(STEP)
+            found.append(self.tier.lookup(key, request))
+            return found[-1] is not LookupResult.RETRY
+
+        wait_for(known)
+        return found[-1]
+
+    def counted(self):
+        """Return counters since the last call, by (name, label)."""
+        stats = self.tier.get_stats()
+        return {} if stats is None else stats.data
+
+
+@pytest.fixture
+def make_rig(tmp_path, monkeypatch):
+    with contextlib.ExitStack() as stack:
+
+        def make(script=None, **options):
+            if script is not None:
+                stack.callback(faults.install(script))
+            rig = Rig(tmp_path / "kv", monkeypatch, **options)
+            stack.callback(rig.close)
+            if script is not None:
+                stack.callback(rig.transport.release)
+            return rig
+
+        yield make
+
+
+# --- rows and files ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("bpc", [1, 3])
+def test_a_file_holds_the_pages_without_padding_and_comes_back_into_any_row(
+    make_rig, num_ranks, bpc
+):
+    rig = make_rig(num_ranks=num_ranks, bpc=bpc)
+    wanted = rig.store([1, 2])
+    for (number, rank, group), pages in wanted.items():
+        file = read_by_hand(rig.path(rig.keys(number)[group], rank))
+        assert file.payload[: len(pages)] == pages
+        assert not any(file.payload[len(pages) :])
+        assert len(file.payload) == -(-len(pages) // 4096) * 4096
+    rig.rows[:] = POISON
+    rows = (9, 4)
+    result = rig.finish(rig.submit(rig.keys(2), rows, load=True))
+    assert result.success
+    assert result.successful_keys is None
+    assert result.transfer_bytes == sum(len(p) for (n, *_), p in wanted.items() if n == 2)
+    for group, row in enumerate(rows):
+        written = np.count_nonzero(rig.rows[row] != POISON)
+        size = sum(n for _, n in REFS[group]) * bpc * num_ranks
+        assert size * 0.98 < written <= size, "the padding is left alone"
+    others = [row for row in range(NUM_ROWS) if row not in rows]
+    assert (rig.rows[others] == POISON).all()
+    found = rig.pages_of_rows(12, rows)
+    assert found == {
+        place: pages for (n, *place), pages in wanted.items() if n == 2 for place in [tuple(place)]
+    }
+
+
+def test_what_cannot_be_a_row_is_refused():
+    placed = [PlacedTensor(0, 40960), PlacedTensor(40960, 24576)]
+    own_rows(groups(), 1, REFS, placed)
+    for wrong in (
+        [PlacedTensor(0, 40960), PlacedTensor(39999, 24576)],
+        [PlacedTensor(0, 39999), placed[1]],
+    ):
+        with pytest.raises(ValueError, match=r"overlap|longer"):
+            own_rows(groups(), 1, REFS, wrong)
+    with pytest.raises(ConfigError, match="3 whole slices"):
+        slice_rows(groups(), 1, REFS, placed, 3)
+
+
+def test_slices_of_canonical_pages_are_what_the_connector_cuts():
+    """Slice s of a page of n * num_slices bytes is bytes [s * n, (s + 1) * n) of it (vllm_files)."""
+    row = np.arange(4 * 65536, dtype=np.uint32).view(np.uint8)[: 2 * (40960 + 24576)]
+    placed = [PlacedTensor(0, 40960), PlacedTensor(2 * 40960, 24576)]
+    refs = (((0, 40000), (1, 24000)), ((0, 30000),))
+    for number, of_slice in enumerate(slice_rows(groups(), 2, refs, placed, 4)):
+        for layout, of_group in zip(of_slice, refs, strict=True):
+            plan = layout.plan(0, 0, len(row))
+            payload = bytearray(plan.nbytes)
+            for span in plan.spans:
+                part = row[span.tensor_offset : span.tensor_offset + span.nbytes]
+                payload[span.payload_offset : span.payload_offset + span.nbytes] = part.tobytes()
+            by_hand = b""
+            for block in range(2):
+                for tensor, nbytes in of_group:
+                    start = placed[tensor].offset + block * placed[tensor].stride
+                    canonical = row[start : start + nbytes].tobytes()
+                    size = nbytes // 4
+                    by_hand += canonical[number * size : (number + 1) * size]
+            assert bytes(payload) == by_hand
+
+
+def test_rows_beyond_two_gib_are_found():
+    layout = own_rows(groups(), 1, REFS, [PlacedTensor(0, 40960), PlacedTensor(40960, 24576)])[0]
+    (first, *_) = layout.plan(0, np.int32(100_000), 65536).spans
+    assert first.tensor_offset == 100_000 * 65536
+
+
+def test_workers_that_do_not_agree_refuse_to_start():
+    placed = (PlacedTensor(0, 40960), PlacedTensor(40960, 24576))
+    beside = (PlacedTensor(65536, 40960), PlacedTensor(106496, 24576))
+    good = [report(0, placed, 131072), report(1, beside, 131072)]
+    assert combine(good, 1, 2, 131072).file_ranks == (0, 1)
+    assert combine([report(0, placed, 65536)], 1, 1, 65536).file_ranks == (None,)
+    other = make_identity(weights="commit:" + "b" * 40)
+    for reports, words in (
+        (good[:1], "expected all of 2"),
+        ([good[0], report(1, beside, 131072, identity=other)], "all must agree"),
+        ([good[0], report(1, beside, 135168)], "rows of 135168 bytes"),
+        ([good[0], report(1, (beside[0], PlacedTensor(131072, 24576)), 131072)], "rows of"),
+        ([good[0], report(1, beside, 131072, refs=(REFS[0], ((0, 30000),)))], "different sizes"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            combine(reports, 1, 2, 131072)
+
+
+# --- failure ----------------------------------------------------------------------------------
+
+
+def test_the_failure_of_some_keys_keeps_the_others(make_rig):
+    rig = make_rig(num_ranks=2)
+    wanted = rig.store([1, 2])
+    keys = rig.keys(1) + rig.keys(2)
+    damage(rig.path(keys[1], rank=1), -100 + os.path.getsize(rig.path(keys[1], rank=1)))
+    damage(rig.path(keys[1], rank=0), 0)
+    os.unlink(rig.path(keys[2], rank=0))
+    rig.rows[:] = POISON
+    result = rig.finish(rig.submit(keys, [0, 1, 2, 3], load=True))
+    assert not result.success
+    assert result.successful_keys == (keys[0], keys[3])
+    found = {**rig.pages_of_rows(12, (0, 3))}
+    assert found == {
+        (rank, group): wanted[number, rank, group]
+        for rank in (0, 1)
+        for number, group in ((1, 0), (2, 1))
+    }
+    for key, answer in zip(keys, ("HIT", "MISS", "MISS", "HIT"), strict=True):
+        assert rig.lookup(key).name == answer
+    # Healed: what failed is stored again, and what is there is not written twice.
+    before = {path: os.stat(path).st_ino for path in rig.files()}
+    refilled = rig.fill_rows(0, (0, 1), seed=1)
+    assert refilled == {
+        place: pages for (n, *place), pages in wanted.items() if n == 1 for place in [tuple(place)]
+    }
+    rig.fill_rows(0, (2, 3), seed=2)
+    assert rig.finish(rig.submit(keys, [0, 1, 2, 3], load=False)).success
+    wait_for(lambda: rig.poll() and not rig.tier._manager._storing)
+    assert rig.finish(rig.submit(keys, [4, 5, 6, 7], load=True)).success
+    after = {path: os.stat(path).st_ino for path in rig.files()}
+    assert len(after) == 8
+    kept = {rig.path(key, rank) for key in (keys[0], keys[3]) for rank in (0, 1)}
+    assert {path: after[path] for path in kept} == {path: before[path] for path in kept}
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_a_late_load_is_failed_and_writes_no_row_that_was_given_away(
+    make_rig, monkeypatch, guarded
+):
+    """The control: without the guard the late bytes land in the row."""
+    if not guarded:
+        monkeypatch.setattr(Guard, "enter", lambda self: True)
+        monkeypatch.setattr(Guard, "leave", lambda self: None)
+    seconds = 0.5
+    rig = make_rig(
+        faults.Script(),
+        deadline_base_s=seconds,
+        deadline_per_mib_s=0,
+        deadline_max_s=seconds,
+        io_threads=3,
+    )
+    wanted = rig.store([1, 2])
+    keys = rig.keys(1) + rig.keys(2)
+    rig.rows[:] = POISON
+    rig.transport.script = faults.Script(read="..HH")
+    result = rig.finish(rig.submit(keys, [0, 1, 2, 3], load=True))
+    assert not result.success
+    assert len(result.successful_keys or ()) in (0, 1, 2)
+    late = [i for i, key in enumerate(keys) if key not in (result.successful_keys or ())]
+    good = [i for i in range(4) if i not in late]
+    assert len(late) >= 2
+    rig.rows[late] = POISON  # vLLM gives them to other chunks
+    rig.transport.release()
+    wait_for(lambda: rig.poll() and rig.tier._worker._runner.num_threads_hung == 0)
+    wait_for(lambda: not rig.tier._worker._runner._pool.queue.running())
+    assert (rig.rows[late] == POISON).all() == guarded
+    for row in good:
+        number, group = row // 2 + 1, row % 2
+        assert rig.rows[row][:1000].tobytes() == wanted[number, 0, group][:1000]
+
+
+def test_drain_returns_while_the_disk_hangs_and_nothing_is_touched_after(make_rig):
+    rig = make_rig(faults.Script(), io_threads=2)
+    wanted = rig.store([1])
+    stored = {key: rig.path(key) for key in rig.keys(1)}
+    rig.transport.script = faults.Script(read="H*", write="H*")
+    rows = {2: (4, 5), 3: (6, 7)}
+    pages = {n: rig.fill_rows(0, place, seed=n) for n, place in rows.items()}
+    for n, place in rows.items():
+        rig.submit(rig.keys(n), place, load=False)
+    rig.transport.wait_until_hanging(2)
+    rig.rows[[0, 1]] = POISON
+    load = rig.submit(rig.keys(1), [0, 1], load=True)
+    began = time.monotonic()
+    returns_in_time(lambda: rig.tier.drain_jobs() or 1)
+    assert time.monotonic() - began < 15, "a bound against a hang"
+    rig.poll()
+    assert set(rig.results) == set(range(1, load + 1)), "every job has its result at once"
+    assert not rig.results[load].success
+    assert not rig.results[load].successful_keys
+    assert not rig.tier._jobs
+    rig.rows[:] = POISON
+    rig.transport.script = faults.Script()
+    rig.transport.release()
+    wait_for(lambda: rig.poll() and not rig.tier._worker._runner._pool.queue.running())
+    assert (rig.rows == POISON).all(), "no late write"
+    # What was gathered before is what is written, whatever became of the rows.
+    for path in set(rig.files()) - set(stored.values()):
+        payload = read_by_hand(path).payload
+        assert any(
+            payload[: len(content)] == content
+            for of_chunk in pages.values()
+            for content in of_chunk.values()
+        )
+    for (_, _, group), content in wanted.items():
+        assert read_by_hand(stored[rig.keys(1)[group]]).payload[: len(content)] == content
+
+
+# --- what the engine decides ------------------------------------------------------------------
+
+
+def test_after_a_reset_requests_that_run_store_nothing_new_ones_do(make_rig):
+    """vLLM offers windows' blocks again that are another request's by then; see FskvTier.drain_jobs."""
+    rig = make_rig()
+    rig.store([1])
+    rig.tier.drain_jobs()
+    rig.fill_rows(0, (2, 3), seed=5)
+    assert rig.finish(rig.submit(rig.keys(5), (2, 3), load=False)).success
+    assert rig.lookup(rig.keys(1)[0]) is LookupResult.MISS
+    assert len(rig.files()) == 2
+    rig.tier.on_request_finished(REQUEST)
+    rig.tier.on_new_request(REQUEST)  # another one of that name
+    wait_for(lambda: rig.counted() is not None and rig.lookup(rig.keys(1)[0]) is LookupResult.HIT)
+    rig.store([1, 5])
+    assert len(rig.files()) == 4
+
+
+def test_after_a_reset_nothing_is_done_unless_the_weights_are_vouched_for(make_rig):
+    rig = make_rig(weights_fixed=False)
+    rig.store([1])
+    rig.tier.drain_jobs()
+    later = ReqContext("later")
+    rig.tier.on_new_request(later)
+    assert rig.lookup(rig.keys(1)[0], later) is LookupResult.MISS
+    rig.tier.submit_store(TransferJob(77, rig.keys(2), np.array([2, 3], np.int32), False, later))
+    assert rig.finish(77).success
+    assert len(rig.files()) == 2
+
+
+def test_events_name_what_is_visible_and_what_is_gone_with_the_tiers_locality(make_rig):
+    rig = make_rig(events=True, locality="REMOTE")
+    rig.store([1])
+    events = list(rig.tier.take_events())
+    assert {(key, e.removed, e.medium.name) for e in events for key in e.keys} == {
+        (key, False, "STORAGE") for key in rig.keys(1)
+    }
+    assert {event.locality.name for event in events} == {"REMOTE"}
+    os.unlink(rig.path(rig.keys(1)[0]))
+    assert not rig.finish(rig.submit(rig.keys(1), [0, 1], load=True)).success
+    assert [(e.removed, list(e.keys)) for e in rig.tier.take_events()] == [(True, rig.keys(1)[:1])]
+
+
+def test_each_replica_of_an_engine_has_a_health_file_of_its_own(make_rig, tmp_path):
+    make_rig(data_parallel_index=3, health_file=str(tmp_path / "health-{rank}.json"))
+    wait_for((tmp_path / "health-3.json").exists)
+    assert not (tmp_path / "health-0.json").exists()
+
+
+def test_what_is_counted_is_declared(make_rig):
+    rig = make_rig()
+    rig.store([1])
+    rig.lookup(rig.keys(1)[0])
+    rig.lookup(rig.keys(2)[0])
+    assert rig.finish(rig.submit(rig.keys(1), [0, 1], load=True)).success
+    os.unlink(rig.path(rig.keys(1)[0]))
+    assert not rig.finish(rig.submit(rig.keys(1), [0, 1], load=True)).success
+    stats = rig.tier.get_stats()
+    declared = rig.tier.build_metric_definitions({})
+    assert set(stats.data["data"]) <= set(declared)
+    assert {"vllm:fskv_loaded_chunks", "vllm:fskv_load_failures"} <= set(stats.data["data"])
+    assert stats.data["data"]["vllm:fskv_loaded_chunks"] == {(): 3}
+    failures = stats.data["data"]["vllm:fskv_load_failures"]
+    assert {reason: count for reason, count in failures.items() if count} == {("absent",): 1}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "option 'root'"),
+        ({"root": "/x", "block_size": 128}, "beside 'secondary_tiers'"),
+        ({"root": "/x", "canonical_layout": True}, "beside 'secondary_tiers'"),
+        ({"root": "/x", "offload_prompt_only": True}, "beside 'secondary_tiers'"),
+        ({"root": "/x", "hybrid_chunk_size": 128}, "set 'block_size'"),
+        ({"root": "/x", "io_thread": 3}, "did you mean 'io_threads'"),
+        ({"root": "/x", "kv_load_failure_policy": "fail"}, '"recompute"'),
+        ({"root": "/x", "load_budget": "auto"}, "does not tell a tier"),
+    ],
+)
+def test_options_are_refused_with_one_sentence(options, words):
+    with pytest.raises(ConfigError, match=words) as caught:
+        vllm_tier._parse(options)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_vllm_that_hides_its_workers_refuses_to_start():
+    with pytest.raises(ConfigError, match="cannot be used with it"):
+        vllm_tier_workers._executor()
+    sentence = vllm_tier_workers.report(None, "engine", vllm_tier._parse({"root": "/x"}))
+    assert isinstance(sentence, str)
+    assert "FskvTier cannot be used" in sentence
+
+
+def test_the_plugin_makes_module_path_unnecessary():
+    from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+
+    from fskv.engines.vllm_plugin import register
+
+    register()
+    register()
+    assert SecondaryTierFactory.get_tier_class({"type": "FskvTier"}) is FskvTier

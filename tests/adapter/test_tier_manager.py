@@ -1,0 +1,209 @@
+"""FskvTier behind vLLM's own TieringOffloadingManager: what the manager does with its answers.
+
+The manager, its CPU tier and the scheduler that resets them are vLLM's; rows, files and the tier are those of
+test_tier.py. What a request would be told is what vLLM's prefix lookup says.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs the vllm environment: make test")
+
+from test_tier import NUM_ROWS, POISON, REQUEST, STEP, make_rig  # noqa: F401
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler as vllm_scheduler
+from vllm.v1.kv_offload.base import ReqContext, ScheduleEndContext
+from vllm.v1.kv_offload.tiering.manager import (
+    CPUPrimaryTierOffloadingManager,
+    TieringOffloadingManager,
+)
+from world import VLLM, wait_for
+
+from fskv.engines.vllm_tier import FskvTier
+
+pytestmark = VLLM
+
+
+def manager_of(rig):
+    region = SimpleNamespace(create_kv_memoryview=lambda: rig.view, cleanup=lambda: None)
+    manager = TieringOffloadingManager(
+        CPUPrimaryTierOffloadingManager(NUM_ROWS, region), [rig.tier]
+    )
+    manager._job_id_counter = 1000  # those before are the rig's
+    return manager
+
+
+def store(rig, numbers):
+    """Put the first group's chunks of these numbers on disk; return their keys and pages."""
+    pages = {}
+    for number in numbers:
+        key = rig.keys(number)[0]
+        pages[key] = rig.fill_rows(0, (0, 1), seed=number)[0, 0]
+        assert rig.finish(rig.submit([key], [0], load=False)).success
+        wait_for(lambda: rig.poll() is None or not rig.tier._manager._storing)
+    return list(pages), pages
+
+
+def prefix(manager, keys, request):
+    """vLLM's _maximal_prefix_lookup with what it needs."""
+    tracker = SimpleNamespace(record_lookup=lambda *_: None)
+    return vllm_scheduler.OffloadingConnectorScheduler._maximal_prefix_lookup(
+        SimpleNamespace(manager=manager, _events_tracker=tracker), keys, request, None, None, 0
+    )
+
+
+def ask(manager, keys, request, *, steps):
+    """Ask in every step until there is an answer; return it, or None if there was none by then."""
+    (tier,) = manager.secondary_tiers
+    for _ in range(steps):
+        found = prefix(manager, keys, request)
+        manager.on_schedule_end(STEP)
+        manager.get_stats()
+        if found is not None:
+            return found
+        wait_for(lambda: all(_ended(tier, job) for job in tier._jobs.values()))
+    return None
+
+
+def _ended(tier, job):
+    tier._collect()
+    return job.ended is not None and not job.files_left
+
+
+def test_a_hit_of_more_chunks_than_the_cpu_tier_has_rows_ends_with_those_that_fit(
+    make_rig,  # noqa: F811
+):
+    rig = make_rig()
+    keys, pages = store(rig, range(1, 2 * NUM_ROWS + 7))
+    manager = manager_of(rig)
+    request = ReqContext("long")
+    manager.on_new_request(request)
+    found = ask(manager, keys, request, steps=20)
+    assert found == NUM_ROWS
+    rows = manager.prepare_load(keys[:found], request).chunk_ids.tolist()
+    for key, row in zip(keys, rows, strict=False):
+        assert rig.rows[row][:40000].tobytes() == pages[key][:40000]
+
+
+def test_negative_control_without_the_bound_the_request_is_deferred_for_ever(
+    make_rig,  # noqa: F811
+    monkeypatch,
+):
+    monkeypatch.setattr(FskvTier, "_may_load", lambda *_: True)
+    rig = make_rig()
+    keys, _ = store(rig, range(1, 2 * NUM_ROWS + 7))
+    manager = manager_of(rig)
+    request = ReqContext("long")
+    manager.on_new_request(request)
+    assert ask(manager, keys, request, steps=50) is None
+
+
+def test_a_row_that_is_lost_before_its_request_ran_is_loaded_once_more_and_after_it_ran_again(
+    make_rig,  # noqa: F811
+):
+    rig = make_rig()
+    (key,), _ = store(rig, [1])
+    manager = manager_of(rig)
+    request = ReqContext("r")
+    manager.on_new_request(request)
+    answers = []
+    for _ in range(3):
+        answers.append(ask(manager, [key], request, steps=5))
+        manager.primary_tier.reset_cache()  # every row is lost
+    assert answers == [1, 1, 0]
+    manager.on_schedule_end(ScheduleEndContext(["r"], ()))
+    assert ask(manager, [key], request, steps=5) == 1
+    manager.primary_tier.reset_cache()
+    assert ask(manager, [key], request, steps=5) == 1
+    manager.on_schedule_end(ScheduleEndContext((), ["r"]))
+    manager.primary_tier.reset_cache()
+    assert ask(manager, [key], request, steps=5) == 1
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_after_a_reset_no_row_is_loaded_into_that_a_worker_still_writes(
+    make_rig,  # noqa: F811
+    monkeypatch,
+    held,
+):
+    """Workers hear of a reset with the next step; the control: a load that does not wait for its output."""
+    if not held:
+        monkeypatch.setattr(FskvTier, "_may_load", lambda *_: True)
+    rig = make_rig()
+    (key,), pages = store(rig, [1])
+    manager = manager_of(rig)
+    old, new = ReqContext("old"), ReqContext("new")
+    manager.on_new_request(old)
+    manager.on_schedule_end(STEP)  # a step that is still in flight
+    (row,) = manager.prepare_store([rig.keys(9)[0]], old).store_spec.chunk_ids.tolist()
+    manager.reset_cache()
+    manager.on_new_request(new)
+
+    def asked():
+        """Steps are scheduled ahead of their outputs."""
+        found = prefix(manager, [key], new)
+        manager.on_schedule_end(STEP)
+        return found is not None
+
+    wait_for(asked)
+    rig.rows[row] = POISON  # the worker's copy of before the reset ends
+    manager.get_stats()  # the output of the step before the reset
+    assert (prefix(manager, [key], new) == 0) is held
+    manager.get_stats()  # the output of the step that told the worker
+    assert ask(manager, [key], new, steps=10) == 1
+    (given,) = manager.prepare_load([key], new).chunk_ids.tolist()
+    assert given == row
+    assert (rig.rows[row][:40000].tobytes() == pages[key][:40000]) is held
+
+
+@pytest.mark.parametrize("healed", [True, False])
+def test_a_reset_takes_blocks_that_changed_hands_from_the_scheduler_above(
+    make_rig,  # noqa: F811
+    monkeypatch,
+    healed,
+):
+    """The control: without it vLLM's reset offers blocks that are another request's, and the CPU tier serves
+    them to requests whose results are stored here."""
+    if not healed:
+        monkeypatch.setattr("fskv.engines.vllm_tier.resetting_scheduler", lambda: None)
+    rig = make_rig()
+    scheduler = vllm_scheduler.OffloadingConnectorScheduler.__new__(
+        vllm_scheduler.OffloadingConnectorScheduler
+    )
+    scheduler.manager = manager_of(rig)
+    windowed = SimpleNamespace(next_stored_chunk_idx=3, block_ids=[11, 12, 13, 14])
+    full = SimpleNamespace(next_stored_chunk_idx=3, block_ids=[21, 22, 23, 24])
+    running = SimpleNamespace(
+        req=SimpleNamespace(is_finished=lambda: False),
+        group_states=(full, windowed),
+        transfer_jobs=set(),
+        partial_tail_boundary=None,
+    )
+    scheduler._req_status = {"r": running}
+    scheduler._sliding_window_groups = (1,)
+    scheduler.config = SimpleNamespace(blocks_per_chunk=1)
+    scheduler._current_batch_load_jobs, scheduler._jobs = {}, {}
+    scheduler._current_batch_jobs_to_flush = set()
+    scheduler._current_batch_allocated_block_ids = set()
+    scheduler._block_id_to_pending_jobs, scheduler._job_counter = {}, 0
+    scheduler._events_tracker = SimpleNamespace(reset=lambda: None)
+    scheduler._chunks_being_loaded = None
+    scheduler.reset_cache()
+    assert windowed.next_stored_chunk_idx == 0
+    assert windowed.block_ids == ([0, 0, 0, 14] if healed else [11, 12, 13, 14])
+    assert full.block_ids == [21, 22, 23, 24], "these are the request's to its end"
+
+
+def test_nothing_is_kept_of_loads_and_requests_that_ended(make_rig):  # noqa: F811
+    rig = make_rig()
+    rig.store([1])
+    for _ in range(20):
+        assert rig.finish(rig.submit(rig.keys(1), [0, 1], load=True)).success
+    rig.tier.on_request_finished(REQUEST)
+    worker = rig.tier._worker
+    for kept in (worker._loads, worker._outcomes, worker._failed_jobs, worker._runner._jobs):
+        assert not kept
+    for kept in (rig.tier._jobs, rig.tier._loading, rig.tier._requests):
+        assert not kept

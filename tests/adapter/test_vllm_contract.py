@@ -1,0 +1,404 @@
+"""What FskvConnector relies on in vLLM, held against the installed version's own base classes.
+
+Set FSKV_VLLM_PATH to a directory with another vLLM (pip install --no-deps --target DIR vllm==0.33.0) to run
+the same checks against that one.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import pickle
+import subprocess
+import sys
+
+import pytest
+import world
+
+pytest.importorskip("vllm", reason="the contract tests need the vllm environment: make test")
+pytestmark = world.VLLM
+
+
+def _parameters(function) -> list[str]:
+    return [name for name in inspect.signature(function).parameters if name != "self"]
+
+
+def _check_overrides(cls: type, base: type) -> list[str]:
+    """Return what is wrong with the methods of `cls` that override one of `base`."""
+    wrong = []
+    for name, function in vars(cls).items():
+        inherited = getattr(base, name, None)
+        if name.startswith("__") or not inspect.isfunction(function) or inherited is None:
+            continue
+        ours, theirs = _parameters(function), _parameters(inherited)
+        extra = ours[len(theirs) :]
+        optional = inspect.signature(function).parameters
+        if ours[: len(theirs)] != theirs and "args" not in ours:
+            wrong.append(f"{cls.__name__}.{name}{ours}, vLLM has {theirs}")
+        if any(optional[p].default is inspect.Parameter.empty for p in extra):
+            wrong.append(f"{cls.__name__}.{name} needs {extra}, which vLLM does not pass")
+    return wrong
+
+
+def test_every_override_takes_what_vllm_passes_and_nothing_abstract_is_left():
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+        OffloadingWorkerMetadata,
+    )
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
+        OffloadingConnector,
+    )
+    from vllm.v1.kv_offload.base import OffloadingManager, OffloadingSpec, OffloadingWorker
+
+    from fskv.engines.vllm_connector import (
+        FskvConnector,
+        FskvOffloadingSpec,
+        FskvWorkerMetadata,
+    )
+    from fskv.engines.vllm_manager import FskvManager
+    from fskv.engines.vllm_worker import FskvWorker
+
+    wrong = []
+    for cls, base in (
+        (FskvConnector, OffloadingConnector),
+        (FskvOffloadingSpec, OffloadingSpec),
+        (FskvManager, OffloadingManager),
+        (FskvWorker, OffloadingWorker),
+        (FskvWorkerMetadata, OffloadingWorkerMetadata),
+    ):
+        assert issubclass(cls, base)
+        assert not inspect.isabstract(cls), (cls, cls.__abstractmethods__)
+        wrong += _check_overrides(cls, base)
+    assert wrong == []
+
+
+def test_the_signature_check_can_fail():
+    class Base:
+        def lookup(self, key, context):
+            pass
+
+    class Wrong:
+        def lookup(self, key, extra, more):
+            pass
+
+    assert len(_check_overrides(Wrong, Base)) == 2
+
+
+def test_the_private_names_we_lean_on_exist():
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler, worker
+    from vllm.v1.kv_offload.base import OffloadingKVEventsConfig
+
+    source = inspect.getsource(worker.OffloadingConnectorWorker)
+    assert "self._load_jobs" in source, "job id -> request id of loads in flight"
+    assert "transfer_result.success" in source, "vLLM asserts success: failures go another way"
+    assert "_req_status" in inspect.getsource(scheduler.OffloadingConnectorScheduler)
+    group = scheduler.RequestGroupState()
+    assert group.next_stored_chunk_idx == 0
+    assert group.num_hit_chunks == 0
+    assert isinstance(KVConnectorFactory._registry, dict)
+    assert "self._events_tracker = " in inspect.getsource(scheduler.OffloadingConnectorScheduler)
+    tracker = scheduler.OffloadingEventsTracker(OffloadingKVEventsConfig(True, True))
+    assert tracker._pending_event_metadata == {}
+
+
+def test_what_the_load_budget_leans_on_exists():
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    lookup = scheduler.OffloadingConnectorScheduler.get_num_new_matched_tokens
+    assert "max_num_new_tokens" in inspect.signature(lookup).parameters
+    fields = scheduler.RequestOffloadState.__dataclass_fields__
+    assert {"req", "num_locally_computed_tokens", "transfer_jobs"} <= set(fields)
+    # A step is over when the scheduler has its output, and then it asks for statistics once.
+    source = inspect.getsource(Scheduler.update_from_output)
+    assert source.count("self.connector.get_kv_connector_stats()") == 1
+    # The steps' requests are those of before the step.
+    source = inspect.getsource(Scheduler.schedule)
+    assert source.index("_build_kv_connector_meta(") < source.index("_update_after_schedule(")
+
+
+def test_the_scheduler_reads_the_failure_policy_after_it_built_its_connector():
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    source = inspect.getsource(Scheduler.__init__)
+    assert 0 < source.index("create_connector(") < source.index("kv_load_failure_policy")
+
+
+def test_failed_receives_reach_the_scheduler_and_make_it_recompute():
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    assert KVConnectorTransferResults().failed_recving == set()
+    source = inspect.getsource(Scheduler._handle_failed_recving)
+    assert "request.num_computed_tokens = 0" in source
+
+
+def test_metadata_and_load_specs_survive_pickling_and_merge_over_ranks():
+    from fskv.engines.vllm_budget import LoadReport
+    from fskv.engines.vllm_connector import FskvWorkerMetadata
+    from fskv.engines.vllm_manager import ChunkKeys, FskvHandshake
+    from fskv.job import LoadLimit
+    from fskv.types import ChunkId, Status
+
+    a, b, c = (ChunkId(bytes([n]) * 32, 0) for n in range(3))
+    first = FskvWorkerMetadata(
+        completed_jobs={1: 1},
+        stored={a: {0}},
+        failed_loads={b: Status.STALE},
+        loads={7: LoadReport(1, 1.0, 0.5, 1.0, False, False)},
+    )
+    second = FskvWorkerMetadata(
+        completed_jobs={1: 1},
+        stored={a: {1}},
+        not_stored={c},
+        loads={
+            7: LoadReport(1, 2.0, 1.5, 0.25, True, True),
+            8: LoadReport(1, 3.0, 3.0, 1.0, False, False),
+        },
+    )
+    merged = pickle.loads(pickle.dumps(first)).aggregate(pickle.loads(pickle.dumps(second)))
+    assert merged.completed_jobs == {1: 2}
+    assert merged.stored == {a: {0, 1}}
+    assert merged.not_stored == {c}
+    assert merged.failed_loads == {b: Status.STALE}
+    # A load takes as long as on the slowest rank, and fails with any.
+    assert merged.loads[7] == LoadReport(2, 2.0, 1.5, 0.25, True, True)
+    assert merged.loads[8].num_ranks == 1
+    assert pickle.loads(pickle.dumps(ChunkKeys([a], LoadLimit(0.5)))).limit == LoadLimit(0.5)
+    assert pickle.loads(pickle.dumps(ChunkKeys([a, b]))).chunks == [a, b]
+    handshake = FskvHandshake(0, 1, 1, "/x", b"d", 0o700, 0o600, {0: 4096})
+    assert pickle.loads(pickle.dumps(handshake)) == handshake
+
+
+def test_every_metric_fskv_emits_is_declared_to_vllm():
+    from fskv.engines.vllm_metrics import metric_definitions, to_stats
+    from fskv.metrics import ALL_METRICS
+
+    definitions = metric_definitions()
+    sums = {(m, "x"): 1.0 for m in ALL_METRICS if m.kind == "counter"}
+    gauges = {(m, "x") if m.label else m: 1.0 for m in ALL_METRICS if m.kind == "gauge"}
+    observed = {m: [0.1, 2.0] for m in ALL_METRICS if m.kind == "histogram"}
+    stats = to_stats(sums, gauges, observed)
+    assert stats is not None
+    emitted = stats.data["data"]
+    assert set(emitted) == set(definitions)
+    for name, values in emitted.items():
+        (labels,) = values
+        assert len(labels) == len(definitions[name].labelnames), name
+    assert to_stats({}, {}) is None
+
+
+def test_the_plugin_registers_once_and_may_be_called_again():
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    from fskv.engines.vllm_plugin import register
+
+    register()
+    register()
+    cls = KVConnectorFactory.get_connector_class_by_name("FskvConnector")
+    assert cls.__name__ == "FskvConnector"
+
+
+def _manager(**options):
+    from fskv.config import StoreConfig
+    from fskv.engines.vllm_manager import FskvHandshake, FskvManager
+
+    manager = FskvManager(
+        StoreConfig.from_mapping({"root": "/nowhere", "maintenance": "off", **options}), 2
+    )
+    workers = [
+        FskvHandshake(rank, 2, 2, "/nowhere/a/b@c", b"d", 0o700, 0o600, {0: 4096})
+        for rank in (0, 1)
+    ]
+    return manager, workers
+
+
+def _key(number: int):
+    from vllm.v1.kv_offload.base import make_offload_key
+
+    return make_offload_key(bytes([number]) * 32, 0)
+
+
+def test_ranks_that_derive_different_namespaces_are_refused_at_start():
+    from dataclasses import replace
+
+    from fskv.errors import ConfigError
+
+    manager, (first, second) = _manager()
+    manager.set_workers([first, second])
+    for wrong in (
+        [first, replace(second, namespace_digest=b"e")],
+        [first, replace(second, blocks_per_chunk=3)],
+        [first],
+        [],
+    ):
+        with pytest.raises(ConfigError):
+            manager.set_workers(wrong)
+
+
+def test_a_request_with_lora_is_neither_looked_up_nor_stored():
+    from vllm.v1.kv_offload.base import LookupResult, ReqContext
+
+    manager, workers = _manager()
+    manager.set_workers(workers)
+    adapted, plain = ReqContext("adapted"), ReqContext("plain")
+    manager.exclude_request("adapted")
+    assert manager.lookup(_key(1), adapted) is LookupResult.MISS
+    assert manager.prepare_store([_key(1)], adapted).keys_to_store == []
+    assert manager.lookup(_key(1), plain) is LookupResult.RETRY
+    assert manager.prepare_store([_key(1)], plain).keys_to_store == [_key(1)]
+    manager.on_request_finished(adapted)
+    assert manager.lookup(_key(2), adapted) is LookupResult.RETRY, "the name may come again"
+    manager.shutdown()
+
+
+def test_a_chunk_is_stored_only_when_every_rank_has_published_its_part():
+    from vllm.v1.kv_offload.base import LookupResult, ReqContext
+
+    from fskv.engines.vllm_manager import to_chunk
+
+    manager, workers = _manager()
+    manager.set_workers(workers)
+    request = ReqContext("r")
+    manager.on_stored(to_chunk(_key(1)), {0})
+    manager.on_stored(to_chunk(_key(1)), {0})
+    assert manager.lookup(_key(1), request) is LookupResult.RETRY
+    manager.on_stored(to_chunk(_key(1)), {1})
+    assert manager.lookup(_key(1), request) is LookupResult.HIT
+    manager.shutdown()
+
+
+def test_after_a_reset_nothing_is_served_unless_the_user_vouches_for_the_weights():
+    from vllm.v1.kv_offload.base import LookupResult, ReqContext
+
+    for vouched, expected in ((False, LookupResult.MISS), (True, LookupResult.RETRY)):
+        manager, workers = _manager(weights_fixed=vouched)
+        manager.set_workers(workers)
+        manager.reset_cache()
+        assert manager.lookup(_key(1), ReqContext("r")) is expected
+        stored = manager.prepare_store([_key(1)], ReqContext("r")).keys_to_store
+        assert bool(stored) is vouched
+        manager.shutdown()
+
+
+def _load_without(missing: str):
+    """Import as Python does, from a vLLM that lacks this module or name."""
+    import importlib
+    import types
+
+    def load(module: str):
+        if module == missing:
+            raise ModuleNotFoundError(f"No module named {module!r}")
+        found = importlib.import_module(module)
+        names = {n: v for n, v in vars(found).items() if f"{module}.{n}" != missing}
+        return types.SimpleNamespace(**names)
+
+    return load
+
+
+def test_what_fskv_needs_is_here_and_a_vllm_without_any_of_it_is_refused_in_one_sentence():
+    from fskv.engines import vllm_version, vllm_version_multi, vllm_version_tier
+    from fskv.errors import ConfigError
+
+    vllm_version.check()
+    for needed in (vllm_version._NEEDED, vllm_version_multi.NEEDED, vllm_version_tier.NEEDED):
+        vllm_version.check(_load_without("nothing"), needed)
+        for module, name, _ in needed:
+            for missing in (module, f"{module}.{name}"):
+                with pytest.raises(
+                    ConfigError, match=r"^found vLLM \S+, expected \S+ to \S+: "
+                ) as found:
+                    vllm_version.check(_load_without(missing), needed)
+                assert "\n" not in str(found.value)
+                assert len(str(found.value)) < 250
+
+
+def test_a_vllm_whose_modules_raise_anything_is_refused_in_one_sentence():
+    from fskv.engines import vllm_version
+    from fskv.errors import ConfigError
+
+    def load(module):
+        raise RuntimeError("operator torchvision::nms does not exist")
+
+    with pytest.raises(ConfigError, match=r"^found vLLM .*torchvision::nms"):
+        vllm_version.check(load)
+
+
+_V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
+
+
+@pytest.mark.parametrize(
+    ("module", "missing"),
+    [
+        ("vllm_multi", f"{_V1}.multi_connector.MultiKVConnectorStats"),
+        ("vllm_tier", "vllm.v1.kv_offload.tiering.base.SecondaryTierManager"),
+    ],
+)
+def test_each_way_in_says_it_before_any_import_of_its_own_fails(module, missing):
+    """In a process of its own: vLLM's module without a name, as another version has it."""
+    where, _, name = missing.rpartition(".")
+    script = (
+        f"import importlib\nfound = importlib.import_module({where!r})\ndel found.{name}\n"
+        "from fskv.errors import ConfigError\n"
+        f"try:\n    import fskv.engines.{module}\n"
+        "except ConfigError as error:\n    print('REFUSED', error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=300
+    )
+    assert "REFUSED found vLLM" in done.stdout, done.stderr[-2000:]
+
+
+def test_a_vllm_that_reports_no_failed_loads_is_refused():
+    import dataclasses
+
+    from fskv.engines import vllm_version
+    from fskv.errors import ConfigError
+
+    @dataclasses.dataclass
+    class Results:
+        finished_recving: set
+
+    def load(module):
+        found = _load_without("nothing")(module)
+        if hasattr(found, vllm_version._RESULTS):
+            setattr(found, vllm_version._RESULTS, Results)
+        return found
+
+    with pytest.raises(ConfigError, match="cannot report failed loads"):
+        vllm_version.check(load)
+
+
+_ASK = """
+from fskv.engines.vllm_plugin import register
+register()
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+print(KVConnectorFactory.get_connector_class_by_name("FskvConnector"))
+"""
+
+
+@pytest.mark.skipif("FSKV_VLLM_OLD" not in os.environ, reason="FSKV_VLLM_OLD names no old vLLM")
+def test_an_old_vllm_s_own_factory_is_told_in_one_sentence_why_not():
+    path = os.environ["FSKV_VLLM_OLD"]
+    env = {**os.environ, "PYTHONPATH": path + os.pathsep + os.environ.get("PYTHONPATH", "")}
+    done = subprocess.run(
+        [sys.executable, "-c", _ASK], env=env, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode != 0
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("fskv.errors.ConfigError: found vLLM "), done.stderr[-2000:]
+    assert "cannot report failed loads" in last
+
+
+@pytest.mark.skipif("FSKV_VLLM_PATH" not in os.environ, reason="FSKV_VLLM_PATH names no other vLLM")
+def test_the_same_checks_hold_for_the_vllm_at_fskv_vllm_path():
+    env = dict(os.environ)
+    path = env.pop("FSKV_VLLM_PATH")
+    env["PYTHONPATH"] = path + os.pathsep + env.get("PYTHONPATH", "")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
+        env=env,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]

@@ -1,0 +1,334 @@
+"""What is announced to KV-aware routers and what is taken back: without an engine, with vLLM's tracker."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import world
+import xxhash
+
+pytest.importorskip("vllm", reason="these tests need the vllm environment: make test")
+pytestmark = world.VLLM
+
+
+def _chunk(number: int, group_idx: int = 0):
+    from fskv.types import ChunkId
+
+    return ChunkId(number.to_bytes(32, "big"), group_idx)
+
+
+def _key(number: int, group_idx: int = 0):
+    from vllm.v1.kv_offload.base import make_offload_key
+
+    return make_offload_key(number.to_bytes(32, "big"), group_idx)
+
+
+def _name(number: int, group_idx: int = 0) -> tuple[bytes, int]:
+    """Return what the pruner knows of a chunk: read off its file's name."""
+    return xxhash.xxh3_128_digest(number.to_bytes(32, "big")), group_idx
+
+
+def _taken(events) -> list[tuple[str, bytes]]:
+    from vllm.v1.kv_offload.base import Medium
+
+    news = []
+    for event in events:
+        assert event.medium is Medium.STORAGE
+        news += [("removed" if event.removed else "stored", key) for key in event.keys]
+    return news
+
+
+def _manager(*, num_ranks: int = 1, events: object = True, **options):
+    from fskv.config import StoreConfig
+    from fskv.engines.vllm_events import KvEvents
+    from fskv.engines.vllm_manager import FskvHandshake, FskvManager
+
+    config = StoreConfig.from_mapping({"root": "/nowhere", "maintenance": "off", **options})
+    manager = FskvManager(config, 2, KvEvents() if events else None)
+    ranks = range(num_ranks)
+    manager.set_workers(
+        [FskvHandshake(r, num_ranks, 2, "/nowhere", b"d", 0o700, 0o600, {0: 4096}) for r in ranks]
+    )
+    return manager
+
+
+# --- what is remembered ---------------------------------------------------------------------
+
+
+def test_a_chunk_is_announced_once_until_it_was_taken_back():
+    from fskv.engines.vllm_events import KvEvents
+
+    events = KvEvents()
+    events.stored(_chunk(1))
+    events.stored(_chunk(1))
+    events.removed(_chunk(2))
+    assert _taken(events.take()) == [("stored", _key(1))]
+    assert _taken(events.take()) == []
+    events.removed(_chunk(1))
+    events.removed(_chunk(1))
+    events.stored(_chunk(1))
+    assert _taken(events.take()) == [("removed", _key(1)), ("stored", _key(1))]
+
+
+def test_the_pruner_takes_back_by_the_name_of_a_file():
+    from fskv.engines.vllm_events import KvEvents
+
+    events = KvEvents()
+    for number in range(4):
+        events.stored(_chunk(number, group_idx=number % 2))
+    list(events.take())
+    events.removed_names([_name(1, 1), _name(2, 1), _name(9), _name(2, 0)])
+    assert _taken(events.take()) == [("removed", _key(1, 1)), ("removed", _key(2, 0))]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_router_believes_only_what_can_be_taken_back(seed):
+    from fskv.engines.vllm_events import KvEvents
+
+    rng = random.Random(seed)
+    limit = rng.randrange(1, 12)
+    events, believed = KvEvents(limit), set()
+    for _ in range(400):
+        number, action = rng.randrange(20), rng.random()
+        if action < 0.7:
+            events.stored(_chunk(number))
+        elif action < 0.8:
+            events.removed(_chunk(number))
+        elif action < 0.98:
+            events.removed_names([_name(number), _name(rng.randrange(20))])
+        else:
+            events.removed_all()
+        if rng.random() < 0.3:
+            for what, key in _taken(events.take()):
+                assert (key in believed) is (what == "removed"), "twice, or out of the blue"
+                believed.symmetric_difference_update([key])
+            assert len(believed) == events.num_announced <= limit
+    events.removed_names(_name(number) for number in range(20))
+    for what, key in _taken(events.take()):
+        assert what == "removed" or key not in believed
+        believed.symmetric_difference_update([key])
+    assert believed == set()
+
+
+def test_what_was_seen_last_is_forgotten_last():
+    from fskv.engines.vllm_events import KvEvents
+
+    events = KvEvents(2)
+    for number in (1, 2, 1, 3):
+        events.stored(_chunk(number))
+    assert _taken(events.take())[-2:] == [("stored", _key(3)), ("removed", _key(2))]
+
+
+def test_events_are_kept_only_where_the_engine_publishes_them():
+    from vllm.v1.kv_offload.base import OffloadingKVEventsConfig
+
+    from fskv.engines.vllm_events import MAX_ANNOUNCED, KvEvents
+
+    assert KvEvents.enabled_by(OffloadingKVEventsConfig(False, True), 512) is None
+    plain = KvEvents.enabled_by(OffloadingKVEventsConfig(True, False), 512)
+    describing = KvEvents.enabled_by(OffloadingKVEventsConfig(True, True), 4096)
+    assert plain._max_announced == MAX_ANNOUNCED
+    assert describing._max_announced == 2048, "vLLM keeps the tokens of each"
+
+    manager = _manager(events=False)
+    manager.on_stored(_chunk(1), {0})
+    manager.on_removed([_name(1)])
+    manager.forget_announced()
+    assert list(manager.take_events()) == []
+    assert not manager.has_pending_work()
+    manager.shutdown()
+
+
+# --- the manager ----------------------------------------------------------------------------
+
+
+def test_a_chunk_is_announced_when_the_last_rank_has_published_it():
+    manager = _manager(num_ranks=2)
+    manager.on_stored(_chunk(1), {0})
+    manager.on_stored(_chunk(1), {0})
+    assert _taken(manager.take_events()) == []
+    manager.on_stored(_chunk(1), {1})
+    assert _taken(manager.take_events()) == [("stored", _key(1))]
+    manager.on_removed([_name(1)])
+    assert _taken(manager.take_events()) == [("removed", _key(1))]
+    manager.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("status", "gone"),
+    [
+        ("absent", True),
+        ("stale", True),
+        ("corrupt", True),
+        ("timed_out", False),
+        ("io_error", False),
+        ("denied", False),
+        ("breaker", False),
+    ],
+)
+def test_a_failed_load_takes_back_what_is_gone_and_nothing_else(status, gone):
+    from fskv.types import Status
+
+    manager = _manager()
+    manager.on_stored(_chunk(1), {0})
+    list(manager.take_events())
+    manager.on_loads_failed({_chunk(1): Status(status), _chunk(2): Status(status)})
+    assert _taken(manager.take_events()) == ([("removed", _key(1))] if gone else [])
+    manager.shutdown()
+
+
+def test_a_chunk_that_another_engine_stored_is_announced_when_it_is_found(monkeypatch):
+    from vllm.v1.kv_offload.base import LookupResult, ReqContext
+
+    from fskv.types import Presence, Status
+
+    manager = _manager()
+    answers = {
+        "found": (Presence.HIT, Status.OK),
+        "not there": (Presence.MISS, Status.MISSING),
+        "asked": (Presence.UNKNOWN, Status.OK),
+    }
+    for number, answer in enumerate(answers.values()):
+        monkeypatch.setattr(manager._presence, "lookup", lambda chunk, answer=answer: answer)
+        for request in ("r", "r", "s"):
+            result = manager.lookup(_key(number), ReqContext(request))
+        assert (result is LookupResult.HIT) is (number == 0)
+    assert _taken(manager.take_events()) == [("stored", _key(0))]
+    manager.shutdown()
+
+
+def test_an_idle_engine_steps_on_for_its_last_stores_but_not_for_ever(monkeypatch):
+    from vllm.v1.kv_offload.base import ReqContext
+
+    from fskv.engines import vllm_manager
+
+    now = [1000.0]
+    monkeypatch.setattr(vllm_manager.time, "monotonic", lambda: now[0])
+    manager = _manager()
+    assert not manager.has_pending_work()
+    manager.prepare_store([_key(1), _key(2)], ReqContext("r"))
+    assert manager.has_pending_work()
+    manager.on_stored(_chunk(1), {0})
+    assert manager.has_pending_work()
+    manager.on_not_stored(_chunk(2))
+    assert not manager.has_pending_work()
+    manager.prepare_store([_key(3)], ReqContext("r"))
+    assert manager.has_pending_work()
+    now[0] += 2.1  # a hung mount
+    assert not manager.has_pending_work()
+    manager.shutdown()
+
+
+# --- with vLLM's tracker --------------------------------------------------------------------
+
+
+def _describing():
+    """Return a connector around a manager and vLLM's own tracker, as far as events need one."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.events import (
+        OffloadingEventsTracker,
+    )
+    from vllm.v1.kv_offload.base import OffloadingKVEventsConfig
+
+    from fskv.engines.vllm_budget import LoadBudget
+    from fskv.engines.vllm_connector import FskvConnector
+
+    tracker = OffloadingEventsTracker(OffloadingKVEventsConfig(True, True))
+    manager = _manager()
+
+    class Scheduler:
+        _sliding_window_groups = ()
+        _events_tracker = tracker
+
+        def __init__(self):
+            self._req_status = {}
+            self.manager = manager
+
+        def take_events(self):
+            yield from tracker.take_events(manager.take_events())
+
+        def reset_cache(self):
+            manager.reset_cache()
+            tracker.reset()
+
+    connector = FskvConnector.__new__(FskvConnector)
+    connector.connector_scheduler = Scheduler()
+    connector._held_events = []
+    connector._budget = LoadBudget(manager._config, [], 1, num_ranks=1, file_sizes=dict)
+    return connector, manager, tracker._pending_event_metadata
+
+
+def _payload(number: int):
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading import events
+    from vllm.v1.kv_offload.base import Medium
+
+    values = dict.fromkeys(events._OffloadEventMetadata.__slots__)
+    hashes = (b"first" + bytes([number % 256]), number.to_bytes(32, "big"))
+    return events._OffloadEventMetadata(
+        **{
+            **values,
+            "block_hashes": hashes,
+            "token_ids": (1, 2),
+            "block_size": 1,
+            "group_idx": 0,
+            "kv_cache_spec": SimpleNamespace(
+                kv_cache_spec_kind="full_attention", kv_cache_spec_sliding_window=None
+            ),
+            "active_residencies": {(Medium.CPU, None)},
+        }
+    )
+
+
+def test_a_reset_takes_back_every_block_and_what_is_found_again_is_announced_again(monkeypatch):
+    connector, manager, payloads = _describing()
+    payloads[_key(1)] = _payload(1)
+    manager.on_stored(_chunk(1), {0})
+    (stored,) = connector.take_events()
+    manager.on_stored(_chunk(2), {0})  # not taken before the reset
+    connector.reset_cache()
+    assert payloads == {}, "vLLM forgets: later it would name one block of two"
+    news = list(connector.take_events())
+    removed = [
+        h for event in news if type(event).__name__ == "BlockRemoved" for h in event.block_hashes
+    ]
+    assert set(stored.block_hashes) < set(removed)
+    assert len(removed) == len(stored.block_hashes) + 1
+    assert list(connector.take_events()) == []
+    manager.on_stored(_chunk(3), {0})
+    assert list(connector.take_events()) == [], "stopped: nothing will be served"
+    manager.shutdown()
+
+
+def test_the_payloads_that_vllm_keeps_are_bounded_by_what_is_announced():
+    connector, manager, payloads = _describing()
+    from fskv.engines.vllm_manager import _Store
+
+    manager._storing[_chunk(7)] = _Store(1e12, 0)
+    most = 0
+    for number in range(20_000):
+        payloads[_key(number)] = _payload(number)
+        if number % 1000 == 0:
+            manager.on_stored(_chunk(number), {0})
+        list(connector.take_events())
+        most = max(most, len(payloads))
+    assert most < 5000
+    assert all(_key(number) in payloads for number in range(0, 20_000, 1000))
+    assert _key(7) in payloads, "being stored"
+    manager.shutdown()
+
+
+def test_without_trimming_vllm_keeps_payloads_for_ever():
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.events import (
+        OffloadingEventsTracker,
+    )
+    from vllm.v1.kv_offload.base import OffloadingKVEventsConfig
+
+    manager = _manager()
+    tracker = OffloadingEventsTracker(OffloadingKVEventsConfig(True, True))
+    tracker._pending_event_metadata[_key(1)] = _payload(1)
+    manager.on_stored(_chunk(1), {0})
+    manager.on_removed([_name(1)])
+    list(tracker.take_events(manager.take_events()))
+    assert list(tracker._pending_event_metadata) == [_key(1)]
+    manager.shutdown()

@@ -1,0 +1,573 @@
+"""FskvMultiConnector without an engine: what it adds to vLLM's MultiConnector, on vLLM's own parts."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import os
+import pickle
+import re
+import time
+from types import SimpleNamespace
+
+import pytest
+import world
+
+pytest.importorskip("vllm", reason="these tests need the vllm environment: make test")
+pytestmark = world.VLLM
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered():
+    from fskv.engines.vllm_plugin import register
+
+    register()
+
+
+class Child:
+    """A connector that says what it is told to say; what it is asked is in `calls`."""
+
+    supports_divergent_local_hybrid_hits = False
+
+    def __init__(self, tokens=0, handshake=None):
+        self.tokens, self.handshake = tokens, handshake
+        self.calls: list[str] = []
+        self.got = None
+        self.fails: set[str] = set()
+
+    def _call(self, name):
+        self.calls.append(name)
+        if name in self.fails:
+            raise OSError(f"{name} failed")
+
+    def get_num_new_matched_tokens(self, request, num_computed_tokens):
+        self._call("match")
+        return self.tokens, bool(self.tokens)
+
+    def update_state_after_alloc(self, request, blocks, num_external_tokens):
+        self._call(f"alloc {num_external_tokens}")
+
+    def update_connector_output(self, connector_output):
+        self._call("output")
+
+    def request_finished_all_groups(self, request, block_ids):
+        self._call("finished")
+        return False, None
+
+    def get_handshake_metadata(self):
+        return self.handshake
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata):
+        self.got = metadata
+
+    def reset_cache(self):
+        self._call("reset")
+        return True
+
+    def shutdown(self):
+        self._call("shutdown")
+
+
+def connector(*children, lookup_timeout_s=60.0, choose="weight", weights=None):
+    """Return one whose children are these, as its constructor leaves it on the scheduler's side."""
+    from fskv.engines.vllm_multi import FskvMultiConnector
+    from fskv.engines.vllm_multi_events import MergedEvents
+    from fskv.metrics import Counters
+
+    made = FskvMultiConnector.__new__(FskvMultiConnector)
+    made._connectors = list(children)
+    made._names = [f"child{idx}" for idx in range(len(children))]
+    made._config = SimpleNamespace(
+        choose=choose,
+        lookup_timeout_s=lookup_timeout_s,
+        connectors=[SimpleNamespace(load_weight=w) for w in weights or [1.0] * len(children)],
+    )
+    made._all_support_hma = True
+    made._requests_to_connector, made._extra_async_saves = {}, {}
+    made._counters, made._events = Counters(), MergedEvents()
+    made._waits_since, made._given_up, made._loading, made._failed = {}, {}, {}, {}
+    made._granularity = [16] * len(children)
+    made._tokens_per_hash = 16
+    return made
+
+
+def request(name="r", num_tokens=100, hashes=(1, 2, 3, 4, 5, 6)):
+    return SimpleNamespace(request_id=name, num_tokens=num_tokens, block_hashes=list(hashes))
+
+
+def output(finished=(), failed=()):
+    return SimpleNamespace(
+        finished_recving=set(finished), failed_recving=set(failed), kv_connector_worker_meta=None
+    )
+
+
+def test_what_is_overridden_and_what_is_reached_into_is_there_in_this_vllm():
+    from test_vllm_contract import _check_overrides, _parameters
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+        OffloadingConnectorScheduler,
+    )
+
+    from fskv.engines.vllm_connector import FskvConnector
+    from fskv.engines.vllm_multi import FskvMultiConnector
+
+    assert issubclass(FskvMultiConnector, MultiConnector)
+    assert not inspect.isabstract(FskvMultiConnector)
+    assert _check_overrides(FskvMultiConnector, MultiConnector) == []
+    assert _parameters(FskvConnector.predicted_load_s) == [
+        "request",
+        "num_new_tokens",
+        "num_computed_tokens",
+    ]
+    assert _parameters(FskvConnector.predicted_prefill_s) == ["num_tokens", "num_computed_tokens"]
+    for name in ("_aggregate_request_finished", "_get_connector_classes_and_configs"):
+        assert hasattr(MultiConnector, name), name
+    source = inspect.getsource(MultiConnector)
+    for name in ("_connectors", "_requests_to_connector", "_ktc_kv_transfer_config"):
+        assert f"self.{name}" in source, name
+    # Where the blocks of a load are noted, and where stores are made to read them first: _tell_allocated.
+    noted = inspect.getsource(OffloadingConnectorScheduler.update_state_after_alloc)
+    assert "self._current_batch_allocated_block_ids.update(" in noted
+    flushed = inspect.getsource(OffloadingConnectorScheduler)
+    assert "for bid in self._current_batch_allocated_block_ids" in flushed
+    # What vllm_reset reads and writes.
+    for name in ("_req_status", "_sliding_window_groups", "_current_batch_load_jobs"):
+        assert f"self.{name}" in flushed, name
+
+
+# --- waiting and choosing -------------------------------------------------------------------
+
+
+def test_every_child_is_asked_each_time_and_only_the_chosen_one_loads():
+    children = Child(None), Child(96), Child(32)
+    multi = connector(*children)
+    assert multi.get_num_new_matched_tokens(request(), 0) == (96, True)
+    assert [child.calls for child in children] == [["match"]] * 3
+    multi.update_state_after_alloc(request(), None, 96)
+    assert [child.calls[-1] for child in children] == ["alloc 0", "alloc 96", "alloc 0"]
+
+
+def test_vllms_own_connector_defers_instead():
+    """The negative control: one child without an answer, and the request waits, for as long as that is so."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+    multi = connector(Child(None), Child(96))
+    for _ in range(3):
+        assert MultiConnector.get_num_new_matched_tokens(multi, request(), 0) == (None, False)
+
+
+def test_the_wait_for_a_silent_child_ends_and_is_counted_once():
+    multi = connector(Child(None), Child(32), lookup_timeout_s=0.05)
+    assert multi.get_num_new_matched_tokens(request(), 0) == (None, False)
+    time.sleep(0.06)
+    for _ in range(3):  # the blocks were not there, so the scheduler asks again
+        assert multi.get_num_new_matched_tokens(request(), 0) == (32, True)
+    ((metric, child),) = [key for key in multi._counters.drain() if key[0].name.endswith("up")]
+    assert (metric.name, child) == ("vllm:fskv_multi_given_up", "child0")
+    multi.update_state_after_alloc(request(), None, 32)
+    # After a preemption it may wait again.
+    assert multi.get_num_new_matched_tokens(request(), 0) == (None, False)
+
+
+def test_with_nothing_elsewhere_the_wait_ends_too_unless_the_same_tokens_are_being_loaded():
+    silent = Child(None)
+    multi = connector(silent, lookup_timeout_s=0.01)
+    silent.tokens = 96
+    multi.get_num_new_matched_tokens(request("first"), 0)
+    multi.update_state_after_alloc(request("first"), None, 96)
+    silent.tokens = None
+    for name in ("same", "else"):
+        hashes = (1, 2, 3, 4, 5, 6) if name == "same" else (7, 8, 9, 10, 11, 12)
+        assert multi.get_num_new_matched_tokens(request(name, hashes=hashes), 0) == (None, False)
+    time.sleep(0.02)
+    assert multi.get_num_new_matched_tokens(request("else", hashes=(7, 8)), 0) == (0, False)
+    assert multi.get_num_new_matched_tokens(request("same"), 0) == (None, False)
+    multi.update_connector_output(output(finished=["first"]))
+    assert multi.get_num_new_matched_tokens(request("same"), 0) == (0, False)
+
+
+def test_a_choice_of_before_is_forgotten_when_the_child_has_nothing_any_more():
+    child = Child(96)
+    multi = connector(child)
+    multi.get_num_new_matched_tokens(request(), 0)
+    child.tokens = 0
+    assert multi.get_num_new_matched_tokens(request(), 0) == (0, False)
+    assert multi._requests_to_connector == {}
+    assert multi.get_loaded_kv_cache_group_ids(request()) == ()
+
+
+def test_after_a_failed_load_the_others_come_first_until_the_request_ends():
+    first, second = Child(96), Child(32)
+    multi = connector(first, second, weights=[9.0, 1.0])
+    multi.get_num_new_matched_tokens(request(), 0)
+    multi.update_state_after_alloc(request(), None, 96)
+    multi.update_connector_output(output(finished=["r"], failed=["r"]))
+    assert multi.get_num_new_matched_tokens(request(), 0) == (32, True)
+    second.tokens = 0
+    assert multi.get_num_new_matched_tokens(request(), 0) == (96, True)
+    multi.request_finished_all_groups(request(), ([],))
+    assert not any((multi._failed, multi._loading, multi._waits_since, multi._given_up))
+    second.tokens = 32
+    assert multi.get_num_new_matched_tokens(request(), 0) == (96, True)
+
+
+def test_auto_asks_the_children_for_their_times_and_one_without_is_no_error():
+    slow, fast = Child(96), Child(96)
+    slow.predicted_load_s = lambda request, new, computed: 2.0
+    fast.predicted_load_s = lambda request, new, computed: 0.5
+    multi = connector(slow, fast, choose="auto")
+    multi.get_num_new_matched_tokens(request(), 0)
+    assert multi._requests_to_connector == {"r": 1}
+    multi = connector(slow, Child(96), choose="auto")
+    multi.get_num_new_matched_tokens(request(), 0)
+    assert multi._requests_to_connector == {"r": 0}
+
+
+# --- start, end, reset ----------------------------------------------------------------------
+
+
+def test_each_child_gets_its_own_handshake_of_every_rank_and_vllms_own_gives_all_the_first():
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+    from fskv.engines.vllm_manager import FskvHandshake
+
+    def handshake(root, rank):
+        return FskvHandshake(rank, 2, 1, root, b"d", 0o700, 0o600, {0: 4096})
+
+    sent = {}
+    for rank in (0, 1):
+        worker = connector(
+            Child(handshake=handshake("/a", rank)), Child(), Child(handshake=handshake("/b", rank))
+        )
+        sent[0, rank] = pickle.loads(pickle.dumps(worker.get_handshake_metadata()))
+        assert MultiConnector.get_handshake_metadata(worker) == handshake("/a", rank)
+    children = Child(), Child(), Child()
+    connector(*children).set_xfer_handshake_metadata_pp_aware(sent)
+    assert children[0].got == {(0, 0): handshake("/a", 0), (0, 1): handshake("/a", 1)}
+    assert children[1].got is None
+    assert children[2].got == {(0, 0): handshake("/b", 0), (0, 1): handshake("/b", 1)}
+    assert connector(Child()).get_handshake_metadata() is None
+
+
+@pytest.mark.parametrize("what", ["shutdown", "reset"])
+def test_one_child_that_fails_does_not_keep_the_others_from_closing_or_resetting(what):
+    children = Child(), Child(), Child()
+    children[0].fails.add(what)
+    multi = connector(*children)
+    with pytest.raises(OSError, match=what):
+        multi.shutdown() if what == "shutdown" else multi.reset_cache()
+    assert [child.calls for child in children] == [[what]] * 3
+
+
+def test_a_reset_makes_vllms_own_offloading_beside_ours_forget_blocks_that_changed_hands():
+    """Ours would load what that one has stored from them, and store what follows from it."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
+        OffloadingConnector,
+    )
+
+    class Stock(OffloadingConnector):
+        def __init__(self, scheduler):
+            self.connector_scheduler = scheduler
+
+        def reset_cache(self):
+            seen.append(list(window.block_ids))
+            return True
+
+    seen = []
+    window = SimpleNamespace(next_stored_chunk_idx=1, block_ids=[11, 12, 13, 14])
+    scheduler = SimpleNamespace(
+        _req_status={"r": SimpleNamespace(group_states=[None, window])},
+        _sliding_window_groups=(1,),
+        config=SimpleNamespace(blocks_per_chunk=2),
+    )
+    connector(Stock(scheduler), Child()).reset_cache()
+    assert seen == [[0, 0, 13, 14]]
+
+
+def test_vllms_own_offloading_of_windows_in_chunks_of_several_blocks_is_refused():
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
+        OffloadingConnector,
+    )
+
+    from fskv.engines.vllm_connector import FskvConnector
+    from fskv.engines.vllm_multi import _check_whole_chunks
+    from fskv.errors import ConfigError
+
+    def child(cls, blocks_per_chunk, windows):
+        made = cls.__new__(cls)
+        made.connector_scheduler = SimpleNamespace(
+            config=SimpleNamespace(blocks_per_chunk=blocks_per_chunk),
+            _sliding_window_groups=windows,
+        )
+        return made
+
+    good = [
+        child(OffloadingConnector, 1, (0,)),
+        child(OffloadingConnector, 8, ()),
+        child(FskvConnector, 8, (0,)),  # stores whole chunks alone
+        Child(),
+    ]
+    _check_whole_chunks(list("abcd"), good)
+    with pytest.raises(ConfigError, match=r"connector e.*found 8 blocks.*expected 1 block"):
+        _check_whole_chunks(list("abcde"), [*good, child(OffloadingConnector, 8, (0,))])
+
+
+def test_two_names_of_one_directory_are_refused(tmp_path):
+    from fskv.engines.vllm_multi import _check_real_roots
+    from fskv.errors import ConfigError
+    from fskv.multi_config import MultiConfig
+
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    os.symlink(tmp_path / "a", tmp_path / "link")
+
+    def check(*roots):
+        children = [
+            {"kv_connector": "FskvConnector", "kv_connector_extra_config": {"root": str(root)}}
+            for root in roots
+        ]
+        _check_real_roots(MultiConfig.from_mapping({"connectors": children}))
+
+    check(tmp_path / "a", tmp_path / "b", tmp_path / "missing")
+    with pytest.raises(ConfigError, match="a root of its own"):
+        check(tmp_path / "a", tmp_path / "link")
+    (tmp_path / "link" / "below").mkdir()
+    with pytest.raises(ConfigError, match="a root of its own"):
+        check(tmp_path / "link" / "below", tmp_path / "a")
+
+
+def test_a_child_without_support_for_hybrid_models_is_refused_with_the_way_out():
+    from fskv.engines.vllm_multi import _check_hybrid
+    from fskv.errors import ConfigError
+    from fskv.multi_config import MultiConfig
+
+    def check(child, *, disabled):
+        config = MultiConfig.from_mapping(
+            {"connectors": [{"kv_connector": child, "kv_role": "kv_both"}]}
+        )
+        scheduler = SimpleNamespace(disable_hybrid_kv_cache_manager=disabled)
+        _check_hybrid(SimpleNamespace(scheduler_config=scheduler), config)
+
+    check("OffloadingConnector", disabled=False)
+    check("ExampleConnector", disabled=True)
+    with pytest.raises(ConfigError, match="--disable-hybrid-kv-cache-manager"):
+        check("ExampleConnector", disabled=False)
+
+
+@pytest.mark.parametrize(
+    ("child", "sentence"),
+    [
+        (
+            {"kv_connector": "FskvConector", "kv_role": "kv_both"},
+            "Unsupported connector type: FskvConector",
+        ),
+        ({"kv_connector": "FskvConnector", "kv_role": "both"}, "kv_role"),
+        ({"kv_connector": "FskvConnector", "kv_role": "kv_both", "root": "/b"}, "root"),
+    ],
+)
+def test_a_child_that_vllm_refuses_is_named(child, sentence):
+    from fskv.engines.vllm_multi import FskvMultiConnector
+    from fskv.errors import ConfigError
+
+    of = FskvMultiConnector._get_connector_classes_and_configs
+    assert len(of(_vllm_config(_child_config("a"), _child_config("b")))) == 2
+    with pytest.raises(ConfigError) as caught:
+        of(_vllm_config(_child_config("a"), child))
+    assert str(caught.value).startswith("option 'connectors[1]': ")
+    assert sentence in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_a_child_refuses_to_start_with_names_the_child(monkeypatch, caplog):
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+    from fskv.engines import vllm_multi
+    from fskv.errors import ConfigError
+
+    def built_up_to_the_second(self, *_):
+        self._connectors = [Child()]
+        raise ConfigError("option 'mac_key_file': /keys has mode 0644")
+
+    monkeypatch.setattr(MultiConnector, "__init__", built_up_to_the_second)
+    for check in ("_check_hybrid", "_check_real_roots"):
+        monkeypatch.setattr(vllm_multi, check, lambda *_: None)
+    config = _vllm_config(_child_config("a"), _child_config("b"))
+    sentence = "option 'connectors[1]': option 'mac_key_file': /keys has mode 0644"
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
+        vllm_multi.FskvMultiConnector(config, None, None)
+    assert f"fskv: {sentence}" in caplog.text
+
+
+# --- metrics --------------------------------------------------------------------------------
+
+
+def _vllm_config(*children):
+    from vllm.config import KVTransferConfig
+
+    outer = KVTransferConfig(
+        kv_connector="FskvMultiConnector",
+        kv_role="kv_both",
+        kv_connector_extra_config={"connectors": list(children)},
+    )
+    return SimpleNamespace(kv_transfer_config=outer)
+
+
+def _child_config(name, kind="FskvConnector", **extra):
+    options = {"root": f"/{name}"} if kind == "FskvConnector" else {}
+    return {
+        "kv_connector": kind,
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"name": name, **options, **extra},
+    }
+
+
+def _registered(connector_cls, config):
+    """Return vLLM's metrics of a configuration on a registry of its own, and that registry."""
+    import functools
+
+    from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+    registry = CollectorRegistry()
+    types = {cls: functools.partial(cls, registry=registry) for cls in (Counter, Gauge, Histogram)}
+    made = connector_cls.build_prom_metrics(config, types, ["engine"], {0: ["0"]})
+    return made, registry
+
+
+def test_two_children_of_one_class_and_one_of_another_have_series_of_their_own():
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+        OffloadingConnectorStats,
+    )
+
+    from fskv import metrics
+    from fskv.engines.vllm_metrics import to_stats
+    from fskv.engines.vllm_multi import FskvMultiConnector
+    from fskv.engines.vllm_multi_metrics import own_stats, stats_id
+    from fskv.metrics import Counters
+
+    config = _vllm_config(
+        _child_config("a"), _child_config("b"), _child_config("pool", "OffloadingConnector")
+    )
+    made, registry = _registered(FskvMultiConnector, config)
+    children = FskvMultiConnector._get_connector_classes_and_configs(config)
+    ids = [
+        stats_id(name, child.kv_transfer_config)
+        for name, (_, child) in zip(("a", "b", "pool"), children, strict=True)
+    ]
+    own = Counters()
+    own.add(metrics.MULTI_LOADS, 5, "b")
+    data = own_stats(own)
+    for number, child_id in enumerate(ids[:2], 1):
+        data[child_id] = to_stats({(metrics.LOADED_CHUNKS, ""): number}, {})
+    data[ids[2]] = pool = OffloadingConnectorStats()
+    for child_id, nbytes in zip(ids, (10, 20, 30), strict=True):
+        data[child_id].increase_counter("vllm:kv_offload_load_bytes", nbytes)
+    del pool
+    stats = FskvMultiConnector.build_kv_connector_stats(data)
+    # As it goes from the engine to the process that serves /metrics.
+    payload = pickle.loads(pickle.dumps(stats.to_dict()))
+    again = FskvMultiConnector.build_kv_connector_stats(copy.deepcopy(payload))
+    assert again.aggregate(stats).reduce()[ids[0]]["vllm:fskv_loaded_chunks"] == 2
+    made.observe(payload)
+    made.observe({"an unknown one": {}})  # of a connector without metrics
+
+    def value(name, **labels):
+        return registry.get_sample_value(name, {"engine": "0", **labels})
+
+    assert value("vllm:fskv_loaded_chunks_total", connector="a") == 1
+    assert value("vllm:fskv_loaded_chunks_total", connector="b") == 2
+    assert value("vllm:kv_offload_load_bytes_total", connector="a") == 10
+    assert value("vllm:kv_offload_load_bytes_total", connector="pool") == 30
+    assert value("vllm:fskv_multi_loads_total", connector="b") == 5
+
+
+def test_a_name_with_other_labels_gets_the_childs_number_and_is_not_an_error():
+    from fskv.engines.vllm_multi_metrics import _Shared
+
+    made = []
+    shared = _Shared({"gauge": lambda **definition: made.append(definition) or definition})
+    for child, labels in ((0, ["a"]), (1, ["b"]), (2, ["a"])):
+        shared.types_for(child)["gauge"](name="info", documentation="", labelnames=labels)
+    assert [(each["name"], each["labelnames"]) for each in made] == [
+        ("info", ["a"]),
+        ("info_connector1", ["b"]),
+    ]
+
+
+def test_under_vllms_own_connector_the_children_collide():
+    """The negative control: two classes cannot be registered, two of one class are one."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+    both = _vllm_config(_child_config("a"), _child_config("pool", "OffloadingConnector"))
+    with pytest.raises(ValueError, match="Duplicated timeseries"):
+        _registered(MultiConnector, both)
+    one, _ = _registered(MultiConnector, _vllm_config(_child_config("a"), _child_config("b")))
+    assert list(one._prom_metrics) == ["FskvConnector"]
+
+
+# --- events ---------------------------------------------------------------------------------
+
+
+def _stored(*hashes, medium="STORAGE", group=0):
+    from vllm.distributed.kv_events import BlockStored
+
+    return BlockStored(
+        block_hashes=list(hashes),
+        parent_block_hash=None,
+        token_ids=[],
+        block_size=0,
+        lora_id=None,
+        medium=medium,
+        lora_name=None,
+        group_idx=group,
+    )
+
+
+def _removed(*hashes, medium="STORAGE", group=0):
+    from vllm.distributed.kv_events import BlockRemoved
+
+    return BlockRemoved(block_hashes=list(hashes), medium=medium, group_idx=group)
+
+
+def test_a_block_is_announced_as_gone_when_the_last_child_that_has_it_says_so():
+    from fskv.engines.vllm_multi_events import MergedEvents
+
+    merged = MergedEvents()
+
+    def news(child, *events):
+        return [
+            (type(event).__name__, event.block_hashes, event.medium, event.group_idx)
+            for event in merged.pass_on(child, events)
+        ]
+
+    assert news(0, _stored(b"x", b"y")) == [("BlockStored", [b"x", b"y"], "STORAGE", 0)]
+    news(1, _stored(b"x"), _stored(b"x", medium="CPU"), _stored(b"x", group=1))
+    assert news(0, _removed(b"x", b"y")) == [("BlockRemoved", [b"y"], "STORAGE", 0)]
+    assert news(0, _removed(b"x", medium="CPU")) == [], "this child does not have it there"
+    assert news(1, _removed(b"x")) == [("BlockRemoved", [b"x"], "STORAGE", 0)]
+    assert news(1, _removed(b"x", medium="CPU")) == [("BlockRemoved", [b"x"], "CPU", 0)]
+    assert news(1, _removed(b"x", group=1)) == [("BlockRemoved", [b"x"], "STORAGE", 1)]
+    assert merged._holders == {}
+    original = _removed(b"x", b"y")
+    news(0, _stored(b"x"))
+    news(1, _stored(b"x"))
+    news(0, original)
+    assert original.block_hashes == [b"x", b"y"], "the child's own event is left as it was"
+
+
+def test_a_reset_forgets_the_blocks_of_children_that_do_not_say_that_they_are_gone():
+    class Announcing(Child):
+        news = ()
+
+        def take_events(self):
+            return self.news
+
+    children = Announcing(), Announcing()
+    multi = connector(*children)
+    for n in range(20):
+        children[0].news = [_stored(*range(100 * n, 100 * n + 100), medium="CPU")]
+        assert len(list(multi.take_events())) == 1
+        multi.reset_cache()
+    assert not multi._events._holders
+    # What is told of them later is told on.
+    children[0].news = [_removed(7, medium="CPU")]
+    assert [event.block_hashes for event in multi.take_events()] == [[7]]

@@ -1,0 +1,79 @@
+"""A root that is gone, or not mounted, is no root without chunks: the breaker opens, and closes again."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from world import wait_for
+
+from fskv import namespace
+from fskv.config import StoreConfig
+from fskv.root import Root
+from fskv.types import ChunkId, Presence, Status
+
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
+NBYTES = 4096
+
+
+def chunk(number: int) -> ChunkId:
+    return ChunkId(number.to_bytes(32, "big"), 0)
+
+
+@pytest.fixture
+def manager(tmp_path):
+    pytest.importorskip("vllm", reason="the adapter needs the vllm environment: make test")
+    from fskv.engines.vllm_manager import FskvHandshake, FskvManager
+
+    root = str(tmp_path / "root")
+    os.mkdir(root)
+    Root.open(root, create=True)
+    space = f"{root}/arch/model@0123456789abcdef"
+    path = f"{space}/{namespace.chunk_path(*chunk(0), None)}"
+    os.makedirs(os.path.dirname(path))
+    with open(path, "wb") as file:
+        file.truncate(NBYTES)
+    options = {"root": root, "maintenance": "off", "breaker_failures": 3, "breaker_probe_s": 0.05}
+    made = FskvManager(StoreConfig.from_mapping(options | {"negative_ttl_s": 0.05}), 2)
+    made.set_workers([FskvHandshake(0, 1, 2, space, b"d", 0o700, 0o600, {0: NBYTES})])
+    yield made
+    made.shutdown()
+
+
+def ask(manager, number: int):
+    """Look a chunk up until something is known of it; returns that and why."""
+    found = []
+
+    def known() -> bool:
+        found[:] = manager._presence.lookup(chunk(number))
+        manager.on_schedule_end(None)
+        return found[0] is not Presence.UNKNOWN
+
+    wait_for(known)
+    return tuple(found)
+
+
+def test_a_root_that_is_gone_opens_the_breaker_and_one_that_is_back_closes_it(manager, tmp_path):
+    root, away = tmp_path / "root", tmp_path / "away"
+    assert ask(manager, 0) == (Presence.HIT, Status.OK)
+    assert [ask(manager, number) for number in range(1, 20)] == [
+        (Presence.MISS, Status.MISSING)
+    ] * 19
+    assert not manager._breaker.open, "the control: chunks that are not there are no sign"
+    os.rename(root, away)
+    root.mkdir()  # what is left of a mount
+    answers = [ask(manager, number) for number in range(20, 40)]
+    assert {presence for presence, _ in answers} == {Presence.MISS}
+    assert manager._breaker.open
+    assert Status.BREAKER in {reason for _, reason in answers}
+    assert os.listdir(root) == [], "nothing is made in the place of a mount"
+    root.rmdir()
+    os.rename(away, root)
+    wait_for(lambda: ask(manager, 41) == (Presence.MISS, Status.MISSING))
+    assert not manager._breaker.open
+
+
+def test_where_one_chunk_is_there_the_root_is_not_asked_for(manager, tmp_path):
+    os.unlink(tmp_path / "root" / "fskv.json")
+    assert ask(manager, 0) == (Presence.HIT, Status.OK)
+    assert not manager._breaker.open

@@ -1,0 +1,175 @@
+"""Load or recompute, on real engines: storage that crawls is declined, fast storage is loaded from, shorter
+prefixes are legal hits of every kind of model, and the tokens are those of an engine without fskv, always.
+
+What takes how long is the benchmark's (benchmarks.load_budget). Here only ratios that are far apart count.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import engine_lab as lab
+import pytest
+from places import LAB
+
+from faults import mount as faulty_mount
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
+lab.needs_vllm()
+
+SCENARIO = str(LAB / "budget_scenario.py")
+CRAWL = {"ops": ["read"], "suffix": ".kv", "bytes_per_s": 20_000}
+
+
+@pytest.fixture
+def mount(tmp_path):
+    if missing := faulty_mount.why_not():
+        pytest.skip(missing)
+    with faulty_mount.FaultyMount(tmp_path / "fuse") as made:
+        yield made
+
+
+def on_a_crawl(mount, directory: pathlib.Path, num_slow: int, **options) -> dict:
+    """Compute a prompt, let the mount crawl, and ask for it again and again; return the result."""
+    model = lab.MODELS["llama"]
+    main = lab.generate(model.main_prompt(), "cold")
+    talk = lab.Conversation(directory)
+    talk.say(main, *lab.SETTLE, {"reset_prefix_cache": True}, {"metrics": True})
+    pause = talk.pause()
+    for number in range(num_slow):
+        talk.say({**main, "label": f"slow{number}"}, {"reset_prefix_cache": True})
+    talk.say({"metrics": True})
+    transfer = lab.connector(mount.path, **lab.options_for("llama"), **options)
+    engine = lab.start_engine(
+        lab.request(model, talk.steps, transfer=transfer), str(directory / "engine")
+    )
+    talk.resume(engine, pause, lambda: mount.set(CRAWL))
+    result = engine.wait(lab.ENGINE_TIMEOUT_S)
+    assert result["exit_code"] == 0, result.get("error")
+    assert mount.fired() > 0, "no read was throttled: nothing was shown"
+    done = lab.generates(result)
+    assert len(lab.chunks(mount.backing)) == model.prompt_tokens // 128
+    for number in range(num_slow):
+        assert done[f"slow{number}"]["tokens"] == done["cold"]["tokens"]
+    return result
+
+
+def test_storage_that_crawls_is_found_out_by_one_load_and_then_declined(mount, tmp_path):
+    result = on_a_crawl(mount, tmp_path, 4, load_budget="auto")
+    before, after = lab.metrics(result)
+    assert lab.counter(before, "prefill_rate") > 0, "the recompute was measured"
+    assert lab.counter(before, "declined_tokens") == 0
+    # 2 MB at 20 kB a second: nothing can be loaded. The first one finds out, a probe may follow.
+    loads = lab.counter(after, "cut_loads")
+    assert 1 <= loads == 1 + lab.counter(after, "probe_loads")
+    done = lab.generates(result)
+    assert all(done[f"slow{number}"]["num_cached_tokens"] == 0 for number in range(4))
+    declined = lab.counter(after, "declined_tokens")
+    assert declined >= 1920
+    assert lab.counter(after, "declined_chunks") * 128 == declined
+    # In whole seconds, as vLLM tells counters here: the recomputes may have taken less than one.
+    for recompute in ("declined_prefill_seconds", "declined_actual_seconds"):
+        assert lab.counter(after, "declined_load_seconds") > lab.counter(after, recompute)
+    # Given up is not failed: nothing is held against the chunks or the root.
+    assert lab.counter(after, "load_failures") == 0
+    assert lab.counter(after, "breaker_open") == 0
+
+
+@pytest.mark.slow
+def test_negative_control_without_the_option_the_engine_waits_for_the_crawl(mount, tmp_path):
+    result = on_a_crawl(mount, tmp_path, 1, deadline_base_s=20)
+    _, after = lab.metrics(result)
+    assert lab.counter(after, "declined_tokens") == lab.counter(after, "cut_loads") - 1 == 0
+    assert lab.counter(after, "load_failures", reason="timed_out") > 0
+    done = lab.generates(result)
+    assert done["slow0"]["ttft_s"] > 20 > done["cold"]["ttft_s"]
+
+
+@pytest.mark.slow
+def test_fast_storage_is_loaded_from_and_found_again_after_a_crawl(mount, tmp_path):
+    """A model whose recompute takes seconds, so that a busy machine cannot turn the balance."""
+    model = lab.MODELS["llama_large"]
+    prompt = lab.generate(model.tokens("budget", 400), "cold")
+    talk = lab.Conversation(tmp_path)
+    talk.say(prompt, *lab.SETTLE, {"reset_prefix_cache": True})
+    for number in range(4):
+        talk.say({**prompt, "label": f"fast{number}"}, {"reset_prefix_cache": True})
+    talk.say({"metrics": True})
+    crawl = talk.pause()
+    for number in range(2):
+        talk.say({**prompt, "label": f"slow{number}"}, {"reset_prefix_cache": True})
+    talk.say({"metrics": True})
+    over = talk.pause()
+    # Longer than the first pauses of the probes. Then one of these is a probe, and the next is loaded.
+    talk.say({"sleep": 60.0})
+    for number in range(3):
+        talk.say({**prompt, "label": f"again{number}"}, {"reset_prefix_cache": True})
+    talk.say({"metrics": True})
+    request = lab.request(
+        model,
+        talk.steps,
+        transfer=lab.connector(mount.path, load_budget="auto", hybrid_chunk_size=32),
+        engine={"block_size": 32},
+    )
+    engine = lab.start_engine(request, str(tmp_path / "engine"))
+    talk.resume(engine, crawl, lambda: mount.set({**CRAWL, "bytes_per_s": 100_000}))
+    talk.resume(engine, over, mount.clear)
+    result = engine.wait(900)
+    assert result["exit_code"] == 0, result.get("error")
+    done = lab.generates(result)
+    for label, step in done.items():
+        assert label == "settle" or step["tokens"] == done["cold"]["tokens"], label
+    fast, slow, again = lab.metrics(result)
+    # Nothing is declined. The first load has a quarter of a second, which a busy machine may not have.
+    loaded = [done[f"fast{n}"]["num_cached_tokens"] for n in range(4)]
+    assert lab.counter(fast, "declined_tokens") == 0
+    assert loaded[1:] == [384] * 3
+    assert lab.counter(fast, "cut_loads") <= (loaded[0] == 0)
+    assert lab.counter(slow, "declined_tokens") > 0
+    assert done["again2"]["num_cached_tokens"] == 384
+    assert lab.counter(again, "probe_loads") >= 1
+    assert lab.counter(again, "load_rate") > 10 * lab.counter(slow, "load_rate")
+
+
+# cap -> tokens of the longest legal hit below it
+CAPS = {
+    "llama": {128: 128, 1024: 1024},
+    # Chunks of 256 tokens: 128 is less than one. A hit may end inside of one, but none is chosen so.
+    "gpt_oss": {128: 0, 1024: 1024, 1280: 1280, 1408: 1408},
+    "gemma3": {1024: 1024},
+    # A state every 640.
+    "qwen3_next": {640: 640, 1280: 1280},
+    "lfm2": {1024: 1024},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CAPS)
+def test_a_shorter_prefix_is_a_legal_hit_of_every_kind_of_model(name, tmp_path):
+    model = lab.MODELS[name]
+    done = subprocess.run(
+        [
+            *(sys.executable, SCENARIO, lab.checkpoint(name), str(tmp_path)),
+            *(json.dumps(model.engine_kwargs()), json.dumps(model.main_prompt())),
+            *map(str, CAPS[name]),
+        ],
+        env={**os.environ, "SCENARIO_OPTIONS": json.dumps(lab.options_for(name))},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    answer = json.loads(done.stdout.splitlines()[-1])
+    cold, whole, *cut = answer["found"]
+    assert cold["cached"] == 0
+    assert whole["cached"] > max(CAPS[name])
+    assert [found["cached"] for found in cut] == list(CAPS[name].values())
+    for found in (whole, *cut):
+        assert found["tokens"] == cold["tokens"]
+    expected = sum(whole["cached"] - found["cached"] for found in cut)
+    assert answer["counted"]["declined_tokens"] == expected
+    assert answer["counted"].get("load_failures", 0) == 0

@@ -1,0 +1,448 @@
+"""Real engines while the root misbehaves: no wrong token, no crash, no wait beyond the deadline."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import engine_lab as lab
+import pytest
+from places import LAB
+
+from faults.disk import DiskFaults
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+lab.needs_vllm()
+
+MODEL = lab.MODELS["llama"]
+HYBRID = lab.MODELS["gpt_oss"]
+DEADLINE_S = 2.0
+RESET_SCENARIO = str(LAB / "reset_scenario.py")
+
+
+@functools.cache
+def _reference(name: str) -> dict:
+    """Return the tokens of the main and the partial prompt from an engine without fskv."""
+    model = lab.MODELS[name]
+    steps = [
+        lab.generate(model.main_prompt(), "main"),
+        lab.generate(model.partial_prompt(), "partial"),
+    ]
+    return lab.generates(lab.run(lab.request(model, steps)))
+
+
+@pytest.fixture(scope="module")
+def reference() -> dict:
+    return _reference(MODEL.name)
+
+
+@pytest.fixture(
+    scope="module", params=[MODEL.name, pytest.param(HYBRID.name, marks=pytest.mark.slow)]
+)
+def case(request) -> tuple[lab.Model, dict]:
+    """A full-attention and a hybrid model, each with its reference."""
+    return lab.MODELS[request.param], _reference(request.param)
+
+
+def _root(tmp_path: pathlib.Path) -> str:
+    root = tmp_path / "root"
+    root.mkdir()
+    return str(root)
+
+
+def _transfer(root: str, **options: object) -> dict:
+    return lab.connector(
+        root,
+        hybrid_chunk_size=128,
+        deadline_base_s=DEADLINE_S,
+        deadline_per_mib_s=0,
+        deadline_max_s=DEADLINE_S,
+        **options,
+    )
+
+
+def test_reads_that_never_return_cost_one_deadline_then_nothing(case, tmp_path, native_library):
+    model, reference = case
+    root = _root(tmp_path)
+    faults = DiskFaults(native_library("disk"), pathlib.Path(root), tmp_path / "faults")
+    main = model.main_prompt()
+    lab.run(lab.request(model, [lab.generate(main, "cold")], transfer=_transfer(root)))
+    talk = lab.Conversation(tmp_path)
+    talk.say(lab.generate(main, "warm"), {"reset_prefix_cache": True})
+    start = talk.pause()
+    talk.say(
+        lab.generate(main, "hung"),
+        {"reset_prefix_cache": True},
+        lab.generate(main, "hung_again"),
+        {"reset_prefix_cache": True},
+        {"metrics": True},
+    )
+    stop = talk.pause()
+    # The breaker lets one operation through every breaker_probe_s; give it the time to see the root again.
+    talk.say({"sleep": 1.5}, lab.generate(main, "back"), {"reset_prefix_cache": True})
+    talk.say({"sleep": 1.5}, lab.generate(main, "full"), {"metrics": True})
+    engine = lab.start_engine(
+        lab.request(
+            model,
+            talk.steps,
+            transfer=_transfer(root, quarantine_s=1, breaker_probe_s=0.5),
+            env=faults.env(),
+        ),
+        str(tmp_path / "engine"),
+    )
+    talk.resume(engine, start, lambda: faults.set("pread hang suffix=.kv"))
+    talk.resume(engine, stop, faults.clear)
+    result = engine.wait(lab.ENGINE_TIMEOUT_S)
+    assert result["exit_code"] == 0, result.get("error")
+    done = lab.generates(result)
+    for label in ("warm", "hung", "hung_again", "back", "full"):
+        assert done[label]["tokens"] == reference["main"]["tokens"], label
+    assert done["warm"]["num_cached_tokens"] == done["full"]["num_cached_tokens"] > 0
+    assert done["hung"]["num_cached_tokens"] == 0
+    assert faults.fired() > 0
+    # A generous bound against a hang, not a measurement: the wait is one deadline, then the breaker.
+    assert done["hung"]["wall_s"] < DEADLINE_S + 20
+    assert done["hung_again"]["wall_s"] < DEADLINE_S + 20
+    during = lab.metrics(result)[0]
+    assert lab.counter(during, "load_failures", reason="timed_out") > 0
+    last = result["steps"][-1]
+    assert lab.counter(last, "io_threads_hung") == 0, "hung threads came back and were counted off"
+
+
+def test_root_removed_while_running_is_neither_missed_nor_made_again(case, tmp_path):
+    model, reference = case
+    root = _root(tmp_path)
+    away = f"{root}-away"
+    main = model.main_prompt()
+    talk = lab.Conversation(tmp_path)
+    talk.say(lab.generate(main, "cold"), {"reset_prefix_cache": True})
+    gone = talk.pause()
+    talk.say(lab.generate(main, "gone"), {"reset_prefix_cache": True})
+    talk.say(lab.generate(model.partial_prompt(), "partial"), {"reset_prefix_cache": True})
+    back = talk.pause()
+    talk.say({"sleep": 1.5}, lab.generate(main, "back"), {"reset_prefix_cache": True})
+    talk.say({"sleep": 1.5}, lab.generate(main, "full"))
+    options = {"quarantine_s": 1, "negative_ttl_s": 1, "breaker_probe_s": 0.5}
+    engine = lab.start_engine(
+        lab.request(model, talk.steps, transfer=_transfer(root, **options)),
+        str(tmp_path / "engine"),
+    )
+    seen = []
+    talk.resume(engine, gone, lambda: os.rename(root, away))
+
+    def bring_back() -> None:
+        seen.append(os.path.exists(root))
+        os.rename(away, root)
+
+    talk.resume(engine, back, bring_back)
+    result = engine.wait(lab.ENGINE_TIMEOUT_S)
+    assert result["exit_code"] == 0, result.get("error")
+    done = lab.generates(result)
+    assert seen == [False], "a mount point without its mount must not be filled"
+    assert done["partial"]["tokens"] == reference["partial"]["tokens"]
+    for label in ("cold", "gone", "back", "full"):
+        assert done[label]["tokens"] == reference["main"]["tokens"], label
+    assert done["gone"]["num_cached_tokens"] == 0
+    assert done["full"]["num_cached_tokens"] > 0
+    lab.assert_sound(root)
+
+
+def test_full_device_stores_nothing_and_stops_nothing(case, tmp_path):
+    model, reference = case
+    root = _root(tmp_path)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", root], capture_output=True
+    )
+    if mounted.returncode != 0:
+        pytest.skip("mounting a small tmpfs needs root")
+    try:
+        main = model.main_prompt()
+        steps = [
+            lab.generate(main, "cold"),
+            {"metrics": True},
+            {"reset_prefix_cache": True},
+            lab.generate(main, "again"),
+        ]
+        # With maintenance stores are refused before the device is full: test_engine_capacity.py.
+        transfer = _transfer(root, maintenance="off")
+        result = lab.run(lab.request(model, steps, transfer=transfer))
+        done = lab.generates(result)
+        assert done["cold"]["tokens"] == done["again"]["tokens"] == reference["main"]["tokens"]
+        assert lab.counter(result["steps"][1], "stores_skipped", reason="no_space") > 0
+        assert 0 < len(lab.chunks(root)) < 15, "what fitted was stored"
+        lab.assert_sound(root)
+    finally:
+        subprocess.run(["umount", root], check=True)
+
+
+def test_two_engines_writing_the_same_prompts_leave_one_good_file_per_chunk(reference, tmp_path):
+    root = _root(tmp_path)
+    main, partial = MODEL.main_prompt(), MODEL.partial_prompt()
+    started = []
+    for number in range(2):
+        talk = lab.Conversation(tmp_path / f"talk{number}")
+        (tmp_path / f"talk{number}").mkdir()
+        pause = talk.pause()
+        talk.say(lab.generate(main, "main"), lab.generate(partial, "partial"), {"metrics": True})
+        engine = lab.start_engine(
+            lab.request(MODEL, talk.steps, transfer=_transfer(root)), str(tmp_path / f"e{number}")
+        )
+        started.append((talk, pause, engine))
+    both = [(tmp_path / f"talk{n}" / "0.reached") for n in range(2)]
+
+    def wait_for_both() -> None:
+        import time
+
+        end = time.monotonic() + 120
+        while not all(path.exists() for path in both) and time.monotonic() < end:
+            time.sleep(0.02)
+
+    for talk, pause, engine in started:
+        talk.resume(engine, pause, wait_for_both)
+    for _, _, engine in started:
+        result = engine.wait(lab.ENGINE_TIMEOUT_S)
+        assert result["exit_code"] == 0, result.get("error")
+        done = lab.generates(result)
+        assert done["main"]["tokens"] == reference["main"]["tokens"]
+        assert done["partial"]["tokens"] == reference["partial"]["tokens"]
+        assert lab.counter(result["steps"][-1], "load_failures") == 0
+        log = pathlib.Path(result["log_path"]).read_text()
+        complaints = [line for line in log.splitlines() if "/fskv/" in line or "fskv: " in line]
+        assert not [line for line in complaints if "ERROR" in line or "File " in line]
+        assert "store failed" not in log
+    lab.assert_sound(root)
+    # 15 chunks of the main prompt; the partial one shares its first 8 and brings 7 of its own.
+    assert len(lab.chunks(root)) == 22
+
+
+def test_tensor_parallel_ranks_store_and_load_their_own_files(reference, tmp_path):
+    root = _root(tmp_path)
+    main = MODEL.main_prompt()
+    engine = {"tensor_parallel_size": 2}
+    env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    if (os.cpu_count() or 1) < 2:
+        pytest.skip("two ranks need two cores")
+    steps = [lab.generate(main, "main")]
+    plain = lab.generates(lab.run(lab.request(MODEL, steps, engine=engine, env=env)))
+    cold = lab.run(lab.request(MODEL, steps, engine=engine, env=env, transfer=_transfer(root)))
+    assert lab.generates(cold)["main"]["tokens"] == plain["main"]["tokens"]
+    files = lab.chunks(root)
+    assert {path.rsplit(".", 2)[1] for path in files} == {"r0", "r1"}
+    assert len(files) == 30
+
+    talk = lab.Conversation(tmp_path)
+    talk.say(lab.generate(main, "load"), {"reset_prefix_cache": True})
+    pause = talk.pause()
+    talk.say(lab.generate(main, "one_rank_lost"), *lab.SETTLE, {"reset_prefix_cache": True})
+    talk.say(lab.generate(main, "healed"), {"metrics": True})
+    running = lab.start_engine(
+        lab.request(MODEL, talk.steps, engine=engine, env=env, transfer=_transfer(root)),
+        str(tmp_path / "engine"),
+    )
+    victim = next(path for path in files if path.endswith(".r1.kv"))
+    talk.resume(running, pause, lambda: os.truncate(victim, 5000))
+    result = running.wait(lab.ENGINE_TIMEOUT_S)
+    assert result["exit_code"] == 0, result.get("error")
+    done = lab.generates(result)
+    for label in ("load", "one_rank_lost", "healed"):
+        assert done[label]["tokens"] == plain["main"]["tokens"], label
+    assert done["load"]["num_cached_tokens"] == done["healed"]["num_cached_tokens"] > 0
+    assert done["one_rank_lost"]["num_cached_tokens"] < done["load"]["num_cached_tokens"]
+    assert lab.counter(result["steps"][-1], "load_failures", reason="corrupt") == 1
+    lab.assert_sound(root)
+    # One rank has other pages: it must not take a part for the whole.
+    alone = lab.generates(lab.run(lab.request(MODEL, steps, transfer=_transfer(root))))
+    assert alone["main"]["num_cached_tokens"] == 0
+
+
+def _reset_scenario(mode: str, root: str, *how: str) -> dict:
+    done = subprocess.run(
+        [sys.executable, RESET_SCENARIO, mode, lab.checkpoint(HYBRID.name), root, *how],
+        capture_output=True,
+        text=True,
+        timeout=lab.ENGINE_TIMEOUT_S,
+    )
+    assert done.returncode == 0, done.stdout[-1500:] + done.stderr[-1500:]
+    return json.loads(done.stdout.strip().splitlines()[-1]) | {"log": done.stdout + done.stderr}
+
+
+@pytest.fixture(scope="module")
+def reset_reference(tmp_path_factory) -> list[int]:
+    return _reset_scenario("reference", _root(tmp_path_factory.mktemp("reset")))["tokens"]
+
+
+@pytest.mark.parametrize("guard", [(), ("unguarded",)], ids=["guarded", "negative_control"])
+def test_a_connector_reset_while_requests_run_stores_no_foreign_kv(
+    guard, reset_reference, tmp_path
+):
+    """Blocks that slid out of a window hold another request's KV by then; vLLM offers them again."""
+    root = _root(tmp_path)
+    _reset_scenario("store", root, "wipe", "vouch", *guard)
+    loaded = _reset_scenario("load", root)
+    if guard:
+        assert loaded["cached"] > 0
+        assert loaded["tokens"] != reset_reference, "the scenario does not provoke what it should"
+    else:
+        assert loaded["tokens"] == reset_reference
+
+
+def test_after_a_connector_reset_nothing_is_loaded_unless_the_user_vouches_for_the_weights(
+    tmp_path,
+):
+    root = _root(tmp_path)
+    doubtful = _reset_scenario("store", root)
+    assert doubtful["cached"] == 0
+    assert "option 'weights_fixed'" in doubtful["log"]
+
+
+# --- identity: what must not be shared, and what must ---------------------------------------
+
+_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 12345.0}}
+# What an engine is started with else: arguments of vLLM, options of fskv, environment. Weights: other bytes.
+_CHANGES: dict[str, dict] = {
+    "dtype": {"engine": {"dtype": "bfloat16"}},
+    "tenant": {"options": {"tenant": "somebody else"}},
+    "weights": {},
+    "hash seed": {"env": {"PYTHONHASHSEED": "7"}},
+    "block size": {"engine": {"block_size": 64}},
+    "rope": {"engine": {"hf_overrides": _ROPE}},
+    "hash algorithm": {"engine": {"prefix_caching_hash_algo": "sha256_cbor"}},
+    "kv cache dtype": {"engine": {"kv_cache_dtype": "fp8_e5m2"}},
+    "chunk size": {"options": {"hybrid_chunk_size": 256}},
+    "weights id": {"options": {"weights_id": "another name"}},
+}
+_SOME = ("dtype", "tenant", "weights")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param(_SOME, id="some"),
+        pytest.param(
+            tuple(name for name in _CHANGES if name not in _SOME),
+            marks=pytest.mark.slow,
+            id="the others",
+        ),
+    ],
+)
+def test_a_changed_setting_gives_another_namespace_and_the_same_settings_share(
+    changes, reference, tmp_path
+):
+    root = _root(tmp_path)
+    main = MODEL.main_prompt()
+    lab.run(lab.request(MODEL, [lab.generate(main, "cold")], transfer=_transfer(root)))
+    namespaces = {str(p.parent) for p in pathlib.Path(root).rglob("namespace.json")}
+    assert len(namespaces) == 1
+    untouched = lab.snapshot(root)
+
+    changed = str(tmp_path / "other" / "llama")
+    shutil.copytree(lab.checkpoint("llama"), changed)
+    weights = next(pathlib.Path(changed).glob("*.safetensors"))
+    content = bytearray(weights.read_bytes())
+    content[-4:] = b"\0\0\0\0"
+    weights.write_bytes(content)
+    moved = str(tmp_path / "elsewhere" / "llama")
+    shutil.copytree(lab.checkpoint("llama"), moved)
+
+    refused = {}
+    for name in changes:
+        how = _CHANGES[name]
+        transfer = _transfer(root)
+        transfer["kv_connector_extra_config"] |= how.get("options", {})
+        request = lab.request(
+            MODEL,
+            [lab.generate(main, "main")],
+            transfer=transfer,
+            path=changed if name == "weights" else None,
+            engine=how.get("engine"),
+            env=how.get("env"),
+        )
+        result = lab.run_engine(request, lab.ENGINE_TIMEOUT_S)
+        if result["exit_code"] != 0:
+            refused[name] = result["error"]
+            continue
+        assert lab.generates(result)["main"]["num_cached_tokens"] == 0, name
+        now = {str(p.parent) for p in pathlib.Path(root).rglob("namespace.json")}
+        assert len(now) == len(namespaces) + 1, f"{name} did not get a namespace of its own"
+        namespaces = now
+    assert not set(refused) - {"kv cache dtype"}, refused  # not every CPU engine takes fp8
+    assert {
+        path: content for path, content in lab.snapshot(root).items() if path in untouched
+    } == untouched
+
+    # The same checkpoint at another path, in a new process: shares.
+    same = lab.run(
+        lab.request(MODEL, [lab.generate(main, "main")], path=moved, transfer=_transfer(root))
+    )
+    assert lab.generates(same)["main"]["num_cached_tokens"] > 0
+    assert lab.generates(same)["main"]["tokens"] == reference["main"]["tokens"]
+
+
+@pytest.mark.slow
+def test_another_sliding_window_is_another_namespace(tmp_path):
+    root = _root(tmp_path)
+    steps = [lab.generate(HYBRID.main_prompt(), "main")]
+    lab.run(lab.request(HYBRID, steps, transfer=_transfer(root)))
+    wider = {"hf_overrides": {"sliding_window": 256}}
+    other = lab.run(lab.request(HYBRID, steps, engine=wider, transfer=_transfer(root)))
+    assert lab.generates(other)["main"]["num_cached_tokens"] == 0
+    assert len(list(pathlib.Path(root).rglob("namespace.json"))) == 2
+
+
+# --- configuration that cannot work ---------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"rooot": "/x"}, ["'rooot'", "unknown", "did you mean 'root'?"]),
+        ({"root": "/nonexistent/kv"}, ["'root'", "/nonexistent/kv", "does not exist"]),
+        pytest.param(
+            {"staging_bytes": "10 parsecs"},
+            ["'staging_bytes'", "10 parsecs", "256MiB"],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"sync_load_budget_bytes": 1 << 20},
+            ["'sync_load_budget_bytes'", "1048576", "0"],
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_bad_configuration_is_one_sentence_at_start_up(options, words, tmp_path):
+    transfer = lab.connector(_root(tmp_path))
+    transfer["kv_connector_extra_config"] |= options
+    result = lab.run_engine(lab.request(MODEL, [], transfer=transfer), lab.ENGINE_TIMEOUT_S)
+    assert result["exit_code"] == 1
+    log = pathlib.Path(result["log_path"]).read_text()
+    sentences = [line for line in log.splitlines() if "fskv: " in line and "ERROR" in line]
+    assert sentences, log[-2000:]
+    for word in words:
+        assert word in sentences[0]
+        assert word in result["error"]
+
+
+def test_policy_fail_is_named_and_replaced_so_that_damage_never_fails_a_request(
+    reference, tmp_path
+):
+    root = _root(tmp_path)
+    main = MODEL.main_prompt()
+    transfer = {**_transfer(root), "kv_load_failure_policy": "fail"}
+    talk = lab.Conversation(tmp_path)
+    talk.say(lab.generate(main, "cold"), {"reset_prefix_cache": True})
+    pause = talk.pause()
+    talk.say(lab.generate(main, "hurt"))
+    engine = lab.start_engine(
+        lab.request(MODEL, talk.steps, transfer=transfer), str(tmp_path / "engine")
+    )
+    talk.resume(engine, pause, lambda: os.truncate(lab.chunks(root)[0], 0))
+    result = engine.wait(lab.ENGINE_TIMEOUT_S)
+    assert result["exit_code"] == 0, result.get("error")
+    assert lab.generates(result)["hurt"]["tokens"] == reference["main"]["tokens"]
+    log = pathlib.Path(result["log_path"]).read_text()
+    assert "option 'kv_load_failure_policy': found \"fail\"" in log

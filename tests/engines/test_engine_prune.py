@@ -1,0 +1,158 @@
+"""`fskv prune`, once and with --watch, against two live engines on one root: no error on either side."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import engine_lab as lab
+import pytest
+import world
+from world import wait_for
+
+from trials.shared_root_judge import Sampler, bad_lines, count
+
+pytest.importorskip("fskv_tools.cli", reason="the command line is not installed")
+pytestmark = [*world.VLLM, pytest.mark.timeout(600)]
+lab.needs_vllm()
+
+MODEL = lab.MODELS["llama"]
+PROMPT_TOKENS = 1100
+FILE_NBYTES = (128 + 4) << 10
+RESET = {"reset_prefix_cache": True}
+FIRST, SECOND, THIRD = range(10), range(10, 18), range(18, 28)
+ENGINE_TIMEOUT_S = 240
+
+
+def _ask(number: int, label: str) -> dict:
+    return lab.generate(MODEL.tokens(f"prune-{number}", PROMPT_TOKENS), label)
+
+
+def _steps(talk: lab.Conversation, own: int) -> list[int]:
+    """Say what one engine does; returns its two pauses. Every second prompt is both engines' own."""
+
+    def prompts(numbers):
+        return [n if n % 2 else n + 1000 * own for n in numbers]
+
+    talk.say(*(_ask(n, f"cold {n}") for n in prompts(FIRST)), *lab.SETTLE)
+    pauses = [talk.pause()]
+    for n in prompts(SECOND):  # the prune runs beside these
+        talk.say(_ask(n, f"cold {n}"), {"sleep": 0.2})
+    for n in (*prompts(FIRST), *prompts(SECOND)):  # some of it is gone, and some goes now
+        talk.say(RESET, _ask(n, f"again {n}"))
+    talk.say(*lab.SETTLE)
+    pauses.append(talk.pause())
+    for n in prompts(THIRD):  # the watcher runs beside these
+        talk.say(_ask(n, f"cold {n}"), {"sleep": 0.3})
+    last = prompts(THIRD)[-1]
+    talk.say(*lab.SETTLE, RESET, _ask(last, f"again {last}"), {"metrics": True})
+    return pauses
+
+
+def _fskv(*words: str, root: str) -> subprocess.Popen:
+    command = [sys.executable, "-m", "fskv_tools", *words, "--root", root, "--json"]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def _lines(process: subprocess.Popen) -> list[dict]:
+    out, err = process.communicate(timeout=60)
+    assert "Traceback" not in err, err
+    return [json.loads(line) for line in out.splitlines()]
+
+
+def test_two_live_engines_are_pruned_once_and_then_watched(tmp_path):
+    root = str(tmp_path / "root")
+    os.mkdir(root)
+    transfer = lab.connector(root, hybrid_chunk_size=128, touch_interval_s=0, keep_free=0)
+    talks, pauses, engines = [], [], []
+    for own in (1, 2):
+        directory = tmp_path / f"engine{own}"
+        directory.mkdir()
+        talks.append(lab.Conversation(directory))
+        pauses.append(_steps(talks[-1], own))
+        request = lab.request(MODEL, talks[-1].steps, transfer=transfer)
+        engines.append(lab.start_engine(request, str(directory)))
+    sampler = Sampler(root, 0.05)
+    watcher = None
+    try:
+        _both_are_at(talks, pauses, engines, 0)
+        sampler.start()
+        stored = count(root)[0]
+        assert stored > 100 * FILE_NBYTES
+        bound = stored // 2
+
+        _go(talks, pauses, 0)
+        once = _fskv("prune", "--max-size", str(bound), "--yes", root=root)
+        *_, summary = _lines(once)
+        assert once.returncode == 0, summary
+        assert summary["reached"]
+        assert summary["removed_nbytes"] >= stored - bound
+        assert summary["unremovable"] == 0
+        assert min(sampler.nbytes) <= bound + 8 * FILE_NBYTES, "the engines write all the time"
+
+        _both_are_at(talks, pauses, engines, 1)
+        assert count(root)[0] > bound, "nothing bounds the engines yet"
+        watcher = _fskv("prune", "--watch", "--max-size", str(bound), "--yes", root=root)
+        wait_for(lambda: count(root)[0] <= bound, 60)
+        reached = len(sampler.nbytes) + 1
+        _go(talks, pauses, 1)
+        results = [engine.wait(ENGINE_TIMEOUT_S) for engine in engines]
+        assert watcher.poll() is None
+        sampler.stop()
+        assert max(sampler.nbytes[reached:]) <= bound
+        # So small a bound is held with much of it at hand for what the two engines may store in one step.
+        assert max(sampler.nbytes[reached:]) > bound // 4, "it was not held by removing everything"
+        watcher.send_signal(signal.SIGTERM)
+        *states, ended = _lines(watcher)
+        assert watcher.returncode == 0
+        assert ended["type"] == "summary"
+        assert states
+    finally:
+        for engine in engines:
+            engine.kill()
+        if watcher is not None:
+            watcher.kill()
+        sampler.stop()
+    _judge(results, root)
+
+
+def _both_are_at(talks, pauses, engines, number) -> None:
+    end = time.monotonic() + ENGINE_TIMEOUT_S
+    for talk, own in zip(talks, pauses, strict=True):
+        while not (talk.directory / f"{own[number]}.reached").exists():
+            assert time.monotonic() < end
+            assert all(engine._process.poll() is None for engine in engines)
+            time.sleep(0.05)
+
+
+def _go(talks, pauses, number) -> None:
+    for talk, own in zip(talks, pauses, strict=True):
+        (talk.directory / f"{own[number]}.go").touch()
+
+
+def _judge(results: list[dict], root: str) -> None:
+    tokens: dict[str, list[int]] = {}
+    hits = recomputed = 0
+    for result in results:
+        assert result["exit_code"] == 0, result.get("error")
+        assert bad_lines(result["log_path"]) == []
+        done = lab.generates(result)
+        for label, one in done.items():
+            when, _, number = label.partition(" ")
+            if when not in ("cold", "again"):
+                continue
+            # The same prompt has the same tokens, whichever engine, loaded or recomputed.
+            assert one["tokens"] == tokens.setdefault(number, one["tokens"]), label
+            if when == "again":
+                hits += one["num_cached_tokens"] > 0
+                recomputed += one["num_cached_tokens"] < PROMPT_TOKENS // 128 * 128
+        (metrics,) = lab.metrics(result)
+        assert lab.counter(metrics, "load_failures", reason="corrupt") == 0
+        assert lab.counter(metrics, "load_failures", reason="stale") == 0
+    assert hits, "nothing was ever loaded"
+    assert recomputed, "nothing of it had been pruned"
+    lab.assert_sound(root)

@@ -1,0 +1,269 @@
+"""What the engine tests share: real engines on real roots, and the damage done to them from outside.
+
+The damage is done with plain file calls and with fskv.chunk_file alone, never through the store under test.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from places import LAB, REPOSITORY
+
+from demo.checkpoints import MODELS, Model, make
+from demo.engine import SETTLE, generates, run_engine, start_engine
+from faults import files as damage
+from faults.files import by_group, group_of, zero_payload
+from fskv import chunk_file
+
+ENGINE_TIMEOUT_S = 240
+MAX_TOKENS = 16
+HOOKS = str(LAB / "hooks")
+
+# Small chunks, so that a prompt has many; hybrids choose one block a chunk by themselves.
+CHUNK_TOKENS = {"llama": 128}
+
+
+def checkpoint(name: str) -> str:
+    """Return the directory of a model's checkpoint, made once and kept in the user's cache."""
+    cache = os.environ.get("FSKV_CHECKPOINTS") or str(REPOSITORY / ".cache" / "checkpoints")
+    os.makedirs(cache, exist_ok=True)
+    return str(make(name, cache))
+
+
+def connector(root: str, **options: Any) -> dict[str, Any]:
+    return {
+        "kv_connector": "FskvConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"root": root, **options},
+    }
+
+
+def request(
+    model: Model,
+    steps: list[dict[str, Any]],
+    *,
+    transfer: dict[str, Any] | None = None,
+    path: str | None = None,
+    engine: dict[str, Any] | None = None,
+    env: dict[str, str] | None = None,
+) -> dict[str, Any]:
+    return {
+        "model": path or checkpoint(model.name),
+        "engine": {**model.engine_kwargs(), **(engine or {})},
+        "kv_transfer_config": transfer,
+        "env": env or {},
+        "steps": steps,
+    }
+
+
+def generate(prompt: list[int], label: str) -> dict[str, Any]:
+    return {"prompt_token_ids": prompt, "max_tokens": MAX_TOKENS, "label": label}
+
+
+def run(what: dict[str, Any]) -> dict[str, Any]:
+    """Run an engine to its end; it must not have failed."""
+    result = run_engine(what, ENGINE_TIMEOUT_S)
+    assert result["exit_code"] == 0, result.get("error")
+    return result
+
+
+def options_for(name: str) -> dict[str, Any]:
+    return {"hybrid_chunk_size": CHUNK_TOKENS[name]} if name in CHUNK_TOKENS else {}
+
+
+def metrics(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the metrics steps of a result, in order; each is for `counter`."""
+    return [step for step in result["steps"] if step["step"] == "metrics"]
+
+
+def counter(step: dict[str, Any], name: str, **labels: str) -> float:
+    """Return the value of one fskv metric in a metrics step, summed over other labels."""
+    return sum(
+        m.get("value", 0.0)
+        for m in step["metrics"]
+        if m["name"] == f"vllm:fskv_{name}"
+        and all(m["labels"].get(key) == value for key, value in labels.items())
+    )
+
+
+# --- files, looked at from outside ----------------------------------------------------------
+
+
+def chunks(root: str) -> list[str]:
+    return sorted(path for path in damage.chunk_files(root) if os.path.isfile(path))
+
+
+def parts(root: str) -> list[str]:
+    return sorted(str(p) for p in pathlib.Path(root).rglob("*.part"))
+
+
+def snapshot(root: str) -> dict[str, bytes]:
+    return {path: pathlib.Path(path).read_bytes() for path in chunks(root)}
+
+
+def restore(files: dict[str, bytes]) -> None:
+    for path, content in files.items():
+        if os.path.isdir(path):
+            os.rmdir(path)
+        if not os.path.exists(path) or pathlib.Path(path).read_bytes() != content:
+            pathlib.Path(path).write_bytes(content)
+
+
+def assert_sound(root: str) -> None:
+    """Check every file of a root with nothing but the format: header, rows, length, no parts."""
+    assert parts(root) == []
+    assert damage.unsound(chunks(root)) == []
+
+
+# --- damage ---------------------------------------------------------------------------------
+
+
+def _flip(path: str, at: int) -> None:
+    with open(path, "r+b") as file:
+        file.seek(at)
+        byte = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte[0] ^ 0x10]))
+
+
+def _append(path: str, content: bytes) -> None:
+    with open(path, "ab") as file:
+        file.write(content)
+
+
+def _header_nbytes(path: str) -> int:
+    return chunk_file.header_length(pathlib.Path(path).read_bytes())
+
+
+@dataclass
+class Damage:
+    """One way to spoil the chunk `path`; `reason` is the label under which the engine must count it."""
+
+    name: str
+    reason: str
+    do: Callable[[str, DamageContext], None]
+    undo: Callable[[str, DamageContext], None] | None = None
+    heals: bool = True
+
+
+@dataclass
+class DamageContext:
+    root: str
+    other_root: str = ""
+    saved: dict[str, Any] = field(default_factory=dict)
+
+
+def _swap_in_neighbour(path: str, context: DamageContext) -> None:
+    neighbour = next(p for p in by_group(chunks(context.root))[group_of(path)] if p != path)
+    shutil.copyfile(neighbour, path)
+
+
+def _from_other_namespace(path: str, context: DamageContext) -> None:
+    name = os.path.basename(path)
+    shutil.copyfile(next(p for p in chunks(context.other_root) if p.endswith(name)), path)
+
+
+def _directory_instead(path: str, context: DamageContext) -> None:
+    os.unlink(path)
+    os.mkdir(path)
+
+
+def _unlink(path: str, context: DamageContext) -> None:
+    os.unlink(path)
+
+
+DAMAGES = [
+    # In the chunk's last block: a sliding window may need only that, and only what is needed is read.
+    Damage("payload_bit_flip", "corrupt", lambda p, c: _flip(p, os.path.getsize(p) - 4200)),
+    Damage("header_bit_flip", "corrupt", lambda p, c: _flip(p, 100)),
+    Damage("truncated_to_zero", "corrupt", lambda p, c: os.truncate(p, 0)),
+    Damage("truncated_mid_header", "corrupt", lambda p, c: os.truncate(p, 1000)),
+    Damage(
+        "truncated_mid_payload",
+        "corrupt",
+        lambda p, c: os.truncate(p, _header_nbytes(p) + 5000),
+    ),
+    Damage(
+        "trailing_garbage",
+        "corrupt",
+        lambda p, c: _append(p, b"x" * 4096),
+    ),
+    Damage("chunk_of_another_key", "stale", _swap_in_neighbour),
+    Damage("chunk_of_another_namespace", "stale", _from_other_namespace),
+    Damage("removed_after_lookup", "absent", _unlink),
+    Damage("directory_instead", "stale", _directory_instead),
+    Damage("unreadable", "denied", lambda p, c: os.chmod(p, 0)),
+]
+
+
+class Conversation:
+    """An engine whose steps wait for the parent, so that it can do damage between them."""
+
+    def __init__(self, directory: pathlib.Path) -> None:
+        self.directory = directory
+        self.steps: list[dict[str, Any]] = []
+        self._num_pauses = 0
+
+    def say(self, *steps: dict[str, Any]) -> None:
+        self.steps.extend(steps)
+
+    def pause(self) -> int:
+        """Add a point where the engine waits for `resume`."""
+        number = self._num_pauses
+        self._num_pauses += 1
+        self.say(
+            {"touch_file": str(self.directory / f"{number}.reached")},
+            {"wait_for_file": str(self.directory / f"{number}.go"), "timeout_s": 120},
+        )
+        return number
+
+    def resume(self, engine: Any, number: int, between: Callable[[], None]) -> None:
+        reached = self.directory / f"{number}.reached"
+        end = time.monotonic() + ENGINE_TIMEOUT_S
+        while not reached.exists():
+            if time.monotonic() > end or engine._process.poll() is not None:
+                break
+            time.sleep(0.02)
+        if reached.exists():
+            between()
+        (self.directory / f"{number}.go").touch()
+
+
+def needs_vllm() -> None:
+    pytest.importorskip("vllm", reason="the engine tests need the vllm environment: make test")
+
+
+__all__ = [
+    "DAMAGES",
+    "MAX_TOKENS",
+    "MODELS",
+    "SETTLE",
+    "Conversation",
+    "Damage",
+    "DamageContext",
+    "assert_sound",
+    "by_group",
+    "checkpoint",
+    "chunks",
+    "connector",
+    "counter",
+    "generate",
+    "generates",
+    "group_of",
+    "metrics",
+    "needs_vllm",
+    "options_for",
+    "request",
+    "restore",
+    "run",
+    "snapshot",
+    "start_engine",
+    "zero_payload",
+]

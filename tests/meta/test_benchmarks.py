@@ -1,0 +1,167 @@
+"""The benchmark commands run, verify what they move and notice a broken bound. No speed is asserted."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from places import REPOSITORY
+
+pytest.importorskip("torch", reason="the benchmarks need torch: make test")
+
+from benchmarks import scale_root
+from benchmarks.rig import BenchmarkError
+
+SMALL_FLOOD = ["--jobs", "512", "--chunk-kib", "1024", "--layers", "4", "--staging-mib", "8"]
+SMALL_SCALE = ["--files", "300", "--chunk-kib", "64", "--rounds", "1", "--cold", "off"]
+SMALL_INTERPRETER = ["--rounds", "1", "--seconds", "0.5", "--rate", "100", "--chunk-kib", "512"]
+
+
+def run(name, *arguments, directory):
+    done = subprocess.run(
+        [sys.executable, "-m", f"benchmarks.{name}", "--json", "--dir", str(directory), *arguments],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert list(directory.iterdir()) == [], "something was left behind"
+    (line,) = done.stdout.splitlines() or [f"nothing on stdout: {done.stderr}"]
+    return done.returncode, json.loads(line)
+
+
+def test_the_presence_benchmark_compares_every_answer_and_fills_the_index_to_its_limit(tmp_path):
+    code, facts = run(
+        "presence", "--steps", "5", "--keys", "50", "--known", "2000", directory=tmp_path
+    )
+    assert code == 0
+    assert facts["time"]["lookup"]["calls"] >= 5 * 50
+    assert facts["time"]["flush"]["calls"] == 5
+    for how in ("probed", "stored"):
+        assert facts["memory"][how]["known"] == 2000
+        assert 100 < facts["memory"][how]["traced"] < 600
+
+
+def test_the_interpreter_benchmark_moves_chunks_both_ways_and_compares_them(tmp_path):
+    code, facts = run("interpreter", *SMALL_INTERPRETER, directory=tmp_path)
+    assert code == 0
+    assert facts["bytes_compared"] >= 512 << 10
+    for direction in ("store", "load"):
+        cell = facts[direction]
+        for found in (cell, cell["control"]):
+            assert found["chunks_per_s"]["median"] > 0
+            assert found["kept"]["rounds"] == 1
+        assert cell["io_cpu_us_per_chunk"]["median"] > 0
+
+
+def test_a_flood_stays_inside_the_budget(tmp_path):
+    code, facts = run("flood", *SMALL_FLOOD, directory=tmp_path)
+    assert (code, facts["exceeded"]) == (0, [])
+    assert facts["phases"]["load"]["ended"] == {"ok": 512}
+    assert sum(facts["phases"]["store"]["ended"].values()) == 512
+    assert facts["samples"] > 0
+    assert facts["bytes_compared"] > 0
+
+
+def test_negative_control_a_slot_pool_without_a_bound_fails_the_flood(tmp_path):
+    code, facts = run("flood", *SMALL_FLOOD, "--break-bound", directory=tmp_path)
+    assert code == 1
+    assert "staging" in facts["exceeded"]
+
+
+def test_an_interrupted_benchmark_leaves_nothing_behind(tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.flood", *SMALL_FLOOD[2:], "--dir", str(tmp_path)],
+        cwd=REPOSITORY,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    end = time.monotonic() + 60
+    while not any(tmp_path.rglob("*.kv")) and time.monotonic() < end:
+        time.sleep(0.02)
+    os.kill(process.pid, signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    assert list(tmp_path.iterdir()) == []
+
+
+def scale(directory, *arguments):
+    code, facts = run("scale", *SMALL_SCALE, *arguments, directory=directory)
+    (found,) = facts["sizes"].values()
+    return code, found
+
+
+def test_the_scale_benchmark_counts_prunes_and_lists_what_it_made(tmp_path):
+    code, found = scale(tmp_path)
+    assert code == 0
+    assert found["start"]["warm"]["hit_s"] > 0
+    assert found["scan"]["warm"]["files_per_s"] > 0
+    assert found["start_again"]["warm"]["counted_s"] > 0
+    assert (found["prune"]["files"], found["prune"]["used_meanwhile"]) == (30, 1)
+    assert all(one["warm"]["rss"] > 0 for one in found["commands"].values())
+
+
+@pytest.fixture(scope="module")
+def shells(tmp_path_factory):
+    """A namespace as the benchmark makes it; only names count for the check, so a copy is as good."""
+    path = str(tmp_path_factory.mktemp("shells") / "namespace")
+    scale_root.make_shells(path, 300, 1, time.time_ns(), scale_root.DAY_NS, lambda _: None)
+    return path
+
+
+@pytest.fixture
+def copy_of_shells(shells, tmp_path):
+    return shutil.copytree(shells, str(tmp_path / "namespace"))
+
+
+def remove(namespace, shells):
+    for shard, name in shells:
+        os.unlink(f"{scale_root.shard_path(namespace, shard)}/{name}")
+
+
+@pytest.mark.parametrize(
+    ("gone", "used", "complaint"),
+    [
+        ([0, 2, 3, 4, 5], [], "used later"),
+        ([0, 1, 2, 3], [], "4 files were pruned"),
+        ([0, 1, 2, 3, 4], [0], "used later"),
+    ],
+    ids=["not the oldest", "too few", "one that was used meanwhile"],
+)
+def test_negative_control_the_scale_benchmark_notices_a_wrong_prune(
+    copy_of_shells, gone, used, complaint
+):
+    namespace, names = copy_of_shells, [*scale_root.oldest(300, 1, 6)]
+    remove(namespace, [names[place] for place in gone])
+    with pytest.raises(BenchmarkError, match=complaint):
+        scale_root.check_pruned(namespace, 300, 1, 5, {names[place][1] for place in used})
+
+
+def test_the_right_prune_passes_the_scale_benchmarks_check(copy_of_shells):
+    namespace, names = copy_of_shells, [*scale_root.oldest(300, 1, 6)]
+    remove(namespace, [names[place] for place in (0, 1, 2, 4, 5)])
+    found = scale_root.check_pruned(namespace, 300, 1, 5, {names[3][1]})
+    assert found == {"gone": 5, "kept": 295}
+
+
+@pytest.mark.slow
+def test_an_interrupted_scale_benchmark_leaves_nothing_behind(tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.scale", "--dir", str(tmp_path), *SMALL_SCALE],
+        cwd=REPOSITORY,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    end = time.monotonic() + 60
+    while not any(tmp_path.rglob("usage.json")) and time.monotonic() < end:
+        time.sleep(0.02)
+    os.kill(process.pid, signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    assert list(tmp_path.iterdir()) == []

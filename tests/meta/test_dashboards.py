@@ -1,0 +1,620 @@
+"""Dashboard and alerts name what is published, alerts fire when they should, and a real Prometheus agrees.
+
+Without Prometheus and promtool (`apt-get install prometheus`) the checks of the files themselves remain.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import pathlib
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+
+import pytest
+from places import LAB, REPOSITORY
+from test_docs import rows, text_of
+
+from fskv import metrics
+
+yaml = pytest.importorskip("yaml", reason="the alert rules are YAML")
+exporter = pytest.importorskip("fskv_tools.exporter", reason="the command line is not installed")
+static_metrics = pytest.importorskip("static_metrics", reason="the command line is not installed")
+
+DASHBOARD = REPOSITORY / "deploy/grafana/fskv.json"
+RULES = REPOSITORY / "deploy/prometheus/fskv.rules.yml"
+CONFIG = REPOSITORY / "deploy/prometheus/prometheus.yml"
+RULE_TESTS = REPOSITORY / "tests/meta/prometheus/fskv_rules_test.yml"
+OPERATIONS = REPOSITORY / "docs/operations.md"
+ANCHORS = {
+    *("disk-full", "slow-mount", "corrupt-files", "low-hit-ratio", "maintenance-gone"),
+    *("root-gone-or-the-mount-is-missing", "files-that-cannot-be-removed", "access-denied"),
+    *("unknown-keys", "weights-in-doubt", "watcher-down"),
+}
+# vLLM's own, held against a real engine below.
+VLLM = {
+    "vllm:external_prefix_cache_hits_total",
+    "vllm:external_prefix_cache_queries_total",
+    "vllm:kv_offload_lookup_async_delay_seconds_bucket",
+}
+
+
+def _needs(program: str) -> str:
+    found = shutil.which(program)
+    if found is None:
+        pytest.skip(f"no {program} here: apt-get install prometheus")
+    return found
+
+
+def _series() -> dict[str, set[str]]:
+    """Return every series of fskv as the endpoint names it, with its own labels."""
+    found: dict[str, set[str]] = {}
+    for metric in (*metrics.ALL_METRICS, *metrics.MULTI_METRICS):
+        # FskvMultiConnector gives it to every series.
+        labels = {metric.label, "connector"} - {None}
+        if metric.kind == "histogram":
+            found |= {f"{metric.name}_{end}": labels for end in ("sum", "count")}
+            found[f"{metric.name}_bucket"] = labels | {"le"}
+        else:
+            found[metric.name + "_total" * (metric.kind == "counter")] = labels
+    for metric in exporter.METRICS:
+        found[metric.name + "_total" * (metric.kind == "counter")] = set(metric.labels)
+    return found
+
+
+def _names(expr: str) -> set[str]:
+    return set(re.findall(r"\b(?:vllm:|fskv_|job_model_connector:)[a-zA-Z_:0-9]+", expr))
+
+
+def check_expr(expr: str, recorded: set[str] = frozenset()) -> None:
+    """Every metric and every label value of an expression is one that somebody publishes."""
+    series = _series()
+    names = _names(expr)
+    jobs = re.findall(r'\bup\{job="(\w+)"\}', expr)
+    assert names or jobs, f"no metric in {expr}"
+    assert set(jobs) <= {job["job_name"] for job in _config()["scrape_configs"]}, expr
+    for name in names - VLLM - recorded:
+        assert name in series, f"nobody publishes {name}: {expr}"
+        for labels in re.findall(re.escape(name) + r"\{([^}]*)\}", expr):
+            own = set(re.findall(r"(\w+)\s*[=!]", labels)) - {"instance", "job"}
+            assert own <= series[name], f"{name} has no label {own - series[name]}: {expr}"
+    by_name = {m.name: m for m in metrics.ALL_METRICS}
+    for name, reasons in re.findall(r'(vllm:fskv_\w+)_total\{[^}]*reason=~?"([\w|]+)"', expr):
+        metric = by_name[name]
+        late = set(reasons.split("|")) - set(metric.values)  # no series before the first one
+        assert late <= set(re.findall(r"\w+", metric.meaning.partition(": ")[2])), expr
+        assert not late or f"unless {name}_total" in expr, f"the first one is not seen: {expr}"
+
+
+def _config() -> dict:
+    return yaml.safe_load(CONFIG.read_text(encoding="utf-8"))
+
+
+def _dashboard() -> dict:
+    return json.loads(DASHBOARD.read_text(encoding="utf-8"))
+
+
+def _panel_exprs(dashboard: dict) -> list[tuple[str, str]]:
+    return [
+        (panel["title"], target["expr"])
+        for panel in dashboard["panels"]
+        for target in panel.get("targets", [])
+    ]
+
+
+def _rules() -> list[dict]:
+    groups = yaml.safe_load(RULES.read_text(encoding="utf-8"))["groups"]
+    return [rule for group in groups for rule in group["rules"]]
+
+
+def _recorded() -> set[str]:
+    return {rule["record"] for rule in _rules() if "record" in rule}
+
+
+# --- the files themselves -------------------------------------------------------------------
+
+
+def test_every_expression_of_the_dashboard_names_what_is_published():
+    exprs = _panel_exprs(_dashboard())
+    assert len(exprs) > 40
+    for _, expr in exprs:
+        check_expr(expr)
+
+
+def test_every_expression_of_the_rules_names_what_is_published():
+    for rule in _rules():
+        check_expr(rule["expr"], _recorded())
+
+
+def test_every_metric_is_on_the_dashboard():
+    """Whoever adds a metric decides where operators see it, or says here why they need not."""
+    unseen = {
+        # The count beside bytes and latency; sums that are in rates.
+        "vllm:fskv_load_latency_seconds_sum",
+        "vllm:fskv_load_latency_seconds_count",
+        "vllm:fskv_tenant_bytes",  # in the view of `fskv prune --watch`
+    }
+    shown = set().union(*(_names(expr) for _, expr in _panel_exprs(_dashboard())))
+    missing = _series().keys() - shown - unseen
+    assert not missing, f"deploy/grafana/fskv.json shows nothing of {sorted(missing)}"
+    assert unseen <= _series().keys()
+    assert not unseen & shown
+
+
+@pytest.mark.parametrize(
+    "expr",
+    [
+        "rate(vllm:fskv_lookup_hit_total[5m])",
+        "rate(vllm:fskv_lookup_hits[5m])",  # a counter has its suffix
+        'vllm:fskv_breaker_open{reason="x"}',
+        'increase(vllm:fskv_load_failures_total{reason="corrupted"}[5m])',
+        "up == 0",
+        'up{job="watchers"} == 0',
+        "fskv_root_limit",
+    ],
+)
+def test_negative_control_an_expression_of_nothing_is_found(expr):
+    with pytest.raises(AssertionError):
+        check_expr(expr)
+
+
+def test_the_dashboard_has_what_grafana_needs():
+    dashboard = _dashboard()
+    assert dashboard["schemaVersion"] >= 36
+    assert {"title", "uid", "panels", "templating", "time"} <= dashboard.keys()
+    ids = [panel["id"] for panel in dashboard["panels"]]
+    assert len(ids) == len(set(ids))
+    taken = set()
+    for panel in dashboard["panels"]:
+        at = panel["gridPos"]
+        cells = {(x, y) for x in range(at["x"], at["x"] + at["w"])
+                 for y in range(at["y"], at["y"] + at["h"])}  # fmt: skip
+        assert at["x"] + at["w"] <= 24, panel["title"]
+        assert not cells & taken, f"{panel['title']} lies on another panel"
+        taken |= cells
+        if panel["type"] == "row":
+            continue
+        assert panel["datasource"]["uid"] == "${datasource}", panel["title"]
+        refs = [target["refId"] for target in panel["targets"]]
+        assert refs, panel["title"]
+        assert len(refs) == len(set(refs)), panel["title"]
+    variables = {variable["name"] for variable in dashboard["templating"]["list"]}
+    builtin = {"__rate_interval", "__range"}
+    for title, expr in _panel_exprs(dashboard):
+        used = set(re.findall(r"\$\{?(\w+)", expr))
+        assert used <= variables | builtin, f"{title}: {used - variables - builtin}"
+
+
+def test_the_dashboard_is_one_for_a_typed_model_of_grafana_s_schema():
+    """Nothing is lost on the way through it: every field is one that Grafana knows."""
+    reason = "no grafana-foundation-sdk here"
+    models = pytest.importorskip("grafana_foundation_sdk.models.dashboard", reason=reason)
+    encoder = pytest.importorskip("grafana_foundation_sdk.cog.encoder", reason=reason)
+    pytest.importorskip(
+        "grafana_foundation_sdk.cog.plugins", reason=reason
+    ).register_default_plugins()
+    ours = _dashboard()
+    text = encoder.JSONEncoder(sort_keys=True).encode(models.Dashboard.from_json(ours))
+    theirs = json.loads(text)
+    assert ours.keys() <= theirs.keys()
+    for panel, read in zip(ours["panels"], theirs["panels"], strict=True):
+        assert panel.keys() <= read.keys(), panel["title"]
+        assert panel.get("targets", []) == read.get("targets", []), panel["title"]
+
+
+def test_every_alert_is_described_and_leads_to_a_section():
+    alerts = [rule for rule in _rules() if "alert" in rule]
+    described = rows(text_of("docs/metrics.md"), "alert")
+    assert list(described) == [rule["alert"] for rule in alerts]
+    tested = yaml.safe_load(RULE_TESTS.read_text(encoding="utf-8"))["tests"]
+    fires = {t["alertname"] for one in tested for t in one["alert_rule_test"] if t["exp_alerts"]}
+    quiet = {
+        t["alertname"] for one in tested for t in one["alert_rule_test"] if not t["exp_alerts"]
+    }
+    assert fires == quiet == {rule["alert"] for rule in alerts}, "a test of each kind for each"
+    for rule in alerts:
+        assert rule["labels"]["severity"] in ("warning", "critical")
+        document, _, anchor = rule["annotations"]["runbook_url"].partition("#")
+        assert document == "docs/operations.md", rule["alert"]
+        assert anchor in ANCHORS, rule["alert"]
+        if OPERATIONS.exists():
+            headings = re.findall(
+                r"^#+ (.*)$", OPERATIONS.read_text(encoding="utf-8"), re.MULTILINE
+            )
+            found = {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+            found |= set(re.findall(r'<a (?:id|name)="([\w-]+)"', OPERATIONS.read_text()))
+            assert anchor in found, f"{rule['alert']}: docs/operations.md has no #{anchor}"
+
+
+# --- promtool -------------------------------------------------------------------------------
+
+
+def _promtool(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [_needs("promtool"), *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def test_promtool_finds_nothing_wrong_with_the_rules():
+    done = _promtool("check", "rules", str(RULES))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_promtool_finds_nothing_wrong_with_the_configuration():
+    done = _promtool("check", "config", str(CONFIG))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_each_alert_fires_where_it_should_and_not_where_it_should_not():
+    done = _promtool("test", "rules", str(RULE_TESTS))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("alert", [rule["alert"] for rule in _rules() if "alert" in rule])
+def test_negative_control_an_alert_that_never_or_always_fires_fails_its_tests(alert, tmp_path):
+    tests = yaml.safe_load(RULE_TESTS.read_text(encoding="utf-8"))
+    mine = [t for t in tests["tests"] if t["alert_rule_test"][0]["alertname"] == alert]
+    for expr in ("vector(1) == 0", "vllm:fskv_x or fskv_x or vector(1)"):
+        content = yaml.safe_load(RULES.read_text(encoding="utf-8"))
+        for group in content["groups"]:
+            for rule in group["rules"]:
+                if rule.get("alert") == alert:
+                    rule["expr"] = expr
+        (tmp_path / "rules.yml").write_text(yaml.safe_dump(content))
+        case = {**tests, "rule_files": ["rules.yml"], "tests": mine}
+        (tmp_path / "test.yml").write_text(yaml.safe_dump(case))
+        assert _promtool("test", "rules", str(tmp_path / "test.yml")).returncode != 0, expr
+
+
+# --- a real Prometheus ----------------------------------------------------------------------
+
+
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+class Prometheus:
+    """A Prometheus with the configuration of deploy/, that scrapes these ports (by job) every second."""
+
+    def __init__(self, directory: pathlib.Path, targets: dict[str, tuple[int, ...]]):
+        directory.mkdir()
+        self.port = _free_port()
+        config = _config()
+        config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
+        config["rule_files"] = [str(RULES)]
+        for job in config["scrape_configs"]:
+            addresses = [f"127.0.0.1:{port}" for port in targets[job["job_name"]]]
+            job["static_configs"] = [{"targets": addresses}]
+        (directory / "prometheus.yml").write_text(yaml.safe_dump(config))
+        self.log = directory / "log"
+        with open(self.log, "wb") as log:
+            self.process = subprocess.Popen(
+                [
+                    _needs("prometheus"),
+                    f"--config.file={directory / 'prometheus.yml'}",
+                    f"--storage.tsdb.path={directory / 'data'}",
+                    f"--web.listen-address=127.0.0.1:{self.port}",
+                ],
+                stdout=log,
+                stderr=log,
+            )
+
+    def get(self, path: str, **query: str) -> dict:
+        url = f"http://127.0.0.1:{self.port}/api/v1/{path}?{urllib.parse.urlencode(query)}"
+        with urllib.request.urlopen(url, timeout=30) as answer:
+            return json.load(answer)["data"]
+
+    def series(self, expr: str) -> list[tuple[dict[str, str], float]]:
+        found = self.get("query", query=expr)["result"]
+        return [(one["metric"], float(one["value"][1])) for one in found]
+
+    def values(self, expr: str) -> list[float]:
+        return [value for _, value in self.series(expr)]
+
+    def alerts(self) -> set[str]:
+        return {a["labels"]["alertname"] for a in self.get("alerts")["alerts"]}
+
+    def stop(self) -> None:
+        self.process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(20)
+        self.process.kill()
+        self.process.wait()
+
+
+def _until(condition, what: str, timeout_s: float = 180.0) -> None:
+    end = time.monotonic() + timeout_s
+    while True:
+        with contextlib.suppress(OSError):
+            if condition():
+                return
+        assert time.monotonic() < end, what
+        time.sleep(0.2)
+
+
+def _filled(expr: str) -> str:
+    """Fill in Grafana's variables."""
+    for variable, value in (
+        ("$__rate_interval", "10m"),
+        ("$__range", "10m"),
+        ("$instance", ".*"),
+        ("$root", ".*"),
+    ):
+        expr = expr.replace(variable, value)
+    return expr
+
+
+@pytest.fixture
+def ended():
+    with contextlib.ExitStack() as stack:
+        yield stack
+
+
+CHILDREN = {"/nvme/kv": "nvme", "/nfs/kv": "nfs"}
+# What a join must have so that a series of one child meets that child's root.
+ON = "on (job, instance, engine, model_name, connector)"
+ON_WITHOUT = "on (job, instance, engine, model_name)"
+
+
+@pytest.fixture(scope="module")
+def static(tmp_path_factory):
+    """A Prometheus with an engine of two children, one of a single connector, and a watcher."""
+    _needs("prometheus")
+    with contextlib.ExitStack() as stack:
+        of_two = static_metrics.engine(CHILDREN, has_none="/nvme/kv", has_all="/nfs/kv")
+        two = stack.enter_context(static_metrics.served(of_two))
+        one = stack.enter_context(static_metrics.served(static_metrics.engine({"/one": None})))
+        watched = stack.enter_context(static_metrics.served(static_metrics.watcher("/nfs/kv")))
+        ports = {"vllm": (two, one), "fskv": (watched,)}
+        prometheus = Prometheus(tmp_path_factory.mktemp("static") / "prometheus", ports)
+        stack.callback(prometheus.stop)
+        _until(
+            lambda: (
+                len(prometheus.values("rate(vllm:fskv_stored_bytes_total[1m])")) == 3
+                and prometheus.values("rate(fskv_root_pruned_files_total[1m])")
+                and prometheus.values("job_model_connector:fskv_hit_ratio:30m")
+            ),
+            "nothing is scraped",
+        )
+        yield prometheus
+
+
+def _refused(prometheus: Prometheus, expr: str) -> str | None:
+    """Return why Prometheus does not evaluate this, if it does not."""
+    try:
+        prometheus.series(_filled(expr))
+    except urllib.error.HTTPError as error:
+        return json.load(error)["error"]
+    return None
+
+
+def test_every_expression_is_evaluated_where_two_children_publish_the_same_metrics(static):
+    exprs = [expr for _, expr in _panel_exprs(_dashboard())] + [r["expr"] for r in _rules()]
+    assert [(expr, why) for expr in exprs if (why := _refused(static, expr))] == []
+    empty = [expr for _, expr in _panel_exprs(_dashboard()) if not static.values(_filled(expr))]
+    assert empty == []
+    _until(
+        lambda: all(
+            rule["health"] == "ok"
+            for group in static.get("rules")["groups"]
+            for rule in group["rules"]
+        ),
+        "a rule cannot be evaluated",
+        30,
+    )
+
+
+def test_negative_control_joins_without_the_child_s_name_are_refused(static):
+    joins = [expr for _, expr in _panel_exprs(_dashboard()) if ON in expr]
+    assert len(joins) >= 12
+    for expr in joins:
+        why = _refused(static, expr.replace(ON, ON_WITHOUT))
+        assert why, expr
+        assert "duplicate series" in why
+
+
+def test_series_of_two_children_are_shown_apart(static):
+    """By connector, and by root through the join; the engine with one connector is there as well."""
+    panels = {(panel["title"]): panel["targets"] for panel in _dashboard()["panels"][1:]
+              if "targets" in panel}  # fmt: skip
+    for title, targets in panels.items():
+        for target in targets:
+            found = [labels for labels, _ in static.series(_filled(target["expr"]))]
+            shown = set(re.findall(r"\{\{(\w+)\}\}", target.get("legendFormat", "")))
+            if "connector" in shown:
+                multi = "fskv_multi_" in target["expr"]
+                names = {labels.get("connector", "") for labels in found}
+                assert names == {"nvme", "nfs", *([] if multi else [""])}, title
+            if "root" in shown and "vllm:" in target["expr"]:
+                assert {labels["root"] for labels in found} == {*CHILDREN, "/one"}, title
+            # Two lines of a panel with one name would be two children that nobody can tell apart.
+            lines = [tuple(labels.get(name, "") for name in sorted(shown)) for labels in found]
+            assert len(lines) == len(set(lines)), (title, target["expr"])
+
+
+def test_an_alert_names_the_child_and_its_root(static):
+    """The template is a query: what is shown is what a real Prometheus made of it."""
+
+    def firing() -> dict[str | None, dict[str, str]]:
+        return {
+            alert["labels"].get("connector"): alert["annotations"]
+            for alert in static.get("alerts")["alerts"]
+            if alert["labels"]["alertname"] == "FskvCorruptChunks" and alert["state"] == "firing"
+        }
+
+    _until(lambda: len(firing()) == 3, "damage of three stores is three alerts", 60)
+    found = firing()
+    assert {child: one["root"] for child, one in found.items()} == {
+        **{child: root for root, child in CHILDREN.items()},
+        None: "/one",
+    }
+    assert "(nfs)" in found["nfs"]["summary"]
+    assert "(" not in found[None]["summary"]
+
+
+def test_the_expression_of_the_document_joins_a_series_with_its_root(static):
+    (expr,) = re.findall(r"^(vllm:\S+ \* on .*)$", text_of("docs/metrics.md"), re.MULTILINE)
+    found = {labels["root"] for labels, _ in static.series(expr)}
+    assert found == {*CHILDREN, "/one"}
+    assert "duplicate series" in _refused(static, expr.replace(ON, ON_WITHOUT))
+
+
+def test_a_hit_ratio_is_that_of_one_child(static):
+    """One child has everything and the other nothing: every prompt is served."""
+    of_child = {"nvme": 0.0, "nfs": 1.0}
+    shown = [expr for title, expr in _panel_exprs(_dashboard()) if title == "Hit ratio of chunks"]
+    ratio = "job_model_connector:fskv_hit_ratio:30m"
+    rule = next(rule["expr"] for rule in _rules() if rule.get("record") == ratio)
+    assert len(shown) == 2
+    for expr in (*shown, rule):
+        found = {labels.get("connector"): value for labels, value in static.series(_filled(expr))}
+        assert found.items() >= of_child.items(), expr
+        assert found.keys() == {*of_child, None}
+    (summed,) = static.values(rule.replace(", connector)", ")"))
+    assert 0 < summed < 0.9, "negative control: as it was"
+
+
+def test_what_the_document_says_of_several_roots_is_in_the_code():
+    text = text_of("docs/metrics.md")
+    table = rows(text, "multi metric")
+    fields = {m.name: [m.kind, m.label, m.unit, m.meaning] for m in metrics.MULTI_METRICS}
+    assert {name: cells[:-1] for name, cells in table.items()} == fields
+    without = re.search(r"^### With FskvTier$(.*?)^### ", text, re.DOTALL | re.MULTILINE)[1]
+    names = [f"vllm:fskv_{name}" for name in re.findall(r"`(\w+\*?)`", without)][:7]
+    every = {m.name for m in metrics.ALL_METRICS}
+    for name in names:
+        assert [one for one in every if re.fullmatch(name.replace("*", r"\w+"), one)], name
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_real_prometheus_has_data_for_every_expression_of_dashboard_and_rules(tmp_path, ended):
+    import engine_lab as lab
+
+    lab.needs_vllm()
+    _needs("prometheus")
+    model = lab.MODELS["llama"]
+    root = str(tmp_path / "root")
+    os.mkdir(root)
+    options = {
+        "hybrid_chunk_size": 128,
+        "tenant": "acme",
+        "max_bytes": "1GiB",
+        "tenant_max_bytes": "1GiB",
+        "positive_ttl_s": 0.5,
+        "lookup_timeout_s": 1.0,
+        "health_file": str(tmp_path / "health-{rank}.json"),
+        "mac_key_file": str(tmp_path / "keys"),
+    }
+    keys = tmp_path / "keys"
+    keys.write_text(f"one {os.urandom(32).hex()}\n")
+    keys.chmod(0o600)
+    healthy = tmp_path / "health-0.json"
+    reset = {"reset_prefix_cache": True}
+    prompts = [model.tokens(f"watched-{number}", 600) for number in range(8)]
+    talk = lab.Conversation(tmp_path)
+    talk.say(lab.generate(prompts[0], "first"), {"sleep": 1.5})
+    for number in range(1, 6):  # Prometheus looks between them
+        talk.say(lab.generate(prompts[number], f"cold {number}"), {"sleep": 1.2}, *lab.SETTLE)
+    talk.say(reset, lab.generate(prompts[1], "warm"), {"sleep": 1.2})
+    damage = talk.pause()
+    talk.steps[-1]["timeout_s"] = 600
+    talk.say(reset, lab.generate(prompts[2], "damaged"), {"sleep": 1.2}, *lab.SETTLE)
+    look = talk.pause()
+    talk.steps[-1]["timeout_s"] = 600
+
+    engine_port = _free_port()
+    request = lab.request(model, talk.steps, transfer=lab.connector(root, **options))
+    (tmp_path / "request.json").write_text(json.dumps(request))
+    # No VLLM_ of ours but what the request says, as demo/engine.py starts one.
+    from demo.engine import ENV_DEFAULTS
+
+    env = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_")} | ENV_DEFAULTS
+    driver = LAB / "metrics_engine.py"
+    words = [str(engine_port), str(tmp_path / "request.json"), str(tmp_path / "result.json")]
+    with open(tmp_path / "engine.log", "wb") as log:
+        engine = subprocess.Popen(
+            [sys.executable, str(driver), *words], env=env, stdout=log, stderr=log
+        )
+    ended.callback(lambda: (engine.kill(), engine.wait()))
+
+    def reached(number: int) -> bool:
+        assert engine.poll() is None, (tmp_path / "engine.log").read_text()[-3000:]
+        return (tmp_path / f"{number}.reached").exists()
+
+    # The root exists when the engine has opened it: then the watcher may.
+    _until(lambda: (pathlib.Path(root) / "fskv.json").exists() or reached(damage), "no root", 300)
+    with open(tmp_path / "watch.log", "wb") as log:
+        words = ["prune", "--watch", "--yes", "--max-size", "900MiB", "--root", root]
+        words += ["--tenant-max-size", "acme=800MiB", "--metrics-port", "0"]
+        watcher = subprocess.Popen([sys.executable, "-m", "fskv_tools", *words], stderr=log)
+    ended.callback(lambda: (watcher.kill(), watcher.wait()))
+    said = tmp_path / "watch.log"
+    _until(lambda: "/metrics" in said.read_text(), "no watcher")
+    watcher_port = int(re.search(r"127\.0\.0\.1:(\d+)/", said.read_text())[1])
+    ports = {"vllm": (engine_port,), "fskv": (watcher_port,)}
+    prometheus = Prometheus(tmp_path / "prometheus", ports)
+    ended.callback(prometheus.stop)
+
+    _until(lambda: reached(damage), "the engine did not get so far", 400)
+    _until(lambda: prometheus.values("vllm:fskv_stored_chunks_total"), "nothing is scraped")
+    assert prometheus.alerts() == set(), "a healthy engine has no alerts"
+    assert json.loads(healthy.read_text())["state"] == "ok", healthy.read_text()
+    for path in lab.chunks(root):
+        size = os.path.getsize(path)
+        with open(path, "r+b") as file:
+            file.seek(size - 4200)
+            byte = file.read(1)
+            file.seek(size - 4200)
+            file.write(bytes([byte[0] ^ 1]))
+    (tmp_path / f"{damage}.go").touch()
+    _until(lambda: reached(look), "the engine did not get so far", 400)
+
+    empty, odd = [], []
+    for title, expr in _panel_exprs(_dashboard()):
+        if "fskv_multi_" in expr:  # of FskvMultiConnector alone: see the static endpoint
+            continue
+        found = prometheus.values(_filled(expr))
+        if not found:
+            empty.append((title, expr))
+        elif not any(map(math.isfinite, found)):
+            odd.append((title, expr, found))
+    assert empty == [], "expressions without data"
+    assert odd == [], "expressions with nothing but NaN"
+    counted = "sum(fskv_root_namespace_bytes)"
+    _until(lambda: prometheus.values(counted)[0] > 0, "the watcher counts nothing")
+    stored = "sum(vllm:fskv_stored_chunks_total)"
+    _until(lambda: prometheus.values(stored)[0] > 0, "the numbers are no engine's")
+    assert prometheus.values('vllm:fskv_bound_bytes{bound="root"}') == [900 << 20], "the watcher's"
+
+    _until(
+        lambda: "FskvCorruptChunks" in prometheus.alerts(), "the damage of real files is an alert"
+    )
+    _until(lambda: json.loads(healthy.read_text())["state"] == "degraded", "it is not told")
+    assert json.loads(healthy.read_text())["conditions"] == ["corrupt_chunks"]
+    groups = prometheus.get("rules")["groups"]
+    loaded = [rule for group in groups for rule in group["rules"]]
+    assert len(loaded) == len(_rules())
+    assert [rule for rule in loaded if rule["health"] != "ok"] == []
+    for rule in _rules():
+        for name in _names(rule["expr"]) - _recorded():
+            if "fskv_multi_" in name:
+                continue
+            assert prometheus.values(f"count({name})"), f"{name}: a real engine publishes no such"
+    (tmp_path / f"{look}.go").touch()
+    assert engine.wait(120) == 0, (tmp_path / "engine.log").read_text()[-3000:]
+    assert json.loads(healthy.read_text())["state"] == "ended"
+    said = (tmp_path / "engine.log").read_text() + (tmp_path / "watch.log").read_text()
+    assert f"event=lease_taken root={root}" in said
+    assert f"event=bound_in_force root={root} bound=root limit_bytes={900 << 20}" in said

@@ -1,0 +1,301 @@
+"""The house keeps its floors: imports point down, each package has one home, and files stay small."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import tomllib
+
+import pytest
+from places import REPOSITORY
+
+MAX_LINES = 500
+
+# docs/architecture.md, "The house". A name ending in "." is a package and all that is in it.
+LAYERS = {
+    0: ("fskv", "fskv._version", "fskv.errors", "fskv.types"),
+    1: (
+        "fskv._native",  # imports nothing
+        "fskv.config",
+        "fskv.mac",
+        "fskv.namespace",
+        "fskv.chunk_file",
+        "fskv.hybrid_planner",
+        "fskv.mounts",
+        "fskv.load_choice",
+        "fskv.multi_config",
+        "fskv.span_plan",
+        "fskv.load_time",
+    ),
+    2: (
+        "fskv.breaker",
+        "fskv.claims",
+        "fskv.fingerprint",
+        "fskv.gds_io",
+        "fskv.index.",
+        "fskv.key_file",
+        "fskv.lease",
+        "fskv.metrics",
+        "fskv.process",
+        "fskv.removed",
+        "fskv.root",
+        "fskv.root_state",
+        "fskv.threads",
+        "fskv.transitions",
+        "fskv.transports.",
+    ),
+    3: (
+        "fskv.store",
+        "fskv.job",
+        "fskv.jobs",
+        "fskv.capacity",
+        "fskv.prune",
+        "fskv.health",
+        "fskv.holder",
+        "fskv.maintenance",
+    ),
+    4: ("fskv.engines.", "tools."),
+}
+
+# package -> where it may be imported. Everything that is not here and not in the standard library is new.
+HOMES = {
+    "vllm": ("fskv.engines.",),
+    "kvikio": ("fskv.gds_io", "fskv.transports."),
+    # the option mac_key_file
+    "blake3": ("fskv.mac",),
+    # capacity and maintenance: the messages between an engine and the process that maintains its root
+    "msgpack": ("fskv.chunk_file", "fskv.index.", "fskv.capacity", "fskv.maintenance"),
+    # block_hashes: the engine's own keys, where it hashes with xxhash
+    "xxhash": (
+        "fskv.chunk_file",
+        "fskv.namespace",
+        "fskv.fingerprint",
+        "fskv.index.",
+        "tools.block_hashes",
+    ),
+    # bench: the command that measures the data path with real tensors.
+    "torch": ("fskv.gds_io", "fskv.transports.", "fskv.engines.", "tools.bench.store"),
+    "triton": ("fskv.transports.",),
+    "cupy": ("fskv.gds_io", "fskv.transports."),
+    "numpy": (
+        "fskv.span_plan",
+        "fskv.transports.",
+        "fskv.engines.",
+        "fskv.index.",
+        "fskv.prune",
+        "tools.report.",
+    ),
+    "aiofiles": ("fskv.index.", "fskv.prune"),
+    "typer": ("tools.",),
+    "rich": ("tools.",),
+    # top and report read what engines publish, prune --watch publishes
+    "prometheus_client": ("tools.endpoint", "tools.exporter", "tools.metrics_server"),
+    # replay --plot
+    "matplotlib": ("tools.replay.report",),
+    # export --zstd
+    "zstandard": ("tools.archive.compression",),
+}
+# Only where they are used, so that a machine without them can import the module.
+LAZY = {
+    "torch": ("fskv.gds_io", "fskv.transports.", "tools."),
+    "kvikio": ("fskv.",),
+    "blake3": ("fskv.",),
+    "triton": ("fskv.",),
+    "cupy": ("fskv.",),
+    "matplotlib": ("tools.",),
+    "zstandard": ("tools.",),
+}
+# What a pure module has no use for: files, clocks, threads, processes, the network.
+IMPURE = {
+    "asyncio",
+    "io",
+    "mmap",
+    "multiprocessing",
+    "os",
+    "pathlib",
+    "shutil",
+    "socket",
+    "subprocess",
+    "tempfile",
+    "threading",
+    "time",
+}
+
+
+def within(module, names):
+    return any(
+        module.startswith(name) or module == name[:-1] if name.endswith(".") else module == name
+        for name in names
+    )
+
+
+def layer_of(module):
+    for layer, names in LAYERS.items():
+        if within(module, names):
+            return layer
+    return None
+
+
+def module_name(path):
+    parts = list(path.relative_to(REPOSITORY).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(source, module):
+    """List (imported module, whether importing `module` imports it) of a module's source."""
+    tree = ast.parse(source)
+    lazy = set()
+    for node in ast.walk(tree):
+        function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        checking = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for statement in node.body if function or checking else []:
+            lazy.update(id(inner) for inner in ast.walk(statement))
+    found = []
+    for node in ast.walk(tree):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            if node.level:
+                names = [f"{module.rsplit('.', node.level)[0]}.{node.module or ''}".rstrip(".")]
+            elif node.module in ("fskv", "fskv.index", "fskv.engines", "fskv_tools", "tools"):
+                # `from package import name`: the name may be a module of it
+                for alias in node.names:
+                    names.append(f"{node.module}.{alias.name}")
+            else:
+                names = [node.module]
+        found += [(name.replace("fskv_tools", "tools"), id(node) not in lazy) for name in names]
+    return found
+
+
+def complaints(module, source, num_lines=0):
+    """Say what is wrong with a module, one line each."""
+    own = layer_of(module)
+    if own is None:
+        return [f"{module} has no layer"]
+    found = []
+    if num_lines > MAX_LINES:
+        found.append(f"{module} has {num_lines} lines, more than {MAX_LINES}")
+    for name, at_import in imports(source, module):
+        package = name.partition(".")[0]
+        if package in ("fskv", "tools"):
+            layer = layer_of(name)
+            if layer is None:
+                layer = layer_of(name.rpartition(".")[0])
+            if layer is None or layer > own:
+                found.append(f"{module} (layer {own}) imports {name} (layer {layer})")
+            if own == 4 and layer == 4 and package != module.partition(".")[0]:
+                found.append(f"{module} imports {name}: engines and tools never each other")
+            if within(name, ("tools.commands.",)) and not within(module, ("tools.commands.",)):
+                found.append(f"{module} imports {name}: a room knows no command")
+        elif package in sys.stdlib_module_names:
+            if own <= 1 and package in IMPURE:
+                found.append(f"{module} is pure and imports {package}")
+        elif not within(module, HOMES.get(package, ())):
+            found.append(f"{module} is no home of {package}")
+        elif at_import and within(module, LAZY.get(package, ())):
+            found.append(f"{module} imports {package} before it is needed")
+    return found
+
+
+def modules():
+    for folder in ("fskv", "tools"):
+        for path in sorted((REPOSITORY / folder).rglob("*.py")):
+            yield path, module_name(path)
+
+
+@pytest.mark.parametrize(
+    ("path", "module"), [pytest.param(path, module, id=module) for path, module in modules()]
+)
+def test_a_module_imports_only_what_its_layer_may_and_is_small(path, module):
+    source = path.read_text(encoding="utf-8")
+    assert complaints(module, source, len(source.splitlines())) == []
+
+
+def test_no_two_modules_of_a_layer_import_each_other():
+    graph = {}
+    for path, module in modules():
+        names = {name for name, _ in imports(path.read_text(encoding="utf-8"), module)}
+        known = {m for _, m in modules()}
+        graph[module] = {n if n in known else n.rpartition(".")[0] for n in names} & known
+
+    def walk(module, path):
+        assert module not in path, f"a circle of imports: {' -> '.join([*path, module])}"
+        for name in graph[module] - {module, "fskv"}:
+            walk(name, [*path, module])
+
+    for module in graph:
+        walk(module, [])
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "complaint"),
+    [
+        ("fskv.types", "import fskv.errors, fskv.config", "imports fskv.config (layer 1)"),
+        ("fskv.config", "from fskv import store", "imports fskv.store (layer 3)"),
+        ("fskv.root", "def f():\n    from fskv.jobs import JobRunner", "imports fskv.jobs"),
+        ("fskv.store", "from . import jobs\nfrom .engines import x", "imports fskv.engines"),
+        ("fskv.engines.vllm", "from fskv_tools import cli", "never each other"),
+        ("tools.cli", "import fskv.engines.vllm_worker", "never each other"),
+        ("tools.usage", "from .commands.du import By", "knows no command"),
+        ("fskv.jobs", "import vllm.config", "no home of vllm"),
+        ("fskv.store", "import torch", "no home of torch"),
+        ("fskv.store", "from msgpack import packb", "no home of msgpack"),
+        ("fskv.gds_io", "import torch", "before it is needed"),
+        ("fskv.gds_io", "try:\n    import kvikio\nexcept ImportError: pass", "before it is needed"),
+        ("fskv.store", "import triton", "no home of triton"),
+        ("fskv.transports.kernels", "import triton", "before it is needed"),
+        ("fskv.errors", "import requests", "no home of requests"),
+        ("fskv.hybrid_planner", "import os", "is pure and imports os"),
+        ("fskv.chunk_file", "from time import time", "is pure and imports time"),
+        ("fskv.unheard_of", "", "has no layer"),
+    ],
+)
+def test_negative_control_a_bad_import_is_found(module, source, complaint):
+    assert any(complaint in found for found in complaints(module, source))
+
+
+def test_negative_control_a_long_file_and_a_good_one_are_told_apart():
+    good = "import os\nfrom fskv import chunk_file\ndef f():\n    import torch, kvikio"
+    assert complaints("fskv.gds_io", good, MAX_LINES) == []
+    assert complaints("fskv.gds_io", good, MAX_LINES + 1) != []
+
+
+def packages_of(tree):
+    """Return the packages of a source tree by the names under which they are installed."""
+    return {
+        ".".join([installed, *init.parent.relative_to(tree / directory).parts])
+        for directory, installed in (("fskv", "fskv"), ("tools", "fskv_tools"))
+        for init in (tree / directory).rglob("__init__.py")
+    }
+
+
+def test_an_installation_has_every_package(tmp_path):
+    """A package that the list lacks is there in a checkout and absent after `pip install .`."""
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
+    assert set(project["tool"]["setuptools"]["packages"]) == packages_of(REPOSITORY)
+    for path in ("fskv/__init__.py", "tools/__init__.py", "tools/new/__init__.py"):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).touch()
+    assert packages_of(tmp_path) == {"fskv", "fskv_tools", "fskv_tools.new"}  # it sees a new one
+
+
+def loaded_by(statement):
+    """Return the packages that a fresh interpreter has loaded after `statement`."""
+    code = f"import sys; {statement}; print(*sorted({{n.partition('.')[0] for n in sys.modules}}))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
+def test_importing_fskv_loads_neither_torch_nor_an_engine():
+    heavy = {"torch", "vllm", "kvikio", "cupy", "triton"}
+    assert not loaded_by("import fskv") & (heavy | {"numpy"})
+    everything = ", ".join(
+        module for _, module in modules() if module.startswith("fskv") and "engines" not in module
+    )
+    assert not loaded_by(f"import {everything}") & heavy
+    assert "numpy" in loaded_by("import numpy")  # the probe itself sees what is loaded

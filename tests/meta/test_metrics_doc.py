@@ -1,0 +1,120 @@
+"""docs/metrics.md says what the code publishes and logs, each check shown to fail on a doctored text."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from places import REPOSITORY
+from test_docs import rows, text_of
+
+from fskv import metrics
+
+exporter = pytest.importorskip("fskv_tools.exporter", reason="the command line is not installed")
+
+DOCUMENT = "docs/metrics.md"
+
+
+def _compare(
+    table: dict[str, list[str]], expected: dict[str, tuple[str, ...]], source: str
+) -> None:
+    """Each row is kind, labels, unit and meaning as in the code, and advice that a person wrote."""
+    for name, fields in expected.items():
+        row = f"| `{name}` | {' | '.join(fields)} | what to do when it moves |"
+        assert name in table, f"{DOCUMENT} lacks a metric of {source}; add its row:\n{row}"
+        *found, advice = table[name]
+        assert tuple(found) == fields, f"{DOCUMENT}, {name}: {source} says\n{row}"
+        assert advice, f"{DOCUMENT}, {name}: say what to do when it moves"
+        assert advice != "what to do when it moves", name
+    unknown = table.keys() - expected.keys()
+    assert not unknown, f"{DOCUMENT} has metrics that {source} has not: {unknown}"
+    assert list(table) == list(expected), f"{DOCUMENT}: in the order of {source}"
+
+
+def check_engine(text: str) -> None:
+    expected = {m.name: (m.kind, m.label or "-", m.unit, m.meaning) for m in metrics.ALL_METRICS}
+    _compare(rows(text, "metric"), expected, "fskv/metrics.py")
+
+
+def check_root(text: str) -> None:
+    expected = {
+        m.name: (m.kind, ", ".join(m.labels) or "-", m.unit, m.meaning) for m in exporter.METRICS
+    }
+    _compare(rows(text, "root metric"), expected, "tools/exporter.py")
+
+
+def _sources() -> str:
+    files = [*(REPOSITORY / "fskv").rglob("*.py"), *(REPOSITORY / "tools").rglob("*.py")]
+    return "\n".join(path.read_text(encoding="utf-8") for path in files)
+
+
+def check_events(text: str) -> None:
+    """The events of the table are those that the sources log, with their keys."""
+    sources = _sources()
+    found: dict[str, set[str]] = {}
+    for call in re.findall(r"(?<!_)\.say\(\s*((?:[^()]|\([^()]*\))*)\)", sources):
+        names = re.findall(r'^"(\w+)"(?: if .*? else "(\w+)")?', call.strip())
+        assert names, f"the event of .say({call}) is not to be read: a literal, please"
+        keys = set(re.findall(r"(\w+)=", re.sub(r'"[^"]*"', "", call)))
+        for name in filter(None, names[0]):
+            found.setdefault(name, set()).update(keys)
+    logs = re.findall(r"StateLog\(((?:[^()]|\([^()]*\))*)\)", sources)
+    assert all("root=" in log or "file=" in log or log == "" or "self" in log for log in logs)
+    table = rows(text, "event")
+    assert table.keys() == found.keys(), table.keys() ^ found.keys()
+    always = {"of", "file"}  # keys of the StateLog and not of the line
+    for name, (keys, words) in table.items():
+        listed = set() if keys == "-" else set(keys.split(", "))
+        assert listed - always == found[name], name
+        assert words, name
+
+
+def test_every_metric_of_an_engine_is_in_the_table_and_no_other():
+    check_engine(text_of(DOCUMENT))
+
+
+def test_every_metric_of_a_root_is_in_the_table_and_no_other():
+    check_root(text_of(DOCUMENT))
+
+
+def test_every_event_of_the_log_is_in_the_table_and_no_other():
+    check_events(text_of(DOCUMENT))
+
+
+@pytest.mark.parametrize(
+    ("check", "old", "new"),
+    [
+        (check_engine, "| `vllm:fskv_lookup_hits` | counter |", "| `vllm:fskv_lookup_hits` | gauge |"),
+        (check_engine, "| `vllm:fskv_breaker_open` |", "| `vllm:fskv_breaker` |"),
+        (check_engine, "| counter | - | bytes | Bytes of those files.", "| counter | - | B | Bytes."),
+        (check_root, "| `fskv_root_writers` | gauge | -", "| `fskv_root_writers` | gauge | name"),
+        (check_root, "| `fskv_root_free_inodes` |", "| `fskv_root_free` |"),
+        (check_events, "| `lease_lost` | pid |", "| `lease_lost` | host |"),
+        (check_events, "| `breaker_closed` |", "| `breaker_shut` |"),
+    ],
+)  # fmt: skip
+def test_negative_control_a_doctored_table_fails(check, old, new):
+    text = text_of(DOCUMENT)
+    assert text.count(old) == 1, old
+    with pytest.raises(AssertionError):
+        check(text.replace(old, new))
+
+
+def test_a_metric_without_a_row_is_told_with_the_row_to_add(monkeypatch):
+    new = metrics.Metric("vllm:fskv_cups", "counter", "cups", "Cups of coffee.", "size")
+    monkeypatch.setattr(metrics, "ALL_METRICS", (*metrics.ALL_METRICS, new))
+    with pytest.raises(AssertionError, match=r"fskv_cups` \| counter \| size \| cups \| Cups of"):
+        check_engine(text_of(DOCUMENT))
+
+
+def test_names_are_what_prometheus_and_fskv_top_take():
+    """No suffix that the text format gives a meaning, and no two metrics of a name."""
+    names = [m.name for m in (*metrics.ALL_METRICS, *exporter.METRICS)]
+    assert len(names) == len(set(names))
+    for metric in (*metrics.ALL_METRICS, *exporter.METRICS):
+        assert re.fullmatch(r"vllm:fskv_[a-z_]+|fskv_root_[a-z_]+", metric.name), metric.name
+        assert not metric.name.endswith(("_total", "_count", "_sum", "_bucket", "_created"))
+        assert metric.kind in ("counter", "gauge", "histogram"), metric.name
+    for metric in metrics.ALL_METRICS:
+        assert bool(metric.buckets) == (metric.kind == "histogram"), metric.name
+        assert list(metric.buckets) == sorted(set(metric.buckets)), metric.name

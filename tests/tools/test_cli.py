@@ -1,0 +1,398 @@
+"""The command line as a whole: what every command has in common, and `ls` and `dir`.
+
+Commands have tests of their own beside this; here each is run on roots of every kind, and no traceback, no
+file out of place and no wrong exit code may come of it.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+
+import pytest
+from places import REPOSITORY
+from tool_lab import Lab, check_lines, fskv, key_of, run, spoil
+from world import make_identity
+
+from fskv.index import scan
+
+cli = pytest.importorskip("fskv_tools.cli", reason="the command line is not installed")
+
+NAMES = [entry.name for entry in cli.COMMANDS]
+
+
+@pytest.fixture
+def lab(tmp_path):
+    return Lab(tmp_path / "kv")
+
+
+# --- what all have in common ------------------------------------------------------------
+
+
+def test_the_manual_is_what_the_commands_say():
+    manual = importlib.import_module("fskv_tools.manual")
+    written = (REPOSITORY / "docs" / "cli.md").read_text(encoding="utf-8")
+    assert written == manual.page(), "run: python -m fskv_tools.manual > docs/cli.md"
+    assert manual.page().replace("--root", "--rood") != written
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_command_has_help_and_a_docstring_that_the_list_agrees_with(name):
+    done = run(name, "--help")
+    assert done.exit_code == 0
+    assert "Usage: fskv" in done.stdout or f" {name} " in done.stdout
+    (entry,) = [entry for entry in cli.COMMANDS if entry.name == name]
+    assert entry.help[-1] in ".?"
+
+
+FOREIGN = {"torch", "vllm", "kvikio", "matplotlib", "prometheus_client", "zstandard"}
+MUCH = FOREIGN | {"numpy", "asyncio", "aiofiles"}
+
+
+def test_a_start_imports_only_what_the_command_needs(lab):
+    for words, forbidden in (
+        ("version", MUCH | {"rich"}),
+        ("completion bash", MUCH | {"rich"}),
+        ("--help", MUCH),
+        ("ls --help", MUCH),
+        ("diff --help", MUCH),
+        (f"dir --root {lab.path}", MUCH | {"rich"}),  # names a namespace, lists no chunks
+        (f"ls --json --root {lab.path}", FOREIGN | {"rich"}),
+    ):
+        code = (
+            "import sys; from fskv_tools.cli import app\n"
+            f"try: app({words.split()!r})\nexcept SystemExit: pass\n"
+            "print(*sorted({n.partition('.')[0] for n in sys.modules}), file=sys.stderr)"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
+        )
+        loaded = set(done.stderr.split())
+        assert "typer" in loaded
+        assert not loaded & forbidden, words
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["ls --fresh", "ls --chunks", "du", "verify", "report --json"],
+)
+def test_a_problem_goes_before_a_part_that_was_not_done(lab, monkeypatch, words):
+    """3 means: no problem in what could be looked at."""
+    one, other = lab.namespace(), lab.namespace(model_name="other")
+    unlistable = os.path.dirname(lab.chunk(one, 1))
+    lab.chunk(other, 1)
+    for lister in ("_list_in_c", "_list_in_python"):
+        real = getattr(scan, lister)
+
+        def fail(path, *rest, real=real):
+            if os.fsdecode(path) == unlistable:
+                raise PermissionError(13, "denied", path)
+            return real(path, *rest)
+
+        monkeypatch.setattr(scan, lister, fail)
+    command = words.split()
+    assert run(*command, root=lab.path).exit_code == 3
+    manifest = pathlib.Path(other.directory.path, "namespace.json")
+    manifest.write_text("{}")
+    assert run(*command, root=lab.path).exit_code == 1
+    monkeypatch.undo()
+    assert run(*command, root=lab.path).exit_code == 1
+
+
+def test_an_unknown_command_is_a_usage_error_that_suggests_one():
+    done = run("lss")
+    assert done.exit_code == 2
+    assert "Did you mean 'ls'" in done.stderr
+
+
+def test_without_a_root_it_says_how_to_give_one():
+    done = run("ls")
+    assert done.exit_code == 2
+    assert "--root" in done.stderr
+
+
+def test_the_root_may_come_from_the_environment(lab):
+    lab.namespace()
+    assert run("ls", "-q", env={"FSKV_ROOT": lab.path}).stdout.count("\n") == 1
+
+
+@pytest.mark.parametrize("kind", ["missing", "empty", "foreign", "newer", "damaged", "a file"])
+def test_what_is_no_root_is_exit_10_and_one_sentence(tmp_path, kind):
+    path = tmp_path / "kv"
+    if kind != "missing":
+        path.mkdir()
+    if kind == "foreign":
+        (path / "holiday.jpg").write_bytes(b"")
+    if kind == "newer":
+        (path / "fskv.json").write_text('{"format": 2}')
+    if kind == "damaged":
+        (path / "fskv.json").write_text("")
+    if kind == "a file":
+        path.rmdir()
+        path.write_text("")
+    before = sorted(os.listdir(tmp_path)), sorted(os.listdir(path)) if path.is_dir() else None
+    for name in ("ls", "dir"):
+        done = fskv(name, root=path)
+        assert done.exit_code == 10, done.stderr
+        assert done.stdout == ""
+        assert len(done.stderr.strip().splitlines()) == 1
+        assert str(path) in done.stderr
+    after = sorted(os.listdir(tmp_path)), sorted(os.listdir(path)) if path.is_dir() else None
+    assert after == before
+
+
+@pytest.mark.parametrize("num_chunks", [1, 3000], ids=["in the buffer", "more than a buffer"])
+def test_the_reader_of_the_output_may_go_away(lab, num_chunks):
+    where = lab.namespace(pages=(16,))
+    lab.chunks(where, range(num_chunks))
+    words = [sys.executable, "-m", "fskv_tools", "ls", "--root", lab.path, "--chunks", "-q"]
+    read, write = os.pipe()
+    os.close(read)  # nobody has read anything
+    done = subprocess.run(words, stdout=write, stderr=subprocess.PIPE, text=True, timeout=120)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (130, "")
+
+
+def test_ctrl_c_is_exit_130_and_one_word(lab):
+    fifo = f"{lab.path}-trace"
+    os.mkfifo(fifo)
+    words = [sys.executable, "-m", "fskv_tools", "replay", fifo, "--root", f"{lab.path}-new"]
+    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+    with open(fifo, "w"):  # it is at work: it has opened its input
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert "Traceback" not in err
+    assert len(err.splitlines()) == 1
+
+
+def completions(*words, **env):
+    done = subprocess.run(
+        [sys.executable, "-m", "fskv_tools"],
+        env={
+            **os.environ,
+            **env,
+            "_FSKV_COMPLETE": "complete_bash",
+            "COMP_WORDS": " ".join(["fskv", *words]),
+            "COMP_CWORD": str(len(words)),
+        },
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stderr == ""
+    return done.stdout.split()
+
+
+def test_a_shell_completes_commands_options_and_namespaces(lab, tmp_path):
+    where = lab.namespace()
+    assert completions("vers") == ["version"]
+    assert "--older-than" in completions("ls", "--older")
+    assert completions("ls", "org", FSKV_ROOT=lab.path) == [where.id.partition("/")[2]]
+    assert completions("ls", "--root", lab.path, "cpu") == [where.id]
+    assert completions("ls", "org", FSKV_ROOT=str(tmp_path / "nothing")) == []
+    assert "complete" in run("completion", "bash").stdout
+    assert run("completion", "tcsh").exit_code == 2
+
+
+# --- ls and dir -------------------------------------------------------------------------
+
+
+def test_ls_counts_chunks_files_and_bytes_as_they_are_on_disk(lab):
+    one = lab.namespace()
+    other = lab.namespace(model_name="org/other", tenant="acme")
+    paths = lab.chunks(one, range(30))
+    ranks = lab.chunks(other, range(7), rank=0) + lab.chunks(other, range(7), rank=1)
+    done = run("ls", "--json", root=lab.path)
+    found = {line["namespace"]: line for line in done.lines[:-1]}
+    assert found[one.id]["chunks"] == found[one.id]["files"] == 30
+    assert (found[other.id]["chunks"], found[other.id]["files"]) == (7, 14)
+    assert found[one.id]["nbytes"] == sum(os.stat(path).st_blocks * 512 for path in paths)
+    assert found[other.id]["tenant"] == "acme"
+    assert done.summary["files"] == len(paths) + len(ranks)
+    check_lines("ls", done.lines)
+    assert done.exit_code == 0
+
+
+def test_ls_lists_chunks_in_any_order_and_no_more_than_asked_for(lab):
+    where = lab.namespace()
+    by_age = [lab.chunk(where, number, age_s=86400 * number) for number in range(20)]
+    everything = run("ls", "--chunks", "--json", root=lab.path)
+    assert {line["path"] for line in everything.lines[:-1]} == set(by_age)
+    check_lines("ls", everything.lines)
+    oldest = run("ls", "--chunks", "--sort", "used", "--limit", "3", "--json", root=lab.path)
+    assert [line["path"] for line in oldest.lines[:-1]] == by_age[:-4:-1]
+    newest = run("ls", "--chunks", "--sort", "used", "-r", "--limit", "3", "--json", root=lab.path)
+    assert [line["path"] for line in newest.lines[:-1]] == by_age[:3]
+    old = run("ls", "--chunks", "--older-than", "10d", "--json", root=lab.path)
+    assert {line["path"] for line in old.lines[:-1]} == set(by_age[10:])
+
+
+def test_ids_that_are_printed_are_understood(lab):
+    one = lab.namespace()
+    other = lab.namespace(model_name="org/other")
+    lab.chunks(one, range(5))
+    path = lab.chunk(other, 77)
+    ids = run("ls", "--chunks", "-q", root=lab.path).stdout.split()
+    assert len(ids) == 6
+    for text in (*ids, key_of(77).hex(), path, os.path.basename(path)):
+        found = run("dir", text, root=lab.path)
+        assert found.exit_code == 0, found.stderr
+        assert os.path.isfile(found.stdout.strip())
+    assert run("dir", key_of(77).hex(), root=lab.path).stdout.strip() == path
+    for text in ("org--other", "other", other.id, other.id[:17], other.identity.digest16[:6]):
+        assert run("dir", text, root=lab.path).stdout.strip() == other.directory.path
+    ambiguous = run("dir", "org", root=lab.path)
+    assert ambiguous.exit_code == 2
+    assert one.id in ambiguous.stderr
+    assert other.id in ambiguous.stderr
+    assert run("dir", "nothing-like-it", root=lab.path).exit_code == 2
+
+
+def test_a_damaged_identity_is_a_problem_and_a_directory_that_cannot_be_listed_is_partial(lab):
+    bad = lab.namespace(model_name="org/bad")
+    good = lab.namespace()
+    lab.chunks(good, range(3))
+    manifest = f"{bad.directory.path}/namespace.json"
+    with open(manifest, "w", encoding="ascii") as file:
+        file.write('{"format": 1')
+    done = run("ls", "--json", root=lab.path)
+    assert done.exit_code == 1
+    assert [line["problem"] is None for line in done.lines[:-1]] == [False, True]
+    with open(manifest, "w", encoding="ascii") as file:
+        json.dump(make_identity(model_name="org/yet-another").to_manifest(), file)
+    assert "describes" in run("ls", root=lab.path).stderr
+
+
+def test_a_root_full_of_strange_entries_is_listed_and_left_alone(lab):
+    where = lab.namespace()
+    paths = lab.chunks(where, range(10))
+    strange = spoil(lab, where)
+    before = {os.fsencode(path): os.lstat(path) for path in strange}
+    for options in ((), ("--chunks",), ("--fresh", "--json"), ("--chunks", "-q")):
+        done = fskv("ls", *options, root=lab.path)
+        assert done.exit_code == 0, done.stderr
+        assert all(c.isprintable() or c == "\n" for c in done.stdout + done.stderr)
+    listed = run("ls", "--chunks", "--json", root=lab.path)
+    assert {line["path"] for line in listed.lines[:-1]} == set(paths)
+    for path, info in before.items():
+        assert os.lstat(path).st_ino == info.st_ino
+
+
+@pytest.mark.parametrize(
+    ("words", "redirection", "code"),
+    [
+        ("ls", ">&-", 1),
+        ("ls", "2>&-", 0),
+        ("ls", "<&- >&- 2>&-", 1),
+        ("verify --remove-bad", "<&-", 2),
+        ("prune --max-size 1", "<&-", 2),
+        ("import -", "<&-", 1),
+        ("--help", ">/dev/full", 1),
+        ("ls", ">/dev/full", 1),
+    ],
+)
+def test_closed_and_full_streams_are_no_traceback(lab, words, redirection, code):
+    paths = lab.chunks(lab.namespace(), range(3))
+    command = f'"{sys.executable}" -m fskv_tools {words} {redirection}'
+    around = {**os.environ, "FSKV_ROOT": lab.path}
+    done = subprocess.run(["bash", "-c", command], capture_output=True, env=around, timeout=60)
+    assert b"Traceback" not in done.stdout + done.stderr, done.stderr
+    assert done.returncode == code
+    assert all(os.path.exists(path) for path in paths)
+
+
+@pytest.mark.parametrize("words", [("rm", "/"), ("prune", "--max-size", "1", "--namespace", "")])
+def test_an_empty_name_is_not_the_only_namespace(lab, words):
+    """An empty variable of a script would have everything removed."""
+    paths = lab.chunks(lab.namespace(), range(3))
+    done = run(*words, "--yes", root=lab.path)
+    assert done.exit_code == 2
+    assert all(os.path.exists(path) for path in paths)
+
+
+def test_a_model_may_be_named_as_the_engine_was_given_it(lab):
+    longer = lab.namespace(model_name="org/small-instruct")
+    small = lab.namespace(model_name="org/small")
+    done = run("dir", "org/small-i", root=lab.path)
+    assert done.stdout.strip() == longer.directory.path
+    done = run("dir", "small", root=lab.path)  # negative control: the beginning of both
+    assert done.exit_code == 2
+    advice = done.stderr.strip().rpartition("such as ")[2]
+    assert run("dir", advice, root=lab.path).stdout.strip() == small.directory.path
+    assert run("dir", "org/smaller", root=lab.path).exit_code == 2
+
+
+def test_a_size_of_thousands_of_digits_is_a_usage_error(lab):
+    assert run("prune", "--max-size", "9" * 5000, "-n", root=lab.path).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("ls",),
+        ("du", "--json"),
+        ("verify",),
+        ("prune", "--max-size", "1", "-n"),
+        ("gc", "-n"),
+        ("export", "-o", "/dev/null"),
+    ],
+)
+@pytest.mark.parametrize("readable", [False, True])
+def test_what_cannot_be_listed_is_not_taken_for_empty(lab, monkeypatch, words, readable):
+    """Negative control: where it can be listed, all is well."""
+    where = lab.namespace()
+    lab.chunks(where, range(3))
+    arch = f"{lab.path}/{where.id.split('/')[0]}"
+    real = os.scandir
+
+    def scandir(path="."):
+        if path == arch and not readable:  # root would be allowed to, whatever its mode
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    done = run(*words, root=lab.path)
+    assert done.exit_code == (0 if readable else 3), done.stderr
+    assert (f"{arch}: cannot be listed" in done.stderr) is not readable
+
+
+def test_ctrl_c_while_modules_are_imported_is_no_traceback(tmp_path):
+    """A typer that interrupts its own import. Negative control: without __main__ it is a traceback."""
+    (tmp_path / "typer.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGINT)")
+    around = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    for words, traceback in (
+        (["-m", "fskv_tools"], False),
+        (["-c", "import fskv_tools.cli"], True),
+    ):
+        done = subprocess.run([sys.executable, *words], capture_output=True, env=around, timeout=60)
+        assert done.returncode == -signal.SIGINT
+        assert (b"Traceback" in done.stderr) is traceback
+
+
+def test_ctrl_c_inside_a_task_is_one_word_and_no_traceback(tmp_path):
+    """A loop leaves the task behind, with the interrupt in it; asyncio tells of it when it is collected."""
+    script = (
+        "import asyncio, gc, sys\n"
+        "from fskv_tools import cli, root_view\n"
+        "async def interrupted():\n    raise KeyboardInterrupt\n"
+        "def view(root):\n"
+        "    loop = asyncio.new_event_loop()\n"
+        "    loop.create_task(interrupted())\n"
+        "    loop.run_forever()\n"
+        "root_view.RootView.open = view\n"
+        "sys.argv = ['fskv', 'report', '--root', '/x', '--html', '/x/y']\n"
+        "try:\n    cli.main()\nexcept SystemExit as ended:\n    code = ended.code\n"
+        "gc.collect()\n"
+        "sys.exit(code)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, cwd=tmp_path
+    )
+    assert (done.returncode, done.stderr.split()) == (130, ["interrupted"])

@@ -1,0 +1,372 @@
+"""The doctor ends in time, whatever hangs; says what is wrong, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+
+import pytest
+from tool_lab import Lab, check_lines, everything_below, fskv, run, spoil
+
+from faults.mount import FaultyMount, why_not
+
+pytest.importorskip("fskv_tools.cli", reason="the command line is not installed")
+
+from fskv_tools.doctor import probes, visitor
+from fskv_tools.doctor.finding import Check, Level, Subject
+from fskv_tools.doctor.mount import judge
+from fskv_tools.doctor.rounds import examine
+from fskv_tools.doctor.scratch import Scratch
+
+from fskv.capacity import Capacity
+from fskv.claims import Limits
+from fskv.mounts import mount_of
+from fskv.process import HOST, TOKEN, unique_name
+
+PATIENT = ("--timeout", "120")  # a check imports torch, on a busy machine
+
+
+@pytest.fixture
+def lab(tmp_path):
+    return Lab(tmp_path / "kv")
+
+
+def findings(done):
+    return [line for line in done.lines if line["type"] == "finding"]
+
+
+def of(done, check):
+    return [(line["level"], line["found"]) for line in findings(done) if line["check"] == check]
+
+
+def test_a_sound_root_has_no_problem_and_is_left_as_it_was(lab):
+    lab.chunks(lab.namespace(), range(5))
+    before = everything_below(lab.path)
+    done = run("doctor", *PATIENT, "--json", root=lab.path)
+    assert done.exit_code == 0, done.stdout
+    assert done.summary["problem"] == 0
+    assert everything_below(lab.path) == before
+    assert of(done, "namespaces") == [("ok", "1")]
+    for check in ("round trip", "rename", "write", "clock", "root"):
+        assert of(done, check)[0][0] == "ok", check
+    for line in findings(done):
+        assert (line["advice"] is None) == (line["level"] == "ok"), line
+    check_lines("doctor", done.lines)
+
+
+def test_without_a_root_it_looks_at_the_machine_and_imports_nothing_heavy():
+    done = run("doctor", *PATIENT, "--json")
+    assert done.exit_code == 0
+    assert {line["check"] for line in findings(done)} >= {"fskv", "huge pages", "open files"}
+    code = (
+        "import sys; from fskv_tools.cli import app\n"
+        "try: app(['doctor', '--json'])\nexcept SystemExit: pass\n"
+        "print(*sorted({n.partition('.')[0] for n in sys.modules}), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert not set(done.stderr.split()) & {"torch", "vllm", "kvikio", "matplotlib"}
+
+
+def here(root):
+    """Make the checks in this process, where a test can reach what they call."""
+    subject = Subject(str(root), 10.0, Scratch(may_write=True))
+    return [one for one in visitor.findings(subject) if not isinstance(one, str)]
+
+
+def levels(found, check):
+    return [(one.level, one.found) for one in found if one.check == check]
+
+
+@pytest.mark.parametrize("kind", ["missing", "foreign", "newer", "a file", "empty"])
+def test_what_is_no_root_is_a_finding_and_nothing_is_written_there(tmp_path, kind):
+    path = tmp_path / "kv"
+    if kind == "a file":
+        path.write_text("")
+    elif kind != "missing":
+        path.mkdir()
+    if kind == "foreign":
+        (path / "photo.jpg").write_bytes(b"")
+    if kind == "newer":
+        (path / "fskv.json").write_text('{"format": 2}')
+    before = everything_below(tmp_path)
+    stamp = path.stat().st_mtime_ns if path.is_dir() else 0
+    done = run("doctor", *PATIENT, "--json", root=path)
+    assert everything_below(tmp_path) == before
+    if kind == "empty":
+        assert done.exit_code == 0
+        assert of(done, "root")[0][0] == "hint"
+        assert of(done, "round trip")[0][0] == "ok"
+        assert run("ls", root=path).exit_code == 10  # still no root
+    else:
+        assert done.exit_code == 1
+        assert of(done, "root")[0][0] == "problem"
+        assert not of(done, "write")
+        if path.is_dir():
+            assert path.stat().st_mtime_ns == stamp
+
+
+def test_with_no_write_nothing_is_tried(lab):
+    stamp = os.stat(lab.path).st_mtime_ns
+    done = run("doctor", *PATIENT, "--no-write", "--json", root=lab.path)
+    assert done.exit_code == 0
+    assert os.stat(lab.path).st_mtime_ns == stamp
+    assert not of(done, "write")
+
+
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+def test_a_mount_that_hangs_is_a_finding_in_time(tmp_path):
+    with FaultyMount(tmp_path) as mount:
+        lab = Lab(mount.path)
+        lab.chunks(lab.namespace(), range(3))
+        sound = fskv("doctor", "--json", "--timeout", "20", root=mount.path)
+        assert sound.exit_code == 0, sound.stdout
+        for ops in (None, ["statfs"], ["create"], ["read"]):
+            mount.set({"hang": True, **({"ops": ops} if ops else {})})
+            start = time.monotonic()
+            done = fskv("doctor", "--json", "--timeout", "2", root=mount.path, timeout_s=90)
+            took_s = time.monotonic() - start
+            assert mount.fired(), ops
+            assert done.exit_code == 1, ops
+            assert any("did not answer in 2 s" in line["found"] for line in findings(done)), ops
+            assert took_s < 60, ops
+            mount.clear()
+            end = time.monotonic() + 20
+            while any(name.startswith(".fskv-") for name in os.listdir(mount.backing)):
+                assert time.monotonic() < end, ops  # what hung comes to its end, and cleans up
+                time.sleep(0.05)
+        mount.set({"errno": "EIO", "ops": ["read"]})
+        assert fskv("doctor", *PATIENT, "--json", root=mount.path).exit_code == 1
+
+
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+def test_a_disk_that_changes_bytes_is_found_by_the_round_trip(tmp_path):
+    with FaultyMount(tmp_path) as mount:
+        Lab(mount.path)
+        mount.set({"ops": ["read"], "flip": 500_000})
+        done = fskv("doctor", *PATIENT, "--json", root=mount.path)
+        assert mount.fired()
+        assert done.exit_code == 1
+        assert of(done, "round trip")[0][0] == "problem"
+        mount.clear()
+        assert of(fskv("doctor", *PATIENT, "--json", root=mount.path), "round trip")[0][0] == "ok"
+
+
+def test_a_read_only_root_is_a_finding(lab, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(probes, "open_chunk_fd", refuse)
+    monkeypatch.setattr(Scratch, "file", refuse)
+    found = here(lab.path)
+    assert [one.check for one in found if one.level is Level.PROBLEM] == ["write"]
+    assert "Read-only" in levels(found, "write")[0][1]
+
+
+def test_a_full_disk_and_missing_links_and_flags_are_told(lab, monkeypatch):
+    real = os.open
+
+    def no_direct(path, flags, *rest, **more):
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(path, flags, *rest, **more)
+
+    def no_link(*_, **__):
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "open", no_direct)
+    monkeypatch.setattr(os, "link", no_link)
+    found = here(lab.path)
+    assert levels(found, "O_DIRECT")[0][0] == "hint"
+    assert levels(found, "link")[0][0] == "hint"
+    assert Level.PROBLEM not in {one.level for one in found}
+
+
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+def test_interrupted_it_leaves_nothing(tmp_path):
+    with FaultyMount(tmp_path) as mount:
+        lab = Lab(mount.path)
+        lab.chunks(lab.namespace(), range(3))
+        before = everything_below(mount.backing)
+        mount.set({"ops": ["fsync"], "delay_s": 5})
+        words = [sys.executable, "-m", "fskv_tools", "doctor", "--root", mount.path]
+        process = subprocess.Popen(words, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
+        end = time.monotonic() + 60
+        while not mount.fired():
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        assert everything_below(mount.backing) != before  # the probe is there
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 130, err
+        assert b"Traceback" not in err
+        mount.clear()
+        while everything_below(mount.backing) != before:
+            assert time.monotonic() < end
+            time.sleep(0.05)
+
+
+def test_a_root_full_of_strange_entries_is_looked_at_and_left_alone(lab):
+    where = lab.namespace()
+    lab.chunks(where, range(5))
+    spoil(lab, where)
+    before = everything_below(lab.path)
+    done = fskv("doctor", *PATIENT, root=lab.path)
+    assert done.exit_code == 0, done.stdout
+    assert all(c.isprintable() or c == "\n" for c in done.stdout + done.stderr)
+    assert "foreign" in done.stdout
+    assert everything_below(lab.path) == before
+
+
+def test_damaged_and_hostile_maintenance_files_are_findings(lab, tmp_path):
+    shared = f"{lab.path}/.fskv-maintenance"
+    os.makedirs(f"{shared}/claims")
+    lease = f"{shared}/lease.json"
+    for content in (b"", b"[" * 100_000, b"{}", b'{"holder": 3}', b"\xff" * 5000):
+        with open(lease, "wb") as file:
+            file.write(content)
+        done = run("doctor", *PATIENT, "--json", root=lab.path)
+        assert of(done, "lease")[0][0] == "hint", content
+        assert done.exit_code == 0
+    os.unlink(lease)
+    os.mkfifo(lease)
+    assert run("doctor", "--json", "--timeout", "5", root=lab.path).exit_code in (0, 1)
+    os.unlink(lease)
+    os.symlink("/dev/zero", lease)
+    assert (
+        run("doctor", *PATIENT, "--json", root=lab.path).exit_code == 1
+    )  # ELOOP: no lease of fskv's
+    with open(f"{shared}/claims/x.json", "w") as file:
+        file.write('{"name": "x", "limits": 7}')
+    assert of(run("doctor", *PATIENT, "--json", root=lab.path), "claims")[0][0] == "ok"
+
+
+def test_leases_and_claims_of_the_living_and_the_dead(lab):
+    where = lab.namespace()
+    engine = Capacity(lab.path, where.id, None, Limits(max_nbytes=5 << 30))
+    engine.start()
+    engine.wait_for_first_word()
+    try:
+        done = run("doctor", *PATIENT, "--json", root=lab.path)
+        assert "held by" in of(done, "lease")[0][1]
+        assert of(done, "lease")[0][0] == "ok"
+        assert "1 engines may be alive" in of(done, "claims")[0][1]
+        assert "max_bytes 5.00 GiB" in of(done, "bounds")[0][1]
+    finally:
+        engine.close()
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    holder = f"{HOST}-{gone.pid}-{TOKEN}-1"
+    told = {
+        "holder": holder,
+        "host": HOST,
+        "pid": gone.pid,
+        "boot": TOKEN,
+        "since_ms": 0,
+        "beat": 1,
+    }
+    lease = f"{lab.path}/.fskv-maintenance/lease.json"
+    end = time.monotonic() + 20
+    while os.path.exists(lease) and time.monotonic() < end:
+        time.sleep(0.05)
+    with open(lease, "w") as file:
+        json.dump(told, file)
+    assert "gone" in of(run("doctor", *PATIENT, "--json", root=lab.path), "lease")[0][1]
+    told["holder"] = unique_name().replace(HOST, "elsewhere")
+    with open(lease, "w") as file:
+        json.dump(told, file)
+    os.utime(lease, (1, 1))
+    assert "not renewed" in of(run("doctor", *PATIENT, "--json", root=lab.path), "lease")[0][1]
+
+
+def test_namespaces_that_look_alike_and_do_not_share_are_named(lab):
+    one = lab.namespace()
+    other = lab.namespace(kv_cache_dtype="fp8")
+    done = run("doctor", *PATIENT, "--json", root=lab.path)
+    ((level, found),) = [f for f in of(done, "namespaces") if f[1] != "2"]
+    assert level == "hint"
+    assert one.identity.digest16 in found
+    assert other.identity.digest16 in found
+    assert "kv_cache_dtype" in found
+    with open(f"{one.directory.path}/namespace.json", "w") as file:
+        file.write("{")
+    assert run("doctor", *PATIENT, root=lab.path).exit_code == 1
+
+
+def test_permissions_are_judged(lab):
+    os.chmod(lab.path, stat.S_IRWXU | stat.S_IRWXG | stat.S_IRWXO)
+    assert of(run("doctor", *PATIENT, "--json", root=lab.path), "owner of root")[0][0] == "warning"
+    os.chmod(lab.path, 0o700)
+    assert of(run("doctor", *PATIENT, "--json", root=lab.path), "owner of root")[0][0] == "ok"
+
+
+LINE = "36 35 98:0 / {point} rw,noatime shared:1 - {kind} {source} rw{options}\n"
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "level", "words"),
+    [
+        ("ext4", "", "ok", "ext4"),
+        ("nfs4", ",vers=4.2,hard", "ok", "vers=4.2"),
+        ("nfs4", ",vers=4.2,noac", "warning", "noac"),
+        ("nfs", ",vers=3,soft,timeo=10", "hint", "soft, timeo 1 s"),
+        ("nfs", ",vers=2", "problem", "vers=2"),
+        ("nfs4", ",actimeo=600", "hint", "600 s"),
+        ("tmpfs", "", "warning", "in memory"),
+        ("overlay", "", "warning", "container"),
+        ("lustre", ",flock", "ok", "lustre"),
+        ("ceph", "", "ok", "ceph"),
+        ("fuse.sshfs", "", "hint", "sshfs"),
+        ("unheard-of", "", "hint", "unheard-of"),
+    ],
+)
+def test_mounts_are_judged_by_type_and_options(kind, options, level, words):
+    text = LINE.format(point="/", kind="ext4", source="/dev/a", options="")
+    text += LINE.format(point="/mnt/k\\040v", kind=kind, source="server:/x", options=options)
+    mount = mount_of("/mnt/k v/root", text)
+    assert (mount.point, mount.kind) == ("/mnt/k v", kind)
+    assert mount_of("/mnt/k vx", text).point == "/"
+    assert any(f.level == level and words in f.found for f in judge(mount)), list(judge(mount))
+    read_only = mount_of("/mnt/k v", text.replace(" rw,noatime", " ro,noatime"))
+    assert Level.PROBLEM in {finding.level for finding in judge(read_only)}
+
+
+def test_a_check_that_hangs_or_fails_does_not_end_the_rounds():
+    def hangs(_):
+        time.sleep(30)
+        yield
+
+    def fails(_):
+        raise ZeroDivisionError("so it is")
+        yield
+
+    subject = Subject("/", 0.2, Scratch(may_write=False))
+    checks = [Check("fails", fails), Check("hangs", hangs), Check("goes on", lambda _: [])]
+    found = [(f.check, f.level) for f in examine(checks, subject)]
+    assert found == [("fails", Level.PROBLEM), ("hangs", Level.PROBLEM)]
+
+
+def test_a_clock_that_is_wrong_is_told(lab, monkeypatch):
+    real = time.time
+    monkeypatch.setattr(probes.time, "time", lambda: real() + 3600)
+    ((level, found),) = levels(here(lab.path), "clock")
+    assert level == "warning"
+    assert "behind" in found
+
+
+def test_a_key_file_is_judged_and_never_shown(tmp_path):
+    secret = "0123456789abcdef" * 4
+    path = tmp_path / "keys"
+    path.write_text(f"new {secret}\nold {secret[::-1]}\n")
+    for mode, level in ((0o600, "ok"), (0o644, "problem")):
+        path.chmod(mode)
+        done = run("doctor", *PATIENT, "--no-write", "--json", "--mac-key-file", str(path))
+        (found,) = [line for line in done.lines if line.get("check") == "key file"]
+        assert found["level"] == level, found
+        assert ("'new', accepts 'old'" in found["found"]) == (level == "ok")
+        assert secret not in done.stdout + done.stderr

@@ -1,0 +1,143 @@
+"""`fskv du` against what os.walk and os.stat say."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+from capacity_lab import dead_name
+from tool_lab import Lab, check_lines, fskv, run, spoil
+from world import wait_for
+
+pytest.importorskip("fskv_tools.cli", reason="the command line is not installed")
+from fskv.claims import Book, Claim, Limits
+from fskv.lease import SHARED_DIR
+from fskv.namespace import GroupIdentity
+from fskv.process import unique_name
+
+DAY = 86400
+
+
+@pytest.fixture
+def lab(tmp_path):
+    return Lab(tmp_path / "kv")
+
+
+def lines(done, kind, **fields):
+    return [
+        line
+        for line in done.lines
+        if line["type"] == kind and all(line[name] == value for name, value in fields.items())
+    ]
+
+
+def on_disk(paths):
+    return sum(os.stat(path).st_blocks * 512 for path in paths)
+
+
+def length(paths):
+    return sum(os.stat(path).st_size for path in paths)
+
+
+def test_it_adds_up_to_what_is_on_disk_by_every_view(lab):
+    groups = (
+        GroupIdentity(0, "full", None, 16, (3000, 5000), ("a", "b")),
+        GroupIdentity(1, "sliding_window", 128, 16, (70000,), ("c",)),
+    )
+    one = lab.namespace(groups=groups)
+    other = lab.namespace(model_name="org/other", tenant="acme", arch="sm_90")
+    full = [lab.chunk(one, n, age_s=DAY * n) for n in range(40)]
+    window = lab.chunks(one, range(40), group=1)
+    ranks = [lab.chunk(other, n, rank=r, age_s=10 * DAY) for n in range(5) for r in (0, 1)]
+    done = run("du", "--json", root=lab.path)
+    assert done.exit_code == 0, done.stderr
+    for found, paths in (
+        (lines(done, "use", by="namespace", namespace=one.id), full + window),
+        (lines(done, "use", by="namespace", namespace=other.id), ranks),
+        (lines(done, "use", by="arch", arch="sm_90"), ranks),
+        (lines(done, "use", by="tenant", tenant="acme"), ranks),
+        (lines(done, "use", by="group", group="full"), full + ranks),
+        (lines(done, "use", by="group", group="sliding_window"), window),
+        (lines(done, "summary"), full + window + ranks),
+    ):
+        (line,) = found
+        assert (line["files"], line["nbytes"]) == (len(paths), length(paths))
+        assert line["nbytes_on_disk"] == on_disk(paths)
+        now = time.time()
+        for age, days in zip(line["unused"], (1, 7, 30), strict=True):
+            old = [p for p in paths if os.stat(p).st_mtime < now - days * DAY]
+            assert (age["age"], age["files"]) == (f"{days}d", len(old))
+            assert age["nbytes_on_disk"] == on_disk(old)
+    check_lines("du", done.lines)
+
+
+def test_what_it_says_a_prune_would_free_is_what_a_prune_frees(lab):
+    where = lab.namespace()
+    paths = [lab.chunk(where, n, age_s=DAY * n + 3600) for n in range(40)]
+    bound = on_disk(paths) // 2
+    shared = f"{lab.path}/{SHARED_DIR}"
+    os.makedirs(f"{shared}/claims")
+    Book(shared).publish(Claim(unique_name(), where.id, None, Limits(max_nbytes=bound)))
+    done = run("du", "--json", "--unused-for", "20d", root=lab.path)
+    (limit,) = lines(done, "bound", scope="root")
+    assert limit["limit"] == bound
+    assert done.lines[-1]["claims"] == 1
+    for target in lines(done, "target"):
+        words = target["option"].split()
+        plan = run("prune", *words, "--dry-run", "--json", root=lab.path)
+        assert plan.summary["planned_files"] == target["files"] > 0
+        assert plan.summary["planned_nbytes"] == target["nbytes_on_disk"]
+    (by_age, by_size) = lines(done, "target")
+    freed = run("prune", *by_age["option"].split(), "--yes", "--json", root=lab.path)
+    assert freed.summary["removed_nbytes"] == by_age["nbytes_on_disk"]
+    assert by_size["nbytes_on_disk"] >= on_disk([]) + bound
+
+
+def test_lengths_come_from_a_good_header_and_without_one_only_the_disk_is_known(lab):
+    where = lab.namespace()
+    paths = lab.chunks(where, range(8))
+    for path in paths[:2]:
+        with open(path, "r+b") as file:
+            file.truncate(100)
+    done = run("du", "--json", root=lab.path)
+    assert done.summary["nbytes"] == 8 * os.stat(paths[-1]).st_size
+    for path in paths:
+        with open(path, "r+b") as file:
+            file.write(b"not a chunk")
+    assert run("du", "--json", root=lab.path).summary["nbytes"] is None
+    assert " ? " in run("du", root=lab.path).stdout
+
+
+def test_garbage_is_counted_by_kind(lab):
+    where, bad = lab.namespace(), lab.namespace(model_name="org/bad")
+    shard = os.path.dirname(lab.chunk(where, 1))
+    for name in (dead_name(), unique_name()):
+        with open(f"{shard}/{name}.part", "w") as file:
+            file.write("x" * 5000)
+    with open(f"{bad.directory.path}/namespace.json", "w") as file:
+        file.write('{"format": 2}')
+    done = run("du", "--json", root=lab.path)
+    (line,) = lines(done, "garbage", namespace=where.id)
+    assert (line["orphaned_parts"], line["parts_in_progress"]) == (1, 1)
+    assert line["orphaned_nbytes"] == line["in_progress_nbytes"] == 8192
+    (line,) = lines(done, "garbage", namespace=bad.id)
+    assert line["problem"]
+    assert done.exit_code == 1
+    (space,) = lines(done, "filesystem")
+    info = os.statvfs(lab.path)
+    assert space["nbytes"] == info.f_blocks * info.f_frsize
+
+
+def test_a_hostile_or_empty_root_is_shown_and_left_alone(lab):
+    assert fskv("du", root=lab.path).exit_code == 0
+    where = lab.namespace()
+    paths = lab.chunks(where, range(10))
+    strange = spoil(lab, where)
+    before = {os.fsencode(path): os.lstat(path) for path in strange}
+    done = fskv("du", root=lab.path)
+    assert done.exit_code == 0, done.stderr
+    assert all(c.isprintable() or c == "\n" for c in done.stdout + done.stderr)
+    assert run("du", "--json", root=lab.path).summary["files"] == len(paths)
+    assert all(os.lstat(path).st_ino == info.st_ino for path, info in before.items())
+    wait_for(lambda: not [n for n in os.listdir(lab.path) if n.startswith(".fskv")])

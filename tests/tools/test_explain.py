@@ -1,0 +1,577 @@
+"""`fskv explain` tells what an engine's lookup and load would do with what is on disk, and why.
+
+Roots are written without an engine (tool_lab), under keys of fskv_tools.block_hashes (compared with vLLM in
+test_block_hashes). On roots of real engines: test_engine_plan.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+import random
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tool_lab import Lab, check_lines, fskv, run, spoil
+from world import damage, make_identity
+
+from fskv.chunk_file import encode_header, parse_header
+from fskv.namespace import GroupIdentity, chunk_name
+from fskv.removed import RemovedLog
+
+block_hashes = pytest.importorskip("fskv_tools.block_hashes")
+
+TOKENS = random.Random(3).choices(range(1000), k=330)
+FULL = GroupIdentity(0, "full/FullAttentionSpec/bfloat16/none", None, 16, (3000, 5000), ("a", "b"))
+WINDOW = GroupIdentity(1, "sliding_window/SlidingWindowSpec/bf16/none", 40, 16, (2000,), ("c",))
+STATE = GroupIdentity(2, "state/gdn/align/bfloat16", None, 16, (9000,), ("d",))
+CHUNK = 32  # tokens: two blocks
+
+
+def identity_of(*groups, **changes):
+    fields = {"engine_version": "0.32", "hash_seed": "default", "blocks_per_chunk": 2}
+    return make_identity(**{**fields, "groups": groups, **changes})
+
+
+class Prompted(Lab):
+    """A root in which the chunks of prompts are stored under their real keys."""
+
+    def store(self, identity, tokens, chunks, group_idx=0, *, ranks=(None,), **changes):
+        """Store chunks of one group of a prompt; returns the paths."""
+        where = self.namespace_of(identity)
+        group = next(g for g in identity.groups if g.group_idx == group_idx)
+        hashes = list(block_hashes.block_hashes(identity, tokens))
+        per_chunk = group.tokens_per_block * identity.blocks_per_chunk // identity.tokens_per_hash
+        return [
+            self.chunk(
+                where,
+                chunk,
+                group=group_idx,
+                rank=rank,
+                key=hashes[(chunk + 1) * per_chunk - 1],
+                **changes,
+            )
+            for chunk in chunks
+            for rank in ranks
+        ]
+
+    def explain(self, identity, *options, tokens=TOKENS):
+        text = json.dumps(tokens)
+        namespace = identity if isinstance(identity, str) else identity.digest16
+        done = run("explain", namespace, "--tokens-json", text, "--json", *options, root=self.path)
+        assert done.lines, done.stderr
+        check_lines("explain", [dict(line) for line in done.lines])
+        of = lambda kind: [line for line in done.lines if line["type"] == kind]
+        return SimpleNamespace(
+            **done.summary,
+            exit_code=done.exit_code,
+            chunks={(line["group"], line["chunk"]): line for line in of("chunk")},
+            causes=" | ".join(line["text"] for line in of("cause")),
+            neighbours=of("neighbour"),
+        )
+
+
+@pytest.fixture
+def lab(tmp_path):
+    return Prompted(tmp_path / "kv")
+
+
+# --- how far a hit goes -----------------------------------------------------------------
+
+
+def test_a_stored_prompt_hits_its_whole_chunks(lab):
+    one = identity_of(FULL)
+    lab.store(one, TOKENS, range(10))
+    found = lab.explain(one)
+    assert (found.hit_tokens, found.best_tokens, found.tokens, found.exit_code) == (
+        320,
+        320,
+        330,
+        0,
+    )
+    assert {line["use"] for line in found.chunks.values()} == {"loaded"}
+    # Negative control: another first token, and nothing is found.
+    other = lab.explain(one, tokens=[TOKENS[0] + 1, *TOKENS[1:]])
+    assert (other.hit_tokens, other.exit_code) == (0, 1)
+    assert not any(line["present"] for line in other.chunks.values())
+    assert "no prompt with these first tokens" in other.causes
+
+
+def test_full_attention_ends_at_the_first_gap(lab):
+    one = identity_of(FULL)
+    paths = lab.store(one, TOKENS, range(10))
+    os.unlink(paths[4])
+    found = lab.explain(one)
+    assert (found.hit_tokens, found.best_tokens, found.exit_code) == (128, 320, 1)
+    assert "group 0 (full attention) lacks chunk 4 (tokens 128 to 159)" in found.verdict
+    uses = [found.chunks[0, chunk]["use"] for chunk in range(10)]
+    assert uses == ["loaded"] * 4 + ["wanted"] * 6
+
+
+def test_a_window_needs_the_chunks_at_the_end_of_the_hit_only(lab):
+    one = identity_of(FULL, WINDOW)
+    lab.store(one, TOKENS, range(10))
+    lab.store(one, TOKENS, (8, 9), 1)
+    found = lab.explain(one)
+    assert found.hit_tokens == 320
+    assert [c for c in range(10) if found.chunks[1, c]["use"] == "loaded"] == [8, 9]
+    # Without the last one there is no window anywhere, and without any no hit.
+    (path,) = lab.store(one, TOKENS, (9,), 1)
+    os.unlink(path)
+    missing = lab.explain(one)
+    assert (missing.hit_tokens, missing.lookup_tokens) == (0, 0)
+    assert "group 1 (sliding window 40) lacks chunk 9" in missing.verdict
+    assert "--prefix-cache-retention-interval" in missing.causes
+
+
+def test_a_state_needs_the_last_boundary_only(lab):
+    one = identity_of(FULL, STATE, blocks_per_chunk=1)
+    lab.store(one, TOKENS, range(20))
+    lab.store(one, TOKENS, (7, 19), 2)
+    found = lab.explain(one)
+    assert found.hit_tokens == 320
+    assert [c for c in range(20) if found.chunks[2, c]["use"] == "loaded"] == [19]
+    shorter = lab.explain(one, tokens=TOKENS[:300])
+    assert shorter.hit_tokens == 128  # up to the state of chunk 7
+    assert "group 2 (state) lacks chunk 17" in shorter.verdict
+
+
+def test_what_the_engine_has_itself_is_not_needed(lab):
+    one = identity_of(FULL)
+    paths = lab.store(one, TOKENS, range(10))
+    os.unlink(paths[0])
+    assert lab.explain(one).hit_tokens == 0
+    found = lab.explain(one, "--computed", "64")
+    assert (found.hit_tokens, found.computed_tokens, found.exit_code) == (320, 64, 0)
+    assert found.chunks[0, 0]["use"] == found.chunks[0, 1]["use"] == "unused"
+
+
+def test_a_short_prompt_cannot_hit(lab):
+    one = identity_of(FULL)
+    lab.store(one, TOKENS, range(10))
+    found = lab.explain(one, tokens=TOKENS[:31])
+    assert (found.best_tokens, found.exit_code) == (0, 1)
+    assert "no whole chunk" in found.verdict
+    assert lab.explain(one, tokens=[]).best_tokens == 0
+
+
+# --- what is wrong with files -----------------------------------------------------------
+
+
+def with_wrong_size(path):
+    os.truncate(path, os.path.getsize(path) - 1)
+
+
+def with_a_link(path):
+    os.rename(path, path + ".moved")
+    os.symlink(path + ".moved", path)
+
+
+def with_a_fifo(path):
+    os.unlink(path)
+    os.mkfifo(path)
+
+
+def with_a_directory(path):
+    os.unlink(path)
+    os.mkdir(path)
+
+
+@pytest.mark.parametrize(
+    ("spoiling", "words"),
+    [
+        (os.unlink, "no such file"),
+        (with_wrong_size, "wrong size"),
+        (with_a_link, "symbolic link"),
+        (with_a_fifo, "fifo"),
+        (with_a_directory, "directory"),
+    ],
+)
+def test_what_a_lookup_sees_ends_the_hit(lab, spoiling, words):
+    one = identity_of(FULL)
+    paths = lab.store(one, TOKENS, range(10))
+    spoiling(paths[5])
+    found = lab.explain(one)
+    assert (found.hit_tokens, found.lookup_tokens) == (160, 160)
+    (file,) = found.chunks[0, 5]["files"]
+    assert words in f"{file['state']} {file['detail']}"
+    assert words in found.causes or spoiling is os.unlink
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"namespace_digest": bytes(32)}, "another namespace"),
+        ({"key_hash": bytes(32)}, "holds the key of"),
+        ({"group_idx": 3}, "another group"),
+        ({"rank": 1}, "another rank"),
+        ({"layout_digest": bytes(16)}, "another layout"),
+    ],
+)
+def test_a_sound_file_of_something_else_fails_the_load(lab, changes, words):
+    """A lookup compares lengths alone; the load does not believe the file, and recomputes all."""
+    one = identity_of(FULL)
+    lab.store(one, TOKENS, range(10))
+    if "group_idx" in changes or "rank" in changes:
+        (path,) = lab.store(one, TOKENS, (5,))  # under its right name
+        copy_with_header(path, path, **changes)
+    else:
+        lab.store(one, TOKENS, (5,), **changes)
+    found = lab.explain(one)
+    assert (found.lookup_tokens, found.hit_tokens, found.exit_code) == (320, 0, 1)
+    assert "chunk 5" in found.verdict
+    assert "recomputed whole" in found.verdict
+    assert words in found.causes
+
+
+def test_another_key_of_the_same_name_is_no_hit(lab, monkeypatch):
+    """Names are 128 bits of the key; the header has all of it, and engines compare that."""
+    monkeypatch.setattr("fskv.namespace.chunk_name", lambda key: "ab" * 16)
+    one = identity_of(FULL)
+    tokens = TOKENS[: CHUNK + 1]
+    (path,) = lab.store(one, tokens, (0,))
+    assert lab.explain(one, tokens=tokens).hit_tokens == CHUNK
+    copy_with_header(path, path, key_hash=b"another key".ljust(32))
+    found = lab.explain(one, tokens=tokens)
+    assert (found.lookup_tokens, found.hit_tokens) == (CHUNK, 0)
+    assert "holds another key of the same name" in found.causes
+
+
+def copy_with_header(path, target, **changes):
+    """Write a file's content under another name, with other words in its header."""
+    content = bytearray(pathlib.Path(path).read_bytes())
+    header = parse_header(bytes(content))
+    changed = dataclasses.replace(header, **changes)
+    content[: header.header_nbytes] = encode_header(changed, header.header_nbytes)
+    os.makedirs(os.path.dirname(target), exist_ok=True)
+    pathlib.Path(target).write_bytes(content)
+
+
+def test_rows_are_read_only_when_asked_for(lab):
+    one = identity_of(FULL)
+    paths = lab.store(one, TOKENS, range(10))
+    damage(paths[3], os.path.getsize(paths[3]) - 5000)
+    assert lab.explain(one).hit_tokens == 320
+    found = lab.explain(one, "--read-data")
+    assert (found.lookup_tokens, found.hit_tokens) == (320, 0)
+    assert found.chunks[0, 3]["files"][0]["state"] == "corrupt"
+    assert "checksum" in found.causes
+    damage(paths[4], 100)  # a header is always read
+    assert lab.explain(one).chunks[0, 4]["files"][0]["state"] == "corrupt"
+
+
+def test_a_partial_chunk_serves_a_window_that_begins_in_it(lab):
+    one = identity_of(FULL, WINDOW)
+    lab.store(one, TOKENS, range(10))
+    lab.store(one, TOKENS, (9,), 1)
+    # A window of 40 at 320 begins at token 281: in the second block of chunk 8.
+    lab.store(one, TOKENS, (8,), 1, first_block=1)
+    assert lab.explain(one).hit_tokens == 320
+    lab.store(one, TOKENS, (9,), 1, first_block=1)  # block 0 of chunk 9 is needed
+    found = lab.explain(one)
+    assert (found.lookup_tokens, found.hit_tokens) == (320, 0)
+    assert "blocks from 1 on" in found.causes
+
+
+def test_every_rank_has_to_have_its_file(lab):
+    one = identity_of(FULL, topology={"tp": 2, "pp": 1})
+    paths = lab.store(one, TOKENS, range(10), ranks=(0, 1))
+    assert lab.explain(one).hit_tokens == 320
+    os.unlink(paths[7])  # rank 1 of chunk 3
+    found = lab.explain(one)
+    assert found.hit_tokens == 96
+    assert "ranks 1 are missing and the others are there" in found.causes
+    sliced = identity_of(FULL, topology={}, canonical_format="LBHNC/3")
+    lab.store(sliced, TOKENS, range(10), ranks=(0, 1, 2))
+    assert lab.explain(sliced).hit_tokens == 320
+    # Pipeline stages: the identity has no page sizes, so lengths are those of the headers.
+    bare = GroupIdentity(0, FULL.kind, None, 16, (), ())
+    staged = identity_of(bare, topology={"tp": 1, "pp": 2})
+    directory = lab.root.open_namespace(staged)
+    for path in lab.store(identity_of(FULL), TOKENS, range(10)):
+        key = parse_header(pathlib.Path(path).read_bytes()).key_hash
+        for rank in (0, 1):
+            target = directory.chunk_path(key, 0, rank)
+            copy_with_header(path, target, namespace_digest=staged.digest, rank=rank)
+    assert lab.explain(staged).hit_tokens == 320
+
+
+# --- why ----------------------------------------------------------------------------------
+
+
+def test_a_pruned_chunk_is_said_to_be_pruned(lab):
+    one = identity_of(FULL)
+    (path,) = lab.store(one, TOKENS, range(10))[6:7]
+    key = list(block_hashes.block_hashes(one, TOKENS))[13]
+    os.makedirs(f"{lab.path}/.fskv-maintenance/removed")
+    log = RemovedLog(f"{lab.path}/.fskv-maintenance")
+    log.publish(one.digest16, [(bytes.fromhex(chunk_name(key)), 1)])
+    os.unlink(path)
+    assert "pruned" not in lab.explain(one).causes  # of another group
+    log.publish(one.digest16, [(bytes.fromhex(chunk_name(key)), 0)])
+    found = lab.explain(one)
+    assert "pruned within the last minutes" in found.causes
+    assert [line["chunk"] for line in found.chunks.values() if line["use"] == "wanted"] == [
+        6,
+        7,
+        8,
+        9,
+    ]
+
+
+def test_parts_beside_a_missing_chunk_are_mentioned(lab):
+    one = identity_of(FULL)
+    (path,) = lab.store(one, TOKENS, range(10))[6:7]
+    os.unlink(path)
+    pathlib.Path(f"{os.path.dirname(path)}/host-1-00000000-7.part").touch()
+    assert "1 unfinished files" in lab.explain(one).causes
+
+
+def test_another_namespace_that_has_it_is_named_with_the_reason(lab):
+    one = identity_of(FULL)
+    others = {
+        "sm_90": identity_of(FULL, arch="sm_90"),
+        "PYTHONHASHSEED": identity_of(FULL, hash_seed="PYTHONHASHSEED=9"),
+        "blocks per chunk": identity_of(FULL, blocks_per_chunk=5),
+    }
+    lab.root.open_namespace(one)
+    for each in others.values():
+        per_chunk = 16 * each.blocks_per_chunk
+        lab.store(each, TOKENS, range(len(TOKENS) // per_chunk))
+    lab.root.open_namespace(identity_of(FULL, tenant="empty"))
+    found = lab.explain(one)
+    assert found.hit_tokens == 0
+    assert len(found.neighbours) == len(others)
+    for words, each in others.items():
+        (line,) = [n for n in found.neighbours if n["namespace"].endswith(each.digest16)]
+        assert words in line["headline"]
+        assert line["hit_tokens"] == 320
+    of_another_model = identity_of(FULL, model_name="org/else", weights="commit:" + "c" * 40)
+    lab.store(of_another_model, TOKENS, range(10))
+    shown = run("explain", one.digest16, "--tokens-json", json.dumps(TOKENS), root=lab.path).stdout
+    assert all(each.digest16 in shown for each in others.values())
+    assert of_another_model.digest16 not in shown
+    assert "1 namespaces of other models" in shown
+    # Negative control: where it hits itself, nobody else is asked.
+    lab.store(one, TOKENS, range(10))
+    assert lab.explain(one).neighbours == []
+
+
+def test_a_recorded_identity_without_a_namespace_here(lab, tmp_path):
+    here, elsewhere = identity_of(FULL), identity_of(FULL, arch="sm_120")
+    lab.store(here, TOKENS, range(10))
+    path = tmp_path / "node7.json"
+    path.write_text(json.dumps(elsewhere.to_manifest()))
+    found = lab.explain(str(path))
+    assert (found.exists, found.hit_tokens) == (False, 0)
+    assert found.neighbours[0]["hit_tokens"] == 320
+    same = tmp_path / "same.json"
+    same.write_text(json.dumps(here.to_manifest()))
+    assert (lab.explain(str(same)).exists, lab.explain(str(same)).hit_tokens) == (True, 320)
+    against = lab.explain(here, "--against", str(path))
+    assert (against.differences, against.hit_tokens) == (1, 320)
+    shown = run("explain", here.digest16, "--tokens-json", "[1]", "--against", path, root=lab.path)
+    assert "GPU architecture cpu-x86_64 / sm_120" in " ".join(shown.stdout.split())
+
+
+# --- keys ----------------------------------------------------------------------------------
+
+
+def test_a_key_is_looked_for_in_every_group(lab):
+    one = identity_of(FULL, WINDOW)
+    lab.store(one, TOKENS, (4,))
+    key = list(block_hashes.block_hashes(one, TOKENS))[9].hex()
+    for text, groups, code in (
+        (key, [0, 1], 0),
+        (key + "00000001", [1], 1),
+        ("0x" + key.upper(), [0, 1], 0),
+    ):
+        done = run("explain", one.digest16, text, "--json", root=lab.path)
+        assert done.exit_code == code, done.stderr
+        check_lines("explain", [dict(line) for line in done.lines])
+        chunks = [line for line in done.lines if line["type"] == "chunk"]
+        assert [line["group"] for line in chunks] == groups
+        assert [line["present"] for line in chunks] == [group == 0 for group in groups]
+    assert "a lookup hits" in run("explain", one.digest16, key, root=lab.path).stdout
+    for wrong in (key[:-2], key + "00000005", "zz", "é"):
+        done = run("explain", one.digest16, wrong, root=lab.path)
+        assert (done.exit_code, done.stdout) == (2, "")
+
+
+def test_quiet_prints_the_ids_of_the_files_that_a_hit_lacks(lab):
+    """What a longer hit needs and is not there or not good; nothing where all that can hit does."""
+    one = identity_of(FULL, WINDOW)
+    paths = lab.store(one, TOKENS, range(10))
+    lab.store(one, TOKENS, range(8, 10), 1)
+
+    def lacking(*options):
+        command = ("explain", one.digest16, "--tokens-json", json.dumps(TOKENS), "-q", *options)
+        done = run(*command, root=lab.path)
+        return done.stdout.split(), done.exit_code
+
+    assert lacking() == ([], 0)
+    os.unlink(paths[7])
+    damage(paths[2], 40)
+    ids = [f"{one.digest16}/{os.path.basename(paths[at])[:-3]}" for at in (2, 7)]
+    found, code = lacking()
+    assert (sorted(found), code) == (sorted(ids), 1)
+    assert lacking("--json")[1] == 2
+
+
+def test_a_key_of_another_namespace_is_found_there(lab):
+    one, other = identity_of(FULL), identity_of(FULL, tenant="acme")
+    lab.root.open_namespace(one)
+    lab.store(other, TOKENS, range(10))
+    key = list(block_hashes.block_hashes(one, TOKENS))[1].hex()
+    done = run("explain", one.digest16, key, "--json", root=lab.path)
+    (line,) = [line for line in done.lines if line["type"] == "neighbour"]
+    assert (line["namespace"].rpartition("@")[2], done.exit_code) == (other.digest16, 1)
+    assert "tenant none / acme" in line["headline"]
+
+
+# --- tokens --------------------------------------------------------------------------------
+
+
+def test_tokens_come_in_several_forms(lab, tmp_path):
+    one = identity_of(FULL)
+    lab.store(one, TOKENS, range(10))
+    spaced = " ".join(map(str, TOKENS)) + "\n"
+    forms = [
+        spaced,
+        json.dumps(TOKENS),
+        json.dumps({"prompt_token_ids": TOKENS}),
+        spaced.replace(" ", ", "),
+    ]
+    for number, form in enumerate(forms):
+        path = tmp_path / f"{number}.txt"
+        path.write_text(form)
+        done = run("explain", one.digest16, "--tokens", path, "--json", root=lab.path)
+        assert done.summary["hit_tokens"] == 320
+        done = run("explain", one.digest16, "--tokens", "-", "--json", root=lab.path, stdin=form)
+        assert done.summary["hit_tokens"] == 320
+
+
+def test_a_salt_and_an_adapter_make_other_keys(lab):
+    one = identity_of(FULL, lora="by-name")
+    lab.store(one, TOKENS, range(10))
+    assert lab.explain(one).hit_tokens == 320
+    for options in (("--cache-salt", "x"), ("--lora", "a=/b")):
+        assert lab.explain(one, *options).hit_tokens == 0
+    off = identity_of(FULL)
+    lab.store(off, TOKENS, range(1))
+    done = run("explain", off.digest16, "--tokens-json", "[1]", "--lora", "a=/b", root=lab.path)
+    assert "always" in done.stderr
+    assert (
+        run("explain", off.digest16, "--tokens-json", "1", "--lora", "a", root=lab.path).exit_code
+        == 2
+    )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"hash_algorithm": "xxhash"},
+        {"engine": "other"},
+        {"groups": (GroupIdentity(0, "holographic", None, 16, (1,), ()),)},
+        {"groups": (GroupIdentity(0, "sliding_window", None, 16, (1,), ()),)},
+        {"groups": (GroupIdentity(0, "full", None, 24, (1,), ()),)},
+        {"groups": (GroupIdentity(0, "full", None, 0, (1,), ()),)},
+        {"groups": ()},
+        {"blocks_per_chunk": 0},
+        {"blocks_per_chunk": 10**70},
+        {"tokens_per_hash": 0},
+        {"groups": (GroupIdentity(0, "full", None, 16, (10**70,), ()),)},
+        {"topology": {"tp": 10**70}},
+        {"canonical_format": "LBHNC/0"},
+        {"canonical_format": "LBHNC/" + "9" * 5000},
+    ],
+    ids=range(14),
+)
+def test_an_identity_whose_keys_or_files_cannot_be_known_is_refused(lab, tmp_path, changes):
+    path = tmp_path / "odd.json"
+    path.write_text(json.dumps(identity_of(FULL, **changes).to_manifest()))
+    text = json.dumps(TOKENS)
+    done = run("explain", path, "--tokens-json", text, root=lab.path)
+    assert (done.exit_code, done.stdout) == (2, ""), done.stdout
+    assert len(done.stderr.strip().splitlines()) <= 2
+    # It is no reason not to explain another one.
+    one = identity_of(FULL)
+    odd = identity_of(FULL, **changes)
+    lab.root.open_namespace(odd)
+    lab.root.open_namespace(one)
+    assert lab.explain(one).hit_tokens == 0
+
+
+TEXTS = st.text(max_size=60) | st.lists(
+    st.integers() | st.floats() | st.text(max_size=3) | st.none() | st.booleans(), max_size=6
+).map(json.dumps)
+
+
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(text=TEXTS, raw=st.binary(max_size=60))
+def test_no_tokens_make_it_fail(lab, tmp_path, text, raw):
+    one = identity_of(FULL)
+    lab.root.open_namespace(one)
+    path = tmp_path / "tokens"
+    path.write_bytes(raw)
+    for options in (("--tokens-json", "x" + text), ("--tokens-json", text), ("--tokens", path)):
+        done = run("explain", one.digest16, *options, root=lab.path)
+        assert done.exit_code in (1, 2)
+        assert all(c.isprintable() or c == "\n" for c in done.stdout + done.stderr)
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 200_000, "9" * 5000, "[" + "9" * 5000 + "]", "NaN", "[NaN]", "-1"]
+)
+def test_hostile_tokens_are_a_usage_error(lab, tmp_path, text):
+    one = identity_of(FULL)
+    lab.root.open_namespace(one)
+    path = tmp_path / "tokens"
+    path.write_text(text)
+    done = fskv("explain", one.digest16, "--tokens", path, root=lab.path, timeout_s=60)
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_a_hostile_root_is_read_and_left_alone(lab):
+    one = identity_of(FULL)
+    where = lab.namespace()
+    paths = lab.store(one, TOKENS, range(10))
+    strange = spoil(lab, where)
+    maintenance = f"{lab.path}/.fskv-maintenance"
+    os.makedirs(maintenance)
+    os.symlink("/", f"{maintenance}/removed")
+    before = {path: os.lstat(path) for path in (*strange, *paths)}
+    damage(paths[2], 40)
+    os.unlink(paths[8])
+    for options in ((), ("--json",), ("--read-data", "--chunks")):
+        done = fskv(
+            "explain",
+            one.digest16,
+            "--tokens-json",
+            json.dumps(TOKENS),
+            *options,
+            root=lab.path,
+            timeout_s=60,
+        )
+        assert done.exit_code == 1, done.stderr
+        assert all(c.isprintable() or c == "\n" for c in done.stdout + done.stderr)
+    del before[paths[8]]
+    for path, then in before.items():
+        assert os.lstat(path).st_ino == then.st_ino
+        assert os.lstat(path).st_mtime_ns == then.st_mtime_ns or path == paths[2]
+
+
+def test_exactly_one_thing_is_asked_for(lab):
+    one = identity_of(FULL)
+    lab.root.open_namespace(one)
+    for words in ((), ("ab", "--tokens-json", "[1]"), ("--tokens", "x", "--tokens-json", "[1]")):
+        assert run("explain", one.digest16, *words, root=lab.path).exit_code == 2
+    assert run("explain", one.digest16, "--tokens", "no-such-file", root=lab.path).exit_code == 2
+    assert run("explain", one.digest16, "ab", root=f"{lab.path}/nowhere").exit_code == 10

@@ -1,0 +1,230 @@
+"""`fskv gc`: what nobody needs goes, what somebody may need stays, and foreign files are only listed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from capacity_lab import dead_name
+from test_rm import CLAIMER
+from tool_lab import Lab, check_lines, fskv, run, spoil
+from world import wait_for
+
+pytest.importorskip("fskv_tools.cli", reason="the command line is not installed")
+from fskv_tools import garbage
+from fskv_tools.root_view import RootView
+
+from fskv.claims import Book, Claim, Limits, Usage
+from fskv.lease import SHARED_DIR
+from fskv.process import unique_name
+from fskv.types import Status
+
+HOUR = 3600
+
+
+@pytest.fixture
+def lab(tmp_path):
+    return Lab(tmp_path / "kv")
+
+
+def put(path, age_s=0.0, content="x"):
+    with open(path, "w") as file:
+        file.write(content)
+    age(path, age_s)
+    return path
+
+
+def age(path, age_s):
+    then = time.time_ns() - int(age_s * 1e9)
+    os.utime(path, ns=(then, then))
+
+
+def age_all(path, age_s):
+    for where, _, names in os.walk(path, topdown=False):
+        for name in names:
+            age(f"{where}/{name}", age_s)
+        age(where, age_s)
+
+
+def there(paths):
+    return [path for path in paths if os.path.lexists(path)]
+
+
+def everything(root):
+    return {f"{w}/{n}" for w, dirs, names in os.walk(root) for n in [*dirs, *names]}
+
+
+def test_parts_of_the_dead_and_of_long_ago_go_and_those_of_the_living_stay(lab):
+    where = lab.namespace()
+    path = lab.chunk(where, 1)
+    goes, stays = [], []
+    for directory in (os.path.dirname(path), f"{where.directory.path}/tmp"):
+        goes.append(put(f"{directory}/{dead_name()}.part"))
+        goes.append(put(f"{directory}/node9-1-00000000-2.part", 2 * HOUR))
+        stays.append(put(f"{directory}/{unique_name()}.part"))
+        stays.append(put(f"{directory}/node9-1-00000000-1.part", HOUR / 2))
+        stays.append(put(f"{directory}/strange name.part", 2 * HOUR))
+    goes.append(put(f"{lab.path}/.fskv-{dead_name()}.part"))
+    plan = run("gc", "--dry-run", "--json", root=lab.path)
+    assert there(goes) == goes
+    assert plan.summary["planned"] == len(goes)
+    assert fskv("gc", root=lab.path).exit_code == 2, "nobody could be asked"
+    assert there(goes) == goes
+    done = run("gc", "--yes", "--json", root=lab.path)
+    assert done.exit_code == 0, done.stderr
+    assert (there(goes), there(stays), there([path])) == ([], stays, [path])
+    assert done.summary["removed"] == len(goes)
+    check_lines("gc", done.lines)
+
+
+def test_empty_directories_and_dead_namespaces_go(lab):
+    alive, dead = lab.namespace(), lab.namespace(model_name="org/dead")
+    fresh = lab.namespace(model_name="org/fresh")
+    lab.chunk(alive, 1)
+    empty = f"{alive.directory.path}/chunks/00a"
+    young = f"{alive.directory.path}/chunks/00b"
+    os.mkdir(empty)
+    os.mkdir(young)
+    age(empty, 120)
+    os.mkdir(f"{dead.directory.path}/chunks/00a")
+    put(f"{dead.directory.path}/snapshot.msgpack")
+    age_all(dead.directory.path, 2 * HOUR)
+    done = run("gc", "--yes", root=lab.path)
+    assert done.exit_code == 0, done.stderr
+    left = there([empty, young, dead.directory.path, fresh.directory.path, alive.directory.path])
+    assert left == [young, fresh.directory.path, alive.directory.path]
+
+
+def test_a_namespace_that_an_engine_claims_or_that_holds_anything_stays(lab):
+    claimed, foreign = lab.namespace(), lab.namespace(model_name="org/foreign")
+    engine = subprocess.Popen(
+        [sys.executable, "-c", CLAIMER, lab.path, claimed.id], stdout=subprocess.DEVNULL
+    )
+    try:
+        claims = f"{lab.path}/{SHARED_DIR}/claims"
+        wait_for(lambda: os.path.isdir(claims) and os.listdir(claims))
+        put(f"{foreign.directory.path}/notes.txt")
+        for where in (claimed, foreign):
+            age_all(where.directory.path, 2 * HOUR)
+        done = run("gc", "--yes", "--namespaces-unused-for", "1h", root=lab.path)
+        assert os.path.exists(f"{claimed.directory.path}/namespace.json")
+        assert os.path.exists(f"{foreign.directory.path}/notes.txt")
+        assert os.listdir(claims), "what a living engine claims stays"
+        assert "notes.txt" in done.stdout
+    finally:
+        engine.kill()
+        engine.wait()
+
+
+def test_namespaces_that_were_not_used_for_so_long_go_and_used_ones_stay(lab):
+    old, used = lab.namespace(), lab.namespace(model_name="org/used")
+    paths = [*lab.chunks(old, range(10)), *lab.chunks(used, range(10))]
+    for where in (old, used):
+        age_all(where.directory.path, 100 * 24 * HOUR)
+    age(paths[15], HOUR)
+    assert run("gc", "--yes", root=lab.path).exit_code == 0
+    assert there(paths) == paths, "only if it is asked for"
+    done = run("gc", "--yes", "--namespaces-unused-for", "90d", "--json", root=lab.path)
+    assert done.exit_code == 0, done.stderr
+    assert there(paths) == paths[10:]
+    assert not os.path.lexists(old.directory.path)
+
+
+@pytest.mark.parametrize("protected", [True, False])
+def test_a_chunk_that_is_used_while_its_namespace_goes_stays(lab, protected, monkeypatch):
+    """Negative control: a removal that does not look at each file takes it along."""
+    where = lab.namespace()
+    paths = lab.chunks(where, range(10))
+    age_all(where.directory.path, 100 * 24 * HOUR)
+    real = garbage.NamespaceRemoval
+
+    def removal(one, news, stop, before_ns):
+        os.utime(paths[3])
+        return real(one, news, stop, before_ns if protected else None)
+
+    monkeypatch.setattr(garbage, "NamespaceRemoval", removal)
+    run("gc", "--yes", "--namespaces-unused-for", "90d", root=lab.path)
+    assert there(paths) == ([paths[3]] if protected else [])
+    assert os.path.exists(f"{where.directory.path}/namespace.json") is protected
+
+
+def test_claims_and_the_last_count_go_together_when_nobody_lives(lab):
+    shared = f"{lab.path}/{SHARED_DIR}"
+    where = lab.namespace()
+    lab.chunk(where, 1)
+    os.makedirs(f"{shared}/claims")
+    os.makedirs(f"{shared}/removed")
+    book = Book(shared)
+    book.publish(Claim(dead_name(), where.id, None, Limits(), granted=5, written=5))
+    book.publish_usage(Usage())
+    old = put(f"{shared}/removed/{'a' * 16}-{unique_name()}.bin", 2 * HOUR)
+    news = put(f"{shared}/removed/{'a' * 16}-{unique_name()}.bin")
+    notes = put(f"{shared}/removed/notes.bin", 2 * HOUR)
+    living = Claim(unique_name(), None, None, Limits())
+    book.publish(living)
+    assert run("gc", "--yes", root=lab.path).exit_code == 0
+    # Somebody lives, and may compute with what the dead one wrote: it is his to withdraw.
+    assert len(book.claims()) == 2
+    assert book.usage() is not None
+    assert there([old, news, notes]) == [news, notes]
+    book.withdraw(living.name)
+    assert run("gc", "--yes", root=lab.path).exit_code == 0
+    assert book.claims() == []
+    assert book.usage() is None
+
+
+def test_a_hostile_root_loses_nothing_but_garbage(lab):
+    where = lab.namespace()
+    paths = lab.chunks(where, range(20))
+    strange = spoil(lab, where)
+    shared = f"{lab.path}/{SHARED_DIR}"
+    os.mkdir(shared)
+    outside = f"{lab.path}-outside"
+    os.symlink(outside, f"{shared}/claims")
+    os.symlink(outside, f"{shared}/removed")
+    put(f"{outside}/{dead_name()}.part")
+    put(f"{outside}/{dead_name()}.json", 2 * HOUR)
+    age_all(lab.path, 0)
+    before = everything(lab.path) | everything(outside)
+    done = fskv("gc", "--yes", "--namespaces-unused-for", "1h", root=lab.path)
+    assert done.exit_code in (0, 3)
+    assert all(c.isprintable() or c == "\n" for c in done.stdout + done.stderr)
+    assert everything(lab.path) | everything(outside) == before
+    assert there(paths) == paths
+    assert there(strange) == strange
+    listed = run("gc", "-n", "--json", root=lab.path)
+    foreign = {line["path"] for line in listed.lines if line["type"] == "foreign"}
+    assert {path for path in strange if isinstance(path, str) and "-outside" not in path} <= foreign
+
+
+def test_a_store_beside_it_has_no_error_when_its_empty_directories_go(make_world, tmp_path):
+    """It makes a directory again that went before its open; one that it has just made stays."""
+    world = make_world()
+    chunks = f"{world.directory.path}/chunks"
+    for number in range(400):
+        directory = os.path.dirname(world.path(number))
+        os.makedirs(directory, exist_ok=True)
+        age(directory, 120)
+    stop, gone = threading.Event(), []
+
+    def sweep():
+        view = RootView.open(str(tmp_path / "kv"))
+        while not stop.is_set():
+            one = garbage.Sweep(view, time.time_ns(), delete=True, stop=threading.Event())
+            gone.extend(found for found in one.findings() if found.kind is garbage.Kind.DIRECTORY)
+
+    sweeper = threading.Thread(target=sweep)
+    sweeper.start()
+    try:
+        content = world.content()
+        stored = [world.put(number, content) for number in range(400)]
+    finally:
+        stop.set()
+        sweeper.join()
+    assert set(stored) == {Status.OK}
+    assert len(gone) > 10
+    assert sum(len(names) for *_, names in os.walk(chunks)) == 400

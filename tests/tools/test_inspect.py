@@ -1,0 +1,296 @@
+"""`fskv inspect`: what it shows is what is in the file, and no file makes it fail, hang or grow."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mac_lab import key_file, keys
+from tool_lab import Lab, check_lines, fskv, key_of, run, spoil
+
+xxhash = pytest.importorskip("xxhash")
+pytest.importorskip("fskv_tools.cli", reason="the command line is not installed")
+
+
+@pytest.fixture
+def lab(tmp_path):
+    return Lab(tmp_path / "kv")
+
+
+def inspect(*words, **options):
+    return run("inspect", "--json", *words, **options)
+
+
+def of(done, kind):
+    return [line for line in done.lines if line["type"] == kind]
+
+
+def test_it_shows_what_is_in_the_file_at_the_offsets_that_it_names(lab):
+    where = lab.namespace(pages=(70000, 5000))
+    path = lab.chunk(where, 7)
+    with open(path, "rb") as file:
+        content = file.read()
+    done = inspect(path, "--hex", "4")
+    assert done.exit_code == 0
+    (facts,) = of(done, "file")
+    header = facts["header"]
+    assert (header["key"], header["group"], header["rank"]) == (key_of(7).hex(), 0, 0)
+    assert header["namespace"] == where.identity.digest.hex()
+    assert facts["agrees"] == dict.fromkeys(("name", "group", "rank", "namespace", "layout"), True)
+    assert facts["nbytes"] == len(content) == header["header_nbytes"] + header["payload_nbytes"]
+    rows, spans = of(done, "row"), of(done, "span")
+    assert b"".join(content[r["offset"] :][: r["nbytes"]] for r in rows) == content[4096:]
+    for row in rows:
+        data = content[row["offset"] : row["offset"] + row["nbytes"]]
+        assert row["expected"] == row["found"] == xxhash.xxh3_64_hexdigest(data)
+        assert row["status"] == "ok"
+    assert len(spans) == facts["spans"] == 8
+    at = 4096
+    for span in spans:  # without holes, in order
+        assert span["offset"] == at
+        first, last = (at - 4096) // 65536, (at + span["nbytes"] - 1 - 4096) // 65536
+        assert (span["first_row"], span["last_row"]) == (first, last)
+        assert span["layer"] == f"layers.{span['page']}"
+        at += span["nbytes"]
+    assert header["padding_nbytes"] == len(content) - at
+    (dumped,) = of(done, "hex")
+    assert bytes.fromhex(dumped["bytes"]) == content[dumped["offset"] :]
+    check_lines("inspect", done.lines)
+
+
+def test_a_bad_row_is_named_with_both_digests_and_the_others_are_good(lab):
+    path = lab.chunk(lab.namespace(pages=(70000, 5000)), 7)
+    with open(path, "r+b") as file:
+        file.seek(4096 + 2 * 65536 + 9)
+        file.write(b"!!")
+    done = inspect(path)
+    assert done.exit_code == 1
+    assert [row["status"] for row in of(done, "row")] == ["ok", "ok", "bad", "ok", "ok"]
+    (facts,) = of(done, "file")
+    assert (facts["finding"], facts["bad_rows"]) == ("corrupt", 1)
+    assert "row 2" in facts["reason"]
+    text = run("inspect", path)
+    assert "CORRUPT" in text.stdout
+    assert text.stdout.count(" bad ") == 1
+
+
+def test_a_short_file_has_the_rows_that_are_there_judged(lab):
+    path = lab.chunk(lab.namespace(pages=(70000, 5000)), 7)
+    os.truncate(path, 4096 + 2 * 65536 + 100)
+    done = inspect(path)
+    assert [row["status"] for row in of(done, "row")] == ["ok", "ok", *["missing"] * 3]
+    assert done.exit_code == 1
+    os.truncate(path, 1000)
+    done = inspect(path)
+    assert of(done, "row") == []
+    assert of(done, "file")[0]["header"] is None
+    assert "magic" in run("inspect", path).stdout
+    assert run("inspect", path, "--hex", "header").stdout.count("\n") > 20
+
+
+def test_what_does_not_agree_is_said(lab):
+    where = lab.namespace()
+    other = lab.namespace(model_name="org/other")
+    path = lab.chunk(where, 1)
+    shutil.copyfile(lab.chunk(other, 2), path)
+    (facts,) = of(inspect(path), "file")
+    assert facts["finding"] == "stale"
+    assert (facts["agrees"]["name"], facts["agrees"]["namespace"]) == (False, False)
+    assert (facts["agrees"]["group"], facts["agrees"]["layout"]) == (True, True)
+    assert run("inspect", path).stdout.count("DOES NOT AGREE") == 2
+
+
+def test_a_key_means_the_files_of_all_ranks_and_ids_are_understood(lab):
+    where = lab.namespace()
+    paths = {lab.chunk(where, 3, rank=0), lab.chunk(where, 3, rank=1)}
+    done = inspect(key_of(3).hex(), root=lab.path)
+    assert {line["path"] for line in of(done, "file")} == paths
+    assert done.summary == {"type": "summary", "files": 2, "bad": 0}
+    ids = run("inspect", "-q", key_of(3).hex(), root=lab.path).stdout.split()
+    assert len(ids) == 2
+    one = inspect(ids[1], root=lab.path)
+    assert one.summary["files"] == 1
+    assert inspect(key_of(4).hex(), root=lab.path).exit_code == 2
+    assert inspect(key_of(3).hex()).exit_code == 2
+    assert "--root" in inspect("5dbe").stderr
+
+
+def test_a_file_outside_of_any_root_is_judged_by_itself(lab, tmp_path):
+    path = lab.chunk(lab.namespace(), 1)
+    copy = tmp_path / "copy"
+    shutil.copyfile(path, copy)
+    done = inspect(copy)
+    assert done.exit_code == 0
+    (facts,) = of(done, "file")
+    assert facts["id"] == facts["path"] == str(copy)
+    assert set(facts["agrees"].values()) == {None}
+    wrong = tmp_path / ("0" * 32 + ".g0.kv")  # a name that says something
+    shutil.copyfile(path, wrong)
+    assert of(inspect(wrong), "file")[0]["finding"] == "stale"
+    assert inspect(tmp_path / "nothing").exit_code == 2
+
+
+def test_a_partial_chunk_says_which_blocks_are_not_in_it(lab, tmp_path):
+    from fskv.chunk_file import encode_header, parse_header
+
+    path = lab.chunk(lab.namespace(), 1)
+    with open(path, "rb") as file:
+        content = file.read()
+    import dataclasses
+
+    header = dataclasses.replace(parse_header(content), first_block=2)
+    with open(path, "wb") as file:
+        file.write(encode_header(header, 4096) + content[4096:])
+    done = inspect(path)
+    assert done.exit_code == 0
+    assert [span["stored"] for span in of(done, "span")] == [False] * 4 + [True] * 4
+    assert "before 2" in run("inspect", path).stdout
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device", "directory", "link", "socket", "loop"])
+def test_what_is_no_regular_file_is_never_followed_nor_waited_for(lab, tmp_path, kind):
+    path = tmp_path / "strange"
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "device":
+        path = "/dev/tty"
+    elif kind == "directory":
+        path.mkdir()
+    elif kind == "link":
+        path.symlink_to(lab.chunk(lab.namespace(), 1))
+    elif kind == "loop":
+        path.symlink_to(path)
+    elif kind == "socket":
+        listening = socket.socket(socket.AF_UNIX)
+        listening.bind(str(path))
+        listening.close()
+    done = fskv("inspect", "--json", path, timeout_s=60)
+    assert done.exit_code in (1, 3)
+    assert of(done, "file")[0]["finding"] in ("stale", "unreadable")
+    assert done.summary["bad"] == 1
+
+
+def test_strange_entries_of_a_root_and_strange_arguments(lab):
+    where = lab.namespace()
+    for path in spoil(lab, where):
+        done = fskv("inspect", path)
+        assert done.exit_code in (1, 2, 3)
+        assert all(c.isprintable() or c == "\n" for c in done.stdout + done.stderr)
+    path = lab.chunk(where, 1)
+    for row in ("-1", "99", "x", "1e3", "", "\u0663"):
+        assert inspect(path, f"--hex={row}").exit_code == 2
+    for text in ("", "a\0b", "x" * 5000, "\x1b[31m", "../../etc"):
+        assert inspect(text).exit_code == 2
+
+
+def test_a_header_that_claims_the_largest_numbers_is_answered_in_bounded_memory(lab, tmp_path):
+    """2 million pages in a header of 16 MiB, a payload of terabytes that is not there, and a sparse one."""
+    path = tmp_path / "huge"
+    with open(path, "wb") as file:
+        file.write(struct.pack("<8sIIIIQ", b"\x89FSKV\r\n\x1a", 1, 16 << 20, (16 << 20) - 32, 0, 0))
+        file.truncate(1 << 40)
+    code = (
+        "import resource, sys; from fskv_tools.cli import main\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))\n"
+        f"sys.argv = ['fskv', 'inspect', '--json', {str(path)!r}]\nmain()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 2 << 20
+
+
+# --- fuzz -------------------------------------------------------------------------------
+
+
+def good_file():
+    with tempfile.TemporaryDirectory() as directory:
+        lab = Lab(directory)
+        path = lab.chunk(lab.namespace(), 1)
+        with open(path, "rb") as file:
+            return file.read()
+
+
+GOOD = good_file()
+
+
+def with_checksum(content):
+    """Make a header's own checksum right, so that what is behind it is reached."""
+    content = bytearray(content)
+    nbytes = min(int.from_bytes(content[12:16], "little"), len(content))
+    if len(content) >= 32:
+        content[24:32] = bytes(8)
+        struct.pack_into("<Q", content, 24, xxhash.xxh3_64_intdigest(bytes(content[:nbytes])))
+    return bytes(content)
+
+
+MUTATIONS = st.lists(
+    st.tuples(st.integers(0, 420), st.binary(min_size=1, max_size=9)), min_size=1, max_size=4
+)
+
+
+def try_all(content):
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(content)
+        file.flush()
+        for words in (("--json",), (), ("--hex", "0"), ("--hex", "header"), ("-q",)):
+            done = run("inspect", file.name, *words)  # raises what is no exit
+            assert done.exit_code in (0, 1, 2)
+            assert len(done.stdout) < 5_000_000
+            assert all(c.isprintable() or c == "\n" for c in done.stdout)
+        return run("inspect", "--json", file.name).lines[0]["finding"]
+
+
+@given(st.binary(max_size=9000))
+@settings(max_examples=60, deadline=None)
+def test_fuzz_any_bytes(content):
+    assert try_all(content) in ("corrupt", "stale")
+
+
+@given(st.binary(max_size=300), st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1))
+@settings(max_examples=60, deadline=None)
+def test_fuzz_a_map_behind_a_good_prefix(meta, header_nbytes, meta_nbytes):
+    for lengths in ((4096, len(meta)), (header_nbytes, meta_nbytes)):
+        start = struct.pack("<8sIIIIQ", GOOD[:8], 1, *lengths, 0, 0)
+        assert try_all(with_checksum((start + meta).ljust(8192, b"\0"))) in ("corrupt", "stale")
+
+
+@given(MUTATIONS, st.booleans(), st.integers(0, len(GOOD)))
+@settings(max_examples=150, deadline=None)
+def test_fuzz_a_mutated_header_whose_checksum_is_right(mutations, truncated, nbytes):
+    content = bytearray(GOOD)
+    for at, data in mutations:
+        content[at : at + len(data)] = data
+    made = with_checksum(content)
+    try_all(made[:nbytes] if truncated else made)
+
+
+def test_negative_control_the_unchanged_file_is_good():
+    assert try_all(with_checksum(GOOD)) == "ok"
+    assert try_all(GOOD[:-1]) == "corrupt"
+    assert random.Random(1).random() < 1
+
+
+def test_who_sealed_a_file_is_shown_to_people_too(tmp_path, make_world):
+    sealed = make_world(root=tmp_path / "sealed", keys=keys("new"))
+    plain = make_world(root=tmp_path / "plain")
+    for world in (sealed, plain):
+        world.put(1, world.content(1))
+    given = ("--mac-key-file", key_file(tmp_path / "keys", "new"))
+    shown = run("inspect", *given, sealed.path(1)).stdout.splitlines()
+    (line,) = [line for line in shown if line.startswith("key_id")]
+    assert line.split()[1] == "new,"
+    # Negative control: a file that nobody sealed.
+    assert "key_id" not in run("inspect", *given, plain.path(1)).stdout
+    # Without the key its header is not believed, and the verdict says which key is missing.
+    assert "sealed with key 'new'" in run("inspect", sealed.path(1)).stdout

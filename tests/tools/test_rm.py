@@ -1,0 +1,240 @@
+"""`fskv rm`: what is named goes, with all that fskv made of it, and nothing that it did not make."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from tool_lab import Lab, check_lines, fskv, key_of, run, spoil
+from world import wait_for
+
+pytest.importorskip("fskv_tools.cli", reason="the command line is not installed")
+from fskv_tools import removal
+
+from fskv import namespace
+from fskv.removed import RemovedLog, entries
+
+
+@pytest.fixture
+def lab(tmp_path):
+    return Lab(tmp_path / "kv")
+
+
+def there(paths):
+    return [path for path in paths if os.path.lexists(path)]
+
+
+CLAIMER = """
+import sys, time
+from fskv.capacity import Capacity
+from fskv.claims import Limits
+capacity = Capacity(sys.argv[1], sys.argv[2], None, Limits(max_nbytes=1 << 30))
+capacity.start()
+while True:
+    print(capacity.poll(), flush=True)
+    time.sleep(0.05)
+"""
+
+
+@pytest.fixture
+def claimer(lab):
+    started = []
+
+    def start(name):
+        process = subprocess.Popen(
+            [sys.executable, "-c", CLAIMER, lab.path, name], stdout=subprocess.DEVNULL
+        )
+        started.append(process)
+        claims = f"{lab.path}/.fskv-maintenance/claims"
+        wait_for(lambda: os.path.isdir(claims) and os.listdir(claims))
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def test_a_namespace_goes_as_a_whole_and_the_others_stay(lab):
+    one, other = lab.namespace(), lab.namespace(model_name="org/other")
+    paths, others = lab.chunks(one, range(30)), lab.chunks(other, range(5))
+    with open(f"{one.directory.path}/tmp/node-1-00000000-1.part", "w") as file:
+        file.write("x")
+    with open(f"{one.directory.path}/snapshot.msgpack", "w") as file:
+        file.write("x")
+    plan = run("rm", one.id, "--dry-run", "--json", root=lab.path)
+    assert there(paths) == paths
+    assert plan.summary["planned_files"] == 30
+    assert fskv("rm", one.id, root=lab.path).exit_code == 2, "nobody could be asked"
+    assert there(paths) == paths
+    done = run("rm", one.id, "--yes", "--json", root=lab.path)
+    assert done.exit_code == 0, done.stderr
+    assert not os.path.lexists(one.directory.path)
+    assert there(others) == others
+    assert (done.summary["removed_files"], done.lines[1]["gone"]) == (30, True)
+    check_lines("rm", done.lines)
+    assert run("rm", other.id, "--yes", root=lab.path).exit_code == 0
+    assert sorted(os.listdir(lab.path)) == ["CACHEDIR.TAG", "fskv.json"]
+    assert run("ls", root=lab.path).exit_code == 0
+
+
+def test_chunks_go_by_any_name_and_engines_hear_of_it(lab):
+    where = lab.namespace()
+    os.makedirs(f"{lab.path}/.fskv-maintenance/removed")
+    log = RemovedLog(f"{lab.path}/.fskv-maintenance")
+    paths = lab.chunks(where, range(10))
+    ranks = [lab.chunk(where, 20, rank=rank) for rank in (0, 1)]
+    words = [key_of(1).hex(), os.path.basename(paths[2]), paths[3], key_of(20).hex()]
+    done = run("rm", *words, "--yes", root=lab.path)
+    assert done.exit_code == 0, done.stderr
+    assert there(paths + ranks) == [paths[0], *paths[4:]]
+    told = {name for name, _ in entries(log.take_new(where.id.rpartition("@")[2]))}
+    assert told == {bytes.fromhex(namespace.chunk_name(key_of(n))) for n in (1, 2, 3, 20)}
+    assert run("rm", "ffffffffffff", "--yes", root=lab.path).exit_code == 2
+    assert run("rm", "", "--yes", root=lab.path).exit_code == 2
+    assert len(there(paths)) == 7
+
+
+def test_a_name_that_means_two_things_removes_neither(lab):
+    one, other = lab.namespace(), lab.namespace(model_name="org/other")
+    lab.chunks(one, range(5))
+    done = run("rm", "org", "--yes", root=lab.path)
+    assert done.exit_code == 2
+    assert one.id in done.stderr
+    assert os.path.isdir(one.directory.path)
+    assert os.path.isdir(other.directory.path)
+
+
+def test_a_hostile_namespace_is_emptied_of_ours_and_the_rest_stays(lab):
+    where = lab.namespace()
+    paths = lab.chunks(where, range(30))
+    strange = spoil(lab, where)
+    before = {os.fsencode(path): os.lstat(path).st_ino for path in strange}
+    done = fskv("rm", where.id, "--yes", root=lab.path)
+    assert done.exit_code == 3
+    assert all(c.isprintable() or c == "\n" for c in done.stdout + done.stderr)
+    assert there(paths) == []
+    assert {path: os.lstat(path).st_ino for path in before} == before
+    assert os.path.exists(f"{where.directory.path}/namespace.json"), "it is still a namespace"
+    assert run("ls", root=lab.path).exit_code == 0
+    assert "stays" in done.stderr
+
+
+@pytest.mark.parametrize("what", ["shard", "chunks", "tmp", "namespace", "arch"])
+@pytest.mark.parametrize("protected", [True, False])
+def test_a_link_that_takes_a_directorys_place_leads_nowhere(
+    lab, tmp_path, what, protected, monkeypatch
+):
+    """Negative control: without O_NOFOLLOW, the files outside go."""
+    where = lab.namespace()
+    path = lab.chunk(where, 1)
+    place = {
+        "shard": os.path.dirname(path),
+        "chunks": os.path.dirname(os.path.dirname(path)),
+        "tmp": f"{where.directory.path}/tmp",
+        "namespace": where.directory.path,
+        "arch": os.path.dirname(where.directory.path),
+    }[what]
+    with open(f"{where.directory.path}/tmp/node-1-00000000-1.part", "w") as file:
+        file.write("x")
+    outside = tmp_path / "outside"
+    if not protected:
+        monkeypatch.setattr(removal, "OPEN_SHARD", os.O_RDONLY | os.O_DIRECTORY)
+    real = removal.NamespaceRemoval.carry_out
+
+    def carry_out(self, *args):
+        os.rename(place, outside)
+        os.symlink(outside, place)
+        return real(self, *args)
+
+    monkeypatch.setattr(removal.NamespaceRemoval, "carry_out", carry_out)
+    before = sorted(name for _, _, names in os.walk(outside) for name in names)
+    assert before == []
+    done = run("rm", where.id, "--yes", root=lab.path)
+    left = {name for _, _, names in os.walk(outside) for name in names}
+    ours = {os.path.basename(path)} if what != "tmp" else {"node-1-00000000-1.part"}
+    assert (ours <= left) is protected
+    assert os.path.islink(place) or not protected
+    assert done.exit_code == 3 or not protected
+
+
+def test_a_namespace_that_an_engine_writes_to_is_refused_unless_forced(lab, claimer):
+    where = lab.namespace()
+    paths = lab.chunks(where, range(5))
+    engine = claimer(where.id)
+    done = run("rm", where.id, "--yes", root=lab.path)
+    assert done.exit_code == 2
+    assert "--force" in done.stderr
+    assert there(paths) == paths
+    assert run("rm", paths[0], "--yes", root=lab.path).exit_code == 0  # a chunk may always go
+    engine.kill()
+    engine.wait()
+    # Its maintenance process ends with it; what it claimed is no obstacle then.
+    wait_for(
+        lambda: run("rm", where.id, "-n", "--json", root=lab.path).lines[0]["claimed"] is False
+    )
+    claimer(where.id)
+    wait_for(lambda: run("rm", where.id, "-n", "--json", root=lab.path).lines[0]["claimed"])
+    assert run("rm", where.id, "--yes", "--force", root=lab.path).exit_code == 0
+    assert not os.path.lexists(where.directory.path)
+
+
+def test_what_cannot_be_removed_is_exit_3_and_named(lab, monkeypatch):
+    where = lab.namespace()
+    paths = lab.chunks(where, range(5))
+    real = os.unlink
+
+    def unlink(name, **options):
+        if name == os.path.basename(paths[2]):
+            raise PermissionError(1, "Operation not permitted", name)
+        return real(name, **options)
+
+    monkeypatch.setattr(os, "unlink", unlink)
+    done = run("rm", where.id, "--yes", "--json", root=lab.path)
+    assert done.exit_code == 3
+    assert there(paths) == [paths[2]]
+    assert [line["path"] for line in done.lines if line["type"] == "failure"] == [paths[2]]
+    assert os.path.exists(f"{where.directory.path}/namespace.json")
+
+
+@pytest.mark.parametrize("words", [("rm",), ("prune", "--max-size", "0")])
+def test_nobody_is_told_that_a_tenant_is_gone_while_a_namespace_may_be_his(lab, words):
+    seen, unseen = (lab.namespace(tenant="blue", model_name=name) for name in ("org/a", "org/b"))
+    gone, left = lab.chunks(seen, range(3)), lab.chunks(unseen, range(3))
+    manifest = f"{unseen.directory.path}/namespace.json"
+    with open(manifest, encoding="utf-8") as file:
+        content = file.read()
+    with open(manifest, "w", encoding="utf-8") as file:
+        file.write("{")
+    done = run(*words, "--tenant", "blue", "--yes", root=lab.path)
+    assert (len(there(gone)), len(there(left))) == (0, 3)
+    assert done.exit_code == 3
+    assert f"{unseen.id}: may be a tenant's, and nobody can tell" in " ".join(done.stderr.split())
+    # The control: with the manifest whole again there is nothing to be said.
+    with open(manifest, "w", encoding="utf-8") as file:
+        file.write(content)
+    done = run(*words, "--tenant", "blue", "--yes", root=lab.path)
+    assert (done.exit_code, there(left)) == (0, [])
+
+
+def test_a_tenant_goes_with_all_of_its_namespaces_and_nobody_elses(lab):
+    spaces = {
+        (tenant, model): lab.namespace(**({"tenant": tenant} if tenant else {}), model_name=model)
+        for tenant in ("blue", "blue2", None)
+        for model in ("org/a", "org/b")
+    }
+    paths = {name: lab.chunks(space, range(3)) for name, space in spaces.items()}
+    planned = run("rm", "--tenant", "blue", "--dry-run", "--json", root=lab.path)
+    assert (planned.summary["planned_files"], planned.summary["removed_files"]) == (6, 0)
+    done = run("rm", "--tenant", "blue", "--yes", "--json", root=lab.path)
+    assert (done.exit_code, done.summary["removed_files"]) == (0, 6)
+    for (tenant, _), of_space in paths.items():
+        assert len(there(of_space)) == (0 if tenant == "blue" else 3), tenant
+    for (tenant, _), space in spaces.items():
+        assert os.path.exists(space.directory.path) == (tenant != "blue")
+    for words in ([], ["--tenant", "blu"], ["--tenant", "blue"]):
+        again = run("rm", *words, "--yes", root=lab.path)
+        assert again.exit_code == 2
+        assert sum(len(there(of_space)) for of_space in paths.values()) == 12

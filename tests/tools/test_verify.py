@@ -1,0 +1,756 @@
+"""`fskv verify`: everything that is wrong is found, nothing else is reported, and only that is removed."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from mac_lab import Tools, key_file
+from tool_lab import Lab, check_lines, fskv, key_of, run, spoil
+
+from fskv.namespace import GroupIdentity
+
+pytest.importorskip("fskv_tools.cli", reason="the command line is not installed")
+
+from fskv_tools.check import choose, judge
+from fskv_tools.check import run as check_run
+from fskv_tools.check.expect import NOTHING
+
+corruptions = pytest.importorskip("trials.corruptions")
+
+
+@pytest.fixture
+def lab(tmp_path):
+    return Lab(tmp_path / "kv")
+
+
+def verify(lab, *words, **options):
+    return run("verify", "--json", *words, root=lab.path, **options)
+
+
+def bad_paths(done):
+    return {line["path"] for line in done.lines if line["type"] == "bad"}
+
+
+def flip(path, at):
+    with open(path, "r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 0x40]))
+
+
+def tree(path):
+    """Everything below a directory: name -> inode, mtime and content."""
+    found = {}
+    for directory, names, files in os.walk(path):
+        for name in [*names, *files]:
+            full = os.path.join(directory, name)
+            info = os.lstat(full)
+            content = None
+            if os.path.isfile(full) and not os.path.islink(full):
+                with open(full, "rb") as file:
+                    content = hashlib.sha256(file.read()).hexdigest()
+            found[full] = (info.st_ino, info.st_mtime_ns, content)
+    return found
+
+
+# --- what is found ----------------------------------------------------------------------
+
+
+def test_a_good_root_is_good_and_every_byte_was_read(lab):
+    where = lab.namespace()
+    other = lab.namespace(model_name="org/other", pages=(70000, 5000))
+    paths = lab.chunks(where, range(40))
+    paths += lab.chunks(other, range(5), rank=0) + lab.chunks(other, range(5), rank=1)
+    done = verify(lab, "--read-data")
+    assert done.exit_code == 0, done.stderr
+    assert done.summary["files"] == done.summary["data_files"] == 50
+    assert done.summary["nbytes_read"] == sum(os.stat(path).st_size for path in paths)
+    assert done.summary["complete"] is True
+    check_lines("verify", done.lines)
+    headers = verify(lab)
+    assert headers.summary["nbytes_read"] < done.summary["nbytes_read"]
+    assert headers.summary["data_files"] == 0
+    assert run("verify", root=lab.path).stdout == ""
+    one = verify(lab, "org/other"[4:])
+    assert one.summary["files"] == 10
+
+
+def test_random_corruptions_are_all_found_and_no_good_file_is_reported(tmp_path):
+    score = corruptions.run(str(tmp_path), 500, seed=7)
+    assert score.num_planted == 500
+    assert set(score.planted) == set(corruptions.KINDS)
+    assert score.missed == []
+    assert score.num_found == 500
+    assert score.false_alarms == 0
+
+
+@pytest.mark.parametrize("check", list(corruptions.CONTROLS))
+def test_negative_control_with_a_check_switched_off_some_are_missed(tmp_path, check):
+    with corruptions.CONTROLS[check]():
+        score = corruptions.run(str(tmp_path), 150, seed=7)
+    assert 0 < score.num_found < score.num_planted
+    assert score.false_alarms == 0
+
+
+def test_every_single_byte_of_a_file_is_covered(lab):
+    where = lab.namespace(pages=(300, 400))  # one page of payload, most of it padding
+    path = lab.chunk(where, 1)
+    with open(path, "rb") as file:
+        good = file.read()
+    assert len(good) == 8192
+    (namespace,) = _spaces(lab)
+    expected = check_run.Run(check_run.Job([namespace])).expected[0]
+    chunk = judge.ChunkName(os.path.basename(path)[:32], 0, None)
+    reader = judge.Reader(direct=False)
+
+    def finding():
+        return judge.judge(reader, path, chunk=chunk, expected=expected).finding
+
+    assert finding() == "ok"
+    uncovered = []
+    with open(path, "r+b", buffering=0) as file:
+        for at in range(len(good)):
+            os.pwrite(file.fileno(), bytes([good[at] ^ 1]), at)
+            if finding() == "ok":
+                uncovered.append(at)
+            os.pwrite(file.fileno(), good[at : at + 1], at)
+    assert uncovered == []
+    assert finding() == "ok"
+
+
+def _spaces(lab):
+    from fskv_tools.root_view import RootView
+
+    return RootView.open(lab.path).namespaces()
+
+
+def test_the_words_say_what_is_wrong(lab):
+    where = lab.namespace()
+    other = lab.namespace(model_name="org/other")
+    paths = lab.chunks(where, range(8))
+    foreign = lab.chunk(other, 3)
+    flip(paths[0], 4096 + 70)
+    flip(paths[1], 100)
+    os.truncate(paths[2], 5000)
+    shutil.copyfile(foreign, paths[3])
+    shutil.copyfile(paths[5], paths[4])
+    with open(paths[6], "r+b") as file:
+        file.seek(8)
+        file.write(b"\2")  # another format version
+    done = verify(lab, "--read-data")
+    found = {line["path"]: (line["finding"], line["reason"]) for line in done.lines[:-1]}
+    assert done.exit_code == 1
+    assert found.keys() == {paths[i] for i in (0, 1, 2, 3, 4, 6)}
+    for number, finding, word in (
+        (0, "corrupt", "row 0"),
+        (1, "corrupt", "header fails its checksum"),
+        (2, "corrupt", "5000 bytes, expected"),
+        (3, "stale", "another namespace"),
+        (4, "stale", "not of its own name"),
+        (6, "stale", "format version 2"),
+    ):
+        assert found[paths[number]][0] == finding
+        assert word in found[paths[number]][1]
+    assert (done.summary["corrupt"], done.summary["stale"], done.summary["bad"]) == (3, 3, 6)
+    text = run("verify", "--read-data", root=lab.path)
+    assert text.exit_code == 1
+    assert len(text.stdout.splitlines()) == 6
+    ids = run("verify", "--read-data", "-q", root=lab.path).stdout.split()
+    assert len(ids) == 6
+    assert run("dir", ids[0], root=lab.path).stdout.strip() in found
+    # without the data the rows are not looked at, and that is all that is missed
+    assert bad_paths(verify(lab)) == found.keys() - {paths[0]}
+
+
+def test_a_header_that_is_longer_than_a_piece_and_a_payload_of_several_are_judged(lab):
+    pages = (4096,) * 600_000  # 4.8 MB of page sizes; nobody writes them, somebody may claim them
+    where = lab.namespace(pages=pages[:1000], blocks_per_chunk=3)
+    path = lab.chunk(where, 1)
+    assert os.stat(path).st_size > 2 * judge.PIECE_NBYTES
+    assert verify(lab, "--read-data").exit_code == 0
+    flip(path, os.stat(path).st_size - 1)
+    assert bad_paths(verify(lab, "--read-data")) == {path}
+    from fskv.chunk_file import FileLayout
+
+    layout = FileLayout(1, pages, b"L" * 16)
+    assert layout.header_nbytes > judge.PIECE_NBYTES
+    huge = f"{lab.path}/huge.kv"
+    _write_sparse(huge, layout)
+    assert judge.judge(judge.Reader(), huge, rows=False).finding == "ok"
+    flip(huge, layout.header_nbytes - 1)
+    assert judge.judge(judge.Reader(), huge, rows=False).finding == "corrupt"
+
+
+def _write_sparse(path, layout):
+    from fskv.chunk_file import ChunkHeader, encode_header
+
+    header = ChunkHeader(
+        *(b"k" * 32, 0, 0, b"n" * 32, layout.digest, layout.num_blocks, layout.page_nbytes, 0),
+        *(layout.payload_nbytes, bytes(8 * layout.num_rows), "test", 0),
+    )
+    with open(path, "wb") as file:
+        file.write(encode_header(header, layout.header_nbytes))
+        file.truncate(layout.file_nbytes)
+
+
+def test_where_the_manifest_names_no_pages_the_files_of_a_group_are_compared_with_each_other(lab):
+    groups = (GroupIdentity(0, "full", None, 16, (), ()),)  # as with pipeline stages
+    where = lab.namespace(groups=groups)
+    maker = lab.namespace(model_name="org/maker")
+    paths = [_written_as(lab, where, maker, number) for number in range(9)]
+    assert verify(lab, "--read-data").exit_code == 0
+    odd = _written_as(lab, where, lab.namespace(model_name="org/odd", pages=(3000, 4000)), 99)
+    done = verify(lab, "--read-data")
+    assert bad_paths(done) == {odd}
+    assert done.exit_code == 1
+    assert "another layout" in done.lines[0]["reason"]
+    removed = verify(lab, "--remove-bad", "--yes")  # which of them is right is a matter of numbers
+    assert removed.summary["removed"] == 0
+    assert all(os.path.exists(path) for path in (*paths, odd))
+
+
+def _written_as(lab, where, maker, number):
+    """Write a file into `where` with the layout of `maker`, as a rank with other layers would."""
+    from types import SimpleNamespace
+
+    class Mixed:
+        digest = where.identity.digest
+        groups = maker.identity.groups
+        blocks_per_chunk = maker.identity.blocks_per_chunk
+
+    return lab.chunk(SimpleNamespace(identity=Mixed, directory=where.directory), number)
+
+
+def test_a_damaged_manifest_is_a_problem_and_the_directory_name_still_tells_foreign_files(lab):
+    where = lab.namespace()
+    other = lab.namespace(model_name="org/other")
+    paths = lab.chunks(where, range(5))
+    shutil.copyfile(lab.chunk(other, 2), paths[2])
+    with open(f"{where.directory.path}/namespace.json", "w", encoding="ascii") as file:
+        file.write("{")
+    done = verify(lab, "--read-data")
+    assert bad_paths(done) == {paths[2]}
+    assert done.exit_code == 1
+    assert done.summary["problems"] == 1
+    assert [line["namespace"] for line in done.lines if line["type"] == "namespace"] == [where.id]
+    # whose fault it is that they do not fit, nobody knows
+    assert verify(lab, "--remove-bad", "--yes").summary["removed"] == 0
+
+
+# --- subsets ----------------------------------------------------------------------------
+
+
+def data_read(lab, *words):
+    """Return how many rows were read: those of files that have a bad row are reported, so all have one."""
+    done = verify(lab, *words)
+    return bad_paths(done), done
+
+
+def test_the_eighths_are_disjoint_and_together_all(lab):
+    where = lab.namespace()
+    paths = lab.chunks(where, range(120))
+    for path in paths:
+        flip(path, 5000)
+    parts = [data_read(lab, "--read-data-subset", f"{n}/8")[0] for n in range(1, 9)]
+    assert set.union(*parts) == set(paths)
+    assert sum(map(len, parts)) == len(paths)
+    assert all(parts)
+    assert data_read(lab, "--read-data-subset", "3/8")[0] == parts[2]
+
+
+def test_a_random_share_follows_its_seed(lab):
+    where = lab.namespace()
+    paths = lab.chunks(where, range(200))
+    for path in paths:
+        flip(path, 5000)
+    first, done = data_read(lab, "--read-data-subset", "20%", "--seed", "5")
+    assert done.summary["seed"] == 5
+    assert 15 <= len(first) <= 75
+    assert done.summary["data_files"] == len(first)
+    assert done.summary["files"] == 200
+    assert data_read(lab, "--read-data-subset", "20%", "--seed", "5")[0] == first
+    assert data_read(lab, "--read-data-subset", "20%", "--seed", "6")[0] != first
+    assert data_read(lab, "--read-data-subset", "100%")[0] == set(paths)
+
+
+def test_a_size_is_never_exceeded_and_nearly_reached(lab):
+    where = lab.namespace()
+    paths = lab.chunks(where, range(100))
+    for path in paths:
+        flip(path, 5000)
+    nbytes = os.stat(paths[0]).st_blocks * 512
+    found, done = data_read(lab, "--read-data-subset", str(30 * nbytes + 100), "--seed", "1")
+    assert 27 <= len(found) <= 30
+    assert done.summary["data_files"] == len(found)
+    assert data_read(lab, "--read-data-subset", "1GiB")[0] == set(paths)
+    assert data_read(lab, "--read-data-subset", "1")[0] == set()
+
+
+@pytest.mark.parametrize(
+    "text", ["0/8", "9/8", "1/0", "0%", "101%", "x", "", "-5", "1/8/2", "5 %%"]
+)
+def test_a_subset_that_makes_no_sense_is_a_usage_error(lab, text):
+    done = verify(lab, "--read-data-subset", text)
+    assert done.exit_code == 2
+    assert "--read-data-subset" in done.stderr
+
+
+def test_options_that_contradict_each_other_are_usage_errors(lab):
+    for words in (
+        ("--yes",),
+        ("--dry-run",),
+        ("--remove-bad",),
+        ("--read-data", "--read-data-subset", "1/8"),
+        ("--quiet",),
+        ("--from", "nonsense"),
+        ("--from", "0123456789abcdef/fff"),
+        ("--max-duration", "soon"),
+    ):
+        done = verify(lab, *words)
+        assert (done.exit_code, done.stdout) == (2, ""), words
+
+
+# --- time -------------------------------------------------------------------------------
+
+
+def test_a_run_that_is_out_of_time_says_how_to_go_on_and_the_rest_is_found_there(lab, monkeypatch):
+    where = lab.namespace()
+    other = lab.namespace(model_name="org/zother")
+    paths = lab.chunks(where, range(60)) + lab.chunks(other, range(60))
+    for path in paths:
+        flip(path, 5000)
+    real = judge.judge
+
+    def slow(*words, **options):
+        time.sleep(0.02)
+        return real(*words, **options)
+
+    monkeypatch.setattr(check_run, "judge", slow)
+    found = set()
+    start = []
+    for _ in range(100):
+        words = ["--read-data", "--max-duration", "0.3s", "--threads", "2", *start]
+        done = verify(lab, *words)
+        found |= bad_paths(done)
+        if done.summary["complete"]:
+            break
+        assert done.exit_code == (1 if done.summary["bad"] else 3)
+        assert done.summary["resume"] is not None
+        start = ["--from", done.summary["resume"]]
+    assert done.summary["complete"]
+    assert done.summary["resume"] is None
+    assert start, "it was never out of time"
+    assert found == set(paths)
+
+
+def test_out_of_time_with_nothing_bad_is_partial(lab):
+    lab.chunks(lab.namespace(), range(20))
+    done = verify(lab, "--read-data", "--max-duration", "0s")
+    assert done.exit_code == 3
+    assert done.summary["complete"] is False
+    text = run("verify", "--max-duration", "0s", root=lab.path)
+    assert "--from" in text.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT])
+def test_ctrl_c_ends_it_with_130_and_says_where_it_was(lab, number):
+    where = lab.namespace()
+    lab.chunks(where, range(50))
+    code = (
+        "import sys, time; from fskv_tools.check import run, judge; real = judge.judge\n"
+        "def slow(*a, **k):\n    time.sleep(0.5); return real(*a, **k)\n"
+        "run.judge = slow\nfrom fskv_tools.cli import main\n"
+        f"sys.argv = ['fskv', 'verify', '--root', {lab.path!r}]\nprint('go', flush=True)\nmain()"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "go\n"
+    time.sleep(1.5)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in err
+    assert "--from" in err
+
+
+# --- removal ----------------------------------------------------------------------------
+
+
+def damaged_root(lab):
+    where = lab.namespace()
+    paths = lab.chunks(where, range(20))
+    flip(paths[3], 5000)
+    os.truncate(paths[4], 0)
+    shutil.copyfile(paths[6], paths[5])
+    return where, paths, {paths[3], paths[4], paths[5]}
+
+
+def test_only_bad_files_are_removed_and_nothing_else_is_written(lab):
+    where, _, bad = damaged_root(lab)
+    strange = spoil(lab, where)
+    before = tree(lab.path)
+    done = verify(lab, "--read-data", "--remove-bad", "--yes")
+    assert done.exit_code == 1
+    assert done.summary["removed"] == 3
+    check_lines("verify", [dict(line) for line in done.lines])
+    after = tree(lab.path)
+    assert before.keys() - after.keys() == bad
+    directories = {os.path.dirname(path) for path in bad}  # their mtimes say that a name went
+    assert {k: v for k, v in before.items() if k not in bad | directories} == {
+        k: v for k, v in after.items() if k not in directories
+    }
+    assert all(os.path.lexists(path) for path in strange)
+    assert verify(lab, "--read-data").exit_code == 0
+
+
+def test_a_dry_run_and_a_plain_run_change_nothing(lab):
+    _, _, bad = damaged_root(lab)
+    before = tree(lab.path)
+    for words in ((), ("--remove-bad", "--dry-run"), ("--remove-bad", "--dry-run", "--yes")):
+        done = verify(lab, "--read-data", *words)
+        assert done.exit_code == 1
+        assert bad_paths(done) == bad
+        assert done.summary["removed"] == 0
+    assert tree(lab.path) == before
+    assert "would remove 3 bad files" in done.stderr
+
+
+def test_without_a_terminal_it_refuses_before_it_reads(lab):
+    damaged_root(lab)
+    before = tree(lab.path)
+    done = fskv("verify", "--read-data", "--remove-bad", root=lab.path)
+    assert done.exit_code == 2
+    assert "--yes" in done.stderr
+    assert done.stdout == ""
+    assert tree(lab.path) == before
+
+
+def test_a_file_that_became_good_or_another_after_the_plan_stays(lab, monkeypatch):
+    where, paths, _ = damaged_root(lab)
+    from fskv_tools.commands import verify as module
+
+    real = module.execute
+
+    def meanwhile(plan):
+        lab.chunk(where, 3)  # an engine has stored it again, into the same inode even
+        os.unlink(paths[4])  # another one has discarded this
+        return real(plan)
+
+    monkeypatch.setattr(module, "execute", meanwhile)
+    done = verify(lab, "--read-data", "--remove-bad", "--yes")
+    assert done.summary["removed"] == 1
+    assert os.path.exists(paths[3])
+    assert not os.path.exists(paths[5])
+    reasons = {line["path"]: line["reason"] for line in done.lines if line["type"] == "removal"}
+    assert reasons == {paths[3]: "good now", paths[4]: "gone meanwhile", paths[5]: "removed"}
+
+
+def test_nothing_behind_a_link_that_was_put_there_after_the_plan_is_removed(lab, monkeypatch):
+    _, _, bad = damaged_root(lab)
+    from fskv_tools.commands import verify as module
+
+    real = module.execute
+    outside = f"{lab.path}-outside"
+    shards = sorted({os.path.dirname(path) for path in bad})
+
+    def meanwhile(plan):
+        os.mkdir(outside)
+        for number, shard in enumerate(shards):
+            os.rename(shard, f"{outside}/{number}")
+            os.symlink(f"{outside}/{number}", shard)
+        return real(plan)
+
+    monkeypatch.setattr(module, "execute", meanwhile)
+    done = verify(lab, "--read-data", "--remove-bad", "--yes")
+    assert done.summary["removed"] == 0
+    assert sum(len(files) for _, _, files in os.walk(outside)) >= 3
+    assert [line["removed"] for line in done.lines if line["type"] == "removal"] == [False] * 3
+
+
+def test_negative_control_a_removal_by_name_alone_would_remove_the_good_one(lab, monkeypatch):
+    """What the second look of a removal is for."""
+    where, paths, _ = damaged_root(lab)
+    from fskv_tools.check import removal
+    from fskv_tools.commands import verify as module
+
+    real_judge, real_execute = removal.judge, module.execute
+
+    def blind(reader, name, *, dir_fd, if_bad, **_):
+        with reader.open(name, dir_fd) as file:
+            return if_bad(file, judge.Verdict(judge.Finding.CORRUPT, "as planned", None, file.info))
+
+    def meanwhile(plan):
+        lab.chunk(where, 3)
+        return real_execute(plan)
+
+    monkeypatch.setattr(removal, "judge", blind)
+    monkeypatch.setattr(module, "execute", meanwhile)
+    verify(lab, "--read-data", "--remove-bad", "--yes")
+    assert not os.path.exists(paths[3])
+    assert real_judge is judge.judge
+
+
+# --- hostile and busy roots -------------------------------------------------------------
+
+
+def test_a_root_full_of_strange_entries_is_verified_and_left_alone(lab):
+    where = lab.namespace()
+    lab.chunks(where, range(20))
+    strange = spoil(lab, where)
+    before = {path: os.lstat(path).st_ino for path in strange}
+    for words in (("--read-data",), ("--read-data", "--remove-bad", "--yes"), ("--json",)):
+        done = fskv("verify", *words, root=lab.path)
+        assert done.exit_code == 0, done.stderr
+        assert all(c.isprintable() or c == "\n" for c in done.stdout + done.stderr)
+    assert done.summary["foreign"] >= 8
+    assert {path: os.lstat(path).st_ino for path in strange} == before
+
+
+def test_what_takes_a_files_place_between_listing_and_opening_is_stale_and_stays(lab, monkeypatch):
+    where = lab.namespace()
+    paths = lab.chunks(where, range(4))
+    outside = f"{lab.path}-precious"
+    shutil.copyfile(paths[0], outside)
+    real = check_run.judge
+
+    def replace(reader, name, **options):
+        path = next(path for path in paths if path.endswith(name))
+        if os.path.isfile(path) and not os.path.islink(path):
+            os.unlink(path)
+            number = paths.index(path)
+            if number == 0:
+                os.symlink(outside, path)
+            elif number == 1:
+                os.mkfifo(path)
+            elif number == 2:
+                os.mkdir(path)
+        return real(reader, name, **options)
+
+    monkeypatch.setattr(check_run, "judge", replace)
+    done = verify(lab, "--read-data", "--remove-bad", "--yes")
+    found = {line["path"]: line["finding"] for line in done.lines if line["type"] == "bad"}
+    assert found == dict.fromkeys(paths[:3], "stale")
+    assert done.summary["vanished"] == 1
+    assert done.summary["removed"] == 0
+    assert all(os.path.lexists(path) for path in (*paths[:3], outside))
+
+
+def test_a_file_that_changes_in_place_is_reported_as_that_and_stays(lab, monkeypatch):
+    where = lab.namespace()
+    paths = lab.chunks(where, range(3))
+    flip(paths[1], 5000)
+    real = judge.judge_open
+    seen = []
+
+    def heal(file, *words):
+        verdict = real(file, *words)
+        if verdict.bad and not seen:
+            seen.append(verdict)
+            flip(paths[1], 5000)
+        return verdict
+
+    monkeypatch.setattr(judge, "judge_open", heal)
+    done = verify(lab, "--read-data", "--remove-bad", "--yes")
+    assert [line["finding"] for line in done.lines if line["type"] == "bad"] == ["changing"]
+    assert done.exit_code == 1
+    assert os.path.exists(paths[1])
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_file_that_may_not_be_read_is_unreadable_by_permission(lab):
+    path = lab.chunk(lab.namespace(), 1)
+    os.chmod(path, 0)
+    done = verify(lab)
+    assert done.exit_code == 3
+    assert done.summary["unreadable"] == 1
+
+
+def test_a_file_that_cannot_be_read_is_unreadable_partial_and_stays(lab, monkeypatch):
+    import errno
+
+    path, *_ = lab.chunks(lab.namespace(), range(3))
+    inode = os.stat(path).st_ino
+    real = os.preadv
+
+    def fail(fd, *words):
+        if os.fstat(fd).st_ino == inode:
+            raise OSError(errno.EIO, "Input/output error")
+        return real(fd, *words)
+
+    monkeypatch.setattr(os, "preadv", fail)
+    done = verify(lab, "--read-data", "--remove-bad", "--yes")
+    assert done.exit_code == 3
+    assert (done.summary["unreadable"], done.summary["removed"]) == (1, 0)
+    assert os.path.exists(path)
+
+
+def test_engines_may_store_and_prune_meanwhile_without_a_false_alarm(lab):
+    """Chunks appear by rename, replace each other, are touched and vanish, all the time."""
+    where = lab.namespace()
+    made = lab.chunks(where, range(60))
+    contents = {}
+    for path in made:
+        with open(path, "rb") as file:
+            contents[path] = file.read()
+    over = threading.Event()
+    done = [0, 0]
+
+    def store():
+        rng = random.Random(1)
+        while not over.is_set():
+            path = rng.choice(made)
+            part = f"{os.path.dirname(path)}/host-{threading.get_ident()}-0123abcd-{done[0]}.part"
+            with open(part, "wb") as file:
+                file.write(contents[path])
+            os.rename(part, path)
+            with contextlib.suppress(FileNotFoundError):
+                os.utime(path)
+            done[0] += 1
+
+    def prune():
+        rng = random.Random(2)
+        while not over.is_set():
+            try:
+                os.unlink(rng.choice(made))
+                done[1] += 1
+            except FileNotFoundError:
+                pass
+
+    threads = [threading.Thread(target=work) for work in (store, store, prune)]
+    for thread in threads:
+        thread.start()
+    try:
+        vanished = 0
+        for _ in range(12):
+            found = verify(lab, "--read-data", "--remove-bad", "--yes", "--threads", "4")
+            assert found.exit_code == 0, [line for line in found.lines if line["type"] == "bad"]
+            vanished += found.summary["vanished"]
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+    assert min(done) > 20
+
+
+def test_engine_processes_may_store_and_prune_meanwhile(lab):
+    where = lab.namespace()
+    paths = lab.chunks(where, range(80))
+    code = (
+        "import os, random, sys\npaths = sys.argv[1:]\n"
+        "kept = {p: open(p, 'rb').read() for p in paths}\nrng = random.Random(3)\nprint('go', flush=True)\n"
+        "n = 0\nwhile True:\n"
+        "    p = rng.choice(paths); n += 1\n"
+        "    part = f'{os.path.dirname(p)}/host-{os.getpid()}-0123abcd-{n}.part'\n"
+        "    open(part, 'wb').write(kept[p]); os.rename(part, p)\n"
+        "    try: os.unlink(rng.choice(paths))\n    except FileNotFoundError: pass\n"
+    )
+    workers = [
+        subprocess.Popen([sys.executable, "-c", code, *paths], stdout=subprocess.PIPE)
+        for _ in range(1)
+    ]
+    try:
+        assert all(worker.stdout.readline() == b"go\n" for worker in workers)
+        for _ in range(3):
+            done = fskv("verify", "--read-data", "--json", root=lab.path)
+            assert done.exit_code == 0, done.stdout[-2000:]
+            assert done.summary["bad"] == 0
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+            worker.stdout.close()
+
+
+def test_a_missing_extension_and_a_missing_direct_io_make_no_difference(lab, monkeypatch):
+    from fskv import chunk_file
+
+    _, _, bad = damaged_root(lab)
+    monkeypatch.setattr(judge, "row_digests", chunk_file.row_digests)
+    assert bad_paths(verify(lab, "--read-data")) == bad
+    real = os.open
+
+    def refuse(path, flags, *words, **options):
+        if flags & os.O_DIRECT:
+            raise OSError(22, "Invalid argument")
+        return real(path, flags, *words, **options)
+
+    monkeypatch.setattr(os, "open", refuse)
+    assert bad_paths(verify(lab, "--read-data")) == bad
+
+
+def test_memory_stays_bounded_whatever_the_number_of_files(lab):
+    """The batches under way, and nothing for a file that was judged."""
+    import tracemalloc
+
+    where = lab.namespace(pages=(100,))
+    few, many = range(100), range(100, 2100)
+    lab.chunks(where, few)
+
+    def peak():
+        tracemalloc.start()
+        try:
+            assert verify(lab).exit_code == 0
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    peak()  # what is imported and cached
+    before = peak()
+    lab.chunks(where, many)
+    after = peak()
+    assert (after - before) / len(many) < 40 + 120  # the listing of batches under way included
+
+
+def test_a_choice_of_parts_is_spread_evenly():
+    names = [hashlib.md5(str(i).encode()).hexdigest() for i in range(8000)]
+    for part in range(1, 9):
+        subset = choose.Subset(part, 8)
+        assert 800 < sum(subset.holds("0" * 16, f"{name}.g0.kv") for name in names) < 1200
+    ranks = {
+        choose.Subset(2, 8).holds("0" * 16, f"{names[0]}.g{g}.r{r}.kv")
+        for g in (0, 1)
+        for r in (0, 1)
+    }
+    assert len(ranks) == 1
+
+
+def test_the_judge_of_a_file_by_itself_needs_no_name(lab, tmp_path):
+    path = lab.chunk(lab.namespace(), 5)
+    copy = tmp_path / "copy.bin"
+    shutil.copyfile(path, copy)
+    assert judge.judge(judge.Reader(), str(copy), expected=NOTHING).finding == "ok"
+    assert json.loads(json.dumps(key_of(5).hex()))
+
+
+def test_sealed_files_without_their_key_are_no_reason_to_remove_anything(tmp_path, make_world):
+    tools = Tools(tmp_path, make_world)
+    other = key_file(tmp_path / "third", "third")
+    for words in ((), ("--mac-key-file", other)):
+        done = run("verify", *words, root=tools.root)
+        assert done.exit_code == 3, done
+        assert "4 sealed files could not be judged" in done.stderr
+        assert "--mac-key-file FILE" in done.stderr
+        assert "--remove-bad" not in done.stderr
+    # Negative control: beside a file that is bad, both are said.
+    with open(tools.world.path(0), "r+b") as file:
+        file.truncate(100)
+    done = run("verify", root=tools.root)
+    assert done.exit_code == 1
+    assert "3 sealed files could not be judged" in done.stderr
+    assert "--remove-bad" in done.stderr
+    # With the key there is nothing to say about keys.
+    done = run("verify", "--mac-key-file", tools.keys, root=tools.root)
+    assert "--mac-key-file" not in done.stderr

@@ -1,0 +1,464 @@
+"""GdsTransport over the real kvikio and real files; the GPU is a stub's (gds_lab.py).
+
+First the promises of the store and of the jobs, by the very tests that hold them for host staging. Then what
+is GDS's own: which file is opened, counts and errors of kvikio, lifetimes, registrations.
+"""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import stat
+import subprocess
+import sys
+import threading
+
+import gds_lab
+import pytest
+import test_jobs
+import test_store
+from world import damage, wait_for
+
+from faults.disk import DiskFaults
+from fskv import chunk_file, gds_io
+from fskv.errors import (
+    ChunkCorrupt,
+    ChunkError,
+    ChunkIOError,
+    ChunkMissing,
+    ChunkStale,
+    Denied,
+    NoSpace,
+)
+from fskv.gds_io import SlotPool
+from fskv.store import _is_estale
+from fskv.transports.gds import chunk_error_from_kvikio
+from fskv.types import Status
+
+make_bench, bench = test_jobs.make_bench, test_jobs.bench
+_OF_HOST_STAGING = {
+    "test_a_write_that_fails_at_any_step_leaves_no_part_and_no_file",  # pwritev; here: below
+    "test_a_probe_file_left_by_a_crash_does_not_stop_the_start",
+    "test_direct_io_on_refuses_a_file_system_without_it_and_auto_does_not",
+    "test_negative_control_a_script_in_a_file_breaks_the_disk_while_it_is_there",
+    "test_two_processes_that_put_the_same_chunks_leave_good_files",  # children without the stub
+    "test_a_child_process_has_no_part_in_the_slots",
+}
+for _module in (test_store, test_jobs):
+    for _name, _test in vars(_module).items():
+        if _name.startswith("test_") and callable(_test) and _name not in _OF_HOST_STAGING:
+            globals()[_name] = _test
+
+
+@pytest.fixture
+def make_world(make_world):
+    return lambda **options: make_world(make_transport=gds_lab.make_transport, **options)
+
+
+@pytest.fixture
+def gds(world):
+    """The transport below the faults, with its kvikio opened up as `gds.lab`."""
+    transport = world.transport.inner
+    transport.lab = gds_lab.Kvikio(transport)
+    return transport
+
+
+# --- which file -------------------------------------------------------------------------------
+
+
+def test_a_file_goes_to_the_disk_and_back_through_kvikio(world):
+    before = gds_lab.stub().num_copies
+    world.put(1, world.content())
+    assert world.get(1) == (Status.OK, world.content())
+    assert gds_lab.stub().num_copies == before + 2  # one transfer each way, through kvikio's bounce
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o664])
+def test_a_part_has_the_mode_it_should_have(world, tmp_path, mode):
+    transport = world.transport.inner
+    transport._file_mode = mode
+    umask = os.umask(0)
+    try:
+        transport.write_part(str(tmp_path / "p.part"), transport.new_slot(0), 8192)
+    finally:
+        os.umask(umask)
+    assert stat.S_IMODE((tmp_path / "p.part").stat().st_mode) == mode
+
+
+@pytest.mark.parametrize("there", ["file", "link", "dangling link"])
+def test_a_part_is_never_written_over_or_through_something(world, tmp_path, there):
+    transport, path, target = world.transport.inner, tmp_path / "p.part", tmp_path / "target"
+    if there != "dangling link":
+        target.write_bytes(b"mine")
+    if there == "file":
+        target.rename(path)
+    else:
+        path.symlink_to(target)
+    with pytest.raises(ChunkIOError) as caught:
+        transport.write_part(str(path), transport.new_slot(0), 8192)
+    assert caught.value.errno == errno.EEXIST
+    if there == "dangling link":
+        assert not target.exists()
+    else:
+        assert path.read_bytes() == b"mine"
+
+
+def test_what_was_opened_is_read_whatever_comes_under_its_name(world, tmp_path):
+    transport = world.transport.inner
+    slot = transport.new_slot(0)
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.write_bytes(b"a" * 8192)
+    second.write_bytes(b"b" * 8192)
+    with transport.open(str(first)) as file:
+        second.rename(first)
+        file.read_into(slot, 4096, 0, 8192)
+        assert bytes(slot.view[4096 : 4096 + 8192]) == b"a" * 8192
+        assert not file.same_file(str(first))
+    with transport.open(str(first)) as file:
+        assert file.same_file(str(first))
+
+
+def test_fsync_is_made_when_it_is_asked_for(make_world, monkeypatch):
+    for fsync in (False, True):
+        world, synced = make_world(fsync=fsync), []
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", synced.append)
+            assert world.put(int(fsync), world.content()) is Status.OK
+        assert len(synced) == int(fsync)
+
+
+# --- counts and errors ------------------------------------------------------------------------
+
+
+def test_one_call_moves_a_whole_chunk_and_its_offsets_are_those_of_the_slot(world, gds):
+    calls = []
+
+    def note(file, buffer, nbytes, file_offset, buffer_offset):
+        calls.append((nbytes, file_offset, buffer_offset))
+        return type(file).raw_write(file, buffer, nbytes, file_offset, buffer_offset)
+
+    gds.lab.write = note
+    world.put(1, world.content())
+    slot = gds.new_slot(0)
+    assert calls == [(world.file_layout.file_nbytes, 0, slot.buffer.offset)]
+    assert slot.array.ctypes.data % 4096 == 0
+    assert slot.buffer.offset > 0
+
+
+def test_a_short_write_is_no_space_and_leaves_nothing(world, gds):
+    gds.lab.write = lambda file, buffer, nbytes, *at: nbytes - 4096
+    assert world.put(1, world.content()) is Status.NO_SPACE
+    assert world.parts() == world.chunk_files() == []
+
+
+def test_a_short_read_of_a_whole_file_is_an_error_of_the_disk_and_the_file_stays(world, gds):
+    """cuFile may return less than was asked for, without an error."""
+    world.put(1, world.content())
+    gds.lab.read = lambda file, buffer, nbytes, *at: nbytes - 4096
+    assert world.get(1) == (Status.IO_ERROR, None)
+    gds.lab.read = None
+    assert world.get(1) == (Status.OK, world.content())
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_corrupt_and_discarded(world, gds):
+    world.put(1, world.content())
+    path = world.path(1)
+
+    def shrink(file, buffer, nbytes, *at):
+        os.truncate(path, 8192)
+        return type(file).raw_read(file, buffer, nbytes, *at)
+
+    gds.lab.read = shrink
+    assert world.get(1) == (Status.CORRUPT, None)
+    assert world.chunk_files() == []
+
+
+@pytest.mark.parametrize(
+    ("words", "status"),
+    [
+        ("POSIX error on pwrite: No space left on device", Status.NO_SPACE),
+        ("POSIX error on pwrite: Disk quota exceeded", Status.NO_SPACE),
+        ("POSIX error on pwrite: Input/output error", Status.IO_ERROR),
+        ("POSIX error on pwrite: Read-only file system", Status.DENIED),
+        ("cuFile error:GPUDirect Storage not supported on current file", Status.IO_ERROR),
+        ("CUDA error at: somewhere: CUDA_ERROR_LAUNCH_FAILED(stub)", Status.IO_ERROR),
+    ],
+)
+@pytest.mark.parametrize("step", ["write", "open"])
+def test_a_write_that_kvikio_refuses_leaves_no_part_and_no_file(
+    world, gds, monkeypatch, words, status, step
+):
+    def refuse(*args):
+        raise RuntimeError(f"KvikIO failure at: file.cpp:1: {words}")
+
+    if step == "write":
+        gds.lab.write = refuse
+    else:
+        monkeypatch.setattr(gds.lab, "CuFile", refuse)
+    assert world.put(1, world.content()) is status
+    assert world.parts() == world.chunk_files() == []
+    gds.lab.write = None
+    monkeypatch.undo()
+    assert world.put(1, world.content()) is Status.OK
+    assert world.get(1) == (Status.OK, world.content())
+
+
+@pytest.mark.parametrize("step", ["open", "close", "fsync"])
+@pytest.mark.parametrize(("number", "status"), [(28, Status.NO_SPACE), (5, Status.IO_ERROR)])
+def test_a_write_that_fails_outside_of_kvikio_leaves_no_part_and_no_file(
+    make_world, monkeypatch, step, number, status
+):
+    world, real = make_world(fsync=True), getattr(os, step)
+
+    def fail(*args, **options):
+        if step == "close":
+            real(*args)
+        if step != "open" or str(args[0]).endswith(".part"):
+            raise OSError(number, os.strerror(number))
+        return real(*args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, step, fail)
+        assert world.put(1, world.content()) is status
+    assert world.parts() == world.chunk_files() == []
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        (
+            "Unable to open file. Linux call error at: x.cpp:1: No such file or directory",
+            ChunkMissing,
+        ),
+        ("POSIX error on pread: Stale file handle", ChunkStale),
+        ("Unable to open file. Linux call error at: x.cpp:1: Permission denied", Denied),
+        ("POSIX error on pread: Input/output error", ChunkIOError),
+        ("POSIX error: Operation not permitted", ChunkIOError),  # EBADF
+        ("something new", ChunkIOError),
+        ("", ChunkIOError),
+    ],
+)
+def test_kvikios_words_become_a_class(tmp_path, text, kind):
+    (tmp_path / "f").write_bytes(bytes(8192))
+    fd = os.open(tmp_path / "f", os.O_RDONLY)
+    try:
+        found = chunk_error_from_kvikio(RuntimeError(text), fd, "f", read_to=8192)
+    finally:
+        os.close(fd)
+    assert type(found) is kind
+    assert _is_estale(found) == ("Stale" in text), "the store looks once more after ESTALE"
+
+
+def test_where_words_say_nothing_the_file_is_looked_at(tmp_path, monkeypatch):
+    (tmp_path / "f").write_bytes(bytes(4096))
+    fd = os.open(tmp_path / "f", os.O_RDWR)
+    error = RuntimeError("POSIX error on pread: EOF")
+    try:
+        assert type(chunk_error_from_kvikio(error, fd, "f", read_to=8192)) is ChunkCorrupt
+        assert type(chunk_error_from_kvikio(error, fd, "f", read_to=4096)) is ChunkIOError
+        full = RuntimeError("cuFile error:internal error")
+        assert type(chunk_error_from_kvikio(full, fd, "f", written=8192)) is ChunkIOError
+        room = os.fstatvfs(fd)
+        monkeypatch.setattr(os, "fstatvfs", lambda fd: type(room)((*room[:4], 0, *room[5:])))
+        assert type(chunk_error_from_kvikio(full, fd, "f", written=1 << 20)) is NoSpace
+    finally:
+        os.close(fd)
+    assert type(chunk_error_from_kvikio(error, fd, "f", read_to=4096)) is ChunkIOError  # EBADF
+
+
+def test_a_stale_handle_in_kvikio_is_tried_again_once(world, gds):
+    world.put(1, world.content())
+    events = ["Stale file handle"]
+
+    def stale_once(file, *args):
+        if events:
+            raise RuntimeError(f"POSIX error on pread: {events.pop()}")
+        return type(file).raw_read(file, *args)
+
+    gds.lab.read = stale_once
+    assert world.get(1) == (Status.OK, world.content())
+    assert events == []
+
+
+def test_a_copy_that_the_driver_refuses_is_an_error_of_this_chunk_only(world):
+    world.put(1, world.content())
+    gds_lab.stub().fail_copies(1)
+    assert world.get(1) == (Status.IO_ERROR, None)
+    assert world.get(1) == (Status.OK, world.content())
+
+
+# --- lifetimes --------------------------------------------------------------------------------
+
+
+def test_each_slot_is_registered_once_and_deregistered_once_at_the_end(gds):
+    slots = [gds.new_slot(i) for i in range(3)]
+    allocations = [id(slot.buffer.piece) for slot in slots]
+    assert gds.lab.registered == [("register", a) for a in allocations]
+    gds.close()
+    gds.close()
+    assert gds.lab.registered[3:] == [("deregister", a) for a in allocations]
+    with pytest.raises(RuntimeError, match="closed"):
+        gds.new_slot(3)
+    assert gds.lab.registered[-1][0] == "deregister", "also the slot that came too late"
+
+
+def test_memory_is_freed_with_its_slot_and_after_the_registration_ended(gds):
+    slot = gds.new_slot(0)
+    device = gds._device
+    gds.drop_slot(slot)
+    assert gds.lab.registered[-1] == ("deregister", id(slot.buffer.piece))
+    gc.collect()
+    assert device.num_alive == 1
+    del slot
+    gc.collect()
+    assert device.num_alive == 0
+
+
+def test_a_slot_that_cannot_be_registered_is_none_and_not_counted(gds, monkeypatch):
+    def refuse(buffer):
+        raise RuntimeError("cuFile error: failed to allocate pinned GPU Memory")
+
+    pool = SlotPool(gds, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(gds.lab, "memory_register", refuse)
+        patch.setattr(gds_io.logger, "disabled", True)  # pytest keeps what is logged, and so frames
+        for _ in range(3):
+            assert pool.take() is None
+    gc.collect()
+    assert gds._device.num_alive == 0
+    assert pool.take() is not None
+
+
+@pytest.mark.parametrize("direction", ["read", "write"])
+def test_a_parked_slot_stays_registered_and_alive_until_its_transfer_is_over(
+    world, gds, tmp_path, direction
+):
+    """The thread hangs in kvikio; meanwhile the transport is closed and everybody else lets go."""
+    (tmp_path / "f").write_bytes(b"x" * 8192)
+    inside, go_on, ended = threading.Event(), threading.Event(), []
+
+    def hang(file, buffer, *args):
+        inside.set()
+        go_on.wait(20)
+        assert not file.closed
+        return getattr(type(file), f"raw_{direction}")(file, buffer, *args)
+
+    setattr(gds.lab, direction, hang)
+
+    def transfer():
+        slot = gds.new_slot(0)
+        try:
+            if direction == "write":
+                gds.write_part(str(tmp_path / "p.part"), slot, 8192)
+            else:
+                with gds.open(str(tmp_path / "f")) as file:
+                    file.read_into(slot, 0, 0, 8192)
+        except ChunkError as error:
+            ended.append(error)
+        else:
+            ended.append(slot)
+
+    thread = threading.Thread(target=transfer, daemon=True)
+    thread.start()
+    assert inside.wait(20)
+    idle = gds.new_slot(1)
+    gds.close()
+    gc.collect()
+    assert gds._device.num_alive == 2
+    assert [event for event, _ in gds.lab.registered] == ["register", "register", "deregister"]
+    assert gds.lab.registered[2][1] == id(idle.buffer.piece)
+    go_on.set()
+    thread.join(20)
+    (slot,) = ended
+    assert slot.index == 0, "a transfer that began before is completed"
+    wait_for(lambda: gds.lab.registered[-1] == ("deregister", id(slot.buffer.piece)))
+    with pytest.raises(ChunkIOError, match="closed"):
+        gds.write_part(str(tmp_path / "q.part"), slot, 8192)
+    assert not (tmp_path / "q.part").exists()
+
+
+# --- nothing unverified reaches a page --------------------------------------------------------
+
+
+def _load_into_poisoned_pages(bench, gds, *, flip):
+    """Store a chunk, let kvikio deliver one wrong bit, load; returns the job's result."""
+    job, contents = bench.store([1])
+    bench.finish(job)
+    wait_for(lambda: bench.statuses(loads=False)[Status.OK] == 1)
+
+    def wrong(file, buffer, nbytes, file_offset, buffer_offset):
+        got = type(file).raw_read(file, buffer, nbytes, file_offset, buffer_offset)
+        buffer.array[buffer_offset + nbytes // 2] ^= flip
+        return got
+
+    gds.lab.read = wrong
+    (result,) = bench.finish(bench.load([1], place=3))
+    return result, contents[1]
+
+
+def test_a_bit_that_kvikio_gets_wrong_reaches_no_page(bench):
+    gds = bench.transport.inner
+    gds.lab = gds_lab.Kvikio(gds)
+    result, _ = _load_into_poisoned_pages(bench, gds, flip=0x10)
+    assert result.failed
+    assert bench.poisoned(3)
+
+
+def test_negative_control_without_the_checks_the_wrong_bit_is_in_the_pages(bench, monkeypatch):
+    gds = bench.transport.inner
+    gds.lab = gds_lab.Kvikio(gds)
+    monkeypatch.setattr(chunk_file, "check_digests", lambda *args: None)
+    result, content = _load_into_poisoned_pages(bench, gds, flip=0x10)
+    assert not result.failed
+    pages = bench.world.pages(bench.blocks(3))
+    assert sum(a != b for a, b in zip(pages, content, strict=True)) == 1
+
+
+def test_damage_on_the_disk_reaches_no_page(bench):
+    job, _ = bench.store([1])
+    bench.finish(job)
+    wait_for(lambda: bench.statuses(loads=False)[Status.OK] == 1)
+    damage(bench.world.path(1), 70000)
+    (result,) = bench.finish(bench.load([1], place=3))
+    assert result.failed
+    assert bench.poisoned(3)
+
+
+# --- the end of the process -------------------------------------------------------------------
+
+_EXIT = """
+import pathlib, sys, threading
+import gds_lab
+transport = gds_lab.make_transport([], 8192, probe_dir="")
+path = pathlib.Path(sys.argv[1])
+path.write_bytes(bytes(8192))
+def read():
+    slot = transport.new_slot(0)
+    with transport.open(str(path)) as file:
+        file.read_into(slot, 0, 0, 8192)
+threading.Thread(target=read, daemon=True).start()
+sys.stdin.readline()
+transport.close()
+print("the end")
+"""
+
+
+def test_a_read_that_hangs_does_not_keep_the_process_from_exiting(native_library, tmp_path):
+    gds_lab.needs_kvikio()
+    (tmp_path / "disk").mkdir()
+    faults = DiskFaults(native_library("disk"), tmp_path / "disk", tmp_path / "state")
+    faults.set("pread hang suffix=.kv")
+    child = subprocess.Popen(
+        [sys.executable, "-c", _EXIT, str(tmp_path / "disk" / "x.kv")],
+        env={**os.environ, **faults.env(), "PYTHONPATH": os.pathsep.join(sys.path)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    try:
+        wait_for(lambda: faults.num_hanging == 1, 60)
+        output, _ = child.communicate(b"\n", timeout=30)  # the hang lasts 60 s
+    finally:
+        child.kill()
+    assert output == b"the end\n"
+    assert child.returncode == 0

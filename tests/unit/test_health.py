@@ -1,0 +1,223 @@
+"""The health file is true, whole at every moment, small, and nobody ever waits for it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import threading
+import time
+
+import pytest
+from world import returns_in_time, wait_for
+
+from fskv import health
+from fskv.health import HealthFile
+
+
+class Case:
+    """A health file of something whose state a test sets."""
+
+    def __init__(self, path, **options):
+        self.amiss = {}
+        self.path = str(path)
+        options = {"look_s": 0.005, "every_s": 3600.0, **options}
+        self.file = HealthFile(self.path, lambda: self.amiss, {"root": "/mnt/kv"}, **options)
+
+    def read(self):
+        with contextlib.suppress(FileNotFoundError), open(self.path) as file:
+            return json.load(file)
+        return {}
+
+
+@pytest.fixture
+def make(tmp_path):
+    with contextlib.ExitStack() as stack:
+
+        def start(path=None, **options):
+            case = Case(path or tmp_path / "health.json", **options)
+            stack.callback(case.file.close)
+            case.file.start()
+            return case
+
+        yield start
+
+
+def test_it_says_what_is_amiss_since_when_and_that_it_is_over(make):
+    case = make()
+    wait_for(lambda: case.read().get("state") == "ok")
+    assert case.read()["why"] == []
+    assert case.read()["root"] == "/mnt/kv"
+    assert case.read()["pid"] == os.getpid()
+    case.amiss = {"breaker_open": "breaker open: 8 failures in a row"}
+    wait_for(lambda: case.read()["state"] == "degraded")
+    (why,) = case.read()["why"]
+    assert why.startswith("breaker open: 8 failures in a row (since 20")
+    assert case.read()["conditions"] == ["breaker_open"]
+    case.amiss = {**case.amiss, "weights_in_doubt": "weights in doubt"}
+    wait_for(lambda: case.read()["state"] == "stopped")
+    case.amiss = {}
+    wait_for(lambda: case.read()["state"] == "ok")
+    case.amiss = {"starting": "not yet"}
+    wait_for(lambda: case.read()["state"] == "starting")
+    case.file.close()
+    assert case.read()["state"] == "ended"
+
+
+def test_it_is_written_again_although_nothing_changes(make):
+    """So a reader knows an engine that is gone by the age of its file."""
+    case = make(every_s=0.01)
+    wait_for(case.read)
+    first = case.read()["at_s"]
+    wait_for(lambda: case.read()["at_s"] > first)
+
+
+def test_negative_control_a_file_of_which_nothing_is_due_is_left_alone(make):
+    case = make()
+    wait_for(case.read)
+    info = os.stat(case.path)
+    turns = []
+    case.file._look = lambda: turns.append(1) or {}
+    wait_for(lambda: len(turns) > 20)
+    assert os.stat(case.path).st_ino == info.st_ino
+
+
+def test_a_reader_never_sees_half_of_it_and_no_part_is_left(make, tmp_path):
+    case = make(every_s=0.0)
+    wait_for(case.read)
+    end = time.monotonic() + 1.0
+    while time.monotonic() < end:
+        with open(case.path) as file:
+            assert json.load(file)["state"] == "ok"
+    case.file.close()
+    assert os.listdir(tmp_path) == ["health.json"]
+
+
+def test_it_stays_small_whatever_is_said(make):
+    case = make()
+    case.amiss = {"corrupt_chunks": "x" * 10**6}
+    wait_for(lambda: case.read().get("state") == "degraded")
+    assert os.path.getsize(case.path) < 4096
+
+
+def test_a_state_that_cannot_be_read_is_said_and_ends_nothing(make):
+    case = make()
+    wait_for(lambda: case.read().get("state") == "ok")
+
+    def broken():
+        raise RuntimeError("a bug")
+
+    case.file._look = broken
+    wait_for(lambda: case.read()["conditions"] == ["unknown"])
+    case.file._look = dict
+    wait_for(lambda: case.read()["state"] == "ok")
+
+
+def test_a_directory_that_is_not_there_is_said_once_and_used_when_it_is(make, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    case = make(tmp_path / "later" / "health.json")
+    wait_for(lambda: caplog.records)
+    turns = []
+    case.file._look = lambda: turns.append(1) or {}
+    wait_for(lambda: len(turns) > 20)
+    assert [r.getMessage().split()[1] for r in caplog.records] == ["event=health_file_failed"]
+    (tmp_path / "later").mkdir()
+    wait_for(lambda: case.read().get("state") == "ok")
+    wait_for(lambda: len(caplog.records) == 2)
+    assert "event=health_file_written" in caplog.records[1].getMessage()
+
+
+def test_no_link_is_followed_and_the_file_is_not_written_through_one(make, tmp_path):
+    """In a directory that others may write to."""
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    path = tmp_path / "health.json"
+    path.symlink_to(victim)
+    (tmp_path / f"health.json.{os.getpid()}.tmp").symlink_to(victim)
+    case = make(path)
+    wait_for(lambda: not path.is_symlink())
+    assert case.read()["state"] == "ok"
+    assert victim.read_text() == "precious"
+
+
+class Engine:
+    """A manager of a real adapter whose steps are counted, with a health file that hangs."""
+
+    def __init__(self, path, monkeypatch):
+        from fskv.config import StoreConfig
+        from fskv.engines.vllm_manager import FskvHandshake, FskvManager
+
+        self.go, self.hangs = threading.Event(), threading.Event()
+
+        def hang(*_):
+            self.hangs.set()
+            self.go.wait()  # as a system call on a dead mount: nothing ends it
+
+        monkeypatch.setattr(health, "replace_file", hang)
+        monkeypatch.setattr(health, "_END_S", 0.2)
+        self.manager = FskvManager(
+            StoreConfig.from_mapping(
+                {"root": "/nowhere", "maintenance": "off", "health_file": str(path)}
+            ),
+            2,
+        )
+        self.manager.set_workers(
+            [FskvHandshake(0, 1, 2, "/nowhere/a/b@c", b"d", 0o700, 0o600, {0: 4096})]
+        )
+
+    def steps(self, count=50):
+        from fskv.types import ChunkId, Status
+
+        for number in range(count):
+            chunk = ChunkId(bytes([number]) * 32, 0)
+            self.manager.on_loads_failed({chunk: Status.CORRUPT})
+            self.manager.on_schedule_end(None)
+            assert self.manager.get_stats() is not None
+        return count
+
+
+def _engine(tmp_path, monkeypatch):
+    pytest.importorskip("vllm", reason="the adapter needs the vllm environment: make test")
+    return Engine(tmp_path / "health.json", monkeypatch)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.engine
+def test_a_health_file_that_hangs_keeps_no_step_and_no_shutdown(tmp_path, monkeypatch):
+    engine = _engine(tmp_path, monkeypatch)
+    assert engine.hangs.wait(30)
+    try:
+        assert returns_in_time(engine.steps) == 50
+        returns_in_time(engine.manager.shutdown)
+        alive = [t for t in threading.enumerate() if t.name == "fskv-health"]
+        assert [t.daemon for t in alive] == [True], "one thread, which keeps no process alive"
+    finally:
+        engine.go.set()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.engine
+def test_negative_control_written_on_the_engine_s_thread_it_would_hang_the_engine(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(HealthFile, "start", lambda self: None)
+    monkeypatch.setattr(HealthFile, "close", lambda self: None)
+    engine = _engine(tmp_path, monkeypatch)
+    watch = engine.manager._watch
+    plain = watch.stats
+
+    def inline(counters):
+        watch._health._turn(ended=False)
+        return plain(counters)
+
+    watch.stats = inline
+    thread = threading.Thread(target=engine.steps, daemon=True)
+    thread.start()
+    try:
+        assert engine.hangs.wait(30)
+        thread.join(0.5)
+        assert thread.is_alive(), "this is what the thread of its own is for"
+    finally:
+        engine.go.set()
+        thread.join(30)

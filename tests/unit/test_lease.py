@@ -1,0 +1,278 @@
+"""One holder at a time; a dead one is replaced, and one that was thought dead knows it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+
+import pytest
+from world import Clock, wait_for
+
+from fskv import lease as lease_module
+from fskv.lease import LEASE_FILE, Lease, LeaseState, _encoded
+
+CONTENDER = """
+import sys, time
+from fskv.lease import Lease
+lease = Lease(sys.argv[1], ttl_s=float(sys.argv[2]))
+while True:
+    asked = time.monotonic()
+    held = lease.renew()
+    print(int(lease.held), repr(asked), flush=True)
+    time.sleep(0.01)
+"""
+
+
+class Contender:
+    def __init__(self, directory, ttl_s):
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", CONTENDER, str(directory), str(ttl_s)], stdout=subprocess.PIPE
+        )
+        os.set_blocking(self.process.stdout.fileno(), False)
+        self.rest = b""
+        self.held = False
+        self.lines = 0
+
+    def look(self):
+        """Return whether it says that it holds the lease now: its last line."""
+        try:
+            self.rest += os.read(self.process.stdout.fileno(), 1 << 16)
+        except BlockingIOError:
+            return self.held
+        *lines, self.rest = self.rest.split(b"\n")
+        self.lines += len(lines)
+        if lines:
+            self.held = lines[-1].startswith(b"1")
+        return self.held
+
+    def says_anew(self):
+        """Wait until it has spoken twice more, and return its last word."""
+        until = self.lines + 2
+        wait_for(lambda: self.look() is not None and self.lines >= until)
+        return self.held
+
+    def kill(self):
+        self.process.kill()
+        self.process.wait()
+        self.process.stdout.close()
+
+
+@pytest.fixture
+def contend(tmp_path):
+    started = []
+
+    def start(ttl_s=15.0):
+        started.append(Contender(tmp_path, ttl_s))
+        return started[-1]
+
+    yield start
+    for contender in started:
+        if contender.process.poll() is None:
+            contender.kill()
+
+
+def test_one_process_at_a_time_holds_it_and_a_killed_one_is_replaced_at_once(contend):
+    contenders = [contend(), contend()]  # a ttl of 15 s: only a proof of death is as fast as this
+    for _ in range(8):
+        wait_for(lambda: any(c.look() for c in contenders))
+        time.sleep(0.05)
+        for _ in range(5):
+            assert sorted(c.says_anew() for c in contenders) == [False, True]
+        holder = next(c for c in contenders if c.held)
+        contenders.remove(holder)
+        holder.kill()
+        contenders.append(contend())
+
+
+def test_a_stopped_holder_is_replaced_after_its_ttl_and_knows_it_when_it_goes_on(contend):
+    first = contend(1.0)
+    wait_for(first.look)
+    second = contend(1.0)
+    assert not second.says_anew()
+    first.process.send_signal(signal.SIGSTOP)
+    wait_for(second.look)
+    first.look()  # what it said before it was stopped
+    first.process.send_signal(signal.SIGCONT)
+    assert not first.says_anew()
+    assert second.says_anew()
+    assert not first.says_anew()
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+def other(directory, clock, **options):
+    """A lease of a process on another node: nothing can be proved about it."""
+    lease = Lease(str(directory), clock=clock, **options)
+    lease._name = f"node9-1-{'0' * 8}-{id(lease)}"
+    return lease
+
+
+def test_a_holder_of_another_node_is_replaced_when_its_heartbeat_stops(tmp_path, clock):
+    first, second = other(tmp_path, clock), other(tmp_path, clock)
+    assert first.renew()
+    for _ in range(20):
+        clock.advance(5)
+        assert first.renew()
+        assert not second.renew()  # it beats: no age makes it dead
+    clock.advance(14)
+    assert not second.renew()
+    assert first.held
+    clock.advance(2)
+    assert not first.held  # by its own clock, before anybody else may take it
+    assert second.renew()
+    assert not first.renew()
+    assert not first.held
+    assert second.renew()
+
+
+def test_a_holder_whose_process_is_gone_is_replaced_at_once(tmp_path, clock):
+    script = f"from fskv.lease import Lease; assert Lease({str(tmp_path)!r}).renew()"
+    subprocess.run([sys.executable, "-c", script], check=True)
+    assert Lease(str(tmp_path), clock=clock).renew()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    ["empty", "garbage", "list", "deep", "symlink", "dangling", "directory", "fifo", "open fifo"],
+)
+def test_whatever_stands_in_its_place_is_a_dead_holder_s(request, tmp_path, clock, damage):
+    path = tmp_path / LEASE_FILE
+    target = tmp_path / "target"
+    target.write_text("mine")
+    match damage:
+        case "symlink":
+            path.symlink_to(target)
+        case "dangling":
+            path.symlink_to(tmp_path / "nowhere")
+        case "directory":
+            path.mkdir()
+        case "fifo":
+            os.mkfifo(path)
+        case "open fifo":
+            os.mkfifo(path)
+            request.addfinalizer(partial(os.close, os.open(path, os.O_RDWR | os.O_NONBLOCK)))
+        case _:
+            path.write_text(
+                {"empty": "", "garbage": "\0{", "list": "[1]", "deep": "[" * 4096}[damage]
+            )
+    lease = Lease(str(tmp_path), clock=clock)
+    assert not lease.renew()
+    clock.advance(14)
+    assert not lease.renew()  # it may be in the middle of being written
+    clock.advance(2)
+    assert lease.renew()
+    assert path.is_file()
+    assert not path.is_symlink()
+    assert target.read_text() == "mine"
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP])
+def test_it_works_where_there_are_no_links(tmp_path, clock, monkeypatch, code):
+    def link(*_):
+        raise OSError(code, "no links")
+
+    monkeypatch.setattr(os, "link", link)
+    first, second = other(tmp_path, clock), other(tmp_path, clock)
+    assert first.renew()
+    assert not second.renew()
+    clock.advance(16)
+    assert second.renew()
+    assert not first.renew()
+    assert os.listdir(tmp_path) == [LEASE_FILE]
+
+
+def test_a_released_lease_is_free_and_nobody_elses_is_released(tmp_path, clock):
+    first, second = other(tmp_path, clock), other(tmp_path, clock)
+    assert first.renew()
+    first.release()
+    assert not first.held
+    assert os.listdir(tmp_path) == []
+    assert second.renew()
+    first.release()
+    second.release()
+    assert first.renew()
+    clock.advance(5)
+    (tmp_path / LEASE_FILE).write_bytes(_encoded(LeaseState("node8-1-00000000-1", "", 1, "", 0, 0)))
+    first.release()
+    assert os.listdir(tmp_path) == [LEASE_FILE]
+
+
+def test_a_lease_whose_link_was_answered_as_a_failure_is_found_to_be_ours(
+    tmp_path, clock, monkeypatch
+):
+    """What an NFS client makes of a link() whose first answer was lost: it exists, and it is ours."""
+    real = os.link
+
+    def link(part, path):
+        real(part, path)
+        raise FileExistsError(errno.EEXIST, "exists", path)
+
+    monkeypatch.setattr(os, "link", link)
+    lease = Lease(str(tmp_path), clock=clock)
+    assert not lease.renew()
+    assert lease.renew()
+    assert lease.term == 1
+
+
+def test_a_lease_that_was_lost_and_taken_again_is_another_term(tmp_path, clock):
+    first, second = other(tmp_path, clock), other(tmp_path, clock)
+    assert first.renew()
+    clock.advance(5)
+    assert first.renew()
+    assert first.term == 1
+    assert not second.renew()
+    clock.advance(16)
+    assert second.renew()
+    second.release()
+    assert first.renew()
+    assert first.term == 2
+
+
+def test_a_live_lease_that_was_moved_away_by_mistake_is_given_back(tmp_path, clock, monkeypatch):
+    """The taker saw a dead holder; before its rename somebody else had taken over."""
+    dead, quick, slow = (other(tmp_path, clock) for _ in range(3))
+    assert dead.renew()
+    assert not slow.renew()
+    assert not quick.renew()
+    clock.advance(16)
+    real = Lease._break
+
+    def late(self, found):
+        monkeypatch.setattr(Lease, "_break", real)
+        assert quick.renew()
+        return real(self, found)
+
+    monkeypatch.setattr(Lease, "_break", late)
+    assert not slow.renew()
+    assert lease_module.Lease(str(tmp_path))._read().holder == quick._name
+    clock.advance(5)
+    assert quick.renew()
+
+
+def test_a_heartbeat_is_written_through_no_link(tmp_path, clock, monkeypatch):
+    """Somebody puts a link in the lease's place after it was looked at."""
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"foreign")
+    lease = Lease(str(tmp_path), clock=clock)
+    assert lease.renew()
+    real = lease._read
+
+    def read(path=None):
+        state = real(path)
+        os.unlink(lease._path)
+        os.symlink(victim, lease._path)
+        return state
+
+    monkeypatch.setattr(lease, "_read", read)
+    clock.advance(5)
+    with pytest.raises(OSError, match="symbolic links"):
+        lease.renew()
+    assert victim.read_bytes() == b"foreign"

@@ -1,0 +1,360 @@
+"""The holder of the lease counts, prunes and cleans for all, and nothing that lies about stops it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import time
+from dataclasses import replace
+
+import pytest
+from capacity_lab import (
+    DIGEST,
+    age_directories,
+    dead_name,
+    disk_nbytes,
+    maintain,
+    make_namespace,
+    write_chunk,
+)
+
+from fskv import holder, maintenance
+from fskv.claims import Book, Claim, Limits
+from fskv.index import scan
+from fskv.lease import SHARED_DIR
+from fskv.maintenance import Maintainer
+from fskv.process import unique_name
+
+NAME = f"cpu/model@{DIGEST}"
+
+
+@pytest.fixture
+def root(tmp_path):
+    make_namespace(tmp_path)
+    return str(tmp_path)
+
+
+def claim(name=None, **changes):
+    fields = {"namespace": NAME, "tenant": None, "limits": Limits(max_nbytes=1 << 20)}
+    return Claim(name or unique_name(), **{**fields, **changes})
+
+
+def book(root):
+    return Book(f"{root}/{SHARED_DIR}")
+
+
+def test_parts_of_dead_writers_go_at_once_and_of_unknown_ones_after_the_grace(root):
+    write_chunk(f"{root}/{NAME}", "abc" + "0" * 29)
+    directory = f"{root}/{NAME}/chunks/abc"
+    hour_ago = time.time_ns() - 3700 * 10**9
+    parts = {
+        "dead": dead_name(),
+        "living": unique_name(),
+        "unknown": "node9-1-00000000-1",
+        "unknown, old": "node9-1-00000000-2",
+    }
+    for name in parts.values():
+        for where in (directory, f"{root}/{NAME}/tmp"):
+            with open(f"{where}/{name}.part", "w") as file:
+                file.write("x")
+            if name == parts["unknown, old"]:
+                os.utime(file.name, ns=(hour_ago, hour_ago))
+    gone = {parts["dead"], parts["unknown, old"]}
+    maintain(root, lambda: not any(os.path.exists(f"{directory}/{name}.part") for name in gone))
+    stays = sorted(f"{parts[who]}.part" for who in ("living", "unknown"))
+    assert sorted(n for n in os.listdir(directory) if n.endswith(".part")) == stays
+    assert sorted(os.listdir(f"{root}/{NAME}/tmp")) == stays
+
+
+def test_a_dead_engines_claim_stays_until_it_was_counted_and_then_goes(root, monkeypatch):
+    monkeypatch.setattr(holder, "_WITHDRAW_S", 0.5)
+    os.makedirs(f"{root}/{SHARED_DIR}/claims")
+    dead = claim(dead_name(), granted=8192, written=4096)
+    book(root).publish(dead)
+    write_chunk(f"{root}/{NAME}", 1)
+    counted = []
+
+    def until():
+        usage = book(root).usage()
+        counted.append(usage.counted.get(dead.name) if usage else None)
+        return not book(root).claims()
+
+    maintain(root, until)
+    assert 4096 in counted
+
+
+@pytest.mark.parametrize("limits", [Limits(max_nbytes=4096), Limits(unused_s=3600)])
+@pytest.mark.parametrize("who", ["dead", "silent for an hour", "alive", "heard of just now"])
+def test_nothing_is_removed_for_the_limits_of_who_is_gone(root, monkeypatch, limits, who):
+    """Negative control: for those of the living, and of whoever may be, all but one chunk goes."""
+    monkeypatch.setattr(holder, "_WITHDRAW_S", 0.5)
+    monkeypatch.setattr(holder, "_DEAD_CLAIM_S", 3.0)
+    os.makedirs(f"{root}/{SHARED_DIR}/claims")
+    day_ago = time.time_ns() - 86400 * 10**9
+    paths = [write_chunk(f"{root}/{NAME}", n, mtime_ns=day_ago) for n in range(5)]
+    name = {"dead": dead_name(), "alive": unique_name()}.get(who, "node9-1-00000000-1")
+    theirs = claim(name, namespace=None, limits=limits)
+    book(root).publish(theirs)
+    if who == "silent for an hour":
+        hour_ago = time.time_ns() - 3600 * 10**9
+        os.utime(f"{root}/{SHARED_DIR}/claims/{name}.json", ns=(hour_ago, hour_ago))
+    obeyed = who in ("alive", "heard of just now")
+
+    def until():
+        if obeyed:
+            return sum(map(os.path.exists, paths)) <= 1
+        return book(root).usage() is not None and not book(root).claims()
+
+    maintain(root, until)
+    assert all(map(os.path.exists, paths)) is not obeyed
+
+
+def test_a_dead_engines_claim_stays_while_its_namespace_cannot_be_counted(root, monkeypatch):
+    monkeypatch.setattr(holder, "_WITHDRAW_S", 0.0)
+    monkeypatch.setattr(holder, "_COUNT_ALL_S", 0.0)
+    os.makedirs(f"{root}/{SHARED_DIR}/claims")
+    book(root).publish(claim(dead_name(), granted=8192))
+    real, failures = scan._changed, []
+
+    def fail(*args):
+        if len(failures) < 5:
+            failures.append(len(book(root).claims()))
+            raise OSError(5, "I/O error")
+        return real(*args)
+
+    monkeypatch.setattr(scan, "_changed", fail)
+    maintain(root, lambda: not book(root).claims())
+    assert failures == [1] * 5
+
+
+def _write_on_beside_an_unlistable_directory(root, monkeypatch, until):
+    """Keep a root whose bound is 1 MiB, until `until(num_steps, paths)`; return 10 files' paths.
+
+    With every count that is published an engine has written 64 KiB more, none of which stays: what it was
+    granted and what is not counted yet are the same bytes, and they are 1 MiB after 16 steps without a count.
+    """
+    monkeypatch.setattr(holder, "_COUNT_ALL_S", 0.05)
+    paths = [write_chunk(f"{root}/{NAME}", n, mtime_ns=(n + 1) * 10**9) for n in range(10)]
+    bad = scan.shard_path(f"{root}/{NAME}", 0xABC)
+    paths.append(write_chunk(f"{root}/{NAME}", "abc" + "0" * 29))
+    real, failures = scan.list_shard, []
+
+    def fail(path, idx, *rest):
+        if path == bad:
+            failures.append(path)
+            return scan.Shard(idx, 0, scan.np.empty(0, scan.RECORD), error=OSError(5, "I/O error"))
+        return real(path, idx, *rest)
+
+    monkeypatch.setattr(scan, "list_shard", fail)
+    os.makedirs(f"{root}/{SHARED_DIR}/claims")
+    other = claim(granted=64 << 10)
+    book(root).publish(other)
+    seen_at = [0]
+
+    def step():
+        usage = book(root).usage()
+        if usage is not None and usage.at_ms != seen_at[-1]:
+            seen_at.append(usage.at_ms)
+            written = (len(seen_at) - 1) * (64 << 10)
+            book(root).publish(replace(other, granted=written + (64 << 10), written=written))
+        return until(len(seen_at) - 1, paths)
+
+    maintain(root, step)
+    assert len(failures) > 2, "the directory was not looked at"
+    return paths
+
+
+def test_a_directory_that_cannot_be_listed_is_not_paid_for_by_all_others(root, monkeypatch):
+    """Were nothing counted because of it, what is granted would only ever grow, and all be pruned for it."""
+    paths = _write_on_beside_an_unlistable_directory(root, monkeypatch, lambda steps, _: steps > 40)
+    assert all(os.path.exists(path) for path in paths)
+    assert book(root).usage().pruned_files == 0
+
+
+def test_negative_control_without_that_rule_all_others_are_pruned(root, monkeypatch):
+    monkeypatch.setattr(holder, "_MAX_UNLISTABLE", 0)
+    *others, unlistable = _write_on_beside_an_unlistable_directory(
+        root, monkeypatch, lambda _, paths: not any(map(os.path.exists, paths[:-1]))
+    )
+    assert not any(os.path.exists(path) for path in others)
+    assert os.path.exists(unlistable)
+
+
+def test_a_bound_is_kept_and_the_oldest_go(root):
+    paths = [write_chunk(f"{root}/{NAME}", n, 65536, mtime_ns=(n + 1) * 10**9) for n in range(32)]
+    maintain(
+        root,
+        lambda: disk_nbytes(root) <= 1 << 20 and book(root).usage().nbytes == disk_nbytes(root),
+        mine=claim(),
+    )
+    left = [os.path.exists(path) for path in paths]
+    assert left == sorted(left)
+    assert sum(left) >= 13
+    assert book(root).usage().nbytes == disk_nbytes(root)
+
+
+def test_parts_in_the_root_itself_are_collected_too(root):
+    write_chunk(f"{root}/{NAME}", "abc" + "0" * 29)
+    dead, living = (f"{root}/.fskv-{name}.part" for name in (dead_name(), unique_name()))
+    foreign = f"{root}/notes.part"
+    for path in (dead, living, foreign):
+        with open(path, "w") as file:
+            file.write("x")
+    maintain(root, lambda: not os.path.exists(dead))
+    assert os.path.exists(living)
+    assert os.path.exists(foreign)
+
+
+def test_after_a_long_absence_a_claim_covers_what_the_engine_has_not_returned_and_no_more_is_granted(
+    root, monkeypatch
+):
+    """Others may have been given it; but the engine may be about to use it, and what we heard last is old."""
+    sent, listening = [], [True]
+
+    def send(message):
+        if listening[0]:
+            sent.append(message)
+        return listening[0]
+
+    async def steps(away_s):
+        maintainer = Maintainer(root, claim(), send)
+        while not any("grant" in message for message in sent):
+            maintainer.step()
+            await asyncio.sleep(0.005)
+        first = sum(message.get("grant", 0) for message in sent)
+        maintainer.hear(maintenance.Engine(used=100))
+        sent.clear()
+        late = time.monotonic() + away_s
+        monkeypatch.setattr(time, "monotonic", lambda: late)
+        listening[0] = False  # its pipe is full
+        maintainer.step()
+        listening[0] = True
+        maintainer.step()
+        assert sent[0] == {"revoke": True}
+        assert not any("grant" in message for message in sent)
+        assert granted() == first
+        maintainer.hear(maintenance.Engine(used=300, returned=first - 300))
+        maintainer.step()
+        grants = sum(message.get("grant", 0) for message in sent)
+        assert granted() == 300 + grants
+        assert grants
+        await maintainer.close()
+
+    def granted():
+        return max(mine.granted for mine in book(root).claims())
+
+    asyncio.run(steps(maintenance._AWAY_S + 1))
+
+
+def test_a_claim_that_somebody_took_away_is_published_again_and_what_is_unused_is_returned(root):
+    """A machine was suspended, and its clocks with it: others think that its engine is gone."""
+    sent = []
+
+    async def steps():
+        maintainer = Maintainer(root, claim(), lambda message: sent.append(message) or True)
+        while not any("grant" in message for message in sent):
+            maintainer.step()
+            await asyncio.sleep(0.005)
+        sent.clear()
+        (mine,) = book(root).claims()
+        book(root).withdraw(mine.name)
+        maintainer._published = maintainer._claim  # it was published, as far as we know
+        maintainer.step()
+        maintainer.step()
+        assert {"revoke": True} in sent
+        assert not any("grant" in message for message in sent)
+        assert [again.name for again in book(root).claims()] == [mine.name]
+        await maintainer.close()
+
+    asyncio.run(steps())
+
+
+def test_a_directory_in_the_place_of_a_shared_file_is_moved_aside_and_pruning_goes_on(root):
+    for number in range(40):
+        write_chunk(f"{root}/{NAME}", number)
+    usage = f"{root}/{SHARED_DIR}/usage.json"
+    os.makedirs(f"{usage}/precious")
+    maintain(root, lambda: disk_nbytes(root) <= 100_000, mine=claim(limits=Limits(100_000)))
+    assert os.path.isfile(usage)
+    (aside,) = [name for name in os.listdir(f"{root}/{SHARED_DIR}") if ".foreign-" in name]
+    assert os.path.isdir(f"{root}/{SHARED_DIR}/{aside}/precious")
+
+
+def test_a_manifest_that_is_nested_too_deep_keeps_nothing_from_being_counted(root):
+    other = f"cpu/other@{'f' * 16}"
+    with open(f"{make_namespace(root, other)}/namespace.json", "w") as file:
+        file.write("[" * 200_000)
+    write_chunk(f"{root}/{other}", 1)
+    maintain(root, lambda: usage_of(root) is not None, timeout_s=4)
+    assert usage_of(root).namespaces[other][1] == 1
+
+
+def usage_of(root):
+    with contextlib.suppress(OSError):
+        return book(root).usage()
+    return None
+
+
+def test_after_a_root_that_hung_the_next_step_comes_soon():
+    assert maintenance.pause_after(0.1) == 0.2
+    assert maintenance.pause_after(30.0) <= maintenance._ALIVE_S
+
+
+def test_room_is_made_with_what_the_snapshot_knows(root, monkeypatch):
+    """A walk of all may take longer than an engine waits for its process: it would never end."""
+    for number in range(50):
+        write_chunk(f"{root}/{NAME}", number)
+    age_directories(f"{root}/{NAME}")
+    maintain(root, lambda: usage_of(root) is not None)
+    assert os.path.exists(f"{root}/{NAME}/snapshot.msgpack")
+    listed = []
+    real = scan.list_shard
+    monkeypatch.setattr(scan, "list_shard", lambda *args: listed.append(args) or real(*args))
+
+    async def make_room():
+        maintainer = Maintainer(root, claim())
+        maintainer.step()
+        await maintainer.make_room()
+        await maintainer.close()
+
+    asyncio.run(make_room())
+    assert disk_nbytes(root) == 0
+    assert listed == []
+
+
+def test_a_link_in_the_place_of_what_is_shared_is_not_followed(root, tmp_path):
+    home = tmp_path / "home"
+    home.mkdir()
+    os.symlink(home, f"{root}/{SHARED_DIR}")
+    with pytest.raises(OSError):
+        Maintainer(str(root), None).start()
+    assert not any(home.rglob("*.json"))
+    os.unlink(f"{root}/{SHARED_DIR}")
+    Maintainer(str(root), None).start()  # the control
+
+
+def test_the_bound_of_a_tenant_holds_for_a_namespace_that_was_counted_before_its_manifest(
+    root, monkeypatch
+):
+    monkeypatch.setattr(holder, "_COUNT_ALL_S", 0.2)
+    path = f"{root}/{NAME}"
+    write_chunk(path, "abc" + "0" * 29)
+    counted, tenants = [], []
+
+    def until():
+        usage = book(root).usage()
+        if usage is None:
+            return False
+        if not counted:
+            counted.append(usage.tenants)
+            assert usage.tenants == {}
+            with open(f"{path}/namespace.json", "w") as file:
+                json.dump({"tenant": "blue"}, file)
+        tenants.append(usage.tenants.get(NAME))
+        return disk_nbytes(path) == 0
+
+    watcher = claim(namespace=None, limits=Limits(tenants={"blue": 1}))
+    maintain(root, until, mine=watcher)
+    assert "blue" in tenants

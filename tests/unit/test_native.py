@@ -1,0 +1,966 @@
+"""What runs outside the interpreter does what Python does, or leaves the chunk to Python as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import random
+import struct
+import threading
+import time
+import tracemalloc
+import zlib
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from places import REPOSITORY
+from test_jobs import DEADLINE, POISON, Bench
+from world import damage, make_identity, returns_in_time, wait_for
+
+from fskv import chunk_file, mac, namespace
+from fskv.chunk_file import ROW_NBYTES
+from fskv.job import NativeEvent
+from fskv.transports import host
+from fskv.types import Status
+
+_native = pytest.importorskip("fskv._native", reason="the C extension was not built")
+
+
+class Nothing:
+    """A task of Python's; the queue hands it out."""
+
+
+def run(transfer, slot):
+    """Run one transfer in this thread; returns its events, or None when it was left to Python."""
+    queue = _native.Queue(1)
+    last = _native.Transfer(Nothing, False)
+    queue.push([transfer, last])
+    taken = queue.take(slot)
+    queue.finish(taken)
+    if taken is transfer:
+        return None
+    return [NativeEvent(kind) for _, kind, _ in queue.take_events()]
+
+
+class Chunks:
+    """One World, its chunks moved by single transfers."""
+
+    def __init__(self, world):
+        self.world = world
+        self.slot = world.transport.new_slot(0)
+
+    def transfer(self, number, block_ids, first_block=0, guard=None, *, is_load):
+        request = self.world.request(number, block_ids, first_block)
+        return self.world.store.transfer(
+            Nothing, request.chunk, request.plan, guard or _native.Guard(), is_load=is_load
+        )
+
+    def store(self, number, block_ids, first_block=0):
+        self.slot.array[:] = 0xEE
+        return run(self.transfer(number, block_ids, first_block, is_load=False), self.slot)
+
+    def load(self, number, block_ids, first_block=0):
+        for tensor in self.world.tensors:
+            tensor[:] = POISON
+        self.slot.array[:] = 0xDD
+        return run(self.transfer(number, block_ids, first_block, is_load=True), self.slot)
+
+
+@pytest.fixture
+def chunks(make_world):
+    return Chunks(make_world(native=True))
+
+
+STORED = [NativeEvent.GATHERED, NativeEvent.STORED]
+
+
+# --- digests and copies -------------------------------------------------------------------------
+
+
+@given(st.integers(1, 40), st.integers(0, 2**32))
+@settings(max_examples=60, deadline=None)
+def test_digests_are_those_of_the_xxhash_package(num_pages, seed):
+    data = np.random.default_rng(seed).bytes(4096 * num_pages)
+    assert _native.row_digests(data) == chunk_file.row_digests(memoryview(data))
+
+
+@pytest.mark.parametrize(
+    "nbytes", [241, 256, 1023, 1024, 1025, 1088, 4096, 65535, 65536, 65536 + 300]
+)
+@pytest.mark.parametrize("fill", [0, 0xFF, None])
+def test_digests_of_any_length_that_a_row_may_have(nbytes, fill):
+    data = np.random.default_rng(nbytes).bytes(nbytes) if fill is None else bytes([fill]) * nbytes
+    wanted = [
+        xxhash.xxh3_64_digest(data[at : at + ROW_NBYTES]) for at in range(0, nbytes, ROW_NBYTES)
+    ]
+    assert _native.row_digests(data) == b"".join(wanted)
+
+
+def _keyed_row_digests():
+    return getattr(_native, "keyed_row_digests", None) or pytest.skip("this CPU has no AVX2")
+
+
+def _blake3_rows(data, key):
+    from blake3 import blake3
+
+    rows = (data[at : at + ROW_NBYTES] for at in range(0, len(data), ROW_NBYTES))
+    return b"".join(blake3(row, key=key).digest(16) for row in rows)
+
+
+_KEYED_LENGTHS = (
+    *range(1, 130),
+    *(n * 1024 + more for n in range(1, 65) for more in (-1, 0, 1)),
+    *(ROW_NBYTES + 1, 2 * ROW_NBYTES, 2 * ROW_NBYTES + 4096, 1 << 21),
+)
+
+
+def test_keyed_digests_are_those_of_the_blake3_package():
+    keyed = _keyed_row_digests()
+    rng = random.Random(1)
+    content, key = rng.randbytes(1 << 21), rng.randbytes(32)
+    for nbytes in _KEYED_LENGTHS:
+        assert keyed(content[:nbytes], key) == _blake3_rows(content[:nbytes], key), nbytes
+    for fill in (bytes(ROW_NBYTES), b"\xff" * ROW_NBYTES):
+        for key in (bytes(32), b"\xff" * 32, rng.randbytes(32)):
+            assert keyed(fill, key) == _blake3_rows(fill, key)
+
+
+@pytest.mark.parametrize("path", [0, 1, 2], ids=["plain", "avx2", "avx512"])
+def test_each_path_gives_the_digest_of_the_package(native_library, path):
+    """A CPU takes the fastest that it has; nodes of one root have different ones."""
+    source = REPOSITORY / "fskv" / "csrc" / "blake3.c"
+    version = zlib.crc32(source.read_bytes())  # the library is made once for each content
+    library = ctypes.CDLL(native_library("blake3_paths", f"-DBUILT_OF={version}"))
+    library.keyed_by.argtypes = [
+        *(ctypes.c_int, ctypes.c_char_p, ctypes.c_char_p),
+        *(ctypes.c_size_t, ctypes.c_char_p),
+    ]
+    rng = random.Random(3)
+    content, key = rng.randbytes(ROW_NBYTES), rng.randbytes(32)
+    for nbytes in (n for n in _KEYED_LENGTHS if n <= ROW_NBYTES):
+        digest = ctypes.create_string_buffer(16)
+        if not library.keyed_by(path, key, content, nbytes, digest):
+            pytest.skip("this CPU does not have it")
+        assert digest.raw == _blake3_rows(content[:nbytes], key), nbytes
+
+
+@given(st.integers(1, 3 * ROW_NBYTES), st.integers(0, 2**32), st.binary(min_size=32, max_size=32))
+@settings(max_examples=200, deadline=None)
+def test_keyed_digests_of_any_length_and_key(nbytes, seed, key):
+    data = random.Random(seed).randbytes(nbytes)
+    assert _keyed_row_digests()(memoryview(data), key) == _blake3_rows(data, key)
+
+
+@pytest.mark.parametrize(
+    ("data", "key", "error"),
+    [
+        (b"", bytes(32), ValueError),
+        (b"x", bytes(31), ValueError),
+        (b"x", bytes(33), ValueError),
+        ("x", bytes(32), TypeError),
+        (b"x", None, TypeError),
+    ],
+)
+def test_keyed_digests_of_anything_else_are_refused(data, key, error):
+    with pytest.raises(error):
+        _keyed_row_digests()(data, key)
+
+
+def test_a_key_digests_the_same_with_and_without_the_extension(monkeypatch):
+    key = mac.MacKey("a", bytes(range(32)))
+    payload = memoryview(random.Random(2).randbytes(5 * ROW_NBYTES + 4096))
+    calls = []
+    real = _keyed_row_digests()
+    monkeypatch.setattr(mac, "_keyed_row_digests", lambda *given: calls.append(1) or real(*given))
+    found = key.row_digests(payload, ROW_NBYTES)
+    assert calls == [1], "one call for all rows"
+    monkeypatch.setattr(mac, "_keyed_row_digests", None)
+    assert key.row_digests(payload, ROW_NBYTES) == found
+    assert len(found) == 6 * mac.ROW_DIGEST_NBYTES
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 240, 65536 + 240])
+def test_rows_too_short_for_this_digest_are_refused_and_not_guessed(nbytes):
+    with pytest.raises(ValueError, match="rows must not be shorter than 241"):
+        _native.row_digests(bytes(nbytes))
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        *[(2, 0, 0, 8), (-1, 0, 0, 8), (0, 93, 0, 8), (0, -1, 0, 8), (0, 0, 57, 8), (0, 0, -1, 8)],
+        *[(0, 0, 0, -1), (0, 2**62, 0, 2**62), (0, 0, 2**63 - 1, 1), (1, 0, 0, 51)],
+    ],
+)
+def test_a_span_outside_a_tensor_or_the_slot_is_refused_before_anything_is_copied(row):
+    tensors = [np.ones(100, np.uint8), np.ones(50, np.uint8)]
+    slot = np.zeros(128, np.uint8)
+    table = np.array([(0, 0, 0, 8), row], np.int64)
+    for to_slot in (True, False):
+        with pytest.raises(ValueError, match="outside"):
+            _native.copy_spans(_native.Pages(tensors), table, slot, 64, to_slot)
+    assert not slot.any()
+    assert all(tensor.all() for tensor in tensors)
+
+
+def test_a_table_of_another_type_is_refused():
+    pages = _native.Pages([np.ones(100, np.uint8)])
+    for table in (np.zeros((1, 4), np.int32), np.zeros(3, np.int64)):
+        with pytest.raises(ValueError, match="int64 of shape"):
+            _native.copy_spans(pages, table, np.zeros(64, np.uint8), 0, True)
+    with pytest.raises((ValueError, BufferError)):
+        _native.Pages([b"read only"])
+
+
+def test_the_digest_that_names_a_file_is_that_of_the_xxhash_package():
+    """Of every length that a key may have, and longer: each class of lengths is computed differently."""
+    source = random.Random(1)
+    for nbytes in [*range(1300), 4095, 4096, 65537]:
+        for fill in (source.randbytes(nbytes), bytes(nbytes), b"\xff" * nbytes):
+            assert _native.name_digest(fill) == xxhash.xxh3_128_digest(fill), nbytes
+
+
+@given(st.binary(max_size=400))
+@settings(max_examples=300, deadline=None)
+def test_the_digest_of_any_bytes_is_that_of_the_xxhash_package(key):
+    assert _native.name_digest(key) == xxhash.xxh3_128_digest(key)
+
+
+def test_a_digest_of_anything_else_is_refused():
+    for value in ("text", bytearray(3), None):
+        with pytest.raises(TypeError):
+            _native.name_digest(value)
+
+
+# --- looking at files from outside; tests/unit/test_presence.py asks what the answers are -----------
+
+
+FILES = {0: ((b"/nowhere", b".g0.kv", 7),)}
+
+
+@pytest.mark.parametrize(
+    ("chunks", "missed", "files", "error"),
+    [
+        ([(b"k", 0)], b"", FILES, ValueError),
+        ([(b"k", 0)], b"\0\0", FILES, ValueError),
+        ([(b"k", 1)], b"\0", FILES, KeyError),
+        ([(b"k", 0)], b"\0", {}, KeyError),
+        ([(b"k", 0)], b"\0", {0: ()}, ValueError),
+        ([(b"k", 0)], b"\0", {0: [(b"/x", b".kv", 1)]}, ValueError),  # a list may change meanwhile
+        ([(b"k", 0)], b"\0", {0: ([b"/x", b".kv", 1],)}, TypeError),
+        ([(b"k", 0)], b"\0", {0: ((b"/x", b".kv"),)}, TypeError),
+        ([(b"k", 0)], b"\0", {0: (("/x", b".kv", 1),)}, TypeError),
+        ([(b"k", 0)], b"\0", {0: ((b"/x\0y", b".kv", 1),)}, ValueError),
+        ([(b"k", 0)], b"\0", {0: ((b"/x", b".k\0v", 1),)}, ValueError),
+        ([(b"k", 0)], b"\0", {0: ((b"/x", b".kv", 2**70),)}, OverflowError),
+        ([(b"k", 0)], b"\0", {"0": ((b"/x", b".kv", 1),)}, TypeError),
+        ([(b"k", 0)], b"\0", [FILES], TypeError),
+        ([("k", 0)], b"\0", FILES, TypeError),
+        ([(bytearray(b"k"), 0)], b"\0", FILES, TypeError),
+        ([(b"k", "0")], b"\0", FILES, TypeError),
+        ([(b"k", 2**70)], b"\0", FILES, OverflowError),
+        ([b"k0"], b"\0", FILES, TypeError),
+        ([[b"k", 0]], b"\0", FILES, TypeError),
+        (7, b"\0", FILES, TypeError),
+        ([(b"k", 0)], "0", FILES, TypeError),
+    ],
+)
+def test_a_probe_with_other_arguments_is_refused(chunks, missed, files, error):
+    with pytest.raises(error):
+        _native.probe_chunks(chunks, missed, files)
+
+
+def test_probes_leak_neither_memory_nor_files(tmp_path):
+    chunks = [(b"%d" % n, n % 2) for n in range(50)]
+    files = {g: ((os.fsencode(tmp_path), b".g%d.kv" % g, 7),) * 3 for g in range(2)}
+    num_open = len(os.listdir("/proc/self/fd"))
+
+    def look(times):
+        for _ in range(times):
+            _native.probe_chunks(chunks, bytes([0, 1] * 25), files)
+            for wrong in ({0: files[0]}, {0: files[0], 1: ()}):
+                with contextlib.suppress(KeyError, ValueError):
+                    _native.probe_chunks(chunks, bytes(50), wrong)
+            _native.list_shard(os.fsencode(tmp_path))
+            with contextlib.suppress(OSError):
+                _native.list_shard(b"/nowhere")
+
+    look(10)
+    tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
+    look(300)
+    used = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert used < 20_000  # 300 times one object of a call would be more
+    assert len(os.listdir("/proc/self/fd")) == num_open
+
+
+# --- listing a shard ------------------------------------------------------------------------------
+
+RECORD = struct.Struct("<16sIIqQ")
+DIGITS = "5db" + "e6da63de3a8ac060fc86b912758d4"
+
+
+def list_shard(path):
+    records, others = _native.list_shard(os.fsencode(path))
+    return sorted(RECORD.iter_unpack(records)), sorted(others)
+
+
+@pytest.fixture
+def shard(tmp_path):
+    path = tmp_path / "chunks" / DIGITS[:3]
+    path.mkdir(parents=True)
+    return path
+
+
+def test_a_shards_chunk_files_are_records_of_their_names_ages_and_bytes(shard):
+    expected = []
+    for rank, group, nbytes in [
+        (None, 0, 0),
+        (0, 0, 5000),
+        (1, 0, 4096),
+        (999999, 999999, 100_000),
+    ]:
+        part = "" if rank is None else f".r{rank}"
+        path = shard / f"{DIGITS}.g{group}{part}.kv"
+        path.write_bytes(os.urandom(nbytes))
+        os.utime(path, ns=(1, 1_700_000_000_123_456_789 + group))
+        info = os.stat(path)
+        on_disk = info.st_blocks * 512 or nbytes
+        record_rank = 0 if rank is None else rank + 1
+        expected.append((bytes.fromhex(DIGITS), group, record_rank, info.st_mtime_ns, on_disk))
+    assert list_shard(shard) == (sorted(expected), [])
+
+
+def test_many_chunks_and_others_are_all_listed_once(shard):
+    source = random.Random(2)
+    digests = {bytes.fromhex(f"{DIGITS[:3]}{source.getrandbits(116):029x}") for _ in range(3000)}
+    for digest in digests:
+        (shard / f"{digest.hex()}.g1.kv").touch()
+    names = {f"node-{n}-abcdef01-{'x' * (n % 200)}.part" for n in range(300)}
+    for name in names:
+        (shard / name).touch()
+    records, others = list_shard(shard)
+    assert [record[0] for record in records] == sorted(digests)
+    assert others == sorted(b"f" + name.encode() for name in names)
+
+
+FOREIGN = [
+    DIGITS,
+    f"{DIGITS}.kv",
+    f"{DIGITS}.g.kv",
+    f"{DIGITS}.g1",
+    f"{DIGITS}.g1.kv.part",
+    f"{DIGITS}.g1.kvx",
+    f"{DIGITS}.g01.kv",
+    f"{DIGITS}.g1234567.kv",
+    f"{DIGITS}.g-1.kv",
+    f"{DIGITS}.g1.r.kv",
+    f"{DIGITS}.g1.r00.kv",
+    f"{DIGITS}.g1.r1234567.kv",
+    f"{DIGITS}.r1.g1.kv",
+    f"{DIGITS}.g1.r1.r1.kv",
+    f"{DIGITS}0.g1.kv",
+    f"{DIGITS[:-1]}.g1.kv",
+    f"{DIGITS.upper()}.g1.kv",
+    f"{DIGITS[:-1]}x.g1.kv",
+    f"6{DIGITS[1:]}.g1.kv",  # of another shard
+    ".nfs000000000001",
+    "g",
+]
+
+
+def test_what_is_no_chunk_file_is_named_with_its_kind_and_never_a_record(shard):
+    for name in FOREIGN:
+        (shard / name).touch()
+    (shard / f"{DIGITS}.g2.kv").mkdir()
+    (shard / f"{DIGITS}.g3.kv").symlink_to(shard / "g")
+    (shard / f"{DIGITS}.g4.kv").symlink_to("nowhere")
+    os.mkfifo(shard / f"{DIGITS}.g5.kv")
+    odd = os.fsencode(shard) + b"/\xff\n name"
+    os.close(os.open(odd, os.O_CREAT | os.O_WRONLY))
+    expected = [b"f" + name.encode() for name in FOREIGN] + [
+        b"d" + f"{DIGITS}.g2.kv".encode(),
+        b"l" + f"{DIGITS}.g3.kv".encode(),
+        b"l" + f"{DIGITS}.g4.kv".encode(),
+        b"?" + f"{DIGITS}.g5.kv".encode(),
+        b"f\xff\n name",
+    ]
+    assert list_shard(shard) == ([], sorted(expected))
+    # The control: a name as it should be.
+    (shard / f"{DIGITS}.g1.kv").touch()
+    assert len(list_shard(shard)[0]) == 1
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.from_regex(r"\A5db[0-9a-f]{27,30}\.(g|r)[0-9]{0,7}(\.r[0-9]{0,7})?\.kv\Z"))
+def test_a_record_is_made_of_what_python_would_parse(tmp_path_factory, name):
+    shard = tmp_path_factory.mktemp("shards") / DIGITS[:3]
+    shard.mkdir()
+    (shard / name).touch()
+    parsed = namespace.parse_chunk_path(f"chunks/{DIGITS[:3]}/{name}")
+    records, others = list_shard(shard)
+    if parsed is None:
+        assert (records, others) == ([], [b"f" + name.encode()])
+    else:
+        rank = 0 if parsed.rank is None else parsed.rank + 1
+        assert others == []
+        assert [record[:3] for record in records] == [
+            (bytes.fromhex(parsed.name), parsed.group_idx, rank)
+        ]
+
+
+def test_a_directory_that_is_no_shard_has_no_chunk_files(tmp_path):
+    for name in ("5d", "5dbe", "5DB", "chunks"):
+        directory = tmp_path / name
+        directory.mkdir()
+        (directory / f"{DIGITS}.g1.kv").touch()
+        assert list_shard(directory) == ([], [f"f{DIGITS}.g1.kv".encode()])
+
+
+def test_a_shard_that_cannot_be_listed_is_an_error_that_names_it(shard):
+    (shard / "file").touch()
+    for path, error in [
+        (shard / "no", FileNotFoundError),
+        (shard / "file", NotADirectoryError),
+    ]:
+        with pytest.raises(error) as caught:
+            _native.list_shard(os.fsencode(path))
+        assert os.fsdecode(caught.value.filename) == str(path)
+    with pytest.raises(ValueError):
+        _native.list_shard(b"a\0b")
+    with pytest.raises(TypeError):
+        _native.list_shard(str(shard))
+
+
+# --- one chunk ------------------------------------------------------------------------------------
+
+
+def test_a_file_written_here_is_the_one_that_python_writes(make_world):
+    ours, python = make_world(native=True), make_world()
+    for number, first_block in enumerate((0, 1, 3)):
+        content = ours.fill(range(first_block, 4), seed=number)
+        assert Chunks(ours).store(number, range(first_block, 4), first_block) == STORED
+        with open(ours.path(number), "rb") as file:
+            native_bytes = bytearray(file.read())
+        os.unlink(ours.path(number))
+        assert python.put(number, content, first_block) is Status.OK
+        with open(python.path(number), "rb") as file:
+            python_bytes = bytearray(file.read())
+        headers = [chunk_file.parse_header(b) for b in (native_bytes, python_bytes)]
+        assert abs(headers[0].written_at_ms - headers[1].written_at_ms) < 60_000
+        for data, header in zip((native_bytes, python_bytes), headers, strict=True):
+            at = data.rindex(header.written_at_ms.to_bytes(8, "big"), 0, ours.base)
+            data[at : at + 8] = bytes(8)
+            data[24:32] = bytes(8)  # the header's checksum covers the time
+        assert native_bytes == python_bytes
+    assert ours.parts() == []
+
+
+@pytest.mark.parametrize("direct_io", ["auto", "off"])
+@pytest.mark.parametrize("written_in", ["native", "python"])
+def test_each_reads_what_the_other_wrote(make_world, direct_io, written_in):
+    world = make_world(native=True, direct_io=direct_io)
+    chunks = Chunks(world)
+    content = world.fill(range(4), seed=1)
+    if written_in == "native":
+        assert chunks.store(1, range(4)) == STORED
+    else:
+        assert make_world(direct_io=direct_io).put(1, content) is Status.OK
+    assert make_world(direct_io=direct_io).get(1) == (Status.OK, content)
+    size = world.file_layout.block_nbytes
+    for first, num_blocks in [(0, 4), (0, 1), (1, 2), (3, 1), (2, 2)]:
+        ids = range(10, 10 + num_blocks)
+        assert chunks.load(1, ids, first) == [NativeEvent.LOADED]
+        assert world.pages(ids) == content[first * size : (first + num_blocks) * size]
+        untouched = world.pages([9, 10 + num_blocks])
+        assert untouched == bytes([POISON % 256]) * len(untouched)
+
+
+def test_a_partial_chunk_serves_the_blocks_that_it_has_and_leaves_others_to_python(chunks):
+    content = chunks.world.fill(range(2, 4), seed=3)
+    assert chunks.store(1, range(2, 4), 2) == STORED
+    assert chunks.load(1, range(2, 4), 2) == [NativeEvent.LOADED]
+    assert chunks.world.pages(range(2, 4)) == content
+    assert chunks.load(1, range(1, 4), 1) is None
+    assert not chunks.world.pages([1]).strip(bytes([POISON % 256]))
+
+
+def test_an_existing_file_of_the_right_size_stays_and_a_suspect_one_is_replaced(chunks):
+    world = chunks.world
+    first = world.fill(range(4), seed=1)
+    assert chunks.store(1, range(4)) == STORED
+    second = world.fill(range(4), seed=2)
+    assert chunks.store(1, range(4)) == [NativeEvent.GATHERED, NativeEvent.EXISTS]
+    assert chunks.load(1, range(4)) == [NativeEvent.LOADED]
+    assert world.pages(range(4)) == first
+    world.store._suspect(world.chunk(1))
+    world.fill(range(4), seed=2)
+    assert chunks.store(1, range(4)) == STORED
+    assert chunks.load(1, range(4)) == [NativeEvent.LOADED]
+    assert world.pages(range(4)) == second
+
+
+@pytest.mark.parametrize("wrong", ["short", "long", "directory", "symlink", "fifo"])
+def test_what_is_not_our_file_is_never_loaded_and_a_store_repairs_or_leaves_it(chunks, wrong):
+    world = chunks.world
+    world.fill(range(4), seed=1)
+    assert chunks.store(1, range(4)) == STORED
+    path = world.path(1)
+    if wrong == "short":
+        os.truncate(path, world.file_layout.file_nbytes - 4096)
+    elif wrong == "long":
+        os.truncate(path, world.file_layout.file_nbytes + 4096)
+    else:
+        os.rename(path, f"{world.root}/elsewhere")
+        {
+            "directory": os.mkdir,
+            "fifo": os.mkfifo,
+            "symlink": lambda p: os.symlink(f"{world.root}/elsewhere", p),
+        }[wrong](path)
+    assert returns_in_time(lambda: chunks.load(1, range(4)) or "left") == "left"
+    content = world.fill(range(4), seed=2)
+    assert chunks.store(1, range(4)) == (None if wrong == "directory" else STORED)
+    if wrong != "directory":
+        assert chunks.load(1, range(4)) == [NativeEvent.LOADED]
+        assert world.pages(range(4)) == content
+    assert world.parts() == []
+
+
+def test_a_load_refreshes_an_old_mtime_after_it_was_told_and_not_a_new_one(chunks):
+    chunks.world.fill(range(4), seed=1)
+    assert chunks.store(1, range(4)) == STORED
+    path = chunks.world.path(1)
+    for age, refreshed in ((700, True), (100, False)):
+        then = time.time() - age
+        os.utime(path, (then, then))
+        assert chunks.load(1, range(4)) == [NativeEvent.LOADED]
+        assert (os.stat(path).st_mtime > then + 1) is refreshed
+        os.utime(path, (then, then))
+        chunks.world.fill(range(4), seed=1)
+        assert chunks.store(1, range(4)) == [NativeEvent.GATHERED, NativeEvent.EXISTS]
+        assert (os.stat(path).st_mtime > then + 1) is refreshed
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o666])
+def test_modes_do_not_depend_on_where_the_file_is_written(tmp_path, make_world, mode):
+    world = make_world(native=True)
+    world.transport.native = host.Native(
+        **{
+            name: getattr(world.transport.native, name)
+            for name in host.Native.__slots__
+            if name != "file_mode"
+        },
+        file_mode=mode,
+    )
+    world.store._native_layouts[0] = world.store._native_layout(0)
+    world.fill(range(4), seed=1)
+    umask = os.umask(0)
+    try:
+        assert Chunks(world).store(1, range(4)) == STORED
+    finally:
+        os.umask(umask)
+    assert os.stat(world.path(1)).st_mode & 0o7777 == mode
+    assert os.stat(os.path.dirname(world.path(1))).st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("other", ["identity", "layout", "key", "rank", "group"])
+def test_the_file_of_another_chunk_under_this_name_is_not_loaded(make_world, other):
+    """The name is 128 bits of a hash, and a directory can be moved: the header decides."""
+    world = make_world(native=True)
+    stranger = make_world(
+        root=f"{world.root}/other",
+        native=True,
+        **{
+            "identity": {"identity": make_identity(model_name="org/other")},
+            "layout": {"layout_digest": b"M" * 16},
+            "key": {},
+            "rank": {"rank": 1},
+            "group": {"group_idx": 1},
+        }[other],
+    )
+    stranger.fill(range(4), seed=1)
+    number = 2 if other == "key" else 1
+    assert Chunks(stranger).store(number, range(4)) == STORED
+    world.fill(range(4), seed=1)
+    chunks = Chunks(world)
+    assert chunks.store(1, range(4)) == STORED
+    assert chunks.load(1, range(4)) == [NativeEvent.LOADED]
+    os.replace(stranger.path(number), world.path(1))
+    assert chunks.load(1, range(4)) is None
+    assert not world.pages(range(4)).strip(bytes([POISON % 256]))
+
+
+@pytest.fixture
+def small(make_world):
+    """A chunk of 8 KiB, header included, so that every bit of it can be tried."""
+    return Chunks(make_world(native=True, pages=(24, 8), blocks_per_chunk=2, direct_io="off"))
+
+
+def test_every_single_flipped_bit_of_a_file_is_found_before_a_page_is_written(small):
+    world = small.world
+    content = world.fill(range(2), seed=1)
+    assert small.store(1, range(2)) == STORED
+    loads = [small.transfer(1, range(2), is_load=True) for _ in range(8 * 8192)]
+    with open(world.path(1), "r+b") as file:
+        data = bytearray(file.read())
+        for tensor in world.tensors:
+            tensor[:] = POISON
+        for at in range(len(data)):
+            for bit in range(8):
+                os.pwrite(file.fileno(), bytes([data[at] ^ 1 << bit]), at)
+                assert run(loads[8 * at + bit], small.slot) is None, (at, bit)
+            os.pwrite(file.fileno(), data[at : at + 1], at)
+        assert not world.pages(range(2)).strip(bytes([POISON % 256]))
+    assert small.load(1, range(2)) == [NativeEvent.LOADED]
+    assert world.pages(range(2)) == content
+
+
+def test_negative_control_a_flip_in_rows_that_are_not_wanted_is_not_looked_at(chunks):
+    """So the walk above would see a reader that checks less."""
+    chunks.world.fill(range(4), seed=1)
+    assert chunks.store(1, range(4)) == STORED
+    damage(chunks.world.path(1), chunks.world.base + 3 * ROW_NBYTES + 5)
+    assert chunks.load(1, [0]) == [NativeEvent.LOADED]
+    assert chunks.load(1, range(4)) is None
+
+
+# --- the guard ------------------------------------------------------------------------------------
+
+
+def test_an_abandoned_job_is_neither_read_from_nor_written_to(chunks):
+    chunks.world.fill(range(4), seed=1)
+    assert chunks.store(1, range(4)) == STORED
+    for is_load in (True, False):
+        guard = _native.Guard()
+        guard.abandon()
+        assert guard.abandoned
+        assert not guard.enter()
+        for tensor in chunks.world.tensors:
+            tensor[:] = POISON
+        chunks.slot.array[:] = 0xEE
+        transfer = chunks.transfer(1 if is_load else 2, range(4), guard=guard, is_load=is_load)
+        assert run(transfer, chunks.slot) == [NativeEvent.ABANDONED]
+        if is_load:
+            assert not chunks.world.pages(range(4)).strip(bytes([POISON % 256]))
+        else:
+            assert (chunks.slot.array == 0xEE).all()
+            assert not os.path.exists(chunks.world.path(2))
+
+
+def test_abandon_waits_for_who_is_inside_and_for_nobody_else():
+    guard = _native.Guard()
+    assert guard.enter()
+    done = threading.Event()
+    thread = threading.Thread(target=lambda: (guard.abandon(), done.set()), daemon=True)
+    thread.start()
+    wait_for(lambda: guard.abandoned)
+    assert not done.wait(0.05)
+    assert not guard.enter()
+    guard.leave()
+    assert done.wait(20)
+
+
+# --- jobs -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def make_native_bench(make_world):
+    with contextlib.ExitStack() as stack:
+
+        def make(**options):
+            world = make_world(native=True, **options.pop("world", {}))
+            bench = Bench(world, **options)
+            bench.clock.now = time.monotonic()  # the queue outside the interpreter has this clock
+            stack.callback(bench.runner._pool.close)
+            return bench
+
+        yield make
+
+
+def test_jobs_run_outside_the_interpreter_and_say_what_python_would(make_native_bench, monkeypatch):
+    bench = make_native_bench(num_threads=3, num_slots=8)
+    for name in ("get", "put"):
+        monkeypatch.setattr(bench.world.store, name, None)  # nothing comes by there
+    job, contents = bench.store([1, 2, 3])
+    assert not bench.finish(job)[0].failed
+    wait_for(lambda: bench.statuses(loads=False) == {Status.OK: 3})
+    again, _ = bench.store([1, 2, 3])
+    bench.finish(again)
+    wait_for(lambda: bench.statuses(loads=False) == {Status.OK: 3, Status.EXISTS: 3})
+    load = bench.load([1, 2, 3], place=5)
+    (result,) = bench.finish(load)
+    assert (result.failed, result.nbytes) == (False, sum(map(len, contents.values())))
+    for i, n in enumerate((1, 2, 3)):
+        assert bench.world.pages(bench.blocks(5 + i)) == contents[n]
+    bench.wait_until_idle()
+
+
+def test_a_bad_chunk_is_judged_by_python_discarded_and_healed(make_native_bench):
+    bench = make_native_bench()
+    job, contents = bench.store([1, 2, 3])
+    bench.finish(job)
+    wait_for(lambda: bench.statuses(loads=False) == {Status.OK: 3})
+    damage(bench.world.path(2), bench.world.base + 70_000)
+    os.unlink(bench.world.path(3))
+    load = bench.load([1, 2, 3], place=5)
+    assert bench.finish(load)[0].failed
+    assert bench.statuses(loads=True) == {Status.OK: 1, Status.CORRUPT: 1, Status.MISSING: 1}
+    assert bench.poisoned(6)
+    assert bench.poisoned(7)
+    assert not os.path.exists(bench.world.path(2))
+    job, contents = bench.store([1, 2, 3])
+    bench.finish(job)
+    load = bench.load([1, 2, 3], place=5)
+    assert not bench.finish(load)[0].failed
+    assert bench.world.pages(bench.blocks(6)) == contents[2]
+    bench.wait_until_idle()
+
+
+def test_directories_that_vanish_are_made_again(make_native_bench):
+    bench = make_native_bench()
+    for where in ("tmp", "chunks", ""):
+        os.system(f"rm -rf '{bench.world.directory.path}/{where}'")
+        job, _ = bench.store([1, 2])
+        bench.finish(job)
+        bench.wait_until_idle()
+        load = bench.load([1, 2], place=5)
+        assert not bench.finish(load)[0].failed
+
+
+def test_wait_frees_the_pages_and_what_was_gathered_ahead_is_written(make_native_bench):
+    bench = make_native_bench(num_threads=1, num_slots=20)
+    jobs = [bench.store([10 * n, 10 * n + 1], place=2 * n) for n in range(1, 5)]
+    returns_in_time(lambda: bench.runner.wait([job for job, _ in jobs]) or 1)
+    for n in range(1, 5):
+        for place in (2 * n, 2 * n + 1):
+            bench.poison(bench.blocks(place))
+    bench.finish(*(job for job, _ in jobs))
+    bench.wait_until_idle()
+    statuses = bench.statuses(loads=False)
+    assert statuses[Status.OK] == 8  # 20 slots were enough for all
+    for n, (_, contents) in enumerate(jobs, 1):
+        load = bench.load([10 * n, 10 * n + 1], place=12)
+        assert not bench.finish(load)[0].failed
+        assert bench.world.pages(bench.blocks(12)) == contents[10 * n]
+
+
+def test_a_hung_file_system_fails_the_load_at_its_deadline_and_never_touches_the_pages(
+    make_native_bench, monkeypatch
+):
+    """A fifo opened for reading would hang; ours is refused. So the hang is Python's own part of the way."""
+    bench = make_native_bench(num_threads=2, num_slots=8)
+    begun, held = threading.Event(), threading.Event()
+
+    def hang(*arguments):
+        begun.set()
+        return Status.OK if held.wait(60) else Status.IO_ERROR
+
+    monkeypatch.setattr(bench.world.store, "get", hang)
+    job = bench.load([1])  # absent: left to Python
+    assert begun.wait(60)
+    bench.clock.now = time.monotonic() + DEADLINE.max_s
+    assert bench.poll()[job].failed
+    assert bench.runner.num_threads_hung == 1
+    held.set()
+    bench.wait_until_idle()
+    assert bench.poisoned(0)
+
+
+def test_closing_drops_what_is_queued_and_frees_the_threads(make_native_bench):
+    bench = make_native_bench(num_threads=2, num_slots=8)
+    job, _ = bench.store([1, 2, 3])
+    bench.finish(job)
+    bench.wait_until_idle()
+    bench.runner._pool.close()
+    wait_for(lambda: bench.runner._pool._num_alive == 0)
+    bench.store([4])  # dropped, and nothing raises
+    assert bench.runner._slots.num_used == 0
+
+
+def test_transfers_that_make_no_sense_are_refused():
+    guard, pages = _native.Guard(), _native.Pages([np.zeros(4096, np.uint8)])
+    sizes = {
+        "header_nbytes": 4096,
+        "payload_nbytes": 4096,
+        "content_nbytes": 64,
+        "block_nbytes": 32,
+    }
+    rest = {"num_blocks": 2, "format_version": 1, "open_flags": 0, "fsync": False}
+    rest |= {"file_mode": 0o600, "dir_mode": 0o700, "touch_interval_s": 600.0}
+    pieces = {"head": b"h", "middle": b"m", "rows": b"r", "tail": b"t"}
+    layout = _native.Layout(**pieces, **sizes, **rest)
+    for change in (
+        {"header_nbytes": 100},
+        {"payload_nbytes": 100},
+        {"content_nbytes": 8192},
+        {"block_nbytes": 0},
+        {"num_blocks": 3},
+        {"head": bytes(5000)},
+    ):
+        with pytest.raises(ValueError, match="do not fit"):
+            _native.Layout(**{**pieces, **sizes, **rest, **change})
+    table = np.array([(0, 0, 0, 64)], np.int64)
+
+    def make(key=b"k" * 32, path=b"/p", table=table, first=0, num=2):
+        return _native.Transfer(None, True, layout, pages, guard, path, b"", key, table, first, num)
+
+    make()
+    for bad in (
+        {"key": b""},
+        {"key": bytes(256)},
+        {"path": b"/a\0b"},
+        {"first": 1},
+        {"num": 0},
+        {"num": 2**32 - 1, "first": 2},
+        {"table": np.array([(0, 0, 1, 64)], np.int64)},
+    ):
+        with pytest.raises(ValueError, match=r"Transfer|outside"):
+            make(**bad)
+    queue = _native.Queue(1)
+    transfer = make()
+    queue.push([transfer])
+    for again in ([transfer], [make(), transfer]):
+        with pytest.raises(ValueError, match="queued before"):
+            queue.push(again)
+    twice = make()
+    with pytest.raises(ValueError, match="queued before"):
+        queue.push([twice, twice])
+    with pytest.raises(ValueError, match="only before"):
+        transfer.use_slot(host.HostSlot(0, np.zeros(8192, np.uint8)))
+    with pytest.raises(ValueError, match="too small"):
+        make().use_slot(host.HostSlot(0, np.zeros(4096, np.uint8)))
+    with pytest.raises(TypeError):
+        queue.push([object()])
+    with pytest.raises(TypeError):  # no paths
+        _native.Transfer(None, True, layout, pages, guard, key=b"k", num_blocks=1)
+
+
+def test_nothing_is_leaked_however_a_transfer_ends(make_native_bench, request):
+    import gc
+    import weakref
+
+    bench = make_native_bench(num_threads=2, num_slots=20)
+    gc.collect()
+    gc.disable()  # circles would wait for it, and with 10^6 objects beside them, for long
+    request.addfinalizer(gc.enable)
+    alive = []
+    transfer = bench.world.store.transfer
+
+    def watched(owner, *args, **options):
+        alive.append(weakref.ref(owner.request.plan.table))
+        return transfer(owner, *args, **options)
+
+    bench.world.store.transfer = watched
+    for n in range(4):
+        job, _ = bench.store([1 + n, 2 + n], place=2)  # stored, exists
+        bench.runner.wait([job])  # some ahead, some cancelled
+        bench.finish(job)
+        bench.wait_until_idle()
+        for number in (1 + n, 99):  # good, absent
+            bench.finish(bench.load([number], place=8))
+    bench.wait_until_idle()
+    bench.outcomes.clear()
+    assert len(alive) >= 16
+    wait_for(lambda: [ref for ref in alive if ref() is not None] == [])
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_without_the_extension_the_same_is_done_in_python(make_world, monkeypatch, native):
+    if not native:
+        monkeypatch.setattr(host, "_native", None)
+    world = make_world(native=True)
+    assert (world.transport.native is not None) is native
+    assert ("in Python" in world.transport.description) is not native
+    content = world.fill(range(4), seed=1)
+    bench = Bench(world)
+    if native:
+        bench.clock.now = time.monotonic()
+    request = world.request(1, range(4))
+    bench.runner.submit_store(100, [request], None)
+    bench.finish(100)
+    bench.wait_until_idle()
+    load = bench.load([1], place=3)
+    assert not bench.finish(load)[0].failed
+    assert world.pages(bench.blocks(3)) == content
+    bench.runner._pool.close()
+
+
+def test_pages_on_a_device_are_python_s_and_the_file_is_still_done_outside(
+    make_native_bench, monkeypatch
+):
+    """As with CUDA: gathering and scattering go through the transport, writing and checking do not."""
+    bench = make_native_bench(num_threads=2, num_slots=12)
+    transport, store = bench.world.transport, bench.world.store
+    fields = {name: getattr(transport.native, name) for name in host.Native.__slots__}
+    transport.native = host.Native(**{**fields, "pages": None})
+    transport._pages = None
+    for name in ("get", "put"):
+        monkeypatch.setattr(store, name, None)  # nothing comes by there
+    job, contents = bench.store([1, 2, 3])
+    bench.runner.wait([job])  # some are gathered ahead
+    bench.finish(job)
+    bench.wait_until_idle()
+    again, _ = bench.store([1, 2, 3])
+    bench.finish(again)
+    bench.wait_until_idle()
+    load = bench.load([1, 2, 3], place=5)
+    assert not bench.finish(load)[0].failed
+    for i, n in enumerate((1, 2, 3)):
+        assert bench.world.pages(bench.blocks(5 + i)) == contents[n]
+    monkeypatch.undo()
+    damage(bench.world.path(2), bench.world.base + 70_000)
+    load = bench.load([1, 2, 3], place=5)
+    assert bench.finish(load)[0].failed
+    assert bench.poisoned(6)
+    assert not os.path.exists(bench.world.path(2))
+    bench.wait_until_idle()
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_a_span_outside_costs_its_chunk_and_not_the_engine_s_step(make_world, native):
+    world = make_world(native=native)
+    bench = Bench(world)
+    if native:
+        bench.clock.now = time.monotonic()
+    job, contents = bench.store([1, 2])
+    bench.finish(job)
+    bench.wait_until_idle()
+    bad = world.request(1, range(62, 66))  # two blocks beyond the tensors
+    bench.poison(bench.blocks(5))
+    bench.runner.submit_load(100, [bad, world.request(2, bench.blocks(5))], None)
+    assert bench.finish(100)[0].failed
+    assert bench.statuses(loads=True) == {Status.IO_ERROR: 1, Status.OK: 1}
+    assert world.pages(bench.blocks(5)) == contents[2]
+    bench.runner.submit_store(101, [bad], None)
+    assert not bench.finish(101)[0].failed
+    bench.wait_until_idle()
+    bench.runner._pool.close()
+
+
+def test_a_chunk_on_its_way_to_a_device_is_touched_after_it_was_delivered(make_native_bench):
+    bench = make_native_bench()
+    native = bench.world.transport.native
+    fields = {name: getattr(native, name) for name in host.Native.__slots__}
+    bench.world.transport.native = host.Native(**{**fields, "pages": None})
+    job, _ = bench.store([1])
+    bench.finish(job)
+    bench.wait_until_idle()
+    then = time.time() - 700
+    os.utime(bench.world.path(1), (then, then))
+    seen = []
+    scatter = bench.world.transport.scatter
+
+    def look(*args):
+        seen.append(os.stat(bench.world.path(1)).st_mtime)
+        scatter(*args)
+
+    bench.world.transport.scatter = look
+    assert not bench.finish(bench.load([1], place=3))[0].failed
+    bench.wait_until_idle()
+    assert seen == [pytest.approx(then, abs=1)]
+    assert os.stat(bench.world.path(1)).st_mtime > then + 600

@@ -1,0 +1,730 @@
+"""A chunk that is served is the chunk that was stored; anything else on the disk is a miss."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import socket
+import stat
+import struct
+import threading
+import time
+import warnings
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from world import World, damage, make_identity, read_by_hand, returns_in_time
+
+from faults.transport import FaultTransport, FileScript, Script, install
+from fskv import chunk_file
+from fskv.errors import ConfigError
+from fskv.gds_io import SlotPool
+from fskv.transports import host
+from fskv.transports.host import HostTransport
+from fskv.types import Status
+
+ROW = 65536
+BLOCK = sum(World.PAGES)
+
+
+# --- round trips ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("direct_io", ["auto", "off"])
+def test_what_was_put_is_got_and_a_reader_by_hand_finds_the_same(make_world, direct_io):
+    world = make_world(direct_io=direct_io)
+    content = world.content()
+    before_ms = time.time() * 1000
+    assert world.put(1, content) is Status.OK
+    assert world.get(1) == (Status.OK, content)
+
+    found = read_by_hand(world.path(1))
+    assert found.payload == content + bytes(len(found.payload) - len(content))
+    assert found.header_nbytes == world.file_layout.header_nbytes
+    meta = found.meta
+    assert meta["key"] == world.chunk(1).key_hash
+    assert (meta["group"], meta["rank"], meta["first_block"]) == (0, 0, 0)
+    assert (meta["blocks"], struct.unpack("<2Q", meta["pages"])) == (4, World.PAGES)
+    assert meta["namespace"] == world.directory.digest
+    assert (meta["layout"], meta["codec"], meta["checksum"]) == (b"L" * 16, 0, "xxh3-64")
+    assert meta["written_at"] >= before_ms - 1
+    assert world.parts() == []
+    assert world.chunk_files() == [world.path(1)]
+    assert stat.S_IMODE(os.stat(world.path(1)).st_mode) == 0o600
+
+
+def test_a_file_written_by_hand_is_got(world):
+    """The other way round: what the format describes is what the store reads."""
+    content = world.content()
+    layout = world.file_layout
+    payload = content + bytes(layout.payload_nbytes - len(content))
+    header = chunk_file.ChunkHeader(
+        key_hash=world.chunk(5).key_hash,
+        group_idx=0,
+        rank=0,
+        namespace_digest=world.directory.digest,
+        layout_digest=layout.digest,
+        num_blocks=4,
+        page_nbytes=World.PAGES,
+        first_block=0,
+        payload_nbytes=layout.payload_nbytes,
+        row_digests=chunk_file.row_digests(memoryview(payload)),
+        creator="another writer",
+        written_at_ms=0,
+    )
+    os.makedirs(os.path.dirname(world.path(5)))
+    with open(world.path(5), "wb") as file:
+        file.write(chunk_file.encode_header(header, layout.header_nbytes) + payload)
+    assert world.get(5) == (Status.OK, content)
+    assert world.put(5, world.content(seed=9)) is Status.EXISTS
+    assert world.get(5) == (Status.OK, content)
+
+
+def test_a_chunk_that_was_never_put_is_missing(world):
+    assert world.get(1) == (Status.MISSING, None)
+    world.put(2, world.content())
+    assert world.get(1) == (Status.MISSING, None)
+
+
+def test_a_partial_chunk_serves_its_blocks_and_no_earlier_ones(world):
+    content = world.content(num_blocks=2)
+    assert world.put(1, content, first_block=2) is Status.OK
+    assert world.get(1, 2) == (Status.OK, content)
+    assert world.get(1, 3) == (Status.OK, content[BLOCK:])
+    assert world.get(1, 1) == (Status.MISSING, None)
+    assert world.get(1, 0) == (Status.MISSING, None)
+    assert os.path.exists(world.path(1))
+    # The slot was full of old bytes: none of them is in the file.
+    assert not any(read_by_hand(world.path(1)).payload[: 2 * BLOCK])
+
+
+def test_a_partial_chunk_is_replaced_by_a_full_one_after_a_load_needed_more(world):
+    """Else the hole stays for ever: hit, failed load, recompute, store that finds it there."""
+    assert world.put(1, world.content(num_blocks=1), first_block=3) is Status.OK
+    assert world.get(1, 0) == (Status.MISSING, None)
+    content = world.content(seed=2)
+    assert world.put(1, content) is Status.OK
+    assert world.get(1, 0) == (Status.OK, content)
+
+
+@settings(max_examples=60, deadline=None, database=None)
+@given(st.data())
+def test_damage_is_noticed_in_the_rows_of_the_wanted_blocks_and_nowhere_else(
+    tmp_path_factory, data
+):
+    world = World(tmp_path_factory.mktemp("kv"))
+    content = world.content()
+    world.put(1, content)
+    first = data.draw(st.integers(0, 3))
+    num = data.draw(st.integers(1, 4 - first))
+    at = data.draw(st.integers(0, world.file_layout.payload_nbytes - 1))
+    damage(world.path(1), world.base + at)
+    start = first * BLOCK // ROW * ROW
+    stop = -(-(first + num) * BLOCK // ROW) * ROW
+    if first + num == 4:
+        stop = world.file_layout.payload_nbytes
+    if start <= at < stop:
+        assert world.get(1, first, num) == (Status.CORRUPT, None)
+        assert not os.path.exists(world.path(1))
+    else:
+        wanted = content[first * BLOCK : (first + num) * BLOCK]
+        assert world.get(1, first, num) == (Status.OK, wanted)
+
+
+def test_a_second_put_of_the_same_chunk_finds_it_there_and_changes_nothing(world):
+    world.put(1, world.content())
+    before = os.stat(world.path(1))
+    assert world.put(1, world.content(seed=1)) is Status.EXISTS
+    assert os.stat(world.path(1)).st_ino == before.st_ino
+    assert world.get(1)[1] == world.content()
+
+
+def test_use_refreshes_an_old_mtime_and_leaves_a_new_one(world):
+    world.put(1, world.content())
+    now = time.time()
+    for use in (lambda: world.get(1), lambda: world.put(1, world.content())):
+        os.utime(world.path(1), (now - 7000, now - 7000))
+        assert use()
+        assert os.stat(world.path(1)).st_mtime > now - 60
+        os.utime(world.path(1), (now - 300, now - 300))
+        use()
+        assert os.stat(world.path(1)).st_mtime == pytest.approx(now - 300, abs=5)
+
+
+# --- damage -----------------------------------------------------------------------------------
+
+
+def truncate(nbytes):
+    return lambda world, path: os.truncate(path, nbytes(world))
+
+
+def append(data):
+    def do(world, path):
+        with open(path, "ab") as file:
+            file.write(data)
+
+    return do
+
+
+def overwrite(data):
+    def do(world, path):
+        size = os.stat(path).st_size
+        with open(path, "wb") as file:
+            file.write((data * size)[:size])
+
+    return do
+
+
+DAMAGES = {
+    "empty": truncate(lambda world: 0),
+    "cut in the prefix": truncate(lambda world: 17),
+    "cut in the header": truncate(lambda world: world.base // 2),
+    "cut at the payload": truncate(lambda world: world.base),
+    "cut in the payload": truncate(lambda world: world.base + 70001),
+    "one byte short": truncate(lambda world: world.file_layout.file_nbytes - 1),
+    "one byte long": append(b"\0"),
+    "garbage behind": append(b"garbage" * 1000),
+    "zeros": overwrite(b"\0"),
+    "ones": overwrite(b"\xff"),
+    "a flip in the magic": lambda world, path: damage(path, 3),
+    "a flip in the header": lambda world, path: damage(path, 100),
+    "a flip in the header's padding": lambda world, path: damage(path, world.base - 1),
+    "a flip in the payload": lambda world, path: damage(path, world.base + 123456),
+    "a flip in the payload's padding": lambda world, path: damage(
+        path, world.file_layout.file_nbytes - 1
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_a_damaged_file_is_a_miss_is_discarded_and_is_stored_again(world, kind):
+    content = world.content()
+    world.put(1, content)
+    DAMAGES[kind](world, world.path(1))
+    assert world.get(1) == (Status.CORRUPT, None)
+    assert not os.path.exists(world.path(1))
+    assert world.get(1) == (Status.MISSING, None)
+    assert world.put(1, content) is Status.OK
+    assert world.get(1) == (Status.OK, content)
+
+
+@pytest.mark.parametrize("kind", ["empty", "one byte short", "one byte long", "cut in the payload"])
+def test_a_file_of_the_wrong_size_is_replaced_by_a_put(world, kind):
+    world.put(1, world.content())
+    DAMAGES[kind](world, world.path(1))
+    assert world.put(1, world.content()) is Status.OK
+    assert world.get(1) == (Status.OK, world.content())
+
+
+def test_a_torn_write_of_the_right_size_is_corrupt(world):
+    """What a power cut without fsync may leave: the size is there, the last pages are not."""
+    world.put(2, world.content(seed=3))
+    size = os.stat(world.path(2)).st_size
+    os.truncate(world.path(2), size - 3 * 4096)
+    os.truncate(world.path(2), size)
+    assert world.get(2) == (Status.CORRUPT, None)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"identity": make_identity(arch="sm_90")},
+        {"layout_digest": b"M" * 16},
+        {"rank": 1},
+        {"group_idx": 1},
+    ],
+    ids=["namespace", "layout", "rank", "group"],
+)
+def test_a_chunk_copied_from_elsewhere_is_stale_and_discarded(make_world, options):
+    world = make_world()
+    other = make_world(**options)
+    other.put(1, other.content(seed=7))
+    os.makedirs(os.path.dirname(world.path(1)), exist_ok=True)
+    if other.path(1) != world.path(1):
+        shutil.copy(other.path(1), world.path(1))
+    assert world.get(1) == (Status.STALE, None)
+    assert not os.path.exists(world.path(1))
+    assert world.put(1, world.content()) is Status.OK
+    assert world.get(1) == (Status.OK, world.content())
+
+
+def test_a_chunk_renamed_to_another_key_is_stale(world):
+    world.put(1, world.content(seed=1))
+    os.makedirs(os.path.dirname(world.path(2)), exist_ok=True)
+    os.rename(world.path(1), world.path(2))
+    assert world.get(2) == (Status.STALE, None)
+    assert world.get(1) == (Status.MISSING, None)
+
+
+def test_a_file_of_a_later_format_is_stale(world):
+    world.put(1, world.content())
+    damage(world.path(1), 8, 0x03)  # version 1 -> 2
+    assert world.get(1) == (Status.STALE, None)
+
+
+def in_place(world, make):
+    os.makedirs(os.path.dirname(world.path(1)), exist_ok=True)
+    make(world.path(1))
+
+
+def test_a_directory_in_a_chunks_place_is_a_miss_and_is_moved_aside_never_deleted(world):
+    in_place(world, os.mkdir)
+    with open(f"{world.path(1)}/precious", "w") as file:
+        file.write("not ours")
+    status, _ = world.get(1)
+    assert status in (Status.STALE, Status.MISSING)
+    assert os.path.exists(f"{world.path(1)}/precious")
+    assert world.put(1, world.content()) is Status.OK
+    assert world.get(1) == (Status.OK, world.content())
+    (aside,) = [f for f in world.chunk_files() if f.endswith("precious")]
+    assert os.path.dirname(aside) != world.path(1)
+    with open(aside) as file:
+        assert file.read() == "not ours"
+    assert world.parts() == []
+
+
+def test_a_symlink_in_a_chunks_place_is_not_followed(world, tmp_path):
+    world.put(2, world.content(seed=2))
+    target = tmp_path / "target"
+    shutil.copy(world.path(2), target)
+    before = target.read_bytes()
+    in_place(world, lambda path: os.symlink(target, path))
+    assert world.get(1) == (Status.STALE, None)
+    assert world.put(1, world.content()) is Status.OK
+    assert not os.path.islink(world.path(1))
+    assert world.get(1) == (Status.OK, world.content())
+    assert target.read_bytes() == before
+
+
+def test_a_dangling_symlink_in_a_chunks_place_writes_nothing_behind_it(world, tmp_path):
+    in_place(world, lambda path: os.symlink(tmp_path / "nowhere", path))
+    assert world.get(1) == (Status.STALE, None)
+    assert world.put(1, world.content()) is Status.OK
+    assert not os.path.exists(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("direct_io", ["auto", "off"])
+def test_a_fifo_in_a_chunks_place_does_not_hang(make_world, direct_io):
+    world = make_world(direct_io=direct_io)
+    in_place(world, os.mkfifo)
+    assert returns_in_time(lambda: world.get(1)) == (Status.STALE, None)
+    assert returns_in_time(lambda: world.put(1, world.content())) is Status.OK
+    assert world.get(1) == (Status.OK, world.content())
+
+
+def test_a_socket_in_a_chunks_place_is_stale(world, tmp_path, monkeypatch):
+    in_place(world, lambda path: None)
+    monkeypatch.chdir(os.path.dirname(world.path(1)))  # the name is too long for bind()
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.bind("./s")
+        os.rename("s", world.path(1))
+    assert world.get(1)[0] in (Status.STALE, Status.IO_ERROR)
+
+
+def test_a_file_in_the_place_of_a_chunks_directory_leaves_no_part(world):
+    where = os.path.dirname(world.path(1))
+    with open(where, "w") as file:
+        file.write("not ours")
+    assert world.get(1) == (Status.MISSING, None)
+    assert not world.put(1, world.content()).good
+    assert world.parts() == []
+    with open(where) as file:
+        assert file.read() == "not ours"
+
+
+# --- scripted faults --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("operation", ["open", "read"])
+def test_a_stale_handle_is_tried_again_once_and_the_file_is_kept(make_world, operation):
+    world = make_world()
+    world.put(1, world.content())
+    world.transport.script = Script(**{operation: "S"})
+    assert world.get(1) == (Status.OK, world.content())
+    world.transport.script = Script(**{operation: "SS"})
+    assert world.get(1) == (Status.STALE, None)
+    assert os.path.exists(world.path(1))
+    assert world.get(1) == (Status.OK, world.content())
+
+
+def test_a_stale_handle_at_a_write_is_tried_again_once(make_world):
+    """After an NFS server's restart every first call says ESTALE."""
+    world = make_world(faults=Script(write="S"))
+    assert world.put(1, world.content()) is Status.OK
+    assert world.get(1) == (Status.OK, world.content())
+
+
+def test_a_stale_handle_at_the_rename_is_tried_again_once(world, monkeypatch):
+    rename, calls = os.rename, []
+
+    def stale_once(source, target):
+        calls.append(target)
+        if len(calls) == 1:
+            raise OSError(116, "Stale file handle")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", stale_once)
+    assert world.put(1, world.content()) is Status.OK
+    assert world.get(1) == (Status.OK, world.content())
+
+
+@pytest.mark.parametrize(
+    ("operation", "event", "status"),
+    [
+        ("open", "A", Status.DENIED),
+        ("open", "E", Status.IO_ERROR),
+        ("open", "M", Status.MISSING),
+        ("read", "E", Status.IO_ERROR),
+        ("read", "s", Status.CORRUPT),
+        ("read", "B", Status.CORRUPT),
+    ],
+)
+def test_a_read_that_fails_is_a_miss_and_the_next_put_writes_again(
+    make_world, operation, event, status
+):
+    world = make_world()
+    world.put(1, world.content())
+    world.transport.script = Script(**{operation: event})
+    assert world.get(1) == (status, None)
+    if status is not Status.MISSING:
+        assert world.put(1, world.content()) is Status.OK  # suspect: not believed to be there
+        assert world.put(1, world.content()) is Status.EXISTS
+    assert world.get(1) == (Status.OK, world.content())
+
+
+@pytest.mark.parametrize("step", ["open", "pwritev", "close", "rename", "fsync", "short"])
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [(28, Status.NO_SPACE), (122, Status.NO_SPACE), (5, Status.IO_ERROR), (30, Status.DENIED)],
+    ids=["ENOSPC", "EDQUOT", "EIO", "EROFS"],
+)
+def test_a_write_that_fails_at_any_step_leaves_no_part_and_no_file(
+    make_world, monkeypatch, step, number, status
+):
+    world = make_world(fsync=True)
+    real = {name: getattr(os, name) for name in ("open", "pwritev", "close", "rename", "fsync")}
+
+    def fail(*args, **kwargs):
+        if step == "close":
+            real["close"](*args)
+        raise OSError(number, os.strerror(number))
+
+    def fail_open(path, *args, **kwargs):
+        if str(path).endswith(".part"):
+            fail()
+        return real["open"](path, *args, **kwargs)
+
+    def short(fd, buffers, offset):
+        if offset:
+            fail()
+        return real["pwritev"](fd, [buffers[0][:8192]], offset)
+
+    with monkeypatch.context() as patch:
+        name = "pwritev" if step == "short" else step
+        patch.setattr(os, name, {"open": fail_open, "short": short}.get(step, fail))
+        assert world.put(1, world.content()) is status
+    assert world.parts() == []
+    assert world.chunk_files() == []
+    assert world.put(1, world.content()) is Status.OK
+    assert world.get(1) == (Status.OK, world.content())
+
+
+def test_no_file_descriptor_is_left_open(make_world):
+    def load(world):
+        return [world.get(n)[0] for n in range(4)]
+
+    world = make_world()
+    world.put(0, world.content())
+    world.put(1, world.content())
+    load(world)
+    before = os.listdir("/proc/self/fd")
+    for event in "ENSAMsB":
+        for operation in ("open", "read", "touch", "write"):
+            world.transport.script = Script(**{operation: event + "*"})
+            load(world)
+            world.put(0, world.content())
+            world.put(9, world.content())
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
+# --- races ------------------------------------------------------------------------------------
+
+
+def test_two_threads_that_put_the_same_chunk_leave_one_good_file(make_world):
+    world = make_world()
+    start = threading.Barrier(4)
+    statuses = []
+
+    def put():
+        start.wait()
+        statuses.append(world.put(1, world.content()))
+
+    threads = [threading.Thread(target=put) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert len(statuses) == 4
+    assert all(status.good for status in statuses)
+    assert world.chunk_files() == [world.path(1)]
+    assert world.parts() == []
+    read_by_hand(world.path(1))
+
+
+def put_many(root, results):
+    world = World(root)
+    results.put([world.put(n, world.content(seed=n)).name for n in range(8)])
+
+
+def test_two_processes_that_put_the_same_chunks_leave_good_files(tmp_path):
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    processes = [
+        context.Process(target=put_many, args=(str(tmp_path / "kv"), results)) for _ in range(2)
+    ]
+    for process in processes:
+        process.start()
+    names = [name for _ in processes for name in results.get(timeout=60)]
+    for process in processes:
+        process.join(20)
+    assert set(names) <= {"OK", "EXISTS"}
+    world = World(tmp_path / "kv")
+    assert world.parts() == []
+    assert len(world.chunk_files()) == 8
+    for n in range(8):
+        content = world.content(seed=n)
+        assert read_by_hand(world.path(n)).payload[: len(content)] == content
+
+
+def test_a_reader_sees_a_whole_file_or_none_while_writers_replace_it(make_world):
+    world = make_world()
+    stop = threading.Event()
+
+    def rewrite():
+        while not stop.is_set():
+            world.store._suspect(world.chunk(1))
+            world.put(1, world.content())
+
+    writers = [threading.Thread(target=rewrite) for _ in range(2)]
+    for writer in writers:
+        writer.start()
+    try:
+        found = {world.get(1)[0] for _ in range(100)}
+    finally:
+        stop.set()
+        for writer in writers:
+            writer.join(20)
+    assert found <= {Status.OK, Status.MISSING}
+
+
+def test_a_good_file_that_replaced_a_bad_one_during_the_read_is_not_discarded(make_world):
+    world, other = make_world(), make_world()
+    other.put(2, other.content())  # so that there is a chunks directory
+    world.put(1, world.content())
+    damage(world.path(1), world.base)
+    world.transport.script = Script(read="H")
+    statuses = []
+    reader = threading.Thread(target=lambda: statuses.append(world.get(1)[0]))
+    reader.start()
+    world.transport.wait_until_hanging(1)
+    os.unlink(world.path(1))
+    assert other.put(1, other.content()) is Status.OK
+    world.transport.release()
+    reader.join(20)
+    assert statuses == [Status.CORRUPT]
+    assert other.get(1) == (Status.OK, other.content())
+
+
+def test_a_bad_file_that_cannot_be_discarded_is_replaced_by_the_next_put(world, monkeypatch):
+    world.put(1, world.content())
+    damage(world.path(1), world.base)
+
+    def refuse(path, **kwargs):
+        raise PermissionError(1, "no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", refuse)
+        assert world.get(1) == (Status.CORRUPT, None)
+    assert os.path.exists(world.path(1))
+    assert world.put(1, world.content()) is Status.OK
+    assert world.get(1) == (Status.OK, world.content())
+
+
+# --- somebody cleans up -----------------------------------------------------------------------
+
+
+def test_tmp_removed_while_running_is_made_again(world):
+    world.put(1, world.content())
+    os.rmdir(f"{world.directory.path}/tmp")
+    assert world.put(2, world.content()) is Status.OK
+    assert world.get(2) == (Status.OK, world.content())
+
+
+def test_the_whole_namespace_removed_while_running_is_made_again(world):
+    world.put(1, world.content())
+    shutil.rmtree(world.directory.path)
+    assert world.get(1) == (Status.MISSING, None)
+    assert world.put(1, world.content()) is Status.OK
+    assert os.path.exists(f"{world.directory.path}/namespace.json")
+
+
+def test_chunks_removed_while_running_are_made_again(world):
+    world.put(1, world.content())
+    shutil.rmtree(f"{world.directory.path}/chunks")
+    assert world.put(2, world.content()) is Status.OK
+    assert world.get(2) == (Status.OK, world.content())
+
+
+@pytest.mark.parametrize("mount_point", [True, False])
+def test_a_root_removed_while_running_is_not_made_again(world, mount_point):
+    """A mount that went away leaves an empty directory: filling it would fill the wrong disk."""
+    world.put(1, world.content())
+    shutil.rmtree(world.root)
+    if mount_point:
+        os.mkdir(world.root)
+    assert world.get(1) == (Status.MISSING, None)
+    assert not world.put(2, world.content()).good
+    assert os.path.exists(world.root) == mount_point
+    assert not mount_point or os.listdir(world.root) == []
+
+
+def test_a_root_removed_between_write_and_rename_is_not_made_again(world):
+    world.transport.after_write = lambda path: shutil.rmtree(world.root)
+    assert not world.put(1, world.content()).good
+    assert not os.path.exists(world.root)
+
+
+def test_a_part_removed_between_write_and_rename_is_no_file_and_no_error_that_escapes(world):
+    world.transport.after_write = os.unlink
+    assert not world.put(1, world.content()).good
+    assert world.chunk_files() == []
+
+
+# --- the host transport -----------------------------------------------------------------------
+
+
+def test_a_probe_file_left_by_a_crash_does_not_stop_the_start(world):
+    """In a container each start has the same pid."""
+    tmp = f"{world.directory.path}/tmp"
+    made, real = [], os.open
+
+    def note(path, flags, *args, **kwargs):
+        if flags & os.O_CREAT:
+            made.append(path)
+        return real(path, flags, *args, **kwargs)
+
+    def start():
+        return HostTransport(world.tensors, 4096, probe_dir=tmp, direct_io="auto")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "open", note)
+        start()
+    for path in made:
+        with open(path, "w"):
+            pass
+    start()
+
+
+def test_direct_io_on_refuses_a_file_system_without_it_and_auto_does_not(world, monkeypatch):
+    real = os.open
+
+    def no_direct(path, flags, *args, **kwargs):
+        if flags & os.O_DIRECT:
+            raise OSError(22, "Invalid argument")
+        return real(path, flags, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", no_direct)
+    tmp = f"{world.directory.path}/tmp"
+    with pytest.raises(ConfigError, match="direct_io"):
+        HostTransport(world.tensors, 4096, probe_dir=tmp, direct_io="on")
+    assert "buffered" in HostTransport([], 4096, probe_dir=tmp, direct_io="auto").description
+    assert os.listdir(tmp) == []
+
+
+def test_slots_are_bounded_aligned_and_reused(world):
+    pool = SlotPool(world.transport, 3)
+    slots = [pool.take() for _ in range(3)]
+    assert pool.take() is None
+    assert all(slot.array.ctypes.data % 4096 == 0 for slot in slots)
+    pool.give_back(slots[0])
+    assert pool.take() is slots[0]
+    assert pool.num_used == 3
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["kept_out", "negative_control"])
+def test_a_child_process_has_no_part_in_the_slots(world, monkeypatch, kept):
+    """O_DIRECT and fork: the bytes of a read in progress could end up in the child's page only."""
+    if not kept:
+        monkeypatch.setattr(host.mmap, "MADV_DONTFORK", host.mmap.MADV_HUGEPAGE)
+    slot = world.transport.new_slot(0)
+    address = slot.array.ctypes.data
+    slot.array[:] = 1
+    assert _is_mapped(address)
+    reading, writing = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # 3.12: beside threads; this child only looks
+        child = os.fork()
+    if child == 0:
+        os.write(writing, b"yes" if _is_mapped(address) else b"no")
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(reading, 3) == (b"no" if kept else b"yes")
+    os.close(reading)
+    os.close(writing)
+
+
+def _is_mapped(address):
+    with open("/proc/self/maps") as file:
+        ranges = [line.split()[0].split("-") for line in file]
+    return any(int(start, 16) <= address < int(stop, 16) for start, stop in ranges)
+
+
+def test_a_slot_that_cannot_be_made_is_not_counted_as_used(world, monkeypatch):
+    pool = SlotPool(world.transport, 2)
+
+    def no_memory(index):
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(world.transport, "new_slot", no_memory)
+        for _ in range(5):
+            assert taken(pool) is None
+    assert pool.num_used == 0
+    assert pool.take() is not None
+
+
+def taken(pool):
+    try:
+        return pool.take()
+    except MemoryError:
+        return None
+
+
+def test_negative_control_a_script_in_a_file_breaks_the_disk_while_it_is_there(world, tmp_path):
+    """For tests of other processes; here in this one."""
+    script = tmp_path / "script"
+    undo = install(FileScript(str(script)), modules=["fskv.transports.host"])
+    try:
+        tmp = f"{world.directory.path}/tmp"
+        transport = host.HostTransport(world.tensors, 4096, probe_dir=tmp, direct_io="off")
+    finally:
+        undo()
+    assert isinstance(transport, FaultTransport)
+    assert host.HostTransport is HostTransport
+    world.transport.script = transport.script
+    world.put(1, world.content())
+    assert world.get(1)[0] is Status.OK
+    script.write_text("read=E*")
+    assert world.get(1)[0] is Status.IO_ERROR
+    script.write_text("read=H*")
+    statuses = []
+    reader = threading.Thread(target=lambda: statuses.append(world.get(1)[0]))
+    reader.start()
+    world.transport.wait_until_hanging(1)
+    script.unlink()
+    reader.join(20)
+    assert statuses == [Status.OK]
