@@ -141,7 +141,7 @@ class Round:
         end = time.monotonic() + ENGINE_S
         since = None
         while True:
-            alive = engine._process.poll() is None  # noqa: SLF001
+            alive = engine.running
             if os.path.exists(self._file(number, "end")):
                 since = since or time.monotonic()
                 files = _complete(self.root)

@@ -49,8 +49,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 ENV_DEFAULTS = {
     "HF_HUB_OFFLINE": "1",
@@ -79,33 +79,67 @@ POLL_S = 0.05
 TERMINATE_GRACE_S = 5.0
 
 
+class Process(Protocol):
+    """What is asked of an engine's process, which leads a session of its own; as subprocess.Popen has it."""
+
+    pid: int
+    returncode: int | None
+
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+
+
+# (paths of request and result, environment, path of the log) -> the process
+Launch = Callable[[list[str], dict[str, str], str], Process]
+
+
+def launch_child(paths: list[str], env: dict[str, str], log_path: str) -> Process:
+    """Start this file as a new process of the interpreter."""
+    return launch_process([os.path.abspath(__file__), *paths], env, log_path)
+
+
+def launch_process(arguments: list[str], env: dict[str, str], log_path: str) -> Process:
+    """Start `python ARGUMENTS` with its output in the log, as the leader of a session."""
+    command = [sys.executable, *arguments]
+    with open(log_path, "ab") as log:
+        log.write(f"$ {shlex.join(command)}\n".encode())
+        log.flush()
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=env,
+            start_new_session=True,  # the engine and its workers are one process group
+        )
+
+
 class RunningEngine:
     """An engine child that was started; `wait` must be called, or `kill`.
 
     One thread owns it, but `kill` may be called from any other.
     """
 
-    def __init__(self, request: dict[str, Any], directory: str) -> None:
+    def __init__(
+        self, request: dict[str, Any], directory: str, launch: Launch = launch_child
+    ) -> None:
+        os.makedirs(directory, exist_ok=True)
         self.log_path = os.path.join(directory, "engine.log")
         self._result_path = os.path.join(directory, "result.json")
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._result_path)
         request_path = os.path.join(directory, "request.json")
         _write_json(request_path, request)
         env = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
         env.update(ENV_DEFAULTS)
         env.update(request.get("env") or {})
-        command = [sys.executable, os.path.abspath(__file__), request_path, self._result_path]
-        with open(self.log_path, "ab") as log:
-            log.write(f"$ {shlex.join(command)}\n".encode())
-            log.flush()
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=env,
-                start_new_session=True,  # the engine and its workers are one process group
-            )
+        self._process = launch([request_path, self._result_path], env, self.log_path)
         self.pid = self._process.pid
+
+    @property
+    def running(self) -> bool:
+        """Whether it has not ended yet."""
+        return self._process.poll() is None
 
     def wait(self, timeout_s: float) -> dict[str, Any]:
         """Wait for the engine to end and return its result; kill it after the timeout.
@@ -149,12 +183,7 @@ class RunningEngine:
 
 def start_engine(request: dict[str, Any], directory: str | None = None) -> RunningEngine:
     """Start an engine child; request, result and log go to `directory` (default: a new one)."""
-    if directory is None:
-        directory = tempfile.mkdtemp(prefix="fskv-engine-")
-    os.makedirs(directory, exist_ok=True)
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(os.path.join(directory, "result.json"))
-    return RunningEngine(request, directory)
+    return RunningEngine(request, directory or tempfile.mkdtemp(prefix="fskv-engine-"))
 
 
 # Stores go on after their request: a moment, then a step in which the scheduler hears how they ended.
@@ -168,7 +197,11 @@ def run_engine(
     request: dict[str, Any], timeout_s: float, directory: str | None = None
 ) -> dict[str, Any]:
     """Run one engine to its end and return its result; see the module's docstring."""
-    result = start_engine(request, directory).wait(timeout_s)
+    return explained(start_engine(request, directory).wait(timeout_s))
+
+
+def explained(result: dict[str, Any]) -> dict[str, Any]:
+    """Return the result, after the end of the log was printed if the engine failed."""
     if result["exit_code"] != 0:
         lines = [f"engine failed: {result['error']} (log: {result['log_path']})"]
         lines += [f"  | {line}" for line in result["log_tail"]]

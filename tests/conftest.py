@@ -9,6 +9,8 @@ import pytest
 from native_build import build
 from world import World
 
+pytest_plugins = ["timings"]
+
 # A shell starts what it puts into the background with Ctrl-C ignored, and a process passes that on.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -7,10 +7,7 @@ What takes how long is the benchmark's (benchmarks.load_budget). Here only ratio
 from __future__ import annotations
 
 import json
-import os
 import pathlib
-import subprocess
-import sys
 
 import engine_lab as lab
 import pytest
@@ -151,19 +148,13 @@ CAPS = {
 @pytest.mark.parametrize("name", CAPS)
 def test_a_shorter_prefix_is_a_legal_hit_of_every_kind_of_model(name, tmp_path):
     model = lab.MODELS[name]
-    done = subprocess.run(
-        [
-            *(sys.executable, SCENARIO, lab.checkpoint(name), str(tmp_path)),
-            *(json.dumps(model.engine_kwargs()), json.dumps(model.main_prompt())),
-            *map(str, CAPS[name]),
-        ],
-        env={**os.environ, "SCENARIO_OPTIONS": json.dumps(lab.options_for(name))},
-        capture_output=True,
-        text=True,
-        timeout=600,
+    said = lab.run_program(
+        *(SCENARIO, lab.checkpoint(name), str(tmp_path)),
+        *(json.dumps(model.engine_kwargs()), json.dumps(model.main_prompt())),
+        *map(str, CAPS[name]),
+        env={"SCENARIO_OPTIONS": json.dumps(lab.options_for(name))},
     )
-    assert done.returncode == 0, done.stderr[-4000:]
-    answer = json.loads(done.stdout.splitlines()[-1])
+    (answer,) = [json.loads(line) for line in said.splitlines() if line.startswith('{"found"')]
     cold, whole, *cut = answer["found"]
     assert cold["cached"] == 0
     assert whole["cached"] > max(CAPS[name])

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pathlib
-import subprocess
-import sys
 
 import engine_lab as lab
 import pytest
@@ -110,14 +107,6 @@ def test_an_engine_that_announces_too_early_is_found_out(root, router, tmp_path,
     faults.set(SLOW_RENAME)
     steps = [lab.generate(MODEL.main_prompt(), "cold"), *lab.SETTLE]
     request = _request(root, router, steps, faults, multiprocess=False)
-    (tmp_path / "request.json").write_text(json.dumps(request))
-    done = subprocess.run(
-        [sys.executable, EARLY_EVENTS, tmp_path / "request.json", tmp_path / "result.json"],
-        env={**os.environ, **request["env"]},
-        capture_output=True,
-        text=True,
-        timeout=lab.ENGINE_TIMEOUT_S,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    lab.run(request, program=EARLY_EVENTS)
     wait_for(lambda: len(router.stored) == NUM_CHUNKS)
     assert not all(there for _, there, _ in router.stored)

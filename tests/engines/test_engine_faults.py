@@ -8,7 +8,6 @@ import os
 import pathlib
 import shutil
 import subprocess
-import sys
 
 import engine_lab as lab
 import pytest
@@ -261,14 +260,9 @@ def test_tensor_parallel_ranks_store_and_load_their_own_files(reference, tmp_pat
 
 
 def _reset_scenario(mode: str, root: str, *how: str) -> dict:
-    done = subprocess.run(
-        [sys.executable, RESET_SCENARIO, mode, lab.checkpoint(HYBRID.name), root, *how],
-        capture_output=True,
-        text=True,
-        timeout=lab.ENGINE_TIMEOUT_S,
-    )
-    assert done.returncode == 0, done.stdout[-1500:] + done.stderr[-1500:]
-    return json.loads(done.stdout.strip().splitlines()[-1]) | {"log": done.stdout + done.stderr}
+    said = lab.run_program(RESET_SCENARIO, mode, lab.checkpoint(HYBRID.name), root, *how)
+    (answer,) = [line for line in said.splitlines() if line.startswith('{"tokens"')]
+    return json.loads(answer) | {"log": said}
 
 
 @pytest.fixture(scope="module")
@@ -362,7 +356,7 @@ def test_a_changed_setting_gives_another_namespace_and_the_same_settings_share(
             engine=how.get("engine"),
             env=how.get("env"),
         )
-        result = lab.run_engine(request, lab.ENGINE_TIMEOUT_S)
+        result = lab.run_engine(request)
         if result["exit_code"] != 0:
             refused[name] = result["error"]
             continue
@@ -417,7 +411,7 @@ def test_another_sliding_window_is_another_namespace(tmp_path):
 def test_bad_configuration_is_one_sentence_at_start_up(options, words, tmp_path):
     transfer = lab.connector(_root(tmp_path))
     transfer["kv_connector_extra_config"] |= options
-    result = lab.run_engine(lab.request(MODEL, [], transfer=transfer), lab.ENGINE_TIMEOUT_S)
+    result = lab.run_engine(lab.request(MODEL, [], transfer=transfer))
     assert result["exit_code"] == 1
     log = pathlib.Path(result["log_path"]).read_text()
     sentences = [line for line in log.splitlines() if "fskv: " in line and "ERROR" in line]

@@ -125,7 +125,7 @@ def _both_are_at(talks, pauses, engines, number) -> None:
     for talk, own in zip(talks, pauses, strict=True):
         while not (talk.directory / f"{own[number]}.reached").exists():
             assert time.monotonic() < end
-            assert all(engine._process.poll() is None for engine in engines)
+            assert all(engine.running for engine in engines)
             time.sleep(0.05)
 
 

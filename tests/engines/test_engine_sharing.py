@@ -176,7 +176,6 @@ def _damage_and_heal(shared: Shared, tmp_path: pathlib.Path, *, multiprocess: bo
             talk.steps,
             transfer=shared.transfer(),
             env={
-                "PYTHONPATH": lab.HOOKS,
                 "FSKV_TEST_DROP_CAPS": "1",
                 "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(multiprocess)),
             },

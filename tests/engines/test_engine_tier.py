@@ -391,7 +391,7 @@ def test_what_cannot_be_used_refuses_to_start_with_a_sentence(
     name, extra, options, sentence, tmp_path
 ):
     kv = transfer(make_root(tmp_path), extra=extra, **options)
-    result = lab.run_engine(lab.request(lab.MODELS[name], [], transfer=kv), lab.ENGINE_TIMEOUT_S)
+    result = lab.run_engine(lab.request(lab.MODELS[name], [], transfer=kv))
     assert result["exit_code"] != 0
     log = pathlib.Path(result["log_path"]).read_text()
     lines = [line for line in log.splitlines() if "fskv: " in line and sentence in line]

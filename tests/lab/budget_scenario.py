@@ -69,7 +69,7 @@ def main(path: str, root: str, engine: str, prompt: str, *caps: str) -> None:
         if "fskv" in metric.name and hasattr(metric, "value")
     }
     llm.llm_engine.engine_core.shutdown()
-    print(json.dumps({"found": found, "counted": counted}))
+    print("\n" + json.dumps({"found": found, "counted": counted}), flush=True)
 
 
 def _trusting(budget, verdict, lookup):

@@ -5,26 +5,31 @@ The damage is done with plain file calls and with fskv.chunk_file alone, never t
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import os
 import pathlib
 import shutil
+import signal
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from places import LAB, REPOSITORY
+from nursery import Nursery, Process
+from places import REPOSITORY
 
+from demo import engine as engine_program
 from demo.checkpoints import MODELS, Model, make
-from demo.engine import SETTLE, generates, run_engine, start_engine
+from demo.engine import ENV_DEFAULTS, SETTLE, RunningEngine, explained, generates
 from faults import files as damage
 from faults.files import by_group, group_of, zero_payload
 from fskv import chunk_file
 
 ENGINE_TIMEOUT_S = 240
 MAX_TOKENS = 16
-HOOKS = str(LAB / "hooks")
 
 # Small chunks, so that a prompt has many; hybrids choose one block a chunk by themselves.
 CHUNK_TOKENS = {"llama": 128}
@@ -67,11 +72,100 @@ def generate(prompt: list[int], label: str) -> dict[str, Any]:
     return {"prompt_token_ids": prompt, "max_tokens": MAX_TOKENS, "label": label}
 
 
-def run(what: dict[str, Any]) -> dict[str, Any]:
+def run(what: dict[str, Any], **how: Any) -> dict[str, Any]:
     """Run an engine to its end; it must not have failed."""
-    result = run_engine(what, ENGINE_TIMEOUT_S)
+    result = run_engine(what, **how)
     assert result["exit_code"] == 0, result.get("error")
     return result
+
+
+def run_engine(what: dict[str, Any], **how: Any) -> dict[str, Any]:
+    """Run an engine to its end; `how` is of `start_engine`."""
+    return explained(start_engine(what, **how).wait(ENGINE_TIMEOUT_S))
+
+
+# --- starts ---------------------------------------------------------------------------------
+
+
+class Engine(RunningEngine):
+    """An engine that is killed at the end of its test if it still runs, and whose cost is known."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self._begin = time.monotonic()
+        super().__init__(*arguments)
+        self.cost: dict[str, Any] = {"forked": isinstance(self._process, Process)}
+        _started.append(self)
+
+    def wait(self, timeout_s: float = ENGINE_TIMEOUT_S) -> dict[str, Any]:
+        result = super().wait(timeout_s)
+        self.cost["life_s"] = time.monotonic() - self._begin
+        self.cost |= {name: result.get(name, 0.0) for name in ("import_s", "engine_start_s")}
+        return result
+
+
+_started: list[Engine] = []
+_nursery: Nursery | None = None
+
+
+def start_engine(
+    what: dict[str, Any],
+    directory: str | os.PathLike[str] | None = None,
+    *,
+    program: str = engine_program.__file__,
+    arguments: Sequence[str] = (),
+    fresh: bool = False,
+) -> Engine:
+    """Start an engine; its request, result and log are in `directory` (default: a new one).
+
+    What runs is `program ARGUMENTS request result`: in a fork of a process that has imported vLLM
+    already, unless the environment forbids that or it is to be `fresh`: a new interpreter, with another
+    seed of its string hashes.
+    """
+
+    def launch(paths: list[str], env: dict[str, str], log_path: str) -> Any:
+        return _launch([program, *arguments, *paths], env, log_path, fresh=fresh)
+
+    return Engine(what, str(directory or tempfile.mkdtemp(prefix="fskv-engine-")), launch)
+
+
+def run_program(*command: str, env: Mapping[str, str] | None = None) -> str:
+    """Run a program of the lab that makes an engine itself; return all that it printed. It must not fail."""
+    directory = tempfile.mkdtemp(prefix="fskv-engine-")
+    log = pathlib.Path(directory) / "engine.log"
+    around = {**_without_vllm(os.environ), **ENV_DEFAULTS, **(env or {})}
+    process = _launch(list(command), around, str(log), fresh=False)
+    try:
+        code = process.wait(ENGINE_TIMEOUT_S)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    said = log.read_text(errors="replace")
+    assert code == 0, said[-4000:]
+    return said
+
+
+def _launch(command: list[str], env: dict[str, str], log_path: str, *, fresh: bool) -> Any:
+    global _nursery
+    if _nursery is None:
+        _nursery = Nursery({**_without_vllm(os.environ), **ENV_DEFAULTS})
+        atexit.register(_nursery.close)
+    if fresh or not _nursery.forkable(env):
+        return engine_program.launch_process(command, env, log_path)
+    return _nursery.start(command, env, log_path)
+
+
+def _without_vllm(environ: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environ.items() if not name.startswith("VLLM_")}
+
+
+def end_engines() -> tuple[list[dict[str, Any]], int]:
+    """Kill what still runs; return what each engine since the last call cost, and how many were killed."""
+    left = [engine for engine in _started if engine.running]
+    for engine in left:
+        engine.kill()
+    costs = [engine.cost for engine in _started]
+    _started.clear()
+    return costs, len(left)
 
 
 def options_for(name: str) -> dict[str, Any]:
@@ -228,7 +322,7 @@ class Conversation:
         reached = self.directory / f"{number}.reached"
         end = time.monotonic() + ENGINE_TIMEOUT_S
         while not reached.exists():
-            if time.monotonic() > end or engine._process.poll() is not None:
+            if time.monotonic() > end or not engine.running:
                 break
             time.sleep(0.02)
         if reached.exists():
@@ -248,6 +342,7 @@ __all__ = [
     "Conversation",
     "Damage",
     "DamageContext",
+    "Engine",
     "assert_sound",
     "by_group",
     "checkpoint",
@@ -263,6 +358,8 @@ __all__ = [
     "request",
     "restore",
     "run",
+    "run_engine",
+    "run_program",
     "snapshot",
     "start_engine",
     "zero_payload",

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
 import pathlib
-import subprocess
-import sys
 from typing import Any
 
 import engine_lab as lab
 from places import LAB
 
-from demo.engine import ENV_DEFAULTS
 from fskv import chunk_file
 
 ENGINE = str(LAB / "multi_engine.py")
@@ -50,29 +45,17 @@ class VariantEngine:
     """An engine of multi_engine.py, with what `engine_lab.Conversation` needs of a handle."""
 
     def __init__(self, variant: str, request: dict[str, Any], directory: pathlib.Path) -> None:
-        directory.mkdir()
-        self._result = directory / "result.json"
-        (directory / "request.json").write_text(json.dumps(request))
-        self.log_path = directory / "engine.log"
-        env = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
-        with self.log_path.open("wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, ENGINE, variant, directory / "request.json", self._result],
-                env={**env, **ENV_DEFAULTS, **(request["env"] or {})},
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
+        self._engine = lab.start_engine(request, directory, program=ENGINE, arguments=[variant])
+
+    @property
+    def running(self) -> bool:
+        return self._engine.running
 
     def wait(self) -> dict[str, Any]:
         """Return the result; the engine must not have failed."""
-        try:
-            self._process.wait(lab.ENGINE_TIMEOUT_S)
-        finally:
-            self._process.kill()
-            self._process.wait()
-        result = json.loads(self._result.read_text())
-        assert self._process.returncode == 0, result.get("error")
-        return {**result, "log_path": str(self.log_path)}
+        result = self._engine.wait()
+        assert result["exit_code"] == 0, result.get("error")
+        return result
 
 
 def payloads(root: str) -> dict[str, bytes]:

@@ -1,0 +1,261 @@
+"""Programs that start without importing torch and vLLM again: forks of one process that did it once.
+
+    engine = Nursery().start([script, argument, ...], env, log_path)
+
+The nursery is a process of its own (this file as a program). It imports what engines need, has one
+thread, never touches torch, and forks a child for each request. The child is a session of its own, gets
+the wanted environment, output and `sys.argv` and runs the script as `__main__`. It dies with the
+nursery, and the nursery with its parent.
+
+A fork differs from a new interpreter in three ways. Its string hashes are those of its siblings: a
+restart whose point is another hash seed takes a new interpreter. Variables that are read at import come
+too late for it: `forkable` knows those that do not. And it ends without taking its modules apart, as
+children of multiprocessing do: that would write to every page that it shares with the nursery.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+
+# Read when an engine is made or later, never at import.
+_LATE = {
+    "VLLM_CPU_KVCACHE_SPACE",
+    "VLLM_CPU_OMP_THREADS_BIND",
+    "VLLM_ENABLE_V1_MULTIPROCESSING",
+    "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES",
+}
+_LATE_PREFIXES = ("FSKV_", "PYTEST_", "SCENARIO_")
+# What an engine imports by the time it answers, as far as it takes long; fskv itself is left to the engine.
+_MODULES = (
+    "torch",
+    "vllm",
+    "vllm.entrypoints.llm",
+    "vllm.v1.engine.core",
+    "vllm.v1.engine.core_client",
+    "vllm.v1.executor.uniproc_executor",
+    "vllm.v1.executor.multiproc_executor",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.v1.worker.cpu_model_runner",
+    "vllm.v1.attention.backends.cpu_attn",
+    "vllm.model_executor.model_loader",
+    "vllm.model_executor.models.llama",
+    "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector",
+    "vllm.transformers_utils.config",
+    "transformers.models.auto.modeling_auto",
+)
+_MAX_MESSAGE = 1 << 20
+_START_S = 180.0
+
+
+class Process:
+    """A child of the nursery, asked as one asks subprocess.Popen."""
+
+    def __init__(self, nursery: Nursery, pid: int) -> None:
+        self._nursery = nursery
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            self.returncode = self._nursery.exit_code(self.pid, 0.0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            self.returncode = self._nursery.exit_code(self.pid, timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired(f"fork {self.pid}", timeout)
+        return self.returncode
+
+
+class Nursery:
+    """The process that forks; started by the first `start`. Any thread may call."""
+
+    def __init__(self, env: dict[str, str]) -> None:
+        self.env = env
+        self._lock = threading.Lock()
+        self._ended: dict[int, int] = {}
+        self._server: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+
+    def forkable(self, env: dict[str, str]) -> bool:
+        """Whether a fork is what a new interpreter with this environment would be."""
+        changed = {
+            name for name in {*env, *self.env} if env.get(name) != self.env.get(name)
+        } - _LATE
+        return not any(not name.startswith(_LATE_PREFIXES) for name in changed)
+
+    def start(self, arguments: list[str], env: dict[str, str], log_path: str) -> Process:
+        """Run `python ARGUMENTS` in a fork, with its output appended to the log."""
+        request = {
+            "arguments": [str(word) for word in arguments],
+            "env": env,
+            "log_path": str(log_path),
+            "cwd": os.getcwd(),
+        }
+        with self._lock:
+            sock = self._connected()
+            sock.send(json.dumps(request).encode())
+            while True:
+                answer = self._receive(_START_S)
+                assert answer is not None, "the nursery does not answer"
+                if "started" in answer:
+                    return Process(self, answer["started"])
+
+    def exit_code(self, pid: int, timeout_s: float | None) -> int | None:
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            with self._lock:
+                while pid not in self._ended and self._receive(0.0) is not None:
+                    pass
+                if pid in self._ended:
+                    return self._ended[pid]
+            if end is not None and time.monotonic() >= end:
+                return None
+            time.sleep(0.01)
+
+    def close(self) -> None:
+        """End the nursery with every child that is left."""
+        with self._lock:
+            if self._server is not None:
+                self._socket.close()
+                self._server.wait(60)
+                self._server = self._socket = None
+
+    def _connected(self) -> socket.socket:
+        if self._server is None:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with theirs:
+                self._server = subprocess.Popen(
+                    [sys.executable, __file__, str(theirs.fileno())],
+                    # One thread in OpenBLAS: its pool would be the only other thread when it forks.
+                    env={**self.env, "OPENBLAS_NUM_THREADS": "1"},
+                    pass_fds=(theirs.fileno(),),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                )
+            self._socket = ours
+        return self._socket
+
+    def _receive(self, timeout_s: float) -> dict | None:
+        readable, _, _ = select.select([self._socket], [], [], timeout_s)
+        if not readable:
+            return None
+        message = self._socket.recv(_MAX_MESSAGE)
+        assert message, "the nursery has ended"
+        answer = json.loads(message)
+        if "ended" in answer:
+            self._ended[answer["ended"]] = answer["exit_code"]
+        return answer
+
+
+# --- the nursery's own process --------------------------------------------------------------
+
+
+def _serve(sock: socket.socket) -> dict | None:
+    """Fork for each request until nobody asks any more; in a child, return its request."""
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    os.set_blocking(read_end, False)
+    signal.set_wakeup_fd(write_end)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    children: set[int] = set()
+    while True:
+        readable, _, _ = select.select([sock, read_end], [], [])
+        if read_end in readable:
+            with contextlib.suppress(BlockingIOError):
+                os.read(read_end, 4096)
+            for pid in list(children):
+                done, status = os.waitpid(pid, os.WNOHANG)
+                if done:
+                    children.discard(pid)
+                    ended = {"ended": pid, "exit_code": os.waitstatus_to_exitcode(status)}
+                    with contextlib.suppress(OSError):
+                        sock.send(json.dumps(ended).encode())
+        if sock in readable:
+            message = sock.recv(_MAX_MESSAGE)
+            if not message:
+                for pid in children:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(pid, signal.SIGKILL)
+                return None
+            tasks = len(os.listdir("/proc/self/task"))
+            assert tasks == 1, f"{tasks} threads: a fork would lose all but one"
+            pid = os.fork()
+            if pid == 0:
+                os.setsid()
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+                os.close(read_end)
+                os.close(write_end)
+                sock.close()
+                return json.loads(message)
+            children.add(pid)
+            sock.send(json.dumps({"started": pid}).encode())
+
+
+def _become(request: dict) -> None:
+    """Be the program that was asked for."""
+    log = os.open(request["log_path"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    os.environ.clear()
+    os.environ.update(request["env"])
+    os.chdir(request["cwd"])
+    if os.environ.get("FSKV_TEST_DROP_CAPS"):
+        importlib.import_module("drop_caps")
+    script, *_ = sys.argv = request["arguments"]
+    print("$ [forked]", *sys.argv, flush=True)
+    sys.path[0] = str(Path(script).parent)
+    code = 1
+    try:
+        runpy.run_path(script, run_name="__main__")
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    # A thread or a handler that hangs here hangs an engine, too.
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def main() -> None:
+    sock = socket.socket(fileno=int(sys.argv[1]))
+    os.set_inheritable(sock.fileno(), False)
+    for name in _MODULES:
+        with contextlib.suppress(
+            ImportError
+        ):  # another version's; the engine imports what it needs
+            importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+    request = _serve(sock)
+    if request is not None:
+        _become(request)
+    os._exit(0)  # nothing here needs to be taken apart
+
+
+if __name__ == "__main__":
+    main()
