@@ -1,0 +1,148 @@
+"""The table of promises in tests/README.md: each test and control exists, and runs where the table says.
+
+Test files are read, not imported. Every check takes the texts, so that each can be shown to fail.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+
+import pytest
+from places import REPOSITORY
+
+FAILURES = "What happens when"  # its rows are those of README's table, each on a real engine
+# Promises that no test of `make test` holds there, each with the reason.
+MISSING = {
+    "keeps failing": "no test of an engine asserts that the breaker opened; unit tests do",
+    "is nearly full": "no test of an engine fills a disk up to keep_free; unit tests do",
+}
+
+
+def text_of(name: str) -> str:
+    return (REPOSITORY / name).read_text(encoding="utf-8")
+
+
+def table(text: str, header: str) -> list[list[str]]:
+    """Return the cells of the rows below the first such header, without backticks."""
+    _, found, rest = text.partition(f"{header}\n|---")
+    assert found, f"no table begins with {header!r}"
+    lines = rest.split("\n\n")[0].splitlines()[1:]
+    return [[cell.strip().strip("`") for cell in line.strip("|").split("|")] for line in lines]
+
+
+def is_slow(decorator: ast.expr) -> bool:
+    """Say of a mark whether it makes a test slow, and of parameters whether all of them are."""
+    text = ast.unparse(decorator)
+    if not isinstance(decorator, ast.Call) or text.startswith("pytest.mark.slow"):
+        return text.startswith("pytest.mark.slow")
+    if not text.startswith("pytest.mark.parametrize"):  # on("fast", slow=("others",))
+        return not decorator.args and any(word.arg == "slow" for word in decorator.keywords)
+    cases = getattr(decorator.args[1], "elts", [])
+    return bool(cases) and all("pytest.mark.slow" in ast.unparse(case) for case in cases)
+
+
+def place_in(tree: ast.Module, name: str) -> str:
+    assigned = {
+        ast.unparse(node.targets[0]): node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+    }
+    found = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name]
+    assert found, f"there is no {name}"
+    decorators = [assigned.get(ast.unparse(one), one) for one in found[0].decorator_list]
+    module = ast.unparse(assigned.get("pytestmark", ast.Constant("")))
+    for mark in ("shared_fs", "gpu"):
+        if any(f"pytest.mark.{mark}" in text for text in (module, *map(ast.unparse, decorators))):
+            return mark
+    return "slow" if "pytest.mark.slow" in module or any(map(is_slow, decorators)) else "test"
+
+
+@functools.cache
+def place(reference: str) -> str:
+    """Return where a test runs; a test of which some cases are not slow runs in `make test`."""
+    path, _, name = reference.partition("::")
+    file = REPOSITORY / "tests" / path
+    assert re.fullmatch(r"\w+/test_\w+\.py", path), reference
+    assert file.is_file(), f"there is no {path}"
+    return place_in(ast.parse(file.read_text(encoding="utf-8")), name)
+
+
+def check(text: str, readme: str) -> None:
+    _, *parts = re.split(r"^### (.+)$", text, flags=re.MULTILINE)
+    sections = {
+        title: table(body, "| promise | test | control | where |")
+        for title, body in zip(parts[::2], parts[1::2], strict=True)
+    }
+    rows = [row for section in sections.values() for row in section]
+    assert len({promise for promise, *_ in rows}) == len(rows), "a promise is there twice"
+    for promise, test, control, where in rows:
+        if test == "MISSING":
+            assert (control, where) == ("none", "-"), promise
+            continue
+        assert place(test) == where, promise
+        if control != "none" and not control.startswith("same test: "):
+            assert place(control) in (where, "test"), promise
+    assert {promise for promise, test, *_ in rows if test == "MISSING"} == MISSING.keys()
+    failures = table(readme, "| the disk | what fskv does | what you see |")
+    assert [row[0] for row in sections[FAILURES]] == [row[0] for row in failures]
+    for promise, test, _, where in sections[FAILURES]:
+        assert test == "MISSING" or (test.startswith("engines/") and where == "test"), promise
+
+
+def test_every_promise_has_a_test_that_exists_and_runs_where_the_table_says():
+    check(text_of("tests/README.md"), text_of("README.md"))
+
+
+DOCTORS = {
+    "a test's name": lambda line: line.replace("::test_", "::test_no_", 1),
+    "a control's name": lambda line: "::test_no_".join(line.rsplit("::test_", 1)),
+    "a file's name": lambda line: line.replace("engines/", "engines/test_no_", 1),
+    "a place": lambda line: line.replace("| test |", "| slow |"),
+    "a promise": lambda line: line.replace("| ", "| sometimes ", 1),
+    "no engine": lambda line: re.sub(r"`engines/.*?`", line.split("`")[-2], line, count=1),
+    "nothing": lambda line: re.sub(r"`.*`", "MISSING | none", line).replace("| test |", "| - |"),
+    "twice": lambda line: f"{line}\n{line}",
+    "no row": lambda _: "",
+}
+
+
+@pytest.mark.parametrize("how", DOCTORS)
+def test_negative_control_a_doctored_table_fails(how):
+    text = text_of("tests/README.md")
+    (line,) = re.findall(r"^\| is full.*$", text, re.MULTILINE)
+    changed = DOCTORS[how](line)
+    assert changed != line
+    with pytest.raises(AssertionError):
+        check(text.replace(f"{line}\n", changed and f"{changed}\n"), text_of("README.md"))
+
+
+def test_negative_control_a_new_row_of_the_readme_needs_a_promise():
+    readme, row = text_of("README.md"), "\n| is missing at start |"
+    assert readme.count(row) == 1
+    with pytest.raises(AssertionError):
+        check(text_of("tests/README.md"), readme.replace(row, f"\n| is on fire | a | b |{row}"))
+
+
+SLOW = "pytest.param(2, marks=pytest.mark.slow)"
+
+
+@pytest.mark.parametrize(
+    ("where", "marks"),
+    [
+        ("test", ""),
+        ("test", "pytestmark = [pytest.mark.engine]"),
+        ("test", f"@pytest.mark.parametrize('a', [1, {SLOW}])"),
+        ("test", "@on('llama', slow=('lfm2',))"),
+        ("slow", f"@pytest.mark.parametrize('a', [{SLOW}])"),
+        ("slow", "@on(slow=('lfm2',))"),
+        ("slow", "@pytest.mark.slow"),
+        ("slow", "slow = pytest.mark.slow\n@slow"),
+        ("slow", "pytestmark = [pytest.mark.engine, pytest.mark.slow]"),
+        ("shared_fs", "pytestmark = pytest.mark.shared_fs"),
+        ("gpu", "@pytest.mark.gpu"),
+    ],
+)
+def test_the_place_of_a_test_is_that_of_its_marks(where, marks):
+    assert place_in(ast.parse(f"{marks}\ndef test_x(): pass"), "test_x") == where
