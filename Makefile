@@ -10,6 +10,9 @@ endif
 
 .DEFAULT_GOAL := help
 ARGS ?=
+# Tests wait more than they compute; an engine needs 2 GiB.
+WORKERS ?= logical
+PYTEST = $(PY) -m pytest -n $(WORKERS) --maxprocesses 4 --dist loadgroup --no-loadscope-reorder
 DIR ?= .cache
 
 .PHONY: $(shell sed -n 's/^\([a-z-]*\):.*\#\# .*/\1/p' $(MAKEFILE_LIST))
@@ -69,14 +72,17 @@ bench-sealing: $(SETUP) ## What a MAC costs: store and load with it and without,
 storm: $(SETUP) ## Kill writers, fill a disk, fail a mount: is anything wrong ever served? (minutes)
 	@$(PY) -m trials.storm $(ARGS)
 
-test: $(SETUP) ## Unit tests, then real engines: each promise (half an hour on 2 cores)
-	$(PY) -m pytest -m 'not slow and not shared_fs' $(ARGS)
+test: $(SETUP) ## Each promise, on real engines where one matters (10 minutes on 2 cores)
+	$(PYTEST) -m 'not slow and not shared_fs' --timings .cache/timings/test.json $(ARGS)
 
-test-slow: $(SETUP) ## More models, more settings, longer walks and storms (as long again); not in test
-	$(PY) -m pytest -m 'slow and not shared_fs' $(ARGS)
+test-unit: $(SETUP) ## What of test starts no engine
+	$(PYTEST) -m 'not slow and not shared_fs' --ignore tests/engines \
+	    --timings .cache/timings/unit.json $(ARGS)
 
-test-unit: $(SETUP) ## Those of test that start no engine
-	$(PY) -m pytest -m 'not engine and not slow and not shared_fs' $(ARGS)
+test-slow: $(SETUP) ## More models, ranks, settings, longer walks and storms (an hour); ARGS may name files
+	$(PYTEST) -m 'slow and not shared_fs' --timings .cache/timings/slow.json $(ARGS)
+
+test-all: test test-slow test-shared-fs ## Everything there is
 
 test-shared-fs: $(SETUP) ## Real NFS and GlusterFS, nodes that die (root, Debian; 10 to 20 minutes)
 	@bash tests/shared_fs/install

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import shutil
 import signal
+import tempfile
 
 import pytest
 from native_build import build
+from places import RUN_VARIABLE
 from world import World
 
 pytest_plugins = ["timings"]
@@ -14,6 +18,25 @@ pytest_plugins = ["timings"]
 # A shell starts what it puts into the background with Ctrl-C ignored, and a process passes that on.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_configure(config):
+    if not hasattr(config, "workerinput"):  # workers inherit the variable
+        directory = os.environ[RUN_VARIABLE] = tempfile.mkdtemp(prefix="fskv-run-")
+        config.add_cleanup(lambda: shutil.rmtree(directory, ignore_errors=True))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Engines first, whoever is free; then one file after the other, each by one worker."""
+    items.sort(key=lambda item: not in_engines(item))
+    for item in items:
+        if not in_engines(item):
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
+def in_engines(item):
+    return item.path.parent.name == "engines"
 
 
 @pytest.fixture(scope="session")

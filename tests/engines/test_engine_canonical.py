@@ -129,6 +129,7 @@ def _heads_scattered_over_ranks(tmp_path: pathlib.Path) -> tuple[Engines, dict, 
     return engines, main, reference
 
 
+@pytest.mark.slow
 def test_what_one_rank_stored_two_load(tmp_path):
     engines, main, reference = _heads_scattered_over_ranks(tmp_path)
     root = engines.root

@@ -38,7 +38,7 @@ def _ask(number: int, label: str) -> dict:
 
 def _options(root: str, **options) -> dict:
     small = {"hybrid_chunk_size": CHUNK_TOKENS, "touch_interval_s": 0, "keep_free": 0}
-    return lab.connector(root, **small, **options)
+    return lab.connector(root, **{**small, **options})
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def full_disk(tmp_path):
         pytest.skip("mounting a small file system needs root")
     point = tmp_path / "small"
     point.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=192m", "fskv-test", str(point)]
+    mount = ["mount", "-t", "tmpfs", "-o", "size=96m", "fskv-test", str(point)]
     done = subprocess.run(mount, capture_output=True, text=True, timeout=60)
     if done.returncode:
         pytest.skip(f"a tmpfs cannot be mounted here: {done.stderr.strip()}")
@@ -154,6 +154,38 @@ def test_negative_control_an_engine_without_a_bound_exceeds_it(root, tmp_path):
     assert max(sampler.nbytes) > BOUND
 
 
+@pytest.mark.parametrize("keep_free", ["50%", pytest.param(0, id="negative_control")])
+def test_what_is_to_stay_free_stays_free_and_what_was_used_last_is_kept(
+    full_disk, tmp_path, keep_free
+):
+    root = str(full_disk / "root")
+    os.mkdir(root)
+    num_prompts = 60  # two thirds of the file system
+    last = num_prompts - 1
+    steps = [
+        step for number in range(num_prompts) for step in (_ask(number, f"cold {number}"), MOMENT)
+    ]
+    steps += [RESET, _ask(last, "again"), RESET, _ask(0, "first"), {"metrics": True}]
+    request = lab.request(MODEL, steps, transfer=_options(root, keep_free=keep_free))
+    whole = os.statvfs(full_disk)
+    result, sampler = _run(request, root, tmp_path / "engine")
+    done = lab.generates(result)
+    (metrics,) = lab.metrics(result)
+    assert lab.counter(metrics, "stored_bytes") > 0.5 * whole.f_blocks * whole.f_frsize
+    most = whole.f_blocks * whole.f_frsize // 2
+    if keep_free:
+        assert 0.5 * most < max(sampler.nbytes) <= most
+        assert done["first"]["num_cached_tokens"] == 0, "pruned: it was used first"
+    else:
+        assert max(sampler.nbytes) > most
+        assert done["first"]["num_cached_tokens"] > 0
+    assert done["again"]["num_cached_tokens"] > 0
+    for again, cold in (("again", f"cold {last}"), ("first", "cold 0")):
+        assert done[again]["tokens"] == done[cold]["tokens"]
+    assert bad_lines(result["log_path"]) == []
+    lab.assert_sound(root)
+
+
 @pytest.mark.parametrize(
     "left_nbytes",
     [
@@ -166,7 +198,7 @@ def test_on_a_full_disk_loads_go_on_and_stores_do_again_after_the_prune(
 ):
     root = str(full_disk / "root")
     os.mkdir(root)
-    num_prompts = 100
+    num_prompts = 50
     last = num_prompts - 1
     talk = lab.Conversation(tmp_path)
     talk.say(*(_ask(number, f"cold {number}") for number in range(num_prompts)), *lab.SETTLE)

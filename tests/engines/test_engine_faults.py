@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import pathlib
@@ -24,20 +23,9 @@ DEADLINE_S = 2.0
 RESET_SCENARIO = str(LAB / "reset_scenario.py")
 
 
-@functools.cache
-def _reference(name: str) -> dict:
-    """Return the tokens of the main and the partial prompt from an engine without fskv."""
-    model = lab.MODELS[name]
-    steps = [
-        lab.generate(model.main_prompt(), "main"),
-        lab.generate(model.partial_prompt(), "partial"),
-    ]
-    return lab.generates(lab.run(lab.request(model, steps)))
-
-
 @pytest.fixture(scope="module")
 def reference() -> dict:
-    return _reference(MODEL.name)
+    return lab.reference(MODEL.name)
 
 
 @pytest.fixture(
@@ -45,7 +33,7 @@ def reference() -> dict:
 )
 def case(request) -> tuple[lab.Model, dict]:
     """A full-attention and a hybrid model, each with its reference."""
-    return lab.MODELS[request.param], _reference(request.param)
+    return lab.MODELS[request.param], lab.reference(request.param)
 
 
 def _root(tmp_path: pathlib.Path) -> str:
@@ -66,25 +54,27 @@ def _transfer(root: str, **options: object) -> dict:
 
 
 def test_reads_that_never_return_cost_one_deadline_then_nothing(case, tmp_path, native_library):
+    """Then reads that fail at once: after 8 of them the root is left alone, until it is found back."""
     model, reference = case
     root = _root(tmp_path)
     faults = DiskFaults(native_library("disk"), pathlib.Path(root), tmp_path / "faults")
-    main = model.main_prompt()
-    lab.run(lab.request(model, [lab.generate(main, "cold")], transfer=_transfer(root)))
+    main, reset, wait = model.main_prompt(), {"reset_prefix_cache": True}, {"sleep": 1.5}
+    lab.stored(model.name, root, hybrid_chunk_size=128)
     talk = lab.Conversation(tmp_path)
-    talk.say(lab.generate(main, "warm"), {"reset_prefix_cache": True})
-    start = talk.pause()
-    talk.say(
-        lab.generate(main, "hung"),
-        {"reset_prefix_cache": True},
-        lab.generate(main, "hung_again"),
-        {"reset_prefix_cache": True},
-        {"metrics": True},
-    )
-    stop = talk.pause()
+    talk.say(lab.generate(main, "warm"), reset)
+    hang = talk.pause()
+    talk.say(lab.generate(main, "hung"), reset, lab.generate(main, "hung_again"), reset)
+    talk.say({"metrics": True})
+    clear = talk.pause()
     # The breaker lets one operation through every breaker_probe_s; give it the time to see the root again.
-    talk.say({"sleep": 1.5}, lab.generate(main, "back"), {"reset_prefix_cache": True})
-    talk.say({"sleep": 1.5}, lab.generate(main, "full"), {"metrics": True})
+    talk.say(wait, lab.generate(main, "back"), reset, wait, lab.generate(main, "full"), reset)
+    talk.say({"metrics": True})
+    fail = talk.pause()
+    talk.say(lab.generate(main, "failed"), reset, lab.generate(main, "failed_again"), reset)
+    talk.say({"metrics": True})
+    clear_again = talk.pause()
+    talk.say(wait, lab.generate(main, "closed"), reset, wait, lab.generate(main, "healed"), reset)
+    talk.say({"metrics": True})
     engine = lab.start_engine(
         lab.request(
             model,
@@ -92,25 +82,42 @@ def test_reads_that_never_return_cost_one_deadline_then_nothing(case, tmp_path, 
             transfer=_transfer(root, quarantine_s=1, breaker_probe_s=0.5),
             env=faults.env(),
         ),
-        str(tmp_path / "engine"),
+        tmp_path / "engine",
     )
-    talk.resume(engine, start, lambda: faults.set("pread hang suffix=.kv"))
-    talk.resume(engine, stop, faults.clear)
-    result = engine.wait(lab.ENGINE_TIMEOUT_S)
+    talk.resume(engine, hang, lambda: faults.set("pread hang suffix=.kv"))
+    fired = []
+
+    def end_faults() -> None:
+        fired.append(faults.fired())
+        faults.clear()
+
+    talk.resume(engine, clear, end_faults)
+    talk.resume(engine, fail, lambda: faults.set("pread EIO suffix=.kv"))
+    talk.resume(engine, clear_again, end_faults)
+    result = engine.wait()
     assert result["exit_code"] == 0, result.get("error")
     done = lab.generates(result)
-    for label in ("warm", "hung", "hung_again", "back", "full"):
+    for label in done.keys() - {"settle"}:
         assert done[label]["tokens"] == reference["main"]["tokens"], label
-    assert done["warm"]["num_cached_tokens"] == done["full"]["num_cached_tokens"] > 0
-    assert done["hung"]["num_cached_tokens"] == 0
-    assert faults.fired() > 0
+    full = done["warm"]["num_cached_tokens"]
+    assert full > 0
+    assert done["full"]["num_cached_tokens"] == done["healed"]["num_cached_tokens"] == full
+    for label in ("hung", "failed", "failed_again"):
+        assert done[label]["num_cached_tokens"] == 0, label
+    assert min(fired) > 0
     # A generous bound against a hang, not a measurement: the wait is one deadline, then the breaker.
     assert done["hung"]["wall_s"] < DEADLINE_S + 20
     assert done["hung_again"]["wall_s"] < DEADLINE_S + 20
-    during = lab.metrics(result)[0]
-    assert lab.counter(during, "load_failures", reason="timed_out") > 0
-    last = result["steps"][-1]
-    assert lab.counter(last, "io_threads_hung") == 0, "hung threads came back and were counted off"
+    hung, back, failed, healed = lab.metrics(result)
+    assert lab.counter(hung, "load_failures", reason="timed_out") > 0
+    assert lab.counter(hung, "io_threads_hung") > 0
+    assert lab.counter(back, "io_threads_hung") == 0, "hung threads came back and were counted off"
+    assert lab.counter(failed, "load_failures", reason="io_error") > 0
+    openings = [lab.counter(seen, "breaker_openings") for seen in (back, failed)]
+    assert openings[1] > openings[0]
+    left_alone = [lab.counter(seen, "lookup_misses", reason="breaker") for seen in (back, failed)]
+    assert left_alone[1] > left_alone[0]
+    assert lab.counter(healed, "breaker_open") == 0
 
 
 def test_root_removed_while_running_is_neither_missed_nor_made_again(case, tmp_path):
@@ -123,6 +130,7 @@ def test_root_removed_while_running_is_neither_missed_nor_made_again(case, tmp_p
     gone = talk.pause()
     talk.say(lab.generate(main, "gone"), {"reset_prefix_cache": True})
     talk.say(lab.generate(model.partial_prompt(), "partial"), {"reset_prefix_cache": True})
+    talk.say({"metrics": True})
     back = talk.pause()
     talk.say({"sleep": 1.5}, lab.generate(main, "back"), {"reset_prefix_cache": True})
     talk.say({"sleep": 1.5}, lab.generate(main, "full"))
@@ -143,6 +151,8 @@ def test_root_removed_while_running_is_neither_missed_nor_made_again(case, tmp_p
     assert result["exit_code"] == 0, result.get("error")
     done = lab.generates(result)
     assert seen == [False], "a mount point without its mount must not be filled"
+    (counted,) = lab.metrics(result)
+    assert lab.counter(counted, "load_failures") + lab.counter(counted, "stores_skipped") > 0
     assert done["partial"]["tokens"] == reference["partial"]["tokens"]
     for label in ("cold", "gone", "back", "full"):
         assert done[label]["tokens"] == reference["main"]["tokens"], label
@@ -219,6 +229,7 @@ def test_two_engines_writing_the_same_prompts_leave_one_good_file_per_chunk(refe
     assert len(lab.chunks(root)) == 22
 
 
+@pytest.mark.slow
 def test_tensor_parallel_ranks_store_and_load_their_own_files(reference, tmp_path):
     root = _root(tmp_path)
     main = MODEL.main_prompt()
@@ -282,6 +293,7 @@ def test_a_connector_reset_while_requests_run_stores_no_foreign_kv(
         assert loaded["cached"] > 0
         assert loaded["tokens"] != reset_reference, "the scenario does not provoke what it should"
     else:
+        assert loaded["cached"] > 0, "nothing was loaded: equal tokens show nothing"
         assert loaded["tokens"] == reset_reference
 
 
@@ -329,7 +341,7 @@ def test_a_changed_setting_gives_another_namespace_and_the_same_settings_share(
 ):
     root = _root(tmp_path)
     main = MODEL.main_prompt()
-    lab.run(lab.request(MODEL, [lab.generate(main, "cold")], transfer=_transfer(root)))
+    lab.stored(MODEL.name, root)
     namespaces = {str(p.parent) for p in pathlib.Path(root).rglob("namespace.json")}
     assert len(namespaces) == 1
     untouched = lab.snapshot(root)
@@ -413,6 +425,7 @@ def test_bad_configuration_is_one_sentence_at_start_up(options, words, tmp_path)
     transfer["kv_connector_extra_config"] |= options
     result = lab.run_engine(lab.request(MODEL, [], transfer=transfer))
     assert result["exit_code"] == 1
+    assert not os.path.exists("/nonexistent"), "a root is never made"
     log = pathlib.Path(result["log_path"]).read_text()
     sentences = [line for line in log.splitlines() if "fskv: " in line and "ERROR" in line]
     assert sentences, log[-2000:]

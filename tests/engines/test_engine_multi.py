@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import pathlib
 import subprocess
@@ -22,12 +21,9 @@ LLAMA = lab.MODELS["llama"]
 slow = pytest.mark.slow
 
 
-@functools.cache
 def reference(name: str) -> list[int]:
     """Return the tokens of the main prompt from an engine without a connector."""
-    model = lab.MODELS[name]
-    done = lab.run(lab.request(model, [lab.generate(model.main_prompt(), "main")]))
-    return lab.generates(done)["main"]["tokens"]
+    return lab.reference(name)["main"]["tokens"]
 
 
 def names(root: str) -> set[str]:

