@@ -66,20 +66,23 @@ def test_reads_that_never_return_cost_one_deadline_then_nothing(case, tmp_path, 
     talk.say(lab.generate(main, "hung"), reset, lab.generate(main, "hung_again"), reset)
     talk.say({"metrics": True})
     clear = talk.pause()
-    # The breaker lets one operation through every breaker_probe_s; give it the time to see the root again.
     talk.say(wait, lab.generate(main, "back"), reset, wait, lab.generate(main, "full"), reset)
     talk.say({"metrics": True})
     fail = talk.pause()
-    talk.say(lab.generate(main, "failed"), reset, lab.generate(main, "failed_again"), reset)
+    # Longer than its chunks are in quarantine, and sooner than the next operation is let through.
+    talk.say(lab.generate(main, "failed"), reset, wait)
+    talk.say(lab.generate(main, "failed_again"), reset, lab.generate(main, "left_alone"), reset)
     talk.say({"metrics": True})
     clear_again = talk.pause()
-    talk.say(wait, lab.generate(main, "closed"), reset, wait, lab.generate(main, "healed"), reset)
+    # The breaker lets one operation through every breaker_probe_s; give it the time to see the root again.
+    probe = {"sleep": 3.0}
+    talk.say(probe, lab.generate(main, "closed"), reset, probe, lab.generate(main, "healed"), reset)
     talk.say({"metrics": True})
     engine = lab.start_engine(
         lab.request(
             model,
             talk.steps,
-            transfer=_transfer(root, quarantine_s=1, breaker_probe_s=0.5),
+            transfer=_transfer(root, quarantine_s=1, breaker_probe_s=2.5),
             env=faults.env(),
         ),
         tmp_path / "engine",
@@ -102,7 +105,7 @@ def test_reads_that_never_return_cost_one_deadline_then_nothing(case, tmp_path, 
     full = done["warm"]["num_cached_tokens"]
     assert full > 0
     assert done["full"]["num_cached_tokens"] == done["healed"]["num_cached_tokens"] == full
-    for label in ("hung", "failed", "failed_again"):
+    for label in ("hung", "failed", "failed_again", "left_alone"):
         assert done[label]["num_cached_tokens"] == 0, label
     assert min(fired) > 0
     # A generous bound against a hang, not a measurement: the wait is one deadline, then the breaker.
@@ -113,10 +116,10 @@ def test_reads_that_never_return_cost_one_deadline_then_nothing(case, tmp_path, 
     assert lab.counter(hung, "io_threads_hung") > 0
     assert lab.counter(back, "io_threads_hung") == 0, "hung threads came back and were counted off"
     assert lab.counter(failed, "load_failures", reason="io_error") > 0
-    openings = [lab.counter(seen, "breaker_openings") for seen in (back, failed)]
-    assert openings[1] > openings[0]
-    left_alone = [lab.counter(seen, "lookup_misses", reason="breaker") for seen in (back, failed)]
-    assert left_alone[1] > left_alone[0]
+    for what in ("stores_skipped", "lookup_misses"):
+        before, after = (lab.counter(seen, what, reason="breaker") for seen in (back, failed))
+        assert after > before, what
+    assert lab.counter(failed, "breaker_openings") > lab.counter(back, "breaker_openings")
     assert lab.counter(healed, "breaker_open") == 0
 
 

@@ -14,10 +14,7 @@ from places import REPOSITORY
 
 FAILURES = "What happens when"  # its rows are those of README's table, each on a real engine
 # Promises that no test of `make test` holds there, each with the reason.
-MISSING = {
-    "keeps failing": "no test of an engine asserts that the breaker opened; unit tests do",
-    "is nearly full": "no test of an engine fills a disk up to keep_free; unit tests do",
-}
+MISSING: dict[str, str] = {}
 
 
 def text_of(name: str) -> str:
