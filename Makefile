@@ -69,6 +69,9 @@ bench-sealing: $(SETUP) ## What a MAC costs: store and load with it and without,
 storm: $(SETUP) ## Kill writers, fill a disk, fail a mount: is anything wrong ever served? (minutes)
 	@$(PY) -m trials.storm $(ARGS)
 
+mutants: $(SETUP) ## Make deliberate faults in the product: does make test catch each? (long)
+	@$(PY) -m trials.mutants $(ARGS)
+
 test: $(SETUP) ## Unit tests, then real engines: each promise (half an hour on 2 cores)
 	$(PY) -m pytest -m 'not slow and not shared_fs' $(ARGS)
 

@@ -531,6 +531,24 @@ def test_what_is_not_our_file_is_never_loaded_and_a_store_repairs_or_leaves_it(c
     assert world.parts() == []
 
 
+@pytest.mark.parametrize("kind", ["file", "link"])
+def test_what_stands_under_a_parts_name_is_neither_written_to_nor_removed(
+    chunks, tmp_path, monkeypatch, kind
+):
+    world = chunks.world
+    part = world.directory.part_path(world.path(1))
+    monkeypatch.setattr(type(world.directory), "part_path", lambda *_: part)
+    theirs = tmp_path / "theirs"
+    theirs.write_bytes(b"theirs")
+    os.makedirs(os.path.dirname(part), exist_ok=True)
+    (os.symlink if kind == "link" else os.link)(theirs, part)
+    world.fill(range(4), seed=1)
+    assert chunks.store(1, range(4)) is None, "left to Python"
+    assert theirs.read_bytes() == b"theirs"
+    assert os.path.samefile(part, theirs)
+    assert world.chunk_files() == []
+
+
 def test_a_load_refreshes_an_old_mtime_after_it_was_told_and_not_a_new_one(chunks):
     chunks.world.fill(range(4), seed=1)
     assert chunks.store(1, range(4)) == STORED
