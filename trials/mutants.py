@@ -164,6 +164,7 @@ class Copy:
 def fresh_copy() -> Iterator[Copy]:
     # A faulty product may leave what cannot be removed.
     with tempfile.TemporaryDirectory(prefix="mutant-", ignore_cleanup_errors=True) as directory:
+        os.chmod(directory, 0o755)  # some tests start a process as another user  # noqa: S103
         yield Copy(directory)
 
 
