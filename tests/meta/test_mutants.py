@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import os
@@ -153,3 +154,28 @@ def test_a_test_that_fails_on_the_unchanged_tree_has_noticed_nothing(monkeypatch
     assert (first.killed, second) == (False, crash)
     assert "fails on the unchanged tree too" in first.problem
     assert asked == [([kill.by], False)] * 2
+
+
+@pytest.mark.parametrize(
+    ("near", "all_tests", "killed", "expected"),
+    [(["a::b"], [], True, True), ([], ["c::d"], True, False), ([], [], False, False)],
+    ids=["by its own", "by another", "survived"],
+)
+def test_its_own_tests_run_first_and_all_others_only_if_they_notice_nothing(
+    monkeypatch, near, all_tests, killed, expected
+):
+    asked = []
+
+    def test(_, words, *, stop=True):
+        asked.append(words[0])
+        return near if len(asked) == 1 else all_tests
+
+    monkeypatch.setattr(mutants.Copy, "__init__", lambda copy, directory: None)
+    monkeypatch.setattr(mutants.Copy, "make", lambda copy, fault: None)
+    monkeypatch.setattr(mutants.Copy, "test", test)
+    options = argparse.Namespace(select=None, near=False)
+    fault = dataclasses.replace(GOOD, tests=("tests/unit/test_store.py",))
+    result = mutants.examine(fault, options)
+    assert (result.killed, result.expected, result.problem) == (killed, expected, "")
+    assert result.by == "".join(near or all_tests)
+    assert asked == ["tests/unit/test_store.py", "tests/unit"][: 1 if near else 2]
