@@ -72,6 +72,9 @@ bench-sealing: $(SETUP) ## What a MAC costs: store and load with it and without,
 storm: $(SETUP) ## Kill writers, fill a disk, fail a mount: is anything wrong ever served? (minutes)
 	@$(PY) -m trials.storm $(ARGS)
 
+mutants: $(SETUP) ## Make deliberate faults in the product: does make test catch each? (long)
+	@$(PY) -m trials.mutants $(ARGS)
+
 test: $(SETUP) ## Each promise, on real engines where one matters (10 minutes on 2 cores)
 	$(PYTEST) -m 'not slow and not shared_fs' --timings .cache/timings/test.json $(ARGS)
 

@@ -268,6 +268,25 @@ def test_a_chunk_is_stored_only_when_every_rank_has_published_its_part():
     manager.shutdown()
 
 
+def test_a_chunk_whose_load_failed_is_a_miss_at_once():
+    from vllm.v1.kv_offload.base import LookupResult, ReqContext
+
+    from fskv.engines.vllm_manager import to_chunk
+    from fskv.types import Status
+
+    manager, workers = _manager()
+    manager.set_workers(workers)
+    for number, status in enumerate((Status.CORRUPT, Status.MISSING, Status.TIMED_OUT), 1):
+        for chunk in (_key(number), _key(10 + number)):
+            manager.on_stored(to_chunk(chunk), {0, 1})
+            assert manager.lookup(chunk, ReqContext("r")) is LookupResult.HIT
+        manager.on_loads_failed({to_chunk(_key(number)): status})
+        assert manager.lookup(_key(number), ReqContext("r")) is LookupResult.MISS, status
+        assert manager.prepare_store([_key(number)], ReqContext("r")).keys_to_store, status
+        assert manager.lookup(_key(10 + number), ReqContext("r")) is LookupResult.HIT
+    manager.shutdown()
+
+
 def test_after_a_reset_nothing_is_served_unless_the_user_vouches_for_the_weights():
     from vllm.v1.kv_offload.base import LookupResult, ReqContext
 

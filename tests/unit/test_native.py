@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import random
+import resource
 import struct
 import threading
 import time
@@ -529,6 +530,44 @@ def test_what_is_not_our_file_is_never_loaded_and_a_store_repairs_or_leaves_it(c
         assert chunks.load(1, range(4)) == [NativeEvent.LOADED]
         assert world.pages(range(4)) == content
     assert world.parts() == []
+
+
+@pytest.mark.parametrize("kind", ["file", "link"])
+def test_what_stands_under_a_parts_name_is_neither_written_to_nor_removed(
+    chunks, tmp_path, monkeypatch, kind
+):
+    world = chunks.world
+    part = world.directory.part_path(world.path(1))
+    monkeypatch.setattr(type(world.directory), "part_path", lambda *_: part)
+    theirs = tmp_path / "theirs"
+    theirs.write_bytes(b"theirs")
+    os.makedirs(os.path.dirname(part), exist_ok=True)
+    (os.symlink if kind == "link" else os.link)(theirs, part)
+    world.fill(range(4), seed=1)
+    assert chunks.store(1, range(4)) is None, "left to Python"
+    assert theirs.read_bytes() == b"theirs"
+    assert os.path.samefile(part, theirs)
+    assert world.chunk_files() == []
+
+
+@pytest.mark.parametrize("share", [0, 0.5], ids=["nothing", "half"])
+def test_a_file_that_cannot_be_written_to_its_end_never_gets_its_name_and_leaves_no_part(
+    chunks, share
+):
+    world = chunks.world
+    content = world.fill(range(4), seed=1)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    most = int(share * world.file_layout.file_nbytes) // 4096 * 4096
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))  # Python ignores SIGXFSZ
+    try:
+        assert chunks.store(1, range(4)) is None, "left to Python"
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert world.chunk_files() == []
+    assert world.parts() == []
+    assert chunks.store(1, range(4)) == STORED
+    assert chunks.load(1, range(4)) == [NativeEvent.LOADED]
+    assert world.pages(range(4)) == content
 
 
 def test_a_load_refreshes_an_old_mtime_after_it_was_told_and_not_a_new_one(chunks):

@@ -1,0 +1,579 @@
+"""Deliberate faults in the product: each one that an unlucky refactoring could make, and what it breaks.
+
+A fault replaces a text that is exactly once in its file. `tests` are the files that stand for the promise:
+one of their tests has to notice. Imports nothing of fskv.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_STORE = ("tests/unit/test_store.py",)
+_NATIVE = ("tests/unit/test_native.py",)
+_JOBS = ("tests/unit/test_jobs.py",)
+_PRESENCE = ("tests/unit/test_presence.py",)
+_PRUNE = ("tests/unit/test_prune.py",)
+_MAC = ("tests/unit/test_mac.py",)
+_IDENTITY = ("tests/unit/test_namespace.py",)
+
+
+class FaultError(ValueError):
+    """A fault that does not fit the tree any more: the sentence says which and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One change of one file."""
+
+    name: str
+    promise: str  # that it breaks, in one sentence
+    path: str  # of the file, from the repository's root
+    old: str
+    new: str
+    tests: tuple[str, ...]  # one of these files has to notice
+
+    @property
+    def is_native(self) -> bool:
+        """Whether the extension has to be built anew."""
+        return self.path.endswith((".c", ".h"))
+
+    def apply(self, text: str) -> str:
+        """Return the file's text with the fault in it; raises FaultError."""
+        count = text.count(self.old)
+        if count != 1:
+            raise FaultError(
+                f"{self.name}: its old text is {count} times in {self.path}, expected once: "
+                "the fault has to follow the product"
+            )
+        if self.old == self.new:
+            raise FaultError(f"{self.name}: its new text is the old one")
+        return text.replace(self.old, self.new)
+
+
+FAULTS = (
+    # --- what is read is checked ----------------------------------------------------------
+    Fault(
+        "rows-unchecked",
+        "Every row of the wanted blocks is compared with its digest before it is served.",
+        "fskv/chunk_file.py",
+        "    if mac.same(found, wanted):\n        return\n",
+        "    if len(found) == len(wanted):\n        return\n",
+        _STORE,
+    ),
+    Fault(
+        "rows-unchecked-c",
+        "Every row of the wanted blocks is compared with its digest outside the interpreter too.",
+        "fskv/csrc/chunk_io.c",
+        "good = memcmp(digest, digests + 8 * row, 8) == 0;",
+        "good = memcmp(digest, digest + 0 * row, 8) == 0;",
+        _NATIVE,
+    ),
+    Fault(
+        "last-row-unchecked-c",
+        "The last row of a chunk is compared too, however short it is.",
+        "fskv/csrc/chunk_io.c",
+        "good && at < stop; at += ROW, row++)",
+        "good && at + ROW <= stop; at += ROW, row++)",
+        _NATIVE,
+    ),
+    Fault(
+        "header-unchecked",
+        "A header that fails its checksum is not believed.",
+        "fskv/chunk_file.py",
+        "    if xxhash.xxh3_64_intdigest(raw) != checksum:\n",
+        "    if not checksum:\n",
+        ("tests/unit/test_chunk_file.py",),
+    ),
+    Fault(
+        "header-unchecked-c",
+        "A header that fails its checksum is not believed outside the interpreter either.",
+        "fskv/csrc/chunk_io.c",
+        "prefix[3] != 0 || header_checksum(slot, layout->header_nbytes) != checksum)",
+        "prefix[3] != 0 || checksum == 0)",
+        _NATIVE,
+    ),
+    Fault(
+        "key-uncompared",
+        "A sound file of another chunk under this chunk's name is not served.",
+        "fskv/store.py",
+        '            "key": (header.key_hash, chunk.key_hash),\n',
+        "",
+        _STORE,
+    ),
+    Fault(
+        "key-uncompared-c",
+        "A sound file of another chunk under this chunk's name is not served in C either.",
+        "fskv/csrc/chunk_io.c",
+        "        !take(&at, end, file->key, file->key_nbytes) ||\n",
+        "        (at += file->key_nbytes) > end ||\n",
+        _NATIVE,
+    ),
+    Fault(
+        "namespace-uncompared",
+        "A file of another model, dtype or tenant is not served, however it came here.",
+        "fskv/store.py",
+        '            "namespace": (header.namespace_digest, self._directory.digest),\n',
+        "",
+        _STORE,
+    ),
+    Fault(
+        "layout-uncompared",
+        "A file whose pages lie in another way is not served.",
+        "fskv/store.py",
+        '            "layout": (header.layout_digest, layout.digest),\n',
+        "",
+        _STORE,
+    ),
+    Fault(
+        "identity-uncompared-c",
+        "Namespace, layout, group and rank are compared outside the interpreter too.",
+        "fskv/csrc/chunk_io.c",
+        "        !take(&at, end, layout->middle, layout->middle_nbytes))\n",
+        "        (at += layout->middle_nbytes) > end)\n",
+        _NATIVE,
+    ),
+    Fault(
+        "hole-served",
+        "Blocks that a partial chunk does not have are absent, and not zeros.",
+        "fskv/store.py",
+        "        if header.first_block > first_block:\n",
+        "        if header.first_block > first_block + num_blocks:\n",
+        _STORE,
+    ),
+    Fault(
+        "hole-served-c",
+        "Blocks that a partial chunk does not have are left to Python, which knows them as absent.",
+        "fskv/csrc/chunk_io.c",
+        "for (uint32_t b = 0; b <= file->first_block && !found; b++)",
+        "for (uint32_t b = 0; b <= layout->num_blocks && !found; b++)",
+        _NATIVE,
+    ),
+    # --- a file that is cut off -------------------------------------------------------------
+    Fault(
+        "length-unchecked",
+        "A file that is too short or too long is refused before anything of it is read.",
+        "fskv/store.py",
+        "        if file.nbytes != layout.file_nbytes:\n",
+        "        if not file.nbytes:\n",
+        _STORE,
+    ),
+    Fault(
+        "length-unchecked-c",
+        "A file that is too short or too long is refused outside the interpreter too.",
+        "fskv/csrc/chunk_io.c",
+        "S_ISREG(info.st_mode) && (size_t)info.st_size == file_nbytes;",
+        "S_ISREG(info.st_mode);",
+        _NATIVE,
+    ),
+    Fault(
+        "short-file-is-there",
+        "A store replaces a file that is cut off instead of taking it for the chunk.",
+        "fskv/store.py",
+        "S_ISREG(info.st_mode) or info.st_size != layout.file_nbytes:",
+        "S_ISREG(info.st_mode):",
+        _STORE,
+    ),
+    Fault(
+        "short-file-is-there-c",
+        "A store outside the interpreter replaces a file that is cut off.",
+        "fskv/csrc/chunk_io.c",
+        "        (size_t)info.st_size != layout->header_nbytes + layout->payload_nbytes)\n",
+        "        info.st_size == 0)\n",
+        _NATIVE,
+    ),
+    Fault(
+        "short-file-hits",
+        "A lookup in Python does not promise a file that is cut off.",
+        "fskv/index/presence.py",
+        "        return stat.S_ISREG(info.st_mode) and info.st_size == nbytes\n",
+        "        return stat.S_ISREG(info.st_mode) and info.st_size > 0\n",
+        _PRESENCE,
+    ),
+    Fault(
+        "short-file-hits-c",
+        "A lookup outside the interpreter does not promise a file that is cut off.",
+        "fskv/csrc/files.c",
+        "            return S_ISREG(info.st_mode) && info.st_size == file->nbytes;\n",
+        "            return S_ISREG(info.st_mode) && info.st_size > 0;\n",
+        _PRESENCE,
+    ),
+    # --- who may touch a KV page, and until when --------------------------------------------
+    Fault(
+        "guard-not-entered",
+        "A load that was given up writes no KV page any more.",
+        "fskv/jobs.py",
+        "            if job.guard.enter():  # else the job was given up, and closed\n",
+        "            if job.guard.enter() or task.queued is not None:\n",
+        _JOBS,
+    ),
+    Fault(
+        "guard-not-entered-c",
+        "A load that was given up writes no KV page outside the interpreter either.",
+        "fskv/csrc/queue.c",
+        "    if (guard_enter(transfer->guard)) {\n        copy_spans(",
+        "    if (guard_enter(transfer->guard) || transfer->pages != NULL) {\n        copy_spans(",
+        _NATIVE,
+    ),
+    Fault(
+        "guard-does-not-wait",
+        "Giving up waits for a copy in progress, so that pages are free when it returns.",
+        "fskv/threads.py",
+        "            while self._num_inside:\n                self._left.wait()\n",
+        "",
+        ("tests/unit/test_threads.py", "tests/unit/test_jobs.py"),
+    ),
+    Fault(
+        "guard-does-not-wait-c",
+        "Giving up waits for a copy in progress outside the interpreter too.",
+        "fskv/csrc/transfer.c",
+        "    while (self->num_inside > 0)\n",
+        "    while (self->num_inside > 0 && !self->abandoned)\n",
+        _NATIVE,
+    ),
+    Fault(
+        "deadline-never",
+        "A load is given up at its deadline, and the request is computed instead.",
+        "fskv/job.py",
+        "        self.late = now >= self.deadline_at\n",
+        "        self.late = now - self.submitted_at >= self.deadline_at\n",
+        _JOBS,
+    ),
+    Fault(
+        "hung-threads-kept",
+        "A thread whose call hangs is replaced, or a few hung reads would end all I/O.",
+        "fskv/jobs.py",
+        "                self._pool.write_off(queued)\n",
+        "",
+        _JOBS,
+    ),
+    Fault(
+        "failed-load-is-good",
+        "A load of which one chunk was not good is reported as failed.",
+        "fskv/jobs.py",
+        "            job.failed |= job.is_load and status is not Status.OK\n",
+        "            job.failed = job.is_load and status is not Status.OK\n",
+        _JOBS,
+    ),
+    # --- what is published ------------------------------------------------------------------
+    Fault(
+        "written-under-its-name",
+        "A file gets its name when it is complete, by one rename.",
+        "fskv/store.py",
+        "        part = self._directory.part_path(path)\n        try:\n",
+        "        part = path\n        try:\n",
+        _STORE,
+    ),
+    Fault(
+        "renamed-before-written-c",
+        "A file gets its name when it is complete, outside the interpreter too.",
+        "fskv/csrc/chunk_io.c",
+        "    bool good = write_all(layout, fd, slot, layout->header_nbytes + layout->payload_nbytes) &&\n"
+        "                (!layout->fsync || fsync(fd) == 0);\n"
+        "    good = close(fd) == 0 && good; /* NFS may report a failed write only here */\n"
+        "    if (good && rename(file->part, file->path) == 0)\n"
+        "        return CHUNK_OK;\n",
+        "    bool good = rename(file->part, file->path) == 0 &&\n"
+        "                write_all(layout, fd, slot, layout->header_nbytes + layout->payload_nbytes) &&\n"
+        "                (!layout->fsync || fsync(fd) == 0);\n"
+        "    good = close(fd) == 0 && good;\n"
+        "    if (good)\n"
+        "        return CHUNK_OK;\n",
+        _NATIVE,
+    ),
+    Fault(
+        "part-not-exclusive",
+        "A part is made exclusively: what stands under its name is neither written to nor followed.",
+        "fskv/root.py",
+        "    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | more_flags\n",
+        "    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (more_flags & ~os.O_EXCL)\n",
+        ("tests/unit/test_store.py", "tests/unit/test_root.py"),
+    ),
+    Fault(
+        "part-not-exclusive-c",
+        "A part is made exclusively outside the interpreter too.",
+        "fskv/csrc/chunk_io.c",
+        "O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW | layout->open_flags;",
+        "O_WRONLY | O_CREAT | O_CLOEXEC | O_NOFOLLOW | layout->open_flags;",
+        _NATIVE,
+    ),
+    Fault(
+        "lease-not-exclusive",
+        "Two processes that take a free lease at once do not both hold it.",
+        "fskv/lease.py",
+        "        os.link(part, path)\n    except OSError as error:\n",
+        "        os.rename(part, path)\n    except OSError as error:\n",
+        ("tests/unit/test_lease.py",),
+    ),
+    Fault(
+        "part-left-behind",
+        "A write that fails leaves no part.",
+        "fskv/transports/chunk_fd.py",
+        "    except BaseException as error:\n        unlink_quietly(path)\n",
+        "    except BaseException as error:\n",
+        _STORE,
+    ),
+    Fault(
+        "part-left-behind-c",
+        "A write that fails outside the interpreter leaves no part.",
+        "fskv/csrc/chunk_io.c",
+        "    (void)unlink(file->part);\n",
+        "",
+        _NATIVE,
+    ),
+    Fault(
+        "old-bytes-stored",
+        "Nothing of what a staging slot held before gets into a file.",
+        "fskv/store.py",
+        "        transport.fill_zero(slot, base, base + first_block * layout.block_nbytes)\n",
+        "",
+        _STORE,
+    ),
+    Fault(
+        "incomplete-chunk-stored",
+        "A chunk whose last blocks were not given is not stored.",
+        "fskv/jobs.py",
+        "                    or plan.first_block + plan.num_blocks < plan.layout.num_blocks\n",
+        "",
+        _JOBS,
+    ),
+    Fault(
+        "guessed-chunk-stored",
+        "A chunk of which vLLM does not say where each block is, is dropped instead of guessed.",
+        "fskv/span_plan.py",
+        " or (complete_tail and not exact):\n",
+        ":\n",
+        ("tests/unit/test_hybrid_planner.py",),
+    ),
+    Fault(
+        "replaced-file-discarded",
+        "A good file that has replaced a bad one meanwhile is not discarded in its place.",
+        "fskv/store.py",
+        "        if file.same_file(path):\n",
+        "        if os.path.lexists(path):\n",
+        _STORE,
+    ),
+    Fault(
+        "root-made-anew",
+        "Where the root is gone nothing is made in its place.",
+        "fskv/root.py",
+        "        os.mkdir(path, mode)\n    except FileExistsError:\n",
+        "        os.makedirs(path, mode)\n    except FileExistsError:\n",
+        ("tests/unit/test_store.py", "tests/unit/test_root.py"),
+    ),
+    # --- what is believed to be there -------------------------------------------------------
+    Fault(
+        "negative-ttl-ignored",
+        "That a chunk is absent is believed for negative_ttl_s, and then it is looked for again.",
+        "fskv/index/presence.py",
+        "        missed = _Known(reason, now + self._negative_ttl_s)\n",
+        "        missed = _Known(reason, now + self._positive_ttl_s)\n",
+        _PRESENCE,
+    ),
+    Fault(
+        "failed-load-still-hits",
+        "A chunk whose load failed is a miss at once, or its request would fail again and again.",
+        "fskv/engines/vllm_manager.py",
+        "                self._presence.mark_failed(chunk, status)\n",
+        "",
+        ("tests/adapter/test_vllm_contract.py",),
+    ),
+    Fault(
+        "quarantine-still-hits",
+        "A chunk that was bad is a miss until its quarantine is over.",
+        "fskv/index/presence.py",
+        "            self._remember(chunk, _QUARANTINED, self._quarantine_s)\n",
+        "",
+        _PRESENCE,
+    ),
+    Fault(
+        "removed-chunk-hits",
+        "No hit outlives the news that its chunk was pruned.",
+        "fskv/index/presence.py",
+        "        return removal is not None and removal.number > removals\n",
+        "        return removal is not None and removal.number < removals\n",
+        _PRESENCE,
+    ),
+    Fault(
+        "one-rank-is-enough",
+        "A chunk is a hit when every rank has published its part, and not before.",
+        "fskv/engines/vllm_manager.py",
+        "        if len(published) == len(self._workers):\n",
+        "        if published:\n",
+        ("tests/adapter/test_vllm_contract.py",),
+    ),
+    Fault(
+        "breaker-never-opens",
+        "After failures in a row the root is left alone.",
+        "fskv/breaker.py",
+        "                self._failures_in_row += 1\n",
+        "                self._failures_in_row = 1\n",
+        ("tests/unit/test_presence.py", "tests/unit/test_jobs.py"),
+    ),
+    # --- bounds, and what goes --------------------------------------------------------------
+    Fault(
+        "bound-ignored",
+        "A chunk is stored only if there is room for it below every bound.",
+        "fskv/capacity.py",
+        "            if self._used + nbytes > self._allowed or self._silent:\n                return False\n",
+        "            if self._silent:\n                return False\n",
+        ("tests/unit/test_capacity.py",),
+    ),
+    Fault(
+        "others-grants-ignored",
+        "What other engines were granted and have not written yet counts against the bound.",
+        "fskv/claims.py",
+        "        return self.limit - self.counted - self.outstanding\n",
+        "        return self.limit - self.counted\n",
+        ("tests/unit/test_claims.py",),
+    ),
+    Fault(
+        "most-recent-first",
+        "What was used least recently is pruned first.",
+        "fskv/prune.py",
+        "    for at in _oldest_first(mtimes, nbytes,",
+        "    for at in _oldest_first(-mtimes, nbytes,",
+        _PRUNE,
+    ),
+    Fault(
+        "used-meanwhile-pruned",
+        "What was used since it was listed waits for its new turn.",
+        "fskv/prune.py",
+        "        if last_use_ns > mtime_ns:\n",
+        "        if last_use_ns < mtime_ns:\n",
+        _PRUNE,
+    ),
+    Fault(
+        "prune-follows-links",
+        "Nothing behind a link in the place of a directory is listed or removed.",
+        "fskv/index/scan.py",
+        "OPEN_SHARD = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC\n",
+        "OPEN_SHARD = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC\n",
+        ("tests/unit/test_prune.py", "tests/unit/test_scan.py"),
+    ),
+    Fault(
+        "prune-removes-what-is-no-file",
+        "What took a chunk's name and is no regular file is not removed.",
+        "fskv/prune.py",
+        "        if not stat.S_ISREG(info.st_mode):\n",
+        "        if stat.S_ISDIR(info.st_mode):\n",
+        _PRUNE,
+    ),
+    Fault(
+        "gc-removes-foreign-files",
+        "gc removes only parts that have the name of a writer of fskv's.",
+        "fskv/process.py",
+        "    return stem != name and (is_our_name(stem) or _OUR_PROBE.fullmatch(stem) is not None)\n",
+        "    return stem != name\n",
+        ("tests/tools/test_gc.py",),
+    ),
+    Fault(
+        "gc-removes-living-parts",
+        "gc leaves the part of a writer that may live.",
+        "tools/garbage.py",
+        "        if provably_dead(writer) or not is_recent(",
+        "        if not provably_dead(writer) or not is_recent(",
+        ("tests/tools/test_gc.py",),
+    ),
+    # --- who may write what is served -------------------------------------------------------
+    Fault(
+        "mac-uncompared",
+        "A sealed file is exactly what a holder of the key wrote, or it is refused.",
+        "fskv/mac.py",
+        "    return hmac.compare_digest(found, expected)\n",
+        "    return hmac.compare_digest(found, found)\n",
+        _MAC,
+    ),
+    Fault(
+        "header-mac-uncompared",
+        "The tag over the header of a sealed file is compared.",
+        "fskv/chunk_file.py",
+        "    if not mac.same(key.tag(memoryview(header)[:tag_at]), bytes(header[tag_at:])):\n",
+        "    if len(header[tag_at:]) != mac.TAG_NBYTES:\n",
+        _MAC,
+    ),
+    Fault(
+        "seal-not-demanded",
+        "Where files are sealed, one that had its seal removed is refused.",
+        "fskv/chunk_file.py",
+        "    if integrity is not None and (integrity != CHECKSUM) != (seal_nbytes != 0):\n",
+        "    if integrity is not None and integrity == CHECKSUM and seal_nbytes:\n",
+        _MAC,
+    ),
+    # --- who shares with whom ---------------------------------------------------------------
+    Fault(
+        "hash-seed-not-in-identity",
+        "Every field of the identity is in its digest, the seed of the engine's hashes for one.",
+        "fskv/namespace.py",
+        "        for name in sorted(field.name for field in fields(self)):\n",
+        '        for name in sorted({field.name for field in fields(self)} - {"hash_seed"}):\n',
+        _IDENTITY,
+    ),
+    Fault(
+        "group-page-size-not-in-identity",
+        "Every field of a KV group is in the digest, its page sizes for one.",
+        "fskv/namespace.py",
+        "                value = [{f.name: getattr(g, f.name) for f in fields(g)} for g in value]\n",
+        "                value = [\n"
+        '                    {f.name: getattr(g, f.name) for f in fields(g) if f.name != "page_nbytes"}\n'
+        "                    for g in value\n"
+        "                ]\n",
+        _IDENTITY,
+    ),
+    Fault(
+        "hash-seed-not-asked",
+        "Engines whose block hashes differ do not share: the seed is the environment's.",
+        "fskv/engines/vllm_identity.py",
+        '        return f"PYTHONHASHSEED={seed}"\n',
+        '        return "PYTHONHASHSEED"\n',
+        ("tests/adapter/test_identity_settings.py",),
+    ),
+    Fault(
+        "weights-by-name",
+        "Engines with other weights under the same name do not share.",
+        "fskv/engines/vllm_identity.py",
+        "        weights=_weights(model, config),\n",
+        "        weights=_model_name(model.model),\n",
+        ("tests/adapter/test_identity_settings.py",),
+    ),
+    Fault(
+        "kv-dtype-of-the-model",
+        "Engines whose KV has another type than the model do not share with those where it is the same.",
+        "fskv/engines/vllm_identity.py",
+        "        kv_cache_dtype=kv_dtype,\n",
+        "        kv_cache_dtype=_name(model.dtype),\n",
+        ("tests/adapter/test_identity_settings.py",),
+    ),
+    Fault(
+        "tenant-not-in-identity",
+        "Tenants do not share.",
+        "fskv/engines/vllm_identity.py",
+        "        tenant=config.tenant,\n",
+        "",
+        ("tests/adapter/test_identity_settings.py",),
+    ),
+    Fault(
+        "weights-half-sampled",
+        "Weights that differ in the second half of a tensor have another fingerprint.",
+        "fskv/fingerprint.py",
+        "    offsets = sorted(starts | middles)\n",
+        "    offsets = sorted(starts)\n",
+        ("tests/unit/test_fingerprint.py",),
+    ),
+    # --- tools ------------------------------------------------------------------------------
+    Fault(
+        "verify-believes-names",
+        "`fskv verify` reports a sound file that is not the one its name says.",
+        "tools/check/judge.py",
+        "        expected.compare(header, chunk)\n",
+        "",
+        ("tests/tools/test_verify.py",),
+    ),
+    Fault(
+        "import-believes-rows",
+        "`fskv import` stores no file whose rows fail their digests.",
+        "tools/archive/receive.py",
+        "            check_rows(entry.candidate.head.header, entry.candidate.payload)\n",
+        "",
+        ("tests/tools/test_archive.py",),
+    ),
+)
