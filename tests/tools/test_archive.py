@@ -16,6 +16,7 @@ import sys
 import tarfile
 import threading
 import time
+from shlex import quote
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -183,11 +184,11 @@ def test_a_pipe_carries_it_and_any_tar_can_list_it(lab, tmp_path):
     lab.chunks(where, range(10))
     target = tmp_path / "to"
     target.mkdir()
-    me = f"{sys.executable} -m fskv_tools"
-    command = (
-        f"{me} export --root {lab.path} | tee {tmp_path}/a | {me} import - --create --root {target}"
+    me = f"{quote(sys.executable)} -m fskv_tools"
+    command = f"{me} export --root kv | tee a | {me} import - --create --root to"
+    done = subprocess.run(
+        command, shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=120
     )
-    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout == ""
     assert chunk_files(target) == chunk_files(lab.path)
@@ -291,7 +292,7 @@ def test_an_output_never_replaces_a_file_and_is_whole_or_not_there(lab, tmp_path
 
 def test_an_archive_is_not_written_to_a_terminal(lab):
     lab.chunks(lab.namespace(), range(2))
-    command = f"{sys.executable} -m fskv_tools export --root {lab.path}"
+    command = f"{quote(sys.executable)} -m fskv_tools export --root {quote(lab.path)}"
     done = subprocess.run(
         ["script", "-qec", command, "/dev/null"], capture_output=True, text=True, timeout=120
     )
