@@ -62,8 +62,8 @@ def test_a_start_imports_only_what_the_command_needs(lab):
         ("--help", MUCH),
         ("ls --help", MUCH),
         ("diff --help", MUCH),
-        (f"dir --root {lab.path}", MUCH | {"rich"}),  # names a namespace, lists no chunks
-        (f"ls --json --root {lab.path}", FOREIGN | {"rich"}),
+        ("dir --root .", MUCH | {"rich"}),  # names a namespace, lists no chunks
+        ("ls --json --root .", FOREIGN | {"rich"}),
     ):
         code = (
             "import sys; from fskv_tools.cli import app\n"
@@ -71,7 +71,11 @@ def test_a_start_imports_only_what_the_command_needs(lab):
             "print(*sorted({n.partition('.')[0] for n in sys.modules}), file=sys.stderr)"
         )
         done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
+            [sys.executable, "-c", code],
+            cwd=lab.path,
+            capture_output=True,
+            text=True,
+            timeout=120,
         )
         loaded = set(done.stderr.split())
         assert "typer" in loaded

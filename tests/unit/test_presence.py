@@ -12,7 +12,7 @@ import pytest
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from world import Clock, returns_in_time, wait_for
+from world import Clock, leaves_nothing_open, returns_in_time, wait_for
 
 from faults.disk import Child, DiskFaults
 from fskv.breaker import Breaker
@@ -742,13 +742,12 @@ def test_the_directory_is_opened_again_after_a_miss_and_only_then(files, monkeyp
         return real(path, *args, **kwargs)
 
     monkeypatch.setattr(os, "open", note)
-    before = len(os.listdir("/proc/self/fd"))
-    assert probe_files([[(path, 10)]], [False]) == [True]
-    assert opened == []
-    assert probe_files([[(path, 10)]], [True]) == [True]
-    assert opened == [os.path.dirname(path)]
-    assert probe_files([[(path + "/no/dir", 10)]], [True]) == [False]
-    assert len(os.listdir("/proc/self/fd")) == before
+    with leaves_nothing_open():
+        assert probe_files([[(path, 10)]], [False]) == [True]
+        assert opened == []
+        assert probe_files([[(path, 10)]], [True]) == [True]
+        assert opened == [os.path.dirname(path)]
+        assert probe_files([[(path + "/no/dir", 10)]], [True]) == [False]
 
 
 def test_a_stale_handle_is_looked_at_twice_and_then_a_miss(files, monkeypatch):

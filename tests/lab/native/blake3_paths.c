@@ -1,5 +1,5 @@
 /* Test library: keyed BLAKE3 of fskv/csrc/blake3.c by each of its paths, whatever this CPU would choose. */
-#include "../../fskv/csrc/blake3.c"
+#include "../../../fskv/csrc/blake3.c"
 
 /* 0: plain C, 1: AVX2, 2: AVX-512. Returns 0 where the CPU does not have it. */
 __attribute__((visibility("default"))) int keyed_by(int path, const uint8_t *key, const uint8_t *input,
