@@ -22,7 +22,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tool_lab import Lab, check_lines, everything_below, fskv, key_of, run, spoil
-from world import make_identity, read_by_hand
+from world import make_identity, read_by_hand, wait_for
 
 from fskv import namespace
 from fskv.config import Share
@@ -828,9 +828,7 @@ def start_import(archive, root, **options):
     )
     process.stdin.write(archive[: len(archive) * 2 // 3])
     process.stdin.flush()
-    end = time.monotonic() + 60
-    while len(chunk_files(root)) < 50 and time.monotonic() < end:
-        time.sleep(0.01)
+    wait_for(lambda: sum(name.endswith(".kv") for name in everything_below(root)) >= 50, 60)
     return process
 
 

@@ -208,6 +208,7 @@ def watch_of(lab):
     watched = watch.watch_root(lab.path, 3600)
     watched.start()
     assert watched.wait(HANG_S)
+    watched.stop()  # its answer stays
     return watched
 
 

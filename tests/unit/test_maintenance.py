@@ -90,7 +90,6 @@ def test_a_dead_engines_claim_stays_until_it_was_counted_and_then_goes(root, mon
 def test_nothing_is_removed_for_the_limits_of_who_is_gone(root, monkeypatch, limits, who):
     """Negative control: for those of the living, and of whoever may be, all but one chunk goes."""
     monkeypatch.setattr(holder, "_WITHDRAW_S", 0.5)
-    monkeypatch.setattr(holder, "_DEAD_CLAIM_S", 3.0)
     os.makedirs(f"{root}/{SHARED_DIR}/claims")
     day_ago = time.time_ns() - 86400 * 10**9
     paths = [write_chunk(f"{root}/{NAME}", n, mtime_ns=day_ago) for n in range(5)]
