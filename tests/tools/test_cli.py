@@ -11,6 +11,7 @@ import importlib
 import json
 import os
 import pathlib
+import shlex
 import signal
 import subprocess
 import sys
@@ -183,7 +184,7 @@ def completions(*words, **env):
             **os.environ,
             **env,
             "_FSKV_COMPLETE": "complete_bash",
-            "COMP_WORDS": " ".join(["fskv", *words]),
+            "COMP_WORDS": shlex.join(["fskv", *words]),
             "COMP_CWORD": str(len(words)),
         },
         capture_output=True,
