@@ -278,6 +278,7 @@ def test_the_readiness_command_asks_the_health_file(state, age_s, ready, tmp_pat
     assert done.returncode == (0 if ready else 1), done.stderr
 
 
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="the commands need openssl")
 def test_the_commands_that_make_a_key_file_leave_one_that_an_engine_takes(tmp_path):
     """In a shell whose umask stays what it was, and with the directory made first."""
     page = (REPOSITORY / "docs" / "security.md").read_text(encoding="utf-8")

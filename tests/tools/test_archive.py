@@ -10,6 +10,7 @@ import io
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -290,6 +291,7 @@ def test_an_output_never_replaces_a_file_and_is_whole_or_not_there(lab, tmp_path
     assert sorted(os.listdir(tmp_path)) == ["kv", "precious"]
 
 
+@pytest.mark.skipif(shutil.which("script") is None, reason="needs script, of util-linux")
 def test_an_archive_is_not_written_to_a_terminal(lab):
     lab.chunks(lab.namespace(), range(2))
     command = f"{quote(sys.executable)} -m fskv_tools export --root {quote(lab.path)}"
