@@ -24,12 +24,6 @@ from fskv.namespace import GroupIdentity
 from fskv.root import Root
 
 PAGES = (3000, 5000)  # of one block
-# What a command's output depends on and a test's surroundings may have: a worker of pytest has a size.
-SURROUNDINGS = (
-    *("FSKV_ROOT", "FSKV_MAC_KEY_FILE"),
-    *("COLUMNS", "LINES", "TERMINAL_WIDTH"),
-    *("NO_COLOR", "FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS"),
-)
 
 
 class Lab:
@@ -158,17 +152,10 @@ def run(*arguments, root=None, stdin=None, env=None):
     words = [str(word) for word in arguments]
     if root is not None:
         words += ["--root", str(root)]
-    around = {**dict.fromkeys(SURROUNDINGS), **(env or {})}
-    done = CliRunner().invoke(cli.app, words, input=stdin, env=around)
+    done = CliRunner().invoke(cli.app, words, input=stdin, env={"FSKV_ROOT": None, **(env or {})})
     if done.exception is not None and not isinstance(done.exception, SystemExit):
         raise done.exception
     return _result(done.exit_code, done.stdout, done.stderr)
-
-
-def environment(changes=None):
-    """Return the environment without what output depends on, unless `changes` has it."""
-    kept = {name: value for name, value in os.environ.items() if name not in SURROUNDINGS}
-    return {**kept, **(changes or {})}
 
 
 def fskv(*arguments, root=None, timeout_s=120, env=None):
@@ -176,7 +163,10 @@ def fskv(*arguments, root=None, timeout_s=120, env=None):
     words = [sys.executable, "-m", "fskv_tools", *map(str, arguments)]
     if root is not None:
         words += ["--root", str(root)]
-    done = subprocess.run(words, capture_output=True, timeout=timeout_s, env=environment(env))
+    around = {**os.environ, **(env or {})}
+    if not env or "FSKV_ROOT" not in env:
+        around.pop("FSKV_ROOT", None)
+    done = subprocess.run(words, capture_output=True, timeout=timeout_s, env=around)
     out, err = (text.decode(errors="backslashreplace") for text in (done.stdout, done.stderr))
     assert "Traceback" not in err, err
     return _result(done.returncode, out, err)

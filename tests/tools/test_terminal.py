@@ -13,7 +13,7 @@ import termios
 
 import pytest
 from rich.cells import cell_len
-from tool_lab import Lab, environment, run, spoil
+from tool_lab import Lab, run, spoil
 
 pytest.importorskip("fskv_tools.terminal", reason="the command line is not installed")
 
@@ -22,12 +22,13 @@ def on_terminal(columns, *words):
     """Run `fskv` on a pty of so many columns; returns its lines without colours."""
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
+    env = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES", "FSKV_ROOT")}
     child = subprocess.Popen(
         [sys.executable, "-m", "fskv_tools", *map(str, words)],
         stdin=slave,
         stdout=slave,
         stderr=subprocess.PIPE,
-        env=environment({"TERM": "xterm-256color"}),
+        env={**env, "TERM": "xterm-256color"},
     )
     os.close(slave)
     seen = b""

@@ -18,7 +18,7 @@ import threading
 import time
 
 import pytest
-from tool_lab import Lab, check_lines, environment, fskv, run, spoil
+from tool_lab import Lab, check_lines, fskv, run, spoil
 
 pytest.importorskip("fskv_tools.top", reason="the command line is not installed")
 
@@ -647,12 +647,14 @@ class Terminal:
             "--interval",
             "0.2",
         ]
+        env = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES", "NO_COLOR")}
+        env["TERM"] = term
         self.child = subprocess.Popen(
             ["setsid", "--ctty", *command, *words],  # the terminal is its own: Ctrl-C
             stdin=self.slave,
             stdout=self.slave,
             stderr=self.slave,
-            env=environment({"TERM": term}),
+            env=env,
         )
         self.seen = b""
 
