@@ -12,7 +12,7 @@ endif
 ARGS ?=
 # Tests wait more than they compute; an engine needs 2 GiB.
 WORKERS ?= logical
-PYTEST = $(PY) -m pytest -n $(WORKERS) --maxprocesses 4 --dist loadgroup --no-loadscope-reorder
+PYTEST = '$(PY)' -m pytest -n $(WORKERS) --maxprocesses 4 --dist loadgroup --no-loadscope-reorder
 DIR ?= .cache
 
 .PHONY: $(shell sed -n 's/^\([a-z-]*\):.*\#\# .*/\1/p' $(MAKEFILE_LIST))
@@ -24,56 +24,56 @@ setup: ## Make .venv: a vLLM engine for CPUs, fskv, test tools (the others call 
 	@VENV='$(VENV)' bash .ci/setup
 
 demo: $(SETUP) ## Real engines store, restart, load, survive damaged files (some minutes)
-	@$(PY) -m demo.run $(ARGS)
+	@'$(PY)' -m demo.run $(ARGS)
 
 demo-quick: $(SETUP) ## The same with two small models
-	@$(PY) -m demo.run --quick $(ARGS)
+	@'$(PY)' -m demo.run --quick $(ARGS)
 
 bench: $(SETUP) ## Store and load speed on the storage of DIR (default: .cache)
 	@mkdir -p .cache
-	@$(PY) -m fskv_tools bench $(ARGS) '$(DIR)'
+	@'$(PY)' -m fskv_tools bench $(ARGS) '$(DIR)'
 
 bench-interpreter: $(SETUP) ## What a Python loop keeps of its rate beside 1,000 chunks a second
-	@$(PY) -m benchmarks.interpreter $(ARGS)
+	@'$(PY)' -m benchmarks.interpreter $(ARGS)
 
 bench-flood: $(SETUP) ## Memory, files and threads while 20,000 jobs flood a worker
-	@$(PY) -m benchmarks.flood $(ARGS)
+	@'$(PY)' -m benchmarks.flood $(ARGS)
 
 bench-scale: $(SETUP) ## Start, count and prune with up to a million files on the storage of DIR (many minutes)
 	@mkdir -p .cache
-	@$(PY) -m benchmarks.scale $(ARGS) --directory '$(DIR)'
+	@'$(PY)' -m benchmarks.scale $(ARGS) --directory '$(DIR)'
 
 bench-engine: $(SETUP) ## What a decoding request of a real vLLM engine notices (some minutes)
-	@$(PY) -m benchmarks.engine $(ARGS)
+	@'$(PY)' -m benchmarks.engine $(ARGS)
 
 bench-tier: $(SETUP) ## FskvTier, FskvConnector and vLLM's file tier on real engines, on the storage of DIR (10 minutes)
 	@mkdir -p .cache
-	@$(PY) -m benchmarks.tier --direct-io auto $(ARGS) --dir '$(DIR)'
+	@'$(PY)' -m benchmarks.tier --direct-io auto $(ARGS) --dir '$(DIR)'
 
 bench-shared-root: $(SETUP) ## Two real vLLM engines, one root, a bound of a tenth of what they write (12 minutes)
-	@$(PY) -m trials.shared_root $(ARGS)
+	@'$(PY)' -m trials.shared_root $(ARGS)
 
 bench-load-budget: $(SETUP) ## Time to first token with `load_budget` on fast and on crawling storage (10 minutes)
-	@$(PY) -m benchmarks.load_budget $(ARGS)
+	@'$(PY)' -m benchmarks.load_budget $(ARGS)
 
 bench-verify: $(SETUP) ## The rate of `fskv verify --read-data` beside a plain read, on the storage of DIR
 	@mkdir -p .cache
-	@$(PY) -m benchmarks.verify $(ARGS) --dir '$(DIR)'
+	@'$(PY)' -m benchmarks.verify $(ARGS) --dir '$(DIR)'
 
 corruptions: $(SETUP) ## Does `fskv verify` find each of 10,000 random corruptions? (minutes)
-	@$(PY) -m trials.corruptions $(ARGS)
+	@'$(PY)' -m trials.corruptions $(ARGS)
 
 forgeries: $(SETUP) ## Is one of 10,000 forged or replayed files served where chunks are sealed? (minutes)
-	@$(PY) -m trials.forgeries $(ARGS)
+	@'$(PY)' -m trials.forgeries $(ARGS)
 
 bench-sealing: $(SETUP) ## What a MAC costs: store and load with it and without, in turns
-	@$(PY) -m benchmarks.sealing $(ARGS)
+	@'$(PY)' -m benchmarks.sealing $(ARGS)
 
 storm: $(SETUP) ## Kill writers, fill a disk, fail a mount: is anything wrong ever served? (minutes)
-	@$(PY) -m trials.storm $(ARGS)
+	@'$(PY)' -m trials.storm $(ARGS)
 
 mutants: $(SETUP) ## Make deliberate faults in the product: does make test catch each? (long)
-	@$(PY) -m trials.mutants $(ARGS)
+	@'$(PY)' -m trials.mutants $(ARGS)
 
 test: $(SETUP) ## Each promise, on real engines where one matters (10 minutes on 2 cores)
 	$(PYTEST) -m 'not slow and not shared_fs' --timings .cache/timings/test.json $(ARGS)
@@ -89,15 +89,15 @@ test-all: test test-slow test-shared-fs ## Everything there is
 
 test-shared-fs: $(SETUP) ## Real NFS and GlusterFS, nodes that die (root, Debian; 10 to 20 minutes)
 	@bash tests/shared_fs/install
-	$(PY) -m pytest -m shared_fs tests/shared_fs/test_shared_fs.py $(ARGS)
+	'$(PY)' -m pytest -m shared_fs tests/shared_fs/test_shared_fs.py $(ARGS)
 
 test-versions: $(SETUP) ## Other vLLM versions: contract, refusal, engines beside the installed one (3 GB, long)
 	@PY='$(PY)' bash .ci/versions $(ARGS)
 
 lint: $(SETUP) ## ruff and mypy
-	$(PY) -m ruff check .
-	$(PY) -m ruff format --check .
-	$(PY) -m mypy
+	'$(PY)' -m ruff check .
+	'$(PY)' -m ruff format --check .
+	'$(PY)' -m mypy
 
 clean: ## Remove caches, checkpoints and results; keeps the environment
 	rm -rf .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info

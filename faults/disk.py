@@ -43,6 +43,12 @@ _HEADER = struct.Struct("=QQQQ")  # attached, hanging, scripts, bad lines: struc
 _RULE = struct.Struct("=QQ")  # matched, fired
 
 
+def _before(first: str, variable: str) -> str:
+    """Return a list of the environment with this in front of it."""
+    rest = os.environ.get(variable)
+    return f"{first}:{rest}" if rest else first
+
+
 class DiskFaults:
     """The faults of the child processes that are started with `env`, on paths below `directory`.
 
@@ -63,10 +69,14 @@ class DiskFaults:
         self._current: dict[str, int] = {}
 
     def env(self) -> dict[str, str]:
-        """Return what a child's environment needs on top of its own."""
-        before = os.environ.get("LD_PRELOAD")
+        """Return what a child's environment needs on top of its own.
+
+        Spaces end a path in LD_PRELOAD, but not in LD_LIBRARY_PATH: the library's directory may have some.
+        """
+        directory, name = os.path.split(self._library)
         return {
-            "LD_PRELOAD": f"{self._library}:{before}" if before else self._library,
+            "LD_PRELOAD": _before(name, "LD_PRELOAD"),
+            "LD_LIBRARY_PATH": _before(directory, "LD_LIBRARY_PATH"),
             "FSKV_DISK_FAULTS_DIR": self._directory,
             "FSKV_DISK_FAULTS_SCRIPT": str(self._script),
             "FSKV_DISK_FAULTS_COUNTERS": str(self._counter_path),

@@ -19,6 +19,18 @@ pytest_plugins = ["timings"]
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# What commands do and write depends on these, and whoever runs the tests may have them. Two of them readline
+# sets for children alone, at its import.
+with contextlib.suppress(ImportError):
+    import readline  # noqa: F401
+for name in (
+    *("FSKV_ROOT", "FSKV_MAC_KEY_FILE"),
+    *("COLUMNS", "LINES", "TERMINAL_WIDTH"),
+    *("NO_COLOR", "FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS"),
+):
+    os.environ.pop(name, None)
+    os.unsetenv(name)
+
 
 def pytest_configure(config):
     if not hasattr(config, "workerinput"):  # workers inherit the variable

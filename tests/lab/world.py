@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import struct
 import threading
@@ -69,6 +70,28 @@ def returns_in_time(call, timeout_s=20.0):
     if errors:
         raise errors[0]
     return results[0]
+
+
+def open_files():
+    """Return what this process has open: pairs of a descriptor and what it is."""
+    found = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(
+            FileNotFoundError
+        ):  # closed meanwhile, as that of this very listing
+            found.add((fd, os.readlink(f"/proc/self/fd/{fd}")))
+    return found
+
+
+@contextlib.contextmanager
+def leaves_nothing_open():
+    """Assert that what is opened inside is closed again.
+
+    What other tests left behind may be closed meanwhile, and threads of theirs open something for a moment.
+    """
+    before = open_files()
+    yield
+    wait_for(lambda: open_files() <= before)
 
 
 class Clock:

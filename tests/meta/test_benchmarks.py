@@ -12,6 +12,7 @@ import time
 
 import pytest
 from places import REPOSITORY
+from world import wait_for
 
 pytest.importorskip("torch", reason="the benchmarks need torch: make test")
 
@@ -82,10 +83,8 @@ def test_an_interrupted_benchmark_leaves_nothing_behind(tmp_path):
         stderr=subprocess.PIPE,
         text=True,
     )
-    end = time.monotonic() + 60
-    while not any(tmp_path.rglob("*.kv")) and time.monotonic() < end:
-        time.sleep(0.02)
-    os.kill(process.pid, signal.SIGINT)
+    wait_for(lambda: any(tmp_path.rglob("*.kv")), 60)
+    process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130, said
     assert list(tmp_path.iterdir()) == []
@@ -158,10 +157,8 @@ def test_an_interrupted_scale_benchmark_leaves_nothing_behind(tmp_path):
         stderr=subprocess.PIPE,
         text=True,
     )
-    end = time.monotonic() + 60
-    while not any(tmp_path.rglob("usage.json")) and time.monotonic() < end:
-        time.sleep(0.02)
-    os.kill(process.pid, signal.SIGINT)
+    wait_for(lambda: any(tmp_path.rglob("usage.json")), 60)
+    process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130, said
     assert list(tmp_path.iterdir()) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 
 import pytest
 from world import wait_for
@@ -74,6 +75,16 @@ class Lab:
 
     def open(self, where, name):
         return self.child(f"os.open({self.path(where, name)}, os.O_RDWR | os.O_CREAT)")
+
+
+def test_a_space_in_the_library_s_path_keeps_it_from_nothing(native_library, tmp_path):
+    (tmp_path / "with space").mkdir()
+    library = shutil.copy(native_library("disk"), tmp_path / "with space")
+    lab = Lab(str(library), tmp_path)
+    lab.faults.set("read EIO")
+    assert lab.child(f"os.read({lab.kv}, 10)") == "EIO"
+    lab.child.close()
+    assert lab.faults.fired()
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ import subprocess
 import sys
 
 import pytest
-from places import REPOSITORY
+from places import LAB, REPOSITORY
 from world import World, damage, wait_for
 
 from faults.disk import DiskFaults
@@ -24,7 +24,7 @@ from faults.disk import DiskFaults
 pytest.importorskip("torch", reason="the storm needs torch: make test")
 pytest.importorskip("xxhash", reason="the storm finds files by their names")
 
-DRIVER = REPOSITORY / "tests" / "lab" / "fault_driver.py"
+DRIVER = LAB / "fault_driver.py"
 LIMIT_S = 200  # of one command; it only bounds a hang
 
 sys.path.insert(0, str(REPOSITORY))

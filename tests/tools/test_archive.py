@@ -10,18 +10,20 @@ import io
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import tarfile
 import threading
 import time
+from shlex import quote
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tool_lab import Lab, check_lines, everything_below, fskv, key_of, run, spoil
-from world import make_identity, read_by_hand
+from world import make_identity, read_by_hand, wait_for
 
 from fskv import namespace
 from fskv.config import Share
@@ -183,11 +185,11 @@ def test_a_pipe_carries_it_and_any_tar_can_list_it(lab, tmp_path):
     lab.chunks(where, range(10))
     target = tmp_path / "to"
     target.mkdir()
-    me = f"{sys.executable} -m fskv_tools"
-    command = (
-        f"{me} export --root {lab.path} | tee {tmp_path}/a | {me} import - --create --root {target}"
+    me = f"{quote(sys.executable)} -m fskv_tools"
+    command = f"{me} export --root kv | tee a | {me} import - --create --root to"
+    done = subprocess.run(
+        command, shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=120
     )
-    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout == ""
     assert chunk_files(target) == chunk_files(lab.path)
@@ -289,9 +291,10 @@ def test_an_output_never_replaces_a_file_and_is_whole_or_not_there(lab, tmp_path
     assert sorted(os.listdir(tmp_path)) == ["kv", "precious"]
 
 
+@pytest.mark.skipif(shutil.which("script") is None, reason="needs script, of util-linux")
 def test_an_archive_is_not_written_to_a_terminal(lab):
     lab.chunks(lab.namespace(), range(2))
-    command = f"{sys.executable} -m fskv_tools export --root {lab.path}"
+    command = f"{quote(sys.executable)} -m fskv_tools export --root {quote(lab.path)}"
     done = subprocess.run(
         ["script", "-qec", command, "/dev/null"], capture_output=True, text=True, timeout=120
     )
@@ -827,9 +830,7 @@ def start_import(archive, root, **options):
     )
     process.stdin.write(archive[: len(archive) * 2 // 3])
     process.stdin.flush()
-    end = time.monotonic() + 60
-    while len(chunk_files(root)) < 50 and time.monotonic() < end:
-        time.sleep(0.01)
+    wait_for(lambda: sum(name.endswith(".kv") for name in everything_below(root)) >= 50, 60)
     return process
 
 

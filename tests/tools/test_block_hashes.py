@@ -11,7 +11,7 @@ import sys
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from places import REPOSITORY
+from places import LAB, REPOSITORY
 from world import make_identity
 
 block_hashes = pytest.importorskip("fskv_tools.block_hashes")
@@ -141,7 +141,8 @@ def test_what_cannot_be_known_is_refused_in_one_sentence(changes, sentence):
 def test_keys_do_not_depend_on_the_process():
     """A hash that a seed of this process gets into would differ between two processes."""
     code = (
-        "import sys; sys.path[:0] = ['tests', '.']; import test_block_hashes as t;"
+        f"import sys; sys.path[:0] = {[os.path.dirname(__file__), str(LAB)]!r};"
+        "import test_block_hashes as t;"
         "print(t.ours('sha256')[-1].hex())"
     )
     for seed in ("0", "123"):

@@ -11,6 +11,7 @@ import importlib
 import json
 import os
 import pathlib
+import shlex
 import signal
 import subprocess
 import sys
@@ -62,8 +63,8 @@ def test_a_start_imports_only_what_the_command_needs(lab):
         ("--help", MUCH),
         ("ls --help", MUCH),
         ("diff --help", MUCH),
-        (f"dir --root {lab.path}", MUCH | {"rich"}),  # names a namespace, lists no chunks
-        (f"ls --json --root {lab.path}", FOREIGN | {"rich"}),
+        ("dir --root .", MUCH | {"rich"}),  # names a namespace, lists no chunks
+        ("ls --json --root .", FOREIGN | {"rich"}),
     ):
         code = (
             "import sys; from fskv_tools.cli import app\n"
@@ -71,7 +72,11 @@ def test_a_start_imports_only_what_the_command_needs(lab):
             "print(*sorted({n.partition('.')[0] for n in sys.modules}), file=sys.stderr)"
         )
         done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
+            [sys.executable, "-c", code],
+            cwd=lab.path,
+            capture_output=True,
+            text=True,
+            timeout=120,
         )
         loaded = set(done.stderr.split())
         assert "typer" in loaded
@@ -179,7 +184,7 @@ def completions(*words, **env):
             **os.environ,
             **env,
             "_FSKV_COMPLETE": "complete_bash",
-            "COMP_WORDS": " ".join(["fskv", *words]),
+            "COMP_WORDS": shlex.join(["fskv", *words]),
             "COMP_CWORD": str(len(words)),
         },
         capture_output=True,

@@ -13,6 +13,7 @@ import time
 
 import pytest
 from tool_lab import Lab, check_lines, everything_below, fskv, run, spoil
+from world import wait_for
 
 from faults.mount import FaultyMount, why_not
 
@@ -136,10 +137,8 @@ def test_a_mount_that_hangs_is_a_finding_in_time(tmp_path):
             assert any("did not answer in 2 s" in line["found"] for line in findings(done)), ops
             assert took_s < 60, ops
             mount.clear()
-            end = time.monotonic() + 20
-            while any(name.startswith(".fskv-") for name in os.listdir(mount.backing)):
-                assert time.monotonic() < end, ops  # what hung comes to its end, and cleans up
-                time.sleep(0.05)
+            # What hung comes to its end, and cleans up.
+            wait_for(lambda: not any(n.startswith(".fskv-") for n in os.listdir(mount.backing)))
         mount.set({"errno": "EIO", "ops": ["read"]})
         assert fskv("doctor", *PATIENT, "--json", root=mount.path).exit_code == 1
 
@@ -196,19 +195,14 @@ def test_interrupted_it_leaves_nothing(tmp_path):
         mount.set({"ops": ["fsync"], "delay_s": 5})
         words = [sys.executable, "-m", "fskv_tools", "doctor", "--root", mount.path]
         process = subprocess.Popen(words, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
-        end = time.monotonic() + 60
-        while not mount.fired():
-            assert time.monotonic() < end
-            time.sleep(0.01)
+        wait_for(mount.fired, 60)
         assert everything_below(mount.backing) != before  # the probe is there
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
         assert process.returncode == 130, err
         assert b"Traceback" not in err
         mount.clear()
-        while everything_below(mount.backing) != before:
-            assert time.monotonic() < end
-            time.sleep(0.05)
+        wait_for(lambda: everything_below(mount.backing) == before)
 
 
 def test_a_root_full_of_strange_entries_is_looked_at_and_left_alone(lab):
@@ -271,9 +265,7 @@ def test_leases_and_claims_of_the_living_and_the_dead(lab):
         "beat": 1,
     }
     lease = f"{lab.path}/.fskv-maintenance/lease.json"
-    end = time.monotonic() + 20
-    while os.path.exists(lease) and time.monotonic() < end:
-        time.sleep(0.05)
+    wait_for(lambda: not os.path.exists(lease))
     with open(lease, "w") as file:
         json.dump(told, file)
     assert "gone" in of(run("doctor", *PATIENT, "--json", root=lab.path), "lease")[0][1]

@@ -273,7 +273,7 @@ def test_ctrl_c_in_the_middle_tells_what_went_and_leaves_a_valid_root(lab, where
     code = (
         "import time, os; from fskv import prune; from fskv_tools.cli import main\n"
         "real = prune._remove\n"
-        "def slow(*args): time.sleep(0.01); return real(*args)\n"
+        "def slow(*args): time.sleep(0.1); return real(*args)\n"
         "prune._remove, prune._BATCH = slow, 4\n"
         "main()"
     )

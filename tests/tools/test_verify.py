@@ -369,16 +369,17 @@ def test_ctrl_c_ends_it_with_130_and_says_where_it_was(lab, number):
     where = lab.namespace()
     lab.chunks(where, range(50))
     code = (
-        "import sys, time; from fskv_tools.check import run, judge; real = judge.judge\n"
-        "def slow(*a, **k):\n    time.sleep(0.5); return real(*a, **k)\n"
+        "import os, sys, time; from fskv_tools.check import run, judge; real = judge.judge\n"
+        "def slow(*a, **k):\n"
+        "    found = real(*a, **k); os.write(1, b'judged\\n'); time.sleep(0.5); return found\n"
         "run.judge = slow\nfrom fskv_tools.cli import main\n"
-        f"sys.argv = ['fskv', 'verify', '--root', {lab.path!r}]\nprint('go', flush=True)\nmain()"
+        f"sys.argv = ['fskv', 'verify', '--threads', '2', '--root', {lab.path!r}]\nmain()"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    assert process.stdout.readline() == "go\n"
-    time.sleep(1.5)
+    for _ in range(5):
+        assert process.stdout.readline() == "judged\n"
     process.send_signal(number)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130

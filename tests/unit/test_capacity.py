@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from shlex import quote
 
 import msgpack
 import pytest
@@ -395,13 +396,13 @@ def say_first(tmp_path, monkeypatch):
     """Have the next maintenance process say something before it begins; those after it do not."""
 
     def prepare(said):
-        words = tmp_path / "words"
-        words.write_bytes(said)
+        (tmp_path / "words").write_bytes(said)
+        words = quote(str(tmp_path / "words"))
         script = tmp_path / "python"
         script.write_text(
             "#!/bin/sh\n"
             f"if mv {words} {words}.said 2>/dev/null; then cat {words}.said; fi\n"
-            f'exec {sys.executable} "$@"\n'
+            f'exec {quote(sys.executable)} "$@"\n'
         )
         script.chmod(0o700)
         monkeypatch.setattr("fskv.capacity.sys.executable", str(script))

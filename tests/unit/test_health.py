@@ -185,12 +185,14 @@ def _engine(tmp_path, monkeypatch):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.engine
 def test_a_health_file_that_hangs_keeps_no_step_and_no_shutdown(tmp_path, monkeypatch):
+    before = threading.enumerate()
     engine = _engine(tmp_path, monkeypatch)
     assert engine.hangs.wait(30)
     try:
         assert returns_in_time(engine.steps) == 50
         returns_in_time(engine.manager.shutdown)
-        alive = [t for t in threading.enumerate() if t.name == "fskv-health"]
+        new = set(threading.enumerate()) - set(before)
+        alive = [t for t in new if t.name == "fskv-health"]
         assert [t.daemon for t in alive] == [True], "one thread, which keeps no process alive"
     finally:
         engine.go.set()

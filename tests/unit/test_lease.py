@@ -90,9 +90,9 @@ def test_one_process_at_a_time_holds_it_and_a_killed_one_is_replaced_at_once(con
 
 
 def test_a_stopped_holder_is_replaced_after_its_ttl_and_knows_it_when_it_goes_on(contend):
-    first = contend(1.0)
+    first = contend(3.0)  # longer than a busy machine keeps it waiting
     wait_for(first.look)
-    second = contend(1.0)
+    second = contend(3.0)
     assert not second.says_anew()
     first.process.send_signal(signal.SIGSTOP)
     wait_for(second.look)

@@ -84,7 +84,7 @@ def test_as_many_calls_run_at_once_as_there_are_threads(make_pool, num_warm):
         for _ in range(4):
             submit(pool, lambda b=meeting: b.wait(20), urgent=True)
         try:
-            meeting.wait(2)
+            meeting.wait(20)
         except threading.BrokenBarrierError:
             pytest.fail("four calls on four threads did not run at the same time")
 
@@ -129,7 +129,13 @@ def test_a_hung_thread_is_replaced_up_to_the_bound_and_ends_when_it_returns(make
             pool.write_off(task)
             pool.write_off(task)  # counts once
         time.sleep(0.002)
-    wait_for(lambda: gate.num_inside == 5)
+
+    def as_many_as_may_hang():
+        for task in tasks:  # also those that had not begun when they were submitted
+            pool.write_off(task)
+        return gate.num_inside == 5
+
+    wait_for(as_many_as_may_hang)
     time.sleep(0.05)
     assert gate.num_inside == len(threads_named("fskv-bound")) == 5  # 2 + max_hung
     for task in tasks:
