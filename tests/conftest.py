@@ -15,6 +15,9 @@ from world import World
 
 pytest_plugins = ["timings"]
 
+# Tests run beside each other: more threads for torch only wait for each other. Read when torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # A shell starts what it puts into the background with Ctrl-C ignored, and a process passes that on.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

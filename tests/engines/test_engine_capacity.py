@@ -42,13 +42,14 @@ def _options(root: str, **options) -> dict:
 
 
 @pytest.fixture
-def full_disk(tmp_path):
-    """A file system of its own that a test may fill: its path."""
+def full_disk(tmp_path, request):
+    """A file system of its own that a test may fill (by parameter: its size): its path."""
+    size = getattr(request, "param", "192m")
     if os.geteuid() != 0:
         pytest.skip("mounting a small file system needs root")
     point = tmp_path / "small"
     point.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=96m", "fskv-test", str(point)]
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "fskv-test", str(point)]
     done = subprocess.run(mount, capture_output=True, text=True, timeout=60)
     if done.returncode:
         pytest.skip(f"a tmpfs cannot be mounted here: {done.stderr.strip()}")
@@ -154,17 +155,19 @@ def test_negative_control_an_engine_without_a_bound_exceeds_it(root, tmp_path):
     assert max(sampler.nbytes) > BOUND
 
 
+@pytest.mark.parametrize("full_disk", ["48m"], indirect=True)
 @pytest.mark.parametrize("keep_free", ["50%", pytest.param(0, id="negative_control")])
 def test_what_is_to_stay_free_stays_free_and_what_was_used_last_is_kept(
     full_disk, tmp_path, keep_free
 ):
     root = str(full_disk / "root")
     os.mkdir(root)
-    num_prompts = 60  # two thirds of the file system
+    num_prompts = 30  # two thirds of the file system
     last = num_prompts - 1
-    steps = [
-        step for number in range(num_prompts) for step in (_ask(number, f"cold {number}"), MOMENT)
-    ]
+    moment = [MOMENT] if keep_free else []  # without it nothing has to be pruned
+    steps = []
+    for number in range(num_prompts):
+        steps += [_ask(number, f"cold {number}"), *moment]
     steps += [RESET, _ask(last, "again"), RESET, _ask(0, "first"), {"metrics": True}]
     request = lab.request(MODEL, steps, transfer=_options(root, keep_free=keep_free))
     whole = os.statvfs(full_disk)
@@ -198,7 +201,7 @@ def test_on_a_full_disk_loads_go_on_and_stores_do_again_after_the_prune(
 ):
     root = str(full_disk / "root")
     os.mkdir(root)
-    num_prompts = 50
+    num_prompts = 100
     last = num_prompts - 1
     talk = lab.Conversation(tmp_path)
     talk.say(*(_ask(number, f"cold {number}") for number in range(num_prompts)), *lab.SETTLE)

@@ -32,6 +32,9 @@ from faults.files import by_group, group_of, zero_payload
 from fskv import chunk_file
 
 ENGINE_TIMEOUT_S = 240
+# One thread computes: the models are tiny, and threads of several engines that spin at each other's barriers
+# make each ten times slower.
+ENGINE_ENV = {**ENV_DEFAULTS, "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 MAX_TOKENS = 16
 
 # Small chunks, so that a prompt has many; hybrids choose one block a chunk by themselves.
@@ -66,7 +69,7 @@ def request(
         "model": path or checkpoint(model.name),
         "engine": {**model.engine_kwargs(), **(engine or {})},
         "kv_transfer_config": transfer,
-        "env": env or {},
+        "env": {**ENGINE_ENV, **(env or {})},
         "steps": steps,
     }
 
@@ -135,7 +138,7 @@ def run_program(*command: str, env: Mapping[str, str] | None = None) -> str:
     """Run a program of the lab that makes an engine itself; return all that it printed. It must not fail."""
     directory = tempfile.mkdtemp(prefix="fskv-engine-")
     log = pathlib.Path(directory) / "engine.log"
-    around = {**_without_vllm(os.environ), **ENV_DEFAULTS, **(env or {})}
+    around = {**_without_vllm(os.environ), **ENGINE_ENV, **(env or {})}
     process = _launch(list(command), around, str(log), fresh=False)
     try:
         code = process.wait(ENGINE_TIMEOUT_S)
@@ -150,7 +153,7 @@ def run_program(*command: str, env: Mapping[str, str] | None = None) -> str:
 def _launch(command: list[str], env: dict[str, str], log_path: str, *, fresh: bool) -> Any:
     global _nursery
     if _nursery is None:
-        _nursery = Nursery({**_without_vllm(os.environ), **ENV_DEFAULTS})
+        _nursery = Nursery({**_without_vllm(os.environ), **ENGINE_ENV})
         atexit.register(_nursery.close)
     if fresh or not _nursery.forkable(env):
         return engine_program.launch_process(command, env, log_path)
