@@ -10,9 +10,9 @@ endif
 
 .DEFAULT_GOAL := help
 ARGS ?=
-# Tests wait more than they compute; an engine needs 2 GiB.
-WORKERS ?= logical
-PYTEST = '$(PY)' -m pytest -n $(WORKERS) --maxprocesses 4 --dist loadgroup --no-loadscope-reorder
+# One more than there are cores, because tests wait; at most 4, because an engine needs 2 GiB.
+WORKERS ?= $(shell n=$$(nproc); echo $$((n < 3 ? n + 1 : 4)))
+PYTEST = '$(PY)' -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 DIR ?= .cache
 
 .PHONY: $(shell sed -n 's/^\([a-z-]*\):.*\#\# .*/\1/p' $(MAKEFILE_LIST))

@@ -41,17 +41,9 @@ def pytest_configure(config):
         config.add_cleanup(lambda: shutil.rmtree(directory, ignore_errors=True))
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Engines first, whoever is free; then one file after the other, each by one worker."""
-    items.sort(key=lambda item: not in_engines(item))
-    for item in items:
-        if not in_engines(item):
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
-
-
-def in_engines(item):
-    return item.path.parent.name == "engines"
+    """Engines first: their files take longest, and what is short fills the gaps of several workers."""
+    items.sort(key=lambda item: item.path.parent.name != "engines")
 
 
 @pytest.fixture(scope="session")

@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import time
 from collections import defaultdict
 from pathlib import Path
 
-_GROUP = re.compile(r"@\w+$")  # pytest-xdist writes the group of a test behind its name
 _NUM_SLOWEST = 10
 _NUM_FILES = 15
 
@@ -40,7 +38,7 @@ class Timings:
         self._tests = defaultdict(lambda: {"seconds": {}, "outcome": "passed", "engines": []})
 
     def pytest_runtest_logreport(self, report):
-        test = self._tests[_GROUP.sub("", report.nodeid)]
+        test = self._tests[report.nodeid]
         test["seconds"][report.when] = round(report.duration, 3)
         test["worker"] = getattr(report, "worker_id", "main")
         if report.outcome != "passed":

@@ -37,6 +37,7 @@ def run(name, *arguments, directory):
     return done.returncode, json.loads(line)
 
 
+@pytest.mark.slow
 def test_the_presence_benchmark_compares_every_answer_and_fills_the_index_to_its_limit(tmp_path):
     code, facts = run(
         "presence", "--steps", "5", "--keys", "50", "--known", "2000", directory=tmp_path
@@ -49,6 +50,7 @@ def test_the_presence_benchmark_compares_every_answer_and_fills_the_index_to_its
         assert 100 < facts["memory"][how]["traced"] < 600
 
 
+@pytest.mark.slow
 def test_the_interpreter_benchmark_moves_chunks_both_ways_and_compares_them(tmp_path):
     code, facts = run("interpreter", *SMALL_INTERPRETER, directory=tmp_path)
     assert code == 0
@@ -76,6 +78,7 @@ def test_negative_control_a_slot_pool_without_a_bound_fails_the_flood(tmp_path):
     assert "staging" in facts["exceeded"]
 
 
+@pytest.mark.slow
 def test_an_interrupted_benchmark_leaves_nothing_behind(tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-m", "benchmarks.flood", *SMALL_FLOOD[2:], "--dir", str(tmp_path)],

@@ -119,6 +119,7 @@ UNNOTICED = "tests/unit/test_namespace.py -k digest16_is_the_head"
 
 
 @needs_git
+@pytest.mark.slow
 def test_a_fault_is_killed_by_the_test_that_is_for_it_and_survives_another_one():
     code, facts = run(FAULT, "--select", NOTICED)
     (one,) = facts["faults"]

@@ -156,6 +156,7 @@ def test_negative_control_without_checks_the_mount_serves_wrong_bytes(tmp_path):
     assert found["wrong_by_step"]["Python: zeros from the middle"] == 8
 
 
+@pytest.mark.slow
 def test_negative_control_without_guard_late_bytes_reach_pages_that_were_given_up(tmp_path):
     code, facts = storm(tmp_path, "--break", "guard", "--parts", "mount")
     found = part(facts, "mount")
@@ -163,6 +164,7 @@ def test_negative_control_without_guard_late_bytes_reach_pages_that_were_given_u
     assert found["wrong_by_step"] == {"late bytes in pages that were given up": 1}
 
 
+@pytest.mark.slow
 def test_negative_control_without_removal_a_full_disk_leaves_parts(tmp_path):
     code, facts = storm(tmp_path, "--break", "removal", "--parts", "space")
     found = part(facts, "space")
@@ -170,6 +172,7 @@ def test_negative_control_without_removal_a_full_disk_leaves_parts(tmp_path):
     assert found["steps"]["parts when full"] > 0
 
 
+@pytest.mark.slow
 def test_negative_control_who_does_not_give_back_is_noticed(tmp_path):
     code, facts = storm(tmp_path, "--break", "ending", "--kills", "2", "--parts", "kills")
     found = part(facts, "kills")
@@ -181,6 +184,7 @@ def test_negative_control_who_does_not_give_back_is_noticed(tmp_path):
     assert found["threads"] > 0  # who has only just started has none yet
 
 
+@pytest.mark.slow
 def test_an_interrupted_storm_leaves_neither_files_nor_mounts(tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-m", "trials.storm", "--parts", "mount", "--dir", str(tmp_path)],

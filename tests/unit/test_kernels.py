@@ -56,6 +56,7 @@ def device(request):
 
 @outside
 @needs_triton
+@pytest.mark.slow
 def test_the_kernels_do_in_the_interpreter_what_this_file_says():
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu"]
     done = subprocess.run(
