@@ -12,6 +12,7 @@ import pickle
 import subprocess
 import sys
 
+import engine_lab
 import pytest
 import world
 
@@ -353,7 +354,7 @@ _V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
         ("vllm_tier", "vllm.v1.kv_offload.tiering.base.SecondaryTierManager"),
     ],
 )
-def test_each_way_in_says_it_before_any_import_of_its_own_fails(module, missing):
+def test_each_way_in_says_it_before_any_import_of_its_own_fails(module, missing, tmp_path):
     """In a process of its own: vLLM's module without a name, as another version has it."""
     where, _, name = missing.rpartition(".")
     script = (
@@ -362,10 +363,9 @@ def test_each_way_in_says_it_before_any_import_of_its_own_fails(module, missing)
         f"try:\n    import fskv.engines.{module}\n"
         "except ConfigError as error:\n    print('REFUSED', error)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=300
-    )
-    assert "REFUSED found vLLM" in done.stdout, done.stderr[-2000:]
+    program = tmp_path / "way_in.py"
+    program.write_text(script)
+    assert "REFUSED found vLLM" in engine_lab.run_program(str(program))
 
 
 def test_a_vllm_that_reports_no_failed_loads_is_refused():

@@ -12,6 +12,7 @@ import engine_lab as lab
 import pytest
 from places import LAB
 
+import fskv
 from faults.disk import DiskFaults
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -192,6 +193,25 @@ def test_full_device_stores_nothing_and_stops_nothing(case, tmp_path):
         subprocess.run(["umount", root], check=True)
 
 
+def complaints(log: str) -> list[str]:
+    """Return what fskv says of errors, and the lines of tracebacks that go through it."""
+    ours = f'File "{pathlib.Path(fskv.__file__).parent}{os.sep}'  # the tree may be called so, too
+    return [
+        line
+        for line in log.splitlines()
+        if ours in line or ("fskv: " in line and " ERROR " in line)
+    ]
+
+
+def test_what_is_taken_for_a_complaint_is_one_of_ours():
+    """The negative control of the next test, and what it must not take for one."""
+    package = pathlib.Path(fskv.__file__).parent
+    assert complaints(f'  File "{package}/engines/vllm_worker.py", line 1, in poll')
+    assert complaints("(EngineCore pid=1) ERROR 11-22 13:59:02 [vllm_worker.py:1] fskv: no")
+    assert not complaints(f'  File "{package.parent}/.venv/lib/vllm/renderers/base.py", line 217')
+    assert not complaints("(EngineCore pid=1) INFO 11-22 13:59:02 [vllm_worker.py:1] fskv: yes")
+
+
 def test_two_engines_writing_the_same_prompts_leave_one_good_file_per_chunk(reference, tmp_path):
     root = _root(tmp_path)
     main, partial = MODEL.main_prompt(), MODEL.partial_prompt()
@@ -224,8 +244,7 @@ def test_two_engines_writing_the_same_prompts_leave_one_good_file_per_chunk(refe
         assert done["partial"]["tokens"] == reference["partial"]["tokens"]
         assert lab.counter(result["steps"][-1], "load_failures") == 0
         log = pathlib.Path(result["log_path"]).read_text()
-        complaints = [line for line in log.splitlines() if "/fskv/" in line or "fskv: " in line]
-        assert not [line for line in complaints if "ERROR" in line or "File " in line]
+        assert complaints(log) == []
         assert "store failed" not in log
     lab.assert_sound(root)
     # 15 chunks of the main prompt; the partial one shares its first 8 and brings 7 of its own.
