@@ -254,6 +254,11 @@ class JobRunner:
         return len(self._open_stores)
 
     @property
+    def num_running(self) -> int:
+        """Tasks that a thread has in hand, those that hang included."""
+        return len(self._pool.queue.running())
+
+    @property
     def num_threads_hung(self) -> int:
         return self._pool.num_hung
 

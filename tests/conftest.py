@@ -46,6 +46,18 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.path.parent.name != "engines")
 
 
+@pytest.fixture(autouse=True)
+def environment_stays():
+    """Put back what a test, or what it calls, does to the environment: vLLM sets LD_PRELOAD and more."""
+    before = dict(os.environ)
+    yield
+    now = os.environ.get("PYTEST_CURRENT_TEST")
+    os.environ.clear()
+    os.environ.update(before)
+    if now is not None:
+        os.environ["PYTEST_CURRENT_TEST"] = now
+
+
 @pytest.fixture(scope="session")
 def native_library(request, tmp_path_factory):
     """Build a C source of the tests into pytest's cache: `native_library("disk")` is its path."""

@@ -265,6 +265,11 @@ class PresenceIndex:
         return len(self._entries)
 
     @property
+    def num_answers(self) -> int:
+        """Batches whose answer the next lookup takes in."""
+        return len(self._answers)
+
+    @property
     def num_removed(self) -> int:
         """How many removed names are remembered."""
         return len(self._removed)

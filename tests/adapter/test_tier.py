@@ -445,7 +445,7 @@ def test_a_late_load_is_failed_and_writes_no_row_that_was_given_away(
     rig.rows[late] = POISON  # vLLM gives them to other chunks
     rig.transport.release()
     wait_for(lambda: rig.poll() and rig.tier._worker._runner.num_threads_hung == 0)
-    wait_for(lambda: not rig.tier._worker._runner._pool.queue.running())
+    wait_for(lambda: rig.tier._worker._runner.num_running == 0)
     assert (rig.rows[late] == POISON).all() == guarded
     for row in good:
         number, group = row // 2 + 1, row % 2
@@ -475,7 +475,7 @@ def test_drain_returns_while_the_disk_hangs_and_nothing_is_touched_after(make_ri
     rig.rows[:] = POISON
     rig.transport.script = faults.Script()
     rig.transport.release()
-    wait_for(lambda: rig.poll() and not rig.tier._worker._runner._pool.queue.running())
+    wait_for(lambda: rig.poll() and rig.tier._worker._runner.num_running == 0)
     assert (rig.rows == POISON).all(), "no late write"
     # What was gathered before is what is written, whatever became of the rows.
     for path in set(rig.files()) - set(stored.values()):

@@ -153,6 +153,7 @@ def test_a_shorter_prefix_is_a_legal_hit_of_every_kind_of_model(name, tmp_path):
         *(json.dumps(model.engine_kwargs()), json.dumps(model.main_prompt())),
         *map(str, CAPS[name]),
         env={"SCENARIO_OPTIONS": json.dumps(lab.options_for(name))},
+        timeout_s=600,
     )
     (answer,) = [json.loads(line) for line in said.splitlines() if line.startswith('{"found"')]
     cold, whole, *cut = answer["found"]

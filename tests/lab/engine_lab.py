@@ -134,14 +134,16 @@ def start_engine(
     return Engine(what, str(directory or tempfile.mkdtemp(prefix="fskv-engine-")), launch)
 
 
-def run_program(*command: str, env: Mapping[str, str] | None = None) -> str:
+def run_program(
+    *command: str, env: Mapping[str, str] | None = None, timeout_s: float = ENGINE_TIMEOUT_S
+) -> str:
     """Run a program of the lab that makes an engine itself; return all that it printed. It must not fail."""
     directory = tempfile.mkdtemp(prefix="fskv-engine-")
     log = pathlib.Path(directory) / "engine.log"
     around = {**_without_vllm(os.environ), **ENGINE_ENV, **(env or {})}
     process = _launch(list(command), around, str(log), fresh=False)
     try:
-        code = process.wait(ENGINE_TIMEOUT_S)
+        code = process.wait(timeout_s)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -217,12 +219,14 @@ def _once(
 
 def end_engines() -> tuple[list[dict[str, Any]], int]:
     """Kill what still runs; return what each engine since the last call cost, and how many were killed."""
-    left = [engine for engine in _started if engine.running]
-    for engine in left:
-        engine.kill()
-    costs = [engine.cost for engine in _started]
-    _started.clear()
-    return costs, len(left)
+    started, _started[:] = list(_started), []
+    left = [engine for engine in started if engine.running]
+    for engine in started:
+        if (
+            "life_s" not in engine.cost
+        ):  # not waited for: of one that crashed, processes may be left
+            engine.kill()
+    return [engine.cost for engine in started], len(left)
 
 
 def options_for(name: str) -> dict[str, Any]:

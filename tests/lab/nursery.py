@@ -17,8 +17,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import gc
 import importlib
+import itertools
 import json
 import os
 import runpy
@@ -30,6 +32,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
 # Read when an engine is made or later, never at import.
@@ -41,7 +44,7 @@ _LATE = {
 }
 _LATE_PREFIXES = ("FSKV_", "PYTEST_", "SCENARIO_")
 # What an engine imports by the time it answers, as far as it takes long; fskv itself is left to the engine.
-_MODULES = (
+ENGINE_MODULES = (
     "torch",
     "vllm",
     "vllm.entrypoints.llm",
@@ -58,6 +61,7 @@ _MODULES = (
     "vllm.transformers_utils.config",
     "transformers.models.auto.modeling_auto",
 )
+_PR_SET_PDEATHSIG = 1
 _MAX_MESSAGE = 1 << 20
 _START_S = 180.0
 
@@ -86,9 +90,12 @@ class Process:
 class Nursery:
     """The process that forks; started by the first `start`. Any thread may call."""
 
-    def __init__(self, env: dict[str, str]) -> None:
+    def __init__(self, env: dict[str, str], modules: Sequence[str] = ENGINE_MODULES) -> None:
         self.env = env
+        self._modules = modules
         self._lock = threading.Lock()
+        self._serials = itertools.count()
+        self._living: set[int] = set()
         self._ended: dict[int, int] = {}
         self._server: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
@@ -103,25 +110,29 @@ class Nursery:
     def start(self, arguments: list[str], env: dict[str, str], log_path: str) -> Process:
         """Run `python ARGUMENTS` in a fork, with its output appended to the log."""
         request = {
+            "serial": next(self._serials),
             "arguments": [str(word) for word in arguments],
             "env": env,
             "log_path": str(log_path),
             "cwd": os.getcwd(),
         }
         with self._lock:
-            sock = self._connected()
-            sock.send(json.dumps(request).encode())
-            while True:
-                answer = self._receive(_START_S)
+            self._connected().send(json.dumps(request).encode())
+            end = time.monotonic() + _START_S
+            while self._server is not None:
+                answer = self._receive(end - time.monotonic())
                 assert answer is not None, "the nursery does not answer"
-                if "started" in answer:
+                if answer.get("serial") == request["serial"]:
+                    self._living.add(answer["started"])
+                    self._ended.pop(answer["started"], None)  # an older process of this number
                     return Process(self, answer["started"])
+        raise RuntimeError("the nursery has ended: see what it wrote to stderr")
 
     def exit_code(self, pid: int, timeout_s: float | None) -> int | None:
         end = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             with self._lock:
-                while pid not in self._ended and self._receive(0.0) is not None:
+                while pid not in self._ended and self._server and self._receive(0.0):
                     pass
                 if pid in self._ended:
                     return self._ended[pid]
@@ -142,7 +153,7 @@ class Nursery:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs:
                 self._server = subprocess.Popen(
-                    [sys.executable, __file__, str(theirs.fileno())],
+                    [sys.executable, __file__, str(theirs.fileno()), *self._modules],
                     # One thread in OpenBLAS: its pool would be the only other thread when it forks.
                     env={**self.env, "OPENBLAS_NUM_THREADS": "1"},
                     pass_fds=(theirs.fileno(),),
@@ -153,13 +164,20 @@ class Nursery:
         return self._socket
 
     def _receive(self, timeout_s: float) -> dict | None:
-        readable, _, _ = select.select([self._socket], [], [], timeout_s)
+        readable, _, _ = select.select([self._socket], [], [], max(0.0, timeout_s))
         if not readable:
             return None
         message = self._socket.recv(_MAX_MESSAGE)
-        assert message, "the nursery has ended"
+        if not message:  # it died, and its children with it; the next start makes another one
+            self._ended |= dict.fromkeys(self._living, -signal.SIGKILL)
+            self._living.clear()
+            self._socket.close()
+            self._server.wait()
+            self._server = self._socket = None
+            return {}
         answer = json.loads(message)
         if "ended" in answer:
+            self._living.discard(answer["ended"])
             self._ended[answer["ended"]] = answer["exit_code"]
         return answer
 
@@ -199,6 +217,7 @@ def _serve(sock: socket.socket) -> dict | None:
             assert tasks == 1, f"{tasks} threads: a fork would lose all but one"
             pid = os.fork()
             if pid == 0:
+                _die_with_the_parent()
                 os.setsid()
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -208,7 +227,14 @@ def _serve(sock: socket.socket) -> dict | None:
                 sock.close()
                 return json.loads(message)
             children.add(pid)
-            sock.send(json.dumps({"started": pid}).encode())
+            serial = json.loads(message)["serial"]
+            sock.send(json.dumps({"started": pid, "serial": serial}).encode())
+
+
+def _die_with_the_parent() -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl")
 
 
 def _become(request: dict) -> None:
@@ -244,7 +270,7 @@ def _become(request: dict) -> None:
 def main() -> None:
     sock = socket.socket(fileno=int(sys.argv[1]))
     os.set_inheritable(sock.fileno(), False)
-    for name in _MODULES:
+    for name in sys.argv[2:]:
         with contextlib.suppress(
             ImportError
         ):  # another version's; the engine imports what it needs

@@ -46,12 +46,21 @@ class Timings:
         if report.when == "teardown":
             test["engines"] = dict(report.user_properties).get("engines", [])
 
-    def pytest_terminal_summary(self, terminalreporter):
+    def pytest_terminal_summary(self, terminalreporter, exitstatus, config):
         wall_s = time.monotonic() - self._begin
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        whole = {"wall_s": round(wall_s, 1), "cores": os.cpu_count(), "tests": dict(self._tests)}
-        self._path.write_text(json.dumps(whole, indent=1))
+        whole = {
+            "arguments": list(config.invocation_params.args),
+            "exit_status": int(exitstatus),
+            "wall_s": round(wall_s, 1),
+            "cores": os.cpu_count(),
+            "tests": dict(self._tests),
+        }
         say = terminalreporter.write_line
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._path.write_text(json.dumps(whole, indent=1))
+        except OSError as error:
+            say(f"{self._path} cannot be written: {error}")
         terminalreporter.section("where the time went")
         for line in summary(self._tests, wall_s):
             say(line)

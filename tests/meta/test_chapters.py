@@ -10,6 +10,8 @@ import pytest
 from places import REPOSITORY
 
 TESTS = REPOSITORY / "tests"
+# These speak of the mark; the last one runs with other versions of vLLM alone, by `make test-versions`.
+ELSEWHERE = ("test_promises.py", "test_chapters.py", "test_engine_versions.py")
 CHAPTERS = tomllib.loads((TESTS / "chapters.toml").read_text())
 
 
@@ -25,7 +27,7 @@ def slow():
 def files_with_slow_tests():
     for path in TESTS.rglob("test_*.py"):
         text = path.read_text(encoding="utf-8")
-        if "mark.slow" in text and path.name not in ("test_promises.py", "test_chapters.py"):
+        if "mark.slow" in text and path.name not in ELSEWHERE:
             yield path.relative_to(TESTS).as_posix()
 
 
@@ -50,32 +52,62 @@ def test_what_a_chapter_watches_is_there():
         assert all((REPOSITORY / path).exists() for path in chapter["watches"]), name
 
 
-def test_what_changed_comes_first_then_what_waited_longest_and_no_chapter_waits_for_ever(
+LEDGER = {
+    "one": {"commit": "a", "passed_at": "2026-01-02"},
+    "two": {"commit": "a", "passed_at": "2026-01-03"},
+    "three": {"commit": "a", "passed_at": "2026-01-01"},
+}
+
+
+def test_what_failed_comes_first_then_what_never_ran_what_changed_and_what_waited(
     slow, monkeypatch
 ):
-    chapters = {name: {"files": [], "watches": [name]} for name in ("one", "two", "three")}
-    monkeypatch.setattr(slow, "git", lambda *_: "two\n")
-    ledger = {
-        "one": {"commit": "a", "passed_at": "2026-01-02"},
-        "two": {"commit": "a", "passed_at": "2026-01-03"},
-        "three": {"commit": "a", "passed_at": "2026-01-01"},
-    }
-    assert slow.in_order(chapters, ledger, 1) == [
-        ("two", "changed since"),
-        ("three", "nothing changed since"),
-        ("one", "nothing changed since"),
-    ]
+    chapters = {name: {"files": [], "watches": [f"{name}/"]} for name in ("one", "two", "three")}
+    monkeypatch.setattr(slow, "git", lambda *_: "two/x.py\n")
+
+    def order(**changes):
+        return [name for name, _ in slow.in_order(chapters, {**LEDGER, **changes}, 1)]
+
+    assert order() == ["two", "three", "one"]
+    assert order(one={}) == ["one", "two", "three"]
+    assert order(one={}, three={**LEDGER["three"], "failed_at": "x"}) == ["three", "one", "two"]
     # Without a ledger each is the first one on some day.
-    first = {slow.in_order(chapters, {}, day)[0][0] for day in range(3)}
-    assert first == set(chapters)
+    assert {slow.in_order(chapters, {}, day)[0][0] for day in range(3)} == set(chapters)
     # A commit that is not there any more: it may have changed.
     monkeypatch.setattr(slow, "git", lambda *_: None)
-    assert slow.in_order(chapters, ledger, 1)[0] == ("three", "changed since")
+    assert slow.in_order(chapters, LEDGER, 1)[0] == ("three", "changed since")
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{", '{"one": 3}', "\x00"])
+@pytest.mark.parametrize("changed", ["", "tests/lab/x.py", "fskv/engines/x.py", "docs/x.md"])
+def test_whatever_changes_each_time_no_chapter_waits_for_ever(slow, monkeypatch, changed):
+    monkeypatch.setattr(slow, "git", lambda *_: changed)
+    ledger, ran = {}, set()
+    for number in range(60):
+        for name in slow.chosen(CHAPTERS, ledger, number, 8 * 60):
+            ran.add(name)
+            ledger[name] = {"commit": "a", "passed_at": f"{number:04}", "seconds": 200}
+    assert ran == set(CHAPTERS)
+
+
+def test_every_file_of_the_product_is_watched_by_a_chapter(slow):
+    watched = tuple({path for c in CHAPTERS.values() for path in c["watches"]} | set(slow.ALWAYS))
+    files = [
+        path.relative_to(REPOSITORY).as_posix()
+        for folder in ("fskv", "tools", "demo", "faults", "trials", "benchmarks")
+        for path in (REPOSITORY / folder).rglob("*.py")
+    ]
+    assert [name for name in files if not name.startswith(watched)] == []
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *("", "[]", "{", '{"one": 3}', "\x00"),
+        *('{"one": {"seconds": "x"}}', '{"one": {"passed_at": 1}}', '{"one": {"commit": null}}'),
+    ],
+)
 def test_a_ledger_that_is_none_is_an_empty_one(slow, monkeypatch, tmp_path, content):
     path = tmp_path / "ledger.json"
     path.write_text(content)
-    monkeypatch.setattr(slow, "LEDGER", path)
+    monkeypatch.setenv("FSKV_CI_LEDGER", str(path))
     assert slow.read_ledger() == {}

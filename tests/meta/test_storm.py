@@ -172,7 +172,6 @@ def test_negative_control_without_removal_a_full_disk_leaves_parts(tmp_path):
     assert found["steps"]["parts when full"] > 0
 
 
-@pytest.mark.slow
 def test_negative_control_who_does_not_give_back_is_noticed(tmp_path):
     code, facts = storm(tmp_path, "--break", "ending", "--kills", "2", "--parts", "kills")
     found = part(facts, "kills")

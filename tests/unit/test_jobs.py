@@ -101,11 +101,11 @@ class Bench:
 
         def idle():
             self.poll()  # collects what was done outside the interpreter
-            return not self.runner._pool.queue.running() and self.runner.num_slots_used == 0
+            return self.runner.num_running == 0 and self.runner.num_slots_used == 0
 
         wait_for(idle)
         wait_for(lambda: self.runner.num_threads_hung == 0)
-        assert not self.runner._open_stores
+        assert self.runner.num_open_stores == 0
         self.poll()
 
 
@@ -493,7 +493,7 @@ def test_the_time_of_a_load_is_that_of_its_transfers_whenever_the_engine_looks(m
     bench.transport.wait_until_hanging(1)
     bench.clock.advance(0.5)
     calm(bench)
-    wait_for(lambda: not bench.runner._pool.queue.running())
+    wait_for(lambda: bench.runner.num_running == 0)
     bench.clock.advance(1.0)  # the engine was in a step meanwhile
     result = bench.poll()[job]
     assert not result.failed
@@ -733,7 +733,7 @@ def test_a_load_that_the_guard_refused_is_never_good_even_if_its_thread_ends_bef
     def close_later(task, status, *rest):
         if task.job.is_load and status is Status.TIMED_OUT:  # the one who gives up is slow here
             calm(bench)
-            wait_for(lambda: not runner._pool.queue.running())
+            wait_for(lambda: runner.num_running == 0)
             held.append(task.closed)
         close(task, status, *rest)
 
@@ -781,7 +781,7 @@ def test_shutdown_with_hung_threads_returns(make_bench):
     returns_in_time(lambda: bench.runner.shutdown(0.2) or 1)
     bench.poison(range(64))
     calm(bench)
-    wait_for(lambda: not bench.runner._pool.queue.running())
+    wait_for(lambda: bench.runner.num_running == 0)
     poison = bytes([POISON % 256]) * 100
     assert not any(poison in content for content in stored_contents(bench).values())
 
@@ -900,9 +900,7 @@ class Walk:
         self.bench.transport.release()
         wait_for(lambda: self.poll() or not self.jobs)
         wait_for(
-            lambda: (
-                not self.bench.runner._pool.queue.running() and not self.bench.runner._open_stores
-            )
+            lambda: self.bench.runner.num_running == 0 and self.bench.runner.num_open_stores == 0
         )
         wait_for(lambda: self.bench.runner.num_slots_used == 0)
         wait_for(lambda: self.bench.runner.num_threads_hung == 0)

@@ -88,7 +88,7 @@ class Bench:
     def answer(self):
         """End the step and wait until every probe that it started has answered."""
         self.index.flush()
-        wait_for(lambda: len(self.index._answers) == len(self.index._batches))
+        wait_for(lambda: self.index.num_answers == len(self.index._batches))
 
     def learn(self, *numbers):
         for number in numbers:
@@ -206,7 +206,7 @@ def test_what_a_given_up_probe_says_in_the_end_is_no_answer_to_a_later_question(
     bench.disk.hangs = False
     assert bench.lookup(1) == UNKNOWN  # asked anew, not flushed yet
     bench.disk.released.set()
-    wait_for(lambda: bench.index._answers)
+    wait_for(lambda: bench.index.num_answers)
     assert bench.lookup(1) == UNKNOWN
     assert bench.learn(2) == [ABSENT]
     assert bench.lookup(1) == ABSENT
@@ -308,7 +308,7 @@ def test_a_late_answer_does_not_override_what_was_learned_meanwhile(bench, newer
         bench.index.forget_all()
     bench.disk.hangs = False
     bench.disk.released.set()
-    wait_for(lambda: bench.index._answers)
+    wait_for(lambda: bench.index.num_answers)
     expected = {
         "stored": HIT,
         "failed": (Presence.MISS, Status.QUARANTINED),
@@ -370,7 +370,7 @@ def test_a_dead_root_opens_the_breaker_and_one_probe_closes_it(make_bench):
     assert bench.lookup(50) == UNKNOWN
     assert bench.lookup(51) == (Presence.MISS, Status.BREAKER)  # one only
     bench.index.flush()
-    wait_for(lambda: bench.index._answers)
+    wait_for(lambda: bench.index.num_answers)
     assert bench.lookup(50) == HIT
     assert not bench.breaker.open
     assert bench.learn(51) == [ABSENT]
@@ -508,7 +508,7 @@ def test_a_probe_that_saw_the_chunk_before_its_removal_does_not_bring_it_back(be
         bench.index.mark_removed([name(1)])
     bench.disk.hangs = False
     bench.disk.released.set()
-    wait_for(lambda: bench.index._answers)
+    wait_for(lambda: bench.index.num_answers)
     assert bench.index.lookup(chunk(1)) == (ABSENT if removed else HIT)
     bench.clock.advance(2.1)
     if removed:
