@@ -53,6 +53,10 @@ def place_in(tree: ast.Module, name: str) -> str:
     for mark in ("shared_fs", "gpu"):
         if any(f"pytest.mark.{mark}" in text for text in (module, *map(ast.unparse, decorators))):
             return mark
+    if any(
+        isinstance(node, ast.If) and "FSKV_VLLM_PATH" in ast.unparse(node) for node in tree.body
+    ):
+        return "versions"
     return "slow" if "pytest.mark.slow" in module or any(map(is_slow, decorators)) else "test"
 
 
