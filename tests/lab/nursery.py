@@ -194,6 +194,7 @@ def _serve(sock: socket.socket) -> dict | None:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     children: set[int] = set()
+    nursery = os.getpid()
     while True:
         readable, _, _ = select.select([sock, read_end], [], [])
         if read_end in readable:
@@ -217,7 +218,7 @@ def _serve(sock: socket.socket) -> dict | None:
             assert tasks == 1, f"{tasks} threads: a fork would lose all but one"
             pid = os.fork()
             if pid == 0:
-                _die_with_the_parent()
+                _die_with_the_parent(nursery)
                 os.setsid()
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -231,10 +232,12 @@ def _serve(sock: socket.socket) -> dict | None:
             sock.send(json.dumps({"started": pid, "serial": serial}).encode())
 
 
-def _die_with_the_parent() -> None:
+def _die_with_the_parent(parent: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         raise OSError(ctypes.get_errno(), "prctl")
+    if os.getppid() != parent:  # it died before that
+        os._exit(1)
 
 
 def _become(request: dict) -> None:
