@@ -149,6 +149,8 @@ class Nursery:
                 self._server = self._socket = None
 
     def _connected(self) -> socket.socket:
+        if self._server is not None and self._server.poll() is not None:  # nobody has noticed yet
+            self._forget()
         if self._server is None:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs:
@@ -168,18 +170,22 @@ class Nursery:
         if not readable:
             return None
         message = self._socket.recv(_MAX_MESSAGE)
-        if not message:  # it died, and its children with it; the next start makes another one
-            self._ended |= dict.fromkeys(self._living, -signal.SIGKILL)
-            self._living.clear()
-            self._socket.close()
-            self._server.wait()
-            self._server = self._socket = None
+        if not message:
+            self._forget()
             return {}
         answer = json.loads(message)
         if "ended" in answer:
             self._living.discard(answer["ended"])
             self._ended[answer["ended"]] = answer["exit_code"]
         return answer
+
+    def _forget(self) -> None:
+        """It died, and its children with it; the next start makes another one."""
+        self._ended |= dict.fromkeys(self._living, -signal.SIGKILL)
+        self._living.clear()
+        self._socket.close()
+        self._server.wait()
+        self._server = self._socket = None
 
 
 # --- the nursery's own process --------------------------------------------------------------

@@ -98,6 +98,13 @@ def test_a_nursery_that_dies_takes_its_forks_along_and_the_next_start_makes_anot
     assert run(nursery, script, tmp_path, "3")[0] == 3
 
 
+def test_a_death_that_nobody_has_noticed_costs_the_next_start_nothing(nursery, script, tmp_path):
+    assert run(nursery, script, tmp_path, "0")[0] == 0
+    nursery._server.kill()
+    nursery._server.wait()
+    assert run(nursery, script, tmp_path, "3")[0] == 3
+
+
 def test_forks_end_with_whoever_asked_for_them(script, tmp_path):
     program = f"""
 import os, sys, time
