@@ -16,6 +16,7 @@ import contextlib
 import errno
 import logging
 import os
+import select
 import sys
 import time
 from collections.abc import Callable
@@ -90,6 +91,7 @@ class Maintainer:
         root: str,
         claim: Claim | None,
         send: Callable[[dict[str, Any]], bool] = lambda _: True,
+        is_heard: Callable[[], bool] = lambda: True,
         *,
         dir_mode: int | None = None,
         file_mode: int | None = None,
@@ -98,8 +100,8 @@ class Maintainer:
     ) -> None:
         """`claim` is the engine's; without a namespace that of one who only declares limits; or None.
 
-        `send` passes a message to the engine; it returns False if the engine does not listen. Modes that are
-        not given are those of the root.
+        `send` passes a message to the engine; it returns False if the engine does not listen. `is_heard`
+        returns False once the engine is gone. Modes that are not given are those of the root.
         """
         usual = usual_modes(root)
         dir_mode = usual[0] if dir_mode is None else dir_mode
@@ -108,6 +110,7 @@ class Maintainer:
         self._shared = f"{root}/{SHARED_DIR}"
         self._claim = claim
         self._send = send
+        self._is_heard = is_heard
         self._dir_mode = dir_mode
         self._file_mode = file_mode
         self._grace_s = grace_s
@@ -188,12 +191,17 @@ class Maintainer:
             self._must_revoke = False
 
     async def try_step(self) -> bool:
-        """Do a step; what the root does not let us do is logged, and tried again with the next one."""
+        """Do a step; what the root does not let us do is logged, and tried again with the next one.
+
+        Raises BrokenPipeError: the engine is gone. Its root may have gone with it, and nobody is to be told.
+        """
         try:
             busy = self.step()
         except BrokenPipeError:
             raise
         except OSError as error:
+            if not self._is_heard():
+                raise BrokenPipeError(errno.EPIPE, "the engine is gone") from error
             if f"{type(error)} {error.errno}" != self._failure:  # names in it differ each time
                 self._failure = f"{type(error)} {error.errno}"
                 logger.warning("maintenance: %s", error)
@@ -445,10 +453,12 @@ def pause_after(seconds: float) -> float:
 
 
 def _begin(options: dict[str, Any]) -> Maintainer:
+    outbox = Outbox(1)
     return Maintainer(
         options["root"],
         claim_from(options),
-        Outbox(1).send,
+        outbox.send,
+        outbox.is_heard,
         dir_mode=options["dir_mode"],
         file_mode=options["file_mode"],
     )
@@ -465,6 +475,12 @@ class Outbox:
     def send(self, message: dict[str, Any]) -> bool:
         """Send it, or at least its beginning; False: the pipe is full, and the message is dropped."""
         return self._flush() and self._write(msgpack.packb(message))
+
+    def is_heard(self) -> bool:
+        """Whether anybody has the other end of the pipe open."""
+        poll = select.poll()
+        poll.register(self._fd, 0)  # POLLERR is told without being asked for
+        return not poll.poll(0)
 
     def _flush(self) -> bool:
         return not self._rest or (self._write(self._rest) and not self._rest)

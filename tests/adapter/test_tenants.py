@@ -188,7 +188,7 @@ def test_two_users_of_a_group_read_replace_and_touch_each_others_chunks(open_dir
 # Everything is imported first: an interpreter in root's home cannot be read by others.
 USER = """
 import os, sys
-import torch, faults.transport
+import numpy.random, torch, faults.transport  # as who we are: the clone may lie where the users may not read
 from world import World, make_identity
 import fskv.root
 from fskv.config import StoreConfig

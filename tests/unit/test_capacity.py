@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from shlex import quote
 
 import msgpack
@@ -476,6 +476,39 @@ def test_a_root_that_vanishes_or_cannot_be_written_stores_nothing_and_stops_nobo
         time.sleep(0.01)
     assert not one.capacity.take(MAX // 2)
     assert not os.path.exists(f"{root}/{NAME}")
+
+
+@pytest.mark.parametrize("heard", [True, False])
+def test_a_root_that_vanishes_is_told_of_unless_the_engine_has_gone_with_it(tmp_path, heard):
+    root = str(tmp_path / "kv")  # not there
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fskv.maintenance"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    hello = {
+        "root": root,
+        "namespace": NAME,
+        "tenant": None,
+        "limits": asdict(Limits(max_nbytes=MAX)),
+    }
+    hello |= {"dir_mode": None, "file_mode": None}
+    process.stdin.write(msgpack.packb(hello))  # it is read when the process is up, long after this
+    if not heard:
+        process.stdout.close()
+    process.stdin.flush()
+    try:
+        if heard:
+            assert b"maintenance: [Errno 2]" in process.stderr.readline()
+        else:
+            assert process.stderr.readline() == b""  # its end
+            assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait(60)
+        for pipe in (process.stdin, process.stdout, process.stderr):
+            pipe.close()
 
 
 def test_namespace_and_tenant_bounds_stand_next_to_each_other(root, engine):
