@@ -727,6 +727,7 @@ def test_keys_rotate_while_two_processes_write_and_read_and_nothing_is_ever_miss
         everywhere("old")
         everywhere("old", "new")
         everywhere("new", "old")
+        wait_for(lambda: all(len(ask(node, "counts")["key_ids"]) == 2 for node in nodes))
         done = [ask(node, "counts") for node in nodes]
         for one in done:
             assert one["bad"] == {}, one
