@@ -121,8 +121,57 @@ static bool take(const uint8_t **at, const uint8_t *end, const void *bytes, size
     return true;
 }
 
-/* Return the digests of a header that is, byte for byte, the one this chunk should have; else NULL. A header
- * with the same fields in another order is left to the Python reader. */
+/* A text that the Python reader takes too: ASCII, as fixstr or str 8. */
+static bool take_text(const uint8_t **at, const uint8_t *end)
+{
+    size_t room = (size_t)(end - *at), head, nbytes;
+    if (room >= 1 && ((*at)[0] & 0xe0) == 0xa0) {
+        head = 1;
+        nbytes = (*at)[0] & 0x1f;
+    } else if (room >= 2 && (*at)[0] == 0xd9) {
+        head = 2;
+        nbytes = (*at)[1];
+    } else {
+        return false;
+    }
+    if (room - head < nbytes)
+        return false;
+    uint8_t seen = 0;
+    for (size_t i = 0; i < nbytes; i++)
+        seen |= (*at)[head + i];
+    *at += head + nbytes;
+    return seen < 0x80;
+}
+
+/* A uint 64 of at most 2^62. */
+static bool take_time(const uint8_t **at, const uint8_t *end)
+{
+    uint64_t value;
+    if (end - *at < 9 || (*at)[0] != 0xcf)
+        return false;
+    memcpy(&value, *at + 1, sizeof value);
+    *at += 9;
+    return __builtin_bswap64(value) <= UINT64_C(1) << 62;
+}
+
+static bool all_zero(const uint8_t *at, const uint8_t *end)
+{
+    size_t nbytes = (size_t)(end - at);
+    return nbytes == 0 || (*at == 0 && memcmp(at, at + 1, nbytes - 1) == 0);
+}
+
+/* What follows the digests: whoever's creator, any time, the end of the map, and zeros. */
+static bool check_tail(const uint8_t *at, const uint8_t *end, const uint8_t *payload)
+{
+    static const char creator[] = "\xa7" "creator", written_at[] = "\xaa" "written_at";
+    return take(&at, end, creator, sizeof creator - 1) && take_text(&at, end) &&
+           take(&at, end, written_at, sizeof written_at - 1) && take_time(&at, end) && at == end &&
+           all_zero(end, payload);
+}
+
+/* Return the digests of a header that is, byte for byte, the one this chunk should have; else NULL. Only
+ * creator and written_at may be others. What passes here the Python reader would take too; a sound header that
+ * is encoded in another way, say with its fields in another order, is left to it. */
 static const uint8_t *check_header(const FileLayout *layout, const ChunkFile *file, uint8_t *slot)
 {
     uint32_t prefix[4];
@@ -144,8 +193,10 @@ static const uint8_t *check_header(const FileLayout *layout, const ChunkFile *fi
     bool found = false;
     for (uint32_t b = 0; b <= file->first_block && !found; b++)
         found = take(&at, end, first, pack_uint(first, b));
+    size_t digests_nbytes = 8 * num_rows(layout->payload_nbytes);
     if (!found || !take(&at, end, layout->rows, layout->rows_nbytes) ||
-        (size_t)(end - at) < 8 * num_rows(layout->payload_nbytes))
+        (size_t)(end - at) < digests_nbytes ||
+        !check_tail(at + digests_nbytes, end, slot + layout->header_nbytes))
         return NULL;
     return at;
 }
