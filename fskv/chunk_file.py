@@ -44,6 +44,7 @@ _CHECKSUM_AT = 24
 _MAX_HEADER_NBYTES = 16 << 20  # payload of ~130 GiB; only to refuse absurd lengths early
 _MAX_KEY_NBYTES = 256
 _MAX_FIELDS = 64
+_MAX_TEXT_NBYTES = 1024  # of a text, or of a field's name
 _MAX_CREATOR_CHARS = 64
 _META_RESERVE_NBYTES = 640  # map keys, digests, creator and integers at their largest
 
@@ -356,8 +357,11 @@ def _decode(header: bytearray, seal_nbytes: int) -> ChunkHeader:
     if seal_nbytes:
         packed = header[-SEAL_NBYTES : -SEAL_NBYTES + mac.KEY_ID_NBYTES]
         key_id = mac.unpack_key_id(bytes(packed))
+    stop, padding_stop = _PREFIX.size + meta_nbytes, len(header) - seal_nbytes
+    if header[stop:padding_stop] != bytes(padding_stop - stop):
+        raise ChunkCorrupt("the header map is followed by other bytes than zeros")
     try:
-        meta = _unpack_flat(memoryview(header)[_PREFIX.size : _PREFIX.size + meta_nbytes])
+        meta = _unpack_flat(memoryview(header)[_PREFIX.size : stop])
         return _header_from_meta(meta, len(header), seal_nbytes, key_id)
     except ChunkCorrupt:
         raise
@@ -368,7 +372,7 @@ def _decode(header: bytearray, seal_nbytes: int) -> ChunkHeader:
 
 
 def _unpack_flat(data: memoryview) -> dict[str, Any]:
-    """Decode a msgpack map whose values are scalars; raises for anything nested.
+    """Decode a msgpack map whose values are scalars; raises for anything nested, and for extension types.
 
     A container inside would cost up to 64 bytes of memory for each of its bytes, so the first one ends it.
     """
@@ -378,14 +382,18 @@ def _unpack_flat(data: memoryview) -> dict[str, Any]:
         max_map_len=_MAX_FIELDS,
         max_array_len=0,
         max_ext_len=0,
-        max_str_len=1024,
+        max_str_len=_MAX_TEXT_NBYTES,
         max_bin_len=len(data),
         object_pairs_hook=_refuse_nesting,
         list_hook=_refuse_nesting,
+        ext_hook=_refuse_extension,  # an empty one is within max_ext_len
     )
     unpacker.feed(data)
     meta: dict[str, Any] = {}
-    for _ in range(unpacker.read_map_header()):
+    num_fields = unpacker.read_map_header()  # which knows no max_map_len where msgpack is in C
+    if num_fields > _MAX_FIELDS:
+        raise ChunkCorrupt(f"a header of {num_fields} fields, at most {_MAX_FIELDS} are allowed")
+    for _ in range(num_fields):
         name = unpacker.unpack()
         if type(name) is not str or name in meta:
             raise ChunkCorrupt("a header field has no name, or comes twice")
@@ -399,12 +407,17 @@ def _refuse_nesting(_: object) -> None:
     raise ChunkCorrupt("a header field is nested")
 
 
+def _refuse_extension(_code: int, _data: bytes) -> None:
+    raise ChunkCorrupt("a header field is of an extension type")
+
+
 def _header_from_meta(
     meta: dict[str, Any], header_nbytes: int, seal_nbytes: int, key_id: str | None
 ) -> ChunkHeader:
-    def integer(name: str, at_most: int) -> int:
+    # By type, not by value: false and 0.0 equal 0, and another reader refuses them.
+    def integer(name: str, at_most: int, at_least: int = 0) -> int:
         value = meta.get(name)
-        if type(value) is not int or not 0 <= value <= at_most:
+        if type(value) is not int or not at_least <= value <= at_most:
             raise ChunkCorrupt(f"header field '{name}' is {value!r:.60}")
         return value
 
@@ -416,9 +429,12 @@ def _header_from_meta(
 
     codec, checksum, row = meta.get("codec"), meta.get("checksum"), meta.get("row")
     integrity = mac.INTEGRITY if seal_nbytes else CHECKSUM
-    if (codec, checksum, row) != (0, integrity, ROW_NBYTES):
+    found = (codec, checksum, row)
+    if found != (0, integrity, ROW_NBYTES) or [*map(type, found)] != [int, str, int]:
         raise ChunkCorrupt(f"codec {codec!r:.20}, checksum {checksum!r:.20}, row {row!r:.20}")
     packed = binary("pages", header_nbytes)
+    if len(packed) % 8:
+        raise ChunkCorrupt(f"header field 'pages' has {len(packed)} bytes, expected 8 a page")
     pages = struct.unpack(f"<{len(packed) // 8}Q", packed)
     if not all(0 < nbytes < 1 << 40 for nbytes in pages):
         raise ChunkCorrupt("header field 'pages' holds an impossible size")
@@ -431,7 +447,7 @@ def _header_from_meta(
         rank=integer("rank", 1 << 31),
         namespace_digest=binary("namespace", 64),
         layout_digest=binary("layout", 64),
-        num_blocks=integer("blocks", 1 << 31),
+        num_blocks=integer("blocks", 1 << 31, at_least=1),
         page_nbytes=pages,
         first_block=integer("first_block", 1 << 31),
         payload_nbytes=integer("payload", 1 << 50),
@@ -448,7 +464,7 @@ def _header_from_meta(
     if (
         header.payload_nbytes != layout.payload_nbytes
         or len(header.row_digests) != header.digest_nbytes * layout.num_rows
-        or header.first_block >= max(1, header.num_blocks)
+        or header.first_block >= header.num_blocks
     ):
         raise ChunkCorrupt(
             f"payload of {header.payload_nbytes} bytes in {len(header.row_digests)} digest bytes does "
