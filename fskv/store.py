@@ -245,9 +245,9 @@ class ChunkStore:
             file.read_into(slot, start, start, stop - start)
         try:
             keys = self._keys() if self._keys else None
-            header = chunk_file.parse_header(
-                self._transport.take_header(slot, layout.header_nbytes), keys, layout.integrity
-            )
+            raw = self._transport.take_header(slot, layout.header_nbytes)
+            self._compare_header_length(raw, layout)
+            header = chunk_file.parse_header(raw, keys, layout.integrity)
             self._compare(header, chunk, layout)
             key = keys.get(header.key_id) if keys and header.key_id else None
             found = self._row_digests(slot, start, stop, key)
@@ -265,6 +265,12 @@ class ChunkStore:
         content = memoryview(self._transport.take_header(slot, stop))
         return chunk_file.row_digests(content[start:], key)
 
+    @staticmethod
+    def _compare_header_length(raw: bytes | memoryview, layout: FileLayout) -> None:
+        """Raise ChunkStale for a header of another length: of a longer one not all was read."""
+        if (found := chunk_file.header_length(raw)) != layout.header_nbytes:
+            raise ChunkStale(f"another header length: {found}, expected {layout.header_nbytes}")
+
     def _compare(self, header: ChunkHeader, chunk: ChunkId, layout: FileLayout) -> None:
         """Raise ChunkStale unless this is the chunk that was asked for, of this very identity."""
         wanted = {
@@ -273,12 +279,14 @@ class ChunkStore:
             "key": (header.key_hash, chunk.key_hash),
             "group": (header.group_idx, chunk.group_idx),
             "rank": (header.rank, self._rank or 0),
-            "payload length": (header.payload_nbytes, layout.payload_nbytes),
-            "header length": (header.header_nbytes, layout.header_nbytes),
+            # This and the pages are in the layout's digest; the header has to tell the truth about it.
+            "number of blocks": (header.num_blocks, layout.num_blocks),
         }
         for name, (found, expected) in wanted.items():
             if found != expected:
                 raise ChunkStale(f"another {name}: {found!r}, expected {expected!r}")
+        if header.page_nbytes != layout.page_nbytes:
+            raise ChunkStale("pages of other sizes than the layout has")
 
     def _discard(self, chunk: ChunkId, path: str, file: OpenChunk, error: ChunkError) -> None:
         """Unlink a bad file, but not one that has replaced it meanwhile."""
@@ -398,9 +406,9 @@ class ChunkStore:
         """
         try:
             with open_chunk_fd(path) as (fd, _):
-                header = chunk_file.parse_header(
-                    os.pread(fd, layout.header_nbytes, 0), keys, layout.integrity
-                )
+                raw = os.pread(fd, layout.header_nbytes, 0)
+            self._compare_header_length(raw, layout)
+            header = chunk_file.parse_header(raw, keys, layout.integrity)
             self._compare(header, chunk, layout)
         except (ChunkError, OSError):
             return False

@@ -313,6 +313,8 @@ def read_header(
     header_nbytes = chunk_file.header_length(data)
     if header_nbytes > file.nbytes:
         raise ChunkCorrupt(f"{file.nbytes} bytes, its header alone says {header_nbytes}")
+    if layout is not None and header_nbytes != layout.header_nbytes:
+        raise ChunkStale(f"a header of {header_nbytes} bytes, expected {layout.header_nbytes}")
     if header_nbytes <= len(data):
         header, rest = parse(data, expected.integrity), data[header_nbytes:]
     elif header_nbytes <= PIECE_NBYTES:
