@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 _STORE = ("tests/unit/test_store.py",)
 _NATIVE = ("tests/unit/test_native.py",)
+_READERS = ("tests/unit/test_readers_agree.py",)
 _JOBS = ("tests/unit/test_jobs.py",)
 _PRESENCE = ("tests/unit/test_presence.py",)
 _PRUNE = ("tests/unit/test_prune.py",)
@@ -91,6 +92,46 @@ FAULTS = (
         "prefix[3] != 0 || header_checksum(slot, layout->header_nbytes) != checksum)",
         "prefix[3] != 0 || checksum == 0)",
         _NATIVE,
+    ),
+    Fault(
+        "tail-unchecked-c",
+        "A header is refused outside the interpreter for what follows the digests of its rows, too.",
+        "fskv/csrc/chunk_io.c",
+        "        !check_tail(at + digests_nbytes, end, slot + layout->header_nbytes))\n",
+        "        at + digests_nbytes > end)\n",
+        _READERS,
+    ),
+    Fault(
+        "padding-unchecked-c",
+        "Only zeros stand behind the map of a header that is taken outside the interpreter.",
+        "fskv/csrc/chunk_io.c",
+        "           all_zero(end, payload);\n",
+        "           end <= payload;\n",
+        _READERS,
+    ),
+    Fault(
+        "padding-unchecked",
+        "Only zeros stand behind the map of a header that is taken in Python.",
+        "fskv/chunk_file.py",
+        "    if header[stop:padding_stop] != bytes(padding_stop - stop):\n",
+        "    if stop > padding_stop:\n",
+        _READERS,
+    ),
+    Fault(
+        "codec-of-any-type",
+        "A field of a header has the type that the format says, and not only an equal value.",
+        "fskv/chunk_file.py",
+        " or [*map(type, found)] != [int, str, int]:\n",
+        ":\n",
+        _READERS,
+    ),
+    Fault(
+        "fields-uncounted",
+        "A header has no more fields than the format allows.",
+        "fskv/chunk_file.py",
+        "    if num_fields > _MAX_FIELDS:\n",
+        "    if num_fields > _MAX_FIELDS << 8:\n",
+        _READERS,
     ),
     Fault(
         "key-uncompared",
