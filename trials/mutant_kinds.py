@@ -577,6 +577,14 @@ FAULTS = (
         ("tests/adapter/test_identity_settings.py",),
     ),
     Fault(
+        "switches-not-in-identity",
+        "Settings that quantise or simulate keep engines apart.",
+        "fskv/engines/vllm_switches.py",
+        "        if value not in neutral:\n",
+        "        if value not in neutral and value is None:\n",
+        ("tests/adapter/test_settings.py",),
+    ),
+    Fault(
         "kv-dtype-of-the-model",
         "Engines whose KV has another type than the model do not share with those where it is the same.",
         "fskv/engines/vllm_identity.py",

@@ -31,6 +31,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from fskv.config import StoreConfig
+from fskv.engines.vllm_switches import switches
 from fskv.errors import ConfigError
 from fskv.fingerprint import weights_fingerprint
 from fskv.hybrid_planner import GroupKind, GroupSpec
@@ -364,7 +365,7 @@ def _extra(vllm_config: VllmConfig, config: StoreConfig) -> dict[str, Json]:
             "method": str(speculative.method),
             "draft": None if draft is None else [draft.model, _weights(draft, config)],
         }
-    return extra
+    return extra | ({"switches": found} if (found := switches(vllm_config)) else {})
 
 
 def _name(dtype: Any) -> str:

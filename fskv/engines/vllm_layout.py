@@ -12,9 +12,9 @@ import hashlib
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm import envs
 from vllm.platforms import current_platform
 
+from fskv.engines.vllm_switches import layout_switches
 from fskv.errors import ConfigError
 from fskv.hybrid_planner import GroupKind
 
@@ -26,11 +26,6 @@ if TYPE_CHECKING:
 
 # Whole latents, one after the other, on every CPU (concat_and_cache_mla).
 _PLAIN_BACKENDS = {"CPU_MLA", "AMX_MLA"}
-# Switches of the environment that permute pages of the same size, with the value that changes nothing.
-_SWITCHES = {
-    "VLLM_SSM_CONV_STATE_LAYOUT": "SD",
-    "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT": False,
-}
 
 
 def page_layouts(vllm_config: VllmConfig, groups: list[EngineGroup]) -> dict[str, Json]:
@@ -40,11 +35,7 @@ def page_layouts(vllm_config: VllmConfig, groups: list[EngineGroup]) -> dict[str
     writes has a pool of threads for each thread that calls it. Raises ConfigError where a layer of a CPU
     does not tell.
     """
-    found: dict[str, Json] = {}
-    for name, neutral in _SWITCHES.items():
-        value = getattr(envs, name, None)
-        if value is not None and value != neutral:
-            found[name] = value
+    found = layout_switches()
     if current_platform.is_cpu():
         layers = vllm_config.compilation_config.static_forward_context
         for group in groups:
