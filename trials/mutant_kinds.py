@@ -603,10 +603,10 @@ FAULTS = (
     Fault(
         "weights-half-sampled",
         "Weights that differ in the second half of a tensor have another fingerprint.",
-        "fskv/fingerprint.py",
-        "    offsets = sorted(starts | middles)\n",
-        "    offsets = sorted(starts)\n",
-        ("tests/unit/test_fingerprint.py",),
+        "fskv/checkpoint_samples.py",
+        "    yield middle, middle + SAMPLE_NBYTES\n",
+        "",
+        ("tests/unit/test_fingerprint.py", "tests/unit/test_checkpoint_samples.py"),
     ),
     # --- tools ------------------------------------------------------------------------------
     Fault(

@@ -37,6 +37,8 @@ LAYERS = {
     ),
     2: (
         "fskv.breaker",
+        "fskv.checkpoint_file",
+        "fskv.checkpoint_samples",
         "fskv.claims",
         "fskv.fingerprint",
         "fskv.gds_io",

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import random
 import shutil
+import threading
+import time
 import tracemalloc
-from itertools import pairwise
 
 import pytest
 
+from fskv import fingerprint
+from fskv.checkpoint_samples import samples
 from fskv.errors import ConfigError
-from fskv.fingerprint import weights_fingerprint
+from fskv.fingerprint import checkpoint_state, kv_config, weights_fingerprint
 
 TENSOR_NBYTES = 64 << 10
 CONFIG = {
@@ -26,12 +31,16 @@ def write_json(path, tree):
     path.write_text(json.dumps(tree))
 
 
-def write_safetensors(path, seed, num_tensors=4, nbytes=TENSOR_NBYTES):
+def write_safetensors(path, seed, num_tensors=4, nbytes=TENSOR_NBYTES, sparse=False):
     header = {"__metadata__": {"format": "pt"}}
     for i in range(num_tensors):
         offsets = [i * nbytes, (i + 1) * nbytes]
         header[f"t{i}"] = {"dtype": "U8", "shape": [nbytes], "data_offsets": offsets}
     text = json.dumps(header).encode()
+    if sparse:
+        path.write_bytes(len(text).to_bytes(8, "little") + text)
+        os.truncate(path, 8 + len(text) + num_tensors * nbytes)
+        return 8 + len(text)
     data = bytes((seed + i) % 251 for i in range(nbytes)) * num_tensors
     path.write_bytes(len(text).to_bytes(8, "little") + text + data)
     return 8 + len(text)
@@ -43,8 +52,8 @@ def overwrite(path, offset, data):
         file.write(data)
 
 
-def sampled(path):
-    found = weights_fingerprint(str(path), revision_commit=None)
+def sampled(path, loaded=None):
+    found = weights_fingerprint(str(path), revision_commit=None, loaded=loaded)
     assert found.startswith("sampled:")
     return found
 
@@ -103,10 +112,68 @@ def test_where_the_config_was_loaded_from_does_not_count(model):
     assert sampled(model) == before
 
 
-@pytest.mark.parametrize("name", ["README.md", "tokenizer.json", "generation_config.json", ".x"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(
+            "README.md",
+            "chat_template.jinja",
+            "engine.log",
+            "LICENSE.txt",
+            "model.onnx",
+            "tf_model.h5",
+        ),
+        *(".hidden.json", ".cache/a.json", "__pycache__/a.py", "tower/.git/config.json"),
+    ],
+)
 def test_files_that_do_not_shape_kv_do_not_count(model, name):
     before = sampled(model)
+    (model / name).parent.mkdir(parents=True, exist_ok=True)
     (model / name).write_text("{}")
+    assert sampled(model) == before
+
+
+def test_the_format_of_json_does_not_count(model):
+    write_json(model / "a.json", {"a": 1, "b": [1, 2]})
+    before = sampled(model)
+    (model / "a.json").write_text('{\n  "b": [1, 2],\n "a": 1, "transformers_version": "9"}\n')
+    assert sampled(model) == before
+
+
+def test_a_copy_that_follows_links_to_directories_is_the_same(model, tmp_path):
+    (model / "tower").mkdir()
+    write_json(model / "tower" / "config.json", CONFIG)
+    (model / "other").symlink_to("tower")
+    copy = tmp_path / "copy"
+    shutil.copytree(model, copy)
+    assert not (copy / "other").is_symlink()
+    assert sampled(copy) == sampled(model)
+
+
+def test_directories_that_contain_themselves_are_entered_once(model):
+    before = sampled(model)
+    (model / "self").symlink_to(".")
+    (model / "tower").mkdir()
+    (model / "tower" / "up").symlink_to("..")
+    (model / "loop").symlink_to("loop")
+    assert sampled(model) == before
+    assert sorted(checkpoint_state(str(model))) == sorted(
+        ["config.json", "model.safetensors.index.json", SHARD, SHARD.replace("00001-", "00002-")]
+    )
+
+
+def test_the_order_of_the_threads_does_not_count(model, monkeypatch):
+    write_safetensors(model / SHARD, seed=3, num_tensors=300, nbytes=60_000)
+    before = sampled(model)
+    digest = fingerprint._Batch.digest
+
+    def late(batch):
+        time.sleep(random.random() / 100)
+        return digest(batch)
+
+    monkeypatch.setattr(fingerprint._Batch, "digest", late)
+    assert {sampled(model) for _ in range(3)} == {before}
+    monkeypatch.setattr(fingerprint, "_NUM_THREADS", 1)
     assert sampled(model) == before
 
 
@@ -181,6 +248,60 @@ def quantised_gptq(model):
     write_json(model / "quantize_config.json", {"bits": 4})
 
 
+def processor(model):
+    write_json(model / "preprocessor_config.json", {"image_mean": [0.5, 0.5, 0.5]})
+
+
+def generation(model):
+    write_json(model / "generation_config.json", {"attn_temperature_tuning": True})
+
+
+def remote_code(model):
+    (model / "modeling_x.py").write_text("scale = -3\n")
+
+
+def remote_code_below(model):
+    (model / "layers").mkdir()
+    (model / "layers" / "mlp.py").write_text("scale = -3\n")
+
+
+def tokenizer(model):
+    (model / "tokenizer.model").write_bytes(b"\x0a")
+
+
+def filters_of_sound(model):
+    (model / "mel_filters.npz").write_bytes(b"PK")
+
+
+def vocabulary(model):
+    (model / "vocab.txt").write_bytes(b"a")
+
+
+def settings_in_yaml(model):
+    (model / "audio").mkdir()
+    (model / "audio" / "front_end.yaml").write_text("rate: 16000\n")
+
+
+def weights_below(model):
+    (model / "tower").mkdir()
+    write_safetensors(model / "tower" / "model.safetensors", seed=7)
+
+
+def config_below(model):
+    (model / "tower").mkdir()
+    write_json(model / "tower" / "config.json", {"rope_theta": 3})
+
+
+def config_in_a_linked_directory(model):
+    (model.parent / "elsewhere").mkdir()
+    write_json(model.parent / "elsewhere" / "config.json", {"rope_theta": 3})
+    (model / "tower").symlink_to("../elsewhere")
+
+
+def json_that_does_not_parse(model):
+    (model / "notes.json").write_text("{")
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -198,6 +319,18 @@ def quantised_gptq(model):
         other_weight_map,
         quantised,
         quantised_gptq,
+        processor,
+        generation,
+        remote_code,
+        remote_code_below,
+        tokenizer,
+        vocabulary,
+        filters_of_sound,
+        settings_in_yaml,
+        weights_below,
+        config_below,
+        config_in_a_linked_directory,
+        json_that_does_not_parse,
     ],
 )
 def test_other_weights_or_configuration_have_another_fingerprint(model, change):
@@ -214,21 +347,51 @@ def test_unsampled_bytes_are_not_seen_as_the_docstring_says(model):
     assert "unsampled" in weights_fingerprint.__doc__
 
 
-def test_a_file_of_very_many_tensors_is_sampled_evenly_and_bounded(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "one", "other"),
+    [
+        ("modeling_x.py", b"scale = 1", b"scale = 3"),
+        ("preprocessor_config.json", b'{"size": 1}', b'{"size": 2}'),
+        ("notes.json", b'{"a": ', b'{"b": '),
+        ("notes.json", b'{"a":' * 900 + b"1" + b"}" * 900, b'{"b":' * 900 + b"1" + b"}" * 900),
+        ("notes.json", b"\xff1", b"\xff2"),
+        ("notes.json", b"[" * 100_000, b"[" * 100_001),
+        ("notes.json", b"9" * 5000, b"9" * 5001),  # more digits than Python reads
+        ("vocab.json", b'["' + b"a" * (9 << 20) + b'"]', b'["' + b"a" * (9 << 20) + b'b"]'),
+    ],
+)
+def test_what_is_in_settings_and_code_counts(model, name, one, other):
+    (model / name).write_bytes(one)
+    before = sampled(model)
+    (model / name).write_bytes(other)
+    assert sampled(model) != before
+
+
+def test_settings_of_gigabytes_are_sampled(model):
+    path = model / "huge.json"
+    path.touch()
+    os.truncate(path, 1 << 30)  # sparse
+    tracemalloc.start()
+    try:
+        before = sampled(model)
+        assert tracemalloc.get_traced_memory()[1] < 32 << 20
+    finally:
+        tracemalloc.stop()
+    overwrite(path, 512 << 20, b"x")
+    assert sampled(model) != before
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_change_of_any_one_of_thousands_of_tensors_is_seen(tmp_path, seed):
     path = tmp_path / "model.safetensors"
-    start = write_safetensors(path, seed=0, num_tensors=10_000, nbytes=16)
-    reads = []
-    pread = os.pread
-    monkeypatch.setattr(os, "pread", lambda *args: reads.append(args[1:]) or pread(*args))
-    before = sampled(tmp_path)
-    samples = [offset for nbytes, offset in reads if nbytes == 4096 and offset >= start]
-    assert len(samples) == 4096 + 1
-    assert samples[0] == start
-    assert samples[4095] >= path.stat().st_size - 16
-    gaps = [b - a for a, b in pairwise(samples)]
-    assert max(gaps) <= 64
-    overwrite(path, start, b"\xff")
-    assert sampled(tmp_path) != before
+    random_ = random.Random(seed)
+    start = write_safetensors(path, seed=0, num_tensors=6000, nbytes=60_000, sparse=True)
+    seen = {sampled(tmp_path)}
+    for _ in range(4):
+        overwrite(path, start + random_.randrange(6000) * 60_000, random_.randbytes(60_000))
+        found = sampled(tmp_path)
+        assert found not in seen
+        seen.add(found)
 
 
 # --- without safetensors ----------------------------------------------------------------
@@ -241,8 +404,7 @@ def test_other_formats_are_sampled_from_start_to_end(tmp_path, name, as_file):
     path.write_bytes(bytes(2 << 20))
     target = path if as_file else tmp_path
     seen = {sampled(target)}
-    last_sample = (2 << 20) - 4096
-    for offset in (0, last_sample * 128 // 255, (2 << 20) - 1):
+    for offset in (0, 1 << 20, (2 << 20) - 1):
         overwrite(path, offset, b"\xff")
         seen.add(sampled(target))
     path.write_bytes(bytes((2 << 20) - 1))
@@ -269,6 +431,281 @@ def test_a_single_file_keeps_its_fingerprint_when_renamed(tmp_path):
     one.write_bytes(bytes(10000))
     two.write_bytes(bytes(10000))
     assert sampled(one) == sampled(two)
+
+
+# --- which of them are loaded -----------------------------------------------------------
+
+
+OTHER = "model-00002-of-00002.safetensors"
+
+
+def test_files_that_are_not_loaded_do_not_count(model):
+    write_safetensors(model / "consolidated.safetensors", seed=5)
+    both, mistral = sampled(model, [SHARD, OTHER]), sampled(model, ["consolidated.safetensors"])
+    assert len({both, mistral, sampled(model)}) == 3
+    write_safetensors(model / "consolidated.safetensors", seed=6)
+    assert sampled(model, [OTHER, SHARD]) == both
+    assert sampled(model, ["consolidated.safetensors"]) != mistral
+    (model / "consolidated.safetensors").unlink()
+    (model / "consolidated.safetensors").symlink_to("nowhere")
+    assert sampled(model, [SHARD, OTHER]) == both == sampled(model, {SHARD, OTHER})
+
+
+def test_settings_and_code_count_whatever_is_loaded(model):
+    before = sampled(model, [SHARD])
+    (model / "modeling_x.py").write_text("pass")
+    changed = sampled(model, [SHARD])
+    assert changed != before
+    filters_of_sound(model)
+    assert sampled(model, [SHARD]) not in {before, changed}
+
+
+def test_the_one_file_that_is_loaded_may_have_any_name(model):
+    before = sampled(model, [SHARD])
+    (model / SHARD).rename(model / "model-a.safetensors")
+    assert sampled(model, ["model-a.safetensors"]) == before
+    assert sampled(model, [OTHER]) != before
+
+
+def test_files_that_are_loaded_together_have_names(model):
+    before = sampled(model, [SHARD, OTHER])
+    swapped_shards(model)
+    assert sampled(model, [SHARD, OTHER]) != before
+
+
+def test_loaded_files_may_be_in_subfolders(model):
+    (model / "tower").mkdir()
+    write_safetensors(model / "tower" / "model.safetensors", seed=5)
+    before = sampled(model, ["tower/model.safetensors"])
+    write_safetensors(model / "tower" / "model.safetensors", seed=6)
+    assert sampled(model, ["tower/model.safetensors"]) != before
+
+
+@pytest.mark.parametrize(
+    "name", ["nobody.safetensors", "../secret.bin", "config.json", "", "/etc/passwd"]
+)
+def test_a_loaded_file_that_is_not_there_is_an_error(model, name):
+    (model.parent / "secret.bin").write_bytes(b"x")
+    with pytest.raises(ConfigError, match="which the engine loads"):
+        sampled(model, [SHARD, name])
+
+
+def test_an_engine_that_loads_nothing_asks_for_weights_id(model):
+    with pytest.raises(ConfigError, match="weights_id"):
+        sampled(model, [])
+
+
+# --- the state before and after ---------------------------------------------------------
+
+
+def test_the_state_has_what_is_read_by_relative_name(model):
+    (model / "tower").mkdir()
+    (model / "tower" / "modeling.py").write_text("pass")
+    (model / "README.md").write_text("pass")
+    write_safetensors(model / "consolidated.safetensors", seed=5)
+    state = checkpoint_state(str(model))
+    assert set(state) == {
+        *("config.json", "model.safetensors.index.json", SHARD, OTHER, "consolidated.safetensors"),
+        "tower/modeling.py",
+    }
+    found = os.stat(model / SHARD)
+    assert state[SHARD] == (
+        *(found.st_dev, found.st_ino, found.st_size),
+        *(found.st_mtime_ns, found.st_ctime_ns),
+    )
+    sampled(model)
+    assert checkpoint_state(f"{model}/") == state
+
+
+def replaced_by_rename(model):
+    shutil.copy2(model / SHARD, model / "new")
+    (model / "new").replace(model / SHARD)
+
+
+def rewritten_in_place_with_the_old_time(model):
+    found = (model / SHARD).stat()
+    overwrite(model / SHARD, found.st_size - 1, b"\xff")
+    os.utime(model / SHARD, ns=(found.st_atime_ns, found.st_mtime_ns))
+
+
+def link_led_elsewhere(model):
+    blob = model.parent / "blob"
+    shutil.copy2(model / SHARD, blob)
+    (model / SHARD).unlink()
+    (model / SHARD).symlink_to(blob)
+
+
+def code_added(model):
+    (model / "modeling_x.py").write_text("pass")
+
+
+def shard_gone(model):
+    (model / SHARD).unlink()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        replaced_by_rename,
+        rewritten_in_place_with_the_old_time,
+        link_led_elsewhere,
+        code_added,
+        shard_gone,
+    ],
+)
+def test_a_replacement_changes_the_state(model, change):
+    before = checkpoint_state(str(model))
+    change(model)
+    assert checkpoint_state(str(model)) != before
+
+
+def test_a_file_behind_a_link_that_is_replaced_changes_the_state(model):
+    link_led_elsewhere(model)
+    before = checkpoint_state(str(model))
+    shutil.copy2(model.parent / "blob", model.parent / "new")
+    (model.parent / "new").replace(model.parent / "blob")
+    assert checkpoint_state(str(model)) != before
+
+
+def test_a_dangling_link_a_fifo_and_a_single_file_have_states(model):
+    (model / "a.safetensors").symlink_to("nowhere")
+    os.mkfifo(model / "b.safetensors")
+    state = checkpoint_state(str(model))
+    assert state["a.safetensors"] == ()
+    assert len(state["b.safetensors"]) == 5
+    assert checkpoint_state(str(model / SHARD)) == {SHARD: state[SHARD]}
+
+
+@pytest.mark.parametrize("path", ["/nowhere/at/all", "meta-llama/Llama-3-8B", ""])
+def test_what_is_not_there_has_no_state(path):
+    with pytest.raises(ConfigError):
+        checkpoint_state(path)
+
+
+def test_a_file_that_changes_between_its_table_and_its_samples_is_an_error(model, monkeypatch):
+    def then_changed(file):
+        found = samples(file)
+        os.utime(file.path, (1, 1))
+        return found
+
+    monkeypatch.setattr(fingerprint, "samples", then_changed)
+    with pytest.raises(ConfigError, match="changed while it was read"):
+        sampled(model)
+
+
+# --- what of config.json touches KV -----------------------------------------------------
+
+
+PLAIN = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 8192,
+}
+OUTSIDE_KV = [
+    *({"bos_token_id": 5}, {"eos_token_id": [1, 2]}, {"pad_token_id": None}, {"use_cache": False}),
+    *({"dtype": "bfloat16"}, {"torch_dtype": "float16"}, {"tie_word_embeddings": True}),
+    *({"id2label": {"0": "a"}}, {"label2id": {"a": 0}}, {"max_position_embeddings": 4096}),
+    *({"_name_or_path": "/x"}, {"transformers_version": "9"}, {"_commit_hash": "a"}),
+]
+
+
+@pytest.mark.parametrize("change", OUTSIDE_KV, ids=lambda change: next(iter(change)))
+def test_what_cannot_touch_kv_is_dropped_from_plain_decoders(model, change):
+    assert kv_config({**PLAIN, **change}) == kv_config(PLAIN)
+    write_json(model / "config.json", PLAIN)
+    before = sampled(model)
+    write_json(model / "config.json", {**PLAIN, **change})
+    assert sampled(model) == before
+
+
+@pytest.mark.parametrize("change", OUTSIDE_KV[:10], ids=lambda change: next(iter(change)))
+@pytest.mark.parametrize(
+    "unknown",
+    [
+        {"architectures": ["LongcatFlashNgramForCausalLM"]},  # n-grams end at eos_token_id
+        {"architectures": ["LlamaForCausalLM", "OtherForCausalLM"]},
+        {"architectures": []},
+        {"architectures": "LlamaForCausalLM"},
+        {"architectures": [["LlamaForCausalLM"]]},
+        {"architectures": None},
+        {"auto_map": {"AutoModel": "modeling_x.X"}},
+    ],
+)
+def test_it_stays_where_nobody_read_the_model(unknown, change):
+    other = {**PLAIN, **unknown}
+    assert kv_config({**other, **change}) != kv_config(other)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"hidden_size": 65}, {"rope_theta": 500000.0}, {"architectures": ["Qwen2ForCausalLM"]}),
+        *({"model_type": "qwen2"}, {"sliding_window": 64}, {"quantization_config": {"dtype": "x"}}),
+        {"text_config": {"eos_token_id": 3}},
+    ],
+)
+def test_all_else_stays(change):
+    assert kv_config({**PLAIN, **change}) != kv_config(PLAIN)
+
+
+@pytest.mark.parametrize(
+    ("rope", "kept"),
+    [
+        ({}, False),
+        ({"rope_scaling": None}, False),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, False),
+        ({"rope_parameters": {"full": {"rope_type": "default"}, "local": {}}}, False),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4}}, True),
+        ({"rope_parameters": {"full": {"rope_type": "linear"}, "local": {}}}, True),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2}}, True),
+        ({"rope_scaling": {"rope_type": None}}, True),
+        ({"rope_scaling": ["yarn"]}, True),
+        ({"dual_chunk_attention_config": {"chunk_size": 4}}, True),
+    ],
+)
+def test_the_longest_position_stays_where_rope_scales_by_it(rope, kept):
+    assert ("max_position_embeddings" in kv_config({**PLAIN, **rope})) == kept
+
+
+def test_a_configuration_is_not_changed_by_looking_at_it():
+    tree = {**PLAIN, "text_config": {"_name_or_path": "x", "a": [{"transformers_version": "1"}]}}
+    before = json.dumps(tree)
+    assert kv_config(tree)["text_config"] == {"a": [{}]}
+    assert json.dumps(tree) == before
+
+
+# --- progress ---------------------------------------------------------------------------
+
+
+def test_a_long_fingerprint_says_how_far_it_is_and_a_short_one_nothing(model, caplog, monkeypatch):
+    caplog.set_level(logging.INFO)
+    write_safetensors(model / SHARD, seed=3, num_tensors=300, nbytes=60_000)
+    sampled(model)
+    assert not caplog.messages
+    monkeypatch.setattr(fingerprint, "_QUIET_S", -1.0)
+    sampled(model)
+    (message,) = caplog.messages  # the next one would come after 5 s
+    assert message.startswith("fskv: fingerprint: ")
+    assert " of 610 samples, " in message
+
+
+def test_threads_end_with_the_fingerprint_and_with_an_error(model, monkeypatch):
+    num_before = threading.active_count()
+    write_safetensors(model / SHARD, seed=3, num_tensors=300, nbytes=60_000)
+    sampled(model)
+
+    def broken(batch):
+        raise ConfigError("broken")
+
+    monkeypatch.setattr(fingerprint._Batch, "digest", broken)
+    with pytest.raises(ConfigError, match="broken"):
+        sampled(model)
+    deadline = time.monotonic() + 30
+    while threading.active_count() > num_before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() == num_before
 
 
 # --- errors -----------------------------------------------------------------------------
@@ -341,29 +778,54 @@ def test_a_header_longer_than_safetensors_allows_is_refused_before_it_is_read(tm
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
 @pytest.mark.parametrize(
     "text", ["", "{", "\udcff", "[" * 100_000, '{"a":' * 900 + "1" + "}" * 900]
 )
-def test_a_damaged_json_file_is_an_error_that_names_it(model, name, text):
-    (model / name).write_bytes(text.encode("utf-8", "surrogateescape"))
+def test_a_damaged_configuration_is_an_error_that_names_it(model, text):
+    (model / "config.json").write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(ConfigError) as error:
         sampled(model)
-    assert name in str(error.value) or text.startswith('{"a"')
-    assert str(model) in str(error.value)
+    assert str(model / "config.json") in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/passwd", "", 3, "..", "a\0b"])
 def test_an_index_cannot_lead_out_of_the_directory(model, name):
+    secret = model.parent / "secret.safetensors"
+    write_safetensors(secret, seed=1)
     write_json(model / "model.safetensors.index.json", {"weight_map": {"a": name}})
-    with pytest.raises(ConfigError, match=r"model\.safetensors\.index\.json|regular file"):
-        weights_fingerprint(str(model), revision_commit=None)
+    before = sampled(model)
+    write_safetensors(secret, seed=2)
+    assert sampled(model) == before
 
 
-def test_a_shard_that_the_index_names_and_nobody_has_is_an_error(model):
-    (model / SHARD).unlink()
-    with pytest.raises(ConfigError, match=SHARD):
-        weights_fingerprint(str(model), revision_commit=None)
+def test_a_tree_deeper_than_any_model_is_an_error(model):
+    path = model
+    for _ in range(17):
+        path /= "d"
+        path.mkdir()
+    with pytest.raises(ConfigError, match="subfolders"):
+        sampled(model)
+
+
+def test_more_files_than_any_model_has_are_an_error(model, monkeypatch):
+    monkeypatch.setattr(fingerprint, "_MAX_ENTRIES", 50)
+    for i in range(5):
+        (model / f"d{i}").mkdir()
+        for j in range(5):
+            if j != i:
+                (model / f"d{i}" / f"to{j}").symlink_to(f"../d{j}")
+    with pytest.raises(ConfigError, match="directory of one model"):
+        sampled(model)
+    with pytest.raises(ConfigError, match="directory of one model"):
+        checkpoint_state(str(model))
+
+
+@pytest.mark.parametrize("name", ["modeling.py", "a.json", "tower/b.bin"])
+def test_a_fifo_in_place_of_any_file_that_is_read_is_an_error(model, name):
+    (model / "tower").mkdir()
+    os.mkfifo(model / name)
+    with pytest.raises(ConfigError, match="expected a regular file"):
+        sampled(model)
 
 
 def test_a_dangling_link_a_loop_a_directory_and_a_fifo_are_errors_that_name_the_file(model):
