@@ -128,6 +128,12 @@ class StoreConfig:
         "Requests with a LoRA adapter: `off` neither stores nor loads their KV; `by-name` trusts that "
         "an adapter's name never changes its weights.",
     )
+    media_keys: Literal["checked", "trusted"] = _option(
+        "checked",
+        "checked, trusted",
+        "Requests with images, sound or video: `checked` keys their KV by the content that the model is "
+        "given; `trusted` believes vLLM's name of it, which a client may choose (`uuid`).",
+    )
     store: bool = _option(
         True,
         "true, false",
@@ -448,6 +454,7 @@ _PARSERS = {
     "weights_fixed": _parse_bool,
     "canonical_layout": _parse_bool,
     "lora": _choice("off", "by-name"),
+    "media_keys": _choice("checked", "trusted"),
     "store": _parse_bool,
     "io_threads": _count(1, 64),
     "staging_bytes": parse_size,

@@ -38,7 +38,9 @@ from fskv.engines.vllm_events import KvEvents
 from fskv.engines.vllm_files import canonical_files, count_slices, own_files, slices_per_rank
 from fskv.engines.vllm_identity import EngineGroup, build_identity, engine_groups
 from fskv.engines.vllm_layout import page_layouts
-from fskv.engines.vllm_manager import FskvHandshake, FskvManager, load_failures
+from fskv.engines.vllm_loaded import find_loaded
+from fskv.engines.vllm_manager import PREFIX_CACHING_OFF, FskvHandshake, FskvManager, load_failures
+from fskv.engines.vllm_media import Media
 from fskv.engines.vllm_metrics import metric_definitions
 from fskv.engines.vllm_reset import forget_past_blocks
 from fskv.engines.vllm_worker import FskvWorker
@@ -84,6 +86,7 @@ class FskvWorkerMetadata(OffloadingWorkerMetadata):
     written_nbytes: int = 0
     no_space: bool = False
     loads: dict[int, LoadReport] = field(default_factory=dict)  # by job id
+    reloaded: bool = False  # the weights may be others than those of the start
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         assert isinstance(other, FskvWorkerMetadata)
@@ -101,6 +104,7 @@ class FskvWorkerMetadata(OffloadingWorkerMetadata):
             written_nbytes=self.written_nbytes + other.written_nbytes,
             no_space=self.no_space or other.no_space,
             loads=merge_reports(self.loads, other.loads),
+            reloaded=self.reloaded or other.reloaded,
         )
 
 
@@ -146,6 +150,7 @@ class FskvOffloadingSpec(OffloadingSpec):
             files = own_files(setup.groups, bpc, kv_caches, file_rank)
         layouts = files.layouts[0]
         in_page = page_layouts(setup.vllm_config, setup.groups)
+        loaded = find_loaded(setup.vllm_config)
         identity = call_with_deadline(
             lambda: build_identity(
                 setup.vllm_config,
@@ -156,6 +161,7 @@ class FskvOffloadingSpec(OffloadingSpec):
                 self.config.cache.tokens_per_hash,
                 in_page,
                 canonical_format,
+                loaded,
             ),
             _FINGERPRINT_S,
             "the checkpoint's files could not be read for a fingerprint (see option 'weights_id')",
@@ -176,6 +182,7 @@ class FskvOffloadingSpec(OffloadingSpec):
             num_files * len(files.layouts),
             nbytes * len(files.layouts) / MIB,
         )
+        loaded.note_reloads()
         self.worker = FskvWorker(
             config,
             setup.groups,
@@ -185,6 +192,10 @@ class FskvOffloadingSpec(OffloadingSpec):
             restore=lambda: _open_root(config, create=False).open_namespace(identity),
             rank=parallel.rank,
             world_size=parallel.world_size,
+            layouts=None if identity.extra and "page_layouts" in identity.extra else in_page,
+            # Some layers turn it off while they are built, in this process alone.
+            prefix_caching=bool(setup.vllm_config.cache_config.enable_prefix_caching),
+            reloaded=lambda: loaded.reloaded and not config.weights_fixed,
         )
         return self.worker
 
@@ -208,6 +219,7 @@ class FskvConnector(BudgetedConnector):
             outer.kv_load_failure_policy = "recompute"
         super().__init__(_with_spec(vllm_config, setup), role, kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
+            self._media = Media(vllm_config)
             self._budget = self._make_budget(setup.config)
             self._manager.limit_loads(self._budget.limit)
 
@@ -269,7 +281,9 @@ class FskvConnector(BudgetedConnector):
         outcomes = worker.take_outcomes()
         written_nbytes, no_space = worker.take_written()
         loads = worker.take_loads()
-        if stock is None and not (outcomes or written_nbytes or no_space or loads):
+        if stock is None and not (
+            outcomes or written_nbytes or no_space or loads or worker.reloaded
+        ):
             return None
         stock = stock or OffloadingWorkerMetadata()
         stores = [o for o in outcomes if not o.is_load]
@@ -282,6 +296,7 @@ class FskvConnector(BudgetedConnector):
             written_nbytes=written_nbytes,
             no_space=no_space,
             loads=loads,
+            reloaded=worker.reloaded,
         )
 
     # --- scheduler --------------------------------------------------------------------------
@@ -293,6 +308,10 @@ class FskvConnector(BudgetedConnector):
         try:
             _check_own(workers, self._setup.config.root)
             self._manager.set_workers(workers)
+            if not self._setup.vllm_config.cache_config.enable_prefix_caching or not all(
+                worker.prefix_caching for worker in workers
+            ):
+                self._manager.turn_off(PREFIX_CACHING_OFF)
         except FskvError as error:
             logger.error("fskv: %s", error)
             raise
@@ -301,6 +320,12 @@ class FskvConnector(BudgetedConnector):
         # The block hash covers an adapter's name, not its weights (vllm#30931).
         if request.lora_request is not None and self._setup.config.lora == "off":
             self._manager.exclude_request(request.request_id)
+        if request.mm_features and self._setup.config.media_keys == "checked":
+            media = self._media.keys(request.mm_features)
+            if media is None:
+                self._manager.exclude_request(request.request_id)
+            else:
+                self._manager.take_media(request.request_id, media)
         super().on_new_request(request)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -308,6 +333,8 @@ class FskvConnector(BudgetedConnector):
         news = connector_output.kv_connector_worker_meta
         if isinstance(news, FskvWorkerMetadata):
             self._budget.on_loads(news.loads)
+            if news.reloaded:
+                self._manager.doubt_weights("weights were loaded again in the running engine")
             self._manager.on_written(news.written_nbytes, no_space=news.no_space)
             for chunk, ranks in news.stored.items():
                 self._manager.on_stored(chunk, ranks)

@@ -11,9 +11,10 @@ import json
 import os
 import platform
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from vllm import __version__ as vllm_version
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import get_offloading_group_ids
@@ -31,9 +32,20 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from fskv.config import StoreConfig
+from fskv.engines.vllm_loaded import (
+    Loaded,
+    check_unchanged,
+    code_digests,
+    hub_name,
+    loaded_files,
+    modules_of,
+    resolved_configs,
+    secondary_weights,
+    weights_text,
+)
 from fskv.engines.vllm_switches import switches
 from fskv.errors import ConfigError
-from fskv.fingerprint import weights_fingerprint
+from fskv.fingerprint import kv_config
 from fskv.hybrid_planner import GroupKind, GroupSpec
 from fskv.mac import INTEGRITY
 from fskv.namespace import GroupIdentity, Identity, Json, canonical_json
@@ -41,9 +53,6 @@ from fskv.namespace import GroupIdentity, Identity, Json, canonical_json
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-# Name a place or a library, not the model.
-_VOLATILE_CONFIG = {"_name_or_path", "transformers_version", "_commit_hash", "torch_dtype"}
-# RoPE variants whose tables depend on the engine's max_model_len and not on the checkpoint alone.
 # Engine-wide processing of images and video; vLLM's multimodal hash covers only what a request sets.
 _MULTIMODAL_FIELDS = (
     "mm_processor_kwargs",
@@ -54,17 +63,32 @@ _MULTIMODAL_FIELDS = (
     "mm_encoder_attn_dtype",
     "interleave_mm_strings",
 )
+# RoPE variants whose tables depend on the engine's max_model_len and not on the checkpoint alone.
+_LOAD_FORMATS = {
+    "auto",
+    "hf",
+    "safetensors",
+    "mistral",
+    "pt",
+    "npcache",
+    "fastsafetensors",
+    "instanttensor",
+}
 _LENGTH_DEPENDENT_ROPE = {"longrope", "su", "dynamic"}
 
 
 @dataclass(frozen=True, slots=True)
 class EngineGroup:
-    """One offloaded KV group as fskv sees it; `block_nbytes` is one block on one rank, un-padded."""
+    """One offloaded KV group as fskv sees it; `layer_nbytes` is one block on a rank, un-padded, by layer."""
 
     spec: GroupSpec
     kind: str  # with dtype and variant, for the identity
-    block_nbytes: int
+    layer_nbytes: tuple[int, ...]
     layer_names: tuple[str, ...]
+
+    @property
+    def block_nbytes(self) -> int:
+        return sum(self.layer_nbytes)
 
 
 def engine_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[EngineGroup]:
@@ -73,9 +97,8 @@ def engine_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> li
     groups = []
     for group_idx in get_offloading_group_ids(kv_cache_config):
         group = kv_cache_config.kv_cache_groups[group_idx]
-        specs = list(iter_layer_specs(group.kv_cache_spec))
-        per_layer = specs if len(specs) > 1 else specs * len(group.layer_names)
-        kind, window, retained, text = _kind(specs[0])
+        kind, window, retained, text = _kind(next(iter(iter_layer_specs(group.kv_cache_spec))))
+        by_layer = getattr(group.kv_cache_spec, "kv_cache_specs", {})
         groups.append(
             EngineGroup(
                 spec=GroupSpec(
@@ -86,7 +109,10 @@ def engine_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> li
                     extra_retained_tokens=retained,
                 ),
                 kind=text,
-                block_nbytes=sum(_page_nbytes(spec) for spec in per_layer),
+                layer_nbytes=tuple(
+                    _page_nbytes(by_layer.get(name, group.kv_cache_spec))
+                    for name in group.layer_names
+                ),
                 layer_names=tuple(group.layer_names),
             )
         )
@@ -102,10 +128,12 @@ def build_identity(
     tokens_per_hash: int,
     layouts: dict[str, Json],
     canonical_format: str | None = None,
+    loaded: Loaded | None = None,
 ) -> Identity:
     """Return the identity of this engine's KV; `pages[i]` are group i's un-padded page sizes in bytes.
 
-    `layouts` is what vllm_layout.page_layouts found.
+    `layouts` is what vllm_layout.page_layouts found, `loaded` is what the worker has loaded (None where there
+    is no engine).
 
     With `canonical_format` the pages have the same bytes in every topology, which then is not in the identity
     unless the KV that vLLM computes depends on it.
@@ -132,15 +160,16 @@ def build_identity(
     # With pipeline stages each rank has other layers; its own are in the layout digest of its files.
     one_stage = parallel.pipeline_parallel_size == 1
     kv_dtype = str(cache.cache_dtype)
-    if kv_dtype == "auto":
-        kv_dtype = _name(model.dtype)
-    return Identity(
+    kv_dtype = {"auto": _name(model.dtype), "fp8": "fp8_e4m3"}.get(kv_dtype, kv_dtype)
+    layer_names = {name for group in groups for name in group.layer_names}
+    modules = modules_of(loaded.model, layer_names, one_stage=one_stage) if loaded else []
+    identity = Identity(
         engine="vllm",
-        engine_version=".".join(vllm_version.split(".")[:2]),
+        engine_version=version_line(vllm_version),
         arch=gpu_arch(),
         model_name=_model_name(model.model),
-        weights=_weights(model, config),
-        model_config=_model_config(model),
+        weights=weights_text(model, config, _files(vllm_config, loaded)),
+        model_config=_model_config(model, modules),
         kv_cache_dtype=kv_dtype,
         model_dtype=_name(model.dtype),
         kv_cache_layout=str(cache.kv_cache_layout or "default"),
@@ -174,8 +203,31 @@ def build_identity(
         tenant=config.tenant,
         model_runner="v2" if vllm_config.use_v2_model_runner else "v1",
         integrity=INTEGRITY if config.mac_key_file is not None else None,
-        extra=_extra(vllm_config, config) | ({"page_layouts": layouts} if layouts else {}),
+        extra=_extra(vllm_config, config)
+        | (_model_extra(loaded.model, modules, config) if loaded else {})
+        # With pipeline stages a group may have no layer here: then its files say it (layout_digest).
+        | ({"page_layouts": layouts} if layouts and one_stage else {}),
     )
+    if loaded is not None and config.weights_id is None:
+        check_unchanged(loaded)
+    return identity
+
+
+def version_line(version: str) -> str:
+    """Return what of vLLM's version counts: "0.32" of a release, since patches do not move KV.
+
+    A development build is itself, whole: two of them may have the same number.
+    """
+    release = re.fullmatch(
+        r"(\d+\.\d+)\.\d+(\.post\d+)?(\+(cpu|cu\d+|rocm[\d.]*|xpu|tpu|neuron))?", version
+    )
+    return release[1] if release else version
+
+
+def _files(vllm_config: VllmConfig, loaded: Loaded | None) -> list[str] | None:
+    if loaded is None:
+        return None
+    return loaded_files(vllm_config.model_config, vllm_config.load_config, loaded.model)
 
 
 def _kv_depends_on_topology(groups: list[EngineGroup]) -> bool:
@@ -188,8 +240,13 @@ def _kv_depends_on_topology(groups: list[EngineGroup]) -> bool:
     return mla and bool(current_platform.is_cpu())
 
 
-def layout_digest(group: EngineGroup, blocks_per_chunk: int, page_nbytes: tuple[int, ...]) -> bytes:
-    """Return what must agree, beyond the namespace, for one rank's pages to be interchangeable."""
+def layout_digest(
+    group: EngineGroup, blocks_per_chunk: int, page_nbytes: tuple[int, ...], inside: Json = None
+) -> bytes:
+    """Return what must agree, beyond the namespace, for one rank's pages to be interchangeable.
+
+    `inside` is how they are laid out where the namespace does not say it: with pipeline stages.
+    """
     description: dict[str, Json] = {
         "group": group.spec.group_idx,
         "kind": group.kind,
@@ -198,6 +255,8 @@ def layout_digest(group: EngineGroup, blocks_per_chunk: int, page_nbytes: tuple[
         "pages": list(page_nbytes),
         "layers": list(group.layer_names),
     }
+    if inside is not None:
+        description["inside"] = inside
     return hashlib.sha256(canonical_json(description)).digest()[:16]
 
 
@@ -257,30 +316,19 @@ def _model_name(model: str) -> str:
     """Return the hub's name, or a local checkpoint's last component: nodes may mount it elsewhere."""
     if not os.path.exists(model):
         return model
-    path = os.path.abspath(model)
-    cached = re.search(r"/models--([^/]+)/snapshots/[^/]+$", path)  # the hub's cache
-    return cached[1].replace("--", "/") if cached else os.path.basename(path) or "model"
+    return hub_name(model) or os.path.basename(os.path.abspath(model)) or "model"
 
 
-def _weights(model: Any, config: StoreConfig) -> str:
-    if config.weights_id is not None:
-        return f"named:{config.weights_id}"
-    # transformers notes the commit of the configuration it loaded from the hub, which is the weights' too
-    # unless the configuration was taken from elsewhere.
-    commit = None
-    if not os.path.exists(model.model) and not getattr(model, "hf_config_path", None):
-        commit = getattr(model.hf_config, "_commit_hash", None)
-    return weights_fingerprint(model.model, revision_commit=commit)
-
-
-def _model_config(model: Any) -> dict[str, Json]:
-    """Return the configuration that shapes KV, after vLLM applied hf_overrides."""
+def _model_config(model: Any, modules: list[Any]) -> dict[str, Json]:
+    """Return the configuration that shapes KV: after hf_overrides, and as the model's parts have it."""
     text = _config_dict(model.hf_text_config)
     result: dict[str, Json] = {"text": text}
     if model.hf_config is not model.hf_text_config:
         result["whole"] = _config_dict(
             model.hf_config
         )  # vision towers and what feeds the text model
+    if others := _other_configs(result.values(), map(_config_dict, resolved_configs(modules))):
+        result["resolved"] = others
     if model.quantization:
         result["quantization"] = str(model.quantization)
     for name, quantization in (
@@ -288,11 +336,11 @@ def _model_config(model: Any) -> dict[str, Json]:
         ("online_quantization", getattr(model, "quantization_config", None)),
     ):
         if quantization is not None:
-            result[name] = _jsonable(quantization)
+            result[name] = jsonable(quantization)
     multimodal = getattr(model, "multimodal_config", None)
     if multimodal is not None:
         result["multimodal"] = {
-            name: _jsonable(getattr(multimodal, name, None)) for name in _MULTIMODAL_FIELDS
+            name: jsonable(getattr(multimodal, name, None)) for name in _MULTIMODAL_FIELDS
         }
     rope = json.dumps([text.get("rope_scaling"), text.get("rope_parameters")])
     if any(f'"{kind}"' in rope for kind in _LENGTH_DEPENDENT_ROPE):
@@ -301,11 +349,28 @@ def _model_config(model: Any) -> dict[str, Json]:
 
 
 def _config_dict(hf_config: Any) -> dict[str, Json]:
-    full: dict[str, Json] = json.loads(hf_config.to_json_string(use_diff=False))
-    return {key: value for key, value in full.items() if key not in _VOLATILE_CONFIG}
+    tree = kv_config(json.loads(hf_config.to_json_string(use_diff=False)))
+    return cast("dict[str, Json]", tree)
 
 
-def _jsonable(value: Any) -> Json:
+def _other_configs(known: Iterable[Json], found: Iterable[Json]) -> list[Json]:
+    """Return those of `found` that are in no known configuration: copies that vLLM has changed."""
+    seen = {text for config in known for text in _texts(config)}
+    return [json.loads(text) for text in sorted({canonical_text(c) for c in found} - seen)]
+
+
+def _texts(tree: Json) -> Iterable[str]:
+    if isinstance(tree, dict):
+        yield canonical_text(tree)
+        for item in tree.values():
+            yield from _texts(item)
+
+
+def canonical_text(tree: Json) -> str:
+    return canonical_json(tree).decode("ascii")
+
+
+def jsonable(value: Any) -> Json:
     """Return plain JSON of a configuration object, by its fields; never an address in memory."""
 
     def fields(item: Any) -> Any:
@@ -347,25 +412,41 @@ def _attention_backend(vllm_config: VllmConfig) -> str:
 
 def _extra(vllm_config: VllmConfig, config: StoreConfig) -> dict[str, Json]:
     extra: dict[str, Json] = {}
-    load_format = str(vllm_config.load_config.load_format)
-    load_format = load_format.rsplit(".", 1)[-1].lower()
-    if load_format == "dummy":
-        extra["dummy_weights_seed"] = int(vllm_config.model_config.seed or 0)
-    if load_format not in ("auto", "hf", "safetensors", "dummy"):
+    load, model = vllm_config.load_config, vllm_config.model_config
+    load_format = str(load.load_format).rsplit(".", 1)[-1].lower()
+    if load_format == "dummy" and model.quantization:
+        raise ConfigError(
+            f"option 'load_format': found \"dummy\" with quantization {model.quantization}, expected "
+            "weights: quantised dummy weights are whatever was in memory, so their KV cannot be shared"
+        )
+    # Those that load the files which vLLM's rule picks, and nothing else, are alike: see loaded_files.
+    if load_format not in _LOAD_FORMATS:
         extra["load_format"] = load_format
-    loader_options = vllm_config.load_config.model_loader_extra_config
-    if loader_options:
-        extra["model_loader"] = _jsonable(loader_options)
+        if load.model_loader_extra_config:
+            extra["model_loader"] = jsonable(load.model_loader_extra_config)
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
         extra["pipeline_partition"] = os.getenv("VLLM_PP_LAYER_PARTITION", "default")
     speculative = vllm_config.speculative_config
-    if speculative is not None:
-        draft = speculative.draft_model_config
+    # Without a draft model (n-grams, suffixes) nothing is added to KV.
+    if speculative is not None and speculative.draft_model_config is not None:
         extra["speculative"] = {
             "method": str(speculative.method),
-            "draft": None if draft is None else [draft.model, _weights(draft, config)],
+            "draft": weights_text(speculative.draft_model_config, config),
         }
     return extra | ({"switches": found} if (found := switches(vllm_config)) else {})
+
+
+def _model_extra(model: Any, modules: list[Any], config: StoreConfig) -> dict[str, Json]:
+    """Return what the model that was built says beyond all configurations: its class, its code, its parts."""
+    extra: dict[str, Json] = {"model_class": type(model).__qualname__}
+    trusted = {"torch", "transformers"}
+    if version_line(vllm_version) != vllm_version:
+        trusted.add("vllm")  # a release: its version says it
+    if code := code_digests(modules, trusted):
+        extra["code"] = code
+    if secondary := secondary_weights(model, config):
+        extra["secondary_weights"] = secondary
+    return extra
 
 
 def _name(dtype: Any) -> str:

@@ -36,6 +36,7 @@ from fskv.capacity import Capacity
 from fskv.claims import Limits
 from fskv.config import StoreConfig
 from fskv.engines.vllm_events import KvEvents
+from fskv.engines.vllm_media import MediaKeys, is_media_key
 from fskv.engines.vllm_watch import Watch
 from fskv.errors import ConfigError
 from fskv.index.presence import Findings, Key, PresenceIndex, RankFiles, probe_chunks
@@ -49,6 +50,11 @@ if TYPE_CHECKING:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 logger = logging.getLogger(__name__)
+
+PREFIX_CACHING_OFF = (
+    "prefix caching is off in this engine, where vLLM does so because KV must not be used again, or by "
+    "--no-enable-prefix-caching: fskv neither loads nor stores"
+)
 
 _MAX_STORING = 65536
 # An engine that is paused or put to sleep waits until it is idle; a hung mount must not hold that up.
@@ -97,6 +103,7 @@ class FskvHandshake(KVConnectorHandshakeMetadata):
     file_nbytes: dict[int, int]  # by group index
     # What stands for a rank in the names of its files of a chunk; None: what its own rank gives.
     canonical_ranks: tuple[int | None, ...] | None = None
+    prefix_caching: bool = True  # whether the worker's layers allow KV to be used again
 
     @property
     def file_ranks(self) -> tuple[int | None, ...]:
@@ -153,7 +160,8 @@ class FskvManager(OffloadingManager):
         self._last_store_at = -math.inf  # when a store job last took a chunk
         self._stored_by: dict[ChunkId, set[int]] = {}  # ranks that have published their part
         self._excluded_requests: set[str] = set()
-        self._stopped = False  # for good: the weights may not be the namespace's any more
+        self._stopped = False  # for good: see doubt_weights and turn_off
+        self._media: dict[str, MediaKeys] = {}  # by request, of those with images, sound or video
         # vLLM asks for the same chunks in every step a request waits: what each was told is counted once.
         self._told: dict[str, set[tuple[ChunkId, Status]]] = {}
         self._limit: Callable[[str], LoadLimit] = lambda _req_id: NO_LIMIT
@@ -220,8 +228,31 @@ class FskvManager(OffloadingManager):
         """From now on this says how long a request's load may take."""
         self._limit = limit
 
+    def turn_off(self, reason: str) -> None:
+        """Neither load nor store, from now on and for good: where vLLM itself does not reuse KV."""
+        self._stopped = True
+        self._watch.off = reason
+        self._states.say("prefix_caching_off", logging.WARNING, reason=reason)
+
+    def doubt_weights(self, what: str) -> None:
+        """Neither load nor store from now on, unless the user vouches for the weights.
+
+        The namespace names the weights of the start.
+        """
+        if not self._config.weights_fixed and not self._stopped:
+            self._stopped = self._watch.in_doubt = True
+            reason = (
+                f"{what}; fskv neither loads nor stores until the engine is started again (option "
+                "'weights_fixed': found false, expected true where weights never change in a running engine)"
+            )
+            self._states.say("weights_in_doubt", logging.WARNING, reason=reason)
+
+    def take_media(self, req_id: str, media: MediaKeys) -> None:
+        """The keys of this request's chunks are to hold what its media are."""
+        self._media[req_id] = media
+
     def exclude_request(self, req_id: str) -> None:
-        """Neither load nor store this request's KV (LoRA under the policy "off")."""
+        """Neither load nor store this request's KV: an adapter under "off", media that cannot be told."""
         self._excluded_requests.add(req_id)
 
     def on_stored(self, chunk: ChunkId, ranks: Collection[int]) -> None:
@@ -233,7 +264,7 @@ class FskvManager(OffloadingManager):
             self._end_store(chunk)
             del self._stored_by[chunk]
             there = self._presence.mark_stored(chunk, store.began if store else 0)
-            if there and self._events and not self._stopped:
+            if there and self._events and not self._stopped and not is_media_key(chunk.key_hash):
                 self._events.stored(chunk)
 
     def on_removed(self, names: Iterable[tuple[bytes, int]]) -> None:
@@ -274,11 +305,12 @@ class FskvManager(OffloadingManager):
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._excluded_requests.discard(req_context.req_id)
         self._told.pop(req_context.req_id, None)
+        self._media.pop(req_context.req_id, None)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         if not self._serves(req_context):
             return LookupResult.MISS
-        chunk = to_chunk(key)
+        chunk = self._chunk(key, req_context)
         presence, reason = self._presence.lookup(chunk)
         if presence is not Presence.UNKNOWN:
             told = self._told.setdefault(req_context.req_id, set())
@@ -286,7 +318,8 @@ class FskvManager(OffloadingManager):
                 told.add((chunk, reason))
                 if presence is Presence.HIT:
                     self._counters.add(metrics.LOOKUP_HITS)
-                    if self._events:  # stored by another engine, or before this one's start
+                    # Stored by another engine, or before this one's start.
+                    if self._events and not is_media_key(chunk.key_hash):
                         self._events.stored(chunk)
                 else:
                     self._counters.add(metrics.LOOKUP_MISSES, 1, reason.value)
@@ -298,20 +331,22 @@ class FskvManager(OffloadingManager):
         return CacheHitSource.DISK
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> ChunkKeys:
-        return ChunkKeys([to_chunk(key) for key in keys], self._limit(req_context.req_id))
+        chunks = [self._chunk(key, req_context) for key in keys]
+        return ChunkKeys(chunks, self._limit(req_context.req_id))
 
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput:
-        to_store = []
+        to_store: dict[OffloadKey, ChunkId] = {}
         if self._config.store and self._serves(req_context):
             if self._breaker.open:
                 self._counters.add(metrics.STORES_SKIPPED, len(keys), Status.BREAKER.value)
             else:
-                to_store = [key for key in keys if self._take_for_store(to_chunk(key))]
+                chunks = {key: self._chunk(key, req_context) for key in keys}
+                to_store = {k: chunk for k, chunk in chunks.items() if self._take_for_store(chunk)}
         return PrepareStoreOutput(
-            keys_to_store=to_store,
-            store_spec=ChunkKeys([to_chunk(key) for key in to_store]),
+            keys_to_store=list(to_store),
+            store_spec=ChunkKeys(list(to_store.values())),
             evicted_keys=[],
         )
 
@@ -331,17 +366,11 @@ class FskvManager(OffloadingManager):
     def reset_cache(self) -> None:
         """Forget what is known to be on disk; the files stay.
 
-        vLLM calls this after a weight update, and the namespace names the weights of the start. So unless the
-        user vouches for the weights, neither load nor store from now on.
+        vLLM calls this after a weight update.
         """
-        if not self._config.weights_fixed and not self._stopped:
-            self._stopped = self._watch.in_doubt = True
-            reason = (
-                "the engine reset its connector's cache, which vLLM does when weights change; fskv "
-                "neither loads nor stores until the engine is started again (option 'weights_fixed': found "
-                "false, expected true where weights never change in a running engine)"
-            )
-            self._states.say("weights_in_doubt", logging.WARNING, reason=reason)
+        self.doubt_weights(
+            "the engine reset its connector's cache, which vLLM does when weights change"
+        )
         self._presence.forget_all()
         for chunk in list(self._storing):
             self._end_store(chunk)
@@ -373,6 +402,15 @@ class FskvManager(OffloadingManager):
         self._presence.close()
         if self._capacity is not None:
             self._capacity.close()
+
+    def _chunk(self, key: OffloadKey, req_context: ReqContext) -> ChunkId:
+        media = self._media.get(req_context.req_id)
+        if media is None:
+            return to_chunk(key)
+        return ChunkId(
+            media.key(get_offload_block_hash(key), req_context.get_offload_key_position(key)),
+            get_offload_group_idx(key),
+        )
 
     def _serves(self, req_context: ReqContext) -> bool:
         known = bool(self._workers) and not self._stopped

@@ -1,4 +1,7 @@
-"""The entry point that tells vLLM where fskv's connectors and tier live. Imports nothing heavy of fskv."""
+"""The entry point that tells vLLM where fskv's connectors and tier live.
+
+Imports nothing heavy of fskv, and nothing of vLLM that a process which serves does not import anyway.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,9 @@ _CONNECTORS = {
 def register() -> None:
     """Register the names of connectors and tier; vLLM calls this in every process, maybe more than once."""
     _log_with_vllm()
+    from fskv.engines.vllm_loaded import watch_workers
+
+    watch_workers()
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     # _registry: vLLM offers no public look-up, and registering a name twice raises.

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import os
 from enum import Enum
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 from vllm import envs
@@ -135,6 +136,8 @@ def switches(vllm_config: VllmConfig) -> dict[str, Json]:
     ):
         found.setdefault(part, {}).update(fields)
     result: dict[str, Json] = {part: dict(fields) for part, fields in found.items() if fields}
+    if plugins := _plugins():
+        result["plugins"] = plugins
     if vllm_config.additional_config and current_platform.is_out_of_tree():
         result["additional_config"] = _plain(vllm_config.additional_config)
     if vllm_config.model_config.quantization and (packages := _kernel_packages()):
@@ -207,6 +210,23 @@ def _encoder_outputs(vllm_config: VllmConfig) -> dict[str, Json]:
     if transfer is None or not getattr(transfer, "is_ec_consumer", True):
         return {}
     return {"ec_connector": str(transfer.ec_connector)}
+
+
+def _plugins() -> dict[str, Json]:
+    """Return the plug-ins that vLLM has loaded, with their versions: one may replace any code of a model.
+
+    Without fskv's own and those that vLLM brings.
+    """
+    allowed = envs.VLLM_PLUGINS
+    found: dict[str, Json] = {}
+    for group in ("vllm.general_plugins", "vllm.platform_plugins"):
+        for plugin in entry_points(group=group):
+            known = plugin.value.startswith(("vllm.", "fskv."))
+            if not known and (allowed is None or plugin.name in allowed):
+                found[plugin.name] = (
+                    f"{plugin.dist.name} {plugin.dist.version}" if plugin.dist else "?"
+                )
+    return found
 
 
 def _kernel_packages() -> list[Json]:

@@ -39,7 +39,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from fskv.config import ENGINE_OPTIONS, MIB, StoreConfig
 from fskv.engines.vllm_events import KvEvents
-from fskv.engines.vllm_manager import FskvManager, load_failures, to_chunk
+from fskv.engines.vllm_manager import PREFIX_CACHING_OFF, FskvManager, load_failures, to_chunk
 from fskv.engines.vllm_metrics import metric_definitions
 from fskv.engines.vllm_reset import forget_past_blocks, resetting_scheduler
 from fskv.engines.vllm_tier_io import RowWorker
@@ -370,6 +370,8 @@ def _open(
     )
     try:
         manager.set_workers([worker.handshake])
+        if not workers.prefix_caching:
+            manager.turn_off(PREFIX_CACHING_OFF)
     except FskvError:
         worker.shutdown()
         raise

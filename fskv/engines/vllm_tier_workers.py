@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping import (
@@ -24,6 +24,7 @@ from fskv.config import StoreConfig
 from fskv.engines.vllm_files import count_slices
 from fskv.engines.vllm_identity import EngineGroup, build_identity, engine_groups
 from fskv.engines.vllm_layout import page_layouts
+from fskv.engines.vllm_loaded import find_loaded
 from fskv.engines.vllm_tier_rows import PlacedTensor, RowLayout, own_rows, slice_rows
 from fskv.errors import ConfigError, FskvError
 from fskv.hybrid_planner import GroupKind
@@ -51,6 +52,7 @@ class Report:
     refs: tuple[tuple[tuple[int, int], ...], ...]  # (tensor, bytes in a chunk's file) by group
     row_nbytes: int
     num_slices: int | None  # of a canonical page, None for pages of the rank's own
+    prefix_caching: bool
     max_model_len: int
     tokens_per_step: int
 
@@ -63,6 +65,7 @@ class Workers:
     groups: list[EngineGroup]
     rows: tuple[tuple[RowLayout, ...], ...]
     file_ranks: tuple[int | None, ...]
+    prefix_caching: bool  # whether vLLM uses KV again in this engine
     max_model_len: int
     tokens_per_step: int
 
@@ -78,7 +81,10 @@ def ask_workers(spec: OffloadingSpec, config: StoreConfig, row_nbytes: int) -> W
         if isinstance(answer, str):
             raise ConfigError(answer)
         reports.append(answer)
-    return combine(reports, spec.blocks_per_chunk, spec.config.parallel.world_size, row_nbytes)
+    workers = combine(reports, spec.blocks_per_chunk, spec.config.parallel.world_size, row_nbytes)
+    # The engine core turns it off for models whose prompts are not causal, after the workers were made.
+    here = bool(executor.vllm_config.cache_config.enable_prefix_caching)
+    return replace(workers, prefix_caching=workers.prefix_caching and here)
 
 
 def combine(
@@ -117,7 +123,13 @@ def combine(
         if len({tuple(page.nbytes for page in row.layout.pages) for row in of_group}) != 1:
             raise ConfigError("the ranks have pages of different sizes; expected all alike")
     return Workers(
-        first.identity, first.groups, rows, file_ranks, first.max_model_len, first.tokens_per_step
+        first.identity,
+        first.groups,
+        rows,
+        file_ranks,
+        all(each.prefix_caching for each in reports),
+        first.max_model_len,
+        first.tokens_per_step,
     )
 
 
@@ -158,6 +170,7 @@ def _report(engine_id: str, config: StoreConfig) -> Report:
         for refs in handler.layer_refs_per_group
     )
     in_page = page_layouts(vllm_config, groups)
+    loaded = find_loaded(vllm_config)
     identity = call_with_deadline(
         lambda: build_identity(
             vllm_config,
@@ -168,6 +181,7 @@ def _report(engine_id: str, config: StoreConfig) -> Report:
             spec.config.cache.tokens_per_hash,
             in_page,
             canonical_format,
+            loaded,
         ),
         _FINGERPRINT_S,
         "the checkpoint's files could not be read for a fingerprint (see option 'weights_id')",
@@ -180,6 +194,7 @@ def _report(engine_id: str, config: StoreConfig) -> Report:
         refs=refs,
         row_nbytes=handler.dst_tensors[0].stride(0),
         num_slices=num_slices,
+        prefix_caching=bool(vllm_config.cache_config.enable_prefix_caching),
         max_model_len=vllm_config.model_config.max_model_len,
         tokens_per_step=vllm_config.scheduler_config.max_num_batched_tokens,
     )
@@ -217,6 +232,11 @@ def _check_offered(
         raise ConfigError(
             'option \'lora\': found "off" in an engine that takes adapters, expected "by-name": vLLM does '
             'not tell a tier which requests have one (FskvConnector takes "off")'
+        )
+    if vllm_config.model_config.is_multimodal_model and config.media_keys == "checked":
+        raise ConfigError(
+            'option \'media_keys\': found "checked" for a model that takes media, expected "trusted": vLLM '
+            'does not tell a tier which requests have some (FskvConnector takes "checked")'
         )
     partly = [g.kind for g in groups if g.spec.kind not in (GroupKind.FULL, GroupKind.MLA)]
     if spec.blocks_per_chunk > 1 and partly:

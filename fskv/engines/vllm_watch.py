@@ -25,7 +25,7 @@ _BOUNDS = (metrics.BOUND_BYTES, metrics.BOUND_LEFT_BYTES)
 class Watch:
     """Belongs to the scheduler's thread; `_amiss` is called on that of the health file and only reads.
 
-    The manager assigns `namespace`, `capacity` and `in_doubt` as they become known.
+    The manager assigns `namespace`, `capacity`, `in_doubt` and `off` as they become known.
     """
 
     def __init__(
@@ -34,6 +34,9 @@ class Watch:
         self.namespace: str | None = None  # in the root; None: the workers have not opened it yet
         self.capacity: Capacity | None = None
         self.in_doubt = False  # the manager has stopped: it decides, this only tells
+        self.off: str | None = (
+            None  # why the manager neither loads nor stores: vLLM does not reuse KV
+        )
         self._config = config
         self._breaker = breaker
         self._presence = presence
@@ -105,6 +108,8 @@ class Watch:
             amiss[STARTING] = "the workers have not opened the root yet"
         if self.in_doubt:
             amiss["weights_in_doubt"] = "weights in doubt: neither loads nor stores until a restart"
+        if self.off is not None:
+            amiss["prefix_caching_off"] = self.off
         if self._breaker.open:
             amiss["breaker_open"] = f"breaker open: {self._breaker.reason}"
         if time.monotonic() - self._corrupt_at < _CORRUPT_S:

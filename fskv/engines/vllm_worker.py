@@ -36,6 +36,7 @@ from fskv.jobs import JobRunner
 from fskv.key_file import open_key_file
 from fskv.mac import INTEGRITY
 from fskv.metrics import Counters
+from fskv.namespace import Json
 from fskv.root import NamespaceDir
 from fskv.span_plan import plan_job
 from fskv.store import ChunkStore
@@ -64,7 +65,14 @@ class FskvWorker(OffloadingWorker):
         restore: Callable[[], object],
         rank: int,
         world_size: int,
+        layouts: dict[str, Json] | None = None,
+        prefix_caching: bool = True,
+        reloaded: Callable[[], bool] = lambda: False,
     ) -> None:
+        """`layouts` is how pages are laid out inside where the namespace does not say it, by group.
+
+        Once `reloaded` returns true, nothing is loaded or stored: the weights may not be the namespace's.
+        """
         # Each process reads the file itself: no key is in the configuration or in the handshake.
         self._key_file = open_key_file(config.mac_key_file)
         keys = self._key_file.keys if self._key_file else None
@@ -78,7 +86,12 @@ class FskvWorker(OffloadingWorker):
             layout.group_idx: FileLayout(
                 layout.num_blocks,
                 tuple(page.nbytes for page in layout.pages),
-                layout_digest(group, blocks_per_chunk, tuple(p.nbytes for p in layout.pages)),
+                layout_digest(
+                    group,
+                    blocks_per_chunk,
+                    tuple(p.nbytes for p in layout.pages),
+                    (layouts or {}).get(f"group{layout.group_idx}"),
+                ),
                 INTEGRITY if keys else CHECKSUM,
             )
             # The files of a chunk are all alike: equal slices of the same pages.
@@ -143,6 +156,7 @@ class FskvWorker(OffloadingWorker):
             cpus=numa.cuda_cpus(cuda.index) if cuda else None,
         )
         self._cuda = cuda is not None
+        self._reloaded = reloaded
         self._counters = Counters(*metrics.WORKER_COUNTERS)
         self._failed_jobs: set[int] = set()
         self._outcomes: list[ChunkOutcome] = []
@@ -160,6 +174,7 @@ class FskvWorker(OffloadingWorker):
             file_mode=directory.file_mode,
             file_nbytes={idx: layout.file_nbytes for idx, layout in file_layouts.items()},
             canonical_ranks=files.file_ranks,
+            prefix_caching=prefix_caching,
         )
         logger.info(
             "fskv: rank %d: %s%s; %d I/O threads, %d staging slots of %d bytes at most",
@@ -195,7 +210,14 @@ class FskvWorker(OffloadingWorker):
         requests = self._plan(src_spec, dst_spec, is_load=True)
         # The pages' last user, or the kernel that zeroes them, may still run on the GPU.
         self._runner.submit_load(job_id, requests, self._event(), src_spec.limit)
+        if self.reloaded:
+            self._runner.wait({job_id})  # given up: it fails, and is recomputed
         return True
+
+    @property
+    def reloaded(self) -> bool:
+        """Whether the weights may be others than those that the namespace names."""
+        return self._reloaded()
 
     def get_finished(self) -> list[TransferResult]:
         """Return the jobs that ended, all as successes: vLLM asserts it; see take_failed_jobs."""
@@ -298,6 +320,9 @@ class FskvWorker(OffloadingWorker):
         for of_chunk in zip(*(plan.chunks for plan in plans), strict=True):
             chunk = keys.chunks[of_chunk[0].key_idx]
             if not is_load:
+                if self.reloaded:
+                    self._report_store(chunk, Status.SKIPPED)
+                    continue
                 if not self._files.writes(chunk.key_hash):
                     # Another rank with the same bytes does: a hit when that one has reported too.
                     self._report_store(chunk, Status.EXISTS)

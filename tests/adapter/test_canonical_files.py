@@ -88,7 +88,7 @@ def _group(kind: str = "full"):
     from fskv.engines.vllm_identity import EngineGroup
     from fskv.hybrid_planner import GroupKind, GroupSpec
 
-    return EngineGroup(GroupSpec(0, GroupKind(kind), BLOCK, None), kind, 4096, ("layer",))
+    return EngineGroup(GroupSpec(0, GroupKind(kind), BLOCK, None), kind, (4096,), ("layer",))
 
 
 def _caches(mapping, page_nbytes: int):

@@ -1,7 +1,7 @@
-"""Nodes whose CPUs make vLLM lay KV out differently inside equal pages never share a namespace.
+"""Engines whose pages have one size and other bytes inside never share a namespace.
 
 A real attention layer and the backend's real metadata builder, without an engine: what vLLM chooses for a CPU
-is chosen by vLLM. Only the answer to "has this CPU AMX" is ours.
+is chosen by vLLM. Only the answers to "has this CPU AMX" and "is this a CPU" are ours.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TOKENS, HEADS, HEAD_SIZE = 32, 2, 64
 class Worker:
     """As much of a worker as the identity is derived from: configuration, one layer, its KV cache."""
 
-    def __init__(self, root: str) -> None:
+    def __init__(self, root: str, dtype: str = "bfloat16", head_size: int = HEAD_SIZE) -> None:
         import torch
         from vllm.config import set_current_vllm_config
         from vllm.engine.arg_utils import EngineArgs
@@ -40,7 +40,7 @@ class Worker:
         current_platform.import_kernels()
         self.vllm_config = EngineArgs(
             model=lab.checkpoint("llama"),
-            dtype="bfloat16",
+            dtype=dtype,
             block_size=TOKENS,
             max_model_len=1024,
             skip_tokenizer_init=True,
@@ -49,20 +49,33 @@ class Worker:
         with set_current_vllm_config(self.vllm_config):
             self.layer = Attention(
                 HEADS,
-                HEAD_SIZE,
+                head_size,
                 1.0,
                 num_kv_heads=HEADS,
                 cache_config=self.vllm_config.cache_config,
                 prefix=LAYER,
             )
-            spec = FullAttentionSpec(
-                block_size=TOKENS, num_kv_heads=HEADS, head_size=HEAD_SIZE, dtype=torch.bfloat16
+            self.spec = spec = FullAttentionSpec(
+                block_size=TOKENS,
+                num_kv_heads=HEADS,
+                head_size=head_size,
+                dtype=getattr(torch, dtype),
             )
             CPUAttentionMetadataBuilder(spec, [LAYER], self.vllm_config, torch.device("cpu"))
-        self.layer.kv_cache = torch.zeros(
-            (4, HEADS, TOKENS, 2 * HEAD_SIZE), dtype=torch.bfloat16
-        )  # as vLLM binds it
+        self.bind("LBHNC", TOKENS)
         self.kv_cache_config = KVCacheConfig(4, [], [KVCacheGroupSpec([LAYER], spec)])
+
+    def bind(self, layout: str, kernel_block: int, num_blocks: int = 4) -> None:
+        """Bind a KV cache to the layer as vLLM does."""
+        import torch
+        from vllm.v1.kv_cache_interface import KVCacheLayout, KVCacheTensor, create_kv_cache_views
+
+        page = self.spec.page_size_bytes
+        raw = torch.zeros(num_blocks * page, dtype=torch.int8)
+        tensor = KVCacheTensor(raw.numel(), [LAYER], raw.numel(), page)
+        (self.layer.kv_cache,) = create_kv_cache_views(
+            raw, self.spec, num_blocks, KVCacheLayout[layout], tensor, kernel_block
+        )
 
     def identity(self):
         from fskv.engines.vllm_identity import build_identity, engine_groups
@@ -128,10 +141,7 @@ def test_the_bytes_count_and_not_only_the_name_of_the_instruction_set(root, with
     # One name, another build of the kernels: as with a vLLM that was compiled for another CPU.
     from vllm import _custom_ops
 
-    from fskv.engines import vllm_layout
-
     with_amx(False)
-    vllm_layout._digest_of_page.cache_clear()
     here = Worker(root).identity()
     real = _custom_ops.cpu_attn_reshape_and_cache
 
@@ -139,10 +149,8 @@ def test_the_bytes_count_and_not_only_the_name_of_the_instruction_set(root, with
         real(keys, values, key_cache, *rest, **options)
         key_cache.copy_(key_cache.flip(-1))
 
-    vllm_layout._digest_of_page.cache_clear()
     monkeypatch.setattr(_custom_ops, "cpu_attn_reshape_and_cache", mirrored)
     there = Worker(root).identity()
-    vllm_layout._digest_of_page.cache_clear()
     name, other_name = (one.extra["page_layouts"]["group0"].split("/")[0] for one in (here, there))
     assert name == other_name
     assert here.digest != there.digest
@@ -154,33 +162,110 @@ def test_every_element_of_a_page_has_a_place_of_its_own_in_the_digest(
     root, with_amx, monkeypatch, head, dtype
 ):
     # Swapping any two elements of a page must be seen, whatever its size; here its last two.
-    import torch
     from vllm import _custom_ops
 
-    from fskv.engines.vllm_layout import _digest_of_page
-
-    Worker(root)  # loads vLLM's kernels
-    dtype = getattr(torch, dtype)
-    isa = "vec16" if head % 32 else "vec"
-    arguments = (isa, dtype, "auto", dtype, TOKENS, head)
-    _digest_of_page.cache_clear()
-    honest = _digest_of_page(*arguments)
-    _digest_of_page.cache_clear()
-    assert _digest_of_page(*arguments) == honest
+    with_amx(False)
+    worker = Worker(root, dtype, head)
+    honest = worker.identity()
+    assert worker.identity().digest == honest.digest
     real = _custom_ops.cpu_attn_reshape_and_cache
 
     def swapping(keys, values, key_cache, value_cache, *rest, **options):
         real(keys, values, key_cache, value_cache, *rest, **options)
-        flat = value_cache.view(-1)
-        flat[-2:] = flat[-2:].flip(0)
+        value_cache[-1, -1, -1, -2:] = value_cache[-1, -1, -1, -2:].flip(0)
 
     monkeypatch.setattr(_custom_ops, "cpu_attn_reshape_and_cache", swapping)
-    _digest_of_page.cache_clear()
-    assert _digest_of_page(*arguments) != honest
-    _digest_of_page.cache_clear()
+    assert worker.identity().digest != honest.digest
 
 
-@pytest.mark.parametrize("way", ["no isa", "unknown isa", "no cache", "other backend", "no layer"])
+def test_the_page_that_is_looked_at_is_not_the_engine_s(root, with_amx):
+    with_amx(False)
+    worker = Worker(root)
+    worker.layer.kv_cache.fill_(3)
+    worker.identity()
+    assert worker.layer.kv_cache.eq(3).all()
+
+
+def test_how_many_blocks_there_are_does_not_count(root, with_amx):
+    with_amx(False)
+    worker = Worker(root)
+    few = worker.identity()
+    worker.bind("LBHNC", TOKENS, num_blocks=77)
+    assert worker.identity().digest == few.digest
+
+
+@pytest.fixture
+def on_a_gpu(root, monkeypatch, with_amx):
+    """A worker that fskv thinks is a GPU's; what vLLM writes is still written by the CPU's backend."""
+    from vllm.platforms import current_platform
+
+    from fskv.engines import vllm_identity
+
+    with_amx(False)
+    worker = Worker(root)
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    monkeypatch.setattr(vllm_identity, "gpu_arch", lambda: "sm_100")
+    return worker
+
+
+def test_on_gpus_kernel_blocks_of_another_length_are_another_identity(on_a_gpu):
+    """vLLM splits a block by what its kernels take: the same size, the same names, other bytes."""
+    worker = on_a_gpu
+    identities = {}
+    for kernel_block in (TOKENS, TOKENS // 2):
+        worker.bind("LBHNC", kernel_block)
+        identities[kernel_block] = worker.identity()
+    one, other = identities.values()
+    assert one.digest != other.digest
+    assert without_layouts(one).digest == without_layouts(other).digest  # the control
+
+
+def write_by_the_view(self, layer, key, value, kv_cache, slots):
+    """Write as the backends of GPUs do: wherever the view says that an element is."""
+    keys, values = kv_cache.transpose(1, 2).split(HEAD_SIZE, dim=-1)
+    blocks, tokens = slots // keys.shape[1], slots % keys.shape[1]
+    keys[blocks, tokens], values[blocks, tokens] = key, value
+
+
+def test_on_gpus_another_layout_of_heads_is_seen_by_what_is_bound(on_a_gpu, monkeypatch):
+    worker = on_a_gpu
+    monkeypatch.setattr(type(worker.layer.impl), "do_kv_cache_update", write_by_the_view)
+    worker.bind("LBHNC", TOKENS)
+    one = worker.identity()
+    worker.bind("LBNHC", TOKENS)
+    other = worker.identity()  # the configuration says the same: only the view tells
+    assert one.kv_cache_layout == other.kv_cache_layout
+    assert one.digest != other.digest
+
+
+def test_on_gpus_the_settings_of_attention_count(on_a_gpu):
+    worker = on_a_gpu
+    one = worker.identity()
+    worker.vllm_config.attention_config.use_trtllm_attention = True
+    assert worker.identity().digest != one.digest
+
+
+@pytest.mark.parametrize(("name", "known"), [("FLASH_ATTN", True), ("OTHER_ATTN", False)])
+def test_on_gpus_a_backend_that_cannot_be_asked_must_be_a_known_one(
+    on_a_gpu, monkeypatch, name, known
+):
+    from fskv.errors import ConfigError
+
+    worker = on_a_gpu
+    worker.identity()  # the control: one that can be asked need not be known
+    backend = type("Other", (), {"get_name": staticmethod(lambda: name)})
+    monkeypatch.setattr(worker.layer, "get_attn_backend", lambda: backend)
+    monkeypatch.delattr(type(worker.layer.impl), "do_kv_cache_update")
+    if known:
+        assert "as its view" in worker.identity().extra["page_layouts"]["group0"]
+        return
+    with pytest.raises(ConfigError, match=f"{LAYER}.*cannot be determined"):
+        worker.identity()
+
+
+@pytest.mark.parametrize(
+    "way", ["no isa", "unknown isa", "no cache", "no way to write", "no layer"]
+)
 def test_a_layout_that_cannot_be_determined_is_refused(root, with_amx, monkeypatch, way):
     import torch
 
@@ -195,9 +280,8 @@ def test_a_layout_that_cannot_be_determined_is_refused(root, with_amx, monkeypat
         worker.layer.isa = "abacus"
     elif way == "no cache":
         worker.layer.kv_cache = torch.tensor([])
-    elif way == "other backend":
-        backend = type("Other", (), {"get_name": staticmethod(lambda: "OTHER_ATTN")})
-        monkeypatch.setattr(worker.layer, "get_attn_backend", lambda: backend)
+    elif way == "no way to write":
+        monkeypatch.delattr(type(worker.layer.impl), "do_kv_cache_update")
     else:
         worker.vllm_config.compilation_config.static_forward_context.clear()
     with pytest.raises(ConfigError, match=f"{LAYER}.*cannot be determined") as refused:

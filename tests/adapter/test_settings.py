@@ -26,11 +26,7 @@ TABLES = pathlib.Path(__file__).parents[2] / "docs" / "settings.md"
 ROW = re.compile(r"\| `(\w+)`(?: \((\d+\.\d+)\))? \| ([^|]+) \| ([^|]+) \|")
 VERDICTS = {"key", "no", "rounding", "refused", "off: prefix caching", "HOLE"}
 # Known, and not closed by a setting in the identity. What is closed is taken out here and in the table.
-HOLES = {
-    ("ModelConfig", "trust_remote_code"),
-    ("LoadConfig", "load_format"),
-    ("Environment", "VLLM_PLUGINS"),
-}
+HOLES: set[tuple[str, str]] = set()
 
 
 def read_tables(text=None):
@@ -307,6 +303,7 @@ DERIVED = {
     "multimodal_config.chunked_mm_input",
     "multimodal_config.mm_encoder_fp8_scales",
     "parallel_config.worker_cls",
+    "plugins",
 }
 
 
@@ -549,3 +546,22 @@ def test_packages_with_kernels_count_for_quantised_models_only(config, monkeypat
     assert switched(config) == {}
     put(config, "model_config.quantization", "fp8")
     assert switched(config) == {"kernel_packages": ["deep_gemm", "flashinfer"]}
+
+
+def test_plug_ins_that_are_neither_vllm_s_nor_fskv_s_are_told_if_vllm_loads_them(
+    config, monkeypatch
+):
+    from importlib.metadata import EntryPoint
+
+    from fskv.engines import vllm_switches
+
+    def entry_points(group):
+        if group != "vllm.general_plugins":
+            return []
+        values = {"fskv": "fskv.engines.vllm_plugin:register", "theirs": "theirs.patch:all"}
+        return [EntryPoint(name, value, group) for name, value in values.items()]
+
+    monkeypatch.setattr(vllm_switches, "entry_points", entry_points)
+    assert switched(config) == {"plugins": {"theirs": "?"}}
+    monkeypatch.setenv("VLLM_PLUGINS", "fskv")
+    assert switched(config) == {}

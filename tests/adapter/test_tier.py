@@ -68,7 +68,7 @@ def groups(kinds=KINDS):
         EngineGroup(
             GroupSpec(i, kind, 16, 16 if kind is GroupKind.SLIDING_WINDOW else None),
             f"kind{i}",
-            sum(n for _, n in refs),
+            (sum(n for _, n in refs),),
             (f"layer{i}",),
         )
         for i, (kind, refs) in enumerate(zip(kinds, REFS, strict=True))
@@ -84,6 +84,7 @@ def report(rank, tensors, row_nbytes, **changes):
         "refs": REFS,
         "row_nbytes": row_nbytes,
         "num_slices": None,
+        "prefix_caching": True,
         "max_model_len": 1024,
         "tokens_per_step": 64,
     }

@@ -86,12 +86,17 @@ def test_two_live_engines_are_pruned_once_and_then_watched(tmp_path):
         bound = stored // 2
 
         _go(talks, pauses, 0)
-        once = _fskv("prune", "--max-size", str(bound), "--yes", root=root)
-        *_, summary = _lines(once)
-        assert once.returncode == 0, summary
+        removed = 0
+        for _ in range(5):  # where writers are faster than a prune it says so
+            once = _fskv("prune", "--max-size", str(bound), "--yes", root=root)
+            *_, summary = _lines(once)
+            assert summary["unremovable"] == 0
+            assert once.returncode == (0 if summary["reached"] else 3), summary
+            removed += summary["removed_nbytes"]
+            if summary["reached"]:
+                break
         assert summary["reached"]
-        assert summary["removed_nbytes"] >= stored - bound
-        assert summary["unremovable"] == 0
+        assert removed >= stored - bound
         assert min(sampler.nbytes) <= bound + 8 * FILE_NBYTES, "the engines write all the time"
 
         _both_are_at(talks, pauses, engines, 1)

@@ -1,0 +1,291 @@
+"""What an engine has really loaded, files, code and configurations, and whether that still holds.
+
+vLLM hands a connector what was asked for, not what came of it: configurations are copied and changed while a
+model is built, `auto` picks one of two sets of weights, a checkpoint may be replaced while it is read. So
+the plug-in notes every worker before it loads (`watch_workers`), and the identity is derived from its model.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import re
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from fskv.errors import ConfigError
+from fskv.fingerprint import checkpoint_state, weights_fingerprint
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from fskv.config import StoreConfig
+    from fskv.namespace import Json
+
+# A snapshot in the cache of the hub: vLLM puts its path in the place of the hub's name where it is offline.
+_SNAPSHOT = re.compile(r"/models--([^/]+)/snapshots/([0-9a-f]{40})/?$")
+# How weights are replaced in a running engine, of a worker and of its model runner.
+_RELOADS = ("load_model", "reload_weights", "start_weight_update", "update_weights")
+
+
+@dataclass
+class Loaded:
+    """One worker's model, from before it is loaded on."""
+
+    worker: Any  # a weak reference
+    before: dict[str, dict[str, tuple[int, ...]] | str] = field(default_factory=dict)
+    reloaded: bool = False  # the weights may be others than those of the start
+
+    @property
+    def model(self) -> Any:
+        """The model, a torch module; raises ConfigError before it is loaded."""
+        worker = self.worker()
+        runner = getattr(worker, "model_runner", None)
+        if runner is None:
+            raise ConfigError("this vLLM does not tell which model its worker has loaded")
+        return runner.get_model()
+
+    def note_reloads(self) -> None:
+        """From now on `reloaded` is true as soon as somebody begins to replace weights."""
+        worker = self.worker()
+        for owner in (worker, worker.model_runner):
+            for name in _RELOADS:
+                method = getattr(owner, name, None)
+                if method is not None:
+                    setattr(owner, name, self._noting(method))
+
+    def _noting(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            self.reloaded = True
+            return method(*args, **kwargs)
+
+        return noting
+
+
+_loaded: list[Loaded] = []  # of this process; in tests many engines live in one
+
+
+def watch_workers() -> None:
+    """Have every worker of this process noted before it loads weights. More than once is as once."""
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    init = WorkerBase.__init__
+    if hasattr(init, "by_fskv"):
+        return
+
+    @functools.wraps(init)
+    def noted(self: Any, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
+        init(self, vllm_config, *args, **kwargs)
+        if vllm_config.kv_transfer_config is not None:
+            _note(self, vllm_config)
+
+    noted.by_fskv = True  # type: ignore[attr-defined]
+    WorkerBase.__init__ = noted
+
+
+def _note(worker: Any, vllm_config: VllmConfig) -> None:
+    loaded = Loaded(weakref.ref(worker))
+    for path in _checkpoints(vllm_config):
+        try:
+            loaded.before[path] = checkpoint_state(path)
+        except ConfigError as error:  # for the one who asks: without fskv's connector nobody does
+            loaded.before[path] = str(error)
+    _loaded[:] = [each for each in _loaded if each.worker() is not None]
+    _loaded.append(loaded)
+
+
+def _checkpoints(vllm_config: VllmConfig) -> Iterator[str]:
+    """Yield the local checkpoints of an engine: the model's, and the draft model's."""
+    draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
+    for model in (vllm_config.model_config, draft):
+        if model is not None and os.path.exists(model.model):
+            yield model.model
+
+
+def find_loaded(vllm_config: VllmConfig) -> Loaded:
+    """Return what this engine's worker in this process has loaded; raises ConfigError if it was not noted."""
+    for loaded in _loaded:
+        worker = loaded.worker()
+        if worker is not None and worker.model_config is vllm_config.model_config:
+            return loaded
+    raise ConfigError(
+        "fskv was not there when this worker began to load its weights: vLLM's plug-ins are loaded first, "
+        "and VLLM_PLUGINS, if it is set, must contain fskv"
+    )
+
+
+def check_unchanged(loaded: Loaded) -> None:
+    """Raise ConfigError if files of a checkpoint are other ones than before the worker loaded them.
+
+    Of a different inode, size or time: their KV would be stored under the name of what lies there now.
+    """
+    for path, before in loaded.before.items():
+        if isinstance(before, str):
+            raise ConfigError(before)
+        now = checkpoint_state(path)
+        changed = sorted(
+            name for name in before.keys() | now.keys() if before.get(name) != now.get(name)
+        )
+        if changed:
+            more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+            raise ConfigError(
+                f"checkpoint {path}: {changed[0] or 'the file'}{more} changed while the engine loaded it, so "
+                "nobody knows which weights it has; start the engine again"
+            )
+
+
+# --- weights ----------------------------------------------------------------------------------
+
+
+def weights_text(model_config: Any, config: StoreConfig, files: list[str] | None = None) -> str:
+    """Return what names the weights: the user's word, the hub's commit, or a fingerprint of local files.
+
+    `files` are those that are loaded of a local checkpoint, None for all. Raises ConfigError where nothing
+    names them.
+    """
+    if config.weights_id is not None:
+        return f"named:{config.weights_id}"
+    path = model_config.model
+    # transformers notes the commit of the configuration it loaded from the hub, which is the weights' too
+    # unless the configuration was taken from elsewhere.
+    commit = None
+    if not getattr(model_config, "hf_config_path", None):
+        snapshot = _SNAPSHOT.search(os.path.abspath(path)) if os.path.exists(path) else None
+        if snapshot is not None:
+            commit = snapshot[2]
+        elif not os.path.exists(path):
+            commit = getattr(model_config.hf_config, "_commit_hash", None)
+    return weights_fingerprint(path, revision_commit=commit, loaded=files)
+
+
+def hub_name(path: str) -> str | None:
+    """Return the hub's name of a snapshot in its cache, None for other paths."""
+    found = _SNAPSHOT.search(os.path.abspath(path))
+    return found[1].replace("--", "/") if found else None
+
+
+def loaded_files(model_config: Any, load_config: Any, model: Any) -> list[str] | None:
+    """Return the names of the weights files that vLLM's own rule picks of a local checkpoint.
+
+    None where the loader has no such rule, or where there is no directory to pick from.
+    """
+    from vllm.model_executor.model_loader import get_model_loader
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    loader = get_model_loader(load_config)
+    if type(loader) is not DefaultModelLoader or not os.path.isdir(model_config.model):
+        return None
+    try:
+        _, paths, *_ = loader._prepare_weights(  # noqa: SLF001
+            model_config.model,
+            None,
+            model_config.revision,
+            getattr(model, "fall_back_to_pt_during_load", True),
+            getattr(model, "allow_patterns_overrides", None),
+        )
+    except (RuntimeError, ValueError, TypeError, AttributeError, OSError) as error:
+        line = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"checkpoint {model_config.model}: this vLLM does not tell which of its files it loads ({line})"
+        ) from None
+    return sorted(os.path.relpath(path, model_config.model) for path in paths)
+
+
+def secondary_weights(model: Any, config: StoreConfig) -> list[Json]:
+    """Return the names of weights that the model's class takes from elsewhere (an audio tower of its own)."""
+    found: list[Json] = []
+    for source in getattr(model, "secondary_weights", ()):
+        path, revision = source.model_or_path, source.revision
+        if config.weights_id is not None:
+            continue  # the user vouches for all of them
+        if not os.path.exists(path):
+            path = _cached_snapshot(path, revision)
+        if getattr(source, "subfolder", None):
+            path = f"{path}/{source.subfolder}"
+        snapshot = _SNAPSHOT.search(os.path.abspath(path))
+        commit = snapshot[2] if snapshot else None
+        found.append([source.prefix, weights_fingerprint(path, revision_commit=commit)])
+    return found
+
+
+def _cached_snapshot(name: str, revision: str | None) -> str:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return str(snapshot_download(name, revision=revision, local_files_only=True))
+    except Exception as error:
+        line = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"weights of {name}, which the model takes beside its own, cannot be told from others ({line}); "
+            "set the option 'weights_id' to a name"
+        ) from None
+
+
+# --- code and configurations ------------------------------------------------------------------
+
+
+def modules_of(model: Any, layer_names: set[str], *, one_stage: bool) -> list[Any]:
+    """Return the parts of the model to derive an identity from: all of them.
+
+    With pipeline stages each rank has other parts, and only those around the KV layers have counterparts.
+    """
+    if one_stage:
+        return list(model.modules())
+    return [
+        module
+        for name, module in model.named_modules()
+        if not name or any(layer.startswith(f"{name}.") for layer in layer_names)
+    ]
+
+
+def resolved_configs(modules: list[Any]) -> list[Any]:
+    """Return the distinct Hugging Face configurations that parts of the model were built with."""
+    from transformers import PretrainedConfig
+
+    found = {}
+    for module in modules:
+        for value in vars(module).values():
+            if isinstance(value, PretrainedConfig):
+                found[id(value)] = value
+    return list(found.values())
+
+
+def code_digests(modules: list[Any], trusted: set[str]) -> dict[str, Json]:
+    """Return digests of the source code, by package, of parts whose top-level package is not `trusted`.
+
+    A checkpoint's own code, and models that plug-ins bring: nothing else tells one version from the next.
+    Of a package all modules that are loaded count, since a class uses what is beside it.
+    """
+    packages = set()
+    for module in modules:
+        name = type(module).__module__
+        if name.partition(".")[0] not in trusted:
+            packages.add(name.rpartition(".")[0] or name)
+    found: dict[str, Json] = {}
+    for package in sorted(packages):
+        # transformers names the folder of a checkpoint's code after where the checkpoint lies.
+        of_checkpoint = package.startswith("transformers_modules.")
+        name = "transformers_modules" if of_checkpoint else package
+        found[name] = sorted([*found.get(name, []), _source_digest(package)])  # type: ignore[misc]
+    return found
+
+
+def _source_digest(package: str) -> str:
+    digest = hashlib.sha256()
+    for name, module in sorted(sys.modules.items()):
+        path = getattr(module, "__file__", None)
+        if path is None or (name != package and not name.startswith(f"{package}.")):
+            continue
+        try:
+            with open(path, "rb") as file:
+                source = file.read()
+        except OSError as error:
+            raise ConfigError(f"code of the model, {path}: {error.strerror}") from None
+        relative = name.removeprefix(package)
+        digest.update(f"{relative}:{len(source)}:".encode() + source)
+    return digest.hexdigest()[:16]

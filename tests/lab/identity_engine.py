@@ -1,0 +1,77 @@
+"""Child process of test_engine_identity: demo/engine.py with images, and with things done around the load.
+
+python identity_engine.py request.json result.json
+
+A generate step may have `image`: the seed of a picture that stands in the place of the prompt's image token,
+and `uuid`: what the client calls it. Further steps: {"embed": [...], "label"} (a pooling model),
+{"rpc": name, "kwargs": {...}} (collective_rpc).
+Of the request, `replace_after_load`: [file, by file] replaces a file when vLLM has loaded the model and fskv
+has not looked at it yet.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from typing import Any
+
+import places  # noqa: F401
+
+from demo import engine
+
+
+class Child(engine.Child):
+    def _start(self) -> None:
+        if replaced := self.request.get("replace_after_load"):
+            _replace_after_load(*replaced)
+        super()._start()
+
+    def _do(self, step: dict[str, Any]) -> dict[str, Any]:
+        if "rpc" in step:
+            self.llm.collective_rpc(step["rpc"], kwargs=step.get("kwargs", {}))
+            return {"step": "rpc"}
+        if "embed" in step:
+            (output,) = self.llm.embed([{"prompt_token_ids": step["embed"]}], use_tqdm=False)
+            return {"step": "embed", "label": step["label"], "values": output.outputs.embedding}
+        if "image" not in step:
+            return super()._do(step)
+        return {"step": "generate", "label": step["label"], **self._see(step)}
+
+    def _see(self, step: dict[str, Any]) -> dict[str, Any]:
+        import numpy as np
+        from PIL import Image
+        from vllm import SamplingParams
+
+        pixels = np.random.default_rng(step["image"]).integers(0, 255, (56, 56, 3), dtype=np.uint8)
+        prompt: dict[str, Any] = {
+            "prompt_token_ids": step["prompt_token_ids"],
+            "multi_modal_data": {"image": Image.fromarray(pixels)},
+        }
+        if "uuid" in step:
+            prompt["multi_modal_uuids"] = {"image": [step["uuid"]]}
+        sampling = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
+        (output,) = self.llm.generate([prompt], sampling, use_tqdm=False)
+        tokens, cached = list(output.outputs[0].token_ids), output.num_cached_tokens
+        if self.flush:
+            self._generate([1], 1)
+        return {"tokens": tokens, "num_cached_tokens": cached}
+
+
+def _replace_after_load(path: str, by: str) -> None:
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    load = CPUModelRunner.load_model
+
+    def load_and_replace(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = load(self, *args, **kwargs)
+        shutil.copyfile(by, f"{path}.new")
+        os.replace(f"{path}.new", path)
+        return result
+
+    CPUModelRunner.load_model = load_and_replace
+
+
+if __name__ == "__main__":
+    engine.Child = Child
+    sys.exit(engine.main(sys.argv[1:]))

@@ -1,0 +1,3 @@
+"""Nothing is read."""
+
+ImageReadMode = decode_image = None

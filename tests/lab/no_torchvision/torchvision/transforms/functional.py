@@ -1,0 +1,3 @@
+"""Nothing is converted."""
+
+pil_to_tensor = None

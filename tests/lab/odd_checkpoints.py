@@ -1,0 +1,211 @@
+"""Checkpoints whose KV depends on more than weights and config.json: small, seeded, made for each test.
+
+Weights are scaled so that what a test changes changes the greedy tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import shutil
+from typing import Any
+
+import engine_lab as lab
+
+VOCAB_SIZE = 512
+IMAGE_TOKEN = 511
+
+
+def _text_config(kind: Any, **changes: Any) -> Any:
+    return kind(
+        **{
+            "vocab_size": VOCAB_SIZE,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 32,
+            "max_position_embeddings": 8192,
+            **changes,
+        }
+    )
+
+
+def _save(network: Any, directory: pathlib.Path, std: float = 0.12) -> pathlib.Path:
+    import torch
+
+    torch.manual_seed(7)
+    with torch.no_grad():
+        for name, weight in network.named_parameters():
+            if weight.ndim > 1:
+                weight.normal_(0, std)
+            elif "norm" in name and name.endswith("weight"):
+                weight.fill_(1)
+    for weight in network.parameters():
+        weight.data = weight.data.to(torch.bfloat16)  # .to() would take complex buffers along
+    network.config.dtype = "bfloat16"
+    network.save_pretrained(directory)
+    return directory
+
+
+def _tokenizer() -> Any:
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{i}": i for i in range(VOCAB_SIZE - 1)} | {"<image>": IMAGE_TOKEN}
+    plain = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=plain, unk_token="w0", pad_token="w1", extra_special_tokens=["<image>"]
+    )
+
+
+def llava(directory: pathlib.Path) -> pathlib.Path:
+    """Make a model that takes images of 56 x 56 pixels as 16 tokens each."""
+    import transformers as T  # noqa: N812
+
+    vision = T.CLIPVisionConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        image_size=56,
+        patch_size=14,
+        projection_dim=64,
+    )
+    config = T.LlavaConfig(
+        vision_config=vision,
+        text_config=_text_config(T.LlamaConfig, tie_word_embeddings=False),
+        image_token_index=IMAGE_TOKEN,
+        vision_feature_layer=-2,
+        vision_feature_select_strategy="default",
+    )
+    _save(T.LlavaForConditionalGeneration(config), directory, 0.2)
+    T.LlavaProcessor(
+        image_processor=T.CLIPImageProcessor(
+            size={"shortest_edge": 56}, crop_size={"height": 56, "width": 56}
+        ),
+        tokenizer=_tokenizer(),
+        patch_size=14,
+        vision_feature_select_strategy="default",
+        image_token="<image>",
+        num_additional_image_tokens=1,
+    ).save_pretrained(directory)
+    return directory
+
+
+def llama4(directory: pathlib.Path) -> pathlib.Path:
+    """Make Llama 4 as its multimodal class, which is what is released; it is asked about text alone."""
+    import transformers as T  # noqa: N812
+
+    text = _text_config(
+        T.Llama4TextConfig,
+        intermediate_size=64,
+        intermediate_size_mlp=128,
+        num_hidden_layers=4,
+        max_position_embeddings=131072,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        interleave_moe_layer_step=2,
+        moe_layers=[1, 3],
+        no_rope_layers=[1, 0, 1, 0],
+        attention_chunk_size=8192,
+        floor_scale=64,  # so that a few hundred tokens show the difference
+        attn_scale=2.0,
+        pad_token_id=0,
+    )
+    vision = T.Llama4VisionConfig(
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=128,
+        image_size=56,
+        patch_size=14,
+        vision_output_dim=64,
+        projector_input_dim=64,
+        projector_output_dim=64,
+    )
+    config = T.Llama4Config(vision_config=vision, text_config=text)
+    return _save(T.Llama4ForConditionalGeneration(config), directory)
+
+
+def prefix_lm(directory: pathlib.Path) -> pathlib.Path:
+    """Make a model whose prompt tokens see each other in both directions."""
+    import transformers as T  # noqa: N812
+
+    config = T.HrmTextConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        head_dim=32,
+        max_position_embeddings=8192,
+        H_cycles=1,
+        L_cycles=2,
+        pad_token_id=0,
+    )
+    return _save(T.HrmTextForCausalLM(config), directory, 0.4)
+
+
+def llama(directory: pathlib.Path) -> pathlib.Path:
+    shutil.copytree(lab.checkpoint("llama"), directory)
+    return directory
+
+
+def remote_code(directory: pathlib.Path, scale: float = 1.0) -> pathlib.Path:
+    """Make a Llama that brings its own modeling file, which multiplies what its MLPs give by `scale`."""
+    if not directory.exists():
+        llama(directory)
+    config = json.loads((directory / "config.json").read_text())
+    config |= {
+        "architectures": ["OwnLlamaForCausalLM"],
+        "model_type": "ownllama",
+        "auto_map": {
+            "AutoConfig": "configuration_own.OwnLlamaConfig",
+            "AutoModel": "modeling_own.OwnLlamaModel",
+            "AutoModelForCausalLM": "modeling_own.OwnLlamaForCausalLM",
+        },
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "configuration_own.py").write_text(
+        "from transformers import LlamaConfig\n\n\n"
+        "class OwnLlamaConfig(LlamaConfig):\n    model_type = 'ownllama'\n"
+    )
+    (directory / "modeling_own.py").write_text(_MODELING.format(scale=scale))
+    return directory
+
+
+_MODELING = """
+from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaModel
+
+from .configuration_own import OwnLlamaConfig
+
+
+class OwnLlamaModel(LlamaModel):
+    config_class = OwnLlamaConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        for layer in self.layers:
+            layer.mlp.register_forward_hook(lambda module, given, out: out * {scale})
+
+
+class OwnLlamaForCausalLM(LlamaForCausalLM):
+    config_class = OwnLlamaConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model = OwnLlamaModel(config)
+"""
+
+
+def other_weights(path: pathlib.Path) -> bytes:
+    """Return the bytes of a weights file of the same tensors as `path`, some of them turned over."""
+    from safetensors.torch import load_file, save
+
+    weights = load_file(path)
+    for name in weights:
+        if any(part in name for part in ("embed", "v_proj", "mlp")):
+            weights[name] = weights[name].flip(0).contiguous()
+    return bytes(save(weights, metadata={"format": "pt"}))
