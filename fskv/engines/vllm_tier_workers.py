@@ -2,15 +2,14 @@
 
 vLLM builds a secondary tier in the scheduler's process, while it builds its scheduler: the workers have
 bound their KV caches by then and are idle. The tier is given neither vLLM's configuration nor a way to the
-workers, so `ask_workers` finds the engine's executor among its callers and has every worker run `report`. A
+workers, so `ask_workers` has every worker run `report` through the engine's executor (vllm_executor). A
 worker reads the places from the object that copies between GPU and row, and derives the identity with the
 functions that FskvConnector uses; all must agree. What cannot be found refuses to start.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from fskv.config import StoreConfig
+from fskv.engines.vllm_executor import connectors, executor
 from fskv.engines.vllm_files import count_slices
 from fskv.engines.vllm_identity import EngineGroup, build_identity, engine_groups
 from fskv.engines.vllm_layout import page_layouts
@@ -72,8 +72,7 @@ class Workers:
 
 def ask_workers(spec: OffloadingSpec, config: StoreConfig, row_nbytes: int) -> Workers:
     """Have every worker report; raises ConfigError where one cannot, or where they do not agree."""
-    executor = _executor()
-    answers = executor.collective_rpc(
+    answers = _executor().collective_rpc(
         report, timeout=_ANSWER_S, args=(spec.config.engine_id, config)
     )
     reports = []
@@ -271,11 +270,9 @@ def _file_pages(of_group: Sequence[tuple[int, int]], num_slices: int) -> tuple[i
 
 def _tiering_connector(engine_id: str) -> OffloadingConnector:
     """Return this worker's connector whose CPU tier belongs to the engine; inside a MultiConnector too."""
-    from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group
-
     found = [
         connector
-        for connector in _connectors(get_kv_transfer_group())
+        for connector in connectors()
         if connector.connector_worker is not None
         and isinstance(connector.connector_worker.spec, TieringOffloadingSpec)
         and connector.connector_worker.spec.config.engine_id == engine_id
@@ -288,22 +285,11 @@ def _tiering_connector(engine_id: str) -> OffloadingConnector:
     return found[0]
 
 
-def _connectors(connector: Any) -> Iterator[OffloadingConnector]:
-    if isinstance(connector, OffloadingConnector):
-        yield connector
-    for child in getattr(connector, "_connectors", ()):  # vLLM's MultiConnector
-        yield from _connectors(child)
-
-
 def _executor() -> Any:
-    """Return the executor of the engine core that is building its scheduler, and with it this tier."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        executor = getattr(frame.f_locals.get("self"), "model_executor", None)
-        if hasattr(executor, "collective_rpc"):
-            return executor
-        frame = frame.f_back
-    raise ConfigError(
-        "this vLLM does not build its secondary tiers where FskvTier can reach the engine's workers, so it "
-        "cannot be used with it"
-    )
+    found = executor()
+    if found is None:
+        raise ConfigError(
+            "this vLLM does not build its secondary tiers where FskvTier can reach the engine's workers, so "
+            "it cannot be used with it"
+        )
+    return found
