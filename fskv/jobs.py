@@ -10,6 +10,7 @@ parallel. The engine's thread calls submit_*, poll and wait, and none of them ev
   again. Writing goes on; its outcome arrives later through `take_outcomes`.
 - `wait` returns when the pages of the given jobs are neither read nor written any more. It gathers what it
   can into free slots and cancels the rest.
+- `drop` does the same for all jobs at once and gathers nothing: the engine has given its KV up.
 
 Where the transport allows it, an I/O thread does all this in `fskv._native` without entering the interpreter
 and comes back only with a chunk for which something is amiss; that chunk is done again here, from the start.
@@ -227,6 +228,21 @@ class JobRunner:
             for task in job.tasks:
                 self._gather_ahead(task)
             self._give_up(job, Status.SKIPPED)
+
+    def drop(self) -> None:
+        """Give every job up: from the return on none of their KV pages is read or written.
+
+        Waits for memory copies only. Loads fail. Of stores, what a thread has gathered is still written, and
+        all that waits is dropped, what wait() has gathered included.
+        """
+        self._collect()
+        for job in list(self._jobs.values()):
+            self._give_up(job, Status.SKIPPED)
+        with self._lock:
+            staged = list(self._open_stores)
+        for task in staged:
+            if self._pool.queue.cancel(task.queued):
+                self._end_store(task, Status.SKIPPED, 0.0)
 
     def take_outcomes(self) -> list[ChunkOutcome]:
         """Return what became of single chunks since the last call."""
