@@ -76,8 +76,8 @@ STORES_SKIPPED = Metric(
     "counter",
     "chunks",
     "Chunks not stored: exists (another engine was first), skipped (queue full, or the pages were "
-    "needed elsewhere), incomplete (blocks of the chunk were gone), capacity (a bound is reached and "
-    "pruning is not that far yet), breaker, no_space, denied, timed_out, absent or "
+    "needed elsewhere or given up at a reset), incomplete (blocks of the chunk were gone), capacity (a "
+    "bound is reached and pruning is not that far yet), breaker, no_space, denied, timed_out, absent or "
     "stale (directories vanished).",
     "reason",
     values=("skipped", "capacity", "no_space", "breaker", "io_error", "timed_out", "denied"),

@@ -280,6 +280,32 @@ FAULTS = (
         _JOBS,
     ),
     Fault(
+        "reset-leaves-the-queue",
+        "What waits to be stored when the engine gives its KV up is dropped.",
+        "fskv/jobs.py",
+        "        for job in list(self._jobs.values()):\n"
+        "            self._give_up(job, Status.SKIPPED)\n"
+        "        with self._lock:\n",
+        "        with self._lock:\n",
+        _JOBS,
+    ),
+    Fault(
+        "reset-leaves-the-workers",
+        "A reset returns when no worker touches the KV any more for what was asked of it before.",
+        "fskv/engines/vllm_connector.py",
+        "        drop_in_workers()\n",
+        "",
+        ("tests/adapter/test_vllm_reset.py",),
+    ),
+    Fault(
+        "reset-leaves-the-deferred",
+        "What vLLM has put off to the next step is dropped at a reset, too.",
+        "fskv/engines/vllm_connector.py",
+        "half._unsubmitted_store_jobs = half._unsubmitted_store_jobs, []  # noqa: SLF001\n",
+        "_ = half._unsubmitted_store_jobs, []  # noqa: SLF001\n",
+        ("tests/adapter/test_vllm_reset.py",),
+    ),
+    Fault(
         "hung-threads-kept",
         "A thread whose call hangs is replaced, or a few hung reads would end all I/O.",
         "fskv/jobs.py",

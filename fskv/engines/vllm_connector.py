@@ -42,7 +42,7 @@ from fskv.engines.vllm_loaded import find_loaded
 from fskv.engines.vllm_manager import PREFIX_CACHING_OFF, FskvHandshake, FskvManager, load_failures
 from fskv.engines.vllm_media import Media
 from fskv.engines.vllm_metrics import metric_definitions
-from fskv.engines.vllm_reset import forget_past_blocks
+from fskv.engines.vllm_reset import drop_in_workers, forget_past_blocks
 from fskv.engines.vllm_worker import FskvWorker
 from fskv.errors import ConfigError, FskvError
 from fskv.hybrid_planner import Geometry, hit_cost, plan_geometry
@@ -299,6 +299,17 @@ class FskvConnector(BudgetedConnector):
             reloaded=worker.reloaded,
         )
 
+    def drop_jobs(self) -> None:
+        """Touch no KV page for what was asked for until now: the engine has given its KV up."""
+        worker, half = self._spec.worker, self.connector_worker
+        if worker is None or half is None:
+            return
+        # vLLM submits the stores of a step at the start of the next one: after a sleep, of other pages.
+        deferred, half._unsubmitted_store_jobs = half._unsubmitted_store_jobs, []  # noqa: SLF001
+        for job_id, _, _ in deferred:
+            half._connector_worker_meta.mark_completed(job_id)  # noqa: SLF001
+        worker.drop_jobs(keys for _, _, keys in deferred)
+
     # --- scheduler --------------------------------------------------------------------------
 
     def set_xfer_handshake_metadata_pp_aware(
@@ -345,13 +356,18 @@ class FskvConnector(BudgetedConnector):
             self._offer_again(req_id)
 
     def reset_cache(self) -> bool | None:
-        """Reset as vLLM does, but store no block again that may be another request's (see vllm_reset)."""
+        """Reset as vLLM does, but store no block that may be another request's by then (see vllm_reset).
+
+        Returns when no worker touches a page any more for what was asked of it before.
+        """
         forget_past_blocks(self.scheduler)
         # While vLLM's tracker still knows the payloads: what is announced as removed must name every block.
         self._manager.forget_announced()
         self._held_events = list(self.take_events())
         super().reset_cache()
         self._budget.reset()
+        # Last: what fails here must not leave the manager as it was.
+        drop_in_workers()
         return True
 
     def take_events(self) -> Iterable[KVCacheEvent]:

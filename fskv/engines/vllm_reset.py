@@ -4,21 +4,34 @@
 their chunks again. In groups with a window or a state the blocks before it have been freed and used again,
 and only those from it on are kept up to date (_update_req_states): a request would store another one's KV
 under its own keys. FskvConnector, its siblings in a FskvMultiConnector and the connector above FskvTier are
-all of that class. Called on the scheduler's thread.
+all of that class.
+
+It also leaves to the next step what waits in the workers to be stored: that is gathered then. But an engine
+resets when it gives its KV up. One in processes of its own waits until its connector is idle before it sleeps
+(has_work, has_pending_push_work). One in the caller's process does not: no step comes before its pages are
+unmapped, or mapped again with other bytes (EngineCore.pause_scheduler, sleep). So the workers are told at
+once: `drop_in_workers`.
+
+Called on the scheduler's thread, but `drop_jobs`.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
+import logging
 from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
     OffloadingConnectorScheduler,
 )
 
+from fskv.engines.vllm_executor import connectors, executor
+
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
+
+logger = logging.getLogger(__name__)
 
 
 def forget_past_blocks(scheduler: OffloadingConnectorScheduler) -> None:
@@ -32,6 +45,26 @@ def forget_past_blocks(scheduler: OffloadingConnectorScheduler) -> None:
             )
             # 0 is vLLM's "not there": stores skip it.
             group.block_ids[:num_past] = [0] * num_past
+
+
+def drop_in_workers() -> None:
+    """Return when no worker touches a KV page any more for what was asked of it; waits for copies only."""
+    found = executor()
+    if found is None:
+        logger.warning(
+            "fskv: the connector's cache was reset from where fskv cannot reach the engine's workers: what "
+            "waits there to be stored is gathered with the next step"
+        )
+        return
+    found.collective_rpc(drop_jobs)
+
+
+def drop_jobs(_worker: object) -> None:
+    """Have this worker's fskv connectors drop their jobs. On the worker's thread, between two steps."""
+    for connector in connectors():
+        drop = getattr(connector, "drop_jobs", None)  # FskvConnector's
+        if drop is not None:
+            drop()
 
 
 def without_new_loads(

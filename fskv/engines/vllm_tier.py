@@ -209,14 +209,17 @@ class FskvTier(SecondaryTierManager):
     def drain_jobs(self) -> None:
         """Free all rows, then treat it as what it is in vLLM 0.32: the connector's cache is being reset.
 
-        Loads are given up, stores are copied to staging as far as that reaches and go on from there. Waits
-        for memory copies, never for a disk.
+        Loads are given up. Stores are copied to staging as far as that reaches and go on from there, unless
+        the weights are in doubt from now on. Waits for memory copies, never for a disk.
 
         vLLM gives all rows away at once, but its workers hear of the reset only with the next step, and
         until then copy between GPU and the rows of before: before that step's output no row is loaded into.
         """
         self._outputs_to_wait = self._steps_open + 1
-        self._worker.wait(set(self._jobs))
+        if self._config.weights_fixed:
+            self._worker.wait(set(self._jobs))
+        else:
+            self._worker.drop_jobs()
         end = time.monotonic() + _DRAIN_S
         while True:
             self._collect()

@@ -6,7 +6,7 @@ Called on the model runner's thread of one rank; every call returns without wait
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
@@ -237,13 +237,17 @@ class FskvWorker(OffloadingWorker):
                     transfer_time=result.seconds,
                 )
             )
+        self._collect()
+        return results
+
+    def _collect(self) -> None:
+        """Take what became of single files since the last call."""
         for outcome in self._runner.take_outcomes():
             self._count(outcome)
             if not outcome.is_load:
                 self._written_nbytes += outcome.nbytes
                 self._no_space |= outcome.status is Status.NO_SPACE
             self._note(outcome)
-        return results
 
     def wait(self, job_ids: set[int]) -> None:
         self._runner.wait(job_ids)
@@ -253,6 +257,19 @@ class FskvWorker(OffloadingWorker):
         self._transport.close()
 
     # --- for the connector ------------------------------------------------------------------
+
+    def drop_jobs(self, deferred: Iterable[LoadStoreSpec] = ()) -> None:
+        """Touch no page of any job from now on: the manager has been reset. See JobRunner.drop.
+
+        `deferred` are stores that vLLM had not submitted yet.
+        """
+        self._runner.drop()
+        self._collect()
+        # The manager's reset has ended these. Told later, they would end what it begins to store by then.
+        self._outcomes = [o for o in self._outcomes if o.is_load or o.status.good]
+        for keys in deferred:
+            assert isinstance(keys, ChunkKeys)
+            self._counters.add(metrics.STORES_SKIPPED, len(keys.chunks), Status.SKIPPED.value)
 
     def take_failed_jobs(self) -> set[int]:
         """Return the load jobs that get_finished reported and whose pages hold nothing to rely on."""

@@ -490,6 +490,23 @@ def test_drain_returns_while_the_disk_hangs_and_nothing_is_touched_after(make_ri
         assert read_by_hand(stored[rig.keys(1)[group]]).payload[: len(content)] == content
 
 
+@pytest.mark.parametrize("vouched", [False, True], ids=["in_doubt", "negative_control"])
+def test_a_drain_that_puts_the_weights_in_doubt_gathers_nothing_more(make_rig, vouched):
+    rig = make_rig(faults.Script(write="H*"), io_threads=2, weights_fixed=vouched)
+    for number, rows in ((2, (4, 5)), (3, (6, 7))):
+        rig.fill_rows(0, rows, seed=number)
+        rig.submit(rig.keys(number), rows, load=False)
+    rig.transport.wait_until_hanging(2)
+    returns_in_time(lambda: rig.tier.drain_jobs() or 1)
+    rig.poll()
+    assert set(rig.results) == {1, 2}, "every job has its result at once"
+    rig.rows[:] = POISON
+    rig.transport.script = faults.Script()
+    rig.transport.release()
+    wait_for(lambda: rig.poll() and rig.tier._worker._runner.num_open_stores == 0)
+    assert len(rig.files()) == (4 if vouched else 2), "those that threads had gathered"
+
+
 # --- what the engine decides ------------------------------------------------------------------
 
 

@@ -92,6 +92,10 @@ def test_the_private_names_we_lean_on_exist():
     source = inspect.getsource(worker.OffloadingConnectorWorker)
     assert "self._load_jobs" in source, "job id -> request id of loads in flight"
     assert "transfer_result.success" in source, "vLLM asserts success: failures go another way"
+    assert "self._unsubmitted_store_jobs: list[" in source, (
+        "stores that are put off to the next step"
+    )
+    assert "self._connector_worker_meta.mark_completed(job_id)" in source
     assert "_req_status" in inspect.getsource(scheduler.OffloadingConnectorScheduler)
     group = scheduler.RequestGroupState()
     assert group.next_stored_chunk_idx == 0
@@ -116,6 +120,17 @@ def test_what_the_load_budget_leans_on_exists():
     # The steps' requests are those of before the step.
     source = inspect.getsource(Scheduler.schedule)
     assert source.index("_build_kv_connector_meta(") < source.index("_update_after_schedule(")
+
+
+def test_a_reset_comes_from_the_object_that_has_the_executor_and_stale_jobs_may_be_told():
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler
+    from vllm.v1.engine.core import EngineCore
+
+    assert "self.model_executor = " in inspect.getsource(EngineCore.__init__)
+    assert "self.scheduler.reset_prefix_cache(" in inspect.getsource(EngineCore.reset_prefix_cache)
+    half = scheduler.OffloadingConnectorScheduler
+    assert "self._stale_job_threshold = self._job_counter" in inspect.getsource(half.reset_cache)
+    assert "< self._stale_job_threshold" in inspect.getsource(half.update_connector_output)
 
 
 def test_the_scheduler_reads_the_failure_policy_after_it_built_its_connector():

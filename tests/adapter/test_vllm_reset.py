@@ -2,24 +2,63 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import pickle
+import threading
 import warnings
 from types import SimpleNamespace
 
 import pytest
-from world import VLLM
+from world import VLLM, make_identity, read_by_hand, returns_in_time, wait_for
+
+from faults import transport as faults
 
 pytest.importorskip("vllm", reason="needs the vllm environment: make test")
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM and torch among themselves
+    import torch
+    from vllm.distributed.kv_transfer import kv_transfer_state
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+        OffloadingConnectorMetadata,
+        OffloadingWorkerMetadata,
+        TransferJob,
+    )
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.events import (
+        OffloadingEventsTracker,
+    )
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+        OffloadingConnectorStats,
+    )
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
         OffloadingConnectorScheduler,
+    )
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import (
+        OffloadingConnectorWorker,
     )
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
         OffloadingConnector,
     )
+    from vllm.v1.kv_offload.base import (
+        CanonicalKVCacheRef,
+        CanonicalKVCaches,
+        CanonicalKVCacheTensor,
+        GPULoadStoreSpec,
+        OffloadingKVEventsConfig,
+        ReqContext,
+        make_offload_key,
+    )
+    from vllm.v1.outputs import KVConnectorOutput
 
-    from fskv.engines.vllm_connector import FskvConnector
+    from fskv.config import StoreConfig
+    from fskv.engines.vllm_connector import FskvConnector, FskvOffloadingSpec
+    from fskv.engines.vllm_files import own_files
+    from fskv.engines.vllm_identity import EngineGroup
+    from fskv.engines.vllm_manager import FskvManager, to_chunk
+    from fskv.engines.vllm_worker import FskvWorker
+    from fskv.hybrid_planner import GroupKind, GroupSpec
+    from fskv.root import Root
 
 pytestmark = VLLM
 
@@ -99,3 +138,301 @@ def test_a_request_that_a_reset_preempts_and_that_loads_in_the_same_step_is_no_e
     if make is multi:
         assert meta.extra_async_saves == {"r": 1}
         assert connector.build_connector_meta(step(None)).extra_async_saves is None
+
+
+# --- the engine gives its KV up -----------------------------------------------------------------
+
+POISON = 0x5A
+PAGE = 8192
+REQUEST = ReqContext("r")
+
+
+class Grants:
+    """Stands for Capacity: what is taken and not given back."""
+
+    paused = False
+
+    def __init__(self):
+        self.taken = 0
+
+    def take(self, nbytes):
+        self.taken += nbytes
+        return True
+
+    def settle(self, back, written):
+        self.taken -= back
+
+    def poll(self):
+        return ()
+
+    def close(self):
+        pass
+
+
+class Core:
+    """Stands for vLLM's EngineCore: the reset comes from a method of what has the executor."""
+
+    def __init__(self, connector):
+        self.connector = connector
+        self.model_executor = SimpleNamespace(collective_rpc=self._send)
+
+    def _send(self, function):
+        return [pickle.loads(pickle.dumps(function))(None)]
+
+    def reset(self):
+        assert self.connector.reset_cache() is True
+
+
+class Engine:
+    """Both halves of FskvConnector over vLLM's own, one block a chunk, files on a scripted disk."""
+
+    def __init__(self, root, **options):
+        os.makedirs(root)
+        options = {"root": str(root), "maintenance": "off", "io_threads": 2, **options}
+        config = StoreConfig.from_mapping(options)
+        group = EngineGroup(GroupSpec(0, GroupKind.FULL, 16, None), "full", PAGE, ("layer",))
+        self.kv = torch.randint(-128, 128, (64, PAGE), dtype=torch.int8)
+        caches = CanonicalKVCaches(
+            [CanonicalKVCacheTensor(self.kv, PAGE)], [[CanonicalKVCacheRef(0, PAGE)]]
+        )
+
+        def open_namespace():
+            return Root.open(config.root, create=True).open_namespace(make_identity())
+
+        self.worker = FskvWorker(
+            config,
+            [group],
+            1,
+            own_files([group], 1, caches, None),
+            open_namespace(),
+            restore=open_namespace,
+            rank=0,
+            world_size=1,
+        )
+        self.manager = FskvManager(config, 1)
+        self.manager.set_workers([self.worker.handshake])
+        self.grants = self.manager._capacity = Grants()
+        self._make_scheduler()
+        self._make_half()
+        self.jobs = {}  # of the next step, by number
+        self.num_jobs = 0
+        self.files = os.path.join(self.worker.handshake.namespace_path, "chunks")
+
+    def _make_scheduler(self):
+        self.half = scheduler_with({})
+        vars(self.half).update(
+            manager=self.manager,
+            _job_counter=0,
+            _stale_job_threshold=0,
+            _chunks_being_loaded=None,
+            _events_tracker=OffloadingEventsTracker(OffloadingKVEventsConfig(False, False)),
+            _connector_stats=OffloadingConnectorStats(),
+        )
+        self.scheduler = FskvConnector.__new__(FskvConnector)
+        self.scheduler.connector_scheduler, self.scheduler._held_events = self.half, []
+        self.scheduler._budget = SimpleNamespace(
+            on_step=lambda _: None, on_loads=lambda _: None, reset=lambda: None
+        )
+
+    def _make_half(self):
+        half = OffloadingConnectorWorker.__new__(OffloadingConnectorWorker)
+        half.spec = FskvOffloadingSpec.__new__(FskvOffloadingSpec)
+        half.spec.worker = half.worker = self.worker
+        half._is_store_writer, half._load_jobs, half._unsubmitted_store_jobs = True, {}, []
+        half._connector_worker_meta = OffloadingWorkerMetadata()
+        self.connector = FskvConnector.__new__(FskvConnector)
+        self.connector.connector_worker, self.connector.connector_scheduler = half, None
+
+    @property
+    def transport(self):
+        return self.worker._transport
+
+    def begin(self, numbers, *, load=False):
+        """Have the next step store the chunks of these numbers, or load them; block n holds chunk n."""
+        keys = [make_offload_key(bytes([n]) * 32, 0) for n in numbers]
+        pages = GPULoadStoreSpec(list(numbers), [len(numbers)], [0])
+        if load:
+            job = TransferJob("r", self.manager.prepare_load(keys, REQUEST), pages)
+        else:
+            taken = self.manager.prepare_store(keys, REQUEST)
+            assert list(taken.keys_to_store) == keys
+            job = TransferJob("r", pages, taken.store_spec)
+        self.jobs[self.num_jobs] = (job, load)
+        self.half._jobs[self.num_jobs] = SimpleNamespace(is_store=not load)
+        self.num_jobs += 1
+        self.half._job_counter = self.num_jobs
+        return self.num_jobs - 1
+
+    def step(self):
+        """Make one step; return what its worker said."""
+        planned = self.scheduler.build_connector_meta(step(None))
+        meta = OffloadingConnectorMetadata(
+            {n: job for n, (job, load) in self.jobs.items() if load},
+            {n: job for n, (job, load) in self.jobs.items() if not load},
+            planned.jobs_to_flush,
+        )
+        self.jobs = {}
+        self.connector._connector_metadata = meta
+        returns_in_time(lambda: self.connector.handle_preemptions(meta) or 1)
+        self.connector.connector_worker.start_kv_transfers(meta)
+        self.connector.wait_for_save()
+        ended = self.connector.get_transfer_results(set())
+        news = self.connector.build_connector_worker_meta()
+        # Jobs end here as vLLM's scheduler would end them, if it had their requests.
+        for number in news.completed_jobs if news else ():
+            self.half._jobs.pop(number, None)
+        self.half._stale_job_threshold = self.num_jobs
+        self.scheduler.update_connector_output(
+            KVConnectorOutput(kv_connector_worker_meta=news, failed_recving=ended.failed_recving)
+        )
+        return ended, news
+
+    def reset(self):
+        returns_in_time(lambda: Core(self.scheduler).reset() or 1)
+
+    def give_up_kv(self):
+        """What a sleep does to the pages, and more: they hold something else at once."""
+        self.kv[:] = POISON
+
+    def settle(self):
+        self.transport.script = faults.Script()
+        self.transport.release()
+        wait_for(lambda: self.step() and self.worker._runner.num_open_stores == 0)
+        wait_for(lambda: self.worker._runner.num_running == 0)
+        self.step()
+
+    def stored(self):
+        """Return, by hand, the payload of every chunk on disk, by its number."""
+        found = {}
+        for where, _, names in os.walk(self.files):
+            for name in names:
+                file = read_by_hand(os.path.join(where, name))
+                found[file.meta["key"][0]] = file.payload
+        return found
+
+    def close(self):
+        self.transport.release()
+        self.worker._runner._pool.close()
+        self.manager.shutdown()
+
+
+@pytest.fixture
+def make_engine(tmp_path, monkeypatch):
+    with contextlib.ExitStack() as stack:
+
+        def make(script, *, inside_multi=False, **options):
+            stack.callback(faults.install(script))
+            engine = Engine(tmp_path / "root", **options)
+            stack.callback(engine.close)
+            group = engine.connector
+            if inside_multi:
+                group = SimpleNamespace(_connectors=[SimpleNamespace(), engine.connector])
+            monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", group)
+            return engine
+
+        yield make
+
+
+@pytest.mark.parametrize(
+    ("told", "options"),
+    [
+        (True, {"weights_fixed": True}),
+        (True, {"weights_fixed": False}),
+        (True, {"weights_fixed": True, "inside_multi": True}),
+        (False, {"weights_fixed": True}),
+    ],
+    ids=["vouched", "in_doubt", "inside_multi", "negative_control"],
+)
+def test_a_reset_drops_stores_that_are_queued_and_deferred_before_the_kv_is_given_up(
+    make_engine, monkeypatch, told, options
+):
+    if not told:
+        monkeypatch.setattr("fskv.engines.vllm_connector.drop_in_workers", lambda: None)
+    engine = make_engine(faults.Script(write="H*"), **options)
+    kv = engine.kv.clone()
+    queued = engine.begin(range(1, 7))
+    engine.step()
+    deferred = engine.begin(range(7, 10))
+    engine.step()
+    engine.transport.wait_until_hanging(2)
+    assert engine.worker._runner.num_open_stores == 6
+    assert len(engine.connector.connector_worker._unsubmitted_store_jobs) == 1
+    assert engine.grants.taken == 9 * engine.worker.handshake.file_nbytes[0]
+    engine.reset()
+    engine.give_up_kv()
+    assert engine.grants.taken == 0
+    assert not engine.manager._storing
+    if told:
+        again = [make_offload_key(bytes([n]) * 32, 0) for n in (6, 9)]
+        taken = engine.manager.prepare_store(again, REQUEST).keys_to_store
+        assert list(taken) == (again if options["weights_fixed"] else [])
+        _, news = engine.step()
+        assert {queued, deferred} <= set(news.completed_jobs), "no job is left open"
+        # What was dropped was ended by the reset; the news must not end what began since.
+        assert set(engine.manager._storing) == {to_chunk(key) for key in taken}
+        assert engine.grants.taken == len(taken) * engine.worker.handshake.file_nbytes[0]
+    engine.settle()
+    stored = engine.stored()
+    right = {n: kv[n].numpy().tobytes() for n in stored}
+    if told:
+        assert stored == right
+        assert set(stored) == {1, 2}, "those that threads had gathered before"
+        counted = engine.worker.get_stats().data["data"]
+        assert counted["vllm:fskv_stores_skipped"][("skipped",)] == 7
+    else:
+        assert bytes([POISON]) * PAGE in stored.values(), (
+            "the scenario does not provoke what it should"
+        )
+        assert stored.keys() & {7, 8, 9}, "deferred ones too"
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["told", "negative_control"])
+def test_a_load_in_flight_at_a_reset_writes_no_page_that_is_given_up(
+    make_engine, monkeypatch, told
+):
+    if not told:
+        monkeypatch.setattr("fskv.engines.vllm_connector.drop_in_workers", lambda: None)
+    engine = make_engine(faults.Script(), weights_fixed=True)
+    engine.begin([1])
+    engine.step()
+    engine.settle()
+    assert set(engine.stored()) == {1}
+    engine.transport.script = faults.Script(read="H*")
+    engine.begin([1], load=True)
+    engine.step()
+    engine.transport.wait_until_hanging(1)
+    engine.reset()
+    engine.give_up_kv()
+    engine.transport.script = faults.Script()
+    engine.transport.release()
+    wait_for(lambda: engine.worker._runner.num_running == 0)
+    assert bool((engine.kv == POISON).all()) is told
+    if told:
+        ended, _ = engine.step()
+        assert ended.failed_recving == ended.finished_recving == {"r"}
+
+
+def test_a_reset_returns_when_the_copy_in_progress_has_ended(make_engine):
+    engine = make_engine(faults.Script(gather="H"), weights_fixed=True, io_threads=1)
+    kv = engine.kv.clone()
+    engine.begin([1])
+    engine.step()
+    engine.step()
+    engine.transport.wait_until_hanging(1)
+    resetting = threading.Thread(target=Core(engine.scheduler).reset)
+    resetting.start()
+    resetting.join(0.1)
+    assert resetting.is_alive()
+    engine.transport.release()
+    resetting.join(20)
+    assert not resetting.is_alive()
+    engine.give_up_kv()
+    engine.settle()
+    assert engine.stored() in ({}, {1: kv[1].numpy().tobytes()})
+
+
+def test_a_reset_from_where_no_engine_is_found_says_so_and_resets(make_engine, caplog):
+    engine = make_engine(faults.Script(), weights_fixed=False)
+    assert engine.scheduler.reset_cache() is True
+    assert "cannot reach the engine's workers" in caplog.text
+    assert engine.manager.prepare_store([make_offload_key(b"k", 0)], REQUEST).keys_to_store == []
