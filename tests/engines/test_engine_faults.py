@@ -22,6 +22,7 @@ MODEL = lab.MODELS["llama"]
 HYBRID = lab.MODELS["gpt_oss"]
 DEADLINE_S = 2.0
 RESET_SCENARIO = str(LAB / "reset_scenario.py")
+GIVEN_UP_SCENARIO = str(LAB / "given_up_scenario.py")
 
 
 @pytest.fixture(scope="module")
@@ -326,6 +327,28 @@ def test_after_a_connector_reset_nothing_is_loaded_unless_the_user_vouches_for_t
     doubtful = _reset_scenario("store", root)
     assert doubtful["cached"] == 0
     assert "option 'weights_fixed'" in doubtful["log"]
+
+
+@pytest.mark.parametrize("guard", [(), ("unguarded",)], ids=["guarded", "negative_control"])
+def test_an_engine_in_process_that_gives_its_kv_up_stores_nothing_of_what_waited(guard, tmp_path):
+    """It waits for nothing: stores are queued and deferred when its pages get other bytes."""
+    root = _root(tmp_path)
+    said = lab.run_program(GIVEN_UP_SCENARIO, lab.checkpoint(MODEL.name), root, *guard)
+    (line,) = [line for line in said.splitlines() if line.startswith('{"queued"')]
+    answer = json.loads(line)
+    assert answer["queued"] > 0
+    assert answer["deferred"] > 0
+    if guard:
+        both = answer["queued"] + answer["deferred"]
+        assert answer["foreign"] == both, "the scenario does not provoke what it should"
+        return
+    assert answer["files"] == 0
+    assert answer["computed"]["cached"] == 0
+    assert answer["loaded"]["cached"] > 0, (
+        "nothing was stored afterwards: equal tokens show nothing"
+    )
+    assert answer["loaded"]["tokens"] == answer["computed"]["tokens"]
+    lab.assert_sound(root)
 
 
 # --- identity: what must not be shared, and what must ---------------------------------------
