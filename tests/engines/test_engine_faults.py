@@ -330,10 +330,19 @@ def test_after_a_connector_reset_nothing_is_loaded_unless_the_user_vouches_for_t
 
 
 @pytest.mark.parametrize("guard", [(), ("unguarded",)], ids=["guarded", "negative_control"])
-def test_an_engine_in_process_that_gives_its_kv_up_stores_nothing_of_what_waited(guard, tmp_path):
+@pytest.mark.parametrize("ranks", [(), pytest.param(("two_ranks",), marks=pytest.mark.slow)])
+def test_an_engine_in_process_that_gives_its_kv_up_stores_nothing_of_what_waited(
+    ranks, guard, tmp_path
+):
     """It waits for nothing: stores are queued and deferred when its pages get other bytes."""
     root = _root(tmp_path)
-    said = lab.run_program(GIVEN_UP_SCENARIO, lab.checkpoint(MODEL.name), root, *guard)
+    env = {}
+    if ranks:
+        if (os.cpu_count() or 1) < 2:
+            pytest.skip("two ranks need two cores")
+        env["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
+    command = (GIVEN_UP_SCENARIO, lab.checkpoint(MODEL.name), root, *ranks, *guard)
+    said = lab.run_program(*command, env=env)
     (line,) = [line for line in said.splitlines() if line.startswith('{"queued"')]
     answer = json.loads(line)
     assert answer["queued"] > 0

@@ -1,6 +1,7 @@
 """Child process of test_engine_faults: an engine in it gives its KV up while stores wait. See there.
 
-python given_up_scenario.py CHECKPOINT ROOT [unguarded]; prints one JSON line.
+python given_up_scenario.py CHECKPOINT ROOT [two_ranks] [unguarded]; prints one JSON line. Two ranks are two
+processes beside this one.
 """
 
 from __future__ import annotations
@@ -9,9 +10,7 @@ import glob
 import json
 import os
 import sys
-import threading
 import time
-from types import SimpleNamespace
 
 import places  # noqa: F401
 
@@ -25,20 +24,52 @@ POISON = 0x5A
 _LONGEST_S = 60.0
 
 
+# --- in every worker, sent there by value ----------------------------------------------------
+
+
+def close_gate(_worker: object) -> None:
+    """I/O threads begin when the gate opens: until then all that is submitted is queued."""
+    import threading
+    from types import SimpleNamespace
+
+    from fskv import jobs
+
+    jobs.gate = threading.Event()
+    jobs.numa = SimpleNamespace(pin_thread=lambda cpus: jobs.gate.wait(60.0))
+
+
+def waiting(_worker: object) -> tuple[int, int]:
+    """Return how many chunks are queued or being written, and how many vLLM has put off."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    half = get_kv_transfer_group().connector_worker
+    deferred = sum(len(keys.chunks) for _, _, keys in half._unsubmitted_store_jobs)
+    return half.spec.worker._runner.num_open_stores, deferred
+
+
+def spoil(_worker: object, poison: int) -> None:
+    """Overwrite the KV, then open the gate."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    from fskv import jobs
+
+    for tensor in get_kv_transfer_group().connector_worker.spec.worker._files.tensors:
+        tensor.fill_(poison)
+    jobs.gate.set()
+
+
+# --- the engine ------------------------------------------------------------------------------
+
+
 def main() -> None:
     checkpoint, root, *how = sys.argv[1:]
     from vllm import LLM, SamplingParams
     from vllm.config import KVTransferConfig
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     from demo.checkpoints import MODELS
-    from fskv import jobs
     from fskv.engines import vllm_connector
 
     model = MODELS["llama"]
-    # I/O threads begin when the gate opens: until then all that is submitted is queued.
-    gate = threading.Event()
-    jobs.numa = SimpleNamespace(pin_thread=lambda cpus: gate.wait(_LONGEST_S))
     if "unguarded" in how:  # the negative control: vLLM's own reset tells the worker nothing
         vllm_connector.drop_in_workers = lambda: None
     llm = LLM(
@@ -52,6 +83,7 @@ def main() -> None:
                 "weights_fixed": True,  # or nothing would be stored after the reset
             },
         ),
+        tensor_parallel_size=2 if "two_ranks" in how else 1,
         skip_tokenizer_init=True,
         enforce_eager=True,
         max_model_len=4096,
@@ -62,8 +94,7 @@ def main() -> None:
         **model.engine_kwargs(),
     )
     engine, core = llm.llm_engine, llm.llm_engine.engine_core.engine_core
-    half = get_kv_transfer_group().connector_worker
-    runner = half.spec.worker._runner
+    core.collective_rpc(close_gate)
     end = time.monotonic() + _LONGEST_S
 
     def sampling(count: int) -> SamplingParams:
@@ -73,28 +104,28 @@ def main() -> None:
         (output,) = llm.generate([{"prompt_token_ids": prompt}], sampling(count), use_tqdm=False)
         return {"tokens": list(output.outputs[0].token_ids), "cached": output.num_cached_tokens}
 
+    def stores() -> tuple[int, int]:
+        """Return how many files are queued and deferred, of all ranks."""
+        found = core.collective_rpc(waiting)
+        return sum(queued for queued, _ in found), sum(deferred for _, deferred in found)
+
     def settle() -> None:
         """Step until nothing is left to be stored: what a step stores is submitted in the next one."""
         for _ in range(2):
             generate([1], 1)
-        while runner.num_open_stores and time.monotonic() < end:
+        while any(stores()) and time.monotonic() < end:
             generate([1], 1)
 
     engine.add_request("long", {"prompt_token_ids": model.main_prompt()}, sampling(16))
-    while not (half._unsubmitted_store_jobs and runner.num_open_stores):
+    while not all(stores()):
         assert time.monotonic() < end, "stores were never queued and deferred at the same time"
         engine.step()
-    answer = {
-        "queued": runner.num_open_stores,
-        "deferred": sum(len(keys.chunks) for _, _, keys in half._unsubmitted_store_jobs),
-    }
+    answer: dict = dict(zip(("queued", "deferred"), stores(), strict=True))
     # What `sleep` does before it unmaps the KV, and `wake_up` before the next step. A CPU cannot unmap it.
     core.pause_scheduler(mode="abort", clear_cache=True)
-    for tensor in half.spec.worker._files.tensors:
-        tensor.fill_(POISON)
+    core.collective_rpc(spoil, args=(POISON,))
     core.resume_scheduler()
     engine.abort_request(["long"])
-    gate.set()
     settle()
     files = [path for path in glob.glob(f"{root}/**/*.kv", recursive=True) if os.path.isfile(path)]
     answer["files"] = len(files)
