@@ -72,7 +72,8 @@ class Workers:
 
 def ask_workers(spec: OffloadingSpec, config: StoreConfig, row_nbytes: int) -> Workers:
     """Have every worker report; raises ConfigError where one cannot, or where they do not agree."""
-    answers = _executor().collective_rpc(
+    engine = _executor()
+    answers = engine.collective_rpc(
         report, timeout=_ANSWER_S, args=(spec.config.engine_id, config)
     )
     reports = []
@@ -82,7 +83,7 @@ def ask_workers(spec: OffloadingSpec, config: StoreConfig, row_nbytes: int) -> W
         reports.append(answer)
     workers = combine(reports, spec.blocks_per_chunk, spec.config.parallel.world_size, row_nbytes)
     # The engine core turns it off for models whose prompts are not causal, after the workers were made.
-    here = bool(executor.vllm_config.cache_config.enable_prefix_caching)
+    here = bool(engine.vllm_config.cache_config.enable_prefix_caching)
     return replace(workers, prefix_caching=workers.prefix_caching and here)
 
 

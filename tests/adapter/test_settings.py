@@ -225,16 +225,19 @@ SET = {
         "model_config.max_model_len",
         (1024, 2048),
     ),
-    "extra.dummy_weights_seed": (
-        [("load_config.load_format", "dummy")],
-        "model_config.seed",
-        (0, 1),
+    "extra.load_format": ([], "load_config.load_format", ("auto", "tensorizer")),
+    "extra.model_loader": (
+        [("load_config.load_format", "tensorizer")],
+        "load_config.model_loader_extra_config",
+        ({}, {"uri": "s3://a"}),
     ),
-    "extra.model_loader": ([], "load_config.model_loader_extra_config", ({}, {"uri": "s3://a"})),
     "extra.speculative": (
         [],
         "speculative_config",
-        (None, SimpleNamespace(method="ngram", draft_model_config=None)),
+        (
+            SimpleNamespace(method="ngram", draft_model_config=None),
+            SimpleNamespace(method="eagle", draft_model_config=SimpleNamespace(model="/draft")),
+        ),
     ),
     **{
         f"model_config.multimodal.{name}": (
@@ -344,7 +347,7 @@ def test_rows_and_switches_are_the_same():
     named = set(re.findall(r"`extra\.switches\.([\w.]+)`", text))
     assert named == switch_paths() | {"kernel_packages"}
     for (table, name), (verdict, _, _) in read_tables().items():
-        if table == "Environment" and "extra." in verdict and "extra.pipeline" not in verdict:
+        if table == "Environment" and "extra.switches.environment" in verdict:
             assert verdict.endswith(f".{name}`"), f"{name} names another's path"
 
 

@@ -71,8 +71,11 @@ LAYERS = {
 HOMES = {
     "vllm": ("fskv.engines.",),
     "kvikio": ("fskv.gds_io", "fskv.transports."),
-    # the option mac_key_file
-    "blake3": ("fskv.mac",),
+    # the option mac_key_file; what images are, as vLLM's own names of them are made
+    "blake3": ("fskv.mac", "fskv.engines."),
+    # what vLLM's models were built with, and where their parts lie
+    "transformers": ("fskv.engines.",),
+    "huggingface_hub": ("fskv.engines.",),
     # capacity and maintenance: the messages between an engine and the process that maintains its root
     "msgpack": ("fskv.chunk_file", "fskv.index.", "fskv.capacity", "fskv.maintenance"),
     # block_hashes: the engine's own keys, where it hashes with xxhash

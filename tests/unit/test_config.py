@@ -47,6 +47,7 @@ OPTIONS = {
     "mac_key_file": ([None, "/etc/fskv/keys"], ["", "keys", "~/keys", 7, "/a\0b", True]),
     "access": (["user", "group"], ["all", "", None, True, "0770", 504]),
     "lora": (["off", "by-name"], ["on", "", None, True, "OFF", ["off"]]),
+    "media_keys": (["checked", "trusted"], ["off", "", None, True, "CHECKED", ["checked"]]),
     "store": ([True, False], [0, 1, "false", None]),
     "io_threads": ([1, 4, 64], [0, -1, 65, "4", 4.0, True, None]),
     "staging_bytes": (
