@@ -257,7 +257,13 @@ def test_every_member_of_a_zip_file_is_sampled(tmp_path, compression):
     ranges = write_zip(tmp_path / "m.bin", sizes, compression=compression)
     looks = Looks(tmp_path / "m.bin")
     assert_sees_members(looks, ranges)
-    assert looks.sees(ranges[-1][1], os.path.getsize(tmp_path / "m.bin"))  # the directory: CRCs
+
+
+def test_the_directory_of_a_zip_file_is_read_whole_because_checksums_are_in_it(tmp_path):
+    ranges = write_zip(tmp_path / "m.bin", [100_000, *[0] * 2000, 300_000])
+    size = os.path.getsize(tmp_path / "m.bin")
+    assert size - ranges[-1][1] > 64 * KIB  # its end alone would not do
+    assert Looks(tmp_path / "m.bin").sees(ranges[-1][1], size)
 
 
 def test_a_sparse_sampling_of_a_zip_file_would_be_noticed(tmp_path, monkeypatch):

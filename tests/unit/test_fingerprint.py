@@ -469,6 +469,10 @@ def test_the_one_file_that_is_loaded_may_have_any_name(model):
 
 def test_files_that_are_loaded_together_have_names(model):
     before = sampled(model, [SHARD, OTHER])
+    (model / SHARD).rename(model / "model-00001.safetensors")  # still the first of the two
+    assert sampled(model, ["model-00001.safetensors", OTHER]) != before
+    (model / "model-00001.safetensors").rename(model / SHARD)
+    assert sampled(model, [SHARD, OTHER]) == before
     swapped_shards(model)
     assert sampled(model, [SHARD, OTHER]) != before
 
