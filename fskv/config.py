@@ -131,8 +131,7 @@ class StoreConfig:
     media_keys: Literal["checked", "trusted"] = _option(
         "checked",
         "checked, trusted",
-        "Requests with images, sound or video: `checked` keys their KV by the content that the model is "
-        "given; `trusted` believes vLLM's name of it, which a client may choose (`uuid`).",
+        "Key KV of images, sound and video by what they are, or by vLLM's name, which a client may choose.",
     )
     store: bool = _option(
         True,

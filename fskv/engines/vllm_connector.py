@@ -36,7 +36,7 @@ from fskv.config import ENGINE_OPTIONS, MIB, StoreConfig
 from fskv.engines.vllm_budget import BudgetedConnector, LoadBudget, LoadReport, merge_reports
 from fskv.engines.vllm_events import KvEvents
 from fskv.engines.vllm_files import canonical_files, count_slices, own_files, slices_per_rank
-from fskv.engines.vllm_identity import EngineGroup, build_identity, engine_groups
+from fskv.engines.vllm_identity import EngineGroup, build_identity, engine_groups, reuses_kv
 from fskv.engines.vllm_layout import page_layouts
 from fskv.engines.vllm_loaded import find_loaded
 from fskv.engines.vllm_manager import PREFIX_CACHING_OFF, FskvHandshake, FskvManager, load_failures
@@ -194,7 +194,7 @@ class FskvOffloadingSpec(OffloadingSpec):
             world_size=parallel.world_size,
             layouts=None if identity.extra and "page_layouts" in identity.extra else in_page,
             # Some layers turn it off while they are built, in this process alone.
-            prefix_caching=bool(setup.vllm_config.cache_config.enable_prefix_caching),
+            prefix_caching=reuses_kv(setup.vllm_config),
             reloaded=lambda: loaded.reloaded and not config.weights_fixed,
         )
         return self.worker
@@ -319,8 +319,8 @@ class FskvConnector(BudgetedConnector):
         try:
             _check_own(workers, self._setup.config.root)
             self._manager.set_workers(workers)
-            if not self._setup.vllm_config.cache_config.enable_prefix_caching or not all(
-                worker.prefix_caching for worker in workers
+            if not all(
+                (reuses_kv(self._setup.vllm_config), *(worker.prefix_caching for worker in workers))
             ):
                 self._manager.turn_off(PREFIX_CACHING_OFF)
         except FskvError as error:

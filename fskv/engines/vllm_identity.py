@@ -230,6 +230,17 @@ def _files(vllm_config: VllmConfig, loaded: Loaded | None) -> list[str] | None:
     return loaded_files(vllm_config.model_config, vllm_config.load_config, loaded.model)
 
 
+def reuses_kv(vllm_config: VllmConfig) -> bool:
+    """Whether vLLM uses KV of one request for another in this engine; nobody must where it does not.
+
+    It turns that off for prompts that are not causal, and for pooling that needs all tokens; where a user
+    turns it on for such pooling, the engine ends in an error.
+    """
+    model = vllm_config.model_config
+    allowed = model.runner_type != "pooling" or model.is_prefix_caching_supported
+    return bool(vllm_config.cache_config.enable_prefix_caching and allowed)
+
+
 def _kv_depends_on_topology(groups: list[EngineGroup]) -> bool:
     """Whether tensor parallelism changes KV by more than rounding.
 

@@ -22,7 +22,7 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 from fskv.config import StoreConfig
 from fskv.engines.vllm_executor import connectors, executor
 from fskv.engines.vllm_files import count_slices
-from fskv.engines.vllm_identity import EngineGroup, build_identity, engine_groups
+from fskv.engines.vllm_identity import EngineGroup, build_identity, engine_groups, reuses_kv
 from fskv.engines.vllm_layout import page_layouts
 from fskv.engines.vllm_loaded import find_loaded
 from fskv.engines.vllm_tier_rows import PlacedTensor, RowLayout, own_rows, slice_rows
@@ -73,9 +73,7 @@ class Workers:
 def ask_workers(spec: OffloadingSpec, config: StoreConfig, row_nbytes: int) -> Workers:
     """Have every worker report; raises ConfigError where one cannot, or where they do not agree."""
     engine = _executor()
-    answers = engine.collective_rpc(
-        report, timeout=_ANSWER_S, args=(spec.config.engine_id, config)
-    )
+    answers = engine.collective_rpc(report, timeout=_ANSWER_S, args=(spec.config.engine_id, config))
     reports = []
     for answer in answers:
         if isinstance(answer, str):
@@ -83,7 +81,7 @@ def ask_workers(spec: OffloadingSpec, config: StoreConfig, row_nbytes: int) -> W
         reports.append(answer)
     workers = combine(reports, spec.blocks_per_chunk, spec.config.parallel.world_size, row_nbytes)
     # The engine core turns it off for models whose prompts are not causal, after the workers were made.
-    here = bool(engine.vllm_config.cache_config.enable_prefix_caching)
+    here = reuses_kv(engine.vllm_config)
     return replace(workers, prefix_caching=workers.prefix_caching and here)
 
 
@@ -194,7 +192,7 @@ def _report(engine_id: str, config: StoreConfig) -> Report:
         refs=refs,
         row_nbytes=handler.dst_tensors[0].stride(0),
         num_slices=num_slices,
-        prefix_caching=bool(vllm_config.cache_config.enable_prefix_caching),
+        prefix_caching=reuses_kv(vllm_config),
         max_model_len=vllm_config.model_config.max_model_len,
         tokens_per_step=vllm_config.scheduler_config.max_num_batched_tokens,
     )

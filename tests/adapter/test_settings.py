@@ -269,6 +269,7 @@ ELSEWHERE = {
     "model_config.whole": "test_identity_settings.py",
     "tokens_per_hash": "tests/unit/test_namespace.py",
     "weights": "test_identity_settings.py",
+    "extra.code": "tests/engines/test_engine_identity.py",
     "extra.pipeline_partition": "here, below",
     "model_config.multimodal.mm_encoder_attn_dtype": "here, below",
 }

@@ -32,7 +32,7 @@ needs_vllm()
 
 PROGRAM = str(LAB / "identity_engine.py")
 TEXT = MODELS["llama"].tokens("identity", 640)
-SEEN = [*TEXT[:20], odd.IMAGE_TOKEN, *TEXT[20:130]]  # the image early, so that full chunks hold it
+SEEN = TEXT[:130]  # an image is put before it
 PLAIN = {"dtype": "bfloat16", "block_size": 32, "max_model_len": 2048}
 IMAGES = {"skip_tokenizer_init": False, "limit_mm_per_prompt": {"image": 1}}
 
@@ -52,7 +52,7 @@ class Lab:
         options = {"hybrid_chunk_size": 64, **(options or {})}
         return request(
             MODELS["llama"],
-            [*steps, *SETTLE],
+            [*steps, *([] if engine.get("runner") == "pooling" else SETTLE)],
             path=str(checkpoint),
             transfer=connector(str(self.root), **options) if transfer else None,
             engine={**PLAIN, **engine},
@@ -95,13 +95,20 @@ def text(label="text"):
     return {**generate(TEXT, label), "max_tokens": 4}
 
 
+@pytest.mark.slow
 def test_a_maximum_length_that_changes_attention(lab):
     """Llama 4 decides by it, in a copy of its configuration, whether queries are scaled by position."""
     checkpoint = odd.llama4(lab.path / "llama4")
-    engine = {"limit_mm_per_prompt": {"image": 0}}
-    env = {"PYTHONPATH": f"{LAB}/no_torchvision:{os.environ.get('PYTHONPATH', '')}"}
-    lab.engine(checkpoint, text(), env=env, **{**engine, "max_model_len": 32768})
-    second = lab.engine(checkpoint, text(), env=env, **{**engine, "max_model_len": 65536})
+    engine = {"language_model_only": True, "skip_tokenizer_init": False}
+    paths = f"{LAB}/absent:{os.environ.get('PYTHONPATH', '')}"
+    env = {"PYTHONPATH": paths, "FSKV_ABSENT": "torchvision"}
+
+    def at(length):
+        what = lab.request(checkpoint, text(), env=env, **{**engine, "max_model_len": length})
+        return run({**what, "sees_nothing": True}, program=PROGRAM)
+
+    at(32768)
+    second = at(65536)
     assert_apart_by(lab, second, "model_config.resolved", "extra.switches")
 
 
@@ -121,14 +128,25 @@ def test_where_prefix_caching_is_off_nothing_is_stored_or_loaded_and_it_is_said(
     assert "prefix caching is off" in pathlib.Path(result["log_path"]).read_text()
 
 
-def test_a_pooling_model_that_needs_all_tokens_goes_on(lab):
+@pytest.mark.slow
+@pytest.mark.parametrize("asked", [None, True])
+def test_a_pooling_model_that_needs_all_tokens_goes_on(lab, asked):
     checkpoint = odd.llama(lab.path / "llama")
-    engine = {"runner": "pooling", "convert": "embed", "max_num_batched_tokens": 2048}
+    odd.tokenizer().save_pretrained(checkpoint)
+    engine = {
+        "skip_tokenizer_init": False,
+        "runner": "pooling",
+        "convert": "embed",
+        "max_num_batched_tokens": 2048,
+    }
     engine["pooler_config"] = {"seq_pooling_type": "MEAN"}
     result = lab.engine(
         checkpoint,
-        *({"embed": TEXT, "label": "one"}, {"embed": [2], "label": "flush"}, {"sleep": 0.5}),
+        {"embed": TEXT, "label": "one"},
+        *([{"embed": [2], "label": "flush"}, {"sleep": 0.5}] * 2),
+        {"reset_prefix_cache": True},  # vLLM's own, where it was asked for
         {"embed": TEXT, "label": "two"},
+        enable_prefix_caching=asked,
         **engine,
     )
     one, two = (s["values"] for s in result["steps"] if s.get("label") in ("one", "two"))
@@ -139,7 +157,7 @@ def test_a_pooling_model_that_needs_all_tokens_goes_on(lab):
 @pytest.mark.slow
 def test_without_prefix_caching_another_image_is_not_taken_for_the_first(lab):
     """vLLM then names images by a counter."""
-    checkpoint = odd.llava(lab.path / "llava")
+    checkpoint = odd.blip2(lab.path / "blip2")
     engine = {**IMAGES, "enable_prefix_caching": False, "mm_processor_cache_gb": 0}
     for image in (0, 1):
         step = {"prompt_token_ids": SEEN, "image": image, "label": "seen"}
@@ -148,9 +166,10 @@ def test_without_prefix_caching_another_image_is_not_taken_for_the_first(lab):
     assert chunks(str(lab.root)) == []
 
 
+@pytest.mark.slow
 def test_what_a_processor_reads_and_what_a_client_calls_an_image(lab):
     """An edited processor_config.json is another checkpoint; a name that a client chose is not believed."""
-    checkpoint = odd.llava(lab.path / "llava")
+    checkpoint = odd.blip2(lab.path / "blip2")
     names = ["img-1", "a" * 64]  # as a client writes it, and as vLLM's own digests look
 
     def see(image, uuid=None):
@@ -186,7 +205,7 @@ def test_what_a_processor_reads_and_what_a_client_calls_an_image(lab):
 
 @pytest.mark.slow
 def test_control_with_trusted_keys_another_image_under_the_same_name_is_served(lab):
-    checkpoint = odd.llava(lab.path / "llava")
+    checkpoint = odd.blip2(lab.path / "blip2")
     options = {"media_keys": "trusted"}
     seen = {"prompt_token_ids": SEEN, "uuid": "img-1", "label": "seen"}
     for image, cached in ((0, 0), (1, 128)):
@@ -194,6 +213,7 @@ def test_control_with_trusted_keys_another_image_under_the_same_name_is_served(l
         assert generates(run(what, program=PROGRAM))["seen"]["num_cached_tokens"] == cached
 
 
+@pytest.mark.slow
 def test_the_checkpoint_s_own_code(lab):
     checkpoint = odd.remote_code(lab.path / "remote")
     engine = {"trust_remote_code": True, "model_impl": "transformers"}
@@ -218,7 +238,7 @@ def test_which_of_two_sets_of_files_is_loaded(lab):
     second = lab.engine(checkpoint, text(), load_format="hf")
     assert_apart_by(lab, second, "weights")
     third = lab.engine(checkpoint, text(), load_format="safetensors")  # other words, the same files
-    assert generates(third)["text"]["num_cached_tokens"] == 576
+    assert generates(third)["text"]["num_cached_tokens"] == 640
     assert len(lab.identities) == 2
 
 

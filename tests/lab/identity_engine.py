@@ -6,7 +6,7 @@ A generate step may have `image`: the seed of a picture that stands in the place
 and `uuid`: what the client calls it. Further steps: {"embed": [...], "label"} (a pooling model),
 {"rpc": name, "kwargs": {...}} (collective_rpc).
 Of the request, `replace_after_load`: [file, by file] replaces a file when vLLM has loaded the model and fskv
-has not looked at it yet.
+has not looked at it yet. `sees_nothing`: Llama 4 is asked about text alone, with nothing that sees images.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ class Child(engine.Child):
     def _start(self) -> None:
         if replaced := self.request.get("replace_after_load"):
             _replace_after_load(*replaced)
+        if self.request.get("sees_nothing"):
+            _without_images()
         super()._start()
 
     def _do(self, step: dict[str, Any]) -> dict[str, Any]:
@@ -56,6 +58,12 @@ class Child(engine.Child):
         if self.flush:
             self._generate([1], 1)
         return {"tokens": tokens, "num_cached_tokens": cached}
+
+
+def _without_images() -> None:
+    from vllm.model_executor.models.mllama4 import Mllama4ProcessingInfo
+
+    Mllama4ProcessingInfo.get_mm_max_tokens_per_item = lambda self, *args, **kwargs: {"image": 16}
 
 
 def _replace_after_load(path: str, by: str) -> None:

@@ -49,7 +49,7 @@ def _save(network: Any, directory: pathlib.Path, std: float = 0.12) -> pathlib.P
     return directory
 
 
-def _tokenizer() -> Any:
+def tokenizer() -> Any:
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
@@ -60,36 +60,47 @@ def _tokenizer() -> Any:
     )
 
 
-def llava(directory: pathlib.Path) -> pathlib.Path:
-    """Make a model that takes images of 56 x 56 pixels as 16 tokens each."""
+def blip2(directory: pathlib.Path) -> pathlib.Path:
+    """Make a model that takes an image of 56 x 56 pixels as 16 tokens before the prompt."""
     import transformers as T  # noqa: N812
 
-    vision = T.CLIPVisionConfig(
+    vision = T.Blip2VisionConfig(
         hidden_size=64,
         intermediate_size=128,
-        num_hidden_layers=3,
+        num_hidden_layers=2,
         num_attention_heads=2,
         image_size=56,
         patch_size=14,
-        projection_dim=64,
     )
-    config = T.LlavaConfig(
-        vision_config=vision,
-        text_config=_text_config(T.LlamaConfig, tie_word_embeddings=False),
+    queries = T.Blip2QFormerConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        encoder_hidden_size=64,
+        cross_attention_frequency=1,
+    )
+    text = T.OPTConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=64,
+        word_embed_proj_dim=64,
+        ffn_dim=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=4096,
+    )
+    config = T.Blip2Config(
+        vision_config=vision.to_dict(),
+        qformer_config=queries.to_dict(),
+        text_config=text.to_dict(),
+        num_query_tokens=16,
         image_token_index=IMAGE_TOKEN,
-        vision_feature_layer=-2,
-        vision_feature_select_strategy="default",
     )
-    _save(T.LlavaForConditionalGeneration(config), directory, 0.2)
-    T.LlavaProcessor(
-        image_processor=T.CLIPImageProcessor(
-            size={"shortest_edge": 56}, crop_size={"height": 56, "width": 56}
-        ),
-        tokenizer=_tokenizer(),
-        patch_size=14,
-        vision_feature_select_strategy="default",
-        image_token="<image>",
-        num_additional_image_tokens=1,
+    _save(T.Blip2ForConditionalGeneration(config), directory, 0.2)
+    T.Blip2Processor(
+        image_processor=T.BlipImageProcessorPil(size={"height": 56, "width": 56}),
+        tokenizer=tokenizer(),
+        num_query_tokens=16,
     ).save_pretrained(directory)
     return directory
 
@@ -126,7 +137,14 @@ def llama4(directory: pathlib.Path) -> pathlib.Path:
         projector_output_dim=64,
     )
     config = T.Llama4Config(vision_config=vision, text_config=text)
-    return _save(T.Llama4ForConditionalGeneration(config), directory)
+    _save(T.Llama4ForConditionalGeneration(config), directory)
+    tokenizer().save_pretrained(directory)
+    images = {"image_processor_type": "Llama4ImageProcessor", "max_patches": 1}
+    images["size"] = {"height": 56, "width": 56}
+    (directory / "preprocessor_config.json").write_text(json.dumps(images))
+    processor = {"processor_class": "Llama4Processor", "patch_size": 14}
+    (directory / "processor_config.json").write_text(json.dumps(processor))
+    return directory
 
 
 def prefix_lm(directory: pathlib.Path) -> pathlib.Path:

@@ -1,3 +1,0 @@
-"""Nothing is read."""
-
-ImageReadMode = decode_image = None

@@ -1,3 +1,0 @@
-"""Nothing is converted."""
-
-pil_to_tensor = None
