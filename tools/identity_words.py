@@ -175,10 +175,20 @@ _EXTRA: dict[str, Meaning] = {
     "load_format": Meaning(
         "load format", "the weights come out of another loader", "use the same `--load-format`"
     ),
-    "dummy_weights_seed": Meaning(
-        "seed of dummy weights",
-        "with `--load-format dummy` the weights are random numbers of this seed",
-        "give both the same `--seed`, or real weights",
+    "model_class": Meaning(
+        "class of the model",
+        "another implementation rounds otherwise, or computes something else",
+        "use the same `--model-impl`, plug-ins and class overrides on both",
+    ),
+    "code": Meaning(
+        "code of the model",
+        "source code that neither vLLM nor transformers brings differs",
+        "use one version of the checkpoint's code, or of the plug-in, on both",
+    ),
+    "switches": Meaning(
+        "settings that change KV",
+        "they quantise, choose kernels of another precision, or read other files",
+        "start both with the same settings; docs/settings.md says what each does",
     ),
     "pipeline_partition": Meaning(
         "pipeline partition",

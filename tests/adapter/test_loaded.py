@@ -1,0 +1,307 @@
+"""What an engine has loaded is told from what was asked for, and from what lies there meanwhile."""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+import sys
+from types import SimpleNamespace
+
+import engine_lab as lab
+import pytest
+import world
+
+pytest.importorskip("vllm", reason="the adapter needs the vllm environment: make test")
+pytestmark = world.VLLM
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    shutil.copytree(lab.checkpoint("llama"), tmp_path / "model")
+    return tmp_path / "model"
+
+
+def config_of(model, **fields):
+    return SimpleNamespace(
+        model_config=SimpleNamespace(model=str(model), hf_config=SimpleNamespace(), revision=None),
+        kv_transfer_config=object(),
+        speculative_config=None,
+        **fields,
+    )
+
+
+class Runner:
+    def get_model(self):
+        return "the model"
+
+    def reload_weights(self, path):
+        return f"runner {path}"
+
+
+@pytest.fixture
+def worker_of(monkeypatch):
+    """Make vLLM's worker base class, and nothing else of a worker."""
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    from fskv.engines import vllm_loaded
+
+    def construct(self, vllm_config):
+        self.vllm_config, self.model_config = vllm_config, vllm_config.model_config
+        self.model_runner = Runner()
+
+    monkeypatch.setattr(WorkerBase, "__init__", construct)
+    monkeypatch.setattr(vllm_loaded, "_loaded", [])
+    vllm_loaded.watch_workers()
+    noted = WorkerBase.__init__
+    vllm_loaded.watch_workers()
+    assert WorkerBase.__init__ is noted  # once
+    return WorkerBase
+
+
+def test_a_worker_is_found_by_its_configuration_and_only_if_it_was_noted(worker_of, checkpoint):
+    from fskv.engines.vllm_loaded import find_loaded
+    from fskv.errors import ConfigError
+
+    mine, others = config_of(checkpoint), config_of(checkpoint)
+    workers = [worker_of(mine), worker_of(others)]
+    assert find_loaded(copy.copy(mine)).worker() is workers[0]  # a MultiConnector copies
+    assert find_loaded(others).worker() is workers[1]
+    assert find_loaded(mine).model == "the model"
+    del workers
+    with pytest.raises(ConfigError, match="VLLM_PLUGINS"):
+        find_loaded(mine)
+    with pytest.raises(ConfigError, match="VLLM_PLUGINS"):
+        find_loaded(config_of(checkpoint))
+
+
+def _replaced(path):
+    shutil.copy2(path / "model.safetensors", path / "new")
+    os.replace(path / "new", path / "model.safetensors")
+
+
+def _edited(path):
+    with open(path / "model.safetensors", "r+b") as file:
+        file.write(file.read(1))
+
+
+def _turned(path):
+    """Another directory under the same name, with equal files."""
+    shutil.copytree(path, path.parent / "next")
+    path.rename(path.parent / "old")
+    (path.parent / "next").rename(path)
+
+
+@pytest.mark.parametrize("change", [
+    None, _replaced, _edited, _turned,
+    lambda path: (path / "config.json").write_text((path / "config.json").read_text()),
+    lambda path: (path / "extra.safetensors").write_bytes(b"x"),
+    lambda path: (path / "generation_config.json").unlink(),
+])  # fmt: skip
+def test_files_that_are_other_ones_than_before_the_load_stop_the_start(
+    worker_of, checkpoint, change
+):
+    from fskv.engines.vllm_loaded import check_unchanged, find_loaded
+    from fskv.errors import ConfigError
+
+    config = config_of(checkpoint)
+    worker = worker_of(config)
+    loaded = find_loaded(config)
+    if change is None:  # the control
+        (checkpoint / "notes.md").write_text("what nothing reads")
+        check_unchanged(loaded)
+        return
+    change(checkpoint)
+    with pytest.raises(ConfigError, match="changed while the engine loaded it"):
+        check_unchanged(loaded)
+    del worker
+
+
+def test_a_draft_model_that_is_replaced_is_noticed_too(worker_of, checkpoint, tmp_path):
+    from fskv.engines.vllm_loaded import check_unchanged, find_loaded
+    from fskv.errors import ConfigError
+
+    shutil.copytree(checkpoint, tmp_path / "draft")
+    config = config_of(checkpoint)
+    draft = SimpleNamespace(model=str(tmp_path / "draft"))
+    config.speculative_config = SimpleNamespace(draft_model_config=draft)
+    worker = worker_of(config)
+    check_unchanged(find_loaded(config))
+    _replaced(tmp_path / "draft")
+    with pytest.raises(ConfigError, match="draft"):
+        check_unchanged(find_loaded(config))
+    del worker
+
+
+def test_a_hub_s_name_needs_no_files(worker_of):
+    from fskv.engines.vllm_loaded import check_unchanged, find_loaded
+
+    config = config_of("some/model")
+    worker = worker_of(config)
+    check_unchanged(find_loaded(config))
+    del worker
+
+
+def test_whoever_loads_weights_again_is_noticed_before_it_begins(worker_of, checkpoint):
+    from fskv.engines.vllm_loaded import find_loaded
+
+    config = config_of(checkpoint)
+    worker = worker_of(config)
+    loaded = find_loaded(config)
+    loaded.note_reloads()
+    assert not loaded.reloaded
+    assert worker.model_runner.reload_weights("there") == "runner there"
+    assert loaded.reloaded
+
+
+@pytest.mark.parametrize(
+    ("caching", "runner", "supported", "reused"),
+    [
+        (True, "generate", True, True),
+        (False, "generate", True, False),
+        (True, "pooling", False, False),
+        (True, "pooling", True, True),
+        (True, "generate", False, True),  # experimental: whoever turns it on has it
+    ],
+)
+def test_where_kv_is_used_again_and_where_not(caching, runner, supported, reused):
+    from fskv.engines.vllm_identity import reuses_kv
+
+    config = SimpleNamespace(
+        cache_config=SimpleNamespace(enable_prefix_caching=caching),
+        model_config=SimpleNamespace(runner_type=runner, is_prefix_caching_supported=supported),
+    )
+    assert reuses_kv(config) is reused
+
+
+@pytest.mark.parametrize(
+    ("version", "line"),
+    [
+        *((f"0.32.{patch}", "0.32") for patch in ("0", "1", "0.post1", "1+cpu", "0+cu129")),
+        *((v, v) for v in ("0.32.1.dev700+gabcdef012", "0.1.dev1+g0000001", "0.32.0+g1234567")),
+        *((v, v) for v in ("0.32.0rc1", "dev", "0.32", "0.32.0+precompiled", "0.32.0+cpu.dirty")),
+    ],
+)
+def test_releases_share_a_line_and_builds_share_nothing(version, line):
+    from fskv.engines.vllm_identity import version_line
+
+    assert version_line(version) == line
+
+
+def test_the_files_that_are_loaded_are_those_of_vllm_s_rule(checkpoint):
+    from vllm.config import LoadConfig
+
+    from fskv.engines.vllm_loaded import loaded_files, weights_text
+
+    plain = SimpleNamespace(weights_id=None)
+    model = config_of(checkpoint).model_config
+
+    def files(load_format):
+        return loaded_files(model, LoadConfig(load_format=load_format), object())
+
+    before = weights_text(model, plain, files("hf"))
+    shutil.copy(checkpoint / "model.safetensors", checkpoint / "consolidated.safetensors")
+    world.damage(checkpoint / "consolidated.safetensors", 5000)
+    assert files("auto") == ["consolidated.safetensors"]
+    assert files("mistral") == ["consolidated.safetensors"]
+    assert files("dummy") is None  # it has another loader
+    assert weights_text(model, plain, files("auto")) != before
+    assert (
+        weights_text(model, plain, ["model.safetensors"]) == before
+    )  # what is beside it does not count
+
+
+def test_a_snapshot_of_the_hub_s_cache_is_its_commit(tmp_path, checkpoint):
+    from fskv.engines.vllm_identity import _model_name
+    from fskv.engines.vllm_loaded import weights_text
+
+    commit = "0123456789abcdef" * 2 + "01234567"
+    path = tmp_path / "hub" / "models--some--llama" / "snapshots" / commit
+    shutil.copytree(checkpoint, path)
+    plain = SimpleNamespace(weights_id=None)
+    offline = config_of(path).model_config
+    online = config_of("some/llama").model_config
+    online.hf_config._commit_hash = commit
+    assert weights_text(offline, plain) == weights_text(online, plain) == f"commit:{commit}"
+    assert _model_name(str(path)) == "some/llama"
+    offline.hf_config_path = "/elsewhere"  # a configuration of another place: no commit for both
+    assert weights_text(offline, plain).startswith("sampled:")
+
+
+class Part:
+    def __init__(self, **fields):
+        self.__dict__.update(fields)
+
+
+def test_copies_of_a_configuration_that_a_model_was_built_with_are_told(checkpoint):
+    from transformers import LlamaConfig
+
+    from fskv.engines.vllm_identity import _config_dict, _other_configs
+    from fskv.engines.vllm_loaded import resolved_configs
+
+    written = LlamaConfig()
+    changed = copy.deepcopy(written)
+    changed.attn_temperature_tuning = True
+    parts = [Part(config=written), Part(config=changed, other=copy.deepcopy(written)), Part(n=1)]
+    found = resolved_configs(parts)
+    assert len(found) == 3
+    known = [{"text_config": _config_dict(written)}]
+    (other,) = _other_configs(known, map(_config_dict, found))
+    assert other["attn_temperature_tuning"] is True
+    assert _other_configs(known, [_config_dict(written)]) == []
+
+
+def test_code_of_others_counts_by_its_source(tmp_path, monkeypatch):
+    from fskv.engines.vllm_loaded import code_digests
+
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "__init__.py").write_text("")
+    (tmp_path / "theirs" / "beside.py").write_text("SCALE = 1\n")
+    (tmp_path / "theirs" / "model.py").write_text("from . import beside\nclass Model: pass\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import torch
+    from theirs.model import Model
+
+    trusted = {"torch"}
+    before = code_digests([Model(), torch.nn.Linear(1, 1)], trusted)
+    assert list(before) == ["theirs"]
+    assert code_digests([torch.nn.Linear(1, 1)], trusted) == {}
+    (tmp_path / "theirs" / "beside.py").write_text("SCALE = 2\n")
+    assert code_digests([Model()], trusted) != before
+    for name in ("theirs", "theirs.beside", "theirs.model"):
+        sys.modules.pop(name)
+
+
+def test_weights_of_another_repository_count_or_are_refused(checkpoint, monkeypatch):
+    from fskv.engines.vllm_loaded import secondary_weights
+    from fskv.errors import ConfigError
+
+    source = SimpleNamespace(
+        model_or_path=str(checkpoint), revision=None, prefix="tower.", subfolder=None
+    )
+    model, plain = SimpleNamespace(secondary_weights=[source]), SimpleNamespace(weights_id=None)
+    ((prefix, before),) = secondary_weights(model, plain)
+    assert prefix == "tower."
+    world.damage(checkpoint / "model.safetensors", 5000)
+    assert secondary_weights(model, plain) != [[prefix, before]]
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    source.model_or_path = "nobody/nothing"
+    with pytest.raises(ConfigError, match=r"nobody/nothing.*weights_id"):
+        secondary_weights(model, plain)
+    assert secondary_weights(model, SimpleNamespace(weights_id="mine")) == []
+
+
+def test_code_of_vllm_counts_in_builds_between_releases_only(monkeypatch):
+    from vllm.model_executor.layers.activation import SiluAndMul
+
+    from fskv.engines import vllm_identity
+
+    part = SiluAndMul.__new__(SiluAndMul)
+    plain = SimpleNamespace(weights_id=None)
+
+    def extra():
+        return vllm_identity._model_extra(Part(), [part], plain)
+
+    assert extra() == {"model_class": "Part"}
+    monkeypatch.setattr(vllm_identity, "vllm_version", "0.32.1.dev7+gabcdef0")
+    assert list(extra()["code"]) == ["vllm.model_executor.layers"]
