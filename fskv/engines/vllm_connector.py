@@ -11,6 +11,7 @@ from __future__ import annotations
 # First: where vLLM cannot work, one sentence and not the traceback of an import that it lacks.
 import fskv.engines.vllm_version  # noqa: F401  # isort: skip
 
+import contextlib
 import copy
 import inspect
 import logging
@@ -26,16 +27,19 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping import (
-    canonical_format_id,
-)
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
 from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingManager, OffloadingSpec
 
 from fskv.config import ENGINE_OPTIONS, MIB, StoreConfig
 from fskv.engines.vllm_budget import BudgetedConnector, LoadBudget, LoadReport, merge_reports
 from fskv.engines.vllm_events import KvEvents
-from fskv.engines.vllm_files import canonical_files, count_slices, own_files, slices_per_rank
+from fskv.engines.vllm_files import (
+    canonical_files,
+    canonical_format_of,
+    count_slices,
+    own_files,
+    slices_per_rank,
+)
 from fskv.engines.vllm_identity import EngineGroup, build_identity, engine_groups, reuses_kv
 from fskv.engines.vllm_layout import page_layouts
 from fskv.engines.vllm_loaded import find_loaded
@@ -46,7 +50,8 @@ from fskv.engines.vllm_reset import drop_in_workers, forget_past_blocks
 from fskv.engines.vllm_worker import FskvWorker
 from fskv.errors import ConfigError, FskvError
 from fskv.hybrid_planner import Geometry, hit_cost, plan_geometry
-from fskv.root import Root
+from fskv.namespace import Identity
+from fskv.root import NamespaceDir, Root
 from fskv.threads import START_UP_S, call_with_deadline
 from fskv.types import ChunkId, Status
 
@@ -62,6 +67,9 @@ logger = logging.getLogger(__name__)
 
 _SETUP_KEY = (
     "fskv_setup"  # carries _Setup through vLLM's spec factory; never in a user's configuration
+)
+_MAX_APART = (
+    5  # fields by which another namespace differs: it is another engine's of the same model
 )
 _FINGERPRINT_S = 300.0  # a few thousand small reads, perhaps on a slow mount
 
@@ -141,9 +149,7 @@ class FskvOffloadingSpec(OffloadingSpec):
         canonical_format = None
         if config.canonical_layout:
             num_slices = count_slices(setup.vllm_config, setup.groups)
-            canonical_format = (
-                f"{canonical_format_id(str(self.config.kv_cache_layout))}/{num_slices}"
-            )
+            canonical_format = canonical_format_of(self.config, num_slices)
             files = canonical_files(setup.groups, bpc, kv_caches, num_slices)
         else:
             file_rank = parallel.rank if parallel.world_size > 1 else None
@@ -166,8 +172,8 @@ class FskvOffloadingSpec(OffloadingSpec):
             _FINGERPRINT_S,
             "the checkpoint's files could not be read for a fingerprint (see option 'weights_id')",
         )
-        directory = call_with_deadline(
-            lambda: _open_root(config, create=True).open_namespace(identity),
+        directory, apart = call_with_deadline(
+            lambda: _open_namespace(config, identity),
             START_UP_S,
             f"option 'root': {config.root} did not answer",
         )
@@ -182,6 +188,8 @@ class FskvOffloadingSpec(OffloadingSpec):
             num_files * len(files.layouts),
             nbytes * len(files.layouts) / MIB,
         )
+        if 0 < len(apart) <= _MAX_APART and parallel.rank == 0:
+            logger.info("fskv: the most alike namespace there differs in %s", ", ".join(apart))
         loaded.note_reloads()
         self.worker = FskvWorker(
             config,
@@ -415,6 +423,15 @@ def _open_root(config: StoreConfig, *, create: bool) -> Root:
     )
 
 
+def _open_namespace(config: StoreConfig, identity: Identity) -> tuple[NamespaceDir, list[str]]:
+    """Open this engine's namespace; the second is by what it differs from the most alike one."""
+    root = _open_root(config, create=True)
+    apart: list[str] = []
+    with contextlib.suppress(OSError):
+        apart = root.nearest(identity)
+    return root.open_namespace(identity), apart
+
+
 def _prepare(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, announce: bool) -> _Setup:
     transfer = vllm_config.kv_transfer_config
     assert transfer is not None
@@ -458,16 +475,6 @@ def _check_own(workers: Iterable[FskvHandshake], root: str) -> None:
                 f"option 'root': found {root}, but the workers reported {worker.namespace_path}; two "
                 "FskvConnectors in one engine need FskvMultiConnector above them instead of MultiConnector"
             )
-
-
-def _canonical_format(config: OffloadingConfig) -> str:
-    """Return the name of vLLM's canonical byte format; ConfigError where vLLM certifies none."""
-    if config.kv_cache_layout is None or not config.parallel.is_parallelism_agnostic:
-        raise ConfigError(
-            "option 'canonical_layout': found true, expected false: vLLM does not certify this model's KV "
-            "under this topology (attention groups alone, tensor parallelism alone, heads that divide)"
-        )
-    return str(canonical_format_id(config.kv_cache_layout))
 
 
 def _enclosing_connector() -> KVTransferConfig | None:

@@ -18,6 +18,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping import (
+    canonical_format_id,
+)
 from vllm.v1.kv_offload.base import CanonicalKVCaches, CanonicalPageMapping
 
 from fskv.engines.vllm_identity import EngineGroup
@@ -27,6 +30,7 @@ from fskv.span_plan import GroupLayout
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.kv_offload.config import OffloadingConfig
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,13 @@ def count_slices(vllm_config: VllmConfig, groups: Sequence[EngineGroup]) -> int:
     if len(replicated) > 1:
         raise _refusal("KV groups with MLA and others are in one model")
     return int(vllm_config.model_config.get_total_num_kv_heads())
+
+
+def canonical_format_of(config: OffloadingConfig, num_slices: int) -> str:
+    """Return the name of vLLM's canonical byte format, cut so; ConfigError where vLLM certifies none."""
+    if config.kv_cache_layout is None or not config.parallel.is_parallelism_agnostic:
+        raise _refusal("vLLM does not certify this model's KV under this topology")
+    return f"{canonical_format_id(config.kv_cache_layout)}/{num_slices}"
 
 
 def slices_per_rank(vllm_config: VllmConfig, groups: Sequence[EngineGroup]) -> int:

@@ -13,15 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping import (
-    canonical_format_id,
-)
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from fskv.config import StoreConfig
 from fskv.engines.vllm_executor import connectors, executor
-from fskv.engines.vllm_files import count_slices
+from fskv.engines.vllm_files import canonical_format_of, count_slices
 from fskv.engines.vllm_identity import EngineGroup, build_identity, engine_groups, reuses_kv
 from fskv.engines.vllm_layout import page_layouts
 from fskv.engines.vllm_loaded import find_loaded
@@ -162,7 +159,7 @@ def _report(engine_id: str, config: StoreConfig) -> Report:
     num_slices, canonical_format = None, None
     if spec.config.canonical_layout:
         num_slices = count_slices(vllm_config, groups)
-        canonical_format = f"{canonical_format_id(str(spec.config.kv_cache_layout))}/{num_slices}"
+        canonical_format = canonical_format_of(spec.config, num_slices)
     refs = tuple(
         tuple((ref.tensor_idx, _page_nbytes(ref, canonical=num_slices is not None)) for ref in refs)
         for refs in handler.layer_refs_per_group

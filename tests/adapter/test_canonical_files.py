@@ -222,3 +222,18 @@ def test_a_lookup_asks_for_every_slice_once():
     assert asked((None,), (None,)) == ["kv"]
     assert asked(None, None) == ["r0.kv", "r1.kv"], "without canonical_layout"
     assert asked(None) == ["kv"]
+
+
+@pytest.mark.parametrize(("layout", "certified"), [(None, True), ("LBNHC", False), ("LBNHC", True)])
+def test_a_format_that_vllm_does_not_certify_or_name_is_refused(layout, certified):
+    from fskv.engines.vllm_files import canonical_format_of
+    from fskv.errors import ConfigError
+
+    config = SimpleNamespace(
+        kv_cache_layout=layout, parallel=SimpleNamespace(is_parallelism_agnostic=certified)
+    )
+    if layout and certified:
+        assert canonical_format_of(config, 2).endswith("-nhd/2")
+        return
+    with pytest.raises(ConfigError, match="option 'canonical_layout'"):
+        canonical_format_of(config, 2)

@@ -458,3 +458,24 @@ def test_a_root_made_between_listing_and_reading_is_recognised(path, monkeypatch
 
     monkeypatch.setattr(fskv.root, "_foreign_names", late)
     opened(path, create=False)
+
+
+# --- why nobody else's chunks are hit --------------------------------------------------------
+
+
+def test_the_most_alike_namespace_is_found_and_its_differences_are_named(path):
+    root = opened(path)
+    own = identity()
+    with pytest.raises(FileNotFoundError):
+        root.nearest(own)
+    root.open_namespace(own)
+    assert root.nearest(own) == []
+    root.open_namespace(identity(weights="named:other", tenant="t", lora="by-name"))
+    root.open_namespace(identity(weights="named:other"))
+    root.open_namespace(identity(model_name="another", weights="named:other", tenant="t"))
+    assert root.nearest(own) == ["weights"]
+    beside = path / own.arch
+    (beside / "x@0000000000000000").mkdir()
+    (beside / "x@0000000000000000" / "namespace.json").write_text("{")
+    (beside / "y@0000000000000000").write_text("a file")
+    assert root.nearest(own) == ["weights"]
