@@ -7,6 +7,7 @@ the plug-in notes every worker before it loads (`watch_workers`), and the identi
 
 from __future__ import annotations
 
+import ast
 import functools
 import hashlib
 import os
@@ -259,33 +260,63 @@ def code_digests(modules: list[Any], trusted: set[str]) -> dict[str, Json]:
     """Return digests of the source code, by package, of parts whose top-level package is not `trusted`.
 
     A checkpoint's own code, and models that plug-ins bring: nothing else tells one version from the next.
-    Of a package all modules that are loaded count, since a class uses what is beside it.
+    What a file imports of its package counts with it; what else is loaded of the package does not, since
+    that depends on the process (a tokenizer).
     """
-    packages = set()
+    packages: dict[str, set[str]] = {}
     for module in modules:
         name = type(module).__module__
         if name.partition(".")[0] not in trusted:
-            packages.add(name.rpartition(".")[0] or name)
+            packages.setdefault(name.rpartition(".")[0] or name, set()).add(name)
     found: dict[str, Json] = {}
     for package in sorted(packages):
         # transformers names the folder of a checkpoint's code after where the checkpoint lies.
         of_checkpoint = package.startswith("transformers_modules.")
         name = "transformers_modules" if of_checkpoint else package
-        found[name] = sorted([*found.get(name, []), _source_digest(package)])  # type: ignore[misc]
+        digest = _source_digest(package, packages[package])
+        found[name] = sorted([*found.get(name, []), digest])  # type: ignore[misc]
     return found
 
 
-def _source_digest(package: str) -> str:
-    digest = hashlib.sha256()
-    for name, module in sorted(sys.modules.items()):
-        path = getattr(module, "__file__", None)
-        if path is None or (name != package and not name.startswith(f"{package}.")):
+def _source_digest(package: str, names: set[str]) -> str:
+    """Digest the sources of modules and, again and again, of what they import of their package."""
+    sources: dict[str, bytes] = {}
+    waiting = set(names)
+    while waiting:
+        name = waiting.pop()
+        path = getattr(sys.modules.get(name), "__file__", None)
+        if path is None:
             continue
         try:
             with open(path, "rb") as file:
-                source = file.read()
+                sources[name] = file.read()
         except OSError as error:
             raise ConfigError(f"code of the model, {path}: {error.strerror}") from None
-        relative = name.removeprefix(package)
-        digest.update(f"{relative}:{len(source)}:".encode() + source)
+        waiting |= {
+            other
+            for other in _imported(name, path, sources[name])
+            if other not in sources and (other == package or other.startswith(f"{package}."))
+        }
+    digest = hashlib.sha256()
+    for name, source in sorted(sources.items()):
+        digest.update(f"{name.removeprefix(package)}:{len(source)}:".encode() + source)
     return digest.hexdigest()[:16]
+
+
+def _imported(name: str, path: str, source: bytes) -> set[str]:
+    """Return the modules that are loaded and that the source of module `name` imports anywhere."""
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):  # compiled code: its bytes count
+        return set()
+    in_package = name if path.endswith("/__init__.py") else name.rpartition(".")[0]
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            parents = in_package.split(".")[: len(in_package.split(".")) - node.level + 1]
+            base = ".".join(parents) if node.level else ""
+            origin = ".".join(filter(None, (base, node.module)))
+            found |= {origin, *(f"{origin}.{alias.name}" for alias in node.names)}
+    return found & sys.modules.keys()

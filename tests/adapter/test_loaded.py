@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import os
 import shutil
 import sys
@@ -268,6 +269,14 @@ def test_code_of_others_counts_by_its_source(tmp_path, monkeypatch):
     assert code_digests([torch.nn.Linear(1, 1)], trusted) == {}
     (tmp_path / "theirs" / "beside.py").write_text("SCALE = 2\n")
     assert code_digests([Model()], trusted) != before
+    # What is loaded of the package and is not the model's depends on the process, and does not count.
+    (tmp_path / "theirs" / "beside.py").write_text("SCALE = 1\n")
+    (tmp_path / "theirs" / "words.py").write_text("")
+    importlib.import_module("theirs.words")
+    assert code_digests([Model()], trusted) == before
+    (tmp_path / "theirs" / "model.py").write_text("import theirs.words\nclass Model: pass\n")
+    assert code_digests([Model()], trusted) != before
+    sys.modules.pop("theirs.words")
     for name in ("theirs", "theirs.beside", "theirs.model"):
         sys.modules.pop(name)
 
