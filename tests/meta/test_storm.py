@@ -68,6 +68,7 @@ def calm(tmp_path_factory):
     return storm(tmp_path_factory.mktemp("calm"), "--kills", "15")
 
 
+@pytest.mark.slow
 def test_no_wrong_byte_is_served_while_writers_are_killed_and_files_damaged(calm):
     found = part(calm[1], "kills")
     assert found["problems"] == []
@@ -81,6 +82,7 @@ def test_no_wrong_byte_is_served_while_writers_are_killed_and_files_damaged(calm
     assert set(found["planted"]) == set(storm_damage.KINDS)
 
 
+@pytest.mark.slow
 def test_only_killed_writers_leave_parts_and_survivors_give_all_back(calm):
     found = part(calm[1], "kills")
     assert found["parts_leaked"] == []
@@ -89,12 +91,14 @@ def test_only_killed_writers_leave_parts_and_survivors_give_all_back(calm):
     assert_nothing_leaked(found)
 
 
+@pytest.mark.slow
 def test_what_the_storm_damaged_heals(calm):
     healed = part(calm[1], "kills")["healed"]
     assert healed["not_good_by_round"][-1] == 0
     assert healed["whole_files"] == healed["chunks"]
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_stores_as_no_space_and_leaves_no_part(calm):
     found = part(calm[1], "space")
     assert found["problems"] == []
@@ -106,6 +110,7 @@ def test_a_full_disk_ends_stores_as_no_space_and_leaves_no_part(calm):
     assert_nothing_leaked(found)
 
 
+@pytest.mark.slow
 def test_errors_hangs_and_lies_of_a_mount_end_as_they_must(calm):
     found = part(calm[1], "mount")
     assert found["problems"] == []
@@ -122,6 +127,7 @@ def test_errors_hangs_and_lies_of_a_mount_end_as_they_must(calm):
     assert_nothing_leaked(found)
 
 
+@pytest.mark.slow
 def test_the_exit_code_says_that_all_was_well(calm):
     code, facts = calm
     assert (code, facts["problems"], facts["wrong"]) == (0, [], 0)
@@ -139,6 +145,7 @@ def test_a_longer_storm_with_another_seed_serves_nothing_wrong_either(tmp_path):
 # --- negative controls ----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_negative_control_without_checks_the_storm_serves_wrong_bytes(tmp_path):
     code, facts = storm(tmp_path, "--no-verify", "--kills", "6", "--parts", "kills")
     found = part(facts, "kills")
@@ -172,6 +179,7 @@ def test_negative_control_without_removal_a_full_disk_leaves_parts(tmp_path):
     assert found["steps"]["parts when full"] > 0
 
 
+@pytest.mark.slow
 def test_negative_control_who_does_not_give_back_is_noticed(tmp_path):
     code, facts = storm(tmp_path, "--break", "ending", "--kills", "2", "--parts", "kills")
     found = part(facts, "kills")
