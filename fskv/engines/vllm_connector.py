@@ -155,7 +155,7 @@ class FskvOffloadingSpec(OffloadingSpec):
             file_rank = parallel.rank if parallel.world_size > 1 else None
             files = own_files(setup.groups, bpc, kv_caches, file_rank)
         layouts = files.layouts[0]
-        in_page = page_layouts(setup.vllm_config, setup.groups)
+        in_page = page_layouts(setup.vllm_config, setup.groups, canonical=config.canonical_layout)
         loaded = find_loaded(setup.vllm_config)
         identity = call_with_deadline(
             lambda: build_identity(

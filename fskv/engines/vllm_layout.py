@@ -44,8 +44,13 @@ _PLAIN_BACKENDS = {
 _Write: TypeAlias = Callable[[torch.Tensor, torch.Tensor], None]  # numbers, page
 
 
-def page_layouts(vllm_config: VllmConfig, groups: list[EngineGroup]) -> dict[str, Json]:
+def page_layouts(
+    vllm_config: VllmConfig, groups: list[EngineGroup], *, canonical: bool = False
+) -> dict[str, Json]:
     """Return what the identity must hold of the layout inside pages, by group.
+
+    `canonical`: of a page of one head, which is the same in every topology; how heads lie beside each other
+    is in the name of the canonical format.
 
     For the worker, after vLLM has bound the KV cache to its layers, on vLLM's own thread: a function that
     writes may have a pool of threads for each thread that calls it. Raises ConfigError where a layer does
@@ -54,7 +59,8 @@ def page_layouts(vllm_config: VllmConfig, groups: list[EngineGroup]) -> dict[str
     found = layout_switches()
     layers = vllm_config.compilation_config.static_forward_context
     dcp = vllm_config.parallel_config.decode_context_parallel_size
-    pages = _Pages(vllm_config.model_config.dtype, is_cpu=bool(current_platform.is_cpu()))
+    is_cpu = bool(current_platform.is_cpu())
+    pages = _Pages(vllm_config.model_config.dtype, is_cpu=is_cpu, canonical=canonical)
     for group in groups:
         tokens = group.spec.tokens_per_block // dcp
         is_state = group.spec.kind is GroupKind.STATE
@@ -66,7 +72,7 @@ def page_layouts(vllm_config: VllmConfig, groups: list[EngineGroup]) -> dict[str
         }
         if insides:
             found[f"group{group.spec.group_idx}"] = "+".join(sorted(insides))
-    if groups and not current_platform.is_cpu():
+    if groups and not is_cpu:
         found["attention"] = jsonable(getattr(vllm_config, "attention_config", None))
     return found
 
@@ -106,8 +112,9 @@ class _View:
 class _Pages:
     """Describes pages; layers that are alike are asked once."""
 
-    def __init__(self, model_dtype: torch.dtype, *, is_cpu: bool) -> None:
+    def __init__(self, model_dtype: torch.dtype, *, is_cpu: bool, canonical: bool) -> None:
         self._model_dtype = model_dtype
+        self._canonical = canonical
         self._is_cpu = is_cpu
         self._digests: dict[tuple[object, ...], str] = {}
 
@@ -123,7 +130,11 @@ class _Pages:
                 return _state_layout(layer.kv_cache, page_nbytes)
             backend = str(layer.get_attn_backend().get_name())
             view = _View.of(layer.kv_cache, page_nbytes)
-            digest = self._digest(layer, backend, view, page_nbytes, tokens)
+            page = _one_page(layer.kv_cache, page_nbytes)
+            if self._canonical and page.ndim == 4:  # blocks, heads, tokens, elements
+                page = torch.zeros_like(page[:, :1], memory_format=torch.contiguous_format)
+                view = _View.of(page, page.nbytes)
+            digest = self._digest(layer, backend, view, page, tokens)
             isa = getattr(layer, "isa", None)  # what a layer on a CPU writes with
             return f"{backend}{f'({isa})' if isa else ''}/{view}/{digest}"
         except Exception as error:  # whatever a vLLM without these names raises
@@ -133,7 +144,9 @@ class _Pages:
             f"({reason}), so its KV cannot be shared"
         )
 
-    def _digest(self, layer: Any, backend: str, view: _View, page_nbytes: int, tokens: int) -> str:
+    def _digest(
+        self, layer: Any, backend: str, view: _View, page: torch.Tensor, tokens: int
+    ) -> str:
         isa, dtype = getattr(layer, "isa", None), getattr(layer.impl, "kv_cache_dtype", None)
         shape = [
             getattr(layer, name, None) for name in ("num_kv_heads", "head_size", "head_size_v")
@@ -141,10 +154,9 @@ class _Pages:
         key = (backend, type(layer.impl), view, tokens, isa, dtype, *shape)
         if key not in self._digests:
             try:
-                write, num_elements = _writer(layer, tokens, self._model_dtype)
-                self._digests[key] = _digest_of_page(
-                    write, num_elements, _one_page(layer.kv_cache, page_nbytes), self._model_dtype
-                )
+                heads = 1 if self._canonical else int(getattr(layer, "num_kv_heads", 0))
+                write, num_elements = _writer(layer, tokens, self._model_dtype, heads)
+                self._digests[key] = _digest_of_page(write, num_elements, page, self._model_dtype)
             except Exception:
                 if self._is_cpu or backend not in _PLAIN_BACKENDS:
                     raise
@@ -173,7 +185,7 @@ def _one_page(bound: torch.Tensor, page_nbytes: int) -> torch.Tensor:
     return page.view(bound.dtype).as_strided(shape, bound.stride())
 
 
-def _writer(layer: Any, tokens: int, dtype: torch.dtype) -> tuple[_Write, int]:
+def _writer(layer: Any, tokens: int, dtype: torch.dtype, heads: int) -> tuple[_Write, int]:
     """Return what writes a page's keys and values, from that many numbers, and how many those are."""
     impl = layer.impl
     slots = torch.arange(tokens, device=layer.kv_cache.device)
@@ -193,7 +205,7 @@ def _writer(layer: Any, tokens: int, dtype: torch.dtype) -> tuple[_Write, int]:
             )
 
         return write_latents, tokens * (rank + rope)
-    heads, size = int(layer.num_kv_heads), int(layer.head_size)
+    size = int(layer.head_size)
     size_v = int(getattr(layer, "head_size_v", None) or size)
 
     def write(numbers: torch.Tensor, page: torch.Tensor) -> None:

@@ -164,7 +164,7 @@ def _report(engine_id: str, config: StoreConfig) -> Report:
         tuple((ref.tensor_idx, _page_nbytes(ref, canonical=num_slices is not None)) for ref in refs)
         for refs in handler.layer_refs_per_group
     )
-    in_page = page_layouts(vllm_config, groups)
+    in_page = page_layouts(vllm_config, groups, canonical=num_slices is not None)
     loaded = find_loaded(vllm_config)
     identity = call_with_deadline(
         lambda: build_identity(

@@ -186,6 +186,23 @@ def test_the_page_that_is_looked_at_is_not_the_engine_s(root, with_amx):
     assert worker.layer.kv_cache.eq(3).all()
 
 
+def test_a_canonical_page_is_the_same_however_many_heads_a_rank_has(root, with_amx, monkeypatch):
+    from fskv.engines.vllm_identity import engine_groups
+    from fskv.engines.vllm_layout import page_layouts
+
+    with_amx(False)
+    found = {}
+    for heads in (1, 2):
+        monkeypatch.setitem(globals(), "HEADS", heads)
+        worker = Worker(root)
+        groups = engine_groups(worker.vllm_config, worker.kv_cache_config)
+        for canonical in (True, False):
+            layouts = page_layouts(worker.vllm_config, groups, canonical=canonical)
+            found[heads, canonical] = layouts["group0"]
+    assert found[1, True] == found[2, True]
+    assert found[1, False] != found[2, False]  # the control: pages as they are, are not alike
+
+
 def test_how_many_blocks_there_are_does_not_count(root, with_amx):
     with_amx(False)
     worker = Worker(root)
