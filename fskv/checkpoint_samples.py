@@ -35,6 +35,7 @@ _WHOLE_NBYTES = 2 * SAMPLE_NBYTES  # a tensor up to this is read whole
 _WHOLE_MEMBER_NBYTES = 64 << 10  # a member of a zip file up to this, such as data.pkl
 _GAP_NBYTES = 16 << 10  # samples closer than this are one read: cheaper than two
 _READ_NBYTES = 1 << 20  # at most so many bytes a read
+_LARGE_NBYTES = 256 << 10  # a tensor from here on has a sample at its end
 _STACKED_NBYTES = 64 << 10  # parts of a stack are tensors of their own from here on
 _MAX_TENSORS = (
     1_000_000  # per file, with parts of stacks; 384 experts a layer make 0.3 million in all
@@ -110,13 +111,18 @@ def _append(starts: array[int], ends: array[int], begin: int, end: int) -> None:
 
 
 def _looks(begin: int, end: int, whole_nbytes: int, head_nbytes: int) -> Iterator[_Range]:
-    """Yield a tensor's start and middle, or all of a small one."""
+    """Yield a tensor's start and middle, or all of a small one; of a large one its end too.
+
+    Who trains only new tokens changes the last rows of an embedding.
+    """
     if end - begin <= whole_nbytes:
         yield begin, end
         return
     middle = begin + (end - begin) // 2
     yield begin, begin + head_nbytes
     yield middle, middle + SAMPLE_NBYTES
+    if end - begin > _LARGE_NBYTES:
+        yield end - SAMPLE_NBYTES, end
 
 
 def _parts(begin: int, end: int, shape: list[int]) -> int:

@@ -118,6 +118,12 @@ def weights_fingerprint(
     return f"sampled:{hashlib.sha256(_canonical([_VERSION, tree])).hexdigest()}"
 
 
+def weights_files(model_path: str) -> list[str]:
+    """Return the relative names of all weights files of a checkpoint's directory; raises ConfigError."""
+    with os_errors(model_path):
+        return [name for name in _names(model_path) if name.endswith(_WEIGHTS)]
+
+
 def checkpoint_state(model_path: str) -> dict[str, State]:
     """Return the state of every file that a fingerprint without `loaded` reads, by relative name.
 

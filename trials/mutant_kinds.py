@@ -598,7 +598,7 @@ FAULTS = (
         "weights-by-name",
         "Engines with other weights under the same name do not share.",
         "fskv/engines/vllm_identity.py",
-        "        weights=weights_text(model, config, _files(vllm_config, loaded)),\n",
+        "        weights=weights,\n",
         "        weights=_model_name(model.model),\n",
         ("tests/adapter/test_identity_settings.py",),
     ),

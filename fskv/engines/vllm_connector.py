@@ -227,7 +227,7 @@ class FskvConnector(BudgetedConnector):
             outer.kv_load_failure_policy = "recompute"
         super().__init__(_with_spec(vllm_config, setup), role, kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
-            self._media = Media(vllm_config)
+            self._media = Media(vllm_config, kv_cache_config.num_blocks)
             self._budget = self._make_budget(setup.config)
             self._manager.limit_loads(self._budget.limit)
 
@@ -339,7 +339,14 @@ class FskvConnector(BudgetedConnector):
         # The block hash covers an adapter's name, not its weights (vllm#30931).
         if request.lora_request is not None and self._setup.config.lora == "off":
             self._manager.exclude_request(request.request_id)
-        if request.mm_features and self._setup.config.media_keys == "checked":
+        # vLLM's key of embeddings has neither their dtype nor which of them stand for tokens.
+        if request.prompt_embeds is not None:
+            self._manager.exclude_request(request.request_id)
+        # Media that a session adds later are not told.
+        checked = self._setup.config.media_keys == "checked"
+        if checked and getattr(request, "resumable", False):
+            self._manager.exclude_request(request.request_id)
+        if request.mm_features and checked:
             media = self._media.keys(request.mm_features)
             if media is None:
                 self._manager.exclude_request(request.request_id)

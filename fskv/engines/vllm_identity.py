@@ -16,8 +16,10 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, cast
 
+from transformers import __version__ as transformers_version
 from vllm import __version__ as vllm_version
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import get_offloading_group_ids
+from vllm.model_executor.models import supports_multimodal
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
@@ -35,6 +37,7 @@ from fskv.config import StoreConfig
 from fskv.engines.vllm_loaded import (
     Loaded,
     check_unchanged,
+    checkpoint_of,
     code_digests,
     hub_name,
     loaded_files,
@@ -64,17 +67,17 @@ _MULTIMODAL_FIELDS = (
     "interleave_mm_strings",
 )
 # RoPE variants whose tables depend on the engine's max_model_len and not on the checkpoint alone.
+_LENGTH_DEPENDENT_ROPE = {"longrope", "su", "dynamic"}
+# Those that load what vLLM's rule picks of a checkpoint's files.
 _LOAD_FORMATS = {
     "auto",
     "hf",
     "safetensors",
     "mistral",
     "pt",
-    "npcache",
     "fastsafetensors",
     "instanttensor",
 }
-_LENGTH_DEPENDENT_ROPE = {"longrope", "su", "dynamic"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,12 +166,17 @@ def build_identity(
     kv_dtype = {"auto": _name(model.dtype), "fp8": "fp8_e4m3"}.get(kv_dtype, kv_dtype)
     layer_names = {name for group in groups for name in group.layer_names}
     modules = modules_of(loaded.model, layer_names, one_stage=one_stage) if loaded else []
+    checkpoint = checkpoint_of(model, vllm_config.load_config)
+    files = None
+    if loaded is not None and config.weights_id is None:
+        files = loaded_files(checkpoint, model, vllm_config.load_config, loaded.model)
+    weights = weights_text(checkpoint, config, files)
     identity = Identity(
         engine="vllm",
-        engine_version=version_line(vllm_version),
+        engine_version=version_text(vllm_version),
         arch=gpu_arch(),
         model_name=_model_name(model.model),
-        weights=weights_text(model, config, _files(vllm_config, loaded)),
+        weights=weights,
         model_config=_model_config(model, modules),
         kv_cache_dtype=kv_dtype,
         model_dtype=_name(model.dtype),
@@ -205,29 +213,30 @@ def build_identity(
         integrity=INTEGRITY if config.mac_key_file is not None else None,
         extra=_extra(vllm_config, config)
         | (_model_extra(loaded.model, modules, config) if loaded else {})
+        # A commit names all files of a repository, and not which of them are loaded.
+        | ({"weight_files": [*files]} if files and weights.startswith("commit:") else {})
         # With pipeline stages a group may have no layer here: then its files say it (layout_digest).
         | ({"page_layouts": layouts} if layouts and one_stage else {}),
     )
     if loaded is not None and config.weights_id is None:
-        check_unchanged(loaded)
+        check_unchanged(loaded, vllm_config)
     return identity
 
 
-def version_line(version: str) -> str:
-    """Return what of vLLM's version counts: "0.32" of a release, since patches do not move KV.
+def version_text(version: str) -> str:
+    """Return what of vLLM's version counts: of a release all but how it was built ("0.32.1" of "0.32.1+cpu").
 
-    A development build is itself, whole: two of them may have the same number.
+    A patch may mend what a model computes. A development build is itself, whole.
     """
     release = re.fullmatch(
-        r"(\d+\.\d+)\.\d+(\.post\d+)?(\+(cpu|cu\d+|rocm[\d.]*|xpu|tpu|neuron))?", version
+        r"(\d+\.\d+\.\d+(\.post\d+)?)(\+(cpu|cu\d+|rocm[\d.]*|xpu|tpu|neuron))?", version
     )
     return release[1] if release else version
 
 
-def _files(vllm_config: VllmConfig, loaded: Loaded | None) -> list[str] | None:
-    if loaded is None:
-        return None
-    return loaded_files(vllm_config.model_config, vllm_config.load_config, loaded.model)
+def is_release(version: str) -> bool:
+    """Whether a version of vLLM names one state of its source code."""
+    return re.fullmatch(r"\d+\.\d+\.\d+(\.post\d+)?", version_text(version)) is not None
 
 
 def reuses_kv(vllm_config: VllmConfig) -> bool:
@@ -425,6 +434,11 @@ def _extra(vllm_config: VllmConfig, config: StoreConfig) -> dict[str, Json]:
     extra: dict[str, Json] = {}
     load, model = vllm_config.load_config, vllm_config.model_config
     load_format = str(load.load_format).rsplit(".", 1)[-1].lower()
+    if load_format == "npcache" and config.weights_id is None:
+        raise ConfigError(
+            "option 'load_format': found \"npcache\", expected another one: it reads copies of the "
+            "weights that may be older; or set the option 'weights_id' to a name"
+        )
     if load_format == "dummy" and model.quantization:
         raise ConfigError(
             f"option 'load_format': found \"dummy\" with quantization {model.quantization}, expected "
@@ -442,7 +456,7 @@ def _extra(vllm_config: VllmConfig, config: StoreConfig) -> dict[str, Json]:
     if speculative is not None and speculative.draft_model_config is not None:
         extra["speculative"] = {
             "method": str(speculative.method),
-            "draft": weights_text(speculative.draft_model_config, config),
+            "draft": weights_text(checkpoint_of(speculative.draft_model_config, load), config),
         }
     return extra | ({"switches": found} if (found := switches(vllm_config)) else {})
 
@@ -451,8 +465,11 @@ def _model_extra(model: Any, modules: list[Any], config: StoreConfig) -> dict[st
     """Return what the model that was built says beyond all configurations: its class, its code, its parts."""
     extra: dict[str, Json] = {"model_class": type(model).__qualname__}
     trusted = {"torch", "transformers"}
-    if version_line(vllm_version) != vllm_version:
-        trusted.add("vllm")  # a release: its version says it
+    if is_release(vllm_version):
+        trusted.add("vllm")  # its version says it
+    tops = {type(module).__module__.partition(".")[0] for module in modules}
+    if "transformers" in tops or supports_multimodal(model):
+        extra["transformers"] = transformers_version
     if code := code_digests(modules, trusted):
         extra["code"] = code
     if secondary := secondary_weights(model, config):

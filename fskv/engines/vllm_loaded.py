@@ -16,10 +16,11 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from fskv.errors import ConfigError
-from fskv.fingerprint import checkpoint_state, weights_fingerprint
+from fskv.fingerprint import checkpoint_state, weights_files, weights_fingerprint
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -29,8 +30,10 @@ if TYPE_CHECKING:
 
 # A snapshot in the cache of the hub: vLLM puts its path in the place of the hub's name where it is offline.
 _SNAPSHOT = re.compile(r"/models--([^/]+)/snapshots/([0-9a-f]{40})/?$")
-# How weights are replaced in a running engine, of a worker and of its model runner.
-_RELOADS = ("load_model", "reload_weights", "start_weight_update", "update_weights")
+# What vLLM's rule picks from, by load format; other weights files are opened by a model's own code.
+_PICKED_FROM = (".safetensors", ".bin", ".pt")
+# How weights are replaced in a running engine, of a worker, its model runner and its model.
+_RELOADS = ("load_model", "load_weights", "reload_weights", "start_weight_update", "update_weights")
 
 
 @dataclass
@@ -50,19 +53,26 @@ class Loaded:
             raise ConfigError("this vLLM does not tell which model its worker has loaded")
         return runner.get_model()
 
-    def note_reloads(self) -> None:
-        """From now on `reloaded` is true as soon as somebody begins to replace weights."""
+    def note_reloads(self, mark: str | None = None) -> None:
+        """From now on `reloaded` is true as soon as somebody begins to replace weights.
+
+        Then a byte is written to the file `mark`, for those who look from another process of this machine; it
+        may be unlinked once this has returned. Raises OSError.
+        """
+        fd = None if mark is None else os.open(mark, os.O_WRONLY | os.O_CLOEXEC)
         worker = self.worker()
-        for owner in (worker, worker.model_runner):
+        for owner in (worker, worker.model_runner, self.model):
             for name in _RELOADS:
                 method = getattr(owner, name, None)
                 if method is not None:
-                    setattr(owner, name, self._noting(method))
+                    setattr(owner, name, self._noting(method, fd))
 
-    def _noting(self, method: Callable[..., Any]) -> Callable[..., Any]:
+    def _noting(self, method: Callable[..., Any], fd: int | None) -> Callable[..., Any]:
         @functools.wraps(method)
         def noting(*args: Any, **kwargs: Any) -> Any:
             self.reloaded = True
+            if fd is not None:
+                os.write(fd, b"x")
             return method(*args, **kwargs)
 
         return noting
@@ -101,11 +111,12 @@ def _note(worker: Any, vllm_config: VllmConfig) -> None:
 
 
 def _checkpoints(vllm_config: VllmConfig) -> Iterator[str]:
-    """Yield the local checkpoints of an engine: the model's, and the draft model's."""
+    """Yield where the checkpoints of an engine are on this machine: the model's, and the draft model's."""
     draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
     for model in (vllm_config.model_config, draft):
-        if model is not None and os.path.exists(model.model):
-            yield model.model
+        path = None if model is None else checkpoint_of(model, vllm_config.load_config)
+        if path is not None and os.path.exists(path):
+            yield path
 
 
 def find_loaded(vllm_config: VllmConfig) -> Loaded:
@@ -120,12 +131,18 @@ def find_loaded(vllm_config: VllmConfig) -> Loaded:
     )
 
 
-def check_unchanged(loaded: Loaded) -> None:
+def check_unchanged(loaded: Loaded, vllm_config: VllmConfig) -> None:
     """Raise ConfigError if files of a checkpoint are other ones than before the worker loaded them.
 
     Of a different inode, size or time: their KV would be stored under the name of what lies there now.
     """
+    after = set(_checkpoints(vllm_config))
     for path, before in loaded.before.items():
+        if path not in after:  # the hub's name leads to another snapshot than before
+            raise ConfigError(
+                f"checkpoint {path}: another one took its place while the engine loaded it, so nobody knows "
+                "which weights it has; start the engine again"
+            )
         if isinstance(before, str):
             raise ConfigError(before)
         now = checkpoint_state(path)
@@ -143,25 +160,57 @@ def check_unchanged(loaded: Loaded) -> None:
 # --- weights ----------------------------------------------------------------------------------
 
 
-def weights_text(model_config: Any, config: StoreConfig, files: list[str] | None = None) -> str:
-    """Return what names the weights: the user's word, the hub's commit, or a fingerprint of local files.
+def weights_text(path: str, config: StoreConfig, files: list[str] | None = None) -> str:
+    """Return what names the weights at `path`: the user's word, the hub's commit, or a fingerprint of files.
 
-    `files` are those that are loaded of a local checkpoint, None for all. Raises ConfigError where nothing
+    `files` are those that vLLM's rule picks of a directory, None for all. Raises ConfigError where nothing
     names them.
     """
     if config.weights_id is not None:
         return f"named:{config.weights_id}"
-    path = model_config.model
-    # transformers notes the commit of the configuration it loaded from the hub, which is the weights' too
-    # unless the configuration was taken from elsewhere.
-    commit = None
-    if not getattr(model_config, "hf_config_path", None):
-        snapshot = _SNAPSHOT.search(os.path.abspath(path)) if os.path.exists(path) else None
-        if snapshot is not None:
-            commit = snapshot[2]
-        elif not os.path.exists(path):
-            commit = getattr(model_config.hf_config, "_commit_hash", None)
-    return weights_fingerprint(path, revision_commit=commit, loaded=files)
+    return weights_fingerprint(
+        path, revision_commit=commit_of(path), loaded=_counted(path, files) if files else None
+    )
+
+
+def commit_of(path: str) -> str | None:
+    """Return the commit of a snapshot in the hub's cache, None for other paths and for one that was edited.
+
+    Untouched, all its files are links to blobs, which are named by their content.
+    """
+    found = _SNAPSHOT.search(os.path.abspath(path))
+    if found is None:
+        return None
+    blobs = os.path.realpath(os.path.join(path, "..", "..", "blobs"))
+    for directory, _, names in os.walk(path):
+        for name in names:
+            file = os.path.join(directory, name)
+            if not os.path.islink(file) or os.path.dirname(os.path.realpath(file)) != blobs:
+                return None
+    return found[2]
+
+
+def checkpoint_of(model_config: Any, load_config: Any = None) -> str:
+    """Return where a model's files are: its path, or the snapshot in the cache of a hub's name.
+
+    Where there is none (another hub, or files that a loader streams) it is the name as it stands.
+    """
+    name = str(model_config.model)
+    if os.path.exists(name):
+        return name
+    from huggingface_hub import snapshot_download
+
+    try:
+        return str(
+            snapshot_download(
+                name,
+                revision=getattr(model_config, "revision", None),
+                cache_dir=getattr(load_config, "download_dir", None),
+                local_files_only=True,
+            )
+        )
+    except Exception:  # whatever a hub's library raises for a name that is none
+        return name
 
 
 def hub_name(path: str) -> str | None:
@@ -170,8 +219,8 @@ def hub_name(path: str) -> str | None:
     return found[1].replace("--", "/") if found else None
 
 
-def loaded_files(model_config: Any, load_config: Any, model: Any) -> list[str] | None:
-    """Return the names of the weights files that vLLM's own rule picks of a local checkpoint.
+def loaded_files(path: str, model_config: Any, load_config: Any, model: Any) -> list[str] | None:
+    """Return the names of the weights files that vLLM's own rule picks of the checkpoint at `path`.
 
     None where the loader has no such rule, or where there is no directory to pick from.
     """
@@ -179,11 +228,11 @@ def loaded_files(model_config: Any, load_config: Any, model: Any) -> list[str] |
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
     loader = get_model_loader(load_config)
-    if type(loader) is not DefaultModelLoader or not os.path.isdir(model_config.model):
+    if type(loader) is not DefaultModelLoader or not os.path.isdir(path):
         return None
     try:
         _, paths, *_ = loader._prepare_weights(  # noqa: SLF001
-            model_config.model,
+            path,
             None,
             model_config.revision,
             getattr(model, "fall_back_to_pt_during_load", True),
@@ -192,39 +241,35 @@ def loaded_files(model_config: Any, load_config: Any, model: Any) -> list[str] |
     except (RuntimeError, ValueError, TypeError, AttributeError, OSError) as error:
         line = str(error).partition("\n")[0]
         raise ConfigError(
-            f"checkpoint {model_config.model}: this vLLM does not tell which of its files it loads ({line})"
+            f"checkpoint {path}: this vLLM does not tell which of its files it loads ({line})"
         ) from None
-    return sorted(os.path.relpath(path, model_config.model) for path in paths)
+    return sorted(os.path.relpath(each, path) for each in paths)
+
+
+def _counted(path: str, picked: list[str]) -> list[str]:
+    """Return the weights files that count: all but those that vLLM's rule passes over.
+
+    A model's own code may open others (a tower, an audio tokenizer in a subfolder), so those count too.
+    """
+    if any(name.endswith(".py") for name in os.listdir(path)):
+        return weights_files(path)
+    return [
+        name
+        for name in weights_files(path)
+        if name in picked or "/" in name or not name.endswith(_PICKED_FROM)
+    ]
 
 
 def secondary_weights(model: Any, config: StoreConfig) -> list[Json]:
     """Return the names of weights that the model's class takes from elsewhere (an audio tower of its own)."""
     found: list[Json] = []
     for source in getattr(model, "secondary_weights", ()):
-        path, revision = source.model_or_path, source.revision
         if config.weights_id is not None:
             continue  # the user vouches for all of them
-        if not os.path.exists(path):
-            path = _cached_snapshot(path, revision)
-        if getattr(source, "subfolder", None):
-            path = f"{path}/{source.subfolder}"
-        snapshot = _SNAPSHOT.search(os.path.abspath(path))
-        commit = snapshot[2] if snapshot else None
-        found.append([source.prefix, weights_fingerprint(path, revision_commit=commit)])
+        named = SimpleNamespace(model=source.model_or_path, revision=source.revision)
+        text = weights_text(checkpoint_of(named), config)
+        found.append([source.prefix, getattr(source, "subfolder", None), text])
     return found
-
-
-def _cached_snapshot(name: str, revision: str | None) -> str:
-    from huggingface_hub import snapshot_download
-
-    try:
-        return str(snapshot_download(name, revision=revision, local_files_only=True))
-    except Exception as error:
-        line = str(error).partition("\n")[0]
-        raise ConfigError(
-            f"weights of {name}, which the model takes beside its own, cannot be told from others ({line}); "
-            "set the option 'weights_id' to a name"
-        ) from None
 
 
 # --- code and configurations ------------------------------------------------------------------
@@ -267,7 +312,10 @@ def code_digests(modules: list[Any], trusted: set[str]) -> dict[str, Json]:
     for module in modules:
         name = type(module).__module__
         if name.partition(".")[0] not in trusted:
-            packages.setdefault(name.rpartition(".")[0] or name, set()).add(name)
+            # A checkpoint's package has a name of several parts; of others the first part is all of it.
+            inner = name.partition(".")[0] in ("transformers_modules", "vllm")
+            package = (name.rpartition(".")[0] or name) if inner else name.partition(".")[0]
+            packages.setdefault(package, set()).add(name)
     found: dict[str, Json] = {}
     for package in sorted(packages):
         # transformers names the folder of a checkpoint's code after where the checkpoint lies.

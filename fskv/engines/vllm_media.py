@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 _MARK = b"\0"
 _DIGEST_NBYTES = 16
 _MAX_KNOWN = 1024
+_MIN_NAMED = 65536
 
 
 def is_media_key(key_hash: bytes) -> bool:
@@ -62,16 +63,24 @@ class MediaKeys:
 class Media:
     """Digests the media of requests, on the scheduler's thread: some milliseconds for ten MiB."""
 
-    def __init__(self, vllm_config: VllmConfig) -> None:
+    def __init__(self, vllm_config: VllmConfig, num_blocks: int) -> None:
+        """`num_blocks` is how many blocks of KV the engine has."""
         multimodal = getattr(vllm_config.model_config, "multimodal_config", None)
         # With it the engine is told where in shared memory the content lies, and not what it is.
         self._hidden = getattr(multimodal, "mm_processor_cache_type", None) == "shm"
         # What was digested lately: vLLM's cache gives the same object to each request with one medium.
         self._known: OrderedDict[int, tuple[weakref.ref[Any], bytes]] = OrderedDict()
+        # vLLM's name -> what it was at first. vLLM's own caches go by the name: what they hold of a request
+        # may be another content's. They cannot hold what so many media came after.
+        self._named: OrderedDict[str, bytes] = OrderedDict()
+        self._max_named = max(_MIN_NAMED, 2 * num_blocks)
         self._said = False
 
     def keys(self, features: Sequence[MultiModalFeatureSpec]) -> MediaKeys | None:
-        """Return the keys of a request with these media; None where they cannot be looked into."""
+        """Return the keys of a request with these media; None where its KV must not be stored or loaded.
+
+        That is where they cannot be looked into, and where a name stood for another content before.
+        """
         ordered = sorted(features, key=lambda feature: feature.mm_position.offset)
         try:
             digests = [
@@ -87,7 +96,17 @@ class Media:
                     str(error).partition("\n")[0],
                 )
             return None
+        honest = [self._is_named_so(f, d) for f, d in zip(ordered, digests, strict=True)]
+        if not all(honest):
+            return None
         return MediaKeys([feature.mm_position.offset for feature in ordered], digests)
+
+    def _is_named_so(self, feature: MultiModalFeatureSpec, digest: bytes) -> bool:
+        first = self._named.setdefault(feature.identifier, digest)
+        self._named.move_to_end(feature.identifier)
+        if len(self._named) > self._max_named:
+            self._named.popitem(last=False)
+        return first == digest
 
     def _digest(self, feature: MultiModalFeatureSpec) -> bytes:
         item = feature.data

@@ -19,6 +19,8 @@ from __future__ import annotations
 import fskv.engines.vllm_version_tier  # noqa: F401  # isort: skip
 
 import logging
+import os
+import tempfile
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -116,13 +118,18 @@ class FskvTier(SecondaryTierManager):
         self._num_rows = len(primary_kv_view)
         self._steps_open = 0  # scheduled, and without an output yet
         self._outputs_to_wait = 0  # until what workers did before a reset is over
+        # A worker whose weights are loaded again writes to it; a file without a name once all have it open.
+        self._mark, mark = tempfile.mkstemp(prefix="fskv-weights-")
         try:
             self._config = config = _parse(options)
-            workers = ask_workers(offloading_spec, config, self.block_size_bytes)
+            workers = ask_workers(offloading_spec, config, self.block_size_bytes, mark)
             self._worker, self._manager = _open(config, workers, offloading_spec, primary_kv_view)
         except FskvError as error:
             logger.error("fskv: %s", error)
+            os.close(self._mark)
             raise
+        finally:
+            os.unlink(mark)
         # Blocks of such groups are freed and used again while their request runs.
         kinds = {group.spec.kind for group in workers.groups}
         self._reuses_blocks = bool(kinds - {GroupKind.FULL, GroupKind.MLA})
@@ -136,6 +143,7 @@ class FskvTier(SecondaryTierManager):
     # --- what is there ----------------------------------------------------------------------
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        self._look_for_reloads()
         result = self._manager.lookup(key, req_context)
         if result is LookupResult.HIT and not self._may_load(to_chunk(key), req_context.req_id):
             return LookupResult.MISS
@@ -152,6 +160,10 @@ class FskvTier(SecondaryTierManager):
         loaded = self._requests.get(req_id, {})
         times = loaded.get(chunk, 0)
         return times < _MAX_TIMES_LOADED and (times > 0 or len(loaded) < self._num_rows)
+
+    def _look_for_reloads(self) -> None:
+        if os.fstat(self._mark).st_size:
+            self._manager.doubt_weights("weights were loaded again in the running engine")
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         self._requests[req_context.req_id] = {}
@@ -174,6 +186,7 @@ class FskvTier(SecondaryTierManager):
     # --- jobs -------------------------------------------------------------------------------
 
     def submit_store(self, job_metadata: TransferJob) -> None:
+        self._look_for_reloads()
         rows = dict(zip(job_metadata.keys, job_metadata.chunk_ids.tolist(), strict=True))
         taken = self._manager.prepare_store(
             list(job_metadata.keys), job_metadata.req_context
@@ -305,6 +318,7 @@ class FskvTier(SecondaryTierManager):
     def shutdown(self) -> None:
         self._worker.shutdown()
         self._manager.shutdown()
+        os.close(self._mark)
 
 
 def _parse(options: dict[str, Any]) -> StoreConfig:

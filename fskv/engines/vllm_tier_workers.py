@@ -67,10 +67,15 @@ class Workers:
     tokens_per_step: int
 
 
-def ask_workers(spec: OffloadingSpec, config: StoreConfig, row_nbytes: int) -> Workers:
-    """Have every worker report; raises ConfigError where one cannot, or where they do not agree."""
+def ask_workers(spec: OffloadingSpec, config: StoreConfig, row_nbytes: int, mark: str) -> Workers:
+    """Have every worker report; raises ConfigError where one cannot, or where they do not agree.
+
+    From then on a worker whose weights are loaded again writes to the file `mark`.
+    """
     engine = _executor()
-    answers = engine.collective_rpc(report, timeout=_ANSWER_S, args=(spec.config.engine_id, config))
+    answers = engine.collective_rpc(
+        report, timeout=_ANSWER_S, args=(spec.config.engine_id, config, mark)
+    )
     reports = []
     for answer in answers:
         if isinstance(answer, str):
@@ -128,13 +133,13 @@ def combine(
     )
 
 
-def report(_worker: object, engine_id: str, config: StoreConfig) -> Report | str:
+def report(_worker: object, engine_id: str, config: StoreConfig, mark: str) -> Report | str:
     """Describe this worker's KV, or say in a sentence why the tier cannot be used with it.
 
     Runs in the worker's process, on vLLM's thread, after the KV cache was bound to its layers.
     """
     try:
-        return _report(engine_id, config)
+        return _report(engine_id, config, mark)
     except FskvError as error:
         return str(error)
     except (AttributeError, TypeError, ValueError, AssertionError) as error:  # another vLLM's names
@@ -145,7 +150,7 @@ def report(_worker: object, engine_id: str, config: StoreConfig) -> Report | str
         )
 
 
-def _report(engine_id: str, config: StoreConfig) -> Report:
+def _report(engine_id: str, config: StoreConfig, mark: str) -> Report:
     connector = _tiering_connector(engine_id)
     connector_worker = connector.connector_worker
     assert connector_worker is not None
@@ -181,6 +186,13 @@ def _report(engine_id: str, config: StoreConfig) -> Report:
         _FINGERPRINT_S,
         "the checkpoint's files could not be read for a fingerprint (see option 'weights_id')",
     )
+    try:
+        loaded.note_reloads(mark)
+    except OSError as error:
+        raise ConfigError(
+            f"workers on another machine than the scheduler ({mark}: {error.strerror}): FskvTier needs both "
+            "on one (FskvConnector does not)"
+        ) from None
     return Report(
         rank=spec.config.parallel.rank,
         identity=identity,
@@ -232,6 +244,11 @@ def _check_offered(
         raise ConfigError(
             'option \'media_keys\': found "checked" for a model that takes media, expected "trusted": vLLM '
             'does not tell a tier which requests have some (FskvConnector takes "checked")'
+        )
+    if getattr(vllm_config.model_config, "enable_prompt_embeds", False):
+        raise ConfigError(
+            "FskvTier in an engine that takes embeddings as prompts: vLLM does not tell a tier which "
+            "requests have some, and its keys of them are not enough (FskvConnector leaves them out)"
         )
     partly = [g.kind for g in groups if g.spec.kind not in (GroupKind.FULL, GroupKind.MLA)]
     if spec.blocks_per_chunk > 1 and partly:

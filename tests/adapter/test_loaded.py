@@ -28,6 +28,7 @@ def config_of(model, **fields):
         model_config=SimpleNamespace(model=str(model), hf_config=SimpleNamespace(), revision=None),
         kv_transfer_config=object(),
         speculative_config=None,
+        load_config=None,
         **fields,
     )
 
@@ -110,11 +111,11 @@ def test_files_that_are_other_ones_than_before_the_load_stop_the_start(
     loaded = find_loaded(config)
     if change is None:  # the control
         (checkpoint / "notes.md").write_text("what nothing reads")
-        check_unchanged(loaded)
+        check_unchanged(loaded, config)
         return
     change(checkpoint)
     with pytest.raises(ConfigError, match="changed while the engine loaded it"):
-        check_unchanged(loaded)
+        check_unchanged(loaded, config)
     del worker
 
 
@@ -127,10 +128,10 @@ def test_a_draft_model_that_is_replaced_is_noticed_too(worker_of, checkpoint, tm
     draft = SimpleNamespace(model=str(tmp_path / "draft"))
     config.speculative_config = SimpleNamespace(draft_model_config=draft)
     worker = worker_of(config)
-    check_unchanged(find_loaded(config))
+    check_unchanged(find_loaded(config), config)
     _replaced(tmp_path / "draft")
     with pytest.raises(ConfigError, match="draft"):
-        check_unchanged(find_loaded(config))
+        check_unchanged(find_loaded(config), config)
     del worker
 
 
@@ -139,7 +140,7 @@ def test_a_hub_s_name_needs_no_files(worker_of):
 
     config = config_of("some/model")
     worker = worker_of(config)
-    check_unchanged(find_loaded(config))
+    check_unchanged(find_loaded(config), config)
     del worker
 
 
@@ -176,57 +177,116 @@ def test_where_kv_is_used_again_and_where_not(caching, runner, supported, reused
 
 
 @pytest.mark.parametrize(
-    ("version", "line"),
+    ("version", "text", "released"),
     [
-        *((f"0.32.{patch}", "0.32") for patch in ("0", "1", "0.post1", "1+cpu", "0+cu129")),
-        *((v, v) for v in ("0.32.1.dev700+gabcdef012", "0.1.dev1+g0000001", "0.32.0+g1234567")),
-        *((v, v) for v in ("0.32.0rc1", "dev", "0.32", "0.32.0+precompiled", "0.32.0+cpu.dirty")),
+        ("0.32.0", "0.32.0", True),
+        ("0.32.1+cpu", "0.32.1", True),
+        ("0.32.0.post1+cu129", "0.32.0.post1", True),
+        *((v, v, False) for v in ("0.32.1.dev700+gabcdef012", "0.1.dev1+g0000001", "0.32.0+g1234567")),
+        *((v, v, False) for v in ("0.32.0rc1", "dev", "0.32", "0.32.0+precompiled")),
     ],
-)
-def test_releases_share_a_line_and_builds_share_nothing(version, line):
-    from fskv.engines.vllm_identity import version_line
+)  # fmt: skip
+def test_a_patch_is_another_version_and_a_build_is_itself(version, text, released):
+    from fskv.engines.vllm_identity import is_release, version_text
 
-    assert version_line(version) == line
+    assert version_text(version) == text
+    assert is_release(version) is released
 
 
-def test_the_files_that_are_loaded_are_those_of_vllm_s_rule(checkpoint):
+def test_the_files_that_are_loaded_are_those_of_vllm_s_rule_and_of_the_model_s_own_code(checkpoint):
     from vllm.config import LoadConfig
 
     from fskv.engines.vllm_loaded import loaded_files, weights_text
 
-    plain = SimpleNamespace(weights_id=None)
+    plain, path = SimpleNamespace(weights_id=None), str(checkpoint)
     model = config_of(checkpoint).model_config
 
     def files(load_format):
-        return loaded_files(model, LoadConfig(load_format=load_format), object())
+        return loaded_files(path, model, LoadConfig(load_format=load_format), object())
 
-    before = weights_text(model, plain, files("hf"))
+    before = weights_text(path, plain, files("hf"))
     shutil.copy(checkpoint / "model.safetensors", checkpoint / "consolidated.safetensors")
     world.damage(checkpoint / "consolidated.safetensors", 5000)
     assert files("auto") == ["consolidated.safetensors"]
     assert files("mistral") == ["consolidated.safetensors"]
     assert files("dummy") is None  # it has another loader
-    assert weights_text(model, plain, files("auto")) != before
+    assert weights_text(path, plain, files("auto")) != before
     assert (
-        weights_text(model, plain, ["model.safetensors"]) == before
-    )  # what is beside it does not count
+        weights_text(path, plain, ["model.safetensors"]) == before
+    )  # what is passed over does not count
+    # What vLLM's rule does not pick from may be opened by the model.
+    (checkpoint / "tower").mkdir()
+    shutil.copy(checkpoint / "model.safetensors", checkpoint / "tower" / "model.safetensors")
+    with_tower = weights_text(path, plain, ["model.safetensors"])
+    assert with_tower != before
+    (checkpoint / "modeling_own.py").write_text("")
+    (checkpoint / "tower.pt").write_bytes(b"x" * 5000)
+    with_code = weights_text(path, plain, ["model.safetensors"])
+    (checkpoint / "tower.pt").write_bytes(b"y" * 5000)
+    assert weights_text(path, plain, ["model.safetensors"]) != with_code != with_tower
 
 
-def test_a_snapshot_of_the_hub_s_cache_is_its_commit(tmp_path, checkpoint):
+COMMIT = "0123456789abcdef" * 2 + "01234567"
+
+
+@pytest.fixture
+def hub(tmp_path, checkpoint, monkeypatch):
+    """A cache of the hub, as huggingface_hub makes it; return the snapshot."""
+    repository = tmp_path / "hub" / "models--some--llama"
+    snapshot = repository / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    (repository / "blobs").mkdir()
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(COMMIT)
+    for number, path in enumerate(sorted(checkpoint.iterdir())):
+        shutil.copy(path, repository / "blobs" / f"{number:040x}")
+        (snapshot / path.name).symlink_to(f"../../blobs/{number:040x}")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    return snapshot
+
+
+def test_a_hub_s_name_and_the_path_of_its_snapshot_are_one_commit(hub, tmp_path):
     from fskv.engines.vllm_identity import _model_name
+    from fskv.engines.vllm_loaded import checkpoint_of, weights_text
+
+    plain = SimpleNamespace(weights_id=None)
+    offline = checkpoint_of(config_of(hub).model_config)
+    load = SimpleNamespace(download_dir=str(tmp_path / "hub"))
+    for revision in (None, "main", COMMIT):
+        model = config_of("some/llama").model_config
+        model.revision = revision
+        online = checkpoint_of(model, load)
+        assert weights_text(offline, plain) == weights_text(online, plain) == f"commit:{COMMIT}"
+    assert _model_name(str(hub)) == "some/llama"
+    assert checkpoint_of(config_of("nobody/nothing").model_config, load) == "nobody/nothing"
+
+
+def test_a_snapshot_that_was_edited_is_not_its_commit(hub):
     from fskv.engines.vllm_loaded import weights_text
 
-    commit = "0123456789abcdef" * 2 + "01234567"
-    path = tmp_path / "hub" / "models--some--llama" / "snapshots" / commit
-    shutil.copytree(checkpoint, path)
     plain = SimpleNamespace(weights_id=None)
-    offline = config_of(path).model_config
-    online = config_of("some/llama").model_config
-    online.hf_config._commit_hash = commit
-    assert weights_text(offline, plain) == weights_text(online, plain) == f"commit:{commit}"
-    assert _model_name(str(path)) == "some/llama"
-    offline.hf_config_path = "/elsewhere"  # a configuration of another place: no commit for both
-    assert weights_text(offline, plain).startswith("sampled:")
+    assert weights_text(str(hub), plain) == f"commit:{COMMIT}"  # the control
+    weights = hub / "model.safetensors"
+    content = weights.read_bytes()
+    weights.unlink()
+    weights.write_bytes(content)  # as `sed -i` does, and `cp -L`
+    assert weights_text(str(hub), plain).startswith("sampled:")
+
+
+def test_a_hub_s_name_that_leads_elsewhere_after_the_load_stops_the_start(hub, worker_of, tmp_path):
+    from fskv.engines.vllm_loaded import check_unchanged, find_loaded
+    from fskv.errors import ConfigError
+
+    config = config_of("some/llama")
+    config.load_config = SimpleNamespace(download_dir=str(tmp_path / "hub"))
+    worker = worker_of(config)
+    check_unchanged(find_loaded(config), config)
+    newer = COMMIT[::-1]
+    shutil.copytree(hub, hub.parent / newer, symlinks=True)
+    (hub.parents[1] / "refs" / "main").write_text(newer)
+    with pytest.raises(ConfigError, match="another one took its place"):
+        check_unchanged(find_loaded(config), config)
+    del worker
 
 
 class Part:
@@ -289,10 +349,10 @@ def test_weights_of_another_repository_count_or_are_refused(checkpoint, monkeypa
         model_or_path=str(checkpoint), revision=None, prefix="tower.", subfolder=None
     )
     model, plain = SimpleNamespace(secondary_weights=[source]), SimpleNamespace(weights_id=None)
-    ((prefix, before),) = secondary_weights(model, plain)
+    ((prefix, _, before),) = secondary_weights(model, plain)
     assert prefix == "tower."
     world.damage(checkpoint / "model.safetensors", 5000)
-    assert secondary_weights(model, plain) != [[prefix, before]]
+    assert secondary_weights(model, plain) != [[prefix, None, before]]
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     source.model_or_path = "nobody/nothing"
     with pytest.raises(ConfigError, match=r"nobody/nothing.*weights_id"):

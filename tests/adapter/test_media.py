@@ -15,6 +15,7 @@ pytestmark = world.VLLM
 torch = pytest.importorskip("torch")
 
 HASH = b"h" * 32
+NAMES = itertools.count()
 
 
 def feature(content, offset=0, modality="image", **fields):
@@ -25,18 +26,19 @@ def feature(content, offset=0, modality="image", **fields):
         else UserDict({name: SimpleNamespace(data=value) for name, value in content.items()})
     )
     where = SimpleNamespace(offset=offset, is_embed=fields.pop("is_embed", None))
-    return SimpleNamespace(data=item, modality=modality, mm_position=where, **fields)
+    name = fields.pop("identifier", None) or f"name {next(NAMES)}"
+    return SimpleNamespace(data=item, modality=modality, mm_position=where, identifier=name)
 
 
 def image(seed, **fields):
     return feature({"pixel_values": torch.full((3, 4, 4), float(seed))}, **fields)
 
 
-def media(**multimodal):
+def media(num_blocks=8, **multimodal):
     from fskv.engines.vllm_media import Media
 
     config = SimpleNamespace(multimodal_config=SimpleNamespace(**multimodal))
-    return Media(SimpleNamespace(model_config=config))
+    return Media(SimpleNamespace(model_config=config), num_blocks)
 
 
 def keys(*features, **multimodal):
@@ -120,6 +122,32 @@ def test_what_cannot_be_looked_into_has_no_keys_and_is_said_once(unknown, caplog
     assert looking.keys([unknown]) is None
     assert sum("since their content cannot be told" in line for line in caplog.messages) == 1
     assert looking.keys([image(0)]) is not None  # the control
+
+
+def test_a_name_that_stood_for_another_content_in_this_engine_is_not_believed_again():
+    """vLLM's own caches go by the name: what they have of the second one may be the first one's."""
+    looking = media()
+    one, other = image(0, identifier="img-1"), image(1, identifier="img-1")
+    assert looking.keys([one]) is not None
+    assert looking.keys([other]) is None
+    assert looking.keys([image(2), other]) is None
+    assert looking.keys([one]) is not None
+    assert looking.keys([image(1, identifier="img-2")]) is not None  # the control
+
+
+def test_names_are_remembered_for_longer_than_vllm_s_caches_can_hold_what_they_named(monkeypatch):
+    from fskv.engines import vllm_media
+
+    monkeypatch.setattr(vllm_media, "_MIN_NAMED", 4)
+    looking = media(num_blocks=50)
+    looking.keys([image(0, identifier="img-1")])
+    for _ in range(99):
+        looking.keys([image(0)])
+    assert looking.keys([image(1, identifier="img-1")]) is None
+    for _ in range(100):
+        looking.keys([image(0)])
+    assert looking.keys([image(1, identifier="img-1")]) is not None  # forgotten, as by vLLM
+    assert len(looking._named) == 100
 
 
 def test_content_in_shared_memory_is_not_believed():

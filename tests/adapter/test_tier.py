@@ -596,7 +596,7 @@ def test_options_are_refused_with_one_sentence(options, words):
 def test_a_vllm_that_hides_its_workers_refuses_to_start():
     with pytest.raises(ConfigError, match="cannot be used with it"):
         vllm_tier_workers._executor()
-    sentence = vllm_tier_workers.report(None, "engine", vllm_tier._parse({"root": "/x"}))
+    sentence = vllm_tier_workers.report(None, "engine", vllm_tier._parse({"root": "/x"}), "")
     assert isinstance(sentence, str)
     assert "FskvTier cannot be used" in sentence
 

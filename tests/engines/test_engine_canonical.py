@@ -8,7 +8,9 @@ from dataclasses import replace
 
 import engine_lab as lab
 import pytest
+from places import LAB
 
+from demo import engine as engine_program
 from fskv import chunk_file
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
@@ -51,6 +53,7 @@ class Engines:
     def __init__(self, path: str, root: str, tmp_path: pathlib.Path, **engine: object) -> None:
         self.path, self.root, self.tmp_path = path, root, tmp_path
         self.engine = {"block_size": 128, **engine}
+        self.program = engine_program.__file__
         os.makedirs(root, exist_ok=True)
 
     def request(self, steps: list, tp: int, *, fskv: bool = True) -> dict:
@@ -65,7 +68,7 @@ class Engines:
         )
 
     def run(self, steps: list, tp: int, *, fskv: bool = True) -> dict:
-        result = lab.run(self.request(steps, tp, fskv=fskv))
+        result = lab.run(self.request(steps, tp, fskv=fskv), program=self.program)
         return {**lab.generates(result), "metrics": result["steps"][-1]}
 
     def tokens_with(self, tp: int, damages: dict) -> dict:
@@ -80,7 +83,9 @@ class Engines:
             talk.say(lab.generate(PROMPTS.main_prompt(), label), {"reset_prefix_cache": True})
             talk.say(*lab.SETTLE)
         talk.say({"metrics": True})
-        engine = lab.start_engine(self.request(talk.steps, tp), str(directory / "engine"))
+        engine = lab.start_engine(
+            self.request(talk.steps, tp), str(directory / "engine"), program=self.program
+        )
         try:
             for label, damage in damages.items():
 
@@ -221,6 +226,9 @@ def test_mla_is_stored_once_for_all_ranks(tmp_path):
     path = _checkpoint(tmp_path / "checkpoint", config)
     engines = Engines(path, str(tmp_path / "root"), tmp_path, block_size=16)
     main = lab.generate(PROMPTS.main_prompt(), "main")
+    engines.run([main, *lab.SETTLE], 2)
+    assert lab.chunks(engines.root) == []  # vLLM turns prefix caching off for MLA on CPUs
+    engines.program = str(LAB / "reusing_engine.py")
     stored = engines.run([main, *lab.SETTLE, {"metrics": True}], 2)
     reference = engines.run([main], 2, fskv=False)["main"]["tokens"]
     assert stored["main"]["tokens"] == reference

@@ -206,6 +206,24 @@ def test_what_a_processor_reads_and_what_a_client_calls_an_image(lab):
 
 
 @pytest.mark.slow
+def test_a_client_cannot_put_an_image_under_the_name_of_another_one(lab):
+    """vLLM's own caches believe the name, so the KV of the second one may be the first one's: not stored."""
+    checkpoint = odd.blip2(lab.path / "blip2")
+    engine = {**IMAGES, "mm_processor_cache_gb": 0}
+    steps = [
+        {"prompt_token_ids": SEEN, "image": image, "uuid": "img-1", "label": f"{image}"}
+        for image in (0, 1)
+    ]
+    lab.engine(checkpoint, *steps, **engine)
+    honest = {"prompt_token_ids": SEEN, "image": 1, "label": "honest"}
+    found = generates(lab.engine(checkpoint, honest, **engine))["honest"]
+    truth = generates(lab.engine(checkpoint, honest, transfer=False, **engine))["honest"]
+    assert found["tokens"] == truth["tokens"]
+    assert found["num_cached_tokens"] == 0
+    assert len(chunks(str(lab.root))) > 0  # the control: the first one was stored
+
+
+@pytest.mark.slow
 def test_control_with_trusted_keys_another_image_under_the_same_name_is_served(lab):
     checkpoint = odd.blip2(lab.path / "blip2")
     options = {"media_keys": "trusted"}
@@ -262,8 +280,10 @@ def test_weights_that_are_replaced_after_the_load_stop_the_start(lab):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fixed", [False, True])
-def test_weights_that_are_loaded_again_in_a_running_engine(lab, fixed):
+@pytest.mark.parametrize(
+    ("how", "fixed"), [("reload", False), ("reload", True), ("load_weights", False)]
+)
+def test_weights_that_are_loaded_again_in_a_running_engine(lab, how, fixed):
     """From then on nothing of the old weights is loaded, nothing of the new ones stored under their name."""
     checkpoint = odd.llama(lab.path / "llama")
     other = lab.path / "other"
@@ -271,6 +291,8 @@ def test_weights_that_are_loaded_again_in_a_running_engine(lab, fixed):
     weights = other / "model.safetensors"
     weights.write_bytes(odd.other_weights(weights))
     again = {"rpc": "reload_weights", "kwargs": {"weights_path": str(other)}}
+    if how == "load_weights":  # as trainers do it
+        again = {"load_weights": str(weights)}
     lab.engine(checkpoint, text())
     stored = len(chunks(str(lab.root)))
     steps = [again, {"reset_prefix_cache": True}, text(), {"sleep": 0.5}, text("other")]
