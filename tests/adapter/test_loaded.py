@@ -33,9 +33,17 @@ def config_of(model, **fields):
     )
 
 
+class Model:
+    def load_weights(self, weights):
+        return f"model {weights}"
+
+
 class Runner:
+    def __init__(self):
+        self.model = Model()
+
     def get_model(self):
-        return "the model"
+        return self.model
 
     def reload_weights(self, path):
         return f"runner {path}"
@@ -69,7 +77,7 @@ def test_a_worker_is_found_by_its_configuration_and_only_if_it_was_noted(worker_
     workers = [worker_of(mine), worker_of(others)]
     assert find_loaded(copy.copy(mine)).worker() is workers[0]  # a MultiConnector copies
     assert find_loaded(others).worker() is workers[1]
-    assert find_loaded(mine).model == "the model"
+    assert find_loaded(mine).model is workers[0].model_runner.model
     del workers
     with pytest.raises(ConfigError, match="VLLM_PLUGINS"):
         find_loaded(mine)
@@ -144,16 +152,26 @@ def test_a_hub_s_name_needs_no_files(worker_of):
     del worker
 
 
-def test_whoever_loads_weights_again_is_noticed_before_it_begins(worker_of, checkpoint):
+@pytest.mark.parametrize("through", ["runner", "model"])
+def test_whoever_loads_weights_again_is_noticed_before_it_begins(
+    worker_of, checkpoint, tmp_path, through
+):
     from fskv.engines.vllm_loaded import find_loaded
 
     config = config_of(checkpoint)
     worker = worker_of(config)
     loaded = find_loaded(config)
-    loaded.note_reloads()
+    mark = tmp_path / "mark"
+    mark.touch()
+    loaded.note_reloads(str(mark))
     assert not loaded.reloaded
-    assert worker.model_runner.reload_weights("there") == "runner there"
+    assert mark.stat().st_size == 0
+    if through == "runner":
+        assert worker.model_runner.reload_weights("there") == "runner there"
+    else:  # as trainers do it
+        assert worker.model_runner.model.load_weights("given") == "model given"
     assert loaded.reloaded
+    assert mark.stat().st_size > 0  # what a tier looks at
 
 
 @pytest.mark.parametrize(

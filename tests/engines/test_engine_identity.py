@@ -280,10 +280,8 @@ def test_weights_that_are_replaced_after_the_load_stop_the_start(lab):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("how", "fixed"), [("reload", False), ("reload", True), ("load_weights", False)]
-)
-def test_weights_that_are_loaded_again_in_a_running_engine(lab, how, fixed):
+@pytest.mark.parametrize("fixed", [False, True])
+def test_weights_that_are_loaded_again_in_a_running_engine(lab, fixed):
     """From then on nothing of the old weights is loaded, nothing of the new ones stored under their name."""
     checkpoint = odd.llama(lab.path / "llama")
     other = lab.path / "other"
@@ -291,8 +289,6 @@ def test_weights_that_are_loaded_again_in_a_running_engine(lab, how, fixed):
     weights = other / "model.safetensors"
     weights.write_bytes(odd.other_weights(weights))
     again = {"rpc": "reload_weights", "kwargs": {"weights_path": str(other)}}
-    if how == "load_weights":  # as trainers do it
-        again = {"load_weights": str(weights)}
     lab.engine(checkpoint, text())
     stored = len(chunks(str(lab.root)))
     steps = [again, {"reset_prefix_cache": True}, text(), {"sleep": 0.5}, text("other")]

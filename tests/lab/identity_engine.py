@@ -4,7 +4,7 @@ python identity_engine.py request.json result.json
 
 A generate step may have `image`: the seed of a picture that stands in the place of the prompt's image token,
 and `uuid`: what the client calls it. Further steps: {"embed": [...], "label"} (a pooling model),
-{"rpc": name, "kwargs": {...}} (collective_rpc), {"load_weights": file} (into the model itself).
+{"rpc": name, "kwargs": {...}} (collective_rpc).
 Of the request, `replace_after_load`: [file, by file] replaces a file when vLLM has loaded the model and fskv
 has not looked at it yet. `sees_nothing`: Llama 4 is asked about text alone, with nothing that sees images.
 """
@@ -33,9 +33,6 @@ class Child(engine.Child):
         if "rpc" in step:
             self.llm.collective_rpc(step["rpc"], kwargs=step.get("kwargs", {}))
             return {"step": "rpc"}
-        if "load_weights" in step:
-            self.llm.collective_rpc(_load_weights, args=(step["load_weights"],))
-            return {"step": "load_weights"}
         if "embed" in step:
             (output,) = self.llm.embed([{"prompt_token_ids": step["embed"]}], use_tqdm=False)
             return {"step": "embed", "label": step["label"], "values": output.outputs.embedding}
@@ -61,12 +58,6 @@ class Child(engine.Child):
         if self.flush:
             self._generate([1], 1)
         return {"tokens": tokens, "num_cached_tokens": cached}
-
-
-def _load_weights(worker: Any, path: str) -> None:
-    from safetensors.torch import load_file
-
-    worker.model_runner.model.load_weights(load_file(path).items())
 
 
 def _without_images() -> None:
