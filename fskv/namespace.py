@@ -74,7 +74,7 @@ class Identity:
 
     format: int = FORMAT
     engine: str  # "vllm"
-    engine_version: str  # the version line, "0.32": a patch release does not move KV
+    engine_version: str  # "0.32.1"; of a development build all of it
     arch: str  # "sm_90", "gfx942", "cpu-x86_64"
     model_name: str
     weights: str  # fskv.fingerprint.weights_fingerprint, or the option weights_id

@@ -57,8 +57,8 @@ MEANINGS: dict[str, Meaning] = {
     ),
     "engine_version": Meaning(
         "engine version",
-        "from one version line to the next an engine may change how it lays KV out or hashes blocks",
-        "run the same version line on both (a patch release does not matter)",
+        "from one version to the next an engine may change how it lays KV out, hashes blocks or computes",
+        "run the same version on both (how it was built, as in `+cpu`, does not matter)",
     ),
     "arch": Meaning(
         "GPU architecture",
