@@ -76,14 +76,14 @@ mutants: $(SETUP) ## Make deliberate faults in the product: does make test catch
 	@'$(PY)' -m trials.mutants $(ARGS)
 
 test: $(SETUP) ## Each promise, on real engines where one matters (10 minutes on 2 cores)
-	$(PYTEST) -m 'not slow and not shared_fs' --timings .cache/timings/test.json $(ARGS)
+	$(PYTEST) -m 'not slow and not shared_fs' --timings=.cache/timings/test.json $(ARGS)
 
 test-unit: $(SETUP) ## What of test starts no engine
 	$(PYTEST) -m 'not slow and not shared_fs' --ignore tests/engines \
-	    --timings .cache/timings/unit.json $(ARGS)
+	    --timings=.cache/timings/unit.json $(ARGS)
 
 test-slow: $(SETUP) ## More models, ranks, settings, longer walks and storms (an hour); ARGS may name files
-	$(PYTEST) -m 'slow and not shared_fs' --timings .cache/timings/slow.json $(ARGS)
+	$(PYTEST) -m 'slow and not shared_fs' --timings=.cache/timings/slow.json $(ARGS)
 
 test-all: test test-slow test-shared-fs ## Everything there is
 

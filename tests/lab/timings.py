@@ -1,6 +1,6 @@
 """Where the time of a test run goes: every test's seconds in a file, and a summary at the end of the run.
 
-    pytest --timings FILE
+    pytest --timings=FILE
 
 The file is JSON: for each test its outcome, the worker that ran it, the seconds of set-up, call and
 tear-down, and what its engines cost. With several workers the summary's seconds add up to more than the

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
+import re
+import subprocess
+import sys
 import tomllib
 
 import pytest
@@ -111,3 +114,17 @@ def test_a_ledger_that_is_none_is_an_empty_one(slow, monkeypatch, tmp_path, cont
     path.write_text(content)
     monkeypatch.setenv("FSKV_CI_LEDGER", str(path))
     assert slow.read_ledger() == {}
+
+
+@pytest.mark.parametrize("joined", [True, False])
+def test_a_target_can_be_made_again_when_its_file_of_durations_is_there(tmp_path, joined):
+    """pytest takes the word behind an option that it does not know yet for a path of tests, if it exists."""
+    durations = tmp_path / "test.json"
+    durations.write_text("{}")
+    option = [f"--timings={durations}"] if joined else ["--timings", str(durations)]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "--markers", *option], cwd=REPOSITORY, capture_output=True
+    )
+    assert (done.returncode == 0) is joined  # the control: apart they fail
+    words = re.findall(r"--timings(.)", (REPOSITORY / "Makefile").read_text())
+    assert words == ["="] * 3

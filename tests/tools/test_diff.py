@@ -19,7 +19,7 @@ identity_words = pytest.importorskip("fskv_tools.identity_words")
 # One change of each field, and words that an operator must find in what is printed of it.
 CHANGES = {
     "engine": ("other-engine", "engine"),
-    "engine_version": ("0.34", "version line"),
+    "engine_version": ("0.34", "how it was built"),
     "arch": ("sm_120", "GPU architecture cpu-x86_64 / sm_120"),
     "model_name": ("org/other", "model org/model / org/other"),
     "weights": ("commit:" + "b" * 40, "same revision"),
