@@ -340,13 +340,13 @@ class FskvConnector(BudgetedConnector):
         if request.lora_request is not None and self._setup.config.lora == "off":
             self._manager.exclude_request(request.request_id)
         # vLLM's key of embeddings has neither their dtype nor which of them stand for tokens.
-        if request.prompt_embeds is not None:
+        if getattr(request, "prompt_embeds", None) is not None:
             self._manager.exclude_request(request.request_id)
         # Media that a session adds later are not told.
         checked = self._setup.config.media_keys == "checked"
         if checked and getattr(request, "resumable", False):
             self._manager.exclude_request(request.request_id)
-        if request.mm_features and checked:
+        if checked and getattr(request, "mm_features", None):
             media = self._media.keys(request.mm_features)
             if media is None:
                 self._manager.exclude_request(request.request_id)

@@ -87,7 +87,9 @@ class Media:
                 content_digest([each.modality, each.mm_position.is_embed, self._digest(each)])
                 for each in ordered
             ]
-        except (TypeError, AttributeError, RuntimeError, ImportError) as error:
+        except (
+            Exception
+        ) as error:  # whatever content of another vLLM raises: it must not stop the engine
             if not self._said:
                 self._said = True
                 logger.warning(

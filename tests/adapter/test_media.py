@@ -114,7 +114,11 @@ def test_a_tensor_counts_by_its_numbers_and_not_by_how_it_lies():
 
 
 @pytest.mark.parametrize(
-    "unknown", [feature(None), feature({"a": object()}), feature({"a": torch.zeros(1, device="meta")})]
+    "unknown",
+    [
+        *(feature(None), feature({"a": object()}), feature({"a": torch.zeros(1, device="meta")})),
+        feature({"a": torch.zeros(2, 2).to_sparse()}),  # raises what it likes
+    ],
 )  # fmt: skip
 def test_what_cannot_be_looked_into_has_no_keys_and_is_said_once(unknown, caplog):
     looking = media()
