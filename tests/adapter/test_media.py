@@ -194,3 +194,37 @@ def test_the_manager_asks_for_stores_and_loads_the_chunks_of_these_keys(tmp_path
     manager.on_request_finished(contexts["one"])  # the control: forgotten, it is vLLM's key again
     assert manager.prepare_load([key], contexts["one"]).chunks == [chunks["text"]]
     manager.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "excluded", "taken"),
+    [
+        ({}, {}, False, False),
+        ({"mm_features": [image(0)]}, {}, False, True),
+        ({"mm_features": [feature(None)]}, {}, True, False),
+        ({"mm_features": [feature(None)]}, {"media_keys": "trusted"}, False, False),
+        ({"prompt_embeds": torch.zeros(1)}, {}, True, False),
+        ({"prompt_embeds": torch.zeros(1)}, {"media_keys": "trusted"}, True, False),
+        ({"resumable": True}, {}, True, False),
+        ({"resumable": True}, {"media_keys": "trusted"}, False, False),
+        ({"lora_request": "adapter"}, {}, True, False),
+        ({"lora_request": "adapter"}, {"lora": "by-name"}, False, False),
+    ],
+)
+def test_requests_whose_kv_has_no_name_are_left_out(monkeypatch, changes, options, excluded, taken):
+    from fskv.config import StoreConfig
+    from fskv.engines.vllm_budget import BudgetedConnector
+    from fskv.engines.vllm_connector import FskvConnector
+
+    left_out, keyed = [], []
+    manager = SimpleNamespace(
+        exclude_request=left_out.append, take_media=lambda req_id, found: keyed.append(req_id)
+    )
+    monkeypatch.setattr(BudgetedConnector, "on_new_request", lambda *_: None)
+    monkeypatch.setattr(FskvConnector, "_manager", manager)
+    connector = FskvConnector.__new__(FskvConnector)
+    connector._setup = SimpleNamespace(config=StoreConfig.from_mapping({"root": "/kv", **options}))
+    connector._media = media()
+    fields = {"mm_features": [], "prompt_embeds": None, "resumable": False, "lora_request": None}
+    connector.on_new_request(SimpleNamespace(request_id="r", **{**fields, **changes}))
+    assert (bool(left_out), bool(keyed)) == (excluded, taken)
