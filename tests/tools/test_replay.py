@@ -494,7 +494,7 @@ def test_the_order_of_use_is_on_disk(make_engine, grants, newest_first):
         hits += engine.handle(request).hits
         time.sleep(0.011)  # a tick, the unit of ext4's mtimes, is at most 10 ms
     if newest_first:  # the negative control
-        assert hits < 0.8 * exact
+        assert hits < 0.9 * exact  # what the other case would not take
     else:
         assert abs(hits - exact) <= 0.1 * exact
 
