@@ -161,16 +161,14 @@ class Root:
     def nearest(self, identity: Identity) -> list[str]:
         """Return in which fields the most alike other namespace of the architecture differs; [] without one.
 
-        Looks at the 16 that were made last, with the same name of a model first. Raises OSError.
+        Looks at 16, with the same name of a model first. Raises OSError.
         """
         own = namespace.directory(identity)
         arch, _, name = own.rpartition("/")
         model = name.rpartition("@")[0]
         with os.scandir(f"{self.path}/{arch}") as entries:
             others = [e for e in entries if "@" in e.name and e.name != name]
-        others.sort(
-            key=lambda e: (e.name.rpartition("@")[0] == model, e.stat().st_ctime_ns), reverse=True
-        )
+        others.sort(key=lambda e: e.name.rpartition("@")[0] != model)
         found: list[list[str]] = []
         for entry in others[:_MAX_NEIGHBOURS]:
             with suppress(OSError, RootError, ValueError, IdentityMismatch):

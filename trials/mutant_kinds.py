@@ -614,7 +614,7 @@ FAULTS = (
         "media-by-name",
         "A medium is not served for another one under the same name.",
         "fskv/engines/vllm_media.py",
-        "        return block_hash + _MARK + before[-1][:_DIGEST_NBYTES] if before else block_hash\n",
+        "        return block_hash + _MARK + self._so_far[count - 1][:_DIGEST_NBYTES]\n",
         "        return block_hash\n",
         ("tests/adapter/test_media.py",),
     ),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -44,7 +45,7 @@ class MediaKeys:
         self._so_far: list[bytes] = []
         digest = b""
         for start, own in zip(starts, digests, strict=True):
-            digest = _blake3(b"%d:" % start + own + digest)
+            digest = content_digest([start, own, digest])
             self._so_far.append(digest)
 
     def key(self, block_hash: bytes, end: int | None) -> bytes:
@@ -52,16 +53,14 @@ class MediaKeys:
 
         None where vLLM does not say it: then all media count.
         """
-        before = [
-            digest
-            for start, digest in zip(self._starts, self._so_far, strict=True)
-            if end is None or start < end
-        ]
-        return block_hash + _MARK + before[-1][:_DIGEST_NBYTES] if before else block_hash
+        count = len(self._starts) if end is None else bisect_left(self._starts, end)
+        if not count:
+            return block_hash
+        return block_hash + _MARK + self._so_far[count - 1][:_DIGEST_NBYTES]
 
 
 class Media:
-    """Digests the media of requests, on the scheduler's thread: some milliseconds for ten MiB."""
+    """Digests the media of requests, on the scheduler's thread."""
 
     def __init__(self, vllm_config: VllmConfig, num_blocks: int) -> None:
         """`num_blocks` is how many blocks of KV the engine has."""
@@ -167,9 +166,3 @@ def _pieces(value: object) -> Iterator[bytes | memoryview]:
                 yield from _pieces(value[name])
         case _:
             raise TypeError(f"content of type {type(value).__name__}")
-
-
-def _blake3(data: bytes) -> bytes:
-    from blake3 import blake3
-
-    return bytes(blake3(data).digest())

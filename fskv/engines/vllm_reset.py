@@ -33,6 +33,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_ANSWER_S = (
+    60.0  # copies of memory take far less; a worker that hangs must not hold a reset for ever
+)
+
 
 def forget_past_blocks(scheduler: OffloadingConnectorScheduler) -> None:
     """Make a reset that follows store no block again that may be another request's by now."""
@@ -56,7 +60,7 @@ def drop_in_workers() -> None:
             "waits there to be stored is gathered with the next step"
         )
         return
-    found.collective_rpc(drop_jobs)
+    found.collective_rpc(drop_jobs, timeout=_ANSWER_S)
 
 
 def drop_jobs(_worker: object) -> None:
