@@ -59,6 +59,8 @@ ENV_DEFAULTS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "TOKENIZERS_PARALLELISM": "false",
+    # It fails below a directory with a space in its name; vLLM compiles a step of two ranks also when eager.
+    "TORCH_COMPILE_DISABLE": "1",
 }
 
 ENGINE_DEFAULTS: dict[str, Any] = {

@@ -46,16 +46,31 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.path.parent.name != "engines")
 
 
-@pytest.fixture(autouse=True)
+@contextlib.contextmanager
 def environment_stays():
-    """Put back what a test, or what it calls, does to the environment: vLLM sets LD_PRELOAD and more."""
+    """Put back what is done to the environment: vLLM sets LD_PRELOAD and more."""
     before = dict(os.environ)
-    yield
-    now = os.environ.get("PYTEST_CURRENT_TEST")
-    os.environ.clear()
-    os.environ.update(before)
-    if now is not None:
-        os.environ["PYTEST_CURRENT_TEST"] = now
+    try:
+        yield
+    finally:
+        now = os.environ.get("PYTEST_CURRENT_TEST")
+        os.environ.clear()
+        os.environ.update(before)
+        if now is not None:
+            os.environ["PYTEST_CURRENT_TEST"] = now
+
+
+@pytest.fixture(autouse=True)
+def environment_of_a_test_stays():
+    with environment_stays():
+        yield
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef):
+    """What a fixture of several tests makes in this process leaves the environment as it was."""
+    with contextlib.nullcontext() if fixturedef.scope == "function" else environment_stays():
+        return (yield)
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,30 @@
+"""tests/conftest.py: one test's environment is not the next one's."""
+
+import os
+
+import pytest
+
+LEFT = "FSKV_LEFT_BY_A_FIXTURE"
+
+
+@pytest.fixture(scope="module")
+def one_of_several_tests():
+    os.environ[LEFT] = "1"
+    return os.environ[LEFT]
+
+
+@pytest.fixture
+def one_of_a_single_test():
+    os.environ[LEFT] = "1"
+
+
+def test_a_fixture_of_several_tests_leaves_the_environment_as_it_was(one_of_several_tests):
+    assert one_of_several_tests == "1"
+    assert LEFT not in os.environ
+
+
+@pytest.mark.parametrize("again", range(2))
+def test_a_fixture_of_a_test_may_set_what_its_test_needs(again, request):
+    assert LEFT not in os.environ
+    request.getfixturevalue("one_of_a_single_test")
+    assert LEFT in os.environ
