@@ -82,6 +82,9 @@ test-unit: $(SETUP) ## What of test starts no engine
 	$(PYTEST) -m 'not slow and not shared_fs' --ignore tests/engines \
 	    --timings=.cache/timings/unit.json $(ARGS)
 
+test-engines: $(SETUP) ## What of test starts real engines: the other part
+	$(PYTEST) -m 'not slow and not shared_fs' --timings=.cache/timings/engines.json $(ARGS) tests/engines
+
 test-slow: $(SETUP) ## More models, ranks, settings, longer walks and storms (an hour); ARGS may name files
 	$(PYTEST) -m 'slow and not shared_fs' --timings=.cache/timings/slow.json $(ARGS)
 
@@ -98,6 +101,9 @@ lint: $(SETUP) ## ruff and mypy
 	'$(PY)' -m ruff check .
 	'$(PY)' -m ruff format --check .
 	'$(PY)' -m mypy
+
+wheel: ## sdist and manylinux wheel of the last commit in dist/, each tried in clean environments (needs no .venv)
+	@"$${PYTHON:-python3.11}" .ci/wheel
 
 clean: ## Remove caches, checkpoints and results; keeps the environment
 	rm -rf .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info

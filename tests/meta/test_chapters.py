@@ -127,4 +127,4 @@ def test_a_target_can_be_made_again_when_its_file_of_durations_is_there(tmp_path
     )
     assert (done.returncode == 0) is joined  # the control: apart they fail
     words = re.findall(r"--timings(.)", (REPOSITORY / "Makefile").read_text())
-    assert words == ["="] * 3
+    assert set(words) == {"="}
