@@ -29,6 +29,9 @@ from fskv.types import ChunkId, Status
 
 DOCUMENTS = [
     "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    ".github/pull_request_template.md",
     *(
         f"docs/{n}.md"
         for n in (
