@@ -1,7 +1,7 @@
 """Deliberate faults in the product: each one that an unlucky refactoring could make, and what it breaks.
 
-A fault replaces a text that is exactly once in its file. `tests` are the files that stand for the promise:
-one of their tests has to notice. Imports nothing of fskv.
+A fault replaces a text that is exactly once in its file. `tests` are the files, or tests, that stand for the
+promise: one of them has to notice. Imports nothing of fskv.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ _JOBS = ("tests/unit/test_jobs.py",)
 _PRESENCE = ("tests/unit/test_presence.py",)
 _PRUNE = ("tests/unit/test_prune.py",)
 _MAC = ("tests/unit/test_mac.py",)
+_CAPACITY = ("tests/unit/test_capacity.py",)
+_SHARING = "tests/engines/test_engine_sharing.py"
+_FAULTY = "tests/engines/test_engine_faults.py"
 _IDENTITY = ("tests/unit/test_namespace.py",)
 
 
@@ -31,7 +34,7 @@ class Fault:
     path: str  # of the file, from the repository's root
     old: str
     new: str
-    tests: tuple[str, ...]  # one of these files has to notice
+    tests: tuple[str, ...]  # one of these files, or tests, has to notice
 
     @property
     def is_native(self) -> bool:
@@ -314,12 +317,44 @@ FAULTS = (
         _JOBS,
     ),
     Fault(
+        "hung-threads-unbounded",
+        "No more threads are started than may hang, however many reads do.",
+        "fskv/threads.py",
+        "            if self._num_alive >= self._num_threads + self._max_hung:\n                return False\n",
+        "",
+        _JOBS,
+    ),
+    Fault(
+        "loads-wait-for-stores",
+        "A load overtakes the stores that are queued.",
+        "fskv/threads.py",
+        "                (self._urgent if task.urgent else self._normal)[task] = None\n",
+        "                self._normal[task] = None\n",
+        _JOBS,
+    ),
+    Fault(
+        "reported-when-written",
+        "A store is reported when its pages are gathered, and not when they are written.",
+        "fskv/jobs.py",
+        "        self._close(task, None, task.request.plan.nbytes, 0.0)\n        return True\n",
+        "        return True\n",
+        _JOBS,
+    ),
+    Fault(
         "failed-load-is-good",
         "A load of which one chunk was not good is reported as failed.",
         "fskv/jobs.py",
         "            job.failed |= job.is_load and status is not Status.OK\n",
         "            job.failed = job.is_load and status is not Status.OK\n",
         _JOBS,
+    ),
+    Fault(
+        "lost-chunk-is-good",
+        "A load of which one chunk was gone is reported as failed.",
+        "fskv/jobs.py",
+        "            job.failed |= job.is_load and status is not Status.OK\n",
+        "            job.failed |= job.is_load and status not in (Status.OK, Status.MISSING)\n",
+        ("tests/unit/test_jobs.py", f"{_SHARING}::test_damaged_chunks_cost_a_recompute_and_heal"),
     ),
     # --- what is published ------------------------------------------------------------------
     Fault(
@@ -356,6 +391,14 @@ FAULTS = (
         ("tests/unit/test_store.py", "tests/unit/test_root.py"),
     ),
     Fault(
+        "links-followed",
+        "No link in the place of a chunk is followed.",
+        "fskv/transports/chunk_fd.py",
+        "_OPEN_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK\n",
+        "_OPEN_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK\n",
+        _STORE,
+    ),
+    Fault(
         "part-not-exclusive-c",
         "A part is made exclusively outside the interpreter too.",
         "fskv/csrc/chunk_io.c",
@@ -369,6 +412,14 @@ FAULTS = (
         "fskv/lease.py",
         "        os.link(part, path)\n    except OSError as error:\n",
         "        os.rename(part, path)\n    except OSError as error:\n",
+        ("tests/unit/test_lease.py",),
+    ),
+    Fault(
+        "living-holder-replaced",
+        "A lease is taken over only from a holder that is dead.",
+        "fskv/lease.py",
+        "        if found is not None and not self._is_dead(found):\n            return\n",
+        "",
         ("tests/unit/test_lease.py",),
     ),
     Fault(
@@ -386,6 +437,14 @@ FAULTS = (
         "    (void)unlink(file->part);\n",
         "",
         _NATIVE,
+    ),
+    Fault(
+        "living-parts-removed",
+        "The part of a writer that lives is not removed.",
+        "fskv/holder.py",
+        "            if not provably_dead(name) and now_ns - info.st_mtime_ns < self._grace_s * 1e9:\n",
+        "            if not provably_dead(name) and now_ns < info.st_mtime_ns:\n",
+        ("tests/unit/test_maintenance.py",),
     ),
     Fault(
         "old-bytes-stored",
@@ -425,7 +484,22 @@ FAULTS = (
         "fskv/root.py",
         "        os.mkdir(path, mode)\n    except FileExistsError:\n",
         "        os.makedirs(path, mode)\n    except FileExistsError:\n",
-        ("tests/unit/test_store.py", "tests/unit/test_root.py"),
+        (
+            "tests/unit/test_store.py",
+            "tests/unit/test_root.py",
+            f"{_FAULTY}::test_root_removed_while_running_is_neither_missed_nor_made_again",
+        ),
+    ),
+    Fault(
+        "root-made-at-start",
+        "A root that is missing at start is not made.",
+        "fskv/root.py",
+        "    try:\n        found = os.stat(path)\n    except (FileNotFoundError, NotADirectoryError):\n        raise RootError(\n",
+        "    try:\n        os.makedirs(path, exist_ok=True)\n        found = os.stat(path)\n    except (FileNotFoundError, NotADirectoryError):\n        raise RootError(\n",
+        (
+            "tests/unit/test_root.py",
+            f"{_FAULTY}::test_bad_configuration_is_one_sentence_at_start_up",
+        ),
     ),
     # --- what is believed to be there -------------------------------------------------------
     Fault(
@@ -434,6 +508,22 @@ FAULTS = (
         "fskv/index/presence.py",
         "        missed = _Known(reason, now + self._negative_ttl_s)\n",
         "        missed = _Known(reason, now + self._positive_ttl_s)\n",
+        _PRESENCE,
+    ),
+    Fault(
+        "lookup-looks-itself",
+        "A lookup leaves the disk to the probe threads.",
+        "fskv/index/presence.py",
+        "        self._queued[key] = missed_before\n        return _WAITING\n",
+        "        self._queued[key] = missed_before\n        self._probe([key], bytes(1))\n        return _WAITING\n",
+        _PRESENCE,
+    ),
+    Fault(
+        "presence-unbounded",
+        "What the presence index remembers is bounded.",
+        "fskv/index/presence.py",
+        "        while len(self._entries) > self._max_known:\n            self._entries.popitem(last=False)\n",
+        "",
         _PRESENCE,
     ),
     Fault(
@@ -484,6 +574,46 @@ FAULTS = (
         "            if self._used + nbytes > self._allowed or self._silent:\n                return False\n",
         "            if self._silent:\n                return False\n",
         ("tests/unit/test_capacity.py",),
+    ),
+    Fault(
+        "keep-free-ignored",
+        "What is to stay free on the disk stays free.",
+        "fskv/claims.py",
+        "        limit = space.total_nbytes - keep\n",
+        "        limit = space.total_nbytes\n",
+        _CAPACITY,
+    ),
+    Fault(
+        "namespace-bound-ignored",
+        "The bound of a namespace holds beside the bound of the root.",
+        "fskv/claims.py",
+        "        _tighten(per_namespace, mine, limits.namespace_max_nbytes)\n",
+        "",
+        _CAPACITY,
+    ),
+    Fault(
+        "stores-go-on-when-full",
+        "A full disk pauses stores.",
+        "fskv/capacity.py",
+        "        if self.paused:\n            return False\n        self._asked",
+        "        self._asked",
+        _CAPACITY,
+    ),
+    Fault(
+        "maintenance-stays-dead",
+        "A maintenance process that dies is started again.",
+        "fskv/capacity.py",
+        "            if now >= self._next_start:\n",
+        "            if now >= self._next_start and self._process is None:\n",
+        _CAPACITY,
+    ),
+    Fault(
+        "maintenance-pipe-blocks",
+        "A maintenance process that does not read holds up no step of the engine.",
+        "fskv/capacity.py",
+        "        for pipe in (self._process.stdin, self._process.stdout):\n            os.set_blocking",
+        "        for pipe in (self._process.stdout,):\n            os.set_blocking",
+        _CAPACITY,
     ),
     Fault(
         "others-grants-ignored",
@@ -548,6 +678,14 @@ FAULTS = (
         "fskv/mac.py",
         "    return hmac.compare_digest(found, expected)\n",
         "    return hmac.compare_digest(found, found)\n",
+        _MAC,
+    ),
+    Fault(
+        "secret-in-the-error",
+        "No error says what is in a key file.",
+        "fskv/mac.py",
+        "line {line_number}: expected {expected}",
+        "line {line_number}: {line!r}, expected {expected}",
         _MAC,
     ),
     Fault(
@@ -649,6 +787,16 @@ FAULTS = (
         "        kv_cache_dtype=kv_dtype,\n",
         "        kv_cache_dtype=_name(model.dtype),\n",
         ("tests/adapter/test_identity_settings.py",),
+    ),
+    Fault(
+        "policy-fail-kept",
+        "Damage fails no request, whatever failure policy the user chose.",
+        "fskv/engines/vllm_connector.py",
+        '        transfer.kv_load_failure_policy = "recompute"\n',
+        "",
+        (
+            f"{_FAULTY}::test_policy_fail_is_named_and_replaced_so_that_damage_never_fails_a_request",
+        ),
     ),
     Fault(
         "tenant-not-in-identity",

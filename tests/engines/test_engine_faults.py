@@ -461,7 +461,7 @@ def test_another_sliding_window_is_another_namespace(tmp_path):
     ("options", "words"),
     [
         ({"rooot": "/x"}, ["'rooot'", "unknown", "did you mean 'root'?"]),
-        ({"root": "/nonexistent/kv"}, ["'root'", "/nonexistent/kv", "does not exist"]),
+        ({"root": "{missing}"}, ["'root'", "{missing}", "does not exist"]),
         pytest.param(
             {"staging_bytes": "10 parsecs"},
             ["'staging_bytes'", "10 parsecs", "256MiB"],
@@ -476,16 +476,19 @@ def test_another_sliding_window_is_another_namespace(tmp_path):
 )
 def test_bad_configuration_is_one_sentence_at_start_up(options, words, tmp_path):
     transfer = lab.connector(_root(tmp_path))
-    transfer["kv_connector_extra_config"] |= options
-    result = lab.run_engine(lab.request(MODEL, [], transfer=transfer))
+    missing = tmp_path / "missing"
+    for name, value in options.items():
+        made = value.format(missing=missing) if isinstance(value, str) else value
+        transfer["kv_connector_extra_config"][name] = made
+    result = lab.run_engine(lab.request(MODEL, [], transfer=transfer), directory=tmp_path / "e")
     assert result["exit_code"] == 1
-    assert not os.path.exists("/nonexistent"), "a root is never made"
+    assert not missing.exists(), "a root is never made"
     log = pathlib.Path(result["log_path"]).read_text()
     sentences = [line for line in log.splitlines() if "fskv: " in line and "ERROR" in line]
     assert sentences, log[-2000:]
     for word in words:
-        assert word in sentences[0]
-        assert word in result["error"]
+        assert word.format(missing=missing) in sentences[0]
+        assert word.format(missing=missing) in result["error"]
 
 
 def test_policy_fail_is_named_and_replaced_so_that_damage_never_fails_a_request(
