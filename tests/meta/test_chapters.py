@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
+import json
+import os
 import re
 import subprocess
 import sys
@@ -56,7 +58,7 @@ def test_what_a_chapter_watches_is_there():
 
 
 LEDGER = {
-    "one": {"commit": "a", "passed_at": "2026-01-02"},
+    "one": {"commit": "a", "skipped_at": "2026-01-02"},
     "two": {"commit": "a", "passed_at": "2026-01-03"},
     "three": {"commit": "a", "passed_at": "2026-01-01"},
 }
@@ -84,12 +86,63 @@ def test_what_failed_comes_first_then_what_never_ran_what_changed_and_what_waite
 @pytest.mark.parametrize("changed", ["", "tests/lab/x.py", "fskv/engines/x.py", "docs/x.md"])
 def test_whatever_changes_each_time_no_chapter_waits_for_ever(slow, monkeypatch, changed):
     monkeypatch.setattr(slow, "git", lambda *_: changed)
-    ledger, ran = {}, set()
+    ledger, ran_at = {}, {}
     for number in range(60):
-        for name in slow.chosen(CHAPTERS, ledger, number, 8 * 60):
-            ran.add(name)
-            ledger[name] = {"commit": "a", "passed_at": f"{number:04}", "seconds": 200}
-    assert ran == set(CHAPTERS)
+        names = slow.chosen(CHAPTERS, ledger, number, 10 * 60)
+        assert sum(CHAPTERS[name]["minutes"] for name in names) <= 10
+        for name in names:
+            ran_at[name] = number
+            ledger[name] = {"commit": "a", "passed_at": f"{number:04}"}
+    assert ran_at.keys() == CHAPTERS.keys()
+    assert min(ran_at.values()) > 40
+
+
+def test_the_minutes_bound_what_runs(slow, monkeypatch):
+    monkeypatch.setattr(slow, "git", lambda *_: "")
+    assert slow.chosen(CHAPTERS, {}, 0, 0) == []
+    took = {name: {"seconds": 60 * idx + 60} for idx, name in enumerate(CHAPTERS)}
+    assert slow.chosen(CHAPTERS, took, 0, 100) == [next(iter(CHAPTERS))]
+    assert set(slow.chosen(CHAPTERS, took, 0, 1e9)) == set(CHAPTERS)
+
+
+@pytest.mark.parametrize(
+    ("code", "ended", "expected"),
+    [
+        (0, ["passed", "skipped"], ("passed", "1 passed, 1 skipped")),
+        (0, ["skipped"], ("all skipped", "1 skipped")),
+        (0, [], ("FAILED", "no test ran")),
+        (0, ["passed", "failed"], ("FAILED", "1 passed, 1 failed")),
+        (1, ["passed"], ("FAILED", "1 passed")),
+    ],
+)
+def test_a_chapter_fails_when_one_test_does_or_none_ran(slow, code, ended, expected):
+    assert slow.judged(code, ended) == expected
+
+
+def test_the_table_says_when_each_ran_last_and_what_never_did(tmp_path):
+    """--ran notes what only the Makefile runs; a list runs nothing."""
+    path = tmp_path / "ledger.json"
+    path.write_text(json.dumps({"tier": {"skipped_at": "2026-01-01"}}))
+
+    def slow(*words):
+        done = subprocess.run(
+            [sys.executable, REPOSITORY / ".ci" / "slow", *words],
+            env={**os.environ, "FSKV_CI_LEDGER": str(path)},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        return {line.split()[0]: line for line in done.stdout.splitlines() if line}
+
+    assert slow("--ran", "mutants") == {}
+    said = slow("--list", "--minutes", "3")
+    assert re.search(r"not here +20\d\d-[\dT:+-]+ +make mutants", said["mutants"])
+    for name in ("shared_fs", "versions"):
+        assert re.search("not here +never here +make test-", said[name])
+    assert "2026-01-01 all skipped" in said["tier"]
+    assert said["tier"].endswith("longer than 3 minutes")
+    assert said["walks"].endswith("never ran here, longer than 3 minutes")
+    assert {*CHAPTERS, "GPUs"} < said.keys()
 
 
 def test_every_file_of_the_product_is_watched_by_a_chapter(slow):
