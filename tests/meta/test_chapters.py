@@ -20,13 +20,34 @@ ELSEWHERE = ("test_promises.py", "test_chapters.py", "test_engine_versions.py")
 CHAPTERS = tomllib.loads((TESTS / "chapters.toml").read_text())
 
 
-@pytest.fixture(scope="module")
-def slow():
-    loader = importlib.machinery.SourceFileLoader("ci_slow", str(REPOSITORY / ".ci" / "slow"))
-    spec = importlib.util.spec_from_loader("ci_slow", loader)
+def program(name):
+    """Import a program of .ci, whose name has no ending."""
+    loader = importlib.machinery.SourceFileLoader(f"ci_{name}", str(REPOSITORY / ".ci" / name))
+    spec = importlib.util.spec_from_loader(f"ci_{name}", loader)
     module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def slow():
+    return program("slow")
+
+
+def test_near_a_file_of_the_product_is_what_imports_it_or_is_named_for_it():
+    near = program("near").near
+    damaged = "tests/engines/test_engine_sharing.py::test_damaged_chunks_cost_a_recompute_and_heal"
+    assert {"tests/unit/test_jobs.py", damaged} <= near("fskv/jobs.py")  # imports; a fault's
+    assert "tests/unit/test_native.py" in near("fskv/csrc/chunk_io.c")
+    assert near("tools/top/line.py") == {"tests/tools/test_top.py"}  # its folder's name
+    assert near("fskv/csrc/xxh3.c") == {"tests/unit", "tests/adapter"}  # nothing is near
+    listed = [p for folder in ("fskv", "tools") for p in (REPOSITORY / folder).rglob("*.py")]
+    for path in listed:
+        for test in near(path.relative_to(REPOSITORY).as_posix()):
+            assert (REPOSITORY / test.partition("::")[0]).exists(), test
+    for other in ("fskv/no_such.py", "README.md", "tests/conftest.py"):
+        with pytest.raises(ValueError, match="no file of fskv/ or tools/"):
+            near(other)
 
 
 def files_with_slow_tests():
