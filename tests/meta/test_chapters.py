@@ -126,6 +126,29 @@ def test_the_minutes_bound_what_runs(slow, monkeypatch):
     assert set(slow.chosen(CHAPTERS, took, 0, 1e9)) == set(CHAPTERS)
 
 
+@pytest.mark.parametrize(("took_s", "expected"), [(60, 3), (90, 2), (200, 1)])
+def test_chapters_that_take_longer_than_before_leave_out_the_rest(
+    slow, monkeypatch, tmp_path, took_s, expected
+):
+    now, ran = [0.0], []
+
+    def run(chapter):
+        ran.append(chapter)
+        now[0] += took_s
+        return "passed", "1 passed"
+
+    path = tmp_path / "ledger.json"
+    path.write_text(json.dumps({name: {"seconds": 60} for name in CHAPTERS}))
+    monkeypatch.setenv("FSKV_CI_LEDGER", str(path))
+    monkeypatch.setattr(slow, "run", run)
+    monkeypatch.setattr(slow.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(sys, "argv", ["slow", "--minutes", "3"])
+    assert slow.main() == 0
+    assert len(ran) == expected
+    entries = json.loads(path.read_text()).values()
+    assert [entry["seconds"] for entry in entries if "passed_at" in entry] == [took_s] * expected
+
+
 @pytest.mark.parametrize(
     ("code", "ended", "expected"),
     [
