@@ -19,6 +19,7 @@ _CAPACITY = ("tests/unit/test_capacity.py",)
 _SHARING = "tests/engines/test_engine_sharing.py"
 _FAULTY = "tests/engines/test_engine_faults.py"
 _IDENTITY = ("tests/unit/test_namespace.py",)
+_FORMAT = ("tests/meta/test_format_vectors.py",)
 
 
 class FaultError(ValueError):
@@ -725,6 +726,22 @@ FAULTS = (
         _IDENTITY,
     ),
     Fault(
+        "surrogates-in-an-identity",
+        "A text that no other language can keep is refused in an identity.",
+        "fskv/namespace.py",
+        "        text.encode()\n",
+        '        text.encode("utf-8", "surrogatepass")\n',
+        _FORMAT,
+    ),
+    Fault(
+        "ascii-only-in-texts",
+        "Canonical JSON is what docs/format.md says, to the last escape.",
+        "fskv/namespace.py",
+        "ensure_ascii=True, allow_nan=False\n",
+        "ensure_ascii=False, allow_nan=False\n",
+        _FORMAT,
+    ),
+    Fault(
         "hash-seed-not-asked",
         "Engines whose block hashes differ do not share: the seed is the environment's.",
         "fskv/engines/vllm_identity.py",
@@ -813,6 +830,15 @@ FAULTS = (
         "    yield middle, middle + SAMPLE_NBYTES\n",
         "",
         ("tests/unit/test_fingerprint.py", "tests/unit/test_checkpoint_samples.py"),
+    ),
+    # --- inspectable ------------------------------------------------------------------------
+    Fault(
+        "counters-fall",
+        "A counter never falls, since Prometheus raises for that.",
+        "fskv/metrics.py",
+        "        if not amount > 0:\n",
+        "        if not amount:\n",
+        ("tests/unit/test_metrics.py",),
     ),
     # --- tools ------------------------------------------------------------------------------
     Fault(
