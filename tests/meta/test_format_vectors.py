@@ -6,6 +6,7 @@ Every check takes the document's text, so that each can be shown to fail on a do
 from __future__ import annotations
 
 import copy
+import dataclasses
 import hashlib
 import json
 import re
@@ -17,7 +18,9 @@ from test_docs import fenced, rows, text_of
 
 from fskv import namespace
 from fskv.chunk_file import ChunkHeader, FileLayout, encode_header, parse_header, row_digests
+from fskv.claims import Book, Claim, Limits, Usage
 from fskv.errors import ConfigError, IdentityMismatch
+from fskv.lease import LeaseState
 from fskv.mac import MacKey
 from fskv.namespace import Identity
 from fskv.root import manifest_bytes
@@ -226,3 +229,51 @@ def test_a_number_beyond_a_double_is_refused():
     text = re.sub(r'"scale": 0\.1', '"scale": 1e400', json.dumps(example(FORMAT)))
     with pytest.raises(IdentityMismatch):
         Identity.from_manifest(namespace.parse_json(text))
+
+
+# --- what engines tell each other -------------------------------------------------------------
+
+_NAME = "host-1-00000000-1"
+_CLAIM = Claim(_NAME, "sm_90/m@0123456789abcdef", None, Limits(1, 2, 3, 4))
+_USAGE = Usage({"sm_90/m@0123456789abcdef": (1, 2)}, {}, {_NAME: 3}, 4, 5, 6, 7, 8)
+_MAY_BE_LEFT_OUT = {"limits.namespaces", "limits.tenants", "limits.unused_s"}
+
+
+def check_shared_fields(text: str) -> None:
+    _, _, section = text.partition("## What engines tell each other")
+    for what in (Claim, Limits, Usage, LeaseState):
+        for field in dataclasses.fields(what):
+            assert f"`{field.name}`" in section, f"{what.__name__}.{field.name}"
+
+
+def test_every_field_of_a_claim_of_limits_of_the_usage_and_of_the_lease_is_described():
+    check_shared_fields(FORMAT)
+    with pytest.raises(AssertionError):
+        check_shared_fields(FORMAT.replace("`pruned_nbytes`", "what was pruned"))
+
+
+def without(tree: dict, path: str) -> dict:
+    tree = copy.deepcopy(tree)
+    *parents, name = path.split(".")
+    del (tree[parents[0]] if parents else tree)[name]
+    return tree
+
+
+def read_back(directory, claim: dict, usage: dict) -> tuple[bool, bool]:
+    """Say whether a claim and a usage that are written so are understood."""
+    (directory / "claims").mkdir(exist_ok=True)
+    (directory / "claims" / f"{_NAME}.json").write_text(json.dumps(claim))
+    (directory / "usage.json").write_text(json.dumps(usage))
+    book = Book(str(directory))
+    return book.claims() != [], book.usage() is not None
+
+
+def test_a_claim_and_a_usage_need_the_fields_that_the_document_calls_required(tmp_path):
+    claim, usage = dataclasses.asdict(_CLAIM), dataclasses.asdict(_USAGE)
+    assert read_back(tmp_path, claim, usage) == (True, True)
+    assert read_back(tmp_path, {**claim, "new": 1}, {**usage, "new": 1}) == (True, True)
+    for path in (*claim, *(f"limits.{name}" for name in claim["limits"])):
+        found = read_back(tmp_path, without(claim, path), usage)
+        assert found == (path in _MAY_BE_LEFT_OUT, True), path
+    for path in usage:
+        assert read_back(tmp_path, claim, without(usage, path)) == (True, False), path
