@@ -323,8 +323,12 @@ class DamageContext:
 
 
 def _swap_in_neighbour(path: str, context: DamageContext) -> None:
-    neighbour = next(p for p in by_group(chunks(context.root))[group_of(path)] if p != path)
-    shutil.copyfile(neighbour, path)
+    # As it was before: a neighbour that was swapped already may hold this file's own content.
+    group = by_group(chunks(context.root))[group_of(path)]
+    sound = context.saved.setdefault(
+        group_of(path), {p: pathlib.Path(p).read_bytes() for p in group}
+    )
+    pathlib.Path(path).write_bytes(next(sound[p] for p in group if p != path))
 
 
 def _from_other_namespace(path: str, context: DamageContext) -> None:
