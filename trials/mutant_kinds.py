@@ -774,6 +774,14 @@ FAULTS = (
         ("tests/adapter/test_media.py",),
     ),
     Fault(
+        "media-name-believed-again",
+        "A name that stood for two media is not believed again.",
+        "fskv/engines/vllm_media.py",
+        "                self._contents[row, i] = 0\n",
+        "                return False\n",
+        ("tests/adapter/test_media.py",),
+    ),
+    Fault(
         "replaced-weights-unseen",
         "Weights that are replaced while they are loaded stop the start.",
         "fskv/engines/vllm_loaded.py",

@@ -251,6 +251,12 @@ class FskvManager(OffloadingManager):
         """The keys of this request's chunks are to hold what its media are."""
         self._media[req_id] = media
 
+    def doubt_media(self, name: str) -> None:
+        """Exclude the requests with media of this name: vLLM may have computed them from another content."""
+        for req_id, media in self._media.items():
+            if name in media.names:
+                self.exclude_request(req_id)
+
     def exclude_request(self, req_id: str) -> None:
         """Neither load nor store this request's KV: an adapter under "off", media that cannot be told."""
         self._excluded_requests.add(req_id)
