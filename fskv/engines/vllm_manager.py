@@ -413,10 +413,9 @@ class FskvManager(OffloadingManager):
         media = self._media.get(req_context.req_id)
         if media is None:
             return to_chunk(key)
-        return ChunkId(
-            media.key(get_offload_block_hash(key), req_context.get_offload_key_position(key)),
-            get_offload_group_idx(key),
-        )
+        position = getattr(req_context, "get_offload_key_position", None)  # since 0.31
+        end = position(key) if position is not None else None
+        return ChunkId(media.key(get_offload_block_hash(key), end), get_offload_group_idx(key))
 
     def _serves(self, req_context: ReqContext) -> bool:
         known = bool(self._workers) and not self._stopped

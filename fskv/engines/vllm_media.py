@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 _MARK = b"\0"
 _DIGEST_NBYTES = 16
 _MAX_KNOWN = 1024
-# 4 Mi names, 64 MiB; the system gives the memory as names come.
+# 64 MiB; the system gives the memory as names come. Rows are full from about 3 million names on.
 _NUM_ROWS, _ROW_NAMES = 1 << 18, 16
 
 
