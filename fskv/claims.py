@@ -25,6 +25,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 
 from fskv.config import Share
+from fskv.filesystem import Space
 from fskv.process import provably_dead, unique_name
 from fskv.root import create_file
 
@@ -100,26 +101,6 @@ class Usage:
     @property
     def num_files(self) -> int:
         return sum(files for _, files in self.namespaces.values())
-
-
-@dataclass(frozen=True, slots=True)
-class Space:
-    """What statvfs says about the root's file system, for this user."""
-
-    total_nbytes: int
-    free_nbytes: int
-    total_inodes: int
-    free_inodes: int
-
-    @classmethod
-    def of(cls, path: str) -> Space:
-        info = os.statvfs(path)
-        return cls(
-            info.f_blocks * info.f_frsize,
-            info.f_bavail * info.f_frsize,
-            info.f_files,
-            info.f_favail,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +192,7 @@ def inodes_short(claims: Iterable[Claim], space: Space) -> int:
     """Return how many inodes must become free for the shares that must stay free."""
     kept = [c.limits.keep_free for c in claims if not c.closed]
     shares = [keep for keep in kept if isinstance(keep, Share)]
-    if not shares or not space.total_inodes:  # btrfs and others have no number of inodes
+    if not shares or not space.total_inodes:
         return 0
     keep = max(share.percent for share in shares) / 100 * space.total_inodes
     return max(0, int(keep) - space.free_inodes)
@@ -329,6 +310,15 @@ class Book:
                 info = os.lstat(f"{self._directory}/{CLAIMS_DIR}/{claim.name}.json")
                 if info.st_mtime_ns < before_ns:
                     found.add(claim.name)
+        return found
+
+    def newest_ns(self, claims: Iterable[Claim]) -> int:
+        """Return when one of them was last published, by the file system's clock; 0: unknown."""
+        found = 0
+        for claim in claims:
+            with contextlib.suppress(OSError):
+                path = f"{self._directory}/{CLAIMS_DIR}/{claim.name}.json"
+                found = max(found, os.lstat(path).st_mtime_ns)
         return found
 
     def publish_usage(self, usage: Usage) -> None:

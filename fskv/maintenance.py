@@ -30,7 +30,6 @@ from fskv.claims import (
     Book,
     Claim,
     Limits,
-    Space,
     Usage,
     grant,
     num_writers,
@@ -39,6 +38,7 @@ from fskv.claims import (
     too_much,
 )
 from fskv.config import Share
+from fskv.filesystem import Space
 from fskv.holder import Holder, all_namespaces
 from fskv.index.snapshot import Catalogue
 from fskv.lease import SHARED_DIR, TTL_S, Lease

@@ -25,7 +25,8 @@ from typing import Any
 import aiofiles.os
 import numpy as np
 
-from fskv.index.scan import OPEN_SHARD, bytes_on_disk, clamp_mtime, file_name, shard_path
+from fskv.filesystem import bytes_on_disk, clamp_mtime
+from fskv.index.scan import OPEN_SHARD, file_name, shard_path
 from fskv.index.snapshot import Catalogue, joined
 
 _BATCH = 256  # files per call of a worker thread; between batches the lease is looked at

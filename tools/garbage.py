@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from fskv.claims import CLAIMS_DIR, USAGE_FILE
-from fskv.index.scan import OPEN_SHARD, bytes_on_disk
+from fskv.filesystem import bytes_on_disk
+from fskv.index.scan import OPEN_SHARD
 from fskv.index.snapshot import SNAPSHOT_FILE
 from fskv.lease import LEASE_FILE, SHARED_DIR
 from fskv.namespace import parse_chunk_path

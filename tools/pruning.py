@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 
 from fskv.claims import Claim as _Claim
 from fskv.claims import Limits as _Limits
-from fskv.claims import Space, inodes_short, kept_free
+from fskv.claims import inodes_short, kept_free
 from fskv.config import Share
+from fskv.filesystem import Space
 from fskv.index.snapshot import Catalogue
 from fskv.prune import Forecast, cutoff_ns, execute, forecast, plan
 

@@ -11,8 +11,9 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from fskv.claims import Book, Claim, Scope, Space, Usage, scopes
+from fskv.claims import Book, Claim, Scope, Usage, scopes
 from fskv.errors import FskvError
+from fskv.filesystem import Space
 from fskv.index.scan import file_name
 from fskv.index.snapshot import Catalogue
 from fskv.index.tally import Count, tally

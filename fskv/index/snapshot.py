@@ -79,14 +79,15 @@ class Catalogue:
         """Return the records of every shard that has any, in order."""
         return sorted(self._shards.items(), key=lambda item: item[0])
 
-    async def refresh(self, now_ns: int) -> list[Shard]:
-        """Walk what has changed since the last time; returns what could not be listed.
+    async def refresh(self, now_ns: int, *, every: bool = False) -> list[Shard]:
+        """Walk what has changed since the last time, or `every` directory; returns what could not be listed.
 
         Raises OSError when the namespace itself cannot be read.
         """
+        seen = dict.fromkeys(self._dir_mtimes, UNSETTLED) if every else self._dir_mtimes
         failed = []
         started_ns = time.monotonic_ns()
-        async for shard in walk(self.namespace, self._dir_mtimes, now_ns=now_ns):
+        async for shard in walk(self.namespace, seen, now_ns=now_ns):
             if shard.error is not None:
                 failed.append(shard)
             else:

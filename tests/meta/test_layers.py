@@ -40,6 +40,7 @@ LAYERS = {
         "fskv.checkpoint_file",
         "fskv.checkpoint_samples",
         "fskv.claims",
+        "fskv.filesystem",
         "fskv.fingerprint",
         "fskv.gds_io",
         "fskv.index.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 
@@ -11,7 +12,10 @@ from tool_lab import Lab, check_lines, everything_below, fskv, key_of, run, spoi
 
 pytest.importorskip("fskv_tools.cli", reason="the command line is not installed")
 
-from fskv_tools.transfer import candidate, sink
+from fskv_tools.transfer import allowance, candidate, sink
+
+from fskv.config import Share
+from fskv.filesystem import Space
 
 
 @pytest.fixture
@@ -137,3 +141,15 @@ def test_a_directory_that_may_not_be_written_is_said_and_the_rest_goes_on(lab, t
     assert len(good_files(target.path)) == 4
     with open(shard) as file:
         assert file.read().startswith("a file")
+
+
+@pytest.mark.parametrize(("total", "stored"), [(0, True), (1, False)])
+def test_what_a_file_system_does_not_know_is_not_kept_free(lab, monkeypatch, total, stored):
+    """With `total`, the control: where nothing is free nothing is stored."""
+    monkeypatch.setattr(allowance.Space, "of", classmethod(lambda *_: Space(total << 40, 0, 0, 0)))
+    mine = allowance.Allowance(lab.path, lab.namespace().identity, Share(2.0), 30.0 if stored else 1.0)
+    try:
+        with contextlib.nullcontext() if stored else pytest.raises(allowance.NoRoomError):
+            mine.take(4096)
+    finally:
+        mine.close()

@@ -18,7 +18,6 @@ from fskv.claims import (
     Claim,
     Limits,
     Scope,
-    Space,
     Usage,
     grant,
     inodes_short,
@@ -26,6 +25,7 @@ from fskv.claims import (
     scopes,
 )
 from fskv.config import Share
+from fskv.filesystem import Space
 
 NS = "cpu/model@0123456789abcdef"
 OTHER_NS = "cpu/other@fedcba9876543210"

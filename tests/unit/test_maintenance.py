@@ -8,6 +8,7 @@ import json
 import os
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from capacity_lab import (
@@ -20,8 +21,9 @@ from capacity_lab import (
     write_chunk,
 )
 
-from fskv import holder, maintenance
+from fskv import filesystem, holder, maintenance
 from fskv.claims import Book, Claim, Limits
+from fskv.config import Share
 from fskv.index import scan
 from fskv.lease import SHARED_DIR
 from fskv.maintenance import Maintainer
@@ -179,6 +181,62 @@ def test_negative_control_without_that_rule_all_others_are_pruned(root, monkeypa
     )
     assert not any(os.path.exists(path) for path in others)
     assert os.path.exists(unlistable)
+
+
+# What CephFS 16.2 says: 139 files, and of the free ones that it does not know.
+CEPHFS = {
+    "f_bsize": 1 << 22,
+    "f_frsize": 1 << 22,
+    "f_blocks": 1000,
+    "f_bfree": 900,
+    "f_bavail": 900,
+    "f_files": 139,
+    "f_ffree": -1,
+    "f_favail": -1,
+}
+
+
+def _counts(root, number):
+    """Return a condition: so many different counts were published."""
+    seen = set()
+
+    def over():
+        usage = book(root).usage()
+        if usage is not None:
+            seen.add(usage.at_ms)
+        return len(seen) >= number
+
+    return over
+
+
+@pytest.mark.parametrize("believed", [False, True])
+def test_nothing_is_pruned_for_inodes_that_a_file_system_does_not_know(root, monkeypatch, believed):
+    """With `believed`, the negative control: as many as are missing to 2 % go at each pass."""
+    monkeypatch.setattr(holder, "_COUNT_ALL_S", 0.05)
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(**CEPHFS))
+    if believed:
+        monkeypatch.setattr(filesystem, "_pair", lambda total, free: (total, free))
+    paths = [write_chunk(f"{root}/{NAME}", n, mtime_ns=(n + 1) * 10**9) for n in range(36)]
+    mine = claim(limits=Limits(keep_free=Share(2.0)))
+    maintain(root, _counts(root, 6), mine=mine)
+    assert (sum(map(os.path.exists, paths)) == len(paths)) is not believed
+
+
+@pytest.mark.parametrize("rule", [True, False])
+def test_files_are_counted_where_directories_keep_their_mtime(root, monkeypatch, rule):
+    """Without the `rule`, the negative control: what came after the first count is never counted."""
+    monkeypatch.setattr(holder, "_COUNT_ALL_S", 0.05)
+    if not rule:
+        monkeypatch.setattr(holder.Holder, "_mtimes_tell", lambda *_: True)
+    write_chunk(f"{root}/{NAME}", "abc" + "0" * 29)
+    for module in (scan, holder):  # as on s3fs: that of their making
+        monkeypatch.setattr(module, "dir_mtime_ns", lambda path: 10**18)
+    mine = claim()
+    maintain(root, _counts(root, 2), mine=mine)
+    assert book(root).usage().num_files == 1
+    write_chunk(f"{root}/{NAME}", "abc" + "1" * 29)
+    maintain(root, _counts(root, 5), mine=claim())
+    assert book(root).usage().num_files == 1 + rule
 
 
 def test_a_bound_is_kept_and_the_oldest_go(root):

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from fskv.claims import Space
+from fskv.filesystem import Space, unit_nbytes
 
 from ..bench.workspace import StopSignals
 from . import root as replay_root
@@ -86,7 +86,7 @@ class Settings:
         """Return the capacity in bytes and in blocks, by what a chunk file takes on this disk."""
         if self.capacity is None:
             return None
-        unit = os.statvfs(root).f_frsize or 1
+        unit = unit_nbytes(os.statvfs(root)) or 1
         nbytes = -(-file_layout(self.block_nbytes).file_nbytes // unit) * unit
         number, is_size = _parse_size("--capacity", self.capacity)
         return (number, number // nbytes) if is_size else (number * nbytes, number)
@@ -102,7 +102,7 @@ class Settings:
             )
         space = Space.of(root)
         keep_free = _parse_size("--keep-free", self.keep_free)[0] if self.keep_free else 0
-        if keep_free >= space.free_nbytes:
+        if space.total_nbytes and keep_free >= space.free_nbytes:
             raise ValueError(
                 f"--keep-free: found {self.keep_free!r}, expected less than what is free now, "
                 f"{space.free_nbytes} bytes"
