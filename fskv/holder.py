@@ -58,7 +58,9 @@ _FREEING_S = (
 )
 _MTIME_LAG_NS = 10 * 1_000_000_000  # of a directory behind the files in it
 _UNUSED_STEP = 1 << 30  # bytes of one plan
-_MAX_UNLISTABLE = 40  # shards of 4096 that are left out of a count
+_MAX_UNLISTABLE = (
+    40  # shards of 4096 that are left out of a count although names come and go in them
+)
 _NAMESPACE = re.compile(r".+@[0-9a-f]{16}", re.DOTALL)
 
 
@@ -86,7 +88,7 @@ class Holder:
         # Claims whose limits nothing is removed for. They still bound what is granted: whoever is only being
         # started again declares the same ones in a moment.
         self._gone: set[str] = set()
-        self._unlistable: dict[str, set[int]] = {}  # namespace -> shards
+        self._unlistable: dict[str, dict[int, int]] = {}  # namespace -> shards, their mtimes
         self._stuck: set[str] = set()  # paths that cannot be removed
         self._stuck_at = time.monotonic()
         self._freeing: tuple[float, int] = (0.0, 0)  # until when; free bytes that are to be seen
@@ -224,15 +226,16 @@ class Holder:
             except OSError as error:
                 logger.warning("%s cannot be counted: %s", catalogue.namespace, error)
                 continue
-            # A directory that cannot be listed twice in a row is left out: if it kept all else from being
-            # counted, what is granted would grow without end, and everything would be pruned for it.
-            unlistable = {shard.idx for shard in failed}
-            if unlistable <= self._unlistable.get(name, set()) and len(failed) <= _MAX_UNLISTABLE:
+            # Directories that cannot be listed twice in a row are taken as constant, if their mtimes are: if
+            # they kept all else from being counted, what is granted would grow without end, and everything
+            # would be pruned for it. In a few of them somebody may write all the same.
+            before = self._unlistable.get(name, {})
+            unlistable = {shard.idx: shard.dir_mtime_ns for shard in failed}
+            news = unlistable.keys() - before.keys()
+            moving = [idx for idx, at in unlistable.items() if not at or before.get(idx) != at]
+            if not news and len(moving) <= _MAX_UNLISTABLE:
                 known.add(name)
-            news, self._unlistable[name] = (
-                unlistable - self._unlistable.get(name, set()),
-                unlistable,
-            )
+            self._unlistable[name] = unlistable
             for shard in failed[: 1 if news else 0]:
                 logger.warning(
                     "%s: %d directories cannot be listed: %s", name, len(failed), shard.error

@@ -209,7 +209,13 @@ def make_directory(path: str, mode: int) -> bool:
             raise NotADirectoryError(errno.ENOTDIR, "not a directory", path) from None
         return False
     with suppress(OSError):  # a file system without modes; mkdir's is never wider than asked for
-        os.chmod(path, mode | (os.stat(path).st_mode & stat.S_ISGID))
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            os.fchmod(fd, mode | (os.fstat(fd).st_mode & stat.S_ISGID))
+            if not os.listdir(fd):  # else somebody has put another one in its place
+                hand_over(fd, os.path.dirname(path))
+        finally:
+            os.close(fd)
     return True
 
 
@@ -223,7 +229,21 @@ def create_file(path: str, mode: int, more_flags: int = 0, *, dir_fd: int | None
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
         with suppress(OSError):  # a file system without modes
             os.fchmod(fd, mode)
+    hand_over(fd, os.path.dirname(path), dir_fd=dir_fd)
     return fd
+
+
+def hand_over(fd: int, directory: str, *, dir_fd: int | None = None) -> None:
+    """Give what root has just made to the owner of its directory: else no engine of that user can read it.
+
+    Who is not root keeps what he makes. Where ownership cannot be given it stays, without an error.
+    """
+    if os.geteuid() != 0:
+        return
+    with suppress(OSError):
+        parent, own = os.stat(directory or ".", dir_fd=dir_fd), os.fstat(fd)
+        if (own.st_uid, own.st_gid) != (parent.st_uid, parent.st_gid):
+            os.fchown(fd, parent.st_uid, parent.st_gid)
 
 
 # --- checks of the root -----------------------------------------------------------------
@@ -397,6 +417,7 @@ def _publish_once(tmp: str, path: str, content: bytes, mode: int) -> None:
         with os.fdopen(fd, "wb", buffering=0) as file:
             with suppress(OSError):  # a file system without modes
                 os.fchmod(fd, mode)
+            hand_over(fd, os.path.dirname(tmp))
             rest = memoryview(content)
             while rest:
                 rest = rest[file.write(rest) :]

@@ -76,7 +76,9 @@ class Shard:
     """What was found in one directory of chunks."""
 
     idx: int
-    dir_mtime_ns: int  # 0: it is not there; UNSETTLED: names may have changed unseen, list it again
+    # 0: it is not there; UNSETTLED: names may have changed unseen, list it again. With an `error` what is
+    # said of it from outside, 0 if nothing.
+    dir_mtime_ns: int
     records: Records
     parts: list[Part] = field(default_factory=list)
     foreign: list[str] = field(default_factory=list)  # names, the first few
@@ -187,10 +189,20 @@ def _list_batch(namespace: str, batch: Iterable[tuple[int, int]], now_ns: int) -
         tick_ns = _TICK_NS if mtime_ns % 1_000_000_000 else _COARSE_TICK_NS
         settled = mtime_ns < now_ns - tick_ns
         shard = list_shard(shard_path(namespace, idx), idx, now_ns)
-        settled = settled and shard.error is None and not shard.growing
-        shard.dir_mtime_ns = mtime_ns if settled else UNSETTLED
+        if shard.error is not None:
+            shard.dir_mtime_ns = _mtime_by_name(shard_path(namespace, idx))
+        else:
+            settled = settled and not shard.growing
+            shard.dir_mtime_ns = mtime_ns if settled else UNSETTLED
         shards.append(shard)
     return shards
+
+
+def _mtime_by_name(path: str) -> int:
+    """Return the mtime of a directory that cannot be opened; 0: unknown."""
+    with contextlib.suppress(OSError):
+        return os.lstat(path).st_mtime_ns
+    return 0
 
 
 def list_shard(path: str, idx: int, now_ns: int = 0) -> Shard:

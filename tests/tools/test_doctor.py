@@ -219,6 +219,7 @@ def test_mtimes_of_whole_seconds_are_a_hint(lab, monkeypatch, step_ns, level):
 
     monkeypatch.setattr(os, "utime", coarse)
     subject = Subject(lab.path, 10.0, Scratch(may_write=True))
+    subject.scratch.is_ours = True
     ((found, text),) = levels(list(probes.write(subject)), "mtime")
     assert found == level, text
     assert level == "ok" or f"{step_ns // 10**9} s" in text

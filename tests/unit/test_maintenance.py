@@ -130,21 +130,24 @@ def test_a_dead_engines_claim_stays_while_its_namespace_cannot_be_counted(root, 
     assert failures == [1] * 5
 
 
-def _write_on_beside_an_unlistable_directory(root, monkeypatch, until):
+def _write_on_beside_unlistable_directories(root, monkeypatch, until, number=1, moving=False):
     """Keep a root whose bound is 1 MiB, until `until(num_steps, paths)`; return 10 files' paths.
 
     With every count that is published an engine has written 64 KiB more, none of which stays: what it was
     granted and what is not counted yet are the same bytes, and they are 1 MiB after 16 steps without a count.
+    `number` directories cannot be listed; `moving`: names come and go in them.
     """
     monkeypatch.setattr(holder, "_COUNT_ALL_S", 0.05)
     paths = [write_chunk(f"{root}/{NAME}", n, mtime_ns=(n + 1) * 10**9) for n in range(10)]
-    bad = scan.shard_path(f"{root}/{NAME}", 0xABC)
-    paths.append(write_chunk(f"{root}/{NAME}", "abc" + "0" * 29))
+    paths += [write_chunk(f"{root}/{NAME}", f"{n:03x}" + "0" * 29) for n in range(number)]
+    bad = {os.path.dirname(path) for path in paths[10:]}
     real, failures = scan.list_shard, []
 
     def fail(path, idx, *rest):
-        if path == bad:
+        if path in bad:
             failures.append(path)
+            if moving:
+                os.utime(path)
             return scan.Shard(idx, 0, scan.np.empty(0, scan.RECORD), error=OSError(5, "I/O error"))
         return real(path, idx, *rest)
 
@@ -163,24 +166,36 @@ def _write_on_beside_an_unlistable_directory(root, monkeypatch, until):
         return until(len(seen_at) - 1, paths)
 
     maintain(root, step)
-    assert len(failures) > 2, "the directory was not looked at"
+    assert len(failures) > 2 * number, "the directories were not looked at"
     return paths
 
 
-def test_a_directory_that_cannot_be_listed_is_not_paid_for_by_all_others(root, monkeypatch):
-    """Were nothing counted because of it, what is granted would only ever grow, and all be pruned for it."""
-    paths = _write_on_beside_an_unlistable_directory(root, monkeypatch, lambda steps, _: steps > 40)
+@pytest.mark.parametrize(("number", "moving"), [(1, True), (60, False)])
+def test_directories_that_cannot_be_listed_are_not_paid_for_by_all_others(
+    root, monkeypatch, number, moving
+):
+    """Were nothing counted for them, what is granted would only ever grow, and all be pruned for it."""
+    paths = _write_on_beside_unlistable_directories(
+        root, monkeypatch, lambda steps, _: steps > 25, number, moving
+    )
     assert all(os.path.exists(path) for path in paths)
     assert book(root).usage().pruned_files == 0
 
 
-def test_negative_control_without_that_rule_all_others_are_pruned(root, monkeypatch):
-    monkeypatch.setattr(holder, "_MAX_UNLISTABLE", 0)
-    *others, unlistable = _write_on_beside_an_unlistable_directory(
-        root, monkeypatch, lambda _, paths: not any(map(os.path.exists, paths[:-1]))
+@pytest.mark.parametrize(("number", "most"), [(1, 0), (60, 40)])
+def test_negative_control_where_names_come_and_go_unseen_in_many_all_others_are_pruned(
+    root, monkeypatch, number, most
+):
+    """As it was without that rule, and has to be where somebody may be writing: the bound holds."""
+    monkeypatch.setattr(holder, "_MAX_UNLISTABLE", most)
+    paths = _write_on_beside_unlistable_directories(
+        root,
+        monkeypatch,
+        lambda _, paths: not any(map(os.path.exists, paths[:10])),
+        number,
+        moving=True,
     )
-    assert not any(os.path.exists(path) for path in others)
-    assert os.path.exists(unlistable)
+    assert all(map(os.path.exists, paths[10:]))
 
 
 # What CephFS 16.2 says: 139 files, and of the free ones that it does not know.

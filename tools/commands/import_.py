@@ -13,7 +13,8 @@ from typing import Annotated
 import typer
 
 from fskv.errors import FskvError
-from fskv.root import Root
+from fskv.process import unique_name
+from fskv.root import PART_PREFIX, Root, create_file
 
 from .. import mac_keys
 from ..archive.compression import Readable, reader_of
@@ -103,10 +104,35 @@ def open_root(path: str, *, create: bool, writable: bool, option: str = "--root"
     if not path:
         raise UsageError(f"{option}: found nothing, expected the directory of a cache root")
     try:
-        return Root.open(os.path.abspath(path), create=create, writable=writable)
+        opened = Root.open(os.path.abspath(path), create=create, writable=writable)
     except FskvError as error:
         text = str(error).replace("option 'root'", option)
         raise NotARoot(text.replace("an engine makes", "--create makes")) from None
+    if writable:
+        _refuse_what_its_owner_could_not_read(opened, option)
+    return opened
+
+
+def _refuse_what_its_owner_could_not_read(root: Root, option: str) -> None:
+    owner = os.stat(root.path).st_uid
+    if owner == os.geteuid() or root.file_mode & stat.S_IRGRP:
+        return
+    path = f"{root.path}/{PART_PREFIX}{unique_name()}.part"
+    try:
+        fd = create_file(path, root.file_mode)
+    except OSError as error:
+        raise NotARoot(f"{option}: {root.path}: nothing can be written: {error.strerror}") from None
+    try:
+        found = os.fstat(fd).st_uid
+    finally:
+        os.close(fd)
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+    if found != owner:
+        raise NotARoot(
+            f"{option}: {root.path} belongs to uid {owner}, whose engines could not read what uid "
+            f"{os.geteuid()} writes; run this as that user"
+        )
 
 
 def report(
