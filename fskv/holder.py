@@ -230,7 +230,7 @@ class Holder:
             # they kept all else from being counted, what is granted would grow without end, and everything
             # would be pruned for it. In a few of them somebody may write all the same.
             before = self._unlistable.get(name, {})
-            unlistable = {shard.idx: shard.dir_mtime_ns for shard in failed}
+            unlistable = {shard.idx: shard.outside_mtime_ns for shard in failed}
             news = unlistable.keys() - before.keys()
             moving = [idx for idx, at in unlistable.items() if not at or before.get(idx) != at]
             if not news and len(moving) <= _MAX_UNLISTABLE:
@@ -432,7 +432,8 @@ class Holder:
             info = os.stat(part, dir_fd=fd, follow_symlinks=False)
             if not stat.S_ISREG(info.st_mode):
                 return False
-            if not provably_dead(name) and now_ns - info.st_mtime_ns < self._grace_s * 1e9:
+            age_ns = now_ns - clamp_mtime(info.st_mtime_ns, now_ns)
+            if not provably_dead(name) and age_ns < self._grace_s * 1e9:
                 return False
             os.unlink(part, dir_fd=fd)
         except FileNotFoundError:

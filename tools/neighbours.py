@@ -17,6 +17,7 @@ import time
 from collections.abc import Sequence
 
 from fskv.claims import CLAIMS_DIR, Book, Claim
+from fskv.filesystem import clamp_mtime
 from fskv.lease import LEASE_FILE, SHARED_DIR, TTL_S
 from fskv.process import provably_dead, unique_name
 from fskv.removed import RemovedLog
@@ -77,11 +78,12 @@ def _is_young(path: str, now_ns: int, age_s: float) -> bool:
         info = os.lstat(path)
     except OSError:
         return False
-    return stat.S_ISREG(info.st_mode) and now_ns - info.st_mtime_ns < age_s * 1e9
+    return stat.S_ISREG(info.st_mode) and is_recent(now_ns, info.st_mtime_ns, age_s)
 
 
 def is_recent(now_ns: int, mtime_ns: int, age_s: float) -> bool:
-    return now_ns - mtime_ns < age_s * 1e9
+    """Return whether something is younger than `age_s`. What is of the future is as old as can be."""
+    return now_ns - clamp_mtime(mtime_ns, now_ns) < age_s * 1e9
 
 
 class News:

@@ -76,15 +76,14 @@ class Shard:
     """What was found in one directory of chunks."""
 
     idx: int
-    # 0: it is not there; UNSETTLED: names may have changed unseen, list it again. With an `error` what is
-    # said of it from outside, 0 if nothing.
-    dir_mtime_ns: int
+    dir_mtime_ns: int  # 0: it is not there; UNSETTLED: names may have changed unseen, list it again
     records: Records
     parts: list[Part] = field(default_factory=list)
     foreign: list[str] = field(default_factory=list)  # names, the first few
     num_foreign: int = 0
     growing: bool = False  # blocks of some files are not counted yet
-    error: OSError | None = None  # it could not be listed; nothing else is known then
+    error: OSError | None = None  # it could not be listed; nothing else is known then but
+    outside_mtime_ns: int = 0  # the directory's mtime as its parent tells it; 0: unknown
 
 
 def shard_path(namespace: str, idx: int) -> str:
@@ -190,10 +189,9 @@ def _list_batch(namespace: str, batch: Iterable[tuple[int, int]], now_ns: int) -
         settled = mtime_ns < now_ns - tick_ns
         shard = list_shard(shard_path(namespace, idx), idx, now_ns)
         if shard.error is not None:
-            shard.dir_mtime_ns = _mtime_by_name(shard_path(namespace, idx))
-        else:
-            settled = settled and not shard.growing
-            shard.dir_mtime_ns = mtime_ns if settled else UNSETTLED
+            shard.outside_mtime_ns = _mtime_by_name(shard_path(namespace, idx))
+        settled = settled and shard.error is None and not shard.growing
+        shard.dir_mtime_ns = mtime_ns if settled else UNSETTLED
         shards.append(shard)
     return shards
 
@@ -225,7 +223,7 @@ def list_shard(path: str, idx: int, now_ns: int = 0) -> Shard:
             name = os.path.basename(path)
             return Shard(idx, 0, np.empty(0, RECORD), foreign=[name], num_foreign=1)
         return Shard(idx, 0, np.empty(0, RECORD), error=error)
-    wrong = np.flatnonzero(_shard_of(shard.records) != idx)
+    wrong = np.flatnonzero(shard_of(shard.records) != idx)
     if len(wrong):  # a chunk in another's directory: nobody will ever look for it there
         others += [file_name(record) for record in shard.records[wrong]]
         shard.records = np.delete(shard.records, wrong)
@@ -241,7 +239,8 @@ def list_shard(path: str, idx: int, now_ns: int = 0) -> Shard:
     return shard
 
 
-def _shard_of(records: Records) -> Any:
+def shard_of(records: Records) -> Any:
+    """Return the number of the directory that each record's file has to stand in."""
     raw = np.ascontiguousarray(records["name"]).view(np.uint8).reshape(-1, 16)
     return (raw[:, 0].astype(np.int32) << 4) | (raw[:, 1] >> 4)
 

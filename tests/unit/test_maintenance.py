@@ -50,22 +50,26 @@ def book(root):
 def test_parts_of_dead_writers_go_at_once_and_of_unknown_ones_after_the_grace(root):
     write_chunk(f"{root}/{NAME}", "abc" + "0" * 29)
     directory = f"{root}/{NAME}/chunks/abc"
-    hour_ago = time.time_ns() - 3700 * 10**9
+    hour = 3700 * 10**9
     parts = {
         "dead": dead_name(),
         "living": unique_name(),
         "unknown": "node9-1-00000000-1",
         "unknown, old": "node9-1-00000000-2",
+        "unknown, of the future": "node9-1-00000000-3",
+        "unknown, of a clock that is ahead": "node9-1-00000000-4",
     }
+    ages = dict(zip(list(parts.values())[3:], (hour, -30 * 24 * hour, -hour), strict=True))
     for name in parts.values():
         for where in (directory, f"{root}/{NAME}/tmp"):
             with open(f"{where}/{name}.part", "w") as file:
                 file.write("x")
-            if name == parts["unknown, old"]:
-                os.utime(file.name, ns=(hour_ago, hour_ago))
-    gone = {parts["dead"], parts["unknown, old"]}
+            at_ns = time.time_ns() - ages.get(name, 0)
+            os.utime(file.name, ns=(at_ns, at_ns))
+    stay = ("living", "unknown", "unknown, of a clock that is ahead")
+    gone = {name for who, name in parts.items() if who not in stay}
     maintain(root, lambda: not any(os.path.exists(f"{directory}/{name}.part") for name in gone))
-    stays = sorted(f"{parts[who]}.part" for who in ("living", "unknown"))
+    stays = sorted(f"{parts[who]}.part" for who in stay)
     assert sorted(n for n in os.listdir(directory) if n.endswith(".part")) == stays
     assert sorted(os.listdir(f"{root}/{NAME}/tmp")) == stays
 
