@@ -14,7 +14,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from fskv.claims import (
@@ -24,8 +24,10 @@ from fskv.claims import (
     Scope,
     Usage,
     inodes_short,
+    last_use_step_s,
     scopes,
     unused_limit_s,
+    with_intervals_of,
     without_limits,
 )
 from fskv.filesystem import Space, clamp_mtime
@@ -229,10 +231,12 @@ class Holder:
             # Directories that cannot be listed twice in a row are taken as constant, if their mtimes are: if
             # they kept all else from being counted, what is granted would grow without end, and everything
             # would be pruned for it. In a few of them somebody may write all the same.
-            before = self._unlistable.get(name, {})
+            known_before = self._unlistable.get(name, {})
             unlistable = {shard.idx: shard.outside_mtime_ns for shard in failed}
-            news = unlistable.keys() - before.keys()
-            moving = [idx for idx, at in unlistable.items() if not at or before.get(idx) != at]
+            news = unlistable.keys() - known_before.keys()
+            moving = [
+                idx for idx, at in unlistable.items() if not at or known_before.get(idx) != at
+            ]
             if not news and len(moving) <= _MAX_UNLISTABLE:
                 known.add(name)
             self._unlistable[name] = unlistable
@@ -279,7 +283,8 @@ class Holder:
         return _near(scope, claims)
 
     def _publish(self, claims: list[Claim]) -> None:
-        last = self.usage or Usage()
+        last = self.usage or Usage(touch_intervals=self._known_intervals())
+        at_ms = time.time_ns() // 1_000_000
         self.usage = replace(
             last,
             namespaces=self._nbytes(),
@@ -287,10 +292,16 @@ class Holder:
                 name: self._tenants[name] for name in self._catalogues if name in self._tenants
             },
             counted={c.name: self._counted[c.name] for c in claims if c.name in self._counted},
-            at_ms=time.time_ns() // 1_000_000,
+            at_ms=at_ms,
+            touch_intervals=with_intervals_of(last.touch_intervals, claims, at_ms),
             unremovable=len(self._stuck),
         )
         self._book.publish_usage(self.usage)
+
+    def _known_intervals(self) -> Mapping[int, int]:
+        """Return what earlier holders knew of engines that may be gone."""
+        usage = self._book.usage()
+        return {} if usage is None else usage.touch_intervals
 
     async def _prune(self, claims: list[Claim], num_inodes: int) -> None:
         if time.monotonic() - self._stuck_at > _STUCK_S:
@@ -330,7 +341,9 @@ class Holder:
         unused_s = unused_limit_s(claims)
         if unused_s is None:
             return
-        before_ns = cutoff_ns(self._lease.now_ns(), unused_s)
+        now_ns = self._lease.now_ns()
+        step_s = last_use_step_s(claims, self.usage, now_ns / 1e6 - unused_s * 1e3)
+        before_ns = cutoff_ns(now_ns, unused_s, step_s)
         catalogues = list(self._catalogues.values())
         while self.in_office:
             chosen = await asyncio.to_thread(

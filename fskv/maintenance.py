@@ -394,7 +394,13 @@ def claim_from(options: dict[str, Any]) -> Claim:
     limits = dict(options["limits"])
     keep = limits["keep_free"]
     limits["keep_free"] = Share(keep["percent"]) if isinstance(keep, dict) else keep
-    return Claim(unique_name(), options["namespace"], options["tenant"], Limits(**limits))
+    return Claim(
+        unique_name(),
+        options["namespace"],
+        options["tenant"],
+        Limits(**limits),
+        touch_interval_s=options["touch_interval_s"],
+    )
 
 
 async def serve() -> None:

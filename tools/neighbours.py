@@ -16,7 +16,7 @@ import stat
 import time
 from collections.abc import Sequence
 
-from fskv.claims import CLAIMS_DIR, Book, Claim
+from fskv.claims import CLAIMS_DIR, Book, Claim, last_use_step_s
 from fskv.filesystem import clamp_mtime
 from fskv.lease import LEASE_FILE, SHARED_DIR, TTL_S
 from fskv.process import provably_dead, unique_name
@@ -65,6 +65,15 @@ def living_claims(root: str, now_ns: int) -> list[Claim]:
 def claimed_namespaces(root: str, now_ns: int) -> set[str]:
     """Return the namespaces that a living engine writes to."""
     return {claim.namespace for claim in living_claims(root, now_ns) if claim.namespace is not None}
+
+
+def last_use_step(root: str, now_ns: int, unused_s: float) -> int:
+    """Return by how many seconds an mtime may be older than the use, of what was used within `unused_s`."""
+    book = Book(f"{root}/{SHARED_DIR}")
+    claims: list[Claim] = []
+    with contextlib.suppress(OSError):
+        claims = book.claims()  # those of the dead too
+    return last_use_step_s(claims, book.usage(), now_ns / 1e6 - unused_s * 1e3)
 
 
 def anybody_lives(root: str, now_ns: int) -> bool:

@@ -202,6 +202,27 @@ def test_negative_control_where_names_come_and_go_unseen_in_many_all_others_are_
     assert all(map(os.path.exists, paths[10:]))
 
 
+@pytest.mark.parametrize(("interval_s", "left"), [(0, 1), (86400, 2)])
+def test_what_a_long_touch_interval_may_hide_is_not_unused(root, monkeypatch, interval_s, left):
+    """A watcher's limit is an hour. Without the interval, the control: what may have been used goes."""
+    monkeypatch.setattr(holder, "_COUNT_ALL_S", 0.05)
+    now_ns = time.time_ns()
+    ages_h = (0, 3, 26)
+    paths = [
+        write_chunk(f"{root}/{NAME}", n, mtime_ns=now_ns - age_h * 3600 * 10**9)
+        for n, age_h in enumerate(ages_h)
+    ]
+    os.makedirs(f"{root}/{SHARED_DIR}/claims")
+    book(root).publish(claim(namespace=None, limits=Limits(unused_s=3600)))
+    mine = claim(touch_interval_s=interval_s)
+    maintain(root, _counts(root, 4), mine=mine)
+    assert [os.path.exists(path) for path in paths] == [n < left for n in range(3)]
+    told = {interval_s} if interval_s else set()
+    assert book(root).usage().touch_intervals.keys() == told
+    maintain(root, _counts(root, 4))  # another holder, with the engine gone
+    assert book(root).usage().touch_intervals.keys() == told
+
+
 # What CephFS 16.2 says: 139 files, and of the free ones that it does not know.
 CEPHFS = {
     "f_bsize": 1 << 22,

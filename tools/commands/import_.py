@@ -72,6 +72,7 @@ def command(
     Every file is checked, all of its bytes, before it is written; what the format does not describe is never
     written. Good files that are there already stay: if an import was interrupted, run it again. The bounds of
     the root's engines hold, as for an engine: when one is reached, what was used least recently is pruned.
+    What root writes is given to the root's owner; where its engines could not read it nothing is written.
 
     Exit code 1 if something in the archive is bad or missing, 3 if something could not be stored.
     """

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from fskv.config import DEFAULT_TOUCH_INTERVAL_S
 from fskv.filesystem import Space, unit_nbytes
 
 from ..bench.workspace import StopSignals
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
 MAX_PROCESSES = 64
 _START_S = 120.0  # imports and opening the root
 _END_S = 10.0
-_TOUCH_INTERVAL_S = 600.0  # an engine's default, in seconds of the trace
 
 _SIZE = re.compile(r"(\d{1,15})(?:\s*(B|KiB|MiB|GiB|TiB))?", re.ASCII)
 _MAX_SIZE = 1 << 60
@@ -80,7 +80,7 @@ class Settings:
         """Seconds of this machine's clock after which a use of a chunk refreshes its mtime."""
         if self.touch_interval_s is not None:
             return self.touch_interval_s
-        return _TOUCH_INTERVAL_S / self.speed if self.speed else 0.0
+        return DEFAULT_TOUCH_INTERVAL_S / self.speed if self.speed else 0.0
 
     def bound(self, root: str) -> tuple[int, int] | None:
         """Return the capacity in bytes and in blocks, by what a chunk file takes on this disk."""
