@@ -24,7 +24,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 
-from fskv.config import DEFAULT_TOUCH_INTERVAL_S, MAX_TOUCH_INTERVAL_S, Share
+from fskv.config import Share, StoreConfig
 from fskv.filesystem import Space
 from fskv.process import provably_dead, unique_name
 from fskv.root import create_file
@@ -34,6 +34,9 @@ USAGE_FILE = "usage.json"
 _MAX_NBYTES = 1 << 20
 _MAX_CLAIMS = 10_000
 _MAX_INTERVALS = 16
+# Seconds. Who does not say what he has is taken to have the option's default.
+DEFAULT_TOUCH_INTERVAL_S = int(StoreConfig.__dataclass_fields__["touch_interval_s"].default)
+_MAX_TOUCH_INTERVAL_S = 86_400 * 365
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,200}", re.ASCII)
 _NAMESPACE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*/[A-Za-z0-9._-]+@[0-9a-f]{16}", re.ASCII)
 # What reading a damaged file may raise: whoever can write to the root must not end our process.
@@ -423,7 +426,7 @@ def _number(value: object) -> int:
 
 
 def _interval(value: object) -> int:
-    return min(_number(value), MAX_TOUCH_INTERVAL_S)
+    return min(_number(value), _MAX_TOUCH_INTERVAL_S)
 
 
 def _bound(value: object) -> int | None:

@@ -37,10 +37,6 @@ _OUTSIDE = {
     "mac_key_file": "whoever may write to the root could put keys of his own there",
 }
 
-# Seconds. Who does not say what he has is taken to have the default (fskv.claims).
-DEFAULT_TOUCH_INTERVAL_S = 600
-MAX_TOUCH_INTERVAL_S = 86400 * 365
-
 _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,9})?)\s*(B|KiB|MiB|GiB|TiB)", re.ASCII)
 _PERCENT = re.compile(r"(\d{1,3}(?:\.\d{1,3})?)\s*%", re.ASCII)
 _MAX_SIZE = 1 << 60
@@ -229,7 +225,7 @@ class StoreConfig:
         "How often an open breaker lets one operation through to see if the root is back.",
     )
     touch_interval_s: float = _option(
-        float(DEFAULT_TOUCH_INTERVAL_S),
+        600.0,
         "seconds",
         "A chunk's mtime (its last use) is refreshed by a load when older than this.",
     )
@@ -477,7 +473,7 @@ _PARSERS = {
     "quarantine_s": _seconds(0, 86400),
     "breaker_failures": _count(1, 1_000_000),
     "breaker_probe_s": _seconds(0.01, 3600),
-    "touch_interval_s": _seconds(0, MAX_TOUCH_INTERVAL_S),
+    "touch_interval_s": _seconds(0, 86400 * 365),
     "max_bytes": _parse_bound,
     "keep_free": parse_keep_free,
     "namespace_max_bytes": _parse_bound,

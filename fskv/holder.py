@@ -18,7 +18,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from fskv.claims import (
-    CLAIMS_DIR,
     Book,
     Claim,
     Scope,
@@ -30,10 +29,11 @@ from fskv.claims import (
     with_intervals_of,
     without_limits,
 )
+from fskv.count_checks import CountChecks
 from fskv.filesystem import Space, clamp_mtime
-from fskv.index.scan import OPEN_SHARD, dir_mtime_ns, shard_path
+from fskv.index.scan import OPEN_SHARD, shard_path
 from fskv.index.snapshot import Catalogue
-from fskv.lease import SHARED_DIR, TTL_S, Lease
+from fskv.lease import TTL_S, Lease
 from fskv.process import is_our_part, provably_dead
 from fskv.prune import Pruned, cutoff_ns, execute, plan
 from fskv.removed import RemovedLog
@@ -58,11 +58,7 @@ _STUCK_S = 600.0  # files that could not be removed are tried again
 _FREEING_S = (
     30.0  # what was removed may show in statvfs only after so long (btrfs: its next commit)
 )
-_MTIME_LAG_NS = 10 * 1_000_000_000  # of a directory behind the files in it
 _UNUSED_STEP = 1 << 30  # bytes of one plan
-_MAX_UNLISTABLE = (
-    40  # shards of 4096 that are left out of a count although names come and go in them
-)
 _NAMESPACE = re.compile(r".+@[0-9a-f]{16}", re.DOTALL)
 
 
@@ -90,12 +86,12 @@ class Holder:
         # Claims whose limits nothing is removed for. They still bound what is granted: whoever is only being
         # started again declares the same ones in a moment.
         self._gone: set[str] = set()
-        self._unlistable: dict[str, dict[int, int]] = {}  # namespace -> shards, their mtimes
+        self._checks = CountChecks(root, book)
         self._stuck: set[str] = set()  # paths that cannot be removed
         self._stuck_at = time.monotonic()
         self._freeing: tuple[float, int] = (0.0, 0)  # until when; free bytes that are to be seen
         self._futile_until = 0.0  # nothing was left to remove: no need to look again and again
-        self._complained = self._complained_of_mtimes = False
+        self._complained = False
         self._unsaved: set[str] = set()  # namespaces whose snapshot is old
 
     @property
@@ -218,7 +214,7 @@ class Holder:
         known = set()
         writing = {claim.namespace for claim in claims}
         now_ns = self._lease.now_ns()
-        relist = not self._mtimes_tell(claims)
+        relist = not self._checks.mtimes_tell(claims, now_ns)
         for name, catalogue in self._catalogues.items():
             if not every and name not in writing:
                 continue
@@ -228,42 +224,11 @@ class Holder:
             except OSError as error:
                 logger.warning("%s cannot be counted: %s", catalogue.namespace, error)
                 continue
-            # Directories that cannot be listed twice in a row are taken as constant, if their mtimes are: if
-            # they kept all else from being counted, what is granted would grow without end, and everything
-            # would be pruned for it. In a few of them somebody may write all the same.
-            known_before = self._unlistable.get(name, {})
-            unlistable = {shard.idx: shard.outside_mtime_ns for shard in failed}
-            news = unlistable.keys() - known_before.keys()
-            moving = [
-                idx for idx, at in unlistable.items() if not at or known_before.get(idx) != at
-            ]
-            if not news and len(moving) <= _MAX_UNLISTABLE:
+            if self._checks.is_whole(name, failed):
                 known.add(name)
-            self._unlistable[name] = unlistable
-            for shard in failed[: 1 if news else 0]:
-                logger.warning(
-                    "%s: %d directories cannot be listed: %s", name, len(failed), shard.error
-                )
             if catalogue.num_files != before:
                 self._unsaved.add(name)
         return known
-
-    def _mtimes_tell(self, claims: list[Claim]) -> bool:
-        """Return whether a directory gets a new mtime when a name comes: not so on s3fs and some others.
-
-        Claims are renamed into their directory every few seconds.
-        """
-        directory = f"{self._root}/{SHARED_DIR}/{CLAIMS_DIR}"
-        newest_ns = clamp_mtime(self._book.newest_ns(claims), self._lease.now_ns())
-        last_ns = dir_mtime_ns(directory)  # 0, unknown: such directories are always listed
-        told = not last_ns or newest_ns - last_ns < _MTIME_LAG_NS
-        if not told and not self._complained_of_mtimes:
-            self._complained_of_mtimes = True
-            logger.warning(
-                "%s: directories keep their mtime when files come, so each one is listed at every count",
-                directory,
-            )
-        return told
 
     def _nbytes(self) -> dict[str, tuple[int, int]]:
         return {name: (c.nbytes, c.num_files) for name, c in sorted(self._catalogues.items())}

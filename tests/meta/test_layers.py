@@ -60,6 +60,7 @@ LAYERS = {
         "fskv.job",
         "fskv.jobs",
         "fskv.capacity",
+        "fskv.count_checks",
         "fskv.prune",
         "fskv.health",
         "fskv.holder",

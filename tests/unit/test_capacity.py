@@ -120,6 +120,17 @@ def granted(root):
     return total
 
 
+def test_the_claim_says_what_a_last_use_is_rounded_to(root):
+    capacity = Capacity(root, NAME, None, Limits(), touch_interval_s=7200.5)
+    capacity.start()
+    try:
+        wait_for(lambda: capacity.poll() or Book(f"{root}/.fskv-maintenance").claims())
+        (claim,) = Book(f"{root}/.fskv-maintenance").claims()
+        assert claim.touch_interval_s == 7201
+    finally:
+        capacity.close()
+
+
 def test_three_writers_stay_within_the_bound_whoever_is_killed(root, start_writers, monkeypatch):
     writers = start_writers(3)
     writers.watch(3 * MAX)
@@ -594,7 +605,7 @@ def test_a_child_ends_with_an_engine_that_was_killed_though_a_forked_process_kee
     script = f"""
 import os, sys, time
 from fskv.capacity import Capacity
-from fskv.claims import Limits
+from fskv.claims import Book, Limits
 capacity = Capacity({root!r}, {NAME!r}, None, Limits(max_nbytes=1 << 20))
 capacity.start()
 capacity.wait_for_first_word()
@@ -661,7 +672,7 @@ def test_what_was_granted_without_a_bound_is_given_back_when_one_comes(root, eng
 CLEANER = """
 import sys, time
 from fskv.capacity import Capacity
-from fskv.claims import Limits
+from fskv.claims import Book, Limits
 capacity = Capacity(sys.argv[1], sys.argv[2], None, Limits(), quiet=sys.argv[3] == "quiet")
 capacity.start()
 while not capacity.state.orphans:

@@ -21,7 +21,7 @@ from capacity_lab import (
     write_chunk,
 )
 
-from fskv import filesystem, holder, maintenance
+from fskv import count_checks, filesystem, holder, maintenance
 from fskv.claims import Book, Claim, Limits
 from fskv.config import Share
 from fskv.index import scan
@@ -191,7 +191,7 @@ def test_negative_control_where_names_come_and_go_unseen_in_many_all_others_are_
     root, monkeypatch, number, most
 ):
     """As it was without that rule, and has to be where somebody may be writing: the bound holds."""
-    monkeypatch.setattr(holder, "_MAX_UNLISTABLE", most)
+    monkeypatch.setattr(count_checks, "_MAX_UNLISTABLE", most)
     paths = _write_on_beside_unlistable_directories(
         root,
         monkeypatch,
@@ -267,9 +267,9 @@ def test_files_are_counted_where_directories_keep_their_mtime(root, monkeypatch,
     """Without the `rule`, the negative control: what came after the first count is never counted."""
     monkeypatch.setattr(holder, "_COUNT_ALL_S", 0.05)
     if not rule:
-        monkeypatch.setattr(holder.Holder, "_mtimes_tell", lambda *_: True)
+        monkeypatch.setattr(count_checks.CountChecks, "mtimes_tell", lambda *_: True)
     write_chunk(f"{root}/{NAME}", "abc" + "0" * 29)
-    for module in (scan, holder):  # as on s3fs: that of their making
+    for module in (scan, count_checks):  # as on s3fs: that of their making
         monkeypatch.setattr(module, "dir_mtime_ns", lambda path: 10**18)
     mine = claim()
     maintain(root, _counts(root, 2), mine=mine)

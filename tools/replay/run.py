@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from fskv.config import DEFAULT_TOUCH_INTERVAL_S
+from fskv.claims import DEFAULT_TOUCH_INTERVAL_S
 from fskv.filesystem import Space, unit_nbytes
 
 from ..bench.workspace import StopSignals
