@@ -19,10 +19,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import math
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 from fskv.config import Share, StoreConfig
 from fskv.filesystem import Space
@@ -34,8 +36,9 @@ USAGE_FILE = "usage.json"
 _MAX_NBYTES = 1 << 20
 _MAX_CLAIMS = 10_000
 _MAX_INTERVALS = 16
+_OPTIONS: dict[str, Any] = StoreConfig.__dataclass_fields__
 # Seconds. Who does not say what he has is taken to have the option's default.
-DEFAULT_TOUCH_INTERVAL_S = int(StoreConfig.__dataclass_fields__["touch_interval_s"].default)
+DEFAULT_TOUCH_INTERVAL_S: int = math.ceil(_OPTIONS["touch_interval_s"].default)
 _MAX_TOUCH_INTERVAL_S = 86_400 * 365
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,200}", re.ASCII)
 _NAMESPACE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*/[A-Za-z0-9._-]+@[0-9a-f]{16}", re.ASCII)
