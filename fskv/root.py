@@ -212,8 +212,7 @@ def make_directory(path: str, mode: int) -> bool:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             os.fchmod(fd, mode | (os.fstat(fd).st_mode & stat.S_ISGID))
-            if not os.listdir(fd):  # else somebody has put another one in its place
-                hand_over(fd, os.path.dirname(path))
+            hand_over(fd, os.path.dirname(path))
         finally:
             os.close(fd)
     return True
@@ -242,7 +241,8 @@ def hand_over(fd: int, directory: str, *, dir_fd: int | None = None) -> None:
         return
     with suppress(OSError):
         parent, own = os.stat(directory or ".", dir_fd=dir_fd), os.fstat(fd)
-        if (own.st_uid, own.st_gid) != (parent.st_uid, parent.st_gid):
+        # What is not root's is not ours: somebody has put it in the place of what we made.
+        if own.st_uid == 0 and (0, own.st_gid) != (parent.st_uid, parent.st_gid):
             os.fchown(fd, parent.st_uid, parent.st_gid)
 
 

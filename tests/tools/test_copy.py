@@ -164,11 +164,20 @@ def given_to(path, uid, mode=0o600):
 @pytest.mark.parametrize("command", ["copy", "import"])
 def test_what_root_writes_belongs_to_the_roots_owner(lab, tmp_path, monkeypatch, command, handed):
     """Not `handed`, the negative control: it is root's, and no engine of the owner could read it."""
-    lab.chunks(lab.namespace(), range(5))
+    paths = lab.chunks(lab.namespace(), range(5))
     target = given_to(tmp_path / "to", 4321)
+    # One directory is as another thread leaves it for a moment: made, and still root's.
+    *above, shard = os.path.relpath(os.path.dirname(paths[0]), lab.path).split("/")
+    at = target
+    for name in above:
+        at = f"{at}/{name}"
+        os.mkdir(at, 0o700)
+        os.chown(at, 4321, 4321)
+    os.mkdir(f"{at}/{shard}", 0o700)
     monkeypatch.setattr(import_, "_refuse_what_its_owner_could_not_read", lambda *_: None)
     if not handed:
-        monkeypatch.setattr(root_module, "hand_over", lambda *_, **__: None)
+        for module in (root_module, sink):
+            monkeypatch.setattr(module, "hand_over", lambda *_, **__: None)
     if command == "copy":
         done = run("copy", "--to", target, "--json", root=lab.path)
     else:

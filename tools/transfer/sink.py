@@ -24,7 +24,7 @@ from fskv.errors import ChunkCorrupt, ChunkError, ChunkStale, NoSpace, chunk_err
 from fskv.index.scan import OPEN_SHARD
 from fskv.namespace import Identity
 from fskv.process import unique_name
-from fskv.root import CHUNK_DIR, Root, create_file, make_directory
+from fskv.root import CHUNK_DIR, Root, create_file, hand_over, make_directory
 from fskv.transports.chunk_fd import OPEN_PART
 
 from .. import mac_keys
@@ -193,6 +193,8 @@ class Sink:
                         raise
                     make_directory(f"/proc/self/fd/{fd}/{shard}", self._root.dir_mode)
                     inner = os.open(step, OPEN_SHARD, dir_fd=fd)
+                if make:  # another thread may have made it, and not be so far
+                    hand_over(inner, "", dir_fd=fd)
                 os.close(fd)
                 fd = inner
             yield fd
