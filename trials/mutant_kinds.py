@@ -443,8 +443,8 @@ FAULTS = (
         "living-parts-removed",
         "The part of a writer that lives is not removed.",
         "fskv/holder.py",
-        "            if not provably_dead(name) and now_ns - info.st_mtime_ns < self._grace_s * 1e9:\n",
-        "            if not provably_dead(name) and now_ns < info.st_mtime_ns:\n",
+        "            if not provably_dead(name) and age_ns < self._grace_s * 1e9:\n",
+        "            if not provably_dead(name) and age_ns < 0:\n",
         ("tests/unit/test_maintenance.py",),
     ),
     Fault(
