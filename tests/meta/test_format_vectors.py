@@ -184,8 +184,8 @@ _OF_A_GROUP = (
     "layer_names",
 )
 _REFUSED = [
-    *((name, ...) for name in (*_REQUIRED, *(f"groups.1.{name}" for name in _OF_A_GROUP))),
-    *((name, None) for name in (*_OPTIONAL, "engine", "tokens_per_hash", "groups")),
+    *((name, ...) for name in (*sorted(_REQUIRED), *(f"groups.1.{name}" for name in _OF_A_GROUP))),
+    *((name, None) for name in (*sorted(_OPTIONAL), "engine", "tokens_per_hash", "groups")),
     *((name, "") for name in ("tenant", "model_runner", "engine", "groups.0.kind")),
     *(("extra", {}), ("integrity", "sha256"), ("lora", "on"), ("format", 2), ("format", 1.0)),
     *(("tokens_per_hash", value) for value in (True, 16.0, -1, "16", 2**256)),
