@@ -19,15 +19,16 @@ import os
 import select
 import sys
 import time
+import traceback
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from typing import Any
 
 import msgpack
 
+from fskv.book import CLAIMS_DIR, Book
 from fskv.claims import (
-    CLAIMS_DIR,
-    Book,
     Claim,
     Limits,
     Space,
@@ -59,6 +60,7 @@ _REMOVED_NBYTES = ENTRY_NBYTES * 2048  # of one message
 _STALE_S = 10.0  # a usage that was read longer ago is no base for a grant
 _MAX_NEWS_NBYTES = 4 << 20
 _AFTER_FAILURE_S = 5.0
+_MAX_ERROR = 200  # characters
 _LEAST_ROOM = 4 << 20  # for the lease, the claims and a snapshot
 
 
@@ -128,6 +130,7 @@ class Maintainer:
         self._reported: RootState | None = None
         self._reported_at = float("-inf")
         self._bounds = BoundsSaid()
+        self._left_out: AbstractSet[str] = set()  # files of the book that were told of
         self._said_lease = False
         self._states = StateLog(root=root)
         self._alive_at = float("-inf")
@@ -173,9 +176,31 @@ class Maintainer:
         claims = self._book.claims()
         space = Space.of(self._root)
         self.seen = Seen(usage, claims, space, self._lease.held)
-        busy = self._hold(claims, space) if self._lease.held else self._let_go()
-        granted = self._claim_more(claims, usage, space, read_at)
-        return self._report(claims, usage, space) or granted or busy
+        self._say_left_out()
+        hold, ours = self._lease.held, (claims, usage, space)
+        # One after the other: none of them keeps the next ones from being done.
+        works: list[Callable[[], bool]] = [
+            lambda: self._hold(claims, space) if hold else self._let_go(),
+            lambda: self._claim_more(*ours, read_at),
+            lambda: self._report(*ours),
+        ]
+        busy, failures = False, list[Exception]()
+        for work in works:
+            try:
+                busy = work() or busy
+            except OSError:
+                raise
+            except Exception as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
+        return busy
+
+    def _say_left_out(self) -> None:
+        left_out = self._book.left_out
+        for path in left_out.keys() - self._left_out:
+            self._states.say("file_left_out", logging.WARNING, file=path, reason=left_out[path])
+        self._left_out = left_out.keys()
 
     def _revoke_if_late(self) -> None:
         """Have what is not used returned, if we were away for so long that others may have been given it.
@@ -191,24 +216,26 @@ class Maintainer:
             self._must_revoke = False
 
     async def try_step(self) -> bool:
-        """Do a step; what the root does not let us do is logged, and tried again with the next one.
+        """Do a step; what does not let us is logged, and tried again with the next one.
 
-        Raises BrokenPipeError: the engine is gone. Its root may have gone with it, and nobody is to be told.
+        Whatever the root holds, a step is all that it costs. Raises BrokenPipeError: the engine is gone. Its
+        root may have gone with it, and nobody is to be told.
         """
         try:
             busy = self.step()
         except BrokenPipeError:
             raise
-        except OSError as error:
+        except Exception as error:
             if not self._is_heard():
                 raise BrokenPipeError(errno.EPIPE, "the engine is gone") from error
-            if f"{type(error)} {error.errno}" != self._failure:  # names in it differ each time
-                self._failure = f"{type(error)} {error.errno}"
-                logger.warning("maintenance: %s", error)
+            number = error.errno if isinstance(error, OSError) else None
+            if f"{type(error)} {number}" != self._failure:  # names in it differ each time
+                self._failure = f"{type(error)} {number}"
+                logger.warning("maintenance: %s", described(error))
             if isinstance(error, FileNotFoundError):
                 self._started = False  # what is shared is gone: make it again
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                with contextlib.suppress(OSError):
+            if number in (errno.ENOSPC, errno.EDQUOT):
+                with contextlib.suppress(Exception):
                     await self.make_room()
             return False
         self._failure = ""
@@ -238,7 +265,7 @@ class Maintainer:
         """Log an error, but not the same one again and again."""
         if repr(error) != self._complaint:
             self._complaint = repr(error)
-            logger.warning("maintenance of %s: %s", self._root, error)
+            logger.warning("maintenance of %s: %s", self._root, described(error))
 
     @property
     def work(self) -> asyncio.Task[None] | None:
@@ -386,6 +413,15 @@ class Maintainer:
         return False
 
 
+def described(error: BaseException) -> str:
+    """Return an error in a line: its own words if it names a file, else what and where in the code."""
+    if isinstance(error, OSError):
+        return str(error)
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" at {os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
+    return f"{ascii(error)[:_MAX_ERROR]}{where}"
+
+
 # --- the process ------------------------------------------------------------------------------
 
 
@@ -437,9 +473,7 @@ async def serve() -> None:
         pause_s = pause_after(time.monotonic() - started)
         interval_s = pause_s if busy else min(_IDLE_S, 1.5 * interval_s)
     if maintainer is not None:
-        with contextlib.suppress(
-            OSError
-        ):  # the root is gone, or read-only: nobody has a use for it
+        with contextlib.suppress(Exception):  # the root is gone, or read-only
             await maintainer.close()
 
 

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from fskv.claims import CLAIMS_DIR, USAGE_FILE
+from fskv.book import CLAIMS_DIR, USAGE_FILE
 from fskv.index.scan import OPEN_SHARD, bytes_on_disk
 from fskv.index.snapshot import SNAPSHOT_FILE
 from fskv.lease import LEASE_FILE, SHARED_DIR

@@ -16,7 +16,8 @@ import stat
 import time
 from collections.abc import Sequence
 
-from fskv.claims import CLAIMS_DIR, Book, Claim
+from fskv.book import CLAIMS_DIR, Book
+from fskv.claims import Claim
 from fskv.lease import LEASE_FILE, SHARED_DIR, TTL_S
 from fskv.process import provably_dead, unique_name
 from fskv.removed import RemovedLog
