@@ -19,7 +19,6 @@ import os
 import select
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
@@ -48,7 +47,7 @@ from fskv.prune import execute, plan
 from fskv.removed import ENTRY_NBYTES, RemovedLog
 from fskv.root import FORMAT_FILE, make_directory, usual_modes
 from fskv.root_state import BoundsSaid, RootState, changes, root_state
-from fskv.transitions import StateLog
+from fskv.transitions import StateLog, described
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +59,6 @@ _REMOVED_NBYTES = ENTRY_NBYTES * 2048  # of one message
 _STALE_S = 10.0  # a usage that was read longer ago is no base for a grant
 _MAX_NEWS_NBYTES = 4 << 20
 _AFTER_FAILURE_S = 5.0
-_MAX_ERROR = 200  # characters
 _LEAST_ROOM = 4 << 20  # for the lease, the claims and a snapshot
 
 
@@ -123,6 +121,7 @@ class Maintainer:
         self._book = Book(self._shared, file_mode)
         self._lease = Lease(self._shared, ttl_s=lease_ttl_s, file_mode=file_mode)
         self._log = RemovedLog(self._shared, file_mode)
+        self._directories = (self._shared, f"{self._shared}/{CLAIMS_DIR}", self._log.directory)
         self._work: asyncio.Task[None] | None = None
         self._holder: Holder | None = None
         self._work_after = 0.0  # the last one failed: not at once again
@@ -145,13 +144,18 @@ class Maintainer:
     def start(self) -> None:
         """Make what is shared; raises OSError. Nothing is made in the place of a root that is gone."""
         os.stat(f"{self._root}/{FORMAT_FILE}")
-        for path in (self._shared, f"{self._shared}/{CLAIMS_DIR}", self._log.directory):
+        for path in self._directories:
             make_directory(path, self._dir_mode)
-            if os.path.islink(path):
-                raise NotADirectoryError(errno.ENOTDIR, "a link, expected a directory", path)
+        self._refuse_links()
         with contextlib.suppress(OSError):
             self._log.skip_old()
         self._started = True
+
+    def _refuse_links(self) -> None:
+        """Raise where somebody has put a link in the place of what is shared: it would lead elsewhere."""
+        for path in self._directories:
+            if os.path.islink(path):
+                raise NotADirectoryError(errno.ENOTDIR, "a link, expected a directory", path)
 
     def hear(self, engine: Engine) -> None:
         """Take what the engine said last."""
@@ -164,6 +168,7 @@ class Maintainer:
         """
         if not self._started:
             self.start()
+        self._refuse_links()
         self._revoke_if_late()
         self._publish()
         self._lease.renew()
@@ -411,15 +416,6 @@ class Maintainer:
                 self._complain(error)
             self._work = self._holder = None
         return False
-
-
-def described(error: BaseException) -> str:
-    """Return an error in a line: its own words if it names a file, else what and where in the code."""
-    if isinstance(error, OSError):
-        return str(error)
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" at {os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
-    return f"{ascii(error)[:_MAX_ERROR]}{where}"
 
 
 # --- the process ------------------------------------------------------------------------------
