@@ -136,10 +136,9 @@ def scopes(claims: Iterable[Claim], usage: Usage, space: Space) -> list[Scope]:
     """Return every bound that the claims declare, the tightest of each kind, with its state."""
     claims = list(claims)
     alive = [c for c in claims if not c.closed]
-    tenant_of: dict[str | None, str] = {
-        **{c.namespace: c.tenant for c in claims if c.namespace and c.tenant},
-        **usage.tenants,
-    }
+    tenant_of: dict[str | None, str] = {c.namespace: c.tenant for c in claims if c.tenant}
+    tenant_of.pop(None, None)
+    tenant_of.update(usage.tenants.items())
     all_namespaces = {*usage.namespaces, *(c.namespace for c in claims if c.namespace)}
     by_namespace, by_tenant = _limits(alive, all_namespaces, set(tenant_of.values()))
 

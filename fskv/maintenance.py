@@ -204,7 +204,7 @@ class Maintainer:
     def _say_left_out(self) -> None:
         left_out = self._book.left_out
         for path in left_out.keys() - self._left_out:
-            self._states.say("file_left_out", logging.WARNING, file=path, reason=left_out[path])
+            self._states.say("file_left_out", logging.WARNING, path=path, reason=left_out[path])
         self._left_out = left_out.keys()
 
     def _revoke_if_late(self) -> None:

@@ -24,6 +24,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -45,7 +46,6 @@ from trials.fuzz_process import BREAK, BREAKS
 _BLOCK_NBYTES = 60_000
 _MAX_NBYTES = 4 << 20
 _PER_ROUND = 6
-_LIMIT_S = 30.0  # within which stores go on after a round
 _MAX_RSS_NBYTES = 400 << 20
 _MAX_LINES = 40  # of the log, in each round
 _KILL_EVERY = 15  # rounds: what is there is read by a process that starts
@@ -64,11 +64,12 @@ class _Engine:
 
     @property
     def capacity(self) -> capacity.Capacity:
-        return self.engine._capacity  # noqa: SLF001
+        found: capacity.Capacity = self.engine._capacity  # noqa: SLF001
+        return found
 
     @property
     def path(self) -> str:
-        return self.engine._directory.path  # noqa: SLF001
+        return str(self.engine._directory.path)  # noqa: SLF001
 
     def store(self, count: int) -> None:
         """Store chunks that are new, and load some that are old; raises ReplayError if there is no room."""
@@ -84,7 +85,7 @@ class _Engine:
 class Fuzz:
     """See the module docstring."""
 
-    def __init__(self, directory: str, seed: int, broken: str | None) -> None:
+    def __init__(self, directory: str, seed: int, broken: str | None, limit_s: float) -> None:
         self._rng = random.Random(seed)  # noqa: S311  reproducible, no secret
         self._content = Content(self._rng)
         self._directory = directory
@@ -93,6 +94,7 @@ class Fuzz:
         self._outside = os.path.join(directory, "outside")
         self._log_path = os.path.join(directory, "log")
         self._broken = broken
+        self._limit_s = limit_s
         self.engines: list[_Engine] = []
         self.problems: list[str] = []
         self.planted: Counter[str] = Counter()
@@ -111,10 +113,9 @@ class Fuzz:
         with open(f"{self._outside}/file", "w") as file:
             file.write("outside")
         with self._started():
-            for one in self.engines:
-                one.store(4)
             with open(f"{self.engines[0].path}/namespace.json", "rb") as file:
                 self._manifest = file.read()
+            self._store_again(time.monotonic())
             end = time.monotonic() + seconds
             while time.monotonic() < end and not self.problems:
                 self._round()
@@ -136,9 +137,9 @@ class Fuzz:
                 return popen(words, stderr=log, env=env, **options)
 
             for owner, name, value in (
-                (capacity.subprocess, "Popen", start),
+                (subprocess, "Popen", start),
                 (capacity, "_RESTART_S", 0.5),
-                (replay, "PATIENCE_S", _LIMIT_S),
+                (replay, "PATIENCE_S", self._limit_s),
             ):
                 stack.enter_context(mock.patch.object(owner, name, value))
             for number in range(2):
@@ -188,10 +189,11 @@ class Fuzz:
                 one.store(self._rng.randrange(1, 8))
             except replay.ReplayError as error:
                 self.problems.append(f"round {self.rounds}: engine {number}: {error}")
+                self._ask_what_they_do()
                 return
         while (nbytes := self._nbytes()) > _MAX_NBYTES:
             self.max_nbytes = max(self.max_nbytes, nbytes)
-            if time.monotonic() - begin > _LIMIT_S:
+            if time.monotonic() - begin > self._limit_s:
                 self.problems.append(f"round {self.rounds}: {nbytes} bytes are on disk")
                 return
             self._turn(0.05)
@@ -203,6 +205,13 @@ class Fuzz:
         restarts = sum(one.capacity.num_restarts for one in self.engines)
         if restarts > self.killed:
             self.problems.append(f"round {self.rounds}: a maintenance process has ended")
+
+    def _ask_what_they_do(self) -> None:
+        for one in self.engines:
+            if (pid := one.capacity.pid) is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGUSR1)
+        time.sleep(0.5)
 
     def _turn(self, seconds: float) -> None:
         """Let the engines listen, as they do all the time."""
@@ -263,7 +272,7 @@ class Fuzz:
     def _made_of(self, path: str, fallback: dict[str, Any]) -> bytes:
         """Return what a file could hold: its own content changed, or no format."""
         if self._rng.random() < 0.2:
-            return self._content.bytes()
+            return self._content.noise()
         tree: Any = fallback
         if is_file(path):
             with contextlib.suppress(OSError, ValueError, RecursionError), open(path, "rb") as file:
@@ -316,12 +325,12 @@ class Fuzz:
     def part(self) -> None:
         tmp = self._rng.choice(self.engines).engine._directory.tmp_dir  # noqa: SLF001
         where = self._rng.choice((self._shared, f"{self._shared}/claims", tmp))
-        self._put("part", f"{where}/{self._name()}.part", self._content.bytes())
+        self._put("part", f"{where}/{self._name()}.part", self._content.noise())
 
     def snapshot(self) -> None:
         one = self._rng.choice(self.engines)
         path = f"{one.path}/snapshot.msgpack"
-        content = self._content.snapshot() if self._rng.random() < 0.8 else self._content.bytes()
+        content = self._content.snapshot() if self._rng.random() < 0.8 else self._content.noise()
         self._put("snapshot", path, content)
         if self._rng.random() < 0.5:  # read by who takes the lease next
             remove(f"{self._shared}/lease.json")
@@ -373,7 +382,7 @@ class Fuzz:
         path = f"{self._directory}/health.json"
         self._put("health", path, self._made_of(path, {"state": "ok"}))
         remove(path)
-        end = time.monotonic() + _LIMIT_S
+        end = time.monotonic() + self._limit_s
         while not os.path.exists(path):
             if time.monotonic() > end:
                 self.problems.append(f"round {self.rounds}: no health file is written")
@@ -434,7 +443,7 @@ def _max_rss(pid: int | None) -> int:
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     with work_directory(options.dir) as directory:
-        fuzz = Fuzz(directory, options.seed, options.broken)
+        fuzz = Fuzz(directory, options.seed, options.broken, options.limit_s)
         begin = time.monotonic()
         fuzz.run(60 * options.minutes)
         if options.keep_log:
@@ -484,6 +493,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--dir", default="/dev/shm", help="where the files go (/dev/shm)")  # noqa: S108
     add("--minutes", type=positive_float, default=5.0, help="(5)")
     add("--seed", type=int, default=1, help="(1)")
+    add("--limit-s", type=positive_float, default=30.0, help="until stores go on (30)")
     add("--keep-log", help="where to copy what the maintenance processes have said")
     add("--break", choices=BREAKS, dest="broken", help="negative control: without this safety")
     return made.parse_args(arguments)

@@ -102,7 +102,7 @@ class Content:
             return self._torn(json.dumps(made).encode())
         return b"9" * 5000
 
-    def bytes(self) -> bytes:
+    def noise(self) -> bytes:
         """Return what is no format."""
         rng = self._rng
         return rng.choice(

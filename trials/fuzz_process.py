@@ -8,7 +8,9 @@ option.
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import os
+import signal
 from typing import Any
 
 from fskv import book, claims, holder, maintenance
@@ -47,18 +49,25 @@ def hurry() -> None:
     for module, name, value in times:
         assert hasattr(module, name), name
         setattr(module, name, value)
-    maintenance.Maintainer.__init__.__kwdefaults__["lease_ttl_s"] = TTL_S
+    defaults = maintenance.Maintainer.__init__.__kwdefaults__
+    assert defaults is not None
+    defaults["lease_ttl_s"] = TTL_S
 
 
 def break_safety(name: str) -> None:
     """Take one safety away."""
     if name == "length":  # what is written is longer than what is read
+        most_nbytes = book.MAX_USAGE_NBYTES
+        write = book.Book.publish_usage
+
+        def publish_usage(self: book.Book, usage: claims.Usage) -> None:
+            book.MAX_USAGE_NBYTES = most_nbytes
+            write(self, usage)
+            book.MAX_USAGE_NBYTES = 64
+
         book.MAX_USAGE_NBYTES = 64
-        holder.shortened = lambda usage, _: usage  # type: ignore[attr-defined]
-        write = book.Book._write  # noqa: SLF001
-        book.Book._write = (  # type: ignore[method-assign]  # noqa: SLF001
-            lambda self, path, tree, _: write(self, path, tree, 1 << 40)
-        )
+        book.Book.publish_usage = publish_usage  # type: ignore[method-assign]
+        vars(holder)["shortened"] = lambda usage, _: usage
         return
 
     def claims_of(self: book.Book) -> list[claims.Claim]:
@@ -78,6 +87,7 @@ def break_safety(name: str) -> None:
 
 
 def main() -> None:
+    faulthandler.register(signal.SIGUSR1)  # what it does when stores do not go on: into the log
     obey_modes()
     hurry()
     if broken := os.environ.get(BREAK):

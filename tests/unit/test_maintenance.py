@@ -488,4 +488,4 @@ def test_what_is_left_out_is_told_of_once_with_its_file(root, caplog):
     maintain(root, lambda: usage_of(root) is not None, mine=claim())
     told = [r.getMessage() for r in caplog.records if "event=file_left_out" in r.getMessage()]
     assert len(told) == 2
-    assert all(any(f"file={path}" in line for line in told) for path in paths)
+    assert all(any(f" path={path}" in line for line in told) for path in paths)
