@@ -188,7 +188,8 @@ class Fuzz:
             try:
                 one.store(self._rng.randrange(1, 8))
             except replay.ReplayError as error:
-                self.problems.append(f"round {self.rounds}: engine {number}: {error}")
+                state = f"up {one.capacity.up}, paused {one.capacity.paused}, {one.capacity.state}"
+                self.problems.append(f"round {self.rounds}: engine {number}: {error}; {state}")
                 self._ask_what_they_do()
                 return
         while (nbytes := self._nbytes()) > _MAX_NBYTES:

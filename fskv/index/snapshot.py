@@ -14,7 +14,7 @@ import os
 import stat
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from io import FileIO
 from typing import Any
 
@@ -22,7 +22,7 @@ import msgpack
 import numpy as np
 import xxhash
 
-from fskv.index.scan import NUM_SHARDS, RECORD, UNSETTLED, Part, Records, Shard, walk
+from fskv.index.scan import NUM_SHARDS, RECORD, UNSETTLED, Part, Records, Shard, most_nbytes, walk
 from fskv.process import unique_name
 from fskv.root import TMP_DIR, create_file
 from fskv.types import MAX_COUNT
@@ -56,8 +56,6 @@ class Catalogue:
         self._shards: dict[int, Records] = {}
         self._nbytes: dict[int, int] = {}
         self._dir_mtimes: dict[int, int] = {}
-        # More than a file of the file system can take: a sparse one counts for no more.
-        self._most_nbytes = MAX_COUNT
         self.num_files = 0
         self.parts: dict[int, list[Part]] = {}  # by shard
         self.foreign: dict[int, tuple[int, list[str]]] = {}
@@ -88,7 +86,6 @@ class Catalogue:
         Raises OSError when the namespace itself cannot be read.
         """
         failed = []
-        self._most_nbytes = _size_of_file_system(self.namespace)
         started_ns = time.monotonic_ns()
         async for shard in walk(self.namespace, self._dir_mtimes, now_ns=now_ns):
             if shard.error is not None:
@@ -108,8 +105,7 @@ class Catalogue:
         self.parts.pop(shard.idx, None)
         self.foreign.pop(shard.idx, None)
         if shard.parts:
-            most = self._most_nbytes
-            self.parts[shard.idx] = [replace(p, nbytes=min(p.nbytes, most)) for p in shard.parts]
+            self.parts[shard.idx] = shard.parts
         if shard.num_foreign:
             self.foreign[shard.idx] = (shard.num_foreign, shard.foreign)
 
@@ -122,11 +118,10 @@ class Catalogue:
         for known in (self._shards, self._nbytes, self._dir_mtimes):
             known.pop(shard, None)
         if len(records):
-            sizes = records["nbytes"]
-            np.minimum(sizes, np.uint64(self._most_nbytes), out=sizes)
             self._shards[shard] = records
             # In a double, where nothing overflows: exact below 2^53 bytes.
-            self._nbytes[shard] = min(MAX_COUNT, int(sizes.sum(dtype=np.float64)))
+            nbytes = records["nbytes"].sum(dtype=np.float64)
+            self._nbytes[shard] = min(MAX_COUNT, int(nbytes))
         if dir_mtime_ns:
             self._dir_mtimes[shard] = dir_mtime_ns
 
@@ -182,7 +177,6 @@ class Catalogue:
     def load(cls, namespace: str) -> Catalogue:
         """Return the namespace's snapshot, or an empty catalogue where there is none that can be used."""
         catalogue = cls(namespace)
-        catalogue._most_nbytes = _size_of_file_system(namespace)
         with contextlib.suppress(OSError, ValueError):
             catalogue._read()
         return catalogue
@@ -199,6 +193,8 @@ class Catalogue:
                 raise
             except Exception as error:  # whatever a damaged file makes of the values
                 raise ValueError(f"{self.path}: {error}") from error
+        sizes = records["nbytes"]  # no more than the walk that they stand for would say
+        np.minimum(sizes, np.uint64(most_nbytes(self.namespace)), out=sizes)
         stops = np.cumsum(head.counts)
         for idx in np.flatnonzero(head.counts).tolist():
             self._put(idx, records[stops[idx] - head.counts[idx] : stops[idx]], 0)
@@ -273,14 +269,6 @@ def _read_from(file: FileIO) -> tuple[_Head, Records]:
     if _digest(head.taken_at_ns, head.mtimes_raw, head.counts_raw, [content]) != head.digest:
         raise ValueError("damaged")
     return head, records
-
-
-def _size_of_file_system(path: str) -> int:
-    """Return how large the file system is, MAX_COUNT where it does not say."""
-    with contextlib.suppress(OSError):
-        info = os.statvfs(path)
-        return min(MAX_COUNT, info.f_blocks * info.f_frsize) or MAX_COUNT
-    return MAX_COUNT
 
 
 def joined(tables: Iterable[Records]) -> Records:

@@ -25,6 +25,7 @@ from fskv import holder, maintenance
 from fskv.book import Book
 from fskv.claims import Claim, Limits, Space, Usage
 from fskv.index import scan
+from fskv.index.snapshot import Catalogue
 from fskv.lease import SHARED_DIR
 from fskv.maintenance import Maintainer
 from fskv.process import unique_name
@@ -411,6 +412,11 @@ def test_a_sparse_file_counts_for_no_more_than_the_file_system_and_goes_first(ro
         for path in sparse:
             os.truncate(path, 1 << 43)  # ext4: more than there is, and less than the largest
             os.utime(path, (0, 0))
+    total = Space.of(root).total_nbytes
+    assert os.lstat(sparse[0]).st_size > total  # the control: what it would count for
+    catalogue = Catalogue(f"{root}/{NAME}")
+    asyncio.run(catalogue.refresh(time.time_ns()))
+    assert catalogue.nbytes == 3 * total + 4096
     maintain(root, lambda: not any(map(os.path.exists, sparse)), mine=claim())
     assert os.path.exists(good)
     usage = usage_of(root)
