@@ -292,7 +292,7 @@ def _claim(tree: dict[str, object], name: str) -> Claim:
 
 def _usage(tree: dict[str, object]) -> Usage:
     namespaces, tenants, counted = tree["namespaces"], tree["tenants"], tree["counted"]
-    others: tuple[object, object] = tree.get("others", (0, 0))  # type: ignore[assignment]
+    others: list[object] = list(tree["others"])  # type: ignore[call-overload]
     numbers = ("at_ms", "pruned_files", "pruned_nbytes", "orphans", "unremovable")
     return Usage(
         {str(k): (_number(n), _number(f)) for k, (n, f) in namespaces.items()},  # type: ignore[attr-defined]

@@ -366,6 +366,7 @@ class Maintainer:
         try:
             self._news = (self._news + self._log.take_new(ours))[-_MAX_NEWS_NBYTES:]
         except OSError as error:  # news are no condition for a grant
+            self._started = not isinstance(error, FileNotFoundError)  # made again by the next step
             self._complain(error)
         while self._news and self._send({"removed": self._news[:_REMOVED_NBYTES]}):
             self._news = self._news[_REMOVED_NBYTES:]

@@ -88,7 +88,7 @@ class Fuzz:
     def __init__(self, directory: str, seed: int, broken: str | None, limit_s: float) -> None:
         self._rng = random.Random(seed)  # noqa: S311  reproducible, no secret
         self._content = Content(self._rng)
-        self._directory = directory
+        self._directory = directory = os.path.realpath(directory)
         self._root = os.path.join(directory, "root")
         self._shared = f"{self._root}/.fskv-maintenance"
         self._outside = os.path.join(directory, "outside")
@@ -175,12 +175,22 @@ class Fuzz:
             self._kill(self._rng.choice(self.engines))
         self._turn(0.3)
         for path, kept in self._mended:
-            remove(path)
-            os.rename(kept, path)
+            self._put_back(kept, path)
         self._mended.clear()
         begin = time.monotonic()
         self._store_again(begin)
         self.slowest_s = max(self.slowest_s, time.monotonic() - begin)
+
+    def _put_back(self, kept: str, path: str) -> None:
+        for left in range(20, -1, -1):  # somebody may make something there at the same moment
+            remove(path)
+            try:
+                os.rename(kept, path)
+                return
+            except OSError:
+                if not left:
+                    raise
+                self._turn(0.01)
 
     def _store_again(self, begin: float) -> None:
         """Both engines store, and what they have on disk comes below the bound."""
@@ -262,6 +272,9 @@ class Fuzz:
     # --- what is replaced -------------------------------------------------------------------
 
     def _put(self, target: str, path: str, content: bytes) -> None:
+        above = os.path.dirname(path)
+        if os.path.realpath(above) != above:
+            return  # a link of this round: we are not to write through it either
         kind = self._rng.choices(["link", *KINDS], [1, *WEIGHTS])[0]
         self.planted[target] += 1
         self.kinds[kind] += 1

@@ -588,8 +588,8 @@ FAULTS = (
         "namespace-bound-ignored",
         "The bound of a namespace holds beside the bound of the root.",
         "fskv/claims.py",
-        "        _tighten(per_namespace, mine, limits.namespace_max_nbytes)\n",
-        "",
+        "            _tighten(by_namespace, [claim.namespace], [limits.namespace_max_nbytes])\n",
+        "            pass\n",
         _CAPACITY,
     ),
     Fault(

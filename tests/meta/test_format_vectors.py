@@ -17,8 +17,9 @@ import pytest
 from test_docs import fenced, rows, text_of
 
 from fskv import namespace
+from fskv.book import Book
 from fskv.chunk_file import ChunkHeader, FileLayout, encode_header, parse_header, row_digests
-from fskv.claims import Book, Claim, Limits, Usage
+from fskv.claims import Claim, Limits, Usage
 from fskv.errors import ConfigError, IdentityMismatch
 from fskv.lease import LeaseState
 from fskv.mac import MacKey
@@ -185,7 +186,7 @@ _OF_A_GROUP = (
 )
 _REFUSED = [
     *((name, ...) for name in (*_REQUIRED, *(f"groups.1.{name}" for name in _OF_A_GROUP))),
-    *((name, None) for name in (*_OPTIONAL, "engine", "tokens_per_hash", "groups")),
+    *((name, None) for name in (*sorted(_OPTIONAL), "engine", "tokens_per_hash", "groups")),
     *((name, "") for name in ("tenant", "model_runner", "engine", "groups.0.kind")),
     *(("extra", {}), ("integrity", "sha256"), ("lora", "on"), ("format", 2), ("format", 1.0)),
     *(("tokens_per_hash", value) for value in (True, 16.0, -1, "16", 2**256)),

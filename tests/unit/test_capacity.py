@@ -31,9 +31,9 @@ from capacity_lab import (
 )
 from world import Clock, returns_in_time, wait_for
 
-from fskv import holder, maintenance
+from fskv import maintenance
 from fskv.capacity import _HUNG_S, _SILENT_S, Capacity
-from fskv.claims import Claim, Limits, Scope
+from fskv.claims import Claim, Limits, Scope, excess
 from fskv.config import Share
 from fskv.maintenance import Maintainer, Outbox
 from fskv.process import unique_name
@@ -660,9 +660,9 @@ def test_what_was_granted_without_a_bound_is_given_back_when_one_comes(root, eng
 
     wait_for(is_given_back, 40)
     lowered = Scope("root", None, MAX, MAX // 2, 4 << 30, 4 << 30)
-    assert holder._excess(lowered, []) < MAX // 4
+    assert excess(lowered, []) < MAX // 4
     # Negative control: were it on the disk already, everything would go.
-    assert holder._excess(replace(lowered, unwritten=0), []) > MAX
+    assert excess(replace(lowered, unwritten=0), []) > MAX
 
 
 CLEANER = """

@@ -343,6 +343,40 @@ def test_a_link_in_the_place_of_what_is_shared_is_not_followed(root, tmp_path):
     Maintainer(str(root), None).start()  # the control
 
 
+@pytest.mark.parametrize("checked", [True, False])
+def test_a_link_that_takes_the_place_of_what_is_shared_leads_no_write_elsewhere(
+    root, tmp_path_factory, monkeypatch, checked
+):
+    """Negative control: where it is looked at only at the start, the lease is written there."""
+    outside = tmp_path_factory.mktemp("outside")
+    os.mkdir(outside / "claims")
+    if not checked:
+        monkeypatch.setattr(Maintainer, "_refuse_links", lambda _: None)
+
+    async def steps():
+        maintainer = Maintainer(root, claim(), lease_ttl_s=0.0)
+        await maintainer.try_step()
+        os.rename(f"{root}/{SHARED_DIR}", f"{root}/{SHARED_DIR}-away")
+        os.symlink(outside, f"{root}/{SHARED_DIR}")
+        for _ in range(3):
+            await maintainer.try_step()
+
+    asyncio.run(steps())
+    assert any(outside.rglob("*.json")) is not checked
+
+
+def test_what_is_shared_is_made_again_where_one_part_of_it_is_gone(root):
+    os.makedirs(f"{root}/{SHARED_DIR}/removed")
+    gone = []
+
+    def until():
+        if not gone and book(root).usage() is not None:
+            gone.append(os.rmdir(f"{root}/{SHARED_DIR}/removed"))
+        return bool(gone) and os.path.isdir(f"{root}/{SHARED_DIR}/removed")
+
+    maintain(root, until, mine=claim())
+
+
 def test_the_bound_of_a_tenant_holds_for_a_namespace_that_was_counted_before_its_manifest(
     root, monkeypatch
 ):
