@@ -74,6 +74,9 @@ bench-sealing: $(SETUP) ## What a MAC costs: store and load with it and without,
 storm: $(SETUP) ## Kill writers, fill a disk, fail a mount: is anything wrong ever served? (minutes)
 	@'$(PY)' -m trials.storm $(ARGS)
 
+fuzz: $(SETUP) ## Anything in any file under running maintenance processes: do stores go on? (minutes)
+	@'$(PY)' -m trials.fuzz $(ARGS)
+
 mutants: $(SETUP) ## Make deliberate faults in the product: does make test catch each? (long)
 	@'$(PY)' -m trials.mutants $(ARGS)
 	$(call ran,mutants)

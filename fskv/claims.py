@@ -1,4 +1,4 @@
-"""Who may still write how much: the book that keeps many writers of one root below its bounds together.
+"""Who may still write how much: what keeps many writers of one root below its bounds together. Pure.
 
 Every engine has a claim, a small file in the root. It says how many bytes were granted to the engine since
 it started and how many of those are on disk. The holder of the lease publishes what it counted (`Usage`), and
@@ -16,34 +16,22 @@ Claims hold limits too: a limit that one engine was given holds for all while th
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import json
 import math
-import os
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fskv.config import Share, StoreConfig
 from fskv.filesystem import Space
-from fskv.process import provably_dead, unique_name
-from fskv.root import create_file
+from fskv.types import MAX_COUNT
 
-CLAIMS_DIR = "claims"
-USAGE_FILE = "usage.json"
-_MAX_NBYTES = 1 << 20
-_MAX_CLAIMS = 10_000
 _MAX_INTERVALS = 16
 _OPTIONS: dict[str, Any] = StoreConfig.__dataclass_fields__
 # Seconds. Who does not say what he has is taken to have the option's default.
 DEFAULT_TOUCH_INTERVAL_S: int = math.ceil(_OPTIONS["touch_interval_s"].default)
-_MAX_TOUCH_INTERVAL_S = 86_400 * 365
-_NAME = re.compile(r"[A-Za-z0-9._-]{1,200}", re.ASCII)
 _NAMESPACE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*/[A-Za-z0-9._-]+@[0-9a-f]{16}", re.ASCII)
-# What reading a damaged file may raise: whoever can write to the root must not end our process.
-_DAMAGED = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +77,10 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What the holder of the lease has counted, published after every count."""
+    """What the holder of the lease has counted, published after every count.
+
+    `namespaces` has those with files or claims.
+    """
 
     namespaces: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # bytes on disk, files
     tenants: Mapping[str, str] = field(
@@ -105,14 +96,15 @@ class Usage:
     unremovable: int = 0
     # Above the default: touch_interval_s -> when a claim with it was last there, in ms since 1970.
     touch_intervals: Mapping[int, int] = field(default_factory=dict)
+    others: tuple[int, int] = (0, 0)  # of namespaces that were not named: there were too many
 
     @property
     def nbytes(self) -> int:
-        return sum(nbytes for nbytes, _ in self.namespaces.values())
+        return min(MAX_COUNT, self.others[0] + sum(n for n, _ in self.namespaces.values()))
 
     @property
     def num_files(self) -> int:
-        return sum(files for _, files in self.namespaces.values())
+        return min(MAX_COUNT, self.others[1] + sum(n for _, n in self.namespaces.values()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,63 +127,83 @@ def scopes(claims: Iterable[Claim], usage: Usage, space: Space) -> list[Scope]:
     """Return every bound that the claims declare, the tightest of each kind, with its state."""
     claims = list(claims)
     alive = [c for c in claims if not c.closed]
-    root = [c.limits.max_nbytes for c in alive if c.limits.max_nbytes is not None]
-    tenant_of = {c.namespace: c.tenant for c in claims if c.namespace and c.tenant}
-    tenant_of |= usage.tenants
+    tenant_of: dict[str | None, str] = {c.namespace: c.tenant for c in claims if c.tenant}
+    tenant_of.pop(None, None)
+    tenant_of.update(usage.tenants.items())
     all_namespaces = {*usage.namespaces, *(c.namespace for c in claims if c.namespace)}
-    all_tenants = set(tenant_of.values())
-    per_namespace: dict[str, int] = {}
-    per_tenant: dict[str, int] = {}
-    for claim in alive:
-        limits = claim.limits
-        mine = all_namespaces if claim.namespace is None else {claim.namespace}
-        _tighten(per_namespace, mine, limits.namespace_max_nbytes)
-        ours = all_tenants if claim.namespace is None else {claim.tenant} - {None}
-        _tighten(per_tenant, ours, limits.tenant_max_nbytes)
-        for table, bounds in ((per_namespace, limits.namespaces), (per_tenant, limits.tenants)):
-            for name, limit in bounds.items():
-                _tighten(table, (name,), limit)
+    by_namespace, by_tenant = _limits(alive, all_namespaces, set(tenant_of.values()))
 
-    def state(kind: str, name: str | None, limit: int, members: set[str] | None) -> Scope:
-        counted = sum(
-            nbytes
-            for ns, (nbytes, _) in usage.namespaces.items()
-            if members is None or ns in members
-        )
-        outstanding = sum(
-            max(0, c.granted - usage.counted.get(c.name, 0))
-            for c in claims
-            if members is None or c.namespace in members
-        )
-        unwritten = sum(
-            max(0, c.granted - c.written)
-            for c in claims
-            if members is None or c.namespace in members
-        )
-        return Scope(kind, name, limit, counted, outstanding, unwritten)
+    # Each file is added once, however many names somebody has limits for.
+    sums = _Sums(), _Sums(), _Sums()  # of namespaces, of tenants, of the root
+    for_namespace, for_tenant, for_root = sums
+    for namespace, (nbytes, _) in usage.namespaces.items():
+        for_namespace.counted[namespace] += nbytes
+        for_tenant.counted[tenant_of.get(namespace)] += nbytes
+    for_root.counted[None] = usage.nbytes
+    for claim in claims:
+        tenant = tenant_of.get(claim.namespace)
+        outstanding = max(0, claim.granted - usage.counted.get(claim.name, 0))
+        unwritten = max(0, claim.granted - claim.written)
+        for found, name in zip(sums, (claim.namespace, tenant, None), strict=True):
+            found.outstanding[name] += outstanding
+            found.unwritten[name] += unwritten
 
-    found = []
+    found_scopes = []
+    root = [c.limits.max_nbytes for c in alive if c.limits.max_nbytes is not None]
     if root:
-        found.append(state("root", None, min(root), None))
-    for namespace, limit in per_namespace.items():
-        found.append(state("namespace", namespace, limit, {namespace}))
-    for tenant, limit in per_tenant.items():
-        found.append(
-            state("tenant", tenant, limit, {ns for ns, name in tenant_of.items() if name == tenant})
-        )
+        found_scopes.append(for_root.scope("root", None, min(root)))
+    found_scopes += [for_namespace.scope("namespace", *pair) for pair in by_namespace.items()]
+    found_scopes += [for_tenant.scope("tenant", *pair) for pair in by_tenant.items()]
     keep = max((kept_free(c.limits.keep_free, space) for c in alive), default=0)
     if keep:
         in_use = space.total_nbytes - space.free_nbytes
-        outstanding = sum(max(0, c.granted - c.written) for c in claims)
+        unwritten = for_root.unwritten[None]
         limit = space.total_nbytes - keep
-        found.append(Scope("free", None, limit, in_use, outstanding, outstanding))
-    return found
+        found_scopes.append(Scope("free", None, limit, in_use, unwritten, unwritten))
+    return found_scopes
 
 
-def _tighten(table: dict[str, int], names: Iterable[str | None], limit: int | None) -> None:
-    for name in names:
-        if name is not None and limit is not None:
-            table[name] = min(limit, table.get(name, limit))
+@dataclass(slots=True)
+class _Sums:
+    """Bytes by the name of a namespace or of a tenant; those of the root under None."""
+
+    counted: Counter[str | None] = field(default_factory=Counter)
+    outstanding: Counter[str | None] = field(default_factory=Counter)
+    unwritten: Counter[str | None] = field(default_factory=Counter)
+
+    def scope(self, kind: str, name: str | None, limit: int) -> Scope:
+        return Scope(
+            kind, name, limit, self.counted[name], self.outstanding[name], self.unwritten[name]
+        )
+
+
+def _limits(
+    alive: list[Claim], all_namespaces: set[str], all_tenants: set[str]
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the tightest limits of namespaces and of tenants, of those that exist."""
+    by_namespace: dict[str, int] = {}
+    by_tenant: dict[str, int] = {}
+    watchers = [c.limits for c in alive if c.namespace is None]
+    _tighten(by_namespace, all_namespaces, [w.namespace_max_nbytes for w in watchers])
+    _tighten(by_tenant, all_tenants, [w.tenant_max_nbytes for w in watchers])
+    for claim in alive:
+        limits = claim.limits
+        if claim.namespace is not None:
+            _tighten(by_namespace, [claim.namespace], [limits.namespace_max_nbytes])
+        if claim.namespace is not None and claim.tenant is not None:
+            _tighten(by_tenant, [claim.tenant], [limits.tenant_max_nbytes])
+        for name in all_namespaces & limits.namespaces.keys():
+            _tighten(by_namespace, [name], [limits.namespaces[name]])
+        for name in all_tenants & limits.tenants.keys():
+            _tighten(by_tenant, [name], [limits.tenants[name]])
+    return by_namespace, by_tenant
+
+
+def _tighten(table: dict[str, int], names: Iterable[str], limits: Iterable[int | None]) -> None:
+    tightest = min((limit for limit in limits if limit is not None), default=None)
+    if tightest is not None:
+        for name in names:
+            table[name] = min(tightest, table.get(name, tightest))
 
 
 def kept_free(keep_free: int | Share, space: Space) -> int:
@@ -310,182 +322,34 @@ def is_claimable(namespace: str) -> bool:
     return _NAMESPACE.fullmatch(namespace) is not None
 
 
-class Book:
-    """The claims and the usage of a root on disk. Every call may hang; only the maintenance process calls."""
-
-    def __init__(self, directory: str, file_mode: int = 0o600) -> None:
-        """`directory` is the root's SHARED_DIR; it and its CLAIMS_DIR exist."""
-        self._directory = directory
-        self._file_mode = file_mode
-
-    def publish(self, claim: Claim) -> None:
-        self._write(f"{self._directory}/{CLAIMS_DIR}/{claim.name}.json", asdict(claim))
-
-    def withdraw(self, name: str) -> None:
-        with contextlib.suppress(OSError):
-            os.unlink(f"{self._directory}/{CLAIMS_DIR}/{name}.json")
-
-    def claims(self) -> list[Claim]:
-        """Return all claims that can be read; damaged ones are skipped."""
-        directory = f"{self._directory}/{CLAIMS_DIR}"
-        found = []
-        with os.scandir(directory) as entries:
-            names = [e.name for e in entries if e.name.endswith(".json")][:_MAX_CLAIMS]
-        for name in names:
-            with contextlib.suppress(OSError, *_DAMAGED):
-                found.append(_claim(_read(f"{directory}/{name}"), name.removesuffix(".json")))
-        return found
-
-    def silent(self, claims: Iterable[Claim], before_ns: int) -> set[str]:
-        """Return those that were last published before a time by the file system's clock."""
-        found = set()
-        for claim in claims:
-            with contextlib.suppress(OSError):
-                info = os.lstat(f"{self._directory}/{CLAIMS_DIR}/{claim.name}.json")
-                if info.st_mtime_ns < before_ns:
-                    found.add(claim.name)
-        return found
-
-    def newest_ns(self, claims: Iterable[Claim]) -> int:
-        """Return when one of them was last published, by the file system's clock; 0: unknown."""
-        found = 0
-        for claim in claims:
-            with contextlib.suppress(OSError):
-                path = f"{self._directory}/{CLAIMS_DIR}/{claim.name}.json"
-                found = max(found, os.lstat(path).st_mtime_ns)
-        return found
-
-    def publish_usage(self, usage: Usage) -> None:
-        self._write(f"{self._directory}/{USAGE_FILE}", asdict(usage))
-
-    def usage(self) -> Usage | None:
-        """Return what was last counted, None if nothing was or it cannot be read."""
-        with contextlib.suppress(OSError, *_DAMAGED):
-            return _usage(_read(f"{self._directory}/{USAGE_FILE}"))
-        return None
-
-    def remove_orphans(self) -> None:
-        """Remove parts of dead processes; those of others are younger than anybody would wait for."""
-        for directory in (self._directory, f"{self._directory}/{CLAIMS_DIR}"):
-            with os.scandir(directory) as entries:
-                for entry in entries:
-                    if entry.name.endswith(".part") and provably_dead(entry.name[:-5]):
-                        with contextlib.suppress(OSError):
-                            os.unlink(entry.path)
-
-    def _write(self, path: str, tree: object) -> None:
-        part = f"{self._directory}/{unique_name()}.part"
-        try:
-            fd = create_file(part, self._file_mode)
-            with os.fdopen(fd, "wb", buffering=0) as file:
-                file.write(json.dumps(tree).encode())
-            try:
-                os.rename(part, path)
-            except IsADirectoryError:  # not ours to remove
-                os.rename(path, f"{path}.foreign-{unique_name()}")
-                os.rename(part, path)
-        except OSError:
-            with contextlib.suppress(OSError):
-                os.unlink(part)
-            raise
+_LOW = 0.98  # of a bound: what a prune leaves
+_MAX_ROOM_PART = 8  # of a bound: no more is kept free for engines that want to have it at hand
+_TRIGGER = 0.005  # of a bound: with less headroom than that a prune begins
 
 
-def _read(path: str) -> dict[str, object]:
-    try:
-        content = _content(path)
-    except OSError as error:
-        if error.errno != errno.ESTALE:  # an NFS client's, of a file that has just been replaced
-            raise
-        content = _content(path)
-    tree = json.loads(content)
-    if not isinstance(tree, dict):
-        raise TypeError(path)
-    return tree
+def _room(scope: Scope, claims: list[Claim]) -> int:
+    """Return the headroom below which engines would soon be refused."""
+    wanted = sum(claim.wanted for claim in claims if not claim.closed)
+    return max(int(scope.limit * _TRIGGER), min(wanted, scope.limit // _MAX_ROOM_PART))
 
 
-def _content(path: str) -> bytes:
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    fd = os.open(path, flags)
-    try:
-        return _read_all(fd)
-    finally:
-        os.close(fd)
+def _headroom(scope: Scope) -> int:
+    """Return what is left of a bound.
+
+    More than half of it is granted and not written only where a bound has just been lowered. What is too much
+    is given back within a second or two (fskv.claims.too_much): nothing is removed for it.
+    """
+    return scope.headroom + max(0, scope.unwritten - scope.limit // 2)
 
 
-def _read_all(fd: int) -> bytes:
-    content = b""
-    while len(content) <= _MAX_NBYTES:
-        more = os.read(fd, _MAX_NBYTES)
-        if not more:
-            return content
-        content += more
-    raise ValueError("too long")
+def is_near(scope: Scope, claims: list[Claim]) -> bool:
+    return _headroom(scope) < _room(scope, claims)
 
 
-def _number(value: object) -> int:
-    if type(value) is not int or not 0 <= value < 1 << 62:
-        raise ValueError(value)
-    return value
-
-
-def _interval(value: object) -> int:
-    return min(_number(value), _MAX_TOUCH_INTERVAL_S)
-
-
-def _bound(value: object) -> int | None:
-    return None if value is None else _number(value)
-
-
-def _bounds(value: object) -> dict[str, int]:
-    # Absent in what an engine of an older version wrote.
-    return {str(name): _number(limit) for name, limit in dict(value or {}).items()}  # type: ignore[call-overload]
-
-
-def _share(percent: object) -> Share:
-    # Not NaN or a million: everybody computes with everybody's claims.
-    if not isinstance(percent, int | float) or not 0 <= percent <= 100:
-        raise ValueError(percent)
-    return Share(float(percent))
-
-
-def _claim(tree: dict[str, object], name: str) -> Claim:
-    if tree["name"] != name or not _NAME.fullmatch(name):
-        raise ValueError(name)
-    namespace = tree["namespace"]
-    if namespace is not None and not is_claimable(str(namespace)):
-        raise ValueError(namespace)
-    limits = tree["limits"]
-    keep = limits["keep_free"]  # type: ignore[index]
-    return Claim(
-        name=name,
-        namespace=None if namespace is None else str(namespace),
-        tenant=None if tree["tenant"] is None else str(tree["tenant"]),
-        limits=Limits(
-            _bound(limits["max_nbytes"]),  # type: ignore[index]
-            _share(keep["percent"]) if isinstance(keep, dict) else _number(keep),
-            _bound(limits["namespace_max_nbytes"]),  # type: ignore[index]
-            _bound(limits["tenant_max_nbytes"]),  # type: ignore[index]
-            _bounds(limits.get("namespaces")),  # type: ignore[attr-defined]
-            _bounds(limits.get("tenants")),  # type: ignore[attr-defined]
-            _bound(limits.get("unused_s")),  # type: ignore[attr-defined]
-        ),
-        **{f: _number(tree[f]) for f in ("granted", "written", "wanted", "full", "beat")},
-        closed=tree["closed"] is True,
-        # Absent in what an engine of an older version wrote.
-        touch_interval_s=_interval(tree.get("touch_interval_s", DEFAULT_TOUCH_INTERVAL_S)),
-    )
-
-
-def _usage(tree: dict[str, object]) -> Usage:
-    namespaces, tenants, counted = tree["namespaces"], tree["tenants"], tree["counted"]
-    numbers = ("at_ms", "pruned_files", "pruned_nbytes", "orphans", "unremovable")
-    return Usage(
-        {str(k): (_number(n), _number(f)) for k, (n, f) in namespaces.items()},  # type: ignore[attr-defined]
-        {str(k): str(v) for k, v in tenants.items()},  # type: ignore[attr-defined]
-        {str(k): _number(v) for k, v in counted.items()},  # type: ignore[attr-defined]
-        **{name: _number(tree[name]) for name in numbers},
-        touch_intervals={
-            _interval(int(k)): _number(v)
-            for k, v in tree.get("touch_intervals", {}).items()  # type: ignore[attr-defined]
-        },
+def excess(scope: Scope, claims: list[Claim]) -> int:
+    """Return how many bytes are to go, so that the low mark is reached and all may go on."""
+    return max(
+        0,
+        int(scope.limit * (1 - _LOW)) - _headroom(scope),
+        2 * _room(scope, claims) - _headroom(scope),
     )

@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 
-from fskv.claims import CLAIMS_DIR, Book, Claim
+from fskv.book import CLAIMS_DIR, Book
+from fskv.claims import Claim
 from fskv.filesystem import clamp_mtime
 from fskv.index.scan import Shard, dir_mtime_ns
 from fskv.lease import SHARED_DIR

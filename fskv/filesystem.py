@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-# Everybody adds such numbers up and sends them to others: sums must stay far from 2^63.
-MAX_NBYTES = (1 << 62) - 1
+from fskv.types import MAX_COUNT
+
 _BLOCK_NBYTES = 512  # of st_blocks, whatever the file system's own unit is
 # Clocks of nodes differ a little. A file that claims to be used more than a day after now has no known last
 # use, and is the first to go: believed, it would never go.
@@ -41,7 +41,7 @@ class Space:
         free = 0 if -info.f_blocks <= info.f_bavail < -1 else info.f_bavail
         blocks, free = _pair(info.f_blocks, free)
         inodes = _pair(info.f_files, info.f_favail)
-        return cls(min(blocks * unit, MAX_NBYTES), min(free * unit, MAX_NBYTES), *inodes)
+        return cls(min(blocks * unit, MAX_COUNT), min(free * unit, MAX_COUNT), *inodes)
 
 
 def unit_nbytes(info: os.statvfs_result) -> int:
@@ -66,12 +66,12 @@ def bytes_on_disk(info: os.stat_result) -> int:
 def block_nbytes(info: os.stat_result) -> int:
     """Return the bytes of a file's blocks; 0 where there are none, or a number of them that no disk has."""
     blocks = info.st_blocks
-    return blocks * _BLOCK_NBYTES if 0 < blocks <= MAX_NBYTES // _BLOCK_NBYTES else 0
+    return blocks * _BLOCK_NBYTES if 0 < blocks <= MAX_COUNT // _BLOCK_NBYTES else 0
 
 
 def length(info: os.stat_result) -> int:
     """Return a file's length in bytes, within the numbers that can be added up."""
-    return max(0, min(info.st_size, MAX_NBYTES))
+    return max(0, min(info.st_size, MAX_COUNT))
 
 
 def clamp_mtime(mtime_ns: int, now_ns: int) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import os
 import re
@@ -17,12 +16,14 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+from fskv.book import Book, shortened
 from fskv.claims import (
-    Book,
     Claim,
     Scope,
     Usage,
+    excess,
     inodes_short,
+    is_near,
     last_use_step_s,
     scopes,
     unused_limit_s,
@@ -37,13 +38,11 @@ from fskv.lease import TTL_S, Lease
 from fskv.process import is_our_part, provably_dead
 from fskv.prune import Pruned, cutoff_ns, execute, plan
 from fskv.removed import RemovedLog
-from fskv.root import MANIFEST_FILE, PART_PREFIX, TMP_DIR
+from fskv.root import MANIFEST_FILE, PART_PREFIX, TMP_DIR, tenant_of
+from fskv.types import MAX_COUNT
 
 logger = logging.getLogger(__name__)
 
-_LOW = 0.98  # of a bound: what a prune leaves
-_MAX_ROOM_PART = 8  # of a bound: no more is kept free for engines that want to have it at hand
-_TRIGGER = 0.005  # of a bound: with less headroom than that a prune begins
 _COUNT_ALL_S = 60.0  # how often namespaces are counted that nobody claims to write to
 _SNAPSHOT_S = 300.0
 _ORPHANS_S = 30.0
@@ -78,6 +77,7 @@ class Holder:
         self.usage: Usage | None = None
         self._catalogues: dict[str, Catalogue] = {}  # by "<arch>/<model>@<digest16>"
         self._tenants: dict[str, str] = {}
+        self._no_tenant: dict[str, tuple[int, int] | None] = {}  # manifests that say none
         self._counted_all_at = self._snapshot_at = self._orphans_at = float("-inf")
         self._beats: dict[str, tuple[int, float]] = {}  # claim -> its last beat, since when
         self._counted: dict[str, int] = {}  # claim -> its `written` before the last count
@@ -87,6 +87,7 @@ class Holder:
         # started again declares the same ones in a moment.
         self._gone: set[str] = set()
         self._checks = CountChecks(root, book)
+        self._uncounted: dict[str, str] = {}  # namespace -> why, as it was told
         self._stuck: set[str] = set()  # paths that cannot be removed
         self._stuck_at = time.monotonic()
         self._freeing: tuple[float, int] = (0.0, 0)  # until when; free bytes that are to be seen
@@ -119,7 +120,8 @@ class Holder:
     async def work(self, claims: list[Claim], space: Space) -> None:
         """Count, prune what is beyond the bounds, and clean. Raises OSError when the root does not let us."""
         every = self.usage is None or time.monotonic() - self._counted_all_at > _COUNT_ALL_S
-        self._find_namespaces(claims, every=every)
+        nobodys = self._find_namespaces(claims, every=every)
+        await asyncio.to_thread(self._find_tenants, nobodys)
         self._gone = dead = self._dead(claims)
         known = await self._count(claims, every=every)
         if not self.in_office:
@@ -168,7 +170,8 @@ class Holder:
             )
         }
 
-    def _find_namespaces(self, claims: list[Claim], *, every: bool) -> None:
+    def _find_namespaces(self, claims: list[Claim], *, every: bool) -> set[str]:
+        """Have a catalogue for each namespace; returns those of which no tenant is known."""
         # Those that engines write to count at once, and where an operator has put a link in their place.
         claimed = {c.namespace for c in claims if c.namespace is not None}
         found = {
@@ -183,13 +186,24 @@ class Holder:
             for gone in self._catalogues.keys() - found:
                 del self._catalogues[gone]
                 self._tenants.pop(gone, None)
+                self._no_tenant.pop(gone, None)
         for name in found - self._catalogues.keys():
             self._catalogues[name] = Catalogue.load(f"{self._root}/{name}")
-        # Again where none was found: the manifest comes after the directory.
-        for name in found - self._tenants.keys():
-            tenant = _tenant_of(f"{self._root}/{name}/{MANIFEST_FILE}")
-            if tenant is not None:
-                self._tenants[name] = tenant
+        return found - self._tenants.keys()
+
+    def _find_tenants(self, names: set[str]) -> None:
+        """Look for whose these namespaces are. In a worker thread: somebody's manifest may be long."""
+        # Again where it has changed: the manifest comes after the directory.
+        for name in names:
+            version = None
+            with contextlib.suppress(OSError):
+                info = os.lstat(f"{self._root}/{name}/{MANIFEST_FILE}")
+                version = info.st_ino, info.st_ctime_ns
+            if version is None or self._no_tenant.get(name) != version:
+                self._no_tenant[name] = version
+                tenant = tenant_of(self._root, name)
+                if tenant is not None:
+                    self._tenants[name] = tenant
 
     def _dead(self, claims: list[Claim]) -> set[str]:
         """Return the claims of engines that are gone, or that have not been heard of for so long."""
@@ -221,9 +235,12 @@ class Holder:
             before = catalogue.num_files
             try:
                 failed = await catalogue.refresh(now_ns, every=relist)
-            except OSError as error:
-                logger.warning("%s cannot be counted: %s", catalogue.namespace, error)
+            except Exception as error:  # it is one of many, and anything may be in it
+                if str(error) != self._uncounted.get(name):
+                    self._uncounted[name] = str(error)
+                    logger.warning("%s cannot be counted: %s", catalogue.namespace, error)
                 continue
+            self._uncounted.pop(name, None)
             if self._checks.is_whole(name, failed):
                 known.add(name)
             if catalogue.num_files != before:
@@ -245,23 +262,27 @@ class Holder:
             return False  # what was removed does not show yet
         if scope.kind == "free":
             self._freeing = (0.0, 0)
-        return _near(scope, claims)
+        return is_near(scope, claims)
 
     def _publish(self, claims: list[Claim]) -> None:
         last = self.usage or Usage(touch_intervals=self._known_intervals())
         at_ms = time.time_ns() // 1_000_000
+        claimed = {c.namespace for c in claims if c.namespace is not None}
+        counted = {name: n for name, n in self._nbytes().items() if n != (0, 0) or name in claimed}
         self.usage = replace(
             last,
-            namespaces=self._nbytes(),
-            tenants={
-                name: self._tenants[name] for name in self._catalogues if name in self._tenants
-            },
+            namespaces=counted,
+            tenants={name: self._tenants[name] for name in counted if name in self._tenants},
             counted={c.name: self._counted[c.name] for c in claims if c.name in self._counted},
             at_ms=at_ms,
             touch_intervals=with_intervals_of(last.touch_intervals, claims, at_ms),
             unremovable=len(self._stuck),
         )
-        self._book.publish_usage(self.usage)
+        # Whoever is granted something computes with his own namespace and with those of his tenant.
+        tenants = {self._tenants[name] for name in claimed & self._tenants.keys()}
+        tenants |= {c.tenant for c in claims if c.tenant is not None}
+        needed = {name for name in counted if name in claimed or self._tenants.get(name) in tenants}
+        self._book.publish_usage(shortened(self.usage, needed))
 
     def _known_intervals(self) -> Mapping[int, int]:
         """Return what earlier holders knew of engines that may be gone."""
@@ -286,7 +307,7 @@ class Holder:
             if scope is None:
                 break
             done.add((scope.kind, scope.name))
-            freed = await self._free(self._members(scope), _excess(scope, claims), 0)
+            freed = await self._free(self._members(scope), excess(scope, claims), 0)
             if scope.kind == "free":
                 # Writers may have used what they were granted meanwhile.
                 target = space.free_nbytes + freed // 2 - scope.outstanding
@@ -363,7 +384,7 @@ class Holder:
             self.usage = replace(
                 self.usage,
                 pruned_files=self.usage.pruned_files + pruned.num_files,
-                pruned_nbytes=self.usage.pruned_nbytes + pruned.nbytes,
+                pruned_nbytes=min(MAX_COUNT, self.usage.pruned_nbytes + pruned.nbytes),
             )
 
     def _remove_orphans(self) -> None:
@@ -388,7 +409,7 @@ class Holder:
                         del catalogue.parts[shard]
             removed += self._remove_orphans_in(f"{catalogue.namespace}/{TMP_DIR}", "", now_ns)
         removed += self._remove_orphans_in(self._root, PART_PREFIX, now_ns)
-        self._book.remove_orphans()
+        self._book.remove_orphans(now_ns)
         with contextlib.suppress(OSError):
             self._log.remove_old()
         if removed and self.usage is not None:
@@ -458,40 +479,3 @@ def _opened(directory: str) -> Iterator[int]:
         yield fd
     finally:
         os.close(fd)
-
-
-def _room(scope: Scope, claims: list[Claim]) -> int:
-    """Return the headroom below which engines would soon be refused."""
-    wanted = sum(claim.wanted for claim in claims if not claim.closed)
-    return max(int(scope.limit * _TRIGGER), min(wanted, scope.limit // _MAX_ROOM_PART))
-
-
-def _headroom(scope: Scope) -> int:
-    """Return what is left of a bound.
-
-    More than half of it is granted and not written only where a bound has just been lowered. What is too much
-    is given back within a second or two (fskv.claims.too_much): nothing is removed for it.
-    """
-    return scope.headroom + max(0, scope.unwritten - scope.limit // 2)
-
-
-def _near(scope: Scope, claims: list[Claim]) -> bool:
-    return _headroom(scope) < _room(scope, claims)
-
-
-def _excess(scope: Scope, claims: list[Claim]) -> int:
-    """Return how many bytes are to go, so that the low mark is reached and all may go on."""
-    return max(
-        0,
-        int(scope.limit * (1 - _LOW)) - _headroom(scope),
-        2 * _room(scope, claims) - _headroom(scope),
-    )
-
-
-def _tenant_of(path: str) -> str | None:
-    with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError):
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # it may be anything
-        with open(path, "rb", opener=lambda name, _: os.open(name, flags)) as file:
-            tenant = json.loads(file.read(16 << 20)).get("tenant")
-        return tenant if isinstance(tenant, str) else None
-    return None

@@ -20,14 +20,14 @@ import select
 import sys
 import time
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from typing import Any
 
 import msgpack
 
+from fskv.book import CLAIMS_DIR, Book
 from fskv.claims import (
-    CLAIMS_DIR,
-    Book,
     Claim,
     Limits,
     Usage,
@@ -47,7 +47,7 @@ from fskv.prune import execute, plan
 from fskv.removed import ENTRY_NBYTES, RemovedLog
 from fskv.root import FORMAT_FILE, make_directory, usual_modes
 from fskv.root_state import BoundsSaid, RootState, changes, root_state
-from fskv.transitions import StateLog
+from fskv.transitions import StateLog, described
 
 logger = logging.getLogger(__name__)
 
@@ -121,6 +121,7 @@ class Maintainer:
         self._book = Book(self._shared, file_mode)
         self._lease = Lease(self._shared, ttl_s=lease_ttl_s, file_mode=file_mode)
         self._log = RemovedLog(self._shared, file_mode)
+        self._directories = (self._shared, f"{self._shared}/{CLAIMS_DIR}", self._log.directory)
         self._work: asyncio.Task[None] | None = None
         self._holder: Holder | None = None
         self._work_after = 0.0  # the last one failed: not at once again
@@ -128,6 +129,7 @@ class Maintainer:
         self._reported: RootState | None = None
         self._reported_at = float("-inf")
         self._bounds = BoundsSaid()
+        self._left_out: AbstractSet[str] = set()  # files of the book that were told of
         self._said_lease = False
         self._states = StateLog(root=root)
         self._alive_at = float("-inf")
@@ -142,13 +144,18 @@ class Maintainer:
     def start(self) -> None:
         """Make what is shared; raises OSError. Nothing is made in the place of a root that is gone."""
         os.stat(f"{self._root}/{FORMAT_FILE}")
-        for path in (self._shared, f"{self._shared}/{CLAIMS_DIR}", self._log.directory):
+        for path in self._directories:
             make_directory(path, self._dir_mode)
-            if os.path.islink(path):
-                raise NotADirectoryError(errno.ENOTDIR, "a link, expected a directory", path)
+        self._refuse_links()
         with contextlib.suppress(OSError):
             self._log.skip_old()
         self._started = True
+
+    def _refuse_links(self) -> None:
+        """Raise where somebody has put a link in the place of what is shared: it would lead elsewhere."""
+        for path in self._directories:
+            if os.path.islink(path):
+                raise NotADirectoryError(errno.ENOTDIR, "a link, expected a directory", path)
 
     def hear(self, engine: Engine) -> None:
         """Take what the engine said last."""
@@ -161,6 +168,7 @@ class Maintainer:
         """
         if not self._started:
             self.start()
+        self._refuse_links()
         self._revoke_if_late()
         self._publish()
         self._lease.renew()
@@ -173,9 +181,31 @@ class Maintainer:
         claims = self._book.claims()
         space = Space.of(self._root)
         self.seen = Seen(usage, claims, space, self._lease.held)
-        busy = self._hold(claims, space) if self._lease.held else self._let_go()
-        granted = self._claim_more(claims, usage, space, read_at)
-        return self._report(claims, usage, space) or granted or busy
+        self._say_left_out()
+        hold, ours = self._lease.held, (claims, usage, space)
+        # One after the other: none of them keeps the next ones from being done.
+        works: list[Callable[[], bool]] = [
+            lambda: self._hold(claims, space) if hold else self._let_go(),
+            lambda: self._claim_more(*ours, read_at),
+            lambda: self._report(*ours),
+        ]
+        busy, failures = False, list[Exception]()
+        for work in works:
+            try:
+                busy = work() or busy
+            except OSError:
+                raise
+            except Exception as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
+        return busy
+
+    def _say_left_out(self) -> None:
+        left_out = self._book.left_out
+        for path in left_out.keys() - self._left_out:
+            self._states.say("file_left_out", logging.WARNING, path=path, reason=left_out[path])
+        self._left_out = left_out.keys()
 
     def _revoke_if_late(self) -> None:
         """Have what is not used returned, if we were away for so long that others may have been given it.
@@ -191,24 +221,26 @@ class Maintainer:
             self._must_revoke = False
 
     async def try_step(self) -> bool:
-        """Do a step; what the root does not let us do is logged, and tried again with the next one.
+        """Do a step; what does not let us is logged, and tried again with the next one.
 
-        Raises BrokenPipeError: the engine is gone. Its root may have gone with it, and nobody is to be told.
+        Whatever the root holds, a step is all that it costs. Raises BrokenPipeError: the engine is gone. Its
+        root may have gone with it, and nobody is to be told.
         """
         try:
             busy = self.step()
         except BrokenPipeError:
             raise
-        except OSError as error:
+        except Exception as error:
             if not self._is_heard():
                 raise BrokenPipeError(errno.EPIPE, "the engine is gone") from error
-            if f"{type(error)} {error.errno}" != self._failure:  # names in it differ each time
-                self._failure = f"{type(error)} {error.errno}"
-                logger.warning("maintenance: %s", error)
+            number = error.errno if isinstance(error, OSError) else None
+            if f"{type(error)} {number}" != self._failure:  # names in it differ each time
+                self._failure = f"{type(error)} {number}"
+                logger.warning("maintenance: %s", described(error))
             if isinstance(error, FileNotFoundError):
                 self._started = False  # what is shared is gone: make it again
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                with contextlib.suppress(OSError):
+            if number in (errno.ENOSPC, errno.EDQUOT):
+                with contextlib.suppress(Exception):
                     await self.make_room()
             return False
         self._failure = ""
@@ -238,7 +270,7 @@ class Maintainer:
         """Log an error, but not the same one again and again."""
         if repr(error) != self._complaint:
             self._complaint = repr(error)
-            logger.warning("maintenance of %s: %s", self._root, error)
+            logger.warning("maintenance of %s: %s", self._root, described(error))
 
     @property
     def work(self) -> asyncio.Task[None] | None:
@@ -334,6 +366,7 @@ class Maintainer:
         try:
             self._news = (self._news + self._log.take_new(ours))[-_MAX_NEWS_NBYTES:]
         except OSError as error:  # news are no condition for a grant
+            self._started = not isinstance(error, FileNotFoundError)  # made again by the next step
             self._complain(error)
         while self._news and self._send({"removed": self._news[:_REMOVED_NBYTES]}):
             self._news = self._news[_REMOVED_NBYTES:]
@@ -443,9 +476,7 @@ async def serve() -> None:
         pause_s = pause_after(time.monotonic() - started)
         interval_s = pause_s if busy else min(_IDLE_S, 1.5 * interval_s)
     if maintainer is not None:
-        with contextlib.suppress(
-            OSError
-        ):  # the root is gone, or read-only: nobody has a use for it
+        with contextlib.suppress(Exception):  # the root is gone, or read-only
             await maintainer.close()
 
 

@@ -35,6 +35,8 @@ FORMAT = 1
 LORA_POLICIES = ("off", "by-name")
 INTEGRITIES = (None, "blake3-128")  # how files are sealed: fskv.mac
 
+MAX_TENANT = 200  # characters
+
 _MAX_DEPTH = 32  # HF configs nest 3-4 deep; a manifest deeper than this is an attack on the stack
 _MAX_INT = 1 << 256  # int -> str is refused by Python above 4300 digits; no config needs this
 _MAX_MODEL_NBYTES = 120  # + "@" + 16 hex: well under the 255-byte limit of a name
@@ -104,6 +106,8 @@ class Identity:
             object.__setattr__(self, "extra", None)
         if self.lora not in LORA_POLICIES:
             raise _wrong("identity.lora", f"one of {', '.join(LORA_POLICIES)}", self.lora)
+        if self.tenant is not None and len(self.tenant) > MAX_TENANT:
+            raise _wrong("identity.tenant", f"at most {MAX_TENANT} characters", self.tenant)
         if self.integrity not in INTEGRITIES:
             raise _wrong("identity.integrity", "one that this version knows", self.integrity)
         order = [group.group_idx for group in self.groups]

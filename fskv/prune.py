@@ -25,7 +25,7 @@ from typing import Any
 import aiofiles.os
 import numpy as np
 
-from fskv.filesystem import bytes_on_disk, clamp_mtime
+from fskv.filesystem import clamp_mtime
 from fskv.index.scan import OPEN_SHARD, file_name, shard_path
 from fskv.index.snapshot import Catalogue, joined
 
@@ -351,5 +351,5 @@ def _remove(directory: _Directory, record: Any, pruned: Pruned) -> bool:
         return False
     pruned.num_files += 1
     # What it was counted for may be more than its blocks: they are not all counted yet, or were compressed.
-    pruned.nbytes += max(bytes_on_disk(info), min(info.st_size, remembered))
+    pruned.nbytes += max(info.st_blocks * 512, min(info.st_size, remembered))
     return True

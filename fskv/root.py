@@ -368,6 +368,17 @@ def read_manifest(namespace_path: str) -> Identity:
         raise IdentityMismatch(f"{path}: {error}") from error
 
 
+def tenant_of(root: str, name: str) -> str | None:
+    """Return whose the namespace "<arch>/<model>@<digest16>" is; None also where nothing valid says so.
+
+    What describes another directory does not count, and never raises.
+    """
+    with suppress(Exception):  # anybody may have put anything there
+        identity = read_manifest(f"{root}/{name}")
+        return identity.tenant if namespace.directory(identity) == name else None
+    return None
+
+
 def manifest_bytes(identity: Identity) -> bytes:
     """Return the content of an identity's namespace.json."""
     return (json.dumps(identity.to_manifest(), indent=2, sort_keys=True) + "\n").encode("ascii")

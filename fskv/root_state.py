@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, fields
 
 from fskv.claims import Claim, Usage, scopes
 from fskv.filesystem import Space
+from fskv.types import MAX_COUNT
 
 _BOUNDS = ("root", "namespace", "tenant", "free")
 
@@ -73,7 +74,9 @@ def root_state(
         holder=holder,
         counted_at_ms=usage.at_ms,
         namespace_nbytes=usage.namespaces.get(name or "", (0, 0))[0],
-        tenant_nbytes=sum(usage.namespaces[ns][0] for ns in ours if ns in usage.namespaces),
+        tenant_nbytes=min(
+            MAX_COUNT, sum(usage.namespaces[ns][0] for ns in ours if ns in usage.namespaces)
+        ),
         **bounds,
     )
 

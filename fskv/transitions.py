@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import threading
 import time
+import traceback
 from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
@@ -21,6 +23,7 @@ logger = logging.getLogger(__name__)
 MAX_LINES = 6  # of one event
 WINDOW_S = 600.0
 _MAX_VALUE = 400
+_MAX_ERROR = 200  # characters
 _PLAIN = re.compile(r"[A-Za-z0-9_./:@%+-]+")
 
 
@@ -62,3 +65,12 @@ def _value(value: object) -> str:
     if len(text) > _MAX_VALUE:
         text = text[: _MAX_VALUE - 1] + "~"
     return text if _PLAIN.fullmatch(text) else json.dumps(text)
+
+
+def described(error: BaseException) -> str:
+    """Return an error in a line: its own words if it names a file, else what and where in the code."""
+    if isinstance(error, OSError):
+        return str(error)
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" at {os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
+    return f"{ascii(error)[:_MAX_ERROR]}{where}"

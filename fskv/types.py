@@ -5,6 +5,9 @@ from __future__ import annotations
 from enum import Enum
 from typing import NamedTuple
 
+# No number of bytes or files that anybody counts is larger: whatever a root holds, sums fit into 64 bits.
+MAX_COUNT = (1 << 62) - 1
+
 
 class Status(Enum):
     """How a chunk operation ended. The values are the metric labels."""

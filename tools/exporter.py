@@ -160,6 +160,10 @@ def _of_usage(usage: Usage) -> Iterator[Family]:
         nbytes[labels] = nbytes.get(labels, 0) + used
         files[labels] = files.get(labels, 0) + count
         of_tenant[(tenant,)] = of_tenant.get((tenant,), 0) + used
+    if any(usage.others):
+        used, count = usage.others
+        nbytes[OTHERS, OTHERS] = nbytes.get((OTHERS, OTHERS), 0) + used
+        files[OTHERS, OTHERS] = files.get((OTHERS, OTHERS), 0) + count
     yield _labelled(NAMESPACE_BYTES, nbytes)
     yield _labelled(NAMESPACE_FILES, files)
     ranked = sorted(of_tenant.items(), key=lambda item: -item[1])

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from fskv.claims import CLAIMS_DIR, USAGE_FILE
+from fskv.book import CLAIMS_DIR, USAGE_FILE
 from fskv.filesystem import bytes_on_disk
 from fskv.index.scan import OPEN_SHARD
 from fskv.index.snapshot import SNAPSHOT_FILE

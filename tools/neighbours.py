@@ -16,7 +16,8 @@ import stat
 import time
 from collections.abc import Sequence
 
-from fskv.claims import CLAIMS_DIR, Book, Claim, last_use_step_s
+from fskv.book import CLAIMS_DIR, Book
+from fskv.claims import Claim, last_use_step_s
 from fskv.filesystem import clamp_mtime
 from fskv.lease import LEASE_FILE, SHARED_DIR, TTL_S
 from fskv.process import provably_dead, unique_name

@@ -11,7 +11,8 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from fskv.claims import Book, Claim, Scope, Usage, scopes
+from fskv.book import Book
+from fskv.claims import Claim, Scope, Usage, scopes
 from fskv.errors import FskvError
 from fskv.filesystem import Space
 from fskv.index.scan import file_name

@@ -21,14 +21,23 @@ import os
 import re
 import stat
 from collections.abc import AsyncIterator, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fskv.filesystem import FUTURE_NS, MAX_NS, block_nbytes, bytes_on_disk, clamp_mtime, length
+from fskv.filesystem import (
+    FUTURE_NS,
+    MAX_NS,
+    Space,
+    block_nbytes,
+    bytes_on_disk,
+    clamp_mtime,
+    length,
+)
 from fskv.process import is_our_part
 from fskv.root import CHUNK_DIR
+from fskv.types import MAX_COUNT
 
 if TYPE_CHECKING:
     import asyncio
@@ -123,12 +132,13 @@ async def walk(
     import aiofiles.os
 
     shards = await aiofiles.os.wrap(_changed)(namespace, seen, start)
+    most = await aiofiles.os.wrap(most_nbytes)(namespace)
     batches = [shards[at : at + _BATCH] for at in range(0, len(shards), _BATCH)]
     list_batch = aiofiles.os.wrap(_list_batch)
     running: list[asyncio.Future[list[Shard]]] = []
     try:
         for batch in batches:
-            running.append(asyncio.ensure_future(list_batch(namespace, batch, now_ns)))
+            running.append(asyncio.ensure_future(list_batch(namespace, batch, now_ns, most)))
             if len(running) == _IN_FLIGHT:
                 for shard in await running.pop(0):
                     yield shard
@@ -179,7 +189,26 @@ def dir_mtime_ns(path: str) -> int:
         os.close(fd)
 
 
-def _list_batch(namespace: str, batch: Iterable[tuple[int, int]], now_ns: int) -> list[Shard]:
+def most_nbytes(path: str) -> int:
+    """Return the size of the file system, MAX_COUNT where it does not say: no file counts for more.
+
+    A sparse file without blocks counts with its length, and that may be anything.
+    """
+    with contextlib.suppress(OSError):
+        return Space.of(path).total_nbytes or MAX_COUNT
+    return MAX_COUNT
+
+
+def _limit(shard: Shard, most: int) -> None:
+    if len(shard.records) and int(shard.records["nbytes"].max()) > most:
+        shard.records = shard.records.copy()
+        np.minimum(shard.records["nbytes"], np.uint64(most), out=shard.records["nbytes"])
+    shard.parts = [replace(p, nbytes=most) if p.nbytes > most else p for p in shard.parts]
+
+
+def _list_batch(
+    namespace: str, batch: Iterable[tuple[int, int]], now_ns: int, most: int
+) -> list[Shard]:
     shards = []
     for idx, mtime_ns in batch:
         if mtime_ns == -1:
@@ -190,6 +219,7 @@ def _list_batch(namespace: str, batch: Iterable[tuple[int, int]], now_ns: int) -
         shard = list_shard(shard_path(namespace, idx), idx, now_ns)
         if shard.error is not None:
             shard.outside_mtime_ns = _mtime_by_name(shard_path(namespace, idx))
+        _limit(shard, most)
         settled = settled and shard.error is None and not shard.growing
         shard.dir_mtime_ns = mtime_ns if settled else UNSETTLED
         shards.append(shard)

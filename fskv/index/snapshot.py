@@ -22,10 +22,20 @@ import msgpack
 import numpy as np
 import xxhash
 
-from fskv.filesystem import MAX_NBYTES
-from fskv.index.scan import NUM_SHARDS, RECORD, UNSETTLED, Part, Records, Shard, shard_of, walk
+from fskv.index.scan import (
+    NUM_SHARDS,
+    RECORD,
+    UNSETTLED,
+    Part,
+    Records,
+    Shard,
+    most_nbytes,
+    shard_of,
+    walk,
+)
 from fskv.process import unique_name
 from fskv.root import TMP_DIR, create_file
+from fskv.types import MAX_COUNT
 
 SNAPSHOT_FILE = "snapshot.msgpack"
 _VERSION = 1
@@ -65,7 +75,7 @@ class Catalogue:
     def nbytes(self) -> int:
         """Bytes on disk of the chunk files, and of the parts."""
         parts = sum(part.nbytes for parts in self.parts.values() for part in parts)
-        return sum(self._nbytes.values()) + parts
+        return min(MAX_COUNT, sum(self._nbytes.values()) + parts)
 
     @property
     def now_ns(self) -> int:
@@ -121,7 +131,9 @@ class Catalogue:
             known.pop(shard, None)
         if len(records):
             self._shards[shard] = records
-            self._nbytes[shard] = int(records["nbytes"].sum())
+            # In a double, where nothing overflows: exact below 2^53 bytes.
+            nbytes = records["nbytes"].sum(dtype=np.float64)
+            self._nbytes[shard] = min(MAX_COUNT, int(nbytes))
         if dir_mtime_ns:
             self._dir_mtimes[shard] = dir_mtime_ns
 
@@ -193,6 +205,8 @@ class Catalogue:
                 raise
             except Exception as error:  # whatever a damaged file makes of the values
                 raise ValueError(f"{self.path}: {error}") from error
+        sizes = records["nbytes"]  # no more than the walk that they stand for would say
+        np.minimum(sizes, np.uint64(most_nbytes(self.namespace)), out=sizes)
         stops = np.cumsum(head.counts)
         for idx in np.flatnonzero(head.counts).tolist():
             self._put(idx, records[stops[idx] - head.counts[idx] : stops[idx]], 0)
@@ -298,7 +312,7 @@ class _Possible:
             or (self._left < 0).any()
             or (records["group"] > _MAX_INDEX).any()
             or (records["rank1"] > _MAX_INDEX + 1).any()
-            or (records["nbytes"] > MAX_NBYTES).any()
+            or (records["nbytes"] > MAX_COUNT).any()
             or (names[1:] == names[:-1]).all(axis=1).any()
         ):
             raise ValueError("records that no directory can have")

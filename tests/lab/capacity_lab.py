@@ -11,8 +11,11 @@ import subprocess
 import sys
 import time
 
+from world import make_identity
+
 from fskv.maintenance import Maintainer
-from fskv.namespace import FORMAT
+from fskv.namespace import FORMAT, directory
+from fskv.root import Root
 
 DIGEST = "0123456789abcdef"
 
@@ -57,14 +60,21 @@ def make_namespace(root, name=f"cpu/model@{DIGEST}", tenant=None):
     return path
 
 
+def engines_namespace(root, **changes):
+    """Make the namespace of an engine whose identity differs so, as it does itself; returns its name."""
+    identity = make_identity(**changes)
+    Root.open(str(root), create=True).open_namespace(identity)
+    return directory(identity)
+
+
 def write_chunk(namespace, name, nbytes=4096, group=0, rank=None, mtime_ns=None):
     """Write a file under a chunk's name (32 hex digits, or a number for a random one); returns its path."""
     if isinstance(name, int):
         name = random.Random(name).randbytes(16).hex()
-    directory = f"{namespace}/chunks/{name[:3]}"
-    os.makedirs(directory, exist_ok=True)
+    shard = f"{namespace}/chunks/{name[:3]}"
+    os.makedirs(shard, exist_ok=True)
     suffix = "" if rank is None else f".r{rank}"
-    path = f"{directory}/{name}.g{group}{suffix}.kv"
+    path = f"{shard}/{name}.g{group}{suffix}.kv"
     with open(path, "wb") as file:
         file.write(b"x" * nbytes)
     if mtime_ns is not None:

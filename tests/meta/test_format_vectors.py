@@ -17,8 +17,9 @@ import pytest
 from test_docs import fenced, rows, text_of
 
 from fskv import namespace
+from fskv.book import Book
 from fskv.chunk_file import ChunkHeader, FileLayout, encode_header, parse_header, row_digests
-from fskv.claims import Book, Claim, Limits, Usage
+from fskv.claims import Claim, Limits, Usage
 from fskv.errors import ConfigError, IdentityMismatch
 from fskv.lease import LeaseState
 from fskv.mac import MacKey

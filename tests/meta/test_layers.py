@@ -36,6 +36,7 @@ LAYERS = {
         "fskv.load_time",
     ),
     2: (
+        "fskv.book",
         "fskv.breaker",
         "fskv.checkpoint_file",
         "fskv.checkpoint_samples",

@@ -11,7 +11,8 @@ from tool_lab import Lab, check_lines, fskv, run, spoil
 from world import wait_for
 
 pytest.importorskip("fskv_tools.cli", reason="the command line is not installed")
-from fskv.claims import Book, Claim, Limits
+from fskv.book import Book
+from fskv.claims import Claim, Limits
 from fskv.lease import SHARED_DIR
 from fskv.namespace import GroupIdentity
 from fskv.process import unique_name

@@ -18,7 +18,8 @@ pytest.importorskip("fskv_tools.cli", reason="the command line is not installed"
 from fskv_tools import garbage
 from fskv_tools.root_view import RootView
 
-from fskv.claims import Book, Claim, Limits, Usage
+from fskv.book import Book
+from fskv.claims import Claim, Limits, Usage
 from fskv.lease import SHARED_DIR
 from fskv.process import unique_name
 from fskv.types import Status

@@ -19,7 +19,8 @@ from fskv_tools import pruning
 from fskv_tools.root_view import RootView
 
 from fskv import namespace, prune
-from fskv.claims import Book, Claim, Limits, Usage
+from fskv.book import Book
+from fskv.claims import Claim, Limits, Usage
 from fskv.lease import SHARED_DIR
 from fskv.process import unique_name
 from fskv.removed import RemovedLog, entries

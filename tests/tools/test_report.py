@@ -23,7 +23,8 @@ from fskv_tools.report.plots import Tick, area, bar, columns, nice_steps
 from fskv_tools.report.survey import EDGES, SAMPLE, Ages, _Sample
 from metrics_lab import Engine, server
 
-from fskv.claims import Book, Claim, Limits, Usage
+from fskv.book import Book
+from fskv.claims import Claim, Limits, Usage
 from fskv.index.scan import RECORD
 from fskv.process import HOST, TOKEN
 

@@ -33,7 +33,8 @@ from rich.text import Text
 from world import wait_for
 
 from fskv import metrics
-from fskv.claims import Book, Claim, Limits, Usage
+from fskv.book import Book
+from fskv.claims import Claim, Limits, Usage
 from fskv.config import Share
 from fskv.filesystem import Space
 from fskv.process import HOST, TOKEN

@@ -20,12 +20,21 @@ from shlex import quote
 
 import msgpack
 import pytest
-from capacity_lab import DIGEST, WRITER, dead_name, disk_nbytes, make_namespace, write_chunk
+from capacity_lab import (
+    DIGEST,
+    WRITER,
+    dead_name,
+    disk_nbytes,
+    engines_namespace,
+    make_namespace,
+    write_chunk,
+)
 from world import Clock, returns_in_time, wait_for
 
-from fskv import holder, maintenance
+from fskv import maintenance
+from fskv.book import Book
 from fskv.capacity import _HUNG_S, _SILENT_S, Capacity
-from fskv.claims import Book, Claim, Limits, Scope
+from fskv.claims import Claim, Limits, Scope, excess
 from fskv.config import Share
 from fskv.maintenance import Maintainer, Outbox
 from fskv.process import unique_name
@@ -506,7 +515,7 @@ def test_a_root_that_vanishes_is_told_of_unless_the_engine_has_gone_with_it(tmp_
         "tenant": None,
         "limits": asdict(Limits(max_nbytes=MAX)),
     }
-    hello |= {"dir_mode": None, "file_mode": None}
+    hello |= {"dir_mode": None, "file_mode": None, "touch_interval_s": 0}
     process.stdin.write(msgpack.packb(hello))  # it is read when the process is up, long after this
     if not heard:
         process.stdout.close()
@@ -525,8 +534,7 @@ def test_a_root_that_vanishes_is_told_of_unless_the_engine_has_gone_with_it(tmp_
 
 
 def test_namespace_and_tenant_bounds_stand_next_to_each_other(root, engine):
-    other = f"cpu/other@{'f' * 16}"
-    make_namespace(root, other, tenant="t")
+    other = engines_namespace(root, tenant="t")
     for number in range(64):
         write_chunk(f"{root}/{other}", number, 65536)
     narrow = engine(Limits(1 << 30, 0, 1 << 20, None))
@@ -666,9 +674,9 @@ def test_what_was_granted_without_a_bound_is_given_back_when_one_comes(root, eng
 
     wait_for(is_given_back, 40)
     lowered = Scope("root", None, MAX, MAX // 2, 4 << 30, 4 << 30)
-    assert holder._excess(lowered, []) < MAX // 4
+    assert excess(lowered, []) < MAX // 4
     # Negative control: were it on the disk already, everything would go.
-    assert holder._excess(replace(lowered, unwritten=0), []) > MAX
+    assert excess(replace(lowered, unwritten=0), []) > MAX
 
 
 CLEANER = """

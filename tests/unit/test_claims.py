@@ -7,14 +7,15 @@ import os
 import random
 import subprocess
 import sys
-from dataclasses import replace
+import time
+from dataclasses import asdict, replace
 
 import pytest
 
+from fskv import book as book_module
 from fskv import claims as claims_module
+from fskv.book import CLAIMS_DIR, Book, shortened
 from fskv.claims import (
-    CLAIMS_DIR,
-    Book,
     Claim,
     Limits,
     Scope,
@@ -386,6 +387,129 @@ def test_damaged_foreign_and_hostile_files_are_no_claims_and_raise_nothing(share
         assert book.usage() is None
 
 
+def test_a_claim_is_short_and_what_is_longer_is_neither_read_nor_written(shared):
+    book = Book(str(shared))
+    names = {f"a/{n:0100}@{n:016x}": 1 for n in range(1000)}
+    long = make_claim("long", namespace=None, limits=Limits(namespaces=names))
+    with pytest.raises(OSError, match="more than the 65536 that are read"):
+        book.publish(long)
+    assert book.claims() == []
+    tree = json.dumps(asdict(long))
+    (shared / CLAIMS_DIR / "long.json").write_text(tree)
+    assert book.claims() == []
+    assert "longer than 65536" in book.left_out[str(shared / CLAIMS_DIR / "long.json")]
+    few = make_claim("few", namespace=None, limits=Limits(namespaces={NS: 1}))
+    book.publish(few)
+    assert book.claims() == [few]  # the control
+
+
+def test_what_is_no_claim_is_not_read_again_before_it_changes(shared, monkeypatch):
+    book = Book(str(shared))
+    path = shared / CLAIMS_DIR / "h.json"
+    path.write_text("[" * 1000)
+    read = []
+    real = book_module._content
+    monkeypatch.setattr(book_module, "_content", lambda *args: read.append(args) or real(*args))
+    assert [book.claims() for _ in range(3)] == [[], [], []]
+    assert len(read) == 1
+    book.publish(make_claim("h"))
+    assert [len(book.claims()) for _ in range(3)] == [1, 1, 1]
+    assert len(read) == 4
+
+
+def test_all_claims_together_are_short(shared, monkeypatch):
+    book = Book(str(shared))
+    for number in range(20):
+        book.publish(make_claim(f"h{number}"))
+    assert len(book.claims()) == 20
+    nbytes = len((shared / CLAIMS_DIR / "h1.json").read_bytes())
+    monkeypatch.setattr(book_module, "_MAX_CLAIMS_NBYTES", 5 * nbytes + 10)
+    assert 3 <= len(Book(str(shared)).claims()) <= 5
+
+
+def test_junk_among_the_claims_goes_when_it_is_a_day_old(shared):
+    book = Book(str(shared))
+    directory = shared / CLAIMS_DIR
+    now_ns = time.time_ns()
+    ages = {"young": 3600, "old": 90_000, "of tomorrow": -90_000}
+    kinds = ("junk-1.json", "node9-1-00000000-1.part", "notes.txt", "good.json")
+    for age, seconds in ages.items():
+        for kind in kinds:
+            path = directory / f"{age.replace(' ', '-')}-{kind}"
+            path.write_text("[")
+            if kind == "good.json":
+                book.publish(make_claim(path.stem))
+            os.utime(path, ns=(now_ns - seconds * 10**9,) * 2)
+    for name in ("link-1.json", "fifo-1.json", "dir-1.json"):
+        path = directory / name
+        {"link": lambda p: os.symlink("/etc/passwd", p), "fifo": os.mkfifo, "dir": os.mkdir}[
+            name.partition("-")[0]
+        ](path)
+        os.utime(path, (0, 0), follow_symlinks=False)
+    before = set(os.listdir(directory))
+    book.claims()
+    book.remove_orphans(0)
+    assert set(os.listdir(directory)) == before  # nobody knows what time it is
+    book.remove_orphans(now_ns)
+    gone = {f"{age}-{kind}" for age in ("old", "of-tomorrow") for kind in kinds[:2]}
+    assert before - set(os.listdir(directory)) == gone
+
+
+def test_limits_of_names_that_do_not_exist_are_no_bounds_and_sums_are_made_once():
+    walks = []
+
+    class Namespaces(dict):
+        def items(self):
+            walks.append(1)
+            return super().items()
+
+    usage = Usage(Namespaces({NS: (5, 1), OTHER_NS: (7, 1)}), {NS: "t"})
+    many = Limits(
+        namespaces={NS: 10, OTHER_NS: 20} | {f"a/m@{n:016x}": 1 for n in range(1000)},
+        tenants={"t": 9} | {f"t{n}": 1 for n in range(1000)},
+    )
+    claims = [
+        make_claim("w", namespace=None, limits=many),
+        make_claim("e", limits=Limits(), granted=3),
+    ]
+    found = {
+        (s.kind, s.name): (s.limit, s.counted, s.outstanding) for s in scopes(claims, usage, SPACE)
+    }
+    assert found == {
+        ("namespace", NS): (10, 5, 3),
+        ("namespace", OTHER_NS): (20, 7, 0),
+        ("tenant", "t"): (9, 5, 3),
+    }
+    assert len(walks) == 1
+
+
+def test_a_usage_that_would_be_too_long_adds_up_the_smallest_and_is_still_read(shared, monkeypatch):
+    """Negative control: as it is, it is refused."""
+    monkeypatch.setattr(book_module, "MAX_USAGE_NBYTES", 8000)
+    book = Book(str(shared))
+    names = [f"arch/model-{n}@{n:016x}" for n in range(500)]
+    usage = Usage(
+        {name: (n * 4096, n) for n, name in enumerate(names)},
+        dict.fromkeys(names, "é\ud800"),
+        {"a": 1},
+    )
+    with pytest.raises(OSError, match="more than the 8000"):
+        book.publish_usage(usage)
+    assert book.usage() is None
+    needed = {names[3]}
+    book.publish_usage(shortened(usage, needed))
+    found = book.usage()
+    assert (found.nbytes, found.num_files) == (usage.nbytes, usage.num_files)
+    assert needed < found.namespaces.keys()
+    assert names[499] in found.namespaces
+    assert names[4] not in found.namespaces
+    assert 20 < len(found.namespaces) < 100
+    assert found.tenants.keys() == found.namespaces.keys()
+    assert shortened(found, needed) == found
+    (bound,) = scopes([make_claim("e", limits=Limits(max_nbytes=1 << 40))], found, SPACE)
+    assert bound.counted == usage.nbytes
+
+
 def test_only_parts_of_dead_processes_are_removed(shared):
     script = "from fskv.process import unique_name; print(unique_name())"
     dead = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout
@@ -395,6 +519,6 @@ def test_only_parts_of_dead_processes_are_removed(shared):
     for name in [dead.strip(), *names]:
         (shared / f"{name}.part").touch()
         (shared / CLAIMS_DIR / f"{name}.part").touch()
-    Book(str(shared)).remove_orphans()
+    Book(str(shared)).remove_orphans(0)
     assert sorted(os.listdir(shared / CLAIMS_DIR)) == sorted(f"{name}.part" for name in names)
     assert len(os.listdir(shared)) == 4

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from fskv.filesystem import MAX_NBYTES, Space, bytes_on_disk, clamp_mtime
+from fskv.filesystem import Space, bytes_on_disk, clamp_mtime
+from fskv.types import MAX_COUNT
 
 USUAL = {
     "f_bsize": 1 << 20,
@@ -42,7 +43,7 @@ NO_BYTES = Space(0, 0, SPACE.total_inodes, SPACE.free_inodes)
         ({"f_bavail": -200}, Space(SPACE.total_nbytes, 0, 100, 40)),  # root's reserve is in use
         ({"f_bavail": -1001}, NO_BYTES),
         ({"f_bavail": 0}, Space(SPACE.total_nbytes, 0, 100, 40)),
-        ({"f_blocks": 1 << 62, "f_bavail": 1 << 62}, Space(MAX_NBYTES, MAX_NBYTES, 100, 40)),
+        ({"f_blocks": 1 << 62, "f_bavail": 1 << 62}, Space(MAX_COUNT, MAX_COUNT, 100, 40)),
     ],
     ids=str,
 )
@@ -67,7 +68,7 @@ def test_a_real_answer_is_believed(tmp_path):
         (-1, 8192, 8192),
         (1 << 60, 8192, 8192),
         (0, -1, 0),
-        (0, (1 << 63) - 1, MAX_NBYTES),
+        (0, (1 << 63) - 1, MAX_COUNT),
     ],
 )
 def test_what_a_file_takes_is_its_blocks_where_they_can_be_true(blocks, length, expected):

@@ -16,18 +16,24 @@ from capacity_lab import (
     age_directories,
     dead_name,
     disk_nbytes,
+    engines_namespace,
     maintain,
     make_namespace,
     write_chunk,
 )
 
 from fskv import count_checks, filesystem, holder, maintenance
-from fskv.claims import Book, Claim, Limits
+from fskv.book import Book
+from fskv.claims import Claim, Limits, Usage
 from fskv.config import Share
 from fskv.index import scan
+from fskv.index.snapshot import Catalogue
 from fskv.lease import SHARED_DIR
 from fskv.maintenance import Maintainer
 from fskv.process import unique_name
+from fskv.root import tenant_of
+from fskv.root_state import root_state
+from fskv.types import MAX_COUNT
 
 NAME = f"cpu/model@{DIGEST}"
 
@@ -435,13 +441,49 @@ def test_a_link_in_the_place_of_what_is_shared_is_not_followed(root, tmp_path):
     Maintainer(str(root), None).start()  # the control
 
 
+@pytest.mark.parametrize("checked", [True, False])
+def test_a_link_that_takes_the_place_of_what_is_shared_leads_no_write_elsewhere(
+    root, tmp_path_factory, monkeypatch, checked
+):
+    """Negative control: where it is looked at only at the start, the lease is written there."""
+    outside = tmp_path_factory.mktemp("outside")
+    os.mkdir(outside / "claims")
+    if not checked:
+        monkeypatch.setattr(Maintainer, "_refuse_links", lambda _: None)
+
+    async def steps():
+        maintainer = Maintainer(root, claim(), lease_ttl_s=0.0)
+        await maintainer.try_step()
+        os.rename(f"{root}/{SHARED_DIR}", f"{root}/{SHARED_DIR}-away")
+        os.symlink(outside, f"{root}/{SHARED_DIR}")
+        for _ in range(3):
+            await maintainer.try_step()
+
+    asyncio.run(steps())
+    assert any(outside.rglob("*.json")) is not checked
+
+
+def test_what_is_shared_is_made_again_where_one_part_of_it_is_gone(root):
+    os.makedirs(f"{root}/{SHARED_DIR}/removed")
+    gone = []
+
+    def until():
+        if not gone and book(root).usage() is not None:
+            gone.append(os.rmdir(f"{root}/{SHARED_DIR}/removed"))
+        return bool(gone) and os.path.isdir(f"{root}/{SHARED_DIR}/removed")
+
+    maintain(root, until, mine=claim())
+
+
 def test_the_bound_of_a_tenant_holds_for_a_namespace_that_was_counted_before_its_manifest(
     root, monkeypatch
 ):
     monkeypatch.setattr(holder, "_COUNT_ALL_S", 0.2)
-    path = f"{root}/{NAME}"
+    name = engines_namespace(root, tenant="blue")
+    path, elsewhere = f"{root}/{name}", f"{root}/namespace.json"
+    os.rename(f"{path}/namespace.json", elsewhere)
     write_chunk(path, "abc" + "0" * 29)
-    counted, tenants = [], []
+    counted = []
 
     def until():
         usage = book(root).usage()
@@ -450,11 +492,138 @@ def test_the_bound_of_a_tenant_holds_for_a_namespace_that_was_counted_before_its
         if not counted:
             counted.append(usage.tenants)
             assert usage.tenants == {}
-            with open(f"{path}/namespace.json", "w") as file:
-                json.dump({"tenant": "blue"}, file)
-        tenants.append(usage.tenants.get(NAME))
+            os.rename(elsewhere, f"{path}/namespace.json")
         return disk_nbytes(path) == 0
 
     watcher = claim(namespace=None, limits=Limits(tenants={"blue": 1}))
     maintain(root, until, mine=watcher)
-    assert "blue" in tenants
+
+
+# --- anything may be in any file ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("why", ["none", "of another directory", "no identity", "too long"])
+def test_a_tenant_is_what_an_identity_says_that_describes_its_directory(root, why):
+    """Negative control: of the sound manifest it is the tenant."""
+    name = engines_namespace(root, tenant="blue")
+    path = f"{root}/{name}/namespace.json"
+    with open(path) as file:
+        manifest = json.load(file)
+    if why == "of another directory":
+        manifest["engine_version"] = "0.34"
+    elif why == "no identity":
+        manifest = {"tenant": "blue"}
+    elif why == "too long":
+        manifest["tenant"] = "T" * 1_100_000
+    with open(path, "w") as file:
+        json.dump(manifest, file)
+    assert tenant_of(root, name) == ("blue" if why == "none" else None)
+
+
+def test_a_usage_that_adds_up_to_more_than_64_bits_keeps_nothing_from_being_counted(root):
+    """Each number of it is a number. The sum was more than the message to the engine can hold."""
+    os.makedirs(f"{root}/{SHARED_DIR}/claims")
+    large = MAX_COUNT
+    forged = Usage({f"a/m@{n:016x}": (large, large) for n in range(5)}, others=(large, large))
+    book(root).publish_usage(forged)
+    assert root_state(forged, [], filesystem.Space.of(root), claim(), holder=False).nbytes == large
+    write_chunk(f"{root}/{NAME}", 1)
+    maintain(root, lambda: usage_of(root) != forged, mine=claim())
+    assert usage_of(root).nbytes == 4096
+
+
+def test_a_sparse_file_counts_for_no_more_than_the_file_system_and_goes_first(root):
+    """On a file system that takes them; a file of 8 EiB is one byte there, and none on another."""
+    good = write_chunk(f"{root}/{NAME}", 1)
+    sparse = [write_chunk(f"{root}/{NAME}", f"abc{n:029x}", 0) for n in range(3)]
+    try:
+        for path in sparse:
+            os.truncate(path, (1 << 63) - 4096)
+            os.utime(path, (0, 0))
+    except OSError:
+        for path in sparse:
+            os.truncate(path, 1 << 43)  # ext4: more than there is, and less than the largest
+            os.utime(path, (0, 0))
+    total = filesystem.Space.of(root).total_nbytes
+    assert os.lstat(sparse[0]).st_size > total  # the control: what it would count for
+    catalogue = Catalogue(f"{root}/{NAME}")
+    asyncio.run(catalogue.refresh(time.time_ns()))
+    assert catalogue.nbytes == 3 * total + 4096
+    maintain(root, lambda: not any(map(os.path.exists, sparse)), mine=claim())
+    assert os.path.exists(good)
+    usage = usage_of(root)
+    assert usage.nbytes <= MAX_COUNT
+    assert usage.pruned_nbytes <= MAX_COUNT
+
+
+def test_namespaces_without_files_are_not_in_the_usage(root):
+    write_chunk(f"{root}/{NAME}", 1)
+    for number in range(200):
+        make_namespace(root, f"cpu/dead@{number:016x}")
+    claimed = f"cpu/dead@{7:016x}"
+    maintain(root, lambda: usage_of(root) is not None, mine=claim(namespace=claimed))
+    assert usage_of(root).namespaces == {NAME: (4096, 1), claimed: (0, 0)}
+
+
+@pytest.mark.parametrize("part", ["_hold", "_claim_more", "_report"])
+def test_a_fault_in_one_part_of_a_step_keeps_no_other_from_being_done(
+    root, monkeypatch, caplog, part
+):
+    done = []
+
+    def spy(name):
+        def work(self, *rest):
+            done.append(name)
+            if name == part:
+                raise OverflowError("x" * 5000)
+            return False
+
+        return work
+
+    parts = ("_hold", "_claim_more", "_report")
+    for name in parts:
+        monkeypatch.setattr(Maintainer, name, spy(name))
+
+    async def steps():
+        maintainer = Maintainer(root, claim())
+        assert [await maintainer.try_step() for _ in range(3)] == [False] * 3
+        with pytest.raises(OverflowError):  # the control: it was not lost on the way
+            maintainer.step()
+        await maintainer.close()
+
+    asyncio.run(steps())
+    assert done == [*parts] * 4
+    (line,) = [r.getMessage() for r in caplog.records if "OverflowError" in r.getMessage()]
+    assert len(line) < 400
+    assert "test_maintenance.py:" in line
+
+
+def test_a_namespace_whose_count_fails_in_any_way_keeps_no_other_from_being_counted(
+    root, monkeypatch
+):
+    other = f"cpu/other@{'f' * 16}"
+    write_chunk(make_namespace(root, other), 1)
+    write_chunk(f"{root}/{NAME}", 1)
+    real = scan._changed
+
+    def fail(path, *rest):
+        if path == f"{root}/{other}":
+            raise OverflowError(path)
+        return real(path, *rest)
+
+    monkeypatch.setattr(scan, "_changed", fail)
+    maintain(root, lambda: usage_of(root) is not None)
+    assert usage_of(root).namespaces == {NAME: (4096, 1)}
+
+
+def test_what_is_left_out_is_told_of_once_with_its_file(root, caplog):
+    os.makedirs(f"{root}/{SHARED_DIR}/claims")
+    paths = [f"{root}/{SHARED_DIR}/{name}" for name in ("claims/h-1-00000000-1.json", "usage.json")]
+    for path in paths:
+        with open(path, "w") as file:
+            file.write("[")
+    caplog.set_level("INFO")
+    maintain(root, lambda: usage_of(root) is not None, mine=claim())
+    told = [r.getMessage() for r in caplog.records if "event=file_left_out" in r.getMessage()]
+    assert len(told) == 2
+    assert all(any(f" path={path}" in line for line in told) for path in paths)

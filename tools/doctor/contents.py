@@ -9,7 +9,8 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 
-from fskv.claims import CLAIMS_DIR, Book, Limits
+from fskv.book import CLAIMS_DIR, Book
+from fskv.claims import Limits
 from fskv.config import Share
 from fskv.errors import FskvError
 from fskv.filesystem import Space

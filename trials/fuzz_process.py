@@ -1,0 +1,99 @@
+"""The maintenance process of the fuzz: fskv.maintenance with shorter times, so that minutes do for days.
+
+It has no right to read what its mode denies, also where it is root. With a safety named in FSKV_FUZZ_BREAK it
+has not that safety, as a negative control: it patches this process's modules, because the product has no such
+option.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import signal
+from typing import Any
+
+from fskv import book, claims, holder, maintenance
+
+BREAKS = ("survival", "length")
+BREAK = "FSKV_FUZZ_BREAK"
+TTL_S = 3.0
+_CAP_DAC_OVERRIDE, _CAP_DAC_READ_SEARCH = 1, 2
+
+
+def obey_modes() -> None:
+    """Give up root's right to open what has mode 000; for anybody else nothing changes."""
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)
+    data = (ctypes.c_uint32 * 6)()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.capget(header, data) == 0:
+        for at in range(3):
+            data[at] &= ~(1 << _CAP_DAC_OVERRIDE | 1 << _CAP_DAC_READ_SEARCH)
+        libc.capset(header, data)
+
+
+def hurry() -> None:
+    """Shorten what waits."""
+    times: list[tuple[Any, str, float]] = [
+        (holder, "_COUNT_ALL_S", 1.0),
+        (holder, "_SNAPSHOT_S", 2.0),
+        (holder, "_ORPHANS_S", 1.0),
+        (holder, "_DEAD_CLAIM_S", 2 * TTL_S),
+        (holder, "_WITHDRAW_S", 0.5),
+        (holder, "_FUTILE_S", 0.5),
+        (holder, "_STUCK_S", 10.0),
+        (maintenance, "_AFTER_FAILURE_S", 0.5),
+        (maintenance, "TTL_S", TTL_S),
+        (book, "_JUNK_NS", 15 * 10**9),
+    ]
+    for module, name, value in times:
+        assert hasattr(module, name), name
+        setattr(module, name, value)
+    defaults = maintenance.Maintainer.__init__.__kwdefaults__
+    assert defaults is not None
+    defaults["lease_ttl_s"] = TTL_S
+
+
+def break_safety(name: str) -> None:
+    """Take one safety away."""
+    if name == "length":  # what is written is longer than what is read
+        most_nbytes = book.MAX_USAGE_NBYTES
+        write = book.Book.publish_usage
+
+        def publish_usage(self: book.Book, usage: claims.Usage) -> None:
+            book.MAX_USAGE_NBYTES = most_nbytes
+            write(self, usage)
+            book.MAX_USAGE_NBYTES = 64
+
+        book.MAX_USAGE_NBYTES = 64
+        book.Book.publish_usage = publish_usage  # type: ignore[method-assign]
+        vars(holder)["shortened"] = lambda usage, _: usage
+        return
+
+    def claims_of(self: book.Book) -> list[claims.Claim]:
+        directory = f"{self._directory}/{book.CLAIMS_DIR}"
+        found = []
+        for entry in os.listdir(directory):
+            if entry.endswith(".json"):
+                content = book._content(f"{directory}/{entry}", 1 << 30)[0]  # noqa: SLF001
+                found.append(book._claim(book._tree(content, 1 << 30), entry[:-5]))  # noqa: SLF001
+        return found
+
+    async def try_step(self: maintenance.Maintainer) -> bool:
+        return self.step()
+
+    book.Book.claims = claims_of  # type: ignore[method-assign]
+    maintenance.Maintainer.try_step = try_step  # type: ignore[method-assign]
+
+
+def main() -> None:
+    faulthandler.register(signal.SIGUSR1)  # what it does when stores do not go on: into the log
+    obey_modes()
+    hurry()
+    if broken := os.environ.get(BREAK):
+        break_safety(broken)
+    maintenance.main()
+
+
+if __name__ == "__main__":
+    main()
