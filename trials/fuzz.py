@@ -23,6 +23,7 @@ import contextlib
 import json
 import os
 import random
+import resource
 import shutil
 import signal
 import subprocess
@@ -47,6 +48,7 @@ _BLOCK_NBYTES = 60_000
 _MAX_NBYTES = 4 << 20
 _PER_ROUND = 6
 _MAX_RSS_NBYTES = 400 << 20
+_MAX_DATA_NBYTES = 4 << 30
 _MAX_LINES = 40  # of the log, in each round
 _KILL_EVERY = 15  # rounds: what is there is read by a process that starts
 _DEAD_NAMESPACES = 12
@@ -515,6 +517,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
+    # Whoever of us takes memory without end is to fail, and not the machine.
+    resource.setrlimit(resource.RLIMIT_DATA, (_MAX_DATA_NBYTES, _MAX_DATA_NBYTES))
     say(f"seed {options.seed}, {options.minutes:g} minutes ...")
     return judged("fuzz", options, measure, report)
 

@@ -22,6 +22,7 @@ import xxhash
 
 NUM_SHARDS = 4096  # docs/format.md
 _RECORD_NBYTES = 40
+_MAX_PLACES = 50_000  # of a tree: it gets no larger
 _NUMBERS = (
     *(0, -1, 1, 255, (1 << 31) - 1, 1 << 31, (1 << 53) + 1, (1 << 62) - 1, 1 << 62, (1 << 63) - 1),
     *(1 << 63, (1 << 64) - 1, 1 << 64, 1 << 200, -(1 << 63), -(1 << 70), 10**4000),
@@ -82,8 +83,10 @@ class Content:
             node[rng.choice(_TEXTS)] = self.value()
         elif pick < 0.3 and isinstance(node, dict):  # names, thousands of them
             count = rng.choice((10, 1000, 20_000))
-            number = rng.choice((0, 1, (1 << 62) - 1, [(1 << 62) - 1, 1], "t"))
-            node[key] = {f"a/m-{n}@{n:016x}": number for n in range(count)}
+            number = rng.choice((0, 1, (1 << 62) - 1, "t", None))
+            # Of their own each: one list in all places would be a tree that grows in all of them.
+            made = {f"a/m-{n}@{n:016x}": number or [(1 << 62) - 1, 1] for n in range(count)}
+            node[key] = made if len(places) < _MAX_PLACES else {}
         elif pick < 0.35:
             deep: Any = []
             for _ in range(200):

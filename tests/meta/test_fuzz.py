@@ -28,7 +28,8 @@ def test_stores_go_on_whatever_is_in_the_files_of_the_root(tmp_path):
     assert code == 0
     # It was one: files were replaced, and chunks were stored and loaded meanwhile.
     assert facts["files"] >= facts["rounds"] >= 2
-    assert facts["stored"] == facts["loaded"] > 4
+    assert facts["stored"] > 4
+    assert facts["loaded"] > 4
     assert facts["wrong"] == 0
 
 
