@@ -83,12 +83,14 @@ class SplitTransport:
         return self.load.row_digests(slot.for_load, start, stop)
 
     @contextlib.contextmanager
-    def open(self, path: str) -> Iterator[OpenChunk]:
-        with self.load.open(path) as file:
+    def open(self, path: str, dir_fd: int | None = None) -> Iterator[OpenChunk]:
+        with self.load.open(path, dir_fd) as file:
             yield _SplitChunk(file)
 
-    def write_part(self, path: str, slot: SplitSlot, nbytes: int) -> None:
-        self.store.write_part(path, slot.for_store, nbytes)
+    def write_part(
+        self, path: str, slot: SplitSlot, nbytes: int, dir_fd: int | None = None
+    ) -> None:
+        self.store.write_part(path, slot.for_store, nbytes, dir_fd)
 
     def close(self) -> None:
         self.load.close()
