@@ -28,7 +28,7 @@ def list_shard(
     path: bytes, young_ns: int = ..., newest_ns: int = ..., /
 ) -> tuple[bytes, list[bytes]]: ...
 
-# Open a directory through no link behind the first `root_nbytes` of its path; raises OSError, ELOOP for a link.
+# Open a directory through no link behind the first `root_nbytes` of its path; OSError, ELOOP for a link.
 def open_beneath(path: bytes, root_nbytes: int, flags: int, /) -> int: ...
 
 # The XXH3-128 that names the chunk files of a key.

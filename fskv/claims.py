@@ -24,6 +24,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 
+from fskv.beneath import opened
 from fskv.config import Share
 from fskv.process import provably_dead, unique_name
 from fskv.root import create_file
@@ -301,14 +302,16 @@ class Book:
     def __init__(self, directory: str, file_mode: int = 0o600) -> None:
         """`directory` is the root's SHARED_DIR; it and its CLAIMS_DIR exist."""
         self._directory = directory
+        self._root = os.path.dirname(directory)
         self._file_mode = file_mode
 
     def publish(self, claim: Claim) -> None:
-        self._write(f"{self._directory}/{CLAIMS_DIR}/{claim.name}.json", asdict(claim))
+        self._write(f"{self._directory}/{CLAIMS_DIR}", f"{claim.name}.json", asdict(claim))
 
     def withdraw(self, name: str) -> None:
-        with contextlib.suppress(OSError):
-            os.unlink(f"{self._directory}/{CLAIMS_DIR}/{name}.json")
+        path = f"{self._directory}/{CLAIMS_DIR}"
+        with contextlib.suppress(OSError), opened(self._root, path, os.O_PATH) as directory:
+            os.unlink(f"{name}.json", dir_fd=directory)
 
     def claims(self) -> list[Claim]:
         """Return all claims that can be read; damaged ones are skipped."""
@@ -332,7 +335,7 @@ class Book:
         return found
 
     def publish_usage(self, usage: Usage) -> None:
-        self._write(f"{self._directory}/{USAGE_FILE}", asdict(usage))
+        self._write(self._directory, USAGE_FILE, asdict(usage))
 
     def usage(self) -> Usage | None:
         """Return what was last counted, None if nothing was or it cannot be read."""
@@ -343,27 +346,33 @@ class Book:
     def remove_orphans(self) -> None:
         """Remove parts of dead processes; those of others are younger than anybody would wait for."""
         for directory in (self._directory, f"{self._directory}/{CLAIMS_DIR}"):
-            with os.scandir(directory) as entries:
+            with opened(self._root, directory) as fd, os.scandir(fd) as entries:
                 for entry in entries:
                     if entry.name.endswith(".part") and provably_dead(entry.name[:-5]):
                         with contextlib.suppress(OSError):
-                            os.unlink(entry.path)
+                            os.unlink(entry.name, dir_fd=fd)
 
-    def _write(self, path: str, tree: object) -> None:
-        part = f"{self._directory}/{unique_name()}.part"
-        try:
-            fd = create_file(part, self._file_mode)
-            with os.fdopen(fd, "wb", buffering=0) as file:
-                file.write(json.dumps(tree).encode())
+    def _write(self, path: str, name: str, tree: object) -> None:
+        """Publish a file called `name` in the directory `path`."""
+        part = f"{unique_name()}.part"
+        with (
+            opened(self._root, self._directory, os.O_PATH) as shared,
+            opened(self._root, path, os.O_PATH) as directory,
+        ):
             try:
-                os.rename(part, path)
-            except IsADirectoryError:  # not ours to remove
-                os.rename(path, f"{path}.foreign-{unique_name()}")
-                os.rename(part, path)
-        except OSError:
-            with contextlib.suppress(OSError):
-                os.unlink(part)
-            raise
+                fd = create_file(part, self._file_mode, os.O_NOFOLLOW, dir_fd=shared)
+                with os.fdopen(fd, "wb", buffering=0) as file:
+                    file.write(json.dumps(tree).encode())
+                try:
+                    os.rename(part, name, src_dir_fd=shared, dst_dir_fd=directory)
+                except IsADirectoryError:  # not ours to remove
+                    aside = f"{name}.foreign-{unique_name()}"
+                    os.rename(name, aside, src_dir_fd=directory, dst_dir_fd=directory)
+                    os.rename(part, name, src_dir_fd=shared, dst_dir_fd=directory)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.unlink(part, dir_fd=shared)
+                raise
 
 
 def _read(path: str) -> dict[str, object]:

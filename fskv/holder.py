@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
+import errno
 import logging
 import os
 import re
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 
+from fskv.beneath import opened
 from fskv.claims import (
     Book,
     Claim,
@@ -28,13 +29,14 @@ from fskv.claims import (
     unused_limit_s,
     without_limits,
 )
-from fskv.index.scan import OPEN_SHARD, shard_path
+from fskv.errors import FskvError
+from fskv.index.scan import shard_path
 from fskv.index.snapshot import Catalogue
 from fskv.lease import TTL_S, Lease
 from fskv.process import is_our_part, provably_dead
 from fskv.prune import Pruned, cutoff_ns, execute, plan
 from fskv.removed import RemovedLog
-from fskv.root import MANIFEST_FILE, PART_PREFIX, TMP_DIR
+from fskv.root import MANIFEST_FILE, PART_PREFIX, TMP_DIR, read_namespace
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +78,9 @@ class Holder:
         self.usage: Usage | None = None
         self._catalogues: dict[str, Catalogue] = {}  # by "<arch>/<model>@<digest16>"
         self._tenants: dict[str, str] = {}
+        # Directories of such a name that are no namespace: counted, and nothing in them is touched.
+        self._foreign: set[str] = set()
+        self._manifests: dict[str, tuple[int, ...]] = {}  # what was last judged
         self._counted_all_at = self._snapshot_at = self._orphans_at = float("-inf")
         self._beats: dict[str, tuple[int, float]] = {}  # claim -> its last beat, since when
         self._counted: dict[str, int] = {}  # claim -> its `written` before the last count
@@ -160,34 +165,64 @@ class Holder:
             c.name
             for c in claims
             if c.namespace is None
-            or (
-                c.namespace not in self._catalogues
-                and not os.path.lexists(f"{self._root}/{c.namespace}")
-            )
+            or (c.namespace not in self._catalogues and not self._is_there(c.namespace))
         }
 
+    def _is_there(self, name: str) -> bool:
+        try:
+            with opened(self._root, f"{self._root}/{name}", os.O_PATH):
+                return True
+        except OSError as error:  # a link is nobody's
+            return error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+
     def _find_namespaces(self, claims: list[Claim], *, every: bool) -> None:
-        # Those that engines write to count at once, and where an operator has put a link in their place.
+        # Those that engines write to count at once.
         claimed = {c.namespace for c in claims if c.namespace is not None}
-        found = {
-            name
-            for name in claimed - self._catalogues.keys()
-            if os.path.exists(f"{self._root}/{name}/{MANIFEST_FILE}")
-        }
+        found = {name for name in claimed - self._catalogues.keys() if self._manifest_state(name)}
         if every:
-            linked = {name for name in self._catalogues if os.path.islink(f"{self._root}/{name}")}
-            found |= linked & claimed
             found |= all_namespaces(self._root)
             for gone in self._catalogues.keys() - found:
                 del self._catalogues[gone]
+                self._foreign.discard(gone)
                 self._tenants.pop(gone, None)
+                self._manifests.pop(gone, None)
         for name in found - self._catalogues.keys():
             self._catalogues[name] = Catalogue.load(f"{self._root}/{name}")
-        # Again where none was found: the manifest comes after the directory.
-        for name in found - self._tenants.keys():
-            tenant = _tenant_of(f"{self._root}/{name}/{MANIFEST_FILE}")
-            if tenant is not None:
-                self._tenants[name] = tenant
+        for name in found | (self._foreign & claimed):
+            self._judge(name)
+
+    def _manifest_state(self, name: str) -> tuple[int, ...]:
+        """Return what changes when a namespace's manifest does; nothing where there is none."""
+        with (
+            contextlib.suppress(OSError),
+            opened(self._root, f"{self._root}/{name}", os.O_PATH) as fd,
+        ):
+            info = os.stat(MANIFEST_FILE, dir_fd=fd, follow_symlinks=False)
+            return info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns
+        return ()
+
+    def _judge(self, name: str) -> None:
+        """Find out whether a directory is a namespace, and whose."""
+        state = self._manifest_state(name)
+        if state and state == self._manifests.get(name):
+            return
+        self._manifests[name] = state
+        self._tenants.pop(name, None)
+        try:
+            tenant = read_namespace(self._root, name).tenant
+        except (FskvError, ValueError, RecursionError) as error:
+            # The manifest comes after the directory: who has none yet may be starting.
+            if name not in self._foreign and state:
+                logger.warning("%s is foreign; it counts and stays as it is: %s", name, error)
+            self._foreign.add(name)
+            return
+        self._foreign.discard(name)
+        if tenant is not None:
+            self._tenants[name] = tenant
+
+    def _ours(self) -> list[str]:
+        """Return the namespaces that are fskv's: what is foreign is never touched."""
+        return [name for name in self._catalogues if name not in self._foreign]
 
     def _dead(self, claims: list[Claim]) -> set[str]:
         """Return the claims of engines that are gone, or that have not been heard of for so long."""
@@ -294,12 +329,12 @@ class Holder:
                 if Space.of(self._root).free_nbytes < target:
                     self._freeing = (time.monotonic() + _FREEING_S, target)
         if num_inodes:
-            await self._free(list(self._catalogues), 0, num_inodes)
+            await self._free(self._ours(), 0, num_inodes)
         full = [claim for claim in claims if claim.full > self._full.get(claim.name, 0)]
         if full:
             everything = self.usage.nbytes if self.usage else 0
             amount = max(int(_FULL_SHARE * everything), _FULL_LEAST, *(8 * c.wanted for c in full))
-            await self._free(list(self._catalogues), amount, 0)
+            await self._free(self._ours(), amount, 0)
             self._full |= {claim.name: claim.full for claim in full}
 
     async def _prune_unused(self, claims: list[Claim]) -> None:
@@ -308,21 +343,21 @@ class Holder:
         if unused_s is None:
             return
         before_ns = cutoff_ns(self._lease.now_ns(), unused_s)
-        catalogues = list(self._catalogues.values())
+        catalogues = [self._catalogues[name] for name in self._ours()]
         while self.in_office:
             chosen = await asyncio.to_thread(
                 plan, catalogues, _UNUSED_STEP, 0, self._stuck, before_ns
             )
             if not chosen.candidates:
                 break
-            self._note(await execute(chosen, self._still_held))
+            self._note(await execute(chosen, self._still_held, self._root))
 
     def _members(self, scope: Scope) -> list[str]:
         if scope.kind == "namespace":
-            return [name for name in self._catalogues if name == scope.name]
+            return [name for name in self._ours() if name == scope.name]
         if scope.kind == "tenant":
-            return [name for name in self._catalogues if self._tenants.get(name) == scope.name]
-        return list(self._catalogues)
+            return [name for name in self._ours() if self._tenants.get(name) == scope.name]
+        return self._ours()
 
     async def _free(self, members: list[str], nbytes: int, num_files: int) -> int:
         """Remove least recently used chunks of these namespaces, and tell everybody; returns bytes."""
@@ -332,7 +367,7 @@ class Holder:
             chosen = await asyncio.to_thread(plan, catalogues, left_nbytes, left_files, self._stuck)
             if not chosen.candidates:
                 break
-            pruned = await execute(chosen, self._still_held)
+            pruned = await execute(chosen, self._still_held, self._root)
             self._note(pruned)
             freed = pruned.nbytes + pruned.vanished_nbytes
             if not freed and not pruned.used_meanwhile and not pruned.failures:
@@ -370,11 +405,11 @@ class Holder:
         now_ns = self._lease.now_ns()
         removed = 0
         self._complained = False
-        for catalogue in self._catalogues.values():
+        for catalogue in [self._catalogues[name] for name in self._ours()]:
             for shard, parts in list(catalogue.parts.items()):
                 with (
                     contextlib.suppress(OSError),
-                    _opened(shard_path(catalogue.namespace, shard)) as fd,
+                    opened(self._root, shard_path(catalogue.namespace, shard)) as fd,
                 ):
                     left = [
                         part
@@ -396,7 +431,11 @@ class Holder:
 
     def _remove_orphans_in(self, directory: str, prefix: str, now_ns: int) -> int:
         removed = 0
-        with contextlib.suppress(OSError), _opened(directory) as fd, os.scandir(fd) as entries:
+        with (
+            contextlib.suppress(OSError),
+            opened(self._root, directory) as fd,
+            os.scandir(fd) as entries,
+        ):
             for entry in entries:
                 if entry.name.startswith(prefix) and is_our_part(entry.name.removeprefix(prefix)):
                     removed += self._remove_orphan(fd, entry.name, now_ns)
@@ -425,13 +464,24 @@ class Holder:
         """Write the snapshots that are older than what we know; what cannot be written is logged."""
         for name in sorted(self._unsaved):
             catalogue = self._catalogues.get(name)
-            if catalogue is None:
+            if catalogue is None or name in self._foreign:
                 continue
             try:
-                catalogue.save(self._file_mode)
+                catalogue.save(self._file_mode, self._root)
             except OSError as error:
                 logger.warning("%s cannot be written: %s", catalogue.path, error)
         self._unsaved.clear()
+
+
+def namespaces_of_ours(root: str, names: Iterable[str]) -> list[str]:
+    """Return those of the directories whose manifest describes them, and that no link leads to."""
+    found = []
+    for name in names:
+        with contextlib.suppress(OSError, FskvError, ValueError, RecursionError):
+            with opened(root, f"{root}/{name}", os.O_PATH):
+                read_namespace(root, name)
+            found.append(name)
+    return found
 
 
 def all_namespaces(root: str) -> set[str]:
@@ -446,16 +496,6 @@ def all_namespaces(root: str) -> set[str]:
                     if _NAMESPACE.fullmatch(model.name) and model.is_dir(follow_symlinks=False):
                         found.add(f"{arch.name}/{model.name}")
     return found
-
-
-@contextlib.contextmanager
-def _opened(directory: str) -> Iterator[int]:
-    """Open a directory through no link, for what is removed in it."""
-    fd = os.open(directory, OPEN_SHARD)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
 
 
 def _room(scope: Scope, claims: list[Claim]) -> int:
@@ -484,12 +524,3 @@ def _excess(scope: Scope, claims: list[Claim]) -> int:
         int(scope.limit * (1 - _LOW)) - _headroom(scope),
         2 * _room(scope, claims) - _headroom(scope),
     )
-
-
-def _tenant_of(path: str) -> str | None:
-    with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError):
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # it may be anything
-        with open(path, "rb", opener=lambda name, _: os.open(name, flags)) as file:
-            tenant = json.loads(file.read(16 << 20)).get("tenant")
-        return tenant if isinstance(tenant, str) else None
-    return None

@@ -25,6 +25,7 @@ from typing import Any
 
 import msgpack
 
+from fskv.beneath import make_directory
 from fskv.claims import (
     CLAIMS_DIR,
     Book,
@@ -39,13 +40,13 @@ from fskv.claims import (
     too_much,
 )
 from fskv.config import Share
-from fskv.holder import Holder, all_namespaces
+from fskv.holder import Holder, all_namespaces, namespaces_of_ours
 from fskv.index.snapshot import Catalogue
 from fskv.lease import SHARED_DIR, TTL_S, Lease
 from fskv.process import GRACE_S, unique_name
 from fskv.prune import execute, plan
 from fskv.removed import ENTRY_NBYTES, RemovedLog
-from fskv.root import FORMAT_FILE, make_directory, usual_modes
+from fskv.root import FORMAT_FILE, usual_modes
 from fskv.root_state import BoundsSaid, RootState, changes, root_state
 from fskv.transitions import StateLog
 
@@ -143,9 +144,7 @@ class Maintainer:
         """Make what is shared; raises OSError. Nothing is made in the place of a root that is gone."""
         os.stat(f"{self._root}/{FORMAT_FILE}")
         for path in (self._shared, f"{self._shared}/{CLAIMS_DIR}", self._log.directory):
-            make_directory(path, self._dir_mode)
-            if os.path.islink(path):
-                raise NotADirectoryError(errno.ENOTDIR, "a link, expected a directory", path)
+            make_directory(path, self._dir_mode, self._root)
         with contextlib.suppress(OSError):
             self._log.skip_old()
         self._started = True
@@ -226,11 +225,12 @@ class Maintainer:
         mine = self._claim.namespace
         names = all_namespaces(self._root) if mine is None else {mine}
         # With the snapshot: a walk of everything may take longer than our engine waits for a word.
-        catalogues = [Catalogue.load(f"{self._root}/{name}") for name in names]
+        ours = namespaces_of_ours(self._root, names)
+        catalogues = [Catalogue.load(f"{self._root}/{name}") for name in ours]
         for catalogue in catalogues:
             with contextlib.suppress(OSError):
                 await catalogue.refresh(self._lease.now_ns())
-        pruned = await execute(plan(catalogues, _LEAST_ROOM, 8), lambda: True)
+        pruned = await execute(plan(catalogues, _LEAST_ROOM, 8), lambda: True, self._root)
         for path, chunks in pruned.removed.items():
             self._log.publish(path.rpartition("@")[2], chunks)
 

@@ -343,6 +343,18 @@ def read_manifest(namespace_path: str) -> Identity:
         raise IdentityMismatch(f"{path}: {error}") from error
 
 
+def read_namespace(root: str, name: str) -> Identity:
+    """Return the identity of a root's directory `<arch>/<model>@<digest16>`, which describes that directory.
+
+    Raises RootError or IdentityMismatch: what has no such manifest is foreign, whatever it is called.
+    """
+    path = f"{root}/{name}"
+    identity = read_manifest(path)
+    if (described := namespace.directory(identity)) != name:
+        raise IdentityMismatch(f"its {MANIFEST_FILE} describes {described}")
+    return identity
+
+
 def manifest_bytes(identity: Identity) -> bytes:
     """Return the content of an identity's namespace.json."""
     return (json.dumps(identity.to_manifest(), indent=2, sort_keys=True) + "\n").encode("ascii")
@@ -385,9 +397,7 @@ def _read_fresh(path: str, limit: int) -> bytes | None:
     return bytes(content)
 
 
-def _publish_once(
-    tmp_fd: int, tmp: str, fd: int, name: str, content: bytes, mode: int
-) -> None:
+def _publish_once(tmp_fd: int, tmp: str, fd: int, name: str, content: bytes, mode: int) -> None:
     """Write `content` under `name` unless something is there; it appears whole or not at all."""
     part = create_file(tmp, mode, os.O_NOFOLLOW, dir_fd=tmp_fd)
     try:

@@ -441,7 +441,7 @@ class ChunkStore:
 
     @contextlib.contextmanager
     def _shard(self, path: str) -> Iterator[int]:
-        """Yield a descriptor of the file's directory, for what is done to names in it; raises a ChunkError."""
+        """Yield a descriptor of the file's directory, for what is done in it; raises a ChunkError."""
         try:
             fd = open_directory(self._root, os.path.dirname(path), os.O_PATH)
         except OSError as error:

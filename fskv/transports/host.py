@@ -240,9 +240,7 @@ class HostTransport:
         with open_chunk_fd(path, os.O_DIRECT if self._direct else 0, dir_fd) as (fd, info):
             yield _HostChunk(fd, path, info)
 
-    def write_part(
-        self, path: str, slot: HostSlot, nbytes: int, dir_fd: int | None = None
-    ) -> None:
+    def write_part(self, path: str, slot: HostSlot, nbytes: int, dir_fd: int | None = None) -> None:
         with open_part(path, self._file_mode, os.O_DIRECT if self._direct else 0, dir_fd) as fd:
             done = 0
             while done < nbytes:
