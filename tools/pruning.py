@@ -141,7 +141,11 @@ class Pruning:
                 if stop.is_set() or max_nbytes is None:
                     break
                 for catalogue in self._catalogues:
-                    runner.run(catalogue.refresh(wall_clock_ns()))
+                    try:
+                        runner.run(catalogue.refresh(wall_clock_ns()))
+                    except OSError as error:
+                        self.unlistable += 1
+                        say(f"{catalogue.namespace}: cannot be listed: {error.strerror}")
                 last, need = need, Need(self.nbytes - max_nbytes, 0, None)
                 done.reached = need.nbytes <= 0
                 if done.reached or before == (done.nbytes, done.num_files):

@@ -399,6 +399,7 @@ BAD = (
     "html",
     "empty",
     "dripping",
+    "dripping headers",
     "endless",
 )
 

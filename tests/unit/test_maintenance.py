@@ -11,14 +11,16 @@ from dataclasses import replace
 
 import pytest
 from capacity_lab import (
-    DIGEST,
+    NAME,
     age_directories,
     dead_name,
     disk_nbytes,
     maintain,
     make_namespace,
+    name_of,
     write_chunk,
 )
+from world import follow_links
 
 from fskv import holder, maintenance
 from fskv.claims import Book, Claim, Limits
@@ -26,8 +28,6 @@ from fskv.index import scan
 from fskv.lease import SHARED_DIR
 from fskv.maintenance import Maintainer
 from fskv.process import unique_name
-
-NAME = f"cpu/model@{DIGEST}"
 
 
 @pytest.fixture
@@ -289,6 +289,56 @@ def test_a_manifest_that_is_nested_too_deep_keeps_nothing_from_being_counted(roo
     write_chunk(f"{root}/{other}", 1)
     maintain(root, lambda: usage_of(root) is not None)
     assert usage_of(root).namespaces[other][1] == 1
+
+
+@pytest.mark.parametrize("manifest", ["another's", "none", "no identity", "its own"])
+@pytest.mark.parametrize("limits", [Limits(max_nbytes=8192), Limits(unused_s=3600)])
+def test_what_is_only_called_like_a_namespace_counts_and_nothing_in_it_goes(root, limits, manifest):
+    """Negative control: with a manifest that describes it, it is a namespace and goes."""
+    other = name_of("other") if manifest == "its own" else f"cpu/other@{'f' * 16}"
+    path = make_namespace(root, other, model="other")
+    if manifest == "none":
+        os.unlink(f"{path}/namespace.json")
+    if manifest == "no identity":
+        with open(f"{path}/namespace.json", "w") as file:
+            file.write("my own notes")
+    day_ago = time.time_ns() - 86400 * 10**9
+    theirs = [write_chunk(path, n, mtime_ns=day_ago - 1000) for n in range(10)]
+    theirs.append(f"{path}/chunks/abc/{dead_name()}.part")
+    os.makedirs(f"{path}/chunks/abc", exist_ok=True)
+    with open(theirs[-1], "w") as file:
+        file.write("x")
+    ours = [write_chunk(f"{root}/{NAME}", n, mtime_ns=day_ago) for n in range(100, 105)]
+    theirs_stay = manifest != "its own"
+
+    def done():
+        usage = usage_of(root)
+        gone = not any(map(os.path.exists, ours if theirs_stay else theirs))
+        return gone and usage is not None and usage.num_files <= 10
+
+    maintain(root, done, mine=claim(limits=limits))
+    assert all(map(os.path.exists, theirs)) is theirs_stay
+    assert (usage_of(root).namespaces[other][1] == 10) is theirs_stay
+    assert os.path.exists(f"{path}/snapshot.msgpack") is not theirs_stay
+
+
+@pytest.mark.parametrize("protected", [True, False])
+def test_a_claim_on_a_link_prunes_nothing_behind_it(root, tmp_path_factory, monkeypatch, protected):
+    """Negative control: where links are followed, another root's files go."""
+    theirs = str(tmp_path_factory.mktemp("theirs"))
+    path = make_namespace(theirs, model="other")
+    paths = [write_chunk(path, n) for n in range(10)]
+    link = name_of("other")
+    os.symlink(path, f"{root}/{link}")
+    if not protected:
+        follow_links(monkeypatch)
+    os.makedirs(f"{root}/{SHARED_DIR}/claims")
+    book(root).publish(claim(namespace=link, limits=Limits(namespace_max_nbytes=0)))
+    ours = [write_chunk(f"{root}/{NAME}", n) for n in range(100, 105)]
+    mine = claim(limits=Limits(namespace_max_nbytes=0))
+    maintain(root, lambda: not any(map(os.path.exists, ours)), mine=mine)
+    assert all(map(os.path.exists, paths)) is protected
+    assert os.path.exists(f"{path}/snapshot.msgpack") is not protected
 
 
 def usage_of(root):
