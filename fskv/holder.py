@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
 import os
-import re
 import stat
 import time
-from collections.abc import Iterable
 from dataclasses import replace
 
 from fskv.beneath import opened
@@ -29,14 +26,14 @@ from fskv.claims import (
     unused_limit_s,
     without_limits,
 )
-from fskv.errors import FskvError
 from fskv.index.scan import shard_path
 from fskv.index.snapshot import Catalogue
 from fskv.lease import TTL_S, Lease
+from fskv.manifests import Manifests, all_namespaces
 from fskv.process import is_our_part, provably_dead
 from fskv.prune import Pruned, cutoff_ns, execute, plan
 from fskv.removed import RemovedLog
-from fskv.root import MANIFEST_FILE, PART_PREFIX, TMP_DIR, read_namespace
+from fskv.root import PART_PREFIX, TMP_DIR
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +56,6 @@ _FREEING_S = (
 )
 _UNUSED_STEP = 1 << 30  # bytes of one plan
 _MAX_UNLISTABLE = 40  # shards of 4096 that are left out of a count
-_NAMESPACE = re.compile(r".+@[0-9a-f]{16}", re.DOTALL)
 
 
 class Holder:
@@ -77,10 +73,7 @@ class Holder:
         self._grace_s = grace_s
         self.usage: Usage | None = None
         self._catalogues: dict[str, Catalogue] = {}  # by "<arch>/<model>@<digest16>"
-        self._tenants: dict[str, str] = {}
-        # Directories of such a name that are no namespace: counted, and nothing in them is touched.
-        self._foreign: set[str] = set()
-        self._manifests: dict[str, tuple[int, ...]] = {}  # what was last judged
+        self._manifests = Manifests(root)
         self._counted_all_at = self._snapshot_at = self._orphans_at = float("-inf")
         self._beats: dict[str, tuple[int, float]] = {}  # claim -> its last beat, since when
         self._counted: dict[str, int] = {}  # claim -> its `written` before the last count
@@ -165,64 +158,26 @@ class Holder:
             c.name
             for c in claims
             if c.namespace is None
-            or (c.namespace not in self._catalogues and not self._is_there(c.namespace))
+            or (c.namespace not in self._catalogues and not self._manifests.is_there(c.namespace))
         }
-
-    def _is_there(self, name: str) -> bool:
-        try:
-            with opened(self._root, f"{self._root}/{name}", os.O_PATH):
-                return True
-        except OSError as error:  # a link is nobody's
-            return error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 
     def _find_namespaces(self, claims: list[Claim], *, every: bool) -> None:
         # Those that engines write to count at once.
         claimed = {c.namespace for c in claims if c.namespace is not None}
-        found = {name for name in claimed - self._catalogues.keys() if self._manifest_state(name)}
+        found = {name for name in claimed - self._catalogues.keys() if self._manifests.state(name)}
         if every:
             found |= all_namespaces(self._root)
             for gone in self._catalogues.keys() - found:
                 del self._catalogues[gone]
-                self._foreign.discard(gone)
-                self._tenants.pop(gone, None)
-                self._manifests.pop(gone, None)
+                self._manifests.forget(gone)
         for name in found - self._catalogues.keys():
             self._catalogues[name] = Catalogue.load(f"{self._root}/{name}")
-        for name in found | (self._foreign & claimed):
-            self._judge(name)
-
-    def _manifest_state(self, name: str) -> tuple[int, ...]:
-        """Return what changes when a namespace's manifest does; nothing where there is none."""
-        with (
-            contextlib.suppress(OSError),
-            opened(self._root, f"{self._root}/{name}", os.O_PATH) as fd,
-        ):
-            info = os.stat(MANIFEST_FILE, dir_fd=fd, follow_symlinks=False)
-            return info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns
-        return ()
-
-    def _judge(self, name: str) -> None:
-        """Find out whether a directory is a namespace, and whose."""
-        state = self._manifest_state(name)
-        if state and state == self._manifests.get(name):
-            return
-        self._manifests[name] = state
-        self._tenants.pop(name, None)
-        try:
-            tenant = read_namespace(self._root, name).tenant
-        except (FskvError, ValueError, RecursionError) as error:
-            # The manifest comes after the directory: who has none yet may be starting.
-            if name not in self._foreign and state:
-                logger.warning("%s is foreign; it counts and stays as it is: %s", name, error)
-            self._foreign.add(name)
-            return
-        self._foreign.discard(name)
-        if tenant is not None:
-            self._tenants[name] = tenant
+        for name in found | (self._manifests.foreign & claimed):
+            self._manifests.judge(name)
 
     def _ours(self) -> list[str]:
         """Return the namespaces that are fskv's: what is foreign is never touched."""
-        return [name for name in self._catalogues if name not in self._foreign]
+        return [name for name in self._catalogues if name not in self._manifests.foreign]
 
     def _dead(self, claims: list[Claim]) -> set[str]:
         """Return the claims of engines that are gone, or that have not been heard of for so long."""
@@ -296,7 +251,9 @@ class Holder:
             last,
             namespaces=self._nbytes(),
             tenants={
-                name: self._tenants[name] for name in self._catalogues if name in self._tenants
+                name: self._manifests.tenants[name]
+                for name in self._catalogues
+                if name in self._manifests.tenants
             },
             counted={c.name: self._counted[c.name] for c in claims if c.name in self._counted},
             at_ms=time.time_ns() // 1_000_000,
@@ -356,7 +313,9 @@ class Holder:
         if scope.kind == "namespace":
             return [name for name in self._ours() if name == scope.name]
         if scope.kind == "tenant":
-            return [name for name in self._ours() if self._tenants.get(name) == scope.name]
+            return [
+                name for name in self._ours() if self._manifests.tenants.get(name) == scope.name
+            ]
         return self._ours()
 
     async def _free(self, members: list[str], nbytes: int, num_files: int) -> int:
@@ -464,38 +423,13 @@ class Holder:
         """Write the snapshots that are older than what we know; what cannot be written is logged."""
         for name in sorted(self._unsaved):
             catalogue = self._catalogues.get(name)
-            if catalogue is None or name in self._foreign:
+            if catalogue is None or name in self._manifests.foreign:
                 continue
             try:
                 catalogue.save(self._file_mode, self._root)
             except OSError as error:
                 logger.warning("%s cannot be written: %s", catalogue.path, error)
         self._unsaved.clear()
-
-
-def namespaces_of_ours(root: str, names: Iterable[str]) -> list[str]:
-    """Return those of the directories whose manifest describes them, and that no link leads to."""
-    found = []
-    for name in names:
-        with contextlib.suppress(OSError, FskvError, ValueError, RecursionError):
-            with opened(root, f"{root}/{name}", os.O_PATH):
-                read_namespace(root, name)
-            found.append(name)
-    return found
-
-
-def all_namespaces(root: str) -> set[str]:
-    """Return every directory that may be a namespace; raises OSError where the root cannot be listed."""
-    found = set()
-    with os.scandir(root) as arches:
-        for arch in arches:
-            if arch.name.startswith(".") or not arch.is_dir(follow_symlinks=False):
-                continue
-            with contextlib.suppress(OSError), os.scandir(arch.path) as models:
-                for model in models:
-                    if _NAMESPACE.fullmatch(model.name) and model.is_dir(follow_symlinks=False):
-                        found.add(f"{arch.name}/{model.name}")
-    return found
 
 
 def _room(scope: Scope, claims: list[Claim]) -> int:

@@ -40,9 +40,10 @@ from fskv.claims import (
     too_much,
 )
 from fskv.config import Share
-from fskv.holder import Holder, all_namespaces, namespaces_of_ours
+from fskv.holder import Holder
 from fskv.index.snapshot import Catalogue
 from fskv.lease import SHARED_DIR, TTL_S, Lease
+from fskv.manifests import all_namespaces, namespaces_of_ours
 from fskv.process import GRACE_S, unique_name
 from fskv.prune import execute, plan
 from fskv.removed import ENTRY_NBYTES, RemovedLog

@@ -5,8 +5,8 @@ zero. `fetch` stops at a deadline and at a length, and raises nothing but `NoMet
 series that fskv shows. `between` says what happened from one look to the next; a counter that went back began
 again from zero, as Prometheus has it.
 
-`fetch` blocks, up to its deadline: it belongs on a thread of its own. What takes longer is only the system's look
-for the host's name, and a host of which several addresses do not answer.
+`fetch` blocks, up to its deadline: it belongs on a thread of its own. Longer takes only the system's look for
+the host's name, and a host of which several addresses do not answer.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ def _connect(
 ) -> http.client.HTTPConnection:
     """Connect; after `timeout_s` in all the connection is cut, whatever is being waited for.
 
-    The socket's own timeout is one for each piece: a server that sends a byte now and then would never meet it.
+    The socket's own timeout is one for each piece: a server that drips would never meet it.
     """
     parts = urlsplit(url)
     host, secure = parts.hostname or "", parts.scheme == "https"

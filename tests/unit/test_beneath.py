@@ -108,7 +108,7 @@ def test_a_new_directory_gets_its_mode_and_nothing_that_takes_its_place(
 
 
 def linked(tmp_path, level, **options):
-    """Return a store whose directory at `level` became a link into another root, and the other root's store."""
+    """Return a store whose directory at `level` is a link into another root, and that root's store."""
     theirs, ours = (World(tmp_path / name, **options) for name in ("theirs", "ours"))
     theirs.fill(range(4), seed=1)
     assert theirs.put(1, theirs.content(1)) is Status.OK
