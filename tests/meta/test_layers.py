@@ -36,6 +36,7 @@ LAYERS = {
         "fskv.load_time",
     ),
     2: (
+        "fskv.beneath",
         "fskv.breaker",
         "fskv.checkpoint_file",
         "fskv.checkpoint_samples",
@@ -45,6 +46,7 @@ LAYERS = {
         "fskv.index.",
         "fskv.key_file",
         "fskv.lease",
+        "fskv.manifests",
         "fskv.metrics",
         "fskv.process",
         "fskv.removed",
