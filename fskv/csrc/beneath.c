@@ -71,14 +71,18 @@ int open_beneath(const char *path, size_t root_nbytes, size_t nbytes, int flags)
     flags |= O_DIRECTORY | O_CLOEXEC;
     if (root_nbytes >= nbytes)
         return open(nbytes ? copy : "/", flags);
+    struct how how = {.flags = (uint64_t)flags, .resolve = NO_SYMLINKS};
+    int fd = (int)syscall(SYS_openat2, AT_FDCWD, copy, &how, sizeof how);
+    if (fd >= 0 || (errno != ELOOP && errno != ENOSYS && errno != EPERM))
+        return fd;
+    /* There is a link, which may be the root's; or a kernel or a sandbox that does not know openat2. */
     copy[root_nbytes] = '\0';
     int root = open(root_nbytes ? copy : "/", O_PATH | O_DIRECTORY | O_CLOEXEC);
     if (root < 0)
         return -1;
     const char *below = copy + root_nbytes + 1;
-    struct how how = {.flags = (uint64_t)flags, .resolve = NO_SYMLINKS};
-    int fd = (int)syscall(SYS_openat2, root, below, &how, sizeof how);
-    if (fd < 0 && (errno == ENOSYS || errno == EPERM)) /* an old kernel; a sandbox that does not know it */
+    fd = (int)syscall(SYS_openat2, root, below, &how, sizeof how);
+    if (fd < 0 && (errno == ENOSYS || errno == EPERM))
         fd = walk(root, below, flags);
     int failed = errno;
     close(root);

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from capacity_lab import (
@@ -391,7 +391,9 @@ def test_the_bound_of_a_tenant_holds_for_a_namespace_that_was_counted_before_its
     root, monkeypatch
 ):
     monkeypatch.setattr(holder, "_COUNT_ALL_S", 0.2)
-    path = f"{root}/{NAME}"
+    path = make_namespace(root, tenant="blue")
+    manifest = Path(path, "namespace.json").read_bytes()
+    os.unlink(f"{path}/namespace.json")
     write_chunk(path, "abc" + "0" * 29)
     counted, tenants = [], []
 
@@ -402,9 +404,8 @@ def test_the_bound_of_a_tenant_holds_for_a_namespace_that_was_counted_before_its
         if not counted:
             counted.append(usage.tenants)
             assert usage.tenants == {}
-            with open(f"{path}/namespace.json", "w") as file:
-                json.dump({"tenant": "blue"}, file)
-        tenants.append(usage.tenants.get(NAME))
+            Path(path, "namespace.json").write_bytes(manifest)
+        tenants.append(usage.tenants.get(path.removeprefix(f"{root}/")))
         return disk_nbytes(path) == 0
 
     watcher = claim(namespace=None, limits=Limits(tenants={"blue": 1}))
