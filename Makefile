@@ -14,6 +14,8 @@ ARGS ?=
 WORKERS ?= $(shell n=$$(nproc); echo $$((n < 3 ? n + 1 : 4)))
 PYTEST = '$(PY)' -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 DIR ?= .cache
+# What continuous integration never runs is noted in its ledger, if all of it ran.
+ran = $(if $(ARGS),,@'$(PY)' .ci/slow --ran $(1))
 
 .PHONY: $(shell sed -n 's/^\([a-z-]*\):.*\#\# .*/\1/p' $(MAKEFILE_LIST))
 
@@ -74,6 +76,7 @@ storm: $(SETUP) ## Kill writers, fill a disk, fail a mount: is anything wrong ev
 
 mutants: $(SETUP) ## Make deliberate faults in the product: does make test catch each? (long)
 	@'$(PY)' -m trials.mutants $(ARGS)
+	$(call ran,mutants)
 
 test: $(SETUP) ## Each promise, on real engines where one matters (10 minutes on 2 cores)
 	$(PYTEST) -m 'not slow and not shared_fs' --timings=.cache/timings/test.json $(ARGS)
@@ -81,6 +84,12 @@ test: $(SETUP) ## Each promise, on real engines where one matters (10 minutes on
 test-unit: $(SETUP) ## What of test starts no engine
 	$(PYTEST) -m 'not slow and not shared_fs' --ignore tests/engines \
 	    --timings=.cache/timings/unit.json $(ARGS)
+
+test-engines: $(SETUP) ## What of test starts real engines: the other part
+	$(PYTEST) -m 'not slow and not shared_fs' --timings=.cache/timings/engines.json $(ARGS) tests/engines
+
+test-near: $(SETUP) ## The tests nearest to FILE=fskv/jobs.py, in a minute or a few
+	@tests=$$('$(PY)' .ci/near $(FILE)) && $(PYTEST) -m 'not slow and not shared_fs' $$tests $(ARGS)
 
 test-slow: $(SETUP) ## More models, ranks, settings, longer walks and storms (an hour); ARGS may name files
 	$(PYTEST) -m 'slow and not shared_fs' --timings=.cache/timings/slow.json $(ARGS)
@@ -90,14 +99,19 @@ test-all: test test-slow test-shared-fs ## Everything there is
 test-shared-fs: $(SETUP) ## Real NFS and GlusterFS, nodes that die (root, Debian; 10 to 20 minutes)
 	@bash tests/shared_fs/install
 	'$(PY)' -m pytest -m shared_fs tests/shared_fs/test_shared_fs.py $(ARGS)
+	$(call ran,shared_fs)
 
 test-versions: $(SETUP) ## Other vLLM versions: contract, refusal, engines beside the installed one (3 GB, long)
 	@PY='$(PY)' bash .ci/versions $(ARGS)
+	$(call ran,versions)
 
 lint: $(SETUP) ## ruff and mypy
 	'$(PY)' -m ruff check .
 	'$(PY)' -m ruff format --check .
 	'$(PY)' -m mypy
+
+wheel: ## sdist and manylinux wheel of the last commit in dist/, each tried in clean environments (needs no .venv)
+	@"$${PYTHON:-python3.11}" .ci/wheel
 
 clean: ## Remove caches, checkpoints and results; keeps the environment
 	rm -rf .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info

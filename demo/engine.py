@@ -96,13 +96,8 @@ Launch = Callable[[list[str], dict[str, str], str], Process]
 
 
 def launch_child(paths: list[str], env: dict[str, str], log_path: str) -> Process:
-    """Start this file as a new process of the interpreter."""
-    return launch_process([os.path.abspath(__file__), *paths], env, log_path)
-
-
-def launch_process(arguments: list[str], env: dict[str, str], log_path: str) -> Process:
-    """Start `python ARGUMENTS` with its output in the log, as the leader of a session."""
-    command = [sys.executable, *arguments]
+    """Start this file as a new process with its output in the log, as the leader of a session."""
+    command = [sys.executable, os.path.abspath(__file__), *paths]
     with open(log_path, "ab") as log:
         log.write(f"$ {shlex.join(command)}\n".encode())
         log.flush()

@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 from rich import box
 from rich.console import Console, JustifyMethod
@@ -47,6 +47,8 @@ LARGE = "llama_large"
 PROCESSES = 3  # of each story
 CHECKPOINTS_TIMEOUT_S = 600
 LOG_WIDTH = 160
+BEAT_S = 15.0  # between two lines of something that takes long
+POLL_S = 0.2
 BUSY = 1.5  # load per CPU; the demo itself makes about 1
 PLAIN_WIDTH = 118  # of a table that goes into a file or a pipe
 
@@ -69,6 +71,8 @@ class Lines:
         )
         self._task = self._live.add_task("", total=num_phases)
         self._model = ""
+        self._phase = ""
+        self._phase_at = self._said_at = time.monotonic()
 
     def __enter__(self) -> Self:
         self._live.start()
@@ -88,6 +92,15 @@ class Lines:
 
     def phase(self, text: str) -> None:
         self._live.update(self._task, description=f"[bold]{self._model}[/] {text}")
+        self._phase = text
+        self._phase_at = self._said_at = time.monotonic()
+
+    def waiting(self) -> None:
+        """The phase goes on: where no live line shows that, say it now and then."""
+        now = time.monotonic()
+        if not self._console.is_terminal and now - self._said_at >= BEAT_S:
+            self._said_at = now
+            self._console.print(f"    ... {escape(self._phase)}, {now - self._phase_at:.0f} s")
 
     def done(self, what: str, detail: str, problems: list[str], seconds: float | None) -> None:
         took = "" if seconds is None else f"  [dim](process: {seconds:.0f} s)[/]"
@@ -225,13 +238,7 @@ def checkpoints(names: Sequence[str], log_path: pathlib.Path, lines: Lines) -> s
     command = [sys.executable, str(REPOSITORY / "demo" / "checkpoints.py"), directory, *names]
     with log_path.open("wb") as log:
         # A process of its own: transformers would stay in the memory of this one.
-        code = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            timeout=CHECKPOINTS_TIMEOUT_S,
-        ).returncode
+        code = _ended(command, log, lines)
     if code:
         lines.log(log_path.read_text(errors="replace").splitlines()[-LOG_LINES:])
         lines.say(
@@ -239,6 +246,21 @@ def checkpoints(names: Sequence[str], log_path: pathlib.Path, lines: Lines) -> s
         )
         return None
     return directory
+
+
+def _ended(command: Sequence[str], log: BinaryIO, lines: Lines) -> int:
+    """Run a command to its end and return its exit code; killed when it takes too long."""
+    end = time.monotonic() + CHECKPOINTS_TIMEOUT_S
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+    ) as process:
+        try:
+            while process.poll() is None and time.monotonic() < end:
+                time.sleep(POLL_S)
+                lines.waiting()
+        finally:
+            process.kill()
+    return process.returncode
 
 
 @contextmanager
@@ -258,7 +280,12 @@ def tell_all(names: Sequence[str], directory: str, root: str, work: pathlib.Path
     """Yield the row of each model."""
     for position, name in enumerate(names):
         model = MODELS[name]
-        about = model.groups if name != LARGE else f"{model.groups}; how soon the first token comes"
+        about = model.groups
+        if name == LARGE:
+            about += (
+                f"; how soon the first token comes. {model.prompt_tokens} tokens are computed twice, "
+                "half a minute to a minute each time on 2 quiet cores"
+            )
         lines.model(name, about, position)
         story = Story(model, os.path.join(directory, name), root, str(work / name), lines)
         yield story.tell(damage_too=name != LARGE)

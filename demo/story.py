@@ -58,6 +58,7 @@ class Display(Protocol):
     """Where a story shows what happens (`run.py`)."""
 
     def phase(self, text: str) -> None: ...
+    def waiting(self) -> None: ...  # called all the time while an engine runs
     def done(self, what: str, detail: str, problems: list[str], seconds: float | None) -> None: ...
     def log(self, lines: list[str]) -> None: ...
 
@@ -355,7 +356,7 @@ class Story:
             "steps": asked,
         }
         start = time.monotonic()
-        result = _converse(request, directory, between)
+        result = _converse(request, directory, between, self._display.waiting)
         self.row.process_s[name] = round(time.monotonic() - start, 2)
         if result["exit_code"] != 0 or "error" in result:
             self._display.log(result.get("log_tail", [])[-LOG_LINES:])
@@ -365,7 +366,10 @@ class Story:
 
 
 def _converse(
-    request: dict[str, Any], directory: str, between: list[Callable[[], None]]
+    request: dict[str, Any],
+    directory: str,
+    between: list[Callable[[], None]],
+    waiting: Callable[[], None],
 ) -> dict[str, Any]:
     """Run an engine to its end; at each pause it waits until `between` is done.
 
@@ -379,12 +383,14 @@ def _converse(
                 pause = os.path.join(directory, f"pause{number}")
                 while not os.path.exists(f"{pause}.reached") and not ending.done():
                     wait([ending], POLL_S)
+                    waiting()
                 if ending.done():
                     break
                 act()
                 pathlib.Path(f"{pause}.over").touch()
             while not ending.done():
                 wait([ending], POLL_S)  # in slices: a signal is handled between two of them
+                waiting()
             return ending.result()
         finally:
             engine.kill()

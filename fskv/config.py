@@ -170,8 +170,8 @@ class StoreConfig:
         "auto",
         "auto, host, gds",
         "How KV moves between GPU and files. `host`: through pinned memory. `gds`: through kvikio and cuFile "
-        "(GPUDirect Storage); refuses to start where that does not work. `auto`: measures both in the root, "
-        "about a second, remembered for 7 days, and takes the faster.",
+        "(GPUDirect Storage); refuses to start where that does not work. `auto`: `host`. `fskv bench` "
+        "measures both on a GPU and says which to write.",
     )
     gds_check: Literal["host", "refuse"] = _option(
         "host",

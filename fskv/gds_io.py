@@ -26,15 +26,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Slot(Protocol):
-    """A staging buffer of one chunk file, header first; made by a transport and only of use to it.
-
-    4096-aligned; in host or in device memory.
-    """
-
-    index: int
-
-
 class OpenChunk(Protocol):
     """An open chunk file; `nbytes` is its length when it was opened."""
 

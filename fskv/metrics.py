@@ -392,7 +392,8 @@ class Counters:
             self._sums.setdefault((metric, label), 0.0)
 
     def add(self, metric: Metric, amount: float = 1, label: str = "") -> None:
-        if not amount:
+        """Count; an amount below zero counts nothing: Prometheus would raise for it, in vLLM's own loop."""
+        if not amount > 0:
             return
         with self._lock:
             key = (metric, label)

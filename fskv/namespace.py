@@ -251,7 +251,16 @@ def _text(value: object, where: str) -> str:
     # Empty is never meant: a fingerprint or tenant that was not found must not be an identity.
     if not isinstance(value, str) or not value:
         raise _wrong(where, "non-empty text", value)
-    return str.__str__(value)  # an Enum that is a str becomes its value
+    return _unicode(value, where)
+
+
+def _unicode(text: str, where: str) -> str:
+    # Surrogates come from names of files that are no UTF-8; in JSON two of them would become one character.
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise _wrong(where, "text in Unicode", text) from None
+    return str.__str__(text)  # an Enum that is a str becomes its value
 
 
 def _count(value: object, where: str) -> int:
@@ -297,7 +306,7 @@ def _json(value: object, where: str, depth: int = 0) -> Json:
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
-        return str.__str__(value)
+        return _unicode(value, where)
     if isinstance(value, int):
         if abs(value) >= _MAX_INT:
             raise _wrong(where, "an integer below 2**256", "a larger one")
@@ -314,7 +323,7 @@ def _json(value: object, where: str, depth: int = 0) -> Json:
             # HF configs hold maps with integer keys (id2label); their JSON files hold text.
             if not isinstance(key, str | int) or isinstance(key, bool):
                 raise _wrong(where, "text keys", key)
-            name = str.__str__(key) if isinstance(key, str) else str(int(key))
+            name = _unicode(key, where) if isinstance(key, str) else str(int(key))
             if name in tree:
                 raise ConfigError(f"{where}: key {_show(name)} occurs twice")
             tree[name] = _json(item, _join(where, name), depth + 1)
@@ -392,7 +401,7 @@ def _join(path: str, key: str) -> str:
 def _render(value: Json | Absent) -> str:
     if isinstance(value, Absent):
         return "absent"
-    return canonical_json(value).decode("ascii").replace("\x7f", "\\u007f")  # printable
+    return canonical_json(value).decode("ascii")  # printable
 
 
 def _clip(a: str, b: str, width: int = 100) -> tuple[str, str]:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
-import tempfile
 
+import places
 import pytest
 from native_build import build
-from places import RUN_VARIABLE
 from world import World
 
 pytest_plugins = ["timings"]
@@ -35,10 +33,11 @@ for name in (
     os.unsetenv(name)
 
 
-def pytest_configure(config):
-    if not hasattr(config, "workerinput"):  # workers inherit the variable
-        directory = os.environ[RUN_VARIABLE] = tempfile.mkdtemp(prefix="fskv-run-")
-        config.add_cleanup(lambda: shutil.rmtree(directory, ignore_errors=True))
+@pytest.fixture(scope="session", autouse=True)
+def directory_of_this_run(request, tmp_path_factory):
+    own = tmp_path_factory.getbasetemp()
+    is_worker = hasattr(request.config, "workerinput")  # its own directory is in the run's
+    places.run_directory = own.parent if is_worker else own
 
 
 def pytest_collection_modifyitems(items):

@@ -28,7 +28,6 @@ ExtraKeys: TypeAlias = tuple[tuple[str, ...], ...] | None
 
 _DEFAULT_SEED = "vllm-none-hash"  # kv_cache_utils.DEFAULT_NONE_HASH_SEED
 _SEED_PREFIX = "PYTHONHASHSEED="  # as the identity writes it
-TESTED_VERSIONS = ("0.32",)
 
 
 def _pickled(value: object) -> bytes:

@@ -1,7 +1,7 @@
 """Deliberate faults in the product: each one that an unlucky refactoring could make, and what it breaks.
 
-A fault replaces a text that is exactly once in its file. `tests` are the files that stand for the promise:
-one of their tests has to notice. Imports nothing of fskv.
+A fault replaces a text that is exactly once in its file. `tests` are the files, or tests, that stand for the
+promise: one of them has to notice. Imports nothing of fskv.
 """
 
 from __future__ import annotations
@@ -15,7 +15,11 @@ _JOBS = ("tests/unit/test_jobs.py",)
 _PRESENCE = ("tests/unit/test_presence.py",)
 _PRUNE = ("tests/unit/test_prune.py",)
 _MAC = ("tests/unit/test_mac.py",)
+_CAPACITY = ("tests/unit/test_capacity.py",)
+_SHARING = "tests/engines/test_engine_sharing.py"
+_FAULTY = "tests/engines/test_engine_faults.py"
 _IDENTITY = ("tests/unit/test_namespace.py",)
+_FORMAT = ("tests/meta/test_format_vectors.py",)
 
 
 class FaultError(ValueError):
@@ -31,7 +35,7 @@ class Fault:
     path: str  # of the file, from the repository's root
     old: str
     new: str
-    tests: tuple[str, ...]  # one of these files has to notice
+    tests: tuple[str, ...]  # one of these files, or tests, has to notice
 
     @property
     def is_native(self) -> bool:
@@ -314,12 +318,44 @@ FAULTS = (
         _JOBS,
     ),
     Fault(
+        "hung-threads-unbounded",
+        "No more threads are started than may hang, however many reads do.",
+        "fskv/threads.py",
+        "            if self._num_alive >= self._num_threads + self._max_hung:\n",
+        "            if self._num_alive < 0:\n",
+        _JOBS,
+    ),
+    Fault(
+        "loads-wait-for-stores",
+        "A load overtakes the stores that are queued.",
+        "fskv/threads.py",
+        "                (self._urgent if task.urgent else self._normal)[task] = None\n",
+        "                self._normal[task] = None\n",
+        _JOBS,
+    ),
+    Fault(
+        "reported-when-written",
+        "A store is reported when its pages are gathered, and not when they are written.",
+        "fskv/jobs.py",
+        "        self._close(task, None, task.request.plan.nbytes, 0.0)\n        return True\n",
+        "        return True\n",
+        _JOBS,
+    ),
+    Fault(
         "failed-load-is-good",
         "A load of which one chunk was not good is reported as failed.",
         "fskv/jobs.py",
         "            job.failed |= job.is_load and status is not Status.OK\n",
         "            job.failed = job.is_load and status is not Status.OK\n",
         _JOBS,
+    ),
+    Fault(
+        "lost-chunk-is-good",
+        "A load of which one chunk was gone is reported as failed.",
+        "fskv/jobs.py",
+        "            job.failed |= job.is_load and status is not Status.OK\n",
+        "            job.failed |= job.is_load and status not in (Status.OK, Status.MISSING)\n",
+        ("tests/unit/test_jobs.py", f"{_SHARING}::test_damaged_chunks_cost_a_recompute_and_heal"),
     ),
     # --- what is published ------------------------------------------------------------------
     Fault(
@@ -356,6 +392,14 @@ FAULTS = (
         ("tests/unit/test_store.py", "tests/unit/test_root.py"),
     ),
     Fault(
+        "links-followed",
+        "No link in the place of a chunk is followed.",
+        "fskv/transports/chunk_fd.py",
+        "_OPEN_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK\n",
+        "_OPEN_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK\n",
+        _STORE,
+    ),
+    Fault(
         "part-not-exclusive-c",
         "A part is made exclusively outside the interpreter too.",
         "fskv/csrc/chunk_io.c",
@@ -369,6 +413,14 @@ FAULTS = (
         "fskv/lease.py",
         "        os.link(part, name, src_dir_fd=directory, dst_dir_fd=directory, follow_symlinks=False)\n",
         "        os.rename(part, name, src_dir_fd=directory, dst_dir_fd=directory)\n",
+        ("tests/unit/test_lease.py",),
+    ),
+    Fault(
+        "living-holder-replaced",
+        "A lease is taken over only from a holder that is dead.",
+        "fskv/lease.py",
+        "        if found is not None and not self._is_dead(found):\n            return\n",
+        "",
         ("tests/unit/test_lease.py",),
     ),
     Fault(
@@ -386,6 +438,14 @@ FAULTS = (
         "    (void)unlinkat(*directory, part, 0);\n",
         "",
         _NATIVE,
+    ),
+    Fault(
+        "living-parts-removed",
+        "The part of a writer that lives is not removed.",
+        "fskv/holder.py",
+        "            if not provably_dead(name) and now_ns - info.st_mtime_ns < self._grace_s * 1e9:\n",
+        "            if not provably_dead(name) and now_ns < info.st_mtime_ns:\n",
+        ("tests/unit/test_maintenance.py",),
     ),
     Fault(
         "old-bytes-stored",
@@ -425,7 +485,22 @@ FAULTS = (
         "fskv/beneath.py",
         '    above, _, name = path.rpartition("/")\n',
         '    above, _, name = path.rpartition("/")\n    os.makedirs(above, exist_ok=True)\n',
-        ("tests/unit/test_store.py", "tests/unit/test_root.py"),
+        (
+            "tests/unit/test_store.py",
+            "tests/unit/test_root.py",
+            f"{_FAULTY}::test_root_removed_while_running_is_neither_missed_nor_made_again",
+        ),
+    ),
+    Fault(
+        "root-made-at-start",
+        "A root that is missing at start is not made.",
+        "fskv/root.py",
+        "            _retry_stale(lambda: _check_directory(path))\n",
+        "            os.makedirs(path, exist_ok=True)\n",
+        (
+            "tests/unit/test_root.py",
+            f"{_FAULTY}::test_bad_configuration_is_one_sentence_at_start_up",
+        ),
     ),
     # --- what is believed to be there -------------------------------------------------------
     Fault(
@@ -434,6 +509,22 @@ FAULTS = (
         "fskv/index/presence.py",
         "        missed = _Known(reason, now + self._negative_ttl_s)\n",
         "        missed = _Known(reason, now + self._positive_ttl_s)\n",
+        _PRESENCE,
+    ),
+    Fault(
+        "lookup-looks-itself",
+        "A lookup leaves the disk to the probe threads.",
+        "fskv/index/presence.py",
+        "        self._queued[key] = missed_before\n",
+        "        self._queued[key] = missed_before\n        self._probe([key], bytes(1))\n",
+        _PRESENCE,
+    ),
+    Fault(
+        "presence-unbounded",
+        "What the presence index remembers is bounded.",
+        "fskv/index/presence.py",
+        "        while len(self._entries) > self._max_known:\n",
+        "        while len(self._entries) < 0:\n",
         _PRESENCE,
     ),
     Fault(
@@ -486,6 +577,46 @@ FAULTS = (
         ("tests/unit/test_capacity.py",),
     ),
     Fault(
+        "keep-free-ignored",
+        "What is to stay free on the disk stays free.",
+        "fskv/claims.py",
+        "        limit = space.total_nbytes - keep\n",
+        "        limit = space.total_nbytes\n",
+        _CAPACITY,
+    ),
+    Fault(
+        "namespace-bound-ignored",
+        "The bound of a namespace holds beside the bound of the root.",
+        "fskv/claims.py",
+        "        _tighten(per_namespace, mine, limits.namespace_max_nbytes)\n",
+        "",
+        _CAPACITY,
+    ),
+    Fault(
+        "stores-go-on-when-full",
+        "A full disk pauses stores.",
+        "fskv/capacity.py",
+        "        if self.paused:\n            return False\n        self._asked",
+        "        self._asked",
+        _CAPACITY,
+    ),
+    Fault(
+        "maintenance-stays-dead",
+        "A maintenance process that dies is started again.",
+        "fskv/capacity.py",
+        "            if now >= self._next_start:\n",
+        "            if now >= self._next_start and self._process is None:\n",
+        _CAPACITY,
+    ),
+    Fault(
+        "maintenance-pipe-blocks",
+        "A maintenance process that does not read holds up no step of the engine.",
+        "fskv/capacity.py",
+        "        for pipe in (self._process.stdin, self._process.stdout):\n            os.set_blocking",
+        "        for pipe in (self._process.stdout,):\n            os.set_blocking",
+        _CAPACITY,
+    ),
+    Fault(
         "others-grants-ignored",
         "What other engines were granted and have not written yet counts against the bound.",
         "fskv/claims.py",
@@ -518,7 +649,7 @@ FAULTS = (
         ("tests/unit/test_prune.py", "tests/unit/test_scan.py"),
     ),
     Fault(
-        "links-followed",
+        "linked-directories-followed",
         "What is written, removed or touched is in a directory that no link led to.",
         "fskv/beneath.py",
         "_ONE = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC\n",
@@ -526,7 +657,7 @@ FAULTS = (
         ("tests/unit/test_beneath.py",),
     ),
     Fault(
-        "links-followed-c",
+        "linked-directories-followed-c",
         "What is written, removed or touched outside the interpreter is where no link led to.",
         "fskv/csrc/beneath.c",
         "enum { NO_SYMLINKS = 0x04 };\n",
@@ -583,6 +714,14 @@ FAULTS = (
         _MAC,
     ),
     Fault(
+        "secret-in-the-error",
+        "No error says what is in a key file.",
+        "fskv/mac.py",
+        "line {line_number}: expected {expected}",
+        "line {line_number}: {line!r}, expected {expected}",
+        _MAC,
+    ),
+    Fault(
         "header-mac-uncompared",
         "The tag over the header of a sealed file is compared.",
         "fskv/chunk_file.py",
@@ -619,6 +758,22 @@ FAULTS = (
         _IDENTITY,
     ),
     Fault(
+        "surrogates-in-an-identity",
+        "A text that no other language can keep is refused in an identity.",
+        "fskv/namespace.py",
+        "        text.encode()\n",
+        '        text.encode("utf-8", "surrogatepass")\n',
+        _FORMAT,
+    ),
+    Fault(
+        "ascii-only-in-texts",
+        "Canonical JSON is what docs/format.md says, to the last escape.",
+        "fskv/namespace.py",
+        "ensure_ascii=True, allow_nan=False\n",
+        "ensure_ascii=False, allow_nan=False\n",
+        _FORMAT,
+    ),
+    Fault(
         "hash-seed-not-asked",
         "Engines whose block hashes differ do not share: the seed is the environment's.",
         "fskv/engines/vllm_identity.py",
@@ -648,6 +803,14 @@ FAULTS = (
         "fskv/engines/vllm_media.py",
         "        return block_hash + _MARK + self._so_far[count - 1][:_DIGEST_NBYTES]\n",
         "        return block_hash\n",
+        ("tests/adapter/test_media.py",),
+    ),
+    Fault(
+        "media-name-believed-again",
+        "A name that stood for two media is not believed again.",
+        "fskv/engines/vllm_media.py",
+        "                self._contents[row, i] = 0\n",
+        "                return False\n",
         ("tests/adapter/test_media.py",),
     ),
     Fault(
@@ -683,6 +846,16 @@ FAULTS = (
         ("tests/adapter/test_identity_settings.py",),
     ),
     Fault(
+        "policy-fail-kept",
+        "Damage fails no request, whatever failure policy the user chose.",
+        "fskv/engines/vllm_connector.py",
+        '        transfer.kv_load_failure_policy = "recompute"\n',
+        "",
+        (
+            f"{_FAULTY}::test_policy_fail_is_named_and_replaced_so_that_damage_never_fails_a_request",
+        ),
+    ),
+    Fault(
         "tenant-not-in-identity",
         "Tenants do not share.",
         "fskv/engines/vllm_identity.py",
@@ -697,6 +870,15 @@ FAULTS = (
         "    yield middle, middle + SAMPLE_NBYTES\n",
         "",
         ("tests/unit/test_fingerprint.py", "tests/unit/test_checkpoint_samples.py"),
+    ),
+    # --- inspectable ------------------------------------------------------------------------
+    Fault(
+        "counters-fall",
+        "A counter never falls, since Prometheus raises for that.",
+        "fskv/metrics.py",
+        "        if not amount > 0:\n",
+        "        if not amount:\n",
+        ("tests/unit/test_metrics.py",),
     ),
     # --- tools ------------------------------------------------------------------------------
     Fault(

@@ -58,6 +58,8 @@ from fskv.types import ChunkId, Status
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.kv_offload.config import OffloadingConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -227,7 +229,7 @@ class FskvConnector(BudgetedConnector):
             outer.kv_load_failure_policy = "recompute"
         super().__init__(_with_spec(vllm_config, setup), role, kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
-            self._media = Media(vllm_config, kv_cache_config.num_blocks)
+            self._media = Media(vllm_config, self._manager.doubt_media)
             self._budget = self._make_budget(setup.config)
             self._manager.limit_loads(self._budget.limit)
 
@@ -346,6 +348,7 @@ class FskvConnector(BudgetedConnector):
         checked = self._setup.config.media_keys == "checked"
         if checked and getattr(request, "resumable", False):
             self._manager.exclude_request(request.request_id)
+            self._media.keep_looking(request)
         if checked and getattr(request, "mm_features", None):
             media = self._media.keys(request.mm_features)
             if media is None:
@@ -353,6 +356,10 @@ class FskvConnector(BudgetedConnector):
             else:
                 self._manager.take_media(request.request_id, media)
         super().on_new_request(request)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        self._media.on_step()
+        return super().build_connector_meta(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         super().update_connector_output(connector_output)

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from fskv.checkpoint_file import os_errors
 from fskv.errors import ConfigError
 from fskv.fingerprint import checkpoint_state, weights_files, weights_fingerprint
 
@@ -176,7 +177,8 @@ def weights_text(path: str, config: StoreConfig, files: list[str] | None = None)
 def commit_of(path: str) -> str | None:
     """Return the commit of a snapshot in the hub's cache, None for other paths and for one that was edited.
 
-    Untouched, all its files are links to blobs, which are named by their content.
+    Untouched, all its files are links to blobs, which are named by their content, and each blob is older than
+    the link to it: the hub's library makes the link last, and who saves to the link writes into the blob.
     """
     found = _SNAPSHOT.search(os.path.abspath(path))
     if found is None:
@@ -187,6 +189,9 @@ def commit_of(path: str) -> str | None:
             file = os.path.join(directory, name)
             if not os.path.islink(file) or os.path.dirname(os.path.realpath(file)) != blobs:
                 return None
+            with os_errors(file):
+                if os.stat(file).st_mtime_ns > os.lstat(file).st_mtime_ns:
+                    return None
     return found[2]
 
 

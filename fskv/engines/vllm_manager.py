@@ -251,6 +251,12 @@ class FskvManager(OffloadingManager):
         """The keys of this request's chunks are to hold what its media are."""
         self._media[req_id] = media
 
+    def doubt_media(self, name: str) -> None:
+        """Exclude the requests with media of this name: vLLM may have computed them from another content."""
+        for req_id, media in self._media.items():
+            if name in media.names:
+                self.exclude_request(req_id)
+
     def exclude_request(self, req_id: str) -> None:
         """Neither load nor store this request's KV: an adapter under "off", media that cannot be told."""
         self._excluded_requests.add(req_id)
@@ -407,10 +413,9 @@ class FskvManager(OffloadingManager):
         media = self._media.get(req_context.req_id)
         if media is None:
             return to_chunk(key)
-        return ChunkId(
-            media.key(get_offload_block_hash(key), req_context.get_offload_key_position(key)),
-            get_offload_group_idx(key),
-        )
+        position = getattr(req_context, "get_offload_key_position", None)  # since 0.31
+        end = position(key) if position is not None else None
+        return ChunkId(media.key(get_offload_block_hash(key), end), get_offload_group_idx(key))
 
     def _serves(self, req_context: ReqContext) -> bool:
         known = bool(self._workers) and not self._stopped

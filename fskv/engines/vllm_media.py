@@ -9,10 +9,11 @@ by a digest of what the model is really given. What cannot be looked into is nei
 from __future__ import annotations
 
 import logging
+import os
 import weakref
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +22,7 @@ import torch
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.multimodal.inputs import MultiModalFeatureSpec
+    from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +30,8 @@ logger = logging.getLogger(__name__)
 _MARK = b"\0"
 _DIGEST_NBYTES = 16
 _MAX_KNOWN = 1024
-_MIN_NAMED = 65536
+# 64 MiB; the system gives the memory as names come. Rows are full from about 3 million names on.
+_NUM_ROWS, _ROW_NAMES = 1 << 18, 16
 
 
 def is_media_key(key_hash: bytes) -> bool:
@@ -39,8 +42,14 @@ def is_media_key(key_hash: bytes) -> bool:
 class MediaKeys:
     """The keys of one request's chunks."""
 
-    def __init__(self, starts: Sequence[int], digests: Sequence[bytes]) -> None:
-        """`starts` are the media's first tokens in the prompt, ascending; `digests` are of their contents."""
+    def __init__(
+        self, starts: Sequence[int], digests: Sequence[bytes], names: Collection[str] = ()
+    ) -> None:
+        """`starts` are the media's first tokens in the prompt, ascending; `digests` are of their contents.
+
+        `names` is what vLLM calls them.
+        """
+        self.names = frozenset(names)
         self._starts = list(starts)
         self._so_far: list[bytes] = []
         digest = b""
@@ -59,55 +68,111 @@ class MediaKeys:
         return block_hash + _MARK + self._so_far[count - 1][:_DIGEST_NBYTES]
 
 
+class _Names:
+    """What each name of a medium stood for. Nothing is forgotten, and memory is bounded: both by refusing."""
+
+    def __init__(self) -> None:
+        self._secret = os.urandom(
+            32
+        )  # so that nobody can choose names or contents that are taken for others
+        self._names = np.zeros((_NUM_ROWS, _ROW_NAMES), np.uint64)  # 0: free
+        self._contents = np.zeros((_NUM_ROWS, _ROW_NAMES), np.uint64)  # 0: not believed
+
+    def note(self, name: str, digest: bytes | None) -> bool | None:
+        """Return whether the name has stood for this content alone; None where there is no room to note it.
+
+        `digest` is None for content that cannot be told: then the name is not believed again.
+        """
+        place = self._mark(str(name).encode("utf-8", "surrogatepass"))
+        own = self._mark(digest) | 1 if digest is not None else 0
+        row, mark = place % _NUM_ROWS, np.uint64(place | 1)
+        for i in np.flatnonzero((self._names[row] == mark) | (self._names[row] == 0)):
+            if not self._names[row, i]:
+                self._names[row, i], self._contents[row, i] = mark, own
+            elif int(self._contents[row, i]) != own:
+                self._contents[row, i] = 0
+            return bool(self._contents[row, i])
+        return None
+
+    def _mark(self, content: bytes) -> int:
+        from blake3 import blake3
+
+        return int.from_bytes(blake3(content, key=self._secret).digest(length=8), "little")
+
+
 class Media:
     """Digests the media of requests, on the scheduler's thread."""
 
-    def __init__(self, vllm_config: VllmConfig, num_blocks: int) -> None:
-        """`num_blocks` is how many blocks of KV the engine has."""
+    def __init__(self, vllm_config: VllmConfig, doubt: Callable[[str], None]) -> None:
+        """`doubt` is called with a name that is believed no more: who has it must neither store nor load."""
         multimodal = getattr(vllm_config.model_config, "multimodal_config", None)
         # With it the engine is told where in shared memory the content lies, and not what it is.
         self._hidden = getattr(multimodal, "mm_processor_cache_type", None) == "shm"
+        # Outputs of encoders of other engines come by the name alone.
+        transfer = getattr(vllm_config, "ec_transfer_config", None)
+        self._hidden |= bool(getattr(transfer, "is_ec_consumer", False))
         # What was digested lately: vLLM's cache gives the same object to each request with one medium.
         self._known: OrderedDict[int, tuple[weakref.ref[Any], bytes]] = OrderedDict()
-        # vLLM's name -> what it was at first. vLLM's own caches go by the name: what they hold of a request
-        # may be another content's. They cannot hold what so many media came after.
-        self._named: OrderedDict[str, bytes] = OrderedDict()
-        self._max_named = max(_MIN_NAMED, 2 * num_blocks)
-        self._said = False
+        self._names = _Names()
+        self._doubt = doubt
+        # Requests that go on, and how many of their media are noted: vLLM tells of no later one.
+        self._sessions: list[tuple[Request, int]] = []
+        self._said: set[str] = set()
 
     def keys(self, features: Sequence[MultiModalFeatureSpec]) -> MediaKeys | None:
         """Return the keys of a request with these media; None where its KV must not be stored or loaded.
 
-        That is where they cannot be looked into, and where a name stood for another content before.
+        That is where they cannot be looked into, and where a name stands for another content too.
         """
         ordered = sorted(features, key=lambda feature: feature.mm_position.offset)
+        digests = [self._believed(feature) for feature in ordered]  # all of them: each is noted
+        told = [digest for digest in digests if digest is not None]
+        if len(told) < len(digests):
+            return None
+        starts = [feature.mm_position.offset for feature in ordered]
+        return MediaKeys(starts, told, [feature.identifier for feature in ordered])
+
+    def keep_looking(self, request: Request) -> None:
+        """Note the media that this request, a session, gets later."""
+        self._sessions.append((request, 0))
+
+    def on_step(self) -> None:
+        """Note what sessions got, before an encoder runs for it."""
+        for i, (request, noted) in enumerate(self._sessions):
+            for feature in request.mm_features[noted:]:
+                self._believed(feature)
+            self._sessions[i] = request, len(request.mm_features)
+        if self._sessions:
+            self._sessions = [each for each in self._sessions if not each[0].is_finished()]
+
+    def _believed(self, feature: MultiModalFeatureSpec) -> bytes | None:
+        """Return the digest of a medium, None where it or its name cannot be believed."""
+        digest = None
         try:
-            digests = [
-                content_digest([each.modality, each.mm_position.is_embed, self._digest(each)])
-                for each in ordered
-            ]
+            content = self._digest(feature)
+            digest = content_digest([feature.modality, feature.mm_position.is_embed, content])
         except (
             Exception
         ) as error:  # whatever content of another vLLM raises: it must not stop the engine
-            if not self._said:
-                self._said = True
-                logger.warning(
-                    "fskv: requests with media are neither loaded nor stored, since their content cannot be "
-                    "told (%s); with option 'media_keys' \"trusted\" vLLM's names of media are believed",
-                    str(error).partition("\n")[0],
-                )
-            return None
-        honest = [self._is_named_so(f, d) for f, d in zip(ordered, digests, strict=True)]
-        if not all(honest):
-            return None
-        return MediaKeys([feature.mm_position.offset for feature in ordered], digests)
+            self._say(
+                "fskv: requests with media are neither loaded nor stored, since their content cannot be "
+                "told (%s); with option 'media_keys' \"trusted\" vLLM's names of media are believed",
+                str(error).partition("\n")[0],
+            )
+        believed = self._names.note(feature.identifier, digest)
+        if believed is None:
+            self._say(
+                "fskv: so many media were seen that of new ones names cannot be told apart: requests with "
+                "them are neither loaded nor stored until the engine is started again"
+            )
+        elif not believed:
+            self._doubt(feature.identifier)
+        return digest if believed else None
 
-    def _is_named_so(self, feature: MultiModalFeatureSpec, digest: bytes) -> bool:
-        first = self._named.setdefault(feature.identifier, digest)
-        self._named.move_to_end(feature.identifier)
-        if len(self._named) > self._max_named:
-            self._named.popitem(last=False)
-        return first == digest
+    def _say(self, line: str, *about: str) -> None:
+        if line not in self._said:
+            self._said.add(line)
+            logger.warning(line, *about)
 
     def _digest(self, feature: MultiModalFeatureSpec) -> bytes:
         item = feature.data

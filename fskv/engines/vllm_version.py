@@ -10,11 +10,10 @@ import logging
 from collections.abc import Callable
 from dataclasses import fields
 
+from fskv._version import VLLM_NEWEST, VLLM_OLDEST
 from fskv.errors import ConfigError
 
 logger = logging.getLogger(__name__)
-
-OLDEST, NEWEST = "0.30", "0.33"  # docs/vllm.md, "Versions": what was run
 
 _RESULTS = "KVConnectorTransferResults"
 _CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1"
@@ -61,7 +60,8 @@ def _fields(cls: object) -> set[str]:
 def _refusal(what: str) -> ConfigError:
     from vllm import __version__
 
-    message = f"found vLLM {__version__}, expected {OLDEST} to {NEWEST}: in this one {what}"
+    expected = f"expected {VLLM_OLDEST} to {VLLM_NEWEST}"
+    message = f"found vLLM {__version__}, {expected}: in this one {what}"
     logger.error("fskv: %s", message)
     return ConfigError(message)
 

@@ -42,7 +42,7 @@ from fskv.span_plan import plan_job
 from fskv.store import ChunkStore
 from fskv.transitions import StateLog
 from fskv.transports import numa
-from fskv.transports.choice import open_transports
+from fskv.transports.choice import open_transport
 from fskv.types import ChunkId, Status
 
 logger = logging.getLogger(__name__)
@@ -105,19 +105,16 @@ class FskvWorker(OffloadingWorker):
                 f"{(config.io_threads + 1) * slot_nbytes} (one chunk file of {slot_nbytes} bytes for each "
                 f"of {config.io_threads} I/O threads and one more); or lower 'io_threads'"
             )
-        chosen = open_transports(
+        self._transport = transport = open_transport(
             tensors,
             slot_nbytes,
-            root=config.root,
             probe_dir=directory.tmp_dir,
             transport="host" if keys else config.transport,
             gds_check=config.gds_check,
             direct_io=config.direct_io,
             file_mode=directory.file_mode,
             fsync=config.fsync,
-            num_threads=config.io_threads,
         )
-        self._transport = transport = chosen.transport
         cuda = tensors[0].device if tensors and tensors[0].is_cuda else None
         if self._num_files == 1:
             store = ChunkStore(
@@ -179,7 +176,7 @@ class FskvWorker(OffloadingWorker):
         logger.info(
             "fskv: rank %d: %s%s; %d I/O threads, %d staging slots of %d bytes at most",
             rank,
-            chosen.sentence,
+            transport.description,
             f", sealed with key '{self._key_file.latest.writer.key_id}'" if self._key_file else "",
             config.io_threads,
             num_slots,

@@ -80,10 +80,6 @@ class Catalogue:
         """Return the records of every shard that has any, in order."""
         return sorted(self._shards.items(), key=lambda item: item[0])
 
-    def all_records(self) -> Records:
-        """Return every record, shard after shard, as a copy that cannot be written to."""
-        return joined([records for _, records in self.shards()])
-
     async def refresh(self, now_ns: int) -> list[Shard]:
         """Walk what has changed since the last time; returns what could not be listed.
 

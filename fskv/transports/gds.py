@@ -169,13 +169,6 @@ class GdsTransport:
         for slot in idle:
             self._deregister(slot)
 
-    def drop_idle_slots(self) -> None:
-        """Give up all slots that nobody uses, before the first is handed out for good."""
-        with self._lock:
-            idle = [slot for slot in self._slots if not slot.num_io]
-        for slot in idle:
-            self.drop_slot(slot)
-
     def drop_slot(self, slot: GdsSlot) -> None:
         """Give up a slot that is not in use; its memory is freed with the last reference."""
         self._deregister(slot)

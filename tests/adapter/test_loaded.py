@@ -6,7 +6,9 @@ import copy
 import importlib
 import os
 import shutil
+import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import engine_lab as lab
@@ -279,15 +281,32 @@ def test_a_hub_s_name_and_the_path_of_its_snapshot_are_one_commit(hub, tmp_path)
     assert checkpoint_of(config_of("nobody/nothing").model_config, load) == "nobody/nothing"
 
 
-def test_a_snapshot_that_was_edited_is_not_its_commit(hub):
+def _in_the_link_s_place(weights):
+    """As `sed -i` does, and `cp -L`."""
+    content = weights.read_bytes()
+    weights.unlink()
+    weights.write_bytes(content)
+
+
+def _through_the_link(weights):
+    """As save_pretrained does."""
+    content = weights.read_bytes()
+    time.sleep(0.02)  # a clock of the file system ticks
+    weights.write_bytes(content[:-1] + b"x")
+    assert weights.is_symlink()
+
+
+@pytest.mark.parametrize("edit", [_in_the_link_s_place, _through_the_link])
+def test_a_snapshot_that_was_edited_is_not_its_commit(hub, tmp_path, edit):
     from fskv.engines.vllm_loaded import weights_text
 
     plain = SimpleNamespace(weights_id=None)
     assert weights_text(str(hub), plain) == f"commit:{COMMIT}"  # the control
-    weights = hub / "model.safetensors"
-    content = weights.read_bytes()
-    weights.unlink()
-    weights.write_bytes(content)  # as `sed -i` does, and `cp -L`
+    copied = tmp_path / "copied"
+    subprocess.run(["cp", "-a", str(tmp_path / "hub"), str(copied)], check=True)
+    same = copied / hub.relative_to(tmp_path / "hub")
+    assert weights_text(str(same), plain) == f"commit:{COMMIT}"  # a copy that keeps links and times
+    edit(hub / "model.safetensors")
     assert weights_text(str(hub), plain).startswith("sampled:")
 
 

@@ -112,6 +112,7 @@ class Ours(FskvConnector):
     def __init__(self, scheduler):
         self.connector_scheduler = scheduler
         self._budget = SimpleNamespace(on_step=lambda scheduled: None)
+        self._media = SimpleNamespace(on_step=lambda: None)
 
 
 def multi(scheduler):
@@ -231,6 +232,7 @@ class Engine:
         )
         self.scheduler = FskvConnector.__new__(FskvConnector)
         self.scheduler.connector_scheduler, self.scheduler._held_events = self.half, []
+        self.scheduler._media = SimpleNamespace(on_step=lambda: None)
         self.scheduler._budget = SimpleNamespace(
             on_step=lambda _: None, on_loads=lambda _: None, reset=lambda: None
         )

@@ -10,7 +10,8 @@ import pytest
 def no_engine_is_left(request, record_property):
     failed_before = request.session.testsfailed
     yield
-    costs, num_left = lab.end_engines()
-    record_property("engines", costs)
+    started, left = lab.end_engines()
+    record_property("engines", [engine.cost for engine in started])
+    print(*started, sep="\n")  # pytest shows it where the test failed
     if request.session.testsfailed == failed_before:  # else that is what is to be read
-        assert not num_left, f"{num_left} engines outlived their test and were killed"
+        assert not left, f"outlived their test and were killed: {', '.join(map(str, left))}"

@@ -189,6 +189,40 @@ def test_what_is_to_stay_free_stays_free_and_what_was_used_last_is_kept(
     lab.assert_sound(root)
 
 
+@pytest.mark.parametrize("full_disk", ["48m"], indirect=True)
+@pytest.mark.parametrize("keep_free", ["50%", pytest.param(0, id="negative_control")])
+def test_where_pruning_cannot_help_nothing_is_stored_and_what_is_free_is_said(
+    full_disk, tmp_path, keep_free
+):
+    root = str(full_disk / "root")
+    os.mkdir(root)
+    (full_disk / "ballast").write_bytes(bytes(30 << 20))  # nobody's to prune
+    steps = [
+        _ask(0, "cold"),
+        *lab.SETTLE,
+        {"sleep": 1.5},
+        RESET,
+        _ask(0, "again"),
+        {"metrics": True},
+    ]
+    request = lab.request(MODEL, steps, transfer=_options(root, keep_free=keep_free))
+    result = lab.run(request)
+    done = lab.generates(result)
+    (metrics,) = lab.metrics(result)
+    assert done["again"]["tokens"] == done["cold"]["tokens"]
+    assert bad_lines(result["log_path"]) == []
+    info = os.statvfs(full_disk)
+    free = info.f_bavail * info.f_frsize
+    assert lab.counter(metrics, "root_free_bytes") == pytest.approx(free, rel=0.2)
+    if keep_free:
+        assert lab.chunks(root) == []
+        assert lab.counter(metrics, "stores_skipped", reason="capacity") >= CHUNKS
+    else:
+        assert len(lab.chunks(root)) == CHUNKS
+        assert lab.counter(metrics, "stores_skipped") == 0
+        assert done["again"]["num_cached_tokens"] > 0
+
+
 @pytest.mark.parametrize(
     "left_nbytes",
     [

@@ -11,6 +11,7 @@ import subprocess
 import engine_lab as lab
 import pytest
 from places import LAB
+from world import wait_for
 
 import fskv
 from faults.disk import DiskFaults
@@ -123,6 +124,52 @@ def test_reads_that_never_return_cost_one_deadline_then_nothing(case, tmp_path, 
         assert after > before, what
     assert lab.counter(failed, "breaker_openings") > lab.counter(back, "breaker_openings")
     assert lab.counter(healed, "breaker_open") == 0
+
+
+@pytest.mark.parametrize("failures", [8, pytest.param(1_000_000, id="negative_control")])
+def test_after_eight_failures_in_a_row_the_root_is_left_alone(
+    failures, reference, tmp_path, native_library
+):
+    root = _root(tmp_path)
+    faults = DiskFaults(native_library("disk"), pathlib.Path(root), tmp_path / "faults")
+    lab.stored(MODEL.name, root, hybrid_chunk_size=128)
+    reset, main = {"reset_prefix_cache": True}, MODEL.main_prompt()
+    talk = lab.Conversation(tmp_path)
+    talk.say(lab.generate(main, "failed"), *lab.SETTLE, reset, {"sleep": 1.5}, {"metrics": True})
+    talk.say(lab.generate(main, "again"), *lab.SETTLE, reset)
+    talk.say(lab.generate(MODEL.tokens("unseen", 1100), "unseen"), *lab.SETTLE, {"metrics": True})
+    look = talk.pause()
+    # The default number; one thread, so that no other read is under way when the last one of them fails.
+    options = {} if failures == 8 else {"breaker_failures": failures}
+    options |= {"io_threads": 1, "quarantine_s": 1, "breaker_probe_s": 600}
+    health = tmp_path / "health.json"
+    transfer = _transfer(root, health_file=str(health), **options)
+    faults.set("pread EIO suffix=.kv")
+    engine = lab.start_engine(
+        lab.request(MODEL, talk.steps, transfer=transfer, env=faults.env()), tmp_path / "engine"
+    )
+    opens, said = failures == 8, []
+
+    def read_health() -> bool:
+        said.append(json.loads(health.read_text()))
+        return said[-1]["conditions"] == ["breaker_open"] * opens
+
+    talk.resume(engine, look, lambda: wait_for(read_health))
+    result = engine.wait()
+    assert result["exit_code"] == 0, result.get("error")
+    done = lab.generates(result)
+    assert done["failed"]["tokens"] == done["again"]["tokens"] == reference["main"]["tokens"]
+    assert faults.fired() > 0
+    failed, unseen = lab.metrics(result)
+    assert lab.counter(failed, "load_failures", reason="io_error") > 8
+    log = pathlib.Path(result["log_path"]).read_text()
+    assert ('of="rank 0" reason="8 failures in a row, the last: io_error"' in log) == opens
+    assert (lab.counter(failed, "stores_skipped", reason="breaker") > 0) == opens
+    assert (lab.counter(failed, "stored_chunks") == 0) == opens
+    assert (lab.counter(unseen, "load_failures", reason="breaker") > 0) == opens
+    assert (lab.counter(unseen, "lookup_misses", reason="breaker") > 0) == opens
+    assert (lab.counter(unseen, "stored_chunks") == 0) == opens
+    assert lab.counter(unseen, "breaker_open") == opens
 
 
 def test_root_removed_while_running_is_neither_missed_nor_made_again(case, tmp_path):
@@ -461,7 +508,7 @@ def test_another_sliding_window_is_another_namespace(tmp_path):
     ("options", "words"),
     [
         ({"rooot": "/x"}, ["'rooot'", "unknown", "did you mean 'root'?"]),
-        ({"root": "/nonexistent/kv"}, ["'root'", "/nonexistent/kv", "does not exist"]),
+        ({"root": "{missing}"}, ["'root'", "{missing}", "does not exist"]),
         pytest.param(
             {"staging_bytes": "10 parsecs"},
             ["'staging_bytes'", "10 parsecs", "256MiB"],
@@ -476,16 +523,19 @@ def test_another_sliding_window_is_another_namespace(tmp_path):
 )
 def test_bad_configuration_is_one_sentence_at_start_up(options, words, tmp_path):
     transfer = lab.connector(_root(tmp_path))
-    transfer["kv_connector_extra_config"] |= options
-    result = lab.run_engine(lab.request(MODEL, [], transfer=transfer))
+    missing = tmp_path / "missing"
+    for name, value in options.items():
+        made = value.format(missing=missing) if isinstance(value, str) else value
+        transfer["kv_connector_extra_config"][name] = made
+    result = lab.run_engine(lab.request(MODEL, [], transfer=transfer), directory=tmp_path / "e")
     assert result["exit_code"] == 1
-    assert not os.path.exists("/nonexistent"), "a root is never made"
+    assert not missing.exists(), "a root is never made"
     log = pathlib.Path(result["log_path"]).read_text()
     sentences = [line for line in log.splitlines() if "fskv: " in line and "ERROR" in line]
     assert sentences, log[-2000:]
     for word in words:
-        assert word in sentences[0]
-        assert word in result["error"]
+        assert word.format(missing=missing) in sentences[0]
+        assert word.format(missing=missing) in result["error"]
 
 
 def test_policy_fail_is_named_and_replaced_so_that_damage_never_fails_a_request(

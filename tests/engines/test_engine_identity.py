@@ -26,6 +26,7 @@ from engine_lab import (
     run_engine,
 )
 from places import LAB
+from tier_lab import fskv_tier, tiering
 
 pytestmark = [pytest.mark.engine]
 needs_vllm()
@@ -224,6 +225,24 @@ def test_a_client_cannot_put_an_image_under_the_name_of_another_one(lab):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("uuids", [("img-1", "img-1"), ("img-1", "img-2")])
+def test_an_image_that_is_seen_first_and_came_second(lab, uuids):
+    """The first request waits while the encoder sees the second one's image, under the name of both."""
+    checkpoint = odd.blip2(lab.path / "blip2")
+    engine = {**IMAGES, "mm_processor_cache_gb": 0}
+    together = [
+        {"prompt_token_ids": SEEN, "image": image, "uuid": uuid} for image, uuid in enumerate(uuids)
+    ]
+    lab.engine(checkpoint, {"together": together}, scheduling_policy="priority", **engine)
+    honest = {**together[0], "label": "honest"}
+    found = generates(lab.engine(checkpoint, honest, **engine))["honest"]
+    truth = generates(lab.engine(checkpoint, honest, transfer=False, **engine))["honest"]
+    assert found["tokens"] == truth["tokens"]
+    # The control: where the second one has a name of its own the first one is stored, and loaded.
+    assert found["num_cached_tokens"] == (128 if uuids[0] != uuids[1] else 0)
+
+
+@pytest.mark.slow
 def test_control_with_trusted_keys_another_image_under_the_same_name_is_served(lab):
     checkpoint = odd.blip2(lab.path / "blip2")
     options = {"media_keys": "trusted"}
@@ -303,3 +322,51 @@ def test_weights_that_are_loaded_again_in_a_running_engine(lab, fixed):
     assert generates(result)["text"]["tokens"] == truth
     assert len(chunks(str(lab.root))) == stored
     assert "weights were loaded again" in pathlib.Path(result["log_path"]).read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fixed", [False, True])
+def test_a_tier_is_told_of_weights_that_are_loaded_again(lab, fixed):
+    """It lives in the engine's core, the weights in workers: as above, behind vLLM's CPU tier."""
+    checkpoint = odd.llama(lab.path / "llama")
+    other = lab.path / "other"
+    shutil.copytree(checkpoint, other)
+    weights = other / "model.safetensors"
+    weights.write_bytes(odd.other_weights(weights))
+
+    def engine(*steps):
+        what = lab.request(checkpoint, *steps)
+        tier = fskv_tier(str(lab.root), weights_fixed=fixed)
+        what["kv_transfer_config"] = tiering([tier], spec_module_path="demo.cpu_tiering")
+        return run(what, program=PROGRAM)
+
+    engine(text())
+    stored = len(chunks(str(lab.root)))
+    assert stored
+    again = {"rpc": "reload_weights", "kwargs": {"weights_path": str(other)}}
+    new = {**text("other"), "prompt_token_ids": MODELS["llama"].tokens("other", 640)}
+    result = engine(again, {"reset_prefix_cache": True}, text(), {"sleep": 0.5}, new)
+    if fixed:  # the control: somebody vouched for what is not so
+        assert generates(result)["text"]["num_cached_tokens"] > 0
+        assert len(chunks(str(lab.root))) > stored
+        return
+    truth = generates(lab.engine(other, text(), transfer=False))["text"]["tokens"]
+    assert generates(result)["text"]["tokens"] == truth
+    assert generates(result)["text"]["num_cached_tokens"] == 0
+    assert len(chunks(str(lab.root))) == stored
+    assert "weights were loaded again" in pathlib.Path(result["log_path"]).read_text()
+
+
+@pytest.mark.slow
+def test_ranks_that_run_a_checkpoint_s_own_code_agree_and_see_it_edited(lab):
+    checkpoint = odd.remote_code(lab.path / "remote")
+    engine = {"trust_remote_code": True, "model_impl": "transformers", "tensor_parallel_size": 2}
+    env = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    cached = []
+    for scale in (1.0, 1.0, -3.0):
+        odd.remote_code(checkpoint, scale)
+        cached.append(generates(lab.engine(checkpoint, text(), env=env, **engine))["text"])
+    assert [each["num_cached_tokens"] for each in cached] == [0, 640, 0]
+    assert cached[0]["tokens"] == cached[1]["tokens"] != cached[2]["tokens"]
+    one, other = lab.identities
+    assert without(one, "weights", "extra.code") == without(other, "weights", "extra.code") != one

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pathlib
+import re
 
 import engine_lab as lab
 import pytest
+from places import REPOSITORY
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 lab.needs_vllm()
@@ -127,7 +129,7 @@ def test_an_engine_in_several_processes_loads_what_one_in_one_process_stored(sha
     assert lab.counter(result["steps"][-1], "load_failures") == 0
 
 
-@on("llama", slow=("gpt_oss", "qwen3_next"))
+@on("llama", slow=("gpt_oss", "qwen3_next", "gemma3", "lfm2"))
 def test_damaged_chunks_cost_a_recompute_and_heal(shared, tmp_path):
     _damage_and_heal(shared, tmp_path, multiprocess=False)
 
@@ -213,3 +215,31 @@ def _damage_and_heal(shared: Shared, tmp_path: pathlib.Path, *, multiprocess: bo
         assert list(pathlib.Path(shared.root).rglob("*.foreign-*")), "moved aside, not deleted"
     lab.restore(shared.stored)
     lab.assert_sound(shared.root)
+
+
+def _plain(line: str, root: str) -> str:
+    """Return what fskv says in a line of a log or a document, without what depends on the machine."""
+    text = line[line.index("fskv: ") :].rstrip().replace(root, "/mnt/kv")
+    for what in (r"cpu-\w+/", r"@[0-9a-f]{16}", r"process \d+", "O_DIRECT|buffered"):
+        text = re.sub(what, "...", text)
+    return text.replace("in Python", "outside the interpreter")
+
+
+@pytest.mark.parametrize("doctored", [False, pytest.param(True, id="negative_control")])
+def test_log_lines_in_the_documents_are_what_an_engine_says_at_its_start(doctored, tmp_path):
+    model, root = lab.MODELS["gpt_oss"], tmp_path / "root"
+    root.mkdir()
+    steps = [lab.generate(model.partial_prompt(), "any")]
+    result = lab.run(lab.request(model, steps, transfer=lab.connector(str(root))))
+    log = pathlib.Path(result["log_path"]).read_text()
+    said = {_plain(line, str(root)) for line in log.splitlines() if "fskv: " in line}
+    shown = []
+    for name in ("README.md", "docs/vllm.md"):
+        text = (REPOSITORY / name).read_text(encoding="utf-8")
+        lines = re.findall(r"^(?:INFO +|WARNING +)?fskv: .*$", text, re.MULTILINE)
+        assert len(lines) >= 2
+        shown += lines
+    if doctored:
+        shown = [line.replace(" a chunk; ", " a block; ") for line in shown]
+    missing = [line for line in shown if _plain(line, "/mnt/kv") not in said]
+    assert len(missing) == (2 if doctored else 0), missing

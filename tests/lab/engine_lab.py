@@ -20,9 +20,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import places
 import pytest
-from nursery import Nursery, Process
-from places import REPOSITORY, run_directory
+from nursery import Nursery
+from places import REPOSITORY
 
 from demo import engine as engine_program
 from demo.checkpoints import MODELS, Model, make
@@ -99,8 +100,11 @@ class Engine(RunningEngine):
     def __init__(self, *arguments: Any) -> None:
         self._begin = time.monotonic()
         super().__init__(*arguments)
-        self.cost: dict[str, Any] = {"forked": isinstance(self._process, Process)}
+        self.cost: dict[str, Any] = {"forked": self._process.forked}
         _started.append(self)
+
+    def __str__(self) -> str:
+        return f"engine {self.pid}: {self.log_path}"
 
     def wait(self, timeout_s: float = ENGINE_TIMEOUT_S) -> dict[str, Any]:
         result = super().wait(timeout_s)
@@ -110,7 +114,7 @@ class Engine(RunningEngine):
 
 
 _started: list[Engine] = []
-_nursery: Nursery | None = None
+_nurseries: list[Nursery] = []  # that of forks, that of new interpreters
 
 
 def start_engine(
@@ -131,15 +135,18 @@ def start_engine(
     def launch(paths: list[str], env: dict[str, str], log_path: str) -> Any:
         return _launch([program, *arguments, *paths], env, log_path, fresh=fresh)
 
-    return Engine(what, str(directory or tempfile.mkdtemp(prefix="fskv-engine-")), launch)
+    return Engine(what, str(directory or _new_directory()), launch)
+
+
+def _new_directory() -> str:
+    return tempfile.mkdtemp(prefix="fskv-engine-", dir=places.run_directory)
 
 
 def run_program(
     *command: str, env: Mapping[str, str] | None = None, timeout_s: float = ENGINE_TIMEOUT_S
 ) -> str:
     """Run a program of the lab that makes an engine itself; return all that it printed. It must not fail."""
-    directory = tempfile.mkdtemp(prefix="fskv-engine-")
-    log = pathlib.Path(directory) / "engine.log"
+    log = pathlib.Path(_new_directory()) / "engine.log"
     around = {**_without_vllm(os.environ), **ENGINE_ENV, **(env or {})}
     process = _launch(list(command), around, str(log), fresh=False)
     try:
@@ -148,18 +155,18 @@ def run_program(
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
     said = log.read_text(errors="replace")
-    assert code == 0, said[-4000:]
+    assert code == 0, f"{log}: {said[-4000:]}"
     return said
 
 
 def _launch(command: list[str], env: dict[str, str], log_path: str, *, fresh: bool) -> Any:
-    global _nursery
-    if _nursery is None:
-        _nursery = Nursery({**_without_vllm(os.environ), **ENGINE_ENV})
-        atexit.register(_nursery.close)
-    if fresh or not _nursery.forkable(env):
-        return engine_program.launch_process(command, env, log_path)
-    return _nursery.start(command, env, log_path)
+    if not _nurseries:
+        around = {**_without_vllm(os.environ), **ENGINE_ENV}
+        _nurseries[:] = Nursery(around), Nursery(around, modules=())
+        for one in _nurseries:
+            atexit.register(one.close)
+    fresh = fresh or not _nurseries[0].forkable(env)
+    return _nurseries[fresh].start(command, env, log_path, fresh=fresh)
 
 
 def _without_vllm(environ: Mapping[str, str]) -> dict[str, str]:
@@ -207,8 +214,8 @@ def stored(name: str, root: str | os.PathLike[str], **options: Any) -> dict[str,
 def _once(
     name: str, make_it: Callable[[pathlib.Path], dict[str, Any]]
 ) -> tuple[pathlib.Path, dict[str, Any]]:
-    directory = run_directory() / name
-    with (run_directory() / f"{name}.lock").open("w") as lock:
+    directory = places.run_directory / name
+    with (places.run_directory / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (directory / "answer.json").exists():
             shutil.rmtree(directory, ignore_errors=True)
@@ -217,8 +224,8 @@ def _once(
     return directory, json.loads((directory / "answer.json").read_text())
 
 
-def end_engines() -> tuple[list[dict[str, Any]], int]:
-    """Kill what still runs; return what each engine since the last call cost, and how many were killed."""
+def end_engines() -> tuple[list[Engine], list[Engine]]:
+    """Kill what still runs; return all engines that were started since the last call, and those killed."""
     started, _started[:] = list(_started), []
     left = [engine for engine in started if engine.running]
     for engine in started:
@@ -226,7 +233,7 @@ def end_engines() -> tuple[list[dict[str, Any]], int]:
             "life_s" not in engine.cost
         ):  # not waited for: of one that crashed, processes may be left
             engine.kill()
-    return [engine.cost for engine in started], len(left)
+    return started, left
 
 
 def options_for(name: str) -> dict[str, Any]:
@@ -316,8 +323,12 @@ class DamageContext:
 
 
 def _swap_in_neighbour(path: str, context: DamageContext) -> None:
-    neighbour = next(p for p in by_group(chunks(context.root))[group_of(path)] if p != path)
-    shutil.copyfile(neighbour, path)
+    # As it was before: a neighbour that was swapped already may hold this file's own content.
+    group = by_group(chunks(context.root))[group_of(path)]
+    sound = context.saved.setdefault(
+        group_of(path), {p: pathlib.Path(p).read_bytes() for p in group}
+    )
+    pathlib.Path(path).write_bytes(next(sound[p] for p in group if p != path))
 
 
 def _from_other_namespace(path: str, context: DamageContext) -> None:

@@ -3,8 +3,8 @@
 python identity_engine.py request.json result.json
 
 A generate step may have `image`: the seed of a picture that stands in the place of the prompt's image token,
-and `uuid`: what the client calls it. Further steps: {"embed": [...], "label"} (a pooling model),
-{"rpc": name, "kwargs": {...}} (collective_rpc).
+and `uuid`: what the client calls it. Further steps: {"together": [such steps; a later one is run first]},
+{"embed": [...], "label"} (a pooling model), {"rpc": name, "kwargs": {...}} (collective_rpc).
 Of the request, `replace_after_load`: [file, by file] replaces a file when vLLM has loaded the model and fskv
 has not looked at it yet. `sees_nothing`: Llama 4 is asked about text alone, with nothing that sees images.
 """
@@ -36,28 +36,38 @@ class Child(engine.Child):
         if "embed" in step:
             (output,) = self.llm.embed([{"prompt_token_ids": step["embed"]}], use_tqdm=False)
             return {"step": "embed", "label": step["label"], "values": output.outputs.embedding}
+        if "together" in step:
+            priorities = [-i for i in range(len(step["together"]))]
+            self._see(step["together"], priority=priorities)
+            return {"step": "together"}
         if "image" not in step:
             return super()._do(step)
-        return {"step": "generate", "label": step["label"], **self._see(step)}
+        return {"step": "generate", "label": step["label"], **self._see([step])}
 
-    def _see(self, step: dict[str, Any]) -> dict[str, Any]:
-        import numpy as np
-        from PIL import Image
+    def _see(self, steps: list[dict[str, Any]], **how: Any) -> dict[str, Any]:
         from vllm import SamplingParams
 
-        pixels = np.random.default_rng(step["image"]).integers(0, 255, (56, 56, 3), dtype=np.uint8)
-        prompt: dict[str, Any] = {
-            "prompt_token_ids": step["prompt_token_ids"],
-            "multi_modal_data": {"image": Image.fromarray(pixels)},
-        }
-        if "uuid" in step:
-            prompt["multi_modal_uuids"] = {"image": [step["uuid"]]}
         sampling = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
-        (output,) = self.llm.generate([prompt], sampling, use_tqdm=False)
-        tokens, cached = list(output.outputs[0].token_ids), output.num_cached_tokens
+        prompts = [_prompt(step) for step in steps]
+        outputs = self.llm.generate(prompts, sampling, use_tqdm=False, **how)
+        tokens, cached = list(outputs[0].outputs[0].token_ids), outputs[0].num_cached_tokens
         if self.flush:
             self._generate([1], 1)
         return {"tokens": tokens, "num_cached_tokens": cached}
+
+
+def _prompt(step: dict[str, Any]) -> dict[str, Any]:
+    import numpy as np
+    from PIL import Image
+
+    pixels = np.random.default_rng(step["image"]).integers(0, 255, (56, 56, 3), dtype=np.uint8)
+    prompt: dict[str, Any] = {
+        "prompt_token_ids": step["prompt_token_ids"],
+        "multi_modal_data": {"image": Image.fromarray(pixels)},
+    }
+    if "uuid" in step:
+        prompt["multi_modal_uuids"] = {"image": [step["uuid"]]}
+    return prompt
 
 
 def _without_images() -> None:

@@ -5,7 +5,8 @@
 The nursery is a process of its own (this file as a program). It imports what engines need, has one
 thread, never touches torch, and forks a child for each request. The child is a session of its own, gets
 the wanted environment, output and `sys.argv` and runs the script as `__main__`. It dies with the
-nursery, and the nursery with its parent.
+nursery, and the nursery with its parent. `fresh=True`: the child executes a new interpreter, which dies
+with them too; a nursery with `modules=()` is enough for those.
 
 A fork differs from a new interpreter in three ways. Its string hashes are those of its siblings: a
 restart whose point is another hash seed takes a new interpreter. Variables that are read at import come
@@ -25,6 +26,7 @@ import json
 import os
 import runpy
 import select
+import shlex
 import signal
 import socket
 import subprocess
@@ -69,9 +71,10 @@ _START_S = 180.0
 class Process:
     """A child of the nursery, asked as one asks subprocess.Popen."""
 
-    def __init__(self, nursery: Nursery, pid: int) -> None:
+    def __init__(self, nursery: Nursery, pid: int, *, forked: bool) -> None:
         self._nursery = nursery
         self.pid = pid
+        self.forked = forked
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
@@ -107,14 +110,17 @@ class Nursery:
         } - _LATE
         return not any(not name.startswith(_LATE_PREFIXES) for name in changed)
 
-    def start(self, arguments: list[str], env: dict[str, str], log_path: str) -> Process:
-        """Run `python ARGUMENTS` in a fork, with its output appended to the log."""
+    def start(
+        self, arguments: list[str], env: dict[str, str], log_path: str, *, fresh: bool = False
+    ) -> Process:
+        """Run `python ARGUMENTS` in a fork or `fresh`, with its output appended to the log."""
         request = {
             "serial": next(self._serials),
             "arguments": [str(word) for word in arguments],
             "env": env,
             "log_path": str(log_path),
             "cwd": os.getcwd(),
+            "fresh": fresh,
         }
         with self._lock:
             self._connected().send(json.dumps(request).encode())
@@ -125,7 +131,7 @@ class Nursery:
                 if answer.get("serial") == request["serial"]:
                     self._living.add(answer["started"])
                     self._ended.pop(answer["started"], None)  # an older process of this number
-                    return Process(self, answer["started"])
+                    return Process(self, answer["started"], forked=not fresh)
         raise RuntimeError("the nursery has ended: see what it wrote to stderr")
 
     def exit_code(self, pid: int, timeout_s: float | None) -> int | None:
@@ -252,9 +258,13 @@ def _become(request: dict) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
+    os.chdir(request["cwd"])
+    if request["fresh"]:
+        command = [sys.executable, *request["arguments"]]
+        print("$", shlex.join(command), flush=True)
+        os.execve(command[0], command, request["env"])  # the parent-death signal stays
     os.environ.clear()
     os.environ.update(request["env"])
-    os.chdir(request["cwd"])
     if os.environ.get("FSKV_TEST_DROP_CAPS"):
         importlib.import_module("drop_caps")
     script, *_ = sys.argv = request["arguments"]

@@ -5,7 +5,6 @@ A program of the lab imports this first: then it finds `faults`, `demo` and `tri
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -14,9 +13,5 @@ REPOSITORY = LAB.parents[1]
 if str(REPOSITORY) not in sys.path:
     sys.path.insert(0, str(REPOSITORY))
 
-RUN_VARIABLE = "FSKV_TEST_RUN"
-
-
-def run_directory() -> Path:
-    """Return the directory of this run of pytest, the same for all of its workers; gone after it."""
-    return Path(os.environ[RUN_VARIABLE])
+# Of this run of pytest, the same for all of its workers. Set by conftest.py; pytest keeps the last three.
+run_directory: Path

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
+import json
+import os
 import re
 import subprocess
 import sys
@@ -18,13 +20,34 @@ ELSEWHERE = ("test_promises.py", "test_chapters.py", "test_engine_versions.py")
 CHAPTERS = tomllib.loads((TESTS / "chapters.toml").read_text())
 
 
-@pytest.fixture(scope="module")
-def slow():
-    loader = importlib.machinery.SourceFileLoader("ci_slow", str(REPOSITORY / ".ci" / "slow"))
-    spec = importlib.util.spec_from_loader("ci_slow", loader)
+def program(name):
+    """Import a program of .ci, whose name has no ending."""
+    loader = importlib.machinery.SourceFileLoader(f"ci_{name}", str(REPOSITORY / ".ci" / name))
+    spec = importlib.util.spec_from_loader(f"ci_{name}", loader)
     module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def slow():
+    return program("slow")
+
+
+def test_near_a_file_of_the_product_is_what_imports_it_or_is_named_for_it():
+    near = program("near").near
+    damaged = "tests/engines/test_engine_sharing.py::test_damaged_chunks_cost_a_recompute_and_heal"
+    assert {"tests/unit/test_jobs.py", damaged} <= near("fskv/jobs.py")  # imports; a fault's
+    assert "tests/unit/test_native.py" in near("fskv/csrc/chunk_io.c")
+    assert near("tools/top/line.py") == {"tests/tools/test_top.py"}  # its folder's name
+    assert near("fskv/csrc/xxh3.c") == {"tests/unit", "tests/adapter"}  # nothing is near
+    listed = [p for folder in ("fskv", "tools") for p in (REPOSITORY / folder).rglob("*.py")]
+    for path in listed:
+        for test in near(path.relative_to(REPOSITORY).as_posix()):
+            assert (REPOSITORY / test.partition("::")[0]).exists(), test
+    for other in ("fskv/no_such.py", "README.md", "tests/conftest.py"):
+        with pytest.raises(ValueError, match="no file of fskv/ or tools/"):
+            near(other)
 
 
 def files_with_slow_tests():
@@ -56,7 +79,7 @@ def test_what_a_chapter_watches_is_there():
 
 
 LEDGER = {
-    "one": {"commit": "a", "passed_at": "2026-01-02"},
+    "one": {"commit": "a", "skipped_at": "2026-01-02"},
     "two": {"commit": "a", "passed_at": "2026-01-03"},
     "three": {"commit": "a", "passed_at": "2026-01-01"},
 }
@@ -84,12 +107,86 @@ def test_what_failed_comes_first_then_what_never_ran_what_changed_and_what_waite
 @pytest.mark.parametrize("changed", ["", "tests/lab/x.py", "fskv/engines/x.py", "docs/x.md"])
 def test_whatever_changes_each_time_no_chapter_waits_for_ever(slow, monkeypatch, changed):
     monkeypatch.setattr(slow, "git", lambda *_: changed)
-    ledger, ran = {}, set()
+    ledger, ran_at = {}, {}
     for number in range(60):
-        for name in slow.chosen(CHAPTERS, ledger, number, 8 * 60):
-            ran.add(name)
-            ledger[name] = {"commit": "a", "passed_at": f"{number:04}", "seconds": 200}
-    assert ran == set(CHAPTERS)
+        names = slow.chosen(CHAPTERS, ledger, number, 10 * 60)
+        assert sum(CHAPTERS[name]["minutes"] for name in names) <= 10
+        for name in names:
+            ran_at[name] = number
+            ledger[name] = {"commit": "a", "passed_at": f"{number:04}"}
+    assert ran_at.keys() == CHAPTERS.keys()
+    assert min(ran_at.values()) > 40
+
+
+def test_the_minutes_bound_what_runs(slow, monkeypatch):
+    monkeypatch.setattr(slow, "git", lambda *_: "")
+    assert slow.chosen(CHAPTERS, {}, 0, 0) == []
+    took = {name: {"seconds": 60 * idx + 60} for idx, name in enumerate(CHAPTERS)}
+    assert slow.chosen(CHAPTERS, took, 0, 100) == [next(iter(CHAPTERS))]
+    assert set(slow.chosen(CHAPTERS, took, 0, 1e9)) == set(CHAPTERS)
+
+
+@pytest.mark.parametrize(("took_s", "expected"), [(60, 3), (90, 2), (200, 1)])
+def test_chapters_that_take_longer_than_before_leave_out_the_rest(
+    slow, monkeypatch, tmp_path, took_s, expected
+):
+    now, ran = [0.0], []
+
+    def run(chapter):
+        ran.append(chapter)
+        now[0] += took_s
+        return "passed", "1 passed"
+
+    path = tmp_path / "ledger.json"
+    path.write_text(json.dumps({name: {"seconds": 60} for name in CHAPTERS}))
+    monkeypatch.setenv("FSKV_CI_LEDGER", str(path))
+    monkeypatch.setattr(slow, "run", run)
+    monkeypatch.setattr(slow.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(sys, "argv", ["slow", "--minutes", "3"])
+    assert slow.main() == 0
+    assert len(ran) == expected
+    entries = json.loads(path.read_text()).values()
+    assert [entry["seconds"] for entry in entries if "passed_at" in entry] == [took_s] * expected
+
+
+@pytest.mark.parametrize(
+    ("code", "ended", "expected"),
+    [
+        (0, ["passed", "skipped"], ("passed", "1 passed, 1 skipped")),
+        (0, ["skipped"], ("all skipped", "1 skipped")),
+        (0, [], ("FAILED", "no test ran")),
+        (0, ["passed", "failed"], ("FAILED", "1 passed, 1 failed")),
+        (1, ["passed"], ("FAILED", "1 passed")),
+    ],
+)
+def test_a_chapter_fails_when_one_test_does_or_none_ran(slow, code, ended, expected):
+    assert slow.judged(code, ended) == expected
+
+
+def test_the_table_says_when_each_ran_last_and_what_never_did(tmp_path):
+    """--ran notes what only the Makefile runs; a list runs nothing."""
+    path = tmp_path / "ledger.json"
+    path.write_text(json.dumps({"tier": {"skipped_at": "2026-01-01"}}))
+
+    def slow(*words):
+        done = subprocess.run(
+            [sys.executable, REPOSITORY / ".ci" / "slow", *words],
+            env={**os.environ, "FSKV_CI_LEDGER": str(path)},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        return {line.split()[0]: line for line in done.stdout.splitlines() if line}
+
+    assert slow("--ran", "mutants") == {}
+    said = slow("--list", "--minutes", "3")
+    assert re.search(r"not here +20\d\d-[\dT:+-]+ +make mutants", said["mutants"])
+    for name in ("shared_fs", "versions"):
+        assert re.search("not here +never here +make test-", said[name])
+    assert "2026-01-01 all skipped" in said["tier"]
+    assert said["tier"].endswith("longer than 3 minutes")
+    assert said["walks"].endswith("never ran here, longer than 3 minutes")
+    assert {*CHAPTERS, "GPUs"} < said.keys()
 
 
 def test_every_file_of_the_product_is_watched_by_a_chapter(slow):
@@ -127,4 +224,4 @@ def test_a_target_can_be_made_again_when_its_file_of_durations_is_there(tmp_path
     )
     assert (done.returncode == 0) is joined  # the control: apart they fail
     words = re.findall(r"--timings(.)", (REPOSITORY / "Makefile").read_text())
-    assert words == ["="] * 3
+    assert set(words) == {"="}

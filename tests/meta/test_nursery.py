@@ -7,7 +7,11 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+from pathlib import Path
 
+import engine_lab as lab
+import places
 import pytest
 from nursery import Nursery
 from places import LAB
@@ -88,10 +92,13 @@ def test_many_threads_start_forks_at_once_and_each_gets_its_own(nursery, script,
     assert codes == {number: number for number in range(20)}
 
 
+@pytest.mark.parametrize("fresh", [False, True])
 def test_a_nursery_that_dies_takes_its_forks_along_and_the_next_start_makes_another(
-    nursery, script, tmp_path
+    nursery, script, tmp_path, fresh
 ):
-    process = nursery.start([script, "sleep"], dict(os.environ), tmp_path / "log")
+    log = tmp_path / "first"
+    process = nursery.start([script, "sleep"], dict(os.environ), log, fresh=fresh)
+    wait_for(lambda: log.exists() and "argv" in log.read_text())
     nursery._server.kill()
     assert process.wait(30) == -signal.SIGKILL
     wait_for(lambda: not alive(process.pid))
@@ -105,25 +112,51 @@ def test_a_death_that_nobody_has_noticed_costs_the_next_start_nothing(nursery, s
     assert run(nursery, script, tmp_path, "3")[0] == 3
 
 
-def test_forks_end_with_whoever_asked_for_them(script, tmp_path):
+@pytest.mark.parametrize("how", ["forked", "fresh", "negative control"])
+def test_engines_end_with_whoever_asked_for_them(script, tmp_path, how):
     program = f"""
-import os, sys, time
+import os, subprocess, sys, time
 sys.path.insert(0, {str(LAB)!r})
 from nursery import Nursery
-env, (script, log) = dict(os.environ), sys.argv[1:]
-process = Nursery(env, modules=()).start([script, "sleep"], env, log)
+env, (script, log, how) = dict(os.environ), sys.argv[1:]
+if how == "negative control":
+    command = [sys.executable, script, "sleep"]
+    process = subprocess.Popen(command, stdout=open(log, "w"), start_new_session=True)
+else:
+    process = Nursery(env, modules=()).start([script, "sleep"], env, log, fresh=how == "fresh")
 print(process.pid, flush=True)
 time.sleep(600)
 """
+    log = tmp_path / "log"
     parent = subprocess.Popen(
-        [sys.executable, "-c", program, script, tmp_path / "log"], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", program, script, log, how], stdout=subprocess.PIPE, text=True
     )
     pid = int(parent.stdout.readline())
+    wait_for(lambda: log.exists() and "argv" in log.read_text())
     assert alive(pid)
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    wait_for(lambda: not alive(pid))
+    if how != "negative control":
+        wait_for(lambda: not alive(pid))
+        return
+    time.sleep(0.5)
+    assert alive(pid)
+    os.kill(pid, signal.SIGKILL)
+
+
+def test_an_engine_without_a_directory_is_in_that_of_the_run_and_one_that_is_left_is_named(
+    script, tmp_path
+):
+    engine = lab.start_engine({"steps": []}, program=str(script), arguments=["sleep"], fresh=True)
+    assert places.run_directory in tmp_path.parents  # pytest keeps and removes it with tmp_path
+    assert places.run_directory in Path(engine.log_path).parents
+    log = Path(engine.log_path)
+    wait_for(lambda: log.exists() and "argv" in log.read_text())
+    assert lab.end_engines() == ([engine], [engine])
+    assert not alive(engine.pid)
+    assert str(engine) == f"engine {engine.pid}: {engine.log_path}"
+    assert lab.end_engines() == ([], [])
 
 
 def alive(pid):

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import types
 
+import gds_lab
 import pytest
 from places import REPOSITORY
 from world import wait_for
@@ -46,6 +47,7 @@ from fskv_tools.bench import (  # noqa: E402
 from fskv_tools.bench.row import Row, Spread  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
+from fskv.transports import host  # noqa: E402
 from fskv.types import Status  # noqa: E402
 
 TINY = [
@@ -155,7 +157,7 @@ def test_o_direct_is_measured_beside_the_page_cache_where_it_works(tmp_path):
 # --- honesty --------------------------------------------------------------------------------
 
 
-class _InPython(bench_store.HostTransport):
+class _InPython(host.HostTransport):
     """Every chunk comes by the methods below."""
 
     def __init__(self, *args, **options):
@@ -197,8 +199,8 @@ class _Lossy(bench_store.ChunkStore):
 def test_what_was_not_verified_is_no_result(
     tmp_path, monkeypatch, name, broken, words, lookups_too
 ):
-    monkeypatch.setattr(bench_store, "HostTransport", _InPython)
-    monkeypatch.setattr(bench_store, name, broken)
+    monkeypatch.setattr(host, "HostTransport", _InPython)
+    monkeypatch.setattr(host if name == "HostTransport" else bench_store, name, broken)
     result = run(tmp_path, "--json", "--direct-io", "off")
     assert result.exit_code == 1
     rows = rows_of(result)
@@ -221,8 +223,8 @@ def test_a_full_disk_is_an_error_in_words(tmp_path, monkeypatch):
 
         raise NoSpace(f"{path}: No space left on device")
 
-    monkeypatch.setattr(bench_store.HostTransport, "write_part", full)
-    monkeypatch.setattr(bench_store, "HostTransport", _InPython)
+    monkeypatch.setattr(host.HostTransport, "write_part", full)
+    monkeypatch.setattr(host, "HostTransport", _InPython)
     result = run(tmp_path)
     assert result.exit_code == 1
     assert "chunks ended as no_space" in result.stdout
@@ -450,6 +452,31 @@ def test_advice_is_for_the_page_cache_where_that_is_clearly_faster_and_none_with
     assert 'direct_io "off"), 1 I/O thread (' in bench_advice.paragraph(advice, 1000)
     assert bench_advice.advise([make_row("store"), make_row(rate=None, error="x")], 1000) is None
     assert "No advice" in bench_advice.paragraph(None, 1000)
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_gds_takes_part_where_the_pages_are_on_a_gpu(tmp_path, monkeypatch, works):
+    """kvikio and its files are real, the GPU is the stub's; without one there is a sentence and no row."""
+    gds_lab.stub()
+    real = bench_store.open_transport
+
+    def on_the_stub(tensors, *args, transport, **options):
+        device = gds_lab.StubDevice(tensors) if works and transport == "gds" else None
+        return real(tensors, *args, transport=transport, device=device, **options)
+
+    monkeypatch.setattr(bench_store, "open_transport", on_the_stub)
+    monkeypatch.setattr(measure, "pick_device", lambda wanted: "cuda")
+    on_cpu = measure.KvMemory
+    monkeypatch.setattr(measure, "KvMemory", lambda nbytes, page, _: on_cpu(nbytes, page, "cpu"))
+    result = run(tmp_path, "--direct-io", "off", "--json")
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout)
+    assert all(row["error"] is None and row["verified"] for row in rows)
+    of_gds = {row["op"] for row in rows if row["path"] == "gds buffered"}
+    assert of_gds >= {"store", "load", "load-request"} if works else not of_gds
+    for sentence in ("GDS is not measured: option 'transport'", "GDS was not measured"):
+        assert (sentence in result.stderr) is not works
+    assert os.listdir(tmp_path) == []
 
 
 def test_everybody_comes_first_equally_often():

@@ -19,7 +19,7 @@ from faults.mount import FaultyMount, why_not
 
 pytest.importorskip("fskv_tools.cli", reason="the command line is not installed")
 
-from fskv_tools.doctor import probes, visitor
+from fskv_tools.doctor import machine, probes, visitor
 from fskv_tools.doctor.finding import Check, Level, Subject
 from fskv_tools.doctor.mount import judge
 from fskv_tools.doctor.rounds import examine
@@ -82,6 +82,27 @@ def here(root):
 
 def levels(found, check):
     return [(one.level, one.found) for one in found if one.check == check]
+
+
+@pytest.mark.parametrize(
+    ("version", "warns"),
+    [
+        ("0.29.0", True),
+        ("0.30.0", False),
+        ("0.33.2", False),
+        ("0.34.0", True),
+        ("1.32.0", True),
+        ("x", True),
+    ],
+)
+def test_a_vllm_that_was_never_run_is_a_warning(monkeypatch, version, warns):
+    monkeypatch.setattr(machine, "_version", lambda name: version if name == "vllm" else None)
+    found = [
+        one
+        for one in machine.versions(Subject(None, 10.0, Scratch(may_write=False)))
+        if one.check == "vllm"
+    ]
+    assert [(one.level, one.found) for one in found] == [(Level.WARNING, version)] * warns
 
 
 @pytest.mark.parametrize("kind", ["missing", "foreign", "newer", "a file", "empty"])

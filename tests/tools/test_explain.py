@@ -575,3 +575,13 @@ def test_exactly_one_thing_is_asked_for(lab):
         assert run("explain", one.digest16, *words, root=lab.path).exit_code == 2
     assert run("explain", one.digest16, "--tokens", "no-such-file", root=lab.path).exit_code == 2
     assert run("explain", one.digest16, "ab", root=f"{lab.path}/nowhere").exit_code == 10
+
+
+@pytest.mark.parametrize(
+    ("version", "says"), [("0.32", ""), ("0.32.1", ""), ("0.33.0", "0.33.0"), ("0.320", "0.320")]
+)
+def test_keys_of_a_version_that_nobody_compared_are_said_to_be_so(lab, version, says):
+    one = identity_of(FULL, engine_version=version)
+    lab.store(one, TOKENS, range(2))
+    done = run("explain", one.digest16, "--tokens-json", json.dumps(TOKENS), root=lab.path)
+    assert ("nobody has compared them" in done.stderr, says in done.stderr) == (bool(says), True)

@@ -214,6 +214,7 @@ def test_a_hostile_root_loses_nothing_but_garbage(lab):
     put(f"{outside}/{dead_name()}.part")
     put(f"{outside}/{dead_name()}.json", 2 * HOUR)
     age_all(lab.path, 0)
+    strange.append(put(f"{where.directory.path}/tmp/strange name.part", 2 * HOUR))
     before = everything(lab.path) | everything(outside)
     done = fskv("gc", "--yes", "--namespaces-unused-for", "1h", root=lab.path)
     assert done.exit_code in (0, 3)

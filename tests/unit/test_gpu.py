@@ -32,7 +32,7 @@ from fskv.root import NamespaceDir  # noqa: E402
 from fskv.span_plan import GroupLayout, plan_job  # noqa: E402
 from fskv.store import ChunkStore  # noqa: E402
 from fskv.transports import kernels, numa  # noqa: E402
-from fskv.transports.choice import open_transports  # noqa: E402
+from fskv.transports.choice import open_transport  # noqa: E402
 from fskv.transports.cuda import CudaDevice  # noqa: E402
 from fskv.transports.gds import GdsTransport  # noqa: E402
 from fskv.transports.host import HostTransport  # noqa: E402
@@ -293,26 +293,21 @@ def test_a_read_that_hangs_is_given_up_its_slot_parked_and_its_pages_stay_free(g
     assert all(bool((tensor[half:] == -77).all()) for tensor in rig.tensors)
 
 
-def test_the_choice_is_made_and_said(tmp_path, monkeypatch, gds_rig):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def test_gds_is_opened_and_says_what_carries_the_bytes(tmp_path, gds_rig):
     probe_dir = str(tmp_path / "tmp")
     before = [tensor.clone() for tensor in gds_rig.tensors]
-    for transport in ("gds", "auto", "auto"):
-        chosen = open_transports(
-            gds_rig.tensors,
-            gds_rig.files.file_nbytes,
-            root=str(tmp_path),
-            probe_dir=probe_dir,
-            transport=transport,
-            gds_check="refuse",
-            direct_io="auto",
-            file_mode=0o600,
-            fsync=False,
-            num_threads=4,
-        )
-        print(f"\n{transport}: {chosen.sentence}")
-        chosen.load.close()
-    assert "measured earlier" in chosen.sentence
+    transport = open_transport(
+        gds_rig.tensors,
+        gds_rig.files.file_nbytes,
+        probe_dir=probe_dir,
+        transport="gds",
+        gds_check="refuse",
+        direct_io="auto",
+        file_mode=0o600,
+        fsync=False,
+    )
+    print(f"\n{transport.description}")
+    transport.close()
     assert all(map(torch.equal, gds_rig.tensors, before))
     assert os.listdir(probe_dir) == []
     print("CPUs near the GPU:", numa.cuda_cpus(0))

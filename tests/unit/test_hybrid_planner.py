@@ -690,6 +690,14 @@ def test_the_longest_hit_is_what_trying_every_length_finds(lookup):
     check_against_brute_force(lookup)
 
 
+@pytest.mark.parametrize(("window", "chunks"), [(4, 1), pytest.param(3, 5, id="negative_control")])
+def test_where_no_full_window_is_there_the_chunks_at_the_front_are_the_hit(window, chunks):
+    """vLLM #36645: 2, 3, 4 and 5 are stored, 2, 1, 3, 4, 5 are asked for, the window is 4 blocks."""
+    lookup = sliding((4 * window, "hmhhh"))
+    assert run(lookup).tokens == 4 * chunks
+    check_against_brute_force(lookup)
+
+
 @settings(LIGHT, max_examples=300)
 @given(lookups(uniform=True), st.data())
 def test_an_answer_that_is_not_deferred_does_not_depend_on_the_unknown(lookup, data):

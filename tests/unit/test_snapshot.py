@@ -35,7 +35,7 @@ def known(namespace, count=30):
 
 def state(catalogue):
     return (
-        catalogue.all_records().tobytes(),
+        [(shard, records.tobytes()) for shard, records in catalogue.shards()],
         [catalogue.seen(idx) for idx in range(scan.NUM_SHARDS)],
         catalogue.nbytes,
         catalogue.num_files,

@@ -15,6 +15,7 @@ from .row import BUFFERED, O_DIRECT, Row
 NEAR = 0.95
 # Llama-3-8B in 16 bits: 32 layers x 8 KV heads x 128 x (K and V) x 2 bytes.
 BYTES_PER_TOKEN = 131072
+_NO_GDS = "GDS was not measured: that needs KV pages on a GPU (--device cuda) and kvikio."
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,7 @@ class Advice:
     other_path: str | None  # the best of the other mode, where both were measured
     other_load_gb_per_s: float | None
     tokens_per_s: float
+    gds: bool  # measured too
 
 
 def break_even(gb_per_s: float, bytes_per_token: int) -> float:
@@ -61,6 +63,7 @@ def advise(rows: Sequence[Row], bytes_per_token: int) -> Advice | None:
         other_path=other.path if other else None,
         other_load_gb_per_s=other_rate,
         tokens_per_s=break_even(rate, bytes_per_token),
+        gds=any(row.path.startswith("gds") for row, _ in loads),
     )
 
 
@@ -85,8 +88,8 @@ def paragraph(advice: Advice | None, bytes_per_token: int) -> str:
         f"the best here or within {1 - NEAR:.0%} of it.{other} "
         f"With {bytes_per_token} bytes of KV per token that is {advice.tokens_per_s:,.0f} tokens/s: "
         f"where the model prefills slower than this, loading from this storage beats recomputing. "
-        f'GDS is not measured here: an engine with transport "auto" does that when it starts.'
-    )
+        f"{'' if advice.gds else _NO_GDS}"
+    ).rstrip()
 
 
 def _counts(row: Row, op: str) -> bool:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from fskv.chunk_file import FileLayout
+from fskv.errors import ConfigError
 
 from . import workspace
 from .contestant import Cell, Contestant
@@ -219,6 +220,8 @@ def _make_groups(
     # "auto" compares: O_DIRECT where it works, and the page cache.
     modes = ["on"] if lookup.is_direct else []
     modes += ["off"] if not lookup.is_direct or settings.direct_io == "auto" else []
+    ways = [("host", mode) for mode in modes]
+    ways += [("gds", settings.direct_io)] if device == "cuda" else []
     fs_io_c: ModuleType | None = None
     fio: str | None = None
     if settings.peers:
@@ -229,11 +232,19 @@ def _make_groups(
     peer_memory = PeerMemory(largest) if fs_io_c else None
     for cell in settings.cells():
         group: list[Contestant] = []
+        for by, mode in tuple(ways):
+            try:
+                group.extend(
+                    add(StoreContestant(place(), cell, page, memory, mode, by))
+                    for page in settings.pages_of(cell.chunk_nbytes)
+                )
+            except ConfigError as error:
+                if by == "host":
+                    raise
+                ways.remove((by, mode))
+                say(f"GDS is not measured: {error}")
         for mode in modes:
             direct = mode == "on"
-            for page in settings.pages_of(cell.chunk_nbytes):
-                store = StoreContestant(place(), cell, page, memory, mode)
-                group.append(add(store))
             if fs_io_c and peer_memory:
                 group.append(add(FsIoC(fs_io_c, place(), cell, peer_memory, direct=direct)))
             if fio:

@@ -24,7 +24,7 @@ from fskv.jobs import JobRunner
 from fskv.root import NamespaceDir
 from fskv.span_plan import GroupLayout, plan_job
 from fskv.store import ChunkStore
-from fskv.transports.host import HostTransport
+from fskv.transports.choice import open_transport
 from fskv.types import ChunkId, Status
 
 from .contestant import (
@@ -69,17 +69,32 @@ class DataPath:
 
 
 def open_data_path(
-    path: str, tensor: Any, layout: FileLayout, *, threads: int, max_queued: int, direct_io: str
+    path: str,
+    tensor: Any,
+    layout: FileLayout,
+    *,
+    threads: int,
+    max_queued: int,
+    direct_io: str,
+    by: str = "host",
 ) -> DataPath:
     """Make the directories of a store below `path` and open it over `tensor`, int8 (num_blocks, page).
 
-    The only place where a bench constructs fskv. Raises FskvError and OSError.
+    `by` is the transport, "host" or "gds". The only place where a bench constructs fskv. Raises FskvError and
+    OSError.
     """
     os.makedirs(os.path.join(path, "tmp"))
     os.mkdir(os.path.join(path, "chunks"))
     directory = NamespaceDir(path, b"bench" * 6, 0o700, 0o600)
-    transport = HostTransport(
-        [tensor], layout.file_nbytes, probe_dir=os.path.join(path, "tmp"), direct_io=direct_io
+    transport = open_transport(
+        [tensor],
+        layout.file_nbytes,
+        probe_dir=os.path.join(path, "tmp"),
+        transport=by,
+        gds_check="host",
+        direct_io=direct_io,
+        file_mode=0o600,
+        fsync=False,
     )
     store = ChunkStore(directory, {0: layout}, transport, rank=None, touch_interval_s=600)
     runner = JobRunner(
@@ -91,8 +106,8 @@ def open_data_path(
         deadline=Deadline(_TIMEOUT_S, 0, _TIMEOUT_S),
         breaker=Breaker(1_000_000, 1),
     )
-    mode = O_DIRECT if O_DIRECT in transport.description else BUFFERED
-    return DataPath(f"host {mode}", directory, layout, runner)
+    direct = O_DIRECT in transport.description or (by == "gds" and direct_io != "off")
+    return DataPath(f"{by} {O_DIRECT if direct else BUFFERED}", directory, layout, runner)
 
 
 def chunk_id(number: int) -> ChunkId:
@@ -135,7 +150,13 @@ class StoreContestant(Contestant):
     """Stores scattered pages, loads them into other pages, compares every byte."""
 
     def __init__(
-        self, path: str, cell: Cell, page_nbytes: int, memory: KvMemory, direct_io: str
+        self,
+        path: str,
+        cell: Cell,
+        page_nbytes: int,
+        memory: KvMemory,
+        direct_io: str,
+        by: str = "host",
     ) -> None:
         import torch
 
@@ -150,6 +171,7 @@ class StoreContestant(Contestant):
             threads=cell.threads,
             max_queued=cell.num_chunks,
             direct_io=direct_io,
+            by=by,
         )
         order = list(range(cell.num_chunks * self._pages_per_chunk))
         random.Random(0).shuffle(order)  # noqa: S311  reproducible, not secret

