@@ -336,7 +336,14 @@ def test_a_claim_on_a_link_prunes_nothing_behind_it(root, tmp_path_factory, monk
     book(root).publish(claim(namespace=link, limits=Limits(namespace_max_nbytes=0)))
     ours = [write_chunk(f"{root}/{NAME}", n) for n in range(100, 105)]
     mine = claim(limits=Limits(namespace_max_nbytes=0))
-    maintain(root, lambda: not any(map(os.path.exists, ours)), mine=mine)
+    expected = len(ours) if protected else len(ours) + len(paths)
+
+    def done():
+        usage = usage_of(root)
+        return usage is not None and usage.pruned_files >= expected
+
+    maintain(root, done, mine=mine)
+    assert not any(map(os.path.exists, ours))
     assert all(map(os.path.exists, paths)) is protected
     assert os.path.exists(f"{path}/snapshot.msgpack") is not protected
 
