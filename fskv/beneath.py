@@ -102,6 +102,21 @@ def make_directory(path: str, mode: int, root: str | None = None) -> bool:
                 # A file system without modes; mkdir's is never wider than asked for.
                 with contextlib.suppress(OSError):
                     os.fchmod(fd, mode | (os.fstat(fd).st_mode & stat.S_ISGID))
+                hand_over(fd, "", dir_fd=directory)
         finally:
             os.close(fd)
     return made
+
+
+def hand_over(fd: int, directory: str, *, dir_fd: int | None = None) -> None:
+    """Give what root has just made to the owner of its directory: else no engine of that user can read it.
+
+    Who is not root keeps what he makes. Where ownership cannot be given it stays, without an error.
+    """
+    if os.geteuid() != 0:
+        return
+    with contextlib.suppress(OSError):
+        parent, own = os.stat(directory or ".", dir_fd=dir_fd), os.fstat(fd)
+        # What is not root's is not ours: somebody has put it in the place of what we made.
+        if own.st_uid == 0 and (0, own.st_gid) != (parent.st_uid, parent.st_gid):
+            os.fchown(fd, parent.st_uid, parent.st_gid)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import subprocess
 import sys
@@ -53,6 +54,7 @@ class Capacity:
         at_hand: int = 0,
         patient: bool = False,
         quiet: bool = False,
+        touch_interval_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`namespace` is "<arch>/<model>@<digest16>" of an opened root.
@@ -60,6 +62,7 @@ class Capacity:
         A caller that is `patient` asks again for what it was refused. An engine does not: its chunk is lost.
         So there as much is kept at hand as was lately asked for between two polls, and at least `at_hand`.
         `quiet`: the maintenance process says on stderr only what is wrong, not what it has done.
+        `touch_interval_s` is the option of whoever loads chunks; 0: nobody here does.
         """
         self._patient = patient
         self._at_hand = at_hand
@@ -71,6 +74,7 @@ class Capacity:
             "limits": asdict(limits),
             "dir_mode": dir_mode,
             "file_mode": file_mode,
+            "touch_interval_s": math.ceil(touch_interval_s),
         }
         self._clock = clock
         self._process: subprocess.Popen[bytes] | None = None

@@ -19,13 +19,16 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import math
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 from fskv.beneath import opened
-from fskv.config import Share
+from fskv.config import Share, StoreConfig
+from fskv.filesystem import Space
 from fskv.process import provably_dead, unique_name
 from fskv.root import create_file
 
@@ -33,6 +36,11 @@ CLAIMS_DIR = "claims"
 USAGE_FILE = "usage.json"
 _MAX_NBYTES = 1 << 20
 _MAX_CLAIMS = 10_000
+_MAX_INTERVALS = 16
+_OPTIONS: dict[str, Any] = StoreConfig.__dataclass_fields__
+# Seconds. Who does not say what he has is taken to have the option's default.
+DEFAULT_TOUCH_INTERVAL_S: int = math.ceil(_OPTIONS["touch_interval_s"].default)
+_MAX_TOUCH_INTERVAL_S = 86_400 * 365
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,200}", re.ASCII)
 _NAMESPACE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*/[A-Za-z0-9._-]+@[0-9a-f]{16}", re.ASCII)
 # What reading a damaged file may raise: whoever can write to the root must not end our process.
@@ -75,6 +83,9 @@ class Claim:
     full: int = 0  # how often the disk was full when it stored
     beat: int = 0
     closed: bool = False
+    touch_interval_s: int = (
+        0  # a chunk that it used may have an mtime that is older by that; 0: uses none
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +104,8 @@ class Usage:
     pruned_nbytes: int = 0
     orphans: int = 0
     unremovable: int = 0
+    # Above the default: touch_interval_s -> when a claim with it was last there, in ms since 1970.
+    touch_intervals: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -101,26 +114,6 @@ class Usage:
     @property
     def num_files(self) -> int:
         return sum(files for _, files in self.namespaces.values())
-
-
-@dataclass(frozen=True, slots=True)
-class Space:
-    """What statvfs says about the root's file system, for this user."""
-
-    total_nbytes: int
-    free_nbytes: int
-    total_inodes: int
-    free_inodes: int
-
-    @classmethod
-    def of(cls, path: str) -> Space:
-        info = os.statvfs(path)
-        return cls(
-            info.f_blocks * info.f_frsize,
-            info.f_bavail * info.f_frsize,
-            info.f_files,
-            info.f_favail,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +205,7 @@ def inodes_short(claims: Iterable[Claim], space: Space) -> int:
     """Return how many inodes must become free for the shares that must stay free."""
     kept = [c.limits.keep_free for c in claims if not c.closed]
     shares = [keep for keep in kept if isinstance(keep, Share)]
-    if not shares or not space.total_inodes:  # btrfs and others have no number of inodes
+    if not shares or not space.total_inodes:
         return 0
     keep = max(share.percent for share in shares) / 100 * space.total_inodes
     return max(0, int(keep) - space.free_inodes)
@@ -222,6 +215,28 @@ def unused_limit_s(claims: Iterable[Claim]) -> int | None:
     """Return how long what nobody uses may stay; None: as long as there is room."""
     limits = [c.limits.unused_s for c in claims if not c.closed and c.limits.unused_s is not None]
     return min(limits, default=None)
+
+
+def with_intervals_of(
+    known: Mapping[int, int], claims: Iterable[Claim], at_ms: int
+) -> dict[int, int]:
+    """Return `Usage.touch_intervals` with those that the claims have now; never many of them."""
+    told = {c.touch_interval_s for c in claims if c.touch_interval_s > DEFAULT_TOUCH_INTERVAL_S}
+    found = {**known, **dict.fromkeys(told, at_ms)}
+    if len(found) > _MAX_INTERVALS:
+        return {max(found): max(found.values())}
+    return found
+
+
+def last_use_step_s(claims: Iterable[Claim], usage: Usage | None, since_ms: float) -> int:
+    """Return how much older than its last use a chunk's mtime may be, if it was used since a time.
+
+    The largest touch_interval_s of all who may have used it. Not less than the default: what used to be
+    a version that did not tell may have been here.
+    """
+    known = usage.touch_intervals.items() if usage is not None else ()
+    lately = [interval_s for interval_s, at_ms in known if at_ms >= since_ms]
+    return max([DEFAULT_TOUCH_INTERVAL_S, *lately, *(c.touch_interval_s for c in claims)])
 
 
 def without_limits(claims: Iterable[Claim], names: Collection[str]) -> list[Claim]:
@@ -334,6 +349,15 @@ class Book:
                     found.add(claim.name)
         return found
 
+    def newest_ns(self, claims: Iterable[Claim]) -> int:
+        """Return when one of them was last published, by the file system's clock; 0: unknown."""
+        found = 0
+        for claim in claims:
+            with contextlib.suppress(OSError):
+                path = f"{self._directory}/{CLAIMS_DIR}/{claim.name}.json"
+                found = max(found, os.lstat(path).st_mtime_ns)
+        return found
+
     def publish_usage(self, usage: Usage) -> None:
         self._write(self._directory, USAGE_FILE, asdict(usage))
 
@@ -413,6 +437,10 @@ def _number(value: object) -> int:
     return value
 
 
+def _interval(value: object) -> int:
+    return min(_number(value), _MAX_TOUCH_INTERVAL_S)
+
+
 def _bound(value: object) -> int | None:
     return None if value is None else _number(value)
 
@@ -452,6 +480,8 @@ def _claim(tree: dict[str, object], name: str) -> Claim:
         ),
         **{f: _number(tree[f]) for f in ("granted", "written", "wanted", "full", "beat")},
         closed=tree["closed"] is True,
+        # Absent in what an engine of an older version wrote.
+        touch_interval_s=_interval(tree.get("touch_interval_s", DEFAULT_TOUCH_INTERVAL_S)),
     )
 
 
@@ -463,4 +493,8 @@ def _usage(tree: dict[str, object]) -> Usage:
         {str(k): str(v) for k, v in tenants.items()},  # type: ignore[attr-defined]
         {str(k): _number(v) for k, v in counted.items()},  # type: ignore[attr-defined]
         **{name: _number(tree[name]) for name in numbers},
+        touch_intervals={
+            _interval(int(k)): _number(v)
+            for k, v in tree.get("touch_intervals", {}).items()  # type: ignore[attr-defined]
+        },
     )

@@ -12,6 +12,7 @@ import logging
 import os
 import stat
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 
 from fskv.beneath import opened
@@ -19,13 +20,16 @@ from fskv.claims import (
     Book,
     Claim,
     Scope,
-    Space,
     Usage,
     inodes_short,
+    last_use_step_s,
     scopes,
     unused_limit_s,
+    with_intervals_of,
     without_limits,
 )
+from fskv.count_checks import CountChecks
+from fskv.filesystem import Space, clamp_mtime
 from fskv.index.scan import shard_path
 from fskv.index.snapshot import Catalogue
 from fskv.lease import TTL_S, Lease
@@ -55,7 +59,6 @@ _FREEING_S = (
     30.0  # what was removed may show in statvfs only after so long (btrfs: its next commit)
 )
 _UNUSED_STEP = 1 << 30  # bytes of one plan
-_MAX_UNLISTABLE = 40  # shards of 4096 that are left out of a count
 
 
 class Holder:
@@ -82,7 +85,7 @@ class Holder:
         # Claims whose limits nothing is removed for. They still bound what is granted: whoever is only being
         # started again declares the same ones in a moment.
         self._gone: set[str] = set()
-        self._unlistable: dict[str, set[int]] = {}  # namespace -> shards
+        self._checks = CountChecks(root, book)
         self._stuck: set[str] = set()  # paths that cannot be removed
         self._stuck_at = time.monotonic()
         self._freeing: tuple[float, int] = (0.0, 0)  # until when; free bytes that are to be seen
@@ -202,28 +205,18 @@ class Holder:
         known = set()
         writing = {claim.namespace for claim in claims}
         now_ns = self._lease.now_ns()
+        relist = not self._checks.mtimes_tell(claims, now_ns)
         for name, catalogue in self._catalogues.items():
             if not every and name not in writing:
                 continue
             before = catalogue.num_files
             try:
-                failed = await catalogue.refresh(now_ns)
+                failed = await catalogue.refresh(now_ns, every=relist)
             except OSError as error:
                 logger.warning("%s cannot be counted: %s", catalogue.namespace, error)
                 continue
-            # A directory that cannot be listed twice in a row is left out: if it kept all else from being
-            # counted, what is granted would grow without end, and everything would be pruned for it.
-            unlistable = {shard.idx for shard in failed}
-            if unlistable <= self._unlistable.get(name, set()) and len(failed) <= _MAX_UNLISTABLE:
+            if self._checks.is_whole(name, failed):
                 known.add(name)
-            news, self._unlistable[name] = (
-                unlistable - self._unlistable.get(name, set()),
-                unlistable,
-            )
-            for shard in failed[: 1 if news else 0]:
-                logger.warning(
-                    "%s: %d directories cannot be listed: %s", name, len(failed), shard.error
-                )
             if catalogue.num_files != before:
                 self._unsaved.add(name)
         return known
@@ -246,7 +239,8 @@ class Holder:
         return _near(scope, claims)
 
     def _publish(self, claims: list[Claim]) -> None:
-        last = self.usage or Usage()
+        last = self.usage or Usage(touch_intervals=self._known_intervals())
+        at_ms = time.time_ns() // 1_000_000
         self.usage = replace(
             last,
             namespaces=self._nbytes(),
@@ -256,10 +250,16 @@ class Holder:
                 if name in self._manifests.tenants
             },
             counted={c.name: self._counted[c.name] for c in claims if c.name in self._counted},
-            at_ms=time.time_ns() // 1_000_000,
+            at_ms=at_ms,
+            touch_intervals=with_intervals_of(last.touch_intervals, claims, at_ms),
             unremovable=len(self._stuck),
         )
         self._book.publish_usage(self.usage)
+
+    def _known_intervals(self) -> Mapping[int, int]:
+        """Return what earlier holders knew of engines that may be gone."""
+        usage = self._book.usage()
+        return {} if usage is None else usage.touch_intervals
 
     async def _prune(self, claims: list[Claim], num_inodes: int) -> None:
         if time.monotonic() - self._stuck_at > _STUCK_S:
@@ -299,7 +299,9 @@ class Holder:
         unused_s = unused_limit_s(claims)
         if unused_s is None:
             return
-        before_ns = cutoff_ns(self._lease.now_ns(), unused_s)
+        now_ns = self._lease.now_ns()
+        step_s = last_use_step_s(claims, self.usage, now_ns / 1e6 - unused_s * 1e3)
+        before_ns = cutoff_ns(now_ns, unused_s, step_s)
         catalogues = [self._catalogues[name] for name in self._ours()]
         while self.in_office:
             chosen = await asyncio.to_thread(
@@ -407,7 +409,8 @@ class Holder:
             info = os.stat(part, dir_fd=fd, follow_symlinks=False)
             if not stat.S_ISREG(info.st_mode):
                 return False
-            if not provably_dead(name) and now_ns - info.st_mtime_ns < self._grace_s * 1e9:
+            age_ns = now_ns - clamp_mtime(info.st_mtime_ns, now_ns)
+            if not provably_dead(name) and age_ns < self._grace_s * 1e9:
                 return False
             os.unlink(part, dir_fd=fd)
         except FileNotFoundError:

@@ -31,7 +31,6 @@ from fskv.claims import (
     Book,
     Claim,
     Limits,
-    Space,
     Usage,
     grant,
     num_writers,
@@ -40,6 +39,7 @@ from fskv.claims import (
     too_much,
 )
 from fskv.config import Share
+from fskv.filesystem import Space
 from fskv.holder import Holder
 from fskv.index.snapshot import Catalogue
 from fskv.lease import SHARED_DIR, TTL_S, Lease
@@ -395,7 +395,13 @@ def claim_from(options: dict[str, Any]) -> Claim:
     limits = dict(options["limits"])
     keep = limits["keep_free"]
     limits["keep_free"] = Share(keep["percent"]) if isinstance(keep, dict) else keep
-    return Claim(unique_name(), options["namespace"], options["tenant"], Limits(**limits))
+    return Claim(
+        unique_name(),
+        options["namespace"],
+        options["tenant"],
+        Limits(**limits),
+        touch_interval_s=options["touch_interval_s"],
+    )
 
 
 async def serve() -> None:

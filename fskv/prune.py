@@ -26,13 +26,11 @@ import aiofiles.os
 import numpy as np
 
 from fskv.beneath import open_directory
-from fskv.index.scan import bytes_on_disk, clamp_mtime, file_name, shard_path
+from fskv.filesystem import bytes_on_disk, clamp_mtime
+from fskv.index.scan import file_name, shard_path
 from fskv.index.snapshot import Catalogue, joined
 
 _BATCH = 256  # files per call of a worker thread; between batches the lease is looked at
-# How exactly an mtime tells the last use: readers set it anew when it is older than touch_interval_s, and
-# this is that option's default (docs/format.md).
-_GRANULARITY_NS = 600 * 1_000_000_000
 _SPARE = 1.25  # candidates, in bytes, for what is to go: some will have been used meanwhile
 
 
@@ -115,12 +113,13 @@ def plan(
     return PrunePlan(nbytes, num_files, candidates, before_ns)
 
 
-def cutoff_ns(now_ns: int, unused_s: float) -> int:
+def cutoff_ns(now_ns: int, unused_s: float, step_s: float) -> int:
     """Return the time before which a chunk must have been touched to be unused for so long, for certain.
 
-    `now_ns` is the file system's own clock; 0, which is no time, makes nothing old enough.
+    `now_ns` is the file system's own clock; 0, which is no time, makes nothing old enough. `step_s`: how
+    much older than the last use an mtime may be (fskv.claims.last_use_step_s).
     """
-    return now_ns - int(unused_s * 1e9) - _GRANULARITY_NS
+    return now_ns - int((unused_s + step_s) * 1e9)
 
 
 def forecast(

@@ -53,10 +53,6 @@ class RemovedLog:
         part, name = f"{stem}.part", f"{stem}.bin"
         fd = create_file(part, self._file_mode, dir_fd=directory)
         with os.fdopen(fd, "wb", buffering=0) as file:
-            if os.geteuid() == 0:  # an operator's prune: engines of another user are to read it
-                with contextlib.suppress(OSError):
-                    info = os.fstat(directory)
-                    os.fchown(fd, info.st_uid, info.st_gid)
             file.write(packed)
         os.rename(part, name, src_dir_fd=directory, dst_dir_fd=directory)
         self._published.append(name)

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from fskv import namespace
-from fskv.beneath import make_directory, named, opened
+from fskv.beneath import hand_over, make_directory, named, opened
 from fskv.errors import ConfigError, IdentityMismatch, RootError
 from fskv.namespace import Identity
 from fskv.process import unique_name
@@ -231,6 +231,7 @@ def create_file(path: str, mode: int, more_flags: int = 0, *, dir_fd: int | None
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
         with suppress(OSError):  # a file system without modes
             os.fchmod(fd, mode)
+    hand_over(fd, os.path.dirname(path), dir_fd=dir_fd)
     return fd
 
 

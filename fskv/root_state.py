@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 
-from fskv.claims import Claim, Space, Usage, scopes
+from fskv.claims import Claim, Usage, scopes
+from fskv.filesystem import Space
 
 _BOUNDS = ("root", "namespace", "tenant", "free")
 

@@ -56,7 +56,9 @@ WRITERS = _gauge("writers", "engines", "Engines that claim bytes of the root.")
 TOTAL_BYTES = _gauge("total_bytes", "bytes", "Size of the file system.")
 FREE_BYTES = _gauge("free_bytes", "bytes", "Free on the file system, for this user.")
 TOTAL_INODES = _gauge(
-    "total_inodes", "inodes", "Of the file system; 0 where it has no such number."
+    "total_inodes",
+    "inodes",
+    "Of the file system; 0 where it has no such number, or none that can be true.",
 )
 FREE_INODES = _gauge("free_inodes", "inodes", "Free on the file system, for this user.")
 LIMIT = _gauge(

@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from fskv.claims import CLAIMS_DIR, USAGE_FILE
-from fskv.index.scan import OPEN_SHARD, bytes_on_disk
+from fskv.filesystem import bytes_on_disk
+from fskv.index.scan import OPEN_SHARD
 from fskv.index.snapshot import SNAPSHOT_FILE
 from fskv.lease import LEASE_FILE, SHARED_DIR
 from fskv.namespace import parse_chunk_path
@@ -29,7 +30,7 @@ from fskv.process import GRACE_S, is_our_name, is_our_part, provably_dead
 from fskv.prune import cutoff_ns
 from fskv.root import CHUNK_DIR, FORMAT_FILE, MANIFEST_FILE, PART_PREFIX, TAG_FILE, TMP_DIR
 
-from .neighbours import News, anybody_lives, claimed_namespaces, is_recent
+from .neighbours import News, anybody_lives, claimed_namespaces, is_recent, last_use_step
 from .removal import SHARD, NamespaceRemoval, is_file, opened
 from .root_view import Namespace, RootView
 
@@ -80,6 +81,8 @@ class Sweep:
         self._grace_s = grace_s
         self._unused_s = namespaces_unused_s
         self._news = News(view.path)
+        # Before the last count goes, which knows of engines that are gone.
+        self._step_s = last_use_step(view.path, now_ns, namespaces_unused_s or 0)
 
     def findings(self) -> Iterator[Finding]:
         """Yield everything; what cannot be looked at is a finding too."""
@@ -88,14 +91,16 @@ class Sweep:
         for one in self._view.namespaces():
             if self._stop.is_set():
                 return
-            if (
-                one.problem is not None
-            ):  # whatever it is called, nothing says that it is a namespace
+            if one.problem is not None:
+                # Whatever it is called, nothing says that it is a namespace.
                 yield Finding(Kind.FOREIGN, one.path, reason=one.problem)
             elif self._unused_s is not None and self._is_unused(one, self._unused_s):
-                yield from self._remove_namespace(one, cutoff_ns(self._now_ns, self._unused_s))
+                yield from self._remove_namespace(one, self._cutoff_ns(self._unused_s))
             else:
                 yield from self._guarded(self._in_namespace(one), one.path)
+
+    def _cutoff_ns(self, unused_s: float) -> int:
+        return cutoff_ns(self._now_ns, unused_s, self._step_s)
 
     def _guarded(self, found: Iterator[Finding], path: str) -> Iterator[Finding]:
         try:
@@ -180,7 +185,7 @@ class Sweep:
 
     def _is_unused(self, one: Namespace, unused_s: float) -> bool:
         """Return whether nobody has used a chunk of it for so long, nor just made it, nor writes to it."""
-        before_ns = cutoff_ns(self._now_ns, unused_s)
+        before_ns = self._cutoff_ns(unused_s)
         if one.id in claimed_namespaces(self._view.path, self._now_ns):
             return False
         try:

@@ -16,7 +16,8 @@ import stat
 import time
 from collections.abc import Sequence
 
-from fskv.claims import CLAIMS_DIR, Book, Claim
+from fskv.claims import CLAIMS_DIR, Book, Claim, last_use_step_s
+from fskv.filesystem import clamp_mtime
 from fskv.lease import LEASE_FILE, SHARED_DIR, TTL_S
 from fskv.process import provably_dead, unique_name
 from fskv.removed import RemovedLog
@@ -66,6 +67,15 @@ def claimed_namespaces(root: str, now_ns: int) -> set[str]:
     return {claim.namespace for claim in living_claims(root, now_ns) if claim.namespace is not None}
 
 
+def last_use_step(root: str, now_ns: int, unused_s: float) -> int:
+    """Return by how many seconds an mtime may be older than the use, of what was used within `unused_s`."""
+    book = Book(f"{root}/{SHARED_DIR}")
+    claims: list[Claim] = []
+    with contextlib.suppress(OSError):
+        claims = book.claims()  # those of the dead too
+    return last_use_step_s(claims, book.usage(), now_ns / 1e6 - unused_s * 1e3)
+
+
 def anybody_lives(root: str, now_ns: int) -> bool:
     """Return whether a process claims bytes of the root or holds its lease."""
     lease = f"{root}/{SHARED_DIR}/{LEASE_FILE}"
@@ -77,11 +87,12 @@ def _is_young(path: str, now_ns: int, age_s: float) -> bool:
         info = os.lstat(path)
     except OSError:
         return False
-    return stat.S_ISREG(info.st_mode) and now_ns - info.st_mtime_ns < age_s * 1e9
+    return stat.S_ISREG(info.st_mode) and is_recent(now_ns, info.st_mtime_ns, age_s)
 
 
 def is_recent(now_ns: int, mtime_ns: int, age_s: float) -> bool:
-    return now_ns - mtime_ns < age_s * 1e9
+    """Return whether something is younger than `age_s`. What is of the future is as old as can be."""
+    return now_ns - clamp_mtime(mtime_ns, now_ns) < age_s * 1e9
 
 
 class News:

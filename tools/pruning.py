@@ -14,12 +14,13 @@ from dataclasses import dataclass, field
 
 from fskv.claims import Claim as _Claim
 from fskv.claims import Limits as _Limits
-from fskv.claims import Space, inodes_short, kept_free
+from fskv.claims import inodes_short, kept_free
 from fskv.config import Share
+from fskv.filesystem import Space
 from fskv.index.snapshot import Catalogue
 from fskv.prune import Forecast, cutoff_ns, execute, forecast, plan
 
-from .neighbours import News, wall_clock_ns
+from .neighbours import News, last_use_step, wall_clock_ns
 from .root_view import Namespace
 from .terminal import say
 
@@ -111,7 +112,10 @@ class Pruning:
             nbytes = max(nbytes, kept_free(wish.keep_free, space) - space.free_nbytes)
             declared = _Claim("", None, None, _Limits(keep_free=wish.keep_free))
             num_files = inodes_short([declared], space)
-        before_ns = None if wish.unused_s is None else cutoff_ns(now_ns, wish.unused_s)
+        before_ns = None
+        if wish.unused_s is not None:
+            step_s = last_use_step(self._root, now_ns, wish.unused_s)
+            before_ns = cutoff_ns(now_ns, wish.unused_s, step_s)
         return Need(nbytes, num_files, before_ns)
 
     def forecast(self, need: Need) -> list[tuple[Namespace, Forecast]]:

@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
-from fskv.index.scan import OPEN_SHARD, bytes_on_disk
+from fskv.filesystem import bytes_on_disk
+from fskv.index.scan import OPEN_SHARD
 from fskv.index.snapshot import SNAPSHOT_FILE
 from fskv.namespace import parse_chunk_path
 from fskv.process import is_our_part

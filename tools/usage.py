@@ -11,8 +11,9 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from fskv.claims import Book, Claim, Scope, Space, Usage, scopes
+from fskv.claims import Book, Claim, Scope, Usage, scopes
 from fskv.errors import FskvError
+from fskv.filesystem import Space
 from fskv.index.scan import file_name
 from fskv.index.snapshot import Catalogue
 from fskv.index.tally import Count, tally
@@ -23,7 +24,7 @@ from fskv.root import CHUNK_DIR
 
 from .check.expect import NOTHING
 from .check.judge import Reader, peek_header, read_header
-from .neighbours import is_recent, living_claims
+from .neighbours import is_recent, last_use_step, living_claims
 from .removal import opened
 from .root_view import Namespace
 from .terminal import say
@@ -167,7 +168,8 @@ class RootUsage:
         """Return what a prune to each age and to each bound on the whole root would free."""
         found = []
         for age_s in self._ages_s:
-            before_ns = cutoff_ns(self._now_ns, age_s)
+            step_s = last_use_step(self._root, self._now_ns, age_s)
+            before_ns = cutoff_ns(self._now_ns, age_s, step_s)
             found.append(self._target(f"--unused-for {age_text(age_s)}", 0, before_ns))
         total = sum(catalogue.nbytes for catalogue in self._catalogues)
         found += [

@@ -13,6 +13,8 @@
 
 enum { NAME = 32, SHARD = 3 };
 
+#define MAX_NBYTES ((INT64_C(1) << 62) - 1)
+
 _Static_assert(sizeof(ShardRecord) == 40, "the record is a format");
 
 static const char HEX[16] = "0123456789abcdef";
@@ -178,6 +180,18 @@ static int64_t mtime_of(const struct stat *info)
     return ns;
 }
 
+/* As fskv/filesystem.py: a number that cannot be true is none, and sums of them stay far from 2^63. */
+static uint64_t clamped(int64_t nbytes)
+{
+    return nbytes < 0 ? 0 : nbytes > MAX_NBYTES ? MAX_NBYTES : (uint64_t)nbytes;
+}
+
+static uint64_t block_nbytes(const struct stat *info)
+{
+    int64_t blocks = info->st_blocks;
+    return blocks > 0 && blocks <= MAX_NBYTES / 512 ? (uint64_t)blocks * 512 : 0;
+}
+
 static bool add_entry(Shard *shard, int fd, const char *shard_name, const char *name,
                       int64_t young_ns, int64_t newest_ns)
 {
@@ -198,7 +212,7 @@ static bool add_entry(Shard *shard, int fd, const char *shard_name, const char *
     record.mtime_ns = mtime_of(&info);
     if (record.mtime_ns > newest_ns)
         record.mtime_ns = 0;
-    uint64_t on_disk = (uint64_t)info.st_blocks * 512, length = (uint64_t)info.st_size;
+    uint64_t on_disk = block_nbytes(&info), length = clamped(info.st_size);
     bool growing = record.mtime_ns > young_ns && on_disk < length;
     record.disk_nbytes = growing || on_disk == 0 ? length : on_disk;
     return add_record(shard, &record) && (!growing || add_other(shard, 'y', name));

@@ -209,6 +209,7 @@ class FskvManager(OffloadingManager):
             file_mode=worker.file_mode,
             at_hand=self._chunks_per_step
             * sum(sum(each.file_nbytes.values()) for each in self._files.values()),
+            touch_interval_s=config.touch_interval_s,
         )
         self._watch.capacity = self._capacity
         self._capacity.start()

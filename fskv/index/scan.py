@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fskv.beneath import opened
+from fskv.filesystem import FUTURE_NS, MAX_NS, block_nbytes, bytes_on_disk, clamp_mtime, length
 from fskv.process import is_our_part
 from fskv.root import CHUNK_DIR
 
@@ -60,10 +61,6 @@ _MAX_FOREIGN = 8  # names kept per shard
 # ZFS counts a file's blocks when its transaction group is synced, some seconds after the write; an NFS server
 # on it likewise. A file that is younger counts with its length at least, and is looked at again later.
 _YOUNG_NS = 60 * 1_000_000_000
-# Clocks of nodes differ a little. A file that claims to be used more than a day after now has no known last
-# use, and is the first to go: believed, it would never go.
-_FUTURE_NS = 86_400 * 1_000_000_000
-_MAX_NS = (1 << 63) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +83,8 @@ class Shard:
     foreign: list[str] = field(default_factory=list)  # names, the first few
     num_foreign: int = 0
     growing: bool = False  # blocks of some files are not counted yet
-    error: OSError | None = None  # it could not be listed; nothing else is known then
+    error: OSError | None = None  # it could not be listed; nothing else is known then but
+    outside_mtime_ns: int = 0  # the directory's mtime as its parent tells it; 0: unknown
 
 
 def shard_path(namespace: str, idx: int) -> str:
@@ -99,23 +97,11 @@ def file_name(record: Any) -> str:
     return f"{bytes(record['name']).hex()}.g{record['group']}{rank}.kv"
 
 
-def bytes_on_disk(info: os.stat_result) -> int:
-    """Return what a file takes on disk; its length where the file system does not say (yet)."""
-    return info.st_blocks * 512 or info.st_size
-
-
-def clamp_mtime(mtime_ns: int, now_ns: int) -> int:
-    """Return a file's mtime, 0 where it is no time of the past. `now_ns` 0: nobody knows what time it is."""
-    if now_ns and mtime_ns > now_ns + _FUTURE_NS:
-        return 0
-    return max(-_MAX_NS - 1, min(mtime_ns, _MAX_NS))
-
-
 def _nbytes(info: os.stat_result, now_ns: int) -> tuple[int, bool]:
     """Return what a file counts for, and whether more of its blocks may be counted later."""
     mtime_ns = clamp_mtime(info.st_mtime_ns, now_ns)
-    if now_ns and mtime_ns > now_ns - _YOUNG_NS and info.st_blocks * 512 < info.st_size:
-        return info.st_size, True
+    if now_ns and mtime_ns > now_ns - _YOUNG_NS and block_nbytes(info) < length(info):
+        return length(info), True
     return bytes_on_disk(info), False
 
 
@@ -202,18 +188,27 @@ def _list_batch(namespace: str, batch: Iterable[tuple[int, int]], now_ns: int) -
         tick_ns = _TICK_NS if mtime_ns % 1_000_000_000 else _COARSE_TICK_NS
         settled = mtime_ns < now_ns - tick_ns
         shard = list_shard(shard_path(namespace, idx), idx, now_ns)
+        if shard.error is not None:
+            shard.outside_mtime_ns = _mtime_by_name(shard_path(namespace, idx))
         settled = settled and shard.error is None and not shard.growing
         shard.dir_mtime_ns = mtime_ns if settled else UNSETTLED
         shards.append(shard)
     return shards
 
 
+def _mtime_by_name(path: str) -> int:
+    """Return the mtime of a directory that cannot be opened; 0: unknown."""
+    with contextlib.suppress(OSError):
+        return os.lstat(path).st_mtime_ns
+    return 0
+
+
 def list_shard(path: str, idx: int, now_ns: int = 0) -> Shard:
     """List one directory of chunks. Never raises: see `Shard.error`. `now_ns`: see `walk`; 0: unknown."""
     try:
         if _list_in_c is not None:
-            young_ns = now_ns - _YOUNG_NS if now_ns else _MAX_NS
-            newest_ns = min(now_ns + _FUTURE_NS, _MAX_NS) if now_ns else _MAX_NS
+            young_ns = now_ns - _YOUNG_NS if now_ns else MAX_NS
+            newest_ns = min(now_ns + FUTURE_NS, MAX_NS) if now_ns else MAX_NS
             packed, names = _list_in_c(os.fsencode(path), young_ns, newest_ns)
             shard = Shard(idx, 0, np.frombuffer(packed, RECORD))
             # Each after a letter for its kind; y: a record whose blocks are not all counted.
@@ -228,7 +223,7 @@ def list_shard(path: str, idx: int, now_ns: int = 0) -> Shard:
             name = os.path.basename(path)
             return Shard(idx, 0, np.empty(0, RECORD), foreign=[name], num_foreign=1)
         return Shard(idx, 0, np.empty(0, RECORD), error=error)
-    wrong = np.flatnonzero(_shard_of(shard.records) != idx)
+    wrong = np.flatnonzero(shard_of(shard.records) != idx)
     if len(wrong):  # a chunk in another's directory: nobody will ever look for it there
         others += [file_name(record) for record in shard.records[wrong]]
         shard.records = np.delete(shard.records, wrong)
@@ -244,7 +239,8 @@ def list_shard(path: str, idx: int, now_ns: int = 0) -> Shard:
     return shard
 
 
-def _shard_of(records: Records) -> Any:
+def shard_of(records: Records) -> Any:
+    """Return the number of the directory that each record's file has to stand in."""
     raw = np.ascontiguousarray(records["name"]).view(np.uint8).reshape(-1, 16)
     return (raw[:, 0].astype(np.int32) << 4) | (raw[:, 1] >> 4)
 

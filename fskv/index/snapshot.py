@@ -23,7 +23,8 @@ import numpy as np
 import xxhash
 
 from fskv.beneath import opened
-from fskv.index.scan import NUM_SHARDS, RECORD, UNSETTLED, Part, Records, Shard, walk
+from fskv.filesystem import MAX_NBYTES
+from fskv.index.scan import NUM_SHARDS, RECORD, UNSETTLED, Part, Records, Shard, shard_of, walk
 from fskv.process import unique_name
 from fskv.root import TMP_DIR, create_file
 
@@ -32,7 +33,8 @@ _VERSION = 1
 _HEAD = b"\x86\xa8snapshot" + bytes([_VERSION])  # how msgpack begins what `save` writes
 _HEAD_NBYTES = 1 << 16  # more than all that stands before the records
 _MAX_BIN_NBYTES = (1 << 32) - 1  # of one msgpack value: 107 million files
-_READ_NBYTES = 8 << 20
+_READ_NBYTES = 1 << 20
+_MAX_INDEX = 999_999  # of a group or rank: six digits of a name
 _EMPTY = np.empty(0, RECORD)
 
 
@@ -80,14 +82,15 @@ class Catalogue:
         """Return the records of every shard that has any, in order."""
         return sorted(self._shards.items(), key=lambda item: item[0])
 
-    async def refresh(self, now_ns: int) -> list[Shard]:
-        """Walk what has changed since the last time; returns what could not be listed.
+    async def refresh(self, now_ns: int, *, every: bool = False) -> list[Shard]:
+        """Walk what has changed since the last time, or `every` directory; returns what could not be listed.
 
         Raises OSError when the namespace itself cannot be read.
         """
+        seen = dict.fromkeys(self._dir_mtimes, UNSETTLED) if every else self._dir_mtimes
         failed = []
         started_ns = time.monotonic_ns()
-        async for shard in walk(self.namespace, self._dir_mtimes, now_ns=now_ns):
+        async for shard in walk(self.namespace, seen, now_ns=now_ns):
             if shard.error is not None:
                 failed.append(shard)
             else:
@@ -261,17 +264,54 @@ def _read_from(file: FileIO) -> tuple[_Head, Records]:
     # Before gigabytes of something else are read, or room is made for them.
     if info.st_size != head.nbytes + RECORD.itemsize * num_records:
         raise ValueError("the file has another length than its counts say")
+    # Memory that is not written to is none: what holes in the file say is refused before it costs any.
     records = np.empty(num_records, RECORD)
     content = records.view(np.uint8).data
     at = len(packed) - head.nbytes
     content[:at] = packed[head.nbytes :]
+    possible = _Possible(head.counts)
+    possible.check(records[: at // RECORD.itemsize])
     while at < len(content):
         if not (got := file.readinto(content[at : at + _READ_NBYTES])):
             raise ValueError("the file ends early")
         at += got
+        possible.check(records[possible.num_checked : at // RECORD.itemsize])
     if _digest(head.taken_at_ns, head.mtimes_raw, head.counts_raw, [content]) != head.digest:
         raise ValueError("damaged")
     return head, records
+
+
+class _Possible:
+    """Whether records, piece by piece, are of the files that can stand in a namespace, in their order.
+
+    The digest is no secret. But a name is in one directory and once in it, so what whoever can write to the
+    root has made up needs as much room on the disk as here: a hole is the same record again and again.
+    """
+
+    def __init__(self, counts: Any) -> None:
+        self._left = counts.copy()
+        self._shard = 0
+        self.num_checked = 0
+
+    def check(self, records: Records) -> None:
+        """Raise ValueError for records, the next ones, that no walk can have found."""
+        if not len(records):
+            return
+        shards = shard_of(records)
+        self._left -= np.bincount(shards, minlength=NUM_SHARDS)
+        names = records.view("<u8").reshape(len(records), -1)[:, :3]  # with group and rank
+        if (
+            shards[0] < self._shard
+            or (shards[1:] < shards[:-1]).any()
+            or (self._left < 0).any()
+            or (records["group"] > _MAX_INDEX).any()
+            or (records["rank1"] > _MAX_INDEX + 1).any()
+            or (records["nbytes"] > MAX_NBYTES).any()
+            or (names[1:] == names[:-1]).all(axis=1).any()
+        ):
+            raise ValueError("records that no directory can have")
+        self._shard = shards[-1]
+        self.num_checked += len(records)
 
 
 def joined(tables: Iterable[Records]) -> Records:

@@ -26,6 +26,7 @@ from fskv.errors import (
     NoSpace,
     chunk_error_from_os,
 )
+from fskv.filesystem import Space, block_nbytes
 from fskv.gds_io import Native, OpenChunk
 from fskv.span_plan import SpanTable
 from fskv.transports.chunk_fd import ChunkFd, open_chunk_fd, open_part
@@ -311,9 +312,9 @@ def _as_os_error(error: OSError, path: str) -> ChunkError:
 
 def _is_full(fd: int, nbytes: int) -> bool:
     """Whether the file system could not take what is missing of `nbytes`; a file is removed after this."""
-    room = os.fstatvfs(fd)
-    missing = nbytes - os.fstat(fd).st_blocks * 512
-    return room.f_bavail * room.f_frsize < missing
+    room = Space.of(fd)
+    missing = nbytes - block_nbytes(os.fstat(fd))
+    return room.total_nbytes > 0 and room.free_nbytes < missing
 
 
 def _refuse_short_read(fd: int, path: str, reached: int, expected: int) -> None:

@@ -47,6 +47,7 @@ from fskv_tools.bench import (  # noqa: E402
 from fskv_tools.bench.row import Row, Spread  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
+from fskv.filesystem import Space  # noqa: E402
 from fskv.transports import host  # noqa: E402
 from fskv.types import Status  # noqa: E402
 
@@ -546,13 +547,13 @@ def test_room_is_computed_before_anything_is_written(tmp_path, monkeypatch):
     disk, memory = measure.room_needed(settings)
     assert 8 << 20 < disk < 64 << 20
     assert 16 << 20 < memory < 48 << 20
-    usage = types.SimpleNamespace(total=1 << 30, free=disk)
-    monkeypatch.setattr(measure.shutil, "disk_usage", lambda path: usage)
+    found = [Space(1 << 30, disk, 0, 0), Space(1 << 30, disk - 1, 0, 0), Space(0, 0, 0, 0)]
+    spaces = iter([*found, found[0]])
+    monkeypatch.setattr(measure.Space, "of", classmethod(lambda cls, path: next(spaces)))
     measure.check_room(settings)
-    usage.free -= 1
     with pytest.raises(ValueError, match=r"MiB are free, .* are needed; lower --total-mib"):
         measure.check_room(settings)
-    usage.free += 1
+    measure.check_room(settings)
     monkeypatch.setattr(measure, "_available_memory", lambda: memory - 1)
     with pytest.raises(ValueError, match="of memory are free"):
         measure.check_room(settings)

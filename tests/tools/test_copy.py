@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import random
 
@@ -11,7 +13,13 @@ from tool_lab import Lab, check_lines, everything_below, fskv, key_of, run, spoi
 
 pytest.importorskip("fskv_tools.cli", reason="the command line is not installed")
 
-from fskv_tools.transfer import candidate, sink
+from fskv_tools.commands import import_
+from fskv_tools.transfer import allowance, candidate, sink
+
+from fskv import beneath
+from fskv import root as root_module
+from fskv.config import Share
+from fskv.filesystem import Space
 
 
 @pytest.fixture
@@ -137,3 +145,82 @@ def test_a_directory_that_may_not_be_written_is_said_and_the_rest_goes_on(lab, t
     assert len(good_files(target.path)) == 4
     with open(shard) as file:
         assert file.read().startswith("a file")
+
+
+def owners(root):
+    return {os.lstat(os.path.join(root, name)).st_uid for name in everything_below(root)}
+
+
+def given_to(path, uid, mode=0o600):
+    """Make an empty root of a user; returns its path."""
+    target = Lab(path)
+    for name in (".", *os.listdir(path)):
+        os.chown(path / name, uid, uid)
+    os.chmod(path / "fskv.json", mode)
+    return target.path
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+@pytest.mark.parametrize("handed", [True, False])
+@pytest.mark.parametrize("command", ["copy", "import"])
+def test_what_root_writes_belongs_to_the_roots_owner(lab, tmp_path, monkeypatch, command, handed):
+    """Not `handed`, the negative control: it is root's, and no engine of the owner could read it."""
+    paths = lab.chunks(lab.namespace(), range(5))
+    target = given_to(tmp_path / "to", 4321)
+    # One directory is as another thread leaves it for a moment: made, and still root's.
+    *above, shard = os.path.relpath(os.path.dirname(paths[0]), lab.path).split("/")
+    at = target
+    for name in above:
+        at = f"{at}/{name}"
+        os.mkdir(at, 0o700)
+        os.chown(at, 4321, 4321)
+    os.mkdir(f"{at}/{shard}", 0o700)
+    monkeypatch.setattr(import_, "_refuse_what_its_owner_could_not_read", lambda *_: None)
+    if not handed:
+        for module in (beneath, root_module, sink):
+            monkeypatch.setattr(module, "hand_over", lambda *_, **__: None)
+    if command == "copy":
+        done = run("copy", "--to", target, "--json", root=lab.path)
+    else:
+        assert run("export", "-o", tmp_path / "a", root=lab.path).exit_code == 0
+        done = run("import", tmp_path / "a", "--json", root=target)
+    assert done.summary["stored"] == 5, done.stderr
+    assert os.path.isdir(f"{target}/.fskv-maintenance/claims")
+    assert owners(target) == ({4321} if handed else {4321, 0})
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root's right to write where it may not chown")
+@pytest.mark.parametrize(("mode", "refused"), [(0o600, True), (0o660, False)])
+def test_where_files_cannot_be_given_to_the_roots_owner_nothing_is_written(
+    lab, tmp_path, monkeypatch, mode, refused
+):
+    """With a mode that lets a group in, the control: files of others are readable there."""
+    lab.chunks(lab.namespace(), range(3))
+    target = given_to(tmp_path / "to", 4321, mode)
+
+    def refuse(*_):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "fchown", refuse)
+    before = everything_below(target)
+    done = run("copy", "--to", target, "--json", root=lab.path)
+    assert (done.exit_code != 0) is refused
+    if refused:
+        assert "belongs to uid 4321" in done.stderr
+        assert everything_below(target) == before
+    else:
+        assert done.summary["stored"] == 3
+
+
+@pytest.mark.parametrize(("total", "stored"), [(0, True), (1, False)])
+def test_what_a_file_system_does_not_know_is_not_kept_free(lab, monkeypatch, total, stored):
+    """With `total`, the control: where nothing is free nothing is stored."""
+    monkeypatch.setattr(allowance.Space, "of", classmethod(lambda *_: Space(total << 40, 0, 0, 0)))
+    mine = allowance.Allowance(
+        lab.path, lab.namespace().identity, Share(2.0), 30.0 if stored else 1.0
+    )
+    try:
+        with contextlib.nullcontext() if stored else pytest.raises(allowance.NoRoomError):
+            mine.take(4096)
+    finally:
+        mine.close()

@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 from tool_lab import Lab, check_lines, everything_below, fskv, run, spoil
@@ -19,7 +20,7 @@ from faults.mount import FaultyMount, why_not
 
 pytest.importorskip("fskv_tools.cli", reason="the command line is not installed")
 
-from fskv_tools.doctor import machine, probes, visitor
+from fskv_tools.doctor import contents, machine, probes, visitor
 from fskv_tools.doctor.finding import Check, Level, Subject
 from fskv_tools.doctor.mount import judge
 from fskv_tools.doctor.rounds import examine
@@ -205,6 +206,35 @@ def test_a_full_disk_and_missing_links_and_flags_are_told(lab, monkeypatch):
     assert levels(found, "O_DIRECT")[0][0] == "hint"
     assert levels(found, "link")[0][0] == "hint"
     assert Level.PROBLEM not in {one.level for one in found}
+
+
+@pytest.mark.parametrize(
+    ("step_ns", "level"), [(1, "ok"), (1000, "ok"), (10**9, "hint"), (2 * 10**9, "hint")]
+)
+def test_mtimes_of_whole_seconds_are_a_hint(lab, monkeypatch, step_ns, level):
+    real = os.utime
+
+    def coarse(path, ns=None):
+        real(path, ns=tuple(one // step_ns * step_ns for one in ns or (time.time_ns(),) * 2))
+
+    monkeypatch.setattr(os, "utime", coarse)
+    subject = Subject(lab.path, 10.0, Scratch(may_write=True))
+    subject.scratch.is_ours = True
+    ((found, text),) = levels(list(probes.write(subject)), "mtime")
+    assert found == level, text
+    assert level == "ok" or f"{step_ns // 10**9} s" in text
+
+
+def test_a_file_system_that_does_not_know_its_room_is_a_hint(lab, monkeypatch):
+    nothing = dict.fromkeys(
+        ("f_bsize", "f_frsize", "f_blocks", "f_bavail", "f_files", "f_favail"), 0
+    )
+    subject = Subject(lab.path, 10.0, Scratch(may_write=True))
+    for answer, level in (({}, "hint"), ({"f_frsize": 4096, "f_blocks": 9, "f_bavail": 9}, "ok")):
+        info = SimpleNamespace(**{**nothing, **answer})
+        monkeypatch.setattr(os, "statvfs", lambda path, info=info: info)
+        assert levels(list(contents.space(subject)), "space")[0][0] == level
+        assert ("does not say" in run("du", root=lab.path).stdout) == (level == "hint")
 
 
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))

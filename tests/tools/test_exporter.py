@@ -11,7 +11,8 @@ import urllib.request
 import pytest
 from world import wait_for
 
-from fskv.claims import Claim, Limits, Space, Usage
+from fskv.claims import Claim, Limits, Usage
+from fskv.filesystem import Space
 from fskv.maintenance import Seen
 
 exporter = pytest.importorskip("fskv_tools.exporter", reason="the command line is not installed")

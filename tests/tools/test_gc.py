@@ -67,7 +67,9 @@ def test_parts_of_the_dead_and_of_long_ago_go_and_those_of_the_living_stay(lab):
         goes.append(put(f"{directory}/{dead_name()}.part"))
         goes.append(put(f"{directory}/node9-1-00000000-2.part", 2 * HOUR))
         stays.append(put(f"{directory}/{unique_name()}.part"))
+        goes.append(put(f"{directory}/node9-1-00000000-3.part", -30 * 24 * HOUR))  # of the future
         stays.append(put(f"{directory}/node9-1-00000000-1.part", HOUR / 2))
+        stays.append(put(f"{directory}/node9-1-00000000-4.part", -HOUR))  # a clock that is ahead
         stays.append(put(f"{directory}/strange name.part", 2 * HOUR))
     goes.append(put(f"{lab.path}/.fskv-{dead_name()}.part"))
     plan = run("gc", "--dry-run", "--json", root=lab.path)

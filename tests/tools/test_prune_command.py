@@ -19,6 +19,9 @@ from fskv_tools import pruning
 from fskv_tools.root_view import RootView
 
 from fskv import namespace, prune
+from fskv.claims import Book, Claim, Limits, Usage
+from fskv.lease import SHARED_DIR
+from fskv.process import unique_name
 from fskv.removed import RemovedLog, entries
 
 DAY = 86400
@@ -314,3 +317,22 @@ def test_a_bound_of_nothing_removes_all_and_is_none_for_engines(lab, where):
     assert run("prune", "--max-size", "0", "--watch", "--yes", root=lab.path).exit_code == 2
     assert run("prune", "--max-size", "0", "--yes", root=lab.path).exit_code == 0
     assert not glob.glob(f"{lab.path}/**/*.kv", recursive=True)
+
+
+@pytest.mark.parametrize("interval_s", [0, 86400])
+@pytest.mark.parametrize("told_by", ["a claim", "the last count"])
+def test_what_a_long_touch_interval_may_hide_is_not_unused(lab, where, told_by, interval_s):
+    """Without the interval, the control: a chunk that may have been used a minute ago goes."""
+    paths = [lab.chunk(where, n, age_s=age_s) for n, age_s in enumerate((0, 3 * 3600, 26 * 3600))]
+    shared = f"{lab.path}/{SHARED_DIR}"
+    os.makedirs(f"{shared}/claims")
+    book = Book(shared)
+    if told_by == "a claim":
+        book.publish(Claim(unique_name(), where.id, None, Limits(), touch_interval_s=interval_s))
+    else:
+        lately = time.time_ns() // 1_000_000 - 60_000
+        intervals = {interval_s: lately} if interval_s else {}
+        book.publish_usage(Usage(touch_intervals=intervals))
+    done = run("prune", "--unused-for", "1h", "--yes", "--json", root=lab.path)
+    assert done.exit_code == 0, done.stderr
+    assert there(paths) == paths[: 2 if interval_s else 1]

@@ -33,8 +33,9 @@ from rich.text import Text
 from world import wait_for
 
 from fskv import metrics
-from fskv.claims import Book, Claim, Limits, Space, Usage
+from fskv.claims import Book, Claim, Limits, Usage
 from fskv.config import Share
+from fskv.filesystem import Space
 from fskv.process import HOST, TOKEN
 
 GIB = 1 << 30

@@ -27,8 +27,9 @@ from tool_lab import Lab, check_lines, fskv, run
 from world import wait_for
 
 pytest.importorskip("fskv_tools.cli", reason="the command line is not installed")
-from fskv.claims import Book, Claim, Limits, Scope, Space, Usage, scopes, unused_limit_s
+from fskv.claims import Book, Claim, Limits, Scope, Usage, scopes, unused_limit_s
 from fskv.config import Share
+from fskv.filesystem import Space
 from fskv.lease import SHARED_DIR
 from fskv.process import unique_name
 

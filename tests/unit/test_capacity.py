@@ -33,7 +33,7 @@ from world import Clock, returns_in_time, wait_for
 
 from fskv import holder, maintenance
 from fskv.capacity import _HUNG_S, _SILENT_S, Capacity
-from fskv.claims import Claim, Limits, Scope
+from fskv.claims import Book, Claim, Limits, Scope
 from fskv.config import Share
 from fskv.maintenance import Maintainer, Outbox
 from fskv.process import unique_name
@@ -125,6 +125,19 @@ def granted(root):
         with contextlib.suppress(OSError, ValueError), open(path) as file:
             total += json.load(file)["granted"]
     return total
+
+
+def test_the_claim_says_what_a_last_use_is_rounded_to(root):
+    capacity = Capacity(root, NAME, None, Limits(), touch_interval_s=7200.5)
+    capacity.start()
+    try:
+        wait_for(
+            lambda: capacity.poll() or glob.glob(f"{root}/.fskv-maintenance/claims/*.json"),
+        )
+        (claim,) = Book(f"{root}/.fskv-maintenance").claims()
+        assert claim.touch_interval_s == 7201
+    finally:
+        capacity.close()
 
 
 def test_three_writers_stay_within_the_bound_whoever_is_killed(root, start_writers, monkeypatch):

@@ -18,14 +18,16 @@ from fskv.claims import (
     Claim,
     Limits,
     Scope,
-    Space,
     Usage,
     grant,
     inodes_short,
+    last_use_step_s,
     overdrawn,
     scopes,
+    with_intervals_of,
 )
 from fskv.config import Share
+from fskv.filesystem import Space
 
 NS = "cpu/model@0123456789abcdef"
 OTHER_NS = "cpu/other@fedcba9876543210"
@@ -274,6 +276,22 @@ def test_what_must_stay_free_is_a_number_or_a_share_the_larger_one_wins():
     assert more_than_there_is.limit == 0
 
 
+def test_the_largest_step_of_a_last_use_counts_of_all_who_were_there_lately():
+    usage = Usage(touch_intervals={3600: 900, 7200: 500})
+    assert last_use_step_s([], None, 0) == last_use_step_s([make_claim()], Usage(), 0) == 600
+    assert last_use_step_s([make_claim(touch_interval_s=60)], usage, 1000) == 600
+    assert last_use_step_s([make_claim(touch_interval_s=4000)], usage, 600) == 4000
+    assert last_use_step_s([], usage, 600) == 3600
+    assert last_use_step_s([], usage, 500) == 7200
+
+
+def test_the_steps_of_those_who_were_there_are_remembered_and_never_many():
+    claims = [make_claim(touch_interval_s=s) for s in (0, 600, 3600)]
+    assert with_intervals_of({7200: 5, 3600: 5}, claims, 9) == {7200: 5, 3600: 9}
+    hostile = [make_claim(touch_interval_s=601 + n) for n in range(1000)]
+    assert with_intervals_of({}, hostile, 9) == {1600: 9}
+
+
 # --- files ------------------------------------------------------------------------------------
 
 
@@ -292,8 +310,9 @@ def test_claims_and_usage_are_read_as_they_were_written(shared):
         written=8,
         wanted=7,
         closed=True,
+        touch_interval_s=86400,
     )
-    usage = Usage({NS: (5, 2)}, {NS: "t"}, {"a": 3}, 1, 2, 3, 4, 5)
+    usage = Usage({NS: (5, 2)}, {NS: "t"}, {"a": 3}, 1, 2, 3, 4, 5, {86400: 17})
     book.publish(claim)
     book.publish_usage(usage)
     assert book.claims() == [claim]
@@ -301,6 +320,25 @@ def test_claims_and_usage_are_read_as_they_were_written(shared):
     assert sorted(os.listdir(shared)) == ["claims", "usage.json"]
     book.withdraw(claim.name)
     assert book.claims() == []
+
+
+def test_claims_and_usage_of_an_older_version_are_read(shared):
+    """Who does not say what a last use is rounded to is taken to have the default."""
+    book = Book(str(shared))
+    book.publish(make_claim(touch_interval_s=5))
+    book.publish_usage(Usage({NS: (5, 2)}, touch_intervals={7200: 1}))
+    for path in (shared / CLAIMS_DIR / f"{make_claim().name}.json", shared / "usage.json"):
+        tree = json.loads(path.read_text())
+        assert tree.pop("touch_interval_s", 5) == 5
+        assert tree.pop("touch_intervals", None) in (None, {"7200": 1})
+        path.write_text(json.dumps(tree))
+    assert book.claims() == [make_claim(touch_interval_s=600)]
+    assert book.usage() == Usage({NS: (5, 2)})
+    for far in (-1, "x", 1 << 62):
+        path.write_text(json.dumps({**tree, "touch_intervals": {str(far): 1}}))
+        assert book.usage() is None
+    path.write_text(json.dumps({**tree, "touch_intervals": {str(1 << 61): 1}}))
+    assert book.usage().touch_intervals == {86400 * 365: 1}
 
 
 def test_damaged_foreign_and_hostile_files_are_no_claims_and_raise_nothing(shared):

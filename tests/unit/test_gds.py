@@ -259,8 +259,8 @@ def test_where_words_say_nothing_the_file_is_looked_at(tmp_path, monkeypatch):
         assert type(chunk_error_from_kvikio(error, fd, "f", read_to=4096)) is ChunkIOError
         full = RuntimeError("cuFile error:internal error")
         assert type(chunk_error_from_kvikio(full, fd, "f", written=8192)) is ChunkIOError
-        room = os.fstatvfs(fd)
-        monkeypatch.setattr(os, "fstatvfs", lambda fd: type(room)((*room[:4], 0, *room[5:])))
+        room = os.statvfs(fd)
+        monkeypatch.setattr(os, "statvfs", lambda fd: type(room)((*room[:4], 0, *room[5:])))
         assert type(chunk_error_from_kvikio(full, fd, "f", written=1 << 20)) is NoSpace
     finally:
         os.close(fd)

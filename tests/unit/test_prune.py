@@ -161,7 +161,7 @@ def test_one_file_that_cannot_be_removed_does_not_stop_it(namespace, monkeypatch
 def test_a_file_of_the_future_goes_first_and_stops_nothing(namespace, monkeypatch, believed):
     """With `believed`, the negative control: it is as if it were used all the time, and never goes."""
     if believed:
-        monkeypatch.setattr(scan, "_FUTURE_NS", 1 << 63)
+        monkeypatch.setattr(scan, "FUTURE_NS", 1 << 63)
     future = [write_chunk(namespace, 100 + n) for n in range(3)]
     others = [write_chunk(namespace, n, mtime_ns=(n + 1) * NS) for n in range(6)]
     hour = [write_chunk(namespace, 200, mtime_ns=time.time_ns() + 3600 * NS)]

@@ -8,7 +8,8 @@ import math
 import pytest
 import world
 
-from fskv.claims import Claim, Limits, Space, Usage
+from fskv.claims import Claim, Limits, Usage
+from fskv.filesystem import Space
 from fskv.root_state import BoundsSaid, RootState, changes, root_state
 
 MINE, OTHER = "cpu-x86_64/a@0000000000000001", "cpu-x86_64/b@0000000000000002"

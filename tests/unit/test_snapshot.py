@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import pathlib
 import random
+import subprocess
+import sys
 import time
 import tracemalloc
 
 import msgpack
 import numpy as np
 import pytest
+import xxhash
 from capacity_lab import age_directories, make_namespace, run, write_chunk
 
 from fskv.index import scan
@@ -184,10 +187,91 @@ def test_a_sparse_file_that_begins_as_a_snapshot_costs_no_memory(namespace, coun
     assert Catalogue.load(namespace).num_files == 3
 
 
+def forged(namespace, changes=lambda records: None, count=3000):
+    """Save a snapshot of records that `changes` has changed; its digest is right."""
+    catalogue = Catalogue(namespace)
+    records = np.zeros(count, RECORD)
+    numbers = np.random.default_rng(0).bytes(8 * count)
+    records["name"] = [b"\xab\xc0" + numbers[8 * n : 8 * n + 8] + bytes(6) for n in range(count)]
+    records["rank1"] = 1
+    changes(records)
+    catalogue.take(Shard(0xABC, 1, records[: count // 2]))
+    records["name"][count // 2 :] = [
+        b"\xab\xd0" + bytes(name)[2:] for name in records["name"][count // 2 :]
+    ]
+    catalogue.take(Shard(0xABD, 1, records[count // 2 :]))
+    catalogue.save()
+
+
+def _set(field, value, at=1000):
+    def change(records):
+        records[field][at] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("changes", "taken"),
+    [
+        (lambda records: None, 3000),
+        (_set("group", 999_999), 3000),
+        (_set("group", 1_000_000), 0),
+        (_set("rank1", 1_000_000), 3000),
+        (_set("rank1", 1_000_001), 0),
+        (_set("nbytes", 1 << 62), 0),
+        (_set("name", b"\xab\xb0" + bytes(14)), 0),
+        (_set("name", b"\xab\xd0" + bytes(14)), 0),
+        (lambda records: records.__setitem__(7, records[6]), 0),
+    ],
+)
+def test_records_that_no_directory_can_have_are_refused(namespace, changes, taken):
+    """A right digest proves nothing: it is no secret."""
+    forged(namespace, changes)
+    assert Catalogue.load(namespace).num_files == taken
+
+
+_LOAD = """
+import resource, sys
+from fskv.index import snapshot
+if sys.argv[2] == "believed":
+    snapshot._Possible.check = lambda self, records: None
+found = snapshot.Catalogue.load(sys.argv[1])
+print(found.num_files, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10)
+"""
+
+
+@pytest.mark.parametrize("believed", [False, True])
+def test_a_snapshot_of_holes_costs_no_memory(namespace, believed):
+    """With `believed`, the negative control: 120 MiB of nothing, with a right digest, are taken."""
+    count = 120 << 20
+    counts = np.full(4096, count // RECORD.itemsize // 4096, "<u4")
+    count = int(counts.sum()) * RECORD.itemsize
+    mtimes = np.zeros(4096, "<i8").tobytes()
+    hasher = xxhash.xxh3_64((1).to_bytes(8, "little") + mtimes + counts.tobytes())
+    hasher.update(bytes(count))
+    head = {"snapshot": 1, "taken_at_ns": 1, "dir_mtimes": mtimes, "counts": counts.tobytes()}
+    packer = msgpack.Packer()
+    packed = packer.pack_map_header(6)
+    packed += b"".join(
+        packer.pack(x) for pair in (head | {"digest": hasher.digest()}).items() for x in pair
+    )
+    packed += packer.pack("records") + b"\xc6" + count.to_bytes(4, "big")
+    with open(f"{namespace}/{SNAPSHOT_FILE}", "wb") as file:
+        file.write(packed)
+        file.truncate(len(packed) + count)
+    words = [sys.executable, "-c", _LOAD, namespace, "believed" if believed else "checked"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    files, mebibytes = map(int, done.stdout.split())
+    assert files == believed * count // RECORD.itemsize
+    assert (mebibytes > 140) is believed
+
+
 def test_a_load_needs_the_memory_of_the_records_once(namespace):
     count = 200_000
     catalogue = Catalogue(namespace)
     records = np.zeros(count, RECORD)
+    records["group"] = np.arange(count)
+    records["name"] = [(idx // 2000 << 116).to_bytes(16, "big") for idx in range(count)]
     for idx in range(100):
         catalogue.take(Shard(idx, 1, records[idx * 2000 : (idx + 1) * 2000]))
     catalogue.save()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -20,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from fskv.chunk_file import FileLayout
 from fskv.errors import ConfigError
+from fskv.filesystem import Space
 
 from . import workspace
 from .contestant import Cell, Contestant
@@ -141,10 +141,10 @@ def check_room(settings: Settings) -> None:
             f"{directory or 'an empty path'}: found no directory, expected one on the storage to measure"
         )
     disk, memory = room_needed(settings)
-    usage = shutil.disk_usage(directory)
-    if usage.total and usage.free < disk:
+    space = Space.of(directory)
+    if space.total_nbytes and space.free_nbytes < disk:
         raise ValueError(
-            f"{directory}: {usage.free >> 20} MiB are free, {_mib(disk)} MiB are needed; {_LOWER}"
+            f"{directory}: {space.free_nbytes >> 20} MiB are free, {_mib(disk)} MiB are needed; {_LOWER}"
         )
     available = _available_memory()
     if settings.device != "cuda" and available is not None and available < memory:

@@ -59,7 +59,8 @@ def command(
 
     Every file is checked, all of its bytes, between the read and the write. Good files that are there already
     stay: if a copy was interrupted, run it again. The bounds of the other root's engines hold, as for an
-    engine. Times of last use are kept.
+    engine. Times of last use are kept. What root writes is given to the owner of the other root; where its
+    engines could not read it nothing is written.
 
     Exit code 1 if something is bad, 3 if something could not be read or stored.
     """

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from fskv.claims import Space
+from fskv.filesystem import Space
 
 from ..exits import outcome
 from ..neighbours import wall_clock_ns
@@ -59,7 +59,7 @@ LINES = {
     "filesystem": {
         "nbytes": "its size",
         "free_nbytes": "free for this user",
-        "inodes": "its inodes; 0 where it has no such number",
+        "inodes": "its inodes; 0 where it has no such number, or none that can be true",
         "free_inodes": "free ones",
     },
     "bound": {
@@ -169,11 +169,13 @@ def _print(
             _print_table(by, rows, total, ages)
     for one in usage.namespaces:
         _print_garbage(one)
-    share = space.free_nbytes / max(1, space.total_nbytes)
+    free = f"{iec(space.free_nbytes)} of {iec(space.total_nbytes)} free"
+    if space.total_nbytes:
+        free += f" ({space.free_nbytes / space.total_nbytes:.0%})"
+    else:
+        free = "does not say how much is free"
     inodes = f", {space.free_inodes:,} inodes free" if space.total_inodes else ""
-    print(
-        f"file system  {iec(space.free_nbytes)} of {iec(space.total_nbytes)} free ({share:.0%}){inodes}"
-    )
+    print(f"file system  {free}{inodes}")
     for scope in bounds.scopes:
         name = f" of {show(scope.name)}" if scope.name else ""
         print(

@@ -13,7 +13,8 @@ from typing import Annotated
 import typer
 
 from fskv.errors import FskvError
-from fskv.root import Root
+from fskv.process import unique_name
+from fskv.root import PART_PREFIX, Root, create_file
 
 from .. import mac_keys
 from ..archive.compression import Readable, reader_of
@@ -71,6 +72,7 @@ def command(
     Every file is checked, all of its bytes, before it is written; what the format does not describe is never
     written. Good files that are there already stay: if an import was interrupted, run it again. The bounds of
     the root's engines hold, as for an engine: when one is reached, what was used least recently is pruned.
+    What root writes is given to the root's owner; where its engines could not read it nothing is written.
 
     Exit code 1 if something in the archive is bad or missing, 3 if something could not be stored.
     """
@@ -103,10 +105,35 @@ def open_root(path: str, *, create: bool, writable: bool, option: str = "--root"
     if not path:
         raise UsageError(f"{option}: found nothing, expected the directory of a cache root")
     try:
-        return Root.open(os.path.abspath(path), create=create, writable=writable)
+        opened = Root.open(os.path.abspath(path), create=create, writable=writable)
     except FskvError as error:
         text = str(error).replace("option 'root'", option)
         raise NotARoot(text.replace("an engine makes", "--create makes")) from None
+    if writable:
+        _refuse_what_its_owner_could_not_read(opened, option)
+    return opened
+
+
+def _refuse_what_its_owner_could_not_read(root: Root, option: str) -> None:
+    owner = os.stat(root.path).st_uid
+    if owner == os.geteuid() or root.file_mode & stat.S_IRGRP:
+        return
+    path = f"{root.path}/{PART_PREFIX}{unique_name()}.part"
+    try:
+        fd = create_file(path, root.file_mode)
+    except OSError as error:
+        raise NotARoot(f"{option}: {root.path}: nothing can be written: {error.strerror}") from None
+    try:
+        found = os.fstat(fd).st_uid
+    finally:
+        os.close(fd)
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+    if found != owner:
+        raise NotARoot(
+            f"{option}: {root.path} belongs to uid {owner}, whose engines could not read what uid "
+            f"{os.geteuid()} writes; run this as that user"
+        )
 
 
 def report(

@@ -133,9 +133,9 @@ def command(
     """Remove what was used least recently, of all namespaces or of some, until a target is reached.
 
     Works beside engines that read and write: an evicted chunk is a miss for them. Every file is looked at
-    again before it goes. A last use is known to 10 minutes only (the engines' touch_interval_s): with
-    --unused-for stays what may have been used within AGE. A share (10%) is of the file system, of inodes
-    too. --max-size holds for the chosen namespaces together.
+    again before it goes. A last use is known to 10 minutes only, or to the largest touch_interval_s of the
+    engines: with --unused-for stays what may have been used within AGE. A share (10%) is of the file
+    system, of inodes too. --max-size holds for the chosen namespaces together.
 
     With --watch it runs until SIGTERM or SIGINT, beside any number of engines and other watchers: one of them
     counts and prunes for all. The limits hold for the engines too while it runs: they store nothing beyond

@@ -9,9 +9,10 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 
-from fskv.claims import CLAIMS_DIR, Book, Limits, Space
+from fskv.claims import CLAIMS_DIR, Book, Limits
 from fskv.config import Share
 from fskv.errors import FskvError
+from fskv.filesystem import Space
 from fskv.lease import LEASE_FILE, MAX_LEASE_NBYTES, SHARED_DIR, LeaseState
 from fskv.namespace import diff
 from fskv.process import HOST, provably_dead
@@ -92,7 +93,13 @@ def space(subject: Subject) -> Iterator[Finding]:
     found = Space.of(subject.path)
     share = found.free_nbytes / max(1, found.total_nbytes)
     text = f"{iec(found.free_nbytes)} of {iec(found.total_nbytes)} free ({100 * share:.1f} %)"
-    if share < 0.02:
+    if not found.total_nbytes:
+        yield hint(
+            "space",
+            "the file system does not say how much is free",
+            "keep_free keeps nothing free there; set max_bytes",
+        )
+    elif share < 0.02:
         yield warning(
             "space",
             text,
@@ -101,7 +108,7 @@ def space(subject: Subject) -> Iterator[Finding]:
     else:
         yield ok("space", text)
     if not found.total_inodes:
-        yield ok("inodes", "no fixed number")
+        yield ok("inodes", "no number of them, or none that can be true")
         return
     share = found.free_inodes / found.total_inodes
     text = f"{found.free_inodes:,} of {found.total_inodes:,} free ({100 * share:.1f} %)"

@@ -22,7 +22,7 @@ from ..terminal import duration, iec
 from ..transfer.candidate import exactly
 from .finding import Finding, Subject, hint, ok, problem, warning
 
-_ODD_NS = 1_600_000_000_123_456_789
+_ODD_NS = 1_600_000_001_123_456_789
 _DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -87,8 +87,14 @@ def _times(path: str) -> Iterator[Finding]:
     if mtime_ns == _ODD_NS:
         yield ok("mtime", "kept to the nanosecond")
     elif abs(mtime_ns - _ODD_NS) < 2_000_000_000:
-        step = "second" if mtime_ns % 1_000_000_000 == 0 else "microsecond or so"
-        yield ok("mtime", f"kept to the {step}")
+        if mtime_ns % 1_000_000_000:
+            yield ok("mtime", "kept to the microsecond or so")
+        else:
+            yield hint(
+                "mtime",
+                f"kept to {1 + (mtime_ns != _ODD_NS // 10**9 * 10**9)} s",
+                "what was used within that time of each other is pruned in any order",
+            )
     else:
         yield problem(
             "mtime", "cannot be set", "least recently used cannot be told; use another file system"

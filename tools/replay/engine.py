@@ -215,7 +215,13 @@ class Engine:
             tenant_max_nbytes=None,
         )
         self._capacity = Capacity(
-            spec.root, namespace.directory(identity), None, limits, patient=True, quiet=True
+            spec.root,
+            namespace.directory(identity),
+            None,
+            limits,
+            patient=True,
+            quiet=True,
+            touch_interval_s=spec.touch_interval_s,
         )
         self._capacity.start()
         self._job_id = 0

@@ -12,6 +12,7 @@ import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
+from fskv.filesystem import bytes_on_disk
 from fskv.root import FORMAT_FILE, Root
 
 from ..bench import workspace
@@ -96,7 +97,7 @@ class Sample:
     """What one walk found: chunk files and unfinished ones, and the bytes that the disk keeps for them."""
 
     num_files: int  # finished ones
-    nbytes: int  # st_blocks of both
+    nbytes: int  # on disk, of both
 
 
 def walk(path: str) -> Sample:
@@ -116,7 +117,7 @@ def walk(path: str) -> Sample:
                         if entry.is_dir(follow_symlinks=False):
                             directories.append(entry.path)
                         elif entry.name.endswith(_CHUNK_ENDINGS):
-                            nbytes += entry.stat(follow_symlinks=False).st_blocks * 512
+                            nbytes += bytes_on_disk(entry.stat(follow_symlinks=False))
                             num_files += entry.name.endswith(".kv")
                     except OSError:
                         continue

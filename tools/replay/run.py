@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from fskv.claims import Space
+from fskv.claims import DEFAULT_TOUCH_INTERVAL_S
+from fskv.filesystem import Space, unit_nbytes
 
 from ..bench.workspace import StopSignals
 from . import root as replay_root
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
 MAX_PROCESSES = 64
 _START_S = 120.0  # imports and opening the root
 _END_S = 10.0
-_TOUCH_INTERVAL_S = 600.0  # an engine's default, in seconds of the trace
 
 _SIZE = re.compile(r"(\d{1,15})(?:\s*(B|KiB|MiB|GiB|TiB))?", re.ASCII)
 _MAX_SIZE = 1 << 60
@@ -80,13 +80,13 @@ class Settings:
         """Seconds of this machine's clock after which a use of a chunk refreshes its mtime."""
         if self.touch_interval_s is not None:
             return self.touch_interval_s
-        return _TOUCH_INTERVAL_S / self.speed if self.speed else 0.0
+        return DEFAULT_TOUCH_INTERVAL_S / self.speed if self.speed else 0.0
 
     def bound(self, root: str) -> tuple[int, int] | None:
         """Return the capacity in bytes and in blocks, by what a chunk file takes on this disk."""
         if self.capacity is None:
             return None
-        unit = os.statvfs(root).f_frsize or 1
+        unit = unit_nbytes(os.statvfs(root)) or 1
         nbytes = -(-file_layout(self.block_nbytes).file_nbytes // unit) * unit
         number, is_size = _parse_size("--capacity", self.capacity)
         return (number, number // nbytes) if is_size else (number * nbytes, number)
@@ -102,7 +102,7 @@ class Settings:
             )
         space = Space.of(root)
         keep_free = _parse_size("--keep-free", self.keep_free)[0] if self.keep_free else 0
-        if keep_free >= space.free_nbytes:
+        if space.total_nbytes and keep_free >= space.free_nbytes:
             raise ValueError(
                 f"--keep-free: found {self.keep_free!r}, expected less than what is free now, "
                 f"{space.free_nbytes} bytes"

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from fskv.filesystem import bytes_on_disk
 from fskv.index.scan import RECORD, Records, Shard, file_name
 from fskv.index.snapshot import SNAPSHOT_FILE
 from fskv.index.tally import tally
@@ -355,7 +356,7 @@ def _lstat(entry: os.DirEntry[str]) -> tuple[int, int]:
     """Return mtime and bytes on disk; zeros of what has just gone."""
     with contextlib.suppress(OSError):
         info = entry.stat(follow_symlinks=False)
-        return info.st_mtime_ns, info.st_blocks * 512
+        return info.st_mtime_ns, bytes_on_disk(info)
     return time.time_ns(), 0
 
 

@@ -102,7 +102,8 @@ class _Frame:
     def _totals(self) -> list[Text]:
         state, space = self.state, self.state.space
         assert space is not None
-        pieces = [f"free {iec(space.free_nbytes)} of {iec(space.total_nbytes)}"]
+        known = f"{iec(space.free_nbytes)} of {iec(space.total_nbytes)}"
+        pieces = [f"free {known if space.total_nbytes else 'unknown'}"]
         if state.nbytes is None:
             first = Text("not counted yet", style="dim")
         else:

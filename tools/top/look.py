@@ -14,7 +14,8 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from fskv.claims import Book, Claim, Space, Usage
+from fskv.claims import Book, Claim, Usage
+from fskv.filesystem import Space
 from fskv.lease import LEASE_FILE, MAX_LEASE_NBYTES, SHARED_DIR, LeaseState
 from fskv.process import HOST, TOKEN, provably_dead
 from fskv.removed import ENTRY_NBYTES

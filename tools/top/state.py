@@ -13,7 +13,8 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from fskv.claims import Scope, Space, Usage, scopes
+from fskv.claims import Scope, Usage, scopes
+from fskv.filesystem import Space
 from fskv.lease import TTL_S
 from fskv.process import provably_dead
 

@@ -17,9 +17,10 @@ import time
 
 from fskv import namespace
 from fskv.capacity import Capacity
-from fskv.claims import Claim, Limits, Space, inodes_short, kept_free
+from fskv.claims import Claim, Limits, inodes_short, kept_free
 from fskv.config import Share
 from fskv.errors import FskvError
+from fskv.filesystem import Space
 from fskv.namespace import Identity
 
 PATIENCE_S = 30.0
@@ -88,6 +89,8 @@ class Allowance:
             return True
         space = Space.of(self._root)
         wanted = Claim("", None, None, Limits(keep_free=self._keep_free))
+        if not space.total_nbytes:
+            return not inodes_short([wanted], space)
         left = space.free_nbytes - self._taken - nbytes
         return left >= kept_free(self._keep_free, space) and not inodes_short([wanted], space)
 

@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator
 
 from fskv import namespace
-from fskv.beneath import make_directory, open_directory, opened
+from fskv.beneath import hand_over, make_directory, open_directory, opened
 from fskv.chunk_file import ChunkHeader, parse_header
 from fskv.errors import ChunkCorrupt, ChunkError, ChunkStale, NoSpace, chunk_error_from_os
 from fskv.namespace import Identity
@@ -187,13 +187,15 @@ class Sink:
         """Open a directory of chunks without following a link anywhere below the root."""
         path = f"{self._path}/{CHUNK_DIR}/{shard}"
         try:
-            fd = open_directory(self._root.path, path, os.O_PATH)
+            fd = open_directory(self._root.path, path)
         except FileNotFoundError:
             if not make:
                 raise
             make_directory(path, self._root.dir_mode, self._root.path)
-            fd = open_directory(self._root.path, path, os.O_PATH)
+            fd = open_directory(self._root.path, path)
         try:
+            if make:  # another thread may have made it, and not be so far
+                hand_over(fd, "..", dir_fd=fd)
             yield fd
         finally:
             os.close(fd)

@@ -1,0 +1,81 @@
+"""What a file system says of itself and of its files, and what of it can be believed.
+
+The one home for statvfs, `st_blocks` and mtimes as bounds need them. Any of these may be no fact: CephFS says
+-1 for its free inodes, btrfs has no number of inodes, a FUSE file system may answer zeros or anything, and
+some servers count no blocks. A number that cannot be true is *unknown*: nothing is pruned for it.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+# Everybody adds such numbers up and sends them to others: sums must stay far from 2^63.
+MAX_NBYTES = (1 << 62) - 1
+_BLOCK_NBYTES = 512  # of st_blocks, whatever the file system's own unit is
+# Clocks of nodes differ a little. A file that claims to be used more than a day after now has no known last
+# use, and is the first to go: believed, it would never go.
+FUTURE_NS = 86_400 * 1_000_000_000
+MAX_NS = (1 << 63) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """Bytes and inodes of a file system, for this user. Two zeros: unknown."""
+
+    total_nbytes: int
+    free_nbytes: int
+    total_inodes: int
+    free_inodes: int
+
+    @classmethod
+    def of(cls, path: str | int) -> Space:
+        """Ask the file system of a path or descriptor; raises OSError."""
+        return cls.believed(os.statvfs(path))
+
+    @classmethod
+    def believed(cls, info: os.statvfs_result) -> Space:
+        """Return what can be true of an answer of statvfs. Pure."""
+        unit = unit_nbytes(info)
+        # Below zero what is kept for root is in use. -1 is what many say who have no such number.
+        free = 0 if -info.f_blocks <= info.f_bavail < -1 else info.f_bavail
+        blocks, free = _pair(info.f_blocks, free)
+        inodes = _pair(info.f_files, info.f_favail)
+        return cls(min(blocks * unit, MAX_NBYTES), min(free * unit, MAX_NBYTES), *inodes)
+
+
+def unit_nbytes(info: os.statvfs_result) -> int:
+    """Return how many bytes a block of the file system has; 0: unknown."""
+    return info.f_frsize if info.f_frsize > 0 else max(0, info.f_bsize)
+
+
+def _pair(total: int, free: int) -> tuple[int, int]:
+    """Return (total, free), zeros where they contradict each other."""
+    return (total, free) if 0 <= free <= total else (0, 0)
+
+
+def bytes_on_disk(info: os.stat_result) -> int:
+    """Return what a file takes on disk; its length where the file system does not say (yet).
+
+    Without blocks are also files that stand in their inode. They count with their length: too much, which is
+    the side on which bounds hold. `csrc/files.c` counts in the same way.
+    """
+    return block_nbytes(info) or length(info)
+
+
+def block_nbytes(info: os.stat_result) -> int:
+    """Return the bytes of a file's blocks; 0 where there are none, or a number of them that no disk has."""
+    blocks = info.st_blocks
+    return blocks * _BLOCK_NBYTES if 0 < blocks <= MAX_NBYTES // _BLOCK_NBYTES else 0
+
+
+def length(info: os.stat_result) -> int:
+    """Return a file's length in bytes, within the numbers that can be added up."""
+    return max(0, min(info.st_size, MAX_NBYTES))
+
+
+def clamp_mtime(mtime_ns: int, now_ns: int) -> int:
+    """Return a file's mtime, 0 where it is no time of the past. `now_ns` 0: nobody knows what time it is."""
+    if now_ns and mtime_ns > now_ns + FUTURE_NS:
+        return 0
+    return max(-MAX_NS - 1, min(mtime_ns, MAX_NS))
