@@ -30,7 +30,11 @@ def open_directory(root: str, path: str, flags: int = os.O_RDONLY) -> int:
     """
     if _open_in_c is not None:
         raw = os.fsencode(path.rstrip("/"))
-        return _open_in_c(raw, len(os.fsencode(root.rstrip("/"))), flags)
+        try:
+            return _open_in_c(raw, len(os.fsencode(root.rstrip("/"))), flags)
+        except OSError as error:
+            error.filename = path  # as text
+            raise
     return _open_in_python(root, path, flags)
 
 

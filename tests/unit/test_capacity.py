@@ -513,7 +513,7 @@ def test_a_root_that_vanishes_is_told_of_unless_the_engine_has_gone_with_it(tmp_
         "tenant": None,
         "limits": asdict(Limits(max_nbytes=MAX)),
     }
-    hello |= {"dir_mode": None, "file_mode": None}
+    hello |= {"dir_mode": None, "file_mode": None, "touch_interval_s": 600.0}
     process.stdin.write(msgpack.packb(hello))  # it is read when the process is up, long after this
     if not heard:
         process.stdout.close()
