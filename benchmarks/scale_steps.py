@@ -200,7 +200,7 @@ def prune(options: Options) -> dict[str, Any]:
     start = time.monotonic()
     chosen = plan([catalogue], options["nbytes"])
     planned = time.monotonic()
-    pruned = asyncio.run(execute(chosen, lambda: True))
+    pruned = asyncio.run(execute(chosen, lambda: True, options["namespace"]))
     return {
         "plan_s": planned - start,
         "execute_s": time.monotonic() - planned,

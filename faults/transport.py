@@ -198,18 +198,15 @@ class FaultTransport:
         self.inner.close()
 
     @contextlib.contextmanager
-    def open(self, path: str) -> Iterator[OpenChunk]:
+    def open(self, path: str, dir_fd: int | None = None) -> Iterator[OpenChunk]:
         with self._operation("open", path):
             pass
-        with self.inner.open(path) as file:
+        with self.inner.open(path, dir_fd) as file:
             yield _FaultChunk(self, file, path)
 
-    def write_part(self, path: str, slot: Any, nbytes: int) -> None:
-        if not os.path.isdir(os.path.dirname(path)):  # the store makes it and comes again
-            self.inner.write_part(path, slot, nbytes)  # unless another thread just has
-        else:
-            with self._operation("write", path):
-                self.inner.write_part(path, slot, nbytes)
+    def write_part(self, path: str, slot: Any, nbytes: int, dir_fd: int | None = None) -> None:
+        with self._operation("write", path):
+            self.inner.write_part(path, slot, nbytes, dir_fd)
         self.after_write(path)
 
     # --- events -----------------------------------------------------------------------------
@@ -272,8 +269,8 @@ class _FaultChunk:
         with self._transport._operation("touch", self._path):
             self._inner.touch()
 
-    def same_file(self, path: str) -> bool:
-        return self._inner.same_file(path)
+    def same_file(self, path: str, dir_fd: int | None = None) -> bool:
+        return self._inner.same_file(path, dir_fd)
 
 
 def install(

@@ -28,6 +28,9 @@ def list_shard(
     path: bytes, young_ns: int = ..., newest_ns: int = ..., /
 ) -> tuple[bytes, list[bytes]]: ...
 
+# Open a directory through no link behind the first `root_nbytes` of its path; OSError, ELOOP for a link.
+def open_beneath(path: bytes, root_nbytes: int, flags: int, /) -> int: ...
+
 # The XXH3-128 that names the chunk files of a key.
 def name_digest(key: bytes, /) -> bytes: ...
 
@@ -59,6 +62,7 @@ class Layout:
         file_mode: int,
         dir_mode: int,
         touch_interval_s: float,
+        root_nbytes: int,
     ) -> Self: ...
 
 class Transfer:

@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 
+from fskv.beneath import opened
 from fskv.claims import DEFAULT_TOUCH_INTERVAL_S, Claim, Limits, Usage, is_claimable
 from fskv.config import Share
 from fskv.namespace import MAX_TENANT
@@ -69,6 +70,7 @@ class Book:
     def __init__(self, directory: str, file_mode: int = 0o600) -> None:
         """`directory` is the root's SHARED_DIR; it and its CLAIMS_DIR exist."""
         self._directory = directory
+        self._root = os.path.dirname(directory)
         self._file_mode = file_mode
         self._junk: dict[str, _Junk] = {}  # by name: what is no claim is read again when it changes
         self._no_count = ""  # why there is no usage
@@ -85,11 +87,14 @@ class Book:
 
     def publish(self, claim: Claim) -> None:
         """Publish a claim. Raises OSError, also where it is longer than anybody reads: too many limits."""
-        self._write(f"{self._directory}/{CLAIMS_DIR}/{claim.name}.json", claim, MAX_CLAIM_NBYTES)
+        self._write(
+            f"{self._directory}/{CLAIMS_DIR}", f"{claim.name}.json", claim, MAX_CLAIM_NBYTES
+        )
 
     def withdraw(self, name: str) -> None:
-        with contextlib.suppress(OSError):
-            os.unlink(f"{self._directory}/{CLAIMS_DIR}/{name}.json")
+        path = f"{self._directory}/{CLAIMS_DIR}"
+        with contextlib.suppress(OSError), opened(self._root, path, os.O_PATH) as directory:
+            os.unlink(f"{name}.json", dir_fd=directory)
 
     def claims(self) -> list[Claim]:
         """Return all claims that can be read; damaged ones are skipped, see `left_out`."""
@@ -138,7 +143,7 @@ class Book:
 
     def publish_usage(self, usage: Usage) -> None:
         """Publish the count. Raises OSError, also where it is longer than anybody reads: see `shortened`."""
-        self._write(f"{self._directory}/{USAGE_FILE}", usage, MAX_USAGE_NBYTES)
+        self._write(self._directory, USAGE_FILE, usage, MAX_USAGE_NBYTES)
 
     def usage(self) -> Usage | None:
         """Return what was last counted, None if nothing was or it cannot be read: see `left_out`."""
@@ -159,33 +164,39 @@ class Book:
         """
         claims = f"{self._directory}/{CLAIMS_DIR}"
         for directory in (self._directory, claims):
-            with os.scandir(directory) as entries:
+            with opened(self._root, directory) as fd, os.scandir(fd) as entries:
                 for entry in entries:
                     dead = entry.name.endswith(".part") and provably_dead(entry.name[:-5])
                     junk = directory == claims and entry.name in self._junk
-                    if dead or ((junk or is_our_part(entry.name)) and _is_old(entry.path, now_ns)):
+                    if dead or ((junk or is_our_part(entry.name)) and _is_old(entry, now_ns)):
                         with contextlib.suppress(OSError):
-                            os.unlink(entry.path)
+                            os.unlink(entry.name, dir_fd=fd)
 
-    def _write(self, path: str, tree: Claim | Usage, most_nbytes: int) -> None:
+    def _write(self, path: str, name: str, tree: Claim | Usage, most_nbytes: int) -> None:
+        """Publish a file called `name` in the directory `path`."""
         content = _encoded(tree)
         if len(content) > most_nbytes:
             reason = f"{len(content)} bytes, more than the {most_nbytes} that are read; it is not written"
-            raise OSError(errno.EFBIG, reason, path)
-        part = f"{self._directory}/{unique_name()}.part"
-        try:
-            fd = create_file(part, self._file_mode)
-            with os.fdopen(fd, "wb", buffering=0) as file:
-                file.write(content)
+            raise OSError(errno.EFBIG, reason, f"{path}/{name}")
+        part = f"{unique_name()}.part"
+        with (
+            opened(self._root, self._directory, os.O_PATH) as shared,
+            opened(self._root, path, os.O_PATH) as directory,
+        ):
             try:
-                os.rename(part, path)
-            except IsADirectoryError:  # not ours to remove
-                os.rename(path, f"{path}.foreign-{unique_name()}")
-                os.rename(part, path)
-        except OSError:
-            with contextlib.suppress(OSError):
-                os.unlink(part)
-            raise
+                fd = create_file(part, self._file_mode, os.O_NOFOLLOW, dir_fd=shared)
+                with os.fdopen(fd, "wb", buffering=0) as file:
+                    file.write(content)
+                try:
+                    os.rename(part, name, src_dir_fd=shared, dst_dir_fd=directory)
+                except IsADirectoryError:  # not ours to remove
+                    aside = f"{name}.foreign-{unique_name()}"
+                    os.rename(name, aside, src_dir_fd=directory, dst_dir_fd=directory)
+                    os.rename(part, name, src_dir_fd=shared, dst_dir_fd=directory)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.unlink(part, dir_fd=shared)
+                raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,10 +212,10 @@ def _version(info: os.stat_result) -> tuple[int, ...]:
     return info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns
 
 
-def _is_old(path: str, now_ns: int) -> bool:
+def _is_old(entry: os.DirEntry[str], now_ns: int) -> bool:
     """Whether it is a regular file that was last written a day ago, or at no time of the past."""
     with contextlib.suppress(OSError):
-        info = os.lstat(path)
+        info = entry.stat(follow_symlinks=False)
         age_ns = now_ns - info.st_mtime_ns
         return stat.S_ISREG(info.st_mode) and now_ns > 0 and abs(age_ns) > _JUNK_NS
     return False

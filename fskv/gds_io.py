@@ -38,8 +38,8 @@ class OpenChunk(Protocol):
     def touch(self) -> None:
         """Set the mtime, our "last used", to now."""
 
-    def same_file(self, path: str) -> bool:
-        """Whether `path` still names this very file."""
+    def same_file(self, path: str, dir_fd: int | None = None) -> bool:
+        """Whether `path`, or its last name in `dir_fd`, still names this very file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +99,12 @@ class Transport(Protocol):
     def row_digests(self, slot: Any, start: int, stop: int) -> bytes:
         """Return what `chunk_file.row_digests` gives for the slot's bytes [start, stop)."""
 
-    def open(self, path: str) -> contextlib.AbstractContextManager[OpenChunk]:
-        """Open a chunk file for reading; raises a ChunkError."""
+    def open(
+        self, path: str, dir_fd: int | None = None
+    ) -> contextlib.AbstractContextManager[OpenChunk]:
+        """Open a chunk file for reading; raises a ChunkError. `dir_fd`: see fskv.transports.chunk_fd."""
 
-    def write_part(self, path: str, slot: Any, nbytes: int) -> None:
+    def write_part(self, path: str, slot: Any, nbytes: int, dir_fd: int | None = None) -> None:
         """Create `path` exclusively with the slot's first `nbytes`; raises a ChunkError, leaving no file."""
 
     def close(self) -> None:

@@ -10,12 +10,12 @@ import asyncio
 import contextlib
 import logging
 import os
-import re
 import stat
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
+from fskv.beneath import opened
 from fskv.book import Book, shortened
 from fskv.claims import (
     Claim,
@@ -32,13 +32,14 @@ from fskv.claims import (
 )
 from fskv.count_checks import CountChecks
 from fskv.filesystem import Space, clamp_mtime
-from fskv.index.scan import OPEN_SHARD, shard_path
+from fskv.index.scan import shard_path
 from fskv.index.snapshot import Catalogue
 from fskv.lease import TTL_S, Lease
+from fskv.manifests import Manifests, all_namespaces
 from fskv.process import is_our_part, provably_dead
 from fskv.prune import Pruned, cutoff_ns, execute, plan
 from fskv.removed import RemovedLog
-from fskv.root import MANIFEST_FILE, PART_PREFIX, TMP_DIR, tenant_of
+from fskv.root import PART_PREFIX, TMP_DIR
 from fskv.types import MAX_COUNT
 
 logger = logging.getLogger(__name__)
@@ -58,7 +59,6 @@ _FREEING_S = (
     30.0  # what was removed may show in statvfs only after so long (btrfs: its next commit)
 )
 _UNUSED_STEP = 1 << 30  # bytes of one plan
-_NAMESPACE = re.compile(r".+@[0-9a-f]{16}", re.DOTALL)
 
 
 class Holder:
@@ -76,8 +76,7 @@ class Holder:
         self._grace_s = grace_s
         self.usage: Usage | None = None
         self._catalogues: dict[str, Catalogue] = {}  # by "<arch>/<model>@<digest16>"
-        self._tenants: dict[str, str] = {}
-        self._no_tenant: dict[str, tuple[int, int] | None] = {}  # manifests that say none
+        self._manifests = Manifests(root)
         self._counted_all_at = self._snapshot_at = self._orphans_at = float("-inf")
         self._beats: dict[str, tuple[int, float]] = {}  # claim -> its last beat, since when
         self._counted: dict[str, int] = {}  # claim -> its `written` before the last count
@@ -120,8 +119,7 @@ class Holder:
     async def work(self, claims: list[Claim], space: Space) -> None:
         """Count, prune what is beyond the bounds, and clean. Raises OSError when the root does not let us."""
         every = self.usage is None or time.monotonic() - self._counted_all_at > _COUNT_ALL_S
-        nobodys = self._find_namespaces(claims, every=every)
-        await asyncio.to_thread(self._find_tenants, nobodys)
+        await asyncio.to_thread(self._judge, self._find_namespaces(claims, every=every))
         self._gone = dead = self._dead(claims)
         known = await self._count(claims, every=every)
         if not self.in_office:
@@ -164,46 +162,31 @@ class Holder:
             c.name
             for c in claims
             if c.namespace is None
-            or (
-                c.namespace not in self._catalogues
-                and not os.path.lexists(f"{self._root}/{c.namespace}")
-            )
+            or (c.namespace not in self._catalogues and not self._manifests.is_there(c.namespace))
         }
 
     def _find_namespaces(self, claims: list[Claim], *, every: bool) -> set[str]:
-        """Have a catalogue for each namespace; returns those of which no tenant is known."""
-        # Those that engines write to count at once, and where an operator has put a link in their place.
+        """Have a catalogue for each namespace; returns those whose manifests are to be judged."""
+        # Those that engines write to count at once.
         claimed = {c.namespace for c in claims if c.namespace is not None}
-        found = {
-            name
-            for name in claimed - self._catalogues.keys()
-            if os.path.exists(f"{self._root}/{name}/{MANIFEST_FILE}")
-        }
+        found = {name for name in claimed - self._catalogues.keys() if self._manifests.state(name)}
         if every:
-            linked = {name for name in self._catalogues if os.path.islink(f"{self._root}/{name}")}
-            found |= linked & claimed
             found |= all_namespaces(self._root)
             for gone in self._catalogues.keys() - found:
                 del self._catalogues[gone]
-                self._tenants.pop(gone, None)
-                self._no_tenant.pop(gone, None)
+                self._manifests.forget(gone)
         for name in found - self._catalogues.keys():
             self._catalogues[name] = Catalogue.load(f"{self._root}/{name}")
-        return found - self._tenants.keys()
+        return found | (self._manifests.foreign & claimed)
 
-    def _find_tenants(self, names: set[str]) -> None:
-        """Look for whose these namespaces are. In a worker thread: somebody's manifest may be long."""
-        # Again where it has changed: the manifest comes after the directory.
+    def _judge(self, names: set[str]) -> None:
+        """Find out which of these are ours, and whose. In a worker thread: a manifest may be long."""
         for name in names:
-            version = None
-            with contextlib.suppress(OSError):
-                info = os.lstat(f"{self._root}/{name}/{MANIFEST_FILE}")
-                version = info.st_ino, info.st_ctime_ns
-            if version is None or self._no_tenant.get(name) != version:
-                self._no_tenant[name] = version
-                tenant = tenant_of(self._root, name)
-                if tenant is not None:
-                    self._tenants[name] = tenant
+            self._manifests.judge(name)
+
+    def _ours(self) -> list[str]:
+        """Return the namespaces that are fskv's: what is foreign is never touched."""
+        return [name for name in self._catalogues if name not in self._manifests.foreign]
 
     def _dead(self, claims: list[Claim]) -> set[str]:
         """Return the claims of engines that are gone, or that have not been heard of for so long."""
@@ -269,19 +252,20 @@ class Holder:
         at_ms = time.time_ns() // 1_000_000
         claimed = {c.namespace for c in claims if c.namespace is not None}
         counted = {name: n for name, n in self._nbytes().items() if n != (0, 0) or name in claimed}
+        tenants = self._manifests.tenants
         self.usage = replace(
             last,
             namespaces=counted,
-            tenants={name: self._tenants[name] for name in counted if name in self._tenants},
+            tenants={name: tenants[name] for name in counted if name in tenants},
             counted={c.name: self._counted[c.name] for c in claims if c.name in self._counted},
             at_ms=at_ms,
             touch_intervals=with_intervals_of(last.touch_intervals, claims, at_ms),
             unremovable=len(self._stuck),
         )
         # Whoever is granted something computes with his own namespace and with those of his tenant.
-        tenants = {self._tenants[name] for name in claimed & self._tenants.keys()}
-        tenants |= {c.tenant for c in claims if c.tenant is not None}
-        needed = {name for name in counted if name in claimed or self._tenants.get(name) in tenants}
+        writing = {tenants[name] for name in claimed & tenants.keys()}
+        writing |= {c.tenant for c in claims if c.tenant is not None}
+        needed = {name for name in counted if name in claimed or tenants.get(name) in writing}
         self._book.publish_usage(shortened(self.usage, needed))
 
     def _known_intervals(self) -> Mapping[int, int]:
@@ -314,12 +298,12 @@ class Holder:
                 if Space.of(self._root).free_nbytes < target:
                     self._freeing = (time.monotonic() + _FREEING_S, target)
         if num_inodes:
-            await self._free(list(self._catalogues), 0, num_inodes)
+            await self._free(self._ours(), 0, num_inodes)
         full = [claim for claim in claims if claim.full > self._full.get(claim.name, 0)]
         if full:
             everything = self.usage.nbytes if self.usage else 0
             amount = max(int(_FULL_SHARE * everything), _FULL_LEAST, *(8 * c.wanted for c in full))
-            await self._free(list(self._catalogues), amount, 0)
+            await self._free(self._ours(), amount, 0)
             self._full |= {claim.name: claim.full for claim in full}
 
     async def _prune_unused(self, claims: list[Claim]) -> None:
@@ -330,21 +314,23 @@ class Holder:
         now_ns = self._lease.now_ns()
         step_s = last_use_step_s(claims, self.usage, now_ns / 1e6 - unused_s * 1e3)
         before_ns = cutoff_ns(now_ns, unused_s, step_s)
-        catalogues = list(self._catalogues.values())
+        catalogues = [self._catalogues[name] for name in self._ours()]
         while self.in_office:
             chosen = await asyncio.to_thread(
                 plan, catalogues, _UNUSED_STEP, 0, self._stuck, before_ns
             )
             if not chosen.candidates:
                 break
-            self._note(await execute(chosen, self._still_held))
+            self._note(await execute(chosen, self._still_held, self._root))
 
     def _members(self, scope: Scope) -> list[str]:
         if scope.kind == "namespace":
-            return [name for name in self._catalogues if name == scope.name]
+            return [name for name in self._ours() if name == scope.name]
         if scope.kind == "tenant":
-            return [name for name in self._catalogues if self._tenants.get(name) == scope.name]
-        return list(self._catalogues)
+            return [
+                name for name in self._ours() if self._manifests.tenants.get(name) == scope.name
+            ]
+        return self._ours()
 
     async def _free(self, members: list[str], nbytes: int, num_files: int) -> int:
         """Remove least recently used chunks of these namespaces, and tell everybody; returns bytes."""
@@ -354,7 +340,7 @@ class Holder:
             chosen = await asyncio.to_thread(plan, catalogues, left_nbytes, left_files, self._stuck)
             if not chosen.candidates:
                 break
-            pruned = await execute(chosen, self._still_held)
+            pruned = await execute(chosen, self._still_held, self._root)
             self._note(pruned)
             freed = pruned.nbytes + pruned.vanished_nbytes
             if not freed and not pruned.used_meanwhile and not pruned.failures:
@@ -392,11 +378,11 @@ class Holder:
         now_ns = self._lease.now_ns()
         removed = 0
         self._complained = False
-        for catalogue in self._catalogues.values():
+        for catalogue in [self._catalogues[name] for name in self._ours()]:
             for shard, parts in list(catalogue.parts.items()):
                 with (
                     contextlib.suppress(OSError),
-                    _opened(shard_path(catalogue.namespace, shard)) as fd,
+                    opened(self._root, shard_path(catalogue.namespace, shard)) as fd,
                 ):
                     left = [
                         part
@@ -418,7 +404,11 @@ class Holder:
 
     def _remove_orphans_in(self, directory: str, prefix: str, now_ns: int) -> int:
         removed = 0
-        with contextlib.suppress(OSError), _opened(directory) as fd, os.scandir(fd) as entries:
+        with (
+            contextlib.suppress(OSError),
+            opened(self._root, directory) as fd,
+            os.scandir(fd) as entries,
+        ):
             for entry in entries:
                 if entry.name.startswith(prefix) and is_our_part(entry.name.removeprefix(prefix)):
                     removed += self._remove_orphan(fd, entry.name, now_ns)
@@ -448,34 +438,10 @@ class Holder:
         """Write the snapshots that are older than what we know; what cannot be written is logged."""
         for name in sorted(self._unsaved):
             catalogue = self._catalogues.get(name)
-            if catalogue is None:
+            if catalogue is None or name in self._manifests.foreign:
                 continue
             try:
-                catalogue.save(self._file_mode)
+                catalogue.save(self._file_mode, self._root)
             except OSError as error:
                 logger.warning("%s cannot be written: %s", catalogue.path, error)
         self._unsaved.clear()
-
-
-def all_namespaces(root: str) -> set[str]:
-    """Return every directory that may be a namespace; raises OSError where the root cannot be listed."""
-    found = set()
-    with os.scandir(root) as arches:
-        for arch in arches:
-            if arch.name.startswith(".") or not arch.is_dir(follow_symlinks=False):
-                continue
-            with contextlib.suppress(OSError), os.scandir(arch.path) as models:
-                for model in models:
-                    if _NAMESPACE.fullmatch(model.name) and model.is_dir(follow_symlinks=False):
-                        found.add(f"{arch.name}/{model.name}")
-    return found
-
-
-@contextlib.contextmanager
-def _opened(directory: str) -> Iterator[int]:
-    """Open a directory through no link, for what is removed in it."""
-    fd = os.open(directory, OPEN_SHARD)
-    try:
-        yield fd
-    finally:
-        os.close(fd)

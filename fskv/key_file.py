@@ -34,9 +34,15 @@ _TOO_OPEN = (
 class KeyFile:
     """Keys that follow their file. Any thread."""
 
-    def __init__(self, path: str, clock: Callable[[], float] = time.monotonic) -> None:
-        """Read the file; raises ConfigError where it cannot be used. It may be a symbolic link."""
+    def __init__(
+        self, path: str, clock: Callable[[], float] = time.monotonic, root: str | None = None
+    ) -> None:
+        """Read the file; raises ConfigError where it cannot be used.
+
+        It may be a symbolic link, but not one that leads into `root`.
+        """
         self._path = path
+        self._root = root
         self._clock = clock
         self._lock = threading.Lock()  # held for no more than a few assignments
         self._looked = threading.Event()  # not set: one thread looks, since `_look_began`
@@ -44,7 +50,7 @@ class KeyFile:
         self._look_began = 0.0
         self._log = StateLog("fskv: ", clock, file=path)
         self._seen = _state(path)
-        self._keys = read_keys(path)
+        self._keys = read_keys(path, root)
         self.kept = False  # the file as it is cannot be used: the keys from before stay in use
         # Another change within the same tick of the file system's clock, up to a second on some, does not
         # show: what was new is read once more.
@@ -88,7 +94,7 @@ class KeyFile:
         self._seen = seen
         self._again = self.kept = True  # whatever goes wrong: no descriptor left, no memory
         try:
-            keys = read_keys(self._path)
+            keys = read_keys(self._path, self._root)
         except ConfigError as error:
             if changed:
                 reason = f"{error}; the keys from before stay in use"
@@ -102,17 +108,22 @@ class KeyFile:
         self._log.say("mac_keys_read", writes=keys.writer.key_id, accepts=" ".join(keys.key_ids))
 
 
-def open_key_file(path: str | None) -> KeyFile | None:
-    """Return the key file, whose `keys` a store asks; None without one; raises ConfigError."""
+def open_key_file(path: str | None, root: str | None = None) -> KeyFile | None:
+    """Return the key file, whose `keys` a store asks; None without one; raises ConfigError.
+
+    One in `root`, wherever its path leads, is refused: whoever may write there could put keys of his own.
+    """
     if path is None:
         return None
     return call_with_deadline(
-        lambda: KeyFile(path), START_UP_S, f"option 'mac_key_file': {path} did not answer"
+        lambda: KeyFile(path, root=root),
+        START_UP_S,
+        f"option 'mac_key_file': {path} did not answer",
     )
 
 
-def read_keys(path: str) -> MacKeys:
-    """Read and check a key file; raises ConfigError, without any of its content."""
+def read_keys(path: str, root: str | None = None) -> MacKeys:
+    """Read and check a key file outside of `root`; raises ConfigError, without any of its content."""
 
     def bad(why: str) -> ConfigError:
         return ConfigError(f"option 'mac_key_file': {path} {why}")
@@ -121,6 +132,8 @@ def read_keys(path: str) -> MacKeys:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
         try:
             info = os.fstat(fd)
+            if root is not None and _is_in(root, f"/proc/self/fd/{fd}"):
+                raise bad(f"leads into the root {root}, expected a file outside of it")
             if not stat.S_ISREG(info.st_mode):
                 raise bad("is not a regular file, expected one")
             if info.st_mode & _TOO_OPEN:
@@ -140,6 +153,11 @@ def read_keys(path: str) -> MacKeys:
     if len(text) > MAX_KEY_FILE_NBYTES:
         raise bad(f"has more than {MAX_KEY_FILE_NBYTES} bytes")
     return parse_keys(text, path)
+
+
+def _is_in(root: str, path: str) -> bool:
+    real, root = os.path.realpath(path), os.path.realpath(root)
+    return real.startswith(f"{root.rstrip('/')}/")
 
 
 def _state(path: str) -> tuple[int, ...] | None:

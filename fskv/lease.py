@@ -16,9 +16,10 @@ import errno
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 
+from fskv.beneath import opened
 from fskv.process import HOST, TOKEN, provably_dead, unique_name
 from fskv.root import NO_LINKS, create_file
 
@@ -66,7 +67,7 @@ class Lease:
     ) -> None:
         """`directory` is the root's SHARED_DIR, which exists."""
         self._directory = directory
-        self._path = f"{directory}/{LEASE_FILE}"
+        self._root = os.path.dirname(directory)
         self._ttl_s = ttl_s
         self._file_mode = file_mode
         self._clock = clock
@@ -88,71 +89,79 @@ class Lease:
 
     def renew(self) -> bool:
         """Keep the lease, or take it if it is free or its holder is dead; returns `held`. Raises OSError."""
-        if self._mine is not None:
-            self._beat()
-        if self._mine is None:
-            self._try_to_take()
+        with self._opened() as fd:
+            if self._mine is not None:
+                self._beat(fd)
+            if self._mine is None:
+                self._try_to_take(fd)
         return self.held
 
     def release(self) -> None:
         """Give the lease back, if it is still ours."""
         mine, self._mine = self._mine, None
-        with contextlib.suppress(OSError):
-            found = self._read()
+        with contextlib.suppress(OSError), self._opened() as fd:
+            found = _read(LEASE_FILE, fd)
             if mine is not None and found is not None and found.holder == mine.holder:
-                os.unlink(self._path)
+                os.unlink(LEASE_FILE, dir_fd=fd)
 
     def now_ns(self) -> int:
         """Return the time of the file system's own clock: that of the server, where there is one."""
-        with contextlib.suppress(FileNotFoundError):
-            os.utime(self._path)
         try:
-            return os.stat(self._path).st_mtime_ns
+            with self._opened() as fd:
+                os.utime(LEASE_FILE, dir_fd=fd, follow_symlinks=False)
+                return os.stat(LEASE_FILE, dir_fd=fd, follow_symlinks=False).st_mtime_ns
         except FileNotFoundError:
             return 0
 
-    def _beat(self) -> None:
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[int]:
+        """Yield the directory, which is no link: everything here is done to names in it."""
+        with opened(self._root, self._directory, os.O_PATH) as fd:
+            yield fd
+
+    def _beat(self, directory: int) -> None:
         mine = self._mine
         assert mine is not None
         now = self._clock()
         if now - self._beaten_at < self._ttl_s / 4:
             return
-        found = self._read()
+        found = _read(LEASE_FILE, directory)
         if found is None or found.holder != mine.holder:
             self._mine = None  # taken over: we were thought dead
             return
         mine = LeaseState(**{**asdict(mine), "beat": mine.beat + 1})
         # Through no link: somebody may have put one there since we looked.
-        fd = os.open(self._path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        flags = os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        fd = os.open(LEASE_FILE, flags, dir_fd=directory)
         with os.fdopen(fd, "wb", buffering=0) as file:
             file.write(_encoded(mine))
         self._mine, self._beaten_at = mine, now
 
-    def _try_to_take(self) -> None:
-        found = self._read()
+    def _try_to_take(self, directory: int) -> None:
+        found = _read(LEASE_FILE, directory)
         if found is not None and found.holder == self._name:
             # Ours after all: its link() was done and the answer lost, or somebody gave it back to us.
             self._mine, self._beaten_at = found, float("-inf")
             self.term += 1
-            self._beat()
+            self._beat(directory)
             return
         if found is not None and not self._is_dead(found):
             return
-        if found is not None and not self._break(found):
+        if found is not None and not self._break(found, directory):
             return
         mine = LeaseState(self._name, HOST, os.getpid(), TOKEN, int(time.time() * 1000), 0)
         now = self._clock()
-        part = f"{self._directory}/{unique_name()}.part"
+        part = f"{unique_name()}.part"
         try:
-            fd = create_file(part, self._file_mode)
+            fd = create_file(part, self._file_mode, os.O_NOFOLLOW, dir_fd=directory)
             with os.fdopen(fd, "wb", buffering=0) as file:
                 file.write(_encoded(mine))
-            publish_exclusive(part, self._path)
+            publish_exclusive(part, LEASE_FILE, directory)
         except FileExistsError:
             return  # somebody was faster
         finally:
             with contextlib.suppress(OSError):
-                os.unlink(part)
+                os.unlink(part, dir_fd=directory)
         self._mine, self._beaten_at = mine, now
         self.term += 1
 
@@ -166,57 +175,60 @@ class Lease:
             return False
         return now - since > self._ttl_s
 
-    def _break(self, dead: LeaseState) -> bool:
+    @staticmethod
+    def _break(dead: LeaseState, directory: int) -> bool:
         """Move a dead holder's lease away; False when it was not the dead one's any more."""
-        aside = f"{self._directory}/{unique_name()}.part"
+        aside = f"{unique_name()}.part"
         try:
-            os.rename(self._path, aside)
+            os.rename(LEASE_FILE, aside, src_dir_fd=directory, dst_dir_fd=directory)
         except FileNotFoundError:
             return True
         try:
-            moved = self._read(aside)
+            moved = _read(aside, directory)
             if moved is not None and moved != dead:
                 # Somebody else took over between our look and our rename: give it back.
                 with contextlib.suppress(FileExistsError):
-                    publish_exclusive(aside, self._path)
+                    publish_exclusive(aside, LEASE_FILE, directory)
                 return False
             return True
         finally:
             with contextlib.suppress(OSError):
-                os.unlink(aside)
-
-    def _read(self, path: str | None = None) -> LeaseState | None:
-        """Return what the file says, None if it is absent; what cannot be read counts as a dead holder's."""
-        nobody = LeaseState("", "", 0, "", 0, 0)
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        try:
-            fd = os.open(path or self._path, flags)
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            if error.errno in (errno.ELOOP, errno.EACCES, errno.ENXIO):
-                return nobody  # a symbolic link, somebody's file, a socket
-            raise
-        try:
-            content = os.read(fd, MAX_LEASE_NBYTES)
-        except (IsADirectoryError, BlockingIOError):  # a FIFO that somebody has open
-            return nobody
-        finally:
-            os.close(fd)
-        return LeaseState.parse(content) or nobody
+                os.unlink(aside, dir_fd=directory)
 
 
-def publish_exclusive(part: str, path: str) -> None:
-    """Give `part` the name `path`; FileExistsError if that is taken."""
+def _read(name: str, directory: int) -> LeaseState | None:
+    """Return what a file says, None if it is absent; what cannot be read counts as a dead holder's."""
+    nobody = LeaseState("", "", 0, "", 0, 0)
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        os.link(part, path)
+        fd = os.open(name, flags, dir_fd=directory)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EACCES, errno.ENXIO):
+            return nobody  # a symbolic link, somebody's file, a socket
+        raise
+    try:
+        content = os.read(fd, MAX_LEASE_NBYTES)
+    except (IsADirectoryError, BlockingIOError):  # a FIFO that somebody has open
+        return nobody
+    finally:
+        os.close(fd)
+    return LeaseState.parse(content) or nobody
+
+
+def publish_exclusive(part: str, name: str, directory: int) -> None:
+    """Give `part` another name in its directory; FileExistsError if that is taken."""
+    try:
+        os.link(part, name, src_dir_fd=directory, dst_dir_fd=directory, follow_symlinks=False)
     except OSError as error:
         if error.errno not in NO_LINKS:
             raise
         # Without links two may get here at once; both then hold it, which is harmless.
-        if os.path.lexists(path):
-            raise FileExistsError(errno.EEXIST, "exists", path) from None
-        os.rename(part, path)
+        with contextlib.suppress(FileNotFoundError):
+            os.stat(name, dir_fd=directory, follow_symlinks=False)
+            raise FileExistsError(errno.EEXIST, "exists", name) from None
+        os.rename(part, name, src_dir_fd=directory, dst_dir_fd=directory)
 
 
 def _encoded(state: LeaseState) -> bytes:

@@ -26,6 +26,7 @@ from typing import Any
 
 import msgpack
 
+from fskv.beneath import make_directory
 from fskv.book import CLAIMS_DIR, Book
 from fskv.claims import (
     Claim,
@@ -39,13 +40,14 @@ from fskv.claims import (
 )
 from fskv.config import Share
 from fskv.filesystem import Space
-from fskv.holder import Holder, all_namespaces
+from fskv.holder import Holder
 from fskv.index.snapshot import Catalogue
 from fskv.lease import SHARED_DIR, TTL_S, Lease
+from fskv.manifests import all_namespaces, namespaces_of_ours
 from fskv.process import GRACE_S, unique_name
 from fskv.prune import execute, plan
 from fskv.removed import ENTRY_NBYTES, RemovedLog
-from fskv.root import FORMAT_FILE, make_directory, usual_modes
+from fskv.root import FORMAT_FILE, usual_modes
 from fskv.root_state import BoundsSaid, RootState, changes, root_state
 from fskv.transitions import StateLog, described
 
@@ -121,7 +123,6 @@ class Maintainer:
         self._book = Book(self._shared, file_mode)
         self._lease = Lease(self._shared, ttl_s=lease_ttl_s, file_mode=file_mode)
         self._log = RemovedLog(self._shared, file_mode)
-        self._directories = (self._shared, f"{self._shared}/{CLAIMS_DIR}", self._log.directory)
         self._work: asyncio.Task[None] | None = None
         self._holder: Holder | None = None
         self._work_after = 0.0  # the last one failed: not at once again
@@ -144,18 +145,11 @@ class Maintainer:
     def start(self) -> None:
         """Make what is shared; raises OSError. Nothing is made in the place of a root that is gone."""
         os.stat(f"{self._root}/{FORMAT_FILE}")
-        for path in self._directories:
-            make_directory(path, self._dir_mode)
-        self._refuse_links()
+        for path in (self._shared, f"{self._shared}/{CLAIMS_DIR}", self._log.directory):
+            make_directory(path, self._dir_mode, self._root)
         with contextlib.suppress(OSError):
             self._log.skip_old()
         self._started = True
-
-    def _refuse_links(self) -> None:
-        """Raise where somebody has put a link in the place of what is shared: it would lead elsewhere."""
-        for path in self._directories:
-            if os.path.islink(path):
-                raise NotADirectoryError(errno.ENOTDIR, "a link, expected a directory", path)
 
     def hear(self, engine: Engine) -> None:
         """Take what the engine said last."""
@@ -168,7 +162,6 @@ class Maintainer:
         """
         if not self._started:
             self.start()
-        self._refuse_links()
         self._revoke_if_late()
         self._publish()
         self._lease.renew()
@@ -258,11 +251,12 @@ class Maintainer:
         mine = self._claim.namespace
         names = all_namespaces(self._root) if mine is None else {mine}
         # With the snapshot: a walk of everything may take longer than our engine waits for a word.
-        catalogues = [Catalogue.load(f"{self._root}/{name}") for name in names]
+        ours = namespaces_of_ours(self._root, names)
+        catalogues = [Catalogue.load(f"{self._root}/{name}") for name in ours]
         for catalogue in catalogues:
             with contextlib.suppress(OSError):
                 await catalogue.refresh(self._lease.now_ns())
-        pruned = await execute(plan(catalogues, _LEAST_ROOM, 8), lambda: True)
+        pruned = await execute(plan(catalogues, _LEAST_ROOM, 8), lambda: True, self._root)
         for path, chunks in pruned.removed.items():
             self._log.publish(path.rpartition("@")[2], chunks)
 

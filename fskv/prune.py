@@ -25,8 +25,9 @@ from typing import Any
 import aiofiles.os
 import numpy as np
 
+from fskv.beneath import open_directory
 from fskv.filesystem import clamp_mtime
-from fskv.index.scan import OPEN_SHARD, file_name, shard_path
+from fskv.index.scan import file_name, shard_path
 from fskv.index.snapshot import Catalogue, joined
 
 _BATCH = 256  # files per call of a worker thread; between batches the lease is looked at
@@ -187,8 +188,8 @@ class _Execution:
     """A plan that is being carried out."""
 
     plan: PrunePlan
+    root: str
     pruned: Pruned = field(default_factory=Pruned)
-    beneath: str | None = None
     touched: dict[tuple[int, int], _Rows] = field(default_factory=dict)
     at: int = 0  # the next candidate
     used: list[tuple[int, int, Candidate]] = field(default_factory=list)  # heap by their new mtime
@@ -215,16 +216,13 @@ class _Execution:
         return candidate, mtime_ns, False
 
 
-async def execute(
-    chosen: PrunePlan, may_go_on: Callable[[], bool], beneath: str | None = None
-) -> Pruned:
+async def execute(chosen: PrunePlan, may_go_on: Callable[[], bool], root: str) -> Pruned:
     """Remove files in the plan's order until it is fulfilled, or `may_go_on()` says no.
 
-    The catalogues are updated: what is gone is forgotten, what was used meanwhile has its new mtime. With
-    `beneath`, the root, no link below it is followed; without it one in the place of a namespace is, which an
-    operator may have put there.
+    The catalogues are updated: what is gone is forgotten, what was used meanwhile has its new mtime. No link
+    is followed below `root`.
     """
-    execution = _Execution(chosen, beneath=beneath)
+    execution = _Execution(chosen, root)
     remove = aiofiles.os.wrap(_remove_batch)
     while not (execution.over or execution.fulfilled) and may_go_on():
         await remove(execution)
@@ -238,20 +236,12 @@ async def execute(
 class _Directory:
     """A shard that stays the same one while a batch removes files from it."""
 
-    def __init__(self, path: str, beneath: str) -> None:
+    def __init__(self, path: str, root: str) -> None:
         self.path = path
         self._fd = -1
         self._errno = 0
         try:
-            # One after the other: none below `beneath` may be a link.
-            fd = os.open(beneath, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            for name in path[len(beneath) + 1 :].split("/"):
-                try:
-                    inner = os.open(name, OPEN_SHARD, dir_fd=fd)
-                finally:
-                    os.close(fd)
-                fd = inner
-            self._fd = fd
+            self._fd = open_directory(root, path, os.O_PATH)
         except OSError as error:
             self._errno = error.errno or errno.EIO
 
@@ -295,8 +285,7 @@ def _remove_some(execution: _Execution, directories: dict[str, _Directory]) -> N
         path = shard_path(catalogue.namespace, shard)
         directory = directories.get(path)
         if directory is None:
-            beneath = execution.beneath or catalogue.namespace
-            directory = directories.setdefault(path, _Directory(path, beneath))
+            directory = directories.setdefault(path, _Directory(path, execution.root))
         last_use_ns = max(_look(directory, records, row, catalogue.now_ns) for row in rows)
         records["mtime_ns"][rows] = last_use_ns
         if last_use_ns > mtime_ns:

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from fskv import namespace
+from fskv.beneath import hand_over, make_directory, named, opened
 from fskv.errors import ConfigError, IdentityMismatch, RootError
 from fskv.namespace import Identity
 from fskv.process import unique_name
@@ -63,6 +64,7 @@ class NamespaceDir:
     digest: bytes
     dir_mode: int
     file_mode: int
+    root: str | None = None  # links are followed in it and not below it; None: in `path`
 
     def chunk_path(self, key_hash: bytes, group_idx: int, rank: int | None) -> str:
         """Return the absolute path of a chunk file; its directory may not exist yet."""
@@ -131,7 +133,7 @@ class Root:
                             f"option 'root': {path}/{FORMAT_FILE} vanished once written"
                         )
             if writable:
-                _retry_stale(lambda: _probe(f"{path}/{PART_PREFIX}{unique_name()}.part"))
+                _retry_stale(lambda: root._probe(f"{path}/{PART_PREFIX}{unique_name()}.part"))
                 root._publish_tag()
         return root
 
@@ -153,10 +155,12 @@ class Root:
             if found is None:
                 raise RootError(f"{manifest_path}: no such file; expected the namespace's identity")
             _compare(identity, found, manifest_path)
-            opened = NamespaceDir(path, identity.digest, self.dir_mode, self.file_mode)
+            directory = NamespaceDir(
+                path, identity.digest, self.dir_mode, self.file_mode, self.path
+            )
             if self.writable:
-                _retry_stale(lambda: _probe(f"{opened.tmp_dir}/{unique_name()}.part"))
-        return opened
+                _retry_stale(lambda: self._probe(f"{directory.tmp_dir}/{unique_name()}.part"))
+        return directory
 
     def nearest(self, identity: Identity) -> list[str]:
         """Return in which fields the most alike other namespace of the architecture differs; [] without one.
@@ -179,7 +183,20 @@ class Root:
 
     def _make_directories(self, path: str) -> None:
         for made in (os.path.dirname(path), path, f"{path}/{CHUNK_DIR}", f"{path}/{TMP_DIR}"):
-            make_directory(made, self.dir_mode)
+            make_directory(made, self.dir_mode, self.path)
+
+    def _probe(self, path: str) -> None:
+        """Create and remove a file. A full disk passes: reading still works, pruning may help."""
+        directory, _, name = path.rpartition("/")
+        with named(path), opened(self.path, directory, os.O_PATH) as directory_fd:
+            try:
+                os.close(create_file(name, 0o600, os.O_NOFOLLOW, dir_fd=directory_fd))
+            except OSError as error:
+                if error.errno in _NO_SPACE:
+                    return
+                raise
+            with suppress(FileNotFoundError):  # a repeated NFS request finds its own work done
+                os.unlink(name, dir_fd=directory_fd)
 
     def _publish_tag(self) -> None:
         path = f"{self.path}/{TAG_FILE}"
@@ -192,30 +209,16 @@ class Root:
         def publish() -> None:
             part = f"{unique_name()}.part"
             tmp = f"{tmp_dir}/{part}" if tmp_dir else f"{self.path}/{PART_PREFIX}{part}"
-            _publish_once(tmp, path, content, self.file_mode)
+            above, _, tmp_name = tmp.rpartition("/")
+            final_above, _, name = path.rpartition("/")
+            with (
+                named(path),
+                opened(self.path, above) as tmp_fd,
+                opened(self.path, final_above) as fd,
+            ):
+                _publish_once(tmp_fd, tmp_name, fd, name, content, self.file_mode)
 
         _retry_stale(publish)
-
-
-def make_directory(path: str, mode: int) -> bool:
-    """Make one directory with exactly `mode`; False if it is there already.
-
-    The parent's setgid bit is inherited and kept: group-shared roots rely on it. OSError passes.
-    """
-    try:
-        os.mkdir(path, mode)
-    except FileExistsError:
-        if not stat.S_ISDIR(os.stat(path).st_mode):
-            raise NotADirectoryError(errno.ENOTDIR, "not a directory", path) from None
-        return False
-    with suppress(OSError):  # a file system without modes; mkdir's is never wider than asked for
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            os.fchmod(fd, mode | (os.fstat(fd).st_mode & stat.S_ISGID))
-            hand_over(fd, os.path.dirname(path))
-        finally:
-            os.close(fd)
-    return True
 
 
 def create_file(path: str, mode: int, more_flags: int = 0, *, dir_fd: int | None = None) -> int:
@@ -230,20 +233,6 @@ def create_file(path: str, mode: int, more_flags: int = 0, *, dir_fd: int | None
             os.fchmod(fd, mode)
     hand_over(fd, os.path.dirname(path), dir_fd=dir_fd)
     return fd
-
-
-def hand_over(fd: int, directory: str, *, dir_fd: int | None = None) -> None:
-    """Give what root has just made to the owner of its directory: else no engine of that user can read it.
-
-    Who is not root keeps what he makes. Where ownership cannot be given it stays, without an error.
-    """
-    if os.geteuid() != 0:
-        return
-    with suppress(OSError):
-        parent, own = os.stat(directory or ".", dir_fd=dir_fd), os.fstat(fd)
-        # What is not root's is not ours: somebody has put it in the place of what we made.
-        if own.st_uid == 0 and (0, own.st_gid) != (parent.st_uid, parent.st_gid):
-            os.fchown(fd, parent.st_uid, parent.st_gid)
 
 
 # --- checks of the root -----------------------------------------------------------------
@@ -336,19 +325,6 @@ def _format_of(content: bytes) -> int | None:
     return found if type(found) is int else None
 
 
-def _probe(path: str) -> None:
-    """Create and remove a file. A full disk passes: reading still works, pruning may help."""
-    try:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        if error.errno in _NO_SPACE:
-            return
-        raise
-    os.close(fd)
-    with suppress(FileNotFoundError):  # a repeated NFS request finds its own work done
-        os.unlink(path)
-
-
 # --- the manifest -----------------------------------------------------------------------
 
 
@@ -368,15 +344,16 @@ def read_manifest(namespace_path: str) -> Identity:
         raise IdentityMismatch(f"{path}: {error}") from error
 
 
-def tenant_of(root: str, name: str) -> str | None:
-    """Return whose the namespace "<arch>/<model>@<digest16>" is; None also where nothing valid says so.
+def read_namespace(root: str, name: str) -> Identity:
+    """Return the identity of a root's directory `<arch>/<model>@<digest16>`, which describes that directory.
 
-    What describes another directory does not count, and never raises.
+    Raises RootError or IdentityMismatch: what has no such manifest is foreign, whatever it is called.
     """
-    with suppress(Exception):  # anybody may have put anything there
-        identity = read_manifest(f"{root}/{name}")
-        return identity.tenant if namespace.directory(identity) == name else None
-    return None
+    path = f"{root}/{name}"
+    identity = read_manifest(path)
+    if (described := namespace.directory(identity)) != name:
+        raise IdentityMismatch(f"its {MANIFEST_FILE} describes {described}")
+    return identity
 
 
 def manifest_bytes(identity: Identity) -> bytes:
@@ -421,46 +398,39 @@ def _read_fresh(path: str, limit: int) -> bytes | None:
     return bytes(content)
 
 
-def _publish_once(tmp: str, path: str, content: bytes, mode: int) -> None:
-    """Write `content` under `path` unless something is there; it appears whole or not at all."""
-    fd = os.open(tmp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+def _publish_once(tmp_fd: int, tmp: str, fd: int, name: str, content: bytes, mode: int) -> None:
+    """Write `content` under `name` unless something is there; it appears whole or not at all."""
+    part = create_file(tmp, mode, os.O_NOFOLLOW, dir_fd=tmp_fd)
     try:
-        with os.fdopen(fd, "wb", buffering=0) as file:
+        with os.fdopen(part, "wb", buffering=0) as file:
             with suppress(OSError):  # a file system without modes
-                os.fchmod(fd, mode)
-            hand_over(fd, os.path.dirname(tmp))
+                os.fchmod(part, mode)
             rest = memoryview(content)
             while rest:
                 rest = rest[file.write(rest) :]
-            os.fsync(fd)
-        _link_or_rename(tmp, path)
+            os.fsync(part)
+        _link_or_rename(tmp_fd, tmp, fd, name)
     finally:
         with suppress(OSError):
-            os.unlink(tmp)
+            os.unlink(tmp, dir_fd=tmp_fd)
     with suppress(OSError):  # not every network file system can sync a directory
-        _fsync_directory(os.path.dirname(path))
+        os.fsync(fd)
 
 
-def _link_or_rename(tmp: str, path: str) -> None:
+def _link_or_rename(tmp_fd: int, tmp: str, fd: int, name: str) -> None:
     # link() never replaces, and is exclusive across NFS nodes (measured: 200 of 200).
     try:
-        os.link(tmp, path)
+        os.link(tmp, name, src_dir_fd=tmp_fd, dst_dir_fd=fd, follow_symlinks=False)
     except FileExistsError:
         return
     except OSError as error:
         if error.errno not in NO_LINKS:
             raise
         # Without links two openers may both get here; what they rename is the same bytes.
-        if not os.path.lexists(path):
-            os.rename(tmp, path)
-
-
-def _fsync_directory(path: str) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+        try:
+            os.stat(name, dir_fd=fd, follow_symlinks=False)
+        except FileNotFoundError:
+            os.rename(tmp, name, src_dir_fd=tmp_fd, dst_dir_fd=fd)
 
 
 def _retry_stale(call: Callable[[], _T]) -> _T:

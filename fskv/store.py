@@ -10,18 +10,18 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import logging
 import os
 import stat as stat_module
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fskv import chunk_file
 from fskv._version import __version__
+from fskv.beneath import make_directory, open_directory
 from fskv.chunk_file import ROW_NBYTES, ChunkHeader, FileLayout
 from fskv.errors import (
     ChunkCorrupt,
@@ -36,7 +36,7 @@ from fskv.errors import (
 )
 from fskv.gds_io import OpenChunk, Transport
 from fskv.mac import MacKey, MacKeys
-from fskv.root import make_directory
+from fskv.process import unique_name
 from fskv.span_plan import ChunkPlan
 from fskv.threads import Task
 from fskv.transports.chunk_fd import open_chunk_fd
@@ -50,12 +50,15 @@ logger = logging.getLogger(__name__)
 _MAX_SUSPECTS = 4096
 _LOG_LINES = 8
 _LOG_WINDOW_S = 60.0
-_moved_aside = itertools.count()
 
 
 class Directory(Protocol):
     """What the store needs from an open namespace directory (fskv.root.NamespaceDir)."""
 
+    @property
+    def path(self) -> str: ...
+    @property
+    def root(self) -> str | None: ...
     @property
     def digest(self) -> bytes: ...
     @property
@@ -86,6 +89,7 @@ class ChunkStore:
         FskvError when the root itself is gone.
         """
         self._directory = directory
+        self._root = directory.root or directory.path
         self._layouts = layouts
         self._transport = transport
         self._rank = rank
@@ -136,6 +140,7 @@ class ChunkStore:
             file_mode=native.file_mode,
             dir_mode=self._directory.dir_mode,
             touch_interval_s=self._touch_interval_s,
+            root_nbytes=len(os.fsencode(self._root)),
         )
 
     def transfer(
@@ -170,8 +175,9 @@ class ChunkStore:
 
     def touch(self, chunk: ChunkId) -> None:
         """Set a chunk's mtime, its "last used", to now; where that is not allowed it goes earlier."""
-        with contextlib.suppress(OSError):
-            os.utime(self.path(chunk), follow_symlinks=False)
+        path = self.path(chunk)
+        with contextlib.suppress(ChunkError, OSError), self._shard(path) as shard:
+            os.utime(os.path.basename(path), dir_fd=shard, follow_symlinks=False)
 
     def replaced(self, chunk: ChunkId) -> None:
         """A Transfer has published this chunk: what was suspect under its name is gone."""
@@ -198,12 +204,12 @@ class ChunkStore:
         delivered = False
         for attempt in (1, 2):
             try:
-                with self._transport.open(path) as file:
+                with self._shard(path) as shard, self._transport.open(path, shard) as file:
                     try:
                         self._read_checked(file, path, chunk, first_block, num_blocks, slot)
                     except (ChunkCorrupt, ChunkStale) as error:
                         if not _is_estale(error):
-                            self._discard(chunk, path, file, error)
+                            self._discard(chunk, path, shard, file, error)
                         raise
                     deliver()
                     delivered = True
@@ -288,12 +294,14 @@ class ChunkStore:
         if header.page_nbytes != layout.page_nbytes:
             raise ChunkStale("pages of other sizes than the layout has")
 
-    def _discard(self, chunk: ChunkId, path: str, file: OpenChunk, error: ChunkError) -> None:
+    def _discard(
+        self, chunk: ChunkId, path: str, shard: int, file: OpenChunk, error: ChunkError
+    ) -> None:
         """Unlink a bad file, but not one that has replaced it meanwhile."""
         self._suspect(chunk)
-        if file.same_file(path):
+        if file.same_file(path, shard):
             try:
-                os.unlink(path)
+                os.unlink(os.path.basename(path), dir_fd=shard)
             except OSError as unlink_error:
                 logger.warning("cannot discard %s: %s", path, unlink_error)
             else:
@@ -373,39 +381,47 @@ class ChunkStore:
         )
         transport.put_header(slot, chunk_file.encode_header(header, base, key))
 
-        part = self._directory.part_path(path)
         try:
-            transport.write_part(part, slot, layout.file_nbytes)
+            self._write(path, slot, layout.file_nbytes)
         except ChunkMissing:
             self._make_shard(os.path.dirname(path))
-            transport.write_part(part, slot, layout.file_nbytes)
-        self._publish(part, path)
+            self._write(path, slot, layout.file_nbytes)
         self.replaced(chunk)
         return Status.OK
+
+    def _write(self, path: str, slot: Any, nbytes: int) -> None:
+        part = self._directory.part_path(path)
+        with self._shard(path) as shard:
+            self._transport.write_part(part, slot, nbytes, shard)
+            self._publish(part, path, shard)
 
     def _good_file_there(
         self, chunk: ChunkId, path: str, layout: FileLayout, keys: MacKeys | None
     ) -> bool:
+        name = os.path.basename(path)
         try:
-            info = os.stat(path, follow_symlinks=False)
-        except OSError:
+            with self._shard(path) as shard:
+                info = os.stat(name, dir_fd=shard, follow_symlinks=False)
+                if not stat_module.S_ISREG(info.st_mode) or info.st_size != layout.file_nbytes:
+                    return False
+                if keys is not None and not self._sealed_there(chunk, path, shard, layout, keys):
+                    return False
+                if abs(time.time() - info.st_mtime) > self._touch_interval_s:
+                    with contextlib.suppress(OSError):
+                        os.utime(name, dir_fd=shard, follow_symlinks=False)
+        except (ChunkError, OSError):
             return False
-        if not stat_module.S_ISREG(info.st_mode) or info.st_size != layout.file_nbytes:
-            return False
-        if keys is not None and not self._sealed_there(chunk, path, layout, keys):
-            return False
-        if abs(time.time() - info.st_mtime) > self._touch_interval_s:
-            with contextlib.suppress(OSError):
-                os.utime(path)
         return True
 
-    def _sealed_there(self, chunk: ChunkId, path: str, layout: FileLayout, keys: MacKeys) -> bool:
+    def _sealed_there(
+        self, chunk: ChunkId, path: str, shard: int, layout: FileLayout, keys: MacKeys
+    ) -> bool:
         """Whether the header there is that of this chunk, by a key that is accepted.
 
         A file under a retired key, or a forged one, is replaced now and not only once a load has met it.
         """
         try:
-            with open_chunk_fd(path) as (fd, _):
+            with open_chunk_fd(path, dir_fd=shard) as (fd, _):
                 raw = os.pread(fd, layout.header_nbytes, 0)
             self._compare_header_length(raw, layout)
             header = chunk_file.parse_header(raw, keys, layout.integrity)
@@ -414,29 +430,35 @@ class ChunkStore:
             return False
         return True
 
-    def _publish(self, part: str, path: str) -> None:
+    def _publish(self, part: str, path: str, shard: int) -> None:
+        part, name = os.path.basename(part), os.path.basename(path)
         try:
-            try:
-                os.rename(part, path)
-            except (IsADirectoryError, FileExistsError):
-                # Not ours, so it is moved out of the way and never deleted.
-                aside = f"{path}.foreign-{os.getpid()}-{next(_moved_aside)}"
-                os.rename(path, aside)
-                logger.warning("%s: a directory stood in the place of a chunk; now %s", path, aside)
-                os.rename(part, path)
+            publish(part, name, shard)
         except OSError as error:
             with contextlib.suppress(OSError):
-                os.unlink(part)
+                os.unlink(part, dir_fd=shard)
             raise chunk_error_from_os(error, path) from error
+
+    @contextlib.contextmanager
+    def _shard(self, path: str) -> Iterator[int]:
+        """Yield a descriptor of the file's directory, for what is done in it; raises a ChunkError."""
+        try:
+            fd = open_directory(self._root, os.path.dirname(path), os.O_PATH)
+        except OSError as error:
+            raise chunk_error_from_os(error, path) from error
+        try:
+            yield fd
+        finally:
+            os.close(fd)
 
     def _make_shard(self, directory: str) -> None:
         """Make a directory of chunks, one level only: the place of a root that is gone stays empty."""
         try:
             try:
-                make_directory(directory, self._directory.dir_mode)
+                make_directory(directory, self._directory.dir_mode, self._root)
             except FileNotFoundError:
                 self._restore_directories()
-                make_directory(directory, self._directory.dir_mode)
+                make_directory(directory, self._directory.dir_mode, self._root)
         except OSError as error:
             raise chunk_error_from_os(error, directory) from error
 
@@ -447,6 +469,20 @@ class ChunkStore:
             self._restore()
         except FskvError as error:
             raise ChunkIOError(str(error)) from error
+
+
+def publish(part: str, name: str, dir_fd: int) -> None:
+    """Give a part its final name, both in the directory `dir_fd`. Raises OSError.
+
+    A directory of that name is not ours: it is moved out of the way, and never deleted.
+    """
+    try:
+        os.rename(part, name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+    except (IsADirectoryError, FileExistsError):
+        aside = f"{name}.foreign-{unique_name()}"  # of nobody: a rename would replace an empty one
+        os.rename(name, aside, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+        logger.warning("%s: a directory stood in the place of a chunk; now %s", name, aside)
+        os.rename(part, name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
 
 
 def _is_estale(error: ChunkError) -> bool:

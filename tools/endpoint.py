@@ -5,17 +5,19 @@ zero. `fetch` stops at a deadline and at a length, and raises nothing but `NoMet
 series that fskv shows. `between` says what happened from one look to the next; a counter that went back began
 again from zero, as Prometheus has it.
 
-`fetch` blocks, up to its deadline and a little more: it belongs on a thread of its own.
+`fetch` blocks, up to its deadline: it belongs on a thread of its own. Longer takes only the system's look for
+the host's name, and a host of which several addresses do not answer.
 """
 
 from __future__ import annotations
 
 import http.client
 import math
+import socket
+import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
@@ -195,40 +197,68 @@ def addresses(text: str | None) -> list[str]:
 
 def fetch(url: str, timeout_s: float) -> str:
     """Return what `url` answers. No redirect is followed and no proxy is asked. Raises NoMetrics."""
-    deadline = time.monotonic() + timeout_s
-    opener = urllib.request.OpenerDirector()
-    for handler in (
-        urllib.request.HTTPHandler(),
-        urllib.request.HTTPSHandler(),
-        urllib.request.HTTPErrorProcessor(),
-        urllib.request.HTTPDefaultErrorHandler(),
-    ):
-        opener.add_handler(handler)
-    request = urllib.request.Request(url, headers={"Accept": "text/plain; version=0.0.4"})  # noqa: S310
-    content = bytearray()
-    problem = None
+    cut = threading.Event()
     try:
-        with opener.open(request, timeout=timeout_s) as answer:
-            while problem is None and (more := answer.read1(65536)):
-                content += more
-                if len(content) > MAX_NBYTES:
-                    problem = f"more than {MAX_NBYTES >> 20} MiB of answer"
-                elif time.monotonic() > deadline:
-                    problem = f"not all of its answer within {timeout_s:g} s"
+        with ExitStack() as stack:
+            connection = _connect(url, timeout_s, cut, stack)
+            return _answer(connection, url, timeout_s, cut)
     except TimeoutError:
         raise NoMetrics(f"no answer within {timeout_s:g} s") from None
-    except urllib.error.HTTPError as error:
-        error.close()
-        raise NoMetrics(f"HTTP {error.code}") from None
-    except urllib.error.URLError as error:
-        reason = error.reason
-        if isinstance(reason, TimeoutError):
-            raise NoMetrics(f"no answer within {timeout_s:g} s") from None
-        raise NoMetrics(_words(reason)) from None
     except (OSError, http.client.HTTPException, ValueError) as error:
+        if cut.is_set():
+            raise NoMetrics(f"not all of its answer within {timeout_s:g} s") from None
         raise NoMetrics(_words(error)) from None
-    if problem is not None:
-        raise NoMetrics(problem)
+
+
+def _connect(
+    url: str, timeout_s: float, cut: threading.Event, stack: ExitStack
+) -> http.client.HTTPConnection:
+    """Connect; after `timeout_s` in all the connection is cut, whatever is being waited for.
+
+    The socket's own timeout is one for each piece: a server that drips would never meet it.
+    """
+    parts = urlsplit(url)
+    host, secure = parts.hostname or "", parts.scheme == "https"
+    end = time.monotonic() + timeout_s
+    sock = socket.create_connection((host, parts.port or (443 if secure else 80)), timeout_s)
+    stack.callback(sock.close)
+    handle = stack.enter_context(sock.dup())  # TLS takes the other one over
+
+    def shut() -> None:
+        cut.set()
+        with suppress(OSError):
+            handle.shutdown(socket.SHUT_RDWR)
+
+    timer = threading.Timer(max(0.0, end - time.monotonic()), shut)
+    timer.daemon = True
+    timer.start()
+    stack.callback(timer.cancel)
+    if secure:
+        import ssl
+
+        sock = ssl.create_default_context().wrap_socket(sock, server_hostname=host)
+        stack.callback(sock.close)
+    connection = http.client.HTTPConnection(host, parts.port)
+    connection.sock = sock
+    return connection
+
+
+def _answer(
+    connection: http.client.HTTPConnection, url: str, timeout_s: float, cut: threading.Event
+) -> str:
+    parts = urlsplit(url)
+    target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+    connection.request("GET", target, headers={"Accept": "text/plain; version=0.0.4"})
+    content = bytearray()
+    with connection.getresponse() as answer:
+        if not 200 <= answer.status < 300:
+            raise NoMetrics(f"HTTP {answer.status}")
+        while more := answer.read1(65536):
+            content += more
+            if len(content) > MAX_NBYTES:
+                raise NoMetrics(f"more than {MAX_NBYTES >> 20} MiB of answer")
+    if cut.is_set():
+        raise NoMetrics(f"not all of its answer within {timeout_s:g} s")
     return content.decode("utf-8", "replace")
 
 

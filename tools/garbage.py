@@ -91,7 +91,10 @@ class Sweep:
         for one in self._view.namespaces():
             if self._stop.is_set():
                 return
-            if self._unused_s is not None and self._is_unused(one, self._unused_s):
+            if one.problem is not None:
+                # Whatever it is called, nothing says that it is a namespace.
+                yield Finding(Kind.FOREIGN, one.path, reason=one.problem)
+            elif self._unused_s is not None and self._is_unused(one, self._unused_s):
                 yield from self._remove_namespace(one, self._cutoff_ns(self._unused_s))
             else:
                 yield from self._guarded(self._in_namespace(one), one.path)

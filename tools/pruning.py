@@ -67,13 +67,15 @@ class Pruning:
         self._spaces = spaces
         self._wish = wish
         self._catalogues: list[Catalogue] = []
+        self._foreign_nbytes = 0  # of directories without a manifest that describes them: they stay
         self._namespaces: dict[str, Namespace] = {one.path: one for one in spaces}
         self._news = News(root)
         self.unlistable = 0
 
     @property
     def nbytes(self) -> int:
-        return sum(catalogue.nbytes for catalogue in self._catalogues)
+        """Bytes on disk, those of foreign directories included: a bound is one on the whole root."""
+        return sum(catalogue.nbytes for catalogue in self._catalogues) + self._foreign_nbytes
 
     @property
     def num_files(self) -> int:
@@ -94,7 +96,11 @@ class Pruning:
             except OSError as error:
                 self.unlistable += 1
                 say(f"{one.path}: cannot be listed: {error.strerror}")
-            self._catalogues.append(catalogue)
+            if one.problem is None:
+                self._catalogues.append(catalogue)
+            else:
+                self._foreign_nbytes += catalogue.nbytes
+                say(f"{one.id}: foreign, counts and stays: {one.problem}")
 
     def need(self, now_ns: int) -> Need:
         """Return what is to go. `now_ns` is the root's own clock; ours for a plan that is not carried out."""
@@ -139,7 +145,11 @@ class Pruning:
                 if stop.is_set() or max_nbytes is None:
                     break
                 for catalogue in self._catalogues:
-                    runner.run(catalogue.refresh(wall_clock_ns()))
+                    try:
+                        runner.run(catalogue.refresh(wall_clock_ns()))
+                    except OSError as error:
+                        self.unlistable += 1
+                        say(f"{catalogue.namespace}: cannot be listed: {error.strerror}")
                 last, need = need, Need(self.nbytes - max_nbytes, 0, None)
                 done.reached = need.nbytes <= 0
                 if done.reached or before == (done.nbytes, done.num_files):

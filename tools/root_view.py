@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from fskv import namespace
 from fskv.errors import FskvError
 from fskv.namespace import Identity
-from fskv.root import Root, read_manifest
+from fskv.root import Root, read_namespace
 
 from .exits import UNSEEN, NotARoot, UsageError
 from .terminal import say, show
@@ -67,12 +67,9 @@ class Namespace:
     @cached_property
     def _manifest(self) -> Identity | str:
         try:
-            identity = read_manifest(self.path)
+            return read_namespace(self.root, self.id)
         except FskvError as error:
             return str(error)
-        if (described := namespace.directory(identity)) != self.id:
-            return f"its namespace.json describes {described}"
-        return identity
 
     @property
     def identity(self) -> Identity | None:

@@ -362,8 +362,8 @@ FAULTS = (
         "written-under-its-name",
         "A file gets its name when it is complete, by one rename.",
         "fskv/store.py",
-        "        part = self._directory.part_path(path)\n        try:\n",
-        "        part = path\n        try:\n",
+        "        part = self._directory.part_path(path)\n        with self._shard(path)",
+        "        part = path\n        with self._shard(path)",
         _STORE,
     ),
     Fault(
@@ -373,9 +373,9 @@ FAULTS = (
         "    bool good = write_all(layout, fd, slot, layout->header_nbytes + layout->payload_nbytes) &&\n"
         "                (!layout->fsync || fsync(fd) == 0);\n"
         "    good = close(fd) == 0 && good; /* NFS may report a failed write only here */\n"
-        "    if (good && rename(file->part, file->path) == 0)\n"
+        "    if (good && renameat(*directory, part, *directory, name) == 0)\n"
         "        return CHUNK_OK;\n",
-        "    bool good = rename(file->part, file->path) == 0 &&\n"
+        "    bool good = renameat(*directory, part, *directory, name) == 0 &&\n"
         "                write_all(layout, fd, slot, layout->header_nbytes + layout->payload_nbytes) &&\n"
         "                (!layout->fsync || fsync(fd) == 0);\n"
         "    good = close(fd) == 0 && good;\n"
@@ -411,8 +411,8 @@ FAULTS = (
         "lease-not-exclusive",
         "Two processes that take a free lease at once do not both hold it.",
         "fskv/lease.py",
-        "        os.link(part, path)\n    except OSError as error:\n",
-        "        os.rename(part, path)\n    except OSError as error:\n",
+        "        os.link(part, name, src_dir_fd=directory, dst_dir_fd=directory, follow_symlinks=False)\n",
+        "        os.rename(part, name, src_dir_fd=directory, dst_dir_fd=directory)\n",
         ("tests/unit/test_lease.py",),
     ),
     Fault(
@@ -427,7 +427,7 @@ FAULTS = (
         "part-left-behind",
         "A write that fails leaves no part.",
         "fskv/transports/chunk_fd.py",
-        "    except BaseException as error:\n        unlink_quietly(path)\n",
+        "    except BaseException as error:\n        unlink_quietly(_name(path, dir_fd), dir_fd)\n",
         "    except BaseException as error:\n",
         _STORE,
     ),
@@ -435,7 +435,7 @@ FAULTS = (
         "part-left-behind-c",
         "A write that fails outside the interpreter leaves no part.",
         "fskv/csrc/chunk_io.c",
-        "    (void)unlink(file->part);\n",
+        "    (void)unlinkat(*directory, part, 0);\n",
         "",
         _NATIVE,
     ),
@@ -475,16 +475,16 @@ FAULTS = (
         "replaced-file-discarded",
         "A good file that has replaced a bad one meanwhile is not discarded in its place.",
         "fskv/store.py",
-        "        if file.same_file(path):\n",
+        "        if file.same_file(path, shard):\n",
         "        if os.path.lexists(path):\n",
         _STORE,
     ),
     Fault(
         "root-made-anew",
         "Where the root is gone nothing is made in its place.",
-        "fskv/root.py",
-        "        os.mkdir(path, mode)\n    except FileExistsError:\n",
-        "        os.makedirs(path, mode)\n    except FileExistsError:\n",
+        "fskv/beneath.py",
+        '    above, _, name = path.rpartition("/")\n',
+        '    above, _, name = path.rpartition("/")\n    os.makedirs(above, exist_ok=True)\n',
         (
             "tests/unit/test_store.py",
             "tests/unit/test_root.py",
@@ -711,6 +711,38 @@ FAULTS = (
         "OPEN_SHARD = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC\n",
         "OPEN_SHARD = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC\n",
         ("tests/unit/test_prune.py", "tests/unit/test_scan.py"),
+    ),
+    Fault(
+        "linked-directories-followed",
+        "What is written, removed or touched is in a directory that no link led to.",
+        "fskv/beneath.py",
+        "_ONE = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC\n",
+        "_ONE = os.O_DIRECTORY | os.O_CLOEXEC\n",
+        ("tests/unit/test_beneath.py",),
+    ),
+    Fault(
+        "linked-directories-followed-c",
+        "What is written, removed or touched outside the interpreter is where no link led to.",
+        "fskv/csrc/beneath.c",
+        "enum { NO_SYMLINKS = 0x04 };\n",
+        "enum { NO_SYMLINKS = 0 };\n",
+        ("tests/unit/test_beneath.py",),
+    ),
+    Fault(
+        "mode-set-by-path",
+        "A new directory gets its mode through its descriptor.",
+        "fskv/beneath.py",
+        "            made = True\n",
+        "            made = True\n            os.chmod(path, mode)\n",
+        ("tests/unit/test_beneath.py",),
+    ),
+    Fault(
+        "foreign-namespace-pruned",
+        "Nothing goes of what is only called like a namespace.",
+        "fskv/holder.py",
+        "        return [name for name in self._catalogues if name not in self._manifests.foreign]\n",
+        "        return list(self._catalogues)\n",
+        ("tests/unit/test_maintenance.py",),
     ),
     Fault(
         "prune-removes-what-is-no-file",

@@ -3,6 +3,7 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <limits.h>
 #include <math.h>
 #include <stdbool.h>
 #include <stdio.h>
@@ -11,6 +12,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "beneath.h"
 #include "xxh3.h"
 
 enum { PREFIX = 32, CHECKSUM_AT = 24 };
@@ -210,14 +212,14 @@ static bool wants_touch(const FileLayout *layout, const struct stat *info)
     return fabs(realtime_s() - mtime_s) > layout->touch_interval_s;
 }
 
-static bool good_file_there(const FileLayout *layout, const char *path)
+static bool good_file_there(const FileLayout *layout, int directory, const char *name)
 {
     struct stat info;
-    if (fstatat(AT_FDCWD, path, &info, AT_SYMLINK_NOFOLLOW) != 0 || !S_ISREG(info.st_mode) ||
+    if (fstatat(directory, name, &info, AT_SYMLINK_NOFOLLOW) != 0 || !S_ISREG(info.st_mode) ||
         (size_t)info.st_size != layout->header_nbytes + layout->payload_nbytes)
         return false;
     if (wants_touch(layout, &info))
-        (void)utimensat(AT_FDCWD, path, NULL, AT_SYMLINK_NOFOLLOW);
+        (void)utimensat(directory, name, NULL, AT_SYMLINK_NOFOLLOW);
     return true;
 }
 
@@ -248,50 +250,94 @@ static bool read_all(int fd, uint8_t *slot, size_t start, size_t stop)
     return true;
 }
 
-/* One level only, as fskv.root.make_directory: with the root gone nothing may be made in its place. */
-static bool make_parent(const FileLayout *layout, const char *path)
+/* The last component of a path, and the length of what is before its slash. */
+static const char *name_in(const char *path, size_t *parent_nbytes)
 {
-    char directory[4096];
-    struct stat info;
     const char *slash = strrchr(path, '/');
-    if (slash == NULL || (size_t)(slash - path) >= sizeof directory)
-        return false;
-    memcpy(directory, path, (size_t)(slash - path));
-    directory[slash - path] = '\0';
-    if (mkdir(directory, layout->dir_mode) != 0)
-        return errno == EEXIST;
-    if (stat(directory, &info) == 0)
-        (void)chmod(directory, layout->dir_mode | (info.st_mode & S_ISGID));
-    return true;
+    *parent_nbytes = slash == NULL ? 0 : (size_t)(slash - path);
+    return slash == NULL ? path : slash + 1;
 }
 
-static int open_part(const FileLayout *layout, const ChunkFile *file)
+/* The directory of a chunk file; -1 and errno. */
+static int open_parent(const FileLayout *layout, const char *path)
 {
+    size_t nbytes;
+    (void)name_in(path, &nbytes);
+    return open_beneath(path, layout->root_nbytes, nbytes, O_PATH);
+}
+
+/* Make and open it. One level only, as fskv.beneath.make_directory: with the root gone nothing may be made in its
+ * place. */
+static int make_parent(const FileLayout *layout, const char *path)
+{
+    char parent[PATH_MAX];
+    size_t nbytes, above_nbytes;
+    struct stat info;
+    (void)name_in(path, &nbytes);
+    if (nbytes >= sizeof parent)
+        return -1;
+    memcpy(parent, path, nbytes);
+    parent[nbytes] = '\0';
+    const char *name = name_in(parent, &above_nbytes);
+    int above = open_beneath(parent, layout->root_nbytes, above_nbytes, O_PATH);
+    if (above < 0)
+        return -1;
+    bool made = mkdirat(above, name, layout->dir_mode) == 0;
+    int fd = openat(above, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+    close(above);
+    if (made && fd >= 0 && fstat(fd, &info) == 0)
+        (void)fchmod(fd, layout->dir_mode | (info.st_mode & S_ISGID));
+    return fd;
+}
+
+/* Opens the directory too, where it was not there. */
+static int open_part(const FileLayout *layout, const ChunkFile *file, int *directory)
+{
+    size_t parent_nbytes;
+    const char *name = name_in(file->part, &parent_nbytes);
     int flags = O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW | layout->open_flags;
-    int fd = open(file->part, flags, layout->file_mode);
-    if (fd < 0 && errno == ENOENT && make_parent(layout, file->part))
-        fd = open(file->part, flags, layout->file_mode);
+    int fd = *directory < 0 ? -1 : openat(*directory, name, flags, layout->file_mode);
+    if (fd < 0 && (*directory < 0 || errno == ENOENT)) {
+        if (*directory >= 0)
+            close(*directory);
+        *directory = make_parent(layout, file->part);
+        if (*directory >= 0)
+            fd = openat(*directory, name, flags, layout->file_mode);
+    }
     if (fd >= 0 && (layout->file_mode & 077) != 0)
         (void)fchmod(fd, layout->file_mode); /* a group is let in whatever the umask */
     return fd;
 }
 
-ChunkResult chunk_write(const FileLayout *layout, const ChunkFile *file, uint8_t *slot,
-                        bool digested)
+static ChunkResult write_in(const FileLayout *layout, const ChunkFile *file, uint8_t *slot,
+                            bool digested, int *directory)
 {
-    if (!file->replace && good_file_there(layout, file->path))
+    size_t parent_nbytes;
+    const char *name = name_in(file->path, &parent_nbytes);
+    if (!file->replace && *directory >= 0 && good_file_there(layout, *directory, name))
         return CHUNK_EXISTS;
     seal(layout, file, slot, digested);
-    int fd = open_part(layout, file);
+    int fd = open_part(layout, file, directory);
     if (fd < 0)
         return CHUNK_OTHERWISE;
+    const char *part = name_in(file->part, &parent_nbytes);
     bool good = write_all(layout, fd, slot, layout->header_nbytes + layout->payload_nbytes) &&
                 (!layout->fsync || fsync(fd) == 0);
     good = close(fd) == 0 && good; /* NFS may report a failed write only here */
-    if (good && rename(file->part, file->path) == 0)
+    if (good && renameat(*directory, part, *directory, name) == 0)
         return CHUNK_OK;
-    (void)unlink(file->part);
+    (void)unlinkat(*directory, part, 0);
     return CHUNK_OTHERWISE;
+}
+
+ChunkResult chunk_write(const FileLayout *layout, const ChunkFile *file, uint8_t *slot,
+                        bool digested)
+{
+    int directory = open_parent(layout, file->path);
+    ChunkResult result = write_in(layout, file, slot, digested, &directory);
+    if (directory >= 0)
+        close(directory);
+    return result;
 }
 
 ChunkResult chunk_read(const FileLayout *layout, const ChunkFile *file, uint8_t *slot, int *open_fd,
@@ -309,7 +355,14 @@ ChunkResult chunk_read(const FileLayout *layout, const ChunkFile *file, uint8_t 
     if (stop > file_nbytes)
         stop = file_nbytes;
 
-    int fd = open(file->path, O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK | layout->open_flags);
+    size_t parent_nbytes;
+    const char *name = name_in(file->path, &parent_nbytes);
+    int directory = open_parent(layout, file->path);
+    if (directory < 0)
+        return CHUNK_OTHERWISE;
+    int fd = openat(directory, name,
+                    O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK | layout->open_flags);
+    close(directory);
     if (fd < 0)
         return CHUNK_OTHERWISE;
     bool good = fstat(fd, &info) == 0 && S_ISREG(info.st_mode) && (size_t)info.st_size == file_nbytes;

@@ -27,6 +27,7 @@ typedef struct {
     int fsync;
     mode_t file_mode, dir_mode;
     double touch_interval_s;
+    size_t root_nbytes; /* of the paths: no link is followed in what is behind them */
 } FileLayout;
 
 typedef struct {

@@ -3,6 +3,7 @@
  */
 #include "files_api.h"
 
+#include "beneath.h"
 #include "files.h"
 #include "types.h"
 #include "xxh3.h"
@@ -251,6 +252,25 @@ PyObject *list_shard(PyObject *module, PyObject *args)
     }
     shard_free(&shard);
     return result;
+}
+
+PyObject *open_directory(PyObject *module, PyObject *args)
+{
+    PyObject *object;
+    Py_ssize_t root_nbytes;
+    int flags, fd;
+    if (!PyArg_ParseTuple(args, "Sni:open_beneath", &object, &root_nbytes, &flags))
+        return NULL;
+    const char *path = PyBytes_AS_STRING(object);
+    size_t nbytes = (size_t)PyBytes_GET_SIZE(object);
+    if (strlen(path) != nbytes || root_nbytes < 0) {
+        PyErr_SetString(PyExc_ValueError, "open_beneath: the path has a zero in it, or its root no length");
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    fd = open_beneath(path, (size_t)root_nbytes, nbytes, flags);
+    Py_END_ALLOW_THREADS
+    return fd < 0 ? PyErr_SetFromErrnoWithFilenameObject(PyExc_OSError, object) : PyLong_FromLong(fd);
 }
 
 PyObject *name_digest(PyObject *module, PyObject *object)

@@ -94,6 +94,8 @@ static PyMethodDef functions[] = {
     {"list_shard", list_shard, METH_VARARGS,
      "list_shard(path, young_ns, newest_ns): the chunk files of a shard as records of 40 bytes, and the names of all else, each after "
      "a letter for its kind."},
+    {"open_beneath", open_directory, METH_VARARGS,
+     "open_beneath(path, root_nbytes, flags): see fskv.beneath.open_directory."},
     {"name_digest", name_digest, METH_O, "name_digest(key): the XXH3-128 that names the key's chunk files."},
     {NULL},
 };

@@ -253,15 +253,17 @@ static PyObject *Layout_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     static char *names[] = {"head",          "middle",        "rows",         "tail",
                             "header_nbytes", "payload_nbytes", "content_nbytes", "block_nbytes",
                             "num_blocks",    "format_version", "open_flags",   "fsync",
-                            "file_mode",     "dir_mode",       "touch_interval_s", NULL};
+                            "file_mode",     "dir_mode",       "touch_interval_s",
+                            "root_nbytes",   NULL};
     PyObject *head, *middle, *rows, *tail;
     FileLayout file = {0};
-    Py_ssize_t header, payload, content, block;
+    Py_ssize_t header, payload, content, block, root_nbytes;
     unsigned int num_blocks, version, file_mode, dir_mode;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "SSSSnnnnIIipIId:Layout", names, &head, &middle,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "SSSSnnnnIIipIIdn:Layout", names, &head, &middle,
                                      &rows, &tail, &header, &payload, &content, &block,
                                      &num_blocks, &version, &file.open_flags, &file.fsync,
-                                     &file_mode, &dir_mode, &file.touch_interval_s))
+                                     &file_mode, &dir_mode, &file.touch_interval_s,
+                                     &root_nbytes))
         return NULL;
     /* The pieces, the longest key, both integers, the digests. */
     Py_ssize_t most = 32 + PyBytes_GET_SIZE(head) + PyBytes_GET_SIZE(middle) +
@@ -269,7 +271,8 @@ static PyObject *Layout_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
                       8 * (Py_ssize_t)num_rows((size_t)(payload > 0 ? payload : 0));
     if (header <= 0 || header % 4096 || payload <= 0 || payload % 4096 || content <= 0 ||
         content > payload || block <= 0 || num_blocks == 0 ||
-        content / block != (Py_ssize_t)num_blocks || content % block || most > header) {
+        content / block != (Py_ssize_t)num_blocks || content % block || most > header ||
+        root_nbytes < 0) {
         PyErr_SetString(PyExc_ValueError, "Layout: sizes that do not fit each other");
         return NULL;
     }
@@ -296,6 +299,7 @@ static PyObject *Layout_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     file.format_version = version;
     file.file_mode = (mode_t)file_mode;
     file.dir_mode = (mode_t)dir_mode;
+    file.root_nbytes = (size_t)root_nbytes;
     self->file = file;
     return (PyObject *)self;
 }

@@ -74,7 +74,7 @@ class FskvWorker(OffloadingWorker):
         Once `reloaded` returns true, nothing is loaded or stored: the weights may not be the namespace's.
         """
         # Each process reads the file itself: no key is in the configuration or in the handshake.
-        self._key_file = open_key_file(config.mac_key_file)
+        self._key_file = open_key_file(config.mac_key_file, config.root)
         keys = self._key_file.keys if self._key_file else None
         tensors = list(files.tensors)
         self._files = files

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fskv.beneath import opened
 from fskv.filesystem import (
     FUTURE_NS,
     MAX_NS,
@@ -153,20 +154,19 @@ async def walk(
 def _changed(namespace: str, seen: Mapping[int, int], start: int) -> list[tuple[int, int]]:
     """Return (shard, mtime of its directory) for all that changed; mtime -1 for those that are gone."""
     found: dict[int, int] = {}
+    path = f"{namespace}/{CHUNK_DIR}"
     try:
-        entries = os.scandir(f"{namespace}/{CHUNK_DIR}")
+        with opened(namespace, path) as fd:
+            names = os.listdir(fd)
     except FileNotFoundError:
         os.stat(namespace)  # gone as a whole: an error. Without chunks: empty.
-        entries = None
-    if entries is not None:
-        with entries:
-            for entry in entries:
-                name = entry.name
-                if len(name) != 3 or not all(char in "0123456789abcdef" for char in name):
-                    continue
-                idx = int(name, 16)
-                if idx >= start:
-                    found[idx] = dir_mtime_ns(entry.path)
+        names = []
+    for name in names:
+        if len(name) != 3 or not all(char in "0123456789abcdef" for char in name):
+            continue
+        idx = int(name, 16)
+        if idx >= start:
+            found[idx] = dir_mtime_ns(f"{path}/{name}")
     gone = [(idx, -1) for idx, mtime in seen.items() if idx >= start and idx not in found and mtime]
     changed = [(idx, mtime) for idx, mtime in found.items() if not mtime or mtime != seen.get(idx)]
     return sorted(changed + gone)

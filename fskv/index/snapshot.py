@@ -22,6 +22,7 @@ import msgpack
 import numpy as np
 import xxhash
 
+from fskv.beneath import opened
 from fskv.index.scan import (
     NUM_SHARDS,
     RECORD,
@@ -143,8 +144,11 @@ class Catalogue:
     def path(self) -> str:
         return f"{self.namespace}/{SNAPSHOT_FILE}"
 
-    def save(self, file_mode: int = 0o600) -> None:
-        """Publish the snapshot; raises OSError, and leaves no part then."""
+    def save(self, file_mode: int = 0o600, root: str | None = None) -> None:
+        """Publish the snapshot; raises OSError, and leaves no part then.
+
+        No link is followed below `root`, which without it is the namespace.
+        """
         nbytes = RECORD.itemsize * self.num_files
         if nbytes > _MAX_BIN_NBYTES:
             raise OSError(errno.EFBIG, "more files than a snapshot can hold", self.path)
@@ -172,18 +176,22 @@ class Catalogue:
         packed += b"".join(packer.pack(item) for pair in head.items() for item in pair)
         # "bin 32" by hand, and shard by shard: packed as one value it is in memory twice more.
         packed += packer.pack("records") + b"\xc6" + nbytes.to_bytes(4, "big")
-        part = f"{self.namespace}/{TMP_DIR}/{unique_name()}.part"
-        try:
-            fd = create_file(part, file_mode)
-            with os.fdopen(fd, "wb") as file:
-                file.write(packed)
-                for _, records in shards:
-                    file.write(records.data)
-            os.rename(part, self.path)
-        except OSError:
-            with contextlib.suppress(OSError):
-                os.unlink(part)
-            raise
+        part, root = f"{unique_name()}.part", root or self.namespace
+        with (
+            opened(root, f"{self.namespace}/{TMP_DIR}", os.O_PATH) as tmp,
+            opened(root, self.namespace, os.O_PATH) as directory,
+        ):
+            try:
+                fd = create_file(part, file_mode, os.O_NOFOLLOW, dir_fd=tmp)
+                with os.fdopen(fd, "wb") as file:
+                    file.write(packed)
+                    for _, records in shards:
+                        file.write(records.data)
+                os.rename(part, SNAPSHOT_FILE, src_dir_fd=tmp, dst_dir_fd=directory)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.unlink(part, dir_fd=tmp)
+                raise
 
     @classmethod
     def load(cls, namespace: str) -> Catalogue:

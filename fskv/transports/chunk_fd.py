@@ -1,7 +1,8 @@
 """Opening a chunk's file and a part's, the same way for every transport.
 
-What is opened is the file of that name itself, a regular one, and never waits for a peer. Called on the I/O
-threads of `jobs`; raises the classes of `fskv.errors`.
+What is opened is the file of that name itself, a regular one, and never waits for a peer. With `dir_fd` it is
+the file of the path's last name in that directory, wherever the path leads by now (fskv.beneath). Called on
+the I/O threads of `jobs`; raises the classes of `fskv.errors`.
 """
 
 from __future__ import annotations
@@ -35,22 +36,24 @@ class ChunkFd:
         with contextlib.suppress(OSError):
             os.utime(self.fd)
 
-    def same_file(self, path: str) -> bool:
+    def same_file(self, path: str, dir_fd: int | None = None) -> bool:
         try:
-            now = os.stat(path, follow_symlinks=False)
+            now = os.stat(_name(path, dir_fd), dir_fd=dir_fd, follow_symlinks=False)
         except OSError:
             return False
         return (now.st_dev, now.st_ino) == (self._info.st_dev, self._info.st_ino)
 
 
 @contextlib.contextmanager
-def open_chunk_fd(path: str, more_flags: int = 0) -> Iterator[tuple[int, os.stat_result]]:
+def open_chunk_fd(
+    path: str, more_flags: int = 0, dir_fd: int | None = None
+) -> Iterator[tuple[int, os.stat_result]]:
     """Open a chunk file for reading and yield descriptor and status.
 
     Raises a ChunkError, ChunkStale for what is no regular file.
     """
     try:
-        fd = os.open(path, _OPEN_READ | more_flags)
+        fd = os.open(_name(path, dir_fd), _OPEN_READ | more_flags, dir_fd=dir_fd)
     except OSError as error:
         if error.errno == errno.EINVAL:  # what O_DIRECT says to a directory or a fifo
             raise ChunkStale(f"{path}: cannot be opened as a chunk file") from error
@@ -69,10 +72,12 @@ def open_chunk_fd(path: str, more_flags: int = 0) -> Iterator[tuple[int, os.stat
 
 
 @contextlib.contextmanager
-def open_part(path: str, file_mode: int, more_flags: int = 0) -> Iterator[int]:
+def open_part(
+    path: str, file_mode: int, more_flags: int = 0, dir_fd: int | None = None
+) -> Iterator[int]:
     """Create `path` exclusively and yield it open for writing; whatever is raised removes it."""
     try:
-        fd = create_file(path, file_mode, OPEN_PART | more_flags)
+        fd = create_file(_name(path, dir_fd), file_mode, OPEN_PART | more_flags, dir_fd=dir_fd)
     except OSError as error:
         raise chunk_error_from_os(error, path) from error
     try:
@@ -81,12 +86,16 @@ def open_part(path: str, file_mode: int, more_flags: int = 0) -> Iterator[int]:
         finally:
             os.close(fd)  # NFS: this is where a full server may say so
     except BaseException as error:
-        unlink_quietly(path)
+        unlink_quietly(_name(path, dir_fd), dir_fd)
         if isinstance(error, OSError):
             raise chunk_error_from_os(error, path) from error
         raise
 
 
-def unlink_quietly(path: str) -> None:
+def _name(path: str, dir_fd: int | None) -> str:
+    return path if dir_fd is None else os.path.basename(path)
+
+
+def unlink_quietly(path: str, dir_fd: int | None = None) -> None:
     with contextlib.suppress(OSError):
-        os.unlink(path)
+        os.unlink(path, dir_fd=dir_fd)

@@ -188,12 +188,15 @@ class GdsTransport:
     # --- files ------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def open(self, path: str) -> Iterator[OpenChunk]:
-        with open_chunk_fd(path) as (fd, info), self._cufile(fd, path, "r") as file:
+    def open(self, path: str, dir_fd: int | None = None) -> Iterator[OpenChunk]:
+        with (
+            open_chunk_fd(path, dir_fd=dir_fd) as (fd, info),
+            self._cufile(fd, path, "r") as file,
+        ):
             yield _GdsChunk(self, file, fd, path, info)
 
-    def write_part(self, path: str, slot: GdsSlot, nbytes: int) -> None:
-        with open_part(path, self._file_mode) as fd:
+    def write_part(self, path: str, slot: GdsSlot, nbytes: int, dir_fd: int | None = None) -> None:
+        with open_part(path, self._file_mode, dir_fd=dir_fd) as fd:
             with (
                 self._cufile(fd, path, "r+") as file,
                 _kvikio_errors(fd, path, written=nbytes),

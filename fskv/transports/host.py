@@ -236,12 +236,12 @@ class HostTransport:
             self._cuda.drop_bounce_buffers()
 
     @contextlib.contextmanager
-    def open(self, path: str) -> Iterator[OpenChunk]:
-        with open_chunk_fd(path, os.O_DIRECT if self._direct else 0) as (fd, info):
+    def open(self, path: str, dir_fd: int | None = None) -> Iterator[OpenChunk]:
+        with open_chunk_fd(path, os.O_DIRECT if self._direct else 0, dir_fd) as (fd, info):
             yield _HostChunk(fd, path, info)
 
-    def write_part(self, path: str, slot: HostSlot, nbytes: int) -> None:
-        with open_part(path, self._file_mode, os.O_DIRECT if self._direct else 0) as fd:
+    def write_part(self, path: str, slot: HostSlot, nbytes: int, dir_fd: int | None = None) -> None:
+        with open_part(path, self._file_mode, os.O_DIRECT if self._direct else 0, dir_fd) as fd:
             done = 0
             while done < nbytes:
                 wrote = os.pwritev(fd, [slot.view[done:nbytes]], done)

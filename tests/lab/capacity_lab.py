@@ -15,9 +15,19 @@ from world import make_identity
 
 from fskv.maintenance import Maintainer
 from fskv.namespace import FORMAT, directory
-from fskv.root import Root
+from fskv.root import manifest_bytes
 
-DIGEST = "0123456789abcdef"
+
+def name_of(model="model", tenant=None):
+    return directory(_identity(model, tenant))
+
+
+def _identity(model, tenant):
+    return make_identity(arch="cpu", model_name=model, tenant=tenant)
+
+
+NAME = name_of()
+DIGEST = NAME.rpartition("@")[2]
 
 # An engine that stores as fast as it may: root, namespace, seed, and its own bound. Without one it asks again
 # for what others' bounds refused.
@@ -49,22 +59,16 @@ while True:
 """
 
 
-def make_namespace(root, name=f"cpu/model@{DIGEST}", tenant=None):
-    path = f"{root}/{name}"
+def make_namespace(root, name=None, model="model", tenant=None):
+    """Make a directory with the manifest of that model; `name` is one that it does not describe."""
+    path = f"{root}/{name or name_of(model, tenant)}"
     os.makedirs(f"{path}/chunks", exist_ok=True)
     with open(f"{root}/fskv.json", "w") as file:
         json.dump({"format": FORMAT}, file)
     os.makedirs(f"{path}/tmp", exist_ok=True)
-    with open(f"{path}/namespace.json", "w") as file:
-        json.dump({"tenant": tenant} if tenant else {}, file)
+    with open(f"{path}/namespace.json", "wb") as file:
+        file.write(manifest_bytes(_identity(model, tenant)))
     return path
-
-
-def engines_namespace(root, **changes):
-    """Make the namespace of an engine whose identity differs so, as it does itself; returns its name."""
-    identity = make_identity(**changes)
-    Root.open(str(root), create=True).open_namespace(identity)
-    return directory(identity)
 
 
 def write_chunk(namespace, name, nbytes=4096, group=0, rank=None, mtime_ns=None):

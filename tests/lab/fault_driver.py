@@ -48,7 +48,7 @@ SAFETIES = {
         (threads.Guard, "leave", lambda guard: None),
         (store.ChunkStore, "transfer", _without_guard(store.ChunkStore.transfer)),
     ],
-    "removal": [(chunk_fd, "unlink_quietly", lambda path: None)],
+    "removal": [(chunk_fd, "unlink_quietly", lambda *_: None)],
 }
 
 POISON = 0x5A  # what the pages hold before a load

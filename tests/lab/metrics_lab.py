@@ -87,6 +87,10 @@ def server(engine, mode="good", port=0):
                 self.wfile.write(b"\xff\x00\r\n" * 2000)
                 return
             self.send_response(200)
+            if mode == "dripping headers":
+                self.flush_headers()
+                while not stop.wait(0.05):
+                    self.wfile.write(b"X")
             self.end_headers()
             if mode == "good":
                 self.wfile.write(engine.text)

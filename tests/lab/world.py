@@ -132,6 +132,14 @@ def make_identity(**changes):
     return Identity(**{**fields, **changes})
 
 
+def follow_links(monkeypatch):
+    """The negative control: links lead out of the root."""
+    from fskv import beneath
+
+    monkeypatch.setattr(beneath, "_open_in_c", None)
+    monkeypatch.setattr(beneath, "_ONE", os.O_DIRECTORY | os.O_CLOEXEC)
+
+
 class World:
     """KV tensors, a namespace on disk, and a store between them.
 

@@ -36,6 +36,7 @@ LAYERS = {
         "fskv.load_time",
     ),
     2: (
+        "fskv.beneath",
         "fskv.book",
         "fskv.breaker",
         "fskv.checkpoint_file",
@@ -47,6 +48,7 @@ LAYERS = {
         "fskv.index.",
         "fskv.key_file",
         "fskv.lease",
+        "fskv.manifests",
         "fskv.metrics",
         "fskv.process",
         "fskv.removed",

@@ -23,7 +23,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tool_lab import Lab, check_lines, everything_below, fskv, key_of, run, spoil
-from world import make_identity, read_by_hand, wait_for
+from world import follow_links, make_identity, read_by_hand, wait_for
 
 from fskv import namespace
 from fskv.config import Share
@@ -652,10 +652,10 @@ def test_another_identity_in_its_place_is_refused_and_stays(lab, tmp_path, free)
     assert chunk_files(target.path) == {}
 
 
-@pytest.mark.parametrize("level", ["arch", "namespace", "chunks", "shard"])
+@pytest.mark.parametrize("level", ["arch", "namespace", "tmp", "chunks", "shard"])
 @pytest.mark.parametrize("protected", [True, False])
 def test_nothing_is_made_behind_a_link(lab, tmp_path, free, monkeypatch, level, protected):
-    """Negative control: without the look at them, directories and an identity are made behind the link."""
+    """Negative control: where links are followed, things are made behind the link."""
     where = lab.namespace()
     lab.chunks(where, range(3))
     archive = exported(lab)
@@ -663,14 +663,16 @@ def test_nothing_is_made_behind_a_link(lab, tmp_path, free, monkeypatch, level, 
     outside.mkdir()
     arch = where.id.split("/")[0]
     links = {"arch": [arch], "namespace": [where.id], "chunks": [f"{where.id}/chunks"]}
+    links["tmp"] = [f"{where.id}/tmp"]
     for link in links.get(level) or [f"{where.id}/chunks/{idx:03x}" for idx in range(4096)]:
         os.makedirs(os.path.dirname(f"{root}/{link}"), exist_ok=True)
         os.symlink(outside, f"{root}/{link}")
     if not protected:
-        monkeypatch.setattr(Destination, "_refuse_links", lambda *_: None)
+        follow_links(monkeypatch)
+    before_ns = os.stat(outside).st_mtime_ns  # parts and probes do not stay
     _, tally = received(archive, root)
-    assert tally.files[Fate.FAILED] == 3
-    assert bool(os.listdir(outside)) is (not protected and level in ("arch", "namespace"))
+    assert tally.files[Fate.FAILED if protected else Fate.STORED] == 3
+    assert (os.stat(outside).st_mtime_ns == before_ns) is protected
 
 
 @pytest.mark.parametrize("claimed", [False, True])

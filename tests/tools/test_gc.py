@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -11,7 +12,7 @@ import time
 import pytest
 from capacity_lab import dead_name
 from test_rm import CLAIMER
-from tool_lab import Lab, check_lines, fskv, run, spoil
+from tool_lab import Lab, check_lines, everything_below, fskv, run, spoil
 from world import wait_for
 
 pytest.importorskip("fskv_tools.cli", reason="the command line is not installed")
@@ -135,6 +136,30 @@ def test_namespaces_that_were_not_used_for_so_long_go_and_used_ones_stay(lab):
     assert done.exit_code == 0, done.stderr
     assert there(paths) == paths[10:]
     assert not os.path.lexists(old.directory.path)
+
+
+@pytest.mark.parametrize("words", ["gc", "gc --namespaces-unused-for 1h", "prune --max-size 0"])
+@pytest.mark.parametrize("manifest", ["of another", "none", "no identity", "its own"])
+def test_what_is_only_called_like_a_namespace_is_foreign(lab, words, manifest):
+    """Negative control: with a manifest that describes it, it is a namespace and goes."""
+    where = lab.namespace()
+    lab.chunks(where, range(3))
+    path = where.directory.path
+    if manifest == "of another":
+        path = shutil.copytree(path, f"{lab.path}/backup/model@{where.id[-16:]}")
+    elif manifest == "none":
+        os.unlink(f"{path}/namespace.json")
+    elif manifest == "no identity":
+        put(f"{path}/namespace.json")
+    if words == "gc":
+        shutil.rmtree(f"{path}/chunks")
+    age_all(lab.path, 100 * 24 * HOUR)
+    before = everything_below(path)
+    done = run(*words.split(), "--yes", root=lab.path)
+    assert (everything_below(path) == before) is (manifest != "its own"), done.stdout
+    if manifest != "its own":
+        assert "foreign" in done.stdout + done.stderr
+        assert path.removeprefix(f"{lab.path}/") in done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("protected", [True, False])

@@ -401,6 +401,7 @@ BAD = (
     "html",
     "empty",
     "dripping",
+    "dripping headers",
     "endless",
 )
 

@@ -21,12 +21,12 @@ from shlex import quote
 import msgpack
 import pytest
 from capacity_lab import (
-    DIGEST,
+    NAME,
     WRITER,
     dead_name,
     disk_nbytes,
-    engines_namespace,
     make_namespace,
+    name_of,
     write_chunk,
 )
 from world import Clock, returns_in_time, wait_for
@@ -39,7 +39,6 @@ from fskv.config import Share
 from fskv.maintenance import Maintainer, Outbox
 from fskv.process import unique_name
 
-NAME = f"cpu/model@{DIGEST}"
 MAX = 4 << 20
 
 
@@ -534,7 +533,8 @@ def test_a_root_that_vanishes_is_told_of_unless_the_engine_has_gone_with_it(tmp_
 
 
 def test_namespace_and_tenant_bounds_stand_next_to_each_other(root, engine):
-    other = engines_namespace(root, tenant="t")
+    other = name_of("other", "t")
+    make_namespace(root, model="other", tenant="t")
     for number in range(64):
         write_chunk(f"{root}/{other}", number, 65536)
     narrow = engine(Limits(1 << 30, 0, 1 << 20, None))

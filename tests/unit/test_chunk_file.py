@@ -434,23 +434,24 @@ class MemoryTransport:
         return HostSlot(index, np.zeros(self.slot_nbytes, np.uint8))
 
     @contextmanager
-    def open(self, path):
+    def open(self, path, dir_fd=None):
         yield self
 
     def read_into(self, slot, slot_offset, file_offset, nbytes):
         found = np.frombuffer(self.data, np.uint8)[file_offset : file_offset + nbytes]
         slot.array[slot_offset : slot_offset + nbytes] = found
 
-    def same_file(self, path):
+    def same_file(self, path, dir_fd=None):
         return False
 
 
 class NoDirectory:
+    path = root = "/"
     digest = b"N" * 16
     dir_mode = 0o700
 
     def chunk_path(self, key_hash, group_idx, rank):
-        return "memory"
+        return "/memory"
 
 
 @pytest.fixture

@@ -176,7 +176,7 @@ def test_whatever_stands_in_its_place_is_a_dead_holder_s(request, tmp_path, cloc
 
 @pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP])
 def test_it_works_where_there_are_no_links(tmp_path, clock, monkeypatch, code):
-    def link(*_):
+    def link(*_, **__):
         raise OSError(code, "no links")
 
     monkeypatch.setattr(os, "link", link)
@@ -211,8 +211,8 @@ def test_a_lease_whose_link_was_answered_as_a_failure_is_found_to_be_ours(
     """What an NFS client makes of a link() whose first answer was lost: it exists, and it is ours."""
     real = os.link
 
-    def link(part, path):
-        real(part, path)
+    def link(part, path, **options):
+        real(part, path, **options)
         raise FileExistsError(errno.EEXIST, "exists", path)
 
     monkeypatch.setattr(os, "link", link)
@@ -245,14 +245,14 @@ def test_a_live_lease_that_was_moved_away_by_mistake_is_given_back(tmp_path, clo
     clock.advance(16)
     real = Lease._break
 
-    def late(self, found):
-        monkeypatch.setattr(Lease, "_break", real)
+    def late(found, directory):
+        monkeypatch.setattr(Lease, "_break", staticmethod(real))
         assert quick.renew()
-        return real(self, found)
+        return real(found, directory)
 
-    monkeypatch.setattr(Lease, "_break", late)
+    monkeypatch.setattr(Lease, "_break", staticmethod(late))
     assert not slow.renew()
-    assert lease_module.Lease(str(tmp_path))._read().holder == quick._name
+    assert LeaseState.parse((tmp_path / LEASE_FILE).read_bytes()).holder == quick._name
     clock.advance(5)
     assert quick.renew()
 
@@ -263,15 +263,15 @@ def test_a_heartbeat_is_written_through_no_link(tmp_path, clock, monkeypatch):
     victim.write_bytes(b"foreign")
     lease = Lease(str(tmp_path), clock=clock)
     assert lease.renew()
-    real = lease._read
+    path, real = tmp_path / LEASE_FILE, lease_module._read
 
-    def read(path=None):
-        state = real(path)
-        os.unlink(lease._path)
-        os.symlink(victim, lease._path)
+    def read(name, directory):
+        state = real(name, directory)
+        os.unlink(path)
+        os.symlink(victim, path)
         return state
 
-    monkeypatch.setattr(lease, "_read", read)
+    monkeypatch.setattr(lease_module, "_read", read)
     clock.advance(5)
     with pytest.raises(OSError, match="symbolic links"):
         lease.renew()

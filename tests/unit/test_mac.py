@@ -30,7 +30,7 @@ from fskv import key_file as key_file_module
 from fskv.chunk_file import peek_header
 from fskv.config import StoreConfig
 from fskv.errors import ChunkCorrupt, ChunkUnknownKey, ConfigError
-from fskv.key_file import KeyFile, read_keys
+from fskv.key_file import KeyFile, open_key_file, read_keys
 from fskv.mac import INTEGRITY, parse_keys
 from fskv.types import Status
 
@@ -327,6 +327,27 @@ def test_what_is_no_key_file_is_refused_and_waited_for_by_nobody(tmp_path):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_a_key_file_that_leads_into_the_root_is_refused_also_later(tmp_path):
+    """With its control: outside of the root, the same link and the same keys are taken."""
+    root, real, link = tmp_path / "root", tmp_path / "real root", tmp_path / "keys"
+    real.mkdir()
+    root.symlink_to(real)
+    key_file(real / "keys", "old")
+    link.symlink_to(root / "keys")
+    with pytest.raises(ConfigError, match="leads into the root"):
+        open_key_file(str(link), str(root))
+    key_file(tmp_path / "outside", "new")
+    link.unlink()
+    link.symlink_to(tmp_path / "outside")
+    clock = iter(range(100)).__next__
+    file = KeyFile(str(link), clock, str(root))
+    assert file.keys().key_ids == read_keys(str(tmp_path / "outside")).key_ids
+    link.unlink()
+    link.symlink_to(real / "keys")
+    assert file.keys().key_ids == read_keys(str(tmp_path / "outside")).key_ids
+    assert file.kept
+
+
 def test_a_key_file_of_somebody_else_is_refused(tmp_path):
     path = key_file(tmp_path / "keys", "new")
     os.chown(path, 12345, -1)

@@ -8,19 +8,21 @@ import json
 import os
 import time
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from capacity_lab import (
-    DIGEST,
+    NAME,
     age_directories,
     dead_name,
     disk_nbytes,
-    engines_namespace,
     maintain,
     make_namespace,
+    name_of,
     write_chunk,
 )
+from world import follow_links
 
 from fskv import count_checks, filesystem, holder, maintenance
 from fskv.book import Book
@@ -30,12 +32,10 @@ from fskv.index import scan
 from fskv.index.snapshot import Catalogue
 from fskv.lease import SHARED_DIR
 from fskv.maintenance import Maintainer
+from fskv.manifests import Manifests
 from fskv.process import unique_name
-from fskv.root import tenant_of
 from fskv.root_state import root_state
 from fskv.types import MAX_COUNT
-
-NAME = f"cpu/model@{DIGEST}"
 
 
 @pytest.fixture
@@ -395,6 +395,63 @@ def test_a_manifest_that_is_nested_too_deep_keeps_nothing_from_being_counted(roo
     assert usage_of(root).namespaces[other][1] == 1
 
 
+@pytest.mark.parametrize("manifest", ["another's", "none", "no identity", "its own"])
+@pytest.mark.parametrize("limits", [Limits(max_nbytes=8192), Limits(unused_s=3600)])
+def test_what_is_only_called_like_a_namespace_counts_and_nothing_in_it_goes(root, limits, manifest):
+    """Negative control: with a manifest that describes it, it is a namespace and goes."""
+    other = name_of("other") if manifest == "its own" else f"cpu/other@{'f' * 16}"
+    path = make_namespace(root, other, model="other")
+    if manifest == "none":
+        os.unlink(f"{path}/namespace.json")
+    if manifest == "no identity":
+        with open(f"{path}/namespace.json", "w") as file:
+            file.write("my own notes")
+    day_ago = time.time_ns() - 86400 * 10**9
+    theirs = [write_chunk(path, n, mtime_ns=day_ago - 1000) for n in range(10)]
+    theirs.append(f"{path}/chunks/abc/{dead_name()}.part")
+    os.makedirs(f"{path}/chunks/abc", exist_ok=True)
+    with open(theirs[-1], "w") as file:
+        file.write("x")
+    ours = [write_chunk(f"{root}/{NAME}", n, mtime_ns=day_ago) for n in range(100, 105)]
+    theirs_stay = manifest != "its own"
+
+    def done():
+        usage = usage_of(root)
+        gone = not any(map(os.path.exists, ours if theirs_stay else theirs))
+        return gone and usage is not None and usage.num_files <= 10
+
+    maintain(root, done, mine=claim(limits=limits))
+    assert all(map(os.path.exists, theirs)) is theirs_stay
+    assert (usage_of(root).namespaces[other][1] == 10) is theirs_stay
+    assert os.path.exists(f"{path}/snapshot.msgpack") is not theirs_stay
+
+
+@pytest.mark.parametrize("protected", [True, False])
+def test_a_claim_on_a_link_prunes_nothing_behind_it(root, tmp_path_factory, monkeypatch, protected):
+    """Negative control: where links are followed, another root's files go."""
+    theirs = str(tmp_path_factory.mktemp("theirs"))
+    path = make_namespace(theirs, model="other")
+    paths = [write_chunk(path, n) for n in range(10)]
+    link = name_of("other")
+    os.symlink(path, f"{root}/{link}")
+    if not protected:
+        follow_links(monkeypatch)
+    os.makedirs(f"{root}/{SHARED_DIR}/claims")
+    book(root).publish(claim(namespace=link, limits=Limits(namespace_max_nbytes=0)))
+    ours = [write_chunk(f"{root}/{NAME}", n) for n in range(100, 105)]
+    mine = claim(limits=Limits(namespace_max_nbytes=0))
+    expected = len(ours) if protected else len(ours) + len(paths)
+
+    def done():
+        usage = usage_of(root)
+        return usage is not None and usage.pruned_files >= expected
+
+    maintain(root, done, mine=mine)
+    assert not any(map(os.path.exists, ours))
+    assert all(map(os.path.exists, paths)) is protected
+    assert os.path.exists(f"{path}/snapshot.msgpack") is not protected
+
+
 def usage_of(root):
     with contextlib.suppress(OSError):
         return book(root).usage()
@@ -445,11 +502,11 @@ def test_a_link_in_the_place_of_what_is_shared_is_not_followed(root, tmp_path):
 def test_a_link_that_takes_the_place_of_what_is_shared_leads_no_write_elsewhere(
     root, tmp_path_factory, monkeypatch, checked
 ):
-    """Negative control: where it is looked at only at the start, the lease is written there."""
+    """Negative control: where links are followed, the lease is written there."""
     outside = tmp_path_factory.mktemp("outside")
     os.mkdir(outside / "claims")
     if not checked:
-        monkeypatch.setattr(Maintainer, "_refuse_links", lambda _: None)
+        follow_links(monkeypatch)
 
     async def steps():
         maintainer = Maintainer(root, claim(), lease_ttl_s=0.0)
@@ -479,9 +536,9 @@ def test_the_bound_of_a_tenant_holds_for_a_namespace_that_was_counted_before_its
     root, monkeypatch
 ):
     monkeypatch.setattr(holder, "_COUNT_ALL_S", 0.2)
-    name = engines_namespace(root, tenant="blue")
-    path, elsewhere = f"{root}/{name}", f"{root}/namespace.json"
-    os.rename(f"{path}/namespace.json", elsewhere)
+    path = make_namespace(root, tenant="blue")
+    manifest = Path(path, "namespace.json").read_bytes()
+    os.unlink(f"{path}/namespace.json")
     write_chunk(path, "abc" + "0" * 29)
     counted = []
 
@@ -492,7 +549,7 @@ def test_the_bound_of_a_tenant_holds_for_a_namespace_that_was_counted_before_its
         if not counted:
             counted.append(usage.tenants)
             assert usage.tenants == {}
-            os.rename(elsewhere, f"{path}/namespace.json")
+            Path(path, "namespace.json").write_bytes(manifest)
         return disk_nbytes(path) == 0
 
     watcher = claim(namespace=None, limits=Limits(tenants={"blue": 1}))
@@ -505,8 +562,8 @@ def test_the_bound_of_a_tenant_holds_for_a_namespace_that_was_counted_before_its
 @pytest.mark.parametrize("why", ["none", "of another directory", "no identity", "too long"])
 def test_a_tenant_is_what_an_identity_says_that_describes_its_directory(root, why):
     """Negative control: of the sound manifest it is the tenant."""
-    name = engines_namespace(root, tenant="blue")
-    path = f"{root}/{name}/namespace.json"
+    name = name_of("model", "blue")
+    path = f"{make_namespace(root, tenant='blue')}/namespace.json"
     with open(path) as file:
         manifest = json.load(file)
     if why == "of another directory":
@@ -517,7 +574,9 @@ def test_a_tenant_is_what_an_identity_says_that_describes_its_directory(root, wh
         manifest["tenant"] = "T" * 1_100_000
     with open(path, "w") as file:
         json.dump(manifest, file)
-    assert tenant_of(root, name) == ("blue" if why == "none" else None)
+    manifests = Manifests(root)
+    manifests.judge(name)
+    assert manifests.tenants == ({name: "blue"} if why == "none" else {})
 
 
 def test_a_usage_that_adds_up_to_more_than_64_bits_keeps_nothing_from_being_counted(root):

@@ -39,7 +39,7 @@ def files(namespace):
 
 
 def carry_out(chosen, may_go_on=lambda: True):
-    return run(execute(chosen, may_go_on))
+    return run(execute(chosen, may_go_on, "/"))
 
 
 def prune_until(catalogues, nbytes, num_files=0):

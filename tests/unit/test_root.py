@@ -434,12 +434,12 @@ def test_the_loser_of_a_race_reads_what_the_winner_wrote(path, monkeypatch):
     ns_path = f"{path}/{directory(identity())}"
     link = os.link
 
-    def slow_link(tmp, target):
-        if target.endswith("namespace.json"):
+    def slow_link(tmp, target, **options):
+        if target == "namespace.json":
             other = {**identity().to_manifest(), "lora": "by-name"}
-            with open(target, "x") as file:
+            with open(f"{ns_path}/{target}", "x") as file:
                 json.dump(other, file)
-        link(tmp, target)
+        link(tmp, target, **options)
 
     monkeypatch.setattr(os, "link", slow_link)
     with pytest.raises(IdentityMismatch, match="lora"):

@@ -309,7 +309,7 @@ def test_a_snapshot_that_cannot_be_written_leaves_no_part(namespace, monkeypatch
     catalogue = known(namespace, 3)
     catalogue.save()
 
-    def fail(*_):
+    def fail(*_, **__):
         raise OSError(28, "no space")
 
     monkeypatch.setattr(os, "rename", fail)

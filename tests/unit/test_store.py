@@ -366,11 +366,11 @@ def test_a_stale_handle_at_a_write_is_tried_again_once(make_world):
 def test_a_stale_handle_at_the_rename_is_tried_again_once(world, monkeypatch):
     rename, calls = os.rename, []
 
-    def stale_once(source, target):
+    def stale_once(source, target, **dir_fds):
         calls.append(target)
         if len(calls) == 1:
             raise OSError(116, "Stale file handle")
-        rename(source, target)
+        rename(source, target, **dir_fds)
 
     monkeypatch.setattr(os, "rename", stale_once)
     assert world.put(1, world.content()) is Status.OK

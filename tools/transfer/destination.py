@@ -6,13 +6,11 @@ namespace is closed when the last file for it is done.
 
 from __future__ import annotations
 
-import os
 import threading
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Self
 
-from fskv import namespace
 from fskv.config import Share
 from fskv.errors import ChunkError, RootError
 from fskv.namespace import Identity
@@ -73,7 +71,6 @@ class Destination:
                 self._idle.wait_for(lambda: not self._pending)
             self._close()
             if self._root.writable:
-                self._refuse_links(identity)
                 self._root.open_namespace(identity)  # compared, before anything is claimed for it
                 self._allowance = Allowance(
                     self._root.path, identity, self._options.keep_free, self._options.patience_s
@@ -83,17 +80,6 @@ class Destination:
             self._sink = Sink(self._root, identity, self._allowance, read_back=read_back)
             self._open.callback(self._sink.close)
         return self._sink
-
-    def _refuse_links(self, identity: Identity) -> None:
-        """An engine follows a link that stands for a namespace; here it is in the way, as it is for a sink.
-
-        Nothing is to be made behind it. Raises RootError.
-        """
-        path = self._root.path
-        for name in namespace.directory(identity).split("/"):
-            path = f"{path}/{name}"
-            if os.path.islink(path):
-                raise RootError(f"{path}: a symbolic link; nothing is written through it")
 
     def look(self, identity: Identity, name: str, head: Head) -> Sink | Outcome:
         """Return the sink for a file that is not there yet, or the outcome where nothing is to be done."""

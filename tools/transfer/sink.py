@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import os
 import stat
 import threading
@@ -19,12 +18,13 @@ import time
 from collections.abc import Iterator
 
 from fskv import namespace
+from fskv.beneath import hand_over, make_directory, open_directory, opened
 from fskv.chunk_file import ChunkHeader, parse_header
 from fskv.errors import ChunkCorrupt, ChunkError, ChunkStale, NoSpace, chunk_error_from_os
-from fskv.index.scan import OPEN_SHARD
 from fskv.namespace import Identity
 from fskv.process import unique_name
-from fskv.root import CHUNK_DIR, Root, create_file, hand_over, make_directory
+from fskv.root import CHUNK_DIR, Root, create_file
+from fskv.store import publish
 from fskv.transports.chunk_fd import OPEN_PART
 
 from .. import mac_keys
@@ -34,7 +34,6 @@ from .tally import Fate, Outcome
 
 _ATTEMPTS = 10  # to publish a file while others remove directories
 _OPEN_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-_moved_aside = itertools.count()
 
 
 class Sink:
@@ -66,8 +65,12 @@ class Sink:
         with self._lock:
             parts, self._parts = self._parts, set()
         for part in parts:
-            with contextlib.suppress(OSError):
-                os.unlink(part)
+            directory, _, name = part.rpartition("/")
+            with (
+                contextlib.suppress(OSError),
+                opened(self._root.path, directory, os.O_PATH) as fd,
+            ):
+                os.unlink(name, dir_fd=fd)
 
     # --- looking --------------------------------------------------------------------------
 
@@ -159,7 +162,7 @@ class Sink:
                 os.close(fd)  # NFS: this is where a full server may say so
             if self._read_back:
                 self._check_again(shard_fd, part, candidate)
-            _rename(shard_fd, part, name)
+            publish(part, name, shard_fd)
         except BaseException:
             with contextlib.suppress(OSError):
                 os.unlink(part, dir_fd=shard_fd)
@@ -182,21 +185,17 @@ class Sink:
     @contextlib.contextmanager
     def _shard(self, shard: str, *, make: bool = False) -> Iterator[int]:
         """Open a directory of chunks without following a link anywhere below the root."""
-        arch, _, name = namespace.directory(self.identity).partition("/")
-        fd = os.open(self._root.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        path = f"{self._path}/{CHUNK_DIR}/{shard}"
         try:
-            for step in (arch, name, CHUNK_DIR, shard):
-                try:
-                    inner = os.open(step, OPEN_SHARD, dir_fd=fd)
-                except FileNotFoundError:
-                    if not make or step is not shard:
-                        raise
-                    make_directory(f"/proc/self/fd/{fd}/{shard}", self._root.dir_mode)
-                    inner = os.open(step, OPEN_SHARD, dir_fd=fd)
-                if make:  # another thread may have made it, and not be so far
-                    hand_over(inner, "", dir_fd=fd)
-                os.close(fd)
-                fd = inner
+            fd = open_directory(self._root.path, path)
+        except FileNotFoundError:
+            if not make:
+                raise
+            make_directory(path, self._root.dir_mode, self._root.path)
+            fd = open_directory(self._root.path, path)
+        try:
+            if make:  # another thread may have made it, and not be so far
+                hand_over(fd, "..", dir_fd=fd)
             yield fd
         finally:
             os.close(fd)
@@ -235,13 +234,3 @@ def _write(fd: int, candidate: Candidate) -> None:
     mtime_ns = max(0, min(candidate.mtime_ns, time.time_ns()))
     with contextlib.suppress(OSError):
         os.utime(fd, ns=(mtime_ns, mtime_ns))
-
-
-def _rename(shard_fd: int, part: str, name: str) -> None:
-    try:
-        os.rename(part, name, src_dir_fd=shard_fd, dst_dir_fd=shard_fd)
-    except (IsADirectoryError, FileExistsError):
-        # Not ours, so it is moved out of the way and never deleted; as fskv.store does.
-        aside = f"{name}.foreign-{os.getpid()}-{next(_moved_aside)}"
-        os.rename(name, aside, src_dir_fd=shard_fd, dst_dir_fd=shard_fd)
-        os.rename(part, name, src_dir_fd=shard_fd, dst_dir_fd=shard_fd)

@@ -1,0 +1,126 @@
+"""Directories of a root, reached through no symbolic link below it.
+
+Whoever may write to a root may put a link in the place of any directory in it. So what is written, renamed,
+removed or touched is named in a descriptor of its directory, and that descriptor is opened here. The root's
+own path may lead through links: it is the operator's.
+
+Every call touches the disk; OSError passes, with ELOOP for a link.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from collections.abc import Iterator
+
+try:
+    from fskv._native import open_beneath as _open_in_c
+except ImportError:  # no C compiler at installation
+    _open_in_c = None  # type: ignore[assignment]
+
+_ONE = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def open_directory(root: str, path: str, flags: int = os.O_RDONLY) -> int:
+    """Open directory `path`, which is `root` or below it, and return its descriptor.
+
+    With `os.O_PATH` as `flags` it cannot be listed, only names in it be used.
+    """
+    if _open_in_c is not None:
+        raw = os.fsencode(path.rstrip("/"))
+        try:
+            return _open_in_c(raw, len(os.fsencode(root.rstrip("/"))), flags)
+        except OSError as error:
+            error.filename = path  # as text
+            raise
+    return _open_in_python(root, path, flags)
+
+
+def _open_in_python(root: str, path: str, flags: int) -> int:
+    names = [name for name in path.removeprefix(root.rstrip("/")).split("/") if name]
+    fd = os.open(root, (os.O_PATH if names else flags) | os.O_DIRECTORY | os.O_CLOEXEC)
+    for name in names:
+        try:
+            inner = os.open(name, (flags if name is names[-1] else os.O_PATH) | _ONE, dir_fd=fd)
+        except OSError as error:
+            number = error.errno or errno.EIO
+            if number == errno.ENOTDIR and _is_link(name, fd):
+                number = errno.ELOOP
+            raise OSError(number, os.strerror(number), path) from None
+        finally:
+            os.close(fd)
+        fd = inner
+    return fd
+
+
+def _is_link(name: str, fd: int) -> bool:
+    with contextlib.suppress(OSError):
+        return stat.S_ISLNK(os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode)
+    return False
+
+
+@contextlib.contextmanager
+def opened(root: str, path: str, flags: int = os.O_RDONLY) -> Iterator[int]:
+    """Yield what `open_directory` opens."""
+    fd = open_directory(root, path, flags)
+    try:
+        yield fd
+    finally:
+        with contextlib.suppress(OSError):
+            os.close(fd)
+
+
+@contextlib.contextmanager
+def named(path: str) -> Iterator[None]:
+    """Have an OSError name `path`, not what was opened relative to a descriptor."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = path
+        raise
+
+
+def make_directory(path: str, mode: int, root: str | None = None) -> bool:
+    """Make one directory with exactly `mode`; False if it is there already.
+
+    No link is followed below `root`, which without it is the directory above. The parent's setgid bit is
+    inherited and kept: group-shared roots rely on it. NotADirectoryError where a file stands there.
+    """
+    above, _, name = path.rpartition("/")
+    with named(path), opened(above if root is None else root, above, os.O_PATH) as directory:
+        try:
+            os.mkdir(name, mode, dir_fd=directory)
+            made = True
+        except FileExistsError:
+            made = False
+        try:
+            fd = os.open(name, os.O_RDONLY | _ONE if made else os.O_PATH | _ONE, dir_fd=directory)
+        except NotADirectoryError:
+            if _is_link(name, directory):
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP)) from None
+            raise NotADirectoryError(errno.ENOTDIR, "not a directory") from None
+        try:
+            if made:
+                # A file system without modes; mkdir's is never wider than asked for.
+                with contextlib.suppress(OSError):
+                    os.fchmod(fd, mode | (os.fstat(fd).st_mode & stat.S_ISGID))
+                hand_over(fd, "", dir_fd=directory)
+        finally:
+            os.close(fd)
+    return made
+
+
+def hand_over(fd: int, directory: str, *, dir_fd: int | None = None) -> None:
+    """Give what root has just made to the owner of its directory: else no engine of that user can read it.
+
+    Who is not root keeps what he makes. Where ownership cannot be given it stays, without an error.
+    """
+    if os.geteuid() != 0:
+        return
+    with contextlib.suppress(OSError):
+        parent, own = os.stat(directory or ".", dir_fd=dir_fd), os.fstat(fd)
+        # What is not root's is not ours: somebody has put it in the place of what we made.
+        if own.st_uid == 0 and (0, own.st_gid) != (parent.st_uid, parent.st_gid):
+            os.fchown(fd, parent.st_uid, parent.st_gid)
