@@ -41,7 +41,7 @@ DIGEST_NBYTES = {CHECKSUM: 8, mac.INTEGRITY: mac.ROW_DIGEST_NBYTES}
 
 _PREFIX = struct.Struct("<8sIIIIQ")
 _CHECKSUM_AT = 24
-_MAX_HEADER_NBYTES = 16 << 20  # payload of ~130 GiB; only to refuse absurd lengths early
+MAX_HEADER_NBYTES = 16 << 20  # payload of ~130 GiB; only to refuse absurd lengths early
 _MAX_KEY_NBYTES = 256
 _MAX_FIELDS = 64
 _MAX_TEXT_NBYTES = 1024  # of a text, or of a field's name
@@ -295,7 +295,7 @@ def header_length(prefix: bytes | memoryview) -> int:
         raise ChunkStale(f"format version {version}, this fskv reads {FORMAT_VERSION}")
     if (
         header_nbytes % ALIGNMENT
-        or not ALIGNMENT <= header_nbytes <= _MAX_HEADER_NBYTES
+        or not ALIGNMENT <= header_nbytes <= MAX_HEADER_NBYTES
         or _PREFIX.size + meta_nbytes + seal_nbytes > header_nbytes
         or seal_nbytes not in (0, SEAL_NBYTES)
     ):

@@ -42,6 +42,12 @@ _MAX_INT = 1 << 256  # int -> str is refused by Python above 4300 digits; no con
 _MAX_MODEL_NBYTES = 120  # + "@" + 16 hex: well under the 255-byte limit of a name
 _MAX_ARCH_NBYTES = 40
 _MAX_INDEX = 999_999  # group and rank in a chunk name: at most 6 digits
+# What a chunk file's name and header can hold: all else would be refused by every reader (docs/format.md).
+_BOUNDS = {
+    "blocks_per_chunk": (1, 1 << 31),
+    "group_idx": (0, _MAX_INDEX),
+    "page_nbytes": (1, (1 << 40) - 1),
+}
 
 
 # --- identity ---------------------------------------------------------------------------
@@ -239,6 +245,10 @@ def _check_fields(instance: GroupIdentity | Identity, where: str) -> None:
         # Annotations are text here (PEP 563); one without a check is our bug: KeyError at once.
         check = _CHECKS[cast("str", field.type)]
         value = check(getattr(instance, field.name), f"{where}.{field.name}")
+        if (bounds := _BOUNDS.get(field.name)) is not None:
+            for number in value if isinstance(value, tuple) else (value,):
+                if not bounds[0] <= cast("int", number) <= bounds[1]:
+                    raise _wrong(f"{where}.{field.name}", "{} to {}".format(*bounds), number)
         object.__setattr__(instance, field.name, value)
 
 
@@ -445,9 +455,11 @@ def sanitise(text: str, limit: int, fallback: str) -> str:
 
     Not injective: where two texts must not meet, a digest stands next to the name.
     """
-    # Accents go, the letter under them stays; the rest of Unicode becomes "_".
-    decomposed = unicodedata.normalize("NFKD", text[-4 * limit :])
-    bare = "".join(char for char in decomposed if not unicodedata.combining(char))
+    # Accents go, the letter under them stays; the rest of Unicode becomes "_". By data that are the same in
+    # every Python: with those of its own version one identity would have two directories.
+    data = unicodedata.ucd_3_2_0
+    decomposed = data.normalize("NFKD", text[-4 * limit :])
+    bare = "".join(char for char in decomposed if not data.combining(char))
     safe = re.sub(r"[^A-Za-z0-9._-]+", "_", bare)[-limit:]
     return safe.lstrip("._-").rstrip("_") or fallback
 

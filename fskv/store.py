@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from fskv import chunk_file
 from fskv._version import __version__
 from fskv.beneath import make_directory, open_directory
-from fskv.chunk_file import ROW_NBYTES, ChunkHeader, FileLayout
+from fskv.chunk_file import MAX_HEADER_NBYTES, ROW_NBYTES, ChunkHeader, FileLayout
 from fskv.errors import (
     ChunkCorrupt,
     ChunkError,
@@ -30,6 +30,7 @@ from fskv.errors import (
     ChunkMissing,
     ChunkStale,
     ChunkUnknownKey,
+    ConfigError,
     FskvError,
     RootError,
     chunk_error_from_os,
@@ -87,7 +88,15 @@ class ChunkStore:
 
         `restore` makes the namespace's directories again when somebody removed them; it raises an
         FskvError when the root itself is gone.
+
+        Raises ConfigError for chunks so large that every reader would refuse their headers.
         """
+        for group_idx, layout in layouts.items():
+            if layout.header_nbytes > MAX_HEADER_NBYTES:
+                raise ConfigError(
+                    f"a chunk of group {group_idx}: found {layout.payload_nbytes} bytes and a header of "
+                    f"{layout.header_nbytes}, expected a header of at most {MAX_HEADER_NBYTES}"
+                )
         self._directory = directory
         self._root = directory.root or directory.path
         self._layouts = layouts

@@ -830,6 +830,22 @@ FAULTS = (
         _FORMAT,
     ),
     Fault(
+        "unicode-of-this-python",
+        "An identity has one directory, whatever Unicode the Pythons of its nodes know.",
+        "fskv/namespace.py",
+        "    data = unicodedata.ucd_3_2_0\n",
+        "    data = unicodedata\n",
+        _FORMAT,
+    ),
+    Fault(
+        "sizes-that-no-header-holds",
+        "What no chunk file could say is refused in an identity.",
+        "fskv/namespace.py",
+        '                if not bounds[0] <= cast("int", number) <= bounds[1]:\n',
+        '                if not bounds[0] <= cast("int", number):\n',
+        _FORMAT,
+    ),
+    Fault(
         "ascii-only-in-texts",
         "Canonical JSON is what docs/format.md says, to the last escape.",
         "fskv/namespace.py",

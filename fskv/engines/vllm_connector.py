@@ -202,7 +202,8 @@ class FskvOffloadingSpec(OffloadingSpec):
             restore=lambda: _open_root(config, create=False).open_namespace(identity),
             rank=parallel.rank,
             world_size=parallel.world_size,
-            layouts=None if identity.extra and "page_layouts" in identity.extra else in_page,
+            # With one stage those of its groups are in the manifest.
+            layouts=in_page if parallel.pipeline_parallel_size > 1 else None,
             # Some layers turn it off while they are built, in this process alone.
             prefix_caching=reuses_kv(setup.vllm_config),
             reloaded=lambda: loaded.reloaded and not config.weights_fixed,

@@ -162,6 +162,7 @@ def build_identity(
         )
     # With pipeline stages each rank has other layers; its own are in the layout digest of its files.
     one_stage = parallel.pipeline_parallel_size == 1
+    in_manifest = {k: v for k, v in layouts.items() if one_stage or not k.startswith("group")}
     kv_dtype = str(cache.cache_dtype)
     kv_dtype = {"auto": _name(model.dtype), "fp8": "fp8_e4m3"}.get(kv_dtype, kv_dtype)
     layer_names = {name for group in groups for name in group.layer_names}
@@ -215,8 +216,7 @@ def build_identity(
         | (_model_extra(loaded.model, modules, config) if loaded else {})
         # A commit names all files of a repository, and not which of them are loaded.
         | ({"weight_files": [*files]} if files and weights.startswith("commit:") else {})
-        # With pipeline stages a group may have no layer here: then its files say it (layout_digest).
-        | ({"page_layouts": layouts} if layouts and one_stage else {}),
+        | ({"page_layouts": in_manifest} if in_manifest else {}),
     )
     if loaded is not None and config.weights_id is None:
         check_unchanged(loaded, vllm_config)

@@ -377,6 +377,14 @@ def test_the_partition_of_a_pipeline_counts(config, monkeypatch):
     assert after.to_manifest()["extra"]["pipeline_partition"] == "1,3"
 
 
+@pytest.mark.parametrize("stages", [1, 2])
+def test_what_permutes_pages_counts_with_pipeline_stages_too(config, monkeypatch, stages):
+    put(config, "parallel_config.pipeline_parallel_size", stages)
+    before = manifest(config)
+    monkeypatch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", "DS")
+    assert manifest(config).digest != before.digest
+
+
 def test_nothing_is_switched_by_default(config):
     assert manifest(config).extra is None
 

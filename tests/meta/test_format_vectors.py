@@ -7,24 +7,39 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import errno
 import hashlib
 import json
+import random
 import re
 import struct
+import types
+import unicodedata
 
 import document_reader
 import pytest
+import xxhash
 from test_docs import fenced, rows, text_of
 
 from fskv import namespace
 from fskv.book import Book
 from fskv.chunk_file import ChunkHeader, FileLayout, encode_header, parse_header, row_digests
 from fskv.claims import Claim, Limits, Usage
-from fskv.errors import ConfigError, IdentityMismatch
+from fskv.errors import (
+    ChunkCorrupt,
+    ChunkStale,
+    ChunkUnknownKey,
+    ConfigError,
+    IdentityMismatch,
+    RootError,
+    chunk_error_from_os,
+)
 from fskv.lease import LeaseState
-from fskv.mac import MacKey
-from fskv.namespace import Identity
-from fskv.root import manifest_bytes
+from fskv.mac import MacKey, MacKeys
+from fskv.namespace import ChunkName, Identity
+from fskv.root import Root, manifest_bytes
+from fskv.types import Status
+from tools.check.expect import Expected
 
 FORMAT = text_of("docs/format.md")
 
@@ -85,31 +100,60 @@ def check_namespace(text: str) -> int:
     return len(said)
 
 
+KEY = MacKey("example", bytes(range(32)))
+_HASH, _NAMESPACE = (hashlib.sha256(text).digest() for text in (b"example", b"namespace"))
+
+
+def chunk(key: MacKey | None = None, **changes) -> tuple[bytes, bytes]:
+    """Return header and payload of the document's worked example, with some fields changed."""
+    integrity = "blake3-128" if key else "xxh3-64"
+    layout = FileLayout(2, (24, 40), bytes(range(16)), integrity)
+    payload = bytes(range(128)).ljust(layout.payload_nbytes, b"\0")
+    fields = {
+        "key_hash": _HASH,
+        "group_idx": 1,
+        "rank": 0,
+        "namespace_digest": _NAMESPACE,
+        "layout_digest": layout.digest,
+        "num_blocks": 2,
+        "page_nbytes": (24, 40),
+        "first_block": 0,
+        "payload_nbytes": layout.payload_nbytes,
+        "row_digests": row_digests(memoryview(payload), key),
+        "creator": "fskv/0.1.0",
+        "written_at_ms": 1767225600000,
+        "integrity": integrity,
+    }
+    header = ChunkHeader(**{**fields, **changes})
+    return encode_header(header, layout.header_nbytes, key), payload
+
+
+_WORDS = {
+    ChunkCorrupt: document_reader.CORRUPT,
+    ChunkStale: document_reader.STALE,
+    ChunkUnknownKey: document_reader.UNKNOWN_KEY,
+}
+
+
+def verdicts(header: bytes, payload: bytes, *, sealed: bool) -> str:
+    """Return what fskv says of a header; `document_reader` must say the same of the file."""
+    said = document_reader.GOOD
+    try:
+        parse_header(header, MacKeys([KEY]), "blake3-128" if sealed else "xxh3-64")
+    except (ChunkCorrupt, ChunkStale, ChunkUnknownKey) as error:
+        said = _WORDS[type(error)]
+    keys = {"example": bytes(range(32))} if sealed else None
+    want = document_reader.Wanted(
+        *(_HASH, 1, 0, _NAMESPACE, bytes(range(16)), 2, (24, 40)), keys=keys
+    )
+    assert document_reader.judge(header + payload, want) == said
+    return said
+
+
 def check_sealed(text: str) -> int:
     said = {name: bytes.fromhex(value) for name, value in vectors(text, "of the sealed file")}
-    key = MacKey("example", bytes(range(32)))
-    layout = FileLayout(2, (24, 40), bytes(range(16)), "blake3-128")
-    payload = bytes(range(128)).ljust(layout.payload_nbytes, b"\0")
-    digests = row_digests(memoryview(payload), key)
-    made = encode_header(
-        ChunkHeader(
-            key_hash=hashlib.sha256(b"example").digest(),
-            group_idx=1,
-            rank=0,
-            namespace_digest=hashlib.sha256(b"namespace").digest(),
-            layout_digest=layout.digest,
-            num_blocks=2,
-            page_nbytes=(24, 40),
-            first_block=0,
-            payload_nbytes=layout.payload_nbytes,
-            row_digests=digests,
-            creator="fskv/0.1.0",
-            written_at_ms=1767225600000,
-            integrity="blake3-128",
-        ),
-        layout.header_nbytes,
-        key,
-    )
+    made, payload = chunk(KEY)
+    digests = row_digests(memoryview(payload), KEY)
     (checksum,) = struct.unpack_from("<Q", made, 24)
     assert said["rows"] == digests
     assert said["checksum of the header, the 8 bytes at 24"] == struct.pack("<Q", checksum)
@@ -120,12 +164,7 @@ def check_sealed(text: str) -> int:
     assert blake3(payload, key=said["row key"]).digest(16) == digests
     taken = made[:24] + bytes(8) + made[32:-32]
     assert blake3(taken, key=said["header key"]).digest() == made[-32:]
-    want = document_reader.Wanted(
-        *(parse_header(made, {"example": key}).key_hash, 1, 0),
-        *(hashlib.sha256(b"namespace").digest(), layout.digest, 2, (24, 40)),
-        keys={"example": bytes(range(32))},
-    )
-    assert document_reader.judge(made + payload, want) == document_reader.GOOD
+    assert verdicts(made, payload, sealed=True) == document_reader.GOOD
     return len(said)
 
 
@@ -134,7 +173,8 @@ def check_sealed(text: str) -> int:
     [
         (check_canonical, 10, "1e+22,1e+23", "1e+22,1E+23"),
         (check_canonical, 10, '{"\\u007f":3,"\\uff5e":2,', '{"\\uff5e":2,"\\u007f":3,'),
-        (check_models, 10, "`Ubergro_e`", "`Ubergrosse`"),
+        (check_models, 13, "`Ubergro_e`", "`Ubergrosse`"),
+        (check_models, 13, "`a_b_c_._-`", "`ab_cB_._-`"),
         (check_namespace, 6, '"rms_norm_eps": 1e-05', '"rms_norm_eps": 1e-06'),
         (check_namespace, 6, "`4096`, `266240`", "`4096`, `266241`"),
         (check_sealed, 5, "| row key | `", "| row key | `00"),
@@ -153,8 +193,28 @@ def test_a_long_name_keeps_its_end_and_an_architecture_is_reduced_too():
     assert directory_of("m", arch="///") == "unknown/m"
 
 
-def deep(levels: int) -> object:
-    tree: object = 1
+def test_no_version_of_unicode_gives_an_identity_another_directory(monkeypatch):
+    """Any data do, after `?` for what Unicode 3.2 does not have: so the document says."""
+    rng, old = random.Random(1), unicodedata.ucd_3_2_0
+    points = [chr(n) for n in range(0x110000) if not 0xD800 <= n < 0xE000]
+    marks = [point for point in points if unicodedata.combining(point)]
+    names = ["".join(points[at : at + 24]) for at in range(0, len(points), 24)]
+    names += ["".join(rng.choices([*marks, *"aé.-"], k=20)) for _ in range(5000)]
+    for name in names:
+        known = "".join(char if old.category(char) != "Cn" else "?" for char in name)
+        split = unicodedata.normalize("NFKD", known)
+        bare = "".join(char for char in split if not unicodedata.combining(char))
+        safe = re.sub(r"[^A-Za-z0-9._-]+", "_", bare)[-40:].lstrip("._-").rstrip("_") or "unknown"
+        assert namespace.sanitise(name, 40, "unknown") == safe, ascii(name)
+
+    # Negative control: with the data of this Python the document's vectors are not what the code makes.
+    monkeypatch.setattr(namespace, "unicodedata", types.SimpleNamespace(ucd_3_2_0=unicodedata))
+    with pytest.raises(AssertionError):
+        check_models(FORMAT)
+
+
+def deep(levels: int, inner: object = 1) -> object:
+    tree = inner
     for _ in range(levels):
         tree = [tree]
     return tree
@@ -193,12 +253,21 @@ _REFUSED = [
     *(("new", 1), ("groups.0.new", 1), ("groups.1.group_idx", 0), ("topology.tp", -1)),
     *(("model_config.x", 2**256), ("model_config.x", -(2**256)), ("model_config.x", deep(32))),
     *(("model_config.x", "\ud83d"), ("model_config.\udcff", 1), ("model_name", "caf\udce9")),
-    ("groups.0.layer_names.0", ""),
+    *(
+        ("groups.0.layer_names.0", ""),
+        ("model_config.x", deep(32, [])),
+        ("groups.0.page_nbytes.0", 0),
+    ),
+    *(("groups.0.page_nbytes.0", 2**40), ("groups.1.group_idx", 10**6)),
+    *(("blocks_per_chunk", 0), ("blocks_per_chunk", 2**31 + 1)),
 ]
 _TAKEN = [
     *(("model_config.x", value) for value in (2**256 - 1, -(2**256 - 1), deep(31), "", 1.0, None)),
     *(("model_config.", 1), ("topology.tp", 0), ("groups.0.page_nbytes", []), ("tenant", ...)),
     *(("integrity", "blake3-128"), ("extra.x", {}), ("topology", {}), ("groups.1.group_idx", 7)),
+    *(("model_config.x", deep(31, [])), ("groups.0.page_nbytes.0", 2**40 - 1)),
+    *(("groups.1.group_idx", 999999), ("blocks_per_chunk", 2**31), ("blocks_per_chunk", 1)),
+    *(("engine", "another"), ("weights", "x"), ("topology.new", 1), ("topology", {"tp": 1})),
 ]
 
 
@@ -219,17 +288,165 @@ def test_negative_control_what_it_allows_is_taken_and_is_another_namespace(path,
 
 
 @pytest.mark.parametrize(
-    "source", ['{"a": 1, "a": 1}', "[NaN]", "[Infinity]", "[01]", "[1.]", '["\x01"]', "[1,]", ""]
+    "source",
+    [
+        '{"a": 1, "a": 1}',
+        '{"a": 1, "\\u0061": 2}',
+        "\ufeff{}",
+        "[NaN]",
+        "[Infinity]",
+        "[01]",
+        "[1.]",
+        '["\x01"]',
+        "[1,]",
+        "",
+    ],
 )
 def test_what_is_no_json_for_all_is_none(source):
     with pytest.raises(ValueError, match=r"\w"):
         namespace.parse_json(source)
 
 
+def test_negative_control_keys_that_only_look_alike_are_two():
+    tree = namespace.parse_json('{"\\u00e9": 1, "e\\u0301": 2}')
+    assert tree == {"\u00e9": 1, "e\u0301": 2}
+
+
+def test_a_reader_takes_a_manifest_in_utf_8_and_no_other_encoding():
+    text = json.dumps(example(FORMAT), ensure_ascii=False)
+    assert not text.isascii()
+    identity = Identity.from_manifest(namespace.parse_json(text.encode()))
+    assert identity.digest == Identity.from_manifest(example(FORMAT)).digest
+    assert manifest_bytes(identity).isascii()
+    for other in ("utf-16", "utf-8-sig"):
+        with pytest.raises(ValueError, match="no "):
+            namespace.parse_json(text.encode(other))
+
+
+@pytest.mark.parametrize(
+    ("content", "taken"),
+    [
+        ('{"format": 1}', True),
+        ('{"x": "\\ud83d", "y": 1e400, "z": ' + 100 * "[" + 100 * "]" + ', "format": 1}', True),
+        (f'{{"x": "\u00e9", "n": {2**300}, "format": 1}}', True),
+        *((text, False) for text in ('{"format": 1.0}', '{"format": true}', '{"format": "1"}')),
+        *((text, False) for text in ('{"format": 2}', "{}", "1", "", '{"format": 1, "x": NaN}')),
+        *((text, False) for text in ('{"format": 1, "format": 1}', '\ufeff{"format": 1}')),
+    ],
+)
+def test_a_root_is_one_of_format_1_whatever_else_its_file_says(tmp_path, content, taken):
+    (tmp_path / "fskv.json").write_text(content, encoding="utf-8")
+    if taken:
+        Root.open(str(tmp_path), create=False, writable=False)
+    else:
+        with pytest.raises(RootError, match=r"format|damaged"):
+            Root.open(str(tmp_path), create=False, writable=False)
+
+
 def test_a_number_beyond_a_double_is_refused():
     text = re.sub(r'"scale": 0\.1', '"scale": 1e400', json.dumps(example(FORMAT)))
     with pytest.raises(IdentityMismatch):
         Identity.from_manifest(namespace.parse_json(text))
+
+
+# --- the verdicts of a reader ------------------------------------------------------------------
+
+GOOD, CORRUPT, STALE = document_reader.GOOD, document_reader.CORRUPT, document_reader.STALE
+UNKNOWN_KEY = document_reader.UNKNOWN_KEY
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"creator": ""}, GOOD),
+        ({"written_at_ms": 2**62}, GOOD),
+        *(({"written_at_ms": bad}, CORRUPT) for bad in (2**62 + 1, -1)),
+        # Out of its bounds comes before not being what was asked for.
+        *(({name: 2**31 + 1}, CORRUPT) for name in ("group_idx", "rank")),
+        *(({name: b""}, CORRUPT) for name in ("key_hash", "namespace_digest", "layout_digest")),
+        *(({name: bytes(65)}, CORRUPT) for name in ("namespace_digest", "layout_digest")),
+        *(({"first_block": bad}, CORRUPT) for bad in (2, -1)),
+        *(({"page_nbytes": bad}, CORRUPT) for bad in ((64, 0), (2**40,), ())),
+        *(({"payload_nbytes": bad}, CORRUPT) for bad in (0, 8192, 2**50 + 4096)),
+        ({"row_digests": bytes(16)}, CORRUPT),
+    ],
+)
+def test_a_value_out_of_its_bounds_is_corrupt(changes, said):
+    assert verdicts(*chunk(**changes), sealed=False) == said
+
+
+def sealed_by(packed_id: bytes, *, forged: bool = False) -> tuple[bytes, bytes]:
+    """Return the sealed example with another key id in its seal; its tag and checksum are right."""
+    header, payload = chunk(KEY)
+    tagged = header[:24] + bytes(8) + header[32:-64] + packed_id.ljust(32, b"\0")
+    whole = tagged + (bytes(32) if forged else KEY.tag(tagged))
+    checksum = struct.pack("<Q", xxhash.xxh3_64_intdigest(whole))
+    return whole[:24] + checksum + whole[32:], payload
+
+
+@pytest.mark.parametrize(
+    ("packed_id", "forged", "said"),
+    [
+        (b"example", False, GOOD),
+        (b"example", True, CORRUPT),
+        *((other, True, UNKNOWN_KEY) for other in (b"other", b"x" * 32)),  # before the tag
+        *(
+            (none, False, CORRUPT)
+            for none in (b"", b"example\0a", b"\0example", b"ex ample", b"\xe9")
+        ),
+    ],
+)
+def test_a_seal_names_a_key_and_only_then_its_tag_counts(packed_id, forged, said):
+    assert verdicts(*sealed_by(packed_id, forged=forged), sealed=True) == said
+
+
+def test_a_seal_where_none_belongs_and_none_where_one_belongs_is_stale():
+    assert verdicts(*chunk(KEY), sealed=False) == STALE
+    assert verdicts(*chunk(), sealed=True) == STALE
+    assert verdicts(*sealed_by(b""), sealed=False) == STALE
+    header, payload = chunk(KEY)
+    for seal_nbytes in (1, 63, 65):
+        bad = header[:20] + struct.pack("<I", seal_nbytes) + header[24:]
+        assert verdicts(bad, payload, sealed=True) == CORRUPT
+
+
+def test_a_file_that_ends_in_its_header_is_corrupt_unless_it_is_of_another_version():
+    header, _ = chunk()
+    for nbytes in (0, 31, 32, 4095):
+        with pytest.raises(ChunkCorrupt):
+            parse_header(header[:nbytes])
+    with pytest.raises(ChunkStale):
+        parse_header(header[:8] + struct.pack("<I", 2) + header[12:32])
+    assert parse_header(header).key_hash == _HASH
+
+
+@pytest.mark.parametrize("wrong", [None, "name", "group_idx", "rank"])
+def test_a_file_whose_header_is_not_that_of_its_name_is_stale(wrong):
+    name = ChunkName(namespace.chunk_name(_HASH), 1, None)
+    other = {"name": namespace.chunk_name(b"other"), "group_idx": 2, "rank": 1}
+    header = parse_header(chunk()[0])
+    if wrong is None:
+        for rank in (None, 0):
+            Expected().compare(header, name._replace(rank=rank))
+    else:
+        with pytest.raises(ChunkStale):
+            Expected().compare(header, name._replace(**{wrong: other[wrong]}))
+
+
+def test_a_chunk_in_the_directory_of_another_is_foreign():
+    path = namespace.chunk_path(_HASH, 1, None)
+    assert namespace.parse_chunk_path(path)
+    assert namespace.parse_chunk_path(path.replace("chunks/5db/", "chunks/5dc/")) is None
+
+
+def test_what_is_not_there_is_missing_and_other_errors_say_nothing_about_a_file():
+    found = {
+        code: chunk_error_from_os(OSError(code, ""), "p").status
+        for code in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.EIO)
+    }
+    assert found.pop(errno.ENOENT) is found.pop(errno.ENOTDIR) is Status.MISSING
+    assert found.pop(errno.ELOOP) is Status.STALE
+    assert not {*found.values()} & {Status.MISSING, Status.STALE, Status.CORRUPT}
 
 
 # --- what engines tell each other -------------------------------------------------------------

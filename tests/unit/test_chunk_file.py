@@ -9,7 +9,7 @@ import struct
 import time
 import tracemalloc
 import zlib
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import msgpack
 import numpy as np
@@ -28,7 +28,7 @@ from fskv.chunk_file import (
     parse_header,
     row_digests,
 )
-from fskv.errors import ChunkCorrupt, ChunkStale
+from fskv.errors import ChunkCorrupt, ChunkStale, ConfigError
 from fskv.store import ChunkStore
 from fskv.transports.host import HostSlot, HostTransport
 from fskv.types import ChunkId, Status
@@ -470,6 +470,21 @@ def small(monkeypatch):
 
     assert load() is Status.OK
     return transport, load
+
+
+@pytest.mark.parametrize(("num_blocks", "refused"), [(2**21 - 117, False), (2**21 - 116, True)])
+def test_chunks_with_a_header_that_no_reader_takes_are_refused_when_the_store_opens(
+    num_blocks, refused
+):
+    layout = FileLayout(num_blocks, (ROW,), b"L" * 16)
+    assert layout.header_nbytes == (16 << 20) + (4096 if refused else 0)
+    prefix = struct.pack("<8sIIII8x", MAGIC, 1, layout.header_nbytes, 1, 0)
+    with pytest.raises(ChunkCorrupt) if refused else nullcontext():
+        header_length(prefix)
+    with pytest.raises(ConfigError, match="group 3") if refused else nullcontext():
+        ChunkStore(
+            NoDirectory(), {3: layout}, MemoryTransport(golden()), rank=1, touch_interval_s=600
+        )
 
 
 def test_every_single_flipped_bit_of_a_file_is_found(small):

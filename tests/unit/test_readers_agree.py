@@ -534,6 +534,30 @@ def test_the_three_readers_agree_on_crafted_headers(tmp_path, pages, blocks, fir
     assert min(verdicts[word] for word in (GOOD, STALE, CORRUPT)) >= num // 100, verdicts
 
 
+def with_fields(place, **packed):
+    draft = place.draft()
+    for name, value in packed.items():
+        draft.fields[draft.index(name)] = msgpack.packb(name), value
+    return draft.bytes()
+
+
+def test_a_damaged_row_is_corrupt_also_where_its_block_is_missing(small):
+    partial = with_fields(small, first_block=b"\x01")
+    assert small.complaint(partial) == (MISSING, None)
+    small.file = small.file[:-1] + b"\x01"
+    assert small.complaint(partial) == (CORRUPT, None)
+
+
+def test_a_hole_and_an_end_that_are_no_zeros_are_good_where_their_rows_are(tmp_path):
+    place = Place(tmp_path / "kv", (24, 40), 2, first_block=1)
+    place.file = (
+        place.file[: place.base] + b"\x01" * 64 + place.file[place.base + 64 : -1] + b"\x01"
+    )
+    assert place.complaint(with_fields(place, first_block=b"\x01")) == (CORRUPT, None)
+    digest = msgpack.packb(xxhash.xxh3_64_digest(place.file[place.base :]))
+    assert place.complaint(with_fields(place, first_block=b"\x01", rows=digest)) == (GOOD, None)
+
+
 @needs_native
 def test_the_c_reader_takes_what_any_version_of_fskv_wrote(small):
     """Or a load would be done in Python, and nobody would notice."""
