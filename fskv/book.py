@@ -319,7 +319,8 @@ def _claim(tree: dict[str, object], name: str) -> Claim:
 
 def _usage(tree: dict[str, object]) -> Usage:
     namespaces, tenants, counted = tree["namespaces"], tree["tenants"], tree["counted"]
-    others: list[object] = list(tree["others"])  # type: ignore[call-overload]
+    # Absent in what an engine of an older version wrote.
+    others: list[object] = list(tree.get("others", (0, 0)))  # type: ignore[call-overload]
     numbers = ("at_ms", "pruned_files", "pruned_nbytes", "orphans", "unremovable")
     return Usage(
         {str(k): (_number(n), _number(f)) for k, (n, f) in namespaces.items()},  # type: ignore[attr-defined]
