@@ -172,7 +172,7 @@ class Fuzz:
         self.rounds += 1
         for _ in range(self._rng.randrange(1, _PER_ROUND)):
             target = self._rng.choice(_TARGETS)
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            with contextlib.suppress(OSError):  # they change the same places at the same moment
                 target(self)
             self._turn(self._rng.random() * 0.2)
         if self.rounds % _KILL_EVERY == 0:
@@ -280,12 +280,12 @@ class Fuzz:
         if os.path.realpath(above) != above:
             return  # a link of this round: we are not to write through it either
         kind = self._rng.choices(["link", *KINDS], [1, *WEIGHTS])[0]
-        self.planted[target] += 1
-        self.kinds[kind] += 1
         if kind == "link":
             link(path, self._outside, self._rng)
         else:
             KINDS[kind](path, content, self._rng)
+        self.planted[target] += 1
+        self.kinds[kind] += 1
 
     def _made_of(self, path: str, fallback: dict[str, Any]) -> bytes:
         """Return what a file could hold: its own content changed, or no format."""
