@@ -16,7 +16,6 @@ import contextlib
 import errno
 import logging
 import os
-import select
 import sys
 import time
 from collections.abc import Callable
@@ -44,6 +43,7 @@ from fskv.holder import Holder
 from fskv.index.snapshot import Catalogue
 from fskv.lease import SHARED_DIR, TTL_S, Lease
 from fskv.manifests import all_namespaces, namespaces_of_ours
+from fskv.outbox import Outbox
 from fskv.process import GRACE_S, unique_name
 from fskv.prune import execute, plan
 from fskv.removed import ENTRY_NBYTES, RemovedLog
@@ -175,12 +175,11 @@ class Maintainer:
         space = Space.of(self._root)
         self.seen = Seen(usage, claims, space, self._lease.held)
         self._say_left_out()
-        hold, ours = self._lease.held, (claims, usage, space)
         # One after the other: none of them keeps the next ones from being done.
         works: list[Callable[[], bool]] = [
-            lambda: self._hold(claims, space) if hold else self._let_go(),
-            lambda: self._claim_more(*ours, read_at),
-            lambda: self._report(*ours),
+            lambda: self._hold(claims, space) if self._lease.held else self._let_go(),
+            lambda: self._claim_more(claims, usage, space, read_at),
+            lambda: self._report(claims, usage, space),
         ]
         busy, failures = False, list[Exception]()
         for work in works:
@@ -341,16 +340,19 @@ class Maintainer:
         if amount <= 0 or not (left < amount // 2 or left < engine.wanted) or self._must_revoke:
             return False
         self._granted += amount
-        self._publish()  # before the engine may use it
-        if (
-            overdrawn(mine, self._book.claims(), usage or Usage(), Space.of(self._root))
-            or time.monotonic() - read_at > _STALE_S
-            or not self._send({"grant": amount})
-        ):
-            self._granted -= amount
+        given = False
+        try:
+            self._publish()  # before the engine may use it
+            given = (
+                not overdrawn(mine, self._book.claims(), usage or Usage(), Space.of(self._root))
+                and time.monotonic() - read_at <= _STALE_S
+                and self._send({"grant": amount})
+            )
+        finally:  # whatever kept it from being given: the engine does not have it
+            self._granted -= 0 if given else amount
+        if not given:
             self._publish()
-            return False
-        return True
+        return given
 
     def _report(self, claims: list[Claim], usage: Usage | None, space: Space) -> bool:
         """Tell the engine what has changed, or at least that we live; returns whether anything has."""
@@ -493,35 +495,6 @@ def _begin(options: dict[str, Any]) -> Maintainer:
         dir_mode=options["dir_mode"],
         file_mode=options["file_mode"],
     )
-
-
-class Outbox:
-    """Messages for the engine. One that does not read must not stop us: the lease and the claim go on."""
-
-    def __init__(self, fd: int) -> None:
-        os.set_blocking(fd, False)
-        self._fd = fd
-        self._rest = b""  # of a message that did not fit
-
-    def send(self, message: dict[str, Any]) -> bool:
-        """Send it, or at least its beginning; False: the pipe is full, and the message is dropped."""
-        return self._flush() and self._write(msgpack.packb(message))
-
-    def is_heard(self) -> bool:
-        """Whether anybody has the other end of the pipe open."""
-        poll = select.poll()
-        poll.register(self._fd, 0)  # POLLERR is told without being asked for
-        return not poll.poll(0)
-
-    def _flush(self) -> bool:
-        return not self._rest or (self._write(self._rest) and not self._rest)
-
-    def _write(self, data: bytes) -> bool:
-        try:
-            self._rest = data[os.write(self._fd, data) :]
-        except BlockingIOError:
-            return False
-        return True
 
 
 def main() -> None:

@@ -123,8 +123,10 @@ class Fuzz:
                 self._round()
         self._look_at_log()
         with open(f"{self._outside}/file") as file:
-            if file.read() != "outside" or os.listdir(self._outside) != ["file"]:
-                self.problems.append(f"outside of the root: {os.listdir(self._outside)}")
+            # Chunks may be there, by a link in the place of a shard: docs/security.md says so.
+            names = {name for name in os.listdir(self._outside) if not name.endswith(".kv")}
+            if file.read() != "outside" or names != {"file"}:
+                self.problems.append(f"outside of the root: {names}")
 
     @contextlib.contextmanager
     def _started(self) -> Iterator[None]:
@@ -170,7 +172,7 @@ class Fuzz:
         self.rounds += 1
         for _ in range(self._rng.randrange(1, _PER_ROUND)):
             target = self._rng.choice(_TARGETS)
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            with contextlib.suppress(OSError):  # they change the same places at the same moment
                 target(self)
             self._turn(self._rng.random() * 0.2)
         if self.rounds % _KILL_EVERY == 0:
@@ -278,12 +280,12 @@ class Fuzz:
         if os.path.realpath(above) != above:
             return  # a link of this round: we are not to write through it either
         kind = self._rng.choices(["link", *KINDS], [1, *WEIGHTS])[0]
-        self.planted[target] += 1
-        self.kinds[kind] += 1
         if kind == "link":
             link(path, self._outside, self._rng)
         else:
             KINDS[kind](path, content, self._rng)
+        self.planted[target] += 1
+        self.kinds[kind] += 1
 
     def _made_of(self, path: str, fallback: dict[str, Any]) -> bytes:
         """Return what a file could hold: its own content changed, or no format."""

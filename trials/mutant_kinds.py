@@ -657,6 +657,14 @@ FAULTS = (
         ("tests/unit/test_capacity.py",),
     ),
     Fault(
+        "lost-grant-counted",
+        "A grant that an error kept from the engine is not counted as one that it has.",
+        "fskv/maintenance.py",
+        "            self._granted -= 0 if given else amount\n",
+        "            pass\n",
+        ("tests/unit/test_maintenance.py",),
+    ),
+    Fault(
         "sums-without-end",
         "Numbers of the count that add up beyond 64 bits end no maintenance process.",
         "fskv/claims.py",

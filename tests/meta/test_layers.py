@@ -50,6 +50,7 @@ LAYERS = {
         "fskv.lease",
         "fskv.manifests",
         "fskv.metrics",
+        "fskv.outbox",
         "fskv.process",
         "fskv.removed",
         "fskv.root",
@@ -82,7 +83,13 @@ HOMES = {
     "transformers": ("fskv.engines.",),
     "huggingface_hub": ("fskv.engines.",),
     # capacity and maintenance: the messages between an engine and the process that maintains its root
-    "msgpack": ("fskv.chunk_file", "fskv.index.", "fskv.capacity", "fskv.maintenance"),
+    "msgpack": (
+        "fskv.chunk_file",
+        "fskv.index.",
+        "fskv.capacity",
+        "fskv.maintenance",
+        "fskv.outbox",
+    ),
     # block_hashes: the engine's own keys, where it hashes with xxhash
     "xxhash": (
         "fskv.chunk_file",

@@ -31,7 +31,7 @@ from fskv.config import Share
 from fskv.index import scan
 from fskv.index.snapshot import Catalogue
 from fskv.lease import SHARED_DIR
-from fskv.maintenance import Maintainer
+from fskv.maintenance import Engine, Maintainer
 from fskv.manifests import Manifests
 from fskv.process import unique_name
 from fskv.root_state import root_state
@@ -622,6 +622,42 @@ def test_namespaces_without_files_are_not_in_the_usage(root):
     claimed = f"cpu/dead@{7:016x}"
     maintain(root, lambda: usage_of(root) is not None, mine=claim(namespace=claimed))
     assert usage_of(root).namespaces == {NAME: (4096, 1), claimed: (0, 0)}
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_grant_that_an_error_kept_from_the_engine_is_not_counted_as_one_that_it_has(
+    root, monkeypatch, fails
+):
+    """Counted so it would be given no other one: it seems to have as much at hand as it wants.
+
+    Negative control: without the error the engine has the same bytes, and is given no more.
+    """
+    sent, errors = [], []
+    real = Book.claims
+
+    def claims(self):
+        # Between the claim that says more and the word to the engine: the claims are read once more.
+        if fails and not errors and any(claim.granted for claim in real(self)):
+            errors.append("once")
+            raise NotADirectoryError(20, "Not a directory")
+        return real(self)
+
+    async def steps():
+        maintainer = Maintainer(root, claim(wanted=4096), lambda m: sent.append(m) or True)
+        maintainer.hear(Engine(wanted=4096))
+        end = time.monotonic() + 20
+        while not any("grant" in message for message in sent) and time.monotonic() < end:
+            await maintainer.try_step()
+            await asyncio.sleep(0.01)
+        for _ in range(3):
+            await maintainer.try_step()
+        await maintainer.close()
+
+    monkeypatch.setattr(Book, "claims", claims)
+    asyncio.run(steps())
+    given = sum(message.get("grant", 0) for message in sent)
+    assert bool(errors) is fails
+    assert given >= 4096
 
 
 @pytest.mark.parametrize("part", ["_hold", "_claim_more", "_report"])
