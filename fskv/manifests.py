@@ -19,6 +19,7 @@ from fskv.root import MANIFEST_FILE, read_namespace
 
 logger = logging.getLogger(__name__)
 
+_MAX_TOLD = 20  # directories: of a root that has thousands nobody reads them all
 _NAMESPACE = re.compile(r".+@[0-9a-f]{16}", re.DOTALL)
 
 
@@ -30,6 +31,14 @@ class Manifests:
         self.foreign: set[str] = set()
         self.tenants: dict[str, str] = {}
         self._judged: dict[str, tuple[int, ...]] = {}
+        self._num_told = 0
+
+    def _tell(self, name: str, error: Exception) -> None:
+        self._num_told += 1
+        if self._num_told <= _MAX_TOLD:
+            logger.warning("%s is foreign; it counts and stays as it is: %s", name, error)
+        if self._num_told == _MAX_TOLD:
+            logger.warning("of other directories that are foreign nothing is said; see `fskv ls`")
 
     def forget(self, name: str) -> None:
         self.foreign.discard(name)
@@ -63,10 +72,10 @@ class Manifests:
         self.tenants.pop(name, None)
         try:
             tenant = read_namespace(self._root, name).tenant
-        except (FskvError, ValueError, RecursionError) as error:
+        except Exception as error:  # it is one of many, and anything may be in it
             # The manifest comes after the directory: who has none yet may be starting.
             if name not in self.foreign and state:
-                logger.warning("%s is foreign; it counts and stays as it is: %s", name, error)
+                self._tell(name, error)
             self.foreign.add(name)
             return
         self.foreign.discard(name)

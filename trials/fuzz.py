@@ -123,8 +123,7 @@ class Fuzz:
                 self._round()
         self._look_at_log()
         with open(f"{self._outside}/file") as file:
-            # Chunks may be there, by a link in the place of a shard: docs/security.md says so.
-            names = {name for name in os.listdir(self._outside) if not name.endswith(".kv")}
+            names = set(os.listdir(self._outside))
             if file.read() != "outside" or names != {"file"}:
                 self.problems.append(f"outside of the root: {names}")
 

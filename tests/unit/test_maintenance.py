@@ -24,7 +24,7 @@ from capacity_lab import (
 )
 from world import follow_links
 
-from fskv import count_checks, filesystem, holder, maintenance
+from fskv import count_checks, filesystem, holder, maintenance, manifests
 from fskv.book import Book
 from fskv.claims import Claim, Limits, Usage
 from fskv.config import Share
@@ -622,6 +622,34 @@ def test_namespaces_without_files_are_not_in_the_usage(root):
     claimed = f"cpu/dead@{7:016x}"
     maintain(root, lambda: usage_of(root) is not None, mine=claim(namespace=claimed))
     assert usage_of(root).namespaces == {NAME: (4096, 1), claimed: (0, 0)}
+
+
+def test_foreign_directories_are_told_of_a_few_times_and_whatever_is_in_them_raises_nothing(
+    root, monkeypatch, caplog
+):
+    for number in range(100):
+        make_namespace(root, f"cpu/notes@{number:016x}")
+        with open(f"{root}/cpu/notes@{number:016x}/namespace.json", "w") as file:
+            file.write("my own notes")
+    judged = manifests.Manifests(root)
+    for number in range(100):
+        judged.judge(f"cpu/notes@{number:016x}")
+    told = [r.getMessage() for r in caplog.records]
+    assert len([line for line in told if " is foreign; " in line]) == 20
+    assert len(told) == 21
+    assert len(judged.foreign) == 100
+
+    def fail(*_):
+        raise OverflowError("of no kind that is expected")
+
+    monkeypatch.setattr(manifests, "read_namespace", fail)
+    name = NAME
+    judged.judge(name)
+    assert name in judged.foreign
+    monkeypatch.undo()  # the control: it was that error
+    judged.forget(name)
+    judged.judge(name)
+    assert name not in judged.foreign
 
 
 @pytest.mark.parametrize("fails", [True, False])
