@@ -219,7 +219,7 @@ def test_what_was_not_verified_is_no_result(
 
 
 def test_a_full_disk_is_an_error_in_words(tmp_path, monkeypatch):
-    def full(self, path, slot, nbytes):
+    def full(self, path, slot, nbytes, dir_fd=None):
         from fskv.errors import NoSpace
 
         raise NoSpace(f"{path}: No space left on device")

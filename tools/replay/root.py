@@ -117,8 +117,9 @@ def walk(path: str) -> Sample:
                         if entry.is_dir(follow_symlinks=False):
                             directories.append(entry.path)
                         elif entry.name.endswith(_CHUNK_ENDINGS):
-                            nbytes += bytes_on_disk(entry.stat(follow_symlinks=False))
                             num_files += entry.name.endswith(".kv")
+                            if not entry.is_symlink():  # its length is no block
+                                nbytes += bytes_on_disk(entry.stat(follow_symlinks=False))
                     except OSError:
                         continue
         except OSError:
