@@ -132,12 +132,16 @@ class Fuzz:
         with contextlib.ExitStack() as stack:
             log = stack.enter_context(open(self._log_path, "wb"))
             popen = subprocess.Popen
+            children: list[Any] = []
+            # They end by themselves, and write until then: after the engines are closed.
+            stack.callback(lambda: [child.wait(self._limit_s) for child in children])
 
             def start(words: Sequence[str], **options: Any) -> Any:
                 words = [w.replace("fskv.maintenance", "trials.fuzz_process") for w in words]
                 path = os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])
                 env = {**os.environ, "PYTHONPATH": path, BREAK: self._broken or ""}
-                return popen(words, stderr=log, env=env, **options)
+                children.append(popen(words, stderr=log, env=env, **options))
+                return children[-1]
 
             for owner, name, value in (
                 (subprocess, "Popen", start),
