@@ -80,7 +80,10 @@ int open_beneath(const char *path, size_t root_nbytes, size_t nbytes, int flags)
     int root = open(root_nbytes ? copy : "/", O_PATH | O_DIRECTORY | O_CLOEXEC);
     if (root < 0)
         return -1;
-    const char *below = copy + root_nbytes + 1;
+    /* Relative, however many slashes there are: an absolute path would lead out of the root. */
+    const char *below = copy + root_nbytes + strspn(copy + root_nbytes + 1, "/") + 1;
+    if (*below == '\0')
+        below = ".";
     fd = (int)syscall(SYS_openat2, root, below, &how, sizeof how);
     if (fd < 0 && (errno == ENOSYS || errno == EPERM))
         fd = walk(root, below, flags);

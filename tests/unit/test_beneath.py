@@ -79,6 +79,16 @@ def test_a_link_at_any_level_is_refused(open_, root, tmp_path, level):
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+@pytest.mark.parametrize("below", ["", *LEVELS])
+def test_slashes_too_many_do_not_lead_out_of_the_root(open_, root, tmp_path, below):
+    """What follows the root is never an absolute path, also where the root is a link."""
+    assert found(open_, root, f"{root}//{below}") == os.stat(f"{root}/{below}").st_ino
+    os.mkdir(tmp_path / "outside")
+    with pytest.raises(FileNotFoundError):
+        open_(root, f"{root}/{tmp_path}/outside")
+    assert os.path.isdir(f"/{tmp_path}/outside")  # the control: it is there
+
+
 @pytest.mark.parametrize("swapped", [True, False])
 def test_a_new_directory_gets_its_mode_and_nothing_that_takes_its_place(
     tmp_path, monkeypatch, swapped
