@@ -101,7 +101,9 @@ class Book:
         directory = f"{self._directory}/{CLAIMS_DIR}"
         found = []
         with os.scandir(directory) as entries:
-            all_names = (e.name for e in entries if e.name.endswith(".json"))
+            # What is no regular file stays for ever: it takes no claim's place.
+            files = (e for e in entries if e.is_file(follow_symlinks=False))
+            all_names = (e.name for e in files if e.name.endswith(".json"))
             names = list(islice(all_names, _MAX_CLAIMS))
         junk: dict[str, _Junk] = {}
         room = _MAX_CLAIMS_NBYTES

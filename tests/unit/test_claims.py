@@ -417,6 +417,21 @@ def test_what_is_no_claim_is_not_read_again_before_it_changes(shared, monkeypatc
     assert len(read) == 4
 
 
+@pytest.mark.parametrize("is_file", [False, True])
+def test_what_is_no_file_takes_no_place_of_a_claim(shared, monkeypatch, is_file):
+    """It is never removed. The control: of files no more than the first are read."""
+    book = Book(str(shared))
+    monkeypatch.setattr(book_module, "_MAX_CLAIMS", 5)
+    for number in range(5):
+        book.publish(make_claim(f"h{number}"))
+    for number in range(50):
+        path = shared / CLAIMS_DIR / f"x{number}.json"
+        path.touch() if is_file else path.mkdir()
+    seen = len(book.claims()) + len(book.left_out)
+    assert seen == 5
+    assert bool(book.left_out) is is_file
+
+
 def test_all_claims_together_are_short(shared, monkeypatch):
     book = Book(str(shared))
     for number in range(20):
