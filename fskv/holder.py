@@ -32,7 +32,7 @@ from fskv.claims import (
 )
 from fskv.count_checks import CountChecks
 from fskv.filesystem import Space, clamp_mtime
-from fskv.index.scan import shard_path
+from fskv.index.scan import NUM_SHARDS, shard_path
 from fskv.index.snapshot import Catalogue
 from fskv.lease import TTL_S, Lease
 from fskv.manifests import Manifests, all_namespaces
@@ -45,6 +45,9 @@ from fskv.types import MAX_COUNT
 logger = logging.getLogger(__name__)
 
 _COUNT_ALL_S = 60.0  # how often namespaces are counted that nobody claims to write to
+# Directories that are listed at such a count even if their mtime has not changed: all of them in 4.3 hours.
+# A snapshot, which whoever writes to the root may have made up, is believed for no longer.
+_LISTED_AGAIN = 16
 _SNAPSHOT_S = 300.0
 _ORPHANS_S = 30.0
 _DEAD_CLAIM_S = 4 * TTL_S
@@ -54,6 +57,8 @@ _FUTILE_S = 5.0
 # How long a dead engine's claim stays once it is counted: longer than anybody computes with an older usage,
 # and than an engine whose maintenance process died needs to start another one.
 _WITHDRAW_S = 20.0
+# How long a dead engine's claim stays where its namespace cannot be counted, and perhaps never can.
+_GIVEN_UP_S = 60.0
 _STUCK_S = 600.0  # files that could not be removed are tried again
 _FREEING_S = (
     30.0  # what was removed may show in statvfs only after so long (btrfs: its next commit)
@@ -78,10 +83,12 @@ class Holder:
         self._catalogues: dict[str, Catalogue] = {}  # by "<arch>/<model>@<digest16>"
         self._manifests = Manifests(root)
         self._counted_all_at = self._snapshot_at = self._orphans_at = float("-inf")
+        self._again = time.time_ns() % NUM_SHARDS  # terms may be shorter than a round
         self._beats: dict[str, tuple[int, float]] = {}  # claim -> its last beat, since when
         self._counted: dict[str, int] = {}  # claim -> its `written` before the last count
         self._full: dict[str, int] = {}  # claim -> its `full` that was served
-        self._counted_dead: dict[str, float] = {}  # claim of a dead engine -> counted since when
+        self._dead_since: dict[str, float] = {}  # claim of a dead engine -> when we saw that
+        self._counted_dead: dict[str, float] = {}  # of these: counted, or given up, since when
         # Claims whose limits nothing is removed for. They still bound what is granted: whoever is only being
         # started again declares the same ones in a moment.
         self._gone: set[str] = set()
@@ -127,11 +134,10 @@ class Holder:
         counted = {c.name: c.written for c in claims if c.namespace in known}
         self._counted |= counted
         now = time.monotonic()
-        self._counted_dead = {
-            name: self._counted_dead.get(name, now)
-            for name in dead
-            if name in self._counted_dead or name in counted or name in self._lost(claims)
-        }
+        self._dead_since = {name: self._dead_since.get(name, now) for name in dead}
+        given_up = {name for name, at in self._dead_since.items() if now - at > _GIVEN_UP_S}
+        done = counted.keys() | self._counted_dead.keys() | self._lost(claims) | given_up
+        self._counted_dead = {name: self._counted_dead.get(name, now) for name in dead & done}
         self._publish(claims)
         obeyed = without_limits(claims, self._gone)
         await self._prune(obeyed, inodes_short(obeyed, space))
@@ -212,12 +218,14 @@ class Holder:
         writing = {claim.namespace for claim in claims}
         now_ns = self._lease.now_ns()
         relist = not self._checks.mtimes_tell(claims, now_ns)
+        again = [(self._again + i) % NUM_SHARDS for i in range(_LISTED_AGAIN if every else 0)]
+        self._again = (self._again + len(again)) % NUM_SHARDS
         for name, catalogue in self._catalogues.items():
             if not every and name not in writing:
                 continue
-            before = catalogue.num_files
+            before = catalogue.num_files, catalogue.nbytes
             try:
-                failed = await catalogue.refresh(now_ns, every=relist)
+                failed = await catalogue.refresh(now_ns, every=relist, again=again)
             except Exception as error:  # it is one of many, and anything may be in it
                 if str(error) != self._uncounted.get(name):
                     self._uncounted[name] = str(error)
@@ -226,7 +234,7 @@ class Holder:
             self._uncounted.pop(name, None)
             if self._checks.is_whole(name, failed):
                 known.add(name)
-            if catalogue.num_files != before:
+            if (catalogue.num_files, catalogue.nbytes) != before:
                 self._unsaved.add(name)
         return known
 

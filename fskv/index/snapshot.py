@@ -13,7 +13,7 @@ import errno
 import os
 import stat
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from io import FileIO
 from typing import Any
@@ -92,12 +92,15 @@ class Catalogue:
         """Return the records of every shard that has any, in order."""
         return sorted(self._shards.items(), key=lambda item: item[0])
 
-    async def refresh(self, now_ns: int, *, every: bool = False) -> list[Shard]:
-        """Walk what has changed since the last time, or `every` directory; returns what could not be listed.
+    async def refresh(
+        self, now_ns: int, *, every: bool = False, again: Collection[int] = ()
+    ) -> list[Shard]:
+        """Walk what has changed since the last time, and shards `again`, or `every`.
 
-        Raises OSError when the namespace itself cannot be read.
+        Returns what could not be listed. Raises OSError when the namespace itself cannot be read.
         """
-        seen = dict.fromkeys(self._dir_mtimes, UNSETTLED) if every else self._dir_mtimes
+        anyway = self._dir_mtimes.keys() if every else self._dir_mtimes.keys() & set(again)
+        seen = {**self._dir_mtimes, **dict.fromkeys(anyway, UNSETTLED)}
         failed = []
         started_ns = time.monotonic_ns()
         async for shard in walk(self.namespace, seen, now_ns=now_ns):

@@ -180,6 +180,53 @@ def _write_on_beside_unlistable_directories(root, monkeypatch, until, number=1, 
     return paths
 
 
+@pytest.mark.parametrize("manifest", ["foreign", "ours"])
+@pytest.mark.parametrize("given_up", [True, False])
+def test_a_dead_claim_goes_also_where_its_namespace_can_never_be_counted(
+    root, monkeypatch, manifest, given_up
+):
+    """Forged, it keeps the stores of all engines away and has all pruned. The control: it stays for ever."""
+    for name, seconds in {"_COUNT_ALL_S": 0.05, "_DEAD_CLAIM_S": 0.1, "_WITHDRAW_S": 0.1}.items():
+        monkeypatch.setattr(holder, name, seconds)
+    monkeypatch.setattr(holder, "_GIVEN_UP_S", 0.1 if given_up else 60.0)
+    name = name_of("other") if manifest == "ours" else "cpu/copy@0123456789abcdef"
+    path = make_namespace(root, name, "other")
+    os.rmdir(f"{path}/chunks")
+    os.symlink(root, f"{path}/chunks")
+    os.makedirs(f"{root}/{SHARED_DIR}/claims")
+    evil = claim(namespace=name, limits=Limits(), granted=1 << 61, written=1 << 61)
+    book(root).publish(evil)
+    end = time.monotonic() + (20 if given_up else 1)
+    maintain(root, lambda: not book(root).claims() or time.monotonic() > end)
+    assert [c.name for c in book(root).claims()] == ([] if given_up else [evil.name])
+
+
+@pytest.mark.parametrize("again", [scan.NUM_SHARDS, 0])
+def test_what_a_made_up_snapshot_hides_is_counted_before_long(root, monkeypatch, again):
+    """The control: believed until its directories change, the bound is broken for as long as they do not."""
+    monkeypatch.setattr(holder, "_COUNT_ALL_S", 0.05)
+    monkeypatch.setattr(holder, "_LISTED_AGAIN", again)
+    namespace = f"{root}/{NAME}"
+    for number in range(3):
+        write_chunk(namespace, number)
+    age_directories(namespace)
+    forged = Catalogue(namespace)
+    forged.taken_at_ns = time.time_ns()
+    for entry in os.scandir(f"{namespace}/chunks"):
+        forged._dir_mtimes[int(entry.name, 16)] = entry.stat().st_mtime_ns
+    forged.save()
+    seen = set()
+
+    def until():
+        usage = book(root).usage()
+        if usage is not None:
+            seen.add((usage.at_ms, usage.namespaces.get(NAME, (0, 0))))
+        return len({at for at, _ in seen}) > 3
+
+    maintain(root, until)
+    assert max(seen)[1] == ((disk_nbytes(root), 3) if again else (0, 0))
+
+
 @pytest.mark.parametrize(("number", "moving"), [(1, True), (60, False)])
 def test_directories_that_cannot_be_listed_are_not_paid_for_by_all_others(
     root, monkeypatch, number, moving
@@ -470,6 +517,7 @@ def test_room_is_made_with_what_the_snapshot_knows(root, monkeypatch):
     age_directories(f"{root}/{NAME}")
     maintain(root, lambda: usage_of(root) is not None)
     assert os.path.exists(f"{root}/{NAME}/snapshot.msgpack")
+    monkeypatch.setattr(holder, "_LISTED_AGAIN", 0)  # of the next holder, which is not the subject
     listed = []
     real = scan.list_shard
     monkeypatch.setattr(scan, "list_shard", lambda *args: listed.append(args) or real(*args))
