@@ -45,9 +45,9 @@ from fskv.types import MAX_COUNT
 logger = logging.getLogger(__name__)
 
 _COUNT_ALL_S = 60.0  # how often namespaces are counted that nobody claims to write to
-# Directories that are listed at such a count even if their mtime has not changed: all of them in 4.3 hours.
+# Directories that are listed at such a count even if their mtime has not changed: all of them in 17 hours.
 # A snapshot, which whoever writes to the root may have made up, is believed for no longer.
-_LISTED_AGAIN = 16
+_LISTED_AGAIN = 4
 _SNAPSHOT_S = 300.0
 _ORPHANS_S = 30.0
 _DEAD_CLAIM_S = 4 * TTL_S
