@@ -70,9 +70,8 @@ class Claim:
     full: int = 0  # how often the disk was full when it stored
     beat: int = 0
     closed: bool = False
-    touch_interval_s: int = (
-        0  # a chunk that it used may have an mtime that is older by that; 0: uses none
-    )
+    # A chunk that it used may have an mtime that is older by that; 0: it uses none.
+    touch_interval_s: int = 0
 
 
 @dataclass(frozen=True, slots=True)

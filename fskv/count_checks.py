@@ -17,9 +17,8 @@ from fskv.lease import SHARED_DIR
 
 logger = logging.getLogger(__name__)
 
-_MAX_UNLISTABLE = (
-    40  # shards of 4096 that are left out of a count although names come and go in them
-)
+# Shards of 4096 that are left out of a count although names come and go in them.
+_MAX_UNLISTABLE = 40
 _MTIME_LAG_NS = 10 * 1_000_000_000  # of a directory behind the files in it
 
 

@@ -14,7 +14,6 @@ import re
 from collections.abc import Iterable
 
 from fskv.beneath import opened
-from fskv.errors import FskvError
 from fskv.root import MANIFEST_FILE, read_namespace
 
 logger = logging.getLogger(__name__)
@@ -70,11 +69,15 @@ class Manifests:
             return
         self._judged[name] = state
         self.tenants.pop(name, None)
+        if (
+            not state
+        ):  # a link leads there; or its engine is just starting, and the manifest comes last
+            self.foreign.add(name)
+            return
         try:
             tenant = read_namespace(self._root, name).tenant
         except Exception as error:  # it is one of many, and anything may be in it
-            # The manifest comes after the directory: who has none yet may be starting.
-            if name not in self.foreign and state:
+            if name not in self.foreign:
                 self._tell(name, error)
             self.foreign.add(name)
             return
@@ -87,7 +90,7 @@ def namespaces_of_ours(root: str, names: Iterable[str]) -> list[str]:
     """Return those of the directories whose manifest describes them, and that no link leads to."""
     found = []
     for name in names:
-        with contextlib.suppress(OSError, FskvError, ValueError, RecursionError):
+        with contextlib.suppress(Exception):  # anything may be in a manifest
             with opened(root, f"{root}/{name}", os.O_PATH):
                 read_namespace(root, name)
             found.append(name)

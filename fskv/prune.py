@@ -26,7 +26,7 @@ import aiofiles.os
 import numpy as np
 
 from fskv.beneath import open_directory
-from fskv.filesystem import clamp_mtime
+from fskv.filesystem import block_nbytes, clamp_mtime, length
 from fskv.index.scan import file_name, shard_path
 from fskv.index.snapshot import Catalogue, joined
 
@@ -340,5 +340,5 @@ def _remove(directory: _Directory, record: Any, pruned: Pruned) -> bool:
         return False
     pruned.num_files += 1
     # What it was counted for may be more than its blocks: they are not all counted yet, or were compressed.
-    pruned.nbytes += max(info.st_blocks * 512, min(info.st_size, remembered))
+    pruned.nbytes += max(block_nbytes(info), min(length(info), remembered))
     return True

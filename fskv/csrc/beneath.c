@@ -26,6 +26,13 @@ static bool is_link(int directory, const char *name)
     return fstatat(directory, name, &info, AT_SYMLINK_NOFOLLOW) == 0 && S_ISLNK(info.st_mode);
 }
 
+/* Whether a kernel or a sandbox may refuse openat2 itself: sandboxes answer as they are told to. Where it is the
+ * directory that was refused, the walk is refused too. */
+static bool is_refused(int error)
+{
+    return error == ENOSYS || error == EPERM || error == EACCES || error == EINVAL || error == EOPNOTSUPP;
+}
+
 /* One name after the other: five calls for one. */
 static int walk(int root, const char *below, int flags)
 {
@@ -73,9 +80,9 @@ int open_beneath(const char *path, size_t root_nbytes, size_t nbytes, int flags)
         return open(nbytes ? copy : "/", flags);
     struct how how = {.flags = (uint64_t)flags, .resolve = NO_SYMLINKS};
     int fd = (int)syscall(SYS_openat2, AT_FDCWD, copy, &how, sizeof how);
-    if (fd >= 0 || (errno != ELOOP && errno != ENOSYS && errno != EPERM))
+    if (fd >= 0 || (errno != ELOOP && !is_refused(errno)))
         return fd;
-    /* There is a link, which may be the root's; or a kernel or a sandbox that does not know openat2. */
+    /* There is a link, which may be the root's; or openat2 is refused. */
     copy[root_nbytes] = '\0';
     int root = open(root_nbytes ? copy : "/", O_PATH | O_DIRECTORY | O_CLOEXEC);
     if (root < 0)
@@ -85,7 +92,7 @@ int open_beneath(const char *path, size_t root_nbytes, size_t nbytes, int flags)
     if (*below == '\0')
         below = ".";
     fd = (int)syscall(SYS_openat2, root, below, &how, sizeof how);
-    if (fd < 0 && (errno == ENOSYS || errno == EPERM))
+    if (fd < 0 && is_refused(errno))
         fd = walk(root, below, flags);
     int failed = errno;
     close(root);

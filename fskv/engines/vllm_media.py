@@ -72,9 +72,8 @@ class _Names:
     """What each name of a medium stood for. Nothing is forgotten, and memory is bounded: both by refusing."""
 
     def __init__(self) -> None:
-        self._secret = os.urandom(
-            32
-        )  # so that nobody can choose names or contents that are taken for others
+        # So that nobody can choose names or contents that are taken for others.
+        self._secret = os.urandom(32)
         self._names = np.zeros((_NUM_ROWS, _ROW_NAMES), np.uint64)  # 0: free
         self._contents = np.zeros((_NUM_ROWS, _ROW_NAMES), np.uint64)  # 0: not believed
 

@@ -26,14 +26,17 @@ def root(tmp_path):
     return str(tmp_path / "root")
 
 
-@pytest.fixture(params=["openat2", "without openat2", "in Python"])
+@pytest.fixture(
+    params=["openat2", "ENOSYS", "EPERM", "EACCES", "EINVAL", "EOPNOTSUPP", "in Python"]
+)
 def open_(request, tmp_path):
-    """Each way to open a directory of a root; it returns a descriptor or raises OSError."""
+    """Each way to open a directory of a root, and each answer that refuses openat2."""
     if request.param == "in Python":
         return lambda root, path: beneath._open_in_python(root, path, os.O_RDONLY)
     if request.param == "openat2":
         return lambda root, path: _native.open_beneath(path.encode(), len(root), os.O_RDONLY)
-    library = ctypes.CDLL(native_build.build("beneath_walk", tmp_path), use_errno=True)
+    refused = f"-DREFUSED={request.param}"
+    library = ctypes.CDLL(native_build.build("beneath_walk", tmp_path, refused), use_errno=True)
     call = library.open_beneath
     call.argtypes = (ctypes.c_char_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int)
 
