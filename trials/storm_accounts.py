@@ -1,7 +1,7 @@
 """What must be as before when the storm is over: parts, slots, threads, descriptors. Seen from outside.
 
 `Watched` is one process of the storm with its pages. The accounts of a process that was not killed are
-closed when it has ended its work but not itself: /proc tells what it has left. Imports of fskv nothing.
+closed when it has ended its work but not itself: /proc tells what it has left.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-import msgpack
-
 from benchmarks.child import Child
+from fskv.capacity import Capacity
+from fskv.claims import Limits
 from trials.storm_content import Judge, Pages
 
 _START_S = 60.0
@@ -147,26 +147,26 @@ def collect_orphans(root: str) -> list[str]:
     def left() -> list[str]:
         return [part for part in parts_below(root) if _PART_OF.search(part)]
 
-    limits = dict.fromkeys(("max_nbytes", "namespace_max_nbytes", "tenant_max_nbytes"))
-    hello = {
-        "root": root,
-        "namespace": "none/none@0000000000000000",
-        "tenant": None,
-        "limits": limits | {"keep_free": 0},
-        "dir_mode": 0o700,
-        "file_mode": 0o600,
-    }
-    process = subprocess.Popen(
-        [sys.executable, "-m", "fskv.maintenance"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
+    capacity = Capacity(
+        root,
+        "none/none@0000000000000000",
+        None,
+        Limits(),
+        dir_mode=0o700,
+        file_mode=0o600,
+        quiet=True,
     )
-    assert process.stdin is not None
-    process.stdin.write(msgpack.packb(hello))
-    process.stdin.flush()
-    end = time.monotonic() + _COLLECT_S
-    while left() and time.monotonic() < end:
-        time.sleep(0.1)
-    process.stdin.close()
-    process.wait(_COLLECT_S)
+    capacity.start()
+    pid = capacity.pid
+    try:
+        end = time.monotonic() + _COLLECT_S
+        while left() and time.monotonic() < end:
+            capacity.poll()
+            time.sleep(0.1)
+    finally:
+        capacity.close()
+    while os.path.exists(f"/proc/{pid}") and time.monotonic() < end + _COLLECT_S:
+        time.sleep(0.01)  # what it still writes would be in the way of whoever removes the root
     return left()
 
 
