@@ -91,7 +91,7 @@ test-unit: $(SETUP) ## What of test starts no engine
 test-engines: $(SETUP) ## What of test starts real engines: the other part
 	$(PYTEST) -m 'not slow and not shared_fs' --timings=.cache/timings/engines.json $(ARGS) tests/engines
 
-test-near: $(SETUP) ## The tests nearest to FILE=fskv/jobs.py, in a minute or a few
+test-near: $(SETUP) ## The tests nearest to FILE=fskv/data_path/runner.py, in a minute or a few
 	@tests=$$('$(PY)' .ci/near $(FILE)) && $(PYTEST) -m 'not slow and not shared_fs' $$tests $(ARGS)
 
 test-slow: $(SETUP) ## More models, ranks, settings, longer walks and storms (an hour); ARGS may name files

@@ -139,9 +139,9 @@ class Engine:
         self._engine.engine_core.shutdown()
 
     def _instrument(self) -> None:
-        from fskv.engines.vllm_connector import FskvConnector
-        from fskv.engines.vllm_manager import FskvManager
-        from fskv.store import ChunkStore
+        from fskv.data_path.store import ChunkStore
+        from fskv.engines.vllm.connector import FskvConnector
+        from fskv.engines.vllm.manager import FskvManager
 
         for owner, name in ((FskvManager, "_probe"), (ChunkStore, "get"), (ChunkStore, "put")):
             self._hang.wrap(owner, name)

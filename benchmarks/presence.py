@@ -31,8 +31,8 @@ from benchmarks.report import command, percentile, publish
 from benchmarks.rig import BenchmarkError
 from benchmarks.usage import Usage
 from fskv import namespace
-from fskv.breaker import Breaker
 from fskv.config import StoreConfig
+from fskv.data_path.breaker import Breaker
 from fskv.index.presence import (
     MAX_KNOWN_CHUNKS,
     MAX_REMOVED,

@@ -20,16 +20,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fskv.breaker import Breaker
-from fskv.chunk_file import CHECKSUM, FileLayout
 from fskv.config import MIB, StoreConfig
-from fskv.job import ChunkRequest
-from fskv.jobs import JobRunner
-from fskv.mac import INTEGRITY, MacKeys
+from fskv.data_path.breaker import Breaker
+from fskv.data_path.job import ChunkRequest
+from fskv.data_path.runner import JobRunner
+from fskv.data_path.store import ChunkStore
+from fskv.format.chunk_file import CHECKSUM, FileLayout
+from fskv.format.mac import INTEGRITY, MacKeys
 from fskv.namespace import GroupIdentity, Identity
-from fskv.root import NamespaceDir, Root
-from fskv.span_plan import GroupLayout, plan_job
-from fskv.store import ChunkStore
+from fskv.plan.spans import GroupLayout, plan_job
+from fskv.root.root import NamespaceDir, Root
 from fskv.transports.host import HostTransport
 from fskv.types import ChunkId, Status
 
@@ -117,7 +117,7 @@ def open_runner(
     native: bool = True,
     keys: Callable[[], MacKeys] | None = None,
 ) -> JobRunner:
-    """Construct transport, store and runner as fskv.engines.vllm_worker does, for one KV group."""
+    """Construct transport, store and runner as fskv.engines.vllm.worker does, for one KV group."""
     transport = HostTransport(
         tensors,
         layout.file_nbytes,

@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.rig import BenchmarkError, open_namespace
-from fskv.chunk_file import FileLayout
-from fskv.root import NamespaceDir
-from fskv.store import ChunkStore
+from fskv.data_path.store import ChunkStore
+from fskv.format.chunk_file import FileLayout
+from fskv.root.root import NamespaceDir
 from fskv.transports.host import HostTransport
 from fskv.types import ChunkId, Status
 

@@ -30,9 +30,9 @@ def first_hit(options: Options) -> dict[str, Any]:
     )
     from functools import partial
 
-    import fskv.jobs  # noqa: F401  what a worker imports
+    import fskv.data_path.runner  # noqa: F401  what a worker imports
     from benchmarks.scale_root import chunk_id, layout_of, open_root, open_store
-    from fskv.breaker import Breaker
+    from fskv.data_path.breaker import Breaker
     from fskv.index.presence import PresenceIndex, RankFiles, probe_chunks
     from fskv.types import Presence, Status
 
@@ -94,8 +94,8 @@ class _Keeper:
     """The maintenance process of an engine, and when it knew what."""
 
     def __init__(self, root: str, namespace: str) -> None:
-        from fskv.capacity import Capacity
-        from fskv.claims import Limits
+        from fskv.bounds.client import Capacity
+        from fskv.bounds.quota import Limits
 
         self._shared = f"{root}/.fskv-maintenance"
         self._capacity = Capacity(
@@ -190,8 +190,8 @@ def prune(options: Options) -> dict[str, Any]:
     """Plan and remove the least recently used files, some of which are used after they were counted."""
     import asyncio
 
+    from fskv.bounds.evict import execute, plan
     from fskv.index.snapshot import Catalogue
-    from fskv.prune import execute, plan
 
     catalogue = Catalogue.load(options["namespace"])
     asyncio.run(catalogue.refresh(time.time_ns()))

@@ -29,9 +29,9 @@ import xxhash
 from benchmarks.options import add_pages, parser, positive, settings
 from benchmarks.report import say
 from benchmarks.rig import BenchmarkError, Rig, Shape, patient_config, work_directory
-from fskv.chunk_file import ROW_NBYTES
 from fskv.config import MIB
-from fskv.mac import MacKey, MacKeys
+from fskv.format.chunk_file import ROW_NBYTES
+from fskv.format.mac import MacKey, MacKeys
 from fskv.types import ChunkId, Status
 
 _DIGEST_NBYTES = 16 * MIB

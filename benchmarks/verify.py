@@ -30,9 +30,9 @@ from fskv_tools.check.expect import expected_of
 from benchmarks.options import parser, positive, settings
 from benchmarks.report import command, publish, say, show, spread
 from benchmarks.rig import BenchmarkError
-from fskv.chunk_file import ChunkHeader, encode_header, row_digests
+from fskv.format.chunk_file import ChunkHeader, encode_header, row_digests
 from fskv.namespace import GroupIdentity, Identity
-from fskv.root import Root
+from fskv.root.root import Root
 
 _PIECE_NBYTES = 4 << 20  # as fskv_tools.check.judge has it
 _BLOCKS = 16

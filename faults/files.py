@@ -1,6 +1,6 @@
 """Look at chunk files, and spoil them, from outside: as a disk, an admin or a bug would.
 
-Plain file calls, and fskv.chunk_file for the bytes of a header; never the store, so that what
+Plain file calls, and fskv.format.chunk_file for the bytes of a header; never the store, so that what
 the demo shows does not rest on the code it shows. Called by `story.py` between two steps of an
 engine that runs.
 """
@@ -14,8 +14,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 
-from fskv import chunk_file
 from fskv.errors import ChunkError
+from fskv.format import chunk_file
 
 # fskv refreshes the mtime of a chunk that it loads when older than 600 s (`touch_interval_s`).
 _AGED_S = 3600.0

@@ -1,6 +1,6 @@
 """A transport that does what a bad disk does, on a script.
 
-`FaultTransport` is a second implementation of `fskv.gds_io.Transport`: it wraps another one (a
+`FaultTransport` is a second implementation of `fskv.transports.protocol.Transport`: it wraps another one (a
 HostTransport over CPU tensors) and lets one event happen per operation. The script is data, one
 character an operation, as in borg's "rrEr":
 
@@ -31,8 +31,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from fskv.errors import ChunkCorrupt, ChunkTimedOut, chunk_error_from_os
-from fskv.gds_io import OpenChunk, Transport
 from fskv.transports import host
+from fskv.transports.protocol import OpenChunk, Transport
 
 OPERATIONS = ("open", "read", "touch", "gather", "scatter", "write")
 EVENTS = ".ENSAMsBHL"

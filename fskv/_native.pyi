@@ -1,4 +1,4 @@
-# The C extension in csrc/: see there. Queue and Guard have twins in fskv/threads.py.
+# The C extension in csrc/: see there. Queue and Guard have twins in fskv/data_path/threads.py.
 
 from collections.abc import Iterable, Sequence
 from typing import Any, Self

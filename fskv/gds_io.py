@@ -1,157 +1,328 @@
-"""Moving bytes: KV pages <-> staging slots <-> chunk files.
+"""Transport through GPUDirect Storage: kvikio between chunk files and slots in device memory.
 
-A transport owns the slots and is the only code that reads or writes chunk bytes. It knows nothing
-about keys, headers or checks: that is the store's. Everything goes through slots that fskv owns,
-because a read that lands in live KV pages cannot be abandoned at its deadline: the engine would hand
-the pages to another request and the late bytes would corrupt it.
+A chunk is gathered, hashed, written, read, checked and scattered without its bytes being looked at by the
+CPU; whether they also bypass host memory is cuFile's decision (see `evidence`). Optional: `kvikio` is
+imported when a GdsTransport is made. Called on the I/O threads of `jobs`.
 
-Here is what all transports share; they are in `fskv.transports`. Called on the threads of `jobs`; a slot
-belongs to one thread at a time, which `SlotPool` enforces.
+kvikio's blocking calls are used and not its futures: they run on our own thread, without the GIL, with
+buffer and file held by this very frame until they return. A future runs on kvikio's pool, one thread by
+default: reads would queue behind each other, a read that hangs would take the thread for ever, and at exit
+the pool waits for it (seen with kvikio 26.10: a read that hung for 8 s kept the process for 8 s).
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
+import errno
+import os
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
-from fskv.span_plan import SpanTable
-
-if TYPE_CHECKING:
-    from fskv import _native
-
-logger = logging.getLogger(__name__)
-
-
-class OpenChunk(Protocol):
-    """An open chunk file; `nbytes` is its length when it was opened."""
-
-    nbytes: int
-    mtime: float
-
-    def read_into(self, slot: Any, slot_offset: int, file_offset: int, nbytes: int) -> None:
-        """Read exactly `nbytes` (4096-aligned offsets and length); raises ChunkCorrupt when short."""
-
-    def touch(self) -> None:
-        """Set the mtime, our "last used", to now."""
-
-    def same_file(self, path: str, dir_fd: int | None = None) -> bool:
-        """Whether `path`, or its last name in `dir_fd`, still names this very file."""
+from fskv.errors import (
+    ChunkCorrupt,
+    ChunkError,
+    ChunkIOError,
+    NoSpace,
+    chunk_error_from_os,
+)
+from fskv.plan.spans import SpanTable
+from fskv.root.filesystem import Space, block_nbytes
+from fskv.transports.chunk_fd import ChunkFd, open_chunk_fd, open_part
+from fskv.transports.protocol import Native, OpenChunk
 
 
-@dataclass(frozen=True, slots=True)
-class Native:
-    """How a transport lets `fskv._native` do its work outside the interpreter."""
+class Device(Protocol):
+    """Where slots live and what is done there; `cuda.CudaDevice`, and the tests' stand-in.
 
-    pages: (
-        _native.Pages | None
-    )  # None: the KV is not in host memory, gathering and scattering stay Python's
-    open_flags: int  # O_DIRECT or 0
-    fsync: bool
-    file_mode: int
-    # fskv._native's types. Handed on from here, so that only the transport knows whether it was built.
-    queue: Callable[[int], _native.Queue]
-    guard: type[_native.Guard]
-    layout: type[_native.Layout]
-    transfer: type[_native.Transfer]
-
-
-class Transport(Protocol):
-    """What the store and the jobs need from an I/O layer; see the module docstring.
-
-    Slots are typed Any: each transport takes those of its own `new_slot` only. Offsets and lengths are bytes.
+    Each call has ended when it returns. Buffers are typed Any: each device takes its own only.
     """
 
-    slot_nbytes: int
-    description: str  # for the start-up line: what is really used
-    native: Native | None  # None: every chunk is moved by the methods below
+    kernels_missing: str | None  # why row_digests goes through the host, None if it does not
 
-    def new_slot(self, index: int) -> Any: ...
+    def new_buffer(self, nbytes: int) -> Any: ...
 
-    def drop_slot(self, slot: Any) -> None:
-        """Give a slot's memory back; it must not be in use."""
+    def io_buffer(self, buffer: Any) -> tuple[Any, int]:
+        """Return the allocation that kvikio takes for the buffer, and the buffer's offset in it."""
 
-    def gather(self, table: SpanTable, slot: Any, base: int, ready: Any) -> None:
-        """Copy KV pages into the slot at `base`; returns when the pages are no longer read.
+    def io_context(self) -> contextlib.AbstractContextManager[None]: ...
 
-        `table` holds spans, see `ChunkPlan`; ValueError or IndexError when one is not inside its tensor.
-        `ready` is an event of the stream that produced the pages, or None when they are complete.
-        """
+    def gather(self, table: SpanTable, buffer: Any, base: int, ready: Any) -> None: ...
 
-    def scatter(self, slot: Any, base: int, table: SpanTable, ready: Any) -> None:
-        """Copy from the slot at `base` into KV pages; returns when the pages are complete.
+    def scatter(self, buffer: Any, base: int, table: SpanTable, ready: Any) -> None: ...
 
-        `ready` is an event of the stream that used the pages before (vLLM may still be zeroing them).
-        """
+    def fill_zero(self, buffer: Any, start: int, stop: int) -> None: ...
 
-    def fill_zero(self, slot: Any, start: int, stop: int) -> None:
-        """Zero the slot's bytes [start, stop)."""
+    def put(self, buffer: Any, data: bytes) -> None: ...
 
-    def put_header(self, slot: Any, header: bytes) -> None:
-        """Copy the header to the slot's beginning."""
+    def take(self, buffer: Any, nbytes: int) -> bytes: ...
 
-    def take_header(self, slot: Any, nbytes: int) -> bytes | memoryview:
-        """Return the slot's first `nbytes` in host memory; valid until the slot is written again."""
-
-    def row_digests(self, slot: Any, start: int, stop: int) -> bytes:
-        """Return what `chunk_file.row_digests` gives for the slot's bytes [start, stop)."""
-
-    def open(
-        self, path: str, dir_fd: int | None = None
-    ) -> contextlib.AbstractContextManager[OpenChunk]:
-        """Open a chunk file for reading; raises a ChunkError. `dir_fd`: see fskv.transports.chunk_fd."""
-
-    def write_part(self, path: str, slot: Any, nbytes: int, dir_fd: int | None = None) -> None:
-        """Create `path` exclusively with the slot's first `nbytes`; raises a ChunkError, leaving no file."""
-
-    def close(self) -> None:
-        """Release what was registered; slots that are parked stay as they are. Never waits for a disk."""
+    def row_digests(self, buffer: Any, start: int, stop: int) -> bytes: ...
 
 
-class SlotPool:
-    """The slots of one worker, made on first use, never more than `num_slots`."""
+class GdsSlot:
+    """A staging buffer in device memory. `num_io` and `registered` change under the transport's lock."""
 
-    def __init__(self, transport: Transport, num_slots: int) -> None:
+    __slots__ = ("buffer", "index", "num_io", "registered")
+
+    def __init__(self, index: int, buffer: Any) -> None:
+        self.index = index
+        self.buffer = buffer
+        self.num_io = 0  # kvikio calls that use the buffer now; more than 0 for long: parked
+        self.registered = False
+
+
+class _GdsChunk(ChunkFd):
+    def __init__(
+        self, transport: GdsTransport, file: Any, fd: int, path: str, info: os.stat_result
+    ) -> None:
+        super().__init__(fd, path, info)
         self._transport = transport
-        self._num_slots = num_slots
+        self._file = file
+
+    def read_into(self, slot: GdsSlot, slot_offset: int, file_offset: int, nbytes: int) -> None:
+        stop = file_offset + nbytes
+        with _kvikio_errors(self.fd, self.path, read_to=stop):
+            got = self._transport.transfer(
+                self._file.raw_read, slot, slot_offset, file_offset, nbytes
+            )
+        if got != nbytes:
+            _refuse_short_read(self.fd, self.path, file_offset + got, stop)
+
+
+class GdsTransport:
+    """See the module docstring; docs/architecture.md, "Staging"."""
+
+    def __init__(
+        self,
+        device: Device,
+        slot_nbytes: int,
+        *,
+        direct_io: bool,
+        file_mode: int = 0o600,
+        fsync: bool = False,
+    ) -> None:
+        """Raises ImportError or OSError without kvikio or what it needs.
+
+        `direct_io` is what kvikio does where it cannot use GDS and reads and writes itself; it holds for
+        the process. `compat_mode` stays AUTO: with OFF and no driver cuFile 1.19 spins for ever.
+        """
+        import kvikio
+        import kvikio.defaults
+
+        self._kvikio = kvikio
+        with contextlib.suppress(KeyError):  # kvikio before 25.12 has no such choice
+            kvikio.defaults.set(
+                {
+                    "auto_direct_io_read": direct_io,
+                    "auto_direct_io_write": direct_io,
+                }
+            )
+        self.slot_nbytes = slot_nbytes
+        self.description = "GDS staging"
+        self.native: Native | None = None  # fskv._native has no hands on the device
+        self._device = device
+        self._file_mode = file_mode
+        self._fsync = fsync
         self._lock = threading.Lock()
-        self._free: list[Any] = []
-        self.num_made = 0
-        self._num_used = 0
-        self._complained = False  # about memory, since the last slot that could be made
+        self._slots: list[GdsSlot] = []  # guarded by _lock, as is _closed
+        self._closed = False
 
-    @property
-    def num_used(self) -> int:
-        return self._num_used
+    # --- slots ------------------------------------------------------------------------------
 
-    def take(self) -> Any:
-        """Return a slot, or None when all are used or there is no memory. Never waits."""
+    def new_slot(self, index: int) -> GdsSlot:
+        """Raises RuntimeError or OSError without memory, or when cuFile cannot register it."""
+        slot = GdsSlot(index, self._device.new_buffer(self.slot_nbytes))
+        with self._device.io_context():
+            self._kvikio.memory_register(self._device.io_buffer(slot.buffer)[0])
         with self._lock:
-            if self._num_used >= self._num_slots:
-                return None
-            self._num_used += 1
-            if self._free:
-                return self._free.pop()
-            index = self.num_made
-            self.num_made += 1
-        try:
-            slot = self._transport.new_slot(index)
-        except (MemoryError, OSError, RuntimeError) as error:  # also what pinning says
-            with self._lock:
-                self._num_used -= 1
-                self.num_made -= 1
-                first, self._complained = not self._complained, True
-            if first:
-                logger.warning("no memory for staging slot %d: %s", index, error)
-            return None
-        self._complained = False
+            slot.registered = True
+            self._slots.append(slot)
+            late = self._closed
+        if late:
+            self._deregister(slot)
+            raise RuntimeError("the transport is closed")
         return slot
 
-    def give_back(self, slot: Any) -> None:
-        """Return a slot whose I/O is over; a hung thread keeps its slot until then (parked)."""
+    def gather(self, table: SpanTable, slot: GdsSlot, base: int, ready: Any) -> None:
+        self._device.gather(table, slot.buffer, base, ready)
+
+    def scatter(self, slot: GdsSlot, base: int, table: SpanTable, ready: Any) -> None:
+        self._device.scatter(slot.buffer, base, table, ready)
+
+    def fill_zero(self, slot: GdsSlot, start: int, stop: int) -> None:
+        self._device.fill_zero(slot.buffer, start, stop)
+
+    def put_header(self, slot: GdsSlot, header: bytes) -> None:
+        self._device.put(slot.buffer, header)
+
+    def take_header(self, slot: GdsSlot, nbytes: int) -> bytes:
+        return self._device.take(slot.buffer, nbytes)
+
+    def row_digests(self, slot: GdsSlot, start: int, stop: int) -> bytes:
+        return self._device.row_digests(slot.buffer, start, stop)
+
+    def close(self) -> None:
+        """Deregister the slots, and refuse I/O from now on; a parked one follows when its I/O is over."""
         with self._lock:
-            self._num_used -= 1
-            self._free.append(slot)
+            self._closed = True
+            idle = [slot for slot in self._slots if not slot.num_io]
+        for slot in idle:
+            self._deregister(slot)
+
+    def drop_slot(self, slot: GdsSlot) -> None:
+        """Give up a slot that is not in use; its memory is freed with the last reference."""
+        self._deregister(slot)
+        with self._lock:
+            self._slots.remove(slot)
+
+    def _deregister(self, slot: GdsSlot) -> None:
+        """Before its memory is freed, and never under a transfer. Once."""
+        with self._lock:
+            if not slot.registered:
+                return
+            slot.registered = False
+        with contextlib.suppress(*FAILURES), self._device.io_context():
+            self._kvikio.memory_deregister(self._device.io_buffer(slot.buffer)[0])
+
+    # --- files ------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def open(self, path: str, dir_fd: int | None = None) -> Iterator[OpenChunk]:
+        with (
+            open_chunk_fd(path, dir_fd=dir_fd) as (fd, info),
+            self._cufile(fd, path, "r") as file,
+        ):
+            yield _GdsChunk(self, file, fd, path, info)
+
+    def write_part(self, path: str, slot: GdsSlot, nbytes: int, dir_fd: int | None = None) -> None:
+        with open_part(path, self._file_mode, dir_fd=dir_fd) as fd:
+            with (
+                self._cufile(fd, path, "r+") as file,
+                _kvikio_errors(fd, path, written=nbytes),
+            ):
+                wrote = self.transfer(file.raw_write, slot, 0, 0, nbytes)
+            if wrote != nbytes:
+                raise NoSpace(f"{path}: short write of {wrote} bytes, expected {nbytes}")
+            if self._fsync:
+                os.fsync(fd)
+
+    @contextlib.contextmanager
+    def _cufile(self, fd: int, path: str, flags: str) -> Iterator[Any]:
+        """Yield kvikio's handle of the file that is open as `fd`.
+
+        Through /proc, so that it is this file and no other of its name: kvikio opens by path only, would
+        follow a symbolic link, and cannot create exclusively. It opens twice, with and without O_DIRECT.
+        """
+        with _kvikio_errors(fd, path):
+            file = self._kvikio.CuFile(f"/proc/self/fd/{fd}", flags)
+        try:
+            yield file
+        finally:
+            file.close()
+
+    def transfer(
+        self, call: Callable[..., int], slot: GdsSlot, at: int, file_offset: int, nbytes: int
+    ) -> int:
+        """Make one blocking kvikio call on the slot's bytes from `at` and return the bytes it moved."""
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("the transport is closed")
+            slot.num_io += 1
+        try:
+            allocation, offset = self._device.io_buffer(slot.buffer)
+            with self._device.io_context():
+                while True:
+                    try:
+                        return int(call(allocation, nbytes, file_offset, offset + at))
+                    except RuntimeError as error:
+                        # kvikio 26.10 does not try again by itself.
+                        if not str(error).endswith(os.strerror(errno.EINTR)):
+                            raise
+        finally:
+            with self._lock:
+                slot.num_io -= 1
+                late = self._closed and not slot.num_io
+            if late:
+                self._deregister(slot)
+
+
+# --- errors -----------------------------------------------------------------------------------
+
+# What kvikio lets through: C++ exceptions arrive as RuntimeError, without an errno.
+FAILURES = (RuntimeError, OSError, MemoryError)
+
+# "POSIX error on pwrite: No space left on device": the C library's own words end the message. EPERM is not
+# among them: kvikio 26.10 says "Operation not permitted" for EBADF.
+_ERRNO_OF_WORDS = {
+    os.strerror(number): number
+    for number in (
+        *(errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EROFS, errno.ELOOP),
+        *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE, errno.ETIMEDOUT),
+        *(errno.EINVAL, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENODEV, errno.EISDIR),
+    )
+}
+
+
+def chunk_error_from_kvikio(
+    error: BaseException,
+    fd: int,
+    path: str,
+    *,
+    read_to: int | None = None,
+    written: int | None = None,
+) -> ChunkError:
+    """Translate what kvikio raised while it used `fd` to the class that callers act on.
+
+    By its words where they are an errno's, else by a look at the file: after a read that should have
+    reached byte `read_to`, at its length; after a write of `written` bytes, at the room.
+    """
+    text = str(error).strip() or type(error).__name__
+    number = getattr(error, "errno", None)
+    if number is None:
+        number = next((n for words, n in _ERRNO_OF_WORDS.items() if text.endswith(words)), None)
+    if number is not None:
+        return _as_os_error(OSError(number, os.strerror(number)), path)
+    try:
+        if read_to is not None and os.fstat(fd).st_size < read_to:
+            return ChunkCorrupt(f"{path}: {text}")
+        if written is not None and _is_full(fd, written):
+            return NoSpace(f"{path}: {text}", errno.ENOSPC)
+    except OSError as os_error:
+        return _as_os_error(os_error, path)
+    return ChunkIOError(f"{path}: {text}", errno.EIO)
+
+
+@contextlib.contextmanager
+def _kvikio_errors(
+    fd: int, path: str, *, read_to: int | None = None, written: int | None = None
+) -> Iterator[None]:
+    try:
+        yield
+    except FAILURES as error:
+        found = chunk_error_from_kvikio(error, fd, path, read_to=read_to, written=written)
+        raise found from (found.__cause__ or error)
+
+
+def _as_os_error(error: OSError, path: str) -> ChunkError:
+    found = chunk_error_from_os(error, path)
+    found.__cause__ = error  # the store looks there for ESTALE
+    return found
+
+
+def _is_full(fd: int, nbytes: int) -> bool:
+    """Whether the file system could not take what is missing of `nbytes`; a file is removed after this."""
+    room = Space.of(fd)
+    missing = nbytes - block_nbytes(os.fstat(fd))
+    return room.total_nbytes > 0 and room.free_nbytes < missing
+
+
+def _refuse_short_read(fd: int, path: str, reached: int, expected: int) -> None:
+    """Raise: a short file is corrupt and will be discarded, a short read of a whole one is an I/O error."""
+    try:
+        nbytes = os.fstat(fd).st_size
+    except OSError as error:
+        raise chunk_error_from_os(error, path) from error
+    if nbytes < expected:
+        raise ChunkCorrupt(f"{path}: ends at byte {nbytes}, expected {expected}")
+    raise ChunkIOError(f"{path}: a read ended at byte {reached}, expected {expected}", errno.EIO)

@@ -21,7 +21,7 @@ from functools import partial
 from typing import Literal
 
 from fskv.errors import ConfigError
-from fskv.span_plan import GroupLayout
+from fskv.plan.spans import GroupLayout
 from fskv.types import Presence
 
 

@@ -1,7 +1,7 @@
 """What must be equal for KV to be interchangeable, and the names that follow from it.
 
 An `Identity` is the full statement; its digest names the directory that holds the chunks. Two
-engines share a directory only if every field is equal. This room knows no file: `fskv.root`
+engines share a directory only if every field is equal. This room knows no file: `fskv.root.root`
 writes and compares `namespace.json`, `engines/` derives the fields from a live engine.
 
 Invariants: every dataclass field of `Identity` enters the digest, a field whose default is
@@ -33,7 +33,7 @@ Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | Non
 
 FORMAT = 1
 LORA_POLICIES = ("off", "by-name")
-INTEGRITIES = (None, "blake3-128")  # how files are sealed: fskv.mac
+INTEGRITIES = (None, "blake3-128")  # how files are sealed: fskv.format.mac
 
 MAX_TENANT = 200  # characters
 
@@ -85,7 +85,7 @@ class Identity:
     engine_version: str  # "0.32.1"; of a development build all of it
     arch: str  # "sm_90", "gfx942", "cpu-x86_64"
     model_name: str
-    weights: str  # fskv.fingerprint.weights_fingerprint, or the option weights_id
+    weights: str  # fskv.identity.fingerprint.weights_fingerprint, or the option weights_id
     model_config: Mapping[str, Json]  # what shapes KV: RoPE, hf_overrides, quantisation
     kv_cache_dtype: str  # as the worker resolved it, never "auto"
     model_dtype: str
@@ -103,7 +103,7 @@ class Identity:
     canonical_format: str | None = None
     tenant: str | None = None
     model_runner: str | None = None
-    integrity: str | None = None  # fskv.mac.INTEGRITY where files are sealed; not which key
+    integrity: str | None = None  # fskv.format.mac.INTEGRITY where files are sealed; not which key
     extra: Mapping[str, Json] | None = None  # an empty mapping is the same as None
 
     def __post_init__(self) -> None:

@@ -21,7 +21,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
-from fskv import metrics
+from fskv.observe import metrics
 
 from .exits import UsageError
 from .terminal import show

@@ -17,8 +17,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from fskv import __version__
-from fskv.claims import Scope, Usage, scopes
-from fskv.maintenance import Seen
+from fskv.bounds.maintenance import Seen
+from fskv.bounds.quota import Scope, Usage, scopes
 
 from . import metrics_server
 from .exits import CommandError

@@ -20,15 +20,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from fskv.book import CLAIMS_DIR, USAGE_FILE
-from fskv.filesystem import bytes_on_disk
+from fskv.bounds.evict import cutoff_ns
+from fskv.bounds.lease import LEASE_FILE, SHARED_DIR
+from fskv.bounds.ledger import CLAIMS_DIR, USAGE_FILE
 from fskv.index.scan import OPEN_SHARD
 from fskv.index.snapshot import SNAPSHOT_FILE
-from fskv.lease import LEASE_FILE, SHARED_DIR
 from fskv.namespace import parse_chunk_path
-from fskv.process import GRACE_S, is_our_name, is_our_part, provably_dead
-from fskv.prune import cutoff_ns
-from fskv.root import CHUNK_DIR, FORMAT_FILE, MANIFEST_FILE, PART_PREFIX, TAG_FILE, TMP_DIR
+from fskv.root.filesystem import bytes_on_disk
+from fskv.root.process_id import GRACE_S, is_our_name, is_our_part, provably_dead
+from fskv.root.root import CHUNK_DIR, FORMAT_FILE, MANIFEST_FILE, PART_PREFIX, TAG_FILE, TMP_DIR
 
 from .neighbours import News, anybody_lives, claimed_namespaces, is_recent, last_use_step
 from .removal import SHARD, NamespaceRemoval, is_file, opened

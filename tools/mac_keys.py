@@ -11,10 +11,10 @@ from typing import Annotated
 
 import typer
 
-from fskv.chunk_file import ChunkHeader
 from fskv.errors import ConfigError
-from fskv.key_file import read_keys
-from fskv.mac import MacKey, MacKeys
+from fskv.format.chunk_file import ChunkHeader
+from fskv.format.key_file import read_keys
+from fskv.format.mac import MacKey, MacKeys
 
 from .exits import UsageError
 

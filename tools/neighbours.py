@@ -3,8 +3,9 @@
 A command that removes files takes no lease: that of a living engine's maintenance process cannot be had, and
 is not needed. What we remove makes the holder's count too high until it next walks the directories that have
 changed (a second when a bound is near, a minute at most), and too high is the side on which every bound
-holds: on disk <= counted + granted. What the holder removes at the same time has vanished when we come to it,
-and counts for our plan as freed (fskv.prune), as ours does for its plan; so nothing is removed twice over.
+holds: on disk <= counted + granted. What the holder removes at the same time has vanished when we come to
+it, and counts for our plan as freed (fskv.bounds.evict), as ours does for its plan; so nothing is removed
+twice over.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ import stat
 import time
 from collections.abc import Sequence
 
-from fskv.book import CLAIMS_DIR, Book
-from fskv.claims import Claim, last_use_step_s
-from fskv.filesystem import clamp_mtime
-from fskv.lease import LEASE_FILE, SHARED_DIR, TTL_S
-from fskv.process import provably_dead, unique_name
-from fskv.removed import RemovedLog
-from fskv.root import FORMAT_FILE, PART_PREFIX, usual_modes
+from fskv.bounds.eviction_news import RemovedLog
+from fskv.bounds.lease import LEASE_FILE, SHARED_DIR, TTL_S
+from fskv.bounds.ledger import CLAIMS_DIR, Book
+from fskv.bounds.quota import Claim, last_use_step_s
+from fskv.root.filesystem import clamp_mtime
+from fskv.root.process_id import provably_dead, unique_name
+from fskv.root.root import FORMAT_FILE, PART_PREFIX, usual_modes
 
-# A claim is written anew every quarter of a TTL; fskv.holder gives one up after as long as this.
+# A claim is written anew every quarter of a TTL; fskv.bounds.leader gives one up after as long as this.
 _DEAD_CLAIM_S = 4 * TTL_S
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 

@@ -1,8 +1,8 @@
 """Prunes once: what was used least recently goes, until a target is reached, beside living engines.
 
 `Pruning.look` walks every file, `need` says how much is to go, `forecast` what that would be, and
-`carry_out` removes it through fskv.prune: each file is looked at again before it goes, the files of all ranks
-go together, and what cannot be removed is passed over. Why no lease is taken: tools.neighbours.
+`carry_out` removes it through fskv.bounds.evict: each file is looked at again before it goes, the files of
+all ranks go together, and what cannot be removed is passed over. Why no lease is taken: tools.neighbours.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from fskv.claims import Claim as _Claim
-from fskv.claims import Limits as _Limits
-from fskv.claims import inodes_short, kept_free
+from fskv.bounds.evict import Forecast, cutoff_ns, execute, forecast, plan
+from fskv.bounds.quota import Claim as _Claim
+from fskv.bounds.quota import Limits as _Limits
+from fskv.bounds.quota import inodes_short, kept_free
 from fskv.config import Share
-from fskv.filesystem import Space
 from fskv.index.snapshot import Catalogue
-from fskv.prune import Forecast, cutoff_ns, execute, forecast, plan
+from fskv.root.filesystem import Space
 
 from .neighbours import News, last_use_step, wall_clock_ns
 from .root_view import Namespace

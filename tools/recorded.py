@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fskv import namespace
 from fskv.errors import FskvError
 from fskv.namespace import Identity
-from fskv.root import MANIFEST_FILE
+from fskv.root.root import MANIFEST_FILE
 
 from .exits import CommandError, UsageError
 from .json_file import read_json

@@ -17,12 +17,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
-from fskv.filesystem import bytes_on_disk
 from fskv.index.scan import OPEN_SHARD
 from fskv.index.snapshot import SNAPSHOT_FILE
 from fskv.namespace import parse_chunk_path
-from fskv.process import is_our_part
-from fskv.root import CHUNK_DIR, MANIFEST_FILE, TMP_DIR
+from fskv.root.filesystem import bytes_on_disk
+from fskv.root.process_id import is_our_part
+from fskv.root.root import CHUNK_DIR, MANIFEST_FILE, TMP_DIR
 
 from .neighbours import News
 from .root_view import ChunkFile, Namespace

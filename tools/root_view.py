@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from fskv import namespace
 from fskv.errors import FskvError
 from fskv.namespace import Identity
-from fskv.root import Root, read_namespace
+from fskv.root.root import Root, read_namespace
 
 from .exits import UNSEEN, NotARoot, UsageError
 from .terminal import say, show

@@ -11,17 +11,17 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from fskv.book import Book
-from fskv.claims import Claim, Scope, Usage, scopes
+from fskv.bounds.evict import cutoff_ns, forecast
+from fskv.bounds.lease import SHARED_DIR
+from fskv.bounds.ledger import Book
+from fskv.bounds.quota import Claim, Scope, Usage, scopes
 from fskv.errors import FskvError
-from fskv.filesystem import Space
 from fskv.index.scan import file_name
 from fskv.index.snapshot import Catalogue
 from fskv.index.tally import Count, tally
-from fskv.lease import SHARED_DIR
-from fskv.process import GRACE_S, provably_dead
-from fskv.prune import cutoff_ns, forecast
-from fskv.root import CHUNK_DIR
+from fskv.root.filesystem import Space
+from fskv.root.process_id import GRACE_S, provably_dead
+from fskv.root.root import CHUNK_DIR
 
 from .check.expect import NOTHING
 from .check.judge import Reader, peek_header, read_header

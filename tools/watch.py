@@ -1,7 +1,7 @@
 """Keeps a root within bounds for as long as it runs, beside engines and other watchers: `fskv prune --watch`.
 
-It takes part as an engine's maintenance process does (fskv.maintenance): its limits are in a claim, so that
-they hold for every engine while it lives, and if it has the lease it counts and prunes for all.
+It takes part as an engine's maintenance process does (fskv.bounds.maintenance): its limits are in a claim,
+so that they hold for every engine while it lives, and if it has the lease it counts and prunes for all.
 
 Where there is no root yet (a node's first engine has not started), it waits for one, with its metrics up.
 
@@ -20,11 +20,11 @@ import threading
 import time
 from collections.abc import Callable
 
-from fskv.claims import Claim, Limits
+from fskv.bounds.maintenance import Maintainer, Seen, pause_after
+from fskv.bounds.quota import Claim, Limits
 from fskv.errors import FskvError, RootError
-from fskv.maintenance import Maintainer, Seen, pause_after
-from fskv.process import unique_name
-from fskv.root import Root
+from fskv.root.process_id import unique_name
+from fskv.root.root import Root
 
 from .exits import CommandError, Exit, NotARoot
 from .exporter import Watched
@@ -39,7 +39,7 @@ _TOLD_S = 60.0  # how often what was pruned is said
 
 
 class _Said(logging.Handler):
-    """Shows what fskv.maintenance logs as the rest: names from a disk are in it."""
+    """Shows what fskv.bounds.maintenance logs as the rest: names from a disk are in it."""
 
     def emit(self, record: logging.LogRecord) -> None:
         say(record.getMessage())

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 from fskv_tools.check.expect import expected_of
 
-from fskv.chunk_file import ROW_NBYTES, ChunkHeader, FileLayout, encode_header, row_digests
+from fskv.format.chunk_file import ROW_NBYTES, ChunkHeader, FileLayout, encode_header, row_digests
 from fskv.namespace import GroupIdentity, Identity
-from fskv.root import NamespaceDir, Root
+from fskv.root.root import NamespaceDir, Root
 
 PAGES = (30000, 7000)  # three blocks: two rows, with padding after the last block
 _BLOCKS = 3

@@ -30,7 +30,7 @@ from fskv_tools import cli
 from fskv_tools.check import judge
 
 from benchmarks.options import positive
-from fskv import chunk_file
+from fskv.format import chunk_file
 from trials.corruption_kinds import KINDS, File, Files
 
 _PER_ROUND = 12

@@ -28,7 +28,8 @@ from typing import Any
 from unittest import mock
 
 from benchmarks.options import positive
-from fskv import chunk_file, mac, store
+from fskv.data_path import store
+from fskv.format import chunk_file, mac
 from fskv.types import Status
 from trials.forgery_kinds import KINDS, Chunk, Victim
 
@@ -63,7 +64,7 @@ def run(
     """Try `number` forgeries below `directory`, every kind equally often."""
     rng = random.Random(seed)  # noqa: S311  of a test, which is to be the same again
     score = Score()
-    logging.getLogger("fskv.store").setLevel(logging.CRITICAL)
+    logging.getLogger("fskv.data_path.store").setLevel(logging.CRITICAL)
     victim = Victim(os.path.join(directory, "forgeries"), rng)
     chunks = list(victim.content)
     try:
@@ -78,7 +79,7 @@ def run(
             tick(score)
     finally:
         victim.remove()
-        logging.getLogger("fskv.store").setLevel(logging.NOTSET)
+        logging.getLogger("fskv.data_path.store").setLevel(logging.NOTSET)
     return score
 
 

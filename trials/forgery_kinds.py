@@ -19,8 +19,9 @@ import blake3
 import xxhash
 from fskv_tools.check.expect import expected_of
 
-from fskv import mac
-from fskv.chunk_file import (
+from fskv.data_path.store import ChunkStore
+from fskv.format import mac
+from fskv.format.chunk_file import (
     CHECKSUM,
     ROW_NBYTES,
     ChunkHeader,
@@ -29,9 +30,8 @@ from fskv.chunk_file import (
     peek_header,
     row_digests,
 )
-from fskv.mac import INTEGRITY, KEY_ID_NBYTES, SEAL_NBYTES, TAG_NBYTES, MacKey, MacKeys
-from fskv.root import NamespaceDir, Root
-from fskv.store import ChunkStore
+from fskv.format.mac import INTEGRITY, KEY_ID_NBYTES, SEAL_NBYTES, TAG_NBYTES, MacKey, MacKeys
+from fskv.root.root import NamespaceDir, Root
 from fskv.transports.host import HostTransport
 from fskv.types import ChunkId
 from trials.corruption_kinds import corruption_identity

@@ -40,7 +40,8 @@ from fskv_tools.replay import engine as replay
 from benchmarks.options import positive_float
 from benchmarks.report import judged, publish, say
 from benchmarks.rig import work_directory
-from fskv import capacity, health
+from fskv.bounds import client
+from fskv.observe import health_file
 from trials.fuzz_kinds import KINDS, WEIGHTS, Content, is_file, link, published, remove
 from trials.fuzz_process import BREAK, BREAKS
 
@@ -65,8 +66,8 @@ class _Engine:
     wrong: int = 0
 
     @property
-    def capacity(self) -> capacity.Capacity:
-        found: capacity.Capacity = self.engine._capacity  # noqa: SLF001
+    def capacity(self) -> client.Capacity:
+        found: client.Capacity = self.engine._capacity  # noqa: SLF001
         return found
 
     @property
@@ -145,7 +146,7 @@ class Fuzz:
 
             for owner, name, value in (
                 (subprocess, "Popen", start),
-                (capacity, "_RESTART_S", 0.5),
+                (client, "_RESTART_S", 0.5),
                 (replay, "PATIENCE_S", self._limit_s),
             ):
                 stack.enter_context(mock.patch.object(owner, name, value))
@@ -164,7 +165,7 @@ class Fuzz:
                 one = _Engine(replay.Engine(spec))
                 stack.callback(one.engine.close)
                 self.engines.append(one)
-            self._health = health.HealthFile(
+            self._health = health_file.HealthFile(
                 f"{self._directory}/health.json", dict, {}, every_s=0.2, look_s=0.05
             )
             self._health.start()

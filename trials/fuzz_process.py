@@ -1,4 +1,4 @@
-"""The maintenance process of the fuzz: fskv.maintenance with shorter times, so that minutes do for days.
+"""The maintenance process of the fuzz: bounds.maintenance with shorter times, so that minutes do for days.
 
 It has no right to read what its mode denies, also where it is root. With a safety named in FSKV_FUZZ_BREAK it
 has not that safety, as a negative control: it patches this process's modules, because the product has no such
@@ -13,7 +13,7 @@ import os
 import signal
 from typing import Any
 
-from fskv import book, claims, holder, maintenance
+from fskv.bounds import leader, ledger, maintenance, quota
 
 BREAKS = ("survival", "length")
 BREAK = "FSKV_FUZZ_BREAK"
@@ -35,16 +35,16 @@ def obey_modes() -> None:
 def hurry() -> None:
     """Shorten what waits."""
     times: list[tuple[Any, str, float]] = [
-        (holder, "_COUNT_ALL_S", 1.0),
-        (holder, "_SNAPSHOT_S", 2.0),
-        (holder, "_ORPHANS_S", 1.0),
-        (holder, "_DEAD_CLAIM_S", 2 * TTL_S),
-        (holder, "_WITHDRAW_S", 0.5),
-        (holder, "_FUTILE_S", 0.5),
-        (holder, "_STUCK_S", 10.0),
+        (leader, "_COUNT_ALL_S", 1.0),
+        (leader, "_SNAPSHOT_S", 2.0),
+        (leader, "_ORPHANS_S", 1.0),
+        (leader, "_DEAD_CLAIM_S", 2 * TTL_S),
+        (leader, "_WITHDRAW_S", 0.5),
+        (leader, "_FUTILE_S", 0.5),
+        (leader, "_STUCK_S", 10.0),
         (maintenance, "_AFTER_FAILURE_S", 0.5),
         (maintenance, "TTL_S", TTL_S),
-        (book, "_JUNK_NS", 15 * 10**9),
+        (ledger, "_JUNK_NS", 15 * 10**9),
     ]
     for module, name, value in times:
         assert hasattr(module, name), name
@@ -57,32 +57,32 @@ def hurry() -> None:
 def break_safety(name: str) -> None:
     """Take one safety away."""
     if name == "length":  # what is written is longer than what is read
-        most_nbytes = book.MAX_USAGE_NBYTES
-        write = book.Book.publish_usage
+        most_nbytes = ledger.MAX_USAGE_NBYTES
+        write = ledger.Book.publish_usage
 
-        def publish_usage(self: book.Book, usage: claims.Usage) -> None:
-            book.MAX_USAGE_NBYTES = most_nbytes
+        def publish_usage(self: ledger.Book, usage: quota.Usage) -> None:
+            ledger.MAX_USAGE_NBYTES = most_nbytes
             write(self, usage)
-            book.MAX_USAGE_NBYTES = 64
+            ledger.MAX_USAGE_NBYTES = 64
 
-        book.MAX_USAGE_NBYTES = 64
-        book.Book.publish_usage = publish_usage  # type: ignore[method-assign]
-        vars(holder)["shortened"] = lambda usage, _: usage
+        ledger.MAX_USAGE_NBYTES = 64
+        ledger.Book.publish_usage = publish_usage  # type: ignore[method-assign]
+        vars(leader)["shortened"] = lambda usage, _: usage
         return
 
-    def claims_of(self: book.Book) -> list[claims.Claim]:
-        directory = f"{self._directory}/{book.CLAIMS_DIR}"
+    def claims_of(self: ledger.Book) -> list[quota.Claim]:
+        directory = f"{self._directory}/{ledger.CLAIMS_DIR}"
         found = []
         for entry in os.listdir(directory):
             if entry.endswith(".json"):
-                content = book._content(f"{directory}/{entry}", 1 << 30)[0]  # noqa: SLF001
-                found.append(book._claim(book._tree(content, 1 << 30), entry[:-5]))  # noqa: SLF001
+                content = ledger._content(f"{directory}/{entry}", 1 << 30)[0]  # noqa: SLF001
+                found.append(ledger._claim(ledger._tree(content, 1 << 30), entry[:-5]))  # noqa: SLF001
         return found
 
     async def try_step(self: maintenance.Maintainer) -> bool:
         return self.step()
 
-    book.Book.claims = claims_of  # type: ignore[method-assign]
+    ledger.Book.claims = claims_of  # type: ignore[method-assign]
     maintenance.Maintainer.try_step = try_step  # type: ignore[method-assign]
 
 

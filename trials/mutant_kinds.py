@@ -60,7 +60,7 @@ FAULTS = (
     Fault(
         "rows-unchecked",
         "Every row of the wanted blocks is compared with its digest before it is served.",
-        "fskv/chunk_file.py",
+        "fskv/format/chunk_file.py",
         "    if mac.same(found, wanted):\n        return\n",
         "    if len(found) == len(wanted):\n        return\n",
         _STORE,
@@ -84,7 +84,7 @@ FAULTS = (
     Fault(
         "header-unchecked",
         "A header that fails its checksum is not believed.",
-        "fskv/chunk_file.py",
+        "fskv/format/chunk_file.py",
         "    if xxhash.xxh3_64_intdigest(raw) != checksum:\n",
         "    if not checksum:\n",
         ("tests/unit/test_chunk_file.py",),
@@ -116,7 +116,7 @@ FAULTS = (
     Fault(
         "padding-unchecked",
         "Only zeros stand behind the map of a header that is taken in Python.",
-        "fskv/chunk_file.py",
+        "fskv/format/chunk_file.py",
         "    if header[stop:padding_stop] != bytes(padding_stop - stop):\n",
         "    if stop > padding_stop:\n",
         _READERS,
@@ -124,7 +124,7 @@ FAULTS = (
     Fault(
         "codec-of-any-type",
         "A field of a header has the type that the format says, and not only an equal value.",
-        "fskv/chunk_file.py",
+        "fskv/format/chunk_file.py",
         " or [*map(type, found)] != [int, str, int]:\n",
         ":\n",
         _READERS,
@@ -132,7 +132,7 @@ FAULTS = (
     Fault(
         "fields-uncounted",
         "A header has no more fields than the format allows.",
-        "fskv/chunk_file.py",
+        "fskv/format/chunk_file.py",
         "    if num_fields > _MAX_FIELDS:\n",
         "    if num_fields > _MAX_FIELDS << 8:\n",
         _READERS,
@@ -140,7 +140,7 @@ FAULTS = (
     Fault(
         "key-uncompared",
         "A sound file of another chunk under this chunk's name is not served.",
-        "fskv/store.py",
+        "fskv/data_path/store.py",
         '            "key": (header.key_hash, chunk.key_hash),\n',
         "",
         _STORE,
@@ -156,7 +156,7 @@ FAULTS = (
     Fault(
         "namespace-uncompared",
         "A file of another model, dtype or tenant is not served, however it came here.",
-        "fskv/store.py",
+        "fskv/data_path/store.py",
         '            "namespace": (header.namespace_digest, self._directory.digest),\n',
         "",
         _STORE,
@@ -164,7 +164,7 @@ FAULTS = (
     Fault(
         "layout-uncompared",
         "A file whose pages lie in another way is not served.",
-        "fskv/store.py",
+        "fskv/data_path/store.py",
         '            "layout": (header.layout_digest, layout.digest),\n',
         "",
         _STORE,
@@ -180,7 +180,7 @@ FAULTS = (
     Fault(
         "hole-served",
         "Blocks that a partial chunk does not have are absent, and not zeros.",
-        "fskv/store.py",
+        "fskv/data_path/store.py",
         "        if header.first_block > first_block:\n",
         "        if header.first_block > first_block + num_blocks:\n",
         _STORE,
@@ -197,7 +197,7 @@ FAULTS = (
     Fault(
         "length-unchecked",
         "A file that is too short or too long is refused before anything of it is read.",
-        "fskv/store.py",
+        "fskv/data_path/store.py",
         "        if file.nbytes != layout.file_nbytes:\n",
         "        if not file.nbytes:\n",
         _STORE,
@@ -213,7 +213,7 @@ FAULTS = (
     Fault(
         "short-file-is-there",
         "A store replaces a file that is cut off instead of taking it for the chunk.",
-        "fskv/store.py",
+        "fskv/data_path/store.py",
         "S_ISREG(info.st_mode) or info.st_size != layout.file_nbytes:",
         "S_ISREG(info.st_mode):",
         _STORE,
@@ -246,7 +246,7 @@ FAULTS = (
     Fault(
         "guard-not-entered",
         "A load that was given up writes no KV page any more.",
-        "fskv/jobs.py",
+        "fskv/data_path/runner.py",
         "            if job.guard.enter():  # else the job was given up, and closed\n",
         "            if job.guard.enter() or task.queued is not None:\n",
         _JOBS,
@@ -262,7 +262,7 @@ FAULTS = (
     Fault(
         "guard-does-not-wait",
         "Giving up waits for a copy in progress, so that pages are free when it returns.",
-        "fskv/threads.py",
+        "fskv/data_path/threads.py",
         "            while self._num_inside:\n                self._left.wait()\n",
         "",
         ("tests/unit/test_threads.py", "tests/unit/test_jobs.py"),
@@ -278,7 +278,7 @@ FAULTS = (
     Fault(
         "deadline-never",
         "A load is given up at its deadline, and the request is computed instead.",
-        "fskv/job.py",
+        "fskv/data_path/job.py",
         "        self.late = now >= self.deadline_at\n",
         "        self.late = now - self.submitted_at >= self.deadline_at\n",
         _JOBS,
@@ -286,7 +286,7 @@ FAULTS = (
     Fault(
         "reset-leaves-the-queue",
         "What waits to be stored when the engine gives its KV up is dropped.",
-        "fskv/jobs.py",
+        "fskv/data_path/runner.py",
         "        for job in list(self._jobs.values()):\n"
         "            self._give_up(job, Status.SKIPPED)\n"
         "        with self._lock:\n",
@@ -296,7 +296,7 @@ FAULTS = (
     Fault(
         "reset-leaves-the-workers",
         "A reset returns when no worker touches the KV any more for what was asked of it before.",
-        "fskv/engines/vllm_connector.py",
+        "fskv/engines/vllm/connector.py",
         "        drop_in_workers()\n",
         "",
         ("tests/adapter/test_vllm_reset.py",),
@@ -304,7 +304,7 @@ FAULTS = (
     Fault(
         "reset-leaves-the-deferred",
         "What vLLM has put off to the next step is dropped at a reset, too.",
-        "fskv/engines/vllm_connector.py",
+        "fskv/engines/vllm/connector.py",
         "half._unsubmitted_store_jobs = half._unsubmitted_store_jobs, []  # noqa: SLF001\n",
         "_ = half._unsubmitted_store_jobs, []  # noqa: SLF001\n",
         ("tests/adapter/test_vllm_reset.py",),
@@ -312,7 +312,7 @@ FAULTS = (
     Fault(
         "hung-threads-kept",
         "A thread whose call hangs is replaced, or a few hung reads would end all I/O.",
-        "fskv/jobs.py",
+        "fskv/data_path/runner.py",
         "                self._pool.write_off(queued)\n",
         "",
         _JOBS,
@@ -320,7 +320,7 @@ FAULTS = (
     Fault(
         "hung-threads-unbounded",
         "No more threads are started than may hang, however many reads do.",
-        "fskv/threads.py",
+        "fskv/data_path/threads.py",
         "            if self._num_alive >= self._num_threads + self._max_hung:\n",
         "            if self._num_alive < 0:\n",
         _JOBS,
@@ -328,7 +328,7 @@ FAULTS = (
     Fault(
         "loads-wait-for-stores",
         "A load overtakes the stores that are queued.",
-        "fskv/threads.py",
+        "fskv/data_path/threads.py",
         "                (self._urgent if task.urgent else self._normal)[task] = None\n",
         "                self._normal[task] = None\n",
         _JOBS,
@@ -336,7 +336,7 @@ FAULTS = (
     Fault(
         "reported-when-written",
         "A store is reported when its pages are gathered, and not when they are written.",
-        "fskv/jobs.py",
+        "fskv/data_path/runner.py",
         "        self._close(task, None, task.request.plan.nbytes, 0.0)\n        return True\n",
         "        return True\n",
         _JOBS,
@@ -344,7 +344,7 @@ FAULTS = (
     Fault(
         "failed-load-is-good",
         "A load of which one chunk was not good is reported as failed.",
-        "fskv/jobs.py",
+        "fskv/data_path/runner.py",
         "            job.failed |= job.is_load and status is not Status.OK\n",
         "            job.failed = job.is_load and status is not Status.OK\n",
         _JOBS,
@@ -352,7 +352,7 @@ FAULTS = (
     Fault(
         "lost-chunk-is-good",
         "A load of which one chunk was gone is reported as failed.",
-        "fskv/jobs.py",
+        "fskv/data_path/runner.py",
         "            job.failed |= job.is_load and status is not Status.OK\n",
         "            job.failed |= job.is_load and status not in (Status.OK, Status.MISSING)\n",
         ("tests/unit/test_jobs.py", f"{_SHARING}::test_damaged_chunks_cost_a_recompute_and_heal"),
@@ -361,7 +361,7 @@ FAULTS = (
     Fault(
         "written-under-its-name",
         "A file gets its name when it is complete, by one rename.",
-        "fskv/store.py",
+        "fskv/data_path/store.py",
         "        part = self._directory.part_path(path)\n        with self._shard(path)",
         "        part = path\n        with self._shard(path)",
         _STORE,
@@ -386,7 +386,7 @@ FAULTS = (
     Fault(
         "part-not-exclusive",
         "A part is made exclusively: what stands under its name is neither written to nor followed.",
-        "fskv/root.py",
+        "fskv/root/root.py",
         "    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | more_flags\n",
         "    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (more_flags & ~os.O_EXCL)\n",
         ("tests/unit/test_store.py", "tests/unit/test_root.py"),
@@ -410,7 +410,7 @@ FAULTS = (
     Fault(
         "lease-not-exclusive",
         "Two processes that take a free lease at once do not both hold it.",
-        "fskv/lease.py",
+        "fskv/bounds/lease.py",
         "        os.link(part, name, src_dir_fd=directory, dst_dir_fd=directory, follow_symlinks=False)\n",
         "        os.rename(part, name, src_dir_fd=directory, dst_dir_fd=directory)\n",
         ("tests/unit/test_lease.py",),
@@ -418,7 +418,7 @@ FAULTS = (
     Fault(
         "living-holder-replaced",
         "A lease is taken over only from a holder that is dead.",
-        "fskv/lease.py",
+        "fskv/bounds/lease.py",
         "        if found is not None and not self._is_dead(found):\n            return\n",
         "",
         ("tests/unit/test_lease.py",),
@@ -442,7 +442,7 @@ FAULTS = (
     Fault(
         "living-parts-removed",
         "The part of a writer that lives is not removed.",
-        "fskv/holder.py",
+        "fskv/bounds/leader.py",
         "            if not provably_dead(name) and age_ns < self._grace_s * 1e9:\n",
         "            if not provably_dead(name) and age_ns < 0:\n",
         ("tests/unit/test_maintenance.py",),
@@ -450,7 +450,7 @@ FAULTS = (
     Fault(
         "old-bytes-stored",
         "Nothing of what a staging slot held before gets into a file.",
-        "fskv/store.py",
+        "fskv/data_path/store.py",
         "        transport.fill_zero(slot, base, base + first_block * layout.block_nbytes)\n",
         "",
         _STORE,
@@ -458,7 +458,7 @@ FAULTS = (
     Fault(
         "incomplete-chunk-stored",
         "A chunk whose last blocks were not given is not stored.",
-        "fskv/jobs.py",
+        "fskv/data_path/runner.py",
         "                    or plan.first_block + plan.num_blocks < plan.layout.num_blocks\n",
         "",
         _JOBS,
@@ -466,7 +466,7 @@ FAULTS = (
     Fault(
         "guessed-chunk-stored",
         "A chunk of which vLLM does not say where each block is, is dropped instead of guessed.",
-        "fskv/span_plan.py",
+        "fskv/plan/spans.py",
         " or (complete_tail and not exact):\n",
         ":\n",
         ("tests/unit/test_hybrid_planner.py",),
@@ -474,7 +474,7 @@ FAULTS = (
     Fault(
         "replaced-file-discarded",
         "A good file that has replaced a bad one meanwhile is not discarded in its place.",
-        "fskv/store.py",
+        "fskv/data_path/store.py",
         "        if file.same_file(path, shard):\n",
         "        if os.path.lexists(path):\n",
         _STORE,
@@ -482,7 +482,7 @@ FAULTS = (
     Fault(
         "root-made-anew",
         "Where the root is gone nothing is made in its place.",
-        "fskv/beneath.py",
+        "fskv/root/beneath.py",
         '    above, _, name = path.rpartition("/")\n',
         '    above, _, name = path.rpartition("/")\n    os.makedirs(above, exist_ok=True)\n',
         (
@@ -494,7 +494,7 @@ FAULTS = (
     Fault(
         "root-made-at-start",
         "A root that is missing at start is not made.",
-        "fskv/root.py",
+        "fskv/root/root.py",
         "            _retry_stale(lambda: _check_directory(path))\n",
         "            os.makedirs(path, exist_ok=True)\n",
         (
@@ -530,7 +530,7 @@ FAULTS = (
     Fault(
         "failed-load-still-hits",
         "A chunk whose load failed is a miss at once, or its request would fail again and again.",
-        "fskv/engines/vllm_manager.py",
+        "fskv/engines/vllm/manager.py",
         "                self._presence.mark_failed(chunk, status)\n",
         "",
         ("tests/adapter/test_vllm_contract.py",),
@@ -554,7 +554,7 @@ FAULTS = (
     Fault(
         "one-rank-is-enough",
         "A chunk is a hit when every rank has published its part, and not before.",
-        "fskv/engines/vllm_manager.py",
+        "fskv/engines/vllm/manager.py",
         "        if len(published) == len(self._workers):\n",
         "        if published:\n",
         ("tests/adapter/test_vllm_contract.py",),
@@ -562,7 +562,7 @@ FAULTS = (
     Fault(
         "breaker-never-opens",
         "After failures in a row the root is left alone.",
-        "fskv/breaker.py",
+        "fskv/data_path/breaker.py",
         "                self._failures_in_row += 1\n",
         "                self._failures_in_row = 1\n",
         ("tests/unit/test_presence.py", "tests/unit/test_jobs.py"),
@@ -571,7 +571,7 @@ FAULTS = (
     Fault(
         "bound-ignored",
         "A chunk is stored only if there is room for it below every bound.",
-        "fskv/capacity.py",
+        "fskv/bounds/client.py",
         "            if self._used + nbytes > self._allowed or self._silent:\n                return False\n",
         "            if self._silent:\n                return False\n",
         ("tests/unit/test_capacity.py",),
@@ -579,7 +579,7 @@ FAULTS = (
     Fault(
         "keep-free-ignored",
         "What is to stay free on the disk stays free.",
-        "fskv/claims.py",
+        "fskv/bounds/quota.py",
         "        limit = space.total_nbytes - keep\n",
         "        limit = space.total_nbytes\n",
         _CAPACITY,
@@ -587,7 +587,7 @@ FAULTS = (
     Fault(
         "namespace-bound-ignored",
         "The bound of a namespace holds beside the bound of the root.",
-        "fskv/claims.py",
+        "fskv/bounds/quota.py",
         "            _tighten(by_namespace, [claim.namespace], [limits.namespace_max_nbytes])\n",
         "            pass\n",
         _CAPACITY,
@@ -595,7 +595,7 @@ FAULTS = (
     Fault(
         "stores-go-on-when-full",
         "A full disk pauses stores.",
-        "fskv/capacity.py",
+        "fskv/bounds/client.py",
         "        if self.paused:\n            return False\n        self._asked",
         "        self._asked",
         _CAPACITY,
@@ -603,7 +603,7 @@ FAULTS = (
     Fault(
         "maintenance-stays-dead",
         "A maintenance process that dies is started again.",
-        "fskv/capacity.py",
+        "fskv/bounds/client.py",
         "            if now >= self._next_start:\n",
         "            if now >= self._next_start and self._process is None:\n",
         _CAPACITY,
@@ -611,7 +611,7 @@ FAULTS = (
     Fault(
         "maintenance-pipe-blocks",
         "A maintenance process that does not read holds up no step of the engine.",
-        "fskv/capacity.py",
+        "fskv/bounds/client.py",
         "        for pipe in (self._process.stdin, self._process.stdout):\n            os.set_blocking",
         "        for pipe in (self._process.stdout,):\n            os.set_blocking",
         _CAPACITY,
@@ -619,7 +619,7 @@ FAULTS = (
     Fault(
         "others-grants-ignored",
         "What other engines were granted and have not written yet counts against the bound.",
-        "fskv/claims.py",
+        "fskv/bounds/quota.py",
         "        return self.limit - self.counted - self.outstanding\n",
         "        return self.limit - self.counted\n",
         ("tests/unit/test_claims.py",),
@@ -627,7 +627,7 @@ FAULTS = (
     Fault(
         "impossible-inodes-believed",
         "Nothing is pruned for numbers of a file system that cannot be true.",
-        "fskv/filesystem.py",
+        "fskv/root/filesystem.py",
         "    return (total, free) if 0 <= free <= total else (0, 0)\n",
         "    return (total, free)\n",
         ("tests/unit/test_filesystem.py", "tests/unit/test_maintenance.py"),
@@ -635,7 +635,7 @@ FAULTS = (
     Fault(
         "unlistable-never-counted",
         "Directories that cannot be listed and stand still keep nothing from being counted.",
-        "fskv/count_checks.py",
+        "fskv/bounds/count_checks.py",
         "        return not news and len(moving) <= _MAX_UNLISTABLE\n",
         "        return not news and len(failed) <= _MAX_UNLISTABLE\n",
         ("tests/unit/test_maintenance.py",),
@@ -643,7 +643,7 @@ FAULTS = (
     Fault(
         "future-parts-stay",
         "A part of the future is no living writer's.",
-        "fskv/holder.py",
+        "fskv/bounds/leader.py",
         "            age_ns = now_ns - clamp_mtime(info.st_mtime_ns, now_ns)\n",
         "            age_ns = now_ns - info.st_mtime_ns\n",
         ("tests/unit/test_maintenance.py",),
@@ -651,7 +651,7 @@ FAULTS = (
     Fault(
         "interval-not-claimed",
         "An engine's claim says what a last use is rounded to.",
-        "fskv/maintenance.py",
+        "fskv/bounds/maintenance.py",
         '        touch_interval_s=options["touch_interval_s"],\n',
         "",
         ("tests/unit/test_capacity.py",),
@@ -659,7 +659,7 @@ FAULTS = (
     Fault(
         "lost-grant-counted",
         "A grant that an error kept from the engine is not counted as one that it has.",
-        "fskv/maintenance.py",
+        "fskv/bounds/maintenance.py",
         "            self._granted -= 0 if given else amount\n",
         "            pass\n",
         ("tests/unit/test_maintenance.py",),
@@ -667,7 +667,7 @@ FAULTS = (
     Fault(
         "sums-without-end",
         "Numbers of the count that add up beyond 64 bits end no maintenance process.",
-        "fskv/claims.py",
+        "fskv/bounds/quota.py",
         "        return min(MAX_COUNT, self.others[0] + sum(n for n, _ in self.namespaces.values()))\n",
         "        return self.others[0] + sum(n for n, _ in self.namespaces.values())\n",
         ("tests/unit/test_maintenance.py",),
@@ -683,7 +683,7 @@ FAULTS = (
     Fault(
         "claim-without-end",
         "A claim of more than 64 KiB is not read.",
-        "fskv/book.py",
+        "fskv/bounds/ledger.py",
         "    if len(content) > most_nbytes:\n        raise ValueError",
         "    if len(content) < 0:\n        raise ValueError",
         ("tests/unit/test_claims.py",),
@@ -691,7 +691,7 @@ FAULTS = (
     Fault(
         "limits-of-no-names",
         "Limits of namespaces that do not exist count for nothing.",
-        "fskv/claims.py",
+        "fskv/bounds/quota.py",
         "        for name in all_namespaces & limits.namespaces.keys():\n",
         "        for name in limits.namespaces.keys():\n",
         ("tests/unit/test_claims.py",),
@@ -699,7 +699,7 @@ FAULTS = (
     Fault(
         "most-recent-first",
         "What was used least recently is pruned first.",
-        "fskv/prune.py",
+        "fskv/bounds/evict.py",
         "    for at in _oldest_first(mtimes, nbytes,",
         "    for at in _oldest_first(-mtimes, nbytes,",
         _PRUNE,
@@ -707,7 +707,7 @@ FAULTS = (
     Fault(
         "used-meanwhile-pruned",
         "What was used since it was listed waits for its new turn.",
-        "fskv/prune.py",
+        "fskv/bounds/evict.py",
         "        if last_use_ns > mtime_ns:\n",
         "        if last_use_ns < mtime_ns:\n",
         _PRUNE,
@@ -723,7 +723,7 @@ FAULTS = (
     Fault(
         "linked-directories-followed",
         "What is written, removed or touched is in a directory that no link led to.",
-        "fskv/beneath.py",
+        "fskv/root/beneath.py",
         "_ONE = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC\n",
         "_ONE = os.O_DIRECTORY | os.O_CLOEXEC\n",
         ("tests/unit/test_beneath.py",),
@@ -739,7 +739,7 @@ FAULTS = (
     Fault(
         "mode-set-by-path",
         "A new directory gets its mode through its descriptor.",
-        "fskv/beneath.py",
+        "fskv/root/beneath.py",
         "            made = True\n",
         "            made = True\n            os.chmod(path, mode)\n",
         ("tests/unit/test_beneath.py",),
@@ -747,7 +747,7 @@ FAULTS = (
     Fault(
         "foreign-namespace-pruned",
         "Nothing goes of what is only called like a namespace.",
-        "fskv/holder.py",
+        "fskv/bounds/leader.py",
         "        return [name for name in self._catalogues if name not in self._manifests.foreign]\n",
         "        return list(self._catalogues)\n",
         ("tests/unit/test_maintenance.py",),
@@ -755,7 +755,7 @@ FAULTS = (
     Fault(
         "prune-removes-what-is-no-file",
         "What took a chunk's name and is no regular file is not removed.",
-        "fskv/prune.py",
+        "fskv/bounds/evict.py",
         "        if not stat.S_ISREG(info.st_mode):\n",
         "        if stat.S_ISDIR(info.st_mode):\n",
         _PRUNE,
@@ -763,7 +763,7 @@ FAULTS = (
     Fault(
         "gc-removes-foreign-files",
         "gc removes only parts that have the name of a writer of fskv's.",
-        "fskv/process.py",
+        "fskv/root/process_id.py",
         "    return stem != name and (is_our_name(stem) or _OUR_PROBE.fullmatch(stem) is not None)\n",
         "    return stem != name\n",
         ("tests/tools/test_gc.py",),
@@ -780,7 +780,7 @@ FAULTS = (
     Fault(
         "mac-uncompared",
         "A sealed file is exactly what a holder of the key wrote, or it is refused.",
-        "fskv/mac.py",
+        "fskv/format/mac.py",
         "    return hmac.compare_digest(found, expected)\n",
         "    return hmac.compare_digest(found, found)\n",
         _MAC,
@@ -788,7 +788,7 @@ FAULTS = (
     Fault(
         "secret-in-the-error",
         "No error says what is in a key file.",
-        "fskv/mac.py",
+        "fskv/format/mac.py",
         "line {line_number}: expected {expected}",
         "line {line_number}: {line!r}, expected {expected}",
         _MAC,
@@ -796,7 +796,7 @@ FAULTS = (
     Fault(
         "header-mac-uncompared",
         "The tag over the header of a sealed file is compared.",
-        "fskv/chunk_file.py",
+        "fskv/format/chunk_file.py",
         "    if not mac.same(key.tag(memoryview(header)[:tag_at]), bytes(header[tag_at:])):\n",
         "    if len(header[tag_at:]) != mac.TAG_NBYTES:\n",
         _MAC,
@@ -804,7 +804,7 @@ FAULTS = (
     Fault(
         "seal-not-demanded",
         "Where files are sealed, one that had its seal removed is refused.",
-        "fskv/chunk_file.py",
+        "fskv/format/chunk_file.py",
         "    if integrity is not None and (integrity != CHECKSUM) != (seal_nbytes != 0):\n",
         "    if integrity is not None and integrity == CHECKSUM and seal_nbytes:\n",
         _MAC,
@@ -864,7 +864,7 @@ FAULTS = (
     Fault(
         "hash-seed-not-asked",
         "Engines whose block hashes differ do not share: the seed is the environment's.",
-        "fskv/engines/vllm_identity.py",
+        "fskv/engines/vllm/identity.py",
         '        return f"PYTHONHASHSEED={seed}"\n',
         '        return "PYTHONHASHSEED"\n',
         ("tests/adapter/test_identity_settings.py",),
@@ -872,7 +872,7 @@ FAULTS = (
     Fault(
         "weights-by-name",
         "Engines with other weights under the same name do not share.",
-        "fskv/engines/vllm_identity.py",
+        "fskv/engines/vllm/identity.py",
         "        weights=weights,\n",
         "        weights=_model_name(model.model),\n",
         ("tests/adapter/test_identity_settings.py",),
@@ -880,7 +880,7 @@ FAULTS = (
     Fault(
         "pages-by-name",
         "Engines whose pages have other bytes inside do not share.",
-        "fskv/engines/vllm_layout.py",
+        "fskv/engines/vllm/page_layout.py",
         "            return f\"{backend}{f'({isa})' if isa else ''}/{view}/{digest}\"\n",
         "            return backend\n",
         ("tests/adapter/test_identity_isa.py",),
@@ -888,7 +888,7 @@ FAULTS = (
     Fault(
         "media-by-name",
         "A medium is not served for another one under the same name.",
-        "fskv/engines/vllm_media.py",
+        "fskv/engines/vllm/media.py",
         "        return block_hash + _MARK + self._so_far[count - 1][:_DIGEST_NBYTES]\n",
         "        return block_hash\n",
         ("tests/adapter/test_media.py",),
@@ -896,7 +896,7 @@ FAULTS = (
     Fault(
         "media-name-believed-again",
         "A name that stood for two media is not believed again.",
-        "fskv/engines/vllm_media.py",
+        "fskv/engines/vllm/media.py",
         "                self._contents[row, i] = 0\n",
         "                return False\n",
         ("tests/adapter/test_media.py",),
@@ -904,7 +904,7 @@ FAULTS = (
     Fault(
         "replaced-weights-unseen",
         "Weights that are replaced while they are loaded stop the start.",
-        "fskv/engines/vllm_loaded.py",
+        "fskv/engines/vllm/loaded.py",
         "        if changed:\n",
         "        if changed and not now:\n",
         ("tests/adapter/test_loaded.py",),
@@ -912,7 +912,7 @@ FAULTS = (
     Fault(
         "reload-unseen",
         "Weights that are loaded again in a running engine turn fskv off.",
-        "fskv/engines/vllm_loaded.py",
+        "fskv/engines/vllm/loaded.py",
         "            self.reloaded = True\n",
         "            self.reloaded = False\n",
         ("tests/adapter/test_loaded.py",),
@@ -920,7 +920,7 @@ FAULTS = (
     Fault(
         "switches-not-in-identity",
         "Settings that quantise or simulate keep engines apart.",
-        "fskv/engines/vllm_switches.py",
+        "fskv/engines/vllm/switches.py",
         "        if value not in neutral:\n",
         "        if value not in neutral and value is None:\n",
         ("tests/adapter/test_settings.py",),
@@ -928,7 +928,7 @@ FAULTS = (
     Fault(
         "kv-dtype-of-the-model",
         "Engines whose KV has another type than the model do not share with those where it is the same.",
-        "fskv/engines/vllm_identity.py",
+        "fskv/engines/vllm/identity.py",
         "        kv_cache_dtype=kv_dtype,\n",
         "        kv_cache_dtype=_name(model.dtype),\n",
         ("tests/adapter/test_identity_settings.py",),
@@ -936,7 +936,7 @@ FAULTS = (
     Fault(
         "policy-fail-kept",
         "Damage fails no request, whatever failure policy the user chose.",
-        "fskv/engines/vllm_connector.py",
+        "fskv/engines/vllm/connector.py",
         '        transfer.kv_load_failure_policy = "recompute"\n',
         "",
         (
@@ -946,7 +946,7 @@ FAULTS = (
     Fault(
         "tenant-not-in-identity",
         "Tenants do not share.",
-        "fskv/engines/vllm_identity.py",
+        "fskv/engines/vllm/identity.py",
         "        tenant=config.tenant,\n",
         "",
         ("tests/adapter/test_identity_settings.py",),
@@ -954,7 +954,7 @@ FAULTS = (
     Fault(
         "weights-half-sampled",
         "Weights that differ in the second half of a tensor have another fingerprint.",
-        "fskv/checkpoint_samples.py",
+        "fskv/identity/checkpoint_samples.py",
         "    yield middle, middle + SAMPLE_NBYTES\n",
         "",
         ("tests/unit/test_fingerprint.py", "tests/unit/test_checkpoint_samples.py"),
@@ -963,7 +963,7 @@ FAULTS = (
     Fault(
         "counters-fall",
         "A counter never falls, since Prometheus raises for that.",
-        "fskv/metrics.py",
+        "fskv/observe/metrics.py",
         "        if not amount > 0:\n",
         "        if not amount:\n",
         ("tests/unit/test_metrics.py",),

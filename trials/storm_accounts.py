@@ -18,8 +18,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from benchmarks.child import Child
-from fskv.capacity import Capacity
-from fskv.claims import Limits
+from fskv.bounds.client import Capacity
+from fskv.bounds.quota import Limits
 from trials.storm_content import Judge, Pages
 
 _START_S = 60.0

@@ -19,14 +19,15 @@ import numpy as np
 import torch
 
 from benchmarks import rig
-from fskv import chunk_file, store, threads
-from fskv.breaker import Breaker
-from fskv.chunk_file import ChunkHeader, FileLayout
 from fskv.config import StoreConfig
+from fskv.data_path import store, threads
+from fskv.data_path.breaker import Breaker
+from fskv.data_path.job import ChunkRequest
+from fskv.format import chunk_file
+from fskv.format.chunk_file import ChunkHeader, FileLayout
 from fskv.index.presence import Findings, Key, PresenceIndex, RankFiles, probe_chunks
-from fskv.job import ChunkRequest
-from fskv.root import NamespaceDir
-from fskv.span_plan import GroupLayout, plan_job
+from fskv.plan.spans import GroupLayout, plan_job
+from fskv.root.root import NamespaceDir
 from fskv.transports import chunk_fd
 from fskv.types import ChunkId, Presence
 from trials.storm_content import (

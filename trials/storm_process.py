@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.rig import BenchmarkError
 from fskv.config import Deadline
-from fskv.job import ChunkOutcome, JobResult
+from fskv.data_path.job import ChunkOutcome, JobResult
 from fskv.types import Presence, Status
 from trials.storm_content import content, poison
 from trials.storm_party import Party, Setting

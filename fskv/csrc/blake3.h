@@ -1,4 +1,4 @@
-/* Keyed BLAKE3 of rows: what seals the rows of a sealed file (fskv.mac). Facts: the BLAKE3 specification.
+/* Keyed BLAKE3 of rows: what seals the rows of a sealed file (fskv.format.mac). Facts: the BLAKE3 specification.
  * tests/unit/test_native.py holds it against the `blake3` package byte for byte, each path of it; where the CPU has no AVX2 that package is used.
  */
 #ifndef FSKV_BLAKE3_H

@@ -266,7 +266,7 @@ static int open_parent(const FileLayout *layout, const char *path)
     return open_beneath(path, layout->root_nbytes, nbytes, O_PATH);
 }
 
-/* Make and open it. One level only, as fskv.beneath.make_directory: with the root gone nothing may be made in its
+/* Make and open it. One level only, as fskv.root.beneath.make_directory: with the root gone nothing may be made in its
  * place. */
 static int make_parent(const FileLayout *layout, const char *path)
 {

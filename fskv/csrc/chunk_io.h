@@ -1,7 +1,7 @@
 /* One chunk file, written or read in one go. Knows nothing of Python: called without the interpreter's lock.
  *
  * What is here is only the way on which all goes well. Whatever else is found (a file that is missing, bad,
- * foreign, or a disk that says no) ends it, and fskv/store.py does that chunk again from the start: the
+ * foreign, or a disk that says no) ends it, and fskv/data_path/store.py does that chunk again from the start: the
  * judgement, the repair and the words are there and only there. What is taken here is taken there too
  * (tests/unit/test_readers_agree.py).
  */

@@ -180,7 +180,7 @@ static int64_t mtime_of(const struct stat *info)
     return ns;
 }
 
-/* As fskv/filesystem.py: a number that cannot be true is none, and sums of them stay far from 2^63. */
+/* As fskv/root/filesystem.py: a number that cannot be true is none, and sums of them stay far from 2^63. */
 static uint64_t clamped(int64_t nbytes)
 {
     return nbytes < 0 ? 0 : nbytes > MAX_NBYTES ? MAX_NBYTES : (uint64_t)nbytes;

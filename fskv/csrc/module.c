@@ -1,4 +1,4 @@
-/* fskv._native: the data path of the host transport outside the interpreter. fskv/jobs.py says how it is used, and
+/* fskv._native: the data path of the host transport outside the interpreter. fskv/data_path/runner.py says how it is used, and
  * fskv/index/presence.py how its look at files is; without this module the same is done in Python, chunk by chunk.
  */
 #include "types.h"
@@ -85,7 +85,7 @@ static PyObject *copy(PyObject *module, PyObject *args)
 }
 
 static PyMethodDef functions[] = {
-    {"row_digests", row_digests, METH_O, "row_digests(payload): see fskv.chunk_file.row_digests."},
+    {"row_digests", row_digests, METH_O, "row_digests(payload): see fskv.format.chunk_file.row_digests."},
     {"copy_spans", copy, METH_VARARGS,
      "copy_spans(pages, spans, slot, base, to_slot): copy every span; ValueError when one is outside."},
     {"probe_chunks", probe_chunks, METH_VARARGS,
@@ -95,7 +95,7 @@ static PyMethodDef functions[] = {
      "list_shard(path, young_ns, newest_ns): the chunk files of a shard as records of 40 bytes, and the names of all else, each after "
      "a letter for its kind."},
     {"open_beneath", open_directory, METH_VARARGS,
-     "open_beneath(path, root_nbytes, flags): see fskv.beneath.open_directory."},
+     "open_beneath(path, root_nbytes, flags): see fskv.root.beneath.open_directory."},
     {"name_digest", name_digest, METH_O, "name_digest(key): the XXH3-128 that names the key's chunk files."},
     {NULL},
 };
@@ -103,7 +103,7 @@ static PyMethodDef functions[] = {
 /* Where the CPU does not make them slow. */
 static PyMethodDef keyed_functions[] = {
     {"keyed_row_digests", keyed_row_digests, METH_VARARGS,
-     "keyed_row_digests(payload, key): see fskv.mac.MacKey.row_digests."},
+     "keyed_row_digests(payload, key): see fskv.format.mac.MacKey.row_digests."},
     {NULL},
 };
 

@@ -479,17 +479,17 @@ static PyObject *Queue_wanted(Queue *self, void *unused)
 }
 
 static PyMethodDef Queue_methods[] = {
-    {"push", (PyCFunction)Queue_push, METH_O, "See fskv.threads.TaskQueue."},
-    {"cancel", (PyCFunction)Queue_cancel, METH_O, "See fskv.threads.TaskQueue."},
-    {"hasten", (PyCFunction)Queue_hasten, METH_O, "See fskv.threads.TaskQueue."},
-    {"write_off", (PyCFunction)Queue_write_off, METH_O, "See fskv.threads.TaskQueue."},
-    {"finish", (PyCFunction)Queue_finish, METH_O, "See fskv.threads.TaskQueue."},
+    {"push", (PyCFunction)Queue_push, METH_O, "See fskv.data_path.threads.TaskQueue."},
+    {"cancel", (PyCFunction)Queue_cancel, METH_O, "See fskv.data_path.threads.TaskQueue."},
+    {"hasten", (PyCFunction)Queue_hasten, METH_O, "See fskv.data_path.threads.TaskQueue."},
+    {"write_off", (PyCFunction)Queue_write_off, METH_O, "See fskv.data_path.threads.TaskQueue."},
+    {"finish", (PyCFunction)Queue_finish, METH_O, "See fskv.data_path.threads.TaskQueue."},
     {"take", (PyCFunction)Queue_take, METH_O,
      "take(slot): run transfers in `slot`; returns one that needs Python, or None: the thread may go."},
     {"take_events", (PyCFunction)Queue_take_events, METH_NOARGS,
      "take_events(): [(owner, GATHERED | STORED | EXISTS | LOADED | ABANDONED, seconds)] since the last call."},
-    {"running", (PyCFunction)Queue_running, METH_NOARGS, "See fskv.threads.TaskQueue."},
-    {"close", (PyCFunction)Queue_close, METH_NOARGS, "See fskv.threads.TaskQueue."},
+    {"running", (PyCFunction)Queue_running, METH_NOARGS, "See fskv.data_path.threads.TaskQueue."},
+    {"close", (PyCFunction)Queue_close, METH_NOARGS, "See fskv.data_path.threads.TaskQueue."},
     {NULL},
 };
 
@@ -502,7 +502,7 @@ static PyGetSetDef Queue_getset[] = {
 
 PyTypeObject QueueType = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "fskv._native.Queue",
-    .tp_doc = "Queue(max_stores_beside_loads): see fskv.threads.TaskQueue.",
+    .tp_doc = "Queue(max_stores_beside_loads): see fskv.data_path.threads.TaskQueue.",
     .tp_basicsize = sizeof(Queue),
     .tp_flags = Py_TPFLAGS_DEFAULT,
     .tp_new = Queue_new,

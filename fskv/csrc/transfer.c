@@ -224,9 +224,9 @@ static PyObject *Guard_abandoned(Guard *self, void *unused)
 }
 
 static PyMethodDef Guard_methods[] = {
-    {"enter", (PyCFunction)Guard_enter, METH_NOARGS, "See fskv.threads.Guard."},
-    {"leave", (PyCFunction)Guard_leave, METH_NOARGS, "See fskv.threads.Guard."},
-    {"abandon", (PyCFunction)Guard_abandon, METH_NOARGS, "See fskv.threads.Guard."},
+    {"enter", (PyCFunction)Guard_enter, METH_NOARGS, "See fskv.data_path.threads.Guard."},
+    {"leave", (PyCFunction)Guard_leave, METH_NOARGS, "See fskv.data_path.threads.Guard."},
+    {"abandon", (PyCFunction)Guard_abandon, METH_NOARGS, "See fskv.data_path.threads.Guard."},
     {NULL},
 };
 

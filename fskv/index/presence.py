@@ -37,8 +37,8 @@ from functools import lru_cache, partial
 from typing import NamedTuple
 
 from fskv import namespace
-from fskv.breaker import Breaker
-from fskv.threads import HangProofPool, Task
+from fskv.data_path.breaker import Breaker
+from fskv.data_path.threads import HangProofPool, Task
 from fskv.types import ChunkId, Presence, Status
 
 try:

@@ -10,7 +10,7 @@ removes nothing outside of the namespace.
 
 A directory's mtime says that names came or went, not that files were used: the mtimes of files in an
 unchanged directory may be newer than what is remembered. Who removes files looks at them again first
-(fskv.prune).
+(fskv.bounds.evict).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fskv.beneath import opened
-from fskv.filesystem import (
+from fskv.root.beneath import opened
+from fskv.root.filesystem import (
     FUTURE_NS,
     MAX_NS,
     Space,
@@ -36,8 +36,8 @@ from fskv.filesystem import (
     clamp_mtime,
     length,
 )
-from fskv.process import is_our_part
-from fskv.root import CHUNK_DIR
+from fskv.root.process_id import is_our_part
+from fskv.root.root import CHUNK_DIR
 from fskv.types import MAX_COUNT
 
 if TYPE_CHECKING:

@@ -2,8 +2,8 @@
 
 40 bytes a file in memory and on disk. The snapshot lets tools and an engine that starts again know what is
 there without a walk; together with the directories' mtimes in it only what has changed is listed. It is
-written by whoever holds the lease (fskv.lease), read by anybody, and only ever decides what is counted and
-pruned: a load checks the file itself. A snapshot that fails a check is as good as none.
+written by whoever holds the lease (fskv.bounds.lease), read by anybody, and only ever decides what is
+counted and pruned: a load checks the file itself. A snapshot that fails a check is as good as none.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import msgpack
 import numpy as np
 import xxhash
 
-from fskv.beneath import opened
 from fskv.index.scan import (
     NUM_SHARDS,
     RECORD,
@@ -34,8 +33,9 @@ from fskv.index.scan import (
     shard_of,
     walk,
 )
-from fskv.process import unique_name
-from fskv.root import TMP_DIR, create_file
+from fskv.root.beneath import opened
+from fskv.root.process_id import unique_name
+from fskv.root.root import TMP_DIR, create_file
 from fskv.types import MAX_COUNT
 
 SNAPSHOT_FILE = "snapshot.msgpack"

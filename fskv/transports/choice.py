@@ -14,13 +14,13 @@ import secrets
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from fskv.data_path.threads import call_with_deadline
 from fskv.errors import ConfigError, RootError
-from fskv.gds_io import Transport
-from fskv.threads import call_with_deadline
+from fskv.gds_io import FAILURES, Device, GdsTransport
 from fskv.transports import evidence, host
 from fskv.transports.chunk_fd import unlink_quietly
 from fskv.transports.cuda import CudaDevice
-from fskv.transports.gds import FAILURES, Device, GdsTransport
+from fskv.transports.protocol import Transport
 
 if TYPE_CHECKING:
     import torch

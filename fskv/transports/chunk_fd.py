@@ -1,8 +1,8 @@
 """Opening a chunk's file and a part's, the same way for every transport.
 
-What is opened is the file of that name itself, a regular one, and never waits for a peer. With `dir_fd` it is
-the file of the path's last name in that directory, wherever the path leads by now (fskv.beneath). Called on
-the I/O threads of `jobs`; raises the classes of `fskv.errors`.
+What is opened is the file of that name itself, a regular one, and never waits for a peer. With `dir_fd` it
+is the file of the path's last name in that directory, wherever the path leads by now (fskv.root.beneath).
+Called on the I/O threads of `jobs`; raises the classes of `fskv.errors`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import stat as stat_module
 from collections.abc import Iterator
 
 from fskv.errors import ChunkStale, chunk_error_from_os
-from fskv.root import create_file
+from fskv.root.root import create_file
 
 # O_NOFOLLOW and O_NONBLOCK: a symlink or a fifo under a chunk's name must neither be followed nor hang.
 _OPEN_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK

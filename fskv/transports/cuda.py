@@ -14,9 +14,9 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fskv import chunk_file
-from fskv.chunk_file import ALIGNMENT
-from fskv.span_plan import SpanTable
+from fskv.format import chunk_file
+from fskv.format.chunk_file import ALIGNMENT
+from fskv.plan.spans import SpanTable
 from fskv.transports import kernels
 
 if TYPE_CHECKING:

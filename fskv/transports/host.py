@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from fskv import chunk_file
+from fskv.data_path.threads import START_UP_S, call_with_deadline
 from fskv.errors import (
     ChunkCorrupt,
     ConfigError,
@@ -26,9 +26,8 @@ from fskv.errors import (
     RootError,
     chunk_error_from_os,
 )
-from fskv.gds_io import Native, OpenChunk
-from fskv.span_plan import SpanTable
-from fskv.threads import START_UP_S, call_with_deadline
+from fskv.format import chunk_file
+from fskv.plan.spans import SpanTable
 from fskv.transports.chunk_fd import (
     OPEN_PART,
     ChunkFd,
@@ -37,6 +36,7 @@ from fskv.transports.chunk_fd import (
     unlink_quietly,
 )
 from fskv.transports.cuda import CudaDevice, flat_bytes
+from fskv.transports.protocol import Native, OpenChunk
 
 try:
     from fskv import _native

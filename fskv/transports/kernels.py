@@ -35,8 +35,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from fskv import chunk_file
-from fskv.chunk_file import ALIGNMENT, ROW_NBYTES
+from fskv.format import chunk_file
+from fskv.format.chunk_file import ALIGNMENT, ROW_NBYTES
 
 if TYPE_CHECKING:
     import torch

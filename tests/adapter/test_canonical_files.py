@@ -52,7 +52,7 @@ def _page(mapping, canonical: bytes) -> bytes:
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4, 8])
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 def test_a_slice_is_the_same_bytes_of_the_canonical_page_on_every_rank(tp, num_kv_heads):
-    from fskv.engines.vllm_files import slice_offsets
+    from fskv.engines.vllm.files import slice_offsets
 
     mappings = _mappings(tp, num_kv_heads)
     nbytes = mappings[0].canonical_page_size_bytes // num_kv_heads
@@ -69,7 +69,7 @@ def test_a_slice_is_the_same_bytes_of_the_canonical_page_on_every_rank(tp, num_k
 
 
 def test_pages_that_are_not_made_of_whole_slices_are_refused():
-    from fskv.engines.vllm_files import slice_offsets
+    from fskv.engines.vllm.files import slice_offsets
 
     # Halves of K and V: with a head on each rank, a slice would hold half of K's heads and none of V's.
     assert slice_offsets(_mappings(4, 4, "split")[0], 4) is None
@@ -85,7 +85,7 @@ def test_pages_that_are_not_made_of_whole_slices_are_refused():
 
 
 def _group(kind: str = "full"):
-    from fskv.engines.vllm_identity import EngineGroup
+    from fskv.engines.vllm.identity import EngineGroup
     from fskv.hybrid_planner import GroupKind, GroupSpec
 
     return EngineGroup(GroupSpec(0, GroupKind(kind), BLOCK, None), kind, (4096,), ("layer",))
@@ -107,7 +107,7 @@ def _caches(mapping, page_nbytes: int):
 def test_the_views_of_a_rank_are_its_slices():
     import torch
 
-    from fskv.engines.vllm_files import canonical_files, slice_offsets
+    from fskv.engines.vllm.files import canonical_files, slice_offsets
 
     mapping = _mappings(2, 4)[1]
     caches = _caches(mapping, mapping.local_page_size_bytes)
@@ -124,7 +124,7 @@ def test_the_views_of_a_rank_are_its_slices():
 def test_a_layer_that_vllm_does_not_certify_is_refused():
     from dataclasses import replace
 
-    from fskv.engines.vllm_files import canonical_files, count_slices
+    from fskv.engines.vllm.files import canonical_files, count_slices
     from fskv.errors import ConfigError
 
     mapping = _mappings(1, 4)[0]
@@ -139,7 +139,7 @@ def test_a_layer_that_vllm_does_not_certify_is_refused():
 
 
 def test_exactly_one_of_the_ranks_with_the_same_bytes_writes_a_chunk():
-    from fskv.engines.vllm_files import canonical_files
+    from fskv.engines.vllm.files import canonical_files
 
     ranks = [
         canonical_files([_group()], 2, _caches(mapping, mapping.local_page_size_bytes), 1)
@@ -158,7 +158,7 @@ def test_exactly_one_of_the_ranks_with_the_same_bytes_writes_a_chunk():
 
 
 def test_a_chunk_is_stored_when_all_its_files_are_and_nothing_is_remembered_after():
-    from fskv.engines.vllm_slices import StoreTally
+    from fskv.engines.vllm.slices import StoreTally
     from fskv.types import ChunkId, Status
 
     tally, chunk = StoreTally(3), ChunkId(b"k", 0)
@@ -175,8 +175,8 @@ def test_a_chunk_is_stored_when_all_its_files_are_and_nothing_is_remembered_afte
 
 
 def test_every_call_about_a_chunk_goes_to_the_store_of_its_file():
-    from fskv.engines.vllm_slices import SlicedStore, chunk_of, file_id
-    from fskv.store import ChunkStore
+    from fskv.data_path.store import ChunkStore
+    from fskv.engines.vllm.slices import SlicedStore, chunk_of, file_id
     from fskv.types import ChunkId
 
     chunk = ChunkId(b"k" * 32, 7)
@@ -191,7 +191,7 @@ def test_every_call_about_a_chunk_goes_to_the_store_of_its_file():
 
 def test_a_lookup_asks_for_every_slice_once():
     from fskv.config import StoreConfig
-    from fskv.engines.vllm_manager import FskvHandshake, FskvManager
+    from fskv.engines.vllm.manager import FskvHandshake, FskvManager
     from fskv.index.presence import Findings
     from fskv.types import ChunkId
 
@@ -210,7 +210,7 @@ def test_a_lookup_asks_for_every_slice_once():
         with pytest.MonkeyPatch.context() as patch:
             seen = []
             patch.setattr(
-                "fskv.engines.vllm_manager.probe_chunks",
+                "fskv.engines.vllm.manager.probe_chunks",
                 lambda ranks, *_: seen.extend(ranks) or Findings([True], 0.0),
             )
             manager._probe([ChunkId(b"k" * 32, 0)], bytes(1))
@@ -226,7 +226,7 @@ def test_a_lookup_asks_for_every_slice_once():
 
 @pytest.mark.parametrize(("layout", "certified"), [(None, True), ("LBNHC", False), ("LBNHC", True)])
 def test_a_format_that_vllm_does_not_certify_or_name_is_refused(layout, certified):
-    from fskv.engines.vllm_files import canonical_format_of
+    from fskv.engines.vllm.files import canonical_format_of
     from fskv.errors import ConfigError
 
     config = SimpleNamespace(

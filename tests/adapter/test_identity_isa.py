@@ -78,8 +78,8 @@ class Worker:
         )
 
     def identity(self):
-        from fskv.engines.vllm_identity import build_identity, engine_groups
-        from fskv.engines.vllm_layout import page_layouts
+        from fskv.engines.vllm.identity import build_identity, engine_groups
+        from fskv.engines.vllm.page_layout import page_layouts
 
         groups = engine_groups(self.vllm_config, self.kv_cache_config)
         layouts = page_layouts(self.vllm_config, groups)
@@ -117,7 +117,7 @@ def test_equal_machines_have_equal_identities(root, with_amx):
 
 def test_a_cpu_with_another_layout_has_another_directory(root, with_amx):
     from fskv.namespace import diff
-    from fskv.root import Root
+    from fskv.root.root import Root
 
     identities = {}
     for amx in (False, True):
@@ -187,8 +187,8 @@ def test_the_page_that_is_looked_at_is_not_the_engine_s(root, with_amx):
 
 
 def test_a_canonical_page_is_the_same_however_many_heads_a_rank_has(root, with_amx, monkeypatch):
-    from fskv.engines.vllm_identity import engine_groups
-    from fskv.engines.vllm_layout import page_layouts
+    from fskv.engines.vllm.identity import engine_groups
+    from fskv.engines.vllm.page_layout import page_layouts
 
     with_amx(False)
     found = {}
@@ -216,12 +216,12 @@ def on_a_gpu(root, monkeypatch, with_amx):
     """A worker that fskv thinks is a GPU's; what vLLM writes is still written by the CPU's backend."""
     from vllm.platforms import current_platform
 
-    from fskv.engines import vllm_identity
+    from fskv.engines.vllm import identity
 
     with_amx(False)
     worker = Worker(root)
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
-    monkeypatch.setattr(vllm_identity, "gpu_arch", lambda: "sm_100")
+    monkeypatch.setattr(identity, "gpu_arch", lambda: "sm_100")
     return worker
 
 

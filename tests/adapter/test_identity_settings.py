@@ -31,7 +31,7 @@ def identity(*, engine=None, options=None, blocks_per_chunk=4):
     from vllm.platforms import current_platform
 
     from fskv.config import StoreConfig
-    from fskv.engines.vllm_identity import build_identity
+    from fskv.engines.vllm.identity import build_identity
 
     if not current_platform.is_cpu():
         pytest.skip("vLLM's platform is not a CPU")

@@ -56,23 +56,23 @@ def worker_of(monkeypatch):
     """Make vLLM's worker base class, and nothing else of a worker."""
     from vllm.v1.worker.worker_base import WorkerBase
 
-    from fskv.engines import vllm_loaded
+    from fskv.engines.vllm import loaded
 
     def construct(self, vllm_config):
         self.vllm_config, self.model_config = vllm_config, vllm_config.model_config
         self.model_runner = Runner()
 
     monkeypatch.setattr(WorkerBase, "__init__", construct)
-    monkeypatch.setattr(vllm_loaded, "_loaded", [])
-    vllm_loaded.watch_workers()
+    monkeypatch.setattr(loaded, "_loaded", [])
+    loaded.watch_workers()
     noted = WorkerBase.__init__
-    vllm_loaded.watch_workers()
+    loaded.watch_workers()
     assert WorkerBase.__init__ is noted  # once
     return WorkerBase
 
 
 def test_a_worker_is_found_by_its_configuration_and_only_if_it_was_noted(worker_of, checkpoint):
-    from fskv.engines.vllm_loaded import find_loaded
+    from fskv.engines.vllm.loaded import find_loaded
     from fskv.errors import ConfigError
 
     mine, others = config_of(checkpoint), config_of(checkpoint)
@@ -113,7 +113,7 @@ def _turned(path):
 def test_files_that_are_other_ones_than_before_the_load_stop_the_start(
     worker_of, checkpoint, change
 ):
-    from fskv.engines.vllm_loaded import check_unchanged, find_loaded
+    from fskv.engines.vllm.loaded import check_unchanged, find_loaded
     from fskv.errors import ConfigError
 
     config = config_of(checkpoint)
@@ -130,7 +130,7 @@ def test_files_that_are_other_ones_than_before_the_load_stop_the_start(
 
 
 def test_a_draft_model_that_is_replaced_is_noticed_too(worker_of, checkpoint, tmp_path):
-    from fskv.engines.vllm_loaded import check_unchanged, find_loaded
+    from fskv.engines.vllm.loaded import check_unchanged, find_loaded
     from fskv.errors import ConfigError
 
     shutil.copytree(checkpoint, tmp_path / "draft")
@@ -146,7 +146,7 @@ def test_a_draft_model_that_is_replaced_is_noticed_too(worker_of, checkpoint, tm
 
 
 def test_a_hub_s_name_needs_no_files(worker_of):
-    from fskv.engines.vllm_loaded import check_unchanged, find_loaded
+    from fskv.engines.vllm.loaded import check_unchanged, find_loaded
 
     config = config_of("some/model")
     worker = worker_of(config)
@@ -158,7 +158,7 @@ def test_a_hub_s_name_needs_no_files(worker_of):
 def test_whoever_loads_weights_again_is_noticed_before_it_begins(
     worker_of, checkpoint, tmp_path, through
 ):
-    from fskv.engines.vllm_loaded import find_loaded
+    from fskv.engines.vllm.loaded import find_loaded
 
     config = config_of(checkpoint)
     worker = worker_of(config)
@@ -187,7 +187,7 @@ def test_whoever_loads_weights_again_is_noticed_before_it_begins(
     ],
 )
 def test_where_kv_is_used_again_and_where_not(caching, runner, supported, reused):
-    from fskv.engines.vllm_identity import reuses_kv
+    from fskv.engines.vllm.identity import reuses_kv
 
     config = SimpleNamespace(
         cache_config=SimpleNamespace(enable_prefix_caching=caching),
@@ -207,7 +207,7 @@ def test_where_kv_is_used_again_and_where_not(caching, runner, supported, reused
     ],
 )  # fmt: skip
 def test_a_patch_is_another_version_and_a_build_is_itself(version, text, released):
-    from fskv.engines.vllm_identity import is_release, version_text
+    from fskv.engines.vllm.identity import is_release, version_text
 
     assert version_text(version) == text
     assert is_release(version) is released
@@ -216,7 +216,7 @@ def test_a_patch_is_another_version_and_a_build_is_itself(version, text, release
 def test_the_files_that_are_loaded_are_those_of_vllm_s_rule_and_of_the_model_s_own_code(checkpoint):
     from vllm.config import LoadConfig
 
-    from fskv.engines.vllm_loaded import loaded_files, weights_text
+    from fskv.engines.vllm.loaded import loaded_files, weights_text
 
     plain, path = SimpleNamespace(weights_id=None), str(checkpoint)
     model = config_of(checkpoint).model_config
@@ -266,8 +266,8 @@ def hub(tmp_path, checkpoint, monkeypatch):
 
 
 def test_a_hub_s_name_and_the_path_of_its_snapshot_are_one_commit(hub, tmp_path):
-    from fskv.engines.vllm_identity import _model_name
-    from fskv.engines.vllm_loaded import checkpoint_of, weights_text
+    from fskv.engines.vllm.identity import _model_name
+    from fskv.engines.vllm.loaded import checkpoint_of, weights_text
 
     plain = SimpleNamespace(weights_id=None)
     offline = checkpoint_of(config_of(hub).model_config)
@@ -298,7 +298,7 @@ def _through_the_link(weights):
 
 @pytest.mark.parametrize("edit", [_in_the_link_s_place, _through_the_link])
 def test_a_snapshot_that_was_edited_is_not_its_commit(hub, tmp_path, edit):
-    from fskv.engines.vllm_loaded import weights_text
+    from fskv.engines.vllm.loaded import weights_text
 
     plain = SimpleNamespace(weights_id=None)
     assert weights_text(str(hub), plain) == f"commit:{COMMIT}"  # the control
@@ -311,7 +311,7 @@ def test_a_snapshot_that_was_edited_is_not_its_commit(hub, tmp_path, edit):
 
 
 def test_a_hub_s_name_that_leads_elsewhere_after_the_load_stops_the_start(hub, worker_of, tmp_path):
-    from fskv.engines.vllm_loaded import check_unchanged, find_loaded
+    from fskv.engines.vllm.loaded import check_unchanged, find_loaded
     from fskv.errors import ConfigError
 
     config = config_of("some/llama")
@@ -334,8 +334,8 @@ class Part:
 def test_copies_of_a_configuration_that_a_model_was_built_with_are_told(checkpoint):
     from transformers import LlamaConfig
 
-    from fskv.engines.vllm_identity import _config_dict, _other_configs
-    from fskv.engines.vllm_loaded import resolved_configs
+    from fskv.engines.vllm.identity import _config_dict, _other_configs
+    from fskv.engines.vllm.loaded import resolved_configs
 
     written = LlamaConfig()
     changed = copy.deepcopy(written)
@@ -350,7 +350,7 @@ def test_copies_of_a_configuration_that_a_model_was_built_with_are_told(checkpoi
 
 
 def test_code_of_others_counts_by_its_source(tmp_path, monkeypatch):
-    from fskv.engines.vllm_loaded import code_digests
+    from fskv.engines.vllm.loaded import code_digests
 
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "__init__.py").write_text("")
@@ -379,7 +379,7 @@ def test_code_of_others_counts_by_its_source(tmp_path, monkeypatch):
 
 
 def test_weights_of_another_repository_count_or_are_refused(checkpoint, monkeypatch):
-    from fskv.engines.vllm_loaded import secondary_weights
+    from fskv.engines.vllm.loaded import secondary_weights
     from fskv.errors import ConfigError
 
     source = SimpleNamespace(
@@ -400,14 +400,14 @@ def test_weights_of_another_repository_count_or_are_refused(checkpoint, monkeypa
 def test_code_of_vllm_counts_in_builds_between_releases_only(monkeypatch):
     from vllm.model_executor.layers.activation import SiluAndMul
 
-    from fskv.engines import vllm_identity
+    from fskv.engines.vllm import identity
 
     part = SiluAndMul.__new__(SiluAndMul)
     plain = SimpleNamespace(weights_id=None)
 
     def extra():
-        return vllm_identity._model_extra(Part(), [part], plain)
+        return identity._model_extra(Part(), [part], plain)
 
     assert extra() == {"model_class": "Part"}
-    monkeypatch.setattr(vllm_identity, "vllm_version", "0.32.1.dev7+gabcdef0")
+    monkeypatch.setattr(identity, "vllm_version", "0.32.1.dev7+gabcdef0")
     assert list(extra()["code"]) == ["vllm.model_executor.layers"]

@@ -35,7 +35,7 @@ def image(seed, **fields):
 
 
 def media(doubt=lambda name: None, ec_transfer_config=None, **multimodal):
-    from fskv.engines.vllm_media import Media
+    from fskv.engines.vllm.media import Media
 
     config = SimpleNamespace(multimodal_config=SimpleNamespace(**multimodal))
     config = SimpleNamespace(model_config=config, ec_transfer_config=ec_transfer_config)
@@ -80,7 +80,7 @@ def test_the_order_and_the_place_of_media_count():
 
 
 def test_routers_are_told_of_keys_without_media_only():
-    from fskv.engines.vllm_media import is_media_key
+    from fskv.engines.vllm.media import is_media_key
 
     for block_hash in (b"x" * 16, b"s" * 32):
         assert not is_media_key(block_hash)
@@ -98,7 +98,7 @@ VALUES = [
 
 
 def test_values_types_and_shapes_all_count():
-    from fskv.engines.vllm_media import content_digest
+    from fskv.engines.vllm.media import content_digest
 
     digests = [content_digest(value) for value in VALUES]
     for (i, one), (j, other) in itertools.combinations(enumerate(digests), 2):
@@ -107,7 +107,7 @@ def test_values_types_and_shapes_all_count():
 
 
 def test_a_tensor_counts_by_its_numbers_and_not_by_how_it_lies():
-    from fskv.engines.vllm_media import content_digest
+    from fskv.engines.vllm.media import content_digest
 
     lying = torch.arange(12).reshape(3, 4)
     assert content_digest(lying) == content_digest(lying.t().contiguous().t())
@@ -160,7 +160,7 @@ def test_requests_that_run_are_left_out_when_their_media_s_name_comes_with_anoth
     from vllm.v1.kv_offload.base import ReqContext
 
     from fskv.config import StoreConfig
-    from fskv.engines.vllm_manager import FskvManager
+    from fskv.engines.vllm.manager import FskvManager
 
     manager = FskvManager(StoreConfig.from_mapping({"root": str(tmp_path)}), 1)
     looking = media(manager.doubt_media)
@@ -194,9 +194,9 @@ def test_what_a_session_gets_later_is_noted_before_its_encoder_runs():
 
 
 def test_no_name_is_forgotten_and_memory_is_bounded(monkeypatch, caplog):
-    from fskv.engines import vllm_media
+    from fskv.engines.vllm import media as media_module
 
-    monkeypatch.setattr(vllm_media, "_NUM_ROWS", 4)
+    monkeypatch.setattr(media_module, "_NUM_ROWS", 4)
     looking = media()
     looking.keys([image(0, identifier="img-1")])
     found = [looking.keys([image(0)]) for _ in range(300)]
@@ -215,11 +215,11 @@ def test_content_in_shared_memory_or_from_other_engines_encoders_is_not_believed
 
 
 def test_a_medium_is_digested_once_and_another_in_its_place_anew(monkeypatch):
-    from fskv.engines import vllm_media
+    from fskv.engines.vllm import media as media_module
 
     looking, seen = media(), []
-    real = vllm_media.content_digest
-    monkeypatch.setattr(vllm_media, "content_digest", lambda c: (seen.append(c), real(c))[1])
+    real = media_module.content_digest
+    monkeypatch.setattr(media_module, "content_digest", lambda c: (seen.append(c), real(c))[1])
     one = image(0)
     first = looking.keys([one]).key(HASH, 64)
     assert looking.keys([one]).key(HASH, 64) == first
@@ -232,7 +232,7 @@ def test_the_manager_asks_for_stores_and_loads_the_chunks_of_these_keys(tmp_path
     from vllm.v1.kv_offload.base import ReqContext, make_offload_key
 
     from fskv.config import StoreConfig
-    from fskv.engines.vllm_manager import FskvManager
+    from fskv.engines.vllm.manager import FskvManager
     from fskv.types import ChunkId
 
     manager = FskvManager(StoreConfig.from_mapping({"root": str(tmp_path)}), 1)
@@ -271,8 +271,8 @@ def test_the_manager_asks_for_stores_and_loads_the_chunks_of_these_keys(tmp_path
 )
 def test_requests_whose_kv_has_no_name_are_left_out(monkeypatch, changes, options, excluded, taken):
     from fskv.config import StoreConfig
-    from fskv.engines.vllm_budget import BudgetedConnector
-    from fskv.engines.vllm_connector import FskvConnector
+    from fskv.engines.vllm.budget import BudgetedConnector
+    from fskv.engines.vllm.connector import FskvConnector
 
     left_out, keyed = [], []
     manager = SimpleNamespace(

@@ -8,9 +8,9 @@ import re
 import pytest
 from places import REPOSITORY
 
+from fskv.engines.vllm_multi.config import ChildConfig, MultiConfig
 from fskv.errors import ConfigError
-from fskv.metrics import MULTI_METRICS
-from fskv.multi_config import ChildConfig, MultiConfig
+from fskv.observe.metrics import MULTI_METRICS
 
 DOCS = REPOSITORY / "docs" / "vllm.md"
 

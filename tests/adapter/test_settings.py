@@ -138,9 +138,9 @@ def test_the_holes_that_are_left_are_these():
 
 @pytest.fixture(autouse=True)
 def neutral_environment(monkeypatch):
-    from fskv.engines import vllm_switches
+    from fskv.engines.vllm import switches
 
-    for name in (*vllm_switches.ENVIRONMENT, *vllm_switches.LAYOUT, "PYTHONHASHSEED"):
+    for name in (*switches.ENVIRONMENT, *switches.LAYOUT, "PYTHONHASHSEED"):
         monkeypatch.delenv(name, raising=False)
     if hasattr(importlib.import_module("vllm.envs"), "disable_envs_cache"):
         importlib.import_module("vllm.envs").disable_envs_cache()
@@ -170,8 +170,8 @@ def config(template):
 
 def manifest(config):
     from fskv.config import StoreConfig
-    from fskv.engines.vllm_identity import build_identity
-    from fskv.engines.vllm_switches import layout_switches
+    from fskv.engines.vllm.identity import build_identity
+    from fskv.engines.vllm.switches import layout_switches
 
     store = StoreConfig.from_mapping({"root": "/kv", "weights_id": "one"})
     return build_identity(config, store, [], [], 4, 32, layout_switches())
@@ -312,11 +312,11 @@ DERIVED = {
 
 
 def switch_paths():
-    from fskv.engines import vllm_switches
+    from fskv.engines.vllm import switches
 
     return (
-        {f"environment.{name}" for name in vllm_switches.ENVIRONMENT}
-        | {f"{part}.{field}" for part, field in vllm_switches.FIELDS}
+        {f"environment.{name}" for name in switches.ENVIRONMENT}
+        | {f"{part}.{field}" for part, field in switches.FIELDS}
         | DERIVED
     )
 
@@ -330,9 +330,9 @@ def identity_paths():
 
 
 def test_every_path_of_a_row_exists_and_a_test_shows_that_it_counts():
-    from fskv.engines import vllm_switches
+    from fskv.engines.vllm import switches
 
-    layouts = {f"extra.page_layouts.{name}" for name in vllm_switches.LAYOUT}
+    layouts = {f"extra.page_layouts.{name}" for name in switches.LAYOUT}
     assert identity_paths() - layouts == SET.keys() | ELSEWHERE.keys()
     for path in ELSEWHERE:
         if not path.startswith(("model_config.", "extra.")):
@@ -392,14 +392,14 @@ def test_nothing_is_switched_by_default(config):
 def test_neutral_is_what_the_installed_vllm_does_by_default():
     from vllm import envs
 
-    from fskv.engines import vllm_switches
+    from fskv.engines.vllm import switches
 
-    for name, neutral in vllm_switches.ENVIRONMENT.items():
+    for name, neutral in switches.ENVIRONMENT.items():
         assert envs.environment_variables[name]() == neutral, name
-    for name, neutral in vllm_switches.LAYOUT.items():
+    for name, neutral in switches.LAYOUT.items():
         assert envs.environment_variables[name]() in (None, neutral), name
     classes = config_classes()
-    for (part, field), neutral in vllm_switches.FIELDS.items():
+    for (part, field), neutral in switches.FIELDS.items():
         owner = next(
             classes[word]
             for word in re.findall(
@@ -422,24 +422,24 @@ def test_neutral_is_what_the_installed_vllm_does_by_default():
         SWITCHED.keys()
         | {
             f"environment.{name}"
-            for name in importlib.import_module("fskv.engines.vllm_switches").ENVIRONMENT
+            for name in importlib.import_module("fskv.engines.vllm.switches").ENVIRONMENT
         }
         | {
             f"{part}.{field}"
-            for part, field in importlib.import_module("fskv.engines.vllm_switches").FIELDS
+            for part, field in importlib.import_module("fskv.engines.vllm.switches").FIELDS
         }
     ),
 )
 def test_a_switch_moves_the_digest_and_says_so(config, monkeypatch, path):
-    from fskv.engines import vllm_switches
+    from fskv.engines.vllm import switches
 
     before = manifest(config)
     part, _, name = path.partition(".")
     if part == "environment":
-        neutral = vllm_switches.ENVIRONMENT[name]
+        neutral = switches.ENVIRONMENT[name]
         monkeypatch.setenv(name, SWITCHED.get(path, "0" if neutral else "1"))
     else:
-        put(config, path, SWITCHED.get(path, not vllm_switches.FIELDS[part, name][0]))
+        put(config, path, SWITCHED.get(path, not switches.FIELDS[part, name][0]))
     after = manifest(config)
     assert before.digest != after.digest
     assert list(after.to_manifest()["extra"]["switches"]) == [part]
@@ -456,7 +456,7 @@ def test_the_default_written_out_is_the_default_but_where_vllm_asks_whether_it_i
 
 
 def switched(config):
-    from fskv.engines.vllm_switches import switches
+    from fskv.engines.vllm.switches import switches
 
     return switches(config)
 
@@ -522,7 +522,7 @@ def test_images_computed_in_pieces_are_told_where_that_changes_them(
 
 
 def test_a_worker_and_a_platform_of_somebody_else_are_told(config, monkeypatch):
-    from fskv.engines import vllm_switches
+    from fskv.engines.vllm import switches
 
     assert config.parallel_config.worker_cls.startswith("vllm.")
     put(config, "additional_config", {"weights": "int4"})
@@ -530,9 +530,7 @@ def test_a_worker_and_a_platform_of_somebody_else_are_told(config, monkeypatch):
         "vLLM's own platforms take kernels from it, of the same precision"
     )
     put(config, "parallel_config.worker_cls", "theirs.Worker")
-    monkeypatch.setattr(
-        vllm_switches, "current_platform", SimpleNamespace(is_out_of_tree=lambda: True)
-    )
+    monkeypatch.setattr(switches, "current_platform", SimpleNamespace(is_out_of_tree=lambda: True))
     assert switched(config) == {
         "parallel_config": {"worker_cls": "theirs.Worker"},
         "additional_config": {"weights": "int4"},
@@ -548,13 +546,11 @@ def test_outputs_of_encoders_that_others_computed_are_told(config):
 
 
 def test_packages_with_kernels_count_for_quantised_models_only(config, monkeypatch):
-    from fskv.engines import vllm_switches
+    from fskv.engines.vllm import switches
 
-    monkeypatch.setattr(vllm_switches, "has_flashinfer", lambda: True)
+    monkeypatch.setattr(switches, "has_flashinfer", lambda: True)
     for name in ("has_aiter", "has_deep_gemm", "has_humming"):
-        monkeypatch.setattr(
-            vllm_switches.import_utils, name, lambda name=name: name == "has_deep_gemm"
-        )
+        monkeypatch.setattr(switches.import_utils, name, lambda name=name: name == "has_deep_gemm")
     assert switched(config) == {}
     put(config, "model_config.quantization", "fp8")
     assert switched(config) == {"kernel_packages": ["deep_gemm", "flashinfer"]}
@@ -565,15 +561,15 @@ def test_plug_ins_that_are_neither_vllm_s_nor_fskv_s_are_told_if_vllm_loads_them
 ):
     from importlib.metadata import EntryPoint
 
-    from fskv.engines import vllm_switches
+    from fskv.engines.vllm import switches
 
     def entry_points(group):
         if group != "vllm.general_plugins":
             return []
-        values = {"fskv": "fskv.engines.vllm_plugin:register", "theirs": "theirs.patch:all"}
+        values = {"fskv": "fskv.engines.vllm.plugin:register", "theirs": "theirs.patch:all"}
         return [EntryPoint(name, value, group) for name, value in values.items()]
 
-    monkeypatch.setattr(vllm_switches, "entry_points", entry_points)
+    monkeypatch.setattr(switches, "entry_points", entry_points)
     assert switched(config) == {"plugins": {"theirs": "?"}}
     monkeypatch.setenv("VLLM_PLUGINS", "fskv")
     assert switched(config) == {}

@@ -14,9 +14,9 @@ import pytest
 from places import LAB, REPOSITORY
 from world import make_identity
 
-from fskv.chunk_file import parse_header
 from fskv.config import StoreConfig
-from fskv.root import Root
+from fskv.format.chunk_file import parse_header
+from fskv.root.root import Root
 from fskv.types import Status
 
 # --- tenants --------------------------------------------------------------------------------
@@ -50,7 +50,7 @@ def test_a_file_that_is_moved_to_another_tenant_is_refused(make_world):
 
 
 def test_negative_control_without_the_identity_a_moved_file_is_served(make_world, monkeypatch):
-    from fskv.store import ChunkStore
+    from fskv.data_path.store import ChunkStore
 
     blue = make_world(identity=make_identity(tenant="blue"))
     red = make_world(identity=make_identity(tenant="red"))
@@ -101,10 +101,10 @@ WRITER = """
 import os, sys
 os.umask(0o077)
 from world import World, make_identity
-from fskv.capacity import Capacity
-from fskv.claims import Limits
+from fskv.bounds.client import Capacity
+from fskv.bounds.quota import Limits
 from fskv.config import StoreConfig
-from fskv.root import Root
+from fskv.root.root import Root
 from fskv.types import Status
 
 root, access, number, native = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4] == "1"
@@ -112,15 +112,15 @@ config = StoreConfig.from_mapping({"root": root, "access": access})
 opened = Root.open(root, create=True, dir_mode=config.dir_mode, file_mode=config.file_mode)
 opened.open_namespace(make_identity())
 
-import fskv.root
+import fskv.root.root
 def as_configured(path, **options):
     return was(path, **{"dir_mode": config.dir_mode, "file_mode": config.file_mode, **options})
-was, fskv.root.Root.open = fskv.root.Root.open, as_configured
+was, fskv.root.root.Root.open = fskv.root.root.Root.open, as_configured
 
 from world import wait_for
-from fskv.breaker import Breaker
+from fskv.data_path.breaker import Breaker
 from fskv.config import Deadline
-from fskv.jobs import JobRunner
+from fskv.data_path.runner import JobRunner
 from fskv.transports.host import HostTransport
 
 def make(*args, **options):
@@ -140,7 +140,7 @@ wait_for(ended)
 assert outcomes[0].status is Status.OK, outcomes
 runner.shutdown(5)
 
-from fskv.maintenance import SHARED_DIR
+from fskv.bounds.maintenance import SHARED_DIR
 capacity = Capacity(root, world.directory.path[len(root) + 1:], None, Limits(max_nbytes=1 << 30),
                     dir_mode=config.dir_mode, file_mode=config.file_mode)
 capacity.start()
@@ -190,12 +190,12 @@ USER = """
 import os, sys
 import numpy.random, torch, faults.transport  # as who we are: the clone may lie where the users may not read
 from world import World, make_identity
-import fskv.root
+import fskv.root.root
 from fskv.config import StoreConfig
 from fskv.errors import RootError
-from fskv.mac import INTEGRITY
-from fskv.span_plan import GroupLayout
-from fskv.store import ChunkStore
+from fskv.format.mac import INTEGRITY
+from fskv.plan.spans import GroupLayout
+from fskv.data_path.store import ChunkStore
 from fskv.transports.host import HostTransport
 root, access, what = sys.argv[1:4]
 group, uid = map(int, sys.argv[4:])
@@ -204,8 +204,8 @@ os.setgid(uid)
 os.setuid(uid)
 os.umask(0o077)
 config = StoreConfig.from_mapping({"root": root, "access": access})
-was = fskv.root.Root.open
-fskv.root.Root.open = lambda path, **options: was(
+was = fskv.root.root.Root.open
+fskv.root.root.Root.open = lambda path, **options: was(
     path, **{"dir_mode": config.dir_mode, "file_mode": config.file_mode, **options})
 try:
     world = World(root, faults=False, touch_interval_s=1, make_transport=lambda *a, **o: HostTransport(
@@ -238,7 +238,7 @@ def test_who_writes_without_being_told_keeps_to_the_modes_of_the_root(tmp_path):
 
 
 def test_a_watcher_that_is_first_does_not_lock_the_groups_engines_out(tmp_path):
-    from fskv.maintenance import SHARED_DIR, Maintainer
+    from fskv.bounds.maintenance import SHARED_DIR, Maintainer
 
     for access, expected in (("group", 0o770), ("user", 0o700)):
         path = tmp_path / access

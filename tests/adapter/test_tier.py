@@ -42,14 +42,14 @@ with warnings.catch_warnings():
     from vllm.v1.kv_offload.tiering.base import TransferJob
 
     from demo import cpu_tiering
-    from fskv.engines import vllm_tier, vllm_tier_workers
-    from fskv.engines.vllm_identity import EngineGroup
-    from fskv.engines.vllm_tier import FskvTier
-    from fskv.engines.vllm_tier_rows import PlacedTensor, own_rows, slice_rows
-    from fskv.engines.vllm_tier_workers import Report, combine, placed_tensors
+    from fskv.data_path.threads import Guard
+    from fskv.engines.vllm.identity import EngineGroup
+    from fskv.engines.vllm_tier import tier, workers
+    from fskv.engines.vllm_tier.rows import PlacedTensor, own_rows, slice_rows
+    from fskv.engines.vllm_tier.tier import FskvTier
+    from fskv.engines.vllm_tier.workers import Report, combine, placed_tensors
     from fskv.errors import ConfigError
     from fskv.hybrid_planner import GroupKind, GroupSpec
-    from fskv.threads import Guard
 
 pytestmark = VLLM
 
@@ -124,7 +124,7 @@ class Rig:
         self.view = self.region.create_kv_memoryview()
         self.rows = np.frombuffer(self.region.mmap_obj, np.uint8).reshape(NUM_ROWS, -1)
         workers = combine(reports, bpc, num_ranks, self.row_nbytes)
-        monkeypatch.setattr(vllm_tier, "ask_workers", lambda *_: workers)
+        monkeypatch.setattr(tier, "ask_workers", lambda *_: workers)
         os.makedirs(root, exist_ok=True)
         self.root = str(root)
         parallel = SimpleNamespace(data_parallel_index=options.pop("data_parallel_index", 0))
@@ -246,7 +246,7 @@ class Rig:
         )
 
     def path(self, key, rank=0):
-        chunk = vllm_tier.to_chunk(key)
+        chunk = tier.to_chunk(key)
         from fskv.namespace import chunk_path
 
         rank_in_name = rank if self.num_ranks > 1 else None
@@ -589,14 +589,14 @@ def test_what_is_counted_is_declared(make_rig):
 )
 def test_options_are_refused_with_one_sentence(options, words):
     with pytest.raises(ConfigError, match=words) as caught:
-        vllm_tier._parse(options)
+        tier._parse(options)
     assert "\n" not in str(caught.value)
 
 
 def test_a_vllm_that_hides_its_workers_refuses_to_start():
     with pytest.raises(ConfigError, match="cannot be used with it"):
-        vllm_tier_workers._executor()
-    sentence = vllm_tier_workers.report(None, "engine", vllm_tier._parse({"root": "/x"}), "")
+        workers._executor()
+    sentence = workers.report(None, "engine", tier._parse({"root": "/x"}), "")
     assert isinstance(sentence, str)
     assert "FskvTier cannot be used" in sentence
 
@@ -604,7 +604,7 @@ def test_a_vllm_that_hides_its_workers_refuses_to_start():
 def test_the_plugin_makes_module_path_unnecessary():
     from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
-    from fskv.engines.vllm_plugin import register
+    from fskv.engines.vllm.plugin import register
 
     register()
     register()

@@ -21,7 +21,7 @@ from vllm.v1.kv_offload.tiering.manager import (
 )
 from world import VLLM, wait_for
 
-from fskv.engines.vllm_tier import FskvTier
+from fskv.engines.vllm_tier.tier import FskvTier
 
 pytestmark = VLLM
 
@@ -167,7 +167,7 @@ def test_a_reset_takes_blocks_that_changed_hands_from_the_scheduler_above(
     """The control: without it vLLM's reset offers blocks that are another request's, and the CPU tier serves
     them to requests whose results are stored here."""
     if not healed:
-        monkeypatch.setattr("fskv.engines.vllm_tier.resetting_scheduler", lambda: None)
+        monkeypatch.setattr("fskv.engines.vllm_tier.tier.resetting_scheduler", lambda: None)
     rig = make_rig()
     scheduler = vllm_scheduler.OffloadingConnectorScheduler.__new__(
         vllm_scheduler.OffloadingConnectorScheduler

@@ -17,7 +17,7 @@ def _groups(kind: str):
     import torch
     from vllm.v1 import kv_cache_interface as vllm
 
-    from fskv.engines.vllm_identity import engine_groups
+    from fskv.engines.vllm.identity import engine_groups
 
     @dataclass(frozen=True, kw_only=True)
     class NewAttentionSpec(vllm.AttentionSpec):

@@ -11,9 +11,9 @@ import pytest
 import world
 from world import Clock
 
-from fskv import metrics
 from fskv.config import StoreConfig
 from fskv.hybrid_planner import GroupKind, GroupSpec
+from fskv.observe import metrics
 
 pytest.importorskip("vllm", reason="these tests need the vllm environment: make test")
 pytestmark = world.VLLM
@@ -38,7 +38,7 @@ class Asked:
 
 def told(seconds, done_share=1.0, *, failed=False, late=False, busy_s=None):
     """Return what one rank tells of a load."""
-    from fskv.engines.vllm_budget import LoadReport
+    from fskv.engines.vllm.budget import LoadReport
 
     return LoadReport(1, seconds, seconds if busy_s is None else busy_s, done_share, failed, late)
 
@@ -47,7 +47,7 @@ class Engine:
     """A budget and the engine around it: chunks of 2 MiB, `step_s` per 1000 tokens of prompt."""
 
     def __init__(self, groups=(FULL,), *, num_ranks=1, **options):
-        from fskv.engines.vllm_budget import LoadBudget
+        from fskv.engines.vllm.budget import LoadBudget
 
         self.clock = Clock()
         far = {"deadline_base_s": 1000, "deadline_max_s": 1000}
@@ -299,7 +299,7 @@ def test_a_probe_of_all_of_it_is_legal_where_vllm_gives_up_the_last_token_of_a_c
 
 
 def test_asking_for_many_requests_in_one_step_looks_at_each_of_those_before_once(monkeypatch):
-    from fskv.engines.vllm_budget import LoadBudget
+    from fskv.engines.vllm.budget import LoadBudget
 
     engine = known(0.1, 10.0)
     looks = Counter()

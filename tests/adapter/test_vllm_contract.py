@@ -50,13 +50,13 @@ def test_every_override_takes_what_vllm_passes_and_nothing_abstract_is_left():
     )
     from vllm.v1.kv_offload.base import OffloadingManager, OffloadingSpec, OffloadingWorker
 
-    from fskv.engines.vllm_connector import (
+    from fskv.engines.vllm.connector import (
         FskvConnector,
         FskvOffloadingSpec,
         FskvWorkerMetadata,
     )
-    from fskv.engines.vllm_manager import FskvManager
-    from fskv.engines.vllm_worker import FskvWorker
+    from fskv.engines.vllm.manager import FskvManager
+    from fskv.engines.vllm.worker import FskvWorker
 
     wrong = []
     for cls, base in (
@@ -151,10 +151,10 @@ def test_failed_receives_reach_the_scheduler_and_make_it_recompute():
 
 
 def test_metadata_and_load_specs_survive_pickling_and_merge_over_ranks():
-    from fskv.engines.vllm_budget import LoadReport
-    from fskv.engines.vllm_connector import FskvWorkerMetadata
-    from fskv.engines.vllm_manager import ChunkKeys, FskvHandshake
-    from fskv.job import LoadLimit
+    from fskv.data_path.job import LoadLimit
+    from fskv.engines.vllm.budget import LoadReport
+    from fskv.engines.vllm.connector import FskvWorkerMetadata
+    from fskv.engines.vllm.manager import ChunkKeys, FskvHandshake
     from fskv.types import ChunkId, Status
 
     a, b, c = (ChunkId(bytes([n]) * 32, 0) for n in range(3))
@@ -188,8 +188,8 @@ def test_metadata_and_load_specs_survive_pickling_and_merge_over_ranks():
 
 
 def test_every_metric_fskv_emits_is_declared_to_vllm():
-    from fskv.engines.vllm_metrics import metric_definitions, to_stats
-    from fskv.metrics import ALL_METRICS
+    from fskv.engines.vllm.metrics import metric_definitions, to_stats
+    from fskv.observe.metrics import ALL_METRICS
 
     definitions = metric_definitions()
     sums = {(m, "x"): 1.0 for m in ALL_METRICS if m.kind == "counter"}
@@ -208,7 +208,7 @@ def test_every_metric_fskv_emits_is_declared_to_vllm():
 def test_the_plugin_registers_once_and_may_be_called_again():
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    from fskv.engines.vllm_plugin import register
+    from fskv.engines.vllm.plugin import register
 
     register()
     register()
@@ -218,7 +218,7 @@ def test_the_plugin_registers_once_and_may_be_called_again():
 
 def _manager(**options):
     from fskv.config import StoreConfig
-    from fskv.engines.vllm_manager import FskvHandshake, FskvManager
+    from fskv.engines.vllm.manager import FskvHandshake, FskvManager
 
     manager = FskvManager(
         StoreConfig.from_mapping({"root": "/nowhere", "maintenance": "off", **options}), 2
@@ -272,7 +272,7 @@ def test_a_request_with_lora_is_neither_looked_up_nor_stored():
 def test_a_chunk_is_stored_only_when_every_rank_has_published_its_part():
     from vllm.v1.kv_offload.base import LookupResult, ReqContext
 
-    from fskv.engines.vllm_manager import to_chunk
+    from fskv.engines.vllm.manager import to_chunk
 
     manager, workers = _manager()
     manager.set_workers(workers)
@@ -288,7 +288,7 @@ def test_a_chunk_is_stored_only_when_every_rank_has_published_its_part():
 def test_a_chunk_whose_load_failed_is_a_miss_at_once():
     from vllm.v1.kv_offload.base import LookupResult, ReqContext
 
-    from fskv.engines.vllm_manager import to_chunk
+    from fskv.engines.vllm.manager import to_chunk
     from fskv.types import Status
 
     manager, workers = _manager()
@@ -333,31 +333,33 @@ def _load_without(missing: str):
 
 
 def test_what_fskv_needs_is_here_and_a_vllm_without_any_of_it_is_refused_in_one_sentence():
-    from fskv.engines import vllm_version, vllm_version_multi, vllm_version_tier
+    from fskv.engines.vllm import version
+    from fskv.engines.vllm_multi import version as version_multi
+    from fskv.engines.vllm_tier import version as version_tier
     from fskv.errors import ConfigError
 
-    vllm_version.check()
-    for needed in (vllm_version._NEEDED, vllm_version_multi.NEEDED, vllm_version_tier.NEEDED):
-        vllm_version.check(_load_without("nothing"), needed)
+    version.check()
+    for needed in (version._NEEDED, version_multi.NEEDED, version_tier.NEEDED):
+        version.check(_load_without("nothing"), needed)
         for module, name, _ in needed:
             for missing in (module, f"{module}.{name}"):
                 with pytest.raises(
                     ConfigError, match=r"^found vLLM \S+, expected \S+ to \S+: "
                 ) as found:
-                    vllm_version.check(_load_without(missing), needed)
+                    version.check(_load_without(missing), needed)
                 assert "\n" not in str(found.value)
                 assert len(str(found.value)) < 250
 
 
 def test_a_vllm_whose_modules_raise_anything_is_refused_in_one_sentence():
-    from fskv.engines import vllm_version
+    from fskv.engines.vllm import version
     from fskv.errors import ConfigError
 
     def load(module):
         raise RuntimeError("operator torchvision::nms does not exist")
 
     with pytest.raises(ConfigError, match=r"^found vLLM .*torchvision::nms"):
-        vllm_version.check(load)
+        version.check(load)
 
 
 _V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
@@ -366,7 +368,7 @@ _V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
 @pytest.mark.parametrize(
     ("module", "missing"),
     [
-        ("vllm_multi", f"{_V1}.multi_connector.MultiKVConnectorStats"),
+        ("vllm_multi.connector", f"{_V1}.multi_connector.MultiKVConnectorStats"),
         ("vllm_tier", "vllm.v1.kv_offload.tiering.base.SecondaryTierManager"),
     ],
 )
@@ -387,7 +389,7 @@ def test_each_way_in_says_it_before_any_import_of_its_own_fails(module, missing,
 def test_a_vllm_that_reports_no_failed_loads_is_refused():
     import dataclasses
 
-    from fskv.engines import vllm_version
+    from fskv.engines.vllm import version
     from fskv.errors import ConfigError
 
     @dataclasses.dataclass
@@ -396,16 +398,16 @@ def test_a_vllm_that_reports_no_failed_loads_is_refused():
 
     def load(module):
         found = _load_without("nothing")(module)
-        if hasattr(found, vllm_version._RESULTS):
-            setattr(found, vllm_version._RESULTS, Results)
+        if hasattr(found, version._RESULTS):
+            setattr(found, version._RESULTS, Results)
         return found
 
     with pytest.raises(ConfigError, match="cannot report failed loads"):
-        vllm_version.check(load)
+        version.check(load)
 
 
 _ASK = """
-from fskv.engines.vllm_plugin import register
+from fskv.engines.vllm.plugin import register
 register()
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 print(KVConnectorFactory.get_connector_class_by_name("FskvConnector"))

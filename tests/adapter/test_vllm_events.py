@@ -42,8 +42,8 @@ def _taken(events) -> list[tuple[str, bytes]]:
 
 def _manager(*, num_ranks: int = 1, events: object = True, **options):
     from fskv.config import StoreConfig
-    from fskv.engines.vllm_events import KvEvents
-    from fskv.engines.vllm_manager import FskvHandshake, FskvManager
+    from fskv.engines.vllm.events import KvEvents
+    from fskv.engines.vllm.manager import FskvHandshake, FskvManager
 
     config = StoreConfig.from_mapping({"root": "/nowhere", "maintenance": "off", **options})
     manager = FskvManager(config, 2, KvEvents() if events else None)
@@ -58,7 +58,7 @@ def _manager(*, num_ranks: int = 1, events: object = True, **options):
 
 
 def test_a_chunk_is_announced_once_until_it_was_taken_back():
-    from fskv.engines.vllm_events import KvEvents
+    from fskv.engines.vllm.events import KvEvents
 
     events = KvEvents()
     events.stored(_chunk(1))
@@ -73,7 +73,7 @@ def test_a_chunk_is_announced_once_until_it_was_taken_back():
 
 
 def test_the_pruner_takes_back_by_the_name_of_a_file():
-    from fskv.engines.vllm_events import KvEvents
+    from fskv.engines.vllm.events import KvEvents
 
     events = KvEvents()
     for number in range(4):
@@ -85,7 +85,7 @@ def test_the_pruner_takes_back_by_the_name_of_a_file():
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_router_believes_only_what_can_be_taken_back(seed):
-    from fskv.engines.vllm_events import KvEvents
+    from fskv.engines.vllm.events import KvEvents
 
     rng = random.Random(seed)
     limit = rng.randrange(1, 12)
@@ -113,7 +113,7 @@ def test_a_router_believes_only_what_can_be_taken_back(seed):
 
 
 def test_what_was_seen_last_is_forgotten_last():
-    from fskv.engines.vllm_events import KvEvents
+    from fskv.engines.vllm.events import KvEvents
 
     events = KvEvents(2)
     for number in (1, 2, 1, 3):
@@ -124,7 +124,7 @@ def test_what_was_seen_last_is_forgotten_last():
 def test_events_are_kept_only_where_the_engine_publishes_them():
     from vllm.v1.kv_offload.base import OffloadingKVEventsConfig
 
-    from fskv.engines.vllm_events import MAX_ANNOUNCED, KvEvents
+    from fskv.engines.vllm.events import MAX_ANNOUNCED, KvEvents
 
     assert KvEvents.enabled_by(OffloadingKVEventsConfig(False, True), 512) is None
     plain = KvEvents.enabled_by(OffloadingKVEventsConfig(True, False), 512)
@@ -202,10 +202,10 @@ def test_a_chunk_that_another_engine_stored_is_announced_when_it_is_found(monkey
 def test_an_idle_engine_steps_on_for_its_last_stores_but_not_for_ever(monkeypatch):
     from vllm.v1.kv_offload.base import ReqContext
 
-    from fskv.engines import vllm_manager
+    from fskv.engines.vllm import manager
 
     now = [1000.0]
-    monkeypatch.setattr(vllm_manager.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(manager.time, "monotonic", lambda: now[0])
     manager = _manager()
     assert not manager.has_pending_work()
     manager.prepare_store([_key(1), _key(2)], ReqContext("r"))
@@ -231,8 +231,8 @@ def _describing():
     )
     from vllm.v1.kv_offload.base import OffloadingKVEventsConfig
 
-    from fskv.engines.vllm_budget import LoadBudget
-    from fskv.engines.vllm_connector import FskvConnector
+    from fskv.engines.vllm.budget import LoadBudget
+    from fskv.engines.vllm.connector import FskvConnector
 
     tracker = OffloadingEventsTracker(OffloadingKVEventsConfig(True, True))
     manager = _manager()
@@ -302,7 +302,7 @@ def test_a_reset_takes_back_every_block_and_what_is_found_again_is_announced_aga
 
 def test_the_payloads_that_vllm_keeps_are_bounded_by_what_is_announced():
     connector, manager, payloads = _describing()
-    from fskv.engines.vllm_manager import _Store
+    from fskv.engines.vllm.manager import _Store
 
     manager._storing[_chunk(7)] = _Store(1e12, 0)
     most = 0

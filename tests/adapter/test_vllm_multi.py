@@ -19,7 +19,7 @@ pytestmark = world.VLLM
 
 @pytest.fixture(scope="module", autouse=True)
 def registered():
-    from fskv.engines.vllm_plugin import register
+    from fskv.engines.vllm.plugin import register
 
     register()
 
@@ -70,9 +70,9 @@ class Child:
 
 def connector(*children, lookup_timeout_s=60.0, choose="weight", weights=None):
     """Return one whose children are these, as its constructor leaves it on the scheduler's side."""
-    from fskv.engines.vllm_multi import FskvMultiConnector
-    from fskv.engines.vllm_multi_events import MergedEvents
-    from fskv.metrics import Counters
+    from fskv.engines.vllm_multi.connector import FskvMultiConnector
+    from fskv.engines.vllm_multi.events import MergedEvents
+    from fskv.observe.metrics import Counters
 
     made = FskvMultiConnector.__new__(FskvMultiConnector)
     made._connectors = list(children)
@@ -108,8 +108,8 @@ def test_what_is_overridden_and_what_is_reached_into_is_there_in_this_vllm():
         OffloadingConnectorScheduler,
     )
 
-    from fskv.engines.vllm_connector import FskvConnector
-    from fskv.engines.vllm_multi import FskvMultiConnector
+    from fskv.engines.vllm.connector import FskvConnector
+    from fskv.engines.vllm_multi.connector import FskvMultiConnector
 
     assert issubclass(FskvMultiConnector, MultiConnector)
     assert not inspect.isabstract(FskvMultiConnector)
@@ -229,7 +229,7 @@ def test_auto_asks_the_children_for_their_times_and_one_without_is_no_error():
 def test_each_child_gets_its_own_handshake_of_every_rank_and_vllms_own_gives_all_the_first():
     from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
-    from fskv.engines.vllm_manager import FskvHandshake
+    from fskv.engines.vllm.manager import FskvHandshake
 
     def handshake(root, rank):
         return FskvHandshake(rank, 2, 1, root, b"d", 0o700, 0o600, {0: 4096})
@@ -289,8 +289,8 @@ def test_vllms_own_offloading_of_windows_in_chunks_of_several_blocks_is_refused(
         OffloadingConnector,
     )
 
-    from fskv.engines.vllm_connector import FskvConnector
-    from fskv.engines.vllm_multi import _check_whole_chunks
+    from fskv.engines.vllm.connector import FskvConnector
+    from fskv.engines.vllm_multi.connector import _check_whole_chunks
     from fskv.errors import ConfigError
 
     def child(cls, blocks_per_chunk, windows):
@@ -313,9 +313,9 @@ def test_vllms_own_offloading_of_windows_in_chunks_of_several_blocks_is_refused(
 
 
 def test_two_names_of_one_directory_are_refused(tmp_path):
-    from fskv.engines.vllm_multi import _check_real_roots
+    from fskv.engines.vllm_multi.config import MultiConfig
+    from fskv.engines.vllm_multi.connector import _check_real_roots
     from fskv.errors import ConfigError
-    from fskv.multi_config import MultiConfig
 
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
@@ -337,9 +337,9 @@ def test_two_names_of_one_directory_are_refused(tmp_path):
 
 
 def test_a_child_without_support_for_hybrid_models_is_refused_with_the_way_out():
-    from fskv.engines.vllm_multi import _check_hybrid
+    from fskv.engines.vllm_multi.config import MultiConfig
+    from fskv.engines.vllm_multi.connector import _check_hybrid
     from fskv.errors import ConfigError
-    from fskv.multi_config import MultiConfig
 
     def check(child, *, disabled):
         config = MultiConfig.from_mapping(
@@ -366,7 +366,7 @@ def test_a_child_without_support_for_hybrid_models_is_refused_with_the_way_out()
     ],
 )
 def test_a_child_that_vllm_refuses_is_named(child, sentence):
-    from fskv.engines.vllm_multi import FskvMultiConnector
+    from fskv.engines.vllm_multi.connector import FskvMultiConnector
     from fskv.errors import ConfigError
 
     of = FskvMultiConnector._get_connector_classes_and_configs
@@ -381,7 +381,7 @@ def test_a_child_that_vllm_refuses_is_named(child, sentence):
 def test_what_a_child_refuses_to_start_with_names_the_child(monkeypatch, caplog):
     from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
-    from fskv.engines import vllm_multi
+    from fskv.engines.vllm_multi import connector
     from fskv.errors import ConfigError
 
     def built_up_to_the_second(self, *_):
@@ -390,11 +390,11 @@ def test_what_a_child_refuses_to_start_with_names_the_child(monkeypatch, caplog)
 
     monkeypatch.setattr(MultiConnector, "__init__", built_up_to_the_second)
     for check in ("_check_hybrid", "_check_real_roots"):
-        monkeypatch.setattr(vllm_multi, check, lambda *_: None)
+        monkeypatch.setattr(connector, check, lambda *_: None)
     config = _vllm_config(_child_config("a"), _child_config("b"))
     sentence = "option 'connectors[1]': option 'mac_key_file': /keys has mode 0644"
     with pytest.raises(ConfigError, match=re.escape(sentence)):
-        vllm_multi.FskvMultiConnector(config, None, None)
+        connector.FskvMultiConnector(config, None, None)
     assert f"fskv: {sentence}" in caplog.text
 
 
@@ -438,11 +438,11 @@ def test_two_children_of_one_class_and_one_of_another_have_series_of_their_own()
         OffloadingConnectorStats,
     )
 
-    from fskv import metrics
-    from fskv.engines.vllm_metrics import to_stats
-    from fskv.engines.vllm_multi import FskvMultiConnector
-    from fskv.engines.vllm_multi_metrics import own_stats, stats_id
-    from fskv.metrics import Counters
+    from fskv.engines.vllm.metrics import to_stats
+    from fskv.engines.vllm_multi.connector import FskvMultiConnector
+    from fskv.engines.vllm_multi.metrics import own_stats, stats_id
+    from fskv.observe import metrics
+    from fskv.observe.metrics import Counters
 
     config = _vllm_config(
         _child_config("a"), _child_config("b"), _child_config("pool", "OffloadingConnector")
@@ -481,7 +481,7 @@ def test_two_children_of_one_class_and_one_of_another_have_series_of_their_own()
 
 
 def test_a_name_with_other_labels_gets_the_childs_number_and_is_not_an_error():
-    from fskv.engines.vllm_multi_metrics import _Shared
+    from fskv.engines.vllm_multi.metrics import _Shared
 
     made = []
     shared = _Shared({"gauge": lambda **definition: made.append(definition) or definition})
@@ -529,7 +529,7 @@ def _removed(*hashes, medium="STORAGE", group=0):
 
 
 def test_a_block_is_announced_as_gone_when_the_last_child_that_has_it_says_so():
-    from fskv.engines.vllm_multi_events import MergedEvents
+    from fskv.engines.vllm_multi.events import MergedEvents
 
     merged = MergedEvents()
 

@@ -52,13 +52,13 @@ with warnings.catch_warnings():
     from vllm.v1.outputs import KVConnectorOutput
 
     from fskv.config import StoreConfig
-    from fskv.engines.vllm_connector import FskvConnector, FskvOffloadingSpec
-    from fskv.engines.vllm_files import own_files
-    from fskv.engines.vllm_identity import EngineGroup
-    from fskv.engines.vllm_manager import FskvManager, to_chunk
-    from fskv.engines.vllm_worker import FskvWorker
+    from fskv.engines.vllm.connector import FskvConnector, FskvOffloadingSpec
+    from fskv.engines.vllm.files import own_files
+    from fskv.engines.vllm.identity import EngineGroup
+    from fskv.engines.vllm.manager import FskvManager, to_chunk
+    from fskv.engines.vllm.worker import FskvWorker
     from fskv.hybrid_planner import GroupKind, GroupSpec
-    from fskv.root import Root
+    from fskv.root.root import Root
 
 pytestmark = VLLM
 
@@ -116,7 +116,7 @@ class Ours(FskvConnector):
 
 
 def multi(scheduler):
-    from fskv.engines.vllm_multi import FskvMultiConnector
+    from fskv.engines.vllm_multi.connector import FskvMultiConnector
 
     made = FskvMultiConnector.__new__(FskvMultiConnector)
     made._connectors, made._extra_async_saves = [Stock(scheduler)], {"r": 1}
@@ -350,7 +350,7 @@ def test_a_reset_drops_stores_that_are_queued_and_deferred_before_the_kv_is_give
     make_engine, monkeypatch, told, options
 ):
     if not told:
-        monkeypatch.setattr("fskv.engines.vllm_connector.drop_in_workers", lambda: None)
+        monkeypatch.setattr("fskv.engines.vllm.connector.drop_in_workers", lambda: None)
     engine = make_engine(faults.Script(write="H*"), **options)
     kv = engine.kv.clone()
     queued = engine.begin(range(1, 7))
@@ -394,7 +394,7 @@ def test_a_load_in_flight_at_a_reset_writes_no_page_that_is_given_up(
     make_engine, monkeypatch, told
 ):
     if not told:
-        monkeypatch.setattr("fskv.engines.vllm_connector.drop_in_workers", lambda: None)
+        monkeypatch.setattr("fskv.engines.vllm.connector.drop_in_workers", lambda: None)
     engine = make_engine(faults.Script(), weights_fixed=True)
     engine.begin([1])
     engine.step()

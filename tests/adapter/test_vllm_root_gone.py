@@ -9,7 +9,7 @@ from world import wait_for
 
 from fskv import namespace
 from fskv.config import StoreConfig
-from fskv.root import Root
+from fskv.root.root import Root
 from fskv.types import ChunkId, Presence, Status
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
@@ -23,7 +23,7 @@ def chunk(number: int) -> ChunkId:
 @pytest.fixture
 def manager(tmp_path):
     pytest.importorskip("vllm", reason="the adapter needs the vllm environment: make test")
-    from fskv.engines.vllm_manager import FskvHandshake, FskvManager
+    from fskv.engines.vllm.manager import FskvHandshake, FskvManager
 
     root = str(tmp_path / "root")
     os.mkdir(root)

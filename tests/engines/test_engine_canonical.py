@@ -11,7 +11,7 @@ import pytest
 from places import LAB
 
 from demo import engine as engine_program
-from fskv import chunk_file
+from fskv.format import chunk_file
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 lab.needs_vllm()

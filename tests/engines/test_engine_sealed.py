@@ -10,8 +10,8 @@ import pathlib
 import engine_lab as lab
 import pytest
 
-from fskv.chunk_file import encode_header, peek_header, row_digests
-from fskv.mac import MacKey
+from fskv.format.chunk_file import encode_header, peek_header, row_digests
+from fskv.format.mac import MacKey
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 lab.needs_vllm()

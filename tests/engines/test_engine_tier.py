@@ -11,8 +11,8 @@ import test_engine_sealed as sealed
 from tier_lab import RESET, transfer
 
 from faults.disk import DiskFaults
-from fskv import chunk_file
-from fskv.mac import MacKey
+from fskv.format import chunk_file
+from fskv.format.mac import MacKey
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 lab.needs_vllm()

@@ -24,8 +24,8 @@ def main(path: str, root: str, engine: str, prompt: str, *caps: str) -> None:
     from vllm import LLM, SamplingParams
     from vllm.config import KVTransferConfig
 
-    from fskv.engines.vllm_budget import LoadBudget
-    from fskv.load_time import Cut
+    from fskv.engines.vllm.budget import LoadBudget
+    from fskv.routing.load_time import Cut
 
     transfer = KVTransferConfig(
         kv_connector="FskvConnector",

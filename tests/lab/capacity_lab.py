@@ -13,9 +13,9 @@ import time
 
 from world import make_identity
 
-from fskv.maintenance import Maintainer
+from fskv.bounds.maintenance import Maintainer
 from fskv.namespace import FORMAT, directory
-from fskv.root import manifest_bytes
+from fskv.root.root import manifest_bytes
 
 
 def name_of(model="model", tenant=None):
@@ -33,8 +33,8 @@ DIGEST = NAME.rpartition("@")[2]
 # for what others' bounds refused.
 WRITER = """
 import os, random, sys, time
-from fskv.capacity import Capacity
-from fskv.claims import Limits
+from fskv.bounds.client import Capacity
+from fskv.bounds.quota import Limits
 root, name, seed = sys.argv[1], sys.argv[2], int(sys.argv[3])
 limit = int(sys.argv[4]) if len(sys.argv) > 4 else None
 rng = random.Random(seed)
@@ -129,6 +129,6 @@ def maintain(root, until, *, mine=None, timeout_s=20, **options):
 
 def dead_name():
     """Return a process name of this machine whose process is gone."""
-    script = "from fskv.process import unique_name; print(unique_name())"
+    script = "from fskv.root.process_id import unique_name; print(unique_name())"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     return done.stdout.strip()

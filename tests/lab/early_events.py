@@ -12,7 +12,7 @@ import places  # noqa: F401
 
 def main() -> int:
     from demo import engine
-    from fskv.engines.vllm_manager import FskvManager, to_chunk
+    from fskv.engines.vllm.manager import FskvManager, to_chunk
 
     prepare_store = FskvManager.prepare_store
 

@@ -1,6 +1,7 @@
 """What the engine tests share: real engines on real roots, and the damage done to them from outside.
 
-The damage is done with plain file calls and with fskv.chunk_file alone, never through the store under test.
+The damage is done with plain file calls and with fskv.format.chunk_file alone, never through the store under
+test.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from demo.checkpoints import MODELS, Model, make
 from demo.engine import ENV_DEFAULTS, SETTLE, RunningEngine, explained, generates
 from faults import files as damage
 from faults.files import by_group, group_of, zero_payload
-from fskv import chunk_file
+from fskv.format import chunk_file
 
 ENGINE_TIMEOUT_S = 240
 # One thread computes: the models are tiny, and threads of several engines that spin at each other's barriers

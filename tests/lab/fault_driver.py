@@ -16,9 +16,10 @@ import traceback
 import gds_lab
 from world import World
 
-from fskv import chunk_file, jobs, store, threads
-from fskv.breaker import Breaker
 from fskv.config import Deadline
+from fskv.data_path import runner, store, threads
+from fskv.data_path.breaker import Breaker
+from fskv.format import chunk_file
 from fskv.transports import chunk_fd, host
 
 # By name: how a transport is made and what else its World needs. A further one is one line here.
@@ -59,7 +60,7 @@ _STORE_BLOCK, _LOAD_BLOCK = 0, 32
 class Driver:
     def __init__(self) -> None:
         self.world: World | None = None
-        self.runner: jobs.JobRunner | None = None
+        self.runner: runner.JobRunner | None = None
         self.num_jobs = 0
         self._switched_off: list = []
         self._before_load: list = []
@@ -72,7 +73,7 @@ class Driver:
             setattr(module, name, substitute)
         make, more = TRANSPORTS[transport]
         self.world = World(root, faults=False, make_transport=make, **more, **options)
-        self.runner = jobs.JobRunner(
+        self.runner = runner.JobRunner(
             self.world.store,
             self.world.transport,
             num_threads=2,

@@ -20,9 +20,9 @@ import pytest
 from cuda_stub import build_stub, load_stub
 from native_build import build
 
-from fskv import chunk_file
+from fskv.format import chunk_file
+from fskv.gds_io import GdsSlot, GdsTransport
 from fskv.transports.cuda import Driver, flat_bytes
-from fskv.transports.gds import GdsSlot, GdsTransport
 
 _ARENA_NBYTES = 256 << 20  # address space; only what is used becomes memory
 

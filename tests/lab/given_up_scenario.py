@@ -32,10 +32,10 @@ def close_gate(_worker: object) -> None:
     import threading
     from types import SimpleNamespace
 
-    from fskv import jobs
+    from fskv.data_path import runner
 
-    jobs.gate = threading.Event()
-    jobs.numa = SimpleNamespace(pin_thread=lambda cpus: jobs.gate.wait(60.0))
+    runner.gate = threading.Event()
+    runner.numa = SimpleNamespace(pin_thread=lambda cpus: runner.gate.wait(60.0))
 
 
 def waiting(_worker: object) -> tuple[int, int]:
@@ -51,11 +51,11 @@ def spoil(_worker: object, poison: int) -> None:
     """Overwrite the KV, then open the gate."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    from fskv import jobs
+    from fskv.data_path import runner
 
     for tensor in get_kv_transfer_group().connector_worker.spec.worker._files.tensors:
         tensor.fill_(poison)
-    jobs.gate.set()
+    runner.gate.set()
 
 
 # --- the engine ------------------------------------------------------------------------------
@@ -67,11 +67,11 @@ def main() -> None:
     from vllm.config import KVTransferConfig
 
     from demo.checkpoints import MODELS
-    from fskv.engines import vllm_connector
+    from fskv.engines.vllm import connector
 
     model = MODELS["llama"]
     if "unguarded" in how:  # the negative control: vLLM's own reset tells the worker nothing
-        vllm_connector.drop_in_workers = lambda: None
+        connector.drop_in_workers = lambda: None
     llm = LLM(
         model=checkpoint,
         kv_transfer_config=KVTransferConfig(

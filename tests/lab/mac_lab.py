@@ -6,7 +6,7 @@ import hashlib
 
 from world import damage
 
-from fskv.mac import MacKey, MacKeys
+from fskv.format.mac import MacKey, MacKeys
 
 SECRETS = {name: hashlib.sha256(name.encode()).digest() for name in ("old", "new", "third")}
 

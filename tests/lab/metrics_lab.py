@@ -9,7 +9,7 @@ import time
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from fskv import metrics
+from fskv.observe import metrics
 
 LABELS = {"engine": "0", "model_name": "org/model"}
 

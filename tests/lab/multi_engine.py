@@ -21,14 +21,14 @@ def main() -> int:
 
     variant = sys.argv[1]
     if variant == "untold":
-        from fskv.engines import vllm_multi
+        from fskv.engines.vllm_multi import connector
 
-        assert callable(vllm_multi._tell_allocated)
-        vllm_multi._tell_allocated = lambda child, blocks: None
+        assert callable(connector._tell_allocated)
+        connector._tell_allocated = lambda child, blocks: None
     elif variant == "patient":
         from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
-        from fskv.engines.vllm_multi import FskvMultiConnector
+        from fskv.engines.vllm_multi.connector import FskvMultiConnector
 
         theirs = MultiConnector.get_num_new_matched_tokens
         FskvMultiConnector.get_num_new_matched_tokens = theirs

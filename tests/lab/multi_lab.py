@@ -8,7 +8,7 @@ from typing import Any
 import engine_lab as lab
 from places import LAB
 
-from fskv import chunk_file
+from fskv.format import chunk_file
 
 ENGINE = str(LAB / "multi_engine.py")
 FAST, SLOW = "fast", "slow"

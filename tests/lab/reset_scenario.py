@@ -41,7 +41,7 @@ def main() -> None:
             OffloadingConnector,
         )
 
-        from fskv.engines.vllm_connector import FskvConnector
+        from fskv.engines.vllm.connector import FskvConnector
 
         FskvConnector.reset_cache = OffloadingConnector.reset_cache
     llm = LLM(

@@ -12,7 +12,7 @@ import places  # noqa: F401
 from demo.engine import main
 
 if __name__ == "__main__":
-    from fskv.engines.vllm_manager import FskvManager
+    from fskv.engines.vllm.manager import FskvManager
 
     assert callable(FskvManager.turn_off)
     FskvManager.turn_off = lambda self, reason: None

@@ -15,8 +15,8 @@ from collections import Counter
 
 from world import World
 
-from fskv.chunk_file import peek_header
-from fskv.key_file import KeyFile
+from fskv.format.chunk_file import peek_header
+from fskv.format.key_file import KeyFile
 from fskv.types import Status
 
 NUMBERS = range(12)  # of each node; the content of a chunk follows from its number

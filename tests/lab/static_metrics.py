@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from fskv_tools import exporter
 
-from fskv import metrics
+from fskv.observe import metrics
 
 OWN_VALUES = {
     "bound": ("root", "free"),

@@ -1,7 +1,7 @@
 """Roots for the tests of the command line, written without an engine, and runs of the real `fskv`.
 
-`Lab` writes chunk files through `fskv.chunk_file`, without torch; `spoil` puts everything into a root that
-does not belong there. `run` calls the command in this process, `fskv` as a process of its own.
+`Lab` writes chunk files through `fskv.format.chunk_file`, without torch; `spoil` puts everything into a root
+that does not belong there. `run` calls the command in this process, `fskv` as a process of its own.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import numpy as np
 from world import make_identity
 
 from fskv import namespace
-from fskv.chunk_file import ChunkHeader, FileLayout, encode_header, row_digests
+from fskv.format.chunk_file import ChunkHeader, FileLayout, encode_header, row_digests
 from fskv.namespace import GroupIdentity
-from fskv.root import Root
+from fskv.root.root import Root
 
 PAGES = (3000, 5000)  # of one block
 

@@ -134,7 +134,7 @@ def make_identity(**changes):
 
 def follow_links(monkeypatch):
     """The negative control: links lead out of the root."""
-    from fskv import beneath
+    from fskv.root import beneath
 
     monkeypatch.setattr(beneath, "_open_in_c", None)
     monkeypatch.setattr(beneath, "_ONE", os.O_DIRECTORY | os.O_CLOEXEC)
@@ -174,11 +174,11 @@ class World:
         import torch
 
         from faults.transport import FaultTransport, Script
-        from fskv.chunk_file import CHECKSUM, FileLayout
-        from fskv.mac import INTEGRITY
-        from fskv.root import Root
-        from fskv.span_plan import GroupLayout
-        from fskv.store import ChunkStore
+        from fskv.data_path.store import ChunkStore
+        from fskv.format.chunk_file import CHECKSUM, FileLayout
+        from fskv.format.mac import INTEGRITY
+        from fskv.plan.spans import GroupLayout
+        from fskv.root.root import Root
         from fskv.transports.host import HostTransport
 
         self.root = str(root)
@@ -262,8 +262,8 @@ class World:
         return b"".join(t[b].numpy().tobytes() for b in block_ids for t in self.tensors)
 
     def request(self, number, block_ids, first_block=0):
-        from fskv.job import ChunkRequest
-        from fskv.span_plan import plan_job
+        from fskv.data_path.job import ChunkRequest
+        from fskv.plan.spans import plan_job
 
         (plan,) = plan_job(
             [self.layout],

@@ -24,7 +24,7 @@ import pytest
 from places import LAB, REPOSITORY
 from test_docs import rows, text_of
 
-from fskv import metrics
+from fskv.observe import metrics
 
 yaml = pytest.importorskip("yaml", reason="the alert rules are YAML")
 exporter = pytest.importorskip("fskv_tools.exporter", reason="the command line is not installed")

@@ -22,9 +22,9 @@ import xxhash
 from test_docs import fenced, rows, text_of
 
 from fskv import namespace
-from fskv.book import Book
-from fskv.chunk_file import ChunkHeader, FileLayout, encode_header, parse_header, row_digests
-from fskv.claims import Claim, Limits, Usage
+from fskv.bounds.lease import LeaseState
+from fskv.bounds.ledger import Book
+from fskv.bounds.quota import Claim, Limits, Usage
 from fskv.errors import (
     ChunkCorrupt,
     ChunkStale,
@@ -34,10 +34,10 @@ from fskv.errors import (
     RootError,
     chunk_error_from_os,
 )
-from fskv.lease import LeaseState
-from fskv.mac import MacKey, MacKeys
+from fskv.format.chunk_file import ChunkHeader, FileLayout, encode_header, parse_header, row_digests
+from fskv.format.mac import MacKey, MacKeys
 from fskv.namespace import ChunkName, Identity
-from fskv.root import Root, manifest_bytes
+from fskv.root.root import Root, manifest_bytes
 from fskv.types import Status
 from tools.check.expect import Expected
 

@@ -8,7 +8,7 @@ import pytest
 from places import REPOSITORY
 from test_docs import rows, text_of
 
-from fskv import metrics
+from fskv.observe import metrics
 
 exporter = pytest.importorskip("fskv_tools.exporter", reason="the command line is not installed")
 
@@ -33,7 +33,7 @@ def _compare(
 
 def check_engine(text: str) -> None:
     expected = {m.name: (m.kind, m.label or "-", m.unit, m.meaning) for m in metrics.ALL_METRICS}
-    _compare(rows(text, "metric"), expected, "fskv/metrics.py")
+    _compare(rows(text, "metric"), expected, "fskv/observe/metrics.py")
 
 
 def check_root(text: str) -> None:

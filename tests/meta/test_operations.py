@@ -26,9 +26,9 @@ from tool_lab import Lab, run, spoil
 from world import wait_for
 
 from fskv.config import StoreConfig
-from fskv.health import HealthFile
-from fskv.key_file import read_keys
-from fskv.multi_config import MultiConfig
+from fskv.engines.vllm_multi.config import MultiConfig
+from fskv.format.key_file import read_keys
+from fskv.observe.health_file import HealthFile
 
 PAGE = (REPOSITORY / "docs" / "operations.md").read_text(encoding="utf-8")
 MODEL = {

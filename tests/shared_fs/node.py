@@ -16,15 +16,15 @@ import time
 
 import numpy as np
 
-from fskv import jobs, store
-from fskv.breaker import Breaker
-from fskv.chunk_file import FileLayout
 from fskv.config import Deadline, StoreConfig
+from fskv.data_path import runner, store
+from fskv.data_path.breaker import Breaker
+from fskv.data_path.job import ChunkRequest
+from fskv.format.chunk_file import FileLayout
 from fskv.index.presence import PresenceIndex, RankFiles, probe_chunks
-from fskv.job import ChunkRequest
 from fskv.namespace import GroupIdentity, Identity
-from fskv.root import Root
-from fskv.span_plan import GroupLayout, plan_job
+from fskv.plan.spans import GroupLayout, plan_job
+from fskv.root.root import Root
 from fskv.transports import host
 from fskv.types import ChunkId, Presence
 from shared_fs.chunks import NBYTES, NUM_BLOCKS, PAGES, POISON, content
@@ -73,7 +73,7 @@ def _chunk(number: int) -> ChunkId:
 
 class Node:
     def __init__(self) -> None:
-        self.runner: jobs.JobRunner | None = None
+        self.runner: runner.JobRunner | None = None
         self.presence: PresenceIndex | None = None
         self._num_jobs = 0
         self._longest_call_s = 0.0
@@ -112,7 +112,7 @@ class Node:
         self.breaker, self.lookup_breaker = (
             Breaker(_DEFAULTS.breaker_failures, _DEFAULTS.breaker_probe_s) for _ in range(2)
         )
-        self.runner = jobs.JobRunner(
+        self.runner = runner.JobRunner(
             self.store_,
             transport,
             num_threads=4,

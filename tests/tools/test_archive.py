@@ -27,7 +27,7 @@ from world import follow_links, make_identity, read_by_hand, wait_for
 
 from fskv import namespace
 from fskv.config import Share
-from fskv.root import Root
+from fskv.root.root import Root
 
 pytest.importorskip("fskv_tools.cli", reason="the command line is not installed")
 
@@ -735,8 +735,8 @@ def test_what_is_no_root_takes_nothing(lab, tmp_path, kind):
 
 def test_the_bounds_of_a_living_engine_hold(lab, tmp_path, monkeypatch):
     """A claim with a limit is in the root: what is imported stays below it, the oldest going first."""
-    from fskv.capacity import Capacity
-    from fskv.claims import Limits
+    from fskv.bounds.client import Capacity
+    from fskv.bounds.quota import Limits
 
     where = lab.namespace()
     for number in range(300):

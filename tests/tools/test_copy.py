@@ -16,10 +16,10 @@ pytest.importorskip("fskv_tools.cli", reason="the command line is not installed"
 from fskv_tools.commands import import_
 from fskv_tools.transfer import allowance, candidate, sink
 
-from fskv import beneath
-from fskv import root as root_module
 from fskv.config import Share
-from fskv.filesystem import Space
+from fskv.root import beneath
+from fskv.root import root as root_module
+from fskv.root.filesystem import Space
 
 
 @pytest.fixture

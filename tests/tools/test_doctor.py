@@ -26,10 +26,10 @@ from fskv_tools.doctor.mount import judge
 from fskv_tools.doctor.rounds import examine
 from fskv_tools.doctor.scratch import Scratch
 
-from fskv.capacity import Capacity
-from fskv.claims import Limits
-from fskv.mounts import mount_of
-from fskv.process import HOST, TOKEN, unique_name
+from fskv.bounds.client import Capacity
+from fskv.bounds.quota import Limits
+from fskv.root.mounts import mount_of
+from fskv.root.process_id import HOST, TOKEN, unique_name
 
 PATIENT = ("--timeout", "120")  # a check imports torch, on a busy machine
 

@@ -11,11 +11,11 @@ from tool_lab import Lab, check_lines, fskv, run, spoil
 from world import wait_for
 
 pytest.importorskip("fskv_tools.cli", reason="the command line is not installed")
-from fskv.book import Book
-from fskv.claims import Claim, Limits
-from fskv.lease import SHARED_DIR
+from fskv.bounds.lease import SHARED_DIR
+from fskv.bounds.ledger import Book
+from fskv.bounds.quota import Claim, Limits
 from fskv.namespace import GroupIdentity
-from fskv.process import unique_name
+from fskv.root.process_id import unique_name
 
 DAY = 86400
 

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from tool_lab import Lab, check_lines, fskv, run, spoil
 from world import damage, make_identity
 
-from fskv.chunk_file import encode_header, parse_header
+from fskv.bounds.eviction_news import RemovedLog
+from fskv.format.chunk_file import encode_header, parse_header
 from fskv.namespace import GroupIdentity, chunk_name
-from fskv.removed import RemovedLog
 
 block_hashes = pytest.importorskip("fskv_tools.block_hashes")
 

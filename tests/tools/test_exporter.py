@@ -11,9 +11,9 @@ import urllib.request
 import pytest
 from world import wait_for
 
-from fskv.claims import Claim, Limits, Usage
-from fskv.filesystem import Space
-from fskv.maintenance import Seen
+from fskv.bounds.maintenance import Seen
+from fskv.bounds.quota import Claim, Limits, Usage
+from fskv.root.filesystem import Space
 
 exporter = pytest.importorskip("fskv_tools.exporter", reason="the command line is not installed")
 metrics_server = pytest.importorskip("fskv_tools.metrics_server")

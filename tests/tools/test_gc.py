@@ -19,10 +19,10 @@ pytest.importorskip("fskv_tools.cli", reason="the command line is not installed"
 from fskv_tools import garbage
 from fskv_tools.root_view import RootView
 
-from fskv.book import Book
-from fskv.claims import Claim, Limits, Usage
-from fskv.lease import SHARED_DIR
-from fskv.process import unique_name
+from fskv.bounds.lease import SHARED_DIR
+from fskv.bounds.ledger import Book
+from fskv.bounds.quota import Claim, Limits, Usage
+from fskv.root.process_id import unique_name
 from fskv.types import Status
 
 HOUR = 3600

@@ -141,7 +141,7 @@ def test_a_file_outside_of_any_root_is_judged_by_itself(lab, tmp_path):
 
 
 def test_a_partial_chunk_says_which_blocks_are_not_in_it(lab, tmp_path):
-    from fskv.chunk_file import encode_header, parse_header
+    from fskv.format.chunk_file import encode_header, parse_header
 
     path = lab.chunk(lab.namespace(), 1)
     with open(path, "rb") as file:

@@ -18,12 +18,13 @@ pytest.importorskip("fskv_tools.cli", reason="the command line is not installed"
 from fskv_tools import pruning
 from fskv_tools.root_view import RootView
 
-from fskv import namespace, prune
-from fskv.book import Book
-from fskv.claims import Claim, Limits, Usage
-from fskv.lease import SHARED_DIR
-from fskv.process import unique_name
-from fskv.removed import RemovedLog, entries
+from fskv import namespace
+from fskv.bounds import evict
+from fskv.bounds.eviction_news import RemovedLog, entries
+from fskv.bounds.lease import SHARED_DIR
+from fskv.bounds.ledger import Book
+from fskv.bounds.quota import Claim, Limits, Usage
+from fskv.root.process_id import unique_name
 
 DAY = 86400
 
@@ -108,7 +109,7 @@ def test_what_is_used_between_the_look_and_the_removal_stays(lab, where, protect
     used = paths[5:15]
     if not protected:
         monkeypatch.setattr(
-            prune, "_look", lambda _, records, row, now: int(records["mtime_ns"][row])
+            evict, "_look", lambda _, records, row, now: int(records["mtime_ns"][row])
         )
     real = pruning.Pruning.carry_out
 
@@ -275,10 +276,10 @@ def test_ctrl_c_in_the_middle_tells_what_went_and_leaves_a_valid_root(lab, where
     log = RemovedLog(shared)
     paths = [lab.chunk(where, n, age_s=DAY) for n in range(300)]
     code = (
-        "import time, os; from fskv import prune; from fskv_tools.cli import main\n"
-        "real = prune._remove\n"
+        "import time, os; from fskv.bounds import evict; from fskv_tools.cli import main\n"
+        "real = evict._remove\n"
         "def slow(*args): time.sleep(0.1); return real(*args)\n"
-        "prune._remove, prune._BATCH = slow, 4\n"
+        "evict._remove, evict._BATCH = slow, 4\n"
         "main()"
     )
     words = ["prune", "--max-size", "1KiB", "--yes", "--json", "--root", lab.path]

@@ -410,7 +410,7 @@ def test_an_engine_hits_what_another_stored(make_engine):
 
 
 class _Grants:
-    """Stands for fskv.capacity.Capacity: counts, and prunes whole files at once when the bound is met."""
+    """Stands for bounds.client.Capacity: counts, and prunes whole files at once when the bound is met."""
 
     def __init__(self, root, namespace, tenant, limits, *, patient, quiet, touch_interval_s):
         self.directory = pathlib.Path(root, namespace)

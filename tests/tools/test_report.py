@@ -23,10 +23,10 @@ from fskv_tools.report.plots import Tick, area, bar, columns, nice_steps
 from fskv_tools.report.survey import EDGES, SAMPLE, Ages, _Sample
 from metrics_lab import Engine, server
 
-from fskv.book import Book
-from fskv.claims import Claim, Limits, Usage
+from fskv.bounds.ledger import Book
+from fskv.bounds.quota import Claim, Limits, Usage
 from fskv.index.scan import RECORD
-from fskv.process import HOST, TOKEN
+from fskv.root.process_id import HOST, TOKEN
 
 VOID = {"meta", "br", "link", "img", "input", "hr", "source", "base", "embed", "wbr"}
 LIVE = {"script", "iframe", "object", "embed", "link", "img", "form", "base", "video", "audio"}

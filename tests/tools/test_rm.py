@@ -14,7 +14,7 @@ pytest.importorskip("fskv_tools.cli", reason="the command line is not installed"
 from fskv_tools import removal
 
 from fskv import namespace
-from fskv.removed import RemovedLog, entries
+from fskv.bounds.eviction_news import RemovedLog, entries
 
 
 @pytest.fixture
@@ -28,8 +28,8 @@ def there(paths):
 
 CLAIMER = """
 import sys, time
-from fskv.capacity import Capacity
-from fskv.claims import Limits
+from fskv.bounds.client import Capacity
+from fskv.bounds.quota import Limits
 capacity = Capacity(sys.argv[1], sys.argv[2], None, Limits(max_nbytes=1 << 30))
 capacity.start()
 while True:

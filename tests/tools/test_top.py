@@ -32,12 +32,12 @@ from rich.cells import cell_len
 from rich.text import Text
 from world import wait_for
 
-from fskv import metrics
-from fskv.book import Book
-from fskv.claims import Claim, Limits, Usage
+from fskv.bounds.ledger import Book
+from fskv.bounds.quota import Claim, Limits, Usage
 from fskv.config import Share
-from fskv.filesystem import Space
-from fskv.process import HOST, TOKEN
+from fskv.observe import metrics
+from fskv.root.filesystem import Space
+from fskv.root.process_id import HOST, TOKEN
 
 GIB = 1 << 30
 HANG_S = 60  # generous: nothing here should take more than seconds
@@ -534,7 +534,7 @@ def busy(num=30):
         state.NamespaceState(name, "tenant" * (n % 2), n << 33, 10**7, -1e9, 3e9, 12345.0)
         for n, name in enumerate(ids)
     )
-    from fskv.claims import Scope
+    from fskv.bounds.quota import Scope
 
     bounds = (
         Scope("root", None, 100 * GIB, 99 * GIB, GIB),

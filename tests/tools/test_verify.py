@@ -182,7 +182,7 @@ def test_a_header_that_is_longer_than_a_piece_and_a_payload_of_several_are_judge
     assert verify(lab, "--read-data").exit_code == 0
     flip(path, os.stat(path).st_size - 1)
     assert bad_paths(verify(lab, "--read-data")) == {path}
-    from fskv.chunk_file import FileLayout
+    from fskv.format.chunk_file import FileLayout
 
     layout = FileLayout(1, pages, b"L" * 16)
     assert layout.header_nbytes > judge.PIECE_NBYTES
@@ -194,7 +194,7 @@ def test_a_header_that_is_longer_than_a_piece_and_a_payload_of_several_are_judge
 
 
 def _write_sparse(path, layout):
-    from fskv.chunk_file import ChunkHeader, encode_header
+    from fskv.format.chunk_file import ChunkHeader, encode_header
 
     header = ChunkHeader(
         *(b"k" * 32, 0, 0, b"n" * 32, layout.digest, layout.num_blocks, layout.page_nbytes, 0),
@@ -676,7 +676,7 @@ def test_engine_processes_may_store_and_prune_meanwhile(lab):
 
 
 def test_a_missing_extension_and_a_missing_direct_io_make_no_difference(lab, monkeypatch):
-    from fskv import chunk_file
+    from fskv.format import chunk_file
 
     _, _, bad = damaged_root(lab)
     monkeypatch.setattr(judge, "row_digests", chunk_file.row_digests)

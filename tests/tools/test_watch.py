@@ -27,12 +27,12 @@ from tool_lab import Lab, check_lines, fskv, run
 from world import wait_for
 
 pytest.importorskip("fskv_tools.cli", reason="the command line is not installed")
-from fskv.book import Book
-from fskv.claims import Claim, Limits, Scope, Usage, scopes, unused_limit_s
+from fskv.bounds.lease import SHARED_DIR
+from fskv.bounds.ledger import Book
+from fskv.bounds.quota import Claim, Limits, Scope, Usage, scopes, unused_limit_s
 from fskv.config import Share
-from fskv.filesystem import Space
-from fskv.lease import SHARED_DIR
-from fskv.process import unique_name
+from fskv.root.filesystem import Space
+from fskv.root.process_id import unique_name
 
 MAX = 4 << 20
 DAY_NS = 86400 * 10**9
@@ -220,7 +220,7 @@ def test_metrics_say_what_is_there_and_when_the_root_was_last_heard_of(lab, watc
 
 HANGING = """
 import sys, threading, time
-from fskv import maintenance
+from fskv.bounds import maintenance
 from fskv_tools import watch
 watch._LEAVE_S = 1.0
 calls = []
@@ -431,13 +431,13 @@ def test_the_shortest_age_of_the_living_holds():
 
 
 def test_a_dead_watchers_claim_is_withdrawn(lab, tmp_path, monkeypatch):
-    from fskv import holder
+    from fskv.bounds import leader
 
     make_namespace(lab.path)
     book = Book(f"{lab.path}/{SHARED_DIR}")
     os.makedirs(f"{lab.path}/{SHARED_DIR}/claims")
     book.publish(Claim(dead_name(), None, None, Limits(max_nbytes=1)))
-    monkeypatch.setattr(holder, "_WITHDRAW_S", 0.2)
+    monkeypatch.setattr(leader, "_WITHDRAW_S", 0.2)
     maintain(lab.path, lambda: not book.claims())
     assert [
         s for s in scopes(book.claims(), Usage(), Space(1, 1, 1, 1)) if isinstance(s, Scope)

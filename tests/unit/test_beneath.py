@@ -10,8 +10,8 @@ import native_build
 import pytest
 from world import World, follow_links
 
-from fskv import beneath
-from fskv.beneath import make_directory
+from fskv.root import beneath
+from fskv.root.beneath import make_directory
 from fskv.types import Status
 
 _native = pytest.importorskip("fskv._native", reason="the C extension was not built")

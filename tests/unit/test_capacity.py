@@ -31,13 +31,13 @@ from capacity_lab import (
 )
 from world import Clock, returns_in_time, wait_for
 
-from fskv import maintenance
-from fskv.book import Book
-from fskv.capacity import _HUNG_S, _SILENT_S, Capacity
-from fskv.claims import Claim, Limits, Scope, excess
+from fskv.bounds import maintenance
+from fskv.bounds.client import _HUNG_S, _SILENT_S, Capacity
+from fskv.bounds.ledger import Book
+from fskv.bounds.maintenance import Maintainer, Outbox
+from fskv.bounds.quota import Claim, Limits, Scope, excess
 from fskv.config import Share
-from fskv.maintenance import Maintainer, Outbox
-from fskv.process import unique_name
+from fskv.root.process_id import unique_name
 
 MAX = 4 << 20
 
@@ -426,7 +426,7 @@ def say_first(tmp_path, monkeypatch):
             f'exec {quote(sys.executable)} "$@"\n'
         )
         script.chmod(0o700)
-        monkeypatch.setattr("fskv.capacity.sys.executable", str(script))
+        monkeypatch.setattr("fskv.bounds.client.sys.executable", str(script))
 
     return prepare
 
@@ -614,8 +614,8 @@ def test_a_full_disk_pauses_stores_until_something_was_pruned(small, engine):
 def test_a_child_ends_with_an_engine_that_was_killed_though_a_forked_process_keeps_its_pipe(root):
     script = f"""
 import os, sys, time
-from fskv.capacity import Capacity
-from fskv.claims import Limits
+from fskv.bounds.client import Capacity
+from fskv.bounds.quota import Limits
 capacity = Capacity({root!r}, {NAME!r}, None, Limits(max_nbytes=1 << 20))
 capacity.start()
 capacity.wait_for_first_word()
@@ -681,8 +681,8 @@ def test_what_was_granted_without_a_bound_is_given_back_when_one_comes(root, eng
 
 CLEANER = """
 import sys, time
-from fskv.capacity import Capacity
-from fskv.claims import Limits
+from fskv.bounds.client import Capacity
+from fskv.bounds.quota import Limits
 capacity = Capacity(sys.argv[1], sys.argv[2], None, Limits(), quiet=sys.argv[3] == "quiet")
 capacity.start()
 while not capacity.state.orphans:

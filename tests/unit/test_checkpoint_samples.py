@@ -12,10 +12,10 @@ import zipfile
 
 import pytest
 
-from fskv import checkpoint_samples
-from fskv.checkpoint_file import open_file
-from fskv.checkpoint_samples import samples
 from fskv.errors import ConfigError
+from fskv.identity import checkpoint_samples
+from fskv.identity.checkpoint_file import open_file
+from fskv.identity.checkpoint_samples import samples
 
 KIB, MIB = 1 << 10, 1 << 20
 

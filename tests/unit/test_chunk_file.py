@@ -18,8 +18,11 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fskv import chunk_file, store
-from fskv.chunk_file import (
+from fskv.data_path import store
+from fskv.data_path.store import ChunkStore
+from fskv.errors import ChunkCorrupt, ChunkStale, ConfigError
+from fskv.format import chunk_file
+from fskv.format.chunk_file import (
     ChunkHeader,
     FileLayout,
     check_rows,
@@ -28,8 +31,6 @@ from fskv.chunk_file import (
     parse_header,
     row_digests,
 )
-from fskv.errors import ChunkCorrupt, ChunkStale, ConfigError
-from fskv.store import ChunkStore
 from fskv.transports.host import HostSlot, HostTransport
 from fskv.types import ChunkId, Status
 

@@ -12,10 +12,10 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from fskv import book as book_module
-from fskv import claims as claims_module
-from fskv.book import CLAIMS_DIR, Book, shortened
-from fskv.claims import (
+from fskv.bounds import ledger as book_module
+from fskv.bounds import quota as claims_module
+from fskv.bounds.ledger import CLAIMS_DIR, Book, shortened
+from fskv.bounds.quota import (
     Claim,
     Limits,
     Scope,
@@ -28,7 +28,7 @@ from fskv.claims import (
     with_intervals_of,
 )
 from fskv.config import Share
-from fskv.filesystem import Space
+from fskv.root.filesystem import Space
 
 NS = "cpu/model@0123456789abcdef"
 OTHER_NS = "cpu/other@fedcba9876543210"
@@ -526,9 +526,9 @@ def test_a_usage_that_would_be_too_long_adds_up_the_smallest_and_is_still_read(s
 
 
 def test_only_parts_of_dead_processes_are_removed(shared):
-    script = "from fskv.process import unique_name; print(unique_name())"
+    script = "from fskv.root.process_id import unique_name; print(unique_name())"
     dead = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout
-    from fskv.process import unique_name
+    from fskv.root.process_id import unique_name
 
     names = [unique_name(), "node9-1-00000000-1", "something"]
     for name in [dead.strip(), *names]:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from fskv import chunk_file
+from fskv.format import chunk_file
 from fskv.transports import kernels
 from fskv.transports.cuda import CudaDevice
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fskv.filesystem import Space, bytes_on_disk, clamp_mtime
+from fskv.root.filesystem import Space, bytes_on_disk, clamp_mtime
 from fskv.types import MAX_COUNT
 
 USUAL = {

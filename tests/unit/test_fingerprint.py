@@ -13,10 +13,10 @@ import tracemalloc
 
 import pytest
 
-from fskv import fingerprint
-from fskv.checkpoint_samples import samples
 from fskv.errors import ConfigError
-from fskv.fingerprint import checkpoint_state, kv_config, weights_fingerprint
+from fskv.identity import fingerprint
+from fskv.identity.checkpoint_samples import samples
+from fskv.identity.fingerprint import checkpoint_state, kv_config, weights_fingerprint
 
 TENSOR_NBYTES = 64 << 10
 CONFIG = {

@@ -21,7 +21,7 @@ import test_store
 from world import damage, wait_for
 
 from faults.disk import DiskFaults
-from fskv import chunk_file, gds_io
+from fskv.data_path.store import _is_estale
 from fskv.errors import (
     ChunkCorrupt,
     ChunkError,
@@ -31,9 +31,10 @@ from fskv.errors import (
     Denied,
     NoSpace,
 )
-from fskv.gds_io import SlotPool
-from fskv.store import _is_estale
-from fskv.transports.gds import chunk_error_from_kvikio
+from fskv.format import chunk_file
+from fskv.gds_io import chunk_error_from_kvikio
+from fskv.transports import protocol
+from fskv.transports.protocol import SlotPool
 from fskv.types import Status
 
 make_bench, bench = test_jobs.make_bench, test_jobs.bench
@@ -322,7 +323,9 @@ def test_a_slot_that_cannot_be_registered_is_none_and_not_counted(gds, monkeypat
     pool = SlotPool(gds, 2)
     with monkeypatch.context() as patch:
         patch.setattr(gds.lab, "memory_register", refuse)
-        patch.setattr(gds_io.logger, "disabled", True)  # pytest keeps what is logged, and so frames
+        patch.setattr(
+            protocol.logger, "disabled", True
+        )  # pytest keeps what is logged, and so frames
         for _ in range(3):
             assert pool.take() is None
     gc.collect()

@@ -22,19 +22,19 @@ pytestmark = [
 import gds_lab  # noqa: E402
 import numpy as np  # noqa: E402
 
-from fskv import chunk_file  # noqa: E402
-from fskv.breaker import Breaker  # noqa: E402
-from fskv.chunk_file import FileLayout  # noqa: E402
 from fskv.config import Deadline  # noqa: E402
-from fskv.job import ChunkRequest  # noqa: E402
-from fskv.jobs import JobRunner  # noqa: E402
-from fskv.root import NamespaceDir  # noqa: E402
-from fskv.span_plan import GroupLayout, plan_job  # noqa: E402
-from fskv.store import ChunkStore  # noqa: E402
+from fskv.data_path.breaker import Breaker  # noqa: E402
+from fskv.data_path.job import ChunkRequest  # noqa: E402
+from fskv.data_path.runner import JobRunner  # noqa: E402
+from fskv.data_path.store import ChunkStore  # noqa: E402
+from fskv.format import chunk_file  # noqa: E402
+from fskv.format.chunk_file import FileLayout  # noqa: E402
+from fskv.gds_io import GdsTransport  # noqa: E402
+from fskv.plan.spans import GroupLayout, plan_job  # noqa: E402
+from fskv.root.root import NamespaceDir  # noqa: E402
 from fskv.transports import kernels, numa  # noqa: E402
 from fskv.transports.choice import open_transport  # noqa: E402
 from fskv.transports.cuda import CudaDevice  # noqa: E402
-from fskv.transports.gds import GdsTransport  # noqa: E402
 from fskv.transports.host import HostTransport  # noqa: E402
 from fskv.types import ChunkId, Status  # noqa: E402
 

@@ -12,8 +12,8 @@ import time
 import pytest
 from world import returns_in_time, wait_for
 
-from fskv import health
-from fskv.health import HealthFile
+from fskv.observe import health_file
+from fskv.observe.health_file import HealthFile
 
 
 class Case:
@@ -146,7 +146,7 @@ class Engine:
 
     def __init__(self, path, monkeypatch):
         from fskv.config import StoreConfig
-        from fskv.engines.vllm_manager import FskvHandshake, FskvManager
+        from fskv.engines.vllm.manager import FskvHandshake, FskvManager
 
         self.go, self.hangs = threading.Event(), threading.Event()
 
@@ -154,8 +154,8 @@ class Engine:
             self.hangs.set()
             self.go.wait()  # as a system call on a dead mount: nothing ends it
 
-        monkeypatch.setattr(health, "replace_file", hang)
-        monkeypatch.setattr(health, "_END_S", 0.2)
+        monkeypatch.setattr(health_file, "replace_file", hang)
+        monkeypatch.setattr(health_file, "_END_S", 0.2)
         self.manager = FskvManager(
             StoreConfig.from_mapping(
                 {"root": "/nowhere", "maintenance": "off", "health_file": str(path)}

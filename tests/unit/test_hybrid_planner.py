@@ -11,10 +11,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fskv import hybrid_planner as planner
-from fskv import span_plan
 from fskv.errors import ConfigError
 from fskv.hybrid_planner import GroupKind, GroupSpec, Hit, hit_cost, needed_chunks
-from fskv.span_plan import GroupLayout, JobPlan, PageRef, Span, plan_job
+from fskv.plan import spans
+from fskv.plan.spans import GroupLayout, JobPlan, PageRef, Span, plan_job
 from fskv.types import Presence
 
 # No example database: the negative controls fail on purpose and would fill it.
@@ -337,7 +337,7 @@ def test_offsets_do_not_overflow_with_numpy_block_ids():
 
 
 def test_the_byte_property_catches_a_planner_that_is_off_by_a_block(monkeypatch):
-    real = span_plan._span_tables
+    real = spans._span_tables
 
     def shifted(layout, strides, ids, first_block):
         tables = real(layout, strides, ids, first_block)
@@ -345,7 +345,7 @@ def test_the_byte_property_catches_a_planner_that_is_off_by_a_block(monkeypatch)
             tables[0][:, 2] -= layout.block_nbytes
         return tables
 
-    monkeypatch.setattr(span_plan, "_span_tables", shifted)
+    monkeypatch.setattr(spans, "_span_tables", shifted)
     with pytest.raises((AssertionError, ExceptionGroup)) as caught:
         test_every_byte_of_a_job_goes_to_its_place_exactly_once()
     # hypothesis groups what it found: a byte planned twice, a byte in another's place
@@ -355,7 +355,7 @@ def test_the_byte_property_catches_a_planner_that_is_off_by_a_block(monkeypatch)
 
 def test_the_null_block_property_catches_a_planner_that_trusts_the_count(monkeypatch):
     def trusting(*args, complete_tail):
-        return span_plan.plan_job(*args)  # the rule for loads, applied to stores
+        return spans.plan_job(*args)  # the rule for loads, applied to stores
 
     monkeypatch.setitem(globals(), "plan_job", trusting)
     with pytest.raises(AssertionError):

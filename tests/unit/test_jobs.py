@@ -14,11 +14,11 @@ import torch
 from world import Clock, damage, read_by_hand, returns_in_time, wait_for
 
 from faults.transport import RandomScript, Script
-from fskv.breaker import Breaker
 from fskv.config import Deadline
-from fskv.job import NO_LIMIT, LoadLimit
-from fskv.jobs import JobRunner
-from fskv.threads import Guard
+from fskv.data_path.breaker import Breaker
+from fskv.data_path.job import NO_LIMIT, LoadLimit
+from fskv.data_path.runner import JobRunner
+from fskv.data_path.threads import Guard
 from fskv.types import Status
 
 POISON = -77
@@ -1009,7 +1009,7 @@ def test_a_walk_over_a_bad_disk_never_serves_wrong_kv_and_leaks_nothing(make_ben
 
 
 def test_negative_control_the_walk_finds_a_missing_row_check(make_bench, monkeypatch):
-    from fskv import chunk_file
+    from fskv.format import chunk_file
 
     monkeypatch.setattr(chunk_file, "check_digests", lambda *args: None)
     monkeypatch.setitem(WEIGHTS, "read", {".": 2, "B": 1})

@@ -23,8 +23,8 @@ from places import REPOSITORY
 
 torch = pytest.importorskip("torch")
 
-from fskv import chunk_file  # noqa: E402
-from fskv.span_plan import GroupLayout, plan_job  # noqa: E402
+from fskv.format import chunk_file  # noqa: E402
+from fskv.plan.spans import GroupLayout, plan_job  # noqa: E402
 from fskv.transports import kernels  # noqa: E402
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"

@@ -13,12 +13,12 @@ from functools import partial
 import pytest
 from world import Clock, wait_for
 
-from fskv import lease as lease_module
-from fskv.lease import LEASE_FILE, Lease, LeaseState, _encoded
+from fskv.bounds import lease as lease_module
+from fskv.bounds.lease import LEASE_FILE, Lease, LeaseState, _encoded
 
 CONTENDER = """
 import sys, time
-from fskv.lease import Lease
+from fskv.bounds.lease import Lease
 lease = Lease(sys.argv[1], ttl_s=float(sys.argv[2]))
 while True:
     asked = time.monotonic()
@@ -134,7 +134,7 @@ def test_a_holder_of_another_node_is_replaced_when_its_heartbeat_stops(tmp_path,
 
 
 def test_a_holder_whose_process_is_gone_is_replaced_at_once(tmp_path, clock):
-    script = f"from fskv.lease import Lease; assert Lease({str(tmp_path)!r}).renew()"
+    script = f"from fskv.bounds.lease import Lease; assert Lease({str(tmp_path)!r}).renew()"
     subprocess.run([sys.executable, "-c", script], check=True)
     assert Lease(str(tmp_path), clock=clock).renew()
 

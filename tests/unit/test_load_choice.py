@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fskv.load_choice import Choice, Offer, choose
+from fskv.routing.load_choice import Choice, Offer, choose
 
 
 def offer(tokens, weight=1.0, hope=1000, **more):

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fskv.load_time import Cut, LoadQueue, LoadTimes, Probing, best_cut
+from fskv.routing.load_time import Cut, LoadQueue, LoadTimes, Probing, best_cut
 
 MIB = 1 << 20
 FILE = 128 << 10  # what a file costs beside its bytes

@@ -25,13 +25,14 @@ from mac_lab import SECRETS, Tools, key, key_file, key_lines, keys
 from places import LAB
 from world import damage, make_identity, wait_for
 
-from fskv import chunk_file, mac, namespace
-from fskv import key_file as key_file_module
-from fskv.chunk_file import peek_header
+from fskv import namespace
 from fskv.config import StoreConfig
 from fskv.errors import ChunkCorrupt, ChunkUnknownKey, ConfigError
-from fskv.key_file import KeyFile, open_key_file, read_keys
-from fskv.mac import INTEGRITY, parse_keys
+from fskv.format import chunk_file, mac
+from fskv.format import key_file as key_file_module
+from fskv.format.chunk_file import peek_header
+from fskv.format.key_file import KeyFile, open_key_file, read_keys
+from fskv.format.mac import INTEGRITY, parse_keys
 from fskv.types import Status
 
 forgeries = pytest.importorskip("trials.forgeries")
@@ -193,9 +194,9 @@ def test_an_older_file_of_the_same_name_and_key_is_served_and_is_the_same_kv(mak
 
 @pytest.mark.parametrize("native", [False, True])
 def test_jobs_move_sealed_chunks_whatever_moves_the_others(make_world, native):
-    from fskv.breaker import Breaker
     from fskv.config import Deadline
-    from fskv.jobs import JobRunner
+    from fskv.data_path.breaker import Breaker
+    from fskv.data_path.runner import JobRunner
 
     world = make_world(keys=keys("new"), native=native, faults=False)
     runner = JobRunner(

@@ -24,17 +24,18 @@ from capacity_lab import (
 )
 from world import follow_links
 
-from fskv import count_checks, filesystem, holder, maintenance, manifests
-from fskv.book import Book
-from fskv.claims import Claim, Limits, Usage
+from fskv.bounds import count_checks, leader, maintenance
+from fskv.bounds.lease import SHARED_DIR
+from fskv.bounds.ledger import Book
+from fskv.bounds.maintenance import Engine, Maintainer
+from fskv.bounds.quota import Claim, Limits, Usage
+from fskv.bounds.status import root_state
 from fskv.config import Share
 from fskv.index import scan
 from fskv.index.snapshot import Catalogue
-from fskv.lease import SHARED_DIR
-from fskv.maintenance import Engine, Maintainer
-from fskv.manifests import Manifests
-from fskv.process import unique_name
-from fskv.root_state import root_state
+from fskv.root import filesystem, manifests
+from fskv.root.manifests import Manifests
+from fskv.root.process_id import unique_name
 from fskv.types import MAX_COUNT
 
 
@@ -81,7 +82,7 @@ def test_parts_of_dead_writers_go_at_once_and_of_unknown_ones_after_the_grace(ro
 
 
 def test_a_dead_engines_claim_stays_until_it_was_counted_and_then_goes(root, monkeypatch):
-    monkeypatch.setattr(holder, "_WITHDRAW_S", 0.5)
+    monkeypatch.setattr(leader, "_WITHDRAW_S", 0.5)
     os.makedirs(f"{root}/{SHARED_DIR}/claims")
     dead = claim(dead_name(), granted=8192, written=4096)
     book(root).publish(dead)
@@ -101,7 +102,7 @@ def test_a_dead_engines_claim_stays_until_it_was_counted_and_then_goes(root, mon
 @pytest.mark.parametrize("who", ["dead", "silent for an hour", "alive", "heard of just now"])
 def test_nothing_is_removed_for_the_limits_of_who_is_gone(root, monkeypatch, limits, who):
     """Negative control: for those of the living, and of whoever may be, all but one chunk goes."""
-    monkeypatch.setattr(holder, "_WITHDRAW_S", 0.5)
+    monkeypatch.setattr(leader, "_WITHDRAW_S", 0.5)
     os.makedirs(f"{root}/{SHARED_DIR}/claims")
     day_ago = time.time_ns() - 86400 * 10**9
     paths = [write_chunk(f"{root}/{NAME}", n, mtime_ns=day_ago) for n in range(5)]
@@ -123,8 +124,8 @@ def test_nothing_is_removed_for_the_limits_of_who_is_gone(root, monkeypatch, lim
 
 
 def test_a_dead_engines_claim_stays_while_its_namespace_cannot_be_counted(root, monkeypatch):
-    monkeypatch.setattr(holder, "_WITHDRAW_S", 0.0)
-    monkeypatch.setattr(holder, "_COUNT_ALL_S", 0.0)
+    monkeypatch.setattr(leader, "_WITHDRAW_S", 0.0)
+    monkeypatch.setattr(leader, "_COUNT_ALL_S", 0.0)
     os.makedirs(f"{root}/{SHARED_DIR}/claims")
     book(root).publish(claim(dead_name(), granted=8192))
     real, failures = scan._changed, []
@@ -147,7 +148,7 @@ def _write_on_beside_unlistable_directories(root, monkeypatch, until, number=1, 
     granted and what is not counted yet are the same bytes, and they are 1 MiB after 16 steps without a count.
     `number` directories cannot be listed; `moving`: names come and go in them.
     """
-    monkeypatch.setattr(holder, "_COUNT_ALL_S", 0.05)
+    monkeypatch.setattr(leader, "_COUNT_ALL_S", 0.05)
     paths = [write_chunk(f"{root}/{NAME}", n, mtime_ns=(n + 1) * 10**9) for n in range(10)]
     paths += [write_chunk(f"{root}/{NAME}", f"{n:03x}" + "0" * 29) for n in range(number)]
     bad = {os.path.dirname(path) for path in paths[10:]}
@@ -187,8 +188,8 @@ def test_a_dead_claim_goes_also_where_its_namespace_can_never_be_counted(
 ):
     """Forged, it keeps the stores of all engines away and has all pruned. The control: it stays for ever."""
     for name, seconds in {"_COUNT_ALL_S": 0.05, "_DEAD_CLAIM_S": 0.1, "_WITHDRAW_S": 0.1}.items():
-        monkeypatch.setattr(holder, name, seconds)
-    monkeypatch.setattr(holder, "_GIVEN_UP_S", 0.1 if given_up else 60.0)
+        monkeypatch.setattr(leader, name, seconds)
+    monkeypatch.setattr(leader, "_GIVEN_UP_S", 0.1 if given_up else 60.0)
     name = name_of("other") if manifest == "ours" else "cpu/copy@0123456789abcdef"
     path = make_namespace(root, name, "other")
     os.rmdir(f"{path}/chunks")
@@ -204,8 +205,8 @@ def test_a_dead_claim_goes_also_where_its_namespace_can_never_be_counted(
 @pytest.mark.parametrize("again", [scan.NUM_SHARDS, 0])
 def test_what_a_made_up_snapshot_hides_is_counted_before_long(root, monkeypatch, again):
     """The control: believed until its directories change, the bound is broken for as long as they do not."""
-    monkeypatch.setattr(holder, "_COUNT_ALL_S", 0.05)
-    monkeypatch.setattr(holder, "_LISTED_AGAIN", again)
+    monkeypatch.setattr(leader, "_COUNT_ALL_S", 0.05)
+    monkeypatch.setattr(leader, "_LISTED_AGAIN", again)
     namespace = f"{root}/{NAME}"
     for number in range(3):
         write_chunk(namespace, number)
@@ -258,7 +259,7 @@ def test_negative_control_where_names_come_and_go_unseen_in_many_all_others_are_
 @pytest.mark.parametrize(("interval_s", "left"), [(0, 1), (86400, 2)])
 def test_what_a_long_touch_interval_may_hide_is_not_unused(root, monkeypatch, interval_s, left):
     """A watcher's limit is an hour. Without the interval, the control: what may have been used goes."""
-    monkeypatch.setattr(holder, "_COUNT_ALL_S", 0.05)
+    monkeypatch.setattr(leader, "_COUNT_ALL_S", 0.05)
     now_ns = time.time_ns()
     ages_h = (0, 3, 26)
     paths = [
@@ -305,7 +306,7 @@ def _counts(root, number):
 @pytest.mark.parametrize("believed", [False, True])
 def test_nothing_is_pruned_for_inodes_that_a_file_system_does_not_know(root, monkeypatch, believed):
     """With `believed`, the negative control: as many as are missing to 2 % go at each pass."""
-    monkeypatch.setattr(holder, "_COUNT_ALL_S", 0.05)
+    monkeypatch.setattr(leader, "_COUNT_ALL_S", 0.05)
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(**CEPHFS))
     if believed:
         monkeypatch.setattr(filesystem, "_pair", lambda total, free: (total, free))
@@ -318,7 +319,7 @@ def test_nothing_is_pruned_for_inodes_that_a_file_system_does_not_know(root, mon
 @pytest.mark.parametrize("rule", [True, False])
 def test_files_are_counted_where_directories_keep_their_mtime(root, monkeypatch, rule):
     """Without the `rule`, the negative control: what came after the first count is never counted."""
-    monkeypatch.setattr(holder, "_COUNT_ALL_S", 0.05)
+    monkeypatch.setattr(leader, "_COUNT_ALL_S", 0.05)
     if not rule:
         monkeypatch.setattr(count_checks.CountChecks, "mtimes_tell", lambda *_: True)
     write_chunk(f"{root}/{NAME}", "abc" + "0" * 29)
@@ -517,7 +518,7 @@ def test_room_is_made_with_what_the_snapshot_knows(root, monkeypatch):
     age_directories(f"{root}/{NAME}")
     maintain(root, lambda: usage_of(root) is not None)
     assert os.path.exists(f"{root}/{NAME}/snapshot.msgpack")
-    monkeypatch.setattr(holder, "_LISTED_AGAIN", 0)  # of the next holder, which is not the subject
+    monkeypatch.setattr(leader, "_LISTED_AGAIN", 0)  # of the next holder, which is not the subject
     listed = []
     real = scan.list_shard
     monkeypatch.setattr(scan, "list_shard", lambda *args: listed.append(args) or real(*args))
@@ -583,7 +584,7 @@ def test_what_is_shared_is_made_again_where_one_part_of_it_is_gone(root):
 def test_the_bound_of_a_tenant_holds_for_a_namespace_that_was_counted_before_its_manifest(
     root, monkeypatch
 ):
-    monkeypatch.setattr(holder, "_COUNT_ALL_S", 0.2)
+    monkeypatch.setattr(leader, "_COUNT_ALL_S", 0.2)
     path = make_namespace(root, tenant="blue")
     manifest = Path(path, "namespace.json").read_bytes()
     os.unlink(f"{path}/namespace.json")

@@ -7,8 +7,8 @@ import math
 import prometheus_client
 import pytest
 
-from fskv import metrics
-from fskv.metrics import Counters
+from fskv.observe import metrics
+from fskv.observe.metrics import Counters
 
 
 @pytest.mark.parametrize("amount", [-1, -0.5, math.nan, 0])

@@ -22,9 +22,10 @@ from places import REPOSITORY
 from test_jobs import DEADLINE, POISON, Bench
 from world import damage, leaves_nothing_open, make_identity, returns_in_time, wait_for
 
-from fskv import chunk_file, mac, namespace
-from fskv.chunk_file import ROW_NBYTES
-from fskv.job import NativeEvent
+from fskv import namespace
+from fskv.data_path.job import NativeEvent
+from fskv.format import chunk_file, mac
+from fskv.format.chunk_file import ROW_NBYTES
 from fskv.transports import host
 from fskv.types import Status
 

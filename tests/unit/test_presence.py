@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from world import Clock, leaves_nothing_open, returns_in_time, wait_for
 
 from faults.disk import Child, DiskFaults
-from fskv.breaker import Breaker
+from fskv.data_path.breaker import Breaker
 from fskv.index import presence
 from fskv.index.presence import Findings, PresenceIndex, RankFiles, probe_chunks, probe_files
 from fskv.types import ChunkId, Presence, Status

@@ -13,10 +13,10 @@ import pytest
 from capacity_lab import make_namespace, run, write_chunk
 from world import leaves_nothing_open
 
-from fskv import prune
+from fskv.bounds import evict
+from fskv.bounds.evict import execute, plan
 from fskv.index import scan
 from fskv.index.snapshot import Catalogue
-from fskv.prune import execute, plan
 
 NS = 1_000_000_000
 
@@ -62,7 +62,7 @@ def prune_until(catalogues, nbytes, num_files=0):
 @pytest.mark.parametrize("seed", range(15))
 def test_exactly_the_least_recently_used_go_even_if_used_meanwhile(tmp_path, seed, monkeypatch):
     rng = random.Random(seed)
-    monkeypatch.setattr(prune, "_BATCH", rng.choice((1, 7, 256)))
+    monkeypatch.setattr(evict, "_BATCH", rng.choice((1, 7, 256)))
     namespaces = [make_namespace(tmp_path, f"cpu/m{n}@{n:016x}") for n in range(3)]
     mtimes = rng.sample(range(1, 10_000), 120)
     if seed % 3 == 0:  # a file system with a coarse clock: many are equally old
@@ -101,7 +101,7 @@ def test_a_look_before_removal_is_what_saves_a_file_that_was_used(namespace, mon
         os.utime(hot, ns=(9 * NS, 9 * NS))
         if trusting:
             monkeypatch.setattr(
-                prune, "_look", lambda _, records, row, __: records["mtime_ns"][row]
+                evict, "_look", lambda _, records, row, __: records["mtime_ns"][row]
             )
         prune_until([catalogue], 1)
         assert files(namespace) == ({cold} if trusting else {hot})
@@ -300,7 +300,7 @@ def test_what_others_removed_counts_and_is_no_failure(namespace):
 
 
 def test_it_stops_when_the_lease_is_lost(namespace, monkeypatch):
-    monkeypatch.setattr(prune, "_BATCH", 2)
+    monkeypatch.setattr(evict, "_BATCH", 2)
     for n in range(20):
         write_chunk(namespace, n, mtime_ns=(n + 1) * NS)
     catalogue = catalogue_of(namespace)

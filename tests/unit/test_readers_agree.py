@@ -33,9 +33,10 @@ from document_reader import CORRUPT, GOOD, MISSING, STALE, UNKNOWN_KEY, Corrupt,
 from places import REPOSITORY
 from world import World
 
-from fskv import chunk_file, store
-from fskv.job import NativeEvent
-from fskv.mac import MacKey, MacKeys
+from fskv.data_path import store
+from fskv.data_path.job import NativeEvent
+from fskv.format import chunk_file
+from fskv.format.mac import MacKey, MacKeys
 from fskv.transports import host
 from fskv.types import Status
 from trials.mutant_kinds import FAULTS
@@ -640,7 +641,8 @@ def test_negative_control_a_python_reader_that_takes_more_disagrees(
     small, tmp_path, monkeypatch, name
 ):
     source = tmp_path / "faulty_chunk_file.py"
-    source.write_text(fault_named(name).apply((REPOSITORY / "fskv" / "chunk_file.py").read_text()))
+    sound = REPOSITORY / "fskv" / "format" / "chunk_file.py"
+    source.write_text(fault_named(name).apply(sound.read_text()))
     faulty = loaded("faulty_chunk_file", source, monkeypatch)
     monkeypatch.setattr(chunk_file, "parse_header", faulty.parse_header)
     kinds = [many, padding]

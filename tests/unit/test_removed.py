@@ -10,9 +10,9 @@ import pytest
 from capacity_lab import DIGEST
 from world import leaves_nothing_open
 
-from fskv import removed
-from fskv.process import is_our_name, is_our_part, unique_name
-from fskv.removed import ENTRY_NBYTES, RemovedLog, entries
+from fskv.bounds import eviction_news
+from fskv.bounds.eviction_news import ENTRY_NBYTES, RemovedLog, entries
+from fskv.root.process_id import is_our_name, is_our_part, unique_name
 
 OTHER = DIGEST[::-1]
 OURS = f"{DIGEST}-node-7-0123abcd-1.bin"
@@ -111,7 +111,7 @@ def test_huge_sparse_files_cost_a_bounded_amount_of_memory(directory):
 def test_what_is_no_file_is_neither_waited_for_nor_read_nor_removed(
     directory, tmp_path, kind, monkeypatch
 ):
-    monkeypatch.setattr(removed, "_KEPT_S", -1.0)
+    monkeypatch.setattr(eviction_news, "_KEPT_S", -1.0)
     path, target = directory / OURS, tmp_path / "target"
     target.write_bytes(b"x" * ENTRY_NBYTES)
     log = log_of(directory)
@@ -146,14 +146,14 @@ def test_only_files_of_our_names_are_removed_and_not_before_their_time(directory
     log.remove_old()
     assert len(os.listdir(directory)) == len(FOREIGN) + 2
     assert log.take_new(DIGEST) == b"dear" * 5  # of one: foreign ones are not read either
-    monkeypatch.setattr(removed, "_KEPT_S", -1.0)
+    monkeypatch.setattr(eviction_news, "_KEPT_S", -1.0)
     log.remove_old()
     assert sorted(os.listdir(directory)) == sorted(FOREIGN)
 
 
 @pytest.mark.parametrize("above", [False, True])
 def test_a_link_in_the_place_of_the_directory_is_refused(above, directory, tmp_path, monkeypatch):
-    monkeypatch.setattr(removed, "_KEPT_S", -1.0)
+    monkeypatch.setattr(eviction_news, "_KEPT_S", -1.0)
     home = tmp_path / "home"
     home.mkdir()
     (home / OURS).write_bytes(b"dear" * 5)

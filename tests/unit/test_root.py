@@ -17,11 +17,11 @@ import tempfile
 import pytest
 from places import REPOSITORY
 
-import fskv.root
+import fskv.root.root
 from fskv import namespace
 from fskv.errors import ConfigError, IdentityMismatch, RootError
 from fskv.namespace import GroupIdentity, Identity, chunk_path, directory
-from fskv.root import Root, make_directory
+from fskv.root.root import Root, make_directory
 
 TEXTS = "engine engine_version kv_cache_dtype model_dtype kv_cache_layout attention_backend"
 
@@ -206,7 +206,7 @@ def test_make_directory_says_who_made_it(path):
 OPEN_AS_NOBODY = """
 import os, sys
 from fskv.errors import RootError
-from fskv.root import Root
+from fskv.root.root import Root
 if os.getuid() == 0:
     os.setgroups([]); os.setgid(65534); os.setuid(65534)
 try:
@@ -449,14 +449,14 @@ def test_the_loser_of_a_race_reads_what_the_winner_wrote(path, monkeypatch):
 
 def test_a_root_made_between_listing_and_reading_is_recognised(path, monkeypatch):
     # Another engine's directory shows up in the listing: then its fskv.json is there to be read.
-    real = fskv.root._foreign_names
+    real = fskv.root.root._foreign_names
 
     def late(listed):
         (path / "fskv.json").write_text('{"format": 1}')
         (path / "sm_90").mkdir(exist_ok=True)
         return real(listed)
 
-    monkeypatch.setattr(fskv.root, "_foreign_names", late)
+    monkeypatch.setattr(fskv.root.root, "_foreign_names", late)
     opened(path, create=False)
 
 

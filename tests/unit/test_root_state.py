@@ -8,9 +8,9 @@ import math
 import pytest
 import world
 
-from fskv.claims import Claim, Limits, Usage
-from fskv.filesystem import Space
-from fskv.root_state import BoundsSaid, RootState, changes, root_state
+from fskv.bounds.quota import Claim, Limits, Usage
+from fskv.bounds.status import BoundsSaid, RootState, changes, root_state
+from fskv.root.filesystem import Space
 
 MINE, OTHER = "cpu-x86_64/a@0000000000000001", "cpu-x86_64/b@0000000000000002"
 SPACE = Space(1000, 400, 10, 5)
@@ -70,7 +70,7 @@ class TestScheduler:
     def make(self, **options):
         pytest.importorskip("vllm", reason="the adapter needs the vllm environment: make test")
         from fskv.config import StoreConfig
-        from fskv.engines.vllm_manager import FskvHandshake, FskvManager
+        from fskv.engines.vllm.manager import FskvHandshake, FskvManager
 
         config = {"root": "/nowhere", "maintenance": "off", **options}
         manager = FskvManager(StoreConfig.from_mapping(config), 2)
@@ -82,7 +82,7 @@ class TestScheduler:
         return manager.get_stats().data["data"]
 
     def test_counters_begin_at_zero_so_that_an_alert_sees_the_first(self):
-        from fskv import metrics
+        from fskv.observe import metrics
 
         manager = self.make()
         first = self.stats(manager)
@@ -96,11 +96,11 @@ class TestScheduler:
         manager.shutdown()
 
     def test_every_counter_belongs_to_one_side_or_has_no_zero_to_begin_with(self):
-        from fskv import metrics
+        from fskv.observe import metrics
 
         sides = {*metrics.SCHEDULER_COUNTERS, *metrics.BUDGET_COUNTERS, *metrics.WORKER_COUNTERS}
         assert {m for m in metrics.ALL_METRICS if m.kind == "counter"} == sides, (
-            "put a new counter into one of the *_COUNTERS of fskv/metrics.py"
+            "put a new counter into one of the *_COUNTERS of fskv/observe/metrics.py"
         )
 
     def test_a_bound_that_is_withdrawn_is_infinite_and_not_what_it_was(self):

@@ -17,7 +17,7 @@ from capacity_lab import age_directories, make_namespace, run, write_chunk
 from fskv.index import scan
 from fskv.index.scan import file_name, list_shard, walk
 from fskv.index.snapshot import Catalogue
-from fskv.process import unique_name
+from fskv.root.process_id import unique_name
 
 LATER_NS = 1 << 62
 

@@ -25,11 +25,11 @@ from world import (
 )
 
 from faults.transport import FaultTransport, FileScript, Script, install
-from fskv import chunk_file
 from fskv.errors import ConfigError
-from fskv.gds_io import SlotPool
+from fskv.format import chunk_file
 from fskv.transports import host
 from fskv.transports.host import HostTransport
+from fskv.transports.protocol import SlotPool
 from fskv.types import Status
 
 ROW = 65536

@@ -8,9 +8,9 @@ import time
 import pytest
 from world import Clock, returns_in_time, wait_for
 
-from fskv.breaker import Breaker
+from fskv.data_path.breaker import Breaker
+from fskv.data_path.threads import HangProofPool, Task, TaskQueue, call_with_deadline
 from fskv.errors import RootError
-from fskv.threads import HangProofPool, Task, TaskQueue, call_with_deadline
 from fskv.types import Status
 
 

@@ -9,8 +9,8 @@ import threading
 
 from world import Clock
 
-from fskv.breaker import Breaker
-from fskv.transitions import MAX_LINES, WINDOW_S, StateLog
+from fskv.data_path.breaker import Breaker
+from fskv.observe.state_log import MAX_LINES, WINDOW_S, StateLog
 from fskv.types import Status
 
 
@@ -64,7 +64,7 @@ def test_a_state_that_flaps_is_said_a_few_times_and_how_often_it_was_not(caplog)
 
 def test_negative_control_without_the_bound_it_is_a_flood(caplog, monkeypatch):
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr("fskv.transitions.MAX_LINES", 10**9)
+    monkeypatch.setattr("fskv.observe.state_log.MAX_LINES", 10**9)
     log = StateLog()
     for _ in range(1000):
         log.say("breaker_open")

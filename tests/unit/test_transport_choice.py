@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from fskv.errors import ConfigError
+from fskv.gds_io import GdsTransport
 from fskv.transports import choice, evidence
 from fskv.transports.choice import open_transport
 from fskv.transports.evidence import Facts, NvidiaFs, describe, parse_stats
-from fskv.transports.gds import GdsTransport
 from fskv.transports.host import HostTransport
 
 SLOT = 1 << 20

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 from fskv._version import __version__
 from fskv.namespace import Identity
-from fskv.root import manifest_bytes
+from fskv.root.root import manifest_bytes
 
 from ..root_view import ChunkFile
 from ..transfer.candidate import Candidate

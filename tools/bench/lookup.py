@@ -14,12 +14,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fskv.breaker import Breaker
-from fskv.chunk_file import FileLayout
 from fskv.config import StoreConfig
+from fskv.data_path.breaker import Breaker
+from fskv.data_path.job import ChunkRequest
+from fskv.format.chunk_file import FileLayout
 from fskv.index.presence import Findings, Key, PresenceIndex, RankFiles, probe_chunks
-from fskv.job import ChunkRequest
-from fskv.span_plan import GroupLayout, plan_job
+from fskv.plan.spans import GroupLayout, plan_job
 from fskv.types import ChunkId, Presence
 
 from .contestant import Cell, Contestant, RoundError

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from fskv.chunk_file import FileLayout
 from fskv.errors import ConfigError
-from fskv.filesystem import Space
+from fskv.format.chunk_file import FileLayout
+from fskv.root.filesystem import Space
 
 from . import workspace
 from .contestant import Cell, Contestant

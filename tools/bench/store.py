@@ -16,14 +16,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fskv.breaker import Breaker
-from fskv.chunk_file import FileLayout
 from fskv.config import Deadline
-from fskv.job import ChunkRequest
-from fskv.jobs import JobRunner
-from fskv.root import NamespaceDir
-from fskv.span_plan import GroupLayout, plan_job
-from fskv.store import ChunkStore
+from fskv.data_path.breaker import Breaker
+from fskv.data_path.job import ChunkRequest
+from fskv.data_path.runner import JobRunner
+from fskv.data_path.store import ChunkStore
+from fskv.format.chunk_file import FileLayout
+from fskv.plan.spans import GroupLayout, plan_job
+from fskv.root.root import NamespaceDir
 from fskv.transports.choice import open_transport
 from fskv.types import ChunkId, Status
 

@@ -11,11 +11,11 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from fskv import chunk_file
-from fskv.chunk_file import ROW_NBYTES, ChunkHeader
 from fskv.errors import ChunkError, FskvError
+from fskv.format import chunk_file
+from fskv.format.chunk_file import ROW_NBYTES, ChunkHeader
 from fskv.namespace import ChunkName, Identity, directory, parse_chunk_path
-from fskv.root import read_manifest
+from fskv.root.root import read_manifest
 
 from .. import mac_keys
 from .expect import Expected, expected_of, layout_of

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from fskv import namespace
-from fskv.chunk_file import CHECKSUM, ChunkHeader, FileLayout
 from fskv.errors import ChunkStale
+from fskv.format.chunk_file import CHECKSUM, ChunkHeader, FileLayout
 from fskv.namespace import ChunkName, GroupIdentity, Identity
 
 _MAX_VARIANTS = 16  # of layouts that are counted for a group and rank

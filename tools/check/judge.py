@@ -22,8 +22,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from fskv import chunk_file
-from fskv.chunk_file import ALIGNMENT, ROW_NBYTES, ChunkHeader
 from fskv.errors import (
     ChunkCorrupt,
     ChunkError,
@@ -32,7 +30,9 @@ from fskv.errors import (
     ChunkUnknownKey,
     chunk_error_from_os,
 )
-from fskv.mac import MacKey
+from fskv.format import chunk_file
+from fskv.format.chunk_file import ALIGNMENT, ROW_NBYTES, ChunkHeader
+from fskv.format.mac import MacKey
 from fskv.namespace import ChunkName
 
 from .. import mac_keys

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from fskv.index.scan import OPEN_SHARD
 from fskv.namespace import ChunkName, parse_chunk_path
-from fskv.root import CHUNK_DIR
+from fskv.root.root import CHUNK_DIR
 
 from ..root_view import Namespace
 from .expect import expected_of

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from fskv.filesystem import Space
+from fskv.root.filesystem import Space
 
 from ..exits import outcome
 from ..neighbours import wall_clock_ns

@@ -13,8 +13,8 @@ from typing import Annotated
 import typer
 
 from fskv.errors import FskvError
-from fskv.process import unique_name
-from fskv.root import PART_PREFIX, Root, create_file
+from fskv.root.process_id import unique_name
+from fskv.root.root import PART_PREFIX, Root, create_file
 
 from .. import mac_keys
 from ..archive.compression import Readable, reader_of

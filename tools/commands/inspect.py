@@ -10,9 +10,10 @@ from typing import Annotated, Any
 
 import typer
 
-from fskv import chunk_file, namespace
-from fskv.chunk_file import ROW_NBYTES, ChunkHeader
+from fskv import namespace
 from fskv.errors import ChunkError
+from fskv.format import chunk_file
+from fskv.format.chunk_file import ROW_NBYTES, ChunkHeader
 
 from .. import mac_keys
 from ..check import anatomy

@@ -8,10 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
-from fskv.claims import Limits, is_claimable
+from fskv.bounds.quota import Limits, is_claimable
 from fskv.config import Share, parse_keep_free
 from fskv.errors import ConfigError
-from fskv.root import FORMAT_FILE
+from fskv.root.root import FORMAT_FILE
 
 from ..exits import Exit, UsageError
 from ..interrupt import stopped_by_signals

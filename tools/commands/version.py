@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 
-from fskv import __version__, chunk_file
+from fskv import __version__
+from fskv.format import chunk_file
 
 from ..options import JsonOption
 from ..terminal import emit

@@ -9,15 +9,15 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 
-from fskv.book import CLAIMS_DIR, Book
-from fskv.claims import Limits
+from fskv.bounds.lease import LEASE_FILE, MAX_LEASE_NBYTES, SHARED_DIR, LeaseState
+from fskv.bounds.ledger import CLAIMS_DIR, Book
+from fskv.bounds.quota import Limits
 from fskv.config import Share
 from fskv.errors import FskvError
-from fskv.filesystem import Space
-from fskv.lease import LEASE_FILE, MAX_LEASE_NBYTES, SHARED_DIR, LeaseState
 from fskv.namespace import diff
-from fskv.process import HOST, provably_dead
-from fskv.root import FORMAT_FILE, TAG_FILE, Root
+from fskv.root.filesystem import Space
+from fskv.root.process_id import HOST, provably_dead
+from fskv.root.root import FORMAT_FILE, TAG_FILE, Root
 
 from ..root_view import Namespace, RootView
 from ..terminal import duration, iec, show

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fskv.errors import ConfigError
-from fskv.key_file import read_keys
+from fskv.format.key_file import read_keys
 
 from .finding import Check, Finding, Subject, ok, problem
 

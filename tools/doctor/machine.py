@@ -14,8 +14,9 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-from fskv import __version__, chunk_file
+from fskv import __version__
 from fskv._version import VLLM_NEWEST, VLLM_OLDEST
+from fskv.format import chunk_file
 from fskv.transports.evidence import NVIDIA_FS_STATS, parse_stats
 
 from .finding import Finding, Subject, hint, ok, warning

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-from fskv.mounts import Mount, mount_of
+from fskv.root.mounts import Mount, mount_of
 
 from .finding import Finding, Subject, hint, ok, problem, warning
 

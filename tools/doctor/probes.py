@@ -12,10 +12,10 @@ import os
 import time
 from collections.abc import Iterator
 
-from fskv import chunk_file
-from fskv.chunk_file import ChunkHeader, FileLayout
 from fskv.errors import ChunkCorrupt, ChunkError
-from fskv.root import NO_LINKS, PART_PREFIX
+from fskv.format import chunk_file
+from fskv.format.chunk_file import ChunkHeader, FileLayout
+from fskv.root.root import NO_LINKS, PART_PREFIX
 from fskv.transports.chunk_fd import open_chunk_fd
 
 from ..terminal import duration, iec

@@ -11,8 +11,8 @@ import os
 import threading
 from collections.abc import Iterator
 
-from fskv.process import unique_name
-from fskv.root import PART_PREFIX
+from fskv.root.process_id import unique_name
+from fskv.root.root import PART_PREFIX
 
 FLAGS = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _GRACE_S = 2.0

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from fskv import namespace
+from fskv.bounds.eviction_news import RemovedLog, entries
+from fskv.bounds.lease import SHARED_DIR
 from fskv.hybrid_planner import GroupKind
-from fskv.lease import SHARED_DIR
 from fskv.namespace import Identity
-from fskv.removed import RemovedLog, entries
 
 from ..exits import UsageError
 from ..identity_words import Reason, reasons

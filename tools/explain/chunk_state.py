@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from fskv import namespace
-from fskv.chunk_file import FileLayout
+from fskv.format.chunk_file import FileLayout
 from fskv.namespace import ChunkName, GroupIdentity, Identity
 
 from ..check.expect import Expected, expected_of

@@ -1,7 +1,7 @@
 """What a planned engine stores and loads: files and bytes of a prompt, disk for many, load against prefill.
 
 Chunks and which of them a hit needs are the planner's (`fskv.hybrid_planner`), lengths of files the format's
-(`fskv.chunk_file`); here they are only added up.
+(`fskv.format.chunk_file`); here they are only added up.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from fskv.chunk_file import FileLayout
+from fskv.format.chunk_file import FileLayout
 from fskv.hybrid_planner import (
     Geometry,
     GroupKind,
@@ -19,7 +19,7 @@ from fskv.hybrid_planner import (
     needed_chunks,
     plan_geometry,
 )
-from fskv.span_plan import GroupLayout
+from fskv.plan.spans import GroupLayout
 from fskv.types import Presence
 
 from ..exits import UsageError

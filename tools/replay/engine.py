@@ -19,19 +19,19 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
 from fskv import namespace
-from fskv.breaker import Breaker
-from fskv.capacity import Capacity
-from fskv.chunk_file import FileLayout
-from fskv.claims import Limits
+from fskv.bounds.client import Capacity
+from fskv.bounds.quota import Limits
 from fskv.config import Deadline, StoreConfig
+from fskv.data_path.breaker import Breaker
+from fskv.data_path.job import ChunkOutcome, ChunkRequest
+from fskv.data_path.runner import JobRunner
+from fskv.data_path.store import ChunkStore
 from fskv.errors import FskvError
+from fskv.format.chunk_file import FileLayout
 from fskv.index.presence import Findings, Key, PresenceIndex, RankFiles, probe_chunks
-from fskv.job import ChunkOutcome, ChunkRequest
-from fskv.jobs import JobRunner
 from fskv.namespace import GroupIdentity, Identity
-from fskv.root import Root
-from fskv.span_plan import GroupLayout, plan_job
-from fskv.store import ChunkStore
+from fskv.plan.spans import GroupLayout, plan_job
+from fskv.root.root import Root
 from fskv.transports.host import HostTransport
 from fskv.types import ChunkId, Presence, Status
 

@@ -12,8 +12,8 @@ import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
-from fskv.filesystem import bytes_on_disk
-from fskv.root import FORMAT_FILE, Root
+from fskv.root.filesystem import bytes_on_disk
+from fskv.root.root import FORMAT_FILE, Root
 
 from ..bench import workspace
 

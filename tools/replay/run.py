@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from fskv.claims import DEFAULT_TOUCH_INTERVAL_S
-from fskv.filesystem import Space, unit_nbytes
+from fskv.bounds.quota import DEFAULT_TOUCH_INTERVAL_S
+from fskv.root.filesystem import Space, unit_nbytes
 
 from ..bench.workspace import StopSignals
 from . import root as replay_root

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from fskv import claims
-from fskv.lease import TTL_S
-from fskv.process import provably_dead
+from fskv.bounds import quota
+from fskv.bounds.lease import TTL_S
+from fskv.root.process_id import provably_dead
 
 from ..terminal import iec
 from ..top.look import is_here, writer_of
@@ -84,7 +84,7 @@ def health_section(survey: Survey) -> str:
     return section("health", "Health", table("Health", ["check", "found", "more"], rows))
 
 
-def status(claim: claims.Claim, survey: Survey) -> tuple[str, str]:
+def status(claim: quota.Claim, survey: Survey) -> tuple[str, str]:
     """Return an engine's state and the class to show it with: what two looks, a walk apart, can say."""
     if claim.closed:
         return "closed", "soft"

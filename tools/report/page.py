@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from fskv import __version__, claims, metrics
+from fskv import __version__
+from fskv.bounds import quota
+from fskv.observe import metrics
 
 from .. import endpoint
 from ..terminal import ago, duration, iec, rfc3339
@@ -101,11 +103,11 @@ def _of(part: float, whole: float) -> str:
 
 def _bounds(survey: Survey) -> str:
     look = survey.after
-    usage = look.usage or claims.Usage()
+    usage = look.usage or quota.Usage()
     counted = {one.namespace.id: (one.nbytes, one.files) for one in survey.namespaces}
-    usage = claims.Usage(counted, usage.tenants, usage.counted)
+    usage = quota.Usage(counted, usage.tenants, usage.counted)
     rows = []
-    for scope in claims.scopes(look.claims, usage, look.space):
+    for scope in quota.scopes(look.claims, usage, look.space):
         name = {"root": "the root", "free": "the file system"}.get(
             scope.kind, f"{scope.kind} {scope.name}"
         )

@@ -20,14 +20,14 @@ from typing import Any
 
 import numpy as np
 
-from fskv.filesystem import bytes_on_disk
+from fskv.bounds.lease import SHARED_DIR, TTL_S
 from fskv.index.scan import RECORD, Records, Shard, file_name
 from fskv.index.snapshot import SNAPSHOT_FILE
 from fskv.index.tally import tally
-from fskv.lease import SHARED_DIR, TTL_S
 from fskv.namespace import parse_chunk_path
-from fskv.process import GRACE_S, is_our_part, provably_dead
-from fskv.root import CHUNK_DIR, FORMAT_FILE, MANIFEST_FILE, PART_PREFIX, TAG_FILE, TMP_DIR
+from fskv.root.filesystem import bytes_on_disk
+from fskv.root.process_id import GRACE_S, is_our_part, provably_dead
+from fskv.root.root import CHUNK_DIR, FORMAT_FILE, MANIFEST_FILE, PART_PREFIX, TAG_FILE, TMP_DIR
 
 from ..check.expect import expected_of
 from ..check.judge import Finding, Reader, judge

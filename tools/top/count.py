@@ -13,7 +13,7 @@ import re
 import time
 
 from fskv.index.scan import dir_mtime_ns, list_shard
-from fskv.root import CHUNK_DIR
+from fskv.root.root import CHUNK_DIR
 
 from ..root_view import Namespace
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from rich.cells import cell_len
 from rich.text import Text
 
-from fskv import metrics
+from fskv.observe import metrics
 
 from .. import endpoint
 from ..terminal import duration, iec, rfc3339, show

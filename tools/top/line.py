@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fskv import metrics
+from fskv.observe import metrics
 
 from .. import endpoint
 from ..terminal import rfc3339

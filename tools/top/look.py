@@ -14,12 +14,12 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from fskv.book import Book
-from fskv.claims import Claim, Usage
-from fskv.filesystem import Space
-from fskv.lease import LEASE_FILE, MAX_LEASE_NBYTES, SHARED_DIR, LeaseState
-from fskv.process import HOST, TOKEN, provably_dead
-from fskv.removed import ENTRY_NBYTES
+from fskv.bounds.eviction_news import ENTRY_NBYTES
+from fskv.bounds.lease import LEASE_FILE, MAX_LEASE_NBYTES, SHARED_DIR, LeaseState
+from fskv.bounds.ledger import Book
+from fskv.bounds.quota import Claim, Usage
+from fskv.root.filesystem import Space
+from fskv.root.process_id import HOST, TOKEN, provably_dead
 
 from ..root_view import RootView
 
@@ -46,7 +46,7 @@ def look_at(view: RootView) -> Look:
     """Look once; raises CommandError or OSError where the root itself cannot be read."""
     shared = f"{view.path}/{SHARED_DIR}"
     book = Book(shared)
-    usage = book.usage()  # before the claims: fskv.claims.Claim
+    usage = book.usage()  # before the claims: fskv.bounds.quota.Claim
     claims: list[Claim] = []
     with contextlib.suppress(OSError):  # no engine has been here
         claims = book.claims()

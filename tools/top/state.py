@@ -3,7 +3,7 @@
 `History` is fed by one thread with what the watches have answered, and returns a `State`: plain values, which
 `tools.top.frame` draws and `tools.top.line` writes as JSON. It touches neither disk nor network, but for
 asking whether a process of this machine is alive. No two clocks are compared: who is silent is told by our
-own clock, as the engines do it (fskv.lease).
+own clock, as the engines do it (fskv.bounds.lease).
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from fskv.claims import Scope, Usage, scopes
-from fskv.filesystem import Space
-from fskv.lease import TTL_S
-from fskv.process import provably_dead
+from fskv.bounds.lease import TTL_S
+from fskv.bounds.quota import Scope, Usage, scopes
+from fskv.root.filesystem import Space
+from fskv.root.process_id import provably_dead
 
 from .. import endpoint
 from .look import Look, is_here, writer_of

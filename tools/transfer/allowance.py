@@ -16,12 +16,12 @@ import threading
 import time
 
 from fskv import namespace
-from fskv.capacity import Capacity
-from fskv.claims import Claim, Limits, inodes_short, kept_free
+from fskv.bounds.client import Capacity
+from fskv.bounds.quota import Claim, Limits, inodes_short, kept_free
 from fskv.config import Share
 from fskv.errors import FskvError
-from fskv.filesystem import Space
 from fskv.namespace import Identity
+from fskv.root.filesystem import Space
 
 PATIENCE_S = 30.0
 _POLL_S = 0.02

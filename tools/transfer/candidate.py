@@ -12,9 +12,10 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from fskv import chunk_file, namespace
-from fskv.chunk_file import ChunkHeader
+from fskv import namespace
 from fskv.errors import ChunkCorrupt, ChunkStale, chunk_error_from_os
+from fskv.format import chunk_file
+from fskv.format.chunk_file import ChunkHeader
 from fskv.namespace import Identity
 from fskv.transports.chunk_fd import open_chunk_fd
 

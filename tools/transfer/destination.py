@@ -14,7 +14,7 @@ from typing import Self
 from fskv.config import Share
 from fskv.errors import ChunkError, RootError
 from fskv.namespace import Identity
-from fskv.root import Root
+from fskv.root.root import Root
 
 from .allowance import PATIENCE_S, Allowance
 from .candidate import Candidate, Head

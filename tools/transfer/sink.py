@@ -18,13 +18,13 @@ import time
 from collections.abc import Iterator
 
 from fskv import namespace
-from fskv.beneath import hand_over, make_directory, open_directory, opened
-from fskv.chunk_file import ChunkHeader, parse_header
+from fskv.data_path.store import publish
 from fskv.errors import ChunkCorrupt, ChunkError, ChunkStale, NoSpace, chunk_error_from_os
+from fskv.format.chunk_file import ChunkHeader, parse_header
 from fskv.namespace import Identity
-from fskv.process import unique_name
-from fskv.root import CHUNK_DIR, Root, create_file
-from fskv.store import publish
+from fskv.root.beneath import hand_over, make_directory, open_directory, opened
+from fskv.root.process_id import unique_name
+from fskv.root.root import CHUNK_DIR, Root, create_file
 from fskv.transports.chunk_fd import OPEN_PART
 
 from .. import mac_keys

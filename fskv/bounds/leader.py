@@ -1,0 +1,456 @@
+"""What the holder of the lease does for all who share a root: it counts, prunes and cleans.
+
+Made when a maintenance process (fskv.bounds.maintenance) gets the lease, and dropped when it loses it. One
+piece of work at a time; walking and removing happen in worker threads, and between two batches the lease is
+looked at.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import stat
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+
+from fskv.bounds.count_checks import CountChecks
+from fskv.bounds.evict import Pruned, cutoff_ns, execute, plan
+from fskv.bounds.eviction_news import RemovedLog
+from fskv.bounds.lease import TTL_S, Lease
+from fskv.bounds.ledger import Book, shortened
+from fskv.bounds.quota import (
+    Claim,
+    Scope,
+    Usage,
+    excess,
+    inodes_short,
+    is_near,
+    last_use_step_s,
+    scopes,
+    unused_limit_s,
+    with_intervals_of,
+    without_limits,
+)
+from fskv.index.scan import NUM_SHARDS, shard_path
+from fskv.index.snapshot import Catalogue
+from fskv.root.beneath import opened
+from fskv.root.filesystem import Space, clamp_mtime
+from fskv.root.manifests import Manifests, all_namespaces
+from fskv.root.process_id import is_our_part, provably_dead
+from fskv.root.root import PART_PREFIX, TMP_DIR
+from fskv.types import MAX_COUNT
+
+logger = logging.getLogger(__name__)
+
+_COUNT_ALL_S = 60.0  # how often namespaces are counted that nobody claims to write to
+# Directories that are listed at such a count even if their mtime has not changed: all of them in 17 hours.
+# A snapshot, which whoever writes to the root may have made up, is believed for no longer.
+_LISTED_AGAIN = 4
+_SNAPSHOT_S = 300.0
+_ORPHANS_S = 30.0
+_DEAD_CLAIM_S = 4 * TTL_S
+_FULL_SHARE = 0.03  # of everything: what goes when a disk is full without any bound being reached
+_FULL_LEAST = 64 << 20
+_FUTILE_S = 5.0
+# How long a dead engine's claim stays once it is counted: longer than anybody computes with an older usage,
+# and than an engine whose maintenance process died needs to start another one.
+_WITHDRAW_S = 20.0
+# How long a dead engine's claim stays where its namespace cannot be counted, and perhaps never can.
+_GIVEN_UP_S = 60.0
+_STUCK_S = 600.0  # files that could not be removed are tried again
+_FREEING_S = (
+    30.0  # what was removed may show in statvfs only after so long (btrfs: its next commit)
+)
+_UNUSED_STEP = 1 << 30  # bytes of one plan
+
+
+class Holder:
+    """What the holder of the lease knows and does. Ends with the lease."""
+
+    def __init__(
+        self, root: str, book: Book, log: RemovedLog, lease: Lease, file_mode: int, grace_s: float
+    ) -> None:
+        self._root = root
+        self._book = book
+        self._log = log
+        self._lease = lease
+        self._term = lease.term
+        self._file_mode = file_mode
+        self._grace_s = grace_s
+        self.usage: Usage | None = None
+        self._catalogues: dict[str, Catalogue] = {}  # by "<arch>/<model>@<digest16>"
+        self._manifests = Manifests(root)
+        self._counted_all_at = self._snapshot_at = self._orphans_at = float("-inf")
+        self._again = time.time_ns() % NUM_SHARDS  # terms may be shorter than a round
+        self._beats: dict[str, tuple[int, float]] = {}  # claim -> its last beat, since when
+        self._counted: dict[str, int] = {}  # claim -> its `written` before the last count
+        self._full: dict[str, int] = {}  # claim -> its `full` that was served
+        self._dead_since: dict[str, float] = {}  # claim of a dead engine -> when we saw that
+        self._counted_dead: dict[str, float] = {}  # of these: counted, or given up, since when
+        # Claims whose limits nothing is removed for. They still bound what is granted: whoever is only being
+        # started again declares the same ones in a moment.
+        self._gone: set[str] = set()
+        self._checks = CountChecks(root, book)
+        self._uncounted: dict[str, str] = {}  # namespace -> why, as it was told
+        self._stuck: set[str] = set()  # paths that cannot be removed
+        self._stuck_at = time.monotonic()
+        self._freeing: tuple[float, int] = (0.0, 0)  # until when; free bytes that are to be seen
+        self._futile_until = 0.0  # nothing was left to remove: no need to look again and again
+        self._complained = False
+        self._unsaved: set[str] = set()  # namespaces whose snapshot is old
+
+    @property
+    def in_office(self) -> bool:
+        """Whether the lease is held, and was without a break since this holder began."""
+        return self._lease.held and self._lease.term == self._term
+
+    def due(self, claims: list[Claim], space: Space) -> bool:
+        """Whether there is work: the first count, a bound that is near, a full disk, or time has passed."""
+        if self.usage is None or time.monotonic() - self._counted_all_at > _COUNT_ALL_S:
+            return True
+        for claim in claims:
+            # What was full before we held the lease is not ours to serve: it says so again if it still is.
+            if claim.full > self._full.setdefault(claim.name, claim.full):
+                return True
+        if self._to_withdraw():
+            return True
+        if time.monotonic() < self._futile_until:
+            return False
+        claims = without_limits(claims, self._gone)
+        if inodes_short(claims, space):
+            return True
+        return any(self._is_near(scope, claims, space) for scope in self._bounds(claims, space))
+
+    async def work(self, claims: list[Claim], space: Space) -> None:
+        """Count, prune what is beyond the bounds, and clean. Raises OSError when the root does not let us."""
+        every = self.usage is None or time.monotonic() - self._counted_all_at > _COUNT_ALL_S
+        await asyncio.to_thread(self._judge, self._find_namespaces(claims, every=every))
+        self._gone = dead = self._dead(claims)
+        known = await self._count(claims, every=every)
+        if not self.in_office:
+            return  # others have counted since, and taken away claims that this count lacks
+        counted = {c.name: c.written for c in claims if c.namespace in known}
+        self._counted |= counted
+        now = time.monotonic()
+        self._dead_since = {name: self._dead_since.get(name, now) for name in dead}
+        given_up = {name for name, at in self._dead_since.items() if now - at > _GIVEN_UP_S}
+        done = counted.keys() | self._counted_dead.keys() | self._lost(claims) | given_up
+        self._counted_dead = {name: self._counted_dead.get(name, now) for name in dead & done}
+        self._publish(claims)
+        obeyed = without_limits(claims, self._gone)
+        await self._prune(obeyed, inodes_short(obeyed, space))
+        if every:
+            await self._prune_unused(obeyed)
+        if not self.in_office:
+            return
+        self._publish(claims)
+        for name in self._to_withdraw():  # what they wrote is in every usage that anybody uses
+            self._book.withdraw(name)
+            del self._counted_dead[name]
+        if every:
+            self._counted_all_at = time.monotonic()
+        if time.monotonic() - self._orphans_at > _ORPHANS_S:
+            self._orphans_at = time.monotonic()
+            self._remove_orphans()
+        if time.monotonic() - self._snapshot_at > _SNAPSHOT_S:
+            self._snapshot_at = time.monotonic()
+            self.save_snapshots()
+
+    def _to_withdraw(self) -> list[str]:
+        now = time.monotonic()
+        return [name for name, since in self._counted_dead.items() if now - since > _WITHDRAW_S]
+
+    def _lost(self, claims: list[Claim]) -> set[str]:
+        """Return the claims on namespaces that do not exist (any more): nothing is there to be counted."""
+        return {
+            c.name
+            for c in claims
+            if c.namespace is None
+            or (c.namespace not in self._catalogues and not self._manifests.is_there(c.namespace))
+        }
+
+    def _find_namespaces(self, claims: list[Claim], *, every: bool) -> set[str]:
+        """Have a catalogue for each namespace; returns those whose manifests are to be judged."""
+        # Those that engines write to count at once.
+        claimed = {c.namespace for c in claims if c.namespace is not None}
+        found = {name for name in claimed - self._catalogues.keys() if self._manifests.state(name)}
+        if every:
+            found |= all_namespaces(self._root)
+            for gone in self._catalogues.keys() - found:
+                del self._catalogues[gone]
+                self._manifests.forget(gone)
+        for name in found - self._catalogues.keys():
+            self._catalogues[name] = Catalogue.load(f"{self._root}/{name}")
+        return found | (self._manifests.foreign & claimed)
+
+    def _judge(self, names: set[str]) -> None:
+        """Find out which of these are ours, and whose. In a worker thread: a manifest may be long."""
+        for name in names:
+            self._manifests.judge(name)
+
+    def _ours(self) -> list[str]:
+        """Return the namespaces that are fskv's: what is foreign is never touched."""
+        return [name for name in self._catalogues if name not in self._manifests.foreign]
+
+    def _dead(self, claims: list[Claim]) -> set[str]:
+        """Return the claims of engines that are gone, or that have not been heard of for so long."""
+        now = time.monotonic()
+        dead = self._book.silent(claims, self._lease.now_ns() - int(_DEAD_CLAIM_S * 1e9))
+        for claim in claims:
+            beat, since = self._beats.get(claim.name, (-1, now))
+            if claim.beat != beat:
+                self._beats[claim.name] = (claim.beat, now)
+            elif now - since > _DEAD_CLAIM_S:
+                dead.add(claim.name)
+            if claim.closed or provably_dead(claim.name):
+                dead.add(claim.name)
+        names = {claim.name for claim in claims}
+        self._beats = {name: seen for name, seen in self._beats.items() if name in names}
+        self._full = {name: full for name, full in self._full.items() if name in names}
+        self._counted = {name: n for name, n in self._counted.items() if name in names}
+        return dead
+
+    async def _count(self, claims: list[Claim], *, every: bool) -> set[str]:
+        """Bring catalogues up to date; returns those namespaces whose every file is in the count."""
+        known = set()
+        writing = {claim.namespace for claim in claims}
+        now_ns = self._lease.now_ns()
+        relist = not self._checks.mtimes_tell(claims, now_ns)
+        again = [(self._again + i) % NUM_SHARDS for i in range(_LISTED_AGAIN if every else 0)]
+        self._again = (self._again + len(again)) % NUM_SHARDS
+        for name, catalogue in self._catalogues.items():
+            if not every and name not in writing:
+                continue
+            before = catalogue.num_files, catalogue.nbytes
+            try:
+                failed = await catalogue.refresh(now_ns, every=relist, again=again)
+            except Exception as error:  # it is one of many, and anything may be in it
+                if str(error) != self._uncounted.get(name):
+                    self._uncounted[name] = str(error)
+                    logger.warning("%s cannot be counted: %s", catalogue.namespace, error)
+                continue
+            self._uncounted.pop(name, None)
+            if self._checks.is_whole(name, failed):
+                known.add(name)
+            if (catalogue.num_files, catalogue.nbytes) != before:
+                self._unsaved.add(name)
+        return known
+
+    def _nbytes(self) -> dict[str, tuple[int, int]]:
+        return {name: (c.nbytes, c.num_files) for name, c in sorted(self._catalogues.items())}
+
+    def _bounds(self, claims: list[Claim], space: Space) -> list[Scope]:
+        """Return the bounds with what is known at this moment; the widest last."""
+        usage = replace(self.usage or Usage(), namespaces=self._nbytes())
+        kinds = ("namespace", "tenant", "root", "free")
+        return sorted(scopes(claims, usage, space), key=lambda scope: kinds.index(scope.kind))
+
+    def _is_near(self, scope: Scope, claims: list[Claim], space: Space) -> bool:
+        until, free_nbytes = self._freeing
+        if scope.kind == "free" and time.monotonic() < until and space.free_nbytes < free_nbytes:
+            return False  # what was removed does not show yet
+        if scope.kind == "free":
+            self._freeing = (0.0, 0)
+        return is_near(scope, claims)
+
+    def _publish(self, claims: list[Claim]) -> None:
+        last = self.usage or Usage(touch_intervals=self._known_intervals())
+        at_ms = time.time_ns() // 1_000_000
+        claimed = {c.namespace for c in claims if c.namespace is not None}
+        counted = {name: n for name, n in self._nbytes().items() if n != (0, 0) or name in claimed}
+        tenants = self._manifests.tenants
+        self.usage = replace(
+            last,
+            namespaces=counted,
+            tenants={name: tenants[name] for name in counted if name in tenants},
+            counted={c.name: self._counted[c.name] for c in claims if c.name in self._counted},
+            at_ms=at_ms,
+            touch_intervals=with_intervals_of(last.touch_intervals, claims, at_ms),
+            unremovable=len(self._stuck),
+        )
+        # Whoever is granted something computes with his own namespace and with those of his tenant.
+        writing = {tenants[name] for name in claimed & tenants.keys()}
+        writing |= {c.tenant for c in claims if c.tenant is not None}
+        needed = {name for name in counted if name in claimed or tenants.get(name) in writing}
+        self._book.publish_usage(shortened(self.usage, needed))
+
+    def _known_intervals(self) -> Mapping[int, int]:
+        """Return what earlier holders knew of engines that may be gone."""
+        usage = self._book.usage()
+        return {} if usage is None else usage.touch_intervals
+
+    async def _prune(self, claims: list[Claim], num_inodes: int) -> None:
+        if time.monotonic() - self._stuck_at > _STUCK_S:
+            self._stuck_at = time.monotonic()
+            self._stuck.clear()
+        done: set[tuple[str, str | None]] = set()
+        while True:  # what goes for one bound helps the wider ones: look again after each
+            space = Space.of(self._root)
+            scope = next(
+                (
+                    scope
+                    for scope in self._bounds(claims, space)
+                    if (scope.kind, scope.name) not in done and self._is_near(scope, claims, space)
+                ),
+                None,
+            )
+            if scope is None:
+                break
+            done.add((scope.kind, scope.name))
+            freed = await self._free(self._members(scope), excess(scope, claims), 0)
+            if scope.kind == "free":
+                # Writers may have used what they were granted meanwhile.
+                target = space.free_nbytes + freed // 2 - scope.outstanding
+                if Space.of(self._root).free_nbytes < target:
+                    self._freeing = (time.monotonic() + _FREEING_S, target)
+        if num_inodes:
+            await self._free(self._ours(), 0, num_inodes)
+        full = [claim for claim in claims if claim.full > self._full.get(claim.name, 0)]
+        if full:
+            everything = self.usage.nbytes if self.usage else 0
+            amount = max(int(_FULL_SHARE * everything), _FULL_LEAST, *(8 * c.wanted for c in full))
+            await self._free(self._ours(), amount, 0)
+            self._full |= {claim.name: claim.full for claim in full}
+
+    async def _prune_unused(self, claims: list[Claim]) -> None:
+        """Remove what was not used for longer than anybody wants it to stay."""
+        unused_s = unused_limit_s(claims)
+        if unused_s is None:
+            return
+        now_ns = self._lease.now_ns()
+        step_s = last_use_step_s(claims, self.usage, now_ns / 1e6 - unused_s * 1e3)
+        before_ns = cutoff_ns(now_ns, unused_s, step_s)
+        catalogues = [self._catalogues[name] for name in self._ours()]
+        while self.in_office:
+            chosen = await asyncio.to_thread(
+                plan, catalogues, _UNUSED_STEP, 0, self._stuck, before_ns
+            )
+            if not chosen.candidates:
+                break
+            self._note(await execute(chosen, self._still_held, self._root))
+
+    def _members(self, scope: Scope) -> list[str]:
+        if scope.kind == "namespace":
+            return [name for name in self._ours() if name == scope.name]
+        if scope.kind == "tenant":
+            return [
+                name for name in self._ours() if self._manifests.tenants.get(name) == scope.name
+            ]
+        return self._ours()
+
+    async def _free(self, members: list[str], nbytes: int, num_files: int) -> int:
+        """Remove least recently used chunks of these namespaces, and tell everybody; returns bytes."""
+        catalogues = [self._catalogues[name] for name in members]
+        left_nbytes, left_files = nbytes, num_files
+        while (left_nbytes > 0 or left_files > 0) and self.in_office:
+            chosen = await asyncio.to_thread(plan, catalogues, left_nbytes, left_files, self._stuck)
+            if not chosen.candidates:
+                break
+            pruned = await execute(chosen, self._still_held, self._root)
+            self._note(pruned)
+            freed = pruned.nbytes + pruned.vanished_nbytes
+            if not freed and not pruned.used_meanwhile and not pruned.failures:
+                break
+            left_nbytes -= freed
+            left_files -= pruned.num_files
+        if left_nbytes == nbytes and left_files == num_files:
+            self._futile_until = time.monotonic() + _FUTILE_S
+        return nbytes - left_nbytes
+
+    def _still_held(self) -> bool:
+        with contextlib.suppress(OSError):
+            self._lease.renew()
+        return self.in_office
+
+    def _note(self, pruned: Pruned) -> None:
+        for path, error in pruned.failures.items():
+            if not self._stuck:
+                logger.warning("%s cannot be removed and stays: %s", path, error.strerror)
+            self._stuck.add(path)
+        for path, chunks in pruned.removed.items():
+            name = path[len(self._root) + 1 :]
+            self._unsaved.add(name)
+            with contextlib.suppress(OSError):
+                self._log.publish(name.rpartition("@")[2], chunks)
+        if self.usage is not None:
+            self.usage = replace(
+                self.usage,
+                pruned_files=self.usage.pruned_files + pruned.num_files,
+                pruned_nbytes=min(MAX_COUNT, self.usage.pruned_nbytes + pruned.nbytes),
+            )
+
+    def _remove_orphans(self) -> None:
+        """Remove the parts of writers that are gone, and of those that nobody can have waited for so long."""
+        now_ns = self._lease.now_ns()
+        removed = 0
+        self._complained = False
+        for catalogue in [self._catalogues[name] for name in self._ours()]:
+            for shard, parts in list(catalogue.parts.items()):
+                with (
+                    contextlib.suppress(OSError),
+                    opened(self._root, shard_path(catalogue.namespace, shard)) as fd,
+                ):
+                    left = [
+                        part
+                        for part in parts
+                        if not self._remove_orphan(fd, os.path.basename(part.path), now_ns)
+                    ]
+                    removed += len(parts) - len(left)
+                    catalogue.parts[shard] = left
+                    if not left:
+                        del catalogue.parts[shard]
+            removed += self._remove_orphans_in(f"{catalogue.namespace}/{TMP_DIR}", "", now_ns)
+        removed += self._remove_orphans_in(self._root, PART_PREFIX, now_ns)
+        self._book.remove_orphans(now_ns)
+        with contextlib.suppress(OSError):
+            self._log.remove_old()
+        if removed and self.usage is not None:
+            logger.info("removed %d parts of writers that are gone", removed)
+            self.usage = replace(self.usage, orphans=self.usage.orphans + removed)
+
+    def _remove_orphans_in(self, directory: str, prefix: str, now_ns: int) -> int:
+        removed = 0
+        with (
+            contextlib.suppress(OSError),
+            opened(self._root, directory) as fd,
+            os.scandir(fd) as entries,
+        ):
+            for entry in entries:
+                if entry.name.startswith(prefix) and is_our_part(entry.name.removeprefix(prefix)):
+                    removed += self._remove_orphan(fd, entry.name, now_ns)
+        return removed
+
+    def _remove_orphan(self, fd: int, part: str, now_ns: int) -> bool:
+        """Remove a part of the directory `fd` if its writer is gone, or it is too old to be waited for."""
+        name = part.removeprefix(PART_PREFIX).removesuffix(".part")
+        try:
+            info = os.stat(part, dir_fd=fd, follow_symlinks=False)
+            if not stat.S_ISREG(info.st_mode):
+                return False
+            age_ns = now_ns - clamp_mtime(info.st_mtime_ns, now_ns)
+            if not provably_dead(name) and age_ns < self._grace_s * 1e9:
+                return False
+            os.unlink(part, dir_fd=fd)
+        except FileNotFoundError:
+            return True
+        except OSError as error:
+            if not self._complained:  # one for a round
+                self._complained = True
+                logger.warning("%s cannot be removed: %s", part, error)
+            return False
+        return True
+
+    def save_snapshots(self) -> None:
+        """Write the snapshots that are older than what we know; what cannot be written is logged."""
+        for name in sorted(self._unsaved):
+            catalogue = self._catalogues.get(name)
+            if catalogue is None or name in self._manifests.foreign:
+                continue
+            try:
+                catalogue.save(self._file_mode, self._root)
+            except OSError as error:
+                logger.warning("%s cannot be written: %s", catalogue.path, error)
+        self._unsaved.clear()

@@ -1,0 +1,236 @@
+"""The lease on maintaining a root: of all processes that share it, one at a time counts and prunes.
+
+A lease protects no data. Two holders at once, after a partition or a stopped process, remove more than was
+needed and nothing else. So nobody's clock is compared with anybody else's: a holder is dead when its process
+provably is, or when the heartbeat in its file has not changed for `ttl_s` of the observer's own clock.
+
+The file appears by link(), which is exclusive on every shared file system that was measured, and holds who,
+since when, and a heartbeat: the holder rewrites it in place. Every call touches the disk and may hang; only
+the maintenance process (fskv.bounds.maintenance) makes them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+
+from fskv.root.beneath import opened
+from fskv.root.process_id import HOST, TOKEN, provably_dead, unique_name
+from fskv.root.root import NO_LINKS, create_file
+
+SHARED_DIR = ".fskv-maintenance"
+LEASE_FILE = "lease.json"
+TTL_S = 15.0
+MAX_LEASE_NBYTES = 4096
+_MAX_TEXT = 200
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseState:
+    """What the lease's file says."""
+
+    holder: str
+    host: str
+    pid: int
+    boot: str  # fskv.root.process_id.TOKEN
+    since_ms: int
+    beat: int
+
+    @classmethod
+    def parse(cls, content: bytes) -> LeaseState | None:
+        """Return what the content of a lease's file says; None where that is no lease."""
+        with contextlib.suppress(ValueError, TypeError, RecursionError):
+            state = cls(**json.loads(content))
+            texts = (state.holder, state.host, state.boot)
+            numbers = (state.pid, state.since_ms, state.beat)
+            fits = all(type(text) is str and len(text) <= _MAX_TEXT for text in texts)
+            if fits and all(type(n) is int and 0 <= n < 1 << 62 for n in numbers):
+                return state
+        return None
+
+
+class Lease:
+    """One process's view of a root's lease."""
+
+    def __init__(
+        self,
+        directory: str,
+        *,
+        ttl_s: float = TTL_S,
+        file_mode: int = 0o600,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`directory` is the root's SHARED_DIR, which exists."""
+        self._directory = directory
+        self._root = os.path.dirname(directory)
+        self._ttl_s = ttl_s
+        self._file_mode = file_mode
+        self._clock = clock
+        self._name = unique_name()
+        self.term = 0  # how often it was taken: work that was begun in an earlier term is void
+        self._mine: LeaseState | None = None
+        self._beaten_at = 0.0
+        self._observed: tuple[LeaseState | None, float] = (None, 0.0)  # unchanged since
+
+    @property
+    def held(self) -> bool:
+        """Whether this process may act as the holder now: its last heartbeat is young enough."""
+        return self._mine is not None and self._clock() - self._beaten_at < self._ttl_s
+
+    @property
+    def holder(self) -> LeaseState | None:
+        """Who held the lease when it was last looked at."""
+        return self._mine or self._observed[0]
+
+    def renew(self) -> bool:
+        """Keep the lease, or take it if it is free or its holder is dead; returns `held`. Raises OSError."""
+        with self._opened() as fd:
+            if self._mine is not None:
+                self._beat(fd)
+            if self._mine is None:
+                self._try_to_take(fd)
+        return self.held
+
+    def release(self) -> None:
+        """Give the lease back, if it is still ours."""
+        mine, self._mine = self._mine, None
+        with contextlib.suppress(OSError), self._opened() as fd:
+            found = _read(LEASE_FILE, fd)
+            if mine is not None and found is not None and found.holder == mine.holder:
+                os.unlink(LEASE_FILE, dir_fd=fd)
+
+    def now_ns(self) -> int:
+        """Return the time of the file system's own clock: that of the server, where there is one."""
+        try:
+            with self._opened() as fd:
+                os.utime(LEASE_FILE, dir_fd=fd, follow_symlinks=False)
+                return os.stat(LEASE_FILE, dir_fd=fd, follow_symlinks=False).st_mtime_ns
+        except FileNotFoundError:
+            return 0
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[int]:
+        """Yield the directory, which is no link: everything here is done to names in it."""
+        with opened(self._root, self._directory, os.O_PATH) as fd:
+            yield fd
+
+    def _beat(self, directory: int) -> None:
+        mine = self._mine
+        assert mine is not None
+        now = self._clock()
+        if now - self._beaten_at < self._ttl_s / 4:
+            return
+        found = _read(LEASE_FILE, directory)
+        if found is None or found.holder != mine.holder:
+            self._mine = None  # taken over: we were thought dead
+            return
+        mine = LeaseState(**{**asdict(mine), "beat": mine.beat + 1})
+        # Through no link: somebody may have put one there since we looked.
+        flags = os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        fd = os.open(LEASE_FILE, flags, dir_fd=directory)
+        with os.fdopen(fd, "wb", buffering=0) as file:
+            file.write(_encoded(mine))
+        self._mine, self._beaten_at = mine, now
+
+    def _try_to_take(self, directory: int) -> None:
+        found = _read(LEASE_FILE, directory)
+        if found is not None and found.holder == self._name:
+            # Ours after all: its link() was done and the answer lost, or somebody gave it back to us.
+            self._mine, self._beaten_at = found, float("-inf")
+            self.term += 1
+            self._beat(directory)
+            return
+        if found is not None and not self._is_dead(found):
+            return
+        if found is not None and not self._break(found, directory):
+            return
+        mine = LeaseState(self._name, HOST, os.getpid(), TOKEN, int(time.time() * 1000), 0)
+        now = self._clock()
+        part = f"{unique_name()}.part"
+        try:
+            fd = create_file(part, self._file_mode, os.O_NOFOLLOW, dir_fd=directory)
+            with os.fdopen(fd, "wb", buffering=0) as file:
+                file.write(_encoded(mine))
+            publish_exclusive(part, LEASE_FILE, directory)
+        except FileExistsError:
+            return  # somebody was faster
+        finally:
+            with contextlib.suppress(OSError):
+                os.unlink(part, dir_fd=directory)
+        self._mine, self._beaten_at = mine, now
+        self.term += 1
+
+    def _is_dead(self, found: LeaseState) -> bool:
+        if provably_dead(found.holder):
+            return True
+        seen, since = self._observed
+        now = self._clock()
+        if found != seen:
+            self._observed = (found, now)
+            return False
+        return now - since > self._ttl_s
+
+    @staticmethod
+    def _break(dead: LeaseState, directory: int) -> bool:
+        """Move a dead holder's lease away; False when it was not the dead one's any more."""
+        aside = f"{unique_name()}.part"
+        try:
+            os.rename(LEASE_FILE, aside, src_dir_fd=directory, dst_dir_fd=directory)
+        except FileNotFoundError:
+            return True
+        try:
+            moved = _read(aside, directory)
+            if moved is not None and moved != dead:
+                # Somebody else took over between our look and our rename: give it back.
+                with contextlib.suppress(FileExistsError):
+                    publish_exclusive(aside, LEASE_FILE, directory)
+                return False
+            return True
+        finally:
+            with contextlib.suppress(OSError):
+                os.unlink(aside, dir_fd=directory)
+
+
+def _read(name: str, directory: int) -> LeaseState | None:
+    """Return what a file says, None if it is absent; what cannot be read counts as a dead holder's."""
+    nobody = LeaseState("", "", 0, "", 0, 0)
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        fd = os.open(name, flags, dir_fd=directory)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EACCES, errno.ENXIO):
+            return nobody  # a symbolic link, somebody's file, a socket
+        raise
+    try:
+        content = os.read(fd, MAX_LEASE_NBYTES)
+    except (IsADirectoryError, BlockingIOError):  # a FIFO that somebody has open
+        return nobody
+    finally:
+        os.close(fd)
+    return LeaseState.parse(content) or nobody
+
+
+def publish_exclusive(part: str, name: str, directory: int) -> None:
+    """Give `part` another name in its directory; FileExistsError if that is taken."""
+    try:
+        os.link(part, name, src_dir_fd=directory, dst_dir_fd=directory, follow_symlinks=False)
+    except OSError as error:
+        if error.errno not in NO_LINKS:
+            raise
+        # Without links two may get here at once; both then hold it, which is harmless.
+        with contextlib.suppress(FileNotFoundError):
+            os.stat(name, dir_fd=directory, follow_symlinks=False)
+            raise FileExistsError(errno.EEXIST, "exists", name) from None
+        os.rename(part, name, src_dir_fd=directory, dst_dir_fd=directory)
+
+
+def _encoded(state: LeaseState) -> bytes:
+    # Of constant length: a heartbeat rewrites the file in place.
+    return json.dumps(asdict(state)).encode().ljust(1024) + b"\n"

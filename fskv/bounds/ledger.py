@@ -1,0 +1,337 @@
+"""The book of a root on disk: a claim of each engine, and what was last counted (fskv.bounds.quota).
+
+Whoever can write to the root can write anything here. So no more is read than anybody writes, and what is not
+understood is left out, told of and, among the claims, removed when it is old.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+import stat
+from collections.abc import Collection, Iterable
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
+
+from fskv.bounds.quota import DEFAULT_TOUCH_INTERVAL_S, Claim, Limits, Usage, is_claimable
+from fskv.config import Share
+from fskv.namespace import MAX_TENANT
+from fskv.root.beneath import opened
+from fskv.root.process_id import is_our_part, provably_dead, unique_name
+from fskv.root.root import create_file
+from fskv.types import MAX_COUNT
+
+CLAIMS_DIR = "claims"
+USAGE_FILE = "usage.json"
+# What is longer is not read, and not written: docs/format.md.
+MAX_CLAIM_NBYTES = 64 << 10
+MAX_USAGE_NBYTES = 2 << 20
+_MAX_CLAIMS = 10_000
+_MAX_CLAIMS_NBYTES = 8 << 20  # of all claims together
+_MAX_TOUCH_INTERVAL_S = 86_400 * 365
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}", re.ASCII)
+_JUNK_NS = 86_400 * 1_000_000_000  # a file among the claims that is none goes when it is older
+
+
+def shortened(usage: Usage, needed: Collection[str]) -> Usage:
+    """Return what is short enough to be read by everybody: namespaces that are too many are in `others`.
+
+    Those in `needed` are named first, then the largest. What is still too long without any is refused by
+    `Book.publish_usage`. Pure.
+    """
+    named = usage.namespaces
+    room = MAX_USAGE_NBYTES - len(_encoded(replace(usage, namespaces={}, tenants={}))) - 100
+    kept = []
+    for name in sorted(named, key=lambda name: (name not in needed, -named[name][0])):
+        tenant = usage.tenants.get(name)
+        room -= len(json.dumps({name: named[name]})) + 2
+        room -= len(json.dumps({name: tenant})) + 2 if tenant is not None else 0
+        if room < 0:
+            break
+        kept.append(name)
+    left = [named[name] for name in named.keys() - set(kept)]
+    return replace(
+        usage,
+        namespaces={name: named[name] for name in kept},
+        tenants={name: usage.tenants[name] for name in kept if name in usage.tenants},
+        others=(
+            min(MAX_COUNT, usage.others[0] + sum(nbytes for nbytes, _ in left)),
+            min(MAX_COUNT, usage.others[1] + sum(files for _, files in left)),
+        ),
+    )
+
+
+class Book:
+    """The claims and the usage of a root on disk. Every call may hang; only the maintenance process calls."""
+
+    def __init__(self, directory: str, file_mode: int = 0o600) -> None:
+        """`directory` is the root's SHARED_DIR; it and its CLAIMS_DIR exist."""
+        self._directory = directory
+        self._root = os.path.dirname(directory)
+        self._file_mode = file_mode
+        self._junk: dict[str, _Junk] = {}  # by name: what is no claim is read again when it changes
+        self._no_count = ""  # why there is no usage
+
+    @property
+    def left_out(self) -> dict[str, str]:
+        """What could not be used when it was last read: path -> why."""
+        found = {f"{self._directory}/{CLAIMS_DIR}/{n}": j.reason for n, j in self._junk.items()}
+        return (
+            {f"{self._directory}/{USAGE_FILE}": self._no_count, **found}
+            if self._no_count
+            else found
+        )
+
+    def publish(self, claim: Claim) -> None:
+        """Publish a claim. Raises OSError, also where it is longer than anybody reads: too many limits."""
+        self._write(
+            f"{self._directory}/{CLAIMS_DIR}", f"{claim.name}.json", claim, MAX_CLAIM_NBYTES
+        )
+
+    def withdraw(self, name: str) -> None:
+        path = f"{self._directory}/{CLAIMS_DIR}"
+        with contextlib.suppress(OSError), opened(self._root, path, os.O_PATH) as directory:
+            os.unlink(f"{name}.json", dir_fd=directory)
+
+    def claims(self) -> list[Claim]:
+        """Return all claims that can be read; damaged ones are skipped, see `left_out`."""
+        directory = f"{self._directory}/{CLAIMS_DIR}"
+        found = []
+        with os.scandir(directory) as entries:
+            # What is no regular file stays for ever: it takes no claim's place.
+            files = (e for e in entries if e.is_file(follow_symlinks=False))
+            all_names = (e.name for e in files if e.name.endswith(".json"))
+            names = list(islice(all_names, _MAX_CLAIMS))
+        junk: dict[str, _Junk] = {}
+        room = _MAX_CLAIMS_NBYTES
+        for name in names:
+            path = f"{directory}/{name}"
+            known = self._junk.get(name)
+            with contextlib.suppress(OSError):
+                if known is not None and known.version == _version(os.lstat(path)):
+                    junk[name] = known
+                    continue
+                content, version = _content(path, MAX_CLAIM_NBYTES)
+                try:
+                    tree = _tree(content, min(room, MAX_CLAIM_NBYTES))
+                    found.append(_claim(tree, name.removesuffix(".json")))
+                    room -= len(content)
+                except Exception as error:  # whatever a damaged file makes of the values
+                    junk[name] = _Junk(version, f"no claim: {error!r}")
+        self._junk = junk
+        return found
+
+    def silent(self, claims: Iterable[Claim], before_ns: int) -> set[str]:
+        """Return those that were last published before a time by the file system's clock."""
+        found = set()
+        for claim in claims:
+            with contextlib.suppress(OSError):
+                info = os.lstat(f"{self._directory}/{CLAIMS_DIR}/{claim.name}.json")
+                if info.st_mtime_ns < before_ns:
+                    found.add(claim.name)
+        return found
+
+    def newest_ns(self, claims: Iterable[Claim]) -> int:
+        """Return when one of them was last published, by the file system's clock; 0: unknown."""
+        found = 0
+        for claim in claims:
+            with contextlib.suppress(OSError):
+                path = f"{self._directory}/{CLAIMS_DIR}/{claim.name}.json"
+                found = max(found, os.lstat(path).st_mtime_ns)
+        return found
+
+    def publish_usage(self, usage: Usage) -> None:
+        """Publish the count. Raises OSError, also where it is longer than anybody reads: see `shortened`."""
+        self._write(self._directory, USAGE_FILE, usage, MAX_USAGE_NBYTES)
+
+    def usage(self) -> Usage | None:
+        """Return what was last counted, None if nothing was or it cannot be read: see `left_out`."""
+        self._no_count = ""
+        path = f"{self._directory}/{USAGE_FILE}"
+        try:
+            return _usage(_tree(_content(path, MAX_USAGE_NBYTES)[0], MAX_USAGE_NBYTES))
+        except FileNotFoundError:
+            return None
+        except Exception as error:  # whatever a damaged file makes of the values
+            self._no_count = f"no count: {error!r}"
+            return None
+
+    def remove_orphans(self, now_ns: int) -> None:
+        """Remove parts of dead processes, and parts and files in the place of claims that are a day old.
+
+        `now_ns` is the file system's own clock, 0: unknown. What is no regular file is foreign and stays.
+        """
+        claims = f"{self._directory}/{CLAIMS_DIR}"
+        for directory in (self._directory, claims):
+            with opened(self._root, directory) as fd, os.scandir(fd) as entries:
+                for entry in entries:
+                    dead = entry.name.endswith(".part") and provably_dead(entry.name[:-5])
+                    junk = directory == claims and entry.name in self._junk
+                    if dead or ((junk or is_our_part(entry.name)) and _is_old(entry, now_ns)):
+                        with contextlib.suppress(OSError):
+                            os.unlink(entry.name, dir_fd=fd)
+
+    def _write(self, path: str, name: str, tree: Claim | Usage, most_nbytes: int) -> None:
+        """Publish a file called `name` in the directory `path`."""
+        content = _encoded(tree)
+        if len(content) > most_nbytes:
+            reason = f"{len(content)} bytes, more than the {most_nbytes} that are read; it is not written"
+            raise OSError(errno.EFBIG, reason, f"{path}/{name}")
+        part = f"{unique_name()}.part"
+        with (
+            opened(self._root, self._directory, os.O_PATH) as shared,
+            opened(self._root, path, os.O_PATH) as directory,
+        ):
+            try:
+                fd = create_file(part, self._file_mode, os.O_NOFOLLOW, dir_fd=shared)
+                with os.fdopen(fd, "wb", buffering=0) as file:
+                    file.write(content)
+                try:
+                    os.rename(part, name, src_dir_fd=shared, dst_dir_fd=directory)
+                except IsADirectoryError:  # not ours to remove
+                    aside = f"{name}.foreign-{unique_name()}"
+                    os.rename(name, aside, src_dir_fd=directory, dst_dir_fd=directory)
+                    os.rename(part, name, src_dir_fd=shared, dst_dir_fd=directory)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.unlink(part, dir_fd=shared)
+                raise
+
+
+@dataclass(frozen=True, slots=True)
+class _Junk:
+    """A file that is no claim."""
+
+    version: tuple[int, ...]
+    reason: str
+
+
+def _version(info: os.stat_result) -> tuple[int, ...]:
+    """Return what differs between a file and the one that takes its place, or what it becomes."""
+    return info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns
+
+
+def _is_old(entry: os.DirEntry[str], now_ns: int) -> bool:
+    """Whether it is a regular file that was last written a day ago, or at no time of the past."""
+    with contextlib.suppress(OSError):
+        info = entry.stat(follow_symlinks=False)
+        age_ns = now_ns - info.st_mtime_ns
+        return stat.S_ISREG(info.st_mode) and now_ns > 0 and abs(age_ns) > _JUNK_NS
+    return False
+
+
+def _encoded(tree: Claim | Usage) -> bytes:
+    return json.dumps(asdict(tree)).encode()
+
+
+def _tree(content: bytes, most_nbytes: int) -> dict[str, object]:
+    """Return the JSON object that a file holds; raises whatever a damaged one makes of it."""
+    if len(content) > most_nbytes:
+        raise ValueError(f"longer than {most_nbytes} bytes")
+    tree = json.loads(content)
+    if not isinstance(tree, dict):
+        raise TypeError("no object")
+    return tree
+
+
+def _content(path: str, most_nbytes: int) -> tuple[bytes, tuple[int, ...]]:
+    """Return what a file holds, one byte more than the most at most, and its version. Raises OSError."""
+    try:
+        return _read(path, most_nbytes)
+    except OSError as error:
+        if error.errno != errno.ESTALE:  # an NFS client's, of a file that has just been replaced
+            raise
+        return _read(path, most_nbytes)
+
+
+def _read(path: str, most_nbytes: int) -> tuple[bytes, tuple[int, ...]]:
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    with open(path, "rb", buffering=0, opener=lambda name, _: os.open(name, flags)) as file:
+        info = os.fstat(file.fileno())
+        content = b""
+        while stat.S_ISREG(info.st_mode) and len(content) <= most_nbytes:
+            if not (more := file.read(most_nbytes + 1 - len(content))):
+                break
+            content += more
+        return content, _version(info)
+
+
+def _number(value: object) -> int:
+    if type(value) is not int or not 0 <= value <= MAX_COUNT:
+        raise ValueError(f"no number from 0 to 2^62 - 1: {str(value)[:80]}")
+    return value
+
+
+def _interval(value: object) -> int:
+    return min(_number(value), _MAX_TOUCH_INTERVAL_S)
+
+
+def _bound(value: object) -> int | None:
+    return None if value is None else _number(value)
+
+
+def _tenant(value: object) -> str | None:
+    if value is not None and (type(value) is not str or not 0 < len(value) <= MAX_TENANT):
+        raise ValueError("no name of a tenant")
+    return value
+
+
+def _bounds(value: object) -> dict[str, int]:
+    # Absent in what an engine of an older version wrote.
+    return {str(name): _number(limit) for name, limit in dict(value or {}).items()}  # type: ignore[call-overload]
+
+
+def _share(percent: object) -> Share:
+    # Not NaN or a million: everybody computes with everybody's claims.
+    if not isinstance(percent, int | float) or not 0 <= percent <= 100:
+        raise ValueError(percent)
+    return Share(float(percent))
+
+
+def _claim(tree: dict[str, object], name: str) -> Claim:
+    if tree["name"] != name or not _NAME.fullmatch(name):
+        raise ValueError(name)
+    namespace = tree["namespace"]
+    if namespace is not None and not is_claimable(str(namespace)):
+        raise ValueError(namespace)
+    limits = tree["limits"]
+    keep = limits["keep_free"]  # type: ignore[index]
+    return Claim(
+        name=name,
+        namespace=None if namespace is None else str(namespace),
+        tenant=_tenant(tree["tenant"]),
+        limits=Limits(
+            _bound(limits["max_nbytes"]),  # type: ignore[index]
+            _share(keep["percent"]) if isinstance(keep, dict) else _number(keep),
+            _bound(limits["namespace_max_nbytes"]),  # type: ignore[index]
+            _bound(limits["tenant_max_nbytes"]),  # type: ignore[index]
+            _bounds(limits.get("namespaces")),  # type: ignore[attr-defined]
+            _bounds(limits.get("tenants")),  # type: ignore[attr-defined]
+            _bound(limits.get("unused_s")),  # type: ignore[attr-defined]
+        ),
+        **{f: _number(tree[f]) for f in ("granted", "written", "wanted", "full", "beat")},
+        closed=tree["closed"] is True,
+        # Absent in what an engine of an older version wrote.
+        touch_interval_s=_interval(tree.get("touch_interval_s", DEFAULT_TOUCH_INTERVAL_S)),
+    )
+
+
+def _usage(tree: dict[str, object]) -> Usage:
+    namespaces, tenants, counted = tree["namespaces"], tree["tenants"], tree["counted"]
+    # Absent in what an engine of an older version wrote.
+    others: list[object] = list(tree.get("others", (0, 0)))  # type: ignore[call-overload]
+    numbers = ("at_ms", "pruned_files", "pruned_nbytes", "orphans", "unremovable")
+    return Usage(
+        {str(k): (_number(n), _number(f)) for k, (n, f) in namespaces.items()},  # type: ignore[attr-defined]
+        {str(k): str(v) for k, v in tenants.items()},  # type: ignore[attr-defined]
+        {str(k): _number(v) for k, v in counted.items()},  # type: ignore[attr-defined]
+        **{name: _number(tree[name]) for name in numbers},
+        others=(_number(others[0]), _number(others[1])),
+        touch_intervals={
+            _interval(int(k)): _number(v)
+            for k, v in tree.get("touch_intervals", {}).items()  # type: ignore[attr-defined]
+        },
+    )

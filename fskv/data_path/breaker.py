@@ -1,0 +1,97 @@
+"""A circuit breaker for one root: after failures in a row the root is left alone for a while.
+
+Shared state: `record` and `allows` may be called from any thread; one lock orders them.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from fskv.observe.state_log import StateLog
+from fskv.types import Status
+
+# What speaks against the root itself. A missing, stale or corrupt file speaks for an answering disk.
+_FAILURES = frozenset({Status.TIMED_OUT, Status.IO_ERROR})
+_NEUTRAL = frozenset({Status.SKIPPED, Status.BREAKER})
+
+
+class Breaker:
+    """Closed: all operations pass. Open: none, but one every `probe_s` seconds to see if the root is back."""
+
+    def __init__(
+        self,
+        failures: int,
+        probe_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        log: StateLog | None = None,
+    ) -> None:
+        """What opens and closes it is said in `log`."""
+        self._log = log
+        self._opened_at = 0.0
+        self.num_openings = 0
+        self.reason = ""  # of the last opening
+        self._threshold = failures
+        self._probe_s = probe_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._failures_in_row = 0
+        self._next_probe_at = 0.0
+
+    @property
+    def open(self) -> bool:
+        """Whether operations are being turned away; reading it never lets a probe through."""
+        return self._failures_in_row >= self._threshold
+
+    def allows(self) -> bool:
+        """Return whether an operation may go to the disk now; when open, at most one per `probe_s`."""
+        if not self.open:
+            return True
+        with self._lock:
+            now = self._clock()
+            if now < self._next_probe_at:
+                return False
+            self._next_probe_at = now + self._probe_s
+            return True
+
+    def trip(self) -> None:
+        """Open now: somebody else who watches the same root has found it dead."""
+        with self._lock:
+            opens = not self.open
+            self._failures_in_row = max(self._failures_in_row, self._threshold)
+            self._next_probe_at = self._clock() + self._probe_s
+            if opens:
+                self._opens("a worker's own breaker is open")
+        if opens:
+            self._say_open()
+
+    def record(self, status: Status) -> None:
+        """Tell how an operation ended; any answer of the disk closes the breaker."""
+        if status in _NEUTRAL:
+            return
+        with self._lock:
+            if status not in _FAILURES:
+                closes, opens = self.open, False
+                self._failures_in_row = 0
+                seconds = self._clock() - self._opened_at
+            else:
+                self._failures_in_row += 1
+                closes, opens = False, self._failures_in_row == self._threshold
+                if opens:
+                    self._next_probe_at = self._clock() + self._probe_s
+                    self._opens(f"{self._threshold} failures in a row, the last: {status.value}")
+        if opens:
+            self._say_open()
+        elif closes and self._log is not None:
+            self._log.say("breaker_closed", after_s=f"{seconds:.1f}")
+
+    def _opens(self, reason: str) -> None:
+        self.num_openings += 1
+        self.reason = reason
+        self._opened_at = self._clock()
+
+    def _say_open(self) -> None:
+        if self._log is not None:  # never under the lock: a log may block
+            self._log.say("breaker_open", logging.WARNING, reason=self.reason)

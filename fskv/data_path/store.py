@@ -1,0 +1,499 @@
+"""Puts chunks into files and gets them back, checked. The only place that decides what a file is worth.
+
+`put` and `get` run on the I/O threads of `jobs`, each with a slot of its own; they touch no KV page. Every
+outcome is a `Status`; only bugs raise. Invariants: a file becomes visible by one rename and is never
+changed afterwards; `get` returns OK only after the header, the identity, the key and every row that
+covers the wanted blocks were checked; a file that failed a check is gone or suspect before anybody is told.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import stat as stat_module
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+from fskv._version import __version__
+from fskv.data_path.threads import Task
+from fskv.errors import (
+    ChunkCorrupt,
+    ChunkError,
+    ChunkIOError,
+    ChunkMissing,
+    ChunkStale,
+    ChunkUnknownKey,
+    ConfigError,
+    FskvError,
+    RootError,
+    chunk_error_from_os,
+)
+from fskv.format import chunk_file
+from fskv.format.chunk_file import MAX_HEADER_NBYTES, ROW_NBYTES, ChunkHeader, FileLayout
+from fskv.format.mac import MacKey, MacKeys
+from fskv.plan.spans import ChunkPlan
+from fskv.root.beneath import make_directory, open_directory
+from fskv.root.process_id import unique_name
+from fskv.transports.chunk_fd import open_chunk_fd
+from fskv.transports.protocol import OpenChunk, Transport
+from fskv.types import ChunkId, Status
+
+if TYPE_CHECKING:
+    from fskv import _native
+
+logger = logging.getLogger(__name__)
+
+_MAX_SUSPECTS = 4096
+_LOG_LINES = 8
+_LOG_WINDOW_S = 60.0
+
+
+class Directory(Protocol):
+    """What the store needs from an open namespace directory (fskv.root.root.NamespaceDir)."""
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def root(self) -> str | None: ...
+    @property
+    def digest(self) -> bytes: ...
+    @property
+    def dir_mode(self) -> int: ...
+    def chunk_path(self, key_hash: bytes, group_idx: int, rank: int | None) -> str: ...
+    def part_path(self, path: str) -> str: ...
+
+
+class ChunkStore:
+    """The chunk files of one namespace, as one rank sees them."""
+
+    def __init__(
+        self,
+        directory: Directory,
+        layouts: Mapping[int, FileLayout],
+        transport: Transport,
+        *,
+        rank: int | None,
+        touch_interval_s: float,
+        restore: Callable[[], object] | None = None,
+        keys: Callable[[], MacKeys] | None = None,
+    ) -> None:
+        """`layouts` by group index; `rank` is None where ranks do not have files of their own.
+
+        With `keys` (KeyFile.keys) every file is sealed, and one that is not is none; asked for before each.
+
+        `restore` makes the namespace's directories again when somebody removed them; it raises an
+        FskvError when the root itself is gone.
+
+        Raises ConfigError for chunks so large that every reader would refuse their headers.
+        """
+        for group_idx, layout in layouts.items():
+            if layout.header_nbytes > MAX_HEADER_NBYTES:
+                raise ConfigError(
+                    f"a chunk of group {group_idx}: found {layout.payload_nbytes} bytes and a header of "
+                    f"{layout.header_nbytes}, expected a header of at most {MAX_HEADER_NBYTES}"
+                )
+        self._directory = directory
+        self._root = directory.root or directory.path
+        self._layouts = layouts
+        self._transport = transport
+        self._rank = rank
+        self._touch_interval_s = touch_interval_s
+        self._restore = restore
+        self._keys = keys
+        self._creator = f"fskv/{__version__}"
+        self._native_layouts = {idx: self._native_layout(idx) for idx in layouts}
+        # Files that failed and may still be there (discarding them failed): the next put replaces them.
+        # Guarded by _lock; written by I/O threads.
+        self._suspects: OrderedDict[ChunkId, None] = OrderedDict()
+        self._lock = threading.Lock()
+        self._complaints: dict[tuple[str, Status], tuple[float, int]] = {}  # guarded by _lock
+
+    def layout(self, group_idx: int) -> FileLayout:
+        return self._layouts[group_idx]
+
+    def path(self, chunk: ChunkId) -> str:
+        return self._directory.chunk_path(chunk.key_hash, chunk.group_idx, self._rank)
+
+    # --- outside the interpreter ------------------------------------------------------------
+
+    def _native_layout(self, group_idx: int) -> _native.Layout | None:
+        native, layout = self._transport.native, self._layouts[group_idx]
+        if native is None or self._keys is not None:
+            return None  # keyed digests are Python's
+        pieces = chunk_file.header_pieces(
+            group_idx,
+            self._rank or 0,
+            self._directory.digest,
+            layout.digest,
+            layout.num_blocks,
+            layout.page_nbytes,
+            layout.payload_nbytes,
+            layout.num_rows,
+            self._creator,
+        )
+        return native.layout(
+            **pieces._asdict(),
+            header_nbytes=layout.header_nbytes,
+            payload_nbytes=layout.payload_nbytes,
+            content_nbytes=layout.content_nbytes,
+            block_nbytes=layout.block_nbytes,
+            num_blocks=layout.num_blocks,
+            format_version=chunk_file.FORMAT_VERSION,
+            open_flags=native.open_flags,
+            fsync=native.fsync,
+            file_mode=native.file_mode,
+            dir_mode=self._directory.dir_mode,
+            touch_interval_s=self._touch_interval_s,
+            root_nbytes=len(os.fsencode(self._root)),
+        )
+
+    def transfer(
+        self, owner: object, chunk: ChunkId, plan: ChunkPlan, guard: object, *, is_load: bool
+    ) -> Task | _native.Transfer:
+        """Return what stands for a chunk in the queue of I/O threads.
+
+        A Transfer does what `get` and `put` do as long as all goes well; whatever else it meets it leaves to
+        them, with nothing done.
+        """
+        native, layout = self._transport.native, self._native_layouts[chunk.group_idx]
+        if native is None:
+            return Task(owner, urgent=is_load)
+        # A key longer than any engine's: Python words the refusal.
+        if layout is None or not 0 < len(chunk.key_hash) < 256:
+            return native.transfer(owner, is_load)
+        path = self.path(chunk)
+        return native.transfer(
+            owner,
+            is_load,
+            layout,
+            native.pages,
+            guard,
+            os.fsencode(path),
+            b"" if is_load else os.fsencode(self._directory.part_path(path)),
+            chunk.key_hash,
+            plan.table,
+            plan.first_block,
+            plan.num_blocks,
+            chunk in self._suspects,
+        )
+
+    def touch(self, chunk: ChunkId) -> None:
+        """Set a chunk's mtime, its "last used", to now; where that is not allowed it goes earlier."""
+        path = self.path(chunk)
+        with contextlib.suppress(ChunkError, OSError), self._shard(path) as shard:
+            os.utime(os.path.basename(path), dir_fd=shard, follow_symlinks=False)
+
+    def replaced(self, chunk: ChunkId) -> None:
+        """A Transfer has published this chunk: what was suspect under its name is gone."""
+        with self._lock:
+            self._suspects.pop(chunk, None)
+
+    # --- load -----------------------------------------------------------------------------
+
+    def get(
+        self,
+        chunk: ChunkId,
+        first_block: int,
+        num_blocks: int,
+        slot: Any,
+        deliver: Callable[[], object] = lambda: None,
+    ) -> Status:
+        """Read and check blocks [first_block, first_block + num_blocks) of a chunk into `slot`.
+
+        On OK block b's bytes are at layout.header_nbytes + b * layout.block_nbytes of the slot. `deliver` is
+        called as soon as that is so, before the disk is touched again: a mtime that cannot be set must not
+        cost a good load.
+        """
+        path = self.path(chunk)
+        delivered = False
+        for attempt in (1, 2):
+            try:
+                with self._shard(path) as shard, self._transport.open(path, shard) as file:
+                    try:
+                        self._read_checked(file, path, chunk, first_block, num_blocks, slot)
+                    except (ChunkCorrupt, ChunkStale) as error:
+                        if not _is_estale(error):
+                            self._discard(chunk, path, shard, file, error)
+                        raise
+                    deliver()
+                    delivered = True
+                    if abs(time.time() - file.mtime) > self._touch_interval_s:
+                        file.touch()
+                return Status.OK
+            except ChunkError as error:
+                if delivered:
+                    return Status.OK  # never a second time: the pages may be somebody else's by now
+                # The server dropped the handle under us, which says nothing about the file: look once more.
+                if attempt == 1 and _is_estale(error):
+                    continue
+                if not isinstance(error, ChunkMissing):
+                    self._complain("load", error)
+                    self._suspect(chunk)
+                return error.status
+        raise AssertionError("unreachable")
+
+    def _read_checked(
+        self,
+        file: OpenChunk,
+        path: str,
+        chunk: ChunkId,
+        first_block: int,
+        num_blocks: int,
+        slot: Any,
+    ) -> None:
+        layout = self._layouts[chunk.group_idx]
+        if file.nbytes != layout.file_nbytes:
+            raise ChunkCorrupt(f"{path}: {file.nbytes} bytes, expected {layout.file_nbytes}")
+        rows = layout.rows_of_blocks(first_block, num_blocks)
+        start = layout.header_nbytes + rows.start * ROW_NBYTES
+        stop = min(layout.header_nbytes + rows.stop * ROW_NBYTES, layout.file_nbytes)
+        if 2 * (stop - start) >= layout.payload_nbytes:
+            # One large transfer beats two, also when it reads some rows that are not needed.
+            file.read_into(slot, 0, 0, stop)
+        else:
+            file.read_into(slot, 0, 0, layout.header_nbytes)
+            file.read_into(slot, start, start, stop - start)
+        try:
+            keys = self._keys() if self._keys else None
+            raw = self._transport.take_header(slot, layout.header_nbytes)
+            self._compare_header_length(raw, layout)
+            header = chunk_file.parse_header(raw, keys, layout.integrity)
+            self._compare(header, chunk, layout)
+            key = keys.get(header.key_id) if keys and header.key_id else None
+            found = self._row_digests(slot, start, stop, key)
+            chunk_file.check_digests(found, rows.start, header.row_digests, header.digest_nbytes)
+        except (ChunkCorrupt, ChunkStale, ChunkUnknownKey) as error:
+            raise type(error)(f"{path}: {error}") from None
+        if header.first_block > first_block:
+            self._suspect(chunk)  # or the next store would find it there, and the hole would stay
+            raise ChunkMissing(f"{path}: holds blocks from {header.first_block}, not {first_block}")
+
+    def _row_digests(self, slot: Any, start: int, stop: int, key: MacKey | None) -> bytes:
+        if key is None:
+            return self._transport.row_digests(slot, start, stop)
+        # A view where slots are in host memory; where they are not, keys are refused at start-up.
+        content = memoryview(self._transport.take_header(slot, stop))
+        return chunk_file.row_digests(content[start:], key)
+
+    @staticmethod
+    def _compare_header_length(raw: bytes | memoryview, layout: FileLayout) -> None:
+        """Raise ChunkStale for a header of another length: of a longer one not all was read."""
+        if (found := chunk_file.header_length(raw)) != layout.header_nbytes:
+            raise ChunkStale(f"another header length: {found}, expected {layout.header_nbytes}")
+
+    def _compare(self, header: ChunkHeader, chunk: ChunkId, layout: FileLayout) -> None:
+        """Raise ChunkStale unless this is the chunk that was asked for, of this very identity."""
+        wanted = {
+            "namespace": (header.namespace_digest, self._directory.digest),
+            "layout": (header.layout_digest, layout.digest),
+            "key": (header.key_hash, chunk.key_hash),
+            "group": (header.group_idx, chunk.group_idx),
+            "rank": (header.rank, self._rank or 0),
+            # This and the pages are in the layout's digest; the header has to tell the truth about it.
+            "number of blocks": (header.num_blocks, layout.num_blocks),
+        }
+        for name, (found, expected) in wanted.items():
+            if found != expected:
+                raise ChunkStale(f"another {name}: {found!r}, expected {expected!r}")
+        if header.page_nbytes != layout.page_nbytes:
+            raise ChunkStale("pages of other sizes than the layout has")
+
+    def _discard(
+        self, chunk: ChunkId, path: str, shard: int, file: OpenChunk, error: ChunkError
+    ) -> None:
+        """Unlink a bad file, but not one that has replaced it meanwhile."""
+        self._suspect(chunk)
+        if file.same_file(path, shard):
+            try:
+                os.unlink(os.path.basename(path), dir_fd=shard)
+            except OSError as unlink_error:
+                logger.warning("cannot discard %s: %s", path, unlink_error)
+            else:
+                logger.debug("discarded (%s): %s", error.status.value, error)
+
+    def _complain(self, operation: str, error: ChunkError) -> None:
+        """Log a failure, but a full or dead disk at most a few times in _LOG_WINDOW_S seconds."""
+        now = time.monotonic()
+        key = (operation, error.status)
+        with self._lock:
+            start, count = self._complaints.get(key, (now, 0))
+            if now - start > _LOG_WINDOW_S:
+                start, count = now, 0
+            self._complaints[key] = (start, count + 1)
+        if count < _LOG_LINES:
+            logger.warning("%s failed (%s): %s", operation, error.status.value, error)
+        elif count == _LOG_LINES:
+            logger.warning(
+                "%s failed (%s) again; not logged for the next %.0f s, see the metrics",
+                operation,
+                error.status.value,
+                _LOG_WINDOW_S - (now - start),
+            )
+
+    def _suspect(self, chunk: ChunkId) -> None:
+        with self._lock:
+            self._suspects[chunk] = None
+            if len(self._suspects) > _MAX_SUSPECTS:
+                self._suspects.popitem(last=False)
+
+    # --- store ----------------------------------------------------------------------------
+
+    def put(self, chunk: ChunkId, first_block: int, slot: Any) -> Status:
+        """Publish the chunk whose blocks [first_block, num_blocks) were gathered into `slot`.
+
+        The content is expected at layout.header_nbytes of the slot. OK: the file is visible under its
+        name, complete; EXISTS: a file of the right size was there and stays. No part is left on failure.
+        """
+        for attempt in (1, 2):
+            try:
+                return self._put(chunk, first_block, slot)
+            except ChunkError as error:
+                if attempt == 1 and _is_estale(error):
+                    continue
+                self._complain("store", error)
+                return error.status
+        raise AssertionError("unreachable")
+
+    def _put(self, chunk: ChunkId, first_block: int, slot: Any) -> Status:
+        layout = self._layouts[chunk.group_idx]
+        path = self.path(chunk)
+        with self._lock:
+            suspect = chunk in self._suspects
+        keys = self._keys() if self._keys else None
+        if not suspect and self._good_file_there(chunk, path, layout, keys):
+            return Status.EXISTS
+        key = keys.writer if keys else None
+
+        base = layout.header_nbytes
+        transport = self._transport
+        transport.fill_zero(slot, base, base + first_block * layout.block_nbytes)
+        transport.fill_zero(slot, base + layout.content_nbytes, layout.file_nbytes)
+        header = ChunkHeader(
+            key_hash=chunk.key_hash,
+            group_idx=chunk.group_idx,
+            rank=self._rank or 0,
+            namespace_digest=self._directory.digest,
+            layout_digest=layout.digest,
+            num_blocks=layout.num_blocks,
+            page_nbytes=layout.page_nbytes,
+            first_block=first_block,
+            payload_nbytes=layout.payload_nbytes,
+            row_digests=self._row_digests(slot, base, layout.file_nbytes, key),
+            creator=self._creator,
+            written_at_ms=int(time.time() * 1000),
+            integrity=layout.integrity,
+        )
+        transport.put_header(slot, chunk_file.encode_header(header, base, key))
+
+        try:
+            self._write(path, slot, layout.file_nbytes)
+        except ChunkMissing:
+            self._make_shard(os.path.dirname(path))
+            self._write(path, slot, layout.file_nbytes)
+        self.replaced(chunk)
+        return Status.OK
+
+    def _write(self, path: str, slot: Any, nbytes: int) -> None:
+        part = self._directory.part_path(path)
+        with self._shard(path) as shard:
+            self._transport.write_part(part, slot, nbytes, shard)
+            self._publish(part, path, shard)
+
+    def _good_file_there(
+        self, chunk: ChunkId, path: str, layout: FileLayout, keys: MacKeys | None
+    ) -> bool:
+        name = os.path.basename(path)
+        try:
+            with self._shard(path) as shard:
+                info = os.stat(name, dir_fd=shard, follow_symlinks=False)
+                if not stat_module.S_ISREG(info.st_mode) or info.st_size != layout.file_nbytes:
+                    return False
+                if keys is not None and not self._sealed_there(chunk, path, shard, layout, keys):
+                    return False
+                if abs(time.time() - info.st_mtime) > self._touch_interval_s:
+                    with contextlib.suppress(OSError):
+                        os.utime(name, dir_fd=shard, follow_symlinks=False)
+        except (ChunkError, OSError):
+            return False
+        return True
+
+    def _sealed_there(
+        self, chunk: ChunkId, path: str, shard: int, layout: FileLayout, keys: MacKeys
+    ) -> bool:
+        """Whether the header there is that of this chunk, by a key that is accepted.
+
+        A file under a retired key, or a forged one, is replaced now and not only once a load has met it.
+        """
+        try:
+            with open_chunk_fd(path, dir_fd=shard) as (fd, _):
+                raw = os.pread(fd, layout.header_nbytes, 0)
+            self._compare_header_length(raw, layout)
+            header = chunk_file.parse_header(raw, keys, layout.integrity)
+            self._compare(header, chunk, layout)
+        except (ChunkError, OSError):
+            return False
+        return True
+
+    def _publish(self, part: str, path: str, shard: int) -> None:
+        part, name = os.path.basename(part), os.path.basename(path)
+        try:
+            publish(part, name, shard)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.unlink(part, dir_fd=shard)
+            raise chunk_error_from_os(error, path) from error
+
+    @contextlib.contextmanager
+    def _shard(self, path: str) -> Iterator[int]:
+        """Yield a descriptor of the file's directory, for what is done in it; raises a ChunkError."""
+        try:
+            fd = open_directory(self._root, os.path.dirname(path), os.O_PATH)
+        except OSError as error:
+            raise chunk_error_from_os(error, path) from error
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+
+    def _make_shard(self, directory: str) -> None:
+        """Make a directory of chunks, one level only: the place of a root that is gone stays empty."""
+        try:
+            try:
+                make_directory(directory, self._directory.dir_mode, self._root)
+            except FileNotFoundError:
+                self._restore_directories()
+                make_directory(directory, self._directory.dir_mode, self._root)
+        except OSError as error:
+            raise chunk_error_from_os(error, directory) from error
+
+    def _restore_directories(self) -> None:
+        try:
+            if self._restore is None:
+                raise RootError("the namespace's directories are gone")
+            self._restore()
+        except FskvError as error:
+            raise ChunkIOError(str(error)) from error
+
+
+def publish(part: str, name: str, dir_fd: int) -> None:
+    """Give a part its final name, both in the directory `dir_fd`. Raises OSError.
+
+    A directory of that name is not ours: it is moved out of the way, and never deleted.
+    """
+    try:
+        os.rename(part, name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+    except (IsADirectoryError, FileExistsError):
+        aside = f"{name}.foreign-{unique_name()}"  # of nobody: a rename would replace an empty one
+        os.rename(name, aside, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+        logger.warning("%s: a directory stood in the place of a chunk; now %s", name, aside)
+        os.rename(part, name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+
+
+def _is_estale(error: ChunkError) -> bool:
+    cause = error.__cause__
+    return isinstance(cause, OSError) and cause.errno == errno.ESTALE

@@ -1,0 +1,525 @@
+"""FskvConnector: vLLM's offloading connector with files behind it and failures that cost a recompute.
+
+A thin subclass: vLLM's own scheduler decides what is looked up, loaded and stored; fskv brings the manager
+and the worker, and three things the stock connector lacks: an identity (derived here, compared on disk),
+failed loads (reported as `failed_recving`, so that the engine recomputes) and healing (the recompute
+offers the lost chunks for storing again). Contract and versions: docs/vllm.md.
+"""
+
+from __future__ import annotations
+
+# First: where vLLM cannot work, one sentence and not the traceback of an import that it lacks.
+import fskv.engines.vllm.version  # noqa: F401  # isort: skip
+
+import contextlib
+import copy
+import inspect
+import logging
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
+from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingManager, OffloadingSpec
+
+from fskv.config import ENGINE_OPTIONS, MIB, StoreConfig
+from fskv.data_path.threads import START_UP_S, call_with_deadline
+from fskv.engines.vllm.budget import BudgetedConnector, LoadBudget, LoadReport, merge_reports
+from fskv.engines.vllm.events import KvEvents
+from fskv.engines.vllm.files import (
+    canonical_files,
+    canonical_format_of,
+    count_slices,
+    own_files,
+    slices_per_rank,
+)
+from fskv.engines.vllm.identity import EngineGroup, build_identity, engine_groups, reuses_kv
+from fskv.engines.vllm.loaded import find_loaded
+from fskv.engines.vllm.manager import PREFIX_CACHING_OFF, FskvHandshake, FskvManager, load_failures
+from fskv.engines.vllm.media import Media
+from fskv.engines.vllm.metrics import metric_definitions
+from fskv.engines.vllm.page_layout import page_layouts
+from fskv.engines.vllm.reset import drop_in_workers, forget_past_blocks
+from fskv.engines.vllm.worker import FskvWorker
+from fskv.errors import ConfigError, FskvError
+from fskv.hybrid_planner import Geometry, hit_cost, plan_geometry
+from fskv.namespace import Identity
+from fskv.root.root import NamespaceDir, Root
+from fskv.types import ChunkId, Status
+
+if TYPE_CHECKING:
+    from vllm.config import KVTransferConfig, VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_offload.config import OffloadingConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+_SETUP_KEY = (
+    "fskv_setup"  # carries _Setup through vLLM's spec factory; never in a user's configuration
+)
+_MAX_APART = (
+    5  # fields by which another namespace differs: it is another engine's of the same model
+)
+_FINGERPRINT_S = 300.0  # a few thousand small reads, perhaps on a slow mount
+
+
+@dataclass(frozen=True)
+class _Setup:
+    """What the connector found out before vLLM builds the spec."""
+
+    vllm_config: VllmConfig
+    config: StoreConfig
+    groups: list[EngineGroup]
+    geometry: Geometry
+
+
+@dataclass
+class FskvWorkerMetadata(OffloadingWorkerMetadata):
+    """News of one rank for the scheduler; `aggregate` merges the ranks."""
+
+    stored: dict[ChunkId, set[int]] = field(default_factory=dict)  # -> ranks
+    not_stored: set[ChunkId] = field(default_factory=set)
+    failed_loads: dict[ChunkId, Status] = field(default_factory=dict)
+    written_nbytes: int = 0
+    no_space: bool = False
+    loads: dict[int, LoadReport] = field(default_factory=dict)  # by job id
+    reloaded: bool = False  # the weights may be others than those of the start
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        assert isinstance(other, FskvWorkerMetadata)
+        merged = super().aggregate(other)
+        assert isinstance(merged, OffloadingWorkerMetadata)
+        stored = dict(self.stored)
+        for chunk, ranks in other.stored.items():
+            stored[chunk] = stored.get(chunk, set()) | ranks
+        return FskvWorkerMetadata(
+            completed_jobs=merged.completed_jobs,
+            transfer_stats=merged.transfer_stats,
+            stored=stored,
+            not_stored=self.not_stored | other.not_stored,
+            failed_loads=self.failed_loads | other.failed_loads,
+            written_nbytes=self.written_nbytes + other.written_nbytes,
+            no_space=self.no_space or other.no_space,
+            loads=merge_reports(self.loads, other.loads),
+            reloaded=self.reloaded or other.reloaded,
+        )
+
+
+class FskvOffloadingSpec(OffloadingSpec):
+    """Builds manager and worker for vLLM's connector."""
+
+    def __init__(self, config: OffloadingConfig) -> None:
+        super().__init__(config)
+        self._setup: _Setup = self.extra_config[_SETUP_KEY]
+        self.manager: FskvManager | None = None
+        self.worker: FskvWorker | None = None
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
+        return metric_definitions()
+
+    def get_manager(self) -> OffloadingManager:
+        geometry = self._setup.geometry
+        tokens_per_step = self._setup.vllm_config.scheduler_config.max_num_batched_tokens
+        self.manager = FskvManager(
+            self._setup.config,
+            geometry.blocks_per_chunk,
+            KvEvents.enabled_by(self.kv_events_config, geometry.tokens_per_chunk[0]),
+            chunks_per_step=-(-tokens_per_step // min(geometry.tokens_per_chunk)),
+            engine_rank=self._setup.vllm_config.parallel_config.data_parallel_index,
+        )
+        return self.manager
+
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> FskvWorker:
+        """Derive the identity, open the namespace and start the I/O; raises FskvError."""
+        setup = self._setup
+        bpc = setup.geometry.blocks_per_chunk
+        config, parallel = setup.config, self.config.parallel
+        canonical_format = None
+        if config.canonical_layout:
+            num_slices = count_slices(setup.vllm_config, setup.groups)
+            canonical_format = canonical_format_of(self.config, num_slices)
+            files = canonical_files(setup.groups, bpc, kv_caches, num_slices)
+        else:
+            file_rank = parallel.rank if parallel.world_size > 1 else None
+            files = own_files(setup.groups, bpc, kv_caches, file_rank)
+        layouts = files.layouts[0]
+        in_page = page_layouts(setup.vllm_config, setup.groups, canonical=config.canonical_layout)
+        loaded = find_loaded(setup.vllm_config)
+        identity = call_with_deadline(
+            lambda: build_identity(
+                setup.vllm_config,
+                config,
+                setup.groups,
+                [tuple(page.nbytes for page in layout.pages) for layout in layouts],
+                bpc,
+                self.config.cache.tokens_per_hash,
+                in_page,
+                canonical_format,
+                loaded,
+            ),
+            _FINGERPRINT_S,
+            "the checkpoint's files could not be read for a fingerprint (see option 'weights_id')",
+        )
+        directory, apart = call_with_deadline(
+            lambda: _open_namespace(config, identity),
+            START_UP_S,
+            f"option 'root': {config.root} did not answer",
+        )
+        tokens = setup.vllm_config.model_config.max_model_len
+        specs = [group.spec for group in setup.groups]
+        num_files, nbytes = hit_cost(specs, list(layouts), bpc, tokens)
+        logger.info(
+            "fskv: namespace %s; %d tokens a chunk; a hit of %d tokens reads %d files, %.1f MiB a rank",
+            directory.path,
+            setup.geometry.tokens_per_chunk[0],
+            tokens,
+            num_files * len(files.layouts),
+            nbytes * len(files.layouts) / MIB,
+        )
+        if 0 < len(apart) <= _MAX_APART and parallel.rank == 0:
+            logger.info("fskv: the most alike namespace there differs in %s", ", ".join(apart))
+        loaded.note_reloads()
+        self.worker = FskvWorker(
+            config,
+            setup.groups,
+            bpc,
+            files,
+            directory,
+            restore=lambda: _open_root(config, create=False).open_namespace(identity),
+            rank=parallel.rank,
+            world_size=parallel.world_size,
+            # With one stage those of its groups are in the manifest.
+            layouts=in_page
+            if setup.vllm_config.parallel_config.pipeline_parallel_size > 1
+            else None,
+            # Some layers turn it off while they are built, in this process alone.
+            prefix_caching=reuses_kv(setup.vllm_config),
+            reloaded=lambda: loaded.reloaded and not config.weights_fixed,
+        )
+        return self.worker
+
+
+class FskvConnector(BudgetedConnector):
+    """See the module docstring."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        try:
+            setup = _prepare(vllm_config, kv_cache_config, announce=role is KVConnectorRole.WORKER)
+        except FskvError as error:
+            logger.error("fskv: %s", error)
+            raise
+        self._setup = setup
+        self._held_events: list[KVCacheEvent] = []  # of before a reset, not yet taken
+        outer = _enclosing_connector()
+        if outer is not None:
+            # Inside a MultiConnector the scheduler reads the policy of the outer configuration.
+            outer.kv_load_failure_policy = "recompute"
+        super().__init__(_with_spec(vllm_config, setup), role, kv_cache_config)
+        if role is KVConnectorRole.SCHEDULER:
+            self._media = Media(vllm_config, self._manager.doubt_media)
+            self._budget = self._make_budget(setup.config)
+            self._manager.limit_loads(self._budget.limit)
+
+    def _make_budget(self, config: StoreConfig) -> LoadBudget:
+        setup = self._setup
+        return LoadBudget(
+            config,
+            [group.spec for group in setup.groups],
+            setup.geometry.blocks_per_chunk,
+            num_ranks=setup.vllm_config.parallel_config.world_size,
+            file_sizes=lambda: self._manager.rank_sizes,
+        )
+
+    @property
+    def _spec(self) -> FskvOffloadingSpec:
+        assert self.connector_worker is not None
+        spec = self.connector_worker.spec
+        assert isinstance(spec, FskvOffloadingSpec)
+        return spec
+
+    @property
+    def _manager(self) -> FskvManager:
+        manager = self.scheduler.manager
+        assert isinstance(manager, FskvManager)
+        return manager
+
+    # --- worker -----------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        try:
+            super().register_kv_caches(kv_caches)
+        except FskvError as error:
+            logger.error("fskv: %s", error)
+            raise
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        worker = self._spec.worker
+        return None if worker is None else worker.handshake
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Report finished loads, and which of them failed and must be recomputed."""
+        assert self.connector_worker is not None
+        # get_finished forgets the request of a job when it reports it.
+        requests = dict(self.connector_worker._load_jobs)  # noqa: SLF001
+        sending, receiving = self.get_finished(finished_req_ids)
+        worker = self._spec.worker
+        failed = set() if worker is None else worker.take_failed_jobs()
+        return KVConnectorTransferResults(
+            finished_sending=sending,
+            finished_recving=receiving,
+            failed_recving={requests[job_id] for job_id in failed if job_id in requests},
+        )
+
+    def build_connector_worker_meta(self) -> FskvWorkerMetadata | None:
+        if self.connector_worker is None or self._spec.worker is None:
+            return None
+        stock = super().build_connector_worker_meta()
+        worker = self._spec.worker
+        outcomes = worker.take_outcomes()
+        written_nbytes, no_space = worker.take_written()
+        loads = worker.take_loads()
+        if stock is None and not (
+            outcomes or written_nbytes or no_space or loads or worker.reloaded
+        ):
+            return None
+        stock = stock or OffloadingWorkerMetadata()
+        stores = [o for o in outcomes if not o.is_load]
+        return FskvWorkerMetadata(
+            completed_jobs=stock.completed_jobs,
+            transfer_stats=stock.transfer_stats,
+            stored={o.chunk: {worker.handshake.rank} for o in stores if o.status.good},
+            not_stored={o.chunk for o in stores if not o.status.good},
+            failed_loads=load_failures((o.chunk, o.status) for o in outcomes if o.is_load),
+            written_nbytes=written_nbytes,
+            no_space=no_space,
+            loads=loads,
+            reloaded=worker.reloaded,
+        )
+
+    def drop_jobs(self) -> None:
+        """Touch no KV page for what was asked for until now: the engine has given its KV up."""
+        worker, half = self._spec.worker, self.connector_worker
+        if worker is None or half is None:
+            return
+        # vLLM submits the stores of a step at the start of the next one: after a sleep, of other pages.
+        deferred, half._unsubmitted_store_jobs = half._unsubmitted_store_jobs, []  # noqa: SLF001
+        for job_id, _, _ in deferred:
+            half._connector_worker_meta.mark_completed(job_id)  # noqa: SLF001
+        worker.drop_jobs(keys for _, _, keys in deferred)
+
+    # --- scheduler --------------------------------------------------------------------------
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        workers = [m for m in metadata.values() if isinstance(m, FskvHandshake)]
+        try:
+            _check_own(workers, self._setup.config.root)
+            self._manager.set_workers(workers)
+            if not all(
+                (reuses_kv(self._setup.vllm_config), *(worker.prefix_caching for worker in workers))
+            ):
+                self._manager.turn_off(PREFIX_CACHING_OFF)
+        except FskvError as error:
+            logger.error("fskv: %s", error)
+            raise
+
+    def on_new_request(self, request: Request) -> None:
+        # The block hash covers an adapter's name, not its weights (vllm#30931).
+        if request.lora_request is not None and self._setup.config.lora == "off":
+            self._manager.exclude_request(request.request_id)
+        # vLLM's key of embeddings has neither their dtype nor which of them stand for tokens.
+        if getattr(request, "prompt_embeds", None) is not None:
+            self._manager.exclude_request(request.request_id)
+        # Media that a session adds later are not told.
+        checked = self._setup.config.media_keys == "checked"
+        if checked and getattr(request, "resumable", False):
+            self._manager.exclude_request(request.request_id)
+            self._media.keep_looking(request)
+        if checked and getattr(request, "mm_features", None):
+            media = self._media.keys(request.mm_features)
+            if media is None:
+                self._manager.exclude_request(request.request_id)
+            else:
+                self._manager.take_media(request.request_id, media)
+        super().on_new_request(request)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        self._media.on_step()
+        return super().build_connector_meta(scheduler_output)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        super().update_connector_output(connector_output)
+        news = connector_output.kv_connector_worker_meta
+        if isinstance(news, FskvWorkerMetadata):
+            self._budget.on_loads(news.loads)
+            if news.reloaded:
+                self._manager.doubt_weights("weights were loaded again in the running engine")
+            self._manager.on_written(news.written_nbytes, no_space=news.no_space)
+            for chunk, ranks in news.stored.items():
+                self._manager.on_stored(chunk, ranks)
+            for chunk in news.not_stored:
+                self._manager.on_not_stored(chunk)
+            self._manager.on_loads_failed(news.failed_loads)
+        for req_id in connector_output.failed_recving or ():
+            self._offer_again(req_id)
+
+    def reset_cache(self) -> bool | None:
+        """Reset as vLLM does, but store no block that may be another request's by then (see vllm_reset).
+
+        Returns when no worker touches a page any more for what was asked of it before.
+        """
+        forget_past_blocks(self.scheduler)
+        # While vLLM's tracker still knows the payloads: what is announced as removed must name every block.
+        self._manager.forget_announced()
+        self._held_events = list(self.take_events())
+        super().reset_cache()
+        self._budget.reset()
+        # Last: what fails here must not leave the manager as it was.
+        drop_in_workers()
+        return True
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        held, self._held_events = self._held_events, []
+        yield from held
+        yield from super().take_events()
+        self._manager.trim_event_payloads(
+            self.scheduler._events_tracker._pending_event_metadata  # noqa: SLF001
+        )
+
+    def _offer_again(self, req_id: str) -> None:
+        """Make the recompute of a failed load store the request's chunks again.
+
+        vLLM's scheduler believes that chunks it once hit are offloaded (0.32: next_stored_chunk_idx is
+        set past them), so without this the lost ones would never come back.
+        """
+        status = self.scheduler._req_status.get(req_id)  # noqa: SLF001
+        if status is None:
+            return
+        for group in status.group_states:
+            group.next_stored_chunk_idx = 0
+            group.num_hit_chunks = 0
+            if hasattr(group, "lookup_hit_end_chunk_idx"):  # since 0.33
+                group.lookup_hit_end_chunk_idx = 0
+
+    # --- both -------------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        if self.connector_worker is not None:
+            worker = self._spec.worker
+            return None if worker is None else worker.get_stats()
+        self._budget.on_output()  # vLLM asks once for every step whose output it has
+        stats, more = super().get_kv_connector_stats(), self._budget.get_stats()
+        return stats.aggregate(more) if stats and more else stats or more
+
+    @classmethod
+    def build_prom_metrics(cls, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> Any:
+        # vLLM finds the metric definitions through the spec's name, which the user does not write.
+        return super().build_prom_metrics(_with_spec(vllm_config, None), *args, **kwargs)
+
+
+def _open_root(config: StoreConfig, *, create: bool) -> Root:
+    return Root.open(
+        config.root, create=create, dir_mode=config.dir_mode, file_mode=config.file_mode
+    )
+
+
+def _open_namespace(config: StoreConfig, identity: Identity) -> tuple[NamespaceDir, list[str]]:
+    """Open this engine's namespace; the second is by what it differs from the most alike one."""
+    root = _open_root(config, create=True)
+    apart: list[str] = []
+    with contextlib.suppress(OSError):
+        apart = root.nearest(identity)
+    return root.open_namespace(identity), apart
+
+
+def _prepare(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, announce: bool) -> _Setup:
+    transfer = vllm_config.kv_transfer_config
+    assert transfer is not None
+    config = StoreConfig.from_mapping(transfer.kv_connector_extra_config)
+    if transfer.kv_load_failure_policy != "recompute":
+        # "fail" is vLLM's default, and cannot be told from a "fail" that somebody wrote. The scheduler
+        # reads the policy after it has built its connector.
+        if announce:
+            logger.warning(
+                'fskv: option \'kv_load_failure_policy\': found "%s" (vLLM\'s default), using "recompute": '
+                "a chunk that cannot be loaded costs a recompute and never fails a request",
+                transfer.kv_load_failure_policy,
+            )
+        transfer.kv_load_failure_policy = "recompute"
+    groups = engine_groups(vllm_config, kv_cache_config)
+    from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+
+    _, tokens_per_hash = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+    # Of one file, so that engines of every topology choose the same chunks.
+    files = slices_per_rank(vllm_config, groups) if config.canonical_layout else 1
+    geometry = plan_geometry(
+        [group.spec for group in groups],
+        [group.block_nbytes // files for group in groups],
+        hybrid_chunk_size=config.hybrid_chunk_size,
+        tokens_per_hash=tokens_per_hash,
+        max_model_len=vllm_config.model_config.max_model_len,
+        retention_interval=vllm_config.cache_config.prefix_cache_retention_interval,
+    )
+    if announce:
+        for warning in geometry.warnings:
+            logger.warning("fskv: %s", warning)
+    return _Setup(vllm_config, config, groups, geometry)
+
+
+def _check_own(workers: Iterable[FskvHandshake], root: str) -> None:
+    """Refuse another connector's handshake: vLLM's MultiConnector gives all children that of the first."""
+    for worker in workers:
+        path = os.path.normpath(worker.namespace_path)
+        if os.path.commonpath([path, os.path.normpath(root)]) != os.path.normpath(root):
+            raise ConfigError(
+                f"option 'root': found {root}, but the workers reported {worker.namespace_path}; two "
+                "FskvConnectors in one engine need FskvMultiConnector above them instead of MultiConnector"
+            )
+
+
+def _enclosing_connector() -> KVTransferConfig | None:
+    """Return the configuration of the connector that is building this one, if there is one.
+
+    vLLM's MultiConnector gives its children a configuration of their own and no way to their parent's.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        builder = frame.f_locals.get("self")
+        if isinstance(builder, KVConnectorBase_V1) and not isinstance(builder, FskvConnector):
+            return builder._vllm_config.kv_transfer_config  # noqa: SLF001
+        frame = frame.f_back
+    return None
+
+
+def _with_spec(vllm_config: VllmConfig, setup: _Setup | None) -> VllmConfig:
+    """Return a shallow copy whose offloading configuration names our spec; the user's stays as written."""
+    assert vllm_config.kv_transfer_config is not None
+    written = vllm_config.kv_transfer_config.kv_connector_extra_config
+    extra: dict[str, Any] = {key: written[key] for key in ENGINE_OPTIONS if key in written}
+    extra["spec_name"] = FskvOffloadingSpec.__name__
+    extra["spec_module_path"] = __name__
+    if setup is not None:
+        extra["blocks_per_chunk"] = setup.geometry.blocks_per_chunk
+        extra["canonical_layout"] = setup.config.canonical_layout
+        extra[_SETUP_KEY] = setup
+    injected = copy.copy(vllm_config)
+    injected.kv_transfer_config = copy.copy(vllm_config.kv_transfer_config)
+    injected.kv_transfer_config.kv_connector_extra_config = extra
+    return injected

@@ -1,0 +1,179 @@
+"""Which chunk files a rank has, and where in its KV tensors their pages are.
+
+Without `canonical_layout` a rank has one file per chunk, with all of its pages. With it, the canonical page
+of a layer (vLLM's canonical_mapping: the block as it is without parallelism, all KV heads) is cut into equal
+slices, as many as the model has KV heads, and each slice of a chunk is a file of its own, which names the
+slice where other files name a rank. A rank has the files of the slices that lie in its pages, so engines of
+other tensor-parallel sizes find the same files. Invariant: slice s of a page of n * num_slices bytes is
+bytes [s * n, (s + 1) * n) of vLLM's canonical page, whoever writes it; a rank whose pages are not made of
+whole slices refuses to start.
+
+Pure but for the views it makes of the tensors; called once, at start-up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping import (
+    canonical_format_id,
+)
+from vllm.v1.kv_offload.base import CanonicalKVCaches, CanonicalPageMapping
+
+from fskv.engines.vllm.identity import EngineGroup
+from fskv.errors import ConfigError
+from fskv.hybrid_planner import GroupKind
+from fskv.plan.spans import GroupLayout
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_offload.config import OffloadingConfig
+
+
+@dataclass(frozen=True)
+class RankFiles:
+    """The files of one rank for a chunk; `layouts[i][g]` is file i's payload for the group at position g.
+
+    The pages of a layout are in `tensors`. `file_ranks[i]` stands in file i's name, None for nothing.
+    Where several ranks have the same bytes, one of them writes a chunk (`writes`), and all read it.
+    """
+
+    tensors: tuple[torch.Tensor, ...]
+    layouts: tuple[tuple[GroupLayout, ...], ...]
+    file_ranks: tuple[int | None, ...]
+    num_writers: int = 1
+    writer_index: int = 0
+
+    def writes(self, key_hash: bytes) -> bool:
+        """Whether this rank writes the chunk's files; of those that have the same bytes exactly one does."""
+        return int.from_bytes(key_hash[-8:], "big") % self.num_writers == self.writer_index
+
+
+def own_files(
+    groups: Sequence[EngineGroup],
+    blocks_per_chunk: int,
+    kv_caches: CanonicalKVCaches,
+    file_rank: int | None,
+) -> RankFiles:
+    """Return the files of a rank that stores its own pages, as they are."""
+    layouts = tuple(
+        GroupLayout.of(
+            group.spec.group_idx,
+            blocks_per_chunk,
+            [(ref.tensor_idx, ref.page_size_bytes) for ref in refs],
+        )
+        for group, refs in zip(groups, kv_caches.group_data_refs, strict=True)
+    )
+    return RankFiles(tuple(t.tensor for t in kv_caches.tensors), (layouts,), (file_rank,))
+
+
+def count_slices(vllm_config: VllmConfig, groups: Sequence[EngineGroup]) -> int:
+    """Return into how many slices canonical pages are cut: the same for every topology of a model."""
+    replicated = {group.spec.kind is GroupKind.MLA for group in groups}
+    if replicated == {True}:
+        return 1  # every rank has the whole page
+    if len(replicated) > 1:
+        raise _refusal("KV groups with MLA and others are in one model")
+    return int(vllm_config.model_config.get_total_num_kv_heads())
+
+
+def canonical_format_of(config: OffloadingConfig, num_slices: int) -> str:
+    """Return the name of vLLM's canonical byte format, cut so; ConfigError where vLLM certifies none."""
+    if config.kv_cache_layout is None or not config.parallel.is_parallelism_agnostic:
+        raise _refusal("vLLM does not certify this model's KV under this topology")
+    return f"{canonical_format_id(config.kv_cache_layout)}/{num_slices}"
+
+
+def slices_per_rank(vllm_config: VllmConfig, groups: Sequence[EngineGroup]) -> int:
+    tp = int(vllm_config.parallel_config.tensor_parallel_size)
+    return max(1, count_slices(vllm_config, groups) // tp)
+
+
+def canonical_files(
+    groups: Sequence[EngineGroup],
+    blocks_per_chunk: int,
+    kv_caches: CanonicalKVCaches,
+    num_slices: int,
+) -> RankFiles:
+    """Return the files of a rank that stores slices of canonical pages.
+
+    Raises ConfigError where vLLM does not certify a layer's page as free of topology, or where this rank's
+    pages are not made of whole slices.
+    """
+    views: dict[tuple[int, int, int], int] = {}  # (tensor, offset, bytes) -> place in `tensors`
+    tensors: list[torch.Tensor] = []
+    shares: set[tuple[tuple[int, ...], int, int]] = set()
+    pages: list[list[list[tuple[int, int]]]] = []  # by slice of this rank, by group
+    for group, refs in zip(groups, kv_caches.group_data_refs, strict=True):
+        of_group: dict[int, list[tuple[int, int]]] = {}
+        for ref in refs:
+            mapping = ref.mapping
+            if mapping is None or not mapping.parallelism_agnostic:
+                raise _refusal(f"vLLM does not certify the pages of KV group {group.kind}")
+            offsets = slice_offsets(mapping, num_slices)
+            if offsets is None:
+                raise _refusal(
+                    f"pages of KV group {group.kind} are not made of whole slices "
+                    f"({num_slices} of {mapping.canonical_page_size_bytes} bytes)"
+                )
+            shares.add((tuple(sorted(offsets)), mapping.num_writers, mapping.writer_index))
+            nbytes = mapping.canonical_page_size_bytes // num_slices
+            for number, offset in offsets.items():
+                view = (ref.tensor_idx, offset, nbytes)
+                if view not in views:
+                    views[view] = len(tensors)
+                    whole = kv_caches.tensors[ref.tensor_idx].tensor
+                    tensors.append(whole[:, offset : offset + nbytes])
+                of_group.setdefault(number, []).append((views[view], nbytes))
+        pages.append([of_group[number] for number in sorted(of_group)])
+    if len(shares) != 1:
+        raise _refusal("the layers of a rank do not have the same slices")
+    ((numbers, num_writers, writer_index),) = shares
+    layouts = tuple(
+        tuple(
+            GroupLayout.of(group.spec.group_idx, blocks_per_chunk, of_group[i])
+            for group, of_group in zip(groups, pages, strict=True)
+        )
+        for i in range(len(numbers))
+    )
+    file_ranks = (None,) if num_slices == 1 else numbers
+    return RankFiles(tuple(tensors), layouts, file_ranks, num_writers, writer_index)
+
+
+def slice_offsets(mapping: CanonicalPageMapping, num_slices: int) -> dict[int, int] | None:
+    """Return where in a rank's page the slices begin that it has; None unless it is made of whole ones."""
+    nbytes, rest = divmod(mapping.canonical_page_size_bytes, num_slices)
+    fragments = sorted(
+        (
+            run.canonical_offset + i * run.canonical_stride,
+            run.local_offset + i * run.local_stride,
+            run.fragment_size,
+        )
+        for run in mapping.runs
+        for i in range(run.num_fragments)
+    )
+    stretches: list[list[int]] = []  # contiguous on both sides
+    for canonical, local, size in fragments:
+        last = stretches[-1] if stretches else None
+        if last and (last[0] + last[2], last[1] + last[2]) == (canonical, local):
+            last[2] += size
+        else:
+            stretches.append([canonical, local, size])
+    if rest or any(canonical % nbytes or size % nbytes for canonical, _, size in stretches):
+        return None
+    offsets = {
+        (canonical + at) // nbytes: local + at
+        for canonical, local, size in stretches
+        for at in range(0, size, nbytes)
+    }
+    return offsets if len(offsets) * nbytes == mapping.local_page_size_bytes else None
+
+
+def _refusal(why: str) -> ConfigError:
+    return ConfigError(
+        f"option 'canonical_layout': found true, expected false: {why}, so engines of different "
+        "topologies cannot share them"
+    )

@@ -1,0 +1,481 @@
+"""Derives from a live vLLM what fskv.namespace needs: groups, geometry inputs and the identity.
+
+Runs once per connector at start-up. The worker derives the identity, because only there the KV cache's
+dtype, layout and page sizes are resolved; the scheduler receives it in the handshake.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any, cast
+
+from transformers import __version__ as transformers_version
+from vllm import __version__ as vllm_version
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import get_offloading_group_ids
+from vllm.model_executor.models import supports_multimodal
+from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    iter_layer_specs,
+)
+
+from fskv.config import StoreConfig
+from fskv.engines.vllm.loaded import (
+    Loaded,
+    check_unchanged,
+    checkpoint_of,
+    code_digests,
+    hub_name,
+    loaded_files,
+    modules_of,
+    resolved_configs,
+    secondary_weights,
+    weights_text,
+)
+from fskv.engines.vllm.switches import switches
+from fskv.errors import ConfigError
+from fskv.format.mac import INTEGRITY
+from fskv.hybrid_planner import GroupKind, GroupSpec
+from fskv.identity.fingerprint import kv_config
+from fskv.namespace import GroupIdentity, Identity, Json, canonical_json
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+# Engine-wide processing of images and video; vLLM's multimodal hash covers only what a request sets.
+_MULTIMODAL_FIELDS = (
+    "mm_processor_kwargs",
+    "media_io_kwargs",
+    "video_pruning_rate",
+    "video_pruning_method",
+    "mm_device_do_normalize",
+    "mm_encoder_attn_dtype",
+    "interleave_mm_strings",
+)
+# RoPE variants whose tables depend on the engine's max_model_len and not on the checkpoint alone.
+_LENGTH_DEPENDENT_ROPE = {"longrope", "su", "dynamic"}
+# Those that load what vLLM's rule picks of a checkpoint's files.
+_LOAD_FORMATS = {
+    "auto",
+    "hf",
+    "safetensors",
+    "mistral",
+    "pt",
+    "fastsafetensors",
+    "instanttensor",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineGroup:
+    """One offloaded KV group as fskv sees it; `layer_nbytes` is one block on a rank, un-padded, by layer."""
+
+    spec: GroupSpec
+    kind: str  # with dtype and variant, for the identity
+    layer_nbytes: tuple[int, ...]
+    layer_names: tuple[str, ...]
+
+    @property
+    def block_nbytes(self) -> int:
+        return sum(self.layer_nbytes)
+
+
+def engine_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[EngineGroup]:
+    """Describe the offloaded groups in vLLM's order (position in OffloadingConfig.groups)."""
+    dcp = vllm_config.parallel_config.decode_context_parallel_size
+    groups = []
+    for group_idx in get_offloading_group_ids(kv_cache_config):
+        group = kv_cache_config.kv_cache_groups[group_idx]
+        kind, window, retained, text = _kind(next(iter(iter_layer_specs(group.kv_cache_spec))))
+        by_layer = getattr(group.kv_cache_spec, "kv_cache_specs", {})
+        groups.append(
+            EngineGroup(
+                spec=GroupSpec(
+                    group_idx=group_idx,
+                    kind=kind,
+                    tokens_per_block=_tokens_per_block(group.kv_cache_spec, dcp),
+                    window_tokens=window,
+                    extra_retained_tokens=retained,
+                ),
+                kind=text,
+                layer_nbytes=tuple(
+                    _page_nbytes(by_layer.get(name, group.kv_cache_spec))
+                    for name in group.layer_names
+                ),
+                layer_names=tuple(group.layer_names),
+            )
+        )
+    return groups
+
+
+def build_identity(
+    vllm_config: VllmConfig,
+    config: StoreConfig,
+    groups: list[EngineGroup],
+    pages: list[tuple[int, ...]],
+    blocks_per_chunk: int,
+    tokens_per_hash: int,
+    layouts: dict[str, Json],
+    canonical_format: str | None = None,
+    loaded: Loaded | None = None,
+) -> Identity:
+    """Return the identity of this engine's KV; `pages[i]` are group i's un-padded page sizes in bytes.
+
+    `layouts` is what vllm_layout.page_layouts found, `loaded` is what the worker has loaded (None where there
+    is no engine).
+
+    With `canonical_format` the pages have the same bytes in every topology, which then is not in the identity
+    unless the KV that vLLM computes depends on it.
+
+    Raises ConfigError where KV could be served wrongly: weights without a fingerprint, a hash seed
+    that no other process has, KV scales that are computed at run time.
+    """
+    model = vllm_config.model_config
+    cache = vllm_config.cache_config
+    parallel = vllm_config.parallel_config
+    if (
+        getattr(vllm_config, "weight_transfer_config", None) is not None
+        and not config.weights_fixed
+    ):
+        raise ConfigError(
+            "option 'weight_transfer_config': found one, expected none: weights that change in a running "
+            "engine make the KV of its namespace wrong ('weights_fixed' = true says that they never do)"
+        )
+    if getattr(cache, "calculate_kv_scales", False):
+        raise ConfigError(
+            "option 'calculate_kv_scales': found true, expected false: scales computed from the first "
+            "requests differ between processes, so their KV cannot be shared"
+        )
+    # With pipeline stages each rank has other layers; its own are in the layout digest of its files.
+    one_stage = parallel.pipeline_parallel_size == 1
+    in_manifest = {k: v for k, v in layouts.items() if one_stage or not k.startswith("group")}
+    kv_dtype = str(cache.cache_dtype)
+    kv_dtype = {"auto": _name(model.dtype), "fp8": "fp8_e4m3"}.get(kv_dtype, kv_dtype)
+    layer_names = {name for group in groups for name in group.layer_names}
+    modules = modules_of(loaded.model, layer_names, one_stage=one_stage) if loaded else []
+    checkpoint = checkpoint_of(model, vllm_config.load_config)
+    files = None
+    if loaded is not None and config.weights_id is None:
+        files = loaded_files(checkpoint, model, vllm_config.load_config, loaded.model)
+    weights = weights_text(checkpoint, config, files)
+    identity = Identity(
+        engine="vllm",
+        engine_version=version_text(vllm_version),
+        arch=gpu_arch(),
+        model_name=_model_name(model.model),
+        weights=weights,
+        model_config=_model_config(model, modules),
+        kv_cache_dtype=kv_dtype,
+        model_dtype=_name(model.dtype),
+        kv_cache_layout=str(cache.kv_cache_layout or "default"),
+        attention_backend=_attention_backend(vllm_config),
+        tokens_per_hash=tokens_per_hash,
+        blocks_per_chunk=blocks_per_chunk,
+        groups=tuple(
+            GroupIdentity(
+                group_idx=group.spec.group_idx,
+                kind=group.kind,
+                window_tokens=group.spec.window_tokens,
+                tokens_per_block=group.spec.tokens_per_block,
+                page_nbytes=page_nbytes if one_stage else (),
+                layer_names=group.layer_names if one_stage else (),
+            )
+            for group, page_nbytes in zip(groups, pages, strict=True)
+        ),
+        hash_algorithm=str(cache.prefix_caching_hash_algo),
+        hash_seed=_hash_seed(str(cache.prefix_caching_hash_algo)),
+        topology={}
+        if canonical_format and not _kv_depends_on_topology(groups)
+        else {
+            "tp": parallel.tensor_parallel_size,
+            "pp": parallel.pipeline_parallel_size,
+            "pcp": parallel.prefill_context_parallel_size,
+            "dcp": parallel.decode_context_parallel_size,
+            "cp_interleave": int(getattr(parallel, "cp_kv_cache_interleave_size", 1)),
+        },
+        lora=config.lora,
+        canonical_format=canonical_format,
+        tenant=config.tenant,
+        model_runner="v2" if vllm_config.use_v2_model_runner else "v1",
+        integrity=INTEGRITY if config.mac_key_file is not None else None,
+        extra=_extra(vllm_config, config)
+        | (_model_extra(loaded.model, modules, config) if loaded else {})
+        # A commit names all files of a repository, and not which of them are loaded.
+        | ({"weight_files": [*files]} if files and weights.startswith("commit:") else {})
+        | ({"page_layouts": in_manifest} if in_manifest else {}),
+    )
+    if loaded is not None and config.weights_id is None:
+        check_unchanged(loaded, vllm_config)
+    return identity
+
+
+def version_text(version: str) -> str:
+    """Return what of vLLM's version counts: of a release all but how it was built ("0.32.1" of "0.32.1+cpu").
+
+    A patch may mend what a model computes. A development build is itself, whole.
+    """
+    release = re.fullmatch(
+        r"(\d+\.\d+\.\d+(\.post\d+)?)(\+(cpu|cu\d+|rocm[\d.]*|xpu|tpu|neuron))?", version
+    )
+    return release[1] if release else version
+
+
+def is_release(version: str) -> bool:
+    """Whether a version of vLLM names one state of its source code."""
+    return re.fullmatch(r"\d+\.\d+\.\d+(\.post\d+)?", version_text(version)) is not None
+
+
+def reuses_kv(vllm_config: VllmConfig) -> bool:
+    """Whether vLLM uses KV of one request for another in this engine; nobody must where it does not.
+
+    It turns that off for prompts that are not causal, and for pooling that needs all tokens; where a user
+    turns it on for such pooling, the engine ends in an error.
+    """
+    model = vllm_config.model_config
+    allowed = model.runner_type != "pooling" or model.is_prefix_caching_supported
+    return bool(vllm_config.cache_config.enable_prefix_caching and allowed)
+
+
+def _kv_depends_on_topology(groups: list[EngineGroup]) -> bool:
+    """Whether tensor parallelism changes KV by more than rounding.
+
+    vLLM 0.32 on CPUs, MLA: with TP 2 the second layer's latents of the first prefill step differ by as much
+    as their own size from those of TP 1 (seen without fskv: other tokens); with attention heads, by 1e-6.
+    """
+    mla = any(group.spec.kind is GroupKind.MLA for group in groups)
+    return mla and bool(current_platform.is_cpu())
+
+
+def layout_digest(
+    group: EngineGroup, blocks_per_chunk: int, page_nbytes: tuple[int, ...], inside: Json = None
+) -> bytes:
+    """Return what must agree, beyond the namespace, for one rank's pages to be interchangeable.
+
+    `inside` is how they are laid out where the namespace does not say it: with pipeline stages.
+    """
+    description: dict[str, Json] = {
+        "group": group.spec.group_idx,
+        "kind": group.kind,
+        "tokens_per_block": group.spec.tokens_per_block,
+        "blocks": blocks_per_chunk,
+        "pages": list(page_nbytes),
+        "layers": list(group.layer_names),
+    }
+    if inside is not None:
+        description["inside"] = inside
+    return hashlib.sha256(canonical_json(description)).digest()[:16]
+
+
+def gpu_arch() -> str:
+    """Return sm_90, gfx942, cpu-x86_64...: from vLLM's platform, which needs no CUDA context."""
+    if current_platform.is_cuda():
+        capability = current_platform.get_device_capability()
+        if capability is None:
+            raise ConfigError("the GPU's compute capability is unknown; fskv keys KV by it")
+        return f"sm_{capability.major}{capability.minor}"
+    if current_platform.is_rocm():
+        import torch
+
+        return str(torch.cuda.get_device_properties(0).gcnArchName).split(":")[0]
+    return f"{current_platform.device_type}-{platform.machine()}"
+
+
+def _kind(spec: KVCacheSpec) -> tuple[GroupKind, int | None, int, str]:
+    """Return kind, window in tokens, extra retained tokens, and the kind with its variant as text."""
+    if isinstance(spec, MambaSpec):
+        dtypes = "+".join(_name(d) for d in spec.dtypes)
+        state = getattr(spec.mamba_type, "name", str(spec.mamba_type)).lower()
+        return GroupKind.STATE, None, 0, f"state/{state}/{spec.mamba_cache_mode}/{dtypes}"
+    if not isinstance(spec, AttentionSpec):
+        raise ConfigError(
+            f"KV group of kind {type(spec).__name__}: fskv does not know how its KV is covered"
+        )
+    suffix = f"{_name(spec.dtype)}/{spec.kv_quant_mode.name.lower()}"
+    if isinstance(spec, SlidingWindowSpec):
+        retained = int(getattr(spec, "extra_retained_tokens", 0))
+        kind = f"sliding_window/{type(spec).__name__}/{suffix}"
+        return GroupKind.SLIDING_WINDOW, int(spec.sliding_window), retained, kind
+    if isinstance(spec, ChunkedLocalAttentionSpec):
+        return GroupKind.CHUNKED_LOCAL, int(spec.attention_chunk_size), 0, f"chunked_local/{suffix}"
+    if isinstance(spec, MLAAttentionSpec):
+        return GroupKind.MLA, None, 0, f"mla/{type(spec).__name__}/{suffix}"
+    if isinstance(spec, FullAttentionSpec):
+        return GroupKind.FULL, None, 0, f"full/{type(spec).__name__}/{suffix}"
+    raise ConfigError(
+        f"KV group of kind {type(spec).__name__}: fskv does not know how its KV is covered"
+    )
+
+
+def _page_nbytes(spec: KVCacheSpec) -> int:
+    if isinstance(spec, AttentionSpec):
+        return int(spec.unpadded_page_size_bytes)
+    return int(spec.real_page_size_bytes) if isinstance(spec, MambaSpec) else spec.page_size_bytes
+
+
+def _tokens_per_block(spec: KVCacheSpec, dcp: int) -> int:
+    from vllm.v1.core.kv_cache_utils import resolve_dcp_kv_block_size
+
+    return int(resolve_dcp_kv_block_size(spec, dcp))
+
+
+def _model_name(model: str) -> str:
+    """Return the hub's name, or a local checkpoint's last component: nodes may mount it elsewhere."""
+    if not os.path.exists(model):
+        return model
+    return hub_name(model) or os.path.basename(os.path.abspath(model)) or "model"
+
+
+def _model_config(model: Any, modules: list[Any]) -> dict[str, Json]:
+    """Return the configuration that shapes KV: after hf_overrides, and as the model's parts have it."""
+    text = _config_dict(model.hf_text_config)
+    result: dict[str, Json] = {"text": text}
+    if model.hf_config is not model.hf_text_config:
+        result["whole"] = _config_dict(
+            model.hf_config
+        )  # vision towers and what feeds the text model
+    if others := _other_configs(result.values(), map(_config_dict, resolved_configs(modules))):
+        result["resolved"] = others
+    if model.quantization:
+        result["quantization"] = str(model.quantization)
+    for name, quantization in (
+        ("quantization_config", getattr(model.hf_config, "quantization_config", None)),
+        ("online_quantization", getattr(model, "quantization_config", None)),
+    ):
+        if quantization is not None:
+            result[name] = jsonable(quantization)
+    multimodal = getattr(model, "multimodal_config", None)
+    if multimodal is not None:
+        result["multimodal"] = {
+            name: jsonable(getattr(multimodal, name, None)) for name in _MULTIMODAL_FIELDS
+        }
+    rope = json.dumps([text.get("rope_scaling"), text.get("rope_parameters")])
+    if any(f'"{kind}"' in rope for kind in _LENGTH_DEPENDENT_ROPE):
+        result["max_model_len"] = int(model.max_model_len)
+    return result
+
+
+def _config_dict(hf_config: Any) -> dict[str, Json]:
+    tree = kv_config(json.loads(hf_config.to_json_string(use_diff=False)))
+    return cast("dict[str, Json]", tree)
+
+
+def _other_configs(known: Iterable[Json], found: Iterable[Json]) -> list[Json]:
+    """Return those of `found` that are in no known configuration: copies that vLLM has changed."""
+    seen = {text for config in known for text in _texts(config)}
+    return [json.loads(text) for text in sorted({canonical_text(c) for c in found} - seen)]
+
+
+def _texts(tree: Json) -> Iterable[str]:
+    if isinstance(tree, dict):
+        yield canonical_text(tree)
+        for item in tree.values():
+            yield from _texts(item)
+
+
+def canonical_text(tree: Json) -> str:
+    return canonical_json(tree).decode("ascii")
+
+
+def jsonable(value: Any) -> Json:
+    """Return plain JSON of a configuration object, by its fields; never an address in memory."""
+
+    def fields(item: Any) -> Any:
+        if hasattr(item, "to_dict"):
+            return item.to_dict()
+        if isinstance(item, (set, frozenset)):
+            return sorted(map(str, item))
+        found = getattr(item, "__dict__", None)
+        return found if found and not isinstance(item, (type, Enum)) else str(item)
+
+    tree: Json = json.loads(json.dumps(value, default=fields))
+    return tree
+
+
+def _hash_seed(algorithm: str) -> str:
+    """Return the seed of vLLM's block hashes, by vLLM's own rule (kv_cache_utils.resolve_none_hash_seed)."""
+    seed = os.getenv("PYTHONHASHSEED")
+    if seed is not None:
+        return f"PYTHONHASHSEED={seed}"
+    if algorithm.startswith("xxhash"):
+        raise ConfigError(
+            f"option 'prefix_caching_hash_algo': found \"{algorithm}\" without PYTHONHASHSEED, so block "
+            'hashes are different in every process; expected "sha256", or PYTHONHASHSEED set to one '
+            "value everywhere"
+        )
+    return "default"
+
+
+def _attention_backend(vllm_config: VllmConfig) -> str:
+    """Return the backend the layers really use; on the worker they exist, and say so themselves."""
+    layers = vllm_config.compilation_config.static_forward_context
+    names = set()
+    for layer in layers.values():
+        get_backend = getattr(layer, "get_attn_backend", None)
+        if get_backend is not None:
+            names.add(str(get_backend().get_name()))
+    return "+".join(sorted(names)) or "unknown"
+
+
+def _extra(vllm_config: VllmConfig, config: StoreConfig) -> dict[str, Json]:
+    extra: dict[str, Json] = {}
+    load, model = vllm_config.load_config, vllm_config.model_config
+    load_format = str(load.load_format).rsplit(".", 1)[-1].lower()
+    if load_format == "npcache" and config.weights_id is None:
+        raise ConfigError(
+            "option 'load_format': found \"npcache\", expected another one: it reads copies of the "
+            "weights that may be older; or set the option 'weights_id' to a name"
+        )
+    if load_format == "dummy" and model.quantization:
+        raise ConfigError(
+            f"option 'load_format': found \"dummy\" with quantization {model.quantization}, expected "
+            "weights: quantised dummy weights are whatever was in memory, so their KV cannot be shared"
+        )
+    # Those that load the files which vLLM's rule picks, and nothing else, are alike: see loaded_files.
+    if load_format not in _LOAD_FORMATS:
+        extra["load_format"] = load_format
+        if load.model_loader_extra_config:
+            extra["model_loader"] = jsonable(load.model_loader_extra_config)
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        extra["pipeline_partition"] = os.getenv("VLLM_PP_LAYER_PARTITION", "default")
+    speculative = vllm_config.speculative_config
+    # Without a draft model (n-grams, suffixes) nothing is added to KV.
+    if speculative is not None and speculative.draft_model_config is not None:
+        extra["speculative"] = {
+            "method": str(speculative.method),
+            "draft": weights_text(checkpoint_of(speculative.draft_model_config, load), config),
+        }
+    return extra | ({"switches": found} if (found := switches(vllm_config)) else {})
+
+
+def _model_extra(model: Any, modules: list[Any], config: StoreConfig) -> dict[str, Json]:
+    """Return what the model that was built says beyond all configurations: its class, its code, its parts."""
+    extra: dict[str, Json] = {"model_class": type(model).__qualname__}
+    trusted = {"torch", "transformers"}
+    if is_release(vllm_version):
+        trusted.add("vllm")  # its version says it
+    tops = {type(module).__module__.partition(".")[0] for module in modules}
+    if "transformers" in tops or supports_multimodal(model):
+        extra["transformers"] = transformers_version
+    if code := code_digests(modules, trusted):
+        extra["code"] = code
+    if secondary := secondary_weights(model, config):
+        extra["secondary_weights"] = secondary
+    return extra
+
+
+def _name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,375 @@
+"""What an engine has really loaded, files, code and configurations, and whether that still holds.
+
+vLLM hands a connector what was asked for, not what came of it: configurations are copied and changed while a
+model is built, `auto` picks one of two sets of weights, a checkpoint may be replaced while it is read. So
+the plug-in notes every worker before it loads (`watch_workers`), and the identity is derived from its model.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import os
+import re
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from fskv.errors import ConfigError
+from fskv.identity.checkpoint_file import os_errors
+from fskv.identity.fingerprint import checkpoint_state, weights_files, weights_fingerprint
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from fskv.config import StoreConfig
+    from fskv.namespace import Json
+
+# A snapshot in the cache of the hub: vLLM puts its path in the place of the hub's name where it is offline.
+_SNAPSHOT = re.compile(r"/models--([^/]+)/snapshots/([0-9a-f]{40})/?$")
+# What vLLM's rule picks from, by load format; other weights files are opened by a model's own code.
+_PICKED_FROM = (".safetensors", ".bin", ".pt")
+# How weights are replaced in a running engine, of a worker, its model runner and its model.
+_RELOADS = ("load_model", "load_weights", "reload_weights", "start_weight_update", "update_weights")
+
+
+@dataclass
+class Loaded:
+    """One worker's model, from before it is loaded on."""
+
+    worker: Any  # a weak reference
+    before: dict[str, dict[str, tuple[int, ...]] | str] = field(default_factory=dict)
+    reloaded: bool = False  # the weights may be others than those of the start
+
+    @property
+    def model(self) -> Any:
+        """The model, a torch module; raises ConfigError before it is loaded."""
+        worker = self.worker()
+        runner = getattr(worker, "model_runner", None)
+        if runner is None:
+            raise ConfigError("this vLLM does not tell which model its worker has loaded")
+        return runner.get_model()
+
+    def note_reloads(self, mark: str | None = None) -> None:
+        """From now on `reloaded` is true as soon as somebody begins to replace weights.
+
+        Then a byte is written to the file `mark`, for those who look from another process of this machine; it
+        may be unlinked once this has returned. Raises OSError.
+        """
+        fd = None if mark is None else os.open(mark, os.O_WRONLY | os.O_CLOEXEC)
+        worker = self.worker()
+        for owner in (worker, worker.model_runner, self.model):
+            for name in _RELOADS:
+                method = getattr(owner, name, None)
+                if method is not None:
+                    setattr(owner, name, self._noting(method, fd))
+
+    def _noting(self, method: Callable[..., Any], fd: int | None) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            self.reloaded = True
+            if fd is not None:
+                os.write(fd, b"x")
+            return method(*args, **kwargs)
+
+        return noting
+
+
+_loaded: list[Loaded] = []  # of this process; in tests many engines live in one
+
+
+def watch_workers() -> None:
+    """Have every worker of this process noted before it loads weights. More than once is as once."""
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    init = WorkerBase.__init__
+    if hasattr(init, "by_fskv"):
+        return
+
+    @functools.wraps(init)
+    def noted(self: Any, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
+        init(self, vllm_config, *args, **kwargs)
+        if vllm_config.kv_transfer_config is not None:
+            _note(self, vllm_config)
+
+    noted.by_fskv = True  # type: ignore[attr-defined]
+    WorkerBase.__init__ = noted
+
+
+def _note(worker: Any, vllm_config: VllmConfig) -> None:
+    loaded = Loaded(weakref.ref(worker))
+    for path in _checkpoints(vllm_config):
+        try:
+            loaded.before[path] = checkpoint_state(path)
+        except ConfigError as error:  # for the one who asks: without fskv's connector nobody does
+            loaded.before[path] = str(error)
+    _loaded[:] = [each for each in _loaded if each.worker() is not None]
+    _loaded.append(loaded)
+
+
+def _checkpoints(vllm_config: VllmConfig) -> Iterator[str]:
+    """Yield where the checkpoints of an engine are on this machine: the model's, and the draft model's."""
+    draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
+    for model in (vllm_config.model_config, draft):
+        path = None if model is None else checkpoint_of(model, vllm_config.load_config)
+        if path is not None and os.path.exists(path):
+            yield path
+
+
+def find_loaded(vllm_config: VllmConfig) -> Loaded:
+    """Return what this engine's worker in this process has loaded; raises ConfigError if it was not noted."""
+    for loaded in _loaded:
+        worker = loaded.worker()
+        if worker is not None and worker.model_config is vllm_config.model_config:
+            return loaded
+    raise ConfigError(
+        "fskv was not there when this worker began to load its weights: vLLM's plug-ins are loaded first, "
+        "and VLLM_PLUGINS, if it is set, must contain fskv"
+    )
+
+
+def check_unchanged(loaded: Loaded, vllm_config: VllmConfig) -> None:
+    """Raise ConfigError if files of a checkpoint are other ones than before the worker loaded them.
+
+    Of a different inode, size or time: their KV would be stored under the name of what lies there now.
+    """
+    after = set(_checkpoints(vllm_config))
+    for path, before in loaded.before.items():
+        if path not in after:  # the hub's name leads to another snapshot than before
+            raise ConfigError(
+                f"checkpoint {path}: another one took its place while the engine loaded it, so nobody knows "
+                "which weights it has; start the engine again"
+            )
+        if isinstance(before, str):
+            raise ConfigError(before)
+        now = checkpoint_state(path)
+        changed = sorted(
+            name for name in before.keys() | now.keys() if before.get(name) != now.get(name)
+        )
+        if changed:
+            more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+            raise ConfigError(
+                f"checkpoint {path}: {changed[0] or 'the file'}{more} changed while the engine loaded it, so "
+                "nobody knows which weights it has; start the engine again"
+            )
+
+
+# --- weights ----------------------------------------------------------------------------------
+
+
+def weights_text(path: str, config: StoreConfig, files: list[str] | None = None) -> str:
+    """Return what names the weights at `path`: the user's word, the hub's commit, or a fingerprint of files.
+
+    `files` are those that vLLM's rule picks of a directory, None for all. Raises ConfigError where nothing
+    names them.
+    """
+    if config.weights_id is not None:
+        return f"named:{config.weights_id}"
+    return weights_fingerprint(
+        path, revision_commit=commit_of(path), loaded=_counted(path, files) if files else None
+    )
+
+
+def commit_of(path: str) -> str | None:
+    """Return the commit of a snapshot in the hub's cache, None for other paths and for one that was edited.
+
+    Untouched, all its files are links to blobs, which are named by their content, and each blob is older than
+    the link to it: the hub's library makes the link last, and who saves to the link writes into the blob.
+    """
+    found = _SNAPSHOT.search(os.path.abspath(path))
+    if found is None:
+        return None
+    blobs = os.path.realpath(os.path.join(path, "..", "..", "blobs"))
+    for directory, _, names in os.walk(path):
+        for name in names:
+            file = os.path.join(directory, name)
+            if not os.path.islink(file) or os.path.dirname(os.path.realpath(file)) != blobs:
+                return None
+            with os_errors(file):
+                if os.stat(file).st_mtime_ns > os.lstat(file).st_mtime_ns:
+                    return None
+    return found[2]
+
+
+def checkpoint_of(model_config: Any, load_config: Any = None) -> str:
+    """Return where a model's files are: its path, or the snapshot in the cache of a hub's name.
+
+    Where there is none (another hub, or files that a loader streams) it is the name as it stands.
+    """
+    name = str(model_config.model)
+    if os.path.exists(name):
+        return name
+    from huggingface_hub import snapshot_download
+
+    try:
+        return str(
+            snapshot_download(
+                name,
+                revision=getattr(model_config, "revision", None),
+                cache_dir=getattr(load_config, "download_dir", None),
+                local_files_only=True,
+            )
+        )
+    except Exception:  # whatever a hub's library raises for a name that is none
+        return name
+
+
+def hub_name(path: str) -> str | None:
+    """Return the hub's name of a snapshot in its cache, None for other paths."""
+    found = _SNAPSHOT.search(os.path.abspath(path))
+    return found[1].replace("--", "/") if found else None
+
+
+def loaded_files(path: str, model_config: Any, load_config: Any, model: Any) -> list[str] | None:
+    """Return the names of the weights files that vLLM's own rule picks of the checkpoint at `path`.
+
+    None where the loader has no such rule, or where there is no directory to pick from.
+    """
+    from vllm.model_executor.model_loader import get_model_loader
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    loader = get_model_loader(load_config)
+    if type(loader) is not DefaultModelLoader or not os.path.isdir(path):
+        return None
+    try:
+        _, paths, *_ = loader._prepare_weights(  # noqa: SLF001
+            path,
+            None,
+            model_config.revision,
+            getattr(model, "fall_back_to_pt_during_load", True),
+            getattr(model, "allow_patterns_overrides", None),
+        )
+    except (RuntimeError, ValueError, TypeError, AttributeError, OSError) as error:
+        line = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"checkpoint {path}: this vLLM does not tell which of its files it loads ({line})"
+        ) from None
+    return sorted(os.path.relpath(each, path) for each in paths)
+
+
+def _counted(path: str, picked: list[str]) -> list[str]:
+    """Return the weights files that count: all but those that vLLM's rule passes over.
+
+    A model's own code may open others (a tower, an audio tokenizer in a subfolder), so those count too.
+    """
+    if any(name.endswith(".py") for name in os.listdir(path)):
+        return weights_files(path)
+    return [
+        name
+        for name in weights_files(path)
+        if name in picked or "/" in name or not name.endswith(_PICKED_FROM)
+    ]
+
+
+def secondary_weights(model: Any, config: StoreConfig) -> list[Json]:
+    """Return the names of weights that the model's class takes from elsewhere (an audio tower of its own)."""
+    found: list[Json] = []
+    for source in getattr(model, "secondary_weights", ()):
+        if config.weights_id is not None:
+            continue  # the user vouches for all of them
+        named = SimpleNamespace(model=source.model_or_path, revision=source.revision)
+        text = weights_text(checkpoint_of(named), config)
+        found.append([source.prefix, getattr(source, "subfolder", None), text])
+    return found
+
+
+# --- code and configurations ------------------------------------------------------------------
+
+
+def modules_of(model: Any, layer_names: set[str], *, one_stage: bool) -> list[Any]:
+    """Return the parts of the model to derive an identity from: all of them.
+
+    With pipeline stages each rank has other parts, and only those around the KV layers have counterparts.
+    """
+    if one_stage:
+        return list(model.modules())
+    return [
+        module
+        for name, module in model.named_modules()
+        if not name or any(layer.startswith(f"{name}.") for layer in layer_names)
+    ]
+
+
+def resolved_configs(modules: list[Any]) -> list[Any]:
+    """Return the distinct Hugging Face configurations that parts of the model were built with."""
+    from transformers import PretrainedConfig
+
+    found = {}
+    for module in modules:
+        for value in vars(module).values():
+            if isinstance(value, PretrainedConfig):
+                found[id(value)] = value
+    return list(found.values())
+
+
+def code_digests(modules: list[Any], trusted: set[str]) -> dict[str, Json]:
+    """Return digests of the source code, by package, of parts whose top-level package is not `trusted`.
+
+    A checkpoint's own code, and models that plug-ins bring: nothing else tells one version from the next.
+    What a file imports of its package counts with it; what else is loaded of the package does not, since
+    that depends on the process (a tokenizer).
+    """
+    packages: dict[str, set[str]] = {}
+    for module in modules:
+        name = type(module).__module__
+        if name.partition(".")[0] not in trusted:
+            # A checkpoint's package has a name of several parts; of others the first part is all of it.
+            inner = name.partition(".")[0] in ("transformers_modules", "vllm")
+            package = (name.rpartition(".")[0] or name) if inner else name.partition(".")[0]
+            packages.setdefault(package, set()).add(name)
+    found: dict[str, Json] = {}
+    for package in sorted(packages):
+        # transformers names the folder of a checkpoint's code after where the checkpoint lies.
+        of_checkpoint = package.startswith("transformers_modules.")
+        name = "transformers_modules" if of_checkpoint else package
+        digest = _source_digest(package, packages[package])
+        found[name] = sorted([*found.get(name, []), digest])  # type: ignore[misc]
+    return found
+
+
+def _source_digest(package: str, names: set[str]) -> str:
+    """Digest the sources of modules and, again and again, of what they import of their package."""
+    sources: dict[str, bytes] = {}
+    waiting = set(names)
+    while waiting:
+        name = waiting.pop()
+        path = getattr(sys.modules.get(name), "__file__", None)
+        if path is None:
+            continue
+        try:
+            with open(path, "rb") as file:
+                sources[name] = file.read()
+        except OSError as error:
+            raise ConfigError(f"code of the model, {path}: {error.strerror}") from None
+        waiting |= {
+            other
+            for other in _imported(name, path, sources[name])
+            if other not in sources and (other == package or other.startswith(f"{package}."))
+        }
+    digest = hashlib.sha256()
+    for name, source in sorted(sources.items()):
+        digest.update(f"{name.removeprefix(package)}:{len(source)}:".encode() + source)
+    return digest.hexdigest()[:16]
+
+
+def _imported(name: str, path: str, source: bytes) -> set[str]:
+    """Return the modules that are loaded and that the source of module `name` imports anywhere."""
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):  # compiled code: its bytes count
+        return set()
+    in_package = name if path.endswith("/__init__.py") else name.rpartition(".")[0]
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            parents = in_package.split(".")[: len(in_package.split(".")) - node.level + 1]
+            base = ".".join(parents) if node.level else ""
+            origin = ".".join(filter(None, (base, node.module)))
+            found |= {origin, *(f"{origin}.{alias.name}" for alias in node.names)}
+    return found & sys.modules.keys()

@@ -1,0 +1,38 @@
+"""The entry point that tells vLLM where fskv's connectors and tier live.
+
+Imports nothing heavy of fskv, and nothing of vLLM that a process which serves does not import anyway.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+
+_CONNECTORS = {
+    "FskvConnector": "fskv.engines.vllm.connector",
+    "FskvMultiConnector": "fskv.engines.vllm_multi.connector",
+}
+
+
+def register() -> None:
+    """Register the names of connectors and tier; vLLM calls this in every process, maybe more than once."""
+    _log_with_vllm()
+    from fskv.engines.vllm.loaded import watch_workers
+
+    watch_workers()
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    # _registry: vLLM offers no public look-up, and registering a name twice raises.
+    for name, module in _CONNECTORS.items():
+        if name not in KVConnectorFactory._registry:  # noqa: SLF001
+            KVConnectorFactory.register_connector(name, module, name)
+    with contextlib.suppress(ImportError):  # a vLLM without tiers, or with others
+        from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+
+        if "FskvTier" not in SecondaryTierFactory._registry:  # noqa: SLF001
+            SecondaryTierFactory.register_tier("FskvTier", "fskv.engines.vllm_tier", "FskvTier")
+
+
+def _log_with_vllm() -> None:
+    """Make fskv's log a part of vLLM's: vLLM configures only its own logger, and ours would lose INFO."""
+    logging.getLogger("fskv").parent = logging.getLogger("vllm")

@@ -1,0 +1,3 @@
+"""vLLM imports FskvTier from here, as users write: `"module_path": "fskv.engines.vllm_tier"`."""
+
+from fskv.engines.vllm_tier.tier import FskvTier as FskvTier

@@ -1,0 +1,395 @@
+"""FskvTier: fskv's files as a secondary tier of vLLM's TieringOffloadingSpec, behind its CPU tier.
+
+vLLM keeps chunks in host memory (the primary tier) and asks this one for what it has not; a hit is loaded
+into a row of that memory, from where vLLM copies it to the GPU. What is stored is the payload without the
+row's padding, under the identity that FskvConnector derives: with chunks of the same size both serve each
+other's files.
+
+FskvManager decides what is there and what may be stored, RowWorker moves the bytes; here their answers become
+vLLM's jobs. Invariant: of a reported job no row is touched any more. A load that is late is reported failed,
+and its guard refuses the row to the late thread, because vLLM gives the row to another chunk.
+
+Called on the scheduler's thread of the engine's core, never concurrently; no call waits for a disk but the
+constructor (docs/vllm.md, "As a tier behind vLLM's CPU cache").
+"""
+
+from __future__ import annotations
+
+# First: where vLLM cannot work, one sentence and not the traceback of an import that it lacks.
+import fskv.engines.vllm_tier.version  # noqa: F401  # isort: skip
+
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from vllm.v1.kv_offload.base import (
+    Locality,
+    LookupResult,
+    Medium,
+    OffloadingEvent,
+    OffloadingMetricMetadata,
+    OffloadKey,
+    ReqContext,
+    RequestOffloadingContext,
+    ScheduleEndContext,
+)
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+
+from fskv.config import ENGINE_OPTIONS, MIB, StoreConfig
+from fskv.data_path.threads import START_UP_S, call_with_deadline
+from fskv.engines.vllm.events import KvEvents
+from fskv.engines.vllm.manager import PREFIX_CACHING_OFF, FskvManager, load_failures, to_chunk
+from fskv.engines.vllm.metrics import metric_definitions
+from fskv.engines.vllm.reset import forget_past_blocks, resetting_scheduler
+from fskv.engines.vllm_tier.io import RowWorker
+from fskv.engines.vllm_tier.rows import rows_of
+from fskv.engines.vllm_tier.workers import Workers, ask_workers
+from fskv.errors import ConfigError, FskvError
+from fskv.hybrid_planner import GroupKind, hit_cost
+from fskv.root.root import Root
+from fskv.types import ChunkId
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+        OffloadingConnectorStats,
+    )
+    from vllm.v1.kv_offload.base import OffloadingSpec
+    from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
+
+logger = logging.getLogger(__name__)
+
+# What stands beside `secondary_tiers`, not in them.
+_OF_THE_SPEC = frozenset(
+    ENGINE_OPTIONS
+    | {
+        "block_size",
+        "blocks_per_chunk",
+        "canonical_layout",
+        "cpu_bytes_to_use",
+        "eviction_policy",
+        "spec_name",
+        "spec_module_path",
+    }
+)
+# After its jobs were given up an I/O thread has at most a line of bookkeeping left.
+_DRAIN_S = 5.0
+# A chunk that lost its row before its request could use it is loaded once more; then it is computed.
+_MAX_TIMES_LOADED = 2
+
+
+@dataclass
+class _Open:
+    """A job of vLLM's that was not reported yet."""
+
+    keys: list[OffloadKey]
+    is_load: bool
+    nbytes: int = 0  # of a store: what it has
+    files_left: int = 0  # of a load: files without an outcome
+    bad: set[ChunkId] = field(default_factory=set)
+    ended: tuple[int, float] | None = None  # bytes and seconds, once the rows are free
+
+
+class FskvTier(SecondaryTierManager):
+    """See the module docstring."""
+
+    medium: ClassVar[Medium] = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: OffloadingSpec,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: BackpressureDetector | None = None,
+        locality: str | None = None,
+        **options: Any,
+    ) -> None:
+        """`options` are fskv's, as FskvConnector takes them; raises FskvError with one sentence."""
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        self.locality = None if locality is None else Locality(locality)
+        self._jobs: dict[int, _Open] = {}
+        self._loading: dict[ChunkId, int] = {}  # -> job; vLLM loads a chunk once at a time
+        # Of the requests that vLLM has begun and not finished: how often each chunk was loaded for it since
+        # it last ran.
+        self._requests: dict[str, dict[ChunkId, int]] = {}
+        self._num_rows = len(primary_kv_view)
+        self._steps_open = 0  # scheduled, and without an output yet
+        self._outputs_to_wait = 0  # until what workers did before a reset is over
+        # A worker whose weights are loaded again writes to it; a file without a name once all have it open.
+        self._mark, mark = tempfile.mkstemp(prefix="fskv-weights-")
+        try:
+            self._config = config = _parse(options)
+            workers = ask_workers(offloading_spec, config, self.block_size_bytes, mark)
+            self._worker, self._manager = _open(config, workers, offloading_spec, primary_kv_view)
+        except FskvError as error:
+            logger.error("fskv: %s", error)
+            os.close(self._mark)
+            raise
+        finally:
+            os.unlink(mark)
+        # Blocks of such groups are freed and used again while their request runs.
+        kinds = {group.spec.kind for group in workers.groups}
+        self._reuses_blocks = bool(kinds - {GroupKind.FULL, GroupKind.MLA})
+
+    @classmethod
+    def build_metric_definitions(
+        cls, extra_config: dict[str, Any]
+    ) -> dict[str, OffloadingMetricMetadata]:
+        return metric_definitions()
+
+    # --- what is there ----------------------------------------------------------------------
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        self._look_for_reloads()
+        result = self._manager.lookup(key, req_context)
+        if result is LookupResult.HIT and not self._may_load(to_chunk(key), req_context.req_id):
+            return LookupResult.MISS
+        return result
+
+    def _may_load(self, chunk: ChunkId, req_id: str) -> bool:
+        """Whether a hit may be answered as one; vLLM then gives the chunk a row at once.
+
+        A hit of more chunks than there are rows would never come to an end: what is loaded last takes the
+        rows of what was loaded first, vLLM defers the request, and next time asks for the first again.
+        """
+        if self._outputs_to_wait:
+            return False
+        loaded = self._requests.get(req_id, {})
+        times = loaded.get(chunk, 0)
+        return times < _MAX_TIMES_LOADED and (times > 0 or len(loaded) < self._num_rows)
+
+    def _look_for_reloads(self) -> None:
+        if os.fstat(self._mark).st_size:
+            self._manager.doubt_weights("weights were loaded again in the running engine")
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        self._requests[req_context.req_id] = {}
+        return self._manager.on_new_request(req_context)
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        self._requests.pop(req_context.req_id, None)
+        self._manager.on_request_finished(req_context)
+
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        self._steps_open += 1
+        for req_id in (*context.new_req_ids, *context.preempted_req_ids):
+            if req_id in self._requests:
+                self._requests[req_id] = {}
+        self._manager.on_schedule_end(context)
+
+    def has_pending_work(self) -> bool:
+        return self._manager.has_pending_work()
+
+    # --- jobs -------------------------------------------------------------------------------
+
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        self._look_for_reloads()
+        rows = dict(zip(job_metadata.keys, job_metadata.chunk_ids.tolist(), strict=True))
+        taken = self._manager.prepare_store(
+            list(job_metadata.keys), job_metadata.req_context
+        ).keys_to_store
+        job = _Open(list(job_metadata.keys), is_load=False)
+        self._jobs[job_metadata.job_id] = job
+        chunks = [to_chunk(key) for key in taken]
+        job.nbytes = self._worker.store_rows(
+            job_metadata.job_id, chunks, [rows[key] for key in taken]
+        )
+
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        keys = list(job_metadata.keys)
+        chunks = [to_chunk(key) for key in keys]
+        job_id = job_metadata.job_id
+        files_left = len(chunks) * self._worker.files_per_chunk
+        self._jobs[job_id] = _Open(keys, is_load=True, files_left=files_left)
+        self._loading.update(dict.fromkeys(chunks, job_id))
+        loaded = self._requests.get(job_metadata.req_context.req_id, {})
+        for chunk in chunks:
+            loaded[chunk] = loaded.get(chunk, 0) + 1
+        self._worker.load_rows(job_id, chunks, job_metadata.chunk_ids.tolist())
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        self._collect()
+        done = [
+            job_id
+            for job_id, job in self._jobs.items()
+            if job.ended is not None and job.files_left == 0
+        ]
+        return [self._result(job_id) for job_id in done]
+
+    def drain_jobs(self) -> None:
+        """Free all rows, then treat it as what it is in vLLM 0.32: the connector's cache is being reset.
+
+        Loads are given up. Stores are copied to staging as far as that reaches and go on from there, unless
+        the weights are in doubt from now on. Waits for memory copies, never for a disk.
+
+        vLLM gives all rows away at once, but its workers hear of the reset only with the next step, and
+        until then copy between GPU and the rows of before: before that step's output no row is loaded into.
+        """
+        self._outputs_to_wait = self._steps_open + 1
+        if self._config.weights_fixed:
+            self._worker.wait(set(self._jobs))
+        else:
+            self._worker.drop_jobs()
+        end = time.monotonic() + _DRAIN_S
+        while True:
+            self._collect()
+            late = [job for job in self._jobs.values() if job.ended is None or job.files_left]
+            if not late:
+                break
+            if time.monotonic() > end:  # a bug; the rows are free all the same
+                logger.error("fskv: %d jobs without an outcome are reported as failed", len(late))
+                for job in late:
+                    job.ended, job.files_left = job.ended or (0, 0.0), 0
+                    job.bad.update(to_chunk(key) for key in job.keys if job.is_load)
+                break
+            time.sleep(0.001)
+        if self._reuses_blocks:
+            # vLLM would store blocks again that have been another request's since. In the CPU tier too, and
+            # whoever takes them from there stores what follows from them here.
+            if (scheduler := resetting_scheduler()) is not None:
+                forget_past_blocks(scheduler)
+            for req_id in self._requests:
+                self._manager.exclude_request(req_id)
+        self._manager.forget_announced()
+        self._manager.reset_cache()
+
+    def _collect(self) -> None:
+        """Take the news of the I/O threads."""
+        for ended in self._worker.get_finished():
+            job = self._jobs.get(ended.job_id)
+            if job is not None:
+                job.ended = (ended.transfer_size or 0, ended.transfer_time or 0.0)
+        self._worker.take_failed_jobs()  # the outcomes say it chunk by chunk
+        self._worker.take_loads()  # for load_budget, which a tier has not
+        failed = []
+        for outcome in self._worker.take_outcomes():
+            chunk = outcome.chunk
+            if not outcome.is_load:
+                if outcome.status.good:
+                    self._manager.on_stored(chunk, {0})
+                else:
+                    self._manager.on_not_stored(chunk)
+                continue
+            job = self._jobs.get(self._loading.get(chunk, -1))
+            if job is not None:
+                job.files_left -= 1
+                if not outcome.status.good:
+                    job.bad.add(chunk)
+            failed.append((chunk, outcome.status))
+        self._manager.on_loads_failed(load_failures(failed))
+        nbytes, no_space = self._worker.take_written()
+        self._manager.on_written(nbytes, no_space=no_space)
+
+    def _result(self, job_id: int) -> JobResult:
+        job = self._jobs.pop(job_id)
+        nbytes, seconds = job.ended or (0, 0.0)
+        if not job.is_load:
+            # Without success where rows were dropped: vLLM counts it, and keeps the chunks that it has.
+            return JobResult(job_id, nbytes == job.nbytes, None, seconds, nbytes)
+        good = []
+        for key in job.keys:
+            chunk = to_chunk(key)
+            self._loading.pop(chunk, None)
+            if chunk not in job.bad:
+                good.append(key)
+        if not job.bad:
+            return JobResult(job_id, success=True, transfer_time=seconds, transfer_bytes=nbytes)
+        return JobResult(job_id, False, tuple(good) or None, seconds, nbytes)
+
+    # --- the rest ---------------------------------------------------------------------------
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        for event in self._manager.take_events():
+            yield event if self.locality is None else replace(event, locality=self.locality)
+
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        # vLLM asks once for every step whose output it has.
+        self._steps_open = max(0, self._steps_open - 1)
+        self._outputs_to_wait = max(0, self._outputs_to_wait - 1)
+        of_manager, of_worker = self._manager.get_stats(), self._worker.get_stats()
+        if of_manager is None or of_worker is None:
+            return of_manager or of_worker
+        of_manager.aggregate(of_worker)
+        return of_manager
+
+    def shutdown(self) -> None:
+        self._worker.shutdown()
+        self._manager.shutdown()
+        os.close(self._mark)
+
+
+def _parse(options: dict[str, Any]) -> StoreConfig:
+    for name in sorted(_OF_THE_SPEC & options.keys()):
+        raise ConfigError(
+            f"option '{name}': found {options[name]!r} among those of a secondary tier, expected it beside "
+            "'secondary_tiers' in kv_connector_extra_config"
+        )
+    if "hybrid_chunk_size" in options:
+        raise ConfigError(
+            f"option 'hybrid_chunk_size': found {options['hybrid_chunk_size']!r}, expected nothing: FskvTier "
+            "stores the chunks that vLLM makes; set 'block_size' beside 'secondary_tiers' instead"
+        )
+    config = StoreConfig.from_mapping(options)
+    if config.load_budget != "off":
+        raise ConfigError(
+            f"option 'load_budget': found {config.load_budget!r}, expected \"off\": vLLM does not tell a "
+            "tier what a recompute takes (FskvConnector takes others)"
+        )
+    return config
+
+
+def _open(
+    config: StoreConfig, workers: Workers, spec: OffloadingSpec, view: memoryview
+) -> tuple[RowWorker, FskvManager]:
+    """Open the namespace and start the I/O; raises FskvError."""
+    identity = workers.identity
+
+    def open_namespace(*, create: bool) -> Any:
+        root = Root.open(
+            config.root, create=create, dir_mode=config.dir_mode, file_mode=config.file_mode
+        )
+        return root.open_namespace(identity)
+
+    directory = call_with_deadline(
+        lambda: open_namespace(create=True),
+        START_UP_S,
+        f"option 'root': {config.root} did not answer",
+    )
+    specs = [group.spec for group in workers.groups]
+    layouts = [row.layout for row in workers.rows[0]]
+    bpc = layouts[0].num_blocks
+    tokens_per_chunk = [group.tokens_per_block * bpc for group in specs]
+    num_files, nbytes = hit_cost(specs, layouts, bpc, workers.max_model_len)
+    logger.info(
+        "fskv: namespace %s; %d tokens a chunk; a hit of %d tokens reads %d files, %.1f MiB",
+        directory.path,
+        tokens_per_chunk[0],
+        workers.max_model_len,
+        num_files * len(workers.rows),
+        nbytes * len(workers.rows) / MIB,
+    )
+    worker = RowWorker(
+        config,
+        workers,
+        rows_of(view),
+        directory,
+        restore=lambda: open_namespace(create=False),
+    )
+    manager = FskvManager(
+        config,
+        bpc,
+        KvEvents.enabled_by(spec.kv_events_config, tokens_per_chunk[0]),
+        chunks_per_step=-(-workers.tokens_per_step // min(tokens_per_chunk)),
+        engine_rank=spec.config.parallel.data_parallel_index,
+    )
+    try:
+        manager.set_workers([worker.handshake])
+        if not workers.prefix_caching:
+            manager.turn_off(PREFIX_CACHING_OFF)
+    except FskvError:
+        worker.shutdown()
+        raise
+    return worker, manager

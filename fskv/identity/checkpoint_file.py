@@ -1,0 +1,77 @@
+"""One open file of a checkpoint: the only place that reads one, and everything in it is untrusted.
+
+A file is opened without waiting (a FIFO would block for ever), must be a regular one, and is read in pieces
+that the caller has bounded. Whatever the system refuses becomes a ConfigError that names the path.
+
+Used by fskv.identity.fingerprint and fskv.identity.checkpoint_samples, from any thread; no state is shared
+between two files.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from fskv.errors import ConfigError
+
+State = tuple[int, ...]
+
+
+def file_state(found: os.stat_result) -> State:
+    """Return (device, inode, size in bytes, mtime in ns, ctime in ns) of a file."""
+    return (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointFile:
+    """An open file; `state` is from when it was opened, `size` the bytes in it then."""
+
+    path: str
+    fd: int
+    state: State
+    size: int
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """Read exactly `nbytes` at `offset`, which the caller has bounded.
+
+        Raises ConfigError if the file ends before.
+        """
+        pieces: list[bytes] = []
+        got = 0
+        while got < nbytes:
+            with os_errors(self.path):
+                piece = os.pread(self.fd, nbytes - got, offset + got)
+            if not piece:
+                raise ConfigError(
+                    f"{self.path}: ends after {offset + got} bytes, expected {offset + nbytes}"
+                )
+            pieces.append(piece)
+            got += len(piece)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+@contextmanager
+def open_file(path: str) -> Iterator[CheckpointFile]:
+    """Open a regular file for reading, following symbolic links; ConfigError for anything else."""
+    with os_errors(path):
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        with os_errors(path):
+            found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise ConfigError(f"{path}: expected a regular file")
+        yield CheckpointFile(path, fd, file_state(found), found.st_size)
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def os_errors(path: str) -> Iterator[None]:
+    """Raise ConfigError that names `path` for what the system refuses."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}") from error

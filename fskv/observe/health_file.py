@@ -1,0 +1,145 @@
+"""A file that says in one word how an engine's cache is: "ok", "degraded" with reasons, or why it is off.
+
+For probes and people that cannot read metrics. Written by one daemon thread: when something has changed,
+looked at once a second, and every EVERY_S seconds, so that an old file is that of an engine that is gone.
+Nobody waits for that thread: where the file's directory hangs, it hangs alone. `look` is called on it, so it
+must only read what other threads assign.
+
+The file is small (what is said of a condition is cut) and replaced by rename: never seen half written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+from fskv.observe.state_log import StateLog
+
+EVERY_S = 10.0
+LOOK_S = 1.0
+_END_S = 1.0
+_MAX_TEXT = 300
+_MODE = 0o644  # a probe runs as somebody else
+# Conditions with which nothing is loaded and nothing is stored.
+_OFF = frozenset({"weights_in_doubt", "prefix_caching_off"})
+STARTING = "starting"
+
+
+class HealthFile:
+    """See the module docstring. `look` returns what is amiss: condition -> sentence."""
+
+    def __init__(
+        self,
+        path: str,
+        look: Callable[[], Mapping[str, str]],
+        facts: Mapping[str, object],
+        *,
+        every_s: float = EVERY_S,
+        look_s: float = LOOK_S,
+    ) -> None:
+        """`facts` go into the file as they are."""
+        self._path = path
+        self._look = look
+        self._facts = dict(facts)
+        self._every_s = every_s
+        self._look_s = look_s
+        self._log = StateLog("fskv: ", file=path)
+        self._stop = threading.Event()
+        # The thread's own from here on.
+        self._since: dict[str, float] = {}
+        self._written: tuple[str, tuple[str, ...]] | None = None
+        self._written_at = float("-inf")
+        self._failing = False
+        self._state_since = time.time()
+        self._thread = threading.Thread(target=self._run, name="fskv-health", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """Say that the engine has ended, if that can be done in a moment."""
+        self._stop.set()
+        self._thread.join(_END_S)
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            self._turn(ended=False)
+            self._stop.wait(self._look_s)
+        self._turn(ended=True)
+
+    def _turn(self, *, ended: bool) -> None:
+        try:
+            amiss = dict(self._look())
+        except Exception as error:  # a bug in here must not look like a sick cache
+            amiss = {"unknown": f"its state cannot be read: {error!r}"}
+        now = time.time()
+        self._since = {name: self._since.get(name, now) for name in amiss}
+        state = "ended" if ended else _state(amiss)
+        if self._written is None or self._written[0] != state:
+            self._state_since = now
+        why = tuple(
+            f"{text[:_MAX_TEXT]} (since {_rfc3339(self._since[name])})"
+            for name, text in sorted(amiss.items())
+        )
+        due = time.monotonic() - self._written_at >= self._every_s
+        if (state, why) == self._written and not due:
+            return
+        content = {
+            "state": state,
+            "since": _rfc3339(self._state_since),
+            "why": list(why),
+            "conditions": sorted(amiss),
+            "at": _rfc3339(now),
+            "at_s": round(now, 3),
+            "every_s": self._every_s,
+            "pid": os.getpid(),
+            **self._facts,
+        }
+        try:
+            replace_file(self._path, content)
+        except OSError as error:
+            if not self._failing:
+                self._log.say("health_file_failed", logging.WARNING, reason=str(error))
+            self._failing = True
+            return
+        if self._failing:
+            self._log.say("health_file_written")
+        self._failing = False
+        self._written, self._written_at = (state, why), time.monotonic()
+
+
+def _state(amiss: Mapping[str, str]) -> str:
+    if STARTING in amiss:
+        return "starting"
+    if _OFF & amiss.keys():
+        return "stopped"
+    return "degraded" if amiss else "ok"
+
+
+def replace_file(path: str, content: Mapping[str, Any]) -> None:
+    """Write JSON beside `path` and rename it there. Raises OSError."""
+    part = f"{path}.{os.getpid()}.tmp"
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(part)
+    # Exclusive: in a directory that others may write to, somebody may have put a link there.
+    fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, _MODE)
+    try:
+        with os.fdopen(fd, "w") as file:
+            json.dump(content, file, indent=1)
+            file.write("\n")
+        os.rename(part, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(part)
+        raise
+
+
+def _rfc3339(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -1,0 +1,111 @@
+"""Which directories of a root are namespaces: those whose `namespace.json` describes the directory it is in.
+
+A name alone says nothing. What has no such manifest is foreign: it counts against the bounds of the root, and
+nothing in it is touched (docs/format.md).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import re
+from collections.abc import Iterable
+
+from fskv.root.beneath import opened
+from fskv.root.root import MANIFEST_FILE, read_namespace
+
+logger = logging.getLogger(__name__)
+
+_MAX_TOLD = 20  # directories: of a root that has thousands nobody reads them all
+_NAMESPACE = re.compile(r".+@[0-9a-f]{16}", re.DOTALL)
+
+
+class Manifests:
+    """What the manifests of a root's directories say. Each is read again when it has changed."""
+
+    def __init__(self, root: str) -> None:
+        self._root = root
+        self.foreign: set[str] = set()
+        self.tenants: dict[str, str] = {}
+        self._judged: dict[str, tuple[int, ...]] = {}
+        self._num_told = 0
+
+    def _tell(self, name: str, error: Exception) -> None:
+        self._num_told += 1
+        if self._num_told <= _MAX_TOLD:
+            logger.warning("%s is foreign; it counts and stays as it is: %s", name, error)
+        if self._num_told == _MAX_TOLD:
+            logger.warning("of other directories that are foreign nothing is said; see `fskv ls`")
+
+    def forget(self, name: str) -> None:
+        self.foreign.discard(name)
+        self.tenants.pop(name, None)
+        self._judged.pop(name, None)
+
+    def is_there(self, name: str) -> bool:
+        """Return whether there may be a directory of that name, and no link."""
+        try:
+            with opened(self._root, f"{self._root}/{name}", os.O_PATH):
+                return True
+        except OSError as error:  # a link is nobody's
+            return error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+
+    def state(self, name: str) -> tuple[int, ...]:
+        """Return what changes when a namespace's manifest does; nothing where there is none."""
+        with (
+            contextlib.suppress(OSError),
+            opened(self._root, f"{self._root}/{name}", os.O_PATH) as fd,
+        ):
+            info = os.stat(MANIFEST_FILE, dir_fd=fd, follow_symlinks=False)
+            return info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns
+        return ()
+
+    def judge(self, name: str) -> None:
+        """Find out whether a directory is a namespace, and whose."""
+        state = self.state(name)
+        if state and state == self._judged.get(name):
+            return
+        self._judged[name] = state
+        self.tenants.pop(name, None)
+        if (
+            not state
+        ):  # a link leads there; or its engine is just starting, and the manifest comes last
+            self.foreign.add(name)
+            return
+        try:
+            tenant = read_namespace(self._root, name).tenant
+        except Exception as error:  # it is one of many, and anything may be in it
+            if name not in self.foreign:
+                self._tell(name, error)
+            self.foreign.add(name)
+            return
+        self.foreign.discard(name)
+        if tenant is not None:
+            self.tenants[name] = tenant
+
+
+def namespaces_of_ours(root: str, names: Iterable[str]) -> list[str]:
+    """Return those of the directories whose manifest describes them, and that no link leads to."""
+    found = []
+    for name in names:
+        with contextlib.suppress(Exception):  # anything may be in a manifest
+            with opened(root, f"{root}/{name}", os.O_PATH):
+                read_namespace(root, name)
+            found.append(name)
+    return found
+
+
+def all_namespaces(root: str) -> set[str]:
+    """Return every directory that may be a namespace; raises OSError where the root cannot be listed."""
+    found = set()
+    with os.scandir(root) as arches:
+        for arch in arches:
+            if arch.name.startswith(".") or not arch.is_dir(follow_symlinks=False):
+                continue
+            with contextlib.suppress(OSError), os.scandir(arch.path) as models:
+                for model in models:
+                    if _NAMESPACE.fullmatch(model.name) and model.is_dir(follow_symlinks=False):
+                        found.add(f"{arch.name}/{model.name}")
+    return found

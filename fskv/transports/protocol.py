@@ -1,0 +1,157 @@
+"""Moving bytes: KV pages <-> staging slots <-> chunk files.
+
+A transport owns the slots and is the only code that reads or writes chunk bytes. It knows nothing
+about keys, headers or checks: that is the store's. Everything goes through slots that fskv owns,
+because a read that lands in live KV pages cannot be abandoned at its deadline: the engine would hand
+the pages to another request and the late bytes would corrupt it.
+
+Here is what all transports share; they are in `fskv.transports`. Called on the threads of `jobs`; a slot
+belongs to one thread at a time, which `SlotPool` enforces.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from fskv.plan.spans import SpanTable
+
+if TYPE_CHECKING:
+    from fskv import _native
+
+logger = logging.getLogger(__name__)
+
+
+class OpenChunk(Protocol):
+    """An open chunk file; `nbytes` is its length when it was opened."""
+
+    nbytes: int
+    mtime: float
+
+    def read_into(self, slot: Any, slot_offset: int, file_offset: int, nbytes: int) -> None:
+        """Read exactly `nbytes` (4096-aligned offsets and length); raises ChunkCorrupt when short."""
+
+    def touch(self) -> None:
+        """Set the mtime, our "last used", to now."""
+
+    def same_file(self, path: str, dir_fd: int | None = None) -> bool:
+        """Whether `path`, or its last name in `dir_fd`, still names this very file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Native:
+    """How a transport lets `fskv._native` do its work outside the interpreter."""
+
+    pages: (
+        _native.Pages | None
+    )  # None: the KV is not in host memory, gathering and scattering stay Python's
+    open_flags: int  # O_DIRECT or 0
+    fsync: bool
+    file_mode: int
+    # fskv._native's types. Handed on from here, so that only the transport knows whether it was built.
+    queue: Callable[[int], _native.Queue]
+    guard: type[_native.Guard]
+    layout: type[_native.Layout]
+    transfer: type[_native.Transfer]
+
+
+class Transport(Protocol):
+    """What the store and the jobs need from an I/O layer; see the module docstring.
+
+    Slots are typed Any: each transport takes those of its own `new_slot` only. Offsets and lengths are bytes.
+    """
+
+    slot_nbytes: int
+    description: str  # for the start-up line: what is really used
+    native: Native | None  # None: every chunk is moved by the methods below
+
+    def new_slot(self, index: int) -> Any: ...
+
+    def drop_slot(self, slot: Any) -> None:
+        """Give a slot's memory back; it must not be in use."""
+
+    def gather(self, table: SpanTable, slot: Any, base: int, ready: Any) -> None:
+        """Copy KV pages into the slot at `base`; returns when the pages are no longer read.
+
+        `table` holds spans, see `ChunkPlan`; ValueError or IndexError when one is not inside its tensor.
+        `ready` is an event of the stream that produced the pages, or None when they are complete.
+        """
+
+    def scatter(self, slot: Any, base: int, table: SpanTable, ready: Any) -> None:
+        """Copy from the slot at `base` into KV pages; returns when the pages are complete.
+
+        `ready` is an event of the stream that used the pages before (vLLM may still be zeroing them).
+        """
+
+    def fill_zero(self, slot: Any, start: int, stop: int) -> None:
+        """Zero the slot's bytes [start, stop)."""
+
+    def put_header(self, slot: Any, header: bytes) -> None:
+        """Copy the header to the slot's beginning."""
+
+    def take_header(self, slot: Any, nbytes: int) -> bytes | memoryview:
+        """Return the slot's first `nbytes` in host memory; valid until the slot is written again."""
+
+    def row_digests(self, slot: Any, start: int, stop: int) -> bytes:
+        """Return what `chunk_file.row_digests` gives for the slot's bytes [start, stop)."""
+
+    def open(
+        self, path: str, dir_fd: int | None = None
+    ) -> contextlib.AbstractContextManager[OpenChunk]:
+        """Open a chunk file for reading; raises a ChunkError. `dir_fd`: see fskv.transports.chunk_fd."""
+
+    def write_part(self, path: str, slot: Any, nbytes: int, dir_fd: int | None = None) -> None:
+        """Create `path` exclusively with the slot's first `nbytes`; raises a ChunkError, leaving no file."""
+
+    def close(self) -> None:
+        """Release what was registered; slots that are parked stay as they are. Never waits for a disk."""
+
+
+class SlotPool:
+    """The slots of one worker, made on first use, never more than `num_slots`."""
+
+    def __init__(self, transport: Transport, num_slots: int) -> None:
+        self._transport = transport
+        self._num_slots = num_slots
+        self._lock = threading.Lock()
+        self._free: list[Any] = []
+        self.num_made = 0
+        self._num_used = 0
+        self._complained = False  # about memory, since the last slot that could be made
+
+    @property
+    def num_used(self) -> int:
+        return self._num_used
+
+    def take(self) -> Any:
+        """Return a slot, or None when all are used or there is no memory. Never waits."""
+        with self._lock:
+            if self._num_used >= self._num_slots:
+                return None
+            self._num_used += 1
+            if self._free:
+                return self._free.pop()
+            index = self.num_made
+            self.num_made += 1
+        try:
+            slot = self._transport.new_slot(index)
+        except (MemoryError, OSError, RuntimeError) as error:  # also what pinning says
+            with self._lock:
+                self._num_used -= 1
+                self.num_made -= 1
+                first, self._complained = not self._complained, True
+            if first:
+                logger.warning("no memory for staging slot %d: %s", index, error)
+            return None
+        self._complained = False
+        return slot
+
+    def give_back(self, slot: Any) -> None:
+        """Return a slot whose I/O is over; a hung thread keeps its slot until then (parked)."""
+        with self._lock:
+            self._num_used -= 1
+            self._free.append(slot)
