@@ -33,7 +33,7 @@ from benchmarks.rig import (
 )
 from benchmarks.usage import Watch, begin_high_water
 from fskv.config import MIB, StoreConfig
-from fskv.types import ChunkId, Status
+from fskv.types import FileId, Status
 
 # Beside the slots: thread stacks, directory entries, the allocator's slack.
 FIXED_NBYTES = 24 * MIB
@@ -66,7 +66,7 @@ class Flood:
         self.rig = Rig(directory, shape, config)
         self._shape = shape
         self._num_jobs = options.jobs
-        self._stored: list[ChunkId] = []
+        self._stored: list[FileId] = []
         self.ended = {False: Counter[str](), True: Counter[str]()}  # by is_load
         self.num_failed_jobs = 0
         self.max_slots = 0
@@ -104,15 +104,15 @@ class Flood:
         """Compare the pages of every place that a kept chunk was loaded into; return the bytes."""
         return self.rig.compare(sorted({self._place(chunk) for chunk in self._stored}))
 
-    def _requests(self, chunk: ChunkId, *, is_load: bool) -> Any:
+    def _requests(self, chunk: FileId, *, is_load: bool) -> Any:
         return self.rig.requests([(chunk, self._place(chunk))], is_load=is_load)
 
-    def _chunk(self, job_id: int, *, is_load: bool) -> ChunkId:
+    def _chunk(self, job_id: int, *, is_load: bool) -> FileId:
         if is_load:
             return self._stored[job_id % len(self._stored)]
-        return ChunkId(b"%032d" % job_id, 0)
+        return FileId(b"%032d" % job_id, 0)
 
-    def _place(self, chunk: ChunkId) -> int:
+    def _place(self, chunk: FileId) -> int:
         return int(chunk.key_hash) % self._shape.num_places
 
     def _collect(self) -> None:
@@ -123,9 +123,9 @@ class Flood:
             if outcome.is_load or outcome.status is not Status.OK:
                 continue
             if len(self._stored) < NUM_FILES_KEPT:
-                self._stored.append(outcome.chunk)
+                self._stored.append(outcome.file)
             else:
-                self.rig.remove(outcome.chunk)
+                self.rig.remove(outcome.file)
 
 
 def flood(connection: Connection, directory: str, options: argparse.Namespace) -> None:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from fskv.config import MIB, StoreConfig
 from fskv.data_path.breaker import Breaker
-from fskv.data_path.job import ChunkRequest
+from fskv.data_path.job import FileMove
 from fskv.data_path.runner import JobRunner
 from fskv.data_path.store import ChunkStore
 from fskv.format.chunk_file import CHECKSUM, FileLayout
@@ -31,7 +31,7 @@ from fskv.namespace import GroupIdentity, Identity
 from fskv.plan.spans import GroupLayout, plan_job
 from fskv.root.root import NamespaceDir, Root
 from fskv.transports.host import HostTransport
-from fskv.types import ChunkId, Status
+from fskv.types import FileId, Status
 
 if TYPE_CHECKING:
     import torch
@@ -131,7 +131,6 @@ def open_runner(
         directory,
         {0: layout},
         transport,
-        rank=None,
         touch_interval_s=config.touch_interval_s,
         keys=keys,
     )
@@ -191,9 +190,7 @@ class Rig:
             self._tensors, self.file_layout, self._names, config, native=native, keys=keys
         )
 
-    def requests(
-        self, chunks: Sequence[tuple[ChunkId, int]], *, is_load: bool
-    ) -> list[ChunkRequest]:
+    def requests(self, chunks: Sequence[tuple[FileId, int]], *, is_load: bool) -> list[FileMove]:
         """Plan a job of (chunk, place) pairs as a worker does for every job."""
         places = self._blocks[is_load]
         blocks = [block for _, place in chunks for block in places[place]]
@@ -206,7 +203,7 @@ class Rig:
             [0],
             complete_tail=not is_load,
         )
-        return [ChunkRequest(chunks[part.key_idx][0], part) for part in plan.chunks]
+        return [FileMove(chunks[part.key_idx][0], part) for part in plan.chunks]
 
     def clear(self) -> None:
         """Zero the pages that loads fill."""
@@ -226,7 +223,7 @@ class Rig:
             nbytes += len(stored) * self.shape.page_nbytes
         return nbytes
 
-    def remove(self, chunk: ChunkId) -> None:
+    def remove(self, chunk: FileId) -> None:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._names.chunk_path(chunk.key_hash, chunk.group_idx, None))
 
@@ -263,8 +260,8 @@ class Traffic:
         self._max_open = min(2 * job_chunks, rig.shape.num_places)
         if job_chunks > rig.shape.num_places:
             raise BenchmarkError(f"{job_chunks} chunks a job, but {rig.shape.num_places} places")
-        self._stored: deque[tuple[ChunkId, int]] = deque()
-        self._place_of: dict[ChunkId, int] = {}  # of chunks on their way into a file
+        self._stored: deque[tuple[FileId, int]] = deque()
+        self._place_of: dict[FileId, int] = {}  # of chunks on their way into a file
         self._loaded_places: set[int] = set()
         self._num_named = 0
         self._num_jobs = 0
@@ -326,7 +323,7 @@ class Traffic:
             return
         chunks = []
         for number in range(self._num_named, self._num_named + self._job_chunks):
-            chunk = ChunkId(b"%032d" % number, 0)
+            chunk = FileId(b"%032d" % number, 0)
             self._place_of[chunk] = number % self._rig.shape.num_places
             chunks.append((chunk, self._place_of[chunk]))
         self._num_named += self._job_chunks
@@ -341,7 +338,7 @@ class Traffic:
                 what = "load" if outcome.is_load else "store"
                 raise BenchmarkError(f"the {what} of a chunk ended as {outcome.status.value}")
             if not outcome.is_load:
-                self._stored.append((outcome.chunk, self._place_of.pop(outcome.chunk)))
+                self._stored.append((outcome.file, self._place_of.pop(outcome.file)))
                 if self._keep is not None and len(self._stored) > self._keep:
                     self._rig.remove(self._stored.popleft()[0])
         self._num_open -= len(outcomes)

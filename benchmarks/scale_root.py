@@ -24,7 +24,7 @@ from fskv.data_path.store import ChunkStore
 from fskv.format.chunk_file import FileLayout
 from fskv.root.root import NamespaceDir
 from fskv.transports.host import HostTransport
-from fskv.types import ChunkId, Status
+from fskv.types import FileId, Status
 
 # docs/format.md; not from fskv.index.scan, which a first hit must not import.
 NUM_SHARDS = 4096
@@ -155,8 +155,8 @@ def check_pruned(
 # --- real chunks ----------------------------------------------------------------------------
 
 
-def chunk_id(number: int) -> ChunkId:
-    return ChunkId(b"scale-%026d" % number, 0)
+def chunk_id(number: int) -> FileId:
+    return FileId(b"scale-%026d" % number, 0)
 
 
 def content_of(number: int, nbytes: int) -> Any:
@@ -173,7 +173,7 @@ def open_store(directory: NamespaceDir, chunk_nbytes: int) -> tuple[ChunkStore, 
     transport = HostTransport(
         [], layout.file_nbytes, probe_dir=directory.tmp_dir, direct_io="auto", file_mode=0o600
     )
-    store = ChunkStore(directory, {0: layout}, transport, rank=None, touch_interval_s=600.0)
+    store = ChunkStore(directory, {0: layout}, transport, touch_interval_s=600.0)
     return store, transport
 
 

@@ -56,7 +56,7 @@ def first_hit(options: Options) -> dict[str, Any]:
     for number in options["chunks"]:
         start = time.monotonic()
         chunk = chunk_id(number)
-        while (answer := presence.lookup(chunk)[0]) is Presence.UNKNOWN:
+        while (answer := presence.lookup(chunk.chunk)[0]) is Presence.UNKNOWN:
             presence.flush()
             time.sleep(0.0005)
             if keeper is not None:

@@ -32,7 +32,7 @@ from benchmarks.rig import BenchmarkError, Rig, Shape, patient_config, work_dire
 from fskv.config import MIB
 from fskv.format.chunk_file import ROW_NBYTES
 from fskv.format.mac import MacKey, MacKeys
-from fskv.types import ChunkId, Status
+from fskv.types import FileId, Status
 
 _DIGEST_NBYTES = 16 * MIB
 _DIGEST_S = 0.1
@@ -42,7 +42,7 @@ _PATIENCE_S = 300.0
 def _move(rig: Rig, number: int, round_: int, *, is_load: bool) -> tuple[float, float]:
     """Store or load `number` chunks in one job; returns seconds, and CPU seconds of the process."""
     chunks = [
-        (ChunkId(hashlib.sha256(b"%d/%d" % (round_, i)).digest(), 0), i % rig.shape.num_places)
+        (FileId(hashlib.sha256(b"%d/%d" % (round_, i)).digest(), 0), i % rig.shape.num_places)
         for i in range(number)
     ]
     requests = rig.requests(chunks, is_load=is_load)

@@ -45,3 +45,15 @@ class ChunkId(NamedTuple):
 
     key_hash: bytes
     group_idx: int
+
+
+class FileId(NamedTuple):
+    """Names one file of a chunk: `rank` is what stands for a rank in its name, None where nothing does."""
+
+    key_hash: bytes
+    group_idx: int
+    rank: int | None = None
+
+    @property
+    def chunk(self) -> ChunkId:
+        return ChunkId(self.key_hash, self.group_idx)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import http.client
 import math
+import re
 import socket
 import threading
 import time
@@ -30,13 +31,13 @@ MAX_NBYTES = 8 << 20  # of one answer: vLLM's are some hundred kilobytes
 _MAX_LINE = 4096
 _MAX_URL = 2000
 _MAX_MODELS = 8
-_FSKV = "vllm:fskv_"
+_OURS = re.compile(r"\w+:(?=fskv_)")  # an engine puts its name before ours
 # vLLM 0.32's own.
 HIT_TOKENS = "vllm:external_prefix_cache_hits"
 QUERIED_TOKENS = "vllm:external_prefix_cache_queries"
 LOOKUP_DELAY = "vllm:kv_offload_lookup_async_delay_seconds"
 FIRST_TOKEN = "vllm:time_to_first_token_seconds"  # noqa: S105  no password
-_WANTED = (_FSKV, HIT_TOKENS, QUERIED_TOKENS, LOOKUP_DELAY, FIRST_TOKEN)
+_WANTED = (HIT_TOKENS, QUERIED_TOKENS, LOOKUP_DELAY, FIRST_TOKEN)
 
 
 class NoMetrics(Exception):  # noqa: N818  a state of the endpoint, said in a few words
@@ -56,7 +57,7 @@ class Sample:
 
     @property
     def has_fskv(self) -> bool:
-        return any(name.startswith(_FSKV) for name, _ in self.sums)
+        return any(name.startswith("fskv_") for name, _ in self.sums)
 
     def value(self, metric: metrics.Metric, label: str = "") -> float | None:
         return self.sums.get((metric.name, label))
@@ -294,7 +295,7 @@ def _wanted_lines(text: str) -> Iterator[str]:
     """Leave out what fskv does not show, before it is parsed: a thousandth of the work for garbage."""
     for line in text.split("\n"):
         name = line.removeprefix("# TYPE ")
-        if name.startswith(_WANTED) and len(line) <= _MAX_LINE:
+        if (_OURS.match(name) or name.startswith(_WANTED)) and len(line) <= _MAX_LINE:
             yield line
 
 
@@ -303,7 +304,7 @@ def _samples(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
 
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
-            yield sample.name, sample.labels, sample.value
+            yield _OURS.sub("", sample.name), sample.labels, sample.value
 
 
 def _key(name: str, labels: Mapping[str, str]) -> tuple[str, ...] | None:

@@ -99,7 +99,7 @@ def _other(chunk: Chunk, same: list[bool] | None, chunks: list[Chunk], rng: rand
 def _try(
     victim: Victim, chunk: Chunk, kind: str, forged: bytes, rng: random.Random, score: Score
 ) -> None:
-    reader, layout = victim.stores[chunk.space, chunk.rank], victim.layout
+    reader, layout = victim.stores[chunk.space], victim.layout
     id_ = victim.id(chunk)
     genuine = victim.content[chunk]
     victim.put(chunk, forged)

@@ -33,7 +33,7 @@ from fskv.format.chunk_file import (
 from fskv.format.mac import INTEGRITY, KEY_ID_NBYTES, SEAL_NBYTES, TAG_NBYTES, MacKey, MacKeys
 from fskv.root.root import NamespaceDir, Root
 from fskv.transports.host import HostTransport
-from fskv.types import ChunkId
+from fskv.types import FileId
 from trials.corruption_kinds import corruption_identity
 
 _PAGES = (60000, 27000)  # three blocks: four whole rows
@@ -78,16 +78,14 @@ class Victim:
         )
         self.slot = transport.new_slot(0)
         self.stores = {
-            (space, rank): ChunkStore(
+            space: ChunkStore(
                 self.directories[space],
                 self.layouts[space],
                 transport,
-                rank=rank,
                 touch_interval_s=600,
                 keys=lambda: self.keys,
             )
             for space in range(2)
-            for rank in range(2)
         }
         self.content: dict[Chunk, bytes] = {}
         for space in range(2):
@@ -127,12 +125,12 @@ class Victim:
         layout = replace(self.layouts[chunk.space][chunk.group], integrity=header.integrity)
         return encode_header(header, layout.header_nbytes, key) + payload
 
-    def id(self, chunk: Chunk) -> ChunkId:
-        return ChunkId(chunk.number.to_bytes(32, "big"), chunk.group)
+    def id(self, chunk: Chunk) -> FileId:
+        return FileId(chunk.number.to_bytes(32, "big"), chunk.group, chunk.rank)
 
     def put(self, chunk: Chunk, content: bytes) -> None:
         """Let somebody put a file in the chunk's place, whatever fskv says to it."""
-        path = self.stores[chunk.space, chunk.rank].path(self.id(chunk))
+        path = self.stores[chunk.space].path(self.id(chunk))
         os.makedirs(os.path.dirname(path), exist_ok=True)
         with open(f"{path}.tmp", "wb") as file:
             file.write(content)

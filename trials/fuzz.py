@@ -67,7 +67,8 @@ class _Engine:
 
     @property
     def capacity(self) -> client.Capacity:
-        found: client.Capacity = self.engine._capacity  # noqa: SLF001
+        found: client.Capacity | None = self.engine.lookup.capacity
+        assert found is not None
         return found
 
     @property

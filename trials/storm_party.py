@@ -22,14 +22,14 @@ from benchmarks import rig
 from fskv.config import StoreConfig
 from fskv.data_path import store, threads
 from fskv.data_path.breaker import Breaker
-from fskv.data_path.job import ChunkRequest
+from fskv.data_path.job import FileMove
 from fskv.format import chunk_file
 from fskv.format.chunk_file import ChunkHeader, FileLayout
 from fskv.index.presence import Findings, Key, PresenceIndex, RankFiles, probe_chunks
 from fskv.plan.spans import GroupLayout, plan_job
 from fskv.root.root import NamespaceDir
 from fskv.transports import chunk_fd
-from fskv.types import ChunkId, Presence
+from fskv.types import ChunkId, FileId, Presence
 from trials.storm_content import (
     BLOCKS_PER_CHUNK,
     PAGES_NBYTES,
@@ -133,7 +133,7 @@ class Party:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._directory.chunk_path(key_hash(number), 0, None))
 
-    def requests(self, numbers: Sequence[int], places: Sequence[int]) -> list[ChunkRequest]:
+    def requests(self, numbers: Sequence[int], places: Sequence[int]) -> list[FileMove]:
         """Plan a job over these chunks, each in its place, as a worker does."""
         blocks = [block for place in places for block in self.pages.blocks(place)]
         plan = plan_job(
@@ -145,7 +145,7 @@ class Party:
             [0],
             complete_tail=True,
         )
-        return [ChunkRequest(self.chunk(numbers[part.key_idx]), part) for part in plan.chunks]
+        return [FileMove(FileId(*self.chunk(numbers[part.key_idx])), part) for part in plan.chunks]
 
     def lookup(self, number: int) -> Presence:
         """Ask the index, and count the answer if it is one."""

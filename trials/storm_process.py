@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.rig import BenchmarkError
 from fskv.config import Deadline
-from fskv.data_path.job import ChunkOutcome, JobResult
+from fskv.data_path.job import FileOutcome, JobResult
 from fskv.types import Presence, Status
 from trials.storm_content import content, poison
 from trials.storm_party import Party, Setting
@@ -77,7 +77,7 @@ class _Worker(ABC):
         """Take what became of a job of these (number, place)."""
 
     @abstractmethod
-    def ended(self, outcome: ChunkOutcome) -> None:
+    def ended(self, outcome: FileOutcome) -> None:
         """Take what became of a chunk."""
 
     def end(self) -> None:
@@ -117,7 +117,7 @@ class Writer(_Worker):
             self.party.pages.write(place, poison(number))
             self.free.append(place)
 
-    def ended(self, outcome: ChunkOutcome) -> None:
+    def ended(self, outcome: FileOutcome) -> None:
         """Nobody waits for a store."""
 
 
@@ -161,9 +161,9 @@ class Reader(_Worker):
         else:
             self.connection.send(chunks)
 
-    def ended(self, outcome: ChunkOutcome) -> None:
+    def ended(self, outcome: FileOutcome) -> None:
         if outcome.status is not Status.OK:
-            self.party.index.mark_failed(outcome.chunk, outcome.status)
+            self.party.index.mark_failed(outcome.file.chunk, outcome.status)
 
 
 class Station:
@@ -239,7 +239,7 @@ class Station:
         start = time.monotonic()
         places = range(first_place, first_place + len(numbers))
         submit(self._num_jobs, self._party.requests(numbers, places), None)
-        reported, outcomes, seconds = None, list[ChunkOutcome](), 0.0
+        reported, outcomes, seconds = None, list[FileOutcome](), 0.0
         while reported is None or len(outcomes) < len(numbers):
             for result in runner.poll():
                 reported, seconds = result, time.monotonic() - start
@@ -247,7 +247,7 @@ class Station:
             if time.monotonic() > start + _SETTLE_S:
                 raise BenchmarkError(f"job {self._num_jobs}: reported {reported}, {outcomes}")
             time.sleep(_STEP_S)
-        statuses = {outcome.chunk.key_hash: outcome.status.value for outcome in outcomes}
+        statuses = {outcome.file.chunk.key_hash: outcome.status.value for outcome in outcomes}
         return {
             "failed": reported.failed,
             "seconds": round(seconds, 3),

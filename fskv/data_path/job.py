@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fskv.data_path.threads import Guard
 from fskv.plan.spans import ChunkPlan
-from fskv.types import ChunkId, Status
+from fskv.types import FileId, Status
 
 if TYPE_CHECKING:
     from fskv import _native
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkRequest:
-    """One chunk of a job: which, and what of it goes where."""
+class FileMove:
+    """One file of a job: which, and what of its chunk goes where."""
 
-    chunk: ChunkId
+    file: FileId
     plan: ChunkPlan
 
 
@@ -52,13 +52,14 @@ class JobResult:
     busy_s: float = 0.0
     done_share: float = 1.0  # of the bytes
     late: bool = False  # given up at its deadline, or because it would not keep it
+    bad: tuple[FileId, ...] = ()  # of a load: the files that were not good
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkOutcome:
-    """How one chunk ended; for stores this comes after the job was reported."""
+class FileOutcome:
+    """How one file ended; for stores this comes after the job was reported."""
 
-    chunk: ChunkId
+    file: FileId
     is_load: bool
     status: Status
     nbytes: int
@@ -97,10 +98,10 @@ class Job:
         self.look_s = look_s
         self.too_late = too_late  # what the chunks of a load are when it is given up
         self.late = False  # engine's thread only
-        self.tasks: list[ChunkTask] = []
+        self.tasks: list[FileTask] = []
         self.lock = threading.Lock()
         self.num_open = 0  # chunks whose pages are still needed
-        self.failed = False
+        self.bad: list[FileId] = []  # of a load: files that were not good
         self.nbytes = 0
         self.ended_at = 0.0  # the last chunk that was loaded
 
@@ -120,41 +121,42 @@ class Job:
         read = total = 0
         with self.lock:
             for task in self.tasks:
-                total += task.request.plan.nbytes
-                if not task.closed and task.started_at is not None:
-                    read += task.request.plan.nbytes
+                total += task.move.plan.nbytes
+                if not task.pages_free and task.started_at is not None:
+                    read += task.move.plan.nbytes
             read += self.nbytes
         return (now - first) * total > read * (self.deadline_at - first)
 
     def result(self, now: float) -> JobResult:
         """Return the report; all its chunks have ended."""
-        total = sum(task.request.plan.nbytes for task in self.tasks)
+        total = sum(task.move.plan.nbytes for task in self.tasks)
         began = [task.started_at for task in self.tasks if task.started_at is not None]
-        ended = now if self.failed else self.ended_at
+        ended = now if self.bad else self.ended_at
         return JobResult(
             self.job_id,
             self.is_load,
-            self.failed,
+            bool(self.bad),
             self.nbytes,
             now - self.submitted_at,
             busy_s=max(0.0, ended - min(began, default=self.submitted_at)),
             done_share=self.nbytes / total if total else 1.0,
             late=self.late,
+            bad=tuple(self.bad),
         )
 
 
-class ChunkTask:
-    """One chunk of a job on its way; `closed` and `slot` change under the job's lock."""
+class FileTask:
+    """One file of a job on its way; `pages_free` and `slot` change under the job's lock. See runner."""
 
-    __slots__ = ("closed", "job", "queued", "reported", "request", "slot")
+    __slots__ = ("job", "move", "outcome_known", "pages_free", "queued", "slot")
 
-    def __init__(self, job: Job, request: ChunkRequest) -> None:
+    def __init__(self, job: Job, move: FileMove) -> None:
         self.job = job
-        self.request = request
+        self.move = move
         self.queued: Any = None  # the Task or Transfer that stands for it in the queue
         self.slot: Any = None  # set when the pages were gathered ahead, by wait()
-        self.closed = False  # the KV pages are not needed for this chunk any more
-        self.reported = False  # the outcome is known
+        self.pages_free = False
+        self.outcome_known = False
 
     @property
     def started_at(self) -> float | None:

@@ -1,16 +1,28 @@
 """Runs the engine's store and load jobs on I/O threads, each within its deadline.
 
-A job is what the engine asked for in one call: chunks of one request. Its chunks are tasks that run in
-parallel. The engine's thread calls submit_*, poll and wait, and none of them ever waits for a disk:
+A job is what the engine asked for in one call: files of one request's chunks. Each file is a task, and the
+tasks of a job run in parallel. Three facts end a task, each of them once:
 
-- a load job is reported when all its chunks have ended, or at its deadline; failed, if one of them was
-  not good. A bad chunk does not end the others: all that is bad is found, reported and stored again in
-  one round. From the report on no late thread can write a page: the job's `Guard` refuses it.
-- a store job is reported when its pages have been gathered, not when they are written: the pages are free
-  again. Writing goes on; its outcome arrives later through `take_outcomes`.
-- `wait` returns when the pages of the given jobs are neither read nor written any more. It gathers what it
-  can into free slots and cancels the rest.
-- `drop` does the same for all jobs at once and gathers nothing: the engine has given its KV up.
+    store   queued -> gathering -> writing -> done
+                               |           |
+                       the pages are free  the slot is free, the outcome is known
+
+    load    queued -> reading, checking -> scattering -> done
+                                                      |
+                                      the pages are free, the outcome is known; its thread keeps its slot
+
+A task that is abandoned frees its pages at once, wherever it stands, and its outcome is known. The slot of a
+thread that hangs is free when its call returns.
+
+The engine's thread calls submit_*, poll and wait, and none of them ever waits for a disk:
+
+- A load job is reported when the pages of all its tasks are free, or at its deadline. `JobResult.bad` names
+the files that were not good. A bad file does not end the others: all that is bad is found, reported and
+stored again in one round. From the report on no late thread can write a page: the job's `Guard` refuses it.
+- A store job is reported when its pages are free, not when its files are written. Writing goes on; what
+became of it arrives later through `take_outcomes`. - `wait` returns when the pages of the given jobs are
+neither read nor written any more. It gathers what it can into free slots and cancels the rest. - `drop` does
+the same for all jobs at once and gathers nothing: the engine has given its KV up.
 
 Where the transport allows it, an I/O thread does all this in `fskv._native` without entering the interpreter
 and comes back only with a chunk for which something is amiss; that chunk is done again here, from the start.
@@ -34,9 +46,9 @@ from fskv.config import Deadline
 from fskv.data_path.breaker import Breaker
 from fskv.data_path.job import (
     NO_LIMIT,
-    ChunkOutcome,
-    ChunkRequest,
-    ChunkTask,
+    FileMove,
+    FileOutcome,
+    FileTask,
     Job,
     JobResult,
     LoadLimit,
@@ -111,17 +123,17 @@ class JobRunner:
         )
         self._jobs: dict[int, Job] = {}  # engine's thread only
         self._lock = threading.Lock()  # guards what follows
-        self._open_stores: set[ChunkTask] = set()  # queued or being written
+        self._open_stores: set[FileTask] = set()  # queued or being written
         self._num_ahead = 0  # slots in use for pages that were gathered ahead
         self._results: list[JobResult] = []
-        self._outcomes: list[ChunkOutcome] = []
+        self._outcomes: list[FileOutcome] = []
 
     # --- the engine's side ----------------------------------------------------------------
 
     def submit_load(
         self,
         job_id: int,
-        requests: Sequence[ChunkRequest],
+        moves: Sequence[FileMove],
         ready: Any,
         limit: LoadLimit = NO_LIMIT,
     ) -> None:
@@ -130,20 +142,20 @@ class JobRunner:
         `ready` is an event after which no kernel writes the pages any more, or None. A load that is given up
         by its `limit`, before its deadline, was not worth more time: nothing is held against its chunks.
         """
-        deadline_s = self._deadline.for_nbytes(sum(self._file_nbytes(r) for r in requests))
+        deadline_s = self._deadline.for_nbytes(sum(self._file_nbytes(r) for r in moves))
         too_late = Status.SKIPPED if limit.allowed_s < deadline_s else Status.TIMED_OUT
         allowed_s = min(limit.allowed_s, deadline_s)
         guard = self._make_guard()
         job = Job(job_id, self._clock(), allowed_s, ready, guard, too_late, limit.look_s)
-        self._queue(self._begin(job, requests))
+        self._queue(self._begin(job, moves))
 
-    def submit_store(self, job_id: int, requests: Sequence[ChunkRequest], ready: Any) -> None:
+    def submit_store(self, job_id: int, moves: Sequence[FileMove], ready: Any) -> None:
         """Start a store, after `ready`; chunks beyond the queue's limit are skipped and counted."""
         queued = []
         limit = self._queue_limit()
         job = Job(job_id, self._clock(), self._deadline.max_s, ready, self._make_guard())
-        for task in self._begin(job, requests):
-            plan = task.request.plan
+        for task in self._begin(job, moves):
+            plan = task.move.plan
             with self._lock:
                 # Blocks after the plan's last one would be whatever the slot held before.
                 skip = (
@@ -153,8 +165,8 @@ class JobRunner:
                 if not skip:
                     self._open_stores.add(task)
             if skip:
-                self._close(task, Status.SKIPPED, 0, 0.0)
-                self._finish_store(task, Status.SKIPPED, 0.0)
+                self._pages_free(task, Status.SKIPPED, 0, 0.0)
+                self._store_ended(task, Status.SKIPPED, 0.0)
             else:
                 queued.append(task)
         self._queue(queued)
@@ -165,34 +177,34 @@ class JobRunner:
             return self._max_queued
         return min(self._max_queued, max(2 * self._num_threads, int(self._store_queue_s / seconds)))
 
-    def _begin(self, job: Job, requests: Sequence[ChunkRequest]) -> list[ChunkTask]:
+    def _begin(self, job: Job, moves: Sequence[FileMove]) -> list[FileTask]:
         """Register a job; return the tasks to run, if any."""
-        job.tasks = [ChunkTask(job, request) for request in requests]
+        job.tasks = [FileTask(job, move) for move in moves]
         job.num_open = len(job.tasks)
         self._jobs[job.job_id] = job
         if not job.tasks:
             self._report(job)
         elif not self._breaker.allows():
-            self._give_up(job, Status.BREAKER)
+            self._abandon(job, Status.BREAKER)
             return []
         return job.tasks
 
-    def _queue(self, tasks: Sequence[ChunkTask]) -> None:
+    def _queue(self, tasks: Sequence[FileTask]) -> None:
         good = []
         for task in tasks:
-            job, request = task.job, task.request
+            job, move = task.job, task.move
             try:
                 task.queued = self._store.transfer(
-                    task, request.chunk, request.plan, job.guard, is_load=job.is_load
+                    task, move.file, move.plan, job.guard, is_load=job.is_load
                 )
                 if task.slot is not None and task.queued.native:
                     task.queued.use_slot(task.slot)
             except Exception:
                 # A bug must cost this chunk, not the engine's step.
-                logger.exception("%s of %s", "load" if job.is_load else "store", request.chunk)
-                self._close(task, Status.IO_ERROR, 0, 0.0)
+                logger.exception("%s of %s", "load" if job.is_load else "store", move.file)
+                self._pages_free(task, Status.IO_ERROR, 0, 0.0)
                 if not job.is_load:
-                    self._end_store(task, Status.IO_ERROR, 0.0)
+                    self._slot_free(task, Status.IO_ERROR, 0.0)
             else:
                 good.append(task.queued)
         if good:
@@ -204,7 +216,7 @@ class JobRunner:
         now = self._clock()
         for job in list(self._jobs.values()):
             if job.overdue(now):
-                self._give_up(job, job.too_late or Status.SKIPPED)
+                self._abandon(job, job.too_late or Status.SKIPPED)
         self._write_off_hung(now)
         with self._lock:
             results, self._results = self._results, []
@@ -223,11 +235,11 @@ class JobRunner:
         self._collect()
         for job in [self._jobs[j] for j in job_ids if j in self._jobs]:
             if job.is_load:
-                self._give_up(job, Status.SKIPPED)
+                self._abandon(job, Status.SKIPPED)
                 continue
             for task in job.tasks:
                 self._gather_ahead(task)
-            self._give_up(job, Status.SKIPPED)
+            self._abandon(job, Status.SKIPPED)
 
     def drop(self) -> None:
         """Give every job up: from the return on none of their KV pages is read or written.
@@ -237,14 +249,14 @@ class JobRunner:
         """
         self._collect()
         for job in list(self._jobs.values()):
-            self._give_up(job, Status.SKIPPED)
+            self._abandon(job, Status.SKIPPED)
         with self._lock:
             staged = list(self._open_stores)
         for task in staged:
             if self._pool.queue.cancel(task.queued):
-                self._end_store(task, Status.SKIPPED, 0.0)
+                self._slot_free(task, Status.SKIPPED, 0.0)
 
-    def take_outcomes(self) -> list[ChunkOutcome]:
+    def take_outcomes(self) -> list[FileOutcome]:
         """Return what became of single chunks since the last call."""
         self._collect()
         with self._lock:
@@ -284,11 +296,11 @@ class JobRunner:
         while self._clock() < end:
             self._collect()
             with self._lock:
-                if all(task.reported for task in self._open_stores):  # the others hang
+                if all(task.outcome_known for task in self._open_stores):  # the others hang
                     break
             time.sleep(0.01)
         for job in list(self._jobs.values()):
-            self._give_up(job, Status.SKIPPED)
+            self._abandon(job, Status.SKIPPED)
         self._pool.close()
 
     def _collect(self) -> None:
@@ -296,13 +308,13 @@ class JobRunner:
         for task, kind, seconds in self._pool.queue.take_events():
             event = NativeEvent(kind)
             if event is NativeEvent.GATHERED:
-                self._close(task, None, task.request.plan.nbytes, 0.0)
+                self._pages_free(task, None, task.move.plan.nbytes, 0.0)
             elif event is NativeEvent.LOADED:
-                self._close(task, Status.OK, task.request.plan.nbytes, seconds)
+                self._pages_free(task, Status.OK, task.move.plan.nbytes, seconds)
             elif not task.job.is_load:
                 if event is NativeEvent.STORED:
-                    self._store.replaced(task.request.chunk)
-                self._end_store(task, _STORE_STATUS[event], seconds)
+                    self._store.replaced(task.move.file)
+                self._slot_free(task, _STORE_STATUS[event], seconds)
 
     # --- the I/O threads' side ------------------------------------------------------------
 
@@ -318,98 +330,96 @@ class JobRunner:
                 self._slots.give_back(slot)
 
     def _run(self, queued: Any, slot: Any) -> None:
-        task: ChunkTask = queued.owner
+        task: FileTask = queued.owner
         if slot is None:  # there was no memory for one when the thread started
             with self._own_slot() as late:
                 (self._load if task.job.is_load else self._store_chunk)(task, late)
             return
         (self._load if task.job.is_load else self._store_chunk)(task, slot)
 
-    def _load(self, task: ChunkTask, slot: Any) -> None:
-        job, request, plan = task.job, task.request, task.request.plan
+    def _load(self, task: FileTask, slot: Any) -> None:
+        job, move, plan = task.job, task.move, task.move.plan
         if job.guard.abandoned:
             return
         if slot is None:
-            self._close(task, Status.TIMED_OUT, 0, 0.0)
+            self._pages_free(task, Status.TIMED_OUT, 0, 0.0)
             return
 
         def deliver() -> None:
             if job.guard.enter():  # else the job was given up, and closed
                 try:
-                    base = self._store.layout(request.chunk.group_idx).header_nbytes
+                    base = self._store.layout(move.file.group_idx).header_nbytes
                     self._transport.scatter(slot, base, plan.table, job.ready)
                 finally:
                     job.guard.leave()
-                self._close(task, Status.OK, plan.nbytes, self._seconds(task))
+                self._pages_free(task, Status.OK, plan.nbytes, self._seconds(task))
 
         try:
             if task.queued.checked:
                 deliver()
                 if task.queued.old_mtime:
-                    self._store.touch(request.chunk)
+                    self._store.touch(move.file)
                 return
-            status = self._store.get(
-                request.chunk, plan.first_block, plan.num_blocks, slot, deliver
-            )
+            status = self._store.get(move.file, plan.first_block, plan.num_blocks, slot, deliver)
         except Exception:
             # A bug must cost this load, not the thread and not the request.
-            logger.exception("load of %s", request.chunk)
+            logger.exception("load of %s", move.file)
             status = Status.IO_ERROR
         # What was delivered is closed. If the guard refused, no page was written, and whoever gave the job up
         # closes it as failed, perhaps only after this line: it must not be closed as good meanwhile.
         if status is not Status.OK:
-            self._close(task, status, plan.nbytes, self._seconds(task))
+            self._pages_free(task, status, plan.nbytes, self._seconds(task))
 
-    def _store_chunk(self, task: ChunkTask, slot: Any) -> None:
+    def _store_chunk(self, task: FileTask, slot: Any) -> None:
         status = Status.SKIPPED
         try:
             if task.queued.gathered:
-                self._close(task, None, task.request.plan.nbytes, 0.0)
+                self._pages_free(task, None, task.move.plan.nbytes, 0.0)
             elif task.slot is None and not self._gather(task, slot):
                 return
             status = self._write(task, task.slot or slot)
         except Exception:
-            logger.exception("store of %s", task.request.chunk)
+            logger.exception("store of %s", task.move.file)
             status = Status.IO_ERROR
         finally:
-            self._close(task, Status.SKIPPED, 0, 0.0)  # only matters when gathering raised
-            self._end_store(task, status, self._seconds(task))
+            self._pages_free(task, Status.SKIPPED, 0, 0.0)  # only matters when gathering raised
+            self._slot_free(task, status, self._seconds(task))
 
-    def _gather(self, task: ChunkTask, slot: Any) -> bool:
+    def _gather(self, task: FileTask, slot: Any) -> bool:
         """Copy the task's pages into `slot` and close it; False when it was cancelled before."""
         job = task.job
         if slot is None:
-            self._close(task, Status.SKIPPED, 0, 0.0)
+            self._pages_free(task, Status.SKIPPED, 0, 0.0)
             return False
         if not job.guard.enter():
             return False
         try:
             with job.lock:
-                if task.closed:
+                if task.pages_free:
                     return False
-            base = self._store.layout(task.request.chunk.group_idx).header_nbytes
-            self._transport.gather(task.request.plan.table, slot, base, job.ready)
+            base = self._store.layout(task.move.file.group_idx).header_nbytes
+            self._transport.gather(task.move.plan.table, slot, base, job.ready)
         finally:
             job.guard.leave()
-        self._close(task, None, task.request.plan.nbytes, 0.0)
+        self._pages_free(task, None, task.move.plan.nbytes, 0.0)
         return True
 
-    def _write(self, task: ChunkTask, slot: Any) -> Status:
-        request, queued = task.request, task.queued
+    def _write(self, task: FileTask, slot: Any) -> Status:
+        move, queued = task.move, task.queued
         if queued.native and not queued.tried:  # pages on a device: only the gathering was Python's
             done = _WRITTEN.get(queued.write(slot))
             if done is not None:
                 return done
-        return self._store.put(request.chunk, request.plan.first_block, slot)
+        return self._store.put(move.file, move.plan.first_block, slot)
 
-    def _seconds(self, task: ChunkTask) -> float:
+    def _seconds(self, task: FileTask) -> float:
         return self._clock() - (task.started_at or 0.0)
 
     # --- shared ---------------------------------------------------------------------------
 
-    def _gather_ahead(self, task: ChunkTask) -> None:
+    def _gather_ahead(self, task: FileTask) -> None:
         """On the engine's thread: free the pages of a queued store now, if a spare slot is there."""
-        if task.closed or task.queued is None or not self._pool.queue.cancel(task.queued):
+        if task.pages_free or task.queued is None or not self._pool.queue.cancel(task.queued):
             return  # its pages are gathered, being gathered, or were never taken
         status = Status.SKIPPED
         slot = self._take_ahead()
@@ -420,11 +430,11 @@ class JobRunner:
                 self._pool.queue.hasten(task.queued)
                 return
         except Exception:
-            logger.exception("gather of %s", task.request.chunk)
+            logger.exception("gather of %s", task.move.file)
             status = Status.IO_ERROR
         task.slot = slot
-        self._close(task, status, 0, 0.0)
-        self._end_store(task, status, 0.0)
+        self._pages_free(task, status, 0, 0.0)
+        self._slot_free(task, status, 0.0)
 
     def _take_ahead(self) -> Any:
         with self._lock:
@@ -437,60 +447,64 @@ class JobRunner:
                 self._num_ahead -= 1
         return slot
 
-    def _give_up(self, job: Job, status: Status) -> None:
+    def _abandon(self, job: Job, status: Status) -> None:
         """Free the job's pages: abandon it and close its open chunks with `status`."""
         job.guard.abandon()
         begun = False
         for task in job.tasks:
-            if task.closed:
+            if task.pages_free:
                 continue
             started = task.queued is not None and not self._pool.queue.cancel(task.queued)
             begun |= task.started_at is not None
-            self._close(task, status, 0, self._clock() - job.submitted_at)
+            self._pages_free(task, status, 0, self._clock() - job.submitted_at)
             if not job.is_load and not started:
-                self._finish_store(task, status, 0.0)
+                self._store_ended(task, status, 0.0)
         if status is Status.TIMED_OUT and not begun and self._pool.num_hung:
             self._breaker.record(status)  # no chunk got a thread, because threads hang: one sign
 
-    def _close(self, task: ChunkTask, status: Status | None, nbytes: int, seconds: float) -> None:
-        """The chunk's pages are not needed any more. `status` is None for a store that goes on writing."""
+    def _pages_free(
+        self, task: FileTask, status: Status | None, nbytes: int, seconds: float
+    ) -> None:
+        """The pages of a file are not needed any more. `status` is None for a store that goes on writing."""
         job = task.job
         with job.lock:
-            if task.closed:
+            if task.pages_free:
                 return
-            task.closed = True
-            job.num_open -= 1
-            job.failed |= job.is_load and status is not Status.OK
+            task.pages_free = True
+            if job.is_load and status is not Status.OK:
+                job.bad.append(task.move.file)
             job.nbytes += nbytes if status in (Status.OK, None) else 0
             job.ended_at = max(job.ended_at, (task.started_at or 0.0) + seconds)
-            last = job.num_open == 0
         if job.is_load and status is not None:
-            self._outcome(task, status, nbytes if status is Status.OK else 0, seconds)
+            self._outcome_known(task, status, nbytes if status is Status.OK else 0, seconds)
+        with job.lock:  # once more, or the job might be reported before an outcome of it is known
+            job.num_open -= 1
+            last = job.num_open == 0
         if last:
             self._report(job)
 
-    def _end_store(self, task: ChunkTask, status: Status, seconds: float) -> None:
-        """The chunk's slot is free again, and its outcome known."""
+    def _slot_free(self, task: FileTask, status: Status, seconds: float) -> None:
+        """A store is over: the slot is free again, and the outcome known."""
         if task.slot is not None:
             self._slots.give_back(task.slot)
             task.slot = None
             with self._lock:
                 self._num_ahead -= 1
-        self._finish_store(task, status, seconds)
+        self._store_ended(task, status, seconds)
 
-    def _finish_store(self, task: ChunkTask, status: Status, seconds: float) -> None:
+    def _store_ended(self, task: FileTask, status: Status, seconds: float) -> None:
         with self._lock:
             self._open_stores.discard(task)
-        nbytes = self._file_nbytes(task.request) if status is Status.OK else 0
-        self._outcome(task, status, nbytes, seconds)
+        nbytes = self._file_nbytes(task.move) if status is Status.OK else 0
+        self._outcome_known(task, status, nbytes, seconds)
 
-    def _outcome(self, task: ChunkTask, status: Status, nbytes: int, seconds: float) -> None:
+    def _outcome_known(self, task: FileTask, status: Status, nbytes: int, seconds: float) -> None:
         with self._lock:
-            if task.reported:
+            if task.outcome_known:
                 return
-            task.reported = True
+            task.outcome_known = True
             self._outcomes.append(
-                ChunkOutcome(task.request.chunk, task.job.is_load, status, nbytes, seconds)
+                FileOutcome(task.move.file, task.job.is_load, status, nbytes, seconds)
             )
         if task.started_at is not None:  # what never got a thread says nothing about the disk
             self._breaker.record(status)
@@ -503,18 +517,18 @@ class JobRunner:
     def _write_off_hung(self, now: float) -> None:
         """Replace the threads of transfers that are past their deadline, whatever became of the job."""
         for queued in self._pool.queue.running():
-            task: ChunkTask | None = queued.owner
+            task: FileTask | None = queued.owner
             if task is None:  # it has ended meanwhile
                 continue
-            allowed = self._deadline.for_nbytes(self._file_nbytes(task.request))
+            allowed = self._deadline.for_nbytes(self._file_nbytes(task.move))
             if now - queued.started_at > allowed:
                 self._pool.write_off(queued)
                 if not task.job.is_load:
-                    self._outcome(task, Status.TIMED_OUT, 0, now - queued.started_at)
+                    self._outcome_known(task, Status.TIMED_OUT, 0, now - queued.started_at)
                 elif task.job.late and task.job.too_late is Status.SKIPPED:
                     # Given up before, and late it is: one sign.
                     task.job.too_late = Status.TIMED_OUT
                     self._breaker.record(Status.TIMED_OUT)
 
-    def _file_nbytes(self, request: ChunkRequest) -> int:
-        return self._store.layout(request.chunk.group_idx).file_nbytes
+    def _file_nbytes(self, move: FileMove) -> int:
+        return self._store.layout(move.file.group_idx).file_nbytes

@@ -41,7 +41,7 @@ from fskv.root.beneath import make_directory, open_directory
 from fskv.root.process_id import unique_name
 from fskv.transports.chunk_fd import open_chunk_fd
 from fskv.transports.protocol import OpenChunk, Transport
-from fskv.types import ChunkId, Status
+from fskv.types import FileId, Status
 
 if TYPE_CHECKING:
     from fskv import _native
@@ -69,7 +69,7 @@ class Directory(Protocol):
 
 
 class ChunkStore:
-    """The chunk files of one namespace, as one rank sees them."""
+    """The chunk files of one namespace."""
 
     def __init__(
         self,
@@ -77,12 +77,11 @@ class ChunkStore:
         layouts: Mapping[int, FileLayout],
         transport: Transport,
         *,
-        rank: int | None,
         touch_interval_s: float,
         restore: Callable[[], object] | None = None,
         keys: Callable[[], MacKeys] | None = None,
     ) -> None:
-        """`layouts` by group index; `rank` is None where ranks do not have files of their own.
+        """`layouts` by group index: the files of a chunk are all alike.
 
         With `keys` (KeyFile.keys) every file is sealed, and one that is not is none; asked for before each.
 
@@ -101,33 +100,39 @@ class ChunkStore:
         self._root = directory.root or directory.path
         self._layouts = layouts
         self._transport = transport
-        self._rank = rank
         self._touch_interval_s = touch_interval_s
         self._restore = restore
         self._keys = keys
         self._creator = f"fskv/{__version__}"
-        self._native_layouts = {idx: self._native_layout(idx) for idx in layouts}
+        self._native_layouts: dict[tuple[int, int | None], _native.Layout | None] = {}
         # Files that failed and may still be there (discarding them failed): the next put replaces them.
         # Guarded by _lock; written by I/O threads.
-        self._suspects: OrderedDict[ChunkId, None] = OrderedDict()
+        self._suspects: OrderedDict[FileId, None] = OrderedDict()
         self._lock = threading.Lock()
         self._complaints: dict[tuple[str, Status], tuple[float, int]] = {}  # guarded by _lock
 
     def layout(self, group_idx: int) -> FileLayout:
         return self._layouts[group_idx]
 
-    def path(self, chunk: ChunkId) -> str:
-        return self._directory.chunk_path(chunk.key_hash, chunk.group_idx, self._rank)
+    def path(self, file_id: FileId) -> str:
+        return self._directory.chunk_path(file_id.key_hash, file_id.group_idx, file_id.rank)
 
     # --- outside the interpreter ------------------------------------------------------------
 
-    def _native_layout(self, group_idx: int) -> _native.Layout | None:
+    def _native_layout(self, file_id: FileId) -> _native.Layout | None:
+        """Return what is equal in all files of a group and rank, made when the first of them is moved."""
+        key = file_id.group_idx, file_id.rank
+        if key not in self._native_layouts:
+            self._native_layouts[key] = self._new_native_layout(*key)
+        return self._native_layouts[key]
+
+    def _new_native_layout(self, group_idx: int, rank: int | None) -> _native.Layout | None:
         native, layout = self._transport.native, self._layouts[group_idx]
         if native is None or self._keys is not None:
             return None  # keyed digests are Python's
         pieces = chunk_file.header_pieces(
             group_idx,
-            self._rank or 0,
+            rank or 0,
             self._directory.digest,
             layout.digest,
             layout.num_blocks,
@@ -153,20 +158,21 @@ class ChunkStore:
         )
 
     def transfer(
-        self, owner: object, chunk: ChunkId, plan: ChunkPlan, guard: object, *, is_load: bool
+        self, owner: object, file_id: FileId, plan: ChunkPlan, guard: object, *, is_load: bool
     ) -> Task | _native.Transfer:
         """Return what stands for a chunk in the queue of I/O threads.
 
         A Transfer does what `get` and `put` do as long as all goes well; whatever else it meets it leaves to
         them, with nothing done.
         """
-        native, layout = self._transport.native, self._native_layouts[chunk.group_idx]
+        native = self._transport.native
         if native is None:
             return Task(owner, urgent=is_load)
+        layout = self._native_layout(file_id)
         # A key longer than any engine's: Python words the refusal.
-        if layout is None or not 0 < len(chunk.key_hash) < 256:
+        if layout is None or not 0 < len(file_id.key_hash) < 256:
             return native.transfer(owner, is_load)
-        path = self.path(chunk)
+        path = self.path(file_id)
         return native.transfer(
             owner,
             is_load,
@@ -175,29 +181,29 @@ class ChunkStore:
             guard,
             os.fsencode(path),
             b"" if is_load else os.fsencode(self._directory.part_path(path)),
-            chunk.key_hash,
+            file_id.key_hash,
             plan.table,
             plan.first_block,
             plan.num_blocks,
-            chunk in self._suspects,
+            file_id in self._suspects,
         )
 
-    def touch(self, chunk: ChunkId) -> None:
+    def touch(self, file_id: FileId) -> None:
         """Set a chunk's mtime, its "last used", to now; where that is not allowed it goes earlier."""
-        path = self.path(chunk)
+        path = self.path(file_id)
         with contextlib.suppress(ChunkError, OSError), self._shard(path) as shard:
             os.utime(os.path.basename(path), dir_fd=shard, follow_symlinks=False)
 
-    def replaced(self, chunk: ChunkId) -> None:
+    def replaced(self, file_id: FileId) -> None:
         """A Transfer has published this chunk: what was suspect under its name is gone."""
         with self._lock:
-            self._suspects.pop(chunk, None)
+            self._suspects.pop(file_id, None)
 
     # --- load -----------------------------------------------------------------------------
 
     def get(
         self,
-        chunk: ChunkId,
+        file_id: FileId,
         first_block: int,
         num_blocks: int,
         slot: Any,
@@ -209,16 +215,16 @@ class ChunkStore:
         called as soon as that is so, before the disk is touched again: a mtime that cannot be set must not
         cost a good load.
         """
-        path = self.path(chunk)
+        path = self.path(file_id)
         delivered = False
         for attempt in (1, 2):
             try:
                 with self._shard(path) as shard, self._transport.open(path, shard) as file:
                     try:
-                        self._read_checked(file, path, chunk, first_block, num_blocks, slot)
+                        self._read_checked(file, path, file_id, first_block, num_blocks, slot)
                     except (ChunkCorrupt, ChunkStale) as error:
                         if not _is_estale(error):
-                            self._discard(chunk, path, shard, file, error)
+                            self._discard(file_id, path, shard, file, error)
                         raise
                     deliver()
                     delivered = True
@@ -233,7 +239,7 @@ class ChunkStore:
                     continue
                 if not isinstance(error, ChunkMissing):
                     self._complain("load", error)
-                    self._suspect(chunk)
+                    self._suspect(file_id)
                 return error.status
         raise AssertionError("unreachable")
 
@@ -241,12 +247,12 @@ class ChunkStore:
         self,
         file: OpenChunk,
         path: str,
-        chunk: ChunkId,
+        file_id: FileId,
         first_block: int,
         num_blocks: int,
         slot: Any,
     ) -> None:
-        layout = self._layouts[chunk.group_idx]
+        layout = self._layouts[file_id.group_idx]
         if file.nbytes != layout.file_nbytes:
             raise ChunkCorrupt(f"{path}: {file.nbytes} bytes, expected {layout.file_nbytes}")
         rows = layout.rows_of_blocks(first_block, num_blocks)
@@ -263,14 +269,14 @@ class ChunkStore:
             raw = self._transport.take_header(slot, layout.header_nbytes)
             self._compare_header_length(raw, layout)
             header = chunk_file.parse_header(raw, keys, layout.integrity)
-            self._compare(header, chunk, layout)
+            self._compare(header, file_id, layout)
             key = keys.get(header.key_id) if keys and header.key_id else None
             found = self._row_digests(slot, start, stop, key)
             chunk_file.check_digests(found, rows.start, header.row_digests, header.digest_nbytes)
         except (ChunkCorrupt, ChunkStale, ChunkUnknownKey) as error:
             raise type(error)(f"{path}: {error}") from None
         if header.first_block > first_block:
-            self._suspect(chunk)  # or the next store would find it there, and the hole would stay
+            self._suspect(file_id)  # or the next store would find it there, and the hole would stay
             raise ChunkMissing(f"{path}: holds blocks from {header.first_block}, not {first_block}")
 
     def _row_digests(self, slot: Any, start: int, stop: int, key: MacKey | None) -> bytes:
@@ -286,14 +292,14 @@ class ChunkStore:
         if (found := chunk_file.header_length(raw)) != layout.header_nbytes:
             raise ChunkStale(f"another header length: {found}, expected {layout.header_nbytes}")
 
-    def _compare(self, header: ChunkHeader, chunk: ChunkId, layout: FileLayout) -> None:
+    def _compare(self, header: ChunkHeader, file_id: FileId, layout: FileLayout) -> None:
         """Raise ChunkStale unless this is the chunk that was asked for, of this very identity."""
         wanted = {
             "namespace": (header.namespace_digest, self._directory.digest),
             "layout": (header.layout_digest, layout.digest),
-            "key": (header.key_hash, chunk.key_hash),
-            "group": (header.group_idx, chunk.group_idx),
-            "rank": (header.rank, self._rank or 0),
+            "key": (header.key_hash, file_id.key_hash),
+            "group": (header.group_idx, file_id.group_idx),
+            "rank": (header.rank, file_id.rank or 0),
             # This and the pages are in the layout's digest; the header has to tell the truth about it.
             "number of blocks": (header.num_blocks, layout.num_blocks),
         }
@@ -304,10 +310,10 @@ class ChunkStore:
             raise ChunkStale("pages of other sizes than the layout has")
 
     def _discard(
-        self, chunk: ChunkId, path: str, shard: int, file: OpenChunk, error: ChunkError
+        self, file_id: FileId, path: str, shard: int, file: OpenChunk, error: ChunkError
     ) -> None:
         """Unlink a bad file, but not one that has replaced it meanwhile."""
-        self._suspect(chunk)
+        self._suspect(file_id)
         if file.same_file(path, shard):
             try:
                 os.unlink(os.path.basename(path), dir_fd=shard)
@@ -335,15 +341,15 @@ class ChunkStore:
                 _LOG_WINDOW_S - (now - start),
             )
 
-    def _suspect(self, chunk: ChunkId) -> None:
+    def _suspect(self, file_id: FileId) -> None:
         with self._lock:
-            self._suspects[chunk] = None
+            self._suspects[file_id] = None
             if len(self._suspects) > _MAX_SUSPECTS:
                 self._suspects.popitem(last=False)
 
     # --- store ----------------------------------------------------------------------------
 
-    def put(self, chunk: ChunkId, first_block: int, slot: Any) -> Status:
+    def put(self, file_id: FileId, first_block: int, slot: Any) -> Status:
         """Publish the chunk whose blocks [first_block, num_blocks) were gathered into `slot`.
 
         The content is expected at layout.header_nbytes of the slot. OK: the file is visible under its
@@ -351,7 +357,7 @@ class ChunkStore:
         """
         for attempt in (1, 2):
             try:
-                return self._put(chunk, first_block, slot)
+                return self._put(file_id, first_block, slot)
             except ChunkError as error:
                 if attempt == 1 and _is_estale(error):
                     continue
@@ -359,13 +365,13 @@ class ChunkStore:
                 return error.status
         raise AssertionError("unreachable")
 
-    def _put(self, chunk: ChunkId, first_block: int, slot: Any) -> Status:
-        layout = self._layouts[chunk.group_idx]
-        path = self.path(chunk)
+    def _put(self, file_id: FileId, first_block: int, slot: Any) -> Status:
+        layout = self._layouts[file_id.group_idx]
+        path = self.path(file_id)
         with self._lock:
-            suspect = chunk in self._suspects
+            suspect = file_id in self._suspects
         keys = self._keys() if self._keys else None
-        if not suspect and self._good_file_there(chunk, path, layout, keys):
+        if not suspect and self._good_file_there(file_id, path, layout, keys):
             return Status.EXISTS
         key = keys.writer if keys else None
 
@@ -374,9 +380,9 @@ class ChunkStore:
         transport.fill_zero(slot, base, base + first_block * layout.block_nbytes)
         transport.fill_zero(slot, base + layout.content_nbytes, layout.file_nbytes)
         header = ChunkHeader(
-            key_hash=chunk.key_hash,
-            group_idx=chunk.group_idx,
-            rank=self._rank or 0,
+            key_hash=file_id.key_hash,
+            group_idx=file_id.group_idx,
+            rank=file_id.rank or 0,
             namespace_digest=self._directory.digest,
             layout_digest=layout.digest,
             num_blocks=layout.num_blocks,
@@ -395,7 +401,7 @@ class ChunkStore:
         except ChunkMissing:
             self._make_shard(os.path.dirname(path))
             self._write(path, slot, layout.file_nbytes)
-        self.replaced(chunk)
+        self.replaced(file_id)
         return Status.OK
 
     def _write(self, path: str, slot: Any, nbytes: int) -> None:
@@ -405,7 +411,7 @@ class ChunkStore:
             self._publish(part, path, shard)
 
     def _good_file_there(
-        self, chunk: ChunkId, path: str, layout: FileLayout, keys: MacKeys | None
+        self, file_id: FileId, path: str, layout: FileLayout, keys: MacKeys | None
     ) -> bool:
         name = os.path.basename(path)
         try:
@@ -413,7 +419,7 @@ class ChunkStore:
                 info = os.stat(name, dir_fd=shard, follow_symlinks=False)
                 if not stat_module.S_ISREG(info.st_mode) or info.st_size != layout.file_nbytes:
                     return False
-                if keys is not None and not self._sealed_there(chunk, path, shard, layout, keys):
+                if keys is not None and not self._sealed_there(file_id, path, shard, layout, keys):
                     return False
                 if abs(time.time() - info.st_mtime) > self._touch_interval_s:
                     with contextlib.suppress(OSError):
@@ -423,7 +429,7 @@ class ChunkStore:
         return True
 
     def _sealed_there(
-        self, chunk: ChunkId, path: str, shard: int, layout: FileLayout, keys: MacKeys
+        self, file_id: FileId, path: str, shard: int, layout: FileLayout, keys: MacKeys
     ) -> bool:
         """Whether the header there is that of this chunk, by a key that is accepted.
 
@@ -434,7 +440,7 @@ class ChunkStore:
                 raw = os.pread(fd, layout.header_nbytes, 0)
             self._compare_header_length(raw, layout)
             header = chunk_file.parse_header(raw, keys, layout.integrity)
-            self._compare(header, chunk, layout)
+            self._compare(header, file_id, layout)
         except (ChunkError, OSError):
             return False
         return True

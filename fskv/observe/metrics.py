@@ -15,7 +15,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric; `label` is the name of its only label, if it has one."""
+    """One metric; `label` is the name of its only label, if it has one.
+
+    An engine's adapter puts the engine's own prefix before `name`.
+    """
 
     name: str
     kind: str  # "counter", "gauge" or "histogram"
@@ -27,11 +30,14 @@ class Metric:
     values: tuple[str, ...] = ()
 
 
+# A gauge without a label, or with the value of its label.
+Gauge = Metric | tuple[Metric, str]
+
 LOOKUP_HITS = Metric(
-    "vllm:fskv_lookup_hits", "counter", "chunks", "Chunks found present, once per request."
+    "fskv_lookup_hits", "counter", "chunks", "Chunks found present, once per request."
 )
 LOOKUP_MISSES = Metric(
-    "vllm:fskv_lookup_misses",
+    "fskv_lookup_misses",
     "counter",
     "chunks",
     "Chunks a request missed, once per request and reason: absent, timed_out, io_error, quarantined, "
@@ -40,7 +46,7 @@ LOOKUP_MISSES = Metric(
     values=("absent", "timed_out", "io_error", "quarantined", "breaker"),
 )
 LOAD_FAILURES = Metric(
-    "vllm:fskv_load_failures",
+    "fskv_load_failures",
     "counter",
     "chunks",
     "Chunks that were a hit but could not be loaded, so that the request is recomputed: absent, "
@@ -51,13 +57,13 @@ LOAD_FAILURES = Metric(
         *("denied", "timed_out", "io_error", "breaker"),
     ),
 )
-LOADED_CHUNKS = Metric("vllm:fskv_loaded_chunks", "counter", "chunks", "Chunks loaded and checked.")
-LOADED_BYTES = Metric("vllm:fskv_loaded_bytes", "counter", "bytes", "KV bytes loaded and checked.")
+LOADED_CHUNKS = Metric("fskv_loaded_chunks", "counter", "chunks", "Chunks loaded and checked.")
+LOADED_BYTES = Metric("fskv_loaded_bytes", "counter", "bytes", "KV bytes loaded and checked.")
 LOAD_SECONDS = Metric(
-    "vllm:fskv_load_seconds", "counter", "seconds", "Time of I/O threads spent in chunk loads."
+    "fskv_load_seconds", "counter", "seconds", "Time of I/O threads spent in chunk loads."
 )
 LOAD_LATENCY = Metric(
-    "vllm:fskv_load_latency_seconds",
+    "fskv_load_latency_seconds",
     "histogram",
     "seconds",
     "From the moment a request's load is begun until it has ended, good or not.",
@@ -65,14 +71,14 @@ LOAD_LATENCY = Metric(
     buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30),
 )
 STORED_CHUNKS = Metric(
-    "vllm:fskv_stored_chunks", "counter", "chunks", "Chunk files written and made visible."
+    "fskv_stored_chunks", "counter", "chunks", "Chunk files written and made visible."
 )
-STORED_BYTES = Metric("vllm:fskv_stored_bytes", "counter", "bytes", "Bytes of those files.")
+STORED_BYTES = Metric("fskv_stored_bytes", "counter", "bytes", "Bytes of those files.")
 STORE_SECONDS = Metric(
-    "vllm:fskv_store_seconds", "counter", "seconds", "Time of I/O threads spent in chunk stores."
+    "fskv_store_seconds", "counter", "seconds", "Time of I/O threads spent in chunk stores."
 )
 STORES_SKIPPED = Metric(
-    "vllm:fskv_stores_skipped",
+    "fskv_stores_skipped",
     "counter",
     "chunks",
     "Chunks not stored: exists (another engine was first), skipped (queue full, or the pages were "
@@ -84,119 +90,119 @@ STORES_SKIPPED = Metric(
 )
 # Load or recompute (`load_budget`).
 DECLINED_TOKENS = Metric(
-    "vllm:fskv_declined_tokens",
+    "fskv_declined_tokens",
     "counter",
     "tokens",
     "Tokens of hits that were not loaded, because recomputing them was predicted to be faster.",
 )
 DECLINED_CHUNKS = Metric(
-    "vllm:fskv_declined_chunks", "counter", "chunks", "What loading those would have read."
+    "fskv_declined_chunks", "counter", "chunks", "What loading those would have read."
 )
 DECLINED_LOAD_SECONDS = Metric(
-    "vllm:fskv_declined_load_seconds",
+    "fskv_declined_load_seconds",
     "counter",
     "seconds",
     "How long loading those was predicted to take.",
 )
 DECLINED_PREFILL_SECONDS = Metric(
-    "vllm:fskv_declined_prefill_seconds",
+    "fskv_declined_prefill_seconds",
     "counter",
     "seconds",
     "How long recomputing those was predicted to take.",
 )
 DECLINED_ACTUAL_SECONDS = Metric(
-    "vllm:fskv_declined_actual_seconds",
+    "fskv_declined_actual_seconds",
     "counter",
     "seconds",
     "How long the engine's steps took to recompute those.",
 )
 CUT_LOADS = Metric(
-    "vllm:fskv_cut_loads",
+    "fskv_cut_loads",
     "counter",
     "loads",
     "Loads that were given up at their time limit or deadline, so that the request is recomputed.",
 )
 CUT_LOAD_SECONDS = Metric(
-    "vllm:fskv_cut_load_seconds", "counter", "seconds", "What those loads took, for nothing."
+    "fskv_cut_load_seconds", "counter", "seconds", "What those loads took, for nothing."
 )
 PROBE_LOADS = Metric(
-    "vllm:fskv_probe_loads",
+    "fskv_probe_loads",
     "counter",
     "loads",
     "Loads of a short prefix, to see if storage that was too slow still is.",
 )
 LOAD_RATE = Metric(
-    "vllm:fskv_load_rate",
+    "fskv_load_rate",
     "gauge",
     "bytes per second",
     "What a load of the size of the last one is predicted to get, on one rank.",
 )
 PREFILL_RATE = Metric(
-    "vllm:fskv_prefill_rate",
+    "fskv_prefill_rate",
     "gauge",
     "tokens per second",
     "What the engine is predicted to compute of a prompt's first 1024 tokens.",
 )
 SLOTS_IN_USE = Metric(
-    "vllm:fskv_staging_slots_in_use",
+    "fskv_staging_slots_in_use",
     "gauge",
     "slots",
     "Staging slots in use, parked ones included.",
 )
 THREADS_HUNG = Metric(
-    "vllm:fskv_io_threads_hung",
+    "fskv_io_threads_hung",
     "gauge",
     "threads",
     "I/O threads past their deadline that have not returned.",
 )
 STORE_QUEUE = Metric(
-    "vllm:fskv_store_queue_chunks",
+    "fskv_store_queue_chunks",
     "gauge",
     "chunks",
     "Chunks that wait to be stored or are being written.",
 )
 MAC_KEYS_KEPT = Metric(
-    "vllm:fskv_mac_keys_kept",
+    "fskv_mac_keys_kept",
     "gauge",
     "0 or 1",
     "Whether the key file as it is cannot be used: the keys from before are, also one that was dropped.",
 )
 BREAKER_OPEN = Metric(
-    "vllm:fskv_breaker_open",
+    "fskv_breaker_open",
     "gauge",
     "0 or 1",
     "Whether the root is left alone after failures in a row.",
 )
 BREAKER_OPENINGS = Metric(
-    "vllm:fskv_breaker_openings",
+    "fskv_breaker_openings",
     "counter",
     "times",
     "How often the breaker opened: also what was over before anybody looked at the gauge.",
 )
 WEIGHTS_IN_DOUBT = Metric(
-    "vllm:fskv_weights_in_doubt",
+    "fskv_weights_in_doubt",
     "gauge",
     "0 or 1",
     "Whether the engine neither loads nor stores until its next start, because its weights may have changed.",
 )
 KNOWN_CHUNKS = Metric(
-    "vllm:fskv_known_chunks",
+    "fskv_known_chunks",
     "gauge",
     "chunks",
     "Chunks whose presence or absence is remembered, at most 250,000.",
 )
 QUARANTINED_CHUNKS = Metric(
-    "vllm:fskv_quarantined_chunks",
+    "fskv_quarantined_chunks",
     "gauge",
     "chunks",
     "Chunks that count as missing because a load of them failed, until `quarantine_s` has passed or they are "
     "stored again. Beyond 1,000 the oldest are not counted.",
 )
 ROOT_INFO = Metric(
-    "vllm:fskv_root_info", "gauge", "1", "Always 1; its label is the root of this engine.", "root"
+    "fskv_root_info", "gauge", "1", "Always 1; its label is the root of this engine.", "root"
 )
 NAMESPACE_INFO = Metric(
-    "vllm:fskv_namespace_info",
+    "fskv_namespace_info",
     "gauge",
     "1",
     "Always 1; its label is the directory of this engine's namespace in the root.",
@@ -205,29 +211,29 @@ NAMESPACE_INFO = Metric(
 
 # What the process that maintains the root says of it; counts are of the present holder of the lease.
 ROOT_BYTES = Metric(
-    "vllm:fskv_root_bytes",
+    "fskv_root_bytes",
     "gauge",
     "bytes",
     "On disk, in chunk files of the whole root, when last counted.",
 )
-ROOT_FILES = Metric("vllm:fskv_root_files", "gauge", "files", "Chunk files of the whole root.")
+ROOT_FILES = Metric("fskv_root_files", "gauge", "files", "Chunk files of the whole root.")
 ROOT_FREE_BYTES = Metric(
-    "vllm:fskv_root_free_bytes", "gauge", "bytes", "Free on the root's file system, for this user."
+    "fskv_root_free_bytes", "gauge", "bytes", "Free on the root's file system, for this user."
 )
 NAMESPACE_BYTES = Metric(
-    "vllm:fskv_namespace_bytes",
+    "fskv_namespace_bytes",
     "gauge",
     "bytes",
     "On disk, in chunk files of this engine's namespace, when last counted.",
 )
 TENANT_BYTES = Metric(
-    "vllm:fskv_tenant_bytes",
+    "fskv_tenant_bytes",
     "gauge",
     "bytes",
     "On disk, in chunk files of all namespaces of this engine's tenant; only with `tenant`.",
 )
 BOUND_BYTES = Metric(
-    "vllm:fskv_bound_bytes",
+    "fskv_bound_bytes",
     "gauge",
     "bytes",
     "Bounds that hold for this engine now, whoever declared them: root, namespace, tenant, and free (what "
@@ -235,49 +241,49 @@ BOUND_BYTES = Metric(
     "bound",
 )
 BOUND_LEFT_BYTES = Metric(
-    "vllm:fskv_bound_left_bytes",
+    "fskv_bound_left_bytes",
     "gauge",
     "bytes",
     "What is left of such a bound, less what engines were granted and have not written yet; 0 if none.",
     "bound",
 )
 COUNTED_AT = Metric(
-    "vllm:fskv_counted_at_seconds",
+    "fskv_counted_at_seconds",
     "gauge",
     "seconds since 1970",
     "When the root was last counted, by the clock of the node that counted; 0: never.",
 )
 PRUNED_FILES = Metric(
-    "vllm:fskv_pruned_files",
+    "fskv_pruned_files",
     "gauge",
     "files",
     "Chunk files pruned by the present holder of the lease.",
 )
-PRUNED_BYTES = Metric("vllm:fskv_pruned_bytes", "gauge", "bytes", "What those took on disk.")
+PRUNED_BYTES = Metric("fskv_pruned_bytes", "gauge", "bytes", "What those took on disk.")
 ORPHANS_REMOVED = Metric(
-    "vllm:fskv_orphans_removed", "gauge", "files", "Parts of dead writers removed by that holder."
+    "fskv_orphans_removed", "gauge", "files", "Parts of dead writers removed by that holder."
 )
 UNREMOVABLE_FILES = Metric(
-    "vllm:fskv_unremovable_files",
+    "fskv_unremovable_files",
     "gauge",
     "files",
     "Chunk files that could not be removed, and stay.",
 )
 LEASE_HELD = Metric(
-    "vllm:fskv_lease_held", "gauge", "0 or 1", "Whether this engine's process maintains the root."
+    "fskv_lease_held", "gauge", "0 or 1", "Whether this engine's process maintains the root."
 )
 STORES_PAUSED = Metric(
-    "vllm:fskv_stores_paused", "gauge", "0 or 1", "Whether stores pause because the disk was full."
+    "fskv_stores_paused", "gauge", "0 or 1", "Whether stores pause because the disk was full."
 )
 MAINTENANCE_UP = Metric(
-    "vllm:fskv_maintenance_up",
+    "fskv_maintenance_up",
     "gauge",
     "0 or 1",
     "Whether this engine's maintenance process runs and was heard of in the last 20 s in which the engine "
     "listened.",
 )
 MAINTENANCE_RESTARTS = Metric(
-    "vllm:fskv_maintenance_restarts",
+    "fskv_maintenance_restarts",
     "counter",
     "times",
     "How often that process had to be started again, tries that failed included.",
@@ -347,21 +353,21 @@ ALL_METRICS = (
 
 # Of FskvMultiConnector alone, about its children; `connector` is on every series of theirs as well.
 MULTI_LOADS = Metric(
-    "vllm:fskv_multi_loads",
+    "fskv_multi_loads",
     "counter",
     "requests",
     "Requests whose KV was loaded from this child, failed loads included.",
     "connector",
 )
 MULTI_FAILED_LOADS = Metric(
-    "vllm:fskv_multi_failed_loads",
+    "fskv_multi_failed_loads",
     "counter",
     "requests",
     "Loads from this child that failed, so that the request was tried elsewhere or recomputed.",
     "connector",
 )
 MULTI_GIVEN_UP = Metric(
-    "vllm:fskv_multi_given_up",
+    "fskv_multi_given_up",
     "counter",
     "requests",
     "Requests that went on without this child's answer after `lookup_timeout_s`.",

@@ -32,7 +32,7 @@ _PROBE_S = 30.0
 
 
 def open_transport(
-    tensors: Sequence[torch.Tensor],
+    tensors: Sequence[torch.Tensor | memoryview],
     slot_nbytes: int,
     *,
     probe_dir: str,
@@ -43,12 +43,12 @@ def open_transport(
     fsync: bool,
     device: Device | None = None,
 ) -> Transport:
-    """Open `transport` ("auto", "host" or "gds") for the engine's KV tensors; `description` is the sentence.
+    """Open `transport` ("auto", "host" or "gds") for the engine's KV pages; `description` is the sentence.
 
     `probe_dir` is a directory of the root for probe files. `device` is where the tensors are, for tests; else
     it is found from them. Raises ConfigError where "gds" does not work, and what HostTransport raises.
     """
-    if device is None and tensors and tensors[0].is_cuda:
+    if device is None and tensors and getattr(tensors[0], "is_cuda", False):
         device = CudaDevice(tensors, slot_nbytes)
     if transport != "gds":
         return host.HostTransport(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from types import SimpleNamespace
 
 import pytest
@@ -158,35 +157,21 @@ def test_exactly_one_of_the_ranks_with_the_same_bytes_writes_a_chunk():
 
 
 def test_a_chunk_is_stored_when_all_its_files_are_and_nothing_is_remembered_after():
-    from fskv.engines.vllm.slices import StoreTally
+    from fskv.offload.mover import _Ending
     from fskv.types import ChunkId, Status
 
-    tally, chunk = StoreTally(3), ChunkId(b"k", 0)
+    tally, chunk = _Ending(), ChunkId(b"k", 0)
     for statuses, expected in (
         ([Status.OK, Status.EXISTS, Status.OK], Status.OK),
         ([Status.OK, Status.NO_SPACE, Status.OK], Status.NO_SPACE),
         ([Status.OK, Status.OK, Status.SKIPPED], Status.SKIPPED),
     ):
-        tally.begin(chunk)
+        for _ in statuses:
+            tally.begin(chunk)
         ends = [tally.end(chunk, status) for status in statuses]
         assert ends == [None, None, expected]
     assert not tally._open
     assert not tally._bad
-
-
-def test_every_call_about_a_chunk_goes_to_the_store_of_its_file():
-    from fskv.data_path.store import ChunkStore
-    from fskv.engines.vllm.slices import SlicedStore, chunk_of, file_id
-    from fskv.types import ChunkId
-
-    chunk = ChunkId(b"k" * 32, 7)
-    files = {file_id(chunk, number) for number in range(8)}
-    assert len(files) == 8
-    assert {chunk_of(file) for file in files} == {(chunk, number) for number in range(8)}
-    for name, function in vars(ChunkStore).items():
-        if inspect.isfunction(function) and not name.startswith("_"):
-            wants = {"chunk", "group_idx"} & set(inspect.signature(function).parameters)
-            assert not wants or name in vars(SlicedStore), f"{name} would meet a file_id"
 
 
 def test_a_lookup_asks_for_every_slice_once():
@@ -210,10 +195,10 @@ def test_a_lookup_asks_for_every_slice_once():
         with pytest.MonkeyPatch.context() as patch:
             seen = []
             patch.setattr(
-                "fskv.engines.vllm.manager.probe_chunks",
+                "fskv.offload.lookup.probe_chunks",
                 lambda ranks, *_: seen.extend(ranks) or Findings([True], 0.0),
             )
-            manager._probe([ChunkId(b"k" * 32, 0)], bytes(1))
+            manager.core._probe([ChunkId(b"k" * 32, 0)], bytes(1))
         manager.shutdown()
         return sorted("kv" if found.rank is None else f"r{found.rank}.kv" for found in seen)
 

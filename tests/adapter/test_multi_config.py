@@ -138,7 +138,9 @@ def test_the_documented_tables_are_those_of_the_code():
 def test_the_documented_metrics_are_those_of_the_code():
     text = DOCS.read_text()
     for metric in MULTI_METRICS:
-        (line,) = (line for line in text.splitlines() if line.startswith(f"| `{metric.name}` |"))
+        (line,) = (
+            line for line in text.splitlines() if line.startswith(f"| `vllm:{metric.name}` |")
+        )
         label, unit, meaning, advice = [cell.strip() for cell in line.split("|")[2:-1]]
         assert (label, unit, meaning) == (metric.label, metric.unit, metric.meaning)
         assert advice

@@ -207,7 +207,7 @@ class Rig:
 
     @property
     def transport(self):
-        return self.tier._worker._transport
+        return self.tier._rows.mover._transport
 
     # --- the tier ---------------------------------------------------------------------------
 
@@ -237,7 +237,7 @@ class Rig:
                 wanted[(number, *place)] = pages
             assert self.finish(self.submit(self.keys(number), rows, load=False)).success
         wait_for(lambda: self.poll() is None or len(self.files()) == len(wanted))
-        wait_for(lambda: self.poll() is None or not self.tier._manager._storing)
+        wait_for(lambda: self.poll() is None or not self.tier._manager.core.storing)
         return wanted
 
     def files(self):
@@ -409,7 +409,7 @@ def test_the_failure_of_some_keys_keeps_the_others(make_rig):
     }
     rig.fill_rows(0, (2, 3), seed=2)
     assert rig.finish(rig.submit(keys, [0, 1, 2, 3], load=False)).success
-    wait_for(lambda: rig.poll() and not rig.tier._manager._storing)
+    wait_for(lambda: rig.poll() and not rig.tier._manager.core.storing)
     assert rig.finish(rig.submit(keys, [4, 5, 6, 7], load=True)).success
     after = {path: os.stat(path).st_ino for path in rig.files()}
     assert len(after) == 8
@@ -445,8 +445,8 @@ def test_a_late_load_is_failed_and_writes_no_row_that_was_given_away(
     assert len(late) >= 2
     rig.rows[late] = POISON  # vLLM gives them to other chunks
     rig.transport.release()
-    wait_for(lambda: rig.poll() and rig.tier._worker._runner.num_threads_hung == 0)
-    wait_for(lambda: rig.tier._worker._runner.num_running == 0)
+    wait_for(lambda: rig.poll() and rig.tier._rows.mover._runner.num_threads_hung == 0)
+    wait_for(lambda: rig.tier._rows.mover._runner.num_running == 0)
     assert (rig.rows[late] == POISON).all() == guarded
     for row in good:
         number, group = row // 2 + 1, row % 2
@@ -476,7 +476,7 @@ def test_drain_returns_while_the_disk_hangs_and_nothing_is_touched_after(make_ri
     rig.rows[:] = POISON
     rig.transport.script = faults.Script()
     rig.transport.release()
-    wait_for(lambda: rig.poll() and rig.tier._worker._runner.num_running == 0)
+    wait_for(lambda: rig.poll() and rig.tier._rows.mover._runner.num_running == 0)
     assert (rig.rows == POISON).all(), "no late write"
     # What was gathered before is what is written, whatever became of the rows.
     for path in set(rig.files()) - set(stored.values()):
@@ -503,7 +503,7 @@ def test_a_drain_that_puts_the_weights_in_doubt_gathers_nothing_more(make_rig, v
     rig.rows[:] = POISON
     rig.transport.script = faults.Script()
     rig.transport.release()
-    wait_for(lambda: rig.poll() and rig.tier._worker._runner.num_open_stores == 0)
+    wait_for(lambda: rig.poll() and rig.tier._rows.mover._runner.num_open_stores == 0)
     assert len(rig.files()) == (4 if vouched else 2), "those that threads had gathered"
 
 

@@ -42,7 +42,7 @@ def store(rig, numbers):
         key = rig.keys(number)[0]
         pages[key] = rig.fill_rows(0, (0, 1), seed=number)[0, 0]
         assert rig.finish(rig.submit([key], [0], load=False)).success
-        wait_for(lambda: rig.poll() is None or not rig.tier._manager._storing)
+        wait_for(lambda: rig.poll() is None or not rig.tier._manager.core.storing)
     return list(pages), pages
 
 
@@ -69,7 +69,7 @@ def ask(manager, keys, request, *, steps):
 
 def _ended(tier, job):
     tier._collect()
-    return job.ended is not None and not job.files_left
+    return job.ended is not None
 
 
 def test_a_hit_of_more_chunks_than_the_cpu_tier_has_rows_ends_with_those_that_fit(
@@ -202,8 +202,8 @@ def test_nothing_is_kept_of_loads_and_requests_that_ended(make_rig):  # noqa: F8
     for _ in range(20):
         assert rig.finish(rig.submit(rig.keys(1), [0, 1], load=True)).success
     rig.tier.on_request_finished(REQUEST)
-    worker = rig.tier._worker
-    for kept in (worker._loads, worker._outcomes, worker._failed_jobs, worker._runner._jobs):
+    mover = rig.tier._rows.mover
+    for kept in (mover._ending._open, mover._ending._bad, mover._news, mover._runner._jobs):
         assert not kept
-    for kept in (rig.tier._jobs, rig.tier._loading, rig.tier._requests):
+    for kept in (rig.tier._jobs, rig.tier._requests):
         assert not kept

@@ -16,6 +16,8 @@ import engine_lab
 import pytest
 import world
 
+from fskv.offload.news import News
+
 pytest.importorskip("vllm", reason="the contract tests need the vllm environment: make test")
 pytestmark = world.VLLM
 
@@ -160,14 +162,12 @@ def test_metadata_and_load_specs_survive_pickling_and_merge_over_ranks():
     a, b, c = (ChunkId(bytes([n]) * 32, 0) for n in range(3))
     first = FskvWorkerMetadata(
         completed_jobs={1: 1},
-        stored={a: {0}},
-        failed_loads={b: Status.STALE},
+        news=News(stored={a: {0}}, failed_loads={b: Status.STALE}),
         loads={7: LoadReport(1, 1.0, 0.5, 1.0, False, False)},
     )
     second = FskvWorkerMetadata(
         completed_jobs={1: 1},
-        stored={a: {1}},
-        not_stored={c},
+        news=News(stored={a: {1}}, not_stored={c}),
         loads={
             7: LoadReport(1, 2.0, 1.5, 0.25, True, True),
             8: LoadReport(1, 3.0, 3.0, 1.0, False, False),
@@ -175,9 +175,7 @@ def test_metadata_and_load_specs_survive_pickling_and_merge_over_ranks():
     )
     merged = pickle.loads(pickle.dumps(first)).aggregate(pickle.loads(pickle.dumps(second)))
     assert merged.completed_jobs == {1: 2}
-    assert merged.stored == {a: {0, 1}}
-    assert merged.not_stored == {c}
-    assert merged.failed_loads == {b: Status.STALE}
+    assert merged.news == News({a: {0, 1}}, {c}, {b: Status.STALE})
     # A load takes as long as on the slowest rank, and fails with any.
     assert merged.loads[7] == LoadReport(2, 2.0, 1.5, 0.25, True, True)
     assert merged.loads[8].num_ranks == 1
@@ -277,10 +275,10 @@ def test_a_chunk_is_stored_only_when_every_rank_has_published_its_part():
     manager, workers = _manager()
     manager.set_workers(workers)
     request = ReqContext("r")
-    manager.on_stored(to_chunk(_key(1)), {0})
-    manager.on_stored(to_chunk(_key(1)), {0})
+    manager.on_news(News(stored={to_chunk(_key(1)): {0}}))
+    manager.on_news(News(stored={to_chunk(_key(1)): {0}}))
     assert manager.lookup(_key(1), request) is LookupResult.RETRY
-    manager.on_stored(to_chunk(_key(1)), {1})
+    manager.on_news(News(stored={to_chunk(_key(1)): {1}}))
     assert manager.lookup(_key(1), request) is LookupResult.HIT
     manager.shutdown()
 
@@ -295,9 +293,9 @@ def test_a_chunk_whose_load_failed_is_a_miss_at_once():
     manager.set_workers(workers)
     for number, status in enumerate((Status.CORRUPT, Status.MISSING, Status.TIMED_OUT), 1):
         for chunk in (_key(number), _key(10 + number)):
-            manager.on_stored(to_chunk(chunk), {0, 1})
+            manager.on_news(News(stored={to_chunk(chunk): {0, 1}}))
             assert manager.lookup(chunk, ReqContext("r")) is LookupResult.HIT
-        manager.on_loads_failed({to_chunk(_key(number)): status})
+        manager.on_news(News(failed_loads={to_chunk(_key(number)): status}))
         assert manager.lookup(_key(number), ReqContext("r")) is LookupResult.MISS, status
         assert manager.prepare_store([_key(number)], ReqContext("r")).keys_to_store, status
         assert manager.lookup(_key(10 + number), ReqContext("r")) is LookupResult.HIT

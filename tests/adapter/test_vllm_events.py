@@ -9,6 +9,8 @@ import pytest
 import world
 import xxhash
 
+from fskv.offload.news import News
+
 pytest.importorskip("vllm", reason="these tests need the vllm environment: make test")
 pytestmark = world.VLLM
 
@@ -133,8 +135,8 @@ def test_events_are_kept_only_where_the_engine_publishes_them():
     assert describing._max_announced == 2048, "vLLM keeps the tokens of each"
 
     manager = _manager(events=False)
-    manager.on_stored(_chunk(1), {0})
-    manager.on_removed([_name(1)])
+    manager.on_news(News(stored={_chunk(1): {0}}))
+    manager.core.on_removed([_name(1)])
     manager.forget_announced()
     assert list(manager.take_events()) == []
     assert not manager.has_pending_work()
@@ -146,12 +148,12 @@ def test_events_are_kept_only_where_the_engine_publishes_them():
 
 def test_a_chunk_is_announced_when_the_last_rank_has_published_it():
     manager = _manager(num_ranks=2)
-    manager.on_stored(_chunk(1), {0})
-    manager.on_stored(_chunk(1), {0})
+    manager.on_news(News(stored={_chunk(1): {0}}))
+    manager.on_news(News(stored={_chunk(1): {0}}))
     assert _taken(manager.take_events()) == []
-    manager.on_stored(_chunk(1), {1})
+    manager.on_news(News(stored={_chunk(1): {1}}))
     assert _taken(manager.take_events()) == [("stored", _key(1))]
-    manager.on_removed([_name(1)])
+    manager.core.on_removed([_name(1)])
     assert _taken(manager.take_events()) == [("removed", _key(1))]
     manager.shutdown()
 
@@ -172,9 +174,9 @@ def test_a_failed_load_takes_back_what_is_gone_and_nothing_else(status, gone):
     from fskv.types import Status
 
     manager = _manager()
-    manager.on_stored(_chunk(1), {0})
+    manager.on_news(News(stored={_chunk(1): {0}}))
     list(manager.take_events())
-    manager.on_loads_failed({_chunk(1): Status(status), _chunk(2): Status(status)})
+    manager.on_news(News(failed_loads={_chunk(1): Status(status), _chunk(2): Status(status)}))
     assert _taken(manager.take_events()) == ([("removed", _key(1))] if gone else [])
     manager.shutdown()
 
@@ -191,7 +193,7 @@ def test_a_chunk_that_another_engine_stored_is_announced_when_it_is_found(monkey
         "asked": (Presence.UNKNOWN, Status.OK),
     }
     for number, answer in enumerate(answers.values()):
-        monkeypatch.setattr(manager._presence, "lookup", lambda chunk, answer=answer: answer)
+        monkeypatch.setattr(manager.core.presence, "lookup", lambda chunk, answer=answer: answer)
         for request in ("r", "r", "s"):
             result = manager.lookup(_key(number), ReqContext(request))
         assert (result is LookupResult.HIT) is (number == 0)
@@ -210,9 +212,9 @@ def test_an_idle_engine_steps_on_for_its_last_stores_but_not_for_ever(monkeypatc
     assert not manager.has_pending_work()
     manager.prepare_store([_key(1), _key(2)], ReqContext("r"))
     assert manager.has_pending_work()
-    manager.on_stored(_chunk(1), {0})
+    manager.on_news(News(stored={_chunk(1): {0}}))
     assert manager.has_pending_work()
-    manager.on_not_stored(_chunk(2))
+    manager.on_news(News(not_stored={_chunk(2)}))
     assert not manager.has_pending_work()
     manager.prepare_store([_key(3)], ReqContext("r"))
     assert manager.has_pending_work()
@@ -283,9 +285,9 @@ def _payload(number: int):
 def test_a_reset_takes_back_every_block_and_what_is_found_again_is_announced_again(monkeypatch):
     connector, manager, payloads = _describing()
     payloads[_key(1)] = _payload(1)
-    manager.on_stored(_chunk(1), {0})
+    manager.on_news(News(stored={_chunk(1): {0}}))
     (stored,) = connector.take_events()
-    manager.on_stored(_chunk(2), {0})  # not taken before the reset
+    manager.on_news(News(stored={_chunk(2): {0}}))  # not taken before the reset
     connector.reset_cache()
     assert payloads == {}, "vLLM forgets: later it would name one block of two"
     news = list(connector.take_events())
@@ -295,21 +297,21 @@ def test_a_reset_takes_back_every_block_and_what_is_found_again_is_announced_aga
     assert set(stored.block_hashes) < set(removed)
     assert len(removed) == len(stored.block_hashes) + 1
     assert list(connector.take_events()) == []
-    manager.on_stored(_chunk(3), {0})
+    manager.on_news(News(stored={_chunk(3): {0}}))
     assert list(connector.take_events()) == [], "stopped: nothing will be served"
     manager.shutdown()
 
 
 def test_the_payloads_that_vllm_keeps_are_bounded_by_what_is_announced():
     connector, manager, payloads = _describing()
-    from fskv.engines.vllm.manager import _Store
+    from fskv.offload.lookup import _Store
 
-    manager._storing[_chunk(7)] = _Store(1e12, 0)
+    manager.core._storing[_chunk(7)] = _Store(1e12, 0)
     most = 0
     for number in range(20_000):
         payloads[_key(number)] = _payload(number)
         if number % 1000 == 0:
-            manager.on_stored(_chunk(number), {0})
+            manager.on_news(News(stored={_chunk(number): {0}}))
         list(connector.take_events())
         most = max(most, len(payloads))
     assert most < 5000
@@ -327,8 +329,8 @@ def test_without_trimming_vllm_keeps_payloads_for_ever():
     manager = _manager()
     tracker = OffloadingEventsTracker(OffloadingKVEventsConfig(True, True))
     tracker._pending_event_metadata[_key(1)] = _payload(1)
-    manager.on_stored(_chunk(1), {0})
-    manager.on_removed([_name(1)])
+    manager.on_news(News(stored={_chunk(1): {0}}))
+    manager.core.on_removed([_name(1)])
     list(tracker.take_events(manager.take_events()))
     assert list(tracker._pending_event_metadata) == [_key(1)]
     manager.shutdown()

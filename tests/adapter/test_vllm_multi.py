@@ -163,7 +163,7 @@ def test_the_wait_for_a_silent_child_ends_and_is_counted_once():
     for _ in range(3):  # the blocks were not there, so the scheduler asks again
         assert multi.get_num_new_matched_tokens(request(), 0) == (32, True)
     ((metric, child),) = [key for key in multi._counters.drain() if key[0].name.endswith("up")]
-    assert (metric.name, child) == ("vllm:fskv_multi_given_up", "child0")
+    assert (metric.name, child) == ("fskv_multi_given_up", "child0")
     multi.update_state_after_alloc(request(), None, 32)
     # After a preemption it may wait again.
     assert multi.get_num_new_matched_tokens(request(), 0) == (None, False)

@@ -204,7 +204,6 @@ class Engine:
         self.worker = FskvWorker(
             config,
             [group],
-            1,
             own_files([group], 1, caches, None),
             open_namespace(),
             restore=open_namespace,
@@ -213,7 +212,7 @@ class Engine:
         )
         self.manager = FskvManager(config, 1)
         self.manager.set_workers([self.worker.handshake])
-        self.grants = self.manager._capacity = Grants()
+        self.grants = self.manager.core.capacity = Grants()
         self._make_scheduler()
         self._make_half()
         self.jobs = {}  # of the next step, by number
@@ -248,7 +247,7 @@ class Engine:
 
     @property
     def transport(self):
-        return self.worker._transport
+        return self.worker.mover._transport
 
     def begin(self, numbers, *, load=False):
         """Have the next step store the chunks of these numbers, or load them; block n holds chunk n."""
@@ -300,8 +299,8 @@ class Engine:
     def settle(self):
         self.transport.script = faults.Script()
         self.transport.release()
-        wait_for(lambda: self.step() and self.worker._runner.num_open_stores == 0)
-        wait_for(lambda: self.worker._runner.num_running == 0)
+        wait_for(lambda: self.step() and self.worker.mover._runner.num_open_stores == 0)
+        wait_for(lambda: self.worker.mover._runner.num_running == 0)
         self.step()
 
     def stored(self):
@@ -315,7 +314,7 @@ class Engine:
 
     def close(self):
         self.transport.release()
-        self.worker._runner._pool.close()
+        self.worker.mover._runner._pool.close()
         self.manager.shutdown()
 
 
@@ -358,13 +357,13 @@ def test_a_reset_drops_stores_that_are_queued_and_deferred_before_the_kv_is_give
     deferred = engine.begin(range(7, 10))
     engine.step()
     engine.transport.wait_until_hanging(2)
-    assert engine.worker._runner.num_open_stores == 6
+    assert engine.worker.mover._runner.num_open_stores == 6
     assert len(engine.connector.connector_worker._unsubmitted_store_jobs) == 1
     assert engine.grants.taken == 9 * engine.worker.handshake.file_nbytes[0]
     engine.reset()
     engine.give_up_kv()
     assert engine.grants.taken == 0
-    assert not engine.manager._storing
+    assert not engine.manager.core.storing
     if told:
         again = [make_offload_key(bytes([n]) * 32, 0) for n in (6, 9)]
         taken = engine.manager.prepare_store(again, REQUEST).keys_to_store
@@ -372,7 +371,7 @@ def test_a_reset_drops_stores_that_are_queued_and_deferred_before_the_kv_is_give
         _, news = engine.step()
         assert {queued, deferred} <= set(news.completed_jobs), "no job is left open"
         # What was dropped was ended by the reset; the news must not end what began since.
-        assert set(engine.manager._storing) == {to_chunk(key) for key in taken}
+        assert set(engine.manager.core.storing) == {to_chunk(key) for key in taken}
         assert engine.grants.taken == len(taken) * engine.worker.handshake.file_nbytes[0]
     engine.settle()
     stored = engine.stored()
@@ -408,7 +407,7 @@ def test_a_load_in_flight_at_a_reset_writes_no_page_that_is_given_up(
     engine.give_up_kv()
     engine.transport.script = faults.Script()
     engine.transport.release()
-    wait_for(lambda: engine.worker._runner.num_running == 0)
+    wait_for(lambda: engine.worker.mover._runner.num_running == 0)
     assert bool((engine.kv == POISON).all()) is told
     if told:
         ended, _ = engine.step()

@@ -170,13 +170,13 @@ class Driver:
                 reported, seconds = result, time.monotonic() - start
             found += self.runner.take_outcomes()
             time.sleep(0.001)
-        statuses = {int.from_bytes(o.chunk.key_hash, "big"): o.status.value for o in found}
+        statuses = {int.from_bytes(o.file.key_hash, "big"): o.status.value for o in found}
         return {
             "failed": reported.failed,
             "seconds": seconds,
             "outcome_seconds": time.monotonic() - start,
             "submit_seconds": submitted_s,
-            "statuses": [statuses[int.from_bytes(r.chunk.key_hash, "big")] for r in requests],
+            "statuses": [statuses[int.from_bytes(r.file.key_hash, "big")] for r in requests],
         }
 
 

@@ -44,7 +44,7 @@ def waiting(_worker: object) -> tuple[int, int]:
 
     half = get_kv_transfer_group().connector_worker
     deferred = sum(len(keys.chunks) for _, _, keys in half._unsubmitted_store_jobs)
-    return half.spec.worker._runner.num_open_stores, deferred
+    return half.spec.worker.mover._runner.num_open_stores, deferred
 
 
 def spoil(_worker: object, poison: int) -> None:

@@ -31,11 +31,11 @@ class Engine:
         return self._made[name].labels(**LABELS, **labels)
 
     def add(self, metric, amount=1, reason=None):
-        name = metric if isinstance(metric, str) else metric.name
+        name = metric if isinstance(metric, str) else f"vllm:{metric.name}"
         self._get(Counter, name, {"reason": reason} if reason else {}).inc(amount)
 
     def set(self, metric, value, label=None):
-        self._get(Gauge, metric.name, {metric.label: label} if label else {}).set(value)
+        self._get(Gauge, f"vllm:{metric.name}", {metric.label: label} if label else {}).set(value)
 
     def observe(self, name, *values):
         one = self._get(Histogram, name, {}, buckets=(0.001, 0.01, 0.1, 1))

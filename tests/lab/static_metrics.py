@@ -40,17 +40,18 @@ def _published(
         "namespace": (f"{root[1:]}@{'0' * 16}",),
         "reason": metric.values or ("other",),
     }
+    name = f"vllm:{metric.name}"
     for number, value in enumerate(values[metric.label] if metric.label else ("",)):
         own = {**labels, **({metric.label: value} if metric.label else {})}
         if metric.kind == "histogram":
             for edge in (*metric.buckets, "+Inf"):
-                yield _line(f"{metric.name}_bucket", {**own, "le": str(edge)}, scrape)
-            yield _line(f"{metric.name}_sum", own, scrape)
-            yield _line(f"{metric.name}_count", own, scrape)
+                yield _line(f"{name}_bucket", {**own, "le": str(edge)}, scrape)
+            yield _line(f"{name}_sum", own, scrape)
+            yield _line(f"{name}_count", own, scrape)
         elif metric.kind == "counter":
-            yield _line(f"{metric.name}_total", own, scrape * (number + 1))
+            yield _line(f"{name}_total", own, scrape * (number + 1))
         else:
-            yield _line(metric.name, own, 1)
+            yield _line(name, own, 1)
 
 
 def engine(
@@ -74,7 +75,9 @@ def engine(
                 name = f"vllm:kv_offload_lookup_async_delay_seconds_{end}"
                 lines.append(_line(name, {**labels, **({"le": le} if le else {})}, scrape))
             if child is not None:
-                lines += [_line(f"{m.name}_total", labels, scrape) for m in metrics.MULTI_METRICS]
+                lines += [
+                    _line(f"vllm:{m.name}_total", labels, scrape) for m in metrics.MULTI_METRICS
+                ]
         for word in ("hits", "queries"):
             lines.append(_line(f"vllm:external_prefix_cache_{word}_total", base, scrape))
         return "".join(lines)

@@ -190,7 +190,7 @@ class World:
         self.tensors = [
             torch.zeros((num_blocks, page + 64), dtype=torch.int8)[:, :page] for page in pages
         ]
-        self.group_idx = group_idx
+        self.group_idx, self.rank = group_idx, rank
         self.layout = GroupLayout.of(group_idx, blocks_per_chunk, list(enumerate(pages)))
         self.file_layout = FileLayout(blocks_per_chunk, tuple(pages), layout_digest, integrity)
         transport = (make_transport or HostTransport)(
@@ -210,7 +210,6 @@ class World:
             self.directory,
             {group_idx: self.file_layout},
             self.transport,
-            rank=rank,
             touch_interval_s=touch_interval_s,
             restore=lambda: Root.open(self.root, create=False).open_namespace(identity),
             keys=keys,
@@ -219,9 +218,9 @@ class World:
     # --- names ------------------------------------------------------------------------------
 
     def chunk(self, number):
-        from fskv.types import ChunkId
+        from fskv.types import FileId
 
-        return ChunkId(number.to_bytes(32, "big"), self.group_idx)
+        return FileId(number.to_bytes(32, "big"), self.group_idx, self.rank)
 
     def path(self, number):
         return self.store.path(self.chunk(number))
@@ -262,7 +261,7 @@ class World:
         return b"".join(t[b].numpy().tobytes() for b in block_ids for t in self.tensors)
 
     def request(self, number, block_ids, first_block=0):
-        from fskv.data_path.job import ChunkRequest
+        from fskv.data_path.job import FileMove
         from fskv.plan.spans import plan_job
 
         (plan,) = plan_job(
@@ -273,7 +272,7 @@ class World:
             [len(block_ids)],
             [first_block],
         ).chunks
-        return ChunkRequest(self.chunk(number), plan)
+        return FileMove(self.chunk(number), plan)
 
     # --- the store without jobs ---------------------------------------------------------------
 

@@ -61,11 +61,12 @@ def _series() -> dict[str, set[str]]:
     for metric in (*metrics.ALL_METRICS, *metrics.MULTI_METRICS):
         # FskvMultiConnector gives it to every series.
         labels = {metric.label, "connector"} - {None}
+        name = f"vllm:{metric.name}"
         if metric.kind == "histogram":
-            found |= {f"{metric.name}_{end}": labels for end in ("sum", "count")}
-            found[f"{metric.name}_bucket"] = labels | {"le"}
+            found |= {f"{name}_{end}": labels for end in ("sum", "count")}
+            found[f"{name}_bucket"] = labels | {"le"}
         else:
-            found[metric.name + "_total" * (metric.kind == "counter")] = labels
+            found[name + "_total" * (metric.kind == "counter")] = labels
     for metric in exporter.METRICS:
         found[metric.name + "_total" * (metric.kind == "counter")] = set(metric.labels)
     return found
@@ -87,7 +88,7 @@ def check_expr(expr: str, recorded: set[str] = frozenset()) -> None:
         for labels in re.findall(re.escape(name) + r"\{([^}]*)\}", expr):
             own = set(re.findall(r"(\w+)\s*[=!]", labels)) - {"instance", "job"}
             assert own <= series[name], f"{name} has no label {own - series[name]}: {expr}"
-    by_name = {m.name: m for m in metrics.ALL_METRICS}
+    by_name = {f"vllm:{m.name}": m for m in metrics.ALL_METRICS}
     for name, reasons in re.findall(r'(vllm:fskv_\w+)_total\{[^}]*reason=~?"([\w|]+)"', expr):
         metric = by_name[name]
         late = set(reasons.split("|")) - set(metric.values)  # no series before the first one
@@ -487,11 +488,11 @@ def test_a_hit_ratio_is_that_of_one_child(static):
 def test_what_the_document_says_of_several_roots_is_in_the_code():
     text = text_of("docs/metrics.md")
     table = rows(text, "multi metric")
-    fields = {m.name: [m.kind, m.label, m.unit, m.meaning] for m in metrics.MULTI_METRICS}
+    fields = {f"vllm:{m.name}": [m.kind, m.label, m.unit, m.meaning] for m in metrics.MULTI_METRICS}
     assert {name: cells[:-1] for name, cells in table.items()} == fields
     without = re.search(r"^### With FskvTier$(.*?)^### ", text, re.DOTALL | re.MULTILINE)[1]
     names = [f"vllm:fskv_{name}" for name in re.findall(r"`(\w+\*?)`", without)][:7]
-    every = {m.name for m in metrics.ALL_METRICS}
+    every = {f"vllm:{m.name}" for m in metrics.ALL_METRICS}
     for name in names:
         assert [one for one in every if re.fullmatch(name.replace("*", r"\w+"), one)], name
 

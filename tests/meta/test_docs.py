@@ -26,7 +26,7 @@ from fskv.data_path.store import ChunkStore
 from fskv.format.chunk_file import ChunkHeader, FileLayout, encode_header, row_digests
 from fskv.root.root import NamespaceDir
 from fskv.transports.host import HostSlot, HostTransport
-from fskv.types import ChunkId, Status
+from fskv.types import FileId, Status
 
 DOCUMENTS = [
     "README.md",
@@ -157,7 +157,7 @@ def read_with_snippet(text: str, path: pathlib.Path) -> subprocess.CompletedProc
     )
 
 
-def stored_chunk(directory: pathlib.Path) -> tuple[pathlib.Path, ChunkId]:
+def stored_chunk(directory: pathlib.Path) -> tuple[pathlib.Path, FileId]:
     """Store a chunk of two rows through ChunkStore and return its file."""
     (directory / "tmp").mkdir()
     (directory / "chunks").mkdir()
@@ -166,10 +166,10 @@ def stored_chunk(directory: pathlib.Path) -> tuple[pathlib.Path, ChunkId]:
         [], layout.file_nbytes, probe_dir=str(directory / "tmp"), direct_io="off"
     )
     namespace_dir = NamespaceDir(str(directory), bytes(32), 0o700, 0o600)
-    store = ChunkStore(namespace_dir, {2: layout}, transport, rank=None, touch_interval_s=600)
+    store = ChunkStore(namespace_dir, {2: layout}, transport, touch_interval_s=600)
     slot = HostSlot(0, np.zeros(layout.file_nbytes, np.uint8))
     slot.array[layout.header_nbytes :] = 7
-    chunk = ChunkId(b"the engine's key", 2)
+    chunk = FileId(b"the engine's key", 2)
     assert store.put(chunk, 0, slot) is Status.OK
     return pathlib.Path(store.path(chunk)), chunk
 

@@ -45,7 +45,7 @@ LAYERS = {
         "fskv.root.",
         "fskv.transports.",
     ),
-    3: ("fskv.bounds.", "fskv.data_path.", "fskv.maintenance"),
+    3: ("fskv.bounds.", "fskv.data_path.", "fskv.maintenance", "fskv.offload."),
     4: ("fskv.engines.", "tools."),
 }
 

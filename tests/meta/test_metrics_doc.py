@@ -32,7 +32,9 @@ def _compare(
 
 
 def check_engine(text: str) -> None:
-    expected = {m.name: (m.kind, m.label or "-", m.unit, m.meaning) for m in metrics.ALL_METRICS}
+    expected = {
+        f"vllm:{m.name}": (m.kind, m.label or "-", m.unit, m.meaning) for m in metrics.ALL_METRICS
+    }
     _compare(rows(text, "metric"), expected, "fskv/observe/metrics.py")
 
 
@@ -101,7 +103,7 @@ def test_negative_control_a_doctored_table_fails(check, old, new):
 
 
 def test_a_metric_without_a_row_is_told_with_the_row_to_add(monkeypatch):
-    new = metrics.Metric("vllm:fskv_cups", "counter", "cups", "Cups of coffee.", "size")
+    new = metrics.Metric("fskv_cups", "counter", "cups", "Cups of coffee.", "size")
     monkeypatch.setattr(metrics, "ALL_METRICS", (*metrics.ALL_METRICS, new))
     with pytest.raises(AssertionError, match=r"fskv_cups` \| counter \| size \| cups \| Cups of"):
         check_engine(text_of(DOCUMENT))
@@ -112,7 +114,7 @@ def test_names_are_what_prometheus_and_fskv_top_take():
     names = [m.name for m in (*metrics.ALL_METRICS, *exporter.METRICS)]
     assert len(names) == len(set(names))
     for metric in (*metrics.ALL_METRICS, *exporter.METRICS):
-        assert re.fullmatch(r"vllm:fskv_[a-z_]+|fskv_root_[a-z_]+", metric.name), metric.name
+        assert re.fullmatch(r"fskv_[a-z_]+", metric.name), metric.name
         assert not metric.name.endswith(("_total", "_count", "_sum", "_bucket", "_created"))
         assert metric.kind in ("counter", "gauge", "histogram"), metric.name
     for metric in metrics.ALL_METRICS:

@@ -19,14 +19,14 @@ import numpy as np
 from fskv.config import Deadline, StoreConfig
 from fskv.data_path import runner, store
 from fskv.data_path.breaker import Breaker
-from fskv.data_path.job import ChunkRequest
+from fskv.data_path.job import FileMove
 from fskv.format.chunk_file import FileLayout
 from fskv.index.presence import PresenceIndex, RankFiles, probe_chunks
 from fskv.namespace import GroupIdentity, Identity
 from fskv.plan.spans import GroupLayout, plan_job
 from fskv.root.root import Root
 from fskv.transports import host
-from fskv.types import ChunkId, Presence
+from fskv.types import ChunkId, FileId, Presence
 from shared_fs.chunks import NBYTES, NUM_BLOCKS, PAGES, POISON, content
 from shared_fs.letterbox import serve
 
@@ -105,7 +105,6 @@ class Node:
             directory,
             {0: file_layout},
             transport,
-            rank=None,
             touch_interval_s=touch_interval_s,
             restore=lambda: Root.open(root, create=False).open_namespace(_IDENTITY),
         )
@@ -171,16 +170,16 @@ class Node:
                 if result.job_id == self._num_jobs:
                     reported = time.monotonic() - start
             for outcome in self._timed(self.runner.take_outcomes):
-                if outcome.chunk in [request.chunk for request in requests]:
-                    statuses[outcome.chunk] = outcome.status.value
+                if outcome.file.chunk in [request.file.chunk for request in requests]:
+                    statuses[outcome.file.chunk] = outcome.status.value
                 # What a worker tells its scheduler.
                 if not outcome.is_load and outcome.status.good:
-                    self.presence.mark_stored(outcome.chunk)
+                    self.presence.mark_stored(outcome.file.chunk)
                 elif outcome.is_load and not outcome.status.good:
-                    self.presence.mark_failed(outcome.chunk, outcome.status)
+                    self.presence.mark_failed(outcome.file.chunk, outcome.status)
             time.sleep(0.002)
         return {
-            "statuses": [statuses[request.chunk] for request in requests],
+            "statuses": [statuses[request.file.chunk] for request in requests],
             "reported_s": reported,
             "ended_at": time.time(),
         }
@@ -188,7 +187,7 @@ class Node:
     def _request(self, number, first_block):
         block_ids = list(range(first_block, first_block + NUM_BLOCKS))
         (plan,) = plan_job([self.layout], list(PAGES), [1], block_ids, [NUM_BLOCKS], [0]).chunks
-        return ChunkRequest(_chunk(number), plan)
+        return FileMove(FileId(*_chunk(number)), plan)
 
     def store(self, numbers, replace=False):
         """Store chunks; with `replace` also over files that are there and look good."""

@@ -48,6 +48,7 @@ from fskv_tools.bench.row import Row, Spread  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
 from fskv.root.filesystem import Space  # noqa: E402
+from fskv.offload import mover  # noqa: E402
 from fskv.transports import host  # noqa: E402
 from fskv.types import Status  # noqa: E402
 
@@ -173,7 +174,7 @@ class _Corrupting(_InPython):
         super().scatter(slot, base, table, ready)
 
 
-class _Skipping(bench_store.ChunkStore):
+class _Skipping(mover.ChunkStore):
     """Says that every third chunk is there already."""
 
     num_puts = 0
@@ -183,7 +184,7 @@ class _Skipping(bench_store.ChunkStore):
         return Status.EXISTS if self.num_puts % 3 == 0 else super().put(chunk, first_block, slot)
 
 
-class _Lossy(bench_store.ChunkStore):
+class _Lossy(mover.ChunkStore):
     def get(self, chunk, *args):
         os.truncate(self.path(chunk), 4096)
         return super().get(chunk, *args)
@@ -201,7 +202,7 @@ def test_what_was_not_verified_is_no_result(
     tmp_path, monkeypatch, name, broken, words, lookups_too
 ):
     monkeypatch.setattr(host, "HostTransport", _InPython)
-    monkeypatch.setattr(host if name == "HostTransport" else bench_store, name, broken)
+    monkeypatch.setattr(host if name == "HostTransport" else mover, name, broken)
     result = run(tmp_path, "--json", "--direct-io", "off")
     assert result.exit_code == 1
     rows = rows_of(result)
@@ -459,13 +460,13 @@ def test_advice_is_for_the_page_cache_where_that_is_clearly_faster_and_none_with
 def test_gds_takes_part_where_the_pages_are_on_a_gpu(tmp_path, monkeypatch, works):
     """kvikio and its files are real, the GPU is the stub's; without one there is a sentence and no row."""
     gds_lab.stub()
-    real = bench_store.open_transport
+    real = mover.open_transport
 
     def on_the_stub(tensors, *args, transport, **options):
         device = gds_lab.StubDevice(tensors) if works and transport == "gds" else None
         return real(tensors, *args, transport=transport, device=device, **options)
 
-    monkeypatch.setattr(bench_store, "open_transport", on_the_stub)
+    monkeypatch.setattr(mover, "open_transport", on_the_stub)
     monkeypatch.setattr(measure, "pick_device", lambda wanted: "cuda")
     on_cpu = measure.KvMemory
     monkeypatch.setattr(measure, "KvMemory", lambda nbytes, page, _: on_cpu(nbytes, page, "cpu"))

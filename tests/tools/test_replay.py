@@ -41,6 +41,9 @@ from fskv_tools.replay.report import Interval, Summary  # noqa: E402
 from fskv_tools.replay.trace import Request, TraceError  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
+from fskv.index import presence  # noqa: E402
+from fskv.offload import lookup  # noqa: E402
+from fskv.transports import host  # noqa: E402
 from fskv.transports.host import HostTransport  # noqa: E402
 
 DIGEST = b"d" * 32
@@ -347,10 +350,8 @@ def test_a_request_larger_than_the_engine_s_memory_comes_in_parts(make_engine, m
 
 
 def test_negative_control_a_blind_presence_hits_nothing(make_engine, monkeypatch):
-    blind = replay_engine.Findings
-    monkeypatch.setattr(
-        replay_engine, "probe_chunks", lambda _, chunks, __: blind([0] * len(chunks), 0.0)
-    )
+    blind = presence.Findings
+    monkeypatch.setattr(lookup, "probe_chunks", lambda _, chunks, __: blind([0] * len(chunks), 0.0))
     engine = make_engine()
     ask(engine, 1, 2, 3)
     done = ask(engine, 1, 2, 3)
@@ -390,7 +391,7 @@ class _DoesNothing(HostTransport):
 
 
 def test_wrong_bytes_in_the_pages_are_counted_and_are_no_hit(make_engine, monkeypatch):
-    monkeypatch.setattr(replay_engine, "HostTransport", _DoesNothing)
+    monkeypatch.setattr(host, "HostTransport", _DoesNothing)
     engine = make_engine()
     ask(engine, 1, 2)
     done = ask(engine, 1, 2)
@@ -412,7 +413,7 @@ def test_an_engine_hits_what_another_stored(make_engine):
 class _Grants:
     """Stands for bounds.client.Capacity: counts, and prunes whole files at once when the bound is met."""
 
-    def __init__(self, root, namespace, tenant, limits, *, patient, quiet, touch_interval_s):
+    def __init__(self, root, namespace, tenant, limits, *, patient, quiet, **_):
         self.directory = pathlib.Path(root, namespace)
         self.bound = limits.max_nbytes
         self.refusals = 0
@@ -421,7 +422,13 @@ class _Grants:
         self.usage = None
         _Grants.last = self
 
+    paused = False
+    state = None
+
     def start(self):
+        pass
+
+    def wait_for_first_word(self):
         pass
 
     def close(self):
@@ -452,7 +459,7 @@ class _Grants:
 
 @pytest.fixture
 def grants(monkeypatch):
-    monkeypatch.setattr(replay_engine, "Capacity", _Grants)
+    monkeypatch.setattr(lookup, "Capacity", _Grants)
     return _Grants
 
 

@@ -351,7 +351,7 @@ def test_every_metric_of_fskv_is_read_and_gauges_have_no_past():
         if metric.kind == "counter":
             engine.add(metric, 7, "absent" if metric.label else None)
         elif metric.kind == "histogram":
-            engine.observe(metric.name, 0.05)
+            engine.observe(f"vllm:{metric.name}", 0.05)
         else:
             engine.set(metric, 7, "absent" if metric.label else None)
     now = sample(engine)

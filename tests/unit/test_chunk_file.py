@@ -32,7 +32,7 @@ from fskv.format.chunk_file import (
     row_digests,
 )
 from fskv.transports.host import HostSlot, HostTransport
-from fskv.types import ChunkId, Status
+from fskv.types import FileId, Status
 
 # No example database: the negative controls fail on purpose and would fill it.
 LIGHT = settings(max_examples=100, deadline=None, database=None)
@@ -462,12 +462,12 @@ def small(monkeypatch):
     monkeypatch.setattr(store.logger, "disabled", True)
     transport = MemoryTransport(golden())
     layout = FileLayout(2, (24, 8), b"L" * 16)
-    chunks = ChunkStore(NoDirectory(), {3: layout}, transport, rank=1, touch_interval_s=600)
+    chunks = ChunkStore(NoDirectory(), {3: layout}, transport, touch_interval_s=600)
     slot = transport.new_slot(0)
 
     def load():
         slot.array[:] = 0
-        return chunks.get(ChunkId(bytes(range(32)), 3), 1, 1, slot)
+        return chunks.get(FileId(bytes(range(32)), 3, 1), 1, 1, slot)
 
     assert load() is Status.OK
     return transport, load
@@ -483,9 +483,7 @@ def test_chunks_with_a_header_that_no_reader_takes_are_refused_when_the_store_op
     with pytest.raises(ChunkCorrupt) if refused else nullcontext():
         header_length(prefix)
     with pytest.raises(ConfigError, match="group 3") if refused else nullcontext():
-        ChunkStore(
-            NoDirectory(), {3: layout}, MemoryTransport(golden()), rank=1, touch_interval_s=600
-        )
+        ChunkStore(NoDirectory(), {3: layout}, MemoryTransport(golden()), touch_interval_s=600)
 
 
 def test_every_single_flipped_bit_of_a_file_is_found(small):

@@ -24,7 +24,7 @@ import numpy as np  # noqa: E402
 
 from fskv.config import Deadline  # noqa: E402
 from fskv.data_path.breaker import Breaker  # noqa: E402
-from fskv.data_path.job import ChunkRequest  # noqa: E402
+from fskv.data_path.job import FileMove  # noqa: E402
 from fskv.data_path.runner import JobRunner  # noqa: E402
 from fskv.data_path.store import ChunkStore  # noqa: E402
 from fskv.format import chunk_file  # noqa: E402
@@ -36,7 +36,7 @@ from fskv.transports import kernels, numa  # noqa: E402
 from fskv.transports.choice import open_transport  # noqa: E402
 from fskv.transports.cuda import CudaDevice  # noqa: E402
 from fskv.transports.host import HostTransport  # noqa: E402
-from fskv.types import ChunkId, Status  # noqa: E402
+from fskv.types import FileId, Status  # noqa: E402
 
 BLOCKS_PER_CHUNK, PAGE, NUM_CHUNKS = 4, 65536, 16
 
@@ -76,7 +76,7 @@ class Rig:
         self.files = files
         self.transport = make_transport(kind, self.tensors, files.file_nbytes, f"{path}/tmp")
         transport = self.transport
-        store = ChunkStore(directory, {0: files}, transport, rank=None, touch_interval_s=600)
+        store = ChunkStore(directory, {0: files}, transport, touch_interval_s=600)
         self.runner = JobRunner(
             store,
             transport,
@@ -86,14 +86,14 @@ class Rig:
             deadline=Deadline(deadline_s, 0, deadline_s),
             breaker=Breaker(8, 5),
         )
-        self.chunks = [ChunkId(b"chunk%d" % i, 0) for i in range(NUM_CHUNKS)]
+        self.chunks = [FileId(b"chunk%d" % i, 0) for i in range(NUM_CHUNKS)]
         self.source = torch.randperm(self.num_blocks // 2).tolist()
         self.target = [self.num_blocks // 2 + block for block in self.source]
 
-    def requests(self, blocks: list[int]) -> list[ChunkRequest]:
+    def requests(self, blocks: list[int]) -> list[FileMove]:
         strides = [tensor.stride(0) for tensor in self.tensors]
         plan = plan_job([self.layout], strides, [NUM_CHUNKS], blocks, [len(blocks)], [0])
-        return [ChunkRequest(self.chunks[part.key_idx], part) for part in plan.chunks]
+        return [FileMove(self.chunks[part.key_idx], part) for part in plan.chunks]
 
     def drain(self) -> list[Status]:
         statuses: list[Status] = []

@@ -14,6 +14,7 @@ from world import returns_in_time, wait_for
 
 from fskv.observe import health_file
 from fskv.observe.health_file import HealthFile
+from fskv.offload.news import News
 
 
 class Case:
@@ -171,7 +172,7 @@ class Engine:
 
         for number in range(count):
             chunk = ChunkId(bytes([number]) * 32, 0)
-            self.manager.on_loads_failed({chunk: Status.CORRUPT})
+            self.manager.on_news(News(failed_loads={chunk: Status.CORRUPT}))
             self.manager.on_schedule_end(None)
             assert self.manager.get_stats() is not None
         return count
@@ -207,13 +208,13 @@ def test_negative_control_written_on_the_engine_s_thread_it_would_hang_the_engin
     monkeypatch.setattr(HealthFile, "close", lambda self: None)
     engine = _engine(tmp_path, monkeypatch)
     watch = engine.manager._watch
-    plain = watch.stats
+    plain = watch.read
 
-    def inline(counters):
+    def inline():
         watch._health._turn(ended=False)
-        return plain(counters)
+        return plain()
 
-    watch.stats = inline
+    watch.read = inline
     thread = threading.Thread(target=engine.steps, daemon=True)
     thread.start()
     try:

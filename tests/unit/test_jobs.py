@@ -198,7 +198,7 @@ def test_loads_overtake_queued_stores(make_bench):
     bench.transport.release()
     assert not bench.finish(stored, loaded)[1].failed
     bench.wait_until_idle()
-    order = [outcome.chunk for outcome in bench.outcomes]
+    order = [outcome.file for outcome in bench.outcomes]
     assert len(order) == 7
     # Ahead of it only the one that was being written.
     assert order.index(bench.world.chunk(50)) == 1
@@ -433,7 +433,7 @@ def test_one_bad_chunk_fails_its_job_and_every_chunk_is_told_apart(bench):
     os.truncate(bench.world.path(5), 100)
     (result,) = bench.finish(bench.load(list(range(6))))
     assert result.failed
-    found = {o.chunk: o.status for o in bench.outcomes}
+    found = {o.file: o.status for o in bench.outcomes}
     wanted = [Status.OK, Status.OK, Status.CORRUPT, Status.OK, Status.MISSING, Status.CORRUPT]
     assert found == {bench.world.chunk(n): status for n, status in enumerate(wanted)}
     for place in (2, 4, 5):
@@ -807,16 +807,16 @@ def test_a_load_that_the_guard_refused_is_never_good_even_if_its_thread_ends_bef
     bench.store([1])
     bench.wait_until_idle()
     runner = bench.runner
-    close, held = runner._close, []
+    close, held = runner._pages_free, []
 
     def close_later(task, status, *rest):
         if task.job.is_load and status is Status.TIMED_OUT:  # the one who gives up is slow here
             calm(bench)
             wait_for(lambda: runner.num_running == 0)
-            held.append(task.closed)
+            held.append(task.pages_free)
         close(task, status, *rest)
 
-    monkeypatch.setattr(runner, "_close", close_later)
+    monkeypatch.setattr(runner, "_pages_free", close_later)
     job = bench.load([1], place=5)
     bench.transport.wait_until_hanging(1)
     bench.clock.advance(100)

@@ -58,7 +58,7 @@ class Chunks:
     def transfer(self, number, block_ids, first_block=0, guard=None, *, is_load):
         request = self.world.request(number, block_ids, first_block)
         return self.world.store.transfer(
-            Nothing, request.chunk, request.plan, guard or _native.Guard(), is_load=is_load
+            Nothing, request.file, request.plan, guard or _native.Guard(), is_load=is_load
         )
 
     def store(self, number, block_ids, first_block=0):
@@ -596,7 +596,7 @@ def test_modes_do_not_depend_on_where_the_file_is_written(tmp_path, make_world, 
         },
         file_mode=mode,
     )
-    world.store._native_layouts[0] = world.store._native_layout(0)
+    world.store._native_layouts[0] = world.store._new_native_layout(0, None)
     world.fill(range(4), seed=1)
     umask = os.umask(0)
     try:
@@ -891,7 +891,7 @@ def test_nothing_is_leaked_however_a_transfer_ends(make_native_bench, request):
     transfer = bench.world.store.transfer
 
     def watched(owner, *args, **options):
-        alive.append(weakref.ref(owner.request.plan.table))
+        alive.append(weakref.ref(owner.move.plan.table))
         return transfer(owner, *args, **options)
 
     bench.world.store.transfer = watched

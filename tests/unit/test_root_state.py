@@ -10,6 +10,7 @@ import world
 
 from fskv.bounds.quota import Claim, Limits, Usage
 from fskv.bounds.status import BoundsSaid, RootState, changes, root_state
+from fskv.offload.news import News
 from fskv.root.filesystem import Space
 
 MINE, OTHER = "cpu-x86_64/a@0000000000000001", "cpu-x86_64/b@0000000000000002"
@@ -88,9 +89,9 @@ class TestScheduler:
         first = self.stats(manager)
         for counter in metrics.SCHEDULER_COUNTERS:
             values = [(reason,) for reason in counter.values] or [()]
-            assert {labels: first[counter.name][labels] for labels in values} == dict.fromkeys(
-                values, 0
-            )
+            assert {
+                labels: first[f"vllm:{counter.name}"][labels] for labels in values
+            } == dict.fromkeys(values, 0)
         assert first["vllm:fskv_root_info"] == {("/nowhere",): 1.0}
         assert first["vllm:fskv_namespace_info"] == {("a/b@c",): 1.0}
         manager.shutdown()
@@ -108,8 +109,12 @@ class TestScheduler:
             state = RootState(root_limit=500, root_left=7)
             paused, up, num_restarts = False, True, 2
 
+            @staticmethod
+            def close():
+                pass
+
         manager = self.make()
-        manager._watch.capacity = Capacity
+        manager.core.capacity = Capacity
         first = self.stats(manager)
         assert first["vllm:fskv_bound_bytes"] == {("root",): 500.0}
         assert first["vllm:fskv_bound_left_bytes"] == {("root",): 7.0}
@@ -123,10 +128,10 @@ class TestScheduler:
 
         manager = self.make(quarantine_s=1000)
         chunks = [ChunkId(bytes([n]) * 32, 0) for n in range(3)]
-        manager.on_loads_failed({chunks[0]: Status.CORRUPT, chunks[1]: Status.STALE})
-        manager.on_loads_failed({chunks[2]: Status.MISSING})
+        manager.on_news(News(failed_loads={chunks[0]: Status.CORRUPT, chunks[1]: Status.STALE}))
+        manager.on_news(News(failed_loads={chunks[2]: Status.MISSING}))
         assert self.stats(manager)["vllm:fskv_quarantined_chunks"] == {(): 2.0}
-        manager.on_stored(chunks[0], {0})
+        manager.on_news(News(stored={chunks[0]: {0}}))
         assert self.stats(manager)["vllm:fskv_quarantined_chunks"] == {(): 1.0}
         manager.shutdown()
 
@@ -135,8 +140,8 @@ class TestScheduler:
 
         manager = self.make(breaker_failures=1)
         self.stats(manager)
-        manager._breaker.record(Status.TIMED_OUT)
-        manager._breaker.record(Status.OK)
+        manager.core.breaker.record(Status.TIMED_OUT)
+        manager.core.breaker.record(Status.OK)
         now = self.stats(manager)
         assert "vllm:fskv_breaker_open" not in now, "the gauge has not changed"
         assert now["vllm:fskv_breaker_openings"] == {(): 1}

@@ -16,11 +16,11 @@ from typing import Any
 
 from fskv.config import StoreConfig
 from fskv.data_path.breaker import Breaker
-from fskv.data_path.job import ChunkRequest
+from fskv.data_path.job import FileMove
 from fskv.format.chunk_file import FileLayout
 from fskv.index.presence import Findings, Key, PresenceIndex, RankFiles, probe_chunks
 from fskv.plan.spans import GroupLayout, plan_job
-from fskv.types import ChunkId, Presence
+from fskv.types import ChunkId, FileId, Presence
 
 from .contestant import Cell, Contestant, RoundError
 from .row import FS_IO_C
@@ -105,9 +105,9 @@ class LookupContestant(Contestant):
         groups = [GroupLayout.of(0, 1, [(0, FILE_NBYTES)])]
         count = len(self._there)
         plan = plan_job(groups, [FILE_NBYTES], [count], [0] * count, [count], [0])
-        requests = [ChunkRequest(self._there[part.key_idx], part) for part in plan.chunks]
-        self._data.runner.submit_store(1, requests, None)
-        drain(self._data.runner, "store", count)
+        moves = [FileMove(FileId(*self._there[part.key_idx]), part) for part in plan.chunks]
+        self._data.mover.store(1, moves)
+        drain(self._data.mover, "store", count)
 
     def probe(self, chunks: Sequence[Key], missed_before: bytes) -> Findings:
         """Look at the files, as the index's threads do."""

@@ -1,4 +1,4 @@
-"""fskv as a contestant: `JobRunner`, `ChunkStore` and transport as an engine's worker uses them.
+"""fskv as a contestant: a `Mover`, as an engine's worker has it.
 
 A rate counts only when every byte of it was verified: after each load the pages are compared with what
 was stored, outside the timed part; a chunk that did not end as OK, or a page that differs, puts the
@@ -14,18 +14,16 @@ import random
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, cast
 
-from fskv.config import Deadline
-from fskv.data_path.breaker import Breaker
-from fskv.data_path.job import ChunkRequest
-from fskv.data_path.runner import JobRunner
-from fskv.data_path.store import ChunkStore
+from fskv.config import StoreConfig
+from fskv.data_path.job import FileMove
 from fskv.format.chunk_file import FileLayout
+from fskv.observe import metrics
+from fskv.offload.mover import Mover
 from fskv.plan.spans import GroupLayout, plan_job
 from fskv.root.root import NamespaceDir
-from fskv.transports.choice import open_transport
-from fskv.types import ChunkId, Status
+from fskv.types import ChunkId, FileId
 
 from .contestant import (
     CLOSE_S,
@@ -51,7 +49,7 @@ class DataPath:
     name: str
     directory: NamespaceDir
     layout: FileLayout
-    runner: JobRunner
+    mover: Mover
 
     @property
     def is_direct(self) -> bool:
@@ -62,9 +60,9 @@ class DataPath:
 
     def close(self) -> None:
         """Stop the threads; a transfer that has begun gets CLOSE_S to end."""
-        self.runner.shutdown(0)
         end = time.monotonic() + CLOSE_S
-        while self.runner.num_slots_used and time.monotonic() < end:
+        self.mover.close(0)
+        while not self.mover.idle and time.monotonic() < end:
             time.sleep(0.005)
 
 
@@ -86,28 +84,21 @@ def open_data_path(
     os.makedirs(os.path.join(path, "tmp"))
     os.mkdir(os.path.join(path, "chunks"))
     directory = NamespaceDir(path, b"bench" * 6, 0o700, 0o600)
-    transport = open_transport(
-        [tensor],
-        layout.file_nbytes,
-        probe_dir=os.path.join(path, "tmp"),
-        transport=by,
-        gds_check="host",
-        direct_io=direct_io,
-        file_mode=0o600,
-        fsync=False,
-    )
-    store = ChunkStore(directory, {0: layout}, transport, rank=None, touch_interval_s=600)
-    runner = JobRunner(
-        store,
-        transport,
-        num_threads=threads,
-        num_slots=threads * 4,
+    config = StoreConfig(
+        root=path,
+        transport="gds" if by == "gds" else "host",
+        direct_io=cast("Literal['auto', 'on', 'off']", direct_io),
+        io_threads=threads,
+        staging_bytes=threads * 4 * layout.file_nbytes,
         max_queued_chunks=max_queued,
-        deadline=Deadline(_TIMEOUT_S, 0, _TIMEOUT_S),
-        breaker=Breaker(1_000_000, 1),
+        store_queue_s=_TIMEOUT_S,
+        deadline_base_s=_TIMEOUT_S,
+        deadline_max_s=_TIMEOUT_S,
+        breaker_failures=1_000_000,
     )
-    direct = O_DIRECT in transport.description or (by == "gds" and direct_io != "off")
-    return DataPath(f"{by} {O_DIRECT if direct else BUFFERED}", directory, layout, runner)
+    mover = Mover(config, directory, [tensor], {0: layout})
+    direct = O_DIRECT in mover.description or (by == "gds" and direct_io != "off")
+    return DataPath(f"{by} {O_DIRECT if direct else BUFFERED}", directory, layout, mover)
 
 
 def chunk_id(number: int) -> ChunkId:
@@ -210,9 +201,9 @@ class StoreContestant(Contestant):
 
     def _store(self) -> float:
         start = time.perf_counter()
-        requests = self._requests(range(self.cell.num_chunks), self._source)
-        self._data.runner.submit_store(next(self._job_ids), requests, None)
-        drain(self._data.runner, "store", len(requests))
+        moves = self._moves(range(self.cell.num_chunks), self._source)
+        self._data.mover.store(next(self._job_ids), moves)
+        drain(self._data.mover, "store", len(moves))
         return self.cell.gb_per_s(time.perf_counter() - start)
 
     def _load(self, jobs: Sequence[range], *, cold: bool = True, poll_s: float = _POLL_S) -> float:
@@ -224,9 +215,9 @@ class StoreContestant(Contestant):
         self._synchronize()
         start = time.perf_counter()
         for job in jobs:
-            requests = self._requests(job, self._target)
-            self._data.runner.submit_load(next(self._job_ids), requests, None)
-            drain(self._data.runner, "load", len(requests), poll_s)
+            moves = self._moves(job, self._target)
+            self._data.mover.load(next(self._job_ids), moves)
+            drain(self._data.mover, "load", len(moves), poll_s)
         seconds = time.perf_counter() - start
         self._verify(chunks)
         return self.cell.gb_per_s(seconds, len(chunks))
@@ -257,29 +248,33 @@ class StoreContestant(Contestant):
 
             torch.cuda.synchronize()
 
-    def _requests(self, chunks: range, blocks: list[int]) -> list[ChunkRequest]:
+    def _moves(self, chunks: range, blocks: list[int]) -> list[FileMove]:
         per_chunk = self._pages_per_chunk
         ids = blocks[chunks.start * per_chunk : chunks.stop * per_chunk]
         plan = plan_job([self._layout], [self.page_nbytes], [len(chunks)], ids, [len(ids)], [0])
-        return [ChunkRequest(self._chunks[chunks[part.key_idx]], part) for part in plan.chunks]
+        return [FileMove(FileId(*self._chunks[chunks[part.key_idx]]), part) for part in plan.chunks]
 
 
-def drain(runner: JobRunner, what: str, num_chunks: int, poll_s: float = _POLL_S) -> None:
+def drain(mover: Mover, what: str, num_chunks: int, poll_s: float = _POLL_S) -> None:
     """Wait until `num_chunks` chunks have ended; raises RoundError unless all ended as OK."""
-    bad: list[Status] = []
-    remaining = num_chunks
+    good = metrics.STORED_CHUNKS if what == "store" else metrics.LOADED_CHUNKS
+    ended = num_good = 0.0
+    bad: list[str] = []
     end = time.monotonic() + _TIMEOUT_S
-    while remaining:
-        runner.poll()
-        for outcome in runner.take_outcomes():
-            remaining -= 1
-            if outcome.status is not Status.OK:
-                bad.append(outcome.status)
-        if remaining and time.monotonic() > end:
-            raise RoundError(
-                f"{what}: {remaining} of {num_chunks} chunks did not end in {_TIMEOUT_S:g} s"
-            )
-        if remaining:
+    while ended < num_chunks:
+        mover.poll()
+        for (metric, label), count in mover.counters.drain().items():
+            if metric is good:
+                num_good += count
+            elif metric in (metrics.STORES_SKIPPED, metrics.LOAD_FAILURES) and count:
+                bad += [label] * int(count)
+        ended = num_good + len(bad)
+        if ended < num_chunks:
+            if time.monotonic() > end:
+                raise RoundError(
+                    f"{what}: {num_chunks - ended:g} of {num_chunks} chunks did not end in {_TIMEOUT_S:g} s"
+                )
             time.sleep(poll_s)
+    mover.take_news()
     if bad:
-        raise RoundError(f"{what}: {len(bad)} of {num_chunks} chunks ended as {bad[0].value}")
+        raise RoundError(f"{what}: {len(bad)} of {num_chunks} chunks ended as {bad[0]}")

@@ -1,4 +1,4 @@
-"""One engine of a replay: presence, data path and share of the bound, as a real engine has them.
+"""One engine of a replay: a `Lookup` and a `Mover`, as a real engine has them.
 
 `Engine.handle` does for one request what a scheduler and a worker do: look up, load the hit prefix, store
 the rest. It runs on one thread, in a process of its own (`run_worker`), and needs no torch: the KV pages
@@ -15,25 +15,24 @@ import signal
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
+from typing import Literal, cast
 
 from fskv import namespace
-from fskv.bounds.client import Capacity
-from fskv.bounds.quota import Limits
-from fskv.config import Deadline, StoreConfig
-from fskv.data_path.breaker import Breaker
-from fskv.data_path.job import ChunkOutcome, ChunkRequest
-from fskv.data_path.runner import JobRunner
-from fskv.data_path.store import ChunkStore
+from fskv.config import StoreConfig
+from fskv.data_path.job import FileMove
 from fskv.errors import FskvError
 from fskv.format.chunk_file import FileLayout
-from fskv.index.presence import Findings, Key, PresenceIndex, RankFiles, probe_chunks
+from fskv.index.presence import RankFiles
 from fskv.namespace import GroupIdentity, Identity
+from fskv.observe import metrics
+from fskv.offload.lookup import Lookup
+from fskv.offload.mover import Mover
+from fskv.offload.news import News
 from fskv.plan.spans import GroupLayout, plan_job
 from fskv.root.root import Root
-from fskv.transports.host import HostTransport
-from fskv.types import ChunkId, Presence, Status
+from fskv.types import ChunkId, FileId, Presence, Status
 
 from .trace import TOKENS_PER_BLOCK, Request, block_content, block_key
 
@@ -151,7 +150,6 @@ class Engine:
         self._layout = file_layout(spec.block_nbytes)
         identity = replay_identity(spec.trace_digest, spec.block_nbytes)
         self._directory = Root.open(spec.root, create=True).open_namespace(identity)
-        self._rank_files = [RankFiles(self._directory.path, None, {0: self._layout.file_nbytes})]
         self._num_pages = max(1, min(_MAX_PAGES, _PAGES_NBYTES // spec.block_nbytes))
         self._pages = memoryview(bytearray(self._num_pages * spec.block_nbytes))
         self._zeros = bytes(len(self._pages))
@@ -164,73 +162,46 @@ class Engine:
             [count],
             [0],
         ).chunks
-        transport = HostTransport(
-            [self._pages],
-            self._layout.file_nbytes,
-            probe_dir=self._directory.tmp_dir,
-            direct_io=spec.direct_io,
-        )
-        self.description = transport.description
         defaults = StoreConfig(root=spec.root)
-
-        def breaker() -> Breaker:
-            return Breaker(defaults.breaker_failures, defaults.breaker_probe_s)
-
-        self._runner = JobRunner(
-            ChunkStore(
-                self._directory,
-                {0: self._layout},
-                transport,
-                rank=None,
-                touch_interval_s=spec.touch_interval_s,
-            ),
-            transport,
-            num_threads=spec.io_threads,
-            num_slots=spec.io_threads * 4,
+        # What a page may wait for: a replay is not an engine whose step waits.
+        config = replace(
+            defaults,
+            io_threads=spec.io_threads,
+            direct_io=cast("Literal['auto', 'on', 'off']", spec.direct_io),
+            transport="host",
+            staging_bytes=spec.io_threads * 4 * self._layout.file_nbytes,
             max_queued_chunks=count,
-            deadline=Deadline(PATIENCE_S, defaults.deadline_per_mib_s, 2 * PATIENCE_S),
-            breaker=breaker(),
+            store_queue_s=PATIENCE_S,
+            touch_interval_s=spec.touch_interval_s,
+            deadline_base_s=PATIENCE_S,
+            deadline_max_s=2 * PATIENCE_S,
+            lookup_timeout_s=defaults.lookup_timeout_s * spec.speed
+            if spec.speed
+            else _FULL_SPEED_TIMEOUT_S,
+            max_bytes=spec.max_nbytes,
+            keep_free=spec.keep_free_nbytes,
         )
-        timeout_s = defaults.lookup_timeout_s * spec.speed if spec.speed else _FULL_SPEED_TIMEOUT_S
         ttls = (
-            timeout_s,
-            defaults.positive_ttl_s,
-            defaults.negative_ttl_s,
-            defaults.quarantine_s,
+            config.lookup_timeout_s,
+            config.positive_ttl_s,
+            config.negative_ttl_s,
+            config.quarantine_s,
         )
         self._clock = TraceClock(spec.speed, 2 * max(ttls))
-        self._presence = PresenceIndex(
-            self._probe,
-            positive_ttl_s=defaults.positive_ttl_s,
-            negative_ttl_s=defaults.negative_ttl_s,
-            lookup_timeout_s=timeout_s,
-            quarantine_s=defaults.quarantine_s,
-            breaker=breaker(),
-            clock=self._clock,
-        )
-        limits = Limits(
-            max_nbytes=spec.max_nbytes,
-            keep_free=spec.keep_free_nbytes,
-            namespace_max_nbytes=None,
-            tenant_max_nbytes=None,
-        )
-        self._capacity = Capacity(
-            spec.root,
-            namespace.directory(identity),
-            None,
-            limits,
+        self._mover = Mover(config, self._directory, [self._pages], {0: self._layout})
+        self.description = self._mover.description
+        self.lookup = Lookup(config, clock=self._clock)
+        self.lookup.attach(
+            [RankFiles(self._directory.path, None, self._mover.file_nbytes)],
             patient=True,
             quiet=True,
-            touch_interval_s=spec.touch_interval_s,
         )
-        self._capacity.start()
         self._job_id = 0
 
     def close(self) -> None:
         """Stop the threads; what is being written gets a moment to end."""
-        self._runner.shutdown(5.0)
-        self._presence.close()
-        self._capacity.close()
+        self._mover.close()
+        self.lookup.close()
 
     def handle(self, request: Request) -> RequestDone:
         """Look the request's blocks up, load the hit prefix, store the rest; returns when all is visible."""
@@ -254,9 +225,7 @@ class Engine:
 
     def step(self) -> None:
         """Take news of the maintenance process: what was granted, and what was pruned."""
-        removed = self._capacity.poll()
-        if removed:
-            self._presence.mark_removed(removed)
+        self.lookup.end_step()
 
     # --- lookup -----------------------------------------------------------------------------
 
@@ -266,15 +235,15 @@ class Engine:
     def _lookup(self, chunks: Sequence[ChunkId], done: RequestDone) -> int:
         """Return how many chunks from the first on are present, asking as a scheduler does."""
         for chunk in chunks:
-            if self._presence.lookup(chunk)[0] is Presence.MISS:
+            if self.lookup.ask(chunk)[0] is Presence.MISS:
                 break
-        self._presence.flush()
+        self.lookup.end_step()
         for count, chunk in enumerate(chunks):
-            presence, reason = self._presence.lookup(chunk)
+            presence, reason = self.lookup.ask(chunk)
             while presence is Presence.UNKNOWN:
                 time.sleep(_POLL_S)
-                presence, reason = self._presence.lookup(chunk)
-                self._presence.flush()
+                presence, reason = self.lookup.ask(chunk)
+                self.lookup.end_step()
             if presence is Presence.MISS:
                 if reason is not Status.MISSING:
                     done.failures[f"lookup {reason.value}"] += 1
@@ -284,13 +253,9 @@ class Engine:
     def _take_late_answers(self, chunks: Sequence[ChunkId]) -> None:
         """Wait for the probes of chunks behind the first miss: to a clock that jumps they would hang."""
         for chunk in chunks:
-            while self._presence.lookup(chunk)[0] is Presence.UNKNOWN:
-                self._presence.flush()
+            while self.lookup.ask(chunk)[0] is Presence.UNKNOWN:
+                self.lookup.end_step()
                 time.sleep(_POLL_S)
-
-    def _probe(self, chunks: Sequence[Key], missed_before: bytes) -> Findings:
-        """On a probe thread."""
-        return probe_chunks(self._rank_files, chunks, missed_before)
 
     # --- load -------------------------------------------------------------------------------
 
@@ -306,26 +271,30 @@ class Engine:
         nbytes = self._spec.block_nbytes
         # Or a load that did nothing would find the bytes of an earlier one.
         self._pages[: len(chunks) * nbytes] = self._zeros[: len(chunks) * nbytes]
-        self._submit(self._runner.submit_load, chunks)
-        pages = {chunk: i * nbytes for i, chunk in enumerate(chunks)}
+        self._job_id += 1
+        self._mover.load(self._job_id, self._moves(chunks))
         bad: set[ChunkId] = set()
+        ended = False
 
-        def take(outcome: ChunkOutcome) -> None:
-            chunk = outcome.chunk
-            if outcome.status is not Status.OK:
-                bad.add(chunk)
-                done.failures[f"load {outcome.status.value}"] += 1
-                self._presence.mark_failed(chunk, outcome.status)
-                return
+        def all_ended() -> bool:
+            nonlocal ended
+            for result in self._mover.poll():
+                ended = True
+                bad.update(file.chunk for file in result.bad)
+            return ended
+
+        self._wait(all_ended)
+        self._count(done, self._mover.take_news())
+        for i, chunk in enumerate(chunks):
+            if chunk in bad:
+                continue
             done.loaded += 1
             done.read_nbytes += self._layout.file_nbytes
-            page = self._pages[pages[chunk] : pages[chunk] + nbytes].tobytes()
+            page = self._pages[i * nbytes : (i + 1) * nbytes].tobytes()
             expected = block_content(chunk.key_hash, nbytes)
             if page != expected:
                 bad.add(chunk)
                 done.wrong_nbytes += sum(a != b for a, b in zip(page, expected, strict=True))
-
-        self._drain(len(chunks), take)
         return bad
 
     # --- store ------------------------------------------------------------------------------
@@ -336,13 +305,24 @@ class Engine:
         waits_since: float | None = None
         while waiting:
             batch: list[ChunkId] = []
-            while waiting and len(batch) < self._num_pages and self._capacity.take(nbytes):
-                batch.append(waiting.popleft())
+            while waiting and len(batch) < self._num_pages:
+                if self.lookup.begin_store([waiting[0]]):
+                    batch.append(waiting[0])
+                elif self.lookup.presence.known_present(waiting[0]):
+                    done.existing += 1
+                else:
+                    break
+                waiting.popleft()
             if batch:
                 waits_since = None
                 done.in_flight_nbytes = max(done.in_flight_nbytes, len(batch) * nbytes)
                 self._store_pages(batch, done)
                 continue
+            if not waiting:
+                break
+            if self.lookup.breaker.open:
+                done.failures[f"store {Status.BREAKER.value}"] += len(waiting)
+                break
             # A closed loop: unlike an engine, which skips the store, a replay waits for its allowance.
             now = time.monotonic()
             waits_since = waits_since or now
@@ -356,53 +336,49 @@ class Engine:
             done.waited_s += time.monotonic() - now
 
     def _store_pages(self, chunks: Sequence[ChunkId], done: RequestDone) -> None:
-        nbytes, file_nbytes = self._spec.block_nbytes, self._layout.file_nbytes
+        nbytes = self._spec.block_nbytes
         for i, chunk in enumerate(chunks):
             self._pages[i * nbytes : (i + 1) * nbytes] = block_content(chunk.key_hash, nbytes)
-        self._submit(self._runner.submit_store, chunks)
+        self._job_id += 1
+        self._mover.store(self._job_id, self._moves(chunks))
+        ended: set[ChunkId] = set()
 
-        def take(outcome: ChunkOutcome) -> None:
-            written = file_nbytes if outcome.status is Status.OK else 0
-            self._capacity.settle(file_nbytes, written)
-            done.written_nbytes += written
-            if outcome.status is Status.OK:
-                done.stored += 1
-            elif outcome.status is Status.EXISTS:
-                done.existing += 1
-            else:
-                done.failures[f"store {outcome.status.value}"] += 1
-                if outcome.status is Status.NO_SPACE:
-                    self._capacity.no_space()
-                return
-            self._presence.mark_stored(outcome.chunk)
+        def all_ended() -> bool:
+            self._mover.poll()
+            news = self._mover.take_news()
+            ended.update(news.stored, news.not_stored)
+            self._count(done, news)
+            return len(ended) == len(chunks)
 
-        self._drain(len(chunks), take)
+        self._wait(all_ended)
 
     # --- jobs -------------------------------------------------------------------------------
 
-    def _submit(
-        self,
-        submit: Callable[[int, Sequence[ChunkRequest], None], None],
-        chunks: Sequence[ChunkId],
-    ) -> None:
-        self._job_id += 1
-        plans = self._plans[: len(chunks)]
-        requests = [ChunkRequest(chunk, plan) for chunk, plan in zip(chunks, plans, strict=True)]
-        submit(self._job_id, requests, None)
+    def _moves(self, chunks: Sequence[ChunkId]) -> list[FileMove]:
+        return [
+            FileMove(FileId(*chunk), plan) for chunk, plan in zip(chunks, self._plans, strict=False)
+        ]
 
-    def _drain(self, num_chunks: int, take: Callable[[ChunkOutcome], None]) -> None:
-        """Hand over the outcomes of a job as they come, until all are there."""
+    def _wait(self, ended: Callable[[], bool]) -> None:
         end = time.monotonic() + 3 * PATIENCE_S
-        while num_chunks:
-            self._runner.poll()
-            outcomes = self._runner.take_outcomes()
-            for outcome in outcomes:
-                take(outcome)
-            num_chunks -= len(outcomes)
-            if not outcomes:
-                if time.monotonic() > end:
-                    raise ReplayError(f"{num_chunks} chunks did not end in {3 * PATIENCE_S:g} s")
-                time.sleep(_POLL_S)
+        while not ended():
+            if time.monotonic() > end:
+                raise ReplayError(f"a job did not end in {3 * PATIENCE_S:g} s")
+            time.sleep(_POLL_S)
+
+    def _count(self, done: RequestDone, news: News) -> None:
+        """Take what became of files, to the lookup and into the numbers of the request."""
+        self.lookup.on_news(news)
+        done.written_nbytes += news.written_nbytes
+        for (metric, label), amount in self._mover.counters.drain().items():
+            if metric is metrics.STORED_CHUNKS:
+                done.stored += int(amount)
+            elif metric is metrics.STORES_SKIPPED and label == Status.EXISTS.value:
+                done.existing += int(amount)
+            elif metric is metrics.STORES_SKIPPED and amount:
+                done.failures[f"store {label}"] += int(amount)
+            elif metric is metrics.LOAD_FAILURES and amount:
+                done.failures[f"load {label}"] += int(amount)
 
 
 # --- a process of its own ---------------------------------------------------------------------

@@ -43,7 +43,7 @@ from fskv.engines.vllm.files import (
 )
 from fskv.engines.vllm.identity import EngineGroup, build_identity, engine_groups, reuses_kv
 from fskv.engines.vllm.loaded import find_loaded
-from fskv.engines.vllm.manager import PREFIX_CACHING_OFF, FskvHandshake, FskvManager, load_failures
+from fskv.engines.vllm.manager import PREFIX_CACHING_OFF, FskvHandshake, FskvManager
 from fskv.engines.vllm.media import Media
 from fskv.engines.vllm.metrics import metric_definitions
 from fskv.engines.vllm.page_layout import page_layouts
@@ -52,8 +52,8 @@ from fskv.engines.vllm.worker import FskvWorker
 from fskv.errors import ConfigError, FskvError
 from fskv.hybrid_planner import Geometry, hit_cost, plan_geometry
 from fskv.namespace import Identity
+from fskv.offload.news import News
 from fskv.root.root import NamespaceDir, Root
-from fskv.types import ChunkId, Status
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
@@ -90,11 +90,7 @@ class _Setup:
 class FskvWorkerMetadata(OffloadingWorkerMetadata):
     """News of one rank for the scheduler; `aggregate` merges the ranks."""
 
-    stored: dict[ChunkId, set[int]] = field(default_factory=dict)  # -> ranks
-    not_stored: set[ChunkId] = field(default_factory=set)
-    failed_loads: dict[ChunkId, Status] = field(default_factory=dict)
-    written_nbytes: int = 0
-    no_space: bool = False
+    news: News = field(default_factory=News)
     loads: dict[int, LoadReport] = field(default_factory=dict)  # by job id
     reloaded: bool = False  # the weights may be others than those of the start
 
@@ -102,17 +98,10 @@ class FskvWorkerMetadata(OffloadingWorkerMetadata):
         assert isinstance(other, FskvWorkerMetadata)
         merged = super().aggregate(other)
         assert isinstance(merged, OffloadingWorkerMetadata)
-        stored = dict(self.stored)
-        for chunk, ranks in other.stored.items():
-            stored[chunk] = stored.get(chunk, set()) | ranks
         return FskvWorkerMetadata(
             completed_jobs=merged.completed_jobs,
             transfer_stats=merged.transfer_stats,
-            stored=stored,
-            not_stored=self.not_stored | other.not_stored,
-            failed_loads=self.failed_loads | other.failed_loads,
-            written_nbytes=self.written_nbytes + other.written_nbytes,
-            no_space=self.no_space or other.no_space,
+            news=self.news.merged(other.news),
             loads=merge_reports(self.loads, other.loads),
             reloaded=self.reloaded or other.reloaded,
         )
@@ -196,7 +185,6 @@ class FskvOffloadingSpec(OffloadingSpec):
         self.worker = FskvWorker(
             config,
             setup.groups,
-            bpc,
             files,
             directory,
             restore=lambda: _open_root(config, create=False).open_namespace(identity),
@@ -291,23 +279,14 @@ class FskvConnector(BudgetedConnector):
             return None
         stock = super().build_connector_worker_meta()
         worker = self._spec.worker
-        outcomes = worker.take_outcomes()
-        written_nbytes, no_space = worker.take_written()
-        loads = worker.take_loads()
-        if stock is None and not (
-            outcomes or written_nbytes or no_space or loads or worker.reloaded
-        ):
+        news, loads = worker.take_news(), worker.take_loads()
+        if stock is None and not (news or loads or worker.reloaded):
             return None
         stock = stock or OffloadingWorkerMetadata()
-        stores = [o for o in outcomes if not o.is_load]
         return FskvWorkerMetadata(
             completed_jobs=stock.completed_jobs,
             transfer_stats=stock.transfer_stats,
-            stored={o.chunk: {worker.handshake.rank} for o in stores if o.status.good},
-            not_stored={o.chunk for o in stores if not o.status.good},
-            failed_loads=load_failures((o.chunk, o.status) for o in outcomes if o.is_load),
-            written_nbytes=written_nbytes,
-            no_space=no_space,
+            news=news,
             loads=loads,
             reloaded=worker.reloaded,
         )
@@ -366,22 +345,17 @@ class FskvConnector(BudgetedConnector):
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         super().update_connector_output(connector_output)
-        news = connector_output.kv_connector_worker_meta
-        if isinstance(news, FskvWorkerMetadata):
-            self._budget.on_loads(news.loads)
-            if news.reloaded:
+        told = connector_output.kv_connector_worker_meta
+        if isinstance(told, FskvWorkerMetadata):
+            self._budget.on_loads(told.loads)
+            if told.reloaded:
                 self._manager.doubt_weights("weights were loaded again in the running engine")
-            self._manager.on_written(news.written_nbytes, no_space=news.no_space)
-            for chunk, ranks in news.stored.items():
-                self._manager.on_stored(chunk, ranks)
-            for chunk in news.not_stored:
-                self._manager.on_not_stored(chunk)
-            self._manager.on_loads_failed(news.failed_loads)
+            self._manager.on_news(told.news)
         for req_id in connector_output.failed_recving or ():
             self._offer_again(req_id)
 
     def reset_cache(self) -> bool | None:
-        """Reset as vLLM does, but store no block that may be another request's by then (see vllm_reset).
+        """Reset as vLLM does, but store no block that may be another request's by then (see vllm.reset).
 
         Returns when no worker touches a page any more for what was asked of it before.
         """

@@ -23,9 +23,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping i
 )
 from vllm.v1.kv_offload.base import CanonicalKVCaches, CanonicalPageMapping
 
-from fskv.engines.vllm.identity import EngineGroup
+from fskv.engines.vllm.identity import EngineGroup, layout_digest
 from fskv.errors import ConfigError
+from fskv.format.chunk_file import FileLayout
 from fskv.hybrid_planner import GroupKind
+from fskv.namespace import Json
 from fskv.plan.spans import GroupLayout
 
 if TYPE_CHECKING:
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class RankFiles:
+class WorkerFiles:
     """The files of one rank for a chunk; `layouts[i][g]` is file i's payload for the group at position g.
 
     The pages of a layout are in `tensors`. `file_ranks[i]` stands in file i's name, None for nothing.
@@ -52,12 +54,30 @@ class RankFiles:
         return int.from_bytes(key_hash[-8:], "big") % self.num_writers == self.writer_index
 
 
+def file_layouts(
+    groups: Sequence[EngineGroup],
+    layouts: Sequence[GroupLayout],
+    in_page: dict[str, Json] | None = None,
+) -> dict[int, FileLayout]:
+    """Return what a chunk's files look like, by group index; equal slices of the same pages are all alike.
+
+    `in_page` is how pages are laid out inside where the namespace does not say it, by group.
+    """
+    found = {}
+    for group, layout in zip(groups, layouts, strict=True):
+        page_nbytes = tuple(page.nbytes for page in layout.pages)
+        inside = (in_page or {}).get(f"group{layout.group_idx}")
+        digest = layout_digest(group, layout.num_blocks, page_nbytes, inside)
+        found[layout.group_idx] = FileLayout(layout.num_blocks, page_nbytes, digest)
+    return found
+
+
 def own_files(
     groups: Sequence[EngineGroup],
     blocks_per_chunk: int,
     kv_caches: CanonicalKVCaches,
     file_rank: int | None,
-) -> RankFiles:
+) -> WorkerFiles:
     """Return the files of a rank that stores its own pages, as they are."""
     layouts = tuple(
         GroupLayout.of(
@@ -67,7 +87,7 @@ def own_files(
         )
         for group, refs in zip(groups, kv_caches.group_data_refs, strict=True)
     )
-    return RankFiles(tuple(t.tensor for t in kv_caches.tensors), (layouts,), (file_rank,))
+    return WorkerFiles(tuple(t.tensor for t in kv_caches.tensors), (layouts,), (file_rank,))
 
 
 def count_slices(vllm_config: VllmConfig, groups: Sequence[EngineGroup]) -> int:
@@ -97,7 +117,7 @@ def canonical_files(
     blocks_per_chunk: int,
     kv_caches: CanonicalKVCaches,
     num_slices: int,
-) -> RankFiles:
+) -> WorkerFiles:
     """Return the files of a rank that stores slices of canonical pages.
 
     Raises ConfigError where vLLM does not certify a layer's page as free of topology, or where this rank's
@@ -140,7 +160,7 @@ def canonical_files(
         for i in range(len(numbers))
     )
     file_ranks = (None,) if num_slices == 1 else numbers
-    return RankFiles(tuple(tensors), layouts, file_ranks, num_writers, writer_index)
+    return WorkerFiles(tuple(tensors), layouts, file_ranks, num_writers, writer_index)
 
 
 def slice_offsets(mapping: CanonicalPageMapping, num_slices: int) -> dict[int, int] | None:

@@ -135,7 +135,7 @@ def build_identity(
 ) -> Identity:
     """Return the identity of this engine's KV; `pages[i]` are group i's un-padded page sizes in bytes.
 
-    `layouts` is what vllm_layout.page_layouts found, `loaded` is what the worker has loaded (None where there
+    `layouts` is what page_layout.page_layouts found, `loaded` is what the worker has loaded (None where there
     is no engine).
 
     With `canonical_format` the pages have the same bytes in every topology, which then is not in the identity

@@ -1,18 +1,17 @@
-"""The scheduler's side of the vLLM adapter: what is on disk, what to load, what to store.
+"""The scheduler's side of the vLLM adapter: fskv.offload.Lookup in the words of vLLM's offloading manager.
 
-Runs on the scheduler's thread, under vLLM's lock, and so never touches a disk: answers come from
-fskv.index.presence. Until the workers' handshake has told the namespace, everything is a miss.
+Runs on the scheduler's thread, under vLLM's lock. Until the workers' handshake has told the namespace,
+everything is a miss.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -30,20 +29,19 @@ from vllm.v1.kv_offload.base import (
     get_offload_group_idx,
 )
 
-from fskv.bounds.client import Capacity
-from fskv.bounds.quota import Limits
 from fskv.config import StoreConfig
-from fskv.data_path.breaker import Breaker
 from fskv.data_path.job import NO_LIMIT, LoadLimit
 from fskv.engines.vllm.events import KvEvents
-from fskv.engines.vllm.media import MediaKeys, is_media_key
-from fskv.engines.vllm.watch import Watch
+from fskv.engines.vllm.media import MediaKeys
+from fskv.engines.vllm.metrics import to_stats
 from fskv.errors import ConfigError
-from fskv.index.presence import Findings, Key, PresenceIndex, RankFiles, probe_chunks
+from fskv.index.presence import RankFiles
 from fskv.observe import metrics
-from fskv.observe.metrics import Counters
 from fskv.observe.state_log import StateLog
-from fskv.root.root import FORMAT_FILE, NamespaceDir
+from fskv.offload.lookup import Lookup
+from fskv.offload.news import News
+from fskv.offload.watch import Watch
+from fskv.root.root import NamespaceDir
 from fskv.types import ChunkId, Presence, Status
 
 if TYPE_CHECKING:
@@ -56,12 +54,8 @@ PREFIX_CACHING_OFF = (
     "--no-enable-prefix-caching: fskv neither loads nor stores"
 )
 
-_MAX_STORING = 65536
 # An engine that is paused or put to sleep waits until it is idle; a hung mount must not hold that up.
 _EVENTS_LINGER_S = 2.0
-
-# A load that ends like this leaves no file to load, or one that nobody will read again.
-_GONE = (Status.MISSING, Status.STALE, Status.CORRUPT)
 
 _RESULTS = {
     Presence.HIT: LookupResult.HIT,
@@ -80,13 +74,6 @@ class ChunkKeys(LoadStoreSpec):
 
     chunks: list[ChunkId]
     limit: LoadLimit = NO_LIMIT  # a load's
-
-
-class _Store(NamedTuple):
-    """A chunk on its way to the disk: when to stop believing in it, and `num_removals` when it began."""
-
-    until: float
-    began: int
 
 
 @dataclass
@@ -139,33 +126,14 @@ class FskvManager(OffloadingManager):
         self._events = events
         self._blocks_per_chunk = blocks_per_chunk
         self._workers: list[FskvHandshake] = []
-        self._counters = Counters(*metrics.SCHEDULER_COUNTERS)
+        self.core = Lookup(config, events=events)
         self._states = StateLog("fskv: ", root=config.root)
-        self._breaker = Breaker(
-            config.breaker_failures,
-            config.breaker_probe_s,
-            log=StateLog("fskv: ", root=config.root, of="scheduler"),
-        )
-        self._presence = PresenceIndex(
-            self._probe,
-            positive_ttl_s=config.positive_ttl_s,
-            negative_ttl_s=config.negative_ttl_s,
-            lookup_timeout_s=config.lookup_timeout_s,
-            quarantine_s=config.quarantine_s,
-            breaker=self._breaker,
-        )
-        self._storing: dict[ChunkId, _Store] = {}  # whose outcome is not known yet
-        # From the handshake on, unless somebody else maintains the root.
-        self._capacity: Capacity | None = None
-        self._last_store_at = -math.inf  # when a store job last took a chunk
-        self._stored_by: dict[ChunkId, set[int]] = {}  # ranks that have published their part
         self._excluded_requests: set[str] = set()
-        self._stopped = False  # for good: see doubt_weights and turn_off
         self._media: dict[str, MediaKeys] = {}  # by request, of those with images, sound or video
         # vLLM asks for the same chunks in every step a request waits: what each was told is counted once.
         self._told: dict[str, set[tuple[ChunkId, Status]]] = {}
         self._limit: Callable[[str], LoadLimit] = lambda _req_id: NO_LIMIT
-        self._watch = Watch(config, self._breaker, self._presence, engine_rank)
+        self._watch = Watch(config, self.core, engine_rank)
 
     # --- start-up and news from the workers -------------------------------------------------
 
@@ -190,40 +158,26 @@ class FskvManager(OffloadingManager):
             raise ConfigError(f"{len(workers)} of {first.world_size} workers reported a namespace")
         self._workers = sorted(workers, key=lambda w: w.rank)
         self._watch.namespace = os.path.relpath(first.namespace_path, self._config.root)
-        if self._config.maintenance == "on":
-            self._start_capacity(first)
-
-    def _start_capacity(self, worker: FskvHandshake) -> None:
-        config = self._config
-        self._capacity = Capacity(
-            config.root,
-            os.path.relpath(worker.namespace_path, config.root),
-            config.tenant,
-            Limits(
+        self.core.attach(
+            list(self._files.values()),
+            num_movers=len(workers),
+            dir_mode=first.dir_mode,
+            file_mode=first.file_mode,
+            chunks_per_step=self._chunks_per_step,
+        )
+        if self.core.capacity is not None:
+            config = self._config
+            logger.info(
+                "fskv: bounds of %s: max_bytes %s, keep_free %s, namespace_max_bytes %s, tenant_max_bytes "
+                "%s; the smallest of all engines that share it holds for all; process %s maintains for this "
+                "one",
+                config.root,
                 config.max_bytes,
                 config.keep_free,
                 config.namespace_max_bytes,
                 config.tenant_max_bytes,
-            ),
-            dir_mode=worker.dir_mode,
-            file_mode=worker.file_mode,
-            at_hand=self._chunks_per_step
-            * sum(sum(each.file_nbytes.values()) for each in self._files.values()),
-            touch_interval_s=config.touch_interval_s,
-        )
-        self._watch.capacity = self._capacity
-        self._capacity.start()
-        self._capacity.wait_for_first_word()
-        logger.info(
-            "fskv: bounds of %s: max_bytes %s, keep_free %s, namespace_max_bytes %s, tenant_max_bytes %s; "
-            "the smallest of all engines that share it holds for all; process %s maintains for this one",
-            config.root,
-            config.max_bytes,
-            config.keep_free,
-            config.namespace_max_bytes,
-            config.tenant_max_bytes,
-            self._capacity.pid,
-        )
+                self.core.capacity.pid,
+            )
 
     def limit_loads(self, limit: Callable[[str], LoadLimit]) -> None:
         """From now on this says how long a request's load may take."""
@@ -231,7 +185,7 @@ class FskvManager(OffloadingManager):
 
     def turn_off(self, reason: str) -> None:
         """Neither load nor store, from now on and for good: where vLLM itself does not reuse KV."""
-        self._stopped = True
+        self.core.stopped = True
         self._watch.off = reason
         self._states.say("prefix_caching_off", logging.WARNING, reason=reason)
 
@@ -240,8 +194,8 @@ class FskvManager(OffloadingManager):
 
         The namespace names the weights of the start.
         """
-        if not self._config.weights_fixed and not self._stopped:
-            self._stopped = self._watch.in_doubt = True
+        if not self._config.weights_fixed and not self.core.stopped:
+            self.core.stopped = self._watch.in_doubt = True
             reason = (
                 f"{what}; fskv neither loads nor stores until the engine is started again (option "
                 "'weights_fixed': found false, expected true where weights never change in a running engine)"
@@ -262,47 +216,10 @@ class FskvManager(OffloadingManager):
         """Neither load nor store this request's KV: an adapter under "off", media that cannot be told."""
         self._excluded_requests.add(req_id)
 
-    def on_stored(self, chunk: ChunkId, ranks: Collection[int]) -> None:
-        """These ranks have made their part of the chunk visible."""
-        published = self._stored_by.setdefault(chunk, set())
-        published.update(ranks)
-        if len(published) == len(self._workers):
-            store = self._storing.get(chunk)
-            self._end_store(chunk)
-            del self._stored_by[chunk]
-            there = self._presence.mark_stored(chunk, store.began if store else 0)
-            if there and self._events and not self._stopped and not is_media_key(chunk.key_hash):
-                self._events.stored(chunk)
-
-    def on_removed(self, names: Iterable[tuple[bytes, int]]) -> None:
-        """Files of these chunks were removed; a name is (XXH3-128 of the key in 16 bytes, group index)."""
-        names = list(names)
-        self._presence.mark_removed(names)
-        if self._events:
-            self._events.removed_names(names)
-
-    def on_not_stored(self, chunk: ChunkId) -> None:
-        self._end_store(chunk)
-
-    def on_written(self, nbytes: int, *, no_space: bool) -> None:
-        """So much more is on disk; `no_space`: some store found the disk full."""
-        if self._capacity is not None:
-            self._capacity.settle(0, nbytes)
-            if no_space:
-                self._capacity.no_space()
-
-    def on_loads_failed(self, failures: Mapping[ChunkId, Status]) -> None:
-        self._watch.note(failures.values())
-        for chunk, status in failures.items():
-            if status is Status.BREAKER:  # not read, so nothing is known against the chunk
-                self._breaker.trip()
-            else:
-                self._presence.mark_failed(chunk, status)
-                if self._events and status in _GONE:
-                    self._events.removed(chunk)
-        # Chunks of one job fail together: that is one sign about the root and not many.
-        for status in set(failures.values()):
-            self._breaker.record(status)
+    def on_news(self, news: News) -> None:
+        """Take what the workers have told."""
+        self._watch.note(news.failed_loads.values())
+        self.core.on_news(news)
 
     # --- OffloadingManager ------------------------------------------------------------------
 
@@ -318,18 +235,17 @@ class FskvManager(OffloadingManager):
         if not self._serves(req_context):
             return LookupResult.MISS
         chunk = self._chunk(key, req_context)
-        presence, reason = self._presence.lookup(chunk)
+        presence, reason = self.core.ask(chunk)
         if presence is not Presence.UNKNOWN:
             told = self._told.setdefault(req_context.req_id, set())
             if (chunk, reason) not in told:
                 told.add((chunk, reason))
                 if presence is Presence.HIT:
-                    self._counters.add(metrics.LOOKUP_HITS)
-                    # Stored by another engine, or before this one's start.
-                    if self._events and not is_media_key(chunk.key_hash):
+                    self.core.counters.add(metrics.LOOKUP_HITS)
+                    if self._events:  # stored by another engine, or before this one's start
                         self._events.stored(chunk)
                 else:
-                    self._counters.add(metrics.LOOKUP_MISSES, 1, reason.value)
+                    self.core.counters.add(metrics.LOOKUP_MISSES, 1, reason.value)
         return _RESULTS[presence]
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
@@ -345,12 +261,9 @@ class FskvManager(OffloadingManager):
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput:
         to_store: dict[OffloadKey, ChunkId] = {}
-        if self._config.store and self._serves(req_context):
-            if self._breaker.open:
-                self._counters.add(metrics.STORES_SKIPPED, len(keys), Status.BREAKER.value)
-            else:
-                chunks = {key: self._chunk(key, req_context) for key in keys}
-                to_store = {k: chunk for k, chunk in chunks.items() if self._take_for_store(chunk)}
+        if self._serves(req_context):
+            chunks = {self._chunk(key, req_context): key for key in keys}
+            to_store = {chunks[chunk]: chunk for chunk in self.core.begin_store(chunks)}
         return PrepareStoreOutput(
             keys_to_store=list(to_store),
             store_spec=ChunkKeys(list(to_store.values())),
@@ -358,17 +271,7 @@ class FskvManager(OffloadingManager):
         )
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        self._presence.flush()
-        if self._capacity is not None:
-            removed = self._capacity.poll()
-            if removed:
-                self.on_removed(removed)
-        if len(self._storing) > _MAX_STORING:
-            now = time.monotonic()
-            for chunk in [chunk for chunk, store in self._storing.items() if store.until <= now]:
-                self._end_store(chunk)
-        if len(self._stored_by) > _MAX_STORING:  # parts of ranks whose peers failed
-            self._stored_by.clear()
+        self.core.end_step()
 
     def reset_cache(self) -> None:
         """Forget what is known to be on disk; the files stay.
@@ -378,10 +281,7 @@ class FskvManager(OffloadingManager):
         self.doubt_weights(
             "the engine reset its connector's cache, which vLLM does when weights change"
         )
-        self._presence.forget_all()
-        for chunk in list(self._storing):
-            self._end_store(chunk)
-        self._stored_by.clear()
+        self.core.forget()
 
     def forget_announced(self) -> None:
         """Before a reset: take back all that was announced. What is found again is announced again."""
@@ -394,21 +294,19 @@ class FskvManager(OffloadingManager):
     def trim_event_payloads(self, payloads: MutableMapping[OffloadKey, object]) -> None:
         """Drop what vLLM remembers of chunks that no event will name any more."""
         if self._events:
-            self._events.trim(payloads, self._storing.keys())
+            self._events.trim(payloads, self.core.storing.keys())
 
     def has_pending_work(self) -> bool:
         """Keep an idle engine stepping until it can publish how its last stores ended, but not for long."""
-        waits = self._events is not None and bool(self._storing)
-        return waits and time.monotonic() < self._last_store_at + _EVENTS_LINGER_S
+        waits = self._events is not None and bool(self.core.storing)
+        return waits and time.monotonic() < self.core.last_store_at + _EVENTS_LINGER_S
 
     def get_stats(self) -> OffloadingConnectorStats | None:
-        return self._watch.stats(self._counters)
+        return to_stats(*self._watch.read())
 
     def shutdown(self) -> None:
         self._watch.close()
-        self._presence.close()
-        if self._capacity is not None:
-            self._capacity.close()
+        self.core.close()
 
     def _chunk(self, key: OffloadKey, req_context: ReqContext) -> ChunkId:
         media = self._media.get(req_context.req_id)
@@ -419,37 +317,17 @@ class FskvManager(OffloadingManager):
         return ChunkId(media.key(get_offload_block_hash(key), end), get_offload_group_idx(key))
 
     def _serves(self, req_context: ReqContext) -> bool:
-        known = bool(self._workers) and not self._stopped
-        return known and req_context.req_id not in self._excluded_requests
-
-    def _take_for_store(self, chunk: ChunkId) -> bool:
-        now = time.monotonic()
-        if self._presence.known_present(chunk) or self._is_storing(chunk, now):
-            return False
-        self._end_store(chunk)  # one whose outcome never came
-        if self._capacity is not None and not self._capacity.take(self._nbytes(chunk)):
-            reason = "no_space" if self._capacity.paused else "capacity"
-            self._counters.add(metrics.STORES_SKIPPED, 1, reason)
-            return False
-        # Twice the longest deadline: by then a worker has reported, or it is gone.
-        until = now + 2 * self._config.deadline_max_s
-        self._storing[chunk] = _Store(until, self._presence.num_removals)
-        self._last_store_at = now
-        return True
-
-    def _is_storing(self, chunk: ChunkId, now: float) -> bool:
-        store = self._storing.get(chunk)
-        return store is not None and store.until > now
-
-    def _end_store(self, chunk: ChunkId) -> None:
-        """Give back what was taken for a store: what of it is on disk now was reported by the workers."""
-        if self._storing.pop(chunk, None) is not None and self._capacity is not None:
-            self._capacity.settle(self._nbytes(chunk), 0)
+        serves = self.core.attached and not self.core.stopped
+        return serves and req_context.req_id not in self._excluded_requests
 
     @property
-    def _files(self) -> dict[int | None, FskvHandshake]:
-        """The files of a chunk, by the rank in their names, each with a worker that has it."""
-        return {rank: worker for worker in self._workers for rank in worker.file_ranks}
+    def _files(self) -> dict[int | None, RankFiles]:
+        """The files of a chunk, by the rank in their names."""
+        return {
+            rank: RankFiles(worker.namespace_path, rank, worker.file_nbytes)
+            for worker in self._workers
+            for rank in worker.file_ranks
+        }
 
     @property
     def rank_sizes(self) -> dict[int, int]:
@@ -458,26 +336,3 @@ class FskvManager(OffloadingManager):
             return {}
         first = self._workers[0]
         return {idx: n * len(first.file_ranks) for idx, n in first.file_nbytes.items()}
-
-    def _nbytes(self, chunk: ChunkId) -> int:
-        """Return what a chunk takes on disk, all its files together."""
-        return sum(worker.file_nbytes[chunk.group_idx] for worker in self._files.values())
-
-    def _probe(self, chunks: Sequence[Key], missed_before: bytes) -> Findings:
-        """On a probe thread. Every rank's file must be there with its right size.
-
-        Raises OSError where the root itself is gone, or not mounted: then that nothing is found says nothing.
-        """
-        ranks = [
-            RankFiles(worker.namespace_path, file_rank, worker.file_nbytes)
-            for file_rank, worker in self._files.items()
-        ]
-        findings = probe_chunks(ranks, chunks, missed_before)
-        if not any(findings.there):
-            os.stat(f"{self._config.root}/{FORMAT_FILE}")
-        return findings
-
-
-def load_failures(outcomes: Iterable[tuple[ChunkId, Status]]) -> dict[ChunkId, Status]:
-    """Return the chunks that cannot be trusted any more; SKIPPED ones only fell with their request."""
-    return {chunk: s for chunk, s in outcomes if not s.good and s is not Status.SKIPPED}

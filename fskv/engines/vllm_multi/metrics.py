@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 
+from fskv.engines.vllm.metrics import name_of
 from fskv.observe.metrics import MULTI_METRICS, Counters
 
 LABEL = "connector"
@@ -37,7 +38,7 @@ def own_stats(counters: Counters) -> dict[str, KVConnectorStats]:
         return {}
     stats = OffloadingConnectorStats()
     for (metric, child), amount in sums.items():
-        stats.increase_counter(metric.name, amount, (child,))
+        stats.increase_counter(name_of(metric), amount, (child,))
     return {_OWN: stats}
 
 
@@ -87,8 +88,8 @@ class MultiPromMetrics(KVConnectorPromMetrics):
                 assert transfer is not None
                 self._children[stats_id(name, transfer)] = made
         self._own = {
-            metric.name: self._counter_cls(
-                name=metric.name,
+            name_of(metric): self._counter_cls(
+                name=name_of(metric),
                 documentation=f"{metric.meaning} [{metric.unit}]",
                 labelnames=[*labelnames, LABEL],
             )

@@ -115,7 +115,7 @@ def slice_rows(
     tensors: Sequence[PlacedTensor],
     num_slices: int,
 ) -> tuple[tuple[RowLayout, ...], ...]:
-    """Return the layouts of all slices of canonical pages, by slice and group (see vllm_files).
+    """Return the layouts of all slices of canonical pages, by slice and group (see vllm.files).
 
     `refs` are (tensor, bytes of the canonical page) by group. Raises ConfigError unless pages are made of
     whole slices.

@@ -5,7 +5,7 @@ into a row of that memory, from where vLLM copies it to the GPU. What is stored 
 row's padding, under the identity that FskvConnector derives: with chunks of the same size both serve each
 other's files.
 
-FskvManager decides what is there and what may be stored, RowWorker moves the bytes; here their answers become
+FskvManager decides what is there and what may be stored, RowMover moves the bytes; here their answers become
 vLLM's jobs. Invariant: of a reported job no row is touched any more. A load that is late is reported failed,
 and its guard refuses the row to the late thread, because vLLM gives the row to another chunk.
 
@@ -42,10 +42,10 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from fskv.config import ENGINE_OPTIONS, MIB, StoreConfig
 from fskv.data_path.threads import START_UP_S, call_with_deadline
 from fskv.engines.vllm.events import KvEvents
-from fskv.engines.vllm.manager import PREFIX_CACHING_OFF, FskvManager, load_failures, to_chunk
-from fskv.engines.vllm.metrics import metric_definitions
+from fskv.engines.vllm.manager import PREFIX_CACHING_OFF, FskvManager, to_chunk
+from fskv.engines.vllm.metrics import metric_definitions, to_stats
 from fskv.engines.vllm.reset import forget_past_blocks, resetting_scheduler
-from fskv.engines.vllm_tier.io import RowWorker
+from fskv.engines.vllm_tier.io import RowMover
 from fskv.engines.vllm_tier.rows import rows_of
 from fskv.engines.vllm_tier.workers import Workers, ask_workers
 from fskv.errors import ConfigError, FskvError
@@ -88,8 +88,7 @@ class _Open:
     keys: list[OffloadKey]
     is_load: bool
     nbytes: int = 0  # of a store: what it has
-    files_left: int = 0  # of a load: files without an outcome
-    bad: set[ChunkId] = field(default_factory=set)
+    bad: set[ChunkId] = field(default_factory=set)  # of a load
     ended: tuple[int, float] | None = None  # bytes and seconds, once the rows are free
 
 
@@ -111,7 +110,6 @@ class FskvTier(SecondaryTierManager):
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self.locality = None if locality is None else Locality(locality)
         self._jobs: dict[int, _Open] = {}
-        self._loading: dict[ChunkId, int] = {}  # -> job; vLLM loads a chunk once at a time
         # Of the requests that vLLM has begun and not finished: how often each chunk was loaded for it since
         # it last ran.
         self._requests: dict[str, dict[ChunkId, int]] = {}
@@ -123,7 +121,7 @@ class FskvTier(SecondaryTierManager):
         try:
             self._config = config = _parse(options)
             workers = ask_workers(offloading_spec, config, self.block_size_bytes, mark)
-            self._worker, self._manager = _open(config, workers, offloading_spec, primary_kv_view)
+            self._rows, self._manager = _open(config, workers, offloading_spec, primary_kv_view)
         except FskvError as error:
             logger.error("fskv: %s", error)
             os.close(self._mark)
@@ -194,29 +192,21 @@ class FskvTier(SecondaryTierManager):
         job = _Open(list(job_metadata.keys), is_load=False)
         self._jobs[job_metadata.job_id] = job
         chunks = [to_chunk(key) for key in taken]
-        job.nbytes = self._worker.store_rows(
-            job_metadata.job_id, chunks, [rows[key] for key in taken]
-        )
+        job.nbytes = self._rows.store(job_metadata.job_id, chunks, [rows[key] for key in taken])
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         keys = list(job_metadata.keys)
         chunks = [to_chunk(key) for key in keys]
         job_id = job_metadata.job_id
-        files_left = len(chunks) * self._worker.files_per_chunk
-        self._jobs[job_id] = _Open(keys, is_load=True, files_left=files_left)
-        self._loading.update(dict.fromkeys(chunks, job_id))
+        self._jobs[job_id] = _Open(keys, is_load=True)
         loaded = self._requests.get(job_metadata.req_context.req_id, {})
         for chunk in chunks:
             loaded[chunk] = loaded.get(chunk, 0) + 1
-        self._worker.load_rows(job_id, chunks, job_metadata.chunk_ids.tolist())
+        self._rows.load(job_id, chunks, job_metadata.chunk_ids.tolist())
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         self._collect()
-        done = [
-            job_id
-            for job_id, job in self._jobs.items()
-            if job.ended is not None and job.files_left == 0
-        ]
+        done = [job_id for job_id, job in self._jobs.items() if job.ended is not None]
         return [self._result(job_id) for job_id in done]
 
     def drain_jobs(self) -> None:
@@ -230,19 +220,19 @@ class FskvTier(SecondaryTierManager):
         """
         self._outputs_to_wait = self._steps_open + 1
         if self._config.weights_fixed:
-            self._worker.wait(set(self._jobs))
+            self._rows.mover.free_pages(set(self._jobs))
         else:
-            self._worker.drop_jobs()
+            self._rows.mover.drop()
         end = time.monotonic() + _DRAIN_S
         while True:
             self._collect()
-            late = [job for job in self._jobs.values() if job.ended is None or job.files_left]
+            late = [job for job in self._jobs.values() if job.ended is None]
             if not late:
                 break
             if time.monotonic() > end:  # a bug; the rows are free all the same
                 logger.error("fskv: %d jobs without an outcome are reported as failed", len(late))
                 for job in late:
-                    job.ended, job.files_left = job.ended or (0, 0.0), 0
+                    job.ended = (0, 0.0)
                     job.bad.update(to_chunk(key) for key in job.keys if job.is_load)
                 break
             time.sleep(0.001)
@@ -258,30 +248,12 @@ class FskvTier(SecondaryTierManager):
 
     def _collect(self) -> None:
         """Take the news of the I/O threads."""
-        for ended in self._worker.get_finished():
+        for ended in self._rows.mover.poll():
             job = self._jobs.get(ended.job_id)
             if job is not None:
-                job.ended = (ended.transfer_size or 0, ended.transfer_time or 0.0)
-        self._worker.take_failed_jobs()  # the outcomes say it chunk by chunk
-        self._worker.take_loads()  # for load_budget, which a tier has not
-        failed = []
-        for outcome in self._worker.take_outcomes():
-            chunk = outcome.chunk
-            if not outcome.is_load:
-                if outcome.status.good:
-                    self._manager.on_stored(chunk, {0})
-                else:
-                    self._manager.on_not_stored(chunk)
-                continue
-            job = self._jobs.get(self._loading.get(chunk, -1))
-            if job is not None:
-                job.files_left -= 1
-                if not outcome.status.good:
-                    job.bad.add(chunk)
-            failed.append((chunk, outcome.status))
-        self._manager.on_loads_failed(load_failures(failed))
-        nbytes, no_space = self._worker.take_written()
-        self._manager.on_written(nbytes, no_space=no_space)
+                job.ended = ended.nbytes, ended.seconds
+                job.bad.update(file.chunk for file in ended.bad)
+        self._manager.on_news(self._rows.mover.take_news())
 
     def _result(self, job_id: int) -> JobResult:
         job = self._jobs.pop(job_id)
@@ -289,14 +261,9 @@ class FskvTier(SecondaryTierManager):
         if not job.is_load:
             # Without success where rows were dropped: vLLM counts it, and keeps the chunks that it has.
             return JobResult(job_id, nbytes == job.nbytes, None, seconds, nbytes)
-        good = []
-        for key in job.keys:
-            chunk = to_chunk(key)
-            self._loading.pop(chunk, None)
-            if chunk not in job.bad:
-                good.append(key)
         if not job.bad:
             return JobResult(job_id, success=True, transfer_time=seconds, transfer_bytes=nbytes)
+        good = [key for key in job.keys if to_chunk(key) not in job.bad]
         return JobResult(job_id, False, tuple(good) or None, seconds, nbytes)
 
     # --- the rest ---------------------------------------------------------------------------
@@ -309,14 +276,16 @@ class FskvTier(SecondaryTierManager):
         # vLLM asks once for every step whose output it has.
         self._steps_open = max(0, self._steps_open - 1)
         self._outputs_to_wait = max(0, self._outputs_to_wait - 1)
-        of_manager, of_worker = self._manager.get_stats(), self._worker.get_stats()
+        mover, of_manager = self._rows.mover, self._manager.get_stats()
+        counters = mover.counters
+        of_worker = to_stats(counters.drain(), mover.gauges(), counters.drain_observed())
         if of_manager is None or of_worker is None:
             return of_manager or of_worker
         of_manager.aggregate(of_worker)
         return of_manager
 
     def shutdown(self) -> None:
-        self._worker.shutdown()
+        self._rows.mover.close()
         self._manager.shutdown()
         os.close(self._mark)
 
@@ -343,7 +312,7 @@ def _parse(options: dict[str, Any]) -> StoreConfig:
 
 def _open(
     config: StoreConfig, workers: Workers, spec: OffloadingSpec, view: memoryview
-) -> tuple[RowWorker, FskvManager]:
+) -> tuple[RowMover, FskvManager]:
     """Open the namespace and start the I/O; raises FskvError."""
     identity = workers.identity
 
@@ -371,7 +340,7 @@ def _open(
         num_files * len(workers.rows),
         nbytes * len(workers.rows) / MIB,
     )
-    worker = RowWorker(
+    rows = RowMover(
         config,
         workers,
         rows_of(view),
@@ -386,10 +355,10 @@ def _open(
         engine_rank=spec.config.parallel.data_parallel_index,
     )
     try:
-        manager.set_workers([worker.handshake])
+        manager.set_workers([rows.handshake])
         if not workers.prefix_caching:
             manager.turn_off(PREFIX_CACHING_OFF)
     except FskvError:
-        worker.shutdown()
+        rows.mover.close()
         raise
-    return worker, manager
+    return rows, manager

@@ -2,7 +2,7 @@
 
 vLLM builds a secondary tier in the scheduler's process, while it builds its scheduler: the workers have
 bound their KV caches by then and are idle. The tier is given neither vLLM's configuration nor a way to the
-workers, so `ask_workers` has every worker run `report` through the engine's executor (vllm_executor). A
+workers, so `ask_workers` has every worker run `report` through the engine's executor (vllm.executor). A
 worker reads the places from the object that copies between GPU and row, and derives the identity with the
 functions that FskvConnector uses; all must agree. What cannot be found refuses to start.
 """

@@ -1,4 +1,4 @@
-"""What an engine's scheduler shows of its cache: gauges, and for the health file what is amiss."""
+"""What an engine shows of its cache: counters and gauges, and for the health file what is amiss."""
 
 from __future__ import annotations
 
@@ -6,17 +6,13 @@ import math
 import time
 from collections.abc import Iterable
 
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
-
 from fskv import __version__
-from fskv.bounds.client import Capacity
+from fskv.bounds.status import RootState
 from fskv.config import StoreConfig
-from fskv.data_path.breaker import Breaker
-from fskv.engines.vllm.metrics import Gauge, root_gauges, to_stats
-from fskv.index.presence import PresenceIndex
 from fskv.observe import metrics
 from fskv.observe.health_file import STARTING, HealthFile
-from fskv.observe.metrics import Counters, Metric
+from fskv.observe.metrics import Gauge, Metric
+from fskv.offload.lookup import Lookup
 from fskv.types import Status
 
 _CORRUPT_S = 600.0  # so long a corrupt chunk is said to be amiss
@@ -26,21 +22,15 @@ _BOUNDS = (metrics.BOUND_BYTES, metrics.BOUND_LEFT_BYTES)
 class Watch:
     """Belongs to the scheduler's thread; `_amiss` is called on that of the health file and only reads.
 
-    The manager assigns `namespace`, `capacity`, `in_doubt` and `off` as they become known.
+    Whoever made it assigns `namespace`, `in_doubt` and `off` as they become known.
     """
 
-    def __init__(
-        self, config: StoreConfig, breaker: Breaker, presence: PresenceIndex, engine_rank: int
-    ) -> None:
+    def __init__(self, config: StoreConfig, lookup: Lookup, engine_rank: int) -> None:
         self.namespace: str | None = None  # in the root; None: the workers have not opened it yet
-        self.capacity: Capacity | None = None
-        self.in_doubt = False  # the manager has stopped: it decides, this only tells
-        self.off: str | None = (
-            None  # why the manager neither loads nor stores: vLLM does not reuse KV
-        )
+        self.in_doubt = False  # the weights may be others: the lookup was stopped
+        self.off: str | None = None  # why the engine neither loads nor stores: it does not reuse KV
         self._config = config
-        self._breaker = breaker
-        self._presence = presence
+        self._lookup = lookup
         self._shown: dict[Gauge, float] = {}  # what the gauges say: they keep their last value
         self._counted: dict[Metric, int] = {}  # of `_totals`, what the counters have
         self._num_corrupt = 0
@@ -59,15 +49,16 @@ class Watch:
             self._num_corrupt += num_corrupt
             self._corrupt_at = time.monotonic()
 
-    def stats(self, counters: Counters) -> OffloadingConnectorStats | None:
+    def read(self) -> tuple[dict[tuple[Metric, str], float], dict[Gauge, float]]:
         """Return what was counted since the last call, and the gauges that have changed."""
+        counters = self._lookup.counters
         for metric, total in self._totals().items():
             counters.add(metric, total - self._counted.get(metric, 0))
             self._counted[metric] = total
         shown = self._gauges()
         gauges = {gauge: value for gauge, value in shown.items() if self._shown.get(gauge) != value}
         self._shown |= gauges
-        return to_stats(counters.drain(), gauges)
+        return counters.drain(), gauges
 
     def close(self) -> None:
         if self._health is not None:
@@ -75,25 +66,25 @@ class Watch:
 
     def _totals(self) -> dict[Metric, int]:
         """Return what others count since the start."""
-        totals = {metrics.BREAKER_OPENINGS: self._breaker.num_openings}
-        if self.capacity is not None:
-            totals[metrics.MAINTENANCE_RESTARTS] = self.capacity.num_restarts
+        totals = {metrics.BREAKER_OPENINGS: self._lookup.breaker.num_openings}
+        if self._lookup.capacity is not None:
+            totals[metrics.MAINTENANCE_RESTARTS] = self._lookup.capacity.num_restarts
         return totals
 
     def _gauges(self) -> dict[Gauge, float]:
         shown: dict[Gauge, float] = {
-            metrics.BREAKER_OPEN: float(self._breaker.open),
+            metrics.BREAKER_OPEN: float(self._lookup.breaker.open),
             metrics.WEIGHTS_IN_DOUBT: float(self.in_doubt),
-            metrics.KNOWN_CHUNKS: float(self._presence.num_known),
-            metrics.QUARANTINED_CHUNKS: float(self._presence.num_quarantined),
+            metrics.KNOWN_CHUNKS: float(self._lookup.presence.num_known),
+            metrics.QUARANTINED_CHUNKS: float(self._lookup.presence.num_quarantined),
             (metrics.ROOT_INFO, self._config.root): 1.0,
         }
         if self.namespace is not None:
             shown[metrics.NAMESPACE_INFO, self.namespace] = 1.0
-        if self.capacity is not None:
-            shown |= root_gauges(self.capacity.state)
-            shown[metrics.STORES_PAUSED] = float(self.capacity.paused)
-            shown[metrics.MAINTENANCE_UP] = float(self.capacity.up)
+        if self._lookup.capacity is not None:
+            shown |= root_gauges(self._lookup.capacity.state)
+            shown[metrics.STORES_PAUSED] = float(self._lookup.capacity.paused)
+            shown[metrics.MAINTENANCE_UP] = float(self._lookup.capacity.up)
             if self._config.tenant is None:
                 del shown[metrics.TENANT_BYTES]
         for gauge in self._shown.keys() - shown.keys():
@@ -111,14 +102,35 @@ class Watch:
             amiss["weights_in_doubt"] = "weights in doubt: neither loads nor stores until a restart"
         if self.off is not None:
             amiss["prefix_caching_off"] = self.off
-        if self._breaker.open:
-            amiss["breaker_open"] = f"breaker open: {self._breaker.reason}"
+        if self._lookup.breaker.open:
+            amiss["breaker_open"] = f"breaker open: {self._lookup.breaker.reason}"
         if time.monotonic() - self._corrupt_at < _CORRUPT_S:
             found = self._num_corrupt
             amiss["corrupt_chunks"] = f"{found} corrupt chunks were found, and recomputed"
-        if self.capacity is not None:
-            if self.capacity.paused:
+        if self._lookup.capacity is not None:
+            if self._lookup.capacity.paused:
                 amiss["stores_paused"] = "stores paused: the disk is full"
-            if not self.capacity.up:
+            if not self._lookup.capacity.up:
                 amiss["maintenance_gone"] = "no maintenance process is heard of: nothing is stored"
         return amiss
+
+
+def root_gauges(state: RootState) -> dict[Gauge, float]:
+    """Return what the maintenance process last said."""
+    shown: dict[Gauge, float] = {
+        metrics.ROOT_BYTES: float(state.nbytes),
+        metrics.ROOT_FREE_BYTES: float(state.free),
+        metrics.ROOT_FILES: float(state.files),
+        metrics.NAMESPACE_BYTES: float(state.namespace_nbytes),
+        metrics.TENANT_BYTES: float(state.tenant_nbytes),
+        metrics.COUNTED_AT: state.counted_at_ms / 1000,
+        metrics.PRUNED_FILES: float(state.pruned_files),
+        metrics.PRUNED_BYTES: float(state.pruned_nbytes),
+        metrics.ORPHANS_REMOVED: float(state.orphans),
+        metrics.UNREMOVABLE_FILES: float(state.unremovable),
+        metrics.LEASE_HELD: float(state.holder),
+    }
+    for bound, (limit, left) in state.bounds.items():
+        shown[metrics.BOUND_BYTES, bound] = float(limit)
+        shown[metrics.BOUND_LEFT_BYTES, bound] = float(left)
+    return shown

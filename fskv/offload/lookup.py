@@ -1,0 +1,269 @@
+"""Says what is on disk and what may be stored: presence, bounds and circuit breaker of one engine.
+
+One thread calls, the engine's scheduler's, and no call touches a disk. Until `attach` has told the namespace,
+everything is a miss and nothing is stored.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+from fskv.bounds.client import Capacity
+from fskv.bounds.quota import Limits
+from fskv.config import StoreConfig
+from fskv.data_path.breaker import Breaker
+from fskv.index.presence import Findings, Key, PresenceIndex, RankFiles, probe_chunks
+from fskv.observe import metrics
+from fskv.observe.metrics import Counters
+from fskv.observe.state_log import StateLog
+from fskv.offload.news import News
+from fskv.root.root import FORMAT_FILE
+from fskv.types import ChunkId, Presence, Status
+
+_MAX_STORING = 65536
+
+# A load that ends like this leaves no file to load, or one that nobody will read again.
+_GONE = (Status.MISSING, Status.STALE, Status.CORRUPT)
+
+
+class ChunkEvents(Protocol):
+    """Whoever wants to hear which chunks became visible, and which are gone."""
+
+    def stored(self, chunk: ChunkId) -> None: ...
+    def removed(self, chunk: ChunkId) -> None: ...
+    def removed_names(self, names: Iterable[tuple[bytes, int]]) -> None: ...
+
+
+class _Store(NamedTuple):
+    """A chunk on its way to the disk: when to stop believing in it, and `num_removals` when it began."""
+
+    until: float
+    began: int
+
+
+class Lookup:
+    """See the module docstring."""
+
+    def __init__(
+        self,
+        config: StoreConfig,
+        *,
+        events: ChunkEvents | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`clock` is what the answers of the presence index age by, in seconds."""
+        self._config = config
+        self._events = events
+        self.counters = Counters(*metrics.SCHEDULER_COUNTERS)
+        self.breaker = Breaker(
+            config.breaker_failures,
+            config.breaker_probe_s,
+            log=StateLog("fskv: ", root=config.root, of="scheduler"),
+        )
+        self.presence = PresenceIndex(
+            self._probe,
+            positive_ttl_s=config.positive_ttl_s,
+            negative_ttl_s=config.negative_ttl_s,
+            lookup_timeout_s=config.lookup_timeout_s,
+            quarantine_s=config.quarantine_s,
+            breaker=self.breaker,
+            clock=clock,
+        )
+        self.capacity: Capacity | None = (
+            None  # from `attach` on, unless somebody else maintains the root
+        )
+        self.stopped = False  # for good: nothing is found, nothing is stored
+        self._files: Sequence[RankFiles] = ()
+        self._num_movers = 0
+        self._storing: dict[ChunkId, _Store] = {}  # whose outcome is not known yet
+        self._last_store_at = -math.inf  # when a store was last begun
+        self._stored_by: dict[ChunkId, set[int]] = {}  # movers that have published their part
+
+    # --- start-up ---------------------------------------------------------------------------
+
+    def attach(
+        self,
+        files: Sequence[RankFiles],
+        *,
+        num_movers: int = 1,
+        dir_mode: int | None = None,
+        file_mode: int | None = None,
+        chunks_per_step: int = 1,
+        patient: bool = False,
+        quiet: bool = False,
+    ) -> None:
+        """The namespace is open: a chunk is there when all of these files are.
+
+        A chunk is stored when `num_movers` movers have told so. `chunks_per_step` is how many chunks of a
+        group one step can fill: so many must find room at once. `patient`, `quiet`: see Capacity.
+        """
+        self._files = list(files)
+        self._num_movers = num_movers
+        config = self._config
+        if config.maintenance != "on":
+            return
+        self.capacity = Capacity(
+            config.root,
+            os.path.relpath(files[0].namespace_path, config.root),
+            config.tenant,
+            Limits(
+                config.max_bytes,
+                config.keep_free,
+                config.namespace_max_bytes,
+                config.tenant_max_bytes,
+            ),
+            dir_mode=dir_mode,
+            file_mode=file_mode,
+            at_hand=chunks_per_step * sum(sum(each.file_nbytes.values()) for each in files),
+            patient=patient,
+            quiet=quiet,
+            touch_interval_s=config.touch_interval_s,
+        )
+        self.capacity.start()
+        self.capacity.wait_for_first_word()
+
+    @property
+    def attached(self) -> bool:
+        return bool(self._files)
+
+    # --- what is there, and what may be stored ----------------------------------------------
+
+    def ask(self, chunk: ChunkId) -> tuple[Presence, Status]:
+        """Return what is known of a chunk, and for a MISS why.
+
+        UNKNOWN is to be asked again after `end_step`; after `lookup_timeout_s` at the latest it is a HIT or
+        a MISS.
+        """
+        if self.stopped or not self._files:
+            return Presence.MISS, Status.SKIPPED
+        return self.presence.lookup(chunk)
+
+    def begin_store(self, chunks: Iterable[ChunkId]) -> list[ChunkId]:
+        """Return those of the chunks that are to be stored now; each must come back in the movers' news."""
+        if self.stopped or not self._files or not self._config.store:
+            return []
+        chunks = list(chunks)
+        if self.breaker.open:
+            self.counters.add(metrics.STORES_SKIPPED, len(chunks), Status.BREAKER.value)
+            return []
+        return [chunk for chunk in chunks if self._take_for_store(chunk)]
+
+    def end_step(self) -> None:
+        """Send what was asked for to the disk, and take the news of the maintenance process."""
+        self.presence.flush()
+        if self.capacity is not None and (removed := self.capacity.poll()):
+            self.on_removed(removed)
+        if len(self._storing) > _MAX_STORING:
+            now = time.monotonic()
+            for chunk in [chunk for chunk, store in self._storing.items() if store.until <= now]:
+                self._end_store(chunk)
+        if len(self._stored_by) > _MAX_STORING:  # parts of movers whose peers failed
+            self._stored_by.clear()
+
+    def _take_for_store(self, chunk: ChunkId) -> bool:
+        now = time.monotonic()
+        if self.presence.known_present(chunk) or self._is_storing(chunk, now):
+            return False
+        self._end_store(chunk)  # one whose outcome never came
+        if self.capacity is not None and not self.capacity.take(self._nbytes(chunk)):
+            reason = "no_space" if self.capacity.paused else "capacity"
+            self.counters.add(metrics.STORES_SKIPPED, 1, reason)
+            return False
+        # Twice the longest deadline: by then a mover has reported, or it is gone.
+        until = now + 2 * self._config.deadline_max_s
+        self._storing[chunk] = _Store(until, self.presence.num_removals)
+        self._last_store_at = now
+        return True
+
+    def _is_storing(self, chunk: ChunkId, now: float) -> bool:
+        store = self._storing.get(chunk)
+        return store is not None and store.until > now
+
+    @property
+    def storing(self) -> Mapping[ChunkId, object]:
+        """The chunks that were begun and whose outcome is not known."""
+        return self._storing
+
+    @property
+    def last_store_at(self) -> float:
+        """When a store was last begun, by time.monotonic."""
+        return self._last_store_at
+
+    # --- news -------------------------------------------------------------------------------
+
+    def on_news(self, news: News) -> None:
+        """Take what a mover has told, or several."""
+        if self.capacity is not None:
+            self.capacity.settle(0, news.written_nbytes)
+            if news.no_space:
+                self.capacity.no_space()
+        for chunk, movers in news.stored.items():
+            self._on_stored(chunk, movers)
+        for chunk in news.not_stored:
+            self._end_store(chunk)
+        for chunk, status in news.failed_loads.items():
+            if status is Status.BREAKER:  # not read, so nothing is known against the chunk
+                self.breaker.trip()
+            else:
+                self.presence.mark_failed(chunk, status)
+                if self._events and status in _GONE:
+                    self._events.removed(chunk)
+        # Chunks of one job fail together: that is one sign about the root and not many.
+        for status in set(news.failed_loads.values()):
+            self.breaker.record(status)
+
+    def on_removed(self, names: Iterable[tuple[bytes, int]]) -> None:
+        """Files of these chunks were removed; a name is (XXH3-128 of the key in 16 bytes, group index)."""
+        names = list(names)
+        self.presence.mark_removed(names)
+        if self._events:
+            self._events.removed_names(names)
+
+    def _on_stored(self, chunk: ChunkId, movers: Iterable[int]) -> None:
+        published = self._stored_by.setdefault(chunk, set())
+        published.update(movers)
+        if len(published) < self._num_movers:
+            return
+        store = self._storing.get(chunk)
+        self._end_store(chunk)
+        del self._stored_by[chunk]
+        there = self.presence.mark_stored(chunk, store.began if store else 0)
+        if there and self._events and not self.stopped:
+            self._events.stored(chunk)
+
+    def _end_store(self, chunk: ChunkId) -> None:
+        """Give back what was taken for a store: what of it is on disk now was reported by the movers."""
+        if self._storing.pop(chunk, None) is not None and self.capacity is not None:
+            self.capacity.settle(self._nbytes(chunk), 0)
+
+    # --- the rest ---------------------------------------------------------------------------
+
+    def forget(self) -> None:
+        """Forget what is known to be on disk, and what is on its way; the files stay."""
+        self.presence.forget_all()
+        for chunk in list(self._storing):
+            self._end_store(chunk)
+        self._stored_by.clear()
+
+    def close(self) -> None:
+        self.presence.close()
+        if self.capacity is not None:
+            self.capacity.close()
+
+    def _nbytes(self, chunk: ChunkId) -> int:
+        """Return what a chunk takes on disk, all its files together."""
+        return sum(each.file_nbytes[chunk.group_idx] for each in self._files)
+
+    def _probe(self, chunks: Sequence[Key], missed_before: bytes) -> Findings:
+        """On a probe thread. Every file of a chunk must be there with its right size.
+
+        Raises OSError where the root itself is gone, or not mounted: then that nothing is found says nothing.
+        """
+        findings = probe_chunks(self._files, chunks, missed_before)
+        if not any(findings.there):
+            os.stat(f"{self._config.root}/{FORMAT_FILE}")
+        return findings

@@ -1,0 +1,261 @@
+"""Moves chunks between an engine's KV pages and files: transport, store and I/O threads of one worker.
+
+One thread calls, the engine's own, and no call but the constructor waits for a disk. What becomes of the
+files is told twice: `poll` says which jobs need their pages no more, `take_news` what the lookup must know.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from fskv.config import StoreConfig
+from fskv.data_path.breaker import Breaker
+from fskv.data_path.job import NO_LIMIT, FileMove, FileOutcome, JobResult, LoadLimit
+from fskv.data_path.runner import JobRunner
+from fskv.data_path.store import ChunkStore
+from fskv.errors import ConfigError
+from fskv.format.chunk_file import CHECKSUM, FileLayout
+from fskv.format.key_file import open_key_file
+from fskv.format.mac import INTEGRITY
+from fskv.observe import metrics
+from fskv.observe.metrics import Counters, Gauge
+from fskv.observe.state_log import StateLog
+from fskv.offload.news import News
+from fskv.root.root import NamespaceDir
+from fskv.transports import numa
+from fskv.transports.choice import open_transport
+from fskv.types import ChunkId, Status
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+# What is still being written when the engine stops may take this long; then it is left.
+_CLOSE_S = 5.0
+
+
+class Mover:
+    """See the module docstring."""
+
+    def __init__(
+        self,
+        config: StoreConfig,
+        directory: NamespaceDir,
+        pages: Sequence[torch.Tensor | memoryview],
+        layouts: Mapping[int, FileLayout],
+        *,
+        number: int = 0,
+        restore: Callable[[], object] | None = None,
+    ) -> None:
+        """`pages` are int8 (blocks, bytes of a page), or flat memory; a plan names them by their place.
+
+        `layouts` is by group index; all files of a chunk are alike. `number` is this mover's among those
+        that hold the parts of a chunk. `restore` makes the namespace's directories again when somebody
+        removed them.
+
+        Raises FskvError where the configuration cannot be used here: no memory for a chunk, no such
+        transport.
+        """
+        # Each process reads the file itself: no key is in a configuration that is handed on.
+        self._key_file = open_key_file(config.mac_key_file, config.root)
+        keys = self._key_file.keys if self._key_file else None
+        integrity = INTEGRITY if keys else CHECKSUM
+        layouts = {idx: replace(layout, integrity=integrity) for idx, layout in layouts.items()}
+        slot_nbytes = max(layout.file_nbytes for layout in layouts.values())
+        num_slots = config.staging_bytes // slot_nbytes
+        if num_slots <= config.io_threads:
+            raise ConfigError(
+                f"option 'staging_bytes': found {config.staging_bytes}, expected at least "
+                f"{(config.io_threads + 1) * slot_nbytes} (one chunk file of {slot_nbytes} bytes for each "
+                f"of {config.io_threads} I/O threads and one more); or lower 'io_threads'"
+            )
+        self.number = number
+        self.file_nbytes = {idx: layout.file_nbytes for idx, layout in layouts.items()}
+        self._transport = open_transport(
+            pages,
+            slot_nbytes,
+            probe_dir=directory.tmp_dir,
+            transport="host" if keys else config.transport,
+            gds_check=config.gds_check,
+            direct_io=config.direct_io,
+            file_mode=directory.file_mode,
+            fsync=config.fsync,
+        )
+        device = getattr(pages[0], "device", None) if pages else None
+        self.on_cuda = device is not None and device.type == "cuda"
+        store = ChunkStore(
+            directory,
+            layouts,
+            self._transport,
+            touch_interval_s=config.touch_interval_s,
+            restore=restore,
+            keys=keys,
+        )
+        self._runner = JobRunner(
+            store,
+            self._transport,
+            num_threads=config.io_threads,
+            num_slots=num_slots,
+            max_queued_chunks=config.max_queued_chunks,
+            deadline=config.deadline,
+            breaker=Breaker(
+                config.breaker_failures,
+                config.breaker_probe_s,
+                log=StateLog("fskv: ", root=config.root, of=f"rank {number}"),
+            ),
+            store_queue_s=config.store_queue_s,
+            cpus=numa.cuda_cpus(device.index) if self.on_cuda and device is not None else None,
+        )
+        self.description = self._transport.description
+        self.counters = Counters(*metrics.WORKER_COUNTERS)
+        self._ending = _Ending()
+        self._news = News()
+        logger.info(
+            "fskv: rank %d: %s%s; %d I/O threads, %d staging slots of %d bytes at most",
+            number,
+            self.description,
+            f", sealed with key '{self._key_file.latest.writer.key_id}'" if self._key_file else "",
+            config.io_threads,
+            num_slots,
+            slot_nbytes,
+        )
+
+    # --- jobs -------------------------------------------------------------------------------
+
+    def store(self, job_id: int, files: Sequence[FileMove], ready: Any = None) -> None:
+        """Begin to store files, all of a chunk's that this mover has; the pages are free when it is reported.
+
+        `ready` is an event of the stream that fills the pages, or None when they are complete. What does not
+        fit into the queue is skipped.
+        """
+        for move in files:
+            self._ending.begin(move.file.chunk)
+        self._runner.submit_store(job_id, files, ready)
+
+    def load(
+        self,
+        job_id: int,
+        files: Sequence[FileMove],
+        ready: Any = None,
+        limit: LoadLimit = NO_LIMIT,
+    ) -> None:
+        """Begin to load files; when it is reported, its pages are complete or `JobResult.bad` says which not.
+
+        `ready` is an event of the stream that used the pages before, or None.
+        """
+        self._runner.submit_load(job_id, files, ready, limit)
+
+    def poll(self) -> list[JobResult]:
+        """Return the jobs that ended since the last call; of their pages none is read or written any more."""
+        ended = self._runner.poll()
+        for result in ended:
+            if result.is_load:
+                self.counters.observe(metrics.LOAD_LATENCY, result.seconds)
+        self._collect()
+        return ended
+
+    def free_pages(self, job_ids: Iterable[int]) -> None:
+        """Return when the pages of these jobs are free: stores go on from memory of ours, loads fail."""
+        self._runner.wait(job_ids)
+
+    def drop(self) -> None:
+        """Touch no page of any job from now on: the lookup has been reset. See JobRunner.drop."""
+        self._runner.drop()
+        self._collect()
+        # The lookup's reset has ended these. Told later, they would end what it begins to store by then.
+        self._news.not_stored.clear()
+
+    def close(self, timeout_s: float = _CLOSE_S) -> None:
+        """Stop the threads; what is being written has `timeout_s` to end."""
+        self._runner.shutdown(timeout_s)
+        self._transport.close()
+
+    # --- what became of it ------------------------------------------------------------------
+
+    def leave(self, chunk: ChunkId, status: Status) -> None:
+        """Tell that a chunk is not stored from here: EXISTS where another mover with its bytes does it."""
+        self._tell(chunk, status)
+
+    def take_news(self) -> News:
+        """Return what the lookup must know, since the last call."""
+        news, self._news = self._news, News()
+        return news
+
+    def gauges(self) -> dict[Gauge, float]:
+        """Return what is in use now."""
+        shown: dict[Gauge, float] = {
+            metrics.SLOTS_IN_USE: float(self._runner.num_slots_used),
+            metrics.THREADS_HUNG: float(self._runner.num_threads_hung),
+            metrics.STORE_QUEUE: float(self._runner.num_open_stores),
+        }
+        if self._key_file is not None:
+            shown[metrics.MAC_KEYS_KEPT] = float(self._key_file.kept)
+        return shown
+
+    @property
+    def idle(self) -> bool:
+        """Whether no file is waiting, being read or being written, by a thread that hangs neither."""
+        return not (self._runner.num_open_stores or self._runner.num_running)
+
+    def _collect(self) -> None:
+        for outcome in self._runner.take_outcomes():
+            self._count(outcome)
+            chunk, status = outcome.file.chunk, outcome.status
+            if outcome.is_load:
+                if (
+                    not status.good and status is not Status.SKIPPED
+                ):  # it only fell with its request
+                    self._news.failed_loads[chunk] = status
+                continue
+            self._news.written_nbytes += outcome.nbytes
+            self._news.no_space |= status is Status.NO_SPACE
+            ended = self._ending.end(chunk, status)
+            if ended is not None:
+                self._tell(chunk, ended)
+
+    def _tell(self, chunk: ChunkId, status: Status) -> None:
+        if status.good:
+            self._news.stored.setdefault(chunk, set()).add(self.number)
+        else:
+            self._news.not_stored.add(chunk)
+
+    def _count(self, outcome: FileOutcome) -> None:
+        add, status = self.counters.add, outcome.status
+        if outcome.is_load:
+            if status is Status.OK:
+                add(metrics.LOADED_CHUNKS)
+                add(metrics.LOADED_BYTES, outcome.nbytes)
+                add(metrics.LOAD_SECONDS, outcome.seconds)
+            elif status is not Status.SKIPPED:
+                add(metrics.LOAD_FAILURES, 1, status.value)
+        elif status is Status.OK:
+            add(metrics.STORED_CHUNKS)
+            add(metrics.STORED_BYTES, outcome.nbytes)
+            add(metrics.STORE_SECONDS, outcome.seconds)
+        else:
+            add(metrics.STORES_SKIPPED, 1, status.value)
+
+
+class _Ending:
+    """How the files of the chunks on their way ended so far: an entry lives as long as its stores."""
+
+    def __init__(self) -> None:
+        self._open: dict[ChunkId, int] = {}  # files without an outcome
+        self._bad: dict[ChunkId, Status] = {}  # the first bad outcome
+
+    def begin(self, chunk: ChunkId) -> None:
+        self._open[chunk] = self._open.get(chunk, 0) + 1
+
+    def end(self, chunk: ChunkId, status: Status) -> Status | None:
+        """Note one file's outcome; return the chunk's once all its files have one: good only if all are."""
+        if not status.good:
+            self._bad.setdefault(chunk, status)
+        left = self._open.pop(chunk, 1) - 1
+        if left:
+            self._open[chunk] = left
+            return None
+        return self._bad.pop(chunk, Status.OK)
