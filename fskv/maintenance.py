@@ -25,7 +25,7 @@ from typing import Any
 
 import msgpack
 
-from fskv.beneath import make_directory
+from fskv.beneath import make_directory, move_aside
 from fskv.book import CLAIMS_DIR, Book
 from fskv.claims import (
     Claim,
@@ -61,6 +61,8 @@ _REMOVED_NBYTES = ENTRY_NBYTES * 2048  # of one message
 _STALE_S = 10.0  # a usage that was read longer ago is no base for a grant
 _MAX_NEWS_NBYTES = 4 << 20
 _AFTER_FAILURE_S = 5.0
+_NO_DIRECTORY = (errno.ENOTDIR, errno.ELOOP)
+_GONE = (errno.ENOENT, *_NO_DIRECTORY)
 _LEAST_ROOM = 4 << 20  # for the lease, the claims and a snapshot
 
 
@@ -146,10 +148,22 @@ class Maintainer:
         """Make what is shared; raises OSError. Nothing is made in the place of a root that is gone."""
         os.stat(f"{self._root}/{FORMAT_FILE}")
         for path in (self._shared, f"{self._shared}/{CLAIMS_DIR}", self._log.directory):
-            make_directory(path, self._dir_mode, self._root)
+            self._make(path)
         with contextlib.suppress(OSError):
             self._log.skip_old()
         self._started = True
+
+    def _make(self, path: str) -> None:
+        """Make a directory; what stands there and is none is moved aside, and never removed."""
+        try:
+            make_directory(path, self._dir_mode, self._root)
+        except OSError as error:
+            if error.errno not in _NO_DIRECTORY:
+                raise
+            aside = f"{path}.foreign-{unique_name()}"
+            if move_aside(path, os.path.basename(aside), self._root):
+                logger.warning("%s was no directory, it is now %s", path, aside)
+            make_directory(path, self._dir_mode, self._root)
 
     def hear(self, engine: Engine) -> None:
         """Take what the engine said last."""
@@ -229,7 +243,7 @@ class Maintainer:
             if f"{type(error)} {number}" != self._failure:  # names in it differ each time
                 self._failure = f"{type(error)} {number}"
                 logger.warning("maintenance: %s", described(error))
-            if isinstance(error, FileNotFoundError):
+            if number in _GONE:
                 self._started = False  # what is shared is gone: make it again
             if number in (errno.ENOSPC, errno.EDQUOT):
                 with contextlib.suppress(Exception):
@@ -362,7 +376,7 @@ class Maintainer:
         try:
             self._news = (self._news + self._log.take_new(ours))[-_MAX_NEWS_NBYTES:]
         except OSError as error:  # news are no condition for a grant
-            self._started = not isinstance(error, FileNotFoundError)  # made again by the next step
+            self._started = error.errno not in _GONE  # made again by the next step
             self._complain(error)
         while self._news and self._send({"removed": self._news[:_REMOVED_NBYTES]}):
             self._news = self._news[_REMOVED_NBYTES:]
