@@ -31,12 +31,12 @@ from fskv.claims import (
     without_limits,
 )
 from fskv.count_checks import CountChecks
-from fskv.filesystem import Space, clamp_mtime
+from fskv.filesystem import Space, clamp_mtime, counting_device
 from fskv.index.scan import NUM_SHARDS, shard_path
 from fskv.index.snapshot import Catalogue
-from fskv.lease import TTL_S, Lease
+from fskv.lease import SHARED_DIR, TTL_S, Lease
 from fskv.manifests import Manifests, all_namespaces
-from fskv.process import is_our_part, provably_dead
+from fskv.process import is_our_part, provably_dead, unique_name
 from fskv.prune import Pruned, cutoff_ns, execute, plan
 from fskv.removed import RemovedLog
 from fskv.root import PART_PREFIX, TMP_DIR
@@ -81,6 +81,9 @@ class Holder:
         self._grace_s = grace_s
         self.usage: Usage | None = None
         self._catalogues: dict[str, Catalogue] = {}  # by "<arch>/<model>@<digest16>"
+        # Of these: whether it is foreign, and the device on which what is foreign counts by its blocks.
+        self._counted_as: dict[str, tuple[bool, int | None]] = {}
+        self._device: int | None = None
         self._manifests = Manifests(root)
         self._counted_all_at = self._snapshot_at = self._orphans_at = float("-inf")
         self._again = time.time_ns() % NUM_SHARDS  # terms may be shorter than a round
@@ -126,7 +129,11 @@ class Holder:
     async def work(self, claims: list[Claim], space: Space) -> None:
         """Count, prune what is beyond the bounds, and clean. Raises OSError when the root does not let us."""
         every = self.usage is None or time.monotonic() - self._counted_all_at > _COUNT_ALL_S
-        await asyncio.to_thread(self._judge, self._find_namespaces(claims, every=every))
+        names = self._find_namespaces(claims, every=every)
+        await asyncio.to_thread(self._judge, names)
+        if every and self._device is None:
+            self._device = await asyncio.to_thread(self._counting_device)
+        self._open_catalogues(names)
         self._gone = dead = self._dead(claims)
         known = await self._count(claims, every=every)
         if not self.in_office:
@@ -172,23 +179,43 @@ class Holder:
         }
 
     def _find_namespaces(self, claims: list[Claim], *, every: bool) -> set[str]:
-        """Have a catalogue for each namespace; returns those whose manifests are to be judged."""
+        """Find the namespaces that are to be counted; returns those whose manifests are to be judged."""
         # Those that engines write to count at once.
         claimed = {c.namespace for c in claims if c.namespace is not None}
         found = {name for name in claimed - self._catalogues.keys() if self._manifests.state(name)}
         if every:
             found |= all_namespaces(self._root)
             for gone in self._catalogues.keys() - found:
-                del self._catalogues[gone]
+                del self._catalogues[gone], self._counted_as[gone]
                 self._manifests.forget(gone)
-        for name in found - self._catalogues.keys():
-            self._catalogues[name] = Catalogue.load(f"{self._root}/{name}")
         return found | (self._manifests.foreign & claimed)
 
     def _judge(self, names: set[str]) -> None:
         """Find out which of these are ours, and whose. In a worker thread: a manifest may be long."""
         for name in names:
             self._manifests.judge(name)
+
+    def _counting_device(self) -> int | None:
+        """Learn whether files count by their blocks here (fskv.filesystem). In a worker thread."""
+        with (
+            contextlib.suppress(OSError),
+            opened(self._root, f"{self._root}/{SHARED_DIR}", os.O_PATH) as fd,
+        ):
+            return counting_device(fd, f"{unique_name()}.part")
+        return None
+
+    def _open_catalogues(self, names: set[str]) -> None:
+        """Have a catalogue for each of these.
+
+        What is foreign is walked: nothing is pruned there, so what a made-up snapshot says would stay.
+        """
+        for name in names:
+            foreign = name in self._manifests.foreign
+            kind = (foreign, self._device if foreign else None)
+            if self._counted_as.get(name) != kind:
+                path = f"{self._root}/{name}"
+                self._catalogues[name] = Catalogue(path) if foreign else Catalogue.load(path)
+                self._counted_as[name] = kind
 
     def _ours(self) -> list[str]:
         """Return the namespaces that are fskv's: what is foreign is never touched."""
@@ -225,7 +252,8 @@ class Holder:
                 continue
             before = catalogue.num_files, catalogue.nbytes
             try:
-                failed = await catalogue.refresh(now_ns, every=relist, again=again)
+                device = self._counted_as[name][1]
+                failed = await catalogue.refresh(now_ns, every=relist, again=again, device=device)
             except Exception as error:  # it is one of many, and anything may be in it
                 if str(error) != self._uncounted.get(name):
                     self._uncounted[name] = str(error)
