@@ -204,7 +204,8 @@ def most_nbytes(path: str) -> int:
     return MAX_COUNT
 
 
-def _limit(shard: Shard, most: int) -> None:
+def limit(shard: Shard, most: int) -> None:
+    """Have no file of a shard count for more than `most` (see `most_nbytes`)."""
     if len(shard.records) and int(shard.records["nbytes"].max()) > most:
         shard.records = shard.records.copy()
         np.minimum(shard.records["nbytes"], np.uint64(most), out=shard.records["nbytes"])
@@ -228,7 +229,7 @@ def _list_batch(
         shard = list_shard(shard_path(namespace, idx), idx, now_ns, device)
         if shard.error is not None:
             shard.outside_mtime_ns = _mtime_by_name(shard_path(namespace, idx))
-        _limit(shard, most)
+        limit(shard, most)
         settled = settled and shard.error is None and not shard.growing
         shard.dir_mtime_ns = mtime_ns if settled else UNSETTLED
         shards.append(shard)
