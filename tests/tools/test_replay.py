@@ -338,6 +338,15 @@ def test_only_a_prefix_is_hit_and_what_is_behind_a_miss_stays(make_engine):
     assert (done.hits, done.loaded, done.wrong_nbytes) == (4, 2, 0)
 
 
+@pytest.mark.parametrize("mode", [0o600, 0o660])
+def test_what_a_replay_stores_is_for_whom_the_root_is(make_engine, tmp_path, mode):
+    directory = tmp_path / "engines"
+    make_engine()
+    os.chmod(directory / "fskv.json", mode)
+    ask(make_engine(), 1, 2)
+    assert {file.stat().st_mode & 0o777 for file in chunk_files(directory)} == {mode}
+
+
 def test_a_request_larger_than_the_engine_s_memory_comes_in_parts(make_engine, monkeypatch):
     monkeypatch.setattr(replay_engine, "_PAGES_NBYTES", 3000)
     engine = make_engine()

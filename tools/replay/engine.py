@@ -169,6 +169,7 @@ class Engine:
             self._layout.file_nbytes,
             probe_dir=self._directory.tmp_dir,
             direct_io=spec.direct_io,
+            file_mode=self._directory.file_mode,
         )
         self.description = transport.description
         defaults = StoreConfig(root=spec.root)
