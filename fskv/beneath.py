@@ -117,7 +117,7 @@ def move_aside(path: str, aside: str, root: str) -> bool:
 
     A directory that another process makes there at this moment is put back.
     """
-    above, _, name = path.rpartition("/")
+    above, name = os.path.split(path)
     with named(path), opened(root, above, os.O_PATH) as directory:
         if _is_directory(name, directory):
             return False
