@@ -17,9 +17,9 @@ import stat
 import time
 from collections.abc import Sequence
 
-from fskv.bounds.eviction_news import RemovedLog
+from fskv.bounds.eviction_news import EvictionNews
 from fskv.bounds.lease import LEASE_FILE, SHARED_DIR, TTL_S
-from fskv.bounds.ledger import CLAIMS_DIR, Book
+from fskv.bounds.ledger import CLAIMS_DIR, Ledger
 from fskv.bounds.quota import Claim, last_use_step_s
 from fskv.root.filesystem import clamp_mtime
 from fskv.root.process_id import provably_dead, unique_name
@@ -53,7 +53,7 @@ def living_claims(root: str, now_ns: int) -> list[Claim]:
     shared = f"{root}/{SHARED_DIR}"
     found = []
     with contextlib.suppress(OSError):
-        for claim in Book(shared).claims():
+        for claim in Ledger(shared).claims():
             path = f"{shared}/{CLAIMS_DIR}/{claim.name}.json"
             if (
                 not claim.closed
@@ -71,7 +71,7 @@ def claimed_namespaces(root: str, now_ns: int) -> set[str]:
 
 def last_use_step(root: str, now_ns: int, unused_s: float) -> int:
     """Return by how many seconds an mtime may be older than the use, of what was used within `unused_s`."""
-    book = Book(f"{root}/{SHARED_DIR}")
+    book = Ledger(f"{root}/{SHARED_DIR}")
     claims: list[Claim] = []
     with contextlib.suppress(OSError):
         claims = book.claims()  # those of the dead too
@@ -101,7 +101,7 @@ class News:
     """Tells engines which chunks are gone; where nobody ever listened there is nobody to tell."""
 
     def __init__(self, root: str) -> None:
-        self._log = RemovedLog(f"{root}/{SHARED_DIR}", usual_modes(root)[1])
+        self._log = EvictionNews(f"{root}/{SHARED_DIR}", usual_modes(root)[1])
 
     def tell(self, namespace: str, chunks: Sequence[tuple[bytes, int]]) -> None:
         """`chunks` are (XXH3-128 of the key, group) of the namespace ARCH/MODEL@DIGEST, or its path."""

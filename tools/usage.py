@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from fskv.bounds.evict import cutoff_ns, forecast
 from fskv.bounds.lease import SHARED_DIR
-from fskv.bounds.ledger import Book
+from fskv.bounds.ledger import Ledger
 from fskv.bounds.quota import Claim, Scope, Usage, scopes
 from fskv.errors import FskvError
 from fskv.index.scan import file_name
@@ -196,7 +196,7 @@ class Bounds:
 
 def bounds_of(root: str, now_ns: int) -> Bounds:
     claims = living_claims(root, now_ns)
-    usage = Book(f"{root}/{SHARED_DIR}").usage()
+    usage = Ledger(f"{root}/{SHARED_DIR}").usage()
     found = scopes(claims, usage or Usage(), Space.of(root))
     return Bounds(found, claims, usage.at_ms if usage is not None else None)
 

@@ -58,19 +58,19 @@ def break_safety(name: str) -> None:
     """Take one safety away."""
     if name == "length":  # what is written is longer than what is read
         most_nbytes = ledger.MAX_USAGE_NBYTES
-        write = ledger.Book.publish_usage
+        write = ledger.Ledger.publish_usage
 
-        def publish_usage(self: ledger.Book, usage: quota.Usage) -> None:
+        def publish_usage(self: ledger.Ledger, usage: quota.Usage) -> None:
             ledger.MAX_USAGE_NBYTES = most_nbytes
             write(self, usage)
             ledger.MAX_USAGE_NBYTES = 64
 
         ledger.MAX_USAGE_NBYTES = 64
-        ledger.Book.publish_usage = publish_usage  # type: ignore[method-assign]
+        ledger.Ledger.publish_usage = publish_usage  # type: ignore[method-assign]
         vars(leader)["shortened"] = lambda usage, _: usage
         return
 
-    def claims_of(self: ledger.Book) -> list[quota.Claim]:
+    def claims_of(self: ledger.Ledger) -> list[quota.Claim]:
         directory = f"{self._directory}/{ledger.CLAIMS_DIR}"
         found = []
         for entry in os.listdir(directory):
@@ -82,7 +82,7 @@ def break_safety(name: str) -> None:
     async def try_step(self: maintenance.Maintainer) -> bool:
         return self.step()
 
-    ledger.Book.claims = claims_of  # type: ignore[method-assign]
+    ledger.Ledger.claims = claims_of  # type: ignore[method-assign]
     maintenance.Maintainer.try_step = try_step  # type: ignore[method-assign]
 
 

@@ -676,7 +676,7 @@ FAULTS = (
         "sparse-counts-whole",
         "A file counts for no more than the file system's size.",
         "fskv/index/scan.py",
-        "        _limit(shard, most)\n",
+        "        limit(shard, most)\n",
         "",
         ("tests/unit/test_maintenance.py",),
     ),

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterable, Sequence
 
 from fskv.bounds.lease import SHARED_DIR
-from fskv.bounds.ledger import CLAIMS_DIR, Book
+from fskv.bounds.ledger import CLAIMS_DIR, Ledger
 from fskv.bounds.quota import Claim
 from fskv.index.scan import Shard, dir_mtime_ns
 from fskv.root.filesystem import clamp_mtime
@@ -25,9 +25,9 @@ _MTIME_LAG_NS = 10 * 1_000_000_000  # of a directory behind the files in it
 class CountChecks:
     """What is remembered from one count to the next. May hang with the root."""
 
-    def __init__(self, root: str, book: Book) -> None:
+    def __init__(self, root: str, book: Ledger) -> None:
         self._directory = f"{root}/{SHARED_DIR}/{CLAIMS_DIR}"
-        self._book = book
+        self._ledger = book
         self._unlistable: dict[str, dict[int, int]] = {}  # namespace -> shards, their mtimes
         self._complained = False
 
@@ -36,7 +36,7 @@ class CountChecks:
 
         Claims are renamed into their directory every few seconds.
         """
-        newest_ns = clamp_mtime(self._book.newest_ns(claims), now_ns)
+        newest_ns = clamp_mtime(self._ledger.newest_ns(claims), now_ns)
         last_ns = dir_mtime_ns(self._directory)  # 0, unknown: such directories are always listed
         told = not last_ns or newest_ns - last_ns < _MTIME_LAG_NS
         if not told and not self._complained:

@@ -31,7 +31,7 @@ _OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NAME = re.compile(r"[0-9a-f]{16}-(.+)\.(bin|part)", re.DOTALL)
 
 
-class RemovedLog:
+class EvictionNews:
     """One process's view; `directory` exists. Every call may hang; OSError where it is no directory."""
 
     def __init__(self, shared: str, file_mode: int = 0o600) -> None:

@@ -18,9 +18,9 @@ from dataclasses import replace
 
 from fskv.bounds.count_checks import CountChecks
 from fskv.bounds.evict import Pruned, cutoff_ns, execute, plan
-from fskv.bounds.eviction_news import RemovedLog
-from fskv.bounds.lease import TTL_S, Lease
-from fskv.bounds.ledger import Book, shortened
+from fskv.bounds.eviction_news import EvictionNews
+from fskv.bounds.lease import SHARED_DIR, TTL_S, Lease
+from fskv.bounds.ledger import Ledger, shortened
 from fskv.bounds.quota import (
     Claim,
     Scope,
@@ -37,9 +37,9 @@ from fskv.bounds.quota import (
 from fskv.index.scan import NUM_SHARDS, shard_path
 from fskv.index.snapshot import Catalogue
 from fskv.root.beneath import opened
-from fskv.root.filesystem import Space, clamp_mtime
+from fskv.root.filesystem import Space, clamp_mtime, counting_device
 from fskv.root.manifests import Manifests, all_namespaces
-from fskv.root.process_id import is_our_part, provably_dead
+from fskv.root.process_id import is_our_part, provably_dead, unique_name
 from fskv.root.root import PART_PREFIX, TMP_DIR
 from fskv.types import MAX_COUNT
 
@@ -67,14 +67,20 @@ _FREEING_S = (
 _UNUSED_STEP = 1 << 30  # bytes of one plan
 
 
-class Holder:
+class Leader:
     """What the holder of the lease knows and does. Ends with the lease."""
 
     def __init__(
-        self, root: str, book: Book, log: RemovedLog, lease: Lease, file_mode: int, grace_s: float
+        self,
+        root: str,
+        book: Ledger,
+        log: EvictionNews,
+        lease: Lease,
+        file_mode: int,
+        grace_s: float,
     ) -> None:
         self._root = root
-        self._book = book
+        self._ledger = book
         self._log = log
         self._lease = lease
         self._term = lease.term
@@ -82,6 +88,9 @@ class Holder:
         self._grace_s = grace_s
         self.usage: Usage | None = None
         self._catalogues: dict[str, Catalogue] = {}  # by "<arch>/<model>@<digest16>"
+        # Of these: whether it is foreign, and the device on which what is foreign counts by its blocks.
+        self._counted_as: dict[str, tuple[bool, int | None]] = {}
+        self._device: int | None = None
         self._manifests = Manifests(root)
         self._counted_all_at = self._snapshot_at = self._orphans_at = float("-inf")
         self._again = time.time_ns() % NUM_SHARDS  # terms may be shorter than a round
@@ -127,7 +136,11 @@ class Holder:
     async def work(self, claims: list[Claim], space: Space) -> None:
         """Count, prune what is beyond the bounds, and clean. Raises OSError when the root does not let us."""
         every = self.usage is None or time.monotonic() - self._counted_all_at > _COUNT_ALL_S
-        await asyncio.to_thread(self._judge, self._find_namespaces(claims, every=every))
+        names = self._find_namespaces(claims, every=every)
+        await asyncio.to_thread(self._judge, names)
+        if every and self._device is None:
+            self._device = await asyncio.to_thread(self._counting_device)
+        self._open_catalogues(names)
         self._gone = dead = self._dead(claims)
         known = await self._count(claims, every=every)
         if not self.in_office:
@@ -148,7 +161,7 @@ class Holder:
             return
         self._publish(claims)
         for name in self._to_withdraw():  # what they wrote is in every usage that anybody uses
-            self._book.withdraw(name)
+            self._ledger.withdraw(name)
             del self._counted_dead[name]
         if every:
             self._counted_all_at = time.monotonic()
@@ -173,23 +186,43 @@ class Holder:
         }
 
     def _find_namespaces(self, claims: list[Claim], *, every: bool) -> set[str]:
-        """Have a catalogue for each namespace; returns those whose manifests are to be judged."""
+        """Find the namespaces that are to be counted; returns those whose manifests are to be judged."""
         # Those that engines write to count at once.
         claimed = {c.namespace for c in claims if c.namespace is not None}
         found = {name for name in claimed - self._catalogues.keys() if self._manifests.state(name)}
         if every:
             found |= all_namespaces(self._root)
             for gone in self._catalogues.keys() - found:
-                del self._catalogues[gone]
+                del self._catalogues[gone], self._counted_as[gone]
                 self._manifests.forget(gone)
-        for name in found - self._catalogues.keys():
-            self._catalogues[name] = Catalogue.load(f"{self._root}/{name}")
         return found | (self._manifests.foreign & claimed)
 
     def _judge(self, names: set[str]) -> None:
         """Find out which of these are ours, and whose. In a worker thread: a manifest may be long."""
         for name in names:
             self._manifests.judge(name)
+
+    def _counting_device(self) -> int | None:
+        """Learn whether files count by their blocks here (fskv.root.filesystem). In a worker thread."""
+        with (
+            contextlib.suppress(OSError),
+            opened(self._root, f"{self._root}/{SHARED_DIR}", os.O_PATH) as fd,
+        ):
+            return counting_device(fd, f"{unique_name()}.part")
+        return None
+
+    def _open_catalogues(self, names: set[str]) -> None:
+        """Have a catalogue for each of these.
+
+        What is foreign is walked: nothing is pruned there, so what a made-up snapshot says would stay.
+        """
+        for name in names:
+            foreign = name in self._manifests.foreign
+            kind = (foreign, self._device if foreign else None)
+            if self._counted_as.get(name) != kind:
+                path = f"{self._root}/{name}"
+                self._catalogues[name] = Catalogue(path) if foreign else Catalogue.load(path)
+                self._counted_as[name] = kind
 
     def _ours(self) -> list[str]:
         """Return the namespaces that are fskv's: what is foreign is never touched."""
@@ -198,7 +231,7 @@ class Holder:
     def _dead(self, claims: list[Claim]) -> set[str]:
         """Return the claims of engines that are gone, or that have not been heard of for so long."""
         now = time.monotonic()
-        dead = self._book.silent(claims, self._lease.now_ns() - int(_DEAD_CLAIM_S * 1e9))
+        dead = self._ledger.silent(claims, self._lease.now_ns() - int(_DEAD_CLAIM_S * 1e9))
         for claim in claims:
             beat, since = self._beats.get(claim.name, (-1, now))
             if claim.beat != beat:
@@ -226,7 +259,8 @@ class Holder:
                 continue
             before = catalogue.num_files, catalogue.nbytes
             try:
-                failed = await catalogue.refresh(now_ns, every=relist, again=again)
+                device = self._counted_as[name][1]
+                failed = await catalogue.refresh(now_ns, every=relist, again=again, device=device)
             except Exception as error:  # it is one of many, and anything may be in it
                 if str(error) != self._uncounted.get(name):
                     self._uncounted[name] = str(error)
@@ -275,11 +309,11 @@ class Holder:
         writing = {tenants[name] for name in claimed & tenants.keys()}
         writing |= {c.tenant for c in claims if c.tenant is not None}
         needed = {name for name in counted if name in claimed or tenants.get(name) in writing}
-        self._book.publish_usage(shortened(self.usage, needed))
+        self._ledger.publish_usage(shortened(self.usage, needed))
 
     def _known_intervals(self) -> Mapping[int, int]:
         """Return what earlier holders knew of engines that may be gone."""
-        usage = self._book.usage()
+        usage = self._ledger.usage()
         return {} if usage is None else usage.touch_intervals
 
     async def _prune(self, claims: list[Claim], num_inodes: int) -> None:
@@ -404,7 +438,7 @@ class Holder:
                         del catalogue.parts[shard]
             removed += self._remove_orphans_in(f"{catalogue.namespace}/{TMP_DIR}", "", now_ns)
         removed += self._remove_orphans_in(self._root, PART_PREFIX, now_ns)
-        self._book.remove_orphans(now_ns)
+        self._ledger.remove_orphans(now_ns)
         with contextlib.suppress(OSError):
             self._log.remove_old()
         if removed and self.usage is not None:

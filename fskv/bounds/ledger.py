@@ -40,7 +40,7 @@ def shortened(usage: Usage, needed: Collection[str]) -> Usage:
     """Return what is short enough to be read by everybody: namespaces that are too many are in `others`.
 
     Those in `needed` are named first, then the largest. What is still too long without any is refused by
-    `Book.publish_usage`. Pure.
+    `Ledger.publish_usage`. Pure.
     """
     named = usage.namespaces
     room = MAX_USAGE_NBYTES - len(_encoded(replace(usage, namespaces={}, tenants={}))) - 100
@@ -64,7 +64,7 @@ def shortened(usage: Usage, needed: Collection[str]) -> Usage:
     )
 
 
-class Book:
+class Ledger:
     """The claims and the usage of a root on disk. Every call may hang; only the maintenance process calls."""
 
     def __init__(self, directory: str, file_mode: int = 0o600) -> None:

@@ -26,10 +26,10 @@ from typing import Any
 import msgpack
 
 from fskv.bounds.evict import execute, plan
-from fskv.bounds.eviction_news import ENTRY_NBYTES, RemovedLog
-from fskv.bounds.leader import Holder
+from fskv.bounds.eviction_news import ENTRY_NBYTES, EvictionNews
+from fskv.bounds.leader import Leader
 from fskv.bounds.lease import SHARED_DIR, TTL_S, Lease
-from fskv.bounds.ledger import CLAIMS_DIR, Book
+from fskv.bounds.ledger import CLAIMS_DIR, Ledger
 from fskv.bounds.outbox import Outbox
 from fskv.bounds.quota import (
     Claim,
@@ -45,7 +45,7 @@ from fskv.bounds.status import BoundsSaid, RootState, changes, root_state
 from fskv.config import Share
 from fskv.index.snapshot import Catalogue
 from fskv.observe.state_log import StateLog, described
-from fskv.root.beneath import make_directory
+from fskv.root.beneath import make_directory, move_aside
 from fskv.root.filesystem import Space
 from fskv.root.manifests import all_namespaces, namespaces_of_ours
 from fskv.root.process_id import GRACE_S, unique_name
@@ -61,6 +61,8 @@ _REMOVED_NBYTES = ENTRY_NBYTES * 2048  # of one message
 _STALE_S = 10.0  # a usage that was read longer ago is no base for a grant
 _MAX_NEWS_NBYTES = 4 << 20
 _AFTER_FAILURE_S = 5.0
+_NO_DIRECTORY = (errno.ENOTDIR, errno.ELOOP)
+_GONE = (errno.ENOENT, *_NO_DIRECTORY)
 _LEAST_ROOM = 4 << 20  # for the lease, the claims and a snapshot
 
 
@@ -120,11 +122,11 @@ class Maintainer:
         self._granted = 0  # in all, returned ones included
         self._published: Claim | None = None
         self._beat_at = 0.0
-        self._book = Book(self._shared, file_mode)
+        self._ledger = Ledger(self._shared, file_mode)
         self._lease = Lease(self._shared, ttl_s=lease_ttl_s, file_mode=file_mode)
-        self._log = RemovedLog(self._shared, file_mode)
+        self._log = EvictionNews(self._shared, file_mode)
         self._work: asyncio.Task[None] | None = None
-        self._holder: Holder | None = None
+        self._leader: Leader | None = None
         self._work_after = 0.0  # the last one failed: not at once again
         self._complaint = ""
         self._reported: RootState | None = None
@@ -146,10 +148,22 @@ class Maintainer:
         """Make what is shared; raises OSError. Nothing is made in the place of a root that is gone."""
         os.stat(f"{self._root}/{FORMAT_FILE}")
         for path in (self._shared, f"{self._shared}/{CLAIMS_DIR}", self._log.directory):
-            make_directory(path, self._dir_mode, self._root)
+            self._make(path)
         with contextlib.suppress(OSError):
             self._log.skip_old()
         self._started = True
+
+    def _make(self, path: str) -> None:
+        """Make a directory; what stands there and is none is moved aside, and never removed."""
+        try:
+            make_directory(path, self._dir_mode, self._root)
+        except OSError as error:
+            if error.errno not in _NO_DIRECTORY:
+                raise
+            aside = f"{path}.foreign-{unique_name()}"
+            if move_aside(path, os.path.basename(aside), self._root):
+                logger.warning("%s was no directory, it is now %s", path, aside)
+            make_directory(path, self._dir_mode, self._root)
 
     def hear(self, engine: Engine) -> None:
         """Take what the engine said last."""
@@ -169,9 +183,9 @@ class Maintainer:
             self._said_lease = self._lease.held
             self._states.say("lease_taken" if self._said_lease else "lease_lost", pid=os.getpid())
         read_at = time.monotonic()
-        usage = self._holder.usage if self._holder is not None and self._holder.in_office else None
-        usage = usage or self._book.usage()  # before the claims, see Claim
-        claims = self._book.claims()
+        usage = self._leader.usage if self._leader is not None and self._leader.in_office else None
+        usage = usage or self._ledger.usage()  # before the claims, see Claim
+        claims = self._ledger.claims()
         space = Space.of(self._root)
         self.seen = Seen(usage, claims, space, self._lease.held)
         self._say_left_out()
@@ -194,7 +208,7 @@ class Maintainer:
         return busy
 
     def _say_left_out(self) -> None:
-        left_out = self._book.left_out
+        left_out = self._ledger.left_out
         for path in left_out.keys() - self._left_out:
             self._states.say("file_left_out", logging.WARNING, path=path, reason=left_out[path])
         self._left_out = left_out.keys()
@@ -229,7 +243,7 @@ class Maintainer:
             if f"{type(error)} {number}" != self._failure:  # names in it differ each time
                 self._failure = f"{type(error)} {number}"
                 logger.warning("maintenance: %s", described(error))
-            if isinstance(error, FileNotFoundError):
+            if number in _GONE:
                 self._started = False  # what is shared is gone: make it again
             if number in (errno.ENOSPC, errno.EDQUOT):
                 with contextlib.suppress(Exception):
@@ -274,14 +288,14 @@ class Maintainer:
         """End: what was granted and not used is nobody's any more. Raises OSError."""
         if self._work is not None:
             self._work.cancel()
-        if self._holder is not None:
-            self._holder.save_snapshots()
+        if self._leader is not None:
+            self._leader.save_snapshots()
         self._lease.release()
         if self._claim is not None and self._claim.namespace is None:
-            self._book.withdraw(self._claim.name)  # nothing was written that somebody must count
+            self._ledger.withdraw(self._claim.name)  # nothing was written that somebody must count
         elif self._claim is not None:
             engine = self._engine
-            self._book.publish(
+            self._ledger.publish(
                 replace(
                     self._claim,
                     granted=max(engine.used, engine.written),
@@ -311,7 +325,7 @@ class Maintainer:
             if due:
                 claim = replace(claim, beat=claim.beat + 1)
                 self._beat_at = time.monotonic()
-            self._book.publish(claim)
+            self._ledger.publish(claim)
             self._claim = self._published = claim
 
     def _claim_more(
@@ -344,7 +358,7 @@ class Maintainer:
         try:
             self._publish()  # before the engine may use it
             given = (
-                not overdrawn(mine, self._book.claims(), usage or Usage(), Space.of(self._root))
+                not overdrawn(mine, self._ledger.claims(), usage or Usage(), Space.of(self._root))
                 and time.monotonic() - read_at <= _STALE_S
                 and self._send({"grant": amount})
             )
@@ -362,7 +376,7 @@ class Maintainer:
         try:
             self._news = (self._news + self._log.take_new(ours))[-_MAX_NEWS_NBYTES:]
         except OSError as error:  # news are no condition for a grant
-            self._started = not isinstance(error, FileNotFoundError)  # made again by the next step
+            self._started = error.errno not in _GONE  # made again by the next step
             self._complain(error)
         while self._news and self._send({"removed": self._news[:_REMOVED_NBYTES]}):
             self._news = self._news[_REMOVED_NBYTES:]
@@ -385,13 +399,13 @@ class Maintainer:
 
     def _hold(self, claims: list[Claim], space: Space) -> bool:
         """Start the holder's next piece of work, if one is due and none is under way."""
-        if self._holder is not None and not self._holder.in_office:
+        if self._leader is not None and not self._leader.in_office:
             return (
                 self._let_go()
             )  # the lease was lost and taken again: others were the holder between
-        if self._holder is None:
-            self._holder = Holder(
-                self._root, self._book, self._log, self._lease, self._file_mode, self._grace_s
+        if self._leader is None:
+            self._leader = Leader(
+                self._root, self._ledger, self._log, self._lease, self._file_mode, self._grace_s
             )
         if self._work is not None and self._work.done():
             work, self._work = self._work, None
@@ -401,9 +415,9 @@ class Maintainer:
         if (
             self._work is None
             and time.monotonic() > self._work_after
-            and self._holder.due(claims, space)
+            and self._leader.due(claims, space)
         ):
-            self._work = asyncio.ensure_future(self._holder.work(claims, space))
+            self._work = asyncio.ensure_future(self._leader.work(claims, space))
         return self._work is not None
 
     def _let_go(self) -> bool:
@@ -411,7 +425,7 @@ class Maintainer:
         if self._work is None or self._work.done():
             if self._work is not None and (error := self._work.exception()) is not None:
                 self._complain(error)
-            self._work = self._holder = None
+            self._work = self._leader = None
         return False
 
 

@@ -106,12 +106,13 @@ def file_name(record: Any) -> str:
     return f"{bytes(record['name']).hex()}.g{record['group']}{rank}.kv"
 
 
-def _nbytes(info: os.stat_result, now_ns: int) -> tuple[int, bool]:
+def _nbytes(info: os.stat_result, now_ns: int, *, by_blocks: bool) -> tuple[int, bool]:
     """Return what a file counts for, and whether more of its blocks may be counted later."""
     mtime_ns = clamp_mtime(info.st_mtime_ns, now_ns)
-    if now_ns and mtime_ns > now_ns - _YOUNG_NS and block_nbytes(info) < length(info):
-        return length(info), True
-    return bytes_on_disk(info), False
+    growing = now_ns and mtime_ns > now_ns - _YOUNG_NS and block_nbytes(info) < length(info)
+    if by_blocks:
+        return block_nbytes(info), bool(growing)
+    return (length(info), True) if growing else (bytes_on_disk(info), False)
 
 
 async def walk(
@@ -120,12 +121,14 @@ async def walk(
     *,
     now_ns: int,
     start: int = 0,
+    device: int | None = None,
 ) -> AsyncIterator[Shard]:
     """Yield the shards from `start` on whose directory is not as it was `seen`, in order.
 
     `seen` has the `dir_mtime_ns` of the last visits, 0 or nothing for none; a shard that is gone since is
-    yielded empty. `now_ns` is the file system's own clock at the beginning, or earlier. Raises OSError only
-    when the namespace itself cannot be read.
+    yielded empty. `now_ns` is the file system's own clock at the beginning, or earlier. On `device` files
+    count by their blocks alone (fskv.root.filesystem.counting_device). Raises OSError only when the namespace
+    itself cannot be read.
     """
     # Imported by those who walk: the command line starts often, and for little.
     import asyncio
@@ -139,7 +142,9 @@ async def walk(
     running: list[asyncio.Future[list[Shard]]] = []
     try:
         for batch in batches:
-            running.append(asyncio.ensure_future(list_batch(namespace, batch, now_ns, most)))
+            running.append(
+                asyncio.ensure_future(list_batch(namespace, batch, now_ns, most, device))
+            )
             if len(running) == _IN_FLIGHT:
                 for shard in await running.pop(0):
                     yield shard
@@ -199,7 +204,8 @@ def most_nbytes(path: str) -> int:
     return MAX_COUNT
 
 
-def _limit(shard: Shard, most: int) -> None:
+def limit(shard: Shard, most: int) -> None:
+    """Have no file of a shard count for more than `most` (see `most_nbytes`)."""
     if len(shard.records) and int(shard.records["nbytes"].max()) > most:
         shard.records = shard.records.copy()
         np.minimum(shard.records["nbytes"], np.uint64(most), out=shard.records["nbytes"])
@@ -207,7 +213,11 @@ def _limit(shard: Shard, most: int) -> None:
 
 
 def _list_batch(
-    namespace: str, batch: Iterable[tuple[int, int]], now_ns: int, most: int
+    namespace: str,
+    batch: Iterable[tuple[int, int]],
+    now_ns: int,
+    most: int,
+    device: int | None,
 ) -> list[Shard]:
     shards = []
     for idx, mtime_ns in batch:
@@ -216,10 +226,10 @@ def _list_batch(
             continue
         tick_ns = _TICK_NS if mtime_ns % 1_000_000_000 else _COARSE_TICK_NS
         settled = mtime_ns < now_ns - tick_ns
-        shard = list_shard(shard_path(namespace, idx), idx, now_ns)
+        shard = list_shard(shard_path(namespace, idx), idx, now_ns, device)
         if shard.error is not None:
             shard.outside_mtime_ns = _mtime_by_name(shard_path(namespace, idx))
-        _limit(shard, most)
+        limit(shard, most)
         settled = settled and shard.error is None and not shard.growing
         shard.dir_mtime_ns = mtime_ns if settled else UNSETTLED
         shards.append(shard)
@@ -233,10 +243,11 @@ def _mtime_by_name(path: str) -> int:
     return 0
 
 
-def list_shard(path: str, idx: int, now_ns: int = 0) -> Shard:
+def list_shard(path: str, idx: int, now_ns: int = 0, device: int | None = None) -> Shard:
     """List one directory of chunks. Never raises: see `Shard.error`. `now_ns`: see `walk`; 0: unknown."""
+    by_blocks = False
     try:
-        if _list_in_c is not None:
+        if _list_in_c is not None and device is None:
             young_ns = now_ns - _YOUNG_NS if now_ns else MAX_NS
             newest_ns = min(now_ns + FUTURE_NS, MAX_NS) if now_ns else MAX_NS
             packed, names = _list_in_c(os.fsencode(path), young_ns, newest_ns)
@@ -245,7 +256,7 @@ def list_shard(path: str, idx: int, now_ns: int = 0) -> Shard:
             shard.growing = any(name[0] == ord("y") for name in names)
             others = [os.fsdecode(name[1:]) for name in names if name[0] != ord("y")]
         else:
-            shard, others = _list_in_python(path, idx, now_ns)
+            shard, others, by_blocks = _list_in_python(path, idx, now_ns, device)
     except FileNotFoundError:
         return Shard(idx, 0, np.empty(0, RECORD))
     except OSError as error:
@@ -261,7 +272,7 @@ def list_shard(path: str, idx: int, now_ns: int = 0) -> Shard:
         if name.startswith(".nfs"):
             continue  # a file that some NFS client still has open
         if is_our_part(name):
-            _add_part(shard, f"{path}/{name}", now_ns)
+            _add_part(shard, f"{path}/{name}", now_ns, by_blocks=by_blocks)
         else:
             shard.num_foreign += 1
             if len(shard.foreign) < _MAX_FOREIGN:
@@ -275,16 +286,19 @@ def shard_of(records: Records) -> Any:
     return (raw[:, 0].astype(np.int32) << 4) | (raw[:, 1] >> 4)
 
 
-def _list_in_python(path: str, idx: int, now_ns: int) -> tuple[Shard, list[str]]:
+def _list_in_python(
+    path: str, idx: int, now_ns: int, device: int | None
+) -> tuple[Shard, list[str], bool]:
     fd = os.open(path, OPEN_SHARD)
     try:
-        return _list_opened(fd, idx, now_ns)
+        by_blocks = device is not None and os.fstat(fd).st_dev == device  # and not another mount
+        return *_list_opened(fd, idx, now_ns, by_blocks=by_blocks), by_blocks
     finally:
         with contextlib.suppress(OSError):
             os.close(fd)
 
 
-def _list_opened(fd: int, idx: int, now_ns: int) -> tuple[Shard, list[str]]:
+def _list_opened(fd: int, idx: int, now_ns: int, *, by_blocks: bool) -> tuple[Shard, list[str]]:
     shard = Shard(idx, 0, np.empty(0, RECORD))
     rows = []
     others = []
@@ -304,7 +318,7 @@ def _list_opened(fd: int, idx: int, now_ns: int) -> tuple[Shard, list[str]]:
                 others.append(entry.name)
                 continue
             rank1 = 0 if match[3] is None else int(match[3]) + 1
-            nbytes, growing = _nbytes(info, now_ns)
+            nbytes, growing = _nbytes(info, now_ns, by_blocks=by_blocks)
             shard.growing |= growing
             mtime_ns = clamp_mtime(info.st_mtime_ns, now_ns)
             rows.append((bytes.fromhex(match[1]), int(match[2]), rank1, mtime_ns, nbytes))
@@ -312,13 +326,13 @@ def _list_opened(fd: int, idx: int, now_ns: int) -> tuple[Shard, list[str]]:
     return shard, others
 
 
-def _add_part(shard: Shard, path: str, now_ns: int) -> None:
+def _add_part(shard: Shard, path: str, now_ns: int, *, by_blocks: bool) -> None:
     try:
         info = os.lstat(path)
     except OSError:
         return
     if stat.S_ISREG(info.st_mode):
-        nbytes, growing = _nbytes(info, now_ns)
+        nbytes, growing = _nbytes(info, now_ns, by_blocks=by_blocks)
         # It grows without a sign in its directory's mtime, until nobody writes it any more.
         young = not now_ns or clamp_mtime(info.st_mtime_ns, now_ns) > now_ns - _YOUNG_NS
         shard.growing |= growing or young

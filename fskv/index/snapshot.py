@@ -93,9 +93,14 @@ class Catalogue:
         return sorted(self._shards.items(), key=lambda item: item[0])
 
     async def refresh(
-        self, now_ns: int, *, every: bool = False, again: Collection[int] = ()
+        self,
+        now_ns: int,
+        *,
+        every: bool = False,
+        again: Collection[int] = (),
+        device: int | None = None,
     ) -> list[Shard]:
-        """Walk what has changed since the last time, and shards `again`, or `every`.
+        """Walk what has changed since the last time, and shards `again`, or `every`; `device` as in `walk`.
 
         Returns what could not be listed. Raises OSError when the namespace itself cannot be read.
         """
@@ -103,7 +108,7 @@ class Catalogue:
         seen = {**self._dir_mtimes, **dict.fromkeys(anyway, UNSETTLED)}
         failed = []
         started_ns = time.monotonic_ns()
-        async for shard in walk(self.namespace, seen, now_ns=now_ns):
+        async for shard in walk(self.namespace, seen, now_ns=now_ns, device=device):
             if shard.error is not None:
                 failed.append(shard)
             else:

@@ -112,6 +112,27 @@ def make_directory(path: str, mode: int, root: str | None = None) -> bool:
     return made
 
 
+def move_aside(path: str, aside: str, root: str) -> bool:
+    """Rename what stands at `path` and is no directory to the name `aside` beside it; False: a directory.
+
+    A directory that another process makes there at this moment is put back.
+    """
+    above, name = os.path.split(path)
+    with named(path), opened(root, above, os.O_PATH) as directory:
+        if _is_directory(name, directory):
+            return False
+        os.rename(name, aside, src_dir_fd=directory, dst_dir_fd=directory)
+        if not _is_directory(aside, directory):
+            return True
+        with contextlib.suppress(OSError):  # by now there may be another, which is as good
+            os.rename(aside, name, src_dir_fd=directory, dst_dir_fd=directory)
+        return False
+
+
+def _is_directory(name: str, fd: int) -> bool:
+    return stat.S_ISDIR(os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode)
+
+
 def hand_over(fd: int, directory: str, *, dir_fd: int | None = None) -> None:
     """Give what root has just made to the owner of its directory: else no engine of that user can read it.
 

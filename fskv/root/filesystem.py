@@ -7,6 +7,8 @@ some servers count no blocks. A number that cannot be true is *unknown*: nothing
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 from dataclasses import dataclass
 
@@ -17,6 +19,9 @@ _BLOCK_NBYTES = 512  # of st_blocks, whatever the file system's own unit is
 # use, and is the first to go: believed, it would never go.
 FUTURE_NS = 86_400 * 1_000_000_000
 MAX_NS = (1 << 63) - 1
+_TRY_NBYTES = 64 << 10
+_TRIES = 3  # in a row: a commit of ZFS may come just after one of them
+_NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +66,40 @@ def bytes_on_disk(info: os.stat_result) -> int:
     the side on which bounds hold. `csrc/files.c` counts in the same way.
     """
     return block_nbytes(info) or length(info)
+
+
+def counting_device(directory: int, name: str) -> int | None:
+    """Return the `st_dev` of a file system that counts the blocks of a file as it is written, else None.
+
+    There a file without blocks takes no room. `directory` is a descriptor; `name` is free in it, and used
+    where a file needs one. What is tried is written here: random bytes, in a file that no other process can
+    open. Raises OSError where nothing can be written.
+    """
+    fd = _nameless(directory, name)
+    try:
+        for count in range(1, _TRIES + 1):
+            content = os.urandom(_TRY_NBYTES)  # nothing that can be compressed
+            if os.write(fd, content) != _TRY_NBYTES:
+                return None
+            if block_nbytes(os.fstat(fd)) < count * _TRY_NBYTES:
+                return None
+    finally:
+        os.close(fd)
+    return os.fstat(directory).st_dev
+
+
+def _nameless(directory: int, name: str) -> int:
+    """Return the descriptor of a new file that has no name (any more)."""
+    try:
+        return os.open(".", os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o600, dir_fd=directory)
+    except OSError as error:
+        if error.errno not in _NO_TMPFILE:
+            raise
+    flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+    fd = os.open(name, flags, 0o600, dir_fd=directory)
+    with contextlib.suppress(OSError):
+        os.unlink(name, dir_fd=directory)
+    return fd
 
 
 def block_nbytes(info: os.stat_result) -> int:

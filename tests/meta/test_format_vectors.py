@@ -23,7 +23,7 @@ from test_docs import fenced, rows, text_of
 
 from fskv import namespace
 from fskv.bounds.lease import LeaseState
-from fskv.bounds.ledger import Book
+from fskv.bounds.ledger import Ledger
 from fskv.bounds.quota import Claim, Limits, Usage
 from fskv.errors import (
     ChunkCorrupt,
@@ -485,7 +485,7 @@ def read_back(directory, claim: dict, usage: dict) -> tuple[bool, bool]:
     (directory / "claims").mkdir(exist_ok=True)
     (directory / "claims" / f"{_NAME}.json").write_text(json.dumps(claim))
     (directory / "usage.json").write_text(json.dumps(usage))
-    book = Book(str(directory))
+    book = Ledger(str(directory))
     return book.claims() != [], book.usage() is not None
 
 

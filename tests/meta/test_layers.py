@@ -63,7 +63,10 @@ HOMES = {
     # block_hashes: the engine's own keys, where it hashes with xxhash
     "xxhash": ("fskv.format.chunk_file", "fskv.namespace", "fskv.index.", "tools.block_hashes"),
     # bench: the command that measures the data path with real tensors.
-    "torch": ("fskv.gds_io", "fskv.transports.", "fskv.engines.", "tools.bench.store"),
+    "torch": (
+        *("fskv.gds_io", "fskv.transports.", "fskv.offload.mover"),
+        *("fskv.engines.", "tools.bench.store"),
+    ),
     "triton": ("fskv.transports.",),
     "numpy": (
         "fskv.plan.",
@@ -86,7 +89,7 @@ HOMES = {
 }
 # Only where they are used, so that a machine without them can import the module.
 LAZY = {
-    "torch": ("fskv.gds_io", "fskv.transports.", "tools."),
+    "torch": ("fskv.gds_io", "fskv.transports.", "fskv.offload.", "tools."),
     "kvikio": ("fskv.",),
     "blake3": ("fskv.",),
     "triton": ("fskv.",),

@@ -111,7 +111,7 @@ def test_a_metric_without_a_row_is_told_with_the_row_to_add(monkeypatch):
 
 def test_names_are_what_prometheus_and_fskv_top_take():
     """No suffix that the text format gives a meaning, and no two metrics of a name."""
-    names = [m.name for m in (*metrics.ALL_METRICS, *exporter.METRICS)]
+    names = [f"vllm:{m.name}" for m in metrics.ALL_METRICS] + [m.name for m in exporter.METRICS]
     assert len(names) == len(set(names))
     for metric in (*metrics.ALL_METRICS, *exporter.METRICS):
         assert re.fullmatch(r"fskv_[a-z_]+", metric.name), metric.name

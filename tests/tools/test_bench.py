@@ -47,8 +47,8 @@ from fskv_tools.bench import (  # noqa: E402
 from fskv_tools.bench.row import Row, Spread  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
-from fskv.root.filesystem import Space  # noqa: E402
 from fskv.offload import mover  # noqa: E402
+from fskv.root.filesystem import Space  # noqa: E402
 from fskv.transports import host  # noqa: E402
 from fskv.types import Status  # noqa: E402
 

@@ -12,7 +12,7 @@ from world import wait_for
 
 pytest.importorskip("fskv_tools.cli", reason="the command line is not installed")
 from fskv.bounds.lease import SHARED_DIR
-from fskv.bounds.ledger import Book
+from fskv.bounds.ledger import Ledger
 from fskv.bounds.quota import Claim, Limits
 from fskv.namespace import GroupIdentity
 from fskv.root.process_id import unique_name
@@ -79,7 +79,7 @@ def test_what_it_says_a_prune_would_free_is_what_a_prune_frees(lab):
     bound = on_disk(paths) // 2
     shared = f"{lab.path}/{SHARED_DIR}"
     os.makedirs(f"{shared}/claims")
-    Book(shared).publish(Claim(unique_name(), where.id, None, Limits(max_nbytes=bound)))
+    Ledger(shared).publish(Claim(unique_name(), where.id, None, Limits(max_nbytes=bound)))
     done = run("du", "--json", "--unused-for", "20d", root=lab.path)
     (limit,) = lines(done, "bound", scope="root")
     assert limit["limit"] == bound

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from tool_lab import Lab, check_lines, fskv, run, spoil
 from world import damage, make_identity
 
-from fskv.bounds.eviction_news import RemovedLog
+from fskv.bounds.eviction_news import EvictionNews
 from fskv.format.chunk_file import encode_header, parse_header
 from fskv.namespace import GroupIdentity, chunk_name
 
@@ -308,7 +308,7 @@ def test_a_pruned_chunk_is_said_to_be_pruned(lab):
     (path,) = lab.store(one, TOKENS, range(10))[6:7]
     key = list(block_hashes.block_hashes(one, TOKENS))[13]
     os.makedirs(f"{lab.path}/.fskv-maintenance/removed")
-    log = RemovedLog(f"{lab.path}/.fskv-maintenance")
+    log = EvictionNews(f"{lab.path}/.fskv-maintenance")
     log.publish(one.digest16, [(bytes.fromhex(chunk_name(key)), 1)])
     os.unlink(path)
     assert "pruned" not in lab.explain(one).causes  # of another group

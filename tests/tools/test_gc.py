@@ -20,7 +20,7 @@ from fskv_tools import garbage
 from fskv_tools.root_view import RootView
 
 from fskv.bounds.lease import SHARED_DIR
-from fskv.bounds.ledger import Book
+from fskv.bounds.ledger import Ledger
 from fskv.bounds.quota import Claim, Limits, Usage
 from fskv.root.process_id import unique_name
 from fskv.types import Status
@@ -186,7 +186,7 @@ def test_claims_and_the_last_count_go_together_when_nobody_lives(lab):
     lab.chunk(where, 1)
     os.makedirs(f"{shared}/claims")
     os.makedirs(f"{shared}/removed")
-    book = Book(shared)
+    book = Ledger(shared)
     book.publish(Claim(dead_name(), where.id, None, Limits(), granted=5, written=5))
     book.publish_usage(Usage())
     old = put(f"{shared}/removed/{'a' * 16}-{unique_name()}.bin", 2 * HOUR)

@@ -20,9 +20,9 @@ from fskv_tools.root_view import RootView
 
 from fskv import namespace
 from fskv.bounds import evict
-from fskv.bounds.eviction_news import RemovedLog, entries
+from fskv.bounds.eviction_news import EvictionNews, entries
 from fskv.bounds.lease import SHARED_DIR
-from fskv.bounds.ledger import Book
+from fskv.bounds.ledger import Ledger
 from fskv.bounds.quota import Claim, Limits, Usage
 from fskv.root.process_id import unique_name
 
@@ -169,7 +169,7 @@ def test_the_files_of_all_ranks_go_together(lab, where):
 def test_engines_hear_of_what_went(lab, where):
     shared = f"{lab.path}/.fskv-maintenance"
     os.makedirs(f"{shared}/removed")
-    log = RemovedLog(shared)
+    log = EvictionNews(shared)
     log.skip_old()
     lab.chunks(where, range(30))
     run("prune", "--max-size", "1KiB", "--yes", root=lab.path)
@@ -273,7 +273,7 @@ def test_it_reaches_its_size_while_somebody_writes_and_the_writer_has_no_error(l
 def test_ctrl_c_in_the_middle_tells_what_went_and_leaves_a_valid_root(lab, where):
     shared = f"{lab.path}/.fskv-maintenance"
     os.makedirs(f"{shared}/removed")
-    log = RemovedLog(shared)
+    log = EvictionNews(shared)
     paths = [lab.chunk(where, n, age_s=DAY) for n in range(300)]
     code = (
         "import time, os; from fskv.bounds import evict; from fskv_tools.cli import main\n"
@@ -328,7 +328,7 @@ def test_what_a_long_touch_interval_may_hide_is_not_unused(lab, where, told_by, 
     paths = [lab.chunk(where, n, age_s=age_s) for n, age_s in enumerate((0, 3 * 3600, 26 * 3600))]
     shared = f"{lab.path}/{SHARED_DIR}"
     os.makedirs(f"{shared}/claims")
-    book = Book(shared)
+    book = Ledger(shared)
     if told_by == "a claim":
         book.publish(Claim(unique_name(), where.id, None, Limits(), touch_interval_s=interval_s))
     else:

@@ -341,6 +341,15 @@ def test_only_a_prefix_is_hit_and_what_is_behind_a_miss_stays(make_engine):
     assert (done.hits, done.loaded, done.wrong_nbytes) == (4, 2, 0)
 
 
+@pytest.mark.parametrize("mode", [0o600, 0o660])
+def test_what_a_replay_stores_is_for_whom_the_root_is(make_engine, tmp_path, mode):
+    directory = tmp_path / "engines"
+    make_engine()
+    os.chmod(directory / "fskv.json", mode)
+    ask(make_engine(), 1, 2)
+    assert {file.stat().st_mode & 0o777 for file in chunk_files(directory)} == {mode}
+
+
 def test_a_request_larger_than_the_engine_s_memory_comes_in_parts(make_engine, monkeypatch):
     monkeypatch.setattr(replay_engine, "_PAGES_NBYTES", 3000)
     engine = make_engine()
@@ -469,8 +478,8 @@ def test_every_store_asks_for_room_and_settles_it(make_engine, grants, tmp_path)
     done = ask(engine, 1, 2, 3)
     assert grants.last.refusals == 0
     assert done.waited_s > 0
-    ask(engine, 4, 2)
-    assert grants.last.taken == grants.last.settled == 5 * 8192
+    assert ask(engine, 4, 2).existing == 1, "what is known to be there asks for no room"
+    assert grants.last.taken == grants.last.settled == 4 * 8192
     files = chunk_files(tmp_path / "engines")
     assert grants.last.written == sum(file.stat().st_size for file in files) == 4 * 8192
 

@@ -23,7 +23,7 @@ from fskv_tools.report.plots import Tick, area, bar, columns, nice_steps
 from fskv_tools.report.survey import EDGES, SAMPLE, Ages, _Sample
 from metrics_lab import Engine, server
 
-from fskv.bounds.ledger import Book
+from fskv.bounds.ledger import Ledger
 from fskv.bounds.quota import Claim, Limits, Usage
 from fskv.index.scan import RECORD
 from fskv.root.process_id import HOST, TOKEN
@@ -234,7 +234,7 @@ def test_bounds_and_engines_are_those_of_the_claims(lab, tmp_path):
     lab.chunks(where, range(4))
     shared = f"{lab.path}/.fskv-maintenance"
     os.makedirs(f"{shared}/claims")
-    book = Book(shared)
+    book = Ledger(shared)
     mine = f"{HOST}-{os.getpid()}-{TOKEN}-1"
     book.publish(Claim(mine, where.id, None, Limits(max_nbytes=10 << 20), 5000, 4000))
     gone = subprocess.Popen([sys.executable, "-c", ""])

@@ -14,7 +14,7 @@ pytest.importorskip("fskv_tools.cli", reason="the command line is not installed"
 from fskv_tools import removal
 
 from fskv import namespace
-from fskv.bounds.eviction_news import RemovedLog, entries
+from fskv.bounds.eviction_news import EvictionNews, entries
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def test_a_namespace_goes_as_a_whole_and_the_others_stay(lab):
 def test_chunks_go_by_any_name_and_engines_hear_of_it(lab):
     where = lab.namespace()
     os.makedirs(f"{lab.path}/.fskv-maintenance/removed")
-    log = RemovedLog(f"{lab.path}/.fskv-maintenance")
+    log = EvictionNews(f"{lab.path}/.fskv-maintenance")
     paths = lab.chunks(where, range(10))
     ranks = [lab.chunk(where, 20, rank=rank) for rank in (0, 1)]
     words = [key_of(1).hex(), os.path.basename(paths[2]), paths[3], key_of(20).hex()]

@@ -16,6 +16,7 @@ import sys
 import termios
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 from tool_lab import Lab, check_lines, fskv, run, spoil
@@ -24,6 +25,7 @@ pytest.importorskip("fskv_tools.top", reason="the command line is not installed"
 
 from fskv_tools import endpoint
 from fskv_tools.exits import UsageError
+from fskv_tools.root_view import RootView
 from fskv_tools.top import frame, state, watch
 from fskv_tools.top.count import Counter
 from fskv_tools.top.grid import Column, Section, shorten, stack, table
@@ -32,7 +34,7 @@ from rich.cells import cell_len
 from rich.text import Text
 from world import wait_for
 
-from fskv.bounds.ledger import Book
+from fskv.bounds.ledger import Ledger
 from fskv.bounds.quota import Claim, Limits, Usage
 from fskv.config import Share
 from fskv.observe import metrics
@@ -55,7 +57,7 @@ class Neighbours:
         self.shared = f"{lab.path}/.fskv-maintenance"
         for folder in ("claims", "removed"):
             os.makedirs(f"{self.shared}/{folder}")
-        self.book = Book(self.shared)
+        self.book = Ledger(self.shared)
         self.ids = [where.id for where in spaces]
         self.me = f"{HOST}-{os.getpid()}-{TOKEN}-1"
         self.written = self.beat = 0
@@ -138,8 +140,6 @@ def test_a_root_without_engines_is_counted_by_the_command_itself(lab):
 def test_a_second_count_sees_what_came_and_went(lab):
     where = lab.namespace()
     paths = lab.chunks(where, range(10))
-    from fskv_tools.root_view import RootView
-
     counter, view = Counter(), RootView.open(lab.path)
     assert counter.count(view.namespaces())[where.id][1] == 10
     os.unlink(paths[0])
@@ -147,6 +147,30 @@ def test_a_second_count_sees_what_came_and_went(lab):
     nbytes, files = counter.count(view.namespaces())[where.id]
     assert files == 12
     assert nbytes == 12 * os.stat(paths[1]).st_blocks * 512
+
+
+def test_a_sparse_file_counts_for_no_more_than_the_file_system_here_too(lab):
+    where = lab.namespace()
+    paths = lab.chunks(where, range(3))
+    for path in paths:
+        with open(path, "wb"):
+            os.truncate(path, 1 << 43)  # ext4: more than there is, and less than the largest
+    total = Space.of(lab.path).total_nbytes
+    assert os.stat(paths[0]).st_size > total  # the control: what it would count for
+    assert Counter().count(RootView.open(lab.path).namespaces())[where.id] == (3 * total, 3)
+
+
+def test_what_the_count_does_not_name_is_in_the_totals(lab):
+    where = lab.namespace()
+    neighbours = Neighbours(lab, where)
+    named = top(lab, "--json", "--count", 1).lines[0]  # the control: nothing is left unnamed
+    assert (named["nbytes"], named["files"]) == (GIB, 100)
+    usage = neighbours.book.usage()
+    neighbours.book.publish_usage(replace(usage, others=(7 * GIB, 9)))
+    sample = top(lab, "--json", "--count", 1).lines[0]
+    assert (sample["nbytes"], sample["files"]) == (8 * GIB, 109)
+    (root,) = [bound for bound in sample["bounds"] if bound["kind"] == "root"]
+    assert root["used"] == sample["nbytes"]
 
 
 def test_growth_rates_bounds_and_signs_of_life_come_from_what_engines_tell(lab):

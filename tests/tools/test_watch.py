@@ -28,7 +28,7 @@ from world import wait_for
 
 pytest.importorskip("fskv_tools.cli", reason="the command line is not installed")
 from fskv.bounds.lease import SHARED_DIR
-from fskv.bounds.ledger import Book
+from fskv.bounds.ledger import Ledger
 from fskv.bounds.quota import Claim, Limits, Scope, Usage, scopes, unused_limit_s
 from fskv.config import Share
 from fskv.root.filesystem import Space
@@ -102,7 +102,7 @@ def holder_of(root):
 
 
 def claims_of(root):
-    return {claim.name: claim for claim in Book(f"{root}/{SHARED_DIR}").claims()}
+    return {claim.name: claim for claim in Ledger(f"{root}/{SHARED_DIR}").claims()}
 
 
 def ends(process, number, timeout_s=30):
@@ -366,7 +366,7 @@ def declared(**limits):
 
 def test_a_claim_without_a_namespace_is_read_as_it_was_written(tmp_path):
     os.makedirs(tmp_path / "claims")
-    book = Book(str(tmp_path))
+    book = Ledger(str(tmp_path))
     limits = Limits(5, Share(2.5), 3, None, {f"cpu/m@{DIGEST}": 7}, {"acme": 9}, 60)
     claim = Claim(unique_name(), None, None, limits)
     book.publish(claim)
@@ -434,7 +434,7 @@ def test_a_dead_watchers_claim_is_withdrawn(lab, tmp_path, monkeypatch):
     from fskv.bounds import leader
 
     make_namespace(lab.path)
-    book = Book(f"{lab.path}/{SHARED_DIR}")
+    book = Ledger(f"{lab.path}/{SHARED_DIR}")
     os.makedirs(f"{lab.path}/{SHARED_DIR}/claims")
     book.publish(Claim(dead_name(), None, None, Limits(max_nbytes=1)))
     monkeypatch.setattr(leader, "_WITHDRAW_S", 0.2)

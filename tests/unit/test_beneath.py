@@ -120,6 +120,25 @@ def test_a_new_directory_gets_its_mode_and_nothing_that_takes_its_place(
 # --- the store --------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("checked", [True, False])
+def test_a_directory_that_somebody_makes_at_this_moment_is_put_back(root, monkeypatch, checked):
+    """Negative control: by a rename alone it is gone from its place, with all that is in it."""
+    path, real = f"{root}/shared", os.stat
+    open(path, "w").close()
+
+    def stat_(name, *rest, **options):
+        info = real(name, *rest, **options)
+        if name == "shared":  # another process is as far, and faster
+            os.rename(path, f"{root}/theirs")
+            os.makedirs(f"{path}/claims")
+        return info if checked or name == "shared" else real(f"{root}/theirs")
+
+    monkeypatch.setattr(os, "stat", stat_)
+    assert beneath.move_aside(path, "aside", str(root)) is not checked
+    assert os.path.isdir(f"{path}/claims") is checked
+    assert os.path.isfile(f"{root}/theirs")
+
+
 def linked(tmp_path, level, **options):
     """Return a store whose directory at `level` is a link into another root, and that root's store."""
     theirs, ours = (World(tmp_path / name, **options) for name in ("theirs", "ours"))

@@ -33,7 +33,7 @@ from world import Clock, returns_in_time, wait_for
 
 from fskv.bounds import maintenance
 from fskv.bounds.client import _HUNG_S, _SILENT_S, Capacity
-from fskv.bounds.ledger import Book
+from fskv.bounds.ledger import Ledger
 from fskv.bounds.maintenance import Maintainer, Outbox
 from fskv.bounds.quota import Claim, Limits, Scope, excess
 from fskv.config import Share
@@ -135,7 +135,7 @@ def test_the_claim_says_what_a_last_use_is_rounded_to(root):
         wait_for(
             lambda: capacity.poll() or glob.glob(f"{root}/.fskv-maintenance/claims/*.json"),
         )
-        (claim,) = Book(f"{root}/.fskv-maintenance").claims()
+        (claim,) = Ledger(f"{root}/.fskv-maintenance").claims()
         assert claim.touch_interval_s == 7201
     finally:
         capacity.close()
@@ -260,7 +260,7 @@ class Pipes:
 
     @property
     def claimed(self):
-        (mine,) = self.maintainer._book.claims()
+        (mine,) = self.maintainer._ledger.claims()
         return mine.granted
 
     def poll(self):

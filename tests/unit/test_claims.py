@@ -14,7 +14,7 @@ import pytest
 
 from fskv.bounds import ledger as book_module
 from fskv.bounds import quota as claims_module
-from fskv.bounds.ledger import CLAIMS_DIR, Book, shortened
+from fskv.bounds.ledger import CLAIMS_DIR, Ledger, shortened
 from fskv.bounds.quota import (
     Claim,
     Limits,
@@ -303,7 +303,7 @@ def shared(tmp_path):
 
 
 def test_claims_and_usage_are_read_as_they_were_written(shared):
-    book = Book(str(shared))
+    book = Ledger(str(shared))
     claim = make_claim(
         tenant="t",
         limits=Limits(1, Share(2.5), 3, None),
@@ -325,7 +325,7 @@ def test_claims_and_usage_are_read_as_they_were_written(shared):
 
 def test_claims_and_usage_of_an_older_version_are_read(shared):
     """Who does not say what a last use is rounded to is taken to have the default."""
-    book = Book(str(shared))
+    book = Ledger(str(shared))
     book.publish(make_claim(touch_interval_s=5))
     book.publish_usage(Usage({NS: (5, 2)}, touch_intervals={7200: 1}))
     for path in (shared / CLAIMS_DIR / f"{make_claim().name}.json", shared / "usage.json"):
@@ -343,7 +343,7 @@ def test_claims_and_usage_of_an_older_version_are_read(shared):
 
 
 def test_damaged_foreign_and_hostile_files_are_no_claims_and_raise_nothing(shared):
-    book = Book(str(shared))
+    book = Ledger(str(shared))
     book.publish(make_claim("good"))
     directory = shared / CLAIMS_DIR
     good = json.loads((directory / "good.json").read_text())
@@ -388,7 +388,7 @@ def test_damaged_foreign_and_hostile_files_are_no_claims_and_raise_nothing(share
 
 
 def test_a_claim_is_short_and_what_is_longer_is_neither_read_nor_written(shared):
-    book = Book(str(shared))
+    book = Ledger(str(shared))
     names = {f"a/{n:0100}@{n:016x}": 1 for n in range(1000)}
     long = make_claim("long", namespace=None, limits=Limits(namespaces=names))
     with pytest.raises(OSError, match="more than the 65536 that are read"):
@@ -404,7 +404,7 @@ def test_a_claim_is_short_and_what_is_longer_is_neither_read_nor_written(shared)
 
 
 def test_what_is_no_claim_is_not_read_again_before_it_changes(shared, monkeypatch):
-    book = Book(str(shared))
+    book = Ledger(str(shared))
     path = shared / CLAIMS_DIR / "h.json"
     path.write_text("[" * 1000)
     read = []
@@ -420,7 +420,7 @@ def test_what_is_no_claim_is_not_read_again_before_it_changes(shared, monkeypatc
 @pytest.mark.parametrize("is_file", [False, True])
 def test_what_is_no_file_takes_no_place_of_a_claim(shared, monkeypatch, is_file):
     """It is never removed. The control: of files no more than the first are read."""
-    book = Book(str(shared))
+    book = Ledger(str(shared))
     monkeypatch.setattr(book_module, "_MAX_CLAIMS", 5)
     for number in range(5):
         book.publish(make_claim(f"h{number}"))
@@ -433,17 +433,17 @@ def test_what_is_no_file_takes_no_place_of_a_claim(shared, monkeypatch, is_file)
 
 
 def test_all_claims_together_are_short(shared, monkeypatch):
-    book = Book(str(shared))
+    book = Ledger(str(shared))
     for number in range(20):
         book.publish(make_claim(f"h{number}"))
     assert len(book.claims()) == 20
     nbytes = len((shared / CLAIMS_DIR / "h1.json").read_bytes())
     monkeypatch.setattr(book_module, "_MAX_CLAIMS_NBYTES", 5 * nbytes + 10)
-    assert 3 <= len(Book(str(shared)).claims()) <= 5
+    assert 3 <= len(Ledger(str(shared)).claims()) <= 5
 
 
 def test_junk_among_the_claims_goes_when_it_is_a_day_old(shared):
-    book = Book(str(shared))
+    book = Ledger(str(shared))
     directory = shared / CLAIMS_DIR
     now_ns = time.time_ns()
     ages = {"young": 3600, "old": 90_000, "of tomorrow": -90_000}
@@ -501,7 +501,7 @@ def test_limits_of_names_that_do_not_exist_are_no_bounds_and_sums_are_made_once(
 def test_a_usage_that_would_be_too_long_adds_up_the_smallest_and_is_still_read(shared, monkeypatch):
     """Negative control: as it is, it is refused."""
     monkeypatch.setattr(book_module, "MAX_USAGE_NBYTES", 8000)
-    book = Book(str(shared))
+    book = Ledger(str(shared))
     names = [f"arch/model-{n}@{n:016x}" for n in range(500)]
     usage = Usage(
         {name: (n * 4096, n) for n, name in enumerate(names)},
@@ -534,6 +534,6 @@ def test_only_parts_of_dead_processes_are_removed(shared):
     for name in [dead.strip(), *names]:
         (shared / f"{name}.part").touch()
         (shared / CLAIMS_DIR / f"{name}.part").touch()
-    Book(str(shared)).remove_orphans(0)
+    Ledger(str(shared)).remove_orphans(0)
     assert sorted(os.listdir(shared / CLAIMS_DIR)) == sorted(f"{name}.part" for name in names)
     assert len(os.listdir(shared)) == 4

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from types import SimpleNamespace
 
 import pytest
 
-from fskv.root.filesystem import Space, bytes_on_disk, clamp_mtime
+from fskv.root import filesystem
+from fskv.root.filesystem import Space, bytes_on_disk, clamp_mtime, counting_device
 from fskv.types import MAX_COUNT
 
 USUAL = {
@@ -73,6 +75,54 @@ def test_a_real_answer_is_believed(tmp_path):
 )
 def test_what_a_file_takes_is_its_blocks_where_they_can_be_true(blocks, length, expected):
     assert bytes_on_disk(SimpleNamespace(st_blocks=blocks, st_size=length)) == expected
+
+
+@pytest.fixture
+def directory(tmp_path):
+    with open(tmp_path / "x", "wb", buffering=0) as file:
+        file.write(os.urandom(1 << 16))
+        if os.fstat(file.fileno()).st_blocks * 512 < 1 << 16:
+            pytest.skip("this file system does not count blocks at once")
+    os.unlink(tmp_path / "x")
+    fd = os.open(tmp_path, os.O_PATH)
+    yield fd
+    os.close(fd)
+
+
+@pytest.mark.parametrize("nameless", [True, False])
+def test_a_file_system_that_counts_blocks_at_once_is_known_by_its_device(
+    directory, tmp_path, monkeypatch, nameless
+):
+    """Nobody else can open what is tried, so nobody can make it say something else."""
+    modes, real = [], os.open
+
+    def open_(path, flags, mode=0o777, **options):
+        if flags & os.O_TMPFILE == os.O_TMPFILE and not nameless:
+            raise OSError(errno.EOPNOTSUPP, "no nameless files")
+        modes.append(mode)
+        return real(path, flags, mode, **options)
+
+    monkeypatch.setattr(os, "open", open_)
+    assert counting_device(directory, "name") == os.stat(tmp_path).st_dev
+    assert modes == [0o600]
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("told", "known"),
+    [
+        ((1 << 16, 2 << 16, 3 << 16), True),
+        ((1 << 17, 1 << 18, 1 << 20), True),  # reserved ahead
+        ((0, 0, 0), False),
+        ((512, 512, 512), False),  # ZFS, until its next commit
+        ((1 << 16, 1 << 16, 1 << 16), False),  # a commit came after the first
+        ((0, 2 << 16, 3 << 16), False),
+    ],
+)
+def test_blocks_that_come_later_are_not_believed(directory, monkeypatch, told, known):
+    answers = iter(told)
+    monkeypatch.setattr(filesystem, "block_nbytes", lambda _: next(answers))
+    assert (counting_device(directory, "name") is not None) == known
 
 
 def test_a_time_of_the_future_is_none():

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from capacity_lab import (
     NAME,
@@ -26,7 +27,7 @@ from world import follow_links
 
 from fskv.bounds import count_checks, leader, maintenance
 from fskv.bounds.lease import SHARED_DIR
-from fskv.bounds.ledger import Book
+from fskv.bounds.ledger import Ledger
 from fskv.bounds.maintenance import Engine, Maintainer
 from fskv.bounds.quota import Claim, Limits, Usage
 from fskv.bounds.status import root_state
@@ -51,7 +52,7 @@ def claim(name=None, **changes):
 
 
 def book(root):
-    return Book(f"{root}/{SHARED_DIR}")
+    return Ledger(f"{root}/{SHARED_DIR}")
 
 
 def test_parts_of_dead_writers_go_at_once_and_of_unknown_ones_after_the_grace(root):
@@ -540,11 +541,68 @@ def test_a_link_in_the_place_of_what_is_shared_is_not_followed(root, tmp_path):
     home = tmp_path / "home"
     home.mkdir()
     os.symlink(home, f"{root}/{SHARED_DIR}")
-    with pytest.raises(OSError):
-        Maintainer(str(root), None).start()
-    assert not any(home.rglob("*.json"))
-    os.unlink(f"{root}/{SHARED_DIR}")
-    Maintainer(str(root), None).start()  # the control
+    Maintainer(str(root), None).start()
+    assert os.listdir(home) == []
+    (aside,) = [name for name in os.listdir(root) if ".foreign-" in name]
+    assert os.readlink(f"{root}/{aside}") == str(home)
+
+
+@pytest.mark.parametrize("name", ["", "/claims", "/removed"])
+@pytest.mark.parametrize("when", ["before", "later"])
+@pytest.mark.parametrize("protected", [True, False])
+def test_a_file_in_the_place_of_what_is_shared_is_moved_aside_and_pruning_goes_on(
+    root, monkeypatch, name, when, protected
+):
+    """Negative control: without that nothing is pruned while it stands."""
+    path = f"{root}/{SHARED_DIR}{name}"
+
+    def put():
+        if os.path.isdir(path):
+            os.rename(path, f"{root}/away")
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(path, "w") as file:
+            file.write("precious")
+
+    async def steps(maintainer, until):
+        for _ in range(400):
+            await maintainer.try_step()
+            if until():
+                return True
+            await asyncio.sleep(0.005)
+        return False
+
+    if not protected:
+        monkeypatch.setattr(maintenance, "move_aside", lambda *_: False)
+
+    def made():
+        return os.path.isdir(path)
+
+    async def run():
+        maintainer = Maintainer(root, claim(limits=Limits(100_000)))
+        if when == "later":
+            assert await steps(maintainer, lambda: usage_of(root) is not None)
+        put()
+        for number in range(40):
+            write_chunk(f"{root}/{NAME}", number)
+        if not protected:
+            for _ in range(10):
+                await maintainer.try_step()
+            return made()
+        return await steps(maintainer, lambda: made() and pruned())
+
+    def pruned():
+        return when == "later" or disk_nbytes(root) <= 100_000
+
+    assert asyncio.run(run()) is protected
+    where = os.path.dirname(path)
+    kept = (
+        [n for n in os.listdir(where) if ".foreign-" in n]
+        if protected
+        else [os.path.basename(path)]
+    )
+    (aside,) = kept
+    with open(f"{where}/{aside}") as file:
+        assert file.read() == "precious"
 
 
 @pytest.mark.parametrize("checked", [True, False])
@@ -664,6 +722,75 @@ def test_a_sparse_file_counts_for_no_more_than_the_file_system_and_goes_first(ro
     assert usage.pruned_nbytes <= MAX_COUNT
 
 
+FOREIGN = f"cpu/other@{'f' * 16}"
+
+
+def a_file_of_holes(path):
+    os.truncate(write_chunk(path, 1, 0), 1 << 30)
+
+
+def a_file_of_holes_and_a_block_of_the_future(path):
+    chunk = write_chunk(path, 1)
+    os.truncate(chunk, 1 << 30)
+    os.utime(chunk, ns=(time.time_ns() + 3600 * 10**9,) * 2)
+
+
+def a_snapshot_of_files_that_are_not_there(path):
+    record = np.zeros(1, scan.RECORD)
+    record["name"], record["nbytes"] = b"\xab\xc0" + bytes(14), 1 << 30
+    catalogue = Catalogue(path)
+    catalogue.take(scan.Shard(0xABC, 0, record))
+    catalogue.save()
+
+
+def believing(path):
+    return Catalogue.load(path)
+
+
+believing.load = Catalogue.load
+
+
+@pytest.mark.parametrize(
+    ("kind", "unprotected"),
+    [
+        (a_file_of_holes, ("counting_device", lambda *_: None)),
+        (a_file_of_holes_and_a_block_of_the_future, ("counting_device", lambda *_: None)),
+        (a_snapshot_of_files_that_are_not_there, ("Catalogue", believing)),
+    ],
+)
+@pytest.mark.parametrize("protected", [True, False])
+def test_nothing_is_pruned_for_what_takes_no_room_in_a_foreign_directory(
+    root, monkeypatch, kind, unprotected, protected
+):
+    """Negative control: without the protection all chunks go, and the foreign file stays."""
+    ours = [write_chunk(f"{root}/{NAME}", n) for n in range(10)]
+    os.makedirs(f"{root}/{FOREIGN}/chunks")
+    os.makedirs(f"{root}/{FOREIGN}/tmp")
+    kind(f"{root}/{FOREIGN}")
+    if not protected:
+        monkeypatch.setattr(leader, *unprotected)
+
+    def done():
+        return usage_of(root) is not None if protected else not any(map(os.path.exists, ours))
+
+    maintain(root, done, mine=claim())  # with a bound of 1 MiB
+    assert all(map(os.path.exists, ours)) is protected
+    assert (usage_of(root).nbytes <= 11 * 4096) is protected
+
+
+@pytest.mark.parametrize("learned", [True, False])
+def test_what_is_foreign_counts_where_a_file_system_tells_no_blocks(root, monkeypatch, learned):
+    """Negative control: taken for one that tells them, files of any length are nothing."""
+    write_chunk(f"{root}/{FOREIGN}", 1, 1 << 16)
+    for module in (filesystem, scan):
+        monkeypatch.setattr(module, "block_nbytes", lambda _: 0)
+    monkeypatch.setattr(scan, "_list_in_c", None)
+    if not learned:
+        monkeypatch.setattr(leader, "counting_device", lambda *_: os.stat(root).st_dev)
+    maintain(root, lambda: usage_of(root) is not None, mine=claim())
+    assert usage_of(root).namespaces[FOREIGN] == (1 << 16 if learned else 0, 1)
+
+
 def test_namespaces_without_files_are_not_in_the_usage(root):
     write_chunk(f"{root}/{NAME}", 1)
     for number in range(200):
@@ -710,7 +837,7 @@ def test_a_grant_that_an_error_kept_from_the_engine_is_not_counted_as_one_that_i
     Negative control: without the error the engine has the same bytes, and is given no more.
     """
     sent, errors = [], []
-    real = Book.claims
+    real = Ledger.claims
 
     def claims(self):
         # Between the claim that says more and the word to the engine: the claims are read once more.
@@ -730,7 +857,7 @@ def test_a_grant_that_an_error_kept_from_the_engine_is_not_counted_as_one_that_i
             await maintainer.try_step()
         await maintainer.close()
 
-    monkeypatch.setattr(Book, "claims", claims)
+    monkeypatch.setattr(Ledger, "claims", claims)
     asyncio.run(steps())
     given = sum(message.get("grant", 0) for message in sent)
     assert bool(errors) is fails

@@ -11,7 +11,7 @@ from capacity_lab import DIGEST
 from world import leaves_nothing_open
 
 from fskv.bounds import eviction_news
-from fskv.bounds.eviction_news import ENTRY_NBYTES, RemovedLog, entries
+from fskv.bounds.eviction_news import ENTRY_NBYTES, EvictionNews, entries
 from fskv.root.process_id import is_our_name, is_our_part, unique_name
 
 OTHER = DIGEST[::-1]
@@ -39,7 +39,7 @@ def directory(tmp_path):
 
 
 def log_of(directory):
-    return RemovedLog(str(directory.parent))
+    return EvictionNews(str(directory.parent))
 
 
 def chunks(count, start=0):
@@ -191,12 +191,12 @@ def test_calls_leave_no_descriptors_open(directory):
             log.take_new(DIGEST)
             log.remove_old()
             with contextlib.suppress(OSError):
-                RemovedLog("/nowhere").skip_old()
+                EvictionNews("/nowhere").skip_old()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
 def test_what_root_tells_is_the_engines_users_to_read(tmp_path):
-    log = RemovedLog(str(tmp_path))
+    log = EvictionNews(str(tmp_path))
     os.mkdir(log.directory)
     os.chown(log.directory, 12345, 12346)
     log.publish("a" * 16, [(bytes(16), 0)])

@@ -413,6 +413,29 @@ def test_a_file_that_stays_sparse_counts_by_its_blocks_once_it_is_old(
     assert listed == []
 
 
+@pytest.mark.parametrize("here", [True, False])
+def test_on_a_device_that_counts_files_count_by_their_blocks_alone(namespace, here):
+    """Negative control: on another device they count with their lengths, as long as they are young."""
+    (hole,) = blocks_to_come(namespace, count=1)
+    (whole,) = [write_chunk(namespace, "abc" + "0" * 29, 1 << 16)]
+    empty = write_chunk(namespace, "abc" + "1" * 29, 0)
+    part = f"{os.path.dirname(empty)}/{unique_name()}.part"
+    open(part, "w").close()
+    for path in (empty, part):
+        os.truncate(path, 1 << 40)
+        os.utime(path, ns=(time.time_ns() + 3600 * NS,) * 2)
+    on_disk = sum(os.stat(path).st_blocks * 512 for path in (hole, whole, empty, part))
+    assert 1 << 16 <= on_disk < 1 << 17
+    device = os.stat(namespace).st_dev
+    catalogue = Catalogue(namespace)
+    run(catalogue.refresh(time.time_ns(), device=device if here else device + 1))
+    assert (catalogue.nbytes == on_disk) == here
+    assert (catalogue.nbytes > 1 << 30) != here
+    fill(hole)  # what comes later is counted then
+    run(catalogue.refresh(time.time_ns(), device=device if here else device + 1))
+    assert (catalogue.nbytes == on_disk + os.stat(hole).st_blocks * 512 - 4096) == here
+
+
 def test_young_files_with_all_their_blocks_are_listed_once(namespace, monkeypatch):
     for number in range(20):
         write_chunk(namespace, number, 4096)

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from fskv.bounds.lease import LEASE_FILE, MAX_LEASE_NBYTES, SHARED_DIR, LeaseState
-from fskv.bounds.ledger import CLAIMS_DIR, Book
+from fskv.bounds.ledger import CLAIMS_DIR, Ledger
 from fskv.bounds.quota import Limits
 from fskv.config import Share
 from fskv.errors import FskvError
@@ -159,7 +159,7 @@ def claims(subject: Subject) -> Iterator[Finding]:
     if not os.path.isdir(f"{shared}/{CLAIMS_DIR}"):
         yield ok("claims", "no engine was here, or none since the maintenance files were removed")
         return
-    found = Book(shared).claims()
+    found = Ledger(shared).claims()
     dead = [claim for claim in found if not claim.closed and provably_dead(claim.name)]
     closed = [claim for claim in found if claim.closed]
     alive = [claim for claim in found if claim not in dead and claim not in closed]

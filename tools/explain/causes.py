@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from fskv import namespace
-from fskv.bounds.eviction_news import RemovedLog, entries
+from fskv.bounds.eviction_news import EvictionNews, entries
 from fskv.bounds.lease import SHARED_DIR
 from fskv.hybrid_planner import GroupKind
 from fskv.namespace import Identity
@@ -53,7 +53,7 @@ class Removed:
         wanted = {(bytes.fromhex(namespace.chunk_name(key)), group) for key, group in keys}
         found = cls()
         with contextlib.suppress(OSError):
-            log = RemovedLog(f"{root}/{SHARED_DIR}")
+            log = EvictionNews(f"{root}/{SHARED_DIR}")
             for _ in range(_MAX_READS):
                 packed = log.take_new(digest16)
                 if not packed:

@@ -12,8 +12,9 @@ import os
 import re
 import time
 
-from fskv.index.scan import dir_mtime_ns, list_shard
+from fskv.index.scan import dir_mtime_ns, limit, list_shard, most_nbytes
 from fskv.root.root import CHUNK_DIR
+from fskv.types import MAX_COUNT
 
 from ..root_view import Namespace
 
@@ -36,7 +37,8 @@ class Counter:
             with contextlib.suppress(OSError):
                 self._seen[one.id] = self._one(one.path, self._seen[one.id])
                 shards = self._seen[one.id].values()
-                totals[one.id] = (sum(n for _, n, _ in shards), sum(f for _, _, f in shards))
+                nbytes = min(MAX_COUNT, sum(n for _, n, _ in shards))
+                totals[one.id] = (nbytes, sum(f for _, _, f in shards))
         return totals
 
     def _one(
@@ -47,6 +49,7 @@ class Counter:
             names = os.listdir(f"{path}/{CHUNK_DIR}")
         except FileNotFoundError:
             return {}
+        most = most_nbytes(path)
         for name in names:
             if not _SHARD.fullmatch(name):
                 continue
@@ -60,7 +63,11 @@ class Counter:
             shard = list_shard(shard_path, idx, now_ns)
             if shard.error is not None:
                 continue
-            nbytes = int(shard.records["nbytes"].sum()) + sum(part.nbytes for part in shard.parts)
+            limit(shard, most)
+            # In a double, where nothing overflows: exact below 2^53 bytes.
+            nbytes = int(shard.records["nbytes"].sum(dtype="f8")) + sum(
+                p.nbytes for p in shard.parts
+            )
             unsettled = shard.growing or shard.parts or abs(now_ns - mtime_ns) < _SETTLED_NS
             found[idx] = (0 if unsettled else mtime_ns, nbytes, len(shard.records))
         return found

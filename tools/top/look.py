@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from fskv.bounds.eviction_news import ENTRY_NBYTES
 from fskv.bounds.lease import LEASE_FILE, MAX_LEASE_NBYTES, SHARED_DIR, LeaseState
-from fskv.bounds.ledger import Book
+from fskv.bounds.ledger import Ledger
 from fskv.bounds.quota import Claim, Usage
 from fskv.root.filesystem import Space
 from fskv.root.process_id import HOST, TOKEN, provably_dead
@@ -45,7 +45,7 @@ class Look:
 def look_at(view: RootView) -> Look:
     """Look once; raises CommandError or OSError where the root itself cannot be read."""
     shared = f"{view.path}/{SHARED_DIR}"
-    book = Book(shared)
+    book = Ledger(shared)
     usage = book.usage()  # before the claims: fskv.bounds.quota.Claim
     claims: list[Claim] = []
     with contextlib.suppress(OSError):  # no engine has been here

@@ -106,11 +106,18 @@ class State:
 
     @property
     def nbytes(self) -> int | None:
-        return _total([one.nbytes for one in self.namespaces]) if self.counted_by else None
+        return self._total([one.nbytes for one in self.namespaces], 0)
 
     @property
     def files(self) -> int | None:
-        return _total([one.files for one in self.namespaces]) if self.counted_by else None
+        return self._total([one.files for one in self.namespaces], 1)
+
+    def _total(self, values: list[int | None], which: int) -> int | None:
+        if self.counted_by is None:
+            return None
+        # Namespaces that are too many for the engines' count to name (fskv.bounds.ledger.shortened).
+        unnamed = self.usage.others[which] if self.usage and self.counted_by == "engines" else 0
+        return unnamed + sum(value or 0 for value in values)
 
     @property
     def growth(self) -> float | None:
@@ -121,10 +128,6 @@ class State:
     def stored(self) -> float | None:
         known = [one.rate for one in self.engines if one.rate is not None]
         return sum(known) if known else None
-
-
-def _total(values: list[int | None]) -> int:
-    return sum(value or 0 for value in values)
 
 
 @dataclass(slots=True)
