@@ -274,14 +274,13 @@ class Engine:
         self._job_id += 1
         self._mover.load(self._job_id, self._moves(chunks))
         bad: set[ChunkId] = set()
-        ended = False
 
         def all_ended() -> bool:
-            nonlocal ended
             for result in self._mover.poll():
-                ended = True
-                bad.update(file.chunk for file in result.bad)
-            return ended
+                if result.job_id == self._job_id:  # and not a store, whose news came first
+                    bad.update(file.chunk for file in result.bad)
+                    return True
+            return False
 
         self._wait(all_ended)
         self._count(done, self._mover.take_news())
