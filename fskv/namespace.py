@@ -72,6 +72,24 @@ class GroupIdentity:
         _check_fields(self, "group")
 
 
+def layout_digest(group: GroupIdentity, blocks_per_chunk: int, inside: Json = None) -> bytes:
+    """Return 16 bytes for what must agree, beyond the namespace, for pages to be interchangeable.
+
+    `inside` is how pages are laid out inside where the namespace does not say it: with pipeline stages.
+    """
+    facts: dict[str, Json] = {
+        "group": group.group_idx,
+        "kind": group.kind,
+        "tokens_per_block": group.tokens_per_block,
+        "blocks": blocks_per_chunk,
+        "pages": list(group.page_nbytes),
+        "layers": list(group.layer_names),
+    }
+    if inside is not None:
+        facts["inside"] = inside
+    return hashlib.sha256(canonical_json(facts)).digest()[:16]
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Identity:
     """Everything that must be equal for KV to be interchangeable.

@@ -73,7 +73,7 @@ class _Engine:
 
     @property
     def path(self) -> str:
-        return str(self.engine._directory.path)  # noqa: SLF001
+        return str(self.engine.directory.path)
 
     def store(self, count: int) -> None:
         """Store chunks that are new, and load some that are old; raises ReplayError if there is no room."""
@@ -346,7 +346,7 @@ class Fuzz:
             self._put("removed", f"{self._shared}/removed/{name}", content)
 
     def part(self) -> None:
-        tmp = self._rng.choice(self.engines).engine._directory.tmp_dir  # noqa: SLF001
+        tmp = self._rng.choice(self.engines).engine.directory.tmp_dir
         where = self._rng.choice((self._shared, f"{self._shared}/claims", tmp))
         self._put("part", f"{where}/{self._name()}.part", self._content.noise())
 

@@ -566,7 +566,7 @@ def test_plug_ins_that_are_neither_vllm_s_nor_fskv_s_are_told_if_vllm_loads_them
     def entry_points(group):
         if group != "vllm.general_plugins":
             return []
-        values = {"fskv": "fskv.engines.vllm.plugin:register", "theirs": "theirs.patch:all"}
+        values = {"fskv": "fskv.engines.vllm_plugin:register", "theirs": "theirs.patch:all"}
         return [EntryPoint(name, value, group) for name, value in values.items()]
 
     monkeypatch.setattr(switches, "entry_points", entry_points)

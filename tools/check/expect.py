@@ -8,7 +8,6 @@ other, which `census` does.
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -85,15 +84,7 @@ def expected_of(identity: Identity | None, digest16: str) -> Expected:
 def _group_layout(identity: Identity, group: GroupIdentity) -> FileLayout | None:
     if not group.page_nbytes:
         return None  # pipeline stages: the pages differ from rank to rank
-    facts: namespace.Json = {
-        "group": group.group_idx,
-        "kind": group.kind,
-        "tokens_per_block": group.tokens_per_block,
-        "blocks": identity.blocks_per_chunk,
-        "pages": list(group.page_nbytes),
-        "layers": list(group.layer_names),
-    }
-    digest = hashlib.sha256(namespace.canonical_json(facts)).digest()[:16]
+    digest = namespace.layout_digest(group, identity.blocks_per_chunk)
     return FileLayout(
         identity.blocks_per_chunk, group.page_nbytes, digest, identity.integrity or CHECKSUM
     )

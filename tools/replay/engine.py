@@ -9,7 +9,6 @@ must be, and nothing is counted as a hit that was not loaded, checked by the sto
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import signal
 import time
@@ -19,19 +18,14 @@ from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import Literal, cast
 
-from fskv import namespace
 from fskv.config import StoreConfig
 from fskv.data_path.job import FileMove
 from fskv.errors import FskvError
 from fskv.format.chunk_file import FileLayout
-from fskv.index.presence import RankFiles
-from fskv.namespace import GroupIdentity, Identity
+from fskv.namespace import GroupIdentity, Identity, layout_digest
 from fskv.observe import metrics
-from fskv.offload.lookup import Lookup
-from fskv.offload.mover import Mover
+from fskv.offload.kv_store import KvStore
 from fskv.offload.news import News
-from fskv.plan.spans import GroupLayout, plan_job
-from fskv.root.root import Root
 from fskv.types import ChunkId, FileId, Presence, Status
 
 from .trace import TOKENS_PER_BLOCK, Request, block_content, block_key
@@ -86,16 +80,12 @@ class RequestDone:
 
 def file_layout(block_nbytes: int) -> FileLayout:
     """Return what each chunk file of a replay looks like: one block, one page."""
-    facts: namespace.Json = {
-        "group": 0,
-        "kind": "full",
-        "tokens_per_block": TOKENS_PER_BLOCK,
-        "blocks": 1,
-        "pages": [block_nbytes],
-        "layers": ["trace"],
-    }
-    digest = hashlib.sha256(namespace.canonical_json(facts)).digest()[:16]
-    return FileLayout(1, (block_nbytes,), digest)
+    group = _group(block_nbytes)
+    return FileLayout(1, group.page_nbytes, layout_digest(group, 1))
+
+
+def _group(block_nbytes: int) -> GroupIdentity:
+    return GroupIdentity(0, "full", None, TOKENS_PER_BLOCK, (block_nbytes,), ("trace",))
 
 
 def replay_identity(trace_digest: bytes, block_nbytes: int) -> Identity:
@@ -113,7 +103,7 @@ def replay_identity(trace_digest: bytes, block_nbytes: int) -> Identity:
         attention_backend="none",
         tokens_per_hash=TOKENS_PER_BLOCK,
         blocks_per_chunk=1,
-        groups=(GroupIdentity(0, "full", None, TOKENS_PER_BLOCK, (block_nbytes,), ("trace",)),),
+        groups=(_group(block_nbytes),),
         hash_algorithm="sha256",
         hash_seed="none",
         topology={"tp": 1},
@@ -148,20 +138,9 @@ class Engine:
     def __init__(self, spec: EngineSpec) -> None:
         self._spec = spec
         self._layout = file_layout(spec.block_nbytes)
-        identity = replay_identity(spec.trace_digest, spec.block_nbytes)
-        self._directory = Root.open(spec.root, create=True).open_namespace(identity)
-        self._num_pages = max(1, min(_MAX_PAGES, _PAGES_NBYTES // spec.block_nbytes))
-        self._pages = memoryview(bytearray(self._num_pages * spec.block_nbytes))
+        self._num_pages = count = max(1, min(_MAX_PAGES, _PAGES_NBYTES // spec.block_nbytes))
+        self._pages = memoryview(bytearray(count * spec.block_nbytes))
         self._zeros = bytes(len(self._pages))
-        count = self._num_pages
-        self._plans = plan_job(
-            [GroupLayout.of(0, 1, [(0, spec.block_nbytes)])],
-            [spec.block_nbytes],
-            [count],
-            range(count),
-            [count],
-            [0],
-        ).chunks
         defaults = StoreConfig(root=spec.root)
         # What a page may wait for: a replay is not an engine whose step waits.
         config = replace(
@@ -188,20 +167,25 @@ class Engine:
             config.quarantine_s,
         )
         self._clock = TraceClock(spec.speed, 2 * max(ttls))
-        self._mover = Mover(config, self._directory, [self._pages], {0: self._layout})
-        self.description = self._mover.description
-        self.lookup = Lookup(config, clock=self._clock)
-        self.lookup.attach(
-            [RankFiles(self._directory.path, None, self._mover.file_nbytes)],
+        self._kv = KvStore(
+            config,
+            replay_identity(spec.trace_digest, spec.block_nbytes),
+            {0: [self._pages]},
+            clock=self._clock,
             patient=True,
             quiet=True,
         )
+        self.directory = self._kv.directory
+        self._mover, self.lookup = self._kv.mover, self._kv.lookup
+        self.description = self._mover.description
+        # One for each page of memory.
+        none = ChunkId(b"", 0)
+        self._plans = [self._kv.moves(none, [page])[0].plan for page in range(count)]
         self._job_id = 0
 
     def close(self) -> None:
         """Stop the threads; what is being written gets a moment to end."""
-        self._mover.close()
-        self.lookup.close()
+        self._kv.close()
 
     def handle(self, request: Request) -> RequestDone:
         """Look the request's blocks up, load the hit prefix, store the rest; returns when all is visible."""

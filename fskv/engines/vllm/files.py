@@ -23,11 +23,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping i
 )
 from vllm.v1.kv_offload.base import CanonicalKVCaches, CanonicalPageMapping
 
-from fskv.engines.vllm.identity import EngineGroup, layout_digest
+from fskv.engines.vllm.identity import EngineGroup
 from fskv.errors import ConfigError
 from fskv.format.chunk_file import FileLayout
 from fskv.hybrid_planner import GroupKind
-from fskv.namespace import Json
+from fskv.namespace import GroupIdentity, Json, layout_digest
 from fskv.plan.spans import GroupLayout
 
 if TYPE_CHECKING:
@@ -67,7 +67,15 @@ def file_layouts(
     for group, layout in zip(groups, layouts, strict=True):
         page_nbytes = tuple(page.nbytes for page in layout.pages)
         inside = (in_page or {}).get(f"group{layout.group_idx}")
-        digest = layout_digest(group, layout.num_blocks, page_nbytes, inside)
+        facts = GroupIdentity(
+            layout.group_idx,
+            group.kind,
+            group.spec.window_tokens,
+            group.spec.tokens_per_block,
+            page_nbytes,
+            group.layer_names,
+        )
+        digest = layout_digest(facts, layout.num_blocks, inside)
         found[layout.group_idx] = FileLayout(layout.num_blocks, page_nbytes, digest)
     return found
 

@@ -6,7 +6,6 @@ dtype, layout and page sizes are resolved; the scheduler receives it in the hand
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import platform
@@ -258,26 +257,6 @@ def _kv_depends_on_topology(groups: list[EngineGroup]) -> bool:
     """
     mla = any(group.spec.kind is GroupKind.MLA for group in groups)
     return mla and bool(current_platform.is_cpu())
-
-
-def layout_digest(
-    group: EngineGroup, blocks_per_chunk: int, page_nbytes: tuple[int, ...], inside: Json = None
-) -> bytes:
-    """Return what must agree, beyond the namespace, for one rank's pages to be interchangeable.
-
-    `inside` is how they are laid out where the namespace does not say it: with pipeline stages.
-    """
-    description: dict[str, Json] = {
-        "group": group.spec.group_idx,
-        "kind": group.kind,
-        "tokens_per_block": group.spec.tokens_per_block,
-        "blocks": blocks_per_chunk,
-        "pages": list(page_nbytes),
-        "layers": list(group.layer_names),
-    }
-    if inside is not None:
-        description["inside"] = inside
-    return hashlib.sha256(canonical_json(description)).digest()[:16]
 
 
 def gpu_arch() -> str:
