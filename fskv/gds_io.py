@@ -2,7 +2,7 @@
 
 A chunk is gathered, hashed, written, read, checked and scattered without its bytes being looked at by the
 CPU; whether they also bypass host memory is cuFile's decision (see `evidence`). Optional: `kvikio` is
-imported when a GdsTransport is made. Called on the I/O threads of `jobs`.
+imported when a GdsTransport is made. Called on the I/O threads of a JobRunner.
 
 kvikio's blocking calls are used and not its futures: they run on our own thread, without the GIL, with
 buffer and file held by this very frame until they return. A future runs on kvikio's pool, one thread by

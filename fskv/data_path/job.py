@@ -1,6 +1,6 @@
 """A job of the engine and its chunks on their way: what the engine's thread and the I/O threads share.
 
-Only state and the rules for touching it; `jobs` makes them, runs them and reports them.
+Only state and the rules for touching it; `runner` makes them, runs them and reports them.
 """
 
 from __future__ import annotations

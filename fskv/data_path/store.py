@@ -1,9 +1,9 @@
 """Puts chunks into files and gets them back, checked. The only place that decides what a file is worth.
 
-`put` and `get` run on the I/O threads of `jobs`, each with a slot of its own; they touch no KV page. Every
-outcome is a `Status`; only bugs raise. Invariants: a file becomes visible by one rename and is never
-changed afterwards; `get` returns OK only after the header, the identity, the key and every row that
-covers the wanted blocks were checked; a file that failed a check is gone or suspect before anybody is told.
+`put` and `get` run on the I/O threads of a JobRunner, each with a slot of its own; they touch no KV page.
+Every outcome is a `Status`; only bugs raise. Invariants: a file becomes visible by one rename and is never
+changed afterwards; `get` returns OK only after the header, the identity, the key and every row that covers
+the wanted blocks were checked; a file that failed a check is gone or suspect before anybody is told.
 """
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
 """The entry point that an installation names: a tree that is pulled without `pip install` keeps its name."""
 
-from fskv.engines.vllm.plugin import register as register
+from fskv.engines.vllm.plugin import register
+
+__all__ = ["register"]

@@ -1,0 +1,1 @@
+"""Which weights are these? Fingerprints of checkpoints, read from untrusted files."""

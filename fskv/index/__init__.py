@@ -1,0 +1,1 @@
+"""What is on disk, from memory: presence of chunks, walks of a namespace, its snapshot."""

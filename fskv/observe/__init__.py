@@ -1,0 +1,1 @@
+"""What fskv shows of itself: metrics, lines in the log, the health file."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fskv.config import StoreConfig
 from fskv.data_path.job import FileMove, JobResult
@@ -19,13 +19,10 @@ from fskv.format.mac import INTEGRITY
 from fskv.index.presence import RankFiles
 from fskv.namespace import Identity, layout_digest
 from fskv.offload.lookup import Lookup
-from fskv.offload.mover import Mover
+from fskv.offload.mover import Memory, Mover
 from fskv.plan.spans import GroupLayout, plan_job
 from fskv.root.root import Root
 from fskv.types import ChunkId, FileId
-
-if TYPE_CHECKING:
-    import torch
 
 
 class KvStore:
@@ -35,7 +32,7 @@ class KvStore:
         self,
         config: StoreConfig,
         identity: Identity,
-        pages: Mapping[int, Sequence[torch.Tensor | memoryview]],
+        pages: Mapping[int, Sequence[Memory]],
         *,
         clock: Callable[[], float] = time.monotonic,
         patient: bool = False,
@@ -56,7 +53,7 @@ class KvStore:
         self.file_layouts: dict[int, FileLayout] = {}
         self._layouts: dict[int, GroupLayout] = {}
         self._strides: list[int] = []
-        tensors: list[torch.Tensor | memoryview] = []
+        tensors: list[Memory] = []
         for group in identity.groups:
             own = pages.get(group.group_idx, ())
             if len(own) != len(group.page_nbytes):
@@ -122,7 +119,7 @@ class KvStore:
 def open_store(
     options: Mapping[str, Any],
     identity: Identity,
-    pages: Mapping[int, Sequence[torch.Tensor | memoryview]],
+    pages: Mapping[int, Sequence[Memory]],
 ) -> KvStore:
     """Open a store with `options` as docs/vllm.md names them, of which `root` is the only one needed."""
     return KvStore(StoreConfig.from_mapping(dict(options)), identity, pages)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from fskv.config import StoreConfig
 from fskv.data_path.breaker import Breaker
@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# KV memory: int8 (blocks, bytes of a page or more), or blocks without gaps.
+Memory: TypeAlias = "torch.Tensor | memoryview"
+
 # What is still being written when the engine stops may take this long; then it is left.
 _CLOSE_S = 5.0
 
@@ -45,7 +48,7 @@ class Mover:
         self,
         config: StoreConfig,
         directory: NamespaceDir,
-        pages: Sequence[torch.Tensor | memoryview],
+        pages: Sequence[Memory],
         layouts: Mapping[int, FileLayout],
         *,
         number: int = 0,

@@ -2,7 +2,7 @@
 
 `GroupLayout` says how a chunk's payload is built from pages, `plan_job` turns a job of the engine (block
 ids, group by group) into byte spans between KV tensors and payloads. Pure functions over numbers; any
-thread. Called by the engine adapter; `jobs` carries the plans out.
+thread. Called by the engine adapter; `runner` carries the plans out.
 
 One invariant: what `plan_job` plans for a key is that key's bytes in that key's order, or it
 plans nothing for it. A guess here would be wrong KV later.

@@ -1,0 +1,1 @@
+"""The directory that engines share: opened, reached through no link, and what its file system says."""

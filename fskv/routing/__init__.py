@@ -1,0 +1,1 @@
+"""Load or recompute, and from which of several roots. Pure."""

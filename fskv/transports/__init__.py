@@ -1,0 +1,1 @@
+"""KV pages <-> staging slots <-> files: through host memory, or through CUDA."""

@@ -2,7 +2,7 @@
 
 What is opened is the file of that name itself, a regular one, and never waits for a peer. With `dir_fd` it
 is the file of the path's last name in that directory, wherever the path leads by now (fskv.root.beneath).
-Called on the I/O threads of `jobs`; raises the classes of `fskv.errors`.
+Called on the I/O threads of a JobRunner; raises the classes of `fskv.errors`.
 """
 
 from __future__ import annotations

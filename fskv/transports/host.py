@@ -1,7 +1,7 @@
 """Transport through host memory: preadv and pwritev on page-aligned slots, pinned where the KV is on CUDA.
 
 O_DIRECT where a write probe succeeds, the page cache otherwise or by option. Called on the I/O threads of
-`jobs`; what runs on a CUDA device is in `fskv.transports.cuda`.
+a JobRunner; what runs on a CUDA device is in `fskv.transports.cuda`.
 """
 
 from __future__ import annotations

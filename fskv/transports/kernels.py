@@ -2,11 +2,11 @@
 
 With GPUDirect Storage a chunk goes from the file into device memory and no CPU sees its bytes, so what the
 host does elsewhere has to be done there: check the rows (`row_digests`, the same digests as
-`chunk_file.row_digests`) and copy the many spans of a chunk between KV tensors and one slot
-(`copy_spans`, one launch instead of one copy a span). Written in Triton, because on a CUDA engine torch
-brings it and nothing has to be built; without Triton this module can be imported and `available` says why
-nothing else here works. It reads no file and knows no key. Called on the I/O threads of `jobs`; everything
-runs on the calling thread's current CUDA stream and nothing waits for it, except where it says so.
+`chunk_file.row_digests`) and copy the many spans of a chunk between KV tensors and one slot (`copy_spans`,
+one launch instead of one copy a span). Written in Triton, because on a CUDA engine torch brings it and
+nothing has to be built; without Triton this module can be imported and `available` says why nothing else
+here works. It reads no file and knows no key. Called on the I/O threads of a JobRunner; everything runs on
+the calling thread's current CUDA stream and nothing waits for it, except where it says so.
 
 One invariant: no address reaches a kernel that was not compared with the tensor it lies in.
 

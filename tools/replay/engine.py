@@ -26,6 +26,7 @@ from fskv.namespace import GroupIdentity, Identity, layout_digest
 from fskv.observe import metrics
 from fskv.offload.kv_store import KvStore
 from fskv.offload.news import News
+from fskv.root.root import Root
 from fskv.types import ChunkId, FileId, Presence, Status
 
 from .trace import TOKENS_PER_BLOCK, Request, block_content, block_key
@@ -159,6 +160,7 @@ class Engine:
             else _FULL_SPEED_TIMEOUT_S,
             max_bytes=spec.max_nbytes,
             keep_free=spec.keep_free_nbytes,
+            access="group" if Root.open(spec.root, create=True).file_mode & 0o060 else "user",
         )
         ttls = (
             config.lookup_timeout_s,

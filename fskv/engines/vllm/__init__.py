@@ -1,0 +1,1 @@
+"""FskvConnector: fskv.offload as vLLM's offloading connector."""

@@ -1,0 +1,1 @@
+"""FskvMultiConnector: several roots, or a root beside another connector, in one engine."""
