@@ -1,6 +1,6 @@
 """The options of a store, parsed once at start-up from what the user wrote.
 
-Pure: turns a mapping (vLLM's `kv_connector_extra_config`) into a frozen `StoreConfig` or raises
+Pure: turns a mapping (of vLLM: `kv_connector_extra_config`) into a frozen `StoreConfig` or raises
 `ConfigError` with one sentence that names the option, what was found and what is expected. Every
 default lives here and nowhere else; docs/vllm.md shows the same table and a test holds the two together.
 """
@@ -18,19 +18,6 @@ from typing import Any, Literal
 from fskv.errors import ConfigError
 
 MIB = 1 << 20
-
-# Keys of kv_connector_extra_config that belong to vLLM's own offloading connector and pass through.
-ENGINE_OPTIONS = frozenset({"offload_prompt_only", "self_describing_kv_events"})
-
-# vLLM's keys that would contradict fskv: name -> what to do instead.
-_REFUSED_OPTIONS = {
-    "block_size": "set 'hybrid_chunk_size' (tokens per chunk) instead",
-    "blocks_per_chunk": "set 'hybrid_chunk_size' (tokens per chunk) instead",
-    "spec_name": "remove it: FskvConnector brings its own spec",
-    "spec_module_path": "remove it: FskvConnector brings its own spec",
-    "load_weight": "it belongs to a child of FskvMultiConnector",
-    "cpu_bytes_to_use": "remove it: fskv keeps no CPU pool; see 'staging_bytes'",
-}
 
 _OUTSIDE = {
     "health_file": "it must say that the root hangs",
@@ -281,14 +268,7 @@ class StoreConfig:
         for name, value in options.items():
             if name in known:
                 values[name] = _PARSERS[name](name, value)
-            elif name in _REFUSED_OPTIONS:
-                raise ConfigError(
-                    f"option '{name}': found {value!r}, but FskvConnector does not take it; "
-                    f"{_REFUSED_OPTIONS[name]}"
-                )
-            elif name in _GUARDED_OPTIONS:
-                _GUARDED_OPTIONS[name](name, value)
-            elif name not in ENGINE_OPTIONS:
+            else:
                 near = difflib.get_close_matches(str(name), sorted(known), n=1)
                 hint = f"did you mean '{near[0]}'? " if near else ""
                 raise ConfigError(
@@ -480,26 +460,4 @@ _PARSERS = {
     "tenant_max_bytes": _parse_bound,
     "maintenance": _choice("on", "off"),
     "health_file": _parse_file,
-}
-
-
-def _only_zero(name: str, value: Any) -> None:
-    # A synchronous load is awaited inside the step (vLLM 0.33), so it could neither be abandoned at
-    # its deadline nor turned into a recompute.
-    if value not in (0, None):
-        raise _bad(
-            name, value, "0: fskv loads are asynchronous, because only those can be abandoned"
-        )
-
-
-def _only_recompute(name: str, value: Any) -> None:
-    if value != "recompute":
-        raise _bad(
-            name, value, '"recompute": a failed load costs a recompute and never fails a request'
-        )
-
-
-_GUARDED_OPTIONS = {
-    "sync_load_budget_bytes": _only_zero,
-    "kv_load_failure_policy": _only_recompute,
 }

@@ -97,7 +97,8 @@ def test_two_live_engines_are_pruned_once_and_then_watched(tmp_path):
                 break
         assert summary["reached"]
         assert removed >= stored - bound
-        assert min(sampler.nbytes) <= bound + 8 * FILE_NBYTES, "the engines write all the time"
+        # As far as a sample every 50 ms sees: the engines write all the time.
+        assert min(sampler.nbytes) <= (stored + bound) // 2
 
         _both_are_at(talks, pauses, engines, 1)
         assert count(root)[0] > bound, "nothing bounds the engines yet"

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fskv.config import ENGINE_OPTIONS, Deadline, StoreConfig
+from fskv.config import Deadline, StoreConfig
+from fskv.engines.vllm.options import ENGINE_OPTIONS, store_config
 from fskv.errors import ConfigError
 
 FIELDS = {field.name: field for field in dataclasses.fields(StoreConfig)}
@@ -18,7 +19,7 @@ MIB = 1 << 20
 
 
 def parsed(**options):
-    return StoreConfig.from_mapping({"root": "/mnt/kv", **options})
+    return store_config({"root": "/mnt/kv", **options})
 
 
 def refused(**options):

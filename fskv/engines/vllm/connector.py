@@ -30,7 +30,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStat
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
 from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingManager, OffloadingSpec
 
-from fskv.config import ENGINE_OPTIONS, MIB, StoreConfig
+from fskv.config import MIB, StoreConfig
 from fskv.data_path.threads import START_UP_S, call_with_deadline
 from fskv.engines.vllm.budget import BudgetedConnector, LoadBudget, LoadReport, merge_reports
 from fskv.engines.vllm.events import KvEvents
@@ -46,6 +46,7 @@ from fskv.engines.vllm.loaded import find_loaded
 from fskv.engines.vllm.manager import PREFIX_CACHING_OFF, FskvHandshake, FskvManager
 from fskv.engines.vllm.media import Media
 from fskv.engines.vllm.metrics import metric_definitions
+from fskv.engines.vllm.options import ENGINE_OPTIONS, store_config
 from fskv.engines.vllm.page_layout import page_layouts
 from fskv.engines.vllm.reset import drop_in_workers, forget_past_blocks
 from fskv.engines.vllm.worker import FskvWorker
@@ -426,7 +427,7 @@ def _open_namespace(config: StoreConfig, identity: Identity) -> tuple[NamespaceD
 def _prepare(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, announce: bool) -> _Setup:
     transfer = vllm_config.kv_transfer_config
     assert transfer is not None
-    config = StoreConfig.from_mapping(transfer.kv_connector_extra_config)
+    config = store_config(transfer.kv_connector_extra_config)
     if transfer.kv_load_failure_policy != "recompute":
         # "fail" is vLLM's default, and cannot be told from a "fail" that somebody wrote. The scheduler
         # reads the policy after it has built its connector.

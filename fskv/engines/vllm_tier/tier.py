@@ -39,11 +39,12 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
-from fskv.config import ENGINE_OPTIONS, MIB, StoreConfig
+from fskv.config import MIB, StoreConfig
 from fskv.data_path.threads import START_UP_S, call_with_deadline
 from fskv.engines.vllm.events import KvEvents
 from fskv.engines.vllm.manager import PREFIX_CACHING_OFF, FskvManager, to_chunk
 from fskv.engines.vllm.metrics import metric_definitions, to_stats
+from fskv.engines.vllm.options import ENGINE_OPTIONS, store_config
 from fskv.engines.vllm.reset import forget_past_blocks, resetting_scheduler
 from fskv.engines.vllm_tier.io import RowMover
 from fskv.engines.vllm_tier.rows import rows_of
@@ -301,7 +302,7 @@ def _parse(options: dict[str, Any]) -> StoreConfig:
             f"option 'hybrid_chunk_size': found {options['hybrid_chunk_size']!r}, expected nothing: FskvTier "
             "stores the chunks that vLLM makes; set 'block_size' beside 'secondary_tiers' instead"
         )
-    config = StoreConfig.from_mapping(options)
+    config = store_config(options)
     if config.load_budget != "off":
         raise ConfigError(
             f"option 'load_budget': found {config.load_budget!r}, expected \"off\": vLLM does not tell a "

@@ -1,0 +1,53 @@
+"""Tells the options of fskv from those of vLLM that stand beside them in `kv_connector_extra_config`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fskv.config import StoreConfig
+from fskv.errors import ConfigError
+
+# They belong to vLLM's own offloading connector and pass through.
+ENGINE_OPTIONS = frozenset({"offload_prompt_only", "self_describing_kv_events"})
+
+# They would contradict fskv: name -> what to do instead.
+_REFUSED = {
+    "block_size": "set 'hybrid_chunk_size' (tokens per chunk) instead",
+    "blocks_per_chunk": "set 'hybrid_chunk_size' (tokens per chunk) instead",
+    "spec_name": "remove it: FskvConnector brings its own spec",
+    "spec_module_path": "remove it: FskvConnector brings its own spec",
+    "load_weight": "it belongs to a child of FskvMultiConnector",
+    "cpu_bytes_to_use": "remove it: fskv keeps no CPU pool; see 'staging_bytes'",
+}
+
+# Good with one value only: name -> the values, and why.
+_ONLY: dict[str, tuple[tuple[object, ...], str]] = {
+    # A synchronous load is awaited inside the step (vLLM 0.33), so it could neither be abandoned at
+    # its deadline nor turned into a recompute.
+    "sync_load_budget_bytes": (
+        (0, None),
+        "0: fskv loads are asynchronous, because only those can be abandoned",
+    ),
+    "kv_load_failure_policy": (
+        ("recompute",),
+        '"recompute": a failed load costs a recompute and never fails a request',
+    ),
+}
+
+
+def store_config(options: Mapping[str, Any]) -> StoreConfig:
+    """Return the options of fskv among these; raises ConfigError for what vLLM and fskv cannot both have."""
+    own: dict[str, Any] = {}
+    for name, value in options.items():
+        if name in _REFUSED:
+            raise ConfigError(
+                f"option '{name}': found {value!r}, but FskvConnector does not take it; {_REFUSED[name]}"
+            )
+        if name in _ONLY:
+            good, expected = _ONLY[name]
+            if value not in good:
+                raise ConfigError(f"option '{name}': found {value!r}, expected {expected}")
+        elif name not in ENGINE_OPTIONS:
+            own[name] = value
+    return StoreConfig.from_mapping(own)
