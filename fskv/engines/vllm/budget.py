@@ -26,7 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from fskv.config import StoreConfig
 from fskv.data_path.job import NO_LIMIT, JobResult, LoadLimit
 from fskv.engines.vllm.metrics import to_stats
-from fskv.engines.vllm.reset import without_new_loads
+from fskv.engines.vllm.quirks import without_new_loads
 from fskv.hybrid_planner import GroupSpec, needed_chunks
 from fskv.observe import metrics
 from fskv.observe.metrics import Counters, Gauge

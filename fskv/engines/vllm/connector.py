@@ -13,14 +13,13 @@ import fskv.engines.vllm.version  # noqa: F401  # isort: skip
 
 import contextlib
 import copy
-import inspect
 import logging
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorTransferResults,
@@ -48,7 +47,15 @@ from fskv.engines.vllm.media import Media
 from fskv.engines.vllm.metrics import metric_definitions
 from fskv.engines.vllm.options import ENGINE_OPTIONS, store_config
 from fskv.engines.vllm.page_layout import page_layouts
-from fskv.engines.vllm.reset import drop_in_workers, forget_past_blocks
+from fskv.engines.vllm.quirks import (
+    drop_in_workers,
+    enclosing_connector,
+    event_payloads,
+    forget_past_blocks,
+    offer_again,
+    requests_of_loads,
+    take_deferred_stores,
+)
 from fskv.engines.vllm.worker import FskvWorker
 from fskv.errors import ConfigError, FskvError
 from fskv.hybrid_planner import Geometry, hit_cost, plan_geometry
@@ -57,7 +64,7 @@ from fskv.offload.news import News
 from fskv.root.root import NamespaceDir, Root
 
 if TYPE_CHECKING:
-    from vllm.config import KVTransferConfig, VllmConfig
+    from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -215,7 +222,7 @@ class FskvConnector(BudgetedConnector):
             raise
         self._setup = setup
         self._held_events: list[KVCacheEvent] = []  # of before a reset, not yet taken
-        outer = _enclosing_connector()
+        outer = enclosing_connector(FskvConnector)
         if outer is not None:
             # Inside a MultiConnector the scheduler reads the policy of the outer configuration.
             outer.kv_load_failure_policy = "recompute"
@@ -264,8 +271,7 @@ class FskvConnector(BudgetedConnector):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Report finished loads, and which of them failed and must be recomputed."""
         assert self.connector_worker is not None
-        # get_finished forgets the request of a job when it reports it.
-        requests = dict(self.connector_worker._load_jobs)  # noqa: SLF001
+        requests = requests_of_loads(self.connector_worker)
         sending, receiving = self.get_finished(finished_req_ids)
         worker = self._spec.worker
         failed = set() if worker is None else worker.take_failed_jobs()
@@ -297,11 +303,8 @@ class FskvConnector(BudgetedConnector):
         worker, half = self._spec.worker, self.connector_worker
         if worker is None or half is None:
             return
-        # vLLM submits the stores of a step at the start of the next one: after a sleep, of other pages.
-        deferred, half._unsubmitted_store_jobs = half._unsubmitted_store_jobs, []  # noqa: SLF001
-        for job_id, _, _ in deferred:
-            half._connector_worker_meta.mark_completed(job_id)  # noqa: SLF001
-        worker.drop_jobs(keys for _, _, keys in deferred)
+        # Submitted at the start of the next step they would be, after a sleep, of other pages.
+        worker.drop_jobs(take_deferred_stores(half))
 
     # --- scheduler --------------------------------------------------------------------------
 
@@ -353,10 +356,10 @@ class FskvConnector(BudgetedConnector):
                 self._manager.doubt_weights("weights were loaded again in the running engine")
             self._manager.on_news(told.news)
         for req_id in connector_output.failed_recving or ():
-            self._offer_again(req_id)
+            offer_again(self.scheduler, req_id)
 
     def reset_cache(self) -> bool | None:
-        """Reset as vLLM does, but store no block that may be another request's by then (see vllm.reset).
+        """Reset as vLLM does, but store no block that may be another request's by then (see quirks).
 
         Returns when no worker touches a page any more for what was asked of it before.
         """
@@ -374,24 +377,7 @@ class FskvConnector(BudgetedConnector):
         held, self._held_events = self._held_events, []
         yield from held
         yield from super().take_events()
-        self._manager.trim_event_payloads(
-            self.scheduler._events_tracker._pending_event_metadata  # noqa: SLF001
-        )
-
-    def _offer_again(self, req_id: str) -> None:
-        """Make the recompute of a failed load store the request's chunks again.
-
-        vLLM's scheduler believes that chunks it once hit are offloaded (0.32: next_stored_chunk_idx is
-        set past them), so without this the lost ones would never come back.
-        """
-        status = self.scheduler._req_status.get(req_id)  # noqa: SLF001
-        if status is None:
-            return
-        for group in status.group_states:
-            group.next_stored_chunk_idx = 0
-            group.num_hit_chunks = 0
-            if hasattr(group, "lookup_hit_end_chunk_idx"):  # since 0.33
-                group.lookup_hit_end_chunk_idx = 0
+        self._manager.trim_event_payloads(event_payloads(self.scheduler))
 
     # --- both -------------------------------------------------------------------------------
 
@@ -467,20 +453,6 @@ def _check_own(workers: Iterable[FskvHandshake], root: str) -> None:
                 f"option 'root': found {root}, but the workers reported {worker.namespace_path}; two "
                 "FskvConnectors in one engine need FskvMultiConnector above them instead of MultiConnector"
             )
-
-
-def _enclosing_connector() -> KVTransferConfig | None:
-    """Return the configuration of the connector that is building this one, if there is one.
-
-    vLLM's MultiConnector gives its children a configuration of their own and no way to their parent's.
-    """
-    frame = inspect.currentframe()
-    while frame is not None:
-        builder = frame.f_locals.get("self")
-        if isinstance(builder, KVConnectorBase_V1) and not isinstance(builder, FskvConnector):
-            return builder._vllm_config.kv_transfer_config  # noqa: SLF001
-        frame = frame.f_back
-    return None
 
 
 def _with_spec(vllm_config: VllmConfig, setup: _Setup | None) -> VllmConfig:

@@ -37,7 +37,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 
 from fskv.data_path.threads import START_UP_S, call_with_deadline
 from fskv.engines.vllm.connector import FskvConnector
-from fskv.engines.vllm.reset import forget_past_blocks, without_new_loads
+from fskv.engines.vllm.quirks import forget_past_blocks, without_new_loads
 from fskv.engines.vllm_multi.config import ChildConfig, MultiConfig, check_apart
 from fskv.engines.vllm_multi.events import MergedEvents
 from fskv.engines.vllm_multi.metrics import MultiPromMetrics, own_stats, rebuild, stats_id

@@ -45,7 +45,7 @@ from fskv.engines.vllm.events import KvEvents
 from fskv.engines.vllm.manager import PREFIX_CACHING_OFF, FskvManager, to_chunk
 from fskv.engines.vllm.metrics import metric_definitions, to_stats
 from fskv.engines.vllm.options import ENGINE_OPTIONS, store_config
-from fskv.engines.vllm.reset import forget_past_blocks, resetting_scheduler
+from fskv.engines.vllm.quirks import forget_past_blocks, resetting_scheduler
 from fskv.engines.vllm_tier.io import RowMover
 from fskv.engines.vllm_tier.rows import rows_of
 from fskv.engines.vllm_tier.workers import Workers, ask_workers

@@ -2,7 +2,7 @@
 
 vLLM builds a secondary tier in the scheduler's process, while it builds its scheduler: the workers have
 bound their KV caches by then and are idle. The tier is given neither vLLM's configuration nor a way to the
-workers, so `ask_workers` has every worker run `report` through the engine's executor (vllm.executor). A
+workers, so `ask_workers` has every worker run `report` through the engine's executor (vllm.quirks). A
 worker reads the places from the object that copies between GPU and row, and derives the identity with the
 functions that FskvConnector uses; all must agree. What cannot be found refuses to start.
 """
@@ -18,11 +18,11 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from fskv.config import StoreConfig
 from fskv.data_path.threads import call_with_deadline
-from fskv.engines.vllm.executor import connectors, executor
 from fskv.engines.vllm.files import canonical_format_of, count_slices
 from fskv.engines.vllm.identity import EngineGroup, build_identity, engine_groups, reuses_kv
 from fskv.engines.vllm.loaded import find_loaded
 from fskv.engines.vllm.page_layout import page_layouts
+from fskv.engines.vllm.quirks import connectors, executor
 from fskv.engines.vllm_tier.rows import PlacedTensor, RowLayout, own_rows, slice_rows
 from fskv.errors import ConfigError, FskvError
 from fskv.hybrid_planner import GroupKind

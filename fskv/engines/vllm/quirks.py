@@ -1,0 +1,185 @@
+"""Everything private of vLLM that fskv touches while an engine runs, and what it puts right from outside.
+
+**Callers.** vLLM gives a connector no way to the engine's workers, a child no way to the connector around
+it, a tier no way to the scheduler. Whoever builds or resets them is among the callers, so `callers` looks
+there.
+
+**Resets.** `OffloadingConnectorScheduler.reset_cache` (vLLM 0.32) sets next_stored_chunk_idx to 0, so that
+running requests store all their chunks again. In groups with a window or a state the blocks before it have
+been freed and used again, and only those from it on are kept up to date (_update_req_states): a request
+would store another one's KV under its own keys. FskvConnector, its siblings in a FskvMultiConnector and the
+connector above FskvTier are all of that class: `forget_past_blocks`.
+
+It also leaves to the next step what waits in the workers to be stored: that is gathered then. But an engine
+resets when it gives its KV up. One in processes of its own waits until its connector is idle before it sleeps
+(has_work, has_pending_push_work). One in the caller's process does not: no step comes before its pages are
+unmapped, or mapped again with other bytes (EngineCore.pause_scheduler, sleep). So the workers are told at
+once: `drop_in_workers`.
+
+**Failed loads.** vLLM's scheduler believes that chunks it once hit are offloaded: `offer_again`.
+
+Called on the scheduler's thread, but for what takes a worker: that is for the worker's thread, between two
+steps.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+from collections.abc import Iterable, Iterator, MutableMapping
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+    OffloadingConnectorScheduler,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+
+if TYPE_CHECKING:
+    from vllm.config import KVTransferConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import (
+        OffloadingConnectorWorker,
+    )
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_offload.base import LoadStoreSpec, OffloadKey
+
+logger = logging.getLogger(__name__)
+
+_ANSWER_S = (
+    60.0  # copies of memory take far less; a worker that hangs must not hold a reset for ever
+)
+
+
+# --- callers ----------------------------------------------------------------------------------
+
+
+def callers() -> Iterator[Any]:
+    """Yield the objects whose methods are running above the caller, the nearest first."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        yield frame.f_locals.get("self")
+        frame = frame.f_back
+
+
+def executor() -> Any:
+    """Return the executor of the engine core that is calling; None if no caller is one."""
+    for caller in callers():
+        found = getattr(caller, "model_executor", None)
+        if hasattr(found, "collective_rpc"):
+            return found
+    return None
+
+
+def resetting_scheduler() -> OffloadingConnectorScheduler | None:
+    """Return the scheduler that is resetting its manager, and with it the caller; None if there is none."""
+    found = (one for one in callers() if isinstance(one, OffloadingConnectorScheduler))
+    return next(found, None)
+
+
+def enclosing_connector(own: type[KVConnectorBase_V1]) -> KVTransferConfig | None:
+    """Return the configuration of the connector that is building one of class `own`, if there is one."""
+    for caller in callers():
+        if isinstance(caller, KVConnectorBase_V1) and not isinstance(caller, own):
+            return caller._vllm_config.kv_transfer_config  # noqa: SLF001
+    return None
+
+
+def connectors() -> Iterator[OffloadingConnector]:
+    """In a worker: yield its connectors of vLLM's offloading kind; inside a MultiConnector too."""
+    from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group
+
+    yield from _within(get_kv_transfer_group())
+
+
+def _within(connector: Any) -> Iterator[OffloadingConnector]:
+    if isinstance(connector, OffloadingConnector):
+        yield connector
+    for child in getattr(connector, "_connectors", ()):  # vLLM's MultiConnector
+        yield from _within(child)
+
+
+# --- resets -----------------------------------------------------------------------------------
+
+
+def forget_past_blocks(scheduler: OffloadingConnectorScheduler) -> None:
+    """Make a reset that follows store no block again that may be another request's by now."""
+    for status in scheduler._req_status.values():  # noqa: SLF001
+        for group_idx in scheduler._sliding_window_groups:  # noqa: SLF001
+            group = status.group_states[group_idx]
+            num_past = min(
+                group.next_stored_chunk_idx * scheduler.config.blocks_per_chunk,
+                len(group.block_ids),
+            )
+            # 0 is vLLM's "not there": stores skip it.
+            group.block_ids[:num_past] = [0] * num_past
+
+
+def drop_in_workers() -> None:
+    """Return when no worker touches a KV page any more for what was asked of it; waits for copies only."""
+    found = executor()
+    if found is None:
+        logger.warning(
+            "fskv: the connector's cache was reset from where fskv cannot reach the engine's workers: what "
+            "waits there to be stored is gathered with the next step"
+        )
+        return
+    found.collective_rpc(drop_jobs, timeout=_ANSWER_S)
+
+
+def drop_jobs(_worker: object) -> None:
+    """Have this worker's fskv connectors drop their jobs. On the worker's thread, between two steps."""
+    for connector in connectors():
+        drop = getattr(connector, "drop_jobs", None)  # FskvConnector's
+        if drop is not None:
+            drop()
+
+
+def without_new_loads(
+    scheduler: OffloadingConnectorScheduler, output: SchedulerOutput
+) -> SchedulerOutput:
+    """Return the output without those preempted requests that have begun to load since: nothing to flush.
+
+    A load is a request's only job.
+    """
+    loading = {job.req_id for job in scheduler._current_batch_load_jobs.values()}  # noqa: SLF001
+    again = loading & set(output.preempted_req_ids or ())
+    if not again:
+        return output
+    output = copy.copy(output)
+    output.preempted_req_ids = set(output.preempted_req_ids or ()) - again
+    return output
+
+
+# --- what a connector's halves keep to themselves ---------------------------------------------
+
+
+def offer_again(scheduler: OffloadingConnectorScheduler, req_id: str) -> None:
+    """Have the recompute of a failed load store the request's chunks again, or the lost ones stay lost."""
+    status = scheduler._req_status.get(req_id)  # noqa: SLF001
+    if status is None:
+        return
+    for group in status.group_states:
+        group.next_stored_chunk_idx = 0
+        group.num_hit_chunks = 0
+        if hasattr(group, "lookup_hit_end_chunk_idx"):  # since 0.33
+            group.lookup_hit_end_chunk_idx = 0
+
+
+def event_payloads(scheduler: OffloadingConnectorScheduler) -> MutableMapping[OffloadKey, object]:
+    """Return what vLLM remembers of chunks, for events that may name them."""
+    found: MutableMapping[OffloadKey, object] = scheduler._events_tracker._pending_event_metadata  # noqa: SLF001
+    return found
+
+
+def requests_of_loads(half: OffloadingConnectorWorker) -> dict[int, str]:
+    """Return the requests of the load jobs under way: `get_finished` forgets those that it reports."""
+    return dict(half._load_jobs)  # noqa: SLF001
+
+
+def take_deferred_stores(half: OffloadingConnectorWorker) -> Iterable[LoadStoreSpec]:
+    """Take the last step's stores, which vLLM submits at the start of the next; they count as done."""
+    deferred, half._unsubmitted_store_jobs = half._unsubmitted_store_jobs, []  # noqa: SLF001
+    for job_id, _, _ in deferred:
+        half._connector_worker_meta.mark_completed(job_id)  # noqa: SLF001
+    return [keys for _, _, keys in deferred]
