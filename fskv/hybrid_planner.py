@@ -3,9 +3,9 @@
 A hybrid model keeps several KV groups side by side (full attention, sliding window, recurrent
 state), and a prefix can be served only where all of them have what they need. This room answers
 two questions as pure functions over numbers: how large a chunk is (`plan_geometry`), and which
-chunks a hit needs (`needed_chunks`, `longest_hit`). Where their bytes lie is `span_plan`'s. It opens no
-file, reads no clock and knows neither torch nor vLLM; the engine adapter translates the engine's
-objects into these values. No state: any thread may call it.
+chunks a hit needs (`needed_chunks`, `longest_hit`). Where their bytes lie is said by `plan_job`, which
+is in fskv.plan.spans and may be had from here. It opens no file, reads no clock and knows neither
+torch nor vLLM; the engine adapter translates the engine's objects into these values. No state: any thread may call it.
 
 The rules follow vLLM's `v1/offloading/scheduler.py` (0.32, 0.33), named at each place.
 """
@@ -21,8 +21,21 @@ from functools import partial
 from typing import Literal
 
 from fskv.errors import ConfigError
-from fskv.plan.spans import GroupLayout
+from fskv.plan.spans import GroupLayout, plan_job
 from fskv.types import Presence
+
+__all__ = [
+    "Geometry",
+    "GroupKind",
+    "GroupLayout",
+    "GroupSpec",
+    "Hit",
+    "hit_cost",
+    "longest_hit",
+    "needed_chunks",
+    "plan_geometry",
+    "plan_job",
+]
 
 
 def _cdiv(number: int, divisor: int) -> int:

@@ -304,7 +304,7 @@ FAULTS = (
     Fault(
         "reset-leaves-the-deferred",
         "What vLLM has put off to the next step is dropped at a reset, too.",
-        "fskv/engines/vllm/connector.py",
+        "fskv/engines/vllm/quirks.py",
         "half._unsubmitted_store_jobs = half._unsubmitted_store_jobs, []  # noqa: SLF001\n",
         "_ = half._unsubmitted_store_jobs, []  # noqa: SLF001\n",
         ("tests/adapter/test_vllm_reset.py",),

@@ -448,8 +448,10 @@ class JobRunner:
         return slot
 
     def _abandon(self, job: Job, status: Status) -> None:
-        """Free the job's pages: abandon it and close its open chunks with `status`."""
+        """Free the pages of the job's tasks; those that are not free yet end with `status`."""
         job.guard.abandon()
+        if all(task.pages_free for task in job.tasks):
+            return  # the thread that ended the last one is about to report it
         begun = False
         for task in job.tasks:
             if task.pages_free:

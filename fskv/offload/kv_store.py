@@ -16,11 +16,11 @@ from fskv.data_path.job import FileMove, JobResult
 from fskv.errors import ConfigError
 from fskv.format.chunk_file import FileLayout
 from fskv.format.mac import INTEGRITY
+from fskv.hybrid_planner import GroupLayout, plan_job
 from fskv.index.presence import RankFiles
 from fskv.namespace import Identity, layout_digest
 from fskv.offload.lookup import Lookup
 from fskv.offload.mover import Memory, Mover
-from fskv.plan.spans import GroupLayout, plan_job
 from fskv.root.root import Root
 from fskv.types import ChunkId, FileId
 

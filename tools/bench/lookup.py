@@ -18,8 +18,8 @@ from fskv.config import StoreConfig
 from fskv.data_path.breaker import Breaker
 from fskv.data_path.job import FileMove
 from fskv.format.chunk_file import FileLayout
+from fskv.hybrid_planner import GroupLayout, plan_job
 from fskv.index.presence import Findings, Key, PresenceIndex, RankFiles, probe_chunks
-from fskv.plan.spans import GroupLayout, plan_job
 from fskv.types import ChunkId, FileId, Presence
 
 from .contestant import Cell, Contestant, RoundError

@@ -19,9 +19,9 @@ from typing import Any, Literal, cast
 from fskv.config import StoreConfig
 from fskv.data_path.job import FileMove
 from fskv.format.chunk_file import FileLayout
+from fskv.hybrid_planner import GroupLayout, plan_job
 from fskv.observe import metrics
 from fskv.offload.mover import Mover
-from fskv.plan.spans import GroupLayout, plan_job
 from fskv.root.root import NamespaceDir
 from fskv.types import ChunkId, FileId
 

@@ -25,11 +25,11 @@ from fskv.engines.vllm.files import WorkerFiles, file_layouts
 from fskv.engines.vllm.identity import EngineGroup
 from fskv.engines.vllm.manager import ChunkKeys, FskvHandshake
 from fskv.engines.vllm.metrics import to_stats
+from fskv.hybrid_planner import plan_job
 from fskv.namespace import Json
 from fskv.observe import metrics
 from fskv.offload.mover import Mover
 from fskv.offload.news import News
-from fskv.plan.spans import plan_job
 from fskv.root.root import NamespaceDir
 from fskv.types import FileId, Status
 
