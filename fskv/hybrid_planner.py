@@ -1,11 +1,11 @@
 """Decide, without touching anything, how large chunks are and which of them a hit needs.
 
-A hybrid model keeps several KV groups side by side (full attention, sliding window, recurrent
-state), and a prefix can be served only where all of them have what they need. This room answers
-two questions as pure functions over numbers: how large a chunk is (`plan_geometry`), and which
-chunks a hit needs (`needed_chunks`, `longest_hit`). Where their bytes lie is said by `plan_job`, which
-is in fskv.plan.spans and may be had from here. It opens no file, reads no clock and knows neither
-torch nor vLLM; the engine adapter translates the engine's objects into these values. No state: any thread may call it.
+A hybrid model keeps several KV groups side by side (full attention, sliding window, recurrent state), and a
+prefix can be served only where all of them have what they need. This room answers two questions as pure
+functions over numbers: how large a chunk is (`plan_geometry`), and which chunks a hit needs
+(`needed_chunks`, `longest_hit`). Where their bytes lie is said by `plan_job`, which is in fskv.plan.spans
+and may be had from here. It opens no file, reads no clock and knows neither torch nor vLLM; the engine
+adapter translates the engine's objects into these values. No state: any thread may call it.
 
 The rules follow vLLM's `v1/offloading/scheduler.py` (0.32, 0.33), named at each place.
 """

@@ -1,4 +1,4 @@
-"""The book of a root on disk: a claim of each engine, and what was last counted (fskv.bounds.quota).
+"""Reads and writes a root's files of claims and usage; what is in them is defined in fskv.bounds.quota.
 
 Whoever can write to the root can write anything here. So no more is read than anybody writes, and what is not
 understood is left out, told of and, among the claims, removed when it is old.

@@ -1,4 +1,4 @@
-"""Who may still write how much: what keeps many writers of one root below its bounds together. Pure.
+"""Limits, claims and usage of a root, and who may still write how much. Pure.
 
 Every engine has a claim, a small file in the root. It says how many bytes were granted to the engine since
 it started and how many of those are on disk. The holder of the lease publishes what it counted (`Usage`), and

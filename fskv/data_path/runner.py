@@ -178,7 +178,11 @@ class JobRunner:
         return min(self._max_queued, max(2 * self._num_threads, int(self._store_queue_s / seconds)))
 
     def _begin(self, job: Job, moves: Sequence[FileMove]) -> list[FileTask]:
-        """Register a job; return the tasks to run, if any."""
+        """Register a job; return the tasks to run, if any. ValueError: its id is that of an open one."""
+        if (
+            job.job_id in self._jobs
+        ):  # its report would take this one's place, and its pages be nobody's
+            raise ValueError(f"job {job.job_id} is under way")
         job.tasks = [FileTask(job, move) for move in moves]
         job.num_open = len(job.tasks)
         self._jobs[job.job_id] = job

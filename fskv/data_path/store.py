@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_MAX_SUSPECTS = 4096
+_MAX_SUSPECTS = 1 << 15
 _LOG_LINES = 8
 _LOG_WINDOW_S = 60.0
 

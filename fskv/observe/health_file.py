@@ -1,4 +1,4 @@
-"""A file that says in one word how an engine's cache is: "ok", "degraded" with reasons, or why it is off.
+"""The health file: decides "ok", "degraded" or "off", since when, and writes it.
 
 For probes and people that cannot read metrics. Written by one daemon thread: when something has changed,
 looked at once a second, and every EVERY_S seconds, so that an old file is that of an engine that is gone.

@@ -6,6 +6,7 @@ movers' news itself (fskv.engines.vllm).
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -21,12 +22,20 @@ from fskv.index.presence import RankFiles
 from fskv.namespace import Identity, layout_digest
 from fskv.offload.lookup import Lookup
 from fskv.offload.mover import Memory, Mover
+from fskv.offload.news import News
+from fskv.offload.watch import Watch
 from fskv.root.root import Root
 from fskv.types import ChunkId, FileId
 
+# An engine says these by its identity, or does them itself.
+_NOT_OURS = (
+    *("hybrid_chunk_size", "canonical_layout", "load_budget", "weights_id", "weights_fixed"),
+    *("lora", "media_keys"),
+)
+
 
 class KvStore:
-    """See the module docstring. One thread calls; no call but the constructor waits for a disk."""
+    """See the module docstring. One thread calls. The constructor waits for a disk, `close` a moment."""
 
     def __init__(
         self,
@@ -44,12 +53,22 @@ class KvStore:
         bytes of a page or more), or a memoryview of blocks without gaps. `clock`: see Lookup. `patient`,
         `quiet`: see Capacity.
         """
-        if config.mac_key_file is not None:
-            identity = replace(identity, integrity=INTEGRITY)
-        root = Root.open(
-            config.root, create=True, dir_mode=config.dir_mode, file_mode=config.file_mode
+        usual = StoreConfig(root=config.root)
+        for name in _NOT_OURS:
+            if (found := getattr(config, name)) != getattr(usual, name):
+                raise ConfigError(
+                    f"option '{name}': found {found!r}, expected nothing: it is for vLLM's adapter"
+                )
+        if identity.tenant not in (None, config.tenant):
+            raise ConfigError(
+                f"option 'tenant': found {config.tenant!r}, expected {identity.tenant!r}, the identity's"
+            )
+        identity = replace(
+            identity,
+            tenant=config.tenant,
+            integrity=INTEGRITY if config.mac_key_file is not None else None,
         )
-        self.directory = root.open_namespace(identity)
+        self.directory = _opened(config, create=True).open_namespace(identity)
         self.file_layouts: dict[int, FileLayout] = {}
         self._layouts: dict[int, GroupLayout] = {}
         self._strides: list[int] = []
@@ -79,7 +98,7 @@ class KvStore:
             self.directory,
             tensors,
             self.file_layouts,
-            restore=lambda: Root.open(config.root, create=False).open_namespace(identity),
+            restore=lambda: _opened(config, create=False).open_namespace(identity),
         )
         self.lookup = Lookup(config, clock=clock)
         self.lookup.attach(
@@ -89,6 +108,8 @@ class KvStore:
             patient=patient,
             quiet=quiet,
         )
+        self.watch = Watch(config, self.lookup, engine_rank=0)
+        self.watch.namespace = os.path.relpath(self.directory.path, config.root)
 
     def moves(
         self, chunk: ChunkId, block_ids: Sequence[int], first_block: int = 0
@@ -98,6 +119,10 @@ class KvStore:
         `block_ids` are their places in the group's KV memory. A store takes all blocks to the chunk's end.
         """
         layout = self._layouts[chunk.group_idx]
+        if not block_ids or not 0 <= first_block <= layout.num_blocks - len(block_ids):
+            raise ValueError(
+                f"blocks {first_block} to {first_block + len(block_ids)} of a chunk of {layout.num_blocks}"
+            )
         plan = plan_job(
             [layout], self._strides, [1], list(block_ids), [len(block_ids)], [first_block]
         )
@@ -106,14 +131,41 @@ class KvStore:
     def step(self) -> list[JobResult]:
         """Return the jobs that ended, and let the lookup know what became of their files. Call it often."""
         ended = self.mover.poll()
-        self.lookup.on_news(self.mover.take_news())
+        self.take_news()
         self.lookup.end_step()
         return ended
 
+    def take_news(self) -> News:
+        """Hand the mover's news to the lookup and the watch, and return them."""
+        news = self.mover.take_news()
+        self.watch.note(news.failed_loads.values())
+        self.lookup.on_news(news)
+        return news
+
+    def drop(self) -> None:
+        """Touch no page of any job from now on, and forget what is known: the KV memory is given up."""
+        self.mover.drop()
+        self.take_news()
+        self.lookup.forget()
+
+    def stop(self) -> None:
+        """Neither load nor store any more, for good: the KV may not be what the identity says."""
+        self.watch.in_doubt = self.lookup.stopped = True
+        self.mover.stop()
+        self.take_news()
+        self.lookup.forget()
+
     def close(self) -> None:
         """Stop the threads; what is being written gets a moment to end."""
+        self.watch.close()
         self.mover.close()
         self.lookup.close()
+
+
+def _opened(config: StoreConfig, *, create: bool) -> Root:
+    return Root.open(
+        config.root, create=create, dir_mode=config.dir_mode, file_mode=config.file_mode
+    )
 
 
 def open_store(

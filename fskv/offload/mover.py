@@ -115,6 +115,7 @@ class Mover:
         )
         self.description = self._transport.description
         self.counters = Counters(*metrics.WORKER_COUNTERS)
+        self._stopped = False
         self._ending = _Ending()
         self._news = News()
         logger.info(
@@ -135,6 +136,10 @@ class Mover:
         `ready` is an event of the stream that fills the pages, or None when they are complete. What does not
         fit into the queue is skipped.
         """
+        if self._stopped:
+            for move in files:
+                self.leave(move.file.chunk, Status.SKIPPED)
+            files = ()
         for move in files:
             self._ending.begin(move.file.chunk)
         self._runner.submit_store(job_id, files, ready)
@@ -151,6 +156,8 @@ class Mover:
         `ready` is an event of the stream that used the pages before, or None.
         """
         self._runner.submit_load(job_id, files, ready, limit)
+        if self._stopped:
+            self.free_pages([job_id])  # it fails
 
     def poll(self) -> list[JobResult]:
         """Return the jobs that ended since the last call; of their pages none is read or written any more."""
@@ -166,11 +173,16 @@ class Mover:
         self._runner.wait(job_ids)
 
     def drop(self) -> None:
-        """Touch no page of any job from now on: the lookup has been reset. See JobRunner.drop."""
+        """Touch no page of any job until now from now on. The lookup must forget. See JobRunner.drop."""
         self._runner.drop()
         self._collect()
         # The lookup's reset has ended these. Told later, they would end what it begins to store by then.
         self._news.not_stored.clear()
+
+    def stop(self) -> None:
+        """Move nothing any more, for good: the KV may not be the namespace's. The lookup must forget."""
+        self._stopped = True
+        self.drop()
 
     def close(self, timeout_s: float = _CLOSE_S) -> None:
         """Stop the threads; what is being written has `timeout_s` to end."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from fskv.types import ChunkId, Status
@@ -41,8 +40,3 @@ class News:
             self.written_nbytes + other.written_nbytes,
             self.no_space or other.no_space,
         )
-
-
-def load_failures(outcomes: Iterable[tuple[ChunkId, Status]]) -> dict[ChunkId, Status]:
-    """Return the chunks that cannot be trusted any more; SKIPPED ones only fell with their request."""
-    return {chunk: s for chunk, s in outcomes if not s.good and s is not Status.SKIPPED}

@@ -1,4 +1,4 @@
-"""What an engine shows of its cache: counters and gauges, and for the health file what is amiss."""
+"""What an engine shows of its cache: counters, gauges, and the conditions for the health file."""
 
 from __future__ import annotations
 

@@ -42,6 +42,14 @@ def identity(model: str) -> Identity:
     )
 
 
+def chunks_of(tokens: Sequence[int]) -> list[ChunkId]:
+    """Return the keys of a prompt: each covers all tokens up to its chunk's end."""
+    return [
+        ChunkId(hashlib.sha256(repr(list(tokens[:end])).encode()).digest(), 0)
+        for end in range(TOKENS_PER_CHUNK, len(tokens) + 1, TOKENS_PER_CHUNK)
+    ]
+
+
 class Engine:
     """One request at a time; its blocks are always the first of the KV memory."""
 
@@ -60,10 +68,7 @@ class Engine:
     def run(self, tokens: Sequence[int]) -> bytes:
         """Return the KV of a prompt of whole chunks."""
         self.memory[:] = bytes(len(self.memory))
-        chunks = [
-            ChunkId(hashlib.sha256(repr(list(tokens[:end])).encode()).digest(), 0)
-            for end in range(TOKENS_PER_CHUNK, len(tokens) + 1, TOKENS_PER_CHUNK)
-        ]
+        chunks = chunks_of(tokens)
         num_loaded = self._load(chunks[: self._hits(chunks)])
         for number in range(num_loaded, len(chunks)):
             for block in self._blocks(number):
@@ -109,8 +114,9 @@ class Engine:
             if i >= first and chunk in wanted
             for move in self.kv.moves(chunk, self._blocks(i))
         ]
-        self.kv.mover.store(next(self.job_ids), moves)
-        while self.kv.lookup.storing:
-            self.kv.step()
+        job_id, ended = next(self.job_ids), False
+        self.kv.mover.store(job_id, moves)
+        while self.kv.lookup.storing or not ended:
+            ended |= any(result.job_id == job_id for result in self.kv.step())
             time.sleep(0.001)
         self.num_stored += len(wanted)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import pathlib
 import re
+import secrets
 import subprocess
 import sys
+import time
 
 import pytest
 from places import REPOSITORY
-from toy_engine import TOKENS_PER_CHUNK, Engine, identity
-from world import damage
+from toy_engine import TOKENS_PER_CHUNK, Engine, chunks_of, identity
+from world import damage, wait_for
 
 from fskv.errors import ConfigError
 from fskv.offload import open_store
@@ -103,6 +107,111 @@ def test_a_bound_holds_and_a_stopped_lookup_serves_nothing(engine, tmp_path):
 def test_memory_that_does_not_fit_the_identity_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="KV memory of group 0: found 0 tensors, expected 1"):
         open_store({"root": str(tmp_path)}, identity("toy"), {})
+
+
+# --- what an engine may do wrong ------------------------------------------------------------
+
+CHUNK = ChunkId(b"c" * 32, 0)
+
+
+def settled(kv, seconds=10.0):
+    """Step until nothing is on its way."""
+    end = time.monotonic() + seconds
+    while kv.lookup.storing and time.monotonic() < end:
+        kv.step()
+        time.sleep(0.001)
+    return not kv.lookup.storing
+
+
+@pytest.mark.parametrize(
+    ("blocks", "first"), [([4, 5, 6], 0), ([4, 5], 1), ([], 0), ([4], 2), ([4], -1)]
+)
+def test_blocks_that_are_not_in_the_chunk_are_an_error_and_no_good_load(engine, blocks, first):
+    with pytest.raises(ValueError, match="of a chunk of 2"):
+        engine().kv.moves(CHUNK, blocks, first)
+
+
+def test_two_jobs_of_one_id_are_an_error(engine):
+    kv = engine().kv
+    kv.mover.load(7, kv.moves(CHUNK, [0, 1]))
+    with pytest.raises(ValueError, match="job 7 is under way"):
+        kv.mover.load(7, kv.moves(CHUNK, [2, 3]))
+
+
+def test_tenants_do_not_share(engine):
+    one, other = engine(tenant="a"), engine(tenant="b")
+    assert one.run(PROMPT) == other.run(PROMPT)
+    assert (one.num_stored, other.num_stored, other.num_loaded) == (4, 4, 0)
+    assert one.kv.directory.path != other.kv.directory.path
+
+
+def test_an_identity_of_another_tenant_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="option 'tenant': found 'b', expected 'a'"):
+        open_store(
+            {"root": str(tmp_path), "tenant": "b"},
+            dataclasses.replace(identity("toy"), tenant="a"),
+            {0: [memoryview(bytearray(1024))]},
+        )
+
+
+def test_what_is_sealed_is_loaded_with_the_key_alone(engine, tmp_path):
+    key = tmp_path / "keys"
+    key.write_text(f"k1 {secrets.token_hex(32)}\n")
+    key.chmod(0o600)
+    kv = engine(mac_key_file=str(key)).run(PROMPT)
+    other, plain = engine(mac_key_file=str(key)), engine()
+    assert other.run(PROMPT) == plain.run(PROMPT) == kv
+    assert (other.num_loaded, plain.num_loaded) == (4, 0)
+
+
+@pytest.mark.parametrize("drop", ["drop", "stop"])
+def test_after_a_drop_nothing_is_claimed_and_after_a_stop_nothing_is_stored(engine, tmp_path, drop):
+    toy = engine()
+    kv = toy.kv
+    assert kv.lookup.begin_store([CHUNK]) == [CHUNK]
+    getattr(kv, drop)()
+    assert not kv.lookup.storing
+    kv.mover.store(100, kv.moves(CHUNK, [0, 1]))
+    assert not kv.lookup.begin_store([CHUNK]) or drop == "drop"
+    settled(kv)
+    kv.close()
+    assert len(files(tmp_path)) == (1 if drop == "drop" else 0)
+
+
+@pytest.mark.parametrize("stopped", [True, False])
+def test_a_stopped_mover_loads_nothing(engine, stopped):
+    """Without the stop, the negative control, the chunk comes."""
+    toy = engine()
+    toy.run(PROMPT)
+    if stopped:
+        toy.kv.stop()
+    toy.kv.mover.load(100, toy.kv.moves(chunks_of(PROMPT)[0], [0, 1]))
+    while not (ended := [job for job in toy.kv.step() if job.job_id == 100]):
+        time.sleep(0.001)
+    assert bool(ended[0].bad) is stopped
+
+
+def test_a_chunk_that_was_begun_and_never_stored_is_given_up(engine):
+    kv = engine(deadline_max_s=0.1, deadline_base_s=0.1).kv
+    assert kv.lookup.begin_store([CHUNK])
+    assert settled(kv)
+    assert kv.lookup.begin_store([CHUNK])
+
+
+@pytest.mark.parametrize("option", [{"canonical_layout": True}, {"lora": "by-name"}])
+def test_what_only_vllms_adapter_does_is_refused(engine, option):
+    with pytest.raises(ConfigError, match="expected nothing: it is for vLLM's adapter"):
+        engine(**option)
+
+
+def test_the_health_file_of_a_store_is_written(engine, tmp_path):
+    path = tmp_path / "health.json"
+    toy = engine(health_file=str(path))
+    toy.run(PROMPT)
+    wait_for(lambda: path.exists() and json.loads(path.read_text())["conditions"] == [])
+
+
+# --- the toy and the document ---------------------------------------------------------------
 
 
 def test_the_toy_engine_is_small_and_knows_only_the_core():

@@ -269,7 +269,7 @@ class Engine:
             return False
 
         self._wait(all_ended)
-        self._count(done, self._mover.take_news())
+        self._count(done, self._kv.take_news())
         for i, chunk in enumerate(chunks):
             if chunk in bad:
                 continue
@@ -327,13 +327,15 @@ class Engine:
         self._job_id += 1
         self._mover.store(self._job_id, self._moves(chunks))
         ended: set[ChunkId] = set()
+        free = False
 
         def all_ended() -> bool:
-            self._mover.poll()
-            news = self._mover.take_news()
+            nonlocal free
+            free |= any(result.job_id == self._job_id for result in self._mover.poll())
+            news = self._kv.take_news()
             ended.update(news.stored, news.not_stored)
             self._count(done, news)
-            return len(ended) == len(chunks)
+            return free and len(ended) == len(chunks)
 
         self._wait(all_ended)
 
@@ -352,8 +354,7 @@ class Engine:
             time.sleep(_POLL_S)
 
     def _count(self, done: RequestDone, news: News) -> None:
-        """Take what became of files, to the lookup and into the numbers of the request."""
-        self.lookup.on_news(news)
+        """Put what became of files into the numbers of the request."""
         done.written_nbytes += news.written_nbytes
         for (metric, label), amount in self._mover.counters.drain().items():
             if metric is metrics.STORED_CHUNKS:
