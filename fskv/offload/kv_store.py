@@ -73,6 +73,11 @@ class KvStore:
         self._layouts: dict[int, GroupLayout] = {}
         self._strides: list[int] = []
         tensors: list[Memory] = []
+        self._num_blocks: dict[int, int] = {}
+        if strange := pages.keys() - {group.group_idx for group in identity.groups}:
+            raise ConfigError(
+                f"KV memory of group {min(strange)}: expected groups of the identity alone"
+            )
         for group in identity.groups:
             own = pages.get(group.group_idx, ())
             if len(own) != len(group.page_nbytes):
@@ -89,10 +94,12 @@ class KvStore:
                 layout_digest(group, identity.blocks_per_chunk),
             )
             tensors += own
-            self._strides += [
-                nbytes if isinstance(one, memoryview) else one.stride(0)
+            found = [
+                _stride_and_blocks(one, nbytes, group.group_idx)
                 for one, nbytes in zip(own, group.page_nbytes, strict=True)
             ]
+            self._strides += [stride for stride, _ in found]
+            self._num_blocks[group.group_idx] = min(num for _, num in found)
         self.mover = Mover(
             config,
             self.directory,
@@ -118,7 +125,14 @@ class KvStore:
 
         `block_ids` are their places in the group's KV memory. A store takes all blocks to the chunk's end.
         """
-        layout = self._layouts[chunk.group_idx]
+        layout = self._layouts.get(chunk.group_idx)
+        if layout is None:
+            raise ValueError(f"group {chunk.group_idx} is not in the identity")
+        num_blocks = self._num_blocks[chunk.group_idx]
+        if any(not 0 <= block < num_blocks for block in block_ids):
+            raise ValueError(
+                f"blocks {list(block_ids)} of group {chunk.group_idx}, whose memory has {num_blocks}"
+            )
         if not block_ids or not 0 <= first_block <= layout.num_blocks - len(block_ids):
             raise ValueError(
                 f"blocks {first_block} to {first_block + len(block_ids)} of a chunk of {layout.num_blocks}"
@@ -160,6 +174,28 @@ class KvStore:
         self.watch.close()
         self.mover.close()
         self.lookup.close()
+
+
+def _stride_and_blocks(memory: Memory, page_nbytes: int, group_idx: int) -> tuple[int, int]:
+    """Return the bytes from block to block and how many there are; raises ConfigError."""
+    where = f"KV memory of group {group_idx}"
+    if isinstance(memory, memoryview):
+        if memory.ndim != 1 or memory.itemsize != 1 or memory.readonly or not memory.contiguous:
+            raise ConfigError(
+                f"{where}: found a memoryview that is read-only, has gaps, or items or rows of its own; "
+                "expected a flat and writable one of bytes"
+            )
+        num_blocks, rest = divmod(memory.nbytes, page_nbytes)
+        if rest or not num_blocks:
+            raise ConfigError(
+                f"{where}: found {memory.nbytes} bytes, expected blocks of {page_nbytes} without gaps"
+            )
+        return page_nbytes, num_blocks
+    if not callable(getattr(memory, "stride", None)):
+        raise ConfigError(
+            f"{where}: found a {type(memory).__name__}, expected a torch tensor of int8 or a memoryview"
+        )
+    return memory.stride(0), memory.shape[0]
 
 
 def _opened(config: StoreConfig, *, create: bool) -> Root:

@@ -131,6 +131,39 @@ def test_blocks_that_are_not_in_the_chunk_are_an_error_and_no_good_load(engine, 
         engine().kv.moves(CHUNK, blocks, first)
 
 
+@pytest.mark.parametrize("blocks", [[0, 64], [-1, 0]])
+def test_blocks_that_are_not_in_the_memory_are_an_error(engine, blocks):
+    with pytest.raises(ValueError, match="of group 0, whose memory has 64"):
+        engine().kv.moves(CHUNK, blocks)
+
+
+def test_a_group_that_the_identity_has_not_is_an_error(engine):
+    with pytest.raises(ValueError, match="group 7 is not in the identity"):
+        engine().kv.moves(ChunkId(b"c" * 32, 7), [0, 1])
+
+
+@pytest.mark.parametrize(
+    ("memory", "words"),
+    [
+        (bytearray(1024), "found a bytearray, expected a torch tensor of int8 or a memoryview"),
+        (memoryview(bytes(1024)), "read-only"),
+        (memoryview(bytearray(2048))[::2], "has gaps"),
+        (memoryview(bytearray(1024)).cast("B", (2, 512)), "rows of its own"),
+        (memoryview(bytearray(100)), "found 100 bytes, expected blocks of 512"),
+        (memoryview(bytearray(1000)), "found 1000 bytes, expected blocks of 512"),
+    ],
+)
+def test_memory_that_would_be_read_wrong_is_refused(tmp_path, memory, words):
+    with pytest.raises(ConfigError, match=words):
+        open_store({"root": str(tmp_path)}, identity("toy"), {0: [memory]})
+
+
+def test_memory_of_a_group_that_the_identity_has_not_is_refused(tmp_path):
+    flat = memoryview(bytearray(1024))
+    with pytest.raises(ConfigError, match="KV memory of group 3: expected groups of the identity"):
+        open_store({"root": str(tmp_path)}, identity("toy"), {0: [flat], 3: [flat]})
+
+
 def test_two_jobs_of_one_id_are_an_error(engine):
     kv = engine().kv
     kv.mover.load(7, kv.moves(CHUNK, [0, 1]))
