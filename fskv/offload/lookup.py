@@ -24,7 +24,7 @@ from fskv.offload.news import News
 from fskv.root.root import FORMAT_FILE
 from fskv.types import ChunkId, Presence, Status
 
-_MAX_STORED_IN_PART = 65536
+_MAX_STORING = 65536
 
 # A load that ends like this leaves no file to load, or one that nobody will read again.
 _GONE = (Status.MISSING, Status.STALE, Status.CORRUPT)
@@ -157,10 +157,13 @@ class Lookup:
         self.presence.flush()
         if self.capacity is not None and (removed := self.capacity.poll()):
             self.on_removed(removed)
-        now = time.monotonic()
-        while self._storing and next(iter(self._storing.values())).until <= now:
-            self._end_store(next(iter(self._storing)))  # the oldest is the first
-        if len(self._stored_by) > _MAX_STORED_IN_PART:  # parts of movers whose peers failed
+        # Not before there are so many: a store that waits behind a slow disk may still be written, and its
+        # bytes must not be given to another one meanwhile.
+        if len(self._storing) > _MAX_STORING:
+            now = time.monotonic()
+            for chunk in [chunk for chunk, store in self._storing.items() if store.until <= now]:
+                self._end_store(chunk)
+        if len(self._stored_by) > _MAX_STORING:  # parts of movers whose peers failed
             self._stored_by.clear()
 
     def _take_for_store(self, chunk: ChunkId) -> bool:
