@@ -7,6 +7,7 @@ import math
 import os
 import random
 import threading
+import time
 from collections import Counter
 
 import pytest
@@ -1058,3 +1059,32 @@ def test_the_rate_is_that_of_the_stores_that_ended(make_bench):
     bench.wait_until_idle()
     bench.poll()
     assert bench.runner._chunk_store_s == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("reported_first", [False, True])
+def test_a_job_is_reported_when_the_outcome_of_each_file_is_known(bench, reported_first):
+    """With the report first, the negative control, an outcome is missing when its job is reported."""
+    runner, held, seen = bench.runner, threading.Event(), []
+    known = runner._outcome_known
+
+    def slowly(task, *rest):
+        if not seen:  # the first file that ends: its thread is slow here
+            seen.append(task)
+            if reported_first:
+                task.job.num_open -= 1  # as if it had been counted off before
+            assert held.wait(20)
+        known(task, *rest)
+
+    job, _ = bench.store([1, 2])
+    bench.finish(job)
+    bench.wait_until_idle()
+    runner._outcome_known = slowly
+    job = bench.load([98, 99])  # absent: a file of the native path comes back to Python
+    wait_for(lambda: seen)
+    end = time.monotonic() + 0.3
+    while time.monotonic() < end and job not in bench.poll():
+        time.sleep(0.01)
+    assert (job in bench.results) is reported_first
+    held.set()
+    bench.finish(job)
+    wait_for(lambda: bench.statuses(loads=True)[Status.MISSING] == 2)

@@ -94,14 +94,25 @@ def test_the_toy_would_show_a_wrong_byte(engine, tmp_path, monkeypatch, broken):
     assert (engine().run(PROMPT) == kv) is not broken
 
 
-def test_a_bound_holds_and_a_stopped_lookup_serves_nothing(engine, tmp_path):
-    small = engine(max_bytes="64 KiB")
+@pytest.mark.parametrize(("bound", "holds"), [("64 KiB", True), ("1 GiB", False)])
+def test_a_bound_holds(engine, tmp_path, bound, holds):
+    """With a large one, the control, as much is written as is asked for."""
+    small = engine(max_bytes=bound)
     for number in range(12):
         small.run([number, *PROMPT[1:]])
-    assert sum(path.stat().st_size for path in files(tmp_path)) <= 64 << 10
-    small.kv.lookup.stopped = True
-    assert small.kv.lookup.ask(ChunkId(b"k" * 32, 0))[0] is Presence.MISS
-    assert small.kv.lookup.begin_store([ChunkId(b"k" * 32, 0)]) == []
+    assert (sum(path.stat().st_size for path in files(tmp_path)) <= 64 << 10) is holds
+
+
+def test_a_stopped_lookup_finds_and_begins_nothing(engine):
+    toy = engine()
+    toy.run(PROMPT)
+    there, new = chunks_of(PROMPT)[0], CHUNK
+    assert toy.kv.lookup.ask(there)[0] is Presence.HIT, "the control"
+    assert toy.kv.lookup.begin_store([new]) == [new]
+    toy.kv.lookup.forget()
+    toy.kv.lookup.stopped = True
+    assert toy.kv.lookup.ask(there)[0] is Presence.MISS
+    assert toy.kv.lookup.begin_store([new]) == []
 
 
 def test_memory_that_does_not_fit_the_identity_is_refused(tmp_path):
