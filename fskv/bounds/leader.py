@@ -81,7 +81,7 @@ class Leader:
     ) -> None:
         self._root = root
         self._ledger = book
-        self._log = log
+        self._eviction_news = log
         self._lease = lease
         self._term = lease.term
         self._file_mode = file_mode
@@ -91,6 +91,7 @@ class Leader:
         # Of these: whether it is foreign, and the device on which what is foreign counts by its blocks.
         self._counted_as: dict[str, tuple[bool, int | None]] = {}
         self._device: int | None = None
+        self._asked_device = False
         self._manifests = Manifests(root)
         self._counted_all_at = self._snapshot_at = self._orphans_at = float("-inf")
         self._again = time.time_ns() % NUM_SHARDS  # terms may be shorter than a round
@@ -138,8 +139,8 @@ class Leader:
         every = self.usage is None or time.monotonic() - self._counted_all_at > _COUNT_ALL_S
         names = self._find_namespaces(claims, every=every)
         await asyncio.to_thread(self._judge, names)
-        if every and self._device is None:
-            self._device = await asyncio.to_thread(self._counting_device)
+        if every and not self._asked_device:
+            await asyncio.to_thread(self._find_device)
         self._open_catalogues(names)
         self._gone = dead = self._dead(claims)
         known = await self._count(claims, every=every)
@@ -202,14 +203,14 @@ class Leader:
         for name in names:
             self._manifests.judge(name)
 
-    def _counting_device(self) -> int | None:
-        """Learn whether files count by their blocks here (fskv.root.filesystem). In a worker thread."""
+    def _find_device(self) -> None:
+        """Learn, once in office, whether files count by their blocks here. In a worker thread."""
         with (
-            contextlib.suppress(OSError),
+            contextlib.suppress(OSError),  # no room, perhaps: the next count asks again
             opened(self._root, f"{self._root}/{SHARED_DIR}", os.O_PATH) as fd,
         ):
-            return counting_device(fd, f"{unique_name()}.part")
-        return None
+            self._device = counting_device(fd, f"{unique_name()}.part")
+            self._asked_device = True
 
     def _open_catalogues(self, names: set[str]) -> None:
         """Have a catalogue for each of these.
@@ -408,7 +409,7 @@ class Leader:
             name = path[len(self._root) + 1 :]
             self._unsaved.add(name)
             with contextlib.suppress(OSError):
-                self._log.publish(name.rpartition("@")[2], chunks)
+                self._eviction_news.publish(name.rpartition("@")[2], chunks)
         if self.usage is not None:
             self.usage = replace(
                 self.usage,
@@ -440,7 +441,7 @@ class Leader:
         removed += self._remove_orphans_in(self._root, PART_PREFIX, now_ns)
         self._ledger.remove_orphans(now_ns)
         with contextlib.suppress(OSError):
-            self._log.remove_old()
+            self._eviction_news.remove_old()
         if removed and self.usage is not None:
             logger.info("removed %d parts of writers that are gone", removed)
             self.usage = replace(self.usage, orphans=self.usage.orphans + removed)

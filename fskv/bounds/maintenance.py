@@ -124,7 +124,7 @@ class Maintainer:
         self._beat_at = 0.0
         self._ledger = Ledger(self._shared, file_mode)
         self._lease = Lease(self._shared, ttl_s=lease_ttl_s, file_mode=file_mode)
-        self._log = EvictionNews(self._shared, file_mode)
+        self._eviction_news = EvictionNews(self._shared, file_mode)
         self._work: asyncio.Task[None] | None = None
         self._leader: Leader | None = None
         self._work_after = 0.0  # the last one failed: not at once again
@@ -147,10 +147,10 @@ class Maintainer:
     def start(self) -> None:
         """Make what is shared; raises OSError. Nothing is made in the place of a root that is gone."""
         os.stat(f"{self._root}/{FORMAT_FILE}")
-        for path in (self._shared, f"{self._shared}/{CLAIMS_DIR}", self._log.directory):
+        for path in (self._shared, f"{self._shared}/{CLAIMS_DIR}", self._eviction_news.directory):
             self._make(path)
         with contextlib.suppress(OSError):
-            self._log.skip_old()
+            self._eviction_news.skip_old()
         self._started = True
 
     def _make(self, path: str) -> None:
@@ -271,7 +271,7 @@ class Maintainer:
                 await catalogue.refresh(self._lease.now_ns())
         pruned = await execute(plan(catalogues, _LEAST_ROOM, 8), lambda: True, self._root)
         for path, chunks in pruned.removed.items():
-            self._log.publish(path.rpartition("@")[2], chunks)
+            self._eviction_news.publish(path.rpartition("@")[2], chunks)
 
     def _complain(self, error: BaseException) -> None:
         """Log an error, but not the same one again and again."""
@@ -374,7 +374,7 @@ class Maintainer:
             return False
         ours = self._claim.namespace.rpartition("@")[2]
         try:
-            self._news = (self._news + self._log.take_new(ours))[-_MAX_NEWS_NBYTES:]
+            self._news = (self._news + self._eviction_news.take_new(ours))[-_MAX_NEWS_NBYTES:]
         except OSError as error:  # news are no condition for a grant
             self._started = error.errno not in _GONE  # made again by the next step
             self._complain(error)
@@ -405,7 +405,12 @@ class Maintainer:
             )  # the lease was lost and taken again: others were the holder between
         if self._leader is None:
             self._leader = Leader(
-                self._root, self._ledger, self._log, self._lease, self._file_mode, self._grace_s
+                self._root,
+                self._ledger,
+                self._eviction_news,
+                self._lease,
+                self._file_mode,
+                self._grace_s,
             )
         if self._work is not None and self._work.done():
             work, self._work = self._work, None
