@@ -69,7 +69,7 @@ class KvStore:
             integrity=INTEGRITY if config.mac_key_file is not None else None,
         )
         self.directory = _opened(config, create=True).open_namespace(identity)
-        self.file_layouts: dict[int, FileLayout] = {}
+        file_layouts: dict[int, FileLayout] = {}
         self._layouts: dict[int, GroupLayout] = {}
         self._strides: list[int] = []
         tensors: list[Memory] = []
@@ -88,7 +88,7 @@ class KvStore:
             refs = [(len(tensors) + i, nbytes) for i, nbytes in enumerate(group.page_nbytes)]
             layout = GroupLayout.of(group.group_idx, identity.blocks_per_chunk, refs)
             self._layouts[group.group_idx] = layout
-            self.file_layouts[group.group_idx] = FileLayout(
+            file_layouts[group.group_idx] = FileLayout(
                 identity.blocks_per_chunk,
                 group.page_nbytes,
                 layout_digest(group, identity.blocks_per_chunk),
@@ -104,7 +104,7 @@ class KvStore:
             config,
             self.directory,
             tensors,
-            self.file_layouts,
+            file_layouts,
             restore=lambda: _opened(config, create=False).open_namespace(identity),
         )
         self.lookup = Lookup(config, clock=clock)

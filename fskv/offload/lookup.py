@@ -73,9 +73,8 @@ class Lookup:
             breaker=self.breaker,
             clock=clock,
         )
-        self.capacity: Capacity | None = (
-            None  # from `attach` on, unless somebody else maintains the root
-        )
+        # From `attach` on, unless somebody else maintains the root.
+        self.capacity: Capacity | None = None
         self.stopped = False  # for good: nothing is found, nothing is stored
         self._files: Sequence[RankFiles] = ()
         self._num_movers = 0

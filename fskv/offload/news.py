@@ -11,9 +11,8 @@ from fskv.types import ChunkId, Status
 class News:
     """Of one mover, or of several (`merged`). Pickled where movers are processes of their own."""
 
-    stored: dict[ChunkId, set[int]] = field(
-        default_factory=dict
-    )  # -> movers whose files are visible
+    # To the movers whose files are visible.
+    stored: dict[ChunkId, set[int]] = field(default_factory=dict)
     not_stored: set[ChunkId] = field(default_factory=set)
     failed_loads: dict[ChunkId, Status] = field(default_factory=dict)
     written_nbytes: int = 0

@@ -198,7 +198,7 @@ def test_a_lookup_asks_for_every_slice_once():
                 "fskv.offload.lookup.probe_chunks",
                 lambda ranks, *_: seen.extend(ranks) or Findings([True], 0.0),
             )
-            manager.core._probe([ChunkId(b"k" * 32, 0)], bytes(1))
+            manager.chunks._probe([ChunkId(b"k" * 32, 0)], bytes(1))
         manager.shutdown()
         return sorted("kv" if found.rank is None else f"r{found.rank}.kv" for found in seen)
 

@@ -237,7 +237,7 @@ class Rig:
                 wanted[(number, *place)] = pages
             assert self.finish(self.submit(self.keys(number), rows, load=False)).success
         wait_for(lambda: self.poll() is None or len(self.files()) == len(wanted))
-        wait_for(lambda: self.poll() is None or not self.tier._manager.core.storing)
+        wait_for(lambda: self.poll() is None or not self.tier._manager.chunks.storing)
         return wanted
 
     def files(self):
@@ -409,7 +409,7 @@ def test_the_failure_of_some_keys_keeps_the_others(make_rig):
     }
     rig.fill_rows(0, (2, 3), seed=2)
     assert rig.finish(rig.submit(keys, [0, 1, 2, 3], load=False)).success
-    wait_for(lambda: rig.poll() and not rig.tier._manager.core.storing)
+    wait_for(lambda: rig.poll() and not rig.tier._manager.chunks.storing)
     assert rig.finish(rig.submit(keys, [4, 5, 6, 7], load=True)).success
     after = {path: os.stat(path).st_ino for path in rig.files()}
     assert len(after) == 8

@@ -42,7 +42,7 @@ def store(rig, numbers):
         key = rig.keys(number)[0]
         pages[key] = rig.fill_rows(0, (0, 1), seed=number)[0, 0]
         assert rig.finish(rig.submit([key], [0], load=False)).success
-        wait_for(lambda: rig.poll() is None or not rig.tier._manager.core.storing)
+        wait_for(lambda: rig.poll() is None or not rig.tier._manager.chunks.storing)
     return list(pages), pages
 
 

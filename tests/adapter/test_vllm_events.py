@@ -136,7 +136,7 @@ def test_events_are_kept_only_where_the_engine_publishes_them():
 
     manager = _manager(events=False)
     manager.on_news(News(stored={_chunk(1): {0}}))
-    manager.core.on_removed([_name(1)])
+    manager.chunks.on_removed([_name(1)])
     manager.forget_announced()
     assert list(manager.take_events()) == []
     assert not manager.has_pending_work()
@@ -153,7 +153,7 @@ def test_a_chunk_is_announced_when_the_last_rank_has_published_it():
     assert _taken(manager.take_events()) == []
     manager.on_news(News(stored={_chunk(1): {1}}))
     assert _taken(manager.take_events()) == [("stored", _key(1))]
-    manager.core.on_removed([_name(1)])
+    manager.chunks.on_removed([_name(1)])
     assert _taken(manager.take_events()) == [("removed", _key(1))]
     manager.shutdown()
 
@@ -193,7 +193,7 @@ def test_a_chunk_that_another_engine_stored_is_announced_when_it_is_found(monkey
         "asked": (Presence.UNKNOWN, Status.OK),
     }
     for number, answer in enumerate(answers.values()):
-        monkeypatch.setattr(manager.core.presence, "lookup", lambda chunk, answer=answer: answer)
+        monkeypatch.setattr(manager.chunks.presence, "lookup", lambda chunk, answer=answer: answer)
         for request in ("r", "r", "s"):
             result = manager.lookup(_key(number), ReqContext(request))
         assert (result is LookupResult.HIT) is (number == 0)
@@ -306,7 +306,7 @@ def test_the_payloads_that_vllm_keeps_are_bounded_by_what_is_announced():
     connector, manager, payloads = _describing()
     from fskv.offload.lookup import _Store
 
-    manager.core._storing[_chunk(7)] = _Store(1e12, 0)
+    manager.chunks._storing[_chunk(7)] = _Store(1e12, 0)
     most = 0
     for number in range(20_000):
         payloads[_key(number)] = _payload(number)
@@ -330,7 +330,7 @@ def test_without_trimming_vllm_keeps_payloads_for_ever():
     tracker = OffloadingEventsTracker(OffloadingKVEventsConfig(True, True))
     tracker._pending_event_metadata[_key(1)] = _payload(1)
     manager.on_news(News(stored={_chunk(1): {0}}))
-    manager.core.on_removed([_name(1)])
+    manager.chunks.on_removed([_name(1)])
     list(tracker.take_events(manager.take_events()))
     assert list(tracker._pending_event_metadata) == [_key(1)]
     manager.shutdown()

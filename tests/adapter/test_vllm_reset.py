@@ -212,7 +212,7 @@ class Engine:
         )
         self.manager = FskvManager(config, 1)
         self.manager.set_workers([self.worker.handshake])
-        self.grants = self.manager.core.capacity = Grants()
+        self.grants = self.manager.chunks.capacity = Grants()
         self._make_scheduler()
         self._make_half()
         self.jobs = {}  # of the next step, by number
@@ -363,7 +363,7 @@ def test_a_reset_drops_stores_that_are_queued_and_deferred_before_the_kv_is_give
     engine.reset()
     engine.give_up_kv()
     assert engine.grants.taken == 0
-    assert not engine.manager.core.storing
+    assert not engine.manager.chunks.storing
     if told:
         again = [make_offload_key(bytes([n]) * 32, 0) for n in (6, 9)]
         taken = engine.manager.prepare_store(again, REQUEST).keys_to_store
@@ -371,7 +371,7 @@ def test_a_reset_drops_stores_that_are_queued_and_deferred_before_the_kv_is_give
         _, news = engine.step()
         assert {queued, deferred} <= set(news.completed_jobs), "no job is left open"
         # What was dropped was ended by the reset; the news must not end what began since.
-        assert set(engine.manager.core.storing) == {to_chunk(key) for key in taken}
+        assert set(engine.manager.chunks.storing) == {to_chunk(key) for key in taken}
         assert engine.grants.taken == len(taken) * engine.worker.handshake.file_nbytes[0]
     engine.settle()
     stored = engine.stored()

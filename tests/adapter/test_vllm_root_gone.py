@@ -45,7 +45,7 @@ def ask(manager, number: int):
     found = []
 
     def known() -> bool:
-        found[:] = manager.core.presence.lookup(chunk(number))
+        found[:] = manager.chunks.presence.lookup(chunk(number))
         manager.on_schedule_end(None)
         return found[0] is not Presence.UNKNOWN
 
@@ -59,21 +59,21 @@ def test_a_root_that_is_gone_opens_the_breaker_and_one_that_is_back_closes_it(ma
     assert [ask(manager, number) for number in range(1, 20)] == [
         (Presence.MISS, Status.MISSING)
     ] * 19
-    assert not manager.core.breaker.open, "the control: chunks that are not there are no sign"
+    assert not manager.chunks.breaker.open, "the control: chunks that are not there are no sign"
     os.rename(root, away)
     root.mkdir()  # what is left of a mount
     answers = [ask(manager, number) for number in range(20, 40)]
     assert {presence for presence, _ in answers} == {Presence.MISS}
-    assert manager.core.breaker.open
+    assert manager.chunks.breaker.open
     assert Status.BREAKER in {reason for _, reason in answers}
     assert os.listdir(root) == [], "nothing is made in the place of a mount"
     root.rmdir()
     os.rename(away, root)
     wait_for(lambda: ask(manager, 41) == (Presence.MISS, Status.MISSING))
-    assert not manager.core.breaker.open
+    assert not manager.chunks.breaker.open
 
 
 def test_where_one_chunk_is_there_the_root_is_not_asked_for(manager, tmp_path):
     os.unlink(tmp_path / "root" / "fskv.json")
     assert ask(manager, 0) == (Presence.HIT, Status.OK)
-    assert not manager.core.breaker.open
+    assert not manager.chunks.breaker.open

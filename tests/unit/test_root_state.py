@@ -114,7 +114,7 @@ class TestScheduler:
                 pass
 
         manager = self.make()
-        manager.core.capacity = Capacity
+        manager.chunks.capacity = Capacity
         first = self.stats(manager)
         assert first["vllm:fskv_bound_bytes"] == {("root",): 500.0}
         assert first["vllm:fskv_bound_left_bytes"] == {("root",): 7.0}
@@ -140,8 +140,8 @@ class TestScheduler:
 
         manager = self.make(breaker_failures=1)
         self.stats(manager)
-        manager.core.breaker.record(Status.TIMED_OUT)
-        manager.core.breaker.record(Status.OK)
+        manager.chunks.breaker.record(Status.TIMED_OUT)
+        manager.chunks.breaker.record(Status.OK)
         now = self.stats(manager)
         assert "vllm:fskv_breaker_open" not in now, "the gauge has not changed"
         assert now["vllm:fskv_breaker_openings"] == {(): 1}

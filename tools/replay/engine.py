@@ -143,7 +143,7 @@ class Engine:
         self._pages = memoryview(bytearray(count * spec.block_nbytes))
         self._zeros = bytes(len(self._pages))
         defaults = StoreConfig(root=spec.root)
-        # What a page may wait for: a replay is not an engine whose step waits.
+        # Patient: a replay counts what the root holds, not what came in time.
         config = replace(
             defaults,
             io_threads=spec.io_threads,

@@ -126,14 +126,14 @@ class FskvManager(OffloadingManager):
         self._events = events
         self._blocks_per_chunk = blocks_per_chunk
         self._workers: list[FskvHandshake] = []
-        self.core = Lookup(config, events=events)
+        self.chunks = Lookup(config, events=events)
         self._states = StateLog("fskv: ", root=config.root)
         self._excluded_requests: set[str] = set()
         self._media: dict[str, MediaKeys] = {}  # by request, of those with images, sound or video
         # vLLM asks for the same chunks in every step a request waits: what each was told is counted once.
         self._told: dict[str, set[tuple[ChunkId, Status]]] = {}
         self._limit: Callable[[str], LoadLimit] = lambda _req_id: NO_LIMIT
-        self._watch = Watch(config, self.core, engine_rank)
+        self._watch = Watch(config, self.chunks, engine_rank)
 
     # --- start-up and news from the workers -------------------------------------------------
 
@@ -158,14 +158,14 @@ class FskvManager(OffloadingManager):
             raise ConfigError(f"{len(workers)} of {first.world_size} workers reported a namespace")
         self._workers = sorted(workers, key=lambda w: w.rank)
         self._watch.namespace = os.path.relpath(first.namespace_path, self._config.root)
-        self.core.attach(
+        self.chunks.attach(
             list(self._files.values()),
             num_movers=len(workers),
             dir_mode=first.dir_mode,
             file_mode=first.file_mode,
             chunks_per_step=self._chunks_per_step,
         )
-        if self.core.capacity is not None:
+        if self.chunks.capacity is not None:
             config = self._config
             logger.info(
                 "fskv: bounds of %s: max_bytes %s, keep_free %s, namespace_max_bytes %s, tenant_max_bytes "
@@ -176,7 +176,7 @@ class FskvManager(OffloadingManager):
                 config.keep_free,
                 config.namespace_max_bytes,
                 config.tenant_max_bytes,
-                self.core.capacity.pid,
+                self.chunks.capacity.pid,
             )
 
     def limit_loads(self, limit: Callable[[str], LoadLimit]) -> None:
@@ -185,7 +185,7 @@ class FskvManager(OffloadingManager):
 
     def turn_off(self, reason: str) -> None:
         """Neither load nor store, from now on and for good: where vLLM itself does not reuse KV."""
-        self.core.stopped = True
+        self.chunks.stopped = True
         self._watch.off = reason
         self._states.say("prefix_caching_off", logging.WARNING, reason=reason)
 
@@ -194,8 +194,8 @@ class FskvManager(OffloadingManager):
 
         The namespace names the weights of the start.
         """
-        if not self._config.weights_fixed and not self.core.stopped:
-            self.core.stopped = self._watch.in_doubt = True
+        if not self._config.weights_fixed and not self.chunks.stopped:
+            self.chunks.stopped = self._watch.in_doubt = True
             reason = (
                 f"{what}; fskv neither loads nor stores until the engine is started again (option "
                 "'weights_fixed': found false, expected true where weights never change in a running engine)"
@@ -219,7 +219,7 @@ class FskvManager(OffloadingManager):
     def on_news(self, news: News) -> None:
         """Take what the workers have told."""
         self._watch.note(news.failed_loads.values())
-        self.core.on_news(news)
+        self.chunks.on_news(news)
 
     # --- OffloadingManager ------------------------------------------------------------------
 
@@ -235,17 +235,17 @@ class FskvManager(OffloadingManager):
         if not self._serves(req_context):
             return LookupResult.MISS
         chunk = self._chunk(key, req_context)
-        presence, reason = self.core.ask(chunk)
+        presence, reason = self.chunks.ask(chunk)
         if presence is not Presence.UNKNOWN:
             told = self._told.setdefault(req_context.req_id, set())
             if (chunk, reason) not in told:
                 told.add((chunk, reason))
                 if presence is Presence.HIT:
-                    self.core.counters.add(metrics.LOOKUP_HITS)
+                    self.chunks.counters.add(metrics.LOOKUP_HITS)
                     if self._events:  # stored by another engine, or before this one's start
                         self._events.stored(chunk)
                 else:
-                    self.core.counters.add(metrics.LOOKUP_MISSES, 1, reason.value)
+                    self.chunks.counters.add(metrics.LOOKUP_MISSES, 1, reason.value)
         return _RESULTS[presence]
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
@@ -263,7 +263,7 @@ class FskvManager(OffloadingManager):
         to_store: dict[OffloadKey, ChunkId] = {}
         if self._serves(req_context):
             chunks = {self._chunk(key, req_context): key for key in keys}
-            to_store = {chunks[chunk]: chunk for chunk in self.core.begin_store(chunks)}
+            to_store = {chunks[chunk]: chunk for chunk in self.chunks.begin_store(chunks)}
         return PrepareStoreOutput(
             keys_to_store=list(to_store),
             store_spec=ChunkKeys(list(to_store.values())),
@@ -271,7 +271,7 @@ class FskvManager(OffloadingManager):
         )
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        self.core.end_step()
+        self.chunks.end_step()
 
     def reset_cache(self) -> None:
         """Forget what is known to be on disk; the files stay.
@@ -281,7 +281,7 @@ class FskvManager(OffloadingManager):
         self.doubt_weights(
             "the engine reset its connector's cache, which vLLM does when weights change"
         )
-        self.core.forget()
+        self.chunks.forget()
 
     def forget_announced(self) -> None:
         """Before a reset: take back all that was announced. What is found again is announced again."""
@@ -294,19 +294,19 @@ class FskvManager(OffloadingManager):
     def trim_event_payloads(self, payloads: MutableMapping[OffloadKey, object]) -> None:
         """Drop what vLLM remembers of chunks that no event will name any more."""
         if self._events:
-            self._events.trim(payloads, self.core.storing.keys())
+            self._events.trim(payloads, self.chunks.storing.keys())
 
     def has_pending_work(self) -> bool:
         """Keep an idle engine stepping until it can publish how its last stores ended, but not for long."""
-        waits = self._events is not None and bool(self.core.storing)
-        return waits and time.monotonic() < self.core.last_store_at + _EVENTS_LINGER_S
+        waits = self._events is not None and bool(self.chunks.storing)
+        return waits and time.monotonic() < self.chunks.last_store_at + _EVENTS_LINGER_S
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         return to_stats(*self._watch.read())
 
     def shutdown(self) -> None:
         self._watch.close()
-        self.core.close()
+        self.chunks.close()
 
     def _chunk(self, key: OffloadKey, req_context: ReqContext) -> ChunkId:
         media = self._media.get(req_context.req_id)
@@ -317,7 +317,7 @@ class FskvManager(OffloadingManager):
         return ChunkId(media.key(get_offload_block_hash(key), end), get_offload_group_idx(key))
 
     def _serves(self, req_context: ReqContext) -> bool:
-        serves = self.core.attached and not self.core.stopped
+        serves = self.chunks.attached and not self.chunks.stopped
         return serves and req_context.req_id not in self._excluded_requests
 
     @property
