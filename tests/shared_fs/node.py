@@ -198,7 +198,7 @@ class Node:
             for layer, columns in zip(self.layers, np.split(rows, [PAGES[0]], axis=1), strict=True):
                 layer.array[block : block + NUM_BLOCKS] = columns
             if replace:
-                self.store_._suspect(_chunk(number))
+                self.store_._suspect(FileId(*_chunk(number)))
             requests.append(self._request(number, block))
         return self._run(self.runner.submit_store, requests)
 
@@ -316,7 +316,7 @@ class Node:
     # --- looking ----------------------------------------------------------------------------
 
     def path(self, number):
-        return {"path": self.store_.path(_chunk(number))}
+        return {"path": self.store_.path(FileId(*_chunk(number)))}
 
     def stat_until(self, path, limit_s):
         """Poll stat() of a path until it is there, without ever opening its directory."""
@@ -330,7 +330,7 @@ class Node:
 
     def hold(self, number):
         """Open a chunk's file and keep it open, as a reader that somebody else overtakes."""
-        fd = os.open(self.store_.path(_chunk(number)), os.O_RDONLY)
+        fd = os.open(self.path(number=number)["path"], os.O_RDONLY)
         self._held.append(fd)
         return {"nbytes": len(os.read(fd, 4096))}
 
@@ -352,7 +352,7 @@ class Node:
             for number in numbers:
                 call = "open"
                 try:
-                    fd = os.open(self.store_.path(_chunk(number)), os.O_RDONLY)
+                    fd = os.open(self.path(number=number)["path"], os.O_RDONLY)
                     try:
                         call = "fstat"
                         os.fstat(fd)
