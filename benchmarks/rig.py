@@ -30,7 +30,7 @@ from fskv.format.mac import INTEGRITY, MacKeys
 from fskv.namespace import GroupIdentity, Identity
 from fskv.plan.spans import GroupLayout, plan_job
 from fskv.root.root import NamespaceDir, Root
-from fskv.transports.host import HostTransport
+from fskv.transports.host import HostSlot, HostTransport
 from fskv.types import FileId, Status
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def open_runner(
     breaker: Breaker | None = None,
     native: bool = True,
     keys: Callable[[], MacKeys] | None = None,
-) -> JobRunner:
+) -> JobRunner[HostSlot]:
     """Construct transport, store and runner as fskv.engines.vllm.worker does, for one KV group."""
     transport = HostTransport(
         tensors,

@@ -23,7 +23,7 @@ from benchmarks.rig import BenchmarkError, open_namespace
 from fskv.data_path.store import ChunkStore
 from fskv.format.chunk_file import FileLayout
 from fskv.root.root import NamespaceDir
-from fskv.transports.host import HostTransport
+from fskv.transports.host import HostSlot, HostTransport
 from fskv.types import FileId, Status
 
 # docs/format.md; not from fskv.index.scan, which a first hit must not import.
@@ -167,7 +167,9 @@ def layout_of(chunk_nbytes: int) -> FileLayout:
     return FileLayout(1, (chunk_nbytes,), bytes(16))
 
 
-def open_store(directory: NamespaceDir, chunk_nbytes: int) -> tuple[ChunkStore, HostTransport]:
+def open_store(
+    directory: NamespaceDir, chunk_nbytes: int
+) -> tuple[ChunkStore[HostSlot], HostTransport]:
     """Return a store as a worker makes it, without KV pages: loads end in the staging slot."""
     layout = layout_of(chunk_nbytes)
     transport = HostTransport(

@@ -61,7 +61,7 @@ def first_hit(options: Options) -> dict[str, Any]:
             time.sleep(0.0005)
             if keeper is not None:
                 keeper.poll()
-        status = store.get(chunk, 0, 1, slot) if answer is Presence.HIT else Status.MISSING
+        status = store.get(chunk, 0, 1, slot)[0] if answer is Presence.HIT else Status.MISSING
         loads.append(time.monotonic() - start)
         if len(loads) == 1:
             hit_at = time.monotonic()

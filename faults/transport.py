@@ -9,7 +9,7 @@ character an operation, as in borg's "rrEr":
     H  hang: until `release()`, or until a FileScript no longer says so; then the operation goes on
     L  slow (20 ms)
 
-The operations are open, read, touch, gather, scatter and write. After the last character nothing more
+The operations are open, read, gather, scatter and write. After the last character nothing more
 happens; a `*` at the end repeats the last one for ever: `Script(read=".H*")`.
 
 `install` puts such transports in the place of every HostTransport made later in this process;
@@ -34,7 +34,7 @@ from fskv.errors import ChunkCorrupt, ChunkTimedOut, chunk_error_from_os
 from fskv.transports import host
 from fskv.transports.protocol import OpenChunk, Transport
 
-OPERATIONS = ("open", "read", "touch", "gather", "scatter", "write")
+OPERATIONS = ("open", "read", "gather", "scatter", "write")
 EVENTS = ".ENSAMsBHL"
 _ERRNOS = {
     "E": errno.EIO,
@@ -264,10 +264,6 @@ class _FaultChunk:
             self._inner.read_into(slot, slot_offset, file_offset, nbytes)
             if event == "B":
                 slot.array[slot_offset + nbytes // 2] ^= 0x10
-
-    def touch(self) -> None:
-        with self._transport._operation("touch", self._path):
-            self._inner.touch()
 
     def same_file(self, path: str, dir_fd: int | None = None) -> bool:
         return self._inner.same_file(path, dir_fd)

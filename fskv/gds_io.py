@@ -29,7 +29,7 @@ from fskv.errors import (
 from fskv.plan.spans import SpanTable
 from fskv.root.filesystem import Space, block_nbytes
 from fskv.transports.chunk_fd import ChunkFd, open_chunk_fd, open_part
-from fskv.transports.protocol import Native, OpenChunk
+from fskv.transports.protocol import Native, OpenChunk, Ready
 
 
 class Device(Protocol):
@@ -47,9 +47,9 @@ class Device(Protocol):
 
     def io_context(self) -> contextlib.AbstractContextManager[None]: ...
 
-    def gather(self, table: SpanTable, buffer: Any, base: int, ready: Any) -> None: ...
+    def gather(self, table: SpanTable, buffer: Any, base: int, ready: Ready | None) -> None: ...
 
-    def scatter(self, buffer: Any, base: int, table: SpanTable, ready: Any) -> None: ...
+    def scatter(self, buffer: Any, base: int, table: SpanTable, ready: Ready | None) -> None: ...
 
     def fill_zero(self, buffer: Any, start: int, stop: int) -> None: ...
 
@@ -144,10 +144,10 @@ class GdsTransport:
             raise RuntimeError("the transport is closed")
         return slot
 
-    def gather(self, table: SpanTable, slot: GdsSlot, base: int, ready: Any) -> None:
+    def gather(self, table: SpanTable, slot: GdsSlot, base: int, ready: Ready | None) -> None:
         self._device.gather(table, slot.buffer, base, ready)
 
-    def scatter(self, slot: GdsSlot, base: int, table: SpanTable, ready: Any) -> None:
+    def scatter(self, slot: GdsSlot, base: int, table: SpanTable, ready: Ready | None) -> None:
         self._device.scatter(slot.buffer, base, table, ready)
 
     def fill_zero(self, slot: GdsSlot, start: int, stop: int) -> None:
@@ -188,7 +188,7 @@ class GdsTransport:
     # --- files ------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def open(self, path: str, dir_fd: int | None = None) -> Iterator[OpenChunk]:
+    def open(self, path: str, dir_fd: int | None = None) -> Iterator[OpenChunk[GdsSlot]]:
         with (
             open_chunk_fd(path, dir_fd=dir_fd) as (fd, info),
             self._cufile(fd, path, "r") as file,

@@ -105,7 +105,7 @@ def _try(
     victim.put(chunk, forged)
     first = rng.choice((0, 0, 1, 2))
     count = layout.num_blocks - first if rng.random() < 0.7 else 1
-    status = reader.get(id_, first, count, victim.slot)
+    status, _ = reader.get(id_, first, count, victim.slot)
     score.tried[kind] += 1
     score.answers.setdefault(kind, Counter())[status.value] += 1
     if status is Status.OK and not _genuine(victim, genuine, forged, first, count):
@@ -114,7 +114,7 @@ def _try(
         score.left[kind] += 1
     victim.put(chunk, genuine)
     reader.replaced(id_)
-    if reader.get(id_, 0, layout.num_blocks, victim.slot) is not Status.OK:
+    if reader.get(id_, 0, layout.num_blocks, victim.slot)[0] is not Status.OK:
         score.genuine_refused += 1
 
 

@@ -20,6 +20,8 @@ _SHARING = "tests/engines/test_engine_sharing.py"
 _FAULTY = "tests/engines/test_engine_faults.py"
 _IDENTITY = ("tests/unit/test_namespace.py",)
 _FORMAT = ("tests/meta/test_format_vectors.py",)
+_ORDER = ("tests/unit/test_cuda_order.py",)
+_READINESS = ("tests/unit/test_readiness.py",)
 
 
 class FaultError(ValueError):
@@ -247,8 +249,8 @@ FAULTS = (
         "guard-not-entered",
         "A load that was given up writes no KV page any more.",
         "fskv/data_path/runner.py",
-        "            if job.guard.enter():  # else the job was given up, and closed\n",
-        "            if job.guard.enter() or task.queued is not None:\n",
+        "        if job.guard.enter():  # else the job was given up, and is closed by whoever did it\n",
+        "        if job.guard.enter() or task.queued is not None:\n",
         _JOBS,
     ),
     Fault(
@@ -289,8 +291,8 @@ FAULTS = (
         "fskv/data_path/runner.py",
         "        for job in list(self._jobs.values()):\n"
         "            self._abandon(job, Status.SKIPPED)\n"
-        "        with self._lock:\n",
-        "        with self._lock:\n",
+        "        for task in self._ends.open_stores:\n",
+        "        for task in self._ends.open_stores:\n",
         _JOBS,
     ),
     Fault(
@@ -337,14 +339,14 @@ FAULTS = (
         "reported-when-written",
         "A store is reported when its pages are gathered, and not when they are written.",
         "fskv/data_path/runner.py",
-        "        self._pages_free(task, None, task.move.plan.nbytes, 0.0)\n        return True\n",
+        "        self._ends.pages_free(task, None, task.move.plan.nbytes, 0.0)\n        return True\n",
         "        return True\n",
         _JOBS,
     ),
     Fault(
         "failed-load-is-good",
         "A load of which one chunk was not good is reported as failed.",
-        "fskv/data_path/runner.py",
+        "fskv/data_path/ends.py",
         "            if job.is_load and status is not Status.OK:\n",
         "            if job.is_load and status is not Status.OK and job.num_open == 1:\n",
         _JOBS,
@@ -352,7 +354,7 @@ FAULTS = (
     Fault(
         "lost-chunk-is-good",
         "A load of which one chunk was gone is reported as failed.",
-        "fskv/data_path/runner.py",
+        "fskv/data_path/ends.py",
         "            if job.is_load and status is not Status.OK:\n",
         "            if job.is_load and status not in (Status.OK, Status.MISSING):\n",
         ("tests/unit/test_jobs.py", f"{_SHARING}::test_damaged_chunks_cost_a_recompute_and_heal"),
@@ -459,8 +461,8 @@ FAULTS = (
         "incomplete-chunk-stored",
         "A chunk whose last blocks were not given is not stored.",
         "fskv/data_path/runner.py",
-        "                    or plan.first_block + plan.num_blocks < plan.layout.num_blocks\n",
-        "",
+        "            if whole and self._ends.begin_store(task, limit):\n",
+        "            if self._ends.begin_store(task, limit):\n",
         _JOBS,
     ),
     Fault(
@@ -958,6 +960,99 @@ FAULTS = (
         "    yield middle, middle + SAMPLE_NBYTES\n",
         "",
         ("tests/unit/test_fingerprint.py", "tests/unit/test_checkpoint_samples.py"),
+    ),
+    # --- pages on a GPU ----------------------------------------------------------------------
+    Fault(
+        "copy-before-its-event",
+        "A copy between pages and a slot begins after what the engine has launched for them.",
+        "fskv/transports/cuda.py",
+        "            stream.wait_event(ready)\n",
+        "            pass\n",
+        _ORDER,
+    ),
+    Fault(
+        "copy-still-runs",
+        "A copy is over when the call returns.",
+        "fskv/transports/cuda.py",
+        "            finally:\n                stream.synchronize()\n",
+        "            finally:\n                pass\n",
+        _ORDER,
+    ),
+    Fault(
+        "event-after-the-copy",
+        "The event is waited for before the copy, not behind it.",
+        "fskv/transports/cuda.py",
+        "        if ready is not None:\n            stream.wait_event(ready)\n"
+        "        with torch.cuda.stream(stream):\n"
+        "            try:\n                yield stream\n            finally:\n",
+        "        with torch.cuda.stream(stream):\n            try:\n                yield stream\n"
+        "            finally:\n                if ready is not None:\n"
+        "                    stream.wait_event(ready)\n",
+        _ORDER,
+    ),
+    Fault(
+        "bounce-buffer-in-use",
+        "A bounce buffer is given back when nothing uses it any more.",
+        "fskv/transports/cuda.py",
+        "                self._wait()\n",
+        "",
+        _ORDER,
+    ),
+    Fault(
+        "copy-on-the-default-stream",
+        "Copies run on a stream of the thread's own.",
+        "fskv/transports/cuda.py",
+        "        with torch.cuda.stream(stream):\n",
+        "        with contextlib.nullcontext():\n",
+        _ORDER,
+    ),
+    Fault(
+        "context-on-gpu-0",
+        "A rank's threads touch no other GPU than its own.",
+        "fskv/transports/cuda.py",
+        "        torch.cuda.set_device(self.device)\n",
+        "        pass\n",
+        _ORDER,
+    ),
+    Fault(
+        "stream-of-the-engines",
+        "Copies wait for no stream of the engine's.",
+        "fskv/transports/cuda.py",
+        "            own = self._local.own_stream = _OwnStream(self._open_driver(), self.device)\n",
+        "            raise OSError\n",
+        _ORDER,
+    ),
+    Fault(
+        "store-takes-a-thread-too-early",
+        "No I/O thread waits for a forward.",
+        "fskv/data_path/runner.py",
+        "        if ready is None or not tasks or has_fired(ready):\n",
+        "        if ready is None or not tasks or not job.is_load or has_fired(ready):\n",
+        _READINESS,
+    ),
+    Fault(
+        "read-ahead-keeps-its-slot",
+        "A load that was read ahead and given up gives its slot back.",
+        "fskv/data_path/runner.py",
+        "            if job.is_load and taken:\n",
+        "            if job.is_load and taken and task.slot is None:\n",
+        _READINESS,
+    ),
+    Fault(
+        "deadline-counts-the-forward",
+        "A deadline is the disk's: a forward does not count.",
+        "fskv/data_path/job.py",
+        "        self.paused_at = None if num_at_disk else now\n",
+        "        self.paused_at = None\n",
+        _READINESS,
+    ),
+    Fault(
+        "read-ahead-past-the-guard",
+        "A load that was read ahead and given up touches no page.",
+        "fskv/data_path/job.py",
+        "            parked = [task for task in self.tasks if task.parked]\n",
+        "            parked = list(self.tasks)\n",
+        _READINESS,
     ),
     # --- inspectable ------------------------------------------------------------------------
     Fault(

@@ -353,10 +353,14 @@ static PyObject *Queue_finish(Queue *self, PyObject *object)
     return PyBool_FromLong(written_off);
 }
 
-static PyObject *Queue_take(Queue *self, PyObject *slot)
+static PyObject *Queue_take(Queue *self, PyObject *own)
 {
     Py_buffer view = {0};
-    if (slot != Py_None && slot_buffer(slot, &view) != 0)
+    PyObject *array = own == Py_None ? Py_NewRef(own) : PyObject_GetAttrString(own, "array");
+    int failed = array == NULL ||
+                 (array != Py_None && PyObject_GetBuffer(array, &view, PyBUF_WRITABLE) != 0);
+    Py_XDECREF(array);
+    if (failed)
         return NULL;
     Transfer *transfer;
     Py_BEGIN_ALLOW_THREADS

@@ -9,14 +9,18 @@ import math
 import threading
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from fskv.data_path.threads import Guard
+from fskv.data_path.threads import Guard, Task
 from fskv.plan.spans import ChunkPlan
+from fskv.transports.protocol import Ready
 from fskv.types import FileId, Status
 
 if TYPE_CHECKING:
     from fskv import _native
+
+# What stands for a file in the queue of I/O threads: ChunkStore.transfer makes it.
+Queued: TypeAlias = "Task[FileTask] | _native.Transfer[FileTask]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +88,7 @@ class Job:
         job_id: int,
         submitted_at: float,
         allowed_s: float,
-        ready: Any,
+        ready: Ready | None,
         guard: Guard | _native.Guard,
         too_late: Status | None = None,
         look_s: float = math.inf,
@@ -100,17 +104,47 @@ class Job:
         self.late = False  # engine's thread only
         self.tasks: list[FileTask] = []
         self.lock = threading.Lock()
+        self.unready = False  # `ready` has not fired
         self.num_open = 0  # chunks whose pages are still needed
+        self.num_at_disk = 0  # of these: queued, or in a thread's hands
+        self.paused_at: float | None = None  # nothing is at the disk, all of it waits for `ready`
+        self.paused_s = 0.0
         self.bad: list[FileId] = []  # of a load: files that were not good
         self.nbytes = 0
         self.ended_at = 0.0  # the last chunk that was loaded
 
     def overdue(self, now: float) -> bool:
-        """Whether it has to be given up now. On the engine's thread."""
+        """Whether it has to be given up now: a deadline is the disk's. On the engine's thread."""
+        with self.lock:
+            if self.paused_at is not None:
+                return False
+            now -= self.paused_s
         self.late = now >= self.deadline_at
         if not self.late and now - self.submitted_at >= self.look_s and self._behind(now):
             self.late, self.too_late = True, Status.SKIPPED  # says nothing against its chunks
         return self.late
+
+    def wait_for_ready(self, num_at_disk: int, now: float) -> None:
+        """Of the open tasks so many are at the disk, and the others wait for `ready`. Under `lock`."""
+        self.num_at_disk = num_at_disk
+        self.paused_at = None if num_at_disk else now
+
+    def leave_disk(self, now: float) -> None:
+        """One of those at the disk has been read, or has ended. Under `lock`."""
+        self.num_at_disk -= 1
+        if not self.num_at_disk:
+            self.paused_at = now
+
+    def go_on(self, now: float) -> list[FileTask]:
+        """`ready` has fired: return the tasks that waited for it."""
+        with self.lock:
+            self.unready = False
+            if self.paused_at is not None:
+                self.paused_s, self.paused_at = now - self.paused_at, None
+            parked = [task for task in self.tasks if task.parked]
+            for task in parked:
+                task.parked = False
+        return parked
 
     def _behind(self, now: float) -> bool:
         """Whether it will be late if it goes on like this. What is being read counts as read."""
@@ -146,19 +180,38 @@ class Job:
 
 
 class FileTask:
-    """One file of a job on its way; `pages_free` and `slot` change under the job's lock. See runner."""
+    """One file of a job on its way; `pages_free` and `parked` change under the job's lock. See runner."""
 
-    __slots__ = ("job", "move", "outcome_known", "pages_free", "queued", "slot")
+    __slots__ = (
+        "ahead",
+        "began_at",
+        "job",
+        "move",
+        "outcome_known",
+        "pages_free",
+        "parked",
+        "queued",
+        "read_s",
+        "slot",
+        "touch",
+    )
 
     def __init__(self, job: Job, move: FileMove) -> None:
         self.job = job
         self.move = move
-        self.queued: Any = None  # the Task or Transfer that stands for it in the queue
-        self.slot: Any = None  # set when the pages were gathered ahead, by wait()
+        self.queued: Queued | None = None
+        # Of a store whose pages were gathered ahead, by wait(); of a load that was read ahead of its event.
+        self.slot: object = None
+        self.ahead = False  # it has, or may take, one of the slots for that
+        self.parked = False  # not queued, and in no thread's hands: it waits for the job's event
+        self.began_at: float | None = None  # of a load that was read ahead, and how long that took
+        self.read_s = 0.0
+        self.touch = False  # of such a load: its file's mtime is old
         self.pages_free = False
         self.outcome_known = False
 
     @property
     def started_at(self) -> float | None:
-        started_at: float | None = self.queued and self.queued.started_at
-        return started_at
+        if self.began_at is not None:
+            return self.began_at
+        return self.queued.started_at if self.queued else None

@@ -11,6 +11,10 @@ tasks of a job run in parallel. Three facts end a task, each of them once:
                                                       |
                                       the pages are free, the outcome is known; its thread keeps its slot
 
+A job comes with an event of the engine's stream, and neither an I/O thread nor a deadline waits for it. A
+store is parked until the event has fired, then it is queued. A load on a device is read and checked at once,
+as far as the spare slots reach, and parked before it scatters.
+
 A task that is abandoned frees its pages at once, wherever it stands, and its outcome is known. The slot of a
 thread that hangs is free when its call returns.
 
@@ -37,13 +41,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Generic, cast
 
 from fskv.config import Deadline
 from fskv.data_path.breaker import Breaker
+from fskv.data_path.ends import TaskEnds
 from fskv.data_path.job import (
     NO_LIMIT,
     FileMove,
@@ -53,11 +57,13 @@ from fskv.data_path.job import (
     JobResult,
     LoadLimit,
     NativeEvent,
+    Queued,
 )
+from fskv.data_path.readiness import Readiness, has_fired
 from fskv.data_path.store import ChunkStore
-from fskv.data_path.threads import Guard, HangProofPool, Queue, TaskQueue
+from fskv.data_path.threads import Guard, HangProofPool, Queue, Task, TaskQueue
 from fskv.transports import numa
-from fskv.transports.protocol import SlotPool, Transport
+from fskv.transports.protocol import Ready, SlotPool, SlotT, Transport
 from fskv.types import Status
 
 if TYPE_CHECKING:
@@ -75,13 +81,27 @@ _WRITTEN = {0: Status.OK, 1: Status.EXISTS}  # ChunkResult in csrc/chunk_io.h; e
 _PACE = 1 / 16  # weight of one store in the average of how long one takes
 
 
-class JobRunner:
+class _Own(Generic[SlotT]):
+    """What an I/O thread has for itself: a slot, None without memory. Loads read ahead take it with them."""
+
+    __slots__ = ("slot",)
+
+    def __init__(self, slot: SlotT | None) -> None:
+        self.slot = slot
+
+    @property
+    def array(self) -> object:
+        """The memory of a HostSlot, for fskv._native.Queue; None: it runs nothing without Python."""
+        return getattr(self.slot, "array", None)
+
+
+class JobRunner(Generic[SlotT]):
     """See the module docstring. Constructed and called by one engine worker."""
 
     def __init__(
         self,
-        store: ChunkStore,
-        transport: Transport,
+        store: ChunkStore[SlotT],
+        transport: Transport[SlotT],
         *,
         num_threads: int,
         num_slots: int,
@@ -111,22 +131,23 @@ class JobRunner:
         self._cpus = cpus
         # A hung thread keeps its slot (parked). Half of the spare slots may be lost that way.
         max_hung = max(1, min(num_threads * 2, (num_slots - num_threads) // 2))
-        self._max_ahead = max(0, num_slots - num_threads - max_hung)
-        self._slots = SlotPool(transport, num_slots)
+        self._slots = SlotPool(transport, num_slots, max(0, num_slots - num_threads - max_hung))
+        self._ends = TaskEnds(
+            self._slots, breaker, lambda task: self._file_nbytes(task.move), clock
+        )
         # While loads run, stores leave them half of the threads.
         beside = max(1, num_threads // 2)
         native = transport.native
-        queue: Queue = native.queue(beside) if native else TaskQueue(beside, clock)
+        # Of the kind of task that the store makes for this transport.
+        queue = cast("Queue[Queued]", native.queue(beside) if native else TaskQueue(beside, clock))
         self._make_guard: Callable[[], Guard | _native.Guard] = native.guard if native else Guard
         self._pool = HangProofPool(
-            "fskv-io", num_threads, max_hung, self._run, queue=queue, context=self._own_slot
+            "fskv-io", num_threads, max_hung, queue, self._run, self._own_slot
         )
+        self._readiness = Readiness()
+        # Where the KV is in host memory nobody else writes it: a load has no event to be ahead of.
+        self._reads_ahead = native is None or native.pages is None
         self._jobs: dict[int, Job] = {}  # engine's thread only
-        self._lock = threading.Lock()  # guards what follows
-        self._open_stores: set[FileTask] = set()  # queued or being written
-        self._num_ahead = 0  # slots in use for pages that were gathered ahead
-        self._results: list[JobResult] = []
-        self._outcomes: list[FileOutcome] = []
 
     # --- the engine's side ----------------------------------------------------------------
 
@@ -134,7 +155,7 @@ class JobRunner:
         self,
         job_id: int,
         moves: Sequence[FileMove],
-        ready: Any,
+        ready: Ready | None,
         limit: LoadLimit = NO_LIMIT,
     ) -> None:
         """Start a load; all its chunks are read in parallel, ahead of any store.
@@ -147,29 +168,47 @@ class JobRunner:
         allowed_s = min(limit.allowed_s, deadline_s)
         guard = self._make_guard()
         job = Job(job_id, self._clock(), allowed_s, ready, guard, too_late, limit.look_s)
-        self._queue(self._begin(job, moves))
+        self._queue_when_ready(job, self._begin(job, moves))
 
-    def submit_store(self, job_id: int, moves: Sequence[FileMove], ready: Any) -> None:
+    def submit_store(self, job_id: int, moves: Sequence[FileMove], ready: Ready | None) -> None:
         """Start a store, after `ready`; chunks beyond the queue's limit are skipped and counted."""
         queued = []
         limit = self._queue_limit()
         job = Job(job_id, self._clock(), self._deadline.max_s, ready, self._make_guard())
         for task in self._begin(job, moves):
             plan = task.move.plan
-            with self._lock:
-                # Blocks after the plan's last one would be whatever the slot held before.
-                skip = (
-                    len(self._open_stores) >= limit
-                    or plan.first_block + plan.num_blocks < plan.layout.num_blocks
-                )
-                if not skip:
-                    self._open_stores.add(task)
-            if skip:
-                self._pages_free(task, Status.SKIPPED, 0, 0.0)
-                self._store_ended(task, Status.SKIPPED, 0.0)
-            else:
+            # Blocks after the plan's last one would be whatever the slot held before.
+            whole = plan.first_block + plan.num_blocks >= plan.layout.num_blocks
+            if whole and self._ends.begin_store(task, limit):
                 queued.append(task)
-        self._queue(queued)
+            else:
+                self._ends.pages_free(task, Status.SKIPPED, 0, 0.0)
+                self._ends.store_over(task, Status.SKIPPED, 0.0)
+        self._queue_when_ready(job, queued)
+
+    def _queue_when_ready(self, job: Job, tasks: Sequence[FileTask]) -> None:
+        """Queue tasks, or park them until the job's event has fired."""
+        ready = job.ready
+        if ready is None or not tasks or has_fired(ready):
+            self._queue(tasks)
+            return
+        num_ahead = (
+            self._slots.reserve_ahead(len(tasks)) if job.is_load and self._reads_ahead else 0
+        )
+        with job.lock:
+            job.unready = True
+            job.wait_for_ready(num_ahead, self._clock())
+            for task in tasks[num_ahead:]:
+                task.parked = True
+        for task in tasks[:num_ahead]:
+            task.ahead = True
+        self._queue(tasks[:num_ahead])
+        if not self._readiness.call_after(ready, lambda: self._go_on(job)):
+            self._go_on(job)  # an I/O thread will have to wait
+
+    def _go_on(self, job: Job) -> None:
+        """The job's event has fired."""
+        self._queue(job.go_on(self._clock()))
 
     def _queue_limit(self) -> int:
         seconds = self._chunk_store_s / self._num_threads
@@ -187,7 +226,7 @@ class JobRunner:
         job.num_open = len(job.tasks)
         self._jobs[job.job_id] = job
         if not job.tasks:
-            self._report(job)
+            self._ends.report(job)
         elif not self._breaker.allows():
             self._abandon(job, Status.BREAKER)
             return []
@@ -198,19 +237,26 @@ class JobRunner:
         for task in tasks:
             job, move = task.job, task.move
             try:
-                task.queued = self._store.transfer(
+                if job.is_load and task.slot is not None:  # it was read ahead
+                    good.append(self._store.in_python(task, is_load=True))
+                    task.queued = good[-1]
+                    continue
+                queued = self._store.transfer(
                     task, move.file, move.plan, job.guard, is_load=job.is_load
                 )
-                if task.slot is not None and task.queued.native:
-                    task.queued.use_slot(task.slot)
+                if task.slot is not None and not isinstance(queued, Task) and queued.native:
+                    queued.use_slot(task.slot)
             except Exception:
                 # A bug must cost this chunk, not the engine's step.
                 logger.exception("%s of %s", "load" if job.is_load else "store", move.file)
-                self._pages_free(task, Status.IO_ERROR, 0, 0.0)
-                if not job.is_load:
-                    self._slot_free(task, Status.IO_ERROR, 0.0)
+                self._ends.pages_free(task, Status.IO_ERROR, 0, 0.0)
+                if job.is_load:
+                    self._ends.slot_free(task)
+                else:
+                    self._ends.store_over(task, Status.IO_ERROR, 0.0)
             else:
-                good.append(task.queued)
+                task.queued = queued
+                good.append(queued)
         if good:
             self._pool.submit(*good)
 
@@ -222,8 +268,7 @@ class JobRunner:
             if job.overdue(now):
                 self._abandon(job, job.too_late or Status.SKIPPED)
         self._write_off_hung(now)
-        with self._lock:
-            results, self._results = self._results, []
+        results = self._ends.take_results()
         for result in results:
             if result.job_id in self._jobs:
                 job = self._jobs.pop(result.job_id)
@@ -254,17 +299,14 @@ class JobRunner:
         self._collect()
         for job in list(self._jobs.values()):
             self._abandon(job, Status.SKIPPED)
-        with self._lock:
-            staged = list(self._open_stores)
-        for task in staged:
-            if self._pool.queue.cancel(task.queued):
-                self._slot_free(task, Status.SKIPPED, 0.0)
+        for task in self._ends.open_stores:
+            if task.queued is not None and self._pool.queue.cancel(task.queued):
+                self._ends.store_over(task, Status.SKIPPED, 0.0)
 
     def take_outcomes(self) -> list[FileOutcome]:
         """Return what became of single chunks since the last call."""
         self._collect()
-        with self._lock:
-            outcomes, self._outcomes = self._outcomes, []
+        outcomes = self._ends.take_outcomes()
         for outcome in outcomes:
             if not outcome.is_load and outcome.status in (Status.OK, Status.TIMED_OUT):
                 self._chunk_store_s += _PACE * (outcome.seconds - self._chunk_store_s)
@@ -283,12 +325,13 @@ class JobRunner:
     @property
     def num_open_stores(self) -> int:
         """Chunks that wait to be stored or are being written."""
-        return len(self._open_stores)
+        return self._ends.num_open_stores
 
     @property
     def num_running(self) -> int:
-        """Tasks that a thread has in hand, those that hang included."""
-        return len(self._pool.queue.running())
+        """Tasks that a thread has in hand, those that hang included, and loads that were read ahead."""
+        num_ahead = sum(task.parked for job in self._jobs.values() for task in job.tasks)
+        return len(self._pool.queue.running()) + num_ahead
 
     @property
     def num_threads_hung(self) -> int:
@@ -299,101 +342,134 @@ class JobRunner:
         end = self._clock() + timeout_s
         while self._clock() < end:
             self._collect()
-            with self._lock:
-                if all(task.outcome_known for task in self._open_stores):  # the others hang
-                    break
+            if all(task.outcome_known for task in self._ends.open_stores):  # the others hang
+                break
             time.sleep(0.01)
         for job in list(self._jobs.values()):
             self._abandon(job, Status.SKIPPED)
+        self._readiness.close()
         self._pool.close()
 
     def _collect(self) -> None:
         """Take over what I/O threads did outside the interpreter."""
-        for task, kind, seconds in self._pool.queue.take_events():
-            event = NativeEvent(kind)
+        for owner, kind, seconds in self._pool.queue.take_events():
+            task, event = cast("FileTask", owner), NativeEvent(kind)
             if event is NativeEvent.GATHERED:
-                self._pages_free(task, None, task.move.plan.nbytes, 0.0)
+                self._ends.pages_free(task, None, task.move.plan.nbytes, 0.0)
             elif event is NativeEvent.LOADED:
-                self._pages_free(task, Status.OK, task.move.plan.nbytes, seconds)
+                self._ends.pages_free(task, Status.OK, task.move.plan.nbytes, seconds)
             elif not task.job.is_load:
                 if event is NativeEvent.STORED:
                     self._store.replaced(task.move.file)
-                self._slot_free(task, _STORE_STATUS[event], seconds)
+                self._ends.store_over(task, _STORE_STATUS[event], seconds)
 
     # --- the I/O threads' side ------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _own_slot(self) -> Iterator[Any]:
+    def _own_slot(self) -> Iterator[_Own[SlotT]]:
         """A slot for the life of a thread; None without memory, which costs its chunks and not the engine."""
         numa.pin_thread(self._cpus)
-        slot = self._slots.take()
+        own = _Own(self._slots.take())
         try:
-            yield slot
+            yield own
         finally:
-            if slot is not None:
-                self._slots.give_back(slot)
+            if own.slot is not None:
+                self._slots.give_back(own.slot)
 
-    def _run(self, queued: Any, slot: Any) -> None:
-        task: FileTask = queued.owner
-        if slot is None:  # there was no memory for one when the thread started
-            with self._own_slot() as late:
-                (self._load if task.job.is_load else self._store_chunk)(task, late)
+    def _run(self, queued: Queued, own: _Own[SlotT]) -> None:
+        task = queued.owner
+        assert task is not None, "it has not ended"
+        if own.slot is None:  # there was no memory for one when the thread started
+            own.slot = self._slots.take()
+        if not task.job.is_load:
+            self._store_chunk(task, queued, own.slot)
             return
-        (self._load if task.job.is_load else self._store_chunk)(task, slot)
+        if not self._load(task, queued, own):
+            self._ends.slot_free(task)
 
-    def _load(self, task: FileTask, slot: Any) -> None:
+    def _load(self, task: FileTask, queued: Queued, own: _Own[SlotT]) -> bool:
+        """Returns whether the task waits for the job's event, with what it needs in a slot of its own."""
         job, move, plan = task.job, task.move, task.move.plan
+        staged = cast("SlotT | None", task.slot)
         if job.guard.abandoned:
-            return
-        if slot is None:
-            self._pages_free(task, Status.TIMED_OUT, 0, 0.0)
-            return
-
-        def deliver() -> None:
-            if job.guard.enter():  # else the job was given up, and closed
-                try:
-                    base = self._store.layout(move.file.group_idx).header_nbytes
-                    self._transport.scatter(slot, base, plan.table, job.ready)
-                finally:
-                    job.guard.leave()
-                self._pages_free(task, Status.OK, plan.nbytes, self._seconds(task))
-
+            return False
         try:
-            if task.queued.checked:
-                deliver()
-                if task.queued.old_mtime:
-                    self._store.touch(move.file)
-                return
-            status = self._store.get(move.file, plan.first_block, plan.num_blocks, slot, deliver)
+            if staged is not None:
+                self._deliver(task, staged)
+                return False
+            if own.slot is None:
+                self._ends.pages_free(task, Status.TIMED_OUT, 0, 0.0)
+                return False
+            if not isinstance(queued, Task) and queued.checked:
+                status, task.touch = Status.OK, queued.old_mtime
+            else:
+                status, task.touch = self._store.get(
+                    move.file, plan.first_block, plan.num_blocks, own.slot
+                )
+            if status is Status.OK:
+                if self._park(task, own):
+                    return True
+                self._deliver(task, own.slot)
+                return False
         except Exception:
             # A bug must cost this load, not the thread and not the request.
             logger.exception("load of %s", move.file)
             status = Status.IO_ERROR
-        # What was delivered is closed. If the guard refused, no page was written, and whoever gave the job up
-        # closes it as failed, perhaps only after this line: it must not be closed as good meanwhile.
-        if status is not Status.OK:
-            self._pages_free(task, status, plan.nbytes, self._seconds(task))
+        self._ends.pages_free(task, status, plan.nbytes, self._seconds(task))
+        return False
 
-    def _store_chunk(self, task: FileTask, slot: Any) -> None:
+    def _park(self, task: FileTask, own: _Own[SlotT]) -> bool:
+        """Let a load that was read wait for the job's event without a thread; False: need not, or cannot."""
+        job = task.job
+        if not task.ahead or not job.unready or (spare := self._slots.take()) is None:
+            return False
+        with job.lock:
+            parked = job.unready and not task.pages_free
+            if parked:
+                task.slot, own.slot = own.slot, spare
+                task.began_at, task.read_s = task.started_at, self._seconds(task)
+                task.parked = True
+                job.leave_disk(self._clock())
+        if not parked:
+            self._slots.give_back(spare)
+        return parked
+
+    def _deliver(self, task: FileTask, slot: SlotT) -> None:
+        """Scatter what was read and checked into `slot`."""
+        job, move, plan = task.job, task.move, task.move.plan
+        if job.guard.enter():  # else the job was given up, and is closed by whoever did it
+            try:
+                base = self._store.layout(move.file.group_idx).header_nbytes
+                self._transport.scatter(slot, base, plan.table, job.ready)
+            finally:
+                job.guard.leave()
+            seconds = self._seconds(task) if task.began_at is None else task.read_s
+            self._ends.pages_free(task, Status.OK, plan.nbytes, seconds)
+            if task.touch:  # only now: a disk that hangs costs no load
+                self._store.touch(move.file)
+
+    def _store_chunk(self, task: FileTask, queued: Queued, slot: SlotT | None) -> None:
         status = Status.SKIPPED
         try:
-            if task.queued.gathered:
-                self._pages_free(task, None, task.move.plan.nbytes, 0.0)
+            if queued.gathered:
+                self._ends.pages_free(task, None, task.move.plan.nbytes, 0.0)
             elif task.slot is None and not self._gather(task, slot):
                 return
-            status = self._write(task, task.slot or slot)
+            status = self._write(task, queued, cast("SlotT", task.slot or slot))
         except Exception:
             logger.exception("store of %s", task.move.file)
             status = Status.IO_ERROR
         finally:
-            self._pages_free(task, Status.SKIPPED, 0, 0.0)  # only matters when gathering raised
-            self._slot_free(task, status, self._seconds(task))
+            self._ends.pages_free(
+                task, Status.SKIPPED, 0, 0.0
+            )  # only matters when gathering raised
+            self._ends.store_over(task, status, self._seconds(task))
 
-    def _gather(self, task: FileTask, slot: Any) -> bool:
+    def _gather(self, task: FileTask, slot: SlotT | None) -> bool:
         """Copy the task's pages into `slot` and close it; False when it was cancelled before."""
         job = task.job
         if slot is None:
-            self._pages_free(task, Status.SKIPPED, 0, 0.0)
+            self._ends.pages_free(task, Status.SKIPPED, 0, 0.0)
             return False
         if not job.guard.enter():
             return False
@@ -405,12 +481,13 @@ class JobRunner:
             self._transport.gather(task.move.plan.table, slot, base, job.ready)
         finally:
             job.guard.leave()
-        self._pages_free(task, None, task.move.plan.nbytes, 0.0)
+        self._ends.pages_free(task, None, task.move.plan.nbytes, 0.0)
         return True
 
-    def _write(self, task: FileTask, slot: Any) -> Status:
-        move, queued = task.move, task.queued
-        if queued.native and not queued.tried:  # pages on a device: only the gathering was Python's
+    def _write(self, task: FileTask, queued: Queued, slot: SlotT) -> Status:
+        move = task.move
+        # Pages on a device: only the gathering was Python's.
+        if not isinstance(queued, Task) and queued.native and not queued.tried:
             done = _WRITTEN.get(queued.write(slot))
             if done is not None:
                 return done
@@ -423,33 +500,31 @@ class JobRunner:
 
     def _gather_ahead(self, task: FileTask) -> None:
         """On the engine's thread: free the pages of a queued store now, if a spare slot is there."""
-        if task.pages_free or task.queued is None or not self._pool.queue.cancel(task.queued):
+        if task.pages_free or not self._take_back(task):
             return  # its pages are gathered, being gathered, or were never taken
         status = Status.SKIPPED
-        slot = self._take_ahead()
         try:
-            if slot is not None and self._gather(task, slot):
-                task.slot = slot
-                self._queue([task])
-                self._pool.queue.hasten(task.queued)
-                return
+            if self._slots.reserve_ahead(1):
+                task.ahead = True
+                task.slot = slot = self._slots.take()
+                if slot is not None and self._gather(task, slot):
+                    self._queue([task])
+                    if task.queued is not None:
+                        self._pool.queue.hasten(task.queued)
+                    return
         except Exception:
             logger.exception("gather of %s", task.move.file)
             status = Status.IO_ERROR
-        task.slot = slot
-        self._pages_free(task, status, 0, 0.0)
-        self._slot_free(task, status, 0.0)
+        self._ends.pages_free(task, status, 0, 0.0)
+        self._ends.store_over(task, status, 0.0)
 
-    def _take_ahead(self) -> Any:
-        with self._lock:
-            if self._num_ahead >= self._max_ahead:
-                return None
-            self._num_ahead += 1
-        slot = self._slots.take()
-        if slot is None:
-            with self._lock:
-                self._num_ahead -= 1
-        return slot
+    def _take_back(self, task: FileTask) -> bool:
+        """Take a task out of the queue, or from those that wait; False: a thread has it, or had it."""
+        with task.job.lock:
+            if task.parked:
+                task.parked = False
+                return True
+        return task.queued is not None and self._pool.queue.cancel(task.queued)
 
     def _abandon(self, job: Job, status: Status) -> None:
         """Free the pages of the job's tasks; those that are not free yet end with `status`."""
@@ -460,77 +535,27 @@ class JobRunner:
         for task in job.tasks:
             if task.pages_free:
                 continue
-            started = task.queued is not None and not self._pool.queue.cancel(task.queued)
             begun |= task.started_at is not None
-            self._pages_free(task, status, 0, self._clock() - job.submitted_at)
-            if not job.is_load and not started:
-                self._store_ended(task, status, 0.0)
+            taken = self._take_back(task)
+            self._ends.pages_free(task, status, 0, self._clock() - job.submitted_at)
+            if job.is_load and taken:
+                self._ends.slot_free(task)
+            elif not job.is_load and (taken or task.queued is None):
+                self._ends.store_over(task, status, 0.0)
         if status is Status.TIMED_OUT and not begun and self._pool.num_hung:
             self._breaker.record(status)  # no chunk got a thread, because threads hang: one sign
-
-    def _pages_free(
-        self, task: FileTask, status: Status | None, nbytes: int, seconds: float
-    ) -> None:
-        """The pages of a file are not needed any more. `status` is None for a store that goes on writing."""
-        job = task.job
-        with job.lock:
-            if task.pages_free:
-                return
-            task.pages_free = True
-            if job.is_load and status is not Status.OK:
-                job.bad.append(task.move.file)
-            job.nbytes += nbytes if status in (Status.OK, None) else 0
-            job.ended_at = max(job.ended_at, (task.started_at or 0.0) + seconds)
-        if job.is_load and status is not None:
-            self._outcome_known(task, status, nbytes if status is Status.OK else 0, seconds)
-        with job.lock:  # once more, or the job might be reported before an outcome of it is known
-            job.num_open -= 1
-            last = job.num_open == 0
-        if last:
-            self._report(job)
-
-    def _slot_free(self, task: FileTask, status: Status, seconds: float) -> None:
-        """A store is over: the slot is free again, and the outcome known."""
-        if task.slot is not None:
-            self._slots.give_back(task.slot)
-            task.slot = None
-            with self._lock:
-                self._num_ahead -= 1
-        self._store_ended(task, status, seconds)
-
-    def _store_ended(self, task: FileTask, status: Status, seconds: float) -> None:
-        with self._lock:
-            self._open_stores.discard(task)
-        nbytes = self._file_nbytes(task.move) if status is Status.OK else 0
-        self._outcome_known(task, status, nbytes, seconds)
-
-    def _outcome_known(self, task: FileTask, status: Status, nbytes: int, seconds: float) -> None:
-        with self._lock:
-            if task.outcome_known:
-                return
-            task.outcome_known = True
-            self._outcomes.append(
-                FileOutcome(task.move.file, task.job.is_load, status, nbytes, seconds)
-            )
-        if task.started_at is not None:  # what never got a thread says nothing about the disk
-            self._breaker.record(status)
-
-    def _report(self, job: Job) -> None:
-        result = job.result(self._clock())
-        with self._lock:
-            self._results.append(result)
 
     def _write_off_hung(self, now: float) -> None:
         """Replace the threads of transfers that are past their deadline, whatever became of the job."""
         for queued in self._pool.queue.running():
             task: FileTask | None = queued.owner
-            if task is None:  # it has ended meanwhile
+            if task is None or queued.started_at is None:  # it has ended meanwhile
                 continue
             allowed = self._deadline.for_nbytes(self._file_nbytes(task.move))
             if now - queued.started_at > allowed:
                 self._pool.write_off(queued)
                 if not task.job.is_load:
-                    self._outcome_known(task, Status.TIMED_OUT, 0, now - queued.started_at)
+                    self._ends.outcome_known(task, Status.TIMED_OUT, 0, now - queued.started_at)
                 elif task.job.late and task.job.too_late is Status.SKIPPED:
                     # Given up before, and late it is: one sign.
                     task.job.too_late = Status.TIMED_OUT

@@ -17,10 +17,10 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Generic, Protocol
 
 from fskv._version import __version__
-from fskv.data_path.threads import Task
+from fskv.data_path.threads import Guard, OwnerT, Task
 from fskv.errors import (
     ChunkCorrupt,
     ChunkError,
@@ -40,7 +40,7 @@ from fskv.plan.spans import ChunkPlan
 from fskv.root.beneath import make_directory, open_directory
 from fskv.root.process_id import unique_name
 from fskv.transports.chunk_fd import open_chunk_fd
-from fskv.transports.protocol import OpenChunk, Transport
+from fskv.transports.protocol import OpenChunk, SlotT, Transport
 from fskv.types import FileId, Status
 
 if TYPE_CHECKING:
@@ -68,14 +68,14 @@ class Directory(Protocol):
     def part_path(self, path: str) -> str: ...
 
 
-class ChunkStore:
+class ChunkStore(Generic[SlotT]):
     """The chunk files of one namespace."""
 
     def __init__(
         self,
         directory: Directory,
         layouts: Mapping[int, FileLayout],
-        transport: Transport,
+        transport: Transport[SlotT],
         *,
         touch_interval_s: float,
         restore: Callable[[], object] | None = None,
@@ -158,20 +158,23 @@ class ChunkStore:
         )
 
     def transfer(
-        self, owner: object, file_id: FileId, plan: ChunkPlan, guard: object, *, is_load: bool
-    ) -> Task | _native.Transfer:
+        self,
+        owner: OwnerT,
+        file_id: FileId,
+        plan: ChunkPlan,
+        guard: Guard | _native.Guard,
+        *,
+        is_load: bool,
+    ) -> Task[OwnerT] | _native.Transfer[OwnerT]:
         """Return what stands for a chunk in the queue of I/O threads.
 
         A Transfer does what `get` and `put` do as long as all goes well; whatever else it meets it leaves to
         them, with nothing done.
         """
-        native = self._transport.native
-        if native is None:
-            return Task(owner, urgent=is_load)
-        layout = self._native_layout(file_id)
+        native, layout = self._transport.native, self._native_layout(file_id)
         # A key longer than any engine's: Python words the refusal.
-        if layout is None or not 0 < len(file_id.key_hash) < 256:
-            return native.transfer(owner, is_load)
+        if native is None or layout is None or not 0 < len(file_id.key_hash) < 256:
+            return self.in_python(owner, is_load=is_load)
         path = self.path(file_id)
         return native.transfer(
             owner,
@@ -187,6 +190,11 @@ class ChunkStore:
             plan.num_blocks,
             file_id in self._suspects,
         )
+
+    def in_python(self, owner: OwnerT, *, is_load: bool) -> Task[OwnerT] | _native.Transfer[OwnerT]:
+        """Return what stands in the same queue for work that only Python does."""
+        native = self._transport.native
+        return native.transfer(owner, is_load) if native else Task(owner, urgent=is_load)
 
     def touch(self, file_id: FileId) -> None:
         """Set a chunk's mtime, its "last used", to now; where that is not allowed it goes earlier."""
@@ -206,17 +214,14 @@ class ChunkStore:
         file_id: FileId,
         first_block: int,
         num_blocks: int,
-        slot: Any,
-        deliver: Callable[[], object] = lambda: None,
-    ) -> Status:
+        slot: SlotT,
+    ) -> tuple[Status, bool]:
         """Read and check blocks [first_block, first_block + num_blocks) of a chunk into `slot`.
 
-        On OK block b's bytes are at layout.header_nbytes + b * layout.block_nbytes of the slot. `deliver` is
-        called as soon as that is so, before the disk is touched again: a mtime that cannot be set must not
-        cost a good load.
+        On OK block b's bytes are at layout.header_nbytes + b * layout.block_nbytes of the slot. Also returns
+        whether to touch the file, once its bytes are delivered: a disk that hangs then costs no load.
         """
         path = self.path(file_id)
-        delivered = False
         for attempt in (1, 2):
             try:
                 with self._shard(path) as shard, self._transport.open(path, shard) as file:
@@ -226,31 +231,25 @@ class ChunkStore:
                         if not _is_estale(error):
                             self._discard(file_id, path, shard, file, error)
                         raise
-                    deliver()
-                    delivered = True
-                    if abs(time.time() - file.mtime) > self._touch_interval_s:
-                        file.touch()
-                return Status.OK
+                    return Status.OK, abs(time.time() - file.mtime) > self._touch_interval_s
             except ChunkError as error:
-                if delivered:
-                    return Status.OK  # never a second time: the pages may be somebody else's by now
                 # The server dropped the handle under us, which says nothing about the file: look once more.
                 if attempt == 1 and _is_estale(error):
                     continue
                 if not isinstance(error, ChunkMissing):
                     self._complain("load", error)
                     self._suspect(file_id)
-                return error.status
+                return error.status, False
         raise AssertionError("unreachable")
 
     def _read_checked(
         self,
-        file: OpenChunk,
+        file: OpenChunk[SlotT],
         path: str,
         file_id: FileId,
         first_block: int,
         num_blocks: int,
-        slot: Any,
+        slot: SlotT,
     ) -> None:
         layout = self._layouts[file_id.group_idx]
         if file.nbytes != layout.file_nbytes:
@@ -279,7 +278,7 @@ class ChunkStore:
             self._suspect(file_id)  # or the next store would find it there, and the hole would stay
             raise ChunkMissing(f"{path}: holds blocks from {header.first_block}, not {first_block}")
 
-    def _row_digests(self, slot: Any, start: int, stop: int, key: MacKey | None) -> bytes:
+    def _row_digests(self, slot: SlotT, start: int, stop: int, key: MacKey | None) -> bytes:
         if key is None:
             return self._transport.row_digests(slot, start, stop)
         # A view where slots are in host memory; where they are not, keys are refused at start-up.
@@ -310,7 +309,7 @@ class ChunkStore:
             raise ChunkStale("pages of other sizes than the layout has")
 
     def _discard(
-        self, file_id: FileId, path: str, shard: int, file: OpenChunk, error: ChunkError
+        self, file_id: FileId, path: str, shard: int, file: OpenChunk[SlotT], error: ChunkError
     ) -> None:
         """Unlink a bad file, but not one that has replaced it meanwhile."""
         self._suspect(file_id)
@@ -349,7 +348,7 @@ class ChunkStore:
 
     # --- store ----------------------------------------------------------------------------
 
-    def put(self, file_id: FileId, first_block: int, slot: Any) -> Status:
+    def put(self, file_id: FileId, first_block: int, slot: SlotT) -> Status:
         """Publish the chunk whose blocks [first_block, num_blocks) were gathered into `slot`.
 
         The content is expected at layout.header_nbytes of the slot. OK: the file is visible under its
@@ -365,7 +364,7 @@ class ChunkStore:
                 return error.status
         raise AssertionError("unreachable")
 
-    def _put(self, file_id: FileId, first_block: int, slot: Any) -> Status:
+    def _put(self, file_id: FileId, first_block: int, slot: SlotT) -> Status:
         layout = self._layouts[file_id.group_idx]
         path = self.path(file_id)
         with self._lock:
@@ -404,7 +403,7 @@ class ChunkStore:
         self.replaced(file_id)
         return Status.OK
 
-    def _write(self, path: str, slot: Any, nbytes: int) -> None:
+    def _write(self, path: str, slot: SlotT, nbytes: int) -> None:
         part = self._directory.part_path(path)
         with self._shard(path) as shard:
             self._transport.write_part(part, slot, nbytes, shard)

@@ -19,11 +19,14 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from fskv.errors import RootError
 
 _T = TypeVar("_T")
+OwnerT = TypeVar("OwnerT")
+TaskT = TypeVar("TaskT")
+ContextT = TypeVar("ContextT")
 
 START_UP_S = 60.0  # a root that does not answer for so long at start-up is refused
 
@@ -59,7 +62,7 @@ class Guard:
                 self._left.wait()
 
 
-class Task:
+class Task(Generic[OwnerT]):
     """One queued call on behalf of `owner`. Only its queue changes the other fields, under its lock."""
 
     __slots__ = ("cancelled", "owner", "started_at", "urgent", "written_off")
@@ -69,7 +72,7 @@ class Task:
     gathered = False
     checked = False
 
-    def __init__(self, owner: Any, *, urgent: bool = False) -> None:
+    def __init__(self, owner: OwnerT, *, urgent: bool = False) -> None:
         self.owner = owner
         self.urgent = urgent
         self.started_at: float | None = None
@@ -77,7 +80,7 @@ class Task:
         self.written_off = False
 
 
-class Queue(Protocol):
+class Queue(Protocol[TaskT]):
     """What HangProofPool needs; `TaskQueue` or `fskv._native.Queue`, each with its own kind of task."""
 
     @property
@@ -92,35 +95,35 @@ class Queue(Protocol):
     def wants_thread(self) -> bool:
         """Whether more is queued than idle threads will take."""
 
-    def push(self, tasks: list[Any]) -> bool:
+    def push(self, tasks: list[TaskT]) -> bool:
         """Queue tasks, urgent ones ahead of all others; returns `wants_thread`."""
 
-    def cancel(self, task: Any) -> bool:
+    def cancel(self, task: TaskT) -> bool:
         """Take a task back; returns False when it has started."""
 
-    def hasten(self, task: Any) -> None:
+    def hasten(self, task: TaskT) -> None:
         """Move a queued task ahead of all others that are as urgent."""
 
-    def write_off(self, task: Any) -> bool:
+    def write_off(self, task: TaskT) -> bool:
         """Count the task's thread as hung until `finish`; returns False if it is not running."""
 
-    def take(self, context: Any) -> Any:
+    def take(self, context: object) -> TaskT | None:
         """Wait for a task that Python has to run, and return it; None: the calling thread should end."""
 
-    def finish(self, task: Any) -> bool:
+    def finish(self, task: TaskT) -> bool:
         """End a task that `take` returned; returns whether it had been written off."""
 
-    def running(self) -> list[Any]:
+    def running(self) -> list[TaskT]:
         """Return the tasks that have a thread, those included that are run outside the interpreter."""
 
-    def take_events(self) -> list[tuple[Any, int, float]]:
+    def take_events(self) -> list[tuple[object, int, float]]:
         """Return what was done outside the interpreter since the last call: (owner, kind, seconds)."""
 
     def close(self) -> None:
         """Drop what is queued and let idle threads go."""
 
 
-class TaskQueue:
+class TaskQueue(Generic[OwnerT]):
     """The queue in Python. `_changed` guards every field."""
 
     def __init__(
@@ -133,9 +136,9 @@ class TaskQueue:
         self._clock = clock
         self._changed = threading.Condition()
         # Ordered sets: a deadline may take thousands of queued tasks back at once.
-        self._urgent: OrderedDict[Task, None] = OrderedDict()
-        self._normal: OrderedDict[Task, None] = OrderedDict()
-        self._running: set[Task] = set()
+        self._urgent: OrderedDict[Task[OwnerT], None] = OrderedDict()
+        self._normal: OrderedDict[Task[OwnerT], None] = OrderedDict()
+        self._running: set[Task[OwnerT]] = set()
         self._closed = False
         self.num_idle = 0
         self.num_hung = 0
@@ -145,7 +148,7 @@ class TaskQueue:
         # An idle thread counts until it has woken up, so compare with the queue and not with zero.
         return not self._closed and len(self._urgent) + len(self._normal) > self.num_idle
 
-    def push(self, tasks: list[Task]) -> bool:
+    def push(self, tasks: list[Task[OwnerT]]) -> bool:
         with self._changed:
             if self._closed:
                 return False
@@ -155,7 +158,7 @@ class TaskQueue:
                 self._changed.notify(len(tasks))
             return self.wants_thread
 
-    def cancel(self, task: Task) -> bool:
+    def cancel(self, task: Task[OwnerT]) -> bool:
         with self._changed:
             if task.started_at is not None or task.cancelled:
                 return False
@@ -164,13 +167,13 @@ class TaskQueue:
             task.cancelled = True
             return True
 
-    def hasten(self, task: Task) -> None:
+    def hasten(self, task: Task[OwnerT]) -> None:
         with self._changed:
             queue = self._urgent if task.urgent else self._normal
             if task in queue:
                 queue.move_to_end(task, last=False)
 
-    def write_off(self, task: Task) -> bool:
+    def write_off(self, task: Task[OwnerT]) -> bool:
         with self._changed:
             if task.written_off or task not in self._running:
                 return False
@@ -179,7 +182,7 @@ class TaskQueue:
             self._changed.notify_all()  # it no longer counts beside the others
             return True
 
-    def take(self, context: Any) -> Task | None:
+    def take(self, context: object) -> Task[OwnerT] | None:
         with self._changed:
             while not (ready := self._ready()) and not self._closed:
                 self.num_idle += 1
@@ -192,7 +195,7 @@ class TaskQueue:
             self._running.add(task)
             return task
 
-    def _ready(self) -> OrderedDict[Task, None]:
+    def _ready(self) -> OrderedDict[Task[OwnerT], None]:
         if self._urgent or self._limit is None:
             return self._urgent or self._normal
         running = [task.urgent for task in self._running if not task.written_off]
@@ -201,7 +204,7 @@ class TaskQueue:
             return self._urgent
         return self._normal
 
-    def finish(self, task: Task) -> bool:
+    def finish(self, task: Task[OwnerT]) -> bool:
         with self._changed:
             self._running.discard(task)
             self.num_hung -= task.written_off
@@ -209,11 +212,11 @@ class TaskQueue:
                 self._changed.notify_all()  # those that gave way
             return task.written_off
 
-    def running(self) -> list[Task]:
+    def running(self) -> list[Task[OwnerT]]:
         with self._changed:
             return list(self._running)
 
-    def take_events(self) -> list[tuple[Any, int, float]]:
+    def take_events(self) -> list[tuple[object, int, float]]:
         return []
 
     def close(self) -> None:
@@ -224,11 +227,7 @@ class TaskQueue:
             self._changed.notify_all()
 
 
-def _call(task: Any, _: Any) -> None:
-    task.owner()
-
-
-class HangProofPool:
+class HangProofPool(Generic[TaskT, ContextT]):
     """`num_threads` working threads, kept at that number while at most `max_hung` others hang."""
 
     def __init__(
@@ -236,12 +235,11 @@ class HangProofPool:
         name: str,
         num_threads: int,
         max_hung: int,
-        handle: Callable[[Any, Any], None] = _call,
-        *,
-        queue: Queue | None = None,
-        context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+        queue: Queue[TaskT],
+        handle: Callable[[TaskT, ContextT], None],
+        context: Callable[[], contextlib.AbstractContextManager[ContextT]],
     ) -> None:
-        """`handle(task, context)` runs what the queue hands out; by default it calls `task.owner()`.
+        """`handle(task, context)` runs what the queue hands out.
 
         `context` is entered by each thread when it starts, and left when it ends: what is the thread's own.
         """
@@ -250,7 +248,7 @@ class HangProofPool:
         self._max_hung = max_hung
         self._handle = handle
         self._context = context
-        self.queue: Queue = queue or TaskQueue()
+        self.queue = queue
         self._lock = threading.Lock()  # guards the two below
         self._num_alive = 0
         self._num_started = 0
@@ -263,14 +261,14 @@ class HangProofPool:
     def num_idle(self) -> int:
         return self.queue.num_idle
 
-    def submit(self, *tasks: Any) -> None:
+    def submit(self, *tasks: TaskT) -> None:
         """Queue tasks. Bounded by the callers: each counts what it has queued."""
         if self.queue.push(list(tasks)):
             for _ in tasks:
                 if not self._start_thread_if_short():
                     break
 
-    def write_off(self, task: Any) -> None:
+    def write_off(self, task: TaskT) -> None:
         """The task's deadline passed: do not count on its thread any more, and replace it."""
         if self.queue.write_off(task):
             self._start_thread_if_short()
@@ -315,6 +313,21 @@ class HangProofPool:
             with self._lock:
                 self._num_alive -= 1
             self._start_thread_if_short()
+
+
+Call = Task[Callable[[], object]]
+
+
+def pool_of_calls(name: str, num_threads: int, max_hung: int) -> HangProofPool[Call, None]:
+    """Return a pool whose tasks are calls: it calls the owner of each."""
+    queue: TaskQueue[Callable[[], object]] = TaskQueue()
+    return HangProofPool(
+        name, num_threads, max_hung, queue, lambda task, _: _call(task), contextlib.nullcontext
+    )
+
+
+def _call(task: Call) -> None:
+    task.owner()
 
 
 def call_with_deadline(call: Callable[[], _T], timeout_s: float, message: str) -> _T:

@@ -38,7 +38,7 @@ from typing import NamedTuple
 
 from fskv import namespace
 from fskv.data_path.breaker import Breaker
-from fskv.data_path.threads import HangProofPool, Task
+from fskv.data_path.threads import Call, Task, pool_of_calls
 from fskv.types import ChunkId, Presence, Status
 
 try:
@@ -91,7 +91,7 @@ class _Batch:
     chunks: list[Key]
     started_at: float
     removals: int  # mark_removed so far
-    task: Task | None = None
+    task: Call | None = None
     done: bool = False
 
 
@@ -137,7 +137,7 @@ class PresenceIndex:
         self._removed: OrderedDict[Key, _Removal] = OrderedDict()  # oldest first
         self._num_removals = 0
         self._quarantined: dict[Key, float] = {}  # -> until when; the oldest first
-        self._pool = HangProofPool("fskv-probe", 2, _MAX_HUNG_PROBES)
+        self._pool = pool_of_calls("fskv-probe", 2, _MAX_HUNG_PROBES)
 
     def lookup(self, chunk: ChunkId) -> Answer:
         """Return what is known, and for a MISS why. Never blocks.

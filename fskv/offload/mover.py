@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from fskv.config import StoreConfig
 from fskv.data_path.breaker import Breaker
@@ -27,6 +27,7 @@ from fskv.offload.news import News
 from fskv.root.root import NamespaceDir
 from fskv.transports import numa
 from fskv.transports.choice import open_transport
+from fskv.transports.protocol import Ready
 from fskv.types import ChunkId, Status
 
 if TYPE_CHECKING:
@@ -130,7 +131,7 @@ class Mover:
 
     # --- jobs -------------------------------------------------------------------------------
 
-    def store(self, job_id: int, files: Sequence[FileMove], ready: Any = None) -> None:
+    def store(self, job_id: int, files: Sequence[FileMove], ready: Ready | None = None) -> None:
         """Begin to store files, all of a chunk's that this mover has; the pages are free when it is reported.
 
         `ready` is an event of the stream that fills the pages, or None when they are complete. What does not
@@ -148,7 +149,7 @@ class Mover:
         self,
         job_id: int,
         files: Sequence[FileMove],
-        ready: Any = None,
+        ready: Ready | None = None,
         limit: LoadLimit = NO_LIMIT,
     ) -> None:
         """Begin to load files; when it is reported, its pages are complete or `JobResult.bad` says which not.

@@ -31,11 +31,6 @@ class ChunkFd:
         self.nbytes = info.st_size
         self.mtime = info.st_mtime
 
-    def touch(self) -> None:
-        # Not our file, or a read-only mount: then the mtime stays old and the chunk goes earlier.
-        with contextlib.suppress(OSError):
-            os.utime(self.fd)
-
     def same_file(self, path: str, dir_fd: int | None = None) -> bool:
         try:
             now = os.stat(_name(path, dir_fd), dir_fd=dir_fd, follow_symlinks=False)

@@ -2,7 +2,7 @@
 
 It opens no file. Each copy runs on the calling thread's own stream, after the event it was given, and is
 over when the call returns, also when it raises: pages and slots may be used again at once. Never a wait for
-the whole device. Any thread; a buffer belongs to one thread at a time.
+the whole device, nor for a stream of the engine's. Any thread; a buffer belongs to one thread at a time.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from fskv.format import chunk_file
 from fskv.format.chunk_file import ALIGNMENT
 from fskv.plan.spans import SpanTable
 from fskv.transports import kernels
+from fskv.transports.protocol import Ready
 
 if TYPE_CHECKING:
     import torch
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 # One buffer is in use for about a millisecond a chunk, so four serve more I/O threads than that; beyond
 # it, and for chunks that are larger than a quarter, spans are copied one by one as without it.
 _BOUNCE_BUFFERS, _BOUNCE_NBYTES = 4, 64 << 20
+_STREAM_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 
 
 class Driver:
@@ -61,6 +63,17 @@ class Driver:
         finally:
             self._call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
+    def new_stream(self) -> int:
+        """Return a stream that waits for no other, the legacy default stream included."""
+        stream = ctypes.c_void_p()
+        with self.current():
+            self._call("cuStreamCreate", ctypes.byref(stream), ctypes.c_uint(_STREAM_NON_BLOCKING))
+        return stream.value or 0
+
+    def destroy_stream(self, stream: int) -> None:
+        with self.current():
+            self._call("cuStreamDestroy_v2", ctypes.c_void_p(stream))
+
     def allocate(self, nbytes: int) -> int:
         address = ctypes.c_uint64()
         with self.current():
@@ -89,6 +102,22 @@ class _Allocation:
         # At exit the context may be gone, and the memory with it.
         with contextlib.suppress(Exception):
             self._driver.free(self.address)
+
+
+class _OwnStream:
+    """A thread's stream: not one of torch's 32, which the engine takes its own from. Goes with the thread."""
+
+    def __init__(self, driver: Driver, device: torch.device) -> None:
+        import torch
+
+        self._driver = driver
+        self._address = driver.new_stream()
+        self.stream = torch.cuda.ExternalStream(self._address, device=device)
+
+    def __del__(self) -> None:
+        # At exit the context may be gone, and the stream with it.
+        with contextlib.suppress(Exception):
+            self._driver.destroy_stream(self._address)
 
 
 class CudaBuffer:
@@ -126,11 +155,21 @@ class CudaDevice:
 
     # --- buffers ----------------------------------------------------------------------------
 
+    def make_current(self) -> None:
+        """Make this device the calling thread's; that of a new thread is GPU 0, which is another rank's."""
+        import torch
+
+        torch.cuda.set_device(self.device)
+
     def new_buffer(self, nbytes: int) -> CudaBuffer:
         """Allocate a slot's memory; raises RuntimeError or OSError."""
+        self.make_current()
+        return CudaBuffer(self._open_driver(), self.device, nbytes)
+
+    def _open_driver(self) -> Driver:
         if self._driver is None:
             self._driver = Driver(self.device.index or 0)
-        return CudaBuffer(self._driver, self.device, nbytes)
+        return self._driver
 
     def io_buffer(self, buffer: CudaBuffer) -> tuple[Any, int]:
         """Return what kvikio takes for the buffer, and where the buffer begins in it."""
@@ -187,17 +226,19 @@ class CudaDevice:
 
     # --- pages ------------------------------------------------------------------------------
 
-    def gather(self, table: SpanTable, buffer: CudaBuffer, base: int, ready: Any) -> None:
+    def gather(self, table: SpanTable, buffer: CudaBuffer, base: int, ready: Ready | None) -> None:
         """Copy pages into a buffer on the device; see Transport.gather."""
         with self._stream(ready):
             self._copy(table, buffer.tensor, base, to_slot=True)
 
-    def scatter(self, buffer: CudaBuffer, base: int, table: SpanTable, ready: Any) -> None:
+    def scatter(self, buffer: CudaBuffer, base: int, table: SpanTable, ready: Ready | None) -> None:
         """Copy from a buffer on the device into pages; see Transport.scatter."""
         with self._stream(ready):
             self._copy(table, buffer.tensor, base, to_slot=False)
 
-    def gather_to_host(self, table: SpanTable, pinned: torch.Tensor, base: int, ready: Any) -> None:
+    def gather_to_host(
+        self, table: SpanTable, pinned: torch.Tensor, base: int, ready: Ready | None
+    ) -> None:
         """Copy pages into a pinned tensor of slot size."""
         with self._stream(ready), self._bounce_buffer(table) as bounce:
             if bounce is None:
@@ -208,7 +249,7 @@ class CudaDevice:
             pinned[start:stop].copy_(bounce[start:stop], non_blocking=True)
 
     def scatter_from_host(
-        self, pinned: torch.Tensor, base: int, table: SpanTable, ready: Any
+        self, pinned: torch.Tensor, base: int, table: SpanTable, ready: Ready | None
     ) -> None:
         """Copy from a pinned tensor of slot size into pages."""
         with self._stream(ready), self._bounce_buffer(table) as bounce:
@@ -277,13 +318,13 @@ class CudaDevice:
         return bool(tensor.is_cuda)
 
     @contextlib.contextmanager
-    def _stream(self, ready: Any = None) -> Iterator[Any]:
+    def _stream(self, ready: Ready | None = None) -> Iterator[Any]:
         """Yield the thread's own stream, after `ready`; what runs on it is over afterwards, come what may."""
         import torch
 
         stream = getattr(self._local, "stream", None)
         if stream is None:
-            stream = self._local.stream = torch.cuda.Stream(self.device)
+            stream = self._local.stream = self._new_stream()
         if ready is not None:
             stream.wait_event(ready)
         with torch.cuda.stream(stream):
@@ -291,6 +332,17 @@ class CudaDevice:
                 yield stream
             finally:
                 stream.synchronize()
+
+    def _new_stream(self) -> Any:
+        import torch
+
+        self.make_current()
+        try:
+            own = self._local.own_stream = _OwnStream(self._open_driver(), self.device)
+        except (OSError, RuntimeError) as error:
+            logger.warning("a stream of torch's is used, perhaps the engine's: %s", error)
+            return torch.cuda.Stream(self.device)
+        return own.stream
 
     def _wait(self) -> None:
         self._local.stream.synchronize()

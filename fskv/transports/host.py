@@ -36,7 +36,7 @@ from fskv.transports.chunk_fd import (
     unlink_quietly,
 )
 from fskv.transports.cuda import CudaDevice, flat_bytes
-from fskv.transports.protocol import Native, OpenChunk
+from fskv.transports.protocol import Native, OpenChunk, Ready
 
 try:
     from fskv import _native
@@ -188,6 +188,7 @@ class HostTransport:
             return HostSlot(index, self._arena.take())
         import torch
 
+        self._cuda.make_current()
         # One page more than needed: the pinned allocator promises no 4096-alignment.
         raw = torch.empty(self.slot_nbytes + 4096, dtype=torch.uint8, pin_memory=True)
         start = -raw.data_ptr() % 4096
@@ -197,7 +198,7 @@ class HostTransport:
     def drop_slot(self, slot: HostSlot) -> None:
         """Pinned memory goes with the slot; an arena keeps its own."""
 
-    def gather(self, table: SpanTable, slot: HostSlot, base: int, ready: Any) -> None:
+    def gather(self, table: SpanTable, slot: HostSlot, base: int, ready: Ready | None) -> None:
         if self._pages is not None:
             _native.copy_spans(self._pages, table, slot.array, base, True)
         elif self._cuda:
@@ -207,7 +208,7 @@ class HostTransport:
                 at = base + place
                 slot.array[at : at + nbytes] = self._flat[tensor_idx][offset : offset + nbytes]
 
-    def scatter(self, slot: HostSlot, base: int, table: SpanTable, ready: Any) -> None:
+    def scatter(self, slot: HostSlot, base: int, table: SpanTable, ready: Ready | None) -> None:
         if self._pages is not None:
             _native.copy_spans(self._pages, table, slot.array, base, False)
         elif self._cuda:
@@ -236,7 +237,7 @@ class HostTransport:
             self._cuda.drop_bounce_buffers()
 
     @contextlib.contextmanager
-    def open(self, path: str, dir_fd: int | None = None) -> Iterator[OpenChunk]:
+    def open(self, path: str, dir_fd: int | None = None) -> Iterator[OpenChunk[HostSlot]]:
         with open_chunk_fd(path, os.O_DIRECT if self._direct else 0, dir_fd) as (fd, info):
             yield _HostChunk(fd, path, info)
 

@@ -16,7 +16,7 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from fskv.plan.spans import SpanTable
 
@@ -25,18 +25,30 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+SlotT = TypeVar("SlotT")  # of a transport: it takes those of its own `new_slot` only
+_SlotT_contra = TypeVar("_SlotT_contra", contravariant=True)
 
-class OpenChunk(Protocol):
+
+class Ready(Protocol):
+    """An event of a device's stream; torch.cuda.Event is one."""
+
+    def query(self) -> bool:
+        """Whether it has fired."""
+
+    def synchronize(self) -> None:
+        """Return when it has fired."""
+
+
+class OpenChunk(Protocol[_SlotT_contra]):
     """An open chunk file; `nbytes` is its length when it was opened."""
 
     nbytes: int
     mtime: float
 
-    def read_into(self, slot: Any, slot_offset: int, file_offset: int, nbytes: int) -> None:
+    def read_into(
+        self, slot: _SlotT_contra, slot_offset: int, file_offset: int, nbytes: int
+    ) -> None:
         """Read exactly `nbytes` (4096-aligned offsets and length); raises ChunkCorrupt when short."""
-
-    def touch(self) -> None:
-        """Set the mtime, our "last used", to now."""
 
     def same_file(self, path: str, dir_fd: int | None = None) -> bool:
         """Whether `path`, or its last name in `dir_fd`, still names this very file."""
@@ -56,69 +68,74 @@ class Native:
     queue: Callable[[int], _native.Queue]
     guard: type[_native.Guard]
     layout: type[_native.Layout]
-    transfer: type[_native.Transfer]
+    transfer: type[_native.Transfer[Any]]
 
 
-class Transport(Protocol):
+class Transport(Protocol[SlotT]):
     """What the store and the jobs need from an I/O layer; see the module docstring.
 
-    Slots are typed Any: each transport takes those of its own `new_slot` only. Offsets and lengths are bytes.
+    Offsets and lengths are bytes.
     """
 
     slot_nbytes: int
     description: str  # for the start-up line: what is really used
     native: Native | None  # None: every chunk is moved by the methods below
 
-    def new_slot(self, index: int) -> Any: ...
+    def new_slot(self, index: int) -> SlotT: ...
 
-    def drop_slot(self, slot: Any) -> None:
+    def drop_slot(self, slot: SlotT) -> None:
         """Give a slot's memory back; it must not be in use."""
 
-    def gather(self, table: SpanTable, slot: Any, base: int, ready: Any) -> None:
+    def gather(self, table: SpanTable, slot: SlotT, base: int, ready: Ready | None) -> None:
         """Copy KV pages into the slot at `base`; returns when the pages are no longer read.
 
         `table` holds spans, see `ChunkPlan`; ValueError or IndexError when one is not inside its tensor.
         `ready` is an event of the stream that produced the pages, or None when they are complete.
         """
 
-    def scatter(self, slot: Any, base: int, table: SpanTable, ready: Any) -> None:
+    def scatter(self, slot: SlotT, base: int, table: SpanTable, ready: Ready | None) -> None:
         """Copy from the slot at `base` into KV pages; returns when the pages are complete.
 
         `ready` is an event of the stream that used the pages before (vLLM may still be zeroing them).
         """
 
-    def fill_zero(self, slot: Any, start: int, stop: int) -> None:
+    def fill_zero(self, slot: SlotT, start: int, stop: int) -> None:
         """Zero the slot's bytes [start, stop)."""
 
-    def put_header(self, slot: Any, header: bytes) -> None:
+    def put_header(self, slot: SlotT, header: bytes) -> None:
         """Copy the header to the slot's beginning."""
 
-    def take_header(self, slot: Any, nbytes: int) -> bytes | memoryview:
+    def take_header(self, slot: SlotT, nbytes: int) -> bytes | memoryview:
         """Return the slot's first `nbytes` in host memory; valid until the slot is written again."""
 
-    def row_digests(self, slot: Any, start: int, stop: int) -> bytes:
+    def row_digests(self, slot: SlotT, start: int, stop: int) -> bytes:
         """Return what `chunk_file.row_digests` gives for the slot's bytes [start, stop)."""
 
     def open(
         self, path: str, dir_fd: int | None = None
-    ) -> contextlib.AbstractContextManager[OpenChunk]:
+    ) -> contextlib.AbstractContextManager[OpenChunk[SlotT]]:
         """Open a chunk file for reading; raises a ChunkError. `dir_fd`: see fskv.transports.chunk_fd."""
 
-    def write_part(self, path: str, slot: Any, nbytes: int, dir_fd: int | None = None) -> None:
+    def write_part(self, path: str, slot: SlotT, nbytes: int, dir_fd: int | None = None) -> None:
         """Create `path` exclusively with the slot's first `nbytes`; raises a ChunkError, leaving no file."""
 
     def close(self) -> None:
         """Release what was registered; slots that are parked stay as they are. Never waits for a disk."""
 
 
-class SlotPool:
-    """The slots of one worker, made on first use, never more than `num_slots`."""
+class SlotPool(Generic[SlotT]):
+    """The slots of one worker, made on first use, never more than `num_slots`.
 
-    def __init__(self, transport: Transport, num_slots: int) -> None:
+    Of these `max_ahead` may be in use for what is ahead of the I/O threads, in memory alone.
+    """
+
+    def __init__(self, transport: Transport[SlotT], num_slots: int, max_ahead: int = 0) -> None:
         self._transport = transport
         self._num_slots = num_slots
+        self._max_ahead = max_ahead
+        self._num_ahead = 0
         self._lock = threading.Lock()
-        self._free: list[Any] = []
+        self._free: list[SlotT] = []
         self.num_made = 0
         self._num_used = 0
         self._complained = False  # about memory, since the last slot that could be made
@@ -127,7 +144,7 @@ class SlotPool:
     def num_used(self) -> int:
         return self._num_used
 
-    def take(self) -> Any:
+    def take(self) -> SlotT | None:
         """Return a slot, or None when all are used or there is no memory. Never waits."""
         with self._lock:
             if self._num_used >= self._num_slots:
@@ -150,7 +167,19 @@ class SlotPool:
         self._complained = False
         return slot
 
-    def give_back(self, slot: Any) -> None:
+    def reserve_ahead(self, num_wanted: int) -> int:
+        """Count slots as ahead before they are taken; return how many of `num_wanted`."""
+        with self._lock:
+            num = min(num_wanted, self._max_ahead - self._num_ahead)
+            self._num_ahead += num
+            return num
+
+    def cancel_ahead(self) -> None:
+        """One of those is given back, or not wanted any more."""
+        with self._lock:
+            self._num_ahead -= 1
+
+    def give_back(self, slot: SlotT) -> None:
         """Return a slot whose I/O is over; a hung thread keeps its slot until then (parked)."""
         with self._lock:
             self._num_used -= 1

@@ -293,7 +293,9 @@ class World:
         slot = self.transport.new_slot(0)
         slot.array[:] = 0xDD
         count = self.file_layout.num_blocks - first_block if num_blocks is None else num_blocks
-        status = self.store.get(self.chunk(number), first_block, count, slot)
+        status, old = self.store.get(self.chunk(number), first_block, count, slot)
+        if old:
+            self.store.touch(self.chunk(number))
         at = self.base + first_block * self.file_layout.block_nbytes
         found = bytes(slot.view[at : at + count * self.file_layout.block_nbytes])
         return status, found if status.good else None

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import os
 import random
 import threading
 import time
 from collections import Counter
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -808,7 +810,7 @@ def test_a_load_that_the_guard_refused_is_never_good_even_if_its_thread_ends_bef
     bench.store([1])
     bench.wait_until_idle()
     runner = bench.runner
-    close, held = runner._pages_free, []
+    close, held = runner._ends.pages_free, []
 
     def close_later(task, status, *rest):
         if task.job.is_load and status is Status.TIMED_OUT:  # the one who gives up is slow here
@@ -817,7 +819,7 @@ def test_a_load_that_the_guard_refused_is_never_good_even_if_its_thread_ends_bef
             held.append(task.pages_free)
         close(task, status, *rest)
 
-    monkeypatch.setattr(runner, "_pages_free", close_later)
+    monkeypatch.setattr(runner._ends, "pages_free", close_later)
     job = bench.load([1], place=5)
     bench.transport.wait_until_hanging(1)
     bench.clock.advance(100)
@@ -827,13 +829,15 @@ def test_a_load_that_the_guard_refused_is_never_good_even_if_its_thread_ends_bef
     assert bench.poisoned(5)
 
 
-def test_a_load_is_delivered_once_even_if_the_handle_is_stale_afterwards(make_bench):
+def test_a_load_is_delivered_once_even_if_the_handle_is_stale_afterwards(make_bench, monkeypatch):
     """The job is reported when it is delivered: a second time would be into pages of somebody else."""
     bench = make_bench()
     bench.store([1])
     bench.wait_until_idle()
     bench.world.store._touch_interval_s = -1
-    bench.transport.script = Script(open=".H", touch="S")
+    bench.transport.script = Script(open=".H")
+    stale = OSError(errno.ESTALE, "stale")
+    monkeypatch.setattr("fskv.data_path.store.os.utime", Mock(side_effect=stale))
     (result,) = bench.finish(bench.load([1], place=5))
     assert not result.failed
     bench.poison(bench.blocks(5))
@@ -1065,7 +1069,7 @@ def test_the_rate_is_that_of_the_stores_that_ended(make_bench):
 def test_a_job_is_reported_when_the_outcome_of_each_file_is_known(bench, reported_first):
     """With the report first, the negative control, an outcome is missing when its job is reported."""
     runner, held, seen = bench.runner, threading.Event(), []
-    known = runner._outcome_known
+    known = runner._ends.outcome_known
 
     def slowly(task, *rest):
         if not seen:  # the first file that ends: its thread is slow here
@@ -1078,7 +1082,7 @@ def test_a_job_is_reported_when_the_outcome_of_each_file_is_known(bench, reporte
     job, _ = bench.store([1, 2])
     bench.finish(job)
     bench.wait_until_idle()
-    runner._outcome_known = slowly
+    runner._ends.outcome_known = slowly
     job = bench.load([98, 99])  # absent: a file of the native path comes back to Python
     wait_for(lambda: seen)
     end = time.monotonic() + 0.3

@@ -428,7 +428,7 @@ class Place:
     def judged_in_python(self):
         """As a load does it; a bad file is discarded."""
         chunk = self.world.chunk(7)
-        return WORDS[self.world.store.get(chunk, self.first, self.num_blocks, self.slot)]
+        return WORDS[self.world.store.get(chunk, self.first, self.num_blocks, self.slot)[0]]
 
     def complaint(self, header):
         """Return (what the document says, what is wrong with the readers or None)."""

@@ -464,7 +464,7 @@ def test_no_file_descriptor_is_left_open(make_world):
     load(world)
     with leaves_nothing_open():
         for event in "ENSAMsB":
-            for operation in ("open", "read", "touch", "write"):
+            for operation in ("open", "read", "write"):
                 world.transport.script = Script(**{operation: event + "*"})
                 load(world)
                 world.put(0, world.content())

@@ -9,7 +9,7 @@ import pytest
 from world import Clock, returns_in_time, wait_for
 
 from fskv.data_path.breaker import Breaker
-from fskv.data_path.threads import HangProofPool, Task, TaskQueue, call_with_deadline
+from fskv.data_path.threads import Task, TaskQueue, call_with_deadline, pool_of_calls
 from fskv.errors import RootError
 from fskv.types import Status
 
@@ -44,7 +44,7 @@ def make_pool():
     pools = []
 
     def make(num_threads=2, max_hung=2, name="fskv-test"):
-        pools.append(HangProofPool(name, num_threads, max_hung))
+        pools.append(pool_of_calls(name, num_threads, max_hung))
         return pools[-1]
 
     yield make

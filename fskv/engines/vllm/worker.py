@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
-from typing import Any
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -31,6 +30,7 @@ from fskv.observe import metrics
 from fskv.offload.mover import Mover
 from fskv.offload.news import News
 from fskv.root.root import NamespaceDir
+from fskv.transports.protocol import Ready
 from fskv.types import FileId, Status
 
 
@@ -166,9 +166,13 @@ class FskvWorker(OffloadingWorker):
         counters = self.mover.counters
         return to_stats(counters.drain(), self.mover.gauges(), counters.drain_observed())
 
-    def _event(self) -> Any:
+    def _event(self) -> Ready | None:
         """Return an event after everything the engine has launched so far; None without CUDA."""
-        return torch.cuda.current_stream().record_event() if self.mover.on_cuda else None
+        if not self.mover.on_cuda:
+            return None
+        event = torch.cuda.Event(blocking=True)  # the thread that waits for it must not spin
+        event.record()
+        return event
 
     def _plan(self, keys: ChunkKeys, pages: GPULoadStoreSpec, *, is_load: bool) -> list[FileMove]:
         per_group = dict.fromkeys(self._group_idxs, 0)

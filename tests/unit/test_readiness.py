@@ -1,0 +1,403 @@
+"""Nothing of fskv but the copies waits for the GPU: no I/O thread, no deadline, no read.
+
+`Event` stands for one of a CUDA stream, and the transport for a device that is harsher than a real one: pages
+that are touched by an I/O thread before the event has fired are an error, not only wrong bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+import time
+
+import pytest
+from test_jobs import Bench, calm
+from world import returns_in_time, wait_for
+
+from faults.transport import RandomScript, Script
+from fskv.data_path import runner as runner_module
+from fskv.transports import host
+from fskv.types import Status
+
+
+class Event:
+    """Fires when it is told to."""
+
+    def __init__(self):
+        self._fired = threading.Event()
+        self.waiters = []
+
+    def query(self):
+        return self._fired.is_set()
+
+    def synchronize(self):
+        if not self._fired.is_set():
+            self.waiters.append(threading.current_thread().name)
+        assert self._fired.wait(30), "nobody fired it"
+
+    def fire(self):
+        self._fired.set()
+
+
+class BrokenEvent(Event):
+    def query(self):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+class DeviceBench(Bench):
+    """Its pages are on a device: copies wait for their event."""
+
+    def __init__(self, world, **options):
+        transport = world.transport
+        self.reads, self.waited = [], []
+        inner = getattr(transport, "inner", transport)
+        gather, scatter = inner.gather, inner.scatter
+
+        def after(ready):
+            if ready is not None and not ready.query():
+                self.waited.append(threading.current_thread().name)
+                ready.synchronize()
+
+        def gather_after(table, slot, base, ready):
+            after(ready)
+            gather(table, slot, base, None)
+
+        def scatter_after(slot, base, table, ready):
+            after(ready)
+            scatter(slot, base, table, None)
+
+        inner.gather, inner.scatter = gather_after, scatter_after
+        super().__init__(world, **options)
+
+    @property
+    def io_threads_that_waited(self):
+        return [name for name in self.waited if name.startswith("fskv-io")]
+
+    def submit(self, numbers, ready, *, load, place=0, seed=0):
+        """Submit a job whose pages are `ready` later; return it, and of a store its contents."""
+        self.num_jobs += 1
+        blocks = [self.blocks(place + i) for i in range(len(numbers))]
+        contents = {}
+        for n, ids in zip(numbers, blocks, strict=True):
+            if load:
+                self.poison(ids)
+            else:
+                contents[n] = self.world.fill(ids, seed + n)
+        moves = [self.world.request(n, ids) for n, ids in zip(numbers, blocks, strict=True)]
+        submit = self.runner.submit_load if load else self.runner.submit_store
+        returns_in_time(lambda: submit(self.num_jobs, moves, ready) or 1)
+        return self.num_jobs, contents
+
+
+@pytest.fixture(params=["python", "native"])
+def make_device(make_world, request):
+    """Make benches whose chunks are moved by Python, or read and written by fskv._native."""
+    with contextlib.ExitStack() as stack:
+
+        def make(script=None, **options):
+            native = request.param == "native" and script is None
+            if native:
+                pytest.importorskip("fskv._native", reason="the C extension was not built")
+            world = make_world(native=native, faults=script, num_blocks=options.pop("blocks", 256))
+            if native:
+                fields = {n: getattr(world.transport.native, n) for n in host.Native.__slots__}
+                world.transport.native = host.Native(**{**fields, "pages": None})
+                world.transport._pages = None  # Python gathers and scatters
+            bench = DeviceBench(world, **options)
+            if native:
+                bench.clock.now = (
+                    time.monotonic()
+                )  # the queue outside the interpreter has this clock
+            stack.callback(bench.runner._pool.close)
+            if not native:
+                stack.callback(bench.transport.release)
+            return bench
+
+        yield make
+
+
+def stored(bench, numbers, place=0):
+    job, contents = bench.store(numbers, place=place)
+    bench.finish(job)
+    bench.wait_until_idle()
+    return contents
+
+
+protection = pytest.mark.parametrize("protected", [True, False], ids=["", "negative_control"])
+
+
+def without_protection(monkeypatch):
+    """As it was: an I/O thread takes the task, and waits."""
+    monkeypatch.setattr(runner_module, "has_fired", lambda _: True)
+
+
+@protection
+def test_a_forward_holds_no_io_thread_and_no_read_back(make_device, monkeypatch, protected):
+    bench = make_device(num_threads=4, num_slots=40)
+    contents = stored(bench, list(range(8)))
+    if not protected:
+        without_protection(monkeypatch)
+    forward = Event()
+    stores, _ = bench.submit(list(range(100, 116)), forward, load=False, place=8)
+    load, _ = bench.submit(list(range(8)), forward, load=True, place=30)
+
+    def read_ahead():
+        bench.poll()
+        return sum(task.parked for task in bench.runner._jobs[load].tasks) == 8
+
+    if protected:
+        wait_for(read_ahead)  # all of it is read and checked while the forward runs
+        wait_for(lambda: not bench.runner._pool.queue.running())
+        assert bench.io_threads_that_waited == []
+    else:
+        wait_for(lambda: len(bench.io_threads_that_waited) == 4)
+        assert not read_ahead()
+    assert stores not in bench.results
+    assert all(bench.poisoned(30 + i) for i in range(8))
+    forward.fire()
+    bench.finish(stores, load)
+    for i in range(8):
+        assert bench.world.pages(bench.blocks(30 + i)) == contents[i]
+    bench.wait_until_idle()
+    assert bench.statuses(loads=False) == {Status.OK: 8 + 16}
+
+
+@protection
+@pytest.mark.parametrize("step_s", [1.0, 3.0, 10.0])
+def test_a_long_forward_is_not_the_disks(make_device, monkeypatch, protected, step_s):
+    """No timeout, no opening of the breaker, no slower pace of stores, whatever the step takes."""
+    bench = make_device(Script(), num_threads=4, num_slots=40)
+    stored(bench, list(range(8)))
+    if not protected:
+        without_protection(monkeypatch)
+    opened = bench.breaker.num_openings
+    forward = Event()
+    stores, _ = bench.submit(list(range(100, 116)), forward, load=False, place=8)
+    load, _ = bench.submit(list(range(8)), forward, load=True, place=30)
+    if protected:
+        wait_for(lambda: sum(task.parked for task in bench.runner._jobs[load].tasks) == 8)
+    else:
+        wait_for(lambda: len(bench.io_threads_that_waited) == 4)
+        threading.Timer(0.5, forward.fire).start()  # giving a job up waits for its copies
+    for _ in range(10):
+        bench.clock.advance(step_s / 10)
+        bench.poll()
+    forward.fire()
+    results = bench.finish(stores, load)
+    bench.wait_until_idle()
+    late = (
+        bench.statuses(loads=True)[Status.TIMED_OUT] + bench.statuses(loads=False)[Status.TIMED_OUT]
+    )
+    if protected:
+        assert late == 0
+        assert not results[1].failed
+        assert results[1].busy_s < 1, "of the disk alone"
+        assert bench.runner._chunk_store_s < 0.1
+        assert bench.breaker.num_openings == opened
+    elif step_s > 2.5:
+        assert late > 0
+
+
+def test_a_read_that_hangs_is_late_however_long_the_forward_takes(make_device):
+    bench = make_device(Script(read="H"), num_threads=2, num_slots=40)
+    stored(bench, [0, 1])
+    forward = Event()
+    load, _ = bench.submit([0, 1], forward, load=True, place=10)
+    bench.transport.wait_until_hanging(1)
+    bench.clock.advance(100)
+    (result,) = bench.finish(load)
+    assert result.failed
+    assert result.late
+    calm(bench)
+    forward.fire()
+    bench.wait_until_idle()
+    assert bench.poisoned(10)
+    assert bench.poisoned(11)
+
+
+def test_the_deadline_goes_on_after_the_forward(make_device):
+    """What was read before it counts; what is late afterwards is."""
+    bench = make_device(Script(scatter="H*"), num_threads=2, num_slots=40)
+    stored(bench, [0])
+    forward = Event()
+    load, _ = bench.submit([0], forward, load=True, place=10)
+    wait_for(lambda: bench.runner._jobs[load].paused_at is not None)
+    bench.clock.advance(50)
+    assert load not in bench.poll()
+    forward.fire()
+    bench.transport.wait_until_hanging(1)
+    assert load not in bench.poll(), "its deadline has not begun to run"
+    bench.clock.advance(1)
+    assert load not in bench.poll()
+    threading.Timer(0.3, lambda: calm(bench)).start()  # the guard waits for copies
+    bench.clock.advance(5)
+    assert bench.finish(load)[0].late
+    bench.wait_until_idle()
+
+
+@pytest.mark.parametrize("how", ["wait", "drop", "shutdown"])
+def test_what_was_read_ahead_and_is_given_up_touches_no_page(make_device, how):
+    bench = make_device(num_threads=2, num_slots=40)
+    stored(bench, list(range(6)))
+    forward = Event()
+    load, _ = bench.submit(list(range(6)), forward, load=True, place=10)
+    wait_for(lambda: sum(task.parked for task in bench.runner._jobs[load].tasks) == 6)
+    assert bench.runner.num_running == 6
+    if how == "wait":
+        returns_in_time(lambda: bench.runner.wait([load]) or 1)
+    elif how == "drop":
+        returns_in_time(lambda: bench.runner.drop() or 1)
+    else:
+        returns_in_time(lambda: bench.runner.shutdown(0.1) or 1)
+    assert bench.finish(load)[0].failed
+    forward.fire()
+    if how != "shutdown":
+        again, _ = bench.submit([0], None, load=True, place=20)  # and all goes on
+        assert not bench.finish(again)[0].failed
+    bench.wait_until_idle()
+    assert all(bench.poisoned(10 + i) for i in range(6))
+    assert bench.runner._slots._num_ahead == 0
+
+
+@pytest.mark.parametrize("how", ["wait", "drop"])
+def test_stores_that_wait_for_a_forward_give_their_pages_back(make_device, how):
+    bench = make_device(num_threads=2, num_slots=40)
+    forward = Event()
+    job, contents = bench.submit(list(range(6)), forward, load=False)
+    if how == "wait":  # gathered by the engine's thread, which waits for its own kernels
+        threading.Timer(0.2, forward.fire).start()
+        returns_in_time(lambda: bench.runner.wait([job]) or 1)
+    else:
+        returns_in_time(lambda: bench.runner.drop() or 1)
+    for place in range(6):
+        bench.poison(bench.blocks(place))
+    bench.finish(job)
+    forward.fire()
+    bench.wait_until_idle()
+    good = bench.statuses(loads=False)[Status.OK]
+    assert good == (6 if how == "wait" else 0)
+    if good:
+        load, _ = bench.submit(list(contents), None, load=True, place=20)
+        assert not bench.finish(load)[0].failed
+        for i, content in enumerate(contents.values()):
+            assert bench.world.pages(bench.blocks(20 + i)) == content
+    assert bench.runner._slots._num_ahead == 0
+
+
+def test_beyond_the_spare_slots_files_are_read_after_the_forward(make_device):
+    bench = make_device(num_threads=2, num_slots=8)
+    contents = stored(bench, list(range(12)))
+    forward = Event()
+    load, _ = bench.submit(list(range(12)), forward, load=True, place=20)
+    ahead = bench.runner._slots._max_ahead
+    assert 0 < ahead < 12
+    wait_for(lambda: not bench.runner._pool.queue.running() and bench.runner.num_running == 12)
+    read = [task for task in bench.runner._jobs[load].tasks if task.slot is not None]
+    assert len(read) == ahead
+    assert bench.io_threads_that_waited == []
+    forward.fire()
+    assert not bench.finish(load)[0].failed
+    for i in range(12):
+        assert bench.world.pages(bench.blocks(20 + i)) == contents[i]
+    bench.wait_until_idle()
+    assert bench.runner._slots._num_ahead == 0
+
+
+def test_a_bad_file_is_found_while_the_forward_runs(make_device):
+    bench = make_device(num_threads=2, num_slots=40)
+    stored(bench, [0, 1])
+    with open(bench.world.path(1), "r+b") as file:
+        file.seek(bench.world.base + 70_000)
+        file.write(b"\xff\x00\xff")
+    forward = Event()
+    load, _ = bench.submit([0, 1, 2], forward, load=True, place=10)
+    wait_for(lambda: bench.statuses(loads=True) == {Status.CORRUPT: 1, Status.MISSING: 1})
+    assert load not in bench.results, "one of its files is good, and waits"
+    forward.fire()
+    (result,) = bench.finish(load)
+    assert {file.key_hash[-1] for file in result.bad} == {1, 2}
+    assert bench.poisoned(11)
+    assert bench.poisoned(12)
+    bench.wait_until_idle()
+
+
+def test_an_event_that_cannot_be_asked_costs_its_chunks_at_most(make_device, monkeypatch):
+    """A stream with an error: the copy says so, and nobody waits for ever."""
+    bench = make_device(Script(), num_threads=2, num_slots=40)
+    stored(bench, [0])
+
+    def refuse(*_):
+        raise RuntimeError("CUDA error")
+
+    monkeypatch.setattr(bench.transport.inner, "scatter", refuse)
+    load, _ = bench.submit([0], BrokenEvent(), load=True, place=10)
+    assert bench.finish(load)[0].failed
+    assert bench.poisoned(10)
+    bench.wait_until_idle()
+
+
+def test_without_a_thread_to_wait_on_an_io_thread_waits(make_device, monkeypatch):
+    bench = make_device(num_threads=2, num_slots=40)
+    contents = stored(bench, [0])
+    monkeypatch.setattr(bench.runner._readiness, "call_after", lambda *_: False)
+    forward = Event()
+    threading.Timer(0.2, forward.fire).start()
+    load, _ = bench.submit([0], forward, load=True, place=10)
+    assert not bench.finish(load)[0].failed
+    assert bench.world.pages(bench.blocks(10)) == contents[0]
+    bench.wait_until_idle()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_order_of_forwards_faults_and_preemptions(make_device, seed):
+    """What a job reports as good is right, what was given up is untouched, and in the end all is free."""
+    rng = random.Random(seed)
+    faults = {"read": {".": 20, "E": 1, "L": 2, "B": 1}, "write": {".": 20, "N": 1, "L": 2}}
+    bench = make_device(RandomScript(seed, faults), num_threads=3, num_slots=14, failures=10**6)
+    bench.clock.now = time.monotonic()
+    known, events, loads = {}, [], {}
+    for _ in range(60):
+        ready = rng.choice([None, Event(), Event()])
+        if ready is not None:
+            events.append(ready)
+        if rng.random() < 0.5 or not known:
+            number = rng.randrange(1000)
+            place = rng.randrange(20)
+            if any(place == at for at in known.values()):
+                continue
+            _, contents = bench.submit([number], ready, load=False, place=place, seed=seed)
+            known[number] = place
+            loads.setdefault("contents", {})[number] = contents[number]
+        else:
+            numbers = rng.sample(sorted(known), min(len(known), 3))
+            place = 21 + 3 * len(loads)
+            if place + 3 > 60:
+                break
+            job, _ = bench.submit(numbers, ready, load=True, place=place)
+            loads[job] = (numbers, place)
+        if rng.random() < 0.5 and events:
+            events.pop(rng.randrange(len(events))).fire()
+        if rng.random() < 0.1:
+            jobs = list(bench.runner._jobs)
+            for event in events:  # wait() is for kernels that end
+                event.fire()
+            returns_in_time(lambda jobs=jobs: bench.runner.wait(jobs) or 1)
+        bench.poll()
+    for event in events:
+        event.fire()
+    jobs = [job for job in loads if job != "contents"]
+    bench.finish(*jobs)
+    bench.wait_until_idle()
+    assert bench.io_threads_that_waited == []
+    assert bench.runner._slots._num_ahead == 0
+    num_good = 0
+    for job in jobs:
+        numbers, place = loads[job]
+        bad = {int.from_bytes(file.key_hash, "big") for file in bench.results[job].bad}
+        for i, number in enumerate(numbers):
+            if number in bad:
+                continue
+            num_good += 1
+            assert bench.world.pages(bench.blocks(place + i)) == loads["contents"][number]
+    assert num_good or not jobs
