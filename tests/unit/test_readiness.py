@@ -164,7 +164,7 @@ def test_a_forward_holds_no_io_thread_and_no_read_back(make_device, monkeypatch,
 
 
 @protection
-@pytest.mark.parametrize("step_s", [1.0, 3.0, 10.0])
+@pytest.mark.parametrize("step_s", [1.0, 3.0, 10.0, 40.0])
 def test_a_long_forward_is_not_the_disks(make_device, monkeypatch, protected, step_s):
     """No timeout, no opening of the breaker, no slower pace of stores, whatever the step takes."""
     bench = make_device(Script(), num_threads=4, num_slots=40)
