@@ -191,6 +191,7 @@ def test_a_long_forward_is_not_the_disks(make_device, monkeypatch, protected, st
     )
     if protected:
         assert late == 0
+        assert bench.statuses(loads=False) == {Status.OK: 8 + 16}
         assert not results[1].failed
         assert results[1].busy_s < 1, "of the disk alone"
         assert bench.runner._chunk_store_s < 0.1
