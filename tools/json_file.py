@@ -6,10 +6,8 @@ differently (a key twice, NaN) is refused too.
 
 from __future__ import annotations
 
-import os
-import stat
-
 from fskv.namespace import Json, parse_json
+from fskv.root.files import read_small
 
 from .exits import UsageError
 from .terminal import show
@@ -23,15 +21,7 @@ def read_json(path: str, limit: int = 16 << 20) -> Json:
 def read_bytes(path: str, limit: int) -> bytes:
     """Return a regular file's content. Raises UsageError."""
     try:
-        # O_NONBLOCK: a fifo has open() wait for its writer.
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        with os.fdopen(fd, "rb") as file:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise UsageError(f"{show(path)}: expected a regular file")
-            content = file.read(limit + 1)
+        return read_small(path, limit, follow=True)
     except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise UsageError(f"{show(path)}: {reason}") from None
-    if len(content) > limit:
-        raise UsageError(f"{show(path)}: expected at most {limit} bytes, found more")
-    return content

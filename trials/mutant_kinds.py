@@ -388,10 +388,10 @@ FAULTS = (
     Fault(
         "part-not-exclusive",
         "A part is made exclusively: what stands under its name is neither written to nor followed.",
-        "fskv/root/root.py",
-        "    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | more_flags\n",
-        "    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (more_flags & ~os.O_EXCL)\n",
-        ("tests/unit/test_store.py", "tests/unit/test_root.py"),
+        "fskv/root/files.py",
+        "    fd = os.open(path, _CREATE | more_flags, mode, dir_fd=dir_fd)\n",
+        "    fd = os.open(path, (_CREATE | more_flags) & ~os.O_EXCL, mode, dir_fd=dir_fd)\n",
+        ("tests/unit/test_store.py", "tests/unit/test_files.py"),
     ),
     Fault(
         "links-followed",
@@ -412,10 +412,10 @@ FAULTS = (
     Fault(
         "lease-not-exclusive",
         "Two processes that take a free lease at once do not both hold it.",
-        "fskv/bounds/lease.py",
-        "        os.link(part, name, src_dir_fd=directory, dst_dir_fd=directory, follow_symlinks=False)\n",
-        "        os.rename(part, name, src_dir_fd=directory, dst_dir_fd=directory)\n",
-        ("tests/unit/test_lease.py",),
+        "fskv/root/files.py",
+        "        os.link(part, name, src_dir_fd=part_dir_fd, dst_dir_fd=dir_fd, follow_symlinks=False)\n",
+        "        os.rename(part, name, src_dir_fd=part_dir_fd, dst_dir_fd=dir_fd)\n",
+        ("tests/unit/test_lease.py", "tests/unit/test_files.py"),
     ),
     Fault(
         "living-holder-replaced",
@@ -497,7 +497,7 @@ FAULTS = (
         "root-made-at-start",
         "A root that is missing at start is not made.",
         "fskv/root/root.py",
-        "            _retry_stale(lambda: _check_directory(path))\n",
+        "            retry_stale(lambda: _check_directory(path))\n",
         "            os.makedirs(path, exist_ok=True)\n",
         (
             "tests/unit/test_root.py",

@@ -16,10 +16,11 @@ import re
 import stat
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
+from fskv.root.beneath import opened
+from fskv.root.files import publishing, regular_file
 from fskv.root.process_id import is_our_name, unique_name
-from fskv.root.root import create_file
 
 _KEPT_S = 600.0
 _MAX_KEPT = 256  # prunes
@@ -27,7 +28,6 @@ ENTRY_NBYTES = 20  # XXH3-128 of the key, group (little endian)
 _MAX_ENTRIES = 1 << 15  # of one file: 640 KiB
 _MAX_NBYTES = _MAX_ENTRIES * ENTRY_NBYTES
 _MAX_TAKEN_NBYTES = 4 << 20  # by one call
-_OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NAME = re.compile(r"[0-9a-f]{16}-(.+)\.(bin|part)", re.DOTALL)
 
 
@@ -36,6 +36,7 @@ class EvictionNews:
 
     def __init__(self, shared: str, file_mode: int = 0o600) -> None:
         self.directory = f"{shared}/removed"
+        self._root = os.path.dirname(shared)
         self._file_mode = file_mode
         self._seen: set[str] = set()
         self._first_seen: dict[str, float] = {}
@@ -50,11 +51,9 @@ class EvictionNews:
     def _publish(self, directory: int, digest16: str, chunks: Sequence[tuple[bytes, int]]) -> None:
         packed = b"".join(name + group.to_bytes(4, "little") for name, group in chunks)
         stem = f"{digest16}-{unique_name()}"
-        part, name = f"{stem}.part", f"{stem}.bin"
-        fd = create_file(part, self._file_mode, dir_fd=directory)
-        with os.fdopen(fd, "wb", buffering=0) as file:
+        name = f"{stem}.bin"
+        with publishing(name, self._file_mode, dir_fd=directory, part=f"{stem}.part") as file:
             file.write(packed)
-        os.rename(part, name, src_dir_fd=directory, dst_dir_fd=directory)
         self._published.append(name)
         if len(self._published) > _MAX_KEPT:
             with contextlib.suppress(OSError):
@@ -78,7 +77,8 @@ class EvictionNews:
                 self._seen.add(name)
                 if name.startswith(f"{digest16}-") and _is_ours(name):
                     with contextlib.suppress(OSError):
-                        content = _read(name, directory)
+                        with regular_file(name, dir_fd=directory) as file:
+                            content = file.read(_MAX_NBYTES)
                         found += content[: len(content) - len(content) % ENTRY_NBYTES]
         self._seen &= names
         return found
@@ -96,36 +96,14 @@ class EvictionNews:
                             os.unlink(name, dir_fd=directory)
         self._first_seen = {name: at for name, at in self._first_seen.items() if name in names}
 
-    @contextlib.contextmanager
-    def _opened(self) -> Iterator[int]:
+    def _opened(self) -> contextlib.AbstractContextManager[int]:
         """Yield the directory's descriptor: whatever takes its place meanwhile, nothing else is touched."""
-        shared, name = os.path.split(self.directory)
-        parent = os.open(shared, _OPEN)
-        try:
-            fd = os.open(name, _OPEN, dir_fd=parent)
-        finally:
-            os.close(parent)
-        try:
-            yield fd
-        finally:
-            with contextlib.suppress(OSError):
-                os.close(fd)
+        return opened(self._root, self.directory)
 
 
 def _is_ours(name: str) -> bool:
     match = _NAME.fullmatch(name)
     return match is not None and is_our_name(match[1])
-
-
-def _read(name: str, directory: int) -> bytes:
-    # What is no file must not make us wait: a FIFO has a reader's open() wait for its writer.
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    with open(
-        name, "rb", buffering=0, opener=lambda path, _: os.open(path, flags, dir_fd=directory)
-    ) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            return b""
-        return file.read(_MAX_NBYTES) or b""
 
 
 def entries(packed: bytes) -> list[tuple[bytes, int]]:

@@ -16,12 +16,12 @@ import errno
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from fskv.root.beneath import opened
+from fskv.root.files import UnfitFileError, name_exclusively, publishing, regular_file
 from fskv.root.process_id import HOST, TOKEN, provably_dead, unique_name
-from fskv.root.root import NO_LINKS, create_file
 
 SHARED_DIR = ".fskv-maintenance"
 LEASE_FILE = "lease.json"
@@ -113,11 +113,9 @@ class Lease:
         except FileNotFoundError:
             return 0
 
-    @contextlib.contextmanager
-    def _opened(self) -> Iterator[int]:
+    def _opened(self) -> contextlib.AbstractContextManager[int]:
         """Yield the directory, which is no link: everything here is done to names in it."""
-        with opened(self._root, self._directory, os.O_PATH) as fd:
-            yield fd
+        return opened(self._root, self._directory, os.O_PATH)
 
     def _beat(self, directory: int) -> None:
         mine = self._mine
@@ -151,17 +149,11 @@ class Lease:
             return
         mine = LeaseState(self._name, HOST, os.getpid(), TOKEN, int(time.time() * 1000), 0)
         now = self._clock()
-        part = f"{unique_name()}.part"
         try:
-            fd = create_file(part, self._file_mode, os.O_NOFOLLOW, dir_fd=directory)
-            with os.fdopen(fd, "wb", buffering=0) as file:
+            with publishing(LEASE_FILE, self._file_mode, dir_fd=directory, exclusive=True) as file:
                 file.write(_encoded(mine))
-            publish_exclusive(part, LEASE_FILE, directory)
         except FileExistsError:
             return  # somebody was faster
-        finally:
-            with contextlib.suppress(OSError):
-                os.unlink(part, dir_fd=directory)
         self._mine, self._beaten_at = mine, now
         self.term += 1
 
@@ -188,7 +180,7 @@ class Lease:
             if moved is not None and moved != dead:
                 # Somebody else took over between our look and our rename: give it back.
                 with contextlib.suppress(FileExistsError):
-                    publish_exclusive(aside, LEASE_FILE, directory)
+                    name_exclusively(aside, LEASE_FILE, directory, directory)
                 return False
             return True
         finally:
@@ -196,39 +188,26 @@ class Lease:
                 os.unlink(aside, dir_fd=directory)
 
 
+def read_lease(name: str, directory: int | None = None) -> tuple[LeaseState | None, float]:
+    """Return what a lease's file says, None where that is no lease, and its mtime in s. Raises OSError."""
+    try:
+        with regular_file(name, dir_fd=directory) as file:
+            return LeaseState.parse(file.read(MAX_LEASE_NBYTES)), file.info.st_mtime
+    except UnfitFileError:
+        return None, 0.0
+
+
 def _read(name: str, directory: int) -> LeaseState | None:
     """Return what a file says, None if it is absent; what cannot be read counts as a dead holder's."""
     nobody = LeaseState("", "", 0, "", 0, 0)
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        fd = os.open(name, flags, dir_fd=directory)
+        return read_lease(name, directory)[0] or nobody
     except FileNotFoundError:
         return None
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.EACCES, errno.ENXIO):
             return nobody  # a symbolic link, somebody's file, a socket
         raise
-    try:
-        content = os.read(fd, MAX_LEASE_NBYTES)
-    except (IsADirectoryError, BlockingIOError):  # a FIFO that somebody has open
-        return nobody
-    finally:
-        os.close(fd)
-    return LeaseState.parse(content) or nobody
-
-
-def publish_exclusive(part: str, name: str, directory: int) -> None:
-    """Give `part` another name in its directory; FileExistsError if that is taken."""
-    try:
-        os.link(part, name, src_dir_fd=directory, dst_dir_fd=directory, follow_symlinks=False)
-    except OSError as error:
-        if error.errno not in NO_LINKS:
-            raise
-        # Without links two may get here at once; both then hold it, which is harmless.
-        with contextlib.suppress(FileNotFoundError):
-            os.stat(name, dir_fd=directory, follow_symlinks=False)
-            raise FileExistsError(errno.EEXIST, "exists", name) from None
-        os.rename(part, name, src_dir_fd=directory, dst_dir_fd=directory)
 
 
 def _encoded(state: LeaseState) -> bytes:

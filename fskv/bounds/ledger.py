@@ -20,8 +20,8 @@ from fskv.bounds.quota import DEFAULT_TOUCH_INTERVAL_S, Claim, Limits, Usage, is
 from fskv.config import Share
 from fskv.namespace import MAX_TENANT
 from fskv.root.beneath import opened
+from fskv.root.files import publishing, regular_file, retry_stale
 from fskv.root.process_id import is_our_part, provably_dead, unique_name
-from fskv.root.root import create_file
 from fskv.types import MAX_COUNT
 
 CLAIMS_DIR = "claims"
@@ -180,25 +180,23 @@ class Ledger:
         if len(content) > most_nbytes:
             reason = f"{len(content)} bytes, more than the {most_nbytes} that are read; it is not written"
             raise OSError(errno.EFBIG, reason, f"{path}/{name}")
-        part = f"{unique_name()}.part"
         with (
             opened(self._root, self._directory, os.O_PATH) as shared,
             opened(self._root, path, os.O_PATH) as directory,
         ):
-            try:
-                fd = create_file(part, self._file_mode, os.O_NOFOLLOW, dir_fd=shared)
-                with os.fdopen(fd, "wb", buffering=0) as file:
+
+            def publish() -> None:
+                with publishing(
+                    name, self._file_mode, dir_fd=directory, part_dir_fd=shared
+                ) as file:
                     file.write(content)
-                try:
-                    os.rename(part, name, src_dir_fd=shared, dst_dir_fd=directory)
-                except IsADirectoryError:  # not ours to remove
-                    aside = f"{name}.foreign-{unique_name()}"
-                    os.rename(name, aside, src_dir_fd=directory, dst_dir_fd=directory)
-                    os.rename(part, name, src_dir_fd=shared, dst_dir_fd=directory)
-            except OSError:
-                with contextlib.suppress(OSError):
-                    os.unlink(part, dir_fd=shared)
-                raise
+
+            try:
+                publish()
+            except IsADirectoryError:  # not ours to remove
+                aside = f"{name}.foreign-{unique_name()}"
+                os.rename(name, aside, src_dir_fd=directory, dst_dir_fd=directory)
+                publish()
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,24 +237,12 @@ def _tree(content: bytes, most_nbytes: int) -> dict[str, object]:
 
 def _content(path: str, most_nbytes: int) -> tuple[bytes, tuple[int, ...]]:
     """Return what a file holds, one byte more than the most at most, and its version. Raises OSError."""
-    try:
-        return _read(path, most_nbytes)
-    except OSError as error:
-        if error.errno != errno.ESTALE:  # an NFS client's, of a file that has just been replaced
-            raise
-        return _read(path, most_nbytes)
 
+    def read() -> tuple[bytes, tuple[int, ...]]:
+        with regular_file(path) as file:
+            return file.read(most_nbytes + 1), _version(file.info)
 
-def _read(path: str, most_nbytes: int) -> tuple[bytes, tuple[int, ...]]:
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    with open(path, "rb", buffering=0, opener=lambda name, _: os.open(name, flags)) as file:
-        info = os.fstat(file.fileno())
-        content = b""
-        while stat.S_ISREG(info.st_mode) and len(content) <= most_nbytes:
-            if not (more := file.read(most_nbytes + 1 - len(content))):
-                break
-            content += more
-        return content, _version(info)
+    return retry_stale(read)
 
 
 def _number(value: object) -> int:

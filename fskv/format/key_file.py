@@ -23,6 +23,7 @@ from fskv.data_path.threads import START_UP_S, call_with_deadline
 from fskv.errors import ConfigError
 from fskv.format.mac import MAX_KEY_FILE_NBYTES, MacKeys, parse_keys
 from fskv.observe.state_log import StateLog
+from fskv.root.files import UnfitFileError, regular_file
 
 _LOOK_S = 1.0
 _WAIT_S = 0.5
@@ -129,13 +130,10 @@ def read_keys(path: str, root: str | None = None) -> MacKeys:
         return ConfigError(f"option 'mac_key_file': {path} {why}")
 
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
-        try:
-            info = os.fstat(fd)
-            if root is not None and _is_in(root, f"/proc/self/fd/{fd}"):
+        with regular_file(path, follow=True) as file:
+            info = file.info
+            if root is not None and _is_in(root, f"/proc/self/fd/{file.fd}"):
                 raise bad(f"leads into the root {root}, expected a file outside of it")
-            if not stat.S_ISREG(info.st_mode):
-                raise bad("is not a regular file, expected one")
             if info.st_mode & _TOO_OPEN:
                 raise bad(
                     f"has mode {stat.S_IMODE(info.st_mode):04o}, expected nothing for others and no "
@@ -143,11 +141,9 @@ def read_keys(path: str, root: str | None = None) -> MacKeys:
                 )
             if info.st_uid not in (0, os.geteuid()):
                 raise bad(f"belongs to uid {info.st_uid}, expected {os.geteuid()} or root")
-            text = b""
-            while len(text) <= MAX_KEY_FILE_NBYTES and (piece := os.read(fd, 1 << 16)):
-                text += piece
-        finally:
-            os.close(fd)
+            text = file.read(MAX_KEY_FILE_NBYTES + 1)
+    except UnfitFileError as error:
+        raise bad("is not a regular file, expected one") from error
     except OSError as error:
         raise bad(f"cannot be read: {error.strerror}") from error
     if len(text) > MAX_KEY_FILE_NBYTES:

@@ -10,12 +10,12 @@ between two files.
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from fskv.errors import ConfigError
+from fskv.root.files import regular_file
 
 State = tuple[int, ...]
 
@@ -56,16 +56,10 @@ class CheckpointFile:
 @contextmanager
 def open_file(path: str) -> Iterator[CheckpointFile]:
     """Open a regular file for reading, following symbolic links; ConfigError for anything else."""
-    with os_errors(path):
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
+    with ExitStack() as stack:
         with os_errors(path):
-            found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode):
-            raise ConfigError(f"{path}: expected a regular file")
-        yield CheckpointFile(path, fd, file_state(found), found.st_size)
-    finally:
-        os.close(fd)
+            file = stack.enter_context(regular_file(path, follow=True))
+        yield CheckpointFile(path, file.fd, file_state(file.info), file.info.st_size)
 
 
 @contextmanager

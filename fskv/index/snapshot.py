@@ -11,11 +11,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import stat
 import time
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from io import FileIO
 from typing import Any
 
 import msgpack
@@ -34,8 +32,8 @@ from fskv.index.scan import (
     walk,
 )
 from fskv.root.beneath import opened
-from fskv.root.process_id import unique_name
-from fskv.root.root import TMP_DIR, create_file
+from fskv.root.files import RegularFile, publishing, regular_file
+from fskv.root.root import TMP_DIR
 from fskv.types import MAX_COUNT
 
 SNAPSHOT_FILE = "snapshot.msgpack"
@@ -184,22 +182,15 @@ class Catalogue:
         packed += b"".join(packer.pack(item) for pair in head.items() for item in pair)
         # "bin 32" by hand, and shard by shard: packed as one value it is in memory twice more.
         packed += packer.pack("records") + b"\xc6" + nbytes.to_bytes(4, "big")
-        part, root = f"{unique_name()}.part", root or self.namespace
+        root = root or self.namespace
         with (
             opened(root, f"{self.namespace}/{TMP_DIR}", os.O_PATH) as tmp,
             opened(root, self.namespace, os.O_PATH) as directory,
+            publishing(SNAPSHOT_FILE, file_mode, dir_fd=directory, part_dir_fd=tmp) as file,
         ):
-            try:
-                fd = create_file(part, file_mode, os.O_NOFOLLOW, dir_fd=tmp)
-                with os.fdopen(fd, "wb") as file:
-                    file.write(packed)
-                    for _, records in shards:
-                        file.write(records.data)
-                os.rename(part, SNAPSHOT_FILE, src_dir_fd=tmp, dst_dir_fd=directory)
-            except OSError:
-                with contextlib.suppress(OSError):
-                    os.unlink(part, dir_fd=tmp)
-                raise
+            file.write(packed)
+            for _, records in shards:
+                file.write(records.data)
 
     @classmethod
     def load(cls, namespace: str) -> Catalogue:
@@ -211,10 +202,7 @@ class Catalogue:
 
     def _read(self) -> None:
         """Take the snapshot's content; raises OSError or ValueError, with nothing taken."""
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        with open(
-            self.path, "rb", buffering=0, opener=lambda path, _: os.open(path, flags)
-        ) as file:
+        with regular_file(self.path) as file:
             try:
                 head, records = _read_from(file)
             except OSError:
@@ -275,16 +263,13 @@ def _parse(packed: bytes) -> _Head:
     return head
 
 
-def _read_from(file: FileIO) -> tuple[_Head, Records]:
+def _read_from(file: RegularFile) -> tuple[_Head, Records]:
     """Return what stands in a snapshot; raises whatever a damaged one makes of it."""
-    info = os.fstat(file.fileno())
-    if not stat.S_ISREG(info.st_mode):
-        raise ValueError("not a regular file")
-    packed = file.read(_HEAD_NBYTES) or b""
+    packed = file.read(_HEAD_NBYTES)
     head = _parse(packed)
     num_records = int(head.counts.sum())
     # Before gigabytes of something else are read, or room is made for them.
-    if info.st_size != head.nbytes + RECORD.itemsize * num_records:
+    if file.info.st_size != head.nbytes + RECORD.itemsize * num_records:
         raise ValueError("the file has another length than its counts say")
     # Memory that is not written to is none: what holes in the file say is refused before it costs any.
     records = np.empty(num_records, RECORD)
@@ -294,7 +279,7 @@ def _read_from(file: FileIO) -> tuple[_Head, Records]:
     possible = _Possible(head.counts)
     possible.check(records[: at // RECORD.itemsize])
     while at < len(content):
-        if not (got := file.readinto(content[at : at + _READ_NBYTES])):
+        if not (got := os.readv(file.fd, [content[at : at + _READ_NBYTES]])):
             raise ValueError("the file ends early")
         at += got
         possible.check(records[possible.num_checked : at // RECORD.itemsize])

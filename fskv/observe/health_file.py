@@ -21,6 +21,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from fskv.observe.state_log import StateLog
+from fskv.root.files import publishing
 
 EVERY_S = 10.0
 LOOK_S = 1.0
@@ -128,17 +129,8 @@ def replace_file(path: str, content: Mapping[str, Any]) -> None:
     part = f"{path}.{os.getpid()}.tmp"
     with contextlib.suppress(FileNotFoundError):
         os.unlink(part)
-    # Exclusive: in a directory that others may write to, somebody may have put a link there.
-    fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, _MODE)
-    try:
-        with os.fdopen(fd, "w") as file:
-            json.dump(content, file, indent=1)
-            file.write("\n")
-        os.rename(part, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(part)
-        raise
+    with publishing(path, _MODE, part=part, umask=True) as file:
+        file.write(f"{json.dumps(content, indent=1)}\n".encode())
 
 
 def _rfc3339(seconds: float) -> str:

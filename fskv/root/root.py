@@ -18,18 +18,16 @@ import json
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TypeVar
 
 from fskv import namespace
 from fskv.errors import ConfigError, IdentityMismatch, RootError
 from fskv.namespace import Identity
-from fskv.root.beneath import hand_over, make_directory, named, opened
+from fskv.root.beneath import make_directory, named, opened
+from fskv.root.files import UnfitFileError, create_file, publishing, read_small, retry_stale
 from fskv.root.process_id import unique_name
-
-_T = TypeVar("_T")
 
 FORMAT_FILE = "fskv.json"
 TAG_FILE = "CACHEDIR.TAG"
@@ -52,8 +50,6 @@ _MAX_NEIGHBOURS = 16
 _BENIGN = re.compile(r"lost\+found|\.snapshots?|\.zfs|\.nfs.*|\.fskv-.*|CACHEDIR\.TAG", re.DOTALL)
 
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
-# What file systems without hard links answer to link(): FAT, some SMB and object-store mounts.
-NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES})
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +115,8 @@ class Root:
             writable,
         )
         with _os_errors_as_root_errors(path):
-            _retry_stale(lambda: _check_directory(path))
-            if not _retry_stale(lambda: _is_our_root(path)):
+            retry_stale(lambda: _check_directory(path))
+            if not retry_stale(lambda: _is_our_root(path)):
                 if not create:
                     raise RootError(
                         f"option 'root': {path} is empty, expected an fskv root with {FORMAT_FILE}"
@@ -128,12 +124,12 @@ class Root:
                     )
                 if writable:
                     root._publish(f"{path}/{FORMAT_FILE}", _FORMAT_TEXT.encode() + b"\n")
-                    if not _retry_stale(lambda: _is_our_root(path)):
+                    if not retry_stale(lambda: _is_our_root(path)):
                         raise RootError(
                             f"option 'root': {path}/{FORMAT_FILE} vanished once written"
                         )
             if writable:
-                _retry_stale(lambda: root._probe(f"{path}/{PART_PREFIX}{unique_name()}.part"))
+                retry_stale(lambda: root._probe(f"{path}/{PART_PREFIX}{unique_name()}.part"))
                 root._publish_tag()
         return root
 
@@ -147,11 +143,11 @@ class Root:
         manifest_path = f"{path}/{MANIFEST_FILE}"
         with _os_errors_as_root_errors(path):
             if self.writable:
-                _retry_stale(lambda: self._make_directories(path))
-            found = _retry_stale(lambda: _read_fresh(manifest_path, _MAX_MANIFEST_NBYTES))
+                retry_stale(lambda: self._make_directories(path))
+            found = retry_stale(lambda: _read_fresh(manifest_path, _MAX_MANIFEST_NBYTES))
             if found is None and self.writable:
                 self._publish(manifest_path, manifest_bytes(identity), f"{path}/{TMP_DIR}")
-                found = _retry_stale(lambda: _read_fresh(manifest_path, _MAX_MANIFEST_NBYTES))
+                found = retry_stale(lambda: _read_fresh(manifest_path, _MAX_MANIFEST_NBYTES))
             if found is None:
                 raise RootError(f"{manifest_path}: no such file; expected the namespace's identity")
             _compare(identity, found, manifest_path)
@@ -159,7 +155,7 @@ class Root:
                 path, identity.digest, self.dir_mode, self.file_mode, self.path
             )
             if self.writable:
-                _retry_stale(lambda: self._probe(f"{directory.tmp_dir}/{unique_name()}.part"))
+                retry_stale(lambda: self._probe(f"{directory.tmp_dir}/{unique_name()}.part"))
         return directory
 
     def nearest(self, identity: Identity) -> list[str]:
@@ -190,7 +186,7 @@ class Root:
         directory, _, name = path.rpartition("/")
         with named(path), opened(self.path, directory, os.O_PATH) as directory_fd:
             try:
-                os.close(create_file(name, 0o600, os.O_NOFOLLOW, dir_fd=directory_fd))
+                os.close(create_file(name, 0o600, dir_fd=directory_fd))
             except OSError as error:
                 if error.errno in _NO_SPACE:
                     return
@@ -206,33 +202,32 @@ class Root:
                 self._publish(path, _TAG)
 
     def _publish(self, path: str, content: bytes, tmp_dir: str | None = None) -> None:
+        """Write `content` to `path` unless something is there; it appears whole or not at all."""
+
         def publish() -> None:
-            part = f"{unique_name()}.part"
-            tmp = f"{tmp_dir}/{part}" if tmp_dir else f"{self.path}/{PART_PREFIX}{part}"
-            above, _, tmp_name = tmp.rpartition("/")
-            final_above, _, name = path.rpartition("/")
+            above, _, name = path.rpartition("/")
+            part = f"{'' if tmp_dir else PART_PREFIX}{unique_name()}.part"
             with (
                 named(path),
-                opened(self.path, above) as tmp_fd,
-                opened(self.path, final_above) as fd,
+                opened(self.path, tmp_dir or self.path) as tmp,
+                opened(self.path, above) as fd,
             ):
-                _publish_once(tmp_fd, tmp_name, fd, name, content, self.file_mode)
+                with (
+                    suppress(FileExistsError),
+                    publishing(
+                        *(name, self.file_mode),
+                        dir_fd=fd,
+                        part=part,
+                        part_dir_fd=tmp,
+                        exclusive=True,
+                        sync=True,
+                    ) as file,
+                ):
+                    file.write(content)
+                with suppress(OSError):  # not every network file system can sync a directory
+                    os.fsync(fd)
 
-        _retry_stale(publish)
-
-
-def create_file(path: str, mode: int, more_flags: int = 0, *, dir_fd: int | None = None) -> int:
-    """Create a file for writing, exclusively, and return its descriptor; OSError passes.
-
-    A mode that lets a group in holds whatever the umask; 0600 is not worth another call for each chunk.
-    """
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | more_flags
-    fd = os.open(path, flags, mode, dir_fd=dir_fd)
-    if mode & (stat.S_IRWXG | stat.S_IRWXO):
-        with suppress(OSError):  # a file system without modes
-            os.fchmod(fd, mode)
-    hand_over(fd, os.path.dirname(path), dir_fd=dir_fd)
-    return fd
+        retry_stale(publish)
 
 
 # --- checks of the root -----------------------------------------------------------------
@@ -335,7 +330,7 @@ def read_manifest(namespace_path: str) -> Identity:
     """
     path = f"{namespace_path}/{MANIFEST_FILE}"
     with _os_errors_as_root_errors(path):
-        content = _retry_stale(lambda: _read_fresh(path, _MAX_MANIFEST_NBYTES))
+        content = retry_stale(lambda: _read_fresh(path, _MAX_MANIFEST_NBYTES))
     if content is None:
         raise RootError(f"{path}: no such file; expected the namespace's identity")
     try:
@@ -382,65 +377,11 @@ def _read_fresh(path: str, limit: int) -> bytes | None:
     # An NFS client remembers a miss for 28 s, but not past an open of the parent directory.
     try:
         os.close(os.open(os.path.dirname(path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        return read_small(path, limit)
     except FileNotFoundError:
         return None
-    try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise RootError(f"{path}: expected a regular file")
-        content = bytearray()
-        while piece := os.read(fd, min(1 << 20, limit + 1 - len(content))):
-            content += piece
-    finally:
-        os.close(fd)
-    if len(content) > limit:
-        raise RootError(f"{path}: expected at most {limit} bytes, found more")
-    return bytes(content)
-
-
-def _publish_once(tmp_fd: int, tmp: str, fd: int, name: str, content: bytes, mode: int) -> None:
-    """Write `content` under `name` unless something is there; it appears whole or not at all."""
-    part = create_file(tmp, mode, os.O_NOFOLLOW, dir_fd=tmp_fd)
-    try:
-        with os.fdopen(part, "wb", buffering=0) as file:
-            with suppress(OSError):  # a file system without modes
-                os.fchmod(part, mode)
-            rest = memoryview(content)
-            while rest:
-                rest = rest[file.write(rest) :]
-            os.fsync(part)
-        _link_or_rename(tmp_fd, tmp, fd, name)
-    finally:
-        with suppress(OSError):
-            os.unlink(tmp, dir_fd=tmp_fd)
-    with suppress(OSError):  # not every network file system can sync a directory
-        os.fsync(fd)
-
-
-def _link_or_rename(tmp_fd: int, tmp: str, fd: int, name: str) -> None:
-    # link() never replaces, and is exclusive across NFS nodes (measured: 200 of 200).
-    try:
-        os.link(tmp, name, src_dir_fd=tmp_fd, dst_dir_fd=fd, follow_symlinks=False)
-    except FileExistsError:
-        return
-    except OSError as error:
-        if error.errno not in NO_LINKS:
-            raise
-        # Without links two openers may both get here; what they rename is the same bytes.
-        try:
-            os.stat(name, dir_fd=fd, follow_symlinks=False)
-        except FileNotFoundError:
-            os.rename(tmp, name, src_dir_fd=tmp_fd, dst_dir_fd=fd)
-
-
-def _retry_stale(call: Callable[[], _T]) -> _T:
-    """Call once more after ESTALE: normal on NFS, from any call, and gone the second time."""
-    try:
-        return call()
-    except OSError as error:
-        if error.errno != errno.ESTALE:
-            raise
-    return call()
+    except UnfitFileError as error:
+        raise RootError(f"{path}: {error.strerror}") from None
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import stat as stat_module
 from collections.abc import Iterator
 
 from fskv.errors import ChunkStale, chunk_error_from_os
-from fskv.root.root import create_file
+from fskv.root.files import create_file
 
 # O_NOFOLLOW and O_NONBLOCK: a symlink or a fifo under a chunk's name must neither be followed nor hang.
 _OPEN_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK

@@ -17,8 +17,7 @@ from fskv_tools.commands import import_
 from fskv_tools.transfer import allowance, candidate, sink
 
 from fskv.config import Share
-from fskv.root import beneath
-from fskv.root import root as root_module
+from fskv.root import beneath, files
 from fskv.root.filesystem import Space
 
 
@@ -177,7 +176,7 @@ def test_what_root_writes_belongs_to_the_roots_owner(lab, tmp_path, monkeypatch,
     os.mkdir(f"{at}/{shard}", 0o700)
     monkeypatch.setattr(import_, "_refuse_what_its_owner_could_not_read", lambda *_: None)
     if not handed:
-        for module in (beneath, root_module, sink):
+        for module in (beneath, files, sink):
             monkeypatch.setattr(module, "hand_over", lambda *_, **__: None)
     if command == "copy":
         done = run("copy", "--to", target, "--json", root=lab.path)

@@ -369,7 +369,7 @@ def test_a_page_that_could_not_be_written_leaves_the_old_one_and_no_part(tmp_pat
     write(out, "old")
     for error in (OSError(28, "full"), KeyboardInterrupt()):
 
-        def fail(*_, error=error):
+        def fail(*_, error=error, **__):
             raise error
 
         with monkeypatch.context() as patch:
@@ -390,8 +390,8 @@ def test_ctrl_c_leaves_nothing_behind(lab, tmp_path, call):
     code = (
         "import os, time; from fskv_tools.report import survey; from fskv_tools.cli import main\n"
         f"real = {call}\n"
-        "def slow(*args):\n"
-        "    print('there', flush=True); time.sleep(1); return real(*args)\n"
+        "def slow(*args, **more):\n"
+        "    print('there', flush=True); time.sleep(1); return real(*args, **more)\n"
         f"{call} = slow\n"
         "main()"
     )

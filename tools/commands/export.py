@@ -11,6 +11,9 @@ from typing import Annotated, BinaryIO, cast
 
 import typer
 
+from fskv.root.files import publishing
+from fskv.root.process_id import unique_name
+
 from .. import mac_keys
 from ..archive.compression import compressed
 from ..archive.send import send
@@ -136,15 +139,11 @@ def _opened(output: str | None, root: str) -> Iterator[BinaryIO]:
         with open(path, "wb") as file:  # a device or a pipe
             yield file
         return
-    part = f"{path}.{os.getpid()}.part"
+    part = f"{path}.{unique_name()}.part"
     try:
-        with open(part, "xb") as file:
+        with publishing(path, 0o666, part=part, exclusive=True, umask=True) as file:
             yield file
-        os.link(part, path)
     except FileExistsError:
         raise UsageError(f"-o {show(output)}: is there already; expected a new file") from None
     except PermissionError as error:
         raise CommandError(f"-o {show(output)}: {error.strerror}") from None
-    finally:
-        with contextlib.suppress(OSError):
-            os.unlink(part)

@@ -13,8 +13,9 @@ from typing import Annotated
 import typer
 
 from fskv.errors import FskvError
+from fskv.root.files import create_file
 from fskv.root.process_id import unique_name
-from fskv.root.root import PART_PREFIX, Root, create_file
+from fskv.root.root import PART_PREFIX, Root
 
 from .. import mac_keys
 from ..archive.compression import Readable, reader_of

@@ -9,7 +9,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 
-from fskv.bounds.lease import LEASE_FILE, MAX_LEASE_NBYTES, SHARED_DIR, LeaseState
+from fskv.bounds.lease import LEASE_FILE, SHARED_DIR, read_lease
 from fskv.bounds.ledger import CLAIMS_DIR, Ledger
 from fskv.bounds.quota import Limits
 from fskv.config import Share
@@ -127,19 +127,14 @@ def lease(subject: Subject) -> Iterator[Finding]:
     """Who counts and prunes."""
     path = f"{subject.path}/{SHARED_DIR}/{LEASE_FILE}"
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        told, mtime_s = read_lease(path)
     except FileNotFoundError:
         yield ok("lease", "nobody counts and prunes: no engine runs, or they start just now")
         return
-    try:
-        content, info = os.read(fd, MAX_LEASE_NBYTES), os.fstat(fd)
-    finally:
-        os.close(fd)
-    told = LeaseState.parse(content)
     if told is None:
         yield hint("lease", "cannot be read", "the next engine takes it")
         return
-    age_s = time.time() - info.st_mtime
+    age_s = time.time() - mtime_s
     text = f"held by {told.host[:80]}, process {told.pid}"
     if provably_dead(told.holder):
         yield hint("lease", f"{text}, which is gone", "the next engine takes it within seconds")

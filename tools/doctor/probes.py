@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from fskv.errors import ChunkCorrupt, ChunkError
 from fskv.format import chunk_file
 from fskv.format.chunk_file import ChunkHeader, FileLayout
-from fskv.root.root import NO_LINKS, PART_PREFIX
+from fskv.root.files import NO_LINKS
+from fskv.root.root import PART_PREFIX
 from fskv.transports.chunk_fd import open_chunk_fd
 
 from ..terminal import duration, iec

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import secrets
 import stat
+
+from fskv.root.files import publishing
+from fskv.root.process_id import unique_name
 
 from ..exits import UsageError
 from ..terminal import show
@@ -38,15 +39,7 @@ def check(path: str, root: str) -> str:
 def write(path: str, content: str) -> int:
     """Publish `content` by rename; returns its bytes. Raises OSError, and leaves no part, however it ends."""
     data = content.encode("utf-8", "backslashreplace")
-    part = f"{os.path.dirname(path)}/.fskv-report-{secrets.token_hex(8)}.part"
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    try:
-        fd = os.open(part, flags, 0o666)  # as the umask says: a page is for others to read
-        with os.fdopen(fd, "wb") as file:
-            file.write(data)
-        os.rename(part, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(part)
-        raise
+    part = f"{os.path.dirname(path)}/.fskv-report-{unique_name()}.part"
+    with publishing(path, 0o666, part=part, umask=True) as file:  # a page is for others to read
+        file.write(data)
     return len(data)

@@ -15,9 +15,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fskv.bounds.eviction_news import ENTRY_NBYTES
-from fskv.bounds.lease import LEASE_FILE, MAX_LEASE_NBYTES, SHARED_DIR, LeaseState
+from fskv.bounds.lease import LEASE_FILE, SHARED_DIR, LeaseState, read_lease
 from fskv.bounds.ledger import Ledger
 from fskv.bounds.quota import Claim, Usage
+from fskv.root.beneath import opened
 from fskv.root.filesystem import Space
 from fskv.root.process_id import HOST, TOKEN, provably_dead
 
@@ -58,40 +59,34 @@ def look_at(view: RootView) -> Look:
         usage=usage,
         claims=tuple(sorted(claims, key=lambda claim: (claim.namespace or "", claim.name))),
         lease=_lease(f"{shared}/{LEASE_FILE}"),
-        removed=_removed(f"{shared}/removed"),
+        removed=_removed(view.path),
     )
 
 
 def _lease(path: str) -> LeaseState | None:
     """Return what the lease says, None where nobody holds one that can be read."""
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with contextlib.suppress(OSError):
-        fd = os.open(path, flags)
-        try:
-            return LeaseState.parse(os.read(fd, MAX_LEASE_NBYTES))
-        finally:
-            os.close(fd)
+        return read_lease(path)[0]
     return None
 
 
-def _removed(directory: str) -> dict[str, tuple[str, int]]:
+def _removed(root: str) -> dict[str, tuple[str, int]]:
     """Return how many chunks each of the files names that prunes have left. Their content is not read."""
     found: dict[str, tuple[str, int]] = {}
-    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-    with contextlib.suppress(OSError):
-        fd = os.open(directory, flags)
-        try:
-            with os.scandir(fd) as entries:
-                for entry in entries:
-                    match = _REMOVED.fullmatch(entry.name)
-                    if match is None or len(found) >= _MAX_REMOVED:
-                        continue
-                    with contextlib.suppress(OSError):
-                        info = entry.stat(follow_symlinks=False)
-                        if stat.S_ISREG(info.st_mode):
-                            found[entry.name] = (match[1], info.st_size // ENTRY_NBYTES)
-        finally:
-            os.close(fd)
+    directory = f"{root}/{SHARED_DIR}/removed"
+    with (
+        contextlib.suppress(OSError),
+        opened(root, directory) as fd,
+        os.scandir(fd) as entries,
+    ):
+        for entry in entries:
+            match = _REMOVED.fullmatch(entry.name)
+            if match is None or len(found) >= _MAX_REMOVED:
+                continue
+            with contextlib.suppress(OSError):
+                info = entry.stat(follow_symlinks=False)
+                if stat.S_ISREG(info.st_mode):
+                    found[entry.name] = (match[1], info.st_size // ENTRY_NBYTES)
     return found
 
 

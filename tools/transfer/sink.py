@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import stat
 import threading
 import time
 from collections.abc import Iterator
@@ -23,8 +22,9 @@ from fskv.errors import ChunkCorrupt, ChunkError, ChunkStale, NoSpace, chunk_err
 from fskv.format.chunk_file import ChunkHeader, parse_header
 from fskv.namespace import Identity
 from fskv.root.beneath import hand_over, make_directory, open_directory, opened
+from fskv.root.files import RegularFile, UnfitFileError, create_file, regular_file
 from fskv.root.process_id import unique_name
-from fskv.root.root import CHUNK_DIR, Root, create_file
+from fskv.root.root import CHUNK_DIR, Root
 from fskv.transports.chunk_fd import OPEN_PART
 
 from .. import mac_keys
@@ -33,7 +33,6 @@ from .candidate import Candidate, Head, check_rows, exactly, read_head
 from .tally import Fate, Outcome
 
 _ATTEMPTS = 10  # to publish a file while others remove directories
-_OPEN_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class Sink:
@@ -78,24 +77,19 @@ class Sink:
         """Return whether a good file of this chunk is there, by length and header. Raises a ChunkError."""
         shard, name = _split(head.name)
         try:
-            with self._shard(shard) as shard_fd:
-                fd = os.open(name, _OPEN_FILE, dir_fd=shard_fd)
-                try:
-                    return self._is_good(fd, head)
-                finally:
-                    os.close(fd)
+            with self._shard(shard) as shard_fd, regular_file(name, dir_fd=shard_fd) as file:
+                return self._is_good(file, head)
         except OSError as error:
-            if error.errno in _NOT_THERE:
+            if isinstance(error, UnfitFileError) or error.errno in _NOT_THERE:
                 return False
             raise chunk_error_from_os(error, f"{self._path}/{head.name}") from error
 
-    def _is_good(self, fd: int, head: Head) -> bool:
-        info = os.fstat(fd)
-        if not stat.S_ISREG(info.st_mode) or info.st_size != head.file_nbytes:
+    def _is_good(self, file: RegularFile, head: Head) -> bool:
+        if file.info.st_size != head.file_nbytes:
             return False
         try:
             found = parse_header(
-                exactly(fd, len(head.raw)), mac_keys.current(), head.header.integrity
+                exactly(file.fd, len(head.raw)), mac_keys.current(), head.header.integrity
             )
         except (ChunkCorrupt, ChunkStale):
             return False
@@ -172,15 +166,12 @@ class Sink:
                 self._parts.discard(path)
 
     def _check_again(self, shard_fd: int, part: str, candidate: Candidate) -> None:
-        fd = os.open(part, _OPEN_FILE, dir_fd=shard_fd)
-        try:
-            nbytes = os.fstat(fd).st_size
-            head = read_head(lambda n: exactly(fd, n), candidate.head.name, nbytes, self.identity)
-            check_rows(head.header, exactly(fd, head.header.payload_nbytes))
+        with regular_file(part, dir_fd=shard_fd) as file:
+            nbytes, name = file.info.st_size, candidate.head.name
+            head = read_head(lambda n: exactly(file.fd, n), name, nbytes, self.identity)
+            check_rows(head.header, exactly(file.fd, head.header.payload_nbytes))
             if head.raw != candidate.head.raw:
                 raise ChunkCorrupt("another header was read than written")
-        finally:
-            os.close(fd)
 
     @contextlib.contextmanager
     def _shard(self, shard: str, *, make: bool = False) -> Iterator[int]:
