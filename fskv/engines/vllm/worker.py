@@ -172,7 +172,8 @@ class FskvWorker(OffloadingWorker):
             return None
         event = torch.cuda.Event(blocking=True)  # the thread that waits for it must not spin
         event.record()
-        return event
+        ready: Ready = event
+        return ready
 
     def _plan(self, keys: ChunkKeys, pages: GPULoadStoreSpec, *, is_load: bool) -> list[FileMove]:
         per_group = dict.fromkeys(self._group_idxs, 0)
