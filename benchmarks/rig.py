@@ -25,8 +25,9 @@ from fskv.data_path.breaker import Breaker
 from fskv.data_path.job import FileMove
 from fskv.data_path.runner import JobRunner
 from fskv.data_path.store import ChunkStore
-from fskv.format.chunk_file import CHECKSUM, FileLayout
-from fskv.format.mac import INTEGRITY, MacKeys
+from fskv.format.chunk_file import FileLayout
+from fskv.format.integrity import BLAKE3_128, XXH3_64
+from fskv.format.mac import MacKeys
 from fskv.namespace import GroupIdentity, Identity
 from fskv.plan.spans import GroupLayout, plan_job
 from fskv.root.root import NamespaceDir, Root
@@ -179,7 +180,7 @@ class Rig:
             per_chunk,
             (shape.page_nbytes,) * shape.num_layers,
             bytes(16),
-            INTEGRITY if keys else CHECKSUM,
+            BLAKE3_128 if keys else XXH3_64,
         )
         order = list(range(num_blocks))
         random.Random(0).shuffle(order)  # noqa: S311  reproducible, not secret

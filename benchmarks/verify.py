@@ -30,7 +30,7 @@ from fskv_tools.check.expect import expected_of
 from benchmarks.options import parser, positive, settings
 from benchmarks.report import command, publish, say, show, spread
 from benchmarks.rig import BenchmarkError
-from fskv.format.chunk_file import ChunkHeader, encode_header, row_digests
+from fskv.format.chunk_file import ChunkHeader, encode_header
 from fskv.namespace import GroupIdentity, Identity
 from fskv.root.root import Root
 
@@ -84,7 +84,7 @@ def make_root(path: str, num_files: int, chunk_nbytes: int) -> list[str]:
             page_nbytes=layout.page_nbytes,
             first_block=0,
             payload_nbytes=layout.payload_nbytes,
-            row_digests=row_digests(memoryview(payload)),
+            row_digests=layout.integrity.rows(memoryview(payload)),
             creator="fskv/benchmark",
             written_at_ms=1_700_000_000_000,
         )

@@ -99,7 +99,8 @@ def zero_payload(path: str) -> None:
     header = chunk_file.parse_header(content)
     content[header.header_nbytes :] = bytes(header.payload_nbytes)
     fields = {name: getattr(header, name) for name in header.__dataclass_fields__}
-    fields["row_digests"] = chunk_file.row_digests(memoryview(content)[header.header_nbytes :])
+    payload = memoryview(content)[header.header_nbytes :]
+    fields["row_digests"] = header.integrity.rows(payload)
     fixed = chunk_file.encode_header(chunk_file.ChunkHeader(**fields), header.header_nbytes)
     content[: header.header_nbytes] = fixed
     pathlib.Path(path).write_bytes(content)

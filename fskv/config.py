@@ -16,6 +16,7 @@ from posixpath import normpath
 from typing import Any, Literal
 
 from fskv.errors import ConfigError
+from fskv.format.integrity import BLAKE3_128, XXH3_64, Integrity
 
 MIB = 1 << 20
 
@@ -255,6 +256,11 @@ class StoreConfig:
     @property
     def file_mode(self) -> int:
         return 0o660 if self.access == "group" else 0o600
+
+    @property
+    def integrity(self) -> Integrity:
+        """How the files that are written and read are checked."""
+        return XXH3_64 if self.mac_key_file is None else BLAKE3_128
 
     @property
     def deadline(self) -> Deadline:

@@ -28,12 +28,12 @@ from typing import NamedTuple, TypeAlias, cast
 import xxhash
 
 from fskv.errors import ConfigError, IdentityMismatch
+from fskv.format.integrity import BY_MANIFEST
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
 FORMAT = 1
 LORA_POLICIES = ("off", "by-name")
-INTEGRITIES = (None, "blake3-128")  # how files are sealed: fskv.format.mac
 
 MAX_TENANT = 200  # characters
 
@@ -121,7 +121,7 @@ class Identity:
     canonical_format: str | None = None
     tenant: str | None = None
     model_runner: str | None = None
-    integrity: str | None = None  # fskv.format.mac.INTEGRITY where files are sealed; not which key
+    integrity: str | None = None  # Integrity.manifest_name; not which key
     extra: Mapping[str, Json] | None = None  # an empty mapping is the same as None
 
     def __post_init__(self) -> None:
@@ -132,7 +132,7 @@ class Identity:
             raise _wrong("identity.lora", f"one of {', '.join(LORA_POLICIES)}", self.lora)
         if self.tenant is not None and len(self.tenant) > MAX_TENANT:
             raise _wrong("identity.tenant", f"at most {MAX_TENANT} characters", self.tenant)
-        if self.integrity not in INTEGRITIES:
+        if self.integrity not in BY_MANIFEST:
             raise _wrong("identity.integrity", "one that this version knows", self.integrity)
         order = [group.group_idx for group in self.groups]
         if order != sorted(set(order)):

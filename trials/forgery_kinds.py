@@ -22,15 +22,14 @@ from fskv_tools.check.expect import expected_of
 from fskv.data_path.store import ChunkStore
 from fskv.format import mac
 from fskv.format.chunk_file import (
-    CHECKSUM,
     ROW_NBYTES,
     ChunkHeader,
     FileLayout,
     encode_header,
     peek_header,
-    row_digests,
 )
-from fskv.format.mac import INTEGRITY, KEY_ID_NBYTES, SEAL_NBYTES, TAG_NBYTES, MacKey, MacKeys
+from fskv.format.integrity import BLAKE3_128, XXH3_64
+from fskv.format.mac import KEY_ID_NBYTES, SEAL_NBYTES, TAG_NBYTES, MacKey, MacKeys
 from fskv.root.root import NamespaceDir, Root
 from fskv.transports.host import HostTransport
 from fskv.types import FileId
@@ -65,7 +64,7 @@ class Victim:
         for space in range(2):
             plain = corruption_identity(f"forgery-{space}")
             groups = tuple(replace(group, page_nbytes=_PAGES) for group in plain.groups)
-            identity = replace(plain, groups=groups, integrity=INTEGRITY)
+            identity = replace(plain, groups=groups, integrity=BLAKE3_128.manifest_name)
             self.directories.append(root.open_namespace(identity))
             known = expected_of(identity, identity.digest16).layouts or {}
             self.layouts.append({idx: layout for idx, layout in known.items() if layout})
@@ -103,6 +102,7 @@ class Victim:
 
     def header(self, chunk: Chunk, payload: bytes, key: MacKey | None) -> ChunkHeader:
         layout = self.layouts[chunk.space][chunk.group]
+        integrity = XXH3_64 if key is None else BLAKE3_128
         return ChunkHeader(
             key_hash=self.id(chunk).key_hash,
             group_idx=chunk.group,
@@ -113,10 +113,10 @@ class Victim:
             page_nbytes=layout.page_nbytes,
             first_block=0,
             payload_nbytes=layout.payload_nbytes,
-            row_digests=row_digests(memoryview(payload), key),
+            row_digests=integrity.rows(memoryview(payload), key),
             creator=_CREATOR,
             written_at_ms=1_700_000_000_000,
-            integrity=CHECKSUM if key is None else INTEGRITY,
+            integrity=integrity,
         )
 
     def sealed(self, chunk: Chunk, payload: bytes, key: MacKey | None) -> bytes:

@@ -127,8 +127,8 @@ FAULTS = (
         "codec-of-any-type",
         "A field of a header has the type that the format says, and not only an equal value.",
         "fskv/format/chunk_file.py",
-        " or [*map(type, found)] != [int, str, int]:\n",
-        ":\n",
+        "        or (type(codec), type(row)) != (int, int)\n",
+        "",
         _READERS,
     ),
     Fault(
@@ -798,17 +798,17 @@ FAULTS = (
     Fault(
         "header-mac-uncompared",
         "The tag over the header of a sealed file is compared.",
-        "fskv/format/chunk_file.py",
-        "    if not mac.same(key.tag(memoryview(header)[:tag_at]), bytes(header[tag_at:])):\n",
-        "    if len(header[tag_at:]) != mac.TAG_NBYTES:\n",
+        "fskv/format/integrity.py",
+        "        if not mac.same(key.tag(memoryview(header)[:tag_at]), bytes(header[tag_at:])):\n",
+        "        if len(header[tag_at:]) != mac.TAG_NBYTES:\n",
         _MAC,
     ),
     Fault(
         "seal-not-demanded",
         "Where files are sealed, one that had its seal removed is refused.",
         "fskv/format/chunk_file.py",
-        "    if integrity is not None and (integrity != CHECKSUM) != (seal_nbytes != 0):\n",
-        "    if integrity is not None and integrity == CHECKSUM and seal_nbytes:\n",
+        "    if integrity is not None and integrity.seal_nbytes != seal_nbytes:\n",
+        "    if integrity is not None and integrity.seal_nbytes < seal_nbytes:\n",
         _MAC,
     ),
     # --- who shares with whom ---------------------------------------------------------------

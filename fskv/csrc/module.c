@@ -85,7 +85,7 @@ static PyObject *copy(PyObject *module, PyObject *args)
 }
 
 static PyMethodDef functions[] = {
-    {"row_digests", row_digests, METH_O, "row_digests(payload): see fskv.format.chunk_file.row_digests."},
+    {"row_digests", row_digests, METH_O, "row_digests(payload): see fskv.format.integrity."},
     {"copy_spans", copy, METH_VARARGS,
      "copy_spans(pages, spans, slot, base, to_slot): copy every span; ValueError when one is outside."},
     {"probe_chunks", probe_chunks, METH_VARARGS,

@@ -35,6 +35,7 @@ from fskv.errors import (
 )
 from fskv.format import chunk_file
 from fskv.format.chunk_file import MAX_HEADER_NBYTES, ROW_NBYTES, ChunkHeader, FileLayout
+from fskv.format.integrity import Integrity
 from fskv.format.mac import MacKey, MacKeys
 from fskv.plan.spans import ChunkPlan
 from fskv.root.beneath import make_directory, open_directory
@@ -91,6 +92,8 @@ class ChunkStore(Generic[SlotT]):
         Raises ConfigError for chunks so large that every reader would refuse their headers.
         """
         for group_idx, layout in layouts.items():
+            if layout.integrity.sealed != (keys is not None):
+                raise ValueError(f"integrity {layout.integrity}, with keys: {keys is not None}")
             if layout.header_nbytes > MAX_HEADER_NBYTES:
                 raise ConfigError(
                     f"a chunk of group {group_idx}: found {layout.payload_nbytes} bytes and a header of "
@@ -128,21 +131,12 @@ class ChunkStore(Generic[SlotT]):
 
     def _new_native_layout(self, group_idx: int, rank: int | None) -> _native.Layout | None:
         native, layout = self._transport.native, self._layouts[group_idx]
-        if native is None or self._keys is not None:
-            return None  # keyed digests are Python's
-        pieces = chunk_file.header_pieces(
-            group_idx,
-            rank or 0,
-            self._directory.digest,
-            layout.digest,
-            layout.num_blocks,
-            layout.page_nbytes,
-            layout.payload_nbytes,
-            layout.num_rows,
-            self._creator,
-        )
+        if native is None or not layout.integrity.by_transports:
+            return None
+        digests = bytes(layout.num_rows * layout.integrity.digest_nbytes)
+        header = self._header(FileId(b"", group_idx, rank), layout, 0, digests)
         return native.layout(
-            **pieces._asdict(),
+            **chunk_file.header_pieces(header)._asdict(),
             header_nbytes=layout.header_nbytes,
             payload_nbytes=layout.payload_nbytes,
             content_nbytes=layout.content_nbytes,
@@ -270,20 +264,22 @@ class ChunkStore(Generic[SlotT]):
             header = chunk_file.parse_header(raw, keys, layout.integrity)
             self._compare(header, file_id, layout)
             key = keys.get(header.key_id) if keys and header.key_id else None
-            found = self._row_digests(slot, start, stop, key)
-            chunk_file.check_digests(found, rows.start, header.row_digests, header.digest_nbytes)
+            found = self._row_digests(header.integrity, slot, start, stop, key)
+            chunk_file.check_digests(found, rows.start, header.row_digests, header.integrity)
         except (ChunkCorrupt, ChunkStale, ChunkUnknownKey) as error:
             raise type(error)(f"{path}: {error}") from None
         if header.first_block > first_block:
             self._suspect(file_id)  # or the next store would find it there, and the hole would stay
             raise ChunkMissing(f"{path}: holds blocks from {header.first_block}, not {first_block}")
 
-    def _row_digests(self, slot: SlotT, start: int, stop: int, key: MacKey | None) -> bytes:
-        if key is None:
+    def _row_digests(
+        self, integrity: Integrity, slot: SlotT, start: int, stop: int, key: MacKey | None
+    ) -> bytes:
+        if integrity.by_transports:
             return self._transport.row_digests(slot, start, stop)
-        # A view where slots are in host memory; where they are not, keys are refused at start-up.
+        # A view where slots are in host memory; where they are not, such a kind is refused at start-up.
         content = memoryview(self._transport.take_header(slot, stop))
-        return chunk_file.row_digests(content[start:], key)
+        return integrity.rows(content[start:], key)
 
     @staticmethod
     def _compare_header_length(raw: bytes | memoryview, layout: FileLayout) -> None:
@@ -378,21 +374,8 @@ class ChunkStore(Generic[SlotT]):
         transport = self._transport
         transport.fill_zero(slot, base, base + first_block * layout.block_nbytes)
         transport.fill_zero(slot, base + layout.content_nbytes, layout.file_nbytes)
-        header = ChunkHeader(
-            key_hash=file_id.key_hash,
-            group_idx=file_id.group_idx,
-            rank=file_id.rank or 0,
-            namespace_digest=self._directory.digest,
-            layout_digest=layout.digest,
-            num_blocks=layout.num_blocks,
-            page_nbytes=layout.page_nbytes,
-            first_block=first_block,
-            payload_nbytes=layout.payload_nbytes,
-            row_digests=self._row_digests(slot, base, layout.file_nbytes, key),
-            creator=self._creator,
-            written_at_ms=int(time.time() * 1000),
-            integrity=layout.integrity,
-        )
+        digests = self._row_digests(layout.integrity, slot, base, layout.file_nbytes, key)
+        header = self._header(file_id, layout, first_block, digests)
         transport.put_header(slot, chunk_file.encode_header(header, base, key))
 
         try:
@@ -402,6 +385,25 @@ class ChunkStore(Generic[SlotT]):
             self._write(path, slot, layout.file_nbytes)
         self.replaced(file_id)
         return Status.OK
+
+    def _header(
+        self, file_id: FileId, layout: FileLayout, first_block: int, digests: bytes
+    ) -> ChunkHeader:
+        return ChunkHeader(
+            key_hash=file_id.key_hash,
+            group_idx=file_id.group_idx,
+            rank=file_id.rank or 0,
+            namespace_digest=self._directory.digest,
+            layout_digest=layout.digest,
+            num_blocks=layout.num_blocks,
+            page_nbytes=layout.page_nbytes,
+            first_block=first_block,
+            payload_nbytes=layout.payload_nbytes,
+            row_digests=digests,
+            creator=self._creator,
+            written_at_ms=int(time.time() * 1000),
+            integrity=layout.integrity,
+        )
 
     def _write(self, path: str, slot: SlotT, nbytes: int) -> None:
         part = self._directory.part_path(path)

@@ -21,23 +21,23 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from operator import attrgetter
+from typing import Any, ClassVar, NamedTuple
 
 import msgpack
 import xxhash
 
-from fskv.errors import ChunkCorrupt, ChunkStale, ChunkUnknownKey
+from fskv.errors import ChunkCorrupt, ChunkStale
+from fskv.format import integrity as kinds
 from fskv.format import mac
-from fskv.format.mac import SEAL_NBYTES, MacKey, MacKeys
+from fskv.format.integrity import XXH3_64, Integrity
+from fskv.format.mac import MacKey, MacKeys
 
 FORMAT_VERSION = 1
 # Not text, and with a line end and an end-of-file character: a transfer in text mode shows (as in PNG).
 MAGIC = b"\x89FSKV\r\n\x1a"
 ALIGNMENT = 4096  # O_DIRECT and GDS are direct only for 4 KiB-aligned offsets and lengths
-ROW_NBYTES = 65536  # one checksum each: names the damaged place, and lets a partial load be checked
-CHECKSUM = "xxh3-64"
-# What a row's digest is, and how many bytes of it there are.
-DIGEST_NBYTES = {CHECKSUM: 8, mac.INTEGRITY: mac.ROW_DIGEST_NBYTES}
+ROW_NBYTES = kinds.ROW_NBYTES
 
 _PREFIX = struct.Struct("<8sIIIIQ")
 _CHECKSUM_AT = 24
@@ -45,7 +45,7 @@ MAX_HEADER_NBYTES = 16 << 20  # payload of ~130 GiB; only to refuse absurd lengt
 _MAX_KEY_NBYTES = 256
 _MAX_FIELDS = 64
 _MAX_TEXT_NBYTES = 1024  # of a text, or of a field's name
-_MAX_CREATOR_CHARS = 64
+_MAX_WRITTEN_CHARS = 64  # of a text
 _META_RESERVE_NBYTES = 640  # map keys, digests, creator and integers at their largest
 
 
@@ -60,13 +60,13 @@ class FileLayout:
 
     The payload is `num_blocks` blocks of `page_nbytes` pages each, block after block without holes,
     then zeros up to a multiple of 4096. `digest` (16 bytes) stands for everything that must agree
-    for the pages to be interchangeable and is compared on every read. `integrity` is one of DIGEST_NBYTES.
+    for the pages to be interchangeable and is compared on every read.
     """
 
     num_blocks: int
     page_nbytes: tuple[int, ...]
     digest: bytes
-    integrity: str = CHECKSUM
+    integrity: Integrity = XXH3_64
 
     @cached_property
     def block_nbytes(self) -> int:
@@ -93,8 +93,8 @@ class FileLayout:
             + _META_RESERVE_NBYTES
             + _MAX_KEY_NBYTES
             + 8 * len(self.page_nbytes)
-            + DIGEST_NBYTES[self.integrity] * self.num_rows
-            + (0 if self.integrity == CHECKSUM else SEAL_NBYTES)
+            + self.integrity.digest_nbytes * self.num_rows
+            + self.integrity.seal_nbytes
         )
 
     @cached_property
@@ -111,7 +111,10 @@ class FileLayout:
 
 @dataclass(frozen=True, slots=True)
 class ChunkHeader:
-    """The fields of a header, in the words of docs/format.md."""
+    """The fields of a header; docs/format.md, "Map"."""
+
+    codec: ClassVar[int] = 0
+    row_nbytes: ClassVar[int] = ROW_NBYTES
 
     key_hash: bytes
     group_idx: int
@@ -122,49 +125,75 @@ class ChunkHeader:
     page_nbytes: tuple[int, ...]
     first_block: int  # blocks before it were not available when the chunk was stored
     payload_nbytes: int
-    row_digests: bytes  # 8 bytes a row, canonical (big endian) xxh3-64; sealed: 16 bytes a row
+    row_digests: bytes  # as integrity.rows gives them
     creator: str
     written_at_ms: int
     header_nbytes: int = 0  # set by parse_header
-    integrity: str = CHECKSUM
+    integrity: Integrity = XXH3_64
     key_id: str | None = None  # of the key that sealed it; set by parse_header
 
     @property
     def num_rows(self) -> int:
-        return len(self.row_digests) // self.digest_nbytes
-
-    @property
-    def digest_nbytes(self) -> int:
-        return DIGEST_NBYTES[self.integrity]
+        return len(self.row_digests) // self.integrity.digest_nbytes
 
 
-def row_digests(payload: memoryview, key: MacKey | None = None) -> bytes:
-    """Return the digest of each 64 KiB row of `payload`, 8 bytes a row; the last row may be short.
+class _Field(NamedTuple):
+    name: str
+    attribute: str  # of a ChunkHeader
+    kind: type
+    at_least: int  # of an integer, or of the length of a binary or text
+    at_most: int
+    per_chunk: bool = False  # not the same in all files of a group and rank
 
-    With `key` that of a sealed file, 16 bytes a row. The interpreter's lock is released meanwhile.
-    """
-    if key is not None:
-        return key.row_digests(payload, ROW_NBYTES)
-    digest = xxhash.xxh3_64_digest
-    return b"".join(
-        digest(payload[at : at + ROW_NBYTES]) for at in range(0, len(payload), ROW_NBYTES)
-    )
+    def fits(self, value: Any) -> bool:
+        # By type, not by value: false and 0.0 equal 0, and another reader refuses them.
+        amount: Any = len(value) if isinstance(value, bytes | str) else value
+        return type(value) is self.kind and self.at_least <= amount <= self.at_most
+
+
+# The map, in the order in which it is written. What is per chunk cuts it into HeaderPieces, and is the last.
+_FIELDS = (
+    _Field("key", "key_hash", bytes, 1, _MAX_KEY_NBYTES, per_chunk=True),
+    _Field("group", "group_idx", int, 0, 1 << 31),
+    _Field("rank", "rank", int, 0, 1 << 31),
+    _Field("namespace", "namespace_digest", bytes, 1, 64),
+    _Field("layout", "layout_digest", bytes, 1, 64),
+    _Field("blocks", "num_blocks", int, 1, 1 << 31),
+    _Field("pages", "page_nbytes", bytes, 1, MAX_HEADER_NBYTES),
+    _Field("first_block", "first_block", int, 0, 1 << 31, per_chunk=True),
+    _Field("payload", "payload_nbytes", int, 0, 1 << 50),
+    _Field("codec", "codec", int, 0, 0),
+    _Field("checksum", "integrity.name", str, 0, _MAX_TEXT_NBYTES),
+    _Field("row", "row_nbytes", int, ROW_NBYTES, ROW_NBYTES),
+    _Field("rows", "row_digests", bytes, 1, MAX_HEADER_NBYTES, per_chunk=True),
+    _Field("creator", "creator", str, 0, _MAX_TEXT_NBYTES),
+    _Field("written_at", "written_at_ms", int, 0, 1 << 62, per_chunk=True),
+)
+_READ = tuple(field for field in _FIELDS if field.attribute in ChunkHeader.__slots__)
+_CONSTANT = tuple(field for field in _FIELDS if not field.per_chunk)
+_constants = attrgetter(*(field.attribute for field in _CONSTANT))
 
 
 def check_rows(
-    rows: memoryview, first_row: int, expected: bytes, key: MacKey | None = None
+    rows: memoryview,
+    first_row: int,
+    expected: bytes,
+    integrity: Integrity = XXH3_64,
+    key: MacKey | None = None,
 ) -> None:
     """Compare rows read from a file with the header's digests; raises ChunkCorrupt naming the row.
 
     `rows` starts at row `first_row`; `expected` holds the digests of the whole payload; `key` is the one that
     sealed the file.
     """
-    nbytes = DIGEST_NBYTES[CHECKSUM if key is None else mac.INTEGRITY]
-    check_digests(row_digests(rows, key), first_row, expected, nbytes)
+    check_digests(integrity.rows(rows, key), first_row, expected, integrity)
 
 
-def check_digests(found: bytes, first_row: int, expected: bytes, digest_nbytes: int = 8) -> None:
-    """The same, where the rows were digested elsewhere, say on a GPU; `found` is as row_digests gives it."""
+def check_digests(
+    found: bytes, first_row: int, expected: bytes, integrity: Integrity = XXH3_64
+) -> None:
+    """The same, where `found`, as integrity.rows gives it, was made elsewhere, say on a GPU."""
+    digest_nbytes = integrity.digest_nbytes
     num_rows = len(found) // digest_nbytes
     wanted = expected[digest_nbytes * first_row :][: len(found)]
     if mac.same(found, wanted):
@@ -191,42 +220,31 @@ class HeaderPieces(NamedTuple):
     tail: bytes
 
 
+def header_pieces(header: ChunkHeader) -> HeaderPieces:
+    """Return the pieces of this header's map, which are those of all chunks of the group and rank."""
+    return _pieces(_constants(header), len(header.row_digests))
+
+
 @lru_cache(maxsize=64)
-def header_pieces(
-    group_idx: int,
-    rank: int,
-    namespace_digest: bytes,
-    layout_digest: bytes,
-    num_blocks: int,
-    page_nbytes: tuple[int, ...],
-    payload_nbytes: int,
-    num_rows: int,
-    creator: str,
-    integrity: str = CHECKSUM,
-) -> HeaderPieces:
-    """Encode the constant fields once for all chunks of a group."""
-
-    def pack(**values: object) -> bytes:
-        packed = (msgpack.packb(name) + msgpack.packb(value) for name, value in values.items())
-        return b"".join(packed)
-
-    digests = bytes(DIGEST_NBYTES[integrity] * num_rows)
-    return HeaderPieces(
-        head=b"\x8f" + msgpack.packb("key"),  # a map of 15 fields
-        middle=pack(
-            group=group_idx,
-            rank=rank,
-            namespace=namespace_digest,
-            layout=layout_digest,
-            blocks=num_blocks,
-            pages=struct.pack(f"<{len(page_nbytes)}Q", *page_nbytes),
-        )
-        + msgpack.packb("first_block"),
-        rows=pack(
-            payload=payload_nbytes, codec=0, checksum=integrity, row=ROW_NBYTES, rows=digests
-        ).removesuffix(digests),
-        tail=pack(creator=creator[:_MAX_CREATOR_CHARS]) + msgpack.packb("written_at"),
-    )
+def _pieces(constants: tuple[Any, ...], digests_nbytes: int) -> HeaderPieces:
+    values = iter(constants)
+    pieces, piece = [], msgpack.Packer().pack_map_header(len(_FIELDS))
+    for field in _FIELDS:
+        piece += msgpack.packb(field.name)
+        if field.per_chunk:
+            if field.name == "rows":  # their length is constant
+                digests = bytes(digests_nbytes)
+                piece += msgpack.packb(digests).removesuffix(digests)
+            pieces.append(piece)
+            piece = b""
+            continue
+        value = next(values)
+        if isinstance(value, tuple):
+            value = struct.pack(f"<{len(value)}Q", *value)
+        elif isinstance(value, str):
+            value = value[:_MAX_WRITTEN_CHARS]
+        piece += msgpack.packb(value)
+    return HeaderPieces(*pieces)
 
 
 def encode_header(header: ChunkHeader, header_nbytes: int, key: MacKey | None = None) -> bytes:
@@ -236,18 +254,7 @@ def encode_header(header: ChunkHeader, header_nbytes: int, key: MacKey | None = 
 
     Raises ValueError when the fields do not fit: a programming error, since FileLayout reserves enough.
     """
-    pieces = header_pieces(
-        header.group_idx,
-        header.rank,
-        header.namespace_digest,
-        header.layout_digest,
-        header.num_blocks,
-        header.page_nbytes,
-        header.payload_nbytes,
-        header.num_rows,
-        header.creator,
-        header.integrity,
-    )
+    pieces = header_pieces(header)
     meta = b"".join(
         (
             pieces.head,
@@ -260,9 +267,9 @@ def encode_header(header: ChunkHeader, header_nbytes: int, key: MacKey | None = 
             msgpack.packb(header.written_at_ms),
         )
     )
-    if (key is None) != (header.integrity == CHECKSUM):
+    seal_nbytes = header.integrity.seal_nbytes
+    if (key is None) == header.integrity.sealed:
         raise ValueError(f"integrity {header.integrity}, with a key: {key is not None}")
-    seal_nbytes = 0 if key is None else SEAL_NBYTES
     if (
         len(header.key_hash) > _MAX_KEY_NBYTES
         or _PREFIX.size + len(meta) + seal_nbytes > header_nbytes
@@ -273,10 +280,7 @@ def encode_header(header: ChunkHeader, header_nbytes: int, key: MacKey | None = 
     data = bytearray(header_nbytes)
     _PREFIX.pack_into(data, 0, MAGIC, FORMAT_VERSION, header_nbytes, len(meta), seal_nbytes, 0)
     data[_PREFIX.size : _PREFIX.size + len(meta)] = meta
-    if key is not None:
-        tag_at = header_nbytes - mac.TAG_NBYTES
-        data[tag_at - mac.KEY_ID_NBYTES : tag_at] = mac.pack_key_id(key.key_id)
-        data[tag_at:] = key.tag(memoryview(data)[:tag_at])
+    header.integrity.seal(data, key)
     struct.pack_into("<Q", data, _CHECKSUM_AT, xxhash.xxh3_64_intdigest(data))
     return bytes(data)
 
@@ -297,14 +301,14 @@ def header_length(prefix: bytes | memoryview) -> int:
         header_nbytes % ALIGNMENT
         or not ALIGNMENT <= header_nbytes <= MAX_HEADER_NBYTES
         or _PREFIX.size + meta_nbytes + seal_nbytes > header_nbytes
-        or seal_nbytes not in (0, SEAL_NBYTES)
+        or seal_nbytes not in kinds.BY_SEAL
     ):
         raise ChunkCorrupt(f"impossible header lengths {header_nbytes} and {meta_nbytes}")
     return int(header_nbytes)
 
 
 def parse_header(
-    data: bytes | memoryview, keys: MacKeys | None = None, integrity: str | None = None
+    data: bytes | memoryview, keys: MacKeys | None = None, integrity: Integrity | None = None
 ) -> ChunkHeader:
     """Check and decode a header; `data` may be longer than the header.
 
@@ -312,13 +316,15 @@ def parse_header(
     removed. Raises ChunkUnknownKey for a sealed one without its key, ChunkStale for another format version or
     integrity, and ChunkCorrupt for anything else that is wrong.
     """
-    header, seal_nbytes = _checked_header(data)
-    if integrity is not None and (integrity != CHECKSUM) != (seal_nbytes != 0):
+    raw, seal_nbytes = _checked_header(data)
+    if integrity is not None and integrity.seal_nbytes != seal_nbytes:
         found = "a seal" if seal_nbytes else "no seal"
         raise ChunkStale(f"{found}, expected integrity '{integrity}'")
-    if seal_nbytes:
-        _check_seal(header, keys)
-    return _decode(header, seal_nbytes)
+    kinds.BY_SEAL[seal_nbytes].check_seal(raw, keys)
+    header = _decode(raw, seal_nbytes)
+    if integrity not in (None, header.integrity):
+        raise ChunkStale(f"integrity '{header.integrity}', expected '{integrity}'")
+    return header
 
 
 def peek_header(data: bytes | memoryview) -> ChunkHeader:
@@ -339,24 +345,9 @@ def _checked_header(data: bytes | memoryview) -> tuple[bytearray, int]:
     return raw, seal_nbytes
 
 
-def _check_seal(header: bytearray, keys: MacKeys | None) -> None:
-    tag_at = len(header) - mac.TAG_NBYTES
-    key_id = mac.unpack_key_id(bytes(header[tag_at - mac.KEY_ID_NBYTES : tag_at]))
-    if key_id is None:
-        raise ChunkCorrupt("its seal names no key")
-    key = keys.get(key_id) if keys is not None else None
-    if key is None:
-        raise ChunkUnknownKey(f"sealed with key '{key_id}': cannot be judged without the key")
-    if not mac.same(key.tag(memoryview(header)[:tag_at]), bytes(header[tag_at:])):
-        raise ChunkCorrupt(f"header fails its MAC with key '{key_id}'")
-
-
 def _decode(header: bytearray, seal_nbytes: int) -> ChunkHeader:
     (meta_nbytes,) = struct.unpack_from("<I", header, 16)
-    key_id = None
-    if seal_nbytes:
-        packed = header[-SEAL_NBYTES : -SEAL_NBYTES + mac.KEY_ID_NBYTES]
-        key_id = mac.unpack_key_id(bytes(packed))
+    key_id = kinds.BY_SEAL[seal_nbytes].key_id(header)
     stop, padding_stop = _PREFIX.size + meta_nbytes, len(header) - seal_nbytes
     if header[stop:padding_stop] != bytes(padding_stop - stop):
         raise ChunkCorrupt("the header map is followed by other bytes than zeros")
@@ -414,56 +405,32 @@ def _refuse_extension(_code: int, _data: bytes) -> None:
 def _header_from_meta(
     meta: dict[str, Any], header_nbytes: int, seal_nbytes: int, key_id: str | None
 ) -> ChunkHeader:
-    # By type, not by value: false and 0.0 equal 0, and another reader refuses them.
-    def integer(name: str, at_most: int, at_least: int = 0) -> int:
-        value = meta.get(name)
-        if type(value) is not int or not at_least <= value <= at_most:
-            raise ChunkCorrupt(f"header field '{name}' is {value!r:.60}")
-        return value
-
-    def binary(name: str, at_most: int) -> bytes:
-        value = meta.get(name)
-        if type(value) is not bytes or not 0 < len(value) <= at_most:
-            raise ChunkCorrupt(f"header field '{name}' is {value!r:.60}")
-        return value
-
     codec, checksum, row = meta.get("codec"), meta.get("checksum"), meta.get("row")
-    integrity = mac.INTEGRITY if seal_nbytes else CHECKSUM
-    found = (codec, checksum, row)
-    if found != (0, integrity, ROW_NBYTES) or [*map(type, found)] != [int, str, int]:
+    integrity = kinds.BY_NAME.get(checksum) if type(checksum) is str else None
+    if (
+        integrity is None
+        or integrity.seal_nbytes != seal_nbytes
+        or (codec, row) != (0, ROW_NBYTES)
+        or (type(codec), type(row)) != (int, int)
+    ):
         raise ChunkCorrupt(f"codec {codec!r:.20}, checksum {checksum!r:.20}, row {row!r:.20}")
-    packed = binary("pages", header_nbytes)
+    values: dict[str, Any] = {}
+    for field in _READ:
+        value = values[field.attribute] = meta.get(field.name)
+        if not field.fits(value):
+            found = "not a text" if field.kind is str else f"{value!r:.60}"
+            raise ChunkCorrupt(f"header field '{field.name}' is {found}")
+    packed = values["page_nbytes"]
     if len(packed) % 8:
         raise ChunkCorrupt(f"header field 'pages' has {len(packed)} bytes, expected 8 a page")
-    pages = struct.unpack(f"<{len(packed) // 8}Q", packed)
+    values["page_nbytes"] = pages = struct.unpack(f"<{len(packed) // 8}Q", packed)
     if not all(0 < nbytes < 1 << 40 for nbytes in pages):
         raise ChunkCorrupt("header field 'pages' holds an impossible size")
-    creator = meta.get("creator")
-    if type(creator) is not str:
-        raise ChunkCorrupt("header field 'creator' is not a text")
-    header = ChunkHeader(
-        key_hash=binary("key", _MAX_KEY_NBYTES),
-        group_idx=integer("group", 1 << 31),
-        rank=integer("rank", 1 << 31),
-        namespace_digest=binary("namespace", 64),
-        layout_digest=binary("layout", 64),
-        num_blocks=integer("blocks", 1 << 31, at_least=1),
-        page_nbytes=pages,
-        first_block=integer("first_block", 1 << 31),
-        payload_nbytes=integer("payload", 1 << 50),
-        row_digests=binary("rows", header_nbytes),
-        creator=creator,
-        written_at_ms=integer("written_at", 1 << 62),
-        header_nbytes=header_nbytes,
-        integrity=integrity,
-        key_id=key_id,
-    )
-    layout = FileLayout(
-        header.num_blocks, header.page_nbytes, header.layout_digest, header.integrity
-    )
+    header = ChunkHeader(**values, header_nbytes=header_nbytes, integrity=integrity, key_id=key_id)
+    layout = FileLayout(header.num_blocks, pages, header.layout_digest, integrity)
     if (
         header.payload_nbytes != layout.payload_nbytes
-        or len(header.row_digests) != header.digest_nbytes * layout.num_rows
+        or len(header.row_digests) != integrity.digest_nbytes * layout.num_rows
         or header.first_block >= header.num_blocks
     ):
         raise ChunkCorrupt(

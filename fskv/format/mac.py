@@ -31,7 +31,6 @@ _keyed_row_digests: Callable[[memoryview, bytes], bytes] | None = getattr(
 )
 _NATIVE_ROW_NBYTES = 65536
 
-INTEGRITY = "blake3-128"  # in namespace.json, and as `checksum` in the header
 ROW_DIGEST_NBYTES = 16  # finding two rows with one digest takes 2^64 of the key holder's own rows
 KEY_ID_NBYTES = 32
 TAG_NBYTES = 32

@@ -16,7 +16,6 @@ from fskv.config import StoreConfig
 from fskv.data_path.job import FileMove, JobResult
 from fskv.errors import ConfigError
 from fskv.format.chunk_file import FileLayout
-from fskv.format.mac import INTEGRITY
 from fskv.hybrid_planner import GroupLayout, plan_job
 from fskv.index.presence import RankFiles
 from fskv.namespace import Identity, layout_digest
@@ -66,7 +65,7 @@ class KvStore:
         identity = replace(
             identity,
             tenant=config.tenant,
-            integrity=INTEGRITY if config.mac_key_file is not None else None,
+            integrity=config.integrity.manifest_name,
         )
         self.directory = _opened(config, create=True).open_namespace(identity)
         file_layouts: dict[int, FileLayout] = {}

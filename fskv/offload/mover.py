@@ -17,9 +17,8 @@ from fskv.data_path.job import NO_LIMIT, FileMove, FileOutcome, JobResult, LoadL
 from fskv.data_path.runner import JobRunner
 from fskv.data_path.store import ChunkStore
 from fskv.errors import ConfigError
-from fskv.format.chunk_file import CHECKSUM, FileLayout
+from fskv.format.chunk_file import FileLayout
 from fskv.format.key_file import open_key_file
-from fskv.format.mac import INTEGRITY
 from fskv.observe import metrics
 from fskv.observe.metrics import Counters, Gauge
 from fskv.observe.state_log import StateLog
@@ -67,7 +66,7 @@ class Mover:
         # Each process reads the file itself: no key is in a configuration that is handed on.
         self._key_file = open_key_file(config.mac_key_file, config.root)
         keys = self._key_file.keys if self._key_file else None
-        integrity = INTEGRITY if keys else CHECKSUM
+        integrity = config.integrity
         layouts = {idx: replace(layout, integrity=integrity) for idx, layout in layouts.items()}
         slot_nbytes = max(layout.file_nbytes for layout in layouts.values())
         num_slots = config.staging_bytes // slot_nbytes
@@ -83,7 +82,7 @@ class Mover:
             pages,
             slot_nbytes,
             probe_dir=directory.tmp_dir,
-            transport="host" if keys else config.transport,
+            transport=config.transport if integrity.by_transports else "host",
             gds_check=config.gds_check,
             direct_io=config.direct_io,
             file_mode=directory.file_mode,

@@ -14,8 +14,8 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fskv.format import chunk_file
 from fskv.format.chunk_file import ALIGNMENT
+from fskv.format.integrity import XXH3_64
 from fskv.plan.spans import SpanTable
 from fskv.transports import kernels
 from fskv.transports.protocol import Ready
@@ -198,7 +198,7 @@ class CudaDevice:
             return bytes(buffer.tensor[:nbytes].cpu().numpy().data)
 
     def row_digests(self, buffer: CudaBuffer, start: int, stop: int) -> bytes:
-        """Return chunk_file.row_digests of the buffer's bytes.
+        """Return XXH3_64.rows of the buffer's bytes.
 
         Through the host where kernels are missing, or their eighth of the bytes is not free on the device.
         """
@@ -212,7 +212,7 @@ class CudaDevice:
             host = self._host_memory()[: stop - start]
             host.copy_(part, non_blocking=True)
             stream.synchronize()
-            return chunk_file.row_digests(host.numpy().data)
+            return XXH3_64.rows(host.numpy().data)
 
     def _host_memory(self) -> torch.Tensor:
         """Return the thread's pinned memory to check a slot in, made on first use."""

@@ -27,6 +27,7 @@ from fskv.errors import (
     chunk_error_from_os,
 )
 from fskv.format import chunk_file
+from fskv.format.integrity import XXH3_64
 from fskv.plan.spans import SpanTable
 from fskv.transports.chunk_fd import (
     OPEN_PART,
@@ -228,9 +229,7 @@ class HostTransport:
         return slot.view[:nbytes]
 
     def row_digests(self, slot: HostSlot, start: int, stop: int) -> bytes:
-        if self.native is not None:
-            return _native.row_digests(slot.view[start:stop])
-        return chunk_file.row_digests(slot.view[start:stop])
+        return XXH3_64.rows(slot.view[start:stop])
 
     def close(self) -> None:
         if self._cuda:

@@ -193,7 +193,7 @@ from world import World, make_identity
 import fskv.root.root
 from fskv.config import StoreConfig
 from fskv.errors import RootError
-from fskv.format.mac import INTEGRITY
+from fskv.format import integrity
 from fskv.plan.spans import GroupLayout
 from fskv.data_path.store import ChunkStore
 from fskv.transports.host import HostTransport

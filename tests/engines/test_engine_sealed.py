@@ -10,7 +10,7 @@ import pathlib
 import engine_lab as lab
 import pytest
 
-from fskv.format.chunk_file import encode_header, peek_header, row_digests
+from fskv.format.chunk_file import encode_header, peek_header
 from fskv.format.mac import MacKey
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -32,7 +32,7 @@ def zero_sealed(path: str, key: MacKey) -> None:
     content = pathlib.Path(path).read_bytes()
     header = peek_header(content)
     payload = bytes(header.payload_nbytes)
-    fields = {"row_digests": row_digests(memoryview(payload), key), "key_id": key.key_id}
+    fields = {"row_digests": header.integrity.rows(memoryview(payload), key), "key_id": key.key_id}
     forged = dataclasses.replace(header, **fields)
     pathlib.Path(path).write_bytes(encode_header(forged, header.header_nbytes, key) + payload)
 

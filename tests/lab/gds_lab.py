@@ -21,6 +21,7 @@ from cuda_stub import build_stub, load_stub
 from native_build import build
 
 from fskv.format import chunk_file
+from fskv.format.integrity import XXH3_64
 from fskv.gds_io import GdsSlot, GdsTransport
 from fskv.transports.cuda import Driver, flat_bytes
 
@@ -132,7 +133,7 @@ class StubDevice:
         return buffer.array[:nbytes].tobytes()
 
     def row_digests(self, buffer, start, stop):
-        return chunk_file.row_digests(buffer.array[start:stop].data)
+        return XXH3_64.rows(buffer.array[start:stop].data)
 
 
 class LabSlot(GdsSlot):

@@ -170,21 +170,22 @@ class World:
         make_transport=None,
         native=False,
         keys=None,
+        integrity=None,
     ):
         import torch
 
         from faults.transport import FaultTransport, Script
         from fskv.data_path.store import ChunkStore
-        from fskv.format.chunk_file import CHECKSUM, FileLayout
-        from fskv.format.mac import INTEGRITY
+        from fskv.format.chunk_file import FileLayout
+        from fskv.format.integrity import BLAKE3_128, XXH3_64
         from fskv.plan.spans import GroupLayout
         from fskv.root.root import Root
         from fskv.transports.host import HostTransport
 
         self.root = str(root)
         os.makedirs(self.root, exist_ok=True)
-        integrity = INTEGRITY if keys else CHECKSUM
-        identity = identity or make_identity(**({"integrity": INTEGRITY} if keys else {}))
+        integrity = integrity or (BLAKE3_128 if keys else XXH3_64)
+        identity = identity or make_identity(integrity=integrity.manifest_name)
         self.directory = Root.open(self.root, create=True).open_namespace(identity)
         # Strided like an engine's: a block is wider than its page.
         self.tensors = [

@@ -24,7 +24,8 @@ from fskv import namespace
 from fskv._version import VLLM_NEWEST, VLLM_OLDEST, VLLM_TESTED
 from fskv.config import StoreConfig
 from fskv.data_path.store import ChunkStore
-from fskv.format.chunk_file import ChunkHeader, FileLayout, encode_header, row_digests
+from fskv.format.chunk_file import ChunkHeader, FileLayout, encode_header
+from fskv.format.integrity import BY_NAME, XXH3_64
 from fskv.root.root import NamespaceDir
 from fskv.transports.host import HostSlot, HostTransport
 from fskv.types import FileId, Status
@@ -226,7 +227,7 @@ def check_example(text: str) -> None:
         page_nbytes=(24, 40),
         first_block=0,
         payload_nbytes=layout.payload_nbytes,
-        row_digests=row_digests(memoryview(payload)),
+        row_digests=XXH3_64.rows(memoryview(payload)),
         creator="fskv/0.1.0",
         written_at_ms=1767225600000,
     )
@@ -260,7 +261,7 @@ def test_the_length_of_a_header_follows_from_pages_and_rows_as_the_format_says()
         (7, (1 << 20, 9) * 200),
     ]:
         for integrity, seal, digest in (("xxh3-64", 0, 8), ("blake3-128", 64, 16)):
-            layout = FileLayout(num_blocks, pages, bytes(16), integrity)
+            layout = FileLayout(num_blocks, pages, bytes(16), BY_NAME[integrity])
             nbytes = 928 + seal + 8 * len(pages) + digest * layout.num_rows
             assert layout.header_nbytes == -(-nbytes // 4096) * 4096
 

@@ -34,7 +34,8 @@ from fskv.errors import (
     RootError,
     chunk_error_from_os,
 )
-from fskv.format.chunk_file import ChunkHeader, FileLayout, encode_header, parse_header, row_digests
+from fskv.format.chunk_file import ChunkHeader, FileLayout, encode_header, parse_header
+from fskv.format.integrity import BY_NAME
 from fskv.format.mac import MacKey, MacKeys
 from fskv.namespace import ChunkName, Identity
 from fskv.root.root import Root, manifest_bytes
@@ -106,7 +107,7 @@ _HASH, _NAMESPACE = (hashlib.sha256(text).digest() for text in (b"example", b"na
 
 def chunk(key: MacKey | None = None, **changes) -> tuple[bytes, bytes]:
     """Return header and payload of the document's worked example, with some fields changed."""
-    integrity = "blake3-128" if key else "xxh3-64"
+    integrity = BY_NAME["blake3-128" if key else "xxh3-64"]
     layout = FileLayout(2, (24, 40), bytes(range(16)), integrity)
     payload = bytes(range(128)).ljust(layout.payload_nbytes, b"\0")
     fields = {
@@ -119,7 +120,7 @@ def chunk(key: MacKey | None = None, **changes) -> tuple[bytes, bytes]:
         "page_nbytes": (24, 40),
         "first_block": 0,
         "payload_nbytes": layout.payload_nbytes,
-        "row_digests": row_digests(memoryview(payload), key),
+        "row_digests": integrity.rows(memoryview(payload), key),
         "creator": "fskv/0.1.0",
         "written_at_ms": 1767225600000,
         "integrity": integrity,
@@ -139,7 +140,7 @@ def verdicts(header: bytes, payload: bytes, *, sealed: bool) -> str:
     """Return what fskv says of a header; `document_reader` must say the same of the file."""
     said = document_reader.GOOD
     try:
-        parse_header(header, MacKeys([KEY]), "blake3-128" if sealed else "xxh3-64")
+        parse_header(header, MacKeys([KEY]), BY_NAME["blake3-128" if sealed else "xxh3-64"])
     except (ChunkCorrupt, ChunkStale, ChunkUnknownKey) as error:
         said = _WORDS[type(error)]
     keys = {"example": bytes(range(32))} if sealed else None
@@ -153,7 +154,7 @@ def verdicts(header: bytes, payload: bytes, *, sealed: bool) -> str:
 def check_sealed(text: str) -> int:
     said = {name: bytes.fromhex(value) for name, value in vectors(text, "of the sealed file")}
     made, payload = chunk(KEY)
-    digests = row_digests(memoryview(payload), KEY)
+    digests = BY_NAME["blake3-128"].rows(memoryview(payload), KEY)
     (checksum,) = struct.unpack_from("<Q", made, 24)
     assert said["rows"] == digests
     assert said["checksum of the header, the 8 bytes at 24"] == struct.pack("<Q", checksum)

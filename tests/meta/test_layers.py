@@ -61,7 +61,10 @@ HOMES = {
     # bounds: the messages between an engine and the process that maintains its root
     "msgpack": ("fskv.format.chunk_file", "fskv.index.", "fskv.bounds."),
     # block_hashes: the engine's own keys, where it hashes with xxhash
-    "xxhash": ("fskv.format.chunk_file", "fskv.namespace", "fskv.index.", "tools.block_hashes"),
+    "xxhash": (
+        *("fskv.format.chunk_file", "fskv.format.integrity", "fskv.namespace"),
+        *("fskv.index.", "tools.block_hashes"),
+    ),
     # bench: the command that measures the data path with real tensors.
     "torch": (
         *("fskv.gds_io", "fskv.transports.", "fskv.offload.mover"),

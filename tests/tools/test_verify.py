@@ -676,10 +676,10 @@ def test_engine_processes_may_store_and_prune_meanwhile(lab):
 
 
 def test_a_missing_extension_and_a_missing_direct_io_make_no_difference(lab, monkeypatch):
-    from fskv.format import chunk_file
+    from fskv.format import integrity
 
     _, _, bad = damaged_root(lab)
-    monkeypatch.setattr(judge, "row_digests", chunk_file.row_digests)
+    monkeypatch.setattr(integrity, "_xxh3_rows", None)
     assert bad_paths(verify(lab, "--read-data")) == bad
     real = os.open
 

@@ -29,8 +29,8 @@ from fskv.format.chunk_file import (
     encode_header,
     header_length,
     parse_header,
-    row_digests,
 )
+from fskv.format.integrity import XXH3_64
 from fskv.transports.host import HostSlot, HostTransport
 from fskv.types import FileId, Status
 
@@ -516,7 +516,7 @@ def test_negative_control_without_the_header_checksum_a_flip_is_served(small, mo
 
 def test_a_damaged_row_is_named():
     payload = bytearray(3 * ROW + 4096)
-    digests = row_digests(payload)
+    digests = XXH3_64.rows(payload)
     payload[2 * ROW + 5] ^= 1
     with pytest.raises(ChunkCorrupt, match=r"row 2 \(payload bytes from 131072\)"):
         check_rows(memoryview(payload), 0, digests)
@@ -528,4 +528,4 @@ def test_a_damaged_row_is_named():
 def test_more_rows_than_the_header_has_digests_are_corrupt():
     payload = memoryview(bytes(2 * ROW))
     with pytest.raises(ChunkCorrupt):
-        check_rows(payload, 0, row_digests(payload)[:8])
+        check_rows(payload, 0, XXH3_64.rows(payload)[:8])

@@ -24,8 +24,9 @@ from world import damage, leaves_nothing_open, make_identity, returns_in_time, w
 
 from fskv import namespace
 from fskv.data_path.job import NativeEvent
-from fskv.format import chunk_file, mac
+from fskv.format import chunk_file, integrity, mac
 from fskv.format.chunk_file import ROW_NBYTES
+from fskv.format.integrity import XXH3_64
 from fskv.transports import host
 from fskv.types import Status
 
@@ -87,7 +88,12 @@ STORED = [NativeEvent.GATHERED, NativeEvent.STORED]
 @settings(max_examples=60, deadline=None)
 def test_digests_are_those_of_the_xxhash_package(num_pages, seed):
     data = np.random.default_rng(seed).bytes(4096 * num_pages)
-    assert _native.row_digests(data) == chunk_file.row_digests(memoryview(data))
+    rows = (data[at : at + ROW_NBYTES] for at in range(0, len(data), ROW_NBYTES))
+    wanted = b"".join(map(xxhash.xxh3_64_digest, rows))
+    assert _native.row_digests(data) == XXH3_64.rows(memoryview(data)) == wanted
+    with pytest.MonkeyPatch.context() as without:
+        without.setattr(integrity, "_xxh3_rows", None)
+        assert XXH3_64.rows(memoryview(data)) == wanted
 
 
 @pytest.mark.parametrize(

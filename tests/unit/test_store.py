@@ -27,6 +27,7 @@ from world import (
 from faults.transport import FaultTransport, FileScript, Script, install
 from fskv.errors import ConfigError
 from fskv.format import chunk_file
+from fskv.format.integrity import XXH3_64
 from fskv.transports import host
 from fskv.transports.host import HostTransport
 from fskv.transports.protocol import SlotPool
@@ -77,7 +78,7 @@ def test_a_file_written_by_hand_is_got(world):
         page_nbytes=World.PAGES,
         first_block=0,
         payload_nbytes=layout.payload_nbytes,
-        row_digests=chunk_file.row_digests(memoryview(payload)),
+        row_digests=XXH3_64.rows(memoryview(payload)),
         creator="another writer",
         written_at_ms=0,
     )

@@ -25,7 +25,6 @@ from .judge import (
     OpenFile,
     Reader,
     Verdict,
-    digests,
     finding_of,
     judge_open,
     parse_header,
@@ -141,14 +140,14 @@ class Row:
 
 def rows(file: OpenFile, header: ChunkHeader) -> Iterator[Row]:
     """Yield every row. Raises ChunkError where the file cannot be read."""
-    key, nbytes_each = mac_keys.key_of(header), header.digest_nbytes
+    key, nbytes_each = mac_keys.key_of(header), header.integrity.digest_nbytes
     for at in range(0, header.payload_nbytes, PIECE_NBYTES):
         wanted = min(PIECE_NBYTES, header.payload_nbytes - at)
         start = header.header_nbytes + at
         there = file.read(start, min(wanted, file.nbytes - start)) if start < file.nbytes else b""
         payload = memoryview(there)
         whole = len(payload) if len(payload) == wanted else len(payload) // ROW_NBYTES * ROW_NBYTES
-        found = digests(payload[:whole], key)
+        found = header.integrity.rows(payload[:whole], key)
         for first in range(0, wanted, ROW_NBYTES):
             idx = (at + first) // ROW_NBYTES
             expected = header.row_digests[nbytes_each * idx : nbytes_each * (idx + 1)]

@@ -15,7 +15,8 @@ from functools import lru_cache
 
 from fskv import namespace
 from fskv.errors import ChunkStale
-from fskv.format.chunk_file import CHECKSUM, ChunkHeader, FileLayout
+from fskv.format.chunk_file import ChunkHeader, FileLayout
+from fskv.format.integrity import BY_MANIFEST, Integrity
 from fskv.namespace import ChunkName, GroupIdentity, Identity
 
 _MAX_VARIANTS = 16  # of layouts that are counted for a group and rank
@@ -28,7 +29,7 @@ class Expected:
     digest: bytes | None = None  # of the namespace: from a manifest that can be read
     digest16: str | None = None  # of the namespace: from the directory's name
     layouts: Mapping[int, FileLayout | None] | None = None  # by group; None: not in the manifest
-    integrity: str | None = None  # what the files have to be checked by, if that is known
+    integrity: Integrity | None = None  # what the files have to be checked by, if that is known
 
     def layout(self, name: ChunkName | None) -> FileLayout | None:
         """Return what the files of that name's group look like, if that is known."""
@@ -37,7 +38,7 @@ class Expected:
     def compare(self, header: ChunkHeader, name: ChunkName | None) -> None:
         """Raise ChunkStale unless the header is that of a file of this name, in this namespace."""
         if self.integrity is not None:
-            _same("integrity", header.integrity, self.integrity)
+            _same("integrity", header.integrity.name, self.integrity.name)
         if name is not None:
             found = namespace.chunk_name(header.key_hash)
             if found != name.name:
@@ -78,16 +79,15 @@ def expected_of(identity: Identity | None, digest16: str) -> Expected:
     if identity is None:
         return Expected(digest16=digest16)
     layouts = {group.group_idx: _group_layout(identity, group) for group in identity.groups}
-    return Expected(identity.digest, digest16, layouts, identity.integrity or CHECKSUM)
+    return Expected(identity.digest, digest16, layouts, BY_MANIFEST[identity.integrity])
 
 
 def _group_layout(identity: Identity, group: GroupIdentity) -> FileLayout | None:
     if not group.page_nbytes:
         return None  # pipeline stages: the pages differ from rank to rank
     digest = namespace.layout_digest(group, identity.blocks_per_chunk)
-    return FileLayout(
-        identity.blocks_per_chunk, group.page_nbytes, digest, identity.integrity or CHECKSUM
-    )
+    kind = BY_MANIFEST[identity.integrity]
+    return FileLayout(identity.blocks_per_chunk, group.page_nbytes, digest, kind)
 
 
 # --- files that can only be compared with each other --------------------------------------

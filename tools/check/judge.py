@@ -32,16 +32,11 @@ from fskv.errors import (
 )
 from fskv.format import chunk_file
 from fskv.format.chunk_file import ALIGNMENT, ROW_NBYTES, ChunkHeader
-from fskv.format.mac import MacKey
+from fskv.format.integrity import Integrity
 from fskv.namespace import ChunkName
 
 from .. import mac_keys
 from .expect import NOTHING, Expected
-
-try:
-    from fskv._native import row_digests
-except ImportError:  # no C compiler at installation
-    row_digests = chunk_file.row_digests
 
 PIECE_NBYTES = 4 << 20
 _HUGE = 2 << 20  # O_DIRECT pins each page of a buffer: with small ones it is slower
@@ -298,7 +293,7 @@ def read_header(
     expected: Expected,
     *,
     whole: bool,
-    parse: Callable[[memoryview, str | None], ChunkHeader] | None = None,
+    parse: Callable[[memoryview, Integrity | None], ChunkHeader] | None = None,
 ) -> tuple[ChunkHeader, memoryview]:
     """Steps 2 to 6: the header, checked, and what of the payload was read with it (`whole`).
 
@@ -355,27 +350,17 @@ def payload_pieces(
         at += wanted
 
 
-def parse_header(data: memoryview | bytes, integrity: str | None = None) -> ChunkHeader:
+def parse_header(data: memoryview | bytes, integrity: Integrity | None = None) -> ChunkHeader:
     """Steps 3 to 6, by what this run was given of keys."""
     return chunk_file.parse_header(data, mac_keys.current(), integrity)
 
 
-def peek_header(data: memoryview | bytes, _integrity: str | None = None) -> ChunkHeader:
+def peek_header(data: memoryview | bytes, _integrity: Integrity | None = None) -> ChunkHeader:
     """The same without the seal, for what is shown or counted and decides about no file."""
     return chunk_file.peek_header(data)
 
 
 def check_rows(payload: memoryview, first_row: int, header: ChunkHeader) -> None:
     """Step 8; raises ChunkCorrupt naming the first bad row."""
-    found = digests(payload, mac_keys.key_of(header))
-    chunk_file.check_digests(found, first_row, header.row_digests, header.digest_nbytes)
-
-
-def digests(payload: memoryview, key: MacKey | None = None) -> bytes:
-    """Return the digests of rows, those of a sealed file by its key; nothing for nothing."""
-    if not payload:
-        return b""
-    # A file that ends in the middle: the fast one is for whole pages.
-    if key is not None or len(payload) % ALIGNMENT:
-        return chunk_file.row_digests(payload, key)
-    return row_digests(payload)
+    key = mac_keys.key_of(header)
+    chunk_file.check_rows(payload, first_row, header.row_digests, header.integrity, key)

@@ -225,7 +225,7 @@ def _header_facts(header: ChunkHeader, where: Place) -> dict[str, Any]:
         "header_nbytes": header.header_nbytes,
         "payload_nbytes": header.payload_nbytes,
         "padding_nbytes": anatomy.padding(header),
-        "checksum": header.integrity,
+        "checksum": header.integrity.name,
         "key_id": header.key_id,
         "row_nbytes": ROW_NBYTES,
         "creator": header.creator,

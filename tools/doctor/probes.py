@@ -239,7 +239,7 @@ def round_trip(subject: Subject) -> Iterator[Finding]:
         page_nbytes=layout.page_nbytes,
         first_block=0,
         payload_nbytes=layout.payload_nbytes,
-        row_digests=chunk_file.row_digests(memoryview(payload)),
+        row_digests=layout.integrity.rows(memoryview(payload)),
         creator="fskv/doctor",
         written_at_ms=int(time.time() * 1000),
     )

@@ -47,7 +47,6 @@ from fskv.engines.vllm.loaded import (
 )
 from fskv.engines.vllm.switches import switches
 from fskv.errors import ConfigError
-from fskv.format.mac import INTEGRITY
 from fskv.hybrid_planner import GroupKind, GroupSpec
 from fskv.identity.fingerprint import kv_config
 from fskv.namespace import GroupIdentity, Identity, Json, canonical_json
@@ -210,7 +209,7 @@ def build_identity(
         canonical_format=canonical_format,
         tenant=config.tenant,
         model_runner="v2" if vllm_config.use_v2_model_runner else "v1",
-        integrity=INTEGRITY if config.mac_key_file is not None else None,
+        integrity=config.integrity.manifest_name,
         extra=_extra(vllm_config, config)
         | (_model_extra(loaded.model, modules, config) if loaded else {})
         # A commit names all files of a repository, and not which of them are loaded.
