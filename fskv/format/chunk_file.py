@@ -145,11 +145,6 @@ class _Field(NamedTuple):
     at_most: int
     per_chunk: bool = False  # not the same in all files of a group and rank
 
-    def fits(self, value: Any) -> bool:
-        # By type, not by value: false and 0.0 equal 0, and another reader refuses them.
-        amount: Any = len(value) if isinstance(value, bytes | str) else value
-        return type(value) is self.kind and self.at_least <= amount <= self.at_most
-
 
 # The map, in the order in which it is written. What is per chunk cuts it into HeaderPieces, and is the last.
 _FIELDS = (
@@ -268,7 +263,7 @@ def encode_header(header: ChunkHeader, header_nbytes: int, key: MacKey | None = 
         )
     )
     seal_nbytes = header.integrity.seal_nbytes
-    if (key is None) == header.integrity.sealed:
+    if (key is None) == (seal_nbytes != 0):
         raise ValueError(f"integrity {header.integrity}, with a key: {key is not None}")
     if (
         len(header.key_hash) > _MAX_KEY_NBYTES
@@ -280,7 +275,8 @@ def encode_header(header: ChunkHeader, header_nbytes: int, key: MacKey | None = 
     data = bytearray(header_nbytes)
     _PREFIX.pack_into(data, 0, MAGIC, FORMAT_VERSION, header_nbytes, len(meta), seal_nbytes, 0)
     data[_PREFIX.size : _PREFIX.size + len(meta)] = meta
-    header.integrity.seal(data, key)
+    if key is not None:
+        header.integrity.seal(data, key)
     struct.pack_into("<Q", data, _CHECKSUM_AT, xxhash.xxh3_64_intdigest(data))
     return bytes(data)
 
@@ -320,9 +316,10 @@ def parse_header(
     if integrity is not None and integrity.seal_nbytes != seal_nbytes:
         found = "a seal" if seal_nbytes else "no seal"
         raise ChunkStale(f"{found}, expected integrity '{integrity}'")
-    kinds.BY_SEAL[seal_nbytes].check_seal(raw, keys)
+    if seal_nbytes:
+        kinds.BY_SEAL[seal_nbytes].check_seal(raw, keys)
     header = _decode(raw, seal_nbytes)
-    if integrity not in (None, header.integrity):
+    if integrity is not None and header.integrity is not integrity:
         raise ChunkStale(f"integrity '{header.integrity}', expected '{integrity}'")
     return header
 
@@ -347,7 +344,7 @@ def _checked_header(data: bytes | memoryview) -> tuple[bytearray, int]:
 
 def _decode(header: bytearray, seal_nbytes: int) -> ChunkHeader:
     (meta_nbytes,) = struct.unpack_from("<I", header, 16)
-    key_id = kinds.BY_SEAL[seal_nbytes].key_id(header)
+    key_id = kinds.BY_SEAL[seal_nbytes].key_id(header) if seal_nbytes else None
     stop, padding_stop = _PREFIX.size + meta_nbytes, len(header) - seal_nbytes
     if header[stop:padding_stop] != bytes(padding_stop - stop):
         raise ChunkCorrupt("the header map is followed by other bytes than zeros")
@@ -415,16 +412,19 @@ def _header_from_meta(
     ):
         raise ChunkCorrupt(f"codec {codec!r:.20}, checksum {checksum!r:.20}, row {row!r:.20}")
     values: dict[str, Any] = {}
-    for field in _READ:
-        value = values[field.attribute] = meta.get(field.name)
-        if not field.fits(value):
-            found = "not a text" if field.kind is str else f"{value!r:.60}"
-            raise ChunkCorrupt(f"header field '{field.name}' is {found}")
+    for name, attribute, kind, at_least, at_most, _ in _READ:
+        value: Any = meta.get(name)
+        values[attribute] = value
+        found = type(value)
+        # By type, not by value: false and 0.0 equal 0, and another reader refuses them.
+        if found is not kind or not at_least <= (value if kind is int else len(value)) <= at_most:
+            text = "not a text" if kind is str else f"{value!r:.60}"
+            raise ChunkCorrupt(f"header field '{name}' is {text}")
     packed = values["page_nbytes"]
     if len(packed) % 8:
         raise ChunkCorrupt(f"header field 'pages' has {len(packed)} bytes, expected 8 a page")
     values["page_nbytes"] = pages = struct.unpack(f"<{len(packed) // 8}Q", packed)
-    if not all(0 < nbytes < 1 << 40 for nbytes in pages):
+    if not 0 < min(pages) <= max(pages) < 1 << 40:
         raise ChunkCorrupt("header field 'pages' holds an impossible size")
     header = ChunkHeader(**values, header_nbytes=header_nbytes, integrity=integrity, key_id=key_id)
     layout = FileLayout(header.num_blocks, pages, header.layout_digest, integrity)

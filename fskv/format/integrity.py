@@ -52,15 +52,17 @@ class Integrity:
         """
         raise NotImplementedError
 
-    def seal(self, header: bytearray, key: MacKey | None) -> None:
+    def seal(self, header: bytearray, key: MacKey) -> None:
         """Write the seal at the end of a header whose checksum is still zero."""
+        raise NotImplementedError
 
     def check_seal(self, header: bytearray, keys: MacKeys | None) -> None:
         """Check the seal, with the header's checksum taken as zero; raises ChunkCorrupt, ChunkUnknownKey."""
+        raise NotImplementedError
 
     def key_id(self, header: bytearray) -> str | None:
-        """Return the id of the key in the seal; None where there is none."""
-        return None
+        """Return the id of the key in the seal; None where it names none."""
+        raise NotImplementedError
 
 
 class _Xxh3(Integrity):
@@ -90,8 +92,7 @@ class _KeyedBlake3(Integrity):
             raise ChunkUnknownKey("its rows cannot be judged without the key")
         return key.row_digests(payload, ROW_NBYTES)
 
-    def seal(self, header: bytearray, key: MacKey | None) -> None:
-        assert key is not None
+    def seal(self, header: bytearray, key: MacKey) -> None:
         tag_at = len(header) - mac.TAG_NBYTES
         header[tag_at - mac.KEY_ID_NBYTES : tag_at] = mac.pack_key_id(key.key_id)
         header[tag_at:] = key.tag(memoryview(header)[:tag_at])
