@@ -807,8 +807,8 @@ FAULTS = (
         "seal-not-demanded",
         "Where files are sealed, one that had its seal removed is refused.",
         "fskv/format/chunk_file.py",
-        "    if integrity is not None and integrity.seal_nbytes != seal_nbytes:\n",
-        "    if integrity is not None and integrity.seal_nbytes < seal_nbytes:\n",
+        "    raw, seal_nbytes = _checked_header(data)\n",
+        "    raw, seal_nbytes = _checked_header(data)\n    integrity = integrity if seal_nbytes else None\n",
         _MAC,
     ),
     # --- who shares with whom ---------------------------------------------------------------

@@ -165,8 +165,7 @@ _FIELDS = (
     _Field("written_at", "written_at_ms", int, 0, 1 << 62, per_chunk=True),
 )
 _READ = tuple(field for field in _FIELDS if field.attribute in ChunkHeader.__slots__)
-_CONSTANT = tuple(field for field in _FIELDS if not field.per_chunk)
-_constants = attrgetter(*(field.attribute for field in _CONSTANT))
+_constants = attrgetter(*(field.attribute for field in _FIELDS if not field.per_chunk))
 
 
 def check_rows(
