@@ -467,7 +467,7 @@ def small(monkeypatch):
 
     def load():
         slot.array[:] = 0
-        return chunks.get(FileId(bytes(range(32)), 3, 1), 1, 1, slot)
+        return chunks.get(FileId(bytes(range(32)), 3, 1), 1, 1, slot)[0]
 
     assert load() is Status.OK
     return transport, load
