@@ -10,7 +10,6 @@ An empty directory of chunks may go beside writers: one that has just made it ge
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import re
@@ -23,16 +22,15 @@ from enum import StrEnum
 from fskv.bounds.evict import cutoff_ns
 from fskv.bounds.lease import LEASE_FILE, SHARED_DIR
 from fskv.bounds.ledger import CLAIMS_DIR, USAGE_FILE
-from fskv.index.scan import OPEN_SHARD
-from fskv.index.snapshot import SNAPSHOT_FILE
-from fskv.namespace import parse_chunk_path
+from fskv.index.scan import OPEN_SHARD, shard_idx
+from fskv.root.beneath import opened, remove_file
 from fskv.root.filesystem import bytes_on_disk
-from fskv.root.process_id import GRACE_S, is_our_name, is_our_part, provably_dead
-from fskv.root.root import CHUNK_DIR, FORMAT_FILE, MANIFEST_FILE, PART_PREFIX, TAG_FILE, TMP_DIR
+from fskv.root.process_id import GRACE_S, is_orphan, is_our_name, is_our_part
+from fskv.root.root import CHUNK_DIR, FORMAT_FILE, PART_PREFIX, TAG_FILE, TMP_DIR
 
 from .neighbours import News, anybody_lives, claimed_namespaces, is_recent, last_use_step
-from .removal import SHARD, NamespaceRemoval, is_file, opened
-from .root_view import Namespace, RootView
+from .removal import KNOWN, NamespaceRemoval, What, entries, look
+from .root_view import Namespace, RootView, Unlistable
 
 _LEFT_ALONE_S = 60.0  # an empty directory of chunks
 _OLD_NEWS_S = 3600.0  # engines read it within seconds
@@ -58,6 +56,9 @@ class Finding:
     nbytes: int = 0
     num_files: int = 0  # chunk files, of a namespace
     reason: str = ""
+
+
+_ALIVE = Finding(Kind.DIRECTORY, "")  # something that is there and stays
 
 
 class Sweep:
@@ -110,48 +111,51 @@ class Sweep:
         except OSError as error:
             yield Finding(Kind.FAILED, path, reason=error.strerror or str(error))
 
+    def _names(self, path: str) -> Iterator[tuple[str, int]]:
+        """Yield the names in a directory of the root, each with the directory's descriptor."""
+        with opened(self._view.path, path) as fd:
+            for name in sorted(os.listdir(fd)):
+                yield name, fd
+
     # --- the root and what engines tell each other ------------------------------------------
 
     def _in_root(self) -> Iterator[Finding]:
         path = self._view.path
-        with opened(path) as fd:
-            for name in sorted(os.listdir(fd)):
-                if name.startswith(PART_PREFIX) and is_our_part(name.removeprefix(PART_PREFIX)):
-                    yield from self._part(name, fd, path, prefix=PART_PREFIX)
-                elif name in (FORMAT_FILE, TAG_FILE, SHARED_DIR) or _BENIGN.fullmatch(name):
-                    continue
-                elif name.startswith(".") or not _is_directory(name, fd):
-                    yield Finding(Kind.FOREIGN, f"{path}/{name}")
-                else:
-                    yield from self._guarded(self._in_arch(name), f"{path}/{name}")
+        for name, fd in self._names(path):
+            if name.startswith(PART_PREFIX) and is_our_part(name.removeprefix(PART_PREFIX)):
+                yield from self._part(name, fd, path)
+            elif name in (FORMAT_FILE, TAG_FILE, SHARED_DIR) or _BENIGN.fullmatch(name):
+                continue
+            elif name.startswith(".") or not _is_directory(name, fd):
+                yield Finding(Kind.FOREIGN, f"{path}/{name}")
+            else:
+                yield from self._guarded(self._in_arch(name), f"{path}/{name}")
 
     def _in_arch(self, arch: str) -> Iterator[Finding]:
         known = {one.name for one in self._view.namespaces() if one.arch == arch}
-        with opened(self._view.path, arch) as fd:
-            for name in sorted(os.listdir(fd)):
-                if name not in known and not _BENIGN.fullmatch(name):
-                    yield Finding(Kind.FOREIGN, f"{self._view.path}/{arch}/{name}")
+        path = f"{self._view.path}/{arch}"
+        for name, _ in self._names(path):
+            if name not in known and not _BENIGN.fullmatch(name):
+                yield Finding(Kind.FOREIGN, f"{path}/{name}")
 
     def _in_shared(self) -> Iterator[Finding]:
         path = f"{self._view.path}/{SHARED_DIR}"
-        with opened(self._view.path, SHARED_DIR) as fd:
-            for name in sorted(os.listdir(fd)):
-                if is_our_part(name):
-                    yield from self._part(name, fd, path)
-                elif name not in (LEASE_FILE, USAGE_FILE, CLAIMS_DIR, "removed"):
-                    yield Finding(Kind.FOREIGN, f"{path}/{name}")
+        for name, fd in self._names(path):
+            if is_our_part(name):
+                yield from self._part(name, fd, path)
+            elif name not in (LEASE_FILE, USAGE_FILE, CLAIMS_DIR, "removed"):
+                yield Finding(Kind.FOREIGN, f"{path}/{name}")
         yield from self._guarded(self._in_removed(), f"{path}/removed")
         yield from self._guarded(self._in_claims(), f"{path}/{CLAIMS_DIR}")
 
     def _in_removed(self) -> Iterator[Finding]:
         path = f"{self._view.path}/{SHARED_DIR}/removed"
-        with opened(self._view.path, SHARED_DIR, "removed") as fd:
-            for name in sorted(os.listdir(fd)):
-                match, info = _REMOVED_LOG.fullmatch(name), is_file(name, fd)
-                if match is None or not is_our_name(match[1]) or info is None:
-                    yield Finding(Kind.FOREIGN, f"{path}/{name}")
-                elif not is_recent(self._now_ns, info.st_mtime_ns, _OLD_NEWS_S):
-                    yield self._unlink(Kind.NEWS, name, fd, path, info)
+        for name, fd in self._names(path):
+            match, info = _REMOVED_LOG.fullmatch(name), _file(name, fd)
+            if match is None or not is_our_name(match[1]) or info is None:
+                yield Finding(Kind.FOREIGN, f"{path}/{name}")
+            elif not is_recent(self._now_ns, info.st_mtime_ns, _OLD_NEWS_S):
+                yield self._unlink(Kind.NEWS, name, fd, path, info)
 
     def _in_claims(self) -> Iterator[Finding]:
         """While anybody lives, the holder of the lease withdraws a claim once its bytes are counted.
@@ -159,21 +163,20 @@ class Sweep:
         With nobody there, claims go together with the last count, and the count goes first: whoever starts
         then grants itself nothing before it has counted anew.
         """
-        path = f"{self._view.path}/{SHARED_DIR}/{CLAIMS_DIR}"
+        shared = f"{self._view.path}/{SHARED_DIR}"
+        path = f"{shared}/{CLAIMS_DIR}"
         nobody = not anybody_lives(self._view.path, self._now_ns)
-        with opened(self._view.path, SHARED_DIR, CLAIMS_DIR) as fd:
+        with opened(self._view.path, path) as fd:
             names = sorted(os.listdir(fd))
             claims = [n for n in names if n.endswith(".json") and is_our_name(n[:-5])]
-            dead = [name for name in claims if nobody and is_file(name, fd) is not None]
+            dead = [name for name in claims if nobody and _file(name, fd) is not None]
             if dead:
-                with opened(self._view.path, SHARED_DIR) as shared:
+                with opened(self._view.path, shared) as above:
                     for name in (USAGE_FILE, LEASE_FILE):
-                        if (info := is_file(name, shared)) is not None:
-                            yield self._unlink(
-                                Kind.CLAIM, name, shared, os.path.dirname(path), info
-                            )
+                        if (info := _file(name, above)) is not None:
+                            yield self._unlink(Kind.CLAIM, name, above, shared, info)
             for name in names:
-                info = is_file(name, fd)
+                info = _file(name, fd)
                 if is_our_part(name):
                     yield from self._part(name, fd, path)
                 elif name not in claims or info is None:
@@ -191,14 +194,12 @@ class Sweep:
         try:
             if os.lstat(one.path).st_mtime_ns >= before_ns:
                 return False
-            for shard in one.shards():
-                if shard.error is not None:
-                    return False
-                if len(shard.records) and int(shard.records["mtime_ns"].max()) >= before_ns:
-                    return False
         except OSError:
             return False
-        return True
+        return not any(
+            isinstance(shard, Unlistable) or (shard.records["mtime_ns"] >= before_ns).any()
+            for shard in one.walk()
+        )
 
     def _remove_namespace(self, one: Namespace, before_ns: int | None) -> Iterator[Finding]:
         if not self._delete:
@@ -234,78 +235,66 @@ class Sweep:
 
     def _contents(self, one: Namespace) -> Iterator[Finding]:
         """Yield what is in a namespace; without a path, that there is something alive."""
-        with opened(one.root, one.arch, one.name) as fd:
-            for name in sorted(os.listdir(fd)):
-                if name not in (MANIFEST_FILE, CHUNK_DIR, TMP_DIR, SNAPSHOT_FILE):
-                    yield Finding(Kind.FOREIGN, f"{one.path}/{name}")
-        yield from self._guarded(self._in_chunks(one), f"{one.path}/{CHUNK_DIR}")
-        yield from self._guarded(self._in_tmp(one), f"{one.path}/{TMP_DIR}")
+        for name, _ in self._names(one.path):
+            if name not in KNOWN:
+                yield Finding(Kind.FOREIGN, f"{one.path}/{name}")
+        chunks, parts = f"{one.path}/{CHUNK_DIR}", f"{one.path}/{TMP_DIR}"
+        yield from self._guarded(self._in_chunks(chunks), chunks)
+        yield from self._guarded(self._in_tmp(parts), parts)
 
-    def _in_chunks(self, one: Namespace) -> Iterator[Finding]:
-        path = f"{one.path}/{CHUNK_DIR}"
-        with opened(one.root, one.arch, one.name, CHUNK_DIR) as fd:
-            for name in sorted(os.listdir(fd)):
-                if self._stop.is_set():
-                    return
-                if SHARD.fullmatch(name) is None or not _is_directory(name, fd):
-                    yield Finding(Kind.FOREIGN, f"{path}/{name}")
-                else:
-                    yield from self._guarded(self._in_shard(name, fd, path), f"{path}/{name}")
+    def _in_chunks(self, path: str) -> Iterator[Finding]:
+        for name, fd in self._names(path):
+            if self._stop.is_set():
+                return
+            if shard_idx(name) is None or not _is_directory(name, fd):
+                yield Finding(Kind.FOREIGN, f"{path}/{name}")
+            else:
+                yield from self._guarded(self._in_shard(name, fd, path), f"{path}/{name}")
 
     def _in_shard(self, shard: str, chunks: int, path: str) -> Iterator[Finding]:
         fd = os.open(shard, OPEN_SHARD, dir_fd=chunks)
         try:
-            info = os.fstat(fd)
-            names = os.listdir(fd)
-            alive = False
-            for name in names:
-                if is_our_part(name):
-                    gone = list(self._part(name, fd, f"{path}/{shard}"))
-                    alive |= not gone
-                    yield from gone
-                elif name.startswith(".nfs"):
-                    alive = True
-                elif (
-                    parse_chunk_path(f"{CHUNK_DIR}/{shard}/{name}") is None
-                    or is_file(name, fd) is None
-                ):
-                    yield Finding(Kind.FOREIGN, f"{path}/{shard}/{name}")
-                else:
-                    alive = True
+            is_empty = True
+            for found in self._in_directory(fd, f"{path}/{shard}", shard):
+                is_empty = False
+                yield found
+            mtime_ns = os.fstat(fd).st_mtime_ns
         finally:
             os.close(fd)
-        if alive:
-            yield Finding(Kind.DIRECTORY, "")
-        if not names and not is_recent(self._now_ns, info.st_mtime_ns, _LEFT_ALONE_S):
+        if is_empty and not is_recent(self._now_ns, mtime_ns, _LEFT_ALONE_S):
             yield from self._rmdir(shard, chunks, path)
 
-    def _in_tmp(self, one: Namespace) -> Iterator[Finding]:
-        path = f"{one.path}/{TMP_DIR}"
-        with opened(one.root, one.arch, one.name, TMP_DIR) as fd:
-            for name in sorted(os.listdir(fd)):
-                if is_our_part(name):
-                    gone = list(self._part(name, fd, path))
-                    yield from gone or [Finding(Kind.PART, "")]
-                else:
-                    yield Finding(Kind.FOREIGN, f"{path}/{name}")
+    def _in_tmp(self, path: str) -> Iterator[Finding]:
+        with opened(self._view.path, path) as fd:
+            yield from self._in_directory(fd, path)
+
+    def _in_directory(self, fd: int, path: str, shard: str | None = None) -> Iterator[Finding]:
+        for name, what, info in entries(fd, shard):
+            if what is What.PART and self._is_orphan(name, info):
+                yield self._unlink(Kind.PART, name, fd, path, info)
+            elif what is What.FOREIGN and (shard is None or not name.startswith(".nfs")):
+                yield Finding(Kind.FOREIGN, f"{path}/{name}")
+            else:
+                yield _ALIVE
 
     # --- what goes --------------------------------------------------------------------------
 
-    def _part(self, name: str, fd: int, path: str, prefix: str = "") -> Iterator[Finding]:
+    def _is_orphan(self, part: str, info: os.stat_result) -> bool:
+        return is_orphan(part, info.st_mtime_ns, self._now_ns, self._grace_s)
+
+    def _part(self, name: str, fd: int, path: str) -> Iterator[Finding]:
         """Yield a part whose writer is gone or that is too old to be waited for; nothing for another one."""
-        info = is_file(name, fd)
-        if info is None:
-            if _exists(name, fd):
-                yield Finding(Kind.FOREIGN, f"{path}/{name}")
-            return
-        writer = name.removeprefix(prefix).removesuffix(".part")
-        if provably_dead(writer) or not is_recent(self._now_ns, info.st_mtime_ns, self._grace_s):
+        info = look(name, fd)
+        if info is not None and not stat.S_ISREG(info.st_mode):
+            yield Finding(Kind.FOREIGN, f"{path}/{name}")
+        elif info is not None and self._is_orphan(name.removeprefix(PART_PREFIX), info):
             yield self._unlink(Kind.PART, name, fd, path, info)
 
     def _unlink(self, kind: Kind, name: str, fd: int, path: str, info: os.stat_result) -> Finding:
         if self._delete and not self._stop.is_set():
             try:
-                os.unlink(name, dir_fd=fd)
+                if remove_file(name, fd) is None:
+                    return Finding(Kind.FOREIGN, f"{path}/{name}")
             except FileNotFoundError:
                 pass
             except OSError as error:
@@ -324,14 +313,11 @@ class Sweep:
         yield Finding(Kind.DIRECTORY, f"{path}/{name}")
 
 
+def _file(name: str, fd: int) -> os.stat_result | None:
+    info = look(name, fd)
+    return info if info is not None and stat.S_ISREG(info.st_mode) else None
+
+
 def _is_directory(name: str, fd: int) -> bool:
-    with contextlib.suppress(OSError):
-        return stat.S_ISDIR(os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode)
-    return False
-
-
-def _exists(name: str, fd: int) -> bool:
-    with contextlib.suppress(OSError):
-        os.stat(name, dir_fd=fd, follow_symlinks=False)
-        return True
-    return False
+    info = look(name, fd)
+    return info is not None and stat.S_ISDIR(info.st_mode)

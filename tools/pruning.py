@@ -17,6 +17,7 @@ from fskv.bounds.quota import Claim as _Claim
 from fskv.bounds.quota import Limits as _Limits
 from fskv.bounds.quota import inodes_short, kept_free
 from fskv.config import Share
+from fskv.index.scan import NUM_SHARDS
 from fskv.index.snapshot import Catalogue
 from fskv.root.filesystem import Space
 
@@ -85,17 +86,9 @@ class Pruning:
         """Walk every file; `seen` is told how many directories of how many are behind us."""
         for number, one in enumerate(self._spaces):
             catalogue = Catalogue(one.path)
-            try:
-                for shard in one.shards():
-                    if shard.error is not None:
-                        self.unlistable += 1
-                        say(f"{one.path}/chunks/{shard.idx:03x}: cannot be listed: {shard.error}")
-                    else:
-                        catalogue.take(shard)
-                    seen(number * 4096 + shard.idx)
-            except OSError as error:
-                self.unlistable += 1
-                say(f"{one.path}: cannot be listed: {error.strerror}")
+            for shard in one.listed(self):
+                catalogue.take(shard)
+                seen(number * NUM_SHARDS + shard.idx)
             if one.problem is None:
                 self._catalogues.append(catalogue)
             else:

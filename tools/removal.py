@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import partial
 
-from fskv.index.scan import OPEN_SHARD
+from fskv.index.scan import OPEN_SHARD, shard_idx
 from fskv.index.snapshot import SNAPSHOT_FILE
-from fskv.namespace import parse_chunk_path
+from fskv.namespace import parse_chunk_file, parse_chunk_path
+from fskv.root.beneath import opened, remove_file
 from fskv.root.filesystem import bytes_on_disk
 from fskv.root.process_id import is_our_part
 from fskv.root.root import CHUNK_DIR, MANIFEST_FILE, TMP_DIR
@@ -27,9 +28,8 @@ from fskv.root.root import CHUNK_DIR, MANIFEST_FILE, TMP_DIR
 from .neighbours import News
 from .root_view import ChunkFile, Namespace
 
-SHARD = re.compile(r"[0-9a-f]{3}")
 _MAX_NAMED = 20  # foreign entries and failures that are kept by name
-_KNOWN = frozenset((MANIFEST_FILE, CHUNK_DIR, TMP_DIR, SNAPSHOT_FILE))
+KNOWN = frozenset((MANIFEST_FILE, CHUNK_DIR, TMP_DIR, SNAPSHOT_FILE))  # in a namespace
 
 
 @dataclass(slots=True)
@@ -58,28 +58,46 @@ class Removed:
         if len(self.failures) < _MAX_NAMED:
             self.failures[path] = error.strerror or str(error)
 
+    def unlink(self, name: str, fd: int, path: str) -> int | None:
+        """Remove a regular file and return its bytes on disk; None, and noted, where it stays."""
+        try:
+            info = remove_file(name, fd)
+        except OSError as error:
+            self.fail(path, error)
+            return None
+        if info is None:
+            self.leave(path)
+            return None
+        return bytes_on_disk(info)
 
-@contextlib.contextmanager
-def opened(*names: str) -> Iterator[int]:
-    """Open a directory, each of `names` in the one before; only the first may be or contain a link."""
-    fd = os.open(names[0], os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+class What(Enum):
+    CHUNK = "chunk"
+    PART = "part"
+    FOREIGN = "foreign"
+
+
+def look(name: str, fd: int) -> os.stat_result | None:
+    """Return the stat of an entry of a directory; None: it has gone, or cannot be looked at."""
     try:
-        for name in names[1:]:
-            inner = os.open(name, OPEN_SHARD, dir_fd=fd)
-            os.close(fd)
-            fd = inner
-        yield fd
-    finally:
-        os.close(fd)
-
-
-def is_file(name: str, fd: int) -> os.stat_result | None:
-    """Return the stat of a regular file in a directory, None for anything else."""
-    try:
-        info = os.stat(name, dir_fd=fd, follow_symlinks=False)
+        return os.stat(name, dir_fd=fd, follow_symlinks=False)
     except OSError:
         return None
-    return info if stat.S_ISREG(info.st_mode) else None
+
+
+def entries(fd: int, shard: str | None = None) -> Iterator[tuple[str, What, os.stat_result]]:
+    """Say what each entry of a directory of chunks is; without `shard`, of a directory of parts."""
+    for name in sorted(os.listdir(fd)):
+        info = look(name, fd)
+        if info is None:
+            continue
+        what = What.FOREIGN
+        if stat.S_ISREG(info.st_mode):
+            if is_our_part(name):
+                what = What.PART
+            elif shard is not None and parse_chunk_path(f"{CHUNK_DIR}/{shard}/{name}"):
+                what = What.CHUNK
+        yield name, what, info
 
 
 def remove_chunks(files: Iterable[ChunkFile], news: News, stop: threading.Event) -> Removed:
@@ -88,27 +106,22 @@ def remove_chunks(files: Iterable[ChunkFile], news: News, stop: threading.Event)
     for file in files:
         if stop.is_set():
             break
-        where = file.namespace
-        shard = file.name[:3]
         try:
-            with opened(where.root, where.arch, where.name, CHUNK_DIR, shard) as fd:
-                info = os.stat(file.name, dir_fd=fd, follow_symlinks=False)
-                if not stat.S_ISREG(info.st_mode):
-                    removed.leave(file.path)
-                    continue
-                os.unlink(file.name, dir_fd=fd)
+            with opened(file.namespace.root, file.directory) as fd:
+                nbytes = removed.unlink(file.name, fd, file.path)
         except OSError as error:
             removed.fail(file.path, error)
             continue
-        removed.num_files += 1
-        removed.nbytes += bytes_on_disk(info)
-        news.tell(where.id, [entry_of(shard, file.name)])
+        if nbytes is not None:
+            removed.num_files += 1
+            removed.nbytes += nbytes
+            news.tell(file.namespace.id, [_told(file.name)])
     return removed
 
 
-def entry_of(shard: str, name: str) -> tuple[bytes, int]:
+def _told(name: str) -> tuple[bytes, int]:
     """Return what engines are told of a chunk file that is gone."""
-    parsed = parse_chunk_path(f"{CHUNK_DIR}/{shard}/{name}")
+    parsed = parse_chunk_file(name)
     assert parsed is not None, name
     return bytes.fromhex(parsed.name), parsed.group_idx
 
@@ -130,21 +143,21 @@ class NamespaceRemoval:
         """Remove it; `seen` is told the number of each directory of chunks that is done."""
         removed, one = self.removed, self._namespace
         try:
-            with opened(one.root, one.arch, one.name) as fd:
+            with opened(one.root, one.path) as fd:
                 self._empty(fd, seen)
                 if self._stop.is_set():
                     return removed
                 left = [name for name in os.listdir(fd) if name != MANIFEST_FILE]
                 for name in left:
-                    if name not in _KNOWN:
+                    if name not in KNOWN:
                         removed.leave(f"{one.path}/{name}")
                 if left:
                     return removed
-                self._unlink(MANIFEST_FILE, fd, one.path)
-            with opened(one.root, one.arch) as fd:
+                removed.unlink(MANIFEST_FILE, fd, f"{one.path}/{MANIFEST_FILE}")
+            with opened(one.root, f"{one.root}/{one.arch}") as fd:
                 os.rmdir(one.name, dir_fd=fd)
                 removed.is_gone = True
-            with opened(one.root) as fd, contextlib.suppress(OSError):
+            with opened(one.root, one.root) as fd, contextlib.suppress(OSError):
                 os.rmdir(one.arch, dir_fd=fd)  # other namespaces are in it, or something foreign
         except OSError as error:
             removed.fail(one.path, error)
@@ -153,9 +166,9 @@ class NamespaceRemoval:
     def _empty(self, fd: int, seen: Callable[[int], None]) -> None:
         path = self._namespace.path
         self._inside(fd, CHUNK_DIR, path, lambda inner: self._empty_chunks(inner, seen))
-        self._inside(fd, TMP_DIR, path, lambda inner: self._remove_parts(inner, path))
+        self._inside(fd, TMP_DIR, path, partial(self._empty_directory, path=f"{path}/{TMP_DIR}"))
         if not self._stop.is_set():
-            self._unlink(SNAPSHOT_FILE, fd, path)
+            self.removed.unlink(SNAPSHOT_FILE, fd, f"{path}/{SNAPSHOT_FILE}")
 
     def _inside(self, fd: int, name: str, path: str, empty: Callable[[int], None]) -> None:
         """Empty a directory through its descriptor, and remove it if nothing is left in it."""
@@ -187,71 +200,35 @@ class NamespaceRemoval:
         for shard in sorted(os.listdir(fd)):
             if self._stop.is_set():
                 return
-            if SHARD.fullmatch(shard) is None:
+            idx = shard_idx(shard)
+            if idx is None:
                 self.removed.leave(f"{path}/{shard}")
                 continue
-            self._inside(fd, shard, path, partial(self._empty_shard, shard=shard))
-            seen(int(shard, 16))
+            empty = partial(self._empty_directory, path=f"{path}/{shard}", shard=shard)
+            self._inside(fd, shard, path, empty)
+            seen(idx)
 
-    def _empty_shard(self, fd: int, shard: str) -> None:
-        path = f"{self._namespace.path}/{CHUNK_DIR}/{shard}"
+    def _empty_directory(self, fd: int, path: str, shard: str | None = None) -> None:
+        removed = self.removed
         gone: list[tuple[bytes, int]] = []
         try:
-            for name in os.listdir(fd):
+            for name, what, info in entries(fd, shard):
                 if self._stop.is_set():
                     break
-                if is_our_part(name):
-                    self._remove_part(name, fd, path)
-                elif parse_chunk_path(f"{CHUNK_DIR}/{shard}/{name}") is None:
-                    self._leave(path, name)
-                elif self._remove_chunk(name, fd, path):
-                    gone.append(entry_of(shard, name))
+                if what is What.FOREIGN:
+                    removed.leave(f"{path}/{name}")
+                elif what is What.CHUNK and self._is_used(info):
+                    removed.num_used += 1
+                elif (nbytes := removed.unlink(name, fd, f"{path}/{name}")) is not None:
+                    removed.nbytes += nbytes
+                    if what is What.CHUNK:
+                        removed.num_files += 1
+                        gone.append(_told(name))
+                    else:
+                        removed.num_parts += 1
         finally:
             if gone:
                 self._news.tell(self._namespace.id, gone)
 
-    def _remove_chunk(self, name: str, fd: int, path: str) -> bool:
-        info = is_file(name, fd)
-        if info is None:
-            self._leave(path, name)
-            return False
-        if self._before_ns is not None and info.st_mtime_ns >= self._before_ns:
-            self.removed.num_used += 1
-            return False
-        if not self._unlink(name, fd, path):
-            return False
-        self.removed.num_files += 1
-        self.removed.nbytes += bytes_on_disk(info)
-        return True
-
-    def _remove_parts(self, fd: int, path: str) -> None:
-        path = f"{path}/{TMP_DIR}"
-        for name in os.listdir(fd):
-            if is_our_part(name):
-                self._remove_part(name, fd, path)
-            else:
-                self._leave(path, name)
-
-    def _remove_part(self, name: str, fd: int, path: str) -> None:
-        info = is_file(name, fd)
-        if info is None:
-            self._leave(path, name)
-        elif self._unlink(name, fd, path):
-            self.removed.num_parts += 1
-            self.removed.nbytes += bytes_on_disk(info)
-
-    def _leave(self, path: str, name: str) -> None:
-        if os.path.lexists(f"{path}/{name}"):  # else it has just gone
-            self.removed.leave(f"{path}/{name}")
-
-    def _unlink(self, name: str, fd: int, path: str) -> bool:
-        """Remove one regular file; False, and noted, where that cannot be."""
-        try:
-            if is_file(name, fd) is None:
-                self._leave(path, name)
-                return False
-            os.unlink(name, dir_fd=fd)
-        except OSError as error:
-            self.removed.fail(f"{path}/{name}", error)
-            return False
-        return True
+    def _is_used(self, info: os.stat_result) -> bool:
+        return self._before_ns is not None and info.st_mtime_ns >= self._before_ns

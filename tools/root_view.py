@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from fskv import namespace
 from fskv.errors import FskvError
@@ -93,6 +93,23 @@ class Namespace:
 
         return _in_turn(walk(self.path, {}, now_ns=time.time_ns(), start=start))
 
+    def walk(self, start: int = 0) -> Iterator[Shard | Unlistable]:
+        """As `shards`; what cannot be listed, the namespace itself too, is one of the results."""
+        try:
+            for shard in self.shards(start):
+                yield shard if shard.error is None else Unlistable.of(self, shard)
+        except OSError as error:
+            yield Unlistable(self.path, error.strerror or str(error))
+
+    def listed(self, row: _Counted) -> Iterator[Shard]:
+        """As `shards`; what cannot be listed is said and counted in `row`."""
+        for found in self.walk():
+            if isinstance(found, Unlistable):
+                row.unlistable += 1
+                say(str(found))
+            else:
+                yield found
+
     def catalogue(self, *, fresh: bool) -> tuple[Catalogue, list[Shard]]:
         """Return all that is there, 40 bytes a file, and the directories that could not be listed.
 
@@ -108,14 +125,34 @@ class Namespace:
         return catalogue, failed
 
 
+class _Counted(Protocol):
+    unlistable: int
+
+
 @dataclass(frozen=True, slots=True)
-class ChunkFile:
-    """One chunk file as a walk has found it."""
+class Unlistable:
+    """A directory that could not be listed."""
+
+    path: str
+    reason: str
+
+    @classmethod
+    def of(cls, where: Namespace, shard: Shard) -> Unlistable:
+        from fskv.index.scan import shard_path
+
+        assert shard.error is not None
+        return cls(shard_path(where.path, shard.idx), shard.error.strerror or str(shard.error))
+
+    def __str__(self) -> str:
+        return f"{self.path}: cannot be listed: {self.reason}"
+
+
+@dataclass(frozen=True, slots=True)
+class FileOf:
+    """The name of a chunk file of a namespace."""
 
     namespace: Namespace
     name: str  # <32 hex>.g<group>[.r<rank>].kv
-    mtime_ns: int
-    nbytes: int  # on disk
 
     @property
     def id(self) -> str:
@@ -123,7 +160,24 @@ class ChunkFile:
 
     @property
     def path(self) -> str:
-        return f"{self.namespace.path}/chunks/{self.name[:3]}/{self.name}"
+        return f"{self.namespace.path}/{self.relative}"
+
+    @property
+    def directory(self) -> str:
+        return self.path.rpartition("/")[0]
+
+    @property
+    def relative(self) -> str:
+        """Its path within its namespace."""
+        return namespace.path_of_file(self.name)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkFile(FileOf):
+    """One chunk file as a walk has found it."""
+
+    mtime_ns: int
+    nbytes: int  # on disk
 
 
 def chunk_files(where: Namespace, records: Records) -> Iterator[ChunkFile]:
@@ -227,7 +281,7 @@ class RootView:
 
         Raises UsageError where it is none, several chunks, or no name.
         """
-        if "/chunks/" in text:
+        if f"/{namespace.CHUNK_DIR}/" in text:
             return [self._by_path(text)]
         spaces = self.matching(within)
         found: list[ChunkFile] = []
@@ -249,9 +303,8 @@ class RootView:
     def _by_path(self, text: str) -> ChunkFile:
         path = os.path.abspath(text)
         for one in self.namespaces():
-            if path.startswith(f"{one.path}/chunks/"):
-                name = path.removeprefix(f"{one.path}/")
-                if namespace.parse_chunk_path(name) is None:
+            if path.startswith(f"{one.path}/"):
+                if namespace.parse_chunk_path(path.removeprefix(f"{one.path}/")) is None:
                     break
                 for file in _listed(one, int(os.path.basename(path)[:3], 16)):
                     if file.path == path:
@@ -299,7 +352,7 @@ def _find(
     for one in spaces:
         idx = int(prefix[:_ID_DIGITS], 16)
         for file in _listed(one, idx):
-            named = namespace.parse_chunk_path(f"chunks/{file.name[:3]}/{file.name}")
+            named = namespace.parse_chunk_file(file.name)
             if named is None or not named.name.startswith(prefix):
                 continue
             if group is not None and named.group_idx != int(group):

@@ -16,19 +16,17 @@ from fskv.bounds.lease import SHARED_DIR
 from fskv.bounds.ledger import Ledger
 from fskv.bounds.quota import Claim, Scope, Usage, scopes
 from fskv.errors import FskvError
-from fskv.index.scan import file_name
+from fskv.index.scan import NUM_SHARDS, Part, Records, file_name
 from fskv.index.snapshot import Catalogue
 from fskv.index.tally import Count, tally
+from fskv.root.beneath import opened
 from fskv.root.filesystem import Space
-from fskv.root.process_id import GRACE_S, provably_dead
-from fskv.root.root import CHUNK_DIR
+from fskv.root.process_id import is_orphan
 
 from .check.expect import NOTHING
 from .check.judge import Reader, peek_header, read_header
-from .neighbours import is_recent, last_use_step, living_claims
-from .removal import opened
-from .root_view import Namespace
-from .terminal import say
+from .neighbours import last_use_step, living_claims
+from .root_view import FileOf, Namespace
 
 _MAX_LENGTHS = (
     256  # (group, rank) of a namespace whose length is looked up; hostile names could be millions
@@ -114,45 +112,35 @@ class RootUsage:
         for number, one in enumerate(self._spaces):
             usage = NamespaceUsage(one)
             catalogue = Catalogue(one.path)
-            try:
-                for shard in one.shards():
-                    if shard.error is not None:
-                        usage.unlistable += 1
-                        say(f"{one.path}/chunks/{shard.idx:03x}: cannot be listed: {shard.error}")
-                        continue
-                    catalogue.take(shard)
-                    self._add(usage, shard.idx, shard.records)
-                    self._add_parts(usage.parts, shard.parts)
-                    usage.num_foreign += shard.num_foreign
-                    seen(number * 4096 + shard.idx)
-            except OSError as error:
-                usage.unlistable += 1
-                say(f"{one.path}: cannot be listed: {error.strerror}")
+            for shard in one.listed(usage):
+                catalogue.take(shard)
+                self._add(usage, shard.records)
+                self._add_parts(usage.parts, shard.parts)
+                usage.num_foreign += shard.num_foreign
+                seen(number * NUM_SHARDS + shard.idx)
             self.namespaces.append(usage)
             self._catalogues.append(catalogue)
 
-    def _add(self, usage: NamespaceUsage, shard: int, records: object) -> None:
-        for which, count in tally(records, self._edges_ns).items():  # type: ignore[arg-type]
+    def _add(self, usage: NamespaceUsage, records: Records) -> None:
+        for which, count in tally(records, self._edges_ns).items():
             usage.counts.setdefault(which, Count()).add(count.num_files, count.nbytes, count.unused)
             if which in usage.lengths or len(usage.tries) >= _MAX_LENGTHS:
                 continue
             if (tries := usage.tries.get(which, 0)) < _MAX_TRIES:
                 usage.tries[which] = tries + 1
-                name = file_name(records[count.sample])  # type: ignore[index]
-                length = _length(self._reader, usage.namespace, f"{shard:03x}", name)
+                name = file_name(records[count.sample])
+                length = _length(self._reader, FileOf(usage.namespace, name))
                 if length is not None:
                     usage.lengths[which] = length
 
-    def _add_parts(self, parts: Parts, found: Iterable[object]) -> None:
+    def _add_parts(self, parts: Parts, found: Iterable[Part]) -> None:
         for part in found:
-            path, mtime_ns, nbytes = part.path, part.mtime_ns, part.nbytes  # type: ignore[attr-defined]
-            writer = os.path.basename(path).removesuffix(".part")
-            if provably_dead(writer) or not is_recent(self._now_ns, mtime_ns, GRACE_S):
+            if is_orphan(os.path.basename(part.path), part.mtime_ns, self._now_ns):
                 parts.orphaned += 1
-                parts.orphaned_nbytes += nbytes
+                parts.orphaned_nbytes += part.nbytes
             else:
                 parts.in_progress += 1
-                parts.in_progress_nbytes += nbytes
+                parts.in_progress_nbytes += part.nbytes
 
     def sums(
         self, key: Callable[[NamespaceUsage, int], tuple[str, ...]]
@@ -209,12 +197,12 @@ def age_text(age_s: float) -> str:
     return f"{age_s:g}s"
 
 
-def _length(reader: Reader, one: Namespace, shard: str, name: str) -> int | None:
+def _length(reader: Reader, where: FileOf) -> int | None:
     """Return the length of a file whose header agrees with it."""
     try:
         with (
-            opened(one.root, one.arch, one.name, CHUNK_DIR, shard) as directory,
-            reader.open(name, directory) as file,
+            opened(where.namespace.root, where.directory) as directory,
+            reader.open(where.name, directory) as file,
         ):
             read_header(file, None, NOTHING, whole=False, parse=peek_header)
             return file.nbytes

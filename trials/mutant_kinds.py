@@ -444,9 +444,9 @@ FAULTS = (
     Fault(
         "living-parts-removed",
         "The part of a writer that lives is not removed.",
-        "fskv/bounds/leader.py",
-        "            if not provably_dead(name) and age_ns < self._grace_s * 1e9:\n",
-        "            if not provably_dead(name) and age_ns < 0:\n",
+        "fskv/root/process_id.py",
+        " or age_ns >= grace_s * 1e9\n",
+        " or age_ns >= 0\n",
         ("tests/unit/test_maintenance.py",),
     ),
     Fault(
@@ -645,9 +645,9 @@ FAULTS = (
     Fault(
         "future-parts-stay",
         "A part of the future is no living writer's.",
-        "fskv/bounds/leader.py",
-        "            age_ns = now_ns - clamp_mtime(info.st_mtime_ns, now_ns)\n",
-        "            age_ns = now_ns - info.st_mtime_ns\n",
+        "fskv/root/process_id.py",
+        "    age_ns = now_ns - clamp_mtime(mtime_ns, now_ns)\n",
+        "    age_ns = now_ns - mtime_ns\n",
         ("tests/unit/test_maintenance.py",),
     ),
     Fault(
@@ -757,9 +757,9 @@ FAULTS = (
     Fault(
         "prune-removes-what-is-no-file",
         "What took a chunk's name and is no regular file is not removed.",
-        "fskv/bounds/evict.py",
-        "        if not stat.S_ISREG(info.st_mode):\n",
-        "        if stat.S_ISDIR(info.st_mode):\n",
+        "fskv/root/beneath.py",
+        "    if not stat.S_ISREG(info.st_mode) or not may_go(info):\n",
+        "    if stat.S_ISDIR(info.st_mode) or not may_go(info):\n",
         _PRUNE,
     ),
     Fault(
@@ -773,9 +773,9 @@ FAULTS = (
     Fault(
         "gc-removes-living-parts",
         "gc leaves the part of a writer that may live.",
-        "tools/garbage.py",
-        "        if provably_dead(writer) or not is_recent(",
-        "        if not provably_dead(writer) or not is_recent(",
+        "fskv/root/process_id.py",
+        "    return provably_dead(part.removesuffix(",
+        "    return not provably_dead(part.removesuffix(",
         ("tests/tools/test_gc.py",),
     ),
     # --- who may write what is served -------------------------------------------------------

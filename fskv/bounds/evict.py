@@ -17,7 +17,6 @@ import contextlib
 import errno
 import heapq
 import os
-import stat
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,7 +26,7 @@ import numpy as np
 
 from fskv.index.scan import file_name, shard_path
 from fskv.index.snapshot import Catalogue, joined
-from fskv.root.beneath import open_directory
+from fskv.root.beneath import open_directory, remove_file
 from fskv.root.filesystem import block_nbytes, clamp_mtime, length
 
 _BATCH = 256  # files per call of a worker thread; between batches the lease is looked at
@@ -247,12 +246,17 @@ class _Directory:
 
     def stat(self, name: str) -> os.stat_result:
         """Look at a file; raises OSError, also where there is no such directory."""
-        if self._errno:
-            raise OSError(self._errno, os.strerror(self._errno), f"{self.path}/{name}")
+        self._check(name)
         return os.stat(name, dir_fd=self._fd, follow_symlinks=False)
 
-    def unlink(self, name: str) -> None:
-        os.unlink(name, dir_fd=self._fd)
+    def remove(self, name: str) -> os.stat_result | None:
+        """Remove a file and return what it was, None for what is no file; raises OSError as `stat`."""
+        self._check(name)
+        return remove_file(name, self._fd)
+
+    def _check(self, name: str) -> None:
+        if self._errno:
+            raise OSError(self._errno, os.strerror(self._errno), f"{self.path}/{name}")
 
     def close(self) -> None:
         if self._fd >= 0:
@@ -324,11 +328,10 @@ def _remove(directory: _Directory, record: Any, pruned: Pruned) -> bool:
     path = f"{directory.path}/{name}"
     remembered = int(record["nbytes"])
     try:
-        info = directory.stat(name)
-        if not stat.S_ISREG(info.st_mode):
+        info = directory.remove(name)
+        if info is None:
             pruned.failures[path] = OSError(errno.EPERM, "not a regular file any more", path)
             return False
-        directory.unlink(name)
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ESTALE):
             pruned.vanished_nbytes += remembered

@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
-from fskv.root.beneath import opened
+from fskv.root.beneath import opened, remove_file
 from fskv.root.files import publishing, regular_file
 from fskv.root.process_id import is_our_name, unique_name
 
@@ -91,9 +91,7 @@ class EvictionNews:
             for name in names:
                 if now - self._first_seen.setdefault(name, now) > _KEPT_S:
                     with contextlib.suppress(OSError):
-                        info = os.stat(name, dir_fd=directory, follow_symlinks=False)
-                        if stat.S_ISREG(info.st_mode):
-                            os.unlink(name, dir_fd=directory)
+                        remove_file(name, directory)
         self._first_seen = {name: at for name, at in self._first_seen.items() if name in names}
 
     def _opened(self) -> contextlib.AbstractContextManager[int]:

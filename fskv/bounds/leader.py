@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import stat
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -36,10 +35,10 @@ from fskv.bounds.quota import (
 )
 from fskv.index.scan import NUM_SHARDS, shard_path
 from fskv.index.snapshot import Catalogue
-from fskv.root.beneath import opened
-from fskv.root.filesystem import Space, clamp_mtime, counting_device
+from fskv.root.beneath import opened, remove_file
+from fskv.root.filesystem import Space, counting_device
 from fskv.root.manifests import Manifests, all_namespaces
-from fskv.root.process_id import is_our_part, provably_dead, unique_name
+from fskv.root.process_id import is_orphan, is_our_part, provably_dead, unique_name
 from fskv.root.root import PART_PREFIX, TMP_DIR
 from fskv.types import MAX_COUNT
 
@@ -460,15 +459,13 @@ class Leader:
 
     def _remove_orphan(self, fd: int, part: str, now_ns: int) -> bool:
         """Remove a part of the directory `fd` if its writer is gone, or it is too old to be waited for."""
-        name = part.removeprefix(PART_PREFIX).removesuffix(".part")
+        name = part.removeprefix(PART_PREFIX)
+
+        def is_nobodys(info: os.stat_result) -> bool:
+            return is_orphan(name, info.st_mtime_ns, now_ns, self._grace_s)
+
         try:
-            info = os.stat(part, dir_fd=fd, follow_symlinks=False)
-            if not stat.S_ISREG(info.st_mode):
-                return False
-            age_ns = now_ns - clamp_mtime(info.st_mtime_ns, now_ns)
-            if not provably_dead(name) and age_ns < self._grace_s * 1e9:
-                return False
-            os.unlink(part, dir_fd=fd)
+            return remove_file(part, fd, is_nobodys) is not None
         except FileNotFoundError:
             return True
         except OSError as error:
@@ -476,7 +473,6 @@ class Leader:
                 self._complained = True
                 logger.warning("%s cannot be removed: %s", part, error)
             return False
-        return True
 
     def save_snapshots(self) -> None:
         """Write the snapshots that are older than what we know; what cannot be written is logged."""

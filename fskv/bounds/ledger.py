@@ -19,7 +19,7 @@ from itertools import islice
 from fskv.bounds.quota import DEFAULT_TOUCH_INTERVAL_S, Claim, Limits, Usage, is_claimable
 from fskv.config import Share
 from fskv.namespace import MAX_TENANT
-from fskv.root.beneath import opened
+from fskv.root.beneath import opened, remove_file
 from fskv.root.files import publishing, regular_file, retry_stale
 from fskv.root.process_id import is_our_part, provably_dead, unique_name
 from fskv.types import MAX_COUNT
@@ -172,7 +172,7 @@ class Ledger:
                     junk = directory == claims and entry.name in self._junk
                     if dead or ((junk or is_our_part(entry.name)) and _is_old(entry, now_ns)):
                         with contextlib.suppress(OSError):
-                            os.unlink(entry.name, dir_fd=fd)
+                            remove_file(entry.name, fd)
 
     def _write(self, path: str, name: str, tree: Claim | Usage, most_nbytes: int) -> None:
         """Publish a file called `name` in the directory `path`."""

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fskv.namespace import CHUNK_DIR, chunk_file
 from fskv.root.beneath import opened
 from fskv.root.filesystem import (
     FUTURE_NS,
@@ -37,7 +38,6 @@ from fskv.root.filesystem import (
     length,
 )
 from fskv.root.process_id import is_our_part
-from fskv.root.root import CHUNK_DIR
 from fskv.types import MAX_COUNT
 
 if TYPE_CHECKING:
@@ -100,10 +100,17 @@ def shard_path(namespace: str, idx: int) -> str:
     return f"{namespace}/{CHUNK_DIR}/{idx:03x}"
 
 
+def shard_idx(name: str) -> int | None:
+    """Return the number of the directory of chunks that is called `name`; None: it is none."""
+    if len(name) != 3 or not all(char in "0123456789abcdef" for char in name):
+        return None
+    return int(name, 16)
+
+
 def file_name(record: Any) -> str:
     """Return the chunk file's name, relative to its shard."""
-    rank = "" if record["rank1"] == 0 else f".r{record['rank1'] - 1}"
-    return f"{bytes(record['name']).hex()}.g{record['group']}{rank}.kv"
+    rank1 = record["rank1"]
+    return chunk_file(bytes(record["name"]).hex(), record["group"], rank1 - 1 if rank1 else None)
 
 
 def _nbytes(info: os.stat_result, now_ns: int, *, by_blocks: bool) -> tuple[int, bool]:
@@ -167,10 +174,8 @@ def _changed(namespace: str, seen: Mapping[int, int], start: int) -> list[tuple[
         os.stat(namespace)  # gone as a whole: an error. Without chunks: empty.
         names = []
     for name in names:
-        if len(name) != 3 or not all(char in "0123456789abcdef" for char in name):
-            continue
-        idx = int(name, 16)
-        if idx >= start:
+        idx = shard_idx(name)
+        if idx is not None and idx >= start:
             found[idx] = dir_mtime_ns(f"{path}/{name}")
     gone = [(idx, -1) for idx, mtime in seen.items() if idx >= start and idx not in found and mtime]
     changed = [(idx, mtime) for idx, mtime in found.items() if not mtime or mtime != seen.get(idx)]

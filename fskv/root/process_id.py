@@ -15,6 +15,7 @@ import secrets
 import socket
 
 from fskv import namespace
+from fskv.root.filesystem import clamp_mtime
 
 
 def _read_token() -> str:
@@ -69,3 +70,12 @@ def provably_dead(name: str) -> bool:
     except (OSError, OverflowError):
         return False  # it exists, and is somebody else's
     return False
+
+
+def is_orphan(part: str, mtime_ns: int, now_ns: int, grace_s: float = GRACE_S) -> bool:
+    """Return whether nobody will finish a part: its writer is gone, or it is too old to be waited for.
+
+    `part` is its name without PART_PREFIX, `now_ns` the file system's own clock.
+    """
+    age_ns = now_ns - clamp_mtime(mtime_ns, now_ns)
+    return provably_dead(part.removesuffix(".part")) or age_ns >= grace_s * 1e9

@@ -32,7 +32,7 @@ from fskv.root.process_id import unique_name
 FORMAT_FILE = "fskv.json"
 TAG_FILE = "CACHEDIR.TAG"
 MANIFEST_FILE = "namespace.json"
-CHUNK_DIR = "chunks"
+CHUNK_DIR = namespace.CHUNK_DIR
 TMP_DIR = "tmp"
 PART_PREFIX = ".fskv-"  # of parts in the root itself
 

@@ -517,7 +517,7 @@ def test_a_hundred_thousand_files_are_aggregated_without_being_held(tmp_path, mo
     lab.namespace()
 
     def shards(count):
-        def made(self):
+        def made(self, start):
             for idx in range(count):
                 records = np.zeros(250, RECORD)
                 records["group"] = np.arange(250)

@@ -20,7 +20,9 @@ FORMAT = 1
 MAX_TRAILER_NBYTES = 64 << 10
 MAX_MANIFEST_NBYTES = 16 << 20  # docs/format.md
 _MANIFEST = re.compile(r"([A-Za-z0-9._-]{1,40}/[A-Za-z0-9._@-]{1,255})/namespace\.json")
-_CHUNK = re.compile(r"([A-Za-z0-9._-]{1,40}/[A-Za-z0-9._@-]{1,255})/(chunks/.{1,200})")
+_CHUNK = re.compile(
+    rf"([A-Za-z0-9._-]{{1,40}}/[A-Za-z0-9._@-]{{1,255}})/({namespace.CHUNK_DIR}/.{{1,200}})"
+)
 
 
 class ArchiveError(Exception):

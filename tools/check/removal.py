@@ -8,17 +8,16 @@ time, without following a symbolic link, and the name is removed from that very 
 
 from __future__ import annotations
 
-import contextlib
 import os
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
-from fskv.index.scan import OPEN_SHARD
-from fskv.namespace import ChunkName, parse_chunk_path
-from fskv.root.root import CHUNK_DIR
+from fskv.namespace import ChunkName, chunk_file, parse_chunk_file
+from fskv.root.beneath import opened
 
-from ..root_view import Namespace
+from ..root_view import FileOf, Namespace
 from .expect import expected_of
 from .judge import Finding, OpenFile, Reader, Verdict, judge
 from .run import Bad
@@ -46,15 +45,15 @@ class RemovalPlan:
 
     def add(self, bad: Bad) -> bool:
         """Take a bad file into the plan; False if it is to stay."""
-        chunk = parse_chunk_path(f"{CHUNK_DIR}/{bad.name[:3]}/{bad.name}")
+        chunk = parse_chunk_file(bad.name)
         sure = bad.finding is Finding.CORRUPT or (
-            bad.finding is Finding.STALE and bad.space.identity is not None
+            bad.finding is Finding.STALE and bad.namespace.identity is not None
         )
         if chunk is None or not (sure and bad.alone and bad.nbytes is not None):
             self.kept += 1
             return False
         rank1 = 0 if chunk.rank is None else chunk.rank + 1
-        space_idx = self.spaces.index(bad.space)
+        space_idx = self.spaces.index(bad.namespace)
         name = bytes.fromhex(chunk.name)
         self.entries += _ENTRY.pack(space_idx, name, chunk.group_idx, rank1)
         self.nbytes += bad.nbytes
@@ -62,23 +61,13 @@ class RemovalPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Removal:
+class Removal(FileOf):
     """What became of one file of the plan."""
 
-    space: Namespace
-    name: str
     removed: bool
     reason: str  # why it was or was not
     failed: bool  # it is still there and still bad
     nbytes: int
-
-    @property
-    def id(self) -> str:
-        return f"{self.space.digest16}/{self.name.removesuffix('.kv')}"
-
-    @property
-    def path(self) -> str:
-        return f"{self.space.path}/{CHUNK_DIR}/{self.name[:3]}/{self.name}"
 
 
 def execute(plan: RemovalPlan) -> Iterator[Removal]:
@@ -87,44 +76,22 @@ def execute(plan: RemovalPlan) -> Iterator[Removal]:
     expected = [expected_of(one.identity, one.digest16) for one in plan.spaces]
     for space_idx, digest, group_idx, rank1 in _ENTRY.iter_unpack(plan.entries):
         chunk = ChunkName(digest.hex(), group_idx, rank1 - 1 if rank1 else None)
-        rank = "" if chunk.rank is None else f".r{chunk.rank}"
-        name = f"{chunk.name}.g{group_idx}{rank}.kv"
-        space = plan.spaces[space_idx]
+        space, name = plan.spaces[space_idx], chunk_file(*chunk)
         try:
-            dir_fd = open_directory(space, name[:3])
+            with opened(space.root, FileOf(space, name).directory) as fd:
+                verdict = judge(
+                    reader,
+                    name,
+                    dir_fd=fd,
+                    chunk=chunk,
+                    expected=expected[space_idx],
+                    rows=plan.rows,
+                    if_bad=partial(_unlink, name, fd),
+                )
         except OSError as error:
             gone = isinstance(error, FileNotFoundError)
             yield Removal(space, name, False, error.strerror or str(error), not gone, 0)
             continue
-
-        def unlink(
-            file: OpenFile, verdict: Verdict, name: str = name, dir_fd: int = dir_fd
-        ) -> Verdict:
-            if verdict.finding not in (Finding.CORRUPT, Finding.STALE):
-                return verdict
-            try:
-                os.unlink(name, dir_fd=dir_fd)
-            except FileNotFoundError:
-                return Verdict(Finding.VANISHED, "gone meanwhile", None, file.info)
-            except OSError as error:
-                return replace(
-                    verdict, finding=Finding.UNREADABLE, reason=error.strerror or str(error)
-                )
-            return replace(verdict, finding=Finding.VANISHED, reason=_REMOVED)
-
-        try:
-            verdict = judge(
-                reader,
-                name,
-                dir_fd=dir_fd,
-                chunk=chunk,
-                expected=expected[space_idx],
-                rows=plan.rows,
-                if_bad=unlink,
-            )
-        finally:
-            with contextlib.suppress(OSError):
-                os.close(dir_fd)
         nbytes = verdict.info.st_size if verdict.info else 0
         if verdict.reason == _REMOVED:
             yield Removal(space, name, True, _REMOVED, False, nbytes)
@@ -135,13 +102,13 @@ def execute(plan: RemovalPlan) -> Iterator[Removal]:
             yield Removal(space, name, False, why, False, nbytes)
 
 
-def open_directory(space: Namespace, shard: str) -> int:
-    """Open a namespace's directory of chunks, name by name from the root; raises OSError, also for a link."""
-    fd = os.open(space.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    for name in (space.arch, space.name, CHUNK_DIR, shard):
-        try:
-            inner = os.open(name, OPEN_SHARD, dir_fd=fd)
-        finally:
-            os.close(fd)
-        fd = inner
-    return fd
+def _unlink(name: str, fd: int, file: OpenFile, verdict: Verdict) -> Verdict:
+    if verdict.finding not in (Finding.CORRUPT, Finding.STALE):
+        return verdict
+    try:
+        os.unlink(name, dir_fd=fd)
+    except FileNotFoundError:
+        return Verdict(Finding.VANISHED, "gone meanwhile", None, file.info)
+    except OSError as error:
+        return replace(verdict, finding=Finding.UNREADABLE, reason=error.strerror or str(error))
+    return replace(verdict, finding=Finding.VANISHED, reason=_REMOVED)

@@ -21,9 +21,9 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from fskv.index.scan import NUM_SHARDS, OPEN_SHARD, Records, Shard, file_name, shard_path
-from fskv.namespace import ChunkName, parse_chunk_path
+from fskv.namespace import ChunkName, chunk_file, parse_chunk_file
 
-from ..root_view import Namespace
+from ..root_view import FileOf, Namespace, Unlistable
 from .choose import EVERYTHING, NUM_BUCKETS, Subset
 from .expect import Census, Expected, expected_of
 from .judge import Finding, Reader, Stopped, Verdict, judge
@@ -72,32 +72,14 @@ class Tally:
 
 
 @dataclass(frozen=True, slots=True)
-class Bad:
+class Bad(FileOf):
     """A file that is not as it should be."""
 
-    space: Namespace
-    name: str
     finding: Finding
     reason: str
     nbytes: int | None  # length
     alone: bool = True  # judged by itself; not because others of its group are different
     unknown_key: bool = False  # sealed with a key that this run was not given
-
-    @property
-    def id(self) -> str:
-        return f"{self.space.digest16}/{self.name.removesuffix('.kv')}"
-
-    @property
-    def path(self) -> str:
-        return f"{self.space.path}/chunks/{self.name[:3]}/{self.name}"
-
-
-@dataclass(frozen=True, slots=True)
-class Unlistable:
-    """A directory that could not be listed."""
-
-    path: str
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,8 +229,7 @@ class Run:
                     f"{what}: {number} files of too many different layouts to compare them"
                 )
             for chunk, why in census.odd():
-                rank_text = "" if chunk.rank is None else f".r{chunk.rank}"
-                name = f"{chunk.name}.g{chunk.group_idx}{rank_text}.kv"
+                name = chunk_file(*chunk)
                 self.tally.findings[Finding.STALE] += 1
                 self.tally.findings[Finding.OK] -= 1
                 yield Bad(space, name, Finding.STALE, why, None, alone=False)
@@ -300,7 +281,7 @@ class Run:
     ) -> None:
         name = file_name(record)
         rows = self.job.rows and self.job.subset.holds(space.digest16, name)
-        chunk = parse_chunk_path(f"chunks/{name[:3]}/{name}")
+        chunk = parse_chunk_file(name)
         path = name if dir_fd is not None else f"{shard_path(space.path, batch.shard)}/{name}"
         verdict = judge(reader, path, dir_fd=dir_fd, chunk=chunk, expected=expected, rows=rows)
         self._count(batch.space_idx, record, chunk, verdict, rows)
@@ -343,15 +324,8 @@ def walk(
         if space_idx < start[0]:
             continue
         first = start[1] if space_idx == start[0] else 0
-        try:
-            for shard in space.shards(first) if first < NUM_SHARDS else ():
-                if shard.error is not None:
-                    reason = shard.error.strerror or str(shard.error)
-                    yield space_idx, Unlistable(shard_path(space.path, shard.idx), reason)
-                else:
-                    yield space_idx, shard
-        except OSError as error:
-            yield space_idx, Unlistable(space.path, error.strerror or str(error))
+        for shard in space.walk(first) if first < NUM_SHARDS else ():
+            yield space_idx, shard
 
 
 def _pieces(records: Records) -> Iterator[Records]:

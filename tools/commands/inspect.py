@@ -125,7 +125,7 @@ def _paths(what: str, root: str | None) -> list[str]:
         raise UsageError(f"{show(what)!r}: found no name, expected a chunk or a path")
     if os.path.lexists(what):
         return [what]
-    is_path = what.startswith(("/", "./", "../")) or "/chunks/" in what
+    is_path = what.startswith(("/", "./", "../")) or f"/{namespace.CHUNK_DIR}/" in what
     if is_path or not root:
         hint = "" if is_path else " here; a chunk's name or key needs --root"
         raise UsageError(f"{show(what)}: no such file{hint}")

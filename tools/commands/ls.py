@@ -14,7 +14,7 @@ import typer
 
 from ..exits import UsageError, outcome
 from ..options import JsonOption, NamespaceArgument, QuietOption, RootOption
-from ..root_view import ChunkFile, Namespace, RootView, chunk_files, num_chunks
+from ..root_view import ChunkFile, Namespace, RootView, Unlistable, chunk_files, num_chunks
 from ..terminal import (
     age_option,
     ago,
@@ -177,7 +177,7 @@ def _count(one: Namespace, *, fresh: bool) -> _Row:
         row.unlistable = 1
         return row
     for shard in failed:
-        say(f"{one.path}/chunks/{shard.idx:03x}: cannot be listed: {shard.error}")
+        say(str(Unlistable.of(one, shard)))
     row.unlistable = len(failed)
     row.files, row.nbytes = catalogue.num_files, catalogue.nbytes
     for _, records in catalogue.shards():
@@ -240,18 +240,10 @@ class _Listing:
 
     def of(self, spaces: list[Namespace], before_ns: int | None) -> Iterator[ChunkFile]:
         for one in spaces:
-            try:
-                for shard in one.shards():
-                    if shard.error is not None:
-                        self.unlistable += 1
-                        say(f"{one.path}/chunks/{shard.idx:03x}: cannot be listed: {shard.error}")
-                        continue
-                    for file in chunk_files(one, shard.records):
-                        if before_ns is None or file.mtime_ns <= before_ns:
-                            yield file
-            except OSError as error:
-                self.unlistable += 1
-                say(f"{one.path}: cannot be listed: {error.strerror}")
+            for shard in one.listed(self):
+                for file in chunk_files(one, shard.records):
+                    if before_ns is None or file.mtime_ns <= before_ns:
+                        yield file
 
 
 def _list_chunks(

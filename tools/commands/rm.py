@@ -175,16 +175,11 @@ def _measure(targets: list[_Target]) -> None:
                 target.files = len(target.chunk)
                 target.nbytes = sum(file.nbytes for file in target.chunk)
                 continue
-            try:
-                for shard in target.namespace.shards():
-                    target.unlistable += shard.error is not None
-                    target.files += len(shard.records)
-                    target.nbytes += int(shard.records["nbytes"].sum())
-                    target.nbytes += sum(part.nbytes for part in shard.parts)
-                    drawn.update(task, completed=number * 4096 + shard.idx)
-            except OSError as error:
-                target.unlistable += 1
-                say(f"{target.namespace.path}: cannot be listed: {error.strerror}")
+            for shard in target.namespace.listed(target):
+                target.files += len(shard.records)
+                target.nbytes += int(shard.records["nbytes"].sum())
+                target.nbytes += sum(part.nbytes for part in shard.parts)
+                drawn.update(task, completed=number * 4096 + shard.idx)
 
 
 def _show(target: _Target, *, claimed: bool, as_json: bool) -> None:

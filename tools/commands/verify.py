@@ -18,7 +18,7 @@ from ..check.choose import EVERYTHING, NUM_BUCKETS, Subset
 from ..check.choose import parse as parse_subset
 from ..check.judge import Finding
 from ..check.removal import Removal, RemovalPlan, execute
-from ..check.run import Bad, Job, Run, Survey, Unlistable, survey
+from ..check.run import Bad, Job, Run, Survey, survey
 from ..exits import UsageError, outcome
 from ..mac_keys import MacKeyFileOption
 from ..options import (
@@ -29,7 +29,7 @@ from ..options import (
     RootOption,
     YesOption,
 )
-from ..root_view import Namespace, RootView
+from ..root_view import Namespace, RootView, Unlistable
 from ..terminal import age_option, confirm, emit, iec, many, progress, say, show
 
 LINES = {
@@ -292,7 +292,7 @@ class _Output:
             emit(
                 "bad",
                 id=bad.id,
-                namespace=bad.space.id,
+                namespace=bad.namespace.id,
                 path=bad.path,
                 finding=bad.finding.value,
                 reason=bad.reason,
@@ -305,7 +305,7 @@ class _Output:
         if self._as_json:
             emit("unlistable", path=what.path, reason=what.reason)
         else:
-            say(f"{what.path}: cannot be listed: {what.reason}")
+            say(str(what))
 
     def removal(self, removal: Removal) -> None:
         if self._as_json:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import heapq
 import os
-import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,17 +20,17 @@ from typing import Any
 import numpy as np
 
 from fskv.bounds.lease import SHARED_DIR, TTL_S
-from fskv.index.scan import RECORD, Records, Shard, file_name
+from fskv.index.scan import RECORD, Records, Shard, file_name, shard_idx, shard_path
 from fskv.index.snapshot import SNAPSHOT_FILE
 from fskv.index.tally import tally
-from fskv.namespace import parse_chunk_path
+from fskv.namespace import parse_chunk_file, path_of_file
 from fskv.root.filesystem import bytes_on_disk
 from fskv.root.process_id import GRACE_S, is_our_part, provably_dead
 from fskv.root.root import CHUNK_DIR, FORMAT_FILE, MANIFEST_FILE, PART_PREFIX, TAG_FILE, TMP_DIR
 
 from ..check.expect import expected_of
 from ..check.judge import Finding, Reader, judge
-from ..root_view import Namespace, RootView, num_chunks
+from ..root_view import Namespace, RootView, Unlistable, num_chunks
 from ..top.look import Look, is_here, look_at
 
 SAMPLE = 2000  # headers that are read, chosen at random
@@ -39,7 +38,6 @@ SAMPLE_S = 20.0  # and for how long at most
 _MAX_NAMES = 20  # of foreign entries, as examples
 _OLD_PART_NS = int(GRACE_S * 1e9)
 _FUTURE_NS = 60 * 1_000_000_000
-_SHARD = re.compile(r"[0-9a-f]{3}")
 
 MINUTE, HOUR, DAY = 60, 3600, 86400
 # Ages in seconds: by the minute for a day, by the hour for 60 days, by the day for ten years, and older.
@@ -265,21 +263,18 @@ def _walk(
 ) -> NamespaceSurvey:
     row = NamespaceSurvey(one)
     kinds = {group.group_idx: group.kind for group in one.identity.groups} if one.identity else {}
-    try:
-        for shard in one.shards():
-            if shard.error is not None:
-                row.unlistable += 1
-                continue
-            _take(row, shard, kinds)
-            ages.add(shard.records, now_ns)
-            sample.offer(one, shard.records)
-            for part in shard.parts:
-                _take_part(health, part.mtime_ns, part.nbytes, now_ns)
-            for name in shard.foreign:
-                health.found_foreign(f"{one.id}/{CHUNK_DIR}/{shard.idx:03x}/{name}")
-            health.foreign += shard.num_foreign - len(shard.foreign)
-    except OSError:
-        row.unlistable += 1
+    for shard in one.walk():
+        if isinstance(shard, Unlistable):
+            row.unlistable += 1
+            continue
+        _take(row, shard, kinds)
+        ages.add(shard.records, now_ns)
+        sample.offer(one, shard.records)
+        for part in shard.parts:
+            _take_part(health, part.mtime_ns, part.nbytes, now_ns)
+        for name in shard.foreign:
+            health.found_foreign(f"{shard_path(one.id, shard.idx)}/{name}")
+        health.foreign += shard.num_foreign - len(shard.foreign)
     health.unlistable += row.unlistable
     return row
 
@@ -330,7 +325,7 @@ def _look_around(view: RootView, arches: set[str], health: Health, now_ns: int) 
             if entry.name not in _OURS_IN_NAMESPACE:
                 health.found_foreign(f"{one.id}/{entry.name}")
         for entry in _entries(f"{one.path}/{CHUNK_DIR}"):
-            if not _SHARD.fullmatch(entry.name):
+            if shard_idx(entry.name) is None:
                 health.found_foreign(f"{one.id}/{CHUNK_DIR}/{entry.name}")
         for entry in _entries(f"{one.path}/{TMP_DIR}"):
             if is_our_part(entry.name):
@@ -396,8 +391,8 @@ def _read_headers(sample: _Sample, limit_s: float) -> Reuse:
             reuse.unfinished = True
             break
         name = file_name(record)
-        path = f"{where.path}/{CHUNK_DIR}/{name[:3]}/{name}"
-        chunk = parse_chunk_path(f"{CHUNK_DIR}/{name[:3]}/{name}")
+        path = f"{where.path}/{path_of_file(name)}"
+        chunk = parse_chunk_file(name)
         expected = expected_of(where.identity, where.digest16)
         found = judge(reader, path, chunk=chunk, expected=expected, rows=False)
         if found.header is None or found.bad:

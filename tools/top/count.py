@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import time
 
-from fskv.index.scan import dir_mtime_ns, limit, list_shard, most_nbytes
+from fskv.index.scan import dir_mtime_ns, limit, list_shard, most_nbytes, shard_idx, shard_path
 from fskv.root.root import CHUNK_DIR
 from fskv.types import MAX_COUNT
 
 from ..root_view import Namespace
 
-_SHARD = re.compile(r"[0-9a-f]{3}")
 # A change within the tick of a directory's mtime may show nowhere: list it again (fskv.index.scan).
 _SETTLED_NS = 2_000_000_000
 
@@ -51,16 +49,16 @@ class Counter:
             return {}
         most = most_nbytes(path)
         for name in names:
-            if not _SHARD.fullmatch(name):
+            idx = shard_idx(name)
+            if idx is None:
                 continue
-            idx = int(name, 16)
-            shard_path = f"{path}/{CHUNK_DIR}/{name}"
-            mtime_ns = dir_mtime_ns(shard_path)
+            where = shard_path(path, idx)
+            mtime_ns = dir_mtime_ns(where)
             if mtime_ns and idx in seen and seen[idx][0] == mtime_ns:
                 found[idx] = seen[idx]
                 continue
             now_ns = time.time_ns()
-            shard = list_shard(shard_path, idx, now_ns)
+            shard = list_shard(where, idx, now_ns)
             if shard.error is not None:
                 continue
             limit(shard, most)

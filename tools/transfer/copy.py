@@ -17,7 +17,7 @@ from ..root_view import ChunkFile, Namespace
 from .candidate import exactly, read_head
 from .destination import Destination
 from .pipeline import in_order
-from .selection import Found, load, relative, weigh
+from .selection import Found, load, weigh
 from .sink import Sink
 from .tally import Fate, Outcome, Tally
 
@@ -31,7 +31,7 @@ class _Copy:
     sink: Sink
 
     def run(self, file: ChunkFile) -> Outcome:
-        name = f"{file.namespace.id}/{relative(file)}"
+        name = f"{file.namespace.id}/{file.relative}"
         if self.destination.exhausted is not None:
             return Outcome(name, Fate.NO_ROOM)
         if self._is_there(file):
@@ -46,7 +46,7 @@ class _Copy:
         try:
             with open_chunk_fd(file.path) as (fd, info):
                 nbytes = info.st_size
-                head = read_head(lambda n: exactly(fd, n), relative(file), nbytes, self.identity)
+                head = read_head(lambda n: exactly(fd, n), file.relative, nbytes, self.identity)
             return self.sink.has(head)
         except (OSError, ChunkError):
             return False

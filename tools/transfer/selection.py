@@ -7,12 +7,11 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from fskv import namespace
 from fskv.errors import ChunkError, ChunkMissing, ChunkUnknownKey
-from fskv.namespace import Identity
+from fskv.namespace import Identity, parse_chunk_file
 
 from ..exits import UsageError
-from ..root_view import ChunkFile, Namespace, RootView, chunk_files
+from ..root_view import ChunkFile, Namespace, RootView, Unlistable, chunk_files
 from ..terminal import age_option
 from . import candidate
 from .candidate import Candidate
@@ -92,15 +91,12 @@ class Found:
         if self.named is not None:
             yield from filter(self._fits, self.named[one.id])
             return
-        try:
-            for shard in one.shards():
-                if shard.error is not None:
-                    where = f"{one.id}/chunks/{shard.idx:03x}"
-                    self.problems.append((where, f"cannot be listed: {shard.error.strerror}"))
-                else:
-                    yield from filter(self._fits, chunk_files(one, shard.records))
-        except OSError as error:
-            self.problems.append((one.id, f"cannot be listed: {error.strerror}"))
+        for shard in one.walk():
+            if isinstance(shard, Unlistable):
+                where = shard.path.removeprefix(f"{one.root}/")
+                self.problems.append((where, f"cannot be listed: {shard.reason}"))
+            else:
+                yield from filter(self._fits, chunk_files(one, shard.records))
 
     def _fits(self, file: ChunkFile) -> bool:
         wanted, age_s = self.selection, (time.time_ns() - file.mtime_ns) / 1e9
@@ -109,7 +105,7 @@ class Found:
         if wanted.older_s is not None and age_s < wanted.older_s:
             return False
         if wanted.group is not None:
-            named = namespace.parse_chunk_path(relative(file))
+            named = parse_chunk_file(file.name)
             return named is not None and named.group_idx == wanted.group
         return True
 
@@ -123,11 +119,6 @@ class Found:
             return None
 
 
-def relative(file: ChunkFile) -> str:
-    """Return a file's name as the format has it, within its namespace."""
-    return f"chunks/{file.name[:3]}/{file.name}"
-
-
 def weigh(file: ChunkFile) -> int:
     """Return how much memory a file takes while it is looked at: by its length, which may be a hole."""
     try:
@@ -138,10 +129,10 @@ def weigh(file: ChunkFile) -> int:
 
 def load(file: ChunkFile, identity: Identity) -> Candidate | Outcome:
     """Read a file of a root, every byte checked; an Outcome where it cannot be had."""
-    name = f"{file.namespace.id}/{relative(file)}"
+    name = f"{file.namespace.id}/{file.relative}"
     for last in (False, True):
         try:
-            return candidate.load(file.path, relative(file), identity)
+            return candidate.load(file.path, file.relative, identity)
         except ChunkMissing:
             return Outcome(name, Fate.GONE)
         except ChunkUnknownKey as error:
