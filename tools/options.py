@@ -27,12 +27,12 @@ def complete_namespace(ctx: Any, incomplete: str) -> list[str]:
     ]
 
 
-RootOption = Annotated[
-    str,
-    typer.Option(
-        "--root", envvar="FSKV_ROOT", metavar="DIR", help="The cache root.", show_default=False
-    ),
-]
+def root_option(text: str) -> Any:
+    """Return the option --root with that help."""
+    return typer.Option("--root", envvar="FSKV_ROOT", metavar="DIR", help=text, show_default=False)
+
+
+RootOption = Annotated[str, root_option("The cache root.")]
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print JSON lines, the last one a summary.")
 ]
@@ -49,12 +49,11 @@ MetricsOption = Annotated[
         show_default=False,
     ),
 ]
-NamespaceArgument = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="NAMESPACE",
-        help="ARCH/MODEL@DIGEST, or a prefix of it, of MODEL or of DIGEST. Default: all.",
-        autocompletion=complete_namespace,
-        show_default=False,
-    ),
-]
+_namespaces = typer.Argument(
+    metavar="NAMESPACE",
+    help="ARCH/MODEL@DIGEST, or a prefix of it, of MODEL or of DIGEST. Default: all.",
+    autocompletion=complete_namespace,
+    show_default=False,
+)
+NamespaceArgument = Annotated[str | None, _namespaces]
+NamespacesArgument = Annotated[list[str] | None, _namespaces]

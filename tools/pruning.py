@@ -17,7 +17,6 @@ from fskv.bounds.quota import Claim as _Claim
 from fskv.bounds.quota import Limits as _Limits
 from fskv.bounds.quota import inodes_short, kept_free
 from fskv.config import Share
-from fskv.index.scan import NUM_SHARDS
 from fskv.index.snapshot import Catalogue
 from fskv.root.filesystem import Space
 
@@ -82,13 +81,13 @@ class Pruning:
     def num_files(self) -> int:
         return sum(catalogue.num_files for catalogue in self._catalogues)
 
-    def look(self, seen: Callable[[int], None] = lambda _: None) -> None:
-        """Walk every file; `seen` is told how many directories of how many are behind us."""
+    def look(self, seen: Callable[[int, int], object] = lambda *_: None) -> None:
+        """Walk every file; for `seen` see `tools.terminal.walk_progress`."""
         for number, one in enumerate(self._spaces):
             catalogue = Catalogue(one.path)
             for shard in one.listed(self):
                 catalogue.take(shard)
-                seen(number * NUM_SHARDS + shard.idx)
+                seen(number, shard.idx)
             if one.problem is None:
                 self._catalogues.append(catalogue)
             else:

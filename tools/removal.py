@@ -139,7 +139,7 @@ class NamespaceRemoval:
         self._before_ns = before_ns
         self.removed = Removed()
 
-    def carry_out(self, seen: Callable[[int], None] = lambda _: None) -> Removed:
+    def carry_out(self, seen: Callable[[int], object] = lambda _: None) -> Removed:
         """Remove it; `seen` is told the number of each directory of chunks that is done."""
         removed, one = self.removed, self._namespace
         try:
@@ -163,7 +163,7 @@ class NamespaceRemoval:
             removed.fail(one.path, error)
         return removed
 
-    def _empty(self, fd: int, seen: Callable[[int], None]) -> None:
+    def _empty(self, fd: int, seen: Callable[[int], object]) -> None:
         path = self._namespace.path
         self._inside(fd, CHUNK_DIR, path, lambda inner: self._empty_chunks(inner, seen))
         self._inside(fd, TMP_DIR, path, partial(self._empty_directory, path=f"{path}/{TMP_DIR}"))
@@ -195,7 +195,7 @@ class NamespaceRemoval:
         else:
             self.removed.fail(path, error)
 
-    def _empty_chunks(self, fd: int, seen: Callable[[int], None]) -> None:
+    def _empty_chunks(self, fd: int, seen: Callable[[int], object]) -> None:
         path = f"{self._namespace.path}/{CHUNK_DIR}"
         for shard in sorted(os.listdir(fd)):
             if self._stop.is_set():

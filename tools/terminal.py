@@ -12,7 +12,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -123,6 +123,16 @@ def progress(*, rate: bool = False) -> Iterator[Progress]:
     )
     with drawn:
         yield drawn
+
+
+@contextlib.contextmanager
+def walk_progress(what: str, num_namespaces: int) -> Iterator[Callable[[int, int], None]]:
+    """As `progress`, of a walk: yields what is told where it is, by the numbers of namespace and shard."""
+    from fskv.index.scan import NUM_SHARDS
+
+    with progress() as drawn:
+        task = drawn.add_task(what, total=NUM_SHARDS * num_namespaces)
+        yield lambda number, shard: drawn.update(task, completed=number * NUM_SHARDS + shard)
 
 
 def can_ask() -> bool:

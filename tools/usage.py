@@ -16,7 +16,7 @@ from fskv.bounds.lease import SHARED_DIR
 from fskv.bounds.ledger import Ledger
 from fskv.bounds.quota import Claim, Scope, Usage, scopes
 from fskv.errors import FskvError
-from fskv.index.scan import NUM_SHARDS, Part, Records, file_name
+from fskv.index.scan import Part, Records, file_name
 from fskv.index.snapshot import Catalogue
 from fskv.index.tally import Count, tally
 from fskv.root.beneath import opened
@@ -36,18 +36,13 @@ _NO_KIND = "unknown"
 
 
 @dataclass(slots=True)
-class Sums:
+class Sums(Count):
     """Counts of one row of a table."""
 
-    num_files: int = 0
-    nbytes: int = 0  # on disk
     length: int | None = 0  # None: not known of all files
-    unused: list[tuple[int, int]] = field(default_factory=list)  # (files, bytes), for each age
 
-    def add(self, other: Count, length: int | None) -> None:
-        count = Count(self.num_files, self.nbytes, self.unused)
-        count.add(other.num_files, other.nbytes, other.unused)
-        self.num_files, self.nbytes, self.unused = count.num_files, count.nbytes, count.unused
+    def take(self, other: Count, length: int | None) -> None:
+        self.add(other.num_files, other.nbytes, other.unused)
         if self.length is not None:
             self.length = None if length is None else self.length + length * other.num_files
 
@@ -107,8 +102,8 @@ class RootUsage:
         self._reader = Reader()
         self.namespaces: list[NamespaceUsage] = []
 
-    def count(self, seen: Callable[[int], None] = lambda _: None) -> None:
-        """Look at every file; `seen` is told how many directories of how many are behind us."""
+    def count(self, seen: Callable[[int, int], object]) -> None:
+        """Look at every file; for `seen` see `tools.terminal.walk_progress`."""
         for number, one in enumerate(self._spaces):
             usage = NamespaceUsage(one)
             catalogue = Catalogue(one.path)
@@ -117,7 +112,7 @@ class RootUsage:
                 self._add(usage, shard.records)
                 self._add_parts(usage.parts, shard.parts)
                 usage.num_foreign += shard.num_foreign
-                seen(number * NUM_SHARDS + shard.idx)
+                seen(number, shard.idx)
             self.namespaces.append(usage)
             self._catalogues.append(catalogue)
 
@@ -150,7 +145,7 @@ class RootUsage:
         for usage in self.namespaces:
             for (group, rank1), count in usage.counts.items():
                 sums = found.setdefault(key(usage, group), Sums())
-                sums.add(count, usage.lengths.get((group, rank1)))
+                sums.take(count, usage.lengths.get((group, rank1)))
         return dict(sorted(found.items()))
 
     def targets(self, bounds: Sequence[Scope]) -> list[Target]:

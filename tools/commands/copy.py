@@ -12,7 +12,7 @@ import typer
 from .. import mac_keys
 from ..exits import UsageError
 from ..mac_keys import MacKeyFileOption
-from ..options import DryRunOption, JsonOption, RootOption
+from ..options import DryRunOption, JsonOption, NamespacesArgument, RootOption
 from ..root_view import RootView
 from ..terminal import progress
 from ..transfer.copy import copy
@@ -22,7 +22,6 @@ from ..transfer.options import (
     CreateOption,
     GroupOption,
     KeepFreeOption,
-    NamespacesArgument,
     NewerOption,
     OlderOption,
     ReadBackOption,

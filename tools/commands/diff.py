@@ -12,7 +12,7 @@ from fskv.namespace import Absent, Json
 
 from ..exits import Exit, UsageError
 from ..identity_words import Reason, headline, reasons
-from ..options import JsonOption
+from ..options import JsonOption, root_option
 from ..recorded import Recorded, resolve
 from ..terminal import emit, is_wide, show
 
@@ -51,13 +51,7 @@ def command(
     ],
     root: Annotated[
         str | None,
-        typer.Option(
-            "--root",
-            envvar="FSKV_ROOT",
-            metavar="DIR",
-            help="The cache root; not needed for two paths.",
-            show_default=False,
-        ),
+        root_option("The cache root; not needed for two paths."),
     ] = None,
     quiet: Annotated[
         bool, typer.Option("--quiet", "-q", help="Print the fields that differ only, one per line.")

@@ -18,7 +18,7 @@ from ..doctor.visit import OF_MACHINE
 from ..doctor.visitor import visit
 from ..exits import Exit
 from ..mac_keys import MacKeyFileOption
-from ..options import JsonOption
+from ..options import JsonOption, root_option
 from ..terminal import emit, new_table, plain, print_table, say
 
 LINES = {
@@ -47,13 +47,7 @@ _STYLES = {
 def command(
     root: Annotated[
         str | None,
-        typer.Option(
-            "--root",
-            envvar="FSKV_ROOT",
-            metavar="DIR",
-            help="The cache root, or a directory that is to be one. Default: only the machine.",
-            show_default=False,
-        ),
+        root_option("The cache root, or a directory that is to be one. Default: only the machine."),
     ] = None,
     timeout: Annotated[
         float, typer.Option(min=0.1, max=600, help="Seconds that each check may take.")

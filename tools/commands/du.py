@@ -24,10 +24,10 @@ from ..terminal import (
     new_table,
     plain,
     print_table,
-    progress,
     rfc3339,
     say,
     show,
+    walk_progress,
 )
 from ..usage import Bounds, NamespaceUsage, RootUsage, Sums, age_text, bounds_of
 
@@ -139,9 +139,8 @@ def command(
     ages_s = sorted(age_option("--unused-for", text) for text in unused_for or ("1d", "7d", "30d"))
     now_ns = wall_clock_ns()
     usage = RootUsage(view.path, spaces, ages_s, now_ns)
-    with progress() as drawn:
-        task = drawn.add_task("looking", total=4096 * len(spaces))
-        usage.count(lambda at: drawn.update(task, completed=at))
+    with walk_progress("looking", len(spaces)) as seen:
+        usage.count(seen)
     bounds = bounds_of(view.path, now_ns)
     space = Space.of(view.path)
     ages = [age_text(age_s) for age_s in ages_s]

@@ -19,13 +19,12 @@ from ..archive.compression import compressed
 from ..archive.send import send
 from ..exits import CommandError, UsageError
 from ..mac_keys import MacKeyFileOption
-from ..options import JsonOption, RootOption
+from ..options import JsonOption, NamespacesArgument, RootOption
 from ..root_view import RootView
 from ..terminal import emit, iec, many, progress, say, show
 from ..transfer.options import (
     ChunkOption,
     GroupOption,
-    NamespacesArgument,
     NewerOption,
     OlderOption,
     ThreadsOption,

@@ -22,7 +22,7 @@ from ..check.expect import layout_of
 from ..check.judge import Finding, Reader, Verdict, finding_of
 from ..exits import UsageError, outcome
 from ..mac_keys import MacKeyFileOption
-from ..options import JsonOption, QuietOption
+from ..options import JsonOption, QuietOption, root_option
 from ..root_view import RootView
 from ..terminal import ago, emit, iec, rfc3339, say, show
 
@@ -68,16 +68,6 @@ LINES = {
 }
 _SHOWN = 24  # rows and spans that a person is shown without --all
 _MAX_SPAN_LINES = 100_000  # in JSON without --all: a header can claim 2^31 blocks
-_OptionalRoot = Annotated[
-    str | None,
-    typer.Option(
-        "--root",
-        envvar="FSKV_ROOT",
-        metavar="DIR",
-        help="The cache root; not needed for a path.",
-        show_default=False,
-    ),
-]
 
 
 def command(
@@ -88,7 +78,7 @@ def command(
             help="A chunk as `ls --chunks` names it, the engine's key in hex, or a path of any file.",
         ),
     ],
-    root: _OptionalRoot = None,
+    root: Annotated[str | None, root_option("The cache root; not needed for a path.")] = None,
     hex_row: Annotated[
         str | None, typer.Option("--hex", metavar="ROW", help="Dump a row, or `header`.")
     ] = None,

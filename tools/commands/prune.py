@@ -35,6 +35,7 @@ from ..terminal import (
     say,
     show,
     size_option,
+    walk_progress,
 )
 
 LINES = {
@@ -280,9 +281,8 @@ def _prune(
 
 def _looked(view: RootView, spaces: list[Namespace], wish: Wish) -> Pruning:
     pruning = Pruning(view.path, spaces, wish)
-    with progress() as drawn:
-        task = drawn.add_task("looking", total=4096 * len(spaces))
-        pruning.look(lambda at: drawn.update(task, completed=at))
+    with walk_progress("looking", len(spaces)) as seen:
+        pruning.look(seen)
     return pruning
 
 

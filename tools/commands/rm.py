@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -14,7 +15,7 @@ from ..neighbours import News, claimed_namespaces, clock_ns, wall_clock_ns
 from ..options import DryRunOption, JsonOption, RootOption, YesOption
 from ..removal import NamespaceRemoval, Removed, remove_chunks
 from ..root_view import ChunkFile, Namespace, RootView
-from ..terminal import confirm, emit, iec, many, progress, say, show
+from ..terminal import confirm, emit, iec, many, say, show, walk_progress
 
 LINES = {
     "plan": {
@@ -168,8 +169,7 @@ def _meant(view: RootView, word: str) -> _Target:
 
 
 def _measure(targets: list[_Target]) -> None:
-    with progress() as drawn:
-        task = drawn.add_task("looking", total=4096 * len(targets))
+    with walk_progress("looking", len(targets)) as seen:
         for number, target in enumerate(targets):
             if target.chunk is not None:
                 target.files = len(target.chunk)
@@ -179,7 +179,7 @@ def _measure(targets: list[_Target]) -> None:
                 target.files += len(shard.records)
                 target.nbytes += int(shard.records["nbytes"].sum())
                 target.nbytes += sum(part.nbytes for part in shard.parts)
-                drawn.update(task, completed=number * 4096 + shard.idx)
+                seen(number, shard.idx)
 
 
 def _show(target: _Target, *, claimed: bool, as_json: bool) -> None:
@@ -203,16 +203,13 @@ def _remove(
 ) -> list[Removed]:
     news = News(view.path)
     found = []
-    with progress() as drawn:
-        task = drawn.add_task("removing", total=4096 * len(targets))
+    with walk_progress("removing", len(targets)) as seen:
         for number, target in enumerate(targets):
             if stop.is_set():
                 break
             if target.chunk is None:
                 one = NamespaceRemoval(target.namespace, news, stop)
-                removed = one.carry_out(
-                    lambda shard, base=4096 * number: drawn.update(task, completed=base + shard)  # type: ignore[misc]
-                )
+                removed = one.carry_out(partial(seen, number))
             else:
                 removed = remove_chunks(target.chunk, news, stop)
             found.append(removed)

@@ -71,7 +71,7 @@ def read_model(config: object, tp: int) -> Model:
         raise UsageError(
             f"{where}: model_type: found {model_type!r:.60}, expected one of {', '.join(sorted(_FAMILIES))}"
         )
-    fields = Fields(text, _DEFAULTS.get(model_type, {}), where)
+    fields = Fields(text, DEFAULTS.get(model_type, {}), where)
     for name, why in _NOT_UNDERSTOOD.items():
         if fields.get(name) not in (None, False, 0, [], {}):
             raise fields.wrong(name, f"nothing: {why}")
@@ -425,7 +425,7 @@ _QWEN35 = {
     "linear_num_value_heads": 32,
     "full_attention_interval": 4,
 }
-_DEFAULTS: dict[str, dict[str, Any]] = {
+DEFAULTS: dict[str, dict[str, Any]] = {
     "cohere2": {"sliding_window": 4096, "sliding_window_pattern": 4},
     "deepseek_v3": {"kv_lora_rank": 512, "qk_rope_head_dim": 64},
     "gemma": {"head_dim": 256},
@@ -479,4 +479,3 @@ _NOT_UNDERSTOOD = {
     "per_layer_config": "layers of different shapes are not planned",
     "block_configs": "layers of different shapes are not planned",
 }
-DEFAULTS = _DEFAULTS

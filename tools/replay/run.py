@@ -36,7 +36,6 @@ from .trace import Request, Trace
 if TYPE_CHECKING:
     from rich.console import Console
 
-MAX_PROCESSES = 64
 _START_S = 120.0  # imports and opening the root
 _END_S = 10.0
 

@@ -21,15 +21,15 @@ import numpy as np
 
 from fskv.bounds.lease import SHARED_DIR, TTL_S
 from fskv.index.scan import RECORD, Records, Shard, file_name, shard_idx, shard_path
-from fskv.index.snapshot import SNAPSHOT_FILE
 from fskv.index.tally import tally
 from fskv.namespace import parse_chunk_file, path_of_file
 from fskv.root.filesystem import bytes_on_disk
 from fskv.root.process_id import GRACE_S, is_our_part, provably_dead
-from fskv.root.root import CHUNK_DIR, FORMAT_FILE, MANIFEST_FILE, PART_PREFIX, TAG_FILE, TMP_DIR
+from fskv.root.root import CHUNK_DIR, FORMAT_FILE, PART_PREFIX, TAG_FILE, TMP_DIR
 
 from ..check.expect import expected_of
 from ..check.judge import Finding, Reader, judge
+from ..removal import KNOWN
 from ..root_view import Namespace, RootView, Unlistable, num_chunks
 from ..top.look import Look, is_here, look_at
 
@@ -304,7 +304,6 @@ def _take_part(health: Health, mtime_ns: int, nbytes: int, now_ns: int) -> None:
 # --- what is there besides chunks -------------------------------------------------------
 
 _OURS_IN_ROOT = {FORMAT_FILE, TAG_FILE, SHARED_DIR}
-_OURS_IN_NAMESPACE = {MANIFEST_FILE, CHUNK_DIR, TMP_DIR, SNAPSHOT_FILE}
 
 
 def _look_around(view: RootView, arches: set[str], health: Health, now_ns: int) -> None:
@@ -322,7 +321,7 @@ def _look_around(view: RootView, arches: set[str], health: Health, now_ns: int) 
                 health.found_foreign(f"{arch}/{entry.name}")
     for one in view.namespaces():
         for entry in _entries(one.path):
-            if entry.name not in _OURS_IN_NAMESPACE:
+            if entry.name not in KNOWN:
                 health.found_foreign(f"{one.id}/{entry.name}")
         for entry in _entries(f"{one.path}/{CHUNK_DIR}"):
             if shard_idx(entry.name) is None:

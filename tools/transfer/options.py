@@ -11,14 +11,6 @@ from fskv.errors import ConfigError
 
 from ..exits import UsageError
 
-NamespacesArgument = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="NAMESPACE",
-        help="ARCH/MODEL@DIGEST, or a prefix of it, of MODEL or of DIGEST. Default: all.",
-        show_default=False,
-    ),
-]
 ChunkOption = Annotated[
     list[str] | None,
     typer.Option("--chunk", metavar="KEY", help="Only this chunk. May be given many times."),
