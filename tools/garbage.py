@@ -20,21 +20,21 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from fskv.bounds.evict import cutoff_ns
+from fskv.bounds.eviction_news import is_news
 from fskv.bounds.lease import LEASE_FILE, SHARED_DIR
 from fskv.bounds.ledger import CLAIMS_DIR, USAGE_FILE
 from fskv.index.scan import OPEN_SHARD, shard_idx
 from fskv.root.beneath import opened, remove_file
 from fskv.root.filesystem import bytes_on_disk
 from fskv.root.process_id import GRACE_S, is_orphan, is_our_name, is_our_part
-from fskv.root.root import CHUNK_DIR, FORMAT_FILE, PART_PREFIX, TAG_FILE, TMP_DIR
+from fskv.root.root import CHUNK_DIR, PART_PREFIX, TMP_DIR
 
 from .neighbours import News, anybody_lives, claimed_namespaces, is_recent, last_use_step
-from .removal import KNOWN, NamespaceRemoval, What, entries, look
+from .removal import KNOWN, KNOWN_IN_ROOT, NamespaceRemoval, What, entries, look
 from .root_view import Namespace, RootView, Unlistable
 
 _LEFT_ALONE_S = 60.0  # an empty directory of chunks
 _OLD_NEWS_S = 3600.0  # engines read it within seconds
-_REMOVED_LOG = re.compile(r"[0-9a-f]{16}-(.+)\.(?:bin|part)", re.DOTALL)
 # Made by mkfs, by snapshotting servers and by NFS clients: neither ours nor anybody's.
 _BENIGN = re.compile(r"lost\+found|\.snapshots?|\.zfs|\.nfs.*", re.DOTALL)
 
@@ -124,7 +124,7 @@ class Sweep:
         for name, fd in self._names(path):
             if name.startswith(PART_PREFIX) and is_our_part(name.removeprefix(PART_PREFIX)):
                 yield from self._part(name, fd, path)
-            elif name in (FORMAT_FILE, TAG_FILE, SHARED_DIR) or _BENIGN.fullmatch(name):
+            elif name in KNOWN_IN_ROOT or _BENIGN.fullmatch(name):
                 continue
             elif name.startswith(".") or not _is_directory(name, fd):
                 yield Finding(Kind.FOREIGN, f"{path}/{name}")
@@ -151,8 +151,8 @@ class Sweep:
     def _in_removed(self) -> Iterator[Finding]:
         path = f"{self._view.path}/{SHARED_DIR}/removed"
         for name, fd in self._names(path):
-            match, info = _REMOVED_LOG.fullmatch(name), _file(name, fd)
-            if match is None or not is_our_name(match[1]) or info is None:
+            info = _file(name, fd)
+            if info is None or not is_news(name):
                 yield Finding(Kind.FOREIGN, f"{path}/{name}")
             elif not is_recent(self._now_ns, info.st_mtime_ns, _OLD_NEWS_S):
                 yield self._unlink(Kind.NEWS, name, fd, path, info)

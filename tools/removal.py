@@ -17,18 +17,20 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 
+from fskv.bounds.lease import SHARED_DIR
 from fskv.index.scan import OPEN_SHARD, shard_idx
 from fskv.index.snapshot import SNAPSHOT_FILE
 from fskv.namespace import parse_chunk_file, parse_chunk_path
 from fskv.root.beneath import opened, remove_file
 from fskv.root.filesystem import bytes_on_disk
 from fskv.root.process_id import is_our_part
-from fskv.root.root import CHUNK_DIR, MANIFEST_FILE, TMP_DIR
+from fskv.root.root import CHUNK_DIR, FORMAT_FILE, MANIFEST_FILE, TAG_FILE, TMP_DIR
 
 from .neighbours import News
 from .root_view import ChunkFile, Namespace
 
 _MAX_NAMED = 20  # foreign entries and failures that are kept by name
+KNOWN_IN_ROOT = frozenset((FORMAT_FILE, TAG_FILE, SHARED_DIR))  # beside namespaces and parts
 KNOWN = frozenset((MANIFEST_FILE, CHUNK_DIR, TMP_DIR, SNAPSHOT_FILE))  # in a namespace
 
 

@@ -174,14 +174,14 @@ class Bounds:
 
     scopes: list[Scope]
     claims: list[Claim]
-    counted_at_ms: int | None
+    counted_at_ns: int | None
 
 
 def bounds_of(root: str, now_ns: int) -> Bounds:
     claims = living_claims(root, now_ns)
     usage = Ledger(f"{root}/{SHARED_DIR}").usage()
     found = scopes(claims, usage or Usage(), Space.of(root))
-    return Bounds(found, claims, usage.at_ms if usage is not None else None)
+    return Bounds(found, claims, usage.at_ms * 1_000_000 if usage is not None else None)
 
 
 def age_text(age_s: float) -> str:

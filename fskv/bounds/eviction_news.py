@@ -75,7 +75,7 @@ class EvictionNews:
                 if len(found) + _MAX_NBYTES > _MAX_TAKEN_NBYTES:
                     break
                 self._seen.add(name)
-                if name.startswith(f"{digest16}-") and _is_ours(name):
+                if name.startswith(f"{digest16}-") and is_news(name):
                     with contextlib.suppress(OSError):
                         with regular_file(name, dir_fd=directory) as file:
                             content = file.read(_MAX_NBYTES)
@@ -87,7 +87,7 @@ class EvictionNews:
         """Remove what everybody has had the time to read. By our own clock: nobody's is compared."""
         now = time.monotonic()
         with self._opened() as directory:
-            names = {name for name in os.listdir(directory) if _is_ours(name)}
+            names = {name for name in os.listdir(directory) if is_news(name)}
             for name in names:
                 if now - self._first_seen.setdefault(name, now) > _KEPT_S:
                     with contextlib.suppress(OSError):
@@ -99,7 +99,8 @@ class EvictionNews:
         return opened(self._root, self.directory)
 
 
-def _is_ours(name: str) -> bool:
+def is_news(name: str) -> bool:
+    """Return whether a file of that name is one that a holder of the lease, or a command, has left."""
     match = _NAME.fullmatch(name)
     return match is not None and is_our_name(match[1])
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import re
 import stat
 from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -26,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fskv.namespace import CHUNK_DIR, chunk_file
+from fskv.namespace import CHUNK_DIR, chunk_file, parse_chunk_file
 from fskv.root.beneath import opened
 from fskv.root.filesystem import (
     FUTURE_NS,
@@ -59,8 +58,6 @@ RECORD = np.dtype(
 )
 Records = np.ndarray[Any, np.dtype[np.void]]
 
-_INDEX = r"(0|[1-9][0-9]{0,5})"
-_CHUNK = re.compile(rf"([0-9a-f]{{32}})\.g{_INDEX}(?:\.r{_INDEX})?\.kv")
 _BATCH = 64  # shards per call of a worker thread: a hand-over costs about 100 us
 _IN_FLIGHT = 4  # batches
 # A file that came within the same tick of the directory's mtime as our listing would stay unseen. Ticks are
@@ -309,8 +306,8 @@ def _list_opened(fd: int, idx: int, now_ns: int, *, by_blocks: bool) -> tuple[Sh
     others = []
     with os.scandir(fd) as entries:
         for entry in entries:
-            match = _CHUNK.fullmatch(entry.name)
-            if match is None:
+            chunk = parse_chunk_file(entry.name)
+            if chunk is None:
                 others.append(entry.name)
                 continue
             try:
@@ -322,11 +319,11 @@ def _list_opened(fd: int, idx: int, now_ns: int, *, by_blocks: bool) -> tuple[Sh
             if not stat.S_ISREG(info.st_mode):
                 others.append(entry.name)
                 continue
-            rank1 = 0 if match[3] is None else int(match[3]) + 1
+            rank1 = 0 if chunk.rank is None else chunk.rank + 1
             nbytes, growing = _nbytes(info, now_ns, by_blocks=by_blocks)
             shard.growing |= growing
             mtime_ns = clamp_mtime(info.st_mtime_ns, now_ns)
-            rows.append((bytes.fromhex(match[1]), int(match[2]), rank1, mtime_ns, nbytes))
+            rows.append((bytes.fromhex(chunk.name), chunk.group_idx, rank1, mtime_ns, nbytes))
     shard.records = np.array(rows, RECORD)
     return shard, others
 

@@ -22,7 +22,7 @@ from fskv.format.chunk_file import FileLayout
 from fskv.hybrid_planner import GroupLayout, plan_job
 from fskv.observe import metrics
 from fskv.offload.mover import Mover
-from fskv.root.root import NamespaceDir
+from fskv.root.root import CHUNK_DIR, TMP_DIR, NamespaceDir
 from fskv.types import ChunkId, FileId
 
 from .contestant import (
@@ -81,8 +81,8 @@ def open_data_path(
     `by` is the transport, "host" or "gds". The only place where a bench constructs fskv. Raises FskvError and
     OSError.
     """
-    os.makedirs(os.path.join(path, "tmp"))
-    os.mkdir(os.path.join(path, "chunks"))
+    os.makedirs(os.path.join(path, TMP_DIR))
+    os.mkdir(os.path.join(path, CHUNK_DIR))
     directory = NamespaceDir(path, b"bench" * 6, 0o700, 0o600)
     config = StoreConfig(
         root=path,

@@ -181,9 +181,8 @@ def _print(
             f"bound        {scope.kind}{name}: {iec(scope.counted)} of {iec(scope.limit)} in use,"
             f" {iec(scope.outstanding)} promised to writers"
         )
-    at = None if bounds.counted_at_ms is None else bounds.counted_at_ms * 1_000_000
     if bounds.claims:
-        print(f"engines      {len(bounds.claims)} claims, last counted {ago(at)}")
+        print(f"engines      {len(bounds.claims)} claims, last counted {ago(bounds.counted_at_ns)}")
     for target in usage.targets(bounds.scopes):
         print(
             f"would free   {iec(target.nbytes)} in {target.num_files:,} files: fskv prune {target.option}"
@@ -300,7 +299,6 @@ def _emit(
         )
     for target in usage.targets(bounds.scopes):
         emit("target", option=target.option, files=target.num_files, nbytes_on_disk=target.nbytes)
-    at = None if bounds.counted_at_ms is None else bounds.counted_at_ms * 1_000_000
     emit(
         "summary",
         **_counts(total, ages),
@@ -309,5 +307,5 @@ def _emit(
         foreign=sum(one.num_foreign for one in usage.namespaces),
         unlistable=sum(one.unlistable for one in usage.namespaces),
         claims=len(bounds.claims),
-        counted_at=rfc3339(at),
+        counted_at=rfc3339(bounds.counted_at_ns),
     )

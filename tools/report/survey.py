@@ -19,17 +19,17 @@ from typing import Any
 
 import numpy as np
 
-from fskv.bounds.lease import SHARED_DIR, TTL_S
+from fskv.bounds.lease import TTL_S
 from fskv.index.scan import RECORD, Records, Shard, file_name, shard_idx, shard_path
 from fskv.index.tally import tally
 from fskv.namespace import parse_chunk_file, path_of_file
 from fskv.root.filesystem import bytes_on_disk
 from fskv.root.process_id import GRACE_S, is_our_part, provably_dead
-from fskv.root.root import CHUNK_DIR, FORMAT_FILE, PART_PREFIX, TAG_FILE, TMP_DIR
+from fskv.root.root import CHUNK_DIR, PART_PREFIX, TMP_DIR
 
 from ..check.expect import expected_of
 from ..check.judge import Finding, Reader, judge
-from ..removal import KNOWN
+from ..removal import KNOWN, KNOWN_IN_ROOT
 from ..root_view import Namespace, RootView, Unlistable, num_chunks
 from ..top.look import Look, is_here, look_at
 
@@ -303,8 +303,6 @@ def _take_part(health: Health, mtime_ns: int, nbytes: int, now_ns: int) -> None:
 
 # --- what is there besides chunks -------------------------------------------------------
 
-_OURS_IN_ROOT = {FORMAT_FILE, TAG_FILE, SHARED_DIR}
-
 
 def _look_around(view: RootView, arches: set[str], health: Health, now_ns: int) -> None:
     """Count parts and foreign entries beside the chunks."""
@@ -312,14 +310,15 @@ def _look_around(view: RootView, arches: set[str], health: Health, now_ns: int) 
     for entry in _entries(root):
         if entry.name.startswith(PART_PREFIX) and is_our_part(entry.name[len(PART_PREFIX) :]):
             _take_part(health, *_lstat(entry), now_ns)
-        elif entry.name not in _OURS_IN_ROOT and entry.name not in arches:
+        elif entry.name not in KNOWN_IN_ROOT and entry.name not in arches:
             health.found_foreign(entry.name)
-    names = {one.path for one in view.namespaces()}
+    spaces = view.namespaces()
+    names = {one.path for one in spaces}
     for arch in sorted(arches):
         for entry in _entries(f"{root}/{arch}"):
             if entry.path not in names:
                 health.found_foreign(f"{arch}/{entry.name}")
-    for one in view.namespaces():
+    for one in spaces:
         for entry in _entries(one.path):
             if entry.name not in KNOWN:
                 health.found_foreign(f"{one.id}/{entry.name}")
