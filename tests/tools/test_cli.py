@@ -90,8 +90,34 @@ def test_a_start_imports_only_what_the_command_needs(lab):
 def test_a_problem_goes_before_a_part_that_was_not_done(lab, monkeypatch, words):
     """3 means: no problem in what could be looked at."""
     one, other = lab.namespace(), lab.namespace(model_name="other")
-    unlistable = os.path.dirname(lab.chunk(one, 1))
     lab.chunk(other, 1)
+    deny_listing(monkeypatch, os.path.dirname(lab.chunk(one, 1)))
+    command = words.split()
+    assert run(*command, root=lab.path).exit_code == 3
+    manifest = pathlib.Path(other.directory.path, "namespace.json")
+    manifest.write_text("{}")
+    assert run(*command, root=lab.path).exit_code == 1
+    monkeypatch.undo()
+    assert run(*command, root=lab.path).exit_code == 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *("ls --fresh", "ls --chunks", "du", "verify"),
+        *("prune --unused-for 1d --dry-run", "rm org --dry-run"),
+    ],
+)
+def test_a_directory_that_cannot_be_listed_is_named_once_and_in_words(lab, monkeypatch, words):
+    directory = os.path.dirname(lab.chunk(lab.namespace(), 1))
+    deny_listing(monkeypatch, directory)
+    done = run(*words.split(), root=lab.path)
+    assert done.exit_code == 3
+    told = [line for line in done.stderr.splitlines() if "cannot be listed" in line]
+    assert told == [f"{directory}: cannot be listed: denied"]
+
+
+def deny_listing(monkeypatch, unlistable):
     for lister in ("_list_in_c", "_list_in_python"):
         real = getattr(scan, lister)
 
@@ -101,13 +127,6 @@ def test_a_problem_goes_before_a_part_that_was_not_done(lab, monkeypatch, words)
             return real(path, *rest)
 
         monkeypatch.setattr(scan, lister, fail)
-    command = words.split()
-    assert run(*command, root=lab.path).exit_code == 3
-    manifest = pathlib.Path(other.directory.path, "namespace.json")
-    manifest.write_text("{}")
-    assert run(*command, root=lab.path).exit_code == 1
-    monkeypatch.undo()
-    assert run(*command, root=lab.path).exit_code == 1
 
 
 def test_an_unknown_command_is_a_usage_error_that_suggests_one():

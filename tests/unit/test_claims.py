@@ -534,6 +534,7 @@ def test_only_parts_of_dead_processes_are_removed(shared):
     for name in [dead.strip(), *names]:
         (shared / f"{name}.part").touch()
         (shared / CLAIMS_DIR / f"{name}.part").touch()
+    (shared / f"{dead.strip()}0.part").symlink_to("/nowhere")  # no file: foreign
     Ledger(str(shared)).remove_orphans(0)
     assert sorted(os.listdir(shared / CLAIMS_DIR)) == sorted(f"{name}.part" for name in names)
-    assert len(os.listdir(shared)) == 4
+    assert len(os.listdir(shared)) == 5
