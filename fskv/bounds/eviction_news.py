@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import stat
 import time
 from collections import deque
 from collections.abc import Sequence
