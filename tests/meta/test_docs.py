@@ -378,6 +378,22 @@ def test_a_doctored_table_of_layers_fails(old, new):
         check_layers(text.replace(old, new))
 
 
+def check_places(text: str) -> None:
+    """Hold the table of what to change to the tree: each place is there."""
+    table = text.split("| to change | begin in | and then |")[1].split("\n\n")[0]
+    places = re.findall(r"`([\w/.]+/[\w/.]*)`", table)
+    assert len(places) > 20
+    assert [place for place in places if not (REPOSITORY / place).exists()] == []
+
+
+def test_the_places_to_change_things_are_there():
+    text = text_of("docs/architecture.md")
+    check_places(text)
+    assert text.count("| `fskv/bounds/evict.py` |") == 1
+    with pytest.raises(AssertionError):
+        check_places(text.replace("| `fskv/bounds/evict.py` |", "| `fskv/bounds/prune.py` |"))
+
+
 def check_modules(text: str) -> None:
     """Hold the table of modules to the tree: a row each, with the first line of its docstring."""
     expected = {}

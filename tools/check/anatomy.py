@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from fskv.errors import ChunkError, FskvError
 from fskv.format import chunk_file
 from fskv.format.chunk_file import ROW_NBYTES, ChunkHeader
-from fskv.namespace import ChunkName, Identity, directory, parse_chunk_path
+from fskv.namespace import ChunkName, Identity, directory, parse_chunk_file, parse_chunk_path
 from fskv.root.root import read_manifest
 
 from .. import mac_keys
@@ -71,7 +71,7 @@ def place(path: str) -> Place:
     """Say where a file is by its path; reads the manifest of its namespace, if there is one."""
     path = os.path.abspath(path)
     name = os.path.basename(path)
-    chunk = parse_chunk_path(f"chunks/{name[:3]}/{name}")
+    chunk = parse_chunk_file(name)
     parts = path.split("/")
     if len(parts) < 5 or parse_chunk_path("/".join(parts[-3:])) is None:
         return Place(path, chunk, None, None, None, Expected())
