@@ -380,7 +380,7 @@ def test_a_doctored_table_of_layers_fails(old, new):
 
 def check_places(text: str) -> None:
     """Hold the table of what to change to the tree: each place is there."""
-    table = text.split("| to change | begin in | and then |")[1].split("\n\n")[0]
+    table = text.split("| to change | begin in | and then |")[1].split("\n\n", maxsplit=1)[0]
     places = re.findall(r"`([\w/.]+/[\w/.]*)`", table)
     assert len(places) > 20
     assert [place for place in places if not (REPOSITORY / place).exists()] == []
