@@ -7,6 +7,7 @@ engine that runs.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pathlib
 import time
@@ -98,11 +99,9 @@ def zero_payload(path: str) -> None:
     content = bytearray(pathlib.Path(path).read_bytes())
     header = chunk_file.parse_header(content)
     content[header.header_nbytes :] = bytes(header.payload_nbytes)
-    fields = {name: getattr(header, name) for name in header.__dataclass_fields__}
-    payload = memoryview(content)[header.header_nbytes :]
-    fields["row_digests"] = header.integrity.rows(payload)
-    fixed = chunk_file.encode_header(chunk_file.ChunkHeader(**fields), header.header_nbytes)
-    content[: header.header_nbytes] = fixed
+    digests = header.integrity.rows(memoryview(content)[header.header_nbytes :])
+    zeroed = dataclasses.replace(header, row_digests=digests)
+    content[: header.header_nbytes] = chunk_file.encode_header(zeroed, header.header_nbytes)
     pathlib.Path(path).write_bytes(content)
 
 

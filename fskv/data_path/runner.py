@@ -21,19 +21,20 @@ thread that hangs is free when its call returns.
 The engine's thread calls submit_*, poll and wait, and none of them ever waits for a disk:
 
 - A load job is reported when the pages of all its tasks are free, or at its deadline. `JobResult.bad` names
-the files that were not good. A bad file does not end the others: all that is bad is found, reported and
-stored again in one round. From the report on no late thread can write a page: the job's `Guard` refuses it.
+  the files that were not good. A bad file does not end the others: all that is bad is found, reported and
+  stored again in one round. From the report on no late thread can write a page: the job's `Guard` refuses it.
 - A store job is reported when its pages are free, not when its files are written. Writing goes on; what
-became of it arrives later through `take_outcomes`. - `wait` returns when the pages of the given jobs are
-neither read nor written any more. It gathers what it can into free slots and cancels the rest. - `drop` does
-the same for all jobs at once and gathers nothing: the engine has given its KV up.
+  became of it arrives later through `take_outcomes`.
+- `wait` returns when the pages of the given jobs are neither read nor written any more. It gathers what it
+  can into free slots and cancels the rest.
+- `drop` does the same for all jobs at once and gathers nothing: the engine has given its KV up.
 
 Where the transport allows it, an I/O thread does all this in `fskv._native` without entering the interpreter
 and comes back only with a chunk for which something is amiss; that chunk is done again here, from the start.
 `poll` collects what was done there.
 
-Threads: one lock (`_lock`) orders the counters and the outcome list; each job has its own (`Job.lock`), and
-a guard over its KV pages. Lock order: job before runner, never the other way round.
+Threads: a job has a lock (`Job.lock`) and a guard over its KV pages. What ends a task, and the lock for that,
+is in `ends`; the thread that waits for events is in `readiness`.
 """
 
 from __future__ import annotations
@@ -220,7 +221,7 @@ class JobRunner(Generic[SlotT]):
         """Register a job; return the tasks to run, if any. ValueError: its id is that of an open one."""
         if (
             job.job_id in self._jobs
-        ):  # its report would take this one's place, and its pages be nobody's
+        ):  # the report would be taken for this job's, with its pages in use
             raise ValueError(f"job {job.job_id} is under way")
         job.tasks = [FileTask(job, move) for move in moves]
         job.num_open = len(job.tasks)

@@ -153,7 +153,8 @@ class TaskQueue(Generic[OwnerT]):
             if self._closed:
                 return False
             for task in tasks:
-                (self._urgent if task.urgent else self._normal)[task] = None
+                if not task.cancelled:
+                    (self._urgent if task.urgent else self._normal)[task] = None
             if self.num_idle:
                 self._changed.notify(len(tasks))
             return self.wants_thread

@@ -144,6 +144,7 @@ class _Field(NamedTuple):
     at_least: int  # of an integer, or of the length of a binary or text
     at_most: int
     per_chunk: bool = False  # not the same in all files of a group and rank
+    absent: object = None  # what a file without it has; of no use where that is not of its kind
 
 
 # The map, in the order in which it is written. What is per chunk cuts it into HeaderPieces, and is the last.
@@ -411,8 +412,8 @@ def _header_from_meta(
     ):
         raise ChunkCorrupt(f"codec {codec!r:.20}, checksum {checksum!r:.20}, row {row!r:.20}")
     values: dict[str, Any] = {}
-    for name, attribute, kind, at_least, at_most, _ in _READ:
-        value: Any = meta.get(name)
+    for name, attribute, kind, at_least, at_most, _, absent in _READ:
+        value: Any = meta.get(name, absent)
         values[attribute] = value
         found = type(value)
         # By type, not by value: false and 0.0 equal 0, and another reader refuses them.

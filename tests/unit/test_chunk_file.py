@@ -473,6 +473,20 @@ def small(monkeypatch):
     return transport, load
 
 
+@pytest.mark.parametrize("absent", ["nobody", None])
+def test_a_field_that_older_files_do_not_have(monkeypatch, absent):
+    """Without a value for those, the negative control, they are not files of this format any more."""
+    late = [
+        row._replace(absent=absent) if row.name == "creator" else row for row in chunk_file._READ
+    ]
+    monkeypatch.setattr(chunk_file, "_READ", tuple(late))
+    old = {name: value for name, value in good_meta().items() if name != "creator"}
+    if absent is None:
+        refused(sealed(msgpack.packb(old)))
+    else:
+        assert parse_header(sealed(msgpack.packb(old))).creator == "nobody"
+
+
 @pytest.mark.parametrize(("num_blocks", "refused"), [(2**21 - 117, False), (2**21 - 116, True)])
 def test_chunks_with_a_header_that_no_reader_takes_are_refused_when_the_store_opens(
     num_blocks, refused
