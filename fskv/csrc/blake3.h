@@ -1,5 +1,6 @@
 /* Keyed BLAKE3 of rows: what seals the rows of a sealed file (fskv.format.mac). Facts: the BLAKE3 specification.
- * tests/unit/test_native.py holds it against the `blake3` package byte for byte, each path of it; where the CPU has no AVX2 that package is used.
+ * tests/unit/test_native.py holds it against the `blake3` package byte for byte, each path of it, and
+ * tests/unit/test_processors.py on other processors. Where the CPU has no AVX2 that package is used.
  */
 #ifndef FSKV_BLAKE3_H
 #define FSKV_BLAKE3_H

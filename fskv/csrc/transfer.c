@@ -91,9 +91,9 @@ __attribute__((target("avx2"))) static void stream(uint8_t *to, const uint8_t *f
         _mm256_stream_si256((__m256i *)(to + at + 96), d);
     }
 }
-#endif
 
 static bool can_stream;
+#endif
 
 void copy_init(void)
 {

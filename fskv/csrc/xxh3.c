@@ -4,6 +4,8 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
@@ -104,6 +106,35 @@ __attribute__((target("avx2"))) static void hash_blocks_avx2(uint64_t acc[8], co
     _mm256_storeu_si256((__m256i *)acc, sum[0]);
     _mm256_storeu_si256((__m256i *)(acc + 4), sum[1]);
 }
+#elif defined(__aarch64__)
+static void hash_blocks_neon(uint64_t acc[8], const uint8_t *input, size_t num_blocks)
+{
+    uint64x2_t sum[4];
+    const uint32x2_t prime = vdup_n_u32((uint32_t)PRIME32_1);
+    for (int i = 0; i < 4; i++)
+        sum[i] = vld1q_u64(acc + 2 * i);
+    for (size_t b = 0; b < num_blocks; b++) {
+        for (int n = 0; n < STRIPES_PER_BLOCK; n++) {
+            const uint8_t *data = input + b * BLOCK + n * STRIPE, *secret = SECRET_BYTES + 8 * n;
+            __builtin_prefetch(data + 512);
+            for (int i = 0; i < 4; i++) {
+                uint64x2_t value = vreinterpretq_u64_u8(vld1q_u8(data + 16 * i));
+                uint64x2_t key = veorq_u64(value, vreinterpretq_u64_u8(vld1q_u8(secret + 16 * i)));
+                sum[i] = vaddq_u64(sum[i], vextq_u64(value, value, 1));
+                sum[i] = vmlal_u32(sum[i], vmovn_u64(key), vshrn_n_u64(key, 32));
+            }
+        }
+        for (int i = 0; i < 4; i++) {
+            const uint8_t *secret = SECRET_BYTES + SECRET - STRIPE + 16 * i;
+            uint64x2_t x = veorq_u64(sum[i], vshrq_n_u64(sum[i], 47));
+            x = veorq_u64(x, vreinterpretq_u64_u8(vld1q_u8(secret)));
+            uint64x2_t high = vmull_u32(vshrn_n_u64(x, 32), prime);
+            sum[i] = vmlal_u32(vshlq_n_u64(high, 32), vmovn_u64(x), prime);
+        }
+    }
+    for (int i = 0; i < 4; i++)
+        vst1q_u64(acc + 2 * i, sum[i]);
+}
 #endif
 
 static void (*hash_blocks)(uint64_t acc[8], const uint8_t *input, size_t num_blocks) =
@@ -114,6 +145,8 @@ void xxh3_init(void)
 #if defined(__x86_64__)
     if (__builtin_cpu_supports("avx2"))
         hash_blocks = hash_blocks_avx2;
+#elif defined(__aarch64__)
+    hash_blocks = hash_blocks_neon; /* every such CPU has it */
 #endif
 }
 
