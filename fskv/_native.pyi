@@ -61,6 +61,7 @@ class Layout:
         format_version: int,
         open_flags: int,
         fsync: bool,
+        touch: bool,
         file_mode: int,
         dir_mode: int,
         touch_interval_s: float,

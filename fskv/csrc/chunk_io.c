@@ -324,8 +324,11 @@ static ChunkResult write_in(const FileLayout *layout, const ChunkFile *file, uin
     bool good = write_all(layout, fd, slot, layout->header_nbytes + layout->payload_nbytes) &&
                 (!layout->fsync || fsync(fd) == 0);
     good = close(fd) == 0 && good; /* NFS may report a failed write only here */
-    if (good && renameat(*directory, part, *directory, name) == 0)
+    if (good && renameat(*directory, part, *directory, name) == 0) {
+        if (layout->touch)
+            (void)utimensat(*directory, name, NULL, AT_SYMLINK_NOFOLLOW);
         return CHUNK_OK;
+    }
     (void)unlinkat(*directory, part, 0);
     return CHUNK_OTHERWISE;
 }

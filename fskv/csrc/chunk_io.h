@@ -25,6 +25,7 @@ typedef struct {
     uint32_t num_blocks;
     int open_flags; /* O_DIRECT or 0 */
     int fsync;
+    int touch; /* a file that was published: fskv.root.filesystem.shows_late */
     mode_t file_mode, dir_mode;
     double touch_interval_s;
     size_t root_nbytes; /* of the paths: no link is followed in what is behind them */

@@ -253,16 +253,16 @@ static PyObject *Layout_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     static char *names[] = {"head",          "middle",        "rows",         "tail",
                             "header_nbytes", "payload_nbytes", "content_nbytes", "block_nbytes",
                             "num_blocks",    "format_version", "open_flags",   "fsync",
-                            "file_mode",     "dir_mode",       "touch_interval_s",
+                            "touch",         "file_mode",      "dir_mode",     "touch_interval_s",
                             "root_nbytes",   NULL};
     PyObject *head, *middle, *rows, *tail;
     FileLayout file = {0};
     Py_ssize_t header, payload, content, block, root_nbytes;
     unsigned int num_blocks, version, file_mode, dir_mode;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "SSSSnnnnIIipIIdn:Layout", names, &head, &middle,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "SSSSnnnnIIippIIdn:Layout", names, &head, &middle,
                                      &rows, &tail, &header, &payload, &content, &block,
                                      &num_blocks, &version, &file.open_flags, &file.fsync,
-                                     &file_mode, &dir_mode, &file.touch_interval_s,
+                                     &file.touch, &file_mode, &dir_mode, &file.touch_interval_s,
                                      &root_nbytes))
         return NULL;
     /* The pieces, the longest key, both integers, the digests. */

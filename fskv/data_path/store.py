@@ -39,6 +39,7 @@ from fskv.format.integrity import Integrity
 from fskv.format.mac import MacKey, MacKeys
 from fskv.plan.spans import ChunkPlan
 from fskv.root.beneath import make_directory, open_directory
+from fskv.root.filesystem import shows_late
 from fskv.root.process_id import unique_name
 from fskv.transports.chunk_fd import open_chunk_fd
 from fskv.transports.protocol import OpenChunk, SlotT, Transport
@@ -104,6 +105,7 @@ class ChunkStore(Generic[SlotT]):
         self._layouts = layouts
         self._transport = transport
         self._touch_interval_s = touch_interval_s
+        self._touch_published = shows_late(self._root)
         self._restore = restore
         self._keys = keys
         self._creator = f"fskv/{__version__}"
@@ -145,6 +147,7 @@ class ChunkStore(Generic[SlotT]):
             format_version=chunk_file.FORMAT_VERSION,
             open_flags=native.open_flags,
             fsync=native.fsync,
+            touch=self._touch_published,
             file_mode=native.file_mode,
             dir_mode=self._directory.dir_mode,
             touch_interval_s=self._touch_interval_s,
@@ -450,6 +453,9 @@ class ChunkStore(Generic[SlotT]):
         part, name = os.path.basename(part), os.path.basename(path)
         try:
             publish(part, name, shard)
+            if self._touch_published:
+                with contextlib.suppress(OSError):
+                    os.utime(name, dir_fd=shard, follow_symlinks=False)
         except OSError as error:
             with contextlib.suppress(OSError):
                 os.unlink(part, dir_fd=shard)

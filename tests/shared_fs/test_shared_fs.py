@@ -286,7 +286,8 @@ def assert_weathered(found, measured):
             f"good again after {seconds(it.recovery)}",
         )
     for name, it in found.items():
-        assert any(set(r["load"]) != {"ok"} for r in it.during), f"{name}: nothing happened"
+        happened = any({*r["load"], *r["store"]} != {"ok"} for r in it.during)
+        assert happened, f"{name}: nothing happened"
         # Half of the time that the file system was away: nothing waits for it.
         assert it.longest_call < 2 * DEADLINE_S, f"{name}: the engine waited"
         assert it.longest_load < 2 * DEADLINE_S, f"{name}: reported long after the deadline"

@@ -835,7 +835,7 @@ def test_transfers_that_make_no_sense_are_refused():
         "content_nbytes": 64,
         "block_nbytes": 32,
     }
-    rest = {"num_blocks": 2, "format_version": 1, "open_flags": 0, "fsync": False}
+    rest = {"num_blocks": 2, "format_version": 1, "open_flags": 0, "fsync": False, "touch": False}
     rest |= {"file_mode": 0o600, "dir_mode": 0o700, "touch_interval_s": 600.0, "root_nbytes": 0}
     pieces = {"head": b"h", "middle": b"m", "rows": b"r", "tail": b"t"}
     layout = _native.Layout(**pieces, **sizes, **rest)

@@ -1,0 +1,219 @@
+"""CephFS on one machine: a monitor, a manager, two OSDs, two MDS (one stands by), and two ceph-fuse clients.
+
+Both pools keep each object twice and serve it while one copy is there. All timeouts are those of a cluster in
+operation but for those that say when a silent daemon is given up, which are shorter: a test waits for them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import uuid
+
+from shared_fs import netns
+
+_NEEDED = (
+    "ceph",
+    "ceph-mon",
+    "ceph-mgr",
+    "ceph-osd",
+    "ceph-mds",
+    "ceph-fuse",
+    "setfattr",
+    "fusermount3",
+)
+_OSD_NBYTES = 2 << 30  # sparse
+_START_S = 120.0
+
+_CONFIGURATION = """[global]
+fsid = {fsid}
+mon host = [v1:{address}:6789]
+public network = {subnet}.0/24
+auth cluster required = none
+auth service required = none
+auth client required = none
+run dir = {directory}/run
+log file = {directory}/log/$name.log
+admin socket = {directory}/run/$name.asok
+pid file = {directory}/run/$name.pid
+crash dir = {directory}/run
+keyring = {directory}/keyring
+mon data = {directory}/mon
+mgr data = {directory}/mgr
+mds data = {directory}/mds.$id
+osd data = {disks}/$id
+ms bind msgr2 = false
+mon allow pool delete = true
+mon data avail crit = 1
+mon data avail warn = 1
+mon warn on pool no redundancy = false
+osd pool default size = 2
+osd pool default min size = 1
+osd pool default pg autoscale mode = off
+osd crush chooseleaf type = 0
+osd objectstore = bluestore
+bluestore block size = {osd_nbytes}
+bluestore block wal create = false
+osd memory target = 939524096
+osd heartbeat grace = 6
+osd heartbeat interval = 2
+mon osd min down reporters = 1
+osd class update on start = false
+osd crush update on start = false
+mds beacon grace = 6
+mds beacon interval = 2
+mon mgr beacon grace = 60
+[client]
+pid file =
+admin socket =
+"""
+
+
+def missing() -> str | None:
+    """Return a sentence that says why there can be no CephFS here, or None."""
+    return netns.missing("CephFS", _NEEDED)
+
+
+class Ceph(netns.Network):
+    """A CephFS, mounted twice."""
+
+    def __init__(self) -> None:
+        super().__init__("ceph", "10.78.9")
+        # Each write of an OSD is an fsync: in memory it cannot be held up by what else uses the disk.
+        self.disks = tempfile.mkdtemp(prefix="fskv-ceph-", dir="/dev/shm")
+        self._configuration = f"{self.directory}/ceph.conf"
+
+    def up(self) -> None:
+        super().up()
+        for name in ("run", "log", "mon", "mgr", "mds.a", "mds.b"):
+            os.mkdir(f"{self.directory}/{name}")
+        fsid = str(uuid.uuid4())
+        with open(self._configuration, "w") as file:
+            file.write(
+                _CONFIGURATION.format(
+                    fsid=fsid,
+                    address=self.address,
+                    subnet=self.address.rpartition(".")[0],
+                    directory=self.directory,
+                    disks=self.disks,
+                    osd_nbytes=_OSD_NBYTES,
+                )
+            )
+        keyring, monmap = f"{self.directory}/keyring", f"{self.directory}/monmap"
+        for entity, caps in {
+            "mon.": "--cap mon allow*",
+            "client.admin": "--cap mon allow* --cap osd allow* --cap mds allow* --cap mgr allow*",
+        }.items():
+            words = [word.replace("allow*", "allow *") for word in caps.split()]
+            create = [] if os.path.exists(keyring) else ["--create-keyring"]
+            netns.run("ceph-authtool", *create, keyring, "--gen-key", "-n", entity, *words)
+        address = f"[v1:{self.address}:6789]"
+        netns.run("monmaptool", "--create", "--addv", "a", address, "--fsid", fsid, monmap)
+        self._daemon("ceph-mon", "a", "--mkfs", "--monmap", monmap, "--keyring", keyring)
+        self._daemon("ceph-mon", "a")
+        netns.wait(lambda: self.ceph("-s"), "the monitor answers", _START_S)
+        self._daemon("ceph-mgr", "x")
+        for number in ("0", "1"):
+            os.mkdir(f"{self.disks}/{number}")
+            osd = str(uuid.uuid4())
+            self.ceph("osd", "new", osd, number)
+            # Not by the OSD when it starts: it asks before it knows the cluster, and is refused now and then.
+            self.ceph("osd", "crush", "add", f"osd.{number}", "1.0", "root=default", "host=server")
+            self._daemon("ceph-osd", number, "--mkfs", "--osd-uuid", osd)
+            self._daemon("ceph-osd", number)
+        for name in ("metadata", "data"):
+            self.ceph("osd", "pool", "create", name, "8")
+        self.ceph("fs", "new", "kv", "metadata", "data")
+        for name in ("a", "b"):
+            self._daemon("ceph-mds", name)
+        netns.wait(self.well, "CephFS is up", _START_S)
+        for node in (self.a, self.b):
+            self.mount(node)
+
+    def _daemon(self, program: str, number: str, *arguments: str) -> None:
+        self.inside(
+            "server",
+            program,
+            "-c",
+            self._configuration,
+            "-i",
+            number,
+            *arguments,
+            timeout_s=_START_S,
+        )
+
+    def ceph(self, *arguments: str) -> str:
+        """Run a command of the administrator."""
+        return self.inside(
+            "server", "ceph", "-c", self._configuration, "--connect-timeout", "10", *arguments
+        )
+
+    def status(self, *arguments: str) -> dict | list:
+        return json.loads(self.ceph(*arguments, "--format", "json"))
+
+    def well(self) -> bool:
+        """Whether both OSDs are up and hold everything, and one MDS serves and another stands by."""
+        status = self.status("-s")
+        states = status["pgmap"]["pgs_by_state"]
+        return (
+            status["osdmap"]["num_up_osds"] == 2
+            and status["fsmap"]["up:standby"] == 1
+            and [mds["status"] for mds in status["fsmap"]["by_rank"]] == ["up:active"]
+            and {state["state_name"] for state in states} == {"active+clean"}
+        )
+
+    # --- clients ----------------------------------------------------------------------------
+
+    def mount(self, node: netns.Client) -> None:
+        node.inside("ceph-fuse", "-c", self._configuration, node.mount)
+
+    def remount(self, node: netns.Client) -> None:
+        """As an operator does with a client that was evicted."""
+        netns.kill(self.pids(node.name, "ceph-fuse"))
+        netns.unmount(node.mount)
+        self.mount(node)
+
+    def evict(self, node: netns.Client) -> None:
+        """Let the MDS evict a client, which has it blocklisted by the OSDs as well."""
+        (client,) = [
+            session
+            for session in self.status("tell", f"mds.{self.active_mds()}", "session", "ls")
+            if session["client_metadata"]["mount_point"] == node.mount
+        ]
+        self.ceph("tell", f"mds.{self.active_mds()}", "client", "evict", f"id={client['id']}")
+
+    # --- servers ----------------------------------------------------------------------------
+
+    def active_mds(self) -> str:
+        (mds,) = self.status("-s")["fsmap"]["by_rank"]
+        return mds["name"]
+
+    def daemons(self, program: str, *numbers: str) -> list[int]:
+        """Return the processes of a kind of daemon, or of these."""
+        pids = self.pids("server", program)
+        return [pid for pid in pids if not numbers or _number(pid) in numbers]
+
+    def restart(self) -> None:
+        """Start again what is not there."""
+        for program, numbers in {"ceph-osd": ("0", "1"), "ceph-mds": ("a", "b")}.items():
+            for number in numbers:
+                if not self.daemons(program, number):
+                    self._daemon(program, number)
+
+    def mend(self) -> None:
+        netns.thaw(self.pids("server"))
+        self.b.heal()
+        self.restart()
+        netns.wait(self.well, "CephFS is well again", _START_S)
+
+    def down(self) -> None:
+        netns.thaw(self.pids("server"))
+        super().down()
+        netns.run("rm", "-rf", self.disks)
+
+
+def _number(pid: int) -> str:
+    with open(f"/proc/{pid}/cmdline", "rb") as file:
+        words = file.read().decode().split("\0")
+    return words[words.index("-i") + 1]
