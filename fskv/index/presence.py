@@ -6,6 +6,10 @@ queued keys to the probe threads in batches, and a later lookup finds the answer
 longer than `lookup_timeout_s` becomes a MISS: the request is recomputed instead of waiting for a hung
 mount. An answer is a hint, never a proof: the load checks the file.
 
+A mount may be slow and not hang: a new client of CephFS takes milliseconds for each of thousands of chunks.
+While batches come back, at least one in `lookup_timeout_s`, an UNKNOWN lasts as long as a recompute of what
+was asked would take, and ten times `lookup_timeout_s` at most.
+
 A batch takes about _BATCH_S, by what a key took before: on a slow mount the first answers of a step do not
 wait for its last, on a fast disk 512 keys cost the interpreter as much as 8. What was learnt together is one
 object in memory, shared by the keys.
@@ -54,6 +58,7 @@ _MAX_DROPPED = 1000  # removed names at the end of a step: 0.2 ms
 _BATCH_S = 0.005
 _MIN_BATCH, _FIRST_BATCH, _MAX_BATCH = 8, 64, 512
 _MAX_HUNG_PROBES = 4
+_MOST_PATIENCE = 10.0  # times lookup_timeout_s
 _MAX_QUARANTINED = 1000  # for the metric alone
 
 Answer = tuple[Presence, Status]
@@ -91,6 +96,7 @@ class _Batch:
     chunks: list[Key]
     started_at: float
     removals: int  # mark_removed so far
+    ran_at: float | None = None  # on a thread; None: it waits for one
     task: Call | None = None
     done: bool = False
 
@@ -112,18 +118,25 @@ class PresenceIndex:
         lookup_timeout_s: float,
         quarantine_s: float,
         breaker: Breaker,
+        recompute_s: Callable[[int], float] = lambda _num_chunks: 0.0,
         max_known: int = MAX_KNOWN_CHUNKS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`probe(chunks, missed_before)` looks at the disk and may hang or raise OSError.
 
-        `missed_before` has a byte for each chunk: 1 where the last look found nothing.
+        `missed_before` has a byte for each chunk: 1 where the last look found nothing. `recompute_s`
+        estimates what computing so many chunks takes, in seconds.
         """
         self._probe = probe
         # An answer must live until the request that waits for it has asked again.
         self._positive_ttl_s = max(positive_ttl_s, lookup_timeout_s)
         self._negative_ttl_s = max(negative_ttl_s, lookup_timeout_s)
         self._timeout_s = lookup_timeout_s
+        self._longest_s = max(self._positive_ttl_s, _MOST_PATIENCE * lookup_timeout_s)
+        self._recompute_s = recompute_s
+        self._num_asked = 0  # chunks, since nothing was waited for
+        self._patience_s = 0.0  # beyond the timeout, for these
+        self._answered_at = float("-inf")  # when the disk last did
         self._quarantine_s = quarantine_s
         self._breaker = breaker
         self._max_known = max_known
@@ -142,7 +155,8 @@ class PresenceIndex:
     def lookup(self, chunk: ChunkId) -> Answer:
         """Return what is known, and for a MISS why. Never blocks.
 
-        UNKNOWN promises that a call after `lookup_timeout_s` at the latest says HIT or MISS.
+        UNKNOWN promises that a call after `lookup_timeout_s` at the latest says HIT or MISS; after ten times
+        that where the disk answers but slowly.
         """
         now = self._clock()
         entry = self._entries.get(chunk)
@@ -166,6 +180,8 @@ class PresenceIndex:
                 return self._remember(chunk, _ABSENT, self._negative_ttl_s)
             return answer
         if answer is _WAITING:
+            if self._is_patient(entry.valid_until, now):
+                return answer
             return self._remember(chunk, _TIMED_OUT, self._negative_ttl_s)
         self._entries.move_to_end(chunk)
         return self._ask(chunk, now, missed_before=answer is not _HIT)
@@ -179,8 +195,13 @@ class PresenceIndex:
             self._give_up_late_batches(now)
         if self._removed:
             self._drop_old_removals(now)
+        if not self._batches:
+            self._num_asked, self._patience_s = 0, 0.0
         if not self._queued:
             return
+        self._num_asked += len(self._queued)
+        most = (_MOST_PATIENCE - 1) * self._timeout_s
+        self._patience_s = min(most, self._recompute_s(self._num_asked) - self._timeout_s)
         chunks, missed = list(self._queued), bytes(self._queued.values())
         self._queued.clear()
         size = self._batch_size()
@@ -319,11 +340,11 @@ class PresenceIndex:
         """Forget removals that no HIT is older than.
 
         Called after the answers were taken and late probes given up: what is still being looked at was
-        started less than a lookup's timeout ago, which is at most the TTL.
+        started less than `_longest_s` ago.
         """
         for _ in range(_MAX_DROPPED):
             name = next(iter(self._removed), None)
-            if name is None or self._removed[name].at + self._positive_ttl_s >= now:
+            if name is None or self._removed[name].at + self._longest_s >= now:
                 return
             del self._removed[name]
 
@@ -335,7 +356,8 @@ class PresenceIndex:
         return int(max(_MIN_BATCH, min(_MAX_BATCH, _BATCH_S / max(self._seconds_per_key, 1e-9))))
 
     def _run_probe(self, batch: _Batch, missed_before: bytes) -> None:
-        """On a pool thread: owns nothing but the call."""
+        """On a pool thread: owns nothing but the call, and when it began."""
+        batch.ran_at = self._clock()
         try:
             findings: Findings | None = self._probe(batch.chunks, missed_before)
         except OSError as error:
@@ -350,9 +372,12 @@ class PresenceIndex:
             return  # given up: it may have looked at any time since
         batch.done = True
         now = self._clock()
+        if findings is not None:
+            self._answered_at = now
         entries = self._entries
         reason = _UNREADABLE if findings is None else _ABSENT
-        missed = _Known(reason, now + self._negative_ttl_s)
+        # As long as others are waited for: a request asks for all its chunks again until the last is known.
+        missed = _Known(reason, now + max(self._negative_ttl_s, self._patience_s))
         there: Iterable[int] = [0] * len(batch.chunks)
         if findings is not None:
             self._note_speed(findings.seconds / len(batch.chunks))
@@ -362,7 +387,7 @@ class PresenceIndex:
                     found and not self._is_void(chunk, batch.removals)
                     for chunk, found in zip(batch.chunks, there, strict=True)
                 ]
-        hit = _Known(_HIT, now + self._positive_ttl_s, batch.removals)
+        hit = _Known(_HIT, now + max(self._positive_ttl_s, self._patience_s), batch.removals)
         for chunk, found in zip(batch.chunks, there, strict=True):
             entry = entries.get(chunk)
             # Anything else was stored, failed or timed out meanwhile: that is newer.
@@ -376,12 +401,24 @@ class PresenceIndex:
             seconds if last is None else max(seconds, last + (seconds - last) / 3)
         )
 
+    def _is_patient(self, until: float, now: float) -> bool:
+        """Whether what was to be known until then may come later: the disk answers, and it is worth it."""
+        return now < until + self._patience_s and now - self._answered_at <= self._timeout_s
+
     def _give_up_late_batches(self, now: float) -> None:
         waited_in_vain = False
         for batch in self._batches:
             if batch.done or now - batch.started_at <= self._timeout_s or batch.task is None:
                 continue
+            if batch.ran_at is not None and now - batch.ran_at <= self._timeout_s:
+                continue  # it had no thread before: nothing hangs yet
+            patient = self._is_patient(batch.started_at + self._timeout_s, now)
+            if patient and batch.ran_at is None:
+                continue
             batch.done = True
+            for chunk in batch.chunks if patient else ():  # nobody else ends the wait for these
+                if (entry := self._entries.get(chunk)) and entry.answer is _WAITING:
+                    self._remember(ChunkId(*chunk), _TIMED_OUT, self._negative_ttl_s)
             if self._pool.queue.cancel(batch.task):
                 waited_in_vain = True  # it never got a thread: no sign against the root
                 continue

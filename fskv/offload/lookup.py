@@ -53,9 +53,13 @@ class Lookup:
         config: StoreConfig,
         *,
         events: ChunkEvents | None = None,
+        recompute_s: Callable[[int], float] = lambda _num_chunks: 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`clock` is what the answers of the presence index age by, in seconds."""
+        """`recompute_s` estimates what computing so many chunks takes: a slow mount is waited for that long.
+
+        `clock` is what the answers of the presence index age by. Both in seconds.
+        """
         self._config = config
         self._events = events
         self.counters = Counters(*metrics.SCHEDULER_COUNTERS)
@@ -71,6 +75,7 @@ class Lookup:
             lookup_timeout_s=config.lookup_timeout_s,
             quarantine_s=config.quarantine_s,
             breaker=self.breaker,
+            recompute_s=recompute_s,
             clock=clock,
         )
         # From `attach` on, unless somebody else maintains the root.
@@ -135,7 +140,7 @@ class Lookup:
         """Return what is known of a chunk, and for a MISS why.
 
         UNKNOWN is to be asked again after `end_step`; after `lookup_timeout_s` at the latest it is a HIT or
-        a MISS.
+        a MISS, and after ten times that where the disk answers but slowly.
         """
         if self.stopped or not self._files:
             return Presence.MISS, Status.SKIPPED

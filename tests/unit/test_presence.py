@@ -64,10 +64,22 @@ class Disk:
         return [c for chunks, _ in self.calls for c in chunks]
 
 
+class SlowDisk(Disk):
+    """Looks at one batch for each turn that it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.turns = threading.Semaphore(0)
+
+    def __call__(self, chunks, missed_before):
+        assert self.turns.acquire(timeout=60)
+        return super().__call__(chunks, missed_before)
+
+
 class Bench:
     def __init__(self, **options):
         self.clock = Clock()
-        self.disk = Disk()
+        self.disk = options.pop("disk", None) or Disk()
         self.breaker = Breaker(options.pop("failures", 1000), 5.0, self.clock)
         self.index = PresenceIndex(
             self.disk,
@@ -281,6 +293,41 @@ def test_unknown_becomes_a_miss_at_the_deadline_when_the_probe_hangs(bench):
     assert bench.lookup(1) == (Presence.MISS, Status.TIMED_OUT)
     bench.index.flush()
     assert bench.breaker._failures_in_row == 1
+
+
+@pytest.mark.parametrize(
+    ("recompute_s", "batch_s", "num_batches", "misses", "at_most_s"),
+    [
+        pytest.param(20.0, 0.2, 99, False, 4.0, id="slow, and worth it"),
+        pytest.param(0.0, 0.2, 99, True, 1.5, id="control: without patience it is recomputed"),
+        pytest.param(2.0, 0.2, 99, True, 2.5, id="no longer than the recompute"),
+        pytest.param(9999.0, 0.9, 99, True, 11.0, id="no longer than ten times the timeout"),
+        pytest.param(20.0, 0.2, 8, True, 3.0, id="hangs, after half of it"),
+        pytest.param(20.0, 0.2, 0, True, 1.5, id="hangs"),
+    ],
+)
+def test_a_slow_mount_is_waited_for_as_long_as_a_recompute_takes_and_a_hung_one_is_not(
+    make_bench, recompute_s, batch_s, num_batches, misses, at_most_s
+):
+    """A new client of CephFS asks for a thousand chunks, in sixteen batches, one after the other."""
+    num = 1000
+    bench = make_bench(disk=SlowDisk(), failures=4, recompute_s=lambda n: n / num * recompute_s)
+    bench.disk.present = {chunk(number) for number in range(num)}
+    start = bench.clock()
+    while True:
+        answers = {bench.index.lookup(chunk(number)) for number in range(num)}
+        bench.index.flush()
+        if UNKNOWN not in answers:
+            break
+        if num_batches:
+            num_batches -= 1
+            bench.disk.turns.release()
+            wait_for(lambda: bench.index.num_answers or not bench.index._batches)
+        bench.clock.advance(batch_s)
+    assert answers - {HIT} == ({(Presence.MISS, Status.TIMED_OUT)} if misses else set())
+    assert bench.clock() - start <= at_most_s
+    assert num_batches == 0 or not bench.breaker.open
+    bench.disk.turns.release(1000)
 
 
 def test_unknown_becomes_a_miss_at_the_deadline_although_nobody_ends_the_step(bench):

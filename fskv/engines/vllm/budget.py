@@ -53,6 +53,8 @@ _LEAST_PROBE_S = 0.05
 _MARGIN = 3.0  # a load may take so many times what was predicted
 _WORDS = {"off": 0.0, "auto": 1.0}
 _MAX_CUTS = 16  # prefixes that are compared
+# Of a prefill before any was seen: a fast one, so that little is waited for.
+_ASSUMED_TOKENS_PER_S = 20_000.0
 _MAX_STEPS = 64  # scheduled and not heard of
 
 
@@ -180,6 +182,13 @@ class LoadBudget:
         size = self._size(num_new_tokens, num_computed_tokens)
         load_s = self.times.predict_load_s(*size) if size else None
         return None if load_s is None else self._queue.wait_s(self._clock()) + load_s
+
+    def recompute_s(self, num_chunks: int) -> float:
+        """Seconds of prefill that so many chunks hold, those of all groups taken together."""
+        per_token = sum(1 / (g.tokens_per_block * self._blocks_per_chunk) for g in self._groups)
+        num_tokens = round(num_chunks / per_token)
+        seconds = self.times.predict_prefill_s(num_tokens)
+        return num_tokens / _ASSUMED_TOKENS_PER_S if seconds is None else seconds
 
     def _size(self, num_new_tokens: int, computed: int) -> Size | None:
         sizes = self._file_sizes()

@@ -231,6 +231,7 @@ class FskvConnector(BudgetedConnector):
             self._media = Media(vllm_config, self._manager.doubt_media)
             self._budget = self._make_budget(setup.config)
             self._manager.limit_loads(self._budget.limit)
+            self._manager.be_patient(self._budget.recompute_s)
 
     def _make_budget(self, config: StoreConfig) -> LoadBudget:
         setup = self._setup

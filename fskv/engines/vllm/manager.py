@@ -126,7 +126,8 @@ class FskvManager(OffloadingManager):
         self._events = events
         self._blocks_per_chunk = blocks_per_chunk
         self._workers: list[FskvHandshake] = []
-        self.chunks = Lookup(config, events=events)
+        self._recompute_s: Callable[[int], float] = lambda _num_chunks: 0.0
+        self.chunks = Lookup(config, events=events, recompute_s=self._estimate)
         self._states = StateLog("fskv: ", root=config.root)
         self._excluded_requests: set[str] = set()
         self._media: dict[str, MediaKeys] = {}  # by request, of those with images, sound or video
@@ -182,6 +183,13 @@ class FskvManager(OffloadingManager):
     def limit_loads(self, limit: Callable[[str], LoadLimit]) -> None:
         """From now on this says how long a request's load may take."""
         self._limit = limit
+
+    def be_patient(self, recompute_s: Callable[[int], float]) -> None:
+        """From now on this says how long computing so many chunks takes, and so how long to wait for them."""
+        self._recompute_s = recompute_s
+
+    def _estimate(self, num_chunks: int) -> float:
+        return self._recompute_s(num_chunks)
 
     def turn_off(self, reason: str) -> None:
         """Neither load nor store, from now on and for good: where vLLM itself does not reuse KV."""
