@@ -183,6 +183,17 @@ class Ceph(netns.Network):
         ]
         self.ceph("tell", f"mds.{self.active_mds()}", "client", "evict", f"id={client['id']}")
 
+    def limit_data(self, nbytes: int) -> None:
+        """Give the data pool a quota, 0 for none; returns when it is full by it, or is so no more."""
+        self.ceph("osd", "pool", "set-quota", "data", "max_bytes", str(nbytes))
+        netns.wait(lambda: self._is_full() == bool(nbytes), f"a quota of {nbytes} bytes is met")
+
+    def _is_full(self) -> bool:
+        (pool,) = [
+            p for p in self.status("osd", "pool", "ls", "detail") if p["pool_name"] == "data"
+        ]
+        return "full_quota" in pool["flags_names"].split(",")
+
     # --- servers ----------------------------------------------------------------------------
 
     def active_mds(self) -> str:

@@ -89,7 +89,9 @@ class Node:
         touch_interval_s=_DEFAULTS.touch_interval_s,
         direct_io="auto",
         quarantine_s=2.0,
+        recompute_s=0.0,
     ):
+        """`recompute_s` is what computing one chunk takes, as far as lookups are concerned."""
         self.end()
         directory = Root.open(root, create=True).open_namespace(_IDENTITY)
         host.flat_bytes = lambda pages: pages
@@ -134,6 +136,7 @@ class Node:
             lookup_timeout_s=_DEFAULTS.lookup_timeout_s,
             quarantine_s=quarantine_s,
             breaker=self.lookup_breaker,
+            recompute_s=lambda num_chunks: num_chunks * recompute_s,
         )
         return {"description": transport.description, "directory": directory.path}
 
@@ -313,6 +316,16 @@ class Node:
                 expected = right if status == "ok" else bytes([POISON]) * NBYTES
                 num_wrong += self._loaded(place) != expected
         return {"said": said, "num_wrong": num_wrong}
+
+    def make_files(self, first, num):
+        """Make files that look like those of chunks `first` to `first + num`, as far as a lookup looks."""
+        for number in range(first, first + num):
+            path = self.path(number=number)["path"]
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+            os.ftruncate(fd, self.store_.layout(0).file_nbytes)
+            os.close(fd)
+        return {"ended_at": time.time()}
 
     def store_untouched(self, number):
         """Write a file under a chunk's name as a store does that does not set its times."""

@@ -121,9 +121,9 @@ class Outage:
 
     @property
     def recovery(self) -> float | None:
-        """From the end of the outage to the first load that was good again."""
+        """From the end of the outage to the first load that was good for good; None: never."""
         failed = [i for i, r in enumerate(self.rounds) if set(r["load"]) != {"ok"}]
-        good = self.rounds[failed[-1] + 1 :] if failed else []
+        good = self.rounds[failed[-1] + 1 :] if failed else self.rounds
         return max(0.0, good[0]["loaded_at"] - self.ended_at) if good else None
 
 
