@@ -47,6 +47,16 @@ except ImportError:  # built without a C compiler, or for another interpreter
 if TYPE_CHECKING:
     import torch
 
+# What file systems say that cannot replace a file, or rename one.
+_NO_RENAME = (
+    errno.ENOSYS,
+    errno.EOPNOTSUPP,
+    errno.EPERM,
+    errno.EINVAL,
+    errno.EEXIST,
+    errno.EXDEV,
+)
+
 
 class HostSlot:
     """A staging buffer in host memory: header, then payload. uint8, 4096-aligned."""
@@ -137,15 +147,16 @@ class HostTransport:
         A memoryview of writable bytes does for a contiguous one on the CPU, where there is no torch.
         `cuda` is their device, if there is one and somebody has made it already.
 
-        Writes one probe file into `probe_dir` when direct_io is not "off". Raises ConfigError when
-        direct_io is "on" and the file system refuses it. With native=False all is done in Python.
+        Writes probe files into `probe_dir`. Raises RootError where no file can be renamed over another, and
+        ConfigError when direct_io is "on" and the file system refuses it. With native=False all is done in
+        Python.
         """
         self.slot_nbytes = slot_nbytes
         self._arena = Arena(slot_nbytes)
         self._file_mode = file_mode
         self._fsync = fsync
-        self._direct = direct_io != "off" and call_with_deadline(
-            lambda: _direct_io_works(probe_dir, file_mode),
+        self._direct = call_with_deadline(
+            lambda: _look_at(probe_dir, file_mode, direct=direct_io != "off"),
             START_UP_S,
             f"option 'root': {probe_dir} did not take a write",
         )
@@ -251,6 +262,32 @@ class HostTransport:
                 done += wrote
             if self._fsync:
                 os.fsync(fd)
+
+
+def _look_at(directory: str, file_mode: int, *, direct: bool) -> bool:
+    """Return whether O_DIRECT works, if it is wanted; raises RootError where stores can publish nothing.
+
+    Mounts of object stores take a new file, and neither rename nor overwrite it.
+    """
+    paths = [os.path.join(directory, f"probe-{secrets.token_hex(8)}.part") for _ in range(2)]
+    try:
+        for path in paths:
+            os.close(os.open(path, OPEN_PART, file_mode))
+        try:
+            os.rename(*paths)
+        except OSError as error:
+            if error.errno not in _NO_RENAME:
+                raise
+            raise RootError(
+                f"option 'root': {directory}: a file cannot be renamed over another ({error.strerror}); "
+                "expected a file system that can replace files"
+            ) from error
+    except OSError:
+        pass  # no room now, a root that is only read, an ill disk: not for good
+    finally:
+        for path in paths:
+            unlink_quietly(path)
+    return direct and _direct_io_works(directory, file_mode)
 
 
 def _direct_io_works(directory: str, file_mode: int) -> bool:

@@ -76,7 +76,7 @@ def test_a_second_client_hits_all_that_the_first_one_stored_three_times_in_a_row
         assert lab.counter(metrics, "loaded_chunks") == num_stored
         assert lab.counter(metrics, "stored_chunks") == 0
         assert lab.counter(metrics, "load_failures") == 0
-    assert lab.snapshot(roots[0]) == stored, "stored once, and nothing of it was pruned"
+    assert lab.snapshot(roots[1]) == stored, "stored once, and nothing of it was pruned"
 
 
 def test_an_engine_that_is_killed_while_it_stores_leaves_nothing_bad(roots, tmp_path):

@@ -362,8 +362,13 @@ LINE = "36 35 98:0 / {point} rw,noatime shared:1 - {kind} {source} rw{options}\n
         ("nfs4", ",actimeo=600", "hint", "600 s"),
         ("tmpfs", "", "warning", "in memory"),
         ("overlay", "", "warning", "container"),
-        ("lustre", ",flock", "ok", "lustre"),
-        ("ceph", "", "ok", "ceph"),
+        ("fuse.ceph-fuse", "", "ok", "tried with 16.2"),
+        ("ceph", "", "hint", "the kernel's client, not tried here"),
+        ("fuse.mfs", "", "ok", "MooseFS, tried with 3.0"),
+        *(
+            (kind, "", "hint", "not tried here")
+            for kind in ("lustre", "beegfs", "wekafs", "gpfs", "fuse.juicefs", "fuse.s3fs")
+        ),
         ("fuse.sshfs", "", "hint", "sshfs"),
         ("unheard-of", "", "hint", "unheard-of"),
     ],
@@ -377,6 +382,19 @@ def test_mounts_are_judged_by_type_and_options(kind, options, level, words):
     assert any(f.level == level and words in f.found for f in judge(mount)), list(judge(mount))
     read_only = mount_of("/mnt/k v", text.replace(" rw,noatime", " ro,noatime"))
     assert Level.PROBLEM in {finding.level for finding in judge(read_only)}
+
+
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+def test_a_mount_that_cannot_rename_is_a_problem(tmp_path):
+    with FaultyMount(tmp_path) as mount:
+        lab = Lab(mount.path)
+        mount.set({"errno": "ENOSYS", "ops": ["rename"]})
+        done = run("doctor", *PATIENT, "--json", root=lab.path)
+        assert mount.fired()
+        assert [level for level, _ in of(done, "rename")] == ["problem"]
+        mount.clear()
+        done = run("doctor", *PATIENT, "--json", root=lab.path)
+        assert [level for level, _ in of(done, "rename")] == ["hint"]  # this one hides old files
 
 
 def test_a_check_that_hangs_or_fails_does_not_end_the_rounds():

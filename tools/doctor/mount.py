@@ -13,7 +13,27 @@ _MOUNTINFO = "/proc/self/mountinfo"
 _SHOWN = ("ro", "sync", "vers", "hard", "soft", "noac", "actimeo", "acregmin", "acdirmin")
 _SHOWN_TOO = ("lookupcache", "timeo", "retrans", "proto", "nconnect", "flock", "noflock", "size")
 _LOCAL = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs")
-_SHARED = ("nfs", "nfs4", "lustre", "ceph", "wekafs", "gpfs", "beegfs", "9p", "virtiofs")
+_SHARED = ("nfs", "nfs4", "9p", "virtiofs")
+_CEPH = "another node sees a file at once, as its times are set; quotas are met some seconds late"
+_S3 = "objects of a store; some cannot rename, and engines refuse those"
+_UNTRIED = "not tried here; "
+# By the type that the kernel names; what of it is known where, in docs/filesystems.md.
+_KNOWN = {
+    "fuse.ceph-fuse": f"tried with 16.2: {_CEPH}",
+    "fuse.ceph": f"tried as ceph-fuse, with 16.2: {_CEPH}",
+    "ceph": f"the kernel's client, {_UNTRIED}with ceph-fuse {_CEPH}",
+    "fuse.mfs": "MooseFS, tried with 3.0: mtimes are whole seconds; a client sees new files at once",
+    "fuse.glusterfs": "tried with 10.3: a client that is cut off fails calls instead of waiting",
+    "lustre": f"{_UNTRIED}POSIX between nodes by its own locks; fskv takes none, so noflock is fine",
+    "beegfs": f"{_UNTRIED}POSIX between nodes, as it says of itself",
+    "wekafs": f"{_UNTRIED}POSIX between nodes, as it says of itself",
+    "gpfs": f"Spectrum Scale, {_UNTRIED}POSIX between nodes by its own locks",
+    "fuse.juicefs": f"{_UNTRIED}other nodes see a file when it was closed, as it says of itself",
+    "fuse.s3fs": f"{_UNTRIED}{_S3}; a rename copies, and directories keep their mtime",
+    "fuse.mountpoint-s3": f"{_UNTRIED}{_S3}",
+    "fuse.rclone": f"{_UNTRIED}{_S3}",
+    "fuse.gcsfuse": f"{_UNTRIED}{_S3}",
+}
 
 
 def look(subject: Subject) -> Iterator[Finding]:
@@ -54,13 +74,17 @@ def judge(mount: Mount) -> Iterator[Finding]:
         yield warning(
             "mount", text, "has no hard links or other rules for names; use another file system"
         )
-    elif mount.kind.startswith("fuse") and not mount.kind.startswith(
-        ("fuse.gluster", "fuse.juicefs")
-    ):
+    elif mount.kind in _KNOWN:
+        known = _KNOWN[mount.kind]
+        if _UNTRIED in known:
+            yield hint("mount", f"{text}: {known}", "compare with `fskv bench`")
+        else:
+            yield ok("mount", f"{text}: {known}")
+    elif mount.kind.startswith("fuse"):
         yield hint(
             "mount", text, "every call takes a way through a process; compare with `fskv bench`"
         )
-    elif mount.kind in _LOCAL or mount.kind in _SHARED or mount.kind.startswith("fuse"):
+    elif mount.kind in _LOCAL or mount.kind in _SHARED:
         yield ok("mount", text)
     else:
         yield hint(
