@@ -99,9 +99,9 @@ test-slow: $(SETUP) ## More models, ranks, settings, longer walks and storms (an
 
 test-all: test test-slow test-shared-fs ## Everything there is
 
-test-shared-fs: $(SETUP) ## Real NFS and GlusterFS, nodes that die (root, Debian; 10 to 20 minutes)
+test-shared-fs: $(SETUP) ## Real NFS, GlusterFS, CephFS and MooseFS, nodes that die (root, Debian; 30 minutes)
 	@bash tests/shared_fs/install
-	'$(PY)' -m pytest -m shared_fs tests/shared_fs/test_shared_fs.py $(ARGS)
+	'$(PY)' -m pytest -m shared_fs tests/shared_fs $(ARGS)
 	$(call ran,shared_fs)
 
 test-versions: $(SETUP) ## Other vLLM versions: contract, refusal, engines beside the installed one (3 GB, long)

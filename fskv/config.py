@@ -187,8 +187,9 @@ class StoreConfig:
     lookup_timeout_s: float = _option(
         1.0,
         "seconds",
-        "How long a request may be deferred while the presence of its chunks is unknown; then they "
-        "count as missing.",
+        "How long a request may be deferred while the presence of its chunks is unknown; then they count as "
+        "missing. While the mount answers, though slowly, as long as a recompute of them would take, and ten "
+        "times this at most.",
     )
     positive_ttl_s: float = _option(
         60.0, "seconds", "How long a chunk seen on disk is believed to be there without a new look."

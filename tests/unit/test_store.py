@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import multiprocessing
 import os
 import shutil
@@ -25,7 +27,7 @@ from world import (
 )
 
 from faults.transport import FaultTransport, FileScript, Script, install
-from fskv.errors import ConfigError
+from fskv.errors import ConfigError, RootError
 from fskv.format import chunk_file
 from fskv.format.integrity import XXH3_64
 from fskv.transports import host
@@ -663,6 +665,36 @@ def test_direct_io_on_refuses_a_file_system_without_it_and_auto_does_not(world, 
     with pytest.raises(ConfigError, match="direct_io"):
         HostTransport(world.tensors, 4096, probe_dir=tmp, direct_io="on")
     assert "buffered" in HostTransport([], 4096, probe_dir=tmp, direct_io="auto").description
+    assert os.listdir(tmp) == []
+
+
+@pytest.mark.parametrize(
+    ("number", "refused"),
+    [
+        (errno.ENOSYS, True),
+        (errno.EPERM, True),
+        pytest.param(errno.EIO, False, id="control: an ill disk is none that cannot"),
+        pytest.param(0, False, id="control: one that can"),
+    ],
+)
+@pytest.mark.parametrize("direct_io", ["auto", "off"])
+def test_a_root_where_no_file_can_be_renamed_over_another_is_refused(
+    world, monkeypatch, number, refused, direct_io
+):
+    tried = []
+
+    def rename(*paths, **how):
+        tried.append(paths)
+        if number:
+            raise OSError(number, os.strerror(number))
+        return real(*paths, **how)
+
+    real = os.rename
+    monkeypatch.setattr(os, "rename", rename)
+    tmp = f"{world.directory.path}/tmp"
+    with pytest.raises(RootError, match="renamed over") if refused else contextlib.nullcontext():
+        HostTransport(world.tensors, 4096, probe_dir=tmp, direct_io=direct_io)
+    assert len(tried) == 1
     assert os.listdir(tmp) == []
 
 
