@@ -63,13 +63,15 @@ def finished(started):
 def test_a_second_client_hits_all_that_the_first_one_stored_three_times_in_a_row(roots):
     expected = lab.reference(MODEL.name)["main"]["tokens"]
     prompt = lab.generate(MODEL.main_prompt(), "main")
-    first = finished(engine(roots[0], [prompt, {"metrics": True}]))
+    # Long enough for the maintenance process to look at the file system's free inodes more than once.
+    steps = [prompt, *lab.SETTLE, {"sleep": 3.0}, *lab.SETTLE, {"metrics": True}]
+    first = finished(engine(roots[0], steps))
     assert lab.generates(first)["main"]["tokens"] == expected
     num_stored = lab.counter(lab.metrics(first)[-1], "stored_chunks")
     stored = lab.snapshot(roots[1])
     assert len(stored) == num_stored == MODEL.prompt_tokens // lab.CHUNK_TOKENS[MODEL.name]
     for root in (roots[1], roots[1], roots[0]):
-        again = finished(engine(root, [prompt, {"metrics": True}]))
+        again = finished(engine(root, steps))
         done, metrics = lab.generates(again)["main"], lab.metrics(again)[-1]
         assert done["tokens"] == expected
         assert done["num_cached_tokens"] == num_stored * lab.CHUNK_TOKENS[MODEL.name]
