@@ -375,14 +375,12 @@ FAULTS = (
         "    bool good = write_all(layout, fd, slot, layout->header_nbytes + layout->payload_nbytes) &&\n"
         "                (!layout->fsync || fsync(fd) == 0);\n"
         "    good = close(fd) == 0 && good; /* NFS may report a failed write only here */\n"
-        "    if (good && renameat(*directory, part, *directory, name) == 0)\n"
-        "        return CHUNK_OK;\n",
+        "    if (good && renameat(*directory, part, *directory, name) == 0) {\n",
         "    bool good = renameat(*directory, part, *directory, name) == 0 &&\n"
         "                write_all(layout, fd, slot, layout->header_nbytes + layout->payload_nbytes) &&\n"
         "                (!layout->fsync || fsync(fd) == 0);\n"
         "    good = close(fd) == 0 && good;\n"
-        "    if (good)\n"
-        "        return CHUNK_OK;\n",
+        "    if (good) {\n",
         _NATIVE,
     ),
     Fault(
@@ -509,7 +507,7 @@ FAULTS = (
         "negative-ttl-ignored",
         "That a chunk is absent is believed for negative_ttl_s, and then it is looked for again.",
         "fskv/index/presence.py",
-        "        missed = _Known(reason, now + self._negative_ttl_s)\n",
+        "        missed = _Known(reason, now + max(self._negative_ttl_s, self._patience_s))\n",
         "        missed = _Known(reason, now + self._positive_ttl_s)\n",
         _PRESENCE,
     ),
