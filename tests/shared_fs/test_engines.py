@@ -12,7 +12,7 @@ import engine_lab as lab
 import pytest
 from world import wait_for
 
-from shared_fs import ceph, moose
+from shared_fs import ceph, moose, netns
 
 pytestmark = [pytest.mark.shared_fs, pytest.mark.engine, pytest.mark.timeout(900)]
 lab.needs_vllm()
@@ -48,9 +48,9 @@ def roots(cluster, request):
     return [f"{node.mount}/{request.node.originalname}" for node in (cluster.a, cluster.b)]
 
 
-def engine(root, steps, directory=None):
+def engine(root, steps, directory=None, **options):
     """Start one with fskv's default options; chunks are small, so that a prompt has many."""
-    transfer = lab.connector(root, **lab.options_for(MODEL.name))
+    transfer = lab.connector(root, **lab.options_for(MODEL.name), **options)
     return lab.start_engine(lab.request(MODEL, steps, transfer=transfer), directory)
 
 
@@ -102,3 +102,39 @@ def test_an_engine_that_is_killed_while_it_stores_leaves_nothing_bad(roots, tmp_
         lab.generates(last)["main"]["num_cached_tokens"]
         == num_chunks * lab.CHUNK_TOKENS[MODEL.name]
     )
+
+
+def test_two_engines_that_store_the_same_at_once_store_it_once(roots):
+    expected = lab.reference(MODEL.name)["main"]["tokens"]
+    steps = [lab.generate(MODEL.main_prompt(), "main"), *lab.SETTLE]
+    for result in [finished(each) for each in [engine(root, steps) for root in roots]]:
+        assert lab.generates(result)["main"]["tokens"] == expected
+    stored = lab.chunks(roots[0])
+    assert len(stored) == MODEL.prompt_tokens // lab.CHUNK_TOKENS[MODEL.name]
+    assert not lab.damage.unsound(stored)
+    assert [path.replace(roots[0], roots[1], 1) for path in stored] == lab.chunks(roots[1])
+
+
+def test_servers_that_stall_cost_a_recompute_and_nothing_more(cluster, roots, tmp_path):
+    expected = lab.reference(MODEL.name)["main"]["tokens"]
+    prompt = MODEL.main_prompt()
+    finished(engine(roots[0], [lab.generate(prompt, "main"), *lab.SETTLE]))
+    talk = lab.Conversation(tmp_path)
+    talk.say(lab.generate(prompt, "before"), {"reset_prefix_cache": True})
+    stall = talk.pause()
+    talk.say(lab.generate(prompt, "stalled"), {"reset_prefix_cache": True})
+    mend = talk.pause()
+    # The breaker looks every 5 s, and what failed is not asked for during the quarantine, of 5 s here.
+    talk.say({"sleep": 12.0}, *lab.SETTLE, {"reset_prefix_cache": True})
+    talk.say(*lab.SETTLE, lab.generate(prompt, "after"))
+    reader = engine(roots[1], talk.steps, tmp_path / "reader", quarantine_s=5)
+    try:
+        talk.resume(reader, stall, lambda: netns.freeze(cluster.pids("server")))
+        talk.resume(reader, mend, cluster.mend)
+        done = lab.generates(finished(reader))
+    finally:
+        cluster.mend()
+    cached = {label: done[label]["num_cached_tokens"] for label in ("before", "stalled", "after")}
+    assert [done[label]["tokens"] for label in cached] == [expected] * 3
+    assert cached["before"] == cached["after"] > 0
+    assert cached["stalled"] == 0, "the stall was not met"

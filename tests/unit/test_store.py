@@ -30,6 +30,7 @@ from faults.transport import FaultTransport, FileScript, Script, install
 from fskv.errors import ConfigError, RootError
 from fskv.format import chunk_file
 from fskv.format.integrity import XXH3_64
+from fskv.root import filesystem
 from fskv.transports import host
 from fskv.transports.host import HostTransport
 from fskv.transports.protocol import SlotPool
@@ -666,6 +667,36 @@ def test_direct_io_on_refuses_a_file_system_without_it_and_auto_does_not(world, 
         HostTransport(world.tensors, 4096, probe_dir=tmp, direct_io="on")
     assert "buffered" in HostTransport([], 4096, probe_dir=tmp, direct_io="auto").description
     assert os.listdir(tmp) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "touched"),
+    [
+        ("fuse.ceph-fuse", True),
+        ("ceph", True),
+        pytest.param("ext4", False, id="control: nowhere else"),
+    ],
+)
+def test_the_times_of_what_is_published_on_cephfs_are_set(
+    make_world, monkeypatch, tmp_path, kind, touched
+):
+    """Other clients wait up to 5 s for it otherwise: `shared_fs/test_ceph.py` has it outside the interpreter."""
+    mountinfo = tmp_path / "mountinfo"
+    mountinfo.write_text(f"36 35 98:0 / / rw shared:1 - {kind} a rw\n")
+    monkeypatch.setattr(filesystem, "_MOUNTINFO", str(mountinfo))
+    world = make_world()
+    done = []
+    real = {name: getattr(os, name) for name in ("rename", "utime")}
+    for name in real:
+
+        def call(path, *more, _name=name, **how):
+            done.append((_name, str(path if _name == "utime" else more[0])))
+            return real[_name](path, *more, **how)
+
+        monkeypatch.setattr(os, name, call)
+    assert world.put(1, world.content()) is Status.OK
+    name = os.path.basename(world.path(1))
+    assert done == [("rename", name), ("utime", name)][: 1 + touched]
 
 
 @pytest.mark.parametrize(
