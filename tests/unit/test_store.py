@@ -680,7 +680,7 @@ def test_direct_io_on_refuses_a_file_system_without_it_and_auto_does_not(world, 
 def test_the_times_of_what_is_published_on_cephfs_are_set(
     make_world, monkeypatch, tmp_path, kind, touched
 ):
-    """Other clients wait up to 5 s for it otherwise: `shared_fs/test_ceph.py` has it outside the interpreter."""
+    """Other clients wait up to 5 s for it otherwise; outside the interpreter: `shared_fs/test_ceph.py`."""
     mountinfo = tmp_path / "mountinfo"
     mountinfo.write_text(f"36 35 98:0 / / rw shared:1 - {kind} a rw\n")
     monkeypatch.setattr(filesystem, "_MOUNTINFO", str(mountinfo))
