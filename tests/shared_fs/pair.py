@@ -158,8 +158,8 @@ def outage(
         time.sleep(4.0)
         if pulse.longest > STALL_S:
             raise RackStalledError(f"a node took {pulse.longest:.1f} s for nothing before {kind}")
-        begin()
         began_at = time.time()
+        begin()
         meanwhile()
         time.sleep(max(0.0, began_at + OUTAGE_S - time.time()))
         heal()
