@@ -380,6 +380,10 @@ def test_mounts_are_judged_by_type_and_options(kind, options, level, words):
     assert (mount.point, mount.kind) == ("/mnt/k v", kind)
     assert mount_of("/mnt/k vx", text).point == "/"
     assert any(f.level == level and words in f.found for f in judge(mount)), list(judge(mount))
+    mfs = mount_of(
+        "/m/root", LINE.format(point="/m", kind="fuse", source="mfs#10.0.0.1:9421", options="")
+    )
+    assert "MooseFS" in next(judge(mfs)).found  # as its version 3 names itself
     read_only = mount_of("/mnt/k v", text.replace(" rw,noatime", " ro,noatime"))
     assert Level.PROBLEM in {finding.level for finding in judge(read_only)}
 

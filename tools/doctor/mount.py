@@ -34,6 +34,7 @@ _KNOWN = {
     "fuse.rclone": f"{_UNTRIED}{_S3}",
     "fuse.gcsfuse": f"{_UNTRIED}{_S3}",
 }
+_SOURCES = {"mfs#": "fuse.mfs", "mountpoint-s3": "fuse.mountpoint-s3"}
 
 
 def look(subject: Subject) -> Iterator[Finding]:
@@ -74,8 +75,7 @@ def judge(mount: Mount) -> Iterator[Finding]:
         yield warning(
             "mount", text, "has no hard links or other rules for names; use another file system"
         )
-    elif mount.kind in _KNOWN:
-        known = _KNOWN[mount.kind]
+    elif known := _KNOWN.get(mount.kind) or _known_by_source(mount):
         if _UNTRIED in known:
             yield hint("mount", f"{text}: {known}", "compare with `fskv bench`")
         else:
@@ -104,6 +104,12 @@ def judge(mount: Mount) -> Iterator[Finding]:
         yield from _judge_nfs(options)
     if mount.kind == "lustre" and "noflock" in options:
         yield ok("mount", "noflock: fskv takes no locks")
+
+
+def _known_by_source(mount: Mount) -> str | None:
+    """Return what is known of a FUSE mount whose type says no more than that."""
+    kind = next((k for begin, k in _SOURCES.items() if mount.source.startswith(begin)), "")
+    return _KNOWN.get(kind) if mount.kind == "fuse" else None
 
 
 def _judge_nfs(options: dict[str, str]) -> Iterator[Finding]:
