@@ -182,12 +182,11 @@ class Ceph(netns.Network):
 
     def evict(self, node: netns.Client) -> None:
         """Let the MDS evict a client, which has it blocklisted by the OSDs as well."""
-        (client,) = [
-            session
-            for session in self.status("tell", f"mds.{self.active_mds()}", "session", "ls")
-            if session["client_metadata"]["mount_point"] == node.mount
-        ]
-        self.ceph("tell", f"mds.{self.active_mds()}", "client", "evict", f"id={client['id']}")
+        mds = f"mds.{self.active_mds()}"
+        # One of before, whose client was killed, may be among them still.
+        for session in self.status("tell", mds, "session", "ls"):
+            if session["client_metadata"]["mount_point"] == node.mount:
+                self.ceph("tell", mds, "client", "evict", f"id={session['id']}")
 
     def limit_data(self, nbytes: int) -> None:
         """Give the data pool a quota, 0 for none; returns when it is full by it, or is so no more."""
