@@ -504,6 +504,22 @@ FAULTS = (
     ),
     # --- what is believed to be there -------------------------------------------------------
     Fault(
+        "hung-mount-waited-for",
+        "A slow mount is waited for while it answers, and no longer.",
+        "fskv/index/presence.py",
+        "now < until + self._patience_s and now - self._answered_at <= self._timeout_s\n",
+        "now < until + self._patience_s\n",
+        _PRESENCE,
+    ),
+    Fault(
+        "published-untouched",
+        "The times of what is published on CephFS are set, or other clients wait for it.",
+        "fskv/data_path/store.py",
+        "            if self._touch_published:\n",
+        "            if False:\n",
+        ("tests/unit/test_store.py",),
+    ),
+    Fault(
         "negative-ttl-ignored",
         "That a chunk is absent is believed for negative_ttl_s, and then it is looked for again.",
         "fskv/index/presence.py",
