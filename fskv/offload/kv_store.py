@@ -42,6 +42,7 @@ class KvStore:
         identity: Identity,
         pages: Mapping[int, Sequence[Memory]],
         *,
+        rank: int | None = None,
         clock: Callable[[], float] = time.monotonic,
         patient: bool = False,
         quiet: bool = False,
@@ -49,8 +50,9 @@ class KvStore:
         """Open the root and the namespace of `identity`, and start the I/O; raises FskvError.
 
         `pages` holds the KV memory by group index, in the order of the group's `page_nbytes`: int8 (blocks,
-        bytes of a page or more), or a memoryview of blocks without gaps. `clock`: see Lookup. `patient`,
-        `quiet`: see Capacity.
+        bytes of a page or more), or a memoryview of blocks without gaps. `rank` is in the names of this
+        store's files, where an engine's ranks have a store each and other pages. `clock`: see Lookup.
+        `patient`, `quiet`: see Capacity.
         """
         usual = StoreConfig(root=config.root)
         for name in _NOT_OURS:
@@ -67,6 +69,7 @@ class KvStore:
             tenant=config.tenant,
             integrity=config.integrity.manifest_name,
         )
+        self._rank = rank
         self.directory = _opened(config, create=True).open_namespace(identity)
         file_layouts: dict[int, FileLayout] = {}
         self._layouts: dict[int, GroupLayout] = {}
@@ -108,7 +111,7 @@ class KvStore:
         )
         self.lookup = Lookup(config, clock=clock)
         self.lookup.attach(
-            [RankFiles(self.directory.path, None, self.mover.file_nbytes)],
+            [RankFiles(self.directory.path, rank, self.mover.file_nbytes)],
             dir_mode=self.directory.dir_mode,
             file_mode=self.directory.file_mode,
             patient=patient,
@@ -139,7 +142,8 @@ class KvStore:
         plan = plan_job(
             [layout], self._strides, [1], list(block_ids), [len(block_ids)], [first_block]
         )
-        return [FileMove(FileId(chunk.key_hash, chunk.group_idx), one) for one in plan.chunks]
+        file = FileId(chunk.key_hash, chunk.group_idx, self._rank)
+        return [FileMove(file, one) for one in plan.chunks]
 
     def step(self) -> list[JobResult]:
         """Return the jobs that ended, and let the lookup know what became of their files. Call it often."""

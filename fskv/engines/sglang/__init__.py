@@ -1,0 +1,15 @@
+"""SGLang imports FskvStorage from here, as users write: `"module_path": "fskv.engines.sglang"`."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fskv.engines.sglang.storage import FskvStorage as FskvStorage
+
+
+def __getattr__(name: str) -> Any:
+    """Import what needs SGLang when it is asked for: the identity is derived and tested without it."""
+    if name == "FskvStorage":
+        from fskv.engines.sglang.storage import FskvStorage
+
+        return FskvStorage
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

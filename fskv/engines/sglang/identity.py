@@ -1,0 +1,190 @@
+"""The identity of SGLang's KV: from the host pool, the server's resolved arguments, the model and the ranks.
+
+SGLang's own key of a page is a SHA-256 chain over token ids, begun with the request's extra key (adapter,
+salt) where it has one. It says nothing of the model, so all of that is here. What cannot be found out is
+refused. `ServerFacts` is gathered by fskv.engines.sglang.server; all here is without SGLang.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fskv.config import StoreConfig
+from fskv.engines.sglang.arguments import telling_arguments, telling_environment
+from fskv.engines.sglang.host_pool import HostPages
+from fskv.errors import ConfigError
+from fskv.identity.fingerprint import weights_fingerprint
+from fskv.namespace import GroupIdentity, Identity, Json
+
+# Formats that load what stands in the checkpoint, and nothing that is made at run time or elsewhere.
+_LOAD_FORMATS = ("auto", "safetensors", "pt", "gguf", "mistral", "fastsafetensors")
+# Where an algorithm has no draft model, its KV is the target's alone.
+_SPECULATIVE = (None, "NGRAM")
+_VOLATILE = ("_name_or_path", "_commit_hash", "transformers_version")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerFacts:
+    """What the scheduler's process knows of its engine."""
+
+    version: str
+    arch: str  # as Identity.arch
+    arguments: Mapping[str, Any]  # of the server, as resolved
+    defaults: Mapping[str, Any]
+    environment: Mapping[str, str]
+    hf_config: Mapping[str, Any]  # of the model, with overrides
+    model_dtype: str
+    is_multimodal: bool
+    checkpoint: str  # a directory, a file, or a name where there is neither
+
+
+def take_options(extra_config: Mapping[str, Any]) -> StoreConfig:
+    """Return fskv's options of `--hicache-storage-backend-extra-config`; raises ConfigError."""
+    own = dict(extra_config)
+    for name in ("backend_name", "module_path", "class_name"):
+        own.pop(name, None)
+    if own.pop("interface_v1", 0) not in (1, True):
+        raise ConfigError(
+            "option 'interface_v1': expected 1 beside \"module_path\": without it SGLang copies each page"
+        )
+    return StoreConfig.from_mapping(own)
+
+
+def store_options(config: StoreConfig) -> StoreConfig:
+    """Return the options without those that have become a part of the identity."""
+    return replace(config, weights_id=None, lora="off", media_keys="checked")
+
+
+def file_rank(ranks: Any) -> int | None:
+    """Return what stands for a rank in the names of files; None where all ranks have the same bytes.
+
+    `ranks` is SGLang's HiCacheStorageConfig. Latents (MLA) are the same on all ranks of a tensor-parallel
+    group; the first of them stores. Under context parallelism each rank has a part of each page.
+    """
+    own, num = (0, 1) if ranks.is_mla_model else (ranks.tp_rank, ranks.tp_size)
+    rank, size = ranks.attn_cp_rank * num + own, ranks.attn_cp_size * num
+    return int(rank) if size > 1 else None
+
+
+def build_identity(
+    facts: ServerFacts, config: StoreConfig, ranks: Any, pages: HostPages
+) -> Identity:
+    """Return the identity of a pool's pages; raises ConfigError where KV could be served wrongly."""
+    arguments = facts.arguments
+    _check(facts, config, ranks)
+    kv_dtype = str(arguments["kv_cache_dtype"])
+    if kv_dtype == "auto":
+        if pages.dtype in ("uint8", "int8"):
+            raise ConfigError(
+                f'--kv-cache-dtype: found "auto" with a host pool of {pages.dtype}, expected the type by name'
+            )
+        kv_dtype = pages.dtype
+    first, end = pages.layers
+    return Identity(
+        engine="sglang",
+        engine_version=facts.version,
+        arch=facts.arch,
+        model_name=_model_name(str(arguments["model_path"])),
+        weights=_weights(facts, config),
+        model_config={name: v for name, v in facts.hf_config.items() if name not in _VOLATILE},
+        kv_cache_dtype=kv_dtype,
+        model_dtype=facts.model_dtype,
+        kv_cache_layout=pages.layout,
+        attention_backend=_attention(arguments),
+        tokens_per_hash=pages.page_size,
+        blocks_per_chunk=1,
+        groups=(
+            GroupIdentity(
+                group_idx=0,
+                kind=f"{pages.kind}/{pages.dtype}/{'x'.join(map(str, pages.shape))}",
+                window_tokens=None,
+                tokens_per_block=pages.page_size,
+                page_nbytes=pages.page_nbytes,
+                layer_names=tuple(f"layers.{layer}" for layer in range(first, end)),
+            ),
+        ),
+        hash_algorithm="sglang-sha256",
+        hash_seed="none",
+        topology={
+            "tp": ranks.tp_size,
+            "cp": ranks.attn_cp_size,
+            "pp": ranks.pp_size,
+            # Stages have other layers, so each has a namespace of its own.
+            **({"pp_rank": ranks.pp_rank} if ranks.pp_size > 1 else {}),
+        },
+        lora=config.lora,
+        extra=_extra(facts, pages),
+    )
+
+
+def _check(facts: ServerFacts, config: StoreConfig, ranks: Any) -> None:
+    arguments = facts.arguments
+    if arguments["enable_lora"] and config.lora == "off":
+        raise ConfigError(
+            'option \'lora\': found "off" in an engine that takes adapters, expected "by-name": SGLang\'s '
+            "key of a page has an adapter's name and path, not its weights"
+        )
+    if facts.is_multimodal and config.media_keys == "checked":
+        raise ConfigError(
+            'option \'media_keys\': found "checked" for a model that takes media, expected "trusted": '
+            "SGLang's key of a page has its own short names of them"
+        )
+    if arguments["speculative_algorithm"] not in _SPECULATIVE:
+        raise ConfigError(
+            f"--speculative-algorithm: found {arguments['speculative_algorithm']!r}, expected none or "
+            "NGRAM: fskv does not store the KV of a draft model"
+        )
+    if arguments["quantization_param_path"] is not None:
+        raise ConfigError(
+            f"--quantization-param-path: found {arguments['quantization_param_path']!r}, expected none: "
+            "scales of KV are to be in the checkpoint"
+        )
+    if arguments["hicache_storage_backend"] != "dynamic":
+        raise ConfigError(
+            "fskv was attached to a running engine, whose weights may have been changed before; expected "
+            "--hicache-storage-backend dynamic at the start"
+        )
+    if ranks.should_split_heads:
+        raise ConfigError(
+            f"option 'tp_lcm_size': found {ranks.tp_lcm_size}, expected none: fskv stores whole pages"
+        )
+
+
+def _model_name(path: str) -> str:
+    """Return the hub's name, or a local checkpoint's last component: nodes may mount it elsewhere."""
+    return (os.path.basename(os.path.abspath(path)) or "model") if os.path.exists(path) else path
+
+
+def _weights(facts: ServerFacts, config: StoreConfig) -> str:
+    if config.weights_id is not None:
+        return f"named:{config.weights_id}"
+    load_format = str(facts.arguments["load_format"])
+    if load_format not in _LOAD_FORMATS:
+        raise ConfigError(
+            f"--load-format: found {load_format!r}, expected one of {', '.join(_LOAD_FORMATS)}, or the "
+            "option 'weights_id' set to a name"
+        )
+    return weights_fingerprint(facts.checkpoint, revision_commit=None)
+
+
+def _attention(arguments: Mapping[str, Any]) -> str:
+    names = [arguments[f"{stage}attention_backend"] for stage in ("", "prefill_", "decode_")]
+    if names[0] is None and None in names[1:]:
+        raise ConfigError(
+            "--attention-backend: SGLang does not tell which it has chosen, expected one by name"
+        )
+    return "+".join(str(name or names[0]) for name in names[1:])
+
+
+def _extra(facts: ServerFacts, pages: HostPages) -> dict[str, Json]:
+    extra: dict[str, Json] = {}
+    if told := telling_arguments(facts.arguments, facts.defaults):
+        extra["arguments"] = told
+    if environment := telling_environment(facts.environment):
+        extra["environment"] = environment
+    if pages.storage_format is not None:
+        extra["storage_format"] = pages.storage_format
+    return extra

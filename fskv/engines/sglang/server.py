@@ -1,0 +1,134 @@
+"""What a running SGLang tells of itself, and when it changes its weights.
+
+Only this module and `storage` import SGLang.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import platform
+from collections.abc import Callable
+from typing import Any
+
+from fskv.engines.sglang.identity import ServerFacts
+from fskv.errors import ConfigError
+
+_updated: list[str] = []  # how weights were changed since this was imported
+_listeners: list[Callable[[str], None]] = []
+
+
+def gather_facts() -> ServerFacts:
+    """Ask SGLang's runtime context and its model configuration; raises ConfigError where they do not tell."""
+    try:
+        return _gather()
+    except (ImportError, AttributeError, KeyError, TypeError, ValueError) as error:  # other names
+        line = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"this SGLang does not tell its configuration ({type(error).__name__}: {line}), so FskvStorage "
+            "cannot be used with it"
+        ) from None
+
+
+def _gather() -> ServerFacts:
+    import msgspec
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.runtime_context import get_context
+    from sglang.version import __version__
+
+    context = get_context()
+    server_args = context.server_args
+    model = ModelConfig.from_server_args(server_args)
+    arguments = context.resolved_server_args_dict()
+    return ServerFacts(
+        version=str(__version__),
+        arch=_arch(str(arguments["device"])),
+        arguments=arguments,
+        defaults={
+            field.name: field.default
+            if field.default is not msgspec.NODEFAULT
+            else field.default_factory()
+            for field in msgspec.structs.fields(type(server_args))
+            if not field.required
+        },
+        environment=dict(os.environ),
+        hf_config=json.loads(model.hf_config.to_json_string(use_diff=False)),
+        model_dtype=str(model.dtype).removeprefix("torch."),
+        is_multimodal=bool(model.is_multimodal),
+        checkpoint=_checkpoint(arguments),
+    )
+
+
+def _arch(device: str) -> str:
+    if device == "cuda":
+        import torch
+
+        if torch.version.hip:
+            return str(torch.cuda.get_device_properties(0).gcnArchName).split(":")[0]
+        return "sm_{}{}".format(*torch.cuda.get_device_capability())
+    return f"{device}-{platform.machine()}"
+
+
+def _checkpoint(arguments: Any) -> str:
+    """Return where the files are: a path, or the snapshot of a hub's name in its cache."""
+    name = str(arguments["model_path"])
+    if os.path.exists(name):
+        return name
+    from huggingface_hub import snapshot_download
+
+    try:
+        return str(
+            snapshot_download(
+                name,
+                revision=arguments["revision"],
+                cache_dir=arguments["download_dir"],
+                local_files_only=True,
+            )
+        )
+    except Exception:  # whatever a hub's library raises for a name that is none
+        return name
+
+
+def watch_weights(listener: Callable[[str], None]) -> None:
+    """Call `listener` before weights of this process are changed; raises ConfigError if they were before.
+
+    SGLang tells a storage backend nothing of it, and flushes only its own caches.
+    """
+    try:
+        from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+    except ImportError:
+        raise ConfigError(
+            "this SGLang does not tell when weights are changed, so FskvStorage cannot be used with it"
+        ) from None
+    names = [n for n in vars(WeightUpdater) if n.startswith(("update_weights", "load_weights"))]
+    if not names:
+        raise ConfigError(
+            "this SGLang does not tell when weights are changed, so FskvStorage cannot be used with it"
+        )
+    for name in names:
+        method = getattr(WeightUpdater, name)
+        if not hasattr(method, "__wrapped__"):
+            setattr(WeightUpdater, name, _telling(name, method))
+    if _updated:
+        raise ConfigError(
+            f"weights of this engine were changed ({_updated[0]}); expected a new start"
+        )
+    _listeners.append(listener)
+
+
+def forget_weights(listener: Callable[[str], None]) -> None:
+    """Do not call it any more."""
+    if listener in _listeners:
+        _listeners.remove(listener)
+
+
+def _telling(name: str, method: Any) -> Any:
+    @functools.wraps(method)
+    def tell(*args: Any, **kwargs: Any) -> Any:
+        _updated.append(name)
+        for listener in _listeners:
+            listener(f"weights of the running engine are changed ({name})")
+        return method(*args, **kwargs)
+
+    return tell

@@ -1,0 +1,203 @@
+"""A KvStore for an engine that waits: calls from any of its threads, each within a deadline.
+
+One thread of its own steps the store; whoever calls waits beside it. A chunk is one block here, and a page
+belongs to fskv until the call that named it has returned.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from fskv.config import Deadline
+from fskv.data_path.job import FileMove, JobResult
+from fskv.observe import metrics
+from fskv.offload.kv_store import KvStore
+from fskv.types import ChunkId, Presence, Status
+
+logger = logging.getLogger(__name__)
+
+_STEP_S = 0.001  # while somebody waits
+_IDLE_STEP_S = 1.0
+# The runner ends a job at its deadline; a caller gives up this much later, whatever happens.
+_GRACE_S = 1.0
+
+
+class Page(NamedTuple):
+    """A chunk, and the block of the KV memory that holds it or is to hold it."""
+
+    chunk: ChunkId
+    block: int
+
+
+class BlockingStore:
+    """See the module docstring. Nothing here raises but ValueError for a page that is not in the memory."""
+
+    def __init__(
+        self, kv: KvStore, deadline: Deadline, chunk_nbytes: int, stores_at_once: int
+    ) -> None:
+        """`chunk_nbytes` is what a deadline counts; so many files are queued to be stored at a time."""
+        self._kv = kv
+        self._deadline = deadline
+        self._chunk_nbytes = chunk_nbytes
+        self._at_once = stores_at_once
+        self._changed = threading.Condition()  # guards all below, and the store
+        self._num_waiting = 0
+        self._job_ids = itertools.count()
+        self._ended: dict[int, JobResult | None] = {}  # of the jobs that somebody waits for
+        self._stores: dict[ChunkId, bool | None] = {}  # likewise; None: not known yet
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="fskv-step", daemon=True)
+        self._thread.start()
+
+    def count_present(self, chunks: Sequence[ChunkId]) -> int:
+        """Return how many chunks from the first on are there; unknown ones are not."""
+        lookup = self._kv.lookup
+        answers: list[tuple[Presence, Status]] = []
+
+        def known() -> bool:
+            answers[:] = [lookup.ask(chunk) for chunk in chunks]
+            # What comes after a miss is of no use, whatever it is.
+            for presence, _ in answers:
+                if presence is not Presence.HIT:
+                    return presence is Presence.MISS
+            return True
+
+        with self._changed:
+            if self._closed or not self._wait(known, self._deadline.max_s):
+                return 0
+            missed = [presence is not Presence.HIT for presence, _ in answers]
+            found = missed.index(True) if True in missed else len(missed)
+            lookup.counters.add(metrics.LOOKUP_HITS, found)
+            if found < len(answers):
+                lookup.counters.add(metrics.LOOKUP_MISSES, 1, answers[found][1].value)
+            return found
+
+    def load(self, pages: Sequence[Page]) -> list[bool]:
+        """Load pages; returns which hold their chunk now. Of the others nothing is to be relied on."""
+        with self._changed:
+            if self._closed or not pages:
+                return [False] * len(pages)
+            job_id = self._submit(self._kv.mover.load, self._moves(pages))
+            self._wait(lambda: self._ended[job_id] is not None, self._allowed_s(len(pages)))
+            result = self._finish(job_id)
+            if result is None:
+                return [False] * len(pages)
+            bad = {file.chunk for file in result.bad}
+            return [page.chunk not in bad for page in pages]
+
+    def store(self, pages: Sequence[Page]) -> list[bool]:
+        """Store pages; returns which chunks are on disk, as far as is known when the deadline is over."""
+        end = time.monotonic() + self._allowed_s(len(pages))
+        good: list[bool] = []
+        for first in range(0, len(pages), self._at_once):
+            good += self._store(pages[first : first + self._at_once], end)
+        return good
+
+    def _store(self, pages: Sequence[Page], end: float) -> list[bool]:
+        kv = self._kv
+        with self._changed:
+            if self._closed or time.monotonic() >= end:
+                return [False] * len(pages)
+            moves = {move.file.chunk: move for move in self._moves(pages)}
+            mine = kv.lookup.begin_store(moves)
+            if mine:
+                self._stores |= dict.fromkeys(mine)
+                job_id = self._submit(kv.mover.store, [moves[chunk] for chunk in mine])
+                self._wait(
+                    lambda: all(self._stores[chunk] is not None for chunk in mine),
+                    end - time.monotonic(),
+                )
+                self._finish(job_id)
+            ended = {chunk: bool(self._stores.pop(chunk)) for chunk in mine}
+            there = kv.lookup.presence.known_present
+            return [ended.get(page.chunk, there(page.chunk)) for page in pages]
+
+    def stop(self, reason: str) -> None:
+        """Neither load nor store any more, for good."""
+        with self._changed:
+            if not (self._closed or self._kv.lookup.stopped):
+                logger.error("fskv: %s: nothing is loaded or stored any more", reason)
+                self._kv.stop()
+
+    def with_store(self, call: Callable[[KvStore], None]) -> None:
+        """Run something short on the store, between two steps."""
+        with self._changed:
+            if not self._closed:
+                call(self._kv)
+
+    def close(self) -> None:
+        """End all calls, then the I/O; a second call does nothing."""
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join(_GRACE_S)
+        with self._changed:
+            self._kv.close()
+
+    # --- under the lock -----------------------------------------------------------------------
+
+    def _allowed_s(self, num_pages: int) -> float:
+        return self._deadline.for_nbytes(num_pages * self._chunk_nbytes)
+
+    def _moves(self, pages: Sequence[Page]) -> list[FileMove]:
+        return [move for page in pages for move in self._kv.moves(page.chunk, [page.block])]
+
+    def _submit(
+        self, begin: Callable[[int, Sequence[FileMove]], None], moves: list[FileMove]
+    ) -> int:
+        job_id = next(self._job_ids)
+        self._ended[job_id] = None
+        begin(job_id, moves)
+        return job_id
+
+    def _finish(self, job_id: int) -> JobResult | None:
+        """Return a job's result; one without is given up, so that its pages are free."""
+        if self._ended[job_id] is None:
+            self._kv.mover.free_pages([job_id])
+            self._step()
+        return self._ended.pop(job_id)
+
+    def _wait(self, done: Callable[[], bool], allowed_s: float) -> bool:
+        """Wait until done() or closed, at most `allowed_s` and a moment; returns done()."""
+        end = time.monotonic() + allowed_s + _GRACE_S
+        self._num_waiting += 1
+        self._changed.notify_all()  # the thread may be in its idle step
+        try:
+            while not (finished := done()) and not self._closed:
+                left = end - time.monotonic()
+                if left <= 0:
+                    break
+                self._changed.wait(min(left, _IDLE_STEP_S))
+            return finished
+        finally:
+            self._num_waiting -= 1
+
+    def _run(self) -> None:
+        with self._changed:
+            while not self._closed:
+                try:
+                    self._step()
+                except Exception:  # a bug must cost what is under way, not all that follows
+                    logger.exception("step")
+                self._changed.notify_all()
+                self._changed.wait(_STEP_S if self._num_waiting else _IDLE_STEP_S)
+
+    def _step(self) -> None:
+        for result in self._kv.mover.poll():
+            if result.job_id in self._ended:
+                self._ended[result.job_id] = result
+        news = self._kv.take_news()
+        for chunk in news.stored:
+            if chunk in self._stores:
+                self._stores[chunk] = True
+        for chunk in news.not_stored:
+            if chunk in self._stores:
+                self._stores[chunk] = False
+        self._kv.lookup.end_step()

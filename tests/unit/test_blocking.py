@@ -1,0 +1,197 @@
+"""Blocking calls from several threads on one store, on real files: what SGLang's adapter stands on."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import os
+import threading
+import time
+
+import pytest
+from toy_engine import PAGE_NBYTES, identity
+from world import damage, returns_in_time
+
+from faults.transport import FaultTransport, Script
+from fskv.config import StoreConfig
+from fskv.offload import BlockingStore, KvStore, Page, mover
+from fskv.types import ChunkId
+
+NUM_BLOCKS = 64
+
+
+class Store(BlockingStore):
+    """With the memory of its pages, and what each of them holds to begin with."""
+
+    def __init__(self, root, *, rank=None, **options):
+        root.mkdir(exist_ok=True)
+        self.memory = bytearray(NUM_BLOCKS * PAGE_NBYTES)
+        config = StoreConfig.from_mapping(
+            {"root": str(root), "maintenance": "off", **options}
+        )
+        one_block = dataclasses.replace(identity("toy"), blocks_per_chunk=1)
+        self.kv = KvStore(config, one_block, {0: [memoryview(self.memory)]}, rank=rank)
+        super().__init__(self.kv, config.deadline, PAGE_NBYTES, 2 * config.io_threads)
+
+    def fill(self, pages):
+        for page in pages:
+            self.memory[self.place(page)] = content(page.chunk)
+
+    def place(self, page):
+        return slice(page.block * PAGE_NBYTES, (page.block + 1) * PAGE_NBYTES)
+
+    def holds(self, pages):
+        return [self.memory[self.place(page)] == content(page.chunk) for page in pages]
+
+
+def pages(numbers, first_block=0):
+    """One page for each number, in consecutive blocks."""
+    return [
+        Page(ChunkId(hashlib.sha256(str(number).encode()).digest(), 0), first_block + i)
+        for i, number in enumerate(numbers)
+    ]
+
+
+def chunks(numbers):
+    return [page.chunk for page in pages(numbers)]
+
+
+def content(chunk):
+    return hashlib.shake_256(chunk.key_hash).digest(PAGE_NBYTES)
+
+
+@pytest.fixture
+def make(tmp_path):
+    with contextlib.ExitStack() as stack:
+
+        def make(**options):
+            store = Store(tmp_path / "kv", **options)
+            stack.callback(store.close)
+            return store
+
+        yield make
+
+
+def test_what_one_store_has_stored_another_one_loads(make):
+    first, second = make(), make()
+    first.fill(pages(range(20)))
+    assert first.store(pages(range(20))) == [True] * 20
+    assert second.count_present(chunks(range(25))) == 20
+    wanted = pages(range(20), first_block=30)
+    assert second.load(wanted) == [True] * 20
+    assert second.holds(wanted) == [True] * 20
+    assert first.store(pages(range(20))) == [True] * 20, "what is there is there"
+
+
+def test_a_hole_ends_what_is_present(make):
+    store = make()
+    some = [page for page in pages(range(6)) if page.block != 2]
+    store.fill(some)
+    assert all(store.store(some))
+    assert store.count_present(chunks(range(6))) == 2
+    assert store.count_present(chunks([9])) == 0
+    assert store.count_present([]) == 0
+
+
+def test_a_page_is_good_only_if_it_holds_its_chunk(make, tmp_path):
+    """The control is in it: the pages that were not damaged are good."""
+    store = make()
+    store.fill(pages(range(8)))
+    assert all(store.store(pages(range(8))))
+    paths = sorted((tmp_path / "kv").glob("cpu/*/chunks/*/*.kv"))
+    damage(paths[0], 4096 + 17)
+    os.truncate(paths[1], 100)
+    paths[2].unlink()
+    wanted = pages(range(8), first_block=20)
+    good = store.load(wanted)
+    assert good == store.holds(wanted)
+    assert good.count(False) == 3
+    bad = [page for page, ok in zip(pages(range(8)), good, strict=True) if not ok]
+    assert all(store.count_present([page.chunk]) == 0 for page in bad), "no hit again for now"
+    assert store.store(bad) == [True] * 3, "stored again"
+    assert make().load(wanted) == [True] * 8
+
+
+def test_calls_of_several_threads_each_get_their_own_answer(make):
+    store = make()
+    everything = pages(range(40))
+    store.fill(everything)
+    outcomes = {}
+
+    def work(number):
+        mine = everything[number::4]
+        stored = store.store(mine)
+        there = store.count_present([page.chunk for page in mine])
+        outcomes[number] = (stored, there, store.load(mine))
+
+    threads = [threading.Thread(target=work, args=[number]) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert outcomes == {number: ([True] * 10, 10, [True] * 10) for number in range(4)}
+    assert store.holds(everything) == [True] * 40
+
+
+@pytest.mark.parametrize("hangs", [True, False])
+def test_a_call_returns_at_its_deadline_and_its_pages_stay_as_they_are(make, monkeypatch, hangs):
+    """Without the hang, the control, the same call is good."""
+    faulty = []
+    real = mover.open_transport
+
+    def opened(*args, **options):
+        script = Script(read="H*") if hangs and faulty else Script()
+        faulty.append(FaultTransport(real(*args, **options), script))
+        return faulty[-1]
+
+    monkeypatch.setattr(mover, "open_transport", opened)
+    first = make()
+    first.fill(pages(range(4)))
+    assert all(first.store(pages(range(4))))
+    store = make(deadline_base_s=0.3, deadline_per_mib_s=0, deadline_max_s=0.3)
+    wanted = pages(range(4), first_block=8)
+    try:
+        good = returns_in_time(lambda: store.load(wanted))
+        assert good == store.holds(wanted) == [not hangs] * 4
+    finally:
+        faulty[1].release()
+    time.sleep(0.05)  # so that late bytes would be there
+    assert store.holds(wanted) == [not hangs] * 4
+
+
+def test_a_store_that_was_stopped_finds_loads_and_stores_nothing(make):
+    store = make()
+    store.fill(pages(range(2)))
+    assert all(store.store(pages(range(2))))
+    assert store.load(pages(range(2))) == [True] * 2, "the control"
+    store.stop("weights are changed")
+    assert store.count_present(chunks(range(2))) == 0
+    assert store.load(pages(range(2))) == [False] * 2
+    assert store.store(pages([7])) == [False]
+
+
+def test_a_store_that_was_closed_answers_at_once(make):
+    store = make()
+    store.close()
+    assert returns_in_time(lambda: store.count_present(chunks([1])), 5) == 0
+    assert returns_in_time(lambda: store.load(pages([1])), 5) == [False]
+    assert returns_in_time(lambda: store.store(pages([1])), 5) == [False]
+    store.close()
+
+
+def test_a_page_outside_of_the_memory_is_refused_and_nothing_is_begun(make):
+    store = make()
+    with pytest.raises(ValueError, match="whose memory has 64"):
+        store.store(pages([1], first_block=NUM_BLOCKS))
+    store.fill(pages([1]))
+    assert store.store(pages([1])) == [True], "it was not taken for being on its way"
+
+
+def test_ranks_have_files_of_their_own_in_one_namespace(make):
+    zero, one = make(rank=0), make(rank=1)
+    zero.fill(pages([1]))
+    assert zero.store(pages([1])) == [True]
+    assert one.count_present(chunks([1])) == 0
+    assert make(rank=0).count_present(chunks([1])) == 1, "the control"
+    assert zero.kv.directory.path == one.kv.directory.path
