@@ -1,0 +1,373 @@
+"""Which settings of SGLang give another namespace. Without SGLang: what it would tell is written down here."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from types import SimpleNamespace
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="host pools are torch tensors: make test")
+
+from fskv.config import StoreConfig
+from fskv.engines.sglang.arguments import telling_arguments, telling_environment
+from fskv.engines.sglang.host_pool import host_pages
+from fskv.engines.sglang.identity import (
+    ServerFacts,
+    build_identity,
+    file_rank,
+    store_options,
+    take_options,
+)
+from fskv.errors import ConfigError
+
+# Some of SGLang 0.5.23's arguments, and their defaults.
+ARGUMENTS = {
+    "model_path": "",
+    "revision": None,
+    "load_format": "auto",
+    "quantization": None,
+    "quantization_param_path": None,
+    "kv_cache_dtype": "auto",
+    "attention_backend": "torch_native",
+    "prefill_attention_backend": None,
+    "decode_attention_backend": None,
+    "enable_lora": None,
+    "speculative_algorithm": None,
+    "hicache_storage_backend": "dynamic",
+    "hicache_mem_layout": "page_first_direct",
+    "json_model_override_args": "{}",
+    "context_length": None,
+    "enable_fp32_lm_head": False,
+    "rl_quant_profile": None,
+    "moe_runner_backend": "auto",
+    "triton_attention_reduce_in_fp32": False,
+    "disable_chunked_prefix_cache": False,
+    "port": 30000,
+    "random_seed": None,
+    "max_total_tokens": None,
+    "chunked_prefill_size": 4096,
+    "served_model_name": None,
+    "api_key": None,
+    "mem_fraction_static": None,
+}
+RANKS = SimpleNamespace(
+    tp_rank=0,
+    tp_size=1,
+    pp_rank=0,
+    pp_size=1,
+    attn_cp_rank=0,
+    attn_cp_size=1,
+    is_mla_model=False,
+    should_split_heads=False,
+    tp_lcm_size=None,
+)
+HF_CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+    "sliding_window": None,
+    "transformers_version": "5.19.0",
+}
+
+
+class MHATokenToKVPoolHost:
+    """What the adapter asks of SGLang's pool of this name, with its shapes and its zero-copy table."""
+
+    dcp_size = 1
+    storage_format_tag = None
+
+    def __init__(
+        self, layout="page_first_direct", dtype=torch.bfloat16, page_size=4, layers=3, heads=2, dim=8
+    ):
+        self.layout, self.dtype, self.page_size = layout, dtype, page_size
+        self.layer_num = self.target_layer_num = self.end_layer = layers
+        self.start_layer, self.page_num = 0, 6
+        self.head_num, self.head_dim, self.v_head_dim = heads, dim, dim
+        self.size = self.page_num * page_size
+        shapes = {
+            "layer_first": (2, layers, self.size, heads, dim),
+            "page_first": (2, self.size, layers, heads, dim),
+            "page_first_direct": (2, self.page_num, layers, page_size, heads, dim),
+            "page_head": (2, self.page_num, heads, page_size, layers, dim),
+        }
+        self.kv_buffer = torch.zeros(shapes.get(layout, (2, 2)), dtype=dtype)
+        self.token_nbytes = heads * dim * dtype.itemsize
+        self.size_per_token = 2 * layers * self.token_nbytes
+
+    def get_page_buffer_meta(self, indices):
+        """SGLang's own rule (pool_host/mha.py of 0.5.23)."""
+        base, half = self.kv_buffer.data_ptr(), self.kv_buffer[0].nbytes
+        addresses = []
+        for index in indices.tolist()[:: self.page_size]:
+            if self.layout == "layer_first":
+                starts = [(index + n * self.size) * self.token_nbytes for n in range(self.layer_num)]
+            else:
+                starts = [index * self.layer_num * self.token_nbytes]
+            addresses += [base + at + side for at in starts for side in (0, half)]
+        pieces = 2 * self.layer_num if self.layout == "layer_first" else 2
+        nbytes = 2 * self.layer_num * self.page_size * self.token_nbytes // pieces
+        return addresses, [nbytes] * len(addresses)
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    directory = tmp_path / "model"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(HF_CONFIG))
+    header = json.dumps({"w": {"dtype": "U8", "shape": [64], "data_offsets": [0, 64]}}).encode()
+    (directory / "model.safetensors").write_bytes(
+        len(header).to_bytes(8, "little") + header + bytes(64)
+    )
+    return directory
+
+
+@pytest.fixture
+def derive(checkpoint, tmp_path):
+    """The identity of an engine that differs in these settings from the plain one."""
+
+    def derive(arguments=(), ranks=(), pool=(), options=(), **facts):
+        plain = ServerFacts(
+            version="0.5.23",
+            arch="cpu-x86_64",
+            arguments={**ARGUMENTS, "model_path": str(checkpoint), **dict(arguments)},
+            defaults=ARGUMENTS,
+            environment={"PATH": "/bin"},
+            hf_config=HF_CONFIG,
+            model_dtype="bfloat16",
+            is_multimodal=False,
+            checkpoint=str(checkpoint),
+        )
+        config = StoreConfig.from_mapping({"root": str(tmp_path), **dict(options)})
+        own_ranks = SimpleNamespace(**{**vars(RANKS), **dict(ranks)})
+        pages = host_pages(MHATokenToKVPoolHost(**dict(pool)))
+        return build_identity(dataclasses.replace(plain, **facts), config, own_ranks, pages)
+
+    return derive
+
+
+def rope(theta):
+    return {**HF_CONFIG, "rope_parameters": {"rope_theta": theta, "rope_type": "default"}}
+
+
+CHANGES = {
+    "dtype of the KV": {"pool": {"dtype": torch.float16}},
+    "--kv-cache-dtype, of one width": {
+        "arguments": {"kv_cache_dtype": "fp8_e4m3"},
+        "pool": {"dtype": torch.uint8},
+    },
+    "--dtype": {"model_dtype": "float16"},
+    "--page-size": {"pool": {"page_size": 8}},
+    "--hicache-mem-layout": {"pool": {"layout": "page_first"}},
+    "layout of the same bytes": {"pool": {"layout": "page_head"}},
+    "KV heads": {"pool": {"heads": 4, "dim": 4}},
+    "layers": {"pool": {"layers": 4}},
+    "--tp-size": {"ranks": {"tp_size": 2}},
+    "--pp-size": {"ranks": {"pp_size": 2}},
+    "pipeline stage": {"ranks": {"pp_size": 2, "pp_rank": 1}},
+    "context parallelism": {"ranks": {"attn_cp_size": 2}},
+    "RoPE": {"hf_config": rope(500000.0)},
+    "--json-model-override-args": {"arguments": {"json_model_override_args": '{"rope_theta": 1}'}},
+    "--context-length": {"arguments": {"context_length": 4096}},
+    "--quantization": {"arguments": {"quantization": "fp8"}},
+    "--rl-quant-profile": {"arguments": {"rl_quant_profile": "x"}},
+    "--attention-backend": {"arguments": {"attention_backend": "triton"}},
+    "--prefill-attention-backend": {"arguments": {"prefill_attention_backend": "triton"}},
+    "--triton-attention-reduce-in-fp32": {"arguments": {"triton_attention_reduce_in_fp32": True}},
+    "an argument of a later version": {"arguments": {"round_kv_to_zero": True}},
+    "a variable of SGLang's": {"environment": {"SGLANG_CPU_QUANTIZATION": "1"}},
+    "SGLang's version": {"version": "0.5.24"},
+    "architecture": {"arch": "sm_90"},
+    "weights_id": {"options": {"weights_id": "mine"}},
+    "lora": {"options": {"lora": "by-name"}},
+}
+SAME = {
+    "--port": {"arguments": {"port": 1}},
+    "--random-seed": {"arguments": {"random_seed": 7}},
+    "--api-key": {"arguments": {"api_key": "secret"}},
+    "--max-total-tokens": {"arguments": {"max_total_tokens": 9}},
+    "--chunked-prefill-size": {"arguments": {"chunked_prefill_size": 9}},
+    "--served-model-name": {"arguments": {"served_model_name": "x"}},
+    "the rank": {"ranks": {"tp_rank": 1}},
+    "a variable of the storage": {"environment": {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": "x"}},
+    "transformers' version": {"hf_config": {**HF_CONFIG, "transformers_version": "9"}},
+    "io_threads": {"options": {"io_threads": 2}},
+}
+
+
+def test_what_changes_kv_changes_the_namespace_each_in_its_own_way(derive):
+    plain = derive()
+    found = {what: derive(**change).digest for what, change in CHANGES.items()}
+    assert plain.digest not in found.values()
+    assert len(set(found.values())) == len(CHANGES)
+    assert derive() == plain, "each reversal shares again"
+
+
+@pytest.mark.parametrize("what", SAME)
+def test_what_does_not_change_kv_shares(derive, what):
+    """The control of the test above: not everything that differs is another namespace."""
+    assert derive(**SAME[what]) == derive()
+
+
+def test_other_weights_are_another_namespace_and_the_same_elsewhere_are_not(derive, checkpoint):
+    plain = derive()
+    weights = checkpoint / "model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-1] + b"\1")
+    assert derive() != plain
+    weights.write_bytes(content)
+    assert derive() == plain
+    elsewhere = checkpoint.parent / "elsewhere" / checkpoint.name
+    elsewhere.mkdir(parents=True)
+    for path in checkpoint.iterdir():
+        (elsewhere / path.name).write_bytes(path.read_bytes())
+    moved = {"arguments": {"model_path": str(elsewhere)}, "checkpoint": str(elsewhere)}
+    assert derive(**moved) == plain
+
+
+def test_no_secret_is_in_a_manifest(derive):
+    secrets = {"api_key": "5ecret", "admin_api_key": "5ecret", "watermark_key": "5ecret"}
+    secrets |= {"ssl_keyfile_password": "5ecret"}
+    assert "5ecret" not in json.dumps(derive(arguments=secrets).to_manifest())
+    shown = derive(arguments={"rl_quant_profile": "5ecret"})
+    assert "5ecret" in json.dumps(shown.to_manifest()), "the control"
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"arguments": {"enable_lora": True}}, "option 'lora'"),
+        ({"is_multimodal": True}, "option 'media_keys'"),
+        ({"arguments": {"speculative_algorithm": "EAGLE"}}, "--speculative-algorithm: found 'EAGLE'"),
+        ({"arguments": {"quantization_param_path": "/x"}}, "--quantization-param-path"),
+        ({"arguments": {"hicache_storage_backend": None}}, "attached to a running engine"),
+        ({"arguments": {"load_format": "dummy"}}, "--load-format: found 'dummy'"),
+        ({"arguments": {"attention_backend": None}}, "--attention-backend"),
+        ({"pool": {"dtype": torch.uint8}}, "--kv-cache-dtype"),
+        ({"pool": {"layout": "page_unified"}}, "--hicache-mem-layout: found 'page_unified'"),
+        ({"ranks": {"should_split_heads": True}}, "tp_lcm_size"),
+        ({"checkpoint": "org/name"}, "'weights_id'"),
+        ({"arguments": {"forward_hooks": object()}}, "cannot tell whether it changes KV"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_cannot_be_found_out_is_refused_in_one_sentence(derive, change, sentence):
+    with pytest.raises(ConfigError) as refusal:
+        derive(**change)
+    assert sentence in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"arguments": {"enable_lora": True}, "options": {"lora": "by-name"}},
+        {"is_multimodal": True, "options": {"media_keys": "trusted"}},
+        {"arguments": {"speculative_algorithm": "NGRAM"}},
+        {"arguments": {"load_format": "dummy"}, "options": {"weights_id": "x"}},
+    ],
+)
+def test_what_the_user_vouches_for_is_taken(derive, change):
+    """The control of the refusals."""
+    assert derive(**change).engine == "sglang"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [
+        ({}, None),
+        ({"tp_size": 2, "tp_rank": 1}, 1),
+        ({"tp_size": 2, "tp_rank": 1, "is_mla_model": True}, None),
+        ({"attn_cp_size": 2, "attn_cp_rank": 1, "tp_size": 4, "tp_rank": 2}, 6),
+        ({"attn_cp_size": 2, "attn_cp_rank": 1, "tp_size": 4, "is_mla_model": True}, 1),
+        ({"pp_size": 2, "pp_rank": 1}, None),
+    ],
+)
+def test_ranks_with_other_bytes_have_other_files(ranks, expected):
+    assert file_rank(SimpleNamespace(**{**vars(RANKS), **ranks})) == expected
+
+
+# --- the host pool --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["page_first", "page_first_direct", "page_head", "layer_first"])
+def test_the_pieces_of_a_page_are_all_of_it_and_nothing_else(layout):
+    pool = MHATokenToKVPoolHost(layout)
+    pages = host_pages(pool)
+    assert sum(pages.page_nbytes) == pool.page_size * pool.size_per_token
+    for piece in pages.memory:
+        piece[2] = 0x11
+    marked = pool.kv_buffer.view(torch.int8) == 0x11
+    tokens = {
+        "layer_first": lambda m: m[:, :, 8:12],
+        "page_first": lambda m: m[:, 8:12],
+        "page_first_direct": lambda m: m[:, 2],
+        "page_head": lambda m: m[:, 2],
+    }[layout](marked)
+    assert bool(tokens.all())
+    assert int(marked.sum()) == tokens.numel()
+
+
+def _uneven(pool):
+    real = pool.get_page_buffer_meta
+
+    def uneven(indices):
+        addresses, sizes = real(indices)
+        return ([a + 64 * (int(indices[0]) == 20) for a in addresses], sizes)
+
+    pool.get_page_buffer_meta = uneven
+
+
+def _outside(pool):
+    real = pool.get_page_buffer_meta
+    pool.get_page_buffer_meta = lambda indices: ([a + 4096 for a in real(indices)[0]], real(indices)[1])
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (_uneven, "uneven distances"),
+        (_outside, "outside of its buffers"),
+        (lambda pool: setattr(pool, "size_per_token", 200), "expected all of them"),
+        (lambda pool: setattr(pool, "target_layer_num", 2), "layers of a draft model"),
+        (lambda pool: setattr(pool, "dcp_size", 2), "--dcp-size"),
+        (lambda pool: setattr(pool, "kv_buffer", None), "no contiguous buffer"),
+        (lambda pool: setattr(type(pool), "__name__", "MXFP8"), "host pool is a MXFP8"),
+    ],
+)
+def test_a_pool_that_is_not_what_is_expected_is_refused(change, sentence):
+    class Pool(MHATokenToKVPoolHost):
+        pass
+
+    Pool.__name__ = "MHATokenToKVPoolHost"
+    pool = Pool()
+    host_pages(pool)  # the control
+    change(pool)
+    with pytest.raises(ConfigError, match=sentence):
+        host_pages(pool)
+
+
+# --- options --------------------------------------------------------------------------------
+
+NAMES = {"backend_name": "fskv", "module_path": "fskv.engines.sglang", "class_name": "FskvStorage"}
+
+
+def test_options_are_taken_and_wrong_ones_refused():
+    config = take_options({**NAMES, "interface_v1": 1, "root": "/mnt/kv", "weights_id": "w"})
+    assert (config.root, config.weights_id) == ("/mnt/kv", "w")
+    assert store_options(config).weights_id is None
+    for options, sentence in (
+        ({"root": "/mnt/kv"}, "'interface_v1'"),
+        ({"interface_v1": 1}, "option 'root'"),
+        ({"interface_v1": 1, "root": "/mnt/kv", "max_byte": 1}, "did you mean 'max_bytes'"),
+    ):
+        with pytest.raises(ConfigError, match=sentence):
+            take_options({**NAMES, **options})
+
+
+def test_what_is_not_known_to_be_harmless_counts():
+    assert telling_arguments({"port": 1, "log_level": "x"}, {}) == {}
+    assert telling_arguments({"ports": 1}, {}) == {"ports": 1}
+    assert telling_environment({"SGLANG_LOG_MS": "1", "OTHER": "1"}) == {}
+    assert telling_environment({"SGLANG_NEW": "1"}) == {"SGLANG_NEW": "1"}
