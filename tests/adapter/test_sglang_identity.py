@@ -1,4 +1,4 @@
-"""Which settings of SGLang give another namespace. Without SGLang: what it would tell is written down here."""
+"""Which settings of SGLang give another namespace. Without SGLang: what it would tell stands here."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import json
 from types import SimpleNamespace
 
 import pytest
-
-torch = pytest.importorskip("torch", reason="host pools are torch tensors: make test")
 
 from fskv.config import StoreConfig
 from fskv.engines.sglang.arguments import telling_arguments, telling_environment
@@ -21,6 +19,8 @@ from fskv.engines.sglang.identity import (
     take_options,
 )
 from fskv.errors import ConfigError
+
+torch = pytest.importorskip("torch", reason="host pools are torch tensors: make test")
 
 # Some of SGLang 0.5.23's arguments, and their defaults.
 ARGUMENTS = {
@@ -79,7 +79,13 @@ class MHATokenToKVPoolHost:
     storage_format_tag = None
 
     def __init__(
-        self, layout="page_first_direct", dtype=torch.bfloat16, page_size=4, layers=3, heads=2, dim=8
+        self,
+        layout="page_first_direct",
+        dtype=torch.bfloat16,
+        page_size=4,
+        layers=3,
+        heads=2,
+        dim=8,
     ):
         self.layout, self.dtype, self.page_size = layout, dtype, page_size
         self.layer_num = self.target_layer_num = self.end_layer = layers
@@ -102,7 +108,9 @@ class MHATokenToKVPoolHost:
         addresses = []
         for index in indices.tolist()[:: self.page_size]:
             if self.layout == "layer_first":
-                starts = [(index + n * self.size) * self.token_nbytes for n in range(self.layer_num)]
+                starts = [
+                    (index + n * self.size) * self.token_nbytes for n in range(self.layer_num)
+                ]
             else:
                 starts = [index * self.layer_num * self.token_nbytes]
             addresses += [base + at + side for at in starts for side in (0, half)]
@@ -239,7 +247,10 @@ def test_no_secret_is_in_a_manifest(derive):
     [
         ({"arguments": {"enable_lora": True}}, "option 'lora'"),
         ({"is_multimodal": True}, "option 'media_keys'"),
-        ({"arguments": {"speculative_algorithm": "EAGLE"}}, "--speculative-algorithm: found 'EAGLE'"),
+        (
+            {"arguments": {"speculative_algorithm": "EAGLE"}},
+            "--speculative-algorithm: found 'EAGLE'",
+        ),
         ({"arguments": {"quantization_param_path": "/x"}}, "--quantization-param-path"),
         ({"arguments": {"hicache_storage_backend": None}}, "attached to a running engine"),
         ({"arguments": {"load_format": "dummy"}}, "--load-format: found 'dummy'"),
@@ -321,7 +332,10 @@ def _uneven(pool):
 
 def _outside(pool):
     real = pool.get_page_buffer_meta
-    pool.get_page_buffer_meta = lambda indices: ([a + 4096 for a in real(indices)[0]], real(indices)[1])
+    pool.get_page_buffer_meta = lambda indices: (
+        [a + 4096 for a in real(indices)[0]],
+        real(indices)[1],
+    )
 
 
 @pytest.mark.parametrize(

@@ -27,9 +27,7 @@ class Store(BlockingStore):
     def __init__(self, root, *, rank=None, **options):
         root.mkdir(exist_ok=True)
         self.memory = bytearray(NUM_BLOCKS * PAGE_NBYTES)
-        config = StoreConfig.from_mapping(
-            {"root": str(root), "maintenance": "off", **options}
-        )
+        config = StoreConfig.from_mapping({"root": str(root), "maintenance": "off", **options})
         one_block = dataclasses.replace(identity("toy"), blocks_per_chunk=1)
         self.kv = KvStore(config, one_block, {0: [memoryview(self.memory)]}, rank=rank)
         super().__init__(self.kv, config.deadline, PAGE_NBYTES, 2 * config.io_threads)

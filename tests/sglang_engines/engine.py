@@ -1,0 +1,61 @@
+"""A real SGLang engine in a process of its own: reads a step a line, answers each with a line of JSON.
+
+{"generate": TEXT, "tokens": 16}   text, ids, tokens from storage, seconds to the first token
+{"flush": true}                    forgets what is in device and host memory
+{"update_weights": PATH}           loads the weights again
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+
+
+def answer(engine, step):
+    if "generate" in step:
+        params = {"temperature": 0, "max_new_tokens": step.get("tokens", 16), "ignore_eos": True}
+        began = time.monotonic()
+        first = None
+        for chunk in engine.generate(step["generate"], params, stream=True):
+            first = first or time.monotonic() - began
+            out = chunk
+        details = out["meta_info"].get("cached_tokens_details") or {}
+        return {
+            "text": out["text"],
+            "prompt_tokens": out["meta_info"]["prompt_tokens"],
+            "cached": out["meta_info"]["cached_tokens"],
+            "storage": details.get("storage", 0),
+            "first_s": first,
+        }
+    if "flush" in step:
+        # A backup that is still under way keeps the cache from being flushed.
+        for _ in range(300):
+            if getattr(engine.flush_cache(), "success", True):
+                return {}
+            time.sleep(0.1)
+        return {"error": "not flushed"}
+    if "update_weights" in step:
+        return {"updated": bool(engine.update_weights_from_disk(step["update_weights"])[0])}
+    return {"error": f"unknown step {step}"}
+
+
+def main():
+    import sglang
+
+    answers = os.fdopen(os.dup(1), "w")  # SGLang and its children print to 1
+    os.dup2(2, 1)
+    engine = sglang.Engine(**json.loads(sys.argv[1]))
+    print(json.dumps({"ready": True}), file=answers, flush=True)
+    for line in sys.stdin:
+        try:
+            said = answer(engine, json.loads(line))
+        except Exception as error:
+            said = {"error": repr(error)}
+        print(json.dumps(said), file=answers, flush=True)
+    engine.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""Real SGLang engines on a CPU with fskv behind their host cache: SmolLM2's real weights, greedy decoding."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import shutil
+
+import pytest
+import sglang_lab as lab
+from places import REPOSITORY
+from world import wait_for
+
+pytest.importorskip("sglang", reason="SGLang has an environment of its own: make test-sglang")
+
+from faults import files
+from faults.disk import DiskFaults
+
+pytestmark = [
+    pytest.mark.sglang,
+    pytest.mark.timeout(1800),
+    pytest.mark.skipif(not lab.MODEL, reason="no model: make test-sglang"),
+]
+
+TEXT = (REPOSITORY / "LICENSE").read_text()
+PROMPT = f"{TEXT[:2600]}\nQuestion: What is this text about?\nAnswer:"
+OTHER = f"{TEXT[2600:5200]}\nQuestion: What is this text about?\nAnswer:"
+DEADLINE = {"deadline_base_s": 3, "deadline_per_mib_s": 0, "deadline_max_s": 3}
+
+
+def chunk_files(root) -> list[pathlib.Path]:
+    return sorted(pathlib.Path(root).glob("*/*/chunks/*/*.kv"))
+
+
+def whole_pages(said) -> int:
+    """Tokens of a prompt in whole pages, less the last page if nothing would be left to compute."""
+    return (said["prompt_tokens"] - 1) // lab.PAGE_SIZE * lab.PAGE_SIZE
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory):
+    """A root that an engine has stored PROMPT in and left, with what it said; not to be changed."""
+    directory = tmp_path_factory.mktemp("stored")
+    root = directory / "kv"
+    root.mkdir()
+    with lab.Engine(directory / "log", **lab.storage(root)) as engine:
+        said = engine.generate(PROMPT)
+        engine(flush=True)
+        assert len(chunk_files(root)) == whole_pages(said) // lab.PAGE_SIZE
+        assert engine.close() == 0
+    assert said["cached"] == 0
+    return root, said
+
+
+@pytest.fixture
+def root(stored, tmp_path):
+    return pathlib.Path(shutil.copytree(stored[0], tmp_path / "kv"))
+
+
+# --- damage -----------------------------------------------------------------------------------
+
+
+def _change(path, offset, length=1):
+    with path.open("r+b") as file:
+        file.seek(offset)
+        old = file.read(length)
+        file.seek(offset)
+        file.write(bytes(byte ^ 0x10 for byte in old))
+
+
+def _swap(path, other):
+    aside = path.with_suffix(".aside")
+    path.rename(aside)
+    other.rename(path)
+    aside.rename(other)
+
+
+def _directory(path, _):
+    path.unlink()
+    path.mkdir()
+
+
+DAMAGES = {
+    "a bit of the payload": lambda path, _: files.flip_payload_bit(str(path)),
+    "the magic": lambda path, _: _change(path, 0),
+    "the header's fields": lambda path, _: _change(path, 40),
+    "a digest of a row": lambda path, _: _change(path, 300),
+    "half of it is gone": lambda path, _: files.truncate(str(path)),
+    "all of it is gone": lambda path, _: os.truncate(path, 0),
+    "bytes behind its end": lambda path, _: os.truncate(path, path.stat().st_size + 4096),
+    "zeros from the middle": lambda path, _: (
+        os.truncate(path, path.stat().st_size // 2),
+        os.truncate(path, path.stat().st_size * 2),
+    ),
+    "another page's file": _swap,
+    "no file": lambda path, _: path.unlink(),
+    "a directory": _directory,
+}
+
+
+def test_a_new_process_loads_what_another_one_stored_and_damage_is_computed(stored, root, tmp_path):
+    """The control is at the end: zeros under right checksums are served, and change the text."""
+    _, first = stored
+    with lab.Engine(tmp_path / "log", **lab.storage(root, quarantine_s=0.1)) as engine:
+        said = engine.generate(PROMPT)
+        assert said["text"] == first["text"]
+        assert said["storage"] == whole_pages(first)
+        again = engine.again(PROMPT)
+        assert (again["text"], again["storage"]) == (said["text"], said["storage"])
+        sound = {path: path.read_bytes() for path in chunk_files(root)}
+        for what, damage in DAMAGES.items():
+            damage(*list(sound)[2:4])
+            hurt = engine.again(PROMPT)
+            assert hurt["text"] == first["text"], what
+            assert hurt["storage"] < whole_pages(first), f"the fault was met: {what}"
+            healed = engine.again(PROMPT)
+            assert healed["text"] == first["text"], what
+            assert healed["storage"] == whole_pages(first), what
+            assert set(chunk_files(root)) == sound.keys(), what
+        for path in sound:
+            files.zero_payload(str(path))
+        control = engine.again(PROMPT)
+        assert control["storage"] == whole_pages(first)
+        assert control["text"] != first["text"], "what is loaded is what decides"
+        assert engine.close() == 0
+    assert "Traceback" not in engine.log()
+
+
+# --- the disk ---------------------------------------------------------------------------------
+
+
+def test_a_disk_that_hangs_fails_fills_or_goes_costs_a_recompute(
+    stored, root, tmp_path, native_library
+):
+    _, first = stored
+    faults = DiskFaults(native_library("disk"), root, tmp_path / "faults")
+    options = {**DEADLINE, "quarantine_s": 0.1, "breaker_probe_s": 1, "negative_ttl_s": 0.1}
+    with lab.Engine(
+        tmp_path / "log", env=faults.env(), **lab.storage(root, maintenance="off", **options)
+    ) as engine:
+        good = engine.generate(PROMPT)
+        assert (good["text"], good["storage"]) == (first["text"], whole_pages(first)), "the control"
+        for rule in ("pread hang suffix=.kv", "pread EIO suffix=.kv"):
+            faults.set(rule)
+            hurt = engine.again(PROMPT)
+            assert faults.fired() > 0, rule
+            faults.clear()
+            assert (hurt["text"], hurt["storage"]) == (first["text"], 0), rule
+            # The breaker lets one operation through at a time, to see whether the root is back.
+            wait_for(lambda: engine.again(PROMPT)["storage"] == whole_pages(first), 200)
+        faults.set("write ENOSPC", "pwrite ENOSPC")
+        full = engine.generate(OTHER)
+        engine(flush=True)
+        assert faults.fired() > 0
+        faults.clear()
+        before = chunk_files(root)
+        assert all(path.stat().st_size > 0 for path in before)
+        root.rename(root.with_name("gone"))
+        gone = engine.again(PROMPT)
+        assert gone["text"] == first["text"]
+        assert not root.exists()
+        root.with_name("gone").rename(root)
+        wait_for(lambda: engine.again(PROMPT)["storage"] == whole_pages(first), 200)
+        assert engine.again(OTHER)["text"] == full["text"]
+        assert engine.close() == 0
+    assert "Traceback" not in engine.log()
+
+
+def test_sglangs_own_faults_and_weights_that_change(stored, root, tmp_path):
+    """Its delays and failures change no text; when weights are loaded again nothing is served any more."""
+    _, first = stored
+    env = {
+        "SGLANG_TEST_HICACHE_BACKEND_RANDOM_DELAY": "0.05",
+        "SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE": "0.4",
+    }
+    with lab.Engine(tmp_path / "log", env=env, **lab.storage(root)) as engine:
+        found = [engine.again(PROMPT) for _ in range(6)]
+        assert {said["text"] for said in found} == {first["text"]}
+        assert {said["storage"] for said in found} - {0}, "the control: some of it was loaded"
+        assert engine(update_weights=lab.MODEL)["updated"]
+        before = chunk_files(root)
+        after = [engine.again(PROMPT) for _ in range(3)]
+        assert {said["text"] for said in after} == {first["text"]}
+        assert {said["storage"] for said in after} == {0}
+        engine.generate(OTHER)
+        engine(flush=True)
+        assert chunk_files(root) == before
+        assert engine.close() == 0
+    assert "weights of the running engine are changed" in engine.log()
