@@ -82,20 +82,20 @@ mutants: $(SETUP) ## Make deliberate faults in the product: does make test catch
 	$(call ran,mutants)
 
 test: $(SETUP) ## Each promise, on real engines where one matters (10 minutes on 2 cores)
-	$(PYTEST) -m 'not slow and not shared_fs' --timings=.cache/timings/test.json $(ARGS)
+	$(PYTEST) -m 'not slow and not shared_fs and not sglang' --timings=.cache/timings/test.json $(ARGS)
 
 test-unit: $(SETUP) ## What of test starts no engine
-	$(PYTEST) -m 'not slow and not shared_fs' --ignore tests/engines \
+	$(PYTEST) -m 'not slow and not shared_fs and not sglang' --ignore tests/engines \
 	    --timings=.cache/timings/unit.json $(ARGS)
 
 test-engines: $(SETUP) ## What of test starts real engines: the other part
-	$(PYTEST) -m 'not slow and not shared_fs' --timings=.cache/timings/engines.json $(ARGS) tests/engines
+	$(PYTEST) -m 'not slow and not shared_fs and not sglang' --timings=.cache/timings/engines.json $(ARGS) tests/engines
 
 test-near: $(SETUP) ## The tests nearest to FILE=fskv/data_path/runner.py, in a minute or a few
-	@tests=$$('$(PY)' .ci/near $(FILE)) && $(PYTEST) -m 'not slow and not shared_fs' $$tests $(ARGS)
+	@tests=$$('$(PY)' .ci/near $(FILE)) && $(PYTEST) -m 'not slow and not shared_fs and not sglang' $$tests $(ARGS)
 
 test-slow: $(SETUP) ## More models, ranks, settings, longer walks and storms (an hour); ARGS may name files
-	$(PYTEST) -m 'slow and not shared_fs' --timings=.cache/timings/slow.json $(ARGS)
+	$(PYTEST) -m 'slow and not shared_fs and not sglang' --timings=.cache/timings/slow.json $(ARGS)
 
 test-all: test test-slow test-shared-fs ## Everything there is
 
@@ -107,6 +107,10 @@ test-shared-fs: $(SETUP) ## Real NFS, GlusterFS, CephFS and MooseFS, nodes that 
 test-versions: $(SETUP) ## Other vLLM versions: contract, refusal, engines beside the installed one (3 GB, long)
 	@PY='$(PY)' bash .ci/versions $(ARGS)
 	$(call ran,versions)
+
+test-sglang: $(SETUP) ## Real SGLang engines, in an environment of their own (2 GB once; 10 to 20 minutes)
+	@bash .ci/sglang $(ARGS)
+	$(call ran,sglang)
 
 lint: $(SETUP) ## ruff and mypy
 	'$(PY)' -m ruff check .

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import pathlib
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -12,27 +13,29 @@ from world import damage
 
 pytest.importorskip("sglang", reason="SGLang has an environment of its own: make test-sglang")
 
-import torch
-from sglang.srt.mem_cache import hicache_storage
-from sglang.srt.mem_cache.hicache_storage import (
-    HiCacheStorage,
-    HiCacheStorageConfig,
-    PoolName,
-    PoolTransfer,
-)
-from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
-from sglang.srt.mem_cache.storage import StorageBackendFactory
-from sglang.srt.mem_cache.utils import get_storage_hash_str
-from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
-from sglang.srt.server_args import ServerArgs
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # SGLang, torch and triton among themselves
+    import torch
+    from sglang.srt.mem_cache import hicache_storage
+    from sglang.srt.mem_cache.hicache_storage import (
+        HiCacheStorage,
+        HiCacheStorageConfig,
+        PoolName,
+        PoolTransfer,
+    )
+    from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+    from sglang.srt.mem_cache.storage import StorageBackendFactory
+    from sglang.srt.mem_cache.utils import get_storage_hash_str
+    from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+    from sglang.srt.server_args import ServerArgs
 
-from fskv.engines.sglang import arguments, server, storage
-from fskv.engines.sglang.identity import ServerFacts
-from fskv.errors import ConfigError
+    from fskv.engines.sglang import arguments, server, storage
+    from fskv.engines.sglang.identity import ServerFacts
+    from fskv.errors import ConfigError
 
 pytestmark = [
     pytest.mark.sglang,
-    pytest.mark.filterwarnings("ignore"),  # SGLang, torch and triton among themselves
+    pytest.mark.filterwarnings("ignore"),
 ]
 
 PAGE, LAYERS, HEADS, DIM, NUM_PAGES = 4, 3, 2, 8, 16
@@ -211,9 +214,9 @@ def test_weights_that_change_stop_it_and_a_later_start_is_refused(make, monkeypa
 
 def test_each_way_to_change_weights_is_watched(make):
     make()
-    ways = [name for name in vars(WeightUpdater) if name.startswith(("update_", "load_"))]
+    ways = [name for name in vars(WeightUpdater) if name.startswith(("update_weights", "load_weights"))]
     assert {"update_weights_from_disk", "update_weights_from_tensor"} < set(ways)
-    assert all(hasattr(getattr(WeightUpdater, name), "__wrapped__") for name in ways)
+    assert all(hasattr(getattr(WeightUpdater, name), "tells_fskv") for name in ways)
 
 
 # --- what is asked of SGLang --------------------------------------------------------------

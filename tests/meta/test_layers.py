@@ -52,6 +52,8 @@ LAYERS = {
 # package -> where it may be imported. Everything that is not here and not in the standard library is new.
 HOMES = {
     "vllm": ("fskv.engines.",),
+    "sglang": ("fskv.engines.sglang.",),
+    "msgspec": ("fskv.engines.sglang.server",),
     "kvikio": ("fskv.gds_io", "fskv.transports."),
     # the option mac_key_file; what images are, as vLLM's own names of them are made
     "blake3": ("fskv.format.mac", "fskv.engines."),

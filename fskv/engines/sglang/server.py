@@ -108,7 +108,7 @@ def watch_weights(listener: Callable[[str], None]) -> None:
         )
     for name in names:
         method = getattr(WeightUpdater, name)
-        if not hasattr(method, "__wrapped__"):
+        if not hasattr(method, "tells_fskv"):
             setattr(WeightUpdater, name, _telling(name, method))
     if _updated:
         raise ConfigError(
@@ -131,4 +131,5 @@ def _telling(name: str, method: Any) -> Any:
             listener(f"weights of the running engine are changed ({name})")
         return method(*args, **kwargs)
 
+    tell.tells_fskv = True  # type: ignore[attr-defined]
     return tell

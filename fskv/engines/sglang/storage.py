@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from sglang.srt.mem_cache.hicache_storage import (
@@ -33,6 +33,7 @@ from fskv.offload import BlockingStore, KvStore, Page
 from fskv.types import ChunkId
 
 logger = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 _FINGERPRINT_S = 300.0  # a few thousand small reads, perhaps on a slow mount
 
@@ -216,7 +217,7 @@ def _raise(message: str) -> None:
     raise ConfigError(message)
 
 
-def _said(call: Callable[[], Any]) -> Any:
+def _said(call: Callable[[], _T]) -> _T:
     """Return call(); what it refuses is logged as one sentence, which a traceback of SGLang's would bury."""
     try:
         return call()
@@ -225,7 +226,7 @@ def _said(call: Callable[[], Any]) -> Any:
         raise
 
 
-def _safe(call: Callable[[], Any], otherwise: Any) -> Any:
+def _safe(call: Callable[[], _T], otherwise: _T) -> _T:
     """Return call(), or `otherwise` for whatever it raises: SGLang's threads do not all survive it."""
     try:
         return call()
