@@ -7,6 +7,8 @@ import json
 from types import SimpleNamespace
 
 import pytest
+from prometheus_client import generate_latest
+from toy_engine import PAGE_NBYTES, identity
 
 from fskv.config import StoreConfig
 from fskv.engines.sglang.arguments import telling_arguments, telling_environment
@@ -18,7 +20,10 @@ from fskv.engines.sglang.identity import (
     store_options,
     take_options,
 )
+from fskv.engines.sglang.metrics import Publisher
 from fskv.errors import ConfigError
+from fskv.offload import KvStore
+from fskv.types import ChunkId
 
 torch = pytest.importorskip("torch", reason="host pools are torch tensors: make test")
 
@@ -62,6 +67,7 @@ RANKS = SimpleNamespace(
     is_mla_model=False,
     should_split_heads=False,
     tp_lcm_size=None,
+    dp_rank=0,
 )
 HF_CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -364,13 +370,14 @@ def test_a_pool_that_is_not_what_is_expected_is_refused(change, sentence):
 
 # --- options --------------------------------------------------------------------------------
 
+CHUNK = ChunkId(bytes(32), 0)
 NAMES = {"backend_name": "fskv", "module_path": "fskv.engines.sglang", "class_name": "FskvStorage"}
 
 
 def test_options_are_taken_and_wrong_ones_refused():
     config = take_options({**NAMES, "interface_v1": 1, "root": "/mnt/kv", "weights_id": "w"})
     assert (config.root, config.weights_id) == ("/mnt/kv", "w")
-    assert store_options(config).weights_id is None
+    assert store_options(config, RANKS).weights_id is None
     for options, sentence in (
         ({"root": "/mnt/kv"}, "'interface_v1'"),
         ({"interface_v1": 1}, "option 'root'"),
@@ -378,6 +385,31 @@ def test_options_are_taken_and_wrong_ones_refused():
     ):
         with pytest.raises(ConfigError, match=sentence):
             take_options({**NAMES, **options})
+
+
+def test_the_first_rank_writes_the_health_file():
+    config = take_options({"interface_v1": 1, "root": "/mnt/kv", "health_file": "/run/kv{rank}"})
+    for ranks, expected in (({"dp_rank": 2}, "/run/kv2"), ({"tp_rank": 1}, None)):
+        own = SimpleNamespace(**{**vars(RANKS), **ranks})
+        assert store_options(config, own).health_file == expected
+
+
+def test_what_is_counted_is_published_under_sglangs_name(tmp_path):
+    memory = bytearray(PAGE_NBYTES * 2)
+    config = StoreConfig(root=str(tmp_path), maintenance="off")
+    kv = KvStore(config, identity("toy"), {0: [memoryview(memory)]})
+    publisher = Publisher({"tp_rank": "3"})
+    kv.lookup.begin_store([CHUNK])
+    kv.mover.store(1, kv.moves(CHUNK, [0, 1]))
+    while kv.lookup.storing:
+        kv.step()
+    publisher.publish(kv)
+    publisher.publish(kv)  # nothing is counted twice
+    kv.close()
+    text = generate_latest().decode()
+    assert 'sglang:fskv_stored_chunks_total{tp_rank="3"} 1.0' in text
+    assert 'sglang:fskv_lookup_misses_total{reason="absent",tp_rank="3"} 0.0' in text
+    assert 'sglang:fskv_known_chunks{tp_rank="3"} 1.0' in text
 
 
 def test_what_is_not_known_to_be_harmless_counts():

@@ -86,7 +86,10 @@ HOMES = {
     "typer": ("tools.",),
     "rich": ("tools.",),
     # top and report read what engines publish, prune --watch publishes
-    "prometheus_client": ("tools.endpoint", "tools.exporter", "tools.metrics_server"),
+    "prometheus_client": (
+        *("tools.endpoint", "tools.exporter", "tools.metrics_server"),
+        "fskv.engines.sglang.metrics",
+    ),
     # replay --plot
     "matplotlib": ("tools.replay.report",),
     # export --zstd

@@ -1,6 +1,6 @@
 """A real SGLang engine in a process of its own: reads a step a line, answers each with a line of JSON.
 
-{"generate": TEXT, "tokens": 16}   text, ids, tokens from storage, seconds to the first token
+{"generate": TEXT, "tokens": 8}   text, ids, tokens from storage, seconds to the first token
 {"flush": true}                    forgets what is in device and host memory
 {"update_weights": PATH}           loads the weights again
 """
@@ -15,7 +15,7 @@ import time
 
 def answer(engine, step):
     if "generate" in step:
-        params = {"temperature": 0, "max_new_tokens": step.get("tokens", 16), "ignore_eos": True}
+        params = {"temperature": 0, "max_new_tokens": step.get("tokens", 8), "ignore_eos": True}
         began = time.monotonic()
         first = None
         for chunk in engine.generate(step["generate"], params, stream=True):

@@ -53,9 +53,18 @@ def take_options(extra_config: Mapping[str, Any]) -> StoreConfig:
     return StoreConfig.from_mapping(own)
 
 
-def store_options(config: StoreConfig) -> StoreConfig:
-    """Return the options without those that have become a part of the identity."""
-    return replace(config, weights_id=None, lora="off", media_keys="checked")
+def store_options(config: StoreConfig, ranks: Any) -> StoreConfig:
+    """Return the options of this rank's store, without those that have become a part of the identity.
+
+    Of the ranks that answer together the first one writes the health file.
+    """
+    health_file = config.health_file
+    if health_file is not None:
+        first = not (ranks.tp_rank or ranks.pp_rank or ranks.attn_cp_rank)
+        health_file = health_file.replace("{rank}", str(ranks.dp_rank)) if first else None
+    return replace(
+        config, weights_id=None, lora="off", media_keys="checked", health_file=health_file
+    )
 
 
 def file_rank(ranks: Any) -> int | None:

@@ -11,6 +11,7 @@ After the host pools are registered no call raises: what cannot be done is False
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -27,6 +28,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 from fskv.data_path.threads import START_UP_S, call_with_deadline
 from fskv.engines.sglang.host_pool import HostPages, host_pages
 from fskv.engines.sglang.identity import build_identity, file_rank, store_options, take_options
+from fskv.engines.sglang.metrics import Publisher
 from fskv.engines.sglang.server import forget_weights, gather_facts, watch_weights
 from fskv.errors import ConfigError, FskvError
 from fskv.offload import BlockingStore, KvStore, Page
@@ -36,6 +38,7 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 _FINGERPRINT_S = 300.0  # a few thousand small reads, perhaps on a slow mount
+_PUBLISH_S = 1.0
 
 
 class FskvStorage(HiCacheStorage):
@@ -47,6 +50,11 @@ class FskvStorage(HiCacheStorage):
         self._config = _said(lambda: take_options(storage_config.extra_config or {}))
         self._store: BlockingStore | None = None
         self._page_size = 0
+        self._publisher: Publisher | None = None
+        if storage_config.enable_storage_metrics:
+            names = ("tp_rank", "pp_rank", "dp_rank")
+            self._publisher = Publisher({n: str(getattr(storage_config, n)) for n in names})
+        self._publish_at = 0.0
 
     # --- start-up, and the end ----------------------------------------------------------------
 
@@ -66,7 +74,10 @@ class FskvStorage(HiCacheStorage):
         )
         kv = call_with_deadline(
             lambda: KvStore(
-                store_options(config), identity, {0: pages.memory}, rank=file_rank(self._ranks)
+                store_options(config, self._ranks),
+                identity,
+                {0: pages.memory},
+                rank=file_rank(self._ranks),
             ),
             START_UP_S,
             f"option 'root': {config.root} did not answer",
@@ -148,6 +159,13 @@ class FskvStorage(HiCacheStorage):
             raise ValueError("host indices that are not whole pages")
         blocks = (firsts // self._page_size).tolist()
         return [Page(_chunk(key), block) for key, block in zip(keys, blocks, strict=True)]
+
+    def get_stats(self) -> None:
+        """Publish fskv's metrics, at most once a second; SGLang counts its prefetches and backups itself."""
+        store, publisher = self._store, self._publisher
+        if store is not None and publisher is not None and time.monotonic() >= self._publish_at:
+            self._publish_at = time.monotonic() + _PUBLISH_S
+            _safe(lambda: store.with_store(publisher.publish), None)
 
     # --- what SGLang may ask and fskv does not do ----------------------------------------------
 

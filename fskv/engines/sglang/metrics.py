@@ -1,0 +1,51 @@
+"""fskv.observe.metrics in Prometheus' words, in the process that SGLang's server collects them from.
+
+A metric is called `sglang:fskv_...` and has the ranks of its process as labels, as SGLang's own have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from prometheus_client import Counter, Gauge, Histogram
+
+from fskv.observe.metrics import Metric
+from fskv.offload import KvStore
+
+
+class Publisher:
+    """Publishes what a store has counted since the last time; any thread, one at a time."""
+
+    def __init__(self, labels: Mapping[str, str]) -> None:
+        self._labels = dict(labels)
+
+    def publish(self, kv: KvStore) -> None:
+        """Take the store's counters, gauges and observations to Prometheus."""
+        sums, gauges = kv.watch.read()
+        for (metric, label), amount in [*sums.items(), *kv.mover.counters.drain().items()]:
+            self._of(metric, label).inc(amount)
+        for gauge, value in [*gauges.items(), *kv.mover.gauges().items()]:
+            metric, label = gauge if isinstance(gauge, tuple) else (gauge, "")
+            self._of(metric, label).set(value)
+        for metric, values in kv.mover.counters.drain_observed().items():
+            for value in values:
+                self._of(metric, "").observe(value)
+
+    def _of(self, metric: Metric, label: str) -> Any:
+        own = {metric.label: label} if metric.label else {}
+        return _made(metric, tuple(self._labels)).labels(**self._labels, **own)
+
+
+@cache
+def _made(metric: Metric, ranks: tuple[str, ...]) -> Any:
+    """Return the one collector of a metric: Prometheus refuses a second one of its name."""
+    names = (*ranks, metric.label) if metric.label else ranks
+    text = f"{metric.meaning} [{metric.unit}]"
+    name = f"sglang:{metric.name}"
+    if metric.kind == "histogram":
+        return Histogram(name, text, names, buckets=metric.buckets)
+    if metric.kind == "counter":
+        return Counter(name, text, names)
+    return Gauge(name, text, names, multiprocess_mode="mostrecent")
