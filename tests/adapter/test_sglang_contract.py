@@ -23,7 +23,11 @@ with warnings.catch_warnings():
         PoolName,
         PoolTransfer,
     )
-    from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+    from sglang.srt.mem_cache.pool_host.mha import (
+        AsymmetricMHATokenToKVPoolHost,
+        MHATokenToKVPoolHost,
+    )
+    from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
     from sglang.srt.mem_cache.storage import StorageBackendFactory
     from sglang.srt.mem_cache.utils import get_storage_hash_str
     from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
@@ -42,20 +46,26 @@ PAGE, LAYERS, HEADS, DIM, NUM_PAGES = 4, 3, 2, 8, 16
 LAYOUTS = ("page_first", "page_first_direct", "page_head", "layer_first")
 
 
-def host_pool(layout="page_first_direct", seed=0):
+def host_pool(layout="page_first_direct", seed=0, kind=MHATokenToKVPoolHost):
     """A host pool of SGLang's, without the device pool that its constructor asks for."""
-    pool = MHATokenToKVPoolHost.__new__(MHATokenToKVPoolHost)
+    pool = kind.__new__(kind)
     pool.layout, pool.dtype, pool.page_size = layout, torch.bfloat16, PAGE
     pool.layer_num = pool.target_layer_num = pool.end_layer = LAYERS
     pool.start_layer, pool.page_num, pool.size = 0, NUM_PAGES, NUM_PAGES * PAGE
     pool.head_num, pool.head_dim, pool.v_head_dim = HEADS, DIM, DIM
     pool.head_group_num, pool.pin_memory, pool.device = 1, False, "cpu"
+    if kind is AsymmetricMHATokenToKVPoolHost:
+        pool.v_head_dim = DIM // 2
+    if kind is MLATokenToKVPoolHost:
+        pool.kv_lora_rank, pool.qk_rope_head_dim, pool.kv_cache_dim = 12, 4, 16
+        pool._native_buffers, pool._size_per_token = None, 16 * LAYERS * 2
     pool._transfer_device = torch.device("cpu")
     pool.allocator = hicache_pool_allocator()
     pool.size_per_token = pool.get_size_per_token()
     pool.kv_buffer = pool.init_kv_buffer()
     torch.manual_seed(seed)
-    pool.kv_buffer.copy_(torch.randn(pool.kv_buffer.shape))
+    for buffer in pool.kv_buffer if isinstance(pool.kv_buffer, tuple) else [pool.kv_buffer]:
+        buffer.copy_(torch.randn(buffer.shape))
     return pool
 
 
@@ -129,21 +139,40 @@ def indices(*pages):
 
 
 def page(pool, number):
-    return pool.get_data_page(number * PAGE)
+    """All of a page's values, by the layout and not by the table of addresses that the adapter uses."""
+    parts = pool.kv_buffer if isinstance(pool.kv_buffer, tuple) else [pool.kv_buffer]
+    if not isinstance(pool, MLATokenToKVPoolHost) and len(parts) == 1:
+        parts = [*pool.kv_buffer]
+    tokens = slice(number * PAGE, (number + 1) * PAGE)
+    if pool.layout == "layer_first":
+        return torch.cat([part[:, tokens].flatten() for part in parts])
+    which = tokens if pool.layout == "page_first" else slice(number, number + 1)
+    return torch.cat([part[which].flatten() for part in parts])
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_pages_of_sglangs_own_pool_go_to_files_and_back(make, layout):
-    pool, other = host_pool(layout), host_pool(layout, seed=1)
-    backend, reader = make(pool), make(other)
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        *((MHATokenToKVPoolHost, layout) for layout in LAYOUTS),
+        *((AsymmetricMHATokenToKVPoolHost, layout) for layout in LAYOUTS[:2]),
+        *(
+            (MLATokenToKVPoolHost, layout)
+            for layout in ("page_first", "page_first_direct", "layer_first")
+        ),
+    ],
+)
+def test_pages_of_sglangs_own_pools_go_to_files_and_back(make, kind, layout):
+    pool, other = host_pool(layout, kind=kind), host_pool(layout, seed=1, kind=kind)
+    is_mla = kind is MLATokenToKVPoolHost
+    backend, reader = make(pool, is_mla=is_mla), make(other, is_mla=is_mla)
     want = keys(4)
     assert backend.batch_set_v1(want, indices(3, 7, 0, 9)) == [True] * 4
     assert reader.batch_exists([*want, *keys(2, seed=5)]) == 4
-    before = page(other, 5).clone()
+    before = {number: page(other, number).clone() for number in (0, 3, 5, 14)}
     assert reader.batch_get_v1(want, indices(1, 2, 4, 15)) == [True] * 4
     for source, target in zip((3, 7, 0, 9), (1, 2, 4, 15), strict=True):
         assert torch.equal(page(other, target), page(pool, source))
-    assert torch.equal(page(other, 5), before), "no other page was touched"
+    assert all(torch.equal(page(other, number), old) for number, old in before.items())
 
 
 def test_a_damaged_page_and_one_that_was_never_stored_are_false(make, tmp_path):

@@ -16,6 +16,7 @@ from fskv.config import StoreConfig
 from fskv.engines.sglang.arguments import telling_arguments, telling_environment
 from fskv.engines.sglang.host_pool import HostPages
 from fskv.errors import ConfigError
+from fskv.hybrid_planner import GroupKind
 from fskv.identity.fingerprint import weights_fingerprint
 from fskv.namespace import GroupIdentity, Identity, Json
 
@@ -92,6 +93,7 @@ def build_identity(
             )
         kv_dtype = pages.dtype
     first, end = pages.layers
+    kind = GroupKind.MLA if ranks.is_mla_model else GroupKind.FULL
     return Identity(
         engine="sglang",
         engine_version=facts.version,
@@ -108,7 +110,7 @@ def build_identity(
         groups=(
             GroupIdentity(
                 group_idx=0,
-                kind=f"{pages.kind}/{pages.dtype}/{'x'.join(map(str, pages.shape))}",
+                kind=f"{kind.value}/{pages.kind}/{pages.dtype}/{'x'.join(map(str, pages.shape))}",
                 window_tokens=None,
                 tokens_per_block=pages.page_size,
                 page_nbytes=pages.page_nbytes,
