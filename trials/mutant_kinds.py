@@ -19,6 +19,7 @@ _CAPACITY = ("tests/unit/test_capacity.py",)
 _SHARING = "tests/engines/test_engine_sharing.py"
 _FAULTY = "tests/engines/test_engine_faults.py"
 _IDENTITY = ("tests/unit/test_namespace.py",)
+_SGLANG = ("tests/adapter/test_sglang_identity.py",)
 _FORMAT = ("tests/meta/test_format_vectors.py",)
 _ORDER = ("tests/unit/test_cuda_order.py",)
 _READINESS = ("tests/unit/test_readiness.py",)
@@ -1093,5 +1094,46 @@ FAULTS = (
         "            check_rows(entry.candidate.head.header, entry.candidate.payload)\n",
         "",
         ("tests/tools/test_archive.py",),
+    ),
+    # --- SGLang -------------------------------------------------------------------------------
+    Fault(
+        "sglang-arguments-left-out",
+        "An argument of SGLang's server that is not known to be harmless is in the identity.",
+        "fskv/engines/sglang/identity.py",
+        '        extra["arguments"] = told\n',
+        "        pass\n",
+        _SGLANG,
+    ),
+    Fault(
+        "sglang-stages-share",
+        "Pipeline stages of SGLang have namespaces of their own.",
+        "fskv/engines/sglang/identity.py",
+        '            **({"pp_rank": ranks.pp_rank} if ranks.pp_size > 1 else {}),\n',
+        "",
+        _SGLANG,
+    ),
+    Fault(
+        "sglang-uneven-pages-believed",
+        "Pages of SGLang's host pool are evenly apart, or it is refused.",
+        "fskv/engines/sglang/host_pool.py",
+        "    if num_pages < 2 or _pieces(pool, num_pages - 1) != (last, sizes):\n",
+        "    if num_pages < 2:\n",
+        _SGLANG,
+    ),
+    Fault(
+        "blocking-bad-pages-good",
+        "A page that was not loaded is not said to be good.",
+        "fskv/offload/blocking.py",
+        "            return [page.chunk not in bad for page in pages]\n",
+        "            return [True for _ in pages]\n",
+        ("tests/unit/test_blocking.py",),
+    ),
+    Fault(
+        "blocking-forgets-refused-stores",
+        "A store that did not end well is not said to be there.",
+        "fskv/offload/blocking.py",
+        "                self._stores[chunk] = False\n",
+        "                self._stores[chunk] = True\n",
+        ("tests/unit/test_blocking.py",),
     ),
 )

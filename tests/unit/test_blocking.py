@@ -158,6 +158,21 @@ def test_a_call_returns_at_its_deadline_and_its_pages_stay_as_they_are(make, mon
     assert store.holds(wanted) == [not hangs] * 4
 
 
+@pytest.mark.parametrize("full", [True, False])
+def test_what_could_not_be_written_is_not_said_to_be_there(make, monkeypatch, full):
+    """Without the fault, the control, it is."""
+    real = mover.open_transport
+    events = Script(write="N*") if full else Script()
+    monkeypatch.setattr(
+        mover,
+        "open_transport",
+        lambda *args, **options: FaultTransport(real(*args, **options), events),
+    )
+    store = make()
+    assert store.store(pages(range(3))) == [not full] * 3
+    assert store.count_present(chunks(range(3))) == (0 if full else 3)
+
+
 def test_a_store_that_was_stopped_finds_loads_and_stores_nothing(make):
     store = make()
     store.fill(pages(range(2)))
