@@ -37,10 +37,7 @@ with warnings.catch_warnings():
     from fskv.engines.sglang.identity import ServerFacts
     from fskv.errors import ConfigError
 
-pytestmark = [
-    pytest.mark.sglang,
-    pytest.mark.filterwarnings("ignore"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 PAGE, LAYERS, HEADS, DIM, NUM_PAGES = 4, 3, 2, 8, 16
 LAYOUTS = ("page_first", "page_first_direct", "page_head", "layer_first")
