@@ -28,11 +28,14 @@ def main(directory: str, rounds: int) -> None:
         root.mkdir(parents=True)
     environment = {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(roots["file"])}
     with (
-        lab.Engine(base / "file.log", env=environment, hicache_storage_backend="file") as file,
         lab.Engine(base / "fskv.log", **lab.storage(roots["fskv"])) as fskv,
+        lab.Engine(base / "file.log", env=environment, hicache_storage_backend="file") as file,
     ):
         engines = {"file": file, "fskv": fskv}
-        computed = {n: [e.generate(p, tokens=1) for p in PROMPTS] for n, e in engines.items()}
+        computed: dict[str, list[dict]] = {name: [] for name in engines}
+        for prompt in PROMPTS:
+            for name, engine in engines.items():
+                computed[name].append(engine.generate(prompt, tokens=1))
         loaded: dict[str, list[dict]] = {name: [] for name in engines}
         for number in range(rounds):
             for name in sorted(engines, reverse=bool(number % 2)):
