@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import signal
 
+from .exits import leave
+
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, leave)
 
 from .cli import main
 

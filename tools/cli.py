@@ -9,19 +9,20 @@ can do: `tools.exits` has the exceptions and the exit codes.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import os
-import signal
 import sys
-from typing import Any, NamedTuple, NoReturn
+from typing import Annotated, Any, NamedTuple, NoReturn
 
 import typer
 from typer.core import TyperGroup
 
 from fskv.errors import ConfigError, FskvError, RootError
 
-from .exits import UNSEEN, CommandError, Exit
+from . import interrupt
+from .exits import UNSEEN, CommandError, Exit, leave
 from .terminal import say
 
 
@@ -108,13 +109,13 @@ class _Group(TyperGroup):
         """Return the command that is to run, imported."""
         self.commands = {name: self.get_command(ctx, name) for name in _BY_NAME}  # "did you mean"
         name, command, rest = super().resolve_command(ctx, args)
-        return name, load(name) if name in _BY_NAME else command, rest
+        command = load(name) if name in _BY_NAME else command
+        interrupt.arm()
+        return name, command, rest
 
     def invoke(self, ctx: Any) -> Any:
         UNSEEN.clear()
         try:
-            if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # see __main__
-                signal.signal(signal.SIGINT, signal.default_int_handler)
             result = super().invoke(ctx)
         except typer.Exit as ended:
             if ended.exit_code == Exit.OK and UNSEEN:
@@ -130,10 +131,6 @@ class _Group(TyperGroup):
             say(f"fskv: {error}")
             raise typer.Exit(Exit.USAGE) from None
         except KeyboardInterrupt:
-            import logging
-
-            # It would tell, with a traceback, of each task in which this was raised.
-            logging.getLogger("asyncio").disabled = True
             say("interrupted")
             raise typer.Exit(Exit.INTERRUPTED) from None
         except BrokenPipeError:
@@ -156,8 +153,22 @@ app = typer.Typer(
 )
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        importlib.import_module(_BY_NAME["version"].module).command()
+        raise typer.Exit
+
+
 @app.callback()
-def _fskv() -> None:
+def _fskv(
+    *,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", "-V", callback=_version, is_eager=True, help="As `fskv version`."
+        ),
+    ] = False,
+) -> None:
     """Look into an fskv cache root, explain it, check it, measure it, and keep it in bounds.
 
     Commands that read a root take --root DIR or the environment variable FSKV_ROOT.
@@ -173,15 +184,27 @@ def main() -> None:
         try:
             app(prog_name="fskv")
         finally:
-            if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-                signal.signal(signal.SIGINT, signal.SIG_DFL)
+            interrupt.disarm()
             sys.stdout.flush()
-    except BrokenPipeError:
-        _leave()
-    except OSError as error:  # of the help, or of what was left in the buffer
-        say(f"fskv: {error}")
+    except BaseException as ended:
+        if interrupt.disarm():
+            _interrupted(ended)
+        if isinstance(ended, BrokenPipeError):
+            _leave()
+        if not isinstance(ended, OSError):
+            raise
+        say(f"fskv: {ended}")  # of the help, or of what was left in the buffer
         _drop_output()
         sys.exit(Exit.PROBLEMS)
+
+
+def _interrupted(ended: BaseException) -> NoReturn:
+    """End after Ctrl-C, whatever KeyboardInterrupt has become on its way, before destructors tell of it."""
+    if getattr(ended, "code", None) != Exit.INTERRUPTED:
+        say("interrupted")
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+    leave()
 
 
 def _open_streams() -> None:

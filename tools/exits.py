@@ -9,7 +9,9 @@ docs/cli.md lists the codes; tests/tools/test_cli.py provokes each.
 
 from __future__ import annotations
 
+import os
 from enum import IntEnum
+from typing import NoReturn
 
 
 class Exit(IntEnum):
@@ -37,6 +39,13 @@ MEANINGS = {
 def outcome(*, problems: object, partial: object) -> Exit:
     """Return how a command ends that has done its work: the worse of what it has met."""
     return Exit.PROBLEMS if problems else Exit.PARTIAL if partial else Exit.OK
+
+
+def leave(*_: object) -> NoReturn:
+    """Handle SIGINT where nothing is begun, or where it was asked for before: end at once."""
+    if os.isatty(2):
+        os.write(2, b"\x1b[?25h")  # a progress bar has hidden the cursor
+    os._exit(Exit.INTERRUPTED)
 
 
 class CommandError(Exception):

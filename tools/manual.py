@@ -32,7 +32,9 @@ _HEAD = """# The command line
   of bytes, times RFC 3339 in UTC, names are never shortened; where a name is no UTF-8, lone surrogates stand
   for its bytes. New fields may come; none changes its meaning. `bench --json` prints a list instead.
 - What deletes shows a plan first and asks. `--dry-run` stops after the plan, `--yes` does not ask; without a
-  terminal and without `--yes` it refuses. Ctrl-C is safe at any moment.
+  terminal and without `--yes` it refuses. Ctrl-C is safe at any moment, and ends with 130; a second one ends
+  at once what the first one still finishes.
+- `fskv --version` says what `fskv version` says. The shell script of `fskv completion` completes names, too.
 """
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated, Any
+import re
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+if TYPE_CHECKING:
+    from .root_view import Namespace
 
-def complete_namespace(ctx: Any, incomplete: str) -> list[str]:
-    """Return the namespaces that may be meant, for a shell; nothing where there is no root."""
+
+def _namespaces_of(ctx: Any) -> list[Namespace]:
     from fskv.errors import FskvError
 
     from .exits import CommandError
@@ -17,14 +20,38 @@ def complete_namespace(ctx: Any, incomplete: str) -> list[str]:
 
     try:
         view = RootView.open(ctx.params.get("root") or os.environ.get("FSKV_ROOT", ""))
-        spaces = view.namespaces()
+        return view.namespaces()
     except (CommandError, FskvError, OSError):
         return []
+
+
+def complete_namespace(ctx: Any, incomplete: str) -> list[str]:
+    """Return the namespaces that may be meant, for a shell; nothing where there is no root."""
+    spaces = _namespaces_of(ctx)
     # A shell takes only what begins with what was typed.
     ids = [one.id for one in spaces if one.id.startswith(incomplete)]
     return ids or [
         name for one in spaces for name in (one.name, one.digest16) if name.startswith(incomplete)
     ]
+
+
+def complete_chunk(ctx: Any, incomplete: str) -> list[str]:
+    """Return the chunks that may be meant, as `ls --chunks` names them; three digits say where they are."""
+    from .root_view import find_files
+
+    digest, slash, name = incomplete.rpartition("/")
+    spaces = _namespaces_of(ctx)
+    found = {f"{one.digest16}/" for one in spaces}
+    if re.fullmatch(r"[0-9a-f]{3,32}", name):
+        for file in find_files([one for one in spaces if one.digest16.startswith(digest)], name):
+            chunk = file.name[:32]
+            found.add(f"{file.namespace.digest16}/{chunk}" if slash else chunk)
+    return sorted(one for one in found if one.startswith(incomplete))
+
+
+def complete_name(ctx: Any, incomplete: str) -> list[str]:
+    """Return the namespaces, or else the chunks, that may be meant."""
+    return complete_namespace(ctx, incomplete) or complete_chunk(ctx, incomplete)
 
 
 def root_option(text: str) -> Any:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
@@ -288,9 +288,9 @@ class RootView:
         if match := _CHUNK.fullmatch(text):
             digest, name, group, rank = match.groups()
             spaces = [one for one in spaces if one.digest16.startswith(digest or "")]
-            found = _find(spaces, name, group, rank)
+            found = find_files(spaces, name, group, rank)
         if not found and _HEX.fullmatch(text) and len(text) % 2 == 0:  # the engine's key
-            found = _find(spaces, namespace.chunk_name(bytes.fromhex(text)), None, None)
+            found = find_files(spaces, namespace.chunk_name(bytes.fromhex(text)))
         if not found:
             raise UsageError(
                 f"{show(text)}: no such chunk in {self.path}; `fskv ls --chunks` lists them"
@@ -345,9 +345,10 @@ def _listed(one: Namespace, shard_idx: int) -> Iterator[ChunkFile]:
     return chunk_files(one, shard.records)
 
 
-def _find(
-    spaces: list[Namespace], prefix: str, group: str | None, rank: str | None
+def find_files(
+    spaces: list[Namespace], prefix: str, group: str | None = None, rank: str | None = None
 ) -> list[ChunkFile]:
+    """Return the files of chunks whose names begin with `prefix`, three digits at least."""
     found = []
     for one in spaces:
         idx = int(prefix[:_ID_DIGITS], 16)
@@ -363,18 +364,15 @@ def _find(
     return sorted(found, key=lambda file: file.path)
 
 
-def _in_turn(shards: object) -> Iterator[Shard]:
+def _in_turn(shards: AsyncIterator[Shard]) -> Iterator[Shard]:
     """Let a walk run where nobody else is asynchronous."""
     import asyncio
 
-    loop = asyncio.new_event_loop()
-    try:
-        while True:
-            try:
-                yield loop.run_until_complete(anext(shards))  # type: ignore[call-overload]
-            except StopAsyncIteration:
-                return
-    finally:
-        loop.run_until_complete(shards.aclose())  # type: ignore[attr-defined]
-        loop.run_until_complete(loop.shutdown_default_executor())
-        loop.close()
+    async def step() -> Shard | None:
+        return await anext(shards, None)
+
+    with (
+        asyncio.Runner() as runner
+    ):  # its end cancels what Ctrl-C has left pending, and closes `shards`
+        while (shard := runner.run(step())) is not None:
+            yield shard

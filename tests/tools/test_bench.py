@@ -568,6 +568,7 @@ def test_room_is_computed_before_anything_is_written(tmp_path, monkeypatch):
     [
         (signal.SIGINT, 130, []),
         (signal.SIGTERM, 143, ["--peers"]),
+        (signal.SIGHUP, 129, []),
         pytest.param(signal.SIGTERM, 143, [], marks=pytest.mark.slow),
         pytest.param(signal.SIGINT, 130, ["--peers"], marks=pytest.mark.slow),
     ],
@@ -591,8 +592,18 @@ def test_a_stopped_bench_removes_what_it_wrote(tmp_path, signum, code, options):
         process.wait()
     assert (process.returncode, out) == (code, "")
     assert "Traceback" not in err
-    assert err.splitlines()[-1] == "fskv bench: stopped"
+    assert err.splitlines()[-2:] == ["stopping: what was written is removed", "fskv bench: stopped"]
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("every_s", [0.0, 3600.0])
+def test_without_a_terminal_lines_say_how_far_it_is(tmp_path, monkeypatch, every_s):
+    """Negative control: where it is not yet time for a line there is none."""
+    monkeypatch.setattr(measure, "_SAY_S", every_s)
+    said = [line for line in run(tmp_path, "--rounds", "1").stderr.splitlines() if " of " in line]
+    total = int(said[-1].split(",")[0].split()[-1]) if said else 0
+    assert len(said) == (total if every_s == 0 else 0)
+    assert (total > 2) is (every_s == 0)
 
 
 def test_a_signal_at_any_moment_of_a_run_leaves_nothing(tmp_path, monkeypatch):

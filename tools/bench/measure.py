@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -27,7 +28,7 @@ from .lookup import FILE_NBYTES, LookupContestant, ProbeContestant, lookup_peers
 from .peers import Fio, FsIoC, PeerMemory, find_peers
 from .row import Row, with_ratios
 from .store import KvMemory, StoreContestant, pick_device
-from .workspace import StopSignals
+from .workspace import Stopped, StopSignals
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -38,6 +39,7 @@ _MAX_KEYS = 2048  # files of the lookup cell; as many names without a file are a
 _DIRECTORY_NBYTES = 4096
 _MAX_SHARDS = 4096
 _MAX_COMPLAINTS = 3
+_SAY_S = 5.0
 _LOWER = "lower --total-mib, --chunk-kib or --threads"
 
 
@@ -119,11 +121,14 @@ def run_bench(
     try:
         _make_directory(path)
         groups = _make_groups(settings, path, device, made, say)
-        _take_turns(groups, settings.rounds, console, stop)
+        _take_turns(groups, settings.rounds, console, stop, say)
         rows = with_ratios([row for contestant in made for row in contestant.rows()])
         for sentence in complaints.sentences if any(row.error for row in rows) else ():
             say(sentence)
         return rows
+    except Stopped:
+        say("stopping: what was written is removed")
+        raise
     finally:
         # Twice: Stopped is raised only once, so it can cut the first short but not the second.
         try:
@@ -254,10 +259,15 @@ def _make_groups(
 
 
 def _take_turns(
-    groups: list[list[Contestant]], rounds: int, console: Console, stop: StopSignals
+    groups: list[list[Contestant]],
+    rounds: int,
+    console: Console,
+    stop: StopSignals,
+    say: Callable[[str], None],
 ) -> None:
-    """Let everybody do a warm-up and then `rounds` rounds."""
+    """Do a warm-up and then `rounds` rounds of all; where no bar can be drawn, lines say how far it is."""
     total = (rounds + 1) * sum(map(len, groups))
+    done, said = 0, time.monotonic()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(
         *columns,
@@ -274,6 +284,10 @@ def _take_turns(
                     progress.update(task, description=_what(number, rounds, contestant))
                     contestant.take_part(keep=number > 0)
                     progress.advance(task)
+                    done += 1
+                    if not console.is_terminal and time.monotonic() - said > _SAY_S:
+                        said = time.monotonic()
+                        say(f"{done} of {total}, {_what(number, rounds, contestant)}")
                     stop.check()
 
 

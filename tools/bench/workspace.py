@@ -1,7 +1,7 @@
 """The directory a bench writes into: made in one place, and gone afterwards whatever happened.
 
-Ctrl-C and SIGTERM raise `Stopped` once, on the main thread; signals after that are ignored while the bench
-cleans up, for at most `PATIENCE_S`: on a dead mount a second one then ends the process at once.
+Ctrl-C, SIGTERM and SIGHUP raise `Stopped` once, on the main thread; signals after that are ignored while
+the bench cleans up, for at most `PATIENCE_S`: on a dead mount a second one then ends the process at once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from types import FrameType
 from typing import Any, Self
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PATIENCE_S = 15.0
 
 
@@ -27,7 +27,7 @@ class Stopped(BaseException):
 
 
 class StopSignals:
-    """While entered, SIGINT and SIGTERM raise Stopped in the main thread, once."""
+    """While entered, they raise Stopped in the main thread, once; what is ignored (nohup) stays so."""
 
     def __init__(self) -> None:
         self._before: dict[int, Any] = {}
@@ -36,7 +36,8 @@ class StopSignals:
 
     def __enter__(self) -> Self:
         for signum in _SIGNALS:
-            self._before[signum] = signal.signal(signum, self._on_signal)
+            if signal.getsignal(signum) is not signal.SIG_IGN:
+                self._before[signum] = signal.signal(signum, self._on_signal)
         return self
 
     def __exit__(self, *exc_info: object) -> None:

@@ -12,7 +12,7 @@ from fskv.namespace import Absent, Json
 
 from ..exits import Exit, UsageError
 from ..identity_words import Reason, headline, reasons
-from ..options import JsonOption, root_option
+from ..options import JsonOption, complete_namespace, root_option
 from ..recorded import Recorded, resolve
 from ..terminal import emit, is_wide, show
 
@@ -42,12 +42,19 @@ def command(
         str,
         typer.Argument(
             metavar="A",
+            autocompletion=complete_namespace,
             help="A namespace of the root, or the path of a namespace.json or of a directory with one.",
             show_default=False,
         ),
     ],
     b: Annotated[
-        str, typer.Argument(metavar="B", help="The other one, likewise.", show_default=False)
+        str,
+        typer.Argument(
+            metavar="B",
+            autocompletion=complete_namespace,
+            help="The other one, likewise.",
+            show_default=False,
+        ),
     ],
     root: Annotated[
         str | None,

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from ..exits import UsageError
-from ..options import RootOption
+from ..options import RootOption, complete_name
 from ..root_view import RootView
 from ..terminal import show
 
@@ -18,6 +18,7 @@ def command(
         str | None,
         typer.Argument(
             metavar="NAME",
+            autocompletion=complete_name,
             help="A namespace, or a chunk as `ls --chunks` names it.",
             show_default=False,
         ),

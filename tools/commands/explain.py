@@ -30,7 +30,7 @@ from ..explain.prompt import Prompt
 from ..explain.token_ids import read_tokens
 from ..identity_words import headline, reasons
 from ..mac_keys import MacKeyFileOption
-from ..options import JsonOption, RootOption
+from ..options import JsonOption, RootOption, complete_namespace
 from ..recorded import Recorded, resolve
 from ..root_view import RootView
 from ..terminal import ago, emit, iec, new_table, plain, print_table, rfc3339, say, show
@@ -87,6 +87,7 @@ def command(
         str,
         typer.Argument(
             metavar="IDENTITY",
+            autocompletion=complete_namespace,
             help="Whose prompt it is: a namespace of the root, or a namespace.json (or a directory with "
             "one) that an engine wrote on another node.",
             show_default=False,
@@ -115,6 +116,7 @@ def command(
         str | None,
         typer.Option(
             metavar="OTHER",
+            autocompletion=complete_namespace,
             help="Say as well why this other engine (a namespace or a namespace.json) does not share.",
         ),
     ] = None,

@@ -22,7 +22,7 @@ from ..check.expect import layout_of
 from ..check.judge import Finding, Reader, Verdict, finding_of
 from ..exits import UsageError, outcome
 from ..mac_keys import MacKeyFileOption
-from ..options import JsonOption, QuietOption, root_option
+from ..options import JsonOption, QuietOption, complete_chunk, root_option
 from ..root_view import RootView
 from ..terminal import ago, emit, iec, rfc3339, say, show
 
@@ -75,6 +75,7 @@ def command(
         str,
         typer.Argument(
             metavar="KEY|PATH",
+            autocompletion=complete_chunk,
             help="A chunk as `ls --chunks` names it, the engine's key in hex, or a path of any file.",
         ),
     ],

@@ -16,7 +16,7 @@ from fskv.root.root import FORMAT_FILE
 from ..exits import Exit, UsageError
 from ..interrupt import stopped_by_signals
 from ..neighbours import clock_ns, living_claims, wall_clock_ns
-from ..options import DryRunOption, JsonOption, RootOption, YesOption
+from ..options import DryRunOption, JsonOption, RootOption, YesOption, complete_namespace
 from ..pruning import Done, Need, Pruning, Wish
 from ..root_view import Namespace, RootView
 from ..terminal import (
@@ -96,7 +96,10 @@ def command(
         typer.Option(metavar="AGE", help="Remove what was not used for so long, such as 30d."),
     ] = None,
     namespace: Annotated[
-        list[str] | None, typer.Option(help="Only this namespace; may be repeated.")
+        list[str] | None,
+        typer.Option(
+            autocompletion=complete_namespace, help="Only this namespace; may be repeated."
+        ),
     ] = None,
     tenant: Annotated[
         list[str] | None, typer.Option(help="Only this tenant's namespaces; may be repeated.")

@@ -12,7 +12,7 @@ import typer
 from ..exits import Exit, UsageError
 from ..interrupt import stopped_by_signals
 from ..neighbours import News, claimed_namespaces, clock_ns, wall_clock_ns
-from ..options import DryRunOption, JsonOption, RootOption, YesOption
+from ..options import DryRunOption, JsonOption, RootOption, YesOption, complete_name
 from ..removal import NamespaceRemoval, Removed, remove_chunks
 from ..root_view import ChunkFile, Namespace, RootView
 from ..terminal import confirm, emit, iec, many, say, show, walk_progress
@@ -70,6 +70,7 @@ def command(
         list[str] | None,
         typer.Argument(
             metavar="NAMESPACE|KEY",
+            autocompletion=complete_name,
             help="Namespaces, or chunks as `ls --chunks` names them.",
             show_default=False,
         ),

@@ -10,10 +10,16 @@ from fskv.config import Share, parse_keep_free
 from fskv.errors import ConfigError
 
 from ..exits import UsageError
+from ..options import complete_chunk
 
 ChunkOption = Annotated[
     list[str] | None,
-    typer.Option("--chunk", metavar="KEY", help="Only this chunk. May be given many times."),
+    typer.Option(
+        "--chunk",
+        metavar="KEY",
+        autocompletion=complete_chunk,
+        help="Only this chunk. May be given many times.",
+    ),
 ]
 NewerOption = Annotated[
     str | None,

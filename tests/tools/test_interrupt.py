@@ -1,0 +1,181 @@
+"""Ctrl-C in each command, at moments spread over all that it does: 130, no traceback, nothing half done."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+from places import REPOSITORY
+from tool_lab import Lab, fskv, key_of
+
+cli = pytest.importorskip("fskv_tools.cli", reason="the command line is not installed")
+
+DRIVER = REPOSITORY / "tests" / "lab" / "interrupted.py"
+NOISE = ("Traceback", "Exception ignored", "was destroyed", "never awaited", "Error")
+COMMANDS = {
+    "ls": "ls --fresh",
+    "ls --chunks": "ls --chunks",
+    "dir": "dir org/model",
+    "top": "top --once",
+    "report": "report --html {at}/out/page.html",
+    "du": "du",
+    "inspect": f"inspect {key_of(77).hex()}",
+    "verify": "verify --read-data",
+    "doctor": "doctor",
+    "prune": "prune --max-size 100KiB --yes",
+    "rm": "rm org/model --yes",
+    "gc": "gc --yes",
+    "export": "export -o {at}/out/archive",
+    "import": "import {at}/archive --root {at}/new --create",
+    "copy": "copy --to {at}/new --create",
+    "diff": "diff org/model org/other",
+    "explain": f"explain org/model {key_of(1).hex()}",
+    "plan": "plan {at}/config.json",
+    "version": "version",
+    "completion": "completion bash",
+}
+WITH_TORCH = {
+    "bench": "bench {at}/out --chunk-kib 64 --page-kib 32 --threads 1 --rounds 1 --total-mib 1",
+    "replay": "replay {at}/trace --root {at}/new",
+}
+
+
+@pytest.fixture
+def template(tmp_path):
+    """A root, and what the commands are given."""
+    place = tmp_path / "template"
+    lab = Lab(place / "kv")
+    for name in ("org/model", "org/other"):
+        where = lab.namespace(model_name=name)
+        lab.chunks(where, range(20))
+    lab.chunk(where, 77)
+    for name in ("out", "new"):
+        (place / name).mkdir()
+    config = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "dtype": "float16"}
+    config |= {"num_attention_heads": 2, "max_position_embeddings": 4096}
+    (place / "config.json").write_text(json.dumps(config))
+    request = {"timestamp": 0, "input_length": 1024, "output_length": 1, "hash_ids": [1, 2]}
+    (place / "trace").write_text(f"{json.dumps(request)}\n" * 3)
+    assert fskv("export", "-o", place / "archive", root=lab.path).exit_code == 0
+    return place
+
+
+def start(template, at, line, *options):
+    """Run a command on a copy, with SIGINT before its call `at`; returns what it said and where."""
+    place = template.parent / f"at-{at}"
+    shutil.copytree(template, place)
+    words = [word.format(at=place) for word in line.split()]
+    done = subprocess.run(
+        [sys.executable, str(DRIVER), str(at), *options, *words],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "FSKV_ROOT": str(place / "kv")},
+        timeout=120,
+    )
+    return done, place
+
+
+def interrupt(template, line, moments):
+    whole, _ = start(template, 0, line)
+    assert whole.returncode in (0, 1, 3), whole.stderr
+    calls = int(whole.stderr.split()[-1])
+    for number in range(moments):
+        at = int(calls * (number + 0.5) / moments)
+        done, place = start(template, at, line)
+        assert (done.returncode, noise(done)) == (130, []), (at, calls, done.stderr)
+        assert half_done(template, place) == [], (at, calls)
+        shutil.rmtree(place)
+
+
+def noise(done):
+    return [word for word in NOISE if word in done.stderr]
+
+
+def half_done(template, place):
+    """Return the files that are neither whole nor gone."""
+    files = [path for path in place.rglob("*") if path.is_file()]
+    found = [path for path in files if path.suffix == ".part" or "fskv-bench" in str(path)]
+    for path in files:
+        under = path.relative_to(place).parts
+        source = template.joinpath("kv", *under[1:])
+        if path.suffix == ".kv" and source.exists() and path.read_bytes() != source.read_bytes():
+            found.append(path)
+    archive = place / "out" / "archive"
+    if archive.exists() and archive.read_bytes() != (template / "archive").read_bytes():
+        found.append(archive)
+    return found
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_ctrl_c_is_130_without_a_traceback_and_nothing_is_half_done(template, name):
+    interrupt(template, COMMANDS[name], 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*COMMANDS, *WITH_TORCH])
+def test_ctrl_c_at_twenty_moments(template, name):
+    interrupt(template, (COMMANDS | WITH_TORCH)[name], 20)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.3, 0.5])
+def test_negative_control_without_the_handler_it_is_a_traceback(template, share):
+    whole, _ = start(template, 0, COMMANDS["dir"], "plain")
+    at = int(int(whole.stderr.split()[-1]) * share)
+    done, _ = start(template, at, COMMANDS["dir"], "plain")
+    assert "Traceback" in noise(done)
+
+
+KILL = "os.kill(os.getpid(), 2)"
+WHERE = {
+    "a task that is left behind": f"""
+    async def task(): {KILL}
+    loop = asyncio.new_event_loop()
+    loop.create_task(task())
+    loop.run_forever()""",
+    "what cannot be taken back": f"""
+    try: {KILL}
+    finally: raise RuntimeError""",
+    "a destructor": f"""
+    class Last:
+        def __del__(self): {KILL}
+    Last()
+    time.sleep(2)""",
+}
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("handled", [True, False])
+def test_an_interrupt_that_is_lost_or_replaced_is_one_word(tmp_path, where, handled):
+    """Negative control: with Python's own handler it is a traceback."""
+    script = (
+        "import asyncio, gc, os, signal, time\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        f"import fskv_tools.{'__main__' if handled else 'cli'} as program\n"
+        "from fskv_tools import root_view\n"
+        f"def view(root):{WHERE[where]}\n"
+        "root_view.RootView.open = view\n"
+        "program.main()\n"
+    )
+    words = [sys.executable, "-c", script, "report", "--root", "/x", "--html", str(tmp_path / "y")]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    if handled:
+        assert (done.returncode, done.stderr) == (130, "interrupted\n")
+    else:
+        assert noise(done)
+
+
+def test_a_second_ctrl_c_ends_it_at_once(tmp_path):
+    script = (
+        "import os, time, fskv_tools.__main__ as program\n"
+        "from fskv_tools import root_view\n"
+        "def view(root):\n"
+        f"    try: {KILL}\n    finally: {KILL}; time.sleep(60)\n"
+        "root_view.RootView.open = view\n"
+        "program.main()\n"
+    )
+    words = [sys.executable, "-c", script, "ls", "--root", "/x"]
+    assert subprocess.run(words, timeout=30).returncode == 130
