@@ -124,6 +124,142 @@ def test_bytes_per_token_are_those_of_the_published_shapes(tmp_path, config, opt
     assert summary["kv_nbytes_per_token"] == nbytes
 
 
+def test_configurations_are_taken_as_they_are_published(tmp_path):
+    """Fields as their authors publish them; beside each what it comes to, by its shape."""
+    turns = ["sliding_attention", "full_attention"]
+    moe = {"quantization_config": {"quant_method": "mxfp4"}, "swiglu_limit": 7.0}
+    for config, length, kv_nbytes in (
+        (  # Gemma 3 27B: no max_position_embeddings
+            {
+                "architectures": ["Gemma3ForConditionalGeneration"],
+                "model_type": "gemma3",
+                "torch_dtype": "bfloat16",
+                "text_config": {
+                    "head_dim": 128,
+                    "hidden_size": 5376,
+                    "model_type": "gemma3_text",
+                    "num_attention_heads": 32,
+                    "num_hidden_layers": 62,
+                    "num_key_value_heads": 16,
+                    "query_pre_attn_scalar": 168,
+                    "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+                    "sliding_window": 1024,
+                },
+                "vision_config": {"model_type": "siglip_vision_model", "num_hidden_layers": 27},
+            },
+            131072,
+            62 * 2 * 16 * 128 * 2,
+        ),
+        (  # Qwen3 32B
+            {
+                "architectures": ["Qwen3ForCausalLM"],
+                "head_dim": 128,
+                "hidden_size": 5120,
+                "max_position_embeddings": 40960,
+                "max_window_layers": 64,
+                "model_type": "qwen3",
+                "num_attention_heads": 64,
+                "num_hidden_layers": 64,
+                "num_key_value_heads": 8,
+                "rope_scaling": None,
+                "sliding_window": None,
+                "torch_dtype": "bfloat16",
+                "use_sliding_window": False,
+            },
+            40960,
+            64 * 2 * 8 * 128 * 2,
+        ),
+        (  # Llama 4 Scout: no_rope_layers is there and empty
+            {
+                "architectures": ["Llama4ForConditionalGeneration"],
+                "model_type": "llama4",
+                "text_config": {
+                    "attention_chunk_size": 8192,
+                    "head_dim": 128,
+                    "hidden_size": 5120,
+                    "max_position_embeddings": 10485760,
+                    "model_type": "llama4_text",
+                    "no_rope_layers": [],
+                    "num_attention_heads": 40,
+                    "num_hidden_layers": 48,
+                    "num_key_value_heads": 8,
+                    "rope_scaling": {"factor": 16.0, "rope_type": "llama3"},
+                    "torch_dtype": "bfloat16",
+                },
+                "torch_dtype": "bfloat16",
+                "vision_config": {"model_type": "llama4_vision_model"},
+            },
+            10485760,
+            48 * 2 * 8 * 128 * 2,
+        ),
+        (  # DeepSeek V3
+            {
+                "architectures": ["DeepseekV3ForCausalLM"],
+                "hidden_size": 7168,
+                "kv_lora_rank": 512,
+                "max_position_embeddings": 163840,
+                "model_type": "deepseek_v3",
+                "num_attention_heads": 128,
+                "num_hidden_layers": 61,
+                "num_key_value_heads": 128,
+                "num_nextn_predict_layers": 1,
+                "qk_rope_head_dim": 64,
+                "quantization_config": {"fmt": "e4m3", "quant_method": "fp8"},
+                "rope_scaling": {"factor": 40, "type": "yarn"},
+                "torch_dtype": "bfloat16",
+            },
+            163840,
+            61 * 576 * 2,
+        ),
+        (  # GPT-OSS 120B: no dtype
+            {
+                "architectures": ["GptOssForCausalLM"],
+                "head_dim": 64,
+                "hidden_size": 2880,
+                "initial_context_length": 4096,
+                "layer_types": turns * 18,
+                "max_position_embeddings": 131072,
+                "model_type": "gpt_oss",
+                "num_attention_heads": 64,
+                "num_hidden_layers": 36,
+                "num_key_value_heads": 8,
+                "rope_scaling": {"factor": 32.0, "rope_type": "yarn"},
+                "sliding_window": 128,
+                **moe,
+            },
+            131072,
+            36 * 2 * 8 * 64 * 2,
+        ),
+    ):
+        summary = plan(tmp_path, config)[1]
+        assert summary["max_model_len"] == length
+        assert summary["kv_nbytes_per_token"] == kv_nbytes
+        assert summary["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("config", "ranks", "times"),
+    [(DEEPSEEK, 8, 8), (DEEPSEEK, 1, None), (LLAMA, 16, 2), (LLAMA, 4, None), (JAMBA, 4, None)],
+)
+def test_a_canonical_layout_is_hinted_at_where_it_is_less(tmp_path, config, ranks, times):
+    words = ("--tensor-parallel-size", str(ranks))
+    summary = plan(tmp_path, config, *words)[1]
+    less = summary["canonical_kv_nbytes_per_token"]
+    assert (times and summary["kv_nbytes_per_token"] / times) == less
+    told = run("plan", tmp_path / "config.json", "-tp", ranks).stdout
+    assert ("hint: with --canonical-layout" in told) is (times is not None)
+    if times:
+        same = plan(tmp_path, config, *words, "--canonical-layout")[1]
+        assert (same["kv_nbytes_per_token"], same["canonical_kv_nbytes_per_token"]) == (less, None)
+
+
+def test_the_engines_options_have_the_engines_names(tmp_path):
+    ours = plan(tmp_path, GPT_OSS, "--tp", "2", "--retention-interval", "4096")
+    engines = ("--tensor-parallel-size", "2", "--prefix-cache-retention-interval", "4096")
+    assert plan(tmp_path, GPT_OSS, *engines) == ours
+    assert plan(tmp_path, GPT_OSS) != ours
+
+
 def test_layers_are_sorted_into_groups(tmp_path):
     assert shapes(plan(tmp_path, LLAMA)[0]) == [("full", None, 32)]
     assert shapes(plan(tmp_path, DEEPSEEK)[0]) == [("mla", None, 61)]
@@ -297,7 +433,6 @@ def test_a_huge_max_model_len_is_planned_like_any_other(tmp_path):
         ({"hidden_size": -1}, (), "hidden_size"),
         ({"layer_types": ["full_attention"]}, (), "layer_types"),
         ({"layer_types": ["warp_attention"] * 32}, (), "layer_types[0]"),
-        ({"torch_dtype": None}, (), "dtype"),
         ({"torch_dtype": "float32"}, (), "--dtype"),
         ({"torch_dtype": 16}, (), "torch_dtype"),
         ({"index_topk": 2048}, (), "index_topk"),

@@ -14,7 +14,7 @@ from fskv.hybrid_planner import GroupKind
 from ..exits import UsageError
 from ..json_file import read_json
 from ..options import JsonOption
-from ..plan.budget import EngineOptions, Plan, make_plan
+from ..plan.budget import EngineOptions, Plan, less_if_canonical, make_plan
 from ..plan.kv_groups import DTYPE_NBYTES, Dtypes
 from ..plan.model_layers import Model, read_model
 from ..terminal import emit, iec, many, new_table, plain, print_table, show, size_option
@@ -44,6 +44,7 @@ LINES = {
         "blocks_per_chunk": "blocks of a chunk",
         "max_model_len": "as given, or the model's",
         "kv_nbytes_per_token": "KV of a token, on all ranks; states are not in it",
+        "canonical_kv_nbytes_per_token": "the same with --canonical-layout, or null where that is not less",
         "prompt_tokens": "tokens of the prompt that the following is about",
         "prompt_files": "files that it leaves on disk at most",
         "prompt_nbytes": "their bytes",
@@ -84,7 +85,15 @@ def command(
             show_default=False,
         ),
     ],
-    tp: Annotated[int, typer.Option("--tp", min=1, max=1024, help="Tensor-parallel size.")] = 1,
+    tp: Annotated[
+        int,
+        typer.Option(
+            *("--tp", "-tp", "--tensor-parallel-size"),
+            min=1,
+            max=1024,
+            help="The engine's --tensor-parallel-size.",
+        ),
+    ] = 1,
     dtype: Annotated[
         str, typer.Option(metavar="DTYPE", help="The engine's --dtype: auto is the model's.")
     ] = "auto",
@@ -115,6 +124,7 @@ def command(
     retention_interval: Annotated[
         int | None,
         typer.Option(
+            *("--retention-interval", "--prefix-cache-retention-interval"),
             min=0,
             max=1 << 30,
             metavar="TOKENS",
@@ -172,9 +182,9 @@ def command(
     token and head), layouts that are block-outermost.
     """
     model = read_model(_read(config), tp)
-    model_dtype = _model_dtype(model, dtype)
-    kv_dtype = _kv_dtype(model, model_dtype, kv_cache_dtype)
     notes = list(model.notes)
+    model_dtype = _model_dtype(model, dtype, notes)
+    kv_dtype = _kv_dtype(model, model_dtype, kv_cache_dtype)
     conv = _dtype_option("--mamba-cache-dtype", mamba_cache_dtype, model_dtype)
     wanted = model.recurrent_dtype or conv
     if platform is Platform.CPU and any(layer.recurrent_elements for layer in model.layers):
@@ -220,6 +230,7 @@ def command(
         notes.append(f"--chunk-size: set hybrid_chunk_size to {first} for these chunks")
     facts = _facts(plan, length, tokens, disk, load_rate, prefill_rate)
     facts |= {"dtype": model_dtype, "kv_cache_dtype": kv_dtype, "notes": notes}
+    facts["canonical_kv_nbytes_per_token"] = less_if_canonical(plan, sizes)
     if as_json:
         _emit(plan, facts)
     else:
@@ -238,11 +249,12 @@ def _read(path: str) -> object:
         raise UsageError(f"{show(path)}: {error}") from None
 
 
-def _model_dtype(model: Model, option: str) -> str:
+def _model_dtype(model: Model, option: str, notes: list[str]) -> str:
     if option != "auto":
         return _dtype_option("--dtype", option, "")
-    if model.dtype is None:
-        raise UsageError("config.json: dtype: found nothing; give --dtype")
+    if model.dtype is None:  # GPT-OSS: vLLM's auto makes float32 one of 16 bits, too
+        notes.append("--dtype: bfloat16, because config.json has none; vLLM looks at the weights")
+        return "bfloat16"
     if model.dtype in ("float32", "float"):
         raise UsageError(
             "config.json: dtype: found float32, which vLLM's auto makes bfloat16 or float16; give --dtype"
@@ -404,6 +416,11 @@ def _print(plan: Plan, facts: dict[str, object]) -> None:
     print()
     for sentence in _sentences(facts):
         print(fill(sentence))
+    less = facts["canonical_kv_nbytes_per_token"]
+    if isinstance(less, float):
+        times = f"{plan.kv_nbytes_per_token / less:.3g} times less"
+        why = "ranks that have the same KV write it once"
+        print(fill(f"hint: with --canonical-layout {iec(less)} of KV a token, {times}: {why}"))
     for warning in plan.geometry.warnings:
         print(fill(f"\nwarning: {warning}".strip()))
     notes = facts["notes"]

@@ -7,9 +7,10 @@ Chunks and which of them a hit needs are the planner's (`fskv.hybrid_planner`), 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
+from fskv.errors import ConfigError
 from fskv.format.chunk_file import FileLayout
 from fskv.hybrid_planner import (
     Geometry,
@@ -162,6 +163,16 @@ def make_plan(model: Model, dtypes: Dtypes, options: EngineOptions) -> Plan:
         target_nbytes=options.target_nbytes,
     )
     return Plan(model, options, tuple(groups), geometry)
+
+
+def less_if_canonical(plan: Plan, dtypes: Dtypes) -> float | None:
+    """Return the KV of a token with canonical_layout; None where that is not less, or not possible."""
+    try:
+        other = make_plan(plan.model, dtypes, replace(plan.options, canonical=True))
+    except (UsageError, ConfigError):
+        return None
+    less = round(other.kv_nbytes_per_token, 3)
+    return less if less < plan.kv_nbytes_per_token else None
 
 
 def _check_canonical(model: Model, groups: Sequence[PlannedGroup], tp: int) -> None:

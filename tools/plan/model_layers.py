@@ -436,6 +436,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "head_dim": 256,
         "sliding_window": 4096,
         "sliding_window_pattern": 6,
+        "max_position_embeddings": 131072,
     },
     "gpt_oss": {"head_dim": 64, "sliding_window": 128},
     "granitemoehybrid": {
