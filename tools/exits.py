@@ -2,6 +2,7 @@
 
 CommandError
 ├── UsageError     2   an argument makes no sense, or a confirmation could not be asked for
+├── NotDone        3   nothing could be removed: permissions, a read-only mount
 └── NotARoot      10   the root is missing, foreign, unreadable or of another format
 
 docs/cli.md lists the codes; tests/tools/test_cli.py provokes each.
@@ -56,6 +57,10 @@ class CommandError(Exception):
 
 class UsageError(CommandError):
     exit = Exit.USAGE
+
+
+class NotDone(CommandError):  # noqa: N818  what the disk did not let happen
+    exit = Exit.PARTIAL
 
 
 class NotARoot(CommandError):  # noqa: N818  a state of the disk, read as one

@@ -25,19 +25,24 @@ from fskv.root.filesystem import clamp_mtime
 from fskv.root.process_id import provably_dead, unique_name
 from fskv.root.root import FORMAT_FILE, PART_PREFIX, usual_modes
 
+from .exits import NotDone
+
 # A claim is written anew every quarter of a TTL; fskv.bounds.leader gives one up after as long as this.
 _DEAD_CLAIM_S = 4 * TTL_S
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 def clock_ns(root: str) -> int:
-    """Return what the file system's own clock says, by a file that is made and removed. Raises OSError."""
+    """Return what the file system's own clock says, by a file that is made and removed.
+
+    Raises NotDone: where no file can be made, none can be removed.
+    """
     path = f"{root}/{PART_PREFIX}{unique_name()}.part"
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except OSError as error:
         if error.errno not in _NO_ROOM:
-            raise
+            raise NotDone(f"{root}: nothing can be removed: {error.strerror}") from None
         os.utime(f"{root}/{FORMAT_FILE}")  # no inode is left: this is when a prune is wanted most
         return os.stat(f"{root}/{FORMAT_FILE}").st_mtime_ns
     try:

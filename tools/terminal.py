@@ -11,6 +11,7 @@ import json
 import os
 import re
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
@@ -226,10 +227,30 @@ def age_option(option: str, text: str) -> float:
     return seconds
 
 
+def columns() -> int:
+    """Return how wide stdout is; where it is no terminal, as wide as anybody wants."""
+    if not sys.stdout.isatty():
+        return 1 << 20
+    with contextlib.suppress(OSError):
+        return os.get_terminal_size(sys.stdout.fileno()).columns or 80
+    return 80
+
+
 def is_wide() -> bool:
     """Whether stdout shows more than a narrow terminal's columns, or is no terminal."""
-    if not sys.stdout.isatty():
-        return True
-    with contextlib.suppress(OSError):
-        return os.get_terminal_size(sys.stdout.fileno()).columns >= 100
-    return False
+    return columns() >= 100
+
+
+def fill(text: str, indent: int = 0, hang: int | None = None) -> str:
+    """Break a text into lines that fit the terminal; names and values are not taken apart.
+
+    `hang`: the indent of the second line and those that follow, where it is another.
+    """
+    return textwrap.fill(
+        show(text),
+        min(columns(), 100 if is_wide() else 78),
+        initial_indent=" " * indent,
+        subsequent_indent=" " * (indent if hang is None else hang),
+        break_on_hyphens=False,
+        break_long_words=False,
+    )

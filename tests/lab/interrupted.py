@@ -11,33 +11,36 @@ import os
 import signal
 import sys
 
-_at = int(sys.argv.pop(1))
-_plain = sys.argv[1] == "plain"
-if _plain:
-    sys.argv.pop(1)
-_calls = 0
+
+def main():
+    at = int(sys.argv.pop(1))
+    plain = sys.argv[1] == "plain"
+    if plain:
+        sys.argv.pop(1)
+    calls = 0
+
+    def count(frame, event, argument):
+        nonlocal calls
+        handled = plain or signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+        if event == "call" and (calls or handled):
+            calls += 1
+            if calls == at:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    # A shell's background job ignores it, and so would we.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.setprofile(count)
+    try:
+        if plain:
+            from fskv_tools import cli as program
+        else:
+            from fskv_tools import __main__ as program
+        program.main()
+    finally:
+        sys.setprofile(None)
+        if not at:
+            print(calls, file=sys.stderr)
 
 
-def _count(frame, event, argument):
-    global _calls
-    if event == "call" and (
-        _calls or _plain or signal.getsignal(signal.SIGINT) is not signal.default_int_handler
-    ):
-        _calls += 1
-        if _calls == _at:
-            os.kill(os.getpid(), signal.SIGINT)
-
-
-# A shell's background job ignores it, and so would we.
-signal.signal(signal.SIGINT, signal.default_int_handler)
-sys.setprofile(_count)
-try:
-    if _plain:
-        from fskv_tools.cli import main
-    else:
-        from fskv_tools.__main__ import main
+if __name__ == "__main__":  # and not in a child that multiprocessing spawns
     main()
-finally:
-    sys.setprofile(None)
-    if not _at:
-        print(_calls, file=sys.stderr)

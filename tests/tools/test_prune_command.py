@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import glob
 import os
 import signal
@@ -268,6 +269,25 @@ def test_it_reaches_its_size_while_somebody_writes_and_the_writer_has_no_error(l
     assert errors == ""
     assert fskv("prune", "--max-size", "400KiB", "--yes", root=lab.path).exit_code == 0
     assert sum(os.path.getsize(f"{d}/{n}") for d, _, f in os.walk(chunks) for n in f) <= 400 << 10
+
+
+@pytest.mark.parametrize("read_only", [True, False])
+def test_where_nothing_can_be_removed_it_says_so_and_ends_with_3(lab, monkeypatch, read_only):
+    """Negative control: where it can be written, the file goes."""
+    path = lab.chunk(lab.namespace(), 1)
+    real = os.open
+
+    def fail(name, flags, *rest, **options):
+        if flags & os.O_CREAT:
+            raise OSError(errno.EROFS, "Read-only file system", name)
+        return real(name, flags, *rest, **options)
+
+    if read_only:
+        monkeypatch.setattr(os, "open", fail)
+    done = run("prune", "--max-size", "0", "--yes", root=lab.path)
+    assert (done.exit_code, os.path.exists(path)) == ((3, True) if read_only else (0, False))
+    sentence = f"fskv: {lab.path}: nothing can be removed: Read-only file system"
+    assert (sentence in done.stderr.splitlines()) is read_only
 
 
 def test_ctrl_c_in_the_middle_tells_what_went_and_leaves_a_valid_root(lab, where):

@@ -10,6 +10,7 @@ import os
 import secrets
 import shutil
 import signal
+import sys
 import time
 from types import FrameType
 from typing import Any, Self
@@ -31,6 +32,7 @@ class StopSignals:
 
     def __init__(self) -> None:
         self._before: dict[int, Any] = {}
+        self._hook = sys.unraisablehook
         self._stopped: Stopped | None = None
         self._stopped_at = 0.0
 
@@ -38,11 +40,18 @@ class StopSignals:
         for signum in _SIGNALS:
             if signal.getsignal(signum) is not signal.SIG_IGN:
                 self._before[signum] = signal.signal(signum, self._on_signal)
+        self._hook, sys.unraisablehook = sys.unraisablehook, self._lost
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         for signum, handler in self._before.items():
             signal.signal(signum, handler)
+        sys.unraisablehook = self._hook
+
+    def _lost(self, unraisable: Any) -> None:
+        """Say nothing of a Stopped that was lost in a destructor: `check` raises it again."""
+        if unraisable.exc_value is not self._stopped:
+            self._hook(unraisable)
 
     def check(self) -> None:
         """Raise what was raised before, if that got lost (Python drops what a destructor raises)."""

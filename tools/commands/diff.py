@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from typing import Annotated
 
 import typer
@@ -14,7 +13,7 @@ from ..exits import Exit, UsageError
 from ..identity_words import Reason, headline, reasons
 from ..options import JsonOption, complete_namespace, root_option
 from ..recorded import Recorded, resolve
-from ..terminal import emit, is_wide, show
+from ..terminal import emit, fill, show
 
 LINES = {
     "difference": {
@@ -105,19 +104,6 @@ def print_reasons(one: Recorded, other: Recorded, found: list[Reason]) -> None:
 
 
 _MAX_PATHS = 12
-
-
-def fill(text: str, indent: int = 0) -> str:
-    """Break a text into lines that fit the terminal; names and values are not taken apart."""
-    pad = " " * indent
-    return textwrap.fill(
-        show(text),
-        100 if is_wide() else 78,
-        initial_indent=pad,
-        subsequent_indent=pad,
-        break_on_hyphens=False,
-        break_long_words=False,
-    )
 
 
 def _capital(text: str) -> str:

@@ -18,6 +18,7 @@ from ..terminal import (
     age_option,
     ago,
     emit,
+    fill,
     iec,
     is_wide,
     many,
@@ -174,19 +175,24 @@ def _print(
     else:
         free = "does not say how much is free"
     inodes = f", {space.free_inodes:,} inodes free" if space.total_inodes else ""
-    print(f"file system  {free}{inodes}")
+    _line("file system", f"{free}{inodes}")
     for scope in bounds.scopes:
-        name = f" of {show(scope.name)}" if scope.name else ""
-        print(
-            f"bound        {scope.kind}{name}: {iec(scope.counted)} of {iec(scope.limit)} in use,"
-            f" {iec(scope.outstanding)} promised to writers"
+        name = f" of {scope.name}" if scope.name else ""
+        _line(
+            "bound",
+            f"{scope.kind}{name}: {iec(scope.counted)} of {iec(scope.limit)} in use,"
+            f" {iec(scope.outstanding)} promised to writers",
         )
     if bounds.claims:
-        print(f"engines      {len(bounds.claims)} claims, last counted {ago(bounds.counted_at_ns)}")
+        claims = many(len(bounds.claims), "claim")
+        _line("engines", f"{claims}, last counted {ago(bounds.counted_at_ns)}")
     for target in usage.targets(bounds.scopes):
-        print(
-            f"would free   {iec(target.nbytes)} in {target.num_files:,} files: fskv prune {target.option}"
-        )
+        files = many(target.num_files, "file")
+        _line("would free", f"{iec(target.nbytes)} in {files}: fskv prune {target.option}")
+
+
+def _line(name: str, text: str) -> None:
+    print(f"{name:<13}{fill(text, 13).lstrip()}")
 
 
 def _print_table(by: By, rows: dict[tuple[str, ...], Sums], total: Sums, ages: list[str]) -> None:
@@ -223,13 +229,13 @@ def _print_garbage(one: NamespaceUsage) -> None:
     parts = one.parts
     facts = []
     if parts.orphaned:
-        facts.append(f"{parts.orphaned:,} orphaned parts ({iec(parts.orphaned_nbytes)})")
+        facts.append(f"{many(parts.orphaned, 'orphaned part')} ({iec(parts.orphaned_nbytes)})")
     if parts.in_progress:
         facts.append(f"{parts.in_progress:,} being written ({iec(parts.in_progress_nbytes)})")
     if one.num_foreign:
         facts.append(f"{one.num_foreign:,} foreign entries")
     if facts:
-        print(f"garbage      {show(one.namespace.id)}: {', '.join(facts)}")
+        _line("garbage", f"{one.namespace.id}: {', '.join(facts)}")
     if one.namespace.problem is not None:
         say(f"{one.namespace.id}: {one.namespace.problem}; no engine uses its files")
 

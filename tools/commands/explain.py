@@ -33,9 +33,9 @@ from ..mac_keys import MacKeyFileOption
 from ..options import JsonOption, RootOption, complete_namespace
 from ..recorded import Recorded, resolve
 from ..root_view import RootView
-from ..terminal import ago, emit, iec, new_table, plain, print_table, rfc3339, say, show
+from ..terminal import ago, emit, fill, iec, new_table, plain, print_table, rfc3339, say, show
 from .diff import LINES as DIFF_LINES
-from .diff import emit_reasons, fill, print_reasons
+from .diff import emit_reasons, print_reasons
 
 LINES = {
     "group": {

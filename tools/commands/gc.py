@@ -18,7 +18,8 @@ from ..terminal import age_option, confirm, emit, iec, say, show
 
 LINES = {
     "garbage": {
-        "what": "`part`, `directory`, `namespace`, `news` (a list of removed chunks) or `claim`",
+        "what": "`part`, `directory`, `namespace`, `news` (a list of removed chunks) or `claim` (of an "
+        "engine that is gone, the last count and the lease)",
         "path": "what goes",
         "nbytes": "bytes on disk",
         "files": "chunk files in it, of a namespace",
@@ -42,7 +43,7 @@ _WORDS = {
     Kind.DIRECTORY: "empty directories of chunks",
     Kind.NAMESPACE: "namespaces",
     Kind.NEWS: "old lists of removed chunks",
-    Kind.CLAIM: "claims of engines that are gone",
+    Kind.CLAIM: "claims of engines that are gone, and what was counted then",
 }
 
 

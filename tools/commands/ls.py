@@ -18,6 +18,7 @@ from ..root_view import ChunkFile, Namespace, RootView, Unlistable, chunk_files,
 from ..terminal import (
     age_option,
     ago,
+    columns,
     emit,
     iec,
     many,
@@ -264,7 +265,8 @@ def _list_chunks(
     if sort is not None:
         found = _sorted(found, sort, reverse, limit)
     if not quiet and not as_json:
-        print(_LINE.format("ID", "SIZE", "LAST USED"))
+        line = _LINE if columns() >= 80 else _LINES
+        print(line.format("ID", "SIZE", "LAST USED"))
     now_ns = time.time_ns()
     for file in itertools.islice(found, limit):
         listing.files += 1
@@ -281,7 +283,7 @@ def _list_chunks(
                 last_used=rfc3339(file.mtime_ns),
             )
         else:
-            print(_LINE.format(file.id, iec(file.nbytes), ago(file.mtime_ns, now_ns)))
+            print(line.format(file.id, iec(file.nbytes), ago(file.mtime_ns, now_ns)))
     problems = sum(one.problem is not None for one in spaces)
     if as_json:
         emit(
@@ -299,6 +301,7 @@ def _list_chunks(
 
 
 _LINE = "{:<56} {:>9}  {}"  # no table: it would have to be held until its widths are known
+_LINES = "{}\n{:>11}  {}"
 
 
 def _sorted(

@@ -17,8 +17,7 @@ from ..options import JsonOption
 from ..plan.budget import EngineOptions, Plan, less_if_canonical, make_plan
 from ..plan.kv_groups import DTYPE_NBYTES, Dtypes
 from ..plan.model_layers import Model, read_model
-from ..terminal import emit, iec, many, new_table, plain, print_table, show, size_option
-from .diff import fill
+from ..terminal import emit, fill, iec, many, new_table, plain, print_table, show, size_option
 
 LINES = {
     "group": {
@@ -381,17 +380,17 @@ def _shape(plan: Plan) -> dict[str, object]:
 
 def _print(plan: Plan, facts: dict[str, object]) -> None:
     shape = _shape(plan)
+    ranks = many(plan.options.tp, "rank")
+    states = " and states" * any(g.spec.kind is GroupKind.STATE for g in plan.groups)
     print(
-        f"{show(plan.model.model_type)}, {facts['kv_cache_dtype']} KV, {plan.options.tp} "
-        f"{'rank' if plan.options.tp == 1 else 'ranks'}, max_model_len {plan.options.max_model_len}: "
-        f"{iec(plan.kv_nbytes_per_token)} of KV a token"
-        + (" and states" if any(g.spec.kind is GroupKind.STATE for g in plan.groups) else "")
+        fill(
+            f"{plan.model.model_type}, {facts['kv_cache_dtype']} KV, {ranks}, max_model_len "
+            f"{plan.options.max_model_len}: {iec(plan.kv_nbytes_per_token)} of KV a token{states}"
+        )
     )
-    print(
-        f"a chunk is {many(plan.geometry.blocks_per_chunk, 'block')} of {shape['block_tokens']} tokens\n"
-        if len({g.spec.tokens_per_block for g in plan.groups}) == 1
-        else f"a chunk is {many(plan.geometry.blocks_per_chunk, 'block')}\n"
-    )
+    same = len({g.spec.tokens_per_block for g in plan.groups}) == 1
+    tokens = f" of {shape['block_tokens']} tokens" * same
+    print(f"a chunk is {many(plan.geometry.blocks_per_chunk, 'block')}{tokens}\n")
     table = new_table(
         "GROUP",
         "KIND",

@@ -418,7 +418,7 @@ def _watch(
         counts |= {"files_before": pruning.num_files, "nbytes_before": pruning.nbytes}
         writers = [c for c in living_claims(view.path, wall_clock_ns()) if c.namespace is not None]
         if writers:
-            say(f"{len(writers)} engines use this root: the limits hold for them, too")
+            say(f"{many(len(writers), 'claim')} of engines here: the limits hold for them, too")
         question = f"Keep {view.path} within these limits until a signal comes?"
         if dry_run or not confirm(question, yes=yes):
             say("nothing was done")

@@ -80,10 +80,12 @@ def command(
     no engine counts the root this command counts it. With --metrics it shows hit ratios, rates, latencies
     and failures of engines as well: of the last interval, and since their start (ALL, FAILED). A CHUNK is
     an I/O thread's mean time for loading one; lookup and first-token times are quantiles of vLLM's
-    histograms.
+    histograms. GRANTED is what writers were promised and have not written, AT HAND an engine's part
+    of it, WANTED what the engine asks for.
 
-    A root or an endpoint that does not answer is said to be so, and the rest goes on. --once and --json need
-    no terminal; their numbers are of one interval. Exit code 3 if the root did not answer.
+    The root must be one at the start. A root or an endpoint that does not answer then is said to be so, and
+    the rest goes on. --once and --json need no terminal; their numbers are of one interval. Exit code 3 if
+    the root did not answer.
     """
     from ..top import frame, screen
     from ..top.state import History, State

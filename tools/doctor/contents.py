@@ -20,7 +20,7 @@ from fskv.root.process_id import HOST, provably_dead
 from fskv.root.root import FORMAT_FILE, TAG_FILE, Root
 
 from ..root_view import Namespace, RootView
-from ..terminal import duration, iec, show
+from ..terminal import duration, iec, many, show
 from .finding import Finding, Subject, hint, ok, problem, warning
 
 _STALE_LEASE_S = 60.0
@@ -45,9 +45,10 @@ def state(subject: Subject) -> Iterator[Finding]:
                 "an engine makes it a root, if this is where the mount is",
             )
         else:
-            yield problem(
-                "root", text, "give the directory that the engines have as their option root"
-            )
+            advice = "give the directory that the engines have as their option root"
+            if "has format" in text:
+                advice = "engines of this fskv need another; remove this one when nobody uses it"
+            yield problem("root", text, advice)
         return
     subject.scratch.is_ours = True
     yield ok("root", f"{path} is an fskv root of format 1")
@@ -158,7 +159,7 @@ def claims(subject: Subject) -> Iterator[Finding]:
     dead = [claim for claim in found if not claim.closed and provably_dead(claim.name)]
     closed = [claim for claim in found if claim.closed]
     alive = [claim for claim in found if claim not in dead and claim not in closed]
-    yield ok("claims", f"{len(alive)} engines may be alive, {len(closed)} have ended")
+    yield ok("claims", f"{many(len(alive), 'engine')} may be alive, {len(closed)} ended")
     if dead:
         yield hint(
             "claims",

@@ -133,7 +133,11 @@ def table(summary: Summary) -> Table:
     turns = "at the same time" if summary.concurrent else "one request at a time"
     rows = [
         ("hit ratio", _share(summary.hit_ratio), "of blocks; loaded and compared"),
-        ("exact LRU", _share(summary.lru_hit_ratio), f"{bound}; fskv {-behind:+.3f} points"),
+        (
+            "exact LRU",
+            _share(summary.lru_hit_ratio),
+            f"{bound}; fskv {round(-behind, 3) + 0.0:+.3f} points",
+        ),
         ("ideal", _share(summary.ideal_hit_ratio), "an unlimited cache"),
         ("time", f"{summary.seconds:.1f} s", f"{engines}, {turns}"),
         (

@@ -14,7 +14,7 @@ from fskv.bounds import quota
 from fskv.observe import metrics
 
 from .. import endpoint
-from ..terminal import ago, duration, iec, rfc3339
+from ..terminal import ago, duration, iec, many, rfc3339
 from ..top.frame import seconds, share
 from .health import engines_section, health_section, status
 from .markup import figure, name_of, note, section, table, text
@@ -85,7 +85,7 @@ def _tiles(survey: Survey) -> str:
     tiles = [
         ("Size", iec(survey.nbytes), f"{survey.nbytes:,} bytes"),
         ("Chunks", f"{survey.chunks:,}", f"in {survey.files:,} files"),
-        ("Namespaces", f"{len(survey.namespaces):,}", f"{len(survey.by(_model)):,} models"),
+        ("Namespaces", f"{len(survey.namespaces):,}", many(len(survey.by(_model)), "model")),
         ("Free", iec(space.free_nbytes), f"of {iec(space.total_nbytes)}"),
         ("Unused for 30 days", iec(unused.nbytes), _of(unused.nbytes, survey.nbytes)),
         ("Engines", f"{alive:,} alive", f"of {len(engines):,} that left a claim"),
