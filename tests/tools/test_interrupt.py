@@ -116,6 +116,7 @@ def test_ctrl_c_is_130_without_a_traceback_and_nothing_is_half_done(template, na
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # torch is imported 21 times
 @pytest.mark.parametrize("name", [*COMMANDS, *WITH_TORCH])
 def test_ctrl_c_at_twenty_moments(template, name):
     interrupt(template, (COMMANDS | WITH_TORCH)[name], 20)
