@@ -42,7 +42,7 @@ class _Said(logging.Handler):
     """Shows what fskv.bounds.maintenance logs as the rest: names from a disk are in it."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        say(record.getMessage())
+        say(record.getMessage().removeprefix("fskv: "))
 
 
 class Watcher:

@@ -100,7 +100,7 @@ class Capacity:
         self.num_restarts = 0
         self._started = False
         self._said_paused = False
-        self._log = StateLog("fskv: ", clock, root=root)
+        self._log = StateLog(clock, root=root)
 
     def start(self) -> None:
         """Start the maintenance process; where that fails it is tried again later, and nothing is stored."""

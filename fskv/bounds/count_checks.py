@@ -42,7 +42,7 @@ class CountChecks:
         if not told and not self._complained:
             self._complained = True
             logger.warning(
-                "%s: directories keep their mtime when files come, so each one is listed at every count",
+                "fskv: %s: directories keep their mtime when files come, so each is listed at every count",
                 self._directory,
             )
         return told
@@ -60,7 +60,10 @@ class CountChecks:
         news = now.keys() - before.keys()
         if news:
             logger.warning(
-                "%s: %d directories cannot be listed: %s", namespace, len(failed), failed[0].error
+                "fskv: %s: %d directories cannot be listed: %s",
+                namespace,
+                len(failed),
+                failed[0].error,
             )
         moving = [idx for idx, at in now.items() if not at or before.get(idx) != at]
         return not news and len(moving) <= _MAX_UNLISTABLE

@@ -35,6 +35,7 @@ from fskv.bounds.quota import (
 )
 from fskv.index.scan import NUM_SHARDS, shard_path
 from fskv.index.snapshot import Catalogue
+from fskv.observe.state_log import StateLog
 from fskv.root.beneath import opened, remove_file
 from fskv.root.filesystem import Space, counting_device
 from fskv.root.manifests import Manifests, all_namespaces
@@ -64,6 +65,7 @@ _FREEING_S = (
     30.0  # what was removed may show in statvfs only after so long (btrfs: its next commit)
 )
 _UNUSED_STEP = 1 << 30  # bytes of one plan
+_OTHERS_GREW = 0.01  # of the file system: what others took is told of again
 
 
 class Leader:
@@ -108,6 +110,8 @@ class Leader:
         self._stuck_at = time.monotonic()
         self._freeing: tuple[float, int] = (0.0, 0)  # until when; free bytes that are to be seen
         self._futile_until = 0.0  # nothing was left to remove: no need to look again and again
+        self._states = StateLog(root=root)
+        self._others_nbytes: int | None = None  # on the file system and not ours, when last told of
         self._complained = False
         self._unsaved: set[str] = set()  # namespaces whose snapshot is old
 
@@ -264,7 +268,7 @@ class Leader:
             except Exception as error:  # it is one of many, and anything may be in it
                 if str(error) != self._uncounted.get(name):
                     self._uncounted[name] = str(error)
-                    logger.warning("%s cannot be counted: %s", catalogue.namespace, error)
+                    logger.warning("fskv: %s cannot be counted: %s", catalogue.namespace, error)
                 continue
             self._uncounted.pop(name, None)
             if self._checks.is_whole(name, failed):
@@ -334,8 +338,10 @@ class Leader:
             if scope is None:
                 break
             done.add((scope.kind, scope.name))
+            pruned = self._num_pruned
             freed = await self._free(self._members(scope), excess(scope, claims), 0)
             if scope.kind == "free":
+                self._say_room_made("less than keep_free was left", pruned, space)
                 # Writers may have used what they were granted meanwhile.
                 target = space.free_nbytes + freed // 2 - scope.outstanding
                 if Space.of(self._root).free_nbytes < target:
@@ -346,8 +352,35 @@ class Leader:
         if full:
             everything = self.usage.nbytes if self.usage else 0
             amount = max(int(_FULL_SHARE * everything), _FULL_LEAST, *(8 * c.wanted for c in full))
+            pruned, space = self._num_pruned, Space.of(self._root)
             await self._free(self._ours(), amount, 0)
+            self._others_nbytes = None  # a full disk is told of, whoever filled it
+            self._say_room_made("a store found the disk full", pruned, space)
             self._full |= {claim.name: claim.full for claim in full}
+
+    @property
+    def _num_pruned(self) -> tuple[int, int]:
+        """Files and bytes that this holder has pruned."""
+        return (self.usage.pruned_files, self.usage.pruned_nbytes) if self.usage else (0, 0)
+
+    def _say_room_made(self, reason: str, before: tuple[int, int], space: Space) -> None:
+        """Tell of what went since `before`, where others on the file system have grown: not of each round."""
+        files, nbytes = (now - then for now, then in zip(self._num_pruned, before, strict=True))
+        ours = self.usage.nbytes if self.usage else 0
+        others = max(0, space.total_nbytes - space.free_nbytes - ours)
+        told = self._others_nbytes
+        if not files or (told is not None and others <= told + _OTHERS_GREW * space.total_nbytes):
+            return
+        self._others_nbytes = others
+        self._states.say(
+            "pruned_for_room",
+            logging.WARNING,
+            files=files,
+            bytes=nbytes,
+            free_bytes=space.free_nbytes,
+            others_bytes=others,
+            reason=reason,
+        )
 
     async def _prune_unused(self, claims: list[Claim]) -> None:
         """Remove what was not used for longer than anybody wants it to stay."""
@@ -402,7 +435,7 @@ class Leader:
     def _note(self, pruned: Pruned) -> None:
         for path, error in pruned.failures.items():
             if not self._stuck:
-                logger.warning("%s cannot be removed and stays: %s", path, error.strerror)
+                logger.warning("fskv: %s cannot be removed and stays: %s", path, error.strerror)
             self._stuck.add(path)
         for path, chunks in pruned.removed.items():
             name = path[len(self._root) + 1 :]
@@ -442,7 +475,7 @@ class Leader:
         with contextlib.suppress(OSError):
             self._eviction_news.remove_old()
         if removed and self.usage is not None:
-            logger.info("removed %d parts of writers that are gone", removed)
+            logger.info("fskv: removed %d parts of writers that are gone", removed)
             self.usage = replace(self.usage, orphans=self.usage.orphans + removed)
 
     def _remove_orphans_in(self, directory: str, prefix: str, now_ns: int) -> int:
@@ -471,7 +504,7 @@ class Leader:
         except OSError as error:
             if not self._complained:  # one for a round
                 self._complained = True
-                logger.warning("%s cannot be removed: %s", part, error)
+                logger.warning("fskv: %s cannot be removed: %s", part, error)
             return False
 
     def save_snapshots(self) -> None:
@@ -483,5 +516,5 @@ class Leader:
             try:
                 catalogue.save(self._file_mode, self._root)
             except OSError as error:
-                logger.warning("%s cannot be written: %s", catalogue.path, error)
+                logger.warning("fskv: %s cannot be written: %s", catalogue.path, error)
         self._unsaved.clear()

@@ -162,7 +162,7 @@ class Maintainer:
                 raise
             aside = f"{path}.foreign-{unique_name()}"
             if move_aside(path, os.path.basename(aside), self._root):
-                logger.warning("%s was no directory, it is now %s", path, aside)
+                logger.warning("fskv: %s was no directory, it is now %s", path, aside)
             make_directory(path, self._dir_mode, self._root)
 
     def hear(self, engine: Engine) -> None:
@@ -242,7 +242,7 @@ class Maintainer:
             number = error.errno if isinstance(error, OSError) else None
             if f"{type(error)} {number}" != self._failure:  # names in it differ each time
                 self._failure = f"{type(error)} {number}"
-                logger.warning("maintenance: %s", described(error))
+                logger.warning("fskv: maintenance of %s: %s", self._root, described(error))
             if number in _GONE:
                 self._started = False  # what is shared is gone: make it again
             if number in (errno.ENOSPC, errno.EDQUOT):
@@ -270,6 +270,14 @@ class Maintainer:
             with contextlib.suppress(OSError):
                 await catalogue.refresh(self._lease.now_ns())
         pruned = await execute(plan(catalogues, _LEAST_ROOM, 8), lambda: True, self._root)
+        if pruned.num_files:
+            self._states.say(
+                "pruned_for_room",
+                logging.WARNING,
+                files=pruned.num_files,
+                bytes=pruned.nbytes,
+                reason="not even a lease could be written: the disk is full",
+            )
         for path, chunks in pruned.removed.items():
             self._eviction_news.publish(path.rpartition("@")[2], chunks)
 
@@ -277,7 +285,7 @@ class Maintainer:
         """Log an error, but not the same one again and again."""
         if repr(error) != self._complaint:
             self._complaint = repr(error)
-            logger.warning("maintenance of %s: %s", self._root, described(error))
+            logger.warning("fskv: maintenance of %s: %s", self._root, described(error))
 
     @property
     def work(self) -> asyncio.Task[None] | None:
@@ -351,7 +359,7 @@ class Maintainer:
         if too_much(left, mine, bounds):
             self._must_revoke = True
         amount = grant(mine, left, bounds, num_writers(claims))
-        if amount <= 0 or not (left < amount // 2 or left < engine.wanted) or self._must_revoke:
+        if amount <= 0 or self._must_revoke:
             return False
         self._granted += amount
         given = False
@@ -518,7 +526,7 @@ def _begin(options: dict[str, Any]) -> Maintainer:
 
 def main() -> None:
     level = logging.WARNING if "--quiet" in sys.argv[1:] else logging.INFO
-    logging.basicConfig(level=level, format="fskv: %(message)s")
+    logging.basicConfig(level=level, format="%(message)s")
     with contextlib.suppress(OSError):
         os.nice(5)
     code = 0
@@ -527,6 +535,6 @@ def main() -> None:
     except (BrokenPipeError, KeyboardInterrupt):
         pass
     except Exception:
-        logger.exception("maintenance ended")
+        logger.exception("fskv: maintenance ended")
         code = 1
     os._exit(code)  # a worker thread may hang with its mount: nobody waits for it

@@ -282,17 +282,27 @@ def overdrawn(mine: Claim, claims: Iterable[Claim], usage: Usage, space: Space) 
     return any(s.headroom < 0 for s in affecting(mine, scopes(claims, usage, space)))
 
 
+def at_hand(claim: Claim, scope: Scope, num_claims: int) -> int:
+    """Return how many bytes a claim may have granted and not written: what it wants, or its share of a bound.
+
+    What is at hand is room without chunks: a bound that is smaller than what is wanted would be kept empty.
+    """
+    return min(claim.wanted, scope.limit // (AT_HAND_PART * max(1, num_claims)))
+
+
 def grant(mine: Claim, left: int, bounds: Iterable[Scope], num_claims: int) -> int:
     """Return how many bytes `mine` may grant itself more, now; of earlier grants `left` are not used.
 
     A small part of the bound, so that engines that write nothing keep little of it for themselves, or more if
     `mine` wants more at hand; and never more than half of an even share of what is left of any bound, unless
-    all could have as much.
+    all could have as much. 0: `left` is enough.
     """
+    mine_are = affecting(mine, bounds)
     num_claims = max(1, num_claims)
-    missing = max(0, mine.wanted - left)
+    wanted = min([mine.wanted, *(at_hand(mine, scope, num_claims) for scope in mine_are)])
+    missing = max(0, wanted - left)
     amount = MAX_GRANT
-    for scope in affecting(mine, bounds):
+    for scope in mine_are:
         headroom = max(0, scope.headroom)
         share = headroom // (2 * num_claims)
         small = scope.limit // (GRANT_PART * num_claims)
@@ -300,7 +310,7 @@ def grant(mine: Claim, left: int, bounds: Iterable[Scope], num_claims: int) -> i
             amount = min(amount, missing if missing * num_claims <= headroom else share)
         else:
             amount = min(amount, share, small)
-    return amount
+    return amount if missing or left < amount // 2 else 0
 
 
 def too_much(left: int, mine: Claim, bounds: Iterable[Scope]) -> bool:
@@ -313,6 +323,7 @@ def too_much(left: int, mine: Claim, bounds: Iterable[Scope]) -> bool:
 
 
 GRANT_PART = 200  # a grant is at most 0.5 % of a bound, shared by all claims
+AT_HAND_PART = 4  # of a bound: no more is at hand for all claims together
 MAX_GRANT = 4 << 30  # and no more than this: about a second of the fastest writer
 
 
@@ -328,8 +339,10 @@ _TRIGGER = 0.005  # of a bound: with less headroom than that a prune begins
 
 def _room(scope: Scope, claims: list[Claim]) -> int:
     """Return the headroom below which engines would soon be refused."""
-    wanted = sum(claim.wanted for claim in claims if not claim.closed)
-    return max(int(scope.limit * _TRIGGER), min(wanted, scope.limit // _MAX_ROOM_PART))
+    alive = [claim for claim in claims if not claim.closed]
+    count = num_writers(alive)
+    missing = sum(max(0, at_hand(c, scope, count) - (c.granted - c.written)) for c in alive)
+    return max(int(scope.limit * _TRIGGER), min(missing, scope.limit // _MAX_ROOM_PART))
 
 
 def _headroom(scope: Scope) -> int:

@@ -22,7 +22,7 @@ def has_fired(ready: Ready | None) -> bool:
     try:
         return ready is None or ready.query()
     except Exception:
-        logger.exception("an event of the engine's stream cannot be asked")
+        logger.exception("fskv: an event of the engine's stream cannot be asked")
         return True
 
 
@@ -41,7 +41,7 @@ class Readiness:
             try:
                 threading.Thread(target=self._work, name="fskv-ready", daemon=True).start()
             except RuntimeError as error:  # no more threads for this process
-                logger.warning("fskv-ready: %s", error)
+                logger.warning("fskv: fskv-ready: %s", error)
                 return False
             self._started = True
         self._waiting.put((ready, call))
@@ -57,9 +57,9 @@ class Readiness:
             try:
                 ready.synchronize()
             except Exception:  # the copy will tell
-                logger.exception("an event of the engine's stream cannot be waited for")
+                logger.exception("fskv: an event of the engine's stream cannot be waited for")
             try:
                 call()
             except Exception:  # a bug of ours must not keep the others waiting
-                logger.exception("fskv-ready: a call raised")
+                logger.exception("fskv: fskv-ready: a call raised")
             del waiting, ready, call  # or the waiting thread would keep its last job

@@ -249,7 +249,7 @@ class JobRunner(Generic[SlotT]):
                     queued.use_slot(task.slot)
             except Exception:
                 # A bug must cost this chunk, not the engine's step.
-                logger.exception("%s of %s", "load" if job.is_load else "store", move.file)
+                logger.exception("fskv: %s of %s", "load" if job.is_load else "store", move.file)
                 self._ends.pages_free(task, Status.IO_ERROR, 0, 0.0)
                 if job.is_load:
                     self._ends.slot_free(task)
@@ -414,7 +414,7 @@ class JobRunner(Generic[SlotT]):
                 return False
         except Exception:
             # A bug must cost this load, not the thread and not the request.
-            logger.exception("load of %s", move.file)
+            logger.exception("fskv: load of %s", move.file)
             status = Status.IO_ERROR
         self._ends.pages_free(task, status, plan.nbytes, self._seconds(task))
         return False
@@ -458,7 +458,7 @@ class JobRunner(Generic[SlotT]):
                 return
             status = self._write(task, queued, cast("SlotT", task.slot or slot))
         except Exception:
-            logger.exception("store of %s", task.move.file)
+            logger.exception("fskv: store of %s", task.move.file)
             status = Status.IO_ERROR
         finally:
             self._ends.pages_free(
@@ -514,7 +514,7 @@ class JobRunner(Generic[SlotT]):
                         self._pool.queue.hasten(task.queued)
                     return
         except Exception:
-            logger.exception("gather of %s", task.move.file)
+            logger.exception("fskv: gather of %s", task.move.file)
             status = Status.IO_ERROR
         self._ends.pages_free(task, status, 0, 0.0)
         self._ends.store_over(task, status, 0.0)

@@ -316,9 +316,9 @@ class ChunkStore(Generic[SlotT]):
             try:
                 os.unlink(os.path.basename(path), dir_fd=shard)
             except OSError as unlink_error:
-                logger.warning("cannot discard %s: %s", path, unlink_error)
+                logger.warning("fskv: cannot discard %s: %s", path, unlink_error)
             else:
-                logger.debug("discarded (%s): %s", error.status.value, error)
+                logger.debug("fskv: discarded (%s): %s", error.status.value, error)
 
     def _complain(self, operation: str, error: ChunkError) -> None:
         """Log a failure, but a full or dead disk at most a few times in _LOG_WINDOW_S seconds."""
@@ -330,10 +330,10 @@ class ChunkStore(Generic[SlotT]):
                 start, count = now, 0
             self._complaints[key] = (start, count + 1)
         if count < _LOG_LINES:
-            logger.warning("%s failed (%s): %s", operation, error.status.value, error)
+            logger.warning("fskv: %s failed (%s): %s", operation, error.status.value, error)
         elif count == _LOG_LINES:
             logger.warning(
-                "%s failed (%s) again; not logged for the next %.0f s, see the metrics",
+                "fskv: %s failed (%s) again; not logged for the next %.0f s, see the metrics",
                 operation,
                 error.status.value,
                 _LOG_WINDOW_S - (now - start),
@@ -503,7 +503,7 @@ def publish(part: str, name: str, dir_fd: int) -> None:
     except (IsADirectoryError, FileExistsError):
         aside = f"{name}.foreign-{unique_name()}"  # of nobody: a rename would replace an empty one
         os.rename(name, aside, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
-        logger.warning("%s: a directory stood in the place of a chunk; now %s", name, aside)
+        logger.warning("fskv: %s: a directory stood in the place of a chunk; now %s", name, aside)
         os.rename(part, name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
 
 

@@ -291,7 +291,7 @@ class HangProofPool(Generic[TaskT, ContextT]):
                 threading.Thread(target=self._work, name=name, daemon=True).start()
             except RuntimeError as error:
                 # No more threads for this process: the next submit tries again.
-                logger.warning("%s: %s", self._name, error)
+                logger.warning("fskv: %s: %s", self._name, error)
                 return False
             self._num_alive += 1
             return True
@@ -305,7 +305,7 @@ class HangProofPool(Generic[TaskT, ContextT]):
                     except (
                         BaseException
                     ):  # a bug of ours must not kill the thread that others rely on
-                        logger.exception("%s: a task raised", self._name)
+                        logger.exception("fskv: %s: a task raised", self._name)
                     written_off = self.queue.finish(task)
                     del task  # or a waiting thread would keep its last one
                     if written_off:

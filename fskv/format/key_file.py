@@ -49,7 +49,7 @@ class KeyFile:
         self._looked = threading.Event()  # not set: one thread looks, since `_look_began`
         self._looked.set()
         self._look_began = 0.0
-        self._log = StateLog("fskv: ", clock, file=path)
+        self._log = StateLog(clock, file=path)
         self._seen = _state(path)
         self._keys = read_keys(path, root)
         self.kept = False  # the file as it is cannot be used: the keys from before stay in use

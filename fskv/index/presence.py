@@ -361,7 +361,7 @@ class PresenceIndex:
         try:
             findings: Findings | None = self._probe(batch.chunks, missed_before)
         except OSError as error:
-            logger.warning("probe of %d chunks failed: %s", len(batch.chunks), error)
+            logger.warning("fskv: probe of %d chunks failed: %s", len(batch.chunks), error)
             findings = None
         self._answers.append((batch, findings))
 
@@ -423,7 +423,7 @@ class PresenceIndex:
                 waited_in_vain = True  # it never got a thread: no sign against the root
                 continue
             logger.warning(
-                "probe of %d chunks has not returned after %.1f s",
+                "fskv: probe of %d chunks has not returned after %.1f s",
                 len(batch.chunks),
                 now - batch.started_at,
             )

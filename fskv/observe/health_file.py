@@ -51,7 +51,7 @@ class HealthFile:
         self._facts = dict(facts)
         self._every_s = every_s
         self._look_s = look_s
-        self._log = StateLog("fskv: ", file=path)
+        self._log = StateLog(file=path)
         self._stop = threading.Event()
         # The thread's own from here on.
         self._since: dict[str, float] = {}

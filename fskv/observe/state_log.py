@@ -1,4 +1,4 @@
-"""One line in the log for each change of state: `event=NAME key=value ...`. docs/metrics.md lists them.
+"""One line in the log for each change of state: `fskv: event=NAME key=value ...`. docs/metrics.md lists them.
 
 For people who search logs and programs that parse them: names are stable, values are quoted as JSON where
 they have anything but plain characters. What changes to and fro is bounded: so many lines of one event in a
@@ -30,10 +30,7 @@ _PLAIN = re.compile(r"[A-Za-z0-9_./:@%+-]+")
 class StateLog:
     """See the module docstring. `fields` come with every line."""
 
-    def __init__(
-        self, prefix: str = "", clock: Callable[[], float] = time.monotonic, **fields: object
-    ) -> None:
-        self._prefix = prefix
+    def __init__(self, clock: Callable[[], float] = time.monotonic, **fields: object) -> None:
         self._clock = clock
         self._fields = fields
         self._lock = threading.Lock()
@@ -57,7 +54,7 @@ class StateLog:
         words = [f"{name}={_value(value)}" for name, value in fields.items() if value is not None]
         if times == MAX_LINES - 1:
             words.append(f"quiet_for_s={WINDOW_S - (now - began):.0f}")
-        logger.log(level, "%sevent=%s %s", self._prefix, event, " ".join(words))
+        logger.log(level, "fskv: event=%s %s", event, " ".join(words))
 
 
 def _value(value: object) -> str:

@@ -6,6 +6,7 @@ everything is a miss and nothing is stored.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import time
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from fskv.bounds.client import Capacity
-from fskv.bounds.quota import Limits
+from fskv.bounds.quota import AT_HAND_PART, Limits
 from fskv.config import StoreConfig
 from fskv.data_path.breaker import Breaker
 from fskv.index.presence import Findings, Key, PresenceIndex, RankFiles, probe_chunks
@@ -66,7 +67,7 @@ class Lookup:
         self.breaker = Breaker(
             config.breaker_failures,
             config.breaker_probe_s,
-            log=StateLog("fskv: ", root=config.root, of="scheduler"),
+            log=StateLog(root=config.root, of="scheduler"),
         )
         self.presence = PresenceIndex(
             self._probe,
@@ -110,6 +111,9 @@ class Lookup:
         config = self._config
         if config.maintenance != "on":
             return
+        step_nbytes = chunks_per_step * sum(sum(each.file_nbytes.values()) for each in files)
+        if not quiet:
+            self._say_small_bounds(step_nbytes)
         self.capacity = Capacity(
             config.root,
             os.path.relpath(files[0].namespace_path, config.root),
@@ -122,13 +126,31 @@ class Lookup:
             ),
             dir_mode=dir_mode,
             file_mode=file_mode,
-            at_hand=chunks_per_step * sum(sum(each.file_nbytes.values()) for each in files),
+            at_hand=step_nbytes,
             patient=patient,
             quiet=quiet,
             touch_interval_s=config.touch_interval_s,
         )
         self.capacity.start()
         self.capacity.wait_for_first_word()
+
+    def _say_small_bounds(self, step_nbytes: int) -> None:
+        log = StateLog(root=self._config.root)
+        reason = (
+            f"less than {AT_HAND_PART} full steps of this engine: a quarter of it stays empty for what comes "
+            "next, and part of a large step is not stored"
+        )
+        for name in ("max_bytes", "namespace_max_bytes", "tenant_max_bytes"):
+            limit = getattr(self._config, name)
+            if limit is not None and limit < AT_HAND_PART * step_nbytes:
+                log.say(
+                    "bound_small",
+                    logging.WARNING,
+                    bound=name,
+                    limit_bytes=limit,
+                    step_bytes=step_nbytes,
+                    reason=reason,
+                )
 
     @property
     def attached(self) -> bool:

@@ -108,7 +108,7 @@ class Mover:
             breaker=Breaker(
                 config.breaker_failures,
                 config.breaker_probe_s,
-                log=StateLog("fskv: ", root=config.root, of=f"rank {number}"),
+                log=StateLog(root=config.root, of=f"rank {number}"),
             ),
             store_queue_s=config.store_queue_s,
             cpus=numa.cuda_cpus(device.index) if self.on_cuda and device is not None else None,

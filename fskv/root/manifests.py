@@ -35,9 +35,11 @@ class Manifests:
     def _tell(self, name: str, error: Exception) -> None:
         self._num_told += 1
         if self._num_told <= _MAX_TOLD:
-            logger.warning("%s is foreign; it counts and stays as it is: %s", name, error)
+            logger.warning("fskv: %s is foreign; it counts and stays as it is: %s", name, error)
         if self._num_told == _MAX_TOLD:
-            logger.warning("of other directories that are foreign nothing is said; see `fskv ls`")
+            logger.warning(
+                "fskv: of other directories that are foreign nothing is said; see `fskv ls`"
+            )
 
     def forget(self, name: str) -> None:
         self.foreign.discard(name)

@@ -90,7 +90,7 @@ def open_transport(
         by_gds.close()
         raise _no_gds(f"a probe through cuFile failed ({facts.error})")
     if missing is not None:
-        logger.warning("chunks are copied to the host to be checked: %s", missing)
+        logger.warning("fskv: chunks are copied to the host to be checked: %s", missing)
     check = "on the GPU" if missing is None else f"on the host ({missing})"
     by_gds.description = (
         f"GDS staging (GPU memory), rows checked {check}, {evidence.describe(facts)}"

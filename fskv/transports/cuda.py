@@ -270,7 +270,9 @@ class CudaDevice:
             try:
                 buffer = torch.empty(self._slot_nbytes, dtype=torch.uint8, device=self.device)
             except RuntimeError as error:  # the engine has taken all of the device
-                logger.warning("spans are copied one by one: %s", str(error).partition("\n")[0])
+                logger.warning(
+                    "fskv: spans are copied one by one: %s", str(error).partition("\n")[0]
+                )
                 return
             self._bounce.append(buffer)
             self._num_bounce = len(self._bounce)
@@ -340,7 +342,7 @@ class CudaDevice:
         try:
             own = self._local.own_stream = _OwnStream(self._open_driver(), self.device)
         except (OSError, RuntimeError) as error:
-            logger.warning("a stream of torch's is used, perhaps the engine's: %s", error)
+            logger.warning("fskv: a stream of torch's is used, perhaps the engine's: %s", error)
             return torch.cuda.Stream(self.device)
         return own.stream
 

@@ -162,7 +162,7 @@ class SlotPool(Generic[SlotT]):
                 self.num_made -= 1
                 first, self._complained = not self._complained, True
             if first:
-                logger.warning("no memory for staging slot %d: %s", index, error)
+                logger.warning("fskv: no memory for staging slot %d: %s", index, error)
             return None
         self._complained = False
         return slot

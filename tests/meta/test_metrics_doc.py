@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 
 import pytest
@@ -69,6 +70,30 @@ def check_events(text: str) -> None:
         listed = set() if keys == "-" else set(keys.split(", "))
         assert listed - always == found[name], name
         assert words, name
+
+
+def unmarked_lines(source: str) -> list[str]:
+    """Return the lines of the log that do not begin with "fskv: ", as their calls are written."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("logger."):
+            line = node.args[1 if ast.unparse(node.func) == "logger.log" else 0]
+            words = line.value if isinstance(line, ast.Constant) else ""
+            if not words.startswith("fskv: "):
+                found.append(ast.unparse(node))
+    return found
+
+
+def test_every_line_of_the_log_begins_with_the_name():
+    found = [
+        call
+        for path in sorted((REPOSITORY / "fskv").rglob("*.py"))
+        for call in unmarked_lines(path.read_text(encoding="utf-8"))
+    ]
+    assert found == ["logger.warning(line, *about)"], "the lines of media.py come as an argument"
+    media = (REPOSITORY / "fskv/engines/vllm/media.py").read_text(encoding="utf-8")
+    assert len(re.findall(r'self\._say\(\s*"fskv: ', media)) == media.count("self._say(")
+    assert unmarked_lines('logger.info("a line of %s", root)'), "the control"
 
 
 def test_every_metric_of_an_engine_is_in_the_table_and_no_other():

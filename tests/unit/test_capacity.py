@@ -521,7 +521,10 @@ def test_a_root_that_vanishes_is_told_of_unless_the_engine_has_gone_with_it(tmp_
     process.stdin.flush()
     try:
         if heard:
-            assert b"maintenance: [Errno 2]" in process.stderr.readline()
+            assert (
+                b"fskv: maintenance of %s: [Errno 2]" % os.fsencode(root)
+                in process.stderr.readline()
+            )
         else:
             assert process.stderr.readline() == b""  # its end
             assert process.wait(60) == 0

@@ -20,8 +20,10 @@ from fskv.bounds.quota import (
     Limits,
     Scope,
     Usage,
+    excess,
     grant,
     inodes_short,
+    is_near,
     last_use_step_s,
     overdrawn,
     scopes,
@@ -232,11 +234,33 @@ def test_all_who_ask_in_the_same_moment_get_no_more_than_there_is():
 
 
 def test_what_an_engine_waits_for_is_granted_if_it_fits():
-    mine = make_claim(wanted=4000)
+    mine = make_claim(wanted=1200)
     scope = Scope("root", None, LIMIT, 0, 0)
-    assert grant(mine, 0, [scope], 2) == 4000
-    assert grant(mine, 1000, [scope], 2) == 3000  # so much is missing
-    assert grant(mine, 0, [replace(scope, counted=3000)], 2) < 4000
+    assert grant(mine, 0, [scope], 2) == 1200
+    assert grant(mine, 1000, [scope], 2) == 200  # so much is missing
+    assert grant(mine, 1200, [scope], 2) == 0
+    assert grant(mine, 0, [replace(scope, counted=LIMIT - 1500)], 2) < 1200
+
+
+@pytest.mark.parametrize("part", [claims_module.AT_HAND_PART, 1])
+def test_a_bound_that_is_smaller_than_what_an_engine_wants_is_kept_mostly_full(monkeypatch, part):
+    """With 1, the negative control: all that it wants is kept at hand, and the bound stays half empty."""
+    monkeypatch.setattr(claims_module, "AT_HAND_PART", part)
+    mine = make_claim(wanted=2 * LIMIT)
+    disk, used, fill = 0, 0, []
+    for _ in range(200):
+        usage = Usage({NS: (disk, 1)}, counted={mine.name: used})
+        more = grant(mine, mine.granted - used, scopes([mine], usage, SPACE), 1)
+        step = min(LIMIT // 40, mine.granted + more - used)
+        disk, used = disk + step, used + step
+        assert disk <= LIMIT
+        mine = replace(mine, granted=mine.granted + more, written=used)
+        (scope,) = scopes([mine], Usage({NS: (disk, 1)}, counted={mine.name: used}), SPACE)
+        if is_near(scope, [mine]):
+            disk -= min(disk, excess(scope, [mine]))
+        fill.append(disk)
+    kept = min(fill[100:])
+    assert kept > 0.6 * LIMIT if part > 1 else kept < 0.5 * LIMIT
 
 
 # --- bounds -----------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ from fskv.config import Share
 from fskv.index import scan
 from fskv.index.snapshot import Catalogue
 from fskv.root import filesystem, manifests
+from fskv.root.filesystem import Space
 from fskv.root.manifests import Manifests
 from fskv.root.process_id import unique_name
 from fskv.types import MAX_COUNT
@@ -913,6 +914,41 @@ def test_a_namespace_whose_count_fails_in_any_way_keeps_no_other_from_being_coun
     monkeypatch.setattr(scan, "_changed", fail)
     maintain(root, lambda: usage_of(root) is not None)
     assert usage_of(root).namespaces == {NAME: (4096, 1)}
+
+
+def test_what_goes_because_others_fill_the_disk_is_told_of_with_root_and_numbers(
+    root, monkeypatch, caplog
+):
+    """The second round, for our own growth, is the control: it is not told of."""
+    total, others, pruned = 100 << 20, [75 << 20], [0]
+    monkeypatch.setattr(
+        Space, "of", lambda _: Space(total, total - others[-1] - disk_nbytes(root), 0, 0)
+    )
+    caplog.set_level("INFO")
+
+    def write(first, count):
+        for number in range(first, first + count):
+            write_chunk(f"{root}/{NAME}", number, 1 << 20)
+
+    def until():
+        usage = book(root).usage()
+        if usage is None or usage.pruned_files == pruned[-1]:
+            return False
+        pruned.append(usage.pruned_files)
+        if len(pruned) == 2:
+            write(20, 8)
+        elif len(pruned) == 3:
+            others.append(80 << 20)
+        return len(pruned) == 4
+
+    write(0, 20)
+    maintain(root, until, mine=claim(limits=Limits(keep_free=10 << 20)))
+    lines = [r.getMessage() for r in caplog.records if "pruned_for_room" in r.getMessage()]
+    assert len(lines) == len(others) < len(pruned) - 1
+    for line, nbytes in zip(lines, others, strict=True):
+        assert line.startswith(f"fskv: event=pruned_for_room root={root} files=")
+        assert f" others_bytes={nbytes} reason=" in line
+    assert f" free_bytes={5 << 20} " in lines[0]
 
 
 def test_what_is_left_out_is_told_of_once_with_its_file(root, caplog):

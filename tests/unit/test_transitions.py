@@ -20,7 +20,7 @@ def _lines(caplog):
 
 def test_a_line_has_the_event_and_what_is_always_said(caplog):
     caplog.set_level(logging.INFO)
-    log = StateLog("fskv: ", root="/mnt/kv", of=None)
+    log = StateLog(root="/mnt/kv", of=None)
     log.say("breaker_open", logging.WARNING, reason="8 failures in a row", left=3)
     assert _lines(caplog) == [
         'fskv: event=breaker_open root=/mnt/kv reason="8 failures in a row" left=3'
@@ -41,7 +41,7 @@ def test_whatever_a_value_holds_it_is_one_line_that_can_be_read_back(caplog):
         value = line.split(" value=", 1)[1]
         read = json.loads(value) if value.startswith('"') else value
         assert read == text if len(text) < 400 else text.startswith(read[:-1])
-    assert shlex.split(_lines(caplog)[2])[1] == "value=event=other", "quoted: no second event"
+    assert shlex.split(_lines(caplog)[2])[2] == "value=event=other", "quoted: no second event"
 
 
 def test_a_state_that_flaps_is_said_a_few_times_and_how_often_it_was_not(caplog):
@@ -83,9 +83,9 @@ def test_a_breaker_says_when_it_opens_and_when_it_closes_and_nothing_between(cap
     breaker.trip()
     breaker.trip()
     assert _lines(caplog) == [
-        'event=breaker_open of="rank 0" reason="3 failures in a row, the last: timed_out"',
-        'event=breaker_closed of="rank 0" after_s=12.5',
-        'event=breaker_open of="rank 0" reason="a worker\'s own breaker is open"',
+        'fskv: event=breaker_open of="rank 0" reason="3 failures in a row, the last: timed_out"',
+        'fskv: event=breaker_closed of="rank 0" after_s=12.5',
+        'fskv: event=breaker_open of="rank 0" reason="a worker\'s own breaker is open"',
     ]
     assert breaker.num_openings == 2
 

@@ -304,7 +304,7 @@ class _Complaints(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if len(self.sentences) < _MAX_COMPLAINTS:
-            self.sentences.append(record.getMessage())
+            self.sentences.append(record.getMessage().removeprefix("fskv: "))
 
     def stop(self) -> None:
         self._logger.propagate = self._propagate

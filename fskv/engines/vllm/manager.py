@@ -128,7 +128,7 @@ class FskvManager(OffloadingManager):
         self._workers: list[FskvHandshake] = []
         self._recompute_s: Callable[[int], float] = lambda _num_chunks: 0.0
         self.chunks = Lookup(config, events=events, recompute_s=self._estimate)
-        self._states = StateLog("fskv: ", root=config.root)
+        self._states = StateLog(root=config.root)
         self._excluded_requests: set[str] = set()
         self._media: dict[str, MediaKeys] = {}  # by request, of those with images, sound or video
         # vLLM asks for the same chunks in every step a request waits: what each was told is counted once.
