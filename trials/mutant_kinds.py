@@ -618,6 +618,14 @@ FAULTS = (
         _CAPACITY,
     ),
     Fault(
+        "failing-stores-unseen",
+        "The health file says within seconds that stores fail.",
+        "fskv/offload/mover.py",
+        "            elif status in _AGAINST_STORES:\n",
+        "            elif status is Status.BREAKER:\n",
+        ("tests/unit/test_offload.py",),
+    ),
+    Fault(
         "maintenance-stays-dead",
         "A maintenance process that dies is started again.",
         "fskv/bounds/client.py",

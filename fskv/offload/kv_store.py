@@ -155,7 +155,7 @@ class KvStore:
     def take_news(self) -> News:
         """Hand the mover's news to the lookup and the watch, and return them."""
         news = self.mover.take_news()
-        self.watch.note(news.failed_loads.values())
+        self.watch.note(news)
         self.lookup.on_news(news)
         return news
 

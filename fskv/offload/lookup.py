@@ -86,6 +86,9 @@ class Lookup:
         self._num_movers = 0
         self._storing: dict[ChunkId, _Store] = {}  # whose outcome is not known yet
         self._last_store_at = -math.inf  # when a store was last begun
+        self._refused: tuple[float, float] | None = (
+            None  # for want of room: the first time, the last
+        )
         self._stored_by: dict[ChunkId, set[int]] = {}  # movers that have published their part
 
     # --- start-up ---------------------------------------------------------------------------
@@ -200,7 +203,9 @@ class Lookup:
         if self.capacity is not None and not self.capacity.take(self._nbytes(chunk)):
             reason = "no_space" if self.capacity.paused else "capacity"
             self.counters.add(metrics.STORES_SKIPPED, 1, reason)
+            self._refused = (self._refused[0] if self._refused else now, now)
             return False
+        self._refused = None
         # Twice the longest deadline: by then a mover has reported, or it is gone.
         until = now + 2 * self._config.deadline_max_s
         self._storing[chunk] = _Store(until, self.presence.num_removals)
@@ -220,6 +225,12 @@ class Lookup:
     def last_store_at(self) -> float:
         """When a store was last begun, by time.monotonic."""
         return self._last_store_at
+
+    @property
+    def refused_s(self) -> float:
+        """Between the first and the last store that found no room since one did; any thread."""
+        refused = self._refused
+        return refused[1] - refused[0] if refused else 0.0
 
     # --- news -------------------------------------------------------------------------------
 

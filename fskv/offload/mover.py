@@ -39,6 +39,8 @@ Memory: TypeAlias = "torch.Tensor | memoryview"
 
 # What is still being written when the engine stops may take this long; then it is left.
 _CLOSE_S = 5.0
+# Stores that end like this speak against the storage; the others against a file, or nothing.
+_AGAINST_STORES = (Status.DENIED, Status.NO_SPACE, Status.IO_ERROR, Status.TIMED_OUT)
 
 
 class Mover:
@@ -98,6 +100,11 @@ class Mover:
             restore=restore,
             keys=keys,
         )
+        self._breaker = Breaker(
+            config.breaker_failures,
+            config.breaker_probe_s,
+            log=StateLog(root=config.root, of=f"rank {number}"),
+        )
         self._runner = JobRunner(
             store,
             self._transport,
@@ -105,11 +112,7 @@ class Mover:
             num_slots=num_slots,
             max_queued_chunks=config.max_queued_chunks,
             deadline=config.deadline,
-            breaker=Breaker(
-                config.breaker_failures,
-                config.breaker_probe_s,
-                log=StateLog(root=config.root, of=f"rank {number}"),
-            ),
+            breaker=self._breaker,
             store_queue_s=config.store_queue_s,
             cpus=numa.cuda_cpus(device.index) if self.on_cuda and device is not None else None,
         )
@@ -118,6 +121,8 @@ class Mover:
         self._stopped = False
         self._ending = _Ending()
         self._news = News()
+        self._store_failure: Status | None = None  # of the last store; None: it was written
+        self._told_amiss: dict[str, str] = {}
         logger.info(
             "fskv: rank %d: %s%s; %d I/O threads, %d staging slots of %d bytes at most",
             number,
@@ -198,7 +203,21 @@ class Mover:
     def take_news(self) -> News:
         """Return what the lookup must know, since the last call."""
         news, self._news = self._news, News()
+        if (amiss := self._amiss()) != self._told_amiss:
+            news.amiss[self.number] = self._told_amiss = amiss
         return news
+
+    def _amiss(self) -> dict[str, str]:
+        """Return a sentence for each condition of the health file that holds here."""
+        amiss = {}
+        if self._breaker.open:
+            amiss["breaker_open"] = f"breaker of rank {self.number} open: {self._breaker.reason}"
+        if self._store_failure is not None:
+            status = self._store_failure.value
+            amiss["stores_fail"] = (
+                f"stores fail on rank {self.number} ({status}): the log says which file"
+            )
+        return amiss
 
     def gauges(self) -> dict[Gauge, float]:
         """Return what is in use now."""
@@ -228,6 +247,10 @@ class Mover:
                 continue
             self._news.written_nbytes += outcome.nbytes
             self._news.no_space |= status is Status.NO_SPACE
+            if status is Status.OK:
+                self._store_failure = None
+            elif status in _AGAINST_STORES:
+                self._store_failure = status
             ended = self._ending.end(chunk, status)
             if ended is not None:
                 self._tell(chunk, ended)

@@ -17,6 +17,8 @@ class News:
     failed_loads: dict[ChunkId, Status] = field(default_factory=dict)
     written_nbytes: int = 0
     no_space: bool = False  # a store found the disk full
+    # What is amiss with movers, told when it changes: number -> condition of the health file -> in words.
+    amiss: dict[int, dict[str, str]] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(
@@ -25,6 +27,7 @@ class News:
             or self.failed_loads
             or self.written_nbytes
             or self.no_space
+            or self.amiss
         )
 
     def merged(self, other: News) -> News:
@@ -38,4 +41,5 @@ class News:
             self.failed_loads | other.failed_loads,
             self.written_nbytes + other.written_nbytes,
             self.no_space or other.no_space,
+            self.amiss | other.amiss,
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
 
 from fskv import __version__
 from fskv.bounds.status import RootState
@@ -13,9 +12,11 @@ from fskv.observe import metrics
 from fskv.observe.health_file import STARTING, HealthFile
 from fskv.observe.metrics import Gauge, Metric
 from fskv.offload.lookup import Lookup
+from fskv.offload.news import News
 from fskv.types import Status
 
 _CORRUPT_S = 600.0  # so long a corrupt chunk is said to be amiss
+_REFUSED_S = 5.0  # a burst of stores may be refused for a moment
 _BOUNDS = (metrics.BOUND_BYTES, metrics.BOUND_LEFT_BYTES)
 
 
@@ -35,6 +36,7 @@ class Watch:
         self._counted: dict[Metric, int] = {}  # of `_totals`, what the counters have
         self._num_corrupt = 0
         self._corrupt_at = -math.inf  # when the last one was found
+        self._amiss_of_movers: dict[int, dict[str, str]] = {}
         self._health: HealthFile | None = None
         if config.health_file is not None:
             path = config.health_file.replace("{rank}", str(engine_rank))
@@ -42,9 +44,11 @@ class Watch:
             self._health = HealthFile(path, self._amiss, facts)
             self._health.start()
 
-    def note(self, failures: Iterable[Status]) -> None:
-        """Loads have failed like this."""
-        num_corrupt = sum(status is Status.CORRUPT for status in failures)
+    def note(self, news: News) -> None:
+        """Take what movers have told of themselves and of their loads."""
+        if news.amiss:
+            self._amiss_of_movers = self._amiss_of_movers | news.amiss
+        num_corrupt = sum(status is Status.CORRUPT for status in news.failed_loads.values())
         if num_corrupt:
             self._num_corrupt += num_corrupt
             self._corrupt_at = time.monotonic()
@@ -95,7 +99,9 @@ class Watch:
 
     def _amiss(self) -> dict[str, str]:
         """Return a sentence for each condition that is not as it should be."""
-        amiss = {}
+        amiss: dict[str, str] = {}
+        for _, conditions in sorted(self._amiss_of_movers.items(), reverse=True):
+            amiss |= conditions  # of several that of the first rank
         if self.namespace is None:
             amiss[STARTING] = "the workers have not opened the root yet"
         if self.in_doubt:
@@ -107,6 +113,11 @@ class Watch:
         if time.monotonic() - self._corrupt_at < _CORRUPT_S:
             found = self._num_corrupt
             amiss["corrupt_chunks"] = f"{found} corrupt chunks were found, and recomputed"
+        if self._lookup.refused_s >= _REFUSED_S:
+            amiss["stores_refused"] = (
+                f"no room for {self._lookup.refused_s:.0f} s: nothing is stored; a bound or keep_free is "
+                "reached and pruning does not help"
+            )
         if self._lookup.capacity is not None:
             if self._lookup.capacity.paused:
                 amiss["stores_paused"] = "stores paused: the disk is full"

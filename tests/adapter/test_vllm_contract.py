@@ -162,12 +162,12 @@ def test_metadata_and_load_specs_survive_pickling_and_merge_over_ranks():
     a, b, c = (ChunkId(bytes([n]) * 32, 0) for n in range(3))
     first = FskvWorkerMetadata(
         completed_jobs={1: 1},
-        news=News(stored={a: {0}}, failed_loads={b: Status.STALE}),
+        news=News(stored={a: {0}}, failed_loads={b: Status.STALE}, amiss={0: {"x": "0"}}),
         loads={7: LoadReport(1, 1.0, 0.5, 1.0, False, False)},
     )
     second = FskvWorkerMetadata(
         completed_jobs={1: 1},
-        news=News(stored={a: {1}}, not_stored={c}),
+        news=News(stored={a: {1}}, not_stored={c}, amiss={1: {}}),
         loads={
             7: LoadReport(1, 2.0, 1.5, 0.25, True, True),
             8: LoadReport(1, 3.0, 3.0, 1.0, False, False),
@@ -175,7 +175,8 @@ def test_metadata_and_load_specs_survive_pickling_and_merge_over_ranks():
     )
     merged = pickle.loads(pickle.dumps(first)).aggregate(pickle.loads(pickle.dumps(second)))
     assert merged.completed_jobs == {1: 2}
-    assert merged.news == News({a: {0, 1}}, {c}, {b: Status.STALE})
+    amiss = {0: {"x": "0"}, 1: {}}
+    assert merged.news == News({a: {0, 1}}, {c}, {b: Status.STALE}, amiss=amiss)
     # A load takes as long as on the slowest rank, and fails with any.
     assert merged.loads[7] == LoadReport(2, 2.0, 1.5, 0.25, True, True)
     assert merged.loads[8].num_ranks == 1

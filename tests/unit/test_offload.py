@@ -17,9 +17,12 @@ from places import REPOSITORY
 from toy_engine import TOKENS_PER_CHUNK, Engine, chunks_of, identity
 from world import damage, wait_for
 
+from fskv.data_path.store import ChunkStore
 from fskv.errors import ConfigError
-from fskv.offload import open_store
-from fskv.types import ChunkId, Presence
+from fskv.observe.health_file import HealthFile
+from fskv.offload import open_store, watch
+from fskv.transports import host
+from fskv.types import ChunkId, Presence, Status
 
 PROMPT = list(range(4 * TOKENS_PER_CHUNK))
 
@@ -262,6 +265,50 @@ def test_the_health_file_of_a_store_is_written(engine, tmp_path):
     toy = engine(health_file=str(path))
     toy.run(PROMPT)
     wait_for(lambda: path.exists() and json.loads(path.read_text())["conditions"] == [])
+
+
+def conditions(path):
+    return json.loads(path.read_text())["conditions"] if path.exists() else None
+
+
+FAILED = {
+    Status.DENIED: ["stores_fail"],
+    Status.NO_SPACE: ["stores_fail"],
+    Status.IO_ERROR: ["breaker_open", "stores_fail"],
+    Status.TIMED_OUT: ["breaker_open", "stores_fail"],
+}
+
+
+@pytest.mark.parametrize("status", FAILED)
+def test_the_health_file_says_that_stores_fail_until_one_is_written(
+    engine, tmp_path, monkeypatch, status
+):
+    """One request without a hit is enough: no lookup has failed, nothing was loaded."""
+    put, failing, path = ChunkStore.put, [True], tmp_path / "health.json"
+    monkeypatch.setitem(HealthFile.__init__.__kwdefaults__, "look_s", 0.01)
+    monkeypatch.setattr(host, "_native", None)
+    monkeypatch.setattr(ChunkStore, "put", lambda *a: status if failing else put(*a))
+    options = {"max_bytes": None, "maintenance": "off", "breaker_failures": 1}
+    toy = engine(health_file=str(path), breaker_probe_s=0.05, **options)
+    wait_for(lambda: conditions(path) == [])
+    toy.run(PROMPT)
+    wait_for(lambda: conditions(path) == FAILED[status])
+    failing.clear()
+    prompts = iter(range(1000))
+    wait_for(lambda: toy.run([next(prompts), *PROMPT[1:]]) and conditions(path) == [])
+
+
+@pytest.mark.parametrize(("bound", "refused"), [("1 KiB", True), ("1 GiB", False)])
+def test_the_health_file_says_that_no_store_finds_room(
+    engine, tmp_path, monkeypatch, bound, refused
+):
+    monkeypatch.setattr(watch, "_REFUSED_S", 1e-6)
+    monkeypatch.setitem(HealthFile.__init__.__kwdefaults__, "look_s", 0.01)
+    path = tmp_path / "health.json"
+    toy = engine(health_file=str(path), max_bytes=bound)
+    for number in range(3):
+        toy.run([number, *PROMPT[1:]])
+    wait_for(lambda: conditions(path) == ["stores_refused"] * refused)
 
 
 # --- the toy and the document ---------------------------------------------------------------

@@ -226,7 +226,7 @@ class FskvManager(OffloadingManager):
 
     def on_news(self, news: News) -> None:
         """Take what the workers have told."""
-        self._watch.note(news.failed_loads.values())
+        self._watch.note(news)
         self.chunks.on_news(news)
 
     # --- OffloadingManager ------------------------------------------------------------------
@@ -305,8 +305,9 @@ class FskvManager(OffloadingManager):
             self._events.trim(payloads, self.chunks.storing.keys())
 
     def has_pending_work(self) -> bool:
-        """Keep an idle engine stepping until it can publish how its last stores ended, but not for long."""
-        waits = self._events is not None and bool(self.chunks.storing)
+        """Keep an idle engine stepping until it can tell how its last stores ended, but not for long."""
+        is_told = self._events is not None or self._config.health_file is not None
+        waits = is_told and bool(self.chunks.storing)
         return waits and time.monotonic() < self.chunks.last_store_at + _EVENTS_LINGER_S
 
     def get_stats(self) -> OffloadingConnectorStats | None:
