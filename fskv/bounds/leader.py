@@ -33,9 +33,9 @@ from fskv.bounds.quota import (
     with_intervals_of,
     without_limits,
 )
+from fskv.bounds.room_made import RoomMade
 from fskv.index.scan import NUM_SHARDS, shard_path
 from fskv.index.snapshot import Catalogue
-from fskv.observe.state_log import StateLog
 from fskv.root.beneath import opened, remove_file
 from fskv.root.filesystem import Space, counting_device
 from fskv.root.manifests import Manifests, all_namespaces
@@ -65,7 +65,6 @@ _FREEING_S = (
     30.0  # what was removed may show in statvfs only after so long (btrfs: its next commit)
 )
 _UNUSED_STEP = 1 << 30  # bytes of one plan
-_OTHERS_GREW = 0.01  # of the file system: what others took is told of again
 
 
 class Leader:
@@ -110,8 +109,7 @@ class Leader:
         self._stuck_at = time.monotonic()
         self._freeing: tuple[float, int] = (0.0, 0)  # until when; free bytes that are to be seen
         self._futile_until = 0.0  # nothing was left to remove: no need to look again and again
-        self._states = StateLog(root=root)
-        self._others_nbytes: int | None = None  # on the file system and not ours, when last told of
+        self._room_made = RoomMade(root)
         self._complained = False
         self._unsaved: set[str] = set()  # namespaces whose snapshot is old
 
@@ -338,10 +336,10 @@ class Leader:
             if scope is None:
                 break
             done.add((scope.kind, scope.name))
-            pruned = self._num_pruned
+            before = self.usage or Usage()
             freed = await self._free(self._members(scope), excess(scope, claims), 0)
             if scope.kind == "free":
-                self._say_room_made("less than keep_free was left", pruned, space)
+                self._room_made.near(before, self.usage or before, space)
                 # Writers may have used what they were granted meanwhile.
                 target = space.free_nbytes + freed // 2 - scope.outstanding
                 if Space.of(self._root).free_nbytes < target:
@@ -350,37 +348,13 @@ class Leader:
             await self._free(self._ours(), 0, num_inodes)
         full = [claim for claim in claims if claim.full > self._full.get(claim.name, 0)]
         if full:
-            everything = self.usage.nbytes if self.usage else 0
-            amount = max(int(_FULL_SHARE * everything), _FULL_LEAST, *(8 * c.wanted for c in full))
-            pruned, space = self._num_pruned, Space.of(self._root)
+            before, space = self.usage or Usage(), Space.of(self._root)
+            amount = max(
+                int(_FULL_SHARE * before.nbytes), _FULL_LEAST, *(8 * c.wanted for c in full)
+            )
             await self._free(self._ours(), amount, 0)
-            self._others_nbytes = None  # a full disk is told of, whoever filled it
-            self._say_room_made("a store found the disk full", pruned, space)
+            self._room_made.full(before, self.usage or before, space)
             self._full |= {claim.name: claim.full for claim in full}
-
-    @property
-    def _num_pruned(self) -> tuple[int, int]:
-        """Files and bytes that this holder has pruned."""
-        return (self.usage.pruned_files, self.usage.pruned_nbytes) if self.usage else (0, 0)
-
-    def _say_room_made(self, reason: str, before: tuple[int, int], space: Space) -> None:
-        """Tell of what went since `before`, where others on the file system have grown: not of each round."""
-        files, nbytes = (now - then for now, then in zip(self._num_pruned, before, strict=True))
-        ours = self.usage.nbytes if self.usage else 0
-        others = max(0, space.total_nbytes - space.free_nbytes - ours)
-        told = self._others_nbytes
-        if not files or (told is not None and others <= told + _OTHERS_GREW * space.total_nbytes):
-            return
-        self._others_nbytes = others
-        self._states.say(
-            "pruned_for_room",
-            logging.WARNING,
-            files=files,
-            bytes=nbytes,
-            free_bytes=space.free_nbytes,
-            others_bytes=others,
-            reason=reason,
-        )
 
     async def _prune_unused(self, claims: list[Claim]) -> None:
         """Remove what was not used for longer than anybody wants it to stay."""

@@ -41,6 +41,7 @@ from fskv.bounds.quota import (
     scopes,
     too_much,
 )
+from fskv.bounds.room_made import RoomMade
 from fskv.bounds.status import BoundsSaid, RootState, changes, root_state
 from fskv.config import Share
 from fskv.index.snapshot import Catalogue
@@ -135,6 +136,7 @@ class Maintainer:
         self._left_out: AbstractSet[str] = set()  # files of the book that were told of
         self._said_lease = False
         self._states = StateLog(root=root)
+        self._room_made = RoomMade(root)
         self._alive_at = float("-inf")
         self._stepped_at = time.monotonic()
         self._must_revoke = False
@@ -269,15 +271,11 @@ class Maintainer:
         for catalogue in catalogues:
             with contextlib.suppress(OSError):
                 await catalogue.refresh(self._lease.now_ns())
+        space = Space.of(self._root)
         pruned = await execute(plan(catalogues, _LEAST_ROOM, 8), lambda: True, self._root)
-        if pruned.num_files:
-            self._states.say(
-                "pruned_for_room",
-                logging.WARNING,
-                files=pruned.num_files,
-                bytes=pruned.nbytes,
-                reason="not even a lease could be written: the disk is full",
-            )
+        usage = Usage({"": (sum(each.nbytes for each in catalogues), 0)})
+        done = replace(usage, pruned_files=pruned.num_files, pruned_nbytes=pruned.nbytes)
+        self._room_made.full(usage, done, space, "the disk is full: no lease can be written")
         for path, chunks in pruned.removed.items():
             self._eviction_news.publish(path.rpartition("@")[2], chunks)
 
@@ -408,17 +406,12 @@ class Maintainer:
     def _hold(self, claims: list[Claim], space: Space) -> bool:
         """Start the holder's next piece of work, if one is due and none is under way."""
         if self._leader is not None and not self._leader.in_office:
-            return (
-                self._let_go()
-            )  # the lease was lost and taken again: others were the holder between
+            # The lease was lost and taken again: others were the holder between.
+            return self._let_go()
         if self._leader is None:
             self._leader = Leader(
-                self._root,
-                self._ledger,
-                self._eviction_news,
-                self._lease,
-                self._file_mode,
-                self._grace_s,
+                *(self._root, self._ledger, self._eviction_news),
+                *(self._lease, self._file_mode, self._grace_s),
             )
         if self._work is not None and self._work.done():
             work, self._work = self._work, None

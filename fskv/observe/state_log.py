@@ -1,4 +1,4 @@
-"""One line in the log for each change of state: `fskv: event=NAME key=value ...`. docs/metrics.md lists them.
+"""One line in the log for each change of state: `event=NAME key=value ...`. docs/metrics.md lists them.
 
 For people who search logs and programs that parse them: names are stable, values are quoted as JSON where
 they have anything but plain characters. What changes to and fro is bounded: so many lines of one event in a

@@ -43,7 +43,6 @@ _TAG = b"""Signature: 8a477f597d28d172789f06886806bc55
 _FORMAT_TEXT = f'{{"format": {namespace.FORMAT}}}'
 _MAX_FORMAT_NBYTES = 64 << 10
 _MAX_MANIFEST_NBYTES = 16 << 20
-_MAX_NEIGHBOURS = 16
 
 # Neither ours nor the user's: made by mkfs, by snapshotting servers, and by NFS clients for
 # files removed while open. `.fskv-*` are our own, of an engine that opens the root now.
@@ -157,25 +156,6 @@ class Root:
             if self.writable:
                 retry_stale(lambda: self._probe(f"{directory.tmp_dir}/{unique_name()}.part"))
         return directory
-
-    def nearest(self, identity: Identity) -> list[str]:
-        """Return in which fields the most alike other namespace of the architecture differs; [] without one.
-
-        Looks at 16, with the same name of a model first. Raises OSError.
-        """
-        own = namespace.directory(identity)
-        arch, _, name = own.rpartition("/")
-        model = name.rpartition("@")[0]
-        with os.scandir(f"{self.path}/{arch}") as entries:
-            others = [e for e in entries if "@" in e.name and e.name != name]
-        others.sort(key=lambda e: e.name.rpartition("@")[0] != model)
-        found: list[list[str]] = []
-        for entry in others[:_MAX_NEIGHBOURS]:
-            with suppress(OSError, RootError, ValueError, IdentityMismatch):
-                content = _read_fresh(f"{entry.path}/{MANIFEST_FILE}", _MAX_MANIFEST_NBYTES)
-                other = Identity.from_manifest(namespace.parse_json(content or b""))
-                found.append([difference.path for difference in namespace.diff(identity, other)])
-        return min(found, key=len, default=[])
 
     def _make_directories(self, path: str) -> None:
         for made in (os.path.dirname(path), path, f"{path}/{CHUNK_DIR}", f"{path}/{TMP_DIR}"):

@@ -91,7 +91,7 @@ def assert_apart_by(lab, second, *paths):
     assert one != other
     assert without(one, *paths) == without(other, *paths)  # the control
     said = pathlib.Path(second["log_path"]).read_text()
-    assert "the most alike namespace there differs in" in said
+    assert "of this model here, the nearest differs in: " in said
 
 
 def text(label="text"):

@@ -7,6 +7,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import pathlib
 import re
 import shutil
 import stat
@@ -21,6 +22,7 @@ import fskv.root.root
 from fskv import namespace
 from fskv.errors import ConfigError, IdentityMismatch, RootError
 from fskv.namespace import GroupIdentity, Identity, chunk_path, directory
+from fskv.root.neighbours import Neighbours, beside
 from fskv.root.root import Root, make_directory
 
 TEXTS = "engine engine_version kv_cache_dtype model_dtype kv_cache_layout attention_backend"
@@ -463,19 +465,37 @@ def test_a_root_made_between_listing_and_reading_is_recognised(path, monkeypatch
 # --- why nobody else's chunks are hit --------------------------------------------------------
 
 
-def test_the_most_alike_namespace_is_found_and_its_differences_are_named(path):
+def test_the_start_says_why_prompts_will_miss(path):
     root = opened(path)
     own = identity()
-    with pytest.raises(FileNotFoundError):
-        root.nearest(own)
-    root.open_namespace(own)
-    assert root.nearest(own) == []
+
+    def said():
+        return beside(str(path), own)
+
+    assert said() == "", "nothing is known before it is open"
+    space = root.open_namespace(own)
+    assert said() == "new namespace, nothing is stored in it yet; no other of this model here"
+    root.open_namespace(identity(model_name="another", weights="named:other"))
+    assert said().endswith(", the nearest of another differs in: model_name, weights")
     root.open_namespace(identity(weights="named:other", tenant="t", lora="by-name"))
-    root.open_namespace(identity(weights="named:other"))
-    root.open_namespace(identity(model_name="another", weights="named:other", tenant="t"))
-    assert root.nearest(own) == ["weights"]
-    beside = path / own.arch
-    (beside / "x@0000000000000000").mkdir()
-    (beside / "x@0000000000000000" / "namespace.json").write_text("{")
-    (beside / "y@0000000000000000").write_text("a file")
-    assert root.nearest(own) == ["weights"]
+    root.open_namespace(identity(hash_seed="PYTHONHASHSEED=7"))
+    nearest = "2 others of this model here, the nearest differs in: hash_seed"
+    assert said() == f"new namespace, nothing is stored in it yet; {nearest}"
+    odd = path / own.arch
+    (odd / "x@0000000000000000").mkdir()
+    (odd / "x@0000000000000000" / "namespace.json").write_text("{")
+    (odd / "y@0000000000000000").write_text("a file")
+    (pathlib.Path(space.path) / "chunks" / "abc").mkdir()
+    assert said() == nearest, "the control: it is not new any more"
+
+
+def test_a_namespace_that_nobody_is_beside_needs_no_word(path):
+    space = opened(path).open_namespace(identity())
+    (pathlib.Path(space.path) / "chunks" / "abc").mkdir()
+    assert beside(str(path), identity()) == ""
+
+
+def test_fields_that_are_many_are_named_in_part():
+    fields = [f"f{n}" for n in range(7)]
+    assert str(Neighbours(False, 1, fields)).endswith(": f0, f1, f2, f3, f4 and 2 more")
+    assert "differs" not in str(Neighbours(True, 0, fields)), "another model's"

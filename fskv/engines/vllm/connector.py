@@ -11,7 +11,6 @@ from __future__ import annotations
 # First: where vLLM cannot work, one sentence and not the traceback of an import that it lacks.
 import fskv.engines.vllm.version  # noqa: F401  # isort: skip
 
-import contextlib
 import copy
 import logging
 import os
@@ -61,6 +60,7 @@ from fskv.errors import ConfigError, FskvError
 from fskv.hybrid_planner import Geometry, hit_cost, plan_geometry
 from fskv.namespace import Identity
 from fskv.offload.news import News
+from fskv.root.neighbours import beside
 from fskv.root.root import NamespaceDir, Root
 
 if TYPE_CHECKING:
@@ -77,9 +77,6 @@ logger = logging.getLogger(__name__)
 
 _SETUP_KEY = (
     "fskv_setup"  # carries _Setup through vLLM's spec factory; never in a user's configuration
-)
-_MAX_APART = (
-    5  # fields by which another namespace differs: it is another engine's of the same model
 )
 _FINGERPRINT_S = 300.0  # a few thousand small reads, perhaps on a slow mount
 
@@ -171,7 +168,7 @@ class FskvOffloadingSpec(OffloadingSpec):
             _FINGERPRINT_S,
             "the checkpoint's files could not be read for a fingerprint (see option 'weights_id')",
         )
-        directory, apart = call_with_deadline(
+        directory, others = call_with_deadline(
             lambda: _open_namespace(config, identity),
             START_UP_S,
             f"option 'root': {config.root} did not answer",
@@ -187,8 +184,8 @@ class FskvOffloadingSpec(OffloadingSpec):
             num_files * len(files.layouts),
             nbytes * len(files.layouts) / MIB,
         )
-        if 0 < len(apart) <= _MAX_APART and parallel.rank == 0:
-            logger.info("fskv: the most alike namespace there differs in %s", ", ".join(apart))
+        if others and parallel.rank == 0:
+            logger.info("fskv: %s", others)
         loaded.note_reloads()
         self.worker = FskvWorker(
             config,
@@ -402,13 +399,10 @@ def _open_root(config: StoreConfig, *, create: bool) -> Root:
     )
 
 
-def _open_namespace(config: StoreConfig, identity: Identity) -> tuple[NamespaceDir, list[str]]:
-    """Open this engine's namespace; the second is by what it differs from the most alike one."""
-    root = _open_root(config, create=True)
-    apart: list[str] = []
-    with contextlib.suppress(OSError):
-        apart = root.nearest(identity)
-    return root.open_namespace(identity), apart
+def _open_namespace(config: StoreConfig, identity: Identity) -> tuple[NamespaceDir, str]:
+    """Open this engine's namespace; the second says what is beside it, "" where that is of no interest."""
+    directory = _open_root(config, create=True).open_namespace(identity)
+    return directory, beside(config.root, identity)
 
 
 def _prepare(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, announce: bool) -> _Setup:

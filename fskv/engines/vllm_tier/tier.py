@@ -51,6 +51,7 @@ from fskv.engines.vllm_tier.rows import rows_of
 from fskv.engines.vllm_tier.workers import Workers, ask_workers
 from fskv.errors import ConfigError, FskvError
 from fskv.hybrid_planner import GroupKind, hit_cost
+from fskv.root.neighbours import beside
 from fskv.root.root import Root
 from fskv.types import ChunkId
 
@@ -323,8 +324,8 @@ def _open(
         )
         return root.open_namespace(identity)
 
-    directory = call_with_deadline(
-        lambda: open_namespace(create=True),
+    directory, others = call_with_deadline(
+        lambda: (open_namespace(create=True), beside(config.root, identity)),
         START_UP_S,
         f"option 'root': {config.root} did not answer",
     )
@@ -341,6 +342,8 @@ def _open(
         num_files * len(workers.rows),
         nbytes * len(workers.rows) / MIB,
     )
+    if others:
+        logger.info("fskv: %s", others)
     rows = RowMover(
         config,
         workers,
