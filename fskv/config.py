@@ -26,6 +26,8 @@ _OUTSIDE = {
 }
 
 _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,9})?)\s*(B|KiB|MiB|GiB|TiB)", re.ASCII)
+# What is meant by "100GB", "100g" or "100".
+_NEAR_SIZE = re.compile(r"(?=.*[1-9])(\d{1,15}(?:\.\d{1,9})?)\s*(?:([KMGTkmgt])i?[Bb]?)?", re.ASCII)
 _PERCENT = re.compile(r"(\d{1,3}(?:\.\d{1,3})?)\s*%", re.ASCII)
 _MAX_SIZE = 1 << 60
 _SIZE_UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
@@ -362,8 +364,14 @@ def parse_size(name: str, value: Any) -> int:
     match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
     nbytes = int(float(match[1]) * _SIZE_UNITS[match[2]]) if match else 0
     if not 0 < nbytes <= _MAX_SIZE:
-        raise _bad(name, value, expected)
+        raise _bad(name, value, expected + _meant(value))
     return nbytes
+
+
+def _meant(value: Any) -> str:
+    """Return a question, "" where nothing can be guessed."""
+    near = _NEAR_SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
+    return f"; did you mean {near[1]}{(near[2] or 'G').upper()}iB?" if near else ""
 
 
 def _parse_bound(name: str, value: Any) -> int | None:
@@ -382,7 +390,9 @@ def parse_keep_free(name: str, value: Any) -> int | Share:
     try:
         return parse_size(name, value)
     except ConfigError:
-        raise _bad(name, value, 'bytes, a text such as "50GiB", or a share such as "2%"') from None
+        raise _bad(
+            name, value, 'bytes, a text such as "50GiB", or a share such as "2%"' + _meant(value)
+        ) from None
 
 
 def _count(at_least: int, at_most: int) -> Any:

@@ -371,10 +371,29 @@ def _os_errors_as_root_errors(path: str) -> Iterator[None]:
     except OSError as error:
         where = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else path
         reason = _REASONS.get(error.errno or 0, error.strerror or str(error))
+        if error.errno in (errno.EACCES, errno.EPERM):
+            reason += f" ({_who_may(where)})"
         raise RootError(f"option 'root': {where}: {reason}") from error
 
 
-_NO_PERMISSION = "no permission; expected a directory this user can read, write and search"
+def _who_may(path: str) -> str:
+    """Return owner and mode of the nearest thing on a path that can be looked at, and who asks."""
+    while True:
+        try:
+            info = os.stat(path)
+            break
+        except OSError:
+            if path in ("/", ""):
+                return f"this process is uid {os.geteuid()}"
+            path = os.path.dirname(path)
+    groups = ",".join(map(str, sorted({os.getegid(), *os.getgroups()})[:8]))
+    return (
+        f"{path} is of uid {info.st_uid}, gid {info.st_gid}, mode {stat.S_IMODE(info.st_mode):04o}; "
+        f"this process is uid {os.geteuid()}, gid {groups}"
+    )
+
+
+_NO_PERMISSION = "no permission; expected one that this user can read, write and search"
 _REASONS = {
     errno.EROFS: "the file system is mounted read-only; expected a writable one",
     errno.EACCES: _NO_PERMISSION,

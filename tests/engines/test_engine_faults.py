@@ -534,6 +534,7 @@ def test_bad_configuration_is_one_sentence_at_start_up(options, words, tmp_path)
     log = pathlib.Path(result["log_path"]).read_text()
     sentences = [line for line in log.splitlines() if "fskv: " in line and "ERROR" in line]
     assert sentences, log[-2000:]
+    assert "Starting to load model" not in log, "it was known before"
     for word in words:
         assert word.format(missing=missing) in sentences[0]
         assert word.format(missing=missing) in result["error"]

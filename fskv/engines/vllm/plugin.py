@@ -6,7 +6,10 @@ Imports nothing heavy of fskv, and nothing of vLLM that a process which serves d
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
+from functools import partial
+from typing import Any
 
 _CONNECTORS = {
     "FskvConnector": "fskv.engines.vllm.connector",
@@ -22,15 +25,25 @@ def register() -> None:
     watch_workers()
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    # _registry: vLLM offers no public look-up, and registering a name twice raises.
-    for name, module in _CONNECTORS.items():
+    # _registry: vLLM offers no public look-up, registering a name twice raises, and its own loader checks
+    # nothing.
+    for name in _CONNECTORS:
         if name not in KVConnectorFactory._registry:  # noqa: SLF001
-            KVConnectorFactory.register_connector(name, module, name)
+            KVConnectorFactory._registry[name] = partial(_load, name)  # noqa: SLF001
     with contextlib.suppress(ImportError):  # a vLLM without tiers, or with others
         from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
         if "FskvTier" not in SecondaryTierFactory._registry:  # noqa: SLF001
             SecondaryTierFactory.register_tier("FskvTier", "fskv.engines.vllm_tier", "FskvTier")
+
+
+def _load(name: str) -> Any:
+    """Return a connector's class. Raises FskvError where the configuration that asks for it cannot work."""
+    module = importlib.import_module(_CONNECTORS[name])  # first: it refuses a vLLM that cannot work
+    from fskv.engines.vllm.preflight import check_configured
+
+    check_configured()
+    return getattr(module, name)
 
 
 def _log_with_vllm() -> None:

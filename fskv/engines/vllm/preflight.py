@@ -1,0 +1,84 @@
+"""Refuses options, a key file and a root that cannot work while vLLM still builds its configuration.
+
+That is in the process of `vllm serve`, seconds after its start: the engine finds the same once it has read
+the weights. vLLM asks for a connector's class then and hands over no configuration, so it is looked for among
+the callers. Where it is not found, only the engine's own look is left.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from fskv.config import StoreConfig
+from fskv.data_path.threads import START_UP_S, call_with_deadline
+from fskv.engines.vllm.options import store_config
+from fskv.engines.vllm_multi.config import OURS, MultiConfig
+from fskv.errors import FskvError
+from fskv.format.key_file import open_key_file
+from fskv.root.root import Root
+
+logger = logging.getLogger(__name__)
+
+_MULTI = "FskvMultiConnector"
+
+
+def check_configured() -> None:
+    """Check the configuration that a caller is building, if one is; raises FskvError."""
+    config = _being_built()
+    transfer = getattr(config, "kv_transfer_config", None)
+    if transfer is None:
+        return
+    try:
+        extra = transfer.kv_connector_extra_config
+        for store in stores_of(str(transfer.kv_connector), extra):
+            if _runs_here(config.parallel_config):
+                check_root(store)
+    except FskvError as error:
+        logger.error("fskv: %s", error)
+        raise
+
+
+def stores_of(connector: str, extra: Mapping[str, Any]) -> Iterator[StoreConfig]:
+    """Yield the options of each FskvConnector in a configuration; raises ConfigError."""
+    if connector == OURS:
+        yield store_config(extra)
+    elif connector == _MULTI:
+        for child in MultiConfig.from_mapping(extra).connectors:
+            if child.is_ours:
+                yield store_config(child.transfer["kv_connector_extra_config"])
+
+
+def check_root(config: StoreConfig) -> None:
+    """Open the root and the key file as the engine will; raises FskvError."""
+    open_key_file(config.mac_key_file, config.root)
+    call_with_deadline(
+        lambda: Root.open(
+            config.root, create=True, dir_mode=config.dir_mode, file_mode=config.file_mode
+        ),
+        START_UP_S,
+        f"option 'root': {config.root} did not answer",
+    )
+
+
+def _being_built() -> Any:
+    """Return the VllmConfig whose __post_init__ is among the callers, or None."""
+    frame = sys._getframe(1)  # noqa: SLF001
+    while frame is not None:
+        found = frame.f_locals.get("self") if frame.f_code.co_name == "__post_init__" else None
+        if hasattr(found, "kv_transfer_config") and hasattr(found, "parallel_config"):
+            return found
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def _runs_here(parallel: Any) -> bool:
+    """Whether all of the engine runs on this node: another one's mounts are not seen from here."""
+    size = getattr(parallel, "data_parallel_size", 1)
+    return (
+        getattr(parallel, "nnodes", 1) == 1
+        and getattr(parallel, "distributed_executor_backend", None) in (None, "mp", "uni")
+        and getattr(parallel, "data_parallel_size_local", size) == size
+    )

@@ -1,0 +1,104 @@
+"""What cannot work is refused while vLLM builds its configuration, before anything is loaded."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+
+import pytest
+
+from fskv.errors import ConfigError, FskvError, RootError
+
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
+
+HERE = {"nnodes": 1, "distributed_executor_backend": "mp", "data_parallel_size": 1}
+
+
+class Configuration:
+    """As vLLM's VllmConfig: asks the factory for the connector while it is made."""
+
+    def __init__(self, connector, extra, parallel=HERE):
+        self.kv_transfer_config = SimpleNamespace(
+            kv_connector=connector, kv_connector_extra_config=extra, kv_connector_module_path=None
+        )
+        self.parallel_config = SimpleNamespace(**parallel)
+        self.__post_init__()
+
+    def __post_init__(self):
+        self.connector = class_of(self.kv_transfer_config)
+
+
+def class_of(transfer):
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    return KVConnectorFactory.get_connector_class(transfer)
+
+
+@pytest.fixture(autouse=True)
+def _registered():
+    pytest.importorskip("vllm", reason="the adapter needs the vllm environment: make test")
+    from fskv.engines.vllm.plugin import register
+
+    register()
+
+
+def multi(*extras):
+    connectors = [
+        {"kv_connector": "FskvConnector", "kv_connector_extra_config": extra} for extra in extras
+    ]
+    return {"connectors": connectors}
+
+
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize(
+    ("extra", "error", "words"),
+    [
+        ({"root": "relative"}, ConfigError, "'root': found 'relative'"),
+        ({"max_bytes": "100GB"}, ConfigError, "did you mean 100GiB?"),
+        ({"root": "/nowhere/at/all"}, RootError, "/nowhere/at/all does not exist"),
+        ({"mac_key_file": "/nowhere/keys"}, ConfigError, "'mac_key_file': /nowhere/keys"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_one_sentence(
+    tmp_path, caplog, several, extra, error, words
+):
+    extra = {"root": str(tmp_path), **extra}
+    how = ("FskvMultiConnector", multi(extra)) if several else ("FskvConnector", extra)
+    with pytest.raises(error, match=words.replace("?", r"\?")):
+        Configuration(*how)
+    assert [r.getMessage().startswith("fskv: option ") for r in caplog.records] == [True]
+    config = SimpleNamespace(kv_connector=how[0], kv_connector_module_path=None)
+    assert class_of(config).__name__ == how[0], "the control: a caller that builds nothing"
+
+
+def test_what_can_work_is_taken_and_the_root_is_one(tmp_path):
+    found = Configuration("FskvConnector", {"root": str(tmp_path)}).connector
+    assert found.__name__ == "FskvConnector"
+    assert (tmp_path / "fskv.json").exists()
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [{"nnodes": 2}, {"distributed_executor_backend": "ray"}, {"data_parallel_size_local": 0}],
+    ids=str,
+)
+def test_a_root_that_other_nodes_have_is_not_looked_for_here(parallel):
+    """Their options are: a wrong one is wrong everywhere."""
+    extra = {"root": "/nowhere/at/all"}
+    Configuration("FskvConnector", extra, HERE | parallel)
+    with pytest.raises(ConfigError):
+        Configuration("FskvConnector", {**extra, "io_threads": 0}, HERE | parallel)
+    with pytest.raises(RootError):
+        Configuration("FskvConnector", extra)
+
+
+def test_an_error_of_permission_names_owner_mode_and_who_asks(tmp_path, monkeypatch):
+    os.chmod(tmp_path, 0o750)
+    monkeypatch.setattr("fskv.root.root._foreign_names", _denied)
+    with pytest.raises(FskvError, match=r"mode 0750; this process is uid \d+, gid \d+") as refused:
+        Configuration("FskvConnector", {"root": str(tmp_path)})
+    assert f"{tmp_path} is of uid {os.geteuid()}, gid " in str(refused.value)
+
+
+def _denied(path):
+    raise PermissionError(13, "Permission denied", f"{path}/not/to/be/seen")
