@@ -88,6 +88,19 @@ STORES_SKIPPED = Metric(
     "reason",
     values=("skipped", "capacity", "no_space", "breaker", "io_error", "timed_out", "denied"),
 )
+# What hits brought.
+LOADED_REQUESTS = Metric(
+    "fskv_loaded_requests", "counter", "requests", "Requests whose KV was loaded from files."
+)
+LOADED_TOKENS = Metric(
+    "fskv_loaded_tokens", "counter", "tokens", "Tokens of those that were loaded and not computed."
+)
+SAVED_SECONDS = Metric(
+    "fskv_saved_seconds",
+    "counter",
+    "seconds",
+    "How long computing those was predicted to take, less what loading them took.",
+)
 # Load or recompute (`load_budget`).
 DECLINED_TOKENS = Metric(
     "fskv_declined_tokens",
@@ -292,6 +305,7 @@ MAINTENANCE_RESTARTS = Metric(
 # What the scheduler counts, what deciding between load and recompute does, and what the workers do.
 SCHEDULER_COUNTERS = (LOOKUP_HITS, LOOKUP_MISSES, BREAKER_OPENINGS, MAINTENANCE_RESTARTS)
 BUDGET_COUNTERS = (
+    *(LOADED_REQUESTS, LOADED_TOKENS, SAVED_SECONDS),
     *(DECLINED_TOKENS, DECLINED_CHUNKS, DECLINED_LOAD_SECONDS, DECLINED_PREFILL_SECONDS),
     *(DECLINED_ACTUAL_SECONDS, CUT_LOADS, CUT_LOAD_SECONDS, PROBE_LOADS),
 )
@@ -312,6 +326,9 @@ ALL_METRICS = (
     STORED_BYTES,
     STORE_SECONDS,
     STORES_SKIPPED,
+    LOADED_REQUESTS,
+    LOADED_TOKENS,
+    SAVED_SECONDS,
     DECLINED_TOKENS,
     DECLINED_CHUNKS,
     DECLINED_LOAD_SECONDS,

@@ -144,6 +144,19 @@ def test_nothing_measured_loads_and_waits_as_long_as_the_deadline():
     assert engine.budget.predicted_load_s(FOUND, 0) is None
 
 
+@pytest.mark.parametrize("failed", [False, True])
+def test_what_a_load_brought_and_saved_is_counted(failed):
+    """A load that failed, the control, brought nothing."""
+    engine = Engine(num_ranks=2)
+    engine.compute("a", 10.0)
+    request = engine.request("b")
+    job, _ = engine.admit(request, FOUND)
+    engine.end(job, 0.5, failed=failed)
+    assert engine.counted(metrics.LOADED_REQUESTS) == (not failed)
+    assert engine.counted(metrics.LOADED_TOKENS) == FOUND * (not failed)
+    assert (engine.counted(metrics.SAVED_SECONDS) > 1.0) is not failed
+
+
 def test_a_first_load_may_cost_a_twentieth_of_the_recompute():
     engine = Engine()
     engine.compute("a", 10.0)

@@ -117,6 +117,8 @@ class _Load:
     req_id: str
     size: Size
     probe: bool
+    tokens: int
+    recompute_s: float | None  # predicted
 
 
 class _Step(NamedTuple):
@@ -343,7 +345,8 @@ class LoadBudget:
         verdict = self._verdicts.pop(req_id, None)
         if job_id is not None and (size := self._size(num_loaded, computed)):
             probe = verdict is not None and verdict.probe
-            self._loads[job_id] = _Load(req_id, size, probe)
+            recompute_s = self.times.predict_prefill_s(num_loaded, computed)
+            self._loads[job_id] = _Load(req_id, size, probe, num_loaded, recompute_s)
             self._queue.begin(job_id, self._clock(), self.times.occupied_s(*size))
             if probe:
                 self._probing.begin()
@@ -413,6 +416,11 @@ class LoadBudget:
         nbytes, num_files = load.size
         if not report.failed:
             self.times.observe_load(nbytes, report.busy_s, num_files)
+            self._counters.add(metrics.LOADED_REQUESTS)
+            self._counters.add(metrics.LOADED_TOKENS, load.tokens)
+            if load.recompute_s is not None:
+                saved_s = load.recompute_s - report.seconds
+                self._counters.add(metrics.SAVED_SECONDS, max(0.0, saved_s))
         elif report.late:
             share = report.done_share
             self.times.observe_cut(nbytes, report.busy_s, num_files, done_share=share)

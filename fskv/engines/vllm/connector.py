@@ -43,7 +43,7 @@ from fskv.engines.vllm.identity import EngineGroup, build_identity, engine_group
 from fskv.engines.vllm.loaded import find_loaded
 from fskv.engines.vllm.manager import PREFIX_CACHING_OFF, FskvHandshake, FskvManager
 from fskv.engines.vllm.media import Media
-from fskv.engines.vllm.metrics import metric_definitions
+from fskv.engines.vllm.metrics import FskvStats, metric_definitions
 from fskv.engines.vllm.options import ENGINE_OPTIONS, store_config
 from fskv.engines.vllm.page_layout import page_layouts
 from fskv.engines.vllm.quirks import (
@@ -386,6 +386,10 @@ class FskvConnector(BudgetedConnector):
         self._budget.on_output()  # vLLM asks once for every step whose output it has
         stats, more = super().get_kv_connector_stats(), self._budget.get_stats()
         return stats.aggregate(more) if stats and more else stats or more
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
+        return FskvStats() if data is None else FskvStats(data=data)
 
     @classmethod
     def build_prom_metrics(cls, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
@@ -12,6 +13,8 @@ from vllm.v1.kv_offload.base import (
     OffloadingMetricMetadata,
 )
 
+from fskv.config import MIB
+from fskv.observe import metrics
 from fskv.observe.metrics import ALL_METRICS, Gauge, Metric
 
 
@@ -34,6 +37,51 @@ def metric_definitions() -> dict[str, OffloadingMetricMetadata]:
             made = OffloadingGaugeMetadata(text, labels)
         definitions[name_of(metric)] = made
     return definitions
+
+
+class FskvStats(OffloadingConnectorStats):
+    """vLLM's stats, of which its log says what happened and not each number: "KV Transfer metrics: ..."."""
+
+    def reduce(self) -> dict[str, Any]:
+        """Return what to log of an interval, in order; what did not happen is not in it."""
+        said: dict[str, str] = {}
+        requests = self._sum(metrics.LOADED_REQUESTS)
+        if requests:
+            said["requests loaded"] = (
+                f"{requests:.0f} ({self._sum(metrics.LOADED_TOKENS):.0f} tokens from files, "
+                f"about {self._sum(metrics.SAVED_SECONDS):.1f} s saved)"
+            )
+        hits, misses = self._sum(metrics.LOOKUP_HITS), self._sum(metrics.LOOKUP_MISSES)
+        if hits + misses:
+            said["hits"] = f"{hits:.0f} of {hits + misses:.0f} chunks"
+        for word, chunks, nbytes in (
+            ("loaded", metrics.LOADED_CHUNKS, metrics.LOADED_BYTES),
+            ("stored", metrics.STORED_CHUNKS, metrics.STORED_BYTES),
+        ):
+            if self._sum(chunks):
+                said[word] = f"{self._sum(chunks):.0f} files ({self._sum(nbytes) / MIB:.1f} MiB)"
+        for word, metric in (
+            ("loads failed", metrics.LOAD_FAILURES),
+            ("not stored", metrics.STORES_SKIPPED),
+        ):
+            reasons = [
+                f"{amount:.0f} {label[0]}"
+                for label, amount in sorted(self._labelled(metric).items())
+                if amount and label[0] != "exists"
+            ]
+            if reasons:
+                said[word] = ", ".join(reasons)
+        if not said:
+            return {"fskv": "no chunk asked for, loaded or stored"}
+        first = next(iter(said))
+        return {f"fskv: {first}": said.pop(first), **said}
+
+    def _labelled(self, metric: Metric) -> Mapping[tuple[str, ...], float]:
+        found: Mapping[tuple[str, ...], float] = self._values.get(name_of(metric), {})
+        return found
+
+    def _sum(self, metric: Metric) -> float:
+        return sum(self._labelled(metric).values())
 
 
 def to_stats(
