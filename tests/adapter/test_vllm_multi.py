@@ -438,7 +438,7 @@ def test_two_children_of_one_class_and_one_of_another_have_series_of_their_own()
         OffloadingConnectorStats,
     )
 
-    from fskv.engines.vllm.metrics import to_stats
+    from fskv.engines.vllm.metrics import FskvStats, to_stats
     from fskv.engines.vllm_multi.connector import FskvMultiConnector
     from fskv.engines.vllm_multi.metrics import own_stats, stats_id
     from fskv.observe import metrics
@@ -457,7 +457,8 @@ def test_two_children_of_one_class_and_one_of_another_have_series_of_their_own()
     own.add(metrics.MULTI_LOADS, 5, "b")
     data = own_stats(own)
     for number, child_id in enumerate(ids[:2], 1):
-        data[child_id] = to_stats({(metrics.LOADED_CHUNKS, ""): number}, {})
+        counted = to_stats({(metrics.LOADED_CHUNKS, ""): number}, {})
+        data[child_id] = FskvStats(data=counted.data)  # as FskvConnector gives it
     data[ids[2]] = pool = OffloadingConnectorStats()
     for child_id, nbytes in zip(ids, (10, 20, 30), strict=True):
         data[child_id].increase_counter("vllm:kv_offload_load_bytes", nbytes)
@@ -466,7 +467,7 @@ def test_two_children_of_one_class_and_one_of_another_have_series_of_their_own()
     # As it goes from the engine to the process that serves /metrics.
     payload = pickle.loads(pickle.dumps(stats.to_dict()))
     again = FskvMultiConnector.build_kv_connector_stats(copy.deepcopy(payload))
-    assert again.aggregate(stats).reduce()[ids[0]]["vllm:fskv_loaded_chunks"] == 2
+    assert again.aggregate(stats).reduce()[ids[0]] == {"fskv: loaded": "2 files (0.0 MiB)"}
     made.observe(payload)
     made.observe({"an unknown one": {}})  # of a connector without metrics
 

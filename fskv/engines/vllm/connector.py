@@ -382,10 +382,13 @@ class FskvConnector(BudgetedConnector):
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         if self.connector_worker is not None:
             worker = self._spec.worker
-            return None if worker is None else worker.get_stats()
-        self._budget.on_output()  # vLLM asks once for every step whose output it has
-        stats, more = super().get_kv_connector_stats(), self._budget.get_stats()
-        return stats.aggregate(more) if stats and more else stats or more
+            stats = None if worker is None else worker.get_stats()
+        else:
+            self._budget.on_output()  # vLLM asks once for every step whose output it has
+            stats, more = super().get_kv_connector_stats(), self._budget.get_stats()
+            stats = stats.aggregate(more) if stats and more else stats or more
+        # All of one class: a MultiConnector adds none of another.
+        return None if stats is None else FskvStats(data=stats.data)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
