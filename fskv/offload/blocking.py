@@ -185,7 +185,7 @@ class BlockingStore:
                 try:
                     self._step()
                 except Exception:  # a bug must cost what is under way, not all that follows
-                    logger.exception("step")
+                    logger.exception("fskv: step")
                 self._changed.notify_all()
                 self._changed.wait(_STEP_S if self._num_waiting else _IDLE_STEP_S)
 
