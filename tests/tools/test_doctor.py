@@ -300,7 +300,7 @@ def test_leases_and_claims_of_the_living_and_the_dead(lab):
         done = run("doctor", *PATIENT, "--json", root=lab.path)
         assert "held by" in of(done, "lease")[0][1]
         assert of(done, "lease")[0][0] == "ok"
-        assert "1 engines may be alive" in of(done, "claims")[0][1]
+        assert "1 engine may be alive" in of(done, "claims")[0][1]
         assert "max_bytes 5.00 GiB" in of(done, "bounds")[0][1]
     finally:
         engine.close()
