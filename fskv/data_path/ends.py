@@ -76,6 +76,14 @@ class TaskEnds(Generic[SlotT]):
         nbytes = self._file_nbytes(task) if status is Status.OK else 0
         self.outcome_known(task, status, nbytes, seconds)
 
+    def lost(self, task: FileTask) -> None:
+        """A task that no thread has ends with an error."""
+        self.pages_free(task, Status.IO_ERROR, 0, 0.0)
+        if task.job.is_load:
+            self.slot_free(task)
+        else:
+            self.store_over(task, Status.IO_ERROR, 0.0)
+
     def outcome_known(self, task: FileTask, status: Status, nbytes: int, seconds: float) -> None:
         with self._lock:
             if task.outcome_known:

@@ -107,8 +107,9 @@ class Job:
         self.unready = False  # `ready` has not fired
         self.num_open = 0  # chunks whose pages are still needed
         self.num_at_disk = 0  # of these: queued, or in a thread's hands
-        self.paused_at: float | None = None  # nothing is at the disk, all of it waits for `ready`
-        self.paused_s = 0.0
+        # Since when nothing is at the disk, and all of it waits for `ready`; for how long it did.
+        self.paused_at = math.inf
+        self.paused_s: float | None = None
         self.bad: list[FileId] = []  # of a load: files that were not good
         self.nbytes = 0
         self.ended_at = 0.0  # the last chunk that was loaded
@@ -116,18 +117,19 @@ class Job:
     def overdue(self, now: float) -> bool:
         """Whether it has to be given up now: a deadline is the disk's. On the engine's thread."""
         with self.lock:
-            if self.paused_at is not None:
+            if self.paused_at < math.inf and self.paused_s is None:
                 return False
-            now -= self.paused_s
-        self.late = now >= self.deadline_at
-        if not self.late and now - self.submitted_at >= self.look_s and self._behind(now):
+        self.late = self._disk_s(self.submitted_at, now) >= self.deadline_at - self.submitted_at
+        looked = self._disk_s(self.submitted_at, now) >= self.look_s
+        if not self.late and looked and self._behind(now):
             self.late, self.too_late = True, Status.SKIPPED  # says nothing against its chunks
         return self.late
 
     def wait_for_ready(self, num_at_disk: int, now: float) -> None:
         """Of the open tasks so many are at the disk, and the others wait for `ready`. Under `lock`."""
         self.num_at_disk = num_at_disk
-        self.paused_at = None if num_at_disk else now
+        if not num_at_disk:
+            self.paused_at = now
 
     def leave_disk(self, now: float) -> None:
         """One of those at the disk has been read, or has ended. Under `lock`."""
@@ -139,8 +141,8 @@ class Job:
         """`ready` has fired: return the tasks that waited for it."""
         with self.lock:
             self.unready = False
-            if self.paused_at is not None:
-                self.paused_s, self.paused_at = now - self.paused_at, None
+            if self.paused_at < math.inf:
+                self.paused_s = now - self.paused_at
             parked = [task for task in self.tasks if task.parked]
             for task in parked:
                 task.parked = False
@@ -150,7 +152,7 @@ class Job:
         """Whether it will be late if it goes on like this. What is being read counts as read."""
         began = [task.started_at for task in self.tasks if task.started_at is not None]
         first = min(began, default=now)  # before that it waits for others
-        if now - first < self.look_s:
+        if self._disk_s(first, now) < self.look_s:
             return False
         read = total = 0
         with self.lock:
@@ -159,7 +161,13 @@ class Job:
                 if not task.pages_free and task.started_at is not None:
                     read += task.move.plan.nbytes
             read += self.nbytes
-        return (now - first) * total > read * (self.deadline_at - first)
+        end = self.deadline_at + (self.paused_s or 0.0)
+        return self._disk_s(first, now) * total > read * self._disk_s(first, end)
+
+    def _disk_s(self, start: float, end: float) -> float:
+        """Return the seconds from `start` to `end` in which the job did not only wait for `ready`."""
+        paused = start <= self.paused_at < end
+        return end - start - (self.paused_s or 0.0 if paused else 0.0)
 
     def result(self, now: float) -> JobResult:
         """Return the report; all its chunks have ended."""
@@ -172,7 +180,7 @@ class Job:
             bool(self.bad),
             self.nbytes,
             now - self.submitted_at,
-            busy_s=max(0.0, ended - min(began, default=self.submitted_at)),
+            busy_s=max(0.0, self._disk_s(min(began, default=self.submitted_at), ended)),
             done_share=self.nbytes / total if total else 1.0,
             late=self.late,
             bad=tuple(self.bad),

@@ -17,26 +17,27 @@ from fskv.transports.protocol import Ready
 logger = logging.getLogger(__name__)
 
 
-def has_fired(ready: Ready | None) -> bool:
-    """Whether an event has fired, or there is none. One that cannot be asked has: the copy will tell."""
+def has_fired(ready: Ready) -> bool:
+    """Whether an event has fired. One that cannot be asked has not: who waits for it will be told."""
     try:
-        return ready is None or ready.query()
+        return ready.query()
     except Exception:
-        logger.exception("fskv: an event of the engine's stream cannot be asked")
-        return True
+        return False
 
 
 class Readiness:
     """Calls back when an event has fired. Any thread; the calls are made on one thread."""
 
-    def __init__(self) -> None:
-        self._waiting: queue.SimpleQueue[tuple[Ready, Callable[[], None]] | None] = (
+    def __init__(self, enter_thread: Callable[[], object]) -> None:
+        """`enter_thread` is called first on the thread: it makes the device current."""
+        self._enter_thread = enter_thread
+        self._waiting: queue.SimpleQueue[tuple[Ready, Callable[[bool], None]] | None] = (
             queue.SimpleQueue()
         )
         self._started = False
 
-    def call_after(self, ready: Ready, call: Callable[[], None]) -> bool:
-        """Call `call` when `ready` has fired; False: there is no thread to wait on, it will not be called."""
+    def call_after(self, ready: Ready, call: Callable[[bool], None]) -> bool:
+        """Call `call` when `ready` has fired, with False when nobody can tell; False: it is not called."""
         if not self._started:
             try:
                 threading.Thread(target=self._work, name="fskv-ready", daemon=True).start()
@@ -52,14 +53,20 @@ class Readiness:
         self._waiting.put(None)
 
     def _work(self) -> None:
+        try:
+            self._enter_thread()
+        except Exception:
+            logger.exception("fskv: the device cannot be made current")
         while (waiting := self._waiting.get()) is not None:
             ready, call = waiting
+            fired = True
             try:
                 ready.synchronize()
-            except Exception:  # the copy will tell
+            except Exception:
                 logger.exception("fskv: an event of the engine's stream cannot be waited for")
+                fired = False
             try:
-                call()
+                call(fired)
             except Exception:  # a bug of ours must not keep the others waiting
                 logger.exception("fskv: fskv-ready: a call raised")
             del waiting, ready, call  # or the waiting thread would keep its last job

@@ -64,7 +64,7 @@ from fskv.data_path.readiness import Readiness, has_fired
 from fskv.data_path.store import ChunkStore
 from fskv.data_path.threads import Guard, HangProofPool, Queue, Task, TaskQueue
 from fskv.transports import numa
-from fskv.transports.protocol import Ready, SlotPool, SlotT, Transport
+from fskv.transports.protocol import OwnSlot, Ready, SlotPool, SlotT, Transport
 from fskv.types import Status
 
 if TYPE_CHECKING:
@@ -82,20 +82,6 @@ _WRITTEN = {0: Status.OK, 1: Status.EXISTS}  # ChunkResult in csrc/chunk_io.h; e
 _PACE = 1 / 16  # weight of one store in the average of how long one takes
 
 
-class _Own(Generic[SlotT]):
-    """What an I/O thread has for itself: a slot, None without memory. Loads read ahead take it with them."""
-
-    __slots__ = ("slot",)
-
-    def __init__(self, slot: SlotT | None) -> None:
-        self.slot = slot
-
-    @property
-    def array(self) -> object:
-        """The memory of a HostSlot, for fskv._native.Queue; None: it runs nothing without Python."""
-        return getattr(self.slot, "array", None)
-
-
 class JobRunner(Generic[SlotT]):
     """See the module docstring. Constructed and called by one engine worker."""
 
@@ -111,12 +97,13 @@ class JobRunner(Generic[SlotT]):
         breaker: Breaker,
         store_queue_s: float = math.inf,
         cpus: frozenset[int] | None = None,
+        enter_thread: Callable[[], object] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Needs num_slots > num_threads; what is above serves replaced threads and wait().
 
         The queue takes max_queued_chunks, or what can be stored in `store_queue_s` if that is less. I/O
-        threads run on `cpus`, anywhere if None.
+        threads run on `cpus`, anywhere if None. Each thread calls `enter_thread` first: it selects a device.
         """
         if num_slots <= num_threads:
             raise ValueError(f"{num_slots} slots for {num_threads} threads")
@@ -130,6 +117,7 @@ class JobRunner(Generic[SlotT]):
         self._store_queue_s = store_queue_s
         self._chunk_store_s = 0.0  # a thread's time per store, averaged; engine's thread only
         self._cpus = cpus
+        self._enter_thread = enter_thread
         # A hung thread keeps its slot (parked). Half of the spare slots may be lost that way.
         max_hung = max(1, min(num_threads * 2, (num_slots - num_threads) // 2))
         self._slots = SlotPool(transport, num_slots, max(0, num_slots - num_threads - max_hung))
@@ -145,7 +133,7 @@ class JobRunner(Generic[SlotT]):
         self._pool = HangProofPool(
             "fskv-io", num_threads, max_hung, queue, self._run, self._own_slot
         )
-        self._readiness = Readiness()
+        self._readiness = Readiness(enter_thread)
         # Where the KV is in host memory nobody else writes it: a load has no event to be ahead of.
         self._reads_ahead = native is None or native.pages is None
         self._jobs: dict[int, Job] = {}  # engine's thread only
@@ -204,12 +192,17 @@ class JobRunner(Generic[SlotT]):
         for task in tasks[:num_ahead]:
             task.ahead = True
         self._queue(tasks[:num_ahead])
-        if not self._readiness.call_after(ready, lambda: self._go_on(job)):
-            self._go_on(job)  # an I/O thread will have to wait
+        if not self._readiness.call_after(ready, lambda fired: self._go_on(job, fired)):
+            self._go_on(job, False)
 
-    def _go_on(self, job: Job) -> None:
-        """The job's event has fired."""
-        self._queue(job.go_on(self._clock()))
+    def _go_on(self, job: Job, fired: bool) -> None:
+        """The job's event has fired. If nobody can tell, what waits ends: its pages may hold anything."""
+        parked = job.go_on(self._clock())
+        if fired:
+            self._queue(parked)
+            return
+        for task in parked:
+            self._ends.lost(task)
 
     def _queue_limit(self) -> int:
         seconds = self._chunk_store_s / self._num_threads
@@ -250,11 +243,7 @@ class JobRunner(Generic[SlotT]):
             except Exception:
                 # A bug must cost this chunk, not the engine's step.
                 logger.exception("fskv: %s of %s", "load" if job.is_load else "store", move.file)
-                self._ends.pages_free(task, Status.IO_ERROR, 0, 0.0)
-                if job.is_load:
-                    self._ends.slot_free(task)
-                else:
-                    self._ends.store_over(task, Status.IO_ERROR, 0.0)
+                self._ends.lost(task)
             else:
                 task.queued = queued
                 good.append(queued)
@@ -280,7 +269,7 @@ class JobRunner(Generic[SlotT]):
         """Return when the KV pages of these jobs are free; never waits for a disk.
 
         Stores are gathered into spare slots as far as those reach, the rest is cancelled; loads are
-        given up, so that they fail and are recomputed.
+        given up, so that they fail and are recomputed. Waits for the event of a store that it gathers.
         """
         self._collect()
         for job in [self._jobs[j] for j in job_ids if j in self._jobs]:
@@ -367,17 +356,18 @@ class JobRunner(Generic[SlotT]):
     # --- the I/O threads' side ------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _own_slot(self) -> Iterator[_Own[SlotT]]:
+    def _own_slot(self) -> Iterator[OwnSlot[SlotT]]:
         """A slot for the life of a thread; None without memory, which costs its chunks and not the engine."""
         numa.pin_thread(self._cpus)
-        own = _Own(self._slots.take())
+        self._enter_thread()
+        own = OwnSlot(self._slots.take())
         try:
             yield own
         finally:
             if own.slot is not None:
                 self._slots.give_back(own.slot)
 
-    def _run(self, queued: Queued, own: _Own[SlotT]) -> None:
+    def _run(self, queued: Queued, own: OwnSlot[SlotT]) -> None:
         task = queued.owner
         assert task is not None, "it has not ended"
         if own.slot is None:  # there was no memory for one when the thread started
@@ -388,7 +378,7 @@ class JobRunner(Generic[SlotT]):
         if not self._load(task, queued, own):
             self._ends.slot_free(task)
 
-    def _load(self, task: FileTask, queued: Queued, own: _Own[SlotT]) -> bool:
+    def _load(self, task: FileTask, queued: Queued, own: OwnSlot[SlotT]) -> bool:
         """Returns whether the task waits for the job's event, with what it needs in a slot of its own."""
         job, move, plan = task.job, task.move, task.move.plan
         staged = cast("SlotT | None", task.slot)
@@ -419,7 +409,7 @@ class JobRunner(Generic[SlotT]):
         self._ends.pages_free(task, status, plan.nbytes, self._seconds(task))
         return False
 
-    def _park(self, task: FileTask, own: _Own[SlotT]) -> bool:
+    def _park(self, task: FileTask, own: OwnSlot[SlotT]) -> bool:
         """Let a load that was read wait for the job's event without a thread; False: need not, or cannot."""
         job = task.job
         if not task.ahead or not job.unready or (spare := self._slots.take()) is None:

@@ -132,7 +132,7 @@ class PresenceIndex:
         self._positive_ttl_s = max(positive_ttl_s, lookup_timeout_s)
         self._negative_ttl_s = max(negative_ttl_s, lookup_timeout_s)
         self._timeout_s = lookup_timeout_s
-        self._longest_s = max(self._positive_ttl_s, _MOST_PATIENCE * lookup_timeout_s)
+        self._longest_s = max(self._positive_ttl_s, (_MOST_PATIENCE + 1) * lookup_timeout_s)
         self._recompute_s = recompute_s
         self._num_asked = 0  # chunks, since nothing was waited for
         self._patience_s = 0.0  # beyond the timeout, for these
@@ -416,12 +416,14 @@ class PresenceIndex:
             if patient and batch.ran_at is None:
                 continue
             batch.done = True
-            for chunk in batch.chunks if patient else ():  # nobody else ends the wait for these
+            for chunk in batch.chunks:  # nobody else ends the wait for these
                 if (entry := self._entries.get(chunk)) and entry.answer is _WAITING:
                     self._remember(ChunkId(*chunk), _TIMED_OUT, self._negative_ttl_s)
             if self._pool.queue.cancel(batch.task):
                 waited_in_vain = True  # it never got a thread: no sign against the root
                 continue
+            if batch.ran_at is None or now - batch.ran_at <= self._timeout_s:
+                continue  # it has just got one
             logger.warning(
                 "fskv: probe of %d chunks has not returned after %.1f s",
                 len(batch.chunks),

@@ -109,7 +109,9 @@ class BlockingStore:
                 self._stores |= dict.fromkeys(mine)
                 job_id = self._submit(kv.mover.store, [moves[chunk] for chunk in mine])
                 self._wait(
-                    lambda: all(self._stores[chunk] is not None for chunk in mine),
+                    lambda: (
+                        kv.lookup.stopped or all(self._stores[chunk] is not None for chunk in mine)
+                    ),
                     end - time.monotonic(),
                 )
                 self._finish(job_id)
@@ -123,6 +125,7 @@ class BlockingStore:
             if not (self._closed or self._kv.lookup.stopped):
                 logger.error("fskv: %s: nothing is loaded or stored any more", reason)
                 self._kv.stop()
+                self._changed.notify_all()
 
     def with_store(self, call: Callable[[KvStore], None]) -> None:
         """Run something short on the store, between two steps."""

@@ -70,10 +70,6 @@ class Driver:
             self._call("cuStreamCreate", ctypes.byref(stream), ctypes.c_uint(_STREAM_NON_BLOCKING))
         return stream.value or 0
 
-    def destroy_stream(self, stream: int) -> None:
-        with self.current():
-            self._call("cuStreamDestroy_v2", ctypes.c_void_p(stream))
-
     def allocate(self, nbytes: int) -> int:
         address = ctypes.c_uint64()
         with self.current():
@@ -105,19 +101,24 @@ class _Allocation:
 
 
 class _OwnStream:
-    """A thread's stream: not one of torch's 32, which the engine takes its own from. Goes with the thread."""
+    """A thread's stream, not one of torch's 32, which the engine takes its own from.
 
-    def __init__(self, driver: Driver, device: torch.device) -> None:
+    When the thread ends another one may have it. It is never destroyed: torch remembers for pinned and for
+    device memory on which streams it was used, and asks them when the memory is freed.
+    """
+
+    def __init__(self, device: torch.device, driver: Driver, free: list[Any]) -> None:
         import torch
 
-        self._driver = driver
-        self._address = driver.new_stream()
-        self.stream = torch.cuda.ExternalStream(self._address, device=device)
+        self._free = free
+        try:
+            self.stream = free.pop()
+        except IndexError:
+            self.stream = torch.cuda.ExternalStream(driver.new_stream(), device=device)
 
     def __del__(self) -> None:
-        # At exit the context may be gone, and the stream with it.
-        with contextlib.suppress(Exception):
-            self._driver.destroy_stream(self._address)
+        if hasattr(self, "stream"):
+            self._free.append(self.stream)
 
 
 class CudaBuffer:
@@ -148,6 +149,7 @@ class CudaDevice:
         self._flat = [flat_bytes(t) for t in tensors]
         self._local = threading.local()
         self._driver: Driver | None = None
+        self._free_streams: list[Any] = []  # of threads that ended; list.pop and append are atomic
         self.kernels_missing: str | None = kernels.available(self.device)
         self._tables = None if self.kernels_missing else kernels.FlatTensors(self._flat)
         self._bounce: list[torch.Tensor] = []  # those not in use; list.pop and append are atomic
@@ -340,7 +342,8 @@ class CudaDevice:
 
         self.make_current()
         try:
-            own = self._local.own_stream = _OwnStream(self._open_driver(), self.device)
+            driver = self._open_driver()
+            own = self._local.own = _OwnStream(self.device, driver, self._free_streams)
         except (OSError, RuntimeError) as error:
             logger.warning("fskv: a stream of torch's is used, perhaps the engine's: %s", error)
             return torch.cuda.Stream(self.device)

@@ -211,20 +211,26 @@ class HostTransport:
         """Pinned memory goes with the slot; an arena keeps its own."""
 
     def gather(self, table: SpanTable, slot: HostSlot, base: int, ready: Ready | None) -> None:
+        if self._cuda:
+            self._cuda.gather_to_host(table, slot.tensor, base, ready)
+            return
+        if ready is not None:
+            ready.synchronize()
         if self._pages is not None:
             _native.copy_spans(self._pages, table, slot.array, base, True)
-        elif self._cuda:
-            self._cuda.gather_to_host(table, slot.tensor, base, ready)
         else:
             for tensor_idx, offset, place, nbytes in table.tolist():
                 at = base + place
                 slot.array[at : at + nbytes] = self._flat[tensor_idx][offset : offset + nbytes]
 
     def scatter(self, slot: HostSlot, base: int, table: SpanTable, ready: Ready | None) -> None:
+        if self._cuda:
+            self._cuda.scatter_from_host(slot.tensor, base, table, ready)
+            return
+        if ready is not None:
+            ready.synchronize()
         if self._pages is not None:
             _native.copy_spans(self._pages, table, slot.array, base, False)
-        elif self._cuda:
-            self._cuda.scatter_from_host(slot.tensor, base, table, ready)
         else:
             for tensor_idx, offset, place, nbytes in table.tolist():
                 at = base + place

@@ -184,3 +184,17 @@ class SlotPool(Generic[SlotT]):
         with self._lock:
             self._num_used -= 1
             self._free.append(slot)
+
+
+class OwnSlot(Generic[SlotT]):
+    """What an I/O thread has for itself: a slot, None without memory. Loads read ahead take it with them."""
+
+    __slots__ = ("slot",)
+
+    def __init__(self, slot: SlotT | None) -> None:
+        self.slot = slot
+
+    @property
+    def array(self) -> object:
+        """The memory of a HostSlot, for fskv._native.Queue; None: it runs nothing without Python."""
+        return getattr(self.slot, "array", None)

@@ -16,6 +16,9 @@ pytest.importorskip("sglang", reason="SGLang has an environment of its own: make
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # SGLang, torch and triton among themselves
     import torch
+    from sglang.srt.managers.scheduler_components.weight_updater import (
+        SchedulerWeightUpdaterManager,
+    )
     from sglang.srt.mem_cache import hicache_storage
     from sglang.srt.mem_cache.hicache_storage import (
         HiCacheStorage,
@@ -32,6 +35,7 @@ with warnings.catch_warnings():
     from sglang.srt.mem_cache.utils import get_storage_hash_str
     from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
     from sglang.srt.server_args import ServerArgs
+    from sglang.srt.utils.weight_checker import WeightChecker
 
     from fskv.engines.sglang import arguments, server, storage
     from fskv.engines.sglang.identity import ServerFacts
@@ -241,10 +245,24 @@ def test_weights_that_change_stop_it_and_a_later_start_is_refused(make, monkeypa
 def test_each_way_to_change_weights_is_watched(make):
     make()
     ways = [
-        name for name in vars(WeightUpdater) if name.startswith(("update_weights", "load_weights"))
+        *("update_weights_from_disk", "update_weights_from_tensor", "update_weights_from_ipc"),
+        *("load_weights_from_distributed", "begin_weight_update", "end_weight_update"),
     ]
-    assert {"update_weights_from_disk", "update_weights_from_tensor"} < set(ways)
     assert all(hasattr(getattr(WeightUpdater, name), "tells_fskv") for name in ways)
+    assert hasattr(WeightChecker._reset_tensors, "tells_fskv")
+    assert hasattr(SchedulerWeightUpdaterManager.resume_memory_occupation, "tells_fskv")
+
+
+@pytest.mark.parametrize(
+    ("tags", "stops"), [(["kv_cache"], False), (["weights"], True), (None, True)]
+)
+def test_weights_that_come_back_may_be_others(make, monkeypatch, tags, stops):
+    monkeypatch.setattr(server, "_updated", [])
+    backend = make()
+    assert all(backend.batch_set_v1(keys(1), indices(0)))
+    with pytest.raises(AttributeError):  # it has no scheduler here; told is before
+        SchedulerWeightUpdaterManager.resume_memory_occupation(object(), SimpleNamespace(tags=tags))
+    assert backend.batch_exists(keys(1)) == (0 if stops else 1)
 
 
 # --- what is asked of SGLang --------------------------------------------------------------

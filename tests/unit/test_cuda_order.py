@@ -134,9 +134,6 @@ class SimDriver:
         self.num_streams += 1
         return self.num_streams
 
-    def destroy_stream(self, _):
-        self.num_streams -= 1
-
 
 @pytest.fixture(params=range(6))
 def gpu(monkeypatch, request):
@@ -274,7 +271,8 @@ def test_without_libcuda_a_stream_of_torchs_is_used(gpu, monkeypatch, caplog):
     assert "a stream of torch's is used" in caplog.text
 
 
-def test_the_streams_of_threads_that_ended_are_destroyed(gpu):
+def test_a_thread_has_the_stream_of_one_that_ended(gpu):
+    """None is destroyed: torch asks it when memory is freed that was used on it."""
     rig = Rig(gpu)
     for _ in range(3):
         thread = threading.Thread(
@@ -282,4 +280,4 @@ def test_the_streams_of_threads_that_ended_are_destroyed(gpu):
         )
         thread.start()
         thread.join()
-    assert rig.device._driver.num_streams == 0
+    assert rig.device._driver.num_streams == 1

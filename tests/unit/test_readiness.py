@@ -7,6 +7,7 @@ that are touched by an I/O thread before the event has fired are an error, not o
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 import threading
 import time
@@ -43,6 +44,8 @@ class Event:
 class BrokenEvent(Event):
     def query(self):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    synchronize = query
 
 
 class DeviceBench(Bench):
@@ -223,7 +226,7 @@ def test_the_deadline_goes_on_after_the_forward(make_device):
     stored(bench, [0])
     forward = Event()
     load, _ = bench.submit([0], forward, load=True, place=10)
-    wait_for(lambda: bench.runner._jobs[load].paused_at is not None)
+    wait_for(lambda: bench.runner._jobs[load].paused_at < math.inf)
     bench.clock.advance(50)
     assert load not in bench.poll()
     forward.fire()
@@ -323,30 +326,67 @@ def test_a_bad_file_is_found_while_the_forward_runs(make_device):
     bench.wait_until_idle()
 
 
-def test_an_event_that_cannot_be_asked_costs_its_chunks_at_most(make_device, monkeypatch):
-    """A stream with an error: the copy says so, and nobody waits for ever."""
-    bench = make_device(Script(), num_threads=2, num_slots=40)
-    stored(bench, [0])
-
-    def refuse(*_):
-        raise RuntimeError("CUDA error")
-
-    monkeypatch.setattr(bench.transport.inner, "scatter", refuse)
-    load, _ = bench.submit([0], BrokenEvent(), load=True, place=10)
-    assert bench.finish(load)[0].failed
-    assert bench.poisoned(10)
+@pytest.mark.parametrize("how", ["broken", "no thread"])
+def test_an_event_that_nobody_can_tell_of_costs_its_chunks(make_device, monkeypatch, how):
+    """Nothing is stored from pages that may hold anything, and nobody waits for ever."""
+    bench = make_device(num_threads=2, num_slots=6)
+    stored(bench, list(range(4)))
+    if how == "no thread":
+        monkeypatch.setattr(bench.runner._readiness, "call_after", lambda *_: False)
+    event = BrokenEvent() if how == "broken" else Event()
+    threading.Timer(0.3, event.fire).start()
+    store, _ = bench.submit([8, 9], event, load=False, place=5)
+    load, _ = bench.submit(list(range(4)), event, load=True, place=10)
+    bench.finish(store, load)
     bench.wait_until_idle()
+    assert bench.statuses(loads=False) == {Status.OK: 4, Status.IO_ERROR: 2}
+    assert len(bench.world.chunk_files()) == 4
+    assert bench.results[load].failed
+    assert all(bench.poisoned(10 + i) for i in range(4)) or how == "no thread"
+    assert bench.runner._slots._num_ahead == 0
 
 
-def test_without_a_thread_to_wait_on_an_io_thread_waits(make_device, monkeypatch):
-    bench = make_device(num_threads=2, num_slots=40)
-    contents = stored(bench, [0])
-    monkeypatch.setattr(bench.runner._readiness, "call_after", lambda *_: False)
+@protection
+def test_pages_in_host_memory_are_gathered_after_their_event_too(
+    make_world, monkeypatch, protected
+):
+    """An engine may copy its KV to pinned memory on a stream of its own, and need it back at once."""
+    pytest.importorskip("fskv._native", reason="the C extension was not built")
+    bench = Bench(make_world(native=True), num_threads=2, num_slots=40)
+    bench.clock.now = time.monotonic()
+    event = Event()
+    if not protected:
+        monkeypatch.setattr(Event, "synchronize", lambda self: None)
+
+    def copied():
+        bench.world.fill(bench.blocks(0), 1)
+        event.fire()
+
+    threading.Timer(0.3, copied).start()
+    move = bench.world.request(1, bench.blocks(0))
+    bench.runner.submit_store(1, [move], event)
+    bench.runner.wait([1])
+    bench.poison(bench.blocks(0))
+    bench.finish(1)
+    bench.wait_until_idle()
+    time.sleep(0 if protected else 0.4)
+    status, found = bench.world.get(1)
+    wanted = bench.world.fill(bench.blocks(0), 1)
+    assert (status is Status.OK and found == wanted) is protected
+    bench.runner._pool.close()
+
+
+def test_busy_time_is_the_disks_where_only_a_part_was_read_ahead(make_device):
+    bench = make_device(Script(), num_threads=2, num_slots=8)
+    stored(bench, list(range(12)))
     forward = Event()
-    threading.Timer(0.2, forward.fire).start()
-    load, _ = bench.submit([0], forward, load=True, place=10)
-    assert not bench.finish(load)[0].failed
-    assert bench.world.pages(bench.blocks(10)) == contents[0]
+    load, _ = bench.submit(list(range(12)), forward, load=True, place=20)
+    wait_for(lambda: bench.runner._jobs[load].paused_at < math.inf)
+    bench.clock.advance(50)
+    forward.fire()
+    (result,) = bench.finish(load)
+    assert not result.failed
+    assert result.busy_s < 1
     bench.wait_until_idle()
 
 

@@ -6,6 +6,7 @@ Only this module and `storage` import SGLang.
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import os
 import platform
@@ -15,6 +16,20 @@ from typing import Any
 from fskv.engines.sglang.identity import ServerFacts
 from fskv.errors import ConfigError
 
+# Module, class, and how the methods begin that change weights or announce it.
+_CHANGE_WEIGHTS = (
+    (
+        "sglang.srt.model_executor.model_runner_components.weight_updater",
+        "WeightUpdater",
+        ("update_weights", "load_weights", "receive_weights", "begin_weight", "end_weight"),
+    ),
+    (
+        "sglang.srt.managers.scheduler_components.weight_updater",
+        "SchedulerWeightUpdaterManager",
+        ("resume_memory_occupation",),
+    ),
+    ("sglang.srt.utils.weight_checker", "WeightChecker", ("_reset_tensors",)),
+)
 _updated: list[str] = []  # how weights were changed since this was imported
 _listeners: list[Callable[[str], None]] = []
 
@@ -90,26 +105,30 @@ def _checkpoint(arguments: Any) -> str:
         return name
 
 
+def _imported(module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        return None
+
+
 def watch_weights(listener: Callable[[str], None]) -> None:
     """Call `listener` before weights of this process are changed; raises ConfigError if they were before.
 
     SGLang tells a storage backend nothing of it, and flushes only its own caches.
     """
-    try:
-        from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
-    except ImportError:
-        raise ConfigError(
-            "this SGLang does not tell when weights are changed, so FskvStorage cannot be used with it"
-        ) from None
-    names = [n for n in vars(WeightUpdater) if n.startswith(("update_weights", "load_weights"))]
-    if not names:
-        raise ConfigError(
-            "this SGLang does not tell when weights are changed, so FskvStorage cannot be used with it"
-        )
-    for name in names:
-        method = getattr(WeightUpdater, name)
-        if not hasattr(method, "tells_fskv"):
-            setattr(WeightUpdater, name, _telling(name, method))
+    for module, owner, prefixes in _CHANGE_WEIGHTS:
+        kind = getattr(_imported(module), owner, None)
+        names = [name for name in vars(kind) if name.startswith(prefixes)] if kind else []
+        if not names:
+            raise ConfigError(
+                f"this SGLang does not tell when weights are changed ({owner} is not as expected), so "
+                "FskvStorage cannot be used with it"
+            )
+        for name in names:
+            method = getattr(kind, name)
+            if not hasattr(method, "tells_fskv"):
+                setattr(kind, name, _telling(name, method))
     if _updated:
         raise ConfigError(
             f"weights of this engine were changed ({_updated[0]}); expected a new start"
@@ -126,6 +145,10 @@ def forget_weights(listener: Callable[[str], None]) -> None:
 def _telling(name: str, method: Any) -> Any:
     @functools.wraps(method)
     def tell(*args: Any, **kwargs: Any) -> Any:
+        # Of what comes back after it was released: without this tag the weights had stayed.
+        tags = getattr(args[1], "tags", None) if name.startswith("resume") and args[1:] else None
+        if tags and "weights" not in tags:
+            return method(*args, **kwargs)
         _updated.append(name)
         for listener in _listeners:
             listener(f"weights of the running engine are changed ({name})")
