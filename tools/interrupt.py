@@ -42,9 +42,8 @@ def _raise(*_: object) -> None:
     _asked = True
     signal.signal(signal.SIGINT, leave)
     sys.unraisablehook = _lost
-    if (
-        "asyncio" in sys.modules
-    ):  # it would tell, with a traceback, of each task in which this was raised
+    # It would tell, with a traceback, of each task in which this was raised.
+    if "asyncio" in sys.modules:
         sys.modules["logging"].getLogger("asyncio").disabled = True
     raise KeyboardInterrupt
 

@@ -371,8 +371,7 @@ def _in_turn(shards: AsyncIterator[Shard]) -> Iterator[Shard]:
     async def step() -> Shard | None:
         return await anext(shards, None)
 
-    with (
-        asyncio.Runner() as runner
-    ):  # its end cancels what Ctrl-C has left pending, and closes `shards`
+    # Its end cancels what Ctrl-C has left pending, and closes `shards`.
+    with asyncio.Runner() as runner:
         while (shard := runner.run(step())) is not None:
             yield shard

@@ -99,9 +99,8 @@ class Content:
     def json(self, tree: Any) -> bytes:
         """Return JSON of a tree, changed, mostly."""
         made = tree if self._rng.random() < 0.1 else self.changed(tree)
-        with contextlib.suppress(
-            ValueError, RecursionError
-        ):  # digits of a number that are too many
+        # Digits of a number that are too many.
+        with contextlib.suppress(ValueError, RecursionError):
             return self._torn(json.dumps(made).encode())
         return b"9" * 5000
 

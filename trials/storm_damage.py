@@ -32,9 +32,8 @@ class Damage:
         """Do one kind of damage to one file, if there is one under the number that was drawn."""
         number = self._rng.randrange(self._num_chunks)
         kind = self._rng.choice(KINDS)
-        with contextlib.suppress(
-            FileNotFoundError
-        ):  # readers discard and writers replace meanwhile
+        # Readers discard and writers replace meanwhile.
+        with contextlib.suppress(FileNotFoundError):
             self._do(kind, number)
             self.planted[kind] += 1
             self.last[number] = kind

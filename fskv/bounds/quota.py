@@ -82,12 +82,10 @@ class Usage:
     """
 
     namespaces: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # bytes on disk, files
-    tenants: Mapping[str, str] = field(
-        default_factory=dict
-    )  # namespace -> tenant, where it has one
-    counted: Mapping[str, int] = field(
-        default_factory=dict
-    )  # claim -> its `written` before the count
+    # Namespace -> tenant, where it has one.
+    tenants: Mapping[str, str] = field(default_factory=dict)
+    # Claim -> its `written` before the count.
+    counted: Mapping[str, int] = field(default_factory=dict)
     at_ms: int = 0
     pruned_files: int = 0  # by this holder
     pruned_nbytes: int = 0

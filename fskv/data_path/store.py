@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Generic, Protocol
 
 from fskv._version import __version__
-from fskv.data_path.threads import Guard, OwnerT, Task
+from fskv.data_path.threads import START_UP_S, Guard, OwnerT, Task, call_with_deadline
 from fskv.errors import (
     ChunkCorrupt,
     ChunkError,
@@ -90,7 +90,8 @@ class ChunkStore(Generic[SlotT]):
         `restore` makes the namespace's directories again when somebody removed them; it raises an
         FskvError when the root itself is gone.
 
-        Raises ConfigError for chunks so large that every reader would refuse their headers.
+        Raises ConfigError for chunks so large that every reader would refuse their headers, and
+        RootError where the root does not answer.
         """
         for group_idx, layout in layouts.items():
             if layout.integrity.sealed != (keys is not None):
@@ -105,7 +106,11 @@ class ChunkStore(Generic[SlotT]):
         self._layouts = layouts
         self._transport = transport
         self._touch_interval_s = touch_interval_s
-        self._touch_published = shows_late(self._root)
+        self._touch_published = call_with_deadline(
+            lambda: shows_late(self._root),
+            START_UP_S,
+            f"option 'root': {self._root} did not answer",
+        )
         self._restore = restore
         self._keys = keys
         self._creator = f"fskv/{__version__}"

@@ -316,8 +316,7 @@ def parse_header(
     if integrity is not None and integrity.seal_nbytes != seal_nbytes:
         found = "a seal" if seal_nbytes else "no seal"
         raise ChunkStale(f"{found}, expected integrity '{integrity}'")
-    if seal_nbytes:
-        kinds.BY_SEAL[seal_nbytes].check_seal(raw, keys)
+    kinds.BY_SEAL[seal_nbytes].check_seal(raw, keys)
     header = _decode(raw, seal_nbytes)
     if integrity is not None and header.integrity is not integrity:
         raise ChunkStale(f"integrity '{header.integrity}', expected '{integrity}'")
@@ -344,7 +343,7 @@ def _checked_header(data: bytes | memoryview) -> tuple[bytearray, int]:
 
 def _decode(header: bytearray, seal_nbytes: int) -> ChunkHeader:
     (meta_nbytes,) = struct.unpack_from("<I", header, 16)
-    key_id = kinds.BY_SEAL[seal_nbytes].key_id(header) if seal_nbytes else None
+    key_id = kinds.BY_SEAL[seal_nbytes].key_id(header)
     stop, padding_stop = _PREFIX.size + meta_nbytes, len(header) - seal_nbytes
     if header[stop:padding_stop] != bytes(padding_stop - stop):
         raise ChunkCorrupt("the header map is followed by other bytes than zeros")
@@ -353,9 +352,8 @@ def _decode(header: bytearray, seal_nbytes: int) -> ChunkHeader:
         return _header_from_meta(meta, len(header), seal_nbytes, key_id)
     except ChunkCorrupt:
         raise
-    except (
-        Exception
-    ) as error:  # msgpack raises ValueError, its own errors and, for depth, StackError
+    # Msgpack raises ValueError, its own errors and, for depth, StackError.
+    except Exception as error:
         raise ChunkCorrupt(f"header is not the expected map: {type(error).__name__}") from None
 
 

@@ -7,6 +7,7 @@ because the seal is checked before the map, which names the kind, is believed.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import xxhash
@@ -26,13 +27,13 @@ ROW_NBYTES = 65536  # one digest each: names the damaged place, and lets a parti
 _PAGE_NBYTES = 4096
 
 
-class Integrity:
-    """A kind without a seal: it finds accidents. Immutable; any thread."""
+class Integrity(ABC):
+    """A kind. Immutable; any thread."""
 
     name: str  # the header's `checksum`
     manifest_name: str | None  # `integrity` in namespace.json; None: left out there
     digest_nbytes: int  # of a row
-    seal_nbytes = 0  # at the header's end; 0: whoever can write to the root can make a good file
+    seal_nbytes: int  # at the header's end; 0: it has no seal
     by_transports = False  # transports and fskv._native compute the digests where the rows are
 
     def __repr__(self) -> str:
@@ -45,27 +46,42 @@ class Integrity:
     def sealed(self) -> bool:
         return self.seal_nbytes != 0
 
+    @abstractmethod
     def rows(self, payload: memoryview, key: MacKey | None = None) -> bytes:
         """Return the digest of each 64 KiB row, `digest_nbytes` a row; the last row may be short.
 
         `key` is the one that sealed the file. The interpreter's lock is released meanwhile.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def seal(self, header: bytearray, key: MacKey) -> None:
         """Write the seal at the end of a header whose checksum is still zero."""
-        raise NotImplementedError
 
+    @abstractmethod
     def check_seal(self, header: bytearray, keys: MacKeys | None) -> None:
         """Check the seal, with the header's checksum taken as zero; raises ChunkCorrupt, ChunkUnknownKey."""
-        raise NotImplementedError
 
+    @abstractmethod
     def key_id(self, header: bytearray) -> str | None:
         """Return the id of the key in the seal; None where it names none."""
-        raise NotImplementedError
 
 
-class _Xxh3(Integrity):
+class Unsealed(Integrity):
+    """A kind without a seal: it finds accidents, and whoever can write to the root can make a good file."""
+
+    seal_nbytes = 0
+
+    def seal(self, header: bytearray, key: MacKey) -> None:
+        raise ValueError(f"integrity {self} has no seal")
+
+    def check_seal(self, header: bytearray, keys: MacKeys | None) -> None:
+        pass
+
+    def key_id(self, header: bytearray) -> str | None:
+        return None
+
+
+class _Xxh3(Unsealed):
     name = "xxh3-64"
     manifest_name = None
     digest_nbytes = 8

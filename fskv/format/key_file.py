@@ -27,9 +27,8 @@ from fskv.root.files import UnfitFileError, regular_file
 
 _LOOK_S = 1.0
 _WAIT_S = 0.5
-_TOO_OPEN = (
-    stat.S_IRWXO | stat.S_IWGRP
-)  # a group may be let in to read: secrets of Kubernetes need it
+# A group may be let in to read: secrets of Kubernetes need it.
+_TOO_OPEN = stat.S_IRWXO | stat.S_IWGRP
 
 
 class KeyFile:

@@ -345,9 +345,8 @@ def _in_zip(file: CheckpointFile) -> list[_Range]:
             directory = archive.start_dir
     except (ConfigError, _NoTable):
         raise
-    except (
-        Exception
-    ) as error:  # a damaged one: BadZipFile, struct.error, ValueError, NotImplementedError
+    # A damaged one: BadZipFile, struct.error, ValueError, NotImplementedError.
+    except Exception as error:
         raise _NoTable from error
     tail_nbytes = file.size - directory
     if not begins or min(begins) < 0 or max(begins) >= directory:

@@ -71,9 +71,8 @@ class Manifests:
             return
         self._judged[name] = state
         self.tenants.pop(name, None)
-        if (
-            not state
-        ):  # a link leads there; or its engine is just starting, and the manifest comes last
+        # A link leads there; or its engine is just starting, and the manifest comes last.
+        if not state:
             self.foreign.add(name)
             return
         try:

@@ -22,9 +22,8 @@ class Neighbours:
 
     empty: bool  # nothing is stored in the namespace itself
     num_of_model: int  # others with the same name of a model
-    apart: Sequence[
-        str
-    ]  # the fields in which the most alike of up to 16 others differs; () without one
+    # The fields in which the most alike of up to 16 others differs; () without one.
+    apart: Sequence[str]
 
     def __str__(self) -> str:
         """Return one line that says why prompts will miss, "" where nothing needs to be said."""

@@ -231,9 +231,8 @@ def test_the_files_that_are_loaded_are_those_of_vllm_s_rule_and_of_the_model_s_o
     assert files("mistral") == ["consolidated.safetensors"]
     assert files("dummy") is None  # it has another loader
     assert weights_text(path, plain, files("auto")) != before
-    assert (
-        weights_text(path, plain, ["model.safetensors"]) == before
-    )  # what is passed over does not count
+    # What is passed over does not count.
+    assert weights_text(path, plain, ["model.safetensors"]) == before
     # What vLLM's rule does not pick from may be opened by the model.
     (checkpoint / "tower").mkdir()
     shutil.copy(checkpoint / "model.safetensors", checkpoint / "tower" / "model.safetensors")

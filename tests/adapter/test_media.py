@@ -146,9 +146,8 @@ def test_a_name_that_stood_for_two_contents_is_not_believed_again():
 def test_a_name_of_what_cannot_be_told_is_not_believed_for_what_can():
     looking = media()
     assert looking.keys([image(0, identifier="a"), feature(None, identifier="b", offset=9)]) is None
-    assert (
-        looking.keys([image(0, identifier="a")]) is not None
-    )  # it was noted too, and is what it was
+    # It was noted too, and is what it was.
+    assert looking.keys([image(0, identifier="a")]) is not None
     assert looking.keys([image(1, identifier="a")]) is None
     assert looking.keys([image(0, identifier="b")]) is None
 

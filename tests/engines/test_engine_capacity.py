@@ -271,9 +271,8 @@ def test_on_a_full_disk_loads_go_on_and_stores_do_again_after_the_prune(
     assert "the disk is full: nothing is stored for" in log
     (metrics,) = lab.metrics(result)
     assert lab.counter(metrics, "stores_skipped", reason="no_space") > 0
-    if (
-        left_nbytes
-    ):  # else what was pruned to have room for the news may be asked for before the news
+    # Else what was pruned to have room for the news may be asked for before the news.
+    if left_nbytes:
         assert lab.counter(metrics, "load_failures") == 0
 
     whole = CHUNKS * CHUNK_TOKENS

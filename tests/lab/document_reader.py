@@ -89,9 +89,8 @@ class Map:
             return {0xC0: None, 0xC2: False, 0xC3: True}[first]
         if first in _NUMBERS:
             return self.number(_NUMBERS[first])
-        demand(
-            first in _LENGTHS
-        )  # else a map, an array, an extension, or the byte that is never used
+        # Else a map, an array, an extension, or the byte that is never used.
+        demand(first in _LENGTHS)
         n = self.number(_LENGTHS[first])
         return self.take(n) if first < 0xD0 else self.text(n)
 
@@ -163,9 +162,8 @@ def _judge(content: bytes, want: Wanted) -> str:
         return STALE
     if pages != want.pages:
         return STALE
-    for at in range(
-        want.first_block * sum(pages) // 65536 * 65536, payload_nbytes, 65536
-    ):  # step 8
+    # Step 8.
+    for at in range(want.first_block * sum(pages) // 65536 * 65536, payload_nbytes, 65536):
         row, place = content[h + at :][: min(65536, payload_nbytes - at)], at // 65536 * digest
         found = (
             _keyed("rows of a chunk file", secret, row) if secret else xxhash.xxh3_64_digest(row)

@@ -230,9 +230,8 @@ def end_engines() -> tuple[list[Engine], list[Engine]]:
     started, _started[:] = list(_started), []
     left = [engine for engine in started if engine.running]
     for engine in started:
-        if (
-            "life_s" not in engine.cost
-        ):  # not waited for: of one that crashed, processes may be left
+        # Not waited for: of one that crashed, processes may be left.
+        if "life_s" not in engine.cost:
             engine.kill()
     return started, left
 

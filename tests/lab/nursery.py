@@ -290,9 +290,8 @@ def main() -> None:
     sock = socket.socket(fileno=int(sys.argv[1]))
     os.set_inheritable(sock.fileno(), False)
     for name in sys.argv[2:]:
-        with contextlib.suppress(
-            ImportError
-        ):  # another version's; the engine imports what it needs
+        # Another version's; the engine imports what it needs.
+        with contextlib.suppress(ImportError):
             importlib.import_module(name)
     gc.collect()
     gc.freeze()

@@ -64,9 +64,8 @@ def main(root, key_path, me):
                             key_ids.update({seen} - {None})
                         else:
                             bad[status.value] += 1
-            if (
-                rng.random() < 0.3
-            ):  # some chunks are pruned, and come again under the key of the day
+            # Some chunks are pruned, and come again under the key of the day.
+            if rng.random() < 0.3:
                 name = 100 * me + rng.choice(NUMBERS)
                 stored.discard(name)
                 world.store.replaced(world.chunk(name))

@@ -76,9 +76,8 @@ def open_files():
     """Return what this process has open: pairs of a descriptor and what it is."""
     found = set()
     for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(
-            FileNotFoundError
-        ):  # closed meanwhile, as that of this very listing
+        # Closed meanwhile, as that of this very listing.
+        with contextlib.suppress(FileNotFoundError):
             found.add((fd, os.readlink(f"/proc/self/fd/{fd}")))
     return found
 

@@ -587,9 +587,8 @@ def test_the_reader_of_tar_ends_with_members_or_an_error_and_nothing_else(data):
     for at in data.draw(st.lists(st.integers(0, max(0, len(stream) - 1)), max_size=4)):
         if stream:
             stream[at] ^= data.draw(st.integers(1, 255))
-    if data.draw(
-        st.booleans()
-    ):  # a header whose checksum is right again: what is behind it is tried
+    # A header whose checksum is right again: what is behind it is tried.
+    if data.draw(st.booleans()):
         for at in range(0, len(stream) - 511, 512):
             block = stream[at : at + 512]
             block[148:156] = b" " * 8
@@ -626,9 +625,8 @@ def test_bad_files_that_are_there_are_replaced_and_strangers_moved_aside(lab, tm
     receiver, tally = received(archive, root)
     assert receiver.problem is None
     assert tally.files == {Fate.STORED: 4, Fate.THERE: 1, Fate.FAILED: 1}
-    assert (
-        os.listdir(tmp_path / "elsewhere") == []
-    )  # a link in the place of a directory is not followed
+    # A link in the place of a directory is not followed.
+    assert os.listdir(tmp_path / "elsewhere") == []
     assert os.path.islink(os.path.dirname(there[4]))
     for path, original in zip(there[:4], paths[:4], strict=True):
         assert content_of(path) == content_of(original)

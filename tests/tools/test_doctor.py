@@ -283,9 +283,8 @@ def test_damaged_and_hostile_maintenance_files_are_findings(lab, tmp_path):
     assert run("doctor", "--json", "--timeout", "5", root=lab.path).exit_code in (0, 1)
     os.unlink(lease)
     os.symlink("/dev/zero", lease)
-    assert (
-        run("doctor", *PATIENT, "--json", root=lab.path).exit_code == 1
-    )  # ELOOP: no lease of fskv's
+    # ELOOP: no lease of fskv's.
+    assert run("doctor", *PATIENT, "--json", root=lab.path).exit_code == 1
     with open(f"{shared}/claims/x.json", "w") as file:
         file.write('{"name": "x", "limits": 7}')
     assert of(run("doctor", *PATIENT, "--json", root=lab.path), "claims")[0][0] == "ok"

@@ -323,9 +323,8 @@ def test_a_slot_that_cannot_be_registered_is_none_and_not_counted(gds, monkeypat
     pool = SlotPool(gds, 2)
     with monkeypatch.context() as patch:
         patch.setattr(gds.lab, "memory_register", refuse)
-        patch.setattr(
-            protocol.logger, "disabled", True
-        )  # pytest keeps what is logged, and so frames
+        # Pytest keeps what is logged, and so frames.
+        patch.setattr(protocol.logger, "disabled", True)
         for _ in range(3):
             assert pool.take() is None
     gc.collect()

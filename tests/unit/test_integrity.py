@@ -9,7 +9,15 @@ import pytest
 from fskv.errors import ChunkCorrupt, ChunkError, ChunkStale
 from fskv.format import chunk_file
 from fskv.format.chunk_file import ChunkHeader, FileLayout, encode_header, parse_header
-from fskv.format.integrity import BLAKE3_128, BY_MANIFEST, BY_NAME, BY_SEAL, XXH3_64, Integrity
+from fskv.format.integrity import (
+    BLAKE3_128,
+    BY_MANIFEST,
+    BY_NAME,
+    BY_SEAL,
+    XXH3_64,
+    Integrity,
+    Unsealed,
+)
 from fskv.format.mac import MacKey, MacKeys
 
 KEY = MacKey("k", bytes(range(32)))
@@ -17,7 +25,7 @@ KEYS = MacKeys([KEY])
 ROW = chunk_file.ROW_NBYTES
 
 
-class _Crc32(Integrity):
+class _Crc32(Unsealed):
     """A third kind, as somebody would add it."""
 
     name = manifest_name = "crc32"
@@ -172,3 +180,13 @@ def test_each_kind_has_one_name_in_headers_and_one_in_manifests():
     assert all(kind.manifest_name == name for name, kind in BY_MANIFEST.items())
     assert {kind.seal_nbytes for kind in BY_NAME.values()} == set(BY_SEAL)
     assert all(pickle.loads(pickle.dumps(kind)) is kind for kind in BY_NAME.values())
+
+
+def test_a_kind_that_does_not_say_what_its_seal_is_cannot_be_made():
+    class Forgetful(Integrity):
+        name = manifest_name = "forgetful"
+        digest_nbytes = 4
+        rows = _Crc32.rows
+
+    with pytest.raises(TypeError, match="check_seal"):
+        Forgetful()

@@ -109,9 +109,8 @@ def make_device(make_world, request):
                 world.transport._pages = None  # Python gathers and scatters
             bench = DeviceBench(world, **options)
             if native:
-                bench.clock.now = (
-                    time.monotonic()
-                )  # the queue outside the interpreter has this clock
+                # The queue outside the interpreter has this clock.
+                bench.clock.now = time.monotonic()
             stack.callback(bench.runner._pool.close)
             if not native:
                 stack.callback(bench.transport.release)

@@ -27,6 +27,7 @@ from world import (
 )
 
 from faults.transport import FaultTransport, FileScript, Script, install
+from fskv.data_path import store
 from fskv.errors import ConfigError, RootError
 from fskv.format import chunk_file
 from fskv.format.integrity import XXH3_64
@@ -750,9 +751,8 @@ def test_a_child_process_has_no_part_in_the_slots(world, monkeypatch, kept):
     assert _is_mapped(address)
     reading, writing = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", DeprecationWarning
-        )  # 3.12: beside threads; this child only looks
+        # 3.12: beside threads; this child only looks.
+        warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child == 0:
         os.write(writing, b"yes" if _is_mapped(address) else b"no")
@@ -814,3 +814,14 @@ def test_negative_control_a_script_in_a_file_breaks_the_disk_while_it_is_there(w
     script.unlink()
     reader.join(20)
     assert statuses == [Status.OK]
+
+
+def test_a_start_does_not_wait_for_a_root_whose_mount_is_not_told(make_world, monkeypatch):
+    answer = threading.Event()
+    monkeypatch.setattr(store, "shows_late", lambda _: answer.wait(60))
+    monkeypatch.setattr(store, "START_UP_S", 0.05)
+    try:
+        with pytest.raises(RootError, match="did not answer"):
+            make_world()
+    finally:
+        answer.set()

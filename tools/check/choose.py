@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from ..exits import UsageError
 from ..terminal import show, size_option
 
-NUM_BUCKETS = (
-    1 << 16
-)  # of files by their draw, while a share is looked for that fits a number of bytes
+# Of files by their draw, while a share is looked for that fits a number of bytes.
+NUM_BUCKETS = 1 << 16
 _MAX_PARTS = 1_000_000
 _PART = re.compile(r"(\d{1,7})/(\d{1,7})", re.ASCII)
 _SHARE = re.compile(r"(\d{1,3}(?:\.\d{1,9})?)\s*%", re.ASCII)

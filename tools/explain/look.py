@@ -60,9 +60,8 @@ class PromptReport:
     files: list[GroupFiles]
     looks: list[list[ChunkLook]]  # by position, by chunk
     verdict: Verdict
-    broken: list[
-        tuple[int, ChunkLook]
-    ]  # (position, chunk) that a lookup finds and a load does not take
+    # (position, chunk) that a lookup finds and a load does not take.
+    broken: list[tuple[int, ChunkLook]]
     causes: list[Cause] = field(default_factory=list)
     neighbours: list[Neighbour] = field(default_factory=list)
 

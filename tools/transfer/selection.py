@@ -59,9 +59,8 @@ class Found:
     spaces: list[Namespace]  # with a sound identity, by id
     named: dict[str, list[ChunkFile]] | None  # by namespace id, where chunks were named
     selection: Selection
-    problems: list[tuple[str, str]] = field(
-        default_factory=list
-    )  # namespace or path, what is wrong
+    # Namespace or path, what is wrong.
+    problems: list[tuple[str, str]] = field(default_factory=list)
 
     @classmethod
     def look(cls, view: RootView, selection: Selection) -> Found:

@@ -171,9 +171,8 @@ class LoadBudget:
         self._left_s: dict[str, float] | None = None
         self._all_left_s = 0.0
         self._just_admitted: list[str] = []  # and not in it yet: vLLM still sets what they have
-        self._declined: dict[
-            str, range
-        ] = {}  # tokens of such a request that could have been loaded
+        # Tokens of such a request that could have been loaded.
+        self._declined: dict[str, range] = {}
         self._steps: deque[_Step] = deque(maxlen=_MAX_STEPS)
         self._last_output_at = -math.inf
 

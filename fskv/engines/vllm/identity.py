@@ -322,9 +322,8 @@ def _model_config(model: Any, modules: list[Any]) -> dict[str, Json]:
     text = _config_dict(model.hf_text_config)
     result: dict[str, Json] = {"text": text}
     if model.hf_config is not model.hf_text_config:
-        result["whole"] = _config_dict(
-            model.hf_config
-        )  # vision towers and what feeds the text model
+        # Vision towers and what feeds the text model.
+        result["whole"] = _config_dict(model.hf_config)
     if others := _other_configs(result.values(), map(_config_dict, resolved_configs(modules))):
         result["resolved"] = others
     if model.quantization:

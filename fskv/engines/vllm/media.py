@@ -150,9 +150,8 @@ class Media:
         try:
             content = self._digest(feature)
             digest = content_digest([feature.modality, feature.mm_position.is_embed, content])
-        except (
-            Exception
-        ) as error:  # whatever content of another vLLM raises: it must not stop the engine
+        # Whatever content of another vLLM raises: it must not stop the engine.
+        except Exception as error:
             self._say(
                 "fskv: requests with media are neither loaded nor stored, since their content cannot be "
                 "told (%s); with option 'media_keys' \"trusted\" vLLM's names of media are believed",
