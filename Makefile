@@ -71,6 +71,9 @@ forgeries: $(SETUP) ## Is one of 10,000 forged or replayed files served where ch
 bench-sealing: $(SETUP) ## What a MAC costs: store and load with it and without, in turns
 	@'$(PY)' -m benchmarks.sealing $(ARGS)
 
+bench-codec: $(SETUP) ## What a lossless codec would save on the KV of the root DIR: ratio and rates
+	@'$(PY)' -m benchmarks.codec $(ARGS) '$(DIR)'
+
 storm: $(SETUP) ## Kill writers, fill a disk, fail a mount: is anything wrong ever served? (minutes)
 	@'$(PY)' -m trials.storm $(ARGS)
 
