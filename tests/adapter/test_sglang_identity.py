@@ -11,6 +11,7 @@ from prometheus_client import generate_latest
 from toy_engine import PAGE_NBYTES, identity
 
 from fskv.config import StoreConfig
+from fskv.engines.prometheus import Publisher
 from fskv.engines.sglang.arguments import telling_arguments, telling_environment
 from fskv.engines.sglang.host_pool import host_pages
 from fskv.engines.sglang.identity import (
@@ -20,7 +21,6 @@ from fskv.engines.sglang.identity import (
     store_options,
     take_options,
 )
-from fskv.engines.sglang.metrics import Publisher
 from fskv.errors import ConfigError
 from fskv.offload import KvStore
 from fskv.types import ChunkId
@@ -398,7 +398,7 @@ def test_what_is_counted_is_published_under_sglangs_name(tmp_path):
     memory = bytearray(PAGE_NBYTES * 2)
     config = StoreConfig(root=str(tmp_path), maintenance="off")
     kv = KvStore(config, identity("toy"), {0: [memoryview(memory)]})
-    publisher = Publisher({"tp_rank": "3"})
+    publisher = Publisher("sglang", {"tp_rank": "3"})
     kv.lookup.begin_store([CHUNK])
     kv.mover.store(1, kv.moves(CHUNK, [0, 1]))
     while kv.lookup.storing:

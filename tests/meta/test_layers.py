@@ -59,7 +59,7 @@ HOMES = {
     "blake3": ("fskv.format.mac", "fskv.engines."),
     # what vLLM's models were built with, and where their parts lie
     "transformers": ("fskv.engines.",),
-    "huggingface_hub": ("fskv.engines.",),
+    "huggingface_hub": ("fskv.identity.checkpoint_place",),
     # bounds: the messages between an engine and the process that maintains its root
     "msgpack": ("fskv.format.chunk_file", "fskv.index.", "fskv.bounds."),
     # block_hashes: the engine's own keys, where it hashes with xxhash
@@ -88,7 +88,7 @@ HOMES = {
     # top and report read what engines publish, prune --watch publishes
     "prometheus_client": (
         *("tools.endpoint", "tools.exporter", "tools.metrics_server"),
-        "fskv.engines.sglang.metrics",
+        "fskv.engines.prometheus",
     ),
     # replay --plot
     "matplotlib": ("tools.replay.report",),
@@ -98,6 +98,7 @@ HOMES = {
 # Only where they are used, so that a machine without them can import the module.
 LAZY = {
     "torch": ("fskv.gds_io", "fskv.transports.", "fskv.offload.", "tools."),
+    "huggingface_hub": ("fskv.",),
     "kvikio": ("fskv.",),
     "blake3": ("fskv.",),
     "triton": ("fskv.",),

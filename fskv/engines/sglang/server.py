@@ -15,6 +15,7 @@ from typing import Any
 
 from fskv.engines.sglang.identity import ServerFacts
 from fskv.errors import ConfigError
+from fskv.identity.checkpoint_place import checkpoint_place
 
 # Module, class, and how the methods begin that change weights or announce it.
 _CHANGE_WEIGHTS = (
@@ -71,7 +72,9 @@ def _gather() -> ServerFacts:
         hf_config=json.loads(model.hf_config.to_json_string(use_diff=False)),
         model_dtype=str(model.dtype).removeprefix("torch."),
         is_multimodal=bool(model.is_multimodal),
-        checkpoint=_checkpoint(arguments),
+        checkpoint=checkpoint_place(
+            str(arguments["model_path"]), arguments["revision"], arguments["download_dir"]
+        ),
     )
 
 
@@ -83,26 +86,6 @@ def _arch(device: str) -> str:
             return str(torch.cuda.get_device_properties(0).gcnArchName).split(":")[0]
         return "sm_{}{}".format(*torch.cuda.get_device_capability())
     return f"{device}-{platform.machine()}"
-
-
-def _checkpoint(arguments: Any) -> str:
-    """Return where the files are: a path, or the snapshot of a hub's name in its cache."""
-    name = str(arguments["model_path"])
-    if os.path.exists(name):
-        return name
-    from huggingface_hub import snapshot_download
-
-    try:
-        return str(
-            snapshot_download(
-                name,
-                revision=arguments["revision"],
-                cache_dir=arguments["download_dir"],
-                local_files_only=True,
-            )
-        )
-    except Exception:  # whatever a hub's library raises for a name that is none
-        return name
 
 
 def _imported(module: str) -> Any:

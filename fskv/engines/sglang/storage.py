@@ -26,9 +26,9 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 
 from fskv.data_path.threads import START_UP_S, call_with_deadline
+from fskv.engines.prometheus import Publisher
 from fskv.engines.sglang.host_pool import HostPages, host_pages
 from fskv.engines.sglang.identity import build_identity, file_rank, store_options, take_options
-from fskv.engines.sglang.metrics import Publisher
 from fskv.engines.sglang.server import forget_weights, gather_facts, watch_weights
 from fskv.errors import ConfigError, FskvError
 from fskv.offload import BlockingStore, KvStore, Page
@@ -53,7 +53,9 @@ class FskvStorage(HiCacheStorage):
         self._publisher: Publisher | None = None
         if storage_config.enable_storage_metrics:
             names = ("tp_rank", "pp_rank", "dp_rank")
-            self._publisher = Publisher({n: str(getattr(storage_config, n)) for n in names})
+            self._publisher = Publisher(
+                "sglang", {n: str(getattr(storage_config, n)) for n in names}
+            )
         self._publish_at = 0.0
 
     # --- start-up, and the end ----------------------------------------------------------------
@@ -134,10 +136,7 @@ class FskvStorage(HiCacheStorage):
         host_indices: torch.Tensor,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
-        store = self._store
-        if store is None:
-            return [False] * len(keys)
-        return _safe(lambda: store.load(self._pages(keys, host_indices)), [False] * len(keys))
+        return self._move(BlockingStore.load, keys, host_indices)
 
     def batch_set_v1(
         self,
@@ -145,10 +144,18 @@ class FskvStorage(HiCacheStorage):
         host_indices: torch.Tensor,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
-        store = self._store
+        return self._move(BlockingStore.store, keys, host_indices)
+
+    def _move(
+        self,
+        move: Callable[[BlockingStore, Sequence[Page]], list[bool]],
+        keys: Sequence[str],
+        host_indices: torch.Tensor,
+    ) -> list[bool]:
+        store, nothing = self._store, [False] * len(keys)
         if store is None:
-            return [False] * len(keys)
-        return _safe(lambda: store.store(self._pages(keys, host_indices)), [False] * len(keys))
+            return nothing
+        return _safe(lambda: move(store, self._pages(keys, host_indices)), nothing)
 
     def _pages(self, keys: Sequence[str], host_indices: torch.Tensor) -> list[Page]:
         """Return which block each key's tokens are; raises ValueError where they are no whole blocks."""

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from fskv.errors import ConfigError
 from fskv.identity.checkpoint_file import os_errors
+from fskv.identity.checkpoint_place import checkpoint_place
 from fskv.identity.fingerprint import checkpoint_state, weights_files, weights_fingerprint
 
 if TYPE_CHECKING:
@@ -196,26 +197,12 @@ def commit_of(path: str) -> str | None:
 
 
 def checkpoint_of(model_config: Any, load_config: Any = None) -> str:
-    """Return where a model's files are: its path, or the snapshot in the cache of a hub's name.
-
-    Where there is none (another hub, or files that a loader streams) it is the name as it stands.
-    """
-    name = str(model_config.model)
-    if os.path.exists(name):
-        return name
-    from huggingface_hub import snapshot_download
-
-    try:
-        return str(
-            snapshot_download(
-                name,
-                revision=getattr(model_config, "revision", None),
-                cache_dir=getattr(load_config, "download_dir", None),
-                local_files_only=True,
-            )
-        )
-    except Exception:  # whatever a hub's library raises for a name that is none
-        return name
+    """Return where a model's files are, or its name as it stands; see `checkpoint_place`."""
+    return checkpoint_place(
+        str(model_config.model),
+        getattr(model_config, "revision", None),
+        getattr(load_config, "download_dir", None),
+    )
 
 
 def hub_name(path: str) -> str | None:

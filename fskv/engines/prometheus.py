@@ -1,7 +1,4 @@
-"""fskv.observe.metrics in Prometheus' words, in the process that SGLang's server collects them from.
-
-A metric is called `sglang:fskv_...` and has the ranks of its process as labels, as SGLang's own have.
-"""
+"""fskv.observe.metrics in Prometheus' words, in a process whose engine publishes all collectors there are."""
 
 from __future__ import annotations
 
@@ -18,7 +15,9 @@ from fskv.offload import KvStore
 class Publisher:
     """Publishes what a store has counted since the last time; any thread, one at a time."""
 
-    def __init__(self, labels: Mapping[str, str]) -> None:
+    def __init__(self, engine: str, labels: Mapping[str, str]) -> None:
+        """A metric is called `engine`:fskv_... and has `labels`, as the engine's own have."""
+        self._engine = engine
         self._labels = dict(labels)
 
     def publish(self, kv: KvStore) -> None:
@@ -35,15 +34,16 @@ class Publisher:
 
     def _of(self, metric: Metric, label: str) -> Any:
         own = {metric.label: label} if metric.label else {}
-        return _made(metric, tuple(self._labels)).labels(**self._labels, **own)
+        return _made(f"{self._engine}:{metric.name}", metric, tuple(self._labels)).labels(
+            **self._labels, **own
+        )
 
 
 @cache
-def _made(metric: Metric, ranks: tuple[str, ...]) -> Any:
+def _made(name: str, metric: Metric, labels: tuple[str, ...]) -> Any:
     """Return the one collector of a metric: Prometheus refuses a second one of its name."""
-    names = (*ranks, metric.label) if metric.label else ranks
+    names = (*labels, metric.label) if metric.label else labels
     text = f"{metric.meaning} [{metric.unit}]"
-    name = f"sglang:{metric.name}"
     if metric.kind == "histogram":
         return Histogram(name, text, names, buckets=metric.buckets)
     if metric.kind == "counter":
