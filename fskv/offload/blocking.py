@@ -56,26 +56,35 @@ class BlockingStore:
 
     def count_present(self, chunks: Sequence[ChunkId]) -> int:
         """Return how many chunks from the first on are there; unknown ones are not."""
+        return len(self._present(chunks, prefix=True))
+
+    def present(self, chunks: Sequence[ChunkId]) -> list[bool]:
+        """Return which chunks are there; unknown ones are not."""
+        found = self._present(chunks, prefix=False)
+        return found or [False] * len(chunks)
+
+    def _present(self, chunks: Sequence[ChunkId], *, prefix: bool) -> list[bool]:
+        """Return for each chunk whether it is there, or with `prefix` for those before the first miss."""
         lookup = self._kv.lookup
         answers: list[tuple[Presence, Status]] = []
 
         def known() -> bool:
             answers[:] = [lookup.ask(chunk) for chunk in chunks]
-            # What comes after a miss is of no use, whatever it is.
-            for presence, _ in answers:
-                if presence is not Presence.HIT:
-                    return presence is Presence.MISS
-            return True
+            if prefix:  # what comes after a miss is of no use, whatever it is
+                missed = [presence is Presence.MISS for presence, _ in answers]
+                del answers[missed.index(True) + 1 if True in missed else len(missed) :]
+            return all(presence is not Presence.UNKNOWN for presence, _ in answers)
 
         with self._changed:
             if self._closed or not self._wait(known, self._deadline.max_s):
-                return 0
-            missed = [presence is not Presence.HIT for presence, _ in answers]
-            found = missed.index(True) if True in missed else len(missed)
-            lookup.counters.add(metrics.LOOKUP_HITS, found)
-            if found < len(answers):
-                lookup.counters.add(metrics.LOOKUP_MISSES, 1, answers[found][1].value)
-            return found
+                return []
+            for presence, why in answers:
+                if presence is Presence.HIT:
+                    lookup.counters.add(metrics.LOOKUP_HITS, 1)
+                else:
+                    lookup.counters.add(metrics.LOOKUP_MISSES, 1, why.value)
+            there = [presence is Presence.HIT for presence, _ in answers]
+            return there[: there.index(False)] if prefix and False in there else there
 
     def load(self, pages: Sequence[Page]) -> list[bool]:
         """Load pages; returns which hold their chunk now. Of the others nothing is to be relied on."""

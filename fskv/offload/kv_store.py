@@ -23,6 +23,7 @@ from fskv.offload.lookup import Lookup
 from fskv.offload.mover import Memory, Mover
 from fskv.offload.news import News
 from fskv.offload.watch import Watch
+from fskv.plan.spans import plan_at
 from fskv.root.root import Root
 from fskv.types import ChunkId, FileId
 
@@ -43,6 +44,7 @@ class KvStore:
         pages: Mapping[int, Sequence[Memory]],
         *,
         rank: int | None = None,
+        anywhere: bool = False,
         clock: Callable[[], float] = time.monotonic,
         patient: bool = False,
         quiet: bool = False,
@@ -51,7 +53,8 @@ class KvStore:
 
         `pages` holds the KV memory by group index, in the order of the group's `page_nbytes`: int8 (blocks,
         bytes of a page or more), or a memoryview of blocks without gaps. `rank` is in the names of this
-        store's files, where an engine's ranks have a store each and other pages. `clock`: see Lookup.
+        store's files, where an engine's ranks have a store each and other pages. With `anywhere` a chunk is one
+        page that may begin at any byte of a memoryview, and a block id is that byte. `clock`: see Lookup.
         `patient`, `quiet`: see Capacity.
         """
         usual = StoreConfig(root=config.root)
@@ -70,6 +73,7 @@ class KvStore:
             integrity=config.integrity.manifest_name,
         )
         self._rank = rank
+        self._anywhere = anywhere
         self.directory = _opened(config, create=True).open_namespace(identity)
         file_layouts: dict[int, FileLayout] = {}
         self._layouts: dict[int, GroupLayout] = {}
@@ -97,7 +101,7 @@ class KvStore:
             )
             tensors += own
             found = [
-                _stride_and_blocks(one, nbytes, group.group_idx)
+                _stride_and_blocks(one, nbytes, group.group_idx, anywhere=anywhere)
                 for one, nbytes in zip(own, group.page_nbytes, strict=True)
             ]
             self._strides += [stride for stride, _ in found]
@@ -139,10 +143,12 @@ class KvStore:
             raise ValueError(
                 f"blocks {first_block} to {first_block + len(block_ids)} of a chunk of {layout.num_blocks}"
             )
+        file = FileId(chunk.key_hash, chunk.group_idx, self._rank)
+        if self._anywhere:
+            return [FileMove(file, plan_at(layout, block_ids[0]))]
         plan = plan_job(
             [layout], self._strides, [1], list(block_ids), [len(block_ids)], [first_block]
         )
-        file = FileId(chunk.key_hash, chunk.group_idx, self._rank)
         return [FileMove(file, one) for one in plan.chunks]
 
     def step(self) -> list[JobResult]:
@@ -179,7 +185,9 @@ class KvStore:
         self.lookup.close()
 
 
-def _stride_and_blocks(memory: Memory, page_nbytes: int, group_idx: int) -> tuple[int, int]:
+def _stride_and_blocks(
+    memory: Memory, page_nbytes: int, group_idx: int, *, anywhere: bool
+) -> tuple[int, int]:
     """Return the bytes from block to block and how many there are; raises ConfigError."""
     where = f"KV memory of group {group_idx}"
     if isinstance(memory, memoryview):
@@ -188,13 +196,15 @@ def _stride_and_blocks(memory: Memory, page_nbytes: int, group_idx: int) -> tupl
                 f"{where}: found a memoryview that is read-only, has gaps, or items or rows of its own; "
                 "expected a flat and writable one of bytes"
             )
+        if anywhere:
+            return 1, memory.nbytes - page_nbytes + 1
         num_blocks, rest = divmod(memory.nbytes, page_nbytes)
         if rest or not num_blocks:
             raise ConfigError(
                 f"{where}: found {memory.nbytes} bytes, expected blocks of {page_nbytes} without gaps"
             )
         return page_nbytes, num_blocks
-    if not callable(getattr(memory, "stride", None)):
+    if anywhere or not callable(getattr(memory, "stride", None)):
         raise ConfigError(
             f"{where}: found a {type(memory).__name__}, expected a torch tensor of int8 or a memoryview"
         )

@@ -201,6 +201,15 @@ def plan_job(
     return JobPlan(tuple(chunks), tuple(skipped))
 
 
+def plan_at(layout: GroupLayout, offset: int) -> ChunkPlan:
+    """Plan a chunk of one page, wherever it lies: `offset` bytes into its tensor. Raises ValueError."""
+    if layout.num_blocks != 1 or len(layout.pages) != 1 or offset < 0:
+        raise ValueError(f"offset {offset} of {layout}: needs one block of one page")
+    (page,) = layout.pages
+    table = np.array([[page.tensor_idx, offset, 0, page.nbytes]], np.int64)
+    return ChunkPlan(0, layout, 0, 1, table)
+
+
 def _span_tables(
     layout: GroupLayout, block_strides: Sequence[int], block_ids: Sequence[int], first_block: int
 ) -> list[SpanTable]:

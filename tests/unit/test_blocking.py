@@ -208,3 +208,35 @@ def test_ranks_have_files_of_their_own_in_one_namespace(make):
     assert one.count_present(chunks([1])) == 0
     assert make(rank=0).count_present(chunks([1])) == 1, "the control"
     assert zero.kv.directory.path == one.kv.directory.path
+
+
+def test_each_chunk_has_an_answer_of_its_own_where_no_prefix_is_asked_for(make):
+    store = make()
+    some = [page for page in pages(range(6)) if page.block != 2]
+    store.fill(some)
+    assert all(store.store(some))
+    assert store.present(chunks(range(7))) == [True, True, False, True, True, True, False]
+    assert store.present([]) == []
+    store.close()
+    assert store.present(chunks(range(2))) == [False, False]
+
+
+def test_pages_that_lie_anywhere_go_to_files_and_back(tmp_path):
+    """The control is in it: what is beside the pages stays."""
+    memory = bytearray(10 * PAGE_NBYTES + 77)
+    config = StoreConfig(root=str(tmp_path), maintenance="off")
+    one_block = dataclasses.replace(identity("toy"), blocks_per_chunk=1)
+    kv = KvStore(config, one_block, {0: [memoryview(memory)]}, anywhere=True)
+    with contextlib.closing(BlockingStore(kv, config.deadline, PAGE_NBYTES, 8)) as store:
+        stored = [Page(chunk, at) for chunk, at in zip(chunks(range(2)), (3, 1001), strict=True)]
+        for page in stored:
+            memory[page.block : page.block + PAGE_NBYTES] = content(page.chunk)
+        assert store.store(stored) == [True, True]
+        last = len(memory) - PAGE_NBYTES
+        before = bytes(memory[2700:last])
+        assert store.load([Page(stored[0].chunk, last), Page(stored[1].chunk, 2049)]) == [True] * 2
+        assert memory[last:] == content(stored[0].chunk)
+        assert memory[2049 : 2049 + PAGE_NBYTES] == content(stored[1].chunk)
+        assert memory[2700:last] == before
+        with pytest.raises(ValueError, match="whose memory has"):
+            store.load([Page(stored[0].chunk, last + 1)])
