@@ -53,8 +53,8 @@ class KvStore:
 
         `pages` holds the KV memory by group index, in the order of the group's `page_nbytes`: int8 (blocks,
         bytes of a page or more), or a memoryview of blocks without gaps. `rank` is in the names of this
-        store's files, where an engine's ranks have a store each and other pages. With `anywhere` a chunk is one
-        page that may begin at any byte of a memoryview, and a block id is that byte. `clock`: see Lookup.
+        store's files, where an engine's ranks have a store each and other pages. With `anywhere` a chunk is
+        one page that may begin at any byte of a memoryview, and a block id is that byte. `clock`: see Lookup.
         `patient`, `quiet`: see Capacity.
         """
         usual = StoreConfig(root=config.root)

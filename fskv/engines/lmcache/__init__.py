@@ -1,0 +1,15 @@
+"""LMCache imports FskvAdapter from here, as users write: `"module_path": "fskv.engines.lmcache"`."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fskv.engines.lmcache.adapter import FskvAdapter as FskvAdapter
+
+
+def __getattr__(name: str) -> Any:
+    """Import what needs LMCache when it is asked for: the identity is derived and tested without it."""
+    if name == "FskvAdapter":
+        from fskv.engines.lmcache.adapter import FskvAdapter
+
+        return FskvAdapter
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,356 @@
+"""FskvAdapter: fskv's files as an L2 plug-in of LMCache's server (`"type": "plugin"`).
+
+LMCache's controllers hand over tasks and never wait: a task is queued here, a thread of ours does it with a
+BlockingStore, and an event descriptor says that its result is there. An object is one chunk and one file;
+its bytes go straight between LMCache's own memory and files. Of a store the whole task is good or not, of a
+lookup and a load each key. A lock is not kept: files may be other servers' too, so what was pruned between
+lookup and load is a load that failed, and is computed.
+
+After the constructor no call raises, and a hung disk costs a task its deadline.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any
+
+from lmcache import __version__ as lmcache_version
+from lmcache.lmcache_native import Bitmap
+from lmcache.v1.distributed.internal_api import L2StoreResult
+from lmcache.v1.distributed.l2_adapters.base import AdapterUsage, L2AdapterInterface
+from lmcache.v1.platform import create_event_notifier
+
+from fskv.data_path.threads import START_UP_S, call_with_deadline
+from fskv.engines.lmcache.identity import (
+    ObjectKind,
+    build_identity,
+    chunk_of,
+    object_nbytes,
+    read_model,
+    store_options,
+    take_options,
+)
+from fskv.engines.prometheus import Publisher
+from fskv.errors import ConfigError, FskvError
+from fskv.offload import BlockingStore, KvStore, Page
+from fskv.root.root import Root
+
+logger = logging.getLogger(__name__)
+
+_FINGERPRINT_S = 300.0  # a few thousand small reads, perhaps on a slow mount
+_PUBLISH_S = 1.0
+_MAX_KINDS = 64  # each has threads and a maintenance process
+# Threads that wait for tasks: lookups are not behind loads, nor those behind stores.
+_THREADS = {"store": 2, "lookup": 2, "load": 4}
+
+
+class FskvAdapter(L2AdapterInterface):
+    """See the module docstring. Controllers may call from any of their threads."""
+
+    def __init__(self, params: Mapping[str, Any], l1_memory_desc: Any = None) -> None:
+        """Open the root and read the checkpoints of all models; raises FskvError with one sentence."""
+        super().__init__()
+        try:
+            self._config, models = take_options(params)
+            if l1_memory_desc is None:
+                raise ConfigError("LMCache gave no memory of its objects (L1), expected one")
+            config = self._config
+            call_with_deadline(
+                lambda: Root.open(
+                    config.root, create=True, dir_mode=config.dir_mode, file_mode=config.file_mode
+                ),
+                START_UP_S,
+                f"option 'root': {config.root} did not answer",
+            )
+            self._models = call_with_deadline(
+                lambda: {n: read_model(n, entry, config) for n, entry in models.items()},
+                _FINGERPRINT_S,
+                "a checkpoint could not be read for a fingerprint (see 'weights_id')",
+            )
+        except FskvError as error:  # a traceback of LMCache's would bury it
+            logger.error("fskv: %s", error)
+            raise
+        self._address = int(l1_memory_desc.ptr)
+        arena = (ctypes.c_char * int(l1_memory_desc.size)).from_address(self._address)
+        self._memory = memoryview(arena).cast("B")
+        self._lock = threading.Lock()  # guards all below
+        self._task_ids = itertools.count()
+        self._results: dict[str, dict[int, Any]] = {name: {} for name in _THREADS}
+        self._events = {name: create_event_notifier() for name in _THREADS}
+        self._stores: dict[ObjectKind, Future[_Store | None]] = {}
+        self._kinds: dict[tuple[str, int, int], ObjectKind] = {}  # the last one seen of each
+        self._said: set[str] = set()
+        self._closed = False
+        self._queues: dict[str, queue.SimpleQueue[Any]] = {n: queue.SimpleQueue() for n in _THREADS}
+        self._threads = [
+            threading.Thread(target=self._run, args=(name,), name=f"fskv-{name}", daemon=True)
+            for name, number in _THREADS.items()
+            for _ in range(number)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    # --- what LMCache calls -------------------------------------------------------------------
+
+    def get_store_event_fd(self) -> int:
+        return int(self._events["store"].fileno())
+
+    def get_lookup_and_lock_event_fd(self) -> int:
+        return int(self._events["lookup"].fileno())
+
+    def get_load_event_fd(self) -> int:
+        return int(self._events["load"].fileno())
+
+    def submit_store_task(self, keys: list[Any], objects: list[Any]) -> int:
+        def work() -> Any:
+            good = self._move(BlockingStore.store, keys, objects)
+            return L2StoreResult(
+                all(good), sum(obj.get_size() for obj in objects) if all(good) else 0
+            )
+
+        return self._submit("store", work, L2StoreResult(False, 0))
+
+    def pop_completed_store_tasks(self) -> dict[int, Any]:
+        with self._lock:
+            ended, self._results["store"] = self._results["store"], {}
+        return ended
+
+    def submit_lookup_and_lock_task(
+        self, keys: list[Any], group_layout_descs: dict[int, Any]
+    ) -> int:
+        layouts = dict(group_layout_descs)
+        return self._submit(
+            "lookup", lambda: _bitmap(self._present(keys, layouts)), Bitmap(len(keys))
+        )
+
+    def query_lookup_and_lock_result(self, task_id: int) -> Any:
+        with self._lock:
+            return self._results["lookup"].pop(task_id, None)
+
+    def submit_unlock(self, keys: list[Any]) -> None:
+        """Do nothing: nothing was locked."""
+
+    def submit_load_task(self, keys: list[Any], objects: list[Any]) -> int:
+        return self._submit(
+            "load",
+            lambda: _bitmap(self._move(BlockingStore.load, keys, objects)),
+            Bitmap(len(keys)),
+        )
+
+    def query_load_result(self, task_id: int) -> Any:
+        with self._lock:
+            return self._results["load"].pop(task_id, None)
+
+    def get_usage(self) -> AdapterUsage:
+        """Return the bytes of the namespaces in use, as last counted; fskv's own bounds hold them."""
+        return AdapterUsage(sum(store.nbytes() for store in self._open_stores()), 0)
+
+    def report_status(self) -> dict[str, Any]:
+        stores = self._open_stores()
+        return {
+            "is_healthy": not any(store.is_off() for store in stores),
+            "type": "FskvAdapter",
+            "root": self._config.root,
+            "namespaces": [store.namespace for store in stores],
+        }
+
+    def close(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        for store in self._open_stores():
+            store.close()  # ends the calls of our threads
+        for name, number in _THREADS.items():
+            for _ in range(number):
+                self._queues[name].put(None)
+        for thread in self._threads:
+            thread.join(1.0)
+        with self._lock:
+            for event in self._events.values():
+                event.close()
+
+    # --- tasks --------------------------------------------------------------------------------
+
+    def _submit(self, name: str, work: Callable[[], Any], otherwise: Any) -> int:
+        task_id = next(self._task_ids)
+        self._queues[name].put((task_id, work, otherwise))
+        return task_id
+
+    def _run(self, name: str) -> None:
+        while (task := self._queues[name].get()) is not None:
+            task_id, work, result = task
+            try:
+                result = work()
+            except Exception as error:
+                self._say_once(f"a {name} failed: {type(error).__name__}: {error}")
+            with self._lock:
+                if self._closed:  # the descriptors may be others' by now
+                    return
+                self._results[name][task_id] = result
+                self._events[name].notify()
+
+    def _present(self, keys: Sequence[Any], layouts: Mapping[int, Any]) -> list[bool]:
+        kinds: list[ObjectKind | None] = []
+        for key in keys:
+            layout = layouts.get(key.object_group_id)
+            kinds.append(
+                self._kinds.get(_series(key))
+                if layout is None
+                else ObjectKind.of(key, layout.shapes, layout.dtypes)
+            )
+        there = [False] * len(keys)
+        for kind, places in _by_kind(kinds).items():
+            store = self._store_of(kind, self._config.lookup_timeout_s)
+            if store is not None:
+                found = store.present([chunk_of(keys[place]) for place in places])
+                _put(there, places, found)
+        return there
+
+    def _move(
+        self,
+        move: Callable[[BlockingStore, Sequence[Page]], list[bool]],
+        keys: Sequence[Any],
+        objects: Sequence[Any],
+    ) -> list[bool]:
+        """Store or load objects; returns which are good."""
+        kinds: list[ObjectKind | None] = []
+        for key, obj in zip(keys, objects, strict=True):
+            shapes, dtypes = obj.meta.shapes, obj.meta.dtypes
+            kind = ObjectKind.of(key, shapes or [obj.get_shape()], dtypes or [obj.get_dtype()])
+            # An object that was narrowed holds something else than its layout says.
+            kinds.append(kind if obj.get_size() == object_nbytes(kind) else None)
+            self._kinds[_series(key)] = kind
+        good = [False] * len(keys)
+        for kind, places in _by_kind(kinds).items():
+            store = self._store_of(kind, self._config.deadline.max_s)
+            if store is not None:
+                pages = [
+                    Page(chunk_of(keys[place]), int(objects[place].data_ptr) - self._address)
+                    for place in places
+                ]
+                _put(good, places, move(store, pages))
+                store.publish()
+        return good
+
+    # --- namespaces ---------------------------------------------------------------------------
+
+    def _store_of(self, kind: ObjectKind, wait_s: float) -> _Store | None:
+        """Return the store of a kind of objects; None where there is none, or not yet."""
+        with self._lock:
+            opening = self._stores.get(kind)
+            if opening is None:
+                if self._closed or len(self._stores) >= _MAX_KINDS:
+                    return None
+                opening = self._stores[kind] = Future()
+                arguments = (kind, len(self._stores) - 1, opening)
+                threading.Thread(
+                    target=self._open, args=arguments, name="fskv-open", daemon=True
+                ).start()
+        with suppress(TimeoutError):
+            return opening.result(wait_s)
+        return None
+
+    def _open(self, kind: ObjectKind, number: int, opening: Future[_Store | None]) -> None:
+        store = None
+        try:
+            store = self._opened(kind, number)
+        except ConfigError as error:  # it stays wrong
+            self._say_once(str(error))
+        except Exception as error:  # a later task tries again
+            self._say_once(f"a namespace could not be opened: {error}")
+            with self._lock:
+                del self._stores[kind]
+        opening.set_result(store)
+        with self._lock:
+            late = self._closed
+        if late and store is not None:
+            store.close()
+
+    def _opened(self, kind: ObjectKind, number: int) -> _Store:
+        model = self._models.get(kind.model)
+        if model is None:
+            raise ConfigError(
+                f"option 'models': {kind.model!r} is not in it, so its KV is neither stored nor loaded"
+            )
+        kv = KvStore(
+            store_options(self._config, number),
+            build_identity(model, kind, str(lmcache_version)),
+            {kind.group: [self._memory]},
+            anywhere=True,
+        )
+        logger.info(
+            "fskv: namespace %s; an object of %d bytes is one file of %d",
+            kv.directory.path,
+            object_nbytes(kind),
+            kv.mover.file_nbytes[kind.group],
+        )
+        return _Store(kv, kind, self._config)
+
+    def _open_stores(self) -> list[_Store]:
+        with self._lock:
+            ended = [opening.result() for opening in self._stores.values() if opening.done()]
+        return [store for store in ended if store is not None]
+
+    def _say_once(self, sentence: str) -> None:
+        with self._lock:
+            new = sentence not in self._said and len(self._said) < _MAX_KINDS
+            self._said.add(sentence) if new else None
+        if new:
+            logger.error("fskv: %s", sentence)
+
+
+class _Store(BlockingStore):
+    """The store of one kind of objects, and its metrics."""
+
+    def __init__(self, kv: KvStore, kind: ObjectKind, config: Any) -> None:
+        super().__init__(kv, config.deadline, object_nbytes(kind), 2 * config.io_threads)
+        self.namespace = kv.directory.path
+        self._own = kv
+        labels = {"model": kind.model, "world": str(kind.world_size), "group": str(kind.group)}
+        self._publisher = Publisher("lmcache", labels)
+        self._publish_at = 0.0
+
+    def publish(self) -> None:
+        """Publish fskv's metrics, at most once a second."""
+        if time.monotonic() >= self._publish_at:
+            self._publish_at = time.monotonic() + _PUBLISH_S
+            self.with_store(self._publisher.publish)
+
+    def nbytes(self) -> int:
+        capacity = self._own.lookup.capacity
+        return capacity.state.namespace_nbytes if capacity is not None else 0
+
+    def is_off(self) -> bool:
+        return bool(self._own.lookup.breaker.open)
+
+
+def _series(key: Any) -> tuple[str, int, int]:
+    return key.model_name, (key.kv_rank >> 24) & 0xFF, key.object_group_id
+
+
+def _by_kind(kinds: Sequence[ObjectKind | None]) -> dict[ObjectKind, list[int]]:
+    places: dict[ObjectKind, list[int]] = {}
+    for place, kind in enumerate(kinds):
+        if kind is not None:
+            places.setdefault(kind, []).append(place)
+    return places
+
+
+def _put(all_of: list[bool], places: Sequence[int], found: Sequence[bool]) -> None:
+    for place, one in zip(places, found, strict=True):
+        all_of[place] = one
+
+
+def _bitmap(good: Sequence[bool]) -> Any:
+    bitmap = Bitmap(len(good))
+    bitmap.batched_set([place for place, one in enumerate(good) if one])
+    return bitmap

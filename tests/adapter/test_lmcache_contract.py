@@ -1,0 +1,340 @@
+"""FskvAdapter against the classes of the installed LMCache: base class, factory, memory objects, keys."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import pathlib
+import select
+import threading
+import warnings
+
+import pytest
+from world import damage, wait_for
+
+pytest.importorskip("lmcache", reason="LMCache has an environment of its own: make test-lmcache")
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # LMCache, torch and numba among themselves
+    import torch
+    from lmcache.v1.check import check_mode_test_l2_adapter as check
+    from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
+    from lmcache.v1.distributed.internal_api import L1MemoryDesc
+    from lmcache.v1.distributed.l2_adapters import create_l2_adapter
+    from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
+    from lmcache.v1.distributed.l2_adapters.plugin_l2_adapter import PluginL2AdapterConfig
+    from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, TensorMemoryObj
+    from lmcache.v1.multiprocess.token_hasher import TokenHasher
+    from lmcache.v1.platform import consume_fd
+
+    from fskv.engines.lmcache import FskvAdapter
+    from fskv.engines.lmcache import adapter as module
+    from fskv.engines.lmcache.identity import chunk_of
+    from fskv.errors import ConfigError
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+SHAPE = torch.Size(
+    [2, 3, 16, 24]
+)  # keys and values, layers, tokens, hidden: 4608 bytes of bfloat16
+NBYTES = SHAPE.numel() * 2
+ALIGNMENT = 4096  # LMCache's: objects of 4608 bytes are 8192 apart
+NUM_PLACES = 24
+ENTRY = {
+    "engine": "vllm 0.32.0",
+    "arch": "cpu-x86_64",
+    "attention_backend": "CPU_ATTN",
+    "settings": {},
+    "weights_id": "w",
+}
+
+
+class World:
+    """An adapter as LMCache makes it, and the L1 memory that it was given."""
+
+    def __init__(self, root, models=None, **options):
+        self.l1 = torch.zeros(NUM_PLACES * 2 * ALIGNMENT, dtype=torch.uint8)
+        params = {
+            "root": str(root),
+            "maintenance": "off",
+            "weights_fixed": True,
+            "models": models or {"m": ENTRY, "other": {**ENTRY, "weights_id": "o"}},
+            **options,
+        }
+        config = PluginL2AdapterConfig.from_dict(
+            {
+                "module_path": "fskv.engines.lmcache",
+                "class_name": "FskvAdapter",
+                "adapter_params": json.loads(json.dumps(params)),
+            }
+        )
+        desc = L1MemoryDesc(self.l1.data_ptr(), self.l1.numel(), ALIGNMENT)
+        self.adapter = create_l2_adapter(config, desc)
+
+    def objects(self, *places, fill=None, shape=SHAPE, dtype=torch.bfloat16):
+        found = []
+        for place in places:
+            raw = self.l1[place * 2 * ALIGNMENT :][: shape.numel() * dtype.itemsize]
+            meta = MemoryObjMetadata(
+                shape, dtype, raw.data_ptr(), raw.numel(), 1, 0, MemoryFormat.KV_2LTD
+            )
+            meta.shapes, meta.dtypes = [shape], [dtype]
+            obj = TensorMemoryObj(raw, meta, parent_allocator=None)
+            if fill is not None:
+                torch.manual_seed(fill + place)
+                raw.copy_(torch.randint(0, 256, raw.shape, dtype=torch.uint8))
+            found.append(obj)
+        return found
+
+    def done(self, fd, query, task):
+        ready, _, _ = select.select([fd], [], [], 60)
+        assert ready, "no event"
+        consume_fd(fd)
+        return query(task)
+
+    def store(self, names, objects):
+        task = self.adapter.submit_store_task(names, objects)
+        fd = self.adapter.get_store_event_fd()
+        return self.done(fd, lambda t: self.adapter.pop_completed_store_tasks()[t], task)
+
+    def lookup(self, names, shape=SHAPE, dtype=torch.bfloat16):
+        groups = {name.object_group_id for name in names}
+        descs = {group: MemoryLayoutDesc([shape], [dtype]) for group in groups}
+        task = self.adapter.submit_lookup_and_lock_task(names, descs)
+        fd = self.adapter.get_lookup_and_lock_event_fd()
+        found = self.done(fd, self.adapter.query_lookup_and_lock_result, task)
+        assert self.adapter.query_lookup_and_lock_result(task) is None, "told once"
+        return bits(found)
+
+    def load(self, names, objects):
+        task = self.adapter.submit_load_task(names, objects)
+        fd = self.adapter.get_load_event_fd()
+        return bits(self.done(fd, self.adapter.query_load_result, task))
+
+
+def bits(bitmap):
+    return [bitmap.test(place) for place in range(len(bitmap))]
+
+
+def keys(numbers, **fields):
+    hasher = TokenHasher(16)
+    return [
+        ObjectKey(hasher.hash_tokens([number] * 16), **{"model_name": "m", "kv_rank": 0, **fields})
+        for number in numbers
+    ]
+
+
+@pytest.fixture
+def make(tmp_path):
+    made = []
+    (tmp_path / "kv").mkdir()
+
+    def make(**options):
+        world = World(tmp_path / "kv", **options)
+        made.append(world)
+        return world
+
+    yield make
+    for world in made:
+        world.adapter.close()
+
+
+def chunk_files(tmp_path):
+    return sorted(pathlib.Path(tmp_path / "kv").glob("*/*/chunks/*/*.kv"))
+
+
+def test_objects_go_from_lmcaches_memory_to_files_and_back(make, tmp_path):
+    writer, reader = make(), make()
+    result = writer.store(keys(range(4)), writer.objects(3, 7, 0, 9, fill=1))
+    assert result.is_successful()
+    assert result.bytes_transferred() == 4 * NBYTES
+    assert len(chunk_files(tmp_path)) == 4
+    assert reader.lookup(keys([0, 1, 9, 2, 3])) == [True, True, False, True, True]
+    before = reader.l1.clone()
+    got = reader.objects(1, 2, 4, 15)
+    assert reader.load(keys(range(4)), got) == [True] * 4
+    for source, target in zip(writer.objects(3, 7, 0, 9), got, strict=True):
+        assert torch.equal(source.raw_data, target.raw_data)
+        at = target.data_ptr - reader.l1.data_ptr()
+        before[at : at + NBYTES] = target.raw_data
+    assert torch.equal(reader.l1, before), "nothing beside the objects was touched"
+
+
+def test_a_load_is_good_key_by_key(make, tmp_path):
+    """The control is in it: what was not damaged is good."""
+    world = make()
+    assert world.store(keys(range(4)), world.objects(*range(4), fill=2)).is_successful()
+    paths = chunk_files(tmp_path)
+    damage(paths[0], 4096 + 9)
+    paths[1].unlink()
+    got = world.objects(*range(10, 15))
+    good = world.load(keys([0, 1, 2, 3, 8]), got)
+    assert good.count(True) == 2
+    assert good[4] is False
+    for place, one in enumerate(good[:4]):
+        same = torch.equal(got[place].raw_data, world.objects(place)[0].raw_data)
+        assert same or not one
+    bad = [place for place in range(4) if not good[place]]
+    assert world.lookup(keys(bad)) == [False] * 2
+    assert world.store(keys(bad), world.objects(*bad)).is_successful(), "stored again"
+    assert world.load(keys(bad), got[:2]) == [True] * 2
+
+
+def test_a_store_is_good_only_if_every_object_is_stored(make):
+    world = make()
+    outside = TensorMemoryObj(
+        torch.zeros(NBYTES, dtype=torch.uint8), world.objects(0)[0].meta, parent_allocator=None
+    )
+    assert not world.store(keys([1]), [outside]).is_successful()
+    assert not world.store(
+        keys([1, 2], model_name="unheard of"), world.objects(0, 1)
+    ).is_successful()
+    assert not world.store(
+        [*keys([1]), *keys([2], model_name="x")], world.objects(0, 1)
+    ).is_successful()
+    assert world.store(keys([1, 2]), world.objects(0, 1)).is_successful(), "the control"
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({}, {"model_name": "other"}),
+        ({}, {"object_group_id": 1}),
+        ({}, {"cache_salt": "alice"}),
+        ({"cache_salt": "bob"}, {"cache_salt": "alice"}),
+        ({"kv_rank": 0x02000200}, {"kv_rank": 0x02010201}),
+        ({}, {"kv_rank": 0x02000200}),
+    ],
+)
+def test_nothing_is_served_under_another_key(make, one, other):
+    """The control is in it: under its own key it is."""
+    world = make()
+    assert world.store(keys([5], **one), world.objects(0, fill=3)).is_successful()
+    assert world.lookup(keys([5], **other)) == [False]
+    assert world.load(keys([5], **other), world.objects(1)) == [False]
+    assert world.lookup(keys([5], **one)) == [True]
+
+
+def test_nothing_is_served_under_another_layout(make):
+    world = make()
+    assert world.store(keys([5]), world.objects(0, fill=3)).is_successful()
+    for shape, dtype in (
+        (torch.Size([2, 3, 24, 16]), torch.bfloat16),
+        (torch.Size([2, 3, 16, 24]), torch.float16),
+        (torch.Size([2, 3, 16, 12]), torch.float32),
+    ):
+        assert world.lookup(keys([5]), shape, dtype) == [False]
+        assert world.load(keys([5]), world.objects(1, shape=shape, dtype=dtype)) == [False]
+    assert world.load(keys([5]), world.objects(1)) == [True], "the control"
+
+
+def test_what_a_serde_made_is_refused(make, caplog):
+    world = make()
+    flat = world.objects(0, fill=4, shape=torch.Size([NBYTES // 2]), dtype=torch.uint8)
+    assert not world.store(keys([1]), flat).is_successful()
+    narrowed = world.objects(1, fill=4)
+    narrowed[0].set_used_size(100)
+    assert not world.store(keys([1]), narrowed).is_successful()
+    assert not world.load(keys([1]), narrowed)[0]
+    assert "'serde'" in caplog.text
+    assert world.store(keys([1]), world.objects(2)).is_successful(), "the control"
+
+
+def test_a_hash_that_two_prompts_may_share_is_refused(make, caplog):
+    world = make()
+    short = [ObjectKey((77).to_bytes(8, "big"), "m", 0)]
+    assert not world.store(short, world.objects(0)).is_successful()
+    assert "hash of 8 bytes" in caplog.text
+    assert world.lookup(short) == [False]
+
+
+def test_salt_and_rank_cannot_be_mistaken_for_one_another():
+    one, two = keys([1], cache_salt="a")[0], keys([1], cache_salt="a 02000200")[0]
+    assert len({chunk_of(one), chunk_of(two), chunk_of(keys([1])[0])}) == 3
+    assert chunk_of(keys([1])[0]).key_hash == keys([1])[0].chunk_hash, "as LMCache's log names it"
+
+
+def test_the_test_that_lmcache_brings_passes(make, monkeypatch, capsys):
+    world = make(models={"m": ENTRY})
+    monkeypatch.setattr(
+        check, "_create_object_key", lambda model, name: keys([hash(name) & 0xFFFFFFFF])[0]
+    )
+    check._test_single_adapter(
+        world.adapter, "m", 4, world.l1[: 8 * 4096].view(torch.float32), obj_size=1024
+    )
+    said = capsys.readouterr().out
+    assert said.count("4/4") == 8, said  # absent, found, loaded, content; and the table
+    assert "FAIL" not in said
+
+
+def test_its_descriptors_are_three_and_are_closed(make):
+    world = make()
+    fds = [
+        world.adapter.get_store_event_fd(),
+        world.adapter.get_lookup_and_lock_event_fd(),
+        world.adapter.get_load_event_fd(),
+    ]
+    assert len(set(fds)) == 3
+    assert world.store(keys([1]), world.objects(0)).is_successful()
+    assert world.adapter.report_status()["is_healthy"]
+    world.adapter.close()
+    world.adapter.close()
+    for fd in fds:
+        with pytest.raises(OSError):
+            os.fstat(fd)
+    assert not [t for t in threading.enumerate() if t.name.startswith("fskv-load")]
+
+
+def test_a_root_that_cannot_be_opened_costs_the_task_and_is_tried_again(make, tmp_path):
+    world = make()
+    (tmp_path / "kv").rename(tmp_path / "gone")
+    assert world.lookup(keys([1])) == [False]
+    assert not world.store(keys([1]), world.objects(0)).is_successful()
+    assert not (tmp_path / "kv").exists()
+    (tmp_path / "gone").rename(tmp_path / "kv")
+    wait_for(lambda: world.store(keys([1]), world.objects(0)).is_successful(), 60)
+    assert world.lookup(keys([1])) == [True]
+
+
+def test_a_namespace_that_does_not_open_in_time_is_a_miss(make, monkeypatch):
+    world = make(lookup_timeout_s=0.05)
+    held = threading.Event()
+    opened = module.KvStore
+
+    def slow(*args, **options):
+        held.wait(60)
+        return opened(*args, **options)
+
+    monkeypatch.setattr(module, "KvStore", slow)
+    assert world.lookup(keys([1])) == [False]
+    held.set()
+    wait_for(lambda: world.store(keys([1]), world.objects(0)).is_successful(), 60)
+    assert world.lookup(keys([1])) == [True], "the control"
+
+
+def test_a_wrong_option_ends_the_start_in_one_sentence(make, caplog):
+    with pytest.raises(ConfigError, match="'max_byte'") as refusal:
+        make(max_byte=1)
+    assert "\n" not in str(refusal.value)
+    assert str(refusal.value) in caplog.text
+
+
+def test_every_call_of_the_base_class_is_answered_with_its_arguments():
+    left = {"delete", "list_l2_keys", "register_listener", "set_backend_identity"}
+    for name, method in inspect.getmembers(L2AdapterInterface, inspect.isfunction):
+        if name.startswith("_"):
+            continue
+        own = getattr(FskvAdapter, name)
+        assert [*inspect.signature(own).parameters] == [*inspect.signature(method).parameters], name
+        assert (name in vars(FskvAdapter)) != (name in left), name
+
+
+def test_lmcaches_hash_of_a_chunk_holds_all_tokens_before_it():
+    """What the identity leaves to LMCache's keys."""
+    hasher = TokenHasher(4)
+    plain = hasher.compute_chunk_hashes([*range(12)])
+    assert hasher.compute_chunk_hashes([*range(8)]) == plain[:2]
+    assert not set(hasher.compute_chunk_hashes([7, *range(1, 12)])) & set(plain)
+    assert not set(TokenHasher(2).compute_chunk_hashes([*range(12)])) & set(plain)
+    assert {len(each) for each in plain} == {32}

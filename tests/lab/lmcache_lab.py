@@ -1,0 +1,189 @@
+"""Starts a real LMCache server and real vLLM engines for tests and measurements, with what a CPU needs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pathlib
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+
+from places import REPOSITORY
+
+HERE = REPOSITORY / "tests" / "lmcache_engines"
+START_S, STEP_S = 400, 240
+CHUNK_TOKENS = 128
+# Of Llama type, with weights that answer: `make test-lmcache` downloads them.
+MODEL = os.environ.get("FSKV_LMCACHE_MODEL", "")
+FACTS = {
+    "engine": "vllm 0.32.0",
+    "arch": "cpu-x86_64",
+    "attention_backend": "CPU_ATTN",
+    "settings": {},
+}
+
+
+def plugin(root, **options):
+    """What stands behind --l2-adapter for fskv."""
+    params = {"root": str(root), "weights_fixed": True, "models": {MODEL: FACTS}, **options}
+    names = {"module_path": "fskv.engines.lmcache", "class_name": "FskvAdapter"}
+    return {"type": "plugin", **names, "adapter_params": params}
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+class _Process:
+    """A program in a session of its own; killed with all its children at the end of the block."""
+
+    def __init__(self, log: pathlib.Path, command, env, **pipes):
+        self._log = log
+        path = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
+        plain = {
+            "LMCACHE_TRACK_USAGE": "false",
+            "LMCACHE_DISABLE_BANNER": "1",
+            "HF_HUB_OFFLINE": "1",
+            "PYTHONPATH": os.pathsep.join(filter(None, path)),
+        }
+        with log.open("ab") as output:
+            self.process = subprocess.Popen(
+                command,
+                env={**os.environ, **plain, **env},
+                stderr=output,
+                start_new_session=True,
+                **{name: output if pipe is None else pipe for name, pipe in pipes.items()},
+            )
+
+    def __enter__(self):
+        try:
+            self.wait_ready()
+        except BaseException:
+            self.kill()
+            raise
+        return self
+
+    def __exit__(self, *_):
+        self.kill()
+
+    def log(self):
+        return self._log.read_text(errors="replace")
+
+    def tail(self):
+        return self.log()[-3000:]
+
+    def kill(self):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(30)
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+class Server(_Process):
+    """`lmcache server` with one L2 adapter behind it."""
+
+    def __init__(self, log, adapter, *, env=None, options=()):
+        self.port, self.http = free_port(), free_port()
+        command = [
+            *(sys.executable, "-m", "lmcache.cli.main", "server", "--port", str(self.port)),
+            *("--http-port", str(self.http), "--prometheus-port", str(free_port())),
+            *("--supported-transfer-mode", "auto", "--chunk-size", str(CHUNK_TOKENS)),
+            *("--l1-size-gb", "1", "--l2-adapter", json.dumps(adapter), *options),
+        ]
+        super().__init__(log, command, env or {}, stdin=subprocess.DEVNULL, stdout=None)
+
+    def wait_ready(self):
+        end = time.monotonic() + START_S
+        while True:
+            assert self.process.poll() is None, f"it ended: {self.tail()}"
+            with contextlib.suppress(OSError):
+                self.ask("/healthcheck")
+                return
+            assert time.monotonic() < end, self.tail()
+            time.sleep(0.2)
+
+    def ask(self, path, method="GET", body=None):
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.http}{path}",
+            data,
+            {"Content-Type": "application/json"},
+            method=method,
+        )
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return json.loads(answer.read() or b"null")
+
+    def close(self):
+        """End it as a user does; returns its exit code."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(120)
+
+
+class Engine(_Process):
+    """One vLLM engine with LMCache's connector."""
+
+    def __init__(self, log, port, *, env=None, **arguments):
+        connector = {
+            "kv_connector": "LMCacheMPConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {
+                "lmcache.mp.host": "tcp://127.0.0.1",
+                "lmcache.mp.port": port,
+            },
+        }
+        plain = {
+            "model": MODEL,
+            "dtype": "bfloat16",
+            "enforce_eager": True,
+            "max_model_len": 4096,
+            "enable_prefix_caching": True,
+            "max_num_seqs": 2,
+            "seed": 0,
+            "disable_log_stats": False,
+            "kv_transfer_config": connector if port else None,
+        }
+        own = {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "2",
+        }
+        command = [sys.executable, str(HERE / "engine.py"), json.dumps(plain | arguments)]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        super().__init__(log, command, own | (env or {}), **pipes)
+
+    def wait_ready(self):
+        assert self._read(START_S).get("ready"), self.tail()
+
+    def __call__(self, **step):
+        self.process.stdin.write((json.dumps(step) + "\n").encode())
+        self.process.stdin.flush()
+        said = self._read(STEP_S)
+        assert "error" not in said, (said, self.tail())
+        return said
+
+    def generate(self, text, **step):
+        return self(generate=text, **step)
+
+    def _read(self, allowed_s):
+        ready, _, _ = select.select([self.process.stdout], [], [], allowed_s)
+        assert ready, f"no answer in {allowed_s} s: {self.tail()}"
+        line = self.process.stdout.readline()
+        assert line, f"it ended: {self.tail()}"
+        return json.loads(line)
+
+    def close(self):
+        """End it as a user does; returns its exit code."""
+        self.process.stdin.close()
+        return self.process.wait(120)

@@ -1,0 +1,75 @@
+"""A real vLLM engine with LMCache's connector: reads a step a line, answers each with a line of JSON.
+
+{"generate": TEXT, "tokens": 8}   ids, prompt tokens, tokens that came from LMCache, seconds to the first token
+{"reset": true}                    forgets the engine's own prefix cache
+"""
+
+from __future__ import annotations
+
+import builtins
+import json
+import os
+import sys
+import time
+import types
+
+
+def numba_and_vllm():
+    """Let vLLM 0.32's scan of kernels pass objects of numba, whose __dict__ is none."""
+    from vllm.triton_utils import dispatcher
+
+    def only_plain(value):
+        found = builtins.vars(value)
+        return found if isinstance(found, dict | types.MappingProxyType) else {}
+
+    dispatcher.vars = only_plain
+
+
+def external_tokens(llm):
+    return sum(m.value for m in llm.get_metrics() if m.name == "vllm:external_prefix_cache_hits")
+
+
+def answer(llm, step):
+    from vllm import SamplingParams
+
+    if "reset" in step:
+        return {"reset": bool(llm.reset_prefix_cache())}
+    ids = llm.get_tokenizer()(step["generate"]).input_ids
+    before = external_tokens(llm)
+    prompt = {"prompt_token_ids": ids}
+    if step.get("salt"):
+        prompt["cache_salt"] = step["salt"]
+    began = time.monotonic()
+    one = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    llm.generate([prompt], one, use_tqdm=False)
+    first_s = time.monotonic() - began
+    loaded = external_tokens(llm) - before
+    more = SamplingParams(temperature=0, max_tokens=step.get("tokens", 8), ignore_eos=True)
+    said = llm.generate([prompt], more, use_tqdm=False)[0]
+    return {
+        "ids": list(said.outputs[0].token_ids),
+        "prompt_tokens": len(ids),
+        "loaded": loaded,
+        "first_s": first_s,
+    }
+
+
+def main():
+    answers = os.fdopen(os.dup(1), "w")  # vLLM prints to 1
+    os.dup2(2, 1)
+    numba_and_vllm()
+    from vllm import LLM
+
+    llm = LLM(**json.loads(sys.argv[1]))
+    print(json.dumps({"ready": True}), file=answers, flush=True)
+    for line in sys.stdin:
+        try:
+            said = answer(llm, json.loads(line))
+        except Exception as error:
+            said = {"error": repr(error)}
+        print(json.dumps(said), file=answers, flush=True)
+    llm.llm_engine.engine_core.shutdown()
+
+
+if __name__ == "__main__":
+    main()
