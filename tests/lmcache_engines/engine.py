@@ -1,6 +1,6 @@
 """A real vLLM engine with LMCache's connector: reads a step a line, answers each with a line of JSON.
 
-{"generate": TEXT, "tokens": 8}   ids, prompt tokens, tokens that came from LMCache, seconds to the first token
+{"generate": TEXT, "tokens": 8}   ids, tokens of the prompt and from LMCache, seconds to the first token
 {"reset": true}                    forgets the engine's own prefix cache
 """
 
