@@ -168,6 +168,9 @@ class FaultTransport:
 
     # --- Transport --------------------------------------------------------------------------
 
+    def enter_thread(self) -> None:
+        self.inner.enter_thread()
+
     def new_slot(self, index: int) -> Any:
         return self.inner.new_slot(index)
 

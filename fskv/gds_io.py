@@ -40,6 +40,8 @@ class Device(Protocol):
 
     kernels_missing: str | None  # why row_digests goes through the host, None if it does not
 
+    def make_current(self) -> None: ...
+
     def new_buffer(self, nbytes: int) -> Any: ...
 
     def io_buffer(self, buffer: Any) -> tuple[Any, int]:
@@ -129,6 +131,9 @@ class GdsTransport:
         self._closed = False
 
     # --- slots ------------------------------------------------------------------------------
+
+    def enter_thread(self) -> None:
+        self._device.make_current()
 
     def new_slot(self, index: int) -> GdsSlot:
         """Raises RuntimeError or OSError without memory, or when cuFile cannot register it."""

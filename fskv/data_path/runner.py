@@ -97,13 +97,12 @@ class JobRunner(Generic[SlotT]):
         breaker: Breaker,
         store_queue_s: float = math.inf,
         cpus: frozenset[int] | None = None,
-        enter_thread: Callable[[], object] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Needs num_slots > num_threads; what is above serves replaced threads and wait().
 
         The queue takes max_queued_chunks, or what can be stored in `store_queue_s` if that is less. I/O
-        threads run on `cpus`, anywhere if None. Each thread calls `enter_thread` first: it selects a device.
+        threads run on `cpus`, anywhere if None.
         """
         if num_slots <= num_threads:
             raise ValueError(f"{num_slots} slots for {num_threads} threads")
@@ -117,7 +116,6 @@ class JobRunner(Generic[SlotT]):
         self._store_queue_s = store_queue_s
         self._chunk_store_s = 0.0  # a thread's time per store, averaged; engine's thread only
         self._cpus = cpus
-        self._enter_thread = enter_thread
         # A hung thread keeps its slot (parked). Half of the spare slots may be lost that way.
         max_hung = max(1, min(num_threads * 2, (num_slots - num_threads) // 2))
         self._slots = SlotPool(transport, num_slots, max(0, num_slots - num_threads - max_hung))
@@ -133,7 +131,7 @@ class JobRunner(Generic[SlotT]):
         self._pool = HangProofPool(
             "fskv-io", num_threads, max_hung, queue, self._run, self._own_slot
         )
-        self._readiness = Readiness(enter_thread)
+        self._readiness = Readiness(transport.enter_thread)
         # Where the KV is in host memory nobody else writes it: a load has no event to be ahead of.
         self._reads_ahead = native is None or native.pages is None
         self._jobs: dict[int, Job] = {}  # engine's thread only
@@ -359,7 +357,7 @@ class JobRunner(Generic[SlotT]):
     def _own_slot(self) -> Iterator[OwnSlot[SlotT]]:
         """A slot for the life of a thread; None without memory, which costs its chunks and not the engine."""
         numa.pin_thread(self._cpus)
-        self._enter_thread()
+        self._transport.enter_thread()
         own = OwnSlot(self._slots.take())
         try:
             yield own

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 from fskv.config import StoreConfig
@@ -116,7 +115,6 @@ class Mover:
             breaker=self._breaker,
             store_queue_s=config.store_queue_s,
             cpus=numa.cuda_cpus(device.index) if self.on_cuda and device is not None else None,
-            enter_thread=partial(_select, device) if self.on_cuda else lambda: None,
         )
         self.description = self._transport.description
         self.counters = Counters(*metrics.WORKER_COUNTERS)
@@ -278,13 +276,6 @@ class Mover:
             add(metrics.STORE_SECONDS, outcome.seconds)
         else:
             add(metrics.STORES_SKIPPED, 1, status.value)
-
-
-def _select(device: torch.device) -> None:
-    """Make a device the calling thread's; that of a new thread is GPU 0, which is another rank's."""
-    import torch
-
-    torch.cuda.set_device(device)
 
 
 class _Ending:

@@ -108,6 +108,7 @@ def _probe(transport: GdsTransport, probe_dir: str) -> None:
     """Write a chunk and read it back through cuFile; raises when it is another one."""
     path = os.path.join(probe_dir, f"probe-{secrets.token_hex(8)}.part")
     nbytes = transport.slot_nbytes
+    transport.enter_thread()
     slot = transport.new_slot(-1)
     try:
         transport.fill_zero(slot, 0, nbytes)

@@ -165,7 +165,6 @@ class CudaDevice:
 
     def new_buffer(self, nbytes: int) -> CudaBuffer:
         """Allocate a slot's memory; raises RuntimeError or OSError."""
-        self.make_current()
         return CudaBuffer(self._open_driver(), self.device, nbytes)
 
     def _open_driver(self) -> Driver:
@@ -340,7 +339,6 @@ class CudaDevice:
     def _new_stream(self) -> Any:
         import torch
 
-        self.make_current()
         try:
             driver = self._open_driver()
             own = self._local.own = _OwnStream(self.device, driver, self._free_streams)

@@ -165,11 +165,12 @@ class HostTransport:
                 "option 'direct_io': found \"on\", but a direct write in the root fails; "
                 'expected "auto" or "off" on this file system'
             )
-        self._cuda: CudaDevice | None = None
+        if cuda is None and tensors and getattr(tensors[0], "is_cuda", False):
+            cuda = CudaDevice(tensors, slot_nbytes)
+        self._cuda = cuda
         self._flat: list[Any] = []
-        if tensors and getattr(tensors[0], "is_cuda", False):
-            self._cuda = cuda or CudaDevice(tensors, slot_nbytes)
-            self._cuda.make_bounce_buffers()
+        if cuda:
+            cuda.make_bounce_buffers()
         else:
             self._flat = [
                 np.frombuffer(t, np.uint8) if isinstance(t, memoryview) else flat_bytes(t).numpy()
@@ -195,12 +196,15 @@ class HostTransport:
             f"{'outside the interpreter' if self.native else 'in Python'}"
         )
 
+    def enter_thread(self) -> None:
+        if self._cuda:
+            self._cuda.make_current()
+
     def new_slot(self, index: int) -> HostSlot:
         if not self._cuda:
             return HostSlot(index, self._arena.take())
         import torch
 
-        self._cuda.make_current()
         # One page more than needed: the pinned allocator promises no 4096-alignment.
         raw = torch.empty(self.slot_nbytes + 4096, dtype=torch.uint8, pin_memory=True)
         start = -raw.data_ptr() % 4096

@@ -81,6 +81,9 @@ class Transport(Protocol[SlotT]):
     description: str  # for the start-up line: what is really used
     native: Native | None  # None: every chunk is moved by the methods below
 
+    def enter_thread(self) -> None:
+        """Called first by each thread that is fskv's own: makes the device of the KV current there."""
+
     def new_slot(self, index: int) -> SlotT: ...
 
     def drop_slot(self, slot: SlotT) -> None:

@@ -99,6 +99,9 @@ class StubDevice:
         self._flat = [flat_bytes(tensor).numpy() for tensor in tensors]
         self._driver = Driver(0)
 
+    def make_current(self):
+        pass
+
     def new_buffer(self, nbytes):
         # As where cuMemAlloc is not page-aligned: the buffer begins inside its allocation.
         piece = _Piece(self, nbytes + chunk_file.ALIGNMENT)

@@ -18,6 +18,7 @@ import torch
 
 from fskv.transports import cuda, kernels
 from fskv.transports.cuda import CudaDevice
+from fskv.transports.host import HostTransport
 
 SLOT, PAGE = 65536 + 8192, 1024
 
@@ -238,12 +239,18 @@ def test_a_bounce_buffer_is_given_back_when_nothing_uses_it(gpu):
     rig.device.scatter_from_host(rig.slot, 4096, rig.spans, None)
 
 
-def test_a_thread_of_another_rank_touches_no_other_gpu(gpu):
+def test_a_thread_of_another_rank_touches_no_other_gpu(gpu, tmp_path):
     """A context on GPU 0 costs half a GiB there, for each rank."""
     rig = Rig(gpu, index=3)
-    thread = threading.Thread(
-        target=lambda: rig.device.gather_to_host(rig.spans, rig.slot, 4096, None)
+    transport = HostTransport(
+        [], SLOT, probe_dir=str(tmp_path), direct_io="off", cuda=rig.device, native=False
     )
+
+    def work():
+        transport.enter_thread()
+        rig.device.gather_to_host(rig.spans, rig.slot, 4096, None)
+
+    thread = threading.Thread(target=work)
     thread.start()
     thread.join()
     assert gpu.contexts == {3}

@@ -307,6 +307,23 @@ def test_beyond_the_spare_slots_files_are_read_after_the_forward(make_device):
     assert bench.runner._slots._num_ahead == 0
 
 
+def test_each_thread_of_the_runners_selects_the_device_first(make_device, monkeypatch):
+    entered = []
+    monkeypatch.setattr(
+        host.HostTransport,
+        "enter_thread",
+        lambda _: entered.append(threading.current_thread().name),
+    )
+    bench = make_device(num_threads=2, num_slots=40)
+    forward = Event()
+    job, _ = bench.submit([0, 1], forward, load=False)
+    threading.Timer(0.1, forward.fire).start()
+    bench.finish(job)
+    bench.wait_until_idle()
+    assert {"fskv-io-1", "fskv-ready"} <= set(entered)
+    assert len(entered) == len(set(entered))
+
+
 def test_a_bad_file_is_found_while_the_forward_runs(make_device):
     bench = make_device(num_threads=2, num_slots=40)
     stored(bench, [0, 1])
