@@ -67,27 +67,29 @@ static PyObject *copy(PyObject *module, PyObject *args)
         PyBuffer_Release(&slot);
         return NULL;
     }
-    bool fit = false;
+    bool fit = false, good = true;
+    CudaError error;
     if (base < 0 || base > slot.len)
         PyErr_SetString(PyExc_ValueError, "copy_spans: base is outside the slot");
     else
         fit = spans_fit((Pages *)pages, &spans, (size_t)base, (size_t)slot.len);
     if (fit) {
         Py_BEGIN_ALLOW_THREADS
-        copy_spans((Pages *)pages, &spans, (uint8_t *)slot.buf + base, to_slot);
+        good = copy_spans((Pages *)pages, &spans, (uint8_t *)slot.buf + base, to_slot, &error);
         Py_END_ALLOW_THREADS
     }
     PyBuffer_Release(&spans);
     PyBuffer_Release(&slot);
-    if (!fit)
-        return NULL;
+    if (!fit || !good)
+        return fit ? set_cuda_error(&error) : NULL;
     Py_RETURN_NONE;
 }
 
 static PyMethodDef functions[] = {
     {"row_digests", row_digests, METH_O, "row_digests(payload): see fskv.format.integrity."},
     {"copy_spans", copy, METH_VARARGS,
-     "copy_spans(pages, spans, slot, base, to_slot): copy every span; ValueError when one is outside."},
+     "copy_spans(pages, spans, slot, base, to_slot): copy every span; ValueError when one is outside, "
+     "RuntimeError when the device's driver says no."},
     {"probe_chunks", probe_chunks, METH_VARARGS,
      "probe_chunks(chunks, missed_before, files): see fskv.index.presence.probe_files; returns a byte for each "
      "chunk, (position, errno) of those that could not be looked at, and the seconds it took."},
@@ -117,7 +119,7 @@ static struct PyModuleDef definition = {
 
 PyMODINIT_FUNC PyInit__native(void)
 {
-    static PyTypeObject *types[] = {&PagesType, &GuardType, &LayoutType, &TransferType, &QueueType};
+    static PyTypeObject *types[] = {&DeviceType, &PagesType, &GuardType, &LayoutType, &TransferType, &QueueType};
     blake3_init();
     xxh3_init();
     copy_init();

@@ -114,29 +114,23 @@ static bool end(Queue *queue, Transfer *transfer)
 
 /* --- without the interpreter --------------------------------------------------------------- */
 
-static bool gather(Queue *queue, Transfer *transfer, uint8_t *slot)
-{
-    if (!guard_enter(transfer->guard))
-        return false;
-    gather_and_digest(transfer, slot);
-    guard_leave(transfer->guard);
-    transfer->gathered = transfer->digested = true;
-    pthread_mutex_lock(&queue->mutex);
-    add_event(queue, transfer, GATHERED, false);
-    pthread_mutex_unlock(&queue->mutex);
-    return true;
-}
-
 /* Returns false when Python has to go on. */
 static bool run_store(Queue *queue, Transfer *transfer, uint8_t *slot, Kind *kind)
 {
     if (!transfer->gathered) {
         if (transfer->pages == NULL)
             return false;
-        if (!gather(queue, transfer, slot)) {
+        if (!guard_enter(transfer->guard)) {
             *kind = ABANDONED;
             return true;
         }
+        bool gathered = gather(transfer, slot);
+        guard_leave(transfer->guard);
+        if (!gathered)
+            return false;
+        pthread_mutex_lock(&queue->mutex);
+        add_event(queue, transfer, GATHERED, false);
+        pthread_mutex_unlock(&queue->mutex);
     }
     transfer->tried = true;
     ChunkResult result = chunk_write(&transfer->layout->file, &transfer->file, slot, transfer->digested);
@@ -150,16 +144,18 @@ static bool run_load(Queue *queue, Transfer *transfer, uint8_t *slot, Kind *kind
     int fd, old_mtime;
     if (chunk_read(file, &transfer->file, slot, &fd, &old_mtime) != CHUNK_OK)
         return false;
-    if (transfer->pages == NULL) {
+    bool scattered = true, otherwise = transfer->pages == NULL || transfer->ahead;
+    if (!otherwise && guard_enter(transfer->guard)) {
+        CudaError error;
+        scattered = copy_spans(transfer->pages, &transfer->spans, slot + file->header_nbytes, false, &error);
+        guard_leave(transfer->guard);
+        *kind = LOADED;
+    }
+    if (otherwise || !scattered) {
         transfer->checked = true; /* Python scatters, and touches the file afterwards */
         transfer->old_mtime = old_mtime;
         close(fd);
         return false;
-    }
-    if (guard_enter(transfer->guard)) {
-        copy_spans(transfer->pages, &transfer->spans, slot + file->header_nbytes, false);
-        guard_leave(transfer->guard);
-        *kind = LOADED;
     }
     if (*kind == LOADED) {
         /* Told before the disk is touched again: what can go wrong there must not spoil a load. */

@@ -25,24 +25,46 @@ static void Pages_dealloc(Pages *self)
     for (Py_ssize_t i = 0; i < self->num_buffers; i++)
         PyBuffer_Release(&self->buffers[i]);
     PyMem_Free(self->buffers);
+    PyMem_Free(self->addresses);
+    Py_XDECREF(self->device);
     Py_TYPE(self)->tp_free(self);
+}
+
+/* One tensor on a device, as (address, bytes). */
+static bool add_address(Pages *self, PyObject *item)
+{
+    unsigned long long address;
+    Py_ssize_t nbytes;
+    if (!PyTuple_Check(item) || !PyArg_ParseTuple(item, "Kn:Pages", &address, &nbytes))
+        return false;
+    if (nbytes < 0 || address > UINT64_MAX - (uint64_t)nbytes) {
+        PyErr_SetString(PyExc_ValueError, "Pages: no such memory");
+        return false;
+    }
+    self->addresses[self->num_buffers] = address;
+    self->buffers[self->num_buffers].len = nbytes;
+    return true;
 }
 
 static PyObject *Pages_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    PyObject *tensors, *sequence;
-    if (!PyArg_ParseTuple(args, "O:Pages", &tensors) ||
+    PyObject *tensors, *sequence, *device = NULL;
+    if (!PyArg_ParseTuple(args, "O|O!:Pages", &tensors, &DeviceType, &device) ||
         (sequence = PySequence_Fast(tensors, "Pages takes a sequence of buffers")) == NULL)
         return NULL;
     Py_ssize_t n = PySequence_Fast_GET_SIZE(sequence);
     Pages *self = (Pages *)type->tp_alloc(type, 0);
-    if (self != NULL && (self->buffers = PyMem_Calloc((size_t)n + 1, sizeof(Py_buffer))) == NULL) {
+    if (self != NULL && ((self->buffers = PyMem_Calloc((size_t)n + 1, sizeof(Py_buffer))) == NULL ||
+                         (self->addresses = PyMem_Calloc((size_t)n + 1, sizeof(uint64_t))) == NULL)) {
         PyErr_NoMemory();
         Py_CLEAR(self);
     }
+    if (self != NULL)
+        self->device = (Device *)Py_XNewRef(device);
     for (Py_ssize_t i = 0; self != NULL && i < n; i++) {
-        if (PyObject_GetBuffer(PySequence_Fast_GET_ITEM(sequence, i), &self->buffers[i],
-                               PyBUF_WRITABLE) != 0)
+        PyObject *item = PySequence_Fast_GET_ITEM(sequence, i);
+        if (device != NULL ? !add_address(self, item)
+                           : PyObject_GetBuffer(item, &self->buffers[i], PyBUF_WRITABLE) != 0)
             Py_CLEAR(self);
         else
             self->num_buffers++;
@@ -113,9 +135,13 @@ static void copy_to_page(uint8_t *page, const uint8_t *place, size_t nbytes)
     memcpy(page, place, nbytes);
 }
 
-void copy_spans(const Pages *pages, const Py_buffer *spans, uint8_t *slot_base, bool to_slot)
+bool copy_spans(const Pages *pages, const Py_buffer *spans, uint8_t *slot_base, bool to_slot,
+                CudaError *error)
 {
     const int64_t *row = spans->buf, *end = row + spans->len / 8;
+    if (pages->device != NULL)
+        return cuda_copy_spans(pages->device->cuda, pages->addresses, row, (size_t)spans->len / 32,
+                               slot_base, to_slot, error);
     for (; row < end; row += 4) {
         uint8_t *page = (uint8_t *)pages->buffers[row[0]].buf + row[1], *place = slot_base + row[2];
         if (to_slot)
@@ -126,9 +152,10 @@ void copy_spans(const Pages *pages, const Py_buffer *spans, uint8_t *slot_base, 
 #if defined(__x86_64__)
     _mm_sfence(); /* streamed bytes are there before anybody is told */
 #endif
+    return true;
 }
 
-void gather_and_digest(const Transfer *transfer, uint8_t *slot)
+static void gather_and_digest(const Transfer *transfer, uint8_t *slot)
 {
     const FileLayout *layout = &transfer->layout->file;
     uint8_t *payload = slot + layout->header_nbytes;
@@ -147,9 +174,23 @@ void gather_and_digest(const Transfer *transfer, uint8_t *slot)
     digest_rows(payload + digested, layout->payload_nbytes - digested, digests + digested / ROW * 8);
 }
 
+bool gather(Transfer *transfer, uint8_t *slot)
+{
+    CudaError error;
+    if (transfer->pages->device == NULL)
+        gather_and_digest(transfer, slot);
+    else if (!copy_spans(transfer->pages, &transfer->spans, slot + transfer->layout->file.header_nbytes, true,
+                         &error))
+        return false;
+    transfer->gathered = true;
+    transfer->digested = transfer->pages->device == NULL;
+    return true;
+}
+
 PyTypeObject PagesType = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "fskv._native.Pages",
-    .tp_doc = "Pages(tensors): the KV tensors, each a writable buffer of flat bytes.",
+    .tp_doc = "Pages(tensors, device=None): the KV tensors, each a writable buffer of flat bytes, or with a device "
+              "(address, bytes).",
     .tp_basicsize = sizeof(Pages),
     .tp_flags = Py_TPFLAGS_DEFAULT,
     .tp_new = Pages_new,
@@ -443,6 +484,16 @@ static PyObject *Transfer_use_slot(Transfer *self, PyObject *slot)
     Py_RETURN_NONE;
 }
 
+static PyObject *Transfer_hold(Transfer *self, PyObject *unused)
+{
+    if (self->state != NEW || !self->is_load) {
+        PyErr_SetString(PyExc_ValueError, "hold: only a load, before it is queued");
+        return NULL;
+    }
+    self->ahead = true;
+    Py_RETURN_NONE;
+}
+
 static PyObject *Transfer_write(Transfer *self, PyObject *slot)
 {
     Py_buffer view;
@@ -463,6 +514,8 @@ static PyObject *Transfer_write(Transfer *self, PyObject *slot)
 static PyMethodDef Transfer_methods[] = {
     {"use_slot", (PyCFunction)Transfer_use_slot, METH_O,
      "use_slot(slot): this store's pages are in `slot` already; it is kept until the end."},
+    {"hold", (PyCFunction)Transfer_hold, METH_NOARGS,
+     "hold(): its pages are still in use; once it was read Python goes on."},
     {"write", (PyCFunction)Transfer_write, METH_O,
      "write(slot): publish the gathered slot; WRITE_OK, WRITE_EXISTS, or else nothing was done."},
     {NULL},

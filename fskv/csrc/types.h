@@ -12,12 +12,23 @@
 #include <stdbool.h>
 
 #include "chunk_io.h"
+#include "cuda.h"
+
+/* A CUDA device, and what is registered with it. */
+typedef struct {
+    PyObject_HEAD
+    Cuda *cuda;
+    Py_buffer *registered; /* guarded by the interpreter, as the next */
+    Py_ssize_t num_registered;
+} Device;
 
 /* The engine's KV tensors, as flat bytes. Constant. */
 typedef struct {
     PyObject_HEAD
-    Py_buffer *buffers;
+    Py_buffer *buffers; /* on a device: without an object, `buf` is no address of the host's */
     Py_ssize_t num_buffers;
+    Device *device; /* NULL: in host memory */
+    uint64_t *addresses; /* those of a device, once more */
 } Pages;
 
 /* May the KV pages of a job still be touched? */
@@ -44,7 +55,7 @@ typedef struct Transfer {
     /* constant once made */
     PyObject *owner;
     Layout *layout; /* NULL: nothing is done here, every step is Python's */
-    Pages *pages;   /* NULL: the KV is not in host memory, Python moves it */
+    Pages *pages;   /* NULL: Python moves the KV */
     Guard *guard;
     PyObject *path, *part, *key; /* bytes */
     Py_buffer spans;
@@ -52,6 +63,7 @@ typedef struct Transfer {
     bool is_load;
     /* of the thread that runs it; before that, of whoever submits it */
     Py_buffer slot; /* buf != NULL: the pages were gathered into this slot ahead */
+    bool ahead;     /* load: its pages may still be in use when it was read, Python scatters */
     bool gathered;  /* store: the slot holds the pages */
     bool digested;  /* store: and the digests of its rows */
     bool tried;     /* store: chunk_write was called */
@@ -66,7 +78,7 @@ typedef struct Transfer {
     int spare_refs;    /* references that the queue holds for events to come */
 } Transfer;
 
-extern PyTypeObject PagesType, GuardType, LayoutType, TransferType, QueueType;
+extern PyTypeObject DeviceType, PagesType, GuardType, LayoutType, TransferType, QueueType;
 
 bool guard_enter(Guard *guard);
 void guard_leave(Guard *guard);
@@ -74,9 +86,12 @@ void guard_leave(Guard *guard);
 /* Check every span of a buffer of int64 (n, 4) against the tensors and the slot; sets ValueError. */
 bool spans_fit(const Pages *pages, const Py_buffer *spans, size_t base, size_t slot_nbytes);
 void copy_init(void);
-void copy_spans(const Pages *pages, const Py_buffer *spans, uint8_t *slot_base, bool to_slot);
-/* Gather a store's pages into its slot and digest each row while it is in the cache. */
-void gather_and_digest(const Transfer *transfer, uint8_t *slot);
+/* False only for pages on a device. It is over when it returns, also then. */
+bool copy_spans(const Pages *pages, const Py_buffer *spans, uint8_t *slot_base, bool to_slot,
+                CudaError *error);
+/* Gather a store's pages into its slot; those of the host with the digest of each row, while it is in the cache. */
+bool gather(Transfer *transfer, uint8_t *slot);
+PyObject *set_cuda_error(const CudaError *error);
 /* The memory of a HostSlot, which is its `array`. */
 int slot_buffer(PyObject *slot, Py_buffer *view);
 double monotonic_s(void);

@@ -133,7 +133,7 @@ class JobRunner(Generic[SlotT]):
         )
         self._readiness = Readiness(transport.enter_thread)
         # Where the KV is in host memory nobody else writes it: a load has no event to be ahead of.
-        self._reads_ahead = native is None or native.pages is None
+        self._reads_ahead = native is None or native.on_device
         self._jobs: dict[int, Job] = {}  # engine's thread only
 
     # --- the engine's side ----------------------------------------------------------------
@@ -236,8 +236,11 @@ class JobRunner(Generic[SlotT]):
                 queued = self._store.transfer(
                     task, move.file, move.plan, job.guard, is_load=job.is_load
                 )
-                if task.slot is not None and not isinstance(queued, Task) and queued.native:
-                    queued.use_slot(task.slot)
+                if not isinstance(queued, Task) and queued.native:
+                    if task.slot is not None:
+                        queued.use_slot(task.slot)
+                    elif task.ahead:
+                        queued.hold()
             except Exception:
                 # A bug must cost this chunk, not the engine's step.
                 logger.exception("fskv: %s of %s", "load" if job.is_load else "store", move.file)

@@ -89,6 +89,7 @@ class Mover:
             direct_io=config.direct_io,
             file_mode=directory.file_mode,
             fsync=config.fsync,
+            num_slots=num_slots,
         )
         device = getattr(pages[0], "device", None) if pages else None
         self.on_cuda = device is not None and device.type == "cuda"

@@ -41,12 +41,14 @@ def open_transport(
     direct_io: str,
     file_mode: int,
     fsync: bool,
+    num_slots: int | None = None,
     device: Device | None = None,
 ) -> Transport[Any]:
     """Open `transport` ("auto", "host" or "gds") for the engine's KV pages; `description` is the sentence.
 
     `probe_dir` is a directory of the root for probe files. `device` is where the tensors are, for tests; else
-    it is found from them. Raises ConfigError where "gds" does not work, and what HostTransport raises.
+    it is found from them. `num_slots` is the most that will be asked for. Raises ConfigError where "gds" does
+    not work, and what HostTransport raises.
     """
     if device is None and tensors and getattr(tensors[0], "is_cuda", False):
         device = CudaDevice(tensors, slot_nbytes)
@@ -59,6 +61,7 @@ def open_transport(
             file_mode=file_mode,
             fsync=fsync,
             cuda=device if isinstance(device, CudaDevice) else None,
+            num_slots=num_slots,
         )
     if device is None:
         raise _no_gds("the KV is not on CUDA")

@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 # it, and for chunks that are larger than a quarter, spans are copied one by one as without it.
 _BOUNCE_BUFFERS, _BOUNCE_NBYTES = 4, 64 << 20
 _STREAM_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
+LIBCUDA = "libcuda.so.1"
 
 
 class Driver:
@@ -41,7 +42,7 @@ class Driver:
 
     def __init__(self, device_idx: int) -> None:
         """Raises OSError without libcuda, RuntimeError when the device does not answer."""
-        self._lib = ctypes.CDLL("libcuda.so.1")
+        self._lib = ctypes.CDLL(LIBCUDA)
         self._call("cuInit", ctypes.c_uint(0))
         device = ctypes.c_int()
         self._call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(device_idx))
@@ -154,6 +155,11 @@ class CudaDevice:
         self._tables = None if self.kernels_missing else kernels.FlatTensors(self._flat)
         self._bounce: list[torch.Tensor] = []  # those not in use; list.pop and append are atomic
         self._num_bounce = 0
+
+    @property
+    def memory(self) -> list[tuple[int, int]]:
+        """Address and bytes of each tensor."""
+        return [(tensor.data_ptr(), tensor.numel()) for tensor in self._flat]
 
     # --- buffers ----------------------------------------------------------------------------
 

@@ -11,7 +11,6 @@ import errno
 import mmap
 import os
 import secrets
-import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +28,8 @@ from fskv.errors import (
 from fskv.format import chunk_file
 from fskv.format.integrity import XXH3_64
 from fskv.plan.spans import SpanTable
+from fskv.transports import cuda_native
+from fskv.transports.arena import Arena
 from fskv.transports.chunk_fd import (
     OPEN_PART,
     ChunkFd,
@@ -66,45 +67,17 @@ class HostSlot:
     def __init__(self, index: int, array: npt.NDArray[np.uint8], tensor: Any = None) -> None:
         self.index = index
         self.array = array
-        self.tensor = tensor  # the same memory as a pinned torch tensor, when there is CUDA
+        self.tensor = tensor  # the same memory as a pinned torch tensor, where torch has made it
         self.view = array.data
 
+    @property
+    def pinned(self) -> Any:
+        """The same memory as a torch tensor, for copies from and to a device."""
+        if self.tensor is None:
+            import torch
 
-class Arena:
-    """Pageable memory for slots, a few at a time, on huge pages where the kernel gives them.
-
-    O_DIRECT pins every page of a buffer for each transfer: reads that ran at 1.2 GB/s on 4 KiB pages ran at
-    3.2 on 2 MiB pages. A slot is not a multiple of 2 MiB, so slots lie one after the other.
-    """
-
-    _HUGE = 2 << 20
-    _AT_ONCE = 32 << 20
-
-    def __init__(self, slot_nbytes: int) -> None:
-        self._slot_nbytes = chunk_file.align(slot_nbytes)
-        self._lock = threading.Lock()
-        self._free: list[npt.NDArray[np.uint8]] = []
-
-    def take(self) -> npt.NDArray[np.uint8]:
-        """Return a slot's memory, 4096-aligned and zero; raises OSError without memory."""
-        with self._lock:
-            if not self._free:
-                num_slots = max(1, self._AT_ONCE // self._slot_nbytes)
-                nbytes = num_slots * self._slot_nbytes
-                # Private: shared anonymous memory is a tmpfs file, without huge pages by default.
-                memory = mmap.mmap(-1, nbytes + self._HUGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-                # A fork during a direct read could leave the bytes in the child's copy of a page (open(2),
-                # NOTES), and engines fork: to compile kernels, for one.
-                for advice in (mmap.MADV_DONTFORK, mmap.MADV_HUGEPAGE):
-                    with contextlib.suppress(OSError):  # a kernel that does not know it
-                        memory.madvise(advice)
-                array = np.frombuffer(memory, np.uint8)
-                start = -array.ctypes.data % self._HUGE
-                self._free = [
-                    array[at : at + self._slot_nbytes]
-                    for at in range(start, start + nbytes, self._slot_nbytes)
-                ][::-1]
-            return self._free.pop()
+            self.tensor = torch.from_numpy(self.array)
+        return self.tensor
 
 
 class _HostChunk(ChunkFd):
@@ -141,18 +114,19 @@ class HostTransport:
         fsync: bool = False,
         cuda: CudaDevice | None = None,
         native: bool = True,
+        num_slots: int | None = None,
     ) -> None:
         """`tensors` are the engine's KV tensors, int8 (num_blocks, page), CPU or CUDA, possibly strided.
 
         A memoryview of writable bytes does for a contiguous one on the CPU, where there is no torch.
-        `cuda` is their device, if there is one and somebody has made it already.
+        `cuda` is their device, if there is one and somebody has made it already. On a device memory for
+        `num_slots` slots is registered now; None: for a few whenever some are needed.
 
         Writes probe files into `probe_dir`. Raises RootError where no file can be renamed over another, and
         ConfigError when direct_io is "on" and the file system refuses it. With native=False all is done in
         Python.
         """
         self.slot_nbytes = slot_nbytes
-        self._arena = Arena(slot_nbytes)
         self._file_mode = file_mode
         self._fsync = fsync
         self._direct = call_with_deadline(
@@ -169,19 +143,27 @@ class HostTransport:
             cuda = CudaDevice(tensors, slot_nbytes)
         self._cuda = cuda
         self._flat: list[Any] = []
-        if cuda:
+        self._outside = None
+        if cuda and native:
+            self._outside = cuda_native.open_native(cuda, slot_nbytes, num_slots)
+        self._arena = self._outside.arena if self._outside else Arena(slot_nbytes)
+        if cuda and not self._outside:
             cuda.make_bounce_buffers()
-        else:
+        if not cuda:
             self._flat = [
                 np.frombuffer(t, np.uint8) if isinstance(t, memoryview) else flat_bytes(t).numpy()
                 for t in tensors
             ]
-        self._pages = None
+        self._pages: _native.Pages | None = None
         self.native = None
         if native and _native is not None:
-            self._pages = None if self._cuda else _native.Pages(self._flat)
+            if self._outside:
+                self._pages = self._outside.pages
+            elif not cuda:
+                self._pages = _native.Pages(self._flat)
             self.native = Native(
                 pages=self._pages,
+                on_device=cuda is not None,
                 open_flags=os.O_DIRECT if self._direct else 0,
                 fsync=fsync,
                 file_mode=file_mode,
@@ -193,7 +175,7 @@ class HostTransport:
         self.description = (
             f"host staging ({'pinned' if self._cuda else 'pageable'}), "
             f"{'O_DIRECT' if self._direct else 'buffered'}, "
-            f"{'outside the interpreter' if self.native else 'in Python'}"
+            f"{'outside the interpreter' if self._pages else 'in Python'}"
         )
 
     def enter_thread(self) -> None:
@@ -201,7 +183,7 @@ class HostTransport:
             self._cuda.make_current()
 
     def new_slot(self, index: int) -> HostSlot:
-        if not self._cuda:
+        if self._outside or not self._cuda:
             return HostSlot(index, self._arena.take())
         import torch
 
@@ -216,7 +198,10 @@ class HostTransport:
 
     def gather(self, table: SpanTable, slot: HostSlot, base: int, ready: Ready | None) -> None:
         if self._cuda:
-            self._cuda.gather_to_host(table, slot.tensor, base, ready)
+            if not self._outside or not self._outside.copy(
+                table, slot.array, base, ready, to_slot=True
+            ):
+                self._cuda.gather_to_host(table, slot.pinned, base, ready)
             return
         if ready is not None:
             ready.synchronize()
@@ -229,7 +214,10 @@ class HostTransport:
 
     def scatter(self, slot: HostSlot, base: int, table: SpanTable, ready: Ready | None) -> None:
         if self._cuda:
-            self._cuda.scatter_from_host(slot.tensor, base, table, ready)
+            if not self._outside or not self._outside.copy(
+                table, slot.array, base, ready, to_slot=False
+            ):
+                self._cuda.scatter_from_host(slot.pinned, base, table, ready)
             return
         if ready is not None:
             ready.synchronize()
@@ -253,6 +241,8 @@ class HostTransport:
         return XXH3_64.rows(slot.view[start:stop])
 
     def close(self) -> None:
+        if self._outside:
+            self._outside.close()
         if self._cuda:
             self._cuda.drop_bounce_buffers()
 

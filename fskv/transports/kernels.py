@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import struct
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -75,6 +76,7 @@ _CHAIN_ROWS, _CHAIN_UNROLL, _CHAIN_WARPS = 8, 8, 1
 # 8 KiB: four 16-byte loads a thread, and 256 programs for a chunk of 2 MiB. A step of bytes is not as many
 # elements as a piece has words: Triton 3.9 then gives both branches one layout, through shared memory.
 _PIECE_NBYTES, _STEP_NBYTES, _COPY_WARPS = 8192, 2048, 4
+_MAX_SCRATCH = 4  # as in csrc/cuda.c
 
 
 def _sum_blocks(
@@ -171,6 +173,21 @@ def _copy_pieces(
             )
 
 
+class CompiledCopy(NamedTuple):
+    """The copy kernel as the driver takes it, for who launches it without Triton.
+
+    A program copies one row of int64 (source, target, bytes), of `piece_nbytes` at most; its argument is the
+    address of the rows.
+    """
+
+    cubin: bytes
+    name: str
+    num_threads: int  # of a program
+    shared_nbytes: int
+    num_scratch: int  # pointers behind the argument, which Triton adds and this kernel does not use
+    piece_nbytes: int
+
+
 class _Kernels(NamedTuple):
     sum_blocks: Any
     chain_blocks: Any
@@ -221,6 +238,52 @@ def available(device: torch.device) -> str | None:
     except Exception as error:  # no Triton, no compiler, no driver: all the same to the caller
         text = str(error).strip() or "no message"
         return f"the kernels do not run here: {type(error).__name__}: {text.splitlines()[0]}"
+
+
+def compiled_copy(device: torch.device) -> CompiledCopy:
+    """Return the copy kernel for `device`, which is current; raises RuntimeError where it has surprises.
+
+    Also what Triton raises.
+    """
+    import torch
+
+    with _current(device):
+        compiled = _kernels().copy_pieces.warmup(
+            torch.int64, _PIECE_NBYTES, _STEP_NBYTES, num_warps=_COPY_WARPS, grid=(1,)
+        )
+    return described(compiled)
+
+
+def described(compiled: Any) -> CompiledCopy:
+    """Read what a launch needs from what Triton has compiled; raises RuntimeError.
+
+    Triton's own launcher passes all arguments that are no constants, then a pointer to scratch memory of the
+    kernel's and one of a profiler's (since 3.4). A kernel that wants such memory, clusters or a cooperative
+    launch is none that this knows how to launch.
+    """
+    metadata = compiled.metadata
+    ptx = compiled.asm["ptx"]
+    entry = re.search(rf"\.entry\s+{re.escape(metadata.name)}\s*\(([^)]*)\)([^{{]*)\{{", ptx)
+    if entry is None:
+        raise RuntimeError(f"{metadata.name} is not in its own PTX")
+    parameters = entry[1].count(".param")
+    pointers = len(re.findall(r"\.param\s+\.u64\b", entry[1]))
+    threads = re.search(r"\.(?:reqntid|maxntid)\s+(\d+)", entry[2])
+    wanted = {
+        name: getattr(metadata, name, 0)
+        for name in ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid")
+    }
+    wanted["num_ctas"] = getattr(metadata, "num_ctas", 1) - 1
+    if any(wanted.values()) or not 1 <= parameters == pointers <= 1 + _MAX_SCRATCH:
+        raise RuntimeError(f"a kernel with {parameters} parameters, {wanted}")
+    return CompiledCopy(
+        cubin=compiled.asm["cubin"],
+        name=metadata.name,
+        num_threads=int(threads[1]) if threads else 32 * metadata.num_warps,
+        shared_nbytes=metadata.shared,
+        num_scratch=parameters - 1,
+        piece_nbytes=_PIECE_NBYTES,
+    )
 
 
 def row_digests(buffer: torch.Tensor) -> torch.Tensor:

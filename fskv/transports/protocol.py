@@ -58,9 +58,8 @@ class OpenChunk(Protocol[_SlotT_contra]):
 class Native:
     """How a transport lets `fskv._native` do its work outside the interpreter."""
 
-    pages: (
-        _native.Pages | None
-    )  # None: the KV is not in host memory, gathering and scattering stay Python's
+    pages: _native.Pages | None  # None: gathering and scattering stay Python's
+    on_device: bool  # the pages: a load may be ahead of their last user
     open_flags: int  # O_DIRECT or 0
     fsync: bool
     file_mode: int

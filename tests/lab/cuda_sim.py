@@ -1,0 +1,399 @@
+"""A CUDA device without a GPU: the simulated driver of native/cuda_sim.c, and torch on it.
+
+`Sim` is the driver; `Gpu` one of its devices, as an engine uses it. `on_simulation` puts the few calls of
+torch.cuda and Triton that fskv makes on the driver, so that `CudaDevice` runs unchanged. Its tensors are torch's
+own, on addresses that the host may not touch: who looks into one without the driver is named as a misuse.
+
+What this shows: order, contexts, lifetimes, bounds, bytes, calls. What it does not: speed, and whether a real
+driver agrees with the simulation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import mmap
+import os
+import tempfile
+import threading
+from pathlib import Path
+
+import numpy as np
+import torch
+from native_build import build
+
+from fskv.transports import cuda, kernels
+
+_CUBIN = b"SIM: the kernels are functions of the host's, found by name"
+_NON_BLOCKING = 1
+_BLOCKING_SYNC, _DISABLE_TIMING = 1, 2
+
+
+class SimError(RuntimeError):
+    """What torch would raise."""
+
+
+class Sim:
+    """The library, loaded once in a process; its state is the process's."""
+
+    def __init__(self, path):
+        self.path = path
+        self.lib = lib = ctypes.CDLL(path)
+        lib.sim_reset.argtypes = [ctypes.c_uint, ctypes.c_double]
+        lib.sim_misuses.restype = ctypes.c_char_p
+        lib.sim_open_address.argtypes = [ctypes.c_uint64]
+        lib.sim_open_address.restype = ctypes.c_uint64
+        lib.sim_limit.argtypes = [ctypes.c_int, ctypes.c_size_t]
+        for name in ("sim_calls", "sim_live", "sim_registered"):
+            getattr(lib, name).restype = ctypes.c_size_t
+
+    def call(self, name, *arguments):
+        """Call an entry point of the driver; raises SimError."""
+        if code := getattr(self.lib, name)(*arguments):
+            raise SimError(f"CUDA error: {name} answers {code}")
+
+    def reset(self, seed=0, late_s=0.0):
+        """Forget what was noted. What is launched runs up to `late_s` later; 0: at once, on its thread."""
+        self.lib.sim_reset(seed + 1, late_s)
+
+    @property
+    def misuses(self):
+        return self.lib.sim_misuses().decode().splitlines()
+
+    def fail(self, name, code, after=0):
+        """Let a call answer `code`, once: the next of this name, or the one `after` as many."""
+        self.lib.sim_fail(name.encode(), after, code)
+
+    def lose(self, device, code=700):
+        """Let all calls fail from now on, as after an illegal address."""
+        self.lib.sim_lose(device, code)
+
+    def limit(self, device, nbytes):
+        """Let no more than so much be allocated beyond what is."""
+        self.lib.sim_limit(device, nbytes)
+
+    def calls(self, name):
+        return self.lib.sim_calls(name.encode())
+
+    def contexts(self, device):
+        return self.lib.sim_contexts(device)
+
+    def live(self, device):
+        return self.lib.sim_live(device)
+
+    @property
+    def registered(self):
+        return self.lib.sim_registered()
+
+    @property
+    def spinning(self):
+        """Waits that keep a CPU busy."""
+        return self.lib.sim_spinning()
+
+    @property
+    def busy(self):
+        return bool(self.lib.sim_busy())
+
+    def open_address(self, address):
+        return self.lib.sim_open_address(address)
+
+
+@functools.cache
+def simulation():
+    """Build and load the driver; skips the test where there is no C compiler."""
+    directory = Path(tempfile.gettempdir()) / f"fskv-tests-{os.getuid()}"
+    return Sim(build("cuda_sim", directory))
+
+
+class SimTensor(torch.Tensor):
+    """A tensor that says it is on the device; views of it are plain tensors on its addresses."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    is_cuda = True
+
+    @property
+    def device(self):
+        return self.sim_device
+
+
+class SimEvent:
+    """An event of a stream, as torch.cuda.Event(blocking=True) is one."""
+
+    def __init__(self, gpu, stream):
+        self._gpu = gpu
+        self._event = ctypes.c_void_p()
+        with gpu.current():
+            gpu.sim.call(
+                "cuEventCreate", ctypes.byref(self._event), _BLOCKING_SYNC | _DISABLE_TIMING
+            )
+            gpu.sim.call("cuEventRecord", self._event, stream)
+        self.handle = self._event
+
+    def query(self):
+        with self._gpu.current():
+            code = self._gpu.sim.lib.cuEventQuery(self._event)
+        if code not in (0, 600):
+            raise SimError(f"CUDA error: cuEventQuery answers {code}")
+        return code == 0
+
+    def synchronize(self):
+        with self._gpu.current():
+            self._gpu.sim.call("cuEventSynchronize", self._event)
+
+
+class Gpu:
+    """A device as an engine uses it: tensors, a stream, kernels that write to pages."""
+
+    def __init__(self, sim, index=0):
+        self.sim, self.index = sim, index
+        device = ctypes.c_int()
+        sim.call("cuInit", 0)
+        sim.call("cuDeviceGet", ctypes.byref(device), index)
+        self.context = ctypes.c_void_p()
+        sim.call("cuDevicePrimaryCtxRetain", ctypes.byref(self.context), device)
+        self.stream = self.new_stream()
+        self._calls = []  # callbacks must outlive their call
+
+    @contextlib.contextmanager
+    def current(self):
+        self.sim.call("cuCtxPushCurrent_v2", self.context)
+        try:
+            yield
+        finally:
+            self.sim.call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+
+    def new_stream(self):
+        stream = ctypes.c_void_p()
+        with self.current():
+            self.sim.call("cuStreamCreate", ctypes.byref(stream), _NON_BLOCKING)
+        return stream
+
+    def allocate(self, nbytes):
+        address = ctypes.c_uint64()
+        with self.current():
+            self.sim.call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(nbytes))
+        return address.value
+
+    def free(self, address):
+        with self.current():
+            self.sim.call("cuMemFree_v2", ctypes.c_uint64(address))
+
+    def flat(self, nbytes):
+        """Return uint8 (nbytes,) on the device."""
+        return self._tensor(self.allocate(nbytes), nbytes)
+
+    @staticmethod
+    def _tensor(address, nbytes):
+        return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
+
+    def tensor(self, num_blocks, page, stride=None):
+        """Return an engine's KV tensor: int8 (num_blocks, page), a block every `stride` bytes."""
+        stride = stride or page
+        flat = self.flat((num_blocks - 1) * stride + page).view(torch.int8)
+        made = torch.Tensor._make_subclass(
+            SimTensor, torch.as_strided(flat, (num_blocks, page), (stride, 1))
+        )
+        made.sim_device = torch.device("cuda", self.index)
+        return made
+
+    def opened(self, tensor):
+        """Return the tensor's memory where a test may look at it and change it, of the same shape."""
+        num_blocks, page = tensor.shape
+        stride = tensor.stride(0)
+        nbytes = (num_blocks - 1) * stride + page
+        address = self.sim.open_address(tensor.data_ptr())
+        flat = np.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), np.uint8)
+        return np.lib.stride_tricks.as_strided(flat, (num_blocks, page), (stride, 1))
+
+    # --- the engine's stream ---
+
+    def fill(self, tensor, block, value):
+        """Launch a kernel that fills a block."""
+        at = tensor.data_ptr() + block * tensor.stride(0)
+        with self.current():
+            self.sim.call(
+                "cuMemsetD8Async",
+                ctypes.c_uint64(at),
+                ctypes.c_ubyte(value),
+                ctypes.c_size_t(tensor.shape[1]),
+                self.stream,
+            )
+
+    def launch(self, call):
+        """Launch a call of the host's: a kernel that takes as long as it does."""
+        kept = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: call())
+        self._calls.append(kept)
+        with self.current():
+            self.sim.call("cuLaunchHostFunc", self.stream, kept, None)
+
+    def event(self):
+        return SimEvent(self, self.stream)
+
+    def synchronize(self):
+        self.event().synchronize()
+
+
+# --- torch on it ----------------------------------------------------------------------------------
+
+
+class _Torch:
+    """What fskv uses of torch.cuda, on the simulated driver."""
+
+    def __init__(self, sim):
+        self.sim = sim
+        self.gpus = {}
+        self.local = threading.local()
+        self.real_copy, self.real_empty = torch.Tensor.copy_, torch.empty
+
+    def gpu(self, device):
+        index = torch.device(device).index or 0
+        if index not in self.gpus:
+            self.gpus[index] = Gpu(self.sim, index)
+        return self.gpus[index]
+
+    def set_device(self, device):
+        self.local.gpu = self.gpu(device)
+        self.sim.call("cuCtxSetCurrent", self.local.gpu.context)
+
+    def external_stream(self, address, device):
+        return _Stream(self, self.gpu(device), ctypes.c_void_p(address))
+
+    def stream_of_pool(self, device=None):
+        gpu = self.gpu(device)
+        return _Stream(self, gpu, gpu.stream)  # as the engine's are
+
+    @contextlib.contextmanager
+    def stream(self, stream):
+        before = getattr(self.local, "stream", None)
+        self.local.stream = stream
+        with stream.gpu.current():
+            try:
+                yield
+            finally:
+                self.local.stream = before
+
+    @property
+    def stream_now(self):
+        stream = getattr(self.local, "stream", None)
+        return stream.handle if stream else None
+
+    def is_device(self, address):
+        return self.sim.open_address(address) != 0
+
+    def copy_(self, target, source, non_blocking=False):
+        to_device, from_device = map(self.is_device, (target.data_ptr(), source.data_ptr()))
+        if not to_device and not from_device:
+            return self.real_copy(target, source, non_blocking)
+        name = f"cuMemcpy{'D' if from_device else 'H'}to{'D' if to_device else 'H'}Async_v2"
+        self.sim.call(
+            name,
+            ctypes.c_uint64(target.data_ptr()),
+            ctypes.c_uint64(source.data_ptr()),
+            ctypes.c_size_t(target.numel()),
+            self.stream_now,
+        )
+        return target
+
+    def pinned(self, nbytes):
+        """Memory as torch's pinned allocator has it: kept for ever, used again when it is dropped."""
+        memory = mmap.mmap(-1, nbytes)
+        tensor = torch.frombuffer(memory, dtype=torch.uint8)
+        with next(iter(self.gpus.values())).current():
+            self.sim.call(
+                "cuMemHostRegister_v2", ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(nbytes), 1
+            )
+        return tensor
+
+    def empty(self, *shape, **options):
+        if options.pop("pin_memory", False):
+            return self.pinned(shape[0])
+        device = options.get("device")
+        if device is not None and torch.device(device).type == "cuda":
+            return self.gpu(device).flat(shape[0])
+        return self.real_empty(*shape, **options)
+
+    def upload(self, table, device):
+        """kernels._upload: a pinned block and a device block of the allocators, for each thread."""
+        gpu, tables = self.local.stream.gpu, self.local.__dict__.setdefault("tables", {})
+        if gpu.index not in tables:
+            tables[gpu.index] = self.pinned(1 << 20), gpu.flat(1 << 20)
+        pinned, there = tables[gpu.index]
+        nbytes = table.nbytes
+        pinned.numpy()[:nbytes] = table.view(np.uint8).ravel()
+        self.copy_(there[:nbytes], pinned[:nbytes])
+        return there
+
+    def launch(self, grid, table):
+        function = ctypes.c_void_p()
+        gpu = self.local.stream.gpu
+        if not hasattr(gpu, "function"):
+            module = ctypes.c_void_p()
+            self.sim.call("cuModuleLoadData", ctypes.byref(module), _CUBIN)
+            self.sim.call("cuModuleGetFunction", ctypes.byref(function), module, b"_copy_pieces")
+            gpu.function = function
+        values = (ctypes.c_uint64 * 3)(table.data_ptr(), 0, 0)
+        at = ctypes.addressof(values)
+        arguments = (ctypes.c_void_p * 3)(at, at + 8, at + 16)
+        self.sim.call(
+            "cuLaunchKernel",
+            gpu.function,
+            *(grid[0], 1, 1, 128, 1, 1, 0),
+            self.stream_now,
+            arguments,
+            None,
+        )
+
+
+class _Stream:
+    def __init__(self, simulated, gpu, handle):
+        self.simulated, self.gpu, self.handle = simulated, gpu, handle
+
+    def wait_event(self, event):
+        with self.gpu.current():
+            self.gpu.sim.call("cuStreamWaitEvent", self.handle, event.handle, 0)
+
+    def synchronize(self):
+        with self.gpu.current():
+            self.gpu.sim.call("cuStreamSynchronize", self.handle)
+
+
+class _CopyPieces:
+    def __init__(self, simulated):
+        self._simulated = simulated
+
+    def __getitem__(self, grid):
+        return lambda table, *_, **__: self._simulated.launch(grid, table)
+
+
+def compiled_copy(*_):
+    """What kernels.compiled_copy gives for a real device."""
+    return kernels.CompiledCopy(_CUBIN, "_copy_pieces", 128, 0, 2, 8192)
+
+
+def on_simulation(patch, sim):
+    """Put fskv's CUDA path on the simulated driver; `patch` has pytest's `setattr`."""
+    simulated = _Torch(sim)
+    patch.setattr(cuda, "LIBCUDA", sim.path)
+    patch.setattr(kernels, "available", lambda _: None)
+    patch.setattr(kernels, "compiled_copy", compiled_copy)
+    patch.setattr(kernels, "_upload", simulated.upload)
+    patch.setattr(kernels, "_current", lambda _: contextlib.nullcontext())
+    made = kernels._Kernels(None, None, _CopyPieces(simulated), False)
+    patch.setattr(kernels, "_kernels", lambda: made)
+    patch.setattr(
+        cuda.CudaDevice,
+        "_on_device",
+        staticmethod(lambda tensor: simulated.is_device(tensor.data_ptr())),
+    )
+    patch.setattr(torch.cuda, "set_device", simulated.set_device)
+    patch.setattr(torch.cuda, "Stream", simulated.stream_of_pool)
+    patch.setattr(torch.cuda, "ExternalStream", simulated.external_stream)
+    patch.setattr(torch.cuda, "stream", simulated.stream)
+    patch.setattr(torch, "empty", simulated.empty)
+    patch.setattr(
+        torch.Tensor,
+        "copy_",
+        lambda target, source, non_blocking=False: simulated.copy_(target, source, non_blocking),
+    )
+    return simulated

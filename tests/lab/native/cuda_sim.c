@@ -1,0 +1,802 @@
+/* A CUDA driver without a GPU: two devices whose memory the host may not touch, and streams that run late.
+ *
+ * Device memory is a sparse file with two mappings. The one whose addresses are given out is closed to everybody: a
+ * touch by the host is noted by name and then let through. The streams' threads use the other. Each stream runs on a
+ * thread of its own, in order, and not before a time that is drawn from a seed, or until somebody waits for it.
+ *
+ * What a real driver would only sometimes punish is noted (sim_misuses): a wrong context, memory that was freed or
+ * never registered, a copy beyond an allocation, the default stream. The real names do what the CUDA driver API says
+ * of them, as far as fskv uses it; sim_* is for tests.
+ */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <time.h>
+#include <unistd.h>
+
+enum {
+    SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, INVALID_IMAGE = 200, INVALID_CONTEXT = 201,
+    INVALID_HANDLE = 400, NOT_FOUND = 500, NOT_READY = 600, ALREADY_REGISTERED = 712, NOT_REGISTERED = 713,
+    CAPTURE_UNSUPPORTED = 900, CAPTURE_INVALIDATED = 901
+};
+enum { NUM_DEVICES = 2, GLOBAL_MODE = 0, RELAXED_MODE = 2, KERNEL_THREADS = 128, PIECE = 8192 };
+#define REGION ((size_t)64 << 30)
+#define GAP ((size_t)2 << 20)
+
+typedef struct Stream Stream;
+typedef struct { int device; } Context;
+typedef struct { Context *context; bool loaded; } Module;
+typedef struct { unsigned flags; Context *context; Stream *stream; uint64_t at; } Event;
+typedef void (*HostFunction)(void *);
+typedef enum { COPY_IN, COPY_OUT, COPY_ON, SET, LAUNCH, WAIT, MARK, CALL } Kind;
+
+typedef struct Op {
+    struct Op *next;
+    Kind kind;
+    uint64_t number, target, source; /* addresses; of WAIT: number in the other stream */
+    size_t nbytes;
+    unsigned value, num_programs;
+    Stream *other;
+    HostFunction call;
+    void *argument;
+    double not_before;
+} Op;
+
+struct Stream {
+    Stream *next;
+    Context *context;
+    Op *first, *last;
+    uint64_t submitted, done, demanded;
+    bool capturing, ending;
+    pthread_t thread;
+    unsigned seed;
+};
+
+typedef struct { uint64_t at; size_t nbytes; int device; bool live; } Range;
+
+static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER; /* guards everything */
+static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
+static struct { int fd; char *closed, *open; size_t used, live, limit; int retained, lost; } devices[NUM_DEVICES];
+static Context contexts[NUM_DEVICES];
+static Stream *streams, *defaults[NUM_DEVICES];
+static Range *allocations, *registered;
+static size_t num_allocations, num_registered;
+static unsigned seed = 1;
+static double late_s;
+static bool capture_running, capture_spoilt, opened;
+static int num_spinning;
+static char misuses[1 << 16];
+static struct { char name[64]; long calls; } counts[128];
+static struct { char name[64]; int after, code; } plan[8];
+static __thread Context *stack[16];
+static __thread int depth, capture_mode;
+
+static double now(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_REALTIME, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+/* Under the mutex, or in the handler of a signal. */
+static void misuse(const char *format, ...)
+{
+    char line[256];
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(line, sizeof line, format, arguments);
+    va_end(arguments);
+    size_t used = strlen(misuses);
+    if (used + strlen(line) + 2 < sizeof misuses)
+        snprintf(misuses + used, sizeof misuses - used, "%s\n", line);
+}
+
+/* --- device memory ---------------------------------------------------------------------------- */
+
+static struct sigaction before;
+
+static void on_touch(int number, siginfo_t *info, void *context)
+{
+    char *at = info->si_addr;
+    for (int d = 0; d < NUM_DEVICES; d++)
+        if (devices[d].closed != NULL && at >= devices[d].closed && at < devices[d].closed + REGION) {
+            misuse("the host touched device memory");
+            mprotect((void *)((uintptr_t)at & ~(uintptr_t)4095), 4096, PROT_READ | PROT_WRITE);
+            return;
+        }
+    sigaction(SIGSEGV, &before, NULL); /* not ours: it happens again */
+}
+
+static void open_devices(void)
+{
+    if (opened)
+        return;
+    opened = true;
+    for (int d = 0; d < NUM_DEVICES; d++) {
+        devices[d].fd = memfd_create("cuda_sim", MFD_CLOEXEC);
+        if (ftruncate(devices[d].fd, (off_t)REGION) != 0)
+            abort();
+        devices[d].closed = mmap(NULL, REGION, PROT_NONE, MAP_SHARED | MAP_NORESERVE, devices[d].fd, 0);
+        devices[d].open = mmap(NULL, REGION, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, devices[d].fd, 0);
+        if (devices[d].closed == MAP_FAILED || devices[d].open == MAP_FAILED)
+            abort();
+        devices[d].limit = REGION;
+        contexts[d].device = d;
+    }
+    struct sigaction action = {.sa_sigaction = on_touch, .sa_flags = SA_SIGINFO | SA_NODEFER};
+    sigaction(SIGSEGV, &action, &before);
+}
+
+static Range *found(Range *ranges, size_t num, uint64_t at, size_t nbytes, bool live_only)
+{
+    for (size_t i = num; i-- > 0;)
+        if ((ranges[i].live || !live_only) && at >= ranges[i].at && at - ranges[i].at < ranges[i].nbytes &&
+            nbytes <= ranges[i].nbytes - (at - ranges[i].at))
+            return &ranges[i];
+    return NULL;
+}
+
+/* Where a range of device memory is for the streams' threads; NULL and a misuse where it is none. */
+static char *opened_at(const char *what, int device, uint64_t at, size_t nbytes)
+{
+    Range *range = found(allocations, num_allocations, at, nbytes, true);
+    if (range == NULL) {
+        if (found(allocations, num_allocations, at, nbytes, false))
+            misuse("%s: freed memory", what);
+        else if (found(allocations, num_allocations, at, 1, true))
+            misuse("%s: beyond an allocation", what);
+        else
+            misuse("%s: no device memory", what);
+        return NULL;
+    }
+    if (range->device != device) {
+        misuse("%s: memory of another device", what);
+        return NULL;
+    }
+    return devices[device].open + (at - (uint64_t)devices[device].closed);
+}
+
+static bool registered_at(const char *what, const void *at, size_t nbytes)
+{
+    if (found(registered, num_registered, (uint64_t)at, nbytes, true))
+        return true;
+    misuse("%s: unregistered host memory in an async copy", what);
+    return false;
+}
+
+/* --- streams ------------------------------------------------------------------------------------ */
+
+static void demand(Stream *stream, uint64_t number)
+{
+    if (stream->demanded < number) {
+        stream->demanded = number;
+        pthread_cond_broadcast(&changed);
+    }
+}
+
+static void copy(void *to, const void *from, size_t nbytes)
+{
+    pthread_mutex_unlock(&mutex);
+    memcpy(to, from, nbytes);
+    pthread_mutex_lock(&mutex);
+}
+
+static void run_programs(Op *op, int device, unsigned *seed_)
+{
+    char *table = opened_at("_copy_pieces", device, op->source, 24 * (size_t)op->num_programs);
+    if (table == NULL)
+        return;
+    unsigned first = (unsigned)rand_r(seed_) % op->num_programs;
+    for (unsigned i = 0; i < op->num_programs; i++) {
+        uint64_t piece[3];
+        memcpy(piece, table + 24 * (size_t)((first + i) % op->num_programs), 24);
+        if (piece[2] > PIECE) {
+            misuse("_copy_pieces: a piece of %llu bytes", (unsigned long long)piece[2]);
+            continue;
+        }
+        char *from = opened_at("_copy_pieces", device, piece[0], piece[2]);
+        char *to = opened_at("_copy_pieces", device, piece[1], piece[2]);
+        if (from != NULL && to != NULL)
+            copy(to, from, piece[2]);
+    }
+}
+
+/* Under the mutex, but for copies and calls of the host's. */
+static void run_op(Stream *stream, Op *op)
+{
+    int device = stream->context->device;
+    char *at, *from;
+    switch (op->kind) {
+    case COPY_IN:
+        if (registered_at("cuMemcpyHtoDAsync", (void *)op->source, op->nbytes) &&
+            (at = opened_at("cuMemcpyHtoDAsync", device, op->target, op->nbytes)))
+            copy(at, (void *)op->source, op->nbytes);
+        break;
+    case COPY_OUT:
+        if (registered_at("cuMemcpyDtoHAsync", (void *)op->target, op->nbytes) &&
+            (from = opened_at("cuMemcpyDtoHAsync", device, op->source, op->nbytes)))
+            copy((void *)op->target, from, op->nbytes);
+        break;
+    case COPY_ON:
+        if ((at = opened_at("cuMemcpyDtoDAsync", device, op->target, op->nbytes)) &&
+            (from = opened_at("cuMemcpyDtoDAsync", device, op->source, op->nbytes)))
+            memmove(at, from, op->nbytes);
+        break;
+    case SET:
+        if ((at = opened_at("cuMemsetD8Async", device, op->target, op->nbytes)))
+            memset(at, (int)op->value, op->nbytes);
+        break;
+    case LAUNCH:
+        run_programs(op, device, &stream->seed);
+        break;
+    case CALL:
+        pthread_mutex_unlock(&mutex);
+        op->call(op->argument);
+        pthread_mutex_lock(&mutex);
+        break;
+    case WAIT:
+    case MARK:
+        break;
+    }
+}
+
+static void *work(void *argument)
+{
+    Stream *stream = argument;
+    pthread_mutex_lock(&mutex);
+    while (!stream->ending || stream->first != NULL) {
+        Op *op = stream->first;
+        if (op == NULL) {
+            pthread_cond_wait(&changed, &mutex);
+            continue;
+        }
+        bool wanted = op->number <= stream->demanded || stream->ending;
+        if (op->kind == WAIT && op->other->done < op->target) {
+            if (wanted)
+                demand(op->other, op->target);
+            pthread_cond_wait(&changed, &mutex);
+            continue;
+        }
+        if (!wanted && now() < op->not_before) {
+            struct timespec until = {.tv_sec = (time_t)op->not_before,
+                                     .tv_nsec = (long)((op->not_before - (double)(time_t)op->not_before) * 1e9)};
+            pthread_cond_timedwait(&changed, &mutex, &until);
+            continue;
+        }
+        if (!devices[stream->context->device].lost)
+            run_op(stream, op);
+        stream->first = op->next;
+        if (stream->first == NULL)
+            stream->last = NULL;
+        stream->done = op->number;
+        free(op);
+        pthread_cond_broadcast(&changed);
+    }
+    pthread_mutex_unlock(&mutex);
+    return NULL;
+}
+
+static Stream *new_stream(Context *context)
+{
+    Stream *stream = calloc(1, sizeof *stream);
+    stream->context = context;
+    stream->seed = seed += 7919;
+    stream->next = streams;
+    streams = stream;
+    pthread_create(&stream->thread, NULL, work, stream);
+    return stream;
+}
+
+static void wait_until(Stream *stream, uint64_t number)
+{
+    demand(stream, number);
+    while (stream->done < number)
+        pthread_cond_wait(&changed, &mutex);
+}
+
+/* --- every call --------------------------------------------------------------------------------- */
+
+static Context *current(void) { return depth ? stack[depth - 1] : NULL; }
+
+/* Counts it; returns the error that was asked for, or that the device is lost. */
+static int begin(const char *name)
+{
+    pthread_mutex_lock(&mutex);
+    open_devices();
+    for (int i = 0; i < 128; i++) {
+        if (counts[i].name[0] == '\0')
+            snprintf(counts[i].name, sizeof counts[i].name, "%s", name);
+        if (strcmp(counts[i].name, name) == 0) {
+            counts[i].calls++;
+            break;
+        }
+    }
+    for (int i = 0; i < 8; i++)
+        if (plan[i].code != 0 && strcmp(plan[i].name, name) == 0 && plan[i].after-- <= 0) {
+            int code = plan[i].code;
+            plan[i].code = 0;
+            return code;
+        }
+    return current() != NULL ? devices[current()->device].lost : 0;
+}
+
+#define BEGIN(name)                                                                                      \
+    int code = begin(name);                                                                              \
+    if (code != 0)                                                                                       \
+        return end(code)
+#define IN_CONTEXT(name)                                                                                 \
+    BEGIN(name);                                                                                         \
+    if (current() == NULL) {                                                                             \
+        misuse("%s: no current context", name);                                                          \
+        return end(INVALID_CONTEXT);                                                                     \
+    }
+/* What a capture in the global mode forbids to all threads that did not relax it. */
+#define SPOILS_CAPTURE()                                                                                 \
+    if (capture_running && capture_mode != RELAXED_MODE) {                                               \
+        capture_spoilt = true;                                                                           \
+        return end(CAPTURE_UNSUPPORTED);                                                                 \
+    }
+
+static int end(int code)
+{
+    pthread_mutex_unlock(&mutex);
+    return code;
+}
+
+/* The stream of a call, in its context. */
+static Stream *stream_of(const char *name, Stream *stream)
+{
+    if (stream == NULL) {
+        misuse("%s: on the default stream", name);
+        if (defaults[current()->device] == NULL)
+            defaults[current()->device] = new_stream(current());
+        return defaults[current()->device];
+    }
+    for (Stream *s = streams; s != NULL; s = s->next)
+        if (s == stream && !s->ending) {
+            if (s->context == current())
+                return s;
+            misuse("%s: a stream of another context", name);
+            return NULL;
+        }
+    misuse("%s: no stream", name);
+    return NULL;
+}
+
+static int submit(const char *name, Stream *given, Op op)
+{
+    Stream *stream = stream_of(name, given);
+    if (stream == NULL)
+        return end(INVALID_HANDLE);
+    Op *copy = malloc(sizeof op);
+    *copy = op;
+    copy->next = NULL;
+    copy->number = ++stream->submitted;
+    copy->not_before = now() + late_s * (double)rand_r(&stream->seed) / RAND_MAX;
+    *(stream->last ? &stream->last->next : &stream->first) = copy;
+    stream->last = copy;
+    pthread_cond_broadcast(&changed);
+    return end(SUCCESS);
+}
+
+int cuInit(unsigned flags)
+{
+    BEGIN("cuInit");
+    return end(SUCCESS);
+}
+
+int cuDeviceGet(int *device, int index)
+{
+    BEGIN("cuDeviceGet");
+    *device = index;
+    return end(index >= 0 && index < NUM_DEVICES ? SUCCESS : 101);
+}
+
+int cuDevicePrimaryCtxRetain(Context **context, int device)
+{
+    BEGIN("cuDevicePrimaryCtxRetain");
+    devices[device].retained++;
+    *context = &contexts[device];
+    return end(devices[device].lost);
+}
+
+int cuCtxPushCurrent_v2(Context *context)
+{
+    BEGIN("cuCtxPushCurrent_v2");
+    stack[depth++] = context;
+    return end(SUCCESS);
+}
+
+int cuCtxPopCurrent_v2(Context **context)
+{
+    BEGIN("cuCtxPopCurrent_v2");
+    if (depth == 0)
+        return end(INVALID_CONTEXT);
+    *context = stack[--depth];
+    return end(SUCCESS);
+}
+
+int cuCtxSetCurrent(Context *context)
+{
+    BEGIN("cuCtxSetCurrent");
+    depth = depth ? depth : 1;
+    stack[depth - 1] = context;
+    return end(SUCCESS);
+}
+
+int cuThreadExchangeStreamCaptureMode(int *mode)
+{
+    BEGIN("cuThreadExchangeStreamCaptureMode");
+    int was = capture_mode;
+    capture_mode = *mode;
+    *mode = was;
+    return end(SUCCESS);
+}
+
+int cuStreamCreate(Stream **stream, unsigned flags)
+{
+    IN_CONTEXT("cuStreamCreate");
+    if (!(flags & 1))
+        misuse("cuStreamCreate: a stream that waits for the default stream");
+    *stream = new_stream(current());
+    return end(SUCCESS);
+}
+
+int cuStreamDestroy_v2(Stream *stream)
+{
+    IN_CONTEXT("cuStreamDestroy_v2");
+    if (stream_of("cuStreamDestroy", stream) == NULL)
+        return end(INVALID_HANDLE);
+    stream->ending = true; /* what was launched still runs; the struct stays */
+    pthread_cond_broadcast(&changed);
+    pthread_detach(stream->thread);
+    return end(SUCCESS);
+}
+
+int cuStreamSynchronize(Stream *stream)
+{
+    IN_CONTEXT("cuStreamSynchronize");
+    SPOILS_CAPTURE();
+    if ((stream = stream_of("cuStreamSynchronize", stream)) == NULL)
+        return end(INVALID_HANDLE);
+    num_spinning++;
+    wait_until(stream, stream->submitted);
+    return end(devices[stream->context->device].lost);
+}
+
+int cuStreamWaitEvent(Stream *stream, Event *event, unsigned flags)
+{
+    IN_CONTEXT("cuStreamWaitEvent");
+    if (event->stream == NULL)
+        return end(SUCCESS);
+    return submit("cuStreamWaitEvent", stream, (Op){.kind = WAIT, .other = event->stream, .target = event->at});
+}
+
+int cuLaunchHostFunc(Stream *stream, HostFunction call, void *argument)
+{
+    IN_CONTEXT("cuLaunchHostFunc");
+    return submit("cuLaunchHostFunc", stream, (Op){.kind = CALL, .call = call, .argument = argument});
+}
+
+int cuStreamBeginCapture_v2(Stream *stream, int mode)
+{
+    IN_CONTEXT("cuStreamBeginCapture_v2");
+    capture_running = mode == GLOBAL_MODE;
+    capture_spoilt = false;
+    stream->capturing = true;
+    return end(SUCCESS);
+}
+
+int cuStreamEndCapture(Stream *stream, void **graph)
+{
+    IN_CONTEXT("cuStreamEndCapture");
+    capture_running = stream->capturing = false;
+    *graph = NULL;
+    return end(capture_spoilt ? CAPTURE_INVALIDATED : SUCCESS);
+}
+
+int cuEventCreate(Event **event, unsigned flags)
+{
+    IN_CONTEXT("cuEventCreate");
+    *event = calloc(1, sizeof **event);
+    (*event)->flags = flags;
+    (*event)->context = current();
+    return end(SUCCESS);
+}
+
+int cuEventDestroy_v2(Event *event)
+{
+    IN_CONTEXT("cuEventDestroy_v2");
+    free(event);
+    return end(SUCCESS);
+}
+
+int cuEventRecord(Event *event, Stream *stream)
+{
+    IN_CONTEXT("cuEventRecord");
+    if ((stream = stream_of("cuEventRecord", stream)) == NULL)
+        return end(INVALID_HANDLE);
+    if (event->context != stream->context) {
+        misuse("cuEventRecord: an event of another context");
+        return end(INVALID_HANDLE);
+    }
+    event->stream = stream;
+    event->at = stream->submitted + 1;
+    return submit("cuEventRecord", stream, (Op){.kind = MARK});
+}
+
+int cuEventQuery(Event *event)
+{
+    BEGIN("cuEventQuery");
+    SPOILS_CAPTURE();
+    return end(event->stream == NULL || event->stream->done >= event->at ? SUCCESS : NOT_READY);
+}
+
+int cuEventSynchronize(Event *event)
+{
+    BEGIN("cuEventSynchronize");
+    SPOILS_CAPTURE();
+    if (event->stream == NULL)
+        return end(SUCCESS);
+    num_spinning += !(event->flags & 1);
+    wait_until(event->stream, event->at);
+    return end(devices[event->context->device].lost);
+}
+
+static void add(Range **ranges, size_t *num, Range range)
+{
+    *ranges = realloc(*ranges, (*num + 1) * sizeof **ranges);
+    (*ranges)[(*num)++] = range;
+}
+
+int cuMemAlloc_v2(uint64_t *address, size_t nbytes)
+{
+    IN_CONTEXT("cuMemAlloc_v2");
+    SPOILS_CAPTURE();
+    int d = current()->device;
+    size_t room = (nbytes + GAP - 1) / GAP * GAP;
+    if (nbytes == 0)
+        return end(INVALID_VALUE);
+    if (devices[d].live + nbytes > devices[d].limit || devices[d].used + room + GAP > REGION)
+        return end(OUT_OF_MEMORY);
+    /* 256-aligned and no better. */
+    *address = (uint64_t)devices[d].closed + devices[d].used + 256;
+    devices[d].used += room + GAP;
+    devices[d].live += nbytes;
+    add(&allocations, &num_allocations, (Range){*address, nbytes, d, true});
+    return end(SUCCESS);
+}
+
+int cuMemFree_v2(uint64_t address)
+{
+    IN_CONTEXT("cuMemFree_v2");
+    SPOILS_CAPTURE();
+    Range *range = found(allocations, num_allocations, address, 1, true);
+    if (range == NULL || range->at != address || range->device != current()->device) {
+        misuse("cuMemFree: not an allocation of this context");
+        return end(INVALID_VALUE);
+    }
+    range->live = false;
+    devices[range->device].live -= range->nbytes;
+    size_t at = (address - (uint64_t)devices[range->device].closed) & ~(size_t)4095;
+    madvise(devices[range->device].open + at, range->nbytes + 4096, MADV_REMOVE);
+    return end(SUCCESS);
+}
+
+int cuMemHostRegister_v2(void *memory, size_t nbytes, unsigned flags)
+{
+    IN_CONTEXT("cuMemHostRegister_v2");
+    SPOILS_CAPTURE();
+    for (size_t i = 0; i < num_registered; i++)
+        if (registered[i].live && (uint64_t)memory < registered[i].at + registered[i].nbytes &&
+            registered[i].at < (uint64_t)memory + nbytes) {
+            misuse("cuMemHostRegister: registered before");
+            return end(ALREADY_REGISTERED);
+        }
+    add(&registered, &num_registered, (Range){(uint64_t)memory, nbytes, current()->device, true});
+    return end(SUCCESS);
+}
+
+int cuMemHostUnregister(void *memory)
+{
+    IN_CONTEXT("cuMemHostUnregister");
+    SPOILS_CAPTURE();
+    for (size_t i = 0; i < num_registered; i++)
+        if (registered[i].live && registered[i].at == (uint64_t)memory) {
+            registered[i].live = false;
+            return end(SUCCESS);
+        }
+    misuse("cuMemHostUnregister: not registered");
+    return end(NOT_REGISTERED);
+}
+
+int cuMemcpyHtoDAsync_v2(uint64_t target, const void *source, size_t nbytes, Stream *stream)
+{
+    IN_CONTEXT("cuMemcpyHtoDAsync_v2");
+    if (!registered_at("cuMemcpyHtoDAsync", source, nbytes) ||
+        opened_at("cuMemcpyHtoDAsync", current()->device, target, nbytes) == NULL)
+        return end(INVALID_VALUE);
+    return submit("cuMemcpyHtoDAsync", stream,
+                  (Op){.kind = COPY_IN, .target = target, .source = (uint64_t)source, .nbytes = nbytes});
+}
+
+int cuMemcpyDtoHAsync_v2(void *target, uint64_t source, size_t nbytes, Stream *stream)
+{
+    IN_CONTEXT("cuMemcpyDtoHAsync_v2");
+    if (!registered_at("cuMemcpyDtoHAsync", target, nbytes) ||
+        opened_at("cuMemcpyDtoHAsync", current()->device, source, nbytes) == NULL)
+        return end(INVALID_VALUE);
+    return submit("cuMemcpyDtoHAsync", stream,
+                  (Op){.kind = COPY_OUT, .target = (uint64_t)target, .source = source, .nbytes = nbytes});
+}
+
+int cuMemcpyDtoDAsync_v2(uint64_t target, uint64_t source, size_t nbytes, Stream *stream)
+{
+    IN_CONTEXT("cuMemcpyDtoDAsync_v2");
+    return submit("cuMemcpyDtoDAsync", stream,
+                  (Op){.kind = COPY_ON, .target = target, .source = source, .nbytes = nbytes});
+}
+
+int cuMemsetD8Async(uint64_t target, unsigned char value, size_t nbytes, Stream *stream)
+{
+    IN_CONTEXT("cuMemsetD8Async");
+    return submit("cuMemsetD8Async", stream, (Op){.kind = SET, .target = target, .value = value, .nbytes = nbytes});
+}
+
+int cuModuleLoadData(Module **module, const void *image)
+{
+    IN_CONTEXT("cuModuleLoadData");
+    SPOILS_CAPTURE();
+    if (memcmp(image, "SIM", 3) != 0 && memcmp(image, "\177ELF", 4) != 0)
+        return end(INVALID_IMAGE);
+    *module = calloc(1, sizeof **module);
+    **module = (Module){current(), true};
+    return end(SUCCESS);
+}
+
+int cuModuleUnload(Module *module)
+{
+    IN_CONTEXT("cuModuleUnload");
+    module->loaded = false;
+    return end(SUCCESS);
+}
+
+/* Kernels are found by their names; a function is its module. */
+int cuModuleGetFunction(Module **function, Module *module, const char *name)
+{
+    IN_CONTEXT("cuModuleGetFunction");
+    *function = module;
+    return end(strcmp(name, "_copy_pieces") == 0 ? SUCCESS : NOT_FOUND);
+}
+
+int cuLaunchKernel(Module *function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned threads_x,
+                   unsigned threads_y, unsigned threads_z, unsigned shared, Stream *stream, void **arguments,
+                   void **extra)
+{
+    IN_CONTEXT("cuLaunchKernel");
+    uint64_t none;
+    if (function->context != current() || !function->loaded) {
+        misuse("cuLaunchKernel: a kernel of another context");
+        return end(INVALID_HANDLE);
+    }
+    if (grid_x == 0 || grid_y != 1 || grid_z != 1 || threads_x != KERNEL_THREADS || threads_y != 1 ||
+        threads_z != 1 || shared != 0) {
+        misuse("cuLaunchKernel: a grid that the kernel was not made for");
+        return end(INVALID_VALUE);
+    }
+    /* After the table come the two pointers of Triton's scratch memory. */
+    for (int i = 1; i < 3; i++) {
+        memcpy(&none, arguments[i], 8);
+        if (none != 0)
+            misuse("cuLaunchKernel: scratch memory that nobody asked for");
+    }
+    Op op = {.kind = LAUNCH, .num_programs = grid_x};
+    memcpy(&op.source, arguments[0], 8);
+    return submit("cuLaunchKernel", stream, op);
+}
+
+/* --- for tests ------------------------------------------------------------------------------------ */
+
+/* Forget misuses, counts and plans. Work is done up to `late` seconds after it was launched. */
+void sim_reset(unsigned new_seed, double late)
+{
+    pthread_mutex_lock(&mutex);
+    open_devices();
+    seed = new_seed;
+    late_s = late;
+    misuses[0] = '\0';
+    memset(counts, 0, sizeof counts);
+    memset(plan, 0, sizeof plan);
+    num_spinning = 0;
+    capture_running = capture_spoilt = false;
+    for (int d = 0; d < NUM_DEVICES; d++) {
+        devices[d].limit = REGION;
+        devices[d].lost = devices[d].retained = 0;
+    }
+    pthread_mutex_unlock(&mutex);
+}
+
+const char *sim_misuses(void) { return misuses; }
+
+/* The address at which the streams' threads see device memory. */
+uint64_t sim_open_address(uint64_t address)
+{
+    for (int d = 0; d < NUM_DEVICES; d++)
+        if (address >= (uint64_t)devices[d].closed && address < (uint64_t)devices[d].closed + REGION)
+            return address - (uint64_t)devices[d].closed + (uint64_t)devices[d].open;
+    return 0;
+}
+
+/* The `after`th call of this name from now on answers `code`, once. */
+void sim_fail(const char *name, int after, int code)
+{
+    pthread_mutex_lock(&mutex);
+    for (int i = 0; i < 8; i++)
+        if (plan[i].code == 0) {
+            snprintf(plan[i].name, sizeof plan[i].name, "%s", name);
+            plan[i].after = after;
+            plan[i].code = code;
+            break;
+        }
+    pthread_mutex_unlock(&mutex);
+}
+
+/* Every call from now on answers `code`, and nothing that was launched runs any more. */
+void sim_lose(int device, int code)
+{
+    pthread_mutex_lock(&mutex);
+    devices[device].lost = code;
+    pthread_cond_broadcast(&changed);
+    pthread_mutex_unlock(&mutex);
+}
+
+void sim_limit(int device, size_t nbytes)
+{
+    pthread_mutex_lock(&mutex);
+    devices[device].limit = devices[device].live + nbytes;
+    pthread_mutex_unlock(&mutex);
+}
+
+long sim_calls(const char *name)
+{
+    long calls = 0;
+    pthread_mutex_lock(&mutex);
+    for (int i = 0; i < 128; i++)
+        if (strcmp(counts[i].name, name) == 0)
+            calls = counts[i].calls;
+    pthread_mutex_unlock(&mutex);
+    return calls;
+}
+
+int sim_contexts(int device) { return devices[device].retained; }
+size_t sim_live(int device) { return devices[device].live; }
+int sim_spinning(void) { return num_spinning; }
+
+size_t sim_registered(void)
+{
+    size_t nbytes = 0;
+    pthread_mutex_lock(&mutex);
+    for (size_t i = 0; i < num_registered; i++)
+        nbytes += registered[i].live ? registered[i].nbytes : 0;
+    pthread_mutex_unlock(&mutex);
+    return nbytes;
+}
+
+/* Whether anything that was launched has not run. */
+int sim_busy(void)
+{
+    int busy = 0;
+    pthread_mutex_lock(&mutex);
+    for (Stream *s = streams; s != NULL; s = s->next)
+        busy |= s->first != NULL;
+    pthread_mutex_unlock(&mutex);
+    return busy;
+}
