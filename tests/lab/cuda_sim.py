@@ -1,8 +1,8 @@
 """A CUDA device without a GPU: the simulated driver of native/cuda_sim.c, and torch on it.
 
 `Sim` is the driver; `Gpu` one of its devices, as an engine uses it. `on_simulation` puts the few calls of
-torch.cuda and Triton that fskv makes on the driver, so that `CudaDevice` runs unchanged. Its tensors are torch's
-own, on addresses that the host may not touch: who looks into one without the driver is named as a misuse.
+torch.cuda and Triton that fskv makes on the driver, so that `CudaDevice` runs unchanged. Its tensors are
+torch's own, on addresses that the host may not touch: who looks into one without the driver is named.
 
 What this shows: order, contexts, lifetimes, bounds, bytes, calls. What it does not: speed, and whether a real
 driver agrees with the simulation.
@@ -296,13 +296,10 @@ class _Torch:
         return target
 
     def pinned(self, nbytes):
-        """Memory as torch's pinned allocator has it: kept for ever, used again when it is dropped."""
-        memory = mmap.mmap(-1, nbytes)
+        """Registered memory; not any more once nobody refers to it."""
+        memory = _Pinned(-1, nbytes)
         tensor = torch.frombuffer(memory, dtype=torch.uint8)
-        with next(iter(self.gpus.values())).current():
-            self.sim.call(
-                "cuMemHostRegister_v2", ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(nbytes), 1
-            )
+        memory.register(next(iter(self.gpus.values())), tensor.data_ptr())
         return tensor
 
     def empty(self, *shape, **options):
@@ -343,6 +340,17 @@ class _Torch:
             arguments,
             None,
         )
+
+
+class _Pinned(mmap.mmap):
+    def register(self, gpu, address):
+        self.gpu, self.address = gpu, ctypes.c_void_p(address)
+        with gpu.current():
+            gpu.sim.call("cuMemHostRegister_v2", self.address, ctypes.c_size_t(len(self)), 1)
+
+    def __del__(self):
+        with self.gpu.current():
+            self.gpu.sim.lib.cuMemHostUnregister(self.address)
 
 
 class _Stream:

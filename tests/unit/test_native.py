@@ -942,7 +942,7 @@ def test_pages_on_a_device_are_python_s_and_the_file_is_still_done_outside(
     bench = make_native_bench(num_threads=2, num_slots=12)
     transport, store = bench.world.transport, bench.world.store
     fields = {name: getattr(transport.native, name) for name in host.Native.__slots__}
-    transport.native = host.Native(**{**fields, "pages": None})
+    transport.native = host.Native(**{**fields, "pages": None, "on_device": True})
     transport._pages = None
     for name in ("get", "put"):
         monkeypatch.setattr(store, name, None)  # nothing comes by there
@@ -991,7 +991,7 @@ def test_a_chunk_on_its_way_to_a_device_is_touched_after_it_was_delivered(make_n
     bench = make_native_bench()
     native = bench.world.transport.native
     fields = {name: getattr(native, name) for name in host.Native.__slots__}
-    bench.world.transport.native = host.Native(**{**fields, "pages": None})
+    bench.world.transport.native = host.Native(**{**fields, "pages": None, "on_device": True})
     job, _ = bench.store([1])
     bench.finish(job)
     bench.wait_until_idle()

@@ -105,7 +105,7 @@ def make_device(make_world, request):
             world = make_world(native=native, faults=script, num_blocks=options.pop("blocks", 256))
             if native:
                 fields = {n: getattr(world.transport.native, n) for n in host.Native.__slots__}
-                world.transport.native = host.Native(**{**fields, "pages": None})
+                world.transport.native = host.Native(**{**fields, "pages": None, "on_device": True})
                 world.transport._pages = None  # Python gathers and scatters
             bench = DeviceBench(world, **options)
             if native:

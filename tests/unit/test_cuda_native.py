@@ -1,0 +1,775 @@
+"""The chunk path on CUDA outside the interpreter, and the Python path beside it, over the simulated driver.
+
+Streams run late, on threads of their own, and the host may not touch the device: what is read too early,
+given back too early or done on another stream gives wrong bytes here. `misuses` are what a real driver would
+punish.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import random
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from cuda_sim import Gpu, SimError, compiled_copy, on_simulation, simulation
+from test_jobs import Bench
+from world import damage, read_by_hand, returns_in_time, wait_for
+
+from fskv.transports import kernels
+from fskv.transports.host import HostTransport
+from fskv.types import Status
+
+native_module = pytest.importorskip("fskv._native", reason="the C extension was not built")
+
+SLOT = 1 << 20
+LATE_S = 0.004  # a stream may be so late
+
+
+@pytest.fixture
+def sim(monkeypatch):
+    sim = simulation()
+    sim.reset(1, LATE_S)
+    sim.torch = on_simulation(monkeypatch, sim)
+    yield sim
+    sim.reset(1, 0.0)
+
+
+def closes_cleanly(sim):
+    assert sim.misuses == []
+
+
+class DeviceBench(Bench):
+    """Its pages are on a simulated device; tests look at them from beside."""
+
+    def __init__(
+        self, make_world, sim, *, index=1, native=True, root=None, num_slots=40, **options
+    ):
+        self.sim, self.gpu, self.closed = sim, sim.torch.gpu(f"cuda:{index}"), []
+
+        def make_transport(tensors, nbytes, **given):
+            self.closed = [self.gpu.tensor(*t.shape, t.stride(0)) for t in tensors]
+            given["native"] = native
+            return HostTransport(
+                self.closed, nbytes, num_slots=num_slots if native else None, **given
+            )
+
+        place = {"root": root} if root else {}
+        world = make_world(
+            native=native, faults=False, num_blocks=256, make_transport=make_transport, **place
+        )
+        world.tensors = [torch.from_numpy(self.gpu.opened(t).view(np.int8)) for t in self.closed]
+        super().__init__(world, num_slots=num_slots, **options)
+        self.clock.now = time.monotonic()
+
+    def pending_step(self, block_ids, seed):
+        """Launch a step of the engine that writes known pages; return its event and the bytes."""
+        content = self.world.fill(block_ids, seed)
+        kept = [tensor[block_ids.start : block_ids.stop].clone() for tensor in self.world.tensors]
+        self.poison(block_ids)
+
+        def step():
+            for tensor, pages in zip(self.world.tensors, kept, strict=True):
+                tensor[block_ids.start : block_ids.stop] = pages
+
+        self.gpu.launch(step)
+        return self.gpu.event(), content
+
+    def close(self):
+        self.runner._pool.close()
+        wait_for(lambda: self.runner._pool._num_alive == 0)
+        self.runner._readiness.close()
+        self.world.transport.close()
+
+
+@pytest.fixture
+def make_device(make_world, sim):
+    benches = []
+
+    def make(**options):
+        benches.append(DeviceBench(make_world, sim, **options))
+        return benches[-1]
+
+    yield make
+    for bench in benches:
+        bench.close()
+    closes_cleanly(sim)
+
+
+PATHS = ["kernel", "spans", "python"]
+
+
+@pytest.fixture(params=PATHS)
+def path(request, monkeypatch):
+    """The copy kernel, one copy of the driver's a span, or Python's path; options of a DeviceBench."""
+    if request.param == "spans":
+
+        def refuse(_):
+            raise RuntimeError("a kernel with surprises")
+
+        monkeypatch.setattr(kernels, "compiled_copy", refuse)
+    return {"native": request.param != "python"}
+
+
+# --- order, through a runner ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_stores_and_loads_are_between_the_steps_of_the_engine(make_device, sim, path, seed):
+    sim.reset(seed, LATE_S * seed)
+    bench = make_device(num_threads=3, **path)
+    contents = {}
+    for n in range(4):
+        ready, contents[n] = bench.pending_step(bench.blocks(n), seed + n)
+        move = bench.world.request(n, bench.blocks(n))
+        bench.runner.submit_store(100 + n, [move], ready)
+    for n in range(4):
+        bench.finish(100 + n)
+        bench.poison(bench.blocks(n))  # the pages are somebody else's
+    bench.wait_until_idle()
+    for n, content in contents.items():
+        assert read_by_hand(bench.world.path(n)).payload[: len(content)] == content
+    bench.poison(range(36, 60))
+    for n in range(4):
+        # The last user still writes to the pages.
+        ready, _ = bench.pending_step(bench.blocks(10 + n), 77)
+        bench.runner.submit_load(200 + n, [bench.world.request(n, bench.blocks(10 + n))], ready)
+    for n in range(4):
+        (result,) = bench.finish(200 + n)
+        assert not result.failed
+        assert bench.world.pages(bench.blocks(10 + n)) == contents[n]
+    bench.wait_until_idle()
+    assert bench.poisoned(9)
+    assert bench.poisoned(14)
+    bench.gpu.synchronize()
+    for n in range(4):
+        assert bench.world.pages(bench.blocks(10 + n)) == contents[n]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_order_of_steps_stores_loads_and_preemptions(make_device, sim, seed):
+    """What is reported good is right, what was given up is untouched, and in the end all is free."""
+    sim.reset(seed, LATE_S * (seed % 3))
+    rng = random.Random(seed)
+    bench = make_device(num_threads=3, num_slots=14, failures=10**6)
+    known, loads, num_good = {}, {}, 0
+    for number in range(50):
+        ready = None
+        if rng.random() < 0.5 or not known:
+            place = number
+            ready, known[number] = bench.pending_step(bench.blocks(place), number)
+            move = bench.world.request(number, bench.blocks(place))
+            bench.runner.submit_store(number, [move], ready)
+            if rng.random() < 0.3:
+                returns_in_time(lambda job=number: bench.runner.wait([job]) or 1)
+                bench.poison(bench.blocks(place))
+        else:
+            wanted = rng.choice(sorted(known))
+            if rng.random() < 0.5:
+                ready, _ = bench.pending_step(bench.blocks(number), 7)
+            else:
+                bench.poison(bench.blocks(number))
+            move = bench.world.request(wanted, bench.blocks(number))
+            bench.runner.submit_load(number, [move], ready)
+            loads[number] = wanted
+            if rng.random() < 0.2:
+                returns_in_time(lambda job=number: bench.runner.wait([job]) or 1)
+                bench.gpu.synchronize()
+                if number not in bench.poll() or bench.results[number].failed:
+                    bench.poison(bench.blocks(number))
+                    bench.finish(number)
+                    if bench.results[number].failed:
+                        time.sleep(2 * LATE_S)
+                        assert bench.poisoned(number), "it was given up"
+                        del loads[number]
+        bench.poll()
+    bench.finish(*loads)
+    for job, wanted in loads.items():
+        if not bench.results[job].failed:
+            num_good += 1
+            assert bench.world.pages(bench.blocks(job)) == known[wanted]
+    wait_for(lambda: bench.poll() is not None and bench.runner.num_open_stores == 0)
+    bench.wait_until_idle()
+    assert bench.runner._slots._num_ahead == 0
+    assert num_good or not loads
+    assert sim.spinning == 0
+
+
+def test_a_job_that_is_given_up_waits_for_its_copies_and_no_late_one_follows(make_device, sim):
+    sim.reset(5, 0.2)
+    bench = make_device(num_threads=4)
+    sim.reset(5, 0.0)
+    job, _ = bench.store(list(range(4)))
+    bench.finish(job)
+    bench.wait_until_idle()
+    for late in (0.0, 0.05, 0.2):
+        sim.reset(6, late)
+        load = bench.load(list(range(4)), place=20)
+        time.sleep(late / 4)
+        returns_in_time(lambda load=load: bench.runner.wait([load]) or 1)
+        bench.poison(range(80, 96))
+        bench.finish(load)
+        bench.wait_until_idle()
+        time.sleep(late / 2)
+        assert all(bench.poisoned(20 + i) for i in range(4))
+
+
+def test_a_disk_that_hangs_holds_no_lane_and_no_page(make_device, sim, monkeypatch):
+    """More reads hang than there are lanes, and chunks are still copied."""
+    bench = make_device(num_threads=6, num_slots=40)
+    job, contents = bench.store(list(range(12)))
+    bench.finish(job)
+    bench.wait_until_idle()
+    released, get = threading.Event(), bench.world.store.get
+    for n in range(5):
+        damage(bench.world.path(n), bench.world.base + 70_000)  # these are Python's
+
+    def hang(*arguments):
+        released.wait(30)
+        return get(*arguments)
+
+    monkeypatch.setattr(bench.world.store, "get", hang)
+    hung = bench.load(list(range(5)), place=20)
+    good = bench.load(list(range(5, 12)), place=30)
+    assert not bench.finish(good)[0].failed
+    for n in range(5, 12):
+        assert bench.world.pages(bench.blocks(25 + n)) == contents[n]
+    bench.clock.advance(100)
+    assert bench.finish(hung)[0].failed
+    assert all(bench.poisoned(20 + i) for i in range(5))
+    wait_for(lambda: bench.poll() is not None and bench.runner.num_threads_hung >= 1)
+    released.set()
+    bench.wait_until_idle()
+    assert all(bench.poisoned(20 + i) for i in range(5))
+
+
+def test_two_ranks_on_two_devices_touch_only_their_own(make_device, sim, tmp_path):
+    benches = [make_device(index=i, root=tmp_path / f"kv{i}", num_threads=3) for i in (0, 1)]
+    jobs = [bench.store(list(range(6)), seed=40 * i) for i, bench in enumerate(benches)]
+    for bench, (job, _) in zip(benches, jobs, strict=True):
+        bench.finish(job)
+    for bench, (_, contents) in zip(benches, jobs, strict=True):
+        bench.wait_until_idle()
+        bench.finish(bench.load(list(range(6)), place=20))
+        for n, content in contents.items():
+            assert bench.world.pages(bench.blocks(20 + n)) == content
+
+
+def test_a_rank_makes_no_context_on_another_gpu(make_device, sim, path):
+    bench = make_device(index=1, **path)
+    job, _ = bench.store([1, 2])
+    bench.finish(job)
+    bench.wait_until_idle()
+    assert not bench.finish(bench.load([1, 2], place=9))[0].failed
+    assert sim.contexts(0) == 0
+    assert sim.contexts(1) > 0
+
+
+def test_a_thread_keeps_the_device_that_it_had(make_device, sim):
+    """wait() runs on the engine's thread."""
+    bench = make_device(index=1)
+    other = Gpu(sim, 0)
+    job, contents = bench.store([1])
+    with other.current():
+        bench.runner.wait([job])
+        address = other.allocate(4096)
+        other.free(address)  # a misuse with another current context
+    bench.finish(job)
+    bench.wait_until_idle()
+    assert read_by_hand(bench.world.path(1)).payload[: len(contents[1])] == contents[1]
+
+
+# --- what a chunk costs ------------------------------------------------------------------------------
+
+
+def test_a_chunk_is_one_kernel_and_one_copy_and_allocates_nothing(make_device, sim):
+    bench = make_device(num_threads=1)
+    job, _ = bench.store([0])
+    bench.finish(job)
+    bench.wait_until_idle()
+    sim.reset(1, 0.0)
+    job, _ = bench.store(list(range(1, 6)), place=3)
+    bench.finish(job)
+    bench.wait_until_idle()
+    bench.finish(bench.load(list(range(1, 6)), place=20))
+    bench.wait_until_idle()
+    assert sim.calls("cuLaunchKernel") == 10
+    assert sim.calls("cuMemcpyDtoHAsync_v2") == 5
+    assert sim.calls("cuMemcpyHtoDAsync_v2") == 15, "a table each, and a chunk that is loaded"
+    assert sim.calls("cuEventSynchronize") == 10
+    for name in ("cuMemAlloc_v2", "cuMemHostRegister_v2", "cuStreamCreate", "cuStreamSynchronize"):
+        assert sim.calls(name) == 0, name
+    assert sim.spinning == 0
+
+
+def test_slots_are_registered_once_and_no_more_than_was_allowed(make_device, sim):
+    before = sim.registered
+    bench = make_device(num_threads=2, num_slots=9)
+    staging = 9 * bench.world.transport.slot_nbytes
+    tables = 4 * 2048 * 24
+    assert sim.registered - before == staging + tables
+    calls = sim.calls("cuMemHostRegister_v2")
+    slots = [bench.world.transport.new_slot(i) for i in range(9)]
+    assert sim.calls("cuMemHostRegister_v2") == calls
+    with pytest.raises(MemoryError):
+        bench.world.transport.new_slot(9)
+    assert all(slot.array.ctypes.data % 4096 == 0 for slot in slots)
+    bench.world.transport.close()
+    assert sim.registered == before
+    live = sum(t.stride(0) * (t.shape[0] - 1) + t.shape[1] for t in bench.closed)
+    assert sim.live(1) % (1 << 40) >= live  # the engine's own is still there
+
+
+def test_no_capture_of_the_engines_is_spoilt(make_device, sim):
+    bench = make_device(num_threads=2)
+    gpu = bench.gpu
+    with gpu.current():
+        sim.call("cuStreamBeginCapture_v2", gpu.stream, 0)
+    job, _ = bench.store([1, 2, 3])
+    bench.finish(job)
+    bench.wait_until_idle()
+    assert not bench.finish(bench.load([1, 2, 3], place=9))[0].failed
+    bench.wait_until_idle()
+    with gpu.current():
+        sim.call("cuStreamEndCapture", gpu.stream, ctypes.byref(ctypes.c_void_p()))
+
+
+def test_negative_control_a_capture_is_spoilt_by_an_allocation(sim):
+    gpu = sim.torch.gpu("cuda:0")
+    with gpu.current():
+        sim.call("cuStreamBeginCapture_v2", gpu.stream, 0)
+    with pytest.raises(SimError, match="900"):
+        gpu.allocate(4096)
+    with gpu.current(), pytest.raises(SimError, match="901"):
+        sim.call("cuStreamEndCapture", gpu.stream, ctypes.byref(ctypes.c_void_p()))
+
+
+# --- bytes ---------------------------------------------------------------------------------------------
+
+
+class Pair:
+    """The same pages behind the path outside the interpreter and behind Python's."""
+
+    def __init__(self, sim, tmp_path, shapes, slot_nbytes=SLOT, index=0):
+        self.gpu = sim.torch.gpu(f"cuda:{index}")
+        self.tensors = [self.gpu.tensor(*shape) for shape in shapes]
+        self.transports = [
+            HostTransport(
+                self.tensors,
+                slot_nbytes,
+                probe_dir=str(tmp_path),
+                direct_io="off",
+                native=native,
+                num_slots=1 if native else None,
+            )
+            for native in (True, False)
+        ]
+        for transport in self.transports:
+            transport.enter_thread()
+        self.slots = [transport.new_slot(0) for transport in self.transports]
+
+    def gathered(self, table, base):
+        found = []
+        for transport, slot in zip(self.transports, self.slots, strict=True):
+            slot.array[:] = 0x5A
+            transport.gather(table, slot, base, None)
+            found.append(bytes(slot.array))
+            slot.array[:] = 0  # a late copy would be seen in the next round
+        return found
+
+    def scattered(self, table, base, data):
+        found = []
+        for t in self.tensors:
+            self.gpu.opened(t)[:] = 0xA5
+        for transport, slot in zip(self.transports, self.slots, strict=True):
+            slot.array[:] = data
+            transport.scatter(slot, base, table, None)
+            slot.array[:] = 0
+            found.append([self.gpu.opened(t).copy() for t in self.tensors])
+            for t in self.tensors:
+                self.gpu.opened(t)[:] = 0xA5
+        return found
+
+    def close(self):
+        for transport in self.transports:
+            transport.close()
+
+
+@pytest.fixture
+def make_pair(sim, tmp_path):
+    with contextlib.ExitStack() as stack:
+
+        def make(shapes, **options):
+            pair = Pair(sim, tmp_path, shapes, **options)
+            stack.callback(pair.close)
+            return pair
+
+        yield make
+    closes_cleanly(sim)
+
+
+def random_table(rng, shapes, num_spans):
+    """Spans that follow each other in the slot, as a plan's do."""
+    rows, place = [], int(rng.integers(0, 40))
+    for _ in range(num_spans):
+        tensor = int(rng.integers(len(shapes)))
+        num_blocks, page, stride = shapes[tensor]
+        block, nbytes = int(rng.integers(num_blocks)), int(rng.integers(1, page + 1))
+        rows.append((tensor, block * stride + int(rng.integers(page - nbytes + 1)), place, nbytes))
+        place += nbytes
+    return np.array(rows, np.int64)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_both_paths_give_the_same_bytes(make_pair, sim, seed):
+    """Strided slices, odd lengths and offsets; more pieces than a table takes; holes."""
+    sim.reset(seed, 0.001 * (seed % 2))
+    rng = np.random.default_rng(seed)
+    shapes = [(16, 20000, 20480), (8, 333, 1000), (4, 8192, 8192)]
+    pair = make_pair(shapes)
+    for round_number in range(4):
+        for t in pair.tensors:
+            pair.gpu.opened(t)[:] = rng.integers(0, 256, t.shape)
+        table = random_table(rng, shapes, (1, 2, 40, 60)[round_number])
+        if round_number == 2:
+            table[3:, 2] += 100  # a hole
+        outside, python = pair.gathered(table, 4096)
+        assert outside == python
+        for tensor, offset, place, nbytes in table.tolist():
+            flat = pair.gpu.opened(pair.tensors[tensor])
+            block, at = divmod(offset, shapes[tensor][2])
+            assert outside[4096 + place :][:nbytes] == flat[block, at : at + nbytes].tobytes()
+        # Targets must not overlap: whole pages of different blocks.
+        blocks = rng.permutation(8)[:5]
+        whole = np.array(
+            [(1, b * 1000, 7 + i * 333, 333) for i, b in enumerate(blocks)]
+            + [
+                (0, int(b) * 20480 + 3, 7 + 5 * 333 + i * 19000, 19000)
+                for i, b in enumerate(blocks)
+            ],
+            np.int64,
+        )
+        data = rng.integers(0, 256, SLOT, np.uint8)
+        first, second = pair.scattered(whole, 4096, data)
+        for a, b in zip(first, second, strict=True):
+            assert (a == b).all()
+        assert (first[1][blocks[0]] == data[4096 + 7 : 4096 + 7 + 333]).all()
+
+
+def test_a_chunk_of_more_pieces_than_a_table_has_room_for(make_pair, sim):
+    sim.reset(3, 0.02)
+    shapes = [(6000, 64, 100)]
+    pair = make_pair(shapes)
+    rng = np.random.default_rng(0)
+    pair.gpu.opened(pair.tensors[0])[:] = rng.integers(0, 256, (6000, 64))
+    order = rng.permutation(6000)
+    table = np.array([(0, int(b) * 100, i * 64, 64) for i, b in enumerate(order)], np.int64)
+    wanted = pair.gpu.opened(pair.tensors[0])[order].tobytes()
+    outside, python = pair.gathered(table, 8192)
+    assert outside == python
+    assert outside[8192 : 8192 + 6000 * 64] == wanted
+    data = rng.integers(0, 256, SLOT, np.uint8)
+    first, second = pair.scattered(table, 8192, data)
+    assert (first[0] == second[0]).all()
+    assert first[0][order].tobytes() == data[8192 : 8192 + 6000 * 64].tobytes()
+
+
+def test_pages_beyond_4_gib_of_a_tensor(make_pair, sim):
+    """A sparse tensor: only the pages that are touched are memory."""
+    page = 65536
+    num_blocks = (9 << 30) // page
+    pair = make_pair([(num_blocks, page)])
+    edges = [0, (2 << 30) // page - 1, (2 << 30) // page, (4 << 30) // page, num_blocks - 1]
+    opened = pair.gpu.opened(pair.tensors[0])
+    rng = np.random.default_rng(1)
+    for block in edges:
+        opened[block] = rng.integers(0, 256, page)
+    table = np.array(
+        [(0, b * page + 8, i * (page - 16), page - 16) for i, b in enumerate(edges)], np.int64
+    )
+    wanted = b"".join(opened[b, 8:-8].tobytes() for b in edges)
+    outside, python = pair.gathered(table, 4096)
+    assert outside == python
+    assert outside[4096 : 4096 + len(wanted)] == wanted
+    slot = pair.slots[0]
+    slot.array[4096 : 4096 + len(wanted)] = np.frombuffer(wanted, np.uint8)[::-1]
+    pair.transports[0].scatter(slot, 4096, table, None)
+    found = b"".join(opened[b, 8:-8].tobytes() for b in edges)
+    assert found == wanted[::-1]
+    assert not opened[edges[1] - 1].any()
+    assert not opened[edges[3] + 1].any()
+
+
+# --- what the driver refuses -------------------------------------------------------------------------------
+
+AT_START = [
+    "cuInit",
+    "cuDeviceGet",
+    "cuDevicePrimaryCtxRetain",
+    "cuCtxPushCurrent_v2",
+    "cuStreamCreate",
+    "cuEventCreate",
+    "cuMemAlloc_v2",
+    "cuMemHostRegister_v2",
+    "cuModuleLoadData",
+    "cuModuleGetFunction",
+    "cuMemcpyHtoDAsync_v2",
+    "cuLaunchKernel",
+    "cuEventSynchronize",
+]
+
+
+@pytest.mark.parametrize("name", AT_START)
+def test_an_error_at_the_start_leaves_the_python_path(sim, tmp_path, caplog, name):
+    gpu = sim.torch.gpu("cuda:0")
+    tensors = [gpu.tensor(8, 4096)]
+    gpu.opened(tensors[0])[:] = 9
+    live, registered = sim.live(0), sim.registered
+    # torch's own calls come first.
+    sim.fail(name, 999)
+    transport = HostTransport(tensors, SLOT, probe_dir=str(tmp_path), direct_io="off", num_slots=2)
+    said = [r.message for r in caplog.records if "chunks are copied in Python" in r.message]
+    assert len(said) == 1
+    assert f"{name} answers CUDA error 999" in said[0]
+    assert "in Python" in transport.description
+    transport.enter_thread()
+    transport.close()
+    assert sim.registered == registered
+    slot = HostTransport(
+        tensors, SLOT, probe_dir=str(tmp_path), direct_io="off", native=False
+    ).new_slot(0)
+    transport.gather(np.array([(0, 0, 0, 4096), (0, 8192, 4096, 4096)]), slot, 4096, None)
+    assert (slot.array[4096 : 4096 + 8192] == 9).all()
+    transport.close()
+    assert sim.live(0) - live < 4 * SLOT + 4096 * 4096
+    closes_cleanly(sim)
+
+
+def test_without_libcuda_the_python_path_is_taken(sim, tmp_path, caplog, monkeypatch):
+    from fskv.transports import cuda
+
+    gpu = sim.torch.gpu("cuda:0")
+    monkeypatch.setattr(cuda, "LIBCUDA", "libcuda.so.no-such")
+    transport = HostTransport([gpu.tensor(8, 4096)], SLOT, probe_dir=str(tmp_path), direct_io="off")
+    assert "libcuda cannot be opened" in caplog.text
+    assert "in Python" in transport.description
+
+
+def test_a_driver_that_copies_wrongly_is_not_used(sim, tmp_path, caplog, monkeypatch):
+    """A kernel of another Triton, for one: its pieces are half as long as it is told."""
+    wrong = compiled_copy()._replace(piece_nbytes=16384)
+    monkeypatch.setattr(kernels, "compiled_copy", lambda _: wrong)
+    gpu = sim.torch.gpu("cuda:0")
+    transport = HostTransport([gpu.tensor(8, 4096)], SLOT, probe_dir=str(tmp_path), direct_io="off")
+    assert "gives other bytes" in caplog.text
+    assert "in Python" in transport.description
+    assert all("a piece of" in misuse for misuse in sim.misuses)
+
+
+TABLE_NBYTES, TRIAL_NBYTES = 2048 * 24, 256 << 10
+
+
+@pytest.mark.parametrize("num_lanes", [0, 1, 3])
+def test_without_memory_for_a_buffer_there_are_fewer_lanes_or_none(
+    sim, tmp_path, num_lanes, caplog
+):
+    gpu = sim.torch.gpu("cuda:0")
+    tensors = [gpu.tensor(8, 4096) for _ in range(2)]
+    sim.limit(0, num_lanes * (SLOT + TABLE_NBYTES) + TRIAL_NBYTES)
+    transport = HostTransport(tensors, SLOT, probe_dir=str(tmp_path), direct_io="off", num_slots=2)
+    device = transport._outside._device
+    assert (device.uses_kernel, device.num_lanes) == (num_lanes > 0, num_lanes or 4)
+    for value, tensor in enumerate(tensors):
+        gpu.opened(tensor)[:] = value + 3
+    slot = transport.new_slot(0)
+    table = np.array([(0, 0, 0, 4096), (1, 8192, 4096, 4096)])
+    transport.gather(table, slot, 4096, None)
+    assert (slot.array[4096 : 4096 + 8192].reshape(2, -1) == [[3], [4]]).all()
+    transport.close()
+    closes_cleanly(sim)
+
+
+def test_without_any_device_memory_the_python_path_is_taken(sim, tmp_path, caplog):
+    gpu = sim.torch.gpu("cuda:0")
+    tensor = gpu.tensor(8, 4096)
+    sim.limit(0, 4096)
+    HostTransport([tensor], SLOT, probe_dir=str(tmp_path), direct_io="off")
+    assert "cuMemAlloc_v2 answers CUDA error 2" in caplog.text
+
+
+IN_A_COPY = [
+    "cuCtxPushCurrent_v2",
+    "cuMemcpyHtoDAsync_v2",
+    "cuMemcpyDtoHAsync_v2",
+    "cuLaunchKernel",
+    "cuEventRecord",
+    "cuEventSynchronize",
+]
+
+
+@pytest.mark.parametrize("times", [1, 3, 7])
+@pytest.mark.parametrize("name", IN_A_COPY)
+def test_errors_in_copies_cost_no_byte_and_no_later_chunk(make_device, sim, name, times):
+    """A copy is tried again, and what was launched before the error is over by then."""
+    bench = make_device(num_threads=2)
+    job, contents = bench.store([0, 1, 2])
+    bench.finish(job)
+    bench.wait_until_idle()
+    sim.reset(times, LATE_S)
+    for _ in range(times):
+        sim.fail(name, 999)
+    job, more = bench.store([3, 4, 5], place=5, seed=9)
+    bench.finish(job)
+    bench.poison(range(20, 32))
+    bench.wait_until_idle()
+    for n, content in more.items():
+        if os.path.exists(bench.world.path(n)):
+            assert read_by_hand(bench.world.path(n)).payload[: len(content)] == content
+            contents[n] = content
+    assert len(contents) == 6 or times > 1
+    sim.reset(times, LATE_S)
+    for _ in range(times):
+        sim.fail(name, 999)
+    (result,) = bench.finish(bench.load(sorted(contents), place=20))
+    bench.wait_until_idle()
+    bad = {file.key_hash[-1] for file in result.bad}
+    assert not bad or times > 1
+    for i, n in enumerate(sorted(contents)):
+        assert n in bad or bench.world.pages(bench.blocks(20 + i)) == contents[n]
+    sim.reset(times, LATE_S)
+    assert not bench.finish(bench.load(sorted(contents), place=30))[0].failed
+    for i, n in enumerate(sorted(contents)):
+        assert bench.world.pages(bench.blocks(30 + i)) == contents[n]
+    bench.wait_until_idle()
+
+
+def test_where_the_driver_says_no_python_takes_over(make_device, sim, monkeypatch, caplog):
+    from fskv.transports import cuda_native
+
+    def refuse(*_):
+        raise RuntimeError("cuLaunchKernel answers CUDA error 999")
+
+    bench = make_device(num_threads=1)
+    monkeypatch.setattr(cuda_native._native, "copy_spans", refuse)
+    sim.fail("cuLaunchKernel", 999)
+    job, contents = bench.store([0, 1])
+    bench.finish(job)
+    bench.wait_until_idle()
+    sim.fail("cuLaunchKernel", 999)
+    bench.finish(bench.load([0, 1], place=9))
+    bench.wait_until_idle()
+    assert bench.statuses(loads=True) == {Status.OK: 2}
+    for n in range(2):
+        assert bench.world.pages(bench.blocks(9 + n)) == contents[n]
+    assert caplog.text.count("chunks are copied in Python where this fails") == 1
+
+
+@pytest.mark.parametrize("code", [700, 719])
+def test_a_device_that_is_lost_costs_chunks_and_no_thread(make_device, sim, code):
+    bench = make_device(num_threads=2)
+    job, contents = bench.store([0, 1, 2])
+    bench.finish(job)
+    bench.wait_until_idle()
+    before = [bench.world.pages(bench.blocks(10 + n)) for n in range(3)]
+    sim.lose(1, code)
+    bench.runner.submit_load(
+        50, [bench.world.request(n, bench.blocks(10 + n)) for n in range(3)], None
+    )
+    bench.runner.submit_store(51, [bench.world.request(8, bench.blocks(0))], None)
+    load, _ = bench.finish(50, 51)
+    bench.wait_until_idle()
+    assert load.failed
+    assert len(load.bad) == 3
+    assert [bench.world.pages(bench.blocks(10 + n)) for n in range(3)] == before
+    assert len(bench.world.chunk_files()) == 3, "nothing was stored from pages that nobody can read"
+    sim.reset(1, 0.0)
+    assert contents
+
+
+# --- the simulation: each misuse has a name ----------------------------------------------------------
+
+
+def misuse_host_touch(sim, gpu, pinned):
+    gpu.tensor(2, 4096)[0, 0].item()
+
+
+def misuse_freed_memory(sim, gpu, pinned):
+    address = gpu.allocate(4096)
+    gpu.free(address)
+    to_device(sim, gpu, address, pinned, 4096)
+
+
+def misuse_beyond_an_allocation(sim, gpu, pinned):
+    to_device(sim, gpu, gpu.allocate(4096), pinned, 4097)
+
+
+def misuse_unregistered_host_memory(sim, gpu, pinned):
+    to_device(sim, gpu, gpu.allocate(4096), np.zeros(4096, np.uint8).ctypes.data, 4096)
+
+
+def misuse_a_stream_of_another_context(sim, gpu, pinned):
+    other = sim.torch.gpu("cuda:1")
+    address = gpu.allocate(4096)
+    to_device(sim, gpu, address, pinned, 4096, other.stream)
+
+
+def misuse_on_the_default_stream(sim, gpu, pinned):
+    to_device(sim, gpu, gpu.allocate(4096), pinned, 4096, None)
+
+
+def misuse_no_current_context(sim, gpu, pinned):
+    thread = threading.Thread(target=lambda: sim.lib.cuStreamSynchronize(gpu.stream))
+    thread.start()
+    thread.join()
+
+
+def misuse_memory_of_another_device(sim, gpu, pinned):
+    to_device(sim, gpu, sim.torch.gpu("cuda:1").allocate(4096), pinned, 4096)
+
+
+def to_device(sim, gpu, address, source, nbytes, stream=False):
+    with gpu.current(), contextlib.suppress(SimError):
+        sim.call(
+            "cuMemcpyHtoDAsync_v2",
+            ctypes.c_uint64(address),
+            ctypes.c_void_p(source),
+            ctypes.c_size_t(nbytes),
+            gpu.stream if stream is False else stream,
+        )
+
+
+MISUSES = {name: call for name, call in globals().items() if name.startswith("misuse_")}
+
+
+@pytest.mark.parametrize("name", MISUSES)
+def test_negative_control_a_misuse_is_noted_by_its_name(sim, name):
+    gpu = sim.torch.gpu("cuda:0")
+    pinned = sim.torch.pinned(8192)
+    assert sim.misuses == []
+    MISUSES[name](sim, gpu, pinned.data_ptr())
+    wait_for(lambda: not sim.busy)
+    words = name.removeprefix("misuse_").replace("_", " ")
+    words = {"host touch": "the host touched device memory"}.get(words, words)
+    assert any(words in misuse for misuse in sim.misuses), sim.misuses
+
+
+def test_a_stream_is_late_and_an_event_tells(sim):
+    sim.reset(1, 0.3)
+    gpu = sim.torch.gpu("cuda:0")
+    tensor = gpu.tensor(2, 4096)
+    for seed in range(5):
+        sim.reset(seed, 0.3)
+        gpu.opened(tensor)[:] = 1
+        gpu.fill(tensor, 0, 2)
+        event = gpu.event()
+        if not event.query():
+            break
+        gpu.synchronize()
+    assert (gpu.opened(tensor)[0] == 1).all()
+    event.synchronize()
+    assert (gpu.opened(tensor) == [[2], [1]]).all()
