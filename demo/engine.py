@@ -23,6 +23,7 @@ Request:
         {"reset_prefix_cache": true}        the engine's own cache, not the connector's...
         {"reset_prefix_cache": true, "connector": true}     ...and that too
         {"metrics": true}
+        {"shutdown": seconds}               end the engine as `vllm serve` does; the last step
         {"sleep": seconds}
         {"touch_file": path}                tells a parent that this step is reached
         {"wait_for_file": path, "timeout_s": 60}
@@ -288,6 +289,9 @@ class Child:
             return {"step": "reset_prefix_cache"}
         if step.get("metrics"):
             return {"step": "metrics", "metrics": _read_metrics(self.llm)}
+        if "shutdown" in step:  # what its server does with --shutdown-timeout
+            self.llm.llm_engine.engine_core.shutdown(timeout=step["shutdown"])
+            return {"step": "shutdown"}
         if "sleep" in step:
             time.sleep(step["sleep"])
             return {"step": "sleep"}

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from fskv.bounds.maintenance import main
+import os
 
 if __name__ == "__main__":
+    if os.fork():
+        os._exit(0)  # so that it is no descendant of its engine: see fskv.bounds.process
+    from fskv.bounds.serve import main
+
     main()

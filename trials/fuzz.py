@@ -245,9 +245,10 @@ class Fuzz:
 
     def _kill(self, one: _Engine) -> None:
         process = one.capacity._process  # noqa: SLF001
-        if process is not None and process.poll() is None:
-            process.kill()
-            process.wait()
+        if process is not None and process.pid is not None and process.running:
+            os.kill(process.pid, signal.SIGKILL)
+            while process.running:
+                time.sleep(0.01)
             self.killed += 1
 
     def _nbytes(self) -> int:

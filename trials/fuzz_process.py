@@ -13,7 +13,7 @@ import os
 import signal
 from typing import Any
 
-from fskv.bounds import leader, ledger, maintenance, quota
+from fskv.bounds import leader, ledger, maintenance, quota, serve
 
 BREAKS = ("survival", "length")
 BREAK = "FSKV_FUZZ_BREAK"
@@ -92,7 +92,7 @@ def main() -> None:
     hurry()
     if broken := os.environ.get(BREAK):
         break_safety(broken)
-    maintenance.main()
+    serve.main()
 
 
 if __name__ == "__main__":

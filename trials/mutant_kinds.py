@@ -59,6 +59,23 @@ class Fault:
 
 
 FAULTS = (
+    # --- how an engine ends ---------------------------------------------------------------
+    Fault(
+        "dead-engine-ended",
+        "An engine that was killed has died, and one that was asked to end has ended.",
+        "fskv/bounds/serve.py",
+        "    died = not asked and not (signals is not None and asked_to_end(signals))\n",
+        "    died = False\n",
+        ("tests/unit/test_engine_ends.py",),
+    ),
+    Fault(
+        "maintenance-descends",
+        "Who kills an engine with all its descendants does not kill its maintenance process.",
+        "fskv/maintenance.py",
+        "    if os.fork():\n",
+        "    if False:\n",
+        ("tests/unit/test_engine_ends.py",),
+    ),
     # --- what is read is checked ----------------------------------------------------------
     Fault(
         "rows-unchecked",
@@ -636,9 +653,9 @@ FAULTS = (
     Fault(
         "maintenance-pipe-blocks",
         "A maintenance process that does not read holds up no step of the engine.",
-        "fskv/bounds/client.py",
-        "        for pipe in (self._process.stdin, self._process.stdout):\n            os.set_blocking",
-        "        for pipe in (self._process.stdout,):\n            os.set_blocking",
+        "fskv/bounds/process.py",
+        "        for pipe in (self._stdin, self._stdout):\n            os.set_blocking",
+        "        for pipe in (self._stdout,):\n            os.set_blocking",
         _CAPACITY,
     ),
     Fault(

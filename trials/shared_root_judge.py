@@ -14,7 +14,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, zip_longest
+from itertools import chain, pairwise, zip_longest
 
 CHUNK_TOKENS = 128
 _BLOCK_NBYTES = 512  # of st_blocks
@@ -208,19 +208,18 @@ def fskv_warnings(log: str) -> list[str]:
     ]
 
 
-def maintenance_processes(parents: Iterable[int]) -> dict[int, str]:
+def maintenance_processes(engines: Iterable[int]) -> dict[int, str]:
     """Return the maintenance processes of these processes: pid -> start time, which no other one has."""
-    wanted = set(parents)
+    wanted = {str(pid).encode() for pid in engines}
     found = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
             with contextlib.suppress(OSError):
                 with open(f"/proc/{name}/cmdline", "rb") as file:
-                    command = file.read()
-                if b"fskv.maintenance" in command:
-                    parent, started = _stat(int(name))
-                    if parent in wanted:
-                        found[int(name)] = started
+                    words = file.read().split(b"\0")
+                after = dict(pairwise(words))
+                if b"fskv.maintenance" in words and after.get(b"--engine") in wanted:
+                    found[int(name)] = _started(int(name))
     return found
 
 
@@ -229,13 +228,12 @@ def still_running(processes: dict[int, str]) -> list[int]:
     left = []
     for pid, started in processes.items():
         with contextlib.suppress(OSError):
-            if _stat(pid)[1] == started:
+            if _started(pid) == started:
                 left.append(pid)
     return left
 
 
-def _stat(pid: int) -> tuple[int, str]:
-    """Return a process's parent and start time."""
+def _started(pid: int) -> str:
+    """Return a process's start time."""
     with open(f"/proc/{pid}/stat") as file:
-        fields = file.read().rpartition(")")[2].split()
-    return int(fields[1]), fields[19]
+        return file.read().rpartition(")")[2].split()[19]

@@ -13,10 +13,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import os
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -25,6 +21,7 @@ from typing import Any
 import msgpack
 
 from fskv.bounds.eviction_news import entries
+from fskv.bounds.process import MaintenanceProcess
 from fskv.bounds.quota import Limits
 from fskv.bounds.status import RootState
 from fskv.observe.state_log import StateLog
@@ -55,6 +52,7 @@ class Capacity:
         patient: bool = False,
         quiet: bool = False,
         touch_interval_s: float = 0.0,
+        health_file: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`namespace` is "<arch>/<model>@<digest16>" of an opened root.
@@ -62,7 +60,8 @@ class Capacity:
         A caller that is `patient` asks again for what it was refused. An engine does not: its chunk is lost.
         So there as much is kept at hand as was lately asked for between two polls, and at least `at_hand`.
         `quiet`: the maintenance process says on stderr only what is wrong, not what it has done.
-        `touch_interval_s` is the option of whoever loads chunks; 0: nobody here does.
+        `touch_interval_s` is the option of whoever loads chunks; 0: nobody here does. `health_file` is the
+        engine's: how it ended is written there, if it could not do that itself.
         """
         self._patient = patient
         self._at_hand = at_hand
@@ -75,9 +74,10 @@ class Capacity:
             "dir_mode": dir_mode,
             "file_mode": file_mode,
             "touch_interval_s": math.ceil(touch_interval_s),
+            "health_file": health_file,
         }
         self._clock = clock
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: MaintenanceProcess | None = None
         self._unpacker = msgpack.Unpacker()
         self._next_start = 0.0
         self._heard_at = 0.0
@@ -106,29 +106,15 @@ class Capacity:
         """Start the maintenance process; where that fails it is tried again later, and nothing is stored."""
         self._next_start = self._clock() + _RESTART_S
         self.num_restarts += self._started
-        self._close_pipes()
+        self._close_process()
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "fskv.maintenance", *self._options],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                start_new_session=True,  # a Ctrl-C in the terminal is the engine's
-            )
+            self._process = MaintenanceProcess(self._options)
         except OSError as error:
             reason = f"no maintenance process, so nothing is stored: {error}"
             self._log.say("maintenance_gone", logging.WARNING, reason=reason)
-            self._process = None
             self._started = True
             return
-        if self._started:
-            self._log.say(
-                "maintenance_restarted", logging.WARNING, pid=self.pid, restarts=self.num_restarts
-            )
         self._started = True
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        for pipe in (self._process.stdin, self._process.stdout):
-            os.set_blocking(pipe.fileno(), False)
         self._unpacker = msgpack.Unpacker(max_buffer_size=_MAX_FRAME)
         # A new process knows nothing of what the last one granted: only what is on its way is carried over.
         self._used -= self._written
@@ -138,7 +124,7 @@ class Capacity:
         self._heard_at = self._clock()
         self._has_spoken = not self.num_restarts
         self._silent_polls_since = 0.0
-        self._say(self._hello)
+        self._process.say(self._hello)
 
     def wait_for_first_word(self) -> None:
         """At start-up only: give the process a moment, or the first chunks would not be stored."""
@@ -199,7 +185,7 @@ class Capacity:
         One that was started again is up when it has said something: where the root is gone it never does.
         """
         process = self._process
-        alive = process is not None and process.poll() is None and self._has_spoken
+        alive = process is not None and process.running and self._has_spoken
         return alive and not self._silent_polls_since
 
     @property
@@ -213,12 +199,14 @@ class Capacity:
         if self._said_paused and not self.paused:
             self._said_paused = False
             self._log.say("stores_resumed")
-        if self._process is None or self._process.poll() is not None:
+        if self._process is None or not self._process.running:
             self._allowed = 0
             if now >= self._next_start:
                 self.start()
             return []
         self._hear()
+        if self._process is None:
+            return []
         if self._silent:
             self._return_unused()
             if not self._silent_polls_since:
@@ -227,6 +215,8 @@ class Capacity:
                 self._log.say("maintenance_silent", logging.WARNING, reason=reason)
             if now - self._silent_polls_since > _HUNG_S:
                 self._process.kill()  # the next poll starts another one; a hung mount may keep this one
+                self._process = None
+                return []
         else:
             self._silent_polls_since = 0.0
         message = {
@@ -236,7 +226,7 @@ class Capacity:
             "wanted": self._wanted(now),
             "full": self._full,
         }
-        if message != self._said and self._say(message):
+        if message != self._said and self._process.say(message):
             self._said = message
         removed, self._removed = self._removed, []
         return removed
@@ -251,24 +241,18 @@ class Capacity:
 
     def close(self) -> None:
         """Let the process end by itself; it is not waited for, since it may hang."""
-        if self._process is None:
-            return
-        self._close_pipes()
-        threading.Thread(target=self._process.wait, name="fskv-reaper", daemon=True).start()
-        self._process = None
+        self._close_process()
 
-    def _close_pipes(self) -> None:
-        if self._process is not None:
-            for pipe in (self._process.stdin, self._process.stdout):
-                if pipe is not None:
-                    with contextlib.suppress(OSError):
-                        pipe.close()
+    def _close_process(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.close()
 
     def _hear(self) -> None:
-        if self._process is None or self._process.stdout is None:
+        if self._process is None:
             return
-        with contextlib.suppress(BlockingIOError, ValueError):
-            while received := os.read(self._process.stdout.fileno(), _READ_NBYTES):
+        with contextlib.suppress(BlockingIOError):
+            while received := self._process.hear(_READ_NBYTES):
                 try:
                     self._unpacker.feed(received)
                     for message in self._unpacker:
@@ -277,10 +261,22 @@ class Capacity:
                     reason = f"it says what it should not and is started again: {error}"
                     self._log.say("maintenance_gone", logging.WARNING, reason=reason)
                     self._process.kill()
+                    self._process = None
                     self._allowed = 0
                     return
 
     def _take_message(self, message: dict[str, Any]) -> None:
+        if "pid" in message:
+            assert self._process is not None
+            self._process.introduce(message["pid"])
+            if self.num_restarts:
+                self._log.say(
+                    "maintenance_restarted",
+                    logging.WARNING,
+                    pid=self.pid,
+                    restarts=self.num_restarts,
+                )
+            return
         self._has_spoken = True
         if "alive" in message:
             # When it was said, and not when it is read: an idle engine has left it in the pipe.
@@ -295,13 +291,3 @@ class Capacity:
             self._removed += entries(message["removed"])
         else:
             self.state = replace(self.state, **message)
-
-    def _say(self, message: dict[str, Any]) -> bool:
-        """Send a message; False if the pipe is full. Below PIPE_BUF it goes whole or not at all."""
-        assert self._process is not None
-        assert self._process.stdin is not None
-        try:
-            os.write(self._process.stdin.fileno(), msgpack.packb(message))
-        except (BlockingIOError, BrokenPipeError):
-            return False
-        return True

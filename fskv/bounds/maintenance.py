@@ -1,12 +1,11 @@
-"""The process that keeps a root within its bounds: `python -m fskv.maintenance`, a child of each engine.
+"""Keeps a root within its bounds, in a process of its own for each engine: `python -m fskv.maintenance`.
 
 It is a process of its own so that neither its work nor a mount that hangs under it can touch the engine. It
 does three things: it claims bytes for its engine (fskv.bounds.quota); it reports what was pruned, by
 whomever; and if it holds the lease (fskv.bounds.lease) it counts, prunes and cleans for all. A process
 without the lease reads a few small files a second and nothing else.
 
-Asynchronous: one task for the engine's messages and at most one for the holder's work, which walks and
-removes in worker threads. It ends when its standard input does.
+Asynchronous: the holder's work is at most one task, which walks and removes in worker threads.
 """
 
 from __future__ import annotations
@@ -16,24 +15,19 @@ import contextlib
 import errno
 import logging
 import os
-import sys
 import time
 from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from typing import Any
 
-import msgpack
-
 from fskv.bounds.evict import execute, plan
 from fskv.bounds.eviction_news import ENTRY_NBYTES, EvictionNews
 from fskv.bounds.leader import Leader
 from fskv.bounds.lease import SHARED_DIR, TTL_S, Lease
 from fskv.bounds.ledger import CLAIMS_DIR, Ledger
-from fskv.bounds.outbox import Outbox
 from fskv.bounds.quota import (
     Claim,
-    Limits,
     Usage,
     grant,
     num_writers,
@@ -43,7 +37,6 @@ from fskv.bounds.quota import (
 )
 from fskv.bounds.room_made import RoomMade
 from fskv.bounds.status import BoundsSaid, RootState, changes, root_state
-from fskv.config import Share
 from fskv.index.snapshot import Catalogue
 from fskv.observe.state_log import StateLog, described
 from fskv.root.beneath import make_directory, move_aside
@@ -54,7 +47,7 @@ from fskv.root.root import FORMAT_FILE, usual_modes
 
 logger = logging.getLogger(__name__)
 
-_IDLE_S = 1.0
+IDLE_S = 1.0  # at most, between two steps
 _ALIVE_S = 5.0
 _MINOR_S = 20.0  # an engine that is idle for hours does not read: this much fits into the pipe
 _AWAY_S = 12.0  # less than the silence (bounds.client) after which an engine stores nothing, less _ALIVE_S
@@ -290,16 +283,16 @@ class Maintainer:
         """The holder's work that is under way."""
         return self._work
 
-    async def close(self) -> None:
-        """End: what was granted and not used is nobody's any more. Raises OSError."""
+    async def close(self, *, died: bool = False) -> None:
+        """End: what was granted and not used is nobody's any more. Raises OSError.
+
+        Of an engine that `died` nobody knows how much it used: its claim stays that of a dead process.
+        """
         if self._work is not None:
             self._work.cancel()
-        if self._leader is not None:
-            self._leader.save_snapshots()
-        self._lease.release()
         if self._claim is not None and self._claim.namespace is None:
             self._ledger.withdraw(self._claim.name)  # nothing was written that somebody must count
-        elif self._claim is not None:
+        elif self._claim is not None and not died:
             engine = self._engine
             self._ledger.publish(
                 replace(
@@ -309,6 +302,9 @@ class Maintainer:
                     closed=True,
                 )
             )
+        if self._leader is not None:
+            self._leader.save_snapshots()
+        self._lease.release()
 
     # --- the engine's claim -----------------------------------------------------------------
 
@@ -435,99 +431,10 @@ class Maintainer:
         return False
 
 
-# --- the process ------------------------------------------------------------------------------
-
-
-def claim_from(options: dict[str, Any]) -> Claim:
-    """Return a new engine's claim from what the engine sent at first."""
-    limits = dict(options["limits"])
-    keep = limits["keep_free"]
-    limits["keep_free"] = Share(keep["percent"]) if isinstance(keep, dict) else keep
-    return Claim(
-        unique_name(),
-        options["namespace"],
-        options["tenant"],
-        Limits(**limits),
-        touch_interval_s=options["touch_interval_s"],
-    )
-
-
-async def serve() -> None:
-    """Maintain the root that the first message names, until the engine closes our standard input."""
-    reader = asyncio.StreamReader()
-    await asyncio.get_running_loop().connect_read_pipe(
-        lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
-    )
-    unpacker = msgpack.Unpacker()
-    maintainer: Maintainer | None = None
-    interval_s, pause_s = _IDLE_S, 0.0
-    parent = os.getppid()
-    reading = asyncio.ensure_future(reader.read(1 << 16))
-    while True:
-        await asyncio.sleep(pause_s)
-        waited_for: set[asyncio.Future[Any]] = {reading}
-        if maintainer is not None and maintainer.work is not None:
-            waited_for.add(maintainer.work)
-        await asyncio.wait(waited_for, timeout=interval_s, return_when=asyncio.FIRST_COMPLETED)
-        if os.getppid() != parent:
-            break  # the engine was killed, and a process that it forked keeps our standard input open
-        if reading.done():
-            received = reading.result()
-            if not received:
-                break
-            unpacker.feed(received)
-            reading = asyncio.ensure_future(reader.read(1 << 16))
-            for message in unpacker:
-                if maintainer is None:
-                    maintainer = _begin(message)
-                else:
-                    maintainer.hear(Engine(**message))
-        if maintainer is None:
-            continue
-        started = time.monotonic()
-        try:
-            busy = await maintainer.try_step()
-        except BrokenPipeError:
-            break
-        pause_s = pause_after(time.monotonic() - started)
-        interval_s = pause_s if busy else min(_IDLE_S, 1.5 * interval_s)
-    if maintainer is not None:
-        with contextlib.suppress(Exception):  # the root is gone, or read-only
-            await maintainer.close()
-
-
 def pause_after(seconds: float) -> float:
     """Return how long to wait after a step that took so long.
 
     However often the engine speaks: at most a third of a core, and few requests to a server. But where the
     root hung for half a minute, an engine that is kept waiting for a minute more thinks that we do.
     """
-    return min(_IDLE_S, max(0.01, 2 * seconds))
-
-
-def _begin(options: dict[str, Any]) -> Maintainer:
-    outbox = Outbox(1)
-    return Maintainer(
-        options["root"],
-        claim_from(options),
-        outbox.send,
-        outbox.is_heard,
-        dir_mode=options["dir_mode"],
-        file_mode=options["file_mode"],
-    )
-
-
-def main() -> None:
-    level = logging.WARNING if "--quiet" in sys.argv[1:] else logging.INFO
-    logging.basicConfig(level=level, format="%(message)s")
-    with contextlib.suppress(OSError):
-        os.nice(5)
-    code = 0
-    try:
-        asyncio.run(serve())
-    except (BrokenPipeError, KeyboardInterrupt):
-        pass
-    except Exception:
-        logger.exception("fskv: maintenance ended")
-        code = 1
-    os._exit(code)  # a worker thread may hang with its mount: nobody waits for it
+    return min(IDLE_S, max(0.01, 2 * seconds))

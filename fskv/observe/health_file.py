@@ -31,6 +31,8 @@ _MODE = 0o644  # a probe runs as somebody else
 # Conditions with which nothing is loaded and nothing is stored.
 _OFF = frozenset({"weights_in_doubt", "prefix_caching_off"})
 STARTING = "starting"
+ENDED, DIED = "ended", "died"
+_MAX_NBYTES = 1 << 16
 
 
 class HealthFile:
@@ -82,7 +84,7 @@ class HealthFile:
             amiss = {"unknown": f"its state cannot be read: {error!r}"}
         now = time.time()
         self._since = {name: self._since.get(name, now) for name in amiss}
-        state = "ended" if ended else _state(amiss)
+        state = ENDED if ended else _state(amiss)
         if self._written is None or self._written[0] != state:
             self._state_since = now
         why = tuple(
@@ -131,6 +133,20 @@ def replace_file(path: str, content: Mapping[str, Any]) -> None:
         os.unlink(part)
     with publishing(path, _MODE, part=part, umask=True) as file:
         file.write(f"{json.dumps(content, indent=1)}\n".encode())
+
+
+def end_health_file(path: str, pid: int, state: str) -> None:
+    """Write how the engine of that process ended, unless it did so itself or another one has the file.
+
+    Raises OSError, ValueError.
+    """
+    with open(path, "rb") as file:
+        content = json.loads(file.read(_MAX_NBYTES))
+    if content["pid"] != pid or content["state"] == ENDED:
+        return
+    now = time.time()
+    at = {"at": _rfc3339(now), "at_s": round(now, 3)}
+    replace_file(path, {**content, "state": state, "since": _rfc3339(now), **at})
 
 
 def _rfc3339(seconds: float) -> str:

@@ -114,14 +114,15 @@ class KvStore:
             restore=lambda: _opened(config, create=False).open_namespace(identity),
         )
         self.lookup = Lookup(config, clock=clock)
+        self.watch = Watch(config, self.lookup, engine_rank=0)
         self.lookup.attach(
             [RankFiles(self.directory.path, rank, self.mover.file_nbytes)],
             dir_mode=self.directory.dir_mode,
             file_mode=self.directory.file_mode,
             patient=patient,
             quiet=quiet,
+            health_file=self.watch.health_file,
         )
-        self.watch = Watch(config, self.lookup, engine_rank=0)
         self.watch.namespace = os.path.relpath(self.directory.path, config.root)
 
     def moves(

@@ -103,11 +103,13 @@ class Lookup:
         chunks_per_step: int = 1,
         patient: bool = False,
         quiet: bool = False,
+        health_file: str | None = None,
     ) -> None:
         """The namespace is open: a chunk is there when all of these files are.
 
         A chunk is stored when `num_movers` movers have told so. `chunks_per_step` is how many chunks of a
-        group one step can fill: so many must find room at once. `patient`, `quiet`: see Capacity.
+        group one step can fill: so many must find room at once. `patient`, `quiet`, `health_file`: see
+        Capacity.
         """
         self._files = list(files)
         self._num_movers = num_movers
@@ -133,6 +135,7 @@ class Lookup:
             patient=patient,
             quiet=quiet,
             touch_interval_s=config.touch_interval_s,
+            health_file=health_file,
         )
         self.capacity.start()
         self.capacity.wait_for_first_word()

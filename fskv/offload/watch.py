@@ -38,10 +38,11 @@ class Watch:
         self._corrupt_at = -math.inf  # when the last one was found
         self._amiss_of_movers: dict[int, dict[str, str]] = {}
         self._health: HealthFile | None = None
+        self.health_file: str | None = None
         if config.health_file is not None:
-            path = config.health_file.replace("{rank}", str(engine_rank))
+            self.health_file = config.health_file.replace("{rank}", str(engine_rank))
             facts = {"root": config.root, "engine_rank": engine_rank, "version": __version__}
-            self._health = HealthFile(path, self._amiss, facts)
+            self._health = HealthFile(self.health_file, self._amiss, facts)
             self._health.start()
 
     def note(self, news: News) -> None:

@@ -8,8 +8,8 @@ import re
 import pytest
 from places import REPOSITORY
 
-from fskv.engines.vllm_multi.config import ChildConfig, MultiConfig
 from fskv.errors import ConfigError
+from fskv.kv_transfer.multi import ChildConfig, MultiConfig
 from fskv.observe.metrics import MULTI_METRICS
 
 DOCS = REPOSITORY / "docs" / "vllm.md"

@@ -313,9 +313,9 @@ def test_vllms_own_offloading_of_windows_in_chunks_of_several_blocks_is_refused(
 
 
 def test_two_names_of_one_directory_are_refused(tmp_path):
-    from fskv.engines.vllm_multi.config import MultiConfig
     from fskv.engines.vllm_multi.connector import _check_real_roots
     from fskv.errors import ConfigError
+    from fskv.kv_transfer.multi import MultiConfig
 
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
@@ -337,9 +337,9 @@ def test_two_names_of_one_directory_are_refused(tmp_path):
 
 
 def test_a_child_without_support_for_hybrid_models_is_refused_with_the_way_out():
-    from fskv.engines.vllm_multi.config import MultiConfig
     from fskv.engines.vllm_multi.connector import _check_hybrid
     from fskv.errors import ConfigError
+    from fskv.kv_transfer.multi import MultiConfig
 
     def check(child, *, disabled):
         config = MultiConfig.from_mapping(

@@ -26,7 +26,7 @@ LAYERS = {
     1: (
         "fskv._native",  # imports nothing
         "fskv.config",
-        "fskv.engines.vllm_multi.config",
+        "fskv.kv_transfer.",
         "fskv.format.",
         "fskv.hybrid_planner",
         "fskv.namespace",

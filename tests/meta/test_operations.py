@@ -26,8 +26,8 @@ from tool_lab import Lab, run, spoil
 from world import wait_for
 
 from fskv.config import StoreConfig
-from fskv.engines.vllm_multi.config import MultiConfig
 from fskv.format.key_file import read_keys
+from fskv.kv_transfer.multi import MultiConfig
 from fskv.observe.health_file import HealthFile
 
 PAGE = (REPOSITORY / "docs" / "operations.md").read_text(encoding="utf-8")

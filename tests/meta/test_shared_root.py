@@ -5,14 +5,13 @@ from __future__ import annotations
 import copy
 import os
 import random
-import subprocess
-import sys
 
 import pytest
 from world import wait_for
 
 pytest.importorskip("torch", reason="the benchmarks need torch: make test")
 
+from fskv.bounds.process import MaintenanceProcess
 from trials import shared_root
 from trials.shared_root_judge import (
     Pool,
@@ -100,17 +99,14 @@ def test_errors_and_tracebacks_are_found_in_a_log_but_not_the_warnings_of_vllm(t
     assert len(bad_lines(str(log))) == 2
 
 
-def test_a_maintenance_process_is_found_by_its_parent_and_seen_to_end():
+def test_a_maintenance_process_is_found_by_its_engine_and_seen_to_end():
     assert maintenance_processes([os.getpid()]) == {}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "fskv.maintenance"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
-    wait_for(lambda: maintenance_processes([os.getpid()]))  # it has become that program
+    process = MaintenanceProcess()
+    wait_for(lambda: len(maintenance_processes([os.getpid()])) == 1)  # what forked it has ended
     found = maintenance_processes([os.getpid()])
-    assert list(found) == [process.pid]
-    assert still_running(found) == [process.pid]
-    process.communicate()
-    assert still_running(found) == []
+    assert still_running(found) == list(found)
+    process.close()
+    wait_for(lambda: not still_running(found))
 
 
 GOOD = {

@@ -434,3 +434,95 @@ def test_a_key_file_is_judged_and_never_shown(tmp_path):
         assert found["level"] == level, found
         assert ("'new', accepts 'old'" in found["found"]) == (level == "ok")
         assert secret not in done.stdout + done.stderr
+
+
+# --- what an engine is told ---------------------------------------------------------------------
+
+
+def transfer(path, connector="FskvConnector", **options):
+    return {
+        "kv_connector": connector,
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"root": str(path), **options},
+    }
+
+
+def nested(connector, key, *inner):
+    return {**transfer("/x", connector), "kv_connector_extra_config": {key: list(inner)}}
+
+
+def configured(given):
+    done = run("doctor", *PATIENT, "--no-write", "--json", "--config", given)
+    return done, [line for line in findings(done) if line["level"] == "problem"]
+
+
+# What operators got wrong, and the words that they need.
+MISTAKES = {
+    "a unit that is none": ({"max_bytes": "100GB"}, "did you mean 100GiB?"),
+    "no unit": ({"max_bytes": "100"}, "a text with an IEC unit"),
+    "a typo": ({"max_byte": "1GiB"}, "did you mean 'max_bytes'?"),
+    "a relative path": ({"root": "w/ok"}, "expected an absolute path"),
+    "no root": ({"root": None}, "'root': found None"),
+    "a root that is missing": ({"root": "/nowhere/at/all"}, "does not exist"),
+    "a file": ({"root": "/etc/hostname"}, "is not a directory"),
+    "a foreign directory": ({"root": "/etc"}, "not an fskv root and not empty"),
+    "no key file": ({"mac_key_file": "/nowhere/keys"}, "/nowhere/keys"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_what_an_engine_would_refuse_is_said_beforehand(lab, mistake):
+    options, words = MISTAKES[mistake]
+    done, problems = configured(json.dumps(transfer(lab.path, **options)))
+    assert done.exit_code == 1
+    assert any(words in line["found"] for line in problems), problems
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        transfer("/x", "FskvConector"),
+        nested("FskvMultiConnector", "connectors", transfer("relative")),
+        nested("MultiConnector", "connectors", transfer("relative")),
+        nested("OffloadingConnector", "secondary_tiers", {"type": "FskvTier", "root": "relative"}),
+        nested("OffloadingConnector", "secondary_tiers", {"type": "Another"}),
+        {"root": "/mnt/kv"},
+    ],
+    ids=json.dumps,
+)
+def test_whatever_is_around_a_store_is_looked_into(wrong):
+    done, problems = configured(json.dumps(wrong))
+    assert (done.exit_code, [line["check"] for line in problems]) == (1, ["options"])
+
+
+@pytest.mark.parametrize("how", ["JSON", "file", "line", "file with a line", "="])
+def test_a_configuration_comes_as_json_a_file_or_a_servers_line(lab, tmp_path, how):
+    """The control of all mistakes: what an engine takes has no problem, and the root is left as it was."""
+    before = everything_below(lab.path)
+    written = json.dumps(transfer(lab.path, max_bytes="2TiB"))
+    equals = "=" if how == "=" else " "
+    line = f"vllm serve M --shutdown-timeout 10 \\\n  --kv-transfer-config{equals}'{written}'"
+    given = written if how in ("JSON", "file") else line
+    if how.startswith("file"):
+        path = tmp_path / "given"
+        path.write_text(f"#!/bin/sh\n{given}\n" if how.endswith("line") else given)
+        given = path
+    done, problems = configured(given)
+    assert (done.exit_code, problems, done.summary["root"]) == (0, [], lab.path)
+    said = f"root {lab.path}, max_bytes {2 << 40}"
+    assert of(done, "options") == [("ok", said)]
+    assert everything_below(lab.path) == before
+
+
+def test_a_line_without_time_to_stop_or_with_a_warning_at_each_start_is_hinted_at(lab):
+    written = {**transfer(lab.path), "kv_load_failure_policy": "fail"}
+    done, _ = configured(f"vllm serve M --kv-transfer-config '{json.dumps(written)}'")
+    assert [level for level, _ in of(done, "options")] == ["ok", "hint", "hint"]
+    check_lines("doctor", done.lines)
+
+
+@pytest.mark.parametrize("given", ["vllm serve M", "{", "it's", "--kv-transfer-config"])
+def test_what_is_no_configuration_is_one_sentence(given):
+    done = fskv("doctor", "--config", given)
+    assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (2, "", 1)

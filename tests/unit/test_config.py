@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fskv.config import Deadline, StoreConfig
-from fskv.engines.vllm.options import ENGINE_OPTIONS, store_config
 from fskv.errors import ConfigError
+from fskv.kv_transfer.options import ENGINE_OPTIONS, store_config
 
 FIELDS = {field.name: field for field in dataclasses.fields(StoreConfig)}
 MIB = 1 << 20

@@ -11,7 +11,8 @@ from typing import Annotated
 import typer
 
 from ..doctor import keys
-from ..doctor.finding import Finding, Level, Subject
+from ..doctor.configured import Configured, read
+from ..doctor.finding import Check, Finding, Level, Subject
 from ..doctor.rounds import examine
 from ..doctor.scratch import Scratch
 from ..doctor.visit import OF_MACHINE
@@ -29,7 +30,7 @@ LINES = {
         "advice": "what to do, or null",
     },
     "summary": {
-        "root": "the root that was looked at, or null",
+        "root": "the root that was looked at, or null for none or several",
         "ok": "number of findings of that level",
         "hint": "number of findings of that level",
         "warning": "number of findings of that level",
@@ -54,6 +55,15 @@ def command(
     ] = 10.0,
     no_write: Annotated[bool, typer.Option("--no-write", help="Try nothing out.")] = False,
     mac_key_file: MacKeyFileOption = None,
+    config: Annotated[
+        str | None,
+        typer.Option(
+            metavar="JSON|FILE|LINE",
+            help="What an engine gets: the JSON of --kv-transfer-config, a file with it, or a line of vllm "
+            "serve. Its roots and key files are looked at, instead of --root.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Look at this machine, the mount and the root, and say what to do about what is found.
@@ -62,11 +72,18 @@ def command(
     in the root, which are removed again; nothing is written to what is no root. A mount that hangs is a
     finding. Exit code 1 if there is a problem; hints and warnings are 0.
     """
-    where = os.path.abspath(root) if root else None
+    configured = Configured(()) if config is None else read(config)
+    roots = list(dict.fromkeys(store.root for store in configured.stores))
+    if config is None and root:
+        roots = [os.path.abspath(root)]
+    key_files = [(one.mac_key_file, one.root) for one in configured.stores if one.mac_key_file]
+    of_keys = [keys.check(path, beside) for path, beside in dict.fromkeys(key_files)]
+    if mac_key_file:
+        of_keys.append(keys.check(os.path.abspath(mac_key_file)))
     counted: Counter[Level] = Counter()
     shown: list[Finding] = []
-    key_file = os.path.abspath(mac_key_file) if mac_key_file else None
-    with closing(_findings(where, timeout, key_file, may_write=not no_write)) as found:
+    findings = _findings(configured, roots, timeout, of_keys, may_write=not no_write)
+    with closing(findings) as found:
         for finding in found:
             counted[finding.level] += 1
             if as_json:
@@ -80,7 +97,11 @@ def command(
             else:
                 shown.append(finding)
     if as_json:
-        emit("summary", root=where, **{level.value: counted[level] for level in Level})
+        emit(
+            "summary",
+            root=roots[0] if len(roots) == 1 else None,
+            **{level.value: counted[level] for level in Level},
+        )
     else:
         _print(shown)
         say(", ".join(f"{counted[level]} {level}" for level in Level if counted[level]))
@@ -88,11 +109,16 @@ def command(
 
 
 def _findings(
-    root: str | None, timeout_s: float, key_file: str | None, *, may_write: bool
+    configured: Configured,
+    roots: list[str],
+    timeout_s: float,
+    of_keys: list[Check],
+    *,
+    may_write: bool,
 ) -> Generator[Finding]:
-    checks = (*OF_MACHINE, *([keys.check(key_file)] if key_file else []))
-    yield from examine(checks, Subject(None, timeout_s, Scratch(may_write=False)))
-    if root is not None:
+    yield from configured.findings
+    yield from examine((*OF_MACHINE, *of_keys), Subject(None, timeout_s, Scratch(may_write=False)))
+    for root in roots:
         yield from visit(root, timeout_s, may_write=may_write)
 
 

@@ -10,12 +10,12 @@ from fskv.format.key_file import read_keys
 from .finding import Check, Finding, Subject, ok, problem
 
 
-def check(path: str) -> Check:
-    """Return the check of one file; it shows ids and never a key."""
+def check(path: str, root: str | None = None) -> Check:
+    """Return the check of one file, which may not be in `root`; it shows ids and never a key."""
 
     def look(_: Subject) -> Iterator[Finding]:
         try:
-            keys = read_keys(path)
+            keys = read_keys(path, root)
         except ConfigError as error:
             text = str(error).removeprefix("option 'mac_key_file': ")
             yield problem("key file", text, "an engine with it does not start: docs/security.md")

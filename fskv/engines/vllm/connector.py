@@ -44,7 +44,6 @@ from fskv.engines.vllm.loaded import find_loaded
 from fskv.engines.vllm.manager import PREFIX_CACHING_OFF, FskvHandshake, FskvManager
 from fskv.engines.vllm.media import Media
 from fskv.engines.vllm.metrics import FskvStats, metric_definitions
-from fskv.engines.vllm.options import ENGINE_OPTIONS, store_config
 from fskv.engines.vllm.page_layout import page_layouts
 from fskv.engines.vllm.quirks import (
     drop_in_workers,
@@ -58,6 +57,7 @@ from fskv.engines.vllm.quirks import (
 from fskv.engines.vllm.worker import FskvWorker
 from fskv.errors import ConfigError, FskvError
 from fskv.hybrid_planner import Geometry, hit_cost, plan_geometry
+from fskv.kv_transfer.options import ENGINE_OPTIONS, store_config
 from fskv.namespace import Identity
 from fskv.offload.news import News
 from fskv.root.neighbours import beside

@@ -165,6 +165,7 @@ class FskvManager(OffloadingManager):
             dir_mode=first.dir_mode,
             file_mode=first.file_mode,
             chunks_per_step=self._chunks_per_step,
+            health_file=self._watch.health_file,
         )
         if self.chunks.capacity is not None:
             config = self._config

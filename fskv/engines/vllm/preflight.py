@@ -8,47 +8,33 @@ the callers. Where it is not found, only the engine's own look is left.
 from __future__ import annotations
 
 import logging
-import sys
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fskv.config import StoreConfig
 from fskv.data_path.threads import START_UP_S, call_with_deadline
-from fskv.engines.vllm.options import store_config
-from fskv.engines.vllm_multi.config import OURS, MultiConfig
+from fskv.engines.vllm.quirks import configuration_being_built
 from fskv.errors import FskvError
 from fskv.format.key_file import open_key_file
+from fskv.kv_transfer.stores import stores_of
 from fskv.root.root import Root
 
 logger = logging.getLogger(__name__)
 
-_MULTI = "FskvMultiConnector"
-
 
 def check_configured() -> None:
     """Check the configuration that a caller is building, if one is; raises FskvError."""
-    config = _being_built()
+    config = configuration_being_built()
     transfer = getattr(config, "kv_transfer_config", None)
     if transfer is None:
         return
     try:
-        extra = transfer.kv_connector_extra_config
-        for store in stores_of(str(transfer.kv_connector), extra):
+        names = ("kv_connector", "kv_connector_extra_config")
+        for store in stores_of({name: getattr(transfer, name) for name in names}):
             if _runs_here(config.parallel_config):
                 check_root(store)
     except FskvError as error:
         logger.error("fskv: %s", error)
         raise
-
-
-def stores_of(connector: str, extra: Mapping[str, Any]) -> Iterator[StoreConfig]:
-    """Yield the options of each FskvConnector in a configuration; raises ConfigError."""
-    if connector == OURS:
-        yield store_config(extra)
-    elif connector == _MULTI:
-        for child in MultiConfig.from_mapping(extra).connectors:
-            if child.is_ours:
-                yield store_config(child.transfer["kv_connector_extra_config"])
 
 
 def check_root(config: StoreConfig) -> None:
@@ -61,17 +47,6 @@ def check_root(config: StoreConfig) -> None:
         START_UP_S,
         f"option 'root': {config.root} did not answer",
     )
-
-
-def _being_built() -> Any:
-    """Return the VllmConfig whose __post_init__ is among the callers, or None."""
-    frame = sys._getframe(1)  # noqa: SLF001
-    while frame is not None:
-        found = frame.f_locals.get("self") if frame.f_code.co_name == "__post_init__" else None
-        if hasattr(found, "kv_transfer_config") and hasattr(found, "parallel_config"):
-            return found
-        frame = frame.f_back  # type: ignore[assignment]
-    return None
 
 
 def _runs_here(parallel: Any) -> bool:

@@ -1,8 +1,8 @@
 """Everything private of vLLM that fskv touches while an engine runs, and what it puts right from outside.
 
 **Callers.** vLLM gives a connector no way to the engine's workers, a child no way to the connector around
-it, a tier no way to the scheduler. Whoever builds or resets them is among the callers, so `callers` looks
-there.
+it, a tier no way to the scheduler, and asks for a connector's class without the configuration that names it.
+Whoever builds or resets them is among the callers, so `callers` looks there.
 
 **Resets.** `OffloadingConnectorScheduler.reset_cache` (vLLM 0.32) sets next_stored_chunk_idx to 0, so that
 running requests store all their chunks again. In groups with a window or a state the blocks before it have
@@ -54,12 +54,21 @@ _ANSWER_S = (
 # --- callers ----------------------------------------------------------------------------------
 
 
-def callers() -> Iterator[Any]:
-    """Yield the objects whose methods are running above the caller, the nearest first."""
+def callers(method: str | None = None) -> Iterator[Any]:
+    """Yield the objects whose methods, or that method, are running above the caller, the nearest first."""
     frame = inspect.currentframe()
     while frame is not None:
-        yield frame.f_locals.get("self")
+        if method in (None, frame.f_code.co_name):
+            yield frame.f_locals.get("self")
         frame = frame.f_back
+
+
+def configuration_being_built() -> Any:
+    """Return the VllmConfig that a caller is making; None if none is."""
+    for caller in callers("__post_init__"):
+        if hasattr(caller, "kv_transfer_config") and hasattr(caller, "parallel_config"):
+            return caller
+    return None
 
 
 def executor() -> Any:

@@ -38,10 +38,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from fskv.data_path.threads import START_UP_S, call_with_deadline
 from fskv.engines.vllm.connector import FskvConnector
 from fskv.engines.vllm.quirks import forget_past_blocks, without_new_loads
-from fskv.engines.vllm_multi.config import ChildConfig, MultiConfig, check_apart
 from fskv.engines.vllm_multi.events import MergedEvents
 from fskv.engines.vllm_multi.metrics import MultiPromMetrics, own_stats, rebuild, stats_id
 from fskv.errors import ConfigError, FskvError
+from fskv.kv_transfer.multi import ChildConfig, MultiConfig, check_apart
 from fskv.observe import metrics
 from fskv.observe.metrics import Counters
 from fskv.routing.load_choice import Offer, choose

@@ -44,13 +44,13 @@ from fskv.data_path.threads import START_UP_S, call_with_deadline
 from fskv.engines.vllm.events import KvEvents
 from fskv.engines.vllm.manager import PREFIX_CACHING_OFF, FskvManager, to_chunk
 from fskv.engines.vllm.metrics import metric_definitions, to_stats
-from fskv.engines.vllm.options import ENGINE_OPTIONS, store_config
 from fskv.engines.vllm.quirks import forget_past_blocks, resetting_scheduler
 from fskv.engines.vllm_tier.io import RowMover
 from fskv.engines.vllm_tier.rows import rows_of
 from fskv.engines.vllm_tier.workers import Workers, ask_workers
-from fskv.errors import ConfigError, FskvError
+from fskv.errors import FskvError
 from fskv.hybrid_planner import GroupKind, hit_cost
+from fskv.kv_transfer.options import tier_config
 from fskv.root.neighbours import beside
 from fskv.root.root import Root
 from fskv.types import ChunkId
@@ -64,19 +64,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# What stands beside `secondary_tiers`, not in them.
-_OF_THE_SPEC = frozenset(
-    ENGINE_OPTIONS
-    | {
-        "block_size",
-        "blocks_per_chunk",
-        "canonical_layout",
-        "cpu_bytes_to_use",
-        "eviction_policy",
-        "spec_name",
-        "spec_module_path",
-    }
-)
 # After its jobs were given up an I/O thread has at most a line of bookkeeping left.
 _DRAIN_S = 5.0
 # A chunk that lost its row before its request could use it is loaded once more; then it is computed.
@@ -121,7 +108,7 @@ class FskvTier(SecondaryTierManager):
         # A worker whose weights are loaded again writes to it; a file without a name once all have it open.
         self._mark, mark = tempfile.mkstemp(prefix="fskv-weights-")
         try:
-            self._config = config = _parse(options)
+            self._config = config = tier_config(options)
             workers = ask_workers(offloading_spec, config, self.block_size_bytes, mark)
             self._rows, self._manager = _open(config, workers, offloading_spec, primary_kv_view)
         except FskvError as error:
@@ -290,26 +277,6 @@ class FskvTier(SecondaryTierManager):
         self._rows.mover.close()
         self._manager.shutdown()
         os.close(self._mark)
-
-
-def _parse(options: dict[str, Any]) -> StoreConfig:
-    for name in sorted(_OF_THE_SPEC & options.keys()):
-        raise ConfigError(
-            f"option '{name}': found {options[name]!r} among those of a secondary tier, expected it beside "
-            "'secondary_tiers' in kv_connector_extra_config"
-        )
-    if "hybrid_chunk_size" in options:
-        raise ConfigError(
-            f"option 'hybrid_chunk_size': found {options['hybrid_chunk_size']!r}, expected nothing: FskvTier "
-            "stores the chunks that vLLM makes; set 'block_size' beside 'secondary_tiers' instead"
-        )
-    config = store_config(options)
-    if config.load_budget != "off":
-        raise ConfigError(
-            f"option 'load_budget': found {config.load_budget!r}, expected \"off\": vLLM does not tell a "
-            "tier what a recompute takes (FskvConnector takes others)"
-        )
-    return config
 
 
 def _open(

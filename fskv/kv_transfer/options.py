@@ -36,6 +36,18 @@ _ONLY: dict[str, tuple[tuple[object, ...], str]] = {
 }
 
 
+# Of a tier's, what stands beside `secondary_tiers` and not in them.
+_OF_THE_SPEC = ENGINE_OPTIONS | {
+    "block_size",
+    "blocks_per_chunk",
+    "canonical_layout",
+    "cpu_bytes_to_use",
+    "eviction_policy",
+    "spec_name",
+    "spec_module_path",
+}
+
+
 def store_config(options: Mapping[str, Any]) -> StoreConfig:
     """Return the options of fskv among these; raises ConfigError for what vLLM and fskv cannot both have."""
     own: dict[str, Any] = {}
@@ -51,3 +63,24 @@ def store_config(options: Mapping[str, Any]) -> StoreConfig:
         elif name not in ENGINE_OPTIONS:
             own[name] = value
     return StoreConfig.from_mapping(own)
+
+
+def tier_config(options: Mapping[str, Any]) -> StoreConfig:
+    """Return the options of fskv among those of a secondary tier; raises ConfigError."""
+    for name in sorted(_OF_THE_SPEC & options.keys()):
+        raise ConfigError(
+            f"option '{name}': found {options[name]!r} among those of a secondary tier, expected it beside "
+            "'secondary_tiers' in kv_connector_extra_config"
+        )
+    if "hybrid_chunk_size" in options:
+        raise ConfigError(
+            f"option 'hybrid_chunk_size': found {options['hybrid_chunk_size']!r}, expected nothing: FskvTier "
+            "stores the chunks that vLLM makes; set 'block_size' beside 'secondary_tiers' instead"
+        )
+    config = store_config(options)
+    if config.load_budget != "off":
+        raise ConfigError(
+            f"option 'load_budget': found {config.load_budget!r}, expected \"off\": vLLM does not tell a "
+            "tier what a recompute takes (FskvConnector takes others)"
+        )
+    return config

@@ -1,0 +1,154 @@
+"""Runs a Maintainer for one engine, as `python -m fskv.maintenance`: it hears the engine, and how that ends.
+
+It ends with its engine. If that was shut down, or asked to end (fskv.bounds.process), it says so in the
+claim and in the health file. An engine that just died leaves the claim of a dead process, and "died" in the
+file.
+
+Asynchronous: one task for the engine's messages, beside the holder's work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+import msgpack
+
+from fskv.bounds.maintenance import IDLE_S, Engine, Maintainer, pause_after
+from fskv.bounds.outbox import Outbox
+from fskv.bounds.process import END, asked_to_end
+from fskv.bounds.quota import Claim, Limits
+from fskv.config import Share
+from fskv.observe.health_file import DIED, ENDED, end_health_file
+from fskv.root.process_id import unique_name
+
+logger = logging.getLogger(__name__)
+
+_LAST_WORDS_S = 1.0
+
+
+def claim_from(options: dict[str, Any]) -> Claim:
+    """Return a new engine's claim from what the engine sent at first."""
+    limits = dict(options["limits"])
+    keep = limits["keep_free"]
+    limits["keep_free"] = Share(keep["percent"]) if isinstance(keep, dict) else keep
+    return Claim(
+        unique_name(),
+        options["namespace"],
+        options["tenant"],
+        Limits(**limits),
+        touch_interval_s=options["touch_interval_s"],
+    )
+
+
+async def serve(engine: int | None = None, signals: int | None = None) -> None:
+    """Maintain the root that the first message names, until the engine ends or closes our standard input.
+
+    `engine` is the id of its process, `signals` where its signals are written down.
+    """
+    loop = asyncio.get_running_loop()
+    asked = False
+
+    def ask() -> None:
+        nonlocal asked
+        asked = True
+
+    # Who stops a whole service sends this to all of its processes: we end after the engine.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, ask)
+    gone: asyncio.Future[None] = loop.create_future()
+    if engine is not None:
+        # A process that the engine forked may keep our standard input open.
+        with contextlib.suppress(OSError):
+            handle = os.pidfd_open(engine)
+            loop.add_reader(handle, lambda: None if gone.done() else gone.set_result(None))
+    reader = asyncio.StreamReader()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    outbox = Outbox(1)
+    unpacker = msgpack.Unpacker()
+    maintainer: Maintainer | None = None
+    health_file: str | None = None
+
+    def hear(received: bytes) -> None:
+        nonlocal maintainer, health_file, asked
+        unpacker.feed(received)
+        for message in unpacker:
+            if END in message:
+                asked = True
+            elif maintainer is None:
+                health_file = message.pop("health_file")
+                maintainer = _begin(message, outbox)
+            else:
+                maintainer.hear(Engine(**message))
+
+    interval_s, pause_s = IDLE_S, 0.0
+    reading = asyncio.ensure_future(reader.read(1 << 16))
+    with contextlib.suppress(BrokenPipeError):
+        outbox.send({"pid": os.getpid()})
+        while not gone.done():
+            await asyncio.sleep(pause_s)
+            waited_for: set[asyncio.Future[Any]] = {reading, gone}
+            if maintainer is not None and maintainer.work is not None:
+                waited_for.add(maintainer.work)
+            await asyncio.wait(waited_for, timeout=interval_s, return_when=asyncio.FIRST_COMPLETED)
+            if reading.done():
+                if not reading.result():
+                    break
+                hear(reading.result())
+                reading = asyncio.ensure_future(reader.read(1 << 16))
+            if maintainer is None:
+                continue
+            started = time.monotonic()
+            busy = await maintainer.try_step()
+            pause_s = pause_after(time.monotonic() - started)
+            interval_s = pause_s if busy else min(IDLE_S, 1.5 * interval_s)
+    with contextlib.suppress(TimeoutError):  # its last words may be unread
+        while received := await asyncio.wait_for(reading, _LAST_WORDS_S):
+            hear(received)
+            reading = asyncio.ensure_future(reader.read(1 << 16))
+    died = not asked and not (signals is not None and asked_to_end(signals))
+    if maintainer is not None:
+        with contextlib.suppress(Exception):  # the root is gone, or read-only
+            await maintainer.close(died=died)
+    if health_file is not None and engine is not None:
+        with contextlib.suppress(Exception):
+            end_health_file(health_file, engine, DIED if died else ENDED)
+
+
+def _begin(options: dict[str, Any], outbox: Outbox) -> Maintainer:
+    return Maintainer(
+        options["root"],
+        claim_from(options),
+        outbox.send,
+        outbox.is_heard,
+        dir_mode=options["dir_mode"],
+        file_mode=options["file_mode"],
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser("fskv.maintenance")
+    parser.add_argument("--quiet", action="store_true")
+    parser.add_argument("--engine", type=int)
+    parser.add_argument("--signals", type=int)
+    options = parser.parse_args()
+    level = logging.WARNING if options.quiet else logging.INFO
+    logging.basicConfig(level=level, format="%(message)s")
+    with contextlib.suppress(OSError):
+        os.nice(5)
+    code = 0
+    try:
+        asyncio.run(serve(options.engine, options.signals))
+    except (BrokenPipeError, KeyboardInterrupt):
+        pass
+    except Exception:
+        logger.exception("fskv: maintenance ended")
+        code = 1
+    os._exit(code)  # a worker thread may hang with its mount: nobody waits for it
