@@ -85,20 +85,20 @@ mutants: $(SETUP) ## Make deliberate faults in the product: does make test catch
 	$(call ran,mutants)
 
 test: $(SETUP) ## Each promise, on real engines where one matters (10 minutes on 2 cores)
-	$(PYTEST) -m 'not slow and not shared_fs and not sglang' --timings=.cache/timings/test.json $(ARGS)
+	$(PYTEST) -m 'not slow and not shared_fs and not sglang and not pd' --timings=.cache/timings/test.json $(ARGS)
 
 test-unit: $(SETUP) ## What of test starts no engine
-	$(PYTEST) -m 'not slow and not shared_fs and not sglang' --ignore tests/engines \
+	$(PYTEST) -m 'not slow and not shared_fs and not sglang and not pd' --ignore tests/engines \
 	    --timings=.cache/timings/unit.json $(ARGS)
 
 test-engines: $(SETUP) ## What of test starts real engines: the other part
-	$(PYTEST) -m 'not slow and not shared_fs and not sglang' --timings=.cache/timings/engines.json $(ARGS) tests/engines
+	$(PYTEST) -m 'not slow and not shared_fs and not sglang and not pd' --timings=.cache/timings/engines.json $(ARGS) tests/engines
 
 test-near: $(SETUP) ## The tests nearest to FILE=fskv/data_path/runner.py, in a minute or a few
-	@tests=$$('$(PY)' .ci/near $(FILE)) && $(PYTEST) -m 'not slow and not shared_fs and not sglang' $$tests $(ARGS)
+	@tests=$$('$(PY)' .ci/near $(FILE)) && $(PYTEST) -m 'not slow and not shared_fs and not sglang and not pd' $$tests $(ARGS)
 
 test-slow: $(SETUP) ## More models, ranks, settings, longer walks and storms (an hour); ARGS may name files
-	$(PYTEST) -m 'slow and not shared_fs and not sglang' --timings=.cache/timings/slow.json $(ARGS)
+	$(PYTEST) -m 'slow and not shared_fs and not sglang and not pd' --timings=.cache/timings/slow.json $(ARGS)
 
 test-all: test test-slow test-shared-fs ## Everything there is
 
@@ -114,6 +114,10 @@ test-versions: $(SETUP) ## Other vLLM versions: contract, refusal, engines besid
 test-sglang: $(SETUP) ## Real SGLang engines, in an environment of their own (2 GB once; 10 to 20 minutes)
 	@bash .ci/sglang $(ARGS)
 	$(call ran,sglang)
+
+test-pd: $(SETUP) ## Prefill and decode in two real engines with NIXL between them (240 MB once; 5 minutes)
+	@PY='$(PY)' bash .ci/pd $(ARGS)
+	$(call ran,pd)
 
 lint: $(SETUP) ## ruff and mypy
 	'$(PY)' -m ruff check .

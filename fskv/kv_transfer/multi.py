@@ -20,11 +20,18 @@ from fskv.routing.load_choice import How
 OURS = "FskvConnector"
 
 # vLLM checks or changes its own configuration for these, and finds them only under its MultiConnector.
+PULLS = ("NixlConnector", "NixlPullConnector")  # what that is of these: `check_beside_pulls`
+# What takes KV from another engine's memory: nobody checks that it still is what it was.
+_FROM_ENGINES = (
+    *PULLS,
+    "NixlPushConnector",
+    "MoRIIOConnector",
+    "MooncakeConnector",
+    "P2pNcclConnector",
+)
 _NOT_AS_CHILD = (
     "FskvMultiConnector",
     "MultiConnector",
-    "NixlConnector",
-    "NixlPullConnector",
     "NixlPushConnector",
     "MoRIIOConnector",
     "MooncakeConnector",
@@ -101,6 +108,7 @@ class MultiConfig:
                 "connectors", written, 'a list of connectors, each with "kv_connector" and so on'
             )
         children = _named([_child(idx, each) for idx, each in enumerate(written)])
+        check_stored([child.transfer for child in children])
         _check_roots(children)
         _check_health_files(children)
         return cls(connectors=tuple(children), choose=how, lookup_timeout_s=timeout_s)
@@ -114,8 +122,8 @@ def _child(idx: int, written: Any) -> ChildConfig:
     if connector in _NOT_AS_CHILD:
         raise ConfigError(
             f"option '{where}': found {connector}, which FskvMultiConnector does not take as a child; "
-            "expected FskvConnector, OffloadingConnector, SimpleCPUOffloadConnector or another connector "
-            "that vLLM does not treat in a way of its own"
+            "expected FskvConnector, OffloadingConnector, SimpleCPUOffloadConnector, NixlConnector or "
+            "another connector that vLLM does not treat in a way of its own"
         )
     extra = written.get("kv_connector_extra_config") or {}
     if not isinstance(extra, Mapping):
@@ -179,6 +187,61 @@ def _check_health_files(children: Sequence[ChildConfig]) -> None:
         if other != idx:
             name = f"connectors[{idx}].health_file"
             raise _bad(name, path, f"a file of its own; it is that of connectors[{other}]")
+
+
+def check_stored(children: Sequence[Any]) -> None:
+    """Refuse to store where KV comes from another engine's memory; each child is as it was written.
+
+    Such an engine frees its blocks when they were not fetched in time, and uses them again. Who fetches them
+    then is not told (vLLM 0.32). What was fetched serves other requests, too, by vLLM's own prefix cache, so
+    it cannot be told from what was computed. Raises ConfigError.
+    """
+    written = [child if isinstance(child, Mapping) else {} for child in children]
+    for source in written:
+        connector, role = source.get("kv_connector"), source.get("kv_role")
+        extra = source.get("kv_connector_extra_config") or {}
+        gives_only = role == "kv_producer" and not extra.get("bidirectional_kv_xfer")
+        if connector not in _FROM_ENGINES or gives_only:
+            continue
+        for idx, child in enumerate(written):
+            stores = (child.get("kv_connector_extra_config") or {}).get("store", True)
+            if child.get("kv_connector") == OURS and stores is not False:
+                raise ConfigError(
+                    f"option 'connectors[{idx}].store': found {stores!r} beside {connector} with kv_role "
+                    f'"{role}", expected false: nobody checks KV from another engine, so it must not be '
+                    "stored; the node that computes it stores it"
+                )
+
+
+def check_beside_pulls(
+    children: Sequence[ChildConfig],
+    *,
+    context_parallel: bool,
+    routed_experts: bool,
+    conv_layout: str,
+) -> None:
+    """Refuse what vLLM refuses or puts right for NixlConnector, but not where it is a child of ours.
+
+    `conv_layout` is how vLLM lays out the states of convolutions, "" for a model without states. Raises
+    ConfigError.
+    """
+    for idx, child in enumerate(children):
+        if child.transfer["kv_connector"] not in PULLS:
+            continue
+        found = f"option 'connectors[{idx}]': found {child.transfer['kv_connector']} with"
+        for what, is_on in (
+            ("context parallelism", context_parallel),
+            ("--enable-return-routed-experts", routed_experts),
+        ):
+            if is_on:
+                raise ConfigError(
+                    f"{found} {what}, which vLLM looks after only in its own MultiConnector; expected it off"
+                )
+        if conv_layout not in ("", "DS"):
+            raise ConfigError(
+                f"{found} VLLM_SSM_CONV_STATE_LAYOUT={conv_layout}, expected DS in the environment: its "
+                "transfers need it for models with states"
+            )
 
 
 def check_apart(idx: int, path: str, other_idx: int, other: str) -> None:

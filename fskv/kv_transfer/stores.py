@@ -8,7 +8,7 @@ from typing import Any
 
 from fskv.config import StoreConfig
 from fskv.errors import ConfigError
-from fskv.kv_transfer.multi import OURS, MultiConfig
+from fskv.kv_transfer.multi import OURS, MultiConfig, check_stored
 from fskv.kv_transfer.options import store_config, tier_config
 
 _MULTI = "FskvMultiConnector"
@@ -28,7 +28,9 @@ def stores_of(transfer: Mapping[str, Any]) -> list[StoreConfig]:
         children = [child.transfer for child in MultiConfig.from_mapping(extra).connectors]
         return [store for child in children for store in stores_of(child)]
     if connector == "MultiConnector":
-        return [store for child in _objects(extra, "connectors") for store in stores_of(child)]
+        written = _objects(extra, "connectors")
+        check_stored(written)
+        return [store for child in written for store in stores_of(child)]
     tiers = _objects(extra, "secondary_tiers")
     if near := difflib.get_close_matches(connector, (OURS, _MULTI), n=1, cutoff=0.8):
         raise ConfigError(f"kv_connector: found {connector!r}, did you mean {near[0]!r}?")

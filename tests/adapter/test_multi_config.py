@@ -9,7 +9,8 @@ import pytest
 from places import REPOSITORY
 
 from fskv.errors import ConfigError
-from fskv.kv_transfer.multi import ChildConfig, MultiConfig
+from fskv.kv_transfer.multi import ChildConfig, MultiConfig, check_beside_pulls, check_stored
+from fskv.kv_transfer.stores import stores_of
 from fskv.observe.metrics import MULTI_METRICS
 
 DOCS = REPOSITORY / "docs" / "vllm.md"
@@ -29,6 +30,10 @@ def other(connector="OffloadingConnector", **options):
         "kv_role": "kv_both",
         "kv_connector_extra_config": options,
     }
+
+
+def nixl(role, connector="NixlConnector", **extra):
+    return {**other(connector, **extra), "kv_role": role}
 
 
 def parsed(*children, **options):
@@ -108,7 +113,7 @@ def test_roots_that_only_look_alike_are_taken():
         ([ours("/a", load_weight="2")], {}, ["connectors[0].load_weight", "'2'"]),
         ([ours("/a", name=7)], {}, ["connectors[0].name"]),
         ([ours("/a"), other(store=False)], {}, ["connectors[1].store", "only FskvConnector"]),
-        ([other("NixlConnector")], {}, ["connectors[0]", "NixlConnector", "as a child"]),
+        ([other("NixlPushConnector")], {}, ["connectors[0]", "NixlPushConnector", "as a child"]),
         ([other("FskvMultiConnector")], {}, ["as a child"]),
         (["FskvConnector"], {}, ["connectors[0]", "an object"]),
         ([{"kv_role": "kv_both"}], {}, ["connectors[0]", "kv_connector"]),
@@ -144,3 +149,58 @@ def test_the_documented_metrics_are_those_of_the_code():
         label, unit, meaning, advice = [cell.strip() for cell in line.split("|")[2:-1]]
         assert (label, unit, meaning) == (metric.label, metric.unit, metric.meaning)
         assert advice
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ({}, None),
+        ({"conv_layout": "DS"}, None),
+        ({"conv_layout": "SD"}, "VLLM_SSM_CONV_STATE_LAYOUT=SD, expected DS"),
+        ({"context_parallel": True}, "with context parallelism"),
+        ({"routed_experts": True}, "with --enable-return-routed-experts"),
+    ],
+)
+def test_what_vllm_looks_after_for_nixl_only_in_its_own_multiconnector_is_refused(what, words):
+    given = {"context_parallel": False, "routed_experts": False, "conv_layout": "", **what}
+    check_beside_pulls(parsed(ours("/a"), other()).connectors, **given)
+    beside = parsed(ours("/a"), nixl("kv_producer")).connectors
+    if words is None:
+        check_beside_pulls(beside, **given)
+        return
+    with pytest.raises(ConfigError, match=re.escape(words)) as caught:
+        check_beside_pulls(beside, **given)
+    assert "connectors[1]" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("sibling", "stores", "taken"),
+    [
+        (nixl("kv_producer"), True, True),
+        (nixl("kv_producer", bidirectional_kv_xfer=True), True, False),
+        (nixl("kv_consumer"), True, False),
+        (nixl("kv_both"), True, False),
+        (nixl("kv_both", "MooncakeConnector"), True, False),
+        (nixl("kv_consumer"), False, True),
+        (other(), True, True),
+    ],
+)
+@pytest.mark.parametrize("first", [True, False])
+def test_what_another_engine_has_computed_is_never_stored(sibling, stores, taken, first):
+    mine = ours("/a", **({} if stores else {"store": False}))
+    children = [sibling, mine] if first else [mine, sibling]
+    if taken:
+        check_stored(children)
+        stores_of(other("MultiConnector", connectors=children))
+        return
+    with pytest.raises(ConfigError, match=rf"connectors\[{int(first)}\].store.*expected false"):
+        check_stored(children)
+    with pytest.raises(ConfigError, match="expected false"):
+        stores_of(other("MultiConnector", connectors=children))
+
+
+def test_children_of_vllms_own_multiconnector_are_checked_before_weights_are_read():
+    with pytest.raises(ConfigError, match="'rot'"):
+        stores_of(other("MultiConnector", connectors=[other(), ours("/a", rot=1)]))
+    (found,) = stores_of(other("MultiConnector", connectors=[other(), ours("/a")]))
+    assert found.root == "/a"

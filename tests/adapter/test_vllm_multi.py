@@ -389,7 +389,7 @@ def test_what_a_child_refuses_to_start_with_names_the_child(monkeypatch, caplog)
         raise ConfigError("option 'mac_key_file': /keys has mode 0644")
 
     monkeypatch.setattr(MultiConnector, "__init__", built_up_to_the_second)
-    for check in ("_check_hybrid", "_check_real_roots"):
+    for check in ("_check_hybrid", "_check_pulls", "_check_real_roots"):
         monkeypatch.setattr(connector, check, lambda *_: None)
     config = _vllm_config(_child_config("a"), _child_config("b"))
     sentence = "option 'connectors[1]': option 'mac_key_file': /keys has mode 0644"

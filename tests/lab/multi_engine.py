@@ -21,10 +21,12 @@ def main() -> int:
 
     variant = sys.argv[1]
     if variant == "untold":
-        from fskv.engines.vllm_multi import connector
+        from fskv.engines.vllm import connector as one
+        from fskv.engines.vllm_multi import connector as several
 
-        assert callable(connector._tell_allocated)
-        connector._tell_allocated = lambda child, blocks: None
+        for module in (one, several):
+            assert callable(module.tell_allocated)
+            module.tell_allocated = lambda scheduler, blocks: None
     elif variant == "patient":
         from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 

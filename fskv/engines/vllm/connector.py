@@ -50,13 +50,17 @@ from fskv.engines.vllm.quirks import (
     enclosing_connector,
     event_payloads,
     forget_past_blocks,
+    gives_way,
+    handshakes_of_workers,
     offer_again,
     requests_of_loads,
     take_deferred_stores,
+    tell_allocated,
 )
 from fskv.engines.vllm.worker import FskvWorker
 from fskv.errors import ConfigError, FskvError
 from fskv.hybrid_planner import Geometry, hit_cost, plan_geometry
+from fskv.kv_transfer.multi import check_stored
 from fskv.kv_transfer.options import ENGINE_OPTIONS, store_config
 from fskv.namespace import Identity
 from fskv.offload.news import News
@@ -67,6 +71,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.kv_offload.config import OffloadingConfig
@@ -212,14 +217,16 @@ class FskvConnector(BudgetedConnector):
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
+        outer = enclosing_connector(FskvConnector)
         try:
+            if outer is not None:
+                check_stored(outer.kv_connector_extra_config.get("connectors") or ())
             setup = _prepare(vllm_config, kv_cache_config, announce=role is KVConnectorRole.WORKER)
         except FskvError as error:
             logger.error("fskv: %s", error)
             raise
         self._setup = setup
         self._held_events: list[KVCacheEvent] = []  # of before a reset, not yet taken
-        outer = enclosing_connector(FskvConnector)
         if outer is not None:
             # Inside a MultiConnector the scheduler reads the policy of the outer configuration.
             outer.kv_load_failure_policy = "recompute"
@@ -262,9 +269,14 @@ class FskvConnector(BudgetedConnector):
             logger.error("fskv: %s", error)
             raise
 
-    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        worker = self._spec.worker
+    @property
+    def handshake(self) -> FskvHandshake | None:
+        """What this worker tells the scheduler; None on the scheduler's side, and before there is KV."""
+        worker = None if self.connector_worker is None else self._spec.worker
         return None if worker is None else worker.handshake
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        return None if gives_way(self) else self.handshake
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Report finished loads, and which of them failed and must be recomputed."""
@@ -311,6 +323,8 @@ class FskvConnector(BudgetedConnector):
     ) -> None:
         workers = [m for m in metadata.values() if isinstance(m, FskvHandshake)]
         try:
+            if not workers or len(workers) < len(metadata):
+                workers = handshakes_of_workers()
             _check_own(workers, self._setup.config.root)
             self._manager.set_workers(workers)
             if not all(
@@ -340,6 +354,13 @@ class FskvConnector(BudgetedConnector):
             else:
                 self._manager.take_media(request.request_id, media)
         super().on_new_request(request)
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        if not num_external_tokens:
+            tell_allocated(self.scheduler, blocks)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         self._media.on_step()

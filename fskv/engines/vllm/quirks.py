@@ -4,6 +4,11 @@
 it, a tier no way to the scheduler, and asks for a connector's class without the configuration that names it.
 Whoever builds or resets them is among the callers, so `callers` looks there.
 
+**Handshakes.** vLLM's MultiConnector has every child hear the first child's: FskvConnector gives way to a
+child that needs it (`gives_way`), and asks its workers itself (`handshakes_of_workers`).
+
+**Blocks of siblings' loads.** `tell_allocated`.
+
 **Resets.** `OffloadingConnectorScheduler.reset_cache` (vLLM 0.32) sets next_stored_chunk_idx to 0, so that
 running requests store all their chunks again. In groups with a window or a state the blocks before it have
 been freed and used again, and only those from it on are kept up to date (_update_req_states): a request
@@ -31,6 +36,7 @@ from collections.abc import Iterable, Iterator, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
     OffloadingConnectorScheduler,
 )
@@ -41,6 +47,7 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import (
         OffloadingConnectorWorker,
     )
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_offload.base import LoadStoreSpec, OffloadKey
 
@@ -94,6 +101,18 @@ def enclosing_connector(own: type[KVConnectorBase_V1]) -> KVTransferConfig | Non
     return None
 
 
+def gives_way(own: KVConnectorBase_V1) -> bool:
+    """Whether vLLM's MultiConnector, which is asking `own` for its handshake, has one of another child's."""
+    for caller in callers():
+        siblings = getattr(caller, "_connectors", ())
+        if own in siblings:
+            if type(caller).get_handshake_metadata is not MultiConnector.get_handshake_metadata:
+                return False  # hands each child its own
+            others = [each for each in siblings if type(each) is not type(own)]
+            return any(each.get_handshake_metadata() is not None for each in others)
+    return False
+
+
 def connectors() -> Iterator[OffloadingConnector]:
     """In a worker: yield its connectors of vLLM's offloading kind; inside a MultiConnector too."""
     from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group
@@ -106,6 +125,38 @@ def _within(connector: Any) -> Iterator[OffloadingConnector]:
         yield connector
     for child in getattr(connector, "_connectors", ()):  # vLLM's MultiConnector
         yield from _within(child)
+
+
+# --- starts -----------------------------------------------------------------------------------
+
+
+def handshakes_of_workers() -> list[Any]:
+    """Return what fskv's connectors of the engine's workers have to say; [] if no executor is calling."""
+    found = executor()
+    told = [] if found is None else found.collective_rpc(handshakes, timeout=_ANSWER_S)
+    return [each for of_worker in told for each in of_worker]
+
+
+def handshakes(_worker: object) -> list[Any]:
+    """Return the handshakes of this worker's fskv connectors. On the worker's thread."""
+    return [own for each in connectors() if (own := getattr(each, "handshake", None)) is not None]
+
+
+# --- blocks -----------------------------------------------------------------------------------
+
+
+def tell_allocated(scheduler: OffloadingConnectorScheduler, blocks: KVCacheBlocks) -> None:
+    """Tell a connector which blocks a request got that somebody else may be about to load.
+
+    vLLM frees the blocks of a finished request while its stores may still be queued, and has a store read its
+    blocks before they change hands; but a child hears of new owners only from its own loads and from what
+    the model runs (0.32, 0.33: _current_batch_allocated_block_ids). Untold, it would store what its sibling
+    loads there, under the key of what was there before: wrong KV with a good checksum.
+    """
+    for group in scheduler.config.kv_group_configs:
+        scheduler._current_batch_allocated_block_ids.update(  # noqa: SLF001
+            block.block_id for block in blocks.blocks[group.group_idx] if block.block_id
+        )
 
 
 # --- resets -----------------------------------------------------------------------------------

@@ -37,11 +37,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 
 from fskv.data_path.threads import START_UP_S, call_with_deadline
 from fskv.engines.vllm.connector import FskvConnector
-from fskv.engines.vllm.quirks import forget_past_blocks, without_new_loads
+from fskv.engines.vllm.quirks import forget_past_blocks, tell_allocated, without_new_loads
 from fskv.engines.vllm_multi.events import MergedEvents
 from fskv.engines.vllm_multi.metrics import MultiPromMetrics, own_stats, rebuild, stats_id
 from fskv.errors import ConfigError, FskvError
-from fskv.kv_transfer.multi import ChildConfig, MultiConfig, check_apart
+from fskv.kv_transfer.multi import ChildConfig, MultiConfig, check_apart, check_beside_pulls
 from fskv.observe import metrics
 from fskv.observe.metrics import Counters
 from fskv.routing.load_choice import Offer, choose
@@ -81,6 +81,7 @@ class FskvMultiConnector(MultiConnector):
         try:
             config = _parse(vllm_config)
             _check_hybrid(vllm_config, config)
+            _check_pulls(vllm_config, kv_cache_config, config)
             _check_real_roots(config)
         except FskvError as error:
             logger.error("fskv: %s", error)
@@ -280,7 +281,7 @@ class FskvMultiConnector(MultiConnector):
         self._counters.add(metrics.MULTI_LOADS, 1, self._names[chosen])
         for idx, child in enumerate(self._connectors):
             if idx != chosen and isinstance(child, OffloadingConnector):
-                _tell_allocated(child, blocks)
+                tell_allocated(child.scheduler, blocks)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> MultiKVConnectorMetadata:
         metadata = tuple(
@@ -365,21 +366,6 @@ class FskvMultiConnector(MultiConnector):
         )
 
 
-def _tell_allocated(child: OffloadingConnector, blocks: KVCacheBlocks) -> None:
-    """Tell a child which blocks another child's load is about to overwrite.
-
-    vLLM frees the blocks of a finished request while its stores may still be queued, and has a store read its
-    blocks before they change hands; but a child hears of new owners only from its own loads and from what
-    the model runs (0.32, 0.33: _current_batch_allocated_block_ids). Untold, it would store what its sibling
-    loads there, under the key of what was there before: wrong KV with a good checksum.
-    """
-    scheduler = child.scheduler
-    for group in scheduler.config.kv_group_configs:
-        scheduler._current_batch_allocated_block_ids.update(  # noqa: SLF001
-            block.block_id for block in blocks.blocks[group.group_idx] if block.block_id
-        )
-
-
 def _granularity(child: Any, tokens_per_hash: int) -> int:
     """Return the tokens of which a hit of this child is a multiple, as far as that can be known."""
     if not isinstance(child, OffloadingConnector):
@@ -416,6 +402,28 @@ def _check_hybrid(vllm_config: VllmConfig, config: MultiConfig) -> None:
                 "manager; expected a connector that does, or --disable-hybrid-kv-cache-manager (only for "
                 "models that work without it)"
             )
+
+
+def _check_pulls(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: MultiConfig
+) -> None:
+    from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    parallel = vllm_config.parallel_config
+    sizes = [getattr(parallel, f"{of}_context_parallel_size", 1) for of in ("decode", "prefill")]
+    # Where the option is depends on the version.
+    places = [getattr(vllm_config, name, None) for name in ("aux_output_config", "model_config")]
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    has_states = any(isinstance(spec, MambaSpec) for spec in specs)
+    check_beside_pulls(
+        config.connectors,
+        context_parallel=max(sizes) > 1,
+        routed_experts=any(
+            getattr(place, "enable_return_routed_experts", False) for place in places
+        ),
+        conv_layout=get_conv_state_layout() if has_states else "",
+    )
 
 
 def _check_whole_chunks(names: Sequence[str], children: Sequence[Any]) -> None:
