@@ -1,8 +1,8 @@
 """Open the transport that the configuration names, with one sentence about it for the start-up line.
 
-`auto` is the host path. `gds` is GPUDirect Storage or an error: a probe file goes through cuFile, and the
-counters of kvikio and of the kernel module say what really carried it (`evidence`). Called once, at start-up;
-the probe has a deadline.
+`auto` is the host path. `gds` is GPUDirect Storage where that works, else the host path and a warning: a
+probe file goes through cuFile, and the counters of kvikio and of the kernel module say what really carried
+it (`evidence`). Called once, at start-up; the probe has a deadline.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import importlib.util
 import logging
 import os
 import secrets
+import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from fskv.data_path.threads import call_with_deadline
-from fskv.errors import ConfigError, RootError
+from fskv.errors import RootError
 from fskv.gds_io import Device, GdsTransport
 from fskv.transports import evidence, host
 from fskv.transports.chunk_fd import unlink_quietly
@@ -29,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 # The first use opens the cuFile driver and compiles the kernels.
 _PROBE_S = 30.0
+# Slots of probes that were given up: freeing one is a call on the GPU.
+_left: list[object] = []
 
 
 def open_transport(
@@ -47,51 +50,87 @@ def open_transport(
     """Open `transport` ("auto", "host" or "gds") for the engine's KV pages; `description` is the sentence.
 
     `probe_dir` is a directory of the root for probe files. `device` is where the tensors are, for tests; else
-    it is found from them. `num_slots` is the most that will be asked for. Raises ConfigError where "gds" does
-    not work, and what HostTransport raises.
+    it is found from them. `num_slots` is the most that will be asked for. Where "gds" does not work the log
+    says why, and it is the host path. Raises what HostTransport raises.
     """
     if device is None and tensors and getattr(tensors[0], "is_cuda", False):
         device = CudaDevice(tensors, slot_nbytes)
-    if transport != "gds":
-        return host.HostTransport(
-            tensors,
-            slot_nbytes,
-            probe_dir=probe_dir,
-            direct_io=direct_io,
-            file_mode=file_mode,
-            fsync=fsync,
-            cuda=device if isinstance(device, CudaDevice) else None,
-            num_slots=num_slots,
-        )
+    why_not = None
+    if transport == "gds":
+        try:
+            return _open_gds(
+                device,
+                slot_nbytes,
+                probe_dir=probe_dir,
+                gds_check=gds_check,
+                direct_io=direct_io,
+                file_mode=file_mode,
+                fsync=fsync,
+            )
+        except _NoGdsError as error:
+            why_not = f"not GDS: {error}"
+            logger.warning(
+                "fskv: option 'transport' is \"gds\", but it is the host path, %s", why_not
+            )
+    by_host = host.HostTransport(
+        tensors,
+        slot_nbytes,
+        probe_dir=probe_dir,
+        direct_io=direct_io,
+        file_mode=file_mode,
+        fsync=fsync,
+        cuda=device if isinstance(device, CudaDevice) else None,
+        num_slots=num_slots,
+    )
+    if why_not is not None:
+        by_host.description += f"; {why_not}"
+    return by_host
+
+
+class _NoGdsError(Exception):
+    """Why GDS is not used."""
+
+
+def _open_gds(
+    device: Device | None,
+    slot_nbytes: int,
+    *,
+    probe_dir: str,
+    gds_check: str,
+    direct_io: str,
+    file_mode: int,
+    fsync: bool,
+) -> GdsTransport:
+    """Raises _NoGdsError."""
     if device is None:
-        raise _no_gds("the KV is not on CUDA")
+        raise _NoGdsError("the KV is not on CUDA")
     if importlib.util.find_spec("kvikio") is None:
-        raise _no_gds('kvikio is not installed (fskv\'s extra "gds")')
+        raise _NoGdsError('kvikio is not installed (fskv\'s extra "gds")')
     missing = device.kernels_missing
     if missing is not None and gds_check == "refuse":
-        raise _no_gds(
+        raise _NoGdsError(
             f"chunks cannot be checked on the GPU ({missing}) and option 'gds_check' is \"refuse\""
         )
+    # Errors of any kind: kvikio's versions differ, and it is asked for the first time.
     try:
         by_gds = GdsTransport(
             device, slot_nbytes, direct_io=direct_io != "off", file_mode=file_mode, fsync=fsync
         )
-    except (
-        Exception
-    ) as error:  # of any kind: kvikio's versions differ, and it is asked for the first time
-        raise _no_gds(f"kvikio cannot be loaded ({error})") from error
+    except Exception as error:
+        raise _NoGdsError(f"kvikio cannot be loaded ({error})") from error
+    given_up = threading.Event()
     try:
         facts = call_with_deadline(
-            lambda: evidence.collect(lambda: _probe(by_gds, probe_dir)),
+            lambda: evidence.collect(lambda: _probe(by_gds, probe_dir, given_up)),
             _PROBE_S,
             "a probe through cuFile did not end",
         )
     except RootError as error:
-        by_gds.close()
-        raise _no_gds(str(error)) from error
+        given_up.set()
+        raise _NoGdsError(str(error)) from error
     if facts.error is not None:
         by_gds.close()
-        raise _no_gds(f"a probe through cuFile failed ({facts.error})")
+        raise _NoGdsError(f"a probe through cuFile failed ({facts.error})")
     if missing is not None:
         logger.warning("fskv: chunks are copied to the host to be checked: %s", missing)
     check = "on the GPU" if missing is None else f"on the host ({missing})"
@@ -101,14 +140,11 @@ def open_transport(
     return by_gds
 
 
-def _no_gds(reason: str) -> ConfigError:
-    return ConfigError(
-        f'option \'transport\': found "gds", but {reason}; expected "auto" or "host" here'
-    )
+def _probe(transport: GdsTransport, probe_dir: str, given_up: threading.Event) -> None:
+    """Write a chunk and read it back through cuFile; raises when it is another one.
 
-
-def _probe(transport: GdsTransport, probe_dir: str) -> None:
-    """Write a chunk and read it back through cuFile; raises when it is another one."""
+    When it was given up meanwhile it does not touch the GPU any more: the engine may capture a graph.
+    """
     path = os.path.join(probe_dir, f"probe-{secrets.token_hex(8)}.part")
     nbytes = transport.slot_nbytes
     transport.enter_thread()
@@ -118,11 +154,18 @@ def _probe(transport: GdsTransport, probe_dir: str) -> None:
         transport.put_header(slot, secrets.token_bytes(min(nbytes, 4096)))
         written = transport.row_digests(slot, 0, nbytes)
         transport.write_part(path, slot, nbytes)
+        if given_up.is_set():
+            return
         transport.fill_zero(slot, 0, nbytes)
         with transport.open(path) as file:
             file.read_into(slot, 0, 0, nbytes)
+        if given_up.is_set():
+            return
         if transport.row_digests(slot, 0, nbytes) != written:
             raise RuntimeError("other bytes were read than written")
     finally:
         unlink_quietly(path)
-        transport.drop_slot(slot)
+        if given_up.is_set():
+            _left.append(slot)
+        else:
+            transport.drop_slot(slot)

@@ -476,7 +476,7 @@ def test_gds_takes_part_where_the_pages_are_on_a_gpu(tmp_path, monkeypatch, work
     assert all(row["error"] is None and row["verified"] for row in rows)
     of_gds = {row["op"] for row in rows if row["path"] == "gds buffered"}
     assert of_gds >= {"store", "load", "load-request"} if works else not of_gds
-    for sentence in ("GDS is not measured: option 'transport'", "GDS was not measured"):
+    for sentence in ("not GDS: the KV is not on CUDA", "GDS was not measured"):
         assert (sentence in result.stderr) is not works
     assert os.listdir(tmp_path) == []
 

@@ -18,6 +18,7 @@ from typing import Any, Literal, cast
 
 from fskv.config import StoreConfig
 from fskv.data_path.job import FileMove
+from fskv.errors import ConfigError
 from fskv.format.chunk_file import FileLayout
 from fskv.hybrid_planner import GroupLayout, plan_job
 from fskv.observe import metrics
@@ -97,6 +98,9 @@ def open_data_path(
         breaker_failures=1_000_000,
     )
     mover = Mover(config, directory, [tensor], {0: layout})
+    if by == "gds" and not mover.description.startswith("GDS"):
+        mover.close()
+        raise ConfigError(mover.description)
     direct = O_DIRECT in mover.description or (by == "gds" and direct_io != "off")
     return DataPath(f"{by} {O_DIRECT if direct else BUFFERED}", directory, layout, mover)
 
