@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import math
 import posixpath
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -21,14 +21,18 @@ OURS = "FskvConnector"
 
 # vLLM checks or changes its own configuration for these, and finds them only under its MultiConnector.
 PULLS = ("NixlConnector", "NixlPullConnector")  # what that is of these: `check_beside_pulls`
-# What takes KV from another engine's memory: nobody checks that it still is what it was.
-_FROM_ENGINES = (
+# What takes KV from another engine's memory, where nobody checks that it still is what it was; reads files
+# that nobody checks; or makes KV up.
+_UNCHECKED = (
     *PULLS,
     "NixlPushConnector",
     "MoRIIOConnector",
     "MooncakeConnector",
     "P2pNcclConnector",
+    "ExampleConnector",
+    "DecodeBenchConnector",
 )
+_GROUPS = ("MultiConnector", "FskvMultiConnector")  # connectors around others
 _NOT_AS_CHILD = (
     "FskvMultiConnector",
     "MultiConnector",
@@ -190,27 +194,41 @@ def _check_health_files(children: Sequence[ChildConfig]) -> None:
 
 
 def check_stored(children: Sequence[Any]) -> None:
-    """Refuse to store where KV comes from another engine's memory; each child is as it was written.
+    """Refuse to store KV that nobody vouches for; `children` are connectors as they were written.
 
-    Such an engine frees its blocks when they were not fetched in time, and uses them again. Who fetches them
-    then is not told (vLLM 0.32). What was fetched serves other requests, too, by vLLM's own prefix cache, so
-    it cannot be told from what was computed. Raises ConfigError.
+    An engine whose KV is fetched frees its blocks when that took too long, and uses them again. Who fetches
+    them then is not told (vLLM 0.32). What was fetched serves other requests, too, by vLLM's own prefix
+    cache, so it cannot be told from what was computed. Raises ConfigError.
     """
-    written = [child if isinstance(child, Mapping) else {} for child in children]
-    for source in written:
+    written = list(_connectors(children, "connectors"))
+    for _, source in written:
         connector, role = source.get("kv_connector"), source.get("kv_role")
-        extra = source.get("kv_connector_extra_config") or {}
-        gives_only = role == "kv_producer" and not extra.get("bidirectional_kv_xfer")
-        if connector not in _FROM_ENGINES or gives_only:
+        gives_only = role == "kv_producer" and not _extra(source).get("bidirectional_kv_xfer")
+        if connector not in _UNCHECKED or gives_only:
             continue
-        for idx, child in enumerate(written):
-            stores = (child.get("kv_connector_extra_config") or {}).get("store", True)
+        for where, child in written:
+            stores = _extra(child).get("store", True)
             if child.get("kv_connector") == OURS and stores is not False:
                 raise ConfigError(
-                    f"option 'connectors[{idx}].store': found {stores!r} beside {connector} with kv_role "
-                    f'"{role}", expected false: nobody checks KV from another engine, so it must not be '
+                    f"option '{where}.store': found {stores!r} beside {connector} with kv_role "
+                    f'"{role}", expected false: nobody checks the KV that it brings, so it must not be '
                     "stored; the node that computes it stores it"
                 )
+
+
+def _connectors(children: Any, where: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield connectors and where they are written, also those inside of one another."""
+    for idx, child in enumerate(children if isinstance(children, Sequence) else ()):
+        if not isinstance(child, Mapping):
+            continue
+        yield f"{where}[{idx}]", child
+        if child.get("kv_connector") in _GROUPS:
+            yield from _connectors(_extra(child).get("connectors"), f"{where}[{idx}].connectors")
+
+
+def _extra(child: Mapping[str, Any]) -> Mapping[str, Any]:
+    extra = child.get("kv_connector_extra_config")
+    return extra if isinstance(extra, Mapping) else {}
 
 
 def check_beside_pulls(
