@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import math
 import posixpath
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -18,6 +18,7 @@ from fskv.errors import ConfigError
 from fskv.routing.load_choice import How
 
 OURS = "FskvConnector"
+TIER = "FskvTier"
 
 # vLLM checks or changes its own configuration for these, and finds them only under its MultiConnector.
 PULLS = ("NixlConnector", "NixlPullConnector")  # what that is of these: `check_beside_pulls`
@@ -206,9 +207,9 @@ def check_stored(children: Sequence[Any]) -> None:
         gives_only = role == "kv_producer" and not _extra(source).get("bidirectional_kv_xfer")
         if connector not in _UNCHECKED or gives_only:
             continue
-        for where, child in written:
-            stores = _extra(child).get("store", True)
-            if child.get("kv_connector") == OURS and stores is not False:
+        for where, options in _our_options(written):
+            stores = options.get("store", True)
+            if stores is not False:
                 raise ConfigError(
                     f"option '{where}.store': found {stores!r} beside {connector} with kv_role "
                     f'"{role}", expected false: nobody checks the KV that it brings, so it must not be '
@@ -224,6 +225,19 @@ def _connectors(children: Any, where: str) -> Iterator[tuple[str, Mapping[str, A
         yield f"{where}[{idx}]", child
         if child.get("kv_connector") in _GROUPS:
             yield from _connectors(_extra(child).get("connectors"), f"{where}[{idx}].connectors")
+
+
+def _our_options(
+    written: Iterable[tuple[str, Mapping[str, Any]]],
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the options of fskv's connectors and of its tiers behind vLLM's, and where they are written."""
+    for where, child in written:
+        if child.get("kv_connector") == OURS:
+            yield where, _extra(child)
+        tiers = _extra(child).get("secondary_tiers")
+        for idx, tier in enumerate(tiers if isinstance(tiers, Sequence) else ()):
+            if isinstance(tier, Mapping) and tier.get("type") == TIER:
+                yield f"{where}.secondary_tiers[{idx}]", tier
 
 
 def _extra(child: Mapping[str, Any]) -> Mapping[str, Any]:

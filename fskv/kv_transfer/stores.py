@@ -8,11 +8,10 @@ from typing import Any
 
 from fskv.config import StoreConfig
 from fskv.errors import ConfigError
-from fskv.kv_transfer.multi import OURS, MultiConfig, check_stored
+from fskv.kv_transfer.multi import OURS, TIER, MultiConfig, check_stored
 from fskv.kv_transfer.options import store_config, tier_config
 
 _MULTI = "FskvMultiConnector"
-_TIER = "FskvTier"
 _OF_A_TIER = ("type", "module_path")
 
 
@@ -37,7 +36,7 @@ def stores_of(transfer: Mapping[str, Any]) -> list[StoreConfig]:
     return [
         tier_config({name: value for name, value in tier.items() if name not in _OF_A_TIER})
         for tier in tiers
-        if tier.get("type") == _TIER
+        if tier.get("type") == TIER
     ]
 
 

@@ -202,6 +202,17 @@ def test_what_another_engine_has_computed_is_never_stored(sibling, stores, taken
         stores_of(other("MultiConnector", connectors=children))
 
 
+@pytest.mark.parametrize("stores", [True, False])
+def test_a_tier_does_not_store_it_either(stores):
+    tier = {"type": "FskvTier", "root": "/a", **({} if stores else {"store": False})}
+    children = [nixl("kv_consumer"), other(secondary_tiers=[tier])]
+    if stores:
+        with pytest.raises(ConfigError, match=r"connectors\[1\].secondary_tiers\[0\].store"):
+            check_stored(children)
+    else:
+        check_stored(children)
+
+
 def test_children_of_vllms_own_multiconnector_are_checked_before_weights_are_read():
     with pytest.raises(ConfigError, match="'rot'"):
         stores_of(other("MultiConnector", connectors=[other(), ours("/a", rot=1)]))
