@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from fskv.config import MIB, StoreConfig
 from fskv.data_path.breaker import Breaker
@@ -32,6 +32,7 @@ from fskv.namespace import GroupIdentity, Identity
 from fskv.plan.spans import GroupLayout, plan_job
 from fskv.root.root import NamespaceDir, Root
 from fskv.transports.host import HostSlot, HostTransport
+from fskv.transports.protocol import Ready
 from fskv.types import FileId, Status
 
 if TYPE_CHECKING:
@@ -127,6 +128,7 @@ def open_runner(
         file_mode=directory.file_mode,
         fsync=config.fsync,
         native=native,
+        num_slots=config.staging_bytes // layout.file_nbytes,
     )
     store = ChunkStore(
         directory,
@@ -146,6 +148,16 @@ def open_runner(
     )
 
 
+class Device(Protocol):
+    """Where a rig's KV pages are if not in host memory; benchmarks.simulated has one."""
+
+    def tensors(
+        self, num_tensors: int, num_blocks: int, page_nbytes: int
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]: ...
+
+    def ready(self) -> Ready: ...
+
+
 class Rig:
     """KV tensors with random bytes, and a runner over files below a directory of its own."""
 
@@ -157,6 +169,7 @@ class Rig:
         *,
         native: bool = True,
         keys: Callable[[], MacKeys] | None = None,
+        device: Device | None = None,
     ) -> None:
         """With `keys` files are sealed; without `native` chunks are moved in Python."""
         import torch  # seconds, and a watching parent needs none of it
@@ -168,10 +181,18 @@ class Rig:
         self._names = NamespaceDir(self._path, b"benchmark".ljust(32), 0o700, 0o600)
         per_chunk = shape.blocks_per_chunk
         num_blocks = per_chunk * shape.num_places
-        self._tensors = [
-            torch.empty((2 * num_blocks, shape.page_nbytes), dtype=torch.int8).random_(-128, 128)
-            for _ in range(shape.num_layers)
-        ]
+        if device is None:
+            self._tensors = given = [
+                torch.empty((2 * num_blocks, shape.page_nbytes), dtype=torch.int8)
+                for _ in range(shape.num_layers)
+            ]
+        else:
+            given, self._tensors = device.tensors(
+                shape.num_layers, 2 * num_blocks, shape.page_nbytes
+            )
+        for tensor in self._tensors:
+            tensor.random_(-128, 128)
+        self.ready = device.ready if device else lambda: None
         self._strides = [tensor.stride(0) for tensor in self._tensors]
         self._layout = GroupLayout.of(
             0, per_chunk, [(layer, shape.page_nbytes) for layer in range(shape.num_layers)]
@@ -188,7 +209,7 @@ class Rig:
         loaded = [[num_blocks + block for block in blocks] for blocks in stored]
         self._blocks = {False: stored, True: loaded}  # by is_load, then by place
         self.runner = open_runner(
-            self._tensors, self.file_layout, self._names, config, native=native, keys=keys
+            given, self.file_layout, self._names, config, native=native, keys=keys
         )
 
     def requests(self, chunks: Sequence[tuple[FileId, int]], *, is_load: bool) -> list[FileMove]:
@@ -320,7 +341,8 @@ class Traffic:
             chunks = [self._stored[i % len(self._stored)] for i in range(self._job_chunks)]
             self._stored.rotate(-self._job_chunks)
             self._loaded_places.update(place for _, place in chunks)
-            runner.submit_load(self._num_jobs, self._rig.requests(chunks, is_load=True), None)
+            requests = self._rig.requests(chunks, is_load=True)
+            runner.submit_load(self._num_jobs, requests, self._rig.ready())
             return
         chunks = []
         for number in range(self._num_named, self._num_named + self._job_chunks):
@@ -328,7 +350,8 @@ class Traffic:
             self._place_of[chunk] = number % self._rig.shape.num_places
             chunks.append((chunk, self._place_of[chunk]))
         self._num_named += self._job_chunks
-        runner.submit_store(self._num_jobs, self._rig.requests(chunks, is_load=False), None)
+        requests = self._rig.requests(chunks, is_load=False)
+        runner.submit_store(self._num_jobs, requests, self._rig.ready())
 
     def _collect(self) -> int:
         """Do what a worker does once a step; return how many chunks have ended."""

@@ -13,7 +13,10 @@ typedef struct {
     int length;
 } List;
 
-typedef enum { GATHERED, STORED, EXISTS, LOADED, ABANDONED, ENDED } Kind;
+typedef enum { GATHERED, STORED, EXISTS, LOADED, ABANDONED, READ, ENDED } Kind;
+
+/* Of a transfer after a thread's turn: Python goes on; it has ended; it waits for its pages. */
+typedef enum { OTHERWISE, OVER, AWAY } Turn;
 
 typedef struct {
     Transfer *transfer; /* one reference */
@@ -26,7 +29,7 @@ typedef struct {
     PyObject_HEAD
     pthread_mutex_t mutex; /* guards all below, and what types.h says of a Transfer */
     pthread_cond_t changed;
-    List loads, stores, running;
+    List loads, stores, running, parked;
     int num_loads_running, num_stores_running;
     int max_stores_beside_loads;
     int num_idle, num_hung;
@@ -54,6 +57,8 @@ static void detach(List *list, Transfer *transfer)
 
 static List *queued_in(Queue *queue, Transfer *transfer)
 {
+    if (transfer->state == PARKED)
+        return &queue->parked;
     return transfer->is_load ? &queue->loads : &queue->stores;
 }
 
@@ -101,10 +106,10 @@ static void stop_counting(Queue *queue, Transfer *transfer)
 }
 
 /* Under the mutex: the transfer's thread is free again. Returns whether it had been written off. */
-static bool end(Queue *queue, Transfer *transfer)
+static bool end(Queue *queue, Transfer *transfer, State state)
 {
     detach(&queue->running, transfer);
-    transfer->state = DONE;
+    transfer->state = state;
     if (transfer->written_off)
         queue->num_hung--;
     else
@@ -114,20 +119,19 @@ static bool end(Queue *queue, Transfer *transfer)
 
 /* --- without the interpreter --------------------------------------------------------------- */
 
-/* Returns false when Python has to go on. */
-static bool run_store(Queue *queue, Transfer *transfer, uint8_t *slot, Kind *kind)
+static Turn run_store(Queue *queue, Transfer *transfer, uint8_t *slot, Kind *kind)
 {
     if (!transfer->gathered) {
         if (transfer->pages == NULL)
-            return false;
+            return OTHERWISE;
         if (!guard_enter(transfer->guard)) {
             *kind = ABANDONED;
-            return true;
+            return OVER;
         }
         bool gathered = gather(transfer, slot);
         guard_leave(transfer->guard);
         if (!gathered)
-            return false;
+            return OTHERWISE;
         pthread_mutex_lock(&queue->mutex);
         add_event(queue, transfer, GATHERED, false);
         pthread_mutex_unlock(&queue->mutex);
@@ -135,27 +139,52 @@ static bool run_store(Queue *queue, Transfer *transfer, uint8_t *slot, Kind *kin
     transfer->tried = true;
     ChunkResult result = chunk_write(&transfer->layout->file, &transfer->file, slot, transfer->digested);
     *kind = result == CHUNK_OK ? STORED : EXISTS;
-    return result != CHUNK_OTHERWISE;
+    return result == CHUNK_OTHERWISE ? OTHERWISE : OVER;
 }
 
-static bool run_load(Queue *queue, Transfer *transfer, uint8_t *slot, Kind *kind)
+/* Let a load that was read wait for its pages, without the thread; false: they are free, or it was given up. Under the
+ * mutex: who gives it up closes the guard, and then takes it back if it finds it parked. */
+static bool park(Queue *queue, Transfer *transfer, bool *written_off)
+{
+    pthread_mutex_lock(&queue->mutex);
+    bool parked = transfer->held && !guard_abandoned(transfer->guard);
+    if (parked) {
+        transfer->read = true;
+        transfer->began_at = transfer->started_at;
+        add_event(queue, transfer, READ, false);
+        *written_off = end(queue, transfer, PARKED);
+        transfer->written_off = false;
+        append(&queue->parked, transfer);
+    }
+    pthread_mutex_unlock(&queue->mutex);
+    return parked;
+}
+
+static Turn run_load(Queue *queue, Transfer *transfer, uint8_t *slot, Kind *kind, bool *written_off)
 {
     const FileLayout *file = &transfer->layout->file;
-    int fd, old_mtime;
-    if (chunk_read(file, &transfer->file, slot, &fd, &old_mtime) != CHUNK_OK)
-        return false;
-    bool scattered = true, otherwise = transfer->pages == NULL || transfer->ahead;
-    if (!otherwise && guard_enter(transfer->guard)) {
+    int fd = -1, old_mtime;
+    if (!transfer->read) {
+        if (chunk_read(file, &transfer->file, slot, &fd, &old_mtime) != CHUNK_OK)
+            return OTHERWISE;
+        transfer->old_mtime = old_mtime;
+        if (transfer->pages != NULL && transfer->slot.buf != NULL && park(queue, transfer, written_off)) {
+            close(fd); /* the transfer is somebody else's already */
+            return AWAY;
+        }
+    }
+    bool scattered = transfer->pages != NULL && !transfer->lost;
+    if (scattered && guard_enter(transfer->guard)) {
         CudaError error;
         scattered = copy_spans(transfer->pages, &transfer->spans, slot + file->header_nbytes, false, &error);
         guard_leave(transfer->guard);
         *kind = LOADED;
     }
-    if (otherwise || !scattered) {
+    if (!scattered) {
         transfer->checked = true; /* Python scatters, and touches the file afterwards */
-        transfer->old_mtime = old_mtime;
-        close(fd);
-        return false;
+        if (fd >= 0)
+            close(fd);
+        return OTHERWISE;
     }
     if (*kind == LOADED) {
         /* Told before the disk is touched again: what can go wrong there must not spoil a load. */
@@ -164,10 +193,13 @@ static bool run_load(Queue *queue, Transfer *transfer, uint8_t *slot, Kind *kind
         pthread_mutex_unlock(&queue->mutex);
         *kind = ENDED;
     }
-    if (old_mtime)
+    if (transfer->old_mtime && fd >= 0)
         (void)futimens(fd, NULL);
-    close(fd);
-    return true;
+    else if (transfer->old_mtime)
+        chunk_touch(file, &transfer->file);
+    if (fd >= 0)
+        close(fd);
+    return OVER;
 }
 
 /* Run transfers until one needs Python (returned), the queue is closed, or this thread was written off (NULL). */
@@ -192,13 +224,18 @@ static Transfer *run_until_otherwise(Queue *queue, uint8_t *slot, size_t slot_nb
             return transfer;
 
         Kind kind = ABANDONED;
-        if (!(transfer->is_load ? run_load : run_store)(queue, transfer, buffer, &kind))
+        bool written_off = false;
+        Turn turn = transfer->is_load ? run_load(queue, transfer, buffer, &kind, &written_off)
+                                      : run_store(queue, transfer, buffer, &kind);
+        if (turn == OTHERWISE)
             return transfer;
-        pthread_mutex_lock(&queue->mutex);
-        bool written_off = end(queue, transfer);
-        add_event(queue, transfer, kind, true);
-        /* From here on the transfer belongs to whoever collects its event. */
-        pthread_mutex_unlock(&queue->mutex);
+        if (turn == OVER) {
+            pthread_mutex_lock(&queue->mutex);
+            written_off = end(queue, transfer, DONE);
+            add_event(queue, transfer, kind, true);
+            /* From here on the transfer belongs to whoever collects its event. */
+            pthread_mutex_unlock(&queue->mutex);
+        }
         if (written_off)
             return NULL;
     }
@@ -259,10 +296,9 @@ static PyObject *Queue_push(Queue *self, PyObject *tasks)
                 drop_spare_refs((Transfer *)PyList_GET_ITEM(tasks, k));
             return PyErr_Format(PyExc_ValueError, "push: this transfer was queued before");
         }
-        /* One reference for each event to come; there are at most two. */
-        Py_INCREF(transfer);
-        Py_INCREF(transfer);
-        transfer->spare_refs = 2;
+        /* One reference for each event to come; there are at most so many. */
+        for (transfer->spare_refs = 0; transfer->spare_refs < 2 + transfer->held; transfer->spare_refs++)
+            Py_INCREF(transfer);
     }
     /* One lock and one wake-up for all: the caller holds the interpreter, and each may cost it its CPU. The thread
      * that is woken wakes the next. */
@@ -290,7 +326,7 @@ static PyObject *Queue_cancel(Queue *self, PyObject *object)
         return NULL;
     Transfer *transfer = (Transfer *)object;
     pthread_mutex_lock(&self->mutex);
-    bool queued = transfer->state == QUEUED && transfer->queue == self;
+    bool queued = (transfer->state == QUEUED || transfer->state == PARKED) && transfer->queue == self;
     if (queued) {
         detach(queued_in(self, transfer), transfer);
         transfer->state = DONE;
@@ -319,6 +355,34 @@ static PyObject *Queue_hasten(Queue *self, PyObject *object)
     Py_RETURN_NONE;
 }
 
+static PyObject *Queue_release(Queue *self, PyObject *args)
+{
+    PyObject *tasks;
+    int fired;
+    if (!PyArg_ParseTuple(args, "O!p:release", &PyList_Type, &tasks, &fired))
+        return NULL;
+    Py_ssize_t n = PyList_GET_SIZE(tasks);
+    for (Py_ssize_t i = 0; i < n; i++)
+        if (!is_transfer(PyList_GET_ITEM(tasks, i)))
+            return NULL;
+    pthread_mutex_lock(&self->mutex);
+    for (Py_ssize_t i = 0; i < n; i++) {
+        Transfer *transfer = (Transfer *)PyList_GET_ITEM(tasks, i);
+        transfer->held = false;
+        transfer->lost |= !fired;
+        if (transfer->state != PARKED || transfer->queue != self)
+            continue;
+        detach(&self->parked, transfer);
+        transfer->state = QUEUED;
+        append(&self->loads, transfer);
+    }
+    if (n > 0 && self->num_idle > 0)
+        pthread_cond_signal(&self->changed);
+    bool wanted = !self->closed && self->loads.length + self->stores.length > self->num_idle;
+    pthread_mutex_unlock(&self->mutex);
+    return PyBool_FromLong(wanted);
+}
+
 static PyObject *Queue_write_off(Queue *self, PyObject *object)
 {
     if (!is_transfer(object))
@@ -342,7 +406,7 @@ static PyObject *Queue_finish(Queue *self, PyObject *object)
     Transfer *transfer = (Transfer *)object;
     pthread_mutex_lock(&self->mutex);
     bool running = transfer->state == RUNNING && transfer->queue == self;
-    bool written_off = running && end(self, transfer);
+    bool written_off = running && end(self, transfer, DONE);
     pthread_mutex_unlock(&self->mutex);
     if (running)
         let_go(transfer);
@@ -420,14 +484,15 @@ static PyObject *Queue_running(Queue *self, PyObject *unused)
 static void drop_queued(Queue *self)
 {
     pthread_mutex_lock(&self->mutex);
-    List dropped[2] = {self->loads, self->stores};
+    List dropped[3] = {self->loads, self->stores, self->parked};
     memset(&self->loads, 0, sizeof self->loads);
     memset(&self->stores, 0, sizeof self->stores);
-    for (int i = 0; i < 2; i++)
+    memset(&self->parked, 0, sizeof self->parked);
+    for (int i = 0; i < 3; i++)
         for (Transfer *t = dropped[i].first; t != NULL; t = t->next)
             t->state = DONE;
     pthread_mutex_unlock(&self->mutex);
-    for (int i = 0; i < 2; i++)
+    for (int i = 0; i < 3; i++)
         for (Transfer *t = dropped[i].first, *next; t != NULL; t = next) {
             next = t->next;
             t->previous = t->next = NULL;
@@ -470,6 +535,14 @@ static PyObject *Queue_num_hung(Queue *self, void *unused)
     return PyLong_FromLong(num_hung);
 }
 
+static PyObject *Queue_num_parked(Queue *self, void *unused)
+{
+    pthread_mutex_lock(&self->mutex);
+    int num_parked = self->parked.length;
+    pthread_mutex_unlock(&self->mutex);
+    return PyLong_FromLong(num_parked);
+}
+
 static PyObject *Queue_wanted(Queue *self, void *unused)
 {
     pthread_mutex_lock(&self->mutex);
@@ -482,12 +555,14 @@ static PyMethodDef Queue_methods[] = {
     {"push", (PyCFunction)Queue_push, METH_O, "See fskv.data_path.threads.TaskQueue."},
     {"cancel", (PyCFunction)Queue_cancel, METH_O, "See fskv.data_path.threads.TaskQueue."},
     {"hasten", (PyCFunction)Queue_hasten, METH_O, "See fskv.data_path.threads.TaskQueue."},
+    {"release", (PyCFunction)Queue_release, METH_VARARGS, "See fskv.data_path.threads.TaskQueue."},
     {"write_off", (PyCFunction)Queue_write_off, METH_O, "See fskv.data_path.threads.TaskQueue."},
     {"finish", (PyCFunction)Queue_finish, METH_O, "See fskv.data_path.threads.TaskQueue."},
     {"take", (PyCFunction)Queue_take, METH_O,
      "take(slot): run transfers in `slot`; returns one that needs Python, or None: the thread may go."},
     {"take_events", (PyCFunction)Queue_take_events, METH_NOARGS,
-     "take_events(): [(owner, GATHERED | STORED | EXISTS | LOADED | ABANDONED, seconds)] since the last call."},
+     "take_events(): [(owner, GATHERED | STORED | EXISTS | LOADED | ABANDONED | READ, seconds)] since the last "
+     "call."},
     {"running", (PyCFunction)Queue_running, METH_NOARGS, "See fskv.data_path.threads.TaskQueue."},
     {"close", (PyCFunction)Queue_close, METH_NOARGS, "See fskv.data_path.threads.TaskQueue."},
     {NULL},
@@ -496,6 +571,7 @@ static PyMethodDef Queue_methods[] = {
 static PyGetSetDef Queue_getset[] = {
     {"num_idle", (getter)Queue_num_idle, NULL, NULL, NULL},
     {"num_hung", (getter)Queue_num_hung, NULL, NULL, NULL},
+    {"num_parked", (getter)Queue_num_parked, NULL, NULL, NULL},
     {"wants_thread", (getter)Queue_wanted, NULL, NULL, NULL},
     {NULL},
 };

@@ -256,12 +256,17 @@ static PyObject *Guard_abandon(Guard *self, PyObject *unused)
     Py_RETURN_NONE;
 }
 
+bool guard_abandoned(Guard *guard)
+{
+    pthread_mutex_lock(&guard->mutex);
+    bool abandoned = guard->abandoned;
+    pthread_mutex_unlock(&guard->mutex);
+    return abandoned;
+}
+
 static PyObject *Guard_abandoned(Guard *self, void *unused)
 {
-    pthread_mutex_lock(&self->mutex);
-    bool abandoned = self->abandoned;
-    pthread_mutex_unlock(&self->mutex);
-    return PyBool_FromLong(abandoned);
+    return PyBool_FromLong(guard_abandoned(self));
 }
 
 static PyMethodDef Guard_methods[] = {
@@ -480,7 +485,7 @@ static PyObject *Transfer_use_slot(Transfer *self, PyObject *slot)
         return NULL;
     }
     self->slot = view;
-    self->gathered = true;
+    self->gathered = !self->is_load;
     Py_RETURN_NONE;
 }
 
@@ -490,7 +495,7 @@ static PyObject *Transfer_hold(Transfer *self, PyObject *unused)
         PyErr_SetString(PyExc_ValueError, "hold: only a load, before it is queued");
         return NULL;
     }
-    self->ahead = true;
+    self->held = true;
     Py_RETURN_NONE;
 }
 
@@ -513,9 +518,9 @@ static PyObject *Transfer_write(Transfer *self, PyObject *slot)
 
 static PyMethodDef Transfer_methods[] = {
     {"use_slot", (PyCFunction)Transfer_use_slot, METH_O,
-     "use_slot(slot): this store's pages are in `slot` already; it is kept until the end."},
+     "use_slot(slot): its own, kept until the end; a store's pages are in it already."},
     {"hold", (PyCFunction)Transfer_hold, METH_NOARGS,
-     "hold(): its pages are still in use; once it was read Python goes on."},
+     "hold(): its pages are still in use; once it was read it waits in its slot for the queue's release."},
     {"write", (PyCFunction)Transfer_write, METH_O,
      "write(slot): publish the gathered slot; WRITE_OK, WRITE_EXISTS, or else nothing was done."},
     {NULL},
@@ -528,7 +533,15 @@ static PyObject *Transfer_started_at(Transfer *self, void *unused)
     return PyFloat_FromDouble(self->started_at);
 }
 
+static PyObject *Transfer_began_at(Transfer *self, void *unused)
+{
+    if (self->began_at == 0)
+        Py_RETURN_NONE;
+    return PyFloat_FromDouble(self->began_at);
+}
+
 static PyGetSetDef Transfer_getset[] = {
+    {"began_at", (getter)Transfer_began_at, NULL, "Of a load that was parked: when it was begun.", NULL},
     {"started_at", (getter)Transfer_started_at, NULL, NULL, NULL},
     {NULL},
 };

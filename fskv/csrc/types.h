@@ -1,6 +1,6 @@
 /* The Python types of fskv._native and who may touch their fields.
  *
- * Guard and Queue have a mutex each; what it guards is said at the field. Nobody takes a Python lock, or the
+ * Guard and Queue have a mutex each; what it guards is said at the field; a queue's is taken before a guard's. Nobody takes a Python lock, or the
  * interpreter's, while holding one of them, and nobody holds one across a system call on a file.
  */
 #ifndef FSKV_TYPES_H
@@ -47,7 +47,7 @@ typedef struct {
     PyObject *head, *middle, *rows, *tail; /* bytes, which `file` points into */
 } Layout;
 
-typedef enum { NEW, QUEUED, RUNNING, DONE } State;
+typedef enum { NEW, QUEUED, RUNNING, PARKED, DONE } State;
 
 /* One chunk on its way between KV pages and a file. */
 typedef struct Transfer {
@@ -62,19 +62,22 @@ typedef struct Transfer {
     ChunkFile file;
     bool is_load;
     /* of the thread that runs it; before that, of whoever submits it */
-    Py_buffer slot; /* buf != NULL: the pages were gathered into this slot ahead */
-    bool ahead;     /* load: its pages may still be in use when it was read, Python scatters */
+    Py_buffer slot; /* buf != NULL: its own; the pages of a store were gathered into it ahead */
+    bool read;      /* load: the slot holds what is wanted, checked, and it was parked */
     bool gathered;  /* store: the slot holds the pages */
     bool digested;  /* store: and the digests of its rows */
     bool tried;     /* store: chunk_write was called */
-    bool checked;   /* load: the slot holds what is wanted, checked */
+    bool checked;   /* load: the slot holds what is wanted, checked; Python goes on */
     bool old_mtime; /* and the file wants to be touched */
     /* guarded by the queue's mutex */
     struct Transfer *previous, *next;
     const void *queue; /* the one it was pushed to */
     State state;
     bool written_off;
+    bool held;         /* load: its pages are in use by others; once it was read it is parked */
+    bool lost;         /* nobody can tell whether they still are */
     double started_at; /* CLOCK_MONOTONIC seconds; 0 before */
+    double began_at;   /* the same, when it was read; 0: it was never parked */
     int spare_refs;    /* references that the queue holds for events to come */
 } Transfer;
 
@@ -82,6 +85,7 @@ extern PyTypeObject DeviceType, PagesType, GuardType, LayoutType, TransferType, 
 
 bool guard_enter(Guard *guard);
 void guard_leave(Guard *guard);
+bool guard_abandoned(Guard *guard);
 
 /* Check every span of a buffer of int64 (n, 4) against the tensors and the slot; sets ValueError. */
 bool spans_fit(const Pages *pages, const Py_buffer *spans, size_t base, size_t slot_nbytes);

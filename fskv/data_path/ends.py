@@ -45,7 +45,7 @@ class TaskEnds(Generic[SlotT]):
             if task.pages_free:
                 return
             task.pages_free = True
-            if job.unready and not task.parked:
+            if job.unready and not task.parked and task.began_at is None:
                 job.leave_disk(self._clock())
             if job.is_load and status is not Status.OK:
                 job.bad.append(task.move.file)
@@ -58,6 +58,15 @@ class TaskEnds(Generic[SlotT]):
             last = job.num_open == 0
         if last:
             self.report(job)
+
+    def read(self, task: FileTask, seconds: float) -> None:
+        """A load was read in so many seconds, outside the interpreter, and waits for the job's event."""
+        job, queued = task.job, task.queued
+        assert queued is not None, "it was queued"
+        with job.lock:
+            task.began_at, task.read_s = queued.began_at, seconds
+            if not task.pages_free:
+                job.leave_disk((queued.began_at or 0.0) + seconds)
 
     def slot_free(self, task: FileTask) -> None:
         """A task is over: give back the slot that it had for itself, if it had one."""

@@ -78,6 +78,7 @@ class NativeEvent(IntEnum):
     EXISTS = 2
     LOADED = 3
     ABANDONED = 4
+    READ = 5  # and checked, and parked
 
 
 class Job:
@@ -110,6 +111,7 @@ class Job:
         # Since when nothing is at the disk, and all of it waits for `ready`; for how long it did.
         self.paused_at = math.inf
         self.paused_s: float | None = None
+        self.fired_at: float | None = None  # when `ready` was known to have fired
         self.bad: list[FileId] = []  # of a load: files that were not good
         self.nbytes = 0
         self.ended_at = 0.0  # the last chunk that was loaded
@@ -136,11 +138,13 @@ class Job:
         self.num_at_disk -= 1
         if not self.num_at_disk:
             self.paused_at = now
+            if self.fired_at is not None:  # told late
+                self.paused_s = max(0.0, self.fired_at - now)
 
     def go_on(self, now: float) -> list[FileTask]:
         """`ready` has fired: return the tasks that waited for it."""
         with self.lock:
-            self.unready = False
+            self.unready, self.fired_at = False, now
             if self.paused_at < math.inf:
                 self.paused_s = now - self.paused_at
             parked = [task for task in self.tasks if task.parked]
@@ -208,7 +212,7 @@ class FileTask:
         self.job = job
         self.move = move
         self.queued: Queued | None = None
-        # Of a store whose pages were gathered ahead, by wait(); of a load that was read ahead of its event.
+        # Of a store whose pages were gathered ahead, by wait(); of a load that is read ahead of its event.
         self.slot: object = None
         self.ahead = False  # it has, or may take, one of the slots for that
         self.parked = False  # not queued, and in no thread's hands: it waits for the job's event

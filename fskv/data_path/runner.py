@@ -134,6 +134,8 @@ class JobRunner(Generic[SlotT]):
         self._readiness = Readiness(transport.enter_thread)
         # Where the KV is in host memory nobody else writes it: a load has no event to be ahead of.
         self._reads_ahead = native is None or native.on_device
+        # Outside the interpreter a load that may be parked has its slot from the start.
+        self._holds = native is not None and native.on_device and native.pages is not None
         self._jobs: dict[int, Job] = {}  # engine's thread only
 
     # --- the engine's side ----------------------------------------------------------------
@@ -179,23 +181,34 @@ class JobRunner(Generic[SlotT]):
         if ready is None or not tasks or has_fired(ready):
             self._queue(tasks)
             return
-        num_ahead = (
-            self._slots.reserve_ahead(len(tasks)) if job.is_load and self._reads_ahead else 0
-        )
+        num_ahead = self._take_ahead(tasks) if job.is_load and self._reads_ahead else 0
         with job.lock:
             job.unready = True
             job.wait_for_ready(num_ahead, self._clock())
             for task in tasks[num_ahead:]:
                 task.parked = True
-        for task in tasks[:num_ahead]:
-            task.ahead = True
         self._queue(tasks[:num_ahead])
         if not self._readiness.call_after(ready, lambda fired: self._go_on(job, fired)):
             self._go_on(job, False)
 
+    def _take_ahead(self, tasks: Sequence[FileTask]) -> int:
+        """Let the first of a load's tasks be read ahead of their event, as far as spare slots reach."""
+        num = self._slots.reserve_ahead(len(tasks))
+        for number, task in enumerate(tasks[:num]):
+            if self._holds and (slot := self._slots.take()) is not None:
+                task.slot = slot
+            elif self._holds:
+                for _ in range(num - number):
+                    self._slots.cancel_ahead()
+                return number
+            task.ahead = True
+        return num
+
     def _go_on(self, job: Job, fired: bool) -> None:
         """The job's event has fired. If nobody can tell, what waits ends: its pages may hold anything."""
         parked = job.go_on(self._clock())
+        if held := [task.queued for task in job.tasks if task.ahead and task.queued is not None]:
+            self._pool.release(held, fired)
         if fired:
             self._queue(parked)
             return
@@ -229,7 +242,7 @@ class JobRunner(Generic[SlotT]):
         for task in tasks:
             job, move = task.job, task.move
             try:
-                if job.is_load and task.slot is not None:  # it was read ahead
+                if job.is_load and task.began_at is not None:  # it was read ahead
                     good.append(self._store.in_python(task, is_load=True))
                     task.queued = good[-1]
                     continue
@@ -239,7 +252,7 @@ class JobRunner(Generic[SlotT]):
                 if not isinstance(queued, Task) and queued.native:
                     if task.slot is not None:
                         queued.use_slot(task.slot)
-                    elif task.ahead:
+                    if task.ahead and job.is_load:
                         queued.hold()
             except Exception:
                 # A bug must cost this chunk, not the engine's step.
@@ -322,7 +335,7 @@ class JobRunner(Generic[SlotT]):
     def num_running(self) -> int:
         """Tasks that a thread has in hand, those that hang included, and loads that were read ahead."""
         num_ahead = sum(task.parked for job in self._jobs.values() for task in job.tasks)
-        return len(self._pool.queue.running()) + num_ahead
+        return len(self._pool.queue.running()) + num_ahead + self._pool.queue.num_parked
 
     @property
     def num_threads_hung(self) -> int:
@@ -347,9 +360,15 @@ class JobRunner(Generic[SlotT]):
             task, event = cast("FileTask", owner), NativeEvent(kind)
             if event is NativeEvent.GATHERED:
                 self._ends.pages_free(task, None, task.move.plan.nbytes, 0.0)
+            elif event is NativeEvent.READ:
+                self._ends.read(task, seconds)
             elif event is NativeEvent.LOADED:
-                self._ends.pages_free(task, Status.OK, task.move.plan.nbytes, seconds)
-            elif not task.job.is_load:
+                busy_s = seconds if task.began_at is None else task.read_s
+                self._ends.pages_free(task, Status.OK, task.move.plan.nbytes, busy_s)
+                self._ends.slot_free(task)
+            elif task.job.is_load:
+                self._ends.slot_free(task)
+            else:
                 if event is NativeEvent.STORED:
                     self._store.replaced(task.move.file)
                 self._ends.store_over(task, _STORE_STATUS[event], seconds)
@@ -382,26 +401,24 @@ class JobRunner(Generic[SlotT]):
     def _load(self, task: FileTask, queued: Queued, own: OwnSlot[SlotT]) -> bool:
         """Returns whether the task waits for the job's event, with what it needs in a slot of its own."""
         job, move, plan = task.job, task.move, task.move.plan
-        staged = cast("SlotT | None", task.slot)
+        slot = own.slot if task.slot is None else cast("SlotT", task.slot)
         if job.guard.abandoned:
             return False
         try:
-            if staged is not None:
-                self._deliver(task, staged)
-                return False
-            if own.slot is None:
+            if slot is None:
                 self._ends.pages_free(task, Status.TIMED_OUT, 0, 0.0)
                 return False
+            status = Status.OK
             if not isinstance(queued, Task) and queued.checked:
-                status, task.touch = Status.OK, queued.old_mtime
-            else:
+                task.touch = queued.old_mtime
+            elif task.began_at is None:
                 status, task.touch = self._store.get(
-                    move.file, plan.first_block, plan.num_blocks, own.slot
+                    move.file, plan.first_block, plan.num_blocks, slot
                 )
             if status is Status.OK:
-                if self._park(task, own):
+                if task.began_at is None and self._park(task, own):
                     return True
-                self._deliver(task, own.slot)
+                self._deliver(task, slot)
                 return False
         except Exception:
             # A bug must cost this load, not the thread and not the request.
@@ -413,16 +430,20 @@ class JobRunner(Generic[SlotT]):
     def _park(self, task: FileTask, own: OwnSlot[SlotT]) -> bool:
         """Let a load that was read wait for the job's event without a thread; False: need not, or cannot."""
         job = task.job
-        if not task.ahead or not job.unready or (spare := self._slots.take()) is None:
+        if not task.ahead or not job.unready:
+            return False
+        spare = None
+        if task.slot is None and (spare := self._slots.take()) is None:
             return False
         with job.lock:
             parked = job.unready and not task.pages_free
             if parked:
-                task.slot, own.slot = own.slot, spare
+                if spare is not None:
+                    task.slot, own.slot = own.slot, spare
                 task.began_at, task.read_s = task.started_at, self._seconds(task)
                 task.parked = True
                 job.leave_disk(self._clock())
-        if not parked:
+        if spare is not None and not parked:
             self._slots.give_back(spare)
         return parked
 

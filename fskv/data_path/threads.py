@@ -71,6 +71,7 @@ class Task(Generic[OwnerT]):
     native = None
     gathered = False
     checked = False
+    began_at: float | None = None
 
     def __init__(self, owner: OwnerT, *, urgent: bool = False) -> None:
         self.owner = owner
@@ -92,6 +93,10 @@ class Queue(Protocol[TaskT]):
         """Threads whose task was written off and has not ended."""
 
     @property
+    def num_parked(self) -> int:
+        """Tasks that were read outside the interpreter and wait for `release`."""
+
+    @property
     def wants_thread(self) -> bool:
         """Whether more is queued than idle threads will take."""
 
@@ -103,6 +108,9 @@ class Queue(Protocol[TaskT]):
 
     def hasten(self, task: TaskT) -> None:
         """Move a queued task ahead of all others that are as urgent."""
+
+    def release(self, tasks: list[TaskT], fired: bool) -> bool:
+        """The pages of these tasks are free, or nobody can tell (not `fired`); returns `wants_thread`."""
 
     def write_off(self, task: TaskT) -> bool:
         """Count the task's thread as hung until `finish`; returns False if it is not running."""
@@ -142,6 +150,7 @@ class TaskQueue(Generic[OwnerT]):
         self._closed = False
         self.num_idle = 0
         self.num_hung = 0
+        self.num_parked = 0
 
     @property
     def wants_thread(self) -> bool:
@@ -173,6 +182,9 @@ class TaskQueue(Generic[OwnerT]):
             queue = self._urgent if task.urgent else self._normal
             if task in queue:
                 queue.move_to_end(task, last=False)
+
+    def release(self, tasks: list[Task[OwnerT]], fired: bool) -> bool:
+        return self.wants_thread  # none is ever held
 
     def write_off(self, task: Task[OwnerT]) -> bool:
         with self._changed:
@@ -265,6 +277,13 @@ class HangProofPool(Generic[TaskT, ContextT]):
     def submit(self, *tasks: TaskT) -> None:
         """Queue tasks. Bounded by the callers: each counts what it has queued."""
         if self.queue.push(list(tasks)):
+            for _ in tasks:
+                if not self._start_thread_if_short():
+                    break
+
+    def release(self, tasks: list[TaskT], fired: bool) -> None:
+        """See Queue.release."""
+        if self.queue.release(tasks, fired):
             for _ in tasks:
                 if not self._start_thread_if_short():
                     break

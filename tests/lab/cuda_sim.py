@@ -24,6 +24,7 @@ import torch
 from native_build import build
 
 from fskv.transports import cuda, kernels
+from fskv.transports.host import HostTransport
 
 _CUBIN = b"SIM: the kernels are functions of the host's, found by name"
 _NON_BLOCKING = 1
@@ -405,3 +406,17 @@ def on_simulation(patch, sim):
         lambda target, source, non_blocking=False: simulated.copy_(target, source, non_blocking),
     )
     return simulated
+
+
+def device_world(make_world, gpu, *, native=True, num_slots=40, **options):
+    """Make a World whose pages are on a device; `world.tensors` are for looking at them from beside."""
+    closed = []
+
+    def make_transport(tensors, nbytes, **given):
+        closed.extend(gpu.tensor(*t.shape, t.stride(0)) for t in tensors)
+        given["native"] = native
+        return HostTransport(closed, nbytes, num_slots=num_slots if native else None, **given)
+
+    world = make_world(native=native, faults=False, make_transport=make_transport, **options)
+    world.tensors = [torch.from_numpy(gpu.opened(t).view(np.int8)) for t in closed]
+    return world
