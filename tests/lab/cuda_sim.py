@@ -66,6 +66,10 @@ class Sim:
         """Let a call answer `code`, once: the next of this name, or the one `after` as many."""
         self.lib.sim_fail(name.encode(), after, code)
 
+    def hold(self, hold):
+        """Let nothing that was launched begin, or go on."""
+        self.lib.sim_hold(int(hold))
+
     def lose(self, device, code=700):
         """Let all calls fail from now on, as after an illegal address."""
         self.lib.sim_lose(device, code)

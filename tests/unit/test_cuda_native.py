@@ -20,8 +20,10 @@ from cuda_sim import Gpu, SimError, compiled_copy, device_world, on_simulation, 
 from test_jobs import Bench
 from world import damage, read_by_hand, returns_in_time, wait_for
 
+from fskv.data_path.job import NativeEvent
 from fskv.transports import kernels
 from fskv.transports.host import HostTransport
+from fskv.transports.protocol import OwnSlot
 from fskv.types import Status
 
 native_module = pytest.importorskip("fskv._native", reason="the C extension was not built")
@@ -94,14 +96,14 @@ def make_device(make_world, sim):
 PATHS = ["kernel", "spans", "python"]
 
 
+def refuse(*_):
+    raise RuntimeError("a kernel with surprises")
+
+
 @pytest.fixture(params=PATHS)
 def path(request, monkeypatch):
     """The copy kernel, one copy of the driver's a span, or Python's path; options of a DeviceBench."""
     if request.param == "spans":
-
-        def refuse(_):
-            raise RuntimeError("a kernel with surprises")
-
         monkeypatch.setattr(kernels, "compiled_copy", refuse)
     return {"native": request.param != "python"}
 
@@ -274,6 +276,91 @@ def test_a_thread_keeps_the_device_that_it_had(make_device, sim):
     assert read_by_hand(bench.world.path(1)).payload[: len(contents[1])] == contents[1]
 
 
+def test_many_threads_copy_at_once_and_each_has_its_own_bytes(sim, make_pair):
+    """More of them than lanes."""
+    sim.reset(4, 0.002)
+    num_threads, page = 7, 4096
+    pair = make_pair([(num_threads * 8, page)] * 3, num_slots=num_threads)
+    transport = pair.transports[0]
+    slots = [*pair.slots[:1], *(transport.new_slot(n) for n in range(1, num_threads))]
+    opened = [pair.gpu.opened(t) for t in pair.tensors]
+    wrong = []
+
+    def work(number):
+        rng = np.random.default_rng(number)
+        blocks = np.arange(8 * number, 8 * number + 8)
+        rows = [(t, int(b) * page) for b in blocks for t in range(3)]
+        slot, nbytes = slots[number], len(rows) * page
+        for _ in range(8):
+            rng.shuffle(rows)
+            table = np.array([(t, at, i * page, page) for i, (t, at) in enumerate(rows)], np.int64)
+            data = rng.integers(0, 256, nbytes, np.uint8)
+            slot.array[4096 : 4096 + nbytes] = data
+            transport.scatter(slot, 4096, table, None)
+            slot.array[:] = 0
+            there = np.concatenate([opened[t][at // page] for t, at in rows])
+            transport.gather(table, slot, 4096, None)
+            here = slot.array[4096 : 4096 + nbytes].copy()
+            if not np.array_equal(there, data) or not np.array_equal(here, data):
+                wrong.append(number)
+
+    threads = [threading.Thread(target=work, args=(n,), daemon=True) for n in range(num_threads)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert wrong == []
+
+
+def test_a_device_is_given_up_when_no_copy_runs(sim, make_pair):
+    pair = make_pair([(8, 4096)] * 2)
+    transport, slot = pair.transports[0], pair.slots[0]
+    table = np.array([(0, 0, 0, 4096), (1, 0, 4096, 4096)], np.int64)
+    for tensor in pair.tensors:
+        pair.gpu.opened(tensor)[:] = 3
+    sim.reset()
+    sim.hold(True)
+    copied = []
+    copy = threading.Thread(
+        target=lambda: copied.append(
+            transport._outside.copy(table, slot.array, 0, None, to_slot=True)
+        )
+    )
+    copy.start()
+    wait_for(lambda: sim.calls("cuEventSynchronize") == 1)
+    close = threading.Thread(target=transport._outside.close)
+    close.start()
+    close.join(0.1)
+    waited = close.is_alive()
+    sim.hold(False)
+    close.join(20)
+    copy.join(20)
+    assert waited
+    assert copied == [True]
+    assert (slot.array[:8192] == 3).all()
+    assert not transport._outside.copy(table, slot.array, 0, None, to_slot=True), "it is given up"
+
+
+@pytest.mark.parametrize("how", ["spans", "kernel"])
+def test_nothing_runs_after_a_copy_that_failed(sim, make_pair, monkeypatch, how):
+    if how == "spans":
+        monkeypatch.setattr(kernels, "compiled_copy", refuse)
+    pair = make_pair([(8, 4096)] * 2)
+    outside, slot = pair.transports[0]._outside, pair.slots[0]
+    table = np.array([(t, b * 4096, (2 * b + t) * 4096, 4096) for b in range(8) for t in (0, 1)])
+    for to_slot, name in (
+        (True, "cuMemcpyDtoHAsync_v2"),
+        (False, "cuMemcpyHtoDAsync_v2"),
+        (False, "cuEventRecord"),
+        (True, "cuEventSynchronize"),
+    ):
+        for seed in range(4):
+            sim.reset(seed, 0.2)
+            sim.fail(name, 999, after=1 if "Memcpy" in name and how == "spans" else 0)
+            assert not outside.copy(table, slot.array, 4096, None, to_slot=to_slot)
+            assert not sim.busy, "the slot and the pages are somebody else's now"
+
+
 # --- what a chunk costs ------------------------------------------------------------------------------
 
 
@@ -346,17 +433,17 @@ def test_negative_control_a_capture_is_spoilt_by_an_allocation(sim):
 class Pair:
     """The same pages behind the path outside the interpreter and behind Python's."""
 
-    def __init__(self, sim, tmp_path, shapes, slot_nbytes=SLOT, index=0):
-        self.gpu = sim.torch.gpu(f"cuda:{index}")
+    def __init__(self, sim, tmp_path, shapes, num_slots=1):
+        self.gpu = sim.torch.gpu("cuda:0")
         self.tensors = [self.gpu.tensor(*shape) for shape in shapes]
         self.transports = [
             HostTransport(
                 self.tensors,
-                slot_nbytes,
+                SLOT,
                 probe_dir=str(tmp_path),
                 direct_io="off",
                 native=native,
-                num_slots=1 if native else None,
+                num_slots=num_slots if native else None,
             )
             for native in (True, False)
         ]
@@ -494,6 +581,34 @@ def test_pages_beyond_4_gib_of_a_tensor(make_pair, sim):
     assert found == wanted[::-1]
     assert not opened[edges[1] - 1].any()
     assert not opened[edges[3] + 1].any()
+
+
+def test_a_load_that_was_given_up_before_it_was_read_is_not_parked(make_device):
+    """Nobody would take it back: it would keep its slot."""
+    bench = make_device(num_threads=1)
+    job, _ = bench.store([1])
+    bench.finish(job)
+    bench.wait_until_idle()
+    queue, guard = native_module.Queue(1), native_module.Guard()
+    own = OwnSlot(bench.runner._slots.take())
+    move = bench.world.request(1, bench.blocks(9))
+    for abandoned in (False, True):
+        owner = object()
+        transfer = bench.world.store.transfer(owner, move.file, move.plan, guard, is_load=True)
+        transfer.use_slot(bench.runner._slots.take())
+        transfer.hold()
+        if abandoned:
+            guard.abandon()
+        queue.push([transfer])
+        thread = threading.Thread(target=lambda: queue.take(own), daemon=True)
+        thread.start()
+        events = []
+        wait_for(lambda events=events: events.extend(queue.take_events()) or events)
+        kinds = [NativeEvent(kind) for _, kind, _ in events]
+        assert kinds == [NativeEvent.ABANDONED if abandoned else NativeEvent.READ]
+        assert queue.num_parked == 1
+    queue.close()
+    assert queue.num_parked == 0
 
 
 # --- what the driver refuses -------------------------------------------------------------------------------

@@ -71,7 +71,7 @@ static Range *allocations, *registered;
 static size_t num_allocations, num_registered;
 static unsigned seed = 1;
 static double late_s;
-static bool capture_running, capture_spoilt, opened;
+static bool capture_running, capture_spoilt, opened, held;
 static int num_spinning;
 static char misuses[1 << 16];
 static struct { char name[64]; long calls; } counts[128];
@@ -254,7 +254,7 @@ static void *work(void *argument)
     pthread_mutex_lock(&mutex);
     while (!stream->ending || stream->first != NULL) {
         Op *op = stream->first;
-        if (op == NULL) {
+        if (op == NULL || held) {
             pthread_cond_wait(&changed, &mutex);
             continue;
         }
@@ -411,6 +411,10 @@ int cuDevicePrimaryCtxRetain(Context **context, int device)
 int cuCtxPushCurrent_v2(Context *context)
 {
     BEGIN("cuCtxPushCurrent_v2");
+    if (depth == 16) {
+        misuse("cuCtxPushCurrent: contexts that nobody pops");
+        return end(INVALID_VALUE);
+    }
     stack[depth++] = context;
     return end(SUCCESS);
 }
@@ -716,7 +720,7 @@ void sim_reset(unsigned new_seed, double late)
     memset(counts, 0, sizeof counts);
     memset(plan, 0, sizeof plan);
     num_spinning = 0;
-    capture_running = capture_spoilt = false;
+    capture_running = capture_spoilt = held = false;
     for (int d = 0; d < NUM_DEVICES; d++) {
         devices[d].limit = REGION;
         devices[d].lost = devices[d].retained = 0;
@@ -746,6 +750,15 @@ void sim_fail(const char *name, int after, int code)
             plan[i].code = code;
             break;
         }
+    pthread_mutex_unlock(&mutex);
+}
+
+/* Nothing that was launched begins until this is called with 0. */
+void sim_hold(int hold)
+{
+    pthread_mutex_lock(&mutex);
+    held = hold;
+    pthread_cond_broadcast(&changed);
     pthread_mutex_unlock(&mutex);
 }
 
