@@ -276,8 +276,8 @@ FAULTS = (
         "guard-not-entered-c",
         "A load that was given up writes no KV page outside the interpreter either.",
         "fskv/csrc/queue.c",
-        "    if (guard_enter(transfer->guard)) {\n        copy_spans(",
-        "    if (guard_enter(transfer->guard) || transfer->pages != NULL) {\n        copy_spans(",
+        "    if (scattered && guard_enter(transfer->guard)) {\n",
+        "    if (scattered && (guard_enter(transfer->guard) || transfer->pages != NULL)) {\n",
         _NATIVE,
     ),
     Fault(
@@ -1296,8 +1296,8 @@ FAULTS = (
         "cuda-unknown-event-trusted",
         "Where nobody can tell of the last user, nothing is scattered.",
         "fskv/data_path/runner.py",
-        "            self._pool.release(held, fired)\n",
-        "            self._pool.release(held, True)\n",
+        "        self._pool.release(ahead, fired)\n",
+        "        self._pool.release(ahead, True)\n",
         _READINESS,
     ),
     Fault(

@@ -68,6 +68,12 @@ class TaskEnds(Generic[SlotT]):
             if not task.pages_free:
                 job.leave_disk((queued.began_at or 0.0) + seconds)
 
+    def loaded(self, task: FileTask, seconds: float) -> None:
+        """A load ended outside the interpreter; its thread was busy for so many seconds."""
+        busy_s = seconds if task.began_at is None else task.read_s
+        self.pages_free(task, Status.OK, task.move.plan.nbytes, busy_s)
+        self.slot_free(task)
+
     def slot_free(self, task: FileTask) -> None:
         """A task is over: give back the slot that it had for itself, if it had one."""
         if task.slot is not None:

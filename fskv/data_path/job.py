@@ -222,6 +222,15 @@ class FileTask:
         self.pages_free = False
         self.outcome_known = False
 
+    def equip(self, queued: Queued) -> None:
+        """Give a transfer that is run outside the interpreter what it must have before it is queued."""
+        if isinstance(queued, Task) or not queued.native:
+            return
+        if self.slot is not None:
+            queued.use_slot(self.slot)
+        if self.ahead and self.job.is_load:
+            queued.hold()
+
     @property
     def started_at(self) -> float | None:
         if self.began_at is not None:

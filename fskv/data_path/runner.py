@@ -181,34 +181,24 @@ class JobRunner(Generic[SlotT]):
         if ready is None or not tasks or has_fired(ready):
             self._queue(tasks)
             return
-        num_ahead = self._take_ahead(tasks) if job.is_load and self._reads_ahead else 0
+        reads_ahead = job.is_load and self._reads_ahead
+        slots = self._slots.begin_ahead(len(tasks), self._holds) if reads_ahead else []
         with job.lock:
             job.unready = True
-            job.wait_for_ready(num_ahead, self._clock())
-            for task in tasks[num_ahead:]:
+            job.wait_for_ready(len(slots), self._clock())
+            for task in tasks[len(slots) :]:
                 task.parked = True
-        self._queue(tasks[:num_ahead])
+        for task, task.slot in zip(tasks, slots, strict=False):
+            task.ahead = True
+        self._queue(tasks[: len(slots)])
         if not self._readiness.call_after(ready, lambda fired: self._go_on(job, fired)):
             self._go_on(job, False)
-
-    def _take_ahead(self, tasks: Sequence[FileTask]) -> int:
-        """Let the first of a load's tasks be read ahead of their event, as far as spare slots reach."""
-        num = self._slots.reserve_ahead(len(tasks))
-        for number, task in enumerate(tasks[:num]):
-            if self._holds and (slot := self._slots.take()) is not None:
-                task.slot = slot
-            elif self._holds:
-                for _ in range(num - number):
-                    self._slots.cancel_ahead()
-                return number
-            task.ahead = True
-        return num
 
     def _go_on(self, job: Job, fired: bool) -> None:
         """The job's event has fired. If nobody can tell, what waits ends: its pages may hold anything."""
         parked = job.go_on(self._clock())
-        if held := [task.queued for task in job.tasks if task.ahead and task.queued is not None]:
-            self._pool.release(held, fired)
+        ahead = [task.queued for task in job.tasks if task.ahead and task.queued is not None]
+        self._pool.release(ahead, fired)
         if fired:
             self._queue(parked)
             return
@@ -249,11 +239,7 @@ class JobRunner(Generic[SlotT]):
                 queued = self._store.transfer(
                     task, move.file, move.plan, job.guard, is_load=job.is_load
                 )
-                if not isinstance(queued, Task) and queued.native:
-                    if task.slot is not None:
-                        queued.use_slot(task.slot)
-                    if task.ahead and job.is_load:
-                        queued.hold()
+                task.equip(queued)
             except Exception:
                 # A bug must cost this chunk, not the engine's step.
                 logger.exception("fskv: %s of %s", "load" if job.is_load else "store", move.file)
@@ -363,9 +349,7 @@ class JobRunner(Generic[SlotT]):
             elif event is NativeEvent.READ:
                 self._ends.read(task, seconds)
             elif event is NativeEvent.LOADED:
-                busy_s = seconds if task.began_at is None else task.read_s
-                self._ends.pages_free(task, Status.OK, task.move.plan.nbytes, busy_s)
-                self._ends.slot_free(task)
+                self._ends.loaded(task, seconds)
             elif task.job.is_load:
                 self._ends.slot_free(task)
             else:

@@ -176,6 +176,18 @@ class SlotPool(Generic[SlotT]):
             self._num_ahead += num
             return num
 
+    def begin_ahead(self, num_wanted: int, take: bool) -> list[SlotT | None]:
+        """Reserve for as many as may be ahead; with `take` each of them has its slot now, else None."""
+        num = self.reserve_ahead(num_wanted)
+        slots: list[SlotT | None] = []
+        while take and len(slots) < num and (slot := self.take()) is not None:
+            slots.append(slot)
+        if not take:
+            return [None] * num
+        for _ in range(num - len(slots)):
+            self.cancel_ahead()
+        return slots
+
     def cancel_ahead(self) -> None:
         """One of those is given back, or not wanted any more."""
         with self._lock:
