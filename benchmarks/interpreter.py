@@ -261,7 +261,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _keeps(cell: Cell, options: argparse.Namespace) -> bool:
-    """Whether the loop keeps its rate; on a device, which a CPU plays here, whether I/O threads need no Python."""
+    """Whether the loop keeps its rate; on a simulated device, whether no chunk needs Python."""
     if options.pages != "host":
         return not any(cell.in_python)
     return (

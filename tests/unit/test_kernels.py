@@ -13,6 +13,7 @@ import os
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -414,8 +415,48 @@ def test_the_kernels_compile_to_machine_code_without_spills(
         assert "st.global.v2.b64" in code, "16 bytes a store"
         assert "st.global.b8" in code, "and single bytes"
         assert made.metadata.shared == 0
+        found = kernels.described(made)  # for a launch without Triton
+        assert found.cubin == made.asm["cubin"]
+        assert (found.name, found.num_threads, found.shared_nbytes) == ("_copy_pieces", 128, 0)
+        assert (
+            found.num_scratch == code[code.index(".entry") :].partition(")")[0].count(".param") - 1
+        )
 
     said = capfd.readouterr().out
     assert "0 bytes spill stores, 0 bytes spill loads" in said, said
     registers = int(re.search(r"Used (\d+) registers", said)[1])
     assert registers <= 128, said  # half of a multiprocessor's threads at once
+
+
+def compiled(ptx=".u64 p_0, .param .u64 p_1", tail=".reqntid 128", **metadata):
+    known = {"name": "_copy_pieces", "num_warps": 4, "shared": 0, "global_scratch_size": 0}
+    text = f".visible .entry _copy_pieces(\n.param {ptx}\n)\n{tail}\n{{ ret; }}"
+    return SimpleNamespace(
+        asm={"cubin": b"\x7fELF", "ptx": text}, metadata=SimpleNamespace(**{**known, **metadata})
+    )
+
+
+def test_what_a_launch_needs_is_read_from_what_was_compiled():
+    found = kernels.described(compiled())
+    assert found == kernels.CompiledCopy(b"\x7fELF", "_copy_pieces", 128, 0, 1, 8192)
+    older = kernels.described(compiled(".u64 p_0", ".maxntid 128, 1, 1"))
+    assert (older.num_scratch, older.num_threads) == (0, 128)
+    assert kernels.described(compiled(tail="", num_warps=8)).num_threads == 256
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        compiled(global_scratch_size=64),
+        compiled(profile_scratch_size=8),
+        compiled(launch_cooperative_grid=True),
+        compiled(num_ctas=2),
+        compiled(".u64 p_0, .param .u32 p_1"),
+        compiled(".u64 p_0" + ", .param .u64 p" * 5),
+        compiled(name="_other"),
+    ],
+    ids=["scratch", "profile", "cooperative", "cluster", "integer", "many", "no entry"],
+)
+def test_a_kernel_with_surprises_is_launched_by_triton_alone(made):
+    with pytest.raises(RuntimeError, match=r"parameters|not in its own PTX"):
+        kernels.described(made)
