@@ -42,11 +42,11 @@ from fskv.types import FileId, Status  # noqa: E402
 BLOCKS_PER_CHUNK, PAGE, NUM_CHUNKS = 4, 65536, 16
 
 
-TRANSPORTS = ["host", "host-spans", "host-buffered", "gds", "gds-host-checks"]
+TRANSPORTS = ["host", "host-spans", "host-python", "host-buffered", "gds", "gds-host-checks"]
 
 
 def make_transport(kind: str, tensors: list, slot_nbytes: int, probe_dir: str):
-    """`host-spans` and `gds-host-checks` do without the Triton kernels."""
+    """`host-spans` and `gds-host-checks` do without the Triton kernels, `host-python` without fskv._native."""
     with pytest.MonkeyPatch.context() as patch:
         if kind in ("host-spans", "gds-host-checks"):
             patch.setattr(kernels, "available", lambda device: "switched off by the test")
@@ -55,7 +55,10 @@ def make_transport(kind: str, tensors: list, slot_nbytes: int, probe_dir: str):
                 pytest.skip("kvikio is not installed: pip install 'fskv[gds]'")
             return GdsTransport(CudaDevice(tensors, slot_nbytes), slot_nbytes, direct_io=True)
         direct_io = "off" if kind == "host-buffered" else "auto"
-        return HostTransport(tensors, slot_nbytes, probe_dir=probe_dir, direct_io=direct_io)
+        native = kind != "host-python"
+        return HostTransport(
+            tensors, slot_nbytes, probe_dir=probe_dir, direct_io=direct_io, native=native
+        )
 
 
 class Rig:
@@ -190,6 +193,15 @@ def test_a_load_is_complete_when_it_is_reported(rig):
 def test_the_kernels_run_here():
     """Or every test above has shown the fallback only."""
     assert kernels.available(torch.device("cuda", torch.cuda.current_device())) is None
+
+
+def test_chunks_are_copied_outside_the_interpreter_here(tmp_path, caplog):
+    """Or every test above has shown the fallback only; the log says why."""
+    tensors = [torch.zeros((16, PAGE), dtype=torch.int8, device="cuda")]
+    transport = make_transport("host", tensors, 1 << 20, str(tmp_path))
+    assert transport._outside is not None, caplog.text
+    assert transport._outside._device.uses_kernel, caplog.text
+    transport.close()
 
 
 def test_slots_are_registered_aligned_and_freed(gds_rig):
