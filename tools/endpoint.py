@@ -171,7 +171,7 @@ _SHARED = _GAUGES - {
 # --- fetching ---------------------------------------------------------------------------
 
 
-def address(text: str) -> str:
+def address(text: str, option: str = "--metrics") -> str:
     """Return the URL that a person means: `host:8000` is `http://host:8000/metrics`. Raises UsageError."""
     url = text.strip()
     if "://" not in url:
@@ -182,9 +182,9 @@ def address(text: str) -> str:
     except ValueError:
         fits = False
     if not fits or not url.isascii() or not url.isprintable() or " " in url or len(url) > _MAX_URL:
-        raise UsageError(f"--metrics: found {show(text)!r}, expected http://HOST:PORT/metrics")
+        raise UsageError(f"{option}: found {show(text)!r}, expected http://HOST:PORT")
     if "@" in parts.netloc:
-        raise UsageError("--metrics: a URL with a user name or a password is not taken")
+        raise UsageError(f"{option}: a URL with a user name or a password is not taken")
     return url if parts.path not in ("", "/") or parts.query else url.rstrip("/") + "/metrics"
 
 
@@ -196,13 +196,16 @@ def addresses(text: str | None) -> list[str]:
     return list(dict.fromkeys(map(address, words)))
 
 
-def fetch(url: str, timeout_s: float) -> str:
-    """Return what `url` answers. No redirect is followed and no proxy is asked. Raises NoMetrics."""
+def fetch(url: str, timeout_s: float, body: bytes | None = None) -> str:
+    """Return what `url` answers, to a POST of `body` if there is one. Raises NoMetrics.
+
+    No redirect is followed and no proxy is asked.
+    """
     cut = threading.Event()
     try:
         with ExitStack() as stack:
             connection = _connect(url, timeout_s, cut, stack)
-            return _answer(connection, url, timeout_s, cut)
+            return _answer(connection, url, timeout_s, cut, body)
     except TimeoutError:
         raise NoMetrics(f"no answer within {timeout_s:g} s") from None
     except (OSError, http.client.HTTPException, ValueError) as error:
@@ -245,11 +248,18 @@ def _connect(
 
 
 def _answer(
-    connection: http.client.HTTPConnection, url: str, timeout_s: float, cut: threading.Event
+    connection: http.client.HTTPConnection,
+    url: str,
+    timeout_s: float,
+    cut: threading.Event,
+    body: bytes | None,
 ) -> str:
     parts = urlsplit(url)
     target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-    connection.request("GET", target, headers={"Accept": "text/plain; version=0.0.4"})
+    if body is None:
+        connection.request("GET", target, headers={"Accept": "text/plain; version=0.0.4"})
+    else:
+        connection.request("POST", target, body, {"Content-Type": "application/json"})
     content = bytearray()
     with connection.getresponse() as answer:
         if not 200 <= answer.status < 300:

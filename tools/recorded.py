@@ -19,6 +19,8 @@ from .json_file import read_json
 from .root_view import Namespace, RootView
 from .terminal import show
 
+_MAX_NAMED = 5
+
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
@@ -52,6 +54,19 @@ def resolve(text: str, root: str | None) -> Recorded:
     if where.identity is None:
         raise DamagedManifestError(f"{where.id}: {where.problem}")
     return Recorded(text, where.identity, where)
+
+
+def only(root: str) -> Recorded:
+    """Return the one namespace of a root; raises UsageError where it has several, or none."""
+    found = [one for one in RootView.open(root).namespaces() if one.identity is not None]
+    if len(found) != 1 or found[0].identity is None:
+        names = ", ".join(one.id for one in found[:_MAX_NAMED])
+        raise UsageError(
+            f"expected IDENTITY, the root has {len(found)} namespaces: {names}"
+            if found
+            else "the root has no namespace: no engine has stored anything in it"
+        )
+    return Recorded(found[0].id, found[0].identity, found[0])
 
 
 def _of_file(text: str, path: str, root: str | None) -> Recorded:

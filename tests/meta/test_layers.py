@@ -92,6 +92,8 @@ HOMES = {
     ),
     # replay --plot
     "matplotlib": ("tools.replay.report",),
+    # explain --prompt
+    "tokenizers": ("tools.explain.text",),
     # export --zstd
     "zstandard": ("tools.archive.compression",),
 }

@@ -22,6 +22,7 @@ import zipfile
 import pytest
 import yaml
 from places import REPOSITORY
+from token_server import TokenServer, make_tokenizer
 from tool_lab import Lab, run, spoil
 from world import wait_for
 
@@ -68,16 +69,23 @@ def place(tmp_path, monkeypatch):
     lab.chunks(tenant, range(7))
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
     (tmp_path / "prompt.json").write_text(json.dumps([1] * 64))
+    (tmp_path / "prompt.txt").write_text("w1 " * 64)
     (tmp_path / "new").mkdir()
     monkeypatch.chdir(tmp_path)
+    answer = json.dumps({"tokens": [1] * 64})
+    server = TokenServer((200, answer), main.id)
     words = {
         "/mnt/kv": lab.path,
         "/mnt/new": str(tmp_path / "new"),
         "NAMESPACE": main.id,
         "OTHER": other.id,
         "TENANT": "acme",
+        "http://localhost:8000": server.url,
+        "/models/MODEL": str(tmp_path / "model"),
     }
-    return lab, words
+    yield lab, words
+    server.shutdown()
+    server.server_close()
 
 
 def spelled_out(line: str, words: dict[str, str]) -> tuple[list[str], int]:
@@ -98,6 +106,9 @@ def test_the_commands_of_each_section_do_what_the_page_says(title, hostile, plac
     foreign = spoil(lab, lab.namespace()) if hostile else []
     for line in sections()[title]:
         arguments, promised = spelled_out(line, words)
+        if "--tokenizer" in arguments:
+            pytest.importorskip("tokenizers")
+            make_tokenizer(pathlib.Path(words["/models/MODEL"]))
         if arguments[0] == "bench":
             pytest.importorskip("torch")
             arguments += [

@@ -27,11 +27,12 @@ from ..explain.look import (
     look_at_prompt,
 )
 from ..explain.prompt import Prompt
+from ..explain.text import namespace_at, read_prompt
 from ..explain.token_ids import read_tokens
 from ..identity_words import headline, reasons
 from ..mac_keys import MacKeyFileOption
 from ..options import JsonOption, RootOption, complete_namespace
-from ..recorded import Recorded, resolve
+from ..recorded import Recorded, only, resolve
 from ..root_view import RootView
 from ..terminal import ago, emit, fill, iec, new_table, plain, print_table, rfc3339, say, show
 from .diff import LINES as DIFF_LINES
@@ -84,15 +85,16 @@ LINES = {
 def command(
     root: RootOption,
     identity: Annotated[
-        str,
+        str | None,
         typer.Argument(
-            metavar="IDENTITY",
+            metavar="[IDENTITY]",
             autocompletion=complete_namespace,
             help="Whose prompt it is: a namespace of the root, or a namespace.json (or a directory with "
-            "one) that an engine wrote on another node.",
+            "one) that an engine wrote on another node. Default: that of the server of --url, or the only "
+            "one of the root.",
             show_default=False,
         ),
-    ],
+    ] = None,
     key: Annotated[
         str | None,
         typer.Argument(
@@ -111,6 +113,26 @@ def command(
     ] = None,
     tokens_json: Annotated[
         str | None, typer.Option(metavar="LIST", help="The same, as an argument.")
+    ] = None,
+    prompt: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="A prompt as text, byte for byte, or a chat: a JSON object with messages (only with --url).",
+        ),
+    ] = None,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="Of --prompt: a model's directory, its tokenizer.json, or its name on the hub.",
+        ),
+    ] = None,
+    url: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL", help="Of --prompt: a server of vLLM that runs, for its /tokenize."
+        ),
     ] = None,
     against: Annotated[
         str | None,
@@ -162,12 +184,16 @@ def command(
     Exit code 0 if everything that can hit would, 1 if not.
     """
     mac_keys.use(mac_key_file)
-    if sum(one is not None for one in (key, tokens, tokens_json)) != 1:
-        raise UsageError("expected one of KEY, --tokens and --tokens-json")
+    if sum(one is not None for one in (key, tokens, tokens_json, prompt)) != 1:
+        raise UsageError("expected one of KEY, --prompt, --tokens and --tokens-json")
+    if (tokenizer is not None) + (url is not None) != (prompt is not None):
+        raise UsageError("expected one of --tokenizer and --url with --prompt, and none without it")
     if quiet and as_json:
         raise UsageError("--quiet, --json: found both, expected one of them")
     view = RootView.open(root)
-    who = resolve(identity, root)
+    if identity is None and url is not None:
+        identity = namespace_at(url)
+    who = only(root) if identity is None else resolve(identity, root)
     other = resolve(against, root) if against is not None else None
     path = who.where.path if who.where else f"{view.path}/{who.id}"
     if key is not None:
@@ -177,14 +203,15 @@ def command(
         else:
             _show_key(who, key_report, other, as_json=as_json)
         raise typer.Exit(Exit.OK if key_report.complete else Exit.PROBLEMS)
-    ids = read_tokens(tokens, tokens_json)
+    ids = (
+        read_tokens(tokens, tokens_json) if prompt is None else read_prompt(prompt, tokenizer, url)
+    )
     adapter = _adapter(lora)
     _warn(who, adapter)
-    prompt = Prompt.of(who.identity, ids, cache_salt=cache_salt, lora=adapter)
     report = look_at_prompt(
         view,
         path,
-        prompt,
+        Prompt.of(who.identity, ids, cache_salt=cache_salt, lora=adapter),
         ids,
         computed_tokens=computed,
         read_data=read_data,

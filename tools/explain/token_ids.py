@@ -19,7 +19,7 @@ _FIELDS = ("prompt_token_ids", "token_ids", "tokens")
 def read_tokens(path: str | None, text: str | None) -> list[int]:
     """Return the ids of a file ("-": stdin) or of a text. Raises UsageError."""
     if text is not None:
-        return _parsed("--tokens-json", text)
+        return parsed("--tokens-json", text)
     assert path is not None
     if path == "-":
         content = sys.stdin.buffer.read(_MAX_NBYTES + 1)
@@ -28,12 +28,13 @@ def read_tokens(path: str | None, text: str | None) -> list[int]:
     else:
         content = read_bytes(path, _MAX_NBYTES)
     try:
-        return _parsed("--tokens", content.decode("utf-8"))
+        return parsed("--tokens", content.decode("utf-8"))
     except UnicodeDecodeError:
         raise UsageError("--tokens: found no text, expected token ids") from None
 
 
-def _parsed(option: str, text: str) -> list[int]:
+def parsed(option: str, text: str) -> list[int]:
+    """Return the ids that a text holds; raises UsageError, which names `option`."""
     text = text.strip()
     try:
         found: Any = parse_json(text) if text[:1] in ("[", "{") else _numbers(text)

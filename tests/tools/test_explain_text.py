@@ -1,0 +1,124 @@
+"""`fskv explain --prompt`: a text becomes the token ids that an engine makes of it, whoever tokenizes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from test_explain import FULL, Prompted, identity_of
+from token_server import TokenServer, make_tokenizer
+from tool_lab import fskv, run
+
+tokenizers = pytest.importorskip("tokenizers", reason="it comes with vLLM")
+
+TEXT = " ".join(f"w{number % 97}" for number in range(330))
+CHUNKS = 10
+
+
+@pytest.fixture
+def model(tmp_path):
+    return make_tokenizer(tmp_path / "model")
+
+
+@pytest.fixture
+def tokens(model):
+    return tokenizers.Tokenizer.from_file(str(model / "tokenizer.json")).encode(TEXT).ids
+
+
+@pytest.fixture
+def lab(tmp_path, tokens):
+    lab = Prompted(tmp_path / "kv")
+    lab.store(identity_of(FULL), tokens, range(CHUNKS))
+    return lab
+
+
+@pytest.fixture
+def prompt(tmp_path):
+    path = tmp_path / "prompt.txt"
+    path.write_text(TEXT)
+    return path
+
+
+@pytest.fixture
+def serve():
+    started = []
+
+    def start(*args):
+        started.append(TokenServer(*args))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.shutdown()
+        one.server_close()
+
+
+def explained(lab, prompt, *options):
+    done = run("explain", "--prompt", prompt, "--json", *options, root=lab.path)
+    return done.exit_code, done.summary and done.summary["hit_tokens"]
+
+
+@pytest.mark.parametrize("name", ["", "/tokenizer.json"])
+def test_the_models_tokenizer_makes_the_ids_and_the_only_namespace_needs_no_name(
+    lab, model, prompt, name
+):
+    assert explained(lab, prompt, "--tokenizer", f"{model}{name}") == (0, 32 * CHUNKS)
+    prompt.write_text("w1 " + TEXT)  # the control
+    assert explained(lab, prompt, "--tokenizer", f"{model}{name}") == (1, 0)
+
+
+def test_a_server_makes_the_ids_and_says_whose_namespace_it_is(lab, prompt, tokens, serve):
+    lab.chunks(lab.namespace(), range(2))  # of another model
+    server = serve(
+        (200, json.dumps({"count": 331, "tokens": tokens})), lab.namespace_of(identity_of(FULL)).id
+    )
+    assert explained(lab, prompt, "--url", server.url) == (0, 32 * CHUNKS)
+    assert server.asked == [("/tokenize", {"prompt": TEXT})]
+    chat = {"messages": [{"role": "user", "content": TEXT}]}
+    prompt.write_text(json.dumps(chat))
+    assert explained(lab, prompt, "--url", server.url) == (0, 32 * CHUNKS)
+    assert server.asked[1:] == [("/tokenize", chat)]
+
+
+def test_of_several_namespaces_one_is_asked_for(lab, model, prompt):
+    lab.chunks(lab.namespace(), range(2))
+    done = run("explain", "--prompt", prompt, "--tokenizer", model, root=lab.path)
+    assert done.exit_code == 2
+    assert "expected IDENTITY, the root has 2 namespaces: " in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ([], "expected one of --tokenizer and --url"),
+        (["--tokenizer", "x", "--url", "y"], "expected one of --tokenizer and --url"),
+        (["--tokenizer", "/etc/hostname"], "expected a directory with tokenizer.json"),
+        (["--tokenizer", "no/such-model"], "expected a directory with tokenizer.json"),
+        (["--url", "http://127.0.0.1:1"], "http://127.0.0.1:1: "),
+        (["--url", "what is this"], "--url: found 'what is this', expected http://HOST:PORT"),
+    ],
+)
+def test_what_cannot_tokenize_is_one_sentence(lab, prompt, options, words):
+    done = fskv("explain", "--prompt", prompt, *options, root=lab.path, env={"HF_HUB_OFFLINE": "1"})
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert words in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        ((404, "{}"), "HTTP 404"),
+        ((200, "<html>"), "token 0: found '<html>'"),
+        ((200, "{}"), "token ids"),
+    ],
+)
+def test_a_server_that_does_not_tokenize_is_one_sentence(lab, prompt, serve, answer, words):
+    done = run("explain", "--prompt", prompt, "--url", serve(answer).url, root=lab.path)
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert words in done.stderr
+
+
+def test_a_chat_is_for_a_server(lab, model, prompt):
+    prompt.write_text('{"messages": []}')
+    done = run("explain", "--prompt", prompt, "--tokenizer", model, root=lab.path)
+    assert (done.exit_code, "give --url" in done.stderr) == (2, True)
