@@ -694,7 +694,7 @@ FAULTS = (
     Fault(
         "interval-not-claimed",
         "An engine's claim says what a last use is rounded to.",
-        "fskv/bounds/maintenance.py",
+        "fskv/bounds/serve.py",
         '        touch_interval_s=options["touch_interval_s"],\n',
         "",
         ("tests/unit/test_capacity.py",),

@@ -45,6 +45,7 @@ DOCUMENTS = [
             "metrics",
             "benchmarks",
             "operations",
+            "questions",
             "filesystems",
             "security",
             "archive",

@@ -1,4 +1,4 @@
-"""docs/operations.md and deploy/: each command line of the page runs, and the examples are what they say.
+"""docs/operations.md, questions.md and deploy/: each command line runs, and the examples are what they say.
 
 The commands of a section run one after the other on a root of their own, in which the page's names stand for
 what is there: two namespaces, one of a tenant, a prompt, a model's configuration.
@@ -32,6 +32,8 @@ from fskv.kv_transfer.multi import MultiConfig
 from fskv.observe.health_file import HealthFile
 
 PAGE = (REPOSITORY / "docs" / "operations.md").read_text(encoding="utf-8")
+QUESTIONS = (REPOSITORY / "docs" / "questions.md").read_text(encoding="utf-8")
+SCREEN = 45  # lines
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -46,10 +48,10 @@ MODEL = {
 
 
 def sections() -> dict[str, list[str]]:
-    """Return the command lines of each section that has some, by its title."""
+    """Return the command lines of each section of both pages that has some, by its title."""
     found: dict[str, list[str]] = {}
     title = ""
-    for line in PAGE.splitlines():
+    for line in (PAGE + QUESTIONS).splitlines():
         if line.startswith("#"):
             title = line.lstrip("# ")
         elif line.strip().startswith("$ "):
@@ -80,7 +82,7 @@ def place(tmp_path, monkeypatch):
         "NAMESPACE": main.id,
         "OTHER": other.id,
         "TENANT": "acme",
-        "http://localhost:8000": server.url,
+        "http://127.0.0.1:8000": server.url,
         "/models/MODEL": str(tmp_path / "model"),
     }
     yield lab, words
@@ -126,6 +128,14 @@ def test_the_commands_of_each_section_do_what_the_page_says(title, hostile, plac
         assert done.exit_code in allowed, (line, done.stdout[-800:], done.stderr[-800:])
         assert "Traceback" not in done.stderr
     assert all(os.path.lexists(path) for path in foreign)
+
+
+def test_each_of_the_five_questions_has_a_screen_and_commands():
+    _, *found = re.split(r"^## (?=.*\?$)", QUESTIONS, flags=re.MULTILINE)
+    assert len(found) == 5
+    for text in found:
+        assert len(text.splitlines()) <= SCREEN
+        assert text.splitlines()[0] in sections()
 
 
 def test_a_tenant_that_was_removed_leaves_nothing(place):

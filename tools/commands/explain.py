@@ -27,8 +27,8 @@ from ..explain.look import (
     look_at_prompt,
 )
 from ..explain.prompt import Prompt
-from ..explain.text import namespace_at, read_prompt
-from ..explain.token_ids import read_tokens
+from ..explain.text import PromptOption, TokenizerOption, UrlOption, namespace_at, read_prompt
+from ..explain.token_ids import TokensJsonOption, TokensOption, read_tokens
 from ..identity_words import headline, reasons
 from ..mac_keys import MacKeyFileOption
 from ..options import JsonOption, RootOption, complete_namespace
@@ -104,36 +104,11 @@ def command(
             show_default=False,
         ),
     ] = None,
-    tokens: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE",
-            help="Token ids of a prompt: a JSON list or numbers between white space; - for stdin.",
-        ),
-    ] = None,
-    tokens_json: Annotated[
-        str | None, typer.Option(metavar="LIST", help="The same, as an argument.")
-    ] = None,
-    prompt: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE",
-            help="A prompt as text, byte for byte, or a chat: a JSON object with messages (only with --url).",
-        ),
-    ] = None,
-    tokenizer: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODEL",
-            help="Of --prompt: a model's directory, its tokenizer.json, or its name on the hub.",
-        ),
-    ] = None,
-    url: Annotated[
-        str | None,
-        typer.Option(
-            metavar="URL", help="Of --prompt: a server of vLLM that runs, for its /tokenize."
-        ),
-    ] = None,
+    tokens: TokensOption = None,
+    tokens_json: TokensJsonOption = None,
+    prompt: PromptOption = None,
+    tokenizer: TokenizerOption = None,
+    url: UrlOption = None,
     against: Annotated[
         str | None,
         typer.Option(
@@ -191,8 +166,7 @@ def command(
     if quiet and as_json:
         raise UsageError("--quiet, --json: found both, expected one of them")
     view = RootView.open(root)
-    if identity is None and url is not None:
-        identity = namespace_at(url)
+    identity = identity or (namespace_at(url) if url else None)
     who = only(root) if identity is None else resolve(identity, root)
     other = resolve(against, root) if against is not None else None
     path = who.where.path if who.where else f"{view.path}/{who.id}"

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import os
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from fskv.observe import metrics
 
@@ -17,6 +19,25 @@ from ..exits import UsageError
 from ..json_file import read_bytes
 from ..terminal import show
 from .token_ids import parsed
+
+PromptOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE",
+        help="A prompt as text, byte for byte, or a chat: a JSON object with messages (only with --url).",
+    ),
+]
+TokenizerOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MODEL",
+        help="Of --prompt: a model's directory, its tokenizer.json, or its name on the hub.",
+    ),
+]
+UrlOption = Annotated[
+    str | None,
+    typer.Option(metavar="URL", help="Of --prompt: a server of vLLM that runs, for its /tokenize."),
+]
 
 _MAX_NBYTES = 16 << 20
 _TIMEOUT_S = 30.0

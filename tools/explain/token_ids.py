@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from fskv.namespace import parse_json
 
 from ..exits import UsageError
 from ..json_file import read_bytes
+
+TokensOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE",
+        help="Token ids of a prompt: a JSON list or numbers between white space; - for stdin.",
+    ),
+]
+TokensJsonOption = Annotated[
+    str | None, typer.Option(metavar="LIST", help="The same, as an argument.")
+]
 
 _MAX_NBYTES = 64 << 20
 MAX_TOKENS = 1 << 21
