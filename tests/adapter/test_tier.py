@@ -589,14 +589,14 @@ def test_what_is_counted_is_declared(make_rig):
 )
 def test_options_are_refused_with_one_sentence(options, words):
     with pytest.raises(ConfigError, match=words) as caught:
-        tier._parse(options)
+        tier.tier_config(options)
     assert "\n" not in str(caught.value)
 
 
 def test_a_vllm_that_hides_its_workers_refuses_to_start():
     with pytest.raises(ConfigError, match="cannot be used with it"):
         workers._executor()
-    sentence = workers.report(None, "engine", tier._parse({"root": "/x"}), "")
+    sentence = workers.report(None, "engine", tier.tier_config({"root": "/x"}), "")
     assert isinstance(sentence, str)
     assert "FskvTier cannot be used" in sentence
 
