@@ -510,7 +510,7 @@ def test_a_configuration_comes_as_json_a_file_or_a_servers_line(lab, tmp_path, h
         given = path
     done, problems = configured(given)
     assert (done.exit_code, problems, done.summary["root"]) == (0, [], lab.path)
-    said = f"root {lab.path}, max_bytes {2 << 40}"
+    said = f"root {lab.path}, max_bytes 2.00 TiB"
     assert of(done, "options") == [("ok", said)]
     assert everything_below(lab.path) == before
 

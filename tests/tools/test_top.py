@@ -596,6 +596,13 @@ def test_a_frame_fits_whatever_there_is_to_show(width, height):
             assert not ascii_only or "/\u4e2d" in shown.path or text_of(lines).isascii()
 
 
+@pytest.mark.parametrize("width", [60, 100, 160])
+def test_why_an_endpoint_has_no_metrics_is_not_cut(width):
+    down = state.EndpointState("http://" + "h" * 60 + ":1/metrics", "Connection refused", 0, 0)
+    shown = text_of(frame.lines(state.State(0, "/kv", endpoints=(down,)), width, 24))
+    assert "no metrics\n  connection refused" in shown
+
+
 def test_what_matters_most_is_on_a_small_screen_and_what_is_left_out_is_counted():
     small, large = (text_of(frame.lines(busy(), *size)) for size in ((80, 24), (140, 50)))
     for shown in (small, large):

@@ -14,7 +14,7 @@ from fskv.namespace import parse_json
 
 from ..exits import UsageError
 from ..json_file import read_bytes
-from ..terminal import show
+from ..terminal import iec, show
 from .finding import Finding, hint, ok, problem
 
 _OPTION = "--kv-transfer-config"
@@ -81,14 +81,14 @@ def _value(words: list[str]) -> str:
 
 
 def _said(store: StoreConfig) -> str:
-    usual = StoreConfig(root=store.root)
-    names = StoreConfig.__dataclass_fields__
-    told = [
-        f"{name} {getattr(store, name)}"
-        for name in names
-        if getattr(store, name) != getattr(usual, name)
-    ]
-    return f"root {store.root}" + "".join(f", {each}" for each in told)
+    """Name the root, and each option that is not the default."""
+    usual, words = StoreConfig(root=store.root), [f"root {store.root}"]
+    for name in StoreConfig.__dataclass_fields__:
+        value = getattr(store, name)
+        if value != getattr(usual, name):
+            size = isinstance(value, int) and name.endswith("_bytes")
+            words.append(f"{name} {iec(value) if size else value}")
+    return ", ".join(words)
 
 
 def _hints(policy: object, line: list[str] | None) -> Iterator[Finding]:

@@ -17,6 +17,7 @@ from .state import EndpointState, EngineState, NamespaceState, State
 
 NO_LIMIT = 1 << 30  # of a height, where nobody reads a screen
 _BAR_CELLS = 20
+_STATUS_WIDTH = 12  # of an endpoint
 _STYLES = {
     states.ALIVE: "green",
     states.SILENT: "yellow",
@@ -265,7 +266,7 @@ class _Frame:
             Column("P99", rank=3, right=True),
             Column("FAILED", rank=2, right=True),
             Column("HUNG", rank=1, right=True),
-            Column("STATUS", least=12),
+            Column("STATUS", least=_STATUS_WIDTH),
         )
         rows = [self._endpoint(one) for one in self.state.endpoints]
         head, drawn = table(columns, rows, self.width, self._dots)
@@ -277,6 +278,8 @@ class _Frame:
     def _endpoint(self, one: EndpointState) -> list[Text]:
         status, style = self._endpoint_status(one)
         if one.total is None or not one.is_up:
+            # Why it is down is what counts then, and would be cut: it has a line of its own.
+            status = status if len(status) <= _STATUS_WIDTH else "no metrics"
             return [Text(place(one.url)), *[Text("")] * 12, Text(status, style=style)]
         recent = one.recent or one.total
         failed = one.total.total(metrics.LOAD_FAILURES)
@@ -313,7 +316,8 @@ class _Frame:
 
     def _reasons(self, one: EndpointState) -> list[Text]:
         if one.total is None or not one.is_up:
-            return []
+            status, style = self._endpoint_status(one)
+            return [Text(f"  {status}", style=style)] if len(status) > _STATUS_WIDTH else []
         lines = []
         for words, metric, style in (
             ("failed", metrics.LOAD_FAILURES, "yellow"),
