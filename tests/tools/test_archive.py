@@ -744,8 +744,8 @@ def test_the_bounds_of_a_living_engine_hold(lab, tmp_path, monkeypatch):
     bound = 4 << 20  # of about 11 MiB
     engine = Capacity(root, where.id, None, Limits(max_nbytes=bound))
     engine.start()
-    maintenance = engine._process
     engine.wait_for_first_word()
+    maintenance = f"/proc/{engine.pid}"
     largest = 0
     over = threading.Event()
 
@@ -771,7 +771,7 @@ def test_the_bounds_of_a_living_engine_hold(lab, tmp_path, monkeypatch):
         stop.set()
         polls.join(20)
         engine.close()
-        maintenance.wait(60)  # it ends its prune first
+        wait_for(lambda: not os.path.exists(maintenance), 60)  # it ends its prune first
         over.set()
         watcher.join(20)
     assert tally.files[Fate.STORED] + tally.files[Fate.NO_ROOM] <= 300
