@@ -124,7 +124,7 @@ class Capacity:
         self._heard_at = self._clock()
         self._has_spoken = not self.num_restarts
         self._silent_polls_since = 0.0
-        self._process.say(self._hello)
+        self._process.send(self._hello)
 
     def wait_for_first_word(self) -> None:
         """At start-up only: give the process a moment, or the first chunks would not be stored."""
@@ -226,7 +226,7 @@ class Capacity:
             "wanted": self._wanted(now),
             "full": self._full,
         }
-        if message != self._said and self._process.say(message):
+        if message != self._said and self._process.send(message):
             self._said = message
         removed, self._removed = self._removed, []
         return removed

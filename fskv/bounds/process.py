@@ -55,7 +55,7 @@ class MaintenanceProcess:
         # Also where nobody closes: at the end of the interpreter.
         self._finalizer = weakref.finalize(self, _say_end, self._stdin, os.getpid())
 
-    def say(self, message: dict[str, Any]) -> bool:
+    def send(self, message: dict[str, Any]) -> bool:
         """Send a message; False if the pipe is full. Below PIPE_BUF it goes whole or not at all."""
         return _say(self._stdin.fileno(), message)
 
