@@ -93,7 +93,7 @@ async def serve(engine: int | None = None, signals: int | None = None) -> None:
     with contextlib.suppress(BrokenPipeError):
         outbox.send({"pid": os.getpid()})
         while not gone.done():
-            await asyncio.sleep(pause_s)
+            await asyncio.wait({gone}, timeout=pause_s)
             waited_for: set[asyncio.Future[Any]] = {reading, gone}
             if maintainer is not None and maintainer.work is not None:
                 waited_for.add(maintainer.work)
