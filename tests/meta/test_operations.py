@@ -71,6 +71,12 @@ def place(tmp_path, monkeypatch):
     lab.chunks(tenant, range(7))
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
     (tmp_path / "prompt.json").write_text(json.dumps([1] * 64))
+    transfer = {
+        "kv_connector": "FskvConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"root": lab.path},
+    }
+    (tmp_path / "engine.json").write_text(json.dumps(transfer))
     (tmp_path / "prompt.txt").write_text("w1 " * 64)
     (tmp_path / "new").mkdir()
     monkeypatch.chdir(tmp_path)

@@ -85,6 +85,21 @@ def test_an_engine_that_is_asked_to_end_has_ended_and_one_that_is_killed_has_die
     )
 
 
+def test_who_stops_all_processes_of_a_service_does_not_end_this_one_before_its_engine(root):
+    health = root.parent / "health.json"
+    words = [sys.executable, "-c", ENGINE, root, NAME, health, "service"]
+    engine = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+    assert engine.stdout.readline() == "up\n"
+    (maintains,) = maintenance_processes([engine.pid])
+    os.kill(maintains, signal.SIGTERM)
+    engine.kill()
+    engine.communicate(timeout=60)
+    wait_for(lambda: not os.path.exists(f"/proc/{maintains}"))
+    assert json.loads(health.read_text())["state"] == "ended"
+    (claim,) = Ledger(f"{root}/.fskv-maintenance").claims()
+    assert claim.closed
+
+
 def test_a_program_with_a_descriptor_of_its_own_for_signals_keeps_it(monkeypatch):
     monkeypatch.setattr(process, "_heard", None)
     reader, writer = os.pipe()
