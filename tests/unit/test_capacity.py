@@ -34,7 +34,8 @@ from world import Clock, returns_in_time, wait_for
 from fskv.bounds import maintenance
 from fskv.bounds.client import _HUNG_S, _SILENT_S, Capacity
 from fskv.bounds.ledger import Ledger
-from fskv.bounds.maintenance import Maintainer, Outbox
+from fskv.bounds.maintenance import Maintainer
+from fskv.bounds.outbox import Outbox
 from fskv.bounds.quota import Claim, Limits, Scope, excess
 from fskv.config import Share
 from fskv.root.process_id import unique_name
@@ -614,7 +615,9 @@ from fskv.bounds.client import Capacity
 from fskv.bounds.quota import Limits
 capacity = Capacity({root!r}, {NAME!r}, None, Limits(max_nbytes=1 << 20))
 capacity.start()
-capacity.wait_for_first_word()
+while capacity.pid is None:
+    capacity.poll()
+    time.sleep(0.01)
 if os.fork() == 0:
     time.sleep(60)
     os._exit(0)

@@ -178,7 +178,7 @@ class FskvManager(OffloadingManager):
                 config.keep_free,
                 config.namespace_max_bytes,
                 config.tenant_max_bytes,
-                self.chunks.capacity.pid,
+                self.chunks.capacity.pid or "(not up yet)",
             )
 
     def limit_loads(self, limit: Callable[[str], LoadLimit]) -> None:
