@@ -6,7 +6,6 @@ python engine.py request.json result.json
 {"decode": [...], "params": path, "label": ...}   goes on with it; "params" names such a file
 {"rename": [path, path]}             so that the other engine finds what it waits for
 {"serve_until": path}                takes steps until the file is there, as a served engine does
-{"zero_kv": true}                    for a control: zeroes the engine's KV pages
 """
 
 from __future__ import annotations
@@ -24,12 +23,6 @@ _FOR_PREFILL = {
     "do_remote_prefill": False,
     **dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")),
 }
-
-
-def zero_kv(worker: Any) -> None:
-    for caches in worker.model_runner.kv_caches:
-        for tensor in caches if isinstance(caches, list | tuple) else [caches]:
-            tensor.zero_()
 
 
 def main() -> int:
@@ -68,9 +61,6 @@ def main() -> int:
                     self._generate([1], 1)
                     time.sleep(0.1)
                 return {"step": "serve_until"}
-            if "zero_kv" in step:
-                self.llm.collective_rpc(zero_kv)
-                return {"step": "zero_kv"}
             return super()._do(step)
 
         def _request(self, prompt: list[int], max_tokens: int, params: dict[str, Any]) -> Any:

@@ -160,19 +160,26 @@ def test_what_one_node_prefills_the_other_pulls_or_loads_with_one_engines_tokens
     lab.assert_sound(nodes.root)
 
 
-def test_negative_control_what_is_pulled_is_what_counts_and_stays_out_of_the_root(tmp_path):
-    """The prefill node's pages are zeroed before the pull: other tokens. What it stored before is right."""
+def test_a_pull_that_comes_too_late_is_not_checked_by_vllm_and_stays_out_of_the_root(tmp_path):
+    """The negative control of all pulls, and why a node that pulls does not store.
+
+    The lease has ended, and the prefill node has used its blocks for other prompts: other tokens.
+    """
     nodes = Nodes(tmp_path)
+    filling = [LLAMA.tokens(f"filling {number}", 1900) for number in range(2)]
     prefill = nodes.start(
         "kv_producer",
         [
             {"prefill": nodes.main, "params": nodes.at("main.stored")},
             *lab.SETTLE,
+            {"sleep": 3},
+            *(lab.generate(prompt, "filling") for prompt in filling),
             *lab.SETTLE,
-            {"zero_kv": True},
             {"rename": [nodes.at("main.stored"), nodes.at("main.params")]},
             {"serve_until": nodes.at("done")},
         ],
+        lease_s=2,
+        engine={"num_gpu_blocks_override": 20, "max_model_len": 2048},
     )
     decode = nodes.start(
         "kv_consumer",
@@ -180,12 +187,16 @@ def test_negative_control_what_is_pulled_is_what_counts_and_stays_out_of_the_roo
             *nodes.decode(),
             {"reset_prefix_cache": True},
             lab.generate(nodes.main, "loaded"),
+            {"metrics": True},
             {"touch_file": nodes.at("done")},
         ],
     )
-    done = lab.generates(ended(decode))
+    result = ended(decode)
     ended(prefill)
+    done, (first, second) = lab.generates(result), lab.metrics(result)
+    assert pulled(first) > 0
     assert done["main"]["tokens"] != nodes.reference()
+    assert lab.counter(second, "loaded_chunks") == 15
     assert done["loaded"]["tokens"] == nodes.reference()
 
 
