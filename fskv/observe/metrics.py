@@ -88,7 +88,20 @@ STORES_SKIPPED = Metric(
     "reason",
     values=("skipped", "capacity", "no_space", "breaker", "io_error", "timed_out", "denied"),
 )
-# What hits brought.
+# What requests asked for, and what hits brought.
+REQUESTS = Metric(
+    "fskv_requests",
+    "counter",
+    "requests",
+    "Requests as they were admitted, again after a preemption or a failed load: hit (a load was begun), "
+    "miss (no files for it beyond the engine's own cache), unused (a hit was declined, or another "
+    "connector's was taken).",
+    "result",
+    values=("hit", "miss", "unused"),
+)
+PENDING_LOADS = Metric(
+    "fskv_pending_loads", "gauge", "requests", "Requests whose load was begun and has not ended."
+)
 LOADED_REQUESTS = Metric(
     "fskv_loaded_requests", "counter", "requests", "Requests whose KV was loaded from files."
 )
@@ -305,7 +318,7 @@ MAINTENANCE_RESTARTS = Metric(
 # What the scheduler counts, what deciding between load and recompute does, and what the workers do.
 SCHEDULER_COUNTERS = (LOOKUP_HITS, LOOKUP_MISSES, BREAKER_OPENINGS, MAINTENANCE_RESTARTS)
 BUDGET_COUNTERS = (
-    *(LOADED_REQUESTS, LOADED_TOKENS, SAVED_SECONDS),
+    *(REQUESTS, LOADED_REQUESTS, LOADED_TOKENS, SAVED_SECONDS),
     *(DECLINED_TOKENS, DECLINED_CHUNKS, DECLINED_LOAD_SECONDS, DECLINED_PREFILL_SECONDS),
     *(DECLINED_ACTUAL_SECONDS, CUT_LOADS, CUT_LOAD_SECONDS, PROBE_LOADS),
 )
@@ -326,6 +339,8 @@ ALL_METRICS = (
     STORED_BYTES,
     STORE_SECONDS,
     STORES_SKIPPED,
+    REQUESTS,
+    PENDING_LOADS,
     LOADED_REQUESTS,
     LOADED_TOKENS,
     SAVED_SECONDS,

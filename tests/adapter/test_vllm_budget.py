@@ -426,3 +426,43 @@ def test_a_load_that_ends_after_its_request_was_aborted_leaves_nothing_behind():
             engine.end(job, 5.0, done_share=0.1, late=True)
     assert not engine.budget._given_up
     assert not engine.budget._loads
+
+
+def test_each_admitted_request_is_a_hit_a_miss_or_an_unused_hit_and_pending_loads_end():
+    engine = known(load_s=1.0, recompute_s=60.0, load_budget=1)
+
+    def counts():
+        found = engine.budget._counters.drain()
+        return {label: n for (metric, label), n in found.items() if metric is metrics.REQUESTS}
+
+    def pending():
+        stats = engine.budget.get_stats()
+        gauges = {} if stats is None else stats.data["data"]
+        return gauges.get("vllm:fskv_pending_loads")
+
+    assert counts() == {"hit": 1, "miss": 1, "unused": 0}
+    taken, job, _ = engine.ask("loads")
+    assert taken
+    assert pending() == {(): 1.0}
+    engine.end(job, 1.0)
+    assert pending() == {(): 0.0}
+    # What it found is another child's to load; then nothing is found for it.
+    request = engine.request("elsewhere")
+    assert engine.take(request)
+    engine.admit(request, 0)
+    engine.budget.forget(request.request_id)
+    engine.admit(request, 0)
+    engine.take(engine.request("ends before it is admitted"))
+    engine.step(0.1, {}, finished=["ends before it is admitted"])
+    assert engine.budget._found == set()
+    assert counts().items() >= {("unused", 1), ("miss", 1)}
+
+
+def test_what_is_below_zero_is_counted_as_nothing_or_prometheus_would_raise_in_vllms_loop():
+    engine = known(load_s=1.0, recompute_s=0.5)
+    _, job, _ = engine.ask("slower than computing it")
+    engine.end(job, 30.0)
+    assert engine.counted(metrics.SAVED_SECONDS) == 0
+    for metric in (*metrics.BUDGET_COUNTERS, *metrics.WORKER_COUNTERS, *metrics.SCHEDULER_COUNTERS):
+        engine.budget._counters.add(metric, -1.0, (*metric.values, "")[0])
+    assert all(amount >= 0 for amount in engine.budget._counters.drain().values())

@@ -163,6 +163,7 @@ class LoadBudget:
         self._counters = Counters(*metrics.BUDGET_COUNTERS)
         self._shown: dict[Gauge, float] = {}
         self._verdicts: dict[str, _Verdict] = {}
+        self._found: set[str] = set()  # requests with a hit, until they are admitted
         self._loads: dict[int, _Load] = {}  # by job id
         self._reports: dict[int, LoadReport] = {}  # of loads that some rank has not told of yet
         self._given_up: set[str] = set()  # requests that may not try a load again
@@ -237,6 +238,7 @@ class LoadBudget:
         `lookup(cap)` looks the request up again for at most that many tokens: only vLLM knows which shorter
         hits its groups can serve, and it remembers the last answer.
         """
+        self._found.add(request.request_id)
         if not self._ratio:
             return found
         verdict = self._decide(request, computed, found)
@@ -333,6 +335,7 @@ class LoadBudget:
     def forget(self, req_id: str) -> None:
         """Nothing was found for this request, this time."""
         self._verdicts.pop(req_id, None)
+        self._found.discard(req_id)
 
     def admitted(
         self, request: Request, num_loaded: int, computed: int, job_id: int | None
@@ -342,6 +345,9 @@ class LoadBudget:
         self._prefilling[req_id] = request
         self._just_admitted.append(req_id)
         verdict = self._verdicts.pop(req_id, None)
+        result = "hit" if num_loaded else "unused" if req_id in self._found else "miss"
+        self._counters.add(metrics.REQUESTS, 1, result)
+        self._found.discard(req_id)
         if job_id is not None and (size := self._size(num_loaded, computed)):
             probe = verdict is not None and verdict.probe
             recompute_s = self.times.predict_prefill_s(num_loaded, computed)
@@ -375,6 +381,7 @@ class LoadBudget:
             for known in (self._verdicts, self._prefilling, self._declined):
                 known.pop(req_id, None)
             self._given_up.discard(req_id)
+            self._found.discard(req_id)
         parts, declined = [], 0
         for req_id, request in list(self._prefilling.items()):
             computed = request.num_computed_tokens
@@ -439,13 +446,14 @@ class LoadBudget:
         self._probing = Probing()
 
     def get_stats(self) -> OffloadingConnectorStats | None:
-        rates = {
+        now: dict[Gauge, float | None] = {
+            metrics.PENDING_LOADS: float(len(self._loads)),
             metrics.LOAD_RATE: self.times.load_bytes_per_s,
             metrics.PREFILL_RATE: self.times.prefill_tokens_per_s,
         }
         shown: dict[Gauge, float] = {
             gauge: float(rate)
-            for gauge, rate in rates.items()
+            for gauge, rate in now.items()
             if rate is not None and self._shown.get(gauge) != rate
         }
         self._shown |= shown
