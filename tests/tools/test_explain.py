@@ -140,6 +140,37 @@ def test_a_state_needs_the_last_boundary_only(lab):
     assert "group 2 (state) lacks chunk 17" in shorter.verdict
 
 
+def test_a_hit_goes_on_inside_a_block_to_where_an_earlier_prompt_ended(lab):
+    """Blocks of 64 tokens, hashes of 16: an engine with vLLM's prefix_match_unit."""
+    full, state = (dataclasses.replace(group, tokens_per_block=64) for group in (FULL, STATE))
+    one = identity_of(full, state, blocks_per_chunk=1, tokens_per_hash=16)
+    lab.store(one, TOKENS, range(2))
+    lab.store(one, TOKENS, (1,), 2)
+    assert lab.explain(one, tokens=TOKENS[:200]).hit_tokens == 128
+    # The prompt of 180 tokens ended at 176, the one of 150 at 144.
+    hashes = list(block_hashes.block_hashes(one, TOKENS))
+    where = lab.namespace_of(one)
+    ends = {
+        (end, group): lab.chunk(where, 2, group=group, key=hashes[end // 16 - 1])
+        for end in (144, 176)
+        for group in (0, 2)
+    }
+    found = lab.explain(one, tokens=TOKENS[:200])
+    assert (found.hit_tokens, found.best_tokens) == (176, 192), "its third block was never whole"
+    assert "48 of them inside a block" in found.verdict
+    assert lab.explain(one, tokens=TOKENS[:176]).hit_tokens == 144, "the last token is computed"
+    os.unlink(ends[176, 2])
+    assert lab.explain(one, tokens=TOKENS[:200]).hit_tokens == 144, "all groups have to have it"
+    damage(ends[144, 0], 100)
+    bad = lab.explain(one, tokens=TOKENS[:200])
+    assert (bad.lookup_tokens, bad.hit_tokens, bad.exit_code) == (144, 0, 1)
+    # The negative control: an engine without the option never looks there.
+    without = identity_of(full, state, blocks_per_chunk=1, tokens_per_hash=64)
+    lab.store(without, TOKENS, range(2))
+    lab.store(without, TOKENS, (1,), 2)
+    assert lab.explain(without, tokens=TOKENS[:200]).hit_tokens == 128
+
+
 def test_what_the_engine_has_itself_is_not_needed(lab):
     one = identity_of(FULL)
     paths = lab.store(one, TOKENS, range(10))

@@ -152,9 +152,8 @@ def command(
 
     What is approximated: the engine's memory (it believes what it has seen on disk for some seconds or a
     minute, and avoids for a while what failed), requests that load the same chunks at the same time,
-    speculative decoding (its groups may lose a trailing chunk), hits inside a block of models with states
-    (vLLM's prefix_match_unit), and limits that a request sets itself. Keys of prompts with images, audio or
-    embeddings cannot be computed from token ids.
+    speculative decoding (its groups may lose a trailing chunk), and limits that a request sets itself. Keys
+    of prompts with images, audio or embeddings cannot be computed from token ids.
 
     Exit code 0 if everything that can hit would, 1 if not.
     """
@@ -196,7 +195,7 @@ def command(
         _print_ids(who, report.lacking)
     else:
         _show_prompt(who, report, other, chunks=chunks, as_json=as_json)
-    full = report.hit_tokens == report.verdict.best_tokens > computed
+    full = report.hit_tokens == report.best_tokens > computed
     raise typer.Exit(Exit.OK if full else Exit.PROBLEMS)
 
 
@@ -268,9 +267,9 @@ def _show_prompt(
             report.neighbours,
             tokens=report.prompt.num_tokens,
             computed_tokens=report.computed_tokens,
-            lookup_tokens=report.verdict.hit_tokens,
+            lookup_tokens=report.lookup_tokens,
             hit_tokens=report.hit_tokens,
-            best_tokens=report.verdict.best_tokens,
+            best_tokens=report.best_tokens,
             verdict=report.sentence,
         )
         return

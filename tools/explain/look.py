@@ -62,13 +62,22 @@ class PromptReport:
     verdict: Verdict
     # (position, chunk) that a lookup finds and a load does not take.
     broken: list[tuple[int, ChunkLook]]
+    tail_tokens: int = 0  # beyond whole chunks, where an earlier prompt ended inside a block
     causes: list[Cause] = field(default_factory=list)
     neighbours: list[Neighbour] = field(default_factory=list)
 
     @property
     def hit_tokens(self) -> int:
         """Tokens that would really be served: a request with one bad chunk is recomputed whole."""
-        return self.computed_tokens if self.broken else self.verdict.hit_tokens
+        return self.computed_tokens if self.broken else self.lookup_tokens
+
+    @property
+    def lookup_tokens(self) -> int:
+        return self.verdict.hit_tokens + self.tail_tokens
+
+    @property
+    def best_tokens(self) -> int:
+        return max(self.verdict.best_tokens, self.lookup_tokens)
 
     def use(self, position: int, chunk: int) -> str:
         """Say what a hit does with a chunk: loaded, wanted (a longer hit needs it), or unused."""
@@ -95,7 +104,7 @@ class PromptReport:
     @property
     def sentence(self) -> str:
         prompt, verdict = self.prompt, self.verdict
-        found, best = verdict.hit_tokens, verdict.best_tokens
+        found, best = self.lookup_tokens, self.best_tokens
         of = f"of {prompt.num_tokens} tokens"
         if best <= self.computed_tokens:
             return f"hits 0 {of}: {_too_short(prompt, self.computed_tokens)}"
@@ -105,6 +114,9 @@ class PromptReport:
                 f"hits {self.hit_tokens} {of}: a lookup would find {found}, but the load of "
                 f"{_chunk_words(prompt, position, look.chunk)} fails, and the request is recomputed whole"
             )
+        if self.tail_tokens:
+            ended = f"{self.tail_tokens} of them inside a block, where an earlier prompt ended"
+            return f"hits {found} {of}, {ended}"
         if found == best:
             return f"hits {found} {of}, the most it can: {_rest(prompt, found)}"
         whys = "; ".join(_culprit_words(prompt, one) for one in verdict.culprits if one.missing)
@@ -142,13 +154,36 @@ def look_at_prompt(
         for chunk in prompt.needed(position, verdict.hit_tokens, computed_tokens)
         if not _loads(prompt, position, looks[position][chunk], verdict.hit_tokens)
     ]
-    report = PromptReport(prompt, computed_tokens, files, looks, verdict, broken)
-    if verdict.hit_tokens < verdict.best_tokens or broken:
+    tail = _tail(prompt, files, reader, verdict.hit_tokens, read_data=read_data)
+    tail_tokens = 0
+    if tail is not None:
+        tail_tokens, of_groups = tail
+        broken += [
+            (position, look)
+            for position, look in enumerate(of_groups)
+            if look.worst.state is not State.GOOD
+        ]
+    report = PromptReport(prompt, computed_tokens, files, looks, verdict, broken, tail_tokens)
+    if report.lookup_tokens < report.best_tokens or broken:
         report.causes = _causes(view, report)
         report.neighbours = causes.neighbours(
             view, identity, tokens, cache_salt=cache_salt, lora=lora
         )
     return report
+
+
+def _tail(
+    prompt: Prompt, files: list[GroupFiles], reader: Reader, hit_tokens: int, *, read_data: bool
+) -> tuple[int, list[ChunkLook]] | None:
+    """Find the longest end inside the block after a hit: the tokens that it adds, and its chunk by group."""
+    for end in prompt.tails(hit_tokens):
+        key, block = prompt.tail_key(end), hit_tokens // prompt.groups[0].tokens_per_block
+        looks = [
+            ChunkLook(block, key, each.states(key, reader, read_data=read_data)) for each in files
+        ]
+        if all(look.present for look in looks):
+            return end - hit_tokens, looks
+    return None
 
 
 def _loads(prompt: Prompt, position: int, look: ChunkLook, hit_tokens: int) -> bool:

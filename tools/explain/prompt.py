@@ -62,6 +62,34 @@ class Prompt:
         per_chunk = self.tokens_per_chunk(position) // self.identity.tokens_per_hash
         return self.hashes[(chunk + 1) * per_chunk - 1]
 
+    @property
+    def _has_tails(self) -> bool:
+        """Whether vLLM keeps what a prompt that ends inside a block leaves (supports_partial_tail, 0.32)."""
+        sizes = {group.tokens_per_block for group in self.groups}
+        return (
+            self.identity.blocks_per_chunk == 1
+            and len(sizes) == 1
+            and min(sizes) > self.identity.tokens_per_hash
+            and any(group.kind is GroupKind.STATE for group in self.groups)
+            and all(
+                group.kind is GroupKind.STATE or not group.kind.windowed for group in self.groups
+            )
+        )
+
+    def tails(self, hit_tokens: int) -> range:
+        """List where an earlier prompt may have ended inside the block after a hit, the longest first.
+
+        All groups have a file of their own for such an end, and a hit needs all of them.
+        """
+        if not self._has_tails:
+            return range(0)
+        step, size = self.identity.tokens_per_hash, self.groups[0].tokens_per_block
+        last = min(self.num_tokens - 1, hit_tokens + size - 1)
+        return range(last // step * step, hit_tokens, -step)
+
+    def tail_key(self, end_tokens: int) -> bytes:
+        return self.hashes[end_tokens // self.identity.tokens_per_hash - 1]
+
     def hit_tokens(self, found: Found, computed_tokens: int = 0) -> int:
         """Return how many tokens, the computed ones included, would be there: as the engine looks them up."""
 
