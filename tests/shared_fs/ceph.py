@@ -13,16 +13,6 @@ import uuid
 
 from shared_fs import netns
 
-_NEEDED = (
-    "ceph",
-    "ceph-mon",
-    "ceph-mgr",
-    "ceph-osd",
-    "ceph-mds",
-    "ceph-fuse",
-    "setfattr",
-    "fusermount3",
-)
 _OSD_NBYTES = 2 << 30  # sparse
 _START_S = 120.0
 _TRIES = 5
@@ -71,13 +61,20 @@ admin socket =
 """
 
 
-def missing() -> str | None:
-    """Return a sentence that says why there can be no CephFS here, or None."""
-    return netns.missing("CephFS", _NEEDED)
-
-
 class Ceph(netns.Network):
     """A CephFS, mounted twice."""
+
+    title = "CephFS"
+    needed = (
+        "ceph",
+        "ceph-mon",
+        "ceph-mgr",
+        "ceph-osd",
+        "ceph-mds",
+        "ceph-fuse",
+        "setfattr",
+        "fusermount3",
+    )
 
     def __init__(self) -> None:
         super().__init__("ceph", "10.78.9")

@@ -11,17 +11,14 @@ import os
 
 from shared_fs import netns
 
-_NEEDED = ("glusterd", "glusterfs", "gluster", "fusermount")
 _PING_S = 5  # network.ping-timeout: until a client gives a silent server up
-
-
-def missing() -> str | None:
-    """Return a sentence that says why there can be no GlusterFS here, or None."""
-    return netns.missing("GlusterFS", _NEEDED)
 
 
 class Gluster(netns.Network):
     """A volume with one brick, mounted twice."""
+
+    title = "GlusterFS"
+    needed = ("glusterd", "glusterfs", "gluster", "fusermount")
 
     def __init__(self) -> None:
         super().__init__("gluster", "10.78.8")

@@ -6,7 +6,6 @@ import os
 
 from shared_fs import netns
 
-_NEEDED = ("mfsmaster", "mfschunkserver", "mfsmount", "fusermount3")
 _EMPTY = "MFSM NEW"  # what a master begins with
 
 _MASTER = """WORKING_USER = root
@@ -27,13 +26,11 @@ CSSERV_LISTEN_HOST = {address}
 """
 
 
-def missing() -> str | None:
-    """Return a sentence that says why there can be no MooseFS here, or None."""
-    return netns.missing("MooseFS", _NEEDED)
-
-
 class Moose(netns.Network):
     """A MooseFS, mounted twice."""
+
+    title = "MooseFS"
+    needed = ("mfsmaster", "mfschunkserver", "mfsmount", "fusermount3")
 
     def __init__(self) -> None:
         super().__init__("moose", "10.78.10")

@@ -93,6 +93,14 @@ class Network:
     `directory` is for the state, the sockets and the logs of the file system.
     """
 
+    title: str
+    needed: tuple[str, ...]  # programs
+
+    @classmethod
+    def missing(cls) -> str | None:
+        """Return a sentence that says why there can be no such file system here, or None."""
+        return missing(cls.title, cls.needed)
+
     def __init__(self, kind: str, subnet: str) -> None:
         """`subnet` is the first three numbers of the addresses."""
         self.name = f"fskv-{kind}-{os.getpid()}"
@@ -138,6 +146,10 @@ class Network:
         )
         pids = [int(pid) for pid in found.stdout.split()]
         return [pid for pid in pids if not programs or program(pid) in programs]
+
+    def mend(self) -> None:
+        """Undo whatever was done to servers and clients."""
+        raise NotImplementedError
 
     def down(self) -> None:
         """End all processes, unmount, and remove everything."""

@@ -5,8 +5,6 @@ Run by `make test-shared-fs`; needs root and what tests/shared_fs/install instal
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import os
 import sys
 import time
@@ -18,62 +16,12 @@ from world import wait_for
 
 from shared_fs import ceph, netns
 from shared_fs.chunks import NBYTES
-from shared_fs.pair import Pair
-from shared_fs.test_shared_fs import (
-    measured,
-    test_a_bad_file_over_a_good_one_is_never_served,
-    test_removed_while_it_is_read_is_a_miss_and_stored_again,
-    test_replacing_files_under_a_reader_never_shows_wrong_pages,
-    test_what_one_node_stores_the_other_hits_and_loads,
-    weather,
-)
-
-__all__ = [
-    "measured",
-    "test_a_bad_file_over_a_good_one_is_never_served",
-    "test_removed_while_it_is_read_is_a_miss_and_stored_again",
-    "test_replacing_files_under_a_reader_never_shows_wrong_pages",
-    "test_what_one_node_stores_the_other_hits_and_loads",
-]
+from shared_fs.test_shared_fs import *  # noqa: F403
+from shared_fs.test_shared_fs import weather
 
 pytestmark = pytest.mark.shared_fs
 
-_roots = itertools.count()
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    if sentence := ceph.missing():
-        pytest.skip(sentence)
-    cluster = ceph.Ceph()
-    try:
-        cluster.up()
-        yield cluster
-    finally:
-        cluster.down()
-
-
-@pytest.fixture
-def on_ceph(cluster):
-    """A function that returns a Pair on CephFS; all is mended afterwards."""
-    with contextlib.ExitStack() as stack:
-        stack.callback(cluster.mend)
-
-        def make():
-            root = str(next(_roots))
-            roots = f"{cluster.a.mount}/{root}", f"{cluster.b.mount}/{root}"
-            pair = Pair.start("CephFS", cluster.a, cluster.b, *roots)
-            stack.callback(pair.end)
-            return pair
-
-        yield make
-
-
-@pytest.fixture
-def pair(on_ceph):
-    pair = on_ceph()
-    pair.begin()
-    return pair
+CLUSTER = ceph.Ceph
 
 
 def test_a_chunk_is_seen_at_once(pair, measured):
@@ -130,7 +78,7 @@ def test_a_new_client_s_first_request_of_thousands_of_chunks_hits(pair, cluster,
         "evicted",
     ],
 )
-def test_outages_of_ceph(on_ceph, cluster, measured, fault):
+def test_outages_of_ceph(on_cluster, cluster, measured, fault):
     def thaw():
         netns.thaw(cluster.pids("server"))
 
@@ -147,7 +95,7 @@ def test_outages_of_ceph(on_ceph, cluster, measured, fault):
         "cut off": (cluster.b.cut_off, cluster.b.heal),
         "evicted": (lambda: cluster.evict(cluster.b), lambda: cluster.remount(cluster.b)),
     }[fault]
-    weather(lambda: [on_ceph()], measured, fault, begin, heal)
+    weather(lambda: [on_cluster()], measured, fault, begin, heal)
 
 
 def test_an_osd_of_two_that_dies_and_comes_back_holds_up_little(pair, cluster, measured):

@@ -13,6 +13,7 @@ import pytest
 from world import wait_for
 
 from shared_fs import ceph, moose, netns
+from shared_fs.clusters import running
 
 pytestmark = [pytest.mark.shared_fs, pytest.mark.engine, pytest.mark.timeout(900)]
 lab.needs_vllm()
@@ -28,17 +29,10 @@ def no_engine_is_left():
     assert not left
 
 
-@pytest.fixture(scope="module", params=["CephFS", "MooseFS"])
+@pytest.fixture(scope="module", params=[ceph.Ceph, moose.Moose], ids=lambda kind: kind.title)
 def cluster(request):
-    module, kind = {"CephFS": (ceph, ceph.Ceph), "MooseFS": (moose, moose.Moose)}[request.param]
-    if sentence := module.missing():
-        pytest.skip(sentence)
-    cluster = kind()
-    try:
-        cluster.up()
+    with running(request.param) as cluster:
         yield cluster
-    finally:
-        cluster.down()
 
 
 @pytest.fixture

@@ -20,27 +20,22 @@ import pytest
 from world import wait_for
 
 from shared_fs import gluster, uml_rack
+from shared_fs.clusters import pairs, running
 from shared_fs.pair import DEADLINE_S, STALL_S, Pair, RackStalledError, outage
 
 pytestmark = pytest.mark.shared_fs
+# What is tested of each file system with two clients: the modules of the others import it.
+__all__ = [
+    "test_a_bad_file_over_a_good_one_is_never_served",
+    "test_removed_while_it_is_read_is_a_miss_and_stored_again",
+    "test_replacing_files_under_a_reader_never_shows_wrong_pages",
+    "test_what_one_node_stores_the_other_hits_and_loads",
+    "weather",
+]
 
 VERSIONS = ["4.2", "3"]
 TOUCH_S = 600.0  # touch_interval_s
 _roots = itertools.count()
-
-
-@pytest.fixture(scope="module")
-def measured(request):
-    """A function that takes words for a line of the report at the end."""
-    lines = []
-    yield lambda *words: lines.append(" | ".join(map(str, words)))
-    reporter = request.config.pluginmanager.get_plugin("terminalreporter")
-    capture = request.config.pluginmanager.get_plugin("capturemanager")
-    with capture.global_and_fixture_disabled():
-        reporter.ensure_newline()
-        reporter.section("measured on shared file systems")
-        for line in lines:
-            reporter.write_line(line)
 
 
 @pytest.fixture(scope="module")
@@ -82,29 +77,13 @@ def both(nfs):
 
 @pytest.fixture(scope="module")
 def volume():
-    if sentence := gluster.missing():
-        pytest.skip(sentence)
-    volume = gluster.Gluster()
-    try:
-        volume.up()
+    with running(gluster.Gluster) as volume:
         yield volume
-    finally:
-        volume.down()
 
 
 @pytest.fixture
 def on_gluster(volume):
-    """A function that returns a Pair on GlusterFS; all is mended afterwards."""
-    with contextlib.ExitStack() as stack:
-        stack.callback(volume.mend)
-
-        def make():
-            root = str(next(_roots))
-            roots = f"{volume.a.mount}/{root}", f"{volume.b.mount}/{root}"
-            pair = Pair.start("GlusterFS", volume.a, volume.b, *roots)
-            stack.callback(pair.end)
-            return pair
-
+    with pairs(volume) as make:
         yield make
 
 
