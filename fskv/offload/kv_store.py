@@ -25,6 +25,7 @@ from fskv.offload.news import News
 from fskv.offload.watch import Watch
 from fskv.plan.spans import plan_at
 from fskv.root.root import Root
+from fskv.routing.load_time import assumed_prefill_s, tokens_in
 from fskv.types import ChunkId, FileId
 
 # An engine says these by its identity, or does them itself.
@@ -113,7 +114,12 @@ class KvStore:
             file_layouts,
             restore=lambda: _opened(config, create=False).open_namespace(identity),
         )
-        self.lookup = Lookup(config, clock=clock)
+        per_chunk = [g.tokens_per_block * identity.blocks_per_chunk for g in identity.groups]
+        self.lookup = Lookup(
+            config,
+            recompute_s=lambda num_chunks: assumed_prefill_s(tokens_in(num_chunks, per_chunk)),
+            clock=clock,
+        )
         self.watch = Watch(config, self.lookup, engine_rank=0)
         self.lookup.attach(
             [RankFiles(self.directory.path, rank, self.mover.file_nbytes)],

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 _WINDOW = 16  # loads
@@ -33,8 +33,20 @@ _NOTHING_DONE = 40.0
 _REACH = 4.0
 _MIN_S = 1e-6
 
+# Of a prefill that nobody has measured: a fast one, so that little is waited for.
+_ASSUMED_TOKENS_PER_S = 20_000.0
 _HALF_TOKENS = 8192.0  # prefilled since: an older step counts half
 _SINGULAR = 1e-6
+
+
+def tokens_in(num_chunks: int, tokens_per_chunk: Collection[int]) -> int:
+    """Return the tokens that so many chunks hold, those of all groups together; one number for each group."""
+    return round(num_chunks / sum(1 / tokens for tokens in tokens_per_chunk))
+
+
+def assumed_prefill_s(num_tokens: int) -> float:
+    """Return the seconds that a prefill of so many tokens takes, where none was measured."""
+    return num_tokens / _ASSUMED_TOKENS_PER_S
 
 
 class LoadTimes:

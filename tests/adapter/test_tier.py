@@ -58,6 +58,7 @@ NUM_ROWS = 12
 PADDED = (40960, 24576)  # of a block in each tensor, on every rank
 # By group: (tensor, bytes without padding). The second group has a part of one tensor only, as states have.
 REFS = (((0, 40000), (1, 24000)), ((0, 30001),))
+TOKENS_PER_BLOCK = 16
 KINDS = (GroupKind.FULL, GroupKind.SLIDING_WINDOW)
 REQUEST = ReqContext("request")
 STEP = ScheduleEndContext((), ())
@@ -66,7 +67,7 @@ STEP = ScheduleEndContext((), ())
 def groups(kinds=KINDS):
     return [
         EngineGroup(
-            GroupSpec(i, kind, 16, 16 if kind is GroupKind.SLIDING_WINDOW else None),
+            GroupSpec(i, kind, TOKENS_PER_BLOCK, 16 if kind is GroupKind.SLIDING_WINDOW else None),
             f"kind{i}",
             (sum(n for _, n in refs),),
             (f"layer{i}",),

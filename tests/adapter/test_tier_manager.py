@@ -6,15 +6,17 @@ test_tier.py. What a request would be told is what vLLM's prefix lookup says.
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("vllm", reason="needs the vllm environment: make test")
 
+import test_tier
 from test_tier import NUM_ROWS, POISON, REQUEST, STEP, make_rig  # noqa: F401
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler as vllm_scheduler
-from vllm.v1.kv_offload.base import ReqContext, ScheduleEndContext
+from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext
 from vllm.v1.kv_offload.tiering.manager import (
     CPUPrimaryTierOffloadingManager,
     TieringOffloadingManager,
@@ -22,6 +24,8 @@ from vllm.v1.kv_offload.tiering.manager import (
 from world import VLLM, wait_for
 
 from fskv.engines.vllm_tier.tier import FskvTier
+from fskv.index.presence import Findings
+from fskv.offload import lookup
 
 pytestmark = VLLM
 
@@ -98,6 +102,33 @@ def test_negative_control_without_the_bound_the_request_is_deferred_for_ever(
     request = ReqContext("long")
     manager.on_new_request(request)
     assert ask(manager, keys, request, steps=50) is None
+
+
+@pytest.mark.parametrize("tokens_per_block", [4096, 1])
+def test_a_slow_mount_is_waited_for(
+    make_rig,  # noqa: F811
+    monkeypatch,
+    tokens_per_block,
+):
+    """As a control, chunks of one token each: to compute them takes no time, and they are not waited for."""
+    probe, a_chunk_s = lookup.probe_chunks, 0.05
+
+    def slow(files, wanted, missed_before):
+        time.sleep(a_chunk_s * len(wanted))
+        return Findings(probe(files, wanted, missed_before).there, a_chunk_s * len(wanted))
+
+    monkeypatch.setattr(test_tier, "TOKENS_PER_BLOCK", tokens_per_block)
+    keys, _ = store(make_rig(), range(1, 33))
+    monkeypatch.setattr(lookup, "probe_chunks", slow)
+    rig = make_rig(lookup_timeout_s=0.5)
+    answers = set()
+    for wanted in (rig.keys(99)[:1], keys):  # of a slow disk small batches are asked
+        answers = {LookupResult.RETRY}
+        while LookupResult.RETRY in answers:
+            answers = {rig.tier.lookup(key, REQUEST) for key in wanted}
+            rig.tier.on_schedule_end(STEP)
+            time.sleep(0.005)
+    assert (LookupResult.MISS not in answers) is (tokens_per_block > 1)
 
 
 def test_a_row_that_is_lost_before_its_request_ran_is_loaded_once_more_and_after_it_ran_again(

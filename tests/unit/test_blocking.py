@@ -15,7 +15,8 @@ from world import damage, returns_in_time
 
 from faults.transport import FaultTransport, Script
 from fskv.config import StoreConfig
-from fskv.offload import BlockingStore, KvStore, Page, mover
+from fskv.index.presence import Findings
+from fskv.offload import BlockingStore, KvStore, Page, lookup, mover
 from fskv.types import ChunkId
 
 NUM_BLOCKS = 64
@@ -24,11 +25,13 @@ NUM_BLOCKS = 64
 class Store(BlockingStore):
     """With the memory of its pages, and what each of them holds to begin with."""
 
-    def __init__(self, root, *, rank=None, **options):
+    def __init__(self, root, *, rank=None, tokens_per_block=16, **options):
         root.mkdir(exist_ok=True)
         self.memory = bytearray(NUM_BLOCKS * PAGE_NBYTES)
         config = StoreConfig.from_mapping({"root": str(root), "maintenance": "off", **options})
-        one_block = dataclasses.replace(identity("toy"), blocks_per_chunk=1)
+        (group,) = identity("toy").groups
+        group = dataclasses.replace(group, tokens_per_block=tokens_per_block)
+        one_block = dataclasses.replace(identity("toy"), blocks_per_chunk=1, groups=(group,))
         self.kv = KvStore(config, one_block, {0: [memoryview(self.memory)]}, rank=rank)
         super().__init__(self.kv, config.deadline, PAGE_NBYTES, 2 * config.io_threads)
 
@@ -90,6 +93,26 @@ def test_a_hole_ends_what_is_present(make):
     assert store.count_present(chunks(range(6))) == 2
     assert store.count_present(chunks([9])) == 0
     assert store.count_present([]) == 0
+
+
+@pytest.mark.parametrize("tokens_per_block", [4096, 1])
+def test_a_slow_mount_is_waited_for_as_long_as_a_recompute_takes(
+    make, monkeypatch, tokens_per_block
+):
+    """As a control, chunks of one token each: to compute them takes no time, and they are not waited for."""
+    probe, a_chunk_s = lookup.probe_chunks, 0.025
+
+    def slow(files, wanted, missed_before):
+        time.sleep(a_chunk_s * len(wanted))
+        return Findings(probe(files, wanted, missed_before).there, a_chunk_s * len(wanted))
+
+    first = make(tokens_per_block=tokens_per_block)
+    first.fill(pages(range(60)))
+    assert all(first.store(pages(range(60))))
+    monkeypatch.setattr(lookup, "probe_chunks", slow)
+    cold = make(tokens_per_block=tokens_per_block, lookup_timeout_s=0.5)
+    cold.count_present(chunks([99]))  # of a slow disk small batches are asked
+    assert (cold.count_present(chunks(range(60))) == 60) is (tokens_per_block > 1)
 
 
 def test_a_page_is_good_only_if_it_holds_its_chunk(make, tmp_path):

@@ -30,7 +30,15 @@ from fskv.engines.vllm.quirks import without_new_loads
 from fskv.hybrid_planner import GroupSpec, needed_chunks
 from fskv.observe import metrics
 from fskv.observe.metrics import Counters, Gauge
-from fskv.routing.load_time import Cut, LoadQueue, LoadTimes, Probing, best_cut
+from fskv.routing.load_time import (
+    Cut,
+    LoadQueue,
+    LoadTimes,
+    Probing,
+    assumed_prefill_s,
+    best_cut,
+    tokens_in,
+)
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
@@ -53,8 +61,6 @@ _LEAST_PROBE_S = 0.05
 _MARGIN = 3.0  # a load may take so many times what was predicted
 _WORDS = {"off": 0.0, "auto": 1.0}
 _MAX_CUTS = 16  # prefixes that are compared
-# Of a prefill before any was seen: a fast one, so that little is waited for.
-_ASSUMED_TOKENS_PER_S = 20_000.0
 _MAX_STEPS = 64  # scheduled and not heard of
 
 
@@ -187,10 +193,10 @@ class LoadBudget:
 
     def recompute_s(self, num_chunks: int) -> float:
         """Seconds of prefill that so many chunks hold, those of all groups taken together."""
-        per_token = sum(1 / (g.tokens_per_block * self._blocks_per_chunk) for g in self._groups)
-        num_tokens = round(num_chunks / per_token)
+        per_chunk = [g.tokens_per_block * self._blocks_per_chunk for g in self._groups]
+        num_tokens = tokens_in(num_chunks, per_chunk)
         seconds = self.times.predict_prefill_s(num_tokens)
-        return num_tokens / _ASSUMED_TOKENS_PER_S if seconds is None else seconds
+        return assumed_prefill_s(num_tokens) if seconds is None else seconds
 
     def _size(self, num_new_tokens: int, computed: int) -> Size | None:
         sizes = self._file_sizes()
