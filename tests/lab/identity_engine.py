@@ -7,6 +7,9 @@ and `uuid`: what the client calls it. Further steps: {"together": [such steps; a
 {"embed": [...], "label"} (a pooling model), {"rpc": name, "kwargs": {...}} (collective_rpc).
 Of the request, `replace_after_load`: [file, by file] replaces a file when vLLM has loaded the model and fskv
 has not looked at it yet. `sees_nothing`: Llama 4 is asked about text alone, with nothing that sees images.
+`arch`: what fskv takes the GPU's architecture for; `kernels`: a factor, by which the values that attention
+mixes differ from those of a factor of 1. It stands for kernels of another architecture, and makes their KV
+tell: a model that loads the KV of another factor gives other tokens.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import places  # noqa: F401
@@ -27,6 +31,10 @@ class Child(engine.Child):
             _replace_after_load(*replaced)
         if self.request.get("sees_nothing"):
             _without_images()
+        if "kernels" in self.request:
+            _compute_with(self.request["kernels"])
+        if "arch" in self.request:
+            _call_it(self.request["arch"])
         super()._start()
 
     def _do(self, step: dict[str, Any]) -> dict[str, Any]:
@@ -76,18 +84,40 @@ def _without_images() -> None:
     Mllama4ProcessingInfo.get_mm_max_tokens_per_item = lambda self, *args, **kwargs: {"image": 16}
 
 
+def _call_it(arch: str) -> None:
+    from fskv.engines.vllm import identity
+
+    identity.gpu_arch = lambda: arch
+
+
+def _compute_with(factor: float) -> None:
+    def scale(runner: Any) -> None:
+        for name, parameter in runner.model.named_parameters():
+            if "input_layernorm" in name:  # of linear layers there is a packed copy, which counts
+                parameter.data.mul_(factor)
+
+    _after_load(scale)
+
+
 def _replace_after_load(path: str, by: str) -> None:
+    def replace(runner: Any) -> None:
+        shutil.copyfile(by, f"{path}.new")
+        os.replace(f"{path}.new", path)
+
+    _after_load(replace)
+
+
+def _after_load(do: Callable[[Any], None]) -> None:
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
     load = CPUModelRunner.load_model
 
-    def load_and_replace(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def load_and_do(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = load(self, *args, **kwargs)
-        shutil.copyfile(by, f"{path}.new")
-        os.replace(f"{path}.new", path)
+        do(self)
         return result
 
-    CPUModelRunner.load_model = load_and_replace
+    CPUModelRunner.load_model = load_and_do
 
 
 if __name__ == "__main__":

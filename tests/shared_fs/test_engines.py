@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 
+import architectures
 import engine_lab as lab
 import pytest
 from world import wait_for
@@ -133,3 +134,10 @@ def test_servers_that_stall_cost_a_recompute_and_nothing_more(cluster, roots, tm
     assert [done[label]["tokens"] for label in cached] == [expected] * 3
     assert cached["before"] == cached["after"] > 0
     assert cached["stalled"] == 0, "the stall was not met"
+
+
+def test_two_architectures_on_one_mount(roots, tmp_path):
+    own = dict(zip(architectures.KERNELS, roots, strict=True))
+    phases = architectures.Phases(own, tmp_path)
+    phases.run()
+    assert "".join(row[0] for row in phases.rows) == "ABCDEFGHIJ"
