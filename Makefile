@@ -77,6 +77,9 @@ bench-codec: $(SETUP) ## What a lossless codec would save on the KV of the root 
 storm: $(SETUP) ## Kill writers, fill a disk, fail a mount: is anything wrong ever served? (minutes)
 	@'$(PY)' -m trials.storm $(ARGS)
 
+soak: $(SETUP) ## Two engines on CephFS and a fault each minute, for an hour: right tokens, no leak? (root; ARGS='--minutes 30')
+	@'$(PY)' -m trials.soak $(ARGS)
+
 fuzz: $(SETUP) ## Anything in any file under running maintenance processes: do stores go on? (minutes)
 	@'$(PY)' -m trials.fuzz $(ARGS)
 

@@ -105,7 +105,7 @@ class Engine:
             records.append(self.ask(idx))
         seconds = time.monotonic() - started
         self.settle()
-        return Run(records, seconds, self._waits_s, self._metrics())
+        return Run(records, seconds, self._waits_s, self.metrics())
 
     def settle(self) -> None:
         """Let stores end and their news arrive: a step submits what the one before it stored."""
@@ -155,7 +155,8 @@ class Engine:
             tuple(done.outputs[0].token_ids),
         )
 
-    def _metrics(self) -> list[tuple[str, dict[str, str], float]]:
+    def metrics(self) -> list[tuple[str, dict[str, str], float]]:
+        """Return fskv's metrics: name, labels, value."""
         return [
             (read.name.removeprefix("vllm:"), dict(read.labels), float(read.value))
             for read in self._llm.get_metrics()

@@ -65,8 +65,8 @@ class Client:
         self._num_programs = 0
         os.mkdir(self.mount)
 
-    def run(self, command: str) -> str:
-        return run("/bin/bash", "-c", command)
+    def run(self, command: str, timeout_s: float = _COMMAND_S) -> str:
+        return run("/bin/bash", "-c", command, timeout_s=timeout_s)
 
     def start(self) -> Program:
         self._num_programs += 1

@@ -1,0 +1,240 @@
+"""The engines of trials.soak: a thread of the parent asks each one, compares, and starts it again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from benchmarks.engine_process import START_S, EngineProcess, begin
+from benchmarks.rig import BenchmarkError
+from trials.shared_root_engine import Engine, Record, Setup
+
+# What --break does: "kv" makes wrong KV under right checksums, "bound" gives the engines a larger one,
+# "orphans" leaves a part and a claim of a living process, "engine" is an engine that fails; the others leak.
+BREAKS = ("kv", "bound", "orphans", "engine", "memory", "threads", "descriptors")
+_LEAK_NBYTES = 4 << 20
+_METRICS_EVERY = 25  # requests
+_ANSWER_S = 120.0
+_WRONG_CLOCK = Path(__file__).parent / "other_clock"
+_environment = threading.Lock()  # of this process, which a child begins with
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request that was answered."""
+
+    at: float
+    seconds: float
+    cached_tokens: int
+    wrong: bool
+
+
+class Driver:
+    """Asks one engine for prompts on a thread of its own; an engine that is gone is started again.
+
+    The counters are read by other threads while it runs, and are whole when it has ended.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        draws: Iterator[int],
+        expected: Sequence[tuple[int, ...]],
+        broken: Collection[str],
+    ) -> None:
+        self.name = setup.name
+        self.asked: list[Asked] = []
+        self.failures: list[str] = []
+        self.num_lives = 0
+        self.ready = False
+        self._setup, self._draws, self._expected = setup, draws, expected
+        self._broken = frozenset(broken)
+        self._engine: EngineProcess | None = None
+        self._killed = False
+        self._clock_s: float | None = None  # of the next life, if it is to begin
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
+        self._now: Counter[str] = Counter()  # of the present life
+        self._before: Counter[str] = Counter()
+        self._recent: dict[int, None] = {}
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def pid(self) -> int:
+        """The engine's process; 0 while there is none."""
+        engine = self._engine
+        return engine.child.pid if engine is not None and self.ready else 0
+
+    @property
+    def counted(self) -> Counter[str]:
+        """What fskv counted, as far as they were heard of before a kill; with a reason, by that."""
+        return self._before + self._now
+
+    def kill(self) -> None:
+        """SIGKILL the engine, wherever it is."""
+        if pid := self.pid:
+            self._killed = True
+            self.ready = False
+            os.kill(pid, signal.SIGKILL)
+
+    def restart(self, clock_s: float) -> None:
+        """Let the engine end, and start it with a clock that is wrong by so much."""
+        self.ready = False
+        self._clock_s = clock_s
+
+    def again(self, count: int, limit_s: float) -> int:
+        """End the thread; ask again and again for prompts of late, and return how many were a hit in time."""
+        self._over.set()
+        self._thread.join(_ANSWER_S + START_S)
+        hits = 0
+        for idx in list(self._recent)[-count:]:
+            end = time.monotonic() + limit_s
+            self._ask(idx)
+            while (found := self._ask(idx)) is not None and not found.cached_tokens:
+                if time.monotonic() > end:
+                    break
+                time.sleep(0.5)  # it is being stored
+            hits += found is not None and found.cached_tokens > 0
+        self._hear_metrics()
+        return hits
+
+    def end(self, limit_s: float) -> None:
+        """Let the engine end by itself; it has so long."""
+        self._over.set()
+        self._thread.join(limit_s)
+        if self._engine is not None:
+            self._engine.child.end(limit_s)
+
+    # --- its thread -------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        self._begin(0.0)
+        while not self._over.is_set():
+            if (clock_s := self._clock_s) is not None and self._engine is not None:
+                self._clock_s = None
+                self._engine.child.end(_ANSWER_S)
+                self._begin(clock_s)
+            self._ask(next(self._draws))
+            if len(self.asked) % _METRICS_EVERY == 0:
+                self._hear_metrics()
+
+    def _begin(self, clock_s: float) -> None:
+        self._before, self._now = self.counted, Counter()
+        first = self.num_lives == 0
+        broken = self._broken if first else self._broken - {"engine"}
+        path = f"{_WRONG_CLOCK}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+        changed = {"PYTHONPATH": path, "FSKV_SOAK_CLOCK_S": str(clock_s)} if clock_s else {}
+        for attempt in (1, 2):
+            with _environment:
+                before = {name: os.environ.get(name) for name in changed}
+                os.environ.update(changed)
+                try:
+                    name = f"the {self.name} engine"
+                    self._engine = EngineProcess(name, self._setup.log, serve, self._setup, broken)
+                finally:
+                    for variable, value in before.items():
+                        if value is None:
+                            del os.environ[variable]
+                        else:
+                            os.environ[variable] = value
+            self.num_lives += 1
+            self._killed = False
+            try:
+                self._engine.hear(START_S)
+            except BenchmarkError as error:
+                self.failures.append(f"start {attempt}: {error}")
+                self._engine.child.kill()
+                continue
+            self.ready = True
+            return
+        self._over.set()
+
+    def _ask(self, idx: int) -> Record | None:
+        if self._engine is None or not self._say("ask", [idx]):
+            return None
+        try:
+            (record,) = self._engine.hear(_ANSWER_S)
+        except BenchmarkError as error:
+            self._gone(error)
+            return None
+        wrong = record.tokens != self._expected[idx]
+        self.asked.append(Asked(record.at, record.seconds, record.cached_tokens, wrong))
+        self._recent.pop(idx, None)
+        self._recent[idx] = None
+        return record  # type: ignore[no-any-return]
+
+    def _hear_metrics(self) -> None:
+        if self._engine is not None and self._say("counters"):
+            try:
+                self._now = self._engine.hear(_ANSWER_S)
+            except BenchmarkError as error:
+                self._gone(error)
+
+    def _say(self, *what: Any) -> bool:
+        assert self._engine is not None
+        self._engine.child.say(what)
+        return True
+
+    def _gone(self, error: BenchmarkError) -> None:
+        """Start the engine again; that it is gone is a failure unless it was killed."""
+        self.ready = False
+        if not self._killed:
+            self.failures.append(str(error))
+        assert self._engine is not None
+        self._engine.child.kill()
+        self._begin(0.0)
+
+
+# --- the child ------------------------------------------------------------------------------
+
+
+def serve(connection: Connection, setup: Setup, broken: frozenset[str]) -> None:
+    """Be the child: start the engine and do what the parent says until the connection ends."""
+    begin(setup.log, num_threads=1)
+    engine = Engine(setup)
+    kept: list[object] = []
+    connection.send("ready")
+    try:
+        while True:
+            what, *arguments = connection.recv()
+            if what == "counters":
+                connection.send(_counters(engine))
+                continue
+            connection.send([engine.ask(idx) for idx in arguments[0]])
+            kept += _leak(broken)
+            if "engine" in broken and len(kept) > _METRICS_EVERY:
+                raise BenchmarkError("it was to fail")
+            kept.append(None)
+    finally:
+        engine.close()
+
+
+def _counters(engine: Engine) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for full_name, labels, value in engine.metrics():
+        name = full_name.removeprefix("fskv_")
+        if name in {"stored_bytes", "stores_skipped", "load_failures"}:
+            found[f"{name} {labels['reason']}" if "reason" in labels else name] += int(value)
+    return found
+
+
+def _leak(broken: frozenset[str]) -> list[object]:
+    kept: list[object] = []
+    if "memory" in broken:
+        kept.append(b"x" * _LEAK_NBYTES)
+    if "threads" in broken:
+        kept.append(threading.Thread(target=threading.Event().wait, daemon=True))
+        kept[-1].start()  # type: ignore[attr-defined]
+    if "descriptors" in broken:
+        kept.append(os.open(os.devnull, os.O_RDONLY))
+    return kept

@@ -1,0 +1,146 @@
+"""The faults of trials.soak, drawn from a seed: each kind once a round, in an order of that round's own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+import time
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from subprocess import SubprocessError
+
+from benchmarks.report import say
+from faults.files import chunk_files, truncate, zero_payload
+from fskv.errors import ChunkError
+from fskv.root.process_id import unique_name
+from trials.soak_engine import Driver
+from trials.soak_places import Directory
+
+_NUM_DAMAGED = 40  # files
+_CLOCKS_S = (-86_400.0, -60.0, 60.0, 86_400.0)
+
+
+class Faults:
+    """Does one fault after the other; `done` tells when each began, by time.monotonic, and which it was."""
+
+    def __init__(
+        self,
+        place: Directory,
+        drivers: Sequence[Driver],
+        generator: random.Random,
+        broken: Collection[str],
+    ) -> None:
+        self.done: list[tuple[float, str]] = []
+        self.failures: list[str] = []
+        self._place, self._drivers, self._generator = place, drivers, generator
+        self._root = place.roots[0]
+        self._kinds: dict[str, Callable[[float], None]] = {
+            "an engine killed": self._kill,
+            "files damaged": self._damage,
+            "directories removed": self._remove,
+            "root away": self._away,
+            "clock wrong": self._clock,
+        }
+        if place.can_stall:
+            self._kinds |= {"servers stall": self._stall, "file system full": self._fill}
+        if "kv" in broken:
+            self._kinds = {"wrong KV, right checksums": self._poison}
+        self._round: list[str] = []
+
+    def one(self, seconds: float) -> bool:
+        """Do the next fault; what lasts is over when this returns. False: it could not be done."""
+        if not self._round:
+            self._round = self._generator.sample(list(self._kinds), len(self._kinds))
+        kind = self._round.pop()
+        say(f"{kind} ...")
+        self.done.append((time.monotonic(), kind))
+        try:
+            self._kinds[kind](seconds)
+        except (
+            AssertionError,
+            OSError,
+            SubprocessError,
+        ) as error:  # the servers did not come back, say
+            self.failures.append(f"{kind}: {' '.join(str(error).split())}")
+        return not self.failures
+
+    def _kill(self, seconds: float) -> None:
+        self._generator.choice(self._drivers).kill()
+
+    def _clock(self, seconds: float) -> None:
+        self._generator.choice(self._drivers).restart(self._generator.choice(_CLOCKS_S))
+
+    def _stall(self, seconds: float) -> None:
+        self._place.stall()
+        time.sleep(seconds)
+        self._place.mend()
+
+    def _fill(self, seconds: float) -> None:
+        self._place.fill()
+        time.sleep(seconds)
+        self._place.mend()
+
+    def _damage(self, seconds: float) -> None:
+        paths = sorted(chunk_files(self._root))
+        for path in self._generator.sample(paths, min(len(paths), _NUM_DAMAGED)):
+            how = self._generator.choice(
+                (
+                    _flip,
+                    truncate,
+                    _empty,
+                    os.unlink,
+                    _swap(self._generator.choice(paths)),
+                )
+            )
+            with contextlib.suppress(FileNotFoundError):  # it was pruned, or found bad, meanwhile
+                how(path)
+
+    def _remove(self, seconds: float) -> None:
+        """Every second directory of chunks, while they are written to."""
+        directories = sorted(Path(self._root).glob("*/*@*/chunks/*"))
+        for path in self._generator.sample(directories, len(directories) // 2):
+            shutil.rmtree(path, ignore_errors=True)
+
+    def _away(self, seconds: float) -> None:
+        os.rename(self._root, f"{self._root}.away")
+        time.sleep(seconds)
+        os.rename(f"{self._root}.away", self._root)
+
+    def _poison(self, seconds: float) -> None:
+        for path in chunk_files(self._root):
+            with contextlib.suppress(FileNotFoundError, ChunkError):
+                zero_payload(path)
+
+    def plant_orphans(self) -> None:
+        """A part and a claim of this process, which lives: nobody may remove them."""
+        (chunks,) = list(Path(self._root).glob("*/*@*/chunks"))[:1]
+        shard = chunks / "000"
+        shard.mkdir(exist_ok=True)
+        (shard / f"{unique_name()}.part").write_bytes(b"x")
+        own = Path(self._root, ".fskv-maintenance", "claims")
+        claim = next(own.glob("*.json"))
+        name = unique_name()
+        content = claim.read_text().replace(claim.stem, name)
+        (own / f"{name}.json").write_text(content)
+
+
+def _flip(path: str) -> None:
+    with open(path, "r+b") as file:
+        content = file.read()
+        if content:  # it may have been emptied before
+            file.seek(len(content) * 7 // 8)
+            file.write(bytes([content[len(content) * 7 // 8] ^ 0x10]))
+
+
+def _empty(path: str) -> None:
+    os.truncate(path, 0)
+
+
+def _swap(other: str) -> Callable[[str], None]:
+    def copy(path: str) -> None:
+        shutil.copyfile(other, f"{path}.new")
+        os.rename(f"{path}.new", path)
+
+    return copy

@@ -1,0 +1,136 @@
+"""Where trials.soak puts its root: a CephFS with two clients, or a directory, and what can be done to it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from subprocess import SubprocessError
+
+from benchmarks.rig import BenchmarkError
+from faults.mount import FaultyMount, why_not
+
+_TESTS = Path(__file__).parent.parent / "tests"
+
+
+class Directory:
+    """A plain directory: nothing of it can be stalled or filled."""
+
+    title = "a plain directory"
+    can_stall = False
+
+    def __init__(self, path: str) -> None:
+        """The root is made in a new directory below `path`."""
+        self._path = tempfile.mkdtemp(prefix="fskv-soak-", dir=path)
+        self._make_root(self._path, self._path)
+
+    def _make_root(self, first: str, second: str) -> None:
+        self.roots = f"{first}/kv", f"{second}/kv"  # the same one, as each engine reaches it
+        os.mkdir(self.roots[0])
+
+    def stall(self) -> None:
+        raise NotImplementedError
+
+    def fill(self) -> None:
+        raise NotImplementedError
+
+    def mend(self) -> None:
+        """End a stall, make room."""
+
+    def close(self) -> None:
+        shutil.rmtree(self._path, ignore_errors=True)
+
+
+class FaultyDirectory(Directory):
+    """A plain directory behind a file system that can hang and be full."""
+
+    title = "a plain directory behind FUSE"
+    can_stall = True
+
+    def __init__(self, path: str) -> None:
+        self._path = tempfile.mkdtemp(prefix="fskv-soak-", dir=path)
+        self._mount = FaultyMount(self._path)
+        self._make_root(self._mount.path, self._mount.path)
+
+    def stall(self) -> None:
+        self._mount.set({"hang": True})
+
+    def fill(self) -> None:
+        self._mount.set({"ops": ["create", "write", "mkdir"], "errno": "ENOSPC"})
+
+    def mend(self) -> None:
+        self._mount.clear()
+
+    def close(self) -> None:
+        self._mount.close()
+        super().close()
+
+
+class CephFS(Directory):
+    """A CephFS on this machine, each engine on a client of its own."""
+
+    title = "CephFS, two clients"
+    can_stall = True
+
+    def __init__(self) -> None:
+        from shared_fs.ceph import Ceph
+
+        self._ceph = Ceph()
+        try:
+            self._ceph.up()
+            self._make_root(self._ceph.a.mount, self._ceph.b.mount)
+        except BaseException as error:
+            self._ceph.down()
+            if isinstance(error, AssertionError | SubprocessError):
+                raise BenchmarkError(f"CephFS does not start here: {error}") from None
+            raise
+
+    def stall(self) -> None:
+        from shared_fs import netns
+
+        netns.freeze(self._ceph.pids("server"))
+
+    def fill(self) -> None:
+        self._ceph.limit_data(4096)
+
+    def mend(self) -> None:
+        from shared_fs import netns
+
+        netns.thaw(self._ceph.pids("server"))
+        self._ceph.limit_data(0)
+        self._ceph.mend()
+
+    def close(self) -> None:
+        self._ceph.down()
+
+
+def _no_ceph() -> str | None:
+    sys.path.insert(0, str(_TESTS))
+    from shared_fs.ceph import Ceph
+
+    sentence: str | None = Ceph.missing()
+    return sentence
+
+
+@contextlib.contextmanager
+def opened(root: str | None, scratch: str) -> Iterator[tuple[Directory, str]]:
+    """Open the place and return it with a sentence on why it is no better one.
+
+    `root` is a directory of the caller's choice. Without it CephFS is taken, and where that cannot run a
+    directory below `scratch`.
+    """
+    why = ""
+    if root is not None:
+        place = Directory(root)
+    elif not (why := _no_ceph() or ""):
+        place = CephFS()
+    else:
+        place = Directory(scratch) if why_not() else FaultyDirectory(scratch)
+    try:
+        yield place, why
+    finally:
+        place.close()

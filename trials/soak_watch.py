@@ -1,0 +1,128 @@
+"""What trials.soak watches of its processes and of the root, and how it tells a leak from a burst."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from trials.shared_root_judge import count
+
+# A life is judged by what it had in its first quarter and in its last; its start is left out.
+WARM_S = 20.0
+MIN_SAMPLES = 8
+# What a life may grow by: staging slots, which are made when they are needed, I/O threads that are written
+# off and replaced, files that are open for a moment.
+STAGING_NBYTES = 64 << 20
+ALLOWED = {"memory": STAGING_NBYTES + (48 << 20), "threads": 16, "descriptors": 32}
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What a process had at a moment: resident bytes, threads, open descriptors."""
+
+    at: float
+    memory: int
+    threads: int
+    descriptors: int
+
+
+def sample(pid: int) -> Sample | None:
+    """Return what a process has now; None if it is gone."""
+    try:
+        with open(f"/proc/{pid}/status") as file:
+            fields = dict(line.split(":", 1) for line in file)
+        return Sample(
+            time.monotonic(),
+            int(fields["VmRSS"].split()[0]) << 10,
+            int(fields["Threads"]),
+            len(os.listdir(f"/proc/{pid}/fd")),
+        )
+    except (OSError, KeyError, ValueError):  # a process that is ending has no memory
+        return None
+
+
+def growth(life: Sequence[Sample]) -> dict[str, int] | None:
+    """Return by how much a process has grown: the least of its last quarter over the most of its first.
+
+    None where it did not live long enough to be judged. A burst at either end is no growth.
+    """
+    warm = [one for one in life if one.at >= life[0].at + WARM_S]
+    if len(warm) < MIN_SAMPLES:
+        return None
+    first, last = warm[: len(warm) // 4], warm[-(len(warm) // 4) :]
+    return {
+        what: max(0, min(getattr(s, what) for s in last) - max(getattr(s, what) for s in first))
+        for what in ALLOWED
+    }
+
+
+def claims(root: str) -> int:
+    """Return how many claims a root has."""
+    directory = f"{root}/.fskv-maintenance/claims"
+    with contextlib.suppress(FileNotFoundError):
+        return sum(name.endswith(".json") for name in os.listdir(directory))
+    return 0
+
+
+def nbytes(root: str) -> int:
+    """Return the bytes on disk of all chunk files and parts."""
+    files, parts = count(root)
+    return files + parts[1]
+
+
+@dataclass(slots=True)
+class Watch:
+    """Samples processes and the size of a root, on two threads of its own: a root may hang."""
+
+    root: str
+    pids: Callable[[], dict[str, int]]
+    interval_s: float
+    lives: dict[tuple[str, int], list[Sample]] = field(default_factory=dict)
+    sizes: list[int] = field(default_factory=list)
+    _over: threading.Event = field(default_factory=threading.Event)
+
+    def start(self) -> None:
+        for run in (self._processes, self._root):
+            threading.Thread(target=run, name="watch", daemon=True).start()
+
+    def stop(self) -> None:
+        self._over.set()
+
+    def _processes(self) -> None:
+        while not self._over.wait(self.interval_s):
+            for name, pid in self.pids().items():
+                if (now := sample(pid)) is not None:
+                    self.lives.setdefault((name, pid), []).append(now)
+
+    def _root(self) -> None:
+        while not self._over.wait(self.interval_s):
+            with contextlib.suppress(OSError):  # the root is away, or its server is
+                self.sizes.append(nbytes(self.root))
+
+
+def write_rate(directory: str, seconds: float = 3.0) -> float:
+    """Return the bytes a second that a file system takes, in whole files of 128 KiB, one after the other."""
+    path, nbytes = f"{directory}/try", 0
+    started = time.monotonic()
+    while (took := time.monotonic() - started) < seconds:
+        with open(path, "wb") as file:
+            nbytes += file.write(bytes(128 << 10))
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(path, f"{path}.whole")
+    os.unlink(f"{path}.whole")
+    return nbytes / took
+
+
+def wait_for(value: Callable[[], _T], limit_s: float) -> _T:
+    """Return the value when it is true, or whatever it is at the end."""
+    end = time.monotonic() + limit_s
+    while not (now := value()) and time.monotonic() < end:
+        time.sleep(1.0)
+    return now
