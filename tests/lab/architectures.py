@@ -27,10 +27,14 @@ _NEW = [label for label in _PROMPTS if label != "main"]
 
 
 def request(
-    arch: str, steps: list[dict[str, Any]], root: str | None, called: str | None = None
+    arch: str,
+    steps: list[dict[str, Any]],
+    root: str | None,
+    called: str | None = None,
+    **options: Any,
 ) -> dict[str, Any]:
     """Return an engine's request; `called` is what fskv takes the architecture for, if not for `arch`."""
-    transfer = lab.connector(root) if root else None
+    transfer = lab.connector(root, **options) if root else None
     what = lab.request(MODEL, steps, transfer=transfer, env=dict(MODEL.env))
     return {**what, "arch": called or arch, "kernels": KERNELS[arch]}
 
@@ -44,8 +48,8 @@ def run(*what: Any, **how: Any) -> dict[str, Any]:
     return lab.run(request(*what, **how), program=PROGRAM)
 
 
-def start(*what: Any, directory: pathlib.Path | None = None) -> lab.Engine:
-    return lab.start_engine(request(*what), directory, program=PROGRAM)
+def start(*what: Any, directory: pathlib.Path | None = None, **how: Any) -> lab.Engine:
+    return lab.start_engine(request(*what, **how), directory, program=PROGRAM)
 
 
 def expected() -> dict[str, dict[str, list[int]]]:
@@ -74,34 +78,34 @@ def identities(root: str) -> list[dict[str, Any]]:
 class Phases:
     """Runs the phases on a root, which each architecture may reach by a path of its own.
 
-    `rows` is the table: letter, what was done, tokens from fskv's files, what was seen.
+    `rows` is the table: letter, what was done, tokens from files, what was seen. `pause_s`: until then
+    a new engine has been granted room, or a store has ended.
     """
 
     roots: dict[str, str]
     directory: pathlib.Path
+    pause_s: float = 0.5
+    options: dict[str, Any] = field(default_factory=dict)
     rows: list[tuple[str, str, object, str]] = field(default_factory=list)
 
     def run(self) -> None:
         want = expected()
         first, other = self.roots[FIRST], self.roots[OTHER]
-        settle = [*lab.SETTLE, {"metrics": True}]
+        pause_step, options = {"sleep": self.pause_s}, self.options
+        settle = [pause_step, *lab.SETTLE, {"metrics": True}]
         talk = lab.Conversation(self.directory)
-        talk.say(ask("cold", "main"), *lab.SETTLE, ask("warm", "main"), {"metrics": True})
+        talk.say(pause_step, ask("cold", "main"), *settle, ask("warm", "main"), {"metrics": True})
         pause = talk.pause()
         talk.say({"reset_prefix_cache": True}, ask("after", "main"), *settle)
-        resident = start(FIRST, talk.steps, first, directory=self.directory)
+        resident = start(FIRST, talk.steps, first, directory=self.directory, **options)
         seen: dict[str, Any] = {}
 
         def between() -> None:
             seen["dirs"] = _architectures(first)
             seen["own"] = files(first, FIRST)
-            steps = [
-                ask("cold", "main"),
-                *settle,
-                {"reset_prefix_cache": True},
-                ask("again", "main"),
-            ]
-            seen["other"] = run(OTHER, [*steps, *settle], other)
+            steps = [pause_step, ask("cold", "main"), *settle]
+            steps += [{"reset_prefix_cache": True}, ask("again", "main"), *settle]
+            seen["other"] = run(OTHER, steps, other, **options)
             seen["own after"] = files(first, FIRST)
 
         talk.resume(resident, pause, between)
@@ -113,7 +117,7 @@ class Phases:
         assert_answer(done["cold"], want[FIRST]["main"], hit=False)
         self._row("A", f"{FIRST} cold", done["cold"], "all computed and stored, right tokens")
         assert_answer(done["warm"], want[FIRST]["main"], hit=True)
-        assert lab.counter(metrics[0], "loaded_chunks") == 0
+        assert lab.counter(metrics[1], "loaded_chunks") == 0
         self._row("B", f"{FIRST} warm", None, "from the engine's own cache, no file read")
         assert seen["dirs"] == {FIRST}
         assert len(own) > 1
@@ -140,7 +144,7 @@ class Phases:
             "F", "side by side", None, "the same names of chunks, two namespaces, other bytes"
         )
         for letter, arch, root in (("G", FIRST, first), ("H", OTHER, other)):
-            again = run(arch, [ask("main"), *settle], root)
+            again = run(arch, [ask("main"), *settle], root, **options)
             answer, counted = lab.generates(again)["main"], lab.metrics(again)[-1]
             assert_answer(answer, want[arch]["main"], hit=True)
             assert lab.counter(counted, "stored_chunks") == 0
@@ -150,9 +154,11 @@ class Phases:
         assert num_groups > 1
         self._row("I", "a hybrid model", None, f"files of {num_groups} KV groups under each")
 
-        steps = [ask(label) for label in ("main", *_NEW)]
+        steps = [
+            step for label in ("main", *_NEW) for step in (ask(label), pause_step, *lab.SETTLE)
+        ]
         steps += [*settle, {"reset_prefix_cache": True}, ask("twice", _NEW[0]), *settle]
-        both = {arch: start(arch, steps, root) for arch, root in self.roots.items()}
+        both = {arch: start(arch, steps, root, **options) for arch, root in self.roots.items()}
         for arch, engine in both.items():
             result = engine.wait()
             assert result["exit_code"] == 0, result.get("error")
