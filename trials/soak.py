@@ -102,16 +102,15 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             ]
             with _running(drivers):
                 run = _run(options, place, drivers, bound)
-            facts = {
-                "settings": settings(options),
-                "place": place.title,
-                "why": why,
-                "cold_s": round(cold_s, 4),
-                "bound": bound,
-                **run,
-            }
-            facts["left"]["processes"] = len(_wait_for_end(run.pop("maintained")))
-            facts.pop("maintained", None)
+            run["left"]["processes"] = len(_wait_for_end(run.pop("maintained")))
+    facts = {
+        "settings": settings(options),
+        "place": place.title,
+        "why": why,
+        "cold_s": round(cold_s, 4),
+        "bound": bound,
+        **run,
+    }
     facts["problems"] = problems(facts)
     facts["good"] = not facts["problems"]
     return facts
@@ -141,7 +140,8 @@ def _run(
 ) -> dict[str, Any]:
     """Ask and spoil for as long as it was said, then let all heal; return the facts."""
     root = place.roots[0]
-    watch = Watch(root, lambda: _pids(drivers), max(1.0, options.minutes))
+    maintained: dict[int, str] = {}  # of all engines, the killed ones too
+    watch = Watch(root, lambda: _pids(drivers, maintained), max(1.0, options.minutes))
     faults = Faults(place, drivers, random.Random(options.seed), options.broken)  # noqa: S311
     wait_for(lambda: all(driver.ready for driver in drivers), STOPPED_S * 3)
     watch.start()
@@ -159,7 +159,7 @@ def _run(
     clean = wait_for(lambda: _num_left(root) == (0, len(drivers)), limit_s)
     num_parts, num_claims = _num_left(root)
     watch.stop()
-    maintained = maintenance_processes([driver.pid for driver in drivers])
+    maintained |= maintenance_processes([driver.pid for driver in drivers])
     asked = [one for driver in drivers for one in driver.asked]
     counted = sum((driver.counted for driver in drivers), Counter())
     return {
@@ -182,12 +182,14 @@ def _run(
     }
 
 
-def _pids(drivers: Sequence[Driver]) -> dict[str, int]:
+def _pids(drivers: Sequence[Driver], maintained: dict[int, str]) -> dict[str, int]:
+    """Return the processes to watch now; maintenance processes are noted in `maintained`."""
     engines = {driver.name: pid for driver in drivers if (pid := driver.pid)}
     found = dict(engines)
     for name, pid in engines.items():
-        for child in maintenance_processes([pid]):
-            found[f"{name}'s maintenance"] = child
+        own = maintenance_processes([pid])
+        maintained |= own
+        found |= {f"{name}'s maintenance": child for child in own}
     return found
 
 
