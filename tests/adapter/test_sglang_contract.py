@@ -5,10 +5,13 @@ from __future__ import annotations
 import inspect
 import json
 import pathlib
+import tempfile
 import warnings
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis.strategies import data, integers, sampled_from, sets
 from world import damage
 
 pytest.importorskip("sglang", reason="SGLang has an environment of its own: make test-sglang")
@@ -21,11 +24,14 @@ with warnings.catch_warnings():
     )
     from sglang.srt.mem_cache import hicache_storage
     from sglang.srt.mem_cache.hicache_storage import (
+        HiCacheFile,
         HiCacheStorage,
         HiCacheStorageConfig,
+        PoolHitPolicy,
         PoolName,
         PoolTransfer,
     )
+    from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
     from sglang.srt.mem_cache.pool_host.mha import (
         AsymmetricMHATokenToKVPoolHost,
         MHATokenToKVPoolHost,
@@ -76,10 +82,9 @@ def hicache_pool_allocator():
     return get_allocator_from_storage("default")
 
 
-@pytest.fixture
-def make(tmp_path, monkeypatch):
-    """A backend as SGLang makes it, on a root of its own, with its configuration written down here."""
-    made = []
+@pytest.fixture(autouse=True)
+def facts(monkeypatch):
+    """What SGLang would tell of itself, written down here."""
     plain = dict.fromkeys(("enable_lora", "speculative_algorithm", "revision"))
     plain |= {
         "model_path": "m",
@@ -90,7 +95,7 @@ def make(tmp_path, monkeypatch):
         "quantization_param_path": None,
         "hicache_storage_backend": "dynamic",
     }
-    facts = ServerFacts(
+    told = ServerFacts(
         version="0.5.23",
         arch="cpu-x86_64",
         arguments=plain,
@@ -101,30 +106,43 @@ def make(tmp_path, monkeypatch):
         is_multimodal=False,
         checkpoint="m",
     )
-    monkeypatch.setattr(storage, "gather_facts", lambda: facts)
+    monkeypatch.setattr(storage, "gather_facts", lambda: told)
+
+
+def backend_at(root, pool, beside=(), *, is_mla=False, made=None, **options):
+    """A backend as SGLang makes it."""
+    extra = {
+        "backend_name": "fskv",
+        "module_path": "fskv.engines.sglang",
+        "class_name": "FskvStorage",
+        "interface_v1": 1,
+        "root": str(root),
+        "maintenance": "off",
+        "weights_id": "w",
+        **options,
+    }
+    config = HiCacheStorageConfig(
+        *(0, 1, 0, 1, 0, 1), is_mla, False, False, "m", extra_config=extra
+    )
+    backend = StorageBackendFactory.create_backend("dynamic", config, pool)
+    if made is not None:
+        made.append(backend)
+    backend.register_mem_pool_host(pool)
+    backend.register_mem_host_pool_v2(pool, PoolName.KV)
+    for name, other in dict(beside).items():
+        backend.register_mem_host_pool_v2(other, name)
+    backend.on_host_pools_registered()
+    return backend
+
+
+@pytest.fixture
+def make(tmp_path):
+    """Backends on one root, closed at the end."""
+    made = []
     (tmp_path / "kv").mkdir()
 
-    def make(pool=None, *, is_mla=False, **options):
-        extra = {
-            "backend_name": "fskv",
-            "module_path": "fskv.engines.sglang",
-            "class_name": "FskvStorage",
-            "interface_v1": 1,
-            "root": str(tmp_path / "kv"),
-            "maintenance": "off",
-            "weights_id": "w",
-            **options,
-        }
-        config = HiCacheStorageConfig(
-            *(0, 1, 0, 1, 0, 1), is_mla, False, False, "m", extra_config=extra
-        )
-        pool = pool or host_pool()
-        backend = StorageBackendFactory.create_backend("dynamic", config, pool)
-        made.append(backend)
-        backend.register_mem_pool_host(pool)
-        backend.register_mem_host_pool_v2(pool, PoolName.KV)
-        backend.on_host_pools_registered()
-        return backend
+    def make(pool=None, **options):
+        return backend_at(tmp_path / "kv", pool or host_pool(), made=made, **options)
 
     yield make
     for backend in made:
@@ -209,18 +227,158 @@ def test_before_a_pool_is_registered_nothing_is_there(tmp_path):
     backend.close()
 
 
-def test_pools_beside_the_kv_are_refused_and_their_calls_answer_nothing(make):
+# --- hybrids: over SGLang's own host pools, because no hybrid model runs on a CPU there ------
+
+
+def state_pool(seed=0, layout="page_first"):
+    """SGLang's pool of states with one slot a page, without the device pool that its constructor asks for."""
+    pool = MambaPoolHost.__new__(MambaPoolHost)
+    pool.layout, pool.page_size, pool.size, pool.page_num = layout, 1, NUM_PAGES, NUM_PAGES
+    pool.num_mamba_layers, pool.mtp_draft_buffer_infos = 2, ()
+    pool.temporal_state_shape, pool.conv_state_shapes = torch.Size([3, 5]), [torch.Size([7])]
+    pool.temporal_state_elem_size, pool.conv_state_elem_sizes = 15, [7]
+    pool.temporal_dtype, pool.conv_dtype = torch.float32, torch.bfloat16
+    pool.dtype, pool.slot_state_device_tensors = pool.conv_dtype, []
+    pool.allocator, pool.pin_memory, pool.device = hicache_pool_allocator(), False, "cpu"
+    pool._buffer_device = torch.device("cpu")
+    pool.size_per_token = pool.get_size_per_token()
+    pool.kv_buffer = pool.init_kv_buffer()
+    torch.manual_seed(seed)
+    for buffer in pool.kv_buffer:
+        buffer.copy_(torch.randn(buffer.shape))
+    return pool
+
+
+def slots(*numbers):
+    return torch.tensor(numbers)
+
+
+def state(pool, number):
+    return torch.cat([buffer[number].float().flatten() for buffer in pool.kv_buffer])
+
+
+def transfer(name, wanted, where=None, policy=PoolHitPolicy.TRAILING_PAGES):
+    return PoolTransfer(name=name, keys=wanted, host_indices=where, hit_policy=policy)
+
+
+def test_a_hybrids_pools_are_stored_and_restored_side_by_side(make, tmp_path):
+    pools = host_pool(), {PoolName.SWA: host_pool(seed=1), PoolName.MAMBA: state_pool(seed=2)}
+    others = host_pool(seed=3), {PoolName.SWA: host_pool(seed=4), PoolName.MAMBA: state_pool(5)}
+    writer, reader = make(pools[0], beside=pools[1]), make(others[0], beside=others[1])
+    want = keys(4)
+    assert writer.batch_set_v1(want, indices(0, 1, 2, 3)) == [True] * 4
+    put = [
+        transfer(PoolName.SWA, want[2:], indices(5, 6)),
+        transfer(PoolName.MAMBA, want[3:], slots(9)),
+    ]
+    assert writer.batch_set_v2(put) == {PoolName.SWA: [True, True], PoolName.MAMBA: [True]}
+    asked = [transfer(PoolName.SWA, want[:2]), transfer(PoolName.MAMBA, want[:1])]
+    found = reader.batch_exists_v2(want, asked)
+    assert (found.kv_hit_pages, found.restorable_prefix_pages) == (4, [4])
+    assert found.extra_pool_hit_pages == {PoolName.KV: 4, PoolName.SWA: 4, PoolName.MAMBA: 4}
+    get = [
+        transfer(PoolName.SWA, want[2:], indices(11, 12)),
+        transfer(PoolName.MAMBA, want[3:], slots(14)),
+    ]
+    assert reader.batch_get_v2(get) == {PoolName.SWA: [True, True], PoolName.MAMBA: [True]}
+    for source, target in ((5, 11), (6, 12)):
+        swa = others[1][PoolName.SWA]
+        assert torch.equal(page(swa, target), page(pools[1][PoolName.SWA], source))
+    mamba = PoolName.MAMBA
+    assert torch.equal(state(others[1][mamba], 14), state(pools[1][mamba], 9))
+    assert not torch.equal(state(others[1][mamba], 13), state(pools[1][mamba], 9)), "no other slot"
+    # A pool's page under the same key as the KV's is another file.
+    assert len([*pathlib.Path(tmp_path / "kv").glob("*/*/chunks/*/*.kv")]) == 7
+
+
+@given(data())
+@settings(max_examples=40, deadline=None)
+def test_a_prefix_is_restorable_only_if_every_pool_has_what_it_needs(example):
+    """SGLang's own file backend, asked the same, is the judge. Its control: one pool less, and more is."""
+    draw = example.draw
+    num, names = draw(integers(1, 7)), (PoolName.KV, PoolName.SWA, PoolName.MAMBA)
+    held = {name: draw(sets(integers(0, num - 1))) for name in names}
+    policies = {name: draw(sampled_from([*PoolHitPolicy][:2])) for name in names[1:]}
+    windows = {name: draw(integers(1, 3)) for name in names[1:]}
+    with tempfile.TemporaryDirectory() as directory:
+        base = pathlib.Path(directory)
+        (base / "kv").mkdir()
+        pools = {PoolName.SWA: host_pool(seed=1), PoolName.MAMBA: state_pool(2)}
+        ours = backend_at(base / "kv", host_pool(), pools)
+        theirs = HiCacheFile(
+            HiCacheStorageConfig(*(0, 1, 0, 1, 0, 1), False, False, False, "m"),
+            str(base / "file"),
+        )
+        for number, pool in ((0, ours.mem_pool_host), *enumerate(pools.values(), 1)):
+            theirs.register_mem_host_pool_v2(pool, names[number])
+        want = keys(num)
+        for name in names:
+            some = sorted(held[name])
+            where = slots(*some) if name == PoolName.MAMBA else torch.arange(0)
+            if name != PoolName.MAMBA and some:
+                where = indices(*some)
+            put = [transfer(name, [want[n] for n in some], where)]
+            if some:
+                assert theirs.batch_set_v2(put) == ours.batch_set_v2(put)
+        asked = [transfer(name, want[: windows[name]], policy=policies[name]) for name in names[1:]]
+        mine, judge = ours.batch_exists_v2(want, asked), theirs.batch_exists_v2(want, asked)
+        assert mine.restorable_prefix_pages == judge.restorable_prefix_pages
+        assert mine.kv_hit_pages == judge.kv_hit_pages
+        alone = ours.batch_exists_v2(want, asked[:1]).restorable_prefix_pages
+        assert set(mine.restorable_prefix_pages) <= set(alone)
+        assert alone == theirs.batch_exists_v2(want, asked[:1]).restorable_prefix_pages
+        ours.close()
+
+
+def test_a_pool_that_is_not_there_or_has_no_policy_of_ours_restores_nothing(make):
+    pools = {PoolName.SWA: host_pool(seed=1)}
+    backend = make(beside=pools)
+    want = keys(2)
+    assert all(backend.batch_set_v1(want, indices(0, 1)))
+    assert backend.batch_set_v2([transfer(PoolName.SWA, want, indices(0, 1))])[PoolName.SWA]
+    assert backend.batch_exists_v2(want, [transfer(PoolName.SWA, want)]).kv_hit_pages == 2
+    for missing in (
+        transfer(PoolName.MAMBA, want),
+        transfer(PoolName.SWA, want, policy=PoolHitPolicy.BLOCK_GROUPS),
+    ):
+        assert backend.batch_exists_v2(want, [missing]).restorable_prefix_pages == []
+        assert backend.batch_exists_v2(want, [missing]).kv_hit_pages == 0
+    assert backend.batch_get_v2([transfer(PoolName.MAMBA, want, slots(0, 1))]) == {
+        PoolName.MAMBA: [False, False]
+    }
+    assert backend.batch_get_v2([transfer(PoolName.SWA, want)]) == {PoolName.SWA: [False, False]}
+
+
+def test_a_hybrid_and_a_model_without_its_other_pools_do_not_share(make):
+    pool = host_pool()
+    plain, hybrid = make(pool), make(pool, beside={PoolName.SWA: host_pool()})
+    assert all(plain.batch_set_v1(keys(2), indices(0, 1)))
+    assert hybrid.batch_exists(keys(2)) == 0
+    assert make(pool).batch_exists(keys(2)) == 2, "the control"
+
+
+@pytest.mark.parametrize("name", [PoolName.INDEXER, PoolName.DRAFT, PoolName.DEEPSEEK_V4_C4])
+def test_other_pools_are_refused_in_one_sentence(make, name):
+    with pytest.raises(ConfigError, match=rf"beside its KV \({name}\)") as refusal:
+        make(beside={name: host_pool()})
+    assert "\n" not in str(refusal.value)
+
+
+def test_states_that_are_kept_elsewhere_are_refused(make):
+    odd = state_pool()
+    odd.slot_state_device_tensors = [torch.zeros(1)]
+    with pytest.raises(ConfigError, match="side states"):
+        make(beside={PoolName.MAMBA: odd})
+    with pytest.raises(ConfigError, match="found 'layer_first', expected a page_first one"):
+        make(beside={PoolName.MAMBA: state_pool(layout="layer_first")})
+
+
+def test_a_pool_that_comes_later_stops_it(make):
     backend = make()
-    transfer = PoolTransfer(name=PoolName.SWA, keys=keys(2))
-    assert backend.batch_exists_v2(keys(2), [transfer]).kv_hit_pages == 0
-    assert backend.batch_get_v2([transfer]) == {PoolName.SWA: [False, False]}
-    assert backend.batch_set_v2([transfer]) == {PoolName.SWA: [False, False]}
     assert all(backend.batch_set_v1(keys(2), indices(0, 1)))
     assert backend.batch_exists(keys(2)) == 2, "the control"
     backend.register_mem_host_pool_v2(host_pool(), PoolName.MAMBA)  # later: it cannot be refused
     assert backend.batch_exists(keys(2)) == 0
-    with pytest.raises(ConfigError, match=r"beside its KV \(mamba\)"):
-        backend.on_host_pools_registered()
 
 
 def test_a_wrong_option_ends_the_start_in_one_sentence(make):
@@ -275,7 +433,7 @@ def test_every_call_of_the_base_class_is_answered_with_its_arguments():
         own = getattr(storage.FskvStorage, name)
         assert [*inspect.signature(own).parameters] == [*inspect.signature(method).parameters], name
     inherited = {n for n in vars(HiCacheStorage) if n not in vars(storage.FskvStorage)}
-    assert {n for n in inherited if not n.startswith("_")} == set()
+    assert {n for n in inherited if not n.startswith("_")} == {"register_mem_pool_host"}
 
 
 def test_every_argument_that_is_left_out_of_the_identity_is_one_of_the_servers():

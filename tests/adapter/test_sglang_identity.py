@@ -141,7 +141,7 @@ def checkpoint(tmp_path):
 def derive(checkpoint, tmp_path):
     """The identity of an engine that differs in these settings from the plain one."""
 
-    def derive(arguments=(), ranks=(), pool=(), options=(), **facts):
+    def derive(arguments=(), ranks=(), pool=(), options=(), beside=(), **facts):
         plain = ServerFacts(
             version="0.5.23",
             arch="cpu-x86_64",
@@ -155,7 +155,8 @@ def derive(checkpoint, tmp_path):
         )
         config = StoreConfig.from_mapping({"root": str(tmp_path), **dict(options)})
         own_ranks = SimpleNamespace(**{**vars(RANKS), **dict(ranks)})
-        pages = host_pages(MHATokenToKVPoolHost(**dict(pool)))
+        pools = {"kv": MHATokenToKVPoolHost(**dict(pool)), **dict(beside)}
+        pages = {name: host_pages(one) for name, one in pools.items()}
         return build_identity(dataclasses.replace(plain, **facts), config, own_ranks, pages)
 
     return derive
@@ -385,6 +386,23 @@ def test_options_are_taken_and_wrong_ones_refused():
     ):
         with pytest.raises(ConfigError, match=sentence):
             take_options({**NAMES, **options})
+
+
+def test_each_pool_beside_the_kv_is_a_group_and_another_pool_is_another_namespace(derive):
+    window = MHATokenToKVPoolHost()
+    hybrid = derive(beside={"swa": window})
+    assert [group.kind.partition("/")[0] for group in hybrid.groups] == ["full", "swa"]
+    others = [derive(), derive(beside={"mamba": window})]
+    others.append(derive(beside={"swa": MHATokenToKVPoolHost(dtype=torch.float16)}))
+    assert len({hybrid.digest, *(other.digest for other in others)}) == 4
+    assert derive(beside={"swa": MHATokenToKVPoolHost()}) == hybrid, "the control"
+
+
+def test_latents_beside_pools_of_ranks_are_refused(derive):
+    shared = {"is_mla_model": True, "tp_size": 2}
+    with pytest.raises(ConfigError, match="expected --tp-size 1"):
+        derive(ranks=shared, beside={"swa": MHATokenToKVPoolHost()})
+    derive(ranks=shared)  # the control
 
 
 def test_the_first_rank_writes_the_health_file():

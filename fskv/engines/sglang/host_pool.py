@@ -2,8 +2,9 @@
 
 A page of the pool is `page_size` tokens of all layers. In some layouts it is two pieces (keys and values), in
 `layer_first` two of each layer; MLA has one, or one of each layer. The pool says where they begin, and it is
-checked here that a piece of page n lies n strides behind that of page 0, inside the pool's buffers. A pool
-that is not known, or that keeps more of a page elsewhere (scales, drafts), is refused.
+checked here that a piece of page n lies n strides behind that of page 0, inside the pool's buffers. Of a
+hybrid the sliding window has a pool like the KV's, and states have slots for pages (one token each). A pool
+that is not known, or that keeps more of a page elsewhere (scales, drafts, side states), is refused.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 # By name: another class of one of these adds something to a page, or keeps it in another way.
 _POOLS = ("MHATokenToKVPoolHost", "AsymmetricMHATokenToKVPoolHost", "MLATokenToKVPoolHost")
+_STATES = "MambaPoolHost"
 _LAYOUTS = ("page_first", "page_first_direct", "page_head", "layer_first")
 
 
@@ -29,9 +31,9 @@ class HostPages:
     kind: str  # the pool's class
     dtype: str
     layout: str
-    page_size: int  # tokens
+    page_size: int  # indices of a page: tokens, or one for a slot of states
     layers: tuple[int, int]  # of this pipeline stage, the second is not in it
-    shape: tuple[int, ...]  # heads and their widths, or the width of a latent
+    shape: tuple[int, ...]  # heads and their widths, the width of a latent, or those of states
     storage_format: str | None
 
     @property
@@ -42,6 +44,8 @@ class HostPages:
 def host_pages(pool: Any) -> HostPages:
     """Describe a host pool; raises ConfigError where it cannot be stored page by page."""
     kind = type(pool).__name__
+    if kind == _STATES:
+        return _states(pool)
     if kind not in _POOLS:
         raise ConfigError(f"SGLang's host pool is a {kind}, expected one of {', '.join(_POOLS)}")
     if pool.layout not in _LAYOUTS:
@@ -76,10 +80,32 @@ def host_pages(pool: Any) -> HostPages:
     )
 
 
+def _states(pool: Any) -> HostPages:
+    if pool.layout not in ("page_first", "page_first_direct"):
+        raise ConfigError(
+            f"--hicache-mem-layout: found {pool.layout!r}, expected a page_first one for states"
+        )
+    if pool.slot_state_device_tensors or pool.mtp_draft_buffer_infos:
+        raise ConfigError(
+            "SGLang's host pool of states has side states or those of a draft model, expected none"
+        )
+    widths = [pool.temporal_state_shape, *pool.conv_state_shapes]
+    return HostPages(
+        memory=_memory(pool),
+        kind=_STATES,
+        dtype=f"{pool.temporal_dtype}+{pool.conv_dtype}".replace("torch.", ""),
+        layout=str(pool.layout),
+        page_size=int(pool.page_size),
+        layers=(0, int(pool.num_mamba_layers)),
+        shape=tuple(int(n) for shape in widths for n in (len(shape), *shape)),
+        storage_format=None,
+    )
+
+
 def _memory(pool: Any) -> tuple[torch.Tensor, ...]:
     import torch
 
-    buffers = pool.kv_buffer if isinstance(pool.kv_buffer, tuple) else (pool.kv_buffer,)
+    buffers = pool.kv_buffer if isinstance(pool.kv_buffer, tuple | list) else (pool.kv_buffer,)
     flat = []
     for buffer in buffers:
         if buffer is None or not buffer.is_contiguous() or buffer.device.type != "cpu":

@@ -80,11 +80,20 @@ def file_rank(ranks: Any) -> int | None:
 
 
 def build_identity(
-    facts: ServerFacts, config: StoreConfig, ranks: Any, pages: HostPages
+    facts: ServerFacts, config: StoreConfig, ranks: Any, pools: Mapping[str, HostPages]
 ) -> Identity:
-    """Return the identity of a pool's pages; raises ConfigError where KV could be served wrongly."""
+    """Return the identity of the pages of all pools, KV's first and a group for each in their order.
+
+    Raises ConfigError where KV could be served wrongly.
+    """
     arguments = facts.arguments
     _check(facts, config, ranks)
+    pages = next(iter(pools.values()))
+    if len(pools) > 1 and ranks.is_mla_model and ranks.tp_size > 1:
+        raise ConfigError(
+            "this model has latents that are the same on all ranks and other pools that are not, expected "
+            "--tp-size 1: fskv does not store it"
+        )
     kv_dtype = str(arguments["kv_cache_dtype"])
     if kv_dtype == "auto":
         if pages.dtype in ("uint8", "int8"):
@@ -92,8 +101,7 @@ def build_identity(
                 f'--kv-cache-dtype: found "auto" with a host pool of {pages.dtype}, expected the type by name'
             )
         kv_dtype = pages.dtype
-    first, end = pages.layers
-    kind = GroupKind.MLA if ranks.is_mla_model else GroupKind.FULL
+    kinds = [GroupKind.MLA.value if ranks.is_mla_model else GroupKind.FULL.value, *[*pools][1:]]
     return Identity(
         engine="sglang",
         engine_version=facts.version,
@@ -107,15 +115,16 @@ def build_identity(
         attention_backend=_attention(arguments),
         tokens_per_hash=pages.page_size,
         blocks_per_chunk=1,
-        groups=(
+        groups=tuple(
             GroupIdentity(
-                group_idx=0,
-                kind=f"{kind.value}/{pages.kind}/{pages.dtype}/{'x'.join(map(str, pages.shape))}",
+                group_idx=number,
+                kind=f"{kind}/{pool.kind}/{pool.dtype}/{'x'.join(map(str, pool.shape))}",
                 window_tokens=None,
                 tokens_per_block=pages.page_size,
-                page_nbytes=pages.page_nbytes,
-                layer_names=tuple(f"layers.{layer}" for layer in range(first, end)),
-            ),
+                page_nbytes=pool.page_nbytes,
+                layer_names=tuple(f"layers.{layer}" for layer in range(*pool.layers)),
+            )
+            for number, (kind, pool) in enumerate(zip(kinds, pools.values(), strict=True))
         ),
         hash_algorithm="sglang-sha256",
         hash_seed="none",

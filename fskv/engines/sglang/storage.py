@@ -3,7 +3,8 @@
 SGLang keeps pages of KV in host memory and asks from threads of its own which pages are stored, has them
 written into its pool, and hands pages over to be stored; each call waits for its outcome. A page is one
 chunk and one file: SGLang names a page by the hash of all tokens up to its end, asks for any number of them
-from the first on, and does not say where in the prompt a page is.
+from the first on, and does not say where in the prompt a page is. A hybrid has other pools beside its KV
+(a sliding window, states); they are groups of the same namespace, and a prefix is there if all pools have it.
 
 After the host pools are registered no call raises: what cannot be done is False, and SGLang computes it.
 """
@@ -13,13 +14,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorage,
     HiCacheStorageConfig,
     HiCacheStorageExtraInfo,
+    PoolHitPolicy,
     PoolName,
     PoolTransfer,
     PoolTransferResult,
@@ -36,20 +38,23 @@ from fskv.types import ChunkId
 
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
+_Move: TypeAlias = "Callable[[BlockingStore, Sequence[Page]], list[bool]]"
 
 _FINGERPRINT_S = 300.0  # a few thousand small reads, perhaps on a slow mount
 _PUBLISH_S = 1.0
+# In this order they are the groups of a namespace.
+_SERVED = tuple(str(name) for name in (PoolName.KV, PoolName.SWA, PoolName.MAMBA))
 
 
 class FskvStorage(HiCacheStorage):
-    """See the module docstring. `register_mem_pool_host` opens the store."""
+    """See the module docstring. `on_host_pools_registered` opens the store."""
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Any = None) -> None:
         """Raises ConfigError for options that cannot work."""
         self._ranks = storage_config
         self._config = _said(lambda: take_options(storage_config.extra_config or {}))
         self._store: BlockingStore | None = None
-        self._page_size = 0
+        self._groups: dict[str, tuple[int, int]] = {}  # of a pool: its group, indices of a page
         self._publisher: Publisher | None = None
         if storage_config.enable_storage_metrics:
             names = ("tp_rank", "pp_rank", "dp_rank")
@@ -60,17 +65,23 @@ class FskvStorage(HiCacheStorage):
 
     # --- start-up, and the end ----------------------------------------------------------------
 
-    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """Open the namespace of this pool's pages; raises FskvError with one sentence."""
-        super().register_mem_pool_host(mem_pool_host)
-        self._store = _said(lambda: self._open(host_pages(mem_pool_host)))
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        if self._groups and str(host_pool_name) not in self._groups:
+            self._stop(f"SGLang has another host pool by now, {host_pool_name}")
 
-    def _open(self, pages: HostPages) -> BlockingStore:
+    def on_host_pools_registered(self) -> None:
+        """Open the namespace of all pools' pages; raises FskvError with one sentence."""
+        named = {str(name): pool for name, pool in getattr(self, "registered_pools", {}).items()}
+        kv = named.pop(str(PoolName.KV), self.mem_pool_host)
+        self._store = _said(lambda: self._open(_pools({str(PoolName.KV): kv, **named})))
+
+    def _open(self, pools: dict[str, HostPages]) -> BlockingStore:
         config = self._config
         facts = gather_facts()
         watch_weights(self._doubt_weights)
         identity = call_with_deadline(
-            lambda: build_identity(facts, config, self._ranks, pages),
+            lambda: build_identity(facts, config, self._ranks, pools),
             _FINGERPRINT_S,
             "the checkpoint's files could not be read for a fingerprint (see option 'weights_id')",
         )
@@ -78,35 +89,23 @@ class FskvStorage(HiCacheStorage):
             lambda: KvStore(
                 store_options(config, self._ranks),
                 identity,
-                {0: pages.memory},
+                {number: pages.memory for number, pages in enumerate(pools.values())},
                 rank=file_rank(self._ranks),
             ),
             START_UP_S,
             f"option 'root': {config.root} did not answer",
         )
-        self._page_size = pages.page_size
-        page_nbytes = sum(pages.page_nbytes)
-        logger.info(
-            "fskv: namespace %s; a page of %d tokens is one file of %d bytes%s",
-            kv.directory.path,
-            pages.page_size,
-            kv.mover.file_nbytes[0],
-            f" on each of {self._ranks.tp_size} ranks" if self._ranks.tp_size > 1 else "",
-        )
+        for number, (name, pages) in enumerate(pools.items()):
+            self._groups[name] = number, pages.page_size
+            logger.info(
+                "fskv: namespace %s; a page of %s is one file of %d bytes%s",
+                kv.directory.path,
+                f"{pages.page_size} tokens" if number == 0 else f"pool {name}",
+                kv.mover.file_nbytes[number],
+                f" on each of {self._ranks.tp_size} ranks" if self._ranks.tp_size > 1 else "",
+            )
+        page_nbytes = max(sum(pages.page_nbytes) for pages in pools.values())
         return BlockingStore(kv, config.deadline, page_nbytes, 2 * config.io_threads)
-
-    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        super().register_mem_host_pool_v2(host_pool, host_pool_name)
-        if host_pool_name != PoolName.KV:
-            self._stop(_other_pools([host_pool_name]))
-
-    def on_host_pools_registered(self) -> None:
-        """Raises ConfigError where a model keeps more than KV: parts of it alone cannot be restored."""
-        pools = getattr(self, "registered_pools", {})
-        if others := [name for name in pools if name != PoolName.KV]:
-            _said(lambda: _raise(_other_pools(others)))
-        if pools and pools[PoolName.KV] is not self.mem_pool_host:
-            _said(lambda: _raise("SGLang registered two host pools of KV, expected one"))
 
     def close(self) -> None:
         forget_weights(self._doubt_weights)
@@ -136,7 +135,7 @@ class FskvStorage(HiCacheStorage):
         host_indices: torch.Tensor,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
-        return self._move(BlockingStore.load, keys, host_indices)
+        return self._move(BlockingStore.load, str(PoolName.KV), keys, host_indices)
 
     def batch_set_v1(
         self,
@@ -144,28 +143,30 @@ class FskvStorage(HiCacheStorage):
         host_indices: torch.Tensor,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
-        return self._move(BlockingStore.store, keys, host_indices)
+        return self._move(BlockingStore.store, str(PoolName.KV), keys, host_indices)
 
     def _move(
         self,
-        move: Callable[[BlockingStore, Sequence[Page]], list[bool]],
+        move: _Move,
+        pool: str,
         keys: Sequence[str],
-        host_indices: torch.Tensor,
+        host_indices: torch.Tensor | None,
     ) -> list[bool]:
         store, nothing = self._store, [False] * len(keys)
-        if store is None:
+        if store is None or host_indices is None or pool not in self._groups:
             return nothing
-        return _safe(lambda: move(store, self._pages(keys, host_indices)), nothing)
+        return _safe(lambda: move(store, self._pages(pool, keys, host_indices)), nothing)
 
-    def _pages(self, keys: Sequence[str], host_indices: torch.Tensor) -> list[Page]:
-        """Return which block each key's tokens are; raises ValueError where they are no whole blocks."""
-        rows = host_indices.reshape(len(keys), self._page_size)
+    def _pages(self, pool: str, keys: Sequence[str], host_indices: torch.Tensor) -> list[Page]:
+        """Return which block each key's indices are; raises ValueError where they are no whole blocks."""
+        group, page_size = self._groups[pool]
+        rows = host_indices.reshape(len(keys), page_size)
         firsts = rows[:, 0]
-        steps = rows - firsts[:, None] - torch.arange(self._page_size)
-        if bool(steps.any()) or bool((firsts % self._page_size).any()):
+        steps = rows - firsts[:, None] - torch.arange(page_size)
+        if bool(steps.any()) or bool((firsts % page_size).any()):
             raise ValueError("host indices that are not whole pages")
-        blocks = (firsts // self._page_size).tolist()
-        return [Page(_chunk(key), block) for key, block in zip(keys, blocks, strict=True)]
+        blocks = (firsts // page_size).tolist()
+        return [Page(_chunk(key, group), block) for key, block in zip(keys, blocks, strict=True)]
 
     def get_stats(self) -> None:
         """Publish fskv's metrics, at most once a second; SGLang counts its prefetches and backups itself."""
@@ -174,7 +175,7 @@ class FskvStorage(HiCacheStorage):
             self._publish_at = time.monotonic() + _PUBLISH_S
             _safe(lambda: store.with_store(publisher.publish), None)
 
-    # --- what SGLang may ask and fskv does not do ----------------------------------------------
+    # --- pools beside the KV ------------------------------------------------------------------
 
     def batch_exists_v2(
         self,
@@ -182,21 +183,52 @@ class FskvStorage(HiCacheStorage):
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        return PoolTransferResult.empty()
+        """Return which prefixes all pools can restore, and the longest of them as the hit."""
+        return _safe(
+            lambda: self._restorable(keys, pool_transfers or []), PoolTransferResult.empty()
+        )
+
+    def _restorable(
+        self, keys: Sequence[str], transfers: Sequence[PoolTransfer]
+    ) -> PoolTransferResult:
+        store = self._store
+        if store is None:
+            return PoolTransferResult.empty()
+        num = store.count_present([_chunk(key) for key in keys])
+        restorable = list(range(1, num + 1))
+        hits: dict[str, int] = {PoolName.KV: num} if num else {}
+        for transfer in transfers:
+            there: list[bool] = []
+            if str(transfer.name) in self._groups:
+                group, _ = self._groups[str(transfer.name)]
+                there = store.present([_chunk(key, group) for key in keys[:num]])
+            found = _prefixes(there, transfer)
+            if found:
+                hits[transfer.name] = max(found)
+            restorable = [pages for pages in restorable if pages in found]
+        return PoolTransferResult(max(restorable, default=0), hits, restorable)
 
     def batch_get_v2(
         self,
         transfers: list[PoolTransfer],
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> dict[str, list[bool]]:
-        return {transfer.name: [False] * len(transfer.keys or ()) for transfer in transfers}
+        return self._move_all(BlockingStore.load, transfers)
 
     def batch_set_v2(
         self,
         transfers: list[PoolTransfer],
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> dict[str, list[bool]]:
-        return self.batch_get_v2(transfers)
+        return self._move_all(BlockingStore.store, transfers)
+
+    def _move_all(self, move: _Move, transfers: Sequence[PoolTransfer]) -> dict[str, list[bool]]:
+        return {
+            each.name: self._move(move, str(each.name), each.keys or (), each.host_indices)
+            for each in transfers
+        }
+
+    # --- what SGLang may ask and fskv does not do ----------------------------------------------
 
     def exists(self, key: str) -> bool:
         return self.batch_exists([key]) == 1
@@ -229,17 +261,34 @@ class FskvStorage(HiCacheStorage):
             logger.warning("fskv: files are not removed from here; use `fskv rm` or `fskv prune`")
 
 
-def _chunk(key: str) -> ChunkId:
-    return ChunkId(bytes.fromhex(key), 0)
+def _chunk(key: str, group: int = 0) -> ChunkId:
+    return ChunkId(bytes.fromhex(key), group)
 
 
-def _other_pools(names: Sequence[Any]) -> str:
-    listed = ", ".join(str(getattr(name, "value", name)) for name in names)
-    return f"this model has host pools beside its KV ({listed}), expected none: fskv does not store them"
+def _pools(named: dict[str, Any]) -> dict[str, HostPages]:
+    """Describe host pools, KV's first; raises ConfigError for one that fskv does not store."""
+    if others := [name for name in named if name not in _SERVED]:
+        raise ConfigError(
+            f"this model has host pools beside its KV ({', '.join(others)}), expected {', '.join(_SERVED)}: "
+            "fskv does not store them"
+        )
+    return {name: host_pages(named[name]) for name in _SERVED if name in named}
 
 
-def _raise(message: str) -> None:
-    raise ConfigError(message)
+def _prefixes(there: Sequence[bool], transfer: PoolTransfer) -> set[int]:
+    """Return the lengths of prefixes in pages for which a pool has what its policy asks for."""
+    if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
+        needed = len(there)
+    elif transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
+        needed = max(1, len(transfer.keys or ()))
+    else:
+        return set()
+    found, run = set(), 0
+    for end, here in enumerate(there, 1):
+        run = run + 1 if here else 0
+        if run >= min(needed, end):
+            found.add(end)
+    return found
 
 
 def _said(call: Callable[[], _T]) -> _T:
