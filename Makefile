@@ -88,20 +88,20 @@ mutants: $(SETUP) ## Make deliberate faults in the product: does make test catch
 	$(call ran,mutants)
 
 test: $(SETUP) ## Each promise, on real engines where one matters (10 minutes on 2 cores)
-	$(PYTEST) -m 'not slow and not shared_fs and not sglang and not pd' --timings=.cache/timings/test.json $(ARGS)
+	$(PYTEST) -m 'not slow and not shared_fs and not sglang and not pd and not lmcache' --timings=.cache/timings/test.json $(ARGS)
 
 test-unit: $(SETUP) ## What of test starts no engine
-	$(PYTEST) -m 'not slow and not shared_fs and not sglang and not pd' --ignore tests/engines \
+	$(PYTEST) -m 'not slow and not shared_fs and not sglang and not pd and not lmcache' --ignore tests/engines \
 	    --timings=.cache/timings/unit.json $(ARGS)
 
 test-engines: $(SETUP) ## What of test starts real engines: the other part
-	$(PYTEST) -m 'not slow and not shared_fs and not sglang and not pd' --timings=.cache/timings/engines.json $(ARGS) tests/engines
+	$(PYTEST) -m 'not slow and not shared_fs and not sglang and not pd and not lmcache' --timings=.cache/timings/engines.json $(ARGS) tests/engines
 
 test-near: $(SETUP) ## The tests nearest to FILE=fskv/data_path/runner.py, in a minute or a few
-	@tests=$$('$(PY)' .ci/near $(FILE)) && $(PYTEST) -m 'not slow and not shared_fs and not sglang and not pd' $$tests $(ARGS)
+	@tests=$$('$(PY)' .ci/near $(FILE)) && $(PYTEST) -m 'not slow and not shared_fs and not sglang and not pd and not lmcache' $$tests $(ARGS)
 
 test-slow: $(SETUP) ## More models, ranks, settings, longer walks and storms (an hour); ARGS may name files
-	$(PYTEST) -m 'slow and not shared_fs and not sglang and not pd' --timings=.cache/timings/slow.json $(ARGS)
+	$(PYTEST) -m 'slow and not shared_fs and not sglang and not pd and not lmcache' --timings=.cache/timings/slow.json $(ARGS)
 
 test-all: test test-slow test-shared-fs ## Everything there is
 
@@ -121,6 +121,10 @@ test-sglang: $(SETUP) ## Real SGLang engines, in an environment of their own (2 
 test-pd: $(SETUP) ## Prefill and decode in two real engines with NIXL between them (240 MB once; 5 minutes)
 	@PY='$(PY)' bash .ci/pd $(ARGS)
 	$(call ran,pd)
+
+test-lmcache: $(SETUP) ## A real LMCache server and vLLM, in an environment of their own (3 GB once; 15 minutes)
+	@bash .ci/lmcache $(ARGS)
+	$(call ran,lmcache)
 
 lint: $(SETUP) ## ruff and mypy
 	'$(PY)' -m ruff check .

@@ -291,6 +291,7 @@ def test_a_hybrids_pools_are_stored_and_restored_side_by_side(make, tmp_path):
     assert len([*pathlib.Path(tmp_path / "kv").glob("*/*/chunks/*/*.kv")]) == 7
 
 
+@pytest.mark.sglang
 @given(data())
 @settings(max_examples=40, deadline=None)
 def test_a_prefix_is_restorable_only_if_every_pool_has_what_it_needs(example):

@@ -98,7 +98,15 @@ class Server(_Process):
             *(sys.executable, "-m", "lmcache.cli.main", "server", "--port", str(self.port)),
             *("--http-port", str(self.http), "--prometheus-port", str(free_port())),
             *("--supported-transfer-mode", "auto", "--chunk-size", str(CHUNK_TOKENS)),
-            *("--l1-size-gb", "1", "--l2-adapter", json.dumps(adapter), *options),
+            *(
+                "--l1-size-gb",
+                "1",
+                "--eviction-policy",
+                "LRU",
+                "--l2-adapter",
+                json.dumps(adapter),
+                *options,
+            ),
         ]
         super().__init__(log, command, env or {}, stdin=subprocess.DEVNULL, stdout=None)
 
@@ -122,6 +130,18 @@ class Server(_Process):
         )
         with urllib.request.urlopen(request, timeout=60) as answer:
             return json.loads(answer.read() or b"null")
+
+    def storage(self):
+        return self.ask("/status")["storage_manager"]
+
+    def objects(self):
+        """Return how many objects are in its memory."""
+        return self.storage()["l1_manager"]["total_object_count"]
+
+    def idle(self):
+        """Say whether nothing waits to be stored or is being stored."""
+        store = self.storage()["store_controller"]
+        return not store["pending_keys_count"] and not store["in_flight_task_count"]
 
     def close(self):
         """End it as a user does; returns its exit code."""

@@ -53,6 +53,7 @@ LAYERS = {
 HOMES = {
     "vllm": ("fskv.engines.",),
     "sglang": ("fskv.engines.sglang.",),
+    "lmcache": ("fskv.engines.lmcache.",),
     "msgspec": ("fskv.engines.sglang.server",),
     "kvikio": ("fskv.gds_io", "fskv.transports."),
     # the option mac_key_file; what images are, as vLLM's own names of them are made

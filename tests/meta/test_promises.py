@@ -52,7 +52,7 @@ def place_in(tree: ast.Module, name: str) -> str:
     assert found, f"there is no {name}"
     decorators = [assigned.get(ast.unparse(one), one) for one in found[0].decorator_list]
     module = ast.unparse(assigned.get("pytestmark", ast.Constant("")))
-    for mark in ("shared_fs", "sglang", "pd", "gpu"):
+    for mark in ("shared_fs", "sglang", "pd", "lmcache", "gpu"):
         if any(f"pytest.mark.{mark}" in text for text in (module, *map(ast.unparse, decorators))):
             return mark
     if any(

@@ -1,0 +1,62 @@
+"""One root with the namespaces of vLLM, SGLang and LMCache: the tools do not care whose they are."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from types import SimpleNamespace
+
+import pytest
+from toy_engine import PAGE_NBYTES, identity
+from world import damage
+
+from fskv.config import StoreConfig
+from fskv.engines.lmcache.identity import ObjectKind, build_identity, chunk_of, read_model
+from fskv.offload import BlockingStore, KvStore, Page
+from fskv.types import ChunkId
+
+pytest.importorskip("torch", reason="dtypes are torch's: make test")
+
+MODEL = {"engine": "vllm 0.32.0", "arch": "cpu-x86_64", "attention_backend": "CPU_ATTN"}
+KEY = SimpleNamespace(
+    chunk_hash=b"\x17" * 32, model_name="m", kv_rank=0x01000100, object_group_id=0, cache_salt=""
+)
+
+
+def of_lmcache(config):
+    model = read_model("m", {**MODEL, "settings": {}, "weights_id": "w"}, config)
+    kind = ObjectKind.of(KEY, [[2, 1, 16, PAGE_NBYTES // 64]], ["torch.bfloat16"])
+    return build_identity(model, kind, "0.5.6")
+
+
+@pytest.fixture
+def root(tmp_path):
+    """A root with a namespace of each engine, and four chunks in each."""
+    root = tmp_path / "kv"
+    root.mkdir()
+    config = StoreConfig(root=str(root), maintenance="off")
+    plain = dataclasses.replace(identity("m"), blocks_per_chunk=1)
+    identities = [
+        dataclasses.replace(plain, engine="vllm"),
+        dataclasses.replace(plain, engine="sglang"),
+        of_lmcache(config),
+    ]
+    for one in identities:
+        memory = bytearray(bytes(range(256)) * (4 * PAGE_NBYTES // 256))
+        kv = KvStore(config, one, {0: [memoryview(memory)]})
+        store = BlockingStore(kv, config.deadline, PAGE_NBYTES, 4)
+        chunks = [chunk_of(KEY), *(ChunkId(bytes([number]) * 32, 0) for number in range(3))]
+        assert all(store.store([Page(chunk, place) for place, chunk in enumerate(chunks)]))
+        store.close()
+    return root
+
+
+def test_all_engines_namespaces_are_listed_counted_judged_and_pruned(root, tools):
+    def said(*words):
+        done = tools(*words, "--root", str(root), "--json")
+        return done, [json.loads(line) for line in done.stdout.splitlines()]
+
+    done, lines = said("ls")
+    assert done.exit_code == 0
+    print(lines)
+    raise AssertionError(done.stdout)

@@ -1,0 +1,224 @@
+"""A real LMCache server with fskv behind it, and real vLLM engines: SmolLM2's weights, greedy decoding."""
+
+from __future__ import annotations
+
+import pathlib
+import shutil
+
+import lmcache_lab as lab
+import pytest
+from places import REPOSITORY
+from world import wait_for
+
+pytest.importorskip("lmcache", reason="LMCache has an environment of its own: make test-lmcache")
+
+from faults import files
+from faults.disk import DiskFaults
+
+pytestmark = [
+    pytest.mark.lmcache,
+    pytest.mark.timeout(1800),
+    pytest.mark.skipif(not lab.MODEL, reason="no model: make test-lmcache"),
+]
+
+TEXT = (REPOSITORY / "LICENSE").read_text()
+QUESTION = "\nQuestion: What is this text about?\nAnswer:"
+PROMPT, OTHER = TEXT[:2600] + QUESTION, TEXT[2600:5200] + QUESTION
+DEADLINE = {"deadline_base_s": 3, "deadline_per_mib_s": 0, "deadline_max_s": 3}
+# What went wrong is believed for a moment only, so that it is seen to heal.
+QUICK = {"quarantine_s": 0.1, "negative_ttl_s": 0.1}
+MIB = 2**20
+
+
+def chunk_files(root) -> list[pathlib.Path]:
+    return sorted(pathlib.Path(root).glob("*/*/chunks/*/*.kv"))
+
+
+def whole_chunks(said) -> int:
+    """Tokens of a prompt in whole chunks."""
+    return said["prompt_tokens"] // lab.CHUNK_TOKENS * lab.CHUNK_TOKENS
+
+
+def again(server, engine, prompt):
+    """Generate with nothing in the memory of either: what is used comes from files."""
+
+    def forgotten():
+        server.ask("/cache/clear", "POST", {})  # of what is being stored it clears nothing
+        return engine(reset=True)["reset"] and server.objects() == 0
+
+    wait_for(forgotten, 120)
+    return engine.generate(prompt)
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory):
+    """A root that a server and an engine have stored PROMPT in and left; not to be changed."""
+    directory = tmp_path_factory.mktemp("stored")
+    root = directory / "kv"
+    root.mkdir()
+    with (
+        lab.Server(directory / "server", lab.plugin(root)) as server,
+        lab.Engine(directory / "engine", server.port) as engine,
+    ):
+        said = engine.generate(PROMPT)
+        wait_for(lambda: len(chunk_files(root)) == whole_chunks(said) // lab.CHUNK_TOKENS, 120)
+        assert engine.close() == 0
+        server.close()
+    assert said["loaded"] == 0
+    return root, said
+
+
+@pytest.fixture
+def root(stored, tmp_path):
+    return pathlib.Path(shutil.copytree(stored[0], tmp_path / "kv"))
+
+
+def _change(path, offset, length=1):
+    with path.open("r+b") as file:
+        file.seek(offset)
+        old = file.read(length)
+        file.seek(offset)
+        file.write(bytes(byte ^ 0x10 for byte in old))
+
+
+def _swap(path, other):
+    aside = path.with_suffix(".aside")
+    path.rename(aside)
+    other.rename(path)
+    aside.rename(other)
+
+
+DAMAGES = {
+    "a bit of the payload": lambda path, _: files.flip_payload_bit(str(path)),
+    "the header's fields": lambda path, _: _change(path, 40),
+    "half of it is gone": lambda path, _: files.truncate(str(path)),
+    "another chunk's file": _swap,
+    "no file": lambda path, _: path.unlink(),
+}
+
+
+def test_both_are_restarted_and_load_what_was_stored_and_damage_is_computed(stored, root, tmp_path):
+    """The control is at the end: zeros under right checksums are served, and change the tokens."""
+    _, first = stored
+    with (
+        lab.Server(tmp_path / "server", lab.plugin(root, **QUICK)) as server,
+        lab.Engine(tmp_path / "engine", server.port) as engine,
+    ):
+        said = engine.generate(PROMPT)
+        assert (said["ids"], said["loaded"]) == (first["ids"], whole_chunks(first))
+        sound = set(chunk_files(root))
+        for what, damage in DAMAGES.items():
+            damage(*sorted(sound)[2:4])
+            hurt = again(server, engine, PROMPT)
+            assert hurt["ids"] == first["ids"], what
+            assert hurt["loaded"] < whole_chunks(first), f"the fault was met: {what}"
+            wait_for(lambda: set(chunk_files(root)) == sound, 60)  # it was stored again
+            wait_for(lambda: files.unsound([str(path) for path in sound]) == [], 60)
+        healed = again(server, engine, PROMPT)
+        assert (healed["ids"], healed["loaded"]) == (first["ids"], whole_chunks(first))
+        (adapter,) = server.ask("/status")["storage_manager"]["l2_adapters"]
+        assert adapter["is_healthy"]
+        assert len(adapter["namespaces"]) == 1
+        for path in sound:
+            files.zero_payload(str(path))
+        control = again(server, engine, PROMPT)
+        assert control["loaded"] == whole_chunks(first)
+        assert control["ids"] != first["ids"], "what is loaded is what decides"
+        assert engine.close() == 0
+    assert "Traceback" not in server.log()
+
+
+def test_a_disk_that_hangs_fails_fills_or_goes_costs_a_recompute(
+    stored, root, tmp_path, native_library
+):
+    _, first = stored
+    whole = (first["ids"], whole_chunks(first))
+    faults = DiskFaults(native_library("disk"), root, tmp_path / "faults")
+    options = {**DEADLINE, **QUICK, "breaker_probe_s": 1, "maintenance": "off"}
+    with (
+        lab.Server(tmp_path / "server", lab.plugin(root, **options), env=faults.env()) as server,
+        lab.Engine(tmp_path / "engine", server.port) as engine,
+    ):
+
+        def is_back():
+            said = again(server, engine, PROMPT)
+            return (said["ids"], said["loaded"]) == whole
+
+        assert is_back(), "the control"
+        for rule in ("pread hang suffix=.kv", "pread EIO suffix=.kv"):
+            faults.set(rule)
+            hurt = again(server, engine, PROMPT)
+            assert faults.fired() > 0, rule
+            faults.clear()
+            assert (hurt["ids"], hurt["loaded"]) == (first["ids"], 0), rule
+            # The breaker lets one operation through at a time, to see whether the root is back.
+            wait_for(is_back, 200)
+        faults.set("write ENOSPC", "pwrite ENOSPC")
+        full = engine.generate(OTHER)
+        wait_for(lambda: faults.fired() > 0, 60)
+        faults.clear()
+        root.rename(root.with_name("gone"))
+        gone = again(server, engine, PROMPT)
+        assert gone["ids"] == first["ids"]
+        assert not root.exists()
+        root.with_name("gone").rename(root)
+        wait_for(is_back, 200)
+        assert again(server, engine, OTHER)["ids"] == full["ids"]
+        assert engine.close() == 0
+    assert "Traceback" not in server.log()
+
+
+def test_a_server_that_is_killed_while_it_stores_leaves_nothing_wrong(
+    stored, tmp_path, native_library
+):
+    _, first = stored
+    root = tmp_path / "kv"
+    root.mkdir()
+    faults = DiskFaults(native_library("disk"), root, tmp_path / "faults")
+    with lab.Server(tmp_path / "server", lab.plugin(root), env=faults.env()) as server:
+        faults.set("pwrite slow_ms=400", "write slow_ms=400")
+        with lab.Engine(tmp_path / "engine", server.port) as engine:
+            engine.generate(PROMPT)
+            wait_for(lambda: faults.fired() > 4, 120)
+            server.kill()
+    some = chunk_files(root)
+    num = whole_chunks(first) // lab.CHUNK_TOKENS
+    assert len(some) < num, "it was killed before the end"
+    assert files.unsound([str(path) for path in some]) == []
+    with (
+        lab.Server(tmp_path / "server", lab.plugin(root)) as server,
+        lab.Engine(tmp_path / "engine", server.port) as engine,
+    ):
+        assert engine.generate(PROMPT)["ids"] == first["ids"]
+        wait_for(lambda: len(chunk_files(root)) == num, 120)
+        healed = again(server, engine, PROMPT)
+        assert (healed["ids"], healed["loaded"]) == (first["ids"], whole_chunks(first))
+        # What the dead one had begun is removed: all that is left are chunks.
+        wait_for(lambda: not list(root.rglob("*.part")), 120)
+
+
+def test_a_bound_holds_over_a_restart(tmp_path):
+    """The control is in it: without a bound the same prompts take more."""
+    root = tmp_path / "kv"
+    root.mkdir()
+    prompts = [TEXT[at : at + 2600] for at in range(0, 7800, 1300)]
+    bound = 40 * MIB
+
+    def run(bounds):
+        with (
+            lab.Server(tmp_path / "server", lab.plugin(root, **bounds)) as server,
+            lab.Engine(tmp_path / "engine", server.port) as engine,
+        ):
+            sizes, loaded = [], 0
+            for prompt in [*prompts, prompts[-1]]:
+                loaded += engine.generate(prompt)["loaded"]
+                wait_for(server.idle, 60)
+                sizes.append(sum(path.stat().st_blocks * 512 for path in chunk_files(root)))
+            return max(sizes), loaded
+
+    most, _ = run({"max_bytes": bound})
+    assert 0 < most <= bound
+    most, _ = run({"max_bytes": bound})
+    assert 0 < most <= bound
+    more, _ = run({})
+    assert more > bound, "the control"
