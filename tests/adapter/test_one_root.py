@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from types import SimpleNamespace
 
 import pytest
+from tool_lab import run
 from toy_engine import PAGE_NBYTES, identity
 from world import damage
 
@@ -51,12 +51,29 @@ def root(tmp_path):
     return root
 
 
-def test_all_engines_namespaces_are_listed_counted_judged_and_pruned(root, tools):
-    def said(*words):
-        done = tools(*words, "--root", str(root), "--json")
-        return done, [json.loads(line) for line in done.stdout.splitlines()]
+def chunk_files(root):
+    return sorted(root.glob("*/*/chunks/*/*.kv"))
 
-    done, lines = said("ls")
-    assert done.exit_code == 0
-    print(lines)
-    raise AssertionError(done.stdout)
+
+def test_all_engines_namespaces_are_listed_counted_and_explained(root):
+    listed = run("ls", "--json", root=root)
+    assert [line["chunks"] for line in listed.lines if line["type"] == "namespace"] == [4, 4, 4]
+    assert "12" in run("du", root=root).stdout
+    namespaces = {path.parents[2] for path in chunk_files(root)}
+    (lmcache,) = [path for path in namespaces if path.parent.name == "cpu-x86_64"]
+    said = run("explain", lmcache.name, KEY.chunk_hash.hex(), root=root)
+    assert said.exit_code == 0, said
+    assert run("explain", lmcache.name, "ab" * 32, root=root).exit_code != 0, "the control"
+    for other in namespaces - {lmcache}:
+        assert "lmcache" in run("diff", lmcache.name, other.name, root=root).stdout
+
+
+def test_all_engines_namespaces_are_judged_and_pruned(root):
+    assert run("verify", "--read-data", root=root).exit_code == 0
+    for path in chunk_files(root)[::4]:
+        damage(path, 4096 + 5)
+    judged = run("verify", "--read-data", "--json", root=root)
+    assert judged.exit_code != 0
+    assert len({line["path"] for line in judged.lines if line["type"] == "bad"}) == 3
+    assert run("prune", "--max-size", "40KiB", "--yes", root=root).exit_code == 0
+    assert len(chunk_files(root)) == 5

@@ -391,7 +391,9 @@ def test_options_are_taken_and_wrong_ones_refused():
 def test_each_pool_beside_the_kv_is_a_group_and_another_pool_is_another_namespace(derive):
     window = MHATokenToKVPoolHost()
     hybrid = derive(beside={"swa": window})
-    assert [group.kind.partition("/")[0] for group in hybrid.groups] == ["full", "swa"]
+    assert [group.kind.partition("/")[0] for group in hybrid.groups] == ["full", "state"]
+    told = derive(beside={"swa": window}, hf_config={**HF_CONFIG, "sliding_window": 512}).groups[1]
+    assert (told.kind.partition("/")[0], told.window_tokens) == ("sliding_window", 512)
     others = [derive(), derive(beside={"mamba": window})]
     others.append(derive(beside={"swa": MHATokenToKVPoolHost(dtype=torch.float16)}))
     assert len({hybrid.digest, *(other.digest for other in others)}) == 4

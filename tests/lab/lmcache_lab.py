@@ -15,6 +15,7 @@ import time
 import urllib.request
 
 from places import REPOSITORY
+from world import wait_for
 
 HERE = REPOSITORY / "tests" / "lmcache_engines"
 START_S, STEP_S = 400, 240
@@ -207,3 +208,18 @@ class Engine(_Process):
         """End it as a user does; returns its exit code."""
         self.process.stdin.close()
         return self.process.wait(120)
+
+
+def wait_idle(server):
+    """Wait until the server has stored what it was given."""
+    wait_for(server.idle, 120)
+
+
+def forget(server, engine):
+    """Leave nothing in the memory of either: what is used then comes from files."""
+
+    def forgotten():
+        server.ask("/cache/clear", "POST", {})  # of what is being stored it clears nothing
+        return engine(reset=True)["reset"] and server.objects() == 0
+
+    wait_for(forgotten, 120)

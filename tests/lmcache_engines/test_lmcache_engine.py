@@ -41,12 +41,7 @@ def whole_chunks(said) -> int:
 
 def again(server, engine, prompt):
     """Generate with nothing in the memory of either: what is used comes from files."""
-
-    def forgotten():
-        server.ask("/cache/clear", "POST", {})  # of what is being stored it clears nothing
-        return engine(reset=True)["reset"] and server.objects() == 0
-
-    wait_for(forgotten, 120)
+    lab.forget(server, engine)
     return engine.generate(prompt)
 
 
@@ -212,7 +207,7 @@ def test_a_bound_holds_over_a_restart(tmp_path):
             sizes, loaded = [], 0
             for prompt in [*prompts, prompts[-1]]:
                 loaded += engine.generate(prompt)["loaded"]
-                wait_for(server.idle, 60)
+                lab.wait_idle(server)
                 sizes.append(sum(path.stat().st_blocks * 512 for path in chunk_files(root)))
             return max(sizes), loaded
 

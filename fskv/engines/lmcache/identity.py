@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from fskv.config import StoreConfig
 from fskv.errors import ConfigError
+from fskv.hybrid_planner import GroupKind
 from fskv.identity.checkpoint_place import checkpoint_place
 from fskv.identity.fingerprint import kv_config, weights_fingerprint
 from fskv.namespace import GroupIdentity, Identity, Json
@@ -184,8 +185,8 @@ def build_identity(model: Model, kind: ObjectKind, version: str) -> Identity:
         groups=(
             GroupIdentity(
                 group_idx=kind.group,
-                kind=f"object/{'+'.join(kind.dtypes)}/{shapes}",
-                window_tokens=None,
+                kind=f"{GroupKind.FULL.value}/object/{'+'.join(kind.dtypes)}/{shapes}",
+                window_tokens=None,  # LMCache knows of windows, and asks for what it needs
                 tokens_per_block=first[-2] if len(first) > 2 else 1,
                 page_nbytes=(object_nbytes(kind),),
                 layer_names=(f"object-group.{kind.group}",),

@@ -101,7 +101,7 @@ def build_identity(
                 f'--kv-cache-dtype: found "auto" with a host pool of {pages.dtype}, expected the type by name'
             )
         kv_dtype = pages.dtype
-    kinds = [GroupKind.MLA.value if ranks.is_mla_model else GroupKind.FULL.value, *[*pools][1:]]
+    kinds = {name: _kind(name, facts, ranks) for name in pools}
     return Identity(
         engine="sglang",
         engine_version=facts.version,
@@ -118,13 +118,16 @@ def build_identity(
         groups=tuple(
             GroupIdentity(
                 group_idx=number,
-                kind=f"{kind}/{pool.kind}/{pool.dtype}/{'x'.join(map(str, pool.shape))}",
-                window_tokens=None,
+                kind=f"{kinds[name][0].value}/{pool.kind}/{pool.dtype}/{'x'.join(map(str, pool.shape))}",
+                window_tokens=kinds[name][1],
                 tokens_per_block=pages.page_size,
                 page_nbytes=pool.page_nbytes,
-                layer_names=tuple(f"layers.{layer}" for layer in range(*pool.layers)),
+                layer_names=tuple(
+                    f"layers.{layer}" if number == 0 else f"{name}.layers.{layer}"
+                    for layer in range(*pool.layers)
+                ),
             )
-            for number, (kind, pool) in enumerate(zip(kinds, pools.values(), strict=True))
+            for number, (name, pool) in enumerate(pools.items())
         ),
         hash_algorithm="sglang-sha256",
         hash_seed="none",
@@ -138,6 +141,16 @@ def build_identity(
         lora=config.lora,
         extra=_extra(facts, pages),
     )
+
+
+def _kind(pool: str, facts: ServerFacts, ranks: Any) -> tuple[GroupKind, int | None]:
+    """Return what a pool remembers, and its window in tokens where the configuration tells it."""
+    if pool == "kv":
+        return GroupKind.MLA if ranks.is_mla_model else GroupKind.FULL, None
+    window = facts.hf_config.get("sliding_window")
+    if pool == "swa" and isinstance(window, int) and window > 0:
+        return GroupKind.SLIDING_WINDOW, window
+    return GroupKind.STATE, None
 
 
 def _check(facts: ServerFacts, config: StoreConfig, ranks: Any) -> None:
