@@ -20,6 +20,7 @@ _SHARING = "tests/engines/test_engine_sharing.py"
 _FAULTY = "tests/engines/test_engine_faults.py"
 _IDENTITY = ("tests/unit/test_namespace.py",)
 _SGLANG = ("tests/adapter/test_sglang_identity.py",)
+_LMCACHE = ("tests/adapter/test_lmcache_identity.py",)
 _FORMAT = ("tests/meta/test_format_vectors.py",)
 _ORDER = ("tests/unit/test_cuda_order.py",)
 _READINESS = ("tests/unit/test_readiness.py",)
@@ -1391,6 +1392,48 @@ FAULTS = (
         "    if num_pages < 2:\n",
         _SGLANG,
     ),
+    Fault(
+        "sglang-pools-share",
+        "Pages of another pool are another namespace.",
+        "fskv/engines/sglang/identity.py",
+        'if number == 0 else f"{name}.layers.{layer}"',
+        'if number == 0 else f"layers.{layer}"',
+        _SGLANG,
+    ),
+    # --- LMCache ------------------------------------------------------------------------------
+    Fault(
+        "lmcache-settings-left-out",
+        "What the user says of an engine's settings is in the identity of LMCache's objects.",
+        "fskv/engines/lmcache/identity.py",
+        '"settings": dict(model.settings)',
+        '"settings": {}',
+        _LMCACHE,
+    ),
+    Fault(
+        "lmcache-ranks-share",
+        "Objects of LMCache's ranks and salts are different chunks.",
+        "fskv/engines/lmcache/identity.py",
+        "    if key.cache_salt or (key.kv_rank >> 24) & 0xFF > 1:\n",
+        "    if False:\n",
+        _LMCACHE,
+    ),
+    Fault(
+        "lmcache-serde-stored",
+        "What a serde of LMCache's has made of objects is refused.",
+        "fskv/engines/lmcache/identity.py",
+        "    if len(kind.dtypes) == 1 and kind.dtypes[0] in _BYTES and len(kind.shapes[0]) == 1:\n",
+        "    if False:\n",
+        _LMCACHE,
+    ),
+    Fault(
+        "lmcache-short-hashes",
+        "A hash of LMCache's that two prompts may share is refused.",
+        "fskv/engines/lmcache/identity.py",
+        "_MIN_HASH_NBYTES = 16 ",
+        "_MIN_HASH_NBYTES = 1 ",
+        _LMCACHE,
+    ),
+    # --- calls that wait ----------------------------------------------------------------------
     Fault(
         "blocking-bad-pages-good",
         "A page that was not loaded is not said to be good.",
