@@ -23,6 +23,7 @@ with warnings.catch_warnings():
     from lmcache.v1.distributed.internal_api import L1MemoryDesc
     from lmcache.v1.distributed.l2_adapters import create_l2_adapter
     from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
+    from lmcache.v1.distributed.l2_adapters.fs_native_l2_adapter import FSNativeL2AdapterConfig
     from lmcache.v1.distributed.l2_adapters.plugin_l2_adapter import PluginL2AdapterConfig
     from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, TensorMemoryObj
     from lmcache.v1.multiprocess.token_hasher import TokenHasher
@@ -62,13 +63,17 @@ class World:
             "models": models or {"m": ENTRY, "other": {**ENTRY, "weights_id": "o"}},
             **options,
         }
-        config = PluginL2AdapterConfig.from_dict(
-            {
-                "module_path": "fskv.engines.lmcache",
-                "class_name": "FskvAdapter",
-                "adapter_params": json.loads(json.dumps(params)),
-            }
+        self.open(
+            PluginL2AdapterConfig.from_dict(
+                {
+                    "module_path": "fskv.engines.lmcache",
+                    "class_name": "FskvAdapter",
+                    "adapter_params": json.loads(json.dumps(params)),
+                }
+            )
         )
+
+    def open(self, config):
         desc = L1MemoryDesc(self.l1.data_ptr(), self.l1.numel(), ALIGNMENT)
         self.adapter = create_l2_adapter(config, desc)
 
@@ -179,6 +184,27 @@ def test_a_load_is_good_key_by_key(make, tmp_path):
     assert world.lookup(keys(bad)) == [False] * 2
     assert world.store(keys(bad), world.objects(*bad)).is_successful(), "stored again"
     assert world.load(keys(bad), got[:2]) == [True] * 2
+
+
+def test_negative_control_lmcaches_own_files_are_not_checked_nor_counted_after_a_restart(tmp_path):
+    """What docs/lmcache.md says of fs_native: a flipped bit is loaded as good."""
+
+    class Native(World):
+        def __init__(self):
+            self.l1 = torch.zeros(NUM_PLACES * 2 * ALIGNMENT, dtype=torch.uint8)
+            self.open(FSNativeL2AdapterConfig.from_dict({"base_path": str(tmp_path)}))
+
+    world = Native()
+    assert world.store(keys([1]), world.objects(0, fill=1)).is_successful()
+    assert world.adapter.get_usage().total_bytes_used == NBYTES
+    (path,) = (path for path in tmp_path.rglob("*") if path.is_file())
+    damage(path, 100)
+    assert world.load(keys([1]), world.objects(1)) == [True]
+    assert not torch.equal(world.objects(0)[0].raw_data, world.objects(1)[0].raw_data)
+    world.adapter.close()
+    again = Native()
+    assert again.adapter.get_usage().total_bytes_used == 0
+    again.adapter.close()
 
 
 def test_a_store_is_good_only_if_every_object_is_stored(make):
@@ -298,7 +324,7 @@ def test_a_root_that_cannot_be_opened_costs_the_task_and_is_tried_again(make, tm
 
 
 def test_a_namespace_that_does_not_open_in_time_is_a_miss(make, monkeypatch):
-    world = make(lookup_timeout_s=0.05)
+    world = make(lookup_timeout_s=0.01)
     held = threading.Event()
     opened = module.KvStore
 
@@ -311,6 +337,20 @@ def test_a_namespace_that_does_not_open_in_time_is_a_miss(make, monkeypatch):
     held.set()
     wait_for(lambda: world.store(keys([1]), world.objects(0)).is_successful(), 60)
     assert world.lookup(keys([1])) == [True], "the control"
+
+
+def test_a_task_that_waited_too_long_does_not_touch_lmcaches_memory(make, monkeypatch, tmp_path):
+    """LMCache's lock on it has ended by then, and another object may be there. The control is at the end."""
+    world = make()
+    assert world.store(keys([1]), world.objects(0, fill=1)).is_successful()
+    monkeypatch.setattr(module, "_BEGIN_S", 0.0)
+    before = world.l1.clone()
+    assert not world.store(keys([2]), world.objects(1)).is_successful()
+    assert world.load(keys([1]), world.objects(2)) == [False]
+    assert torch.equal(world.l1, before)
+    assert len(chunk_files(tmp_path)) == 1
+    monkeypatch.undo()
+    assert world.load(keys([1]), world.objects(2)) == [True]
 
 
 def test_a_wrong_option_ends_the_start_in_one_sentence(make, caplog):

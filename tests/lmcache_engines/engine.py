@@ -33,7 +33,14 @@ def answer(llm, step):
     from vllm import SamplingParams
 
     if "reset" in step:
-        return {"reset": bool(llm.reset_prefix_cache())}
+        # What was stored is given back by a step of the engine, and an idle one in process takes none.
+        few = SamplingParams(temperature=0, max_tokens=1)
+        for _ in range(300):
+            llm.generate([{"prompt_token_ids": [1, 2, 3]}], few, use_tqdm=False)
+            if llm.reset_prefix_cache():
+                return {"reset": True}
+            time.sleep(0.1)
+        return {"error": "not reset"}
     ids = llm.get_tokenizer()(step["generate"]).input_ids
     before = external_tokens(llm)
     prompt = {"prompt_token_ids": ids}

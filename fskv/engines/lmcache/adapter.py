@@ -6,7 +6,9 @@ its bytes go straight between LMCache's own memory and files. Of a store the who
 lookup and a load each key. A lock is not kept: files may be other servers' too, so what was pruned between
 lookup and load is a load that failed, and is computed.
 
-After the constructor no call raises, and a hung disk costs a task its deadline.
+After the constructor no call raises, and a hung disk costs a task its deadline. LMCache's locks on its memory
+end by themselves (`--l1-read-ttl-seconds` 300, `--l1-write-ttl-seconds` 600) and the memory gets another
+object: a task that waited too long for its turn touches it no more.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from typing import Any
 
 from lmcache import __version__ as lmcache_version
 from lmcache.lmcache_native import Bitmap
+from lmcache.logging import init_logger
 from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import AdapterUsage, L2AdapterInterface
 from lmcache.v1.platform import create_event_notifier
@@ -47,6 +50,11 @@ logger = logging.getLogger(__name__)
 
 _FINGERPRINT_S = 300.0  # a few thousand small reads, perhaps on a slow mount
 _PUBLISH_S = 1.0
+# So long after it was submitted a task may begin to touch LMCache's memory; it ends by `deadline_max_s` then.
+_BEGIN_S = 60.0
+_OPENING = (
+    10  # so many times `lookup_timeout_s` a lookup waits for a namespace that is being opened
+)
 _MAX_KINDS = 64  # each has threads and a maintenance process
 # Threads that wait for tasks: lookups are not behind loads, nor those behind stores.
 _THREADS = {"store": 2, "lookup": 2, "load": 4}
@@ -58,6 +66,8 @@ class FskvAdapter(L2AdapterInterface):
     def __init__(self, params: Mapping[str, Any], l1_memory_desc: Any = None) -> None:
         """Open the root and read the checkpoints of all models; raises FskvError with one sentence."""
         super().__init__()
+        if not logger.hasHandlers():  # LMCache's server has some for its own names alone
+            init_logger("fskv")
         try:
             self._config, models = take_options(params)
             if l1_memory_desc is None:
@@ -110,8 +120,10 @@ class FskvAdapter(L2AdapterInterface):
         return int(self._events["load"].fileno())
 
     def submit_store_task(self, keys: list[Any], objects: list[Any]) -> int:
+        until = time.monotonic() + _BEGIN_S
+
         def work() -> Any:
-            good = self._move(BlockingStore.store, keys, objects)
+            good = self._move(BlockingStore.store, keys, objects, until)
             return L2StoreResult(
                 all(good), sum(obj.get_size() for obj in objects) if all(good) else 0
             )
@@ -139,9 +151,10 @@ class FskvAdapter(L2AdapterInterface):
         """Do nothing: nothing was locked."""
 
     def submit_load_task(self, keys: list[Any], objects: list[Any]) -> int:
+        until = time.monotonic() + _BEGIN_S
         return self._submit(
             "load",
-            lambda: _bitmap(self._move(BlockingStore.load, keys, objects)),
+            lambda: _bitmap(self._move(BlockingStore.load, keys, objects, until)),
             Bitmap(len(keys)),
         )
 
@@ -209,7 +222,7 @@ class FskvAdapter(L2AdapterInterface):
             )
         there = [False] * len(keys)
         for kind, places in _by_kind(kinds).items():
-            store = self._store_of(kind, self._config.lookup_timeout_s)
+            store = self._store_of(kind, _OPENING * self._config.lookup_timeout_s)
             if store is not None:
                 found = store.present([chunk_of(keys[place]) for place in places])
                 _put(there, places, found)
@@ -220,8 +233,9 @@ class FskvAdapter(L2AdapterInterface):
         move: Callable[[BlockingStore, Sequence[Page]], list[bool]],
         keys: Sequence[Any],
         objects: Sequence[Any],
+        until: float,
     ) -> list[bool]:
-        """Store or load objects; returns which are good."""
+        """Store or load objects, those that can be begun in time; returns which are good."""
         kinds: list[ObjectKind | None] = []
         for key, obj in zip(keys, objects, strict=True):
             shapes, dtypes = obj.meta.shapes, obj.meta.dtypes
@@ -232,7 +246,7 @@ class FskvAdapter(L2AdapterInterface):
         good = [False] * len(keys)
         for kind, places in _by_kind(kinds).items():
             store = self._store_of(kind, self._config.deadline.max_s)
-            if store is not None:
+            if store is not None and time.monotonic() < until:
                 pages = [
                     Page(chunk_of(keys[place]), int(objects[place].data_ptr) - self._address)
                     for place in places

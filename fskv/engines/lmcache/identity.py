@@ -26,6 +26,7 @@ from fskv.types import ChunkId
 _REQUIRED = ("engine", "arch", "attention_backend", "settings")
 _OPTIONAL = ("checkpoint", "revision", "weights_id")
 _MIN_HASH_NBYTES = 16  # Python's own hash has 8: two prompts may have the same, and it is seeded
+_MAX_DEADLINE_S = 120.0  # with a task's wait well below LMCache's 300 s
 _BYTES = ("uint8", "int8")  # what hides a dtype
 _MEDIA = ("vision", "audio", "image", "video")  # in the names of what a configuration says of them
 
@@ -78,6 +79,11 @@ def take_options(params: Mapping[str, Any]) -> tuple[StoreConfig, dict[str, Mapp
         raise ConfigError(
             "option 'weights_fixed': found false, expected true: LMCache does not tell when an engine "
             "changes its weights while it runs, so you promise that none does"
+        )
+    if config.deadline.max_s > _MAX_DEADLINE_S:
+        raise ConfigError(
+            f"option 'deadline_max_s': found {config.deadline.max_s:g}, expected {_MAX_DEADLINE_S:g} at "
+            "most: LMCache's locks on its memory end by themselves"
         )
     for name, value in (("lora", "off"), ("weights_id", None)):
         if (found := getattr(config, name)) != value:
