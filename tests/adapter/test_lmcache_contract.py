@@ -353,6 +353,27 @@ def test_a_task_that_waited_too_long_does_not_touch_lmcaches_memory(make, monkey
     assert world.load(keys([1]), world.objects(2)) == [True]
 
 
+def test_a_checkpoint_that_changes_stops_its_model_and_no_other(
+    make, monkeypatch, tmp_path, caplog
+):
+    monkeypatch.setattr(module, "_WATCH_S", 0.02)
+    (tmp_path / "model").mkdir()
+    weights = tmp_path / "model" / "model.bin"
+    weights.write_bytes(bytes(range(256)) * 64)
+    own = {name: word for name, word in ENTRY.items() if name != "weights_id"}
+    models = {"m": {**own, "checkpoint": str(weights.parent)}, "other": ENTRY}
+    world = make(models=models)
+    both = [*keys([1]), *keys([1], model_name="other")]
+    assert world.store(both, world.objects(0, 1)).is_successful()
+    assert world.lookup(both) == [True, True], "the control"
+    weights.write_bytes(bytes(range(255, -1, -1)) * 64)
+    wait_for(lambda: world.lookup(both) == [False, True])
+    assert world.load(both, world.objects(2, 3)) == [False, True]
+    assert not world.store(keys([2]), world.objects(0)).is_successful()
+    assert "the checkpoint of m was changed" in caplog.text
+    assert make(models=models).lookup(both) == [False, True], "another namespace"
+
+
 def test_a_wrong_option_ends_the_start_in_one_sentence(make, caplog):
     with pytest.raises(ConfigError, match="'max_byte'") as refusal:
         make(max_byte=1)

@@ -50,6 +50,7 @@ logger = logging.getLogger(__name__)
 
 _FINGERPRINT_S = 300.0  # a few thousand small reads, perhaps on a slow mount
 _PUBLISH_S = 1.0
+_WATCH_S = 5.0  # an engine takes longer to load weights
 # So long after it was submitted a task may begin to touch LMCache's memory; it ends by `deadline_max_s` then.
 _BEGIN_S = 60.0
 _OPENING = (
@@ -99,12 +100,14 @@ class FskvAdapter(L2AdapterInterface):
         self._kinds: dict[tuple[str, int, int], ObjectKind] = {}  # the last one seen of each
         self._said: set[str] = set()
         self._closed = False
+        self._ending = threading.Event()
         self._queues: dict[str, queue.SimpleQueue[Any]] = {n: queue.SimpleQueue() for n in _THREADS}
         self._threads = [
             threading.Thread(target=self._run, args=(name,), name=f"fskv-{name}", daemon=True)
             for name, number in _THREADS.items()
             for _ in range(number)
         ]
+        self._threads.append(threading.Thread(target=self._watch, name="fskv-watch", daemon=True))
         for thread in self._threads:
             thread.start()
 
@@ -180,6 +183,7 @@ class FskvAdapter(L2AdapterInterface):
             if self._closed:
                 return
             self._closed = True
+        self._ending.set()
         for store in self._open_stores():
             store.close()  # ends the calls of our threads
         for name, number in _THREADS.items():
@@ -284,8 +288,8 @@ class FskvAdapter(L2AdapterInterface):
             with self._lock:
                 del self._stores[kind]
         opening.set_result(store)
-        with self._lock:
-            late = self._closed
+        with self._lock:  # what came meanwhile has not seen this one
+            late = self._closed or kind.model not in self._models
         if late and store is not None:
             store.close()
 
@@ -309,6 +313,17 @@ class FskvAdapter(L2AdapterInterface):
         )
         return _Store(kv, kind, self._config)
 
+    def _watch(self) -> None:
+        """Stop for good when files of a checkpoint change: an engine that starts now loads others."""
+        while not self._ending.wait(_WATCH_S):
+            for model in self._models.values():
+                if model.changed():
+                    del self._models[model.name]  # none is opened any more
+                    for store in self._open_stores():
+                        if store.model == model.name:
+                            store.stop(f"the checkpoint of {model.name} was changed")
+                    break
+
     def _open_stores(self) -> list[_Store]:
         with self._lock:
             ended = [opening.result() for opening in self._stores.values() if opening.done()]
@@ -328,6 +343,7 @@ class _Store(BlockingStore):
     def __init__(self, kv: KvStore, kind: ObjectKind, config: Any) -> None:
         super().__init__(kv, config.deadline, object_nbytes(kind), 2 * config.io_threads)
         self.namespace = kv.directory.path
+        self.model = kind.model
         self._own = kv
         labels = {"model": kind.model, "world": str(kind.world_size), "group": str(kind.group)}
         self._publisher = Publisher("lmcache", labels)

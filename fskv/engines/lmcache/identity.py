@@ -19,7 +19,7 @@ from fskv.config import StoreConfig
 from fskv.errors import ConfigError
 from fskv.hybrid_planner import GroupKind
 from fskv.identity.checkpoint_place import checkpoint_place
-from fskv.identity.fingerprint import kv_config, weights_fingerprint
+from fskv.identity.fingerprint import checkpoint_state, kv_config, weights_fingerprint
 from fskv.namespace import GroupIdentity, Identity, Json
 from fskv.types import ChunkId
 
@@ -42,6 +42,19 @@ class Model:
     arch: str
     attention_backend: str
     settings: Mapping[str, Json]
+    place: str  # of the checkpoint
+    files: (
+        Mapping[str, Any] | None
+    )  # their state before the fingerprint; None: the user named the weights
+
+    def changed(self) -> bool:
+        """Say whether files of the checkpoint are others now: an engine may have loaded those since."""
+        if self.files is None:
+            return False
+        try:
+            return checkpoint_state(self.place) != self.files
+        except ConfigError:  # it cannot be read just now: what comes back is looked at
+            return False
 
 
 class ObjectKind(NamedTuple):
@@ -130,6 +143,9 @@ def read_model(name: str, entry: Mapping[str, Any], config: StoreConfig) -> Mode
     """Read a model's checkpoint for its configuration and a fingerprint; raises ConfigError."""
     place = checkpoint_place(entry.get("checkpoint", name), entry.get("revision"))
     weights_id = entry.get("weights_id")
+    files = None
+    if weights_id is None and os.path.exists(place):
+        files = checkpoint_state(place)
     weights = (
         f"named:{weights_id}"
         if weights_id is not None
@@ -150,7 +166,9 @@ def read_model(name: str, entry: Mapping[str, Any], config: StoreConfig) -> Mode
             "LMCache's keys hold the engine's own names of media"
         )
     facts = {each: entry[each] for each in _REQUIRED}
-    return Model(name=name, weights=weights, model_config=model_config, **facts)
+    return Model(
+        name=name, weights=weights, model_config=model_config, place=place, files=files, **facts
+    )
 
 
 def build_identity(model: Model, kind: ObjectKind, version: str) -> Identity:
