@@ -43,9 +43,7 @@ def main(directory: str, rounds: int) -> None:
             for name, (server, engine) in pairs.items():
                 for prompt in PROMPTS:
                     if how == "from files":
-                        lab.forget(server, engine)
-                    else:
-                        engine(reset=True)
+                        lab.forget(server)
                     found.setdefault((name, how), []).append(engine.generate(prompt, tokens=1))
                     lab.wait_idle(server)
         for (name, how), answers in found.items():

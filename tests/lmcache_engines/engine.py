@@ -1,7 +1,6 @@
 """A real vLLM engine with LMCache's connector: reads a step a line, answers each with a line of JSON.
 
 {"generate": TEXT, "tokens": 8}   ids, tokens of the prompt and from LMCache, seconds to the first token
-{"reset": true}                    forgets the engine's own prefix cache
 """
 
 from __future__ import annotations
@@ -25,38 +24,21 @@ def numba_and_vllm():
     dispatcher.vars = only_plain
 
 
-def external_tokens(llm):
-    return sum(m.value for m in llm.get_metrics() if m.name == "vllm:external_prefix_cache_hits")
-
-
 def answer(llm, step):
     from vllm import SamplingParams
 
-    if "reset" in step:
-        # What was stored is given back by a step of the engine, and an idle one in process takes none.
-        few = SamplingParams(temperature=0, max_tokens=1)
-        for _ in range(300):
-            llm.generate([{"prompt_token_ids": [1, 2, 3]}], few, use_tqdm=False)
-            if llm.reset_prefix_cache():
-                return {"reset": True}
-            time.sleep(0.1)
-        return {"error": "not reset"}
     ids = llm.get_tokenizer()(step["generate"]).input_ids
-    before = external_tokens(llm)
     prompt = {"prompt_token_ids": ids}
-    if step.get("salt"):
-        prompt["cache_salt"] = step["salt"]
     began = time.monotonic()
     one = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
-    llm.generate([prompt], one, use_tqdm=False)
+    (first,) = llm.generate([prompt], one, use_tqdm=False)
     first_s = time.monotonic() - began
-    loaded = external_tokens(llm) - before
     more = SamplingParams(temperature=0, max_tokens=step.get("tokens", 8), ignore_eos=True)
-    said = llm.generate([prompt], more, use_tqdm=False)[0]
+    (said,) = llm.generate([prompt], more, use_tqdm=False)
     return {
         "ids": list(said.outputs[0].token_ids),
         "prompt_tokens": len(ids),
-        "loaded": loaded,
+        "loaded": first.num_cached_tokens or 0,  # the engine's own prefix cache is off
         "first_s": first_s,
     }
 

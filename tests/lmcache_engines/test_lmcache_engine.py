@@ -40,8 +40,8 @@ def whole_chunks(said) -> int:
 
 
 def again(server, engine, prompt):
-    """Generate with nothing in the memory of either: what is used comes from files."""
-    lab.forget(server, engine)
+    """Generate with nothing in the server's memory: what is used comes from files."""
+    lab.forget(server)
     return engine.generate(prompt)
 
 
