@@ -94,10 +94,10 @@ class Server(_Process):
     """`lmcache server` with one L2 adapter behind it."""
 
     def __init__(self, log, adapter, *, env=None, options=()):
-        self.port, self.http = free_port(), free_port()
+        self.port, self.http, self._metrics = free_port(), free_port(), free_port()
         command = [
             *(sys.executable, "-m", "lmcache.cli.main", "server", "--port", str(self.port)),
-            *("--http-port", str(self.http), "--prometheus-port", str(free_port())),
+            *("--http-port", str(self.http), "--prometheus-port", str(self._metrics)),
             *("--supported-transfer-mode", "auto", "--chunk-size", str(CHUNK_TOKENS)),
             *(
                 "--l1-size-gb",
@@ -131,6 +131,12 @@ class Server(_Process):
         )
         with urllib.request.urlopen(request, timeout=60) as answer:
             return json.loads(answer.read() or b"null")
+
+    def metrics(self):
+        with urllib.request.urlopen(
+            f"http://127.0.0.1:{self._metrics}/metrics", timeout=60
+        ) as said:
+            return said.read().decode()
 
     def storage(self):
         return self.ask("/status")["storage_manager"]

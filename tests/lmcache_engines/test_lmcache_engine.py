@@ -101,6 +101,7 @@ def test_both_are_restarted_and_load_what_was_stored_and_damage_is_computed(stor
     ):
         said = engine.generate(PROMPT)
         assert (said["ids"], said["loaded"]) == (first["ids"], whole_chunks(first))
+        assert "lmcache:fskv_loaded_chunks_total{" in server.metrics()
         sound = set(chunk_files(root))
         for what, damage in DAMAGES.items():
             damage(*sorted(sound)[2:4])
