@@ -133,9 +133,7 @@ class Server(_Process):
             return json.loads(answer.read() or b"null")
 
     def metrics(self):
-        with urllib.request.urlopen(
-            f"http://127.0.0.1:{self._metrics}/metrics", timeout=60
-        ) as said:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.http}/metrics", timeout=60) as said:
             return said.read().decode()
 
     def storage(self):
