@@ -94,10 +94,10 @@ class Server(_Process):
     """`lmcache server` with one L2 adapter behind it."""
 
     def __init__(self, log, adapter, *, env=None, options=()):
-        self.port, self.http, self._metrics = free_port(), free_port(), free_port()
+        self.port, self.http = free_port(), free_port()
         command = [
             *(sys.executable, "-m", "lmcache.cli.main", "server", "--port", str(self.port)),
-            *("--http-port", str(self.http), "--prometheus-port", str(self._metrics)),
+            *("--http-port", str(self.http), "--prometheus-port", str(free_port())),
             *("--supported-transfer-mode", "auto", "--chunk-size", str(CHUNK_TOKENS)),
             *(
                 "--l1-size-gb",
