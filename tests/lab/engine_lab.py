@@ -148,16 +148,27 @@ def run_program(
 ) -> str:
     """Run a program of the lab that makes an engine itself; return all that it printed. It must not fail."""
     log = pathlib.Path(_new_directory()) / "engine.log"
-    around = {**_without_vllm(os.environ), **ENGINE_ENV, **(env or {})}
-    process = _launch(list(command), around, str(log), fresh=False)
+    process = start_program(*command, env=env, log=log)
     try:
         code = process.wait(timeout_s)
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        kill_program(process)
     said = log.read_text(errors="replace")
     assert code == 0, f"{log}: {said[-4000:]}"
     return said
+
+
+def start_program(*command: str, env: Mapping[str, str] | None = None, log: pathlib.Path) -> Any:
+    """Start a program of the lab; what it prints goes to `log`. `kill_program` must be called."""
+    around = {**_without_vllm(os.environ), **ENGINE_ENV, **(env or {})}
+    return _launch(list(command), around, str(log), fresh=False)
+
+
+def kill_program(process: Any) -> None:
+    """Kill what is left of it and of its children."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def _launch(command: list[str], env: dict[str, str], log_path: str, *, fresh: bool) -> Any:

@@ -1,0 +1,147 @@
+"""What `vllm serve` starts, asked over HTTP: many requests at once, a restart, metrics, an end in stores."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import os
+import pathlib
+import signal
+import socket
+import time
+import urllib.error
+import urllib.request
+from typing import Self
+
+import engine_lab as lab
+import pytest
+from places import LAB
+from prometheus_client.parser import text_string_to_metric_families
+from world import wait_for
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+lab.needs_vllm()
+pytest.importorskip("uvicorn", reason="the server needs what .ci/setup installs: make test")
+
+MODEL = lab.MODELS["llama"]
+CHUNK, NUM_CLIENTS, PROMPT_TOKENS = 128, 16, 400
+START_S = 180.0
+
+
+class Server:
+    """One `vllm serve` on a port of its own; killed at the end of the block if it still runs."""
+
+    def __init__(self, directory: pathlib.Path, root: str) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.log = directory / f"serve-{self.port}.log"
+        arguments = {
+            "model": lab.checkpoint(MODEL.name),
+            "served-model-name": "tiny",
+            "host": "127.0.0.1",
+            "port": self.port,
+            "dtype": "float32",
+            "block-size": CHUNK,
+            "max-model-len": 1024,
+            "max-num-batched-tokens": 1024,
+            "max-num-seqs": 8,
+            "seed": 0,
+            "kv-transfer-config": json.dumps(lab.connector(root, **lab.options_for(MODEL.name))),
+        }
+        self._process = lab.start_program(
+            str(LAB / "serve.py"),
+            *(f"--{name}={value}" for name, value in arguments.items()),
+            "--skip-tokenizer-init",
+            "--enforce-eager",
+            env={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
+            log=self.log,
+        )
+
+    def __enter__(self) -> Self:
+        wait_for(lambda: self.get("/health")[0] == 200 or self._process.poll() is not None, START_S)
+        assert self._process.poll() is None, self.log.read_text()[-4000:]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        lab.kill_program(self._process)
+
+    def get(self, path: str, body: object = None) -> tuple[int, str]:
+        """Return status and text; status 0 where nobody listens."""
+        asked = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}{path}",
+            None if body is None else json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        try:
+            with urllib.request.urlopen(asked, timeout=120) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+        except OSError as error:
+            return 0, str(error)
+
+    def complete(self, prompt: list[int]) -> list[int]:
+        status, text = self.get(
+            "/v1/completions",
+            {
+                "model": "tiny",
+                "prompt": prompt,
+                "max_tokens": 8,
+                "temperature": 0,
+                "ignore_eos": True,
+                "return_token_ids": True,
+            },
+        )
+        assert status == 200, text
+        return json.loads(text)["choices"][0]["token_ids"]
+
+    def complete_all(self, prompts: list[list[int]]) -> list[list[int]]:
+        with concurrent.futures.ThreadPoolExecutor(len(prompts)) as clients:
+            return list(clients.map(self.complete, prompts))
+
+    def metric(self, name: str, **labels: str) -> float:
+        status, text = self.get("/metrics")
+        assert status == 200
+        return sum(
+            sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name == f"vllm:fskv_{name}" and labels.items() <= sample.labels.items()
+        )
+
+    def stop(self) -> tuple[int, float]:
+        """End it as a service manager does; return exit code and seconds."""
+        begun = time.monotonic()
+        os.kill(self._process.pid, signal.SIGTERM)
+        return self._process.wait(60), time.monotonic() - begun
+
+
+def test_a_served_engine_stores_for_many_clients_and_loads_for_them_after_a_restart(tmp_path):
+    root = tmp_path / "root"
+    root.mkdir()
+    prompts = [MODEL.tokens(f"client {n}", PROMPT_TOKENS) for n in range(NUM_CLIENTS)]
+    late = [MODEL.tokens(f"late {n}", PROMPT_TOKENS) for n in range(8)]
+    chunks = PROMPT_TOKENS // CHUNK * NUM_CLIENTS
+    with Server(tmp_path, str(root)) as server:
+        cold = server.complete_all(prompts)
+        assert len({tuple(tokens) for tokens in cold}) > NUM_CLIENTS // 2, "degenerate tokens"
+        # Nobody asks any more, and what is left is stored all the same.
+        wait_for(lambda: server.metric("stored_chunks_total") == chunks, 60)
+        assert len(lab.chunks(str(root))) == chunks
+        assert server.metric("requests_total", result="miss") == NUM_CLIENTS
+        assert server.metric("loaded_requests_total") == 0
+        server.complete_all(late)
+        assert server.get("/health")[0] == 200
+        code, seconds = server.stop()  # in the middle of the stores of these
+        assert code == 0, server.log.read_text()[-4000:]
+        assert seconds < 60
+        assert " ERROR " not in server.log.read_text()
+    lab.assert_sound(str(root))
+    with Server(tmp_path, str(root)) as server:
+        assert server.complete_all(prompts) == cold
+        assert server.metric("loaded_requests_total") == NUM_CLIENTS
+        assert server.metric("loaded_tokens_total") == chunks * CHUNK
+        assert server.metric("load_failures_total") == 0
+        assert server.metric("pending_loads") == 0
+        assert server.stop()[0] == 0
