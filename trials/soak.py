@@ -175,6 +175,10 @@ def _run(
         "greatest_bytes": max(watch.sizes, default=0),
         "sizes": len(watch.sizes),
         "growth": _growths(watch),
+        "watched": [
+            {"name": name, "seconds": round(life[-1].at - life[0].at), **(growth(life) or {})}
+            for (name, _), life in watch.lives.items()
+        ],
         "left": {"parts": num_parts, "claims": num_claims - len(drivers), "in time": bool(clean)},
         "healed": sum(healed),
         "healed_of": LAST * len(drivers),

@@ -24,7 +24,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What a process had at a moment: resident bytes, threads, open descriptors."""
+    """What a process had at a moment: resident bytes of its own (no files), threads, open descriptors."""
 
     at: float
     memory: int
@@ -71,9 +71,12 @@ def claims(root: str) -> int:
 
 
 def nbytes(root: str) -> int:
-    """Return the bytes on disk of all chunk files and parts."""
-    files, parts = count(root)
-    return files + parts[1]
+    """Return the bytes on disk of all chunk files and parts: the less of two walks, one after the other.
+
+    A walk is no snapshot: it counts what is removed behind it and what takes its place. Both see what lasts.
+    """
+    walks = count(root), count(root)
+    return min(files + part_nbytes for files, (_, part_nbytes) in walks)
 
 
 @dataclass(slots=True)
