@@ -160,8 +160,8 @@ class StoreConfig:
         "auto",
         "auto, host, gds",
         "How KV moves between GPU and files. `host`: through pinned memory. `gds`: through kvikio and cuFile "
-        "(GPUDirect Storage); refuses to start where that does not work. `auto`: `host`. `fskv bench` "
-        "measures both on a GPU and says which to write.",
+        "(GPUDirect Storage); where that does not work the log says why, and it is `host`. `auto`: `host`. "
+        "`fskv bench` measures both on a GPU and says which to write.",
     )
     gds_check: Literal["host", "refuse"] = _option(
         "host",
