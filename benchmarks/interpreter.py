@@ -289,7 +289,7 @@ def report(facts: dict[str, Any], options: argparse.Namespace) -> None:
     )
     columns = (
         *("", "rate kept", "chunks/s", "no interp.", "no CPU"),
-        *("(1-kept)/rate", "waited", "submitter", "I/O CPU", "in Python"),
+        *("lost", "waited", "submitter", "I/O CPU", "in Python"),
     )
     publish("interpreter", facts, (title, columns, rows), as_json=options.json)
 

@@ -1291,7 +1291,9 @@ FAULTS = (
         "fskv/data_path/runner.py",
         "            elif task.job.is_load:\n                self._ends.slot_free(task)\n",
         "            elif task.job.is_load:\n                pass\n",
-        _READINESS,
+        (
+            "tests/unit/test_readiness.py::test_a_load_that_is_given_up_when_it_has_a_thread_gives_its_slot_back",
+        ),
     ),
     Fault(
         "cuda-unknown-event-trusted",
@@ -1299,7 +1301,7 @@ FAULTS = (
         "fskv/data_path/runner.py",
         "        self._pool.release(ahead, fired)\n",
         "        self._pool.release(ahead, True)\n",
-        _READINESS,
+        ("tests/unit/test_readiness.py::test_an_event_that_nobody_can_tell_of_costs_its_chunks",),
     ),
     Fault(
         "cuda-wrong-copies-used",

@@ -46,7 +46,7 @@ TRANSPORTS = ["host", "host-spans", "host-python", "host-buffered", "gds", "gds-
 
 
 def make_transport(kind: str, tensors: list, slot_nbytes: int, probe_dir: str):
-    """`host-spans` and `gds-host-checks` need no Triton kernels, `host-python` without fskv._native."""
+    """`host-spans` and `gds-host-checks` need no Triton kernels, `host-python` no fskv._native."""
     with pytest.MonkeyPatch.context() as patch:
         if kind in ("host-spans", "gds-host-checks"):
             patch.setattr(kernels, "available", lambda device: "switched off by the test")

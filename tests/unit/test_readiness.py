@@ -281,6 +281,23 @@ def test_what_was_read_ahead_and_is_given_up_touches_no_page(make_device, how):
     assert bench.runner._slots._num_ahead == 0
 
 
+def test_a_load_that_is_given_up_when_it_has_a_thread_gives_its_slot_back(make_device):
+    """Its guard is closed before anybody can take it back."""
+    bench = make_device(num_threads=2, num_slots=40)
+    stored(bench, list(range(4)))
+    forward = Event()
+    load, _ = bench.submit(list(range(4)), forward, load=True, place=10)
+    wait_for(lambda: bench.num_read_ahead == 4)
+    bench.runner._jobs[load].guard.abandon()
+    forward.fire()
+    wait_for(lambda: bench.num_read_ahead == 0 and not bench.runner._pool.queue.running())
+    bench.runner.wait([load])
+    assert bench.finish(load)[0].failed
+    bench.wait_until_idle()
+    assert all(bench.poisoned(10 + i) for i in range(4))
+    assert bench.runner._slots._num_ahead == 0
+
+
 @pytest.mark.parametrize("how", ["wait", "drop"])
 def test_stores_that_wait_for_a_forward_give_their_pages_back(make_device, how):
     bench = make_device(num_threads=2, num_slots=40)
@@ -368,9 +385,9 @@ def test_an_event_that_nobody_can_tell_of_costs_its_chunks(make_device, monkeypa
     if how == "no thread":
         monkeypatch.setattr(bench.runner._readiness, "call_after", lambda *_: False)
     event = BrokenEvent() if how == "broken" else Event()
-    threading.Timer(0.3, event.fire).start()
     store, _ = bench.submit([8, 9], event, load=False, place=5)
     load, _ = bench.submit(list(range(4)), event, load=True, place=10)
+    threading.Timer(0.3, event.fire).start()
     bench.finish(store, load)
     bench.wait_until_idle()
     assert bench.statuses(loads=False) == {Status.OK: 4, Status.IO_ERROR: 2}
