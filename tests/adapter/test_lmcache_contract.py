@@ -353,6 +353,24 @@ def test_a_task_that_waited_too_long_does_not_touch_lmcaches_memory(make, monkey
     assert world.load(keys([1]), world.objects(2)) == [True]
 
 
+def test_a_bound_holds_over_a_restart(make, tmp_path):
+    """The control is at the end: without a bound the same objects take more."""
+    bound = 300 * 8192  # 300 files
+
+    def most(numbers, **options):
+        world = make(maintenance="on", **options)
+        sizes = []
+        for first in range(*numbers, 20):
+            world.store(keys(range(first, first + 20)), world.objects(*range(20)))
+            sizes.append(sum(path.stat().st_blocks * 512 for path in chunk_files(tmp_path)))
+        world.adapter.close()
+        return max(sizes)
+
+    assert 0 < most((0, 400), max_bytes=bound) <= bound
+    assert 0 < most((400, 800), max_bytes=bound) <= bound
+    assert most((800, 1600)) > bound
+
+
 def test_a_checkpoint_that_changes_stops_its_model_and_no_other(
     make, monkeypatch, tmp_path, caplog
 ):
