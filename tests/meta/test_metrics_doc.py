@@ -72,11 +72,14 @@ def check_events(text: str) -> None:
         assert words, name
 
 
+_LOGS = r"logger\.(debug|info|warning|error|critical|exception|log)"
+
+
 def unmarked_lines(source: str) -> list[str]:
     """Return the lines of the log that do not begin with "fskv: ", as their calls are written."""
     found = []
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("logger."):
+        if isinstance(node, ast.Call) and re.fullmatch(_LOGS, ast.unparse(node.func)):
             line = node.args[1 if ast.unparse(node.func) == "logger.log" else 0]
             words = line.value if isinstance(line, ast.Constant) else ""
             if not words.startswith("fskv: "):
