@@ -164,7 +164,7 @@ _GAUGES = {metric.name for metric in metrics.ALL_METRICS if metric.kind == "gaug
 # What is the root's, or 0 or 1, is the same for all engines behind an endpoint: the largest is shown.
 _SHARED = _GAUGES - {
     *(metrics.SLOTS_IN_USE.name, metrics.THREADS_HUNG.name, metrics.STORE_QUEUE.name),
-    *(metrics.KNOWN_CHUNKS.name, metrics.QUARANTINED_CHUNKS.name),
+    *(metrics.KNOWN_CHUNKS.name, metrics.QUARANTINED_CHUNKS.name, metrics.PENDING_LOADS.name),
 }
 
 

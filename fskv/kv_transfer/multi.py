@@ -91,7 +91,8 @@ class MultiConfig:
         1.0,
         "seconds",
         "How long a request waits for children that have not answered and could offer more than those "
-        "that have; then it goes on without them.",
+        "that have; then it goes on without them. A child whose mount answers slowly may need up to ten "
+        "times its own: [filesystems.md](filesystems.md#cephfs-what-to-set).",
     )
 
     @classmethod

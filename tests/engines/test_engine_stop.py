@@ -60,7 +60,7 @@ def faults(root, tmp_path, native_library):
     return DiskFaults(native_library("disk"), root, tmp_path / "faults")
 
 
-@pytest.mark.parametrize("timeout_s", [0, 60])
+@pytest.mark.parametrize("timeout_s", [pytest.param(0, marks=pytest.mark.slow), 60])
 def test_an_engine_that_is_stopped_has_ended_and_with_time_stores_its_last_chunks(
     root, faults, timeout_s
 ):
@@ -81,6 +81,7 @@ def test_an_engine_that_is_stopped_has_ended_and_with_time_stores_its_last_chunk
         assert stored < CHUNKS, "the control: it would have been done in time"
 
 
+@pytest.mark.slow
 def test_negative_control_an_engine_that_is_killed_has_died(root, faults, tmp_path):
     talk = lab.Conversation(tmp_path)
     talk.say(lab.generate(MODEL.main_prompt(), "last"))

@@ -30,9 +30,9 @@ class Engine:
             self._made[name] = kind(name, "of a test", names, registry=self.registry, **options)
         return self._made[name].labels(**LABELS, **labels)
 
-    def add(self, metric, amount=1, reason=None):
+    def add(self, metric, amount=1, label=None):
         name = metric if isinstance(metric, str) else f"vllm:{metric.name}"
-        self._get(Counter, name, {"reason": reason} if reason else {}).inc(amount)
+        self._get(Counter, name, {metric.label: label} if label else {}).inc(amount)
 
     def set(self, metric, value, label=None):
         self._get(Gauge, f"vllm:{metric.name}", {metric.label: label} if label else {}).set(value)

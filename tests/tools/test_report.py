@@ -26,6 +26,7 @@ from metrics_lab import Engine, server
 from fskv.bounds.ledger import Ledger
 from fskv.bounds.quota import Claim, Limits, Usage
 from fskv.index.scan import RECORD
+from fskv.observe.metrics import LOAD_FAILURES
 from fskv.root.process_id import HOST, TOKEN
 
 VOID = {"meta", "br", "link", "img", "input", "hr", "source", "base", "embed", "wbr"}
@@ -273,7 +274,7 @@ def test_names_and_manifests_cannot_put_anything_into_the_page(lab, tmp_path):
         json.dump(state, file)
     engine = Engine()
     engine.traffic()
-    engine.add("vllm:fskv_load_failures", 2, reason=EVIL)
+    engine.add(LOAD_FAILURES, 2, EVIL)
     with server(engine) as metrics:
         done, text = report(lab, tmp_path, "--metrics", metrics.url)
     assert done.exit_code == 1  # namespaces without an identity
