@@ -22,17 +22,17 @@ TIER = "FskvTier"
 
 # vLLM checks or changes its own configuration for these, and finds them only under its MultiConnector.
 PULLS = ("NixlConnector", "NixlPullConnector")  # what that is of these: `check_beside_pulls`
-# What takes KV from another engine's memory, where nobody checks that it still is what it was; reads files
-# that nobody checks; or makes KV up.
-_UNCHECKED = (
+# What takes KV from another engine's memory, unless it is said to give only.
+_FROM_ENGINES = (
     *PULLS,
     "NixlPushConnector",
     "MoRIIOConnector",
     "MooncakeConnector",
     "P2pNcclConnector",
-    "ExampleConnector",
-    "DecodeBenchConnector",
 )
+# What keeps KV of this engine in this engine's memory, and what it may be made of.
+_OF_THE_ENGINE = ("OffloadingConnector", "SimpleCPUOffloadConnector")
+_SPECS = (None, "CPUOffloadingSpec", "TieringOffloadingSpec")
 _GROUPS = ("MultiConnector", "FskvMultiConnector")  # connectors around others
 _NOT_AS_CHILD = (
     "FskvMultiConnector",
@@ -198,24 +198,50 @@ def _check_health_files(children: Sequence[ChildConfig]) -> None:
 def check_stored(children: Sequence[Any]) -> None:
     """Refuse to store KV that nobody vouches for; `children` are connectors as they were written.
 
-    An engine whose KV is fetched frees its blocks when that took too long, and uses them again. Who fetches
-    them then is not told (vLLM 0.32). What was fetched serves other requests, too, by vLLM's own prefix
-    cache, so it cannot be told from what was computed. Raises ConfigError.
+    What another connector loads serves other requests, too, by vLLM's own prefix cache, so it cannot be told
+    from what was computed. An engine whose KV is fetched frees its blocks when that took too long, and uses
+    them again; who fetches them then is not told (vLLM 0.32). Files and services of others check nothing that
+    fskv could rely on. Raises ConfigError.
     """
     written = list(_connectors(children, "connectors"))
     for _, source in written:
-        connector, role = source.get("kv_connector"), source.get("kv_role")
-        gives_only = role == "kv_producer" and not _extra(source).get("bidirectional_kv_xfer")
-        if connector not in _UNCHECKED or gives_only:
+        unchecked = _unchecked(source)
+        if unchecked is None:
             continue
         for where, options in _our_options(written):
             stores = options.get("store", True)
             if stores is not False:
                 raise ConfigError(
-                    f"option '{where}.store': found {stores!r} beside {connector} with kv_role "
-                    f'"{role}", expected false: nobody checks the KV that it brings, so it must not be '
-                    "stored; the node that computes it stores it"
+                    f"option '{where}.store': found {stores!r} beside {unchecked}, expected false: nobody "
+                    "checks the KV that it brings, so it must not be stored; who computes it stores it"
                 )
+
+
+def _unchecked(source: Mapping[str, Any]) -> str | None:
+    """Return what of a connector brings KV that fskv cannot vouch for, in words; None for nothing."""
+    connector, role, extra = source.get("kv_connector"), source.get("kv_role"), _extra(source)
+    if connector in (OURS, *_GROUPS):
+        return None
+    if connector in _FROM_ENGINES and role == "kv_producer":
+        return (
+            f'{connector} with "bidirectional_kv_xfer"'
+            if extra.get("bidirectional_kv_xfer")
+            else None
+        )
+    if connector not in _OF_THE_ENGINE or source.get("kv_connector_module_path"):
+        return f'{connector} with kv_role "{role}"'
+    if extra.get("spec_name") not in _SPECS or extra.get("spec_module_path"):
+        return f"{connector} with the spec {extra.get('spec_name')}"
+    for tier in _tiers(source):
+        if tier.get("type") != TIER:
+            return f"the tier {tier.get('type')} of {connector}"
+    return None
+
+
+def _tiers(child: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    tiers = _extra(child).get("secondary_tiers")
+    known = tiers if isinstance(tiers, Sequence) and not isinstance(tiers, str) else ()
+    return [tier if isinstance(tier, Mapping) else {} for tier in known]
 
 
 def _connectors(children: Any, where: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -235,9 +261,8 @@ def _our_options(
     for where, child in written:
         if child.get("kv_connector") == OURS:
             yield where, _extra(child)
-        tiers = _extra(child).get("secondary_tiers")
-        for idx, tier in enumerate(tiers if isinstance(tiers, Sequence) else ()):
-            if isinstance(tier, Mapping) and tier.get("type") == TIER:
+        for idx, tier in enumerate(_tiers(child)):
+            if tier.get("type") == TIER:
                 yield f"{where}.secondary_tiers[{idx}]", tier
 
 

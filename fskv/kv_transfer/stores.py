@@ -31,6 +31,7 @@ def stores_of(transfer: Mapping[str, Any]) -> list[StoreConfig]:
         check_stored(written)
         return [store for child in written for store in stores_of(child)]
     tiers = _objects(extra, "secondary_tiers")
+    check_stored([transfer])
     if near := difflib.get_close_matches(connector, (OURS, _MULTI), n=1, cutoff=0.8):
         raise ConfigError(f"kv_connector: found {connector!r}, did you mean {near[0]!r}?")
     return [

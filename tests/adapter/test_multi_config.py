@@ -182,6 +182,13 @@ def test_what_vllm_looks_after_for_nixl_only_in_its_own_multiconnector_is_refuse
         (nixl("kv_both"), True, False),
         (nixl("kv_both", "MooncakeConnector"), True, False),
         (nixl("kv_both", "DecodeBenchConnector"), True, False),
+        (other("LMCacheMPConnector"), True, False),
+        (other("ConnectorOfSomebody"), True, False),
+        (other() | {"kv_connector_module_path": "some.where"}, True, False),
+        (other(spec_name="SharedStorageOffloadingSpec"), True, False),
+        (other(secondary_tiers=[{"type": "fs", "root_dir": "/x"}]), True, False),
+        (other("SimpleCPUOffloadConnector"), True, True),
+        (other(spec_name="TieringOffloadingSpec"), True, True),
         (other("MultiConnector", connectors=[nixl("kv_consumer")]), True, False),
         (other("MultiConnector", connectors=[nixl("kv_producer"), other()]), True, True),
         (nixl("kv_consumer"), False, True),
@@ -211,6 +218,18 @@ def test_a_tier_does_not_store_it_either(stores):
             check_stored(children)
     else:
         check_stored(children)
+
+
+@pytest.mark.parametrize("stores", [True, False])
+def test_a_tier_beside_another_ones_files_does_not_store(stores):
+    ours_too = {"type": "FskvTier", "root": "/a", **({} if stores else {"store": False})}
+    tiers = [{"type": "fs", "root_dir": "/x"}, ours_too]
+    transfer = other(spec_name="TieringOffloadingSpec", secondary_tiers=tiers)
+    if stores:
+        with pytest.raises(ConfigError, match=r"secondary_tiers\[1\].store.*the tier fs"):
+            stores_of(transfer)
+    else:
+        stores_of(transfer)
 
 
 def test_children_of_vllms_own_multiconnector_are_checked_before_weights_are_read():

@@ -372,7 +372,7 @@ def test_a_child_that_vllm_refuses_is_named(child, sentence):
     of = FskvMultiConnector._get_connector_classes_and_configs
     assert len(of(_vllm_config(_child_config("a"), _child_config("b")))) == 2
     with pytest.raises(ConfigError) as caught:
-        of(_vllm_config(_child_config("a"), child))
+        of(_vllm_config(_child_config("a", store=False), child))
     assert str(caught.value).startswith("option 'connectors[1]': ")
     assert sentence in str(caught.value)
     assert "\n" not in str(caught.value)

@@ -99,6 +99,8 @@ def _by_tokenizer(where: str, text: str) -> list[int]:
         found = (
             Tokenizer.from_file(path) if os.path.exists(path) else Tokenizer.from_pretrained(where)
         )
+        found.no_truncation()
+        found.no_padding()
         return list(found.encode(text).ids)
     except Exception as error:  # whatever its Rust, a cache or the hub make of it
         reason = " ".join(str(error).split())[:200]
