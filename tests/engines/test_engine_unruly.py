@@ -1,0 +1,69 @@
+"""Requests that do not behave, on an engine with few blocks: tokens stay right, and nothing is left."""
+
+from __future__ import annotations
+
+import json
+
+import engine_lab as lab
+import pytest
+from places import LAB
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
+lab.needs_vllm()
+
+SCENARIO = str(LAB / "unruly_scenario.py")
+
+
+def scenario(root: object, *how: str) -> dict:
+    said = lab.run_program(SCENARIO, str(root), *how)
+    (line,) = [line for line in said.splitlines() if line.startswith('{"tokens"')]
+    return json.loads(line)
+
+
+@pytest.fixture(scope="module")
+def reference() -> dict[str, list[int]]:
+    """What each prompt gives in an engine without fskv and with room for it."""
+    return scenario("-")["tokens"]
+
+
+@pytest.fixture
+def root(tmp_path):
+    lab.stored("llama", tmp_path / "root")
+    return tmp_path / "root"
+
+
+def test_aborted_preempted_and_crowded_requests_get_right_tokens_and_leave_nothing(reference, root):
+    """Aborted in a load that hangs, in a slow one, in a store and while deferred; preempted; many at once."""
+    answer = scenario(root)
+    for label, tokens in answer["tokens"].items():
+        assert tokens == reference.get(label, tokens), label
+    assert answer["tokens"].keys() >= {
+        "after_hung",
+        "after_slow",
+        "stored",
+        "after_stored",
+        "after_deferred",
+        "crowd 2",
+        "many 39",
+    }
+    for part, left in answer["left"].items():
+        assert not any(left.values()), (part, left)
+    assert set(answer["left"]) == {"hung", "slow", "stored", "deferred", "crowd", "many"}
+    # What should have happened did.
+    assert answer["cached"]["stored"] > 0
+    assert answer["deferred"]
+    assert answer["preemptions"] > 0
+    assert answer["many_cached"] > 0
+    assert "2048" in answer["too_long"]
+    lab.assert_sound(str(root))
+
+
+@pytest.mark.parametrize(
+    ("guard", "label"), [("late_reads", "after_hung"), ("unflushed_stores", "stored")]
+)
+def test_negative_control_without_the_guard_an_aborted_request_spoils_another_one(
+    guard, label, reference, root
+):
+    """Late bytes of its load reach the next owner's pages; its store takes the KV of the next owner."""
+    tokens = scenario(root, guard)["tokens"][label]
+    assert tokens != reference[label], "the scenario does not provoke what it should"

@@ -1,0 +1,340 @@
+"""Child process of test_engine_unruly: one engine, few blocks, and requests that do not behave. See there.
+
+python unruly_scenario.py ROOT|- [late_reads|unflushed_stores]; prints one JSON line. Without a root it is an
+engine without fskv that computes each prompt by itself. The others are negative controls: a load writes its
+pages whenever its read returns; stores are not made to read their blocks before these change hands.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from typing import Any
+
+import places  # noqa: F401
+
+os.environ.update(
+    HF_HUB_OFFLINE="1",
+    VLLM_NO_USAGE_STATS="1",
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_CPU_KVCACHE_SPACE="1",
+)
+NUM_BLOCKS, MAX_MODEL_LEN = 23, 2048  # one of them is vLLM's own
+DEADLINE_S = 2.0
+_LONGEST_S = 60.0
+NUM_CROWD, NUM_MANY = 3, 40
+
+
+def prompts(model: Any) -> dict[str, list[int]]:
+    found = {"main": model.main_prompt()}
+    for name in (
+        "after_hung",
+        "after_slow",
+        "stored",
+        "after_stored",
+        "deferred",
+        "after_deferred",
+    ):
+        found[name] = model.tokens(name, 1930)
+    for number in range(NUM_CROWD):
+        # Seven blocks each, and an eighth after some tokens, for which there is no room for all.
+        found[f"crowd {number}"] = model.tokens(f"crowd {number}", 890)
+    for number in range(NUM_MANY):
+        shared = model.tokens(f"shared {number % 5}", 256)
+        found[f"many {number}"] = shared + model.tokens(f"many {number}", 100)
+    return found
+
+
+def num_tokens(label: str) -> int:
+    return 100 if label.startswith("crowd") else 16
+
+
+class Scenario:
+    def __init__(self, root: str, how: list[str]) -> None:
+        import engine_lab as lab
+        from vllm import LLM
+        from vllm.config import KVTransferConfig
+
+        from faults import transport as faults
+
+        self.faults = faults
+        model = lab.MODELS["llama"]
+        self.prompts = prompts(model)
+        self.script = faults.Script()
+        transfer = None
+        if root != "-":
+            faults.install(self.script)
+            options = {
+                "root": root,
+                "hybrid_chunk_size": 128,
+                "io_threads": 2,
+                "deadline_base_s": DEADLINE_S,
+                "deadline_max_s": DEADLINE_S,
+                "deadline_per_mib_s": 0,
+                "breaker_failures": 1_000_000,
+                "quarantine_s": 0.1,
+            }
+            transfer = KVTransferConfig(
+                kv_connector="FskvConnector", kv_role="kv_both", kv_connector_extra_config=options
+            )
+        if "late_reads" in how:
+            from fskv.data_path.threads import Guard
+
+            Guard.enter = lambda guard: True
+            Guard.leave = lambda guard: None
+        if "unflushed_stores" in how:
+            from fskv.engines.vllm.worker import FskvWorker
+
+            FskvWorker.wait = lambda worker, job_ids: None
+        few = {"num_gpu_blocks_override": NUM_BLOCKS} if transfer else {}
+        self.llm = LLM(
+            model=lab.checkpoint("llama"),
+            kv_transfer_config=transfer,
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            max_model_len=MAX_MODEL_LEN,
+            max_num_batched_tokens=1024,
+            max_num_seqs=4,
+            disable_log_stats=False,
+            seed=0,
+            **few,
+            **model.engine_kwargs(),
+        )
+        self.engine = self.llm.llm_engine
+        self.core = self.engine.engine_core.engine_core
+        self.tokens: dict[str, list[int]] = {}
+        self.cached: dict[str, int] = {}
+
+    # --- what every part uses -----------------------------------------------------------------
+
+    @property
+    def transport(self) -> Any:
+        return self.worker.mover._transport
+
+    @property
+    def worker(self) -> Any:
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        return get_kv_transfer_group().connector_worker.spec.worker
+
+    @property
+    def manager(self) -> Any:
+        return self.core.scheduler.connector._manager
+
+    def sampling(self, count: int) -> Any:
+        from vllm import SamplingParams
+
+        return SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
+
+    def add(self, label: str) -> None:
+        prompt = {"prompt_token_ids": self.prompts[label]}
+        self.engine.add_request(label, prompt, self.sampling(num_tokens(label)))
+
+    def abort(self, label: str) -> None:
+        self.engine.abort_request([label])
+        self.step()
+
+    def step(self) -> None:
+        for output in self.engine.step():
+            self.tokens[output.request_id] = list(output.outputs[0].token_ids)
+            self.cached[output.request_id] = output.num_cached_tokens
+
+    def step_until(self, condition: Any) -> None:
+        end = time.monotonic() + _LONGEST_S
+        while not condition():
+            assert time.monotonic() < end, "in vain"
+            self.step()
+
+    def finish(self, *labels: str) -> None:
+        self.step_until(lambda: all(len(self.tokens.get(x, ())) == num_tokens(x) for x in labels))
+
+    def make(self, script: Any) -> None:
+        self.transport.script = script
+
+    def calm(self) -> None:
+        self.make(self.faults.Script())
+        self.transport.release()
+
+    def settle(self) -> None:
+        """Step until nothing is left to be done for a request or a chunk."""
+        self.add_small()
+        self.step_until(
+            lambda: (
+                not self.core.scheduler.has_requests()
+                and self.worker.mover._runner.num_open_stores == 0
+                and self.worker.mover._runner.num_running == 0
+            )
+        )
+
+    def add_small(self) -> None:
+        self.engine.add_request(
+            f"small {time.monotonic()}", {"prompt_token_ids": [1]}, self.sampling(1)
+        )
+
+    def left(self) -> dict[str, int]:
+        """Return what should be nothing when no request is left."""
+        scheduler = self.core.scheduler
+        of_connector = scheduler.connector.connector_scheduler
+        pool = scheduler.kv_cache_manager.block_pool
+        return {
+            "blocks": NUM_BLOCKS - 1 - pool.get_num_free_blocks(),
+            "requests": len(scheduler.requests),
+            "tracked": len(of_connector._req_status),
+            "jobs": len(of_connector._jobs),
+            "loading": len(of_connector._chunks_being_loaded or ()),
+            "running": self.worker.mover._runner.num_running,
+            "stores": self.worker.mover._runner.num_open_stores,
+            "storing": len(self.manager.chunks.storing),
+            "told": len(self.manager._told),
+            **{metric.name: int(self.gauge(metric)) for metric in self.gauges()},
+        }
+
+    def gauges(self) -> list[Any]:
+        from fskv.observe import metrics
+
+        return [metrics.SLOTS_IN_USE, metrics.THREADS_HUNG]
+
+    def gauge(self, metric: Any) -> float:
+        return self.worker.mover.gauges()[metric]
+
+    # --- the parts ----------------------------------------------------------------------------
+
+    def reference(self) -> None:
+        for label in self.prompts:
+            self.add(label)
+            self.finish(label)
+
+    def abort_during_a_load(self, reads: str, after: str) -> None:
+        """The aborted request's blocks go to `after` when its load has ended, and late bytes do not."""
+        self.make(self.faults.Script(read=reads))
+        self.add("main")
+        self.step_until(lambda: self.transport._num_now["read"] > 0)
+        self.abort("main")
+        self.add(after)
+        self.step_until(lambda: len(self.tokens.get(after, ())) >= 2)
+        self.calm()
+        wait_until(lambda: self.worker.mover._runner.num_running == 0)
+        self.finish(after)
+        self.settle()
+
+    def abort_during_a_store(self) -> None:
+        self.make(self.faults.Script(write="H*"))
+        self.add("stored")
+        self.step_until(
+            lambda: (
+                len(self.tokens.get("stored", ())) >= 2
+                and self.worker.mover._runner.num_open_stores > 2
+            )
+        )
+        self.abort("stored")
+        self.tokens.pop("stored")
+        self.add("after_stored")
+        self.finish("after_stored")
+        self.calm()
+        self.settle()
+        assert self.llm.reset_prefix_cache()
+        self.add("stored")
+        self.finish("stored")
+        self.settle()
+
+    def abort_while_deferred(self) -> bool:
+        """Return whether the request was deferred when it was aborted."""
+        gate = threading.Event()
+        presence = self.manager.chunks.presence
+        look = presence._probe
+
+        def hang(*arguments: Any) -> Any:
+            gate.wait(_LONGEST_S)
+            return look(*arguments)
+
+        presence._probe = hang
+        self.add("deferred")
+        self.step()
+        # Known to the connector, and not scheduled.
+        deferred = bool(self.manager_requests()) and not self.core.scheduler.running
+        self.abort("deferred")
+        self.add("after_deferred")
+        self.finish("after_deferred")
+        presence._probe = look
+        gate.set()
+        self.settle()
+        return deferred
+
+    def manager_requests(self) -> set[str]:
+        return set(self.core.scheduler.connector.connector_scheduler._req_status)
+
+    def crowd(self) -> int:
+        labels = [f"crowd {number}" for number in range(NUM_CROWD)]
+        for label in labels:
+            self.add(label)
+        self.finish(*labels)
+        self.settle()
+        found = [m.value for m in self.llm.get_metrics() if m.name == "vllm:num_preemptions"]
+        return int(sum(found))
+
+    def many(self) -> int:
+        """Run them twice, as many as there are at once; return the tokens that came from files."""
+        labels = [f"many {number}" for number in range(NUM_MANY)]
+        for _ in range(2):
+            for label in labels:
+                self.tokens.pop(label, None)
+                self.add(label)
+            self.finish(*labels)
+            self.settle()
+            assert self.llm.reset_prefix_cache()
+        return sum(self.cached[label] for label in labels)
+
+    def too_long(self) -> str:
+        """Return how vLLM refuses a request that is longer than its cache."""
+        from vllm.exceptions import VLLMValidationError
+
+        try:
+            prompt = {"prompt_token_ids": [1] * (MAX_MODEL_LEN + 1)}
+            self.engine.add_request("too long", prompt, self.sampling(1))
+        except (ValueError, VLLMValidationError) as error:
+            return str(error)
+        return ""
+
+
+def wait_until(condition: Any) -> None:
+    end = time.monotonic() + _LONGEST_S
+    while not condition():
+        assert time.monotonic() < end, "in vain"
+        time.sleep(0.01)
+
+
+def main() -> None:
+    root, *how = sys.argv[1:]
+    scenario = Scenario(root, how)
+    answer: dict[str, Any] = {}
+    left: dict[str, dict[str, int]] = {}
+    if root == "-":
+        scenario.reference()
+    elif how == ["late_reads"]:
+        scenario.abort_during_a_load("H*", "after_hung")
+    elif how == ["unflushed_stores"]:
+        scenario.abort_during_a_store()
+    else:
+        scenario.abort_during_a_load("H*", "after_hung")
+        left["hung"] = scenario.left()
+        scenario.abort_during_a_load("L*", "after_slow")
+        left["slow"] = scenario.left()
+        scenario.abort_during_a_store()
+        left["stored"] = scenario.left()
+        answer["deferred"] = scenario.abort_while_deferred()
+        left["deferred"] = scenario.left()
+        answer["preemptions"] = scenario.crowd()
+        left["crowd"] = scenario.left()
+        answer["too_long"] = scenario.too_long()
+        answer["many_cached"] = scenario.many()
+        left["many"] = scenario.left()
+    answer = {"tokens": scenario.tokens, "cached": scenario.cached, "left": left, **answer}
+    scenario.engine.engine_core.shutdown()
+    print("\n" + json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()
