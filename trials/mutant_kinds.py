@@ -66,7 +66,7 @@ FAULTS = (
         "dead-engine-ended",
         "An engine that was killed has died, and one that was asked to end has ended.",
         "fskv/bounds/serve.py",
-        "    died = not asked and not (signals is not None and asked_to_end(signals))\n",
+        "    died = not told and not (asked is not None and asked.lately)\n",
         "    died = False\n",
         ("tests/unit/test_engine_ends.py",),
     ),

@@ -219,17 +219,24 @@ class Capacity:
                 return []
         else:
             self._silent_polls_since = 0.0
+        self._report(self._wanted(now))
+        removed, self._removed = self._removed, []
+        return removed
+
+    def _report(self, wanted: int) -> bool:
+        """Tell the process where we are; False if it cannot be told now."""
         message = {
             "used": max(0, self._used),
             "written": self._written,
             "returned": self._returned,
-            "wanted": self._wanted(now),
+            "wanted": wanted,
             "full": self._full,
         }
+        if self._process is None:
+            return False
         if message != self._said and self._process.send(message):
             self._said = message
-        removed, self._removed = self._removed, []
-        return removed
+        return message == self._said
 
     def _wanted(self, now: float) -> int:
         """Return what was asked for at once, lately; rounded up, so that it seldom changes."""
@@ -241,12 +248,12 @@ class Capacity:
 
     def close(self) -> None:
         """Let the process end by itself; it is not waited for, since it may hang."""
-        self._close_process()
+        self._close_process(exact=self._report(0))
 
-    def _close_process(self) -> None:
+    def _close_process(self, *, exact: bool = False) -> None:
         process, self._process = self._process, None
         if process is not None:
-            process.close()
+            process.close(exact=exact)
 
     def _hear(self) -> None:
         if self._process is None:

@@ -283,10 +283,11 @@ class Maintainer:
         """The holder's work that is under way."""
         return self._work
 
-    async def close(self, *, died: bool = False) -> None:
+    async def close(self, *, died: bool = False, exact: bool = True) -> None:
         """End: what was granted and not used is nobody's any more. Raises OSError.
 
-        Of an engine that `died` nobody knows how much it used: its claim stays that of a dead process.
+        `exact`: the engine has said how much it used. Else its claim keeps all that it was granted. If it
+        `died`, the claim stays that of a dead process.
         """
         if self._work is not None:
             self._work.cancel()
@@ -297,7 +298,9 @@ class Maintainer:
             self._ledger.publish(
                 replace(
                     self._claim,
-                    granted=max(engine.used, engine.written),
+                    granted=max(
+                        0 if exact else self._granted - engine.returned, engine.used, engine.written
+                    ),
                     written=engine.written,
                     closed=True,
                 )

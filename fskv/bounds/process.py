@@ -17,16 +17,19 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgpack
 
-END = "end"  # the message that says: the engine ends as it should
+END = "end"  # the message that says: the engine ends as it should; and whether `used` is its last
 
 _ASKS = frozenset({signal.SIGTERM, signal.SIGINT})
-_heard: tuple[int, socket.socket, socket.socket] | None = None  # of which process; both ends
+_LATELY_S = 120.0  # longer than what a service manager waits between SIGTERM and SIGKILL
+_heard: tuple[socket.socket, socket.socket] | None = None  # both ends
+_starters: list[subprocess.Popen[bytes]] = []  # that had not ended when they were let go
 
 
 class MaintenanceProcess:
@@ -34,6 +37,7 @@ class MaintenanceProcess:
 
     def __init__(self, options: Sequence[str] = ()) -> None:
         """Start it; raises OSError."""
+        _starters[:] = [each for each in _starters if each.poll() is None]
         signals = listen()
         options = [*options, "--engine", str(os.getpid())]
         if signals is not None:
@@ -53,11 +57,15 @@ class MaintenanceProcess:
         self.pid: int | None = None  # once it has said so
         self._handle: int | None = None
         # Also where nobody closes: at the end of the interpreter.
-        self._finalizer = weakref.finalize(self, _say_end, self._stdin, os.getpid())
+        self._owner = os.getpid()
+        self._finalizer = weakref.finalize(self, _say_end, self._stdin, self._owner)
 
     def send(self, message: dict[str, Any]) -> bool:
-        """Send a message; False if the pipe is full. Below PIPE_BUF it goes whole or not at all."""
-        return _say(self._stdin.fileno(), message)
+        """Send a message; False if the pipe is full, or in a fork of the engine.
+
+        Below PIPE_BUF it goes whole or not at all.
+        """
+        return os.getpid() == self._owner and _say(self._stdin.fileno(), message)
 
     def hear(self, most: int) -> bytes:
         """Return what it has said, b"" at its end; raises BlockingIOError when that is nothing."""
@@ -80,61 +88,106 @@ class MaintenanceProcess:
     def kill(self) -> None:
         """Send it SIGKILL, if it has said what its number is, and let it go."""
         if self._handle is not None and self.running:  # so the handle is of it and no other one
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(OSError):
                 signal.pidfd_send_signal(self._handle, signal.SIGKILL)
         self.close()
 
-    def close(self) -> None:
-        """Let it end by itself; it is not waited for, since it may hang."""
-        self._finalizer()
+    def close(self, *, exact: bool = False) -> None:
+        """Let it end by itself; it is not waited for, since it may hang. Raises nothing.
+
+        `exact`: it has been sent how much the engine used in all.
+        """
+        if self._finalizer.detach() is not None:
+            _say_end(self._stdin, self._owner, exact=exact)
         for pipe in (self._stdin, self._stdout):
             with contextlib.suppress(OSError):
                 pipe.close()
         if self._handle is not None:
             os.close(self._handle)
             self._handle = None
-        threading.Thread(target=self._starter.wait, name="fskv-reaper", daemon=True).start()
+        if self._starter.poll() is None:
+            _starters.append(self._starter)
 
 
 def _say(fd: int, message: dict[str, Any]) -> bool:
     try:
         os.write(fd, msgpack.packb(message))
-    except (BlockingIOError, BrokenPipeError):
+    except OSError:  # it is full, or nobody reads it any more
         return False
     return True
 
 
-def _say_end(stdin: Any, owner: int) -> None:
+def _say_end(stdin: Any, owner: int, *, exact: bool = False) -> None:
     if not stdin.closed and os.getpid() == owner:  # and no fork of it
-        _say(stdin.fileno(), {END: True})
+        _say(stdin.fileno(), {END: exact})
 
 
 def listen() -> int | None:
-    """Have signals of this process written down; return where, for `asked_to_end` in another process.
+    """Have signals of this process written down; return where, for `Asked` in another process.
 
     None where that is not possible: on another thread than the main one, or where the program has a
     descriptor of its own for it (asyncio's signal handlers).
     """
     global _heard  # noqa: PLW0603 - a process has one such descriptor
-    if _heard is not None and _heard[0] == os.getpid():
-        return _heard[1].fileno()
+    if _heard is not None:
+        return _heard[0].fileno()
     if threading.current_thread() is not threading.main_thread():
         return None
     reader, writer = socket.socketpair()
     writer.setblocking(False)
     before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-    inherited = -1 if _heard is None else _heard[2].fileno()  # by a fork
-    if before not in (-1, inherited):
+    if before != -1:
         signal.set_wakeup_fd(before)
         reader.close()
         writer.close()
         return None
-    _heard = os.getpid(), reader, writer
+    _heard = reader, writer
     return reader.fileno()
 
 
-def asked_to_end(signals: int) -> bool:
-    """Return whether the process that listens has received SIGTERM or SIGINT; it may be gone."""
-    with socket.socket(fileno=os.dup(signals)) as heard, contextlib.suppress(OSError):
-        return not _ASKS.isdisjoint(heard.recv(1 << 16, socket.MSG_PEEK | socket.MSG_DONTWAIT))
-    return False
+def _stop_listening() -> None:
+    """In a fork of the process: a signal to it is none to the engine."""
+    global _heard
+    if _heard is None:
+        return
+    ends, _heard = _heard, None
+    with contextlib.suppress(ValueError, OSError):
+        present = signal.set_wakeup_fd(-1)
+        if present not in (-1, ends[1].fileno()):
+            signal.set_wakeup_fd(present)
+    for end in ends:
+        end.close()
+
+
+os.register_at_fork(after_in_child=_stop_listening)
+
+
+class Asked:
+    """Whether a process that listens was asked to end lately; it may be gone. One reader for each."""
+
+    def __init__(self, signals: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """`signals` is what `listen` returned there, inherited by this process; it is closed with this."""
+        self._socket = socket.socket(fileno=signals)
+        self._clock = clock
+        self._asked_at = float("-inf")
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def hear(self) -> bool:
+        """Read what has been written down, so that there is room for more; False at its end."""
+        try:
+            while received := self._socket.recv(1 << 16, socket.MSG_DONTWAIT):
+                if not _ASKS.isdisjoint(received):
+                    self._asked_at = self._clock()
+        except BlockingIOError:
+            return True
+        except OSError:
+            pass
+        return False
+
+    @property
+    def lately(self) -> bool:
+        """Whether SIGTERM or SIGINT was heard in the last 120 s: one that it survived does not count."""
+        self.hear()
+        return self._clock() - self._asked_at <= _LATELY_S

@@ -23,7 +23,7 @@ import msgpack
 
 from fskv.bounds.maintenance import IDLE_S, Engine, Maintainer, pause_after
 from fskv.bounds.outbox import Outbox
-from fskv.bounds.process import END, asked_to_end
+from fskv.bounds.process import END, Asked
 from fskv.bounds.quota import Claim, Limits
 from fskv.config import Share
 from fskv.observe.health_file import DIED, ENDED, end_health_file
@@ -54,34 +54,36 @@ async def serve(engine: int | None = None, signals: int | None = None) -> None:
     `engine` is the id of its process, `signals` where its signals are written down.
     """
     loop = asyncio.get_running_loop()
-    asked = False
-
-    def ask() -> None:
-        nonlocal asked
-        asked = True
-
     # Who stops a whole service sends this to all of its processes: we end after the engine.
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, ask)
+        signal.signal(number, signal.SIG_IGN)
+    asked = None if signals is None else Asked(signals)
+    if asked is not None:
+        loop.add_reader(asked, lambda: None if asked.hear() else loop.remove_reader(asked))
     gone: asyncio.Future[None] = loop.create_future()
     if engine is not None:
         # A process that the engine forked may keep our standard input open.
-        with contextlib.suppress(OSError):
+        try:
             handle = os.pidfd_open(engine)
             loop.add_reader(handle, lambda: None if gone.done() else gone.set_result(None))
+        except ProcessLookupError:
+            gone.set_result(None)
+        except OSError:
+            pass  # not supported here
     reader = asyncio.StreamReader()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     outbox = Outbox(1)
     unpacker = msgpack.Unpacker()
     maintainer: Maintainer | None = None
     health_file: str | None = None
+    told = exact = False  # that it ends, and how much it used
 
     def hear(received: bytes) -> None:
-        nonlocal maintainer, health_file, asked
+        nonlocal maintainer, health_file, told, exact
         unpacker.feed(received)
         for message in unpacker:
             if END in message:
-                asked = True
+                told, exact = True, message[END]
             elif maintainer is None:
                 health_file = message.pop("health_file")
                 maintainer = _begin(message, outbox)
@@ -102,6 +104,8 @@ async def serve(engine: int | None = None, signals: int | None = None) -> None:
                 if not reading.result():
                     break
                 hear(reading.result())
+                if told:  # a process that it forked may keep the pipe open
+                    break
                 reading = asyncio.ensure_future(reader.read(1 << 16))
             if maintainer is None:
                 continue
@@ -110,13 +114,13 @@ async def serve(engine: int | None = None, signals: int | None = None) -> None:
             pause_s = pause_after(time.monotonic() - started)
             interval_s = pause_s if busy else min(IDLE_S, 1.5 * interval_s)
     with contextlib.suppress(TimeoutError):  # its last words may be unread
-        while received := await asyncio.wait_for(reading, _LAST_WORDS_S):
+        while not told and (received := await asyncio.wait_for(reading, _LAST_WORDS_S)):
             hear(received)
             reading = asyncio.ensure_future(reader.read(1 << 16))
-    died = not asked and not (signals is not None and asked_to_end(signals))
+    died = not told and not (asked is not None and asked.lately)
     if maintainer is not None:
         with contextlib.suppress(Exception):  # the root is gone, or read-only
-            await maintainer.close(died=died)
+            await maintainer.close(died=died, exact=exact)
     if health_file is not None and engine is not None:
         with contextlib.suppress(Exception):
             end_health_file(health_file, engine, DIED if died else ENDED)

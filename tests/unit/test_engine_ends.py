@@ -7,13 +7,17 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 
+import msgpack
 import pytest
 from capacity_lab import NAME, make_namespace
-from world import wait_for
+from world import Clock, wait_for
 
 from fskv.bounds import process
+from fskv.bounds.client import Capacity
 from fskv.bounds.ledger import Ledger
+from fskv.bounds.quota import Limits
 from fskv.observe.health_file import end_health_file
 from trials.shared_root_judge import maintenance_processes
 
@@ -33,6 +37,8 @@ while not capacity.take(4096):
     capacity.poll()
     time.sleep(0.01)
 print("up", flush=True)
+if how in ("close", "exit"):
+    sys.stdin.readline()
 if how == "close":
     capacity.close()
 while how not in ("close", "exit"):
@@ -60,9 +66,9 @@ def root(tmp_path):
 def test_an_engine_that_is_asked_to_end_has_ended_and_one_that_is_killed_has_died(root, how):
     """Asked or not, it is killed, as vLLM's server does with its default options."""
     health = root.parent / "health.json"
-    engine = subprocess.Popen(
-        [sys.executable, "-c", ENGINE, root, NAME, health, how], stdout=subprocess.PIPE, text=True
-    )
+    words = [sys.executable, "-c", ENGINE, root, NAME, health, how]
+    pipe = subprocess.PIPE
+    engine = subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True)
     assert engine.stdout.readline() == "up\n"
     with open(f"{root}/.fskv-maintenance/lease.json") as file:
         maintains = json.load(file)["pid"]
@@ -83,21 +89,130 @@ def test_an_engine_that_is_asked_to_end_has_ended_and_one_that_is_killed_has_die
         ENDS[how] == "ended",
         ENDS[how],
     )
+    assert claim.granted == 4096 if how == "close" else claim.granted > 4096  # it may have used all
 
 
-def test_who_stops_all_processes_of_a_service_does_not_end_this_one_before_its_engine(root):
+@pytest.mark.parametrize(("engine_too", "state"), [(True, "ended"), (False, "died")])
+def test_who_stops_all_processes_of_a_service_does_not_end_this_one_before_its_engine(
+    root, engine_too, state
+):
+    """A signal to this one alone was not the engine's."""
     health = root.parent / "health.json"
     words = [sys.executable, "-c", ENGINE, root, NAME, health, "service"]
     engine = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
     assert engine.stdout.readline() == "up\n"
     (maintains,) = maintenance_processes([engine.pid])
     os.kill(maintains, signal.SIGTERM)
+    if engine_too:
+        os.kill(engine.pid, signal.SIGTERM)
+        assert engine.stdout.readline() == "asked\n"
     engine.kill()
     engine.communicate(timeout=60)
     wait_for(lambda: not os.path.exists(f"/proc/{maintains}"))
-    assert json.loads(health.read_text())["state"] == "ended"
+    assert json.loads(health.read_text())["state"] == state
     (claim,) = Ledger(f"{root}/.fskv-maintenance").claims()
-    assert claim.closed
+    assert claim.closed == engine_too
+
+
+def has_ended(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+@pytest.fixture
+def listening(monkeypatch):
+    """This process listens as if for the first time; it survives SIGTERM and SIGUSR1."""
+    monkeypatch.setattr(process, "_heard", None)
+    before = signal.set_wakeup_fd(-1)
+    numbers = (signal.SIGTERM, signal.SIGUSR1)
+    handlers = [signal.signal(number, lambda *_: None) for number in numbers]
+    clock = Clock()
+    asked = process.Asked(os.dup(process.listen()), clock)
+    yield asked, clock
+    signal.set_wakeup_fd(before)
+    for number, handler in zip(numbers, handlers, strict=True):
+        signal.signal(number, handler)
+    for each in (asked._socket, *process._heard):
+        each.close()
+
+
+def test_a_signal_that_the_engine_survived_long_ago_does_not_count(listening):
+    asked, clock = listening
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert asked.lately
+    clock.advance(process._LATELY_S + 1)
+    assert not asked.lately
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_many_other_signals_do_not_hide_the_one_that_asks(listening, reads):
+    asked, _ = listening
+    for _ in range(20):
+        for _ in range(50):
+            os.kill(os.getpid(), signal.SIGUSR1)
+        if reads:
+            assert asked.hear()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert asked.lately is reads  # negative control: nobody made room for it
+
+
+@pytest.mark.parametrize("to_fork", [True, False])
+def test_a_signal_to_a_fork_of_the_engine_is_none_to_the_engine(listening, to_fork):
+    asked, _ = listening
+    fork = os.fork()
+    if fork == 0:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM if to_fork else signal.SIGUSR1)
+        finally:
+            os._exit(0)
+    os.waitpid(fork, 0)
+    if not to_fork:
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert asked.lately is not to_fork
+
+
+@pytest.mark.parametrize("gone", ["closed", "killed before"])
+def test_the_process_ends_though_a_fork_of_the_engine_keeps_its_pipe(root, gone):
+    if gone == "closed":
+        capacity = Capacity(str(root), NAME, None, Limits(max_nbytes=1 << 30))
+        capacity.start()
+        wait_for(lambda: capacity.poll() or capacity.take(4096))
+        pid = capacity.pid
+        kept = [os.fdopen(os.dup(capacity._process._stdin.fileno()), "wb")]
+        capacity.close()
+    else:
+        dead = subprocess.Popen(["true"])
+        dead.wait()
+        words = [sys.executable, "-P", "-m", "fskv.maintenance", "--engine", str(dead.pid)]
+        starter = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        starter.wait()
+        pid = msgpack.unpackb(os.read(starter.stdout.fileno(), 100))["pid"]
+        kept = [starter.stdin, starter.stdout]
+    try:
+        wait_for(lambda: has_ended(pid))
+    finally:
+        for pipe in kept:
+            pipe.close()
+    if gone == "closed":
+        (claim,) = Ledger(f"{root}/.fskv-maintenance").claims()
+        assert (claim.closed, claim.granted) == (True, 4096)  # taken since the last poll
+
+
+def test_a_process_is_let_go_where_no_thread_can_be_started(monkeypatch):
+    def refuse(_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    let_go = process.MaintenanceProcess()
+    starter = let_go._starter
+    let_go.close()
+    let_go.kill()  # once more
+    wait_for(lambda: has_ended(starter.pid))
+    process.MaintenanceProcess().close()  # reaps it
+    assert starter.returncode == 0
 
 
 def test_a_program_with_a_descriptor_of_its_own_for_signals_keeps_it(monkeypatch):
