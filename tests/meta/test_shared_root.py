@@ -102,7 +102,8 @@ def test_errors_and_tracebacks_are_found_in_a_log_but_not_the_warnings_of_vllm(t
 def test_a_maintenance_process_is_found_by_its_engine_and_seen_to_end():
     assert maintenance_processes([os.getpid()]) == {}
     process = MaintenanceProcess()
-    wait_for(lambda: len(maintenance_processes([os.getpid()])) == 1)  # what forked it has ended
+    wait_for(lambda: process._starter.poll() == 0)  # it forked the process and ended
+    wait_for(lambda: len(maintenance_processes([os.getpid()])) == 1)
     found = maintenance_processes([os.getpid()])
     assert still_running(found) == list(found)
     process.close()
