@@ -8,6 +8,7 @@ import os
 import pathlib
 import select
 import threading
+import time
 import warnings
 
 import pytest
@@ -18,6 +19,7 @@ pytest.importorskip("lmcache", reason="LMCache has an environment of its own: ma
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # LMCache, torch and numba among themselves
     import torch
+    from lmcache.integration.vllm.vllm_multi_process_adapter import ParallelStrategy
     from lmcache.v1.check import check_mode_test_l2_adapter as check
     from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
     from lmcache.v1.distributed.internal_api import L1MemoryDesc
@@ -33,6 +35,7 @@ with warnings.catch_warnings():
     from fskv.engines.lmcache import adapter as module
     from fskv.engines.lmcache.identity import chunk_of
     from fskv.errors import ConfigError
+    from fskv.offload import BlockingStore
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -47,6 +50,7 @@ ENTRY = {
     "arch": "cpu-x86_64",
     "attention_backend": "CPU_ATTN",
     "settings": {},
+    "server": [0, 1],
     "weights_id": "w",
 }
 
@@ -125,7 +129,10 @@ def bits(bitmap):
 def keys(numbers, **fields):
     hasher = TokenHasher(16)
     return [
-        ObjectKey(hasher.hash_tokens([number] * 16), **{"model_name": "m", "kv_rank": 0, **fields})
+        ObjectKey(
+            hasher.hash_tokens([number] * 16),
+            **{"model_name": "m", "kv_rank": 0x01000100, **fields},
+        )
         for number in numbers
     ]
 
@@ -242,6 +249,35 @@ def test_nothing_is_served_under_another_key(make, one, other):
     assert world.lookup(keys([5], **one)) == [True]
 
 
+def test_two_servers_of_one_engine_do_not_share_what_has_one_key(make):
+    """Ranks 0 and 2 of 4: LMCache gives their objects equal keys. The control: each loads its own."""
+    names = [
+        keys(
+            [5],
+            kv_rank=ObjectKey.ComputeKVRank(
+                each.kv_world_size, each.kv_worker_id, each.kv_world_size, each.kv_worker_id
+            ),
+        )
+        for each in (ParallelStrategy(False, 4, rank, 4, 1, 2) for rank in (0, 2))
+    ]
+    assert names[0] == names[1]
+    servers = [make(models={"m": {**ENTRY, "server": [index, 2]}}) for index in (0, 1)]
+    assert servers[0].store(names[0], servers[0].objects(0, fill=3)).is_successful()
+    assert servers[1].load(names[1], servers[1].objects(0)) == [False]
+    assert servers[1].lookup(names[1]) == [False]
+    assert servers[0].load(names[0], servers[0].objects(1)) == [True]
+
+
+def test_a_key_that_is_refused_costs_no_other(make, caplog):
+    """LMCache's field for a rank has room for 255. The control is in it: the other key is good."""
+    world = make()
+    both = [*keys([1]), *keys([2], kv_rank=ObjectKey.ComputeKVRank(256, 1, 256, 1))]
+    assert not world.store(both, world.objects(0, 1, fill=6)).is_successful()
+    assert world.lookup(both) == [True, False]
+    assert world.load(both, world.objects(2, 3)) == [True, False]
+    assert "a rank of more than 32 bits" in caplog.text
+
+
 def test_nothing_is_served_under_another_layout(make):
     world = make()
     assert world.store(keys([5]), world.objects(0, fill=3)).is_successful()
@@ -337,6 +373,55 @@ def test_a_namespace_that_does_not_open_in_time_is_a_miss(make, monkeypatch):
     held.set()
     wait_for(lambda: world.store(keys([1]), world.objects(0)).is_successful(), 60)
     assert world.lookup(keys([1])) == [True], "the control"
+
+
+@pytest.mark.parametrize("closed", [True, False], ids=["closed", "control"])
+def test_a_task_that_waited_for_a_namespace_gets_none_after_close(
+    make, monkeypatch, tmp_path, closed
+):
+    """LMCache unmaps its memory then, or uses it again. The control: without close() it is stored."""
+    world = make()
+    held, opened = threading.Event(), FskvAdapter._opened
+
+    def slow(*args):
+        store = opened(*args)
+        held.wait(60)
+        return store
+
+    monkeypatch.setattr(FskvAdapter, "_opened", slow)
+    world.adapter.submit_store_task(keys([1]), world.objects(0, fill=1))
+    wait_for(lambda: world.adapter._stores, 60)
+    (opening,) = world.adapter._stores.values()
+    if closed:
+        world.adapter.close()
+    held.set()
+    assert (opening.result(60) is None) is closed
+    if closed:
+        for thread in world.adapter._threads:
+            thread.join(60)
+            assert not thread.is_alive()
+        assert not chunk_files(tmp_path)
+    else:
+        wait_for(lambda: chunk_files(tmp_path), 60)
+
+
+def test_a_task_that_has_its_namespace_does_not_begin_after_close(make, monkeypatch):
+    """The control is at the end: the same call, not closed."""
+    world = make()
+    found, until = world.adapter._store_of, time.monotonic() + 600
+
+    def closed_meanwhile(*args):
+        store = found(*args)
+        world.adapter._closed = True
+        return store
+
+    with monkeypatch.context() as patch:
+        patch.setattr(world.adapter, "_store_of", closed_meanwhile)
+        assert world.adapter._move(BlockingStore.store, keys([1]), world.objects(0), until) == [
+            False
+        ]
+    world.adapter._closed = False
+    assert world.adapter._move(BlockingStore.store, keys([1]), world.objects(0), until) == [True]
 
 
 def test_a_task_that_waited_too_long_does_not_touch_lmcaches_memory(make, monkeypatch, tmp_path):

@@ -24,6 +24,7 @@ ENTRY = {
     "arch": "sm_90",
     "attention_backend": "FLASH_ATTN",
     "settings": {"tensor_parallel_size": 1},
+    "server": [0, 1],
 }
 SHAPE, DTYPE = [2, 30, 128, 192], "torch.bfloat16"
 HF_CONFIG = {
@@ -77,6 +78,11 @@ CHANGES = {
     "the weights by name": {"entry": {"weights_id": "w2"}},
     "RoPE in the checkpoint": {"hf": {"rope_theta": 20000.0}},
     "the number of ranks": {"kind": {"key": key(kv_rank=0x02000200)}},
+    "the second of two servers": {"entry": {"server": [1, 2]}},
+    "the first of two servers": {"entry": {"server": [0, 2]}},
+    "the layers of each stage": {
+        "entry": {"settings": {"tensor_parallel_size": 1, "VLLM_PP_LAYER_PARTITION": "4,12,8,8"}}
+    },
     "the object group": {"kind": {"key": key(object_group_id=1)}},
     "the dtype of objects": {"kind": {"dtypes": ["torch.float16"]}},
     "the shape of objects": {"kind": {"shapes": [[2, 30, 192, 128]]}},
@@ -126,6 +132,10 @@ def test_what_does_not_change_kv_shares(checkpoint):
         ({"entry": {"settings": "none"}}, "'settings' is 'none', expected an object"),
         ({"entry": {"engine": ""}}, "'engine' is '', expected text"),
         ({"entry": {"settings": {"enable_lora": True}}}, "do not hold the adapter"),
+        *(
+            ({"entry": {"server": server}}, "'server' is .*, expected \\[index, count\\]")
+            for server in (0, [0], [2, 2], [-1, 2], [0, 0], [False, True], ["0", "1"], "01")
+        ),
         ({"options": {"models": {}}}, "option 'models': found {}"),
         ({"options": {"models": {"m": []}}}, "found \\[\\], expected an object"),
         ({"options": {"weights_fixed": False}}, "option 'weights_fixed': found false"),
@@ -166,6 +176,35 @@ def test_each_store_has_a_health_file_of_its_own_or_the_first_has_it():
 
     assert paths("/run/kv{rank}") == ["/run/kv0", "/run/kv1"]
     assert paths("/run/kv") == ["/run/kv", None]
+
+
+def test_ranks_of_two_servers_with_one_key_have_namespaces_of_their_own(checkpoint):
+    """Tensor parallelism of 4 on two servers: ranks 0 and 2 are both LMCache's rank 0 of 2."""
+    kind = {"key": key(kv_rank=0x02000200)}
+    first, second = (
+        identity(checkpoint, entry={"server": [index, 2]}, kind=kind) for index in (0, 1)
+    )
+    assert first.digest != second.digest
+    again = identity(checkpoint, entry={"server": [1, 2]}, kind=kind)
+    assert again.digest == second.digest, "the control: a server shares with itself"
+
+
+@pytest.mark.parametrize("world", [256, 257, 65536])
+def test_ranks_that_overlap_in_lmcaches_key_are_refused(world):
+    """The control is at the end: 255 ranks have keys of their own."""
+
+    def of(world, rank):
+        return key(kv_rank=world << 24 | rank << 16 | world << 8 | rank)  # ObjectKey.ComputeKVRank
+
+    for rank in (0, 1, world - 1):
+        with pytest.raises(ValueError, match="a rank of more than 32 bits"):
+            chunk_of(of(world, rank))
+    assert len({chunk_of(of(255, rank)) for rank in range(255)}) == 255
+
+
+def test_every_part_of_a_rank_is_in_the_name():
+    ranks = [0, 1, 0x01000000, 0x01000100, 0x01000101, 0x01010100, 0x01020102]
+    assert len({chunk_of(key(kv_rank=rank)) for rank in ranks}) == len(ranks)
 
 
 def test_a_short_hash_is_refused_and_rank_and_salt_are_in_the_name():

@@ -17,7 +17,12 @@ from fskv.types import ChunkId
 
 pytest.importorskip("torch", reason="dtypes are torch's: make test")
 
-MODEL = {"engine": "vllm 0.32.0", "arch": "cpu-x86_64", "attention_backend": "CPU_ATTN"}
+MODEL = {
+    "engine": "vllm 0.32.0",
+    "arch": "cpu-x86_64",
+    "attention_backend": "CPU_ATTN",
+    "server": [0, 1],
+}
 KEY = SimpleNamespace(
     chunk_hash=b"\x17" * 32, model_name="m", kv_rank=0x01000100, object_group_id=0, cache_salt=""
 )

@@ -27,6 +27,7 @@ FACTS = {
     "arch": "cpu-x86_64",
     "attention_backend": "CPU_ATTN",
     "settings": {},
+    "server": [0, 1],
 }
 
 

@@ -219,11 +219,12 @@ class FskvAdapter(L2AdapterInterface):
         kinds: list[ObjectKind | None] = []
         for key in keys:
             layout = layouts.get(key.object_group_id)
-            kinds.append(
-                self._kinds.get(_series(key))
-                if layout is None
-                else ObjectKind.of(key, layout.shapes, layout.dtypes)
-            )
+            if not self._takes(key):
+                kinds.append(None)
+            elif layout is None:
+                kinds.append(self._kinds.get(_series(key)))
+            else:
+                kinds.append(ObjectKind.of(key, layout.shapes, layout.dtypes))
         there = [False] * len(keys)
         for kind, places in _by_kind(kinds).items():
             store = self._store_of(kind, _OPENING * self._config.lookup_timeout_s)
@@ -245,12 +246,14 @@ class FskvAdapter(L2AdapterInterface):
             shapes, dtypes = obj.meta.shapes, obj.meta.dtypes
             kind = ObjectKind.of(key, shapes or [obj.get_shape()], dtypes or [obj.get_dtype()])
             # An object that was narrowed holds something else than its layout says.
-            kinds.append(kind if obj.get_size() == object_nbytes(kind) else None)
+            whole = obj.get_size() == object_nbytes(kind)
+            kinds.append(kind if whole and self._takes(key) else None)
             self._kinds[_series(key)] = kind
         good = [False] * len(keys)
         for kind, places in _by_kind(kinds).items():
             store = self._store_of(kind, self._config.deadline.max_s)
-            if store is not None and time.monotonic() < until:
+            # After close() the memory is LMCache's alone.
+            if store is not None and not self._closed and time.monotonic() < until:
                 pages = [
                     Page(chunk_of(keys[place]), int(objects[place].data_ptr) - self._address)
                     for place in places
@@ -258,6 +261,15 @@ class FskvAdapter(L2AdapterInterface):
                 _put(good, places, move(store, pages))
                 store.publish()
         return good
+
+    def _takes(self, key: Any) -> bool:
+        """Say whether a key names one object only; says why not."""
+        try:
+            chunk_of(key)
+        except ValueError as error:
+            self._say_once(str(error))
+            return False
+        return True
 
     # --- namespaces ---------------------------------------------------------------------------
 
@@ -287,9 +299,9 @@ class FskvAdapter(L2AdapterInterface):
             self._say_once(f"a namespace could not be opened: {error}")
             with self._lock:
                 del self._stores[kind]
-        opening.set_result(store)
-        with self._lock:  # what came meanwhile has not seen this one
+        with self._lock:  # what came meanwhile has not seen this one, and no task may have it
             late = self._closed or kind.model not in self._models
+            opening.set_result(None if late else store)
         if late and store is not None:
             store.close()
 
@@ -364,7 +376,7 @@ class _Store(BlockingStore):
 
 
 def _series(key: Any) -> tuple[str, int, int]:
-    return key.model_name, (key.kv_rank >> 24) & 0xFF, key.object_group_id
+    return key.model_name, key.kv_rank >> 24, key.object_group_id
 
 
 def _by_kind(kinds: Sequence[ObjectKind | None]) -> dict[ObjectKind, list[int]]:

@@ -2,7 +2,8 @@
 
 LMCache's server knows a model's name, how many ranks it has, and the shapes and dtypes of an object. It
 knows nothing of weights, configuration, engine or settings, so the user names them for each model, and what
-is not named is refused. LMCache's hash of a chunk is a chain over the token ids from the first on.
+is not named is refused. LMCache's hash of a chunk is a chain over the token ids from the first on. An engine
+may have several servers. LMCache numbers the ranks of each from 0 on, and does not tell which server it is.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from fskv.identity.fingerprint import checkpoint_state, kv_config, weights_finge
 from fskv.namespace import GroupIdentity, Identity, Json
 from fskv.types import ChunkId
 
-_REQUIRED = ("engine", "arch", "attention_backend", "settings")
+_REQUIRED = ("engine", "arch", "attention_backend", "settings", "server")
 _OPTIONAL = ("checkpoint", "revision", "weights_id")
 _MIN_HASH_NBYTES = 16  # Python's own hash has 8: two prompts may have the same, and it is seeded
+_ONE_RANK = 0x01000100  # LMCache's kv_rank: world size, rank, and both again, of 8 bits each
 _MAX_DEADLINE_S = 120.0  # with a task's wait well below LMCache's 300 s
 _BYTES = ("uint8", "int8")  # what hides a dtype
 _MEDIA = ("vision", "audio", "image", "video")  # in the names of what a configuration says of them
@@ -42,6 +44,7 @@ class Model:
     arch: str
     attention_backend: str
     settings: Mapping[str, Json]
+    server: tuple[int, int]  # its index, and how many the engine has
     place: str  # of the checkpoint
     files: (
         Mapping[str, Any] | None
@@ -71,7 +74,7 @@ class ObjectKind(NamedTuple):
         """Return the kind of an ObjectKey's object with these torch sizes and dtypes."""
         return cls(
             key.model_name,
-            (key.kv_rank >> 24) & 0xFF,
+            key.kv_rank >> 24,
             key.object_group_id,
             tuple(tuple(int(n) for n in shape) for shape in shapes),
             tuple(str(dtype).removeprefix("torch.") for dtype in dtypes),
@@ -116,8 +119,18 @@ def _check_entry(where: str, entry: Any) -> None:
     if strange := sorted(set(entry) - {*_REQUIRED, *_OPTIONAL}):
         raise ConfigError(f"{where}: found '{strange[0]}', expected one of the known names")
     for name, value in entry.items():
-        if name != "settings" and (not isinstance(value, str) or not value):
+        if name not in ("settings", "server") and (not isinstance(value, str) or not value):
             raise ConfigError(f"{where}: '{name}' is {value!r}, expected text")
+    server = entry["server"]
+    if (
+        not isinstance(server, Sequence)
+        or [type(number) for number in server] != [int, int]
+        or not 0 <= server[0] < server[1]
+    ):
+        raise ConfigError(
+            f"{where}: 'server' is {server!r}, expected [index, count] of this server in the engine's "
+            "'lmcache.mp.server_urls', [0, 1] for one server"
+        )
     settings = entry["settings"]
     if not isinstance(settings, Mapping):
         raise ConfigError(f"{where}: 'settings' is {settings!r}, expected an object, {{}} for none")
@@ -165,7 +178,7 @@ def read_model(name: str, entry: Mapping[str, Any], config: StoreConfig) -> Mode
             f"option 'media_keys': found \"checked\" for a model with '{media[0]}', expected \"trusted\": "
             "LMCache's keys hold the engine's own names of media"
         )
-    facts = {each: entry[each] for each in _REQUIRED}
+    facts = {**{each: entry[each] for each in _REQUIRED}, "server": tuple(entry["server"])}
     return Model(
         name=name, weights=weights, model_config=model_config, place=place, files=files, **facts
     )
@@ -218,7 +231,11 @@ def build_identity(model: Model, kind: ObjectKind, version: str) -> Identity:
         ),
         hash_algorithm="lmcache-chunk-hash",
         hash_seed="none",
-        topology={"world": kind.world_size},
+        topology={
+            "world": kind.world_size,  # of one server
+            "server": model.server[0],
+            "servers": model.server[1],
+        },
         lora="off",
         extra={"computed_by": model.engine, "settings": dict(model.settings)},
     )
@@ -237,7 +254,7 @@ def object_nbytes(kind: ObjectKind) -> int:
 def chunk_of(key: Any) -> ChunkId:
     """Return the chunk of an ObjectKey: its hash, with salt and rank where there are any.
 
-    Raises ValueError for a hash that is too short to tell prompts apart.
+    Raises ValueError for a hash that is too short to tell prompts apart, and for a rank whose parts overlap.
     """
     found: bytes = key.chunk_hash
     if len(found) < _MIN_HASH_NBYTES:
@@ -245,7 +262,11 @@ def chunk_of(key: Any) -> ChunkId:
             f"a chunk hash of {len(found)} bytes, expected {_MIN_HASH_NBYTES} or more: use LMCache's "
             "--hash-algorithm blake3"
         )
-    if key.cache_salt or (key.kv_rank >> 24) & 0xFF > 1:
+    if key.kv_rank >> 32:
+        raise ValueError(
+            "a rank of more than 32 bits, expected 255 ranks or less: LMCache's overlap"
+        )
+    if key.cache_salt or key.kv_rank != _ONE_RANK:
         told = f"lmcache {key.kv_rank:08x} {key.cache_salt}\0".encode()
         found = hashlib.sha256(told + found).digest()
     return ChunkId(found, key.object_group_id)
