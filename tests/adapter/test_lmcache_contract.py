@@ -438,6 +438,13 @@ def test_a_task_that_waited_too_long_does_not_touch_lmcaches_memory(make, monkey
     assert world.load(keys([1]), world.objects(2)) == [True]
 
 
+def disk_nbytes(path):
+    try:
+        return path.stat().st_blocks * 512
+    except FileNotFoundError:  # pruned since it was listed
+        return 0
+
+
 def test_a_bound_holds_over_a_restart(make, tmp_path):
     """The control is at the end: without a bound the same objects take more."""
     bound = 300 * 8192  # 300 files
@@ -447,7 +454,7 @@ def test_a_bound_holds_over_a_restart(make, tmp_path):
         sizes = []
         for first in range(*numbers, 20):
             world.store(keys(range(first, first + 20)), world.objects(*range(20)))
-            sizes.append(sum(path.stat().st_blocks * 512 for path in chunk_files(tmp_path)))
+            sizes.append(sum(map(disk_nbytes, chunk_files(tmp_path))))
         world.adapter.close()
         return max(sizes)
 
