@@ -19,21 +19,23 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
 from fskv_tools.exits import NotARoot, UsageError
+from fskv_tools.replay.trace import TraceError, lru_hits, read_trace
 from fskv_tools.root_view import Namespace, RootView, chunk_files
 
 from benchmarks.options import positive
-from benchmarks.report import judged, publish, say
+from benchmarks.report import command, judged, publish, say
 from benchmarks.rig import BenchmarkError
 from fskv.errors import FskvError
 from fskv.format.chunk_file import ROW_NBYTES, peek_header
 
 _MIB = 1 << 20
+_BLOCKS, _RATIOS = [5_000, 10_000, 30_000, 60_000], (1.0, 1.18, 1.46)  # fp8 and bfloat16
 # Bytes of a value, and where its exponent is in it: the first bit and the number of bits.
 _EXPONENTS = {
     "bfloat16": (2, 7, 8),
@@ -277,6 +279,31 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     return {"rows": rows, "rounds": options.rounds}
 
 
+def hit_ratios(path: str, blocks: list[int], ratios: Sequence[float]) -> list[dict[str, float]]:
+    """Return what an exact LRU hits of a trace (see `fskv replay`) in so many blocks, and in more of them."""
+    try:
+        trace = read_trace(path)
+    except TraceError as error:
+        raise BenchmarkError(str(error)) from None
+    total = max(1, trace.num_blocks)
+    return [
+        {"blocks": number}
+        | {
+            f"{ratio:g}": sum(lru_hits(trace.requests, int(number * ratio))) / total
+            for ratio in ratios
+        }
+        for number in blocks
+    ]
+
+
+def report_hits(rows: list[dict[str, float]], options: argparse.Namespace) -> None:
+    names = [name for name in rows[0] if name != "blocks"]
+    shown = [[f"{row['blocks']:,.0f}", *(f"{row[name]:.1%}" for name in names)] for row in rows]
+    columns = ["blocks", *(f"{name} times" for name in names)]
+    title = "Hit ratio of an exact LRU, with so many times the blocks"
+    publish("codec", {"rows": rows}, (title, columns, shown), as_json=options.json)
+
+
 def report(facts: dict[str, Any], options: argparse.Namespace) -> None:
     shown = [
         [
@@ -313,13 +340,26 @@ def main(arguments: list[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument("root", help="a root with chunks of models with real weights")
+    made.add_argument("root", help="a root with chunks of models with real weights, or a trace")
     made.add_argument(
         "--json", action="store_true", help="print one line of JSON instead of the table"
     )
     made.add_argument("--mib", type=positive, default=24, help="of each group (24)")
     made.add_argument("--rounds", type=positive, default=5, help="(5)")
-    return judged("codec", made.parse_args(arguments), measure, report)
+    made.add_argument(
+        "--trace",
+        action="store_true",
+        help="instead: what more room would hit of a trace of requests",
+    )
+    options = made.parse_args(arguments)
+    if options.trace:
+        return command("benchmarks.codec", lambda: _hits(options))
+    return judged("codec", options, measure, report)
+
+
+def _hits(options: argparse.Namespace) -> int:
+    report_hits(hit_ratios(options.root, _BLOCKS, _RATIOS), options)
+    return 0
 
 
 if __name__ == "__main__":

@@ -213,9 +213,8 @@ class JobRunner(Generic[SlotT]):
 
     def _begin(self, job: Job, moves: Sequence[FileMove]) -> list[FileTask]:
         """Register a job; return the tasks to run, if any. ValueError: its id is that of an open one."""
-        if (
-            job.job_id in self._jobs
-        ):  # the report would be taken for this job's, with its pages in use
+        # The report would be taken for this job's, with its pages in use.
+        if job.job_id in self._jobs:
             raise ValueError(f"job {job.job_id} is under way")
         job.tasks = [FileTask(job, move) for move in moves]
         job.num_open = len(job.tasks)
@@ -457,9 +456,8 @@ class JobRunner(Generic[SlotT]):
             logger.exception("fskv: store of %s", task.move.file)
             status = Status.IO_ERROR
         finally:
-            self._ends.pages_free(
-                task, Status.SKIPPED, 0, 0.0
-            )  # only matters when gathering raised
+            # Only matters when gathering raised.
+            self._ends.pages_free(task, Status.SKIPPED, 0, 0.0)
             self._ends.store_over(task, status, self._seconds(task))
 
     def _gather(self, task: FileTask, slot: SlotT | None) -> bool:

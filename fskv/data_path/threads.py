@@ -321,9 +321,8 @@ class HangProofPool(Generic[TaskT, ContextT]):
                 while (task := self.queue.take(context)) is not None:
                     try:
                         self._handle(task, context)
-                    except (
-                        BaseException
-                    ):  # a bug of ours must not kill the thread that others rely on
+                    # A bug of ours must not kill the thread that others rely on.
+                    except BaseException:
                         logger.exception("fskv: %s: a task raised", self._name)
                     written_off = self.queue.finish(task)
                     del task  # or a waiting thread would keep its last one

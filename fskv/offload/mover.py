@@ -241,9 +241,8 @@ class Mover:
             self._count(outcome)
             chunk, status = outcome.file.chunk, outcome.status
             if outcome.is_load:
-                if (
-                    not status.good and status is not Status.SKIPPED
-                ):  # it only fell with its request
+                # It only fell with its request.
+                if not status.good and status is not Status.SKIPPED:
                     self._news.failed_loads[chunk] = status
                 continue
             self._news.written_nbytes += outcome.nbytes

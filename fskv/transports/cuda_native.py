@@ -158,9 +158,8 @@ def open_native(device: CudaDevice, slot_nbytes: int, num_slots: int | None) -> 
         return None
     try:
         return NativeCuda(device, slot_nbytes, num_slots)
-    except (
-        Exception
-    ) as error:  # no libcuda, another one than ours, no memory: the engine has its own path
+    # No libcuda, another one than ours, no memory: the engine has its own path.
+    except Exception as error:
         logger.warning("fskv: chunks are copied in Python: %s", str(error).partition("\n")[0])
         return None
 

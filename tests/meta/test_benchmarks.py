@@ -57,6 +57,14 @@ def test_the_codec_benchmark_saves_what_the_exponents_of_bfloat16_repeat():
     assert rows[0]["entropy"] > 1.4
 
 
+def test_the_codec_benchmark_says_what_more_room_would_hit(tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    rows = [{"timestamp": n, "hash_ids": [n % 3]} for n in range(30)]  # three prompts in turns
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (found,) = codec.hit_ratios(str(trace), [2], [1.0, 1.5])
+    assert found == {"blocks": 2, "1": 0, "1.5": 0.9}
+
+
 def test_negative_control_a_codec_that_loses_a_byte_has_no_rate(monkeypatch):
     lossy = codec.Codec(bytes, lambda data, _: data[:-1] + b"\0")
     monkeypatch.setattr(codec, "_MAKERS", {"lossy": ("json", lambda *_: lossy)})

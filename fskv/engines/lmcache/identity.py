@@ -46,9 +46,8 @@ class Model:
     settings: Mapping[str, Json]
     server: tuple[int, int]  # its index, and how many the engine has
     place: str  # of the checkpoint
-    files: (
-        Mapping[str, Any] | None
-    )  # their state before the fingerprint; None: the user named the weights
+    # Their state before the fingerprint; None: the user named the weights.
+    files: Mapping[str, Any] | None
 
     def changed(self) -> bool:
         """Say whether files of the checkpoint are others now: an engine may have loaded those since."""
