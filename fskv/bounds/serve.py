@@ -32,6 +32,7 @@ from fskv.root.process_id import unique_name
 logger = logging.getLogger(__name__)
 
 _LAST_WORDS_S = 1.0
+_END_S = 60
 
 
 def claim_from(options: dict[str, Any]) -> Claim:
@@ -117,6 +118,8 @@ async def serve(engine: int | None = None, signals: int | None = None) -> None:
         while not told and (received := await asyncio.wait_for(reading, _LAST_WORDS_S)):
             hear(received)
             reading = asyncio.ensure_future(reader.read(1 << 16))
+    # Nobody waits for us any more, and nobody is to find us beside a mount that hangs.
+    signal.alarm(_END_S)
     died = not told and not (asked is not None and asked.lately)
     if maintainer is not None:
         with contextlib.suppress(Exception):  # the root is gone, or read-only

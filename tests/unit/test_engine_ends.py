@@ -237,3 +237,31 @@ def test_a_health_file_of_another_engine_or_one_that_has_ended_stays(tmp_path, f
     assert json.loads(path.read_text()) == found
     end_health_file(str(path), found["pid"], "ended")  # negative control: its own is ended
     assert json.loads(path.read_text())["state"] == "ended"
+
+
+@pytest.mark.parametrize("end_s", [1, 1000])
+def test_a_root_that_hangs_does_not_keep_the_process_when_its_engine_is_gone(end_s):
+    """The control: without the bound it waits for the root."""
+    program = f"""
+import time
+from fskv.bounds import serve
+
+class Hung:
+    work = None
+    async def try_step(self): return False
+    async def close(self, **how): time.sleep(600)
+
+serve._END_S = {end_s}
+serve._begin = lambda *how: Hung()
+serve.main()
+"""
+    hung = subprocess.Popen([sys.executable, "-c", program], stdin=-1, stdout=subprocess.DEVNULL)
+    hung.stdin.write(msgpack.packb({"health_file": None}) + msgpack.packb({process.END: True}))
+    hung.stdin.close()
+    try:
+        code = hung.wait(3 if end_s > 1 else 30)
+    except subprocess.TimeoutExpired:
+        code = None
+    hung.kill()
+    hung.wait()
+    assert code == (None if end_s > 1 else -signal.SIGALRM)

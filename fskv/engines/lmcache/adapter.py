@@ -56,7 +56,7 @@ _BEGIN_S = 60.0
 _OPENING = (
     10  # so many times `lookup_timeout_s` a lookup waits for a namespace that is being opened
 )
-_MAX_KINDS = 64  # each has threads and a maintenance process
+_MAX_KINDS = 16  # each has threads, staging memory and a maintenance process
 # Threads that wait for tasks: lookups are not behind loads, nor those behind stores.
 _THREADS = {"store": 2, "lookup": 2, "load": 4}
 
