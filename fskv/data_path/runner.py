@@ -275,7 +275,10 @@ class JobRunner(Generic[SlotT]):
             if job.is_load:
                 self._abandon(job, Status.SKIPPED)
                 continue
-            for task in job.tasks:
+            # All of them first: the event may fire while one is gathered, and a thread that has only
+            # just taken a task finds the job given up.
+            taken = [task for task in job.tasks if not task.pages_free and self._take_back(task)]
+            for task in taken:
                 self._gather_ahead(task)
             self._abandon(job, Status.SKIPPED)
 
@@ -494,9 +497,7 @@ class JobRunner(Generic[SlotT]):
     # --- shared ---------------------------------------------------------------------------
 
     def _gather_ahead(self, task: FileTask) -> None:
-        """On the engine's thread: free the pages of a queued store now, if a spare slot is there."""
-        if task.pages_free or not self._take_back(task):
-            return  # its pages are gathered, being gathered, or were never taken
+        """On the engine's thread: free the pages of a store that was taken back now, if a slot is spare."""
         status = Status.SKIPPED
         try:
             if self._slots.reserve_ahead(1):

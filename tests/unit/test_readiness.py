@@ -304,7 +304,7 @@ def test_stores_that_wait_for_a_forward_give_their_pages_back(make_device, how):
     forward = Event()
     job, contents = bench.submit(list(range(6)), forward, load=False)
     if how == "wait":  # gathered by the engine's thread, which waits for its own kernels
-        threading.Timer(0.2, forward.fire).start()
+        threading.Thread(target=lambda: (wait_for(lambda: bench.waited), forward.fire())).start()
         returns_in_time(lambda: bench.runner.wait([job]) or 1)
     else:
         returns_in_time(lambda: bench.runner.drop() or 1)
