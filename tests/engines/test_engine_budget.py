@@ -55,6 +55,7 @@ def on_a_crawl(mount, directory: pathlib.Path, num_slow: int, **options) -> dict
     return result
 
 
+@pytest.mark.slow
 def test_storage_that_crawls_is_found_out_by_one_load_and_then_declined(mount, tmp_path):
     result = on_a_crawl(mount, tmp_path, 4, load_budget="auto")
     before, after = lab.metrics(result)

@@ -19,6 +19,8 @@ from places import LAB
 from prometheus_client.parser import text_string_to_metric_families
 from world import wait_for
 
+from fskv.bounds.ledger import Ledger
+
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 lab.needs_vllm()
 pytest.importorskip("uvicorn", reason="the server needs what .ci/setup installs: make test")
@@ -136,6 +138,10 @@ def test_a_served_engine_stores_for_many_clients_and_loads_for_them_after_a_rest
         code, seconds = server.stop()  # in the middle of the stores of these
         assert code == 0, server.log.read_text()[-4000:]
         assert seconds < 60
+        # And it has ended: nobody waits for its lease, and doctor does not call it dead.
+        shared = f"{root}/.fskv-maintenance"
+        wait_for(lambda: not os.path.exists(f"{shared}/lease.json"), 20)
+        assert [claim.closed for claim in Ledger(shared).claims()] == [True]
         assert " ERROR " not in server.log.read_text()
     lab.assert_sound(str(root))
     with Server(tmp_path, str(root)) as server:

@@ -134,7 +134,7 @@ def test_damaged_chunks_cost_a_recompute_and_heal(shared, tmp_path):
     _damage_and_heal(shared, tmp_path, multiprocess=False)
 
 
-@on("gpt_oss", slow=("llama",))
+@on(slow=("gpt_oss", "llama"))
 def test_damaged_chunks_are_handled_across_processes(shared, tmp_path):
     _damage_and_heal(shared, tmp_path, multiprocess=True)
 

@@ -60,7 +60,8 @@ def faults(root, tmp_path, native_library):
     return DiskFaults(native_library("disk"), root, tmp_path / "faults")
 
 
-@pytest.mark.parametrize("timeout_s", [pytest.param(0, marks=pytest.mark.slow), 60])
+@pytest.mark.slow
+@pytest.mark.parametrize("timeout_s", [0, 60])
 def test_an_engine_that_is_stopped_has_ended_and_with_time_stores_its_last_chunks(
     root, faults, timeout_s
 ):

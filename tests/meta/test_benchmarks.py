@@ -135,6 +135,7 @@ def scale(directory, *arguments):
     return code, found
 
 
+@pytest.mark.slow
 def test_the_scale_benchmark_counts_prunes_and_lists_what_it_made(tmp_path):
     code, found = scale(tmp_path)
     assert code == 0

@@ -567,8 +567,8 @@ def test_room_is_computed_before_anything_is_written(tmp_path, monkeypatch):
     ("signum", "code", "options"),
     [
         (signal.SIGINT, 130, []),
-        (signal.SIGTERM, 143, ["--peers"]),
-        (signal.SIGHUP, 129, []),
+        pytest.param(signal.SIGTERM, 143, ["--peers"], marks=pytest.mark.slow),
+        pytest.param(signal.SIGHUP, 129, [], marks=pytest.mark.slow),
         pytest.param(signal.SIGTERM, 143, [], marks=pytest.mark.slow),
         pytest.param(signal.SIGINT, 130, ["--peers"], marks=pytest.mark.slow),
     ],

@@ -90,8 +90,9 @@ def test_before_the_root_has_answered_there_is_its_name_and_how_long_it_has_not(
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", pytest.param("::1", marks=pytest.mark.slow)])
-def test_connections_that_say_nothing_cost_few_threads_and_no_scrape(address, capfd):
+def test_connections_that_say_nothing_cost_few_threads_and_no_scrape(address, capfd, monkeypatch):
     """One thread each, for ever, was what the library's own server gave them."""
+    monkeypatch.setattr(metrics_server._Handler, "timeout", 2.0)
     if address == "::1" and not os.path.exists("/proc/net/if_inet6"):
         pytest.skip("no IPv6")
     before = threading.active_count()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import re
 import shutil
 import socket
@@ -272,7 +271,7 @@ def test_fuzz_a_map_behind_a_good_prefix(meta, header_nbytes, meta_nbytes):
 
 
 @given(MUTATIONS, st.booleans(), st.integers(0, len(GOOD)))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_fuzz_a_mutated_header_whose_checksum_is_right(mutations, truncated, nbytes):
     content = bytearray(GOOD)
     for at, data in mutations:
@@ -284,7 +283,6 @@ def test_fuzz_a_mutated_header_whose_checksum_is_right(mutations, truncated, nby
 def test_negative_control_the_unchanged_file_is_good():
     assert try_all(with_checksum(GOOD)) == "ok"
     assert try_all(GOOD[:-1]) == "corrupt"
-    assert random.Random(1).random() < 1
 
 
 def test_who_sealed_a_file_is_shown_to_people_too(tmp_path, make_world):

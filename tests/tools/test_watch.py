@@ -111,6 +111,7 @@ def ends(process, number, timeout_s=30):
     assert "Traceback" not in process.log.read_text()
 
 
+@pytest.mark.slow
 def test_two_watchers_and_a_writer_hold_the_bound_and_one_takes_over_from_the_other(
     lab, watch, write
 ):
