@@ -1,8 +1,9 @@
 """Answers "is this chunk on disk?" from memory, and keeps that memory true enough.
 
 `lookup` is called by the engine's scheduler for every chunk of every waiting request and never touches
-the disk. What it does not know is UNKNOWN: the key is queued, `flush` (at the end of the step) hands all
-queued keys to the probe threads in batches, and a later lookup finds the answer. An UNKNOWN that lasts
+the disk. What it does not know is UNKNOWN: the key is queued, `flush` (at the end of the step) hands the
+queued keys to the probe threads in batches (a full batch does not wait for it), and a later lookup finds
+the answer. An UNKNOWN that lasts
 longer than `lookup_timeout_s` becomes a MISS: the request is recomputed instead of waiting for a hung
 mount. An answer is a hint, never a proof: the load checks the file.
 
@@ -197,8 +198,10 @@ class PresenceIndex:
             self._drop_old_removals(now)
         if not self._batches:
             self._num_asked, self._patience_s = 0, 0.0
-        if not self._queued:
-            return
+        if self._queued:
+            self._start_probes(now)
+
+    def _start_probes(self, now: float) -> None:
         self._num_asked += len(self._queued)
         most = (_MOST_PATIENCE - 1) * self._timeout_s
         self._patience_s = min(most, self._recompute_s(self._num_asked) - self._timeout_s)
@@ -305,6 +308,8 @@ class PresenceIndex:
         key = (chunk.key_hash, chunk.group_idx)
         self._entries[key] = self._waiting
         self._queued[key] = missed_before
+        if len(self._queued) >= _MAX_BATCH:  # of one long request, or of many
+            self._start_probes(now)
         return _WAITING
 
     def _remember(self, chunk: ChunkId, answer: Answer, ttl_s: float) -> Answer:

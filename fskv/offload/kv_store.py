@@ -6,6 +6,7 @@ movers' news itself (fskv.engines.vllm).
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -114,21 +115,26 @@ class KvStore:
             file_layouts,
             restore=lambda: _opened(config, create=False).open_namespace(identity),
         )
-        per_chunk = [g.tokens_per_block * identity.blocks_per_chunk for g in identity.groups]
-        self.lookup = Lookup(
-            config,
-            recompute_s=lambda num_chunks: assumed_prefill_s(tokens_in(num_chunks, per_chunk)),
-            clock=clock,
-        )
-        self.watch = Watch(config, self.lookup, engine_rank=0)
-        self.lookup.attach(
-            [RankFiles(self.directory.path, rank, self.mover.file_nbytes)],
-            dir_mode=self.directory.dir_mode,
-            file_mode=self.directory.file_mode,
-            patient=patient,
-            quiet=quiet,
-            health_file=self.watch.health_file,
-        )
+        with contextlib.ExitStack() as made:  # a server goes on without it, and may try again
+            made.callback(self.mover.close)
+            per_chunk = [g.tokens_per_block * identity.blocks_per_chunk for g in identity.groups]
+            self.lookup = Lookup(
+                config,
+                recompute_s=lambda num_chunks: assumed_prefill_s(tokens_in(num_chunks, per_chunk)),
+                clock=clock,
+            )
+            made.callback(self.lookup.close)
+            self.watch = Watch(config, self.lookup, engine_rank=0)
+            made.callback(self.watch.close)
+            self.lookup.attach(
+                [RankFiles(self.directory.path, rank, self.mover.file_nbytes)],
+                dir_mode=self.directory.dir_mode,
+                file_mode=self.directory.file_mode,
+                patient=patient,
+                quiet=quiet,
+                health_file=self.watch.health_file,
+            )
+            made.pop_all()
         self.watch.namespace = os.path.relpath(self.directory.path, config.root)
 
     def moves(

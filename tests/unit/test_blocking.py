@@ -263,3 +263,24 @@ def test_pages_that_lie_anywhere_go_to_files_and_back(tmp_path):
         assert memory[2700:last] == before
         with pytest.raises(ValueError, match="whose memory has"):
             store.load([Page(stored[0].chunk, last + 1)])
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_what_was_made_of_a_store_that_cannot_be_opened_is_closed(tmp_path, monkeypatch, fails):
+    """A server goes on without it, and may try again. The control: nothing of one that was opened is."""
+
+    def refuse(*_, **__):
+        raise OSError("no maintenance process")
+
+    closed = []
+    for part in (mover.Mover, lookup.Lookup):
+        monkeypatch.setattr(
+            part, "close", lambda self, close=part.close: closed.append(close(self))
+        )
+    if fails:
+        monkeypatch.setattr(lookup.Lookup, "attach", refuse)
+    with pytest.raises(OSError, match="maintenance") if fails else contextlib.nullcontext():
+        store = Store(tmp_path / "kv")
+        assert not closed
+        store.close()
+    assert len(closed) == 2

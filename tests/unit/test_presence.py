@@ -174,7 +174,7 @@ def sizes_of_a_step(bench, first, count=3000):
 
 def test_batches_grow_where_the_disk_is_fast_and_shrink_at_once_where_it_is_slow(bench):
     bench.disk.seconds_per_key = 0.000002
-    assert max(sizes_of_a_step(bench, 0)) == 64  # nothing is known yet
+    assert max(sizes_of_a_step(bench, 0)[:8]) == 64  # of the first 512: nothing is known yet
     assert max(sizes_of_a_step(bench, 10_000)) == 512
     bench.disk.seconds_per_key = 0.000_1  # a near NFS server
     sizes_of_a_step(bench, 20_000)
