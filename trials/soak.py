@@ -48,6 +48,7 @@ from trials.soak_places import opened
 from trials.soak_watch import (
     ALLOWED,
     STAGING_NBYTES,
+    WARM_S,
     Watch,
     claims,
     growth,
@@ -141,7 +142,9 @@ def _run(
     """Ask and spoil for as long as it was said, then let all heal; return the facts."""
     root = place.roots[0]
     maintained: dict[int, str] = {}  # of all engines, the killed ones too
-    watch = Watch(root, lambda: _pids(drivers, maintained), max(1.0, options.minutes))
+    root_interval_s = min(15.0, max(1.0, options.minutes))  # a walk costs others, too
+    warm_s = min(WARM_S, options.minutes * 60 / 4)
+    watch = Watch(root, lambda: _pids(drivers, maintained), 1.0, root_interval_s)
     faults = Faults(place, drivers, random.Random(options.seed), options.broken)  # noqa: S311
     wait_for(lambda: all(driver.ready for driver in drivers), STOPPED_S * 3)
     watch.start()
@@ -174,9 +177,13 @@ def _run(
         "times": round(counted["stored_bytes"] / bound, 1),
         "greatest_bytes": max(watch.sizes, default=0),
         "sizes": len(watch.sizes),
-        "growth": _growths(watch),
+        "growth": _growths(watch, warm_s),
         "watched": [
-            {"name": name, "seconds": round(life[-1].at - life[0].at), **(growth(life) or {})}
+            {
+                "name": name,
+                "seconds": round(life[-1].at - life[0].at),
+                **(growth(life, warm_s) or {}),
+            }
             for (name, _), life in watch.lives.items()
         ],
         "left": {"parts": num_parts, "claims": num_claims - len(drivers), "in time": bool(clean)},
@@ -201,12 +208,12 @@ def _num_left(root: str) -> tuple[int, int]:
     return count(root)[1][0], claims(root)
 
 
-def _growths(watch: Watch) -> dict[str, dict[str, int]]:
+def _growths(watch: Watch, warm_s: float) -> dict[str, dict[str, int]]:
     """Return the largest growth of each resource, of engines and of maintenance processes."""
     found: dict[str, dict[str, int]] = {}
     for (name, _), life in watch.lives.items():
         kind = "maintenance" if name.endswith("maintenance") else "engine"
-        if (grown := growth(life)) is not None:
+        if (grown := growth(life, warm_s)) is not None:
             worst = found.setdefault(kind, dict.fromkeys(ALLOWED, 0))
             found[kind] = {what: max(worst[what], grown[what]) for what in ALLOWED}
     return found

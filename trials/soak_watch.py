@@ -12,8 +12,9 @@ from typing import TypeVar
 
 from trials.shared_root_judge import count
 
-# A life is judged by what it had in its first quarter and in its last; its start is left out.
-WARM_S = 20.0
+# A life is judged by what it had in its first quarter and in its last; its start is left out. An engine
+# without fskv grows by hundreds of MiB while it meets its first prompts, each of a length of its own.
+WARM_S = 120.0
 MIN_SAMPLES = 8
 # What a life may grow by: staging slots, which are made when they are needed, I/O threads that are written
 # off and replaced, files that are open for a moment.
@@ -39,7 +40,7 @@ def sample(pid: int) -> Sample | None:
             fields = dict(line.split(":", 1) for line in file)
         return Sample(
             time.monotonic(),
-            int(fields["VmRSS"].split()[0]) << 10,
+            sum(int(fields[kind].split()[0]) for kind in ("RssAnon", "RssShmem")) << 10,
             int(fields["Threads"]),
             len(os.listdir(f"/proc/{pid}/fd")),
         )
@@ -47,12 +48,13 @@ def sample(pid: int) -> Sample | None:
         return None
 
 
-def growth(life: Sequence[Sample]) -> dict[str, int] | None:
+def growth(life: Sequence[Sample], warm_s: float) -> dict[str, int] | None:
     """Return by how much a process has grown: the least of its last quarter over the most of its first.
 
-    None where it did not live long enough to be judged. A burst at either end is no growth.
+    None where it did not live long enough to be judged. A burst at either end is no growth. `warm_s`: its
+    start, which is left out.
     """
-    warm = [one for one in life if one.at >= life[0].at + WARM_S]
+    warm = [one for one in life if one.at >= life[0].at + warm_s]
     if len(warm) < MIN_SAMPLES:
         return None
     first, last = warm[: len(warm) // 4], warm[-(len(warm) // 4) :]
@@ -85,7 +87,8 @@ class Watch:
 
     root: str
     pids: Callable[[], dict[str, int]]
-    interval_s: float
+    interval_s: float  # of processes
+    root_interval_s: float
     lives: dict[tuple[str, int], list[Sample]] = field(default_factory=dict)
     sizes: list[int] = field(default_factory=list)
     _over: threading.Event = field(default_factory=threading.Event)
@@ -104,7 +107,7 @@ class Watch:
                     self.lives.setdefault((name, pid), []).append(now)
 
     def _root(self) -> None:
-        while not self._over.wait(self.interval_s):
+        while not self._over.wait(self.root_interval_s):
             with contextlib.suppress(OSError):  # the root is away, or its server is
                 self.sizes.append(nbytes(self.root))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import mmap
 import os
 import random
 import subprocess
@@ -43,14 +44,15 @@ def life(*values, start=0.0):
     ],
 )
 def test_growth_is_what_stays_and_no_burst(values, grown):
-    assert growth(life(*values)) == dict.fromkeys(("memory", "threads", "descriptors"), grown)
+    found = growth(life(*values), WARM_S)
+    assert found == dict.fromkeys(("memory", "threads", "descriptors"), grown)
 
 
 def test_a_short_life_and_a_start_are_not_judged():
-    assert growth(life(*range(MIN_SAMPLES - 1))) is None
+    assert growth(life(*range(MIN_SAMPLES - 1)), WARM_S) is None
     starting = [Sample(n, 100 * n, 1, 1) for n in range(int(WARM_S))]
     steady = [Sample(WARM_S + n, 2000, 1, 1) for n in range(20)]
-    assert growth(starting + steady) == {"memory": 0, "threads": 0, "descriptors": 0}
+    assert growth(starting + steady, WARM_S) == {"memory": 0, "threads": 0, "descriptors": 0}
 
 
 def test_memory_threads_and_descriptors_of_a_process_are_seen():
@@ -67,6 +69,24 @@ def test_memory_threads_and_descriptors_of_a_process_are_seen():
     process = subprocess.Popen(["true"])
     process.wait()
     assert sample(process.pid) is None
+
+
+def test_pages_of_files_are_no_memory_of_a_process():
+    large = Path(sys.modules["torch"].__file__).parent / "lib" / "libtorch_cpu.so"
+    before, resident_before = sample(os.getpid()), resident_nbytes()
+    with (
+        large.open("rb") as file,
+        mmap.mmap(file.fileno(), 32 * MIB, access=mmap.ACCESS_READ) as mapped,
+    ):
+        assert sum(mapped[:: mmap.PAGESIZE]) > 0
+        after, resident_after = sample(os.getpid()), resident_nbytes()
+    assert resident_after - resident_before > 16 * MIB, "the control: they are resident"
+    assert after.memory - before.memory < 4 * MIB
+
+
+def resident_nbytes():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * mmap.PAGESIZE
 
 
 GOOD = {
