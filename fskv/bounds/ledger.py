@@ -21,6 +21,7 @@ from fskv.config import Share
 from fskv.namespace import MAX_TENANT
 from fskv.root.beneath import opened, remove_file
 from fskv.root.files import publishing, regular_file, retry_stale
+from fskv.root.filesystem import is_full_late
 from fskv.root.process_id import is_our_part, provably_dead, unique_name
 from fskv.types import MAX_COUNT
 
@@ -74,6 +75,7 @@ class Ledger:
         self._file_mode = file_mode
         self._junk: dict[str, _Junk] = {}  # by name: what is no claim is read again when it changes
         self._no_count = ""  # why there is no usage
+        self._sync: bool | None = None  # unknown before the first write
 
     @property
     def left_out(self) -> dict[str, str]:
@@ -86,7 +88,10 @@ class Ledger:
         )
 
     def publish(self, claim: Claim) -> None:
-        """Publish a claim. Raises OSError, also where it is longer than anybody reads: too many limits."""
+        """Publish a claim, or leave the last one. Raises OSError, also where it is longer than anybody reads.
+
+        One that nobody can read would be left out by all, and what it was granted be granted to others.
+        """
         self._write(
             f"{self._directory}/{CLAIMS_DIR}", f"{claim.name}.json", claim, MAX_CLAIM_NBYTES
         )
@@ -180,6 +185,9 @@ class Ledger:
         if len(content) > most_nbytes:
             reason = f"{len(content)} bytes, more than the {most_nbytes} that are read; it is not written"
             raise OSError(errno.EFBIG, reason, f"{path}/{name}")
+        if self._sync is None:
+            self._sync = is_full_late(self._directory)
+        sync = self._sync
         with (
             opened(self._root, self._directory, os.O_PATH) as shared,
             opened(self._root, path, os.O_PATH) as directory,
@@ -187,7 +195,7 @@ class Ledger:
 
             def publish() -> None:
                 with publishing(
-                    name, self._file_mode, dir_fd=directory, part_dir_fd=shared
+                    name, self._file_mode, dir_fd=directory, part_dir_fd=shared, sync=sync
                 ) as file:
                     file.write(content)
 

@@ -9,11 +9,16 @@ import os
 import sys
 import time
 from collections import Counter
+from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 from places import REPOSITORY
 from world import wait_for
 
+from fskv.bounds import ledger
+from fskv.bounds.quota import Claim, Limits
+from fskv.root.filesystem import is_full_late
 from shared_fs import ceph, netns
 from shared_fs.chunks import NBYTES
 from shared_fs.test_shared_fs import *  # noqa: F403
@@ -167,6 +172,35 @@ def test_a_full_pool_is_a_full_disk(pair, cluster, measured):
     assert pair.b.comes_to_load(10, 11, 12)
     idle = pair.a.ask("idle")
     assert (idle["slots"], idle["hung"]) == (0, 0)
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["", "negative control"])
+def test_a_claim_that_meets_a_full_pool_leaves_the_last_one(cluster, monkeypatch, request, told):
+    """The first file that a client writes after the pool is full has no bytes, and only fsync says so."""
+    shared = [f"{node.mount}/{request.node.originalname}" for node in (cluster.a, cluster.b)]
+    os.makedirs(f"{shared[0]}/{ledger.CLAIMS_DIR}", exist_ok=True)
+    monkeypatch.setattr(ledger, "is_full_late", is_full_late if told else lambda _: False)
+    writer, reader = map(ledger.Ledger, shared)
+    first = Claim("a-1-00000000-1", "cpu/llama@0123456789abcdef", None, Limits(1 << 20))
+    writer.publish(first)
+    assert reader.claims() == [first]
+    cluster.limit_data(4096)
+    try:
+        with pytest.raises(OSError, match="No space") if told else nullcontext():
+            writer.publish(replace(first, granted=1))
+        assert reader.claims() == ([first] if told else [])
+    finally:
+        cluster.limit_data(0)
+    wait_for(lambda: published(writer, replace(first, granted=2)), 60.0)
+    assert [claim.granted for claim in reader.claims()] == [2]
+
+
+def published(book, claim):
+    try:
+        book.publish(claim)
+    except OSError:
+        return False
+    return True
 
 
 def test_snapshots_of_the_root_are_nobody_s_chunks(pair):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
 import random
@@ -345,6 +347,29 @@ def test_claims_and_usage_are_read_as_they_were_written(shared):
     assert sorted(os.listdir(shared)) == ["claims", "usage.json"]
     book.withdraw(claim.name)
     assert book.claims() == []
+
+
+@pytest.mark.parametrize("told_late", [True, False], ids=["", "negative control"])
+def test_a_claim_that_has_no_bytes_for_want_of_room_is_not_published(
+    shared, monkeypatch, told_late
+):
+    """As on a full pool of CephFS: write and close are well, and fsync alone says that there is no room."""
+    monkeypatch.setattr(book_module, "is_full_late", lambda _: told_late)
+    book, before = Ledger(str(shared)), make_claim()
+    book.publish(before)
+
+    def no_space(fd):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def encoded_as_zeros(tree):
+        return bytes(len(encoded(tree)))
+
+    encoded = book_module._encoded
+    monkeypatch.setattr(os, "fsync", no_space)
+    monkeypatch.setattr(book_module, "_encoded", encoded_as_zeros)
+    with pytest.raises(OSError, match="space") if told_late else contextlib.nullcontext():
+        book.publish(replace(before, granted=before.granted + 1))
+    assert book.claims() == ([before] if told_late else [])
 
 
 def test_claims_and_usage_of_an_older_version_are_read(shared):
