@@ -613,6 +613,14 @@ FAULTS = (
         ("tests/unit/test_capacity.py",),
     ),
     Fault(
+        "burst-of-one-poll",
+        "What an engine asks for until the next grant is at hand.",
+        "fskv/bounds/client.py",
+        "        if self._patient or self._was_granted or now",
+        "        if self._patient or self._was_granted or True or now",
+        ("tests/unit/test_capacity.py",),
+    ),
+    Fault(
         "keep-free-ignored",
         "What is to stay free on the disk stays free.",
         "fskv/bounds/quota.py",

@@ -29,6 +29,7 @@ from fskv.observe.state_log import StateLog
 _SILENT_S = 20.0  # without a word for so long: what was granted may be thought to be ours no more
 _HUNG_S = 60.0
 _BURST_HALF_LIFE_S = 60.0
+_BURST_S = 5.0  # a burst takes no longer: where no grant comes, no more than that is wanted at hand
 _FIRST_WORD_S = 2.0
 _RESTART_S = 10.0
 _PAUSE_S, _MAX_PAUSE_S = 2.0, 60.0  # after ENOSPC; twice as long each time it is met again
@@ -58,7 +59,7 @@ class Capacity:
         """`namespace` is "<arch>/<model>@<digest16>" of an opened root.
 
         A caller that is `patient` asks again for what it was refused. An engine does not: its chunk is lost.
-        So there as much is kept at hand as was lately asked for between two polls, and at least `at_hand`.
+        So there as much is kept at hand as was lately asked for between two grants, and at least `at_hand`.
         `quiet`: the maintenance process says on stderr only what is wrong, not what it has done.
         `touch_interval_s` is the option of whoever loads chunks; 0: nobody here does. `health_file` is the
         engine's: how it ended is written there, if it could not do that itself.
@@ -87,7 +88,9 @@ class Capacity:
         self._used = 0
         self._written = 0
         self._returned = 0
-        self._asked = 0  # since the last poll
+        self._asked = 0  # since the last grant, or for _BURST_S
+        self._asked_since = 0.0
+        self._was_granted = False  # since then
         self._burst = 0.0
         self._burst_at = 0.0
         self._removed: list[tuple[bytes, int]] = []
@@ -239,11 +242,12 @@ class Capacity:
         return message == self._said
 
     def _wanted(self, now: float) -> int:
-        """Return what was asked for at once, lately; rounded up, so that it seldom changes."""
-        asked, self._asked = self._asked, 0
+        """Return what was asked for before a grant came, lately; rounded up, so that it seldom changes."""
         self._burst *= 0.5 ** ((now - self._burst_at) / _BURST_HALF_LIFE_S)
         self._burst_at = now
-        self._burst = max(self._burst, asked, self._at_hand)
+        self._burst = max(self._burst, self._asked, self._at_hand)
+        if self._patient or self._was_granted or now - self._asked_since > _BURST_S:
+            self._asked, self._asked_since, self._was_granted = 0, now, False
         return 1 << (int(self._burst) - 1).bit_length() if self._burst >= 1 else 0
 
     def close(self) -> None:
@@ -294,6 +298,7 @@ class Capacity:
             self._return_unused()
         elif "grant" in message:
             self._allowed += message["grant"]
+            self._was_granted = True
         elif "removed" in message:
             self._removed += entries(message["removed"])
         else:

@@ -139,5 +139,8 @@ def test_servers_that_stall_cost_a_recompute_and_nothing_more(cluster, roots, tm
 def test_two_architectures_on_one_mount(roots, tmp_path):
     own = dict(zip(architectures.KERNELS, roots, strict=True))
     phases = architectures.Phases(own, tmp_path, pause_s=3.0, options={"lookup_timeout_s": 10})
-    phases.run()
+    try:
+        phases.run()
+    finally:
+        print(phases.table())
     assert "".join(row[0] for row in phases.rows) == "ABCDEFGHIJ"

@@ -317,6 +317,43 @@ def test_a_claim_covers_what_its_engine_may_use_whenever_one_of_both_is_away(
     assert used > 2 << 20
 
 
+@pytest.mark.parametrize("step_s", [0.05, 2.0])
+def test_what_an_engine_asks_for_until_the_next_grant_is_at_hand(root, monkeypatch, step_s):
+    """The engine asks ten times a second; a step of the maintenance may take seconds on a slow mount."""
+    clock = Clock()
+    monkeypatch.setattr(time, "monotonic", clock)
+    limits = Limits(max_nbytes=256 << 20)
+    pipes = Pipes(root, limits)
+    pipes.maintainer._lease._clock = clock
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pipes)
+    capacity = Capacity(root, NAME, None, limits, clock=clock)
+    capacity.start()
+    refused = []
+
+    async def walk():
+        stepped_at = 0.0
+        for _ in range(600):
+            if clock() >= stepped_at + step_s:
+                pipes.hear(1000)
+                pipes.maintainer.step()
+                if (work := pipes.maintainer.work) is not None:
+                    await work
+                stepped_at = clock()
+            for _ in range(4):
+                took = capacity.take(1 << 16)
+                capacity.settle(*(1 << 16,) * 2 if took else (0, 0))
+                refused.append(not took)
+            capacity.poll()
+            clock.advance(0.1)
+
+    try:
+        asyncio.run(walk())
+    finally:
+        pipes.close()
+    late = refused[len(refused) // 4 :]
+    assert sum(late) < len(late) // 20
+
+
 def test_a_silent_process_grants_nothing_and_never_blocks_the_engine(root, engine):
     clock = Clock()
     one = engine(Limits(max_nbytes=1 << 30), clock=clock)
@@ -669,7 +706,7 @@ def test_what_was_granted_without_a_bound_is_given_back_when_one_comes(root, eng
         first.poll()
         second.poll()
         assert disk_nbytes(root) > MAX // 4
-        return outstanding() < MAX // 8
+        return outstanding() <= MAX // 8  # what two engines that burst have at hand, each
 
     wait_for(is_given_back, 40)
     lowered = Scope("root", None, MAX, MAX // 2, 4 << 30, 4 << 30)
