@@ -256,7 +256,7 @@ def _describing():
 
     connector = FskvConnector.__new__(FskvConnector)
     connector.connector_scheduler = Scheduler()
-    connector._held_events = []
+    connector._held_events, connector._pool = [], None
     connector._budget = LoadBudget(manager._config, [], 1, num_ranks=1, file_sizes=dict)
     return connector, manager, tracker._pending_event_metadata
 
@@ -299,6 +299,38 @@ def test_a_reset_takes_back_every_block_and_what_is_found_again_is_announced_aga
     assert list(connector.take_events()) == []
     manager.on_news(News(stored={_chunk(3): {0}}))
     assert list(connector.take_events()) == [], "stopped: nothing will be served"
+    manager.shutdown()
+
+
+@pytest.mark.parametrize("hears", [True, pytest.param(False, id="negative_control")])
+def test_a_router_hears_again_what_is_on_disk_after_vllm_said_that_all_is_cleared(hears):
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+
+    def said(number):
+        return maybe_convert_block_hash(number.to_bytes(32, "big"))
+
+    connector, manager, payloads = _describing()
+    pool = BlockPool(4, True, 1, enable_kv_cache_events=True)
+    if hears:
+        connector.bind_gpu_block_pool(pool)
+    payloads.update({_key(n): _payload(n) for n in (1, 2, 3)})
+    manager.on_news(News(stored={_chunk(1): {0}, _chunk(2): {0}}))
+    assert len(list(connector.take_events())) == 2
+    assert list(connector.take_events()) == [], "said once"
+    manager.on_news(News(stored={_chunk(3): {0}}))  # not taken before the reset
+    manager.chunks.on_removed([_name(2)])
+    assert pool.reset_prefix_cache()
+    (cleared,) = pool.take_events()  # the scheduler takes vLLM's own first
+    assert vars(type(cleared)).get("medium") is None
+    believed = set()
+    for event in connector.take_events():
+        stored = type(event).__name__ == "BlockStored"
+        (believed.update if stored else believed.difference_update)(event.block_hashes)
+    assert (said(1) in believed) is hears
+    assert said(2) not in believed
+    assert said(3) in believed
+    assert list(connector.take_events()) == []
     manager.shutdown()
 
 

@@ -46,6 +46,7 @@ from fskv.engines.vllm.media import Media
 from fskv.engines.vllm.metrics import FskvStats, metric_definitions
 from fskv.engines.vllm.page_layout import page_layouts
 from fskv.engines.vllm.quirks import (
+    cached_blocks,
     drop_in_workers,
     enclosing_connector,
     event_payloads,
@@ -71,6 +72,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -227,6 +229,8 @@ class FskvConnector(BudgetedConnector):
             raise
         self._setup = setup
         self._held_events: list[KVCacheEvent] = []  # of before a reset, not yet taken
+        self._pool: BlockPool | None = None
+        self._cached_blocks: object = None  # of the pool, as it was when events were last taken
         if outer is not None:
             # Inside a MultiConnector the scheduler reads the policy of the outer configuration.
             outer.kv_load_failure_policy = "recompute"
@@ -392,7 +396,14 @@ class FskvConnector(BudgetedConnector):
         drop_in_workers()
         return True
 
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        super().bind_gpu_block_pool(gpu_block_pool)
+        self._pool, self._cached_blocks = gpu_block_pool, cached_blocks(gpu_block_pool)
+
     def take_events(self) -> Iterable[KVCacheEvent]:
+        if self._pool is not None and cached_blocks(self._pool) is not self._cached_blocks:
+            self._cached_blocks = cached_blocks(self._pool)
+            self._manager.announce_again()
         held, self._held_events = self._held_events, []
         yield from held
         yield from super().take_events()

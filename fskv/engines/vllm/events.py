@@ -87,6 +87,11 @@ class KvEvents:
         self._news.extend((True, key) for key in self._announced.values())
         self._announced.clear()
 
+    def say_again(self) -> None:
+        """All that is announced is news again: a router was told that this engine has nothing."""
+        gone = [(True, key) for removed, key in self._news if removed]
+        self._news = gone + [(False, key) for key in self._announced.values()]
+
     def take(self) -> Iterator[OffloadingEvent]:
         """Yield the news since the last call, oldest first, neighbours of one kind together."""
         news, self._news = self._news, []

@@ -297,6 +297,11 @@ class FskvManager(OffloadingManager):
         if self._events:
             self._events.removed_all()
 
+    def announce_again(self) -> None:
+        """After a reset of vLLM's prefix cache, whose event names no medium. The files stay."""
+        if self._events:
+            self._events.say_again()
+
     def take_events(self) -> Iterable[OffloadingEvent]:
         return self._events.take() if self._events else ()
 

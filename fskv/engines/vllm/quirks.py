@@ -21,6 +21,9 @@ resets when it gives its KV up. One in processes of its own waits until its conn
 unmapped, or mapped again with other bytes (EngineCore.pause_scheduler, sleep). So the workers are told at
 once: `drop_in_workers`.
 
+**Resets of the prefix cache.** vLLM tells routers by an event that names no medium, and they forget what is
+on disk too. A connector hears nothing of it: `cached_blocks`.
+
 **Failed loads.** vLLM's scheduler believes that chunks it once hit are offloaded: `offer_again`.
 
 Called on the scheduler's thread, but for what takes a worker: that is for the worker's thread, between two
@@ -47,6 +50,7 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import (
         OffloadingConnectorWorker,
     )
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_offload.base import LoadStoreSpec, OffloadKey
@@ -224,6 +228,11 @@ def offer_again(scheduler: OffloadingConnectorScheduler, req_id: str) -> None:
         group.num_hit_chunks = 0
         if hasattr(group, "lookup_hit_end_chunk_idx"):  # since 0.33
             group.lookup_hit_end_chunk_idx = 0
+
+
+def cached_blocks(pool: BlockPool) -> object:
+    """Return what a reset of vLLM's prefix cache replaces by another."""
+    return pool.cached_block_hash_to_block
 
 
 def event_payloads(scheduler: OffloadingConnectorScheduler) -> MutableMapping[OffloadKey, object]:
