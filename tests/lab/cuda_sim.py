@@ -105,10 +105,16 @@ class Sim:
 
 
 @functools.cache
-def simulation():
-    """Build and load the driver; skips the test where there is no C compiler."""
+def simulation(*, for_all=False):
+    """Build and load the driver; skips the test where there is no C compiler.
+
+    With `for_all` whoever opens libcuda.so.1 in this process gets it, kvikio too: only for a child process.
+    """
     directory = Path(tempfile.gettempdir()) / f"fskv-tests-{os.getuid()}"
-    return Sim(build("cuda_sim", directory))
+    if not for_all:
+        return Sim(build("cuda_sim", directory))
+    name = "libcuda.so.1"
+    return Sim(build("cuda_sim", directory, f"-Wl,-soname,{name}", file_name=name))
 
 
 class SimTensor(torch.Tensor):

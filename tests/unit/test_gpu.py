@@ -24,7 +24,7 @@ import numpy as np  # noqa: E402
 
 from fskv.config import Deadline  # noqa: E402
 from fskv.data_path.breaker import Breaker  # noqa: E402
-from fskv.data_path.job import FileMove  # noqa: E402
+from fskv.data_path.job import FileMove, JobResult  # noqa: E402
 from fskv.data_path.runner import JobRunner  # noqa: E402
 from fskv.data_path.store import ChunkStore  # noqa: E402
 from fskv.format import chunk_file  # noqa: E402
@@ -81,6 +81,7 @@ class Rig:
         self.transport = make_transport(kind, self.tensors, files.file_nbytes, f"{path}/tmp")
         transport = self.transport
         store = ChunkStore(directory, {0: files}, transport, touch_interval_s=600)
+        self.breaker = Breaker(8, 5)
         self.runner = JobRunner(
             store,
             transport,
@@ -88,7 +89,7 @@ class Rig:
             num_slots=16,
             max_queued_chunks=64,
             deadline=Deadline(deadline_s, 0, deadline_s),
-            breaker=Breaker(8, 5),
+            breaker=self.breaker,
         )
         self.chunks = [FileId(b"chunk%d" % i, 0) for i in range(NUM_CHUNKS)]
         self.source = torch.randperm(self.num_blocks // 2).tolist()
@@ -105,6 +106,13 @@ class Rig:
             self.runner.poll()
             statuses += [outcome.status for outcome in self.runner.take_outcomes()]
         return statuses
+
+    def finish(self, job_id: int) -> JobResult:
+        """Wait for this job: the result of one before it may be there as well."""
+        while True:
+            for result in self.runner.poll():
+                if result.job_id == job_id:
+                    return result
 
     def halves_equal(self) -> bool:
         half = self.num_blocks // 2
@@ -168,19 +176,32 @@ def test_negative_control_without_the_event_unproduced_pages_are_stored(rig):
     assert not _store_while_producing(rig, lambda event: None)
 
 
+def test_a_step_longer_than_the_deadline_costs_no_store(tmp_path):
+    rig = Rig(str(tmp_path), "host", deadline_s=0.25)
+    try:
+        torch.cuda._sleep(2_000_000_000)  # a second, on what there is today
+        event = torch.cuda.current_stream().record_event()
+        assert not event.query()
+        rig.runner.submit_store(1, rig.requests(rig.source), event)
+        assert set(rig.drain()) == {Status.OK}
+        assert rig.breaker.num_openings == 0
+    finally:
+        rig.runner.shutdown(5)
+        rig.transport.close()
+
+
 def test_a_load_is_complete_when_it_is_reported(rig):
     half = rig.num_blocks // 2
     for tensor in rig.tensors:
         tensor[:half].random_(-128, 128)
     rig.runner.submit_store(1, rig.requests(rig.source), torch.cuda.current_stream().record_event())
     rig.drain()
-    for _ in range(20):
+    for job_id in range(2, 22):
         for tensor in rig.tensors:
             tensor[half:] = 0
         torch.cuda.synchronize()
-        rig.runner.submit_load(2, rig.requests(rig.target), None)
-        while not rig.runner.poll():
-            pass
+        rig.runner.submit_load(job_id, rig.requests(rig.target), None)
+        rig.finish(job_id)
         # Read on another stream right away: nothing may still be in flight.
         with torch.cuda.stream(torch.cuda.Stream()):
             assert rig.halves_equal()
@@ -292,10 +313,7 @@ def test_a_read_that_hangs_is_given_up_its_slot_parked_and_its_pages_stay_free(g
         tensor[half:] = -77
     torch.cuda.synchronize()
     rig.runner.submit_load(2, rig.requests(rig.target), None)
-    results = []
-    while not results:
-        results = rig.runner.poll()
-    assert results[0].failed
+    assert rig.finish(2).failed
     assert rig.runner.num_slots_used >= 4, "parked"
     go_on.set()
     end = time.monotonic() + 30

@@ -135,6 +135,15 @@ static void open_devices(void)
     sigaction(SIGSEGV, &action, &before);
 }
 
+/* The address at which the streams' threads see device memory. */
+uint64_t sim_open_address(uint64_t address)
+{
+    for (int d = 0; d < NUM_DEVICES; d++)
+        if (address >= (uint64_t)devices[d].closed && address < (uint64_t)devices[d].closed + REGION)
+            return address - (uint64_t)devices[d].closed + (uint64_t)devices[d].open;
+    return 0;
+}
+
 static Range *found(Range *ranges, size_t num, uint64_t at, size_t nbytes, bool live_only)
 {
     for (size_t i = num; i-- > 0;)
@@ -707,6 +716,114 @@ int cuLaunchKernel(Module *function, unsigned grid_x, unsigned grid_y, unsigned 
     return submit("cuLaunchKernel", stream, op);
 }
 
+/* --- what kvikio asks as well ------------------------------------------------------------------- */
+
+int cuDriverGetVersion(int *version)
+{
+    *version = 12040; /* before cuMemcpyBatchAsync (12.8) */
+    return SUCCESS;
+}
+
+int cuDeviceGetCount(int *count)
+{
+    *count = NUM_DEVICES;
+    return SUCCESS;
+}
+
+int cuDeviceGetAttribute(int *value, int attribute, int device)
+{
+    *value = 0;
+    return SUCCESS;
+}
+
+int cuDevicePrimaryCtxRelease_v2(int device) { return SUCCESS; }
+
+int cuCtxGetCurrent(Context **context)
+{
+    *context = current();
+    return SUCCESS;
+}
+
+int cuCtxGetDevice(int *device)
+{
+    IN_CONTEXT("cuCtxGetDevice");
+    *device = current()->device;
+    return end(SUCCESS);
+}
+
+/* Of memory that CUDA does not know the values are zero. */
+int cuPointerGetAttributes(unsigned num, int *attributes, void **values, uint64_t at)
+{
+    BEGIN("cuPointerGetAttributes");
+    Range *range = found(allocations, num_allocations, at, 1, true);
+    for (unsigned i = 0; i < num; i++) {
+        bool wide = attributes[i] == 1 || attributes[i] == 3;
+        uint64_t value = range == NULL         ? 0
+                         : attributes[i] == 1 ? (uint64_t)&contexts[range->device]
+                         : attributes[i] == 2 ? 2 /* memory of a device */
+                         : attributes[i] == 3 ? at
+                                              : (uint64_t)range->device;
+        memcpy(values[i], &value, wide ? 8 : 4);
+    }
+    return end(SUCCESS);
+}
+
+int cuPointerGetAttribute(void *value, int attribute, uint64_t at)
+{
+    pthread_mutex_lock(&mutex);
+    bool known = found(allocations, num_allocations, at, 1, true) != NULL;
+    pthread_mutex_unlock(&mutex);
+    return known ? cuPointerGetAttributes(1, &attribute, &value, at) : INVALID_VALUE;
+}
+
+int cuMemGetAddressRange_v2(uint64_t *base, size_t *nbytes, uint64_t at)
+{
+    BEGIN("cuMemGetAddressRange_v2");
+    Range *range = found(allocations, num_allocations, at, 1, true);
+    if (range == NULL)
+        return end(INVALID_VALUE);
+    *base = range->at;
+    *nbytes = range->nbytes;
+    return end(SUCCESS);
+}
+
+int cuMemHostAlloc(void **memory, size_t nbytes, unsigned flags)
+{
+    IN_CONTEXT("cuMemHostAlloc");
+    if (posix_memalign(memory, 4096, nbytes) != 0)
+        return end(OUT_OF_MEMORY);
+    add(&registered, &num_registered, (Range){(uint64_t)*memory, nbytes, current()->device, true});
+    return end(SUCCESS);
+}
+
+int cuMemFreeHost(void *memory)
+{
+    int code = cuMemHostUnregister(memory);
+    free(memory);
+    return code;
+}
+
+int cuCtxCreate_v2(Context **context, unsigned flags, int device) { return NOT_FOUND; }
+int cuCtxDestroy_v2(Context *context) { return NOT_FOUND; }
+
+int cuMemcpyAsync(uint64_t target, uint64_t source, size_t nbytes, Stream *stream)
+{
+    bool from_host = sim_open_address(source) == 0, to_host = sim_open_address(target) == 0;
+    return from_host ? cuMemcpyHtoDAsync_v2(target, (void *)source, nbytes, stream)
+           : to_host ? cuMemcpyDtoHAsync_v2((void *)target, source, nbytes, stream)
+                     : cuMemcpyDtoDAsync_v2(target, source, nbytes, stream);
+}
+
+int cuGetErrorName(int error, const char **name)
+{
+    static __thread char text[32];
+    snprintf(text, sizeof text, "simulated error %d", error);
+    *name = text;
+    return SUCCESS;
+}
+
+int cuGetErrorString(int error, const char **text) { return cuGetErrorName(error, text); }
+
 /* --- for tests ------------------------------------------------------------------------------------ */
 
 /* Forget misuses, counts and plans. Work is done up to `late` seconds after it was launched. */
@@ -729,15 +846,6 @@ void sim_reset(unsigned new_seed, double late)
 }
 
 const char *sim_misuses(void) { return misuses; }
-
-/* The address at which the streams' threads see device memory. */
-uint64_t sim_open_address(uint64_t address)
-{
-    for (int d = 0; d < NUM_DEVICES; d++)
-        if (address >= (uint64_t)devices[d].closed && address < (uint64_t)devices[d].closed + REGION)
-            return address - (uint64_t)devices[d].closed + (uint64_t)devices[d].open;
-    return 0;
-}
 
 /* The `after`th call of this name from now on answers `code`, once. */
 void sim_fail(const char *name, int after, int code)

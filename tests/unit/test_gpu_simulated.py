@@ -1,0 +1,53 @@
+"""test_gpu.py over the simulated driver: it contains nothing that cannot pass.
+
+The tests are the same, and fskv's code; torch.cuda is `cuda_torch`, libcuda `cuda_sim`, kvikio the real one.
+What this cannot show is `cuda_torch.LEFT_OUT`, a real driver's behaviour, and any speed.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+
+import pytest
+from cuda_torch import LEFT_OUT
+from places import LAB, REPOSITORY
+
+pytest.importorskip("fskv._native", reason="the C extension was not built")
+
+TESTS = REPOSITORY / "tests" / "unit" / "test_gpu.py"
+QUICK = "(host] or gds]) and not complete or longer or in_gpu_memory or slots or interpreter"
+
+
+def over_the_simulation(*arguments):
+    """Return the exit code and the output of test_gpu.py, or of some of it."""
+    command = [sys.executable, str(LAB / "on_simulation.py"), *arguments]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=280)
+    return done.returncode, done.stdout + done.stderr
+
+
+PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", "-rs", str(TESTS))
+
+
+@pytest.mark.parametrize(
+    "some",
+    [pytest.param(("-k", QUICK), id="some"), pytest.param((), id="all", marks=pytest.mark.slow)],
+)
+def test_the_tests_of_a_gpu_can_pass(some):
+    code, said = over_the_simulation(*PYTEST, *some)
+    assert code == 0, said[-4000:]
+    assert int(re.search(r"(\d+) passed", said)[1]) >= 5
+
+
+def test_negative_control_where_nobody_waits_the_tests_of_order_fail():
+    only = "store_waits_for_the_kernels and (host] or host-spans])"
+    code, said = over_the_simulation("--no-waits", *PYTEST, "-k", only)
+    assert code == 1
+    assert "2 failed" in said, said[-4000:]
+
+
+def test_what_is_left_out_is_a_test():
+    tests = {n.name for n in ast.parse(TESTS.read_text()).body if isinstance(n, ast.FunctionDef)}
+    assert set(LEFT_OUT) <= tests
