@@ -352,7 +352,7 @@ def _call(task: Call) -> None:
 def call_with_deadline(call: Callable[[], _T], timeout_s: float, message: str) -> _T:
     """Return call(), made on a daemon thread; raises RootError with `message` after `timeout_s` seconds.
 
-    For the few calls on a root at start-up, which hang with a dead mount.
+    For the few calls at start-up and at the end that hang with a dead mount or a dead GPU.
     """
     results: list[_T] = []
     errors: list[BaseException] = []

@@ -16,7 +16,8 @@ from fskv.data_path.breaker import Breaker
 from fskv.data_path.job import NO_LIMIT, FileMove, FileOutcome, JobResult, LoadLimit
 from fskv.data_path.runner import JobRunner
 from fskv.data_path.store import ChunkStore
-from fskv.errors import ConfigError
+from fskv.data_path.threads import call_with_deadline
+from fskv.errors import ConfigError, RootError
 from fskv.format.chunk_file import FileLayout
 from fskv.format.key_file import open_key_file
 from fskv.observe import metrics
@@ -39,6 +40,7 @@ Memory: TypeAlias = "torch.Tensor | memoryview"
 
 # What is still being written when the engine stops may take this long; then it is left.
 _CLOSE_S = 5.0
+_DEVICE_S = 2.0  # for the copies under way, and for giving memory back
 # Stores that end like this speak against the storage; the others against a file, or nothing.
 _AGAINST_STORES = (Status.DENIED, Status.NO_SPACE, Status.IO_ERROR, Status.TIMED_OUT)
 
@@ -191,7 +193,20 @@ class Mover:
         self.drop()
 
     def close(self, timeout_s: float = _CLOSE_S) -> None:
-        """Stop the threads; what is being written has `timeout_s` to end."""
+        """Stop the threads; what is being written has `timeout_s` to end.
+
+        A device that answers no more keeps its slots, and what waits for it is left behind.
+        """
+        if not self.on_cuda:
+            self._close(timeout_s)
+            return
+        try:
+            what = "shutdown: the GPU did not end its copies"
+            call_with_deadline(lambda: self._close(timeout_s), timeout_s + _DEVICE_S, what)
+        except RootError as error:
+            logger.warning("fskv: %s", error)
+
+    def _close(self, timeout_s: float) -> None:
         self._runner.shutdown(timeout_s)
         self._transport.close()
 

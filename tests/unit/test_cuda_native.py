@@ -20,11 +20,17 @@ from cuda_sim import Gpu, SimError, compiled_copy, device_world, on_simulation, 
 from test_jobs import Bench
 from world import damage, read_by_hand, returns_in_time, wait_for
 
-from fskv.data_path.job import NativeEvent
+from fskv.config import StoreConfig
+from fskv.data_path.job import FileMove, NativeEvent
+from fskv.format.chunk_file import FileLayout
+from fskv.offload import mover as mover_module
+from fskv.offload.mover import Mover
+from fskv.plan.spans import GroupLayout, plan_job
+from fskv.root.root import NamespaceDir
 from fskv.transports import kernels
 from fskv.transports.host import HostTransport
 from fskv.transports.protocol import OwnSlot
-from fskv.types import Status
+from fskv.types import FileId, Status
 
 native_module = pytest.importorskip("fskv._native", reason="the C extension was not built")
 
@@ -879,3 +885,53 @@ def test_a_stream_is_late_and_an_event_tells(sim):
     assert (gpu.opened(tensor)[0] == 1).all()
     event.synchronize()
     assert (gpu.opened(tensor) == [[2], [1]]).all()
+
+
+# --- the end ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mover(sim, tmp_path):
+    """A Mover with 4 stored chunks, over a device that tests may stop."""
+    for name in ("tmp", "chunks"):
+        (tmp_path / name).mkdir()
+    layout = FileLayout(4, (4096,), bytes(16))
+    config = StoreConfig(
+        root=str(tmp_path), io_threads=2, direct_io="off", staging_bytes=16 * layout.file_nbytes
+    )
+    directory = NamespaceDir(str(tmp_path), b"end" * 8, 0o700, 0o600)
+    made = Mover(config, directory, [sim.torch.gpu("cuda").tensor(16, 4096)], {0: layout})
+    plan = plan_job([GroupLayout.of(0, 4, [(0, 4096)])], [4096], [4], list(range(16)), [16], [0])
+    made.moves = [FileMove(FileId(b"%032d" % i, 0), part) for i, part in enumerate(plan.chunks)]
+    made.store(1, made.moves)
+    wait_for(lambda: (made.poll(), made.idle)[1])
+    yield made
+    sim.hold(False)
+    wait_for(
+        lambda: not [t for t in threading.enumerate() if t.name in ("fskv-start-up", "closing")]
+    )
+    closes_cleanly(sim)
+
+
+@pytest.mark.parametrize("is_load", [True, False])
+@pytest.mark.parametrize("bounded", [True, pytest.param(False, id="control")])
+def test_a_gpu_that_answers_no_more_does_not_keep_the_engine_from_ending(
+    sim, mover, monkeypatch, caplog, is_load, bounded
+):
+    monkeypatch.setattr(mover_module, "_DEVICE_S", 0.3)
+    if not bounded:
+        monkeypatch.setattr(mover_module, "call_with_deadline", lambda call, *_: call())
+    copy = f"cuMemcpy{'HtoD' if is_load else 'DtoH'}Async_v2"
+    before = sim.calls(copy) + sim.calls("cuEventSynchronize")
+    sim.hold(True)
+    if is_load:
+        mover.load(2, mover.moves)
+    else:
+        moves = [FileMove(FileId(b"new %028d" % i, 0), m.plan) for i, m in enumerate(mover.moves)]
+        mover.store(2, moves)
+    wait_for(lambda: sim.calls(copy) + sim.calls("cuEventSynchronize") > before)
+    ends = threading.Thread(target=mover.close, args=(0.1,), name="closing")
+    ends.start()
+    ends.join(5 if bounded else 1)
+    assert ends.is_alive() == (not bounded)
+    assert ("shutdown: the GPU did not end its copies within 0.4 s" in caplog.text) == bounded
