@@ -62,6 +62,10 @@ bench-verify: $(SETUP) ## The rate of `fskv verify --read-data` beside a plain r
 	@mkdir -p .cache
 	@'$(PY)' -m benchmarks.verify $(ARGS) --dir '$(DIR)'
 
+# No set-up: its environment would have vLLM and torch for CPUs.
+gpu: ## The first hour on a machine with a GPU: facts, tests, rates, engines; one page (PY=python3 with torch for CUDA)
+	@'$(if $(SETUP),python3,$(PY))' -m benchmarks.gpu $(ARGS)
+
 corruptions: $(SETUP) ## Does `fskv verify` find each of 10,000 random corruptions? (minutes)
 	@'$(PY)' -m trials.corruptions $(ARGS)
 

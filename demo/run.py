@@ -26,7 +26,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, BinaryIO, Self
 
 from rich import box
@@ -36,7 +36,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.progress import TimeElapsedColumn as Elapsed
 from rich.table import Table
 
-from demo.checkpoints import MODELS
+from demo.checkpoints import MODELS, Model
 from demo.story import LOG_LINES, Row, Story, count, duration, size
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[1]
@@ -276,19 +276,33 @@ def fresh_root(parent: str | None, *, keep: bool) -> Iterator[str]:
             shutil.rmtree(root, ignore_errors=True)
 
 
-def tell_all(names: Sequence[str], directory: str, root: str, work: pathlib.Path, lines: Lines):
+def tell_all(
+    models: Sequence[Model],
+    directory: str,
+    root: str,
+    work: pathlib.Path,
+    lines: Lines,
+    connector: dict[str, Any],
+):
     """Yield the row of each model."""
-    for position, name in enumerate(names):
-        model = MODELS[name]
-        about = model.groups
+    for position, model in enumerate(models):
+        name, about = model.name, model.groups
         if name == LARGE:
             about += (
                 f"; how soon the first token comes. {model.prompt_tokens} tokens are computed twice, "
                 "half a minute to a minute each time on 2 quiet cores"
             )
         lines.model(name, about, position)
-        story = Story(model, os.path.join(directory, name), root, str(work / name), lines)
+        checkpoint = os.path.join(directory, name)
+        story = Story(model, checkpoint, root, str(work / name), lines, connector)
         yield story.tell(damage_too=name != LARGE)
+
+
+def configured(model: Model, options: argparse.Namespace) -> Model:
+    """Return the model as the command line has it."""
+    return replace(
+        model, engine={**model.engine, **options.engine}, env={**model.env, **options.env}
+    )
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -303,8 +317,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--keep", action="store_true", help="keep the root with its files")
     parser.add_argument("--json", metavar="PATH", help="where the result goes as JSON")
     parser.add_argument(
-        "--model", action="append", choices=(*SMALL, LARGE), help="only this one (repeatable)"
+        "--model", action="append", choices=tuple(MODELS), help="only this one (repeatable)"
     )
+    for name, help_ in (
+        ("engine", "arguments of vLLM's LLM, over the model's"),
+        ("connector", "options of fskv"),
+        ("env", "environment variables of the engines"),
+    ):
+        parser.add_argument(f"--{name}", type=json.loads, default={}, metavar="JSON", help=help_)
     options = parser.parse_args(arguments)
     if options.root is not None and not os.path.isdir(options.root):
         parser.error(f"--root: {options.root} is not a directory")
@@ -332,7 +352,8 @@ def demo(options: argparse.Namespace) -> int:
             directory = checkpoints(names, work / "checkpoints.log", lines)
             if directory is None:
                 return 2
-            rows.extend(tell_all(names, directory, root, work, lines))
+            models = [configured(MODELS[name], options) for name in names]
+            rows.extend(tell_all(models, directory, root, work, lines, options.connector))
         seconds = time.monotonic() - start
         good = report(rows, len(names), seconds)
         result_path.write_text(json.dumps(as_json(rows, seconds, root), indent=2) + "\n")

@@ -94,14 +94,22 @@ class Story:
     """One model on one root; `directory` takes requests, results and logs of its engines."""
 
     def __init__(
-        self, model: Model, checkpoint: str, root: str, directory: str, display: Display
+        self,
+        model: Model,
+        checkpoint: str,
+        root: str,
+        directory: str,
+        display: Display,
+        connector: Mapping[str, Any],
     ) -> None:
+        """`connector` are options of fskv over those that the model's story needs."""
         self.model = model
         self.row = Row(model.name, model.groups, model.prompt_tokens)
         self._checkpoint = checkpoint
         self._root = root
         self._directory = directory
         self._display = display
+        self._connector = connector
         self._tokens: dict[str, list[int]] = {}  # of the reference, by prompt
         self._num_shown = 0  # of row.problems
         self._files: list[str] = []  # stored by the cold engine
@@ -342,7 +350,8 @@ class Story:
             between.append(step)
             asked.append({"touch_file": f"{pause}.reached"})
             asked.append({"wait_for_file": f"{pause}.over", "timeout_s": PAUSE_TIMEOUT_S})
-        options = {"root": self._root, **CONNECTOR_OPTIONS.get(self.model.name, {})}
+        options = {**CONNECTOR_OPTIONS.get(self.model.name, {}), **self._connector}
+        options["root"] = self._root
         transfer = {
             "kv_connector": "FskvConnector",
             "kv_role": "kv_both",
@@ -351,7 +360,7 @@ class Story:
         request = {
             "model": self._checkpoint,
             "engine": self.model.engine_kwargs(),
-            "env": {**self.model.env, **ENGINE_ENV.get(self.model.name, {})},
+            "env": {**ENGINE_ENV.get(self.model.name, {}), **self.model.env},
             "kv_transfer_config": transfer if fskv else None,
             "steps": asked,
         }

@@ -1,0 +1,101 @@
+"""The first hour on a machine with a GPU: `make gpu`.
+
+Each step is a process of its own, bounded in time; none needs one before it. Whatever happens, Ctrl-C
+included, `page.txt` and `page.json` in --out say what was run, measured, skipped and why.
+
+    python -m benchmarks.gpu [--dir STORAGE] [--out DIRECTORY] [--only NAME...] [--within SECONDS]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.gpu import page, plan
+from benchmarks.gpu.steps import Outcome, Step, adopt_orphans, run
+
+_REPOSITORY = Path(__file__).resolve().parents[2]
+_SIMULATION = str(_REPOSITORY / "tests" / "lab" / "on_simulation.py")
+_SIMULATED = "SIMULATED: no GPU was used, and no figure is one's. "
+
+
+def run_all(steps: Sequence[Step], options: argparse.Namespace) -> list[Outcome]:
+    """Run the steps in order and write the page after each of them; return how they went."""
+    outcomes = [Outcome(step.name) for step in steps]
+    begin = time.monotonic()
+    prefix = (_SIMULATION,) if options.simulated else ()
+    started = time.strftime("%Y-%m-%d %H:%M")
+
+    def write() -> None:
+        title = f"{_SIMULATED if options.simulated else ''}fskv on a GPU, {started}, "
+        facts = {"started": started, "simulated": options.simulated}
+        page.write(options.out, f"{title}{time.monotonic() - begin:.0f} s", facts, outcomes)
+
+    try:
+        for step, outcome in zip(steps, outcomes, strict=True):
+            write()
+            left = options.within - (time.monotonic() - begin)
+            if step.limit_s > left:
+                outcome.why = f"its limit is {step.limit_s:g} s, and {max(0, left):.0f} s are left"
+                continue
+            print(f"{step.name} ...", end=" ", file=sys.stderr, flush=True)
+            if options.simulated and (not step.command[0].startswith("-") or "vllm" in step.needs):
+                outcome.status, outcome.why = "skipped", "not over the simulation"
+            else:
+                run(step, options.dir, outcome, prefix)
+            print(f"{outcome.status} {outcome.why}"[:100], file=sys.stderr, flush=True)
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the page comes first
+        write()
+    return outcomes
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    made = argparse.ArgumentParser(
+        prog="make gpu",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = made.add_argument
+    add("--dir", default=".cache", help="a directory on the storage to use (.cache)")
+    add("--out", default=".cache/gpu", help="where the page goes (.cache/gpu)")
+    add("--only", nargs="+", metavar="NAME", help="steps whose names begin so")
+    add(
+        "--within",
+        type=float,
+        default=float("inf"),
+        metavar="SECONDS",
+        help="begin none that may take longer",
+    )
+    add("--model", help="a directory of a real model, for times to first token")
+    add("--quick", action="store_true", help="small sizes: a rehearsal")
+    add("--simulated", action="store_true", help="over the simulated driver of the tests")
+    options = made.parse_args(arguments)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)
+    os.chdir(_REPOSITORY)
+    steps = [
+        step
+        for step in plan.steps(quick=options.quick, model=options.model)
+        if not options.only or step.name.startswith(tuple(options.only))
+    ]
+    for directory in (options.dir, options.out):
+        os.makedirs(directory, exist_ok=True)
+    adopt_orphans()
+    try:
+        outcomes = run_all(steps, options)
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        with open(os.path.join(options.out, "page.txt")) as file:
+            print(file.read(), end="")
+    return 1 if any(outcome.status in ("failed", "killed") for outcome in outcomes) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,221 @@
+"""`make gpu` without a GPU: how its runner takes what goes wrong, and the hour over the simulated driver."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from places import REPOSITORY
+from world import wait_for
+
+pytest.importorskip("torch", reason="the steps need torch: make test")
+
+from benchmarks.gpu import plan
+
+# Steps that go wrong in all ways, run by the real runner in a process of its own.
+STEPS = """
+import sys
+from benchmarks.gpu import __main__ as gpu, plan
+from benchmarks.gpu.steps import Step
+gpu.plan.steps = lambda **_: [
+    Step("good", 20, ("-c", "print('words'); print('{\\"GB/s\\": 2.5}')")),
+    Step("failing", 20, ("-c", "import sys; print('some words'); sys.exit('the reason')")),
+    Step("crashing", 20, ("-c", "import os; os.kill(os.getpid(), 11)")),
+    Step("skipping", 20, ("-c", "import sys; print('no GPU here', file=sys.stderr); sys.exit(77)")),
+    Step("lacking", 20, ("-c", "pass"), needs=("a_package_of_nobody",)),
+    Step("no program", 20, ("sh", "-c", "exit 3"), needs=("bin:a-program-of-nobody",)),
+    Step("hanging", HANG_S, ("-c", HANG)),
+    Step("after it", 20, ("-c", "open('{dir}/file', 'w').write('x'); print('[1, 2]')"),
+         figures=lambda found: {"sum": sum(found[0])}),
+    Step("too long", 1e8, ("-c", "pass")),
+]
+sys.exit(gpu.main(sys.argv[1:]))
+"""
+# A child in a session of its own, whose parent has gone: no group holds it.
+HANG = """
+import os, subprocess, sys, time
+code = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(600)"
+subprocess.Popen(["sh", "-c", "setsid \\"$@\\" &", "sh", sys.executable, "-c", code, PID]).wait()
+print("said before", flush=True)
+time.sleep(600)
+"""
+
+
+def is_there(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+class Hour:
+    """The runner over STEPS; `pid` is the child that hides."""
+
+    def __init__(self, tmp_path, hang_s, *arguments, program=None):
+        self.out, self.storage = tmp_path / "out", tmp_path / "storage"
+        self.pid_file = tmp_path / "pid"
+        head = f"PID = {str(self.pid_file)!r}\nHANG = {HANG.replace('PID', repr(str(self.pid_file)))!r}\n"
+        program = head + (program or STEPS).replace("HANG_S", str(hang_s))
+        places = ["--out", str(self.out), "--dir", str(self.storage), "--within", "1e6"]
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", program, *places, *arguments],
+            cwd=REPOSITORY,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    @property
+    def pid(self):
+        wait_for(lambda: self.pid_file.exists() and self.pid_file.read_text() != "", 30)
+        return int(self.pid_file.read_text())
+
+    def end(self):
+        """Return the exit code and the steps by name."""
+        self.printed, self.said = self.process.communicate(timeout=60)
+        found = json.loads((self.out / "page.json").read_text())
+        self.text = (self.out / "page.txt").read_text()
+        assert sorted(os.listdir(self.out)) == ["page.json", "page.txt"]
+        assert os.listdir(self.storage) == []
+        return self.process.returncode, {step["name"]: step for step in found["steps"]}
+
+
+def test_each_step_ends_and_the_page_says_how(tmp_path):
+    hour = Hour(tmp_path, 1.0)
+    hidden = hour.pid
+    assert is_there(hidden)
+    code, steps = hour.end()
+    assert code == 1, hour.said
+    assert {name: (step["status"], step["why"]) for name, step in steps.items()} == {
+        "good": ("good", ""),
+        "failing": ("failed", "the reason"),
+        "crashing": ("failed", "ended by SIGSEGV"),
+        "skipping": ("skipped", "no GPU here"),
+        "lacking": ("skipped", "the Python package a_package_of_nobody is not installed"),
+        "no program": ("skipped", "a-program-of-nobody is not installed"),
+        "hanging": ("killed", "it did not end within 1 s"),
+        "after it": ("good", ""),
+        "too long": ("not begun", steps["too long"]["why"]),
+    }
+    assert steps["too long"]["why"].startswith("its limit is 1e+08 s, and ")
+    assert steps["good"]["figures"] == {"GB/s": 2.5}
+    assert steps["after it"]["figures"] == {"sum": 3}
+    assert steps["failing"]["tail"] == ["some words", "the reason"]
+    assert steps["hanging"]["tail"] == ["said before"]
+    assert 1 <= steps["hanging"]["seconds"] < 20
+    assert not is_there(hidden), "a child outlived its step"
+    assert hour.printed == hour.text
+    assert "2 good, 2 failed, 1 killed, 3 skipped, 1 not begun" in hour.text
+    assert "GB/s: 2.5" in hour.text
+
+
+def test_negative_control_without_the_adoption_the_hidden_child_lives(tmp_path):
+    program = STEPS.replace("sys.exit(gpu", "gpu.adopt_orphans = lambda: None\nsys.exit(gpu")
+    hour = Hour(tmp_path, 1.0, "--only", "hanging", program=program)
+    hidden = hour.pid
+    try:
+        hour.end()
+        assert is_there(hidden)
+    finally:
+        os.kill(hidden, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_ends_the_step_and_writes_the_page(tmp_path, number):
+    hour = Hour(tmp_path, 600)
+    hidden = hour.pid
+    hour.process.send_signal(number)
+    code, steps = hour.end()
+    assert code == 130
+    assert steps["good"]["status"] == "good"
+    assert steps["hanging"]["status"] == "interrupted"
+    assert steps["after it"]["status"] == "not begun"
+    assert not is_there(hidden)
+    assert "Traceback" not in hour.said
+
+
+def test_a_process_that_a_step_leaves_behind_is_told_and_ended(tmp_path):
+    program = STEPS.replace("time.sleep(600)\n\n", "")
+    leaving = HANG.replace('print("said before", flush=True)\ntime.sleep(600)\n', "")
+    hour = Hour(
+        tmp_path,
+        30,
+        "--only",
+        "hanging",
+        program=f"HANG = {leaving!r}.replace('PID', repr(PID))\n{program}",
+    )
+    hidden = hour.pid
+    _, steps = hour.end()
+    assert steps["hanging"]["status"] == "good"
+    assert steps["hanging"]["left_behind"] == 1
+    assert not is_there(hidden)
+
+
+def test_every_step_is_one_that_can_be_run_here():
+    """What it runs is there, and its names are told apart."""
+    steps = [*plan.steps(quick=False, model=None)]
+    names = [step.name for step in steps]
+    assert len(set(names)) == len(names) == len([*plan.steps(quick=False, model="/a/model")])
+    for step in steps:
+        assert 0 < step.limit_s <= 1200
+        for word in step.command:
+            if word.startswith(("tests/", "benchmarks/")):
+                assert (REPOSITORY / word).exists(), word
+
+
+def rehearse(tmp_path, *arguments):
+    command = [
+        "-m",
+        "benchmarks.gpu",
+        "--quick",
+        "--out",
+        str(tmp_path / "out"),
+        "--dir",
+        str(tmp_path),
+    ]
+    done = subprocess.run(
+        [sys.executable, *command, *arguments],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=290,
+    )
+    steps = json.loads((tmp_path / "out" / "page.json").read_text())["steps"]
+    return done, {step["name"]: step for step in steps}
+
+
+@pytest.mark.parametrize(
+    "only",
+    [
+        pytest.param(("facts", "ceilings"), id="some"),
+        pytest.param((), id="all", marks=pytest.mark.slow),
+    ],
+)
+def test_the_hour_is_rehearsed_over_the_simulated_driver(tmp_path, only):
+    pytest.importorskip("fskv._native", reason="the C extension was not built")
+    done, steps = rehearse(tmp_path, "--simulated", *(["--only", *only] if only else []))
+    bad = {n: s for n, s in steps.items() if s["status"] not in ("good", "skipped")}
+    assert done.returncode == 0, (bad, done.stderr)
+    assert done.stdout.startswith("SIMULATED: no GPU was used"), done.stdout
+    assert "2 devices" in steps["facts"]["figures"]["libcuda"]
+    assert all(value > 0 for value in steps["ceilings"]["figures"].values())
+    assert len(steps["ceilings"]["figures"]) >= 8
+    if not only:
+        rates = steps["rates, busy engine beside"]["figures"]
+        assert rates["kernels/s beside"] > 0
+        assert [rate for name, rate in rates.items() if name.startswith("load, host") and rate > 0]
+        assert steps["order"]["status"] == steps["transports"]["status"] == "good"
+        for name in ("engine: graphs, async", "time to first token"):
+            assert steps[name]["why"] == "not over the simulation"
+
+
+def test_without_a_gpu_a_step_says_that_it_is_missing(tmp_path):
+    done, steps = rehearse(tmp_path, "--only", "rates, idle")
+    assert done.returncode == 0
+    assert {step["status"] for step in steps.values()} == {"skipped"}
+    assert {step["why"] for step in steps.values()} == {"torch sees 0 CUDA devices, this needs 1"}
