@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 # it, and for chunks that are larger than a quarter, spans are copied one by one as without it.
 _BOUNCE_BUFFERS, _BOUNCE_NBYTES = 4, 64 << 20
 _STREAM_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
+_CAPTURE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 LIBCUDA = "libcuda.so.1"
 
 
@@ -60,9 +61,20 @@ class Driver:
         """Make the context current on this thread: kvikio's blocking calls take the one that is."""
         self._call("cuCtxPushCurrent_v2", self._context)
         try:
-            yield
+            with self.relaxed():
+                yield
         finally:
             self._call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+
+    @contextlib.contextmanager
+    def relaxed(self) -> Iterator[None]:
+        """Let no wait or allocation of this thread spoil a graph that the engine captures meanwhile."""
+        mode = ctypes.c_int(_CAPTURE_RELAXED)
+        self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+        try:
+            yield
+        finally:
+            self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
 
     def new_stream(self) -> int:
         """Return a stream that waits for no other, the legacy default stream included."""
@@ -336,7 +348,8 @@ class CudaDevice:
             stream = self._local.stream = self._new_stream()
         if ready is not None:
             stream.wait_event(ready)
-        with torch.cuda.stream(stream):
+        relaxed = self._driver.relaxed() if self._driver else contextlib.nullcontext()
+        with relaxed, torch.cuda.stream(stream):
             try:
                 yield stream
             finally:

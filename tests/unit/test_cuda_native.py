@@ -27,7 +27,7 @@ from fskv.offload import mover as mover_module
 from fskv.offload.mover import Mover
 from fskv.plan.spans import GroupLayout, plan_job
 from fskv.root.root import NamespaceDir
-from fskv.transports import kernels
+from fskv.transports import cuda, kernels
 from fskv.transports.host import HostTransport
 from fskv.transports.protocol import OwnSlot
 from fskv.types import FileId, Status
@@ -409,18 +409,58 @@ def test_slots_are_registered_once_and_no_more_than_was_allowed(make_device, sim
     assert sim.live(1) == live, "the engine's own is still there"
 
 
-def test_no_capture_of_the_engines_is_spoilt(make_device, sim):
-    bench = make_device(num_threads=2)
-    gpu = bench.gpu
+@contextlib.contextmanager
+def captured(sim, gpu):
+    """Capture a graph meanwhile; raises SimError in the end if somebody has spoilt it."""
     with gpu.current():
         sim.call("cuStreamBeginCapture_v2", gpu.stream, 0)
-    job, _ = bench.store([1, 2, 3])
-    bench.finish(job)
-    bench.wait_until_idle()
-    assert not bench.finish(bench.load([1, 2, 3], place=9))[0].failed
-    bench.wait_until_idle()
+    yield
     with gpu.current():
         sim.call("cuStreamEndCapture", gpu.stream, ctypes.byref(ctypes.c_void_p()))
+
+
+def test_no_capture_of_the_engines_is_spoilt(make_device, sim, path):
+    bench = make_device(num_threads=2, **path)
+
+    def moved(chunks):
+        job, _ = bench.store(chunks)
+        bench.finish(job)
+        bench.wait_until_idle()
+        assert not bench.finish(bench.load(chunks, place=9))[0].failed
+        bench.wait_until_idle()
+
+    moved([4, 5, 6])  # slots of Python's path are torch's, which relaxes captures itself
+    with captured(sim, bench.gpu):
+        moved([1, 2, 3])
+
+
+@pytest.mark.parametrize("relaxed", [True, pytest.param(False, id="control")])
+def test_no_capture_is_spoilt_by_memory_for_gds(sim, monkeypatch, relaxed):
+    if not relaxed:
+        monkeypatch.setattr(cuda.Driver, "relaxed", lambda self: contextlib.nullcontext())
+    driver, gpu = cuda.Driver(0), sim.torch.gpu("cuda:0")
+    refused = contextlib.nullcontext() if relaxed else pytest.raises(RuntimeError, match="900")
+    spoilt = contextlib.nullcontext() if relaxed else pytest.raises(SimError, match="901")
+    with spoilt, captured(sim, gpu), refused:
+        driver.free(driver.allocate(4096))
+
+
+def test_negative_control_python_s_copies_spoil_a_capture_that_nobody_relaxes(
+    make_device, sim, monkeypatch
+):
+    bench = make_device(num_threads=2, native=False)
+    job, _ = bench.store([1, 2])
+    bench.finish(job)
+    bench.wait_until_idle()
+    monkeypatch.setattr(cuda.Driver, "relaxed", lambda self: contextlib.nullcontext())
+
+    def load():
+        with captured(sim, bench.gpu):
+            bench.finish(bench.load([1, 2], place=9))
+            bench.wait_until_idle()
+
+    with pytest.raises(SimError, match="901"):
+        load()
 
 
 def test_negative_control_a_capture_is_spoilt_by_an_allocation(sim):

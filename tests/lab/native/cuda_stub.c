@@ -136,6 +136,7 @@ int cuCtxPopCurrent_v2(void **ctx)
     return needs_device();
 }
 
+int cuThreadExchangeStreamCaptureMode(int *mode) { (void)mode; return needs_device(); }
 int cuMemHostAlloc(void **pointer, size_t nbytes, unsigned flags)
 {
     (void)flags;
