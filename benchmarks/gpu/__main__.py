@@ -78,6 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = made.parse_args(arguments)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
+    options.dir, options.out = map(os.path.abspath, (options.dir, options.out))
     os.chdir(_REPOSITORY)
     steps = [
         step

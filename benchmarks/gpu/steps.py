@@ -11,15 +11,16 @@ import ctypes
 import importlib.util
 import json
 import os
+import secrets
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import IO, Any
 
 SKIPPED = 77  # as automake and others have it
 _NOTHING_COLLECTED = 5  # pytest's
@@ -44,7 +45,6 @@ class Step:
     command: tuple[str, ...]
     needs: tuple[str, ...] = ()  # modules, or with "bin:" programs
     figures: Callable[[list[Any]], Figures] = _as_they_are  # of the lines that are JSON
-    env: Mapping[str, str] = field(default_factory=dict)
     lines: int = 0  # of its output that the page shows
 
 
@@ -85,44 +85,45 @@ def run(step: Step, directory: str, outcome: Outcome, prefix: tuple[str, ...] = 
     if why := lacking(step):
         outcome.status, outcome.why = "skipped", why
         return
-    work = tempfile.mkdtemp(prefix="fskv-gpu-", dir=directory)
-    place = os.path.join(work, "place")
-    os.mkdir(place)
+    place = os.path.join(directory, f"fskv-gpu-{secrets.token_hex(4)}")
     command = [word.replace("{dir}", place) for word in step.command]
     if command[0].startswith("-"):
         command = [sys.executable, *prefix, *command]
-    logs = [os.path.join(work, name) for name in ("out", "err")]
     begin = time.monotonic()
     outcome.status = "interrupted"
-    try:
-        with open(logs[0], "wb") as out, open(logs[1], "wb") as err:
+    # The storage may hang: nothing here touches it, nor are logs on it.
+    with (
+        tempfile.TemporaryFile("w+", errors="replace") as out,
+        tempfile.TemporaryFile("w+", errors="replace") as err,
+    ):
+        try:
             process = subprocess.Popen(
-                command,
+                ["sh", "-c", 'mkdir "$0" && exec "$@"', place, *command],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
-                env={**os.environ, **step.env},
                 start_new_session=True,
             )
-        code: int | None = None
-        try:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                code = process.wait(step.limit_s)
+            code: int | None = None
+            try:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    code = process.wait(step.limit_s)
+            finally:
+                outcome.seconds = time.monotonic() - begin
+                outcome.left_behind = _end(process, _GRACE_S if code is not None else 0.0)
+            _judge(step, code, _lines(out), _lines(err), outcome)
         finally:
-            outcome.seconds = time.monotonic() - begin
-            outcome.left_behind = _end(process, _GRACE_S if code is not None else 0.0)
-        _judge(step, code, logs, outcome)
-    finally:
-        # Of a mount that hangs nobody removes anything; that must not take us along.
-        _within(_DEATH_S, "rm", "-rf", work)
+            _within(_DEATH_S, "rm", "-rf", place)
 
 
-def _judge(step: Step, code: int | None, logs: list[str], outcome: Outcome) -> None:
-    texts = []
-    for path in logs:
-        with open(path, errors="replace") as file:
-            texts.append([line.rstrip() for line in file if line.strip()])
-    lines, err = texts
+def _lines(log: IO[str]) -> list[str]:
+    log.seek(0)
+    return [line.rstrip() for line in log if line.strip()]
+
+
+def _judge(
+    step: Step, code: int | None, lines: list[str], err: list[str], outcome: Outcome
+) -> None:
     found, out = [], []
     for line in lines:
         try:
@@ -197,6 +198,9 @@ def _descendants() -> set[int]:
 
 
 def _within(seconds: float, *command: str) -> None:
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    with contextlib.suppress(subprocess.TimeoutExpired):
+    quiet = subprocess.DEVNULL
+    process = subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet)
+    try:
         process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()

@@ -156,6 +156,20 @@ def test_a_process_that_a_step_leaves_behind_is_told_and_ended(tmp_path):
     assert not is_there(hidden)
 
 
+def test_storage_that_hangs_costs_each_step_its_time_and_no_more(tmp_path, monkeypatch):
+    for name in ("mkdir", "rm"):
+        path = tmp_path / "bin" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("#!/bin/sh\nexec sleep 600\n")
+        path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{path.parent}:{os.environ['PATH']}")
+    program = STEPS.replace('("good", 20', '("good", 0.5').replace(
+        "sys.exit(gpu", "from benchmarks.gpu import steps\nsteps._DEATH_S = 0.5\nsys.exit(gpu"
+    )
+    _, steps = Hour(tmp_path, 0.5, "--only", "good", "hanging", program=program).end()
+    assert {step["status"] for step in steps.values()} == {"killed"}
+
+
 def test_every_step_is_one_that_can_be_run_here():
     """What it runs is there, and its names are told apart."""
     steps = [*plan.steps(quick=False, model=None)]
@@ -183,12 +197,13 @@ def rehearse(tmp_path, *arguments):
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
-        timeout=290,
+        timeout=1200,
     )
     steps = json.loads((tmp_path / "out" / "page.json").read_text())["steps"]
     return done, {step["name"]: step for step in steps}
 
 
+@pytest.mark.timeout(1300)
 @pytest.mark.parametrize(
     "only",
     [

@@ -24,13 +24,14 @@ QUICK = "(host] or gds]) and not complete or longer or in_gpu_memory or slots or
 def over_the_simulation(*arguments):
     """Return the exit code and the output of test_gpu.py, or of some of it."""
     command = [sys.executable, str(LAB / "on_simulation.py"), *arguments]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=900)
     return done.returncode, done.stdout + done.stderr
 
 
 PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", "-rs", str(TESTS))
 
 
+@pytest.mark.timeout(1000)
 @pytest.mark.parametrize(
     "some",
     [pytest.param(("-k", QUICK), id="some"), pytest.param((), id="all", marks=pytest.mark.slow)],
