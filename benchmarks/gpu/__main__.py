@@ -44,7 +44,7 @@ def run_all(steps: Sequence[Step], options: argparse.Namespace) -> list[Outcome]
                 outcome.why = f"its limit is {step.limit_s:g} s, and {max(0, left):.0f} s are left"
                 continue
             print(f"{step.name} ...", end=" ", file=sys.stderr, flush=True)
-            if options.simulated and (not step.command[0].startswith("-") or "vllm" in step.needs):
+            if options.simulated and step.real:
                 outcome.status, outcome.why = "skipped", "not over the simulation"
             else:
                 run(step, options.dir, outcome, prefix)

@@ -29,23 +29,25 @@ def steps(*, quick: bool, model: str | None) -> Iterator[Step]:
         ("-m", "benchmarks.gpu.extension"),
     )
     yield from _ceilings(quick=quick)
-    for name, suite, what in (
-        ("kernels", "tests/unit/test_kernels.py", ()),
-        ("chunks in C, kernels", _GPU, ("-k", "here or digests")),
-        ("order", _GPU, ("-k", f"{_ORDER} and not gds")),
-        ("transports", _GPU, ("-k", "every_byte and not gds")),
-        ("GDS", _GPU, ("-k", "gds or slots or wrong_bit or the_checks or hangs")),
+    needs = ("torch", "pytest")
+    kernels = "tests/unit/test_kernels.py"
+    yield Step("kernels", 240, (*_PYTEST, *_BARE, kernels), needs=needs, real=True)
+    for name, what in (
+        ("chunks in C", "here or digests"),
+        ("order", f"{_ORDER} and not gds"),
+        ("transports", "every_byte and not gds"),
+        ("GDS", "gds or slots or wrong_bit or the_checks or hangs"),
     ):
-        yield Step(name, 240, (*_PYTEST, *_BARE, suite, *what), needs=("torch", "pytest"))
+        yield Step(name, 240, (*_PYTEST, *_BARE, _GPU, "-k", what), needs=needs)
     if not quick:
-        needs = ("torch", "pytest")
         again = f'for n in $(seq {_TIMES}); do "$@" || exit; done'
         words = (sys.executable, *_PYTEST, *_BARE)
         command = ("sh", "-c", again, "sh", *words, _GPU, "-k", _ORDER)
-        yield Step(f"order, {_TIMES} times", 400, command, needs=needs)
+        yield Step(f"order, {_TIMES} times", 400, command, needs=needs, real=True)
         check = ("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9")
-        checked = (*check, *words, "tests/unit/test_kernels.py", "-k", "spans or digest or length")
-        yield Step("kernels, memory checked", 300, checked, needs=(*needs, "bin:compute-sanitizer"))
+        checked = (*check, *words, kernels, "-k", "spans or digest or length")
+        more = (*needs, f"bin:{check[0]}")
+        yield Step("kernels, memory checked", 300, checked, needs=more, real=True)
     yield from _rates(quick=quick)
     yield from _engines(model)
 
@@ -57,7 +59,7 @@ def _ceilings(*, quick: bool) -> Iterator[Step]:
     size = "--size=8M" if quick else "--size=2G"
     how = ("--bs=2M", "--direct=1", "--numjobs=8", "--ioengine=psync", "--group_reporting")
     fio = ("fio", "--name=read", "--directory={dir}", "--rw=read", size, *how)
-    yield Step("fio", 180, fio, needs=("bin:fio",), lines=6)
+    yield Step("fio", 180, fio, needs=("bin:fio",), lines=6, real=True)
 
 
 def _rates(*, quick: bool) -> Iterator[Step]:
@@ -95,14 +97,14 @@ def _engines(model: str | None) -> Iterator[Step]:
         more = ("--engine", json.dumps(engine), "--connector", json.dumps(fskv), "--env", _ENV)
         story = ("demo.run", "--root", "{dir}", "--json", "{dir}/demo.json", *which, *more)
         command = (*_ON, *(("--gpus", "2") if two else ()), *story)
-        yield Step(f"engine: {name}", 420, command, needs=needs, lines=8)
+        yield Step(f"engine: {name}", 420, command, needs=needs, lines=8, real=True)
     words = ("--model", model) if model else ()
     first = (*_ON, "benchmarks.gpu.first_token", "--dir", "{dir}", *words)
-    yield Step("time to first token", 1200, first, needs=needs)
+    yield Step("time to first token", 1200, first, needs=needs, real=True)
     for name, what in (("faults of the disk", "faults"), ("preemption, aborts", "unruly")):
         tests = f"tests/engines/test_engine_{what}.py"
         command = (*_ON, "pytest", "-q", "-rs", *_BARE, tests)
-        yield Step(name, 900, command, needs=(*needs, "pytest"))
+        yield Step(name, 900, command, needs=(*needs, "pytest"), real=True)
 
 
 def bench_figures(found: list[Any]) -> Figures:

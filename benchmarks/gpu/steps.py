@@ -46,6 +46,7 @@ class Step:
     needs: tuple[str, ...] = ()  # modules, or with "bin:" programs
     figures: Callable[[list[Any]], Figures] = _as_they_are  # of the lines that are JSON
     lines: int = 0  # of its output that the page shows
+    real: bool = False  # it cannot be rehearsed over the simulated driver
 
 
 @dataclass(slots=True)
