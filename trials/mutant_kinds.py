@@ -1033,9 +1033,9 @@ FAULTS = (
         "The event is waited for before the copy, not behind it.",
         "fskv/transports/cuda.py",
         "        if ready is not None:\n            stream.wait_event(ready)\n"
-        "        with torch.cuda.stream(stream):\n"
+        "        with relaxed, torch.cuda.stream(stream):\n"
         "            try:\n                yield stream\n            finally:\n",
-        "        with torch.cuda.stream(stream):\n            try:\n                yield stream\n"
+        "        with relaxed, torch.cuda.stream(stream):\n            try:\n                yield stream\n"
         "            finally:\n                if ready is not None:\n"
         "                    stream.wait_event(ready)\n",
         _ORDER,
@@ -1052,9 +1052,17 @@ FAULTS = (
         "copy-on-the-default-stream",
         "Copies run on a stream of the thread's own.",
         "fskv/transports/cuda.py",
-        "        with torch.cuda.stream(stream):\n",
-        "        with contextlib.nullcontext():\n",
+        "        with relaxed, torch.cuda.stream(stream):\n",
+        "        with relaxed:\n",
         _ORDER,
+    ),
+    Fault(
+        "capture-spoilt-in-python",
+        "Copies in Python spoil no graph that the engine captures.",
+        "fskv/transports/cuda.py",
+        "        mode = ctypes.c_int(_CAPTURE_RELAXED)\n",
+        "        mode = ctypes.c_int(0)\n",
+        _CUDA,
     ),
     Fault(
         "context-on-gpu-0",

@@ -346,9 +346,9 @@ class CudaDevice:
         stream = getattr(self._local, "stream", None)
         if stream is None:
             stream = self._local.stream = self._new_stream()
+        relaxed = self._driver.relaxed() if self._driver else contextlib.nullcontext()
         if ready is not None:
             stream.wait_event(ready)
-        relaxed = self._driver.relaxed() if self._driver else contextlib.nullcontext()
         with relaxed, torch.cuda.stream(stream):
             try:
                 yield stream
