@@ -200,6 +200,8 @@ class Driver:
 
 def serve(connection: Connection, setup: Setup, broken: frozenset[str]) -> None:
     """Be the child: start the engine and do what the parent says until the connection ends."""
+    # By default oneDNN keeps 1024 kernels, one for each length of a prompt, a quarter of a MiB each.
+    os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = "16"
     begin(setup.log, num_threads=1)
     engine = Engine(setup)
     kept: list[object] = []

@@ -12,9 +12,9 @@ from typing import TypeVar
 
 from trials.shared_root_judge import count
 
-# A life is judged by what it had in its first quarter and in its last; its start is left out. An engine
-# without fskv grows by hundreds of MiB while it meets its first prompts, each of a length of its own.
-WARM_S = 120.0
+# A life is judged by what it had in its first quarter and in its last; its start is left out: an engine
+# without fskv grows by 50 MiB with its first 50 prompts.
+WARM_S = 60.0
 MIN_SAMPLES = 8
 # What a life may grow by: staging slots, which are made when they are needed, I/O threads that are written
 # off and replaced, files that are open for a moment.
