@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -202,3 +203,102 @@ def test_an_interrupted_scale_benchmark_leaves_nothing_behind(tmp_path):
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130, said
     assert list(tmp_path.iterdir()) == []
+
+
+def test_side_by_side_counts_wrong_answers_and_requests_that_were_not_answered(tmp_path, capsys):
+    from benchmarks import side_by_side
+
+    options = side_by_side.parse(["--model", "m", "--rounds", "1", "--documents", "2"])
+    prompts = {name: [[1], [2]] * times for name, times in side_by_side.PASSES.items()}
+    one = SimpleNamespace(
+        plan=SimpleNamespace(prompts=prompts),
+        cpu_s={},
+        wall_s={"warm": 4.0},
+        nbytes=0,
+        num_spoilt=0,
+    )
+
+    def engine(kind, tokens, last="damaged-1"):
+        labels = [f"{name}-{n}" for name in prompts for n in range(len(prompts[name]))]
+        steps = [
+            {
+                "step": "generate",
+                "label": label,
+                "ttft_s": 0.5,
+                "num_cached_tokens": 0,
+                "tokens": tokens(label),
+            }
+            for label in labels[: labels.index(last) + 1]
+        ]
+        one.kind = kind
+        return side_by_side.judge(one, {"steps": steps, "log_path": ""}, right)
+
+    right = {}
+    first = engine("recompute", lambda label: [7])
+    bad = engine("vLLM's fs tier", lambda label: [8] if label == "slow-1" else [7], "damaged-0")
+    good = engine("FskvTier", lambda label: [7])
+    assert bad["passes"]["slow"]["wrong"] == 1
+    assert bad["passes"]["damaged"]["failed"] == 1
+    assert all(not passed["wrong"] + passed["failed"] for passed in good["passes"].values())
+    right.clear()
+    with pytest.raises(BenchmarkError, match="recompute"):
+        engine("recompute", lambda label: [7], "warm-0")
+    facts = {
+        "kinds": {kind: [good] for kind in side_by_side.KINDS}
+        | {"recompute": [first], "vLLM's fs tier": [bad]},
+        "requests": {name: len(asked) for name, asked in prompts.items()},
+        "prompt_tokens": 1,
+    }
+    side_by_side.report(facts, options)
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if "fs tier" in line]
+    assert [line[-2:] for line in lines[1:]] == [["0", "0"], ["1", "0"], ["0", "1"]]
+
+
+def test_side_by_side_spoils_what_is_there_and_counts_the_cpu_of_a_session(tmp_path):
+    from benchmarks import side_by_side
+
+    path = tmp_path / "a.bin"
+    path.write_bytes(b"x" * 100)
+    (tmp_path / "a.bin.part").touch()
+    assert side_by_side.files(str(tmp_path)) == [str(path)]
+    side_by_side.zero_middle(str(path))
+    assert path.read_bytes() == b"x" * 25 + bytes(50) + b"x" * 25
+    spin = "import time\nwhile time.process_time() < 0.5: pass\nprint(flush=True)\ninput()"
+    busy = subprocess.Popen(
+        [sys.executable, "-c", spin],
+        start_new_session=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    try:
+        busy.stdout.readline()
+        assert 0.4 <= side_by_side.session_cpu_s(busy.pid) < 5
+    finally:
+        busy.kill()
+        busy.communicate()
+    assert side_by_side.session_cpu_s(busy.pid) == 0
+
+
+def test_questions_share_a_document_and_differ_in_the_end(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    from benchmarks.questions import Documents
+
+    words = tokenizers.models.WordLevel({"[UNK]": 0}, unk_token="[UNK]")
+    tokenizer = tokenizers.Tokenizer(words)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    trainer = tokenizers.trainers.WordLevelTrainer(special_tokens=["[UNK]"])
+    text = (REPOSITORY / "docs" / "architecture.md").read_text()
+    tokenizer.train_from_iterator(
+        [text, "Question : what does this text say about Answer"], trainer
+    )
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    documents = Documents(str(tmp_path), number=2, tokens=300)
+    one, other, elsewhere = (documents.prompt(*at) for at in ((0, 1), (0, 2), (1, 1)))
+    assert one[:300] == other[:300]
+    assert one[300:] != other[300:]
+    assert one[:300] != elsewhere[:300]
+    with pytest.raises(BenchmarkError, match="were asked for"):
+        Documents(str(tmp_path), number=2, tokens=10**7)
+    with pytest.raises(BenchmarkError, match="--model"):
+        Documents(str(tmp_path / "none"), number=1, tokens=1)
