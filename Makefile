@@ -52,6 +52,14 @@ bench-tier: $(SETUP) ## FskvTier, FskvConnector and vLLM's file tier on real eng
 	@mkdir -p .cache
 	@'$(PY)' -m benchmarks.tier --direct-io auto $(ARGS) --dir '$(DIR)'
 
+bench-side-by-side: $(SETUP) ## vLLM's file tier, FskvConnector and FskvTier on real weights: ARGS='--model DIR' (30 minutes)
+	@mkdir -p .cache
+	@'$(PY)' -m benchmarks.side_by_side --direct-io auto $(ARGS) --dir '$(DIR)'
+
+bench-answers: $(SETUP) ## The same answers with KV from files? 200 questions to real weights: ARGS='--model DIR' (20 minutes)
+	@mkdir -p .cache
+	@'$(PY)' -m benchmarks.answers $(ARGS) --dir '$(DIR)'
+
 bench-shared-root: $(SETUP) ## Two real vLLM engines, one root, a bound of a tenth of what they write (12 minutes)
 	@'$(PY)' -m trials.shared_root $(ARGS)
 
@@ -129,6 +137,9 @@ test-pd: $(SETUP) ## Prefill and decode in two real engines with NIXL between th
 test-lmcache: $(SETUP) ## A real LMCache server and vLLM, in an environment of their own (3 GB once; 15 minutes)
 	@bash .ci/lmcache $(ARGS)
 	$(call ran,lmcache)
+
+test-router: $(SETUP) ## Two real engines whose KV events go to ai-dynamo's indexer (75 MB once; 3 minutes)
+	@PY='$(PY)' bash .ci/router $(ARGS)
 
 lint: $(SETUP) ## ruff and mypy
 	'$(PY)' -m ruff check .

@@ -130,3 +130,42 @@ def described(group):
 
 def layer_index(name):
     return next(int(part) for part in name.split(".") if part.isdecimal())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("unit", [128, pytest.param(None, id="negative_control")])
+def test_a_hit_ends_inside_a_block_where_an_earlier_prompt_ended_and_explain_says_so(
+    tmp_path, unit
+):
+    """Blocks of 640 tokens with vLLM's `prefix_match_unit`: a state is kept where a prompt ended."""
+    model = MODELS["qwen3_next"]
+    root = tmp_path / "kv"
+    root.mkdir()
+    main = model.main_prompt()[:1800]
+    prompts = {
+        "again": main,
+        "longer": main + model.tokens("longer", 100),
+        "parted": main[:1100] + model.tokens("parted", 700),
+    }
+    transfer = connector(str(root))
+    engine = {"prefix_match_unit": unit} if unit else {}
+    run(
+        request(model, [generate(main, "main"), *SETTLE, *SETTLE], transfer=transfer, engine=engine)
+    )
+    (manifest,) = root.glob("*/*@*/namespace.json")
+    explained = {}
+    for label, tokens in prompts.items():
+        words = ("explain", manifest, "--tokens", "-", "--read-data", "--json")
+        one = fskv(*words, root=root, stdin=json.dumps(tokens))
+        explained[label] = one.summary["hit_tokens"]
+    steps = []
+    for label, tokens in prompts.items():
+        steps += [generate(tokens, label), {"reset_prefix_cache": True}]
+    done = generates(run(request(model, steps, transfer=transfer, engine=engine)))
+    hits = {label: done[label]["num_cached_tokens"] for label in prompts}
+    assert hits == explained
+    whole = 1800 // 640 * 640
+    at_end = 1800 // unit * unit if unit else whole
+    assert hits == {"again": at_end, "longer": at_end, "parted": 640}
+    plain = generates(run(request(model, [generate(prompts["longer"], "longer")])))
+    assert done["longer"]["tokens"] == plain["longer"]["tokens"]
