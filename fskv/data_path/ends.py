@@ -77,7 +77,8 @@ class TaskEnds(Generic[SlotT]):
     def slot_free(self, task: FileTask) -> None:
         """A task is over: give back the slot that it had for itself, if it had one."""
         if task.slot is not None:
-            self._slots.give_back(cast("SlotT", task.slot))
+            home = cast("SlotPool[SlotT] | None", task.prefetched) or self._slots
+            home.give_back(cast("SlotT", task.slot))
             task.slot = None
         if task.ahead:
             task.ahead = False
@@ -107,7 +108,8 @@ class TaskEnds(Generic[SlotT]):
             self._outcomes.append(
                 FileOutcome(task.move.file, task.job.is_load, status, nbytes, seconds)
             )
-        if task.started_at is not None:  # what never got a thread says nothing about the disk
+        # What never got a thread says nothing about the disk, nor what had been read before.
+        if task.started_at is not None and task.prefetched is None:
             self._breaker.record(status)
 
     def report(self, job: Job) -> None:

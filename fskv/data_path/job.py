@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
@@ -57,6 +58,7 @@ class JobResult:
     done_share: float = 1.0  # of the bytes
     late: bool = False  # given up at its deadline, or because it would not keep it
     bad: tuple[FileId, ...] = ()  # of a load: the files that were not good
+    prefetched: bool = False  # some of its files had been read before: its times are not the disk's
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,11 +129,21 @@ class Job:
             self.late, self.too_late = True, Status.SKIPPED  # says nothing against its chunks
         return self.late
 
-    def wait_for_ready(self, num_at_disk: int, now: float) -> None:
-        """Of the open tasks so many are at the disk, and the others wait for `ready`. Under `lock`."""
-        self.num_at_disk = num_at_disk
-        if not num_at_disk:
-            self.paused_at = now
+    def wait_for_ready(
+        self, tasks: Sequence[FileTask], slots: Sequence[object], now: float
+    ) -> list[FileTask]:
+        """Park these open tasks until `ready`, but those to be read ahead, one for a slot; return those."""
+        ahead = [task for task in tasks if not task.was_read][: len(slots)]
+        with self.lock:
+            self.unready = True
+            self.num_at_disk = len(ahead)
+            if not ahead:
+                self.paused_at = now
+            for task in tasks:
+                task.parked = True
+            for task, task.slot in zip(ahead, slots, strict=True):
+                task.ahead, task.parked = True, False
+        return ahead
 
     def leave_disk(self, now: float) -> None:
         """One of those at the disk has been read, or has ended. Under `lock`."""
@@ -188,6 +200,7 @@ class Job:
             done_share=self.nbytes / total if total else 1.0,
             late=self.late,
             bad=tuple(self.bad),
+            prefetched=any(task.prefetched is not None for task in self.tasks),
         )
 
 
@@ -202,6 +215,7 @@ class FileTask:
         "outcome_known",
         "pages_free",
         "parked",
+        "prefetched",
         "queued",
         "read_s",
         "slot",
@@ -219,6 +233,8 @@ class FileTask:
         self.began_at: float | None = None  # of a load that was read ahead, and how long that took
         self.read_s = 0.0
         self.touch = False  # of such a load: its file's mtime is old
+        # Of a load: `slot` holds what was read and checked before, and goes back there, to a SlotPool.
+        self.prefetched: object = None
         self.pages_free = False
         self.outcome_known = False
 
@@ -230,6 +246,11 @@ class FileTask:
             queued.use_slot(self.slot)
         if self.ahead and self.job.is_load:
             queued.hold()
+
+    @property
+    def was_read(self) -> bool:
+        """Of a load: its slot holds what is wanted, checked; only the scatter is left, which is Python's."""
+        return self.job.is_load and (self.prefetched is not None or self.began_at is not None)
 
     @property
     def started_at(self) -> float | None:

@@ -31,7 +31,9 @@ DEADLINE = Deadline(base_s=2.0, per_mib_s=0.05, max_s=30.0)
 class Bench:
     """A runner on a World; the clock stands still unless a test moves it."""
 
-    def __init__(self, world, *, num_threads=2, num_slots=8, max_queued=100, failures=1000):
+    def __init__(
+        self, world, *, num_threads=2, num_slots=8, max_queued=100, failures=1000, prefetch=None
+    ):
         self.world = world
         self.transport = world.transport
         self.clock = Clock()
@@ -45,6 +47,7 @@ class Bench:
             deadline=DEADLINE,
             breaker=self.breaker,
             clock=self.clock,
+            prefetch=prefetch,
         )
         self.results = {}
         self.outcomes = []

@@ -30,7 +30,7 @@ from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingManager, Offloa
 
 from fskv.config import MIB, StoreConfig
 from fskv.data_path.threads import START_UP_S, call_with_deadline
-from fskv.engines.vllm.budget import BudgetedConnector, LoadBudget, LoadReport, merge_reports
+from fskv.engines.vllm.budget import LoadBudget, LoadReport, merge_reports
 from fskv.engines.vllm.events import KvEvents
 from fskv.engines.vllm.files import (
     canonical_files,
@@ -45,6 +45,7 @@ from fskv.engines.vllm.manager import PREFIX_CACHING_OFF, FskvHandshake, FskvMan
 from fskv.engines.vllm.media import Media
 from fskv.engines.vllm.metrics import FskvStats, metric_definitions
 from fskv.engines.vllm.page_layout import page_layouts
+from fskv.engines.vllm.prefetch import PrefetchingConnector
 from fskv.engines.vllm.quirks import (
     cached_blocks,
     drop_in_workers,
@@ -213,7 +214,7 @@ class FskvOffloadingSpec(OffloadingSpec):
         return self.worker
 
 
-class FskvConnector(BudgetedConnector):
+class FskvConnector(PrefetchingConnector):
     """See the module docstring."""
 
     def __init__(
@@ -237,6 +238,9 @@ class FskvConnector(BudgetedConnector):
         super().__init__(_with_spec(vllm_config, setup), role, kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
             self._media = Media(vllm_config, self._manager.doubt_media)
+            if setup.config.prefetch_bytes:
+                specs = [group.spec for group in setup.groups]
+                self.read_ahead(specs, setup.geometry.blocks_per_chunk)
             self._budget = self._make_budget(setup.config)
             self._manager.limit_loads(self._budget.limit)
             self._manager.be_patient(self._budget.recompute_s)

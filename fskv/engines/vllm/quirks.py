@@ -53,7 +53,8 @@ if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.kv_offload.base import LoadStoreSpec, OffloadKey
+    from vllm.v1.kv_offload.base import LoadStoreSpec, OffloadKey, ReqContext
+    from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
 
@@ -213,6 +214,26 @@ def without_new_loads(
     output = copy.copy(output)
     output.preempted_req_ids = set(output.preempted_req_ids or ()) - again
     return output
+
+
+# --- requests that wait -----------------------------------------------------------------------
+
+
+def local_hit(connector: OffloadingConnector, request: Request) -> int:
+    """Return how many of a waiting request's tokens the engine's own cache holds; changes nothing there."""
+    manager = connector._kv_cache_manager  # noqa: SLF001
+    if manager is None:
+        return 0
+    found = manager.coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens - 1)
+    return int(found[1])
+
+
+def keys_of_request(
+    scheduler: OffloadingConnectorScheduler, request: Request
+) -> tuple[ReqContext, list[list[OffloadKey]]]:
+    """Return a request's context and, by position of the group, the keys of its chunks."""
+    status = scheduler._req_status[request.request_id]  # noqa: SLF001
+    return status.req_context, [group.offload_keys for group in status.group_states]
 
 
 # --- what a connector's halves keep to themselves ---------------------------------------------
