@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -43,7 +44,7 @@ class Step:
     name: str
     limit_s: float
     command: tuple[str, ...]
-    needs: tuple[str, ...] = ()  # modules, or with "bin:" programs
+    needs: tuple[str, ...] = ()  # modules; with "bin:" programs, with "plugin:" plug-ins of vLLM
     figures: Callable[[list[Any]], Figures] = _as_they_are  # of the lines that are JSON
     lines: int = 0  # of its output that the page shows
     real: bool = False  # it cannot be rehearsed over the simulated driver
@@ -58,6 +59,7 @@ class Outcome:
     seconds: float = 0.0
     why: str = ""
     figures: Figures = field(default_factory=dict)
+    found: list[Any] = field(default_factory=list)  # all of its JSON, for page.json
     left_behind: int = 0  # processes
     tail: list[str] = field(default_factory=list)
 
@@ -73,6 +75,9 @@ def lacking(step: Step) -> str | None:
         kind, _, name = need.rpartition(":")
         if kind == "bin" and shutil.which(name) is None:
             return f"{name} is not installed"
+        plugins = importlib.metadata.entry_points(group="vllm.general_plugins")
+        if kind == "plugin" and name not in plugins.names:
+            return f"{name} is no plug-in of vLLM here: pip install -e ."
         if not kind and importlib.util.find_spec(name) is None:
             return f"the Python package {name} is not installed"
     return None
@@ -132,7 +137,7 @@ def _judge(
         except ValueError:
             found.append(None)
         out += [line] if found[-1] is None else []
-    found = [part for part in found if part is not None]
+    outcome.found = [part for part in found if part is not None]
     last = (err or out or ["it said nothing"])[-1]
     if code is None:
         outcome.status, outcome.why = "killed", f"it did not end within {step.limit_s:g} s"
@@ -154,7 +159,7 @@ def _judge(
         outcome.status = "good"
         outcome.why = out[-1] if "pytest" in step.command and out else ""
     with contextlib.suppress(Exception):  # of another version than the one that was read
-        outcome.figures = step.figures(found)
+        outcome.figures = step.figures(outcome.found)
     if outcome.status in ("failed", "killed"):
         outcome.tail = [*out, *err][-_TAIL_LINES:]
     elif step.lines and outcome.status == "good":
