@@ -29,7 +29,7 @@ from fskv.observe.state_log import StateLog
 _SILENT_S = 20.0  # without a word for so long: what was granted may be thought to be ours no more
 _HUNG_S = 60.0
 _BURST_HALF_LIFE_S = 60.0
-_BURST_S = 5.0  # a burst takes no longer: where no grant comes, no more than that is wanted at hand
+_BURST_S = 5.0  # what is asked for in a longer wait for a grant is not wanted at hand
 _FIRST_WORD_S = 2.0
 _RESTART_S = 10.0
 _PAUSE_S, _MAX_PAUSE_S = 2.0, 60.0  # after ENOSPC; twice as long each time it is met again
@@ -88,7 +88,7 @@ class Capacity:
         self._used = 0
         self._written = 0
         self._returned = 0
-        self._asked = 0  # since the last grant, or for _BURST_S
+        self._asked = 0  # since the last poll, or for as long as a grant is waited for
         self._asked_since = 0.0
         self._was_granted = False  # since then
         self._burst = 0.0
@@ -246,9 +246,11 @@ class Capacity:
         self._burst *= 0.5 ** ((now - self._burst_at) / _BURST_HALF_LIFE_S)
         self._burst_at = now
         self._burst = max(self._burst, self._asked, self._at_hand)
-        if self._patient or self._was_granted or now - self._asked_since > _BURST_S:
+        wanted = 1 << (int(self._burst) - 1).bit_length() if self._burst >= 1 else 0
+        waits = not self._patient and not self._was_granted and self._allowed - self._used < wanted
+        if not waits or now - self._asked_since > _BURST_S:
             self._asked, self._asked_since, self._was_granted = 0, now, False
-        return 1 << (int(self._burst) - 1).bit_length() if self._burst >= 1 else 0
+        return wanted
 
     def close(self) -> None:
         """Let the process end by itself; it is not waited for, since it may hang."""

@@ -86,8 +86,9 @@ def plan(
     """Choose files of `catalogues` to free `nbytes` on disk and `num_files` inodes. Pure.
 
     With `before_ns` only of those that were last used before. May run in a worker thread while nobody changes
-    the catalogues. Files whose path is in `stuck` are passed over.
+    the catalogues. Files whose path is in `stuck` are passed over. What is less than nothing is nothing.
     """
+    nbytes, num_files = max(0, nbytes), max(0, num_files)
     tables = [(catalogue, *table) for catalogue in catalogues for table in catalogue.shards()]
     everything = joined(records for _, _, records in tables)
     mtimes, sizes = everything["mtime_ns"].copy(), everything["nbytes"].copy()

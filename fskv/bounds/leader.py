@@ -54,6 +54,7 @@ _ORPHANS_S = 30.0
 _DEAD_CLAIM_S = 4 * TTL_S
 _FULL_SHARE = 0.03  # of everything: what goes when a disk is full without any bound being reached
 _FULL_LEAST = 64 << 20
+_FULL_PART = 8  # and no more than an eighth of it, whatever engines want at hand
 _FUTILE_S = 5.0
 # How long a dead engine's claim stays once it is counted: longer than anybody computes with an older usage,
 # and than an engine whose maintenance process died needs to start another one.
@@ -349,9 +350,8 @@ class Leader:
         full = [claim for claim in claims if claim.full > self._full.get(claim.name, 0)]
         if full:
             before, space = self.usage or Usage(), Space.of(self._root)
-            amount = max(
-                int(_FULL_SHARE * before.nbytes), _FULL_LEAST, *(8 * c.wanted for c in full)
-            )
+            wanted = min(8 * sum(c.wanted for c in full), before.nbytes // _FULL_PART)
+            amount = max(int(_FULL_SHARE * before.nbytes), _FULL_LEAST, wanted)
             await self._free(self._ours(), amount, 0)
             self._room_made.full(before, self.usage or before, space)
             self._full |= {claim.name: claim.full for claim in full}

@@ -267,6 +267,9 @@ def test_a_plan_of_nothing_is_nothing(namespace):
     write_chunk(namespace, 1)
     catalogue = catalogue_of(namespace)
     assert plan([catalogue], 0).candidates == []
+    # More was freed than was asked for of one, and less of the other one.
+    assert plan([catalogue], 4096, -100).candidates == plan([catalogue], 4096).candidates != []
+    assert plan([catalogue], -1 << 40, 1).candidates == plan([catalogue], 0, 1).candidates != []
     pruned = carry_out(plan([catalogue], 0))
     assert pruned.num_files == pruned.nbytes == 0
     assert len(files(namespace)) == 1
