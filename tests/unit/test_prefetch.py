@@ -6,9 +6,11 @@ import contextlib
 import os
 import shutil
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
+from cuda_sim import device_world, on_simulation, simulation
 from test_jobs import DEADLINE, Bench
 from test_readiness import DeviceBench, Event
 from world import damage, returns_in_time, wait_for
@@ -485,18 +487,37 @@ def test_without_memory_nothing_is_read_ahead_and_loads_go_on(make_bench, monkey
     assert bench.world.pages(bench.blocks(5)) == contents[1]
 
 
-@pytest.mark.parametrize("given_up", [False, True])
-def test_on_a_device_what_was_read_ahead_waits_for_its_pages(make_bench, given_up):
-    class Both(PrefetchBench, DeviceBench):
-        pass
+class OnDevice(PrefetchBench, DeviceBench):
+    pass
 
-    bench = make_bench(Script(), of=Both, num_slots=16)
+
+def on_device(make_world, monkeypatch, transport):
+    """A bench whose pages are on a device: a fake one, or the simulated driver's."""
+    if transport == "fake":
+        return OnDevice(make_world(faults=Script()), num_slots=16)
+    pytest.importorskip("fskv._native", reason="the C extension was not built")
+    sim = simulation()
+    sim.reset(1, 0.001)
+    gpu = on_simulation(monkeypatch, sim).gpu("cuda:0")
+    # Those of the prefetcher are in the same registered memory, as a Mover asks for them.
+    world = device_world(make_world, gpu, num_slots=16 + 4, num_blocks=64)
+    bench = OnDevice(world, num_slots=16)
+    bench.clock.now = time.monotonic()
+    return bench
+
+
+@pytest.mark.parametrize("given_up", [False, True])
+@pytest.mark.parametrize("transport", ["fake", "simulated"])
+def test_on_a_device_what_was_read_ahead_waits_for_its_pages(
+    make_world, monkeypatch, transport, given_up
+):
+    bench = on_device(make_world, monkeypatch, transport)
     contents = stored(bench, [1, 2, 3])
     bench.want(1, 2)
     wait_for(lambda: bench.held() == {1, 2})
     in_use = Event()
     job, _ = bench.submit([1, 2, 3], in_use, load=True, place=5)
-    wait_for(lambda: sum(task.parked for task in bench.runner._jobs[job].tasks) == 3)
+    wait_for(lambda: bench.num_read_ahead == 3)
     assert all(bench.poisoned(place) for place in (5, 6, 7))
     if given_up:
         bench.runner.wait([job])
@@ -509,3 +530,4 @@ def test_on_a_device_what_was_read_ahead_waits_for_its_pages(make_bench, given_u
             assert bench.world.pages(bench.blocks(place)) == contents[n]
     assert bench.waited == []
     bench.wait_until_idle()
+    bench.close()
