@@ -85,7 +85,8 @@ def _rounds(
             say(
                 f"{storage}, round {number + 1} of {options.rounds}, {way}: "
                 f"median {statistics.median(answer.ttft_s):.2f} s, last {max(answer.ttft_s):.2f} s, "
-                f"{answer.used} chunks used of {answer.used + answer.dropped} read ahead; "
+                f"{answer.used} chunks used of {answer.used + answer.dropped} read ahead, "
+                f"{sum(answer.cached_tokens)} tokens loaded; "
                 f"those ahead took {answer.busy_s:.2f} s"
             )
     return asked
@@ -159,8 +160,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add(
         "--busy-tokens",
         type=positive,
-        default=600,
-        help="of each that is ahead of the others (600)",
+        default=150,
+        help="of each that is ahead of the others (150)",
     )
     add("--block-size", type=positive, default=32, help="tokens of a chunk file of 2 MiB (32)")
     add("--prefetch-mib", type=positive, default=512, help="(512)")

@@ -221,8 +221,8 @@ def without_new_loads(
 
 def local_hit(connector: OffloadingConnector, request: Request) -> int:
     """Return how many of a waiting request's tokens the engine's own cache holds; changes nothing there."""
-    manager = connector._kv_cache_manager  # noqa: SLF001
-    if manager is None:
+    manager = getattr(connector, "_kv_cache_manager", None)
+    if manager is None:  # a vLLM that does not bind it
         return 0
     found = manager.coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens - 1)
     return int(found[1])
