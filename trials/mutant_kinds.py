@@ -1413,7 +1413,7 @@ FAULTS = (
         "deadline-counts-the-forward",
         "A deadline is the disk's: a forward does not count.",
         "fskv/data_path/job.py",
-        "        if not num_at_disk:\n            self.paused_at = now\n",
+        "            if not ahead:\n                self.paused_at = now\n",
         "",
         _READINESS,
     ),
