@@ -54,6 +54,5 @@ def test_negative_control_without_the_option_they_are_recomputed(tmp_path):
     assert all(result["done"][label]["cached"] == 0 for label in "abc")
 
 
-@pytest.mark.slow
 def test_negative_control_the_tokens_are_those_of_what_was_read_ahead(tmp_path):
     assert not same_tokens(scenario(tmp_path, "llama", "poisoned"))
