@@ -10,6 +10,8 @@ the newest load shows counts at once: older ones are kept only as long as one li
 
 A prefill takes longer per token the more tokens are before it: seconds = base * tokens + slope * tokens *
 (tokens before them). Engines change slowly: a fit over all steps, older ones forgotten by the tokens since.
+A step of few prompt tokens is left out: what a step takes beside its tokens would be taken for theirs. After
+a hit a step computes the prompt's last few tokens, behind thousands that were loaded.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ _MIN_S = 1e-6
 # Of a prefill that nobody has measured: a fast one, so that little is waited for.
 _ASSUMED_TOKENS_PER_S = 20_000.0
 _HALF_TOKENS = 8192.0  # prefilled since: an older step counts half
+_LEAST_STEP_TOKENS = 256  # of prompts: fewer say more about a step than about its tokens
 _SINGULAR = 1e-6
 
 
@@ -52,7 +55,9 @@ def assumed_prefill_s(num_tokens: int) -> float:
 class LoadTimes:
     """Predicts from what it was told; None until then."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_step_tokens: int = 2 * _LEAST_STEP_TOKENS) -> None:
+        """`max_step_tokens`: the most that a step can compute of prompts; of a small one half is enough."""
+        self._least_step_tokens = min(_LEAST_STEP_TOKENS, max_step_tokens // 2)
         self._loads: deque[tuple[float, float]] = deque(maxlen=_WINDOW)  # (work, seconds)
         self._latency_s = 0.0
         self._s_per_byte = 0.0
@@ -142,12 +147,12 @@ class LoadTimes:
         self.observe_step([(num_tokens, num_computed)], seconds)
 
     def observe_step(self, parts: Iterable[tuple[int, int]], seconds: float) -> None:
-        """A step computed (tokens, tokens before them) of several prompts."""
+        """A step computed (tokens, tokens before them) of several prompts; few tokens count for nothing."""
         tokens = context = 0.0
         for num_tokens, num_computed in parts:
             tokens += num_tokens
             context += num_tokens * (num_computed + num_tokens / 2)
-        if tokens <= 0:
+        if tokens <= 0 or tokens < self._least_step_tokens:
             return
         keep = 0.5 ** (tokens / _HALF_TOKENS)
         self._tt = keep * self._tt + tokens * tokens

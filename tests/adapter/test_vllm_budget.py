@@ -46,7 +46,7 @@ def told(seconds, done_share=1.0, *, failed=False, late=False, busy_s=None):
 class Engine:
     """A budget and the engine around it: chunks of 2 MiB, `step_s` per 1000 tokens of prompt."""
 
-    def __init__(self, groups=(FULL,), *, num_ranks=1, **options):
+    def __init__(self, groups=(FULL,), *, num_ranks=1, max_step_tokens=8192, **options):
         from fskv.engines.vllm.budget import LoadBudget
 
         self.clock = Clock()
@@ -57,6 +57,7 @@ class Engine:
             list(groups),
             1,
             num_ranks=num_ranks,
+            max_step_tokens=max_step_tokens,
             file_sizes=lambda: {group.group_idx: 2 * MIB for group in groups},
             clock=self.clock,
         )
@@ -155,6 +156,43 @@ def test_what_a_load_brought_and_saved_is_counted(failed):
     assert engine.counted(metrics.LOADED_REQUESTS) == (not failed)
     assert engine.counted(metrics.LOADED_TOKENS) == FOUND * (not failed)
     assert (engine.counted(metrics.SAVED_SECONDS) > 1.0) is not failed
+
+
+def after_a_tail(**of_engine):
+    """An engine that has loaded most of a prompt and computed its last 17 tokens, in a slow first step."""
+    engine = Engine(**of_engine)
+    request = engine.request("first", 4225 + 16)
+    job, _ = engine.admit(request, 4224)
+    engine.end(job, 0.2)
+    engine.step(0.919, {request: 17})
+    return engine
+
+
+def test_the_tail_of_a_loaded_prompt_gives_no_rate_of_prefill():
+    engine = after_a_tail()
+    assert engine.budget.times.prefill_tokens_per_s is None
+    assert engine.budget.times.predict_prefill_s(4352) is None
+    request = engine.request("second", 4369)
+    job, allowed_s = engine.admit(request, 4352)
+    engine.end(job, 0.2)
+    assert engine.counted(metrics.LOADED_REQUESTS) == 2
+    assert engine.counted(metrics.SAVED_SECONDS) == 0, "not known is not 235 s"
+    # Neither what is taken of a hit nor how long a lookup may take is decided by it.
+    assert engine.ask("third")[0] == FOUND
+    assert allowed_s == math.inf
+    assert engine.budget.recompute_s(34) < 1.0, "as of an engine of which nothing is known"
+    engine.compute("a real prompt", 10.0)
+    assert engine.budget.times.predict_prefill_s(4352) == pytest.approx(43.5, rel=0.01)
+
+
+def test_negative_control_by_its_tail_a_hit_had_saved_four_minutes():
+    """The step counts where it is as large as this engine's can be."""
+    engine = after_a_tail(max_step_tokens=17)
+    request = engine.request("second", 4369)
+    job, _ = engine.admit(request, 4352)
+    engine.end(job, 0.2)
+    assert engine.counted(metrics.SAVED_SECONDS) == pytest.approx(235, rel=0.01)
+    assert engine.budget.recompute_s(34) > 200
 
 
 def test_a_first_load_may_cost_a_twentieth_of_the_recompute():

@@ -150,10 +150,14 @@ class LoadBudget:
         blocks_per_chunk: int,
         *,
         num_ranks: int,
+        max_step_tokens: int,
         file_sizes: Callable[[], Mapping[int, int]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`file_sizes` gives by group index what a rank reads for a chunk; empty until that is known."""
+        """`file_sizes` gives by group index what a rank reads for a chunk; empty until that is known.
+
+        `max_step_tokens`: the most that a step can compute of one prompt.
+        """
         budget = config.load_budget
         # Seconds of loading that a second of recompute is worth; 0: all of them.
         self._ratio = _WORDS[budget] if isinstance(budget, str) else budget
@@ -168,7 +172,7 @@ class LoadBudget:
         self._num_ranks = num_ranks
         self._file_sizes = file_sizes
         self._clock = clock
-        self.times = LoadTimes()
+        self.times = LoadTimes(max_step_tokens)
         self._queue = LoadQueue()
         self._probing = Probing()
         self._counters = Counters(*metrics.BUDGET_COUNTERS)

@@ -247,11 +247,13 @@ class FskvConnector(PrefetchingConnector):
 
     def _make_budget(self, config: StoreConfig) -> LoadBudget:
         setup = self._setup
+        scheduling, model = setup.vllm_config.scheduler_config, setup.vllm_config.model_config
         return LoadBudget(
             config,
             [group.spec for group in setup.groups],
             setup.geometry.blocks_per_chunk,
             num_ranks=setup.vllm_config.parallel_config.world_size,
+            max_step_tokens=min(scheduling.max_num_batched_tokens, model.max_model_len),
             file_sizes=lambda: self._manager.rank_sizes,
         )
 
