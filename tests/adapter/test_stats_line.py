@@ -1,7 +1,8 @@
-"""What vLLM's log says of an interval is a line that a person reads: "KV Transfer metrics: fskv: ..."."""
+"""What vLLM's log says of an engine is one line for a person: "KV Transfer metrics: fskv so far: ..."."""
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -30,17 +31,20 @@ def logging_of():
     return make
 
 
-def line_of(logging, *counted):
+def line_of(logging, *counted, saved_known=True):
     """Return what vLLM's own logger makes of an interval with these stats."""
-    from fskv.engines.vllm.metrics import to_stats
+    from fskv.engines.vllm.metrics import FskvStats, SoFar, to_stats
 
+    so_far = SoFar()
     every = (*metrics.SCHEDULER_COUNTERS, *metrics.BUDGET_COUNTERS, *metrics.WORKER_COUNTERS)
     for amounts in counted:
         counters = Counters(*every)  # with zeros for all that has a label
         for metric, amount, *label in amounts:
             counters.add(metric, amount, *label)
         stats = to_stats(counters.drain(), {metrics.ROOT_BYTES: 1.0}, {metrics.LOAD_LATENCY: [1.0]})
-        logging.observe(stats.to_dict())
+        so_far.add(FskvStats(data=stats.data))  # of workers
+        told = so_far.stamp(None, saved_known=saved_known)
+        logging.observe(FskvStats(data=stats.data).aggregate(told).to_dict())
     lines = []
     logging.log(lambda words, *about: lines.append(words % about))
     return lines
@@ -67,8 +71,18 @@ TROUBLE = [
 def test_a_hit_is_one_line_with_what_it_brought(logging_of):
     (line,) = line_of(logging_of("FskvConnector"), HIT[:3], HIT[3:])
     assert line == (
-        "KV Transfer metrics: fskv: requests loaded=1 (6432 tokens from files, about 43.2 s saved), "
+        "KV Transfer metrics: fskv so far: requests loaded=1 (6432 tokens from files, about 43.2 s saved), "
         "hits=67 of 68 chunks, loaded=67 files (148.0 MiB)"
+    )
+
+
+def test_what_a_hit_saved_is_not_said_as_zero_where_it_is_not_known(logging_of):
+    unknown = [each for each in HIT if each[0] is not metrics.SAVED_SECONDS]
+    (line,) = line_of(logging_of("FskvConnector"), unknown, saved_known=False)
+    assert "requests loaded=1 (6432 tokens from files, saved: not known yet), " in line
+    (line,) = line_of(logging_of("FskvConnector"), unknown)
+    assert "(6432 tokens from files, about 0.0 s saved), " in line, (
+        "the control: known, and nothing"
     )
 
 
@@ -87,3 +101,73 @@ def test_negative_control_vllms_own_line_has_each_number(logging_of):
     (line,) = line_of(logging_of("OffloadingConnector"), HIT)
     assert len(line) > 2 * LIMIT
     assert line.count("=0") > 10
+
+
+class _Idle:
+    """vLLM's own logger of an engine, and what of its lines is seen at level INFO."""
+
+    def __init__(self, kv_connector, monkeypatch):
+        from vllm.v1.metrics import loggers
+
+        config = SimpleNamespace(
+            model_config=None,
+            kv_transfer_config=SimpleNamespace(
+                kv_connector=kv_connector, kv_connector_module_path=None
+            ),
+            ec_transfer_config=None,
+            device_config=SimpleNamespace(device_type="cpu"),
+            observability_config=SimpleNamespace(cudagraph_metrics=False, enable_mfu_metrics=False),
+        )
+        self.seen = []
+        monkeypatch.setattr(
+            loggers.logger, "info", lambda text, *about: self.seen.append(text % about)
+        )
+        self._logger = loggers.LoggingStatLogger(config)
+
+    def interval(self, stats, num_tokens):
+        """Ten seconds in which these stats came, and requests went on by so many tokens."""
+        from vllm.v1.metrics.stats import SchedulerStats
+
+        if stats is not None:
+            self._logger.record(SchedulerStats(kv_connector_stats=stats.to_dict()), None)
+        self._logger.num_generation_tokens = num_tokens
+        self._logger.last_log_time -= 10
+        self._logger.log()
+
+
+@pytest.mark.parametrize("connector", ["FskvConnector", "OffloadingConnector"])
+def test_what_came_in_a_long_prefill_is_in_the_next_line(connector, logging_of, monkeypatch):
+    """vLLM forgets what it logs at DEBUG. The control: its own line has the last interval's alone."""
+    from fskv.engines.vllm.metrics import FskvStats, SoFar, to_stats
+
+    logging_of(connector)
+    logger = _Idle(connector, monkeypatch)
+    so_far = SoFar()
+
+    def stored(amount):
+        stats = to_stats({(metrics.STORED_CHUNKS, ""): amount}, {})
+        if connector != "FskvConnector":
+            return stats
+        so_far.add(FskvStats(data=stats.data))
+        return so_far.stamp(None, saved_known=False)
+
+    for amount in (0, 20, 6):  # no token is made in these
+        logger.interval(stored(amount), 0)
+    assert not logger.seen, "nothing is said of an idle engine"
+    logger.interval(stored(2), 5)
+    line = logger.seen[-1]
+    said = re.search(r"stored(?:=|_chunks=)(\d+)", line)
+    assert said, line
+    assert int(said[1]) == (28 if connector == "FskvConnector" else 2)
+
+
+def test_a_scheduler_tells_what_its_workers_counted_also_where_it_has_nothing_of_its_own():
+    from fskv.engines.vllm.metrics import FskvStats, SoFar, to_stats
+
+    so_far = SoFar()
+    assert so_far.stamp(None, saved_known=False) is None
+    so_far.add(FskvStats(data=to_stats({(metrics.STORED_CHUNKS, ""): 3}, {}).data))
+    told = so_far.stamp(None, saved_known=False)
+    assert not told.is_empty()
+    assert told.reduce() == {"fskv so far: stored": "3 files (0.0 MiB)"}
+    assert so_far.stamp(None, saved_known=False) is None, "it was told"

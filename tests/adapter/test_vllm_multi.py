@@ -434,11 +434,12 @@ def _registered(connector_cls, config):
 
 
 def test_two_children_of_one_class_and_one_of_another_have_series_of_their_own():
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorStats
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
         OffloadingConnectorStats,
     )
 
-    from fskv.engines.vllm.metrics import FskvStats, to_stats
+    from fskv.engines.vllm.metrics import FskvStats, SoFar, to_stats
     from fskv.engines.vllm_multi.connector import FskvMultiConnector
     from fskv.engines.vllm_multi.metrics import own_stats, stats_id
     from fskv.observe import metrics
@@ -458,7 +459,10 @@ def test_two_children_of_one_class_and_one_of_another_have_series_of_their_own()
     data = own_stats(own)
     for number, child_id in enumerate(ids[:2], 1):
         counted = to_stats({(metrics.LOADED_CHUNKS, ""): number}, {})
-        data[child_id] = FskvStats(data=counted.data)  # as FskvConnector gives it
+        so_far = SoFar()
+        so_far.add(MultiKVConnectorStats(data={child_id: counted, "another": counted}), child_id)
+        told = so_far.stamp(None, saved_known=False)
+        data[child_id] = FskvStats(data=counted.data).aggregate(told)  # of workers and scheduler
     data[ids[2]] = pool = OffloadingConnectorStats()
     for child_id, nbytes in zip(ids, (10, 20, 30), strict=True):
         data[child_id].increase_counter("vllm:kv_offload_load_bytes", nbytes)
@@ -467,7 +471,7 @@ def test_two_children_of_one_class_and_one_of_another_have_series_of_their_own()
     # As it goes from the engine to the process that serves /metrics.
     payload = pickle.loads(pickle.dumps(stats.to_dict()))
     again = FskvMultiConnector.build_kv_connector_stats(copy.deepcopy(payload))
-    assert again.aggregate(stats).reduce()[ids[0]] == {"fskv: loaded": "2 files (0.0 MiB)"}
+    assert again.aggregate(stats).reduce()[ids[0]] == {"fskv so far: loaded": "1 files (0.0 MiB)"}
     made.observe(payload)
     made.observe({"an unknown one": {}})  # of a connector without metrics
 

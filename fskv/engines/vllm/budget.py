@@ -177,6 +177,7 @@ class LoadBudget:
         self._probing = Probing()
         self._counters = Counters(*metrics.BUDGET_COUNTERS)
         self._shown: dict[Gauge, float] = {}
+        self.saved_known = False  # of some load it was known how long computing its tokens takes
         self._verdicts: dict[str, _Verdict] = {}
         self._found: set[str] = set()  # requests with a hit, until they are admitted
         self._loads: dict[int, _Load] = {}  # by job id
@@ -441,6 +442,7 @@ class LoadBudget:
             self._counters.add(metrics.LOADED_REQUESTS)
             self._counters.add(metrics.LOADED_TOKENS, load.tokens)
             if load.recompute_s is not None:
+                self.saved_known = True
                 saved_s = load.recompute_s - report.seconds
                 self._counters.add(metrics.SAVED_SECONDS, max(0.0, saved_s))
         elif report.late:

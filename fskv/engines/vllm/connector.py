@@ -43,7 +43,7 @@ from fskv.engines.vllm.identity import EngineGroup, build_identity, engine_group
 from fskv.engines.vllm.loaded import find_loaded
 from fskv.engines.vllm.manager import PREFIX_CACHING_OFF, FskvHandshake, FskvManager
 from fskv.engines.vllm.media import Media
-from fskv.engines.vllm.metrics import FskvStats, metric_definitions
+from fskv.engines.vllm.metrics import FskvStats, SoFar, metric_definitions
 from fskv.engines.vllm.page_layout import page_layouts
 from fskv.engines.vllm.prefetch import PrefetchingConnector
 from fskv.engines.vllm.quirks import (
@@ -217,6 +217,8 @@ class FskvOffloadingSpec(OffloadingSpec):
 class FskvConnector(PrefetchingConnector):
     """See the module docstring."""
 
+    stats_id = "FskvConnector"  # among the stats of a MultiConnector
+
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
@@ -237,6 +239,7 @@ class FskvConnector(PrefetchingConnector):
             outer.kv_load_failure_policy = "recompute"
         super().__init__(_with_spec(vllm_config, setup), role, kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
+            self._so_far = SoFar()
             self._media = Media(vllm_config, self._manager.doubt_media)
             if setup.config.prefetch_bytes:
                 specs = [group.spec for group in setup.groups]
@@ -378,6 +381,7 @@ class FskvConnector(PrefetchingConnector):
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         super().update_connector_output(connector_output)
+        self._so_far.add(connector_output.kv_connector_stats, self.stats_id)
         told = connector_output.kv_connector_worker_meta
         if isinstance(told, FskvWorkerMetadata):
             self._budget.on_loads(told.loads)
@@ -425,6 +429,7 @@ class FskvConnector(PrefetchingConnector):
             self._budget.on_output()  # vLLM asks once for every step whose output it has
             stats, more = super().get_kv_connector_stats(), self._budget.get_stats()
             stats = stats.aggregate(more) if stats and more else stats or more
+            return self._so_far.stamp(stats, saved_known=self._budget.saved_known)
         # All of one class: a MultiConnector adds none of another.
         return None if stats is None else FskvStats(data=stats.data)
 

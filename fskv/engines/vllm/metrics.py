@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
     OffloadingCounterMetadata,
@@ -39,17 +41,40 @@ def metric_definitions() -> dict[str, OffloadingMetricMetadata]:
     return definitions
 
 
+_SO_FAR = "so far"  # beside vLLM's keys of stats: what was counted since the start
+_IN_LINE = (
+    *(metrics.LOADED_REQUESTS, metrics.LOADED_TOKENS, metrics.SAVED_SECONDS),
+    *(metrics.LOOKUP_HITS, metrics.LOOKUP_MISSES, metrics.LOADED_CHUNKS, metrics.LOADED_BYTES),
+    *(metrics.STORED_CHUNKS, metrics.STORED_BYTES, metrics.LOAD_FAILURES, metrics.STORES_SKIPPED),
+)
+
+
 class FskvStats(OffloadingConnectorStats):
-    """vLLM's stats, of which its log says what happened and not each number: "KV Transfer metrics: ..."."""
+    """vLLM's stats, of which its log says what happened and not each number: "KV Transfer metrics: ...".
+
+    The line is made of `SoFar`, since the start: vLLM logs an interval in which no request ended, and the
+    one before neither, at level DEBUG, and forgets it.
+    """
+
+    def is_empty(self) -> bool:
+        return super().is_empty() and not self.data.get(_SO_FAR)
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        made = super().aggregate(other)
+        if newer := other.data.get(_SO_FAR):
+            made.data[_SO_FAR] = newer
+        return made
 
     def reduce(self) -> dict[str, Any]:
-        """Return what to log of an interval, in order; what did not happen is not in it."""
+        """Return what to log, in order; what did not happen is not in it."""
         said: dict[str, str] = {}
         requests = self._sum(metrics.LOADED_REQUESTS)
         if requests:
+            known = self._labelled(metrics.SAVED_SECONDS)
+            saved = f"about {self._sum(metrics.SAVED_SECONDS):.1f} s saved"
             said["requests loaded"] = (
                 f"{requests:.0f} ({self._sum(metrics.LOADED_TOKENS):.0f} tokens from files, "
-                f"about {self._sum(metrics.SAVED_SECONDS):.1f} s saved)"
+                f"{saved if known else 'saved: not known yet'})"
             )
         hits, misses = self._sum(metrics.LOOKUP_HITS), self._sum(metrics.LOOKUP_MISSES)
         if hits + misses:
@@ -74,14 +99,51 @@ class FskvStats(OffloadingConnectorStats):
         if not said:
             return {"fskv": "no chunk asked for, loaded or stored"}
         first = next(iter(said))
-        return {f"fskv: {first}": said.pop(first), **said}
+        return {f"fskv so far: {first}": said.pop(first), **said}
 
     def _labelled(self, metric: Metric) -> Mapping[tuple[str, ...], float]:
-        found: Mapping[tuple[str, ...], float] = self._values.get(name_of(metric), {})
-        return found
+        so_far: Mapping[str, Mapping[tuple[str, ...], float]] = self.data.get(_SO_FAR, {})
+        return so_far.get(name_of(metric), {})
 
     def _sum(self, metric: Metric) -> float:
         return sum(self._labelled(metric).values())
+
+
+class SoFar:
+    """What an engine's log line counts since the start, of the scheduler and of all workers.
+
+    Belongs to the scheduler's thread.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[str, dict[tuple[str, ...], float]] = {}
+        self._told = True
+
+    def add(self, stats: KVConnectorStats | None, child: str = "") -> None:
+        """Count what came with a step; of a MultiConnector's stats that of this child alone."""
+        if isinstance(stats, MultiKVConnectorStats):
+            stats = stats.data.get(child)
+        for metric in _IN_LINE if isinstance(stats, OffloadingConnectorStats) else ():
+            name = name_of(metric)
+            for label, amount in stats.data["data"].get(name, {}).items():
+                sums = self._sums.setdefault(name, {})
+                sums[label] = sums.get(label, 0.0) + amount
+                self._told = False
+
+    def stamp(
+        self, stats: KVConnectorStats | None, *, saved_known: bool
+    ) -> KVConnectorStats | None:
+        """Return the scheduler's stats with the sums so far; None: nothing is new.
+
+        `saved_known`: of some load it was known how long computing its tokens takes.
+        """
+        self.add(stats)
+        if stats is None and self._told:
+            return None
+        self._told = True
+        unknown = None if saved_known else name_of(metrics.SAVED_SECONDS)
+        so_far = {name: dict(sums) for name, sums in self._sums.items() if name != unknown}
+        return FskvStats(data={**(stats or FskvStats()).data, _SO_FAR: so_far})
 
 
 def to_stats(

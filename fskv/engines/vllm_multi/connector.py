@@ -103,6 +103,9 @@ class FskvMultiConnector(MultiConnector):
             stats_id(name, transfer)
             for name, transfer in zip(self._names, self._ktc_kv_transfer_config, strict=True)
         ]
+        for child_id, child in zip(self._ids, self._connectors, strict=True):
+            if isinstance(child, FskvConnector):
+                child.stats_id = child_id
         self._counters = Counters()
         for name in self._names:
             for metric in metrics.MULTI_METRICS:
