@@ -119,7 +119,8 @@ class ChunkStore(Generic[SlotT]):
         # Guarded by _lock; written by I/O threads.
         self._suspects: OrderedDict[FileId, None] = OrderedDict()
         self._lock = threading.Lock()
-        self._complaints: dict[tuple[str, Status], tuple[float, int]] = {}  # guarded by _lock
+        # When first and in which words, since then; guarded by _lock.
+        self._complaints: dict[tuple[str, Status], tuple[float, set[str]]] = {}
 
     def layout(self, group_idx: int) -> FileLayout:
         return self._layouts[group_idx]
@@ -326,17 +327,21 @@ class ChunkStore(Generic[SlotT]):
                 logger.debug("fskv: discarded (%s): %s", error.status.value, error)
 
     def _complain(self, operation: str, error: ChunkError) -> None:
-        """Log a failure, but a full or dead disk at most a few times in _LOG_WINDOW_S seconds."""
-        now = time.monotonic()
+        """Log a failure: in _LOG_WINDOW_S seconds the same words once, and at most a few of a kind."""
+        now, words = time.monotonic(), str(error)
         key = (operation, error.status)
         with self._lock:
-            start, count = self._complaints.get(key, (now, 0))
+            start, said = self._complaints.get(key, (now, set()))
             if now - start > _LOG_WINDOW_S:
-                start, count = now, 0
-            self._complaints[key] = (start, count + 1)
+                start, said = now, set()
+            self._complaints[key] = (start, said)
+            count = len(said)
+            if words in said or count > _LOG_LINES:
+                return
+            said.add(words)
         if count < _LOG_LINES:
-            logger.warning("fskv: %s failed (%s): %s", operation, error.status.value, error)
-        elif count == _LOG_LINES:
+            logger.warning("fskv: %s failed (%s): %s", operation, error.status.value, words)
+        else:
             logger.warning(
                 "fskv: %s failed (%s) again; not logged for the next %.0f s, see the metrics",
                 operation,

@@ -17,6 +17,7 @@ from fskv.types import Status
 
 _CORRUPT_S = 600.0  # so long a corrupt chunk is said to be amiss
 _REFUSED_S = 5.0  # a burst of stores may be refused for a moment
+_BREAKER = "breaker_open"
 _BOUNDS = (metrics.BOUND_BYTES, metrics.BOUND_LEFT_BYTES)
 
 
@@ -78,7 +79,7 @@ class Watch:
 
     def _gauges(self) -> dict[Gauge, float]:
         shown: dict[Gauge, float] = {
-            metrics.BREAKER_OPEN: float(self._lookup.breaker.open),
+            metrics.BREAKER_OPEN: float(self._breaker_open()),
             metrics.WEIGHTS_IN_DOUBT: float(self.in_doubt),
             metrics.KNOWN_CHUNKS: float(self._lookup.presence.num_known),
             metrics.QUARANTINED_CHUNKS: float(self._lookup.presence.num_quarantined),
@@ -98,6 +99,12 @@ class Watch:
                 shown[gauge] = math.inf
         return shown
 
+    def _breaker_open(self) -> bool:
+        """Return whether the lookup's own breaker is open, or a mover's by what it has told last."""
+        return self._lookup.breaker.open or any(
+            _BREAKER in amiss for amiss in self._amiss_of_movers.values()
+        )
+
     def _amiss(self) -> dict[str, str]:
         """Return a sentence for each condition that is not as it should be."""
         amiss: dict[str, str] = {}
@@ -110,7 +117,7 @@ class Watch:
         if self.off is not None:
             amiss["prefix_caching_off"] = self.off
         if self._lookup.breaker.open:
-            amiss["breaker_open"] = f"breaker open: {self._lookup.breaker.reason}"
+            amiss[_BREAKER] = f"breaker open: {self._lookup.breaker.reason}"
         if time.monotonic() - self._corrupt_at < _CORRUPT_S:
             found = self._num_corrupt
             amiss["corrupt_chunks"] = f"{found} corrupt chunks were found, and recomputed"

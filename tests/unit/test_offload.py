@@ -19,6 +19,7 @@ from world import damage, wait_for
 
 from fskv.data_path.store import ChunkStore
 from fskv.errors import ConfigError
+from fskv.observe import metrics
 from fskv.observe.health_file import HealthFile
 from fskv.offload import open_store, watch
 from fskv.transports import host
@@ -293,6 +294,9 @@ def test_the_health_file_says_that_stores_fail_until_one_is_written(
     wait_for(lambda: conditions(path) == [])
     toy.run(PROMPT)
     wait_for(lambda: conditions(path) == FAILED[status])
+    shown = toy.kv.watch.read()[1]
+    assert shown[metrics.BREAKER_OPEN] == ("breaker_open" in FAILED[status])
+    assert not toy.kv.lookup.breaker.open, "it is the mover's"
     failing.clear()
     prompts = iter(range(1000))
     wait_for(lambda: toy.run([next(prompts), *PROMPT[1:]]) and conditions(path) == [])

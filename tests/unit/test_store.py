@@ -825,3 +825,31 @@ def test_a_start_does_not_wait_for_a_root_whose_mount_is_not_told(make_world, mo
             make_world()
     finally:
         answer.set()
+
+
+def test_one_sentence_about_a_root_that_is_gone_and_a_few_about_bad_files(
+    world, caplog, monkeypatch
+):
+    """The control: what names another file each time is said eight times, and then that it is not."""
+    content = world.content()
+    for number in range(20):
+        world.put(number, content)
+        damage(world.path(number), world.base)
+    os.rename(world.root, f"{world.root}-away")
+    caplog.clear()
+    for number in range(20):
+        assert world.put(number, content) is not Status.OK
+    (line,) = [r.getMessage() for r in caplog.records]
+    assert line.startswith("fskv: store failed (")
+    os.rename(f"{world.root}-away", world.root)
+    caplog.clear()
+    for number in range(20):
+        assert world.get(number)[0] is Status.CORRUPT
+    lines = [r.getMessage() for r in caplog.records if "load failed" in r.getMessage()]
+    assert len(lines) == 8 + 1
+    assert "again; not logged for the next" in lines[-1]
+    monkeypatch.setattr(store, "_LOG_WINDOW_S", -1.0)  # a minute later
+    caplog.clear()
+    os.rename(world.root, f"{world.root}-away")
+    world.put(1, content)
+    assert [r.getMessage() for r in caplog.records] == [line]

@@ -123,7 +123,9 @@ class SoFar:
         """Count what came with a step; of a MultiConnector's stats that of this child alone."""
         if isinstance(stats, MultiKVConnectorStats):
             stats = stats.data.get(child)
-        for metric in _IN_LINE if isinstance(stats, OffloadingConnectorStats) else ():
+        if not isinstance(stats, OffloadingConnectorStats):
+            return
+        for metric in _IN_LINE:
             name = name_of(metric)
             for label, amount in stats.data["data"].get(name, {}).items():
                 sums = self._sums.setdefault(name, {})
