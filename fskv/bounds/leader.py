@@ -29,6 +29,7 @@ from fskv.bounds.quota import (
     is_near,
     last_use_step_s,
     scopes,
+    shortage,
     unused_limit_s,
     with_intervals_of,
     without_limits,
@@ -337,10 +338,11 @@ class Leader:
             if scope is None:
                 break
             done.add((scope.kind, scope.name))
-            before = self.usage or Usage()
+            before, short = self.usage or Usage(), shortage(scope, claims)
             freed = await self._free(self._members(scope), excess(scope, claims), 0)
             if scope.kind == "free":
-                self._room_made.near(before, self.usage or before, space)
+                keep = space.total_nbytes - scope.limit
+                self._room_made.near(before, self.usage or before, space, keep, short)
                 # Writers may have used what they were granted meanwhile.
                 target = space.free_nbytes + freed // 2 - scope.outstanding
                 if Space.of(self._root).free_nbytes < target:

@@ -352,8 +352,13 @@ def _headroom(scope: Scope) -> int:
     return scope.headroom + max(0, scope.unwritten - scope.limit // 2)
 
 
+def shortage(scope: Scope, claims: list[Claim]) -> int:
+    """Return how many bytes more must be left for engines not to be refused soon; above 0 a prune begins."""
+    return _room(scope, claims) - _headroom(scope)
+
+
 def is_near(scope: Scope, claims: list[Claim]) -> bool:
-    return _headroom(scope) < _room(scope, claims)
+    return shortage(scope, claims) > 0
 
 
 def excess(scope: Scope, claims: list[Claim]) -> int:

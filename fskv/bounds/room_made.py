@@ -18,22 +18,34 @@ class RoomMade:
         self._log = StateLog(root=root)
         self._others_nbytes: int | None = None  # when last told of
 
-    def near(self, before: Usage, after: Usage, space: Space) -> None:
+    def near(
+        self, before: Usage, after: Usage, space: Space, keep_nbytes: int, short_nbytes: int
+    ) -> None:
         """Something went for `keep_free`: told of where others have grown, not of each round.
 
-        `space` is of before.
+        `space` is of before; so many bytes more had to be free for nothing to go.
         """
         others, told = _others(before, space), self._others_nbytes
         if after.pruned_files == before.pruned_files:
             return
         if told is None or others > told + _GREW * space.total_nbytes:
             self._others_nbytes = others
-            self.full(before, after, space, "less than keep_free was left")
+            reason = "less than keep_free was left"
+            if space.free_nbytes >= keep_nbytes:
+                reason = "less was free than keep_free and what engines are about to store"
+            needed = space.free_nbytes + short_nbytes
+            more = {"keep_free_bytes": keep_nbytes, "needed_bytes": needed}
+            self.full(before, after, space, reason, **more)
 
     def full(
-        self, before: Usage, after: Usage, space: Space, reason: str = "a store found the disk full"
+        self,
+        before: Usage,
+        after: Usage,
+        space: Space,
+        reason: str = "a store found the disk full",
+        **more: int,
     ) -> None:
-        """Something went because it could not be written, or for `reason`."""
+        """Something went because it could not be written, or for `reason`; `more` fields are told."""
         files = after.pruned_files - before.pruned_files
         if files:
             self._log.say(
@@ -42,6 +54,7 @@ class RoomMade:
                 files=files,
                 bytes=after.pruned_nbytes - before.pruned_nbytes,
                 free_bytes=space.free_nbytes,
+                **more,
                 others_bytes=_others(before, space),
                 reason=reason,
             )

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -948,7 +949,45 @@ def test_what_goes_because_others_fill_the_disk_is_told_of_with_root_and_numbers
     for line, nbytes in zip(lines, others, strict=True):
         assert line.startswith(f"fskv: event=pruned_for_room root={root} files=")
         assert f" others_bytes={nbytes} reason=" in line
-    assert f" free_bytes={5 << 20} " in lines[0]
+    assert f" free_bytes={5 << 20} keep_free_bytes={10 << 20} needed_bytes=" in lines[0]
+    assert 'reason="less than keep_free was left"' in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "reason"),
+    [
+        (0, None),
+        (12 << 20, "less was free than keep_free and what engines are about to store"),
+    ],
+    ids=["control: nothing goes", "engines store soon"],
+)
+def test_what_goes_for_the_next_stores_is_not_said_to_be_below_keep_free(
+    root, monkeypatch, caplog, wanted, reason
+):
+    """Of 100 MiB 20 are free, 10 are to stay free, and an engine wants 12 at hand."""
+    total = 100 << 20
+    monkeypatch.setattr(
+        Space, "of", lambda _: Space(total, total - (60 << 20) - disk_nbytes(root), 0, 0)
+    )
+    for number in range(20):
+        write_chunk(f"{root}/{NAME}", number, 1 << 20)
+    caplog.set_level("INFO")
+
+    def until():
+        usage = usage_of(root)
+        return usage is not None and (usage.pruned_files > 0) is (reason is not None)
+
+    monkeypatch.setattr(maintenance, "Engine", lambda: Engine(wanted=wanted))
+    maintain(root, until, mine=claim(limits=Limits(keep_free=10 << 20)))
+    lines = [r.getMessage() for r in caplog.records if "pruned_for_room" in r.getMessage()]
+    assert len(lines) == (reason is not None)
+    for line in lines:
+        found = dict(re.findall(r" (\w+)=(\d+)", line))
+        assert int(found["keep_free_bytes"]) == 10 << 20
+        assert (
+            int(found["keep_free_bytes"]) <= int(found["free_bytes"]) < int(found["needed_bytes"])
+        )
+        assert f'reason="{reason}"' in line
 
 
 def test_what_is_left_out_is_told_of_once_with_its_file(root, caplog):
