@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import os
@@ -20,14 +21,16 @@ from faults.mount import FaultyMount, why_not
 
 pytest.importorskip("fskv_tools.cli", reason="the command line is not installed")
 
-from fskv_tools.doctor import contents, machine, probes, visitor
+from fskv_tools.doctor import machine, probes, space, visitor
 from fskv_tools.doctor.finding import Check, Level, Subject
 from fskv_tools.doctor.mount import judge
 from fskv_tools.doctor.rounds import examine
 from fskv_tools.doctor.scratch import Scratch
 
 from fskv.bounds.client import Capacity
-from fskv.bounds.quota import Limits
+from fskv.bounds.ledger import Ledger
+from fskv.bounds.quota import Limits, Usage
+from fskv.config import Share
 from fskv.root.mounts import mount_of
 from fskv.root.process_id import HOST, TOKEN, unique_name
 
@@ -243,8 +246,37 @@ def test_a_file_system_that_does_not_know_its_room_is_a_hint(lab, monkeypatch):
     for answer, level in (({}, "hint"), ({"f_frsize": 4096, "f_blocks": 9, "f_bavail": 9}, "ok")):
         info = SimpleNamespace(**{**nothing, **answer})
         monkeypatch.setattr(os, "statvfs", lambda path, info=info: info)
-        assert levels(list(contents.space(subject)), "space")[0][0] == level
+        assert levels(list(space.look(subject)), "space")[0][0] == level
         assert ("does not say" in run("du", root=lab.path).stdout) == (level == "hint")
+
+
+def test_where_nothing_can_be_stored_is_a_problem_and_not_how_much_is_free(lab, monkeypatch):
+    """A disk of 150 MiB with 4 MiB free, of which keep_free leaves 1 MiB: less than a chunk of 2.7 MiB."""
+    where = lab.namespace(pages=(1_400_000, 1_400_000), blocks_per_chunk=1)
+    subject = Subject(lab.path, 10.0, Scratch(may_write=False))
+
+    def judged(free_mib, counted=None, **told):
+        info = {"f_bsize": 4096, "f_frsize": 4096, "f_blocks": 150 << 8, "f_bavail": free_mib << 8}
+        info |= {"f_files": 0, "f_favail": 0}
+        monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(**info))
+        if counted is not None:
+            os.makedirs(f"{lab.path}/.fskv-maintenance/claims", exist_ok=True)
+            usage = Usage({where.id: (counted, 1)})
+            Ledger(f"{lab.path}/.fskv-maintenance").publish_usage(usage)
+        limits = Limits(**told) if told else None
+        return levels(list(space.look(dataclasses.replace(subject, told=limits))), "space")
+
+    ((level, found),) = judged(4, counted=0)
+    assert level == "problem"
+    assert f"1.00 MiB left, and a chunk of {where.id} has 2.6" in found
+    assert [level for level, _ in judged(4, counted=3 << 20)] == ["hint"]  # pruned, then stored
+    assert [level for level, _ in judged(1, counted=6 << 20)] == ["warning"]
+    # The control: with enough left it is ok, as the same disk is for an engine that keeps less free.
+    assert [level for level, _ in judged(6, counted=0)] == ["ok"]
+    assert [level for level, _ in judged(4, keep_free=1 << 20)] == ["ok"]
+    # What an engine is to have: a bound that is smaller than a chunk, and a share that is not there.
+    assert [level for level, _ in judged(90, max_nbytes=1 << 20)] == ["problem", "ok"]
+    assert [level for level, _ in judged(90, keep_free=Share(70.0))] == ["problem"]
 
 
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
@@ -523,6 +555,20 @@ def test_a_configuration_comes_as_json_a_file_or_a_servers_line(lab, tmp_path, h
     said = f"root {lab.path}, max_bytes 2.00 TiB"
     assert of(done, "options") == [("ok", said)]
     assert everything_below(lab.path) == before
+
+
+@pytest.mark.parametrize(
+    ("bound", "check", "words"),
+    [
+        ({"keep_free": "99.9%"}, ("space", "problem"), "nothing left"),
+        ({"max_bytes": "1024TiB"}, ("bounds", "hint"), "is more than the file system has"),
+        ({"max_bytes": "1GiB", "keep_free": 0}, ("space", "ok"), "max_bytes 1.00 GiB"),
+    ],
+)
+def test_bounds_that_do_not_fit_the_disk_are_findings(lab, bound, check, words):
+    done, _ = configured(json.dumps(transfer(lab.path, **bound)))
+    name, level = check
+    assert any(one == level and words in found for one, found in of(done, name)), done.stdout
 
 
 def test_a_line_without_time_to_stop_or_with_a_warning_at_each_start_is_hinted_at(lab):

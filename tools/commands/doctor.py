@@ -10,6 +10,8 @@ from typing import Annotated
 
 import typer
 
+from fskv.bounds.quota import Limits
+
 from ..doctor import keys
 from ..doctor.configured import Configured, read
 from ..doctor.finding import Check, Finding, Level, Subject
@@ -73,9 +75,11 @@ def command(
     finding. Exit code 1 if there is a problem; hints and warnings are 0.
     """
     configured = Configured(()) if config is None else read(config)
-    roots = list(dict.fromkeys(store.root for store in configured.stores))
+    roots: dict[str, Limits | None] = {
+        store.root: Limits(store.max_bytes, store.keep_free) for store in configured.stores
+    }
     if config is None and root:
-        roots = [os.path.abspath(root)]
+        roots = {os.path.abspath(root): None}
     key_files = [(one.mac_key_file, one.root) for one in configured.stores if one.mac_key_file]
     of_keys = [keys.check(path, beside) for path, beside in dict.fromkeys(key_files)]
     if mac_key_file:
@@ -99,7 +103,7 @@ def command(
     if as_json:
         emit(
             "summary",
-            root=roots[0] if len(roots) == 1 else None,
+            root=next(iter(roots)) if len(roots) == 1 else None,
             **{level.value: counted[level] for level in Level},
         )
     else:
@@ -110,7 +114,7 @@ def command(
 
 def _findings(
     configured: Configured,
-    roots: list[str],
+    roots: dict[str, Limits | None],
     timeout_s: float,
     of_keys: list[Check],
     *,
@@ -118,8 +122,8 @@ def _findings(
 ) -> Generator[Finding]:
     yield from configured.findings
     yield from examine((*OF_MACHINE, *of_keys), Subject(None, timeout_s, Scratch(may_write=False)))
-    for root in roots:
-        yield from visit(root, timeout_s, may_write=may_write)
+    for root, told in roots.items():
+        yield from visit(root, timeout_s, may_write=may_write, told=told)
 
 
 def _print(findings: list[Finding]) -> None:

@@ -15,7 +15,6 @@ from fskv.bounds.quota import Limits
 from fskv.config import Share
 from fskv.errors import FskvError
 from fskv.namespace import diff
-from fskv.root.filesystem import Space
 from fskv.root.process_id import HOST, provably_dead
 from fskv.root.root import FORMAT_FILE, TAG_FILE, Root
 
@@ -88,40 +87,6 @@ def permissions(subject: Subject) -> Iterator[Finding]:
             )
         elif not mode & 0o002:
             yield ok(check, f"uid {info.st_uid}, mode {mode:04o}")
-
-
-def space(subject: Subject) -> Iterator[Finding]:
-    """Bytes and inodes, against the default of keep_free."""
-    found = Space.of(subject.path)
-    share = found.free_nbytes / max(1, found.total_nbytes)
-    text = f"{iec(found.free_nbytes)} of {iec(found.total_nbytes)} free ({100 * share:.1f} %)"
-    if not found.total_nbytes:
-        yield hint(
-            "space",
-            "the file system does not say how much is free",
-            "keep_free keeps nothing free there; set max_bytes",
-        )
-    elif share < 0.02:
-        yield warning(
-            "space",
-            text,
-            "below keep_free of 2 %: chunks are pruned, or nothing is stored; make room",
-        )
-    else:
-        yield ok("space", text)
-    if not found.total_inodes:
-        yield ok("inodes", "no number of them, or none that can be true")
-        return
-    share = found.free_inodes / found.total_inodes
-    text = f"{found.free_inodes:,} of {found.total_inodes:,} free ({100 * share:.1f} %)"
-    if share < 0.02:
-        yield warning(
-            "inodes",
-            text,
-            "a chunk is a file: prune, use larger chunks, or make the file system anew",
-        )
-    else:
-        yield ok("inodes", text)
 
 
 def lease(subject: Subject) -> Iterator[Finding]:

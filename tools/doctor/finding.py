@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
+from fskv.bounds.quota import Limits
+
 from .scratch import Scratch
 
 
@@ -34,6 +36,7 @@ class Subject:
     root: str | None
     timeout_s: float
     scratch: Scratch
+    told: Limits | None = None  # bounds that an engine is to have; None: nobody said
 
     @property
     def path(self) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import contents, machine, mount, probes
+from . import contents, machine, mount, probes, space
 from .finding import Check
 
 OF_MACHINE = (
@@ -16,7 +16,7 @@ OF_ROOT = (
     Check("mount", mount.look, of_root=True),
     Check("root", contents.state, of_root=True),
     Check("permissions", contents.permissions, of_root=True),
-    Check("space", contents.space, of_root=True),
+    Check("space", space.look, of_root=True),
     Check("write", probes.write, of_root=True, writes=True),
     Check("O_DIRECT", probes.direct_io, of_root=True, writes=True),
     Check("rename", probes.rename_and_links, of_root=True, writes=True),

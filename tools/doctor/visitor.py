@@ -17,6 +17,10 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
+from typing import Any
+
+from fskv.bounds.quota import Limits
+from fskv.config import Share
 
 from .finding import Finding, Level, Subject, problem, warning
 from .rounds import look
@@ -29,9 +33,12 @@ _LEFT_S = 600.0  # without anybody who waits
 _ADVICE = "is the server reachable? for an engine such a root is a miss: each load has a deadline"
 
 
-def visit(root: str, timeout_s: float, *, may_write: bool) -> Iterator[Finding]:
-    """Yield what is found in a root; each check may take `timeout_s`."""
+def visit(
+    root: str, timeout_s: float, *, may_write: bool, told: Limits | None = None
+) -> Iterator[Finding]:
+    """Yield what is found in a root; each check may take `timeout_s`. `told`: see Subject."""
     words = [sys.executable, "-P", "-m", __name__, root, str(timeout_s), str(int(may_write))]
+    words += [json.dumps(asdict(told))] if told is not None else []
     process = subprocess.Popen(
         words,
         stdin=subprocess.PIPE,
@@ -101,13 +108,19 @@ def findings(subject: Subject) -> Iterator[Finding | str]:
         yield from look(check, subject)
 
 
-def _main(root: str, timeout_s: str, may_write: str) -> None:
+def _main(root: str, timeout_s: str, may_write: str, bounds: str = "") -> None:
     scratch = Scratch(may_write=may_write == "1")
+    told = _limits(json.loads(bounds)) if bounds else None
     threading.Thread(target=_end_with_the_parent, args=(scratch,), daemon=True).start()
-    for found in findings(Subject(root, float(timeout_s), scratch)):
+    for found in findings(Subject(root, float(timeout_s), scratch, told)):
         tree = {"begin": found} if isinstance(found, str) else asdict(found)
         print(json.dumps(tree), flush=True)
     print(json.dumps({"end": ""}), flush=True)
+
+
+def _limits(tree: dict[str, Any]) -> Limits:
+    keep = tree.pop("keep_free")
+    return Limits(**tree, keep_free=Share(**keep) if isinstance(keep, dict) else keep)
 
 
 def _end_with_the_parent(scratch: Scratch) -> None:
@@ -121,4 +134,4 @@ def _end_with_the_parent(scratch: Scratch) -> None:
 
 
 if __name__ == "__main__":
-    _main(*sys.argv[1:4])
+    _main(*sys.argv[1:])
