@@ -266,6 +266,7 @@ def test_where_nothing_can_be_stored_is_a_problem_and_not_how_much_is_free(lab, 
         limits = Limits(**told) if told else None
         return levels(list(space.look(dataclasses.replace(subject, told=limits))), "space")
 
+    assert [level for level, _ in judged(4)] == ["warning"]  # nobody has counted what could go
     ((level, found),) = judged(4, counted=0)
     assert level == "problem"
     assert f"1.00 MiB left, and a chunk of {where.id} has 2.6" in found

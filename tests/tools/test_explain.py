@@ -20,8 +20,11 @@ from tool_lab import Lab, check_lines, fskv, run, spoil
 from world import damage, make_identity
 
 from fskv.bounds.eviction_news import EvictionNews
+from fskv.bounds.ledger import Ledger
+from fskv.bounds.quota import Claim, Limits, Usage
 from fskv.format.chunk_file import encode_header, parse_header
-from fskv.namespace import GroupIdentity, chunk_name
+from fskv.namespace import GroupIdentity, chunk_name, directory
+from fskv.root.process_id import HOST, TOKEN
 
 block_hashes = pytest.importorskip("fskv_tools.block_hashes")
 
@@ -71,6 +74,7 @@ class Prompted(Lab):
             exit_code=done.exit_code,
             chunks={(line["group"], line["chunk"]): line for line in of("chunk")},
             causes=" | ".join(line["text"] for line in of("cause")),
+            whys=of("cause"),
             neighbours=of("neighbour"),
         )
 
@@ -342,7 +346,7 @@ def test_a_pruned_chunk_is_said_to_be_pruned(lab):
     log = EvictionNews(f"{lab.path}/.fskv-maintenance")
     log.publish(one.digest16, [(bytes.fromhex(chunk_name(key)), 1)])
     os.unlink(path)
-    assert "pruned" not in lab.explain(one).causes  # of another group
+    assert "pruned within" not in lab.explain(one).causes  # of another group
     log.publish(one.digest16, [(bytes.fromhex(chunk_name(key)), 0)])
     found = lab.explain(one)
     assert "pruned within the last minutes" in found.causes
@@ -352,6 +356,86 @@ def test_a_pruned_chunk_is_said_to_be_pruned(lab):
         8,
         9,
     ]
+
+
+def prune(lab, identity, chunks, *, group_idx=0):
+    """Remove chunks of the prompt, and tell engines so as whoever prunes does."""
+    paths = lab.store(identity, TOKENS, chunks, group_idx)
+    hashes = list(block_hashes.block_hashes(identity, TOKENS))
+    os.makedirs(f"{lab.path}/.fskv-maintenance/removed", exist_ok=True)
+    names = [(bytes.fromhex(chunk_name(hashes[2 * c + 1])), group_idx) for c in chunks]
+    EvictionNews(f"{lab.path}/.fskv-maintenance").publish(identity.digest16, names)
+    for path in paths:
+        os.unlink(path)
+
+
+def ranges(found):
+    return [(line["group"], line["chunk"], line["last_chunk"]) for line in found.whys]
+
+
+def test_what_follows_shows_that_a_prompt_was_stored_and_its_files_were_removed(lab):
+    one = identity_of(FULL)
+    for path in lab.store(one, TOKENS, range(9))[2:5]:
+        os.unlink(path)
+    found = lab.explain(one)
+    assert ranges(found) == [(0, 2, 4), (0, 9, 9)]  # each said once
+    assert "removed since (pruned" in found.whys[0]["text"]
+    assert "no prompt was stored that has these tokens" in found.whys[1]["text"]
+    shown = run("explain", one.digest16, "--tokens-json", json.dumps(TOKENS), root=lab.path).stdout
+    assert "group 0 chunks 2-4: a prompt with these tokens was stored" in shown
+    # The control: with nothing behind it, nobody can tell whether the prompt was stored.
+    for path in lab.store(one, TOKENS, range(9))[2:]:
+        os.unlink(path)
+    assert ranges(alone := lab.explain(one)) == [(0, 2, 9)]
+    assert "no prompt was stored that has these tokens" in alone.causes
+
+
+def test_a_bound_is_the_reason_of_a_prune_only_where_one_is_known_and_met(lab):
+    one = identity_of(FULL)
+    prune(lab, one, range(3))
+    found = lab.explain(one)
+    assert ranges(found)[0] == (0, 0, 2)
+    assert "pruned within the last minutes, for a bound, or by `fskv prune`" in found.causes
+    engine(lab, one, max_nbytes=100_000, counted=99_000)
+    assert "the root is at a bound: 96.7 KiB of max_bytes 97.7 KiB" in lab.explain(one).causes
+    engine(lab, one, max_nbytes=100_000, counted=20_000)
+    assert "for a bound, or by `fskv prune`" in lab.explain(one).causes
+
+
+def engine(lab, identity, *, counted, at_hand=1 << 30, full=0, **limits):
+    """Leave what a living engine and the holder of the lease leave in a root."""
+    shared = f"{lab.path}/.fskv-maintenance"
+    os.makedirs(f"{shared}/claims", exist_ok=True)
+    name = f"{HOST}-{os.getpid()}-{TOKEN}-1"
+    where = directory(identity)
+    claim = Claim(name, where, None, Limits(**limits), granted=at_hand, full=full)
+    Ledger(shared).publish(claim)
+    Ledger(shared).publish_usage(Usage({where: (counted, 1)}))
+    return name
+
+
+def test_where_nothing_is_stored_because_nothing_can_be_it_is_said(lab):
+    one = identity_of(FULL)
+    lab.namespace_of(one)
+    # The control: there is room, and an engine that may write: then it is the prompt.
+    engine(lab, one, counted=0, max_nbytes=1 << 30)
+    assert [line["group"] for line in lab.explain(one).whys] == [0]
+    # A bound below one chunk.
+    engine(lab, one, counted=0, max_nbytes=1024)
+    found = lab.explain(one)
+    assert [line["group"] for line in found.whys] == [None, 0]
+    assert (
+        "nothing can be stored now: 0 B of max_bytes 1.00 KiB are in use; a chunk has"
+        in found.causes
+    )
+    shown = run("explain", one.digest16, "--tokens-json", json.dumps(TOKENS), root=lab.path).stdout
+    assert "the root: nothing can be stored now" in shown
+    # One that is used up, an engine that was granted nothing, and that has met a full disk.
+    name = engine(lab, one, counted=1 << 30, max_nbytes=1 << 30, at_hand=0, full=3)
+    causes = lab.explain(one).causes
+    assert "nothing can be stored now, unless chunks are pruned first: 1.00 GiB" in causes
+    assert f"the engine {name} stores nothing now: 0 B is what it may write" in causes
+    assert "has met a full disk 3 times" in causes
 
 
 def test_parts_beside_a_missing_chunk_are_mentioned(lab):

@@ -58,9 +58,10 @@ LINES = {
         "files": "list of objects: path, rank, state, detail, nbytes, last_used, first_block",
     },
     "cause": {
-        "group": "index of the KV group",
-        "chunk": "number of the chunk, or null",
-        "text": "why it is not there or cannot be loaded",
+        "group": "index of the KV group; null: about the root",
+        "chunk": "number of the chunk, of several the first, or null",
+        "last_chunk": "number of the last one, or null",
+        "text": "why they are not there or cannot be loaded",
     },
     "neighbour": {
         "namespace": "another namespace of the root, which has it",
@@ -404,8 +405,7 @@ def _print_end(
     if causes:
         print("\nwhy")
         for one in causes:
-            chunk = "" if one.chunk is None else f" chunk {one.chunk}"
-            print(fill(f"group {one.group_idx}{chunk}: {one.text}", 2))
+            print(fill(f"{_about(one)}: {one.text}", 2))
     same = [neighbour for neighbour in found if neighbour.same_model]
     if same:
         print("\nother namespaces of this root that have it")
@@ -426,6 +426,15 @@ def _print_end(
             print_reasons(who, other, differences)
         else:
             print("the other engine has the same identity: they share everything in this namespace")
+
+
+def _about(one: Cause) -> str:
+    if one.group_idx is None:
+        return "the root"
+    if one.chunk is None or one.last_chunk is None:
+        return f"group {one.group_idx}"
+    several = "s" * (one.chunk != one.last_chunk)
+    return f"group {one.group_idx} chunk{several} {_span(one.chunk, one.last_chunk)}"
 
 
 def _emit_group(files: GroupFiles, who: Recorded) -> None:
@@ -476,7 +485,13 @@ def _emit_end(
     **summary: object,
 ) -> None:
     for one in causes:
-        emit("cause", group=one.group_idx, chunk=one.chunk, text=one.text)
+        emit(
+            "cause",
+            group=one.group_idx,
+            chunk=one.chunk,
+            last_chunk=one.last_chunk,
+            text=one.text,
+        )
     for each in found:
         emit(
             "neighbour",

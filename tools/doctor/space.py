@@ -37,7 +37,7 @@ def _judge(bound: room.Bound, nbytes: int, whose: str) -> Finding:
     if bound.refuses_always(nbytes):
         advice = "nothing can be stored: make room, or change the bound"
         return problem("space", text, advice)
-    if bound.left < 0:
+    if bound.left < 0 or bound.removable is None:
         return warning("space", text, "chunks are pruned, or nothing is stored; make room")
     return hint("space", text, "chunks are pruned before more is stored")
 

@@ -14,12 +14,15 @@ from dataclasses import dataclass, field
 from fskv import namespace
 from fskv.bounds.eviction_news import EvictionNews, entries
 from fskv.bounds.lease import SHARED_DIR
+from fskv.bounds.quota import Claim
 from fskv.hybrid_planner import GroupKind
 from fskv.namespace import Identity
 
 from ..exits import UsageError
 from ..identity_words import Reason, reasons
+from ..room import Bound
 from ..root_view import Namespace, RootView
+from ..terminal import iec
 from .chunk_state import FileState, GroupFiles, State
 from .prompt import Prompt
 
@@ -130,11 +133,18 @@ def why_bad(state: FileState, first_wanted: int) -> str:
 
 
 def why_absent(
-    prompt: Prompt, position: int, chunk: int, states: Sequence[FileState], removed: Removed
+    prompt: Prompt, position: int, states: Sequence[FileState], pruned: str | None
 ) -> list[str]:
-    """Say why a chunk may not be there, from the files of this namespace; the most certain first."""
+    """Say why a chunk may not be there, from the files of this namespace; the most certain first.
+
+    `pruned` is what to say of one that was pruned lately; None where this one was not.
+    """
     group = prompt.groups[position]
     found = []
+    for one in states:
+        if one.state not in (State.GOOD, State.ABSENT):
+            rank = "" if one.rank is None else f"rank {one.rank}: "
+            found.append(f"{rank}{one.state.value}: {one.detail}")
     gone = [one for one in states if one.state is State.ABSENT]
     if gone and len(gone) < len(states):
         ranks = ", ".join(str(one.rank) for one in gone[:8])
@@ -142,15 +152,8 @@ def why_absent(
             f"the files of ranks {ranks} are missing and the others are there: a store of these ranks "
             "failed, or somebody removed single files"
         )
-    if removed.has(prompt.key(position, chunk), group.group_idx):
-        found.append(
-            "it was pruned within the last minutes: the root is at a bound (max_bytes, keep_free, or one of "
-            "the namespace or tenant)"
-        )
-    if gone and (parts := _parts_beside(gone[0].path)):
-        found.append(
-            f"{parts} unfinished files (.part) lie in its directory: it may be on its way, or its writer died"
-        )
+    if pruned is not None:
+        found.append(pruned)
     if group.kind.windowed and group.kind is not GroupKind.CHUNKED_LOCAL:
         what = "states" if group.kind is GroupKind.STATE else "windows"
         found.append(
@@ -161,22 +164,55 @@ def why_absent(
     return found
 
 
-def why_never_stored(chunk: int) -> str:
-    """Say what it means when nothing of the namespace explains an absence."""
-    if chunk == 0:
-        return (
-            "no prompt with these first tokens was stored under this identity: the tokens differ from the "
-            "first chunk on (a date or an id in the system prompt, a cache_salt, an adapter), or nothing "
-            "was stored"
-        )
-    return (
-        "no prompt was stored that has these tokens up to here: the stored ones ended before or differ; "
-        "tokens that an engine generated are not stored unless offload_prompt_only is false; and the stores "
-        "of an engine's last step are handed over in its next one"
-    )
+REMOVED = (
+    "a prompt with these tokens was stored, as what follows them shows: these files were removed since "
+    "(pruned, `fskv rm`, `fskv verify --remove-bad`, or discarded as bad), or their stores were skipped or "
+    "failed"
+)
+NEVER_FROM_THE_START = (
+    "no prompt with these first tokens was stored under this identity, or all of it was removed since: the "
+    "tokens differ from the first chunk on (a date or an id in the system prompt, a cache_salt, an adapter), "
+    "or nothing was stored"
+)
+NEVER = (
+    "no prompt was stored that has these tokens up to here, or its files were removed since: the stored ones "
+    "ended before or differ; tokens that an engine generated are not stored unless offload_prompt_only is "
+    "false; and the stores of an engine's last step are handed over in its next one"
+)
 
 
-def _parts_beside(path: str) -> int:
+def pruned_lately(bounds: Iterable[Bound]) -> str:
+    """Say of chunks that the log names why they went, as far as that is known."""
+    met = [one.words for one in bounds if one.is_met]
+    why = f"the root is at a bound: {'; '.join(met)}" if met else "for a bound, or by `fskv prune`"
+    return f"pruned within the last minutes, {why}"
+
+
+def no_room(
+    bounds: Iterable[Bound], claims: Iterable[Claim], identity: Identity, nbytes: int
+) -> list[str]:
+    """Say why engines of an identity store nothing now; `nbytes` is what a chunk has."""
+    found = []
+    for bound in bounds:
+        if bound.refuses(nbytes):
+            unless = "" if bound.refuses_always(nbytes) else ", unless chunks are pruned first"
+            words = f"{bound.words}; a chunk has {iec(nbytes)}"
+            found.append(f"nothing can be stored now{unless}: {words}")
+    mine = [one for one in claims if one.namespace == namespace.directory(identity)]
+    for one in mine:
+        at_hand = max(0, one.granted - one.written)
+        if at_hand < nbytes:
+            found.append(
+                f"the engine {one.name} stores nothing now: {iec(at_hand)} is what it may write, and a chunk "
+                f"has {iec(nbytes)}"
+            )
+        if one.full:
+            found.append(f"the engine {one.name} has met a full disk {one.full} times")
+    return found
+
+
+def parts_beside(path: str) -> str | None:
+    """Say how many unfinished files are in the directory of a file; None: none."""
     directory = os.path.dirname(path)
     count = 0
     with contextlib.suppress(OSError), os.scandir(directory) as found:
@@ -184,4 +220,6 @@ def _parts_beside(path: str) -> int:
             count += entry.name.endswith(".part")
             if count >= 1000:
                 break
-    return count
+    if not count:
+        return None
+    return f"{count} unfinished files (.part) lie in its directory: it may be on its way, or its writer died"

@@ -10,16 +10,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from fskv.hybrid_planner import GroupKind, GroupSpec
-from fskv.namespace import Identity
+from fskv.namespace import Identity, directory
 
+from .. import room
 from ..check.judge import Reader
+from ..neighbours import living_claims, wall_clock_ns
 from ..root_view import RootView
 from . import causes
 from .causes import Neighbour, Removed
 from .chunk_state import FileState, GroupFiles, State
 from .prompt import Culprit, Prompt, Verdict, judge, specs
 
-_MAX_CAUSES = 3  # chunks of one group that are explained
+_MAX_CAUSES = 3  # ranges of one group and reason, and bad chunks, that are told
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +48,12 @@ class ChunkLook:
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """Why a chunk is not there or cannot be loaded; `group_idx` None: about the prompt as a whole."""
+    """Why chunks are not there or cannot be loaded; `group_idx` None: about the root as a whole."""
 
     group_idx: int | None
-    chunk: int | None
+    chunk: int | None  # the first of them
     text: str
+    last_chunk: int | None = None
 
 
 @dataclass
@@ -197,32 +200,73 @@ def _causes(view: RootView, report: PromptReport) -> list[Cause]:
     for position, look in report.broken[:_MAX_CAUSES]:
         wanted = prompt.first_wanted_block(position, look.chunk, report.verdict.hit_tokens)
         text = causes.why_bad(look.worst, wanted)
-        found.append(Cause(prompt.groups[position].group_idx, look.chunk, text))
+        found.append(Cause(prompt.groups[position].group_idx, look.chunk, text, look.chunk))
     places = [(c.position, chunk) for c in report.verdict.culprits for chunk in c.missing]
     removed = Removed.among(
         view.path,
         prompt.identity.digest16,
         [(prompt.key(g, chunk), prompt.groups[g].group_idx) for g, chunk in places],
     )
+    bounds = room.bounds(view.path, directory(prompt.identity), prompt.identity.tenant)
+    pruned, never = causes.pruned_lately(bounds), False
+    stored_tokens = _stored_tokens(report, removed)
     for culprit in report.verdict.culprits:
-        explained = 0
-        for chunk in culprit.missing[:_MAX_CAUSES]:
-            look = report.looks[culprit.position][chunk]
-            texts = [
-                f"rank {one.rank}: {one.state.value}: {one.detail}"
-                if one.rank is not None
-                else f"{one.state.value}: {one.detail}"
-                for one in look.states
-                if one.state not in (State.GOOD, State.ABSENT)
-            ]
-            texts += causes.why_absent(prompt, culprit.position, chunk, look.states, removed)
-            explained += len(texts)
-            idx = prompt.groups[culprit.position].group_idx
-            found += [Cause(idx, chunk, text) for text in texts]
-        if not explained and culprit.missing:
-            chunk = culprit.missing[0]
-            idx = prompt.groups[culprit.position].group_idx
-            found.append(Cause(idx, chunk, causes.why_never_stored(chunk)))
+        idx, size = (
+            prompt.groups[culprit.position].group_idx,
+            prompt.tokens_per_chunk(culprit.position),
+        )
+        by_text: dict[str, list[int]] = {}
+        for chunk in culprit.missing:
+            states = report.looks[culprit.position][chunk].states
+            lately = pruned if removed.has(prompt.key(culprit.position, chunk), idx) else None
+            texts = causes.why_absent(prompt, culprit.position, states, lately)
+            if not texts and (chunk + 1) * size <= stored_tokens:
+                texts = [causes.REMOVED]
+            elif not texts:
+                never = True
+                texts = [causes.NEVER if stored_tokens else causes.NEVER_FROM_THE_START]
+            for text in texts:
+                by_text.setdefault(text, []).append(chunk)
+        for text, chunks in by_text.items():
+            found += [Cause(idx, first, text, last) for first, last in _runs(chunks)[:_MAX_CAUSES]]
+        if culprit.missing:
+            look = report.looks[culprit.position][culprit.missing[0]]
+            parts = causes.parts_beside(look.states[0].path)
+            found += [Cause(idx, look.chunk, parts, look.chunk)] if parts else []
+    if never:
+        texts = causes.no_room(
+            bounds,
+            living_claims(view.path, wall_clock_ns()),
+            prompt.identity,
+            room.chunk_nbytes(report.files),
+        )
+        found = [*(Cause(None, None, text) for text in texts), *found]
+    return found
+
+
+def _stored_tokens(report: PromptReport, removed: Removed) -> int:
+    """Return up to which token a prompt like this one was stored for certain: a key is of all before it."""
+    prompt = report.prompt
+    return max(
+        (
+            (look.chunk + 1) * prompt.tokens_per_chunk(position)
+            for position, looks in enumerate(report.looks)
+            for look in looks
+            if any(one.state is State.GOOD for one in look.states)
+            or removed.has(look.key, prompt.groups[position].group_idx)
+        ),
+        default=0,
+    )
+
+
+def _runs(chunks: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the first and the last of each run of numbers without a gap."""
+    found: list[tuple[int, int]] = []
+    for chunk in chunks:
+        if found and chunk == found[-1][1] + 1:
+            found[-1] = found[-1][0], chunk
+        else:
+            found.append((chunk, chunk))
     return found
 
 
@@ -290,7 +334,7 @@ def look_at_key(
             if one.state not in (State.GOOD, State.ABSENT)
         ]
         if removed.has(key, idx):
-            found.append(Cause(idx, None, "it was pruned within the last minutes"))
+            found.append(Cause(idx, None, "pruned within the last minutes"))
     missing = [idx for idx, look in zip(idxs, looks, strict=True) if not look.present]
     neighbours = causes.neighbours_of_key(view, identity, key, missing) if missing else []
     return KeyReport(key, files, looks, neighbours, found)
