@@ -6,6 +6,7 @@ import itertools
 import os
 import re
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -25,6 +26,7 @@ from ..explain.look import (
     group_words,
     look_at_key,
     look_at_prompt,
+    span,
 )
 from ..explain.prompt import Prompt
 from ..explain.text import PromptOption, TokenizerOption, UrlOption, namespace_at, read_prompt
@@ -299,8 +301,8 @@ def _print_group(
         first, last = run[0], run[-1]
         used = [one.mtime_ns for look in run for one in look.states if one.mtime_ns is not None]
         cells = (
-            _span(first.chunk, last.chunk),
-            _span(first.chunk * size, (last.chunk + 1) * size - 1),
+            span(first.chunk, last.chunk),
+            span(first.chunk * size, (last.chunk + 1) * size - 1),
             {"loaded": "loads it", "wanted": "would need it", "unused": "-"}[
                 report.use(position, first.chunk)
             ],
@@ -324,10 +326,6 @@ def _runs(
         ),
     ):
         yield list(run)
-
-
-def _span(first: int, last: int) -> str:
-    return str(first) if first == last else f"{first}-{last}"
 
 
 def _found(look: ChunkLook) -> str:
@@ -405,7 +403,7 @@ def _print_end(
     if causes:
         print("\nwhy")
         for one in causes:
-            print(fill(f"{_about(one)}: {one.text}", 2))
+            print(fill(f"{one.about}: {one.text}", 2))
     same = [neighbour for neighbour in found if neighbour.same_model]
     if same:
         print("\nother namespaces of this root that have it")
@@ -426,15 +424,6 @@ def _print_end(
             print_reasons(who, other, differences)
         else:
             print("the other engine has the same identity: they share everything in this namespace")
-
-
-def _about(one: Cause) -> str:
-    if one.group_idx is None:
-        return "the root"
-    if one.chunk is None or one.last_chunk is None:
-        return f"group {one.group_idx}"
-    several = "s" * (one.chunk != one.last_chunk)
-    return f"group {one.group_idx} chunk{several} {_span(one.chunk, one.last_chunk)}"
 
 
 def _emit_group(files: GroupFiles, who: Recorded) -> None:
@@ -485,13 +474,7 @@ def _emit_end(
     **summary: object,
 ) -> None:
     for one in causes:
-        emit(
-            "cause",
-            group=one.group_idx,
-            chunk=one.chunk,
-            last_chunk=one.last_chunk,
-            text=one.text,
-        )
+        emit("cause", **asdict(one))
     for each in found:
         emit(
             "neighbour",

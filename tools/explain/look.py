@@ -48,12 +48,21 @@ class ChunkLook:
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """Why chunks are not there or cannot be loaded; `group_idx` None: about the root as a whole."""
+    """Why chunks are not there or cannot be loaded; `group` None: about the root as a whole."""
 
-    group_idx: int | None
+    group: int | None
     chunk: int | None  # the first of them
     text: str
     last_chunk: int | None = None
+
+    @property
+    def about(self) -> str:
+        if self.group is None:
+            return "the root"
+        if self.chunk is None or self.last_chunk is None:
+            return f"group {self.group}"
+        several = "s" * (self.chunk != self.last_chunk)
+        return f"group {self.group} chunk{several} {span(self.chunk, self.last_chunk)}"
 
 
 @dataclass
@@ -341,6 +350,10 @@ def look_at_key(
 
 
 # --- words ----------------------------------------------------------------------------------
+
+
+def span(first: int, last: int) -> str:
+    return str(first) if first == last else f"{first}-{last}"
 
 
 def group_words(group: GroupSpec) -> str:
