@@ -130,7 +130,7 @@ def test_what_is_no_root_is_a_finding_and_nothing_is_written_there(tmp_path, kin
         assert of(done, "round trip")[0][0] == "ok"
         assert run("ls", root=path).exit_code == 10  # still no root
     else:
-        assert done.exit_code == 1
+        assert (done.exit_code, done.summary["problem"]) == (1, 1)  # one fault, one problem
         assert of(done, "root")[0][0] == "problem"
         assert not of(done, "write")
         if path.is_dir():
@@ -579,7 +579,18 @@ def test_a_line_without_time_to_stop_or_with_a_warning_at_each_start_is_hinted_a
     check_lines("doctor", done.lines)
 
 
-@pytest.mark.parametrize("given", ["vllm serve M", "{", "it's", "--kv-transfer-config"])
-def test_what_is_no_configuration_is_one_sentence(given):
-    done = fskv("doctor", "--config", given)
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("vllm serve M", "a line of `vllm serve` with --kv-transfer-config"),
+        ("{", "--config: no JSON: Expecting"),
+        ("vllm serve it's", "No closing quotation"),
+        ("--kv-transfer-config", "--config: no JSON: Expecting value"),
+        ("no/such.json", "no/such.json: No such file or directory"),
+    ],
+)
+def test_what_is_no_configuration_is_one_sentence(given, words):
+    done = run("doctor", "--config", given)
     assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert words in done.stderr
+    assert done.stderr.count("no JSON") <= 1

@@ -35,7 +35,8 @@ class Configured:
 def read(given: str) -> Configured:
     """Judge a configuration: JSON, a file with it, or the line of a server. Raises UsageError."""
     text = given.strip()
-    if not text.startswith("{") and os.path.isfile(text):
+    names_file = os.path.isfile(text) or len(text.split()) == 1
+    if names_file and not text.startswith(("{", "-")):
         try:
             text = read_bytes(text, _MAX_NBYTES).decode().strip()
         except UnicodeDecodeError:
@@ -44,7 +45,7 @@ def read(given: str) -> Configured:
     try:
         transfer = parse_json((text if line is None else _value(line)).encode())
     except ValueError as error:
-        raise UsageError(f"--config: no JSON: {error}") from None
+        raise UsageError(f"--config: {error}") from None
     if not isinstance(transfer, dict) or not isinstance(transfer.get("kv_connector"), str):
         found = problem("options", 'found no "kv_connector"', f"give all of what is in {_OPTION}")
         return Configured((found,))

@@ -103,6 +103,8 @@ def findings(subject: Subject) -> Iterator[Finding | str]:
         for finding in look(check, subject):
             is_root = is_root or (finding.check, finding.level) == ("root", Level.OK)
             yield finding
+            if (finding.check, finding.level) == ("root", Level.PROBLEM):
+                return  # one fault is one finding: what follows would only meet it again
     for check in OF_CONTENTS if is_root else ():
         yield check.name
         yield from look(check, subject)
