@@ -617,6 +617,20 @@ def test_what_matters_most_is_on_a_small_screen_and_what_is_left_out_is_counted(
     assert len(re.findall(r"and \d+ more", large)) <= 3
 
 
+def test_what_was_written_since_the_count_is_beside_it():
+    shown = replace(busy(1), namespaces=(), silent_s=0.0)
+    writes = tuple(replace(one, written=3 << 30) for one in shown.engines)
+
+    def head(**changes):
+        return text_of(frame.lines(replace(shown, **changes), 80, 24)).splitlines()[1]
+
+    assert head(engines=writes, usage=Usage()).startswith("0 B in 0 files  3.00 GiB written since")
+    assert "1.00 GiB written since" in head(engines=writes, usage=Usage(counted={"e0": 2 << 30}))
+    # The control: what was counted is not said twice, and what this command counts is of now.
+    assert "since" not in head(engines=writes, usage=Usage(counted={"e0": 3 << 30}))
+    assert "since" not in head(engines=writes, usage=Usage(), counted_by="top")
+
+
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (140, 50)])
 def test_once_fits_the_size_and_leaves_a_line_for_the_prompt(lab, width, height):
     spaces = [lab.namespace(model_name=f"org/a-rather-long-name-{n}") for n in range(40)]

@@ -109,6 +109,8 @@ class _Frame:
             first = Text("not counted yet", style="dim")
         else:
             first = Text.assemble((iec(state.nbytes), "bold"), f" in {state.files:,} files")
+            if state.written_since:
+                pieces.insert(0, f"{iec(state.written_since)} written since")
             if state.growth is not None:
                 pieces.append(f"growth {rate(state.growth, sign=True)}")
         if state.stored is not None and state.engines:

@@ -105,6 +105,14 @@ class State:
     endpoints: tuple[EndpointState, ...] = ()
 
     @property
+    def written_since(self) -> int:
+        """Bytes that the engines have written and that may not be in their last count."""
+        if self.usage is None or self.counted_by != "engines":
+            return 0
+        counted = self.usage.counted
+        return sum(max(0, one.written - counted.get(one.name, 0)) for one in self.engines)
+
+    @property
     def nbytes(self) -> int | None:
         return self._total([one.nbytes for one in self.namespaces], 0)
 
