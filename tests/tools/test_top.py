@@ -617,6 +617,26 @@ def test_what_matters_most_is_on_a_small_screen_and_what_is_left_out_is_counted(
     assert len(re.findall(r"and \d+ more", large)) <= 3
 
 
+def test_a_narrow_screen_keeps_what_is_since_the_start_and_no_empty_column():
+    (up, _) = busy().endpoints
+    engine = Engine()
+    engine.traffic()
+    then = sample(engine, 1.0)
+    idle = replace(up, recent=endpoint.between(then, replace(then, at_s=2.0)))
+
+    def titles(one, width):
+        shown = text_of(frame.lines(state.State(0, "/kv", endpoints=(one,)), width, 40))
+        (head,) = [line for line in shown.splitlines() if line.startswith("METRICS")]
+        return head.split()
+
+    assert {"ALL", "TOKENS", "FAILED"} <= {*titles(idle, 60)}
+    assert not {"HITS", "HUNG"} & {*titles(idle, 160)}
+    # The control: with traffic in the interval, and with a thread that hangs, they are there.
+    engine.set(metrics.THREADS_HUNG, 2)
+    live = replace(up, recent=(change := endpoint.since_start(sample(engine, 1.0))), total=change)
+    assert {"HITS", "HUNG"} <= {*titles(live, 160)}
+
+
 def test_what_was_written_since_the_count_is_beside_it():
     shown = replace(busy(1), namespaces=(), silent_s=0.0)
     writes = tuple(replace(one, written=3 << 30) for one in shown.engines)

@@ -256,17 +256,17 @@ class _Frame:
     def _endpoints(self) -> Section:
         columns = (
             Column("METRICS", least=14),
-            Column("HITS", right=True),
-            Column("ALL", rank=2, right=True),
-            Column("TOKENS", rank=5, right=True),
-            Column("LOADED", right=True),
-            Column("A CHUNK", rank=1, right=True),
-            Column("STORED", rank=1, right=True),
+            Column("HITS", rank=5, right=True),
+            Column("ALL", right=True),
+            Column("TOKENS", rank=1, right=True),
+            Column("LOADED", rank=2, right=True),
+            Column("A CHUNK", rank=2, right=True),
+            Column("STORED", rank=2, right=True),
             Column("LOOKUP P50", rank=7, right=True),
             Column("P99", rank=6, right=True),
             Column("TTFT P50", rank=4, right=True),
             Column("P99", rank=3, right=True),
-            Column("FAILED", rank=2, right=True),
+            Column("FAILED", right=True),
             Column("HUNG", rank=1, right=True),
             Column("STATUS", least=_STATUS_WIDTH),
         )
@@ -287,11 +287,11 @@ class _Frame:
         failed = one.total.total(metrics.LOAD_FAILURES)
         hung = one.total.total(metrics.THREADS_HUNG)
         values = [
-            Text(share(recent.hit_ratio)),
+            Text("" if recent.hit_ratio is None else share(recent.hit_ratio)),
             Text(share(one.total.hit_ratio)),
-            Text(share(recent.token_hit_ratio)),
+            Text(share(one.total.token_hit_ratio)),
             Text(rate(recent.rate(metrics.LOADED_BYTES))),
-            Text(seconds(recent.load_s)),
+            Text("" if recent.load_s is None else seconds(recent.load_s)),
             Text(rate(recent.rate(metrics.STORED_BYTES))),
             *(
                 Text(seconds(value)) if value is not None else Text("")
@@ -299,7 +299,7 @@ class _Frame:
                 for value in (recent.quantile(name, 0.5), recent.quantile(name, 0.99))
             ),
             Text(f"{int(failed):,}", style="yellow" if failed else ""),
-            Text(f"{int(hung):,}", style="red" if hung else ""),
+            Text(f"{int(hung):,}" if hung else "", style="red"),
         ]
         return [Text(place(one.url)), *values, Text(status, style=style)]
 
