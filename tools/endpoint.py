@@ -59,6 +59,11 @@ class Sample:
     def has_fskv(self) -> bool:
         return any(name.startswith("fskv_") for name, _ in self.sums)
 
+    @property
+    def namespaces(self) -> list[str]:
+        """The namespaces ARCH/MODEL@DIGEST of the engines behind it, as they say themselves."""
+        return sorted(label for name, label in self.sums if name == metrics.NAMESPACE_INFO.name)
+
     def value(self, metric: metrics.Metric, label: str = "") -> float | None:
         return self.sums.get((metric.name, label))
 

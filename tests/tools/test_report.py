@@ -26,7 +26,7 @@ from metrics_lab import Engine, server
 from fskv.bounds.ledger import Ledger
 from fskv.bounds.quota import Claim, Limits, Usage
 from fskv.index.scan import RECORD
-from fskv.observe.metrics import LOAD_FAILURES
+from fskv.observe.metrics import LOAD_FAILURES, NAMESPACE_INFO
 from fskv.root.process_id import HOST, TOKEN
 
 VOID = {"meta", "br", "link", "img", "input", "hr", "source", "base", "embed", "wbr"}
@@ -216,9 +216,12 @@ def test_an_empty_root_has_a_page(lab, tmp_path):
 
 
 def test_hit_ratios_come_from_endpoints_and_one_without_an_answer_is_said_so(lab, tmp_path):
-    lab.namespace(model_name="org/model")
+    where = lab.namespace(model_name="/a/path/that/the/server/has/another/name/for")
     engine = Engine()
     engine.traffic()
+    with server(engine) as good:  # an engine that does not say which namespace is its own
+        _, unnamed = report(lab, tmp_path, "--metrics", good.url)
+    engine.set(NAMESPACE_INFO, 1, where.id)
     with server(engine) as good, server(engine, "html") as bad:
         done, text = report(lab, tmp_path, "--metrics", f"{good.url},{bad.url},127.0.0.1:1")
     assert done.exit_code == 0, done.stderr
@@ -228,6 +231,8 @@ def test_hit_ratios_come_from_endpoints_and_one_without_an_answer_is_said_so(lab
     assert "its answer is no metrics" in page.text
     assert "refused" in page.text
     assert "Left out" not in page.text
+    assert f"org/model {where.id} " in page.text
+    assert "org/model it names none" in check_page(unnamed).text
 
 
 def test_bounds_and_engines_are_those_of_the_claims(lab, tmp_path):

@@ -12,8 +12,6 @@ from typing import Annotated, Any
 
 import typer
 
-from fskv.observe import metrics
-
 from ..endpoint import NoMetrics, address, fetch, read
 from ..exits import UsageError
 from ..json_file import read_bytes
@@ -64,11 +62,10 @@ def read_prompt(path: str, tokenizer: str | None, url: str | None) -> list[int]:
 def namespace_at(url: str) -> str | None:
     """Return the namespace of the engine behind a server; None where it does not tell just one."""
     try:
-        sample = read(fetch(address(url, "--url"), _TIMEOUT_S), 0.0)
+        found = read(fetch(address(url, "--url"), _TIMEOUT_S), 0.0).namespaces
     except NoMetrics as error:
         raise UsageError(f"--url: {show(url)}: {error}") from None
-    found = {label for name, label in sample.sums if name == metrics.NAMESPACE_INFO.name}
-    return found.pop() if len(found) == 1 else None
+    return found[0] if len(found) == 1 else None
 
 
 def _chat(text: str) -> dict[str, Any] | None:

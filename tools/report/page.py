@@ -57,7 +57,7 @@ def page(survey: Survey, answers: Sequence[tuple[str, endpoint.Sample | str]] | 
                 _bounds(survey),
                 _over_time(survey),
                 f'<div class="pair">{_ages(survey)}{_reuse(survey)}</div>',
-                _hits(survey, answers),
+                _hits(answers),
                 _breakdowns(survey),
                 health_section(survey),
                 engines_section(survey),
@@ -247,7 +247,7 @@ def _reuse(survey: Survey) -> str:
     return section("reuse", name, words, figure(plot, "Files by time to last use", heads, rows))
 
 
-def _hits(survey: Survey, answers: Sequence[tuple[str, endpoint.Sample | str]] | None) -> str:
+def _hits(answers: Sequence[tuple[str, endpoint.Sample | str]] | None) -> str:
     name = "Hits"
     if answers is None:
         return section(
@@ -271,9 +271,7 @@ def _hits(survey: Survey, answers: Sequence[tuple[str, endpoint.Sample | str]] |
             [
                 _place(url)
                 + f'<br><span class="soft">{text(", ".join(answer.models) or "no model named")}</span>',
-                text(
-                    ", ".join(_named(survey, answer.models)) or "none that can be told by its name"
-                ),
+                text(", ".join(answer.namespaces) or "it names none"),
                 bar(ratio or 0.0),
                 share(ratio),
                 f"{int(asked):,}",
@@ -284,7 +282,7 @@ def _hits(survey: Survey, answers: Sequence[tuple[str, endpoint.Sample | str]] |
         )
     heads = [
         "engine",
-        "namespaces of its model",
+        "namespace",
         "|hits",
         ".hits",
         ".chunks",
@@ -301,16 +299,6 @@ def _hits(survey: Survey, answers: Sequence[tuple[str, endpoint.Sample | str]] |
 
 def _place(url: str) -> str:
     return text(url.removeprefix("http://").removesuffix("/metrics"))
-
-
-def _named(survey: Survey, models: Sequence[str]) -> list[str]:
-    """Return the namespaces of models of these names: an endpoint says no more of itself."""
-    ends = {model.rstrip("/") for model in models}
-    return [
-        one.namespace.id
-        for one in survey.namespaces
-        if one.namespace.identity and one.namespace.identity.model_name.rstrip("/") in ends
-    ]
 
 
 def _breakdowns(survey: Survey) -> str:
