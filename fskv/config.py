@@ -285,11 +285,9 @@ class StoreConfig:
                 values[name] = _PARSERS[name](name, value)
             else:
                 near = difflib.get_close_matches(str(name), sorted(known), n=1)
-                hint = f"did you mean '{near[0]}'? " if near else ""
-                raise ConfigError(
-                    f"option '{name}': found {value!r} under an unknown name; {hint}expected one of "
-                    f"{', '.join(sorted(known))}"
-                )
+                names = f"expected one of {', '.join(sorted(known))}"
+                hint = f"did you mean '{near[0]}'?" if near else names
+                raise ConfigError(f"option '{name}': found {value!r} under an unknown name; {hint}")
         if "root" not in values:
             raise ConfigError(
                 "option 'root': found nothing, expected the absolute path of an existing directory"

@@ -186,6 +186,16 @@ def ago(mtime_ns: int | None, now_ns: int | None = None) -> str:
     return "in the future" if seconds < -60 else f"{duration(max(0.0, seconds))} ago"
 
 
+def last_use(mtime_ns: int | None, now_ns: int | None = None) -> str:
+    """Write how long ago a chunk was used: a load sets its time only after `touch_interval_s`."""
+    from fskv.bounds.quota import DEFAULT_TOUCH_INTERVAL_S
+
+    now_ns = time.time_ns() if now_ns is None else now_ns
+    if mtime_ns is not None and 0 <= now_ns - mtime_ns < DEFAULT_TOUCH_INTERVAL_S * 10**9:
+        return f"< {duration(DEFAULT_TOUCH_INTERVAL_S)} ago"
+    return ago(mtime_ns, now_ns)
+
+
 def duration(seconds: float) -> str:
     for unit, size in (("y", 365 * 86400), ("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * size:

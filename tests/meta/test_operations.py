@@ -100,7 +100,7 @@ def spelled_out(line: str, words: dict[str, str]) -> tuple[list[str], int]:
     """Return the arguments of a line of the page and the exit code that it promises."""
     arguments = shlex.split(line, comments=True)
     assert arguments[0] == "fskv", line
-    promised = re.search(r"# exit (\d+)$", line)
+    promised = re.search(r"# exit code (\d+): ", line)
     given = [words.get(word, word) for word in arguments[1:]]
     if given[0] == "doctor":
         given += ["--timeout", "120"]  # a check imports torch, on a busy machine

@@ -89,6 +89,8 @@ def test_what_it_says_a_prune_would_free_is_what_a_prune_frees(lab):
         plan = run("prune", *words, "--dry-run", "--json", root=lab.path)
         assert plan.summary["planned_files"] == target["files"] > 0
         assert plan.summary["planned_nbytes"] == target["nbytes_on_disk"]
+    shown = run("du", "--unused-for", "20d", root=lab.path).stdout
+    assert f"fskv prune --root {lab.path} --unused-for 20d" in " ".join(shown.split())
     (by_age, by_size) = lines(done, "target")
     freed = run("prune", *by_age["option"].split(), "--yes", "--json", root=lab.path)
     assert freed.summary["removed_nbytes"] == by_age["nbytes_on_disk"]

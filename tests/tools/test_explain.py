@@ -11,6 +11,7 @@ import json
 import os
 import pathlib
 import random
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -436,6 +437,20 @@ def test_where_nothing_is_stored_because_nothing_can_be_it_is_said(lab):
     assert "nothing can be stored now, unless chunks are pruned first: 1.00 GiB" in causes
     assert f"the engine {name} stores nothing now: 0 B is what it may write" in causes
     assert "has met a full disk 3 times" in causes
+
+
+def test_a_last_use_is_said_as_exactly_as_it_is_known(lab):
+    """A load sets a file's time only when it is older than touch_interval_s, ten minutes."""
+    one = identity_of(FULL)
+    paths = lab.store(one, TOKENS, range(10))
+    for age_s, words in ((360, "< 10 min ago"), (7500, "2 h ago")):
+        for path in paths:
+            then = time.time() - age_s
+            os.utime(path, (then, then))
+        shown = run("explain", one.digest16, "--tokens-json", json.dumps(TOKENS), root=lab.path)
+        assert f"good   {words}" in shown.stdout
+        assert words in run("ls", "--fresh", root=lab.path).stdout
+        assert words in run("inspect", paths[0], root=lab.path).stdout
 
 
 def test_parts_beside_a_missing_chunk_are_mentioned(lab):

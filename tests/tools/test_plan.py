@@ -407,6 +407,12 @@ def test_what_people_see(tmp_path):
             assert words in done.stdout
 
 
+def test_a_disk_is_read_in_the_units_that_a_rate_is(tmp_path):
+    sizes = {"100GB": 10**11, "100GiB": 100 << 30, "1.5TB": 15 * 10**11, "4096": 4096}
+    for text, nbytes in sizes.items():
+        assert plan(tmp_path, LLAMA, "--disk", text)[1]["disk"] == nbytes, text
+
+
 # --- refusals ---------------------------------------------------------------------------
 
 
@@ -445,6 +451,7 @@ def test_a_huge_max_model_len_is_planned_like_any_other(tmp_path):
         ({}, ("--prefill-rate", "0"), "--prefill-rate"),
         ({}, ("--tokens", "many"), "--tokens"),
         ({}, ("--disk", "10 miles"), "--disk"),
+        ({}, ("--disk", "1GB/s"), "--disk"),
         ({}, ("--prompt-tokens", "0"), "--prompt-tokens"),
         ({}, ("--prompt-tokens", "200k"), "--prompt-tokens"),
     ],

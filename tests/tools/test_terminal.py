@@ -54,16 +54,19 @@ def lab(tmp_path):
     return lab
 
 
-@pytest.mark.parametrize("words", ["ls --chunks", "du", "plan config.json --tp 8"])
+PROMPT = f"explain --tokens-json {json.dumps(list(range(1000, 1064))).replace(' ', '')}"
+
+
+@pytest.mark.parametrize("words", ["ls --chunks", "du", "plan config.json --tp 8", PROMPT])
 def test_a_narrow_terminal_breaks_no_word(tmp_path, monkeypatch, words):
     """Negative control: the lines of a wide terminal are too long for it."""
     lab = Lab(tmp_path / "kv")
-    lab.chunks(lab.namespace(), range(3))
+    lab.chunks(lab.namespace(hash_seed="default"), range(3))
     shape = {"model_type": "deepseek_v3", "num_hidden_layers": 61, "hidden_size": 7168}
     shape |= {"num_attention_heads": 128, "max_position_embeddings": 163840}
     (tmp_path / "config.json").write_text(json.dumps(shape))
     monkeypatch.chdir(tmp_path)
-    root = [] if words.startswith("plan") else ["--root", lab.path]
+    root = [] if words.startswith("plan") else ["--root", "kv"]
     wide, narrow = (on_terminal(columns, *words.split(), *root) for columns in (140, 60))
     longest = [
         max(cell_len(line.rpartition("\r")[2]) for line in lines) for lines in (wide, narrow)

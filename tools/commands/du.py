@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from enum import StrEnum
 from functools import partial
 from typing import Annotated
@@ -147,7 +148,8 @@ def command(
     ages = [age_text(age_s) for age_s in ages_s]
     total = usage.sums(lambda *_: ()).get((), Sums(unused=[(0, 0)] * len(ages)))
     tables = {one: usage.sums(partial(_key, one)) for one in by or By}
-    (_emit if as_json else _print)(usage, tables, total, ages, bounds, space)
+    print_all = _emit if as_json else partial(_print, root)
+    print_all(usage, tables, total, ages, bounds, space)
     problems = sum(one.namespace.problem is not None for one in usage.namespaces)
     unlistable = any(one.unlistable for one in usage.namespaces)
     raise typer.Exit(outcome(problems=problems, partial=unlistable))
@@ -157,6 +159,7 @@ def command(
 
 
 def _print(
+    root: str,
     usage: RootUsage,
     tables: dict[By, dict[tuple[str, ...], Sums]],
     total: Sums,
@@ -186,9 +189,10 @@ def _print(
     if bounds.claims:
         claims = many(len(bounds.claims), "claim")
         _line("engines", f"{claims}, last counted {ago(bounds.counted_at_ns)}")
+    prune = f"fskv prune --root {shlex.quote(root)}"
     for target in usage.targets(bounds.scopes):
         files = many(target.num_files, "file")
-        _line("would free", f"{iec(target.nbytes)} in {files}: fskv prune {target.option}")
+        _line("would free", f"{iec(target.nbytes)} in {files}: {prune} {target.option}")
 
 
 def _line(name: str, text: str) -> None:

@@ -36,7 +36,7 @@ from ..mac_keys import MacKeyFileOption
 from ..options import JsonOption, RootOption, complete_namespace
 from ..recorded import Recorded, only, resolve
 from ..root_view import RootView
-from ..terminal import ago, emit, fill, iec, new_table, plain, print_table, rfc3339, say, show
+from ..terminal import emit, fill, iec, last_use, new_table, plain, print_table, rfc3339, say, show
 from .diff import LINES as DIFF_LINES
 from .diff import emit_reasons, print_reasons
 
@@ -292,7 +292,8 @@ def _print_group(
     each = (
         f"{len(files.ranks)} files{length} each" if len(files.ranks) > 1 else f"a file{length} each"
     )
-    print(f"{group_words(report.prompt.groups[position])}: {size} tokens a chunk, {each}")
+    words = group_words(report.prompt.groups[position])
+    print(fill(f"{words}: {size} tokens a chunk, {each}"))
     if not looks:
         print("  no whole chunk")
         return
@@ -307,7 +308,7 @@ def _print_group(
                 report.use(position, first.chunk)
             ],
             _found(first),
-            ago(max(used)) if used else "-",
+            last_use(max(used)) if used else "-",
         )
         table.add_row(*map(plain, cells))
     print_table(table)
@@ -365,7 +366,7 @@ def _show_key(who: Recorded, report: KeyReport, other: Recorded | None, *, as_js
     for files, look in zip(report.files, report.looks, strict=True):
         for one in look.states:
             name = one.path.removeprefix(f"{files.namespace_path}/")
-            cells = (str(files.group.group_idx), name, _file_words(one), ago(one.mtime_ns))
+            cells = (str(files.group.group_idx), name, _file_words(one), last_use(one.mtime_ns))
             table.add_row(*map(plain, cells))
     print_table(table)
     _print_end(who, other, report.causes, report.neighbours)

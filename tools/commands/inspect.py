@@ -24,7 +24,7 @@ from ..exits import UsageError, outcome
 from ..mac_keys import MacKeyFileOption
 from ..options import JsonOption, QuietOption, complete_chunk, root_option
 from ..root_view import RootView
-from ..terminal import ago, emit, iec, rfc3339, say, show
+from ..terminal import emit, iec, last_use, rfc3339, say, show
 
 LINES = {
     "file": {
@@ -302,7 +302,7 @@ def _print(where: Place, body: Body, everything: bool) -> None:
     _print_heading(where, body.verdict)
     info, header = body.file.info, body.header
     _line("length", f"{info.st_size} bytes, {iec(info.st_blocks * 512)} on disk")
-    _line("last used", f"{rfc3339(info.st_mtime_ns)}, {ago(info.st_mtime_ns)}")
+    _line("last used", f"{rfc3339(info.st_mtime_ns)}, {last_use(info.st_mtime_ns)}")
     if header is None:
         _print_prefix(body.prefix)
         return

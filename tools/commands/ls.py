@@ -17,10 +17,10 @@ from ..options import JsonOption, NamespaceArgument, QuietOption, RootOption
 from ..root_view import ChunkFile, Namespace, RootView, Unlistable, chunk_files, num_chunks
 from ..terminal import (
     age_option,
-    ago,
     columns,
     emit,
     iec,
+    last_use,
     many,
     new_table,
     plain,
@@ -215,7 +215,7 @@ def _print_namespaces(rows: list[_Row]) -> None:
         cells = [show(one.arch), show(one.name)]
         if tenants:
             cells.append(show(one.tenant or "-"))
-        cells += [f"{row.chunks:,}", iec(row.nbytes), ago(row.last_used_ns)]
+        cells += [f"{row.chunks:,}", iec(row.nbytes), last_use(row.last_used_ns)]
         table.add_row(*map(plain, cells))
     if len(rows) > 1:
         total = [many(len(rows), "namespace"), "", *[""] * tenants]
@@ -283,7 +283,7 @@ def _list_chunks(
                 last_used=rfc3339(file.mtime_ns),
             )
         else:
-            print(line.format(file.id, iec(file.nbytes), ago(file.mtime_ns, now_ns)))
+            print(line.format(file.id, iec(file.nbytes), last_use(file.mtime_ns, now_ns)))
     problems = sum(one.problem is not None for one in spaces)
     if as_json:
         emit(

@@ -63,7 +63,7 @@ LINES = {
     },
 }
 
-_RATE = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s*([kKMGT]i?)?B(?:/s)?", re.ASCII)
+_BYTES = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s*([kKMGT]i?)?B", re.ASCII)
 _COUNT = re.compile(r"(\d{1,15}(?:\.\d{1,9})?)\s*([kKMGBT]?)", re.ASCII)
 _TOKENS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12}
 _CUDA_BLOCK, _CPU_BLOCK = 16, 128  # vLLM's defaults; attention backends may choose others
@@ -290,15 +290,21 @@ def _count(option: str, text: str) -> int:
 
 
 def _rate(option: str, text: str) -> float:
-    match = _RATE.fullmatch(text.strip())
-    rate = 0.0
-    if match:
-        unit = (match[2] or "").lower()
-        power = "kmgt".find(unit[0]) + 1 if unit else 0
-        rate = float(match[1]) * (1024 if unit.endswith("i") else 1000) ** power
+    rate = _number_of_bytes(text.strip().removesuffix("/s"))
     if rate <= 0:
         raise UsageError(f"{option}: found {text!r:.40}, expected a rate such as 5GB/s or 800MiB/s")
     return rate
+
+
+def _number_of_bytes(text: str) -> float:
+    """Read bytes in units of 1000 or of 1024; 0 where it is none."""
+    match = _BYTES.fullmatch(text.strip())
+    number = 0.0
+    if match:
+        unit = (match[2] or "").lower()
+        power = "kmgt".find(unit[0]) + 1 if unit else 0
+        number = float(match[1]) * (1024 if unit.endswith("i") else 1000) ** power
+    return number
 
 
 # --- reckoning ------------------------------------------------------------------------------
@@ -316,7 +322,10 @@ def _facts(
     hit = plan.hit_tokens(length)
     hit_files, hit_nbytes = plan.hit(hit) if hit else (0, 0)
     num_tokens = None if tokens is None else _count("--tokens", tokens)
-    bound = None if disk is None else size_option("--disk", disk)
+    bound = None
+    if disk is not None:  # a disk is sold in GB
+        number = int(_number_of_bytes(disk))
+        bound = size_option("--disk", str(number) if number else disk)
     load = None if load_rate is None else _rate("--load-rate", load_rate)
     prefill = None if prefill_rate is None else _count("--prefill-rate", prefill_rate)
     if prefill == 0:
