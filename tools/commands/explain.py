@@ -289,11 +289,9 @@ def _print_group(
 ) -> None:
     files, size = report.files[position], report.prompt.tokens_per_chunk(position)
     length = "" if files.file_nbytes is None else f" of {iec(files.file_nbytes)}"
-    each = (
-        f"{len(files.ranks)} files{length} each" if len(files.ranks) > 1 else f"a file{length} each"
-    )
+    count = f"{len(files.ranks)} files" if len(files.ranks) > 1 else "a file"
     words = group_words(report.prompt.groups[position])
-    print(fill(f"{words}: {size} tokens a chunk, {each}"))
+    print(fill(f"{words}: {size} tokens a chunk, {count}{length} each"))
     if not looks:
         print("  no whole chunk")
         return

@@ -299,12 +299,11 @@ def _rate(option: str, text: str) -> float:
 def _number_of_bytes(text: str) -> float:
     """Read bytes in units of 1000 or of 1024; 0 where it is none."""
     match = _BYTES.fullmatch(text.strip())
-    number = 0.0
-    if match:
-        unit = (match[2] or "").lower()
-        power = "kmgt".find(unit[0]) + 1 if unit else 0
-        number = float(match[1]) * (1024 if unit.endswith("i") else 1000) ** power
-    return number
+    if match is None:
+        return 0.0
+    unit = (match[2] or "").lower()
+    power = "kmgt".find(unit[0]) + 1 if unit else 0
+    return float(match[1]) * (1024 if unit.endswith("i") else 1000) ** power
 
 
 # --- reckoning ------------------------------------------------------------------------------
