@@ -303,7 +303,7 @@ def _number_of_bytes(text: str) -> float:
         return 0.0
     unit = (match[2] or "").lower()
     power = "kmgt".find(unit[0]) + 1 if unit else 0
-    return float(match[1]) * (1024 if unit.endswith("i") else 1000) ** power
+    return float(match[1]) * (1024.0 if unit.endswith("i") else 1000.0) ** power
 
 
 # --- reckoning ------------------------------------------------------------------------------
