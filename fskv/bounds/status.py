@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 
-from fskv.bounds.quota import Claim, Usage, scopes
+from fskv.bounds.quota import Claim, Scope, Usage, scopes
 from fskv.root.filesystem import Space
 from fskv.types import MAX_COUNT
 
@@ -35,6 +35,10 @@ class RootState:
     tenant_left: int = -1
     free_limit: int = -1
     free_left: int = -1
+    kept_free: int = 0  # bytes that must stay free
+    room: int = (
+        -1
+    )  # what all chunk files may take beside others' files and that; -1: no bound, or no count
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -57,11 +61,16 @@ def root_state(
     """Return what the engine of `claim` is told."""
     name, tenant = claim.namespace, claim.tenant
     mine = {"root": None, "namespace": name, "tenant": tenant, "free": None}
+    claims = list(claims)
     bounds = {}
     for scope in scopes(claims, usage, space):
         if mine[scope.kind] == scope.name:
             bounds[f"{scope.kind}_limit"] = max(0, scope.limit)
             bounds[f"{scope.kind}_left"] = max(0, scope.headroom)
+        if scope.kind == "free":
+            bounds["kept_free"] = space.total_nbytes - scope.limit
+            if usage.at_ms:
+                bounds["room"] = _room(scope, claims, usage)
     ours = {ns for ns, owner in usage.tenants.items() if owner == tenant}
     return RootState(
         nbytes=usage.nbytes,
@@ -79,6 +88,12 @@ def root_state(
         ),
         **bounds,
     )
+
+
+def _room(scope: Scope, claims: Iterable[Claim], usage: Usage) -> int:
+    """Return what chunk files may take under the bound "free", or more: what was granted may be on disk."""
+    uncounted = sum(max(0, c.granted - usage.counted.get(c.name, 0)) for c in claims)
+    return min(MAX_COUNT, max(0, scope.limit - scope.counted + usage.nbytes + uncounted))
 
 
 # What is told at once when it changes; the rest moves all the time.
@@ -100,7 +115,8 @@ def changes(
         if getattr(state, field.name) != getattr(last, field.name)
     }
     much = abs(state.free - last.free) > total_nbytes // 1000
-    return found, much or any(name in found for name in _STEADY)
+    first = state.counted_at_ms > 0 == last.counted_at_ms
+    return found, much or first or any(name in found for name in _STEADY)
 
 
 class BoundsSaid:

@@ -17,11 +17,15 @@ from places import REPOSITORY
 from toy_engine import TOKENS_PER_CHUNK, Engine, chunks_of, identity
 from world import damage, wait_for
 
+from fskv.bounds.client import Capacity
+from fskv.bounds.quota import Claim, Limits, Usage
+from fskv.bounds.status import RootState, root_state
 from fskv.data_path.store import ChunkStore
 from fskv.errors import ConfigError
 from fskv.observe import metrics
 from fskv.observe.health_file import HealthFile
-from fskv.offload import open_store, watch
+from fskv.offload import lookup, open_store, watch
+from fskv.root.filesystem import Space
 from fskv.transports import host
 from fskv.types import ChunkId, Presence, Status
 
@@ -114,6 +118,69 @@ def test_a_bound_of_less_than_four_steps_is_told_of_at_the_start(engine, caplog,
     assert [" bound=max_bytes limit_bytes=16384 step_bytes=" in line for line in lines] == [
         True
     ] * said
+
+
+CASES = {  # free, and on disk in chunk files, MiB -> what is said
+    "no chunk fits": (4, 0, "no chunk fits, and nothing is stored: make room"),
+    "a few steps": (50, 0, "less than 4 full steps of this engine"),
+    "control: free": (300, 0, None),
+    "control: ours": (3, 300, None),
+}
+
+
+@pytest.mark.parametrize(("free", "ours", "said"), CASES.values(), ids=CASES)
+def test_a_file_system_where_keep_free_leaves_no_room_is_told_of_once(caplog, free, ours, said):
+    """Of 1000 MiB 3 are to stay free; a chunk has 2 MiB, a step 32."""
+    claim = Claim("a", "ns", None, Limits(None, 3 << 20))
+    usage = Usage(namespaces={"ns": (ours << 20, 1)}, at_ms=1)
+    space = Space(1000 << 20, free << 20, 0, 0)
+
+    def told(**changes):
+        counted = dataclasses.replace(usage, **changes)
+        return root_state(counted, [claim], space, claim, holder=True)
+
+    small = lookup._SmallRoom("/mnt/kv", 32 << 20, chunks_per_step=16)
+    small.look(told(at_ms=0))
+    assert not caplog.records, "nobody has counted"
+    for _ in range(3):
+        small.look(told())
+    lines = [r.getMessage() for r in caplog.records]
+    assert len(lines) == (said is not None)
+    for line in lines:
+        assert line.startswith(
+            "fskv: event=bound_small root=/mnt/kv bound=keep_free "
+            f"limit_bytes={free - 3 << 20} chunk_bytes={2 << 20} step_bytes={32 << 20} "
+            f"free_bytes={free << 20} keep_free_bytes={3 << 20} reason="
+        )
+        assert said in line
+
+
+def test_what_was_stored_since_the_count_is_not_taken_for_others(caplog):
+    """The disk is full of what was granted, and the count is of before. The control: nothing was granted."""
+    usage, space = Usage(namespaces={"ns": (0, 0)}, at_ms=1), Space(1000 << 20, 3 << 20, 0, 0)
+    small = lookup._SmallRoom("/mnt/kv", 32 << 20, chunks_per_step=16)
+    for granted in (900 << 20, 0):
+        assert not caplog.records
+        claim = Claim("a", "ns", None, Limits(None, 3 << 20), granted=granted)
+        small.look(root_state(usage, [claim], space, claim, holder=True))
+    assert "no chunk fits" in caplog.text
+
+
+@pytest.mark.parametrize(("free", "said"), [(4, True), (4000, False)])
+def test_an_engine_on_a_file_system_without_room_says_so(engine, caplog, monkeypatch, free, said):
+    """What its maintenance process has told is replaced; with much free, the control, nothing is said."""
+    real = Capacity.poll
+
+    def poll(capacity):
+        removed = real(capacity)
+        capacity.state = RootState(room=free << 10, free=free << 10, counted_at_ms=1)
+        return removed
+
+    monkeypatch.setattr(Capacity, "poll", poll)
+    toy = engine()
+    toy.run(PROMPT)
+    lines = [r.getMessage() for r in caplog.records if "bound=keep_free" in r.getMessage()]
+    assert len(lines) == said
 
 
 def test_a_stopped_lookup_finds_and_begins_nothing(engine):
