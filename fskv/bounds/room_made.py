@@ -34,8 +34,7 @@ class RoomMade:
             if space.free_nbytes >= keep_nbytes:
                 reason = "less was free than keep_free and what engines are about to store"
             needed = space.free_nbytes + short_nbytes
-            more = {"keep_free_bytes": keep_nbytes, "needed_bytes": needed}
-            self.full(before, after, space, reason, **more)
+            self.full(before, after, space, reason, keep_nbytes, needed)
 
     def full(
         self,
@@ -43,9 +42,10 @@ class RoomMade:
         after: Usage,
         space: Space,
         reason: str = "a store found the disk full",
-        **more: int,
+        keep_nbytes: int | None = None,
+        needed_nbytes: int | None = None,
     ) -> None:
-        """Something went because it could not be written, or for `reason`; `more` fields are told."""
+        """Something went because it could not be written, or for `reason`: so much had to be free."""
         files = after.pruned_files - before.pruned_files
         if files:
             self._log.say(
@@ -54,7 +54,8 @@ class RoomMade:
                 files=files,
                 bytes=after.pruned_nbytes - before.pruned_nbytes,
                 free_bytes=space.free_nbytes,
-                **more,
+                keep_free_bytes=keep_nbytes,
+                needed_bytes=needed_nbytes,
                 others_bytes=_others(before, space),
                 reason=reason,
             )
