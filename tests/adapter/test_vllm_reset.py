@@ -56,6 +56,7 @@ with warnings.catch_warnings():
     from fskv.engines.vllm.files import own_files
     from fskv.engines.vllm.identity import EngineGroup
     from fskv.engines.vllm.manager import FskvManager, to_chunk
+    from fskv.engines.vllm.metrics import SoFar
     from fskv.engines.vllm.worker import FskvWorker
     from fskv.hybrid_planner import GroupKind, GroupSpec
     from fskv.root.root import Root
@@ -231,6 +232,7 @@ class Engine:
         )
         self.scheduler = FskvConnector.__new__(FskvConnector)
         self.scheduler.connector_scheduler, self.scheduler._held_events = self.half, []
+        self.scheduler._so_far, self.scheduler._pool = SoFar(), None
         self.scheduler._media = SimpleNamespace(on_step=lambda: None)
         self.scheduler._budget = SimpleNamespace(
             on_step=lambda _: None, on_loads=lambda _: None, reset=lambda: None

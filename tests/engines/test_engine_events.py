@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+from collections import Counter
 
 import engine_lab as lab
 import pytest
@@ -100,6 +101,8 @@ def test_a_router_hears_of_a_chunk_when_its_file_is_there_and_again_when_it_is_g
     assert set(removed) == _hashes(lost), "the same hashes that were announced"
     assert _hashes(second) == _hashes(lost), "stored again, announced again"
     assert lab.generates(result)["full"]["num_cached_tokens"] == NUM_CHUNKS * CHUNK_TOKENS
+    # Each of two resets made the router forget the disk, too.
+    assert Counter(router.again) == dict.fromkeys((name for name, _, _ in first), 2)
 
 
 def test_an_engine_that_announces_too_early_is_found_out(root, router, tmp_path, native_library):

@@ -135,6 +135,8 @@ def test_a_served_engine_stores_for_many_clients_and_loads_for_them_after_a_rest
         assert server.metric("loaded_requests_total") == 0
         server.complete_all(late)
         assert server.get("/health")[0] == 200
+        # Later vLLM says so of itself now and then, when its engine goes before its own handler.
+        assert " ERROR " not in server.log.read_text()
         code, seconds = server.stop()  # in the middle of the stores of these
         assert code == 0, server.log.read_text()[-4000:]
         assert seconds < 60
@@ -142,7 +144,8 @@ def test_a_served_engine_stores_for_many_clients_and_loads_for_them_after_a_rest
         shared = f"{root}/.fskv-maintenance"
         wait_for(lambda: not os.path.exists(f"{shared}/lease.json"), 20)
         assert [claim.closed for claim in Ledger(shared).claims()] == [True]
-        assert " ERROR " not in server.log.read_text()
+        said = server.log.read_text().splitlines()
+        assert not [line for line in said if " ERROR " in line and "fskv: " in line]
     lab.assert_sound(str(root))
     with Server(tmp_path, str(root)) as server:
         assert server.complete_all(prompts) == cold

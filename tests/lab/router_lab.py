@@ -6,6 +6,7 @@ import pathlib
 import shutil
 import tempfile
 import threading
+from collections import Counter
 from dataclasses import dataclass, field
 
 import pytest
@@ -24,6 +25,8 @@ class Router:
     stored: list[tuple[str, bool, tuple[bytes, ...]]] = field(default_factory=list)
     removed: list[tuple[bytes, ...]] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)  # of each event, how many it describes
+    # Of `stored` and not of `removed` when vLLM said that all blocks are cleared: told again after that.
+    again: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         import zmq
@@ -31,6 +34,7 @@ class Router:
         from vllm.distributed.kv_events import KVEventBatch
 
         self._decoder = Decoder(type=KVEventBatch)
+        self._forgotten: set[str] = set()
         self._directory = tempfile.mkdtemp(prefix="fskv-")  # short: ipc paths have 107 characters
         self.endpoint = f"ipc://{self._directory}/events"
         self._socket = zmq.Context.instance().socket(zmq.SUB)
@@ -47,19 +51,30 @@ class Router:
         self._socket.close(linger=0)
         shutil.rmtree(self._directory)
 
+    def _known(self) -> set[str]:
+        balance = Counter(name for name, _, _ in self.stored)
+        balance.subtract(file_name(one) for hashes in self.removed for one in hashes)
+        return {name for name, left in balance.items() if left > 0}
+
     def _listen(self) -> None:
-        from vllm.distributed.kv_events import BlockRemoved, BlockStored
+        from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 
         while not self._over.is_set():
             if not self._socket.poll(50):
                 continue
             *_, payload = self._socket.recv_multipart()
             for event in self._decoder.decode(payload).events:
+                if isinstance(event, AllBlocksCleared):
+                    self._forgotten = self._known()
                 if getattr(event, "medium", None) != "STORAGE":
                     continue  # of the engine's own cache
                 hashes = tuple(event.block_hashes)
                 if isinstance(event, BlockStored):
                     name = file_name(hashes[-1])
+                    if name in self._forgotten:
+                        self._forgotten.remove(name)
+                        self.again.append(name)
+                        continue
                     there = any(pathlib.Path(self.root).rglob(name))
                     self.stored.append((name, there, hashes))
                     self.tokens.append(len(event.token_ids))

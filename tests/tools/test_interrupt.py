@@ -123,7 +123,7 @@ def test_ctrl_c_at_twenty_moments(template, name):
     interrupt(template, (COMMANDS | WITH_TORCH)[name], moments)
 
 
-@pytest.mark.parametrize("share", [0.1, 0.3, 0.5])
+@pytest.mark.parametrize("share", [0.1, 0.2, 0.3])  # from its half on typer 0.29 has a handler, too
 def test_negative_control_without_the_handler_it_is_a_traceback(template, share):
     whole, _ = start(template, 0, COMMANDS["dir"], "plain")
     at = int(int(whole.stderr.split()[-1]) * share)
