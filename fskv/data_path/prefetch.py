@@ -5,9 +5,9 @@
                 +---------------+-------------+---> dropped: nobody waits for it, or the file is not good
 
 It stands beside the jobs and takes nothing of theirs: its threads and its slots are its own, and it knows no
-KV page. A thread begins a file only while `is_due` says no; until then it pauses. A read that hangs keeps its
-thread and its slot and is not replaced; when all hang, nothing is read ahead any more. While the breaker is
-open nothing is.
+KV page. A thread begins a file only while `is_due` says no and a slot is free, and pauses until then. What
+was handed over is in use until the load has copied it. A read that hangs keeps its thread and its slot and
+is not replaced; when all hang, nothing is read ahead any more. While the breaker is open nothing is.
 
 What is held was checked for the blocks from `first_block` to the chunk's end, and a load of other blocks
 reads the file itself. So does one whose file is still being read.
@@ -37,7 +37,7 @@ from fskv.types import FileId, Status
 
 logger = logging.getLogger(__name__)
 
-_PAUSE_S = 0.01  # between two looks whether a load is still at the disk
+_PAUSE_S = 0.01  # between two looks whether a load is still at the disk, or has given a slot back
 
 
 class _Entry(Generic[SlotT]):
@@ -86,6 +86,7 @@ class Prefetcher(Generic[SlotT]):
         self._pool = HangProofPool(
             "fskv-prefetch", num_threads, 0, queue, self._run, self._on_device
         )
+        self._taking = threading.Lock()  # between the look whether a slot is free and taking it
         self._lock = threading.Lock()  # guards what follows, and the entries
         self._entries: dict[FileId, _Entry[SlotT]] = {}
         self._reading: set[_Entry[SlotT]] = set()
@@ -186,9 +187,7 @@ class Prefetcher(Generic[SlotT]):
 
     def _run(self, task: Task[_Entry[SlotT]], _: None) -> None:
         entry = task.owner
-        while self._is_due() and not entry.dropped:
-            time.sleep(_PAUSE_S)
-        slot = None if entry.dropped or self._breaker.open else self._slots.take()
+        slot = self._wait_for_slot(entry)
         status = Status.SKIPPED
         try:
             if slot is not None:
@@ -211,6 +210,20 @@ class Prefetcher(Generic[SlotT]):
             self._breaker.record(status)
         if status is Status.OK and not held:
             self._count("dropped")
+
+    def _wait_for_slot(self, entry: _Entry[SlotT]) -> SlotT | None:
+        """Return what to read into, once it is the file's turn; None: it is not to be read, or no memory."""
+        while not entry.dropped:
+            if not self._is_due():
+                if self._breaker.open:
+                    return None
+                with self._taking:
+                    full = self._slots.all_used
+                    slot = None if full else self._slots.take()
+                if not full:
+                    return slot
+            time.sleep(_PAUSE_S)
+        return None
 
     def _read(self, entry: _Entry[SlotT], slot: SlotT) -> Status:
         with self._lock:
