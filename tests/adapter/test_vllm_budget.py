@@ -185,6 +185,23 @@ def test_the_tail_of_a_loaded_prompt_gives_no_rate_of_prefill():
     assert engine.budget.times.predict_prefill_s(4352) == pytest.approx(43.5, rel=0.01)
 
 
+@pytest.mark.parametrize("threshold", [96, 0], ids=["", "negative_control"])
+def test_an_engine_that_computes_long_prompts_in_small_pieces_learns_its_rate(threshold):
+    """vLLM's long_prefill_token_threshold: no step computes more of a prompt while others run."""
+    from fskv.engines.vllm.budget import max_step_tokens
+
+    scheduling = SimpleNamespace(
+        max_num_batched_tokens=8192, long_prefill_token_threshold=threshold
+    )
+    model = SimpleNamespace(max_model_len=4096)
+    config = SimpleNamespace(scheduler_config=scheduling, model_config=model)
+    engine = Engine(max_step_tokens=max_step_tokens(config))
+    request = engine.request("long", 4096)
+    engine.admit(request, 0)
+    engine.step(0.96, {request: 96})
+    assert (engine.budget.times.prefill_tokens_per_s is not None) is bool(threshold)
+
+
 def test_negative_control_by_its_tail_a_hit_had_saved_four_minutes():
     """The step counts where it is as large as this engine's can be."""
     engine = after_a_tail(max_step_tokens=17)

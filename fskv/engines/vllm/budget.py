@@ -41,6 +41,7 @@ from fskv.routing.load_time import (
 )
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
         OffloadingConnectorStats,
@@ -481,6 +482,13 @@ class LoadBudget:
 def take_reports(results: Iterable[JobResult]) -> dict[int, LoadReport]:
     """Return what a rank tells of the load jobs among these."""
     return {result.job_id: LoadReport.of(result) for result in results if result.is_load}
+
+
+def max_step_tokens(vllm_config: VllmConfig) -> int:
+    """Return how many tokens of one prompt a step can compute at most, while others run too."""
+    scheduling = vllm_config.scheduler_config
+    most = min(scheduling.max_num_batched_tokens, vllm_config.model_config.max_model_len)
+    return min(most, scheduling.long_prefill_token_threshold or most)
 
 
 class BudgetedConnector(OffloadingConnector):

@@ -30,7 +30,7 @@ from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingManager, Offloa
 
 from fskv.config import MIB, StoreConfig
 from fskv.data_path.threads import START_UP_S, call_with_deadline
-from fskv.engines.vllm.budget import LoadBudget, LoadReport, merge_reports
+from fskv.engines.vllm.budget import LoadBudget, LoadReport, max_step_tokens, merge_reports
 from fskv.engines.vllm.events import KvEvents
 from fskv.engines.vllm.files import (
     canonical_files,
@@ -250,13 +250,12 @@ class FskvConnector(PrefetchingConnector):
 
     def _make_budget(self, config: StoreConfig) -> LoadBudget:
         setup = self._setup
-        scheduling, model = setup.vllm_config.scheduler_config, setup.vllm_config.model_config
         return LoadBudget(
             config,
             [group.spec for group in setup.groups],
             setup.geometry.blocks_per_chunk,
             num_ranks=setup.vllm_config.parallel_config.world_size,
-            max_step_tokens=min(scheduling.max_num_batched_tokens, model.max_model_len),
+            max_step_tokens=max_step_tokens(setup.vllm_config),
             file_sizes=lambda: self._manager.rank_sizes,
         )
 
