@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, MutableMapping
-from itertools import groupby
+from itertools import groupby, islice
 
 from vllm.v1.kv_offload.base import (
     Medium,
@@ -31,6 +31,8 @@ from fskv.types import ChunkId
 MAX_ANNOUNCED = 250_000
 # With self_describing_kv_events vLLM keeps the tokens of every announced chunk, 40 bytes a token: 336 MB.
 MAX_ANNOUNCED_TOKENS = 8 << 20
+# VLLM takes 8 us for each on the scheduler's thread: 2 s for all, after each reset of its prefix cache.
+_AGAIN_IN_A_STEP = 2048
 _PAYLOADS_SLACK = 4096  # payloads that vLLM may keep in vain before they are looked through
 
 _Name = bytes  # of a chunk's file: 16 bytes of digest and 4 of the group
@@ -44,6 +46,7 @@ class KvEvents:
         self._announced: OrderedDict[_Name, OffloadKey] = OrderedDict()  # least recently seen first
         # In the order in which it happened; taken in every step, so it never holds more than one step's news.
         self._news: list[tuple[bool, OffloadKey]] = []  # (removed, key)
+        self._again: dict[_Name, None] = {}  # announced, and to be said again
         self._trim_at = _PAYLOADS_SLACK
 
     @classmethod
@@ -70,8 +73,7 @@ class KvEvents:
         self._announced[name] = key
         self._news.append((False, key))
         if len(self._announced) > self._max_announced:
-            _, forgotten = self._announced.popitem(last=False)
-            self._news.append((True, forgotten))
+            self._take_back(next(iter(self._announced)))
 
     def removed(self, chunk: ChunkId) -> None:
         """A file of the chunk is gone or worthless."""
@@ -86,15 +88,19 @@ class KvEvents:
         """Nothing of what was announced can be relied on any more."""
         self._news.extend((True, key) for key in self._announced.values())
         self._announced.clear()
+        self._again.clear()
 
     def say_again(self) -> None:
-        """All that is announced is news again: a router was told that this engine has nothing."""
-        gone = [(True, key) for removed, key in self._news if removed]
-        self._news = gone + [(False, key) for key in self._announced.values()]
+        """All that is announced is news again, a part in each step: a router has been told to forget it."""
+        self._news = [(True, key) for removed, key in self._news if removed]
+        self._again = dict.fromkeys(self._announced)
 
     def take(self) -> Iterator[OffloadingEvent]:
         """Yield the news since the last call, oldest first, neighbours of one kind together."""
         news, self._news = self._news, []
+        for name in list(islice(self._again, _AGAIN_IN_A_STEP)):
+            del self._again[name]
+            news.append((False, self._announced[name]))
         for removed, members in groupby(news, key=lambda item: item[0]):
             yield OffloadingEvent(
                 keys=[key for _, key in members],
@@ -125,6 +131,7 @@ class KvEvents:
 
     def _take_back(self, name: _Name) -> None:
         key = self._announced.pop(name, None)
+        self._again.pop(name, None)
         if key is not None:
             self._news.append((True, key))
 
