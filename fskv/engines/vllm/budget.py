@@ -487,8 +487,9 @@ def take_reports(results: Iterable[JobResult]) -> dict[int, LoadReport]:
 def max_step_tokens(vllm_config: VllmConfig) -> int:
     """Return how many tokens of one prompt a step can compute at most, while others run too."""
     scheduling = vllm_config.scheduler_config
-    most = min(scheduling.max_num_batched_tokens, vllm_config.model_config.max_model_len)
-    return min(most, scheduling.long_prefill_token_threshold or most)
+    most: int = min(scheduling.max_num_batched_tokens, vllm_config.model_config.max_model_len)
+    threshold: int = scheduling.long_prefill_token_threshold
+    return min(most, threshold or most)
 
 
 class BudgetedConnector(OffloadingConnector):
