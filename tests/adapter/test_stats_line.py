@@ -171,3 +171,22 @@ def test_a_scheduler_tells_what_its_workers_counted_also_where_it_has_nothing_of
     assert not told.is_empty()
     assert told.reduce() == {"fskv so far: stored": "3 files (0.0 MiB)"}
     assert so_far.stamp(None, saved_known=False) is None, "it was told"
+
+
+@pytest.mark.parametrize(("num_engines", "files"), [(2, 107), (1, 7)])
+def test_engines_whose_stats_vllm_adds_up_are_added(logging_of, num_engines, files):
+    """As for data parallel engines in one log. The control: of one engine the newest sums count."""
+    from fskv.engines.vllm.metrics import FskvStats, SoFar, to_stats
+
+    logging = logging_of("FskvConnector")
+    for number, files_of_step in enumerate((100, 7)):
+        counters = Counters(*metrics.WORKER_COUNTERS)
+        counters.add(metrics.STORED_CHUNKS, files_of_step)
+        counters.add(metrics.STORED_BYTES, files_of_step << 20)
+        engine = SoFar()
+        engine._engine = str(number % num_engines)
+        engine.add(FskvStats(data=to_stats(counters.drain(), {}).data))
+        logging.observe(engine.stamp(None, saved_known=True).to_dict())
+    lines = []
+    logging.log(lambda words, *about: lines.append(words % about))
+    assert f"stored={files} files" in lines[0]

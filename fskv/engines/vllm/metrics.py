@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import secrets
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -41,7 +43,8 @@ def metric_definitions() -> dict[str, OffloadingMetricMetadata]:
     return definitions
 
 
-_SO_FAR = "so far"  # beside vLLM's keys of stats: what was counted since the start
+# Beside vLLM's keys of stats: by engine, what was counted since its start.
+_SO_FAR = "so far"
 _IN_LINE = (
     *(metrics.LOADED_REQUESTS, metrics.LOADED_TOKENS, metrics.SAVED_SECONDS),
     *(metrics.LOOKUP_HITS, metrics.LOOKUP_MISSES, metrics.LOADED_CHUNKS, metrics.LOADED_BYTES),
@@ -62,7 +65,7 @@ class FskvStats(OffloadingConnectorStats):
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         made = super().aggregate(other)
         if newer := other.data.get(_SO_FAR):
-            made.data[_SO_FAR] = newer
+            made.data[_SO_FAR] = {**made.data.get(_SO_FAR, {}), **newer}
         return made
 
     def reduce(self) -> dict[str, Any]:
@@ -102,8 +105,10 @@ class FskvStats(OffloadingConnectorStats):
         return {f"fskv so far: {first}": said.pop(first), **said}
 
     def _labelled(self, metric: Metric) -> Mapping[tuple[str, ...], float]:
-        so_far: Mapping[str, Mapping[tuple[str, ...], float]] = self.data.get(_SO_FAR, {})
-        return so_far.get(name_of(metric), {})
+        found: Counter[tuple[str, ...]] = Counter()
+        for sums in self.data.get(_SO_FAR, {}).values():
+            found.update(sums.get(name_of(metric), {}))
+        return found
 
     def _sum(self, metric: Metric) -> float:
         return sum(self._labelled(metric).values())
@@ -116,6 +121,7 @@ class SoFar:
     """
 
     def __init__(self) -> None:
+        self._engine = secrets.token_hex(8)  # vLLM adds up the stats of several
         self._sums: dict[str, dict[tuple[str, ...], float]] = {}
         self._told = True
 
@@ -145,7 +151,7 @@ class SoFar:
         self._told = True
         unknown = None if saved_known else name_of(metrics.SAVED_SECONDS)
         so_far = {name: dict(sums) for name, sums in self._sums.items() if name != unknown}
-        return FskvStats(data={**(stats or FskvStats()).data, _SO_FAR: so_far})
+        return FskvStats(data={**(stats or FskvStats()).data, _SO_FAR: {self._engine: so_far}})
 
 
 def to_stats(
