@@ -84,32 +84,3 @@ def test_a_kind_of_kv_is_stored_and_loaded_and_zeroed_files_give_other_tokens(na
     for victim in victims:
         assert done[victim]["num_cached_tokens"] == done["loaded"]["num_cached_tokens"], victim
         assert done[victim]["tokens"] != reference["tokens"], f"{victim} had no effect"
-
-
-@pytest.mark.parametrize("caching", [False, pytest.param(True, id="negative_control")])
-def test_without_prefix_caching_a_model_with_states_starts_and_nothing_is_offloaded(
-    caching, tmp_path
-):
-    """Its states have blocks of max_model_len tokens then; with prefix caching such blocks are refused."""
-    model = lab.MODELS["qwen3_next"]
-    engine = {"enable_prefix_caching": caching, "prefix_cache_retention_interval": None}
-    if caching:
-        engine["max_model_len"] = 600  # its blocks have 640 tokens
-    main = model.main_prompt()[:500]
-    result = lab.run_engine(
-        lab.request(
-            model,
-            [lab.generate(main, "main"), *lab.SETTLE, {"metrics": True}],
-            transfer=lab.connector(str(tmp_path)),
-            engine=engine,
-        )
-    )
-    if caching:
-        assert result["exit_code"] == 1
-        assert "nothing can ever be stored" in result["error"]
-        return
-    assert result["exit_code"] == 0, result.get("error")
-    assert lab.chunks(str(tmp_path)) == []
-    log = pathlib.Path(result["log_path"]).read_text()
-    assert log.count("event=prefix_caching_off") == 1
-    assert lab.counter(lab.metrics(result)[0], "stored_chunks") == 0

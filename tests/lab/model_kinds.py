@@ -14,21 +14,6 @@ from demo.checkpoints import VOCAB_SIZE
 PROMPTS = lab.MODELS["llama"]  # any model with this vocabulary
 
 
-def _mamba() -> Any:
-    from transformers import MambaConfig
-
-    return MambaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=64,
-        state_size=16,
-        num_hidden_layers=2,
-        conv_kernel=4,
-        expand=2,
-        time_step_rank=4,
-        initializer_range=0.2,
-    )
-
-
 def _mamba2() -> Any:
     from transformers import Mamba2Config
 
@@ -72,32 +57,6 @@ def _granite() -> Any:
         max_position_embeddings=8192,
         initializer_range=0.2,
         tie_word_embeddings=False,
-    )
-
-
-def _jamba() -> Any:
-    from transformers import JambaConfig
-
-    return JambaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        attn_layer_period=4,
-        attn_layer_offset=3,
-        expert_layer_period=2,
-        expert_layer_offset=1,
-        num_experts=2,
-        num_experts_per_tok=1,
-        mamba_d_state=16,
-        mamba_d_conv=4,
-        mamba_expand=2,
-        mamba_dt_rank=4,
-        use_mamba_kernels=False,
-        max_position_embeddings=8192,
-        initializer_range=0.2,
     )
 
 
@@ -214,9 +173,7 @@ _CHUNK = {"hybrid_chunk_size": 128}
 _STATES = {**_128, "max_num_batched_tokens": 128, "prefix_cache_retention_interval": 256}
 
 KINDS = {
-    "mamba1": Kind((STATE,), _mamba, _STATES),
     "mamba2": Kind((STATE,), _mamba2, _STATES),
-    "mamba1_hybrid": Kind((STATE, STATE, STATE, FULL), _jamba, _STATES),
     "mamba2_hybrid": Kind((STATE, STATE, STATE, FULL), _granite, _STATES),
     "mla": Kind(("mla",), _deepseek_v2, {"block_size": 16}, {}, _CHUNK, "reusing_engine.py"),
     "chunked_local": Kind(("chunked_local", FULL), _llama4, _128, {}, _CHUNK),

@@ -474,21 +474,14 @@ def _prepare(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, announc
     _, tokens_per_hash = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
     # Of one file, so that engines of every topology choose the same chunks.
     files = slices_per_rank(vllm_config, groups) if config.canonical_layout else 1
-    specs, nbytes = [g.spec for g in groups], [g.block_nbytes // files for g in groups]
-    try:
-        geometry = plan_geometry(
-            specs,
-            nbytes,
-            hybrid_chunk_size=config.hybrid_chunk_size,
-            tokens_per_hash=tokens_per_hash,
-            max_model_len=vllm_config.model_config.max_model_len,
-            retention_interval=vllm_config.cache_config.prefix_cache_retention_interval,
-        )
-    except ConfigError:
-        if reuses_kv(vllm_config):
-            raise
-        # fskv will rest; without prefix caching a state's block is as long as max_model_len.
-        geometry = Geometry(1, tuple(spec.tokens_per_block for spec in specs), tuple(nbytes), ())
+    geometry = plan_geometry(
+        [group.spec for group in groups],
+        [group.block_nbytes // files for group in groups],
+        hybrid_chunk_size=config.hybrid_chunk_size,
+        tokens_per_hash=tokens_per_hash,
+        max_model_len=vllm_config.model_config.max_model_len,
+        retention_interval=vllm_config.cache_config.prefix_cache_retention_interval,
+    )
     if announce:
         for warning in geometry.warnings:
             logger.warning("fskv: %s", warning)
