@@ -18,9 +18,8 @@ from benchmarks.rig import BenchmarkError
 
 WAYS = ("without", "with")
 _EMPTY_S = 120.0
-_BUSY_TOKENS = (
-    40  # of a prompt that keeps the engine busy: less than two chunks, and nothing is stored of it
-)
+# Of a prompt that keeps the engine busy: less than two chunks, and nothing is stored of it.
+_BUSY_TOKENS = 40
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,9 +36,8 @@ class RootState:
     free_limit: int = -1
     free_left: int = -1
     kept_free: int = 0  # bytes that must stay free
-    room: int = (
-        -1
-    )  # what all chunk files may take beside others' files and that; -1: no bound, or no count
+    # What all chunk files may take beside others' files and that; -1: no bound, or no count.
+    room: int = -1
 
     def __post_init__(self) -> None:
         for field in fields(self):

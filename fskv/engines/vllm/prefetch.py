@@ -174,9 +174,8 @@ class PrefetchingConnector(BudgetedConnector):
         order = None
         if self._waiting is not None:
             self._waiting.gone(scheduler_output.finished_req_ids)
-            order = (
-                self._waiting.plan()
-            )  # before the step's end, when what it asks goes to the disk
+            # Before the step's end, when what it asks goes to the disk.
+            order = self._waiting.plan()
         told = super().build_connector_meta(scheduler_output)
         return told if order is None else FskvConnectorMetadata(**vars(told), prefetch=order)
 
