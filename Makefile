@@ -60,6 +60,10 @@ bench-answers: $(SETUP) ## The same answers with KV from files? 200 questions to
 	@mkdir -p .cache
 	@'$(PY)' -m benchmarks.answers $(ARGS) --dir '$(DIR)'
 
+bench-clients: $(SETUP) ## 32 clients at once with fskv and without: ARGS='--model DIR' (10 minutes)
+	@mkdir -p .cache
+	@'$(PY)' -m benchmarks.clients $(ARGS) --dir '$(DIR)'
+
 bench-shared-root: $(SETUP) ## Two real vLLM engines, one root, a bound of a tenth of what they write (12 minutes)
 	@'$(PY)' -m trials.shared_root $(ARGS)
 
@@ -124,6 +128,9 @@ test-shared-fs: $(SETUP) ## Real NFS, GlusterFS, CephFS and MooseFS, nodes that 
 	@bash tests/shared_fs/install
 	'$(PY)' -m pytest -m shared_fs tests/shared_fs $(ARGS)
 	$(call ran,shared_fs)
+
+test-newest: $(SETUP) ## The newest vLLM's contract, beside the installed one (1.3 GB once; 1 minute)
+	@PY='$(PY)' bash .ci/versions --newest $(ARGS) || [ $$? = 77 ]
 
 test-versions: $(SETUP) ## Other vLLM versions: contract, refusal, engines beside the installed one (3 GB, long)
 	@PY='$(PY)' bash .ci/versions $(ARGS)

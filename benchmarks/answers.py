@@ -13,6 +13,7 @@ control.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import time
@@ -80,6 +81,13 @@ def _asked(prompts: list[list[int]], label: str) -> list[dict[str, Any]]:
     ]
 
 
+def _has_windows(options: argparse.Namespace) -> bool:
+    with open(f"{options.model}/config.json") as file:
+        config = json.load(file)
+    kinds = config.get("layer_types")
+    return "sliding_attention" in kinds if kinds else bool(config.get("sliding_window"))
+
+
 def _start(options: argparse.Namespace, root: str, directory: str, steps: list[Any]) -> Any:
     fskv = {
         "root": root,
@@ -93,7 +101,8 @@ def _start(options: argparse.Namespace, root: str, directory: str, steps: list[A
             "engine": {
                 "dtype": "float32",
                 "block_size": BLOCK_TOKENS,
-                "prefix_cache_retention_interval": BLOCK_TOKENS,
+                # A model without windows is refused with it.
+                "prefix_cache_retention_interval": BLOCK_TOKENS if _has_windows(options) else 0,
             },
             "kv_transfer_config": {
                 "kv_connector": "FskvConnector",

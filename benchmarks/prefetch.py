@@ -160,8 +160,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add(
         "--busy-tokens",
         type=positive,
-        default=150,
-        help="of each that is ahead of the others (150)",
+        default=450,
+        help="of each that is ahead of the others (450)",
     )
     add("--block-size", type=positive, default=32, help="tokens of a chunk file of 2 MiB (32)")
     add("--prefetch-mib", type=positive, default=512, help="(512)")

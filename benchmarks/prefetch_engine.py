@@ -111,7 +111,8 @@ class Engine:
         )
         self._engine = self._llm.llm_engine
         core: Any = self._engine.engine_core
-        self._connector = core.engine_core.scheduler.connector
+        self._scheduler = core.engine_core.scheduler
+        self._connector = self._scheduler.connector
         self._waiting = self._connector._waiting  # noqa: SLF001
         self._draw = random.Random(0)  # noqa: S311
         self._prompts = [self._prompt(setup.prompt_tokens) for _ in range(setup.queued)]
@@ -148,8 +149,7 @@ class Engine:
         ahead = {
             self._add(self._prompt(_BUSY_TOKENS), setup.busy_tokens) for _ in range(setup.busy)
         }
-        for _ in range(2):  # they run
-            self._engine.step()
+        self._until_running(setup.busy)
         started = time.monotonic()
         queued = [self._add(prompt, setup.new_tokens) for prompt in self._prompts]
         first, done, ended = self._run()
@@ -164,6 +164,14 @@ class Engine:
             used,
             dropped,
         )
+
+    def _until_running(self, number: int) -> None:
+        """Step until so many run: while fewer do, vLLM begins the loads of all that wait."""
+        started = time.monotonic()
+        while len(self._scheduler.running) < number:
+            if time.monotonic() - started > _EMPTY_S:
+                raise BenchmarkError(f"not {number} requests ran after {_EMPTY_S:g} s")
+            self._engine.step()
 
     def close(self) -> None:
         self._engine.engine_core.shutdown()

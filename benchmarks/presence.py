@@ -81,6 +81,7 @@ def _probed(index: PresenceIndex, count: int) -> int:
             index.lookup(chunk_id(number))
         index.flush()
         while index.lookup(chunk_id(first))[0] is Presence.UNKNOWN:
+            index.flush()  # it may have been known, and forgotten for those behind it
             time.sleep(0.0001)
     index.flush()
     return index.num_known

@@ -120,6 +120,7 @@ def open_runner(
     keys: Callable[[], MacKeys] | None = None,
 ) -> JobRunner[HostSlot]:
     """Construct transport, store and runner as fskv.engines.vllm.worker does, for one KV group."""
+    num_slots = config.staging_bytes // layout.file_nbytes
     transport = HostTransport(
         tensors,
         layout.file_nbytes,
@@ -128,7 +129,7 @@ def open_runner(
         file_mode=directory.file_mode,
         fsync=config.fsync,
         native=native,
-        num_slots=config.staging_bytes // layout.file_nbytes,
+        num_slots=num_slots,
     )
     store = ChunkStore(
         directory,
@@ -140,8 +141,8 @@ def open_runner(
     return JobRunner(
         store,
         transport,
-        num_threads=config.io_threads,
-        num_slots=config.staging_bytes // layout.file_nbytes,
+        num_threads=config.num_io_threads(num_slots),
+        num_slots=num_slots,
         max_queued_chunks=config.max_queued_chunks,
         deadline=config.deadline,
         breaker=breaker or Breaker(config.breaker_failures, config.breaker_probe_s),

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import difflib
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from posixpath import normpath
@@ -17,6 +16,7 @@ from typing import Any, Literal
 
 from fskv.errors import ConfigError
 from fskv.format.integrity import BLAKE3_128, XXH3_64, Integrity
+from fskv.sizes import Share, bad, parse_keep_free, parse_size
 
 MIB = 1 << 20
 
@@ -25,12 +25,8 @@ _OUTSIDE = {
     "mac_key_file": "whoever may write to the root could put keys of his own there",
 }
 
-_SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,9})?)\s*(B|KiB|MiB|GiB|TiB)", re.ASCII)
-# What is meant by "100GB", "100g" or "100".
-_NEAR_SIZE = re.compile(r"(?=.*[1-9])(\d{1,15}(?:\.\d{1,9})?)\s*(?:([KMGTkmgt])i?[Bb]?)?", re.ASCII)
-_PERCENT = re.compile(r"(\d{1,3}(?:\.\d{1,3})?)\s*%", re.ASCII)
-_MAX_SIZE = 1 << 60
-_SIZE_UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+# The least number tried that keeps a disk's queue full beside copies and digests: docs/benchmarks.md.
+_AUTO_THREADS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +40,6 @@ class Deadline:
     def for_nbytes(self, nbytes: int) -> float:
         """Return the seconds allowed for a transfer of `nbytes`."""
         return min(self.max_s, self.base_s + self.per_mib_s * nbytes / MIB)
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """A share of a file system, in percent."""
-
-    percent: float
-
-    def __str__(self) -> str:
-        return f"{self.percent:g}%"
 
 
 def _option(default: Any, unit: str, effect: str) -> Any:
@@ -128,8 +114,11 @@ class StoreConfig:
         "true, false",
         "Whether this engine stores at all. `false`: it loads what others have stored, and writes no chunk.",
     )
-    io_threads: int = _option(
-        4, "threads", "Chunks that are read or written at the same time, per engine worker."
+    io_threads: int | Literal["auto"] = _option(
+        "auto",
+        "threads, auto",
+        "Chunks that are read or written at the same time, per engine worker. `auto`: 8, but no more than "
+        "half of the chunk files that `staging_bytes` holds.",
     )
     staging_bytes: int = _option(
         256 * MIB,
@@ -271,6 +260,12 @@ class StoreConfig:
         """How the files that are written and read are checked."""
         return XXH3_64 if self.mac_key_file is None else BLAKE3_128
 
+    def num_io_threads(self, num_slots: int) -> int:
+        """Return the I/O threads of a worker with `num_slots` staging slots; `auto`: half of them, 1 to 8."""
+        if self.io_threads == "auto":
+            return max(1, min(_AUTO_THREADS, num_slots // 2))
+        return self.io_threads
+
     @property
     def deadline(self) -> Deadline:
         return Deadline(self.deadline_base_s, self.deadline_per_mib_s, self.deadline_max_s)
@@ -284,9 +279,10 @@ class StoreConfig:
             if name in known:
                 values[name] = _PARSERS[name](name, value)
             else:
-                near = difflib.get_close_matches(str(name), sorted(known), n=1)
-                names = f"expected one of {', '.join(sorted(known))}"
-                hint = f"did you mean '{near[0]}'?" if near else names
+                near = difflib.get_close_matches(str(name), sorted(known), n=3, cutoff=0.5)
+                sure = difflib.get_close_matches(str(name), near, n=1)
+                names = f"nearest: {', '.join(near)}; " if near else ""
+                hint = f"did you mean '{sure[0]}'?" if sure else f"{names}all are in docs/vllm.md"
                 raise ConfigError(f"option '{name}': found {value!r} under an unknown name; {hint}")
         if "root" not in values:
             raise ConfigError(
@@ -305,11 +301,11 @@ class StoreConfig:
                 "keyed digests are computed on the host, so chunks go through it"
             )
         if expected := config._prefetch_beside():
-            raise _bad("prefetch_bytes", config.prefetch_bytes, expected)
+            raise bad("prefetch_bytes", config.prefetch_bytes, expected)
         for name, why in _OUTSIDE.items():
             path = normpath(getattr(config, name) or "/")
             if path.startswith(normpath(config.root) + "/"):
-                raise _bad(name, path, f"one that is not in 'root': {why}")
+                raise bad(name, path, f"one that is not in 'root': {why}")
         return config
 
     def _prefetch_beside(self) -> str:
@@ -334,13 +330,9 @@ class StoreConfig:
                 )
 
 
-def _bad(name: str, value: object, expected: str) -> ConfigError:
-    return ConfigError(f"option '{name}': found {value!r}, expected {expected}")
-
-
 def _parse_root(name: str, value: Any) -> str:
     if not isinstance(value, str) or not value.startswith("/") or "\0" in value:
-        raise _bad(name, value, 'an absolute path such as "/mnt/kv"')
+        raise bad(name, value, 'an absolute path such as "/mnt/kv"')
     return value.rstrip("/") or "/"
 
 
@@ -348,9 +340,9 @@ def _parse_file(name: str, value: Any) -> str | None:
     if value is None:
         return None
     if not isinstance(value, str) or not value.startswith("/") or not value.isprintable():
-        raise _bad(name, value, 'the absolute path of a file such as "/etc/fskv/keys"')
+        raise bad(name, value, 'the absolute path of a file such as "/etc/fskv/keys"')
     if value.endswith("/") or len(value) > 1000:
-        raise _bad(name, value, "the path of a file, at most 1000 characters")
+        raise bad(name, value, "the path of a file, at most 1000 characters")
     return value
 
 
@@ -358,7 +350,7 @@ def _parse_chunk_size(name: str, value: Any) -> int | str:
     if value == "auto":
         return "auto"
     if type(value) is not int or value <= 0:
-        raise _bad(name, value, 'a positive number of tokens, or "auto"')
+        raise bad(name, value, 'a positive number of tokens, or "auto"')
     return value
 
 
@@ -366,57 +358,25 @@ def _parse_text(name: str, value: Any) -> str | None:
     if value is None:
         return None
     if not isinstance(value, str) or not value or len(value) > 200 or not value.isprintable():
-        raise _bad(name, value, "a printable text of 1 to 200 characters")
+        raise bad(name, value, "a printable text of 1 to 200 characters")
     return value
-
-
-def parse_size(name: str, value: Any) -> int:
-    """Return bytes; raises ConfigError, which calls the value "option '<name>'"."""
-    expected = 'a number of bytes above 0, or a text with an IEC unit such as "256MiB" (not MB)'
-    if type(value) is int and 0 < value <= _MAX_SIZE:
-        return value
-    match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
-    nbytes = int(float(match[1]) * _SIZE_UNITS[match[2]]) if match else 0
-    if not 0 < nbytes <= _MAX_SIZE:
-        raise _bad(name, value, expected + _meant(value))
-    return nbytes
 
 
 def _parse_size_or_0(name: str, value: Any) -> int:
     return 0 if type(value) is int and value == 0 else parse_size(name, value)
 
 
-def _meant(value: Any) -> str:
-    """Return a question, "" where nothing can be guessed."""
-    near = _NEAR_SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
-    return f"; did you mean {near[1]}{(near[2] or 'G').upper()}iB?" if near else ""
-
-
 def _parse_bound(name: str, value: Any) -> int | None:
     return None if value is None else parse_size(name, value)
 
 
-def parse_keep_free(name: str, value: Any) -> int | Share:
-    """Return bytes or a share of the file system; raises ConfigError as `parse_size`."""
-    if isinstance(value, Share) or (value in (0, "0") and type(value) is not bool):
-        return value if isinstance(value, Share) else 0
-    match = _PERCENT.fullmatch(value.strip()) if isinstance(value, str) else None
-    if match:
-        if not 0 < float(match[1]) < 100:
-            raise _bad(name, value, "more than 0% and less than 100%")
-        return Share(float(match[1]))
-    try:
-        return parse_size(name, value)
-    except ConfigError:
-        raise _bad(
-            name, value, 'bytes, a text such as "50GiB", or a share such as "2%"' + _meant(value)
-        ) from None
-
-
-def _count(at_least: int, at_most: int) -> Any:
-    def parse(name: str, value: Any) -> int:
+def _count(at_least: int, at_most: int, *words: str) -> Any:
+    def parse(name: str, value: Any) -> int | str:
+        if isinstance(value, str) and value in words:
+            return value
         if type(value) is not int or not at_least <= value <= at_most:
-            raise _bad(name, value, f"a whole number from {at_least} to {at_most}")
+            others = "".join(f', or "{word}"' for word in words)
+            raise bad(name, value, f"a whole number from {at_least} to {at_most}{others}")
         return value
 
     return parse
@@ -426,7 +386,7 @@ def _seconds(at_least: float, at_most: float) -> Any:
     def parse(name: str, value: Any) -> float:
         number = value if type(value) in (int, float) else math.nan
         if not at_least <= number <= at_most:  # also refuses NaN
-            raise _bad(
+            raise bad(
                 name, value, f"seconds as a plain number from {at_least:g} to {at_most:g} (no unit)"
             )
         return float(number)
@@ -439,14 +399,14 @@ def _parse_budget(name: str, value: Any) -> float | str:
         return value
     number = value if type(value) in (int, float) else math.nan
     if not 0.01 <= number <= 100:  # also refuses NaN
-        raise _bad(name, value, '"off", "auto", or a number from 0.01 to 100')
+        raise bad(name, value, '"off", "auto", or a number from 0.01 to 100')
     return float(number)
 
 
 def _choice(*choices: str) -> Any:
     def parse(name: str, value: Any) -> str:
         if value not in choices:
-            raise _bad(name, value, " or ".join(f'"{c}"' for c in choices))
+            raise bad(name, value, " or ".join(f'"{c}"' for c in choices))
         return str(value)
 
     return parse
@@ -454,7 +414,7 @@ def _choice(*choices: str) -> Any:
 
 def _parse_bool(name: str, value: Any) -> bool:
     if type(value) is not bool:
-        raise _bad(name, value, "true or false")
+        raise bad(name, value, "true or false")
     return value
 
 
@@ -470,7 +430,7 @@ _PARSERS = {
     "lora": _choice("off", "by-name"),
     "media_keys": _choice("checked", "trusted"),
     "store": _parse_bool,
-    "io_threads": _count(1, 64),
+    "io_threads": _count(1, 64, "auto"),
     "staging_bytes": parse_size,
     "prefetch_bytes": _parse_size_or_0,
     "max_queued_chunks": _count(1, 1_000_000),

@@ -212,7 +212,8 @@ def parse_json(content: bytes | str) -> Json:
     except UnicodeDecodeError as error:
         raise ValueError(f"no UTF-8 at byte {error.start}") from None
     except json.JSONDecodeError as error:
-        raise ValueError(f"no JSON: {error.msg} at character {error.pos}") from None
+        where = f"line {error.lineno} column {error.colno}"
+        raise ValueError(f"no JSON: {error.msg}: {where}") from None
     return parsed
 
 

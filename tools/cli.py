@@ -138,6 +138,14 @@ class _Group(TyperGroup):
         except (FskvError, OSError, MemoryError) as error:
             say(f"fskv: {error or type(error).__name__}")
             raise typer.Exit(Exit.PROBLEMS) from None
+        except Exception as error:
+            # Which package has the class depends on typer's version.
+            if getattr(error, "option_name", None) != "--root":
+                raise
+            named: Any = getattr(error, "ctx")  # noqa: B009  no class that declares it
+            usage = " ".join(named.command.collect_usage_pieces(named))
+            say(f"fskv: {named.info_name} has no --root; it takes {usage}")
+            raise typer.Exit(Exit.USAGE) from None
         if UNSEEN:
             raise typer.Exit(Exit.PARTIAL)
         return result

@@ -93,15 +93,13 @@ class Change:
         return self.total(metric) / self.seconds if self.seconds > 0 else None
 
     @property
-    def hit_ratio(self) -> float | None:
-        """Of the chunks that requests asked for."""
-        return _ratio(self.total(metrics.LOOKUP_HITS), self.total(metrics.LOOKUP_MISSES))
-
-    @property
     def token_hit_ratio(self) -> float | None:
-        """Of the tokens that were not in the engine's own cache, as vLLM counts them."""
-        hits = self.total(HIT_TOKENS)
-        return _ratio(hits, max(0.0, self.total(QUERIED_TOKENS) - hits))
+        """Of the tokens that were not in the engine's own cache, as vLLM counts them.
+
+        Chunks give no such ratio: a lookup ends at the first that is missing, so a prompt counts as one miss.
+        """
+        queried = self.total(QUERIED_TOKENS)
+        return min(1.0, self.total(HIT_TOKENS) / queried) if queried > 0 else None
 
     @property
     def load_s(self) -> float | None:
@@ -112,10 +110,6 @@ class Change:
     def quantile(self, name: str, share: float) -> float | None:
         """Return a quantile of a histogram, within its bucket by interpolation."""
         return quantile(self.buckets.get(name, {}), share)
-
-
-def _ratio(part: float, rest: float) -> float | None:
-    return part / (part + rest) if part + rest > 0 else None
 
 
 def quantile(cumulative: Mapping[float, float], share: float) -> float | None:

@@ -16,9 +16,9 @@ from fskv.bounds.evict import Forecast, cutoff_ns, execute, forecast, plan
 from fskv.bounds.quota import Claim as _Claim
 from fskv.bounds.quota import Limits as _Limits
 from fskv.bounds.quota import inodes_short, kept_free
-from fskv.config import Share
 from fskv.index.snapshot import Catalogue
 from fskv.root.filesystem import Space
+from fskv.sizes import Share
 
 from .neighbours import News, last_use_step, wall_clock_ns
 from .root_view import Namespace

@@ -49,24 +49,28 @@ class Bound:
 
 
 def bounds(
-    root: str, namespace: str | None = None, tenant: str | None = None, told: Limits | None = None
+    root: str,
+    namespace: str | None = None,
+    tenant: str | None = None,
+    told: tuple[Limits, ...] = (),
 ) -> list[Bound]:
     """Return the bounds of a root, and those of a namespace ARCH/MODEL@DIGEST. Raises OSError.
 
-    `told`: those of an engine that is to come. Without it they are those of the living; where no engine
-    lives, what an engine has without options.
+    `told`: those of engines that are to come; the tightest holds. Without it they are those of the living;
+    where no engine lives, what an engine has without options.
     """
     usage = Ledger(f"{root}/{SHARED_DIR}").usage()  # before the claims: fskv.bounds.quota.Claim
     claims = living_claims(root, wall_clock_ns())
     space = Space.of(root)
-    if told is None:
-        told = Limits() if any(claim.namespace for claim in claims) else Limits(keep_free=USUAL)
-    mine = Claim("", namespace, tenant, told)
+    if not told:
+        lives = any(claim.namespace for claim in claims)
+        told = (Limits() if lives else Limits(keep_free=USUAL),)
+    to_come = [Claim("", namespace, tenant, limits) for limits in told]
     found, has_free = [], False
     everything = (
         None if usage is None and RootView(root).namespaces() else (usage or Usage()).nbytes
     )
-    for scope in affecting(mine, scopes([*claims, mine], usage or Usage(), space)):
+    for scope in affecting(to_come[0], scopes([*claims, *to_come], usage or Usage(), space)):
         left = scope.limit - scope.counted
         if scope.kind == "free":
             has_free = True

@@ -218,7 +218,7 @@ def rfc3339(ns: int | None) -> str | None:
 
 def size_option(option: str, text: str) -> int:
     """Read bytes, as a number or with an IEC unit; raises UsageError."""
-    from fskv.config import parse_size
+    from fskv.sizes import parse_size
 
     try:
         # More digits than any size has are no number for Python either.

@@ -129,10 +129,18 @@ class Capacity:
         self._silent_polls_since = 0.0
         self._process.send(self._hello)
 
-    def wait_for_first_word(self) -> None:
-        """At start-up only: give the process a moment, or the first chunks would not be stored."""
+    def wait_for_first_word(self, room_nbytes: int = 0) -> None:
+        """At start-up only: give the process a moment, or the first chunks would not be stored.
+
+        Where less than `room_nbytes` may still be written, it is given that moment to count as well: whether
+        pruning makes room is not known before.
+        """
         end = self._clock() + _FIRST_WORD_S
-        while not self._allowed and self._process is not None and self._clock() < end:
+        while self._process is not None and self._clock() < end:
+            state = self.state
+            has_room = state.free - state.kept_free >= room_nbytes
+            if self._allowed and (has_room or state.counted_at_ms):
+                return
             time.sleep(0.01)
             self._removed += self.poll()
 

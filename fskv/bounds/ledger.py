@@ -17,12 +17,12 @@ from dataclasses import asdict, dataclass, replace
 from itertools import islice
 
 from fskv.bounds.quota import DEFAULT_TOUCH_INTERVAL_S, Claim, Limits, Usage, is_claimable
-from fskv.config import Share
 from fskv.namespace import MAX_TENANT
 from fskv.root.beneath import opened, remove_file
 from fskv.root.files import publishing, regular_file, retry_stale
 from fskv.root.filesystem import is_full_late
 from fskv.root.process_id import is_our_part, provably_dead, unique_name
+from fskv.sizes import Share
 from fskv.types import MAX_COUNT
 
 CLAIMS_DIR = "claims"

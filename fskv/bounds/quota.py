@@ -23,8 +23,9 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fskv.config import Share, StoreConfig
+from fskv.config import StoreConfig
 from fskv.root.filesystem import Space
+from fskv.sizes import Share
 from fskv.types import MAX_COUNT
 
 _MAX_INTERVALS = 16

@@ -25,9 +25,9 @@ from fskv.bounds.maintenance import IDLE_S, Engine, Maintainer, pause_after
 from fskv.bounds.outbox import Outbox
 from fskv.bounds.process import END, Asked
 from fskv.bounds.quota import Claim, Limits
-from fskv.config import Share
 from fskv.observe.health_file import DIED, ENDED, end_health_file
 from fskv.root.process_id import unique_name
+from fskv.sizes import Share
 
 logger = logging.getLogger(__name__)
 

@@ -75,6 +75,7 @@ class Prefetcher(Generic[SlotT]):
         """`is_due`, of any thread: whether something that cannot wait is at the disk, or on its way there."""
         self._store = store
         self._transport = transport
+        self._num_threads = num_threads
         self._deadline = deadline
         self._breaker = breaker
         self._counters = counters
@@ -156,7 +157,7 @@ class Prefetcher(Generic[SlotT]):
 
     def _late(self, entry: _Entry[SlotT], now: float) -> bool:
         nbytes = self._store.layout(entry.file.group_idx).file_nbytes
-        return now - entry.began_at > self._deadline.for_nbytes(nbytes)
+        return now - entry.began_at > self._deadline.for_nbytes(self._num_threads * nbytes)
 
     def take_outcomes(self) -> list[FileOutcome]:
         """Return the files that were found not good since the last call: as a load would, and before it."""

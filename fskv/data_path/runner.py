@@ -118,6 +118,8 @@ class JobRunner(Generic[SlotT]):
         self._prefetch = prefetch
         self._num_threads = num_threads
         self._max_queued = max_queued_chunks
+        # Stores that it takes however slow the disk is.
+        self.least_queued = min(max_queued_chunks, 2 * num_threads)
         self._store_queue_s = store_queue_s
         self._chunk_store_s = 0.0  # a thread's time per store, averaged; engine's thread only
         self._cpus = cpus
@@ -128,8 +130,7 @@ class JobRunner(Generic[SlotT]):
             self._slots, breaker, lambda task: self._file_nbytes(task.move), clock
         )
         # While loads run, stores leave them half of the threads.
-        beside = max(1, num_threads // 2)
-        native = transport.native
+        beside, native = max(1, num_threads // 2), transport.native
         # Of the kind of task that the store makes for this transport.
         queue = cast("Queue[Queued]", native.queue(beside) if native else TaskQueue(beside, clock))
         self._make_guard: Callable[[], Guard | _native.Guard] = native.guard if native else Guard
@@ -211,7 +212,7 @@ class JobRunner(Generic[SlotT]):
         seconds = self._chunk_store_s / self._num_threads
         if seconds * self._max_queued <= self._store_queue_s:
             return self._max_queued
-        return min(self._max_queued, max(2 * self._num_threads, int(self._store_queue_s / seconds)))
+        return max(self.least_queued, int(self._store_queue_s / seconds))
 
     def _begin(self, job: Job, moves: Sequence[FileMove]) -> list[FileTask]:
         """Register a job; return the tasks to run, if any. ValueError: its id is that of an open one."""
@@ -556,7 +557,8 @@ class JobRunner(Generic[SlotT]):
             task: FileTask | None = queued.owner
             if task is None or queued.started_at is None:  # it has ended meanwhile
                 continue
-            allowed = self._deadline.for_nbytes(self._file_nbytes(task.move))
+            # All threads share the disk.
+            allowed = self._deadline.for_nbytes(self._num_threads * self._file_nbytes(task.move))
             if now - queued.started_at > allowed:
                 self._pool.write_off(queued)
                 if not task.job.is_load:

@@ -37,14 +37,12 @@ class Page(NamedTuple):
 class BlockingStore:
     """See the module docstring. Nothing here raises but ValueError for a page that is not in the memory."""
 
-    def __init__(
-        self, kv: KvStore, deadline: Deadline, chunk_nbytes: int, stores_at_once: int
-    ) -> None:
-        """`chunk_nbytes` is what a deadline counts; so many files are queued to be stored at a time."""
+    def __init__(self, kv: KvStore, deadline: Deadline, chunk_nbytes: int) -> None:
+        """`chunk_nbytes` is what a deadline counts."""
         self._kv = kv
         self._deadline = deadline
         self._chunk_nbytes = chunk_nbytes
-        self._at_once = stores_at_once
+        self._at_once = kv.mover.least_queued  # more would be skipped where the disk is slow
         self._changed = threading.Condition()  # guards all below, and the store
         self._num_waiting = 0
         self._job_ids = itertools.count()

@@ -184,7 +184,7 @@ class Lookup:
             health_file=health_file,
         )
         self.capacity.start()
-        self.capacity.wait_for_first_word()
+        self.capacity.wait_for_first_word(0 if quiet else AT_HAND_PART * step_nbytes)
         self._look_at_room()
 
     def _look_at_room(self) -> None:

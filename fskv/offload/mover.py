@@ -75,11 +75,13 @@ class Mover:
         layouts = {idx: replace(layout, integrity=integrity) for idx, layout in layouts.items()}
         slot_nbytes = max(layout.file_nbytes for layout in layouts.values())
         num_slots = config.staging_bytes // slot_nbytes
-        if num_slots <= config.io_threads:
+        num_threads = config.num_io_threads(num_slots)
+        if num_slots <= num_threads:
+            lower = "; or lower 'io_threads'" if num_threads > 1 else ""
             raise ConfigError(
                 f"option 'staging_bytes': found {config.staging_bytes}, expected at least "
-                f"{(config.io_threads + 1) * slot_nbytes} (one chunk file of {slot_nbytes} bytes for each "
-                f"of {config.io_threads} I/O threads and one more); or lower 'io_threads'"
+                f"{(num_threads + 1) * slot_nbytes} (one chunk file of {slot_nbytes} bytes for each "
+                f"of {num_threads} I/O threads and one more){lower}"
             )
         num_ahead = config.prefetch_bytes // slot_nbytes
         if config.prefetch_bytes and not num_ahead:
@@ -121,7 +123,7 @@ class Mover:
             store,
             self._transport,
             num_slots=num_ahead,
-            num_threads=max(1, config.io_threads // 2),
+            num_threads=max(1, num_threads // 2),
             deadline=config.deadline,
             breaker=self._breaker,
             counters=self.counters,
@@ -131,7 +133,7 @@ class Mover:
         self._runner = JobRunner(
             store,
             self._transport,
-            num_threads=config.io_threads,
+            num_threads=num_threads,
             num_slots=num_slots,
             max_queued_chunks=config.max_queued_chunks,
             deadline=config.deadline,
@@ -151,7 +153,7 @@ class Mover:
             number,
             self.description,
             f", sealed with key '{self._key_file.latest.writer.key_id}'" if self._key_file else "",
-            config.io_threads,
+            num_threads,
             num_slots,
             slot_nbytes,
             f", {num_ahead} more to read ahead" if num_ahead else "",
@@ -285,6 +287,11 @@ class Mover:
         if self._key_file is not None:
             shown[metrics.MAC_KEYS_KEPT] = float(self._key_file.kept)
         return shown
+
+    @property
+    def least_queued(self) -> int:
+        """Stores that the queue takes, however slow the disk is."""
+        return self._runner.least_queued
 
     @property
     def idle(self) -> bool:

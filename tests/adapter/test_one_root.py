@@ -49,7 +49,7 @@ def root(tmp_path):
     for one in identities:
         memory = bytearray(bytes(range(256)) * (4 * PAGE_NBYTES // 256))
         kv = KvStore(config, one, {0: [memoryview(memory)]})
-        store = BlockingStore(kv, config.deadline, PAGE_NBYTES, 4)
+        store = BlockingStore(kv, config.deadline, PAGE_NBYTES)
         chunks = [chunk_of(KEY), *(ChunkId(bytes([number]) * 32, 0) for number in range(3))]
         assert all(store.store([Page(chunk, place) for place, chunk in enumerate(chunks)]))
         store.close()

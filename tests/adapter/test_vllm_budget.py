@@ -312,15 +312,20 @@ def test_a_shorter_legal_hit_that_is_not_worth_it_is_not_taken_and_an_unknown_on
     assert bounded.take(bounded.request("b"), legal=lambda cap: 0) == 0
 
 
-def test_declined_storage_is_probed_with_a_short_load_that_costs_little_and_is_used_when_fast():
-    engine = known(20.0, 10.0)
+@pytest.mark.parametrize(
+    ("options", "num_threads"), [({"io_threads": 4}, 4), ({"staging_bytes": "12MiB"}, 3)]
+)
+def test_declined_storage_is_probed_with_a_short_load_that_costs_little_and_is_used_when_fast(
+    options, num_threads
+):
+    engine = known(20.0, 10.0, **options)
     soon = engine.request("soon")
     assert engine.take(soon) == 0
     engine.admit(soon, 0)
     engine.step(10.0, {soon: PROMPT})
     engine.clock.advance(1000)
     taken, job, allowed_s = engine.ask("probe", found=FOUND)
-    assert taken == 4 * CHUNK, "a file for every I/O thread"
+    assert taken == num_threads * CHUNK, "a file for every I/O thread"
     assert allowed_s == pytest.approx(0.3, rel=0.05), "3 % of the recompute"
     assert engine.ask("beside")[0] == 0, "one at a time"
     engine.end(job, 0.05)

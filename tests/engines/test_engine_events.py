@@ -83,7 +83,7 @@ def test_a_router_hears_of_a_chunk_when_its_file_is_there_and_again_when_it_is_g
     try:
         talk.resume(engine, stored, lose_two)
         talk.resume(
-            engine, again, lambda: wait_for(lambda: len(router.stored) == NUM_CHUNKS + 2, 60)
+            engine, again, lambda: wait_for(lambda: len(router.stored) >= NUM_CHUNKS + 2, 60)
         )
         result = engine.wait(lab.ENGINE_TIMEOUT_S)
     finally:
@@ -100,6 +100,7 @@ def test_a_router_hears_of_a_chunk_when_its_file_is_there_and_again_when_it_is_g
     assert len(removed) == 4
     assert set(removed) == _hashes(lost), "the same hashes that were announced"
     assert _hashes(second) == _hashes(lost), "stored again, announced again"
+    assert len(second) == 2, "and no other"
     assert lab.generates(result)["full"]["num_cached_tokens"] == NUM_CHUNKS * CHUNK_TOKENS
     # Each of two resets made the router forget the disk, too.
     assert Counter(router.again) == dict.fromkeys((name for name, _, _ in first), 2)

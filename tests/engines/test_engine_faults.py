@@ -62,6 +62,8 @@ def test_reads_that_never_return_cost_one_deadline_then_nothing(case, tmp_path, 
     root = _root(tmp_path)
     faults = DiskFaults(native_library("disk"), pathlib.Path(root), tmp_path / "faults")
     main, reset, wait = model.main_prompt(), {"reset_prefix_cache": True}, {"sleep": 1.5}
+    # The breaker lets one operation through every breaker_probe_s; give it the time to see the root again.
+    probe = {"sleep": 3.0}
     lab.stored(model.name, root, hybrid_chunk_size=128)
     talk = lab.Conversation(tmp_path)
     talk.say(lab.generate(main, "warm"), reset)
@@ -69,7 +71,7 @@ def test_reads_that_never_return_cost_one_deadline_then_nothing(case, tmp_path, 
     talk.say(lab.generate(main, "hung"), reset, lab.generate(main, "hung_again"), reset)
     talk.say({"metrics": True})
     clear = talk.pause()
-    talk.say(wait, lab.generate(main, "back"), reset, wait, lab.generate(main, "full"), reset)
+    talk.say(probe, lab.generate(main, "back"), reset, probe, lab.generate(main, "full"), reset)
     talk.say({"metrics": True})
     fail = talk.pause()
     # Longer than its chunks are in quarantine, and sooner than the next operation is let through.
@@ -77,8 +79,6 @@ def test_reads_that_never_return_cost_one_deadline_then_nothing(case, tmp_path, 
     talk.say(lab.generate(main, "failed_again"), reset, lab.generate(main, "left_alone"), reset)
     talk.say({"metrics": True})
     clear_again = talk.pause()
-    # The breaker lets one operation through every breaker_probe_s; give it the time to see the root again.
-    probe = {"sleep": 3.0}
     talk.say(probe, lab.generate(main, "closed"), reset, probe, lab.generate(main, "healed"), reset)
     talk.say({"metrics": True})
     engine = lab.start_engine(

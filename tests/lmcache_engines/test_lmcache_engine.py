@@ -194,13 +194,14 @@ def test_a_server_that_is_killed_while_it_stores_leaves_nothing_wrong(
 
 
 def test_a_bound_holds_over_a_restart(tmp_path):
-    """The control is in it: without a bound the same prompts take more."""
-    root = tmp_path / "kv"
+    """The control, on a root of its own: without a bound the same prompts take more."""
+    root, unbounded = tmp_path / "kv", tmp_path / "unbounded"
     root.mkdir()
+    unbounded.mkdir()
     prompts = [TEXT[at : at + 2600] for at in range(0, 7800, 1300)]
     bound = 40 * MIB
 
-    def run(bounds):
+    def run(root, **bounds):
         with (
             lab.Server(tmp_path / "server", lab.plugin(root, **bounds)) as server,
             lab.Engine(tmp_path / "engine", server.port) as engine,
@@ -212,9 +213,9 @@ def test_a_bound_holds_over_a_restart(tmp_path):
                 sizes.append(sum(path.stat().st_blocks * 512 for path in chunk_files(root)))
             return max(sizes), loaded
 
-    most, _ = run({"max_bytes": bound})
+    most, _ = run(root, max_bytes=bound)
     assert 0 < most <= bound
-    most, _ = run({"max_bytes": bound})
+    most, _ = run(root, max_bytes=bound)
     assert 0 < most <= bound
-    more, _ = run({})
+    more, _ = run(unbounded)
     assert more > bound, "the control"

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -226,3 +227,31 @@ def test_a_target_can_be_made_again_when_its_file_of_durations_is_there(tmp_path
     assert (done.returncode == 0) is joined  # the control: apart they fail
     words = re.findall(r"--timings(.)", (REPOSITORY / "Makefile").read_text())
     assert set(words) == {"="}
+
+
+@pytest.mark.parametrize(("pip", "code"), [("false", 77), ('mkdir -p "${10}"', 1)])
+def test_a_newest_version_that_cannot_be_had_is_not_run_and_has_not_passed(tmp_path, pip, code):
+    """The control: with the wheel there, where tests fail, it fails."""
+    (tmp_path / ".ci").mkdir()
+    shutil.copy(REPOSITORY / ".ci" / "versions", tmp_path / ".ci")
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\n[ "$2" = pip ] && {pip}\n')
+    python.chmod(0o755)
+    done = subprocess.run(
+        ["bash", ".ci/versions", "--newest"],
+        cwd=tmp_path,
+        env={**os.environ, "PY": str(python)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == code, done.stderr
+    assert ("NOT RUN" in done.stdout) is (code == 77)
+
+
+def test_the_table_tells_what_did_not_run_from_what_passed_and_what_failed():
+    script = (REPOSITORY / ".ci" / "run").read_text()
+    (step,) = re.findall(r"^failed=0.*?^}\n", script, re.MULTILINE | re.DOTALL)
+    words = "results=()\n" + step + "step a true; step b sh -c 'exit 77'; step c false\n"
+    words += 'printf "%s|" "${results[@]}" "$failed" "$not_run"'
+    said = subprocess.run(["bash", "-uc", words], capture_output=True, text=True).stdout
+    assert re.search(r"a +passed[^|]*\|b +NOT RUN[^|]*\|c +FAILED[^|]*\|1\|1\|$", said), said

@@ -473,7 +473,11 @@ def test_the_expression_of_the_document_joins_a_series_with_its_root(static):
 def test_a_hit_ratio_is_that_of_one_child(static):
     """One child has everything and the other nothing: every prompt is served."""
     of_child = {"nvme": 0.0, "nfs": 1.0}
-    shown = [expr for title, expr in _panel_exprs(_dashboard()) if title == "Hit ratio of chunks"]
+    shown = [
+        expr
+        for title, expr in _panel_exprs(_dashboard())
+        if title == "Chunks found, of those looked for"
+    ]
     ratio = "job_model_connector:fskv_hit_ratio:30m"
     rule = next(rule["expr"] for rule in _rules() if rule.get("record") == ratio)
     assert len(shown) == 2

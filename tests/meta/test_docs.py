@@ -106,7 +106,7 @@ def test_every_option_is_in_the_table_with_its_default_and_no_other():
 @pytest.mark.parametrize(
     ("check", "old", "new"),
     [
-        (check_options, "| `io_threads` | `4` |", "| `io_threads` | `8` |"),
+        (check_options, '| `io_threads` | `"auto"` |', "| `io_threads` | `8` |"),
         (check_options, "| `io_threads` |", "| `num_threads` |"),
         (check_options, "| true, false | fsync each", "| true, false | Sync each"),
     ],

@@ -26,8 +26,8 @@ from tool_lab import Lab, check_lines, everything_below, fskv, key_of, run, spoi
 from world import follow_links, make_identity, read_by_hand, wait_for
 
 from fskv import namespace
-from fskv.config import Share
 from fskv.root.root import Root
+from fskv.sizes import Share
 
 pytest.importorskip("fskv_tools.cli", reason="the command line is not installed")
 

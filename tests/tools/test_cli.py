@@ -141,6 +141,16 @@ def test_without_a_root_it_says_how_to_give_one():
     assert "--root" in done.stderr
 
 
+@pytest.mark.parametrize(("name", "taken"), [("bench", "DIRECTORY"), ("plan", "MODEL_CONFIG")])
+def test_a_root_for_a_command_that_has_none_is_one_line_that_names_what_it_takes(lab, name, taken):
+    done = run(name, root=lab.path)
+    assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert f"fskv: {name} has no --root; it takes [OPTIONS]" in done.stderr
+    assert taken in done.stderr
+    other = run(name, "--rot", "x")  # the control: any other option is typer's to refuse
+    assert (other.exit_code, "has no --root" in other.stderr) == (2, False)
+
+
 def test_the_root_may_come_from_the_environment(lab):
     lab.namespace()
     assert run("ls", "-q", env={"FSKV_ROOT": lab.path}).stdout.count("\n") == 1
@@ -169,6 +179,28 @@ def test_what_is_no_root_is_exit_10_and_one_sentence(tmp_path, kind):
         assert str(path) in done.stderr
     after = sorted(os.listdir(tmp_path)), sorted(os.listdir(path)) if path.is_dir() else None
     assert after == before
+
+
+BROKEN = '{\n "kv_connector": "FskvConnector",\n "timestamp": }\n'
+READS_JSON = {  # by an option or a word, which comes last
+    "doctor": ["doctor", "--config"],
+    "plan": ["plan"],
+    "explain": ["explain", "--tokens-json", "[1]"],
+    "explain tokens": ["explain", "--tokens"],
+    "diff": ["diff"],
+}
+
+
+@pytest.mark.parametrize("name", READS_JSON)
+def test_a_broken_json_file_is_one_line_that_names_file_line_and_column(lab, tmp_path, name):
+    given = tmp_path / "given.json"
+    lab.namespace()
+    for content, where in ((BROKEN, "line 3 column 15"), (f"\n\n\n{BROKEN}", "line 6 column 15")):
+        given.write_text(content)
+        twice = [str(given)] * (1 + (name == "diff"))
+        done = run(*READS_JSON[name], *twice, root=None if name == "plan" else lab.path)
+        assert (done.exit_code in (1, 2, 10), done.stderr.count("\n")) == (True, 1), done
+        assert f"{given}: no JSON: Expecting value: {where}" in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize("num_chunks", [1, 3000], ids=["in the buffer", "more than a buffer"])

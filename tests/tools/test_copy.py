@@ -17,9 +17,9 @@ pytest.importorskip("fskv_tools.cli", reason="the command line is not installed"
 from fskv_tools.commands import import_
 from fskv_tools.transfer import allowance, candidate, sink
 
-from fskv.config import Share
 from fskv.root import beneath, files
 from fskv.root.filesystem import Space
+from fskv.sizes import Share
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from faults.mount import FaultyMount, why_not
 
 pytest.importorskip("fskv_tools.cli", reason="the command line is not installed")
 
-from fskv_tools.doctor import machine, probes, space, visitor
+from fskv_tools.doctor import contents, machine, mount, probes, space, visitor
 from fskv_tools.doctor.finding import Check, Level, Subject
 from fskv_tools.doctor.mount import judge
 from fskv_tools.doctor.rounds import examine
@@ -30,9 +30,9 @@ from fskv_tools.doctor.scratch import Scratch
 from fskv.bounds.client import Capacity
 from fskv.bounds.ledger import Ledger
 from fskv.bounds.quota import Limits, Usage
-from fskv.config import Share
 from fskv.root.mounts import mount_of
 from fskv.root.process_id import HOST, TOKEN, unique_name
+from fskv.sizes import Share
 
 PATIENT = ("--timeout", "120")  # a check imports torch, on a busy machine
 
@@ -135,6 +135,35 @@ def test_what_is_no_root_is_a_finding_and_nothing_is_written_there(tmp_path, kin
         assert not of(done, "write")
         if path.is_dir():
             assert path.stat().st_mtime_ns == stamp
+
+
+def test_what_is_worst_is_printed_last_and_a_missing_mount_is_said_once(tmp_path):
+    """A terminal shows the end; in JSON it is the order of the checks."""
+    root = tmp_path / "kv"
+
+    def printed():
+        lines = run("doctor", *PATIENT, root=root).stdout.splitlines()
+        return [word for line in lines if (word := line.partition(" ")[0]) in list(Level)]
+
+    found = printed()
+    assert found == sorted(found, key=list(Level).index)
+    assert found[-1] == Level.PROBLEM
+    assert not any("system's own" in finding.found for finding in here(root))
+    checked = [line["level"] for line in findings(run("doctor", *PATIENT, "--json", root=root))]
+    assert checked != sorted(checked, key=list(Level).index), "the control"
+
+
+def test_the_systems_own_file_system_is_hinted_at_where_the_root_is(tmp_path, monkeypatch):
+    told = tmp_path / "mountinfo"
+    told.write_text(LINE.format(point="/", kind="ext4", source="/dev/a", options=""))
+    monkeypatch.setattr(mount, "_MOUNTINFO", str(told))
+    of_mount = [one.check for one in here(tmp_path / "kv")]
+    assert of_mount == ["mount", "root"]
+    (tmp_path / "kv").mkdir()
+    found = here(tmp_path / "kv")
+    assert "system's own" in [one.found for one in found if one.check == "mount"][1]
+    checks = [one.check for one in found]
+    assert checks.index("root") < len(checks) - 1 - checks[::-1].index("mount")
 
 
 def test_with_no_write_nothing_is_tried(lab):
@@ -243,7 +272,10 @@ def test_a_file_system_that_does_not_know_its_room_is_a_hint(lab, monkeypatch):
         ("f_bsize", "f_frsize", "f_blocks", "f_bavail", "f_files", "f_favail"), 0
     )
     subject = Subject(lab.path, 10.0, Scratch(may_write=True))
-    for answer, level in (({}, "hint"), ({"f_frsize": 4096, "f_blocks": 9, "f_bavail": 9}, "ok")):
+    for answer, level in (
+        ({}, "hint"),
+        ({"f_frsize": 4096, "f_blocks": 9999, "f_bavail": 9999}, "ok"),
+    ):
         info = SimpleNamespace(**{**nothing, **answer})
         monkeypatch.setattr(os, "statvfs", lambda path, info=info: info)
         assert levels(list(space.look(subject)), "space")[0][0] == level
@@ -263,7 +295,7 @@ def test_where_nothing_can_be_stored_is_a_problem_and_not_how_much_is_free(lab, 
             os.makedirs(f"{lab.path}/.fskv-maintenance/claims", exist_ok=True)
             usage = Usage({where.id: (counted, 1)})
             Ledger(f"{lab.path}/.fskv-maintenance").publish_usage(usage)
-        limits = Limits(**told) if told else None
+        limits = (Limits(**told),) if told else ()
         return levels(list(space.look(dataclasses.replace(subject, told=limits))), "space")
 
     assert [level for level, _ in judged(4)] == ["warning"]  # nobody has counted what could go
@@ -278,6 +310,19 @@ def test_where_nothing_can_be_stored_is_a_problem_and_not_how_much_is_free(lab, 
     # What an engine is to have: a bound that is smaller than a chunk, and a share that is not there.
     assert [level for level, _ in judged(90, max_nbytes=1 << 20)] == ["problem", "ok"]
     assert [level for level, _ in judged(90, keep_free=Share(70.0))] == ["problem"]
+
+
+@pytest.mark.parametrize(("free_mib", "level"), [(4, "warning"), (6, "ok"), (3, "problem")])
+def test_an_empty_root_with_less_room_than_a_usual_file_is_no_good_root(
+    tmp_path, monkeypatch, free_mib, level
+):
+    """Of 150 MiB 3 are kept free. The control: with 3 MiB left it is ok."""
+    info = {"f_bsize": 4096, "f_frsize": 4096, "f_blocks": 150 << 8, "f_bavail": free_mib << 8}
+    info |= {"f_files": 0, "f_favail": 0}
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(**info))
+    ((found, text),) = levels(here(tmp_path), "space")
+    assert found == level
+    assert level != "warning" or "1.00 MiB left, and a file of most models has" in text
 
 
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
@@ -331,6 +376,43 @@ def test_damaged_and_hostile_maintenance_files_are_findings(lab, tmp_path):
     with open(f"{shared}/claims/x.json", "w") as file:
         file.write('{"name": "x", "limits": 7}')
     assert of(run("doctor", *PATIENT, "--json", root=lab.path), "claims")[0][0] == "ok"
+
+
+@pytest.mark.parametrize("denied", [True, False])
+def test_claims_that_may_not_be_read_are_not_taken_for_none(lab, monkeypatch, denied):
+    if denied:
+        monkeypatch.setattr(Ledger, "claims", refused)
+    ((level, found),) = levels(here(lab.path), "claims")
+    assert (level == "problem", "Permission denied" in found) == (denied, denied)
+    assert ("no engine was here" in found) is not denied
+
+
+def refused(*_):
+    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+
+@pytest.mark.parametrize("denied", [True, False])
+def test_what_this_user_may_not_read_is_nothing_to_remove(lab, monkeypatch, denied):
+    """The control: a damaged manifest is of no use to anybody."""
+    where = lab.namespace()
+    text = "no permission; expected one" if denied else "no JSON"
+    monkeypatch.setattr(contents.Namespace, "problem", property(lambda _: text))
+    found = [one for one in here(lab.path) if one.check == "namespaces" and one.level == "problem"]
+    assert where.id in found[0].found
+    assert ("fskv rm" in found[0].advice) is not denied
+    assert ("engines' user" in found[0].advice) is denied
+
+
+@pytest.mark.parametrize("denied", [True, False])
+def test_a_namespace_that_may_not_be_listed_does_not_end_the_look_at_others(
+    lab, monkeypatch, denied
+):
+    lab.chunks(lab.namespace(), range(3))
+    if denied:
+        monkeypatch.setattr(contents.Namespace, "shards", refused)
+    ((level, found),) = levels(here(lab.path), "leftovers")
+    assert level == ("problem" if denied else "ok")
+    assert ("1 in 1 directories of chunks cannot be listed" in found) is denied
 
 
 def test_leases_and_claims_of_the_living_and_the_dead(lab):
@@ -570,6 +652,21 @@ def test_bounds_that_do_not_fit_the_disk_are_findings(lab, bound, check, words):
     done, _ = configured(json.dumps(transfer(lab.path, **bound)))
     name, level = check
     assert any(one == level and words in found for one, found in of(done, name)), done.stdout
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_of_several_stores_on_one_root_the_tightest_bounds_are_judged(lab, order):
+    bounds = [{"max_bytes": "1GiB", "keep_free": 0}, {"max_bytes": "2GiB", "keep_free": "1%"}]
+    inner = [transfer(lab.path, **each) for each in bounds[::order]]
+    done, problems = configured(json.dumps(nested("MultiConnector", "connectors", *inner)))
+    assert problems == []
+    assert [found for _, found in of(done, "space") if "of max_bytes 1.00 GiB" in found]
+    ((level, text),) = of(done, "bounds")
+    assert level == "hint"
+    assert text.endswith("the tightest hold for all: max_bytes 1.00 GiB, keep_free 1 %")
+    # The control: where both have the same there is nothing to say.
+    alike = nested("MultiConnector", "connectors", inner[0], inner[0])
+    assert of(configured(json.dumps(alike))[0], "bounds") == []
 
 
 def test_a_line_without_time_to_stop_or_with_a_warning_at_each_start_is_hinted_at(lab):

@@ -120,7 +120,7 @@ def test_a_trace_is_read_in_its_order_whatever_else_its_lines_say():
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        (b"{", "not JSON"),
+        (b'{"timestamp": }', "not JSON: Expecting value: column 15"),
         (b"\xff", "not JSON"),
         (b"[" * 100_000, "not JSON"),
         (b"[1]", "expected a JSON object"),
@@ -437,7 +437,7 @@ class _Grants:
     def start(self):
         pass
 
-    def wait_for_first_word(self):
+    def wait_for_first_word(self, room_nbytes):
         pass
 
     def close(self):

@@ -36,10 +36,10 @@ from world import wait_for
 
 from fskv.bounds.ledger import Ledger
 from fskv.bounds.quota import Claim, Limits, Usage
-from fskv.config import Share
 from fskv.observe import metrics
 from fskv.root.filesystem import Space
 from fskv.root.process_id import HOST, TOKEN
+from fskv.sizes import Share
 
 GIB = 1 << 30
 HANG_S = 60  # generous: nothing here should take more than seconds
@@ -356,7 +356,6 @@ def test_what_an_engine_publishes_is_what_is_shown():
     change = endpoint.between(before, sample(engine, 12.0))
     assert change.seconds == 2
     assert change.total(metrics.LOOKUP_HITS) == 120
-    assert change.hit_ratio == 0.75
     assert change.token_hit_ratio == 0.6
     assert change.rate(metrics.LOADED_BYTES) == 60 << 20
     assert change.load_s == pytest.approx(0.002)
@@ -366,6 +365,22 @@ def test_what_an_engine_publishes_is_what_is_shown():
     assert 0.01 < change.quantile(endpoint.LOOKUP_DELAY, 0.99) <= 0.1
     assert change.quantile(endpoint.FIRST_TOKEN, 0.5) is None
     assert before.models == ("org/model",)
+
+
+@pytest.mark.parametrize("found", [0, 500])
+def test_a_hit_ratio_is_of_tokens_as_a_computed_prompt_is_one_missed_chunk(found):
+    """Two prompts of 1000 tokens, 10 chunks each: half of one is loaded, or nothing."""
+    engine = Engine()
+    engine.add(metrics.LOOKUP_HITS, found // 100)
+    engine.add(metrics.LOOKUP_MISSES, 2, "absent")
+    engine.add("vllm:external_prefix_cache_hits", found)
+    engine.add("vllm:external_prefix_cache_queries", 2000)
+    change = endpoint.since_start(sample(engine))
+    assert change.token_hit_ratio == found / 2000
+    up = replace(busy().endpoints[0], recent=change, total=change)
+    shown = text_of(frame.lines(state.State(0, "/kv", endpoints=(up,)), 160, 40))
+    assert shown.count(frame.share(found / 2000)) >= 2, "in HITS and in ALL"
+    assert "71.4 %" not in shown, "of the chunks that were looked for"
 
 
 def test_every_metric_of_fskv_is_read_and_gauges_have_no_past():
@@ -398,7 +413,7 @@ def test_a_counter_that_began_again_counts_from_zero():
     engine.traffic()
     change = endpoint.between(before, sample(engine, 2.0))
     assert change.total(metrics.LOOKUP_HITS) == 30
-    assert change.hit_ratio == 0.75
+    assert change.token_hit_ratio == 0.6
     assert all(amount >= 0 for amount in change.sums.values())
     assert all(n >= 0 for table in change.buckets.values() for n in table.values())
 
@@ -478,7 +493,7 @@ def test_the_screen_lives_through_everything_that_an_endpoint_does(lab):
             made.mode = mode
             one = now(3).endpoints[0]
             assert not one.is_up, mode
-            assert "75.0 %" not in text_of(frame.lines(now(), 140, 50)), mode
+            assert "60.0 %" not in text_of(frame.lines(now(), 140, 50)), mode
             made.mode = "good"
             engine.restart()
             engine.traffic()
@@ -504,7 +519,7 @@ def test_metrics_show_in_a_frame_and_in_json(lab):
         shown = top(lab, "--once", "--metrics", made.url, env={"COLUMNS": "140", "LINES": "50"})
         engine.set(metrics.BREAKER_OPEN, 1)
     good, garbage = done.lines[-2]["endpoints"]
-    assert good["recent"]["hit_ratio"] == 0.75
+    assert good["recent"]["token_hit_ratio"] == 0.6
     assert good["recent"]["loaded_nbytes"] > 0
     assert good["recent"]["seconds"] > 0
     assert good["total"]["load_failures"] == {"corrupt": 3}
@@ -512,7 +527,7 @@ def test_metrics_show_in_a_frame_and_in_json(lab):
     assert (good["breaker_open"], good["threads_hung"], good["models"]) == (False, 0, ["org/model"])
     assert garbage["problem"]
     assert (garbage["recent"], garbage["total"]) == (None, None)
-    assert "75.0 %" in shown.stdout
+    assert "60.0 %" in shown.stdout
     assert "failed: corrupt 3" in shown.stdout
 
 
@@ -629,12 +644,49 @@ def test_a_narrow_screen_keeps_what_is_since_the_start_and_no_empty_column():
         (head,) = [line for line in shown.splitlines() if line.startswith("METRICS")]
         return head.split()
 
-    assert {"ALL", "TOKENS", "FAILED"} <= {*titles(idle, 60)}
+    assert {"ALL", "FAILED"} <= {*titles(idle, 60)}
     assert not {"HITS", "HUNG"} & {*titles(idle, 160)}
     # The control: with traffic in the interval, and with a thread that hangs, they are there.
     engine.set(metrics.THREADS_HUNG, 2)
     live = replace(up, recent=(change := endpoint.since_start(sample(engine, 1.0))), total=change)
     assert {"HITS", "HUNG"} <= {*titles(live, 160)}
+
+
+def test_a_directory_of_chunks_that_is_a_link_is_not_counted(lab):
+    where, other = lab.namespace(), lab.namespace(model_name="org/other")
+    lab.chunks(where, range(4))
+    before = Counter().count(RootView(lab.path).namespaces())
+    assert before[where.id][1] == 4, "the control"
+    chunks = f"{other.directory.path}/chunks"
+    with contextlib.suppress(FileNotFoundError):
+        os.rmdir(chunks)
+    os.symlink(f"{where.directory.path}/chunks", chunks)
+    assert Counter().count(RootView(lab.path).namespaces()) == {where.id: before[where.id]}
+
+
+@pytest.mark.parametrize("denied", [True, False])
+def test_claims_that_may_not_be_read_are_not_taken_for_none(lab, monkeypatch, denied):
+    def refused(_):
+        raise PermissionError(13, "Permission denied")
+
+    if denied:
+        monkeypatch.setattr(Ledger, "claims", refused)
+    shown = top(lab, "--once").stdout
+    assert ("tell each other cannot be read: Permission denied" in shown) is denied
+    assert ("no engine holds the lease" in shown) is not denied
+    done = run("report", "--html", f"{lab.path}.html", root=lab.path)
+    assert done.exit_code in (0, 1)
+    with open(f"{lab.path}.html", encoding="utf-8") as file:
+        page = file.read()
+    assert ("No engine has left a claim" in page) is not denied
+    assert ("No living engine declares one" in page) is not denied
+
+
+def test_files_that_cannot_be_removed_have_a_line_that_no_narrow_screen_cuts():
+    told = replace(busy(), usage=Usage(unremovable=3))
+    shown = text_of(frame.lines(told, 60, 40))
+    assert "3 files cannot be removed" in shown.splitlines()
+    assert "cannot be removed" not in text_of(frame.lines(replace(told, usage=Usage()), 60, 40))
 
 
 def test_what_was_written_since_the_count_is_beside_it():

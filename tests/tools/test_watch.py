@@ -30,9 +30,9 @@ pytest.importorskip("fskv_tools.cli", reason="the command line is not installed"
 from fskv.bounds.lease import SHARED_DIR
 from fskv.bounds.ledger import Ledger
 from fskv.bounds.quota import Claim, Limits, Scope, Usage, scopes, unused_limit_s
-from fskv.config import Share
 from fskv.root.filesystem import Space
 from fskv.root.process_id import unique_name
+from fskv.sizes import Share
 
 MAX = 4 << 20
 DAY_NS = 86400 * 10**9

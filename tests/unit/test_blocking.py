@@ -33,7 +33,7 @@ class Store(BlockingStore):
         group = dataclasses.replace(group, tokens_per_block=tokens_per_block)
         one_block = dataclasses.replace(identity("toy"), blocks_per_chunk=1, groups=(group,))
         self.kv = KvStore(config, one_block, {0: [memoryview(self.memory)]}, rank=rank)
-        super().__init__(self.kv, config.deadline, PAGE_NBYTES, 2 * config.io_threads)
+        super().__init__(self.kv, config.deadline, PAGE_NBYTES)
 
     def fill(self, pages):
         for page in pages:
@@ -244,13 +244,27 @@ def test_each_chunk_has_an_answer_of_its_own_where_no_prefix_is_asked_for(make):
     assert store.present(chunks(range(2))) == [False, False]
 
 
+@pytest.mark.parametrize(
+    "options", [{"staging_bytes": 3 * 8192}, {"max_queued_chunks": 3}, {"io_threads": 8}]
+)
+@pytest.mark.parametrize("at_once", [None, 17])
+def test_what_is_stored_at_once_fits_into_the_queue_of_a_slow_disk(make, options, at_once):
+    """With `at_once`, the control, more is handed over than the queue takes, and is not stored."""
+    store = make(store_queue_s=0, **options)
+    store._at_once = at_once or store._at_once
+    first, others = pages(range(1)), pages(range(1, 41), first_block=1)
+    store.fill(first + others)
+    assert store.store(first) == [True], "now it is known how long one takes"
+    assert all(store.store(others)) is (at_once is None)
+
+
 def test_pages_that_lie_anywhere_go_to_files_and_back(tmp_path):
     """The control is in it: what is beside the pages stays."""
     memory = bytearray(10 * PAGE_NBYTES + 77)
     config = StoreConfig(root=str(tmp_path), maintenance="off")
     one_block = dataclasses.replace(identity("toy"), blocks_per_chunk=1)
     kv = KvStore(config, one_block, {0: [memoryview(memory)]}, anywhere=True)
-    with contextlib.closing(BlockingStore(kv, config.deadline, PAGE_NBYTES, 8)) as store:
+    with contextlib.closing(BlockingStore(kv, config.deadline, PAGE_NBYTES)) as store:
         stored = [Page(chunk, at) for chunk, at in zip(chunks(range(2)), (3, 1001), strict=True)]
         for page in stored:
             memory[page.block : page.block + PAGE_NBYTES] = content(page.chunk)

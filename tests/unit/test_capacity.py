@@ -37,8 +37,8 @@ from fskv.bounds.ledger import Ledger
 from fskv.bounds.maintenance import Maintainer
 from fskv.bounds.outbox import Outbox
 from fskv.bounds.quota import Claim, Limits, Scope, excess
-from fskv.config import Share
 from fskv.root.process_id import unique_name
+from fskv.sizes import Share
 from trials.shared_root_judge import maintenance_processes
 
 MAX = 4 << 20

@@ -31,8 +31,8 @@ from fskv.bounds.quota import (
     scopes,
     with_intervals_of,
 )
-from fskv.config import Share
 from fskv.root.filesystem import Space
+from fskv.sizes import Share
 
 NS = "cpu/model@0123456789abcdef"
 OTHER_NS = "cpu/other@fedcba9876543210"

@@ -50,7 +50,7 @@ OPTIONS = {
     "lora": (["off", "by-name"], ["on", "", None, True, "OFF", ["off"]]),
     "media_keys": (["checked", "trusted"], ["off", "", None, True, "CHECKED", ["checked"]]),
     "store": ([True, False], [0, 1, "false", None]),
-    "io_threads": ([1, 4, 64], [0, -1, 65, "4", 4.0, True, None]),
+    "io_threads": (["auto", 1, 4, 64], [0, -1, 65, "4", "Auto", 4.0, True, None]),
     "staging_bytes": (
         [MIB, "256MiB", "1.5 GiB", "4096B", " 1TiB "],
         [0, -1, "", "256", "256MB", "256M", "256 mib", "-1MiB", "0B", 1.5, True, None, "MiB"],
@@ -181,6 +181,12 @@ def test_a_root_loses_its_last_slashes():
     assert parsed(root="//").root == "/"
 
 
+@pytest.mark.parametrize(("slots", "threads"), [(0, 1), (2, 1), (5, 2), (15, 7), (16, 8), (999, 8)])
+def test_auto_threads_leave_half_of_the_staging(slots, threads):
+    assert parsed(io_threads="auto").num_io_threads(slots) == threads
+    assert parsed(io_threads=3).num_io_threads(slots) == 3
+
+
 # --- names ------------------------------------------------------------------------------------
 
 
@@ -199,11 +205,13 @@ def test_an_unknown_option_is_refused_and_the_nearest_is_suggested(typo, meant):
     assert message.endswith(f"under an unknown name; did you mean '{meant}'?")  # and no list of all
 
 
-def test_an_option_like_no_other_is_refused_with_the_list_of_all():
-    message = refused(zzz="1")
-    assert "did you mean" not in message
-    for name in FIELDS:
-        assert name in message
+def test_an_option_like_no_other_is_refused_with_the_few_nearest():
+    """And where the list of all is, which no terminal shows whole."""
+    for name, nearest in (("zzz", set()), ("max_cpu", {"max_bytes"})):
+        message = refused(**{name: "1"})
+        assert "did you mean" not in message
+        assert message.endswith("all are in docs/vllm.md")
+        assert {known for known in FIELDS if known in message} == nearest, message
 
 
 @pytest.mark.parametrize(

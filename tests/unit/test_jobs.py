@@ -32,7 +32,15 @@ class Bench:
     """A runner on a World; the clock stands still unless a test moves it."""
 
     def __init__(
-        self, world, *, num_threads=2, num_slots=8, max_queued=100, failures=1000, prefetch=None
+        self,
+        world,
+        *,
+        num_threads=2,
+        num_slots=8,
+        max_queued=100,
+        failures=1000,
+        prefetch=None,
+        deadline=DEADLINE,
     ):
         self.world = world
         self.transport = world.transport
@@ -44,7 +52,7 @@ class Bench:
             num_threads=num_threads,
             num_slots=num_slots,
             max_queued_chunks=max_queued,
-            deadline=DEADLINE,
+            deadline=deadline,
             breaker=self.breaker,
             clock=self.clock,
             prefetch=prefetch,
@@ -683,6 +691,23 @@ def test_a_hung_store_times_out_once_and_its_thread_is_replaced(make_bench):
     calm(bench)
     bench.wait_until_idle()
     assert bench.statuses(loads=False) == {Status.TIMED_OUT: 1, Status.OK: 1}
+
+
+@pytest.mark.parametrize("num_threads", [4, 1])
+def test_stores_that_share_a_slow_disk_are_no_hung_ones(make_bench, num_threads):
+    """Four threads may take four times as long as one that is alone, which is the control."""
+    deadline = Deadline(0.0, 10.0, 1000.0)
+    bench = make_bench(Script(write="H*"), num_threads=num_threads, num_slots=12, deadline=deadline)
+    bench.store(list(range(num_threads)))
+    bench.transport.wait_until_hanging(num_threads)
+    alone_s = deadline.for_nbytes(bench.world.file_layout.file_nbytes)
+    for times, num_hung in ((3.9, 0 if num_threads == 4 else 1), (0.2, num_threads)):
+        bench.clock.advance(times * alone_s)
+        bench.poll()
+        assert bench.runner.num_threads_hung == num_hung
+    assert bench.statuses(loads=False) == {Status.TIMED_OUT: num_threads}
+    calm(bench)
+    bench.wait_until_idle()
 
 
 # --- bounds -------------------------------------------------------------------------------------

@@ -32,13 +32,13 @@ from fskv.bounds.ledger import Ledger
 from fskv.bounds.maintenance import Engine, Maintainer
 from fskv.bounds.quota import Claim, Limits, Usage
 from fskv.bounds.status import root_state
-from fskv.config import Share
 from fskv.index import scan
 from fskv.index.snapshot import Catalogue
 from fskv.root import filesystem, manifests
 from fskv.root.filesystem import Space
 from fskv.root.manifests import Manifests
 from fskv.root.process_id import unique_name
+from fskv.sizes import Share
 from fskv.types import MAX_COUNT
 
 

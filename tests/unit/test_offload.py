@@ -12,11 +12,13 @@ import subprocess
 import sys
 import time
 
+import msgpack
 import pytest
 from places import REPOSITORY
 from toy_engine import TOKENS_PER_CHUNK, Engine, chunks_of, identity
 from world import damage, wait_for
 
+from fskv.bounds import client
 from fskv.bounds.client import Capacity
 from fskv.bounds.quota import Claim, Limits, Usage
 from fskv.bounds.status import RootState, root_state
@@ -60,6 +62,17 @@ def test_a_toy_engine_loads_what_another_one_stored(engine, tmp_path):
     longer = [*PROMPT, *range(TOKENS_PER_CHUNK)]
     assert second.run(longer)[: len(kv)] == kv
     assert (second.num_stored, second.num_loaded) == (1, 8)
+
+
+def test_threads_nobody_asked_for_take_what_staging_has_room_for(engine, tmp_path):
+    """Two chunk files are enough for `auto`; a number that somebody gave is kept, or refused."""
+    kv = engine().run(PROMPT)
+    room = 2 * files(tmp_path)[0].stat().st_size
+    assert engine(staging_bytes=room).run(PROMPT) == kv
+    with pytest.raises(ConfigError, match=r"1 I/O threads and one more\)$"):
+        engine(staging_bytes=room - 1)
+    with pytest.raises(ConfigError, match=r"4 I/O threads and one more\); or lower 'io_threads'"):
+        engine(staging_bytes=room, io_threads=4)
 
 
 def test_another_model_loads_nothing_of_it(engine):
@@ -181,6 +194,41 @@ def test_an_engine_on_a_file_system_without_room_says_so(engine, caplog, monkeyp
     toy.run(PROMPT)
     lines = [r.getMessage() for r in caplog.records if "bound=keep_free" in r.getMessage()]
     assert len(lines) == said
+
+
+class Counts:
+    """A maintenance process that grants at once, and says only then, one by one, what it has seen."""
+
+    free = 0  # KiB
+    running, pid = True, 1
+
+    def __init__(self, _options):
+        state = dataclasses.asdict(RootState(free=self.free << 10))
+        counted = {"counted_at_ms": 1, "room": self.free << 10}
+        self.unheard = [{"grant": 4096}, state, None, None, None, counted]
+        Counts.last = self
+
+    def send(self, _message):
+        return True
+
+    def hear(self, _most):
+        message = self.unheard.pop(0) if self.unheard else None
+        return b"" if message is None else msgpack.packb(message)
+
+    def close(self, *, exact):
+        pass
+
+
+@pytest.mark.parametrize(("free", "waits"), [(4, True), (4000, False)])
+def test_where_little_is_free_a_start_waits_for_the_count_and_says_it(
+    engine, caplog, monkeypatch, free, waits
+):
+    """Before any prompt. With much free, the control, nothing is waited for and nothing is said."""
+    monkeypatch.setattr(Counts, "free", free)
+    monkeypatch.setattr(client, "MaintenanceProcess", Counts)
+    engine()
+    assert ("bound=keep_free" in caplog.text) is waits
+    assert (not Counts.last.unheard) is waits
 
 
 def test_a_stopped_lookup_finds_and_begins_nothing(engine):

@@ -16,7 +16,7 @@ from test_readiness import DeviceBench, Event
 from world import damage, returns_in_time, wait_for
 
 from faults.transport import Script
-from fskv.config import StoreConfig
+from fskv.config import Deadline, StoreConfig
 from fskv.data_path.prefetch import Prefetcher
 from fskv.errors import ConfigError
 from fskv.format import chunk_file
@@ -31,14 +31,14 @@ HANG = "H*"
 class PrefetchBench(Bench):
     """A runner with 4 I/O threads, and 2 beside that read ahead: as a Mover has them."""
 
-    def __init__(self, world, *, num_prefetch_slots=4, failures=1000, **options):
+    def __init__(self, world, *, num_prefetch_slots=4, failures=1000, deadline=DEADLINE, **options):
         self.counters = Counters()
         self.prefetch = Prefetcher(
             world.store,
             world.transport,
             num_slots=num_prefetch_slots,
             num_threads=2,
-            deadline=DEADLINE,
+            deadline=deadline,
             breaker=SimpleNamespace(),
             counters=self.counters,
             is_due=lambda: self.runner.is_due,
@@ -296,6 +296,22 @@ def test_reads_that_hang_take_no_thread_of_loads(make_bench, protected):
     bench.want(5)
     wait_for(lambda: {3, 4, 5} <= bench.held())
     bench.drop(3, 4, 5)
+    bench.wait_until_idle()
+
+
+def test_reads_ahead_that_share_a_slow_disk_are_no_hung_ones(make_bench):
+    """Two threads may take twice as long as one that is alone; the control is what follows."""
+    deadline = Deadline(0.0, 10.0, 1000.0)
+    bench = make_bench(Script(read="HH"), deadline=deadline)
+    stored(bench, [1, 2])
+    bench.want(1, 2)
+    bench.transport.wait_until_hanging(2)
+    alone_s = deadline.for_nbytes(bench.world.file_layout.file_nbytes)
+    for times, num_hung in ((1.9, 0), (0.2, 2)):
+        bench.clock.advance(times * alone_s)
+        bench.poll()
+        assert bench.prefetch.num_threads_hung == num_hung
+    bench.transport.release()
     bench.wait_until_idle()
 
 

@@ -23,7 +23,7 @@ def command(
     ],
     chunk_kib: Annotated[str, typer.Option(help="Chunk sizes in KiB.")] = "512,2048,8192",
     page_kib: Annotated[str, typer.Option(help="Page sizes in KiB.")] = "64",
-    threads: Annotated[str, typer.Option(help="Numbers of I/O threads.")] = "1,4",
+    threads: Annotated[str, typer.Option(help="Numbers of I/O threads.")] = "1,8",
     rounds: Annotated[int, typer.Option(min=1, max=99, help="Rounds; the median is shown.")] = 3,
     total_mib: Annotated[int, typer.Option(min=1, help="KV bytes per round and size.")] = 64,
     bytes_per_token: Annotated[

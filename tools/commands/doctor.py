@@ -72,14 +72,14 @@ def command(
 
     What the file system does (O_DIRECT, rename, links, clocks and more) is tried out with files of a moment
     in the root, which are removed again; nothing is written to what is no root. A mount that hangs is a
-    finding. Exit code 1 if there is a problem; hints and warnings are 0.
+    finding. The worst is printed last. Exit code 1 if there is a problem; hints and warnings are 0.
     """
     configured = Configured(()) if config is None else read(config)
-    roots: dict[str, Limits | None] = {
-        store.root: Limits(store.max_bytes, store.keep_free) for store in configured.stores
-    }
+    roots: dict[str, list[Limits]] = {}
+    for store in configured.stores:
+        roots.setdefault(store.root, []).append(Limits(store.max_bytes, store.keep_free))
     if config is None and root:
-        roots = {os.path.abspath(root): None}
+        roots = {os.path.abspath(root): []}
     key_files = [(one.mac_key_file, one.root) for one in configured.stores if one.mac_key_file]
     of_keys = [keys.check(path, beside) for path, beside in dict.fromkeys(key_files)]
     if mac_key_file:
@@ -114,7 +114,7 @@ def command(
 
 def _findings(
     configured: Configured,
-    roots: dict[str, Limits | None],
+    roots: dict[str, list[Limits]],
     timeout_s: float,
     of_keys: list[Check],
     *,
@@ -127,8 +127,9 @@ def _findings(
 
 
 def _print(findings: list[Finding]) -> None:
+    """Print the worst last: a terminal shows the end of what does not fit."""
     table = new_table("", "CHECK", "FOUND")
-    for finding in findings:
+    for finding in sorted(findings, key=lambda one: list(Level).index(one.level)):
         level, found = plain(finding.level), plain(finding.found)
         level.stylize(_STYLES[finding.level])
         if finding.advice:

@@ -9,9 +9,9 @@ from typing import Annotated, Any
 import typer
 
 from fskv.bounds.quota import Limits, is_claimable
-from fskv.config import Share, parse_keep_free
 from fskv.errors import ConfigError
 from fskv.root.root import FORMAT_FILE
+from fskv.sizes import Share, parse_keep_free
 
 from ..exits import Exit, UsageError
 from ..interrupt import stopped_by_signals

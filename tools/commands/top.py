@@ -42,7 +42,8 @@ LINES = {
         "`granted`, `wanted`, `disk_full`, `status`: alive, silent, gone, closed, not known yet",
         "endpoints": "list of `url`, `problem`, `no_answer_s`, `models`, `breaker_open`, "
         "`threads_hung`, `stores_paused`, and `recent` (the last interval) and `total` (since the "
-        "engine's start): `seconds`, `hits`, `misses`, `hit_ratio`, `token_hit_ratio`, "
+        "engine's start): `seconds`, `hits` and `misses` (chunks; a lookup ends at its first miss), "
+        "`token_hit_ratio`, "
         "`loaded_nbytes`, `loaded_chunks`, `load_s`, `stored_nbytes`, `load_failures`, "
         "`stores_skipped`, `lookup_p50_s`, `lookup_p99_s`, `ttft_p50_s`, `ttft_p99_s`; or null",
     },
@@ -78,7 +79,8 @@ def command(
 
     What engines tell each other in the root is read, no chunk file is opened, and nothing is written. Where
     no engine counts the root this command counts it. With --metrics it shows hit ratios, rates, latencies
-    and failures of engines as well: of the last interval, and since their start (ALL, FAILED). A CHUNK is
+    and failures of engines as well: of the last interval, and since their start (ALL, FAILED). HITS and ALL
+    are of tokens that the engine's own cache did not have, as vLLM counts them. A CHUNK is
     an I/O thread's mean time for loading one; lookup and first-token times are quantiles of vLLM's
     histograms. GRANTED is what writers were promised and have not written, AT HAND an engine's part
     of it, WANTED what the engine asks for.

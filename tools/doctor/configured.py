@@ -34,18 +34,19 @@ class Configured:
 
 def read(given: str) -> Configured:
     """Judge a configuration: JSON, a file with it, or the line of a server. Raises UsageError."""
-    text = given.strip()
+    text, where = given.strip(), "--config"
     names_file = os.path.isfile(text) or len(text.split()) == 1
     if names_file and not text.startswith(("{", "-")):
+        where = show(text)
         try:
-            text = read_bytes(text, _MAX_NBYTES).decode().strip()
+            text = read_bytes(text, _MAX_NBYTES).decode()
         except UnicodeDecodeError:
-            raise UsageError(f"--config: {show(given)} is no text, {_EXPECTED}") from None
-    line = None if text.startswith("{") else _words(text)
+            raise UsageError(f"--config: {where} is no text, {_EXPECTED}") from None
+    line = None if text.lstrip().startswith("{") else _words(text)
     try:
         transfer = parse_json((text if line is None else _value(line)).encode())
     except ValueError as error:
-        raise UsageError(f"--config: {error}") from None
+        raise UsageError(f"{where}: {error}") from None
     if not isinstance(transfer, dict) or not isinstance(transfer.get("kv_connector"), str):
         found = problem("options", 'found no "kv_connector"', f"give all of what is in {_OPTION}")
         return Configured((found,))

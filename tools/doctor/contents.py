@@ -10,15 +10,15 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from fskv.bounds.lease import LEASE_FILE, SHARED_DIR, read_lease
-from fskv.bounds.ledger import CLAIMS_DIR, Ledger
+from fskv.bounds.ledger import Ledger
 from fskv.bounds.quota import Limits
-from fskv.config import Share
 from fskv.errors import FskvError
 from fskv.namespace import diff
 from fskv.root.process_id import HOST, provably_dead
 from fskv.root.root import FORMAT_FILE, TAG_FILE, Root
+from fskv.sizes import Share
 
-from ..root_view import Namespace, RootView
+from ..root_view import Namespace, RootView, Unlistable
 from ..terminal import duration, iec, many, show
 from .finding import Finding, Subject, hint, ok, problem, warning
 
@@ -26,6 +26,10 @@ _STALE_LEASE_S = 60.0
 _MAX_SHARDS = 256  # of a namespace: enough to see what is there
 _MAX_PAIRS = 5
 _OLD_SNAPSHOT_S = 7 * 86400.0
+_NO_PERMISSION = "no permission"  # in what fskv.root.root says
+_AS_ENGINES = (
+    "run this as the engines' user; all that use a root are one user, or have the option access"
+)
 _OURS = (FORMAT_FILE, TAG_FILE, SHARED_DIR, "lost+found", ".snapshot", ".snapshots", ".zfs")
 
 
@@ -45,7 +49,9 @@ def state(subject: Subject) -> Iterator[Finding]:
             )
         else:
             advice = "give the directory that the engines have as their option root"
-            if "has format" in text:
+            if _NO_PERMISSION in text:
+                advice = _AS_ENGINES
+            elif "has format" in text:
                 advice = "engines of this fskv need another; remove this one when nobody uses it"
             yield problem("root", text, advice)
         return
@@ -94,7 +100,7 @@ def lease(subject: Subject) -> Iterator[Finding]:
     path = f"{subject.path}/{SHARED_DIR}/{LEASE_FILE}"
     try:
         told, mtime_s = read_lease(path)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):  # the latter is a finding of permissions
         yield ok("lease", "nobody counts and prunes: no engine runs, or they start just now")
         return
     if told is None:
@@ -117,10 +123,11 @@ def lease(subject: Subject) -> Iterator[Finding]:
 def claims(subject: Subject) -> Iterator[Finding]:
     """The engines that share the root, and the bounds that they were given."""
     shared = f"{subject.path}/{SHARED_DIR}"
-    if not os.path.isdir(f"{shared}/{CLAIMS_DIR}"):
+    try:
+        found = Ledger(shared).claims()
+    except (FileNotFoundError, NotADirectoryError):
         yield ok("claims", "no engine was here, or none since the maintenance files were removed")
         return
-    found = Ledger(shared).claims()
     dead = [claim for claim in found if not claim.closed and provably_dead(claim.name)]
     closed = [claim for claim in found if claim.closed]
     alive = [claim for claim in found if claim not in dead and claim not in closed]
@@ -166,7 +173,9 @@ def namespaces(subject: Subject) -> Iterator[Finding]:
             yield problem(
                 "namespaces",
                 f"{show(one.id)}: {one.problem}",
-                "no engine can use it; `fskv rm` it, it is a cache",
+                _AS_ENGINES
+                if _NO_PERMISSION in one.problem
+                else "no engine can use it; `fskv rm` it, it is a cache",
             )
         else:
             alike[one.arch, one.model].append(one)
@@ -212,9 +221,11 @@ def leftovers(subject: Subject) -> Iterator[Finding]:
     end = time.monotonic() + subject.timeout_s / 2
     now = time.time()
     for one in RootView.open(subject.path).namespaces():
-        for shard in itertools.islice(one.shards(), _MAX_SHARDS):
+        for shard in itertools.islice(one.walk(), _MAX_SHARDS):
             looked += 1
-            unlistable += shard.error is not None
+            if isinstance(shard, Unlistable):
+                unlistable += 1
+                continue
             foreign += shard.num_foreign
             parts += len(shard.parts)
             old += sum(now - part.mtime_ns / 1e9 > 3600 for part in shard.parts)
@@ -245,8 +256,8 @@ def leftovers(subject: Subject) -> Iterator[Finding]:
 def _snapshot(one: Namespace, now: float) -> Iterator[Finding]:
     try:
         age_s = now - os.lstat(f"{one.path}/snapshot.msgpack").st_mtime
-    except FileNotFoundError:
-        return  # made by whoever counts
+    except (FileNotFoundError, PermissionError):
+        return  # made by whoever counts; what may not be read is said of its namespace
     if age_s > _OLD_SNAPSHOT_S:
         yield hint(
             "snapshot",

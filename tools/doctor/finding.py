@@ -36,7 +36,7 @@ class Subject:
     root: str | None
     timeout_s: float
     scratch: Scratch
-    told: Limits | None = None  # bounds that an engine is to have; None: nobody said
+    told: tuple[Limits, ...] = ()  # bounds that engines are to have; none: nobody said
 
     @property
     def path(self) -> str:

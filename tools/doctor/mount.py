@@ -38,16 +38,30 @@ _SOURCES = {"mfs#": "fuse.mfs", "mountpoint-s3": "fuse.mountpoint-s3"}
 
 
 def look(subject: Subject) -> Iterator[Finding]:
-    # Not realpath of the whole: it would touch the root; the links above it are the system's.
-    path = os.path.join(
-        os.path.realpath(os.path.dirname(subject.path)), os.path.basename(subject.path)
-    )
-    with open(_MOUNTINFO, encoding="utf-8", errors="surrogateescape") as file:
-        mount = mount_of(path.rstrip("/") or "/", file.read())
+    mount = _mount(subject.path)
     if mount is None:
-        yield warning("mount", f"{path} is on no mount in {_MOUNTINFO}", "look at it with findmnt")
+        text = f"{subject.path} is on no mount in {_MOUNTINFO}"
+        yield warning("mount", text, "look at it with findmnt")
         return
     yield from judge(mount)
+
+
+def _mount(root: str) -> Mount | None:
+    # Not realpath of the whole: it would touch the root; the links above it are the system's.
+    path = os.path.join(os.path.realpath(os.path.dirname(root)), os.path.basename(root))
+    with open(_MOUNTINFO, encoding="utf-8", errors="surrogateescape") as file:
+        return mount_of(path.rstrip("/") or "/", file.read())
+
+
+def place(subject: Subject) -> Iterator[Finding]:
+    """Say it where no mount is between the root and the system. Of a root that is there."""
+    mount = _mount(subject.path)
+    if mount is not None and mount.point == "/":
+        yield hint(
+            "mount",
+            "the root is on the system's own file system",
+            "if a mount was meant, it is missing",
+        )
 
 
 def judge(mount: Mount) -> Iterator[Finding]:
@@ -89,12 +103,6 @@ def judge(mount: Mount) -> Iterator[Finding]:
     else:
         yield hint(
             "mount", text, "not one that fskv was tried on; see what follows, and `fskv bench`"
-        )
-    if mount.point == "/":
-        yield hint(
-            "mount",
-            "the root is on the system's own file system",
-            "if a mount was meant, it is missing",
         )
     if "ro" in options:
         yield problem(

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from fskv.bounds.quota import kept_free
 from fskv.root.filesystem import Space
+from fskv.sizes import Share
 
 from .. import room
 from ..exits import CommandError
 from ..root_view import RootView
 from ..terminal import iec, show
 from .finding import Finding, Subject, hint, ok, problem, warning
+
+_USUAL_NBYTES = 2 << 20  # what the option hybrid_chunk_size aims at by default
 
 
 def look(subject: Subject) -> Iterator[Finding]:
@@ -21,6 +25,7 @@ def look(subject: Subject) -> Iterator[Finding]:
             "the file system does not say how much is free",
             "keep_free keeps nothing free there; set max_bytes",
         )
+    yield from _unequal(subject, found)
     nbytes, whose = _largest_chunk(subject.path)
     for bound in room.bounds(subject.path, told=subject.told):
         yield _judge(bound, nbytes, whose)
@@ -29,6 +34,10 @@ def look(subject: Subject) -> Iterator[Finding]:
 
 
 def _judge(bound: room.Bound, nbytes: int, whose: str) -> Finding:
+    if not nbytes and not bound.refuses(nbytes) and bound.refuses_always(_USUAL_NBYTES):
+        usual = f"and a file of most models has at least {iec(_USUAL_NBYTES)}"
+        text = f"{bound.words}: {iec(bound.left)} left, {usual}"
+        return warning("space", text, "an engine may store nothing: make room, or change the bound")
     if not bound.refuses(nbytes):
         return ok("space", bound.words)
     left = f"{iec(bound.left)} left, " if bound.left > 0 else "nothing left, "
@@ -54,8 +63,27 @@ def _largest_chunk(path: str) -> tuple[int, str]:
     return largest
 
 
+def _unequal(subject: Subject, found: Space) -> Iterator[Finding]:
+    """Say which bounds hold for several stores on one root that were told different ones."""
+    if all(limits == subject.told[0] for limits in subject.told):
+        return
+    keep = max((limits.keep_free for limits in subject.told), key=lambda one: kept_free(one, found))
+    words = [
+        f"keep_free {keep.percent:g} %" if isinstance(keep, Share) else f"keep_free {iec(keep)}"
+    ]
+    if (most := _most(subject)) is not None:
+        words.insert(0, f"max_bytes {iec(most)}")
+    text = f"{len(subject.told)} stores on this root have different ones; the tightest hold for all"
+    yield hint("bounds", f"{text}: {', '.join(words)}", "meant to? else give all of them the same")
+
+
+def _most(subject: Subject) -> int | None:
+    told = [limits.max_nbytes for limits in subject.told if limits.max_nbytes is not None]
+    return min(told, default=None)
+
+
 def _beyond(subject: Subject, found: Space) -> Iterator[Finding]:
-    most = subject.told.max_nbytes if subject.told is not None else None
+    most = _most(subject)
     if most is not None and 0 < found.total_nbytes < most:
         text = f"max_bytes {iec(most)} is more than the file system has, {iec(found.total_nbytes)}"
         yield hint("bounds", text, "it bounds nothing, keep_free does; give less, or leave it out")

@@ -15,12 +15,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from fskv.bounds.quota import Limits
-from fskv.config import Share
+from fskv.sizes import Share
 
 from .finding import Finding, Level, Subject, problem, warning
 from .rounds import look
@@ -34,11 +34,11 @@ _ADVICE = "is the server reachable? for an engine such a root is a miss: each lo
 
 
 def visit(
-    root: str, timeout_s: float, *, may_write: bool, told: Limits | None = None
+    root: str, timeout_s: float, *, may_write: bool, told: Sequence[Limits] = ()
 ) -> Iterator[Finding]:
     """Yield what is found in a root; each check may take `timeout_s`. `told`: see Subject."""
     words = [sys.executable, "-P", "-m", __name__, root, str(timeout_s), str(int(may_write))]
-    words += [json.dumps(asdict(told))] if told is not None else []
+    words.append(json.dumps([asdict(limits) for limits in told]))
     process = subprocess.Popen(
         words,
         stdin=subprocess.PIPE,
@@ -110,9 +110,9 @@ def findings(subject: Subject) -> Iterator[Finding | str]:
         yield from look(check, subject)
 
 
-def _main(root: str, timeout_s: str, may_write: str, bounds: str = "") -> None:
+def _main(root: str, timeout_s: str, may_write: str, bounds: str) -> None:
     scratch = Scratch(may_write=may_write == "1")
-    told = _limits(json.loads(bounds)) if bounds else None
+    told = tuple(map(_limits, json.loads(bounds)))
     threading.Thread(target=_end_with_the_parent, args=(scratch,), daemon=True).start()
     for found in findings(Subject(root, float(timeout_s), scratch, told)):
         tree = {"begin": found} if isinstance(found, str) else asdict(found)

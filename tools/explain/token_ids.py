@@ -11,6 +11,7 @@ from fskv.namespace import parse_json
 
 from ..exits import UsageError
 from ..json_file import read_bytes
+from ..terminal import show
 
 TokensOption = Annotated[
     str | None,
@@ -34,6 +35,7 @@ def read_tokens(path: str | None, text: str | None) -> list[int]:
     if text is not None:
         return parsed("--tokens-json", text)
     assert path is not None
+    where = "--tokens" if path == "-" else f"--tokens {show(path)}"
     if path == "-":
         content = sys.stdin.buffer.read(_MAX_NBYTES + 1)
         if len(content) > _MAX_NBYTES:
@@ -41,16 +43,16 @@ def read_tokens(path: str | None, text: str | None) -> list[int]:
     else:
         content = read_bytes(path, _MAX_NBYTES)
     try:
-        return parsed("--tokens", content.decode("utf-8"))
+        return parsed(where, content.decode("utf-8"))
     except UnicodeDecodeError:
-        raise UsageError("--tokens: found no text, expected token ids") from None
+        raise UsageError(f"{where}: found no text, expected token ids") from None
 
 
 def parsed(option: str, text: str) -> list[int]:
     """Return the ids that a text holds; raises UsageError, which names `option`."""
-    text = text.strip()
     try:
-        found: Any = parse_json(text) if text[:1] in ("[", "{") else _numbers(text)
+        is_json = text.lstrip()[:1] in ("[", "{")
+        found: Any = parse_json(text) if is_json else _numbers(text)
     except ValueError as error:
         raise UsageError(f"{option}: {error}") from None
     if isinstance(found, dict):

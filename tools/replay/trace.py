@@ -80,6 +80,8 @@ def parse_trace(content: bytes, name: str, limit: int | None = None) -> Trace:
 def _parse_line(line: bytes) -> Request:
     try:
         found = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error.msg}: column {error.colno}") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON: {error}") from None
     if not isinstance(found, dict):

@@ -31,6 +31,7 @@ def health_section(survey: Survey) -> str:
         f"{health.unlistable:,} directories, {reuse.unreadable:,} files: what is in them is not in "
         "this report"
     )
+    untold = survey.after.unread
     clocks = (
         f"{ages.undated.files:,} files without a usable time, {ages.ahead:,} used after now, "
         f"{reuse.backwards:,} of the sample used before they were stored"
@@ -51,7 +52,12 @@ def health_section(survey: Survey) -> str:
             identities or "every namespace.json describes its directory",
         ),
         (bad_headers, "bad", "Damaged or misplaced chunk files", headers),
-        (health.unlistable + reuse.unreadable, "bad", "What could not be read", unread),
+        (
+            health.unlistable + reuse.unreadable + (untold is not None),
+            "bad",
+            "What could not be read",
+            f"{unread}; {untold}" if untold else unread,
+        ),
         (
             stuck,
             "bad",
@@ -107,21 +113,22 @@ def engines_section(survey: Survey) -> str:
             [
                 text(host),
                 "-" if pid is None else f"{pid}",
+                f'<span class="state {style}">{text(told)}</span>',
                 f"<code>{text(claim.namespace)}</code>"
                 if claim.namespace
                 else "fskv prune --watch",
                 iec(claim.written),
                 iec(max(0, claim.granted - claim.written)),
                 f"{claim.full:,}",
-                f'<span class="state {style}">{text(told)}</span>',
             ]
         )
     if not rows:
-        return section("engines", "Engines", note("No engine has left a claim in the root."))
+        text_of_none = survey.after.unread or "no engine has left a claim in the root"
+        return section("engines", "Engines", note(f"{text_of_none[0].upper()}{text_of_none[1:]}."))
     lease = survey.after.lease
     keeper = (
         f"{lease.host}, process {lease.pid}, holds the lease" if lease else "nobody holds the lease"
     )
-    heads = ["host", ".process", "namespace", ".written", ".at hand", ".disk full", "status"]
+    heads = ["host", ".process", "status", "namespace", ".written", ".at hand", ".disk full"]
     words = note(f"Who writes, from their claims. Who counts and prunes: {keeper}.")
     return section("engines", "Engines", words, table("Engines", heads, rows))

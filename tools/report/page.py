@@ -27,7 +27,7 @@ _MAX_BARS = 10
 _POINTS = 240
 _UNUSED_S = 30 * DAY
 _SCALE_S = 10 * MINUTE  # ages below it are on a linear axis, above it on a logarithmic one
-_FIRST_MARK, _LAST_MARK = 0.1, 0.92  # of the axis: what is further out would touch the end's label
+_CELL = 0.018  # of the axis: a character of a label where the page is as narrow as a telephone's
 _MARKS = (
     (10 * MINUTE, "10 m"),
     (HOUR, "1 h"),
@@ -116,13 +116,30 @@ def _bounds(survey: Survey) -> str:
         rows.append([*cells, iec(scope.limit)])
     if not rows:
         return section(
-            "bounds", "Bounds", note("No living engine declares one (max_bytes, keep_free).")
+            "bounds",
+            "Bounds",
+            note(
+                "Nobody can tell."
+                if survey.after.unread
+                else "No living engine declares one (max_bytes, keep_free)."
+            ),
         )
     heads = ["of", "|full", ".full", ".used", ".limit"]
     words = note(
         "As the engines' claims have them now. Nearly full is how a bounded root is meant to be."
     )
     return section("bounds", "Bounds", words, table("Bounds", heads, rows))
+
+
+def _ticks(oldest: str, marks: Sequence[tuple[float, str]]) -> list[Tick]:
+    """Label both ends of the axis, and between them what touches no other label."""
+    found, end = [Tick(0, oldest), Tick(1, "now")], len(oldest) * _CELL
+    for at, label in sorted(marks):
+        half = (len(label) + 1) / 2 * _CELL
+        if end <= at - half and at + half <= 1 - len("now") * _CELL:
+            found.insert(-1, Tick(at, label))
+            end = at + half
+    return found
 
 
 def _over_time(survey: Survey) -> str:
@@ -142,14 +159,7 @@ def _over_time(survey: Survey) -> str:
         ]
     )
     points = [(place_of(age), float(nbytes)) for age, nbytes in curve]
-    marks = [
-        (age, label)
-        for age, label in _MARKS
-        if age < 0.75 * oldest_s and place_of(age) < _LAST_MARK
-    ]
-    ticks = [Tick(0, duration(oldest_s))]
-    ticks += [Tick(at, label) for age, label in marks if (at := place_of(age)) > _FIRST_MARK]
-    ticks += [Tick(1, "now")]
+    ticks = _ticks(duration(oldest_s), [(place_of(age), label) for age, label in _MARKS])
     total = curve[-1][1]
     plot = area(
         "curve",
@@ -160,7 +170,7 @@ def _over_time(survey: Survey) -> str:
         iec,
         base=1024.0,
     )
-    told = [oldest_s, *[age for age, _ in reversed(marks)], 0.0]
+    told = [oldest_s, *[age for age, _ in reversed(_MARKS) if age < 0.75 * oldest_s], 0.0]
     rows = [
         [f"{duration(age)} ago" if age else "now", f"{nbytes:,}", iec(nbytes)]
         for age, nbytes in ages.curve(told)
@@ -264,8 +274,7 @@ def _hits(answers: Sequence[tuple[str, endpoint.Sample | str]] | None) -> str:
             rows.append([_place(url), text(answer[:1].lower() + answer[1:]), "", *["-"] * 5])
             continue
         change = endpoint.since_start(answer)
-        ratio = change.hit_ratio
-        asked = change.total(metrics.LOOKUP_HITS) + change.total(metrics.LOOKUP_MISSES)
+        ratio = change.token_hit_ratio
         failed = change.by_label(metrics.LOAD_FAILURES)
         rows.append(
             [
@@ -274,8 +283,8 @@ def _hits(answers: Sequence[tuple[str, endpoint.Sample | str]] | None) -> str:
                 text(", ".join(answer.namespaces) or "it names none"),
                 bar(ratio or 0.0),
                 share(ratio),
-                f"{int(asked):,}",
-                share(change.token_hit_ratio),
+                f"{int(change.total(endpoint.QUERIED_TOKENS)):,}",
+                f"{int(change.total(metrics.LOOKUP_HITS)):,}",
                 text(seconds(change.load_s)),
                 text(", ".join(f"{k} {int(v):,}" for k, v in failed.items()) or "0"),
             ]
@@ -285,20 +294,20 @@ def _hits(answers: Sequence[tuple[str, endpoint.Sample | str]] | None) -> str:
         "namespace",
         "|hits",
         ".hits",
-        ".chunks",
-        ".tokens",
+        ".of tokens",
+        ".chunks found",
         ".load",
         "failed",
     ]
     words = note(
-        "Since each engine's start: chunks found of those looked up; tokens found of those that its own "
-        "cache did not have; an I/O thread's mean time for a chunk; loads that failed and were recomputed."
+        "Since each engine's start: tokens found of those that its own cache did not have; chunks found; an "
+        "I/O thread's mean time for a chunk; loads that failed and were recomputed."
     )
     return section("hits", name, words, table("Hits by engine and namespace", heads, rows))
 
 
 def _place(url: str) -> str:
-    return text(url.removeprefix("http://").removesuffix("/metrics"))
+    return text(url.removeprefix("http://").removesuffix("/metrics")).replace(":", ":<wbr>")
 
 
 def _breakdowns(survey: Survey) -> str:
@@ -342,11 +351,11 @@ def _namespaces(survey: Survey) -> str:
     ordered = sorted(survey.namespaces, key=lambda one: (-one.nbytes, one.namespace.id))
     if not ordered:
         return section("namespaces", "Namespaces", note("There is none yet."))
-    most = max(one.nbytes for one in ordered) or 1
+    total = sum(one.nbytes for one in ordered) or 1
     rows = [
         [
             f"<code>{name_of(one.namespace.id)}</code>",
-            bar(one.nbytes / most),
+            bar(one.nbytes / total),
             iec(one.nbytes),
             f"{one.chunks:,}",
             f"{one.files:,}",

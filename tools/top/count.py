@@ -12,6 +12,7 @@ import os
 import time
 
 from fskv.index.scan import dir_mtime_ns, limit, list_shard, most_nbytes, shard_idx, shard_path
+from fskv.root.beneath import opened
 from fskv.root.root import CHUNK_DIR
 from fskv.types import MAX_COUNT
 
@@ -44,7 +45,8 @@ class Counter:
     ) -> dict[int, tuple[int, int, int]]:
         found = {}
         try:
-            names = os.listdir(f"{path}/{CHUNK_DIR}")
+            with opened(path, f"{path}/{CHUNK_DIR}") as fd:
+                names = os.listdir(fd)
         except FileNotFoundError:
             return {}
         most = most_nbytes(path)

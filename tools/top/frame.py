@@ -10,7 +10,7 @@ from rich.text import Text
 from fskv.observe import metrics
 
 from .. import endpoint
-from ..terminal import duration, iec, rfc3339, show
+from ..terminal import duration, iec, many, rfc3339, show
 from . import state as states
 from .grid import Column, Section, cut, stack, table
 from .state import EndpointState, EngineState, NamespaceState, State
@@ -98,7 +98,7 @@ class _Frame:
             if not state.silent_s and state.problem is None:
                 lines.append(Text("looking ...", style="dim"))
             return lines
-        return lines + self._totals()
+        return lines + self._totals() + self._complaints()
 
     def _totals(self) -> list[Text]:
         state, space = self.state, self.state.space
@@ -127,7 +127,11 @@ class _Frame:
         state, lease = self.state, self.state.lease
         line = Text()
         if lease is None:
-            line.append("no engine holds the lease", style="dim")
+            known = state.problem is None
+            line.append(
+                "no engine holds the lease" if known else "nobody can tell who holds the lease"
+            )
+            line.stylize("dim")
         else:
             line.append(f"kept by {show(lease.host)}, process {lease.pid}, ")
             line.append_text(self._status(lease.status, lease.silent_s))
@@ -136,9 +140,13 @@ class _Frame:
         elif state.counted_at_ms is not None:
             when = rfc3339(state.counted_at_ms * 1_000_000)
             line.append(f"; counted at {(when or '?')[11:19]}", style="dim")
-        if (usage := state.usage) is not None and usage.unremovable:
-            line.append(f"; {usage.unremovable:,} files cannot be removed", style="yellow")
         return line
+
+    def _complaints(self) -> list[Text]:
+        usage = self.state.usage
+        if usage is None or not usage.unremovable:
+            return []
+        return [Text(f"{many(usage.unremovable, 'file')} cannot be removed", style="yellow")]
 
     def _status(self, status: str, silent_s: float) -> Text:
         text = f"silent for {duration(silent_s)}" if status == states.SILENT else status
@@ -258,7 +266,6 @@ class _Frame:
             Column("METRICS", least=14),
             Column("HITS", rank=5, right=True),
             Column("ALL", right=True),
-            Column("TOKENS", rank=1, right=True),
             Column("LOADED", rank=2, right=True),
             Column("A CHUNK", rank=2, right=True),
             Column("STORED", rank=2, right=True),
@@ -282,13 +289,12 @@ class _Frame:
         if one.total is None or not one.is_up:
             # Why it is down is what counts then, and would be cut: it has a line of its own.
             status = status if len(status) <= _STATUS_WIDTH else "no metrics"
-            return [Text(place(one.url)), *[Text("")] * 12, Text(status, style=style)]
+            return [Text(place(one.url)), *[Text("")] * 11, Text(status, style=style)]
         recent = one.recent or one.total
         failed = one.total.total(metrics.LOAD_FAILURES)
         hung = one.total.total(metrics.THREADS_HUNG)
         values = [
-            Text("" if recent.hit_ratio is None else share(recent.hit_ratio)),
-            Text(share(one.total.hit_ratio)),
+            Text("" if recent.token_hit_ratio is None else share(recent.token_hit_ratio)),
             Text(share(one.total.token_hit_ratio)),
             Text(rate(recent.rate(metrics.LOADED_BYTES))),
             Text("" if recent.load_s is None else seconds(recent.load_s)),

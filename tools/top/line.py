@@ -100,7 +100,6 @@ def _change(change: endpoint.Change) -> dict[str, Any]:
         "seconds": round(change.seconds, 3) or None,
         "hits": int(change.total(metrics.LOOKUP_HITS)),
         "misses": _ints(change.by_label(metrics.LOOKUP_MISSES)),
-        "hit_ratio": _round(change.hit_ratio),
         "token_hit_ratio": _round(change.token_hit_ratio),
         "loaded_nbytes": int(change.total(metrics.LOADED_BYTES)),
         "loaded_chunks": int(change.total(metrics.LOADED_CHUNKS)),

@@ -41,6 +41,7 @@ class Look:
     claims: tuple[Claim, ...] = ()
     lease: LeaseState | None = None
     removed: Mapping[str, tuple[str, int]] = field(default_factory=dict)  # file -> digest, chunks
+    unread: str | None = None  # why nobody can tell which engines there are
 
 
 def look_at(view: RootView) -> Look:
@@ -49,8 +50,13 @@ def look_at(view: RootView) -> Look:
     book = Ledger(shared)
     usage = book.usage()  # before the claims: fskv.bounds.quota.Claim
     claims: list[Claim] = []
-    with contextlib.suppress(OSError):  # no engine has been here
+    unread = None
+    try:
         claims = book.claims()
+    except FileNotFoundError:
+        pass  # no engine has been here
+    except OSError as error:
+        unread = f"what engines tell each other cannot be read: {error.strerror or error}"
     return Look(
         at_s=time.monotonic(),
         path=view.path,
@@ -60,6 +66,7 @@ def look_at(view: RootView) -> Look:
         claims=tuple(sorted(claims, key=lambda claim: (claim.namespace or "", claim.name))),
         lease=_lease(f"{shared}/{LEASE_FILE}"),
         removed=_removed(view.path),
+        unread=unread,
     )
 
 

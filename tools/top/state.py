@@ -212,7 +212,7 @@ class History:
         return State(
             at_ns=at_ns,
             path=look.path,
-            problem=problem,
+            problem=problem or look.unread,
             silent_s=silent_s,
             age_s=root.age_s,
             space=look.space,

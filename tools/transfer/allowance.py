@@ -18,10 +18,10 @@ import time
 from fskv import namespace
 from fskv.bounds.client import Capacity
 from fskv.bounds.quota import Claim, Limits, inodes_short, kept_free
-from fskv.config import Share
 from fskv.errors import FskvError
 from fskv.namespace import Identity
 from fskv.root.filesystem import Space
+from fskv.sizes import Share
 
 PATIENCE_S = 30.0
 _POLL_S = 0.02

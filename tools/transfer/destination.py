@@ -11,10 +11,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Self
 
-from fskv.config import Share
 from fskv.errors import ChunkError, RootError
 from fskv.namespace import Identity
 from fskv.root.root import Root
+from fskv.sizes import Share
 
 from .allowance import PATIENCE_S, Allowance
 from .candidate import Candidate, Head

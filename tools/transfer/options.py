@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from fskv.config import Share, parse_keep_free
 from fskv.errors import ConfigError
+from fskv.sizes import Share, parse_keep_free
 
 from ..exits import UsageError
 from ..options import complete_chunk

@@ -105,7 +105,7 @@ class FskvStorage(HiCacheStorage):
                 f" on each of {self._ranks.tp_size} ranks" if self._ranks.tp_size > 1 else "",
             )
         page_nbytes = max(sum(pages.page_nbytes) for pages in pools.values())
-        return BlockingStore(kv, config.deadline, page_nbytes, 2 * config.io_threads)
+        return BlockingStore(kv, config.deadline, page_nbytes)
 
     def close(self) -> None:
         forget_weights(self._doubt_weights)

@@ -163,7 +163,7 @@ class LoadBudget:
         # Seconds of loading that a second of recompute is worth; 0: all of them.
         self._ratio = _WORDS[budget] if isinstance(budget, str) else budget
         self._deadline = config.deadline
-        self._io_threads = config.io_threads
+        self._config = config
         self._groups = list(groups)
         self._blocks_per_chunk = blocks_per_chunk
         self._step_tokens = math.lcm(*(g.tokens_per_block * blocks_per_chunk for g in groups))
@@ -336,10 +336,13 @@ class LoadBudget:
 
     def _probe_tokens(self, computed: int, found: int) -> int:
         """The shortest prefix that has a file for every I/O thread."""
-        for tokens in self._prefixes(computed, found):
-            size = self._size(tokens, computed)
-            if size is not None and size.num_files >= self._io_threads:
-                return tokens
+        if sizes := self._file_sizes():
+            num_slots = self._config.staging_bytes // max(sizes.values())
+            num_threads = self._config.num_io_threads(num_slots)
+            for tokens in self._prefixes(computed, found):
+                size = self._size(tokens, computed)
+                if size is not None and size.num_files >= num_threads:
+                    return tokens
         return found
 
     def limit(self, req_id: str) -> LoadLimit:

@@ -79,9 +79,13 @@ class FskvStats(OffloadingConnectorStats):
                 f"{requests:.0f} ({self._sum(metrics.LOADED_TOKENS):.0f} tokens from files, "
                 f"{saved if known else 'saved: not known yet'})"
             )
-        hits, misses = self._sum(metrics.LOOKUP_HITS), self._sum(metrics.LOOKUP_MISSES)
-        if hits + misses:
-            said["hits"] = f"{hits:.0f} of {hits + misses:.0f} chunks"
+        # No ratio: a lookup ends at its first miss, so a prompt of which nothing is stored has one.
+        for word, metric, of in (
+            ("found", metrics.LOOKUP_HITS, " chunks"),
+            ("first misses", metrics.LOOKUP_MISSES, ""),
+        ):
+            if self._sum(metric):
+                said[word] = f"{self._sum(metric):.0f}{of}"
         for word, chunks, nbytes in (
             ("loaded", metrics.LOADED_CHUNKS, metrics.LOADED_BYTES),
             ("stored", metrics.STORED_CHUNKS, metrics.STORED_BYTES),
