@@ -33,7 +33,7 @@ def _ask(number: int, label: str) -> dict:
 
 
 def _steps(talk: lab.Conversation, own: int) -> list[int]:
-    """Say what one engine does; returns its two pauses. Every second prompt is both engines' own."""
+    """Say what one engine does; returns its three pauses. Every second prompt is both engines' own."""
 
     def prompts(numbers):
         return [n if n % 2 else n + 1000 * own for n in numbers]
@@ -42,6 +42,8 @@ def _steps(talk: lab.Conversation, own: int) -> list[int]:
     pauses = [talk.pause()]
     for n in prompts(SECOND):  # the prune runs beside these
         talk.say(_ask(n, f"cold {n}"), {"sleep": 0.2})
+    talk.say(*lab.SETTLE)
+    pauses.append(talk.pause())
     for n in (*prompts(FIRST), *prompts(SECOND)):  # some of it is gone, and some goes now
         talk.say(RESET, _ask(n, f"again {n}"))
     talk.say(*lab.SETTLE)
@@ -101,11 +103,13 @@ def test_two_live_engines_are_pruned_once_and_then_watched(tmp_path):
         assert min(sampler.nbytes) <= (stored + bound) // 2
 
         _both_are_at(talks, pauses, engines, 1)
+        _go(talks, pauses, 1)
+        _both_are_at(talks, pauses, engines, 2)
         assert count(root)[0] > bound, "nothing bounds the engines yet"
         watcher = _fskv("prune", "--watch", "--max-size", str(bound), "--yes", root=root)
         wait_for(lambda: count(root)[0] <= bound, 60)
         reached = len(sampler.nbytes) + 1
-        _go(talks, pauses, 1)
+        _go(talks, pauses, 2)
         results = [engine.wait(ENGINE_TIMEOUT_S) for engine in engines]
         assert watcher.poll() is None
         sampler.stop()
