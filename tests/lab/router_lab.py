@@ -25,8 +25,8 @@ class Router:
     stored: list[tuple[str, bool, tuple[bytes, ...]]] = field(default_factory=list)
     removed: list[tuple[bytes, ...]] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)  # of each event, how many it describes
-    # Of `stored` and not of `removed` when vLLM said that all blocks are cleared: told again after that. What is
-    # known to be gone by then is told as removed instead, and its next file is one more of `stored`.
+    # Of `stored` and not of `removed` when vLLM said that all blocks are cleared: told again after that. What
+    # is known to be gone by then is told as removed instead, and its next file is one more of `stored`.
     again: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
