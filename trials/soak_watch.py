@@ -10,8 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from trials.shared_root_judge import count
-
 # A life is judged by what it had in its first quarter and in its last; its start is left out: an engine
 # without fskv grows by 50 MiB with its first 50 prompts.
 WARM_S = 60.0
@@ -73,12 +71,23 @@ def claims(root: str) -> int:
 
 
 def nbytes(root: str) -> int:
-    """Return the bytes on disk of all chunk files and parts: the less of two walks, one after the other.
+    """Return the bytes on disk of the chunk files and parts that two walks, one after the other, both saw.
 
-    A walk is no snapshot: it counts what is removed behind it and what takes its place. Both see what lasts.
+    A walk is no snapshot: it counts what is removed behind it and what takes its place. What both saw was
+    there when one ended and the other began.
     """
-    walks = count(root), count(root)
-    return min(files + part_nbytes for files, (_, part_nbytes) in walks)
+    first, second = _sizes(root), _sizes(root)
+    return sum(min(first[path], second[path]) for path in first.keys() & second.keys())
+
+
+def _sizes(root: str) -> dict[str, int]:
+    found = {}
+    for directory, _, names in os.walk(root):
+        for path in (os.path.join(directory, name) for name in names):
+            if path.endswith((".kv", ".part")):
+                with contextlib.suppress(FileNotFoundError):
+                    found[path] = os.lstat(path).st_blocks * 512
+    return found
 
 
 @dataclass(slots=True)

@@ -19,7 +19,7 @@ from places import REPOSITORY
 pytest.importorskip("torch", reason="the trials need torch: make test")
 
 from faults.mount import why_not
-from trials import soak
+from trials import soak, soak_watch
 from trials.soak_faults import Faults
 from trials.soak_places import Directory, FaultyDirectory
 from trials.soak_watch import MIN_SAMPLES, WARM_S, Sample, growth, sample
@@ -85,6 +85,27 @@ def test_pages_of_files_are_no_memory_of_a_process():
         after, resident_after = sample(os.getpid()), resident_nbytes()
     assert resident_after - resident_before > 16 * MIB, "the control: they are resident"
     assert after.memory - before.memory < 4 * MIB
+
+
+def test_the_size_of_a_root_is_of_what_was_there_at_one_moment(tmp_path, monkeypatch):
+    def put(name):
+        (tmp_path / name).write_bytes(bytes(8192))
+
+    for name in ("lasting.kv", "going.kv", "writer.part", "lease.json"):
+        put(name)
+    assert soak_watch.nbytes(str(tmp_path)) == 3 * 8192
+    walk = os.walk
+
+    def turned_over(root):
+        """Each walk sees a file that is removed behind it, and one that takes its place."""
+        yield from list(walk(root))
+        os.unlink(tmp_path / "going.kv")
+        put("going.kv.tmp")
+        os.rename(tmp_path / "going.kv.tmp", tmp_path / "coming.kv")
+        monkeypatch.setattr(os, "walk", walk)
+
+    monkeypatch.setattr(os, "walk", turned_over)
+    assert soak_watch.nbytes(str(tmp_path)) == 2 * 8192
 
 
 def resident_nbytes():
