@@ -140,7 +140,8 @@ class _Group(TyperGroup):
             raise typer.Exit(Exit.PROBLEMS) from None
         except Exception as error:
             # Which package has the class depends on typer's version.
-            if getattr(error, "option_name", None) != "--root":
+            is_unknown = type(error).__name__ == "NoSuchOption"
+            if not is_unknown or getattr(error, "option_name", None) != "--root":
                 raise
             named: Any = getattr(error, "ctx")  # noqa: B009  no class that declares it
             usage = " ".join(named.command.collect_usage_pieces(named))

@@ -31,6 +31,7 @@ MAX_NBYTES = 8 << 20  # of one answer: vLLM's are some hundred kilobytes
 _MAX_LINE = 4096
 _MAX_URL = 2000
 _MAX_MODELS = 8
+_MAX_VALUE = 1e30  # of one series: what is added up of them stays finite
 _OURS = re.compile(r"\w+:(?=fskv_)")  # an engine puts its name before ours
 # vLLM 0.32's own.
 HIT_TOKENS = "vllm:external_prefix_cache_hits"
@@ -96,7 +97,7 @@ class Change:
     def token_hit_ratio(self) -> float | None:
         """Of the tokens that were not in the engine's own cache, as vLLM counts them.
 
-        Chunks give no such ratio: a lookup ends at the first that is missing, so a prompt counts as one miss.
+        Chunks give no such ratio: of full attention a lookup ends at the first that is missing.
         """
         queried = self.total(QUERIED_TOKENS)
         return min(1.0, self.total(HIT_TOKENS) / queried) if queried > 0 else None
@@ -290,7 +291,7 @@ def read(text: str, at_s: float) -> Sample:
     try:
         for name, labels, value in _samples(lines + "\n"):
             key = _key(name, labels)
-            if key is None or not math.isfinite(value) or value < 0:
+            if key is None or not 0 <= value <= _MAX_VALUE:  # nor is it NaN
                 continue
             series[key] = value
             if (model := labels.get("model_name")) and len(models) < _MAX_MODELS:

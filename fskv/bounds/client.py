@@ -138,11 +138,12 @@ class Capacity:
         end = self._clock() + _FIRST_WORD_S
         while self._process is not None and self._clock() < end:
             state = self.state
-            has_room = state.free - state.kept_free >= room_nbytes
+            has_room = not state.kept_free or state.free - state.kept_free >= room_nbytes
             if self._allowed and (has_room or state.counted_at_ms):
                 return
             time.sleep(0.01)
-            self._removed += self.poll()
+            news = self.poll()  # the very list that was `_removed`
+            self._removed = news + self._removed
 
     def take(self, nbytes: int) -> bool:
         """Ask whether so many more bytes may be written now. False: not now, and more is asked for."""

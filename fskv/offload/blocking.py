@@ -37,12 +37,15 @@ class Page(NamedTuple):
 class BlockingStore:
     """See the module docstring. Nothing here raises but ValueError for a page that is not in the memory."""
 
-    def __init__(self, kv: KvStore, deadline: Deadline, chunk_nbytes: int) -> None:
-        """`chunk_nbytes` is what a deadline counts."""
+    def __init__(
+        self, kv: KvStore, deadline: Deadline, chunk_nbytes: int, *, num_storing: int = 1
+    ) -> None:
+        """`chunk_nbytes` is what a deadline counts; `num_storing` threads may store at the same time."""
         self._kv = kv
         self._deadline = deadline
         self._chunk_nbytes = chunk_nbytes
-        self._at_once = kv.mover.least_queued  # more would be skipped where the disk is slow
+        # Of each; more would be skipped where the disk is slow.
+        self._at_once = max(1, kv.mover.least_queued // num_storing)
         self._changed = threading.Condition()  # guards all below, and the store
         self._num_waiting = 0
         self._job_ids = itertools.count()

@@ -39,11 +39,13 @@ with warnings.catch_warnings():
     from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
     from sglang.srt.mem_cache.storage import StorageBackendFactory
     from sglang.srt.mem_cache.utils import get_storage_hash_str
+    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
     from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
-    from sglang.srt.server_args import ServerArgs
+    from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
     from sglang.srt.utils.weight_checker import WeightChecker
 
     from fskv.engines.sglang import arguments, server, storage
+    from fskv.engines.sglang.host_pool import host_pages
     from fskv.engines.sglang.identity import ServerFacts
     from fskv.errors import ConfigError
 
@@ -251,6 +253,37 @@ def state_pool(seed=0, layout="page_first"):
 
 def slots(*numbers):
     return torch.tensor(numbers)
+
+
+@pytest.mark.parametrize("name", ["full_kv_pool", "swa_kv_pool"])
+def test_a_pool_inside_of_a_hybrids_has_the_layers_that_it_has(name):
+    """SGLang tells it no last layer, and then names one too few."""
+    set_global_server_args_for_scheduler(ServerArgs(model_path="dummy", page_size=PAGE))
+    whole = SWAKVPool(
+        size=NUM_PAGES * PAGE,
+        size_swa=NUM_PAGES * PAGE,
+        page_size=PAGE,
+        dtype=torch.bfloat16,
+        head_num=HEADS,
+        head_dim=DIM,
+        swa_attention_layer_ids=[0, 1, 2],
+        full_attention_layer_ids=[3, 4, 5],
+        device="cpu",
+    )
+    inner, pool = getattr(whole, name), host_pool()
+    assert inner.layer_num == LAYERS != inner.end_layer
+    pool.start_layer, pool.end_layer = inner.start_layer, inner.end_layer
+    assert host_pages(pool).layers == (0, LAYERS)
+
+
+@pytest.mark.parametrize("what", [{"target_layer_num": LAYERS - 1}, {"_layer_shard_enabled": True}])
+def test_layers_of_a_draft_model_and_shards_of_layers_are_refused(what):
+    pool = host_pool(kind=MLATokenToKVPoolHost)
+    host_pages(pool)  # the control
+    for attribute, value in what.items():
+        setattr(pool, attribute, value)
+    with pytest.raises(ConfigError, match="layers of a draft model, or shards"):
+        host_pages(pool)
 
 
 def state(pool, number):

@@ -72,7 +72,7 @@ def test_a_hit_is_one_line_with_what_it_brought(logging_of):
     (line,) = line_of(logging_of("FskvConnector"), HIT[:3], HIT[3:])
     assert line == (
         "KV Transfer metrics: fskv so far: requests loaded=1 (6432 tokens from files, about 43.2 s saved), "
-        "found=67 chunks, first misses=1, loaded=67 files (148.0 MiB)"
+        "found=67 chunks, misses=1, loaded=67 files (148.0 MiB)"
     )
 
 

@@ -151,6 +151,12 @@ def test_a_root_for_a_command_that_has_none_is_one_line_that_names_what_it_takes
     assert (other.exit_code, "has no --root" in other.stderr) == (2, False)
 
 
+def test_a_root_option_without_a_root_is_said():
+    done = run("ls", "--root")
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert "'--root' requires an argument" in done.stderr
+
+
 def test_the_root_may_come_from_the_environment(lab):
     lab.namespace()
     assert run("ls", "-q", env={"FSKV_ROOT": lab.path}).stdout.count("\n") == 1

@@ -621,17 +621,18 @@ def test_whatever_is_around_a_store_is_looked_into(wrong):
     assert (done.exit_code, [line["check"] for line in problems]) == (1, ["options"])
 
 
-@pytest.mark.parametrize("how", ["JSON", "file", "line", "file with a line", "="])
+@pytest.mark.parametrize("how", ["JSON", "file", "file of Windows", "line", "file with a line", "="])
 def test_a_configuration_comes_as_json_a_file_or_a_servers_line(lab, tmp_path, how):
     """The control of all mistakes: what an engine takes has no problem, and the root is left as it was."""
     before = everything_below(lab.path)
     written = json.dumps(transfer(lab.path, max_bytes="2TiB"))
     equals = "=" if how == "=" else " "
     line = f"vllm serve M --shutdown-timeout 10 \\\n  --kv-transfer-config{equals}'{written}'"
-    given = written if how in ("JSON", "file") else line
+    given = written if how in ("JSON", "file", "file of Windows") else line
     if how.startswith("file"):
         path = tmp_path / "given"
-        path.write_text(f"#!/bin/sh\n{given}\n" if how.endswith("line") else given)
+        mark = "\ufeff" * (how == "file of Windows")
+        path.write_text(f"#!/bin/sh\n{given}\n" if how.endswith("line") else mark + given)
         given = path
     done, problems = configured(given)
     assert (done.exit_code, problems, done.summary["root"]) == (0, [], lab.path)
@@ -669,6 +670,15 @@ def test_of_several_stores_on_one_root_the_tightest_bounds_are_judged(lab, order
     assert of(configured(json.dumps(alike))[0], "bounds") == []
 
 
+def test_claims_that_cannot_be_read_are_no_absence_of_engines(lab):
+    lab.namespace()
+    os.makedirs(f"{lab.path}/.fskv-maintenance", exist_ok=True)
+    with open(f"{lab.path}/.fskv-maintenance/claims", "x"):
+        pass
+    ((level, text),) = of(run("doctor", "--json", root=lab.path), "claims")
+    assert (level, "Not a directory" in text) == ("problem", True)
+
+
 def test_a_line_without_time_to_stop_or_with_a_warning_at_each_start_is_hinted_at(lab):
     written = {**transfer(lab.path), "kv_load_failure_policy": "fail"}
     done, _ = configured(f"vllm serve M --kv-transfer-config '{json.dumps(written)}'")
@@ -684,9 +694,12 @@ def test_a_line_without_time_to_stop_or_with_a_warning_at_each_start_is_hinted_a
         ("vllm serve it's", "No closing quotation"),
         ("--kv-transfer-config", "--config: no JSON: Expecting value"),
         ("no/such.json", "no/such.json: No such file or directory"),
+        ("empty", "--config: found nothing, expected"),
     ],
 )
-def test_what_is_no_configuration_is_one_sentence(given, words):
+def test_what_is_no_configuration_is_one_sentence(given, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").touch()
     done = run("doctor", "--config", given)
     assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert words in done.stderr

@@ -8,6 +8,7 @@ import hashlib
 import os
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from toy_engine import PAGE_NBYTES, identity
@@ -25,7 +26,7 @@ NUM_BLOCKS = 64
 class Store(BlockingStore):
     """With the memory of its pages, and what each of them holds to begin with."""
 
-    def __init__(self, root, *, rank=None, tokens_per_block=16, **options):
+    def __init__(self, root, *, rank=None, tokens_per_block=16, num_storing=1, **options):
         root.mkdir(exist_ok=True)
         self.memory = bytearray(NUM_BLOCKS * PAGE_NBYTES)
         config = StoreConfig.from_mapping({"root": str(root), "maintenance": "off", **options})
@@ -33,7 +34,7 @@ class Store(BlockingStore):
         group = dataclasses.replace(group, tokens_per_block=tokens_per_block)
         one_block = dataclasses.replace(identity("toy"), blocks_per_chunk=1, groups=(group,))
         self.kv = KvStore(config, one_block, {0: [memoryview(self.memory)]}, rank=rank)
-        super().__init__(self.kv, config.deadline, PAGE_NBYTES)
+        super().__init__(self.kv, config.deadline, PAGE_NBYTES, num_storing=num_storing)
 
     def fill(self, pages):
         for page in pages:
@@ -255,7 +256,20 @@ def test_what_is_stored_at_once_fits_into_the_queue_of_a_slow_disk(make, options
     first, others = pages(range(1)), pages(range(1, 41), first_block=1)
     store.fill(first + others)
     assert store.store(first) == [True], "now it is known how long one takes"
+    assert store.kv.mover.least_queued <= options.get("max_queued_chunks", 16)
     assert all(store.store(others)) is (at_once is None)
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_two_threads_that_store_share_the_queue_of_a_slow_disk(make, told):
+    """Where nobody said that there are two, the control, they hand over more than the queue takes."""
+    store = make(store_queue_s=0, num_storing=2 if told else 1)
+    first, others = pages(range(1)), pages(range(1, 61), first_block=1)
+    store.fill(first + others)
+    assert store.store(first) == [True], "now it is known how long one takes"
+    with ThreadPoolExecutor(2) as threads:
+        halves = list(threads.map(store.store, (others[:30], others[30:])))
+    assert all(halves[0] + halves[1]) is told
 
 
 def test_pages_that_lie_anywhere_go_to_files_and_back(tmp_path):

@@ -196,6 +196,9 @@ def test_an_engine_on_a_file_system_without_room_says_so(engine, caplog, monkeyp
     assert len(lines) == said
 
 
+PRUNED = (b"sixteen bytes so", 7)
+
+
 class Counts:
     """A maintenance process that grants at once, and says only then, one by one, what it has seen."""
 
@@ -203,9 +206,11 @@ class Counts:
     running, pid = True, 1
 
     def __init__(self, _options):
-        state = dataclasses.asdict(RootState(free=self.free << 10))
+        state = dataclasses.asdict(RootState(free=self.free << 10, kept_free=1))
         counted = {"counted_at_ms": 1, "room": self.free << 10}
-        self.unheard = [{"grant": 4096}, state, None, None, None, counted]
+        digest, group = PRUNED
+        removed = {"removed": digest + group.to_bytes(4, "little")}
+        self.unheard = [{"grant": 4096}, removed, state, None, None, None, counted]
         Counts.last = self
 
     def send(self, _message):
@@ -229,6 +234,20 @@ def test_where_little_is_free_a_start_waits_for_the_count_and_says_it(
     engine()
     assert ("bound=keep_free" in caplog.text) is waits
     assert (not Counts.last.unheard) is waits
+
+
+def test_what_is_pruned_while_a_start_waits_is_told_once_and_a_count_ends_the_wait(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(Counts, "free", 4)
+    monkeypatch.setattr(client, "MaintenanceProcess", Counts)
+    monkeypatch.setattr(client, "_FIRST_WORD_S", 60.0)
+    capacity = Capacity(str(tmp_path), "ns", None, Limits(), at_hand=1 << 20)
+    capacity.start()
+    begin = time.monotonic()
+    capacity.wait_for_first_word(1 << 40)
+    assert time.monotonic() - begin < 30
+    assert capacity.poll() == [PRUNED]
 
 
 def test_a_stopped_lookup_finds_and_begins_nothing(engine):

@@ -92,7 +92,8 @@ def command(
     if as_json:
         _emit(found, path)
     problems = found.problems or found.reuse.damaged or found.reuse.misplaced
-    raise typer.Exit(outcome(problems=problems, partial=found.health.unlistable))
+    unseen = found.health.unlistable or found.after.unread is not None
+    raise typer.Exit(outcome(problems=problems, partial=unseen))
 
 
 def _answers(urls: list[str]) -> list[tuple[str, endpoint.Sample | str]]:

@@ -42,7 +42,7 @@ LINES = {
         "`granted`, `wanted`, `disk_full`, `status`: alive, silent, gone, closed, not known yet",
         "endpoints": "list of `url`, `problem`, `no_answer_s`, `models`, `breaker_open`, "
         "`threads_hung`, `stores_paused`, and `recent` (the last interval) and `total` (since the "
-        "engine's start): `seconds`, `hits` and `misses` (chunks; a lookup ends at its first miss), "
+        "engine's start): `seconds`, `hits` and `misses` (chunks that were looked for), "
         "`token_hit_ratio`, "
         "`loaded_nbytes`, `loaded_chunks`, `load_s`, `stored_nbytes`, `load_failures`, "
         "`stores_skipped`, `lookup_p50_s`, `lookup_p99_s`, `ttft_p50_s`, `ttft_p99_s`; or null",

@@ -39,7 +39,7 @@ def read(given: str) -> Configured:
     if names_file and not text.startswith(("{", "-")):
         where = show(text)
         try:
-            text = read_bytes(text, _MAX_NBYTES).decode()
+            text = read_bytes(text, _MAX_NBYTES).decode("utf-8-sig")
         except UnicodeDecodeError:
             raise UsageError(f"--config: {where} is no text, {_EXPECTED}") from None
     line = None if text.lstrip().startswith("{") else _words(text)
@@ -68,7 +68,7 @@ def _words(line: str) -> list[str]:
     except ValueError as error:
         raise UsageError(f"--config: {error}; {_EXPECTED}") from None
     if not any(word.split("=")[0] == _OPTION for word in words):
-        raise UsageError(f"--config: found {show(line[:80])}, {_EXPECTED}")
+        raise UsageError(f"--config: found {show(line[:80]) or 'nothing'}, {_EXPECTED}")
     return words
 
 

@@ -38,7 +38,7 @@ def visit(
 ) -> Iterator[Finding]:
     """Yield what is found in a root; each check may take `timeout_s`. `told`: see Subject."""
     words = [sys.executable, "-P", "-m", __name__, root, str(timeout_s), str(int(may_write))]
-    words.append(json.dumps([asdict(limits) for limits in told]))
+    words.append(json.dumps([asdict(limits) for limits in dict.fromkeys(told)]))
     process = subprocess.Popen(
         words,
         stdin=subprocess.PIPE,

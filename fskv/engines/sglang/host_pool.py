@@ -56,14 +56,13 @@ def host_pages(pool: Any) -> HostPages:
         raise ConfigError(
             f"--dcp-size: found {pool.dcp_size}, expected 1: fskv does not store shards of it"
         )
-    if (
-        pool.layer_num != pool.target_layer_num
-        or pool.layer_num != pool.end_layer - pool.start_layer
-    ):
+    # SGLang's end_layer says nothing: pools inside of a hybrid's are told none, or the whole model's.
+    if pool.layer_num != pool.target_layer_num or getattr(pool, "_layer_shard_enabled", False):
         raise ConfigError(
-            f"SGLang's host pool has {pool.layer_num} layers for layers {pool.start_layer} to "
-            f"{pool.end_layer} of the model, expected as many: fskv does not store layers of a draft model"
+            f"SGLang's host pool has {pool.layer_num} layers, {pool.target_layer_num} of them the model's, or a "
+            "shard of them: fskv does not store layers of a draft model, or shards"
         )
+    start = int(pool.start_layer)
     if kind.startswith("MLA"):
         shape = (int(pool.kv_lora_rank), int(pool.qk_rope_head_dim), int(pool.kv_cache_dim))
     else:
@@ -74,7 +73,7 @@ def host_pages(pool: Any) -> HostPages:
         dtype=str(pool.dtype).removeprefix("torch."),
         layout=str(pool.layout),
         page_size=int(pool.page_size),
-        layers=(int(pool.start_layer), int(pool.end_layer)),
+        layers=(start, start + int(pool.layer_num)),
         shape=shape,
         storage_format=pool.storage_format_tag,
     )

@@ -79,10 +79,10 @@ class FskvStats(OffloadingConnectorStats):
                 f"{requests:.0f} ({self._sum(metrics.LOADED_TOKENS):.0f} tokens from files, "
                 f"{saved if known else 'saved: not known yet'})"
             )
-        # No ratio: a lookup ends at its first miss, so a prompt of which nothing is stored has one.
+        # No ratio: of full attention a lookup ends at its first miss, however many chunks are behind it.
         for word, metric, of in (
             ("found", metrics.LOOKUP_HITS, " chunks"),
-            ("first misses", metrics.LOOKUP_MISSES, ""),
+            ("misses", metrics.LOOKUP_MISSES, ""),
         ):
             if self._sum(metric):
                 said[word] = f"{self._sum(metric):.0f}{of}"
