@@ -38,8 +38,8 @@ with warnings.catch_warnings():
     )
     from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
     from sglang.srt.mem_cache.storage import StorageBackendFactory
-    from sglang.srt.mem_cache.utils import get_storage_hash_str
     from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+    from sglang.srt.mem_cache.utils import get_storage_hash_str
     from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
     from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
     from sglang.srt.utils.weight_checker import WeightChecker

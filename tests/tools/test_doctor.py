@@ -621,7 +621,9 @@ def test_whatever_is_around_a_store_is_looked_into(wrong):
     assert (done.exit_code, [line["check"] for line in problems]) == (1, ["options"])
 
 
-@pytest.mark.parametrize("how", ["JSON", "file", "file of Windows", "line", "file with a line", "="])
+@pytest.mark.parametrize(
+    "how", ["JSON", "file", "file of Windows", "line", "file with a line", "="]
+)
 def test_a_configuration_comes_as_json_a_file_or_a_servers_line(lab, tmp_path, how):
     """The control of all mistakes: what an engine takes has no problem, and the root is left as it was."""
     before = everything_below(lab.path)

@@ -353,9 +353,7 @@ class _Store(BlockingStore):
     """The store of one kind of objects, and its metrics."""
 
     def __init__(self, kv: KvStore, kind: ObjectKind, config: Any) -> None:
-        super().__init__(
-            kv, config.deadline, object_nbytes(kind), num_storing=_THREADS["store"]
-        )
+        super().__init__(kv, config.deadline, object_nbytes(kind), num_storing=_THREADS["store"])
         self.namespace = kv.directory.path
         self.model = kind.model
         self._own = kv

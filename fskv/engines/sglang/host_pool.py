@@ -59,8 +59,8 @@ def host_pages(pool: Any) -> HostPages:
     # SGLang's end_layer says nothing: pools inside of a hybrid's are told none, or the whole model's.
     if pool.layer_num != pool.target_layer_num or getattr(pool, "_layer_shard_enabled", False):
         raise ConfigError(
-            f"SGLang's host pool has {pool.layer_num} layers, {pool.target_layer_num} of them the model's, or a "
-            "shard of them: fskv does not store layers of a draft model, or shards"
+            f"SGLang's host pool has {pool.layer_num} layers, {pool.target_layer_num} of them the model's, "
+            "or a shard of them: fskv does not store layers of a draft model, or shards"
         )
     start = int(pool.start_layer)
     if kind.startswith("MLA"):
