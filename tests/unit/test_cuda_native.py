@@ -42,7 +42,6 @@ LATE_S = 0.004  # a stream may be so late
 @pytest.fixture
 def sim(monkeypatch):
     sim = simulation()
-    gc.collect()  # pinned memory of another test that goes meanwhile is no leak and no gain of this one
     sim.reset(1, LATE_S)
     sim.torch = on_simulation(monkeypatch, sim)
     yield sim
@@ -393,6 +392,7 @@ def test_a_chunk_is_one_kernel_and_one_copy_and_allocates_nothing(make_device, s
 
 
 def test_slots_are_registered_once_and_no_more_than_was_allowed(make_device, sim):
+    gc.collect()  # pinned memory of another test that goes meanwhile would be counted here
     before = sim.registered
     bench = make_device(num_threads=2, num_slots=9)
     lanes = 4 * (2048 * 24 + bench.world.transport.slot_nbytes)
@@ -694,7 +694,7 @@ def test_an_error_at_the_start_leaves_the_python_path(sim, tmp_path, caplog, nam
     assert "in Python" in transport.description
     transport.enter_thread()
     transport.close()
-    assert sim.registered == registered
+    assert sim.registered <= registered, "less: what another test left has gone"
     slot = HostTransport(
         tensors, SLOT, probe_dir=str(tmp_path), direct_io="off", native=False
     ).new_slot(0)
