@@ -261,8 +261,14 @@ def test_what_is_stored_at_once_fits_into_the_queue_of_a_slow_disk(make, options
 
 
 @pytest.mark.parametrize("told", [True, False])
-def test_two_threads_that_store_share_the_queue_of_a_slow_disk(make, told):
+def test_two_threads_that_store_share_the_queue_of_a_slow_disk(make, monkeypatch, told):
     """Where nobody said that there are two, the control, they hand over more than the queue takes."""
+    real = mover.open_transport
+    monkeypatch.setattr(
+        mover,
+        "open_transport",
+        lambda *args, **options: FaultTransport(real(*args, **options), Script(write="L*")),
+    )
     store = make(store_queue_s=0, num_storing=2 if told else 1)
     first, others = pages(range(1)), pages(range(1, 61), first_block=1)
     store.fill(first + others)
