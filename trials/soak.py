@@ -61,7 +61,8 @@ PROMPTS, MIN_TOKENS, MAX_TOKENS, SKEW = 600, 600, 1400, 0.7
 TIMES = 20.0  # what an exact cache would write, in bounds; faults and refused stores halve it
 SHARE = 0.25  # of the rate without fskv and without faults: so many requests are sure to be done
 WRITE_SHARE = 0.1  # of what the place takes from one writer who does nothing else
-MIN_BOUND, MAX_BOUND = 12 << 20, 512 << 20  # the servers' disks are in memory
+# The servers' disks of 2 GiB are in memory, each has all files, and its own log takes more than a GiB of it.
+MIN_BOUND, MAX_BOUND = 12 << 20, 256 << 20
 STOPPED_S = 60.0  # a request that takes so long has stopped the engine
 ORPHANS_S = 180.0  # the claim of a dead engine goes a minute after it was found dead
 END_S = 30.0

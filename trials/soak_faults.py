@@ -6,12 +6,14 @@ import contextlib
 import os
 import random
 import shutil
+import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from subprocess import SubprocessError
 
 from benchmarks.report import say
+from benchmarks.rig import BenchmarkError
 from faults.files import chunk_files, truncate, zero_payload
 from fskv.errors import ChunkError
 from fskv.root.process_id import unique_name
@@ -19,6 +21,7 @@ from trials.soak_engine import Driver
 from trials.soak_places import Directory
 
 _NUM_DAMAGED = 40  # files
+_HANGS_S = 300.0  # the servers may take so long to come back
 _CLOCKS_S = (-86_400.0, -60.0, 60.0, 86_400.0)
 
 
@@ -55,12 +58,23 @@ class Faults:
         return len(self._kinds)
 
     def one(self, seconds: float) -> bool:
-        """Do the next fault; what lasts is over when this returns. False: it could not be done."""
+        """Do the next fault; what lasts is over when this returns. False: it could not be done.
+
+        Raises BenchmarkError where the file system hangs for good: nothing more can be said of it.
+        """
         if not self._round:
             self._round = self._generator.sample(list(self._kinds), len(self._kinds))
         kind = self._round.pop()
         say(f"{kind} ...")
         self.done.append((time.monotonic(), kind))
+        thread = threading.Thread(target=self._do, args=(kind, seconds), daemon=True)
+        thread.start()
+        thread.join(seconds + _HANGS_S)
+        if thread.is_alive():
+            raise BenchmarkError(f"{kind}: the file system did not answer for {_HANGS_S:g} s")
+        return not self.failures
+
+    def _do(self, kind: str, seconds: float) -> None:
         try:
             self._kinds[kind](seconds)
         except (
@@ -69,7 +83,6 @@ class Faults:
             SubprocessError,
         ) as error:  # the servers did not come back, say
             self.failures.append(f"{kind}: {' '.join(str(error).split())}")
-        return not self.failures
 
     def _kill(self, seconds: float) -> None:
         self._generator.choice(self._drivers).kill()

@@ -18,8 +18,9 @@ from places import REPOSITORY
 
 pytest.importorskip("torch", reason="the trials need torch: make test")
 
+from benchmarks.rig import BenchmarkError
 from faults.mount import why_not
-from trials import soak, soak_watch
+from trials import soak, soak_faults, soak_watch
 from trials.soak_faults import Faults
 from trials.soak_places import Directory, FaultyDirectory
 from trials.soak_watch import MIN_SAMPLES, WARM_S, Sample, growth, sample
@@ -239,6 +240,18 @@ def test_a_fault_that_cannot_be_done_is_a_failure(tmp_path):
     done = [faults.one(0.0) for _ in range(5)]
     assert not all(done)
     assert faults.failures[0].startswith("root away: ")
+    place.close()
+
+
+def test_a_file_system_that_hangs_for_good_ends_it(tmp_path, monkeypatch):
+    place, over = Directory(str(tmp_path)), threading.Event()
+    faults = Faults(place, [OneDriver()], random.Random(1), ())
+    monkeypatch.setattr(soak_faults, "_HANGS_S", 0.2)
+    assert faults.one(0.0), "the control"
+    faults._kinds = dict.fromkeys(faults._kinds, lambda seconds: over.wait(20))
+    with pytest.raises(BenchmarkError, match=r"the file system did not answer for 0\.2 s"):
+        faults.one(0.0)
+    over.set()
     place.close()
 
 
