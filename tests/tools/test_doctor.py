@@ -668,7 +668,7 @@ def test_of_several_stores_on_one_root_the_tightest_bounds_are_judged(lab, order
     assert level == "hint"
     assert text.endswith("the tightest hold for all: max_bytes 1.00 GiB, keep_free 1 %")
     # The control: where both have the same there is nothing to say.
-    alike = nested("MultiConnector", "connectors", inner[0], inner[0])
+    alike = nested("MultiConnector", "connectors", *[inner[0]] * 3000)
     assert of(configured(json.dumps(alike))[0], "bounds") == []
 
 

@@ -73,7 +73,7 @@ def _unequal(subject: Subject, found: Space) -> Iterator[Finding]:
     ]
     if (most := _most(subject)) is not None:
         words.insert(0, f"max_bytes {iec(most)}")
-    text = f"stores on this root have {len(set(subject.told))} different ones; the tightest hold for all"
+    text = f"stores on this root have {len(subject.told)} different ones; the tightest hold for all"
     yield hint("bounds", f"{text}: {', '.join(words)}", "meant to? else give all of them the same")
 
 

@@ -38,7 +38,8 @@ def visit(
 ) -> Iterator[Finding]:
     """Yield what is found in a root; each check may take `timeout_s`. `told`: see Subject."""
     words = [sys.executable, "-P", "-m", __name__, root, str(timeout_s), str(int(may_write))]
-    words.append(json.dumps([asdict(limits) for limits in dict.fromkeys(told)]))
+    each = dict.fromkeys(json.dumps(asdict(limits)) for limits in told)  # all of it is one word
+    words.append(f"[{', '.join(each)}]")
     process = subprocess.Popen(
         words,
         stdin=subprocess.PIPE,
