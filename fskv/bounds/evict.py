@@ -28,6 +28,7 @@ from fskv.index.scan import file_name, shard_path
 from fskv.index.snapshot import Catalogue, joined
 from fskv.root.beneath import open_directory, remove_file
 from fskv.root.filesystem import block_nbytes, clamp_mtime, length
+from fskv.root.root import FORMAT_FILE
 
 _BATCH = 256  # files per call of a worker thread; between batches the lease is looked at
 _SPARE = 1.25  # candidates, in bytes, for what is to go: some will have been used meanwhile
@@ -220,7 +221,7 @@ async def execute(chosen: PrunePlan, may_go_on: Callable[[], bool], root: str) -
     """Remove files in the plan's order until it is fulfilled, or `may_go_on()` says no.
 
     The catalogues are updated: what is gone is forgotten, what was used meanwhile has its new mtime. No link
-    is followed below `root`.
+    is followed below `root`. Raises FileNotFoundError where that is not there, or not mounted.
     """
     execution = _Execution(chosen, root)
     remove = aiofiles.os.wrap(_remove_batch)
@@ -234,16 +235,26 @@ async def execute(chosen: PrunePlan, may_go_on: Callable[[], bool], root: str) -
 
 
 class _Directory:
-    """A shard that stays the same one while a batch removes files from it."""
+    """A shard that stays the same one while a batch removes files from it.
+
+    Raises FileNotFoundError where the root is not there: then nothing is known to be gone.
+    """
 
     def __init__(self, path: str, root: str) -> None:
         self.path = path
         self._fd = -1
         self._errno = 0
-        try:
-            self._fd = open_directory(root, path, os.O_PATH)
-        except OSError as error:
-            self._errno = error.errno or errno.EIO
+        for _ in range(2):  # all of the root may have been away for a moment
+            try:
+                self._fd = open_directory(root, path, os.O_PATH)
+            except OSError as error:
+                self._errno = error.errno or errno.EIO
+            else:
+                self._errno = 0
+            if self._errno != errno.ENOENT:
+                break
+            if not os.path.isdir(os.path.dirname(path)):
+                os.stat(f"{root}/{FORMAT_FILE}")
 
     def stat(self, name: str) -> os.stat_result:
         """Look at a file; raises OSError, also where there is no such directory."""

@@ -164,19 +164,22 @@ def _changed(namespace: str, seen: Mapping[int, int], start: int) -> list[tuple[
     """Return (shard, mtime of its directory) for all that changed; mtime -1 for those that are gone."""
     found: dict[int, int] = {}
     path = f"{namespace}/{CHUNK_DIR}"
-    try:
-        with opened(namespace, path) as fd:
-            names = os.listdir(fd)
-    except FileNotFoundError:
-        os.stat(namespace)  # gone as a whole: an error. Without chunks: empty.
-        names = []
-    for name in names:
+    for name in _names(namespace, path):
         idx = shard_idx(name)
         if idx is not None and idx >= start:
             found[idx] = dir_mtime_ns(f"{path}/{name}")
     gone = [(idx, -1) for idx, mtime in seen.items() if idx >= start and idx not in found and mtime]
     changed = [(idx, mtime) for idx, mtime in found.items() if not mtime or mtime != seen.get(idx)]
     return sorted(changed + gone)
+
+
+def _names(namespace: str, path: str) -> list[str]:
+    """Return the names in a directory of a namespace, none where it has no such directory."""
+    for _ in range(2):  # all of the root may have been away for a moment
+        with contextlib.suppress(FileNotFoundError), opened(namespace, path) as fd:
+            return os.listdir(fd)
+        os.stat(namespace)  # gone as a whole: an error
+    return []
 
 
 def dir_mtime_ns(path: str) -> int:
@@ -246,7 +249,24 @@ def _mtime_by_name(path: str) -> int:
 
 
 def list_shard(path: str, idx: int, now_ns: int = 0, device: int | None = None) -> Shard:
-    """List one directory of chunks. Never raises: see `Shard.error`. `now_ns`: see `walk`; 0: unknown."""
+    """List one directory of chunks. Never raises: see `Shard.error`. `now_ns`: see `walk`; 0: unknown.
+
+    One that is gone is empty. One that is gone with all that is around it (the root is away, the mount) is an
+    error: nothing is known of it.
+    """
+    for _ in range(2):  # all of it may have been away for a moment
+        try:
+            return _listed(path, idx, now_ns, device)
+        except FileNotFoundError:
+            try:
+                os.stat(os.path.dirname(path))
+            except OSError as error:
+                return Shard(idx, 0, np.empty(0, RECORD), error=error)
+    return Shard(idx, 0, np.empty(0, RECORD))
+
+
+def _listed(path: str, idx: int, now_ns: int, device: int | None) -> Shard:
+    """As `list_shard`; raises FileNotFoundError."""
     by_blocks = False
     try:
         if _list_in_c is not None and device is None:
@@ -260,7 +280,7 @@ def list_shard(path: str, idx: int, now_ns: int = 0, device: int | None = None) 
         else:
             shard, others, by_blocks = _list_in_python(path, idx, now_ns, device)
     except FileNotFoundError:
-        return Shard(idx, 0, np.empty(0, RECORD))
+        raise
     except OSError as error:
         if error.errno in (errno.ENOTDIR, errno.ELOOP):  # a file or a link: no place for chunks
             name = os.path.basename(path)

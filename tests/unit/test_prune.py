@@ -222,6 +222,32 @@ def test_what_has_taken_the_place_of_a_file_stays(namespace, tmp_path, kind):
     assert not os.path.exists(other)
 
 
+@pytest.mark.parametrize("back", [False, True])
+@pytest.mark.parametrize("when", ["_changed", "most_nbytes"])
+def test_a_root_that_goes_away_while_it_is_counted_has_its_files(
+    namespace, monkeypatch, when, back
+):
+    for n in range(3):
+        write_chunk(namespace, n)
+    catalogue = catalogue_of(namespace)
+    real = getattr(scan, when)
+
+    def leaving(*arguments):
+        found = real(*arguments)
+        os.rename(namespace, f"{namespace}.away")
+        return found
+
+    monkeypatch.setattr(scan, when, leaving)
+    failed = run(catalogue.refresh(time.time_ns(), every=True))
+    monkeypatch.setattr(scan, when, real)
+    assert (catalogue.num_files, len(failed)) == (3, 3)
+    os.rename(f"{namespace}.away", namespace)
+    if not back:  # the control: they are gone
+        shutil.rmtree(f"{namespace}/chunks")
+    assert run(catalogue.refresh(time.time_ns(), every=True)) == []
+    assert catalogue.num_files == (3 if back else 0)
+
+
 def test_a_directory_that_is_gone_took_its_files_with_it(namespace):
     path = write_chunk(namespace, 1, mtime_ns=1 * NS)
     other = write_chunk(namespace, 2, mtime_ns=2 * NS)
@@ -231,6 +257,26 @@ def test_a_directory_that_is_gone_took_its_files_with_it(namespace):
     assert (pruned.vanished_nbytes, pruned.nbytes, pruned.failures) == (4096, 4096, {})
     assert not os.path.exists(other)
     assert catalogue.num_files == 0
+
+
+@pytest.mark.parametrize("away", ["root", "namespace"])
+def test_of_a_root_that_is_away_nothing_is_taken_for_gone(namespace, tmp_path, away):
+    """Bytes that come back would be granted twice. The control: a namespace that is removed is gone."""
+    (tmp_path / "fskv.json").touch()
+    for n in range(3):
+        write_chunk(namespace, n, mtime_ns=n * NS)
+    catalogue = catalogue_of(namespace)
+    chosen = plan([catalogue], 3 * 4096)
+    os.rename(tmp_path if away == "root" else namespace, f"{tmp_path}.away")
+    execution = execute(chosen, lambda: True, str(tmp_path))
+    if away == "root":
+        with pytest.raises(FileNotFoundError):
+            run(execution)
+        os.rename(f"{tmp_path}.away", tmp_path)
+        assert catalogue.num_files == 3
+    else:
+        assert run(execution).vanished_nbytes == 3 * 4096
+        assert catalogue.num_files == 0
 
 
 def test_a_plan_in_a_worker_thread_is_the_same(namespace):
