@@ -57,21 +57,31 @@ def test_a_short_life_and_a_start_are_not_judged():
 
 
 def test_memory_threads_and_descriptors_of_a_process_are_seen():
-    before = sample(os.getpid())
-    # A mapping: what the interpreter allocates may be memory that it had before.
-    kept, over = mmap.mmap(-1, 32 * MIB), threading.Event()
-    kept.write(b"x" * len(kept))
-    thread = threading.Thread(target=over.wait)
-    thread.start()
-    with open(os.devnull):
-        after = sample(os.getpid())
-    over.set()
-    thread.join()
+    """Of one of its own: in this one a thread of the test before may end meanwhile."""
+    grow = """
+import mmap, os, sys, threading
+print(flush=True)
+sys.stdin.readline()
+kept = mmap.mmap(-1, 32 << 20)
+kept.write(b"x" * len(kept))
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+file = open(os.devnull)
+print(flush=True)
+sys.stdin.readline()
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", grow], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with process:
+        process.stdout.readline()
+        before = sample(process.pid)
+        process.stdin.write("\n")
+        process.stdin.flush()
+        process.stdout.readline()
+        after = sample(process.pid)
+        process.stdin.close()
     assert after.memory - before.memory > 16 * MIB
-    kept.close()
     assert (after.threads, after.descriptors) == (before.threads + 1, before.descriptors + 1)
-    process = subprocess.Popen(["true"])
-    process.wait()
     assert sample(process.pid) is None
 
 

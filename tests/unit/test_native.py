@@ -759,7 +759,8 @@ def test_a_bad_chunk_is_judged_by_python_discarded_and_healed(make_native_bench)
     assert bench.poisoned(7)
     assert not os.path.exists(bench.world.path(2))
     job, contents = bench.store([1, 2, 3])
-    bench.finish(job)
+    bench.finish(job)  # its pages are free; the files come after it
+    bench.wait_until_idle()
     load = bench.load([1, 2, 3], place=5)
     assert not bench.finish(load)[0].failed
     assert bench.world.pages(bench.blocks(6)) == contents[2]
