@@ -56,6 +56,9 @@ bench-side-by-side: $(SETUP) ## vLLM's file tier, FskvConnector and FskvTier on 
 	@mkdir -p .cache
 	@'$(PY)' -m benchmarks.side_by_side --direct-io auto $(ARGS) --dir '$(DIR)'
 
+bench-harness: ## LMCache's own benchmark asks engines of each way, fskv's too (3 GB once; 10 minutes a round)
+	@bash .ci/lmcache --only tests/lmcache_engines/harness.py $(ARGS)
+
 bench-answers: $(SETUP) ## The same answers with KV from files? 200 questions to real weights: ARGS='--model DIR' (20 minutes)
 	@mkdir -p .cache
 	@'$(PY)' -m benchmarks.answers $(ARGS) --dir '$(DIR)'

@@ -70,10 +70,7 @@ class Plan:
         }
         longest = max(len(prompt) for prompts in self.prompts.values() for prompt in prompts)
         self.blocks = -(-(longest + ANSWER_TOKENS) // BLOCK_TOKENS)
-        config = json.loads(pathlib.Path(options.model, "config.json").read_text())
-        heads = config["num_key_value_heads"]
-        dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-        self.chunk_nbytes = BLOCK_TOKENS * config["num_hidden_layers"] * heads * dim * 2 * 4
+        self.chunk_nbytes = BLOCK_TOKENS * token_nbytes(options.model)
 
     @property
     def gpu_blocks(self) -> int:
@@ -85,33 +82,43 @@ class Plan:
         """Of the CPU tier, for one document and a bit more."""
         return int(self.chunk_nbytes * (self.blocks + 2))
 
-    def transfer(self, kind: str, root: str) -> dict[str, Any] | None:
-        """Return the kv_transfer_config of an engine; None for one that recomputes."""
-        # Of everybody's patience: a busy machine is waited for. The deadlines of loads are the defaults.
-        fskv = {"root": root, "maintenance": "off", "direct_io": self.options.direct_io}
-        if kind == "recompute":
-            return None
-        if kind == "FskvConnector":
-            extra: dict[str, Any] = {
-                **fskv,
-                "hybrid_chunk_size": BLOCK_TOKENS,
-                "lookup_timeout_s": 10,
-            }
-            return {"kv_connector": kind, "kv_role": "kv_both", "kv_connector_extra_config": extra}
-        tier = {"type": "FskvTier", "module_path": "fskv.engines.vllm_tier", **fskv}
-        if kind != "FskvTier":
-            tier = {"type": "fs", "root_dir": root}
-        return {
-            "kv_connector": "OffloadingConnector",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {
-                "spec_name": "CpuTieringSpec",
-                "spec_module_path": "cpu_tiering",
-                "cpu_bytes_to_use": self.cpu_nbytes,
-                "secondary_tiers": [tier],
-            },
-        }
+
+def token_nbytes(model: str) -> int:
+    """Return the bytes of a token's KV in float32, of the checkpoint in a directory."""
+    config = json.loads(pathlib.Path(model, "config.json").read_text())
+    heads = config["num_key_value_heads"]
+    dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    return int(config["num_hidden_layers"] * heads * dim * 2 * 4)
+
+
+def connector(
+    kind: str, root: str, cpu_nbytes: int, direct_io: str = "off"
+) -> dict[str, Any] | None:
+    """Return the kv_transfer_config of an engine; None for one that recomputes.
+
+    `cpu_nbytes`: of the CPU tier, where there is one.
+    """
+    # Of everybody's patience: a busy machine is waited for. The deadlines of loads are the defaults.
+    fskv = {"root": root, "maintenance": "off", "direct_io": direct_io}
+    if kind == "recompute":
+        return None
+    if kind == "FskvConnector":
+        extra = {**fskv, "hybrid_chunk_size": BLOCK_TOKENS, "lookup_timeout_s": 10}
+        return {"kv_connector": kind, "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    tier = {"type": "FskvTier", "module_path": "fskv.engines.vllm_tier", **fskv}
+    if kind != "FskvTier":
+        tier = {"type": "fs", "root_dir": root}
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {
+            "spec_name": "CpuTieringSpec",
+            "spec_module_path": "cpu_tiering",
+            "cpu_bytes_to_use": cpu_nbytes,
+            "secondary_tiers": [tier],
+        },
+    }
 
 
 class Run:
@@ -151,7 +158,9 @@ class Run:
                     "num_gpu_blocks_override": self.plan.gpu_blocks,
                     "max_model_len": self.plan.blocks * BLOCK_TOKENS,
                 },
-                "kv_transfer_config": self.plan.transfer(self.kind, self.root),
+                "kv_transfer_config": connector(
+                    self.kind, self.root, self.plan.cpu_nbytes, self.plan.options.direct_io
+                ),
                 "env": {
                     # The engine's core goes on stepping after a request, as it does behind `vllm serve`.
                     "VLLM_ENABLE_V1_MULTIPROCESSING": "1",

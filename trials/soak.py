@@ -29,7 +29,7 @@ from typing import Any
 
 from benchmarks.options import parser, positive_float, settings
 from benchmarks.report import judged, publish, say
-from benchmarks.rig import work_directory
+from benchmarks.rig import BenchmarkError, work_directory
 from demo.checkpoints import VOCAB_SIZE, make
 from trials.shared_root import references
 from trials.shared_root_engine import Setup
@@ -44,7 +44,7 @@ from trials.shared_root_judge import (
 )
 from trials.soak_engine import BREAKS, Asked, Driver
 from trials.soak_faults import Faults
-from trials.soak_places import opened
+from trials.soak_places import Directory, opened
 from trials.soak_watch import (
     ALLOWED,
     STAGING_NBYTES,
@@ -61,7 +61,7 @@ PROMPTS, MIN_TOKENS, MAX_TOKENS, SKEW = 600, 600, 1400, 0.7
 TIMES = 20.0  # what an exact cache would write, in bounds; faults and refused stores halve it
 SHARE = 0.25  # of the rate without fskv and without faults: so many requests are sure to be done
 WRITE_SHARE = 0.1  # of what the place takes from one writer who does nothing else
-# The servers' disks of 2 GiB are in memory, each has all files, and its own log takes more than a GiB of it.
+# The servers' disks are in memory, and each has all files.
 MIN_BOUND, MAX_BOUND = 12 << 20, 256 << 20
 STOPPED_S = 60.0  # a request that takes so long has stopped the engine
 ORPHANS_S = 180.0  # the claim of a dead engine goes a minute after it was found dead
@@ -102,7 +102,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 )
                 for name, root in zip(NAMES, place.roots, strict=True)
             ]
-            with _running(drivers):
+            with _running(drivers, place):
                 run = _run(options, place, drivers, bound)
             run["left"]["processes"] = len(_wait_for_end(run.pop("maintained")))
     facts = {
@@ -127,18 +127,21 @@ def _bound(pool: Pool, options: argparse.Namespace, cold_s: float, file_nbytes: 
 
 
 @contextlib.contextmanager
-def _running(drivers: Sequence[Driver]) -> Iterator[None]:
+def _running(drivers: Sequence[Driver], place: Directory) -> Iterator[None]:
     try:
         for driver in drivers:
             driver.start()
         yield
+    except BenchmarkError:
+        place.close()  # an engine in a call that hangs cannot be ended
+        raise
     finally:
         for driver in drivers:
             driver.end(END_S)
 
 
 def _run(
-    options: argparse.Namespace, place: Any, drivers: Sequence[Driver], bound: int
+    options: argparse.Namespace, place: Directory, drivers: Sequence[Driver], bound: int
 ) -> dict[str, Any]:
     """Ask and spoil for as long as it was said, then let all heal; return the facts."""
     root = place.roots[0]

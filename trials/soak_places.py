@@ -22,6 +22,7 @@ class Directory:
 
     title = "a plain directory"
     can_stall = False
+    _closed = False
 
     def __init__(self, path: str) -> None:
         """The root is made in a new directory below `path`."""
@@ -42,6 +43,12 @@ class Directory:
         """End a stall, make room."""
 
     def close(self) -> None:
+        """Remove it; calls that hang on it fail then. Once more does nothing."""
+        if not self._closed:
+            self._closed = True
+            self._close()
+
+    def _close(self) -> None:
         shutil.rmtree(self._path, ignore_errors=True)
 
 
@@ -65,9 +72,9 @@ class FaultyDirectory(Directory):
     def mend(self) -> None:
         self._mount.clear()
 
-    def close(self) -> None:
+    def _close(self) -> None:
         self._mount.close()
-        super().close()
+        super()._close()
 
 
 class CephFS(Directory):
@@ -104,7 +111,7 @@ class CephFS(Directory):
         self._ceph.limit_data(0)
         self._ceph.mend()
 
-    def close(self) -> None:
+    def _close(self) -> None:
         self._ceph.down()
 
 

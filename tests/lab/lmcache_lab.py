@@ -44,22 +44,37 @@ def free_port():
         return listener.getsockname()[1]
 
 
+def environment():
+    """What all programs here are started with."""
+    path = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
+    return {
+        **os.environ,
+        "LMCACHE_TRACK_USAGE": "false",
+        "LMCACHE_DISABLE_BANNER": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, path)),
+    }
+
+
+def connector(port):
+    """What an engine is told of a server."""
+    extra = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": port}
+    return {
+        "kv_connector": "LMCacheMPConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": extra,
+    }
+
+
 class _Process:
     """A program in a session of its own; killed with all its children at the end of the block."""
 
     def __init__(self, log: pathlib.Path, command, env, **pipes):
         self._log = log
-        path = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
-        plain = {
-            "LMCACHE_TRACK_USAGE": "false",
-            "LMCACHE_DISABLE_BANNER": "1",
-            "HF_HUB_OFFLINE": "1",
-            "PYTHONPATH": os.pathsep.join(filter(None, path)),
-        }
         with log.open("ab") as output:
             self.process = subprocess.Popen(
                 command,
-                env={**os.environ, **plain, **env},
+                env=environment() | env,
                 stderr=output,
                 start_new_session=True,
                 **{name: output if pipe is None else pipe for name, pipe in pipes.items()},
@@ -81,6 +96,15 @@ class _Process:
 
     def tail(self):
         return self.log()[-3000:]
+
+    def wait_for_answer(self, url):
+        end = time.monotonic() + START_S
+        while True:
+            assert self.process.poll() is None, f"it ended: {self.tail()}"
+            with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=60):
+                return
+            assert time.monotonic() < end, self.tail()
+            time.sleep(0.2)
 
     def kill(self):
         with contextlib.suppress(ProcessLookupError):
@@ -113,14 +137,7 @@ class Server(_Process):
         super().__init__(log, command, env or {}, stdin=subprocess.DEVNULL, stdout=None)
 
     def wait_ready(self):
-        end = time.monotonic() + START_S
-        while True:
-            assert self.process.poll() is None, f"it ended: {self.tail()}"
-            with contextlib.suppress(OSError):
-                self.ask("/healthcheck")
-                return
-            assert time.monotonic() < end, self.tail()
-            time.sleep(0.2)
+        self.wait_for_answer(f"http://127.0.0.1:{self.http}/healthcheck")
 
     def ask(self, path, method="GET", body=None):
         data = None if body is None else json.dumps(body).encode()
@@ -155,18 +172,18 @@ class Server(_Process):
         return self.process.wait(120)
 
 
+_ENGINE = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "2",
+}
+
+
 class Engine(_Process):
     """One vLLM engine with LMCache's connector."""
 
     def __init__(self, log, port, *, env=None, **arguments):
-        connector = {
-            "kv_connector": "LMCacheMPConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {
-                "lmcache.mp.host": "tcp://127.0.0.1",
-                "lmcache.mp.port": port,
-            },
-        }
         plain = {
             "model": MODEL,
             "dtype": "bfloat16",
@@ -178,15 +195,9 @@ class Engine(_Process):
             "max_num_seqs": 2,
             "seed": 0,
             "disable_log_stats": False,
-            "kv_transfer_config": connector if port else None,
+            "kv_transfer_config": connector(port) if port else None,
         }
-        own = {
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "OMP_NUM_THREADS": "2",
-        }
+        own = _ENGINE | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         command = [sys.executable, str(HERE / "engine.py"), json.dumps(plain | arguments)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         super().__init__(log, command, own | (env or {}), **pipes)
@@ -215,6 +226,31 @@ class Engine(_Process):
         """End it as a user does; returns its exit code."""
         self.process.stdin.close()
         return self.process.wait(120)
+
+
+class Served(_Process):
+    """What `vllm serve` runs, with any connector or none."""
+
+    def __init__(self, log, transfer, **arguments):
+        self.url = f"http://127.0.0.1:{free_port()}"
+        command = [sys.executable, str(HERE / "served.py"), "--model", MODEL, "--enforce-eager"]
+        command += ["--port", self.url.rpartition(":")[2], "--seed", "0"]
+        command += [word for name, value in arguments.items() for word in (f"--{name}", str(value))]
+        if transfer:
+            command += ["--kv-transfer-config", json.dumps(transfer)]
+        # Of demo/: vLLM's tiers where no GPU is.
+        path = os.pathsep.join([environment()["PYTHONPATH"], str(REPOSITORY / "demo")])
+        env = _ENGINE | {"PYTHONPATH": path}
+        super().__init__(log, command, env, stdin=subprocess.DEVNULL, stdout=None)
+
+    def wait_ready(self):
+        self.wait_for_answer(f"{self.url}/health")
+
+    def metric(self, name):
+        """Return the sum of a counter of the engine."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=60) as said:
+            lines = said.read().decode().splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(f"{name}{{"))
 
 
 def wait_idle(server):

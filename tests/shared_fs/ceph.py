@@ -13,7 +13,7 @@ import uuid
 
 from shared_fs import netns
 
-_OSD_NBYTES = 2 << 30  # sparse
+_OSD_NBYTES = 3 << 30  # sparse
 _START_S = 120.0
 _TRIES = 5
 
@@ -46,6 +46,10 @@ osd crush chooseleaf type = 0
 osd objectstore = bluestore
 bluestore block size = {osd_nbytes}
 bluestore block wal create = false
+# Its defaults fill more than a GiB of a disk with logs, and an OSD without room for them aborts.
+bluestore rocksdb options = compression=kNoCompression,max_write_buffer_number=4,\
+min_write_buffer_number_to_merge=1,recycle_log_file_num=2,write_buffer_size=16777216,\
+writable_file_max_buffer_size=0,max_background_compactions=2,max_total_wal_size=67108864
 osd memory target = 939524096
 osd heartbeat grace = 6
 osd heartbeat interval = 2
