@@ -6,11 +6,13 @@ belongs to fskv until the call that named it has returned.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from fskv.config import Deadline
@@ -34,6 +36,14 @@ class Page(NamedTuple):
     block: int
 
 
+@dataclass(slots=True)
+class _Job:
+    """What somebody waits for."""
+
+    stored: dict[ChunkId, bool | None] = field(default_factory=dict)  # None: not known yet
+    result: JobResult | None = None
+
+
 class BlockingStore:
     """See the module docstring. Nothing here raises but ValueError for a page that is not in the memory."""
 
@@ -49,8 +59,7 @@ class BlockingStore:
         self._changed = threading.Condition()  # guards all below, and the store
         self._num_waiting = 0
         self._job_ids = itertools.count()
-        self._ended: dict[int, JobResult | None] = {}  # of the jobs that somebody waits for
-        self._stores: dict[ChunkId, bool | None] = {}  # likewise; None: not known yet
+        self._jobs: dict[int, _Job] = {}  # that somebody waits for
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="fskv-step", daemon=True)
         self._thread.start()
@@ -92,12 +101,11 @@ class BlockingStore:
         with self._changed:
             if self._closed or not pages:
                 return [False] * len(pages)
-            job_id = self._submit(self._kv.mover.load, self._moves(pages))
-            self._wait(lambda: self._ended[job_id] is not None, self._allowed_s(len(pages)))
-            result = self._finish(job_id)
-            if result is None:
+            with self._begun(_Job(), self._kv.mover.load, self._moves(pages)) as job:
+                self._wait(lambda: job.result is not None, self._allowed_s(len(pages)))
+            if job.result is None:
                 return [False] * len(pages)
-            bad = {file.chunk for file in result.bad}
+            bad = {file.chunk for file in job.result.bad}
             return [page.chunk not in bad for page in pages]
 
     def store(self, pages: Sequence[Page]) -> list[bool]:
@@ -114,20 +122,16 @@ class BlockingStore:
             if self._closed or time.monotonic() >= end:
                 return [False] * len(pages)
             moves = {move.file.chunk: move for move in self._moves(pages)}
-            mine = kv.lookup.begin_store(moves)
-            if mine:
-                self._stores |= dict.fromkeys(mine)
-                job_id = self._submit(kv.mover.store, [moves[chunk] for chunk in mine])
-                self._wait(
-                    lambda: (
-                        kv.lookup.stopped or all(self._stores[chunk] is not None for chunk in mine)
-                    ),
-                    end - time.monotonic(),
-                )
-                self._finish(job_id)
-            ended = {chunk: bool(self._stores.pop(chunk)) for chunk in mine}
+            stored: dict[ChunkId, bool | None] = dict.fromkeys(kv.lookup.begin_store(moves))
+            if stored:
+                mine = [moves[chunk] for chunk in stored]
+                with self._begun(_Job(stored), kv.mover.store, mine):
+                    self._wait(
+                        lambda: kv.lookup.stopped or None not in stored.values(),
+                        end - time.monotonic(),
+                    )
             there = kv.lookup.presence.known_present
-            return [ended.get(page.chunk, there(page.chunk)) for page in pages]
+            return [bool(stored[chunk]) if chunk in stored else there(chunk) for chunk, _ in pages]
 
     def stop(self, reason: str) -> None:
         """Neither load nor store any more, for good."""
@@ -162,20 +166,24 @@ class BlockingStore:
     def _moves(self, pages: Sequence[Page]) -> list[FileMove]:
         return [move for page in pages for move in self._kv.moves(page.chunk, [page.block])]
 
-    def _submit(
-        self, begin: Callable[[int, Sequence[FileMove]], None], moves: list[FileMove]
-    ) -> int:
+    @contextlib.contextmanager
+    def _begun(
+        self,
+        job: _Job,
+        begin: Callable[[int, Sequence[FileMove]], None],
+        moves: Sequence[FileMove],
+    ) -> Iterator[_Job]:
+        """Have a job until the end of the block: one without a result is given up, so its pages are free."""
         job_id = next(self._job_ids)
-        self._ended[job_id] = None
-        begin(job_id, moves)
-        return job_id
-
-    def _finish(self, job_id: int) -> JobResult | None:
-        """Return a job's result; one without is given up, so that its pages are free."""
-        if self._ended[job_id] is None:
-            self._kv.mover.free_pages([job_id])
-            self._step()
-        return self._ended.pop(job_id)
+        self._jobs[job_id] = job
+        try:
+            begin(job_id, moves)
+            yield job
+        finally:
+            if job.result is None:
+                self._kv.mover.free_pages([job_id])
+                self._step()
+            del self._jobs[job_id]
 
     def _wait(self, done: Callable[[], bool], allowed_s: float) -> bool:
         """Wait until done() or closed, at most `allowed_s` and a moment; returns done()."""
@@ -204,13 +212,13 @@ class BlockingStore:
 
     def _step(self) -> None:
         for result in self._kv.mover.poll():
-            if result.job_id in self._ended:
-                self._ended[result.job_id] = result
+            if result.job_id in self._jobs:
+                self._jobs[result.job_id].result = result
         news = self._kv.take_news()
-        for chunk in news.stored:
-            if chunk in self._stores:
-                self._stores[chunk] = True
-        for chunk in news.not_stored:
-            if chunk in self._stores:
-                self._stores[chunk] = False
+        for chunks, good in (news.stored, True), (news.not_stored, False):
+            for chunk in chunks:
+                for job in self._jobs.values():
+                    # Of two the first may not have heard yet that it was not, and the second stores it again.
+                    if job.stored.get(chunk, good) is None:
+                        job.stored[chunk] = good
         self._kv.lookup.end_step()

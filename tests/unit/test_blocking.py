@@ -11,14 +11,16 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from mac_lab import key_file
 from toy_engine import PAGE_NBYTES, identity
-from world import damage, returns_in_time
+from world import damage, returns_in_time, wait_for
 
 from faults.transport import FaultTransport, Script
 from fskv.config import StoreConfig
+from fskv.data_path.store import ChunkStore
 from fskv.index.presence import Findings
 from fskv.offload import BlockingStore, KvStore, Page, lookup, mover
-from fskv.types import ChunkId
+from fskv.types import ChunkId, Status
 
 NUM_BLOCKS = 64
 
@@ -73,6 +75,65 @@ def make(tmp_path):
             return store
 
         yield make
+
+
+def test_a_store_that_ended_reads_no_page_though_another_one_took_its_chunk_again(
+    make, monkeypatch, tmp_path
+):
+    """The first one's chunk was not stored, and before it hears of that the second stores the same.
+
+    Sealed, for then Python writes the files.
+    """
+    store = make(io_threads=2, mac_key_file=str(key_file(tmp_path / "keys", "new")))
+    all_pages = pages(range(4))
+    store.fill(all_pages)
+    shared, last = all_pages[0].chunk, all_pages[-1]
+    may_fail, may_write = threading.Event(), threading.Event()
+    put, fails = ChunkStore.put, iter([True])
+
+    def slow(self, file, first, slot):
+        if file.chunk == shared and next(fails, False):
+            may_fail.wait(20)
+            return Status.DENIED
+        may_write.wait(20)
+        return put(self, file, first, slot)
+
+    monkeypatch.setattr(ChunkStore, "put", slow)
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(store.store, all_pages[:1])
+        wait_for(lambda: store._jobs)
+        with store._changed:  # the second one comes before the first can wake up
+            second = threads.submit(store.store, all_pages)
+            time.sleep(0.1)
+            may_fail.set()
+            (job,) = store._jobs.values()
+            wait_for(lambda: store._step() or job.stored[shared] is False)
+        wait_for(lambda: len(store._jobs) == 1 and job not in store._jobs.values())
+        assert first.result() == [False]
+        assert not second.done()
+        may_write.set()
+        assert second.result() == [True] * 4
+    store.memory[store.place(last)] = bytes(PAGE_NBYTES)  # it is the caller's again
+    assert store.load([last]) == [True]
+    assert store.holds([last]) == [True]
+
+
+def test_pages_are_free_when_a_call_ends_by_an_error(make, monkeypatch):
+    store = make()
+    store.fill(pages(range(2)))
+    freed = []
+    free = store.kv.mover.free_pages
+    monkeypatch.setattr(store.kv.mover, "free_pages", lambda jobs: (freed.extend(jobs), free(jobs)))
+
+    def fail(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(store, "_wait", fail)
+    for call in (store.store, store.load):
+        with pytest.raises(MemoryError):
+            call(pages(range(2)))
+    assert len(freed) == 2
+    assert not store._jobs
 
 
 def test_what_one_store_has_stored_another_one_loads(make):
