@@ -32,6 +32,7 @@ _BURST_HALF_LIFE_S = 60.0
 _BURST_S = 5.0  # what is asked for in a longer wait for a grant is not wanted at hand
 _FIRST_WORD_S = 2.0
 _RESTART_S = 10.0
+_MAX_KILLED = 3  # and still there, each with its 40 MiB: no other one until one of them has ended
 _PAUSE_S, _MAX_PAUSE_S = 2.0, 60.0  # after ENOSPC; twice as long each time it is met again
 _READ_NBYTES = 1 << 16
 _MAX_FRAME = 64 << 20
@@ -79,6 +80,7 @@ class Capacity:
         }
         self._clock = clock
         self._process: MaintenanceProcess | None = None
+        self._killed: list[MaintenanceProcess] = []  # and may be kept by a mount that hangs
         self._unpacker = msgpack.Unpacker()
         self._next_start = 0.0
         self._heard_at = 0.0
@@ -108,8 +110,10 @@ class Capacity:
     def start(self) -> None:
         """Start the maintenance process; where that fails it is tried again later, and nothing is stored."""
         self._next_start = self._clock() + _RESTART_S
-        self.num_restarts += self._started
         self._close_process()
+        if self._too_many_hang():
+            return
+        self.num_restarts += self._started
         try:
             self._process = MaintenanceProcess(self._options)
         except OSError as error:
@@ -226,8 +230,7 @@ class Capacity:
                 reason = f"no word for {_SILENT_S:.0f} s, nothing is stored: does the root hang, is it gone?"
                 self._log.say("maintenance_silent", logging.WARNING, reason=reason)
             if now - self._silent_polls_since > _HUNG_S:
-                self._process.kill()  # the next poll starts another one; a hung mount may keep this one
-                self._process = None
+                self._kill_process()  # the next poll starts another one
                 return []
         else:
             self._silent_polls_since = 0.0
@@ -264,11 +267,30 @@ class Capacity:
     def close(self) -> None:
         """Let the process end by itself; it is not waited for, since it may hang."""
         self._close_process(exact=self._report(0))
+        for process in self._killed:
+            process.close()
 
     def _close_process(self, *, exact: bool = False) -> None:
         process, self._process = self._process, None
         if process is not None:
             process.close(exact=exact)
+
+    def _kill_process(self) -> None:
+        assert self._process is not None
+        self._process.kill()
+        self._killed.append(self._process)
+        self._process = None
+
+    def _too_many_hang(self) -> bool:
+        """Whether so many that were killed are still there that one more would only hang as well."""
+        for process in [each for each in self._killed if not each.running]:
+            process.close()
+            self._killed.remove(process)
+        if len(self._killed) < _MAX_KILLED:
+            return False
+        reason = f"{_MAX_KILLED} maintenance processes were killed and do not end: the root hangs"
+        self._log.say("maintenance_gone", logging.WARNING, reason=reason)
+        return True
 
     def _hear(self) -> None:
         if self._process is None:
@@ -282,8 +304,7 @@ class Capacity:
                 except Exception as error:  # a warning that some import prints to stdout, say
                     reason = f"it says what it should not and is started again: {error}"
                     self._log.say("maintenance_gone", logging.WARNING, reason=reason)
-                    self._process.kill()
-                    self._process = None
+                    self._kill_process()
                     self._allowed = 0
                     return
 

@@ -86,27 +86,34 @@ class MaintenanceProcess:
         return not poll.poll(0)
 
     def kill(self) -> None:
-        """Send it SIGKILL, if it has said what its number is, and let it go."""
+        """Send it SIGKILL; if it has not said what its number is, let it end. `running` says when it is gone.
+
+        In a call that a mount never answers it stays until that does.
+        """
         if self._handle is not None and self.running:  # so the handle is of it and no other one
             with contextlib.suppress(OSError):
                 signal.pidfd_send_signal(self._handle, signal.SIGKILL)
-        self.close()
+        self._say_end(exact=False)
 
     def close(self, *, exact: bool = False) -> None:
         """Let it end by itself; it is not waited for, since it may hang. Raises nothing.
 
         `exact`: it has been sent how much the engine used in all.
         """
-        if self._finalizer.detach() is not None:
-            _say_end(self._stdin, self._owner, exact=exact)
-        for pipe in (self._stdin, self._stdout):
-            with contextlib.suppress(OSError):
-                pipe.close()
+        self._say_end(exact=exact)
+        with contextlib.suppress(OSError):
+            self._stdout.close()
         if self._handle is not None:
             os.close(self._handle)
             self._handle = None
         if self._starter.poll() is None:
             _starters.append(self._starter)
+
+    def _say_end(self, *, exact: bool) -> None:
+        if self._finalizer.detach() is not None:
+            _say_end(self._stdin, self._owner, exact=exact)
+        with contextlib.suppress(OSError):
+            self._stdin.close()
 
 
 def _say(fd: int, message: dict[str, Any]) -> bool:

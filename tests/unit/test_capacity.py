@@ -8,6 +8,7 @@ import glob
 import itertools
 import json
 import os
+import pathlib
 import random
 import shutil
 import signal
@@ -31,7 +32,8 @@ from capacity_lab import (
 )
 from world import Clock, returns_in_time, wait_for
 
-from fskv.bounds import maintenance
+from faults import mount as faulty_mount
+from fskv.bounds import client, maintenance
 from fskv.bounds.client import _HUNG_S, _SILENT_S, Capacity
 from fskv.bounds.ledger import Ledger
 from fskv.bounds.maintenance import Maintainer
@@ -515,6 +517,47 @@ def test_negative_control_unprotected_each_kind_of_garbage_is_an_exception(kind,
 
     with pytest.raises((TypeError, ValueError)):
         hear()
+
+
+def hangs(pid):
+    with contextlib.suppress(OSError, TypeError), open(f"/proc/{pid}/wchan") as file:
+        return file.read() in ("request_wait_answer", "filename_create", "lookup_slow")
+    return False
+
+
+@pytest.mark.parametrize("limit", [client._MAX_KILLED, 99], ids=["", "negative control"])
+def test_of_processes_that_a_hung_root_keeps_there_are_a_few_and_it_heals(
+    limit, tmp_path, monkeypatch
+):
+    """SIGKILL ends nobody who waits for an answer of FUSE."""
+    if missing := faulty_mount.why_not():
+        pytest.skip(missing)
+    monkeypatch.setattr(client, "_MAX_KILLED", limit)
+    with faulty_mount.FaultyMount(tmp_path / "fuse") as mount:
+        make_namespace(pathlib.Path(mount.path))
+        clock = Clock()
+        capacity = Capacity(mount.path, NAME, None, Limits(max_nbytes=MAX), clock=clock)
+        capacity.start()
+        try:
+            wait_for(lambda: capacity.poll() or capacity.take(4096))
+            mount.set({"hang": True})
+            for _ in range(client._MAX_KILLED + 2 if limit == 99 else limit + 2):
+                if capacity._process is None:
+                    break
+                wait_for(lambda: capacity.poll() or hangs(capacity.pid))
+                for seconds in (_SILENT_S + 1, _HUNG_S + 1, 11):
+                    clock.advance(seconds)
+                    returns_in_time(lambda: capacity.poll() or 1)
+            there = len(maintenance_processes([os.getpid()]))
+            assert (there <= 3) == (limit == 3)
+            mount.clear()
+            wait_for(lambda: not any(process.running for process in capacity._killed))
+            clock.advance(11)
+            wait_for(lambda: capacity.poll() or capacity.take(4096))
+            assert len(maintenance_processes([os.getpid()])) == 1
+        finally:
+            mount.clear()
+            capacity.close()
 
 
 def test_a_root_that_vanishes_or_cannot_be_written_stores_nothing_and_stops_nobody(root, engine):
