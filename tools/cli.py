@@ -14,6 +14,7 @@ import importlib
 import inspect
 import os
 import sys
+from collections.abc import Iterator
 from typing import Annotated, Any, NamedTuple, NoReturn
 
 import typer
@@ -105,6 +106,10 @@ class _Group(TyperGroup):
         listed.short_help = entry.help
         return listed
 
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        with _root_explained():
+            return super().parse_args(ctx, args)
+
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the command that is to run, imported."""
         self.commands = {name: self.get_command(ctx, name) for name in _BY_NAME}  # "did you mean"
@@ -116,7 +121,8 @@ class _Group(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         UNSEEN.clear()
         try:
-            result = super().invoke(ctx)
+            with _root_explained():
+                result = super().invoke(ctx)
         except typer.Exit as ended:
             if ended.exit_code == Exit.OK and UNSEEN:
                 raise typer.Exit(Exit.PARTIAL) from None
@@ -138,18 +144,28 @@ class _Group(TyperGroup):
         except (FskvError, OSError, MemoryError) as error:
             say(f"fskv: {error or type(error).__name__}")
             raise typer.Exit(Exit.PROBLEMS) from None
-        except Exception as error:
-            # Which package has the class depends on typer's version.
-            is_unknown = type(error).__name__ == "NoSuchOption"
-            if not is_unknown or getattr(error, "option_name", None) != "--root":
-                raise
-            named: Any = getattr(error, "ctx")  # noqa: B009  no class that declares it
-            usage = " ".join(named.command.collect_usage_pieces(named))
-            say(f"fskv: {named.info_name} has no --root; it takes {usage}")
-            raise typer.Exit(Exit.USAGE) from None
         if UNSEEN:
             raise typer.Exit(Exit.PARTIAL)
         return result
+
+
+@contextlib.contextmanager
+def _root_explained() -> Iterator[None]:
+    """Say in one line where --root does not belong."""
+    try:
+        yield
+    except Exception as error:
+        # Which package has the class depends on typer's version.
+        is_unknown = type(error).__name__ == "NoSuchOption"
+        if not is_unknown or getattr(error, "option_name", None) != "--root":
+            raise
+        named: Any = getattr(error, "ctx")  # noqa: B009  no class that declares it
+        if isinstance(named.command, _Group):
+            say("fskv: --root belongs after the command: fskv COMMAND --root DIR")
+        else:
+            usage = " ".join(named.command.collect_usage_pieces(named))
+            say(f"fskv: {named.info_name} has no --root; it takes {usage}")
+        raise typer.Exit(Exit.USAGE) from None
 
 
 app = typer.Typer(

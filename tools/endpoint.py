@@ -104,9 +104,9 @@ class Change:
 
     @property
     def load_s(self) -> float | None:
-        """Mean seconds of an I/O thread per chunk."""
+        """Mean seconds of an I/O thread per chunk; None below one chunk."""
         chunks = self.total(metrics.LOADED_CHUNKS)
-        return self.total(metrics.LOAD_SECONDS) / chunks if chunks > 0 else None
+        return self.total(metrics.LOAD_SECONDS) / chunks if chunks >= 1 else None
 
     def quantile(self, name: str, share: float) -> float | None:
         """Return a quantile of a histogram, within its bucket by interpolation."""
@@ -116,7 +116,7 @@ class Change:
 def quantile(cumulative: Mapping[float, float], share: float) -> float | None:
     """As PromQL's histogram_quantile. Buckets that are not cumulative are made so."""
     edges = sorted(cumulative)
-    if not edges:
+    if len(edges) < 2:
         return None
     counts, most = [], 0.0
     for edge in edges:
@@ -325,7 +325,7 @@ def _key(name: str, labels: Mapping[str, str]) -> tuple[str, ...] | None:
             edge = float(labels.get("le", ""))
         except ValueError:
             return None
-        if math.isnan(edge):
+        if edge != math.inf and not abs(edge) <= _MAX_VALUE:  # nor is it NaN
             return None
         return name.removesuffix("_bucket"), "", repr(edge), *others
     if name.endswith(("_created", "_sum", "_count")):

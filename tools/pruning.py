@@ -181,6 +181,9 @@ class Pruning:
             left_nbytes -= pruned.nbytes + pruned.vanished_nbytes
             left_files -= pruned.num_files
             told(done)
+            if pruned.away is not None:
+                done.failures[self._root] = pruned.away
+                return False
         return left_nbytes <= 0 and left_files <= 0
 
     def _step_nbytes(self) -> int:

@@ -313,7 +313,9 @@ class RootView:
 
 
 def _is_arch(entry: os.DirEntry[str]) -> bool:
-    return not entry.name.startswith(".") and entry.is_dir(follow_symlinks=False)
+    if entry.name.startswith(".") or entry.name == "lost+found":  # of mkfs: only root may list it
+        return False
+    return entry.is_dir(follow_symlinks=False)
 
 
 def _is_namespace(entry: os.DirEntry[str]) -> bool:

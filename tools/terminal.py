@@ -49,8 +49,11 @@ def say(sentence: str) -> None:
 
 
 def emit(kind: str, **fields: Any) -> None:
-    """Print one JSON line. Times are RFC 3339 texts (`rfc3339`), sizes integers of bytes."""
-    print(json.dumps({"type": kind, **fields}), flush=kind == "summary")
+    """Print one JSON line. Times are RFC 3339 texts (`rfc3339`), sizes integers of bytes.
+
+    ValueError for a number that JSON does not have.
+    """
+    print(json.dumps({"type": kind, **fields}, allow_nan=False), flush=kind == "summary")
 
 
 def print_table(table: Table) -> None:

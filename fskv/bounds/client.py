@@ -142,8 +142,9 @@ class Capacity:
         end = self._clock() + _FIRST_WORD_S
         while self._process is not None and self._clock() < end:
             state = self.state
+            is_told = not room_nbytes or state != RootState()
             has_room = not state.kept_free or state.free - state.kept_free >= room_nbytes
-            if self._allowed and (has_room or state.counted_at_ms):
+            if self._allowed and is_told and (has_room or state.counted_at_ms):
                 return
             time.sleep(0.01)
             news = self.poll()  # the very list that was `_removed`

@@ -75,6 +75,9 @@ class Pruned:
     used_meanwhile: int = 0
     failures: dict[str, OSError] = field(default_factory=dict)  # by path
     removed: dict[str, list[tuple[bytes, int]]] = field(default_factory=dict)  # namespace -> chunks
+    away: OSError | None = (
+        None  # the root is not there, or not mounted: what was left of the plan stays
+    )
 
 
 def plan(
@@ -204,7 +207,7 @@ class _Execution:
     @property
     def over(self) -> bool:
         # What was used and is younger than all candidates is no business of this plan.
-        return self.at >= len(self.plan.candidates)
+        return self.at >= len(self.plan.candidates) or self.pruned.away is not None
 
     def next(self) -> tuple[Candidate, int, bool]:
         """Return the least recently used candidate, its mtime, and whether it was looked at before."""
@@ -221,7 +224,7 @@ async def execute(chosen: PrunePlan, may_go_on: Callable[[], bool], root: str) -
     """Remove files in the plan's order until it is fulfilled, or `may_go_on()` says no.
 
     The catalogues are updated: what is gone is forgotten, what was used meanwhile has its new mtime. No link
-    is followed below `root`. Raises FileNotFoundError where that is not there, or not mounted.
+    is followed below `root`. Where that is not there, or not mounted, it ends: see `Pruned.away`.
     """
     execution = _Execution(chosen, root)
     remove = aiofiles.os.wrap(_remove_batch)
@@ -237,7 +240,7 @@ async def execute(chosen: PrunePlan, may_go_on: Callable[[], bool], root: str) -
 class _Directory:
     """A shard that stays the same one while a batch removes files from it.
 
-    Raises FileNotFoundError where the root is not there: then nothing is known to be gone.
+    Raises OSError where the root is not there, or is a stale handle: then nothing is known to be gone.
     """
 
     def __init__(self, path: str, root: str) -> None:
@@ -251,10 +254,10 @@ class _Directory:
                 self._errno = error.errno or errno.EIO
             else:
                 self._errno = 0
-            if self._errno != errno.ENOENT:
+            gone = self._errno == errno.ENOENT and not os.path.isdir(os.path.dirname(path))
+            if not gone and self._errno != errno.ESTALE:
                 break
-            if not os.path.isdir(os.path.dirname(path)):
-                os.stat(f"{root}/{FORMAT_FILE}")
+            os.stat(f"{root}/{FORMAT_FILE}")
 
     def stat(self, name: str) -> os.stat_result:
         """Look at a file; raises OSError, also where there is no such directory."""
@@ -301,7 +304,11 @@ def _remove_some(execution: _Execution, directories: dict[str, _Directory]) -> N
         path = shard_path(catalogue.namespace, shard)
         directory = directories.get(path)
         if directory is None:
-            directory = directories.setdefault(path, _Directory(path, execution.root))
+            try:
+                directory = directories.setdefault(path, _Directory(path, execution.root))
+            except OSError as error:
+                pruned.away = error
+                return
         last_use_ns = max(_look(directory, records, row, catalogue.now_ns) for row in rows)
         records["mtime_ns"][rows] = last_use_ns
         if last_use_ns > mtime_ns:
@@ -345,7 +352,7 @@ def _remove(directory: _Directory, record: Any, pruned: Pruned) -> bool:
             pruned.failures[path] = OSError(errno.EPERM, "not a regular file any more", path)
             return False
     except OSError as error:
-        if error.errno in (errno.ENOENT, errno.ESTALE):
+        if error.errno == errno.ENOENT:
             pruned.vanished_nbytes += remembered
             return True
         pruned.failures[path] = error

@@ -196,7 +196,7 @@ class Leader:
         found = {name for name in claimed - self._catalogues.keys() if self._manifests.state(name)}
         if every:
             found |= all_namespaces(self._root)
-            for gone in self._catalogues.keys() - found:
+            for gone in self._manifests.gone(self._catalogues.keys() - found):
                 del self._catalogues[gone], self._counted_as[gone]
                 self._manifests.forget(gone)
         return found | (self._manifests.foreign & claimed)
@@ -300,7 +300,7 @@ class Leader:
         claimed = {c.namespace for c in claims if c.namespace is not None}
         counted = {name: n for name, n in self._nbytes().items() if n != (0, 0) or name in claimed}
         tenants = self._manifests.tenants
-        self.usage = replace(
+        usage = replace(
             last,
             namespaces=counted,
             tenants={name: tenants[name] for name in counted if name in tenants},
@@ -313,7 +313,8 @@ class Leader:
         writing = {tenants[name] for name in claimed & tenants.keys()}
         writing |= {c.tenant for c in claims if c.tenant is not None}
         needed = {name for name in counted if name in claimed or tenants.get(name) in writing}
-        self._ledger.publish_usage(shortened(self.usage, needed))
+        self._ledger.publish_usage(shortened(usage, needed))
+        self.usage = usage  # what others can read as well
 
     def _known_intervals(self) -> Mapping[int, int]:
         """Return what earlier holders knew of engines that may be gone."""
@@ -409,6 +410,7 @@ class Leader:
         return self.in_office
 
     def _note(self, pruned: Pruned) -> None:
+        """Tell everybody what was removed; raises OSError where the root was away then."""
         for path, error in pruned.failures.items():
             if not self._stuck:
                 logger.warning("fskv: %s cannot be removed and stays: %s", path, error.strerror)
@@ -424,6 +426,8 @@ class Leader:
                 pruned_files=self.usage.pruned_files + pruned.num_files,
                 pruned_nbytes=min(MAX_COUNT, self.usage.pruned_nbytes + pruned.nbytes),
             )
+        if pruned.away is not None:
+            raise pruned.away
 
     def _remove_orphans(self) -> None:
         """Remove the parts of writers that are gone, and of those that nobody can have waited for so long."""

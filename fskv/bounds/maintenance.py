@@ -271,6 +271,8 @@ class Maintainer:
         self._room_made.full(usage, done, space, "the disk is full: no lease can be written")
         for path, chunks in pruned.removed.items():
             self._eviction_news.publish(path.rpartition("@")[2], chunks)
+        if pruned.away is not None:
+            raise pruned.away
 
     def _complain(self, error: BaseException) -> None:
         """Log an error, but not the same one again and again."""

@@ -14,11 +14,13 @@ import re
 from collections.abc import Iterable
 
 from fskv.root.beneath import opened
-from fskv.root.root import MANIFEST_FILE, read_namespace
+from fskv.root.root import FORMAT_FILE, MANIFEST_FILE, read_namespace
 
 logger = logging.getLogger(__name__)
 
 _MAX_TOLD = 20  # directories: of a root that has thousands nobody reads them all
+# Of a mount that has trouble: they say nothing about what is there.
+_PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EHOSTDOWN)
 _NAMESPACE = re.compile(r".+@[0-9a-f]{16}", re.DOTALL)
 
 
@@ -54,37 +56,51 @@ class Manifests:
         except OSError as error:  # a link is nobody's
             return error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 
+    def gone(self, names: Iterable[str]) -> set[str]:
+        """Return which of these are there no more; raises OSError where the root is away: nobody can tell."""
+        missing = {name for name in names if not self.is_there(name)}
+        if missing:
+            os.stat(f"{self._root}/{FORMAT_FILE}")
+        return {name for name in missing if not self.is_there(name)}  # it was away for a moment
+
     def state(self, name: str) -> tuple[int, ...]:
         """Return what changes when a namespace's manifest does; nothing where there is none."""
-        with (
-            contextlib.suppress(OSError),
-            opened(self._root, f"{self._root}/{name}", os.O_PATH) as fd,
-        ):
-            info = os.stat(MANIFEST_FILE, dir_fd=fd, follow_symlinks=False)
-            return info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns
-        return ()
+        return self._look(name) or ()
+
+    def _look(self, name: str) -> tuple[int, ...] | None:
+        """As `state`; None where nobody can tell now."""
+        try:
+            with opened(self._root, f"{self._root}/{name}", os.O_PATH) as fd:
+                info = os.stat(MANIFEST_FILE, dir_fd=fd, follow_symlinks=False)
+        except OSError as error:
+            return None if error.errno in _PASSING else ()
+        return info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns
 
     def judge(self, name: str) -> None:
-        """Find out whether a directory is a namespace, and whose."""
-        state = self.state(name)
-        if state and state == self._judged.get(name):
+        """Find out whether a directory is a namespace, and whose.
+
+        Raises OSError where the root is away: what was known stays known.
+        """
+        state, known = self._look(name), self._judged.get(name)
+        if known and state in (known, None):
             return
-        self._judged[name] = state
+        if known and not state:
+            os.stat(f"{self._root}/{FORMAT_FILE}")
+        tenant, foreign = None, True
+        # Without a manifest: a link leads there; or its engine is just starting, and the manifest comes last.
+        if state:
+            try:
+                tenant, foreign = read_namespace(self._root, name).tenant, False
+            except Exception as error:  # it is one of many, and anything may be in it
+                if known and isinstance(error, OSError) and error.errno in _PASSING:
+                    return  # it is asked again
+                if name not in self.foreign:
+                    self._tell(name, error)
+        self._judged[name] = state or ()
         self.tenants.pop(name, None)
-        # A link leads there; or its engine is just starting, and the manifest comes last.
-        if not state:
-            self.foreign.add(name)
-            return
-        try:
-            tenant = read_namespace(self._root, name).tenant
-        except Exception as error:  # it is one of many, and anything may be in it
-            if name not in self.foreign:
-                self._tell(name, error)
-            self.foreign.add(name)
-            return
-        self.foreign.discard(name)
         if tenant is not None:
             self.tenants[name] = tenant
+        (self.foreign.add if foreign else self.foreign.discard)(name)
 
 
 def namespaces_of_ours(root: str, names: Iterable[str]) -> list[str]:

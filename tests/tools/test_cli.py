@@ -151,6 +151,15 @@ def test_a_root_for_a_command_that_has_none_is_one_line_that_names_what_it_takes
     assert (other.exit_code, "has no --root" in other.stderr) == (2, False)
 
 
+@pytest.mark.parametrize("words", [("--root", "/x", "ls"), ("--root=/x",)])
+def test_a_root_before_the_command_is_one_line_that_says_where_it_belongs(words):
+    done = run(*words)
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert done.stderr == "fskv: --root belongs after the command: fskv COMMAND --root DIR\n"
+    other = run("--rot", "/x", "ls")  # the control: any other option is typer's to refuse
+    assert (other.exit_code, "belongs after" in other.stderr) == (2, False)
+
+
 def test_a_root_option_without_a_root_is_said():
     done = run("ls", "--root")
     assert (done.exit_code, done.stdout) == (2, "")
@@ -453,6 +462,22 @@ def test_what_cannot_be_listed_is_not_taken_for_empty(lab, monkeypatch, words, r
     done = run(*words, root=lab.path)
     assert done.exit_code == (0 if readable else 3), done.stderr
     assert (f"{arch}: cannot be listed" in done.stderr) is not readable
+
+
+def test_what_mkfs_left_for_its_superuser_is_no_directory_of_namespaces(lab, monkeypatch):
+    lab.namespace()
+    left = f"{lab.path}/lost+found"
+    os.mkdir(left)
+    real = os.scandir
+
+    def scandir(path="."):
+        if path == left:  # 0700 of root
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    done = run("ls", root=lab.path)
+    assert (done.exit_code, "lost+found" in done.stderr) == (0, False)
 
 
 def test_ctrl_c_while_modules_are_imported_is_no_traceback(tmp_path):

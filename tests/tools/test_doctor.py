@@ -415,6 +415,50 @@ def test_a_namespace_that_may_not_be_listed_does_not_end_the_look_at_others(
     assert ("1 in 1 directories of chunks cannot be listed" in found) is denied
 
 
+@pytest.mark.parametrize("denied", [True, False])
+def test_a_directory_of_namespaces_that_may_not_be_listed_is_nobodys_to_move(
+    lab, monkeypatch, denied
+):
+    """What is inside may be all that the engines have stored."""
+    where = lab.namespace()
+    lab.chunks(where, range(3))
+    os.mkdir(f"{lab.path}/lost+found")
+    arch = where.id.partition("/")[0]
+    closed = {f"{lab.path}/{name}" for name in (arch, "lost+found") if denied}
+    real = os.scandir
+
+    def scandir(path="."):
+        return refused() if path in closed else real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    found = here(lab.path)
+    assert levels(found, "foreign") == []
+    problems = [one for one in found if one.level == "problem"]
+    assert [one.check for one in problems] == ["namespaces"] * denied
+    for one in problems:
+        assert one.found == f"0 besides those in what cannot be listed: {arch}"
+        assert "engines' user" in one.advice
+    for check in ("namespaces", "leftovers"):
+        assert [level for level, _ in levels(found, check) if level == "ok"] == ["ok"] * (
+            not denied
+        )
+
+
+@pytest.mark.parametrize("kind", ["a loop", "a file", "a fifo", "a directory"])
+def test_what_is_in_the_place_of_the_maintenance_files_is_one_problem(lab, kind):
+    shared = f"{lab.path}/.fskv-maintenance"
+    if kind == "a loop":
+        os.symlink(".fskv-maintenance", shared)
+    elif kind == "a file":
+        os.close(os.open(shared, os.O_CREAT))
+    elif kind == "a fifo":
+        os.mkfifo(shared)
+    else:
+        os.mkdir(shared)
+    problems = [one.check for one in here(lab.path) if one.level == "problem"]
+    assert problems == ([] if kind == "a directory" else ["owner of maintenance"])
+
+
 def test_leases_and_claims_of_the_living_and_the_dead(lab):
     where = lab.namespace()
     engine = Capacity(lab.path, where.id, None, Limits(max_nbytes=5 << 30))
@@ -696,12 +740,16 @@ def test_a_line_without_time_to_stop_or_with_a_warning_at_each_start_is_hinted_a
         ("vllm serve it's", "No closing quotation"),
         ("--kv-transfer-config", "--config: no JSON: Expecting value"),
         ("no/such.json", "no/such.json: No such file or directory"),
-        ("empty", "--config: found nothing, expected"),
+        ("empty", "fskv: empty: found nothing, expected"),
+        ("line", "fskv: line: found vllm serve M, expected"),
+        ("quote", "fskv: quote: No closing quotation"),
     ],
 )
 def test_what_is_no_configuration_is_one_sentence(given, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").touch()
+    (tmp_path / "line").write_text("vllm serve M")
+    (tmp_path / "quote").write_text("vllm serve it's")
     done = run("doctor", "--config", given)
     assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert words in done.stderr

@@ -23,10 +23,10 @@ from tool_lab import Lab, check_lines, fskv, run, spoil
 
 pytest.importorskip("fskv_tools.top", reason="the command line is not installed")
 
-from fskv_tools import endpoint
-from fskv_tools.exits import UsageError
+from fskv_tools import endpoint, terminal
+from fskv_tools.exits import UNSEEN, UsageError
 from fskv_tools.root_view import RootView
-from fskv_tools.top import frame, state, watch
+from fskv_tools.top import count, frame, line, state, watch
 from fskv_tools.top.count import Counter
 from fskv_tools.top.grid import Column, Section, shorten, stack, table
 from metrics_lab import Engine, server
@@ -36,6 +36,7 @@ from world import wait_for
 
 from fskv.bounds.ledger import Ledger
 from fskv.bounds.quota import Claim, Limits, Usage
+from fskv.index import scan
 from fskv.observe import metrics
 from fskv.root.filesystem import Space
 from fskv.root.process_id import HOST, TOKEN
@@ -141,10 +142,10 @@ def test_a_second_count_sees_what_came_and_went(lab):
     where = lab.namespace()
     paths = lab.chunks(where, range(10))
     counter, view = Counter(), RootView.open(lab.path)
-    assert counter.count(view.namespaces())[where.id][1] == 10
+    assert counter.count(view).sizes[where.id][1] == 10
     os.unlink(paths[0])
     lab.chunks(where, range(10, 13))
-    nbytes, files = counter.count(view.namespaces())[where.id]
+    nbytes, files = counter.count(view).sizes[where.id]
     assert files == 12
     assert nbytes == 12 * os.stat(paths[1]).st_blocks * 512
 
@@ -157,7 +158,66 @@ def test_a_sparse_file_counts_for_no_more_than_the_file_system_here_too(lab):
             os.truncate(path, 1 << 43)  # ext4: more than there is, and less than the largest
     total = Space.of(lab.path).total_nbytes
     assert os.stat(paths[0]).st_size > total  # the control: what it would count for
-    assert Counter().count(RootView.open(lab.path).namespaces())[where.id] == (3 * total, 3)
+    assert Counter().count(RootView.open(lab.path)).sizes[where.id] == (3 * total, 3)
+
+
+@pytest.mark.parametrize("what", ["an architecture", "a namespace", "chunks that are a link", None])
+def test_what_the_command_cannot_list_is_said_and_no_zero(lab, monkeypatch, what):
+    """None is the control."""
+    one, other = lab.namespace(), lab.namespace(model_name="org/other")
+    lab.chunks(one, range(4))
+    chunks = f"{other.directory.path}/chunks"
+    if what == "chunks that are a link":
+        os.rmdir(chunks)
+        os.symlink(f"{one.directory.path}/chunks", chunks)
+    else:
+        closed = {"an architecture": os.path.dirname(other.directory.path), "a namespace": chunks}
+        deny(monkeypatch, closed.get(what, "/nowhere"))
+    done = top(lab, "--json", "--count", 1)
+    sample = done.lines[0]
+    assert sample["unlistable"] == (what is not None)
+    assert done.summary["unanswered"] == (what is not None)
+    assert done.exit_code == (3 if what else 0)
+    sizes = {line["namespace"]: line["files"] for line in sample["namespaces"]}
+    closed_sizes = {} if what == "an architecture" else {one.id: 4, other.id: None}
+    assert sizes == (closed_sizes if what else {one.id: 4, other.id: 0})
+    done = top(lab, "--once")
+    assert done.exit_code == (3 if what else 0)
+    said = "directories that could not be listed: 1; sizes may be too small"
+    assert (said in done.stdout.splitlines()) is (what is not None)
+    assert ("no namespace seen" in done.stdout) is (what == "an architecture")
+
+
+def deny(monkeypatch, path):
+    """Let nobody list directory `path`: root would be allowed to, whatever its mode."""
+
+    def closed(real):
+        def listed(*arguments):
+            if {path, os.fsencode(path)} & {*arguments}:
+                raise PermissionError(13, "Permission denied", path)
+            return real(*arguments)
+
+        return listed
+
+    monkeypatch.setattr(os, "scandir", closed(os.scandir))
+    monkeypatch.setattr(count, "opened", closed(count.opened))
+    for name in ("_list_in_c", "_list_in_python"):
+        monkeypatch.setattr(scan, name, closed(getattr(scan, name)))
+
+
+@pytest.mark.parametrize("what", ["chunks", "a directory of chunks"])
+def test_what_can_be_listed_no_more_has_the_size_that_it_had(lab, monkeypatch, what):
+    where = lab.namespace()
+    paths = lab.chunks(where, range(4))
+    counter, view = Counter(), RootView.open(lab.path)
+    UNSEEN.clear()  # of other tests
+    before = counter.count(view)
+    assert (before.sizes[where.id][1], before.unlistable) == (4, 0)
+    closed = os.path.dirname(paths[0])
+    with monkeypatch.context() as patch:
+        deny(patch, os.path.dirname(closed) if what == "chunks" else closed)
+        assert counter.count(view) == (before.sizes, 1)
+    assert counter.count(view) == before
 
 
 def test_what_the_count_does_not_name_is_in_the_totals(lab):
@@ -372,6 +432,45 @@ def test_numbers_too_great_for_anything_are_left_out():
     text = "# TYPE vllm:fskv_lookup_hits counter\n"
     text += "".join(huge.format(rank, value) for rank, value in enumerate(["1e308", "1e308", "7"]))
     assert endpoint.since_start(endpoint.read(text, 1.0)).total(metrics.LOOKUP_HITS) == 7
+
+
+HOSTILE = """
+# TYPE vllm:fskv_lookup_hits counter
+vllm:fskv_lookup_hits_total 1
+# TYPE vllm:time_to_first_token_seconds histogram
+vllm:time_to_first_token_seconds_bucket{{le="{lowest}"}} 0
+vllm:time_to_first_token_seconds_bucket{{le="{highest}"}} 10
+vllm:time_to_first_token_seconds_bucket{{le="+Inf"}} 10
+# TYPE vllm:fskv_loaded_chunks counter
+vllm:fskv_loaded_chunks_total {chunks}
+# TYPE vllm:fskv_load_seconds counter
+vllm:fskv_load_seconds_total 10
+"""
+
+
+@pytest.mark.parametrize(
+    ("lowest", "highest", "chunks", "quantile", "load_s"),
+    [
+        ("-1e308", "1e308", "1e-300", None, None),
+        ("-Inf", "1e308", "1e-320", None, None),
+        ("1", "2", "5", 1.5, 2.0),  # the control
+    ],
+)
+def test_what_is_reckoned_of_hostile_numbers_is_a_number_or_none(
+    lowest, highest, chunks, quantile, load_s
+):
+    text = HOSTILE.format(lowest=lowest, highest=highest, chunks=chunks)
+    change = endpoint.since_start(endpoint.read(text, 1.0))
+    one = state.EndpointState("http://a:1/metrics", None, 0, 0, (), change, change)
+    told = line.fields(state.State(0, "/kv", endpoints=(one,)))
+    told = json.loads(json.dumps(told, allow_nan=False))["endpoints"][0]["total"]
+    assert (told["ttft_p50_s"], told["load_s"]) == (quantile, load_s)
+
+
+def test_a_line_of_json_holds_no_number_that_json_has_not(capsys):
+    with pytest.raises(ValueError, match="JSON compliant"):
+        terminal.emit("sample", load_s=float("inf"))
+    assert capsys.readouterr().out == ""
 
 
 def test_a_hit_ratio_is_one_at_most():
@@ -670,13 +769,13 @@ def test_a_narrow_screen_keeps_what_is_since_the_start_and_no_empty_column():
 def test_a_directory_of_chunks_that_is_a_link_is_not_counted(lab):
     where, other = lab.namespace(), lab.namespace(model_name="org/other")
     lab.chunks(where, range(4))
-    before = Counter().count(RootView(lab.path).namespaces())
+    before = Counter().count(RootView(lab.path)).sizes
     assert before[where.id][1] == 4, "the control"
     chunks = f"{other.directory.path}/chunks"
     with contextlib.suppress(FileNotFoundError):
         os.rmdir(chunks)
     os.symlink(f"{where.directory.path}/chunks", chunks)
-    assert Counter().count(RootView(lab.path).namespaces()) == {where.id: before[where.id]}
+    assert Counter().count(RootView(lab.path)).sizes == {where.id: before[where.id]}
 
 
 @pytest.mark.parametrize("denied", [True, False])
@@ -689,6 +788,8 @@ def test_claims_that_may_not_be_read_are_not_taken_for_none(lab, monkeypatch, de
     shown = top(lab, "--once").stdout
     assert ("tell each other cannot be read: Permission denied" in shown) is denied
     assert ("no engine holds the lease" in shown) is not denied
+    told = top(lab, "--json", "--count", 1)
+    assert (told.exit_code, told.summary["unanswered"]) == ((3, 1) if denied else (0, 0))
     done = run("report", "--html", f"{lab.path}.html", root=lab.path)
     assert done.exit_code == (3 if denied else 0)
     with open(f"{lab.path}.html", encoding="utf-8") as file:

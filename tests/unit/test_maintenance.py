@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import itertools
 import json
 import os
 import re
@@ -641,6 +643,27 @@ def test_what_is_shared_is_made_again_where_one_part_of_it_is_gone(root):
     maintain(root, until, mine=claim())
 
 
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EACCES], ids=["stale", "negative control"])
+@pytest.mark.parametrize("call", ["opened", "read_namespace"])
+def test_a_manifest_that_cannot_be_read_for_a_moment_makes_nothing_foreign(
+    root, monkeypatch, call, number
+):
+    judged = Manifests(root)
+    judged.judge(NAME)
+    os.utime(f"{root}/{NAME}/namespace.json")  # so it is read again
+    real = getattr(manifests, call)
+
+    def fail(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(manifests, call, fail)
+    judged.judge(NAME)
+    assert judged.foreign == (set() if number == errno.ESTALE else {NAME})
+    monkeypatch.setattr(manifests, call, real)
+    judged.judge(NAME)
+    assert judged.foreign == (set() if number == errno.ESTALE or call == "opened" else {NAME})
+
+
 def test_the_bound_of_a_tenant_holds_for_a_namespace_that_was_counted_before_its_manifest(
     root, monkeypatch
 ):
@@ -915,6 +938,52 @@ def test_a_namespace_whose_count_fails_in_any_way_keeps_no_other_from_being_coun
     monkeypatch.setattr(scan, "_changed", fail)
     maintain(root, lambda: usage_of(root) is not None)
     assert usage_of(root).namespaces == {NAME: (4096, 1)}
+
+
+@pytest.mark.parametrize("protected", [True, False], ids=["", "negative control"])
+@pytest.mark.parametrize("away", ["not mounted", "not listed"])
+def test_what_is_away_while_all_is_counted_stays_counted(tmp_path, monkeypatch, away, protected):
+    """What comes back would be granted again."""
+    monkeypatch.setattr(leader, "_COUNT_ALL_S", 0.0)
+    monkeypatch.setattr(maintenance, "_AFTER_FAILURE_S", 0.0)
+    if not protected:
+        monkeypatch.setattr(Manifests, "gone", lambda self, names: names)
+    point, there = tmp_path / "mount", tmp_path / "there"
+    make_namespace(point)
+    for number in range(3):
+        write_chunk(f"{point}/{NAME}", number)
+    lists, calls, rounds = leader.all_namespaces, itertools.count(), itertools.count()
+    found = set()
+
+    def listed(root):
+        if next(calls) != 1:
+            return lists(root)
+        if away == "not mounted":
+            point.rename(there)
+            point.mkdir()
+            return lists(root)
+        return set()
+
+    monkeypatch.setattr(leader, "all_namespaces", listed)
+
+    async def steps():
+        maintainer = Maintainer(str(point), claim())
+        end = time.monotonic() + 20
+        while next(rounds) < 8:
+            assert time.monotonic() < end
+            await maintainer.try_step()
+            if maintainer.work is not None:
+                await asyncio.wait([maintainer.work])
+            if (holder := maintainer._leader) is not None and holder.usage is not None:
+                found.add(holder.usage.nbytes)
+                found.add(sum(nbytes for nbytes, _ in holder._nbytes().values()))
+            if there.exists():
+                point.rmdir()
+                there.rename(point)
+        await maintainer.close()
+
+    asyncio.run(steps())
+    assert found == ({3 * 4096} if protected else {0, 3 * 4096})
 
 
 def test_what_goes_because_others_fill_the_disk_is_told_of_with_root_and_numbers(

@@ -210,7 +210,7 @@ class Counts:
         counted = {"counted_at_ms": 1, "room": self.free << 10}
         digest, group = PRUNED
         removed = {"removed": digest + group.to_bytes(4, "little")}
-        self.unheard = [{"grant": 4096}, removed, state, None, None, None, counted]
+        self.unheard = [{"grant": 4096}, removed, None, state, None, None, None, counted]
         Counts.last = self
 
     def send(self, _message):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import random
 import shutil
@@ -259,24 +260,55 @@ def test_a_directory_that_is_gone_took_its_files_with_it(namespace):
     assert catalogue.num_files == 0
 
 
-@pytest.mark.parametrize("away", ["root", "namespace"])
-def test_of_a_root_that_is_away_nothing_is_taken_for_gone(namespace, tmp_path, away):
+@pytest.mark.parametrize("away", ["root", "root is stale", "directory is stale", "namespace"])
+def test_of_a_root_that_is_away_nothing_is_taken_for_gone(namespace, tmp_path, away, monkeypatch):
     """Bytes that come back would be granted twice. The control: a namespace that is removed is gone."""
     (tmp_path / "fskv.json").touch()
     for n in range(3):
         write_chunk(namespace, n, mtime_ns=n * NS)
     catalogue = catalogue_of(namespace)
     chosen = plan([catalogue], 3 * 4096)
-    os.rename(tmp_path if away == "root" else namespace, f"{tmp_path}.away")
-    execution = execute(chosen, lambda: True, str(tmp_path))
-    if away == "root":
-        with pytest.raises(FileNotFoundError):
-            run(execution)
-        os.rename(f"{tmp_path}.away", tmp_path)
-        assert catalogue.num_files == 3
+    if "stale" in away:  # what NFS says while a server is back and its export is not
+        monkeypatch.setattr(evict, "open_directory", fail(errno.ESTALE))
+        if away == "root is stale":
+            os.rename(tmp_path / "fskv.json", tmp_path / "other.json")
     else:
-        assert run(execution).vanished_nbytes == 3 * 4096
-        assert catalogue.num_files == 0
+        os.rename(tmp_path if away == "root" else namespace, f"{tmp_path}.away")
+    pruned = run(execute(chosen, lambda: True, str(tmp_path)))
+    if away == "root":
+        os.rename(f"{tmp_path}.away", tmp_path)
+    gone = 3 if away == "namespace" else 0
+    assert (pruned.vanished_nbytes, catalogue.num_files) == (gone * 4096, 3 - gone)
+    assert (pruned.away is not None) == away.startswith("root")
+    assert len(pruned.failures) == (3 if away == "directory is stale" else 0)
+
+
+def fail(number):
+    def call(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    return call
+
+
+def test_what_was_removed_before_the_root_went_away_is_known(namespace, tmp_path, monkeypatch):
+    """It is told to everybody, and counted no more."""
+    (tmp_path / "fskv.json").touch()
+    monkeypatch.setattr(evict, "_BATCH", 2)
+    for n in range(6):
+        write_chunk(namespace, n, mtime_ns=n * NS)
+    catalogue = catalogue_of(namespace)
+    steps = iter(range(10))
+
+    def leaves():
+        if next(steps) == 1:
+            os.rename(tmp_path, f"{tmp_path}.away")
+        return True
+
+    pruned = run(execute(plan([catalogue], 6 * 4096), leaves, str(tmp_path)))
+    os.rename(f"{tmp_path}.away", tmp_path)
+    assert isinstance(pruned.away, FileNotFoundError)
+    assert (pruned.num_files, catalogue.num_files, len(files(namespace))) == (2, 4, 4)
+    assert [len(chunks) for chunks in pruned.removed.values()] == [2]
 
 
 def test_a_plan_in_a_worker_thread_is_the_same(namespace):

@@ -22,7 +22,8 @@ LINES = {
     "sample": {
         "at": "time",
         "root": "its directory",
-        "problem": "why the last look at the root failed, or null",
+        "problem": "why the last look at the root failed, or why nobody can tell which engines there are; "
+        "or null",
         "no_answer_s": "seconds that the root has not answered; 0 if it does",
         "nbytes": "bytes on disk of all namespaces; null: not counted yet",
         "files": "chunk files, or null",
@@ -33,6 +34,8 @@ LINES = {
         "total_nbytes": "of the file system",
         "counted_by": "`engines`, `top`, or null for not yet",
         "counted_at": "time of the engines' count, by their clock, or null",
+        "unlistable": "directories that could not be listed where `counted_by` is `top`: sizes may be too "
+        "small, and those of a namespace are null if it was never listed",
         "unremovable": "files that could not be pruned, or null",
         "lease": "who counts and prunes: `host`, `pid`, `since`, `status`; or null",
         "bounds": "list of `kind`, `name`, `limit`, `used`, `granted` (and perhaps not counted)",
@@ -50,7 +53,7 @@ LINES = {
     "summary": {
         "samples": "lines before this one",
         "seconds": "how long it took",
-        "unanswered": "samples in which the root did not answer",
+        "unanswered": "samples in which the root did not answer, or something in it could not be read",
     },
 }
 
@@ -87,7 +90,7 @@ def command(
 
     The root must be one at the start. A root or an endpoint that does not answer then is said to be so, and
     the rest goes on. --once and --json need no terminal; their numbers are of one interval. Exit code 3 if
-    the root did not answer.
+    the root did not answer, or if something in it could not be read or listed.
     """
     from ..top import frame, screen
     from ..top.state import History, State
@@ -124,7 +127,7 @@ def _print(
     *,
     as_json: bool,
 ) -> int:
-    """Print samples or a frame; returns in how many the root did not answer."""
+    """Print samples or a frame; returns in how many the root did not answer, or not with everything."""
     from ..top import line
 
     began = time.monotonic()
@@ -136,7 +139,9 @@ def _print(
         watched.next(interval_s)
         state = now()
         samples += 1
-        unanswered += bool(state.silent_s or state.problem or state.space is None)
+        unanswered += bool(
+            state.silent_s or state.problem or state.unlistable or state.space is None
+        )
         if as_json:
             emit("sample", **line.fields(state))
             sys.stdout.flush()

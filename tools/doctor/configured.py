@@ -41,8 +41,8 @@ def read(given: str) -> Configured:
         try:
             text = read_bytes(text, _MAX_NBYTES).decode("utf-8-sig")
         except UnicodeDecodeError:
-            raise UsageError(f"--config: {where} is no text, {_EXPECTED}") from None
-    line = None if text.lstrip().startswith("{") else _words(text)
+            raise UsageError(f"{where}: found no text, {_EXPECTED}") from None
+    line = None if text.lstrip().startswith("{") else _words(text, where)
     try:
         transfer = parse_json((text if line is None else _value(line)).encode())
     except ValueError as error:
@@ -62,13 +62,13 @@ def read(given: str) -> Configured:
     return Configured(tuple(findings), stores)
 
 
-def _words(line: str) -> list[str]:
+def _words(line: str, where: str) -> list[str]:
     try:
         words = shlex.split(line, comments=True)
     except ValueError as error:
-        raise UsageError(f"--config: {error}; {_EXPECTED}") from None
+        raise UsageError(f"{where}: {error}; {_EXPECTED}") from None
     if not any(word.split("=")[0] == _OPTION for word in words):
-        raise UsageError(f"--config: found {show(line[:80]) or 'nothing'}, {_EXPECTED}")
+        raise UsageError(f"{where}: found {show(line[:80]) or 'nothing'}, {_EXPECTED}")
     return words
 
 

@@ -18,6 +18,7 @@ from fskv.root.process_id import HOST, provably_dead
 from fskv.root.root import FORMAT_FILE, TAG_FILE, Root
 from fskv.sizes import Share
 
+from ..exits import UNSEEN
 from ..root_view import Namespace, RootView, Unlistable
 from ..terminal import duration, iec, many, show
 from .finding import Finding, Subject, hint, ok, problem, warning
@@ -95,12 +96,22 @@ def permissions(subject: Subject) -> Iterator[Finding]:
             yield ok(check, f"uid {info.st_uid}, mode {mode:04o}")
 
 
+def _is_displaced(subject: Subject) -> bool:
+    """Whether something else is where the maintenance files should be: a finding of `permissions`."""
+    try:
+        return not stat.S_ISDIR(os.lstat(f"{subject.path}/{SHARED_DIR}").st_mode)
+    except FileNotFoundError:
+        return False
+
+
 def lease(subject: Subject) -> Iterator[Finding]:
     """Who counts and prunes."""
+    if _is_displaced(subject):
+        return
     path = f"{subject.path}/{SHARED_DIR}/{LEASE_FILE}"
     try:
         told, mtime_s = read_lease(path)
-    except (FileNotFoundError, NotADirectoryError):  # the latter is a finding of permissions
+    except FileNotFoundError:
         yield ok("lease", "nobody counts and prunes: no engine runs, or they start just now")
         return
     if told is None:
@@ -122,6 +133,8 @@ def lease(subject: Subject) -> Iterator[Finding]:
 
 def claims(subject: Subject) -> Iterator[Finding]:
     """The engines that share the root, and the bounds that they were given."""
+    if _is_displaced(subject):
+        return
     shared = f"{subject.path}/{SHARED_DIR}"
     try:
         found = Ledger(shared).claims()
@@ -166,7 +179,11 @@ def namespaces(subject: Subject) -> Iterator[Finding]:
     """What is stored, and by identities that differ though they look alike."""
     view = RootView.open(subject.path)
     found = view.namespaces()
-    yield ok("namespaces", f"{len(found)}")
+    if unseen := _unseen(view.path):
+        text = f"{len(found)} besides those in what cannot be listed: {_shown(unseen)}"
+        yield problem("namespaces", text, _AS_ENGINES)
+    else:
+        yield ok("namespaces", f"{len(found)}")
     alike: dict[tuple[str, str], list[Namespace]] = defaultdict(list)
     for one in found:
         if one.problem is not None:
@@ -194,23 +211,32 @@ def namespaces(subject: Subject) -> Iterator[Finding]:
             )
     if pairs > _MAX_PAIRS:
         yield hint("namespaces", f"{pairs - _MAX_PAIRS} more such pairs", "fskv ls; fskv diff")
-    yield from _strangers(view.path, {one.arch for one in found})
+    yield from _strangers(view.path, {*unseen, *(one.arch for one in found)})
 
 
-def _strangers(path: str, arches: set[str]) -> Iterator[Finding]:
+def _unseen(path: str) -> list[str]:
+    """Name what could not be listed of a root whose namespaces were asked for: they may be in there."""
+    return [os.path.basename(one) for one in UNSEEN if os.path.dirname(one) == path]
+
+
+def _shown(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(show(name) for name in sorted(names)[:3]) + more
+
+
+def _strangers(path: str, known: set[str]) -> Iterator[Finding]:
     with os.scandir(path) as entries:
         names = [
             entry.name
             for entry in itertools.islice(entries, 10_000)
             if entry.name not in _OURS
-            and entry.name not in arches
+            and entry.name not in known
             and not entry.name.startswith((".fskv-", ".nfs"))
         ]
     if names:
-        shown = ", ".join(show(name) for name in sorted(names)[:3])
         yield hint(
             "foreign",
-            f"{len(names)} entries that are not fskv's: {shown}",
+            f"{len(names)} entries that are not fskv's: {_shown(names)}",
             "never deleted by fskv; yours to move",
         )
 
@@ -220,7 +246,8 @@ def leftovers(subject: Subject) -> Iterator[Finding]:
     parts = old = foreign = unlistable = looked = 0
     end = time.monotonic() + subject.timeout_s / 2
     now = time.time()
-    for one in RootView.open(subject.path).namespaces():
+    view = RootView.open(subject.path)
+    for one in view.namespaces():
         for shard in itertools.islice(one.walk(), _MAX_SHARDS):
             looked += 1
             if isinstance(shard, Unlistable):
@@ -249,7 +276,7 @@ def leftovers(subject: Subject) -> Iterator[Finding]:
             f"{foreign} foreign files {text}",
             "never deleted by fskv; `fskv du` counts them",
         )
-    if not (unlistable or old or foreign):
+    if not (unlistable or old or foreign or _unseen(view.path)):
         yield ok("leftovers", f"none {text}; {parts} files are being written")
 
 

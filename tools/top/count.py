@@ -7,42 +7,52 @@ executor that hangs on a mount would keep the process from ending.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
+from collections.abc import Mapping
+from typing import NamedTuple
 
 from fskv.index.scan import dir_mtime_ns, limit, list_shard, most_nbytes, shard_idx, shard_path
 from fskv.root.beneath import opened
 from fskv.root.root import CHUNK_DIR
 from fskv.types import MAX_COUNT
 
-from ..root_view import Namespace
+from ..exits import UNSEEN
+from ..root_view import RootView
 
 # A change within the tick of a directory's mtime may show nowhere: list it again (fskv.index.scan).
 _SETTLED_NS = 2_000_000_000
+_Shards = Mapping[int, tuple[int, int, int]]  # shard: mtime, bytes, files
+
+
+class Count(NamedTuple):
+    """What a count has found."""
+
+    sizes: dict[str, tuple[int, int]]  # bytes on disk and files of each namespace
+    unlistable: int  # directories: what was last seen in them is in `sizes`, if ever
 
 
 class Counter:
     """What is known of each directory of chunks of a root."""
 
     def __init__(self) -> None:
-        self._seen: dict[str, dict[int, tuple[int, int, int]]] = {}  # shard: mtime, bytes, files
+        self._seen: dict[str, _Shards] = {}
+        self._unlistable = 0
 
-    def count(self, spaces: list[Namespace]) -> dict[str, tuple[int, int]]:
-        """Return bytes on disk and files of each namespace; one that cannot be listed is left out."""
-        self._seen = {one.id: self._seen.get(one.id, {}) for one in spaces}
-        totals = {}
+    def count(self, view: RootView) -> Count:
+        """Count all namespaces; one that could never be listed is left out. Raises CommandError."""
+        spaces = view.namespaces()
+        self._seen = {one.id: self._seen[one.id] for one in spaces if one.id in self._seen}
+        self._unlistable = len(UNSEEN)  # directories that hold namespaces
         for one in spaces:
-            with contextlib.suppress(OSError):
-                self._seen[one.id] = self._one(one.path, self._seen[one.id])
-                shards = self._seen[one.id].values()
-                nbytes = min(MAX_COUNT, sum(n for _, n, _ in shards))
-                totals[one.id] = (nbytes, sum(f for _, _, f in shards))
-        return totals
+            try:
+                self._seen[one.id] = self._one(one.path, self._seen.get(one.id, {}))
+            except OSError:
+                self._unlistable += 1
+        sizes = {name: _size(shards) for name, shards in self._seen.items()}
+        return Count(sizes, self._unlistable)
 
-    def _one(
-        self, path: str, seen: dict[int, tuple[int, int, int]]
-    ) -> dict[int, tuple[int, int, int]]:
+    def _one(self, path: str, seen: _Shards) -> _Shards:
         found = {}
         try:
             with opened(path, f"{path}/{CHUNK_DIR}") as fd:
@@ -62,6 +72,8 @@ class Counter:
             now_ns = time.time_ns()
             shard = list_shard(where, idx, now_ns)
             if shard.error is not None:
+                self._unlistable += 1
+                found |= {idx: seen[idx]} if idx in seen else {}
                 continue
             limit(shard, most)
             # In a double, where nothing overflows: exact below 2^53 bytes.
@@ -71,3 +83,8 @@ class Counter:
             unsettled = shard.growing or shard.parts or abs(now_ns - mtime_ns) < _SETTLED_NS
             found[idx] = (0 if unsettled else mtime_ns, nbytes, len(shard.records))
         return found
+
+
+def _size(shards: _Shards) -> tuple[int, int]:
+    nbytes = sum(nbytes for _, nbytes, _ in shards.values())
+    return min(MAX_COUNT, nbytes), sum(files for _, _, files in shards.values())

@@ -143,10 +143,15 @@ class _Frame:
         return line
 
     def _complaints(self) -> list[Text]:
-        usage = self.state.usage
-        if usage is None or not usage.unremovable:
-            return []
-        return [Text(f"{many(usage.unremovable, 'file')} cannot be removed", style="yellow")]
+        usage, unlistable = self.state.usage, self.state.unlistable
+        found = []
+        if unlistable:
+            found.append(
+                f"directories that could not be listed: {unlistable:,}; sizes may be too small"
+            )
+        if usage is not None and usage.unremovable:
+            found.append(f"{many(usage.unremovable, 'file')} cannot be removed")
+        return [Text(line, style="yellow") for line in found]
 
     def _status(self, status: str, silent_s: float) -> Text:
         text = f"silent for {duration(silent_s)}" if status == states.SILENT else status
@@ -213,7 +218,8 @@ class _Frame:
         shown = self.state.namespaces
         rows = [self._namespace(one) for one in shown]
         if not rows:
-            return Section(Text("no namespace yet", style="dim"), ())
+            word = "seen" if self.state.unlistable else "yet"
+            return Section(Text(f"no namespace {word}", style="dim"), ())
         return Section(*table(columns, rows, self.width, self._dots), least=3)
 
     def _namespace(self, one: NamespaceState) -> list[Text]:

@@ -27,6 +27,7 @@ def fields(state: State) -> dict[str, Any]:
         "total_nbytes": None if space is None else space.total_nbytes,
         "counted_by": state.counted_by,
         "counted_at": rfc3339(state.counted_at_ms * 1_000_000) if state.counted_at_ms else None,
+        "unlistable": state.unlistable,
         "unremovable": None if usage is None else usage.unremovable,
         "lease": None
         if lease is None

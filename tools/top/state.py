@@ -19,6 +19,7 @@ from fskv.root.filesystem import Space
 from fskv.root.process_id import provably_dead
 
 from .. import endpoint
+from .count import Count
 from .look import Look, is_here, writer_of
 from .watch import Watch, words
 
@@ -103,6 +104,7 @@ class State:
     pruned: float | None = None  # bytes a second
     usage: Usage | None = None
     endpoints: tuple[EndpointState, ...] = ()
+    unlistable: int = 0  # directories that the count of "top" could not list
 
     @property
     def written_since(self) -> int:
@@ -143,6 +145,7 @@ class _Counts:
     """Counts of one source, by its own clock."""
 
     source: str
+    unlistable: int = 0
     at_s: deque[tuple[float, Mapping[str, tuple[int, int]], int]] = field(default_factory=deque)
 
     def add(self, at_s: float, sizes: Mapping[str, tuple[int, int]], pruned: int) -> None:
@@ -195,7 +198,7 @@ class History:
     def state(
         self,
         root: Watch[Look],
-        sizes: Watch[dict[str, tuple[int, int]]] | None,
+        sizes: Watch[Count] | None,
         endpoints: list[tuple[str, Watch[endpoint.Sample]]],
     ) -> State:
         """Return what is to be shown now."""
@@ -225,6 +228,7 @@ class History:
             pruned=self._counts.pruned if by == "engines" else None,
             usage=look.usage,
             endpoints=shown,
+            unlistable=self._counts.unlistable,
         )
 
     # --- of the root --------------------------------------------------------------------
@@ -249,13 +253,14 @@ class History:
                 now[name] = old if old[0] == beat else (beat, look.at_s, True)
         self._beats = now
 
-    def _count(self, look: Look, sizes: Watch[dict[str, tuple[int, int]]] | None) -> str | None:
+    def _count(self, look: Look, sizes: Watch[Count] | None) -> str | None:
         own = sizes.answer if sizes is not None else None
         if self.needs_count(look) and sizes is not None and own is not None:
             if self._counts.source != "top":
                 self._counts = _Counts("top")
-            if not self._counts.at_s or self._counts.sizes is not own:
-                self._counts.add(time.monotonic() - sizes.age_s, own, 0)
+            if not self._counts.at_s or self._counts.sizes is not own.sizes:
+                self._counts.add(time.monotonic() - sizes.age_s, own.sizes, 0)
+            self._counts.unlistable = own.unlistable
             return "top"
         if look.usage is None:
             return None

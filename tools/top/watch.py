@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 from .. import endpoint
 from ..exits import CommandError
 from ..root_view import RootView
-from .count import Counter
+from .count import Count, Counter
 from .look import Look, look_at
 
 T = TypeVar("T")
@@ -94,11 +94,11 @@ def watch_root(root: str, interval_s: float) -> Watch[Look]:
     return Watch("root", look, lambda took_s: max(0.0, interval_s - took_s))
 
 
-def watch_sizes(root: str, interval_s: float) -> Watch[dict[str, tuple[int, int]]]:
+def watch_sizes(root: str, interval_s: float) -> Watch[Count]:
     counter = Counter()
 
-    def look() -> dict[str, tuple[int, int]]:
-        return counter.count(RootView.open(root).namespaces())
+    def look() -> Count:
+        return counter.count(RootView.open(root))
 
     return Watch(
         "count", look, lambda took_s: max(interval_s, _COUNT_LEAST_S, _COUNT_REST * took_s)
