@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import os
@@ -33,7 +34,7 @@ with warnings.catch_warnings():
 
     from fskv.engines.lmcache import FskvAdapter
     from fskv.engines.lmcache import adapter as module
-    from fskv.engines.lmcache.identity import chunk_of
+    from fskv.engines.lmcache.identity import Model, chunk_of
     from fskv.errors import ConfigError
     from fskv.offload import BlockingStore
 
@@ -348,6 +349,23 @@ def test_its_descriptors_are_three_and_are_closed(make):
     assert not [t for t in threading.enumerate() if t.name.startswith("fskv-load")]
 
 
+def test_stores_are_closed_beside_one_another(make, monkeypatch):
+    """Each may wait for a disk that hangs. One after another they would not meet here."""
+    world = make()
+    both = [*keys([1]), *keys([1], model_name="other")]
+    assert world.store(both, world.objects(0, 1)).is_successful()
+    barrier, met, close = threading.Barrier(2), [], module._Store.close
+
+    def meet(store):
+        with contextlib.suppress(threading.BrokenBarrierError):
+            met.append(barrier.wait(5))
+        close(store)
+
+    monkeypatch.setattr(module._Store, "close", meet)
+    world.adapter.close()
+    assert len(met) == 2
+
+
 def test_a_root_that_cannot_be_opened_costs_the_task_and_is_tried_again(make, tmp_path):
     world = make()
     (tmp_path / "kv").rename(tmp_path / "gone")
@@ -372,7 +390,41 @@ def test_a_namespace_that_does_not_open_in_time_is_a_miss(make, monkeypatch):
     assert world.lookup(keys([1])) == [False]
     held.set()
     wait_for(lambda: world.store(keys([1]), world.objects(0)).is_successful(), 60)
+    wait_for(lambda: world.lookup(keys([1])) == [True])  # the control
+
+
+def test_lookups_wait_together_for_a_namespace_that_hangs(make, monkeypatch):
+    """On a mount that does not answer. One after another they would take twenty times as long."""
+    world = make(lookup_timeout_s=0.05)  # of which a lookup waits ten
+    held, opened = threading.Event(), module.KvStore
+    monkeypatch.setattr(
+        module, "KvStore", lambda *args, **options: (held.wait(60), opened(*args, **options))[1]
+    )
+    descs = {0: MemoryLayoutDesc([SHAPE], [torch.bfloat16])}
+    tasks = [world.adapter.submit_lookup_and_lock_task(keys([n]), descs) for n in range(40)]
+    began, answers = time.monotonic(), {}
+    while len(answers) < len(tasks):
+        for task in tasks:
+            found = world.adapter.query_lookup_and_lock_result(task)
+            if found is not None:
+                answers[task] = bits(found)
+        time.sleep(0.01)
+    assert time.monotonic() - began < 5, "half a second for all of them"
+    assert list(answers.values()) == [[False]] * len(tasks)
+    consume_fd(world.adapter.get_lookup_and_lock_event_fd())
+    held.set()
+    wait_for(lambda: world.store(keys([1]), world.objects(0)).is_successful(), 60)
+    wait_for(lambda: world.lookup(keys([1])) == [True])  # the control
+
+
+def test_a_lookup_that_waited_too_long_for_its_turn_is_a_miss(make, monkeypatch):
+    world = make()
+    assert world.store(keys([1]), world.objects(0, fill=1)).is_successful()
     assert world.lookup(keys([1])) == [True], "the control"
+    monkeypatch.setattr(module, "_OPENING", 0)
+    assert world.lookup(keys([1])) == [False]
+    monkeypatch.undo()
+    assert world.lookup(keys([1])) == [True]
 
 
 @pytest.mark.parametrize("closed", [True, False], ids=["closed", "control"])
@@ -480,8 +532,56 @@ def test_a_checkpoint_that_changes_stops_its_model_and_no_other(
     wait_for(lambda: world.lookup(both) == [False, True])
     assert world.load(both, world.objects(2, 3)) == [False, True]
     assert not world.store(keys([2]), world.objects(0)).is_successful()
-    assert "the checkpoint of m was changed" in caplog.text
+    assert "the checkpoint of m was changed (restart its engines first" in caplog.text
     assert make(models=models).lookup(both) == [False, True], "another namespace"
+
+
+def watched(tmp_path, *names):
+    """Models with checkpoints that are looked at; returns their words and their files."""
+    own = {name: word for name, word in ENTRY.items() if name != "weights_id"}
+    models, files = {}, {}
+    for name in names:
+        (tmp_path / name).mkdir()
+        files[name] = tmp_path / name / "model.bin"
+        files[name].write_bytes(bytes(range(256)) * 64)
+        models[name] = {**own, "checkpoint": str(tmp_path / name)}
+    return models, files
+
+
+def test_a_checkpoint_on_a_mount_that_hangs_holds_up_no_other(make, monkeypatch, tmp_path):
+    monkeypatch.setattr(module, "_WATCH_S", 0.02)
+    models, files = watched(tmp_path, "m", "other")
+    held, changed = threading.Event(), Model.changed
+    monkeypatch.setattr(
+        Model, "changed", lambda self: held.wait(60) if self.name == "m" else changed(self)
+    )
+    world = make(models=models)
+    both = [*keys([1]), *keys([1], model_name="other")]
+    assert world.store(both, world.objects(0, 1)).is_successful()
+    files["other"].write_bytes(bytes(range(255, -1, -1)) * 64)
+    wait_for(lambda: world.lookup(both) == [True, False])
+    held.set()
+
+
+def test_a_store_that_does_not_stop_is_not_used_and_is_stopped_later(make, monkeypatch, tmp_path):
+    monkeypatch.setattr(module, "_WATCH_S", 0.02)
+    models, files = watched(tmp_path, "m")
+    stop, works = module._Store.stop, threading.Event()
+
+    def fails_first(store, reason):
+        if not works.is_set():
+            raise RuntimeError("no")
+        stop(store, reason)
+
+    monkeypatch.setattr(module._Store, "stop", fails_first)
+    world = make(models=models)
+    assert world.store(keys([1]), world.objects(0)).is_successful()
+    (store,) = world.adapter._open_stores()
+    files["m"].write_bytes(bytes(range(255, -1, -1)) * 64)
+    wait_for(lambda: world.lookup(keys([1])) == [False])
+    assert not store._own.lookup.stopped
+    works.set()
+    wait_for(lambda: store._own.lookup.stopped)
 
 
 def test_a_wrong_option_ends_the_start_in_one_sentence(make, caplog):

@@ -6,6 +6,7 @@ import inspect
 import json
 import pathlib
 import tempfile
+import threading
 import warnings
 from types import SimpleNamespace
 
@@ -19,6 +20,7 @@ pytest.importorskip("sglang", reason="SGLang has an environment of its own: make
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # SGLang, torch and triton among themselves
     import torch
+    from sglang.srt.managers.cache_controller import HiCacheController
     from sglang.srt.managers.scheduler_components.weight_updater import (
         SchedulerWeightUpdaterManager,
     )
@@ -31,6 +33,7 @@ with warnings.catch_warnings():
         PoolName,
         PoolTransfer,
     )
+    from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
     from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
     from sglang.srt.mem_cache.pool_host.mha import (
         AsymmetricMHATokenToKVPoolHost,
@@ -44,7 +47,7 @@ with warnings.catch_warnings():
     from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
     from sglang.srt.utils.weight_checker import WeightChecker
 
-    from fskv.engines.sglang import arguments, server, storage
+    from fskv.engines.sglang import arguments, identity, server, storage
     from fskv.engines.sglang.host_pool import host_pages
     from fskv.engines.sglang.identity import ServerFacts
     from fskv.errors import ConfigError
@@ -107,6 +110,7 @@ def facts(monkeypatch):
         model_dtype="bfloat16",
         is_multimodal=False,
         checkpoint="m",
+        started_at=0.0,
     )
     monkeypatch.setattr(storage, "gather_facts", lambda: told)
 
@@ -457,6 +461,40 @@ def test_weights_that_come_back_may_be_others(make, monkeypatch, tags, stops):
     assert backend.batch_exists(keys(1)) == (0 if stops else 1)
 
 
+@pytest.mark.parametrize("kind", [HiCacheController, HybridCacheController])
+def test_while_sglang_waits_for_its_threads_their_calls_end_at_once(make, kind):
+    """A thread may have many batches to go, and SGLang waits 10 s for it. The controls: before, and after."""
+    backend, want, found = make(beside={PoolName.SWA: host_pool()}), keys(2), []
+
+    def calls():
+        swa = transfer(PoolName.SWA, want, indices(0, 1))
+        found.append(
+            [
+                *backend.batch_set_v1(want, indices(0, 1)),
+                *backend.batch_set_v2([swa])[PoolName.SWA],
+                *backend.batch_get_v1(want, indices(0, 1)),
+                *backend.batch_get_v2([swa])[PoolName.SWA],
+                bool(backend.batch_exists(want)),
+                bool(backend.batch_exists_v2(want, [swa]).kv_hit_pages),
+            ]
+        )
+
+    controller = kind.__new__(kind)
+    controller.storage_stop_event = threading.Event()
+    controller.pp_prefetch_command_thread = None
+    controller.backup_thread = SimpleNamespace(join=lambda timeout: calls())
+    calls()
+    controller._stop_storage_threads()
+    calls()
+    assert found == [[True] * 10, [False] * 10, [True] * 10]
+
+
+def test_sglang_waits_longer_for_a_thread_than_a_call_takes():
+    source = inspect.getsource(HiCacheController._stop_storage_threads)
+    assert "t.join(timeout=10)" in source
+    assert identity._MAX_DEADLINE_S + 1 < 10
+
+
 # --- what is asked of SGLang --------------------------------------------------------------
 
 
@@ -474,6 +512,7 @@ def test_every_argument_that_is_left_out_of_the_identity_is_one_of_the_servers()
     """A name that is misspelt, or gone, would leave nothing out."""
     known = set(ServerArgs.__struct_fields__)
     assert known >= arguments._NAMES
+    assert known >= {*identity._OTHER_WEIGHTS, "quantization", "use_ray"}
     for prefix in arguments._PREFIXES:
         assert any(name.startswith(prefix) for name in known), prefix
 

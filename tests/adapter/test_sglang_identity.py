@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -152,6 +156,7 @@ def derive(checkpoint, tmp_path):
             model_dtype="bfloat16",
             is_multimodal=False,
             checkpoint=str(checkpoint),
+            started_at=time.time(),
         )
         config = StoreConfig.from_mapping({"root": str(tmp_path), **dict(options)})
         own_ranks = SimpleNamespace(**{**vars(RANKS), **dict(ranks)})
@@ -192,6 +197,8 @@ CHANGES = {
     "--triton-attention-reduce-in-fp32": {"arguments": {"triton_attention_reduce_in_fp32": True}},
     "an argument of a later version": {"arguments": {"round_kv_to_zero": True}},
     "a variable of SGLang's": {"environment": {"SGLANG_CPU_QUANTIZATION": "1"}},
+    "a variable of AITER's": {"environment": {"AITER_FORCE_A8W4": "1"}},
+    "sums over ranks in fewer bits": {"environment": {"ROCM_QUICK_REDUCE_QUANTIZATION": "INT4"}},
     "SGLang's version": {"version": "0.5.24"},
     "architecture": {"arch": "sm_90"},
     "weights_id": {"options": {"weights_id": "mine"}},
@@ -249,6 +256,18 @@ def test_no_secret_is_in_a_manifest(derive):
     assert "5ecret" in json.dumps(shown.to_manifest()), "the control"
 
 
+# Arguments that bring weights which are not the checkpoint's, while --load-format is auto.
+OTHER_WEIGHTS = {
+    "weight_cache_mode": "client",
+    "kt_weight_path": "/x",
+    "modelopt_quant": "fp8",
+    "modelopt_checkpoint_restore_path": "/x",
+    "modelopt_checkpoint_save_path": "/x",
+    "modelopt_export_path": "/x",
+    "quantization": "modelopt_fp8",
+}
+
+
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
@@ -261,6 +280,13 @@ def test_no_secret_is_in_a_manifest(derive):
         ({"arguments": {"quantization_param_path": "/x"}}, "--quantization-param-path"),
         ({"arguments": {"hicache_storage_backend": None}}, "attached to a running engine"),
         ({"arguments": {"load_format": "dummy"}}, "--load-format: found 'dummy'"),
+        *(
+            (
+                {"arguments": {name: value}},
+                f"--{name.replace('_', '-')}: found '{value}', which brings",
+            )
+            for name, value in OTHER_WEIGHTS.items()
+        ),
         ({"arguments": {"attention_backend": None}}, "--attention-backend"),
         ({"pool": {"dtype": torch.uint8}}, "--kv-cache-dtype"),
         ({"pool": {"layout": "page_unified"}}, "--hicache-mem-layout: found 'page_unified'"),
@@ -284,11 +310,48 @@ def test_what_cannot_be_found_out_is_refused_in_one_sentence(derive, change, sen
         {"is_multimodal": True, "options": {"media_keys": "trusted"}},
         {"arguments": {"speculative_algorithm": "NGRAM"}},
         {"arguments": {"load_format": "dummy"}, "options": {"weights_id": "x"}},
+        *(
+            {"arguments": {name: value}, "options": {"weights_id": "x"}}
+            for name, value in OTHER_WEIGHTS.items()
+        ),
+        {"arguments": {"weight_cache_mode": "off", "kt_weight_path": None}},
+        {
+            "arguments": {"quantization": "modelopt_fp8"},
+            "hf_config": {**HF_CONFIG, "quantization_config": {"quant_algo": "FP8"}},
+        },
     ],
 )
 def test_what_the_user_vouches_for_is_taken(derive, change):
     """The control of the refusals."""
     assert derive(**change).engine == "sglang"
+
+
+def test_a_checkpoint_that_was_replaced_after_the_process_had_started_is_refused(
+    derive, checkpoint
+):
+    """It may be another one than the process has loaded. Renamed over: its mtime is older."""
+    started = time.time()
+    assert derive(started_at=started).weights.startswith("sampled:"), "the control"
+    time.sleep(0.02)  # file systems' clocks move in steps
+    other = checkpoint / "other"
+    other.write_bytes((checkpoint / "model.safetensors").read_bytes())
+    os.utime(other, (1, 1))
+    other.rename(checkpoint / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"model\.safetensors was changed after this process"):
+        derive(started_at=started)
+    derive(started_at=started, options={"weights_id": "x"})
+    derive(started_at=started, arguments={"use_ray": True})
+    derive(started_at=started, arguments={"model_path": "org/name"})  # fetched by SGLang itself
+    assert derive(started_at=time.time()).weights.startswith("sampled:"), "a new start"
+
+
+def test_when_a_process_was_started_is_told_in_the_time_of_files():
+    code = "from fskv.engines.sglang.server import _started_at; print(_started_at())"
+    before = time.time()
+    told = float(
+        subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout
+    )
+    assert before - 0.1 < told < time.time()
 
 
 @pytest.mark.parametrize(
@@ -383,9 +446,21 @@ def test_options_are_taken_and_wrong_ones_refused():
         ({"root": "/mnt/kv"}, "'interface_v1'"),
         ({"interface_v1": 1}, "option 'root'"),
         ({"interface_v1": 1, "root": "/mnt/kv", "max_byte": 1}, "did you mean 'max_bytes'"),
+        (
+            {"interface_v1": 1, "root": "/mnt/kv", "deadline_max_s": 7.5},
+            "found 7.5, expected 7 at most",
+        ),
     ):
         with pytest.raises(ConfigError, match=sentence):
             take_options({**NAMES, **options})
+
+
+def test_a_call_ends_before_sglang_has_waited_for_its_thread():
+    """10 s, then the scheduler ends. A second of grace comes on top of a deadline."""
+    plain = {"interface_v1": 1, "root": "/mnt/kv"}
+    assert StoreConfig(root="/mnt/kv").deadline.for_nbytes(1 << 30) > 9, "the control"
+    assert take_options(plain).deadline.for_nbytes(1 << 30) == 7
+    assert take_options({**plain, "deadline_max_s": 3}).deadline.for_nbytes(1 << 30) == 3
 
 
 def test_each_pool_beside_the_kv_is_a_group_and_another_pool_is_another_namespace(derive):
@@ -437,3 +512,22 @@ def test_what_is_not_known_to_be_harmless_counts():
     assert telling_arguments({"ports": 1}, {}) == {"ports": 1}
     assert telling_environment({"SGLANG_LOG_MS": "1", "OTHER": "1"}) == {}
     assert telling_environment({"SGLANG_NEW": "1"}) == {"SGLANG_NEW": "1"}
+    telling = dict.fromkeys(
+        (
+            *("AITER_FORCE_A8W4", "FLASHINFER_NVFP4_4OVER6", "ROCM_QUICK_REDUCE_QUANTIZATION"),
+            *("TRTLLM_DISABLE_FP4_QUANT_FAST_MATH", "USE_TRITON_W8A8_FP8_KERNEL", "SGL_NEW"),
+            *("USE_ROCM_AITER_ROPE_BACKEND", "DEEP_NORMAL_MODE_USE_INT8_QUANT", "FLA_USE_FAST_OPS"),
+            *("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "ASCEND_USE_FIA"),
+        ),
+        "1",
+    )
+    # SGLang sets most of these itself.
+    harmless = dict.fromkeys(
+        (
+            *("FLASHINFER_WORKSPACE_BASE", "FLASHINFER_DISABLE_VERSION_CHECK", "TRTLLM_ENABLE_PDL"),
+            *("FLASHINFER_CUDA_ARCH_LIST", "FLASHINFER_CUBIN_DIR", "FLASHINFER_LOGLEVEL"),
+            *("AITER_LOG_TUNED_CONFIG", "AITER_JIT_DIR", "SGL_LOG_MS", "SGL_FORCE_SHUTDOWN"),
+        ),
+        "1",
+    )
+    assert telling_environment({**telling, **harmless}) == telling

@@ -33,6 +33,7 @@ from lmcache.v1.platform import create_event_notifier
 
 from fskv.data_path.threads import START_UP_S, call_with_deadline
 from fskv.engines.lmcache.identity import (
+    Model,
     ObjectKind,
     build_identity,
     chunk_of,
@@ -53,9 +54,10 @@ _PUBLISH_S = 1.0
 _WATCH_S = 5.0  # an engine takes longer to load weights
 # So long after it was submitted a task may begin to touch LMCache's memory; it ends by `deadline_max_s` then.
 _BEGIN_S = 60.0
-_OPENING = (
-    10  # so many times `lookup_timeout_s` a lookup waits for a namespace that is being opened
-)
+# So many times `lookup_timeout_s` after it was submitted a lookup may begin. So long after a namespace began
+# to be opened lookups wait for it, all of them together.
+_OPENING = 10
+_END_S = 1.0  # close() waits so long for our threads, once all stores are closed
 _MAX_KINDS = 16  # each has threads, staging memory and a maintenance process
 # Threads that wait for tasks: lookups are not behind loads, nor those behind stores.
 _THREADS = {"store": 2, "lookup": 2, "load": 4}
@@ -96,7 +98,7 @@ class FskvAdapter(L2AdapterInterface):
         self._task_ids = itertools.count()
         self._results: dict[str, dict[int, Any]] = {name: {} for name in _THREADS}
         self._events = {name: create_event_notifier() for name in _THREADS}
-        self._stores: dict[ObjectKind, Future[_Store | None]] = {}
+        self._stores: dict[ObjectKind, _Opening] = {}
         self._kinds: dict[tuple[str, int, int], ObjectKind] = {}  # the last one seen of each
         self._said: set[str] = set()
         self._closed = False
@@ -107,7 +109,11 @@ class FskvAdapter(L2AdapterInterface):
             for name, number in _THREADS.items()
             for _ in range(number)
         ]
-        self._threads.append(threading.Thread(target=self._watch, name="fskv-watch", daemon=True))
+        self._threads += [  # one for each: a mount that hangs holds up no other model
+            threading.Thread(target=self._watch, args=(model,), name="fskv-watch", daemon=True)
+            for model in self._models.values()
+            if model.files is not None
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -142,8 +148,9 @@ class FskvAdapter(L2AdapterInterface):
         self, keys: list[Any], group_layout_descs: dict[int, Any]
     ) -> int:
         layouts = dict(group_layout_descs)
+        until = time.monotonic() + _OPENING * self._config.lookup_timeout_s
         return self._submit(
-            "lookup", lambda: _bitmap(self._present(keys, layouts)), Bitmap(len(keys))
+            "lookup", lambda: _bitmap(self._present(keys, layouts, until)), Bitmap(len(keys))
         )
 
     def query_lookup_and_lock_result(self, task_id: int) -> Any:
@@ -184,13 +191,21 @@ class FskvAdapter(L2AdapterInterface):
                 return
             self._closed = True
         self._ending.set()
-        for store in self._open_stores():
-            store.close()  # ends the calls of our threads
+        # This ends the calls of our threads. Beside one another: each may wait for a disk that hangs.
+        closing = [
+            threading.Thread(target=store.close, name="fskv-close", daemon=True)
+            for store in self._open_stores()
+        ]
+        for thread in closing:
+            thread.start()
+        for thread in closing:
+            thread.join()
         for name, number in _THREADS.items():
             for _ in range(number):
                 self._queues[name].put(None)
+        end = time.monotonic() + _END_S
         for thread in self._threads:
-            thread.join(1.0)
+            thread.join(max(0.0, end - time.monotonic()))
         with self._lock:
             for event in self._events.values():
                 event.close()
@@ -215,7 +230,7 @@ class FskvAdapter(L2AdapterInterface):
                 self._results[name][task_id] = result
                 self._events[name].notify()
 
-    def _present(self, keys: Sequence[Any], layouts: Mapping[int, Any]) -> list[bool]:
+    def _present(self, keys: Sequence[Any], layouts: Mapping[int, Any], until: float) -> list[bool]:
         kinds: list[ObjectKind | None] = []
         for key in keys:
             layout = layouts.get(key.object_group_id)
@@ -228,7 +243,7 @@ class FskvAdapter(L2AdapterInterface):
         there = [False] * len(keys)
         for kind, places in _by_kind(kinds).items():
             store = self._store_of(kind, _OPENING * self._config.lookup_timeout_s)
-            if store is not None:
+            if store is not None and time.monotonic() < until:
                 found = store.present([chunk_of(keys[place]) for place in places])
                 _put(there, places, found)
         return there
@@ -274,22 +289,27 @@ class FskvAdapter(L2AdapterInterface):
     # --- namespaces ---------------------------------------------------------------------------
 
     def _store_of(self, kind: ObjectKind, wait_s: float) -> _Store | None:
-        """Return the store of a kind of objects; None where there is none, or not yet."""
+        """Return the store of a kind of objects; None where there is none, or not yet.
+
+        All who ask for it wait until `wait_s` after it began to be opened: an opening that hangs costs that
+        once, and not each of them.
+        """
         with self._lock:
             opening = self._stores.get(kind)
             if opening is None:
                 if self._closed or len(self._stores) >= _MAX_KINDS:
                     return None
-                opening = self._stores[kind] = Future()
+                opening = self._stores[kind] = _Opening()
                 arguments = (kind, len(self._stores) - 1, opening)
                 threading.Thread(
                     target=self._open, args=arguments, name="fskv-open", daemon=True
                 ).start()
         with suppress(TimeoutError):
-            return opening.result(wait_s)
+            store = opening.result(max(0.0, opening.began + wait_s - time.monotonic()))
+            return store if kind.model in self._models else None
         return None
 
-    def _open(self, kind: ObjectKind, number: int, opening: Future[_Store | None]) -> None:
+    def _open(self, kind: ObjectKind, number: int, opening: _Opening) -> None:
         store = None
         try:
             store = self._opened(kind, number)
@@ -325,16 +345,22 @@ class FskvAdapter(L2AdapterInterface):
         )
         return _Store(kv, kind, self._config)
 
-    def _watch(self) -> None:
+    def _watch(self, model: Model) -> None:
         """Stop for good when files of a checkpoint change: an engine that starts now loads others."""
         while not self._ending.wait(_WATCH_S):
-            for model in self._models.values():
-                if model.changed():
-                    del self._models[model.name]  # none is opened any more
-                    for store in self._open_stores():
-                        if store.model == model.name:
-                            store.stop(f"the checkpoint of {model.name} was changed")
-                    break
+            try:
+                if not model.changed():
+                    continue
+                self._models.pop(model.name, None)  # none is opened any more, or handed out
+                for store in self._open_stores():
+                    if store.model == model.name:
+                        store.stop(
+                            f"the checkpoint of {model.name} was changed (restart its engines first, "
+                            "then this server)"
+                        )
+                return
+            except Exception:  # the next round tries again
+                logger.exception("fskv: watching the checkpoint of %s", model.name)
 
     def _open_stores(self) -> list[_Store]:
         with self._lock:
@@ -347,6 +373,14 @@ class FskvAdapter(L2AdapterInterface):
             self._said.add(sentence) if new else None
         if new:
             logger.error("fskv: %s", sentence)
+
+
+class _Opening(Future["_Store | None"]):
+    """A store that is being opened, or is open; None: there is none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.began = time.monotonic()
 
 
 class _Store(BlockingStore):

@@ -87,10 +87,19 @@ _NAMES = frozenset(
         *("startup_weight_load_mode", "enable_memory_saver", "enable_weights_cpu_backup"),
     )
 )
-# Of the variables that begin with SGLANG_.
-_ENVIRONMENT = re.compile(
-    "SGLANG_(LOG_|TEST_|HICACHE_|DISAGGREGATION_|MOONCAKE_|PROFILE_|TORCH_PROFILER_|GRAMMAR_|PORT$|HOST_|"
-    "USE_CPU_ENGINE$|RUN_ID$|BACKUP_PORT|CACHE_DIR$|HEALTH_|IS_IN_CI|KILLPG_|PYSPY_|SCHEDULER_|REQ_)"
+# How variables begin that SGLang reads, and the libraries below it: which kernels, of which precision.
+_ENVIRONMENT = (
+    *("SGLANG_", "SGL_", "AITER_", "FLA_", "FLASHINFER_", "ROCM_QUICK_REDUCE_", "TRTLLM_"),
+    *("USE_ROCM_", "USE_TRITON_", "DEEP_NORMAL_MODE_", "ASCEND_USE_"),
+    *("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_"),
+)
+# Of those. SGLang sets some itself, by what it finds and by where its caches are.
+_HARMLESS = re.compile(
+    "SGL(ANG)?_(LOG_|TEST_|HICACHE_|DISAGGREGATION_|MOONCAKE_|PROFILE_|TORCH_PROFILER_|GRAMMAR_|PORT$|HOST_|"
+    "USE_CPU_ENGINE$|RUN_ID$|BACKUP_PORT|CACHE_DIR$|HEALTH_|IS_IN_CI|KILLPG_|PYSPY_|SCHEDULER_|REQ_|"
+    "FORCE_SHUTDOWN$)|"
+    "FLASHINFER_(WORKSPACE_BASE$|CUBIN|CUDA_ARCH_LIST$|LOG|DISABLE_VERSION_CHECK$)|AITER_(LOG_|JIT_DIR$)|"
+    "TRTLLM_ENABLE_PDL$"
 )
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
@@ -111,11 +120,11 @@ def telling_arguments(arguments: Mapping[str, Any], defaults: Mapping[str, Any])
 
 
 def telling_environment(environment: Mapping[str, str]) -> dict[str, Json]:
-    """Return the variables of SGLang that are set and may change KV."""
+    """Return the variables that are set and may change KV."""
     return {
         name: value
         for name, value in sorted(environment.items())
-        if name.startswith("SGLANG_") and not _ENVIRONMENT.match(name)
+        if name.startswith(_ENVIRONMENT) and not _HARMLESS.match(name)
     }
 
 

@@ -17,11 +17,20 @@ from fskv.engines.sglang.arguments import telling_arguments, telling_environment
 from fskv.engines.sglang.host_pool import HostPages
 from fskv.errors import ConfigError
 from fskv.hybrid_planner import GroupKind
-from fskv.identity.fingerprint import weights_fingerprint
+from fskv.identity.fingerprint import checkpoint_state, weights_fingerprint
 from fskv.namespace import GroupIdentity, Identity, Json
 
-# Formats that load what stands in the checkpoint, and nothing that is made at run time or elsewhere.
+# Formats that load what stands in the checkpoint.
 _LOAD_FORMATS = ("auto", "safetensors", "pt", "gguf", "mistral", "fastsafetensors")
+# What brings others under such a format: another process's, experts of their own, what ModelOpt restores or
+# makes at the start.
+_OTHER_WEIGHTS = (
+    *("weight_cache_mode", "kt_weight_path", "modelopt_quant", "modelopt_checkpoint_restore_path"),
+    *("modelopt_checkpoint_save_path", "modelopt_export_path"),
+)
+_CALIBRATED = ("modelopt", "modelopt_fp8")  # --quantization, of a checkpoint that is not quantised
+# With a second of grace below the 10 s that SGLang waits for each of its storage threads.
+_MAX_DEADLINE_S = 7.0
 # Where an algorithm has no draft model, its KV is the target's alone.
 _SPECULATIVE = (None, "NGRAM")
 _VOLATILE = ("_name_or_path", "_commit_hash", "transformers_version")
@@ -40,6 +49,7 @@ class ServerFacts:
     model_dtype: str
     is_multimodal: bool
     checkpoint: str  # a directory, a file, or a name where there is neither
+    started_at: float  # when this process was, in seconds of the clock that files have
 
 
 def take_options(extra_config: Mapping[str, Any]) -> StoreConfig:
@@ -51,7 +61,14 @@ def take_options(extra_config: Mapping[str, Any]) -> StoreConfig:
         raise ConfigError(
             "option 'interface_v1': expected 1 beside \"module_path\": without it SGLang copies each page"
         )
-    return StoreConfig.from_mapping(own)
+    own.setdefault("deadline_max_s", _MAX_DEADLINE_S)
+    config = StoreConfig.from_mapping(own)
+    if config.deadline.max_s > _MAX_DEADLINE_S:
+        raise ConfigError(
+            f"option 'deadline_max_s': found {config.deadline.max_s:g}, expected {_MAX_DEADLINE_S:g} at "
+            "most: when SGLang flushes its cache it waits 10 s for a call, and then the server ends"
+        )
+    return config
 
 
 def store_options(config: StoreConfig, ranks: Any) -> StoreConfig:
@@ -200,7 +217,48 @@ def _weights(facts: ServerFacts, config: StoreConfig) -> str:
             f"--load-format: found {load_format!r}, expected one of {', '.join(_LOAD_FORMATS)}, or the "
             "option 'weights_id' set to a name"
         )
-    return weights_fingerprint(facts.checkpoint, revision_commit=None)
+    for name in _OTHER_WEIGHTS:
+        value = facts.arguments.get(name)
+        if value and value != "off":
+            raise _not_the_checkpoints(f"--{name.replace('_', '-')}", value)
+    if _is_calibrated(facts):
+        raise _not_the_checkpoints("--quantization", facts.arguments["quantization"])
+    fingerprint = weights_fingerprint(facts.checkpoint, revision_commit=None)
+    _check_unchanged(facts)
+    return fingerprint
+
+
+def _not_the_checkpoints(argument: str, value: Any) -> ConfigError:
+    return ConfigError(
+        f"{argument}: found {value!r}, which brings weights that are not the checkpoint's; expected none, or "
+        "the option 'weights_id' set to a name for these weights"
+    )
+
+
+def _is_calibrated(facts: ServerFacts) -> bool:
+    """Say whether ModelOpt quantises the checkpoint at the start, by what it has computed of some texts."""
+    quantised = ("quantization_config", "compression_config")
+    return (
+        facts.arguments.get("quantization") in _CALIBRATED
+        and not any(facts.hf_config.get(name) for name in quantised)
+        and not os.path.exists(os.path.join(facts.checkpoint, "hf_quant_config.json"))
+    )
+
+
+def _check_unchanged(facts: ServerFacts) -> None:
+    """Raise ConfigError if a file of the checkpoint is younger than this process, which has loaded it.
+
+    KV of the file before it would be stored under the name of what lies there now. SGLang tells nobody when
+    it begins to load, and by a hub's name it fetches files itself. A process of Ray's may be much older.
+    """
+    if facts.arguments.get("use_ray") or not os.path.exists(str(facts.arguments["model_path"])):
+        return
+    for name, state in checkpoint_state(facts.checkpoint).items():
+        if state and state[-1] / 1e9 > facts.started_at:
+            raise ConfigError(
+                f"checkpoint {facts.checkpoint}: {name} was changed after this process had started, so "
+                "nobody knows which weights it has; start the engine again, or set the option 'weights_id'"
+            )
 
 
 def _attention(arguments: Mapping[str, Any]) -> str:

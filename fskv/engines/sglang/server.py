@@ -10,6 +10,8 @@ import importlib
 import json
 import os
 import platform
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -31,8 +33,15 @@ _CHANGE_WEIGHTS = (
     ),
     ("sglang.srt.utils.weight_checker", "WeightChecker", ("_reset_tensors",)),
 )
+# Whose method waits for the storage threads: when a cache is flushed, or a backend detached.
+_STOP_THREADS = (
+    ("sglang.srt.managers.cache_controller", "HiCacheController"),
+    ("sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller", "HybridCacheController"),
+)
 _updated: list[str] = []  # how weights were changed since this was imported
 _listeners: list[Callable[[str], None]] = []
+# Set while SGLang waits for its storage threads, 10 s for each; the scheduler ends if one is not done then.
+stopping = threading.Event()
 
 
 def gather_facts() -> ServerFacts:
@@ -75,7 +84,15 @@ def _gather() -> ServerFacts:
         checkpoint=checkpoint_place(
             str(arguments["model_path"]), arguments["revision"], arguments["download_dir"]
         ),
+        started_at=_started_at(),
     )
+
+
+def _started_at() -> float:
+    with open("/proc/self/stat", encoding="utf-8", errors="replace") as file:
+        ticks = int(file.read().rpartition(")")[2].split()[19])  # since boot: proc(5), starttime
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return time.time() - age
 
 
 def _arch(device: str) -> str:
@@ -139,3 +156,25 @@ def _telling(name: str, method: Any) -> Any:
 
     tell.tells_fskv = True  # type: ignore[attr-defined]
     return tell
+
+
+def watch_stops() -> None:
+    """Have `stopping` set while SGLang waits for its storage threads to end."""
+    for module, owner in _STOP_THREADS:
+        kind: Any = getattr(_imported(module), owner, None)
+        method = getattr(kind, "_stop_storage_threads", None)
+        if method is not None and not hasattr(method, "tells_fskv"):
+            kind._stop_storage_threads = _stopping(method)  # noqa: SLF001
+
+
+def _stopping(method: Any) -> Any:
+    @functools.wraps(method)
+    def stop(*args: Any, **kwargs: Any) -> Any:
+        stopping.set()
+        try:
+            return method(*args, **kwargs)
+        finally:
+            stopping.clear()
+
+    stop.tells_fskv = True  # type: ignore[attr-defined]
+    return stop

@@ -31,7 +31,13 @@ from fskv.data_path.threads import START_UP_S, call_with_deadline
 from fskv.engines.prometheus import Publisher
 from fskv.engines.sglang.host_pool import HostPages, host_pages
 from fskv.engines.sglang.identity import build_identity, file_rank, store_options, take_options
-from fskv.engines.sglang.server import forget_weights, gather_facts, watch_weights
+from fskv.engines.sglang.server import (
+    forget_weights,
+    gather_facts,
+    stopping,
+    watch_stops,
+    watch_weights,
+)
 from fskv.errors import ConfigError, FskvError
 from fskv.offload import BlockingStore, KvStore, Page
 from fskv.types import ChunkId
@@ -80,6 +86,7 @@ class FskvStorage(HiCacheStorage):
         config = self._config
         facts = gather_facts()
         watch_weights(self._doubt_weights)
+        watch_stops()
         identity = call_with_deadline(
             lambda: build_identity(facts, config, self._ranks, pools),
             _FINGERPRINT_S,
@@ -121,10 +128,14 @@ class FskvStorage(HiCacheStorage):
 
     # --- pages ------------------------------------------------------------------------------
 
+    def _usable(self) -> BlockingStore | None:
+        """Return the store, None while SGLang waits for its threads: they may have many calls to go."""
+        return None if stopping.is_set() else self._store
+
     def batch_exists(
         self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> int:
-        store = self._store
+        store = self._usable()
         if store is None:
             return 0
         return _safe(lambda: store.count_present([_chunk(key) for key in keys]), 0)
@@ -152,7 +163,7 @@ class FskvStorage(HiCacheStorage):
         keys: Sequence[str],
         host_indices: torch.Tensor | None,
     ) -> list[bool]:
-        store, nothing = self._store, [False] * len(keys)
+        store, nothing = self._usable(), [False] * len(keys)
         if store is None or host_indices is None or pool not in self._groups:
             return nothing
         return _safe(lambda: move(store, self._pages(pool, keys, host_indices)), nothing)
@@ -191,7 +202,7 @@ class FskvStorage(HiCacheStorage):
     def _restorable(
         self, keys: Sequence[str], transfers: Sequence[PoolTransfer]
     ) -> PoolTransferResult:
-        store = self._store
+        store = self._usable()
         if store is None:
             return PoolTransferResult.empty()
         num = store.count_present([_chunk(key) for key in keys])
@@ -199,7 +210,7 @@ class FskvStorage(HiCacheStorage):
         hits: dict[str, int] = {PoolName.KV: num} if num else {}
         for transfer in transfers:
             there: list[bool] = []
-            if str(transfer.name) in self._groups:
+            if str(transfer.name) in self._groups and self._usable():
                 group, _ = self._groups[str(transfer.name)]
                 there = store.present([_chunk(key, group) for key in keys[:num]])
             found = _prefixes(there, transfer)
