@@ -5,8 +5,9 @@
 In the environment of `make test-lmcache`. In each round one engine of each way is started on an empty root,
 as `vllm serve` starts it, and the ways take turns. `lmcache bench engine` asks it for answers about long
 documents and for many rounds of chats, each after a warm-up of its own that asks for each document and each
-chat once. KV cache and the memory behind it hold fewer of them than there are, so that what is asked for
-again comes from files. Seconds and tokens a second are the harness's, tokens from outside the engine's.
+chat once. The KV cache, and with vLLM's tiers the memory behind it, hold fewer of them than there are, so
+that what is asked for again comes from files; LMCache has it in its memory as well. Seconds and tokens a
+second are the harness's, tokens from outside the engine's.
 
 Exit code 1: a request failed, or a way of fskv's loaded nothing.
 """
@@ -41,8 +42,10 @@ ADAPTERS: dict[str, Callable[[pathlib.Path], dict[str, Any]]] = {
     "LMCache, fskv": lab.plugin,
 }
 WAYS = (*KINDS, *ADAPTERS)
-# Of four documents or chats, two and a half fit into the KV cache and one into the memory behind it.
+# Of four documents or chats, two and a half fit into the KV cache and one into vLLM's memory behind it.
 NUM, TOKENS, GPU_BLOCKS, CPU_BLOCKS = 4, 1500, 30, 15
+# LMCache stores nothing while its memory is full, and makes room once a second, so all may be there.
+LMCACHE_GB = 1.0
 SYSTEM_TOKENS, QUERY_TOKENS, ANSWER_TOKENS = 400, 20, 16
 WORKLOADS: dict[str, dict[str, Any]] = {
     "long-doc-qa": {
@@ -74,7 +77,7 @@ def one(way: str, directory: pathlib.Path) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         sessions = []
         if way in ADAPTERS:
-            size = ("--l1-size-gb", str(cpu_nbytes / 2**30))
+            size = ("--l1-size-gb", str(LMCACHE_GB))
             server = lab.Server(directory / "server.log", ADAPTERS[way](root), options=size)
             sessions.append(stack.enter_context(server).process.pid)
             transfer = lab.connector(server.port)
