@@ -11,7 +11,9 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from places import REPOSITORY
@@ -312,3 +314,22 @@ def test_negative_control_what_the_soak_looks_for_is_found(tmp_path):
         *("threads of an engine", "descriptors of an engine", "parts left", "claims left"),
     ):
         assert word in said
+
+
+@pytest.mark.parametrize("error", [BenchmarkError, None], ids=["hangs for good", "well"])
+def test_a_file_system_that_hangs_for_good_goes_before_the_engines_that_wait_for_it(error):
+    done = []
+    engine = SimpleNamespace(start=lambda: None, end=lambda _: done.append("engine"))
+    place = SimpleNamespace(close=lambda: done.append("place"))
+    with pytest.raises(error) if error else nullcontext(), soak._running([engine], place):
+        if error:
+            raise error
+    assert done == (["place", "engine"] if error else ["engine"])
+
+
+def test_a_place_is_closed_once(tmp_path, monkeypatch):
+    place, closed = Directory(str(tmp_path)), []
+    monkeypatch.setattr(place, "_close", lambda: closed.append(1))
+    place.close()
+    place.close()
+    assert closed == [1]
