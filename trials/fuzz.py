@@ -51,6 +51,9 @@ _PER_ROUND = 6
 _MAX_RSS_NBYTES = 400 << 20
 _MAX_DATA_NBYTES = 4 << 30
 _MAX_LINES = 40  # of the log, in each round
+_END_S = (
+    120.0  # until maintenance processes have ended: it only bounds a hang, also on a busy machine
+)
 _KILL_EVERY = 15  # rounds: what is there is read by a process that starts
 _DEAD_NAMESPACES = 12
 
@@ -136,7 +139,7 @@ class Fuzz:
             popen = subprocess.Popen
             children: list[Any] = []
             # They end by themselves, and write until then: after the engines are closed.
-            stack.callback(lambda: [child.wait(self._limit_s) for child in children])
+            stack.callback(lambda: [child.wait(_END_S) for child in children])
 
             def start(words: Sequence[str], **options: Any) -> Any:
                 words = [w.replace("fskv.maintenance", "trials.fuzz_process") for w in words]

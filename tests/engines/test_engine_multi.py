@@ -237,7 +237,7 @@ def test_beside_vllms_own_cpu_pool_both_serve_and_both_have_metrics(name, tmp_pa
     # The second is a new process: the pool is empty, the files are not.
     cold, warm = (
         multi_lab.VariantEngine(
-            "as_is", lab.request(model, steps, transfer=transfer), tmp_path / number
+            "cpu_pool", lab.request(model, steps, transfer=transfer), tmp_path / number
         ).wait()
         for number in ("one", "two")
     )

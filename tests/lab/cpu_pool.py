@@ -1,8 +1,8 @@
 """vLLM's own CPU pool as a child, on a machine without a GPU: its spec and manager, with plain copies.
 
 vLLM refuses its pool's worker on CPUs, because its copies are CUDA's; nothing else of it needs a GPU. So this
-replaces those copies, and all that decides what is stored, kept and loaded is vLLM's. Found by name, as
-`spec_module_path`, by the engines of multi_engine.py.
+replaces those copies, and all that decides what is stored, kept and loaded is vLLM's. Its spec keeps its
+name: beside one that it does not know, fskv refuses to store.
 """
 
 from __future__ import annotations
@@ -13,10 +13,15 @@ from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingWorker, Transfe
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 
-class CpuPoolSpec(CPUOffloadingSpec):
-    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+def replace_copies() -> None:
+    """Give vLLM's pool plain copies, in this process."""
+
+    def get_worker(self: CPUOffloadingSpec, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         assert self.blocks_per_chunk == 1
         return CopyWorker(kv_caches, self.num_chunks)
+
+    assert callable(CPUOffloadingSpec.get_worker)
+    CPUOffloadingSpec.get_worker = get_worker
 
 
 class CopyWorker(OffloadingWorker):

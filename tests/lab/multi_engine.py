@@ -5,7 +5,7 @@ python multi_engine.py VARIANT request.json result.json
 The step {"together": [prompt, ...], "max_tokens": 16, "label": ...} runs prompts at the same time, which
 needs blocks of all of them. VARIANT is "as_is", or for a negative control "untold": children do not hear
 which blocks a load of another one overwrites; "patient": who has not answered is waited for. Both are how it
-is under vLLM's own MultiConnector.
+is under vLLM's own MultiConnector. "cpu_pool" is as it is, where vLLM's CPU pool needs no GPU.
 """
 
 from __future__ import annotations
@@ -34,6 +34,10 @@ def main() -> int:
 
         theirs = MultiConnector.get_num_new_matched_tokens
         FskvMultiConnector.get_num_new_matched_tokens = theirs
+    elif variant == "cpu_pool":
+        import cpu_pool
+
+        cpu_pool.replace_copies()
     else:
         assert variant == "as_is", variant
 

@@ -15,11 +15,7 @@ FAST, SLOW = "fast", "slow"
 CPU_POOL = {
     "kv_connector": "OffloadingConnector",
     "kv_role": "kv_both",
-    "kv_connector_extra_config": {
-        "cpu_bytes_to_use": 64 << 20,
-        "spec_name": "CpuPoolSpec",
-        "spec_module_path": "cpu_pool",
-    },
+    "kv_connector_extra_config": {"cpu_bytes_to_use": 64 << 20},
 }
 
 
