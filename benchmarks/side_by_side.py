@@ -30,6 +30,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -75,7 +76,8 @@ class Plan:
     @property
     def gpu_blocks(self) -> int:
         """Of the engine's KV cache: for less than half of the documents, and a request."""
-        return int(self.blocks * max(2, self.options.documents // 2) + 1)
+        groups = num_groups(self.options.model)
+        return int(self.blocks * groups * max(2, self.options.documents // 2) + 1)
 
     @property
     def cpu_nbytes(self) -> int:
@@ -83,12 +85,26 @@ class Plan:
         return int(self.chunk_nbytes * (self.blocks + 2))
 
 
+def num_groups(model: str) -> int:
+    """Return how many KV groups vLLM makes of the layers of the checkpoint in a directory.
+
+    As many layers are in each as there are of the rarest kind.
+    """
+    kinds = Counter(_config(model).get("layer_types") or ["full_attention"])
+    return sum(-(-number // min(kinds.values())) for number in kinds.values())
+
+
 def token_nbytes(model: str) -> int:
     """Return the bytes of a token's KV in float32, of the checkpoint in a directory."""
-    config = json.loads(pathlib.Path(model, "config.json").read_text())
+    config = _config(model)
     heads = config["num_key_value_heads"]
     dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     return int(config["num_hidden_layers"] * heads * dim * 2 * 4)
+
+
+def _config(model: str) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads(pathlib.Path(model, "config.json").read_text())
+    return config
 
 
 def connector(

@@ -220,7 +220,11 @@ class RootView:
 
     def namespaces(self) -> list[Namespace]:
         """Return the namespaces by id. Raises NotARoot when the root itself cannot be listed."""
-        found = []
+        return self.listed()[0]
+
+    def listed(self) -> tuple[list[Namespace], set[str]]:
+        """Return the namespaces as `namespaces`, and the architectures that cannot be listed now."""
+        found, unlistable = [], set()
         try:
             arches = sorted(entry.name for entry in os.scandir(self.path) if _is_arch(entry))
         except OSError as error:
@@ -234,10 +238,11 @@ class RootView:
             except FileNotFoundError:
                 continue  # the last namespace in it was just removed
             except OSError as error:
+                unlistable.add(arch)
                 if path not in UNSEEN:
                     UNSEEN.add(path)
                     say(f"{path}: cannot be listed: {error.strerror}")
-        return sorted(found, key=lambda one: one.id)
+        return sorted(found, key=lambda one: one.id), unlistable
 
     def of_tenants(self, tenants: list[str]) -> list[Namespace]:
         """Return the namespaces of these tenants, by their exact names.

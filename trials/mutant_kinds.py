@@ -1570,8 +1570,8 @@ FAULTS = (
         "hung-root-fills-with-processes",
         "A root that hangs keeps a few maintenance processes, and not one more every minute.",
         "fskv/bounds/client.py",
-        "        if len(self._killed) < _MAX_KILLED:\n",
-        "        if self._killed is not None:\n",
+        "        if more < 0 or now - self._last_start > _SELDOM_S * 2.0**more:\n",
+        "        if more < 99:\n",
         ("tests/unit/test_capacity.py",),
     ),
     Fault(

@@ -32,7 +32,8 @@ _BURST_HALF_LIFE_S = 60.0
 _BURST_S = 5.0  # what is asked for in a longer wait for a grant is not wanted at hand
 _FIRST_WORD_S = 2.0
 _RESTART_S = 10.0
-_MAX_KILLED = 3  # and still there, each with its 40 MiB: no other one until one of them has ended
+_MAX_KILLED = 3  # and still there, each with its 40 MiB: from here on they are seldom
+_SELDOM_S = 600.0  # after the last one; for each further one twice as long
 _PAUSE_S, _MAX_PAUSE_S = 2.0, 60.0  # after ENOSPC; twice as long each time it is met again
 _READ_NBYTES = 1 << 16
 _MAX_FRAME = 64 << 20
@@ -104,15 +105,18 @@ class Capacity:
         self.state = RootState()
         self.num_restarts = 0
         self._started = False
+        self._last_start = 0.0
         self._said_paused = False
         self._log = StateLog(clock, root=root)
 
     def start(self) -> None:
         """Start the maintenance process; where that fails it is tried again later, and nothing is stored."""
-        self._next_start = self._clock() + _RESTART_S
+        now = self._clock()
+        self._next_start = now + _RESTART_S
         self._close_process()
-        if self._too_many_hang():
+        if self._too_many_hang(now):
             return
+        self._last_start = now
         self.num_restarts += self._started
         try:
             self._process = MaintenanceProcess(self._options)
@@ -282,14 +286,20 @@ class Capacity:
         self._killed.append(self._process)
         self._process = None
 
-    def _too_many_hang(self) -> bool:
-        """Whether so many that were killed are still there that one more would only hang as well."""
+    def _too_many_hang(self, now: float) -> bool:
+        """Whether so many that were killed are still there that one more would only hang as well.
+
+        Now and then one is tried all the same: they hang for good where another mount has taken the place.
+        """
         for process in [each for each in self._killed if not each.running]:
             process.close()
             self._killed.remove(process)
-        if len(self._killed) < _MAX_KILLED:
+        more = len(self._killed) - _MAX_KILLED
+        if more < 0 or now - self._last_start > _SELDOM_S * 2.0**more:
             return False
-        reason = f"{_MAX_KILLED} maintenance processes were killed and do not end: the root hangs"
+        reason = (
+            f"{len(self._killed)} maintenance processes were killed and do not end: the root hangs"
+        )
         self._log.say("maintenance_gone", logging.WARNING, reason=reason)
         return True
 

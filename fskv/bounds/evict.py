@@ -254,8 +254,7 @@ class _Directory:
                 self._errno = error.errno or errno.EIO
             else:
                 self._errno = 0
-            gone = self._errno == errno.ENOENT and not os.path.isdir(os.path.dirname(path))
-            if not gone and self._errno != errno.ESTALE:
+            if self._errno not in (errno.ENOENT, errno.ESTALE):
                 break
             os.stat(f"{root}/{FORMAT_FILE}")
 

@@ -92,6 +92,8 @@ class Leader:
         self._catalogues: dict[str, Catalogue] = {}  # by "<arch>/<model>@<digest16>"
         # Of these: whether it is foreign, and the device on which what is foreign counts by its blocks.
         self._counted_as: dict[str, tuple[bool, int | None]] = {}
+        # Of what was found to be foreign: who counts it now. Until he has, what was known is there.
+        self._recounts: dict[str, Catalogue] = {}
         self._device: int | None = None
         self._asked_device = False
         self._manifests = Manifests(root)
@@ -198,6 +200,7 @@ class Leader:
             found |= all_namespaces(self._root)
             for gone in self._manifests.gone(self._catalogues.keys() - found):
                 del self._catalogues[gone], self._counted_as[gone]
+                self._recounts.pop(gone, None)
                 self._manifests.forget(gone)
         return found | (self._manifests.foreign & claimed)
 
@@ -225,7 +228,11 @@ class Leader:
             kind = (foreign, self._device if foreign else None)
             if self._counted_as.get(name) != kind:
                 path = f"{self._root}/{name}"
-                self._catalogues[name] = Catalogue(path) if foreign else Catalogue.load(path)
+                self._recounts.pop(name, None)
+                if foreign and name in self._catalogues:
+                    self._recounts[name] = Catalogue(path)
+                else:
+                    self._catalogues[name] = Catalogue(path) if foreign else Catalogue.load(path)
                 self._counted_as[name] = kind
 
     def _ours(self) -> list[str]:
@@ -258,9 +265,10 @@ class Leader:
         relist = not self._checks.mtimes_tell(claims, now_ns)
         again = [(self._again + i) % NUM_SHARDS for i in range(_LISTED_AGAIN if every else 0)]
         self._again = (self._again + len(again)) % NUM_SHARDS
-        for name, catalogue in self._catalogues.items():
+        for name, last in self._catalogues.items():
             if not every and name not in writing:
                 continue
+            catalogue = self._recounts.get(name, last)
             before = catalogue.num_files, catalogue.nbytes
             try:
                 device = self._counted_as[name][1]
@@ -273,6 +281,9 @@ class Leader:
             self._uncounted.pop(name, None)
             if self._checks.is_whole(name, failed):
                 known.add(name)
+            if not failed or catalogue.nbytes >= last.nbytes:
+                self._catalogues[name] = catalogue
+                self._recounts.pop(name, None)
             if (catalogue.num_files, catalogue.nbytes) != before:
                 self._unsaved.add(name)
         return known

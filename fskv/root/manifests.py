@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Iterable
 
+from fskv.errors import IdentityMismatch
 from fskv.root.beneath import opened
 from fskv.root.root import FORMAT_FILE, MANIFEST_FILE, read_namespace
 
@@ -21,6 +22,11 @@ logger = logging.getLogger(__name__)
 _MAX_TOLD = 20  # directories: of a root that has thousands nobody reads them all
 # Of a mount that has trouble: they say nothing about what is there.
 _PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EHOSTDOWN)
+_GONE = (
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.ELOOP,
+)  # a link is nobody's; any other error says nothing
 _NAMESPACE = re.compile(r".+@[0-9a-f]{16}", re.DOTALL)
 
 
@@ -53,8 +59,8 @@ class Manifests:
         try:
             with opened(self._root, f"{self._root}/{name}", os.O_PATH):
                 return True
-        except OSError as error:  # a link is nobody's
-            return error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+        except OSError as error:
+            return error.errno not in _GONE
 
     def gone(self, names: Iterable[str]) -> set[str]:
         """Return which of these are there no more; raises OSError where the root is away: nobody can tell."""
@@ -73,7 +79,7 @@ class Manifests:
             with opened(self._root, f"{self._root}/{name}", os.O_PATH) as fd:
                 info = os.stat(MANIFEST_FILE, dir_fd=fd, follow_symlinks=False)
         except OSError as error:
-            return None if error.errno in _PASSING else ()
+            return () if error.errno in _GONE else None
         return info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns
 
     def judge(self, name: str) -> None:
@@ -82,20 +88,24 @@ class Manifests:
         Raises OSError where the root is away: what was known stays known.
         """
         state, known = self._look(name), self._judged.get(name)
+        if known and state == ():
+            os.stat(f"{self._root}/{FORMAT_FILE}")
+            state = self._look(name)  # it was away for a moment
         if known and state in (known, None):
             return
-        if known and not state:
-            os.stat(f"{self._root}/{FORMAT_FILE}")
         tenant, foreign = None, True
         # Without a manifest: a link leads there; or its engine is just starting, and the manifest comes last.
         if state:
             try:
                 tenant, foreign = read_namespace(self._root, name).tenant, False
             except Exception as error:  # it is one of many, and anything may be in it
-                if known and isinstance(error, OSError) and error.errno in _PASSING:
+                cause = error.__cause__
+                if known and isinstance(cause, OSError) and cause.errno in _PASSING:
                     return  # it is asked again
                 if name not in self.foreign:
                     self._tell(name, error)
+                if not isinstance(error, IdentityMismatch):
+                    state = None  # what it says is not known: it is asked again
         self._judged[name] = state or ()
         self.tenants.pop(name, None)
         if tenant is not None:

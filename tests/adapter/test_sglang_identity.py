@@ -450,6 +450,10 @@ def test_options_are_taken_and_wrong_ones_refused():
             {"interface_v1": 1, "root": "/mnt/kv", "deadline_max_s": 7.5},
             "found 7.5, expected 7 at most",
         ),
+        (
+            {"interface_v1": 1, "root": "/mnt/kv", "deadline_base_s": 10},
+            "'deadline_base_s': found 10, expected 7 at most",
+        ),
     ):
         with pytest.raises(ConfigError, match=sentence):
             take_options({**NAMES, **options})

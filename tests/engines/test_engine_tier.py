@@ -379,7 +379,6 @@ def test_sealed_files_are_served_to_holders_of_the_key_and_forged_ones_never(tmp
     [
         ("llama", {}, {"rooot": "/x"}, "option 'rooot': found '/x' under an unknown name"),
         ("llama", {}, {"hybrid_chunk_size": 128}, "set 'block_size' beside 'secondary_tiers'"),
-        ("llama", {}, {"transport": "gds"}, "option 'transport': found \"gds\""),
         ("gpt_oss", {"block_size": 256}, {}, "expected 1 block"),
     ],
 )

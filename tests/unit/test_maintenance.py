@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -37,6 +38,7 @@ from fskv.bounds.status import root_state
 from fskv.index import scan
 from fskv.index.snapshot import Catalogue
 from fskv.root import filesystem, manifests
+from fskv.root import root as root_module
 from fskv.root.filesystem import Space
 from fskv.root.manifests import Manifests
 from fskv.root.process_id import unique_name
@@ -643,25 +645,93 @@ def test_what_is_shared_is_made_again_where_one_part_of_it_is_gone(root):
     maintain(root, until, mine=claim())
 
 
-@pytest.mark.parametrize("number", [errno.ESTALE, errno.EACCES], ids=["stale", "negative control"])
-@pytest.mark.parametrize("call", ["opened", "read_namespace"])
-def test_a_manifest_that_cannot_be_read_for_a_moment_makes_nothing_foreign(
-    root, monkeypatch, call, number
-):
-    judged = Manifests(root)
-    judged.judge(NAME)
-    os.utime(f"{root}/{NAME}/namespace.json")  # so it is read again
-    real = getattr(manifests, call)
-
+def failing(number):
     def fail(*_, **__):
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(manifests, call, fail)
+    return fail
+
+
+@pytest.mark.parametrize(
+    ("module", "call", "number", "kept"),
+    [
+        (manifests, "opened", errno.ESTALE, True),
+        (manifests, "opened", errno.EACCES, True),  # whose it is nobody can tell
+        (manifests, "opened", errno.ENFILE, True),
+        (manifests, "opened", errno.ENOENT, False),
+        (root_module, "_read_fresh", errno.ESTALE, True),
+        (root_module, "_read_fresh", errno.EIO, True),
+        (root_module, "_read_fresh", errno.EACCES, False),  # what it says now is not known
+    ],
+)
+def test_a_manifest_that_cannot_be_read_for_a_moment_makes_nothing_foreign(
+    root, monkeypatch, module, call, number, kept
+):
+    """The controls are errors that say something: then it is foreign, until it can be read."""
+    judged = Manifests(root)
     judged.judge(NAME)
-    assert judged.foreign == (set() if number == errno.ESTALE else {NAME})
-    monkeypatch.setattr(manifests, call, real)
+    os.utime(f"{root}/{NAME}/namespace.json")  # so it is read again
+    with monkeypatch.context() as patch:
+        patch.setattr(module, call, failing(number))
+        judged.judge(NAME)
+    assert judged.foreign == (set() if kept else {NAME})
     judged.judge(NAME)
-    assert judged.foreign == (set() if number == errno.ESTALE or call == "opened" else {NAME})
+    assert judged.foreign == set()
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES])
+def test_a_manifest_that_could_not_be_read_at_first_is_read_again(root, monkeypatch, number):
+    """Of a new holder it is the first look. What was read and is none stays foreign."""
+    judged = Manifests(root)
+    with monkeypatch.context() as patch:
+        patch.setattr(root_module, "_read_fresh", failing(number))
+        judged.judge(NAME)
+    assert judged.foreign == {NAME}
+    judged.judge(NAME)
+    assert judged.foreign == set()
+    with open(f"{root}/{NAME}/namespace.json", "w") as file:
+        file.write("{}")
+    judged.judge(NAME)
+    with monkeypatch.context() as patch:
+        patch.setattr(root_module, "_read_fresh", None)  # it is not read again
+        judged.judge(NAME)
+    assert judged.foreign == {NAME}
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["", "negative control"])
+def test_the_files_of_what_becomes_foreign_and_cannot_be_counted_still_count(
+    root, monkeypatch, kept
+):
+    """Else their bytes would be granted again. In the control the new count is in force at once."""
+    monkeypatch.setattr(leader, "_COUNT_ALL_S", 0.05)
+    path = make_namespace(root)
+    chunks = [write_chunk(path, number) for number in range(3)]
+    real, told = Catalogue.refresh, []
+    if not kept:
+        real_open = leader.Leader._open_catalogues
+
+        def at_once(self, names):
+            real_open(self, names)
+            self._catalogues |= self._recounts
+
+        monkeypatch.setattr(leader.Leader, "_open_catalogues", at_once)
+
+    def until():
+        usage = book(root).usage()
+        if usage is None:
+            return False
+        told.append((usage.at_ms, usage.namespaces.get(NAME)))
+        if Catalogue.refresh is real and len(os.listdir(f"{path}/chunks")) == 3:
+            Path(path, "namespace.json").write_text("{}")
+            monkeypatch.setattr(Catalogue, "refresh", failing(errno.EACCES))
+        elif len({at_ms for at_ms, _ in told}) > 8 and Catalogue.refresh is not real:
+            assert {found for _, found in told} == ({(12288, 3)} if kept else {(12288, 3), None})
+            monkeypatch.setattr(Catalogue, "refresh", real)
+            shutil.rmtree(os.path.dirname(chunks[0]))
+        # What is foreign counts with its directories.
+        return len(os.listdir(f"{path}/chunks")) == 2 and told[-1][1] not in (None, (12288, 3))
+
+    maintain(root, until, mine=claim(namespace=None))
 
 
 def test_the_bound_of_a_tenant_holds_for_a_namespace_that_was_counted_before_its_manifest(

@@ -249,12 +249,13 @@ def test_a_root_that_goes_away_while_it_is_counted_has_its_files(
     assert catalogue.num_files == (3 if back else 0)
 
 
-def test_a_directory_that_is_gone_took_its_files_with_it(namespace):
+def test_a_directory_that_is_gone_took_its_files_with_it(namespace, tmp_path):
+    (tmp_path / "fskv.json").touch()
     path = write_chunk(namespace, 1, mtime_ns=1 * NS)
     other = write_chunk(namespace, 2, mtime_ns=2 * NS)
     catalogue = catalogue_of(namespace)
     shutil.rmtree(os.path.dirname(path))
-    pruned = carry_out(plan([catalogue], 2 * 4096))
+    pruned = run(execute(plan([catalogue], 2 * 4096), lambda: True, str(tmp_path)))
     assert (pruned.vanished_nbytes, pruned.nbytes, pruned.failures) == (4096, 4096, {})
     assert not os.path.exists(other)
     assert catalogue.num_files == 0
@@ -281,6 +282,32 @@ def test_of_a_root_that_is_away_nothing_is_taken_for_gone(namespace, tmp_path, a
     assert (pruned.vanished_nbytes, catalogue.num_files) == (gone * 4096, 3 - gone)
     assert (pruned.away is not None) == away.startswith("root")
     assert len(pruned.failures) == (3 if away == "directory is stale" else 0)
+
+
+@pytest.mark.parametrize("back", [True, False], ids=["", "negative control"])
+def test_a_root_that_is_away_while_a_directory_is_opened_has_its_files(
+    namespace, tmp_path, back, monkeypatch
+):
+    """It is back when it is looked at. The control: the directory is really gone."""
+    (tmp_path / "fskv.json").touch()
+    for n in range(3):
+        write_chunk(namespace, n, mtime_ns=n * NS)
+    catalogue = catalogue_of(namespace)
+    real, opened = evict.open_directory, set()
+
+    def away_at_first(root, path, flags):
+        if path not in opened:
+            opened.add(path)
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+        return real(root, path, flags)
+
+    chosen = plan([catalogue], 3 * 4096)
+    monkeypatch.setattr(evict, "open_directory", away_at_first)
+    if not back:
+        shutil.rmtree(f"{namespace}/chunks")
+        os.mkdir(f"{namespace}/chunks")
+    pruned = run(execute(chosen, lambda: True, str(tmp_path)))
+    assert (pruned.nbytes, pruned.vanished_nbytes) == ((12288, 0) if back else (0, 12288))
 
 
 def fail(number):

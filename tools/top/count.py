@@ -17,7 +17,6 @@ from fskv.root.beneath import opened
 from fskv.root.root import CHUNK_DIR
 from fskv.types import MAX_COUNT
 
-from ..exits import UNSEEN
 from ..root_view import RootView
 
 # A change within the tick of a directory's mtime may show nowhere: list it again (fskv.index.scan).
@@ -41,9 +40,14 @@ class Counter:
 
     def count(self, view: RootView) -> Count:
         """Count all namespaces; one that could never be listed is left out. Raises CommandError."""
-        spaces = view.namespaces()
-        self._seen = {one.id: self._seen[one.id] for one in spaces if one.id in self._seen}
-        self._unlistable = len(UNSEEN)  # directories that hold namespaces
+        spaces, unlistable = view.listed()
+        ids = {one.id for one in spaces}
+        self._seen = {
+            name: shards
+            for name, shards in self._seen.items()
+            if name in ids or name.partition("/")[0] in unlistable
+        }
+        self._unlistable = len(unlistable)
         for one in spaces:
             try:
                 self._seen[one.id] = self._one(one.path, self._seen.get(one.id, {}))

@@ -61,14 +61,15 @@ def take_options(extra_config: Mapping[str, Any]) -> StoreConfig:
         raise ConfigError(
             "option 'interface_v1': expected 1 beside \"module_path\": without it SGLang copies each page"
         )
+    for name in ("deadline_base_s", "deadline_max_s"):
+        seconds = own.get(name)
+        if isinstance(seconds, int | float) and seconds > _MAX_DEADLINE_S:
+            raise ConfigError(
+                f"option '{name}': found {seconds:g}, expected {_MAX_DEADLINE_S:g} at most: when SGLang "
+                "flushes its cache it waits 10 s for a call, and then the server ends"
+            )
     own.setdefault("deadline_max_s", _MAX_DEADLINE_S)
-    config = StoreConfig.from_mapping(own)
-    if config.deadline.max_s > _MAX_DEADLINE_S:
-        raise ConfigError(
-            f"option 'deadline_max_s': found {config.deadline.max_s:g}, expected {_MAX_DEADLINE_S:g} at "
-            "most: when SGLang flushes its cache it waits 10 s for a call, and then the server ends"
-        )
-    return config
+    return StoreConfig.from_mapping(own)
 
 
 def store_options(config: StoreConfig, ranks: Any) -> StoreConfig:
