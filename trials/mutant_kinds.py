@@ -1575,6 +1575,22 @@ FAULTS = (
         ("tests/unit/test_capacity.py",),
     ),
     Fault(
+        "foreign-forgets-its-count",
+        "What turns foreign stays counted until it was counted anew.",
+        "fskv/bounds/leader.py",
+        "                if foreign and name in self._catalogues:\n",
+        "                if False:\n",
+        ("tests/unit/test_maintenance.py",),
+    ),
+    Fault(
+        "unread-manifest-is-foreign",
+        "A manifest that cannot be read for a moment makes nothing foreign.",
+        "fskv/root/manifests.py",
+        "                if known and isinstance(cause, OSError) and cause.errno in _PASSING:\n",
+        "                if known and isinstance(error, OSError):\n",
+        ("tests/unit/test_maintenance.py",),
+    ),
+    Fault(
         "unmounted-is-removed",
         "What is not listed because the root is away stays counted.",
         "fskv/root/manifests.py",

@@ -13,7 +13,6 @@ import os
 import re
 from collections.abc import Iterable
 
-from fskv.errors import IdentityMismatch
 from fskv.root.beneath import opened
 from fskv.root.root import FORMAT_FILE, MANIFEST_FILE, read_namespace
 
@@ -22,11 +21,8 @@ logger = logging.getLogger(__name__)
 _MAX_TOLD = 20  # directories: of a root that has thousands nobody reads them all
 # Of a mount that has trouble: they say nothing about what is there.
 _PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EHOSTDOWN)
-_GONE = (
-    errno.ENOENT,
-    errno.ENOTDIR,
-    errno.ELOOP,
-)  # a link is nobody's; any other error says nothing
+# A link is nobody's. Any other error says nothing.
+_GONE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 _NAMESPACE = re.compile(r".+@[0-9a-f]{16}", re.DOTALL)
 
 
@@ -104,7 +100,7 @@ class Manifests:
                     return  # it is asked again
                 if name not in self.foreign:
                     self._tell(name, error)
-                if not isinstance(error, IdentityMismatch):
+                if isinstance(cause, OSError):
                     state = None  # what it says is not known: it is asked again
         self._judged[name] = state or ()
         self.tenants.pop(name, None)

@@ -361,7 +361,7 @@ def _read_fresh(path: str, limit: int) -> bytes | None:
     except FileNotFoundError:
         return None
     except UnfitFileError as error:
-        raise RootError(f"{path}: {error.strerror}") from error
+        raise RootError(f"{path}: {error.strerror}") from None
 
 
 @contextmanager
