@@ -20,6 +20,7 @@ from fskv.bounds.evict import Pruned, cutoff_ns, execute, plan
 from fskv.bounds.eviction_news import EvictionNews
 from fskv.bounds.lease import SHARED_DIR, TTL_S, Lease
 from fskv.bounds.ledger import Ledger, shortened
+from fskv.bounds.orphans import Orphans
 from fskv.bounds.quota import (
     Claim,
     Scope,
@@ -35,13 +36,12 @@ from fskv.bounds.quota import (
     without_limits,
 )
 from fskv.bounds.room_made import RoomMade
-from fskv.index.scan import NUM_SHARDS, shard_path
+from fskv.index.scan import NUM_SHARDS
 from fskv.index.snapshot import Catalogue
-from fskv.root.beneath import opened, remove_file
+from fskv.root.beneath import opened
 from fskv.root.filesystem import Space, counting_device
 from fskv.root.manifests import Manifests, all_namespaces
-from fskv.root.process_id import is_orphan, is_our_part, provably_dead, unique_name
-from fskv.root.root import PART_PREFIX, TMP_DIR
+from fskv.root.process_id import provably_dead, unique_name
 from fskv.types import MAX_COUNT
 
 logger = logging.getLogger(__name__)
@@ -87,7 +87,6 @@ class Leader:
         self._lease = lease
         self._term = lease.term
         self._file_mode = file_mode
-        self._grace_s = grace_s
         self.usage: Usage | None = None
         self._catalogues: dict[str, Catalogue] = {}  # by "<arch>/<model>@<digest16>"
         # Of these: whether it is foreign, and the device on which what is foreign counts by its blocks.
@@ -114,7 +113,7 @@ class Leader:
         self._freeing: tuple[float, int] = (0.0, 0)  # until when; free bytes that are to be seen
         self._futile_until = 0.0  # nothing was left to remove: no need to look again and again
         self._room_made = RoomMade(root)
-        self._complained = False
+        self._orphans = Orphans(root, grace_s)
         self._unsaved: set[str] = set()  # namespaces whose snapshot is old
 
     @property
@@ -173,7 +172,7 @@ class Leader:
             self._counted_all_at = time.monotonic()
         if time.monotonic() - self._orphans_at > _ORPHANS_S:
             self._orphans_at = time.monotonic()
-            self._remove_orphans()
+            self._clean()
         if time.monotonic() - self._snapshot_at > _SNAPSHOT_S:
             self._snapshot_at = time.monotonic()
             self.save_snapshots()
@@ -440,63 +439,16 @@ class Leader:
         if pruned.away is not None:
             raise pruned.away
 
-    def _remove_orphans(self) -> None:
-        """Remove the parts of writers that are gone, and of those that nobody can have waited for so long."""
+    def _clean(self) -> None:
+        """Remove what writers that are gone have left, and news that everybody has heard."""
         now_ns = self._lease.now_ns()
-        removed = 0
-        self._complained = False
-        for catalogue in [self._catalogues[name] for name in self._ours()]:
-            for shard, parts in list(catalogue.parts.items()):
-                with (
-                    contextlib.suppress(OSError),
-                    opened(self._root, shard_path(catalogue.namespace, shard)) as fd,
-                ):
-                    left = [
-                        part
-                        for part in parts
-                        if not self._remove_orphan(fd, os.path.basename(part.path), now_ns)
-                    ]
-                    removed += len(parts) - len(left)
-                    catalogue.parts[shard] = left
-                    if not left:
-                        del catalogue.parts[shard]
-            removed += self._remove_orphans_in(f"{catalogue.namespace}/{TMP_DIR}", "", now_ns)
-        removed += self._remove_orphans_in(self._root, PART_PREFIX, now_ns)
+        removed = self._orphans.remove([self._catalogues[name] for name in self._ours()], now_ns)
         self._ledger.remove_orphans(now_ns)
         with contextlib.suppress(OSError):
             self._eviction_news.remove_old()
         if removed and self.usage is not None:
             logger.info("fskv: removed %d parts of writers that are gone", removed)
             self.usage = replace(self.usage, orphans=self.usage.orphans + removed)
-
-    def _remove_orphans_in(self, directory: str, prefix: str, now_ns: int) -> int:
-        removed = 0
-        with (
-            contextlib.suppress(OSError),
-            opened(self._root, directory) as fd,
-            os.scandir(fd) as entries,
-        ):
-            for entry in entries:
-                if entry.name.startswith(prefix) and is_our_part(entry.name.removeprefix(prefix)):
-                    removed += self._remove_orphan(fd, entry.name, now_ns)
-        return removed
-
-    def _remove_orphan(self, fd: int, part: str, now_ns: int) -> bool:
-        """Remove a part of the directory `fd` if its writer is gone, or it is too old to be waited for."""
-        name = part.removeprefix(PART_PREFIX)
-
-        def is_nobodys(info: os.stat_result) -> bool:
-            return is_orphan(name, info.st_mtime_ns, now_ns, self._grace_s)
-
-        try:
-            return remove_file(part, fd, is_nobodys) is not None
-        except FileNotFoundError:
-            return True
-        except OSError as error:
-            if not self._complained:  # one for a round
-                self._complained = True
-                logger.warning("fskv: %s cannot be removed: %s", part, error)
-            return False
 
     def save_snapshots(self) -> None:
         """Write the snapshots that are older than what we know; what cannot be written is logged."""
