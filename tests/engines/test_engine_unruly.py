@@ -8,7 +8,7 @@ import engine_lab as lab
 import pytest
 from places import LAB
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 lab.needs_vllm()
 
 SCENARIO = str(LAB / "unruly_scenario.py")
@@ -32,6 +32,7 @@ def root(tmp_path):
     return tmp_path / "root"
 
 
+@pytest.mark.slow
 def test_aborted_preempted_and_crowded_requests_get_right_tokens_and_leave_nothing(reference, root):
     """Aborted in a load that hangs, in a slow one, in a store and while deferred; preempted; many at once."""
     answer = scenario(root)
@@ -58,6 +59,7 @@ def test_aborted_preempted_and_crowded_requests_get_right_tokens_and_leave_nothi
     lab.assert_sound(str(root))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("guard", "label"), [("late_reads", "after_hung"), ("unflushed_stores", "stored")]
 )
@@ -67,3 +69,16 @@ def test_negative_control_without_the_guard_an_aborted_request_spoils_another_on
     """Late bytes of its load reach the next owner's pages; its store takes the KV of the next owner."""
     tokens = scenario(root, guard)["tokens"][label]
     assert tokens != reference[label], "the scenario does not provoke what it should"
+
+
+@pytest.mark.parametrize(
+    ("how", "ends"),
+    [("bad_read", True), pytest.param("kept_reservation", False, marks=pytest.mark.slow)],
+)
+def test_a_request_that_is_hit_again_after_a_failed_load_does_not_wait_for_itself(how, ends, root):
+    """Its prompt takes 16 of 22 blocks. Negative control: vLLM keeps what it reserved for the failed load."""
+    answer = scenario(root, how)
+    assert answer["ended"] is ends
+    if ends:
+        assert answer["tokens"]["main"] == lab.reference("llama")["main"]["tokens"]
+        assert 0 < answer["cached"]["main"] < 15 * 128

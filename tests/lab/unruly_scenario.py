@@ -1,8 +1,9 @@
 """Child process of test_engine_unruly: one engine, few blocks, and requests that do not behave. See there.
 
-python unruly_scenario.py ROOT|- [late_reads|unflushed_stores]; prints one JSON line. Without a root it is an
-engine without fskv that computes each prompt by itself. The others are negative controls: a load writes its
-pages whenever its read returns; stores are not made to read their blocks before these change hands.
+python unruly_scenario.py ROOT|- [late_reads|unflushed_stores|bad_read|kept_reservation]; prints a JSON line.
+Without a root it is an engine without fskv that computes each prompt by itself. `bad_read` is a part of its
+own. The others are negative controls: a load writes its pages whenever its read returns; stores are not made
+to read their blocks before these change hands; a failed load's reservation is left as vLLM leaves it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ os.environ.update(
 )
 NUM_BLOCKS, MAX_MODEL_LEN = 23, 2048  # one of them is vLLM's own
 DEADLINE_S = 2.0
+QUARANTINE_S = 0.1
 _LONGEST_S = 60.0
+_BLOCKED_S = 20.0
 NUM_CROWD, NUM_MANY = 3, 40
 
 
@@ -75,7 +78,7 @@ class Scenario:
                 "deadline_max_s": DEADLINE_S,
                 "deadline_per_mib_s": 0,
                 "breaker_failures": 1_000_000,
-                "quarantine_s": 0.1,
+                "quarantine_s": QUARANTINE_S,
             }
             transfer = KVTransferConfig(
                 kv_connector="FskvConnector", kv_role="kv_both", kv_connector_extra_config=options
@@ -89,6 +92,10 @@ class Scenario:
             from fskv.engines.vllm.worker import FskvWorker
 
             FskvWorker.wait = lambda worker, job_ids: None
+        if "kept_reservation" in how:
+            from fskv.engines.vllm import connector
+
+            connector.release_reservations = lambda req_ids: None
         few = {"num_gpu_blocks_override": NUM_BLOCKS} if transfer else {}
         self.llm = LLM(
             model=lab.checkpoint("llama"),
@@ -219,6 +226,18 @@ class Scenario:
         wait_until(lambda: self.worker.mover._runner.num_running == 0)
         self.finish(after)
         self.settle()
+        time.sleep(2 * QUARANTINE_S)  # then what was late may be loaded again
+
+    def fail_a_load(self) -> bool:
+        """Return whether the request, hit again by what is before the bad chunk, came to its end."""
+        self.make(self.faults.Script(read="........E"))
+        self.add("main")
+        end = time.monotonic() + _BLOCKED_S
+        while len(self.tokens.get("main", ())) < num_tokens("main"):
+            if time.monotonic() > end:
+                return False
+            self.step()
+        return True
 
     def abort_during_a_store(self) -> None:
         self.make(self.faults.Script(write="H*"))
@@ -317,6 +336,8 @@ def main() -> None:
         scenario.abort_during_a_load("H*", "after_hung")
     elif how == ["unflushed_stores"]:
         scenario.abort_during_a_store()
+    elif how in (["bad_read"], ["kept_reservation"]):
+        answer["ended"] = scenario.fail_a_load()
     else:
         scenario.abort_during_a_load("H*", "after_hung")
         left["hung"] = scenario.left()

@@ -55,6 +55,7 @@ from fskv.engines.vllm.quirks import (
     gives_way,
     handshakes_of_workers,
     offer_again,
+    release_reservations,
     requests_of_loads,
     take_deferred_stores,
     tell_allocated,
@@ -387,7 +388,9 @@ class FskvConnector(PrefetchingConnector):
             if told.reloaded:
                 self._manager.doubt_weights("weights were loaded again in the running engine")
             self._manager.on_news(told.news)
-        for req_id in connector_output.failed_recving or ():
+        failed = connector_output.failed_recving or ()
+        release_reservations(failed)
+        for req_id in failed:
             offer_again(self.scheduler, req_id)
 
     def reset_cache(self) -> bool | None:

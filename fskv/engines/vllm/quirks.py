@@ -24,7 +24,8 @@ once: `drop_in_workers`.
 **Resets of the prefix cache.** vLLM tells routers by an event that names no medium, and they forget what is
 on disk too. A connector hears nothing of it: `cached_blocks`.
 
-**Failed loads.** vLLM's scheduler believes that chunks it once hit are offloaded: `offer_again`.
+**Failed loads.** vLLM's scheduler believes that chunks it once hit are offloaded: `offer_again`. And it keeps
+room for what a failed load was to bring, so that the request may wait for itself: `release_reservations`.
 
 Called on the scheduler's thread, but for what takes a worker: that is for the worker's thread, between two
 steps.
@@ -35,7 +36,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Collection, Iterable, Iterator, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1
@@ -249,6 +250,21 @@ def offer_again(scheduler: OffloadingConnectorScheduler, req_id: str) -> None:
         group.num_hit_chunks = 0
         if hasattr(group, "lookup_hit_end_chunk_idx"):  # since 0.33
             group.lookup_hit_end_chunk_idx = 0
+
+
+def release_reservations(req_ids: Collection[str]) -> None:
+    """Have the scheduler that is calling reserve no blocks any more for these: their loads have failed.
+
+    While a request loads, vLLM reserves what it still needs (0.32, 0.33: _inflight_prefills). A failed load
+    takes its blocks away and not the reservation. Hit again, by the chunks before the bad one, the request
+    needs room beside its own reservation: for ever, and all that wait behind it, where the cache holds less
+    than twice its prompt.
+    """
+    for caller in callers() if req_ids else ():
+        reserving = getattr(caller, "_inflight_prefills", None)
+        if isinstance(reserving, set):
+            reserving -= {request for request in reserving if request.request_id in req_ids}
+            return
 
 
 def cached_blocks(pool: BlockPool) -> object:
