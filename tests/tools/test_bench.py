@@ -575,6 +575,8 @@ def test_room_is_computed_before_anything_is_written(tmp_path, monkeypatch):
 )
 def test_a_stopped_bench_removes_what_it_wrote(tmp_path, signum, code, options):
     command = [sys.executable, "-m", "fskv_tools", "bench", str(tmp_path), "--json", *options]
+    # Under nohup a hangup is ignored, and by what is started there as well.
+    before = signal.signal(signum, signal.SIG_DFL)
     process = subprocess.Popen(
         [*command, "--total-mib", "16", "--chunk-kib", "512", "--rounds", "99"],
         stdout=subprocess.PIPE,
@@ -582,6 +584,7 @@ def test_a_stopped_bench_removes_what_it_wrote(tmp_path, signum, code, options):
         text=True,
         cwd=REPOSITORY,
     )
+    signal.signal(signum, before)
     try:
         wait_for(lambda: any(tmp_path.glob("*/*/*/*/*")) or process.poll() is not None, 60)
         process.send_signal(signum)
