@@ -70,6 +70,7 @@ class Child:
 
 def connector(*children, lookup_timeout_s=60.0, choose="weight", weights=None):
     """Return one whose children are these, as its constructor leaves it on the scheduler's side."""
+    from fskv.engines.vllm.admission import Admission
     from fskv.engines.vllm_multi.connector import FskvMultiConnector
     from fskv.engines.vllm_multi.events import MergedEvents
     from fskv.observe.metrics import Counters
@@ -86,6 +87,7 @@ def connector(*children, lookup_timeout_s=60.0, choose="weight", weights=None):
     made._requests_to_connector, made._extra_async_saves = {}, {}
     made._counters, made._events = Counters(), MergedEvents()
     made._waits_since, made._given_up, made._loading, made._failed = {}, {}, {}, {}
+    made._admission = Admission()
     made._granularity = [16] * len(children)
     made._tokens_per_hash = 16
     return made
@@ -202,6 +204,7 @@ def test_after_a_failed_load_the_others_come_first_until_the_request_ends():
     multi.get_num_new_matched_tokens(request(), 0)
     multi.update_state_after_alloc(request(), None, 96)
     multi.update_connector_output(output(finished=["r"], failed=["r"]))
+    assert multi.get_num_new_matched_tokens(request(), 0) == (None, False)  # behind what is loaded
     assert multi.get_num_new_matched_tokens(request(), 0) == (32, True)
     second.tokens = 0
     assert multi.get_num_new_matched_tokens(request(), 0) == (96, True)

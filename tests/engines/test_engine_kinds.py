@@ -84,3 +84,22 @@ def test_a_kind_of_kv_is_stored_and_loaded_and_zeroed_files_give_other_tokens(na
     for victim in victims:
         assert done[victim]["num_cached_tokens"] == done["loaded"]["num_cached_tokens"], victim
         assert done[victim]["tokens"] != reference["tokens"], f"{victim} had no effect"
+
+
+def test_without_prefix_caching_a_model_of_states_alone_starts_and_nothing_is_stored(tmp_path):
+    """VLLM then makes one block of its longest request: no chunk could ever be full."""
+    kind = KINDS["mamba2"]
+    (tmp_path / "root").mkdir()
+    options = {"enable_prefix_caching": False, "prefix_cache_retention_interval": None}
+    what = {
+        "model": kind.checkpoint(tmp_path / "checkpoint"),
+        "engine": {"dtype": "float32", **kind.engine, **options},
+        "kv_transfer_config": lab.connector(str(tmp_path / "root"), **kind.options),
+        "env": {**lab.ENGINE_ENV, **kind.env},
+        "steps": [lab.generate(kind.main_prompt(), "computed"), *lab.SETTLE],
+    }
+    engine = lab.start_engine(what, tmp_path / "engine", program=str(LAB / kind.program))
+    result = lab.explained(engine.wait())
+    assert result["exit_code"] == 0, result.get("error")
+    assert lab.snapshot(str(tmp_path / "root")) == {}
+    assert "prefix caching is off" in pathlib.Path(result["log_path"]).read_text()

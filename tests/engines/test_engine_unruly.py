@@ -73,12 +73,35 @@ def test_negative_control_without_the_guard_an_aborted_request_spoils_another_on
 
 @pytest.mark.parametrize(
     ("how", "ends"),
-    [("bad_read", True), pytest.param("kept_reservation", False, marks=pytest.mark.slow)],
+    [
+        ("bad_read", True),
+        pytest.param("bad_read kept_reservation", False, marks=pytest.mark.slow),
+    ],
 )
 def test_a_request_that_is_hit_again_after_a_failed_load_does_not_wait_for_itself(how, ends, root):
     """Its prompt takes 16 of 22 blocks. Negative control: vLLM keeps what it reserved for the failed load."""
-    answer = scenario(root, how)
+    answer = scenario(root, *how.split())
     assert answer["ended"] is ends
     if ends:
         assert answer["tokens"]["main"] == lab.reference("llama")["main"]["tokens"]
         assert 0 < answer["cached"]["main"] < 15 * 128
+
+
+@pytest.mark.parametrize(
+    ("how", "ends"),
+    [
+        ("two_loads", True),
+        ("failed_first", True),
+        pytest.param("two_loads no_windows", False, marks=pytest.mark.slow),
+        pytest.param("failed_first in_place", False, marks=pytest.mark.slow),
+    ],
+)
+def test_loads_of_sliding_windows_do_not_wait_for_each_other(how, ends, tmp_path):
+    """Two on a cache for one and a half. Negative controls: vLLM reserves nothing, places are kept."""
+    (tmp_path / "root").mkdir()
+    answer = scenario(tmp_path / "root", *how.split())
+    assert answer["ended"] is ends
+    if ends:
+        assert answer["tokens"] == answer["computed"]
+        assert answer["cached"]["after_slow"] > 1000
+        assert (answer["cached"]["after_hung"] > 1000) is (how == "two_loads")

@@ -1,15 +1,18 @@
 """Child process of test_engine_unruly: one engine, few blocks, and requests that do not behave. See there.
 
-python unruly_scenario.py ROOT|- [late_reads|unflushed_stores|bad_read|kept_reservation]; prints a JSON line.
-Without a root it is an engine without fskv that computes each prompt by itself. `bad_read` is a part of its
-own. The others are negative controls: a load writes its pages whenever its read returns; stores are not made
-to read their blocks before these change hands; a failed load's reservation is left as vLLM leaves it.
+python unruly_scenario.py ROOT|- [HOW...]; prints a JSON line. Without a root it is an engine without fskv
+that computes each prompt by itself. `bad_read`, `two_loads` and `failed_first` are parts of their own, the
+last two with sliding windows. The others are negative controls: `late_reads`, a load writes its pages
+whenever its read returns; `unflushed_stores`, stores are not made to read their blocks before these change
+hands; `kept_reservation` and `no_windows`, vLLM reserves as it does; `in_place`, a failed load keeps its
+place.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import pathlib
 import sys
 import threading
 import time
@@ -23,7 +26,10 @@ os.environ.update(
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
     VLLM_CPU_KVCACHE_SPACE="1",
 )
-NUM_BLOCKS, MAX_MODEL_LEN = 23, 2048  # one of them is vLLM's own
+MAX_MODEL_LEN = 2048
+# Blocks that are full together, one of them vLLM's own: model and number.
+_ENGINES = {"two_loads": ("gpt_oss", 33), "failed_first": ("gpt_oss", 41)}
+_USUAL_ENGINE = ("llama", 23)
 DEADLINE_S = 2.0
 QUARANTINE_S = 0.1
 _LONGEST_S = 60.0
@@ -62,23 +68,26 @@ class Scenario:
         from vllm.config import KVTransferConfig
 
         from faults import transport as faults
+        from fskv.engines.vllm import admission
 
         self.faults = faults
-        model = lab.MODELS["llama"]
+        name, self.num_blocks = _ENGINES.get(how[0] if how else "", _USUAL_ENGINE)
+        model = lab.MODELS[name]
         self.prompts = prompts(model)
+        self.root = root
         self.script = faults.Script()
         transfer = None
         if root != "-":
             faults.install(self.script)
+            usual = {"hybrid_chunk_size": 128, "quarantine_s": QUARANTINE_S}
             options = {
                 "root": root,
-                "hybrid_chunk_size": 128,
                 "io_threads": 2,
                 "deadline_base_s": DEADLINE_S,
                 "deadline_max_s": DEADLINE_S,
                 "deadline_per_mib_s": 0,
                 "breaker_failures": 1_000_000,
-                "quarantine_s": QUARANTINE_S,
+                **(usual if name == "llama" else {}),
             }
             transfer = KVTransferConfig(
                 kv_connector="FskvConnector", kv_role="kv_both", kv_connector_extra_config=options
@@ -93,12 +102,14 @@ class Scenario:
 
             FskvWorker.wait = lambda worker, job_ids: None
         if "kept_reservation" in how:
-            from fskv.engines.vllm import connector
-
-            connector.release_reservations = lambda req_ids: None
-        few = {"num_gpu_blocks_override": NUM_BLOCKS} if transfer else {}
+            admission.release_reservation = lambda scheduler, request: None
+        if "no_windows" in how:
+            admission.reserve_windows = lambda scheduler: None
+        if "in_place" in how:
+            admission.Admission.failed = lambda admission, req_ids: None
+        few = {"num_gpu_blocks_override": self.num_blocks} if transfer else {}
         self.llm = LLM(
-            model=lab.checkpoint("llama"),
+            model=lab.checkpoint(name),
             kv_transfer_config=transfer,
             skip_tokenizer_init=True,
             enforce_eager=True,
@@ -187,7 +198,7 @@ class Scenario:
         of_connector = scheduler.connector.connector_scheduler
         pool = scheduler.kv_cache_manager.block_pool
         return {
-            "blocks": NUM_BLOCKS - 1 - pool.get_num_free_blocks(),
+            "blocks": self.num_blocks - 1 - pool.get_num_free_blocks(),
             "requests": len(scheduler.requests),
             "tracked": len(of_connector._req_status),
             "jobs": len(of_connector._jobs),
@@ -232,12 +243,41 @@ class Scenario:
         """Return whether the request, hit again by what is before the bad chunk, came to its end."""
         self.make(self.faults.Script(read="........E"))
         self.add("main")
-        end = time.monotonic() + _BLOCKED_S
-        while len(self.tokens.get("main", ())) < num_tokens("main"):
+        return self.end_within(_BLOCKED_S, "main")
+
+    def end_within(self, seconds: float, *labels: str) -> bool:
+        end = time.monotonic() + seconds
+        while any(len(self.tokens.get(label, ())) < num_tokens(label) for label in labels):
             if time.monotonic() > end:
                 return False
             self.step()
         return True
+
+    def load_together(self, *, damaged: bool) -> tuple[bool, dict[str, list[int]]]:
+        """Load two prompts at once; return whether both came to their ends, and what they gave before.
+
+        There is room for both loads, and for the rest of one. The first one's files may be spoilt.
+        """
+        labels = ("after_hung", "after_slow")
+        files = []
+        for label in labels:
+            self.add(label)
+            self.finish(label)
+            self.settle()
+            files.append(set(pathlib.Path(self.root).rglob("*.kv")))
+            assert self.llm.reset_prefix_cache()
+        for path in files[0] if damaged else ():
+            content = path.read_bytes()
+            path.write_bytes(content[:-5000] + bytes([content[-5000] ^ 16]) + content[-4999:])
+        computed, self.tokens, self.cached = self.tokens, {}, {}
+        self.make(self.faults.Script(read="H*"))
+        for label in labels:
+            self.add(label)
+        self.step_until(lambda: self.transport._num_now["read"] > 0)
+        self.step()  # the second one is admitted, or not
+        self.calm()
+        wait_until(lambda: self.worker.mover._runner.num_running == 0)
+        return self.end_within(_BLOCKED_S, *labels), {label: computed[label] for label in labels}
 
     def abort_during_a_store(self) -> None:
         self.make(self.faults.Script(write="H*"))
@@ -336,8 +376,11 @@ def main() -> None:
         scenario.abort_during_a_load("H*", "after_hung")
     elif how == ["unflushed_stores"]:
         scenario.abort_during_a_store()
-    elif how in (["bad_read"], ["kept_reservation"]):
+    elif how[:1] == ["bad_read"]:
         answer["ended"] = scenario.fail_a_load()
+    elif how[:1] in (["two_loads"], ["failed_first"]):
+        damaged = how[0] == "failed_first"
+        answer["ended"], answer["computed"] = scenario.load_together(damaged=damaged)
     else:
         scenario.abort_during_a_load("H*", "after_hung")
         left["hung"] = scenario.left()

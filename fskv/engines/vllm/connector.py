@@ -30,6 +30,7 @@ from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingManager, Offloa
 
 from fskv.config import MIB, StoreConfig
 from fskv.data_path.threads import START_UP_S, call_with_deadline
+from fskv.engines.vllm.admission import AdmittingConnector
 from fskv.engines.vllm.budget import LoadBudget, LoadReport, max_step_tokens, merge_reports
 from fskv.engines.vllm.events import KvEvents
 from fskv.engines.vllm.files import (
@@ -45,7 +46,6 @@ from fskv.engines.vllm.manager import PREFIX_CACHING_OFF, FskvHandshake, FskvMan
 from fskv.engines.vllm.media import Media
 from fskv.engines.vllm.metrics import FskvStats, SoFar, metric_definitions
 from fskv.engines.vllm.page_layout import page_layouts
-from fskv.engines.vllm.prefetch import PrefetchingConnector
 from fskv.engines.vllm.quirks import (
     cached_blocks,
     drop_in_workers,
@@ -55,7 +55,6 @@ from fskv.engines.vllm.quirks import (
     gives_way,
     handshakes_of_workers,
     offer_again,
-    release_reservations,
     requests_of_loads,
     take_deferred_stores,
     tell_allocated,
@@ -215,7 +214,7 @@ class FskvOffloadingSpec(OffloadingSpec):
         return self.worker
 
 
-class FskvConnector(PrefetchingConnector):
+class FskvConnector(AdmittingConnector):
     """See the module docstring."""
 
     stats_id = "FskvConnector"  # among the stats of a MultiConnector
@@ -388,9 +387,7 @@ class FskvConnector(PrefetchingConnector):
             if told.reloaded:
                 self._manager.doubt_weights("weights were loaded again in the running engine")
             self._manager.on_news(told.news)
-        failed = connector_output.failed_recving or ()
-        release_reservations(failed)
-        for req_id in failed:
+        for req_id in connector_output.failed_recving or ():
             offer_again(self.scheduler, req_id)
 
     def reset_cache(self) -> bool | None:
@@ -477,12 +474,15 @@ def _prepare(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, announc
     _, tokens_per_hash = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
     # Of one file, so that engines of every topology choose the same chunks.
     files = slices_per_rank(vllm_config, groups) if config.canonical_layout else 1
+    longest = vllm_config.model_config.max_model_len
+    if not reuses_kv(vllm_config):  # nothing is stored, and an engine is not refused for that
+        longest = max(longest, *(1 + group.spec.tokens_per_block for group in groups))
     geometry = plan_geometry(
         [group.spec for group in groups],
         [group.block_nbytes // files for group in groups],
         hybrid_chunk_size=config.hybrid_chunk_size,
         tokens_per_hash=tokens_per_hash,
-        max_model_len=vllm_config.model_config.max_model_len,
+        max_model_len=longest,
         retention_interval=vllm_config.cache_config.prefix_cache_retention_interval,
     )
     if announce:

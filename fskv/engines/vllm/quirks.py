@@ -24,8 +24,9 @@ once: `drop_in_workers`.
 **Resets of the prefix cache.** vLLM tells routers by an event that names no medium, and they forget what is
 on disk too. A connector hears nothing of it: `cached_blocks`.
 
-**Failed loads.** vLLM's scheduler believes that chunks it once hit are offloaded: `offer_again`. And it keeps
-room for what a failed load was to bring, so that the request may wait for itself: `release_reservations`.
+**Failed loads.** vLLM's scheduler believes that chunks it once hit are offloaded: `offer_again`.
+
+**Reservations.** What it keeps free for loads: `reserve_windows`, `release_reservation`.
 
 Called on the scheduler's thread, but for what takes a worker: that is for the worker's thread, between two
 steps.
@@ -36,7 +37,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-from collections.abc import Collection, Iterable, Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.kv_offload.base import LoadStoreSpec, OffloadKey, ReqContext
     from vllm.v1.request import Request
 
@@ -237,6 +239,55 @@ def keys_of_request(
     return status.req_context, [group.offload_keys for group in status.group_states]
 
 
+# --- what the scheduler keeps free for loads --------------------------------------------------
+
+
+def reserving_scheduler() -> Scheduler | None:
+    """Return the scheduler that is calling; None if it keeps no blocks free for loads under way."""
+    for caller in callers():
+        if isinstance(getattr(caller, "_inflight_prefills", None), set):
+            found: Scheduler = caller
+            return found
+    return None
+
+
+def reserve_windows(scheduler: Scheduler) -> None:
+    """Have what a request still needs of a sliding window be reserved, once for each scheduler.
+
+    vLLM (0.32, 0.33) takes what a window needs at most, less the blocks that the request has: with the null
+    ones before the window, which take no room. After a long load that is nothing.
+    """
+    try:
+        of_vllm, most_tokens = scheduler._request_remaining_blocks, scheduler.max_model_len  # noqa: SLF001
+        windows = [
+            (manager.req_to_blocks, manager.block_size, manager.max_admission_blocks_per_request)
+            for manager in scheduler.kv_cache_manager.coordinator.single_type_managers
+            if manager.max_admission_blocks_per_request is not None
+        ]
+    except AttributeError:
+        return  # another vLLM
+    if not windows or hasattr(of_vllm, "of_fskv"):
+        return
+
+    def remaining_blocks(request: Request) -> int:
+        found: int = of_vllm(request)
+        for blocks, block_size, most in windows:
+            held = len(blocks.get(request.request_id, ()))
+            if held:
+                whole = -(-min(request.num_tokens, most_tokens) // block_size)
+                counted = max(0, min(whole, most) - held)
+                found += max(0, min(whole - held, most) - counted)
+        return found
+
+    remaining_blocks.of_fskv = True  # type: ignore[attr-defined]
+    scheduler._request_remaining_blocks = remaining_blocks  # noqa: SLF001
+
+
+def release_reservation(scheduler: Scheduler, request: Request) -> None:
+    """Have a scheduler reserve nothing any more for a request that has no blocks."""
+    scheduler._inflight_prefills.discard(request)  # noqa: SLF001
+
+
 # --- what a connector's halves keep to themselves ---------------------------------------------
 
 
@@ -250,21 +301,6 @@ def offer_again(scheduler: OffloadingConnectorScheduler, req_id: str) -> None:
         group.num_hit_chunks = 0
         if hasattr(group, "lookup_hit_end_chunk_idx"):  # since 0.33
             group.lookup_hit_end_chunk_idx = 0
-
-
-def release_reservations(req_ids: Collection[str]) -> None:
-    """Have the scheduler that is calling reserve no blocks any more for these: their loads have failed.
-
-    While a request loads, vLLM reserves what it still needs (0.32, 0.33: _inflight_prefills). A failed load
-    takes its blocks away and not the reservation. Hit again, by the chunks before the bad one, the request
-    needs room beside its own reservation: for ever, and all that wait behind it, where the cache holds less
-    than twice its prompt.
-    """
-    for caller in callers() if req_ids else ():
-        reserving = getattr(caller, "_inflight_prefills", None)
-        if isinstance(reserving, set):
-            reserving -= {request for request in reserving if request.request_id in req_ids}
-            return
 
 
 def cached_blocks(pool: BlockPool) -> object:

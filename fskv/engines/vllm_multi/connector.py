@@ -36,6 +36,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
 from fskv.data_path.threads import START_UP_S, call_with_deadline
+from fskv.engines.vllm.admission import Admission
 from fskv.engines.vllm.connector import FskvConnector
 from fskv.engines.vllm.quirks import forget_past_blocks, tell_allocated, without_new_loads
 from fskv.engines.vllm_multi.events import MergedEvents
@@ -117,6 +118,7 @@ class FskvMultiConnector(MultiConnector):
         # From admission until the load is over: (child, request).
         self._loading: dict[str, tuple[int, Request]] = {}
         self._failed: dict[str, set[int]] = {}  # until the request ends
+        self._admission = Admission()
         if role is KVConnectorRole.SCHEDULER:
             from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 
@@ -189,6 +191,8 @@ class FskvMultiConnector(MultiConnector):
         """Ask all children, in every step: asking is what makes them look, and prepare for new blocks."""
         req_id = request.request_id
         self._requests_to_connector.pop(req_id, None)
+        if self._admission.steps_aside(request):
+            return None, False
         answers = [
             child.get_num_new_matched_tokens(request, num_computed_tokens)
             for child in self._connectors
@@ -287,6 +291,7 @@ class FskvMultiConnector(MultiConnector):
                 tell_allocated(child.scheduler, blocks)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> MultiKVConnectorMetadata:
+        self._admission.ended(scheduler_output.finished_req_ids)
         metadata = tuple(
             child.build_connector_meta(
                 without_new_loads(child.scheduler, scheduler_output)
@@ -300,6 +305,7 @@ class FskvMultiConnector(MultiConnector):
         return made
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        self._admission.failed(connector_output.failed_recving)
         for req_id in connector_output.failed_recving or ():
             if req_id in self._loading:
                 child, _ = self._loading[req_id]

@@ -44,7 +44,12 @@ from fskv.data_path.threads import START_UP_S, call_with_deadline
 from fskv.engines.vllm.events import KvEvents
 from fskv.engines.vllm.manager import PREFIX_CACHING_OFF, FskvManager, to_chunk
 from fskv.engines.vllm.metrics import metric_definitions, to_stats
-from fskv.engines.vllm.quirks import forget_past_blocks, resetting_scheduler
+from fskv.engines.vllm.quirks import (
+    forget_past_blocks,
+    reserve_windows,
+    reserving_scheduler,
+    resetting_scheduler,
+)
 from fskv.engines.vllm_tier.io import RowMover
 from fskv.engines.vllm_tier.rows import rows_of
 from fskv.engines.vllm_tier.workers import Workers, ask_workers
@@ -104,6 +109,7 @@ class FskvTier(SecondaryTierManager):
         # it last ran.
         self._requests: dict[str, dict[ChunkId, int]] = {}
         self._num_rows = len(primary_kv_view)
+        self._reserves = False  # vLLM what loads of windows need: fskv.engines.vllm.admission
         self._steps_open = 0  # scheduled, and without an output yet
         self._outputs_to_wait = 0  # until what workers did before a reset is over
         # A worker whose weights are loaded again writes to it; a file without a name once all have it open.
@@ -154,6 +160,9 @@ class FskvTier(SecondaryTierManager):
             self._manager.doubt_weights("weights were loaded again in the running engine")
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        if not self._reserves and (scheduler := reserving_scheduler()) is not None:
+            reserve_windows(scheduler)
+            self._reserves = True
         self._requests[req_context.req_id] = {}
         return self._manager.on_new_request(req_context)
 
