@@ -4,7 +4,7 @@ Two real vLLM engines of one model take turns, one with FskvConnector and one wi
 each round as many new prompts come at once as there are clients (cold). Then the engine's own cache is
 emptied, and the same come again (warm): with fskv they are loaded, without it computed once more.
 
-    python -m benchmarks.clients --model DIR [--clients 32] [--rounds 5] [--dir DIR] [--json]
+    python -m benchmarks.clients --model DIR [--clients 32] [--rounds 5] [--kv-gib 4] [--dir DIR] [--json]
 
 DIR is a checkpoint that vLLM runs here. Engine and I/O threads share a process, and the root is not pruned.
 Exit code 1: tokens differ, nothing was loaded, or cold takes more than 1.03 of the time without.
@@ -44,6 +44,7 @@ class Setup:
     prompt_tokens: int
     new_tokens: int
     num_threads: int
+    kv_gib: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +122,7 @@ class Engine:
 def serve(connection: Connection, setup: Setup) -> None:
     """Be the child: start the engine and answer until the connection ends."""
     begin(setup.log, num_threads=setup.num_threads)
-    os.environ["VLLM_CPU_KVCACHE_SPACE"] = "4"  # GiB: nobody waits for a block
+    os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(setup.kv_gib)
     engine = Engine(setup)
     connection.send("ready")
     while True:
@@ -146,6 +147,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 prompt_tokens=options.prompt_tokens,
                 new_tokens=options.new_tokens,
                 num_threads=len(os.sched_getaffinity(0)),
+                kv_gib=options.kv_gib,
             )
             engines[way] = EngineProcess(f"the engine {way} fskv", log, serve, setup)
         with ending(engines.values()):
@@ -210,6 +212,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--rounds", type=positive, default=5, help="(5)")
     add("--prompt-tokens", type=positive, default=520, help="of each (520)")
     add("--new-tokens", type=positive, default=16, help="of each (16)")
+    add(
+        "--kv-gib",
+        type=positive,
+        default=4,
+        help="KV cache of each engine (4: nobody waits for a block)",
+    )
     return made.parse_args(arguments)
 
 

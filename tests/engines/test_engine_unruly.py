@@ -45,7 +45,7 @@ def test_aborted_preempted_and_crowded_requests_get_right_tokens_and_leave_nothi
         "after_stored",
         "after_deferred",
         "crowd 2",
-        "many 39",
+        "many 499",
     }
     for part, left in answer["left"].items():
         assert not any(left.values()), (part, left)

@@ -32,9 +32,9 @@ _ENGINES = {"two_loads": ("gpt_oss", 33), "failed_first": ("gpt_oss", 41)}
 _USUAL_ENGINE = ("llama", 23)
 DEADLINE_S = 2.0
 QUARANTINE_S = 0.1
-_LONGEST_S = 60.0
+_LONGEST_S = 240.0
 _BLOCKED_S = 20.0
-NUM_CROWD, NUM_MANY = 3, 40
+NUM_CROWD, NUM_MANY = 3, 500
 
 
 def prompts(model: Any) -> dict[str, list[int]]:
