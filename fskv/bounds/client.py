@@ -21,7 +21,7 @@ from typing import Any
 import msgpack
 
 from fskv.bounds.eviction_news import entries
-from fskv.bounds.process import MaintenanceProcess
+from fskv.bounds.process import MaintenanceProcess, Starting
 from fskv.bounds.quota import Limits
 from fskv.bounds.status import RootState
 from fskv.observe.state_log import StateLog
@@ -33,7 +33,8 @@ _BURST_S = 5.0  # what is asked for in a longer wait for a grant is not wanted a
 _FIRST_WORD_S = 2.0
 _RESTART_S = 10.0
 _MAX_KILLED = 3  # and still there, each with its 40 MiB: from here on they are seldom
-_SELDOM_S = 600.0  # after the last one; for each further one twice as long
+_SELDOM_S = 600.0  # after the last one; for each further one twice as long, but
+_SELDOMEST_S = 3600.0  # at most: somebody may have mounted something else in the place
 _PAUSE_S, _MAX_PAUSE_S = 2.0, 60.0  # after ENOSPC; twice as long each time it is met again
 _READ_NBYTES = 1 << 16
 _MAX_FRAME = 64 << 20
@@ -81,6 +82,7 @@ class Capacity:
         }
         self._clock = clock
         self._process: MaintenanceProcess | None = None
+        self._starting: Starting | None = None  # again: see poll
         self._killed: list[MaintenanceProcess] = []  # and may be kept by a mount that hangs
         self._unpacker = msgpack.Unpacker()
         self._next_start = 0.0
@@ -110,22 +112,33 @@ class Capacity:
         self._log = StateLog(clock, root=root)
 
     def start(self) -> None:
-        """Start the maintenance process; where that fails it is tried again later, and nothing is stored."""
+        """Start the maintenance process; where that fails it is tried again later, and nothing is stored.
+
+        For the start of an engine: it waits until the program is loaded.
+        """
+        if self._may_start():
+            try:
+                self._begin(MaintenanceProcess(self._options))
+            except OSError as error:
+                self._begin(error)
+
+    def _may_start(self) -> bool:
         now = self._clock()
         self._next_start = now + _RESTART_S
         self._close_process()
         if self._too_many_hang(now):
-            return
+            return False
         self._last_start = now
         self.num_restarts += self._started
-        try:
-            self._process = MaintenanceProcess(self._options)
-        except OSError as error:
-            reason = f"no maintenance process, so nothing is stored: {error}"
-            self._log.say("maintenance_gone", logging.WARNING, reason=reason)
-            self._started = True
-            return
         self._started = True
+        return True
+
+    def _begin(self, made: MaintenanceProcess | OSError) -> None:
+        if isinstance(made, OSError):
+            reason = f"no maintenance process, so nothing is stored: {made}"
+            self._log.say("maintenance_gone", logging.WARNING, reason=reason)
+            return
+        self._process = made
         self._unpacker = msgpack.Unpacker(max_buffer_size=_MAX_FRAME)
         # A new process knows nothing of what the last one granted: only what is on its way is carried over.
         self._used -= self._written
@@ -222,8 +235,11 @@ class Capacity:
             self._log.say("stores_resumed")
         if self._process is None or not self._process.running:
             self._allowed = 0
-            if now >= self._next_start:
-                self.start()
+            if self._starting is not None and (made := self._starting.made) is not None:
+                self._starting = None
+                self._begin(made)
+            elif self._starting is None and now >= self._next_start and self._may_start():
+                self._starting = Starting(lambda: MaintenanceProcess(self._options))
             return []
         self._hear()
         if self._process is None:
@@ -271,6 +287,8 @@ class Capacity:
 
     def close(self) -> None:
         """Let the process end by itself; it is not waited for, since it may hang."""
+        if self._starting is not None:
+            self._starting.give_up()
         self._close_process(exact=self._report(0))
         for process in self._killed:
             process.close()
@@ -295,7 +313,7 @@ class Capacity:
             process.close()
             self._killed.remove(process)
         more = len(self._killed) - _MAX_KILLED
-        if more < 0 or now - self._last_start > _SELDOM_S * 2.0**more:
+        if more < 0 or now - self._last_start > min(_SELDOM_S * 2.0**more, _SELDOMEST_S):
             return False
         reason = (
             f"{len(self._killed)} maintenance processes were killed and do not end: the root hangs"

@@ -27,6 +27,7 @@ from fskv.bounds.quota import (
     Usage,
     excess,
     inodes_short,
+    is_claimable,
     is_near,
     last_use_step_s,
     scopes,
@@ -91,8 +92,10 @@ class Leader:
         self._catalogues: dict[str, Catalogue] = {}  # by "<arch>/<model>@<digest16>"
         # Of these: whether it is foreign, and the device on which what is foreign counts by its blocks.
         self._counted_as: dict[str, tuple[bool, int | None]] = {}
-        # Of what was found to be foreign: who counts it now. Until he has, what was known is there.
+        # Of what turned foreign, or ours: who counts it now. Until he has, what was known is there.
         self._recounts: dict[str, Catalogue] = {}
+        # What the last holder has counted, of namespaces that were not counted since; None: not read yet.
+        self._inherited: dict[str, tuple[int, int]] | None = None
         self._device: int | None = None
         self._asked_device = False
         self._manifests = Manifests(root)
@@ -141,6 +144,9 @@ class Leader:
     async def work(self, claims: list[Claim], space: Space) -> None:
         """Count, prune what is beyond the bounds, and clean. Raises OSError when the root does not let us."""
         every = self.usage is None or time.monotonic() - self._counted_all_at > _COUNT_ALL_S
+        if self._inherited is None:
+            last = self._ledger.usage() or Usage()
+            self._inherited = {n: at for n, at in last.namespaces.items() if is_claimable(n)}
         names = self._find_namespaces(claims, every=every)
         await asyncio.to_thread(self._judge, names)
         if every and not self._asked_device:
@@ -197,10 +203,12 @@ class Leader:
         found = {name for name in claimed - self._catalogues.keys() if self._manifests.state(name)}
         if every:
             found |= all_namespaces(self._root)
-            for gone in self._manifests.gone(self._catalogues.keys() - found):
-                del self._catalogues[gone], self._counted_as[gone]
-                self._recounts.pop(gone, None)
+            inherited = self._inherited or {}
+            for gone in self._manifests.gone((self._catalogues.keys() | inherited) - found):
+                for known in (self._catalogues, self._counted_as, self._recounts, inherited):
+                    known.pop(gone, None)
                 self._manifests.forget(gone)
+            found |= inherited.keys()
         return found | (self._manifests.foreign & claimed)
 
     def _judge(self, names: set[str]) -> None:
@@ -227,16 +235,14 @@ class Leader:
             kind = (foreign, self._device if foreign else None)
             if self._counted_as.get(name) != kind:
                 path = f"{self._root}/{name}"
-                self._recounts.pop(name, None)
-                if foreign and name in self._catalogues:
-                    self._recounts[name] = Catalogue(path)
-                else:
-                    self._catalogues[name] = Catalogue(path) if foreign else Catalogue.load(path)
+                counting = self._recounts if name in self._catalogues else self._catalogues
+                counting[name] = Catalogue(path) if foreign else Catalogue.load(path)
                 self._counted_as[name] = kind
 
     def _ours(self) -> list[str]:
-        """Return the namespaces that are fskv's: what is foreign is never touched."""
-        return [name for name in self._catalogues if name not in self._manifests.foreign]
+        """Return the namespaces that are fskv's and counted so: what is foreign is never touched."""
+        others = self._manifests.foreign | self._recounts.keys()
+        return [name for name in self._catalogues if name not in others]
 
     def _dead(self, claims: list[Claim]) -> set[str]:
         """Return the claims of engines that are gone, or that have not been heard of for so long."""
@@ -278,17 +284,19 @@ class Leader:
                     logger.warning("fskv: %s cannot be counted: %s", catalogue.namespace, error)
                 continue
             self._uncounted.pop(name, None)
+            if self._recounts.pop(name, None) is not None:
+                for shard in failed:
+                    catalogue.take_over(last, shard.idx)
+                self._catalogues[name] = catalogue
             if self._checks.is_whole(name, failed):
                 known.add(name)
-            if not failed or catalogue.nbytes >= last.nbytes:
-                self._catalogues[name] = catalogue
-                self._recounts.pop(name, None)
+                (self._inherited or {}).pop(name, None)
             if (catalogue.num_files, catalogue.nbytes) != before:
                 self._unsaved.add(name)
         return known
 
     def _nbytes(self) -> dict[str, tuple[int, int]]:
-        return {name: (c.nbytes, c.num_files) for name, c in sorted(self._catalogues.items())}
+        return {name: (c.nbytes, c.num_files) for name, c in self._catalogues.items()}
 
     def _bounds(self, claims: list[Claim], space: Space) -> list[Scope]:
         """Return the bounds with what is known at this moment; the widest last."""
@@ -308,7 +316,11 @@ class Leader:
         last = self.usage or Usage(touch_intervals=self._known_intervals())
         at_ms = time.time_ns() // 1_000_000
         claimed = {c.namespace for c in claims if c.namespace is not None}
-        counted = {name: n for name, n in self._nbytes().items() if n != (0, 0) or name in claimed}
+        found = self._nbytes()
+        for name, (nbytes, num_files) in (self._inherited or {}).items():
+            own = found.get(name, (0, 0))
+            found[name] = max(nbytes, own[0]), max(num_files, own[1])
+        counted = {name: n for name, n in sorted(found.items()) if n != (0, 0) or name in claimed}
         tenants = self._manifests.tenants
         usage = replace(
             last,

@@ -12,6 +12,7 @@ import json
 import os
 import re
 import stat
+import time
 from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
@@ -19,7 +20,7 @@ from itertools import islice
 from fskv.bounds.quota import DEFAULT_TOUCH_INTERVAL_S, Claim, Limits, Usage, is_claimable
 from fskv.namespace import MAX_TENANT
 from fskv.root.beneath import opened, remove_file
-from fskv.root.files import publishing, regular_file, retry_stale
+from fskv.root.files import UnfitFileError, publishing, regular_file, retry_stale
 from fskv.root.filesystem import is_full_late
 from fskv.root.process_id import is_our_part, provably_dead, unique_name
 from fskv.sizes import Share
@@ -34,6 +35,9 @@ _MAX_CLAIMS = 10_000
 _MAX_CLAIMS_NBYTES = 8 << 20  # of all claims together
 _MAX_TOUCH_INTERVAL_S = 86_400 * 365
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}", re.ASCII)
+_GIVEN_UP_S = 600.0  # a claim that could not be read for so long is left out
+_GONE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+_DENIED = (errno.EACCES, errno.EPERM)
 _JUNK_NS = 86_400 * 1_000_000_000  # a file among the claims that is none goes when it is older
 
 
@@ -74,6 +78,8 @@ class Ledger:
         self._root = os.path.dirname(directory)
         self._file_mode = file_mode
         self._junk: dict[str, _Junk] = {}  # by name: what is no claim is read again when it changes
+        self._last: dict[str, Claim] = {}  # by name: as it was last read
+        self._unreadable: dict[str, float] = {}  # by name: since when
         self._no_count = ""  # why there is no usage
         self._sync: bool | None = None  # unknown before the first write
 
@@ -102,32 +108,51 @@ class Ledger:
             os.unlink(f"{name}.json", dir_fd=directory)
 
     def claims(self) -> list[Claim]:
-        """Return all claims that can be read; damaged ones are skipped, see `left_out`."""
+        """Return all claims; damaged ones are skipped, see `left_out`.
+
+        One that cannot be read for a moment is as it was last read. Raises OSError where it never was: what
+        it was granted must not be granted again. After _GIVEN_UP_S it is skipped: who lives writes it anew.
+        """
         directory = f"{self._directory}/{CLAIMS_DIR}"
-        found = []
+        found: dict[str, Claim] = {}
         with os.scandir(directory) as entries:
             # What is no regular file stays for ever: it takes no claim's place.
             files = (e for e in entries if e.is_file(follow_symlinks=False))
             all_names = (e.name for e in files if e.name.endswith(".json"))
             names = list(islice(all_names, _MAX_CLAIMS))
         junk: dict[str, _Junk] = {}
+        unreadable: dict[str, float] = {}
         room = _MAX_CLAIMS_NBYTES
         for name in names:
             path = f"{directory}/{name}"
             known = self._junk.get(name)
-            with contextlib.suppress(OSError):
+            try:
                 if known is not None and known.version == _version(os.lstat(path)):
                     junk[name] = known
                     continue
                 content, version = _content(path, MAX_CLAIM_NBYTES)
-                try:
-                    tree = _tree(content, min(room, MAX_CLAIM_NBYTES))
-                    found.append(_claim(tree, name.removesuffix(".json")))
-                    room -= len(content)
-                except Exception as error:  # whatever a damaged file makes of the values
-                    junk[name] = _Junk(version, f"no claim: {error!r}")
-        self._junk = junk
-        return found
+            except UnfitFileError:
+                continue
+            except OSError as error:
+                if error.errno in _GONE:
+                    continue
+                since = unreadable[name] = self._unreadable.get(name, time.monotonic())
+                if error.errno in _DENIED or time.monotonic() - since > _GIVEN_UP_S:
+                    junk[name] = _Junk((), f"it cannot be read: {error.strerror}")
+                elif name in self._last:
+                    found[name] = self._last[name]
+                else:
+                    self._unreadable |= unreadable
+                    raise
+                continue
+            try:
+                tree = _tree(content, min(room, MAX_CLAIM_NBYTES))
+                found[name] = _claim(tree, name.removesuffix(".json"))
+                room -= len(content)
+            except Exception as error:  # whatever a damaged file makes of the values
+                junk[name] = _Junk(version, f"no claim: {error!r}")
+        self._junk, self._unreadable, self._last = junk, unreadable, found
+        return list(found.values())
 
     def silent(self, claims: Iterable[Claim], before_ns: int) -> set[str]:
         """Return those that were last published before a time by the file system's clock."""

@@ -55,6 +55,7 @@ _REMOVED_NBYTES = ENTRY_NBYTES * 2048  # of one message
 _STALE_S = 10.0  # a usage that was read longer ago is no base for a grant
 _MAX_NEWS_NBYTES = 4 << 20
 _AFTER_FAILURE_S = 5.0
+_LATE_S = 300.0  # a million files, cold, on a slow server, take less
 _NO_DIRECTORY = (errno.ENOTDIR, errno.ELOOP)
 _GONE = (errno.ENOENT, *_NO_DIRECTORY)
 _LEAST_ROOM = 4 << 20  # for the lease, the claims and a snapshot
@@ -121,6 +122,7 @@ class Maintainer:
         self._eviction_news = EvictionNews(self._shared, file_mode)
         self._work: asyncio.Task[None] | None = None
         self._leader: Leader | None = None
+        self._late_at = 0.0  # when a piece of work is told of that does not end
         self._work_after = 0.0  # the last one failed: not at once again
         self._complaint = ""
         self._reported: RootState | None = None
@@ -425,6 +427,11 @@ class Maintainer:
             and self._leader.due(claims, space)
         ):
             self._work = asyncio.ensure_future(self._leader.work(claims, space))
+            self._late_at = time.monotonic() + _LATE_S
+        if self._work is not None and time.monotonic() > self._late_at:
+            self._late_at = float("inf")
+            reason = "a directory of it does not answer: nothing is counted or pruned meanwhile"
+            self._states.say("count_late", logging.WARNING, after_s=f"{_LATE_S:.0f}", reason=reason)
         return self._work is not None
 
     def _let_go(self) -> bool:

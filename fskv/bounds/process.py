@@ -116,6 +116,40 @@ class MaintenanceProcess:
             self._stdin.close()
 
 
+class Starting:
+    """A start of it on a thread of its own: the interpreter's files may lie on a mount that hangs."""
+
+    def __init__(self, start: Callable[[], MaintenanceProcess]) -> None:
+        self._start = start
+        self._lock = threading.Lock()
+        self._made: MaintenanceProcess | OSError | None = None
+        self._given_up = False
+        threading.Thread(target=self._run, name="fskv-start", daemon=True).start()
+
+    @property
+    def made(self) -> MaintenanceProcess | OSError | None:
+        """The process, or why there is none; None: it is not known yet."""
+        return self._made
+
+    def give_up(self) -> None:
+        """Let it end as soon as it is there."""
+        with self._lock:
+            self._given_up = True
+            if isinstance(self._made, MaintenanceProcess):
+                self._made.close()
+
+    def _run(self) -> None:
+        made: MaintenanceProcess | OSError
+        try:
+            made = self._start()
+        except OSError as error:
+            made = error
+        with self._lock:
+            self._made = made
+            if self._given_up and not isinstance(made, OSError):
+                made.close()
+
+
 def _say(fd: int, message: dict[str, Any]) -> bool:
     try:
         os.write(fd, msgpack.packb(message))

@@ -128,6 +128,13 @@ class Catalogue:
         if shard.num_foreign:
             self.foreign[shard.idx] = (shard.num_foreign, shard.foreign)
 
+    def take_over(self, other: Catalogue, shard: int) -> None:
+        """Know of a shard what another catalogue of the namespace does; it is listed again."""
+        self._put(shard, other.records(shard), UNSETTLED)
+        self.parts.pop(shard, None)
+        if shard in other.parts:
+            self.parts[shard] = other.parts[shard]
+
     def keep(self, shard: int, mask: Any) -> None:
         """Forget the records of a shard where `mask` is False: their files are gone."""
         self._put(shard, self.records(shard)[mask], UNSETTLED)

@@ -19,10 +19,10 @@ from fskv.root.root import FORMAT_FILE, MANIFEST_FILE, read_namespace
 logger = logging.getLogger(__name__)
 
 _MAX_TOLD = 20  # directories: of a root that has thousands nobody reads them all
-# Of a mount that has trouble: they say nothing about what is there.
-_PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EHOSTDOWN)
-# A link is nobody's. Any other error says nothing.
+# A link is nobody's.
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+# Any other error is of a mount that has trouble, and says nothing about what is there.
+_TELLING = (*_GONE, errno.EACCES, errno.EPERM)
 _NAMESPACE = re.compile(r".+@[0-9a-f]{16}", re.DOTALL)
 
 
@@ -96,7 +96,7 @@ class Manifests:
                 tenant, foreign = read_namespace(self._root, name).tenant, False
             except Exception as error:  # it is one of many, and anything may be in it
                 cause = error.__cause__
-                if known and isinstance(cause, OSError) and cause.errno in _PASSING:
+                if known and isinstance(cause, OSError) and cause.errno not in _TELLING:
                     return  # it is asked again
                 if name not in self.foreign:
                     self._tell(name, error)

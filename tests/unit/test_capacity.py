@@ -542,7 +542,7 @@ def test_of_processes_that_a_hung_root_keeps_there_are_a_few_and_it_heals(
             wait_for(lambda: capacity.poll() or capacity.take(4096))
             mount.set({"hang": True})
             for _ in range(client._MAX_KILLED + 2 if limit == 99 else limit + 2):
-                if capacity._process is None:
+                if capacity._process is None and capacity._starting is None:
                     break
                 wait_for(lambda: capacity.poll() or hangs(capacity.pid))
                 for seconds in (_SILENT_S + 1, _HUNG_S + 1, 11):
@@ -554,11 +554,12 @@ def test_of_processes_that_a_hung_root_keeps_there_are_a_few_and_it_heals(
                 for step, seconds in enumerate((400, 90, 30)):
                     clock.advance(seconds)
                     capacity.poll()
-                    assert (capacity._process is not None) == (step == 2), step
+                    assert (capacity._starting is not None) == (step == 2), step
+                wait_for(lambda: capacity.poll() or capacity._process)
                 capacity._kill_process()
                 clock.advance(2 * client._SELDOM_S - 20)
                 capacity.poll()
-                assert capacity._process is None, "the next one waits twice as long"
+                assert capacity._starting is None, "the next one waits twice as long"
             mount.clear()
             wait_for(lambda: not any(process.running for process in capacity._killed))
             clock.advance(11)
@@ -567,6 +568,51 @@ def test_of_processes_that_a_hung_root_keeps_there_are_a_few_and_it_heals(
         finally:
             mount.clear()
             capacity.close()
+
+
+class OnTheEnginesThread:
+    def __init__(self, start):
+        self.made = start()
+
+
+@pytest.mark.parametrize("on_its_own", [True, False], ids=["", "negative control"])
+def test_an_interpreter_that_lies_on_a_hung_mount_holds_no_step(root, monkeypatch, on_its_own):
+    """Starting a process waits until its program is loaded. In the control the engine's thread does."""
+    answers, starts = threading.Event(), []
+    answers.set()
+
+    class Loads(client.MaintenanceProcess):
+        def __init__(self, options):
+            starts.append(options)
+            assert answers.wait(60)
+            super().__init__(options)
+
+    monkeypatch.setattr(client, "MaintenanceProcess", Loads)
+    if not on_its_own:
+        monkeypatch.setattr(client, "Starting", OnTheEnginesThread)
+    clock = Clock()
+    capacity = Capacity(root, NAME, None, Limits(max_nbytes=MAX), clock=clock)
+    capacity.start()
+    try:
+        wait_for(lambda: capacity.poll() or capacity.take(4096))
+        answers.clear()
+        capacity._kill_process()
+        clock.advance(client._RESTART_S + 1)
+        polls = threading.Thread(target=capacity.poll)
+        polls.start()
+        polls.join(20 if on_its_own else 0.5)
+        assert polls.is_alive() is not on_its_own
+        if on_its_own:
+            for _ in range(5):
+                clock.advance(client._RESTART_S + 1)
+                capacity.poll()
+            assert len(starts) == 2, "another one was started beside it"
+        answers.set()
+        polls.join(20)
+        wait_for(lambda: capacity.poll() or capacity.take(4096))
+    finally:
+        answers.set()
+        capacity.close()
 
 
 def test_a_root_that_vanishes_or_cannot_be_written_stores_nothing_and_stops_nobody(root, engine):

@@ -29,14 +29,14 @@ from capacity_lab import (
 )
 from world import follow_links
 
-from fskv.bounds import count_checks, leader, maintenance
+from fskv.bounds import count_checks, leader, ledger, maintenance
 from fskv.bounds.lease import SHARED_DIR
 from fskv.bounds.ledger import Ledger
 from fskv.bounds.maintenance import Engine, Maintainer
 from fskv.bounds.quota import Claim, Limits, Usage
 from fskv.bounds.status import root_state
 from fskv.index import scan
-from fskv.index.snapshot import Catalogue
+from fskv.index.snapshot import SNAPSHOT_FILE, Catalogue
 from fskv.root import filesystem, manifests
 from fskv.root import root as root_module
 from fskv.root.filesystem import Space
@@ -44,6 +44,8 @@ from fskv.root.manifests import Manifests
 from fskv.root.process_id import unique_name
 from fskv.sizes import Share
 from fskv.types import MAX_COUNT
+
+_READ_FRESH = root_module._read_fresh
 
 
 @pytest.fixture
@@ -734,6 +736,147 @@ def test_the_files_of_what_becomes_foreign_and_cannot_be_counted_still_count(
     maintain(root, until, mine=claim(namespace=None))
 
 
+@pytest.mark.parametrize("kept", [True, False], ids=["", "negative control"])
+def test_the_files_of_what_becomes_ours_and_cannot_be_counted_still_count(root, monkeypatch, kept):
+    """A manifest that could not be read at first. In the control the new count is in force at once."""
+    monkeypatch.setattr(leader, "_COUNT_ALL_S", 0.05)
+    path = make_namespace(root)
+    for number in range(3):
+        write_chunk(path, number)
+    monkeypatch.setattr(root_module, "_read_fresh", failing(errno.EIO))
+    real_open, told = leader.Leader._open_catalogues, set()
+
+    def opens(self, names):
+        real_open(self, names)
+        if not kept:
+            self._catalogues |= self._recounts
+
+    monkeypatch.setattr(leader.Leader, "_open_catalogues", opens)
+    real_read, real = _READ_FRESH, Catalogue.refresh
+
+    def until():
+        usage = book(root).usage()
+        if usage is None:
+            return False
+        told.add((usage.at_ms, usage.namespaces.get(NAME)))
+        if Catalogue.refresh is real:
+            monkeypatch.setattr(root_module, "_read_fresh", real_read)
+            monkeypatch.setattr(Catalogue, "refresh", failing(errno.EIO))
+        return len(told) > 8
+
+    maintain(root, until, mine=claim(namespace=None))
+    assert {found for _, found in told} == ({(12288, 3)} if kept else {(12288, 3), None})
+
+
+def test_of_a_foreign_directory_that_cannot_be_listed_in_part_the_rest_is_counted(
+    root, monkeypatch
+):
+    """Its part counts as before; what was removed from the rest does not."""
+    monkeypatch.setattr(leader, "_COUNT_ALL_S", 0.05)
+    path = make_namespace(root)
+    closed, *others = [os.path.dirname(write_chunk(path, number)) for number in range(3)]
+    real, told = scan._list_batch, set()
+
+    def batch(namespace, batch, *rest):
+        shards = real(namespace, batch, *rest)
+        for shard in shards:
+            if scan.shard_path(path, shard.idx) == closed:
+                shard.error = PermissionError(errno.EACCES, "Permission denied", closed)
+        return shards
+
+    def until():
+        usage = book(root).usage()
+        if usage is None:
+            return False
+        told.add((usage.at_ms, usage.namespaces.get(NAME)))
+        if scan._list_batch is real:
+            monkeypatch.setattr(scan, "_list_batch", batch)
+            Path(path, "namespace.json").write_text("{}")
+            for other in others:
+                shutil.rmtree(other)
+        # With the directories of what is foreign, and without the two that are gone.
+        return len(told) > 8 and usage.namespaces[NAME][1] == 1
+
+    maintain(root, until, mine=claim(namespace=None))
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["", "negative control"])
+@pytest.mark.parametrize("what", ["an architecture", "the namespace", "a part of it"])
+def test_what_the_last_holder_has_counted_counts_until_the_next_one_has(
+    root, monkeypatch, what, kept
+):
+    """A listing fails at the first count of a new holder. In the control he begins with nothing."""
+    path = make_namespace(root)
+    for number in range(3):
+        write_chunk(path, number)
+    maintain(root, lambda: book(root).usage() is not None, mine=claim(namespace=None))
+    assert usage_of(root).namespaces == {NAME: (12288, 3)}
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(f"{path}/{SNAPSHOT_FILE}")
+    if not kept:
+        monkeypatch.setattr(leader, "is_claimable", lambda name: False)
+    first, told = [True], set()
+    real_list, real_batch = leader.all_namespaces, scan._list_batch
+
+    def lists(root):
+        return set() if what == "an architecture" and first.pop() else real_list(root)
+
+    def batch(*arguments):
+        shards = real_batch(*arguments)
+        if what == "a part of it" and first and first.pop():
+            for shard in shards:
+                shard.error = OSError(errno.ESTALE, "Stale file handle")
+        return shards
+
+    async def refresh(catalogue, *arguments, **options):
+        if what == "the namespace" and first and first.pop():
+            raise OSError(errno.EIO, "Input/output error")
+        return await real_refresh(catalogue, *arguments, **options)
+
+    real_refresh = Catalogue.refresh
+    monkeypatch.setattr(leader, "all_namespaces", lists)
+    monkeypatch.setattr(scan, "_list_batch", batch)
+    monkeypatch.setattr(Catalogue, "refresh", refresh)
+    before = book(root).usage().at_ms
+
+    def until():
+        usage = book(root).usage()
+        if usage is not None and usage.at_ms > before:
+            told.add(usage.namespaces.get(NAME, (0, 0)))
+            return True
+        return False
+
+    maintain(root, until, mine=claim(namespace=None))
+    assert not first
+    assert told == ({(12288, 3)} if kept else {(0, 0)})
+
+
+def test_a_claim_that_cannot_be_read_for_a_moment_is_as_it_was_and_an_unknown_one_is_an_error(
+    root, monkeypatch
+):
+    """Left out, what it was granted would be granted again."""
+    os.makedirs(f"{root}/{SHARED_DIR}/claims")
+    known = claim(granted=8192)
+    reader = book(root)
+    reader.publish(known)
+    (read,) = reader.claims()
+    with monkeypatch.context() as patch:
+        patch.setattr(ledger, "_content", failing(errno.EIO))
+        assert reader.claims() == [read]
+        with pytest.raises(OSError, match="Input/output error"):
+            book(root).claims()
+        # Who lives writes it anew: one that cannot be read for long is of nobody who does.
+        patch.setattr(ledger, "_GIVEN_UP_S", -1.0)
+        assert reader.claims() == []
+        assert "cannot be read" in str(reader.left_out)
+        patch.setattr(ledger, "_GIVEN_UP_S", 600.0)
+        patch.setattr(ledger, "_content", failing(errno.EACCES))
+        assert book(root).claims() == []
+    assert reader.claims() == [read]
+    reader.withdraw(read.name)
+    assert reader.claims() == []
+
+
 def test_the_bound_of_a_tenant_holds_for_a_namespace_that_was_counted_before_its_manifest(
     root, monkeypatch
 ):
@@ -1140,3 +1283,24 @@ def test_what_is_left_out_is_told_of_once_with_its_file(root, caplog):
     told = [r.getMessage() for r in caplog.records if "event=file_left_out" in r.getMessage()]
     assert len(told) == 2
     assert all(any(f" path={path}" in line for line in told) for path in paths)
+
+
+@pytest.mark.parametrize("late", [True, False], ids=["", "negative control"])
+def test_a_count_that_does_not_end_is_told_of_once(root, monkeypatch, caplog, late):
+    """One directory hangs, and all others answer: the lease is held, and nothing else would show it."""
+    monkeypatch.setattr(maintenance, "_LATE_S", 0.05 if late else 60.0)
+
+    async def hangs(self, claims, space):
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr(leader.Leader, "work", hangs)
+
+    async def steps():
+        maintainer = Maintainer(root, claim())
+        for _ in range(20):
+            await maintainer.try_step()
+            await asyncio.sleep(0.01)
+        maintainer.work.cancel()
+
+    asyncio.run(steps())
+    assert caplog.text.count("event=count_late") == late
