@@ -50,7 +50,10 @@ ENTRY = {
     "engine": "vllm 0.32.0",
     "arch": "cpu-x86_64",
     "attention_backend": "CPU_ATTN",
+    "block_size": 16,
+    "isa": "vec16",
     "settings": {},
+    "media": "none",
     "server": [0, 1],
     "weights_id": "w",
 }

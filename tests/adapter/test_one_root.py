@@ -21,6 +21,9 @@ MODEL = {
     "engine": "vllm 0.32.0",
     "arch": "cpu-x86_64",
     "attention_backend": "CPU_ATTN",
+    "block_size": 16,
+    "isa": "vec16",
+    "media": "none",
     "server": [0, 1],
 }
 KEY = SimpleNamespace(
@@ -28,8 +31,8 @@ KEY = SimpleNamespace(
 )
 
 
-def of_lmcache(config):
-    model = read_model("m", {**MODEL, "settings": {}, "weights_id": "w"}, config)
+def of_lmcache():
+    model = read_model("m", {**MODEL, "settings": {}, "weights_id": "w"})
     kind = ObjectKind.of(KEY, [[2, 1, 16, PAGE_NBYTES // 64]], ["torch.bfloat16"])
     return build_identity(model, kind, "0.5.6")
 
@@ -44,7 +47,7 @@ def root(tmp_path):
     identities = [
         dataclasses.replace(plain, engine="vllm"),
         dataclasses.replace(plain, engine="sglang"),
-        of_lmcache(config),
+        of_lmcache(),
     ]
     for one in identities:
         memory = bytearray(bytes(range(256)) * (4 * PAGE_NBYTES // 256))

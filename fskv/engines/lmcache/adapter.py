@@ -84,7 +84,7 @@ class FskvAdapter(L2AdapterInterface):
                 f"option 'root': {config.root} did not answer",
             )
             self._models = call_with_deadline(
-                lambda: {n: read_model(n, entry, config) for n, entry in models.items()},
+                lambda: {n: read_model(n, entry) for n, entry in models.items()},
                 _FINGERPRINT_S,
                 "a checkpoint could not be read for a fingerprint (see 'weights_id')",
             )
