@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import inspect
 import json
 import os
 import pathlib
 import select
+import sys
 import threading
 import time
 import warnings
@@ -32,9 +34,9 @@ with warnings.catch_warnings():
     from lmcache.v1.multiprocess.token_hasher import TokenHasher
     from lmcache.v1.platform import consume_fd
 
-    from fskv.engines.lmcache import FskvAdapter
+    from fskv.engines.lmcache import FskvAdapter, server
     from fskv.engines.lmcache import adapter as module
-    from fskv.engines.lmcache.identity import Model, chunk_of
+    from fskv.engines.lmcache.identity import _MAX_DEADLINE_S, Model, chunk_of
     from fskv.errors import ConfigError
     from fskv.offload import BlockingStore
 
@@ -585,6 +587,46 @@ def test_a_store_that_does_not_stop_is_not_used_and_is_stopped_later(make, monke
     assert not store._own.lookup.stopped
     works.set()
     wait_for(lambda: store._own.lookup.stopped)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--engine-type=blend"], "--engine-type"),
+        (["--l2-adapter", "{}", "--l2-adapter", "{}"], "--l2-adapter: found 2"),
+        (["--l1-read-ttl-seconds", "100"], "expected 110 at least"),
+        (["--l1-read-ttl-seconds", "110", "--l2-adapter", "{}"], None),
+    ],
+)
+def test_what_the_servers_command_line_says_is_looked_at(
+    make, monkeypatch, caplog, arguments, sentence
+):
+    """A task may begin 60 s after it was submitted, and lasts 40 s here. The control is the last."""
+    monkeypatch.setattr(sys, "argv", ["lmcache", "server", *arguments])
+    if sentence is None:
+        make(deadline_max_s=40)
+        return
+    with pytest.raises(ConfigError, match=sentence):
+        make(deadline_max_s=40)
+    assert sentence in caplog.text
+
+
+def test_the_arguments_that_are_looked_at_are_lmcaches_own():
+    from lmcache.v1.distributed.config import add_storage_manager_args
+    from lmcache.v1.multiprocess.config import add_mp_server_args, add_p2p_args
+
+    theirs = argparse.ArgumentParser()
+    for add in (add_mp_server_args, add_p2p_args, add_storage_manager_args):
+        add(theirs)
+    names = {name: action for action in theirs._actions for name in action.option_strings}
+    ours = [name for action in server._Parser()._actions for name in action.option_strings]
+    assert set(ours) <= set(names)
+    # Where one of theirs begins one of ours, ours would take it for an abbreviation.
+    assert not [(one, two) for one in set(names) - set(ours) for two in ours if two.startswith(one)]
+    assert names["--engine-type"].choices == ["default", "blend"]
+    for ttl, seconds in (("--l1-read-ttl-seconds", 300), ("--l1-write-ttl-seconds", 600)):
+        assert names[ttl].default == seconds
+        assert seconds >= module._BEGIN_S + _MAX_DEADLINE_S + module._MARGIN_S
 
 
 def test_a_wrong_option_ends_the_start_in_one_sentence(make, caplog):

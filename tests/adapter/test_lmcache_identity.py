@@ -22,6 +22,7 @@ from fskv.engines.lmcache.identity import (
     store_options,
     take_options,
 )
+from fskv.engines.lmcache.server import check_arguments
 from fskv.errors import ConfigError
 
 torch = pytest.importorskip("torch", reason="dtypes are torch's: make test")
@@ -358,3 +359,50 @@ def test_the_page_has_the_words_of_a_model_and_a_line_that_is_taken():
     assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == {*_REQUIRED, *_OPTIONAL}
     for name in _REFUSED:
         assert f"`--{name.replace('_', '-')}`" in text, name
+
+
+ADAPTER = json.dumps({"type": "plugin", "module_path": "fskv.engines.lmcache"})
+SERVER = ["server", "--l1-size-gb", "1", "--eviction-policy", "LRU", "--l2-adapter", ADAPTER]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--engine-type", "blend"], '--engine-type: found "blend"'),
+        (["--engine-type=blend"], '--engine-type: found "blend"'),
+        (["--engine-ty", "blend"], '--engine-type: found "blend"'),
+        (["--p2p-advertise-url", "host:1"], "--p2p-advertise-url: found 'host:1'"),
+        (["--p2p-advertise-url=host:1"], "--p2p-advertise-url: found 'host:1'"),
+        (["--l2-adapter", '{"type": "fs_native"}'], "--l2-adapter: found 2 of them"),
+        (["--l2-adapter=" + ADAPTER], "--l2-adapter: found 2 of them"),
+        (["--l1-read-ttl-seconds", "99"], "--l1-read-ttl-seconds: found 99, expected 100 at least"),
+        (["--l1-read-ttl-seconds=99"], "--l1-read-ttl-seconds: found 99, expected 100 at least"),
+        (["--l1-write-ttl-seconds", "99"], "--l1-write-ttl-seconds: found 99, expected 100"),
+        (
+            ["--l1-manager", '{"type": "DRAM", "read_ttl_seconds": 9}'],
+            "--l1-manager: 'read_ttl_seconds': found 9",
+        ),
+    ],
+)
+def test_what_does_not_go_with_fskv_is_refused_where_the_command_line_says_it(arguments, sentence):
+    with pytest.raises(ConfigError, match=sentence) as refusal:
+        check_arguments([*SERVER, *arguments], 100)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        SERVER,
+        [],
+        [*SERVER, "--engine-type", "default", "--p2p-advertise-url", "", "--port=1"],
+        [*SERVER, "--l1-read-ttl-seconds", "100", "--l1-write-ttl-seconds=600"],
+        [*SERVER, "--l1-read-ttl-seconds", "many"],  # LMCache's to refuse, as are these
+        [*SERVER, "--l1-manager", "{"],
+        [*SERVER, "--l1-manager", "[1]"],
+        [*SERVER, "--engine-type"],
+    ],
+)
+def test_other_command_lines_are_taken(arguments):
+    """The controls."""
+    check_arguments(arguments, 100)

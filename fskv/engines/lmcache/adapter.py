@@ -17,6 +17,7 @@ import ctypes
 import itertools
 import logging
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -42,6 +43,7 @@ from fskv.engines.lmcache.identity import (
     store_options,
     take_options,
 )
+from fskv.engines.lmcache.server import check_arguments
 from fskv.engines.prometheus import Publisher
 from fskv.errors import ConfigError, FskvError
 from fskv.offload import BlockingStore, KvStore, Page
@@ -59,6 +61,8 @@ _BEGIN_S = 60.0
 _OPENING = 10
 _END_S = 1.0  # close() waits so long for our threads, once all stores are closed
 _MAX_KINDS = 16  # each has threads, staging memory and a maintenance process
+# A call may last so much longer than its deadline: a grace, and another's step before it.
+_MARGIN_S = 10.0
 # Threads that wait for tasks: lookups are not behind loads, nor those behind stores.
 _THREADS = {"store": 2, "lookup": 2, "load": 4}
 
@@ -76,6 +80,7 @@ class FskvAdapter(L2AdapterInterface):
             if l1_memory_desc is None:
                 raise ConfigError("LMCache gave no memory of its objects (L1), expected one")
             config = self._config
+            check_arguments(sys.argv[1:], _BEGIN_S + config.deadline.max_s + _MARGIN_S)
             call_with_deadline(
                 lambda: Root.open(
                     config.root, create=True, dir_mode=config.dir_mode, file_mode=config.file_mode
