@@ -33,6 +33,7 @@ with warnings.catch_warnings():
     from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, TensorMemoryObj
     from lmcache.v1.multiprocess.token_hasher import TokenHasher
     from lmcache.v1.platform import consume_fd
+    from prometheus_client import REGISTRY
 
     from fskv.engines.lmcache import FskvAdapter, server
     from fskv.engines.lmcache import adapter as module
@@ -551,6 +552,81 @@ def watched(tmp_path, *names):
         files[name].write_bytes(bytes(range(256)) * 64)
         models[name] = {**own, "checkpoint": str(tmp_path / name)}
     return models, files
+
+
+def in_doubt(model):
+    labels = {"model": model, "world": "1", "group": "0"}
+    return REGISTRY.get_sample_value("lmcache:fskv_weights_in_doubt", labels)
+
+
+def test_a_model_that_was_stopped_is_seen_in_the_status_and_in_the_metrics(
+    make, monkeypatch, tmp_path
+):
+    """No transfer publishes it: there is none any more. The control is the other model."""
+    monkeypatch.setattr(module, "_WATCH_S", 0.02)
+    models, files = watched(tmp_path, "stopped", "goes on")
+    world = make(models=models)
+    both = [key for name in models for key in keys([1], model_name=name)]
+    assert world.store(both, world.objects(0, 1)).is_successful()
+    said = world.adapter.report_status()
+    assert (said["is_healthy"], said["stopped_models"]) == (True, [])
+    assert in_doubt("stopped") == 0
+    files["stopped"].write_bytes(bytes(range(255, -1, -1)) * 64)
+    wait_for(lambda: in_doubt("stopped") == 1)
+    said = world.adapter.report_status()
+    assert (said["is_healthy"], said["stopped_models"]) == (False, ["stopped"])
+    assert in_doubt("goes on") == 0
+    assert world.lookup(both) == [False, True]
+
+
+def test_a_model_that_was_stopped_before_it_had_a_namespace_is_not_healthy(
+    make, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(module, "_WATCH_S", 0.02)
+    models, files = watched(tmp_path, "m")
+    world = make(models=models)
+    assert world.adapter.report_status()["is_healthy"]
+    files["m"].write_bytes(bytes(range(255, -1, -1)) * 64)
+    wait_for(lambda: not world.adapter.report_status()["is_healthy"])
+
+
+def test_metrics_that_cannot_be_published_cost_no_transfer(make, monkeypatch, caplog):
+    world = make()
+
+    def fails(*_):
+        raise ValueError("Duplicated timeseries")
+
+    monkeypatch.setattr(module.Publisher, "publish", fails)
+    assert world.store(keys([1]), world.objects(0, fill=1)).is_successful()
+    (store,) = world.adapter._open_stores()
+    store._publish_at = 0.0
+    assert world.load(keys([1]), world.objects(1)) == [True]
+    assert caplog.text.count("are not published") == 2
+
+
+def test_another_kind_of_objects_than_there_may_be_says_so(make, monkeypatch, caplog):
+    """Models that nobody named take no place. The control: the first kind is stored."""
+    monkeypatch.setattr(module, "_MAX_KINDS", 1)
+    world = make()
+    for name in ("x", "y"):
+        assert not world.store(keys([1], model_name=name), world.objects(0)).is_successful()
+    assert world.store(keys([1]), world.objects(0)).is_successful()
+    assert not world.store(keys([1], model_name="other"), world.objects(0)).is_successful()
+    assert "there are 1 kinds of objects, so another one is neither stored nor" in caplog.text
+    assert world.lookup(keys([1])) == [True]
+
+
+def test_what_was_said_is_said_again_later_and_not_without_end(make, monkeypatch, caplog):
+    """A sentence may hold a client's words, so that each is a new one."""
+    adapter = make().adapter
+    for number in range(3 * module._MAX_SAID):
+        adapter._say(f"flood {number}")
+        adapter._say("flood 0")
+    assert caplog.text.count("flood ") == module._MAX_SAID
+    assert caplog.text.count("flood 0\n") == 1
+    monkeypatch.setattr(module, "_SAY_S", 0.0)
+    adapter._say("of another day")
+    assert "of another day" in caplog.text
 
 
 def test_a_checkpoint_on_a_mount_that_hangs_holds_up_no_other(make, monkeypatch, tmp_path):
