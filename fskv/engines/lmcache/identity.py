@@ -340,7 +340,7 @@ def build_identity(model: Model, kind: ObjectKind, version: str) -> Identity:
 def _check_isa(model: Model, kind: ObjectKind) -> None:
     """Raise ConfigError for an `isa` that vLLM does not choose: a server shares its engine's machine.
 
-    vLLM's rule is `_get_attn_isa` of its cpu_attn (0.30 to 0.33). Only what is sure is judged here.
+    vLLM's rule is `_get_attn_isa` of its cpu_attn (0.32). Only what is sure is judged here.
     """
     import torch
 
