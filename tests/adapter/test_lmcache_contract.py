@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import inspect
 import json
 import os
 import pathlib
 import select
+import sys
 import threading
 import time
 import warnings
@@ -31,10 +33,11 @@ with warnings.catch_warnings():
     from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, TensorMemoryObj
     from lmcache.v1.multiprocess.token_hasher import TokenHasher
     from lmcache.v1.platform import consume_fd
+    from prometheus_client import REGISTRY
 
-    from fskv.engines.lmcache import FskvAdapter
+    from fskv.engines.lmcache import FskvAdapter, server
     from fskv.engines.lmcache import adapter as module
-    from fskv.engines.lmcache.identity import Model, chunk_of
+    from fskv.engines.lmcache.identity import _MAX_DEADLINE_S, Model, chunk_of
     from fskv.errors import ConfigError
     from fskv.offload import BlockingStore
 
@@ -50,7 +53,10 @@ ENTRY = {
     "engine": "vllm 0.32.0",
     "arch": "cpu-x86_64",
     "attention_backend": "CPU_ATTN",
+    "block_size": 16,
+    "isa": "vec16",
     "settings": {},
+    "media": "none",
     "server": [0, 1],
     "weights_id": "w",
 }
@@ -548,6 +554,81 @@ def watched(tmp_path, *names):
     return models, files
 
 
+def in_doubt(model):
+    labels = {"model": model, "world": "1", "group": "0"}
+    return REGISTRY.get_sample_value("lmcache:fskv_weights_in_doubt", labels)
+
+
+def test_a_model_that_was_stopped_is_seen_in_the_status_and_in_the_metrics(
+    make, monkeypatch, tmp_path
+):
+    """No transfer publishes it: there is none any more. The control is the other model."""
+    monkeypatch.setattr(module, "_WATCH_S", 0.02)
+    models, files = watched(tmp_path, "stopped", "goes on")
+    world = make(models=models)
+    both = [key for name in models for key in keys([1], model_name=name)]
+    assert world.store(both, world.objects(0, 1)).is_successful()
+    said = world.adapter.report_status()
+    assert (said["is_healthy"], said["stopped_models"]) == (True, [])
+    assert in_doubt("stopped") == 0
+    files["stopped"].write_bytes(bytes(range(255, -1, -1)) * 64)
+    wait_for(lambda: in_doubt("stopped") == 1)
+    said = world.adapter.report_status()
+    assert (said["is_healthy"], said["stopped_models"]) == (False, ["stopped"])
+    assert in_doubt("goes on") == 0
+    assert world.lookup(both) == [False, True]
+
+
+def test_a_model_that_was_stopped_before_it_had_a_namespace_is_not_healthy(
+    make, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(module, "_WATCH_S", 0.02)
+    models, files = watched(tmp_path, "m")
+    world = make(models=models)
+    assert world.adapter.report_status()["is_healthy"]
+    files["m"].write_bytes(bytes(range(255, -1, -1)) * 64)
+    wait_for(lambda: not world.adapter.report_status()["is_healthy"])
+
+
+def test_metrics_that_cannot_be_published_cost_no_transfer(make, monkeypatch, caplog):
+    world = make()
+
+    def fails(*_):
+        raise ValueError("Duplicated timeseries")
+
+    monkeypatch.setattr(module.Publisher, "publish", fails)
+    assert world.store(keys([1]), world.objects(0, fill=1)).is_successful()
+    (store,) = world.adapter._open_stores()
+    store._publish_at = 0.0
+    assert world.load(keys([1]), world.objects(1)) == [True]
+    assert caplog.text.count("are not published") == 2
+
+
+def test_another_kind_of_objects_than_there_may_be_says_so(make, monkeypatch, caplog):
+    """Models that nobody named take no place. The control: the first kind is stored."""
+    monkeypatch.setattr(module, "_MAX_KINDS", 1)
+    world = make()
+    for name in ("x", "y"):
+        assert not world.store(keys([1], model_name=name), world.objects(0)).is_successful()
+    assert world.store(keys([1]), world.objects(0)).is_successful()
+    assert not world.store(keys([1], model_name="other"), world.objects(0)).is_successful()
+    assert "there are 1 kinds of objects, so another one is neither stored nor" in caplog.text
+    assert world.lookup(keys([1])) == [True]
+
+
+def test_what_was_said_is_said_again_later_and_not_without_end(make, monkeypatch, caplog):
+    """A sentence may hold a client's words, so that each is a new one."""
+    adapter = make().adapter
+    for number in range(3 * module._MAX_SAID):
+        adapter._say(f"flood {number}")
+        adapter._say("flood 0")
+    assert caplog.text.count("flood ") == module._MAX_SAID
+    assert caplog.text.count("flood 0\n") == 1
+    monkeypatch.setattr(module, "_SAY_S", 0.0)
+    adapter._say("of another day")
+    assert "of another day" in caplog.text
+
+
 def test_a_checkpoint_on_a_mount_that_hangs_holds_up_no_other(make, monkeypatch, tmp_path):
     monkeypatch.setattr(module, "_WATCH_S", 0.02)
     models, files = watched(tmp_path, "m", "other")
@@ -582,6 +663,46 @@ def test_a_store_that_does_not_stop_is_not_used_and_is_stopped_later(make, monke
     assert not store._own.lookup.stopped
     works.set()
     wait_for(lambda: store._own.lookup.stopped)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--engine-type=blend"], "--engine-type"),
+        (["--l2-adapter", "{}", "--l2-adapter", "{}"], "--l2-adapter: found 2"),
+        (["--l1-read-ttl-seconds", "100"], "expected 110 at least"),
+        (["--l1-read-ttl-seconds", "110", "--l2-adapter", "{}"], None),
+    ],
+)
+def test_what_the_servers_command_line_says_is_looked_at(
+    make, monkeypatch, caplog, arguments, sentence
+):
+    """A task may begin 60 s after it was submitted, and lasts 40 s here. The control is the last."""
+    monkeypatch.setattr(sys, "argv", ["lmcache", "server", *arguments])
+    if sentence is None:
+        make(deadline_max_s=40)
+        return
+    with pytest.raises(ConfigError, match=sentence):
+        make(deadline_max_s=40)
+    assert sentence in caplog.text
+
+
+def test_the_arguments_that_are_looked_at_are_lmcaches_own():
+    from lmcache.v1.distributed.config import add_storage_manager_args
+    from lmcache.v1.multiprocess.config import add_mp_server_args, add_p2p_args
+
+    theirs = argparse.ArgumentParser()
+    for add in (add_mp_server_args, add_p2p_args, add_storage_manager_args):
+        add(theirs)
+    names = {name: action for action in theirs._actions for name in action.option_strings}
+    ours = [name for action in server._Parser()._actions for name in action.option_strings]
+    assert set(ours) <= set(names)
+    # Where one of theirs begins one of ours, ours would take it for an abbreviation.
+    assert not [(one, two) for one in set(names) - set(ours) for two in ours if two.startswith(one)]
+    assert names["--engine-type"].choices == ["default", "blend"]
+    for ttl, seconds in (("--l1-read-ttl-seconds", 300), ("--l1-write-ttl-seconds", 600)):
+        assert names[ttl].default == seconds
+        assert seconds >= module._BEGIN_S + _MAX_DEADLINE_S + module._MARGIN_S
 
 
 def test_a_wrong_option_ends_the_start_in_one_sentence(make, caplog):

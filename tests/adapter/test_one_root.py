@@ -6,9 +6,10 @@ import dataclasses
 from types import SimpleNamespace
 
 import pytest
+from capacity_lab import dead_name
 from tool_lab import run
 from toy_engine import PAGE_NBYTES, identity
-from world import damage
+from world import damage, wait_for
 
 from fskv.config import StoreConfig
 from fskv.engines.lmcache.identity import ObjectKind, build_identity, chunk_of, read_model
@@ -17,10 +18,15 @@ from fskv.types import ChunkId
 
 pytest.importorskip("torch", reason="dtypes are torch's: make test")
 
+FILE_NBYTES = 8192  # on disk, of a page
+
 MODEL = {
     "engine": "vllm 0.32.0",
     "arch": "cpu-x86_64",
     "attention_backend": "CPU_ATTN",
+    "block_size": 16,
+    "isa": "vec16",
+    "media": "none",
     "server": [0, 1],
 }
 KEY = SimpleNamespace(
@@ -28,10 +34,20 @@ KEY = SimpleNamespace(
 )
 
 
-def of_lmcache(config):
-    model = read_model("m", {**MODEL, "settings": {}, "weights_id": "w"}, config)
+def of_lmcache():
+    model = read_model("m", {**MODEL, "settings": {}, "weights_id": "w"})
     kind = ObjectKind.of(KEY, [[2, 1, 16, PAGE_NBYTES // 64]], ["torch.bfloat16"])
     return build_identity(model, kind, "0.5.6")
+
+
+def identities():
+    """One of each engine, with pages of one size."""
+    plain = dataclasses.replace(identity("m"), blocks_per_chunk=1)
+    return [
+        dataclasses.replace(plain, engine="vllm"),
+        dataclasses.replace(plain, engine="sglang"),
+        of_lmcache(),
+    ]
 
 
 @pytest.fixture
@@ -40,13 +56,7 @@ def root(tmp_path):
     root = tmp_path / "kv"
     root.mkdir()
     config = StoreConfig(root=str(root), maintenance="off")
-    plain = dataclasses.replace(identity("m"), blocks_per_chunk=1)
-    identities = [
-        dataclasses.replace(plain, engine="vllm"),
-        dataclasses.replace(plain, engine="sglang"),
-        of_lmcache(config),
-    ]
-    for one in identities:
+    for one in identities():
         memory = bytearray(bytes(range(256)) * (4 * PAGE_NBYTES // 256))
         kv = KvStore(config, one, {0: [memoryview(memory)]})
         store = BlockingStore(kv, config.deadline, PAGE_NBYTES)
@@ -82,3 +92,115 @@ def test_all_engines_namespaces_are_judged_and_pruned(root):
     assert len({line["path"] for line in judged.lines if line["type"] == "bad"}) == 3
     assert run("prune", "--max-size", "40KiB", "--yes", root=root).exit_code == 0
     assert len(chunk_files(root)) == 5
+
+
+def disk_nbytes(path):
+    try:
+        return path.stat().st_blocks * 512
+    except FileNotFoundError:  # pruned since it was listed
+        return 0
+
+
+def namespaces(root):
+    """Return how many chunk files each namespace has, by its name in the root."""
+    found = {}
+    for path in chunk_files(root):
+        name = str(path.parents[2].relative_to(root))
+        found[name] = found.get(name, 0) + 1
+    return found
+
+
+def test_all_engines_namespaces_are_shown(root, tmp_path):
+    for path in chunk_files(root):
+        inspected = run("inspect", path, root=root)
+        assert inspected.exit_code == 0, inspected
+    several = run("inspect", KEY.chunk_hash.hex(), root=root).stderr
+    for name in namespaces(root):
+        assert f"{name.rpartition('@')[2]}/" in several, "a key of that name is in each"
+    reported = run("report", "--html", tmp_path / "page.html", "--json", root=root)
+    assert reported.exit_code == 0, reported
+    said = [line for line in reported.lines if line["type"] == "namespace"]
+    assert {line["namespace"]: line["chunks"] for line in said} == namespaces(root)
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert all(name.rpartition("@")[2] in page for name in namespaces(root))
+    shown = run("top", "--once", "--interval", "0.2", "--json", root=root)
+    assert shown.exit_code == 0, shown
+    (sample,) = [line for line in shown.lines if line["type"] == "sample"]
+    assert sample["files"] == 12
+    looked = run("doctor", "--no-write", "--json", root=root)
+    findings = [line for line in looked.lines if line["type"] == "finding"]
+    assert len(findings) > 3
+    assert not [one for one in findings if one["level"] == "problem"], findings
+
+
+def test_all_engines_namespaces_are_copied_and_exported(root, tmp_path):
+    there, made, fresh = namespaces(root), tmp_path / "copy", tmp_path / "imported"
+    made.mkdir()
+    fresh.mkdir()
+    copied = run("copy", "--to", made, "--create", "--keep-free", "0", root=root)
+    assert copied.exit_code == 0, copied
+    assert namespaces(made) == there
+    assert run("export", "-o", tmp_path / "all.tar", root=root).exit_code == 0
+    words = ("import", tmp_path / "all.tar", "--create", "--keep-free", "0")
+    imported = run(*words, root=fresh)
+    assert imported.exit_code == 0, imported
+    assert namespaces(fresh) == there
+    for place in (made, fresh):
+        assert run("verify", "--read-data", root=place).exit_code == 0
+
+
+def test_of_all_engines_namespaces_one_is_removed_and_garbage_goes(root):
+    parts = [path.with_name(f"{dead_name()}.part") for path in chunk_files(root)[::4]]
+    for part in parts:
+        part.write_bytes(b"x")
+    assert run("gc", "--yes", root=root).exit_code == 0
+    assert not [part for part in parts if part.exists()]
+    assert len(chunk_files(root)) == 12
+    for number, name in enumerate(sorted(namespaces(root))):
+        removed = run("rm", name, "--yes", root=root)
+        assert removed.exit_code == 0, removed
+        assert name not in namespaces(root)
+        assert len(namespaces(root)) == 2 - number
+
+
+@pytest.mark.parametrize("bound", [True, False], ids=["bound", "control"])
+def test_all_engines_hold_one_bound_and_one_of_them_has_the_lease(tmp_path, bound):
+    """The control: without a bound the same pages take more. It goes on when the holder has gone."""
+    most = 64 * FILE_NBYTES
+    root = tmp_path / "kv"
+    root.mkdir()
+    config = StoreConfig(
+        root=str(root), maintenance="on", max_bytes=most if bound else None, keep_free=0
+    )
+    memory = [memoryview(bytearray(bytes(range(256)) * (4 * PAGE_NBYTES // 256)))]
+    stores = [KvStore(config, one, {0: memory}) for one in identities()]
+    engines = [(kv, BlockingStore(kv, config.deadline, PAGE_NBYTES)) for kv in stores]
+    sizes, holders, stored = [], [], dict.fromkeys(stores, 0)
+
+    def store(first):
+        for number in range(first, first + 100, 4):
+            for kv, engine in engines:
+                chunks = [
+                    ChunkId(bytes([at & 255, at >> 8]) * 16, 0) for at in range(number, number + 4)
+                ]
+                stored[kv] += sum(engine.store([Page(c, at) for at, c in enumerate(chunks)]))
+            sizes.append(sum(map(disk_nbytes, chunk_files(root))))
+            holders.append(sum(kv.lookup.capacity.state.holder for kv, _ in engines))
+
+    def leads():
+        return [pair for pair in engines if pair[0].lookup.capacity.state.holder]
+
+    try:
+        wait_for(lambda: len(leads()) == 1, 60)
+        store(0)
+        (first,) = leads()
+        engines.remove(first)
+        first[1].close()
+        wait_for(lambda: len(leads()) == 1, 60)
+        store(1000)
+    finally:
+        for _, engine in engines:
+            engine.close()
+    assert max(holders) == 1
+    assert all(stored.values()), stored
+    assert (max(sizes) <= most) is bound, max(sizes)

@@ -19,6 +19,7 @@ from fskv.engines.prometheus import Publisher
 from fskv.engines.sglang.arguments import telling_arguments, telling_environment
 from fskv.engines.sglang.host_pool import host_pages
 from fskv.engines.sglang.identity import (
+    _NEEDED,
     ServerFacts,
     build_identity,
     file_rank,
@@ -61,6 +62,7 @@ ARGUMENTS = {
     "api_key": None,
     "mem_fraction_static": None,
 }
+ABSENT = object()  # in the place of an argument: this SGLang has none of that name
 RANKS = SimpleNamespace(
     tp_rank=0,
     tp_size=1,
@@ -146,10 +148,11 @@ def derive(checkpoint, tmp_path):
     """The identity of an engine that differs in these settings from the plain one."""
 
     def derive(arguments=(), ranks=(), pool=(), options=(), beside=(), **facts):
+        given = {**ARGUMENTS, "model_path": str(checkpoint), **dict(arguments)}
         plain = ServerFacts(
             version="0.5.23",
             arch="cpu-x86_64",
-            arguments={**ARGUMENTS, "model_path": str(checkpoint), **dict(arguments)},
+            arguments={name: value for name, value in given.items() if value is not ABSENT},
             defaults=ARGUMENTS,
             environment={"PATH": "/bin"},
             hf_config=HF_CONFIG,
@@ -195,6 +198,7 @@ CHANGES = {
     "--attention-backend": {"arguments": {"attention_backend": "triton"}},
     "--prefill-attention-backend": {"arguments": {"prefill_attention_backend": "triton"}},
     "--triton-attention-reduce-in-fp32": {"arguments": {"triton_attention_reduce_in_fp32": True}},
+    "--disaggregation-mode": {"arguments": {"disaggregation_mode": "decode"}},
     "an argument of a later version": {"arguments": {"round_kv_to_zero": True}},
     "a variable of SGLang's": {"environment": {"SGLANG_CPU_QUANTIZATION": "1"}},
     "a variable of AITER's": {"environment": {"AITER_FORCE_A8W4": "1"}},
@@ -230,6 +234,19 @@ def test_what_changes_kv_changes_the_namespace_each_in_its_own_way(derive):
 def test_what_does_not_change_kv_shares(derive, what):
     """The control of the test above: not everything that differs is another namespace."""
     assert derive(**SAME[what]) == derive()
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_an_argument_that_sglang_has_no_more_is_refused_in_one_sentence_or_not_needed(derive, name):
+    """The control: others are not needed, and with all of them there is an identity."""
+    if name not in (*_NEEDED, "load_format"):
+        derive(arguments={name: ABSENT})
+        return
+    with pytest.raises(ConfigError, match=f"no server argument '{name}'") as refusal:
+        derive(arguments={name: ABSENT})
+    assert "\n" not in str(refusal.value)
+    if name == "load_format":
+        derive(arguments={name: ABSENT}, options={"weights_id": "w"})
 
 
 def test_other_weights_are_another_namespace_and_the_same_elsewhere_are_not(derive, checkpoint):

@@ -20,6 +20,7 @@ from world import wait_for
 HERE = REPOSITORY / "tests" / "lmcache_engines"
 START_S, STEP_S = 400, 240
 CHUNK_TOKENS = 128
+BLOCK_TOKENS = 128  # what vLLM takes on CPUs by itself
 # Of Llama type, with weights that answer: `make test-lmcache` downloads them.
 MODEL = os.environ.get("FSKV_LMCACHE_MODEL", "")
 FACTS = {
@@ -27,13 +28,25 @@ FACTS = {
     "arch": "cpu-x86_64",
     "attention_backend": "CPU_ATTN",
     "settings": {},
+    "media": "none",
     "server": [0, 1],
 }
 
 
-def plugin(root, **options):
-    """What stands behind --l2-adapter for fskv."""
-    params = {"root": str(root), "weights_fixed": True, "models": {MODEL: FACTS}, **options}
+def isa(block_tokens, dtype):
+    """How vLLM's attention packs pages on this x86-64, for the tests' model (cpu_attn._get_attn_isa)."""
+    import torch
+
+    if block_tokens % 32:
+        return "vec16"
+    return "amx" if dtype == "bfloat16" and torch.cpu._is_amx_tile_supported() else "vec"
+
+
+def plugin(root, *, block_tokens=BLOCK_TOKENS, dtype="bfloat16", **options):
+    """What stands behind --l2-adapter for fskv, for an engine with such blocks and such a dtype."""
+    pages = {"block_size": block_tokens, "isa": isa(block_tokens, dtype)}
+    models = {MODEL: FACTS | pages}
+    params = {"root": str(root), "weights_fixed": True, "models": models, **options}
     names = {"module_path": "fskv.engines.lmcache", "class_name": "FskvAdapter"}
     return {"type": "plugin", **names, "adapter_params": params}
 
@@ -187,6 +200,7 @@ class Engine(_Process):
         plain = {
             "model": MODEL,
             "dtype": "bfloat16",
+            "block_size": BLOCK_TOKENS,
             "enforce_eager": True,
             "max_model_len": 4096,
             # An idle engine in process takes no step, so blocks that were stored stay in use and its own

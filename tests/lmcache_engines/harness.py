@@ -39,7 +39,7 @@ from benchmarks.side_by_side import BLOCK_TOKENS, KINDS, connector, session_cpu_
 
 ADAPTERS: dict[str, Callable[[pathlib.Path], dict[str, Any]]] = {
     "LMCache, fs_native": lambda root: {"type": "fs_native", "base_path": str(root)},
-    "LMCache, fskv": lab.plugin,
+    "LMCache, fskv": lambda root: lab.plugin(root, block_tokens=BLOCK_TOKENS, dtype="float32"),
 }
 WAYS = (*KINDS, *ADAPTERS)
 # Of four documents or chats, two and a half fit into the KV cache and one into vLLM's memory behind it.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import pathlib
 import shutil
 
@@ -14,6 +16,7 @@ pytest.importorskip("lmcache", reason="LMCache has an environment of its own: ma
 
 from faults import files
 from faults.disk import DiskFaults
+from fskv.format import chunk_file
 
 pytestmark = [
     pytest.mark.lmcache,
@@ -37,6 +40,15 @@ def chunk_files(root) -> list[pathlib.Path]:
 def whole_chunks(said) -> int:
     """Tokens of a prompt in whole chunks."""
     return said["prompt_tokens"] // lab.CHUNK_TOKENS * lab.CHUNK_TOKENS
+
+
+def inode(path):
+    return path.stat().st_ino if path.exists() else None
+
+
+def wait_replaced(path, bad):
+    """Wait until it was stored again: a file is never written in its place."""
+    wait_for(lambda: inode(path) not in (None, bad), 60)
 
 
 def again(server, engine, prompt):
@@ -83,12 +95,38 @@ def _swap(path, other):
     aside.rename(other)
 
 
+def _other_namespace(path, _):
+    """As a file of the same key that an engine with other weights has stored."""
+    content = bytearray(path.read_bytes())
+    header = chunk_file.parse_header(content)
+    digest = bytes(byte ^ 0xFF for byte in header.namespace_digest)
+    other = dataclasses.replace(header, namespace_digest=digest)
+    content[: header.header_nbytes] = chunk_file.encode_header(other, header.header_nbytes)
+    path.write_bytes(content)
+
+
+def _directory(path, _):
+    path.unlink()
+    path.mkdir()
+
+
 DAMAGES = {
     "a bit of the payload": lambda path, _: files.flip_payload_bit(str(path)),
+    "the magic": lambda path, _: _change(path, 0),
     "the header's fields": lambda path, _: _change(path, 40),
+    "a digest of a row": lambda path, _: _change(path, 300),
+    "a header that ends early": lambda path, _: os.truncate(path, 1000),
     "half of it is gone": lambda path, _: files.truncate(str(path)),
+    "all of it is gone": lambda path, _: os.truncate(path, 0),
+    "bytes behind its end": lambda path, _: os.truncate(path, path.stat().st_size + 4096),
+    "zeros from the middle": lambda path, _: (
+        os.truncate(path, path.stat().st_size // 2),
+        os.truncate(path, path.stat().st_size * 2),
+    ),
     "another chunk's file": _swap,
+    "another namespace's file": _other_namespace,
     "no file": lambda path, _: path.unlink(),
+    "a directory": _directory,
 }
 
 
@@ -104,11 +142,15 @@ def test_both_are_restarted_and_load_what_was_stored_and_damage_is_computed(stor
         assert "lmcache:fskv_loaded_chunks_total{" in server.metrics()
         sound = set(chunk_files(root))
         for what, damage in DAMAGES.items():
-            damage(*sorted(sound)[2:4])
+            spoiled = sorted(sound)[2]
+            damage(spoiled, sorted(sound)[3])
+            bad = inode(spoiled)
             hurt = again(server, engine, PROMPT)
             assert hurt["ids"] == first["ids"], what
             assert hurt["loaded"] < whole_chunks(first), f"the fault was met: {what}"
-            wait_for(lambda: set(chunk_files(root)) == sound, 60)  # it was stored again
+            wait_replaced(spoiled, bad)
+            lab.wait_idle(server)
+            assert set(chunk_files(root)) == sound, what
             wait_for(lambda: files.unsound([str(path) for path in sound]) == [], 60)
         healed = again(server, engine, PROMPT)
         assert (healed["ids"], healed["loaded"]) == (first["ids"], whole_chunks(first))
@@ -122,6 +164,30 @@ def test_both_are_restarted_and_load_what_was_stored_and_damage_is_computed(stor
         assert control["ids"] != first["ids"], "what is loaded is what decides"
         assert engine.close() == 0
     assert "Traceback" not in server.log()
+
+
+def test_an_engine_with_other_blocks_computes_what_it_could_not_read(stored, root, tmp_path):
+    """The control is at the end: under the first one's block size it loads KV that is wrong for it."""
+    _, first = stored
+    other = lab.BLOCK_TOKENS // 2
+    computed = None  # by this engine: its attention may round otherwise
+    for number, told in enumerate((other, lab.BLOCK_TOKENS)):
+        plugin = lab.plugin(root, block_tokens=told)
+        with (
+            lab.Server(tmp_path / f"server{number}", plugin) as server,
+            lab.Engine(tmp_path / f"engine{number}", server.port, block_size=other) as engine,
+        ):
+            said = engine.generate(PROMPT)
+            lab.wait_idle(server)
+            if told == other:
+                assert said["loaded"] == 0
+                computed = said["ids"]
+                mine = again(server, engine, PROMPT)
+                assert (mine["ids"], mine["loaded"]) == (computed, whole_chunks(first))
+            else:
+                assert said["loaded"] == whole_chunks(first)
+                assert said["ids"] != computed, "what is loaded is what decides"
+            assert engine.close() == 0
 
 
 def test_a_disk_that_hangs_fails_fills_or_goes_costs_a_recompute(

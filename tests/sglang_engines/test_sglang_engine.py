@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import pathlib
 import shutil
@@ -165,6 +166,55 @@ def test_a_disk_that_hangs_fails_fills_or_goes_costs_a_recompute(
         assert engine.again(OTHER)["text"] == full["text"]
         assert engine.close() == 0
     assert "Traceback" not in engine.log()
+
+
+def loads_all(engine, said):
+    found = engine.again(PROMPT)
+    return (found["text"], found["storage"]) == (said["text"], whole_pages(said))
+
+
+def test_a_request_waits_for_storage_as_sglangs_policy_says(stored, root, tmp_path, native_library):
+    """While the disk hangs; no text is wrong. The controls: `wait_complete`, and a disk that does not."""
+    _, first = stored
+    # A call gives up after 7 s, and a second more; `timeout` is well below that.
+    waits = {"deadline_base_s": 7, "prefetch_timeout_base": 2, "prefetch_timeout_per_ki_token": 0}
+    options = {"quarantine_s": 0.1, "breaker_probe_s": 1, "negative_ttl_s": 0.1, **waits}
+    first_s = {}
+    for policy in ("wait_complete", "timeout", "best_effort"):
+        faults = DiskFaults(native_library("disk"), root, tmp_path / f"faults-{policy}")
+        with lab.Engine(
+            tmp_path / policy,
+            env=faults.env(),
+            hicache_storage_prefetch_policy=policy,
+            **lab.storage(root, maintenance="off", **options),
+        ) as engine:
+            other = engine.generate(OTHER)
+            if policy == "best_effort":  # what is there when its turn comes: all, some or none
+                found = [engine.again(PROMPT) for _ in range(3)]
+                assert {said["text"] for said in found} == {first["text"]}
+                assert all(said["storage"] in range(whole_pages(first) + 1) for said in found)
+            else:
+                assert any(loads_all(engine, first) for _ in range(5)), f"the control: {policy}"
+            engine(flush=True)
+            faults.set("pread hang suffix=.kv")
+            hurt = engine.generate(PROMPT)
+            if policy != "best_effort":  # which may be done before anything is read
+                assert faults.fired() > 0, policy
+            faults.clear()
+            assert (hurt["text"], hurt["storage"]) == (first["text"], 0), policy
+            first_s[policy] = hurt["first_s"]
+            # Late bytes, if there are any, are in no page that is used.
+            for _ in range(2):
+                assert engine.again(OTHER)["text"] == other["text"], policy
+                assert engine.again(PROMPT)["text"] == first["text"], policy
+            if policy != "best_effort":
+                # The breaker lets one operation through at a time, to see whether the root is back.
+                wait_for(functools.partial(loads_all, engine, first), 200)
+            assert engine.close() == 0
+        assert "Traceback" not in engine.log(), policy
+    assert first_s["wait_complete"] > 6, "it waited until fskv gave up"
+    assert 2 < first_s["timeout"] < first_s["wait_complete"], first_s
+    assert first_s["best_effort"] < first_s["wait_complete"], first_s
 
 
 def test_sglangs_own_faults_and_weights_that_change(stored, root, tmp_path):

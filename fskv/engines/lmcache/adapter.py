@@ -17,6 +17,7 @@ import ctypes
 import itertools
 import logging
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -42,6 +43,7 @@ from fskv.engines.lmcache.identity import (
     store_options,
     take_options,
 )
+from fskv.engines.lmcache.server import check_arguments
 from fskv.engines.prometheus import Publisher
 from fskv.errors import ConfigError, FskvError
 from fskv.offload import BlockingStore, KvStore, Page
@@ -59,6 +61,10 @@ _BEGIN_S = 60.0
 _OPENING = 10
 _END_S = 1.0  # close() waits so long for our threads, once all stores are closed
 _MAX_KINDS = 16  # each has threads, staging memory and a maintenance process
+# A call may last so much longer than its deadline: a grace, and another's step before it.
+_MARGIN_S = 10.0
+# In so many seconds a sentence is said once, and no more than so many sentences: some hold a client's words.
+_SAY_S, _MAX_SAID = 600.0, 16
 # Threads that wait for tasks: lookups are not behind loads, nor those behind stores.
 _THREADS = {"store": 2, "lookup": 2, "load": 4}
 
@@ -76,6 +82,7 @@ class FskvAdapter(L2AdapterInterface):
             if l1_memory_desc is None:
                 raise ConfigError("LMCache gave no memory of its objects (L1), expected one")
             config = self._config
+            check_arguments(sys.argv[1:], _BEGIN_S + config.deadline.max_s + _MARGIN_S)
             call_with_deadline(
                 lambda: Root.open(
                     config.root, create=True, dir_mode=config.dir_mode, file_mode=config.file_mode
@@ -84,7 +91,7 @@ class FskvAdapter(L2AdapterInterface):
                 f"option 'root': {config.root} did not answer",
             )
             self._models = call_with_deadline(
-                lambda: {n: read_model(n, entry, config) for n, entry in models.items()},
+                lambda: {n: read_model(n, entry) for n, entry in models.items()},
                 _FINGERPRINT_S,
                 "a checkpoint could not be read for a fingerprint (see 'weights_id')",
             )
@@ -100,7 +107,8 @@ class FskvAdapter(L2AdapterInterface):
         self._events = {name: create_event_notifier() for name in _THREADS}
         self._stores: dict[ObjectKind, _Opening] = {}
         self._kinds: dict[tuple[str, int, int], ObjectKind] = {}  # the last one seen of each
-        self._said: set[str] = set()
+        self._stopped: set[str] = set()  # models whose weights are in doubt
+        self._said: dict[str, float] = {}  # when
         self._closed = False
         self._ending = threading.Event()
         self._queues: dict[str, queue.SimpleQueue[Any]] = {n: queue.SimpleQueue() for n in _THREADS}
@@ -179,10 +187,11 @@ class FskvAdapter(L2AdapterInterface):
     def report_status(self) -> dict[str, Any]:
         stores = self._open_stores()
         return {
-            "is_healthy": not any(store.is_off() for store in stores),
+            "is_healthy": not (self._stopped or any(store.is_off() for store in stores)),
             "type": "FskvAdapter",
             "root": self._config.root,
             "namespaces": [store.namespace for store in stores],
+            "stopped_models": sorted(self._stopped),
         }
 
     def close(self) -> None:
@@ -223,7 +232,7 @@ class FskvAdapter(L2AdapterInterface):
             try:
                 result = work()
             except Exception as error:
-                self._say_once(f"a {name} failed: {type(error).__name__}: {error}")
+                self._say(f"a {name} failed: {type(error).__name__}: {error}")
             with self._lock:
                 if self._closed:  # the descriptors may be others' by now
                     return
@@ -282,7 +291,7 @@ class FskvAdapter(L2AdapterInterface):
         try:
             chunk_of(key)
         except ValueError as error:
-            self._say_once(str(error))
+            self._say(str(error))
             return False
         return True
 
@@ -294,16 +303,28 @@ class FskvAdapter(L2AdapterInterface):
         All who ask for it wait until `wait_s` after it began to be opened: an opening that hangs costs that
         once, and not each of them.
         """
+        if kind.model not in self._models:
+            if kind.model not in self._stopped:
+                self._say(
+                    f"option 'models': {kind.model!r} is not in it, so its KV is neither stored nor loaded"
+                )
+            return None
         with self._lock:
             opening = self._stores.get(kind)
-            if opening is None:
-                if self._closed or len(self._stores) >= _MAX_KINDS:
-                    return None
+            full = opening is None and len(self._stores) >= _MAX_KINDS
+            if opening is None and not (full or self._closed):
                 opening = self._stores[kind] = _Opening()
                 arguments = (kind, len(self._stores) - 1, opening)
                 threading.Thread(
                     target=self._open, args=arguments, name="fskv-open", daemon=True
                 ).start()
+        if full:
+            self._say(
+                f"there are {_MAX_KINDS} kinds of objects, so another one is neither stored nor loaded: "
+                f"{kind.model!r}, world {kind.world_size}, group {kind.group}, shapes {kind.shapes}"
+            )
+        if opening is None:
+            return None
         with suppress(TimeoutError):
             store = opening.result(max(0.0, opening.began + wait_s - time.monotonic()))
             return store if kind.model in self._models else None
@@ -314,9 +335,9 @@ class FskvAdapter(L2AdapterInterface):
         try:
             store = self._opened(kind, number)
         except ConfigError as error:  # it stays wrong
-            self._say_once(str(error))
+            self._say(str(error))
         except Exception as error:  # a later task tries again
-            self._say_once(f"a namespace could not be opened: {error}")
+            self._say(f"a namespace could not be opened: {error}")
             with self._lock:
                 del self._stores[kind]
         with self._lock:  # what came meanwhile has not seen this one, and no task may have it
@@ -325,12 +346,10 @@ class FskvAdapter(L2AdapterInterface):
         if late and store is not None:
             store.close()
 
-    def _opened(self, kind: ObjectKind, number: int) -> _Store:
+    def _opened(self, kind: ObjectKind, number: int) -> _Store | None:
         model = self._models.get(kind.model)
-        if model is None:
-            raise ConfigError(
-                f"option 'models': {kind.model!r} is not in it, so its KV is neither stored nor loaded"
-            )
+        if model is None:  # it was stopped meanwhile
+            return None
         kv = KvStore(
             store_options(self._config, number),
             build_identity(model, kind, str(lmcache_version)),
@@ -351,6 +370,7 @@ class FskvAdapter(L2AdapterInterface):
             try:
                 if not model.changed():
                     continue
+                self._stopped.add(model.name)
                 self._models.pop(model.name, None)  # none is opened any more, or handed out
                 for store in self._open_stores():
                     if store.model == model.name:
@@ -358,6 +378,7 @@ class FskvAdapter(L2AdapterInterface):
                             f"the checkpoint of {model.name} was changed (restart its engines first, "
                             "then this server)"
                         )
+                        store.publish(now=True)  # no transfer does it any more
                 return
             except Exception:  # the next round tries again
                 logger.exception("fskv: watching the checkpoint of %s", model.name)
@@ -367,10 +388,13 @@ class FskvAdapter(L2AdapterInterface):
             ended = [opening.result() for opening in self._stores.values() if opening.done()]
         return [store for store in ended if store is not None]
 
-    def _say_once(self, sentence: str) -> None:
+    def _say(self, sentence: str) -> None:
+        now = time.monotonic()
         with self._lock:
-            new = sentence not in self._said and len(self._said) < _MAX_KINDS
-            self._said.add(sentence) if new else None
+            self._said = {said: at for said, at in self._said.items() if now - at < _SAY_S}
+            new = sentence not in self._said and len(self._said) < _MAX_SAID
+            if new:
+                self._said[sentence] = now
         if new:
             logger.error("fskv: %s", sentence)
 
@@ -395,18 +419,23 @@ class _Store(BlockingStore):
         self._publisher = Publisher("lmcache", labels)
         self._publish_at = 0.0
 
-    def publish(self) -> None:
-        """Publish fskv's metrics, at most once a second."""
-        if time.monotonic() >= self._publish_at:
-            self._publish_at = time.monotonic() + _PUBLISH_S
+    def publish(self, *, now: bool = False) -> None:
+        """Publish fskv's metrics, at most once a second or `now`; never raises."""
+        if not now and time.monotonic() < self._publish_at:
+            return
+        self._publish_at = time.monotonic() + _PUBLISH_S
+        try:
             self.with_store(self._publisher.publish)
+        except Exception:  # what was moved is good all the same
+            self._publish_at = time.monotonic() + _SAY_S
+            logger.exception("fskv: metrics of %s are not published", self.namespace)
 
     def nbytes(self) -> int:
         capacity = self._own.lookup.capacity
         return capacity.state.namespace_nbytes if capacity is not None else 0
 
     def is_off(self) -> bool:
-        return bool(self._own.lookup.breaker.open)
+        return bool(self._own.lookup.breaker.open or self._own.lookup.stopped)
 
 
 def _series(key: Any) -> tuple[str, int, int]:

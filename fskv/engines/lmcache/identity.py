@@ -12,7 +12,9 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+import platform
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -24,13 +26,23 @@ from fskv.identity.fingerprint import checkpoint_state, kv_config, weights_finge
 from fskv.namespace import GroupIdentity, Identity, Json
 from fskv.types import ChunkId
 
-_REQUIRED = ("engine", "arch", "attention_backend", "settings", "server")
-_OPTIONAL = ("checkpoint", "revision", "weights_id")
+_REQUIRED = ("engine", "arch", "attention_backend", "block_size", "settings", "media", "server")
+_OPTIONAL = ("isa", "checkpoint", "revision", "weights_id")
+_NO_TEXT = ("block_size", "settings", "server")
+# Settings, as `normal` spells them, under which one key stands for more than one KV.
+_REFUSED = {
+    "enable_lora": "LMCache's keys do not hold the adapter",
+    "enable_prompt_embeds": "LMCache's keys hold token ids, and those of all embeddings are zeros",
+    "calculate_kv_scales": "each engine takes the scales of KV from what it was first asked",
+}
 _MIN_HASH_NBYTES = 16  # Python's own hash has 8: two prompts may have the same, and it is seeded
 _ONE_RANK = 0x01000100  # LMCache's kv_rank: world size, rank, and both again, of 8 bits each
 _MAX_DEADLINE_S = 120.0  # with a task's wait well below LMCache's 300 s
 _BYTES = ("uint8", "int8")  # what hides a dtype
-_MEDIA = ("vision", "audio", "image", "video")  # in the names of what a configuration says of them
+# In the names of what a configuration says of media.
+_MEDIA = re.compile(r"(?<!re)vision|visual|audio|image|img_|video|media|speech|(^|_)mm_|multimodal")
+_CONFIGS = ("config.json", "params.json")  # the second is Mistral's own
+_ON_CPUS = "cpu"  # how such an `arch` begins
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,16 +55,26 @@ class Model:
     engine: str  # and its version
     arch: str
     attention_backend: str
-    settings: Mapping[str, Json]
+    block_size: int  # tokens
+    isa: str | None  # by which vLLM's attention on CPUs packs a page
+    settings: Mapping[str, Json]  # by their normal names
     server: tuple[int, int]  # its index, and how many the engine has
+    checkpoint: str  # as the user names it
+    revision: str | None
     place: str  # of the checkpoint
     # Their state before the fingerprint; None: the user named the weights.
     files: Mapping[str, Any] | None
 
     def changed(self) -> bool:
-        """Say whether files of the checkpoint are others now: an engine may have loaded those since."""
+        """Say whether files of the checkpoint are others now: an engine may have loaded those since.
+
+        They are elsewhere when a branch of the hub has moved on.
+        """
         if self.files is None:
             return False
+        place = checkpoint_place(self.checkpoint, self.revision)
+        if place != self.place and os.path.exists(place):
+            return True
         try:
             return checkpoint_state(self.place) != self.files
         except ConfigError:  # it cannot be read just now: what comes back is looked at
@@ -100,6 +122,11 @@ def take_options(params: Mapping[str, Any]) -> tuple[StoreConfig, dict[str, Mapp
             f"option 'deadline_max_s': found {config.deadline.max_s:g}, expected {_MAX_DEADLINE_S:g} at "
             "most: LMCache's locks on its memory end by themselves"
         )
+    if config.media_keys != "checked":
+        raise ConfigError(
+            f"option 'media_keys': found {config.media_keys!r}, expected nothing: each model in 'models' has "
+            "'media'"
+        )
     for name, value in (("lora", "off"), ("weights_id", None)):
         if (found := getattr(config, name)) != value:
             raise ConfigError(f"option '{name}': found {found!r}, expected nothing beside 'models'")
@@ -118,8 +145,13 @@ def _check_entry(where: str, entry: Any) -> None:
     if strange := sorted(set(entry) - {*_REQUIRED, *_OPTIONAL}):
         raise ConfigError(f"{where}: found '{strange[0]}', expected one of the known names")
     for name, value in entry.items():
-        if name not in ("settings", "server") and (not isinstance(value, str) or not value):
+        if name not in _NO_TEXT and (not isinstance(value, str) or not value):
             raise ConfigError(f"{where}: '{name}' is {value!r}, expected text")
+    _check_pages(where, entry)
+    if entry["media"] not in ("none", "trusted"):
+        raise ConfigError(
+            f'{where}: \'media\' is {entry["media"]!r}, expected "none", if no request has any, or "trusted"'
+        )
     server = entry["server"]
     if (
         not isinstance(server, Sequence)
@@ -133,10 +165,34 @@ def _check_entry(where: str, entry: Any) -> None:
     settings = entry["settings"]
     if not isinstance(settings, Mapping):
         raise ConfigError(f"{where}: 'settings' is {settings!r}, expected an object, {{}} for none")
-    if settings.get("enable_lora"):
+    names = [normal(name) for name in settings]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(f"{where}: '{twice[0]}' is in 'settings' twice, expected one spelling")
+    for name, value in settings.items():
+        if value and (reason := _REFUSED.get(normal(name))):
+            raise ConfigError(f"{where}: found '{name}', expected none: {reason}")
+
+
+def _check_pages(where: str, entry: Mapping[str, Any]) -> None:
+    """Check what says how KV lies in a page of the engine, and so in an object."""
+    size = entry["block_size"]
+    if type(size) is not int or size <= 0:
+        raise ConfigError(f"{where}: 'block_size' is {size!r}, expected tokens, a number above 0")
+    on_cpu = str(entry["arch"]).startswith(_ON_CPUS)
+    if on_cpu and "isa" not in entry:
         raise ConfigError(
-            f"{where}: found 'enable_lora', expected none: LMCache's keys do not hold the adapter"
+            f"{where}: 'isa' is missing: pages of an engine on a CPU are packed for its instructions, and "
+            "LMCache does not tell which"
         )
+    if "isa" in entry and not on_cpu:
+        raise ConfigError(
+            f"{where}: found 'isa' with 'arch' {entry['arch']!r}, expected it with a CPU's alone"
+        )
+
+
+def normal(name: str) -> str:
+    """Return one spelling of a setting, of those that vLLM takes: `--enable-lora` is `enable_lora`."""
+    return name.lstrip("-").replace("-", "_")
 
 
 def store_options(config: StoreConfig, number: int) -> StoreConfig:
@@ -148,12 +204,13 @@ def store_options(config: StoreConfig, number: int) -> StoreConfig:
             if number == 0 or "{rank}" in health_file
             else None
         )
-    return replace(config, weights_fixed=False, media_keys="checked", health_file=health_file)
+    return replace(config, weights_fixed=False, health_file=health_file)
 
 
-def read_model(name: str, entry: Mapping[str, Any], config: StoreConfig) -> Model:
+def read_model(name: str, entry: Mapping[str, Any]) -> Model:
     """Read a model's checkpoint for its configuration and a fingerprint; raises ConfigError."""
-    place = checkpoint_place(entry.get("checkpoint", name), entry.get("revision"))
+    checkpoint, revision = entry.get("checkpoint", name), entry.get("revision")
+    place = checkpoint_place(checkpoint, revision)
     weights_id = entry.get("weights_id")
     files = None
     if weights_id is None and os.path.exists(place):
@@ -163,24 +220,58 @@ def read_model(name: str, entry: Mapping[str, Any], config: StoreConfig) -> Mode
         if weights_id is not None
         else weights_fingerprint(place, revision_commit=None)
     )
-    model_config: dict[str, Any] = {}
-    path = os.path.join(place, "config.json")
-    if os.path.exists(path):
-        try:
-            with open(path, encoding="utf-8") as file:
-                model_config = kv_config(json.load(file))
-        except (OSError, ValueError, AttributeError) as error:
-            raise ConfigError(f"{path}: {str(error).partition(chr(10))[0]}") from None
-    media = [key for key in model_config if any(word in key for word in _MEDIA)]
-    if media and config.media_keys == "checked":
-        raise ConfigError(
-            f"option 'media_keys': found \"checked\" for a model with '{media[0]}', expected \"trusted\": "
-            "LMCache's keys hold the engine's own names of media"
-        )
-    facts = {**{each: entry[each] for each in _REQUIRED}, "server": tuple(entry["server"])}
-    return Model(
-        name=name, weights=weights, model_config=model_config, place=place, files=files, **facts
+    found = {each: _json_of(os.path.join(place, each)) for each in _CONFIGS}
+    media = sorted(
+        {key for config in found.values() for key in _keys(config) if _MEDIA.search(key)}
     )
+    if media and entry["media"] == "none":
+        raise ConfigError(
+            f"option 'models': {name!r}: 'media' is \"none\" for a model with '{media[0]}' in its "
+            "configuration, expected \"trusted\": LMCache's keys hold the engine's own names of media"
+        )
+    model_config: dict[str, Any] = kv_config(found["config.json"])
+    return Model(
+        name=name,
+        weights=weights,
+        model_config=model_config,
+        engine=entry["engine"],
+        arch=entry["arch"],
+        attention_backend=entry["attention_backend"],
+        block_size=entry["block_size"],
+        isa=entry.get("isa"),
+        settings={normal(each): value for each, value in entry["settings"].items()},
+        server=tuple(entry["server"]),
+        checkpoint=checkpoint,
+        revision=revision,
+        place=place,
+        files=files,
+    )
+
+
+def _json_of(path: str) -> dict[str, Any]:
+    """Return what a file of settings says, nothing where there is none; raises ConfigError."""
+    if not os.path.exists(path):
+        return {}
+    try:
+        with open(path, encoding="utf-8") as file:
+            found = json.load(file)
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: {str(error).partition(chr(10))[0]}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path}: found a {type(found).__name__}, expected an object")
+    return found
+
+
+def _keys(config: Mapping[str, Any]) -> Iterator[str]:
+    """Return the keys of a configuration, at any depth, in small letters."""
+    left: list[Any] = [config]
+    while left:
+        value = left.pop()
+        if isinstance(value, dict):
+            yield from (key.lower() for key in value)
+            left += value.values()
+        elif isinstance(value, list):
+            left += value
 
 
 def build_identity(model: Model, kind: ObjectKind, version: str) -> Identity:
@@ -198,6 +289,7 @@ def build_identity(model: Model, kind: ObjectKind, version: str) -> Identity:
             )
     if version == "unknown":
         raise ConfigError("this LMCache does not tell its version, expected an installed one")
+    _check_isa(model, kind)
     shapes = ",".join("x".join(map(str, shape)) for shape in kind.shapes)
     first = kind.shapes[0]
     name = (
@@ -236,8 +328,34 @@ def build_identity(model: Model, kind: ObjectKind, version: str) -> Identity:
             "servers": model.server[1],
         },
         lora="off",
-        extra={"computed_by": model.engine, "settings": dict(model.settings)},
+        extra={
+            "computed_by": model.engine,
+            "settings": dict(model.settings),
+            "block_size": model.block_size,
+            **({"isa": model.isa} if model.isa is not None else {}),
+        },
     )
+
+
+def _check_isa(model: Model, kind: ObjectKind) -> None:
+    """Raise ConfigError for an `isa` that vLLM does not choose: a server shares its engine's machine.
+
+    vLLM's rule is `_get_attn_isa` of its cpu_attn (0.32). Only what is sure is judged here.
+    """
+    import torch
+
+    has_amx = getattr(torch.cpu, "_is_amx_tile_supported", None)
+    if model.isa is None or not model.engine.startswith("vllm"):
+        return
+    where = f"option 'models': {model.name!r}: 'isa' is {model.isa!r}"
+    if model.isa in ("amx", "vec") and model.block_size % 32:
+        raise ConfigError(f"{where} with a 'block_size' of {model.block_size}, expected \"vec16\"")
+    if has_amx is None or platform.machine() != "x86_64" or model.isa not in ("amx", "vec"):
+        return
+    if model.isa == "amx" and not has_amx():
+        raise ConfigError(f"{where} on a CPU without AMX, expected what vLLM chooses here")
+    if model.isa == "vec" and "bfloat16" in kind.dtypes and has_amx():
+        raise ConfigError(f'{where} for bfloat16 on a CPU with AMX, where vLLM chooses "amx"')
 
 
 def object_nbytes(kind: ObjectKind) -> int:

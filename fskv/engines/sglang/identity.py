@@ -20,6 +20,12 @@ from fskv.hybrid_planner import GroupKind
 from fskv.identity.fingerprint import checkpoint_state, weights_fingerprint
 from fskv.namespace import GroupIdentity, Identity, Json
 
+# Arguments of the server without which nothing can be said.
+_NEEDED = (
+    *("model_path", "kv_cache_dtype", "quantization_param_path", "enable_lora"),
+    *("attention_backend", "prefill_attention_backend", "decode_attention_backend"),
+    *("speculative_algorithm", "hicache_storage_backend"),
+)
 # Formats that load what stands in the checkpoint.
 _LOAD_FORMATS = ("auto", "safetensors", "pt", "gguf", "mistral", "fastsafetensors")
 # What brings others under such a format: another process's, experts of their own, what ModelOpt restores or
@@ -105,6 +111,11 @@ def build_identity(
     Raises ConfigError where KV could be served wrongly.
     """
     arguments = facts.arguments
+    needed = (*_NEEDED, "load_format") if config.weights_id is None else _NEEDED
+    if missing := [name for name in needed if name not in arguments]:
+        raise ConfigError(
+            f"this SGLang has no server argument '{missing[0]}', so FskvStorage cannot be used with it"
+        )
     _check(facts, config, ranks)
     pages = next(iter(pools.values()))
     if len(pools) > 1 and ranks.is_mla_model and ranks.tp_size > 1:
