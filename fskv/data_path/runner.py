@@ -152,18 +152,21 @@ class JobRunner(Generic[SlotT]):
         moves: Sequence[FileMove],
         ready: Ready | None,
         limit: LoadLimit = NO_LIMIT,
+        *,
+        refused: bool = False,
     ) -> None:
         """Start a load; all its chunks are read in parallel, ahead of any store.
 
         `ready` is an event after which no kernel writes the pages any more, or None. A load that is given up
         by its `limit`, before its deadline, was not worth more time: nothing is held against its chunks.
+        One that is `refused` fails. It is never begun: an I/O thread may end a load before it is given up.
         """
         deadline_s = self._deadline.for_nbytes(sum(self._file_nbytes(r) for r in moves))
         too_late = Status.SKIPPED if limit.allowed_s < deadline_s else Status.TIMED_OUT
         allowed_s = min(limit.allowed_s, deadline_s)
         guard = self._make_guard()
         job = Job(job_id, self._clock(), allowed_s, ready, guard, too_late, limit.look_s)
-        tasks = self._begin(job, moves)
+        tasks = self._begin(job, moves, refused=refused)
         if self._prefetch is not None:
             self._prefetch.hand_over(tasks)
         self._queue_when_ready(job, tasks)
@@ -214,7 +217,9 @@ class JobRunner(Generic[SlotT]):
             return self._max_queued
         return max(self.least_queued, int(self._store_queue_s / seconds))
 
-    def _begin(self, job: Job, moves: Sequence[FileMove]) -> list[FileTask]:
+    def _begin(
+        self, job: Job, moves: Sequence[FileMove], *, refused: bool = False
+    ) -> list[FileTask]:
         """Register a job; return the tasks to run, if any. ValueError: its id is that of an open one."""
         # The report would be taken for this job's, with its pages in use.
         if job.job_id in self._jobs:
@@ -224,8 +229,8 @@ class JobRunner(Generic[SlotT]):
         self._jobs[job.job_id] = job
         if not job.tasks:
             self._ends.report(job)
-        elif not self._breaker.allows():
-            self._abandon(job, Status.BREAKER)
+        elif refused or not self._breaker.allows():
+            self._abandon(job, Status.SKIPPED if refused else Status.BREAKER)
             return []
         return job.tasks
 
