@@ -293,11 +293,13 @@ class JobRunner(Generic[SlotT]):
     def drop(self) -> None:
         """Give every job up: from the return on none of their KV pages is read or written.
 
-        Waits for memory copies only. Loads fail. Of stores, what a thread has gathered is still written, and
-        all that waits is dropped, what wait() has gathered included.
+        Waits for memory copies only. Loads fail, those too that have ended and were not polled: their pages
+        are gone. Of stores, what a thread has gathered is still written, and all that waits is dropped, what
+        wait() has gathered included.
         """
         self._collect()
         for job in list(self._jobs.values()):
+            job.dropped = True
             self._abandon(job, Status.SKIPPED)
         for task in self._ends.open_stores:
             if task.queued is not None and self._pool.queue.cancel(task.queued):

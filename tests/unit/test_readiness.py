@@ -298,6 +298,26 @@ def test_a_load_that_is_given_up_when_it_has_a_thread_gives_its_slot_back(make_d
     assert bench.runner._slots._num_ahead == 0
 
 
+@pytest.mark.parametrize("dropped", [True, False], ids=["dropped", "negative_control"])
+def test_a_load_that_has_ended_and_was_not_polled_fails_at_a_drop(make_device, dropped):
+    """Its pages are unmapped: who hears that it is good computes with what is there afterwards."""
+    bench = make_device(num_threads=2, num_slots=40)
+    stored(bench, list(range(4)))
+    job = bench.load(list(range(4)), place=10)
+    wait_for(lambda: not any(bench.poisoned(10 + i) for i in range(4)))
+    wait_for(lambda: not bench.runner.num_running)
+    assert job not in bench.results
+    if dropped:
+        returns_in_time(lambda: bench.runner.drop() or 1)
+    (result,) = bench.finish(job)
+    assert result.failed is dropped
+    assert len(result.bad) == (4 if dropped else 0)
+    assert bench.statuses(loads=True) == {Status.OK: 4}, "nothing is held against the files"
+    again = bench.load([0], place=20)
+    assert not bench.finish(again)[0].failed
+    bench.wait_until_idle()
+
+
 @pytest.mark.parametrize("how", ["wait", "drop"])
 def test_stores_that_wait_for_a_forward_give_their_pages_back(make_device, how):
     bench = make_device(num_threads=2, num_slots=40)
