@@ -129,22 +129,26 @@ class SimTensor(torch.Tensor):
 
 
 class SimEvent:
-    """An event of a stream, as torch.cuda.Event(blocking=True) is one."""
+    """An event of a stream, as torch.cuda.Event(blocking=True) is one. Until it is recorded it has fired."""
 
-    def __init__(self, gpu, stream):
+    def __init__(self, gpu, stream=None, *, blocking=True):
         self._gpu = gpu
         self._event = ctypes.c_void_p()
         with gpu.current():
-            gpu.sim.call(
-                "cuEventCreate", ctypes.byref(self._event), _BLOCKING_SYNC | _DISABLE_TIMING
-            )
-            gpu.sim.call("cuEventRecord", self._event, stream)
+            gpu.sim.call("cuEventCreate", ctypes.byref(self._event), flags)
+        flags = _DISABLE_TIMING | (_BLOCKING_SYNC if blocking else 0)
         self.handle = self._event
 
     def query(self):
         with self._gpu.current():
             code = self._gpu.sim.lib.cuEventQuery(self._event)
         if code not in (0, 600):
+        if stream is not None:
+            self.record_on(stream)
+
+    def record_on(self, stream):
+        with self._gpu.current():
+            self._gpu.sim.call("cuEventRecord", self._event, stream)
             raise SimError(f"CUDA error: cuEventQuery answers {code}")
         return code == 0
 
@@ -231,12 +235,12 @@ class Gpu:
                 self.stream,
             )
 
-    def launch(self, call):
+    def launch(self, call, stream=None):
         """Launch a call of the host's: a kernel that takes as long as it does."""
         kept = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: call())
         self._calls.append(kept)
         with self.current():
-            self.sim.call("cuLaunchHostFunc", self.stream, kept, None)
+            self.sim.call("cuLaunchHostFunc", stream or self.stream, kept, None)
 
     def event(self):
         return SimEvent(self, self.stream)
@@ -288,6 +292,12 @@ class _Torch:
     def stream_now(self):
         stream = getattr(self.local, "stream", None)
         return stream.handle if stream else None
+
+    @property
+    def engine_stream(self):
+        """The current stream of an engine's thread: one of its own, and not the default stream."""
+        gpu = getattr(self.local, "gpu", None) or self.gpu("cuda")
+        return getattr(self.local, "stream", None) or _Stream(self, gpu, gpu.stream)
 
     def is_device(self, address):
         return self.sim.open_address(address) != 0
@@ -391,6 +401,17 @@ def compiled_copy(*_):
 
 
 def on_simulation(patch, sim):
+class _Event(SimEvent):
+    """torch.cuda.Event."""
+
+    def __init__(self, simulated, *, blocking=False):
+        self._simulated = simulated
+        super().__init__(simulated.engine_stream.gpu, blocking=blocking)
+
+    def record(self, stream=None):
+        self.record_on((stream or self._simulated.engine_stream).handle)
+
+
     """Put fskv's CUDA path on the simulated driver; `patch` has pytest's `setattr`."""
     simulated = _Torch(sim)
     patch.setattr(cuda, "LIBCUDA", sim.path)
@@ -420,6 +441,7 @@ def on_simulation(patch, sim):
 
 def device_world(make_world, gpu, *, native=True, num_slots=40, **options):
     """Make a World whose pages are on a device; `world.tensors` are for looking at them from beside."""
+    patch.setattr(torch.cuda, "Event", functools.partial(_Event, simulated))
     closed = []
 
     def make_transport(tensors, nbytes, **given):

@@ -943,7 +943,9 @@ def mover(sim, tmp_path):
         root=str(tmp_path), io_threads=2, direct_io="off", staging_bytes=16 * layout.file_nbytes
     )
     directory = NamespaceDir(str(tmp_path), b"end" * 8, 0o700, 0o600)
-    made = Mover(config, directory, [sim.torch.gpu("cuda").tensor(16, 4096)], {0: layout})
+    tensor = sim.torch.gpu("cuda").tensor(16, 4096)
+    made = Mover(config, directory, [tensor], {0: layout})
+    made.tensor = tensor
     plan = plan_job([GroupLayout.of(0, 4, [(0, 4096)])], [4096], [4], list(range(16)), [16], [0])
     made.moves = [FileMove(FileId(b"%032d" % i, 0), part) for i, part in enumerate(plan.chunks)]
     made.store(1, made.moves)
@@ -978,3 +980,38 @@ def test_a_gpu_that_answers_no_more_does_not_keep_the_engine_from_ending(
     ends.join(5 if bounded else 1)
     assert ends.is_alive() == (not bounded)
     assert ("shutdown: the GPU did not end its copies within 0.4 s" in caplog.text) == bounded
+@pytest.mark.parametrize("is_load", [True, False])
+@pytest.mark.parametrize("told", [True, pytest.param(False, id="control")])
+def test_a_mover_comes_after_the_event_that_it_is_given(sim, mover, is_load, told):
+    gpu, pages = sim.torch.gpu("cuda"), sim.torch.gpu("cuda").opened(mover.tensor)
+
+    def ended(job):
+        wait_for(lambda: job in [result.job_id for result in mover.poll()])
+        wait_for(lambda: (mover.poll(), mover.idle)[1])
+
+    pages[:] = 5
+    moves = [FileMove(FileId(b"new %028d" % i, 0), m.plan) for i, m in enumerate(mover.moves)]
+    if is_load:
+        mover.store(2, moves)
+        ended(2)
+    else:
+        pages[:] = 0
+    go = threading.Event()
+
+    def step():
+        go.wait(20)
+        pages[:] = 9 if is_load else 5
+
+    gpu.launch(step)
+    threading.Timer(0.3, go.set).start()  # an untold copy is done long before
+    ready = gpu.event() if told else None
+    (mover.load if is_load else mover.store)(3, moves, ready)
+    ended(3)
+    gpu.synchronize()
+    if not is_load:
+        pages[:] = 0
+        mover.load(4, moves)
+        ended(4)
+    assert bool((pages == 5).all()) is told
+
+
