@@ -40,7 +40,7 @@ class Device(Protocol):
 
     kernels_missing: str | None  # why row_digests goes through the host, None if it does not
 
-    def make_current(self) -> None: ...
+    def enter_thread(self) -> None: ...
 
     def new_buffer(self, nbytes: int) -> Any: ...
 
@@ -133,7 +133,7 @@ class GdsTransport:
     # --- slots ------------------------------------------------------------------------------
 
     def enter_thread(self) -> None:
-        self._device.make_current()
+        self._device.enter_thread()
 
     def new_slot(self, index: int) -> GdsSlot:
         """Raises RuntimeError or OSError without memory, or when cuFile cannot register it."""

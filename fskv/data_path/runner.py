@@ -380,21 +380,17 @@ class JobRunner(Generic[SlotT]):
 
     @contextlib.contextmanager
     def _own_slot(self) -> Iterator[OwnSlot[SlotT]]:
-        """A slot for the life of a thread; None without memory, which costs its chunks and not the engine."""
+        """A slot for the life of a thread; without a device or memory it costs its chunks, not the engine."""
         numa.pin_thread(self._cpus)
-        self._transport.enter_thread()
-        own = OwnSlot(self._slots.take())
-        try:
+        with self._slots.own() as own:
             yield own
-        finally:
-            if own.slot is not None:
-                self._slots.give_back(own.slot)
 
     def _run(self, queued: Queued, own: OwnSlot[SlotT]) -> None:
         task = queued.owner
         assert task is not None, "it has not ended"
-        if own.slot is None:  # there was no memory for one when the thread started
-            own.slot = self._slots.take()
+        if not self._slots.complete(own):
+            self._ends.lost(task)
+            return
         if not task.job.is_load:
             self._store_chunk(task, queued, own.slot)
             return

@@ -29,6 +29,7 @@ from fskv.transports.host import HostTransport
 _CUBIN = b"SIM: the kernels are functions of the host's, found by name"
 _NON_BLOCKING = 1
 _BLOCKING_SYNC, _DISABLE_TIMING = 1, 2
+_CAPTURE_RELAXED = 2
 
 
 class SimError(RuntimeError):
@@ -69,6 +70,10 @@ class Sim:
     def hold(self, hold):
         """Let nothing that was launched begin, or go on."""
         self.lib.sim_hold(int(hold))
+
+    def hold_registering(self, hold):
+        """Let the driver not return from registering memory."""
+        self.lib.sim_hold_registering(int(hold))
 
     def lose(self, device, code=700):
         """Let all calls fail from now on, as after an illegal address."""
@@ -134,21 +139,21 @@ class SimEvent:
     def __init__(self, gpu, stream=None, *, blocking=True):
         self._gpu = gpu
         self._event = ctypes.c_void_p()
+        flags = _DISABLE_TIMING | (_BLOCKING_SYNC if blocking else 0)
         with gpu.current():
             gpu.sim.call("cuEventCreate", ctypes.byref(self._event), flags)
-        flags = _DISABLE_TIMING | (_BLOCKING_SYNC if blocking else 0)
         self.handle = self._event
-
-    def query(self):
-        with self._gpu.current():
-            code = self._gpu.sim.lib.cuEventQuery(self._event)
-        if code not in (0, 600):
         if stream is not None:
             self.record_on(stream)
 
     def record_on(self, stream):
         with self._gpu.current():
             self._gpu.sim.call("cuEventRecord", self._event, stream)
+
+    def query(self):
+        with self._gpu.current():
+            code = self._gpu.sim.lib.cuEventQuery(self._event)
+        if code not in (0, 600):
             raise SimError(f"CUDA error: cuEventQuery answers {code}")
         return code == 0
 
@@ -289,15 +294,15 @@ class _Torch:
                 self.local.stream = before
 
     @property
-    def stream_now(self):
-        stream = getattr(self.local, "stream", None)
-        return stream.handle if stream else None
-
-    @property
     def engine_stream(self):
         """The current stream of an engine's thread: one of its own, and not the default stream."""
         gpu = getattr(self.local, "gpu", None) or self.gpu("cuda")
         return getattr(self.local, "stream", None) or _Stream(self, gpu, gpu.stream)
+
+    @property
+    def stream_now(self):
+        stream = getattr(self.local, "stream", None)
+        return stream.handle if stream else None
 
     def is_device(self, address):
         return self.sim.open_address(address) != 0
@@ -364,14 +369,23 @@ class _Torch:
 
 
 class _Pinned(mmap.mmap):
+    gpu = None  # until the driver has taken it
+
     def register(self, gpu, address):
-        self.gpu, self.address = gpu, ctypes.c_void_p(address)
+        place = ctypes.c_void_p(address)
         with gpu.current():
-            gpu.sim.call("cuMemHostRegister_v2", self.address, ctypes.c_size_t(len(self)), 1)
+            gpu.sim.call("cuMemHostRegister_v2", place, ctypes.c_size_t(len(self)), 1)
+        self.gpu, self.address = gpu, place
 
     def __del__(self):
+        """On any thread, whenever the collector comes; torch relaxes captures there."""
+        if self.gpu is None:
+            return
+        mode, lib = ctypes.c_int(_CAPTURE_RELAXED), self.gpu.sim.lib
+        lib.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
         with self.gpu.current():
-            self.gpu.sim.lib.cuMemHostUnregister(self.address)
+            lib.cuMemHostUnregister(self.address)
+        lib.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
 
 class _Stream:
@@ -385,6 +399,17 @@ class _Stream:
     def synchronize(self):
         with self.gpu.current():
             self.gpu.sim.call("cuStreamSynchronize", self.handle)
+
+
+class _Event(SimEvent):
+    """torch.cuda.Event."""
+
+    def __init__(self, simulated, *, blocking=False):
+        self._simulated = simulated
+        super().__init__(simulated.engine_stream.gpu, blocking=blocking)
+
+    def record(self, stream=None):
+        self.record_on((stream or self._simulated.engine_stream).handle)
 
 
 class _CopyPieces:
@@ -401,17 +426,6 @@ def compiled_copy(*_):
 
 
 def on_simulation(patch, sim):
-class _Event(SimEvent):
-    """torch.cuda.Event."""
-
-    def __init__(self, simulated, *, blocking=False):
-        self._simulated = simulated
-        super().__init__(simulated.engine_stream.gpu, blocking=blocking)
-
-    def record(self, stream=None):
-        self.record_on((stream or self._simulated.engine_stream).handle)
-
-
     """Put fskv's CUDA path on the simulated driver; `patch` has pytest's `setattr`."""
     simulated = _Torch(sim)
     patch.setattr(cuda, "LIBCUDA", sim.path)
@@ -427,6 +441,7 @@ class _Event(SimEvent):
         staticmethod(lambda tensor: simulated.is_device(tensor.data_ptr())),
     )
     patch.setattr(torch.cuda, "set_device", simulated.set_device)
+    patch.setattr(torch.cuda, "Event", functools.partial(_Event, simulated))
     patch.setattr(torch.cuda, "Stream", simulated.stream_of_pool)
     patch.setattr(torch.cuda, "ExternalStream", simulated.external_stream)
     patch.setattr(torch.cuda, "stream", simulated.stream)
@@ -441,7 +456,6 @@ class _Event(SimEvent):
 
 def device_world(make_world, gpu, *, native=True, num_slots=40, **options):
     """Make a World whose pages are on a device; `world.tensors` are for looking at them from beside."""
-    patch.setattr(torch.cuda, "Event", functools.partial(_Event, simulated))
     closed = []
 
     def make_transport(tensors, nbytes, **given):

@@ -412,7 +412,7 @@ def test_slots_are_registered_once_and_no_more_than_was_allowed(make_device, sim
 
 
 @contextlib.contextmanager
-def captured(sim, gpu):
+def captured(sim, gpu, stream=None):
     """Capture a graph meanwhile; raises SimError in the end if somebody has spoilt it."""
     with gpu.current():
         sim.call("cuStreamBeginCapture_v2", gpu.stream, 0)
@@ -448,6 +448,7 @@ def test_no_capture_is_spoilt_by_memory_for_gds(sim, monkeypatch, relaxed):
 
 
 def test_negative_control_python_s_copies_spoil_a_capture_that_nobody_relaxes(
+    stream = stream or gpu.stream
     make_world, sim, monkeypatch
 ):
     # Not of make_device: after the error a copy may be from memory that could not be registered.
@@ -455,7 +456,6 @@ def test_negative_control_python_s_copies_spoil_a_capture_that_nobody_relaxes(
         job, _ = bench.store([1, 2])
         bench.finish(job)
         bench.wait_until_idle()
-        monkeypatch.setattr(cuda.Driver, "relaxed", lambda self: contextlib.nullcontext())
 
         def load():
             with captured(sim, bench.gpu):
@@ -469,11 +469,37 @@ def test_negative_control_python_s_copies_spoil_a_capture_that_nobody_relaxes(
 def test_negative_control_a_capture_is_spoilt_by_an_allocation(sim):
     gpu = sim.torch.gpu("cuda:0")
     with gpu.current():
-        sim.call("cuStreamBeginCapture_v2", gpu.stream, 0)
+        sim.call("cuStreamBeginCapture_v2", stream, 0)
+@pytest.mark.parametrize("relaxed", [True, pytest.param(False, id="control")])
+def test_no_capture_is_spoilt_by_who_waits_for_the_engines_events(
+    make_device, sim, monkeypatch, path, relaxed
+):
+    """It waits for the first when the capture begins, and for the second during it."""
+    if not relaxed:
+        monkeypatch.setattr(cuda.Driver, "relax", lambda self: 0)
+    sim.reset(1, 0.0)
+    bench = make_device(num_threads=2, **path)
+    go = threading.Event()
+    bench.gpu.launch(lambda: go.wait(20))
+    jobs = []
+    for n in range(2):
+        ready, _ = bench.pending_step(bench.blocks(n), n)
+        jobs.append(n)
+        bench.runner.submit_store(n, [bench.world.request(n, bench.blocks(n))], ready)
+    wait_for(lambda: sim.calls("cuEventSynchronize") >= 1)
+    side = bench.gpu.new_stream()
+    spoilt = contextlib.nullcontext() if relaxed else pytest.raises(SimError, match="901")
+    with spoilt, captured(sim, bench.gpu, side):
+        go.set()
+        bench.finish(*jobs)
+        bench.wait_until_idle()
+    assert (bench.statuses(loads=False) == {Status.OK: 2}) or not relaxed
+
+
     with pytest.raises(SimError, match="900"):
         gpu.allocate(4096)
     with gpu.current(), pytest.raises(SimError, match="901"):
-        sim.call("cuStreamEndCapture", gpu.stream, ctypes.byref(ctypes.c_void_p()))
+        sim.call("cuStreamEndCapture", stream, ctypes.byref(ctypes.c_void_p()))
 
 
 # --- bytes ---------------------------------------------------------------------------------------------
@@ -485,6 +511,7 @@ class Pair:
     def __init__(self, sim, tmp_path, shapes, num_slots=1):
         self.gpu = sim.torch.gpu("cuda:0")
         self.tensors = [self.gpu.tensor(*shape) for shape in shapes]
+    monkeypatch.setattr(cuda.Driver, "relax", lambda self: 0)
         self.transports = [
             HostTransport(
                 self.tensors,

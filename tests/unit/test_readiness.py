@@ -379,6 +379,37 @@ def test_each_thread_of_the_runners_selects_the_device_first(make_device, monkey
     assert len(entered) == len(set(entered))
 
 
+def test_without_a_device_chunks_fail_at_once_and_with_one_again_they_go(
+    make_device, monkeypatch, caplog
+):
+    """No thread is started anew for ever, and no load waits for its deadline."""
+    bench = make_device(num_threads=2, num_slots=40)
+    real, calls = host.HostTransport.enter_thread, []
+
+    def lost(_):
+        calls.append(threading.current_thread().name)
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(host.HostTransport, "enter_thread", lost)
+        store, _ = bench.store([0, 1])
+        bench.finish(store)
+        bench.wait_until_idle()
+        load = bench.load([0, 1], place=10)
+        assert bench.finish(load)[0].failed
+        bench.wait_until_idle()
+        assert bench.statuses(loads=False) == bench.statuses(loads=True) == {Status.IO_ERROR: 2}
+        assert all(bench.poisoned(10 + i) for i in range(2))
+        assert len(set(calls)) <= 2
+        assert len(calls) <= 6, "each thread at its beginning, and once a chunk"
+    assert caplog.text.count("the device cannot be made current") == 1
+    assert host.HostTransport.enter_thread is real
+    contents = stored(bench, [0, 1])
+    assert not bench.finish(bench.load([0, 1], place=10))[0].failed
+    bench.wait_until_idle()
+    assert all(bench.world.pages(bench.blocks(10 + i)) == contents[i] for i in range(2))
+
+
 def test_a_bad_file_is_found_while_the_forward_runs(make_device):
     bench = make_device(num_threads=2, num_slots=40)
     stored(bench, [0, 1])
