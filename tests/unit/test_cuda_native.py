@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import mmap
 import os
 import random
 import threading
@@ -348,6 +349,39 @@ def test_a_device_is_given_up_when_no_copy_runs(sim, make_pair):
     assert not transport._outside.copy(table, slot.array, 0, None, to_slot=True), "it is given up"
 
 
+@pytest.mark.parametrize("closed", [True, False], ids=["closed", "control"])
+def test_memory_that_is_registered_while_the_device_is_given_up_is_not_kept(sim, closed):
+    """A thread makes a slot while the engine ends. Without the end, the control, all is kept."""
+    device = native_module.Device(sim.path, 0, SLOT, 1)
+    buffers = [mmap.mmap(-1, SLOT) for _ in range(6)]
+    before, refused = sim.registered, []
+
+    def register(buffer):
+        try:
+            device.register(buffer)
+        except RuntimeError as error:
+            refused.append(str(error))
+
+    threads = [threading.Thread(target=register, args=[b], daemon=True) for b in buffers]
+    sim.hold_registering(True)
+    for thread in threads:
+        thread.start()
+    wait_for(lambda: sim.registered == before + 6 * SLOT)
+    if closed:
+        returns_in_time(lambda: device.close() or 1)
+    sim.hold_registering(False)
+    for thread in threads:
+        thread.join(20)
+    assert refused == (["the device was given up"] * 6 if closed else [])
+    assert sim.registered - before == (-2048 * 24 if closed else 6 * SLOT)
+    if not closed:
+        device.close()
+        assert sim.registered == before - 2048 * 24
+    for buffer in buffers:
+        buffer.close()  # BufferError if somebody still refers to it
+    assert sim.misuses == []
+
+
 @pytest.mark.parametrize("how", ["spans", "kernel"])
 def test_nothing_runs_after_a_copy_that_failed(sim, make_pair, monkeypatch, how):
     if how == "spans":
@@ -414,11 +448,12 @@ def test_slots_are_registered_once_and_no_more_than_was_allowed(make_device, sim
 @contextlib.contextmanager
 def captured(sim, gpu, stream=None):
     """Capture a graph meanwhile; raises SimError in the end if somebody has spoilt it."""
+    stream = stream or gpu.stream
     with gpu.current():
-        sim.call("cuStreamBeginCapture_v2", gpu.stream, 0)
+        sim.call("cuStreamBeginCapture_v2", stream, 0)
     yield
     with gpu.current():
-        sim.call("cuStreamEndCapture", gpu.stream, ctypes.byref(ctypes.c_void_p()))
+        sim.call("cuStreamEndCapture", stream, ctypes.byref(ctypes.c_void_p()))
 
 
 def test_no_capture_of_the_engines_is_spoilt(make_device, sim, path):
@@ -436,40 +471,6 @@ def test_no_capture_of_the_engines_is_spoilt(make_device, sim, path):
         moved([1, 2, 3])
 
 
-@pytest.mark.parametrize("relaxed", [True, pytest.param(False, id="control")])
-def test_no_capture_is_spoilt_by_memory_for_gds(sim, monkeypatch, relaxed):
-    if not relaxed:
-        monkeypatch.setattr(cuda.Driver, "relaxed", lambda self: contextlib.nullcontext())
-    driver, gpu = cuda.Driver(0), sim.torch.gpu("cuda:0")
-    refused = contextlib.nullcontext() if relaxed else pytest.raises(RuntimeError, match="900")
-    spoilt = contextlib.nullcontext() if relaxed else pytest.raises(SimError, match="901")
-    with spoilt, captured(sim, gpu), refused:
-        driver.free(driver.allocate(4096))
-
-
-def test_negative_control_python_s_copies_spoil_a_capture_that_nobody_relaxes(
-    stream = stream or gpu.stream
-    make_world, sim, monkeypatch
-):
-    # Not of make_device: after the error a copy may be from memory that could not be registered.
-    with contextlib.closing(DeviceBench(make_world, sim, num_threads=2, native=False)) as bench:
-        job, _ = bench.store([1, 2])
-        bench.finish(job)
-        bench.wait_until_idle()
-
-        def load():
-            with captured(sim, bench.gpu):
-                bench.finish(bench.load([1, 2], place=9))
-                bench.wait_until_idle()
-
-        with pytest.raises(SimError, match="901"):
-            load()
-
-
-def test_negative_control_a_capture_is_spoilt_by_an_allocation(sim):
-    gpu = sim.torch.gpu("cuda:0")
-    with gpu.current():
-        sim.call("cuStreamBeginCapture_v2", stream, 0)
 @pytest.mark.parametrize("relaxed", [True, pytest.param(False, id="control")])
 def test_no_capture_is_spoilt_by_who_waits_for_the_engines_events(
     make_device, sim, monkeypatch, path, relaxed
@@ -496,10 +497,44 @@ def test_no_capture_is_spoilt_by_who_waits_for_the_engines_events(
     assert (bench.statuses(loads=False) == {Status.OK: 2}) or not relaxed
 
 
+@pytest.mark.parametrize("relaxed", [True, pytest.param(False, id="control")])
+def test_no_capture_is_spoilt_by_memory_for_gds(sim, monkeypatch, relaxed):
+    if not relaxed:
+        monkeypatch.setattr(cuda.Driver, "relaxed", lambda self: contextlib.nullcontext())
+    driver, gpu = cuda.Driver(0), sim.torch.gpu("cuda:0")
+    refused = contextlib.nullcontext() if relaxed else pytest.raises(RuntimeError, match="900")
+    spoilt = contextlib.nullcontext() if relaxed else pytest.raises(SimError, match="901")
+    with spoilt, captured(sim, gpu), refused:
+        driver.free(driver.allocate(4096))
+
+
+def test_negative_control_python_s_copies_spoil_a_capture_that_nobody_relaxes(
+    make_world, sim, monkeypatch
+):
+    # Not of make_device: after the error a copy may be from memory that could not be registered.
+    monkeypatch.setattr(cuda.Driver, "relax", lambda self: 0)
+    with contextlib.closing(DeviceBench(make_world, sim, num_threads=2, native=False)) as bench:
+        job, _ = bench.store([1, 2])
+        bench.finish(job)
+        bench.wait_until_idle()
+
+        def load():
+            with captured(sim, bench.gpu):
+                bench.finish(bench.load([1, 2], place=9))
+                bench.wait_until_idle()
+
+        with pytest.raises(SimError, match="901"):
+            load()
+
+
+def test_negative_control_a_capture_is_spoilt_by_an_allocation(sim):
+    gpu = sim.torch.gpu("cuda:0")
+    with gpu.current():
+        sim.call("cuStreamBeginCapture_v2", gpu.stream, 0)
     with pytest.raises(SimError, match="900"):
         gpu.allocate(4096)
     with gpu.current(), pytest.raises(SimError, match="901"):
-        sim.call("cuStreamEndCapture", stream, ctypes.byref(ctypes.c_void_p()))
+        sim.call("cuStreamEndCapture", gpu.stream, ctypes.byref(ctypes.c_void_p()))
 
 
 # --- bytes ---------------------------------------------------------------------------------------------
@@ -511,7 +546,6 @@ class Pair:
     def __init__(self, sim, tmp_path, shapes, num_slots=1):
         self.gpu = sim.torch.gpu("cuda:0")
         self.tensors = [self.gpu.tensor(*shape) for shape in shapes]
-    monkeypatch.setattr(cuda.Driver, "relax", lambda self: 0)
         self.transports = [
             HostTransport(
                 self.tensors,
@@ -986,28 +1020,6 @@ def mover(sim, tmp_path):
 
 
 @pytest.mark.parametrize("is_load", [True, False])
-@pytest.mark.parametrize("bounded", [True, pytest.param(False, id="control")])
-def test_a_gpu_that_answers_no_more_does_not_keep_the_engine_from_ending(
-    sim, mover, monkeypatch, caplog, is_load, bounded
-):
-    monkeypatch.setattr(mover_module, "_DEVICE_S", 0.3)
-    if not bounded:
-        monkeypatch.setattr(mover_module, "call_with_deadline", lambda call, *_: call())
-    copy = f"cuMemcpy{'HtoD' if is_load else 'DtoH'}Async_v2"
-    before = sim.calls(copy) + sim.calls("cuEventSynchronize")
-    sim.hold(True)
-    if is_load:
-        mover.load(2, mover.moves)
-    else:
-        moves = [FileMove(FileId(b"new %028d" % i, 0), m.plan) for i, m in enumerate(mover.moves)]
-        mover.store(2, moves)
-    wait_for(lambda: sim.calls(copy) + sim.calls("cuEventSynchronize") > before)
-    ends = threading.Thread(target=mover.close, args=(0.1,), name="closing")
-    ends.start()
-    ends.join(5 if bounded else 1)
-    assert ends.is_alive() == (not bounded)
-    assert ("shutdown: the GPU did not end its copies within 0.4 s" in caplog.text) == bounded
-@pytest.mark.parametrize("is_load", [True, False])
 @pytest.mark.parametrize("told", [True, pytest.param(False, id="control")])
 def test_a_mover_comes_after_the_event_that_it_is_given(sim, mover, is_load, told):
     gpu, pages = sim.torch.gpu("cuda"), sim.torch.gpu("cuda").opened(mover.tensor)
@@ -1042,3 +1054,25 @@ def test_a_mover_comes_after_the_event_that_it_is_given(sim, mover, is_load, tol
     assert bool((pages == 5).all()) is told
 
 
+@pytest.mark.parametrize("is_load", [True, False])
+@pytest.mark.parametrize("bounded", [True, pytest.param(False, id="control")])
+def test_a_gpu_that_answers_no_more_does_not_keep_the_engine_from_ending(
+    sim, mover, monkeypatch, caplog, is_load, bounded
+):
+    monkeypatch.setattr(mover_module, "_DEVICE_S", 0.3)
+    if not bounded:
+        monkeypatch.setattr(mover_module, "call_with_deadline", lambda call, *_: call())
+    copy = f"cuMemcpy{'HtoD' if is_load else 'DtoH'}Async_v2"
+    before = sim.calls(copy) + sim.calls("cuEventSynchronize")
+    sim.hold(True)
+    if is_load:
+        mover.load(2, mover.moves)
+    else:
+        moves = [FileMove(FileId(b"new %028d" % i, 0), m.plan) for i, m in enumerate(mover.moves)]
+        mover.store(2, moves)
+    wait_for(lambda: sim.calls(copy) + sim.calls("cuEventSynchronize") > before)
+    ends = threading.Thread(target=mover.close, args=(0.1,), name="closing")
+    ends.start()
+    ends.join(5 if bounded else 1)
+    assert ends.is_alive() == (not bounded)
+    assert ("shutdown: the GPU did not end its copies within 0.4 s" in caplog.text) == bounded
