@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
@@ -31,6 +32,17 @@ from fskv.root.filesystem import Space, block_nbytes
 from fskv.transports.chunk_fd import ChunkFd, open_chunk_fd, open_part
 from fskv.transports.protocol import Native, OpenChunk, Ready
 
+_OLDEST = (25, 10)
+
+
+def refuse_old(version: str) -> None:
+    """Raise ImportError for a kvikio that holds the interpreter during a read, as long as a disk hangs."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found is None or (int(found[1]), int(found[2])) < _OLDEST:
+        raise ImportError(
+            f"found kvikio {version}, expected 25.10 or newer: older ones hold the interpreter during a read"
+        )
+
 
 class Device(Protocol):
     """Where slots live and what is done there; `cuda.CudaDevice`, and the tests' stand-in.
@@ -40,7 +52,7 @@ class Device(Protocol):
 
     kernels_missing: str | None  # why row_digests goes through the host, None if it does not
 
-    def make_current(self) -> None: ...
+    def enter_thread(self) -> None: ...
 
     def new_buffer(self, nbytes: int) -> Any: ...
 
@@ -104,7 +116,7 @@ class GdsTransport:
         file_mode: int = 0o600,
         fsync: bool = False,
     ) -> None:
-        """Raises ImportError or OSError without kvikio or what it needs.
+        """Raises ImportError or OSError without kvikio or what it needs, and for one that is too old.
 
         `direct_io` is what kvikio does where it cannot use GDS and reads and writes itself; it holds for
         the process. `compat_mode` stays AUTO: with OFF and no driver cuFile 1.19 spins for ever.
@@ -112,6 +124,7 @@ class GdsTransport:
         import kvikio
         import kvikio.defaults
 
+        refuse_old(str(getattr(kvikio, "__version__", "unknown")))
         self._kvikio = kvikio
         with contextlib.suppress(KeyError):  # kvikio before 25.12 has no such choice
             kvikio.defaults.set(
@@ -133,7 +146,7 @@ class GdsTransport:
     # --- slots ------------------------------------------------------------------------------
 
     def enter_thread(self) -> None:
-        self._device.make_current()
+        self._device.enter_thread()
 
     def new_slot(self, index: int) -> GdsSlot:
         """Raises RuntimeError or OSError without memory, or when cuFile cannot register it."""

@@ -26,6 +26,7 @@ _ORDER = ("tests/unit/test_cuda_order.py",)
 _READINESS = ("tests/unit/test_readiness.py",)
 _PREFETCH = ("tests/unit/test_prefetch.py",)
 _CUDA = ("tests/unit/test_cuda_native.py",)
+_WORKER = ("tests/adapter/test_vllm_worker.py",)
 
 
 class FaultError(ValueError):
@@ -383,10 +384,9 @@ FAULTS = (
         "reset-leaves-the-queue",
         "What waits to be stored when the engine gives its KV up is dropped.",
         "fskv/data_path/runner.py",
-        "        for job in list(self._jobs.values()):\n"
-        "            self._abandon(job, Status.SKIPPED)\n"
+        "            job.dropped = True\n            self._abandon(job, Status.SKIPPED)\n"
         "        for task in self._ends.open_stores:\n",
-        "        for task in self._ends.open_stores:\n",
+        "            job.dropped = True\n        for task in self._ends.open_stores:\n",
         _JOBS,
     ),
     Fault(
@@ -1084,6 +1084,138 @@ FAULTS = (
         "    yield middle, middle + SAMPLE_NBYTES\n",
         "",
         ("tests/unit/test_fingerprint.py", "tests/unit/test_checkpoint_samples.py"),
+    ),
+    # --- loads that must not be ------------------------------------------------------------
+    Fault(
+        "stopped-load-begun",
+        "A load that is refused is never begun: an I/O thread may end it before it is given up.",
+        "fskv/offload/mover.py",
+        "        self._runner.submit_load(job_id, files, ready, limit, refused=refused)\n",
+        "        self._runner.submit_load(job_id, files, ready, limit)\n"
+        "        if refused:\n            self.free_pages([job_id])\n",
+        ("tests/unit/test_offload.py",),
+    ),
+    Fault(
+        "reloaded-load-begun",
+        "After weights were replaced no load is begun.",
+        "fskv/engines/vllm/worker.py",
+        ", src_spec.limit, refused=self.reloaded)\n",
+        ", src_spec.limit)\n        if self.reloaded:\n            self.mover.free_pages({job_id})\n",
+        _WORKER,
+    ),
+    Fault(
+        "reloaded-under-way-is-good",
+        "A load that was under way while weights were replaced is not good.",
+        "fskv/engines/vllm/worker.py",
+        "if result.failed or (result.is_load and reloaded)\n",
+        "if result.failed\n",
+        _WORKER,
+    ),
+    Fault(
+        "drop-spares-what-ended",
+        "A load that had ended and was not polled is not good after the KV was given up.",
+        "fskv/data_path/runner.py",
+        "            job.dropped = True\n",
+        "",
+        _READINESS,
+    ),
+    Fault(
+        "stop-spares-what-ended",
+        "A load that ended before a stop is not good when its caller hears of it afterwards.",
+        "fskv/offload/blocking.py",
+        "            if job.result is None or self._kv.lookup.stopped:\n",
+        "            if job.result is None:\n",
+        ("tests/unit/test_blocking.py",),
+    ),
+    # --- behind the engine's stream --------------------------------------------------------
+    Fault(
+        "worker-without-event",
+        "vLLM's stores and loads come after the step that uses their pages.",
+        "fskv/engines/vllm/worker.py",
+        "        return ready\n",
+        "        return None\n",
+        _WORKER,
+    ),
+    Fault(
+        "worker-event-not-recorded",
+        "The event is behind what the engine has launched; one that nobody recorded has fired.",
+        "fskv/engines/vllm/worker.py",
+        "        event.record()\n",
+        "",
+        _WORKER,
+    ),
+    Fault(
+        "worker-event-of-another-stream",
+        "The event is one of the stream that the engine computes on.",
+        "fskv/engines/vllm/worker.py",
+        "        event.record()\n",
+        "        event.record(torch.cuda.Stream())\n",
+        _WORKER,
+    ),
+    Fault(
+        "worker-event-spins",
+        "Who waits for the engine's event keeps no CPU busy.",
+        "fskv/engines/vllm/worker.py",
+        "torch.cuda.Event(blocking=True)",
+        "torch.cuda.Event()",
+        _WORKER,
+    ),
+    Fault(
+        "mover-store-without-event",
+        "A mover's store comes after the event that it is given.",
+        "fskv/offload/mover.py",
+        "        self._runner.submit_store(job_id, files, ready)\n",
+        "        self._runner.submit_store(job_id, files, None)\n",
+        _CUDA,
+    ),
+    Fault(
+        "mover-load-without-event",
+        "A mover's load comes after the event that it is given.",
+        "fskv/offload/mover.py",
+        "        self._runner.submit_load(job_id, files, ready, limit, refused=refused)\n",
+        "        self._runner.submit_load(job_id, files, None, limit, refused=refused)\n",
+        _CUDA,
+    ),
+    # --- what a GPU or its libraries may do ------------------------------------------------
+    Fault(
+        "capture-spoilt-by-who-waits",
+        "Who waits for the engine's events spoils no graph that it captures.",
+        "fskv/transports/cuda.py",
+        "            self._open_driver().relax()\n",
+        "            self._open_driver()\n",
+        _CUDA,
+    ),
+    Fault(
+        "old-kvikio-taken",
+        "A kvikio that holds the interpreter during a read is not used.",
+        "fskv/gds_io.py",
+        "int(found[2])) < _OLDEST:",
+        "int(found[2])) < (0, 0):",
+        ("tests/unit/test_transport_choice.py",),
+    ),
+    Fault(
+        "threads-started-for-ever",
+        "A thread that cannot begin is not replaced by another one that cannot.",
+        "fskv/data_path/threads.py",
+        "            if began:  #",
+        "            if True:  #",
+        ("tests/unit/test_threads.py",),
+    ),
+    Fault(
+        "chunks-without-a-device",
+        "Without its device a thread ends its chunks at once, with an error.",
+        "fskv/data_path/runner.py",
+        "        if not self._slots.complete(own):\n",
+        "        if self._slots.complete(own) is None:\n",
+        _READINESS,
+    ),
+    Fault(
+        "registered-after-the-end",
+        "Memory that is registered while the device is given up is not kept.",
+        "fskv/csrc/device.c",
+        "    if (!self->closed)\n        grown = ",
+        "    if (self->cuda != NULL)\n        grown = ",
+        _CUDA,
     ),
     # --- pages on a GPU ----------------------------------------------------------------------
     Fault(

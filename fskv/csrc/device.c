@@ -44,10 +44,6 @@ static PyObject *Device_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 
 static PyObject *Device_register(Device *self, PyObject *object)
 {
-    Py_buffer *grown = PyMem_Realloc(self->registered, (size_t)(self->num_registered + 1) * sizeof *grown);
-    if (grown == NULL)
-        return PyErr_NoMemory();
-    self->registered = grown;
     Py_buffer view;
     if (PyObject_GetBuffer(object, &view, PyBUF_WRITABLE) != 0)
         return NULL;
@@ -60,6 +56,21 @@ static PyObject *Device_register(Device *self, PyObject *object)
         PyBuffer_Release(&view);
         return set_cuda_error(&error);
     }
+    /* Only now, with the interpreter: other threads may have registered something meanwhile, or closed. */
+    Py_buffer *grown = NULL;
+    if (!self->closed)
+        grown = PyMem_Realloc(self->registered, (size_t)(self->num_registered + 1) * sizeof *grown);
+    if (grown == NULL) {
+        Py_BEGIN_ALLOW_THREADS
+        cuda_unregister(self->cuda, view.buf);
+        Py_END_ALLOW_THREADS
+        PyBuffer_Release(&view);
+        if (!self->closed)
+            return PyErr_NoMemory();
+        PyErr_SetString(PyExc_RuntimeError, "the device was given up");
+        return NULL;
+    }
+    self->registered = grown;
     self->registered[self->num_registered++] = view;
     Py_RETURN_NONE;
 }
@@ -68,6 +79,7 @@ static PyObject *Device_close(Device *self, PyObject *unused)
 {
     Py_ssize_t n = self->num_registered;
     Py_buffer *registered = self->registered;
+    self->closed = true;
     self->num_registered = 0;
     self->registered = NULL;
     Py_BEGIN_ALLOW_THREADS

@@ -18,8 +18,9 @@
 typedef struct {
     PyObject_HEAD
     Cuda *cuda;
-    Py_buffer *registered; /* guarded by the interpreter, as the next */
+    Py_buffer *registered; /* guarded by the interpreter, as the next two */
     Py_ssize_t num_registered;
+    bool closed;
 } Device;
 
 /* The engine's KV tensors, as flat bytes. Constant. */

@@ -33,7 +33,7 @@ class TaskEnds(Generic[SlotT]):
         self._clock = clock
         self._lock = threading.Lock()  # guards what follows
         self._open_stores: set[FileTask] = set()  # waiting, queued or being written
-        self._results: list[JobResult] = []
+        self._ended: list[tuple[Job, float]] = []  # and when
         self._outcomes: list[FileOutcome] = []
 
     def pages_free(
@@ -114,9 +114,9 @@ class TaskEnds(Generic[SlotT]):
 
     def report(self, job: Job) -> None:
         """The pages of all its tasks are free."""
-        result = job.result(self._clock())
+        now = self._clock()
         with self._lock:
-            self._results.append(result)
+            self._ended.append((job, now))
 
     # --- for the engine's thread ------------------------------------------------------------
 
@@ -139,8 +139,9 @@ class TaskEnds(Generic[SlotT]):
 
     def take_results(self) -> list[JobResult]:
         with self._lock:
-            results, self._results = self._results, []
-        return results
+            ended, self._ended = self._ended, []
+        # Only now: a job that ended may have been dropped since.
+        return [job.result(at) for job, at in ended]
 
     def take_outcomes(self) -> list[FileOutcome]:
         with self._lock:

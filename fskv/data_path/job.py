@@ -105,6 +105,7 @@ class Job:
         self.look_s = look_s
         self.too_late = too_late  # what the chunks of a load are when it is given up
         self.late = False  # engine's thread only
+        self.dropped = False  # engine's thread only: its pages were given up before it was reported
         self.tasks: list[FileTask] = []
         self.lock = threading.Lock()
         self.unready = False  # `ready` has not fired
@@ -186,10 +187,12 @@ class Job:
         return end - start - (self.paused_s or 0.0 if paused else 0.0)
 
     def result(self, now: float) -> JobResult:
-        """Return the report; all its chunks have ended."""
+        """Return the report of a job whose chunks had all ended `now`. On the engine's thread."""
         total = sum(task.move.plan.nbytes for task in self.tasks)
         began = [task.started_at for task in self.tasks if task.started_at is not None]
         ended = now if self.bad else self.ended_at
+        if self.dropped and self.is_load:
+            self.bad = [task.move.file for task in self.tasks]
         return JobResult(
             self.job_id,
             self.is_load,

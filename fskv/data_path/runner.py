@@ -152,18 +152,21 @@ class JobRunner(Generic[SlotT]):
         moves: Sequence[FileMove],
         ready: Ready | None,
         limit: LoadLimit = NO_LIMIT,
+        *,
+        refused: bool = False,
     ) -> None:
         """Start a load; all its chunks are read in parallel, ahead of any store.
 
         `ready` is an event after which no kernel writes the pages any more, or None. A load that is given up
         by its `limit`, before its deadline, was not worth more time: nothing is held against its chunks.
+        One that is `refused` fails. It is never begun: an I/O thread may end a load before it is given up.
         """
         deadline_s = self._deadline.for_nbytes(sum(self._file_nbytes(r) for r in moves))
         too_late = Status.SKIPPED if limit.allowed_s < deadline_s else Status.TIMED_OUT
         allowed_s = min(limit.allowed_s, deadline_s)
         guard = self._make_guard()
         job = Job(job_id, self._clock(), allowed_s, ready, guard, too_late, limit.look_s)
-        tasks = self._begin(job, moves)
+        tasks = self._begin(job, moves, refused=refused)
         if self._prefetch is not None:
             self._prefetch.hand_over(tasks)
         self._queue_when_ready(job, tasks)
@@ -214,7 +217,9 @@ class JobRunner(Generic[SlotT]):
             return self._max_queued
         return max(self.least_queued, int(self._store_queue_s / seconds))
 
-    def _begin(self, job: Job, moves: Sequence[FileMove]) -> list[FileTask]:
+    def _begin(
+        self, job: Job, moves: Sequence[FileMove], *, refused: bool = False
+    ) -> list[FileTask]:
         """Register a job; return the tasks to run, if any. ValueError: its id is that of an open one."""
         # The report would be taken for this job's, with its pages in use.
         if job.job_id in self._jobs:
@@ -224,8 +229,8 @@ class JobRunner(Generic[SlotT]):
         self._jobs[job.job_id] = job
         if not job.tasks:
             self._ends.report(job)
-        elif not self._breaker.allows():
-            self._abandon(job, Status.BREAKER)
+        elif refused or not self._breaker.allows():
+            self._abandon(job, Status.SKIPPED if refused else Status.BREAKER)
             return []
         return job.tasks
 
@@ -288,11 +293,13 @@ class JobRunner(Generic[SlotT]):
     def drop(self) -> None:
         """Give every job up: from the return on none of their KV pages is read or written.
 
-        Waits for memory copies only. Loads fail. Of stores, what a thread has gathered is still written, and
-        all that waits is dropped, what wait() has gathered included.
+        Waits for memory copies only. Loads fail, those too that have ended and were not polled: their pages
+        are gone. Of stores, what a thread has gathered is still written, and all that waits is dropped, what
+        wait() has gathered included.
         """
         self._collect()
         for job in list(self._jobs.values()):
+            job.dropped = True
             self._abandon(job, Status.SKIPPED)
         for task in self._ends.open_stores:
             if task.queued is not None and self._pool.queue.cancel(task.queued):
@@ -373,21 +380,17 @@ class JobRunner(Generic[SlotT]):
 
     @contextlib.contextmanager
     def _own_slot(self) -> Iterator[OwnSlot[SlotT]]:
-        """A slot for the life of a thread; None without memory, which costs its chunks and not the engine."""
+        """A slot for the life of a thread; without a device or memory it costs its chunks, not the engine."""
         numa.pin_thread(self._cpus)
-        self._transport.enter_thread()
-        own = OwnSlot(self._slots.take())
-        try:
+        with self._slots.own() as own:
             yield own
-        finally:
-            if own.slot is not None:
-                self._slots.give_back(own.slot)
 
     def _run(self, queued: Queued, own: OwnSlot[SlotT]) -> None:
         task = queued.owner
         assert task is not None, "it has not ended"
-        if own.slot is None:  # there was no memory for one when the thread started
-            own.slot = self._slots.take()
+        if not self._slots.complete(own):
+            self._ends.lost(task)
+            return
         if not task.job.is_load:
             self._store_chunk(task, queued, own.slot)
             return

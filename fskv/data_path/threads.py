@@ -254,7 +254,8 @@ class HangProofPool(Generic[TaskT, ContextT]):
     ) -> None:
         """`handle(task, context)` runs what the queue hands out.
 
-        `context` is entered by each thread when it starts, and left when it ends: what is the thread's own.
+        `context` is entered by each thread when it starts, and left when it ends: what is the thread's own. A
+        thread whose context raises ends, and is not replaced: the next `submit` tries again.
         """
         self._name = name
         self._num_threads = num_threads
@@ -265,6 +266,7 @@ class HangProofPool(Generic[TaskT, ContextT]):
         self._lock = threading.Lock()  # guards the two below
         self._num_alive = 0
         self._num_started = 0
+        self._complained = False  # since a thread has last begun
 
     @property
     def num_hung(self) -> int:
@@ -316,8 +318,10 @@ class HangProofPool(Generic[TaskT, ContextT]):
             return True
 
     def _work(self) -> None:
+        began = False
         try:
             with self._context() as context:
+                began, self._complained = True, False
                 while (task := self.queue.take(context)) is not None:
                     try:
                         self._handle(task, context)
@@ -328,10 +332,15 @@ class HangProofPool(Generic[TaskT, ContextT]):
                     del task  # or a waiting thread would keep its last one
                     if written_off:
                         break
+        except Exception as error:
+            first, self._complained = not self._complained, True
+            if first:
+                logger.error("fskv: %s: a thread cannot do its work: %s", self._name, error)
         finally:
             with self._lock:
                 self._num_alive -= 1
-            self._start_thread_if_short()
+            if began:  # else the next one would end like this, and the one after it
+                self._start_thread_if_short()
 
 
 Call = Task[Callable[[], object]]

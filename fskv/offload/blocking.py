@@ -103,7 +103,8 @@ class BlockingStore:
                 return [False] * len(pages)
             with self._begun(_Job(), self._kv.mover.load, self._moves(pages)) as job:
                 self._wait(lambda: job.result is not None, self._allowed_s(len(pages)))
-            if job.result is None:
+            # Stopped between the load's end and now: what it brought may not be what the engine wants.
+            if job.result is None or self._kv.lookup.stopped:
                 return [False] * len(pages)
             bad = {file.chunk for file in job.result.bad}
             return [page.chunk not in bad for page in pages]

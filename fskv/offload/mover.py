@@ -181,14 +181,16 @@ class Mover:
         files: Sequence[FileMove],
         ready: Ready | None = None,
         limit: LoadLimit = NO_LIMIT,
+        *,
+        refused: bool = False,
     ) -> None:
         """Begin to load files; when it is reported, its pages are complete or `JobResult.bad` says which not.
 
-        `ready` is an event of the stream that used the pages before, or None.
+        `ready` is an event of the stream that used the pages before, or None. What is `refused` fails, and no
+        page of it is written.
         """
-        self._runner.submit_load(job_id, files, ready, limit)
-        if self._stopped:
-            self.free_pages([job_id])  # it fails
+        refused |= self._stopped
+        self._runner.submit_load(job_id, files, ready, limit, refused=refused)
 
     def prefetch(self, wanted: Iterable[tuple[FileId, int]], unwanted: Iterable[FileId]) -> None:
         """Forget the unwanted files, and read the wanted ones ahead: (file, the first block needed of it).

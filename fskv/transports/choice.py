@@ -117,7 +117,7 @@ def _open_gds(
             device, slot_nbytes, direct_io=direct_io != "off", file_mode=file_mode, fsync=fsync
         )
     except Exception as error:
-        raise _NoGdsError(f"kvikio cannot be loaded ({error})") from error
+        raise _NoGdsError(f"kvikio cannot be used ({error})") from error
     given_up = threading.Event()
     try:
         facts = call_with_deadline(

@@ -66,11 +66,19 @@ class Driver:
         finally:
             self._call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
-    @contextlib.contextmanager
-    def relaxed(self) -> Iterator[None]:
-        """Let no wait or allocation of this thread spoil a graph that the engine captures meanwhile."""
+    def relax(self) -> int:
+        """Let no wait or allocation of this thread spoil a graph that the engine captures, from now on.
+
+        Returns the mode of before.
+        """
         mode = ctypes.c_int(_CAPTURE_RELAXED)
         self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+        return mode.value
+
+    @contextlib.contextmanager
+    def relaxed(self) -> Iterator[None]:
+        """Relax this thread meanwhile."""
+        mode = ctypes.c_int(self.relax())
         try:
             yield
         finally:
@@ -175,11 +183,17 @@ class CudaDevice:
 
     # --- buffers ----------------------------------------------------------------------------
 
-    def make_current(self) -> None:
-        """Make this device the calling thread's; that of a new thread is GPU 0, which is another rank's."""
+    def enter_thread(self) -> None:
+        """Make this device the calling thread's, which is fskv's own, and let it spoil no capture for good.
+
+        The device of a new thread is GPU 0, which is another rank's.
+        """
         import torch
 
         torch.cuda.set_device(self.device)
+        # What waits for the engine's events waits in torch, which relaxes nothing.
+        with contextlib.suppress(OSError):  # no libcuda, so no capture
+            self._open_driver().relax()
 
     def new_buffer(self, nbytes: int) -> CudaBuffer:
         """Allocate a slot's memory; raises RuntimeError or OSError."""

@@ -180,7 +180,7 @@ class HostTransport:
 
     def enter_thread(self) -> None:
         if self._cuda:
-            self._cuda.make_current()
+            self._cuda.enter_thread()
 
     def new_slot(self, index: int) -> HostSlot:
         if self._outside or not self._cuda:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
@@ -81,7 +81,10 @@ class Transport(Protocol[SlotT]):
     native: Native | None  # None: every chunk is moved by the methods below
 
     def enter_thread(self) -> None:
-        """Called first by each thread that is fskv's own: makes the device of the KV current there."""
+        """Called first by each thread that is fskv's own: makes the device of the KV current there.
+
+        From then on nothing that this thread does spoils a graph that the engine captures.
+        """
 
     def new_slot(self, index: int) -> SlotT: ...
 
@@ -141,6 +144,7 @@ class SlotPool(Generic[SlotT]):
         self.num_made = 0
         self._num_used = 0
         self._complained = False  # about memory, since the last slot that could be made
+        self._no_device = False  # and it was said
 
     @property
     def num_used(self) -> int:
@@ -173,6 +177,35 @@ class SlotPool(Generic[SlotT]):
             return None
         self._complained = False
         return slot
+
+    @contextlib.contextmanager
+    def own(self) -> Iterator[OwnSlot[SlotT]]:
+        """What an I/O thread has for its life; without a device or memory there is none yet."""
+        own: OwnSlot[SlotT] = OwnSlot(None, entered=False)
+        self.complete(own)
+        try:
+            yield own
+        finally:
+            if own.slot is not None:
+                self.give_back(own.slot)
+
+    def complete(self, own: OwnSlot[SlotT]) -> bool:
+        """Give the calling thread what it has not; False: it can do nothing, the device is not its own.
+
+        A thread lives on without it: another one in its place would fare no better.
+        """
+        if not own.entered:
+            try:
+                self._transport.enter_thread()
+            except Exception as error:
+                first, self._no_device = not self._no_device, True
+                if first:
+                    logger.error("fskv: the device cannot be made current: %s", error)
+                return False
+            own.entered, self._no_device = True, False
+        if own.slot is None:
+            own.slot = self.take()
+        return True
 
     def reserve_ahead(self, num_wanted: int) -> int:
         """Count slots as ahead before they are taken; return how many of `num_wanted`."""
@@ -208,10 +241,11 @@ class SlotPool(Generic[SlotT]):
 class OwnSlot(Generic[SlotT]):
     """What an I/O thread has for itself: a slot, None without memory. Loads read ahead take it with them."""
 
-    __slots__ = ("slot",)
+    __slots__ = ("entered", "slot")
 
-    def __init__(self, slot: SlotT | None) -> None:
+    def __init__(self, slot: SlotT | None, *, entered: bool = True) -> None:
         self.slot = slot
+        self.entered = entered  # the device is the thread's
 
     @property
     def array(self) -> object:

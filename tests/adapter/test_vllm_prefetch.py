@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import world
@@ -148,6 +149,30 @@ def test_the_first_block_is_the_first_that_the_hit_needs(hit, computed):
     first = seen[0][0] * 4 + seen[0][1]
     assert first == max(computed, hit - 39) // 16
     assert seen[-1][0] == (hit - 1) // 64
+
+
+@pytest.mark.parametrize(
+    ("manager", "num_hit"),
+    [
+        (SimpleNamespace(), 0),
+        (SimpleNamespace(coordinator=SimpleNamespace()), 0),
+        (SimpleNamespace(coordinator=SimpleNamespace(find_longest_cache_hit=lambda: 0)), 0),
+        (SimpleNamespace(coordinator=SimpleNamespace(find_longest_cache_hit=lambda *_: 64)), 0),
+        (
+            SimpleNamespace(
+                coordinator=SimpleNamespace(find_longest_cache_hit=lambda *_: ((), 64))
+            ),
+            64,
+        ),
+    ],
+)
+def test_a_vllm_whose_own_cache_is_looked_up_otherwise_costs_no_step(manager, num_hit):
+    """It is private. What the cache holds is read ahead in vain then."""
+    from fskv.engines.vllm.quirks import local_hit
+
+    request = SimpleNamespace(block_hashes=[], num_tokens=100)
+    assert local_hit(SimpleNamespace(_kv_cache_manager=manager), request) == num_hit
+    assert local_hit(SimpleNamespace(), request) == 0
 
 
 def test_what_the_workers_are_told_survives_pickling_beside_vllm_s_own():

@@ -29,6 +29,7 @@ from fskv.transports.host import HostTransport
 _CUBIN = b"SIM: the kernels are functions of the host's, found by name"
 _NON_BLOCKING = 1
 _BLOCKING_SYNC, _DISABLE_TIMING = 1, 2
+_CAPTURE_RELAXED = 2
 
 
 class SimError(RuntimeError):
@@ -69,6 +70,10 @@ class Sim:
     def hold(self, hold):
         """Let nothing that was launched begin, or go on."""
         self.lib.sim_hold(int(hold))
+
+    def hold_registering(self, hold):
+        """Let the driver not return from registering memory."""
+        self.lib.sim_hold_registering(int(hold))
 
     def lose(self, device, code=700):
         """Let all calls fail from now on, as after an illegal address."""
@@ -129,17 +134,21 @@ class SimTensor(torch.Tensor):
 
 
 class SimEvent:
-    """An event of a stream, as torch.cuda.Event(blocking=True) is one."""
+    """An event of a stream, as torch.cuda.Event(blocking=True) is one. Until it is recorded it has fired."""
 
-    def __init__(self, gpu, stream):
+    def __init__(self, gpu, stream=None, *, blocking=True):
         self._gpu = gpu
         self._event = ctypes.c_void_p()
+        flags = _DISABLE_TIMING | (_BLOCKING_SYNC if blocking else 0)
         with gpu.current():
-            gpu.sim.call(
-                "cuEventCreate", ctypes.byref(self._event), _BLOCKING_SYNC | _DISABLE_TIMING
-            )
-            gpu.sim.call("cuEventRecord", self._event, stream)
+            gpu.sim.call("cuEventCreate", ctypes.byref(self._event), flags)
         self.handle = self._event
+        if stream is not None:
+            self.record_on(stream)
+
+    def record_on(self, stream):
+        with self._gpu.current():
+            self._gpu.sim.call("cuEventRecord", self._event, stream)
 
     def query(self):
         with self._gpu.current():
@@ -231,12 +240,12 @@ class Gpu:
                 self.stream,
             )
 
-    def launch(self, call):
+    def launch(self, call, stream=None):
         """Launch a call of the host's: a kernel that takes as long as it does."""
         kept = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: call())
         self._calls.append(kept)
         with self.current():
-            self.sim.call("cuLaunchHostFunc", self.stream, kept, None)
+            self.sim.call("cuLaunchHostFunc", stream or self.stream, kept, None)
 
     def event(self):
         return SimEvent(self, self.stream)
@@ -283,6 +292,12 @@ class _Torch:
                 yield
             finally:
                 self.local.stream = before
+
+    @property
+    def engine_stream(self):
+        """The current stream of an engine's thread: one of its own, and not the default stream."""
+        gpu = getattr(self.local, "gpu", None) or self.gpu("cuda")
+        return getattr(self.local, "stream", None) or _Stream(self, gpu, gpu.stream)
 
     @property
     def stream_now(self):
@@ -354,14 +369,23 @@ class _Torch:
 
 
 class _Pinned(mmap.mmap):
+    gpu = None  # until the driver has taken it
+
     def register(self, gpu, address):
-        self.gpu, self.address = gpu, ctypes.c_void_p(address)
+        place = ctypes.c_void_p(address)
         with gpu.current():
-            gpu.sim.call("cuMemHostRegister_v2", self.address, ctypes.c_size_t(len(self)), 1)
+            gpu.sim.call("cuMemHostRegister_v2", place, ctypes.c_size_t(len(self)), 1)
+        self.gpu, self.address = gpu, place
 
     def __del__(self):
+        """On any thread, whenever the collector comes; torch relaxes captures there."""
+        if self.gpu is None:
+            return
+        mode, lib = ctypes.c_int(_CAPTURE_RELAXED), self.gpu.sim.lib
+        lib.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
         with self.gpu.current():
-            self.gpu.sim.lib.cuMemHostUnregister(self.address)
+            lib.cuMemHostUnregister(self.address)
+        lib.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
 
 class _Stream:
@@ -375,6 +399,17 @@ class _Stream:
     def synchronize(self):
         with self.gpu.current():
             self.gpu.sim.call("cuStreamSynchronize", self.handle)
+
+
+class _Event(SimEvent):
+    """torch.cuda.Event."""
+
+    def __init__(self, simulated, *, blocking=False):
+        self._simulated = simulated
+        super().__init__(simulated.engine_stream.gpu, blocking=blocking)
+
+    def record(self, stream=None):
+        self.record_on((stream or self._simulated.engine_stream).handle)
 
 
 class _CopyPieces:
@@ -406,6 +441,7 @@ def on_simulation(patch, sim):
         staticmethod(lambda tensor: simulated.is_device(tensor.data_ptr())),
     )
     patch.setattr(torch.cuda, "set_device", simulated.set_device)
+    patch.setattr(torch.cuda, "Event", functools.partial(_Event, simulated))
     patch.setattr(torch.cuda, "Stream", simulated.stream_of_pool)
     patch.setattr(torch.cuda, "ExternalStream", simulated.external_stream)
     patch.setattr(torch.cuda, "stream", simulated.stream)

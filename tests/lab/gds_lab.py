@@ -99,7 +99,7 @@ class StubDevice:
         self._flat = [flat_bytes(tensor).numpy() for tensor in tensors]
         self._driver = Driver(0)
 
-    def make_current(self):
+    def enter_thread(self):
         pass
 
     def new_buffer(self, nbytes):

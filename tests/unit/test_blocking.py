@@ -269,6 +269,25 @@ def test_a_store_that_was_stopped_finds_loads_and_stores_nothing(make):
     assert store.store(pages([7])) == [False]
 
 
+@pytest.mark.parametrize("stopped", [True, False])
+def test_a_load_that_ended_before_a_stop_and_is_told_after_it_is_not_good(
+    make, monkeypatch, stopped
+):
+    """The thread that waits for it may be late. Without the stop, the negative control, it is good."""
+    store = make()
+    store.fill(pages(range(2)))
+    assert all(store.store(pages(range(2))))
+    wait = store._wait
+
+    def late(done, allowed_s):
+        wait(done, allowed_s)
+        if stopped:  # another thread comes first
+            store.stop("weights are changed")
+
+    monkeypatch.setattr(store, "_wait", late)
+    assert store.load(pages(range(2))) == [not stopped] * 2
+
+
 def test_a_store_that_was_closed_answers_at_once(make):
     store = make()
     store.close()

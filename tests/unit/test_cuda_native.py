@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import mmap
 import os
 import random
 import threading
@@ -348,6 +349,39 @@ def test_a_device_is_given_up_when_no_copy_runs(sim, make_pair):
     assert not transport._outside.copy(table, slot.array, 0, None, to_slot=True), "it is given up"
 
 
+@pytest.mark.parametrize("closed", [True, False], ids=["closed", "control"])
+def test_memory_that_is_registered_while_the_device_is_given_up_is_not_kept(sim, closed):
+    """A thread makes a slot while the engine ends. Without the end, the control, all is kept."""
+    device = native_module.Device(sim.path, 0, SLOT, 1)
+    buffers = [mmap.mmap(-1, SLOT) for _ in range(6)]
+    before, refused = sim.registered, []
+
+    def register(buffer):
+        try:
+            device.register(buffer)
+        except RuntimeError as error:
+            refused.append(str(error))
+
+    threads = [threading.Thread(target=register, args=[b], daemon=True) for b in buffers]
+    sim.hold_registering(True)
+    for thread in threads:
+        thread.start()
+    wait_for(lambda: sim.registered == before + 6 * SLOT)
+    if closed:
+        returns_in_time(lambda: device.close() or 1)
+    sim.hold_registering(False)
+    for thread in threads:
+        thread.join(20)
+    assert refused == (["the device was given up"] * 6 if closed else [])
+    assert sim.registered - before == (-2048 * 24 if closed else 6 * SLOT)
+    if not closed:
+        device.close()
+        assert sim.registered == before - 2048 * 24
+    for buffer in buffers:
+        buffer.close()  # BufferError if somebody still refers to it
+    assert sim.misuses == []
+
+
 @pytest.mark.parametrize("how", ["spans", "kernel"])
 def test_nothing_runs_after_a_copy_that_failed(sim, make_pair, monkeypatch, how):
     if how == "spans":
@@ -412,13 +446,14 @@ def test_slots_are_registered_once_and_no_more_than_was_allowed(make_device, sim
 
 
 @contextlib.contextmanager
-def captured(sim, gpu):
+def captured(sim, gpu, stream=None):
     """Capture a graph meanwhile; raises SimError in the end if somebody has spoilt it."""
+    stream = stream or gpu.stream
     with gpu.current():
-        sim.call("cuStreamBeginCapture_v2", gpu.stream, 0)
+        sim.call("cuStreamBeginCapture_v2", stream, 0)
     yield
     with gpu.current():
-        sim.call("cuStreamEndCapture", gpu.stream, ctypes.byref(ctypes.c_void_p()))
+        sim.call("cuStreamEndCapture", stream, ctypes.byref(ctypes.c_void_p()))
 
 
 def test_no_capture_of_the_engines_is_spoilt(make_device, sim, path):
@@ -437,6 +472,32 @@ def test_no_capture_of_the_engines_is_spoilt(make_device, sim, path):
 
 
 @pytest.mark.parametrize("relaxed", [True, pytest.param(False, id="control")])
+def test_no_capture_is_spoilt_by_who_waits_for_the_engines_events(
+    make_device, sim, monkeypatch, path, relaxed
+):
+    """It waits for the first when the capture begins, and for the second during it."""
+    if not relaxed:
+        monkeypatch.setattr(cuda.Driver, "relax", lambda self: 0)
+    sim.reset(1, 0.0)
+    bench = make_device(num_threads=2, **path)
+    go = threading.Event()
+    bench.gpu.launch(lambda: go.wait(20))
+    jobs = []
+    for n in range(2):
+        ready, _ = bench.pending_step(bench.blocks(n), n)
+        jobs.append(n)
+        bench.runner.submit_store(n, [bench.world.request(n, bench.blocks(n))], ready)
+    wait_for(lambda: sim.calls("cuEventSynchronize") >= 1)
+    side = bench.gpu.new_stream()
+    spoilt = contextlib.nullcontext() if relaxed else pytest.raises(SimError, match="901")
+    with spoilt, captured(sim, bench.gpu, side):
+        go.set()
+        bench.finish(*jobs)
+        bench.wait_until_idle()
+    assert (bench.statuses(loads=False) == {Status.OK: 2}) or not relaxed
+
+
+@pytest.mark.parametrize("relaxed", [True, pytest.param(False, id="control")])
 def test_no_capture_is_spoilt_by_memory_for_gds(sim, monkeypatch, relaxed):
     if not relaxed:
         monkeypatch.setattr(cuda.Driver, "relaxed", lambda self: contextlib.nullcontext())
@@ -451,11 +512,11 @@ def test_negative_control_python_s_copies_spoil_a_capture_that_nobody_relaxes(
     make_world, sim, monkeypatch
 ):
     # Not of make_device: after the error a copy may be from memory that could not be registered.
+    monkeypatch.setattr(cuda.Driver, "relax", lambda self: 0)
     with contextlib.closing(DeviceBench(make_world, sim, num_threads=2, native=False)) as bench:
         job, _ = bench.store([1, 2])
         bench.finish(job)
         bench.wait_until_idle()
-        monkeypatch.setattr(cuda.Driver, "relaxed", lambda self: contextlib.nullcontext())
 
         def load():
             with captured(sim, bench.gpu):
@@ -943,7 +1004,9 @@ def mover(sim, tmp_path):
         root=str(tmp_path), io_threads=2, direct_io="off", staging_bytes=16 * layout.file_nbytes
     )
     directory = NamespaceDir(str(tmp_path), b"end" * 8, 0o700, 0o600)
-    made = Mover(config, directory, [sim.torch.gpu("cuda").tensor(16, 4096)], {0: layout})
+    tensor = sim.torch.gpu("cuda").tensor(16, 4096)
+    made = Mover(config, directory, [tensor], {0: layout})
+    made.tensor = tensor
     plan = plan_job([GroupLayout.of(0, 4, [(0, 4096)])], [4096], [4], list(range(16)), [16], [0])
     made.moves = [FileMove(FileId(b"%032d" % i, 0), part) for i, part in enumerate(plan.chunks)]
     made.store(1, made.moves)
@@ -954,6 +1017,41 @@ def mover(sim, tmp_path):
         lambda: not [t for t in threading.enumerate() if t.name in ("fskv-start-up", "closing")]
     )
     closes_cleanly(sim)
+
+
+@pytest.mark.parametrize("is_load", [True, False])
+@pytest.mark.parametrize("told", [True, pytest.param(False, id="control")])
+def test_a_mover_comes_after_the_event_that_it_is_given(sim, mover, is_load, told):
+    gpu, pages = sim.torch.gpu("cuda"), sim.torch.gpu("cuda").opened(mover.tensor)
+
+    def ended(job):
+        wait_for(lambda: job in [result.job_id for result in mover.poll()])
+        wait_for(lambda: (mover.poll(), mover.idle)[1])
+
+    pages[:] = 5
+    moves = [FileMove(FileId(b"new %028d" % i, 0), m.plan) for i, m in enumerate(mover.moves)]
+    if is_load:
+        mover.store(2, moves)
+        ended(2)
+    else:
+        pages[:] = 0
+    go = threading.Event()
+
+    def step():
+        go.wait(20)
+        pages[:] = 9 if is_load else 5
+
+    gpu.launch(step)
+    threading.Timer(0.3, go.set).start()  # an untold copy is done long before
+    ready = gpu.event() if told else None
+    (mover.load if is_load else mover.store)(3, moves, ready)
+    ended(3)
+    gpu.synchronize()
+    if not is_load:
+        pages[:] = 0
+        mover.load(4, moves)
+        ended(4)
+    assert bool((pages == 5).all()) is told
 
 
 @pytest.mark.parametrize("is_load", [True, False])

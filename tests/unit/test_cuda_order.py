@@ -138,6 +138,9 @@ class SimDriver:
     def relaxed(self):
         return contextlib.nullcontext()
 
+    def relax(self):
+        pass
+
 
 @pytest.fixture(params=range(6))
 def gpu(monkeypatch, request):

@@ -298,6 +298,26 @@ def test_a_load_that_is_given_up_when_it_has_a_thread_gives_its_slot_back(make_d
     assert bench.runner._slots._num_ahead == 0
 
 
+@pytest.mark.parametrize("dropped", [True, False], ids=["dropped", "negative_control"])
+def test_a_load_that_has_ended_and_was_not_polled_fails_at_a_drop(make_device, dropped):
+    """Its pages are unmapped: who hears that it is good computes with what is there afterwards."""
+    bench = make_device(num_threads=2, num_slots=40)
+    stored(bench, list(range(4)))
+    job = bench.load(list(range(4)), place=10)
+    wait_for(lambda: not any(bench.poisoned(10 + i) for i in range(4)))
+    wait_for(lambda: not bench.runner.num_running)
+    assert job not in bench.results
+    if dropped:
+        returns_in_time(lambda: bench.runner.drop() or 1)
+    (result,) = bench.finish(job)
+    assert result.failed is dropped
+    assert len(result.bad) == (4 if dropped else 0)
+    assert bench.statuses(loads=True) == {Status.OK: 4}, "nothing is held against the files"
+    again = bench.load([0], place=20)
+    assert not bench.finish(again)[0].failed
+    bench.wait_until_idle()
+
+
 @pytest.mark.parametrize("how", ["wait", "drop"])
 def test_stores_that_wait_for_a_forward_give_their_pages_back(make_device, how):
     bench = make_device(num_threads=2, num_slots=40)
@@ -357,6 +377,37 @@ def test_each_thread_of_the_runners_selects_the_device_first(make_device, monkey
     bench.wait_until_idle()
     assert {"fskv-io-1", "fskv-ready"} <= set(entered)
     assert len(entered) == len(set(entered))
+
+
+def test_without_a_device_chunks_fail_at_once_and_with_one_again_they_go(
+    make_device, monkeypatch, caplog
+):
+    """No thread is started anew for ever, and no load waits for its deadline."""
+    bench = make_device(num_threads=2, num_slots=40)
+    real, calls = host.HostTransport.enter_thread, []
+
+    def lost(_):
+        calls.append(threading.current_thread().name)
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(host.HostTransport, "enter_thread", lost)
+        store, _ = bench.store([0, 1])
+        bench.finish(store)
+        bench.wait_until_idle()
+        load = bench.load([0, 1], place=10)
+        assert bench.finish(load)[0].failed
+        bench.wait_until_idle()
+        assert bench.statuses(loads=False) == bench.statuses(loads=True) == {Status.IO_ERROR: 2}
+        assert all(bench.poisoned(10 + i) for i in range(2))
+        assert len(set(calls)) <= 2
+        assert len(calls) <= 6, "each thread at its beginning, and once a chunk"
+    assert caplog.text.count("the device cannot be made current") == 1
+    assert host.HostTransport.enter_thread is real
+    contents = stored(bench, [0, 1])
+    assert not bench.finish(bench.load([0, 1], place=10))[0].failed
+    bench.wait_until_idle()
+    assert all(bench.world.pages(bench.blocks(10 + i)) == contents[i] for i in range(2))
 
 
 def test_a_bad_file_is_found_while_the_forward_runs(make_device):

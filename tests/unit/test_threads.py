@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 
@@ -9,7 +10,13 @@ import pytest
 from world import Clock, returns_in_time, wait_for
 
 from fskv.data_path.breaker import Breaker
-from fskv.data_path.threads import Task, TaskQueue, call_with_deadline, pool_of_calls
+from fskv.data_path.threads import (
+    HangProofPool,
+    Task,
+    TaskQueue,
+    call_with_deadline,
+    pool_of_calls,
+)
 from fskv.errors import RootError
 from fskv.types import Status
 
@@ -166,6 +173,30 @@ def test_a_call_that_raises_does_not_cost_its_thread(make_pool, caplog):
     run_one(pool)
     assert len(threads_named("fskv-raise")) == 1
     assert len(caplog.records) == 5
+
+
+def test_threads_that_cannot_begin_are_not_started_for_ever(caplog):
+    """10,530 threads in 2 s it was, where the device was lost."""
+    broken, begun, ran = True, [], threading.Event()
+
+    @contextlib.contextmanager
+    def context():
+        begun.append(1)
+        if broken:
+            raise RuntimeError("CUDA error: device-side assert triggered")
+        yield
+
+    pool = HangProofPool("fskv-lost", 4, 8, TaskQueue(), lambda task, _: task.owner(), context)
+    submit(pool, ran.set)
+    wait_for(lambda: begun and not threads_named("fskv-lost"))
+    time.sleep(0.05)  # what is started without an end has long begun
+    assert len(begun) == 1
+    assert len(caplog.records) == 1
+    assert "device-side assert" in caplog.text
+    broken = False
+    run_one(pool)
+    assert ran.wait(20), "what was queued is run by the next thread"
+    pool.close()
 
 
 def test_close_drops_what_is_queued_ends_the_threads_and_waits_for_none(make_pool, gate):

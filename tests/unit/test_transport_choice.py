@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import importlib.util
 import os
 import re
@@ -12,6 +13,7 @@ import gds_lab
 import pytest
 import torch
 
+from fskv import gds_io
 from fskv.gds_io import GdsTransport
 from fskv.transports import choice, evidence
 from fskv.transports.choice import open_transport
@@ -183,6 +185,18 @@ def broken_kvikio(device, monkeypatch):
     monkeypatch.setattr(choice, "GdsTransport", refuse)
 
 
+def old_kvikio(device, monkeypatch):
+    import kvikio
+
+    monkeypatch.setattr(kvikio, "__version__", "25.08.00")
+
+
+def kvikio_of_no_version(device, monkeypatch):
+    import kvikio
+
+    monkeypatch.setattr(kvikio, "__version__", "0+unknown")
+
+
 def failing_probe(device, monkeypatch):
     gds_lab.stub().fail_copies(1)
 
@@ -204,6 +218,8 @@ def no_registration(device, monkeypatch):
     [
         (missing_kvikio, "kvikio is not installed"),
         (broken_kvikio, "libcufile.so.0"),
+        (old_kvikio, "found kvikio 25.08.00, expected 25.10 or newer: .*hold the interpreter"),
+        (kvikio_of_no_version, r"found kvikio 0\+unknown, expected 25.10"),
         (failing_probe, "a probe through cuFile failed"),
         (wrong_bytes, "other bytes were read than written"),
         (no_registration, "CUDA error 2"),
@@ -219,6 +235,25 @@ def test_where_gds_does_not_work_the_log_says_why_and_it_is_the_host_path(
         instead(tmp_path, caplog, words, tensors, device=device)
     # The control: unbroken, the same device is taken.
     assert isinstance(opened(tmp_path, tensors, device=gds_device(tensors)), GdsTransport)
+
+
+@pytest.mark.parametrize(
+    ("version", "taken"),
+    [
+        ("25.10.00", True),
+        ("25.12.00a31", True),
+        ("26.2", True),
+        ("25.08.00", False),
+        ("24.12.1", False),
+        ("", False),
+    ],
+)
+def test_a_kvikio_that_holds_the_interpreter_while_it_reads_is_refused(version, taken):
+    refused = (
+        contextlib.nullcontext() if taken else pytest.raises(ImportError, match=r"expected 25\.10")
+    )
+    with refused:
+        gds_io.refuse_old(version)
 
 
 def test_where_the_gpu_cannot_check_the_host_does_or_gds_is_not_used(tmp_path, caplog):

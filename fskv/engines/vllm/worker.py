@@ -105,9 +105,7 @@ class FskvWorker(OffloadingWorker):
         assert isinstance(src_spec, ChunkKeys)
         moves = self._plan(src_spec, dst_spec, is_load=True)
         # The pages' last user, or the kernel that zeroes them, may still run on the GPU.
-        self.mover.load(job_id, moves, self._event(), src_spec.limit)
-        if self.reloaded:
-            self.mover.free_pages({job_id})  # given up: it fails, and is recomputed
+        self.mover.load(job_id, moves, self._event(), src_spec.limit, refused=self.reloaded)
         return True
 
     def prefetch(self, order: PrefetchOrder) -> None:
@@ -131,7 +129,11 @@ class FskvWorker(OffloadingWorker):
         """Return the jobs that ended, all as successes: vLLM asserts it; see take_failed_jobs."""
         ended = self.mover.poll()
         self._loads |= take_reports(ended)
-        self._failed_jobs |= {result.job_id for result in ended if result.failed}
+        # One that was under way when somebody began to replace the weights has brought KV of the old ones.
+        reloaded = self.reloaded
+        self._failed_jobs |= {
+            result.job_id for result in ended if result.failed or (result.is_load and reloaded)
+        }
         return [
             TransferResult(
                 job_id=result.job_id,

@@ -71,7 +71,7 @@ static Range *allocations, *registered;
 static size_t num_allocations, num_registered;
 static unsigned seed = 1;
 static double late_s;
-static bool capture_running, capture_spoilt, opened, held;
+static bool capture_running, capture_spoilt, opened, held, held_registering;
 static int num_spinning;
 static char misuses[1 << 16];
 static struct { char name[64]; long calls; } counts[128];
@@ -615,6 +615,8 @@ int cuMemHostRegister_v2(void *memory, size_t nbytes, unsigned flags)
             return end(ALREADY_REGISTERED);
         }
     add(&registered, &num_registered, (Range){(uint64_t)memory, nbytes, current()->device, true});
+    while (held_registering)
+        pthread_cond_wait(&changed, &mutex);
     return end(SUCCESS);
 }
 
@@ -837,7 +839,8 @@ void sim_reset(unsigned new_seed, double late)
     memset(counts, 0, sizeof counts);
     memset(plan, 0, sizeof plan);
     num_spinning = 0;
-    capture_running = capture_spoilt = held = false;
+    capture_running = capture_spoilt = held = held_registering = false;
+    capture_mode = GLOBAL_MODE; /* of the calling thread: a test may have been one of fskv's own */
     for (int d = 0; d < NUM_DEVICES; d++) {
         devices[d].limit = REGION;
         devices[d].lost = devices[d].retained = 0;
@@ -866,6 +869,15 @@ void sim_hold(int hold)
 {
     pthread_mutex_lock(&mutex);
     held = hold;
+    pthread_cond_broadcast(&changed);
+    pthread_mutex_unlock(&mutex);
+}
+
+/* No memory that is registered from now on is registered before this is called with 0. */
+void sim_hold_registering(int hold)
+{
+    pthread_mutex_lock(&mutex);
+    held_registering = hold;
     pthread_cond_broadcast(&changed);
     pthread_mutex_unlock(&mutex);
 }
