@@ -212,6 +212,7 @@ def test_what_the_user_vouches_for_is_taken(checkpoint):
     )
     identity(checkpoint, hf={"vision_config": {}}, entry={"media": "trusted"})
     identity(checkpoint, hf={"code_revision": "main", "norm_eps": 1e-5})
+    identity(checkpoint, hf={"intermediate_size": 64, "moe_intermediate_size": 64})
     identity(checkpoint, entry={"settings": {"enable_lora": False}})
     (checkpoint / "config.json").write_text(json.dumps(HF_CONFIG))
     told = {"kv-cache-dtype": "fp8_e4m3", "dtype": "bfloat16"}
@@ -406,3 +407,12 @@ def test_what_does_not_go_with_fskv_is_refused_where_the_command_line_says_it(ar
 def test_other_command_lines_are_taken(arguments):
     """The controls."""
     check_arguments(arguments, 100)
+
+
+@pytest.mark.parametrize(
+    "name", ["Llama", "Mistral", "Qwen3", "Qwen3Next", "Gemma3Text", "GptOss", "DeepseekV3", "Phi3"]
+)
+def test_a_published_configuration_of_a_model_of_text_speaks_of_no_media(checkpoint, name):
+    transformers = pytest.importorskip("transformers")
+    said = getattr(transformers, f"{name}Config")().to_dict()
+    identity(checkpoint, hf=json.loads(json.dumps(said, default=str)))

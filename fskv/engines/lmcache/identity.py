@@ -39,8 +39,8 @@ _MIN_HASH_NBYTES = 16  # Python's own hash has 8: two prompts may have the same,
 _ONE_RANK = 0x01000100  # LMCache's kv_rank: world size, rank, and both again, of 8 bits each
 _MAX_DEADLINE_S = 120.0  # with a task's wait well below LMCache's 300 s
 _BYTES = ("uint8", "int8")  # what hides a dtype
-# In the names of what a configuration says of media.
-_MEDIA = re.compile(r"(?<!re)vision|visual|audio|image|img_|video|media|speech|(^|_)mm_|multimodal")
+# In the names of what a configuration says of media, at the beginning of a word: `intermediate_size` is none.
+_MEDIA = re.compile(r"(^|_)(vision|visual|audio|image|img_|video|media|speech|mm_|multi_?modal)")
 _CONFIGS = ("config.json", "params.json")  # the second is Mistral's own
 _ON_CPUS = "cpu"  # how such an `arch` begins
 
