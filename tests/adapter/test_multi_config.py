@@ -183,6 +183,8 @@ def test_what_vllm_looks_after_for_nixl_only_in_its_own_multiconnector_is_refuse
         (nixl("kv_both", "MooncakeConnector"), True, False),
         (nixl("kv_both", "DecodeBenchConnector"), True, False),
         (other("LMCacheMPConnector"), True, False),
+        (other("LMCacheMPConnector"), False, True),
+        (other("LMCacheConnectorV1"), True, False),
         (other("ConnectorOfSomebody"), True, False),
         (other() | {"kv_connector_module_path": "some.where"}, True, False),
         (other(spec_name="SharedStorageOffloadingSpec"), True, False),

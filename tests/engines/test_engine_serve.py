@@ -1,4 +1,4 @@
-"""What `vllm serve` starts, asked over HTTP: many requests at once, a restart, metrics, an end in stores."""
+"""What `vllm serve` starts, asked by an OpenAI client: many at once, streams that it leaves, a restart."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ import pathlib
 import signal
 import socket
 import time
-import urllib.error
-import urllib.request
-from typing import Self
+from typing import Any, Self
 
 import engine_lab as lab
 import pytest
@@ -24,9 +22,12 @@ from fskv.bounds.ledger import Ledger
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 lab.needs_vllm()
 pytest.importorskip("uvicorn", reason="the server needs what .ci/setup installs: make test")
+httpx = pytest.importorskip("httpx", reason="as uvicorn")
+openai = pytest.importorskip("openai", reason="as uvicorn")
 
 MODEL = lab.MODELS["llama"]
 CHUNK, NUM_CLIENTS, PROMPT_TOKENS = 128, 16, 400
+LONG_TOKENS = 600
 START_S = 180.0
 
 
@@ -38,6 +39,11 @@ class Server:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
         self.log = directory / f"serve-{self.port}.log"
+        self._http = httpx.Client(trust_env=False, timeout=120)
+        url = f"http://127.0.0.1:{self.port}"
+        self._client = openai.OpenAI(
+            base_url=f"{url}/v1", api_key="none", max_retries=0, http_client=self._http
+        )
         arguments = {
             "model": lab.checkpoint(MODEL.name),
             "served-model-name": "tiny",
@@ -67,49 +73,63 @@ class Server:
 
     def __exit__(self, *_: object) -> None:
         lab.kill_program(self._process)
+        self._http.close()
 
-    def get(self, path: str, body: object = None) -> tuple[int, str]:
+    def get(self, path: str) -> tuple[int, str]:
         """Return status and text; status 0 where nobody listens."""
-        asked = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}{path}",
-            None if body is None else json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
-        )
         try:
-            with urllib.request.urlopen(asked, timeout=120) as answer:
-                return answer.status, answer.read().decode()
-        except urllib.error.HTTPError as error:
-            return error.code, error.read().decode()
-        except OSError as error:
+            answer = self._http.get(f"http://127.0.0.1:{self.port}{path}")
+        except httpx.TransportError as error:
             return 0, str(error)
+        return answer.status_code, answer.text
 
-    def complete(self, prompt: list[int]) -> list[int]:
-        status, text = self.get(
-            "/v1/completions",
-            {
-                "model": "tiny",
-                "prompt": prompt,
-                "max_tokens": 8,
-                "temperature": 0,
-                "ignore_eos": True,
-                "return_token_ids": True,
-            },
+    def _ask(self, prompt: list[int], max_tokens: int, salt: str | None = None, **how: Any) -> Any:
+        return self._client.completions.create(
+            model="tiny",
+            prompt=prompt,
+            max_tokens=max_tokens,
+            temperature=0,
+            extra_body={"ignore_eos": True, "return_token_ids": True, "cache_salt": salt},
+            **how,
         )
-        assert status == 200, text
-        return json.loads(text)["choices"][0]["token_ids"]
 
-    def complete_all(self, prompts: list[list[int]]) -> list[list[int]]:
+    def complete_all(self, prompts: list[list[int]], salt: str | None = None) -> list[list[int]]:
+        """Ask all at once; what has another salt shares nothing."""
+
+        def ask(prompt: list[int]) -> list[int]:
+            return self._ask(prompt, 8, salt).choices[0].token_ids
+
         with concurrent.futures.ThreadPoolExecutor(len(prompts)) as clients:
-            return list(clients.map(self.complete, prompts))
+            return list(clients.map(ask, prompts))
+
+    def cancel_all(self, prompts: list[list[int]]) -> None:
+        """Begin a long stream of each prompt and leave, half of them before their first token."""
+        generated = self._vllm("generation_tokens_total")
+        streams = [self._ask(prompt, LONG_TOKENS, stream=True) for prompt in prompts]
+        for number, stream in enumerate(streams):
+            if number % 2:
+                assert next(iter(stream)).choices[0].finish_reason is None
+                assert self._vllm("kv_cache_usage_perc") > 0  # the control of what is below
+            stream.close()
+        self._ask([2], 1)  # what vLLM says of itself is as of its last step
+        left = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+        wait_for(lambda: all(self._vllm(name) == 0 for name in left), 60)
+        ours = ("pending_loads", "store_queue_chunks", "staging_slots_in_use")
+        wait_for(lambda: all(self.metric(name) == 0 for name in ours), 60)
+        generated = self._vllm("generation_tokens_total") - generated
+        assert generated < LONG_TOKENS * len(prompts) / 2, "they ended by themselves"
 
     def metric(self, name: str, **labels: str) -> float:
+        return self._vllm(f"fskv_{name}", **labels)
+
+    def _vllm(self, name: str, **labels: str) -> float:
         status, text = self.get("/metrics")
         assert status == 200
         return sum(
             sample.value
             for family in text_string_to_metric_families(text)
             for sample in family.samples
-            if sample.name == f"vllm:fskv_{name}" and labels.items() <= sample.labels.items()
+            if sample.name == f"vllm:{name}" and labels.items() <= sample.labels.items()
         )
 
     def stop(self) -> tuple[int, float]:
@@ -123,7 +143,9 @@ def test_a_served_engine_stores_for_many_clients_and_loads_for_them_after_a_rest
     root = tmp_path / "root"
     root.mkdir()
     prompts = [MODEL.tokens(f"client {n}", PROMPT_TOKENS) for n in range(NUM_CLIENTS)]
-    late = [MODEL.tokens(f"late {n}", PROMPT_TOKENS) for n in range(8)]
+    left, late = (
+        [MODEL.tokens(f"{of} {n}", PROMPT_TOKENS) for n in range(8)] for of in ("left", "late")
+    )
     chunks = PROMPT_TOKENS // CHUNK * NUM_CLIENTS
     with Server(tmp_path, str(root)) as server:
         cold = server.complete_all(prompts)
@@ -133,6 +155,10 @@ def test_a_served_engine_stores_for_many_clients_and_loads_for_them_after_a_rest
         assert len(lab.chunks(str(root))) == chunks
         assert server.metric("requests_total", result="miss") == NUM_CLIENTS
         assert server.metric("loaded_requests_total") == 0
+        server.cancel_all(left)  # while they are computed and stored
+        left_cold = server.complete_all(left)
+        left_chunks = PROMPT_TOKENS // CHUNK * len(left)
+        wait_for(lambda: len(lab.chunks(str(root))) == chunks + left_chunks, 60)
         server.complete_all(late)
         assert server.get("/health")[0] == 200
         # Later vLLM says so of itself now and then, when its engine goes before its own handler.
@@ -153,4 +179,8 @@ def test_a_served_engine_stores_for_many_clients_and_loads_for_them_after_a_rest
         assert server.metric("loaded_tokens_total") == chunks * CHUNK
         assert server.metric("load_failures_total") == 0
         assert server.metric("pending_loads") == 0
+        server.cancel_all(left)  # while they are loaded
+        assert server.metric("requests_total", result="hit") > NUM_CLIENTS
+        assert server.complete_all(left) == left_cold
+        assert server.complete_all(left, salt="computed anew") == left_cold
         assert server.stop()[0] == 0

