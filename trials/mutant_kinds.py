@@ -767,6 +767,14 @@ FAULTS = (
         ("tests/unit/test_maintenance.py",),
     ),
     Fault(
+        "trash-is-free",
+        "What was removed and does not show as free is waited for.",
+        "fskv/bounds/room_freed.py",
+        "        wait_s = USUAL_S if last is None else min(_LONGEST_S, 2 * last.wait_s)\n",
+        "        wait_s = USUAL_S\n",
+        ("tests/unit/test_room_freed.py",),
+    ),
+    Fault(
         "future-parts-stay",
         "A part of the future is no living writer's.",
         "fskv/root/process_id.py",

@@ -35,6 +35,7 @@ from fskv.bounds.quota import (
     with_intervals_of,
     without_limits,
 )
+from fskv.bounds.room_freed import RoomFreed
 from fskv.bounds.room_made import RoomMade
 from fskv.index.scan import NUM_SHARDS
 from fskv.index.snapshot import Catalogue
@@ -63,9 +64,6 @@ _WITHDRAW_S = 20.0
 # How long a dead engine's claim stays where its namespace cannot be counted, and perhaps never can.
 _GIVEN_UP_S = 60.0
 _STUCK_S = 600.0  # files that could not be removed are tried again
-_FREEING_S = (
-    30.0  # what was removed may show in statvfs only after so long (btrfs: its next commit)
-)
 _UNUSED_STEP = 1 << 30  # bytes of one plan
 
 
@@ -110,7 +108,7 @@ class Leader:
         self._uncounted: dict[str, str] = {}  # namespace -> why, as it was told
         self._stuck: set[str] = set()  # paths that cannot be removed
         self._stuck_at = time.monotonic()
-        self._freeing: tuple[float, int] = (0.0, 0)  # until when; free bytes that are to be seen
+        self._room_freed = RoomFreed(root)
         self._futile_until = 0.0  # nothing was left to remove: no need to look again and again
         self._room_made = RoomMade(root)
         self._orphans = Orphans(root, grace_s)
@@ -123,6 +121,7 @@ class Leader:
 
     def due(self, claims: list[Claim], space: Space) -> bool:
         """Whether there is work: the first count, a bound that is near, a full disk, or time has passed."""
+        self._room_freed.look(space, claims)
         if self.usage is None or time.monotonic() - self._counted_all_at > _COUNT_ALL_S:
             return True
         for claim in claims:
@@ -136,7 +135,7 @@ class Leader:
         claims = without_limits(claims, self._gone)
         if inodes_short(claims, space):
             return True
-        return any(self._is_near(scope, claims, space) for scope in self._bounds(claims, space))
+        return any(self._is_near(scope, claims) for scope in self._bounds(claims, space))
 
     async def work(self, claims: list[Claim], space: Space) -> None:
         """Count, prune what is beyond the bounds, and clean. Raises OSError when the root does not let us."""
@@ -296,12 +295,9 @@ class Leader:
         kinds = ("namespace", "tenant", "root", "free")
         return sorted(scopes(claims, usage, space), key=lambda scope: kinds.index(scope.kind))
 
-    def _is_near(self, scope: Scope, claims: list[Claim], space: Space) -> bool:
-        until, free_nbytes = self._freeing
-        if scope.kind == "free" and time.monotonic() < until and space.free_nbytes < free_nbytes:
-            return False  # what was removed does not show yet
-        if scope.kind == "free":
-            self._freeing = (0.0, 0)
+    def _is_near(self, scope: Scope, claims: list[Claim]) -> bool:
+        if scope.kind == "free" and self._room_freed.is_awaited("keep_free"):
+            return False
         return is_near(scope, claims)
 
     def _publish(self, claims: list[Claim]) -> None:
@@ -342,7 +338,7 @@ class Leader:
                 (
                     scope
                     for scope in self._bounds(claims, space)
-                    if (scope.kind, scope.name) not in done and self._is_near(scope, claims, space)
+                    if (scope.kind, scope.name) not in done and self._is_near(scope, claims)
                 ),
                 None,
             )
@@ -354,20 +350,20 @@ class Leader:
             if scope.kind == "free":
                 keep = space.total_nbytes - scope.limit
                 self._room_made.near(before, self.usage or before, space, keep, short)
-                # Writers may have used what they were granted meanwhile.
-                target = space.free_nbytes + freed // 2 - scope.outstanding
-                if Space.of(self._root).free_nbytes < target:
-                    self._freeing = (time.monotonic() + _FREEING_S, target)
+                after = Space.of(self._root)
+                self._room_freed.removed("keep_free", freed, space, after, claims)
         if num_inodes:
             await self._free(self._ours(), 0, num_inodes)
         full = [claim for claim in claims if claim.full > self._full.get(claim.name, 0)]
-        if full:
+        if full and not self._room_freed.is_awaited("full"):
             before, space = self.usage or Usage(), Space.of(self._root)
             wanted = min(8 * sum(c.wanted for c in full), before.nbytes // _FULL_PART)
             amount = max(int(_FULL_SHARE * before.nbytes), _FULL_LEAST, wanted)
-            await self._free(self._ours(), amount, 0)
+            freed = await self._free(self._ours(), amount, 0)
             self._room_made.full(before, self.usage or before, space)
-            self._full |= {claim.name: claim.full for claim in full}
+            self._room_freed.removed("full", freed, space, Space.of(self._root), claims)
+        # Also while what was removed is awaited: who finds it full then says so again.
+        self._full |= {claim.name: claim.full for claim in full}
 
     async def _prune_unused(self, claims: list[Claim]) -> None:
         """Remove what was not used for longer than anybody wants it to stay."""
