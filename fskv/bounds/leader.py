@@ -18,7 +18,8 @@ from dataclasses import replace
 from fskv.bounds.count_checks import CountChecks
 from fskv.bounds.evict import Pruned, cutoff_ns, execute, plan
 from fskv.bounds.eviction_news import EvictionNews
-from fskv.bounds.lease import SHARED_DIR, TTL_S, Lease
+from fskv.bounds.heartbeats import UNNOTICED_NS, Heartbeats
+from fskv.bounds.lease import SHARED_DIR, Lease
 from fskv.bounds.ledger import Ledger, shortened
 from fskv.bounds.orphans import Orphans
 from fskv.bounds.quota import (
@@ -53,7 +54,6 @@ _COUNT_ALL_S = 60.0  # how often namespaces are counted that nobody claims to wr
 _LISTED_AGAIN = 4
 _SNAPSHOT_S = 300.0
 _ORPHANS_S = 30.0
-_DEAD_CLAIM_S = 4 * TTL_S
 _FULL_SHARE = 0.03  # of everything: what goes when a disk is full without any bound being reached
 _FULL_LEAST = 64 << 20
 _FULL_PART = 8  # and no more than an eighth of it, whatever engines want at hand
@@ -96,7 +96,8 @@ class Leader:
         self._manifests = Manifests(root)
         self._counted_all_at = self._snapshot_at = self._orphans_at = float("-inf")
         self._again = time.time_ns() % NUM_SHARDS  # terms may be shorter than a round
-        self._beats: dict[str, tuple[int, float]] = {}  # claim -> its last beat, since when
+        self._heartbeats = Heartbeats(root, book, lease)
+        self._must_recount = False  # clocks were found to differ since the last count of all
         self._counted: dict[str, int] = {}  # claim -> its `written` before the last count
         self._full: dict[str, int] = {}  # claim -> its `full` that was served
         self._dead_since: dict[str, float] = {}  # claim of a dead engine -> when we saw that
@@ -119,10 +120,18 @@ class Leader:
         """Whether the lease is held, and was without a break since this holder began."""
         return self._lease.held and self._lease.term == self._term
 
+    def watch(self, claims: list[Claim], read_at: float) -> None:
+        """Take what every step reads; claims were read since `read_at`."""
+        self._must_recount = self._heartbeats.watch(claims, read_at) or self._must_recount
+
+    def _must_count_all(self) -> bool:
+        late = time.monotonic() - self._counted_all_at > _COUNT_ALL_S
+        return self.usage is None or self._must_recount or late
+
     def due(self, claims: list[Claim], space: Space) -> bool:
         """Whether there is work: the first count, a bound that is near, a full disk, or time has passed."""
         self._room_freed.look(space, claims)
-        if self.usage is None or time.monotonic() - self._counted_all_at > _COUNT_ALL_S:
+        if self._must_count_all():
             return True
         for claim in claims:
             # What was full before we held the lease is not ours to serve: it says so again if it still is.
@@ -139,7 +148,7 @@ class Leader:
 
     async def work(self, claims: list[Claim], space: Space) -> None:
         """Count, prune what is beyond the bounds, and clean. Raises OSError when the root does not let us."""
-        every = self.usage is None or time.monotonic() - self._counted_all_at > _COUNT_ALL_S
+        every, self._must_recount = self._must_count_all(), False
         names = self._find_namespaces(claims, every=every)
         await asyncio.to_thread(self._judge, names)
         if every and not self._asked_device:
@@ -239,18 +248,9 @@ class Leader:
 
     def _dead(self, claims: list[Claim]) -> set[str]:
         """Return the claims of engines that are gone, or that have not been heard of for so long."""
-        now = time.monotonic()
-        dead = self._ledger.silent(claims, self._lease.now_ns() - int(_DEAD_CLAIM_S * 1e9))
-        for claim in claims:
-            beat, since = self._beats.get(claim.name, (-1, now))
-            if claim.beat != beat:
-                self._beats[claim.name] = (claim.beat, now)
-            elif now - since > _DEAD_CLAIM_S:
-                dead.add(claim.name)
-            if claim.closed or provably_dead(claim.name):
-                dead.add(claim.name)
+        dead = self._heartbeats.silent(claims)
+        dead |= {claim.name for claim in claims if claim.closed or provably_dead(claim.name)}
         names = {claim.name for claim in claims}
-        self._beats = {name: seen for name, seen in self._beats.items() if name in names}
         self._full = {name: full for name, full in self._full.items() if name in names}
         self._counted = {name: n for name, n in self._counted.items() if name in names}
         return dead
@@ -260,7 +260,8 @@ class Leader:
         known = set()
         writing = {claim.namespace for claim in claims}
         now_ns = self._lease.now_ns()
-        relist = not self._checks.mtimes_tell(claims, now_ns)
+        relist = self._heartbeats.clocks_differ or not self._checks.mtimes_tell(claims, now_ns)
+        now_ns = max(0, now_ns - UNNOTICED_NS)
         again = [(self._again + i) % NUM_SHARDS for i in range(_LISTED_AGAIN if every else 0)]
         self._again = (self._again + len(again)) % NUM_SHARDS
         for name, last in self._catalogues.items():

@@ -185,6 +185,8 @@ class Maintainer:
         claims = self._ledger.claims()
         space = Space.of(self._root)
         self.seen = Seen(usage, claims, space, self._lease.held)
+        if self._leader is not None:
+            self._leader.watch(claims, read_at)
         self._say_left_out()
         # One after the other: none of them keeps the next ones from being done.
         works: list[Callable[[], bool]] = [
