@@ -13,7 +13,7 @@ import os
 import signal
 from typing import Any
 
-from fskv.bounds import leader, ledger, maintenance, quota, serve
+from fskv.bounds import heartbeats, leader, ledger, maintenance, quota, serve
 
 BREAKS = ("survival", "length")
 BREAK = "FSKV_FUZZ_BREAK"
@@ -38,7 +38,7 @@ def hurry() -> None:
         (leader, "_COUNT_ALL_S", 1.0),
         (leader, "_SNAPSHOT_S", 2.0),
         (leader, "_ORPHANS_S", 1.0),
-        (leader, "_DEAD_CLAIM_S", 2 * TTL_S),
+        (heartbeats, "SILENT_S", 2 * TTL_S),
         (leader, "_WITHDRAW_S", 0.5),
         (leader, "_FUTILE_S", 0.5),
         (leader, "_STUCK_S", 10.0),

@@ -36,7 +36,7 @@ class CountChecks:
 
         Claims are renamed into their directory every few seconds.
         """
-        newest_ns = clamp_mtime(self._ledger.newest_ns(claims), now_ns)
+        newest_ns = clamp_mtime(max(self._ledger.published_ns(claims).values(), default=0), now_ns)
         last_ns = dir_mtime_ns(self._directory)  # 0, unknown: such directories are always listed
         told = not last_ns or newest_ns - last_ns < _MTIME_LAG_NS
         if not told and not self._complained:

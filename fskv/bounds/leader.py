@@ -18,7 +18,8 @@ from dataclasses import replace
 from fskv.bounds.count_checks import CountChecks
 from fskv.bounds.evict import Pruned, cutoff_ns, execute, plan
 from fskv.bounds.eviction_news import EvictionNews
-from fskv.bounds.lease import SHARED_DIR, TTL_S, Lease
+from fskv.bounds.heartbeats import UNNOTICED_NS, Heartbeats
+from fskv.bounds.lease import SHARED_DIR, Lease
 from fskv.bounds.ledger import Ledger, shortened
 from fskv.bounds.orphans import Orphans
 from fskv.bounds.quota import (
@@ -36,6 +37,7 @@ from fskv.bounds.quota import (
     with_intervals_of,
     without_limits,
 )
+from fskv.bounds.room_freed import RoomFreed
 from fskv.bounds.room_made import RoomMade
 from fskv.index.scan import NUM_SHARDS
 from fskv.index.snapshot import Catalogue
@@ -53,7 +55,6 @@ _COUNT_ALL_S = 60.0  # how often namespaces are counted that nobody claims to wr
 _LISTED_AGAIN = 4
 _SNAPSHOT_S = 300.0
 _ORPHANS_S = 30.0
-_DEAD_CLAIM_S = 4 * TTL_S
 _FULL_SHARE = 0.03  # of everything: what goes when a disk is full without any bound being reached
 _FULL_LEAST = 64 << 20
 _FULL_PART = 8  # and no more than an eighth of it, whatever engines want at hand
@@ -64,9 +65,6 @@ _WITHDRAW_S = 20.0
 # How long a dead engine's claim stays where its namespace cannot be counted, and perhaps never can.
 _GIVEN_UP_S = 60.0
 _STUCK_S = 600.0  # files that could not be removed are tried again
-_FREEING_S = (
-    30.0  # what was removed may show in statvfs only after so long (btrfs: its next commit)
-)
 _UNUSED_STEP = 1 << 30  # bytes of one plan
 
 
@@ -101,7 +99,8 @@ class Leader:
         self._manifests = Manifests(root)
         self._counted_all_at = self._snapshot_at = self._orphans_at = float("-inf")
         self._again = time.time_ns() % NUM_SHARDS  # terms may be shorter than a round
-        self._beats: dict[str, tuple[int, float]] = {}  # claim -> its last beat, since when
+        self._heartbeats = Heartbeats(root, book, lease)
+        self._must_recount = False  # clocks were found to differ since the last count of all
         self._counted: dict[str, int] = {}  # claim -> its `written` before the last count
         self._full: dict[str, int] = {}  # claim -> its `full` that was served
         self._dead_since: dict[str, float] = {}  # claim of a dead engine -> when we saw that
@@ -113,7 +112,7 @@ class Leader:
         self._uncounted: dict[str, str] = {}  # namespace -> why, as it was told
         self._stuck: set[str] = set()  # paths that cannot be removed
         self._stuck_at = time.monotonic()
-        self._freeing: tuple[float, int] = (0.0, 0)  # until when; free bytes that are to be seen
+        self._room_freed = RoomFreed(root)
         self._futile_until = 0.0  # nothing was left to remove: no need to look again and again
         self._room_made = RoomMade(root)
         self._orphans = Orphans(root, grace_s)
@@ -124,9 +123,18 @@ class Leader:
         """Whether the lease is held, and was without a break since this holder began."""
         return self._lease.held and self._lease.term == self._term
 
+    def watch(self, claims: list[Claim], read_at: float) -> None:
+        """Take what every step reads; claims were read since `read_at`."""
+        self._must_recount = self._heartbeats.watch(claims, read_at) or self._must_recount
+
+    def _must_count_all(self) -> bool:
+        late = time.monotonic() - self._counted_all_at > _COUNT_ALL_S
+        return self.usage is None or self._must_recount or late
+
     def due(self, claims: list[Claim], space: Space) -> bool:
         """Whether there is work: the first count, a bound that is near, a full disk, or time has passed."""
-        if self.usage is None or time.monotonic() - self._counted_all_at > _COUNT_ALL_S:
+        self._room_freed.look(space, claims)
+        if self._must_count_all():
             return True
         for claim in claims:
             # What was full before we held the lease is not ours to serve: it says so again if it still is.
@@ -139,11 +147,11 @@ class Leader:
         claims = without_limits(claims, self._gone)
         if inodes_short(claims, space):
             return True
-        return any(self._is_near(scope, claims, space) for scope in self._bounds(claims, space))
+        return any(self._is_near(scope, claims) for scope in self._bounds(claims, space))
 
     async def work(self, claims: list[Claim], space: Space) -> None:
         """Count, prune what is beyond the bounds, and clean. Raises OSError when the root does not let us."""
-        every = self.usage is None or time.monotonic() - self._counted_all_at > _COUNT_ALL_S
+        every, self._must_recount = self._must_count_all(), False
         if self._inherited is None:
             last = self._ledger.usage() or Usage()
             self._inherited = {n: at for n, at in last.namespaces.items() if is_claimable(n)}
@@ -246,18 +254,9 @@ class Leader:
 
     def _dead(self, claims: list[Claim]) -> set[str]:
         """Return the claims of engines that are gone, or that have not been heard of for so long."""
-        now = time.monotonic()
-        dead = self._ledger.silent(claims, self._lease.now_ns() - int(_DEAD_CLAIM_S * 1e9))
-        for claim in claims:
-            beat, since = self._beats.get(claim.name, (-1, now))
-            if claim.beat != beat:
-                self._beats[claim.name] = (claim.beat, now)
-            elif now - since > _DEAD_CLAIM_S:
-                dead.add(claim.name)
-            if claim.closed or provably_dead(claim.name):
-                dead.add(claim.name)
+        dead = self._heartbeats.silent(claims)
+        dead |= {claim.name for claim in claims if claim.closed or provably_dead(claim.name)}
         names = {claim.name for claim in claims}
-        self._beats = {name: seen for name, seen in self._beats.items() if name in names}
         self._full = {name: full for name, full in self._full.items() if name in names}
         self._counted = {name: n for name, n in self._counted.items() if name in names}
         return dead
@@ -267,7 +266,8 @@ class Leader:
         known = set()
         writing = {claim.namespace for claim in claims}
         now_ns = self._lease.now_ns()
-        relist = not self._checks.mtimes_tell(claims, now_ns)
+        relist = self._heartbeats.clocks_differ or not self._checks.mtimes_tell(claims, now_ns)
+        now_ns = max(0, now_ns - UNNOTICED_NS)
         again = [(self._again + i) % NUM_SHARDS for i in range(_LISTED_AGAIN if every else 0)]
         self._again = (self._again + len(again)) % NUM_SHARDS
         for name, last in self._catalogues.items():
@@ -304,12 +304,9 @@ class Leader:
         kinds = ("namespace", "tenant", "root", "free")
         return sorted(scopes(claims, usage, space), key=lambda scope: kinds.index(scope.kind))
 
-    def _is_near(self, scope: Scope, claims: list[Claim], space: Space) -> bool:
-        until, free_nbytes = self._freeing
-        if scope.kind == "free" and time.monotonic() < until and space.free_nbytes < free_nbytes:
-            return False  # what was removed does not show yet
-        if scope.kind == "free":
-            self._freeing = (0.0, 0)
+    def _is_near(self, scope: Scope, claims: list[Claim]) -> bool:
+        if scope.kind == "free" and self._room_freed.is_awaited("keep_free"):
+            return False
         return is_near(scope, claims)
 
     def _publish(self, claims: list[Claim]) -> None:
@@ -354,7 +351,7 @@ class Leader:
                 (
                     scope
                     for scope in self._bounds(claims, space)
-                    if (scope.kind, scope.name) not in done and self._is_near(scope, claims, space)
+                    if (scope.kind, scope.name) not in done and self._is_near(scope, claims)
                 ),
                 None,
             )
@@ -366,20 +363,20 @@ class Leader:
             if scope.kind == "free":
                 keep = space.total_nbytes - scope.limit
                 self._room_made.near(before, self.usage or before, space, keep, short)
-                # Writers may have used what they were granted meanwhile.
-                target = space.free_nbytes + freed // 2 - scope.outstanding
-                if Space.of(self._root).free_nbytes < target:
-                    self._freeing = (time.monotonic() + _FREEING_S, target)
+                after = Space.of(self._root)
+                self._room_freed.removed("keep_free", freed, space, after, claims)
         if num_inodes:
             await self._free(self._ours(), 0, num_inodes)
         full = [claim for claim in claims if claim.full > self._full.get(claim.name, 0)]
-        if full:
+        if full and not self._room_freed.is_awaited("full"):
             before, space = self.usage or Usage(), Space.of(self._root)
             wanted = min(8 * sum(c.wanted for c in full), before.nbytes // _FULL_PART)
             amount = max(int(_FULL_SHARE * before.nbytes), _FULL_LEAST, wanted)
-            await self._free(self._ours(), amount, 0)
+            freed = await self._free(self._ours(), amount, 0)
             self._room_made.full(before, self.usage or before, space)
-            self._full |= {claim.name: claim.full for claim in full}
+            self._room_freed.removed("full", freed, space, Space.of(self._root), claims)
+        # Also while what was removed is awaited: who finds it full then says so again.
+        self._full |= {claim.name: claim.full for claim in full}
 
     async def _prune_unused(self, claims: list[Claim]) -> None:
         """Remove what was not used for longer than anybody wants it to stay."""

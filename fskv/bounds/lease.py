@@ -105,7 +105,7 @@ class Lease:
                 os.unlink(LEASE_FILE, dir_fd=fd)
 
     def now_ns(self) -> int:
-        """Return the time of the file system's own clock: that of the server, where there is one."""
+        """Return what time it is for who stamps files here: the server, or on CephFS this node."""
         try:
             with self._opened() as fd:
                 os.utime(LEASE_FILE, dir_fd=fd, follow_symlinks=False)

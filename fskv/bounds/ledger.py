@@ -154,23 +154,13 @@ class Ledger:
         self._junk, self._unreadable, self._last = junk, unreadable, found
         return list(found.values())
 
-    def silent(self, claims: Iterable[Claim], before_ns: int) -> set[str]:
-        """Return those that were last published before a time by the file system's clock."""
-        found = set()
-        for claim in claims:
-            with contextlib.suppress(OSError):
-                info = os.lstat(f"{self._directory}/{CLAIMS_DIR}/{claim.name}.json")
-                if info.st_mtime_ns < before_ns:
-                    found.add(claim.name)
-        return found
-
-    def newest_ns(self, claims: Iterable[Claim]) -> int:
-        """Return when one of them was last published, by the file system's clock; 0: unknown."""
-        found = 0
+    def published_ns(self, claims: Iterable[Claim]) -> dict[str, int]:
+        """Return when each was last published, by the clock that stamps files; not those that are gone."""
+        found = {}
         for claim in claims:
             with contextlib.suppress(OSError):
                 path = f"{self._directory}/{CLAIMS_DIR}/{claim.name}.json"
-                found = max(found, os.lstat(path).st_mtime_ns)
+                found[claim.name] = os.lstat(path).st_mtime_ns
         return found
 
     def publish_usage(self, usage: Usage) -> None:

@@ -35,6 +35,7 @@ from fskv.bounds.quota import (
     scopes,
     too_much,
 )
+from fskv.bounds.room_freed import RoomFreed
 from fskv.bounds.room_made import RoomMade
 from fskv.bounds.status import BoundsSaid, RootState, changes, root_state
 from fskv.index.snapshot import Catalogue
@@ -132,6 +133,7 @@ class Maintainer:
         self._said_lease = False
         self._states = StateLog(root=root)
         self._room_made = RoomMade(root)
+        self._room_freed = RoomFreed(root)
         self._alive_at = float("-inf")
         self._stepped_at = time.monotonic()
         self._must_revoke = False
@@ -185,6 +187,8 @@ class Maintainer:
         claims = self._ledger.claims()
         space = Space.of(self._root)
         self.seen = Seen(usage, claims, space, self._lease.held)
+        if self._leader is not None:
+            self._leader.watch(claims, read_at)
         self._say_left_out()
         # One after the other: none of them keeps the next ones from being done.
         works: list[Callable[[], bool]] = [
@@ -258,6 +262,10 @@ class Maintainer:
         if self._claim is None or time.monotonic() - self._room_made_at < _AFTER_FAILURE_S:
             return
         self._room_made_at = time.monotonic()
+        space = Space.of(self._root)
+        self._room_freed.look(space, ())
+        if self._room_freed.is_awaited("full"):
+            return
         mine = self._claim.namespace
         names = all_namespaces(self._root) if mine is None else {mine}
         # With the snapshot: a walk of everything may take longer than our engine waits for a word.
@@ -266,11 +274,12 @@ class Maintainer:
         for catalogue in catalogues:
             with contextlib.suppress(OSError):
                 await catalogue.refresh(self._lease.now_ns())
-        space = Space.of(self._root)
         pruned = await execute(plan(catalogues, _LEAST_ROOM, 8), lambda: True, self._root)
         usage = Usage({"": (sum(each.nbytes for each in catalogues), 0)})
         done = replace(usage, pruned_files=pruned.num_files, pruned_nbytes=pruned.nbytes)
         self._room_made.full(usage, done, space, "the disk is full: no lease can be written")
+        after = Space.of(self._root)
+        self._room_freed.removed("full", pruned.nbytes, space, after, ())
         for path, chunks in pruned.removed.items():
             self._eviction_news.publish(path.rpartition("@")[2], chunks)
         if pruned.away is not None:
@@ -336,6 +345,7 @@ class Maintainer:
                 self._beat_at = time.monotonic()
             self._ledger.publish(claim)
             self._claim = self._published = claim
+            self._room_freed.forget("full")  # it found room
 
     def _claim_more(
         self, claims: list[Claim], usage: Usage | None, space: Space, read_at: float

@@ -139,7 +139,7 @@ async def walk(
 
     import aiofiles.os
 
-    shards = await aiofiles.os.wrap(_changed)(namespace, seen, start)
+    shards = await aiofiles.os.wrap(_changed)(namespace, seen, start, now_ns)
     most = await aiofiles.os.wrap(most_nbytes)(namespace)
     batches = [shards[at : at + _BATCH] for at in range(0, len(shards), _BATCH)]
     list_batch = aiofiles.os.wrap(_list_batch)
@@ -160,8 +160,14 @@ async def walk(
             future.cancel()
 
 
-def _changed(namespace: str, seen: Mapping[int, int], start: int) -> list[tuple[int, int]]:
-    """Return (shard, mtime of its directory) for all that changed; mtime -1 for those that are gone."""
+def _changed(
+    namespace: str, seen: Mapping[int, int], start: int, now_ns: int
+) -> list[tuple[int, int]]:
+    """Return (shard, mtime of its directory) for all that changed; mtime -1 for those that are gone.
+
+    An mtime of the future does not tell: where nodes stamp by their own clocks what comes before that time
+    does not change it.
+    """
     found: dict[int, int] = {}
     path = f"{namespace}/{CHUNK_DIR}"
     for name in _names(namespace, path):
@@ -169,7 +175,11 @@ def _changed(namespace: str, seen: Mapping[int, int], start: int) -> list[tuple[
         if idx is not None and idx >= start:
             found[idx] = dir_mtime_ns(f"{path}/{name}")
     gone = [(idx, -1) for idx, mtime in seen.items() if idx >= start and idx not in found and mtime]
-    changed = [(idx, mtime) for idx, mtime in found.items() if not mtime or mtime != seen.get(idx)]
+    changed = [
+        (idx, mtime)
+        for idx, mtime in found.items()
+        if not mtime or mtime != seen.get(idx) or 0 < now_ns < mtime
+    ]
     return sorted(changed + gone)
 
 

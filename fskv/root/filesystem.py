@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fskv.root.mounts import mount_of
 from fskv.types import MAX_COUNT
@@ -35,6 +35,13 @@ class Space:
     free_nbytes: int
     total_inodes: int
     free_inodes: int
+    # Free, and kept for root: what is removed may show here alone.
+    reserved_nbytes: int = field(default=0, compare=False)
+
+    @property
+    def unused_nbytes(self) -> int:
+        """Bytes in nobody's use, also those that this user cannot have."""
+        return self.free_nbytes + self.reserved_nbytes
 
     @classmethod
     def of(cls, path: str | int) -> Space:
@@ -49,7 +56,9 @@ class Space:
         free = 0 if -info.f_blocks <= info.f_bavail < -1 else info.f_bavail
         blocks, free = _pair(info.f_blocks, free)
         inodes = _pair(info.f_files, info.f_favail)
-        return cls(min(blocks * unit, MAX_COUNT), min(free * unit, MAX_COUNT), *inodes)
+        reserved = min(max(0, _pair(info.f_blocks, info.f_bfree)[1] - free) * unit, MAX_COUNT)
+        total, free = min(blocks * unit, MAX_COUNT), min(free * unit, MAX_COUNT)
+        return cls(total, free, *inodes, reserved)
 
 
 def unit_nbytes(info: os.statvfs_result) -> int:

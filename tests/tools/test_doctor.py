@@ -166,6 +166,35 @@ def test_the_systems_own_file_system_is_hinted_at_where_the_root_is(tmp_path, mo
     assert checks.index("root") < len(checks) - 1 - checks[::-1].index("mount")
 
 
+@pytest.mark.parametrize(
+    ("kind", "source", "answer", "level", "words"),
+    [
+        ("fuse.mfs", "mfs", "86400", "warning", "for 86400 s"),
+        ("fuse", "mfs#10.0.0.1:9421", "86400", "warning", "for 86400 s"),
+        ("fuse.mfs", "mfs", "0", "ok", "free at once"),
+        ("fuse.mfs", "mfs", None, "warning", "24 hours by default"),
+        ("fuse.juicefs", "JuiceFS:kv", None, "hint", "trash-days"),
+        ("ext4", "/dev/a", "86400", None, ""),
+    ],
+)
+def test_a_trash_that_keeps_what_is_removed_is_told(
+    lab, tmp_path, monkeypatch, kind, source, answer, level, words
+):
+    """As `mfsgettrashtime` of MooseFS 3.0 answers, or where there is none."""
+    told = tmp_path / "mountinfo"
+    told.write_text(LINE.format(point=tmp_path, kind=kind, source=source, options=""))
+    monkeypatch.setattr(mount, "_MOUNTINFO", str(told))
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    if answer is not None:
+        (tools / "mfsgettrashtime").write_text(f'#!/bin/sh\necho "$1: {answer}"\n')
+        (tools / "mfsgettrashtime").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tools))
+    found = levels(here(lab.path), "trash")
+    assert [one for one, _ in found] == ([level] if level else [])
+    assert all(words in text for _, text in found)
+
+
 def test_with_no_write_nothing_is_tried(lab):
     stamp = os.stat(lab.path).st_mtime_ns
     done = run("doctor", *PATIENT, "--no-write", "--json", root=lab.path)
@@ -269,12 +298,12 @@ def test_mtimes_of_whole_seconds_are_a_hint(lab, monkeypatch, step_ns, level):
 
 def test_a_file_system_that_does_not_know_its_room_is_a_hint(lab, monkeypatch):
     nothing = dict.fromkeys(
-        ("f_bsize", "f_frsize", "f_blocks", "f_bavail", "f_files", "f_favail"), 0
+        ("f_bsize", "f_frsize", "f_blocks", "f_bfree", "f_bavail", "f_files", "f_favail"), 0
     )
     subject = Subject(lab.path, 10.0, Scratch(may_write=True))
     for answer, level in (
         ({}, "hint"),
-        ({"f_frsize": 4096, "f_blocks": 9999, "f_bavail": 9999}, "ok"),
+        ({"f_frsize": 4096, "f_blocks": 9999, "f_bfree": 9999, "f_bavail": 9999}, "ok"),
     ):
         info = SimpleNamespace(**{**nothing, **answer})
         monkeypatch.setattr(os, "statvfs", lambda path, info=info: info)
@@ -289,6 +318,7 @@ def test_where_nothing_can_be_stored_is_a_problem_and_not_how_much_is_free(lab, 
 
     def judged(free_mib, counted=None, **told):
         info = {"f_bsize": 4096, "f_frsize": 4096, "f_blocks": 150 << 8, "f_bavail": free_mib << 8}
+        info["f_bfree"] = info["f_bavail"]
         info |= {"f_files": 0, "f_favail": 0}
         monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(**info))
         if counted is not None:
@@ -318,6 +348,7 @@ def test_an_empty_root_with_less_room_than_a_usual_file_is_no_good_root(
 ):
     """Of 150 MiB 3 are kept free. The control: with 3 MiB left it is ok."""
     info = {"f_bsize": 4096, "f_frsize": 4096, "f_blocks": 150 << 8, "f_bavail": free_mib << 8}
+    info["f_bfree"] = info["f_bavail"]
     info |= {"f_files": 0, "f_favail": 0}
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(**info))
     ((found, text),) = levels(here(tmp_path), "space")

@@ -29,7 +29,7 @@ from capacity_lab import (
 )
 from world import follow_links
 
-from fskv.bounds import count_checks, leader, ledger, maintenance
+from fskv.bounds import count_checks, heartbeats, leader, ledger, maintenance
 from fskv.bounds.lease import SHARED_DIR
 from fskv.bounds.ledger import Ledger
 from fskv.bounds.maintenance import Engine, Maintainer
@@ -196,8 +196,9 @@ def test_a_dead_claim_goes_also_where_its_namespace_can_never_be_counted(
     root, monkeypatch, manifest, given_up
 ):
     """Forged, it keeps the stores of all engines away and has all pruned. The control: it stays for ever."""
-    for name, seconds in {"_COUNT_ALL_S": 0.05, "_DEAD_CLAIM_S": 0.1, "_WITHDRAW_S": 0.1}.items():
+    for name, seconds in {"_COUNT_ALL_S": 0.05, "_WITHDRAW_S": 0.1}.items():
         monkeypatch.setattr(leader, name, seconds)
+    monkeypatch.setattr(heartbeats, "SILENT_S", 0.1)
     monkeypatch.setattr(leader, "_GIVEN_UP_S", 0.1 if given_up else 60.0)
     name = name_of("other") if manifest == "ours" else "cpu/copy@0123456789abcdef"
     path = make_namespace(root, name, "other")

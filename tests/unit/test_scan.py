@@ -250,6 +250,21 @@ def test_a_file_that_came_in_the_tick_of_the_listing_is_found(
     assert catalogue.num_files == (2 if rule else 1)
 
 
+@pytest.mark.parametrize("ahead_s", [60, -60])
+def test_a_directory_of_the_future_is_listed_each_time(namespace, ahead_s):
+    """A node has left it whose clock was ahead. The control: one of the past is believed."""
+    directory = os.path.dirname(write_chunk(namespace, "abc" + "0" * 29))
+    now_ns = time.time_ns()
+    at_ns = now_ns + ahead_s * 10**9
+    os.utime(directory, ns=(at_ns, at_ns))
+    catalogue = Catalogue(namespace)
+    run(catalogue.refresh(now_ns + 120 * 10**9))  # whose count is in the snapshot
+    write_chunk(namespace, "abc" + "1" * 29)
+    os.utime(directory, ns=(at_ns, at_ns))  # no later stamp than that
+    run(catalogue.refresh(now_ns))
+    assert catalogue.num_files == 1 + (ahead_s > 0)
+
+
 @pytest.mark.parametrize("lister", ["C", "Python"])
 def test_what_is_behind_a_linked_directory_is_foreign(namespace, tmp_path, monkeypatch, lister):
     """With its control: the same directory in its place is ours."""

@@ -1,8 +1,10 @@
-"""The mount that holds the root: type and options, from mountinfo. Does not touch the file system."""
+"""The mount that holds the root: type and options, from mountinfo. Only `trash` touches the file system."""
 
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
 from collections.abc import Iterator
 
 from fskv.root.mounts import Mount, mount_of
@@ -64,6 +66,38 @@ def place(subject: Subject) -> Iterator[Finding]:
         )
 
 
+def trash(subject: Subject) -> Iterator[Finding]:
+    """Say where removed files keep their room. Of a root that is there; MooseFS's own tool is asked."""
+    mount = _mount(subject.path)
+    kind = "" if mount is None else _kind(mount)
+    if kind == "fuse.juicefs":
+        text = "JuiceFS keeps removed files for trash-days, 1 by default, and their room"
+        advice = "what is pruned frees nothing until then: juicefs config META-URL --trash-days 0"
+        yield hint("trash", text, advice)
+    if kind == "fuse.mfs":
+        kept = _mfs_trash(subject.path, subject.timeout_s / 2)
+        if kept == "0":
+            yield ok("trash", "removed files are free at once")
+            return
+        text = f"MooseFS keeps removed files, and their room, for {kept or '24 hours by default'}"
+        if kept.isdigit():
+            text += " s"
+        advice = f"what is pruned frees nothing until then: mfssettrashtime -r 0 {subject.path}"
+        yield warning("trash", text, advice)
+
+
+def _mfs_trash(path: str, timeout_s: float) -> str:
+    """Return what MooseFS's tool says: 86400, or a text of newer ones; empty where it says nothing."""
+    if (tool := shutil.which("mfsgettrashtime")) is None:
+        return ""
+    try:
+        done = subprocess.run([tool, path], capture_output=True, timeout=timeout_s, check=False)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    answer = done.stdout.decode(errors="replace")
+    return answer.rpartition(": ")[2].strip()[:40] if done.returncode == 0 else ""
+
+
 def judge(mount: Mount) -> Iterator[Finding]:
     """Say what a mount means for a cache. Pure."""
     options = mount.options
@@ -89,7 +123,7 @@ def judge(mount: Mount) -> Iterator[Finding]:
         yield warning(
             "mount", text, "has no hard links or other rules for names; use another file system"
         )
-    elif known := _KNOWN.get(mount.kind) or _known_by_source(mount):
+    elif known := _KNOWN.get(_kind(mount)):
         if _UNTRIED in known:
             yield hint("mount", f"{text}: {known}", "compare with `fskv bench`")
         else:
@@ -114,10 +148,10 @@ def judge(mount: Mount) -> Iterator[Finding]:
         yield ok("mount", "noflock: fskv takes no locks")
 
 
-def _known_by_source(mount: Mount) -> str | None:
-    """Return what is known of a FUSE mount whose type says no more than that."""
-    kind = next((k for begin, k in _SOURCES.items() if mount.source.startswith(begin)), "")
-    return _KNOWN.get(kind) if mount.kind == "fuse" else None
+def _kind(mount: Mount) -> str:
+    """Return the type of a mount, also of a FUSE mount whose type says no more than that."""
+    kinds = (k for begin, k in _SOURCES.items() if mount.source.startswith(begin))
+    return next(kinds, mount.kind) if mount.kind == "fuse" else mount.kind
 
 
 def _judge_nfs(options: dict[str, str]) -> Iterator[Finding]:

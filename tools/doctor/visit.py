@@ -16,6 +16,7 @@ OF_ROOT = (
     Check("mount", mount.look, of_root=True),
     Check("root", contents.state, of_root=True),
     Check("mount", mount.place, of_root=True),
+    Check("trash", mount.trash, of_root=True),
     Check("permissions", contents.permissions, of_root=True),
     Check("space", space.look, of_root=True),
     Check("write", probes.write, of_root=True, writes=True),
