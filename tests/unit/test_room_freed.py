@@ -10,7 +10,7 @@ import pytest
 from capacity_lab import NAME, make_namespace, run, write_chunk
 from world import Clock
 
-from fskv.bounds import leader, room_freed
+from fskv.bounds import leader, maintenance, room_freed
 from fskv.bounds.maintenance import Engine, Maintainer
 from fskv.bounds.quota import Claim, Limits
 from fskv.bounds.room_freed import RoomFreed
@@ -159,3 +159,28 @@ def test_what_a_trash_keeps_does_not_have_everything_pruned(
     waiting = waits or shows_after_s == 0
     assert len(left) - 1 == rounds if waiting else len(left) - 1 > rounds
     assert (left[-1] > len(paths) // 2) or not waiting
+
+
+def test_room_for_a_lease_is_not_made_again_and_again_in_a_trash(tmp_path, monkeypatch, clock):
+    """The control: once a claim found room, more is removed at once when there is none."""
+    make_namespace(tmp_path)
+    paths = [write_chunk(tmp_path / NAME, number, MIB) for number in range(40)]
+    monkeypatch.setattr(maintenance, "_AFTER_FAILURE_S", 0.0)
+    monkeypatch.setattr(Space, "of", lambda _: free(0))
+    maintainer = Maintainer(str(tmp_path), Claim(unique_name(), NAME, None, Limits()))
+    maintainer.start()
+
+    def make_room():
+        run(maintainer.make_room())
+        return sum(map(os.path.exists, paths))
+
+    first = make_room()
+    assert 0 < first < len(paths)
+    assert [make_room() for _ in range(3)] == [first] * 3
+    clock.advance(31)
+    second = make_room()
+    assert second < first
+    clock.advance(59)
+    assert make_room() == second
+    run(maintainer.try_step())
+    assert make_room() < second
