@@ -75,6 +75,7 @@ def start(template, at, line, *options):
         text=True,
         env={**os.environ, "FSKV_ROOT": str(place / "kv")},
         timeout=120,
+        start_new_session=True,
     )
     return done, place
 
