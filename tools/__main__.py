@@ -1,18 +1,23 @@
-"""`fskv` and `python -m fskv_tools`: until a command runs, Ctrl-C ends the process without a word.
+"""`fskv` and `python -m fskv_tools`: until a command runs, a signal ends the process without a word.
 
 Nothing is begun while modules are imported, and an exception in the middle of that would be a traceback.
 """
 
-from __future__ import annotations
+# Built in: the module `signal` imports others, and an interrupt in them would be a traceback.
+import _signal  # type: ignore[import-not-found]
 
-import signal
+_OURS = [_signal.SIGTERM, _signal.SIGHUP]
+if _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:
+    _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
+    _OURS.append(_signal.SIGINT)
 
-from .exits import leave
+from .exits import leave  # noqa: E402
 
-if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, leave)
+for _number in _OURS:
+    if _signal.getsignal(_number) == _signal.SIG_DFL:  # what our parent ignores (nohup) stays so
+        _signal.signal(_number, leave)
 
-from .cli import main
+from .cli import main  # noqa: E402
 
 if __name__ == "__main__":
     main()

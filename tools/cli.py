@@ -212,8 +212,8 @@ def main() -> None:
             interrupt.disarm()
             sys.stdout.flush()
     except BaseException as ended:
-        if interrupt.disarm():
-            _interrupted(ended)
+        if number := interrupt.disarm():
+            _interrupted(number, ended)
         if isinstance(ended, BrokenPipeError):
             _leave()
         if not isinstance(ended, OSError):
@@ -223,13 +223,13 @@ def main() -> None:
         sys.exit(Exit.PROBLEMS)
 
 
-def _interrupted(ended: BaseException) -> NoReturn:
-    """End after Ctrl-C, whatever KeyboardInterrupt has become on its way, before destructors tell of it."""
+def _interrupted(number: int, ended: BaseException) -> NoReturn:
+    """End after a signal, whatever KeyboardInterrupt has become on its way, before destructors tell of it."""
     if getattr(ended, "code", None) != Exit.INTERRUPTED:
         say("interrupted")
     with contextlib.suppress(OSError):
         sys.stdout.flush()
-    leave()
+    leave(number)
 
 
 def _open_streams() -> None:

@@ -23,7 +23,7 @@ class Exit(IntEnum):
         3  # a part of the work could not be done (unreadable, unremovable, out of time); no problem
     )
     NOT_A_ROOT = 10
-    INTERRUPTED = 130
+    INTERRUPTED = 130  # by SIGINT; 128 + its number by another signal
 
 
 MEANINGS = {
@@ -33,7 +33,8 @@ MEANINGS = {
     Exit.PARTIAL: "a part was not done (something could not be read, written or removed, or time ran out), "
     "and no problem was found in the rest: 1 goes before 3, in every command",
     Exit.NOT_A_ROOT: "the root is missing, unreadable, not an fskv root, or of another format",
-    Exit.INTERRUPTED: "interrupted (Ctrl-C), or whoever read the output went away",
+    Exit.INTERRUPTED: "interrupted (Ctrl-C), or whoever read the output went away; after SIGTERM it is 143, "
+    "after SIGHUP 129",
 }
 
 
@@ -42,11 +43,11 @@ def outcome(*, problems: object, partial: object) -> Exit:
     return Exit.PROBLEMS if problems else Exit.PARTIAL if partial else Exit.OK
 
 
-def leave(*_: object) -> NoReturn:
-    """Handle SIGINT where nothing is begun, or where it was asked for before: end at once."""
+def leave(number: int = 2, *_: object) -> NoReturn:
+    """Handle a signal where nothing is begun, or where one came before: end at once. 2 is SIGINT."""
     if os.isatty(2):
         os.write(2, b"\x1b[?25h")  # a progress bar has hidden the cursor
-    os._exit(Exit.INTERRUPTED)
+    os._exit(128 + number)
 
 
 class CommandError(Exception):

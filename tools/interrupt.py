@@ -1,5 +1,7 @@
 """Ctrl-C at any moment: exit 130, one word and no traceback; what was begun is finished or taken back.
 
+SIGTERM and SIGHUP do the same, with 143 and 129.
+
 - While modules are imported, the process ends at once (`__main__`, `exits.leave`).
 - While a command runs (`arm`), it is KeyboardInterrupt, once: what was begun takes itself back.
 - While something is being removed (`stopped_by_signals`), the piece of work in hand is finished and told.
@@ -19,28 +21,34 @@ from typing import Any
 from .exits import leave
 
 _AGAIN_S = 0.01
-_asked = False
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_asked = 0  # the number of the signal that came first
 
 
 def arm() -> None:
-    """Let SIGINT raise KeyboardInterrupt from now on, once. It stays ignored where our parent ignores it."""
-    if signal.getsignal(signal.SIGINT) is leave:
-        signal.signal(signal.SIGINT, _raise)
+    """Let a signal raise KeyboardInterrupt from now on, once. What our parent ignores stays ignored."""
+    _replace(leave, _raise)
 
 
-def disarm() -> bool:
-    """Let SIGINT end the process at once; returns whether there was one since `arm`."""
+def disarm() -> int:
+    """Let a signal end the process at once; returns the number of the one that came since `arm`, or 0."""
     if _asked:
         signal.setitimer(signal.ITIMER_REAL, 0)
-    elif signal.getsignal(signal.SIGINT) is _raise:
-        signal.signal(signal.SIGINT, leave)
+    else:
+        _replace(_raise, leave)
     return _asked
 
 
-def _raise(*_: object) -> None:
-    global _asked  # noqa: PLW0603  a process has one SIGINT
-    _asked = True
-    signal.signal(signal.SIGINT, leave)
+def _replace(old: Any, new: Any) -> None:
+    for number in _SIGNALS:
+        if signal.getsignal(number) is old:
+            signal.signal(number, new)
+
+
+def _raise(number: int, _: object) -> None:
+    global _asked  # noqa: PLW0603  a process ends once
+    _asked = _asked or number
+    _replace(_raise, leave)
     sys.unraisablehook = _lost
     # It would tell, with a traceback, of each task in which this was raised.
     if "asyncio" in sys.modules:
@@ -60,9 +68,9 @@ def stopped_by_signals() -> Iterator[threading.Event]:
     """Yield an event that SIGINT and SIGTERM set. Call it on the main thread."""
     stop = threading.Event()
 
-    def handle(*_: Any) -> None:
+    def handle(number: int, _: object) -> None:
         if stop.is_set():
-            leave()
+            leave(number)
         stop.set()
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}

@@ -22,7 +22,7 @@ from fskv.sizes import Share
 
 from .neighbours import News, last_use_step, wall_clock_ns
 from .root_view import Namespace
-from .terminal import say
+from .terminal import say, show
 
 _STEP_FILES = (
     4096  # of one plan: no more candidates are held at a time, and the news of them is told
@@ -92,7 +92,8 @@ class Pruning:
                 self._catalogues.append(catalogue)
             else:
                 self._foreign_nbytes += catalogue.nbytes
-                say(f"{one.id}: foreign, counts and stays: {one.problem}")
+                words = f"{show(one.id)}: foreign, counts and stays: {one.problem}"
+                say(f"{words}; `fskv rm` removes it")
 
     def need(self, now_ns: int) -> Need:
         """Return what is to go. `now_ns` is the root's own clock; ours for a plan that is not carried out."""

@@ -58,14 +58,19 @@ def resolve(text: str, root: str | None) -> Recorded:
 
 def only(root: str) -> Recorded:
     """Return the one namespace of a root; raises UsageError where it has several, or none."""
-    found = [one for one in RootView.open(root).namespaces() if one.identity is not None]
+    everything = RootView.open(root).namespaces()
+    found = [one for one in everything if one.identity is not None]
     if len(found) != 1 or found[0].identity is None:
         names = ", ".join(one.id for one in found[:_MAX_NAMED])
-        raise UsageError(
-            f"expected IDENTITY, the root has {len(found)} namespaces: {names}"
-            if found
-            else "the root has no namespace: no engine has stored anything in it"
-        )
+        if found:
+            raise UsageError(f"expected IDENTITY, the root has {len(found)} namespaces: {names}")
+        if everything:
+            first = everything[0]
+            raise DamagedManifestError(
+                f"the root has no namespace that can be read; {show(first.id)}: {first.problem}; "
+                "an engine makes it anew once `fskv rm` has removed it"
+            )
+        raise UsageError("the root has no namespace: no engine has stored anything in it")
     return Recorded(found[0].id, found[0].identity, found[0])
 
 

@@ -163,9 +163,9 @@ def show(text: str, keep: str = "") -> str:
     return "".join(c if c.isprintable() or c in keep else repr(c)[1:-1] for c in text)
 
 
-def many(number: int, noun: str) -> str:
+def many(number: int, noun: str, nouns: str = "") -> str:
     """Write `1 file`, `2 files`, `1,234 files`."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+    return f"{number:,} {noun if number == 1 else nouns or f'{noun}s'}"
 
 
 def iec(nbytes: float) -> str:

@@ -3,7 +3,7 @@
 CALL is the number of the call of the main thread before which the signal comes, counted from the moment when
 `fskv` handles it: in the middle of imports, of a loop of asyncio, of a `finally`. Which call that is does not
 depend on how busy the machine is. With 0 no signal comes, and the last
-word of stderr is how many calls there were.
+word of stderr is how many calls there were. Where it leads its process group, the whole group gets it.
 With `plain` as the first of the words Python's own handler stays, as if fskv had none.
 """
 
@@ -18,6 +18,7 @@ def main():
     if plain:
         sys.argv.pop(1)
     calls = 0
+    leads = os.getpgrp() == os.getpid()
 
     def count(frame, event, argument):
         nonlocal calls
@@ -25,7 +26,8 @@ def main():
         if event == "call" and (calls or handled):
             calls += 1
             if calls == at:
-                os.kill(os.getpid(), signal.SIGINT)
+                # As from a terminal: the processes that it has started get it too.
+                os.killpg(0, signal.SIGINT) if leads else os.kill(os.getpid(), signal.SIGINT)
 
     # A shell's background job ignores it, and so would we.
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -98,6 +98,8 @@ HOMES = {
     "tokenizers": ("tools.explain.text",),
     # export --zstd
     "zstandard": ("tools.archive.compression",),
+    # doctor --config, where vLLM is
+    "yaml": ("tools.doctor.serve_line",),
 }
 # Only where they are used, so that a machine without them can import the module.
 LAZY = {
@@ -108,6 +110,7 @@ LAZY = {
     "triton": ("fskv.",),
     "matplotlib": ("tools.",),
     "zstandard": ("tools.",),
+    "yaml": ("tools.",),
 }
 # What a pure module has no use for: files, clocks, threads, processes, the network.
 IMPURE = {

@@ -286,7 +286,7 @@ def test_an_output_never_replaces_a_file_and_is_whole_or_not_there(lab, tmp_path
     inside = run("export", "-o", f"{lab.path}/a.tar", root=lab.path)
     assert inside.exit_code == 2
     assert not os.path.exists(f"{lab.path}/a.tar")
-    assert run("export", "-o", tmp_path / "no" / "a", root=lab.path).exit_code == 1
+    assert run("export", "-o", tmp_path / "no" / "a", root=lab.path).exit_code == 3
     assert run("export", "--json", root=lab.path).exit_code == 2
     assert sorted(os.listdir(tmp_path)) == ["kv", "precious"]
 

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 import types
 
 import gds_lab
@@ -44,6 +45,7 @@ from fskv_tools.bench import (  # noqa: E402
 from fskv_tools.bench import (  # noqa: E402
     workspace as bench_workspace,
 )
+from fskv_tools.bench.contestant import Cell  # noqa: E402
 from fskv_tools.bench.row import Row, Spread  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
@@ -597,6 +599,26 @@ def test_a_stopped_bench_removes_what_it_wrote(tmp_path, signum, code, options):
     assert "Traceback" not in err
     assert err.splitlines()[-2:] == ["stopping: what was written is removed", "fskv bench: stopped"]
     assert os.listdir(tmp_path) == []
+
+
+def test_a_bench_that_is_stopped_in_a_store_waits_for_no_more_than_the_store(tmp_path, monkeypatch):
+    cell = Cell(1 << 20, 1, 8)
+    contestant = bench_store.StoreContestant(
+        str(tmp_path / "x"), cell, 1 << 16, bench_store.KvMemory(cell.nbytes, 1 << 16, "cpu"), "off"
+    )
+    data = contestant._data
+
+    def stop(*_):
+        raise bench_workspace.Stopped(signal.SIGINT)
+
+    monkeypatch.setattr(bench_store, "drain", stop)
+    with pytest.raises(bench_workspace.Stopped):
+        contestant.measure()
+    assert not data.mover.idle
+    start = time.monotonic()
+    contestant.close()
+    assert data.mover.idle
+    assert time.monotonic() - start < bench_contestant.CLOSE_S  # it would be all of it
 
 
 @pytest.mark.parametrize("every_s", [0.0, 3600.0])

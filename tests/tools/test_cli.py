@@ -25,6 +25,8 @@ from fskv.index import scan
 
 cli = pytest.importorskip("fskv_tools.cli", reason="the command line is not installed")
 
+from fskv_tools import root_view  # noqa: E402
+
 NAMES = [entry.name for entry in cli.COMMANDS]
 
 
@@ -491,3 +493,50 @@ def test_ctrl_c_while_modules_are_imported_is_no_traceback(tmp_path):
         done = subprocess.run([sys.executable, *words], capture_output=True, env=around, timeout=60)
         assert done.returncode == (-signal.SIGINT if traceback else 130)
         assert (b"Traceback" in done.stderr) is traceback
+
+
+def test_where_no_identity_can_be_read_it_is_said_and_so_is_what_removes_it(lab):
+    """Negative control: a root without a namespace has none."""
+    words = ("explain", "--tokens", "1 2 3")
+    assert "no engine has stored anything" in run(*words, root=lab.path).stderr
+    bad = lab.namespace()
+    lab.chunks(bad, range(3))
+    pathlib.Path(bad.directory.path, "namespace.json").write_text("{")
+    done = run(*words, root=lab.path)
+    assert done.exit_code == 1
+    assert "no namespace that can be read" in done.stderr
+    assert "no engine has stored" not in done.stderr
+    for command in (words, ("gc", "-n"), ("prune", "--max-size", "1", "-n")):
+        assert "`fskv rm`" in run(*command, root=lab.path).stderr
+    for options in (("--chunks",), ("-q",), ("-q", "--chunks"), ("--chunks", "--json")):
+        done = run("ls", *options, root=lab.path)
+        assert (done.exit_code, "namespace.json" in done.stderr) == (1, True)
+    assert run("rm", bad.id, "--yes", root=lab.path).exit_code == 0
+    assert not os.path.exists(bad.directory.path)
+
+
+@pytest.mark.parametrize("readable", [False, True])
+def test_a_directory_of_chunks_that_cannot_be_listed_is_what_was_not_done(
+    lab, tmp_path, monkeypatch, readable
+):
+    """Negative control: where it can be listed, all is well."""
+    where = lab.namespace()
+    lab.chunks(where, range(3))
+    (tmp_path / "to").mkdir()
+    if not readable:
+        cannot = root_view.Unlistable(f"{where.directory.path}/chunks/abc", "Permission denied")
+        real = root_view.Namespace.walk
+        monkeypatch.setattr(root_view.Namespace, "walk", lambda one: [*real(one), cannot])
+    for words in (("export", "-o", "/dev/null"), ("copy", "--to", tmp_path / "to", "--create")):
+        done = run(*words, root=lab.path)
+        assert done.exit_code == (0 if readable else 3), done.stderr
+        assert ("cannot be listed" in done.stderr) is not readable
+
+
+@pytest.mark.parametrize("output", ["/nope/x.tar", "/dev/full"])
+def test_an_output_that_cannot_be_written_is_named_as_it_was_given(lab, output):
+    lab.chunks(lab.namespace(), range(3))
+    done = run("export", "-o", output, root=lab.path)
+    assert done.exit_code == 3
+    assert done.stderr.splitlines()[-1].startswith(f"fskv: -o {output}: ")
+    assert ".part" not in done.stderr

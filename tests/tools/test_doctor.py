@@ -679,6 +679,51 @@ def test_what_an_engine_would_refuse_is_said_beforehand(lab, mistake):
     assert any(words in line["found"] for line in problems), problems
 
 
+@pytest.mark.parametrize("role", [None, "kv_bth"])
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_role_that_vllm_refuses_is_a_problem(lab, role, inside):
+    wrong = {**transfer(lab.path), "kv_role": role}
+    given = nested("MultiConnector", "connectors", wrong) if inside else wrong
+    done, problems = configured(json.dumps(given))
+    found = "found nothing" if role is None else "did you mean 'kv_both'?"
+    assert (done.exit_code, len(problems)) == (1, 1)
+    assert found in problems[0]["found"]
+
+
+def test_each_wrong_option_is_named(lab):
+    wrong = {"max_byte": "1GiB", "io_threads": 0, "keep_free": "many"}
+    given = transfer("w/ok", **wrong)
+    del given["kv_role"]
+    _, problems = configured(json.dumps(given))
+    named = [line["found"].split(":")[0] for line in problems]
+    assert sorted(named) == sorted([*(f"option '{name}'" for name in (*wrong, "root")), "kv_role"])
+
+
+@pytest.mark.parametrize("how", ["parts", "underscores", "YAML", "YAML of JSON"])
+def test_vllms_other_spellings_are_understood(lab, tmp_path, how):
+    """Each twice: with an option that is wrong, too."""
+    pytest.importorskip("yaml")
+    for bound, code in (("2TiB", 0), ("2TB", 1)):
+        whole = json.dumps(transfer(lab.path, max_bytes=bound))
+        prefix = "--kv-transfer-config"
+        given = f"vllm serve M --shutdown-timeout 10 --kv_transfer_config '{whole}'"
+        if how == "parts":
+            given = (
+                f"vllm serve M --shutdown-timeout=10 {prefix}.kv_connector FskvConnector "
+                f"{prefix}.kv_role=kv_both {prefix}.kv_load_failure_policy recompute "
+                f"{prefix}.kv_connector_extra_config.root {lab.path} "
+                f"{prefix}.kv_connector_extra_config.max_bytes={bound}"
+            )
+        elif how.startswith("YAML"):
+            path = tmp_path / "serve.yaml"
+            value = f"'{whole}'" if how == "YAML of JSON" else whole  # JSON is YAML
+            path.write_text(f"model: M\nshutdown-timeout: 10\nkv-transfer-config: {value}\n")
+            given = path
+        done, problems = configured(given)
+        assert (done.exit_code, len(problems)) == (code, code), problems
+        assert code or of(done, "options") == [("ok", f"root {lab.path}, max_bytes 2.00 TiB")]
+
+
 @pytest.mark.parametrize(
     "wrong",
     [

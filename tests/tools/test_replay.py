@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from places import REPOSITORY
+from tool_lab import Lab
 from world import damage, wait_for
 
 cli = pytest.importorskip("fskv_tools.cli", reason="the command line is not installed")
@@ -251,6 +252,22 @@ def test_what_is_kept_is_an_fskv_root_and_the_next_replay_goes_on_in_it(trace, r
     _, second = lines_of(run(trace, root, "--json", "--keep"))
     assert (first["continued"], second["continued"]) == (False, True)
     assert (second["hit_ratio"], second["stored_files"]) == (1.0, 0)
+
+
+@pytest.mark.parametrize("options", [[], ["--keep"]])
+@pytest.mark.parametrize("spoiled", ["whole", "no manifest"])
+def test_the_root_of_an_engine_is_refused_and_loses_nothing(trace, root, options, spoiled):
+    lab = Lab(root)
+    where = lab.namespace(model_name="org/model")
+    files = [pathlib.Path(path) for path in lab.chunks(where, range(30), age_s=1e6)]
+    if spoiled == "no manifest":
+        os.unlink(f"{where.directory.path}/namespace.json")
+    result = run(trace, root, "--capacity", "128KiB", *options)
+    assert all(file.exists() for file in files)
+    assert result.exit_code == 2
+    assert "with 1 namespace of engines" in result.stderr
+    assert "--keep" not in result.stderr  # it would help nobody
+    assert not (root / "replay").exists()
 
 
 def test_requests_do_not_begin_before_their_time(trace, root):
@@ -687,6 +704,29 @@ def test_a_replay_that_is_stopped_leaves_nothing(trace, root, kill):
         assert re.fullmatch(r"fskv replay: engine \d: ended with exit code -9\n", stderr), stderr
     assert not root.exists()
     wait_for(lambda: not group_of(process.pid))
+
+
+def test_no_process_of_a_replay_begins_open_to_ctrl_c(tmp_path):
+    """The first one starts Python's resource tracker, and that unblocks the signal (CPython 3.11)."""
+    script = (
+        "import signal, sys, time\n"
+        "from multiprocessing import util\n"
+        "from fskv_tools.replay import root, run\n"
+        "start = util.spawnv_passfds\n"
+        "def spawn(*arguments):\n"
+        "    print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()), flush=True)\n"
+        "    return start(*arguments)\n"
+        "util.spawnv_passfds = spawn\n"
+        "for _ in range(2):\n"
+        "    child = run._Child('x', root.run_sampler, sys.argv[1], 1.0)\n"
+        "    child.receive()\n"
+        "    child.let_go()\n"
+        "    child.join(time.monotonic() + 30)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=120
+    )
+    assert (done.stdout, done.stderr) == ("True\n" * 3, "")
 
 
 def group_of(pgid):

@@ -65,6 +65,7 @@ class DataPath:
         self.mover.close(0)
         while not self.mover.idle and time.monotonic() < end:
             time.sleep(0.005)
+            self.mover.poll()  # a store that has ended is open until it is taken
 
 
 def open_data_path(

@@ -86,9 +86,7 @@ def command(
                 advance=lambda nbytes: drawn.advance(task, nbytes),
             )
         took_s = time.monotonic() - start
-    for name, why in found.problems:
-        tally.other += 1
-        tally.complain("other", name, why)
+    tally.add_rest(found.problems, found.unlistable)
     gone = {"gone": tally.files[Fate.GONE]} if as_json else {}
     report(tally, destination, took_s, dry_run=dry_run, as_json=as_json, **gone)
     raise typer.Exit(tally.exit)

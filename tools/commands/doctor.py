@@ -61,8 +61,8 @@ def command(
         str | None,
         typer.Option(
             metavar="JSON|FILE|LINE",
-            help="What an engine gets: the JSON of --kv-transfer-config, a file with it, or a line of vllm "
-            "serve. Its roots and key files are looked at, instead of --root.",
+            help="What an engine gets: the JSON of --kv-transfer-config, a file with it, a line of vllm "
+            "serve, or its YAML file. Its roots and key files are looked at, instead of --root.",
             show_default=False,
         ),
     ] = None,

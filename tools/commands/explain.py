@@ -158,7 +158,7 @@ def command(
     speculative decoding (its groups may lose a trailing chunk), and limits that a request sets itself. Keys
     of prompts with images, audio or embeddings cannot be computed from token ids.
 
-    Exit code 0 if everything that can hit would, 1 if not.
+    Exit code 0 if everything that can hit would (of a prompt without a whole chunk: nothing), 1 if not.
     """
     mac_keys.use(mac_key_file)
     if sum(one is not None for one in (key, tokens, tokens_json, prompt)) != 1:
@@ -198,7 +198,7 @@ def command(
         _print_ids(who, report.lacking)
     else:
         _show_prompt(who, report, other, chunks=chunks, as_json=as_json)
-    full = report.hit_tokens == report.best_tokens > computed
+    full = report.hit_tokens == report.best_tokens or report.best_tokens <= computed
     raise typer.Exit(Exit.OK if full else Exit.PROBLEMS)
 
 

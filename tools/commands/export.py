@@ -17,7 +17,7 @@ from fskv.root.process_id import unique_name
 from .. import mac_keys
 from ..archive.compression import compressed
 from ..archive.send import send
-from ..exits import CommandError, UsageError
+from ..exits import NotDone, UsageError
 from ..mac_keys import MacKeyFileOption
 from ..options import JsonOption, NamespacesArgument, RootOption
 from ..root_view import RootView
@@ -93,9 +93,7 @@ def command(
             num_threads=threads,
             advance=lambda nbytes: drawn.advance(task, nbytes),
         )
-    for name, why in found.problems:
-        tally.other += 1
-        tally.complain("other", name, why)
+    tally.add_rest(found.problems, found.unlistable)
     if as_json:
         emit(
             "summary",
@@ -132,17 +130,25 @@ def _opened(output: str | None, root: str) -> Iterator[BinaryIO]:
     real = os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
     if real.startswith(f"{os.path.realpath(root)}/"):
         raise UsageError(f"-o {show(output)}: is in the root itself; expected another place")
+    try:
+        with _written(path) as file:
+            yield file
+    except FileExistsError:
+        raise UsageError(f"-o {show(output)}: is there already; expected a new file") from None
+    except BrokenPipeError:
+        raise
+    except OSError as error:  # those of the root are told, file by file
+        raise NotDone(f"-o {show(output)}: {error.strerror or error}") from None
+
+
+@contextlib.contextmanager
+def _written(path: str) -> Iterator[BinaryIO]:
     with contextlib.suppress(FileNotFoundError):
         if stat.S_ISREG(os.stat(path).st_mode):
-            raise UsageError(f"-o {show(output)}: is there already; expected a new file")
+            raise FileExistsError(path)
         with open(path, "wb") as file:  # a device or a pipe
             yield file
         return
     part = f"{path}.{unique_name()}.part"
-    try:
-        with publishing(path, 0o666, part=part, exclusive=True, umask=True) as file:
-            yield file
-    except FileExistsError:
-        raise UsageError(f"-o {show(output)}: is there already; expected a new file") from None
-    except PermissionError as error:
-        raise CommandError(f"-o {show(output)}: {error.strerror}") from None
+    with publishing(path, 0o666, part=part, exclusive=True, umask=True) as file:
+        yield file

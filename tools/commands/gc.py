@@ -14,7 +14,7 @@ from ..interrupt import stopped_by_signals
 from ..neighbours import clock_ns, wall_clock_ns
 from ..options import DryRunOption, JsonOption, RootOption, YesOption
 from ..root_view import RootView
-from ..terminal import age_option, confirm, emit, iec, say, show
+from ..terminal import age_option, confirm, emit, iec, many, say, show
 
 LINES = {
     "garbage": {
@@ -97,8 +97,10 @@ def command(
     now_ns = wall_clock_ns() if dry_run else clock_ns(view.path)
     plan, done = _Tally(), _Tally()
     sweep = Sweep(view, now_ns, delete=False, stop=threading.Event(), namespaces_unused_s=unused_s)
+    unread = 0
     for found in sweep.findings():
         plan.add(found)
+        unread += found.kind is Kind.FOREIGN and bool(found.reason)
         _show(found, removed=False, as_json=as_json)
     if not as_json:
         for kind, words in _WORDS.items():
@@ -106,6 +108,11 @@ def command(
                 say(f"{plan.count[kind]:,} {words}, {iec(plan.nbytes[kind])}")
         if plan.count[Kind.FOREIGN]:
             say(f"foreign entries, which stay: {plan.count[Kind.FOREIGN]:,}")
+        if unread:
+            what = many(unread, "directory", "directories")
+            say(
+                f"{what} called like a namespace, without a manifest that says so: `fskv rm` removes them"
+            )
     interrupted = False
     if not plan.num_garbage:
         say("nothing to remove")

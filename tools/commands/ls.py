@@ -148,6 +148,7 @@ def _list_namespaces(
             rows.sort(key=lambda row: row.last_used_ns or 0)
     rows = (rows[::-1] if reverse else rows)[:limit]
     if quiet:
+        _say_problems([row.namespace for row in rows])
         for row in rows:
             print(show(row.namespace.id))
     elif as_json:
@@ -284,7 +285,7 @@ def _list_chunks(
             )
         else:
             print(line.format(file.id, iec(file.nbytes), last_use(file.mtime_ns, now_ns)))
-    problems = sum(one.problem is not None for one in spaces)
+    problems = _say_problems(spaces)
     if as_json:
         emit(
             "summary",
@@ -298,6 +299,14 @@ def _list_chunks(
     elif not quiet:
         say(f"{many(listing.files, 'file')}, {iec(listing.nbytes)} on disk")
     raise typer.Exit(outcome(problems=problems, partial=listing.unlistable))
+
+
+def _say_problems(spaces: list[Namespace]) -> int:
+    """Say what is wrong with namespaces where no table does; returns how many there are."""
+    bad = [one for one in spaces if one.problem is not None]
+    for one in bad:
+        say(f"{show(one.id)}: {one.problem}")
+    return len(bad)
 
 
 _LINE = "{:<56} {:>9}  {}"  # no table: it would have to be held until its widths are known

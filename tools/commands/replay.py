@@ -75,7 +75,11 @@ def command(
     ] = 100,
     keep: Annotated[
         bool,
-        typer.Option("--keep", help="Remove nothing at the end, and go on in a root that exists."),
+        typer.Option(
+            "--keep",
+            help="Remove nothing at the end, and go on in the root of an earlier replay; never in an "
+            "engine's: a replay prunes.",
+        ),
     ] = False,
     plot: Annotated[
         str | None,

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import os
-import shlex
+import copy
+import difflib
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from fskv.config import StoreConfig
 from fskv.errors import FskvError
 from fskv.kv_transfer.stores import stores_of
-from fskv.namespace import parse_json
 
-from ..exits import UsageError
-from ..json_file import read_bytes
-from ..terminal import iec, show
+from ..terminal import iec
 from .finding import Finding, hint, ok, problem
+from .serve_line import OPTION, STOP_OPTION, Given, parse
 
-_OPTION = "--kv-transfer-config"
-_STOP_OPTION = "--shutdown-timeout"
-_EXPECTED = f"expected JSON, a file, or a line of `vllm serve` with {_OPTION}"
-_MAX_NBYTES = 1 << 20
+_ROLES = ("kv_producer", "kv_consumer", "kv_both")
 _NOT_STARTED = "an engine with it does not start: docs/vllm.md has the options"
+_OF_OPTION = re.compile(r"option '([^']+)': ")
+_MOST = 20  # wrong options that are named
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,54 +31,72 @@ class Configured:
     stores: tuple[StoreConfig, ...] = ()
 
 
-def read(given: str) -> Configured:
-    """Judge a configuration: JSON, a file with it, or the line of a server. Raises UsageError."""
-    text, where = given.strip(), "--config"
-    names_file = os.path.isfile(text) or len(text.split()) == 1
-    if names_file and not text.startswith(("{", "-")):
-        where = show(text)
-        try:
-            text = read_bytes(text, _MAX_NBYTES).decode("utf-8-sig")
-        except UnicodeDecodeError:
-            raise UsageError(f"{where}: found no text, {_EXPECTED}") from None
-    line = None if text.lstrip().startswith("{") else _words(text, where)
-    try:
-        transfer = parse_json((text if line is None else _value(line)).encode())
-    except ValueError as error:
-        raise UsageError(f"{where}: {error}") from None
+def read(text: str) -> Configured:
+    """Judge a configuration: JSON, a file with it, or a server's line or file. Raises UsageError."""
+    given = parse(text)
+    transfer = given.transfer
     if not isinstance(transfer, dict) or not isinstance(transfer.get("kv_connector"), str):
-        found = problem("options", 'found no "kv_connector"', f"give all of what is in {_OPTION}")
+        found = problem("options", 'found no "kv_connector"', f"give all of what is in {OPTION}")
         return Configured((found,))
-    try:
-        stores = tuple(stores_of(transfer))
-    except FskvError as error:
-        return Configured((problem("options", str(error), _NOT_STARTED),))
+    wrong, stores = _wrong_options(transfer)
+    wrong += _wrong_roles(transfer)
+    if wrong:
+        return Configured(tuple(problem("options", each, _NOT_STARTED) for each in wrong))
     if not stores:
-        text = f"{transfer['kv_connector']} without a store of fskv's"
-        return Configured((problem("options", text, "docs/vllm.md has the lines to copy"),))
+        words = f"{transfer['kv_connector']} without a store of fskv's"
+        return Configured((problem("options", words, "docs/vllm.md has the lines to copy"),))
     findings = [ok("options", _said(store)) for store in stores]
-    findings += _hints(transfer.get("kv_load_failure_policy"), line)
+    findings += _hints(transfer.get("kv_load_failure_policy"), given)
     return Configured(tuple(findings), stores)
 
 
-def _words(line: str, where: str) -> list[str]:
-    try:
-        words = shlex.split(line, comments=True)
-    except ValueError as error:
-        raise UsageError(f"{where}: {error}; {_EXPECTED}") from None
-    if not any(word.split("=")[0] == _OPTION for word in words):
-        raise UsageError(f"{where}: found {show(line[:80]) or 'nothing'}, {_EXPECTED}")
-    return words
+def _wrong_options(transfer: dict[str, Any]) -> tuple[list[str], tuple[StoreConfig, ...]]:
+    """Return a sentence for each option that an engine would refuse, or else the stores.
+
+    An engine names the first; without that one it would name the next.
+    """
+    wrong: list[str] = []
+    rest = copy.deepcopy(transfer)
+    while len(wrong) < _MOST:
+        try:
+            return wrong, tuple(stores_of(rest))
+        except FskvError as error:
+            wrong.append(str(error))
+            named = _OF_OPTION.match(str(error))
+            if named is None or not _put_right(rest, named[1]):
+                break
+    return wrong, ()
 
 
-def _value(words: list[str]) -> str:
-    """Return what the line says of the connector; of several the last, as vLLM does."""
-    value = ""
-    for word, following in zip(words, [*words[1:], ""], strict=True):
-        name, equals, rest = word.partition("=")
-        if name == _OPTION:
-            value = rest if equals else following
-    return value
+def _put_right(tree: Any, name: str) -> int:
+    """Take an option out of whatever has it; a root, without which nothing goes, becomes a right one."""
+    if isinstance(tree, list):
+        return sum(_put_right(each, name) for each in tree)
+    if not isinstance(tree, dict):
+        return 0
+    count = sum(_put_right(each, name) for each in tree.values())
+    if name in tree and (name != "root" or tree[name] != "/x"):
+        tree.pop(name)
+        if name == "root":
+            tree[name] = "/x"
+        count += 1
+    return count
+
+
+def _wrong_roles(transfer: dict[str, Any]) -> list[str]:
+    """Return a sentence for each connector whose role vLLM refuses (KVTransferConfig.__post_init__)."""
+    extra = transfer.get("kv_connector_extra_config")
+    inner = extra.get("connectors") if isinstance(extra, dict) else None
+    inner = inner if transfer["kv_connector"] == "MultiConnector" else None
+    wrong = []
+    for one in (transfer, *(inner if isinstance(inner, list) else ())):
+        role = one.get("kv_role") if isinstance(one, dict) else None
+        if role not in _ROLES:
+            near = difflib.get_close_matches(str(role), _ROLES, n=1)
+            found = "nothing" if role is None else repr(role)
+            more = f"; did you mean {near[0]!r}?" if near else ""
+            wrong.append(f"kv_role: found {found}, expected one of {', '.join(_ROLES)}{more}")
+    return wrong
 
 
 def _said(store: StoreConfig) -> str:
@@ -93,16 +110,16 @@ def _said(store: StoreConfig) -> str:
     return ", ".join(words)
 
 
-def _hints(policy: object, line: list[str] | None) -> Iterator[Finding]:
+def _hints(policy: object, given: Given) -> Iterator[Finding]:
     if policy != "recompute":
         yield hint(
             "options",
             'kv_load_failure_policy is not "recompute": fskv sets it, and warns at each start',
             'write "kv_load_failure_policy": "recompute" beside "kv_connector"',
         )
-    if line is not None and not any(word.split("=")[0] == _STOP_OPTION for word in line):
+    if given.of_server and not given.stops:
         yield hint(
             "options",
-            f"without {_STOP_OPTION} vLLM kills the engine when it is stopped: its last chunks are lost",
-            f"add {_STOP_OPTION} 10",
+            f"without {STOP_OPTION} vLLM kills the engine when it is stopped: its last chunks are lost",
+            f"add {STOP_OPTION} 10",
         )

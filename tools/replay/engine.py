@@ -41,6 +41,9 @@ _IDLE_POLL_S = 0.05
 _FULL_SPEED_TIMEOUT_S = 30.0
 
 
+ENGINE_NAME = "replay"  # in the identity of each namespace of a replay
+
+
 class ReplayError(Exception):
     """The replay cannot go on; one sentence for the user."""
 
@@ -92,7 +95,7 @@ def _group(block_nbytes: int) -> GroupIdentity:
 def replay_identity(trace_digest: bytes, block_nbytes: int) -> Identity:
     """Return a namespace of its own for each trace and size of block."""
     return Identity(
-        engine="replay",
+        engine=ENGINE_NAME,
         engine_version="1",
         arch="replay",
         model_name=f"trace-{trace_digest.hex()[:12]}",

@@ -1,6 +1,7 @@
-"""The directory of a replay: an empty or new one, or with `keep` an fskv root; and what is on disk in it.
+"""The directory of a replay: an empty or new one, or with `keep` a replay's own root; and what is in it.
 
 `prepare` refuses every directory that holds anything else, so that `remove` can take away all that is new.
+It refuses an engine's root also with `keep`: a replay prunes, and would prune what engines have stored.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from fskv.root.filesystem import bytes_on_disk
 from fskv.root.root import FORMAT_FILE, Root
 
 from ..bench import workspace
+from ..root_view import RootView
+from ..terminal import many, show
+from .engine import ENGINE_NAME
 
 _MAX_SHARE = 0.1  # of the time may be spent on walking: it takes a core and the directories' locks
 _CHUNK_ENDINGS = (".kv", ".part")
@@ -77,14 +81,30 @@ def prepare(path: str, *, keep: bool) -> ReplayRoot:
         if made:
             undo.callback(_rmdir, path)
         root = ReplayRoot(path, made, frozenset(os.listdir(path)))
-        if root.continued and not keep:
-            raise ValueError(
-                f"--root: {path} is an fskv root already; expected an empty or new directory, or "
-                "--keep to go on in it (then nothing is removed at the end)"
-            )
+        if root.continued:
+            _check_own(path)
+            if not keep:
+                raise ValueError(
+                    f"--root: {path} is an fskv root already; expected an empty or new directory, or "
+                    "--keep to go on in it (then nothing is removed at the end)"
+                )
         Root.open(path, create=True)
         undo.pop_all()
     return root
+
+
+def _check_own(path: str) -> None:
+    """Raise ValueError unless every namespace of the root is a replay's, and each can be read."""
+    namespaces, unlistable = RootView.open(path).listed()
+    others = [
+        one.id for one in namespaces if not one.identity or one.identity.engine != ENGINE_NAME
+    ]
+    others += [f"{arch}, which cannot be listed" for arch in sorted(unlistable)]
+    if others:
+        raise ValueError(
+            f"--root: {path} is an fskv root with {many(len(others), 'namespace')} of engines "
+            f"({show(others[0])}), and a replay prunes what it finds; expected an empty or new directory"
+        )
 
 
 def _rmdir(path: str) -> None:

@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from multiprocessing import connection
+from multiprocessing import connection, resource_tracker
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any
 
@@ -401,6 +401,8 @@ class _Child:
         self._process: BaseProcess = context.Process(
             target=target, args=(theirs, *arguments), name=f"fskv-replay {name}", daemon=True
         )
+        # It unblocks SIGINT when it starts its own process (CPython 3.11): before, not inside of `start`.
+        resource_tracker.ensure_running()
         # Ctrl-C before it has said what it does with it would print a traceback.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:

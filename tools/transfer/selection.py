@@ -61,6 +61,7 @@ class Found:
     selection: Selection
     # Namespace or path, what is wrong.
     problems: list[tuple[str, str]] = field(default_factory=list)
+    unlistable: list[tuple[str, str]] = field(default_factory=list)
 
     @classmethod
     def look(cls, view: RootView, selection: Selection) -> Found:
@@ -86,14 +87,14 @@ class Found:
         return found
 
     def files(self, one: Namespace) -> Iterator[ChunkFile]:
-        """Yield the files of a namespace, by directory; what cannot be listed is a problem."""
+        """Yield the files of a namespace, by directory; what cannot be listed is kept."""
         if self.named is not None:
             yield from filter(self._fits, self.named[one.id])
             return
         for shard in one.walk():
             if isinstance(shard, Unlistable):
                 where = shard.path.removeprefix(f"{one.root}/")
-                self.problems.append((where, f"cannot be listed: {shard.reason}"))
+                self.unlistable.append((where, f"cannot be listed: {shard.reason}"))
             else:
                 yield from filter(self._fits, chunk_files(one, shard.records))
 

@@ -9,6 +9,7 @@ from enum import StrEnum
 from ..exits import Exit, outcome
 from ..terminal import emit, say, show
 
+Named = tuple[str, str]
 _MAX_SAID = 20  # of bad files on a terminal; with --json each has a line
 
 
@@ -43,6 +44,7 @@ class Tally:
     other: int = (
         0  # what was left out and is no chunk file: unlistable, foreign, a damaged identity
     )
+    unlistable: int = 0  # of `other`
     _said: int = 0
 
     def add(self, outcome: Outcome) -> None:
@@ -50,6 +52,14 @@ class Tally:
         self.nbytes[outcome.fate] += outcome.nbytes
         if outcome.fate in (Fate.BAD, Fate.FAILED):
             self.complain(outcome.fate, outcome.name, outcome.why)
+
+    def add_rest(self, problems: list[Named], unlistable: list[Named]) -> None:
+        """Add what was left out and is no chunk file: each a name, and what is wrong with it."""
+        for kind, found in (("other", problems), ("failed", unlistable)):
+            for name, why in found:
+                self.complain(kind, name, why)
+        self.other += len(problems) + len(unlistable)
+        self.unlistable += len(unlistable)
 
     def complain(self, kind: str, name: str, why: str) -> None:
         """Report one thing that is wrong: all of them with --json, the first few to people."""
@@ -63,8 +73,9 @@ class Tally:
 
     @property
     def exit(self) -> Exit:
-        undone = self.files[Fate.FAILED] or self.files[Fate.NO_ROOM]
-        return outcome(problems=self.files[Fate.BAD] or self.other, partial=undone)
+        undone = self.files[Fate.FAILED] or self.files[Fate.NO_ROOM] or self.unlistable
+        bad = self.files[Fate.BAD] or self.other > self.unlistable
+        return outcome(problems=bad, partial=undone)
 
 
 PROBLEM_LINE = {
