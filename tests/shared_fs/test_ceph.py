@@ -6,6 +6,7 @@ Run by `make test-shared-fs`; needs root and what tests/shared_fs/install instal
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -148,6 +149,9 @@ def test_a_directory_whose_quota_is_used_up_is_a_full_disk(pair, measured):
     after_s = time.monotonic() - started
     measured("CephFS", f"quota of 3 chunks: {dict(said)} after {after_s:.1f} s")
     assert set(said) == {"ok", "no_space"}
+    doctor = [sys.executable, "-m", "fskv_tools", "doctor", str(pair.root_a)]
+    found = subprocess.run(doctor, capture_output=True, text=True, timeout=120).stdout
+    assert "CephFS lets" in found, found
     assert not any(".part" in name for _, _, names in os.walk(pair.root_a) for name in names)
     assert pair.b.load(1, 2) == ["ok", "ok"]
     pair.node_a.run(f"setfattr -n ceph.quota.max_bytes -v {1 << 30} {pair.root_a}")

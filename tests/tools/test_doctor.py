@@ -526,6 +526,37 @@ def test_leases_and_claims_of_the_living_and_the_dead(lab):
     assert "not renewed" in of(run("doctor", *PATIENT, "--json", root=lab.path), "lease")[0][1]
 
 
+@pytest.mark.parametrize(
+    ("quota", "max_nbytes", "level"),
+    [
+        (b"1073741824", None, "warning"),
+        (b"1073741824", 1 << 30, "warning"),
+        (b"1073741824", 900 << 20, "ok"),
+        (b"0", None, None),
+        (b"no number", None, None),
+        (None, None, None),
+    ],
+)
+def test_a_quota_of_cephfs_is_told_of_beside_the_bound(
+    tmp_path, monkeypatch, quota, max_nbytes, level
+):
+    """It may be of a directory above the root, and is met late. `make test-shared-fs` has a real one."""
+    root = tmp_path / "kv"
+    root.mkdir()
+
+    def getxattr(path, name):
+        if quota is None or path != str(tmp_path) or name != "ceph.quota.max_bytes":
+            raise OSError(errno.ENODATA, "No data available")
+        return quota
+
+    monkeypatch.setattr(os, "getxattr", getxattr)
+    told = () if max_nbytes is None else (Limits(max_nbytes=max_nbytes),)
+    subject = Subject(str(root), 5.0, Scratch(may_write=False), told)
+    found = levels(list(space.look(subject)), "quota")
+    assert [each for each, _ in found] == ([] if level is None else [level])
+    assert all("hold 1.00 GiB" in text for _, text in found)
+
+
 def test_namespaces_that_look_alike_and_do_not_share_are_named(lab):
     one = lab.namespace()
     other = lab.namespace(kv_cache_dtype="fp8")

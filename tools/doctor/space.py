@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Iterator
 
 from fskv.bounds.quota import kept_free
@@ -25,12 +27,36 @@ def look(subject: Subject) -> Iterator[Finding]:
             "the file system does not say how much is free",
             "keep_free keeps nothing free there; set max_bytes",
         )
+    yield from _ceph_quota(subject)
     yield from _unequal(subject, found)
     nbytes, whose = _largest_chunk(subject.path)
     for bound in room.bounds(subject.path, told=subject.told):
         yield _judge(bound, nbytes, whose)
     yield from _beyond(subject, found)
     yield from _inodes(found)
+
+
+def _ceph_quota(subject: Subject) -> Iterator[Finding]:
+    """Say what CephFS lets a directory hold: the root, or one above it on the same mount."""
+    path = os.path.realpath(subject.path)
+    device = os.stat(path).st_dev
+    while os.stat(path).st_dev == device:
+        with contextlib.suppress(OSError, ValueError):  # no CephFS, no quota
+            limit = int(os.getxattr(path, "ceph.quota.max_bytes"))
+            if limit > 0:
+                most = _most(subject)
+                text = f"CephFS lets {show(path)} hold {iec(limit)}, and says so some seconds late"
+                if most is not None and most <= 0.95 * limit:
+                    yield ok("quota", f"{text}; max_bytes {iec(most)} is below it")
+                else:
+                    advice = (
+                        f"stores fail when it is met: give engines a max_bytes below {iec(limit)}"
+                    )
+                    yield warning("quota", text, advice)
+                return
+        if path == "/":
+            return
+        path = os.path.dirname(path)
 
 
 def _judge(bound: room.Bound, nbytes: int, whose: str) -> Finding:
