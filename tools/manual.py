@@ -28,6 +28,7 @@ _HEAD = """# The command line
 - Results go to stdout; progress, warnings and questions to stderr. Progress and colour only on a terminal.
 - Namespaces and chunks are named by any prefix that is unique: of `ARCH/MODEL@DIGEST`, of the model, of the
   digest; of `DIGEST/NAME.gGROUP[.rRANK]`, of the name, or by the engine's whole key in hex. Paths work too.
+  Of a chunk's name it takes three digits at least.
 - With `--json` every line is a JSON object with a `type`, and the last one is the summary. Sizes are integers
   of bytes, times RFC 3339 in UTC, names are never shortened; where a name is no UTF-8, lone surrogates stand
   for its bytes. New fields may come; none changes its meaning. `bench --json` prints a list instead.

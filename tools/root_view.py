@@ -69,7 +69,8 @@ class Namespace:
         try:
             return read_namespace(self.root, self.id)
         except FskvError as error:
-            return str(error)
+            # Names that a neighbour chose: a newline in one would forge a line.
+            return str(error).replace(self.path, show(self.path)).replace(self.id, show(self.id))
 
     @property
     def identity(self) -> Identity | None:
@@ -144,7 +145,7 @@ class Unlistable:
         return cls(shard_path(where.path, shard.idx), shard.error.strerror or str(shard.error))
 
     def __str__(self) -> str:
-        return f"{self.path}: cannot be listed: {self.reason}"
+        return f"{show(self.path)}: cannot be listed: {self.reason}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +255,7 @@ class RootView:
         for one in self.namespaces():
             if one.identity is None and one.path not in UNSEEN:
                 UNSEEN.add(one.path)
-                say(f"{one.id}: may be a tenant's, and nobody can tell: {one.problem}")
+                say(f"{show(one.id)}: may be a tenant's, and nobody can tell: {one.problem}")
             if one.tenant in tenants:
                 found.append(one)
         return found

@@ -26,6 +26,7 @@ from fskv.config import StoreConfig
 from fskv.data_path.store import ChunkStore
 from fskv.format.chunk_file import ChunkHeader, FileLayout, encode_header
 from fskv.format.integrity import BY_NAME, XXH3_64
+from fskv.kv_transfer.stores import stores_of
 from fskv.root.root import NamespaceDir
 from fskv.transports.host import HostSlot, HostTransport
 from fskv.types import FileId, Status
@@ -122,7 +123,7 @@ def test_a_doctored_table_fails(check, old, new):
 
 
 def check_json_line(text: str) -> None:
-    lines = re.findall(r"--kv-transfer-config '(\{.*\})'", text)
+    lines = re.findall(r"--kv-transfer-config '(\{[^']*\})'", text)  # of several lines, too
     assert lines
     # Without it vLLM kills its engine, and the last chunks are lost.
     assert len(lines) == len(
@@ -130,6 +131,11 @@ def check_json_line(text: str) -> None:
     )
     for line in lines:
         transfer = json.loads(line)
+        assert transfer["kv_role"] == "kv_both"
+        assert transfer["kv_load_failure_policy"] == "recompute", "or it is a warning at each start"
+        if transfer["kv_connector"] == "MultiConnector":
+            assert stores_of(transfer)
+            continue
         if transfer["kv_connector"] == "OffloadingConnector":  # as a tier
             (tier,) = transfer["kv_connector_extra_config"]["secondary_tiers"]
             assert (tier.pop("type"), tier.pop("module_path")) == (
@@ -139,8 +145,6 @@ def check_json_line(text: str) -> None:
             StoreConfig.from_mapping(tier)
             continue
         assert transfer["kv_connector"] == "FskvConnector"
-        assert transfer["kv_role"] == "kv_both"
-        assert transfer["kv_load_failure_policy"] == "recompute", "or it is a warning at each start"
         assert len(transfer) == 4
         options = transfer["kv_connector_extra_config"]
         assert StoreConfig.from_mapping(options) == StoreConfig(root="/mnt/kv")

@@ -540,3 +540,15 @@ def test_an_output_that_cannot_be_written_is_named_as_it_was_given(lab, output):
     assert done.exit_code == 3
     assert done.stderr.splitlines()[-1].startswith(f"fskv: -o {output}: ")
     assert ".part" not in done.stderr
+
+
+def test_a_newline_in_a_name_forges_no_line(lab):
+    """Names that a neighbour chose: each line that `fskv` prints is its own."""
+    forged = f"{lab.path}/arch/org--m\nFORGED@{'0' * 16}"
+    os.makedirs(f"{forged}/chunks")
+    for words in (("ls",), ("ls", "-q"), ("ls", "--chunks"), ("du",), ("verify",)):
+        done = run(*words, root=lab.path)
+        lines = (done.stdout + done.stderr).splitlines()
+        assert not [line for line in lines if line.startswith("FORGED")], words
+    done = run("prune", "--max-size", "1", "-n", root=lab.path)
+    assert not [line for line in done.stderr.splitlines() if line.startswith("FORGED")]

@@ -241,7 +241,7 @@ def _print_garbage(one: NamespaceUsage) -> None:
     if facts:
         _line("garbage", f"{one.namespace.id}: {', '.join(facts)}")
     if one.namespace.problem is not None:
-        say(f"{one.namespace.id}: {one.namespace.problem}; no engine uses its files")
+        say(f"{show(one.namespace.id)}: {one.namespace.problem}; no engine uses its files")
 
 
 # --- for programs -----------------------------------------------------------------------

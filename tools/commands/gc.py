@@ -43,7 +43,7 @@ _WORDS = {
     Kind.DIRECTORY: "empty directories of chunks",
     Kind.NAMESPACE: "namespaces",
     Kind.NEWS: "old lists of removed chunks",
-    Kind.CLAIM: "claims of engines that are gone, and what was counted then",
+    Kind.CLAIM: "claims and counts (usage.json) of engines that are gone",
 }
 
 

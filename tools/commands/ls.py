@@ -175,7 +175,7 @@ def _count(one: Namespace, *, fresh: bool) -> _Row:
     try:
         catalogue, failed = one.catalogue(fresh=fresh)
     except OSError as error:
-        say(f"{one.path}: cannot be listed: {error.strerror}")
+        say(f"{show(one.path)}: cannot be listed: {error.strerror}")
         row.unlistable = 1
         return row
     for shard in failed:
@@ -226,7 +226,7 @@ def _print_namespaces(rows: list[_Row]) -> None:
     print_table(table)
     for row in rows:
         if row.problem is not None:
-            say(f"{row.namespace.id}: {row.problem}")
+            say(f"{show(row.namespace.id)}: {row.problem}")
 
 
 # --- chunks -----------------------------------------------------------------------------
@@ -273,7 +273,7 @@ def _list_chunks(
         listing.files += 1
         listing.nbytes += file.nbytes
         if quiet:
-            print(file.id)
+            print(show(file.id))
         elif as_json:
             emit(
                 "chunk",
@@ -284,7 +284,7 @@ def _list_chunks(
                 last_used=rfc3339(file.mtime_ns),
             )
         else:
-            print(line.format(file.id, iec(file.nbytes), last_use(file.mtime_ns, now_ns)))
+            print(line.format(show(file.id), iec(file.nbytes), last_use(file.mtime_ns, now_ns)))
     problems = _say_problems(spaces)
     if as_json:
         emit(

@@ -282,12 +282,12 @@ class _Output:
                 if as_json:
                     emit("namespace", namespace=space.id, problem=space.problem)
                 else:
-                    say(f"{space.id}: {space.problem}")
+                    say(f"{show(space.id)}: {space.problem}")
 
     def bad(self, bad: Bad) -> None:
         self._unjudged += bad.unknown_key
         if self._quiet:
-            print(bad.id)
+            print(show(bad.id))
         elif self._as_json:
             emit(
                 "bad",
@@ -299,7 +299,7 @@ class _Output:
                 nbytes=bad.nbytes,
             )
         else:
-            print(f"{bad.finding.value:10} {bad.id}  {show(bad.reason)}")
+            print(f"{bad.finding.value:10} {show(bad.id)}  {show(bad.reason)}")
 
     def unlistable(self, what: Unlistable) -> None:
         if self._as_json:
@@ -318,7 +318,7 @@ class _Output:
                 nbytes=removal.nbytes,
             )
         elif removal.failed or not removal.removed:
-            say(f"{removal.id} stays: {removal.reason}")
+            say(f"{show(removal.id)} stays: {removal.reason}")
 
     def end(
         self, run: Run, removed: _Removed, seed: int | None, *, may_remove: bool, dry_run: bool

@@ -91,6 +91,8 @@ def _by_tokenizer(where: str, text: str) -> list[int]:
         raise UsageError(
             "--tokenizer: the package tokenizers is not installed; give --url, or install it"
         ) from None
+    if where.startswith(("/", "./", "../", "~")) and not os.path.exists(where):
+        raise UsageError(f"--tokenizer: {show(where)}: no such file or directory")
     path = os.path.join(where, "tokenizer.json") if os.path.isdir(where) else where
     try:
         found = (

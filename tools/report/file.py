@@ -16,6 +16,8 @@ def check(path: str, root: str) -> str:
     """Return the absolute path; raises UsageError where no page can or should be put. Known before a walk."""
     whole = os.path.abspath(path)
     name, folder = show(path), os.path.dirname(whole)
+    if path == "-":
+        raise UsageError("--html: found '-', expected the name of a file; a page goes to no pipe")
     if "\0" in path or not os.path.basename(path):
         raise UsageError(f"--html: found {name!r}, expected the name of a file")
     try:
