@@ -651,7 +651,9 @@ def test_no_tokens_make_it_fail(lab, tmp_path, text, raw):
     path.write_bytes(raw)
     for options in (("--tokens-json", "x" + text), ("--tokens-json", text), ("--tokens", path)):
         done = run("explain", one.digest16, *options, root=lab.path)
-        assert done.exit_code in (1, 2)
+        assert done.exit_code in (0, 1, 2)
+        # Nothing that could hit: nothing is missing.
+        assert done.exit_code or "it has no whole chunk" in " ".join(done.stdout.split())
         assert all(c.isprintable() or c == "\n" for c in done.stdout + done.stderr)
 
 
