@@ -65,7 +65,7 @@ def _lost(unraisable: Any) -> None:
 
 @contextlib.contextmanager
 def stopped_by_signals() -> Iterator[threading.Event]:
-    """Yield an event that SIGINT and SIGTERM set. Call it on the main thread."""
+    """Yield an event that SIGINT, SIGTERM and SIGHUP set. Call it on the main thread."""
     stop = threading.Event()
 
     def handle(number: int, _: object) -> None:
@@ -73,7 +73,9 @@ def stopped_by_signals() -> Iterator[threading.Event]:
             leave(number)
         stop.set()
 
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    # Under nohup a hangup is ignored, and stays so.
+    heard = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, handle) for number in heard}
     try:
         yield stop
     finally:

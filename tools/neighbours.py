@@ -54,19 +54,30 @@ def clock_ns(root: str) -> int:
 
 
 def living_claims(root: str, now_ns: int) -> list[Claim]:
-    """Return the claims of engines and watchers that live, or lived a minute ago by the root's clock."""
+    """Return the claims of engines and watchers that live, or lived a minute ago by the root's clock.
+
+    Raises OSError where one cannot be read: whoever has it may live.
+    """
     shared = f"{root}/{SHARED_DIR}"
     found = []
-    with contextlib.suppress(OSError):
-        for claim in Ledger(shared).claims():
-            path = f"{shared}/{CLAIMS_DIR}/{claim.name}.json"
-            if (
-                not claim.closed
-                and not provably_dead(claim.name)
-                and _is_young(path, now_ns, _DEAD_CLAIM_S)
-            ):
-                found.append(claim)
+    for claim in _claims(Ledger(shared)):
+        path = f"{shared}/{CLAIMS_DIR}/{claim.name}.json"
+        if (
+            not claim.closed
+            and not provably_dead(claim.name)
+            and _is_young(path, now_ns, _DEAD_CLAIM_S)
+        ):
+            found.append(claim)
     return found
+
+
+def _claims(book: Ledger) -> list[Claim]:
+    try:
+        return book.claims(strict=True)
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            return []  # nobody maintains this root, or what they have there is none of theirs
+        raise
 
 
 def claimed_namespaces(root: str, now_ns: int) -> set[str]:
@@ -77,9 +88,7 @@ def claimed_namespaces(root: str, now_ns: int) -> set[str]:
 def last_use_step(root: str, now_ns: int, unused_s: float) -> int:
     """Return by how many seconds an mtime may be older than the use, of what was used within `unused_s`."""
     book = Ledger(f"{root}/{SHARED_DIR}")
-    claims: list[Claim] = []
-    with contextlib.suppress(OSError):
-        claims = book.claims()  # those of the dead too
+    claims = _claims(book)  # those of the dead too
     return last_use_step_s(claims, book.usage(), now_ns / 1e6 - unused_s * 1e3)
 
 

@@ -82,7 +82,7 @@ def break_safety(name: str) -> None:
     async def try_step(self: maintenance.Maintainer) -> bool:
         return self.step()
 
-    ledger.Ledger.claims = claims_of  # type: ignore[method-assign]
+    ledger.Ledger.claims = claims_of  # type: ignore[assignment,method-assign]
     maintenance.Maintainer.try_step = try_step  # type: ignore[method-assign]
 
 

@@ -151,7 +151,7 @@ class Leader:
 
     async def work(self, claims: list[Claim], space: Space) -> None:
         """Count, prune what is beyond the bounds, and clean. Raises OSError when the root does not let us."""
-        every, self._must_recount = self._must_count_all(), False
+        every, recounts = self._must_count_all(), self._must_recount
         if self._inherited is None:
             last = self._ledger.usage() or Usage()
             self._inherited = {n: at for n, at in last.namespaces.items() if is_claimable(n)}
@@ -184,6 +184,7 @@ class Leader:
             del self._counted_dead[name]
         if every:
             self._counted_all_at = time.monotonic()
+            self._must_recount &= not recounts
         if time.monotonic() - self._orphans_at > _ORPHANS_S:
             self._orphans_at = time.monotonic()
             self._clean()
@@ -296,7 +297,11 @@ class Leader:
         return known
 
     def _nbytes(self) -> dict[str, tuple[int, int]]:
-        return {name: (c.nbytes, c.num_files) for name, c in self._catalogues.items()}
+        found = {name: (c.nbytes, c.num_files) for name, c in self._catalogues.items()}
+        for name, (nbytes, num_files) in (self._inherited or {}).items():
+            own = found.get(name, (0, 0))
+            found[name] = max(nbytes, own[0]), max(num_files, own[1])
+        return found
 
     def _bounds(self, claims: list[Claim], space: Space) -> list[Scope]:
         """Return the bounds with what is known at this moment; the widest last."""
@@ -313,11 +318,8 @@ class Leader:
         last = self.usage or Usage(touch_intervals=self._known_intervals())
         at_ms = time.time_ns() // 1_000_000
         claimed = {c.namespace for c in claims if c.namespace is not None}
-        found = self._nbytes()
-        for name, (nbytes, num_files) in (self._inherited or {}).items():
-            own = found.get(name, (0, 0))
-            found[name] = max(nbytes, own[0]), max(num_files, own[1])
-        counted = {name: n for name, n in sorted(found.items()) if n != (0, 0) or name in claimed}
+        found = sorted(self._nbytes().items())
+        counted = {name: n for name, n in found if n != (0, 0) or name in claimed}
         tenants = self._manifests.tenants
         usage = replace(
             last,
@@ -412,7 +414,9 @@ class Leader:
             chosen = await asyncio.to_thread(plan, catalogues, left_nbytes, left_files, self._stuck)
             if not chosen.candidates:
                 break
+            before = {name: self._catalogues[name].nbytes for name in members}
             pruned = await execute(chosen, self._still_held, self._root)
+            self._disinherit(before)
             self._note(pruned)
             freed = pruned.nbytes + pruned.vanished_nbytes
             if not freed and not pruned.used_meanwhile and not pruned.failures:
@@ -422,6 +426,14 @@ class Leader:
         if left_nbytes == nbytes and left_files == num_files:
             self._futile_until = time.monotonic() + _FUTILE_S
         return nbytes - left_nbytes
+
+    def _disinherit(self, before: Mapping[str, int]) -> None:
+        """What was pruned is no more in what the last holder has counted either."""
+        inherited = self._inherited or {}
+        for name in before.keys() & inherited.keys():
+            nbytes, num_files = inherited[name]
+            gone = before[name] - self._catalogues[name].nbytes
+            inherited[name] = max(0, nbytes - gone), num_files
 
     def _still_held(self) -> bool:
         with contextlib.suppress(OSError):

@@ -35,7 +35,9 @@ _MAX_CLAIMS = 10_000
 _MAX_CLAIMS_NBYTES = 8 << 20  # of all claims together
 _MAX_TOUCH_INTERVAL_S = 86_400 * 365
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}", re.ASCII)
-_GIVEN_UP_S = 600.0  # a claim that could not be read for so long is left out
+# A claim that could not be read for so long is left out. An engine starts its maintenance process again when
+# it has heard nothing for 80 s, and a step without claims says nothing.
+_GIVEN_UP_S = 45.0
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 _DENIED = (errno.EACCES, errno.EPERM)
 _JUNK_NS = 86_400 * 1_000_000_000  # a file among the claims that is none goes when it is older
@@ -107,11 +109,12 @@ class Ledger:
         with contextlib.suppress(OSError), opened(self._root, path, os.O_PATH) as directory:
             os.unlink(f"{name}.json", dir_fd=directory)
 
-    def claims(self) -> list[Claim]:
+    def claims(self, *, strict: bool = False) -> list[Claim]:
         """Return all claims; damaged ones are skipped, see `left_out`.
 
         One that cannot be read for a moment is as it was last read. Raises OSError where it never was: what
         it was granted must not be granted again. After _GIVEN_UP_S it is skipped: who lives writes it anew.
+        `strict` is for who removes what nobody claims, once: any claim that cannot be read is an error.
         """
         directory = f"{self._directory}/{CLAIMS_DIR}"
         found: dict[str, Claim] = {}
@@ -122,6 +125,7 @@ class Ledger:
             names = list(islice(all_names, _MAX_CLAIMS))
         junk: dict[str, _Junk] = {}
         unreadable: dict[str, float] = {}
+        unknown: OSError | None = None
         room = _MAX_CLAIMS_NBYTES
         for name in names:
             path = f"{directory}/{name}"
@@ -137,13 +141,14 @@ class Ledger:
                 if error.errno in _GONE:
                     continue
                 since = unreadable[name] = self._unreadable.get(name, time.monotonic())
+                if strict:
+                    raise
                 if error.errno in _DENIED or time.monotonic() - since > _GIVEN_UP_S:
                     junk[name] = _Junk((), f"it cannot be read: {error.strerror}")
                 elif name in self._last:
                     found[name] = self._last[name]
                 else:
-                    self._unreadable |= unreadable
-                    raise
+                    unknown = unknown or error
                 continue
             try:
                 tree = _tree(content, min(room, MAX_CLAIM_NBYTES))
@@ -152,6 +157,8 @@ class Ledger:
             except Exception as error:  # whatever a damaged file makes of the values
                 junk[name] = _Junk(version, f"no claim: {error!r}")
         self._junk, self._unreadable, self._last = junk, unreadable, found
+        if unknown is not None:
+            raise unknown
         return list(found.values())
 
     def published_ns(self, claims: Iterable[Claim]) -> dict[str, int]:

@@ -10,6 +10,7 @@ handler does: it writes the number of each signal to a socket that the process c
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import signal
@@ -124,7 +125,10 @@ class Starting:
         self._lock = threading.Lock()
         self._made: MaintenanceProcess | OSError | None = None
         self._given_up = False
-        threading.Thread(target=self._run, name="fskv-start", daemon=True).start()
+        try:
+            threading.Thread(target=self._run, name="fskv-start", daemon=True).start()
+        except RuntimeError as error:  # no more threads here
+            self._made = OSError(errno.EAGAIN, str(error))
 
     @property
     def made(self) -> MaintenanceProcess | OSError | None:
@@ -144,6 +148,8 @@ class Starting:
             made = self._start()
         except OSError as error:
             made = error
+        except Exception as error:  # no memory, no more threads
+            made = OSError(errno.EAGAIN, repr(error))
         with self._lock:
             self._made = made
             if self._given_up and not isinstance(made, OSError):

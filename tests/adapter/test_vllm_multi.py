@@ -70,7 +70,6 @@ class Child:
 
 def connector(*children, lookup_timeout_s=60.0, choose="weight", weights=None):
     """Return one whose children are these, as its constructor leaves it on the scheduler's side."""
-    from fskv.engines.vllm.admission import Admission
     from fskv.engines.vllm_multi.connector import FskvMultiConnector
     from fskv.engines.vllm_multi.events import MergedEvents
     from fskv.observe.metrics import Counters
@@ -87,7 +86,6 @@ def connector(*children, lookup_timeout_s=60.0, choose="weight", weights=None):
     made._requests_to_connector, made._extra_async_saves = {}, {}
     made._counters, made._events = Counters(), MergedEvents()
     made._waits_since, made._given_up, made._loading, made._failed = {}, {}, {}, {}
-    made._admission = Admission()
     made._granularity = [16] * len(children)
     made._tokens_per_hash = 16
     return made

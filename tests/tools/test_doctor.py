@@ -755,6 +755,17 @@ def test_vllms_other_spellings_are_understood(lab, tmp_path, how):
         assert code or of(done, "options") == [("ok", f"root {lab.path}, max_bytes 2.00 TiB")]
 
 
+@pytest.mark.parametrize("extra", ["&a {x: *a}", "{root: 2026-01-01}", "{? [1, 2] : 3}"])
+def test_yaml_that_no_json_could_say_is_one_sentence(tmp_path, extra):
+    pytest.importorskip("yaml")
+    path = tmp_path / "serve.yaml"
+    said = f"kv_connector: FskvConnector\n  kv_role: kv_both\n  kv_connector_extra_config: {extra}"
+    path.write_text(f"kv-transfer-config:\n  {said}\n")
+    done = fskv("doctor", "--config", str(path))
+    assert done.exit_code == 2, done
+    assert str(path) in done.stderr
+
+
 @pytest.mark.parametrize(
     "wrong",
     [

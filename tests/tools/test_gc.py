@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
@@ -16,9 +17,10 @@ from tool_lab import Lab, check_lines, everything_below, fskv, run, spoil
 from world import wait_for
 
 pytest.importorskip("fskv_tools.cli", reason="the command line is not installed")
-from fskv_tools import garbage
+from fskv_tools import garbage, neighbours
 from fskv_tools.root_view import RootView
 
+from fskv.bounds import ledger
 from fskv.bounds.lease import SHARED_DIR
 from fskv.bounds.ledger import Ledger
 from fskv.bounds.quota import Claim, Limits, Usage
@@ -257,3 +259,26 @@ def test_a_store_beside_it_has_no_error_when_its_empty_directories_go(make_world
     assert set(stored) == {Status.OK}
     assert len(gone) > 10
     assert sum(len(names) for *_, names in os.walk(chunks)) == 400
+
+
+@pytest.mark.parametrize("strict", [True, False], ids=["", "negative control"])
+def test_a_claim_that_cannot_be_read_is_of_somebody_who_may_live(lab, monkeypatch, strict):
+    """Else the namespace of a living engine is removed. In the control what cannot be read is left out."""
+    book = Ledger(f"{lab.path}/{SHARED_DIR}")
+    os.makedirs(f"{lab.path}/{SHARED_DIR}/claims", exist_ok=True)
+    claim = Claim(unique_name(), None, None, Limits())
+    book.publish(claim)
+    now_ns = time.time_ns()
+    assert [each.name for each in neighbours.living_claims(lab.path, now_ns)] == [claim.name]
+
+    def denied(*_):
+        raise OSError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(ledger, "_content", denied)
+    if not strict:
+        claims = Ledger.claims
+        monkeypatch.setattr(Ledger, "claims", lambda self, strict: claims(self))
+        assert neighbours.living_claims(lab.path, now_ns) == []
+        return
+    with pytest.raises(OSError, match="Permission denied"):
+        neighbours.living_claims(lab.path, now_ns)

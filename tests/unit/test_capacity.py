@@ -615,6 +615,35 @@ def test_an_interpreter_that_lies_on_a_hung_mount_holds_no_step(root, monkeypatc
         capacity.close()
 
 
+@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), MemoryError()])
+def test_where_no_process_can_be_started_again_a_step_raises_nothing_and_it_heals(
+    root, monkeypatch, error
+):
+    clock = Clock()
+    capacity = Capacity(root, NAME, None, Limits(max_nbytes=MAX), clock=clock)
+    capacity.start()
+    try:
+        wait_for(lambda: capacity.poll() or capacity.take(4096))
+        capacity._kill_process()
+        clock.advance(client._RESTART_S + 1)
+
+        def fail(*_, **__):
+            raise error
+
+        with monkeypatch.context() as patch:
+            where = threading.Thread if isinstance(error, RuntimeError) else client
+            patch.setattr(
+                where, "start" if where is threading.Thread else "MaintenanceProcess", fail
+            )
+            capacity.poll()
+            wait_for(lambda: capacity._starting is None or capacity._starting.made is not None)
+            assert capacity.poll() == []
+        clock.advance(client._RESTART_S + 1)
+        wait_for(lambda: capacity.poll() or capacity.take(4096))
+    finally:
+        capacity.close()
+
+
 def test_a_root_that_vanishes_or_cannot_be_written_stores_nothing_and_stops_nobody(root, engine):
     one = engine(Limits(max_nbytes=MAX))
     wait_for(lambda: one.take(4096))

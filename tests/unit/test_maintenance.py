@@ -852,6 +852,25 @@ def test_what_the_last_holder_has_counted_counts_until_the_next_one_has(
     assert told == ({(12288, 3)} if kept else {(0, 0)})
 
 
+def test_for_what_was_inherited_and_cannot_be_counted_the_rest_is_pruned(root, monkeypatch):
+    """Else engines see a bound that is full, and the holder one that is not: nothing is stored any more."""
+    monkeypatch.setattr(leader, "_COUNT_ALL_S", 0.05)
+    other = make_namespace(root, model="other")
+    shutil.rmtree(f"{other}/chunks")
+    Path(f"{other}/chunks").write_text("in its place")
+    os.makedirs(f"{root}/{SHARED_DIR}/claims")
+    book(root).publish_usage(Usage({name_of("other"): (5 * 4096, 5)}))
+    paths = [write_chunk(f"{root}/{NAME}", number) for number in range(10)]
+    mine = claim(namespace=None, limits=Limits(max_nbytes=12 * 4096))
+
+    def until():
+        return sum(map(os.path.exists, paths)) <= 7
+
+    maintain(root, until, mine=mine)
+    assert sum(map(os.path.exists, paths)) >= 5, "and no more than that"
+    assert usage_of(root).namespaces[name_of("other")] == (5 * 4096, 5)
+
+
 def test_a_claim_that_cannot_be_read_for_a_moment_is_as_it_was_and_an_unknown_one_is_an_error(
     root, monkeypatch
 ):

@@ -109,5 +109,9 @@ def _of_yaml(text: str, where: str) -> Given:
         transfer = parse_json(transfer.encode())
     if transfer is None:
         raise UsageError(f"{where}: found no {OPTION.removeprefix('--')}, {_EXPECTED}")
+    try:
+        transfer = json.loads(json.dumps(transfer))  # no dates, and nothing that is in itself
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UsageError(f"{where}: no JSON could say this: {str(error)[:200]}") from None
     stops = STOP_OPTION.removeprefix("--") in options
     return Given(transfer, of_server=True, stops=stops)

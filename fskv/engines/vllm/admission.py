@@ -17,8 +17,9 @@ On the scheduler's thread.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+import functools
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
 from fskv.engines.vllm.prefetch import PrefetchingConnector
 from fskv.engines.vllm.quirks import release_reservation, reserve_windows, reserving_scheduler
@@ -40,8 +41,14 @@ class Admission:
         self._failed: set[str] = set()
 
     def failed(self, req_ids: Iterable[str] | None) -> None:
-        """The loads of these have failed."""
-        self._failed.update(req_ids or ())
+        """The loads of these have failed. Of a request that ended before, nobody asks any more."""
+        known: Mapping[str, Request] = getattr(self._scheduler, "requests", {})
+        self._failed.update(each for each in req_ids or () if self._may_ask(known.get(each)))
+
+    def _may_ask(self, request: Request | None) -> bool:
+        if self._scheduler is None:  # of another kind: it is not known who has ended
+            return True
+        return request is not None and not request.is_finished()
 
     def ended(self, req_ids: Iterable[str]) -> None:
         self._failed.difference_update(req_ids)
@@ -62,9 +69,9 @@ class Admission:
 class AdmittingConnector(PrefetchingConnector):
     """A connector with an Admission on its scheduler's side."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._admission = Admission()
+    @functools.cached_property
+    def _admission(self) -> Admission:
+        return Admission()
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int

@@ -118,7 +118,6 @@ class FskvMultiConnector(MultiConnector):
         # From admission until the load is over: (child, request).
         self._loading: dict[str, tuple[int, Request]] = {}
         self._failed: dict[str, set[int]] = {}  # until the request ends
-        self._admission = Admission()
         if role is KVConnectorRole.SCHEDULER:
             from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 
@@ -163,6 +162,10 @@ class FskvMultiConnector(MultiConnector):
             ) as error:  # vLLM's own words
                 raise _ChildError(idx, error) from error
         return found
+
+    @functools.cached_property
+    def _admission(self) -> Admission:
+        return Admission()
 
     # --- start-up ---------------------------------------------------------------------------
 
