@@ -78,3 +78,12 @@ def test_a_scheduler_that_reserves_nothing_is_left_as_it_is():
     assert not other.connector.steps_aside(Request("r"))
     reserve_windows(other)  # another vLLM: nothing of it is touched
     assert not hasattr(other, "_request_remaining_blocks")
+
+
+def test_where_nobody_tells_who_has_ended_the_failed_are_bounded():
+    from fskv.engines.vllm import admission
+
+    kept = admission.Admission()
+    for number in range(3 * admission._MAX_FAILED):
+        kept.failed({f"r{number}"})
+    assert 0 < len(kept._failed) <= admission._MAX_FAILED + 1

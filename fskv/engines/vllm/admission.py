@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+_MAX_FAILED = 10_000
+
 
 class Admission:
     """See the module docstring. One for each connector that a scheduler asks."""
@@ -42,6 +44,8 @@ class Admission:
 
     def failed(self, req_ids: Iterable[str] | None) -> None:
         """The loads of these have failed. Of a request that ended before, nobody asks any more."""
+        if len(self._failed) > _MAX_FAILED:  # of a vLLM that does not tell who has ended
+            self._failed.clear()  # they keep their places then
         known: Mapping[str, Request] = getattr(self._scheduler, "requests", {})
         self._failed.update(each for each in req_ids or () if self._may_ask(known.get(each)))
 
