@@ -101,16 +101,16 @@ class DeviceBench(Bench):
         return self.num_jobs, contents
 
 
-@pytest.fixture(params=["python", "native", "outside"])
-def make_device(make_world, request, monkeypatch):
-    """Make benches whose chunks are moved by Python, or read and written outside, or all outside."""
+@contextlib.contextmanager
+def benches(make_world, monkeypatch, path):
+    """What makes benches whose chunks are moved by Python, or read and written outside, or all outside."""
     with contextlib.ExitStack() as stack:
 
         def make(script=None, **options):
-            native = request.param != "python" and script is None
+            native = path != "python"
             if native:
                 pytest.importorskip("fskv._native", reason="the C extension was not built")
-            if native and request.param == "outside":
+            if path == "outside":
                 sim = simulation()
                 sim.reset(1, 0.001)
                 gpu = on_simulation(monkeypatch, sim).gpu("cuda:0")
@@ -118,7 +118,7 @@ def make_device(make_world, request, monkeypatch):
                 world = device_world(make_world, gpu, num_slots=num_slots, num_blocks=256)
             else:
                 world = make_world(native=native, faults=script, num_blocks=256)
-            if native and request.param == "native":
+            if path == "native":
                 fields = {n: getattr(world.transport.native, n) for n in host.Native.__slots__}
                 world.transport.native = host.Native(**{**fields, "pages": None, "on_device": True})
                 world.transport._pages = None  # Python gathers and scatters
@@ -131,6 +131,19 @@ def make_device(make_world, request, monkeypatch):
                 stack.callback(bench.transport.release)
             return bench
 
+        yield make
+
+
+@pytest.fixture(params=["python", "native", "outside"])
+def make_device(make_world, monkeypatch, request):
+    with benches(make_world, monkeypatch, request.param) as make:
+        yield make
+
+
+@pytest.fixture
+def make_scripted(make_world, monkeypatch):
+    """Like `make_device`; scripts of faults are of Python's path."""
+    with benches(make_world, monkeypatch, "python") as make:
         yield make
 
 
@@ -183,11 +196,19 @@ def test_a_forward_holds_no_io_thread_and_no_read_back(make_device, monkeypatch,
     assert bench.statuses(loads=False) == {Status.OK: 8 + 16}
 
 
+def fire_when_late(bench, event):
+    """Giving a job up waits for its copies, and these for the event."""
+    while not event.query():
+        if any(job.late for job in list(bench.runner._jobs.values())):
+            event.fire()
+        time.sleep(0.01)
+
+
 @protection
 @pytest.mark.parametrize("step_s", [1.0, 3.0, 10.0, 40.0])
-def test_a_long_forward_is_not_the_disks(make_device, monkeypatch, protected, step_s):
+def test_a_long_forward_is_not_the_disks(make_scripted, monkeypatch, protected, step_s):
     """No timeout, no opening of the breaker, no slower pace of stores, whatever the step takes."""
-    bench = make_device(Script(), num_threads=4, num_slots=40)
+    bench = make_scripted(Script(), num_threads=4, num_slots=40)
     stored(bench, list(range(8)))
     if not protected:
         without_protection(monkeypatch)
@@ -199,7 +220,7 @@ def test_a_long_forward_is_not_the_disks(make_device, monkeypatch, protected, st
         wait_for(lambda: sum(task.parked for task in bench.runner._jobs[load].tasks) == 8)
     else:
         wait_for(lambda: len(bench.io_threads_that_waited) == 4)
-        threading.Timer(0.5, forward.fire).start()  # giving a job up waits for its copies
+        threading.Thread(target=fire_when_late, args=(bench, forward), daemon=True).start()
     for _ in range(10):
         bench.clock.advance(step_s / 10)
         bench.poll()
@@ -220,8 +241,8 @@ def test_a_long_forward_is_not_the_disks(make_device, monkeypatch, protected, st
         assert late > 0
 
 
-def test_a_read_that_hangs_is_late_however_long_the_forward_takes(make_device):
-    bench = make_device(Script(read="H"), num_threads=2, num_slots=40)
+def test_a_read_that_hangs_is_late_however_long_the_forward_takes(make_scripted):
+    bench = make_scripted(Script(read="H"), num_threads=2, num_slots=40)
     stored(bench, [0, 1])
     forward = Event()
     load, _ = bench.submit([0, 1], forward, load=True, place=10)
@@ -237,9 +258,9 @@ def test_a_read_that_hangs_is_late_however_long_the_forward_takes(make_device):
     assert bench.poisoned(11)
 
 
-def test_the_deadline_goes_on_after_the_forward(make_device):
+def test_the_deadline_goes_on_after_the_forward(make_scripted):
     """What was read before it counts; what is late afterwards is."""
-    bench = make_device(Script(scatter="H*"), num_threads=2, num_slots=40)
+    bench = make_scripted(Script(scatter="H*"), num_threads=2, num_slots=40)
     stored(bench, [0])
     forward = Event()
     load, _ = bench.submit([0], forward, load=True, place=10)
@@ -478,8 +499,8 @@ def test_pages_in_host_memory_are_gathered_after_their_event_too(
     bench.runner._pool.close()
 
 
-def test_busy_time_is_the_disks_where_only_a_part_was_read_ahead(make_device):
-    bench = make_device(Script(), num_threads=2, num_slots=8)
+def test_busy_time_is_the_disks_where_only_a_part_was_read_ahead(make_scripted):
+    bench = make_scripted(Script(), num_threads=2, num_slots=8)
     stored(bench, list(range(12)))
     forward = Event()
     load, _ = bench.submit(list(range(12)), forward, load=True, place=20)
@@ -493,11 +514,11 @@ def test_busy_time_is_the_disks_where_only_a_part_was_read_ahead(make_device):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_any_order_of_forwards_faults_and_preemptions(make_device, seed):
+def test_any_order_of_forwards_faults_and_preemptions(make_scripted, seed):
     """What a job reports as good is right, what was given up is untouched, and in the end all is free."""
     rng = random.Random(seed)
     faults = {"read": {".": 20, "E": 1, "L": 2, "B": 1}, "write": {".": 20, "N": 1, "L": 2}}
-    bench = make_device(RandomScript(seed, faults), num_threads=3, num_slots=14, failures=10**6)
+    bench = make_scripted(RandomScript(seed, faults), num_threads=3, num_slots=14, failures=10**6)
     bench.clock.now = time.monotonic()
     known, events, loads = {}, [], {}
     for _ in range(60):
