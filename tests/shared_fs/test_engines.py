@@ -43,10 +43,10 @@ def roots(cluster, request):
     return [f"{node.mount}/{request.node.originalname}" for node in (cluster.a, cluster.b)]
 
 
-def engine(root, steps, directory=None, **options):
+def engine(root, steps, directory=None, *, path=None, **options):
     """Start one with fskv's default options; chunks are small, so that a prompt has many."""
     transfer = lab.connector(root, **lab.options_for(MODEL.name), **options)
-    return lab.start_engine(lab.request(MODEL, steps, transfer=transfer), directory)
+    return lab.start_engine(lab.request(MODEL, steps, transfer=transfer, path=path), directory)
 
 
 def finished(started):
@@ -74,6 +74,15 @@ def test_a_second_client_hits_all_that_the_first_one_stored_three_times_in_a_row
         assert lab.counter(metrics, "stored_chunks") == 0
         assert lab.counter(metrics, "load_failures") == 0
     assert lab.snapshot(roots[1]) == stored, "stored once, and nothing of it was pruned"
+
+
+def test_real_weights(roots, real_weights):
+    path, prompt, expected = real_weights
+    steps = [lab.generate(prompt, "main"), *lab.SETTLE]
+    num_tokens = lab.CHUNK_TOKENS[MODEL.name]
+    for root, hit in zip(roots, (0, len(prompt) // num_tokens * num_tokens), strict=True):
+        done = lab.generates(finished(engine(root, steps, path=path)))["main"]
+        assert (done["tokens"], done["num_cached_tokens"]) == (expected, hit)
 
 
 def test_an_engine_that_is_killed_while_it_stores_leaves_nothing_bad(roots, tmp_path):

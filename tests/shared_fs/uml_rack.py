@@ -20,12 +20,15 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from shared_fs.letterbox import Letterbox
+from shared_fs.letterbox import Letterbox, NoReply
 from shared_fs.program import Program
 
 _HERE = Path(__file__).resolve().parent
 _KERNEL = "/usr/bin/linux.uml"
 _FREEZER = Path("/sys/fs/cgroup/freezer")
+# Each page of a guest's process may be a mapping of its own on the host: an engine has half a million.
+_MAPPINGS = Path("/proc/sys/vm/max_map_count")
+_MAX_MAPPINGS = 4_000_000
 _NEEDED = (
     _KERNEL,
     "ip",
@@ -228,11 +231,45 @@ class UmlNode:
         )
 
 
+class GuestProcess:
+    """A command that runs on a node, in a process group of its own; like one of `subprocess`."""
+
+    forked = False
+
+    def __init__(self, node: UmlNode, command: str, pid_path: str) -> None:
+        self._node = node
+        self._ticket = node.box.post(command=f"echo $$ >{pid_path}; exec {command}")
+        end = time.monotonic() + _COMMAND_S
+        while not os.path.exists(pid_path) or not (said := Path(pid_path).read_text()):
+            assert time.monotonic() < end, f"{node.name}: {command} did not start"
+            time.sleep(0.05)
+        self.pid = int(said)
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0.0)
+        return self.returncode
+
+    def wait(self, timeout_s: float = _COMMAND_S) -> int:
+        if self.returncode is None:
+            try:
+                self.returncode = self._node.box.wait(self._ticket, timeout_s)["code"]
+            except NoReply as error:
+                raise subprocess.TimeoutExpired(str(self.pid), timeout_s) from error
+        return self.returncode
+
+    def send_signal_to_group(self, number: int) -> None:
+        self._node.run(f"kill -{number:d} -- -{self.pid} || true")
+
+
 class Rack:
     """`server` (knfsd on an ext4 disk of its own), `a` and `b` (clients; nothing is mounted yet)."""
 
-    def __init__(self) -> None:
+    def __init__(self, memory: str = "768M") -> None:
+        """`memory` is a client's."""
         _end_abandoned()
+        self._max_mappings = _MAPPINGS.read_text()
         self.export = "sync"
         self.name = f"fskv-rack-{os.getpid()}"
         # Not pytest's directory: the path of a socket below it would be too long.
@@ -243,11 +280,13 @@ class Rack:
         self._disk = f"{self.memory}/disk"
         os.makedirs(f"{self.directory}/uml")
         self.server = UmlNode(self, "srv", 1, "512M")
-        self.a = UmlNode(self, "a", 11, "768M")
-        self.b = UmlNode(self, "b", 12, "768M")
+        self.a = UmlNode(self, "a", 11, memory)
+        self.b = UmlNode(self, "b", 12, memory)
         self.nodes = (self.server, self.a, self.b)
 
     def up(self) -> None:
+        if int(self._max_mappings) < _MAX_MAPPINGS:
+            _MAPPINGS.write_text(str(_MAX_MAPPINGS))
         self._host("netns", "add", self.name)
         self.ip("link", "add", "bridge0", "type", "bridge")
         self.ip("link", "set", "bridge0", "up")
@@ -343,6 +382,7 @@ class Rack:
         subprocess.run(["ip", "netns", "del", self.name], capture_output=True)
         for directory in (self.directory, self.memory):
             shutil.rmtree(directory, ignore_errors=True)
+        _MAPPINGS.write_text(self._max_mappings)
 
     def ip(self, *arguments: str) -> None:
         self._in_namespace("ip", *arguments)

@@ -196,10 +196,10 @@ def test_a_forward_holds_no_io_thread_and_no_read_back(make_device, monkeypatch,
     assert bench.statuses(loads=False) == {Status.OK: 8 + 16}
 
 
-def fire_when_late(bench, event):
+def fire_when_given_up(bench, event):
     """Giving a job up waits for its copies, and these for the event."""
     while not event.query():
-        if any(job.late for job in list(bench.runner._jobs.values())):
+        if any(job.guard.abandoned for job in list(bench.runner._jobs.values())):
             event.fire()
         time.sleep(0.01)
 
@@ -220,7 +220,7 @@ def test_a_long_forward_is_not_the_disks(make_scripted, monkeypatch, protected, 
         wait_for(lambda: sum(task.parked for task in bench.runner._jobs[load].tasks) == 8)
     else:
         wait_for(lambda: len(bench.io_threads_that_waited) == 4)
-        threading.Thread(target=fire_when_late, args=(bench, forward), daemon=True).start()
+        threading.Thread(target=fire_when_given_up, args=(bench, forward), daemon=True).start()
     for _ in range(10):
         bench.clock.advance(step_s / 10)
         bench.poll()
