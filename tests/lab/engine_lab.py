@@ -391,13 +391,13 @@ class Conversation:
     def say(self, *steps: dict[str, Any]) -> None:
         self.steps.extend(steps)
 
-    def pause(self) -> int:
+    def pause(self, limit_s: int = 120) -> int:
         """Add a point where the engine waits for `resume`."""
         number = self._num_pauses
         self._num_pauses += 1
         self.say(
             {"touch_file": str(self.directory / f"{number}.reached")},
-            {"wait_for_file": str(self.directory / f"{number}.go"), "timeout_s": 120},
+            {"wait_for_file": str(self.directory / f"{number}.go"), "timeout_s": limit_s},
         )
         return number
 

@@ -18,7 +18,7 @@ from world import wait_for
 
 from shared_fs import guest_engine, uml_rack
 
-pytestmark = [pytest.mark.shared_fs, pytest.mark.engine, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.shared_fs, pytest.mark.engine, pytest.mark.timeout(1500)]
 lab.needs_vllm()
 
 MODEL = lab.MODELS["llama"]
@@ -97,77 +97,82 @@ def expected():
     return lab.reference(MODEL.name)["main"]["tokens"]
 
 
-PROMPT = lab.generate(MODEL.main_prompt(), "main")
-
-
-def test_what_one_node_stores_the_other_loads(rack, root, expected, tmp_path):
-    steps = [*_UP, PROMPT, *_STORED, {"metrics": True}]
-    done, metrics = finished(engine(rack.a, root, steps, tmp_path / "a"))
-    assert (done["main"]["tokens"], done["main"]["num_cached_tokens"]) == (expected, 0)
-    assert lab.counter(metrics, "stored_chunks") == NUM_CHUNKS
-    stored = chunks(rack.b, root)
-    assert len(stored) == NUM_CHUNKS
-    done, metrics = finished(engine(rack.b, root, steps, tmp_path / "b"))
-    assert done["main"]["tokens"] == expected
-    assert done["main"]["num_cached_tokens"] == NUM_CHUNKS * CHUNK
-    counted = [
-        lab.counter(metrics, name) for name in ("loaded_chunks", "stored_chunks", "load_failures")
-    ]
-    assert counted == [NUM_CHUNKS, 0, 0]
-    assert chunks(rack.a, root) == stored
-
-
-def test_real_weights(rack, root, real_weights, tmp_path):
+def test_what_one_node_stores_the_other_loads(rack, root, real_weights, tmp_path):
     path, prompt, expected = real_weights
+    num_chunks = len(prompt) // CHUNK
     steps = [*_UP, lab.generate(prompt, "main"), *_STORED, {"metrics": True}]
-    for node, hit in ((rack.a, 0), (rack.b, len(prompt) // CHUNK * CHUNK)):
+    seen = []
+    for node, hit in ((rack.a, 0), (rack.b, num_chunks)):
         done, metrics = finished(engine(node, root, steps, tmp_path / node.name, path=path))
         assert done["main"]["tokens"] == expected
-        assert done["main"]["num_cached_tokens"] == hit
-        assert lab.counter(metrics, "load_failures") == 0
+        assert done["main"]["num_cached_tokens"] == hit * CHUNK
+        counters = ("stored_chunks", "loaded_chunks", "load_failures")
+        counted = [lab.counter(metrics, name) for name in counters]
+        assert counted == [num_chunks - hit, hit, 0]
+        seen.append(chunks(node, root))
+    assert seen[0] == seen[1]
+    assert len(seen[0]) == num_chunks
 
 
-def test_both_at_once_store_the_same_once(rack, root, expected, tmp_path):
-    steps = [*_UP, PROMPT, *_STORED, {"metrics": True}]
-    engines = [engine(node, root, steps, tmp_path / node.name) for node in (rack.a, rack.b)]
-    for done, metrics in map(finished, engines):
-        assert done["main"]["tokens"] == expected
-        assert lab.counter(metrics, "load_failures") == 0
+def test_both_at_once_store_the_same_once_and_a_server_that_stalls_costs_a_recompute(
+    rack, root, expected, tmp_path
+):
+    prompt = MODEL.main_prompt()
+    talks, engines = [], []
+    for node in (rack.a, rack.b):
+        os.mkdir(tmp_path / node.name)
+        talk = lab.Conversation(tmp_path / node.name)
+        talk.say(*_UP)
+        together = talk.pause(_ENGINE_S)
+        talk.say(lab.generate(prompt, "first"), *_STORED, {"reset_prefix_cache": True})
+        talk.say(lab.generate(prompt, "before"), {"reset_prefix_cache": True})
+        stall = talk.pause(_ENGINE_S)
+        talk.say(lab.generate(prompt, "stalled"), {"reset_prefix_cache": True})
+        mend = talk.pause(_ENGINE_S)
+        # A client repeats what was lost; the breaker looks every 5 s.
+        talk.say({"sleep": 30.0}, *lab.SETTLE, {"reset_prefix_cache": True})
+        talk.say({"sleep": 2.0}, *lab.SETTLE, lab.generate(prompt, "after"), {"metrics": True})
+        talks.append(talk)
+        directory = tmp_path / node.name / "engine"
+        engines.append(engine(node, root, talk.steps, directory, quarantine_s=5))
+
+    def all_reach(number, between):
+        """Once both engines are there."""
+
+        def reached():
+            paths = [talk.directory / f"{number}.reached" for talk in talks]
+            return all(path.exists() for path in paths) or not all(e.running for e in engines)
+
+        wait_for(reached, _ENGINE_S)
+        between()
+        for talk in talks:
+            (talk.directory / f"{number}.go").touch()
+
+    all_reach(together, lambda: None)
+    try:
+        all_reach(stall, rack.server.freeze)
+        all_reach(mend, rack.mend)
+        results = [finished(each)[0] for each in engines]
+    finally:
+        rack.mend()
+    whole = NUM_CHUNKS * CHUNK
+    for done in results:
+        labels = ("first", "before", "stalled", "after")
+        assert [done[label]["tokens"] for label in labels] == [expected] * 4
+        cached = [done[label]["num_cached_tokens"] for label in labels]
+        assert cached[1:] == [whole, 0, whole], "the stall was not met"
     assert len(chunks(rack.a, root)) == NUM_CHUNKS
 
 
 def test_one_that_is_killed_while_it_stores_leaves_nothing_bad(rack, root, expected, tmp_path):
-    victim = engine(rack.a, root, [*_UP, PROMPT, PROMPT], tmp_path / "victim")
+    main = lab.generate(MODEL.main_prompt(), "main")
+    victim = engine(rack.a, root, [*_UP, main, main], tmp_path / "victim")
     wait_for(lambda: not victim.running or chunks(rack.b, root), _ENGINE_S)
     victim.kill()
     assert 0 < len(chunks(rack.b, root)) <= NUM_CHUNKS
-    steps = [*_UP, PROMPT, *_STORED, {"metrics": True}]
+    steps = [*_UP, main, *_STORED, {"metrics": True}]
     done, metrics = finished(engine(rack.b, root, steps, tmp_path / "heir"))
     assert done["main"]["tokens"] == expected
     assert done["main"]["num_cached_tokens"] > 0
     assert lab.counter(metrics, "load_failures") == 0
     assert len(chunks(rack.b, root)) == NUM_CHUNKS
-
-
-def test_a_server_that_stalls_costs_a_recompute(rack, root, expected, tmp_path):
-    prompt = MODEL.main_prompt()
-    talk = lab.Conversation(tmp_path)
-    talk.say(*_UP, lab.generate(prompt, "first"), *_STORED, {"reset_prefix_cache": True})
-    talk.say(lab.generate(prompt, "before"), {"reset_prefix_cache": True})
-    stall = talk.pause()
-    talk.say(lab.generate(prompt, "stalled"), {"reset_prefix_cache": True})
-    mend = talk.pause()
-    # A client repeats what was lost; the breaker looks every 5 s.
-    talk.say({"sleep": 30.0}, *lab.SETTLE, {"reset_prefix_cache": True})
-    talk.say({"sleep": 2.0}, *lab.SETTLE, lab.generate(prompt, "after"), {"metrics": True})
-    reader = engine(rack.a, root, talk.steps, tmp_path / "reader", quarantine_s=5)
-    try:
-        talk.resume(reader, stall, rack.server.freeze)
-        talk.resume(reader, mend, rack.mend)
-        done, _ = finished(reader)
-    finally:
-        rack.mend()
-    labels = ("first", "before", "stalled", "after")
-    assert [done[label]["tokens"] for label in labels] == [expected] * 4
-    cached = [done[label]["num_cached_tokens"] for label in labels]
-    assert cached == [0, NUM_CHUNKS * CHUNK, 0, NUM_CHUNKS * CHUNK], "the stall was not met"
