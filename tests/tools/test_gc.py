@@ -202,6 +202,12 @@ def test_claims_and_the_last_count_go_together_when_nobody_lives(lab):
     assert book.usage() is not None
     assert there([old, news, notes]) == [news, notes]
     book.withdraw(living.name)
+    plan = run("gc", "-n", root=lab.path)
+    assert {tuple(line.split()) for line in plan.stdout.splitlines() if line[0] in "cl"} == {
+        ("count", f"{shared}/usage.json"),
+        ("claim", f"{shared}/claims/{book.claims()[0].name}.json"),
+    }
+    assert plan.stderr.startswith("1 claim of an engine that is gone, ")
     assert run("gc", "--yes", root=lab.path).exit_code == 0
     assert book.claims() == []
     assert book.usage() is None
