@@ -140,7 +140,7 @@ def test_namespaces_that_were_not_used_for_so_long_go_and_used_ones_stay(lab):
     assert not os.path.lexists(old.directory.path)
 
 
-@pytest.mark.parametrize("words", ["gc", "gc --namespaces-unused-for 1h", "prune --max-size 0"])
+@pytest.mark.parametrize("words", ["gc", "gc --namespaces-unused-for 1h", "prune --max-size 1B"])
 @pytest.mark.parametrize("manifest", ["of another", "none", "no identity", "its own"])
 def test_what_is_only_called_like_a_namespace_is_foreign(lab, words, manifest):
     """Negative control: with a manifest that describes it, it is a namespace and goes."""
