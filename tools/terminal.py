@@ -45,7 +45,7 @@ def stderr() -> Console:
 
 def say(sentence: str) -> None:
     """Print a hint, a warning or an error to stderr; printable, never markup."""
-    print(show(sentence, keep="\n"), file=sys.stderr, flush=True)
+    print(show(sentence), file=sys.stderr, flush=True)
 
 
 def emit(kind: str, **fields: Any) -> None:
@@ -156,11 +156,11 @@ def confirm(question: str, *, yes: bool) -> bool:
 # --- how it is written ------------------------------------------------------------------
 
 
-def show(text: str, keep: str = "") -> str:
+def show(text: str) -> str:
     """Return a text that cannot move the cursor, change colours or reverse its own direction."""
     if text.isprintable():
         return text
-    return "".join(c if c.isprintable() or c in keep else repr(c)[1:-1] for c in text)
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def many(number: int, noun: str, nouns: str = "") -> str:
