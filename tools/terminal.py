@@ -181,6 +181,16 @@ def iec(nbytes: float) -> str:
     return f"{value:.{digits}f} {unit}"
 
 
+def si(nbytes: float) -> str:
+    """Write bytes with a unit of 1000, as storage is sold, and three digits: `131 kB`, `3.93 MB`."""
+    value, unit = nbytes / 1e3, "kB"
+    for bigger in ("MB", "GB", "TB"):
+        if value < 999.5:
+            break
+        value, unit = value / 1e3, bigger
+    return f"{value:.3g} {unit}"
+
+
 def ago(mtime_ns: int | None, now_ns: int | None = None) -> str:
     """Write how long ago a time was: `42 s ago`, `3 h ago`; a dash for none."""
     if mtime_ns is None:
