@@ -611,6 +611,20 @@ def test_what_may_be_several_chunks_is_not_said_to_be_none(lab):
         assert "may be any of" in done.stderr
 
 
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_a_word_for_a_namespace_and_for_chunks_removes_neither(lab, number):
+    """Negative control: 0 chunks of that beginning."""
+    where = lab.namespace()
+    word = where.identity.digest16[:3]
+    shard = f"{where.directory.path}/chunks/{word}"
+    os.makedirs(shard)
+    for digit in range(number):
+        os.rename(lab.chunk(where, digit), f"{shard}/{word}{digit:029}.g0.kv")
+    done = run("rm", "--yes", word, root=lab.path)
+    assert done.exit_code == (2 if number else 0), done.stderr
+    assert os.path.exists(where.directory.path) is bool(number)
+
+
 def test_any_unique_beginning_names_a_namespace(lab, tmp_path):
     """As README says it: of the model, or of the digest."""
     where = lab.namespace(model_name="org/small", hash_seed="default")
