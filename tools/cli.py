@@ -77,7 +77,8 @@ _BY_NAME = {entry.name: entry for entry in COMMANDS}
 def load(name: str) -> Any:
     """Import a command's module and return its command object."""
     function = importlib.import_module(_BY_NAME[name].module).command
-    one = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    # No boxes: their columns cut the names of options on a narrow terminal.
+    one = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
     one.command(name, help=_paragraphs(function.__doc__))(function)
     command = typer.main.get_command(one)
     command.name = name

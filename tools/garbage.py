@@ -44,7 +44,9 @@ class Kind(StrEnum):
     DIRECTORY = "directory"  # of chunks, empty
     NAMESPACE = "namespace"  # without a chunk file, or not used for so long
     NEWS = "news"  # an old list of removed chunks
-    CLAIM = "claim"  # of an engine that is gone, and what was counted then
+    CLAIM = "claim"  # of an engine that is gone
+    COUNT = "count"  # the last one, where no engine lives
+    LEASE = "lease"
     FOREIGN = "foreign"
     FAILED = "failed"  # could not be looked at or removed
 
@@ -172,9 +174,9 @@ class Sweep:
             dead = [name for name in claims if nobody and _file(name, fd) is not None]
             if dead:
                 with opened(self._view.path, shared) as above:
-                    for name in (USAGE_FILE, LEASE_FILE):
+                    for kind, name in ((Kind.COUNT, USAGE_FILE), (Kind.LEASE, LEASE_FILE)):
                         if (info := _file(name, above)) is not None:
-                            yield self._unlink(Kind.CLAIM, name, above, shared, info)
+                            yield self._unlink(kind, name, above, shared, info)
             for name in names:
                 info = _file(name, fd)
                 if is_our_part(name):

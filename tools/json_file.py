@@ -6,6 +6,8 @@ differently (a key twice, NaN) is refused too.
 
 from __future__ import annotations
 
+import sys
+
 from fskv.namespace import Json, parse_json
 from fskv.root.files import read_small
 
@@ -25,3 +27,13 @@ def read_bytes(path: str, limit: int) -> bytes:
     except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise UsageError(f"{show(path)}: {reason}") from None
+
+
+def read_input(option: str, path: str, limit: int) -> bytes:
+    """As `read_bytes`; "-" is stdin."""
+    if path != "-":
+        return read_bytes(path, limit)
+    content = sys.stdin.buffer.read(limit + 1)
+    if len(content) > limit:
+        raise UsageError(f"{option}: expected at most {limit} bytes, found more")
+    return content

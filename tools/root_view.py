@@ -36,7 +36,9 @@ _HEX = re.compile(r"[0-9a-f]+")
 _CHUNK = re.compile(
     r"(?:([0-9a-f]{1,16})/)?([0-9a-f]{3,32})(?:\.g(\d{1,6}))?(?:\.r(\d{1,6}))?(?:\.kv)?"
 )
+_SHORT = re.compile(r"(?:[0-9a-f]{1,16}/)?[0-9a-f]{1,2}")
 _MAX_CANDIDATES = 5  # shown where a prefix is not unique
+AMBIGUOUS = "may be any of"  # in what is raised where several are meant
 _ID_DIGITS = 3  # of a chunk's name at least: they say in which directory it is
 
 
@@ -282,14 +284,14 @@ class RootView:
             raise UsageError(_ambiguous(text, [one.id for one in found]))
         return found[0]
 
-    def chunk(self, text: str, within: str | None = None) -> list[ChunkFile]:
+    def chunk(self, text: str, what: str = "chunk") -> list[ChunkFile]:
         """Return the files of the one chunk that `text` means: of all its groups and ranks.
 
-        Raises UsageError where it is none, several chunks, or no name.
+        Raises UsageError where it is none, several chunks, or no name; `what` it might have meant.
         """
         if f"/{namespace.CHUNK_DIR}/" in text:
             return [self._by_path(text)]
-        spaces = self.matching(within)
+        spaces = self.namespaces()
         found: list[ChunkFile] = []
         if match := _CHUNK.fullmatch(text):
             digest, name, group, rank = match.groups()
@@ -298,8 +300,10 @@ class RootView:
         if not found and _HEX.fullmatch(text) and len(text) % 2 == 0:  # the engine's key
             found = find_files(spaces, namespace.chunk_name(bytes.fromhex(text)))
         if not found:
+            short = "; of a chunk's name it takes three digits at least"
             raise UsageError(
-                f"{show(text)}: no such chunk in {self.path}; `fskv ls --chunks` lists them"
+                f"{show(text)}: no such {what} in {self.path}; `fskv ls --chunks` lists chunks"
+                + short * bool(_SHORT.fullmatch(text))
             )
         names = sorted({f"{one.namespace.digest16}/{one.name[:32]}" for one in found})
         if len(names) > 1:
@@ -343,7 +347,7 @@ def _ambiguous(text: str, names: list[str]) -> str:
     own = text.replace("/", "--")
     whole = any(f"{before}{own}@" in name for before in ("/", "--") for name in names)
     example = f", such as {show(text)}@" * whole
-    return f"{show(text)}: may be any of {shown}{more}; give more of it{example}"
+    return f"{show(text)}: {AMBIGUOUS} {shown}{more}; give more of it{example}"
 
 
 def _listed(one: Namespace, shard_idx: int) -> Iterator[ChunkFile]:

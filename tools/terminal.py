@@ -45,7 +45,7 @@ def stderr() -> Console:
 
 def say(sentence: str) -> None:
     """Print a hint, a warning or an error to stderr; printable, never markup."""
-    print(show(sentence, keep="\n"), file=sys.stderr, flush=True)
+    print(show(sentence), file=sys.stderr, flush=True)
 
 
 def emit(kind: str, **fields: Any) -> None:
@@ -156,11 +156,11 @@ def confirm(question: str, *, yes: bool) -> bool:
 # --- how it is written ------------------------------------------------------------------
 
 
-def show(text: str, keep: str = "") -> str:
+def show(text: str) -> str:
     """Return a text that cannot move the cursor, change colours or reverse its own direction."""
     if text.isprintable():
         return text
-    return "".join(c if c.isprintable() or c in keep else repr(c)[1:-1] for c in text)
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def many(number: int, noun: str, nouns: str = "") -> str:
@@ -179,6 +179,16 @@ def iec(nbytes: float) -> str:
         return f"{int(value)} B"
     digits = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
     return f"{value:.{digits}f} {unit}"
+
+
+def si(nbytes: float) -> str:
+    """Write bytes with a unit of 1000, as storage is sold, and three digits: `131 kB`, `3.93 MB`."""
+    value, unit = nbytes / 1e3, "kB"
+    for bigger in ("MB", "GB", "TB"):
+        if value < 999.5:
+            break
+        value, unit = value / 1e3, bigger
+    return f"{value:.3g} {unit}"
 
 
 def ago(mtime_ns: int | None, now_ns: int | None = None) -> str:

@@ -157,7 +157,7 @@ class RootUsage:
             found.append(self._target(f"--unused-for {age_text(age_s)}", 0, before_ns))
         total = sum(catalogue.nbytes for catalogue in self._catalogues)
         found += [
-            self._target(f"--max-size {scope.limit}", max(0, total - scope.limit), None)
+            self._target(f"--max-size {size_text(scope.limit)}", max(0, total - scope.limit), None)
             for scope in bounds
             if scope.kind == "root"
         ]
@@ -190,6 +190,14 @@ def age_text(age_s: float) -> str:
         if age_s >= size and age_s % size == 0:
             return f"{int(age_s // size)}{unit}"
     return f"{age_s:g}s"
+
+
+def size_text(nbytes: int) -> str:
+    """Write a size as the option takes it, exactly."""
+    for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= size and nbytes % size == 0:
+            return f"{nbytes // size}{unit}"
+    return f"{nbytes}B"
 
 
 def _length(reader: Reader, where: FileOf) -> int | None:

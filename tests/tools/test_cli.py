@@ -11,6 +11,7 @@ import importlib
 import json
 import os
 import pathlib
+import re
 import shlex
 import signal
 import subprocess
@@ -54,6 +55,18 @@ def test_every_command_has_help_and_a_docstring_that_the_list_agrees_with(name):
     assert entry.help[-1] in ".?"
 
 
+@pytest.mark.parametrize("width", [60, 80, 120])
+@pytest.mark.parametrize("name", NAMES)
+def test_no_width_cuts_an_options_name(name, width):
+    manual = importlib.import_module("fskv_tools.manual")
+    (entry,) = [entry for entry in cli.COMMANDS if entry.name == name]
+    function = importlib.import_module(entry.module).command
+    options = [one for one in manual._parameters(function) if one.is_option]
+    shown = run(name, "--help", env={"COLUMNS": str(width)}).stdout
+    for option in (word for one in options for word in one.names):
+        assert re.search(rf"(?<![\w-]){option}(?![\w-])", shown), option
+
+
 FOREIGN = {"torch", "vllm", "kvikio", "matplotlib", "prometheus_client", "zstandard"}
 MUCH = FOREIGN | {"numpy", "asyncio", "aiofiles"}
 
@@ -63,8 +76,8 @@ def test_a_start_imports_only_what_the_command_needs(lab):
         ("version", MUCH | {"rich"}),
         ("completion bash", MUCH | {"rich"}),
         ("--help", MUCH),
-        ("ls --help", MUCH),
-        ("diff --help", MUCH),
+        ("ls --help", MUCH | {"rich"}),
+        ("diff --help", MUCH | {"rich"}),
         ("dir --root .", MUCH | {"rich"}),  # names a namespace, lists no chunks
         ("ls --json --root .", FOREIGN | {"rich"}),
     ):
@@ -542,13 +555,97 @@ def test_an_output_that_cannot_be_written_is_named_as_it_was_given(lab, output):
     assert ".part" not in done.stderr
 
 
-def test_a_newline_in_a_name_forges_no_line(lab):
-    """Names that a neighbour chose: each line that `fskv` prints is its own."""
-    forged = f"{lab.path}/arch/org--m\nFORGED@{'0' * 16}"
-    os.makedirs(f"{forged}/chunks")
-    for words in (("ls",), ("ls", "-q"), ("ls", "--chunks"), ("du",), ("verify",)):
-        done = run(*words, root=lab.path)
-        lines = (done.stdout + done.stderr).splitlines()
-        assert not [line for line in lines if line.startswith("FORGED")], words
-    done = run("prune", "--max-size", "1", "-n", root=lab.path)
-    assert not [line for line in done.stderr.splitlines() if line.startswith("FORGED")]
+@pytest.mark.parametrize("forbidden", ["\n", "\x1b[2J", "\x9b2J"])
+def test_a_name_forges_no_line_and_moves_no_cursor(lab, monkeypatch, forbidden):
+    """Names that a neighbour chose: all that `fskv` prints is its own."""
+    for arch in ("arch", f"a{forbidden}FORGED"):
+        os.makedirs(f"{lab.path}/{arch}/org--m{forbidden}FORGED@{'0' * 16}/chunks/abc")
+    real = os.scandir
+    for denied in (None, f"{lab.path}/a{forbidden}FORGED"):
+
+        def scandir(path=".", denied=denied):
+            if denied is not None and str(path).startswith(denied):
+                raise PermissionError(13, "denied", path)
+            return real(path)
+
+        for words in (
+            *(("ls",), ("ls", "-q"), ("ls", "--chunks"), ("du",), ("verify",), ("gc", "-n")),
+            *(("prune", "--max-size", "1", "-n"), ("rm", "arch/org", "-n"), ("dir", "arch/org")),
+            *(("top", "--once", "--interval", "0.1"), ("doctor", "--no-write")),
+        ):
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "scandir", scandir)
+                done = run(*words, root=lab.path)
+            lines = (done.stdout + done.stderr).split("\n")
+            assert all(line.isprintable() for line in lines), words
+            assert not [line for line in lines if line.startswith("FORGED")], words
+
+
+def test_a_chunks_name_takes_three_digits_and_that_is_said(lab, tmp_path):
+    where = lab.namespace()
+    lab.chunks(where, range(20))
+    name = os.path.basename(lab.chunk(where, 1))[:32]
+    to = tmp_path / "to"
+    to.mkdir()
+    for words in (
+        *(("dir",), ("inspect",), ("rm", "-n"), ("export", "-o", "/dev/null", "--chunk")),
+        ("copy", "--to", to, "--create", "--chunk"),
+    ):
+        for text in (name[:2], f"{where.identity.digest16}/{name[:1]}"):
+            done = run(*words, text, root=lab.path)
+            assert done.exit_code == 2
+            assert "of a chunk's name it takes three digits at least" in done.stderr
+        # The control: as many digits as are unique.
+        assert run(*words, name[:12], root=lab.path).exit_code == 0
+    assert "three digits" not in run("dir", "nothing", root=lab.path).stderr
+
+
+def test_what_may_be_several_chunks_is_not_said_to_be_none(lab):
+    where = lab.namespace()
+    one, other = (os.path.dirname(lab.chunk(where, number)) for number in (1, 2))
+    for path in os.listdir(other):
+        os.rename(f"{other}/{path}", f"{one}/{os.path.basename(one)}{path[3:]}")
+    for words in (("dir",), ("inspect",), ("rm", "-n")):
+        done = run(*words, os.path.basename(one), root=lab.path)
+        assert done.exit_code == 2
+        assert "may be any of" in done.stderr
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_a_word_for_a_namespace_and_for_chunks_removes_neither(lab, number):
+    """Negative control: 0 chunks of that beginning."""
+    where = lab.namespace()
+    word = where.identity.digest16[:3]
+    shard = f"{where.directory.path}/chunks/{word}"
+    os.makedirs(shard)
+    for digit in range(number):
+        os.rename(lab.chunk(where, digit), f"{shard}/{word}{digit:029}.g0.kv")
+    done = run("rm", "--yes", word, root=lab.path)
+    assert done.exit_code == (2 if number else 0), done.stderr
+    assert os.path.exists(where.directory.path) is bool(number)
+
+
+def test_any_unique_beginning_names_a_namespace(lab, tmp_path):
+    """As README says it: of the model, or of the digest."""
+    where = lab.namespace(model_name="org/small", hash_seed="default")
+    lab.chunks(where, range(3))
+    other = lab.namespace(model_name="org/large", hash_seed="default").id
+    to = tmp_path / "to"
+    to.mkdir()
+    commands = (
+        *(("ls",), ("dir",), ("du",), ("verify",), ("rm", "-n"), ("diff", other)),
+        *(("explain", "--tokens-json", "[1]"), ("export", "-o", "/dev/null")),
+        ("copy", "--to", to, "--create"),
+        ("prune", "--max-size", "1GiB", "-n", "--namespace"),
+    )
+    for words in commands:
+        for text in ("sm", where.identity.digest16[:5], where.id[:-3]):
+            done = run(*words, text, root=lab.path)
+            assert done.exit_code in (0, 1), (words, done.stderr)
+            assert other not in done.stdout or words[0] == "diff", words
+        # The control: a beginning of both.
+        assert run(*words, "org", root=lab.path).exit_code == 2 or words[0] in LISTS
+        assert run(*words, "xy", root=lab.path).exit_code == 2
+
+
+LISTS = {"ls", "du", "verify", "export", "copy"}  # of several namespaces, too

@@ -133,6 +133,9 @@ def test_what_is_no_root_is_a_finding_and_nothing_is_written_there(tmp_path, kin
         assert (done.exit_code, done.summary["problem"]) == (1, 1)  # one fault, one problem
         assert of(done, "root")[0][0] == "problem"
         assert not of(done, "write")
+        (advice,) = [line["advice"] for line in findings(done) if line["check"] == "root"]
+        assert ("no engine starts on it" in advice) is (kind == "foreign")
+        assert ("the engines have" in advice) is (kind in ("missing", "a file"))
         if path.is_dir():
             assert path.stat().st_mtime_ns == stamp
 

@@ -97,6 +97,26 @@ def test_what_it_says_a_prune_would_free_is_what_a_prune_frees(lab):
     assert by_size["nbytes_on_disk"] >= on_disk([]) + bound
 
 
+@pytest.mark.parametrize(
+    ("bound", "text"),
+    [
+        (120 << 20, "120MiB"),
+        (3 << 40, "3TiB"),
+        ((1 << 20) + 1, "1048577B"),
+        (1536 << 20, "1536MiB"),
+    ],
+)
+def test_a_bound_is_told_as_people_write_it(lab, bound, text):
+    where = lab.namespace()
+    lab.chunk(where, 1)
+    shared = f"{lab.path}/{SHARED_DIR}"
+    os.makedirs(f"{shared}/claims")
+    Ledger(shared).publish(Claim(unique_name(), where.id, None, Limits(max_nbytes=bound)))
+    shown = " ".join(run("du", root=lab.path).stdout.split())
+    assert shown.endswith(f"--max-size {text}")
+    assert run("prune", "--max-size", text, "-n", root=lab.path).exit_code == 0
+
+
 def test_lengths_come_from_a_good_header_and_without_one_only_the_disk_is_known(lab):
     where = lab.namespace()
     paths = lab.chunks(where, range(8))

@@ -699,6 +699,21 @@ def test_a_hostile_root_is_read_and_left_alone(lab):
         assert os.lstat(path).st_mtime_ns == then.st_mtime_ns or path == paths[2]
 
 
+def test_a_text_in_the_place_of_token_ids_is_told_where_it_belongs(lab, tmp_path):
+    one = identity_of(FULL)
+    lab.root.open_namespace(one)
+    path = tmp_path / "p.txt"
+    path.write_text("What is the capital of France?")
+    for words in (("--tokens", path), ("--tokens-json", path.read_text())):
+        done = run("explain", one.digest16, *words, root=lab.path)
+        assert done.exit_code == 2
+        assert "token 0: found 'What'" in done.stderr
+        assert done.stderr.rstrip().endswith("; a prompt as text belongs to --prompt")
+    # The control: ids that are none, and no text.
+    path.write_text("[1, -2]")
+    assert "--prompt" not in run("explain", one.digest16, "--tokens", path, root=lab.path).stderr
+
+
 def test_exactly_one_thing_is_asked_for(lab):
     one = identity_of(FULL)
     lab.root.open_namespace(one)

@@ -67,6 +67,18 @@ def test_the_models_tokenizer_makes_the_ids_and_the_only_namespace_needs_no_name
     assert explained(lab, prompt, "--tokenizer", f"{model}{name}") == (1, 0)
 
 
+def test_a_prompt_may_come_from_stdin(lab, model):
+    for text, found in ((TEXT, (0, 32 * CHUNKS)), ("w1 " + TEXT, (1, 0))):
+        done = run(
+            *("explain", "--json", "--prompt", "-", "--tokenizer", model),
+            root=lab.path,
+            stdin=text,
+        )
+        assert (done.exit_code, done.summary["hit_tokens"]) == found
+    done = run("explain", "--prompt", "-", "--tokenizer", model, root=lab.path, stdin=b"\xff")
+    assert (done.exit_code, "is no UTF-8" in done.stderr) == (2, True)
+
+
 def test_a_server_makes_the_ids_and_says_whose_namespace_it_is(lab, prompt, tokens, serve):
     lab.chunks(lab.namespace(), range(2))  # of another model
     server = serve(
@@ -94,6 +106,8 @@ def test_of_several_namespaces_one_is_asked_for(lab, model, prompt):
         (["--tokenizer", "x", "--url", "y"], "expected one of --tokenizer and --url"),
         (["--tokenizer", "/etc/hostname"], "expected a directory with tokenizer.json"),
         (["--tokenizer", "no/such-model"], "expected a directory with tokenizer.json"),
+        (["--tokenizer", "/no/such/model"], "/no/such/model: no such file or directory"),
+        (["--tokenizer", "no/such/model"], "no/such/model: no such file or directory"),
         (["--url", "http://127.0.0.1:1"], "http://127.0.0.1:1: "),
         (["--url", "what is this"], "--url: found 'what is this', expected http://HOST:PORT"),
     ],

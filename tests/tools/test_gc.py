@@ -140,7 +140,7 @@ def test_namespaces_that_were_not_used_for_so_long_go_and_used_ones_stay(lab):
     assert not os.path.lexists(old.directory.path)
 
 
-@pytest.mark.parametrize("words", ["gc", "gc --namespaces-unused-for 1h", "prune --max-size 0"])
+@pytest.mark.parametrize("words", ["gc", "gc --namespaces-unused-for 1h", "prune --max-size 1B"])
 @pytest.mark.parametrize("manifest", ["of another", "none", "no identity", "its own"])
 def test_what_is_only_called_like_a_namespace_is_foreign(lab, words, manifest):
     """Negative control: with a manifest that describes it, it is a namespace and goes."""
@@ -202,6 +202,12 @@ def test_claims_and_the_last_count_go_together_when_nobody_lives(lab):
     assert book.usage() is not None
     assert there([old, news, notes]) == [news, notes]
     book.withdraw(living.name)
+    plan = run("gc", "-n", root=lab.path)
+    assert {tuple(line.split()) for line in plan.stdout.splitlines() if line[0] in "cl"} == {
+        ("count", f"{shared}/usage.json"),
+        ("claim", f"{shared}/claims/{book.claims()[0].name}.json"),
+    }
+    assert plan.stderr.startswith("1 claim of an engine that is gone, ")
     assert run("gc", "--yes", root=lab.path).exit_code == 0
     assert book.claims() == []
     assert book.usage() is None

@@ -407,6 +407,16 @@ def test_what_people_see(tmp_path):
             assert words in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("prefill", "rate"), [("8000", "1.05 GB/s"), ("30", "3.93 MB/s"), ("1", "131 kB/s")]
+)
+def test_a_rate_is_told_in_a_unit_that_fits(tmp_path, prefill, rate):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA))
+    shown = run("plan", path, "--prefill-rate", prefill).stdout
+    assert f"the storage gives more than {rate}" in " ".join(shown.split())
+
+
 def test_a_disk_is_read_in_the_units_that_a_rate_is(tmp_path):
     sizes = {"100GB": 10**11, "100GiB": 100 << 30, "1.5TB": 15 * 10**11, "4096": 4096}
     for text, nbytes in sizes.items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import glob
 import os
 import signal
 import subprocess
@@ -58,8 +57,8 @@ def test_a_bound_without_a_unit_that_no_chunk_fits_into_is_said_and_still_holds(
     for option in ("--max-size", "--namespace-max-size", "--tenant-max-size"):
         done = run(*words, option, "1000", root=lab.path)
         assert f"{option} 1000 means 1,000 bytes" in done.stderr
-    # Negative control: with a unit, as much as a real bound, or all.
-    for size in ("500KiB", "1048576", "0"):
+    # Negative control: with a unit, as much as a real bound.
+    for size in ("500KiB", "1048576", "1B"):
         done = run("prune", "--max-size", size, "--dry-run", root=lab.path)
         assert done.exit_code == 0
         assert "means" not in done.stderr, size
@@ -284,7 +283,7 @@ def test_where_nothing_can_be_removed_it_says_so_and_ends_with_3(lab, monkeypatc
 
     if read_only:
         monkeypatch.setattr(os, "open", fail)
-    done = run("prune", "--max-size", "0", "--yes", root=lab.path)
+    done = run("prune", "--max-size", "1B", "--yes", root=lab.path)
     assert (done.exit_code, os.path.exists(path)) == ((3, True) if read_only else (0, False))
     sentence = f"fskv: {lab.path}: nothing can be removed: Read-only file system"
     assert (sentence in done.stderr.splitlines()) is read_only
@@ -334,11 +333,24 @@ def test_keep_free_frees_what_is_missing_on_the_file_system(lab, where, monkeypa
     assert done.summary["removed_files"] == 3
 
 
-def test_a_bound_of_nothing_removes_all_and_is_none_for_engines(lab, where):
-    lab.chunks(where, range(3))
-    assert run("prune", "--max-size", "0", "--watch", "--yes", root=lab.path).exit_code == 2
-    assert run("prune", "--max-size", "0", "--yes", root=lab.path).exit_code == 0
-    assert not glob.glob(f"{lab.path}/**/*.kv", recursive=True)
+@pytest.mark.parametrize("watch", [(), ("--watch",)])
+def test_a_bound_of_nothing_is_none(lab, where, watch):
+    paths = lab.chunks(where, range(3))
+    done = run("prune", "--max-size", "0", *watch, "--yes", root=lab.path)
+    assert (done.exit_code, there(paths)) == (2, paths)
+    assert "expected a number of bytes above 0" in done.stderr
+
+
+@pytest.mark.parametrize("watch", [(), ("--watch",)])
+def test_more_than_the_file_system_has_cannot_be_kept_free(lab, where, monkeypatch, watch):
+    paths = lab.chunks(where, range(3))
+    space = pruning.Space(252 << 30, 100 << 30, 1000, 1000)
+    monkeypatch.setattr(pruning.Space, "of", classmethod(lambda cls, path: space))
+    for text, code in (("200TiB", 2), ("252GiB", 2), ("99GiB", 0)):  # the last is the control
+        done = run("prune", "--keep-free", text, *watch, "-n", root=lab.path)
+        assert (done.exit_code, there(paths)) == (code, paths), done.stderr
+        told = "expected less than the 252 GiB of the file system"
+        assert (told in done.stderr) is (code == 2)
 
 
 @pytest.mark.parametrize("interval_s", [0, 86400])

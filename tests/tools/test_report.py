@@ -400,6 +400,13 @@ def test_only_a_plain_file_is_written_over(lab, tmp_path):
     assert run("report", "--json", root=lab.path).exit_code == 0
 
 
+def test_a_page_goes_to_no_pipe(lab, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = run("report", "--html", "-", root=lab.path)
+    assert (done.exit_code, "'-'" in done.stderr) == (2, True)
+    assert not (tmp_path / "-").exists()
+
+
 def test_a_page_that_could_not_be_written_leaves_the_old_one_and_no_part(tmp_path, monkeypatch):
     out = str(tmp_path / "out.html")
     write(out, "old")

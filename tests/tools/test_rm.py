@@ -200,7 +200,7 @@ def test_what_cannot_be_removed_is_exit_3_and_named(lab, monkeypatch):
     assert os.path.exists(f"{where.directory.path}/namespace.json")
 
 
-@pytest.mark.parametrize("words", [("rm",), ("prune", "--max-size", "0")])
+@pytest.mark.parametrize("words", [("rm",), ("prune", "--max-size", "1B")])
 def test_nobody_is_told_that_a_tenant_is_gone_while_a_namespace_may_be_his(lab, words):
     seen, unseen = (lab.namespace(tenant="blue", model_name=name) for name in ("org/a", "org/b"))
     gone, left = lab.chunks(seen, range(3)), lab.chunks(unseen, range(3))

@@ -731,6 +731,12 @@ def test_why_an_endpoint_has_no_metrics_is_not_cut(width):
     down = state.EndpointState("http://" + "h" * 60 + ":1/metrics", "Connection refused", 0, 0)
     shown = text_of(frame.lines(state.State(0, "/kv", endpoints=(down,)), width, 24))
     assert "no metrics\n  connection refused" in shown
+    shown = text_of(
+        frame.lines(
+            state.State(0, "/kv", endpoints=(replace(down, problem="HTTP 302"),)), width, 24
+        )
+    )
+    assert shown.endswith("HTTP 302")
 
 
 def test_what_matters_most_is_on_a_small_screen_and_what_is_left_out_is_counted():
@@ -818,6 +824,25 @@ def test_what_was_written_since_the_count_is_beside_it():
     # The control: what was counted is not said twice, and what this command counts is of now.
     assert "since" not in head(engines=writes, usage=Usage(counted={"e0": 3 << 30}))
     assert "since" not in head(engines=writes, usage=Usage(), counted_by="top")
+
+
+@pytest.mark.parametrize("files", [0, 3])
+def test_what_was_written_and_never_counted_is_no_zero(lab, files):
+    """3 files in the count are the control."""
+    where, other = lab.namespace(), lab.namespace(model_name="org/other")
+    neighbours = Neighbours(lab, where)
+    neighbours.publish(written=73 << 20)
+    neighbours.book.publish_usage(Usage({where.id: (files << 20, files)}, at_ms=1))
+    sample = top(lab, "--json", "--count", 1).lines[0]
+    sizes = {line["namespace"]: (line["nbytes"], line["files"]) for line in sample["namespaces"]}
+    known = (files << 20, files) if files else (None, None)
+    assert sizes == {where.id: known, other.id: (None, None)}
+    assert (sample["nbytes"], sample["files"]) == known
+    shown = top(lab, "--once").stdout.splitlines()
+    head = f"{files}.00 MiB in {files} files" if files else "not counted yet"
+    assert shown[1].startswith(f"{head}  146 MiB written since")
+    (row,) = [line for line in shown if line.startswith(where.id)]
+    assert ("not counted" in row) is (files == 0)
 
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (140, 50)])

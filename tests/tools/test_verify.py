@@ -595,6 +595,7 @@ def test_a_file_that_cannot_be_read_is_unreadable_partial_and_stays(lab, monkeyp
     done = verify(lab, "--read-data", "--remove-bad", "--yes")
     assert done.exit_code == 3
     assert (done.summary["unreadable"], done.summary["removed"]) == (1, 0)
+    assert (done.summary["files"], done.summary["data_files"]) == (3, 2)
     assert os.path.exists(path)
 
 

@@ -302,7 +302,8 @@ class Run:
         with self._lock:
             tally = self.tally
             tally.files += 1
-            tally.data_files += rows and verdict.finding is not Finding.VANISHED
+            unread = verdict.finding in (Finding.VANISHED, Finding.UNREADABLE)
+            tally.data_files += rows and not unread
             tally.nbytes_read += verdict.nbytes_read
             tally.done_nbytes += nbytes if rows or not self.job.rows else 0
             tally.findings[verdict.finding] += 1

@@ -8,7 +8,7 @@ import typer
 
 from ..exits import UsageError
 from ..options import RootOption, complete_name
-from ..root_view import RootView
+from ..root_view import AMBIGUOUS, RootView
 from ..terminal import show
 
 
@@ -31,10 +31,9 @@ def command(
         return
     try:
         paths = [view.namespace(name).path]
-    except UsageError as no_namespace:
-        try:
-            paths = [file.path for file in view.chunk(name)]
-        except UsageError:
-            raise no_namespace from None
+    except UsageError as error:
+        if AMBIGUOUS in str(error):
+            raise
+        paths = [file.path for file in view.chunk(name, "namespace or chunk")]
     for path in paths:
         print(show(path))

@@ -18,8 +18,8 @@ from ..terminal import age_option, confirm, emit, iec, many, say, show
 
 LINES = {
     "garbage": {
-        "what": "`part`, `directory`, `namespace`, `news` (a list of removed chunks) or `claim` (of an "
-        "engine that is gone, the last count and the lease)",
+        "what": "`part`, `directory`, `namespace`, `news` (a list of removed chunks), `claim` (of an "
+        "engine that is gone), `count` (the last one) or `lease`",
         "path": "what goes",
         "nbytes": "bytes on disk",
         "files": "chunk files in it, of a namespace",
@@ -39,11 +39,13 @@ LINES = {
     },
 }
 _WORDS = {
-    Kind.PART: "parts of writers that are gone",
-    Kind.DIRECTORY: "empty directories of chunks",
-    Kind.NAMESPACE: "namespaces",
-    Kind.NEWS: "old lists of removed chunks",
-    Kind.CLAIM: "claims and counts (usage.json) of engines that are gone",
+    Kind.PART: ("part of a writer that is gone", "parts of writers that are gone"),
+    Kind.DIRECTORY: ("empty directory of chunks", "empty directories of chunks"),
+    Kind.NAMESPACE: ("namespace", ""),
+    Kind.NEWS: ("old list of removed chunks", "old lists of removed chunks"),
+    Kind.CLAIM: ("claim of an engine that is gone", "claims of engines that are gone"),
+    Kind.COUNT: ("last count", ""),
+    Kind.LEASE: ("lease", ""),
 }
 
 
@@ -105,7 +107,7 @@ def command(
     if not as_json:
         for kind, words in _WORDS.items():
             if plan.count[kind]:
-                say(f"{plan.count[kind]:,} {words}, {iec(plan.nbytes[kind])}")
+                say(f"{many(plan.count[kind], *words)}, {iec(plan.nbytes[kind])}")
         if plan.count[Kind.FOREIGN]:
             say(f"foreign entries, which stay: {plan.count[Kind.FOREIGN]:,}")
         if unread:

@@ -17,7 +17,7 @@ from ..options import JsonOption
 from ..plan.budget import EngineOptions, Plan, less_if_canonical, make_plan
 from ..plan.kv_groups import DTYPE_NBYTES, Dtypes
 from ..plan.model_layers import Model, read_model
-from ..terminal import emit, fill, iec, many, new_table, plain, print_table, show, size_option
+from ..terminal import emit, fill, iec, many, new_table, plain, print_table, show, si, size_option
 
 LINES = {
     "group": {
@@ -469,7 +469,7 @@ def _sentences(facts: dict[str, object]) -> list[str]:
         found.append(f"computing its tokens takes {_seconds(number('prefill_s'))}")
     if facts["break_even_rate"] is not None:
         found.append(
-            f"loading is faster when the storage gives more than {number('break_even_rate') / 1e9:.3g} GB/s"
+            f"loading is faster when the storage gives more than {si(number('break_even_rate'))}/s"
             + _ratio(facts)
         )
     return found

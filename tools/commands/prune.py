@@ -10,6 +10,7 @@ import typer
 
 from fskv.bounds.quota import Limits, is_claimable
 from fskv.errors import ConfigError
+from fskv.root.filesystem import Space
 from fskv.root.root import FORMAT_FILE
 from fskv.sizes import Share, parse_keep_free
 
@@ -80,9 +81,7 @@ def command(
     root: RootOption,
     max_size: Annotated[
         str | None,
-        typer.Option(
-            metavar="SIZE", help="Prune until no more is on disk, such as 500GiB; 0: all."
-        ),
+        typer.Option(metavar="SIZE", help="Prune until no more is on disk, such as 500GiB."),
     ] = None,
     keep_free: Annotated[
         str | None,
@@ -149,8 +148,6 @@ def command(
     Exit code 3 if something could not be removed or listed, or the target was not reached.
     """
     wish = _wish(max_size, keep_free, unused_for)
-    if watch and wish.max_nbytes == 0:
-        raise UsageError("--max-size: found 0 with --watch, expected a bound that chunks fit into")
     if not watch:
         for option, value in (
             ("--namespace-max-size", namespace_max_size),
@@ -173,6 +170,7 @@ def command(
     view = RootView.open(root)
     if wish == Wish():
         raise UsageError("found no target, expected --max-size, --keep-free or --unused-for")
+    _check_keep_free(view, wish)
     spaces = _chosen(view, namespace, tenant)
     if _prune(view, spaces, wish, dry_run=dry_run, yes=yes, as_json=as_json):
         raise typer.Exit(Exit.PARTIAL)
@@ -188,16 +186,10 @@ def _wish(max_size: str | None, keep_free: str | None, unused_for: str | None) -
         except (ConfigError, ValueError) as error:
             raise UsageError(str(error).removeprefix("option ")) from None
     return Wish(
-        _max_nbytes(max_size),
+        None if max_size is None else _bound("--max-size", max_size),
         free,
         None if unused_for is None else age_option("--unused-for", unused_for),
     )
-
-
-def _max_nbytes(max_size: str | None) -> int | None:
-    if max_size is None or max_size == "0":
-        return None if max_size is None else 0
-    return _bound("--max-size", max_size)
 
 
 def _bound(option: str, text: str) -> int:
@@ -206,6 +198,16 @@ def _bound(option: str, text: str) -> int:
     if text.isdecimal() and nbytes < _SMALL_NBYTES:
         say(f"{option} {text} means {many(nbytes, 'byte')}: expected a unit, such as {text}GiB")
     return nbytes
+
+
+def _check_keep_free(view: RootView, wish: Wish) -> None:
+    """Refuse to keep free what the file system does not have: everything would go for it."""
+    total = Space.of(view.path).total_nbytes
+    if not isinstance(wish.keep_free, Share) and 0 < total <= wish.keep_free:
+        found = iec(wish.keep_free)
+        raise UsageError(
+            f"--keep-free: found {found}, expected less than the {iec(total)} of the file system"
+        )
 
 
 def _chosen(view: RootView, names: list[str] | None, tenants: list[str] | None) -> list[Namespace]:
@@ -409,6 +411,7 @@ def _watch(
             emit("summary", **{**counts, "interrupted": True})
         say("ended: there was no root yet")
         return
+    _check_keep_free(view, wish)
     limits = _resolved(limits, view)
     if not yes or dry_run:
         # Not with --yes: a daemon that starts again need not look at a million files first.

@@ -14,7 +14,7 @@ from ..interrupt import stopped_by_signals
 from ..neighbours import News, claimed_namespaces, clock_ns, wall_clock_ns
 from ..options import DryRunOption, JsonOption, RootOption, YesOption, complete_name
 from ..removal import NamespaceRemoval, Removed, remove_chunks
-from ..root_view import ChunkFile, Namespace, RootView
+from ..root_view import AMBIGUOUS, ChunkFile, Namespace, RootView
 from ..terminal import confirm, emit, iec, many, say, show, walk_progress
 
 LINES = {
@@ -149,18 +149,16 @@ def _meant(view: RootView, word: str) -> _Target:
     if not word:
         raise UsageError("found an empty name, expected a namespace or a chunk")
     spaces: list[Namespace] = []
-    no_namespace = None
     try:
         spaces = [view.namespace(word)]
     except UsageError as error:
-        no_namespace = error
-        if "may be any of" in str(error):
+        if AMBIGUOUS in str(error):
             raise
     try:
-        files = view.chunk(word)
-    except UsageError:
-        if no_namespace is not None:
-            raise UsageError(f"{show(word)}: no such namespace or chunk in {view.path}") from None
+        files = view.chunk(word, "namespace or chunk")
+    except UsageError as error:
+        if AMBIGUOUS in str(error) or not spaces:
+            raise
         return _Target(spaces[0], None)
     if spaces:
         raise UsageError(

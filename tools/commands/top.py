@@ -39,8 +39,8 @@ LINES = {
         "unremovable": "files that could not be pruned, or null",
         "lease": "who counts and prunes: `host`, `pid`, `since`, `status`; or null",
         "bounds": "list of `kind`, `name`, `limit`, `used`, `granted` (and perhaps not counted)",
-        "namespaces": "list of `namespace`, `tenant`, `nbytes`, `files`, `growth`, `stored`, "
-        "`pruned_chunks` (a second)",
+        "namespaces": "list of `namespace`, `tenant`, `nbytes` and `files` (null: not counted yet), "
+        "`growth`, `stored`, `pruned_chunks` (a second)",
         "engines": "list of `claim`, `host`, `pid`, `namespace`, `tenant`, `written`, `rate`, "
         "`granted`, `wanted`, `disk_full`, `status`: alive, silent, gone, closed, not known yet",
         "endpoints": "list of `url`, `problem`, `no_answer_s`, `models`, `breaker_open`, "

@@ -54,6 +54,11 @@ def state(subject: Subject) -> Iterator[Finding]:
                 advice = _AS_ENGINES
             elif "has format" in text:
                 advice = "engines of this fskv need another; remove this one when nobody uses it"
+            elif "is not an fskv root" in text:
+                advice = (
+                    "no engine starts on it: make an empty directory for engines, or look at the one "
+                    "that is their option root"
+                )
             yield problem("root", text, advice)
         return
     subject.scratch.is_ours = True

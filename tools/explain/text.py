@@ -14,7 +14,7 @@ import typer
 
 from ..endpoint import NoMetrics, address, fetch, read
 from ..exits import UsageError
-from ..json_file import read_bytes
+from ..json_file import read_input
 from ..terminal import show
 from .token_ids import parsed
 
@@ -22,7 +22,8 @@ PromptOption = Annotated[
     str | None,
     typer.Option(
         metavar="FILE",
-        help="A prompt as text, byte for byte, or a chat: a JSON object with messages (only with --url).",
+        help="A prompt as text, byte for byte, or a chat: a JSON object with messages (only with --url); "
+        "- for stdin.",
     ),
 ]
 TokenizerOption = Annotated[
@@ -47,7 +48,7 @@ def read_prompt(path: str, tokenizer: str | None, url: str | None) -> list[int]:
     One of `tokenizer` and `url` makes them.
     """
     try:
-        text = read_bytes(path, _MAX_NBYTES).decode()
+        text = read_input("--prompt", path, _MAX_NBYTES).decode()
     except UnicodeDecodeError:
         raise UsageError(f"--prompt: {show(path)} is no UTF-8") from None
     chat = _chat(text)
@@ -91,7 +92,7 @@ def _by_tokenizer(where: str, text: str) -> list[int]:
         raise UsageError(
             "--tokenizer: the package tokenizers is not installed; give --url, or install it"
         ) from None
-    if where.startswith(("/", "./", "../", "~")) and not os.path.exists(where):
+    if (where[:1] in "/.~" or where.count("/") > 1) and not os.path.exists(where):
         raise UsageError(f"--tokenizer: {show(where)}: no such file or directory")
     path = os.path.join(where, "tokenizer.json") if os.path.isdir(where) else where
     try:

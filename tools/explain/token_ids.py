@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Annotated, Any
 
 import typer
@@ -10,7 +9,7 @@ import typer
 from fskv.namespace import parse_json
 
 from ..exits import UsageError
-from ..json_file import read_bytes
+from ..json_file import read_input
 from ..terminal import show
 
 TokensOption = Annotated[
@@ -36,25 +35,21 @@ def read_tokens(path: str | None, text: str | None) -> list[int]:
         return parsed("--tokens-json", text)
     assert path is not None
     where = "--tokens" if path == "-" else f"--tokens {show(path)}"
-    if path == "-":
-        content = sys.stdin.buffer.read(_MAX_NBYTES + 1)
-        if len(content) > _MAX_NBYTES:
-            raise UsageError(f"--tokens: expected at most {_MAX_NBYTES} bytes, found more")
-    else:
-        content = read_bytes(path, _MAX_NBYTES)
     try:
-        return parsed(where, content.decode("utf-8"))
+        return parsed(where, read_input("--tokens", path, _MAX_NBYTES).decode("utf-8"))
     except UnicodeDecodeError:
         raise UsageError(f"{where}: found no text, expected token ids") from None
 
 
 def parsed(option: str, text: str) -> list[int]:
     """Return the ids that a text holds; raises UsageError, which names `option`."""
+    is_json = text.lstrip()[:1] in ("[", "{")
     try:
-        is_json = text.lstrip()[:1] in ("[", "{")
         found: Any = parse_json(text) if is_json else _numbers(text)
     except ValueError as error:
-        raise UsageError(f"{option}: {error}") from None
+        is_text = option.startswith("--tokens") and not is_json
+        hint = "; a prompt as text belongs to --prompt" * is_text
+        raise UsageError(f"{option}: {error}{hint}") from None
     if isinstance(found, dict):
         found = next((found[name] for name in _FIELDS if name in found), None)
     if not isinstance(found, list):

@@ -105,12 +105,12 @@ class _Frame:
         assert space is not None
         known = f"{iec(space.free_nbytes)} of {iec(space.total_nbytes)}"
         pieces = [f"free {known if space.total_nbytes else 'unknown'}"]
+        if state.written_since:
+            pieces.insert(0, f"{iec(state.written_since)} written since")
         if state.nbytes is None:
             first = Text("not counted yet", style="dim")
         else:
             first = Text.assemble((iec(state.nbytes), "bold"), f" in {state.files:,} files")
-            if state.written_since:
-                pieces.insert(0, f"{iec(state.written_since)} written since")
             if state.growth is not None:
                 pieces.append(f"growth {rate(state.growth, sign=True)}")
         if state.stored is not None and state.engines:
@@ -227,7 +227,7 @@ class _Frame:
         return [
             Text(show(one.id)),
             Text(show(one.tenant or "")),
-            Text("-" if one.nbytes is None else iec(one.nbytes)),
+            Text("not counted" if one.nbytes is None else iec(one.nbytes)),
             Text("-" if one.files is None else f"{one.files:,}"),
             Text(rate(one.growth, sign=True)),
             Text(rate(one.stored)),
@@ -319,7 +319,9 @@ class _Frame:
         if one.silent_s:
             return f"no answer for {duration(one.silent_s)}", "red"
         if one.problem is not None:
-            return show(one.problem[:1].lower() + one.problem[1:]), "red"
+            first = one.problem[:1]
+            first = first if one.problem[:2].isupper() else first.lower()  # HTTP stays as it is
+            return show(first + one.problem[1:]), "red"
         if one.total is None:
             return "looking ...", "dim"
         if one.total.total(metrics.BREAKER_OPEN):

@@ -127,6 +127,8 @@ class State:
             return None
         # Namespaces that are too many for the engines' count to name (fskv.bounds.ledger.shortened).
         unnamed = self.usage.others[which] if self.usage and self.counted_by == "engines" else 0
+        if values and not unnamed and all(value is None for value in values):
+            return None
         return unnamed + sum(value or 0 for value in values)
 
     @property
@@ -279,9 +281,14 @@ class History:
             if engine.rate is not None and engine.namespace is not None:
                 stored[engine.namespace] = stored.get(engine.namespace, 0.0) + engine.rate
         pruned = self._pruned()
+        counted = look.usage.counted if look.usage else {}
+        written = {c.namespace for c in look.claims if c.written > counted.get(c.name, 0)}
         found = []
         for name in sorted({*look.namespaces, *self._counts.sizes}):
-            nbytes, files = self._counts.sizes.get(name, (None, None))
+            size = self._counts.sizes.get(name)
+            if size == (0, 0) and name in written and self._counts.source == "engines":
+                size = None  # counted before its engines wrote: that is no size of now
+            nbytes, files = size or (None, None)
             found.append(
                 NamespaceState(
                     name,
