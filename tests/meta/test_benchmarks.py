@@ -88,6 +88,14 @@ def test_the_presence_benchmark_compares_every_answer_and_fills_the_index_to_its
 
 
 @pytest.mark.slow
+def test_the_benchmark_of_first_reads_sees_a_load_that_is_read_before_the_forward_ends(tmp_path):
+    small = ("--stores=4", "--forward-s=2", "--rounds=1", "--chunk-kib=64", "--layers=2")
+    code, facts = run("first_read", *small, directory=tmp_path)
+    assert facts["all_ms"]["max"] < 2000
+    assert code == (0 if facts["first_ms"]["median"] <= 10 else 1)
+
+
+@pytest.mark.slow
 def test_the_interpreter_benchmark_moves_chunks_both_ways_and_compares_them(tmp_path):
     code, facts = run("interpreter", *SMALL_INTERPRETER, directory=tmp_path)
     assert code == 0
