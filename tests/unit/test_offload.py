@@ -251,6 +251,44 @@ def test_what_is_pruned_while_a_start_waits_is_told_once_and_a_count_ends_the_wa
     assert capacity.poll() == [PRUNED]
 
 
+@pytest.mark.parametrize(
+    ("runs_s", "grants_s", "waited_s"),
+    [(0.5, 0.6, 0.6), (8.0, 12.0, 12.0), (8.0, 15.0, 13.0), (12.0, 12.1, 10.0)],
+    ids=["soon", "slow", "no grant", "does not start"],
+)
+def test_a_start_waits_for_a_process_that_is_slow_to_begin(
+    tmp_path, monkeypatch, runs_s, grants_s, waited_s
+):
+    now = 0.0
+
+    class Slow(Counts):
+        pid = None
+
+        def __init__(self, options):
+            super().__init__(options)
+            self.unheard = [(runs_s, {"pid": 1}), (grants_s, {"grant": 4096})]
+
+        def introduce(self, pid):
+            self.pid = pid
+
+        def hear(self, _most):
+            if not self.unheard or now < self.unheard[0][0]:
+                raise BlockingIOError
+            return msgpack.packb(self.unheard.pop(0)[1])
+
+    def sleep(seconds):
+        nonlocal now
+        now += seconds
+
+    monkeypatch.setattr(client, "MaintenanceProcess", Slow)
+    monkeypatch.setattr(client.time, "sleep", sleep)
+    capacity = Capacity(str(tmp_path), "ns", None, Limits(), clock=lambda: now)
+    capacity.start()
+    capacity.wait_for_first_word()
+    assert now == pytest.approx(waited_s, abs=0.05)
+    assert capacity.take(1000) is (grants_s <= waited_s)
+
+
 def test_a_stopped_lookup_finds_and_begins_nothing(engine):
     toy = engine()
     toy.run(PROMPT)
