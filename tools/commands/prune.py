@@ -97,11 +97,14 @@ def command(
     namespace: Annotated[
         list[str] | None,
         typer.Option(
-            autocompletion=complete_namespace, help="Only this namespace; may be repeated."
+            metavar="NAMESPACE",
+            autocompletion=complete_namespace,
+            help="Only this namespace; may be repeated.",
         ),
     ] = None,
     tenant: Annotated[
-        list[str] | None, typer.Option(help="Only this tenant's namespaces; may be repeated.")
+        list[str] | None,
+        typer.Option(metavar="TENANT", help="Only this tenant's namespaces; may be repeated."),
     ] = None,
     watch: Annotated[
         bool, typer.Option("--watch", help="Go on until a signal ends it.", show_default=False)

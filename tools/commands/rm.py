@@ -77,7 +77,10 @@ def command(
     ] = None,
     tenant: Annotated[
         list[str] | None,
-        typer.Option(help="All namespaces of this tenant, by its exact name; may be repeated."),
+        typer.Option(
+            metavar="TENANT",
+            help="All namespaces of this tenant, by its exact name; may be repeated.",
+        ),
     ] = None,
     force: Annotated[
         bool,
