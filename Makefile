@@ -127,7 +127,7 @@ test-slow: $(SETUP) ## More models, ranks, settings, longer walks and storms (an
 
 test-all: test test-slow test-shared-fs ## Everything there is
 
-test-shared-fs: $(SETUP) ## Real NFS, GlusterFS, CephFS and MooseFS, nodes that die (root, Debian; 30 minutes)
+test-shared-fs: $(SETUP) ## Real NFS, GlusterFS, CephFS and MooseFS, nodes that die (root, Debian; 35 minutes)
 	@bash tests/shared_fs/install
 	'$(PY)' -m pytest -m shared_fs tests/shared_fs $(ARGS)
 	$(call ran,shared_fs)

@@ -149,7 +149,7 @@ def test_a_directory_whose_quota_is_used_up_is_a_full_disk(pair, measured):
     after_s = time.monotonic() - started
     measured("CephFS", f"quota of 3 chunks: {dict(said)} after {after_s:.1f} s")
     assert set(said) == {"ok", "no_space"}
-    doctor = [sys.executable, "-m", "fskv_tools", "doctor", str(pair.root_a)]
+    doctor = [sys.executable, "-m", "fskv_tools", "doctor", "--root", str(pair.root_a)]
     found = subprocess.run(doctor, capture_output=True, text=True, timeout=120).stdout
     assert "CephFS lets" in found, found
     assert not any(".part" in name for _, _, names in os.walk(pair.root_a) for name in names)
