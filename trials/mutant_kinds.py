@@ -406,6 +406,14 @@ FAULTS = (
         ("tests/adapter/test_vllm_reset.py",),
     ),
     Fault(
+        "session-blocks-appended",
+        "A session's next turn is told with all its blocks: those before are forgotten.",
+        "fskv/engines/vllm/quirks.py",
+        "                group.block_ids.clear()\n        of_vllm(self, output)\n",
+        "                pass\n        of_vllm(self, output)\n",
+        ("tests/adapter/test_vllm_reset.py",),
+    ),
+    Fault(
         "hung-threads-kept",
         "A thread whose call hangs is replaced, or a few hung reads would end all I/O.",
         "fskv/data_path/runner.py",

@@ -159,6 +159,8 @@ class Capacity:
         """
         end, runs = self._clock() + _START_S, False
         while self._process is not None and (now := self._clock()) < end:
+            if not self._process.running:
+                return  # `poll` starts another one later
             if not runs and self.pid is not None:
                 end, runs = now + _FIRST_WORD_S, True
             state = self.state

@@ -263,7 +263,7 @@ def test_the_manager_asks_for_stores_and_loads_the_chunks_of_these_keys(tmp_path
         ({"prompt_embeds": torch.zeros(1)}, {}, True, False),
         ({"prompt_embeds": torch.zeros(1)}, {"media_keys": "trusted"}, True, False),
         ({"resumable": True}, {}, True, False),
-        ({"resumable": True}, {"media_keys": "trusted"}, False, False),
+        ({"resumable": True}, {"media_keys": "trusted"}, True, False),
         ({"lora_request": "adapter"}, {}, True, False),
         ({"lora_request": "adapter"}, {"lora": "by-name"}, False, False),
     ],

@@ -440,3 +440,27 @@ def test_a_reset_from_where_no_engine_is_found_says_so_and_resets(make_engine, c
     assert engine.scheduler.reset_cache() is True
     assert "cannot reach the engine's workers" in caplog.text
     assert engine.manager.prepare_store([make_offload_key(b"k", 0)], REQUEST).keys_to_store == []
+
+
+def test_blocks_of_a_session_that_goes_on_are_told_anew(monkeypatch):
+    """vLLM hands out all of them again, and its connector would append them; what it had is gone before."""
+    from fskv.engines.vllm.quirks import begin_block_lists_anew
+
+    told = []
+
+    def of_vllm(self, output):
+        told.append([list(group.block_ids) for group in self._req_status["goes on"].group_states])
+
+    monkeypatch.setattr(OffloadingConnectorScheduler, "_update_req_states", of_vllm)
+    made = OffloadingConnectorScheduler.__new__(OffloadingConnectorScheduler)
+    state = SimpleNamespace(group_states=[SimpleNamespace(block_ids=[7, 8])])
+    made._req_status = {"goes on": state}
+    new = [SimpleNamespace(req_id=req_id) for req_id in ("goes on", "not known")]
+    made._update_req_states(SimpleNamespace(scheduled_new_reqs=new))
+    for _ in range(2):
+        begin_block_lists_anew()
+    made._update_req_states(SimpleNamespace(scheduled_new_reqs=new[1:]))
+    made._update_req_states(SimpleNamespace(scheduled_new_reqs=new))
+    assert told == [[[7, 8]], [[7, 8]], [[]]], (
+        "without it, without the request, with both; each once"
+    )

@@ -12,11 +12,15 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 lab.needs_vllm()
 
 SCENARIO = str(LAB / "unruly_scenario.py")
+SESSION_SCENARIO = str(LAB / "session_scenario.py")
 
 
 def scenario(root: object, *how: str) -> dict:
-    said = lab.run_program(SCENARIO, str(root), *how)
-    (line,) = [line for line in said.splitlines() if line.startswith('{"tokens"')]
+    return _answer(lab.run_program(SCENARIO, str(root), *how), '{"tokens"')
+
+
+def _answer(said: str, begin: str) -> dict:
+    (line,) = [line for line in said.splitlines() if line.startswith(begin)]
     return json.loads(line)
 
 
@@ -105,3 +109,21 @@ def test_loads_of_sliding_windows_do_not_wait_for_each_other(how, ends, tmp_path
         assert answer["tokens"] == answer["computed"]
         assert answer["cached"]["after_slow"] > 1000
         assert (answer["cached"]["after_hung"] > 1000) is (how == "two_loads")
+
+
+@pytest.mark.parametrize(
+    ("how", "right", "num_cached"),
+    [
+        ("tier", True, 9 * 128),
+        pytest.param("connector", True, 0, marks=pytest.mark.slow),
+        pytest.param("tier unguarded", False, 9 * 128, marks=pytest.mark.slow),
+    ],
+)
+def test_what_a_session_leaves_is_the_kv_of_its_text(how, right, num_cached, tmp_path):
+    """Asked as one prompt afterwards. Negative control: vLLM appends all blocks to those that it has."""
+    (tmp_path / "root").mkdir()
+    arguments = (lab.checkpoint("llama"), str(tmp_path / "root"), *how.split())
+    answer = _answer(lab.run_program(SESSION_SCENARIO, *arguments), '{"session"')
+    assert answer["loaded"]["cached"] == num_cached
+    assert (answer["loaded"]["tokens"] == answer["computed"]["tokens"]) is right
+    assert answer["session"]["tokens"][1:] == answer["computed"]["tokens"][:8]

@@ -253,8 +253,8 @@ def test_what_is_pruned_while_a_start_waits_is_told_once_and_a_count_ends_the_wa
 
 @pytest.mark.parametrize(
     ("runs_s", "grants_s", "waited_s"),
-    [(0.5, 0.6, 0.6), (8.0, 12.0, 12.0), (8.0, 15.0, 13.0), (12.0, 12.1, 10.0)],
-    ids=["soon", "slow", "no grant", "does not start"],
+    [(0.5, 0.6, 0.6), (8.0, 12.0, 12.0), (8.0, 15.0, 13.0), (12.0, 12.1, 10.0), (-1, 9.0, 0.0)],
+    ids=["soon", "slow", "no grant", "does not start", "ends at once"],
 )
 def test_a_start_waits_for_a_process_that_is_slow_to_begin(
     tmp_path, monkeypatch, runs_s, grants_s, waited_s
@@ -266,6 +266,7 @@ def test_a_start_waits_for_a_process_that_is_slow_to_begin(
 
         def __init__(self, options):
             super().__init__(options)
+            self.running = runs_s > 0
             self.unheard = [(runs_s, {"pid": 1}), (grants_s, {"grant": 4096})]
 
         def introduce(self, pid):

@@ -92,7 +92,7 @@ def _by_tokenizer(where: str, text: str) -> list[int]:
         raise UsageError(
             "--tokenizer: the package tokenizers is not installed; give --url, or install it"
         ) from None
-    if (where[:1] in "/.~" or where.count("/") > 1) and not os.path.exists(where):
+    if (where.startswith(("/", ".", "~")) or where.count("/") > 1) and not os.path.exists(where):
         raise UsageError(f"--tokenizer: {show(where)}: no such file or directory")
     path = os.path.join(where, "tokenizer.json") if os.path.isdir(where) else where
     try:

@@ -47,6 +47,7 @@ from fskv.engines.vllm.media import Media
 from fskv.engines.vllm.metrics import FskvStats, SoFar, metric_definitions
 from fskv.engines.vllm.page_layout import page_layouts
 from fskv.engines.vllm.quirks import (
+    begin_block_lists_anew,
     cached_blocks,
     drop_in_workers,
     enclosing_connector,
@@ -239,6 +240,7 @@ class FskvConnector(AdmittingConnector):
             outer.kv_load_failure_policy = "recompute"
         super().__init__(_with_spec(vllm_config, setup), role, kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
+            begin_block_lists_anew()  # of vLLM's own connector beside this one, too
             self._so_far = SoFar()
             self._media = Media(vllm_config, self._manager.doubt_media)
             if setup.config.prefetch_bytes:
@@ -354,11 +356,12 @@ class FskvConnector(AdmittingConnector):
         # vLLM's key of embeddings has neither their dtype nor which of them stand for tokens.
         if getattr(request, "prompt_embeds", None) is not None:
             self._manager.exclude_request(request.request_id)
-        # Media that a session adds later are not told.
         checked = self._setup.config.media_keys == "checked"
-        if checked and getattr(request, "resumable", False):
+        if getattr(request, "resumable", False):
+            # Media that a session adds later are not told, and its later turns are not asked about.
             self._manager.exclude_request(request.request_id)
-            self._media.keep_looking(request)
+            if checked:
+                self._media.keep_looking(request)
         if checked and getattr(request, "mm_features", None):
             media = self._media.keys(request.mm_features)
             if media is None:

@@ -9,6 +9,10 @@ child that needs it (`gives_way`), and asks its workers itself (`handshakes_of_w
 
 **Blocks of siblings' loads.** `tell_allocated`.
 
+**Sessions that go on** (`resumable`, vLLM 0.32). The scheduler asks no connector about a session's next turn,
+but hands out its blocks as a new request's, all of them. OffloadingConnectorScheduler appends them to those
+that it has, and would store one block's KV under the key of another: `begin_block_lists_anew`.
+
 **Resets.** `OffloadingConnectorScheduler.reset_cache` (vLLM 0.32) sets next_stored_chunk_idx to 0, so that
 running requests store all their chunks again. In groups with a window or a state the blocks before it have
 been freed and used again, and only those from it on are kept up to date (_update_req_states): a request
@@ -165,6 +169,27 @@ def tell_allocated(scheduler: OffloadingConnectorScheduler, blocks: KVCacheBlock
         scheduler._current_batch_allocated_block_ids.update(  # noqa: SLF001
             block.block_id for block in blocks.blocks[group.group_idx] if block.block_id
         )
+
+
+def begin_block_lists_anew() -> None:
+    """Have each connector of vLLM's offloading kind forget a request's blocks before it is told all of them.
+
+    For the life of the process, once; a vLLM that does it otherwise stays as it is. Where vLLM has asked
+    about a request, which is all but sessions, there is nothing to forget.
+    """
+    of_vllm = getattr(OffloadingConnectorScheduler, "_update_req_states", None)
+    if of_vllm is None or hasattr(of_vllm, "of_fskv"):
+        return
+
+    def update_req_states(self: OffloadingConnectorScheduler, output: SchedulerOutput) -> None:
+        for new in output.scheduled_new_reqs:
+            status = self._req_status.get(new.req_id)
+            for group in () if status is None else status.group_states:
+                group.block_ids.clear()
+        of_vllm(self, output)
+
+    update_req_states.of_fskv = True  # type: ignore[attr-defined]
+    OffloadingConnectorScheduler._update_req_states = update_req_states  # noqa: SLF001
 
 
 # --- resets -----------------------------------------------------------------------------------

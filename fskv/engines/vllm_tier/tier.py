@@ -45,6 +45,7 @@ from fskv.engines.vllm.events import KvEvents
 from fskv.engines.vllm.manager import PREFIX_CACHING_OFF, FskvManager, to_chunk
 from fskv.engines.vllm.metrics import metric_definitions, to_stats
 from fskv.engines.vllm.quirks import (
+    begin_block_lists_anew,
     forget_past_blocks,
     reserve_windows,
     reserving_scheduler,
@@ -103,6 +104,7 @@ class FskvTier(SecondaryTierManager):
     ) -> None:
         """`options` are fskv's, as FskvConnector takes them; raises FskvError with one sentence."""
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        begin_block_lists_anew()
         self.locality = None if locality is None else Locality(locality)
         self._jobs: dict[int, _Open] = {}
         # Of the requests that vLLM has begun and not finished: how often each chunk was loaded for it since
