@@ -111,13 +111,10 @@ def test_loads_of_sliding_windows_do_not_wait_for_each_other(how, ends, tmp_path
         assert (answer["cached"]["after_hung"] > 1000) is (how == "two_loads")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "right", "num_cached"),
-    [
-        ("tier", True, 9 * 128),
-        pytest.param("connector", True, 0, marks=pytest.mark.slow),
-        pytest.param("tier unguarded", False, 9 * 128, marks=pytest.mark.slow),
-    ],
+    [("tier", True, 9 * 128), ("connector", True, 0), ("tier unguarded", False, 9 * 128)],
 )
 def test_what_a_session_leaves_is_the_kv_of_its_text(how, right, num_cached, tmp_path):
     """Asked as one prompt afterwards. Negative control: vLLM appends all blocks to those that it has."""

@@ -183,9 +183,10 @@ def begin_block_lists_anew() -> None:
 
     def update_req_states(self: OffloadingConnectorScheduler, output: SchedulerOutput) -> None:
         for new in output.scheduled_new_reqs:
-            status = self._req_status.get(new.req_id)
-            for group in () if status is None else status.group_states:
-                group.block_ids.clear()
+            # Another vLLM may keep neither, and no step may end by that.
+            status = getattr(self, "_req_status", {}).get(new.req_id)
+            for group in getattr(status, "group_states", ()):
+                getattr(group, "block_ids", []).clear()
         of_vllm(self, output)
 
     update_req_states.of_fskv = True  # type: ignore[attr-defined]
