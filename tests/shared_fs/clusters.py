@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
+from shared_fs import uml_rack
 from shared_fs.netns import Network
 from shared_fs.pair import Pair
 
@@ -25,6 +26,22 @@ def running(kind: type[Network]) -> Iterator[Network]:
         yield cluster
     finally:
         cluster.down()
+
+
+@contextlib.contextmanager
+def nfs_rack(versions: Sequence[str], **options: str) -> Iterator[uml_rack.Rack]:
+    """Start a rack whose clients have mounted NFS in these versions; skips where there can be none."""
+    if sentence := uml_rack.missing():
+        pytest.skip(sentence)
+    rack = uml_rack.Rack(**options)
+    try:
+        rack.up()
+        for version in versions:
+            for node in (rack.a, rack.b):
+                node.mount(version)
+        yield rack
+    finally:
+        rack.down()
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from places import REPOSITORY
 from world import wait_for
 
 from shared_fs import guest_engine, uml_rack
+from shared_fs.clusters import nfs_rack
 
 pytestmark = [pytest.mark.shared_fs, pytest.mark.engine, pytest.mark.timeout(1500)]
 lab.needs_vllm()
@@ -26,7 +27,7 @@ CHUNK = lab.CHUNK_TOKENS[MODEL.name]
 NUM_CHUNKS = MODEL.prompt_tokens // CHUNK
 VERSION = "4.2"
 _ENGINE_S = 600
-# On such a node the maintenance process needs as long as this for its first grant.
+# On such a node the first grant may come later than a start waits for it.
 _UP = [{"sleep": 20.0}, *lab.SETTLE]
 _STORED = [{"sleep": 3.0}, *lab.SETTLE]
 
@@ -41,16 +42,8 @@ class NodeEngine(lab.Engine):
 
 @pytest.fixture(scope="module")
 def rack():
-    if sentence := uml_rack.missing():
-        pytest.skip(sentence)
-    rack = uml_rack.Rack(memory="5G")
-    try:
-        rack.up()
-        for node in (rack.a, rack.b):
-            node.mount(VERSION)
+    with nfs_rack([VERSION], memory="5G") as rack:
         yield rack
-    finally:
-        rack.down()
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ import pytest
 from world import wait_for
 
 from shared_fs import gluster, uml_rack
-from shared_fs.clusters import pairs, running
+from shared_fs.clusters import nfs_rack, pairs, running
 from shared_fs.pair import DEADLINE_S, STALL_S, Pair, RackStalledError, outage
 
 pytestmark = pytest.mark.shared_fs
@@ -40,17 +40,8 @@ _roots = itertools.count()
 
 @pytest.fixture(scope="module")
 def rack():
-    if sentence := uml_rack.missing():
-        pytest.skip(sentence)
-    rack = uml_rack.Rack()
-    try:
-        rack.up()
-        for version in VERSIONS:
-            for node in (rack.a, rack.b):
-                node.mount(version)
+    with nfs_rack(VERSIONS) as rack:
         yield rack
-    finally:
-        rack.down()
 
 
 @pytest.fixture
