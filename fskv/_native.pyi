@@ -61,6 +61,10 @@ class Pages:
     # Buffers, or with a device (address, bytes).
     def __new__(cls, tensors: Sequence[Any], device: Device | None = None) -> Self: ...
 
+# See fskv.plan.spans.Placement. ValueError for a page that is outside its tensor.
+class Placement:
+    def __new__(cls, pages: Pages, places: Sequence[tuple[int, int, int, int]], /) -> Self: ...
+
 class Guard:
     abandoned: bool
     def enter(self) -> bool: ...
@@ -88,6 +92,8 @@ class Layout:
         dir_mode: int,
         touch_interval_s: float,
         root_nbytes: int,
+        directory: bytes,
+        suffix: bytes,
     ) -> Self: ...
 
 class Transfer(Generic[_OwnerT]):
@@ -99,20 +105,22 @@ class Transfer(Generic[_OwnerT]):
     checked: bool
     old_mtime: bool
     tried: bool
+    # `part` names the file that a store writes; None for a load. The rest is a ChunkPlan's.
     def __new__(
         cls,
         owner: _OwnerT,
         is_load: bool,
         layout: Layout | None = None,
-        pages: Pages | None = None,
+        placement: Placement | None = None,
         guard: Guard | object = None,
-        path: bytes = ...,
-        part: bytes = ...,
         key: bytes = ...,
-        spans: Any = None,
+        part: str | None = None,
         first_block: int = 0,
         num_blocks: int = 0,
+        block_ids: Sequence[int] | None = None,
+        base: int = 0,
         replace: bool = False,
+        /,
     ) -> Self: ...
     def use_slot(self, slot: Any) -> None: ...
     def hold(self) -> None: ...

@@ -353,7 +353,7 @@ FAULTS = (
         "A load that was given up writes no KV page outside the interpreter either.",
         "fskv/csrc/queue.c",
         "    if (scattered && guard_enter(transfer->guard)) {\n",
-        "    if (scattered && (guard_enter(transfer->guard) || transfer->pages != NULL)) {\n",
+        "    if (scattered && (guard_enter(transfer->guard) || transfer->placement != NULL)) {\n",
         _NATIVE,
     ),
     Fault(
@@ -363,6 +363,22 @@ FAULTS = (
         "            while self._num_inside:\n                self._left.wait()\n",
         "",
         ("tests/unit/test_threads.py", "tests/unit/test_jobs.py"),
+    ),
+    Fault(
+        "spans-joined-across-tensors-c",
+        "Spans are joined where they are neighbours in one tensor, and nowhere else.",
+        "fskv/csrc/pages.c",
+        "if (spans.num > 0 && last->tensor == place->tensor && ",
+        "if (spans.num > 0 && ",
+        _NATIVE,
+    ),
+    Fault(
+        "blocks-outside-c",
+        "A block that is not inside its tensors is refused before it is queued.",
+        "fskv/csrc/transfer.c",
+        "    if (!good || !blocks_fit(self->placement, &self->blocks)) {\n",
+        "    if (!good) {\n",
+        _NATIVE,
     ),
     Fault(
         "guard-does-not-wait-c",
@@ -1517,8 +1533,8 @@ FAULTS = (
     Fault(
         "cuda-undigested",
         "A chunk that was gathered on a device is digested before it is written.",
-        "fskv/csrc/transfer.c",
-        "    transfer->digested = transfer->pages->device == NULL;\n",
+        "fskv/csrc/pages.c",
+        "    transfer->digested = pages->device == NULL;\n",
         "    transfer->digested = true;\n",
         _CUDA,
     ),

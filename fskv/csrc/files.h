@@ -12,6 +12,11 @@
 #include <stdint.h>
 #include <sys/types.h>
 
+enum { NAME = 32, SHARD = 3 }; /* digits in a chunk's name, and of these in its directory's */
+
+/* The digits that name the files of a key. */
+void chunk_digits(const uint8_t *key, size_t key_nbytes, char name[NAME]);
+
 /* Where shards are. `fd` makes a look 1.6 times faster than a whole path (ext4, 9 components: 1180 against 745
  * thousand a second; statx with a narrow mask gained nothing); -1: whole paths. */
 typedef struct {

@@ -3,6 +3,8 @@
  */
 #include "types.h"
 
+#include <string.h>
+
 #include "blake3.h"
 #include "files_api.h"
 #include "xxh3.h"
@@ -57,20 +59,24 @@ static PyObject *keyed_row_digests(PyObject *module, PyObject *args)
 static PyObject *copy(PyObject *module, PyObject *args)
 {
     PyObject *pages, *table;
-    Py_buffer spans = {0}, slot = {0};
+    Py_buffer view = {0}, slot = {0};
     Py_ssize_t base;
     int to_slot;
     if (!PyArg_ParseTuple(args, "O!Ow*np:copy_spans", &PagesType, &pages, &table, &slot, &base,
                           &to_slot))
         return NULL;
-    if (PyObject_GetBuffer(table, &spans, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT) != 0) {
+    if (PyObject_GetBuffer(table, &view, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT) != 0) {
         PyBuffer_Release(&slot);
         return NULL;
     }
     bool fit = false, good = true;
     CudaError error;
+    const char *format = view.format ? view.format : "";
+    Spans spans = {view.buf, (size_t)view.len / sizeof(Span)};
     if (base < 0 || base > slot.len)
         PyErr_SetString(PyExc_ValueError, "copy_spans: base is outside the slot");
+    else if (view.itemsize != 8 || view.len % (Py_ssize_t)sizeof(Span) || (strcmp(format, "l") && strcmp(format, "q")))
+        PyErr_SetString(PyExc_ValueError, "spans: expected int64 of shape (n, 4)");
     else
         fit = spans_fit((Pages *)pages, &spans, (size_t)base, (size_t)slot.len);
     if (fit) {
@@ -78,7 +84,7 @@ static PyObject *copy(PyObject *module, PyObject *args)
         good = copy_spans((Pages *)pages, &spans, (uint8_t *)slot.buf + base, to_slot, &error);
         Py_END_ALLOW_THREADS
     }
-    PyBuffer_Release(&spans);
+    PyBuffer_Release(&view);
     PyBuffer_Release(&slot);
     if (!fit || !good)
         return fit ? set_cuda_error(&error) : NULL;
@@ -119,7 +125,8 @@ static struct PyModuleDef definition = {
 
 PyMODINIT_FUNC PyInit__native(void)
 {
-    static PyTypeObject *types[] = {&DeviceType, &PagesType, &GuardType, &LayoutType, &TransferType, &QueueType};
+    static PyTypeObject *types[] = {&DeviceType,  &PagesType,  &PlacementType, &GuardType,
+                                    &LayoutType, &TransferType, &QueueType};
     blake3_init();
     xxh3_init();
     copy_init();

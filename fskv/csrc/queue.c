@@ -122,7 +122,7 @@ static bool end(Queue *queue, Transfer *transfer, State state)
 static Turn run_store(Queue *queue, Transfer *transfer, uint8_t *slot, Kind *kind)
 {
     if (!transfer->gathered) {
-        if (transfer->pages == NULL)
+        if (transfer->placement == NULL)
             return OTHERWISE;
         if (!guard_enter(transfer->guard)) {
             *kind = ABANDONED;
@@ -168,15 +168,14 @@ static Turn run_load(Queue *queue, Transfer *transfer, uint8_t *slot, Kind *kind
         if (chunk_read(file, &transfer->file, slot, &fd, &old_mtime) != CHUNK_OK)
             return OTHERWISE;
         transfer->old_mtime = old_mtime;
-        if (transfer->pages != NULL && transfer->slot.buf != NULL && park(queue, transfer, written_off)) {
+        if (transfer->placement != NULL && transfer->slot.buf != NULL && park(queue, transfer, written_off)) {
             close(fd); /* the transfer is somebody else's already */
             return AWAY;
         }
     }
-    bool scattered = transfer->pages != NULL && !transfer->lost;
+    bool scattered = transfer->placement != NULL && !transfer->lost;
     if (scattered && guard_enter(transfer->guard)) {
-        CudaError error;
-        scattered = copy_spans(transfer->pages, &transfer->spans, slot + file->header_nbytes, false, &error);
+        scattered = scatter(transfer, slot);
         guard_leave(transfer->guard);
         *kind = LOADED;
     }

@@ -7,9 +7,7 @@
 #include <sys/stat.h>
 #include <time.h>
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
+#include "files.h"
 
 double monotonic_s(void)
 {
@@ -17,185 +15,6 @@ double monotonic_s(void)
     clock_gettime(CLOCK_MONOTONIC, &now);
     return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
 }
-
-/* --- Pages ------------------------------------------------------------------------------- */
-
-static void Pages_dealloc(Pages *self)
-{
-    for (Py_ssize_t i = 0; i < self->num_buffers; i++)
-        PyBuffer_Release(&self->buffers[i]);
-    PyMem_Free(self->buffers);
-    PyMem_Free(self->addresses);
-    Py_XDECREF(self->device);
-    Py_TYPE(self)->tp_free(self);
-}
-
-/* One tensor on a device, as (address, bytes). */
-static bool add_address(Pages *self, PyObject *item)
-{
-    unsigned long long address;
-    Py_ssize_t nbytes;
-    if (!PyTuple_Check(item) || !PyArg_ParseTuple(item, "Kn:Pages", &address, &nbytes))
-        return false;
-    if (nbytes < 0 || address > UINT64_MAX - (uint64_t)nbytes) {
-        PyErr_SetString(PyExc_ValueError, "Pages: no such memory");
-        return false;
-    }
-    self->addresses[self->num_buffers] = address;
-    self->buffers[self->num_buffers].len = nbytes;
-    return true;
-}
-
-static PyObject *Pages_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
-{
-    PyObject *tensors, *sequence, *device = NULL;
-    if (!PyArg_ParseTuple(args, "O|O!:Pages", &tensors, &DeviceType, &device) ||
-        (sequence = PySequence_Fast(tensors, "Pages takes a sequence of buffers")) == NULL)
-        return NULL;
-    Py_ssize_t n = PySequence_Fast_GET_SIZE(sequence);
-    Pages *self = (Pages *)type->tp_alloc(type, 0);
-    if (self != NULL && ((self->buffers = PyMem_Calloc((size_t)n + 1, sizeof(Py_buffer))) == NULL ||
-                         (self->addresses = PyMem_Calloc((size_t)n + 1, sizeof(uint64_t))) == NULL)) {
-        PyErr_NoMemory();
-        Py_CLEAR(self);
-    }
-    if (self != NULL)
-        self->device = (Device *)Py_XNewRef(device);
-    for (Py_ssize_t i = 0; self != NULL && i < n; i++) {
-        PyObject *item = PySequence_Fast_GET_ITEM(sequence, i);
-        if (device != NULL ? !add_address(self, item)
-                           : PyObject_GetBuffer(item, &self->buffers[i], PyBUF_WRITABLE) != 0)
-            Py_CLEAR(self);
-        else
-            self->num_buffers++;
-    }
-    Py_DECREF(sequence);
-    return (PyObject *)self;
-}
-
-bool spans_fit(const Pages *pages, const Py_buffer *spans, size_t base, size_t slot_nbytes)
-{
-    const char *format = spans->format ? spans->format : "";
-    if (spans->itemsize != 8 || spans->len % 32 != 0 || (strcmp(format, "l") && strcmp(format, "q"))) {
-        PyErr_SetString(PyExc_ValueError, "spans: expected int64 of shape (n, 4)");
-        return false;
-    }
-    const int64_t *row = spans->buf, *end = row + spans->len / 8;
-    for (; row < end; row += 4) {
-        int64_t tensor = row[0], in_tensor = row[1], in_payload = row[2], nbytes = row[3];
-        if (nbytes < 0 || in_tensor < 0 || in_payload < 0 || tensor < 0 ||
-            tensor >= pages->num_buffers || nbytes > pages->buffers[tensor].len ||
-            in_tensor > pages->buffers[tensor].len - nbytes || (size_t)nbytes > slot_nbytes - base ||
-            (size_t)in_payload > slot_nbytes - base - (size_t)nbytes) {
-            PyErr_Format(PyExc_ValueError,
-                         "span of %lld bytes at %lld of tensor %lld, payload offset %lld: outside",
-                         (long long)nbytes, (long long)in_tensor, (long long)tensor,
-                         (long long)in_payload);
-            return false;
-        }
-    }
-    return true;
-}
-
-#if defined(__x86_64__)
-/* Past the cache: a KV page is not read again by this thread, and reading it in order to overwrite it would
- * cost a third of the memory's bandwidth. Both ends 32-byte aligned, nbytes a multiple of 128. */
-__attribute__((target("avx2"))) static void stream(uint8_t *to, const uint8_t *from, size_t nbytes)
-{
-    for (size_t at = 0; at < nbytes; at += 128) {
-        __m256i a = _mm256_loadu_si256((const __m256i *)(from + at));
-        __m256i b = _mm256_loadu_si256((const __m256i *)(from + at + 32));
-        __m256i c = _mm256_loadu_si256((const __m256i *)(from + at + 64));
-        __m256i d = _mm256_loadu_si256((const __m256i *)(from + at + 96));
-        _mm256_stream_si256((__m256i *)(to + at), a);
-        _mm256_stream_si256((__m256i *)(to + at + 32), b);
-        _mm256_stream_si256((__m256i *)(to + at + 64), c);
-        _mm256_stream_si256((__m256i *)(to + at + 96), d);
-    }
-}
-
-static bool can_stream;
-#endif
-
-void copy_init(void)
-{
-#if defined(__x86_64__)
-    can_stream = __builtin_cpu_supports("avx2");
-#endif
-}
-
-static void copy_to_page(uint8_t *page, const uint8_t *place, size_t nbytes)
-{
-#if defined(__x86_64__)
-    if (can_stream && nbytes % 128 == 0 && (uintptr_t)page % 32 == 0) {
-        stream(page, place, nbytes);
-        return;
-    }
-#endif
-    memcpy(page, place, nbytes);
-}
-
-bool copy_spans(const Pages *pages, const Py_buffer *spans, uint8_t *slot_base, bool to_slot,
-                CudaError *error)
-{
-    const int64_t *row = spans->buf, *end = row + spans->len / 8;
-    if (pages->device != NULL)
-        return cuda_copy_spans(pages->device->cuda, pages->addresses, row, (size_t)spans->len / 32,
-                               slot_base, to_slot, error);
-    for (; row < end; row += 4) {
-        uint8_t *page = (uint8_t *)pages->buffers[row[0]].buf + row[1], *place = slot_base + row[2];
-        if (to_slot)
-            memcpy(place, page, (size_t)row[3]);
-        else
-            copy_to_page(page, place, (size_t)row[3]);
-    }
-#if defined(__x86_64__)
-    _mm_sfence(); /* streamed bytes are there before anybody is told */
-#endif
-    return true;
-}
-
-static void gather_and_digest(const Transfer *transfer, uint8_t *slot)
-{
-    const FileLayout *layout = &transfer->layout->file;
-    uint8_t *payload = slot + layout->header_nbytes;
-    uint8_t *digests = row_digests_in(layout, &transfer->file, slot);
-    const int64_t *row = transfer->spans.buf, *end = row + transfer->spans.len / 8;
-    size_t digested = 0;
-    memset(payload, 0, transfer->file.first_block * layout->block_nbytes);
-    for (; row < end; row += 4) {
-        memcpy(payload + row[2], (uint8_t *)transfer->pages->buffers[row[0]].buf + row[1],
-               (size_t)row[3]);
-        /* Spans come in the payload's order: what is before this one's end will not change. */
-        for (; digested + ROW <= (size_t)(row[2] + row[3]); digested += ROW)
-            digest_rows(payload + digested, ROW, digests + digested / ROW * 8);
-    }
-    memset(payload + layout->content_nbytes, 0, layout->payload_nbytes - layout->content_nbytes);
-    digest_rows(payload + digested, layout->payload_nbytes - digested, digests + digested / ROW * 8);
-}
-
-bool gather(Transfer *transfer, uint8_t *slot)
-{
-    CudaError error;
-    if (transfer->pages->device == NULL)
-        gather_and_digest(transfer, slot);
-    else if (!copy_spans(transfer->pages, &transfer->spans, slot + transfer->layout->file.header_nbytes, true,
-                         &error))
-        return false;
-    transfer->gathered = true;
-    transfer->digested = transfer->pages->device == NULL;
-    return true;
-}
-
-PyTypeObject PagesType = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "fskv._native.Pages",
-    .tp_doc = "Pages(tensors, device=None): the KV tensors, each a writable buffer of flat bytes, or with a device "
-              "(address, bytes).",
-    .tp_basicsize = sizeof(Pages),
-    .tp_flags = Py_TPFLAGS_DEFAULT,
-    .tp_new = Pages_new,
-    .tp_dealloc = (destructor)Pages_dealloc,
-};
 
 /* --- Guard ------------------------------------------------------------------------------- */
 
@@ -300,16 +119,16 @@ static PyObject *Layout_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
                             "header_nbytes", "payload_nbytes", "content_nbytes", "block_nbytes",
                             "num_blocks",    "format_version", "open_flags",   "fsync",
                             "touch",         "file_mode",      "dir_mode",     "touch_interval_s",
-                            "root_nbytes",   NULL};
-    PyObject *head, *middle, *rows, *tail;
+                            "root_nbytes",   "directory",      "suffix",       NULL};
+    PyObject *head, *middle, *rows, *tail, *directory, *suffix;
     FileLayout file = {0};
     Py_ssize_t header, payload, content, block, root_nbytes;
     unsigned int num_blocks, version, file_mode, dir_mode;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "SSSSnnnnIIippIIdn:Layout", names, &head, &middle,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "SSSSnnnnIIippIIdnSS:Layout", names, &head, &middle,
                                      &rows, &tail, &header, &payload, &content, &block,
                                      &num_blocks, &version, &file.open_flags, &file.fsync,
                                      &file.touch, &file_mode, &dir_mode, &file.touch_interval_s,
-                                     &root_nbytes))
+                                     &root_nbytes, &directory, &suffix))
         return NULL;
     /* The pieces, the longest key, both integers, the digests. */
     Py_ssize_t most = 32 + PyBytes_GET_SIZE(head) + PyBytes_GET_SIZE(middle) +
@@ -318,8 +137,9 @@ static PyObject *Layout_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     if (header <= 0 || header % 4096 || payload <= 0 || payload % 4096 || content <= 0 ||
         content > payload || block <= 0 || num_blocks == 0 ||
         content / block != (Py_ssize_t)num_blocks || content % block || most > header ||
-        root_nbytes < 0) {
-        PyErr_SetString(PyExc_ValueError, "Layout: sizes that do not fit each other");
+        root_nbytes < 0 || strlen(PyBytes_AS_STRING(directory)) != (size_t)PyBytes_GET_SIZE(directory) ||
+        strlen(PyBytes_AS_STRING(suffix)) != (size_t)PyBytes_GET_SIZE(suffix)) {
+        PyErr_SetString(PyExc_ValueError, "Layout: sizes that do not fit each other, or a zero in a name");
         return NULL;
     }
     Layout *self = (Layout *)type->tp_alloc(type, 0);
@@ -329,6 +149,8 @@ static PyObject *Layout_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     self->middle = Py_NewRef(middle);
     self->rows = Py_NewRef(rows);
     self->tail = Py_NewRef(tail);
+    self->directory = Py_NewRef(directory);
+    self->suffix = Py_NewRef(suffix);
     file.head = (uint8_t *)PyBytes_AS_STRING(head);
     file.middle = (uint8_t *)PyBytes_AS_STRING(middle);
     file.rows = (uint8_t *)PyBytes_AS_STRING(rows);
@@ -356,6 +178,8 @@ static void Layout_dealloc(Layout *self)
     Py_XDECREF(self->middle);
     Py_XDECREF(self->rows);
     Py_XDECREF(self->tail);
+    Py_XDECREF(self->directory);
+    Py_XDECREF(self->suffix);
     Py_TYPE(self)->tp_free(self);
 }
 
@@ -370,31 +194,79 @@ PyTypeObject LayoutType = {
 
 /* --- Transfer ---------------------------------------------------------------------------- */
 
+/* Read the engine's numbers of the blocks. */
+static bool take_blocks(Transfer *self, PyObject *object, Py_ssize_t num_blocks)
+{
+    PyObject *ids = PySequence_Fast(object, "Transfer: expected a sequence of blocks");
+    if (ids == NULL)
+        return false;
+    bool good = PySequence_Fast_GET_SIZE(ids) == num_blocks &&
+                (self->blocks.ids = PyMem_RawMalloc((size_t)num_blocks * sizeof(int64_t))) != NULL;
+    for (Py_ssize_t i = 0; good && i < num_blocks; i++)
+        self->blocks.ids[i] = PyLong_AsLongLong(PySequence_Fast_GET_ITEM(ids, i));
+    Py_DECREF(ids);
+    self->blocks.num = (uint32_t)num_blocks;
+    if (PyErr_Occurred())
+        return false;
+    if (!good || !blocks_fit(self->placement, &self->blocks)) {
+        PyErr_SetString(PyExc_ValueError, "Transfer: blocks outside of their tensors, or not as many as said");
+        return false;
+    }
+    return true;
+}
+
+/* Name its file, and the part that a store writes: `<directory>/<3 hex>/`, the digits and the suffix, or `part`. */
+static bool make_paths(Transfer *self, const char *part)
+{
+    char name[NAME];
+    const Layout *layout = self->layout;
+    size_t directory = (size_t)PyBytes_GET_SIZE(layout->directory), shard = directory + 1 + SHARD + 1;
+    size_t suffix = (size_t)PyBytes_GET_SIZE(layout->suffix) + 1, part_nbytes = part ? strlen(part) + 1 : 0;
+    chunk_digits(self->file.key, self->file.key_nbytes, name);
+    char *path = self->paths = PyMem_RawMalloc(2 * shard + NAME + suffix + part_nbytes);
+    if (path == NULL) {
+        PyErr_NoMemory();
+        return false;
+    }
+    memcpy(path, PyBytes_AS_STRING(layout->directory), directory);
+    path[directory] = path[shard - 1] = '/';
+    memcpy(path + directory + 1, name, SHARD);
+    self->file.path = path;
+    if (part_nbytes > 0) {
+        char *beside = path + shard + NAME + suffix;
+        memcpy(beside, path, shard);
+        memcpy(beside + shard, part, part_nbytes);
+        self->file.part = beside;
+    }
+    memcpy(path + shard, name, NAME);
+    memcpy(path + shard + NAME, PyBytes_AS_STRING(layout->suffix), suffix);
+    return true;
+}
+
 static PyObject *Transfer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"owner", "is_load",     "layout",     "pages",   "guard", "path", "part",
-                            "key",   "spans",       "first_block", "num_blocks", "replace", NULL};
-    PyObject *owner, *layout = Py_None, *pages = Py_None, *guard = Py_None, *spans = Py_None;
-    PyObject *path = NULL, *part = NULL, *key = NULL;
+    PyObject *owner, *layout = Py_None, *placement = Py_None, *guard = Py_None, *blocks = Py_None, *key = NULL;
+    const char *part = NULL;
     int is_load, replace = 0;
     unsigned int first_block = 0, num_blocks = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "Op|OOOSSSOIIp:Transfer", names, &owner, &is_load,
-                                     &layout, &pages, &guard, &path, &part, &key, &spans,
-                                     &first_block, &num_blocks, &replace))
+    long long base = 0;
+    if (!PyArg_ParseTuple(args, "Op|OOOSzIIOLp:Transfer", &owner, &is_load, &layout, &placement, &guard, &key,
+                          &part, &first_block, &num_blocks, &blocks, &base, &replace))
         return NULL;
     bool native = layout != Py_None;
-    if (native && (!PyObject_TypeCheck(layout, &LayoutType) || !path || !part || !key ||
+    if (native && (!PyObject_TypeCheck(layout, &LayoutType) || !key ||
                    !PyObject_TypeCheck(guard, &GuardType) ||
-                   (pages != Py_None && !PyObject_TypeCheck(pages, &PagesType)))) {
-        PyErr_SetString(PyExc_TypeError, "Transfer: needs a Layout, Pages or None, and a Guard");
+                   (placement != Py_None && !PyObject_TypeCheck(placement, &PlacementType)))) {
+        PyErr_SetString(PyExc_TypeError, "Transfer: needs a Layout, a Placement or None, and a Guard");
         return NULL;
     }
-    if (native && (PyBytes_GET_SIZE(key) == 0 || PyBytes_GET_SIZE(key) > 255 ||
-                   strlen(PyBytes_AS_STRING(path)) != (size_t)PyBytes_GET_SIZE(path) ||
-                   strlen(PyBytes_AS_STRING(part)) != (size_t)PyBytes_GET_SIZE(part) ||
-                   num_blocks == 0 || num_blocks > ((Layout *)layout)->file.num_blocks ||
-                   first_block > ((Layout *)layout)->file.num_blocks - num_blocks)) {
-        PyErr_SetString(PyExc_ValueError, "Transfer: a key of 1 to 255 bytes, paths, blocks inside");
+    const FileLayout *file = native ? &((Layout *)layout)->file : NULL;
+    if (native &&
+        (PyBytes_GET_SIZE(key) == 0 || PyBytes_GET_SIZE(key) > 255 || (part == NULL) != is_load ||
+         num_blocks == 0 || num_blocks > file->num_blocks || first_block > file->num_blocks - num_blocks ||
+         (placement != Py_None && ((Placement *)placement)->block_nbytes != file->block_nbytes))) {
+        PyErr_SetString(PyExc_ValueError,
+                        "Transfer: a key of 1 to 255 bytes, a part for a store, blocks inside and of their size");
         return NULL;
     }
     Transfer *self = (Transfer *)type->tp_alloc(type, 0);
@@ -406,27 +278,20 @@ static PyObject *Transfer_new(PyTypeObject *type, PyObject *args, PyObject *kwar
         return (PyObject *)self;
     self->layout = (Layout *)Py_NewRef(layout);
     self->guard = (Guard *)Py_NewRef(guard);
-    self->path = Py_NewRef(path);
-    self->part = Py_NewRef(part);
     self->key = Py_NewRef(key);
-    if (pages != Py_None) {
-        const FileLayout *file = &self->layout->file;
-        self->pages = (Pages *)Py_NewRef(pages);
-        if (PyObject_GetBuffer(spans, &self->spans, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT) != 0 ||
-            !spans_fit(self->pages, &self->spans, 0, file->content_nbytes)) {
-            Py_DECREF(self);
-            return NULL;
-        }
-    }
     self->file = (ChunkFile){
-        .path = PyBytes_AS_STRING(path),
-        .part = PyBytes_AS_STRING(part),
         .key = (uint8_t *)PyBytes_AS_STRING(key),
         .key_nbytes = (size_t)PyBytes_GET_SIZE(key),
         .first_block = first_block,
         .num_blocks = num_blocks,
         .replace = replace,
     };
+    if (placement != Py_None) {
+        self->placement = (Placement *)Py_NewRef(placement);
+        self->blocks.base = base;
+    }
+    if (!make_paths(self, part) || (self->placement != NULL && !take_blocks(self, blocks, num_blocks)))
+        Py_CLEAR(self);
     return (PyObject *)self;
 }
 
@@ -447,13 +312,11 @@ static void Transfer_dealloc(Transfer *self)
     PyObject_GC_UnTrack(self);
     Py_XDECREF(self->owner);
     Py_XDECREF(self->layout);
-    Py_XDECREF(self->pages);
+    Py_XDECREF(self->placement);
     Py_XDECREF(self->guard);
-    Py_XDECREF(self->path);
-    Py_XDECREF(self->part);
     Py_XDECREF(self->key);
-    if (self->spans.obj != NULL)
-        PyBuffer_Release(&self->spans);
+    PyMem_RawFree(self->paths);
+    PyMem_RawFree(self->blocks.ids);
     if (self->slot.obj != NULL)
         PyBuffer_Release(&self->slot);
     Py_TYPE(self)->tp_free(self);

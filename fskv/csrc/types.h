@@ -32,6 +32,37 @@ typedef struct {
     uint64_t *addresses; /* those of a device, once more */
 } Pages;
 
+/* Page i of block b has `nbytes` at `offset` + b * `stride` of its tensor. */
+typedef struct {
+    int64_t tensor, offset, stride, nbytes;
+} Place;
+
+/* Where the pages of a group's blocks are. Constant. */
+typedef struct {
+    PyObject_HEAD
+    Pages *pages;
+    Place *places; /* of one block, in the payload's order */
+    Py_ssize_t num_places;
+    size_t block_nbytes;
+} Placement;
+
+/* Blocks of a chunk by the engine's numbers; all of them lie `base` bytes further on. */
+typedef struct {
+    int64_t *ids;
+    uint32_t num;
+    int64_t base;
+} Blocks;
+
+/* Contiguous bytes on both sides: a row of fskv.plan.spans.SpanTable. */
+typedef struct {
+    int64_t tensor, in_tensor, in_payload, nbytes;
+} Span;
+
+typedef struct {
+    Span *first;
+    size_t num;
+} Spans;
+
 /* May the KV pages of a job still be touched? */
 typedef struct {
     PyObject_HEAD
@@ -46,6 +77,7 @@ typedef struct {
     PyObject_HEAD
     FileLayout file;
     PyObject *head, *middle, *rows, *tail; /* bytes, which `file` points into */
+    PyObject *directory, *suffix;          /* bytes: of shards, and what follows the digits in a name */
 } Layout;
 
 typedef enum { NEW, QUEUED, RUNNING, PARKED, DONE } State;
@@ -56,10 +88,11 @@ typedef struct Transfer {
     /* constant once made */
     PyObject *owner;
     Layout *layout; /* NULL: nothing is done here, every step is Python's */
-    Pages *pages;   /* NULL: Python moves the KV */
+    Placement *placement; /* NULL: Python moves the KV */
     Guard *guard;
-    PyObject *path, *part, *key; /* bytes */
-    Py_buffer spans;
+    PyObject *key; /* bytes */
+    char *paths;   /* which `file` points into */
+    Blocks blocks;
     ChunkFile file;
     bool is_load;
     /* of the thread that runs it; before that, of whoever submits it */
@@ -82,20 +115,22 @@ typedef struct Transfer {
     int spare_refs;    /* references that the queue holds for events to come */
 } Transfer;
 
-extern PyTypeObject DeviceType, PagesType, GuardType, LayoutType, TransferType, QueueType;
+extern PyTypeObject DeviceType, PagesType, PlacementType, GuardType, LayoutType, TransferType, QueueType;
 
 bool guard_enter(Guard *guard);
 void guard_leave(Guard *guard);
 bool guard_abandoned(Guard *guard);
 
-/* Check every span of a buffer of int64 (n, 4) against the tensors and the slot; sets ValueError. */
-bool spans_fit(const Pages *pages, const Py_buffer *spans, size_t base, size_t slot_nbytes);
+/* Check every span against the tensors and the slot; sets ValueError. */
+bool spans_fit(const Pages *pages, const Spans *spans, size_t base, size_t slot_nbytes);
+/* Whether all pages of the blocks are inside their tensors. */
+bool blocks_fit(const Placement *placement, const Blocks *blocks);
 void copy_init(void);
 /* False only for pages on a device. It is over when it returns, also then. */
-bool copy_spans(const Pages *pages, const Py_buffer *spans, uint8_t *slot_base, bool to_slot,
-                CudaError *error);
-/* Gather a store's pages into its slot; those of the host with the digest of each row, while it is in the cache. */
+bool copy_spans(const Pages *pages, const Spans *spans, uint8_t *slot_base, bool to_slot, CudaError *error);
+/* Between a transfer's pages and its slot. False, and Python has to do it: no memory, or the device says no. */
 bool gather(Transfer *transfer, uint8_t *slot);
+bool scatter(const Transfer *transfer, uint8_t *slot);
 PyObject *set_cuda_error(const CudaError *error);
 /* The memory of a HostSlot, which is its `array`. */
 int slot_buffer(PyObject *slot, Py_buffer *view);

@@ -37,10 +37,11 @@ from fskv.format import chunk_file
 from fskv.format.chunk_file import MAX_HEADER_NBYTES, ROW_NBYTES, ChunkHeader, FileLayout
 from fskv.format.integrity import Integrity
 from fskv.format.mac import MacKey, MacKeys
-from fskv.plan.spans import ChunkPlan
+from fskv.namespace import chunk_name
+from fskv.plan.spans import ChunkPlan, Placement
 from fskv.root.beneath import make_directory, open_directory
 from fskv.root.filesystem import shows_late
-from fskv.root.process_id import unique_name
+from fskv.root.process_id import new_part, unique_name
 from fskv.transports.chunk_fd import open_chunk_fd
 from fskv.transports.protocol import OpenChunk, SlotT, Transport
 from fskv.types import FileId, Status
@@ -115,6 +116,7 @@ class ChunkStore(Generic[SlotT]):
         self._keys = keys
         self._creator = f"fskv/{__version__}"
         self._native_layouts: dict[tuple[int, int | None], _native.Layout | None] = {}
+        self._native_placements: dict[Placement, _native.Placement] = {}  # a few for each group
         # Files that failed and may still be there (discarding them failed): the next put replaces them.
         # Guarded by _lock; written by I/O threads.
         self._suspects: OrderedDict[FileId, None] = OrderedDict()
@@ -141,6 +143,7 @@ class ChunkStore(Generic[SlotT]):
         native, layout = self._transport.native, self._layouts[group_idx]
         if native is None or not layout.integrity.by_transports:
             return None
+        shards, _, name = self._directory.chunk_path(b"", group_idx, rank).rsplit("/", 2)
         digests = bytes(layout.num_rows * layout.integrity.digest_nbytes)
         header = self._header(FileId(b"", group_idx, rank), layout, 0, digests)
         return native.layout(
@@ -158,7 +161,18 @@ class ChunkStore(Generic[SlotT]):
             dir_mode=self._directory.dir_mode,
             touch_interval_s=self._touch_interval_s,
             root_nbytes=len(os.fsencode(self._root)),
+            directory=os.fsencode(shards),
+            suffix=os.fsencode(name[len(chunk_name(b"")) :]),
         )
+
+    def _native_placement(self, placement: Placement) -> _native.Placement | None:
+        """Return where a group's blocks are, for those outside the interpreter; None: Python moves the KV."""
+        found = self._native_placements.get(placement)
+        native = self._transport.native
+        if found is None and native is not None and native.pages is not None:
+            found = native.placement(native.pages, placement.places)
+            self._native_placements[placement] = found
+        return found
 
     def transfer(
         self,
@@ -178,19 +192,18 @@ class ChunkStore(Generic[SlotT]):
         # A key longer than any engine's: Python words the refusal.
         if native is None or layout is None or not 0 < len(file_id.key_hash) < 256:
             return self.in_python(owner, is_load=is_load)
-        path = self.path(file_id)
         return native.transfer(
             owner,
             is_load,
             layout,
-            native.pages,
+            self._native_placement(plan.placement),
             guard,
-            os.fsencode(path),
-            b"" if is_load else os.fsencode(self._directory.part_path(path)),
             file_id.key_hash,
-            plan.table,
+            None if is_load else new_part(),
             plan.first_block,
-            plan.num_blocks,
+            len(plan.block_ids),
+            plan.block_ids,
+            plan.base,
             file_id in self._suspects,
         )
 

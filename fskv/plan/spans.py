@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -71,6 +70,32 @@ class GroupLayout:
             sizes[tensor_idx] = max(nbytes, sizes.get(tensor_idx, 0))
         return cls(group_idx, num_blocks, tuple(PageRef(t, n) for t, n in sizes.items()))
 
+    def placed(self, block_strides: Sequence[int]) -> Placement:
+        """Return where blocks are in tensors with these distances between two of them, in bytes.
+
+        Raises ValueError where a page is longer than its tensor's.
+        """
+        found = self._placements.get(strides := tuple(block_strides))
+        if found is None:
+            for page in self.pages:
+                stride = strides[page.tensor_idx] if page.tensor_idx < len(strides) else None
+                if stride is None or page.nbytes > stride:
+                    raise ValueError(
+                        f"{page}: its tensor's stride is {stride}; expected at least nbytes"
+                    )
+            places = [(p.tensor_idx, 0, strides[p.tensor_idx], p.nbytes) for p in self.pages]
+            found = self._placements[strides] = Placement(self, tuple(places))
+        return found
+
+    @cached_property
+    def anywhere(self) -> Placement:
+        """Block 0 at the begin of each tensor: for a plan that says where it is by its `base`."""
+        return Placement(self, tuple((page.tensor_idx, 0, 0, page.nbytes) for page in self.pages))
+
+    @cached_property
+    def _placements(self) -> dict[tuple[int, ...], Placement]:
+        return {}
+
     @cached_property
     def block_nbytes(self) -> int:
         """Bytes of one block: the sum of its pages."""
@@ -96,26 +121,73 @@ class Span(NamedTuple):
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)  # arrays do not compare as values
-class ChunkPlan:
-    """What one transfer moves of one chunk: blocks [first_block, first_block + num_blocks) of it.
+@dataclass(frozen=True, slots=True, eq=False)  # itself only: a key for what is made of it once
+class Placement:
+    """Where the blocks of a group are: page i of block b is at `offset + b * stride` of its tensor.
 
-    `key_idx` indexes the job's flat key list; `first_block` counts within the chunk. `table` is int64
-    (n, 4), a row for each Span, C-contiguous; sorted by payload_offset, it covers exactly those blocks'
-    bytes of the payload. An array, because a 32k-token prompt of a 64-layer model has 10^5 spans and this
-    is the engine's thread: as Python objects they cost 1 us each.
+    `places` are (tensor_idx, offset, stride, nbytes) of the layout's pages, in bytes. Made once and kept:
+    `GroupLayout.placed` does.
+    """
+
+    layout: GroupLayout
+    places: tuple[tuple[int, int, int, int], ...]
+
+
+class ChunkPlan(NamedTuple):
+    """What one transfer moves of one chunk: as many blocks of it as there are ids, from `first_block` on.
+
+    `key_idx` indexes the job's flat key list; `first_block` counts within the chunk. Block i of them is the
+    engine's `block_ids[i]`, `base` bytes further on in each tensor. A tuple, and no table: a model of 80
+    layers has 10^3 spans in a chunk, and this is the engine's thread.
     """
 
     key_idx: int
-    layout: GroupLayout
+    placement: Placement
     first_block: int
-    num_blocks: int
-    table: SpanTable
+    block_ids: tuple[int, ...]
+    base: int = 0
+
+    @property
+    def layout(self) -> GroupLayout:
+        return self.placement.layout
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.block_ids)
 
     @property
     def nbytes(self) -> int:
         """KV bytes that are moved."""
-        return self.num_blocks * self.layout.block_nbytes
+        return len(self.block_ids) * self.placement.layout.block_nbytes
+
+    @property
+    def table(self) -> SpanTable:
+        """Int64 (n, 4), C-contiguous, a row for each Span; made anew by each call, and in csrc/pages.c.
+
+        Sorted by payload_offset, it covers exactly those blocks' bytes of the payload; neighbours on both
+        sides are one.
+        """
+        layout = self.placement.layout
+        places = np.array(self.placement.places, np.int64)
+        # int64: an engine's ids may be numpy int32, whose product overflows at 2 GiB.
+        ids = np.asarray(self.block_ids, np.int64)
+        blocks = np.arange(self.first_block, self.first_block + len(ids), dtype=np.int64)
+        rows = np.empty((len(ids), len(places), 4), np.int64)
+        rows[:, :, 0] = places[:, 0]
+        rows[:, :, 1] = self.base + places[:, 1] + ids[:, None] * places[:, 2]
+        rows[:, :, 2] = (
+            blocks[:, None] * layout.block_nbytes + np.cumsum(places[:, 3]) - places[:, 3]
+        )
+        rows[:, :, 3] = places[:, 3]
+        table = rows.reshape(-1, 4)
+        starts = np.ones(len(table), bool)
+        ends = table[:, 1] + table[:, 3]
+        starts[1:] = (table[1:, 0] != table[:-1, 0]) | (table[1:, 1] != ends[:-1])
+        at = np.flatnonzero(starts)
+        nbytes = np.add.reduceat(table[:, 3], at)
+        table = table[at]
+        table[:, 3] = nbytes
+        return table
 
     @property
     def spans(self) -> tuple[Span, ...]:
@@ -162,7 +234,7 @@ def plan_job(
     for name, values in per_group.items():
         if len(values) != len(layouts) or any(value < 0 for value in values):
             raise ValueError(f"{name} is {values}; expected {len(layouts)} entries, none negative")
-    if sum(group_sizes) != len(block_ids) or any(block_id < 0 for block_id in block_ids):
+    if sum(group_sizes) != len(block_ids) or (len(block_ids) and min(block_ids) < 0):
         want = f"expected {sum(group_sizes)} entries, none negative"
         raise ValueError(f"block_ids is {block_ids}; {want}")
     if any(
@@ -177,7 +249,7 @@ def plan_job(
         layouts, keys_per_group, group_sizes, block_indices, strict=True
     ):
         keys = range(first_key, first_key + num_keys)
-        ids = block_ids[first_id : first_id + size]
+        ids = tuple(block_ids[first_id : first_id + size])  # ours: they may be read much later
         first_key, first_id = keys.stop, first_id + size
         head = index % layout.num_blocks
         # No block, no key: the index of an empty group says nothing (vLLM puts the end there).
@@ -191,13 +263,12 @@ def plan_job(
         if num_keys != _cdiv(covered, layout.num_blocks) or (complete_tail and not exact):
             skipped.extend(keys)
             continue
-        tables = _span_tables(layout, block_strides, ids, head)
-        taken = 0
-        for key_idx, table in zip(keys, tables, strict=True):
-            first = 0 if taken else head
-            num_blocks = min(layout.num_blocks - first, size - taken)
-            chunks.append(ChunkPlan(key_idx, layout, first, num_blocks, table))
-            taken += num_blocks
+        placement = layout.placed(block_strides)
+        start, first = 0, head
+        for key_idx in keys:
+            stop = start + layout.num_blocks - first
+            chunks.append(ChunkPlan(key_idx, placement, first, ids[start:stop]))
+            start, first = stop, 0
     return JobPlan(tuple(chunks), tuple(skipped))
 
 
@@ -205,47 +276,4 @@ def plan_at(layout: GroupLayout, offset: int) -> ChunkPlan:
     """Plan a chunk of one page, wherever it lies: `offset` bytes into its tensor. Raises ValueError."""
     if layout.num_blocks != 1 or len(layout.pages) != 1 or offset < 0:
         raise ValueError(f"offset {offset} of {layout}: needs one block of one page")
-    (page,) = layout.pages
-    table = np.array([[page.tensor_idx, offset, 0, page.nbytes]], np.int64)
-    return ChunkPlan(0, layout, 0, 1, table)
-
-
-def _span_tables(
-    layout: GroupLayout, block_strides: Sequence[int], block_ids: Sequence[int], first_block: int
-) -> list[SpanTable]:
-    """List the spans of consecutive blocks, a table for each chunk; neighbours on both sides become one.
-
-    `first_block` is the place of the first block in its chunk.
-    """
-    for page in layout.pages:
-        stride = block_strides[page.tensor_idx] if page.tensor_idx < len(block_strides) else None
-        if stride is None or page.nbytes > stride:
-            raise ValueError(f"{page}: its tensor's stride is {stride}; expected at least nbytes")
-    if not len(block_ids):
-        return []
-    # int64: an engine's ids may be numpy int32, whose product overflows at 2 GiB.
-    ids = np.asarray(block_ids, np.int64)
-    sizes = np.array([page.nbytes for page in layout.pages], np.int64)
-    strides = np.array([block_strides[page.tensor_idx] for page in layout.pages], np.int64)
-    places = np.arange(first_block, first_block + len(ids)) % layout.num_blocks
-
-    rows = np.empty((len(ids), len(layout.pages), 4), np.int64)
-    rows[:, :, 0] = [page.tensor_idx for page in layout.pages]
-    rows[:, :, 1] = ids[:, None] * strides
-    rows[:, :, 2] = places[:, None] * layout.block_nbytes + (np.cumsum(sizes) - sizes)
-    rows[:, :, 3] = sizes
-    table = rows.reshape(-1, 4)
-
-    starts_chunk = np.repeat(places == 0, len(layout.pages))
-    starts_chunk[1:] &= table[1:, 2] == 0
-    starts_chunk[0] = True
-    starts_span = starts_chunk.copy()
-    ends = table[:, 1] + table[:, 3]
-    starts_span[1:] |= (table[1:, 0] != table[:-1, 0]) | (table[1:, 1] != ends[:-1])
-    at = np.flatnonzero(starts_span)
-    if len(at) < len(table):
-        nbytes = np.add.reduceat(table[:, 3], at)
-        table, starts_chunk = table[at], starts_chunk[at]
-        table[:, 3] = nbytes
-    bounds = [*np.flatnonzero(starts_chunk).tolist(), len(table)]
-    return [table[start:stop] for start, stop in pairwise(bounds)]
+    return ChunkPlan(0, layout.anywhere, 0, (0,), offset)

@@ -47,6 +47,11 @@ def unique_name() -> str:
     return f"{HOST}-{os.getpid()}-{TOKEN}-{next(_COUNTER)}"
 
 
+def new_part() -> str:
+    """Return the name of a file that is being written, as nobody else's."""
+    return f"{unique_name()}.part"
+
+
 def is_our_name(name: str) -> bool:
     """Return whether `name` is one as `unique_name` makes, on whatever node."""
     return _OUR_NAME.fullmatch(name) is not None

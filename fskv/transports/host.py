@@ -170,6 +170,7 @@ class HostTransport:
                 queue=_native.Queue,
                 guard=_native.Guard,
                 layout=_native.Layout,
+                placement=_native.Placement,
                 transfer=_native.Transfer,
             )
         self.description = (

@@ -67,6 +67,7 @@ class Native:
     queue: Callable[[int], _native.Queue]
     guard: type[_native.Guard]
     layout: type[_native.Layout]
+    placement: type[_native.Placement]
     transfer: type[_native.Transfer[Any]]
 
 

@@ -337,15 +337,15 @@ def test_offsets_do_not_overflow_with_numpy_block_ids():
 
 
 def test_the_byte_property_catches_a_planner_that_is_off_by_a_block(monkeypatch):
-    real = spans._span_tables
+    real = spans.ChunkPlan.table.fget
 
-    def shifted(layout, strides, ids, first_block):
-        tables = real(layout, strides, ids, first_block)
-        if first_block and tables:  # forgets the partial head
-            tables[0][:, 2] -= layout.block_nbytes
-        return tables
+    def shifted(plan):
+        table = real(plan)
+        if plan.first_block:  # forgets the partial head
+            table[:, 2] -= plan.layout.block_nbytes
+        return table
 
-    monkeypatch.setattr(spans, "_span_tables", shifted)
+    monkeypatch.setattr(spans.ChunkPlan, "table", property(shifted))
     with pytest.raises((AssertionError, ExceptionGroup)) as caught:
         test_every_byte_of_a_job_goes_to_its_place_exactly_once()
     # hypothesis groups what it found: a byte planned twice, a byte in another's place

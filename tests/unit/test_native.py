@@ -20,14 +20,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from places import REPOSITORY
 from test_jobs import DEADLINE, POISON, Bench
-from world import damage, leaves_nothing_open, make_identity, returns_in_time, wait_for
+from world import World, damage, leaves_nothing_open, make_identity, returns_in_time, wait_for
 
 from fskv import namespace
 from fskv.data_path.job import NativeEvent
 from fskv.format import chunk_file, integrity, mac
 from fskv.format.chunk_file import ROW_NBYTES
 from fskv.format.integrity import XXH3_64
+from fskv.plan.spans import ChunkPlan, Placement
+from fskv.root import process_id
 from fskv.transports import host
+from fskv.transports.cuda import flat_bytes
 from fskv.types import Status
 
 _native = pytest.importorskip("fskv._native", reason="the C extension was not built")
@@ -488,6 +491,61 @@ def test_each_reads_what_the_other_wrote(make_world, direct_io, written_in):
         assert untouched == bytes([POISON % 256]) * len(untouched)
 
 
+@pytest.fixture(scope="module")
+def scattered(tmp_path_factory):
+    """Chunks of 4 blocks with three small pages, which may lie anywhere."""
+    pages = (4096, 2048, 640)
+    return Chunks(World(tmp_path_factory.mktemp("scattered"), native=True, pages=pages))
+
+
+@given(st.data(), st.integers(0, 3), st.integers(0, 2**32))
+@settings(max_examples=80, deadline=None)
+def test_pages_lie_where_the_plan_says_wherever_that_is(scattered, data, first_block, seed):
+    world = scattered.world
+    flat = [flat_bytes(tensor).numpy().view(np.uint8) for tensor in world.tensors]
+    ids = data.draw(st.lists(st.integers(0, 9), min_size=4 - first_block, max_size=4 - first_block))
+    if data.draw(st.booleans()):  # neighbours become one span
+        ids = list(range(ids[0], ids[0] + len(ids)))
+    base = data.draw(st.sampled_from([0, 1, 320]))
+    places = []
+    for page in world.layout.pages:
+        tensor = data.draw(st.integers(0, 2))
+        stride = data.draw(st.sampled_from([0, page.nbytes, page.nbytes + 64, 1]))
+        room = len(flat[tensor]) - base - page.nbytes - stride * max(ids)
+        if room < 0:
+            stride, room = 1, len(flat[tensor]) - base - page.nbytes - max(ids)
+        places.append((tensor, data.draw(st.integers(0, room)), stride, page.nbytes))
+    plan = ChunkPlan(0, Placement(world.layout, tuple(places)), first_block, tuple(ids), base)
+    before = [np.random.default_rng(seed).integers(0, 256, len(t), np.uint8) for t in flat]
+    for tensor, content in zip(flat, before, strict=True):
+        tensor[:] = content
+    payload = np.zeros(world.file_layout.payload_nbytes, np.uint8)
+    for span in plan.spans:
+        from_tensor = before[span.tensor_idx][span.tensor_offset :][: span.nbytes]
+        payload[span.payload_offset :][: span.nbytes] = from_tensor
+
+    def move(*, is_load):
+        transfer = world.store.transfer(
+            Nothing, world.chunk(1), plan, _native.Guard(), is_load=is_load
+        )
+        return run(transfer, scattered.slot)
+
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(world.path(1))
+    scattered.slot.array[:] = 0xEE
+    assert move(is_load=False) == STORED
+    stored = np.fromfile(world.path(1), np.uint8)[world.file_layout.header_nbytes :]
+    assert np.array_equal(stored, payload)
+    expected = [np.full(len(t), 0xDD, np.uint8) for t in flat]
+    for tensor in flat:
+        tensor[:] = 0xDD
+    for span in plan.spans:
+        to_tensor = expected[span.tensor_idx][span.tensor_offset :][: span.nbytes]
+        to_tensor[:] = payload[span.payload_offset :][: span.nbytes]
+    assert move(is_load=True) == [NativeEvent.LOADED]
+    assert all(map(np.array_equal, flat, expected))
+
+
 def test_a_partial_chunk_serves_the_blocks_that_it_has_and_leaves_others_to_python(chunks):
     content = chunks.world.fill(range(2, 4), seed=3)
     assert chunks.store(1, range(2, 4), 2) == STORED
@@ -543,8 +601,8 @@ def test_what_stands_under_a_parts_name_is_neither_written_to_nor_removed(
     chunks, tmp_path, monkeypatch, kind
 ):
     world = chunks.world
+    monkeypatch.setattr(process_id, "unique_name", lambda: "a-1-0badcafe-1")
     part = world.directory.part_path(world.path(1))
-    monkeypatch.setattr(type(world.directory), "part_path", lambda *_: part)
     theirs = tmp_path / "theirs"
     theirs.write_bytes(b"theirs")
     os.makedirs(os.path.dirname(part), exist_ok=True)
@@ -839,6 +897,7 @@ def test_transfers_that_make_no_sense_are_refused():
     rest = {"num_blocks": 2, "format_version": 1, "open_flags": 0, "fsync": False, "touch": False}
     rest |= {"file_mode": 0o600, "dir_mode": 0o700, "touch_interval_s": 600.0, "root_nbytes": 0}
     pieces = {"head": b"h", "middle": b"m", "rows": b"r", "tail": b"t"}
+    rest |= {"directory": b"/d", "suffix": b".g0.kv"}
     layout = _native.Layout(**pieces, **sizes, **rest)
     for change in (
         {"header_nbytes": 100},
@@ -847,26 +906,70 @@ def test_transfers_that_make_no_sense_are_refused():
         {"block_nbytes": 0},
         {"num_blocks": 3},
         {"head": bytes(5000)},
+        {"directory": b"/a\0b"},
+        {"suffix": b".g\0.kv"},
     ):
         with pytest.raises(ValueError, match="do not fit"):
             _native.Layout(**{**pieces, **sizes, **rest, **change})
-    table = np.array([(0, 0, 0, 64)], np.int64)
+    for place in (
+        (1, 0, 32, 32),
+        (-1, 0, 32, 32),
+        (0, -1, 32, 32),
+        (0, 0, -32, 32),
+        (0, 0, 32, 0),
+        (0, 4065, 32, 32),
+        (0, 0, 32, 4097),
+    ):
+        with pytest.raises(ValueError, match="outside its tensor"):
+            _native.Placement(pages, [place])
+    for places in ([(0, 0, 32)], [None], None):
+        with pytest.raises(TypeError):
+            _native.Placement(pages, places)
+    placement = _native.Placement(pages, [(0, 0, 32, 24), (0, 24, 32, 8)])
+    small = _native.Placement(pages, [(0, 0, 32, 16)])
 
-    def make(key=b"k" * 32, path=b"/p", table=table, first=0, num=2):
-        return _native.Transfer(None, True, layout, pages, guard, path, b"", key, table, first, num)
+    def make(
+        key=b"k" * 32,
+        placement=placement,
+        first=0,
+        num=2,
+        ids=(0, 127),
+        base=0,
+        part=None,
+        load=True,
+    ):
+        return _native.Transfer(
+            None, load, layout, placement, guard, key, part, first, num, ids, base, False
+        )
 
     make()
+    make(ids=np.array([0, 127], np.int32))
+    make(first=1, num=1, ids=[3], base=4096 - 128)
     for bad in (
         {"key": b""},
         {"key": bytes(256)},
-        {"path": b"/a\0b"},
         {"first": 1},
         {"num": 0},
         {"num": 2**32 - 1, "first": 2},
-        {"table": np.array([(0, 0, 1, 64)], np.int64)},
+        {"part": "p"},
+        {"load": False},
+        {"placement": small},
+        {"ids": (0,)},
+        {"ids": (0, 1, 2)},
+        {"ids": (0, 128)},
+        {"ids": (-1, 0)},
+        {"ids": (0, 2**62)},
+        {"base": 32},
+        {"base": -32},
+        {"base": 2**63 - 1},
     ):
-        with pytest.raises(ValueError, match=r"Transfer|outside"):
+        with pytest.raises(ValueError, match=r"Transfer"):
             make(**bad)
+    for odd in (None, ("a", "b"), (0.5, 1)):
+        with pytest.raises(TypeError):
+            make(ids=odd)
+    with pytest.raises(OverflowError):
+        make(ids=(0, 2**63))
     queue = _native.Queue(1)
     transfer = make()
     queue.push([transfer])
@@ -882,8 +985,10 @@ def test_transfers_that_make_no_sense_are_refused():
         make().use_slot(host.HostSlot(0, np.zeros(4096, np.uint8)))
     with pytest.raises(TypeError):
         queue.push([object()])
-    with pytest.raises(TypeError):  # no paths
-        _native.Transfer(None, True, layout, pages, guard, key=b"k", num_blocks=1)
+    with pytest.raises(TypeError):  # no key
+        _native.Transfer(None, True, layout, placement, guard)
+    with pytest.raises(TypeError):
+        make(placement=pages)
 
 
 def test_nothing_is_leaked_however_a_transfer_ends(make_native_bench, request):
@@ -898,7 +1003,7 @@ def test_nothing_is_leaked_however_a_transfer_ends(make_native_bench, request):
     transfer = bench.world.store.transfer
 
     def watched(owner, *args, **options):
-        alive.append(weakref.ref(owner.move.plan.table))
+        alive.append(weakref.ref(owner.job))
         return transfer(owner, *args, **options)
 
     bench.world.store.transfer = watched

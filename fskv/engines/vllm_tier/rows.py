@@ -17,11 +17,9 @@ from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from fskv.engines.vllm.identity import EngineGroup
 from fskv.errors import ConfigError
-from fskv.plan.spans import ChunkPlan, GroupLayout, SpanTable
+from fskv.plan.spans import ChunkPlan, GroupLayout, Placement
 
 if TYPE_CHECKING:
     import torch
@@ -72,23 +70,22 @@ class RowLayout:
         return max(start + nbytes for start, _, nbytes in self._spans)
 
     @cached_property
-    def _first_row(self) -> SpanTable:
-        """The spans of row 0; neighbours on both sides are one."""
-        merged: list[list[int]] = []
-        for start, at, nbytes in self._spans:
-            if merged and merged[-1][1] + merged[-1][3] == start:
-                merged[-1][3] += nbytes
-            else:
-                merged.append([0, start, at, nbytes])
-        return np.array(merged, np.int64)
+    def _placement(self) -> Placement:
+        """All of it is in tensor 0."""
+        pages = zip(self.layout.pages, self.offsets, self.strides, strict=True)
+        places = tuple((0, offset, stride, page.nbytes) for page, offset, stride in pages)
+        return Placement(self.layout, places)
+
+    @cached_property
+    def _block_ids(self) -> tuple[int, ...]:
+        return tuple(range(self.layout.num_blocks))
 
     def plan(self, key_idx: int, row_idx: int, row_nbytes: int) -> ChunkPlan:
         """Return the transfer of the whole chunk between its file and row `row_idx` of tensor 0."""
         if row_idx < 0:
             raise ValueError(f"row {row_idx}")
-        table = self._first_row.copy()
-        table[:, 1] += int(row_idx) * row_nbytes  # int: an int32 would overflow at 2 GiB
-        return ChunkPlan(key_idx, self.layout, 0, self.layout.num_blocks, table)
+        base = int(row_idx) * row_nbytes  # int: an int32 would overflow at 2 GiB
+        return ChunkPlan(key_idx, self._placement, 0, self._block_ids, base)
 
 
 def own_rows(
