@@ -113,7 +113,7 @@ def _try(
     elif os.path.exists(reader.path(id_)):
         score.left[kind] += 1
     victim.put(chunk, genuine)
-    reader.replaced(id_)
+    reader.replaced([id_])
     if reader.get(id_, 0, layout.num_blocks, victim.slot)[0] is not Status.OK:
         score.genuine_refused += 1
 

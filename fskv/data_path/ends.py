@@ -8,13 +8,19 @@ is taken before it, never after.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Generic, cast
 
 from fskv.data_path.breaker import Breaker
-from fskv.data_path.job import FileOutcome, FileTask, Job, JobResult
+from fskv.data_path.job import FileOutcome, FileTask, Job, JobResult, NativeEvent
 from fskv.transports.protocol import SlotPool, SlotT
 from fskv.types import Status
+
+_STORE_STATUS: dict[int, Status] = {
+    NativeEvent.STORED: Status.OK,
+    NativeEvent.EXISTS: Status.EXISTS,
+    NativeEvent.ABANDONED: Status.SKIPPED,
+}
 
 
 class TaskEnds(Generic[SlotT]):
@@ -42,22 +48,87 @@ class TaskEnds(Generic[SlotT]):
         """The pages of a file are not needed any more. `status` is None for a store that goes on writing."""
         job = task.job
         with job.lock:
-            if task.pages_free:
+            if not self._free(task, status, nbytes, seconds):
                 return
-            task.pages_free = True
-            if job.unready and not task.parked and task.began_at is None:
-                job.leave_disk(self._clock())
-            if job.is_load and status is not Status.OK:
-                job.bad.append(task.move.file)
-            job.nbytes += nbytes if status in (Status.OK, None) else 0
-            job.ended_at = max(job.ended_at, (task.started_at or 0.0) + seconds)
         if job.is_load and status is not None:
             self.outcome_known(task, status, nbytes if status is Status.OK else 0, seconds)
-        with job.lock:  # once more, or the job might be reported before an outcome of it is known
-            job.num_open -= 1
-            last = job.num_open == 0
+        self._closed(job, 1)
+
+    def _free(self, task: FileTask, status: Status | None, nbytes: int, seconds: float) -> bool:
+        """Under the job's lock; False: they were free before. Who gets True says so to `_closed`."""
+        if task.pages_free:
+            return False
+        job, task.pages_free = task.job, True
+        if job.unready and not task.parked and task.began_at is None:
+            job.leave_disk(self._clock())
+        if job.is_load:
+            job.ended_at = max(job.ended_at, (task.started_at or 0.0) + seconds)
+            if status is not Status.OK:
+                job.bad.append(task.move.file)
+        if status is Status.OK or status is None:
+            job.nbytes += nbytes
+        return True
+
+    def _closed(self, job: Job, num_tasks: int) -> None:
+        """Count tasks whose pages are free. Not before their outcomes are known: it may report the job."""
+        with job.lock:
+            job.num_open -= num_tasks
+            last = num_tasks > 0 and job.num_open == 0
         if last:
             self.report(job)
+
+    def ended_outside(self, events: Iterable[tuple[FileTask, int, float]]) -> None:
+        """Take over what was done outside the interpreter: (task, NativeEvent, seconds). Engine's thread.
+
+        All at once, with few locks: this is the engine's time, as often as there are chunks.
+        """
+        freed: dict[Job, list[FileTask]] = {}
+        over: list[tuple[FileTask, Status, float]] = []
+        for task, event, seconds in events:
+            if event == NativeEvent.GATHERED:
+                freed.setdefault(task.job, []).append(task)
+            elif event == NativeEvent.LOADED:
+                freed.setdefault(task.job, []).append(task)
+                task.read_s = seconds if task.began_at is None else task.read_s
+                over.append((task, Status.OK, task.read_s))
+            elif event == NativeEvent.READ:
+                self.read(task, seconds)
+            elif task.job.is_load:  # it was abandoned
+                self.slot_free(task)
+            else:
+                over.append((task, _STORE_STATUS[event], seconds))
+        for job, tasks in freed.items():
+            status = Status.OK if job.is_load else None
+            with job.lock:
+                free = [
+                    self._free(task, status, task.move.plan.nbytes, task.read_s) for task in tasks
+                ]
+            freed[job] = [task for task, now in zip(tasks, free, strict=True) if now]
+        self._over(over)
+        for job, tasks in freed.items():
+            self._closed(job, len(tasks))
+
+    def _over(self, ended: Collection[tuple[FileTask, Status, float]]) -> None:
+        """Tasks ended outside the interpreter: their slots are free, and their outcomes known."""
+        heard = set()
+        with self._lock:
+            for task, status, seconds in ended:
+                is_load = task.job.is_load
+                if not is_load:
+                    self._open_stores.discard(task)
+                if not task.outcome_known:
+                    task.outcome_known = True
+                    nbytes = task.move.plan.nbytes if is_load else self._file_nbytes(task)
+                    if status is not Status.OK:
+                        nbytes = 0
+                    self._outcomes.append(
+                        FileOutcome(task.move.file, is_load, status, nbytes, seconds)
+                    )
+                    heard.add(status)
+        for status in heard:  # of a disk that answered: once is as good as often
+            self._breaker.record(status)
+        for task, _, _ in ended:
+            self.slot_free(task)
 
     def read(self, task: FileTask, seconds: float) -> None:
         """A load was read in so many seconds, outside the interpreter, and waits for the job's event."""
@@ -67,12 +138,6 @@ class TaskEnds(Generic[SlotT]):
             task.began_at, task.read_s = queued.began_at, seconds
             if not task.pages_free:
                 job.leave_disk((queued.began_at or 0.0) + seconds)
-
-    def loaded(self, task: FileTask, seconds: float) -> None:
-        """A load ended outside the interpreter; its thread was busy for so many seconds."""
-        busy_s = seconds if task.began_at is None else task.read_s
-        self.pages_free(task, Status.OK, task.move.plan.nbytes, busy_s)
-        self.slot_free(task)
 
     def slot_free(self, task: FileTask) -> None:
         """A task is over: give back the slot that it had for itself, if it had one."""
@@ -120,13 +185,12 @@ class TaskEnds(Generic[SlotT]):
 
     # --- for the engine's thread ------------------------------------------------------------
 
-    def begin_store(self, task: FileTask, limit: int) -> bool:
-        """Count a store as open; False where there are `limit` already."""
+    def begin_stores(self, tasks: Sequence[FileTask], limit: int) -> int:
+        """Count the first of these stores as open, until there are `limit`; return how many."""
         with self._lock:
-            if len(self._open_stores) >= limit:
-                return False
-            self._open_stores.add(task)
-            return True
+            num = max(0, min(len(tasks), limit - len(self._open_stores)))
+            self._open_stores.update(tasks[:num])
+            return num
 
     @property
     def open_stores(self) -> Collection[FileTask]:

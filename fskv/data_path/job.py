@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 Queued: TypeAlias = "Task[FileTask] | _native.Transfer[FileTask]"
 
 
-@dataclass(frozen=True, slots=True)
-class FileMove:
+class FileMove(NamedTuple):
     """One file of a job: which, and what of its chunk goes where."""
 
     file: FileId
@@ -61,8 +60,7 @@ class JobResult:
     prefetched: bool = False  # some of its files had been read before: its times are not the disk's
 
 
-@dataclass(frozen=True, slots=True)
-class FileOutcome:
+class FileOutcome(NamedTuple):
     """How one file ended; for stores this comes after the job was reported."""
 
     file: FileId
@@ -188,14 +186,18 @@ class Job:
 
     def result(self, now: float) -> JobResult:
         """Return the report of a job whose chunks had all ended `now`. On the engine's thread."""
+        if not self.is_load:
+            return JobResult(
+                self.job_id, False, bool(self.bad), self.nbytes, now - self.submitted_at
+            )
         total = sum(task.move.plan.nbytes for task in self.tasks)
-        began = [task.started_at for task in self.tasks if task.started_at is not None]
+        began = [at for task in self.tasks if (at := task.started_at) is not None]
         ended = now if self.bad else self.ended_at
-        if self.dropped and self.is_load:
+        if self.dropped:
             self.bad = [task.move.file for task in self.tasks]
         return JobResult(
             self.job_id,
-            self.is_load,
+            True,
             bool(self.bad),
             self.nbytes,
             now - self.submitted_at,

@@ -73,11 +73,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_STORE_STATUS = {
-    NativeEvent.STORED: Status.OK,
-    NativeEvent.EXISTS: Status.EXISTS,
-    NativeEvent.ABANDONED: Status.SKIPPED,
-}
 _WRITTEN = {0: Status.OK, 1: Status.EXISTS}  # ChunkResult in csrc/chunk_io.h; else nothing was done
 
 _PACE = 1 / 16  # weight of one store in the average of how long one takes
@@ -173,18 +168,18 @@ class JobRunner(Generic[SlotT]):
 
     def submit_store(self, job_id: int, moves: Sequence[FileMove], ready: Ready | None) -> None:
         """Start a store, after `ready`; chunks beyond the queue's limit are skipped and counted."""
-        queued = []
-        limit = self._queue_limit()
         job = Job(job_id, self._clock(), self._deadline.max_s, ready, self._make_guard())
-        for task in self._begin(job, moves):
-            plan = task.move.plan
-            # Blocks after the plan's last one would be whatever the slot held before.
-            whole = plan.first_block + plan.num_blocks >= plan.layout.num_blocks
-            if whole and self._ends.begin_store(task, limit):
-                queued.append(task)
-            else:
-                self._ends.pages_free(task, Status.SKIPPED, 0, 0.0)
-                self._ends.store_over(task, Status.SKIPPED, 0.0)
+        tasks = self._begin(job, moves)
+        # Blocks after the plan's last one would be whatever the slot held before.
+        whole = [task for task in tasks if task.move.plan.to_end]
+        num = self._ends.begin_stores(whole, self._queue_limit())
+        queued = whole[:num]
+        if num < len(tasks):
+            taken = set(queued)
+            for task in tasks:
+                if task not in taken:
+                    self._ends.pages_free(task, Status.SKIPPED, 0, 0.0)
+                    self._ends.store_over(task, Status.SKIPPED, 0.0)
         self._queue_when_ready(job, queued)
 
     def _queue_when_ready(self, job: Job, tasks: Sequence[FileTask]) -> None:
@@ -361,20 +356,12 @@ class JobRunner(Generic[SlotT]):
 
     def _collect(self) -> None:
         """Take over what I/O threads did outside the interpreter."""
-        for owner, kind, seconds in self._pool.queue.take_events():
-            task, event = cast("FileTask", owner), NativeEvent(kind)
-            if event is NativeEvent.GATHERED:
-                self._ends.pages_free(task, None, task.move.plan.nbytes, 0.0)
-            elif event is NativeEvent.READ:
-                self._ends.read(task, seconds)
-            elif event is NativeEvent.LOADED:
-                self._ends.loaded(task, seconds)
-            elif task.job.is_load:
-                self._ends.slot_free(task)
-            else:
-                if event is NativeEvent.STORED:
-                    self._store.replaced(task.move.file)
-                self._ends.store_over(task, _STORE_STATUS[event], seconds)
+        events = cast("list[tuple[FileTask, int, float]]", self._pool.queue.take_events())
+        if events:
+            self._store.replaced(
+                task.move.file for task, event, _ in events if event == NativeEvent.STORED
+            )
+            self._ends.ended_outside(events)
 
     # --- the I/O threads' side ------------------------------------------------------------
 

@@ -16,7 +16,7 @@ import stat as stat_module
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Generic, Protocol
 
 from fskv._version import __version__
@@ -218,10 +218,13 @@ class ChunkStore(Generic[SlotT]):
         with contextlib.suppress(ChunkError, OSError), self._shard(path) as shard:
             os.utime(os.path.basename(path), dir_fd=shard, follow_symlinks=False)
 
-    def replaced(self, file_id: FileId) -> None:
-        """A Transfer has published this chunk: what was suspect under its name is gone."""
+    def replaced(self, file_ids: Iterable[FileId]) -> None:
+        """Transfers have published these chunks: what was suspect under their names is gone."""
+        if not self._suspects:
+            return
         with self._lock:
-            self._suspects.pop(file_id, None)
+            for file_id in file_ids:
+                self._suspects.pop(file_id, None)
 
     # --- load -----------------------------------------------------------------------------
 
@@ -409,7 +412,7 @@ class ChunkStore(Generic[SlotT]):
         except ChunkMissing:
             self._make_shard(os.path.dirname(path))
             self._write(path, slot, layout.file_nbytes)
-        self.replaced(file_id)
+        self.replaced([file_id])
         return Status.OK
 
     def _header(

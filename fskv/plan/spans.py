@@ -156,6 +156,11 @@ class ChunkPlan(NamedTuple):
         return len(self.block_ids)
 
     @property
+    def to_end(self) -> bool:
+        """Whether its blocks are the last of the chunk."""
+        return self.first_block + len(self.block_ids) >= self.placement.layout.num_blocks
+
+    @property
     def nbytes(self) -> int:
         """KV bytes that are moved."""
         return len(self.block_ids) * self.placement.layout.block_nbytes

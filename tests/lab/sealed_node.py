@@ -68,7 +68,7 @@ def main(root, key_path, me):
             if rng.random() < 0.3:
                 name = 100 * me + rng.choice(NUMBERS)
                 stored.discard(name)
-                world.store.replaced(world.chunk(name))
+                world.store.replaced([world.chunk(name)])
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(world.path(name))
             with lock:

@@ -514,7 +514,13 @@ def test_pages_lie_where_the_plan_says_wherever_that_is(scattered, data, first_b
         room = len(flat[tensor]) - base - page.nbytes - stride * max(ids)
         if room < 0:
             stride, room = 1, len(flat[tensor]) - base - page.nbytes - max(ids)
-        places.append((tensor, data.draw(st.integers(0, room)), stride, page.nbytes))
+        offset = data.draw(st.integers(0, room))
+        if places and data.draw(
+            st.booleans()
+        ):  # behind the page before, or there in another tensor
+            _, start, step, nbytes = places[-1]
+            offset = min(room, max(0, start + nbytes + ids[0] * (step - stride)))
+        places.append((tensor, offset, stride, page.nbytes))
     plan = ChunkPlan(0, Placement(world.layout, tuple(places)), first_block, tuple(ids), base)
     before = [np.random.default_rng(seed).integers(0, 256, len(t), np.uint8) for t in flat]
     for tensor, content in zip(flat, before, strict=True):
