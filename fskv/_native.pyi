@@ -38,6 +38,7 @@ def name_digest(key: bytes, /) -> bytes: ...
 
 class Device:
     uses_kernel: bool
+    uses_batches: bool
     num_lanes: int
     def __new__(
         cls,

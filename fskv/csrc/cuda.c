@@ -47,10 +47,19 @@ typedef void *Handle;     /* CUcontext, CUstream, CUevent, CUmodule, CUfunction 
     X(launch, cuLaunchKernel,                                                                            \
       (Handle, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Handle, void **, void **))
 
+/* CUmemcpyAttributes: in stream order, no hints, no flags. Longer than any driver's, with zeros. */
+typedef struct {
+    int source_order, rest[15];
+} CopyAttributes;
+enum { SOURCE_IN_STREAM_ORDER = 1 };
+
 typedef struct {
 #define FIELD(field, symbol, arguments) int(*field) arguments;
     CALLS(FIELD)
 #undef FIELD
+    /* Many copies by one call, in any order: NULL before CUDA 12.8. Since 13.0 nobody is told which one failed. */
+    int (*batch)(Address *, Address *, size_t *, size_t, CopyAttributes *, size_t *, size_t, Handle);
+    int (*batch_of_12)(Address *, Address *, size_t *, size_t, CopyAttributes *, size_t *, size_t, size_t *, Handle);
 } Driver;
 
 /* The kernel's table: a program copies one of these. */
@@ -58,13 +67,13 @@ typedef struct {
     uint64_t source, target, nbytes;
 } Piece;
 
-enum { MAX_PIECES = 2048, MAX_SCRATCH = 4 }; /* of a launch; 48 KiB */
+enum { MAX_PIECES = 2048, MAX_SCRATCH = 4 }; /* of a launch or a batch; 48 KiB */
 
 typedef struct Lane {
     struct Lane *next;
     Handle stream, event;
-    Piece *table;         /* registered host memory */
-    Address device_table; /* 0: spans are copied one by one */
+    Piece *table;         /* registered host memory; without a kernel the arrays of a batch */
+    Address device_table; /* 0: no kernel */
     Address bounce;
 } Lane;
 
@@ -81,6 +90,7 @@ struct Cuda {
     Lane *free;
     int num_used, num_broken;
     bool closed;
+    _Atomic bool batch_refused; /* by the driver, once */
 };
 
 static bool failed(CudaError *error, const char *call, int code)
@@ -285,6 +295,54 @@ static bool copy_one_by_one(Cuda *cuda, Lane *lane, const uint64_t *tensors, con
     return true;
 }
 
+static bool submit_batch(Cuda *cuda, Lane *lane, Address *targets, Address *sources, size_t *sizes, size_t num,
+                         CudaError *error)
+{
+    CopyAttributes attributes = {.source_order = SOURCE_IN_STREAM_ORDER};
+    size_t first = 0, which;
+    Driver *driver = &cuda->driver;
+    int code = driver->batch != NULL
+                   ? driver->batch(targets, sources, sizes, num, &attributes, &first, 1, lane->stream)
+                   : driver->batch_of_12(targets, sources, sizes, num, &attributes, &first, 1, &which, lane->stream);
+    return code == 0 || failed(error, "cuMemcpyBatchAsync", code);
+}
+
+/* Spans of one table do not overlap: their order does not matter. */
+static bool copy_in_batches(Cuda *cuda, Lane *lane, const uint64_t *tensors, const int64_t *spans,
+                            const int64_t *end, uint8_t *slot, bool to_slot, CudaError *error)
+{
+    _Static_assert(sizeof(Piece) == 2 * sizeof(Address) + sizeof(size_t), "three arrays in a table");
+    Address *targets = (Address *)lane->table, *sources = targets + MAX_PIECES;
+    size_t *sizes = (size_t *)(sources + MAX_PIECES), num = 0;
+    for (const int64_t *row = spans; row < end; row += 4) {
+        Address page = tensors[row[0]] + (Address)row[1], place = (Address)(uintptr_t)(slot + row[2]);
+        if (row[3] == 0)
+            continue;
+        /* The call has read the arrays when it returns. */
+        if (num == MAX_PIECES) {
+            if (!submit_batch(cuda, lane, targets, sources, sizes, num, error))
+                return false;
+            num = 0;
+        }
+        targets[num] = to_slot ? place : page;
+        sources[num] = to_slot ? page : place;
+        sizes[num++] = (size_t)row[3];
+    }
+    return num == 0 || submit_batch(cuda, lane, targets, sources, sizes, num, error);
+}
+
+/* Without a kernel. What the driver refuses as a batch it may do one by one. */
+static bool copy_by_driver(Cuda *cuda, Lane *lane, const uint64_t *tensors, const int64_t *spans,
+                           const int64_t *end, uint8_t *slot, bool to_slot, CudaError *error)
+{
+    if (end - spans > 4 && cuda_uses_batches(cuda)) {
+        if (copy_in_batches(cuda, lane, tensors, spans, end, slot, to_slot, error))
+            return true;
+        cuda->batch_refused = true; /* parts of it may run: before what follows on this stream */
+    }
+    return copy_one_by_one(cuda, lane, tensors, spans, end, slot, to_slot, error);
+}
+
 /* Where in the slot the spans begin and end, and whether all between is theirs: else the buffer would bring what it
  * held before. */
 static bool without_holes(const int64_t *spans, const int64_t *end, size_t *start, size_t *stop)
@@ -321,7 +379,7 @@ bool cuda_copy_spans(Cuda *cuda, const uint64_t *tensors, const int64_t *spans, 
                    stop <= cuda->options.bounce_nbytes;
     bool good = at_once ? copy_at_once(cuda, lane, tensors, spans, end, slot, start, stop, to_slot,
                                        &broken, error)
-                        : copy_one_by_one(cuda, lane, tensors, spans, end, slot, to_slot, error);
+                        : copy_by_driver(cuda, lane, tensors, spans, end, slot, to_slot, error);
     /* Also after an error: what was launched before it still runs. */
     CudaError last;
     if (!wait_for(cuda, lane, &broken, good ? error : &last))
@@ -334,6 +392,11 @@ bool cuda_copy_spans(Cuda *cuda, const uint64_t *tensors, const int64_t *spans, 
 /* --- the device --------------------------------------------------------------------------------- */
 
 bool cuda_uses_kernel(const Cuda *cuda) { return cuda->function != NULL; }
+
+bool cuda_uses_batches(const Cuda *cuda)
+{
+    return (cuda->driver.batch != NULL || cuda->driver.batch_of_12 != NULL) && !cuda->batch_refused;
+}
 
 int cuda_num_lanes(const Cuda *cuda) { return cuda->num_lanes; }
 
@@ -387,6 +450,8 @@ static bool open_driver(Driver *driver, const char *library, CudaError *error)
         return failed(error, "libcuda has no " #symbol, 0);
     CALLS(LOOK_UP)
 #undef LOOK_UP
+    *(void **)&driver->batch = dlsym(opened, "cuMemcpyBatchAsync_v2");
+    *(void **)&driver->batch_of_12 = dlsym(opened, "cuMemcpyBatchAsync");
     return true;
 }
 

@@ -17,7 +17,7 @@ typedef struct Cuda Cuda;
 typedef struct {
     const char *library; /* what to open: libcuda.so.1 */
     int device_idx;
-    const void *image; /* a cubin of the copy kernel; NULL: spans are copied one by one */
+    const void *image; /* a cubin of the copy kernel; NULL: the driver copies the spans */
     const char *kernel; /* its name */
     unsigned num_threads, shared_nbytes;
     unsigned num_scratch; /* pointers after the kernel's own argument, which it does not use */
@@ -42,6 +42,8 @@ void cuda_free(Cuda *cuda);
 
 /* Whether a chunk crosses the bus in one copy. */
 bool cuda_uses_kernel(const Cuda *cuda);
+/* Whether otherwise the driver takes many spans at once (CUDA 12.8), and has not refused to. */
+bool cuda_uses_batches(const Cuda *cuda);
 int cuda_num_lanes(const Cuda *cuda);
 
 /* Host memory that copies may use from now on. */

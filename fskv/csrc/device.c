@@ -140,6 +140,11 @@ static PyObject *Device_uses_kernel(Device *self, void *unused)
     return PyBool_FromLong(cuda_uses_kernel(self->cuda));
 }
 
+static PyObject *Device_uses_batches(Device *self, void *unused)
+{
+    return PyBool_FromLong(cuda_uses_batches(self->cuda));
+}
+
 static PyObject *Device_num_lanes(Device *self, void *unused)
 {
     return PyLong_FromLong(cuda_num_lanes(self->cuda));
@@ -147,6 +152,7 @@ static PyObject *Device_num_lanes(Device *self, void *unused)
 
 static PyGetSetDef Device_getset[] = {
     {"uses_kernel", (getter)Device_uses_kernel, NULL, "Whether a chunk crosses the bus in one copy.", NULL},
+    {"uses_batches", (getter)Device_uses_batches, NULL, "Whether the driver copies many spans by one call.", NULL},
     {"num_lanes", (getter)Device_num_lanes, NULL, "Copies at once, at most.", NULL},
     {NULL},
 };

@@ -48,7 +48,7 @@ class NativeCuda:
             try:
                 compiled = kernels.compiled_copy(device.device)
             except Exception as error:  # of any Triton
-                logger.warning("fskv: spans are copied one by one: %s", error)
+                logger.warning("fskv: the driver copies the spans, and no kernel: %s", error)
         lanes = max(1, min(_NUM_LANES, _LANES_NBYTES // slot_nbytes))
         place = (cuda.LIBCUDA, device.device.index or 0)
         if compiled is None or slot_nbytes > _LANES_NBYTES:

@@ -110,16 +110,18 @@ class Sim:
 
 
 @functools.cache
-def simulation(*, for_all=False):
-    """Build and load the driver; skips the test where there is no C compiler.
+def simulation(*, for_all=False, version=13000):
+    """Build and load the driver of a CUDA version; skips the test where there is no C compiler.
 
     With `for_all` whoever opens libcuda.so.1 in this process gets it, kvikio too: only for a child process.
+    It has no batches of copies then, which are simulated only as far as fskv uses them.
     """
     directory = Path(tempfile.gettempdir()) / f"fskv-tests-{os.getuid()}"
     if not for_all:
-        return Sim(build("cuda_sim", directory))
+        return Sim(build("cuda_sim", directory, f"-DCUDA_OF={version}"))
     name = "libcuda.so.1"
-    return Sim(build("cuda_sim", directory, f"-Wl,-soname,{name}", file_name=name))
+    flags = ("-DCUDA_OF=12070", f"-Wl,-soname,{name}")
+    return Sim(build("cuda_sim", directory, *flags, file_name=name))
 
 
 class SimTensor(torch.Tensor):

@@ -40,9 +40,15 @@ SLOT = 1 << 20
 LATE_S = 0.004  # a stream may be so late
 
 
+# The copy kernel, the driver's batches, one copy of the driver's a span, or Python's path.
+PATHS = ["kernel", "batches", "batches of CUDA 12", "spans", "python"]
+VERSIONS = {"batches of CUDA 12": 12080, "spans": 12070}  # of the driver; else 13.0
+
+
 @pytest.fixture
-def sim(monkeypatch):
-    sim = simulation()
+def sim(monkeypatch, request):
+    path = getattr(request.node, "callspec", None) and request.node.callspec.params.get("path")
+    sim = simulation(version=VERSIONS.get(path, 13000))
     sim.reset(1, LATE_S)
     sim.torch = on_simulation(monkeypatch, sim)
     yield sim
@@ -101,17 +107,14 @@ def make_device(make_world, sim):
     closes_cleanly(sim)
 
 
-PATHS = ["kernel", "spans", "python"]
-
-
 def refuse(*_):
     raise RuntimeError("a kernel with surprises")
 
 
 @pytest.fixture(params=PATHS)
 def path(request, monkeypatch):
-    """The copy kernel, one copy of the driver's a span, or Python's path; options of a DeviceBench."""
-    if request.param == "spans":
+    """One of PATHS, as options of a DeviceBench."""
+    if request.param not in ("kernel", "python"):
         monkeypatch.setattr(kernels, "compiled_copy", refuse)
     return {"native": request.param != "python"}
 
@@ -382,9 +385,9 @@ def test_memory_that_is_registered_while_the_device_is_given_up_is_not_kept(sim,
     assert sim.misuses == []
 
 
-@pytest.mark.parametrize("how", ["spans", "kernel"])
-def test_nothing_runs_after_a_copy_that_failed(sim, make_pair, monkeypatch, how):
-    if how == "spans":
+@pytest.mark.parametrize("path", ["batches", "spans", "kernel"])
+def test_nothing_runs_after_a_copy_that_failed(sim, make_pair, monkeypatch, path):
+    if path != "kernel":
         monkeypatch.setattr(kernels, "compiled_copy", refuse)
     pair = make_pair([(8, 4096)] * 2)
     outside, slot = pair.transports[0]._outside, pair.slots[0]
@@ -397,7 +400,9 @@ def test_nothing_runs_after_a_copy_that_failed(sim, make_pair, monkeypatch, how)
     ):
         for seed in range(4):
             sim.reset(seed, 0.2)
-            sim.fail(name, 999, after=1 if "Memcpy" in name and how == "spans" else 0)
+            sim.fail(name, 999, after=1 if "Memcpy" in name and path != "kernel" else 0)
+            if path == "batches":  # then one by one, until that fails
+                sim.fail("cuMemcpyBatchAsync_v2", 719)
             assert not outside.copy(table, slot.array, 4096, None, to_slot=to_slot)
             assert not sim.busy, "the slot and the pages are somebody else's now"
 
@@ -862,6 +867,80 @@ def test_errors_in_copies_cost_no_byte_and_no_later_chunk(make_device, sim, name
     for i, n in enumerate(sorted(contents)):
         assert bench.world.pages(bench.blocks(30 + i)) == contents[n]
     bench.wait_until_idle()
+
+
+@pytest.mark.parametrize("path", PATHS, indirect=True)
+def test_each_path_copies_as_it_says(make_device, sim, path, request):
+    bench = make_device(num_threads=1, **path)
+    sim.reset(3, LATE_S)
+    job, contents = bench.store([0, 1])
+    bench.finish(job)
+    bench.wait_until_idle()
+    bench.poison(range(36, 60))
+    bench.finish(bench.load([0, 1], place=9))
+    bench.wait_until_idle()
+    assert [bench.world.pages(bench.blocks(9 + n)) for n in range(2)] == list(contents.values())
+    used = [sim.calls(f"cuMemcpyBatchAsync{suffix}") for suffix in ("_v2", "")]
+    copies = sim.calls("cuMemcpyHtoDAsync_v2") + sim.calls("cuMemcpyDtoHAsync_v2")
+    name = request.node.callspec.params["path"]
+    if name.startswith("batches"):
+        assert used == ([4, 0] if name == "batches" else [0, 4]), "one for each chunk and way"
+        assert copies == 0
+    else:
+        assert used == [0, 0]
+        assert (copies > 8) is (name == "spans")
+
+
+@pytest.mark.parametrize("code", [1, 801])
+@pytest.mark.parametrize("path", ["batches", "batches of CUDA 12"], indirect=True)
+def test_a_batch_that_the_driver_refuses_is_copied_one_by_one_and_is_the_last(
+    make_device, sim, path, code, request
+):
+    """Half of it was begun, and is over before the same pages are copied once more."""
+    bench = make_device(num_threads=1, **path)
+    device = bench.world.transport._outside._device
+    name = request.node.callspec.params["path"]
+    call = "cuMemcpyBatchAsync_v2" if name == "batches" else "cuMemcpyBatchAsync"
+    assert device.uses_batches
+    assert not device.uses_kernel
+    sim.reset(code, LATE_S)
+    sim.fail(call, code)
+    job, contents = bench.store([0, 1, 2])
+    bench.finish(job)
+    bench.wait_until_idle()
+    assert sim.calls(call) == 1
+    assert not device.uses_batches
+    for n, content in contents.items():
+        assert read_by_hand(bench.world.path(n)).payload[: len(content)] == content
+    bench.poison(range(36, 60))
+    assert not bench.finish(bench.load([0, 1, 2], place=9))[0].failed
+    bench.wait_until_idle()
+    assert [bench.world.pages(bench.blocks(9 + n)) for n in range(3)] == list(contents.values())
+    assert sim.calls(call) == 1
+
+
+def test_a_table_of_more_spans_than_a_batch_takes_goes_in_several(sim, tmp_path, monkeypatch):
+    monkeypatch.setattr(kernels, "compiled_copy", refuse)
+    gpu = sim.torch.gpu("cuda:0")
+    tensor = gpu.tensor(5000, 64)
+    transport = HostTransport([tensor], SLOT, probe_dir=str(tmp_path), direct_io="off", num_slots=2)
+    opened = gpu.opened(tensor).reshape(-1)
+    opened[:] = np.random.default_rng(1).integers(0, 256, len(opened), np.uint8)
+    order = np.random.default_rng(2).permutation(5000)
+    table = np.array([(0, 64 * block, 64 * i, 64) for i, block in enumerate(order)], np.int64)
+    table = np.insert(table, 2048, (0, 0, 0, 0), axis=0)  # of no bytes: never the driver's
+    slot = transport.new_slot(0)
+    sim.reset(1, 0.0)
+    transport.gather(table, slot, 4096, None)
+    assert sim.calls("cuMemcpyBatchAsync_v2") == 3
+    stored = slot.array[4096 : 4096 + len(opened)]
+    assert np.array_equal(stored.reshape(-1, 64), opened.reshape(-1, 64)[order])
+    before = opened.copy()
+    opened[:] = 0
+    transport.scatter(slot, 4096, table, None)
+    assert np.array_equal(opened, before)
+    transport.close()
+    closes_cleanly(sim)
 
 
 def test_where_the_driver_says_no_python_takes_over(make_device, sim, monkeypatch, caplog):

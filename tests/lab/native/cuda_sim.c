@@ -28,6 +28,9 @@ enum {
     CAPTURE_UNSUPPORTED = 900, CAPTURE_INVALIDATED = 901
 };
 enum { NUM_DEVICES = 2, GLOBAL_MODE = 0, RELAXED_MODE = 2, KERNEL_THREADS = 128, PIECE = 8192 };
+#ifndef CUDA_OF
+#define CUDA_OF 13000 /* whose calls there are */
+#endif
 #define REGION ((size_t)64 << 30)
 #define GAP ((size_t)2 << 20)
 
@@ -380,11 +383,8 @@ static Stream *stream_of(const char *name, Stream *stream)
     return NULL;
 }
 
-static int submit(const char *name, Stream *given, Op op)
+static void enqueue(Stream *stream, Op op)
 {
-    Stream *stream = stream_of(name, given);
-    if (stream == NULL)
-        return end(INVALID_HANDLE);
     Op *copy = malloc(sizeof op);
     *copy = op;
     copy->next = NULL;
@@ -393,6 +393,14 @@ static int submit(const char *name, Stream *given, Op op)
     *(stream->last ? &stream->last->next : &stream->first) = copy;
     stream->last = copy;
     pthread_cond_broadcast(&changed);
+}
+
+static int submit(const char *name, Stream *given, Op op)
+{
+    Stream *stream = stream_of(name, given);
+    if (stream == NULL)
+        return end(INVALID_HANDLE);
+    enqueue(stream, op);
     return end(SUCCESS);
 }
 
@@ -659,6 +667,56 @@ int cuMemcpyDtoDAsync_v2(uint64_t target, uint64_t source, size_t nbytes, Stream
     return submit("cuMemcpyDtoDAsync", stream,
                   (Op){.kind = COPY_ON, .target = target, .source = source, .nbytes = nbytes});
 }
+
+#if CUDA_OF >= 12080
+typedef struct { int source_order, source_hint[2], target_hint[2]; unsigned flags; } CopyAttributes;
+
+/* In any order; one that fails may have begun, with half of it. */
+static int batch(const char *name, uint64_t *targets, uint64_t *sources, size_t *sizes, size_t num,
+                 CopyAttributes *attributes, size_t *firsts, size_t num_attributes, Stream *stream)
+{
+    int code = begin(name);
+    if (code == 0 && current() == NULL)
+        misuse("%s: no current context", name);
+    if (current() == NULL)
+        return end(INVALID_CONTEXT);
+    Stream *on = stream_of(name, stream);
+    if (on == NULL || num == 0 || num_attributes != 1 || firsts[0] != 0 || attributes->source_order < 1 ||
+        attributes->source_order > 3 || attributes->source_hint[0] || attributes->target_hint[0] || attributes->flags)
+        return end(on == NULL ? INVALID_HANDLE : INVALID_VALUE);
+    size_t shift = (size_t)rand_r(&on->seed) % num, some = code == 0 ? num : num / 2;
+    for (size_t i = 0; i < num; i++) {
+        bool in = sim_open_address(sources[i]) == 0;
+        uint64_t there = in ? targets[i] : sources[i], here = in ? sources[i] : targets[i];
+        if (sizes[i] == 0 || !registered_at(name, (void *)here, sizes[i]) ||
+            opened_at(name, current()->device, there, sizes[i]) == NULL)
+            return end(INVALID_VALUE);
+    }
+    for (size_t i = 0; i < some; i++) {
+        size_t k = (i + shift) % num;
+        enqueue(on, (Op){.kind = sim_open_address(sources[k]) == 0 ? COPY_IN : COPY_OUT, .target = targets[k],
+                         .source = sources[k], .nbytes = sizes[k]});
+    }
+    /* The caller may use its arrays again. */
+    memset(sizes, 0x55, num * sizeof *sizes);
+    return end(code);
+}
+
+int cuMemcpyBatchAsync(uint64_t *targets, uint64_t *sources, size_t *sizes, size_t num, CopyAttributes *attributes,
+                       size_t *firsts, size_t num_attributes, size_t *which, Stream *stream)
+{
+    *which = SIZE_MAX;
+    return batch("cuMemcpyBatchAsync", targets, sources, sizes, num, attributes, firsts, num_attributes, stream);
+}
+#endif
+
+#if CUDA_OF >= 13000
+int cuMemcpyBatchAsync_v2(uint64_t *targets, uint64_t *sources, size_t *sizes, size_t num,
+                          CopyAttributes *attributes, size_t *firsts, size_t num_attributes, Stream *stream)
+{
+    return batch("cuMemcpyBatchAsync_v2", targets, sources, sizes, num, attributes, firsts, num_attributes, stream);
+}
+#endif
 
 int cuMemsetD8Async(uint64_t target, unsigned char value, size_t nbytes, Stream *stream)
 {
