@@ -37,8 +37,8 @@ from fskv.types import FileId, Status
 
 # Beside the slots: thread stacks, directory entries, the allocator's slack.
 FIXED_NBYTES = 24 * MIB
-# A job that is not done has its plan: a named tuple of four integers for each page, and the job itself.
-SPAN_NBYTES = 224
+# A job that is not done has its plan, which is the number of each block, and the job itself.
+BLOCK_NBYTES = 64
 JOB_NBYTES = 4096
 FILES_PER_THREAD = 2  # the chunk file, and a directory while it is made
 NUM_FILES_KEPT = 256  # of what was stored; loads read these again and again
@@ -173,8 +173,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         child.say("go")
         num_failed, nbytes_compared, max_slots, staging_nbytes = child.hear()
     config = configured(options.dir, options)
-    spans = options.chunk_kib // options.page_kib
-    plans = options.jobs * (spans * SPAN_NBYTES + JOB_NBYTES)
+    blocks = options.chunk_kib // (options.page_kib * options.layers)
+    plans = options.jobs * (blocks * BLOCK_NBYTES + JOB_NBYTES)
     found = {
         "memory": peak.rss_nbytes - before.rss_nbytes,
         "staging": staging_nbytes,
