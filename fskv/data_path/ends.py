@@ -8,7 +8,7 @@ is taken before it, never after.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Generic, cast
 
 from fskv.data_path.breaker import Breaker
@@ -30,9 +30,10 @@ class TaskEnds(Generic[SlotT]):
         self,
         slots: SlotPool[SlotT],
         breaker: Breaker,
-        file_nbytes: Callable[[FileTask], int],
+        file_nbytes: Mapping[int, int],
         clock: Callable[[], float],
     ) -> None:
+        """`file_nbytes` are those of a chunk file of each group."""
         self._slots = slots
         self._breaker = breaker
         self._file_nbytes = file_nbytes
@@ -110,23 +111,21 @@ class TaskEnds(Generic[SlotT]):
 
     def _over(self, ended: Collection[tuple[FileTask, Status, float]]) -> None:
         """Tasks ended outside the interpreter: their slots are free, and their outcomes known."""
-        heard = set()
+        answered = False
         with self._lock:
             for task, status, seconds in ended:
-                is_load = task.job.is_load
+                file, is_load, nbytes = task.move.file, task.job.is_load, 0
                 if not is_load:
                     self._open_stores.discard(task)
-                if not task.outcome_known:
-                    task.outcome_known = True
-                    nbytes = task.move.plan.nbytes if is_load else self._file_nbytes(task)
-                    if status is not Status.OK:
-                        nbytes = 0
-                    self._outcomes.append(
-                        FileOutcome(task.move.file, is_load, status, nbytes, seconds)
-                    )
-                    heard.add(status)
-        for status in heard:  # of a disk that answered: once is as good as often
-            self._breaker.record(status)
+                if task.outcome_known:
+                    continue
+                task.outcome_known = True
+                if status is Status.OK:
+                    nbytes = task.move.plan.nbytes if is_load else self._file_nbytes[file.group_idx]
+                answered |= status is not Status.SKIPPED
+                self._outcomes.append(FileOutcome(file, is_load, status, nbytes, seconds))
+        if answered:  # by the disk: once is as good as often
+            self._breaker.record(Status.OK)
         for task, _, _ in ended:
             self.slot_free(task)
 
@@ -154,7 +153,7 @@ class TaskEnds(Generic[SlotT]):
         self.slot_free(task)
         with self._lock:
             self._open_stores.discard(task)
-        nbytes = self._file_nbytes(task) if status is Status.OK else 0
+        nbytes = self._file_nbytes[task.move.file.group_idx] if status is Status.OK else 0
         self.outcome_known(task, status, nbytes, seconds)
 
     def lost(self, task: FileTask) -> None:

@@ -121,9 +121,8 @@ class JobRunner(Generic[SlotT]):
         # A hung thread keeps its slot (parked). Half of the spare slots may be lost that way.
         max_hung = max(1, min(num_threads * 2, (num_slots - num_threads) // 2))
         self._slots = SlotPool(transport, num_slots, max(0, num_slots - num_threads - max_hung))
-        self._ends = TaskEnds(
-            self._slots, breaker, lambda task: self._file_nbytes(task.move), clock
-        )
+        self._file_nbytes = store.file_nbytes
+        self._ends = TaskEnds(self._slots, breaker, self._file_nbytes, clock)
         # While loads run, stores leave them half of the threads.
         beside, native = max(1, num_threads // 2), transport.native
         # Of the kind of task that the store makes for this transport.
@@ -156,7 +155,9 @@ class JobRunner(Generic[SlotT]):
         by its `limit`, before its deadline, was not worth more time: nothing is held against its chunks.
         One that is `refused` fails. It is never begun: an I/O thread may end a load before it is given up.
         """
-        deadline_s = self._deadline.for_nbytes(sum(self._file_nbytes(r) for r in moves))
+        deadline_s = self._deadline.for_nbytes(
+            sum(self._file_nbytes[move.file.group_idx] for move in moves)
+        )
         too_late = Status.SKIPPED if limit.allowed_s < deadline_s else Status.TIMED_OUT
         allowed_s = min(limit.allowed_s, deadline_s)
         guard = self._make_guard()
@@ -548,7 +549,8 @@ class JobRunner(Generic[SlotT]):
             if task is None or queued.started_at is None:  # it has ended meanwhile
                 continue
             # All threads share the disk.
-            allowed = self._deadline.for_nbytes(self._num_threads * self._file_nbytes(task.move))
+            nbytes = self._num_threads * self._file_nbytes[task.move.file.group_idx]
+            allowed = self._deadline.for_nbytes(nbytes)
             if now - queued.started_at > allowed:
                 self._pool.write_off(queued)
                 if not task.job.is_load:
@@ -557,6 +559,3 @@ class JobRunner(Generic[SlotT]):
                     # Given up before, and late it is: one sign.
                     task.job.too_late = Status.TIMED_OUT
                     self._breaker.record(Status.TIMED_OUT)
-
-    def _file_nbytes(self, move: FileMove) -> int:
-        return self._store.layout(move.file.group_idx).file_nbytes

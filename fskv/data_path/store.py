@@ -105,6 +105,7 @@ class ChunkStore(Generic[SlotT]):
         self._directory = directory
         self._root = directory.root or directory.path
         self._layouts = layouts
+        self.file_nbytes = {idx: layout.file_nbytes for idx, layout in layouts.items()}
         self._transport = transport
         self._touch_interval_s = touch_interval_s
         self._touch_published = call_with_deadline(

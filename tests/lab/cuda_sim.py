@@ -380,12 +380,15 @@ class _Pinned(mmap.mmap):
         self.gpu, self.address = gpu, place
 
     def __del__(self):
-        """On any thread, whenever the collector comes; torch relaxes captures there."""
+        """On any thread, whenever the collector comes, maybe in a test that has lost the device.
+
+        Torch relaxes captures there.
+        """
         if self.gpu is None:
             return
         mode, lib = ctypes.c_int(_CAPTURE_RELAXED), self.gpu.sim.lib
         lib.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
-        with self.gpu.current():
+        with contextlib.suppress(SimError), self.gpu.current():
             lib.cuMemHostUnregister(self.address)
         lib.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 

@@ -108,6 +108,49 @@ def test_the_interpreter_benchmark_moves_chunks_both_ways_and_compares_them(tmp_
         assert cell["io_cpu_us_per_chunk"]["median"] > 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("pages", ["host", "cuda"])
+def test_the_benchmark_of_the_engines_thread_counts_each_step(tmp_path, pages):
+    small = ("--rounds=2", "--jobs=2", "--job-chunks=4", "--chunk-kib=64", "--layers=2")
+    code, facts = run("engine_thread", *small, f"--pages={pages}", directory=tmp_path)
+    assert code == 0
+    for us in facts["us_per_chunk"].values():
+        medians = {column: found["median"] for column, found in us.items()}
+        assert min(medians[step] for step in ("plan", "submit", "ends")) > 0
+        assert medians["together"] >= max(medians["plan"], medians["submit"], medians["ends"])
+
+
+@pytest.mark.slow
+def test_the_ceiling_is_of_files_that_were_read_whole_and_checked(tmp_path):
+    small = ("--rounds=2", "--total-mib=2", "--chunk-kib=64", "--threads=2")
+    code, facts = run("ceiling", *small, directory=tmp_path)
+    assert code == 0
+    assert len(facts["gb_per_s"]) == 4
+    assert all(found["median"] > 0 for found in facts["gb_per_s"].values())
+
+
+def test_negative_control_the_ceiling_has_no_rate_where_bytes_differ(tmp_path):
+    pytest.importorskip("fskv._native", reason="the C extension was not built")
+    from benchmarks import ceiling
+
+    files = ceiling.Files(str(tmp_path), 4, 1 << 16, direct_io=False)
+    assert files.read(2, check=True, copy=True) > 0
+    (tmp_path / "3").write_bytes(bytes(1 << 16))
+    with pytest.raises(BenchmarkError, match="other bytes"):
+        files.read(2, check=True, copy=False)
+    (tmp_path / "3").write_bytes(b"short")
+    with pytest.raises(BenchmarkError, match="in part"):
+        files.read(2, check=False, copy=False)
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_lookups_asks_both_the_same(tmp_path):
+    pytest.importorskip("vllm")
+    code, facts = run("lookups", "--keys=64", "--rounds=2", directory=tmp_path)
+    assert code == (0 if facts["ratio"]["median"] >= 0.95 else 1)
+    assert all(found["median"] > 0 for found in facts["thousand_keys_per_s"].values())
+
+
 def test_a_flood_stays_inside_the_budget(tmp_path):
     code, facts = run("flood", *SMALL_FLOOD, directory=tmp_path)
     assert (code, facts["exceeded"]) == (0, [])
