@@ -461,8 +461,8 @@ static bool open_driver(Driver *driver, const char *library, CudaError *error)
 
 /* Whether a batch may be tried at all. It takes host memory at the host's address: where registered memory has
  * another one for the device (WSL, Tegra) the copies of a batch are illegal accesses, and the context is lost, which is
- * the engine's too (sgl-project/sglang#40232). On Blackwell valid batches crashed and hung the driver of CUDA 13.0
- * (vllm-project/vllm#49276). */
+ * the engine's too (sglang#40232). On Blackwell valid batches crashed and hung the driver of CUDA 13.0
+ * (vllm#49276). */
 static bool may_batch(const Driver *driver, int device)
 {
     int same_address = 0, major = BLACKWELL;

@@ -80,7 +80,7 @@ class Sim:
         self.lib.sim_lose(device, code)
 
     def be(self, *, major=9, same_address=True):
-        """Be devices of this major version, which see registered memory where the host has it, until a reset."""
+        """Be, until a reset, of this major version, and see registered memory where the host has it."""
         self.lib.sim_device(major, int(same_address))
 
     def limit(self, device, nbytes):
