@@ -15,6 +15,9 @@ enum {
     EVENT_DISABLE_TIMING = 2,
     HOST_REGISTER_PORTABLE = 1,
     CAPTURE_RELAXED = 2,
+    COMPUTE_CAPABILITY_MAJOR = 75,
+    HOST_POINTER_FOR_REGISTERED_MEM = 91,
+    BLACKWELL = 10,
 };
 
 typedef uint64_t Address; /* CUdeviceptr */
@@ -24,6 +27,7 @@ typedef void *Handle;     /* CUcontext, CUstream, CUevent, CUmodule, CUfunction 
 #define CALLS(X)                                                                                         \
     X(init, cuInit, (unsigned))                                                                          \
     X(device_get, cuDeviceGet, (int *, int))                                                             \
+    X(attribute, cuDeviceGetAttribute, (int *, int, int))                                                \
     X(retain, cuDevicePrimaryCtxRetain, (Handle *, int))                                                 \
     X(push, cuCtxPushCurrent_v2, (Handle))                                                               \
     X(pop, cuCtxPopCurrent_v2, (Handle *))                                                               \
@@ -90,7 +94,7 @@ struct Cuda {
     Lane *free;
     int num_used, num_broken;
     bool closed;
-    _Atomic bool batch_refused; /* by the driver, once */
+    _Atomic bool batch_refused; /* by the driver, once; or not to be tried */
 };
 
 static bool failed(CudaError *error, const char *call, int code)
@@ -455,6 +459,17 @@ static bool open_driver(Driver *driver, const char *library, CudaError *error)
     return true;
 }
 
+/* Whether a batch may be tried at all. It takes host memory at the host's address: where registered memory has
+ * another one for the device (WSL, Tegra) the copies of a batch are illegal accesses, and the context is lost, which is
+ * the engine's too (sglang#40232). On Blackwell valid batches crashed and hung the driver of CUDA 13.0
+ * (vllm#49276). */
+static bool may_batch(const Driver *driver, int device)
+{
+    int same_address = 0, major = BLACKWELL;
+    return driver->attribute(&same_address, HOST_POINTER_FOR_REGISTERED_MEM, device) == 0 && same_address &&
+           driver->attribute(&major, COMPUTE_CAPABILITY_MAJOR, device) == 0 && major < BLACKWELL;
+}
+
 static bool prepare(Cuda *cuda, CudaError *error)
 {
     int code;
@@ -500,6 +515,7 @@ Cuda *cuda_open(const CudaOptions *options, CudaError *error)
     else if (open_driver(&cuda->driver, options->library, error) && OK(init, 0) &&
              OK(device_get, &device, options->device_idx) && OK(retain, &cuda->context, device) &&
              enter(cuda, &mode, error)) {
+        cuda->batch_refused = !may_batch(&cuda->driver, device);
         good = prepare(cuda, error);
         leave(cuda, mode);
         if (!good)

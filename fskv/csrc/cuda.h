@@ -42,7 +42,7 @@ void cuda_free(Cuda *cuda);
 
 /* Whether a chunk crosses the bus in one copy. */
 bool cuda_uses_kernel(const Cuda *cuda);
-/* Whether otherwise the driver takes many spans at once (CUDA 12.8), and has not refused to. */
+/* Whether otherwise the driver takes many spans at once (CUDA 12.8), may be asked to, and has not refused. */
 bool cuda_uses_batches(const Cuda *cuda);
 int cuda_num_lanes(const Cuda *cuda);
 

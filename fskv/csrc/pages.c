@@ -76,9 +76,9 @@ static PyObject *Placement_new(PyTypeObject *type, PyObject *args, PyObject *kwa
     Pages *pages;
     PyObject *rows, *sequence;
     if (!PyArg_ParseTuple(args, "O!O:Placement", &PagesType, &pages, &rows) ||
-        (sequence = PySequence_Fast(rows, "Placement takes a sequence of tuples")) == NULL)
+        (sequence = PySequence_Tuple(rows)) == NULL)
         return NULL;
-    Py_ssize_t n = PySequence_Fast_GET_SIZE(sequence);
+    Py_ssize_t n = PyTuple_GET_SIZE(sequence);
     Placement *self = (Placement *)type->tp_alloc(type, 0);
     if (self != NULL && (self->places = PyMem_Calloc((size_t)n + 1, sizeof(Place))) == NULL) {
         PyErr_NoMemory();
@@ -88,7 +88,7 @@ static PyObject *Placement_new(PyTypeObject *type, PyObject *args, PyObject *kwa
         self->pages = (Pages *)Py_NewRef(pages);
     for (Py_ssize_t i = 0; self != NULL && i < n; i++) {
         long long tensor, offset, stride, nbytes;
-        PyObject *row = PySequence_Fast_GET_ITEM(sequence, i);
+        PyObject *row = PyTuple_GET_ITEM(sequence, i);
         if (!PyTuple_Check(row)) {
             PyErr_SetString(PyExc_TypeError, "Placement: expected tuples of four");
             Py_CLEAR(self);

@@ -197,13 +197,13 @@ PyTypeObject LayoutType = {
 /* Read the engine's numbers of the blocks. */
 static bool take_blocks(Transfer *self, PyObject *object, Py_ssize_t num_blocks)
 {
-    PyObject *ids = PySequence_Fast(object, "Transfer: expected a sequence of blocks");
+    PyObject *ids = PySequence_Tuple(object); /* a list may be changed by the numbers' own code */
     if (ids == NULL)
         return false;
-    bool good = PySequence_Fast_GET_SIZE(ids) == num_blocks &&
+    bool good = PyTuple_GET_SIZE(ids) == num_blocks &&
                 (self->blocks.ids = PyMem_RawMalloc((size_t)num_blocks * sizeof(int64_t))) != NULL;
-    for (Py_ssize_t i = 0; good && i < num_blocks; i++)
-        self->blocks.ids[i] = PyLong_AsLongLong(PySequence_Fast_GET_ITEM(ids, i));
+    for (Py_ssize_t i = 0; good && i < num_blocks && !PyErr_Occurred(); i++)
+        self->blocks.ids[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(ids, i));
     Py_DECREF(ids);
     self->blocks.num = (uint32_t)num_blocks;
     if (PyErr_Occurred())

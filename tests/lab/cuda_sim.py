@@ -79,6 +79,10 @@ class Sim:
         """Let all calls fail from now on, as after an illegal address."""
         self.lib.sim_lose(device, code)
 
+    def be(self, *, major=9, same_address=True):
+        """Be, until a reset, of this major version, and see registered memory where the host has it."""
+        self.lib.sim_device(major, int(same_address))
+
     def limit(self, device, nbytes):
         """Let no more than so much be allocated beyond what is."""
         self.lib.sim_limit(device, nbytes)

@@ -919,6 +919,27 @@ def test_a_batch_that_the_driver_refuses_is_copied_one_by_one_and_is_the_last(
     assert sim.calls(call) == 1
 
 
+@pytest.mark.parametrize(
+    "device", [{"same_address": False}, {"major": 10}, {"major": 12}, {}], ids=str
+)
+@pytest.mark.parametrize("path", ["batches", "batches of CUDA 12"], indirect=True)
+def test_a_batch_is_not_tried_where_it_would_cost_the_engine_its_context(
+    make_device, sim, path, device
+):
+    """Not at start-up either. The last of these devices is one on which it may be tried."""
+    sim.be(**device)
+    bench = make_device(num_threads=1, **path)
+    assert bench.world.transport._outside._device.uses_batches is (not device)
+    job, contents = bench.store([0, 1])
+    bench.finish(job)
+    bench.wait_until_idle()
+    assert not bench.finish(bench.load([0, 1], place=9))[0].failed
+    bench.wait_until_idle()
+    assert [bench.world.pages(bench.blocks(9 + n)) for n in range(2)] == list(contents.values())
+    tried = sim.calls("cuMemcpyBatchAsync_v2") + sim.calls("cuMemcpyBatchAsync")
+    assert bool(tried) is (not device)
+
+
 def test_a_table_of_more_spans_than_a_batch_takes_goes_in_several(sim, tmp_path, monkeypatch):
     monkeypatch.setattr(kernels, "compiled_copy", refuse)
     gpu = sim.torch.gpu("cuda:0")

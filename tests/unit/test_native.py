@@ -976,6 +976,19 @@ def test_transfers_that_make_no_sense_are_refused():
             make(ids=odd)
     with pytest.raises(OverflowError):
         make(ids=(0, 2**63))
+
+    class Clears:
+        def __init__(self, rows):
+            self.rows = rows
+
+        def __index__(self):
+            self.rows.clear()
+            return 0
+
+    ids, rows = [0] * 2, [(0, 0, 32, 24), (0, 24, 32, 8)]
+    ids[0], rows[0] = Clears(ids), (Clears(rows), 0, 32, 24)
+    make(ids=ids, placement=_native.Placement(pages, rows))
+    assert (ids, rows) == ([], [])
     queue = _native.Queue(1)
     transfer = make()
     queue.push([transfer])

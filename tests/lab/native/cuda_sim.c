@@ -75,7 +75,7 @@ static size_t num_allocations, num_registered;
 static unsigned seed = 1;
 static double late_s;
 static bool capture_running, capture_spoilt, opened, held, held_registering;
-static int num_spinning;
+static int num_spinning, major_version, same_address; /* attributes of all devices */
 static char misuses[1 << 16];
 static struct { char name[64]; long calls; } counts[128];
 static struct { char name[64]; int after, code; } plan[8];
@@ -684,6 +684,10 @@ static int batch(const char *name, uint64_t *targets, uint64_t *sources, size_t 
     if (on == NULL || num == 0 || num_attributes != 1 || firsts[0] != 0 || attributes->source_order < 1 ||
         attributes->source_order > 3 || attributes->source_hint[0] || attributes->target_hint[0] || attributes->flags)
         return end(on == NULL ? INVALID_HANDLE : INVALID_VALUE);
+    if (!same_address || major_version >= 10) {
+        misuse("%s: on a device that is lost by it", name);
+        devices[current()->device].lost = 700;
+    }
     size_t shift = (size_t)rand_r(&on->seed) % num, some = code == 0 ? num : num / 2;
     for (size_t i = 0; i < num; i++) {
         bool in = sim_open_address(sources[i]) == 0;
@@ -792,7 +796,7 @@ int cuDeviceGetCount(int *count)
 
 int cuDeviceGetAttribute(int *value, int attribute, int device)
 {
-    *value = 0;
+    *value = attribute == 75 ? major_version : attribute == 91 ? same_address : 0;
     return SUCCESS;
 }
 
@@ -887,6 +891,14 @@ int cuGetErrorString(int error, const char **text) { return cuGetErrorName(error
 /* --- for tests ------------------------------------------------------------------------------------ */
 
 /* Forget misuses, counts and plans. Work is done up to `late` seconds after it was launched. */
+/* What the devices are, until the next reset: their major version, and whether they see registered memory where the
+ * host has it. */
+void sim_device(int major, int same)
+{
+    major_version = major;
+    same_address = same;
+}
+
 void sim_reset(unsigned new_seed, double late)
 {
     pthread_mutex_lock(&mutex);
@@ -897,6 +909,7 @@ void sim_reset(unsigned new_seed, double late)
     memset(counts, 0, sizeof counts);
     memset(plan, 0, sizeof plan);
     num_spinning = 0;
+    sim_device(9, 1);
     capture_running = capture_spoilt = held = held_registering = false;
     capture_mode = GLOBAL_MODE; /* of the calling thread: a test may have been one of fskv's own */
     for (int d = 0; d < NUM_DEVICES; d++) {
