@@ -25,8 +25,9 @@ _OUTSIDE = {
     "mac_key_file": "whoever may write to the root could put keys of his own there",
 }
 
-# The least number tried that keeps a disk's queue full beside copies and digests: docs/benchmarks.md.
-_AUTO_THREADS = 8
+# Of `io_threads` "auto": the first keeps a disk busy that answers at once, the last is for mounts
+# that answer late. docs/benchmarks.md, "How many threads".
+LEAST_AUTO_THREADS, MOST_AUTO_THREADS = 8, 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +118,9 @@ class StoreConfig:
     io_threads: int | Literal["auto"] = _option(
         "auto",
         "threads, auto",
-        "Chunks that are read or written at the same time, per engine worker. `auto`: 8, but no more than "
-        "half of the chunk files that `staging_bytes` holds.",
+        "Chunks that are read or written at the same time, per engine worker. `auto`: 8 to 32, by how long "
+        "the mount takes to answer when the worker starts, but no more than half of the chunk files that "
+        "`staging_bytes` holds.",
     )
     staging_bytes: int = _option(
         256 * MIB,
@@ -260,10 +262,13 @@ class StoreConfig:
         """How the files that are written and read are checked."""
         return XXH3_64 if self.mac_key_file is None else BLAKE3_128
 
-    def num_io_threads(self, num_slots: int) -> int:
-        """Return the I/O threads of a worker with `num_slots` staging slots; `auto`: half of them, 1 to 8."""
+    def num_io_threads(self, num_slots: int, wanted: int = MOST_AUTO_THREADS) -> int:
+        """Return the I/O threads of a worker with `num_slots` staging slots.
+
+        `auto`: what is `wanted`, and half of the slots at most.
+        """
         if self.io_threads == "auto":
-            return max(1, min(_AUTO_THREADS, num_slots // 2))
+            return max(1, min(wanted, num_slots // 2))
         return self.io_threads
 
     @property

@@ -513,8 +513,8 @@ FAULTS = (
         "links-followed",
         "No link in the place of a chunk is followed.",
         "fskv/transports/chunk_fd.py",
-        "_OPEN_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK\n",
-        "_OPEN_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK\n",
+        "OPEN_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK\n",
+        "OPEN_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK\n",
         _STORE,
     ),
     Fault(
@@ -1248,6 +1248,22 @@ FAULTS = (
         "int(found[2])) < _OLDEST:",
         "int(found[2])) < (0, 0):",
         ("tests/unit/test_transport_choice.py",),
+    ),
+    Fault(
+        "late-mounts-like-disks",
+        "A mount that answers late has more chunks at the disk.",
+        "fskv/data_path/depth.py",
+        "round(LEAST_AUTO_THREADS * (1 + beside))",
+        "LEAST_AUTO_THREADS",
+        ("tests/unit/test_depth.py",),
+    ),
+    Fault(
+        "busy-moment-is-the-mount",
+        "One slow look at a mount is not what it takes to answer.",
+        "fskv/data_path/depth.py",
+        "return min(_look_s(path, page, os.O_DIRECT)",
+        "return max(_look_s(path, page, os.O_DIRECT)",
+        ("tests/unit/test_depth.py",),
     ),
     Fault(
         "threads-started-for-ever",

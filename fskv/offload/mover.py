@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from fskv.config import StoreConfig
 from fskv.data_path.breaker import Breaker
+from fskv.data_path.depth import measure_answer_s, wanted_threads
 from fskv.data_path.job import NO_LIMIT, FileMove, FileOutcome, JobResult, LoadLimit
 from fskv.data_path.prefetch import Prefetcher
 from fskv.data_path.runner import JobRunner
 from fskv.data_path.store import ChunkStore
-from fskv.data_path.threads import call_with_deadline
+from fskv.data_path.threads import START_UP_S, call_with_deadline
 from fskv.errors import ConfigError, RootError
 from fskv.format.chunk_file import FileLayout
 from fskv.format.key_file import open_key_file
@@ -106,6 +107,11 @@ class Mover:
             fsync=config.fsync,
             num_slots=num_slots + num_ahead,
         )
+        told = ""
+        if config.io_threads == "auto":
+            answer_s = _answer_s(config, directory)
+            num_threads = config.num_io_threads(num_slots, wanted_threads(answer_s, slot_nbytes))
+            told = " (auto)" if answer_s is None else f" (auto: answers in {answer_s * 1e3:.1f} ms)"
         device = getattr(pages[0], "device", None) if pages else None
         self.on_cuda = device is not None and device.type == "cuda"
         store = ChunkStore(
@@ -153,11 +159,12 @@ class Mover:
         self._store_failure: Status | None = None  # of the last store; None: it was written
         self._told_amiss: dict[str, str] = {}
         logger.info(
-            "fskv: rank %d: %s%s; %d I/O threads, %d staging slots of %d bytes at most%s",
+            "fskv: rank %d: %s%s; %d I/O threads%s, %d staging slots of %d bytes at most%s",
             number,
             self.description,
             f", sealed with key '{self._key_file.latest.writer.key_id}'" if self._key_file else "",
             num_threads,
+            told,
             num_slots,
             slot_nbytes,
             f", {num_ahead} more to read ahead" if num_ahead else "",
@@ -350,6 +357,16 @@ class Mover:
                 add(metrics.STORES_SKIPPED, 1, status.value)
             elif status is not Status.SKIPPED:
                 add(metrics.LOAD_FAILURES, 1, status.value)
+
+
+def _answer_s(config: StoreConfig, directory: NamespaceDir) -> float | None:
+    return call_with_deadline(
+        lambda: measure_answer_s(
+            directory.tmp_dir, directory.file_mode, direct=config.direct_io != "off"
+        ),
+        START_UP_S,
+        f"option 'root': {directory.tmp_dir} did not answer",
+    )
 
 
 class _Ending:

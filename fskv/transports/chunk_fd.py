@@ -17,7 +17,7 @@ from fskv.errors import ChunkStale, chunk_error_from_os
 from fskv.root.files import create_file
 
 # O_NOFOLLOW and O_NONBLOCK: a symlink or a fifo under a chunk's name must neither be followed nor hang.
-_OPEN_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+OPEN_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 OPEN_PART = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
@@ -48,7 +48,7 @@ def open_chunk_fd(
     Raises a ChunkError, ChunkStale for what is no regular file.
     """
     try:
-        fd = os.open(_name(path, dir_fd), _OPEN_READ | more_flags, dir_fd=dir_fd)
+        fd = os.open(_name(path, dir_fd), OPEN_READ | more_flags, dir_fd=dir_fd)
     except OSError as error:
         if error.errno == errno.EINVAL:  # what O_DIRECT says to a directory or a fifo
             raise ChunkStale(f"{path}: cannot be opened as a chunk file") from error

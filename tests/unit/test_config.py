@@ -181,9 +181,13 @@ def test_a_root_loses_its_last_slashes():
     assert parsed(root="//").root == "/"
 
 
-@pytest.mark.parametrize(("slots", "threads"), [(0, 1), (2, 1), (5, 2), (15, 7), (16, 8), (999, 8)])
-def test_auto_threads_leave_half_of_the_staging(slots, threads):
-    assert parsed(io_threads="auto").num_io_threads(slots) == threads
+@pytest.mark.parametrize(
+    ("slots", "wanted", "threads"),
+    [(0, 8, 1), (2, 8, 1), (5, 8, 2), (15, 32, 7), (16, 32, 8), (999, 8, 8), (999, 32, 32)],
+)
+def test_auto_threads_are_what_is_wanted_and_leave_half_of_the_staging(slots, wanted, threads):
+    assert parsed(io_threads="auto").num_io_threads(slots, wanted) == threads
+    assert parsed(io_threads=4).num_io_threads(slots, wanted) == 4
     assert parsed(io_threads=3).num_io_threads(slots) == 3
 
 

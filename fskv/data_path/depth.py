@@ -1,0 +1,65 @@
+"""How many chunks a worker has at the disk at once, if nobody says it: by how long the mount takes to answer.
+
+An I/O thread has one chunk in hand. It waits for the mount's answer and then moves bytes; the longer the
+answer takes beside the bytes, the more threads wait at the same time. docs/benchmarks.md, "How many threads".
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import time
+
+from fskv.config import LEAST_AUTO_THREADS, MOST_AUTO_THREADS
+from fskv.format.chunk_file import ALIGNMENT
+from fskv.transports.chunk_fd import OPEN_PART, OPEN_READ, unlink_quietly
+
+_LOOKS = 5
+_DISK_S = 0.0002  # what a local disk takes to answer: eight threads are enough for that
+_BYTES_PER_S = 1e9  # of one thread: moved, and checked
+
+
+def wanted_threads(answer_s: float | None, file_nbytes: int) -> int:
+    """Return how many threads a mount wants that takes so long to answer, for chunk files of this size."""
+    beside = max(0.0, (answer_s or 0.0) - _DISK_S) * _BYTES_PER_S / file_nbytes
+    return min(MOST_AUTO_THREADS, round(LEAST_AUTO_THREADS * (1 + beside)))
+
+
+def measure_answer_s(directory: str, file_mode: int, *, direct: bool) -> float | None:
+    """Return the seconds that opening a file and reading its first page takes; None where that fails.
+
+    The shortest of a few looks, since a busy moment is not the mount's. The page cache is asked only where
+    the file system has no way past it. May hang with the mount.
+    """
+    path = os.path.join(directory, f"probe-{secrets.token_hex(8)}.part")
+    page = mmap.mmap(-1, ALIGNMENT)
+    try:
+        fd = os.open(path, OPEN_PART, file_mode)
+        try:
+            os.write(fd, page)
+            os.fsync(fd)  # or the page stays in the cache
+        finally:
+            os.close(fd)
+        if direct:
+            try:
+                return min(_look_s(path, page, os.O_DIRECT) for _ in range(_LOOKS))
+            except OSError:
+                pass  # no O_DIRECT here
+        return min(_look_s(path, page, 0) for _ in range(_LOOKS))
+    except OSError:
+        return None  # no room now, or a root that is only read
+    finally:
+        unlink_quietly(path)
+
+
+def _look_s(path: str, page: mmap.mmap, flags: int) -> float:
+    began = time.perf_counter()
+    fd = os.open(path, OPEN_READ | flags)
+    try:
+        if not flags:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.preadv(fd, [page], 0)
+    finally:
+        os.close(fd)
+    return time.perf_counter() - began
