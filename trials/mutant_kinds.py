@@ -1419,6 +1419,14 @@ FAULTS = (
         _CUDA,
     ),
     Fault(
+        "cuda-batch-costs-the-context",
+        "A batch is not tried where it would cost the engine its context.",
+        "fskv/csrc/cuda.c",
+        "        cuda->batch_refused = !may_batch(&cuda->driver, device);\n",
+        "",
+        _CUDA,
+    ),
+    Fault(
         "cuda-batch-on-the-default-stream",
         "A batch of the driver's runs on the copy's own stream.",
         "fskv/csrc/cuda.c",
