@@ -45,7 +45,8 @@ class Engine:
             "disable_overlap_schedule": True,
             "mem_fraction_static": 0.3,
             "max_total_tokens": 8192,
-            "dtype": "bfloat16",
+            # In bfloat16 a hit in SGLang's own cache changes the text, on CPUs that compute with it (AMX).
+            "dtype": "float32",
             "skip_server_warmup": True,
             "page_size": PAGE_SIZE,
             "enable_hierarchical_cache": True,
