@@ -42,7 +42,7 @@ def isa(block_tokens, dtype):
     return "amx" if dtype == "bfloat16" and torch.cpu._is_amx_tile_supported() else "vec"
 
 
-def plugin(root, *, block_tokens=BLOCK_TOKENS, dtype="bfloat16", **options):
+def plugin(root, *, block_tokens=BLOCK_TOKENS, dtype="float32", **options):
     """What stands behind --l2-adapter for fskv, for an engine with such blocks and such a dtype."""
     pages = {"block_size": block_tokens, "isa": isa(block_tokens, dtype)}
     models = {MODEL: FACTS | pages}
@@ -199,7 +199,8 @@ class Engine(_Process):
     def __init__(self, log, port, *, env=None, **arguments):
         plain = {
             "model": MODEL,
-            "dtype": "bfloat16",
+            # In bfloat16 a hit in vLLM's own cache may change the text, on CPUs that compute with it (AMX).
+            "dtype": "float32",
             "block_size": BLOCK_TOKENS,
             "enforce_eager": True,
             "max_model_len": 4096,
