@@ -272,6 +272,15 @@ def test_ranks_that_derive_different_namespaces_are_refused_at_start():
             manager.set_workers(wrong)
 
 
+def test_the_scheduler_knows_the_most_threads_of_a_rank():
+    from dataclasses import replace
+
+    manager, (first, second) = _manager()
+    assert manager.num_io_threads == 0
+    manager.set_workers([replace(first, num_io_threads=8), replace(second, num_io_threads=22)])
+    assert manager.num_io_threads == 22
+
+
 def test_a_request_with_lora_is_neither_looked_up_nor_stored():
     from vllm.v1.kv_offload.base import LookupResult, ReqContext
 
