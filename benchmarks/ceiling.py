@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -38,7 +38,10 @@ _WAYS = {
 _ALIGNMENT = 4096
 
 
-def aligned(nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+Memory: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+def aligned(nbytes: int) -> Memory:
     """Return memory that O_DIRECT takes, with its pages in place."""
     memory = np.zeros(nbytes + _ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % _ALIGNMENT
@@ -64,8 +67,7 @@ class Files:
         left, lock = iter(self.paths), threading.Lock()
         bad: list[str] = []
 
-        def work() -> None:
-            slot, page = aligned(self.nbytes), aligned(self.nbytes)
+        def work(slot: Memory, page: Memory) -> None:
             ready.wait()
             while True:
                 with lock:
@@ -83,9 +85,13 @@ class Files:
                     np.copyto(page, slot)
 
         ready = threading.Barrier(threads + 1)
-        workers = [threading.Thread(target=work) for _ in range(threads)]
-        for worker in workers:
-            worker.start()
+        try:
+            memory = [(aligned(self.nbytes), aligned(self.nbytes)) for _ in range(threads)]
+            workers = [threading.Thread(target=work, args=two, daemon=True) for two in memory]
+            for worker in workers:
+                worker.start()
+        except (MemoryError, RuntimeError) as error:
+            raise BenchmarkError(f"{threads} threads of {2 * self.nbytes} bytes: {error}") from None
         ready.wait()
         start = time.perf_counter()
         for worker in workers:
@@ -95,7 +101,7 @@ class Files:
             raise BenchmarkError(bad[0])
         return len(self.paths) * self.nbytes / seconds / 1e9
 
-    def _read_one(self, path: str, slot: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+    def _read_one(self, path: str, slot: Memory) -> None:
         fd = os.open(path, self._flags)
         try:
             if os.preadv(fd, [slot], 0) != self.nbytes:  # type: ignore[list-item]

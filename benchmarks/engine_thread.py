@@ -104,6 +104,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     }
     with work_directory(options.dir) as directory:
         config = patient_config(directory, io_threads=options.threads, direct_io=options.direct_io)
+        if options.job_chunks > config.max_queued_chunks:
+            raise BenchmarkError(
+                f"--job-chunks: found {options.job_chunks}, expected at most {config.max_queued_chunks}: "
+                "what no queue takes is skipped"
+            )
         rig = Rig(directory, shape, config, device=device)
         jobs = Jobs(rig, options.job_chunks)
         for number in range(options.rounds + 1):

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 # A benchmark waits for slow storage instead of counting timeouts.
 PATIENCE_S = 120.0
+_REMOVE_S = 5.0
 
 
 class BenchmarkError(Exception):
@@ -379,5 +380,8 @@ def work_directory(parent: str) -> Iterator[str]:
     finally:
         # A second Ctrl-C must not stop this half way.
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        shutil.rmtree(path, ignore_errors=True)
+        # I/O threads of a rig that nobody closed may still write.
+        end = time.monotonic() + _REMOVE_S
+        while os.path.exists(path) and time.monotonic() < end:
+            shutil.rmtree(path, ignore_errors=True)
         signal.signal(signal.SIGINT, before)

@@ -6,10 +6,12 @@ answer takes beside the bytes, the more threads wait at the same time. docs/benc
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import secrets
 import time
+from collections.abc import Iterator
 
 from fskv.config import LEAST_AUTO_THREADS, MOST_AUTO_THREADS
 from fskv.format.chunk_file import ALIGNMENT
@@ -31,21 +33,20 @@ def measure_answer_s(directory: str, file_mode: int, *, direct: bool) -> float |
 
     The shortest of a few looks, since a busy moment is not the mount's. The page cache is asked only where
     the file system has no way past it. May hang with the mount.
+
+    A direct read has the page written before: only without one is the file synced, which may wait for all
+    that others have written.
     """
     path = os.path.join(directory, f"probe-{secrets.token_hex(8)}.part")
     page = mmap.mmap(-1, ALIGNMENT)
     try:
-        fd = os.open(path, OPEN_PART, file_mode)
-        try:
+        with _opened(path, OPEN_PART, file_mode) as fd:
             os.write(fd, page)
-            os.fsync(fd)  # or the page stays in the cache
-        finally:
-            os.close(fd)
         if direct:
-            try:
+            with contextlib.suppress(OSError):  # no O_DIRECT here
                 return min(_look_s(path, page, os.O_DIRECT) for _ in range(_LOOKS))
-            except OSError:
-                pass  # no O_DIRECT here
+        with _opened(path, OPEN_READ) as fd:
+            os.fsync(fd)  # or the page stays in the cache
         return min(_look_s(path, page, 0) for _ in range(_LOOKS))
     except OSError:
         return None  # no room now, or a root that is only read
@@ -53,13 +54,19 @@ def measure_answer_s(directory: str, file_mode: int, *, direct: bool) -> float |
         unlink_quietly(path)
 
 
+@contextlib.contextmanager
+def _opened(path: str, flags: int, mode: int = 0) -> Iterator[int]:
+    fd = os.open(path, flags, mode)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
 def _look_s(path: str, page: mmap.mmap, flags: int) -> float:
     began = time.perf_counter()
-    fd = os.open(path, OPEN_READ | flags)
-    try:
+    with _opened(path, OPEN_READ | flags) as fd:
         if not flags:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         os.preadv(fd, [page], 0)
-    finally:
-        os.close(fd)
     return time.perf_counter() - began

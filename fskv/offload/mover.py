@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeAlias
 
-from fskv.config import StoreConfig
+from fskv.config import LEAST_AUTO_THREADS, StoreConfig
 from fskv.data_path.breaker import Breaker
 from fskv.data_path.depth import measure_answer_s, wanted_threads
 from fskv.data_path.job import NO_LIMIT, FileMove, FileOutcome, JobResult, LoadLimit
 from fskv.data_path.prefetch import Prefetcher
 from fskv.data_path.runner import JobRunner
 from fskv.data_path.store import ChunkStore
-from fskv.data_path.threads import START_UP_S, call_with_deadline
+from fskv.data_path.threads import call_with_deadline
 from fskv.errors import ConfigError, RootError
 from fskv.format.chunk_file import FileLayout
 from fskv.format.key_file import open_key_file
@@ -42,6 +42,8 @@ Memory: TypeAlias = "torch.Tensor | memoryview"
 
 # What is still being written when the engine stops may take this long; then it is left.
 _CLOSE_S = 5.0
+# A worker begins without knowing how long the mount takes to answer, if that is longer than this.
+_ANSWER_S = 5.0
 _DEVICE_S = 2.0  # for the copies under way, and for giving memory back
 # Stores that end like this speak against the storage; the others against a file, or nothing.
 _AGAINST_STORES = (Status.DENIED, Status.NO_SPACE, Status.IO_ERROR, Status.TIMED_OUT)
@@ -112,6 +114,7 @@ class Mover:
             answer_s = _answer_s(config, directory)
             num_threads = config.num_io_threads(num_slots, wanted_threads(answer_s, slot_nbytes))
             told = " (auto)" if answer_s is None else f" (auto: answers in {answer_s * 1e3:.1f} ms)"
+        self.num_io_threads = num_threads
         device = getattr(pages[0], "device", None) if pages else None
         self.on_cuda = device is not None and device.type == "cuda"
         store = ChunkStore(
@@ -360,13 +363,18 @@ class Mover:
 
 
 def _answer_s(config: StoreConfig, directory: NamespaceDir) -> float | None:
-    return call_with_deadline(
-        lambda: measure_answer_s(
-            directory.tmp_dir, directory.file_mode, direct=config.direct_io != "off"
-        ),
-        START_UP_S,
-        f"option 'root': {directory.tmp_dir} did not answer",
-    )
+    """None also where the mount takes too long: a number of threads is no reason to refuse a root."""
+    try:
+        return call_with_deadline(
+            lambda: measure_answer_s(
+                directory.tmp_dir, directory.file_mode, direct=config.direct_io != "off"
+            ),
+            _ANSWER_S,
+            f"option 'io_threads': \"auto\" is {LEAST_AUTO_THREADS}, as {directory.tmp_dir} did not answer",
+        )
+    except RootError as error:
+        logger.warning("fskv: %s", error)
+        return None
 
 
 class _Ending:

@@ -46,7 +46,9 @@ def told(seconds, done_share=1.0, *, failed=False, late=False, busy_s=None):
 class Engine:
     """A budget and the engine around it: chunks of 2 MiB, `step_s` per 1000 tokens of prompt."""
 
-    def __init__(self, groups=(FULL,), *, num_ranks=1, max_step_tokens=8192, **options):
+    def __init__(
+        self, groups=(FULL,), *, num_ranks=1, max_step_tokens=8192, num_threads=8, **options
+    ):
         from fskv.engines.vllm.budget import LoadBudget
 
         self.clock = Clock()
@@ -59,6 +61,7 @@ class Engine:
             num_ranks=num_ranks,
             max_step_tokens=max_step_tokens,
             file_sizes=lambda: {group.group_idx: 2 * MIB for group in groups},
+            num_threads=lambda: num_threads,
             clock=self.clock,
         )
         self.sums = Counter()
@@ -312,13 +315,11 @@ def test_a_shorter_legal_hit_that_is_not_worth_it_is_not_taken_and_an_unknown_on
     assert bounded.take(bounded.request("b"), legal=lambda cap: 0) == 0
 
 
-@pytest.mark.parametrize(
-    ("options", "num_threads"), [({"io_threads": 4}, 4), ({"staging_bytes": "12MiB"}, 3)]
-)
+@pytest.mark.parametrize("num_threads", [3, 4])
 def test_declined_storage_is_probed_with_a_short_load_that_costs_little_and_is_used_when_fast(
-    options, num_threads
+    num_threads,
 ):
-    engine = known(20.0, 10.0, **options)
+    engine = known(20.0, 10.0, num_threads=num_threads)
     soon = engine.request("soon")
     assert engine.take(soon) == 0
     engine.admit(soon, 0)

@@ -272,6 +272,32 @@ def test_ranks_that_derive_different_namespaces_are_refused_at_start():
             manager.set_workers(wrong)
 
 
+def test_the_scheduler_knows_the_most_threads_of_a_rank():
+    from dataclasses import replace
+    from types import SimpleNamespace
+
+    from fskv.engines.vllm.connector import FskvConnector
+
+    manager, (first, second) = _manager()
+    assert manager.num_io_threads == 0
+    manager.set_workers([replace(first, num_io_threads=8), replace(second, num_io_threads=22)])
+    assert manager.num_io_threads == 22
+    connector = FskvConnector.__new__(FskvConnector)
+    connector.connector_scheduler = SimpleNamespace(manager=manager)
+    connector._setup = SimpleNamespace(
+        groups=[],
+        geometry=SimpleNamespace(blocks_per_chunk=1),
+        vllm_config=SimpleNamespace(
+            parallel_config=SimpleNamespace(world_size=2),
+            scheduler_config=SimpleNamespace(
+                max_num_batched_tokens=1, long_prefill_token_threshold=0
+            ),
+            model_config=SimpleNamespace(max_model_len=1),
+        ),
+    )
+    assert connector._make_budget(manager._config)._num_threads() == 22
+
+
 def test_a_request_with_lora_is_neither_looked_up_nor_stored():
     from vllm.v1.kv_offload.base import LookupResult, ReqContext
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pathlib
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from types import SimpleNamespace
 
@@ -19,7 +22,7 @@ from world import wait_for
 pytest.importorskip("torch", reason="the benchmarks need torch: make test")
 
 from benchmarks import codec, scale_root
-from benchmarks.rig import BenchmarkError
+from benchmarks.rig import BenchmarkError, work_directory
 
 SMALL_FLOOD = ["--jobs", "512", "--chunk-kib", "1024", "--layers", "4", "--staging-mib", "8"]
 SMALL_SCALE = ["--files", "300", "--chunk-kib", "64", "--rounds", "1", "--cold", "off"]
@@ -141,6 +144,51 @@ def test_negative_control_the_ceiling_has_no_rate_where_bytes_differ(tmp_path):
     (tmp_path / "3").write_bytes(b"short")
     with pytest.raises(BenchmarkError, match="in part"):
         files.read(2, check=False, copy=False)
+
+
+def test_the_ceiling_without_memory_for_its_threads_says_so_and_ends(tmp_path, monkeypatch):
+    pytest.importorskip("fskv._native", reason="the C extension was not built")
+    from benchmarks import ceiling
+
+    files = ceiling.Files(str(tmp_path), 1, 4096, direct_io=False)
+
+    def refuse(_):
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(ceiling, "aligned", refuse)
+    with pytest.raises(BenchmarkError, match="2 threads of 8192 bytes: no room"):
+        files.read(2, check=False, copy=False)
+
+
+def test_a_job_that_no_queue_takes_is_refused_in_words(tmp_path):
+    from benchmarks import engine_thread
+
+    options = engine_thread.parse(["--job-chunks=513", f"--dir={tmp_path}"])
+    with pytest.raises(BenchmarkError, match="--job-chunks: found 513, expected at most 512"):
+        engine_thread.measure(options)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_goes_although_somebody_still_writes_in_it(tmp_path):
+    ending = threading.Event()
+
+    def write(directory):
+        number = 0
+        while not ending.wait(0.0002):
+            with contextlib.suppress(OSError):
+                (directory / str(number)).write_text("late")
+            number += 1
+
+    with work_directory(str(tmp_path)) as path:
+        many = pathlib.Path(path) / "many"
+        many.mkdir()
+        for number in range(2000):
+            (many / f"file {number}").touch()
+        writer = threading.Thread(target=write, args=(many,))
+        writer.start()
+    ending.set()
+    writer.join()
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow

@@ -153,17 +153,18 @@ class LoadBudget:
         num_ranks: int,
         max_step_tokens: int,
         file_sizes: Callable[[], Mapping[int, int]],
+        num_threads: Callable[[], int],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`file_sizes` gives by group index what a rank reads for a chunk; empty until that is known.
 
+        `num_threads` gives the I/O threads of a rank, once sizes are known.
         `max_step_tokens`: the most that a step can compute of one prompt.
         """
         budget = config.load_budget
         # Seconds of loading that a second of recompute is worth; 0: all of them.
         self._ratio = _WORDS[budget] if isinstance(budget, str) else budget
         self._deadline = config.deadline
-        self._config = config
         self._groups = list(groups)
         self._blocks_per_chunk = blocks_per_chunk
         self._step_tokens = math.lcm(*(g.tokens_per_block * blocks_per_chunk for g in groups))
@@ -172,6 +173,7 @@ class LoadBudget:
         self._past_cap = int(any(group.kind.windowed for group in groups))
         self._num_ranks = num_ranks
         self._file_sizes = file_sizes
+        self._num_threads = num_threads
         self._clock = clock
         self.times = LoadTimes(max_step_tokens)
         self._queue = LoadQueue()
@@ -336,13 +338,10 @@ class LoadBudget:
 
     def _probe_tokens(self, computed: int, found: int) -> int:
         """The shortest prefix that has a file for every I/O thread."""
-        if sizes := self._file_sizes():
-            num_slots = self._config.staging_bytes // max(sizes.values())
-            num_threads = self._config.num_io_threads(num_slots)
-            for tokens in self._prefixes(computed, found):
-                size = self._size(tokens, computed)
-                if size is not None and size.num_files >= num_threads:
-                    return tokens
+        for tokens in self._prefixes(computed, found):
+            size = self._size(tokens, computed)
+            if size is not None and size.num_files >= self._num_threads():
+                return tokens
         return found
 
     def limit(self, req_id: str) -> LoadLimit:

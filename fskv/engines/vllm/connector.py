@@ -259,6 +259,7 @@ class FskvConnector(AdmittingConnector):
             num_ranks=setup.vllm_config.parallel_config.world_size,
             max_step_tokens=max_step_tokens(setup.vllm_config),
             file_sizes=lambda: self._manager.rank_sizes,
+            num_threads=lambda: self._manager.num_io_threads,
         )
 
     @property

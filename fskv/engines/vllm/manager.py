@@ -100,6 +100,7 @@ class FskvHandshake(KVConnectorHandshakeMetadata):
     # What stands for a rank in the names of its files of a chunk; None: what its own rank gives.
     canonical_ranks: tuple[int | None, ...] | None = None
     prefix_caching: bool = True  # whether the worker's layers allow KV to be used again
+    num_io_threads: int = 1
 
     @property
     def file_ranks(self) -> tuple[int | None, ...]:
@@ -361,6 +362,11 @@ class FskvManager(OffloadingManager):
         first = self._workers[0]
         num_slots = self._config.prefetch_bytes // max(first.file_nbytes.values())
         return num_slots // len(first.file_ranks)
+
+    @property
+    def num_io_threads(self) -> int:
+        """The most that a rank has: each measures the mount by itself. 0 before the handshake."""
+        return max((worker.num_io_threads for worker in self._workers), default=0)
 
     @property
     def rank_sizes(self) -> dict[int, int]:

@@ -80,6 +80,7 @@ class FskvWorker(OffloadingWorker):
             file_nbytes=self.mover.file_nbytes,
             canonical_ranks=files.file_ranks,
             prefix_caching=prefix_caching,
+            num_io_threads=self.mover.num_io_threads,
         )
 
     # --- OffloadingWorker -------------------------------------------------------------------

@@ -890,7 +890,6 @@ int cuGetErrorString(int error, const char **text) { return cuGetErrorName(error
 
 /* --- for tests ------------------------------------------------------------------------------------ */
 
-/* Forget misuses, counts and plans. Work is done up to `late` seconds after it was launched. */
 /* What the devices are, until the next reset: their major version, and whether they see registered memory where the
  * host has it. */
 void sim_device(int major, int same)
@@ -899,6 +898,7 @@ void sim_device(int major, int same)
     same_address = same;
 }
 
+/* Forget misuses, counts and plans. Work is done up to `late` seconds after it was launched. */
 void sim_reset(unsigned new_seed, double late)
 {
     pthread_mutex_lock(&mutex);
