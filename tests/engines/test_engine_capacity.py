@@ -44,7 +44,7 @@ def _options(root: str, **options) -> dict:
 @pytest.fixture
 def full_disk(tmp_path, request):
     """A file system of its own that a test may fill (by parameter: its size): its path."""
-    size = getattr(request, "param", "96m")
+    size = getattr(request, "param", "192m")
     if os.geteuid() != 0:
         pytest.skip("mounting a small file system needs root")
     point = tmp_path / "small"
@@ -235,7 +235,7 @@ def test_on_a_full_disk_loads_go_on_and_stores_do_again_after_the_prune(
 ):
     root = str(full_disk / "root")
     os.mkdir(root)
-    num_prompts = 50
+    num_prompts = 100
     last = num_prompts - 1
     talk = lab.Conversation(tmp_path)
     talk.say(*(_ask(number, f"cold {number}") for number in range(num_prompts)), *lab.SETTLE)
