@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import importlib.util
 import json
 import os
@@ -49,6 +50,7 @@ _START_S = 20.0
 _POLL_S = 0.005
 
 
+@functools.cache
 def why_not() -> str | None:
     """Return one sentence that says what is missing for such a mount here, or None."""
     if not os.access("/dev/fuse", os.R_OK | os.W_OK):

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
+import sys
+from pathlib import Path
 
 import places
 import pytest
@@ -28,9 +31,13 @@ for name in (
     *("FSKV_ROOT", "FSKV_MAC_KEY_FILE"),
     *("COLUMNS", "LINES", "TERMINAL_WIDTH"),
     *("NO_COLOR", "FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS"),
+    "PYTHONDONTWRITEBYTECODE",
 ):
     os.environ.pop(name, None)
     os.unsetenv(name)
+
+# Else each worker rewrites every assertion again, and each command that is started compiles fskv again.
+sys.dont_write_bytecode = False
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -40,9 +47,35 @@ def directory_of_this_run(request, tmp_path_factory):
     places.run_directory = own.parent if is_worker else own
 
 
+# Longest first: one that begins late keeps one worker busy when the others have ended.
+LONG = (
+    "unit/test_transport_faults.py",
+    "tools/test_archive.py",
+    "meta/test_operations.py",
+    "tools/test_doctor.py",
+    "unit/test_capacity.py",
+    "tools/test_cli_roots.py",
+    "tools/test_interrupt.py",
+    "tools/test_cli.py",
+    "meta/test_storm.py",
+    "meta/test_fuzz.py",
+    "tools/test_replay.py",
+    "tools/test_top.py",
+)
+
+
 def pytest_collection_modifyitems(items):
-    """Engines first: their files take longest, and what is short fills the gaps of several workers."""
-    items.sort(key=lambda item: item.path.parent.name != "engines")
+    """Engines first: they take longest. Then long files; what is short fills the gaps of several workers."""
+    tests = Path(__file__).parent
+
+    @functools.cache
+    def place(path):
+        name = path.relative_to(tests).as_posix()
+        if name.startswith("engines/"):
+            return -1
+        return LONG.index(name) if name in LONG else len(LONG)
+
+    items.sort(key=lambda item: place(item.path))
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ PROMPT_TOKENS = 1100
 CHUNKS = PROMPT_TOKENS // CHUNK_TOKENS  # of a prompt
 FILE_NBYTES = (128 + 4) << 10
 # As much as one step can fill is kept at hand, and twice that after a prune: a small part of this bound.
-BOUND = 240 * FILE_NBYTES
+BOUND = 120 * FILE_NBYTES
 # A prune takes about a second, and a chunk without room meanwhile is not stored.
 MOMENT = {"sleep": 0.5}
 RESET = {"reset_prefix_cache": True}
@@ -72,7 +72,7 @@ def _run(request: dict, root: str, directory: pathlib.Path) -> tuple[dict, Sampl
 def test_an_engine_that_writes_several_times_its_bound_keeps_it_and_what_was_used_last(
     root, router, tmp_path
 ):
-    num_prompts, num_recent = 64, 3
+    num_prompts, num_recent = 34, 3
     steps = []
     for number in range(num_prompts):
         steps += [_ask(number, f"cold {number}"), MOMENT]
@@ -155,14 +155,14 @@ def test_negative_control_an_engine_without_a_bound_exceeds_it(root, tmp_path):
     assert max(sampler.nbytes) > BOUND
 
 
-@pytest.mark.parametrize("full_disk", ["48m"], indirect=True)
+@pytest.mark.parametrize("full_disk", ["32m"], indirect=True)
 @pytest.mark.parametrize("keep_free", ["50%", pytest.param(0, id="negative_control")])
 def test_what_is_to_stay_free_stays_free_and_what_was_used_last_is_kept(
     full_disk, tmp_path, keep_free
 ):
     root = str(full_disk / "root")
     os.mkdir(root)
-    num_prompts = 30  # two thirds of the file system
+    num_prompts = 20  # two thirds of the file system
     last = num_prompts - 1
     moment = [MOMENT] if keep_free else []  # without it nothing has to be pruned
     steps = []

@@ -15,7 +15,7 @@ from world import wait_for
 
 from faults.disk import DiskFaults
 
-pytestmark = [*world.VLLM, pytest.mark.timeout(600)]
+pytestmark = [*world.VLLM, pytest.mark.slow, pytest.mark.timeout(600)]
 lab.needs_vllm()
 
 MODEL = lab.MODELS["llama"]

@@ -111,7 +111,7 @@ def test_store_restart_load_partial_prefix_and_zeroed_groups(shared, tmp_path):
     lab.restore(shared.stored)
 
 
-@on("llama", slow=("gpt_oss", "qwen3_next", "gemma3", "lfm2"))
+@on(slow=("llama", "gpt_oss", "qwen3_next", "gemma3", "lfm2"))
 def test_an_engine_in_several_processes_loads_what_one_in_one_process_stored(shared):
     lab.restore(shared.stored)
     main = lab.generate(shared.model.main_prompt(), "main")

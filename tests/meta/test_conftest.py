@@ -1,8 +1,10 @@
-"""tests/conftest.py: one test's environment is not the next one's."""
+"""tests/conftest.py: one test's environment is not the next one's, and long files begin early."""
 
 import os
+import re
 
 import pytest
+from places import REPOSITORY
 
 LEFT = "FSKV_LEFT_BY_A_FIXTURE"
 
@@ -28,3 +30,11 @@ def test_a_fixture_of_a_test_may_set_what_its_test_needs(again, request):
     assert LEFT not in os.environ
     request.getfixturevalue("one_of_a_single_test")
     assert LEFT in os.environ
+
+
+def test_each_file_that_begins_early_is_there():
+    """A renamed one would begin late, and nobody would notice."""
+    text = (REPOSITORY / "tests" / "conftest.py").read_text(encoding="utf-8")
+    named = re.findall(r'^ {4}"(\w+/test_\w+\.py)",$', text, re.MULTILINE)
+    assert len(named) > 5
+    assert [name for name in named if not (REPOSITORY / "tests" / name).is_file()] == []

@@ -104,6 +104,8 @@ def spelled_out(line: str, words: dict[str, str]) -> tuple[list[str], int]:
     given = [words.get(word, word) for word in arguments[1:]]
     if given[0] == "doctor":
         given += ["--timeout", "120"]  # a check imports torch, on a busy machine
+    if given[0] == "top" and "--interval" not in given:
+        given += ["--interval", "0.2"]  # a frame is of one interval
     return given, int(promised[1]) if promised else 0
 
 

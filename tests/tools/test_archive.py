@@ -338,7 +338,7 @@ def test_nothing_bad_is_published_whatever_happens_to_the_stream(lab, tmp_path, 
     original = {name: content for name, (content, _) in chunk_files(lab.path).items()}
     rng = random.Random(5)
     noticed = 0
-    for attempt in range(400):
+    for attempt in range(200):
         way, changed = broken(archive, rng)
         root = empty_root(tmp_path / f"to{attempt}")
         receiver, tally = received(changed, root)
@@ -348,7 +348,7 @@ def test_nothing_bad_is_published_whatever_happens_to_the_stream(lab, tmp_path, 
         if len(found) < len(original):
             assert wrong, way
         noticed += bool(wrong)
-    assert noticed > 300  # the rest hit padding, or modes and owners that nobody believes
+    assert noticed > 150  # the rest hit padding, or modes and owners that nobody believes
 
 
 def test_negative_control_without_the_checks_a_bad_file_is_published(
@@ -684,7 +684,7 @@ def test_what_is_to_stay_free_costs_nobody_a_chunk(lab, tmp_path, monkeypatch, c
         real = allowance.Limits
         monkeypatch.setattr(allowance, "Limits", lambda **_: real(keep_free=Share(99.9)))
     tally = Tally()
-    options = Options(Share(99.9), patience_s=5.0)
+    options = Options(Share(99.9), patience_s=5.0 if claimed else 1.0)
     with Destination(Root.open(target.path, create=False), options) as to:
         Receiver(to, tally).receive(io.BytesIO(archive).read, 2)
     assert "--keep-free" in to.exhausted

@@ -17,7 +17,7 @@ import unicodedata
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tool_lab import Lab, check_lines, fskv, key_of, lines_of, run, spoil
+from tool_lab import Lab, check_lines, key_of, lines_of, run, spoil
 from world import damage
 
 cli = pytest.importorskip("fskv_tools.cli", reason="the command line is not installed")
@@ -37,7 +37,7 @@ LOOKS = {
     "explain": ["explain", "{ns}", "--tokens-json", "[1, 2, 3, 4, 5]"],
     "explain key": ["explain", "{ns}", "{key}"],
     "doctor": ["doctor"],
-    "top": ["top", "--once"],
+    "top": ["top", "--once", "--interval", "0.2"],
     "report": ["report", "--html", "{out}/page.html"],
     "export": ["export", "-o", "{out}/all.tar"],
     "copy": ["copy", "--to", "{out}/copy", "--create", "--dry-run"],
@@ -256,11 +256,11 @@ def test_no_argument_makes_a_traceback(name, tmp_path_factory, monkeypatch):
     word = st.one_of(
         st.sampled_from(NASTY), st.sampled_from(options or NASTY), st.text(max_size=20)
     )
-    always = {"top": ["--once"], "doctor": ["--timeout", "5"]}.get(name, [])
+    always = {"top": ["--once", "--interval", "0.2"], "doctor": ["--timeout", "5"]}.get(name, [])
     codes = set()
 
     @settings(
-        max_examples=30 if name in ("doctor", "top", "report", "copy", "import") else 80,
+        max_examples=20 if name in ("doctor", "top", "report", "copy", "import") else 40,
         deadline=None,
         derandomize=True,
         suppress_health_check=list(HealthCheck),
@@ -288,7 +288,7 @@ def test_a_name_that_no_terminal_may_see_reaches_no_terminal(lab, out):
     for name, template in LOOKS.items():
         if "{ns}" in template or "{key}" in template:
             continue
-        done = fskv(*words(name, None, out), root=lab.path)
+        done = run(*words(name, None, out), root=lab.path)
         assert all(c.isprintable() or c == "\n" for c in done.stdout + done.stderr), name
         assert done.exit_code in EXITS
 

@@ -641,7 +641,7 @@ TEXTS = st.text(max_size=60) | st.lists(
 
 
 @settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(text=TEXTS, raw=st.binary(max_size=60))
 def test_no_tokens_make_it_fail(lab, tmp_path, text, raw):
