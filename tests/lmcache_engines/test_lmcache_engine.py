@@ -42,13 +42,17 @@ def whole_chunks(said) -> int:
     return said["prompt_tokens"] // lab.CHUNK_TOKENS * lab.CHUNK_TOKENS
 
 
-def inode(path):
-    return path.stat().st_ino if path.exists() else None
+def identity(path):
+    """Which file stands there; a number alone may be that of the one before, when that is gone."""
+    if not path.exists():
+        return None
+    found = path.stat()
+    return found.st_ino, found.st_mtime_ns
 
 
 def wait_replaced(path, bad):
     """Wait until it was stored again: a file is never written in its place."""
-    wait_for(lambda: inode(path) not in (None, bad), 60)
+    wait_for(lambda: identity(path) not in (None, bad), 60)
 
 
 def again(server, engine, prompt):
@@ -144,7 +148,7 @@ def test_both_are_restarted_and_load_what_was_stored_and_damage_is_computed(stor
         for what, damage in DAMAGES.items():
             spoiled = sorted(sound)[2]
             damage(spoiled, sorted(sound)[3])
-            bad = inode(spoiled)
+            bad = identity(spoiled)
             hurt = again(server, engine, PROMPT)
             assert hurt["ids"] == first["ids"], what
             assert hurt["loaded"] < whole_chunks(first), f"the fault was met: {what}"
