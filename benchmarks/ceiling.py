@@ -22,11 +22,14 @@ import numpy as np
 from benchmarks.options import parser, positive, settings
 from benchmarks.report import judged, publish, say, show, spread
 from benchmarks.rig import BenchmarkError, work_directory
+from fskv.transports.arena import Arena
 
 try:
     from fskv import _native
 except ImportError:
     _native = None  # type: ignore[assignment]
+
+Memory: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 
 # -> whether rows are checked, and whether what was read is copied
 _WAYS = {
@@ -35,17 +38,6 @@ _WAYS = {
     "read and copy": (False, True),
     "read, check and copy": (True, True),
 }
-_ALIGNMENT = 4096
-
-
-Memory: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
-
-
-def aligned(nbytes: int) -> Memory:
-    """Return memory that O_DIRECT takes, with its pages in place."""
-    memory = np.zeros(nbytes + _ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % _ALIGNMENT
-    return memory[start : start + nbytes]
 
 
 class Files:
@@ -54,6 +46,8 @@ class Files:
     def __init__(self, directory: str, num_files: int, nbytes: int, *, direct_io: bool) -> None:
         self._flags = os.O_RDONLY | (os.O_DIRECT if direct_io else 0)
         self.nbytes = nbytes
+        self._arena = Arena(nbytes)  # on huge pages, as fskv's slots are
+        self._memory: list[tuple[Memory, Memory]] = []  # of each thread: where to read, and to copy
         content = np.random.default_rng(0).integers(0, 256, nbytes, np.uint8)
         self._digests = _native.row_digests(content)
         self.paths = [f"{directory}/{number}" for number in range(num_files)]
@@ -86,11 +80,16 @@ class Files:
 
         ready = threading.Barrier(threads + 1)
         try:
-            memory = [(aligned(self.nbytes), aligned(self.nbytes)) for _ in range(threads)]
-            workers = [threading.Thread(target=work, args=two, daemon=True) for two in memory]
+            while len(self._memory) < threads:
+                two = self._arena.take(), self._arena.take()
+                self._memory.append((two[0][: self.nbytes], two[1][: self.nbytes]))
+            workers = [
+                threading.Thread(target=work, args=two, daemon=True)
+                for two in self._memory[:threads]
+            ]
             for worker in workers:
                 worker.start()
-        except (MemoryError, RuntimeError) as error:
+        except (MemoryError, OSError, RuntimeError) as error:
             raise BenchmarkError(f"{threads} threads of {2 * self.nbytes} bytes: {error}") from None
         ready.wait()
         start = time.perf_counter()

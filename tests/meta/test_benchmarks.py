@@ -155,7 +155,7 @@ def test_the_ceiling_without_memory_for_its_threads_says_so_and_ends(tmp_path, m
     def refuse(_):
         raise MemoryError("no room")
 
-    monkeypatch.setattr(ceiling, "aligned", refuse)
+    monkeypatch.setattr(ceiling.Arena, "take", refuse)
     with pytest.raises(BenchmarkError, match="2 threads of 8192 bytes: no room"):
         files.read(2, check=False, copy=False)
 
