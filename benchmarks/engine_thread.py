@@ -63,7 +63,8 @@ class Jobs:
             self._job(files[at : at + self._num_chunks], clock, is_load=is_load)
         spent = {step: ns / 1e3 / len(files) for step, ns in clock.spent_ns.items()}
         spent["together"] = sum(spent.values())
-        spent["idle poll"] = statistics.median(clock.idle_polls_ns or [0]) / 1e3
+        if clock.idle_polls_ns:
+            spent["idle poll"] = statistics.median(clock.idle_polls_ns) / 1e3
         return spent
 
     def _job(self, files: Sequence[FileId], clock: _Clock, *, is_load: bool) -> None:
@@ -128,7 +129,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         rig.close()
     say(f"{options.rounds} rounds of {options.jobs} jobs")
     us = {
-        direction: {column: spread(values, 1) for column, values in columns.items()}
+        direction: {column: spread(values, 1) for column, values in columns.items() if values}
         for direction, columns in found.items()
     }
     return {"settings": settings(options), "us_per_chunk": us}
@@ -136,7 +137,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 def report(facts: dict[str, Any], options: argparse.Namespace) -> None:
     rows = [
-        [direction, *(show(columns[column], 1) for column in _COLUMNS)]
+        [
+            direction,
+            *(show(columns[column], 1) if column in columns else "-" for column in _COLUMNS),
+        ]
         for direction, columns in facts["us_per_chunk"].items()
     ]
     title = (

@@ -117,10 +117,10 @@ class StoreConfig:
     )
     io_threads: int | Literal["auto"] = _option(
         "auto",
-        "threads, auto",
+        "1 to 64 threads, auto",
         "Chunks that are read or written at the same time, per engine worker. `auto`: 8 to 32, by how long "
-        "the mount takes to answer when the worker starts, but no more than half of the chunk files that "
-        "`staging_bytes` holds.",
+        "the mount takes to answer when the worker starts, but not more than half of the chunk files that "
+        "`staging_bytes` holds, which may be less than 8.",
     )
     staging_bytes: int = _option(
         256 * MIB,

@@ -112,8 +112,13 @@ class Mover:
         told = ""
         if config.io_threads == "auto":
             answer_s = _answer_s(config, directory)
-            num_threads = config.num_io_threads(num_slots, wanted_threads(answer_s, slot_nbytes))
-            told = " (auto)" if answer_s is None else f" (auto: answers in {answer_s * 1e3:.1f} ms)"
+            wanted = wanted_threads(answer_s, slot_nbytes)
+            num_threads = config.num_io_threads(num_slots, wanted)
+            told = " (auto)"
+            if num_threads < wanted:
+                told = " (auto: half of the staging slots)"
+            elif answer_s is not None:
+                told = f" (auto: a file opens and is read in {answer_s * 1e3:.1f} ms)"
         self.num_io_threads = num_threads
         device = getattr(pages[0], "device", None) if pages else None
         self.on_cuda = device is not None and device.type == "cuda"

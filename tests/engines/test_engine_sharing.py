@@ -220,7 +220,7 @@ def _damage_and_heal(shared: Shared, tmp_path: pathlib.Path, *, multiprocess: bo
 def _plain(line: str, root: str) -> str:
     """Return what fskv says in a line of a log or a document, without what depends on the machine."""
     text = line[line.index("fskv: ") :].rstrip().replace(root, "/mnt/kv")
-    threads = r"\d+ I/O threads \(auto: answers in [\d.]+ ms\)"
+    threads = r"\d+ I/O threads \(auto: a file opens and is read in [\d.]+ ms\)"
     for what in (r"cpu-\w+/", r"@[0-9a-f]{16}", r"process \d+", "O_DIRECT|buffered", threads):
         text = re.sub(what, "...", text)
     return text.replace("in Python", "outside the interpreter")

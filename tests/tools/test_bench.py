@@ -128,6 +128,10 @@ def test_without_json_there_is_a_table_and_advice(tmp_path):
     assert result.exit_code == 0, result.stderr
     for words in ("host buffered", "load-serial", "lookup-unknown", "1000 bytes of KV per token"):
         assert words in result.stdout
+    assert re.search(
+        r'io_threads "auto" would be \d+ with such chunks: a file opens and is read in \d',
+        result.stdout,
+    )
     assert result.stderr == ""  # progress is for terminals
     assert os.listdir(tmp_path) == []
 
@@ -447,6 +451,17 @@ def test_advice_takes_the_cheapest_setting_near_the_best_cold_load():
     for words in ("O_DIRECT", "io_threads 4", "1024 KiB (about 8 tokens", "14,648 tokens/s"):
         assert words in text
     assert "\n" not in text
+
+
+def test_the_advice_says_what_an_engine_takes_by_itself():
+    advice = bench_advice.advise([make_row(rate=2.0, chunk_nbytes=2 << 20)], 131072)
+    late = bench_advice.auto_threads(advice, 0.0063)
+    assert late.startswith('io_threads "auto" would be 30 with such chunks: ')
+    assert "6.3 ms" in late
+    unknown = bench_advice.auto_threads(advice, None)
+    assert unknown.startswith('io_threads "auto" would be 8 ')
+    assert "could not be asked" in unknown
+    assert bench_advice.auto_threads(None, 0.001) == ""
 
 
 def test_advice_is_for_the_page_cache_where_that_is_clearly_faster_and_none_without_a_load():

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fskv.data_path.depth import wanted_threads
+
 from .row import BUFFERED, O_DIRECT, Row
 
 NEAR = 0.95
@@ -90,6 +92,17 @@ def paragraph(advice: Advice | None, bytes_per_token: int) -> str:
         f"where the model prefills slower than this, loading from this storage beats recomputing. "
         f"{'' if advice.gds else _NO_GDS}"
     ).rstrip()
+
+
+def auto_threads(advice: Advice | None, answer_s: float | None) -> str:
+    """Say what an engine takes that is not told a number; `answer_s` as fskv.data_path.depth measures it."""
+    if advice is None:
+        return ""
+    said = "the mount could not be asked"
+    if answer_s is not None:
+        said = f"a file opens and is read in {answer_s * 1e3:.1f} ms"
+    threads = wanted_threads(answer_s, advice.chunk_nbytes)
+    return f'io_threads "auto" would be {threads} with such chunks: {said}.'
 
 
 def _counts(row: Row, op: str) -> bool:

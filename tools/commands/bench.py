@@ -65,13 +65,17 @@ def command(
                 peers=peers,
             )
             rows = run_bench(settings, console=stderr(), stop=stop, say=say)
+            answer_s = _answer_s(settings.directory, direct=direct_io != "off")
     except Stopped as stopped:
         say("fskv bench: stopped")
         raise typer.Exit(128 + stopped.signum) from None
     except (FskvError, OSError, ValueError, MemoryError) as error:
         say(f"fskv bench: {error}")
         raise typer.Exit(2) from None
-    advice = bench_advice.paragraph(bench_advice.advise(rows, bytes_per_token), bytes_per_token)
+    found = bench_advice.advise(rows, bytes_per_token)
+    advice = bench_advice.paragraph(found, bytes_per_token)
+    if auto := bench_advice.auto_threads(found, answer_s):
+        advice = f"{advice}\n{auto}"
     if as_json:
         typer.echo(json.dumps([asdict(row) for row in rows]))
         say(advice)
@@ -81,3 +85,12 @@ def command(
             typer.echo(sentence)
         typer.echo(advice)
     raise typer.Exit(1 if any(row.error and not row.is_peer for row in rows) else 0)
+
+
+def _answer_s(directory: str, *, direct: bool) -> float | None:
+    import tempfile
+
+    from fskv.data_path.depth import measure_answer_s
+
+    with tempfile.TemporaryDirectory(dir=directory, prefix="fskv-bench-") as own:
+        return measure_answer_s(own, 0o600, direct=direct)
