@@ -156,7 +156,7 @@ class Prefetcher(Generic[SlotT]):
             self._breaker.record(Status.TIMED_OUT)
 
     def _late(self, entry: _Entry[SlotT], now: float) -> bool:
-        nbytes = self._store.layout(entry.file.group_idx).file_nbytes
+        nbytes = self._store.file_nbytes[entry.file.group_idx]
         return now - entry.began_at > self._deadline.for_nbytes(self._num_threads * nbytes)
 
     def take_outcomes(self) -> list[FileOutcome]:

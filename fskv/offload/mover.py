@@ -97,7 +97,6 @@ class Mover:
                 f"{slot_nbytes} (one chunk file)"
             )
         self.number = number
-        self.file_nbytes = {idx: layout.file_nbytes for idx, layout in layouts.items()}
         self._transport = open_transport(
             pages,
             slot_nbytes,
@@ -130,6 +129,7 @@ class Mover:
             restore=restore,
             keys=keys,
         )
+        self.file_nbytes = store.file_nbytes
         self._breaker = Breaker(
             config.breaker_failures,
             config.breaker_probe_s,

@@ -458,6 +458,8 @@ def test_the_advice_says_what_an_engine_takes_by_itself():
     late = bench_advice.auto_threads(advice, 0.0063)
     assert late.startswith('io_threads "auto" would be 30 with such chunks: ')
     assert "6.3 ms" in late
+    large = bench_advice.advise([make_row(rate=2.0, chunk_nbytes=8 << 20)], 131072)
+    assert bench_advice.auto_threads(large, 1.0).startswith('io_threads "auto" would be 15 ')
     unknown = bench_advice.auto_threads(advice, None)
     assert unknown.startswith('io_threads "auto" would be 8 ')
     assert "could not be asked" in unknown

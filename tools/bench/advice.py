@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fskv.config import StoreConfig
 from fskv.data_path.depth import wanted_threads
+from fskv.format.chunk_file import ALIGNMENT
 
 from .row import BUFFERED, O_DIRECT, Row
 
@@ -101,7 +103,9 @@ def auto_threads(advice: Advice | None, answer_s: float | None) -> str:
     said = "the mount could not be asked"
     if answer_s is not None:
         said = f"a file opens and is read in {answer_s * 1e3:.1f} ms"
-    threads = wanted_threads(answer_s, advice.chunk_nbytes)
+    config = StoreConfig(root="/")  # with the defaults
+    num_slots = config.staging_bytes // (advice.chunk_nbytes + ALIGNMENT)
+    threads = config.num_io_threads(num_slots, wanted_threads(answer_s, advice.chunk_nbytes))
     return f'io_threads "auto" would be {threads} with such chunks: {said}.'
 
 
