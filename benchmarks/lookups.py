@@ -202,7 +202,7 @@ def report(facts: dict[str, Any], options: argparse.Namespace) -> None:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    made = parser("lookups", __doc__)
+    made = parser("lookups", __doc__, io=False)
     made.add_argument("--keys", type=positive, default=4096, help="(4096)")
     made.add_argument("--rounds", type=positive, default=15, help="(15)")
     return made.parse_args(arguments)

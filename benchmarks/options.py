@@ -21,8 +21,8 @@ def positive_float(text: str) -> float:
     return value
 
 
-def parser(name: str, description: str | None) -> argparse.ArgumentParser:
-    """Return a parser with the options that every benchmark has."""
+def parser(name: str, description: str | None, *, io: bool = True) -> argparse.ArgumentParser:
+    """Return a parser with the options that every benchmark has, and with `io` those of moving files."""
     made = argparse.ArgumentParser(
         prog=f"benchmarks.{name}",
         description=description,
@@ -31,6 +31,8 @@ def parser(name: str, description: str | None) -> argparse.ArgumentParser:
     add = made.add_argument
     add("--json", action="store_true", help="print one line of JSON instead of the table")
     add("--dir", default="/dev/shm", help="where the files go (/dev/shm)")  # noqa: S108
+    if not io:
+        return made
     add("--direct-io", choices=("auto", "on", "off"), default="off", help="O_DIRECT (off)")
     add("--threads", type=positive, default=IO_THREADS, help=f"I/O threads ({IO_THREADS})")
     return made

@@ -192,6 +192,17 @@ def test_a_directory_goes_although_somebody_still_writes_in_it(tmp_path):
 
 
 @pytest.mark.slow
+def test_the_benchmark_of_depth_delays_each_call_and_says_what_auto_takes(tmp_path):
+    small = ("--rounds=1", "--total-mib=2", "--chunk-kib=64", "--threads=1,8", "--delay-ms=5")
+    code, facts = run("depth", *small, directory=tmp_path)
+    assert code == 0
+    assert facts["answer_ms"] >= 10
+    assert facts["auto"] == 32
+    for rates in facts["gb_per_s"].values():
+        assert min(rate["median"] for rate in rates.values()) > 0
+
+
+@pytest.mark.slow
 def test_the_benchmark_of_lookups_asks_both_the_same(tmp_path):
     pytest.importorskip("vllm")
     code, facts = run("lookups", "--keys=64", "--rounds=2", directory=tmp_path)
