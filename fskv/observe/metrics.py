@@ -102,9 +102,8 @@ REQUESTS = Metric(
     "fskv_requests",
     "counter",
     "requests",
-    "Requests as they were admitted, again after a preemption or a failed load: hit (a load was begun), "
-    "miss (no files for it beyond the engine's own cache), unused (a hit was declined, or another "
-    "connector's was taken).",
+    "Requests for which files were looked up, once each: hit (a load was begun), miss (no file for it beyond "
+    "the engine's own cache), unused (a hit was declined, or another connector's was taken).",
     "result",
     values=("hit", "miss", "unused"),
 )

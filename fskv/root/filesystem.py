@@ -24,6 +24,11 @@ _TRY_NBYTES = 64 << 10
 _TRIES = 3  # in a row: a commit of ZFS may come just after one of them
 _MOUNTINFO = "/proc/self/mountinfo"
 _CEPH = ("ceph", "fuse.ceph", "fuse.ceph-fuse")
+LOCAL = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "tmpfs", "overlay")
+_NETWORK = (
+    *("nfs", "nfs4", "lustre", "beegfs", "wekafs", "gpfs", "fuse.mfs", "fuse.glusterfs"),
+    *("fuse.juicefs", "fuse.s3fs", "fuse.mountpoint-s3", "fuse.gcsfuse", *_CEPH),
+)
 _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT)
 
 
@@ -132,6 +137,15 @@ def clamp_mtime(mtime_ns: int, now_ns: int) -> int:
     return max(-MAX_NS - 1, min(mtime_ns, MAX_NS))
 
 
+def is_local(path: str) -> bool | None:
+    """Whether the file system of a path is on disks of this machine; None where its kind does not say.
+
+    Reads the mounts of this process, and links on the way; raises nothing.
+    """
+    kind = _kind(path)
+    return True if kind in LOCAL else False if kind in _NETWORK else None
+
+
 def shows_late(path: str) -> bool:
     """Whether other nodes wait for a file that was written there, unless somebody sets its times.
 
@@ -139,7 +153,7 @@ def shows_late(path: str) -> bool:
     was written with O_DIRECT: nothing has the MDS write its journal. Setting the times of the published file
     does (16.2, ceph-fuse). Reads the mounts of this process, and links on the way; raises nothing.
     """
-    return _is_ceph(path)
+    return _kind(path) in _CEPH
 
 
 def is_full_late(path: str) -> bool:
@@ -148,13 +162,14 @@ def is_full_late(path: str) -> bool:
     The first one on CephFS whose pool is full: it has its length, and zeros. Only fsync tells (16.2,
     ceph-fuse); elsewhere write or close does. Reads what `shows_late` reads.
     """
-    return _is_ceph(path)
+    return _kind(path) in _CEPH
 
 
-def _is_ceph(path: str) -> bool:
+def _kind(path: str) -> str:
+    """Return the type of the mount that holds a path as the kernel names it, "" if it cannot be told."""
     try:
         with open(_MOUNTINFO, encoding="utf-8", errors="surrogateescape") as file:
             mount = mount_of(os.path.realpath(path), file.read())
     except OSError:
-        return False
-    return mount is not None and mount.kind in _CEPH
+        return ""
+    return "" if mount is None else mount.kind

@@ -154,26 +154,87 @@ def test_a_hub_s_name_needs_no_files(worker_of):
     del worker
 
 
-@pytest.mark.parametrize("through", ["runner", "model"])
-def test_whoever_loads_weights_again_is_noticed_before_it_begins(
-    worker_of, checkpoint, tmp_path, through
+CHANGE = [
+    *("reset_weights", "discard", "sleep", "wake_up", "start_draft_weight_update"),
+    *("update_weights_from_ipc", "update_named_param", "load_state", "apply_model"),
+]
+READ = ["compute_weight_checksums", "get_weights", "check_weights", "supports_weight_updates"]
+READ += ["reset_prefix_cache", "execute_model", "save_sharded_state", "compare_weights"]
+
+
+@pytest.mark.parametrize("through", ["runner", "model", "draft", *CHANGE])
+def test_whoever_changes_weights_is_noticed_before_it_begins(
+    worker_of, checkpoint, tmp_path, monkeypatch, through
 ):
     from fskv.engines.vllm.loaded import find_loaded
 
+    draft = Model()
+    monkeypatch.setattr(worker_of, "get_draft_model", lambda self: draft, raising=False)
+    for name in CHANGE + READ:
+        monkeypatch.setattr(worker_of, name, lambda self, name=name: name, raising=False)
     config = config_of(checkpoint)
     worker = worker_of(config)
     loaded = find_loaded(config)
     mark = tmp_path / "mark"
     mark.touch()
     loaded.note_reloads(str(mark))
+    assert [getattr(worker, name)() for name in READ] == READ
     assert not loaded.reloaded
     assert mark.stat().st_size == 0
     if through == "runner":
         assert worker.model_runner.reload_weights("there") == "runner there"
-    else:  # as trainers do it
-        assert worker.model_runner.model.load_weights("given") == "model given"
+    elif through in ("model", "draft"):  # as trainers do it
+        model = worker.model_runner.model if through == "model" else draft
+        assert model.load_weights("given") == "model given"
+    else:
+        assert getattr(worker, through)() == through
     assert loaded.reloaded
     assert mark.stat().st_size > 0  # what a tier looks at
+
+
+@pytest.mark.parametrize("name", ["sleep", "discard"])
+def test_pages_that_are_taken_away_unheard_are_lost_and_after_a_reset_they_are_not(
+    worker_of, checkpoint, monkeypatch, name
+):
+    """An engine that goes to sleep resets its connector first; who calls a worker by itself does not."""
+    from fskv.engines.vllm.loaded import find_loaded
+
+    monkeypatch.setattr(worker_of, name, lambda self: None, raising=False)
+    config = config_of(checkpoint)
+    worker = worker_of(config)
+    loaded = find_loaded(config)
+    loaded.note_reloads()
+    for at_rest in (True, False):
+        loaded.at_rest = lambda at_rest=at_rest: at_rest
+        getattr(worker, name)()
+        assert loaded.pages_lost is not at_rest
+
+
+def test_the_methods_of_vllm_s_workers_that_change_weights_are_found_by_their_names():
+    from vllm.model_executor.models.llama import LlamaForCausalLM
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as NewRunner
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu_worker import Worker
+
+    from fskv.engines.vllm.loaded import changing_methods
+
+    of_worker = set(changing_methods(Worker))
+    known = {
+        "load_model",
+        "reload_weights",
+        "reset_weights",
+        "start_weight_update",
+        "update_weights",
+    }
+    assert known | {"start_draft_weight_update", "sleep", "wake_up", "discard"} <= of_worker
+    reads = {"compute_weight_checksums", "supports_draft_weight_updates", "execute_model"}
+    assert not of_worker & (reads | {"get_model", "_check_weight_transfer_engine", "profile"})
+    for runner in (GPUModelRunner, NewRunner):
+        assert {"load_model", "reload_weights"} <= set(changing_methods(runner))
+        assert "execute_model" not in changing_methods(runner)
+    of_model = set(changing_methods(LlamaForCausalLM))
+    assert {"load_weights", "load_state_dict", "apply"} <= of_model
+    assert not of_model & {"forward", "parameters", "named_parameters", "compute_logits"}
 
 
 @pytest.mark.parametrize(

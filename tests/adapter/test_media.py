@@ -1,4 +1,4 @@
-"""Chunks that images precede are keyed by what the images are, and not by what a client calls them."""
+"""Media are named by what they are, and not by what a client calls them, in all of vLLM's keys."""
 
 from __future__ import annotations
 
@@ -14,77 +14,199 @@ pytest.importorskip("vllm", reason="the adapter needs the vllm environment: make
 pytestmark = world.VLLM
 torch = pytest.importorskip("torch")
 
-HASH = b"h" * 32
 NAMES = itertools.count()
+BLOCK = 16
 
 
-def feature(content, offset=0, modality="image", **fields):
-    """Return a medium as vLLM's scheduler has it: `content` is what the model is given, by name."""
+@pytest.fixture(autouse=True)
+def _of_vllm(monkeypatch):
+    """Leave vLLM as it was, whatever a test has put right in it."""
+    from vllm.v1.core import kv_cache_utils
+    from vllm.v1.request import Request
+
+    for owner, name in (
+        (kv_cache_utils, "_gen_mm_extra_hash_keys"),
+        (Request, "from_engine_core_request"),
+    ):
+        monkeypatch.setattr(owner, name, vars(owner)[name])
+
+
+def feature(content, offset=0, length=40, modality="image", **fields):
+    """Return a medium as vLLM's engine core has it: `content` is what the model is given, by name."""
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+
     item = (
         None
         if content is None
         else UserDict({name: SimpleNamespace(data=value) for name, value in content.items()})
     )
-    where = SimpleNamespace(offset=offset, is_embed=fields.pop("is_embed", None))
+    where = PlaceholderRange(offset, length, fields.pop("is_embed", None))
     name = fields.pop("identifier", None) or f"name {next(NAMES)}"
-    return SimpleNamespace(data=item, modality=modality, mm_position=where, identifier=name)
+    return MultiModalFeatureSpec(
+        data=item, modality=modality, identifier=name, mm_position=where, mm_hash=name
+    )
 
 
 def image(seed, **fields):
     return feature({"pixel_values": torch.full((3, 4, 4), float(seed))}, **fields)
 
 
-def media(doubt=lambda name: None, ec_transfer_config=None, **multimodal):
+def media(checked=True, ec_transfer_config=None, uses_mrope=False, **multimodal):
     from fskv.engines.vllm.media import Media
 
-    config = SimpleNamespace(multimodal_config=SimpleNamespace(**multimodal))
-    config = SimpleNamespace(model_config=config, ec_transfer_config=ec_transfer_config)
-    return Media(config, doubt)
+    model = SimpleNamespace(multimodal_config=SimpleNamespace(**multimodal), uses_mrope=uses_mrope)
+    config = SimpleNamespace(model_config=model, ec_transfer_config=ec_transfer_config)
+    return Media(config, checked=checked)
 
 
-def keys(*features, **multimodal):
-    return media(**multimodal).keys(features)
+def request(*features, num_tokens=96, more=0):
+    """Return a request of vLLM's, made as its engine core does, with `more` tokens generated."""
+    from vllm import SamplingParams
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.engine import EngineCoreRequest
+    from vllm.v1.request import Request
+
+    init_none_hash(sha256)
+    asked = EngineCoreRequest(
+        request_id=f"r{next(NAMES)}",
+        prompt_token_ids=[7] * num_tokens,
+        mm_features=list(features),
+        sampling_params=SamplingParams(),
+        pooling_params=None,
+        arrival_time=0.0,
+        lora_request=None,
+        cache_salt=None,
+        data_parallel_rank=None,
+    )
+    made = Request.from_engine_core_request(asked, get_request_block_hasher(BLOCK, sha256))
+    made.append_output_token_ids([7] * more)
+    return made
+
+
+def keys(*features, **kwargs):
+    return request(*features, **kwargs).block_hashes
+
+
+def film_and_sound(sound, length=80, **fields):
+    """Return two media that lie over each other, as of a film with its sound track."""
+    return (
+        image(0, offset=8, length=length, modality="video", identifier="film"),
+        image(sound, offset=8, length=length, modality="audio", **fields),
+    )
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_media_that_lie_over_each_other_are_both_in_the_key(checked):
+    """Also where names are believed: a film with another sound track is another prompt."""
+    of_vllm = [keys(*film_and_sound(n, identifier=f"sound {n}")) for n in (1, 2)]
+    assert of_vllm[0][:5] == of_vllm[1][:5], "the control: vLLM 0.32's own key has the film alone"
+    media(checked=checked)
+    one, other = (keys(*film_and_sound(n, identifier=f"sound {n}")) for n in (1, 2))
+    assert all(a != b for a, b in zip(one, other, strict=True))
+    assert one == keys(*film_and_sound(1, identifier="sound 1"))
+
+
+@pytest.mark.parametrize(
+    ("shared", "media_of"),
+    [
+        # A third one, below two others.
+        (0, lambda n: (*film_and_sound(1, identifier="s"), image(n, offset=8, length=80))),
+        # One that begins within another and ends behind it.
+        (2, lambda n: (image(0, offset=8, identifier="a"), image(n, offset=32, length=60))),
+        # A short one within a long one, and a long one in whose middle a short one begins.
+        (1, lambda n: (image(0, offset=0, length=96, identifier="a"), image(n, offset=20, length=4))),
+        (0, lambda n: (image(n, offset=0, length=96), image(0, offset=20, length=4, identifier="b"))),
+    ],
+)  # fmt: skip
+def test_each_medium_of_a_block_is_in_its_key_however_they_lie(shared, media_of):
+    media()
+    one, other = keys(*media_of(1)), keys(*media_of(2))
+    assert one[:shared] == other[:shared]
+    assert all(a != b for a, b in zip(one[shared:], other[shared:], strict=True))
+
+
+def test_blocks_that_generated_tokens_fill_have_all_media_of_the_prompts_end():
+    """vLLM looks for media from its last block on, by a search that takes none for longer than the next."""
+    media()
+    media_of = lambda n: (
+        image(n, offset=90, length=6),
+        image(0, offset=92, length=2, identifier="b"),
+    )
+    one, other = (request(*media_of(n), num_tokens=100, more=12) for n in (1, 2))
+    assert len(one.block_hashes) == 7
+    assert one.block_hashes[:5] == other.block_hashes[:5]
+    assert one.block_hashes[5] != other.block_hashes[5]
 
 
 def test_a_name_does_not_make_two_images_one():
-    one = keys(image(0, identifier="img-1")).key(HASH, 64)
-    other = keys(image(1, identifier="img-1")).key(HASH, 64)
-    same = keys(image(0, identifier="another name")).key(HASH, 64)
-    assert one == same != other
-    assert one.startswith(HASH)
+    of_vllm = [keys(image(n, identifier="img-1")) for n in (0, 1)]
+    assert of_vllm[0] == of_vllm[1], "the control: vLLM believes what a client says"
+    media()
+    one, other = keys(image(0, identifier="img-1")), keys(image(1, identifier="img-1"))
+    same = keys(image(0, identifier="another name"))
+    assert one == same
+    assert all(a != b for a, b in zip(one, other, strict=True))
+
+
+def test_the_encoder_cache_goes_by_content_too():
+    """Else the second one of a name would be computed from the first one's output."""
+    media()
+    one, other = (request(image(n, identifier="img-1")).mm_features[0] for n in (0, 1))
+    assert one.identifier != other.identifier
+    assert one.identifier == request(image(0, identifier="b")).mm_features[0].identifier
+    assert (
+        one.mm_hash == other.mm_hash == "img-1"
+    )  # the processor's cache, on both sides of a socket
+
+
+def test_an_adapter_that_changes_the_encoder_s_output_stays_in_the_name():
+    media()
+    plain, adapted = image(0, identifier="img-1"), image(0, identifier="img-1")
+    adapted.identifier = "sql:img-1"  # as vLLM does with enable_tower_connector_lora
+    other = image(0, identifier="img-2")
+    other.identifier = "sql:img-2"
+    found = [request(each).mm_features[0].identifier for each in (plain, adapted, other)]
+    assert found[0] != found[1] == found[2]
 
 
 def test_text_before_the_first_medium_is_shared_and_what_follows_the_second_is_not():
-    one = keys(image(0, offset=100), image(1, offset=300))
-    other = keys(image(0, offset=100), image(2, offset=300))
-    for end in (32, 64, 100):
-        assert one.key(HASH, end) == other.key(HASH, end) == HASH
-    for end in (101, 256, 300):
-        assert one.key(HASH, end) == other.key(HASH, end) != HASH
-    assert one.key(HASH, 301) != other.key(HASH, 301)
-    assert one.key(HASH, None) == one.key(HASH, 10_000)  # a vLLM that does not say where: all count
+    media()
+    one = keys(image(0, offset=32, length=8), image(1, offset=64, length=8))
+    other = keys(image(0, offset=32, length=8), image(2, offset=64, length=8))
+    assert one[:4] == other[:4]
+    assert one[:2] == keys()[:2]
+    assert one[2] != keys()[2]
+    assert one[4] != other[4]
+    assert one[5] != other[5]
 
 
 def test_the_order_and_the_place_of_media_count():
+    media()
     ways = [
-        (image(0, offset=10), image(1, offset=20)),
-        (image(1, offset=10), image(0, offset=20)),
-        (image(0, offset=11), image(1, offset=20)),
+        (image(0, offset=10), image(1, offset=50)),
+        (image(1, offset=10), image(0, offset=50)),
+        (image(0, offset=11), image(1, offset=50)),
         (image(0, offset=10),),
-        (image(0, offset=10), image(1, offset=20, modality="video")),
-        (image(0, offset=10), image(1, offset=20, is_embed=torch.tensor([True, False]))),
+        (image(0, offset=10), image(1, offset=50, modality="video")),
+        (image(0, offset=10), image(1, offset=50, length=39)),
+        (image(0, offset=10), image(1, offset=50, is_embed=torch.arange(40) > 3)),
     ]
-    found = {keys(*way).key(HASH, 64) for way in ways}
-    assert len(found) == len(ways)
-    assert keys(*reversed(ways[0])).key(HASH, 64) in found  # vLLM's order of features does not
+    assert len({keys(*way)[-1] for way in ways}) == len(ways)
 
 
-def test_routers_are_told_of_keys_without_media_only():
-    from fskv.engines.vllm.media import is_media_key
+def test_the_samples_of_one_request_share_their_media():
+    """vLLM hands the same objects to each of them."""
+    media()
+    shared = image(0, identifier="img-1")
+    assert keys(shared) == keys(shared) == keys(image(0))
 
-    for block_hash in (b"x" * 16, b"s" * 32):
-        assert not is_media_key(block_hash)
-        assert is_media_key(keys(image(0)).key(block_hash, 64))
+
+def test_a_client_cannot_name_a_medium_as_fskv_does():
+    media()
+    true = request(image(0)).mm_features[0].identifier
+    assert request(image(1, identifier=true)).mm_features[0].identifier != true
+    assert not media().leave_out(request(image(1, identifier=true)).mm_features)
 
 
 VALUES = [
@@ -121,167 +243,102 @@ def test_a_tensor_counts_by_its_numbers_and_not_by_how_it_lies():
         feature({"a": torch.zeros(2, 2).to_sparse()}),  # raises what it likes
     ],
 )  # fmt: skip
-def test_what_cannot_be_looked_into_has_no_keys_and_is_said_once(unknown, caplog):
+def test_what_cannot_be_looked_into_has_a_name_of_its_own_and_is_said_once(unknown, caplog):
     looking = media()
-    assert looking.keys([image(0), unknown]) is None
-    assert looking.keys([unknown]) is None
-    assert sum("since their content cannot be told" in line for line in caplog.messages) == 1
-    assert looking.keys([image(0)]) is not None  # the control
+    again = feature(None, identifier=unknown.identifier)
+    assert keys(unknown)[0] != keys(again)[0]
+    assert looking.leave_out(request(image(0), unknown).mm_features)
+    assert looking.leave_out([unknown])
+    assert sum("the content of some cannot be told" in line for line in caplog.messages) == 1
+    assert not looking.leave_out(request(image(0)).mm_features)  # the control
+    assert not looking.leave_out([])
 
 
-def test_a_name_that_stood_for_two_contents_is_not_believed_again():
-    """vLLM's own caches go by the name: what they have of one may be the other's, whichever came first."""
-    looking = media()
-    one, other = image(0, identifier="img-1"), image(1, identifier="img-1")
-    assert looking.keys([one]) is not None
-    assert looking.keys([one]) is not None
-    assert looking.keys([other]) is None
-    assert looking.keys([image(2), other]) is None
-    assert looking.keys([one]) is None
-    assert looking.keys([image(1, identifier="img-2")]) is not None  # the control
-    video = {"identifier": "img-2", "modality": "video"}
-    assert looking.keys([image(1, **video)]) is None
+def test_content_in_shared_memory_or_of_other_engines_encoders_is_left_out_with_its_name(caplog):
+    for hidden in ({"mm_processor_cache_type": "shm"}, {"ec_transfer_config": object()}):
+        looking = media(**hidden)
+        made = request(image(0, identifier="img-1"))
+        assert made.mm_features[0].identifier == "img-1"  # others look for it by that
+        assert looking.leave_out(made.mm_features)
+        assert not looking.leave_out([])
+        assert not media(checked=False, **hidden).leave_out(made.mm_features)
+    assert not media(mm_processor_cache_type="lru").leave_out(request(image(0)).mm_features)
+    assert "'media_keys' \"trusted\"" in caplog.text
 
 
-def test_a_name_of_what_cannot_be_told_is_not_believed_for_what_can():
-    looking = media()
-    assert looking.keys([image(0, identifier="a"), feature(None, identifier="b", offset=9)]) is None
-    # It was noted too, and is what it was.
-    assert looking.keys([image(0, identifier="a")]) is not None
-    assert looking.keys([image(1, identifier="a")]) is None
-    assert looking.keys([image(0, identifier="b")]) is None
+@pytest.mark.parametrize("checked", [True, False])
+def test_media_whose_embeddings_correct_positions_are_left_out(checked, caplog):
+    """A hit skips the embeddings, and all later positions are wrong."""
+    pruned = media(checked=checked, uses_mrope=True, video_pruning_rate=0.5)
+    made = request(image(0)).mm_features
+    assert pruned.leave_out(made)
+    assert pruned.leave_out(made)
+    assert not pruned.leave_out([])
+    assert len([line for line in caplog.messages if "video_pruning_rate" in line]) == 1
+    for others in ({"uses_mrope": True}, {"video_pruning_rate": 0.5}, {"video_pruning_rate": 0.0}):
+        looking = media(checked=checked, **others)
+        assert not looking.leave_out(request(image(0)).mm_features)  # the control
 
 
-def test_requests_that_run_are_left_out_when_their_media_s_name_comes_with_another_content(
-    tmp_path,
-):
-    """Another encoder may run before theirs."""
-    from vllm.v1.kv_offload.base import ReqContext
+def test_a_vllm_whose_keys_cannot_be_made_strict_keeps_its_media(monkeypatch):
+    from vllm.v1.core import kv_cache_utils
 
-    from fskv.config import StoreConfig
-    from fskv.engines.vllm.manager import FskvManager
+    def others(request, start, end, first):  # asks no function that could be replaced
+        return (("mm", request.mm_features[0].identifier),), first
 
-    manager = FskvManager(StoreConfig.from_mapping({"root": str(tmp_path)}), 1)
-    looking = media(manager.doubt_media)
-    left_out = []
-    manager.exclude_request = left_out.append
-    for req_id, name in (("one", "img-1"), ("other", "img-2"), ("gone", "img-1")):
-        manager.take_media(req_id, looking.keys([image(0, identifier=name)]))
-    manager.on_request_finished(ReqContext("gone"))
-    looking.keys([image(0, identifier="img-1")])
-    assert left_out == []  # the control
-    looking.keys([image(1, identifier="img-1")])
-    assert left_out == ["one"]
-    manager.shutdown()
-
-
-def test_what_a_session_gets_later_is_noted_before_its_encoder_runs():
-    doubted = []
-    looking = media(doubted.append)
-    session = SimpleNamespace(mm_features=[], is_finished=lambda: False)
-    looking.keep_looking(session)
-    looking.on_step()
-    assert looking.keys([image(0, identifier="img-1")]) is not None
-    session.mm_features.append(image(1, identifier="img-1"))
-    assert looking.keys([image(0, identifier="img-1")]) is not None  # the control
-    looking.on_step()
-    assert doubted == ["img-1"]
-    assert looking.keys([image(0, identifier="img-1")]) is None
-    session.is_finished = lambda: True
-    looking.on_step()
-    assert looking._sessions == []
-
-
-def test_no_name_is_forgotten_and_memory_is_bounded(monkeypatch, caplog):
-    from fskv.engines.vllm import media as media_module
-
-    monkeypatch.setattr(media_module, "_NUM_ROWS", 4)
-    looking = media()
-    looking.keys([image(0, identifier="img-1")])
-    found = [looking.keys([image(0)]) for _ in range(300)]
-    assert 4 * 16 * 0.9 <= sum(each is not None for each in found) < 4 * 16
-    assert looking.keys([image(0, identifier="img-1")]) is not None
-    assert looking.keys([image(1, identifier="img-1")]) is None
-    assert sum("so many media" in line for line in caplog.messages) == 1
-
-
-def test_content_in_shared_memory_or_from_other_engines_encoders_is_not_believed():
-    assert keys(image(0), mm_processor_cache_type="shm") is None
-    assert keys(image(0), mm_processor_cache_type="lru") is not None
-    for consumes in (True, False):
-        transfer = SimpleNamespace(is_ec_consumer=consumes)
-        assert (keys(image(0), ec_transfer_config=transfer) is None) == consumes
+    monkeypatch.setattr(kv_cache_utils, "generate_block_hash_extra_keys", others)
+    assert media(checked=False).leave_out([image(0)])
 
 
 def test_a_medium_is_digested_once_and_another_in_its_place_anew(monkeypatch):
     from fskv.engines.vllm import media as media_module
 
-    looking, seen = media(), []
+    media()
+    seen = []
     real = media_module.content_digest
     monkeypatch.setattr(media_module, "content_digest", lambda c: (seen.append(c), real(c))[1])
-    one = image(0)
-    first = looking.keys([one]).key(HASH, 64)
-    assert looking.keys([one]).key(HASH, 64) == first
+    item = image(0).data
+    names = []
+    for _ in range(2):
+        one = image(0)
+        one.data = item
+        names.append(request(one).mm_features[0].identifier)
+    assert names[0] == names[1]
     assert sum(isinstance(content, dict) for content in seen) == 1
     for seed in range(50):  # objects that are freed give their addresses to others
-        assert looking.keys([image(seed)]).key(HASH, 64) == keys(image(seed)).key(HASH, 64)
-
-
-def test_the_manager_asks_for_stores_and_loads_the_chunks_of_these_keys(tmp_path):
-    from vllm.v1.kv_offload.base import ReqContext, make_offload_key
-
-    from fskv.config import StoreConfig
-    from fskv.engines.vllm.manager import FskvManager
-    from fskv.types import ChunkId
-
-    manager = FskvManager(StoreConfig.from_mapping({"root": str(tmp_path)}), 1)
-    key = make_offload_key(HASH, 0)
-    contexts = {}
-    for name, seed in (("one", 0), ("other", 1), ("text", None)):
-        contexts[name] = ReqContext(name)
-        if hasattr(ReqContext, "set_offload_key_position"):
-            contexts[name].set_offload_key_position(key, 64)
-        if seed is not None:
-            manager.take_media(name, keys(image(seed, identifier="img-1")))
-    chunks = {name: manager.prepare_load([key], c).chunks[0] for name, c in contexts.items()}
-    assert len(set(chunks.values())) == 3
-    assert chunks["text"] == ChunkId(HASH, 0)
-    older = SimpleNamespace(req_id="one")  # of vLLM 0.30, which does not say where a chunk ends
-    assert manager.prepare_load([key], older).chunks == [chunks["one"]]
-    manager.on_request_finished(contexts["one"])  # the control: forgotten, it is vLLM's key again
-    assert manager.prepare_load([key], contexts["one"]).chunks == [chunks["text"]]
-    manager.shutdown()
+        assert keys(image(seed)) == keys(image(seed))
 
 
 @pytest.mark.parametrize(
-    ("changes", "options", "excluded", "taken"),
+    ("changes", "options", "excluded"),
     [
-        ({}, {}, False, False),
-        ({"mm_features": [image(0)]}, {}, False, True),
-        ({"mm_features": [feature(None)]}, {}, True, False),
-        ({"mm_features": [feature(None)]}, {"media_keys": "trusted"}, False, False),
-        ({"prompt_embeds": torch.zeros(1)}, {}, True, False),
-        ({"prompt_embeds": torch.zeros(1)}, {"media_keys": "trusted"}, True, False),
-        ({"resumable": True}, {}, True, False),
-        ({"resumable": True}, {"media_keys": "trusted"}, True, False),
-        ({"lora_request": "adapter"}, {}, True, False),
-        ({"lora_request": "adapter"}, {"lora": "by-name"}, False, False),
+        ({}, {}, False),
+        ({"mm_features": [image(0)]}, {}, False),
+        ({"mm_features": [feature(None)]}, {}, True),
+        ({"mm_features": [feature(None)]}, {"media_keys": "trusted"}, False),
+        ({"prompt_embeds": torch.zeros(1)}, {}, True),
+        ({"prompt_embeds": torch.zeros(1)}, {"media_keys": "trusted"}, True),
+        ({"resumable": True}, {}, True),
+        ({"resumable": True}, {"media_keys": "trusted"}, True),
+        ({"lora_request": "adapter"}, {}, True),
+        ({"lora_request": "adapter"}, {"lora": "by-name"}, False),
     ],
 )
-def test_requests_whose_kv_has_no_name_are_left_out(monkeypatch, changes, options, excluded, taken):
+def test_requests_whose_kv_has_no_name_are_left_out(monkeypatch, changes, options, excluded):
     from fskv.config import StoreConfig
     from fskv.engines.vllm.budget import BudgetedConnector
     from fskv.engines.vllm.connector import FskvConnector
 
-    left_out, keyed = [], []
-    manager = SimpleNamespace(
-        exclude_request=left_out.append, take_media=lambda req_id, found: keyed.append(req_id)
-    )
+    left_out = []
     monkeypatch.setattr(BudgetedConnector, "on_new_request", lambda *_: None)
-    monkeypatch.setattr(FskvConnector, "_manager", manager)
+    monkeypatch.setattr(FskvConnector, "_manager", SimpleNamespace(exclude_request=left_out.append))
     connector = FskvConnector.__new__(FskvConnector)
-    connector._setup = SimpleNamespace(config=StoreConfig.from_mapping({"root": "/kv", **options}))
-    connector._media = media()
-    fields = {"mm_features": [], "prompt_embeds": None, "resumable": False, "lora_request": None}
+    config = StoreConfig.from_mapping({"root": "/kv", **options})
+    connector._setup = SimpleNamespace(config=config)
+    connector._media = media(checked=config.media_keys == "checked")
+    given = changes.get("mm_features", [])
+    fields = {"mm_features": request(*given).mm_features, "prompt_embeds": None}
+    fields |= {"resumable": False, "lora_request": None}
+    changes = {name: value for name, value in changes.items() if name != "mm_features"}
     connector.on_new_request(SimpleNamespace(request_id="r", **{**fields, **changes}))
-    assert (bool(left_out), bool(keyed)) == (excluded, taken)
+    assert bool(left_out) == excluded

@@ -17,11 +17,17 @@ HERE = {"nnodes": 1, "distributed_executor_backend": "mp", "data_parallel_size":
 class Configuration:
     """As vLLM's VllmConfig: asks the factory for the connector while it is made."""
 
-    def __init__(self, connector, extra, parallel=HERE):
+    def __init__(self, connector, extra, parallel=HERE, **settings):
         self.kv_transfer_config = SimpleNamespace(
             kv_connector=connector, kv_connector_extra_config=extra, kv_connector_module_path=None
         )
         self.parallel_config = SimpleNamespace(**parallel)
+        self.weight_transfer_config = self.lora_config = None
+        self.cache_config = SimpleNamespace(calculate_kv_scales=False)
+        self.load_config = SimpleNamespace(load_format="auto")
+        self.model_config = SimpleNamespace(quantization=None)
+        self.aux_output_config = SimpleNamespace(enabled=False)
+        vars(self).update(settings)
         self.__post_init__()
 
     def __post_init__(self):
@@ -102,3 +108,49 @@ def test_an_error_of_permission_names_owner_mode_and_who_asks(tmp_path, monkeypa
 
 def _denied(path):
     raise PermissionError(13, "Permission denied", f"{path}/not/to/be/seen")
+
+
+@pytest.mark.parametrize(
+    ("settings", "options", "words"),
+    [
+        ({"aux_output_config": SimpleNamespace(enabled=True)}, {}, "enable_return_routed_experts"),
+        ({"cache_config": SimpleNamespace(calculate_kv_scales=True)}, {}, "calculate_kv_scales"),
+        ({"weight_transfer_config": object()}, {}, "weight_transfer_config"),
+        ({"load_config": SimpleNamespace(load_format="npcache")}, {}, "load_format"),
+        (
+            {
+                "load_config": SimpleNamespace(load_format="dummy"),
+                "model_config": SimpleNamespace(quantization="fp8"),
+            },
+            {"weights_id": "x"},
+            "load_format",
+        ),
+    ],
+)
+@pytest.mark.parametrize("several", [False, True])
+def test_settings_with_which_fskv_cannot_serve_are_refused_before_weights_are_read(
+    tmp_path, settings, options, words, several
+):
+    extra = {"root": str(tmp_path), **options}
+    how = ("FskvMultiConnector", multi(extra)) if several else ("FskvConnector", extra)
+    with pytest.raises(ConfigError, match=f"option '{words}': found"):
+        Configuration(*how, **settings)
+    assert Configuration(*how).connector.__name__ == how[0]  # the control
+
+
+def test_adapters_are_taken_by_name_only_where_the_key_has_their_path(tmp_path, monkeypatch):
+    from vllm.v1.core import kv_cache_utils
+
+    def make(lora):
+        extra = {"root": str(tmp_path), "lora": lora}
+        return Configuration("FskvConnector", extra, lora_config=object())
+
+    assert make("by-name").connector.__name__ == "FskvConnector"
+    monkeypatch.setattr(
+        kv_cache_utils,
+        "_gen_lora_extra_hash_keys",
+        lambda request: [request.lora_request.lora_name],
+    )
+    with pytest.raises(ConfigError, match="do not hold the path of an adapter"):
+        make("by-name")
+    make("off")

@@ -507,16 +507,43 @@ def test_each_admitted_request_is_a_hit_a_miss_or_an_unused_hit_and_pending_load
     assert pending() == {(): 1.0}
     engine.end(job, 1.0)
     assert pending() == {(): 0.0}
-    # What it found is another child's to load; then nothing is found for it.
+    # What it found is another child's to load; for the next one nothing is found.
     request = engine.request("elsewhere")
     assert engine.take(request)
     engine.admit(request, 0)
+    request = engine.request("nothing")
     engine.budget.forget(request.request_id)
     engine.admit(request, 0)
     engine.take(engine.request("ends before it is admitted"))
     engine.step(0.1, {}, finished=["ends before it is admitted"])
     assert engine.budget._found == set()
     assert counts().items() >= {("unused", 1), ("miss", 1)}
+
+
+def test_a_request_is_counted_once_however_often_vllm_admits_it():
+    """VLLM says so again when a load has ended, after a preemption, and for a recompute."""
+    engine = known(load_s=1.0, recompute_s=60.0, load_budget=1)
+
+    def counts():
+        found = engine.budget._counters.drain()
+        return {label: n for (metric, label), n in found.items() if metric is metrics.REQUESTS if n}
+
+    counts()
+    for failed in (False, True):
+        request = engine.request(f"failed: {failed}")
+        job, _ = engine.admit(request, engine.take(request))
+        engine.end(job, 1.0, failed=failed)
+        engine.budget.admitted(request, 0, 0, None)
+        engine.budget.admitted(request, 0, 0, None)
+        assert counts() == {"hit": 1}
+    unasked = engine.request("shorter than a chunk")
+    engine.budget.admitted(unasked, 0, 0, None, asked=False)
+    assert counts() == {}
+    engine.step(0.1, {}, finished=["failed: False", "failed: True", "shorter than a chunk"])
+    engine.admit(engine.request("failed: True"), 0)  # the control: another request of that name
+    assert counts() == {"miss": 1}
+    engine.step(0.1, {}, finished=["failed: True", "computed", "loaded"])
+    assert engine.budget._counted == set()
 
 
 def test_what_is_below_zero_is_counted_as_nothing_or_prometheus_would_raise_in_vllms_loop():

@@ -11,6 +11,7 @@ import os
 import pickle
 import subprocess
 import sys
+import types
 
 import engine_lab
 import pytest
@@ -360,6 +361,90 @@ def test_after_a_reset_nothing_is_served_unless_the_user_vouches_for_the_weights
         stored = manager.prepare_store([_key(1)], ReqContext("r")).keys_to_store
         assert bool(stored) is vouched
         manager.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("tiers", "local", "loads"),
+    [
+        (None, None, True),
+        ([], None, False),
+        ([{"medium": "CPU"}], None, False),
+        ([{"medium": "storage"}], None, True),
+        ([{"medium": "CPU"}, {"medium": "STORAGE"}], None, True),
+        ([{"locality": "LOCAL"}], True, True),
+        ([{"locality": "LOCAL"}], False, False),
+        ([{"medium": "STORAGE", "locality": "REMOTE"}], False, True),
+        ([{"locality": "REMOTE"}], None, True),
+        ("nonsense", None, True),
+        ([1, {"medium": 3}], None, True),
+    ],
+)
+def test_a_request_loads_from_the_tiers_that_it_names(tiers, local, loads):
+    import dataclasses
+
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+        _create_req_context,
+    )
+    from vllm.v1.kv_offload.base import LookupResult
+
+    manager, workers = _manager()
+    manager.set_workers([dataclasses.replace(each, is_local=local) for each in workers])
+    params = {} if tiers is None else {"kv_load_tiers": tiers}
+    asks = types.SimpleNamespace(request_id="r", kv_transfer_params=params, kv_hints=None)
+    found = manager.lookup(_key(1), _create_req_context(asks))
+    assert found is (LookupResult.RETRY if loads else LookupResult.MISS)
+    # Which tiers a request loads from says nothing of what is stored.
+    assert manager.prepare_store([_key(1)], _create_req_context(asks)).keys_to_store
+    manager.shutdown()
+
+
+def test_what_a_client_sends_ends_no_connector_and_caps_hold_inside_a_block(monkeypatch):
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+        OffloadingConnectorScheduler,
+    )
+    from vllm.v1.core.sched.output import KVConnectorBlockState
+
+    from fskv.engines.vllm import quirks
+
+    begun, built = [], []
+    # As vLLM 0.32 does: `params.get`.
+    monkeypatch.setattr(
+        OffloadingConnectorScheduler,
+        "on_new_request",
+        lambda self, request: begun.append((request.kv_transfer_params or {}).get("x")),
+    )
+    monkeypatch.setattr(
+        OffloadingConnectorScheduler,
+        "_build_partial_tail_store_jobs",
+        lambda self, output: built.append(output.kv_connector_block_state),
+    )
+    quirks.heed_caps()
+    quirks.heed_caps()  # once
+    half = object.__new__(OffloadingConnectorScheduler)
+    for params in (None, {}, {"x": 1}, "text", [1], 7, True):
+        half.on_new_request(types.SimpleNamespace(kv_transfer_params=params))
+    assert begun == [None, None, 1, None, None, None, None]
+    caps = {"none": None, "zero": 0, "below": 100, "at": 128}
+    half._req_status = {
+        name: types.SimpleNamespace(max_offload_tokens=cap) for name, cap in caps.items()
+    }
+    offers = {name: [(0, 5, 64), (2, 7, 128)] for name in [*caps, "unknown"]}
+    state = KVConnectorBlockState(set(offers), lambda _: (), offers)
+    step = types.SimpleNamespace(kv_connector_block_state=state)
+    half._build_partial_tail_store_jobs(step)
+    half._build_partial_tail_store_jobs(types.SimpleNamespace(kv_connector_block_state=None))
+    taken, nothing = built
+    whole = [(0, 5, 64), (2, 7, 128)]
+    assert taken.boundary_state_offloads == {
+        "none": whole,
+        "zero": [],
+        "below": whole[:1],
+        "at": whole,
+        "unknown": whole,
+    }
+    assert nothing is None
+    assert step.kv_connector_block_state is state, "the engine's own stays as it is"
+    assert state.boundary_state_offloads["zero"] == whole
 
 
 def _load_without(missing: str):

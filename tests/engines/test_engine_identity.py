@@ -207,39 +207,26 @@ def test_what_a_processor_reads_and_what_a_client_calls_an_image(lab):
 
 
 @pytest.mark.slow
-def test_a_client_cannot_put_an_image_under_the_name_of_another_one(lab):
-    """vLLM's own caches believe the name, so the KV of the second one may be the first one's: not stored."""
+@pytest.mark.parametrize("how", ["in turn", "together"])
+def test_two_images_under_one_name_are_two(lab, how):
+    """Also where the first one's request waits while the encoder sees the second one's image."""
     checkpoint = odd.blip2(lab.path / "blip2")
     engine = {**IMAGES, "mm_processor_cache_gb": 0}
-    steps = [
+    named = [
         {"prompt_token_ids": SEEN, "image": image, "uuid": "img-1", "label": f"{image}"}
         for image in (0, 1)
     ]
-    lab.engine(checkpoint, *steps, **engine)
-    honest = {"prompt_token_ids": SEEN, "image": 1, "label": "honest"}
-    found = generates(lab.engine(checkpoint, honest, **engine))["honest"]
-    truth = generates(lab.engine(checkpoint, honest, transfer=False, **engine))["honest"]
-    assert found["tokens"] == truth["tokens"]
-    assert found["num_cached_tokens"] == 0
-    assert len(chunks(str(lab.root))) > 0  # the control: the first one was stored
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("uuids", [("img-1", "img-1"), ("img-1", "img-2")])
-def test_an_image_that_is_seen_first_and_came_second(lab, uuids):
-    """The first request waits while the encoder sees the second one's image, under the name of both."""
-    checkpoint = odd.blip2(lab.path / "blip2")
-    engine = {**IMAGES, "mm_processor_cache_gb": 0}
-    together = [
-        {"prompt_token_ids": SEEN, "image": image, "uuid": uuid} for image, uuid in enumerate(uuids)
+    steps = named if how == "in turn" else [{"together": named}]
+    lab.engine(checkpoint, *steps, scheduling_policy="priority", **engine)
+    honest = [
+        {"prompt_token_ids": SEEN, "image": image, "label": f"honest {image}"} for image in (0, 1)
     ]
-    lab.engine(checkpoint, {"together": together}, scheduling_policy="priority", **engine)
-    honest = {**together[0], "label": "honest"}
-    found = generates(lab.engine(checkpoint, honest, **engine))["honest"]
-    truth = generates(lab.engine(checkpoint, honest, transfer=False, **engine))["honest"]
-    assert found["tokens"] == truth["tokens"]
-    # The control: where the second one has a name of its own the first one is stored, and loaded.
-    assert found["num_cached_tokens"] == (128 if uuids[0] != uuids[1] else 0)
+    found = generates(lab.engine(checkpoint, *honest, **engine))
+    truth = generates(lab.engine(checkpoint, *honest, transfer=False, **engine))
+    for label, one in truth.items():
+        assert found[label]["tokens"] == one["tokens"]
+        assert found[label]["num_cached_tokens"] == 128
+    assert truth["honest 0"]["tokens"] != truth["honest 1"]["tokens"]  # the control
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 
+from fskv.root.filesystem import LOCAL
 from fskv.root.mounts import Mount, mount_of
 
 from .finding import Finding, Subject, hint, ok, problem, warning
@@ -14,7 +15,6 @@ from .finding import Finding, Subject, hint, ok, problem, warning
 _MOUNTINFO = "/proc/self/mountinfo"
 _SHOWN = ("ro", "sync", "vers", "hard", "soft", "noac", "actimeo", "acregmin", "acdirmin")
 _SHOWN_TOO = ("lookupcache", "timeo", "retrans", "proto", "nconnect", "flock", "noflock", "size")
-_LOCAL = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs")
 _SHARED = ("nfs", "nfs4", "9p", "virtiofs")
 _CEPH = "another node sees a file at once, as its times are set; quotas are met some seconds late"
 _S3 = "objects of a store; some cannot rename, and engines refuse those"
@@ -132,7 +132,7 @@ def judge(mount: Mount) -> Iterator[Finding]:
         yield hint(
             "mount", text, "every call takes a way through a process; compare with `fskv bench`"
         )
-    elif mount.kind in _LOCAL or mount.kind in _SHARED:
+    elif mount.kind in LOCAL or mount.kind in _SHARED:
         yield ok("mount", text)
     else:
         yield hint(

@@ -19,7 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
@@ -49,6 +49,8 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
+
+    from fskv.engines.vllm.manager import FskvManager
 
 # Of the recompute: what a load that nothing is known of may cost if it comes to nothing. With it the first
 # token is late by less than a tenth.
@@ -183,6 +185,7 @@ class LoadBudget:
         self.saved_known = False  # of some load it was known how long computing its tokens takes
         self._verdicts: dict[str, _Verdict] = {}
         self._found: set[str] = set()  # requests with a hit, until they are admitted
+        self._counted: set[str] = set()  # requests that `fskv_requests` has counted, until they end
         self._loads: dict[int, _Load] = {}  # by job id
         self._reports: dict[int, LoadReport] = {}  # of loads that some rank has not told of yet
         self._given_up: set[str] = set()  # requests that may not try a load again
@@ -357,15 +360,26 @@ class LoadBudget:
         self._found.discard(req_id)
 
     def admitted(
-        self, request: Request, num_loaded: int, computed: int, job_id: int | None
+        self,
+        request: Request,
+        num_loaded: int,
+        computed: int,
+        job_id: int | None,
+        *,
+        asked: bool = True,
     ) -> None:
-        """VLLM has pages for the request: what was decided about it holds from here on."""
+        """VLLM has pages for the request: what was decided about it holds from here on.
+
+        It says so again once a load has ended. `asked`: whether any file was looked up for the request.
+        """
         req_id = request.request_id
         self._prefilling[req_id] = request
         self._just_admitted.append(req_id)
         verdict = self._verdicts.pop(req_id, None)
-        result = "hit" if num_loaded else "unused" if req_id in self._found else "miss"
-        self._counters.add(metrics.REQUESTS, 1, result)
+        if asked and req_id not in self._counted:
+            result = "hit" if num_loaded else "unused" if req_id in self._found else "miss"
+            self._counters.add(metrics.REQUESTS, 1, result)
+            self._counted.add(req_id)
         self._found.discard(req_id)
         if job_id is not None and (size := self._size(num_loaded, computed)):
             probe = verdict is not None and verdict.probe
@@ -401,6 +415,7 @@ class LoadBudget:
                 known.pop(req_id, None)
             self._given_up.discard(req_id)
             self._found.discard(req_id)
+            self._counted.discard(req_id)
         parts, declined = [], 0
         for req_id, request in list(self._prefilling.items()):
             computed = request.num_computed_tokens
@@ -539,7 +554,8 @@ class BudgetedConnector(OffloadingConnector):
         # A load is a request's only job.
         job_id = next(iter(status.transfer_jobs)) if num_external_tokens else None
         computed = status.num_locally_computed_tokens
-        self._budget.admitted(request, num_external_tokens, computed, job_id)
+        asked = cast("FskvManager", self.scheduler.manager).was_asked(request.request_id)
+        self._budget.admitted(request, num_external_tokens, computed, job_id, asked=asked)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         self._budget.on_step(scheduler_output)

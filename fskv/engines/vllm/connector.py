@@ -55,6 +55,7 @@ from fskv.engines.vllm.quirks import (
     forget_past_blocks,
     gives_way,
     handshakes_of_workers,
+    heed_caps,
     offer_again,
     requests_of_loads,
     take_deferred_stores,
@@ -73,10 +74,8 @@ from fskv.root.root import NamespaceDir, Root
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.kv_offload.config import OffloadingConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -210,8 +209,10 @@ class FskvOffloadingSpec(OffloadingSpec):
             else None,
             # Some layers turn it off while they are built, in this process alone.
             prefix_caching=reuses_kv(setup.vllm_config),
-            reloaded=lambda: loaded.reloaded and not config.weights_fixed,
+            reloaded=lambda: loaded.pages_lost or (loaded.reloaded and not config.weights_fixed),
         )
+        worker = self.worker
+        loaded.at_rest = lambda: worker.at_rest
         return self.worker
 
 
@@ -240,9 +241,11 @@ class FskvConnector(AdmittingConnector):
             outer.kv_load_failure_policy = "recompute"
         super().__init__(_with_spec(vllm_config, setup), role, kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
-            begin_block_lists_anew()  # of vLLM's own connector beside this one, too
+            # Of vLLM's own connector beside this one, too.
+            begin_block_lists_anew()
+            heed_caps()
             self._so_far = SoFar()
-            self._media = Media(vllm_config, self._manager.doubt_media)
+            self._media = Media(vllm_config, checked=setup.config.media_keys == "checked")
             if setup.config.prefetch_bytes:
                 specs = [group.spec for group in setup.groups]
                 self.read_ahead(specs, setup.geometry.blocks_per_chunk)
@@ -351,24 +354,16 @@ class FskvConnector(AdmittingConnector):
             raise
 
     def on_new_request(self, request: Request) -> None:
-        # The block hash covers an adapter's name, not its weights (vllm#30931).
-        if request.lora_request is not None and self._setup.config.lora == "off":
+        if (
+            # The block hash covers an adapter's name, not its weights (vllm#30931).
+            (request.lora_request is not None and self._setup.config.lora == "off")
+            # vLLM's key of embeddings has neither their dtype nor which of them stand for tokens.
+            or request.prompt_embeds is not None
+            # vLLM asks nothing about a session's later turns.
+            or getattr(request, "resumable", False)
+            or self._media.leave_out(request.mm_features)
+        ):
             self._manager.exclude_request(request.request_id)
-        # vLLM's key of embeddings has neither their dtype nor which of them stand for tokens.
-        if getattr(request, "prompt_embeds", None) is not None:
-            self._manager.exclude_request(request.request_id)
-        checked = self._setup.config.media_keys == "checked"
-        if getattr(request, "resumable", False):
-            # Media that a session adds later are not told, and its later turns are not asked about.
-            self._manager.exclude_request(request.request_id)
-            if checked:
-                self._media.keep_looking(request)
-        if checked and getattr(request, "mm_features", None):
-            media = self._media.keys(request.mm_features)
-            if media is None:
-                self._manager.exclude_request(request.request_id)
-            else:
-                self._manager.take_media(request.request_id, media)
         super().on_new_request(request)
 
     def update_state_after_alloc(
@@ -378,10 +373,6 @@ class FskvConnector(AdmittingConnector):
         if not num_external_tokens:
             tell_allocated(self.scheduler, blocks)
 
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        self._media.on_step()
-        return super().build_connector_meta(scheduler_output)
-
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         super().update_connector_output(connector_output)
         self._so_far.add(connector_output.kv_connector_stats, self.stats_id)
@@ -389,7 +380,10 @@ class FskvConnector(AdmittingConnector):
         if isinstance(told, FskvWorkerMetadata):
             self._budget.on_loads(told.loads)
             if told.reloaded:
-                self._manager.doubt_weights("weights were loaded again in the running engine")
+                self._manager.doubt_weights(
+                    "weights were loaded again in the running engine, or pages of its KV cache were lost",
+                    vouched=False,
+                )
             self._manager.on_news(told.news)
         for req_id in connector_output.failed_recving or ():
             offer_again(self.scheduler, req_id)

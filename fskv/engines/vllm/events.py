@@ -23,7 +23,6 @@ from vllm.v1.kv_offload.base import (
     make_offload_key,
 )
 
-from fskv.engines.vllm.media import is_media_key
 from fskv.namespace import chunk_name
 from fskv.types import ChunkId
 
@@ -59,12 +58,7 @@ class KvEvents:
         return cls(min(MAX_ANNOUNCED, max(1, MAX_ANNOUNCED_TOKENS // tokens_per_chunk)))
 
     def stored(self, chunk: ChunkId) -> None:
-        """Every rank's file of the chunk is visible; says so unless it was said before.
-
-        A router does not know the keys of chunks with media: of those nothing is said.
-        """
-        if is_media_key(chunk.key_hash):
-            return
+        """Every rank's file of the chunk is visible; says so unless it was said before."""
         name = _name(chunk)
         if name in self._announced:
             self._announced.move_to_end(name)

@@ -45,6 +45,7 @@ from fskv.engines.vllm.loaded import (
     secondary_weights,
     weights_text,
 )
+from fskv.engines.vllm.refusals import check_settings, name_of_load_format
 from fskv.engines.vllm.switches import switches
 from fskv.errors import ConfigError
 from fskv.hybrid_planner import GroupKind, GroupSpec
@@ -140,24 +141,12 @@ def build_identity(
     unless the KV that vLLM computes depends on it.
 
     Raises ConfigError where KV could be served wrongly: weights without a fingerprint, a hash seed
-    that no other process has, KV scales that are computed at run time.
+    that no other process has, settings that `refusals` names.
     """
     model = vllm_config.model_config
     cache = vllm_config.cache_config
     parallel = vllm_config.parallel_config
-    if (
-        getattr(vllm_config, "weight_transfer_config", None) is not None
-        and not config.weights_fixed
-    ):
-        raise ConfigError(
-            "option 'weight_transfer_config': found one, expected none: weights that change in a running "
-            "engine make the KV of its namespace wrong ('weights_fixed' = true says that they never do)"
-        )
-    if getattr(cache, "calculate_kv_scales", False):
-        raise ConfigError(
-            "option 'calculate_kv_scales': found true, expected false: scales computed from the first "
-            "requests differ between processes, so their KV cannot be shared"
-        )
+    check_settings(vllm_config, config)
     # With pipeline stages each rank has other layers; its own are in the layout digest of its files.
     one_stage = parallel.pipeline_parallel_size == 1
     in_manifest = {k: v for k, v in layouts.items() if one_stage or not k.startswith("group")}
@@ -409,18 +398,8 @@ def _attention_backend(vllm_config: VllmConfig) -> str:
 
 def _extra(vllm_config: VllmConfig, config: StoreConfig) -> dict[str, Json]:
     extra: dict[str, Json] = {}
-    load, model = vllm_config.load_config, vllm_config.model_config
-    load_format = str(load.load_format).rsplit(".", 1)[-1].lower()
-    if load_format == "npcache" and config.weights_id is None:
-        raise ConfigError(
-            "option 'load_format': found \"npcache\", expected another one: it reads copies of the "
-            "weights that may be older; or set the option 'weights_id' to a name"
-        )
-    if load_format == "dummy" and model.quantization:
-        raise ConfigError(
-            f"option 'load_format': found \"dummy\" with quantization {model.quantization}, expected "
-            "weights: quantised dummy weights are whatever was in memory, so their KV cannot be shared"
-        )
+    load = vllm_config.load_config
+    load_format = name_of_load_format(vllm_config)
     # Those that load the files which vLLM's rule picks, and nothing else, are alike: see loaded_files.
     if load_format not in _LOAD_FORMATS:
         extra["load_format"] = load_format

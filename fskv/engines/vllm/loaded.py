@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
+import inspect
 import os
 import re
 import sys
@@ -18,6 +19,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from fskv.errors import ConfigError
 from fskv.identity.checkpoint_file import os_errors
@@ -34,8 +37,15 @@ if TYPE_CHECKING:
 _SNAPSHOT = re.compile(r"/models--([^/]+)/snapshots/([0-9a-f]{40})/?$")
 # What vLLM's rule picks from, by load format; other weights files are opened by a model's own code.
 _PICKED_FROM = (".safetensors", ".bin", ".pt")
-# How weights are replaced in a running engine, of a worker, its model runner and its model.
-_RELOADS = ("load_model", "load_weights", "reload_weights", "start_weight_update", "update_weights")
+# A method of a worker, its runner or its models may change weights if one of these words is in its name ...
+_CHANGES = {
+    *("weight", "weights", "param", "params", "parameter", "parameters"),
+    *("load", "reload", "apply", "sleep", "wake", "discard"),
+}
+# ... and none of these.
+_READS = {"get", "compute", "check", "checksum", "compare", "supports", "save"}
+# Take the pages of the KV cache away as well.
+_LOSE_PAGES = {"sleep", "discard"}
 
 
 @dataclass
@@ -45,6 +55,10 @@ class Loaded:
     worker: Any  # a weak reference
     before: dict[str, dict[str, tuple[int, ...]] | str] = field(default_factory=dict)
     reloaded: bool = False  # the weights may be others than those of the start
+    # Pages of the KV cache were taken away, while the engine may believe that they hold what they held.
+    pages_lost: bool = False
+    # Whether the connector was told that the engine gives its pages up.
+    at_rest: Callable[[], bool] = lambda: True
 
     @property
     def model(self) -> Any:
@@ -56,28 +70,45 @@ class Loaded:
         return runner.get_model()
 
     def note_reloads(self, mark: str | None = None) -> None:
-        """From now on `reloaded` is true as soon as somebody begins to replace weights.
+        """From now on `reloaded` is true as soon as somebody calls what may change weights.
 
         Then a byte is written to the file `mark`, for those who look from another process of this machine; it
         may be unlinked once this has returned. Raises OSError.
         """
         fd = None if mark is None else os.open(mark, os.O_WRONLY | os.O_CLOEXEC)
         worker = self.worker()
-        for owner in (worker, worker.model_runner, self.model):
-            for name in _RELOADS:
-                method = getattr(owner, name, None)
-                if method is not None:
-                    setattr(owner, name, self._noting(method, fd))
+        draft = getattr(worker, "get_draft_model", lambda: None)()
+        for owner in (worker, worker.model_runner, self.model, draft):
+            for name in () if owner is None else changing_methods(type(owner)):
+                setattr(owner, name, self._noting(getattr(owner, name), name, fd))
 
-    def _noting(self, method: Callable[..., Any], fd: int | None) -> Callable[..., Any]:
+    def _noting(self, method: Callable[..., Any], name: str, fd: int | None) -> Callable[..., Any]:
         @functools.wraps(method)
         def noting(*args: Any, **kwargs: Any) -> Any:
             self.reloaded = True
+            self.pages_lost |= bool(_words(name) & _LOSE_PAGES) and not self.at_rest()
             if fd is not None:
                 os.write(fd, b"x")
             return method(*args, **kwargs)
 
         return noting
+
+
+def changing_methods(cls: type) -> list[str]:
+    """Return the methods of a class that may change weights, by their names; private ones too."""
+    own_of_modules = set(dir(torch.nn.Module)) - {"load_state_dict", "apply", "_apply"}
+    return [
+        name
+        for name in dir(cls)
+        if _words(name) & _CHANGES
+        and not _words(name) & _READS
+        and name not in own_of_modules
+        and callable(inspect.getattr_static(cls, name))
+    ]
+
+
+def _words(name: str) -> set[str]:
+    return set(name.split("_"))
 
 
 _loaded: list[Loaded] = []  # of this process; in tests many engines live in one

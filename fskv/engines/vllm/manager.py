@@ -10,14 +10,16 @@ import logging
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
     LoadStoreSpec,
+    Locality,
     LookupResult,
+    Medium,
     OffloadingEvent,
     OffloadingManager,
     OffloadKey,
@@ -32,7 +34,6 @@ from vllm.v1.kv_offload.base import (
 from fskv.config import StoreConfig
 from fskv.data_path.job import NO_LIMIT, LoadLimit
 from fskv.engines.vllm.events import KvEvents
-from fskv.engines.vllm.media import MediaKeys
 from fskv.engines.vllm.metrics import to_stats
 from fskv.errors import ConfigError
 from fskv.index.presence import RankFiles
@@ -101,6 +102,7 @@ class FskvHandshake(KVConnectorHandshakeMetadata):
     canonical_ranks: tuple[int | None, ...] | None = None
     prefix_caching: bool = True  # whether the worker's layers allow KV to be used again
     num_io_threads: int = 1
+    is_local: bool | None = None  # whether the root is on disks of this machine; None: not known
 
     @property
     def file_ranks(self) -> tuple[int | None, ...]:
@@ -140,11 +142,11 @@ class FskvManager(OffloadingManager):
         self.chunks = Lookup(config, events=events, recompute_s=self._estimate)
         self._states = StateLog(root=config.root)
         self._excluded_requests: set[str] = set()
-        self._media: dict[str, MediaKeys] = {}  # by request, of those with images, sound or video
         # vLLM asks for the same chunks in every step a request waits: what each was told is counted once.
         self._told: dict[str, set[tuple[ChunkId, Status]]] = {}
         self._limit: Callable[[str], LoadLimit] = lambda _req_id: NO_LIMIT
         self._watch = Watch(config, self.chunks, engine_rank)
+        self.locality: Locality | None = None  # of the root, as routers and requests name it
 
     # --- start-up and news from the workers -------------------------------------------------
 
@@ -168,6 +170,8 @@ class FskvManager(OffloadingManager):
         if len(workers) != first.world_size:
             raise ConfigError(f"{len(workers)} of {first.world_size} workers reported a namespace")
         self._workers = sorted(workers, key=lambda w: w.rank)
+        if self.locality is None and first.is_local is not None:
+            self.locality = Locality.LOCAL if first.is_local else Locality.REMOTE
         self._watch.namespace = os.path.relpath(first.namespace_path, self._config.root)
         self.chunks.attach(
             list(self._files.values()),
@@ -208,28 +212,19 @@ class FskvManager(OffloadingManager):
         self._watch.off = reason
         self._states.say("prefix_caching_off", logging.WARNING, reason=reason)
 
-    def doubt_weights(self, what: str) -> None:
-        """Neither load nor store from now on, unless the user vouches for the weights.
+    def doubt_weights(self, what: str, *, vouched: bool | None = None) -> None:
+        """Neither load nor store from now on, unless the weights are vouched for: None asks the option.
 
         The namespace names the weights of the start.
         """
-        if not self._config.weights_fixed and not self.chunks.stopped:
+        vouched = self._config.weights_fixed if vouched is None else vouched
+        if not vouched and not self.chunks.stopped:
             self.chunks.stopped = self._watch.in_doubt = True
             reason = (
                 f"{what}; fskv neither loads nor stores until the engine is started again (option "
                 "'weights_fixed': found false, expected true where weights never change in a running engine)"
             )
             self._states.say("weights_in_doubt", logging.WARNING, reason=reason)
-
-    def take_media(self, req_id: str, media: MediaKeys) -> None:
-        """The keys of this request's chunks are to hold what its media are."""
-        self._media[req_id] = media
-
-    def doubt_media(self, name: str) -> None:
-        """Exclude the requests with media of this name: vLLM may have computed them from another content."""
-        for req_id, media in self._media.items():
-            if name in media.names:
-                self.exclude_request(req_id)
 
     def exclude_request(self, req_id: str) -> None:
         """Neither load nor store this request's KV: an adapter under "off", media that cannot be told."""
@@ -248,12 +243,13 @@ class FskvManager(OffloadingManager):
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._excluded_requests.discard(req_context.req_id)
         self._told.pop(req_context.req_id, None)
-        self._media.pop(req_context.req_id, None)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        if not self._serves(req_context):
+        # A client may say which tiers its request may load from (`kv_load_tiers`).
+        allowed = req_context.load_tier_filter.allows(Medium.STORAGE, self.locality)
+        if not allowed or not self._serves(req_context):
             return LookupResult.MISS
-        chunk = self._chunk(key, req_context)
+        chunk = to_chunk(key)
         presence, reason = self.chunks.ask(chunk)
         if presence is not Presence.UNKNOWN:
             told = self._told.setdefault(req_context.req_id, set())
@@ -267,13 +263,17 @@ class FskvManager(OffloadingManager):
                     self.chunks.counters.add(metrics.LOOKUP_MISSES, 1, reason.value)
         return _RESULTS[presence]
 
+    def was_asked(self, req_id: str) -> bool:
+        """Whether a look-up for this request was answered from what is known of files."""
+        return req_id in self._told
+
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
         from vllm.v1.metrics.cache_hit_source import CacheHitSource  # since 0.32, which asks for it
 
         return CacheHitSource.DISK
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> ChunkKeys:
-        chunks = [self._chunk(key, req_context) for key in keys]
+        chunks = [to_chunk(key) for key in keys]
         return ChunkKeys(chunks, self._limit(req_context.req_id))
 
     def prepare_store(
@@ -281,7 +281,7 @@ class FskvManager(OffloadingManager):
     ) -> PrepareStoreOutput:
         to_store: dict[OffloadKey, ChunkId] = {}
         if self._serves(req_context):
-            chunks = {self._chunk(key, req_context): key for key in keys}
+            chunks = {to_chunk(key): key for key in keys}
             to_store = {chunks[chunk]: chunk for chunk in self.chunks.begin_store(chunks)}
         return PrepareStoreOutput(
             keys_to_store=list(to_store),
@@ -313,7 +313,8 @@ class FskvManager(OffloadingManager):
             self._events.say_again()
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        return self._events.take() if self._events else ()
+        for event in self._events.take() if self._events else ():
+            yield replace(event, locality=self.locality)
 
     def trim_event_payloads(self, payloads: MutableMapping[OffloadKey, object]) -> None:
         """Drop what vLLM remembers of chunks that no event will name any more."""
@@ -332,14 +333,6 @@ class FskvManager(OffloadingManager):
     def shutdown(self) -> None:
         self._watch.close()
         self.chunks.close()
-
-    def _chunk(self, key: OffloadKey, req_context: ReqContext) -> ChunkId:
-        media = self._media.get(req_context.req_id)
-        if media is None:
-            return to_chunk(key)
-        position = getattr(req_context, "get_offload_key_position", None)  # since 0.31
-        end = position(key) if position is not None else None
-        return ChunkId(media.key(get_offload_block_hash(key), end), get_offload_group_idx(key))
 
     def _serves(self, req_context: ReqContext) -> bool:
         serves = self.chunks.attached and not self.chunks.stopped

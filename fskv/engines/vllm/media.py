@@ -1,9 +1,14 @@
-"""Keys of chunks that were computed from images, sound or video: the block hash alone does not name those.
+"""Has vLLM name images, sound and video by their content, in all of its keys.
 
-vLLM puts an identifier of each medium into the block hash: a digest of its content or, where the client sends
-one, whatever the client calls it (`uuid`). In one engine a name is used up with the process; on a root it
-would be for everybody and for ever. So the key of a chunk that such tokens precede is the block hash followed
-by a digest of what the model is really given. What cannot be looked into is neither loaded nor stored.
+Each medium has an identifier in vLLM's block hashes and encoder cache: a digest of its content, or the name
+that a client gave it (`uuid`). Of media that lie over each other, a film and its sound track, a block hash
+has the first alone. Inside one engine such a key serves the KV of one medium for another until the process
+ends. On a root it would do so for everybody and for ever.
+
+A key of fskv must not say more than the key under which the engine found the KV: else the engine's false hits
+are stored under a true name. So vLLM's own keys are made strict, and fskv takes them as they are. Blocks,
+encoder outputs, vLLM's other connectors, its tiers and the files on a root then go by one name. A medium
+whose content cannot be told gets a name that no other medium has.
 """
 
 from __future__ import annotations
@@ -11,171 +16,158 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.request import Request
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.multimodal.inputs import MultiModalFeatureSpec
-    from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
 
-# Behind a block hash, which has 16 or 32 bytes: so an odd number of bytes is a key with media in it.
-_MARK = b"\0"
-_DIGEST_NBYTES = 16
 _MAX_KNOWN = 1024
-# 64 MiB; the system gives the memory as names come. Rows are full from about 3 million names on.
-_NUM_ROWS, _ROW_NAMES = 1 << 18, 16
-
-
-def is_media_key(key_hash: bytes) -> bool:
-    """Whether media are in a chunk's key; a router, which knows block hashes, has no use for such a key."""
-    return len(key_hash) % 2 == 1
-
-
-class MediaKeys:
-    """The keys of one request's chunks."""
-
-    def __init__(
-        self, starts: Sequence[int], digests: Sequence[bytes], names: Collection[str] = ()
-    ) -> None:
-        """`starts` are the media's first tokens in the prompt, ascending; `digests` are of their contents.
-
-        `names` is what vLLM calls them.
-        """
-        self.names = frozenset(names)
-        self._starts = list(starts)
-        self._so_far: list[bytes] = []
-        digest = b""
-        for start, own in zip(starts, digests, strict=True):
-            digest = content_digest([start, own, digest])
-            self._so_far.append(digest)
-
-    def key(self, block_hash: bytes, end: int | None) -> bytes:
-        """Return the key of the chunk whose last token is before token `end` of the prompt.
-
-        None where vLLM does not say it: then all media count.
-        """
-        count = len(self._starts) if end is None else bisect_left(self._starts, end)
-        if not count:
-            return block_hash
-        return block_hash + _MARK + self._so_far[count - 1][:_DIGEST_NBYTES]
-
-
-class _Names:
-    """What each name of a medium stood for. Nothing is forgotten, and memory is bounded: both by refusing."""
-
-    def __init__(self) -> None:
-        # So that nobody can choose names or contents that are taken for others.
-        self._secret = os.urandom(32)
-        self._names = np.zeros((_NUM_ROWS, _ROW_NAMES), np.uint64)  # 0: free
-        self._contents = np.zeros((_NUM_ROWS, _ROW_NAMES), np.uint64)  # 0: not believed
-
-    def note(self, name: str, digest: bytes | None) -> bool | None:
-        """Return whether the name has stood for this content alone; None where there is no room to note it.
-
-        `digest` is None for content that cannot be told: then the name is not believed again.
-        """
-        place = self._mark(str(name).encode("utf-8", "surrogatepass"))
-        own = self._mark(digest) | 1 if digest is not None else 0
-        row, mark = place % _NUM_ROWS, np.uint64(place | 1)
-        for i in np.flatnonzero((self._names[row] == mark) | (self._names[row] == 0)):
-            if not self._names[row, i]:
-                self._names[row, i], self._contents[row, i] = mark, own
-            elif int(self._contents[row, i]) != own:
-                self._contents[row, i] = 0
-            return bool(self._contents[row, i])
-        return None
-
-    def _mark(self, content: bytes) -> int:
-        from blake3 import blake3
-
-        return int.from_bytes(blake3(content, key=self._secret).digest(length=8), "little")
+# An attribute of a medium that was given its name here: whether its content is in the name.
+_TOLD = "fskv_told"
 
 
 class Media:
-    """Digests the media of requests, on the scheduler's thread."""
+    """Says which requests with media neither load nor store, and has vLLM's keys made strict.
 
-    def __init__(self, vllm_config: VllmConfig, doubt: Callable[[str], None]) -> None:
-        """`doubt` is called with a name that is believed no more: who has it must neither store nor load."""
-        multimodal = getattr(vllm_config.model_config, "multimodal_config", None)
-        # With it the engine is told where in shared memory the content lies, and not what it is.
-        self._hidden = getattr(multimodal, "mm_processor_cache_type", None) == "shm"
-        # Outputs of encoders of other engines come by the name alone.
-        transfer = getattr(vllm_config, "ec_transfer_config", None)
-        self._hidden |= bool(getattr(transfer, "is_ec_consumer", False))
-        # What was digested lately: vLLM's cache gives the same object to each request with one medium.
-        self._known: OrderedDict[int, tuple[weakref.ref[Any], bytes]] = OrderedDict()
-        self._names = _Names()
-        self._doubt = doubt
-        # Requests that go on, and how many of their media are noted: vLLM tells of no later one.
-        self._sessions: list[tuple[Request, int]] = []
+    On the scheduler's thread, one for each connector.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, *, checked: bool) -> None:
+        """`checked`: media go by their content, else by vLLM's names (option `media_keys`)."""
+        self._checked = checked
+        self._unfit = make_keys_strict(vllm_config, checked=checked)
         self._said: set[str] = set()
 
-    def keys(self, features: Sequence[MultiModalFeatureSpec]) -> MediaKeys | None:
-        """Return the keys of a request with these media; None where its KV must not be stored or loaded.
+    def leave_out(self, features: Sequence[MultiModalFeatureSpec]) -> bool:
+        """Whether a request with these media neither loads nor stores; the log says why, once."""
+        reason = self._unfit
+        told = (getattr(feature, _TOLD, False) for feature in features)
+        if not reason and self._checked and not all(told):
+            reason = "the content of some cannot be told"
+        if not features or not reason:
+            return False
+        if reason not in self._said:
+            self._said.add(reason)
+            logger.warning("fskv: requests with media are neither loaded nor stored: %s", reason)
+        return True
 
-        That is where they cannot be looked into, and where a name stands for another content too.
-        """
-        ordered = sorted(features, key=lambda feature: feature.mm_position.offset)
-        digests = [self._believed(feature) for feature in ordered]  # all of them: each is noted
-        told = [digest for digest in digests if digest is not None]
-        if len(told) < len(digests):
-            return None
-        starts = [feature.mm_position.offset for feature in ordered]
-        return MediaKeys(starts, told, [feature.identifier for feature in ordered])
 
-    def keep_looking(self, request: Request) -> None:
-        """Note the media that this request, a session, gets later."""
-        self._sessions.append((request, 0))
+def make_keys_strict(vllm_config: VllmConfig, *, checked: bool) -> str:
+    """Have vLLM's keys in this process hold every medium and, if `checked`, its content.
 
-    def on_step(self) -> None:
-        """Note what sessions got, before an encoder runs for it."""
-        for i, (request, noted) in enumerate(self._sessions):
-            for feature in request.mm_features[noted:]:
-                self._believed(feature)
-            self._sessions[i] = request, len(request.mm_features)
-        if self._sessions:
-            self._sessions = [each for each in self._sessions if not each[0].is_finished()]
+    To be called before the first request; it holds for the life of the process. Returns why requests with
+    media may neither load nor store all the same, "" where they may.
+    """
+    kv_cache_utils._gen_mm_extra_hash_keys = _media_of_block  # noqa: SLF001
+    if not _keys_hold_all_media():
+        return "this vLLM's keys of blocks cannot be made to hold all media"
+    model = vllm_config.model_config
+    multimodal = getattr(model, "multimodal_config", None)
+    # The runner corrects M-RoPE positions by a pruned video's embeddings, which a hit skips. vLLM's own
+    # prefix cache has the same fault.
+    if getattr(multimodal, "video_pruning_rate", None) and getattr(model, "uses_mrope", True):
+        return (
+            "with 'video_pruning_rate' a hit skips the embeddings by which positions are corrected"
+        )
+    if not checked:
+        return ""
+    # "shm": the scheduler has an address. Encoder outputs of other engines come and go by vLLM's names.
+    in_shared_memory = getattr(multimodal, "mm_processor_cache_type", None) == "shm"
+    if in_shared_memory or getattr(vllm_config, "ec_transfer_config", None) is not None:
+        return (
+            "this engine's scheduler is not given their content; with option 'media_keys' \"trusted\" "
+            "vLLM's names of media are believed"
+        )
+    _name_by_content()
+    return ""
 
-    def _believed(self, feature: MultiModalFeatureSpec) -> bytes | None:
-        """Return the digest of a medium, None where it or its name cannot be believed."""
-        digest = None
-        try:
-            content = self._digest(feature)
-            digest = content_digest([feature.modality, feature.mm_position.is_embed, content])
-        # Whatever content of another vLLM raises: it must not stop the engine.
-        except Exception as error:
-            self._say(
-                "fskv: requests with media are neither loaded nor stored, since their content cannot be "
-                "told (%s); with option 'media_keys' \"trusted\" vLLM's names of media are believed",
-                str(error).partition("\n")[0],
-            )
-        believed = self._names.note(feature.identifier, digest)
-        if believed is None:
-            self._say(
-                "fskv: so many media were seen that of new ones names cannot be told apart: requests with "
-                "them are neither loaded nor stored until the engine is started again"
-            )
-        elif not believed:
-            self._doubt(feature.identifier)
-        return digest if believed else None
 
-    def _say(self, line: str, *about: str) -> None:
-        if line not in self._said:
-            self._said.add(line)
-            logger.warning(line, *about)
+def _keys_hold_all_media() -> bool:
+    """Whether vLLM's key of a block has both of two media that lie over each other."""
+    where = SimpleNamespace(offset=0, length=64)
+    media = [SimpleNamespace(identifier=name, mm_position=where) for name in ("film", "sound")]
+    request = SimpleNamespace(
+        mm_features=media, lora_request=None, cache_salt=None, prompt_embeds=None
+    )
+    try:
+        keys, _ = kv_cache_utils.generate_block_hash_extra_keys(request, 16, 32, 0)
+    except Exception:  # another vLLM
+        return False
+    return all(name in str(keys) for name in ("film", "sound"))
+
+
+def _name_by_content() -> None:
+    of_vllm = Request.from_engine_core_request
+    if hasattr(of_vllm, "of_fskv"):
+        return
+    names = Names()
+
+    def from_engine_core_request(_cls: type[Request], request: Any, *args: Any) -> Request:
+        names.give(request.mm_features or ())
+        return of_vllm(request, *args)
+
+    from_engine_core_request.of_fskv = True  # type: ignore[attr-defined]
+    Request.from_engine_core_request = classmethod(from_engine_core_request)
+
+
+def _media_of_block(
+    request: Request, start_token_idx: int, end_token_idx: int, start_mm_idx: int
+) -> tuple[list[tuple[str, str, int]], int]:
+    """Return vLLM's extra keys of a block: of each medium in it, also where media lie over each other.
+
+    `start_mm_idx` is vLLM's guess where the block's media begin in the list. It is returned as it came.
+    """
+    found = [
+        ("mm", feature.identifier, feature.mm_position.offset - start_token_idx)
+        for feature in request.mm_features or ()
+        if feature.mm_position.offset < end_token_idx
+        and feature.mm_position.offset + feature.mm_position.length > start_token_idx
+    ]
+    return found, start_mm_idx
+
+
+class Names:
+    """Gives media their names, on the thread that takes requests in."""
+
+    def __init__(self) -> None:
+        # What was digested lately: vLLM's cache gives the same object to each request with one medium.
+        self._known: OrderedDict[int, tuple[weakref.ref[Any], bytes]] = OrderedDict()
+
+    def give(self, features: Sequence[MultiModalFeatureSpec]) -> None:
+        """Put the content of each medium in the place of its identifier."""
+        for feature in features:
+            if hasattr(feature, _TOLD):  # the samples of one request share their media
+                continue
+            try:
+                name, told = f"content:{self._digest(feature).hex()}", True
+            # Whatever content of another vLLM raises: it must not stop the engine.
+            except Exception as error:
+                logger.debug("fskv: content of a medium cannot be told: %s", error)
+                name, told = f"unknown:{os.urandom(16).hex()}", False
+            feature.identifier = name
+            setattr(feature, _TOLD, told)
 
     def _digest(self, feature: MultiModalFeatureSpec) -> bytes:
-        item = feature.data
-        if self._hidden or item is None:
-            raise TypeError("the engine's scheduler has no content of them")
+        # vLLM puts an adapter that changes the encoder's outputs before the name.
+        adapter = feature.identifier.removesuffix(feature.mm_hash or feature.identifier)
+        where = feature.mm_position
+        content = self._digest_item(feature.data)
+        return content_digest([feature.modality, where.length, where.is_embed, adapter, content])
+
+    def _digest_item(self, item: Any) -> bytes:
+        if item is None:
+            raise TypeError("it has none")
         known = self._known.get(id(item))
         if known is not None and known[0]() is item:
             self._known.move_to_end(id(item))
@@ -185,6 +177,9 @@ class Media:
         if len(self._known) > _MAX_KNOWN:
             self._known.popitem(last=False)
         return digest
+
+
+# --- content ----------------------------------------------------------------------------------
 
 
 def content_digest(content: object) -> bytes:

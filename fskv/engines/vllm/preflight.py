@@ -1,4 +1,4 @@
-"""Refuses options, a key file and a root that cannot work while vLLM still builds its configuration.
+"""Refuses settings, options and a root that cannot work while vLLM still builds its configuration.
 
 That is in the process of `vllm serve`, seconds after its start: the engine finds the same once it has read
 the weights. vLLM asks for a connector's class then and hands over no configuration, so it is looked for among
@@ -13,6 +13,7 @@ from typing import Any
 from fskv.config import StoreConfig
 from fskv.data_path.threads import START_UP_S, call_with_deadline
 from fskv.engines.vllm.quirks import configuration_being_built
+from fskv.engines.vllm.refusals import check_settings
 from fskv.errors import FskvError
 from fskv.format.key_file import open_key_file
 from fskv.kv_transfer.stores import stores_of
@@ -30,6 +31,7 @@ def check_configured() -> None:
     try:
         names = ("kv_connector", "kv_connector_extra_config")
         for store in stores_of({name: getattr(transfer, name) for name in names}):
+            check_settings(config, store)
             if _runs_here(config.parallel_config):
                 check_root(store)
     except FskvError as error:

@@ -13,6 +13,9 @@ child that needs it (`gives_way`), and asks its workers itself (`handshakes_of_w
 but hands out its blocks as a new request's, all of them. OffloadingConnectorScheduler appends them to those
 that it has, and would store one block's KV under the key of another: `begin_block_lists_anew`.
 
+**What clients send** (`kv_transfer_params`, vLLM 0.32). A cap on what is stored ends the engine where states
+are kept within a block, or is not obeyed (0), and a value that is no table ends it anywhere: `heed_caps`.
+
 **Resets.** `OffloadingConnectorScheduler.reset_cache` (vLLM 0.32) sets next_stored_chunk_idx to 0, so that
 running requests store all their chunks again. In groups with a window or a state the blocks before it have
 been freed and used again, and only those from it on are kept up to date (_update_req_states): a request
@@ -41,7 +44,9 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
+import math
 from collections.abc import Iterable, Iterator, MutableMapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1
@@ -191,6 +196,46 @@ def begin_block_lists_anew() -> None:
 
     update_req_states.of_fskv = True  # type: ignore[attr-defined]
     OffloadingConnectorScheduler._update_req_states = update_req_states  # noqa: SLF001
+
+
+def heed_caps() -> None:
+    """Have each connector of vLLM's offloading kind obey what a client sends, and never end by it.
+
+    For the life of the process, once; a vLLM that does it otherwise stays as it is.
+    """
+    tails = getattr(OffloadingConnectorScheduler, "_build_partial_tail_store_jobs", None)
+    begins = OffloadingConnectorScheduler.on_new_request
+    if hasattr(begins, "of_fskv"):
+        return
+
+    def on_new_request(self: OffloadingConnectorScheduler, request: Request) -> None:
+        if not isinstance(request.kv_transfer_params, dict):
+            request.kv_transfer_params = None
+        begins(self, request)
+
+    def build_tails(self: OffloadingConnectorScheduler, output: SchedulerOutput) -> Any:
+        state = output.kv_connector_block_state
+        if state is not None and state.boundary_state_offloads:
+            output = copy.copy(output)
+            offers = {
+                req_id: [offer for offer in offers if offer[2] <= _most_stored(self, req_id)]
+                for req_id, offers in state.boundary_state_offloads.items()
+            }
+            output.kv_connector_block_state = replace(state, boundary_state_offloads=offers)
+        assert tails is not None
+        return tails(self, output)
+
+    on_new_request.of_fskv = True  # type: ignore[attr-defined]
+    OffloadingConnectorScheduler.on_new_request = on_new_request
+    if tails is not None:
+        OffloadingConnectorScheduler._build_partial_tail_store_jobs = build_tails  # noqa: SLF001
+
+
+def _most_stored(scheduler: OffloadingConnectorScheduler, req_id: str) -> float:
+    """Return how many tokens of a request may be stored at most."""
+    status = scheduler._req_status.get(req_id)  # noqa: SLF001
+    cap = None if status is None else status.max_offload_tokens
+    return math.inf if cap is None else cap
 
 
 # --- resets -----------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from fskv.namespace import Json
 from fskv.observe import metrics
 from fskv.offload.mover import Mover
 from fskv.offload.news import News
+from fskv.root.filesystem import is_local
 from fskv.root.root import NamespaceDir
 from fskv.transports.protocol import Ready
 from fskv.types import FileId, Status
@@ -67,6 +68,8 @@ class FskvWorker(OffloadingWorker):
             restore=restore,
         )
         self._reloaded = reloaded
+        # Whether the engine has given its pages up, and nothing was submitted since.
+        self.at_rest = False
         self._failed_jobs: set[int] = set()
         self._loads: dict[int, LoadReport] = {}  # since `take_loads`
         self.handshake = FskvHandshake(
@@ -81,6 +84,7 @@ class FskvWorker(OffloadingWorker):
             canonical_ranks=files.file_ranks,
             prefix_caching=prefix_caching,
             num_io_threads=self.mover.num_io_threads,
+            is_local=is_local(directory.path),
         )
 
     # --- OffloadingWorker -------------------------------------------------------------------
@@ -89,6 +93,7 @@ class FskvWorker(OffloadingWorker):
         self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
     ) -> bool:
         assert isinstance(dst_spec, ChunkKeys)
+        self.at_rest = False
         moves = self._plan(dst_spec, src_spec, is_load=False)
         # The forward that fills the pages may still run on the GPU (vLLM submits the stores of one
         # step at the start of the next).
@@ -104,6 +109,7 @@ class FskvWorker(OffloadingWorker):
     ) -> bool:
         """`expedited` (vLLM 0.33) cannot be asked for: synchronous loads are refused at start-up."""
         assert isinstance(src_spec, ChunkKeys)
+        self.at_rest = False
         moves = self._plan(src_spec, dst_spec, is_load=True)
         # The pages' last user, or the kernel that zeroes them, may still run on the GPU.
         self.mover.load(job_id, moves, self._event(), src_spec.limit, refused=self.reloaded)
@@ -159,6 +165,7 @@ class FskvWorker(OffloadingWorker):
         `deferred` are stores that vLLM had not submitted yet.
         """
         self.mover.drop()
+        self.at_rest = True
         for keys in deferred:
             assert isinstance(keys, ChunkKeys)
             skipped = Status.SKIPPED.value

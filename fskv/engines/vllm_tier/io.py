@@ -15,6 +15,7 @@ from fskv.engines.vllm.files import file_layouts
 from fskv.engines.vllm.manager import FskvHandshake
 from fskv.engines.vllm_tier.workers import Workers
 from fskv.offload.mover import Mover
+from fskv.root.filesystem import is_local
 from fskv.root.root import NamespaceDir
 from fskv.types import ChunkId, FileId
 
@@ -49,6 +50,7 @@ class RowMover:
             file_mode=directory.file_mode,
             file_nbytes=self.mover.file_nbytes,
             canonical_ranks=workers.file_ranks,
+            is_local=is_local(directory.path),
         )
         self._row_nbytes = memory.stride(0)
         self._file_ranks = workers.file_ranks

@@ -23,7 +23,7 @@ import os
 import tempfile
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm.v1.kv_offload.base import (
@@ -47,6 +47,7 @@ from fskv.engines.vllm.metrics import metric_definitions, to_stats
 from fskv.engines.vllm.quirks import (
     begin_block_lists_anew,
     forget_past_blocks,
+    heed_caps,
     reserve_windows,
     reserving_scheduler,
     resetting_scheduler,
@@ -105,6 +106,7 @@ class FskvTier(SecondaryTierManager):
         """`options` are fskv's, as FskvConnector takes them; raises FskvError with one sentence."""
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         begin_block_lists_anew()
+        heed_caps()
         self.locality = None if locality is None else Locality(locality)
         self._jobs: dict[int, _Open] = {}
         # Of the requests that vLLM has begun and not finished: how often each chunk was loaded for it since
@@ -120,6 +122,7 @@ class FskvTier(SecondaryTierManager):
             self._config = config = tier_config(options)
             workers = ask_workers(offloading_spec, config, self.block_size_bytes, mark)
             self._rows, self._manager = _open(config, workers, offloading_spec, primary_kv_view)
+            self._manager.locality = self.locality or self._manager.locality
         except FskvError as error:
             logger.error("fskv: %s", error)
             os.close(self._mark)
@@ -270,8 +273,7 @@ class FskvTier(SecondaryTierManager):
     # --- the rest ---------------------------------------------------------------------------
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        for event in self._manager.take_events():
-            yield event if self.locality is None else replace(event, locality=self.locality)
+        return self._manager.take_events()
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         # vLLM asks once for every step whose output it has.

@@ -21,6 +21,7 @@ from fskv.data_path.threads import call_with_deadline
 from fskv.engines.vllm.files import canonical_format_of, count_slices
 from fskv.engines.vllm.identity import EngineGroup, build_identity, engine_groups, reuses_kv
 from fskv.engines.vllm.loaded import find_loaded
+from fskv.engines.vllm.media import make_keys_strict
 from fskv.engines.vllm.page_layout import page_layouts
 from fskv.engines.vllm.quirks import connectors, executor
 from fskv.engines.vllm_tier.rows import PlacedTensor, RowLayout, own_rows, slice_rows
@@ -73,6 +74,12 @@ def ask_workers(spec: OffloadingSpec, config: StoreConfig, row_nbytes: int, mark
     From then on a worker whose weights are loaded again writes to the file `mark`.
     """
     engine = _executor()
+    # The tier is not told which requests have media, so all of them must have keys that hold their content.
+    unfit = make_keys_strict(engine.vllm_config, checked=config.media_keys == "checked")
+    if unfit and engine.vllm_config.model_config.is_multimodal_model:
+        raise ConfigError(
+            f"FskvTier with a model that takes media: {unfit} (FskvConnector leaves such requests out)"
+        )
     answers = engine.collective_rpc(
         report, timeout=_ANSWER_S, args=(spec.config.engine_id, config, mark)
     )
@@ -239,11 +246,6 @@ def _check_offered(
         raise ConfigError(
             'option \'lora\': found "off" in an engine that takes adapters, expected "by-name": vLLM does '
             'not tell a tier which requests have one (FskvConnector takes "off")'
-        )
-    if vllm_config.model_config.is_multimodal_model and config.media_keys == "checked":
-        raise ConfigError(
-            'option \'media_keys\': found "checked" for a model that takes media, expected "trusted": vLLM '
-            'does not tell a tier which requests have some (FskvConnector takes "checked")'
         )
     if getattr(vllm_config.model_config, "enable_prompt_embeds", False):
         raise ConfigError(

@@ -1,0 +1,76 @@
+"""Settings of vLLM with which fskv cannot serve: each is refused in one sentence.
+
+Asked twice: in the process of `vllm serve`, before weights are read (`preflight`), and by each worker when it
+derives the identity, for engines that are made in another way.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+from vllm.v1.core import kv_cache_utils
+
+from fskv.config import StoreConfig
+from fskv.errors import ConfigError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+def check_settings(vllm_config: VllmConfig, config: StoreConfig) -> None:
+    """Raise ConfigError where KV would be served wrongly, or where a hit would end the engine."""
+    if vllm_config.weight_transfer_config is not None and not config.weights_fixed:
+        raise ConfigError(
+            "option 'weight_transfer_config': found one, expected none: weights that change in a running "
+            "engine make the KV of its namespace wrong ('weights_fixed' = true says that they never do)"
+        )
+    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
+        raise ConfigError(
+            "option 'calculate_kv_scales': found true, expected false: scales computed from the first "
+            "requests differ between processes, so their KV cannot be shared"
+        )
+    if getattr(getattr(vllm_config, "aux_output_config", None), "enabled", False):
+        raise ConfigError(
+            "option 'enable_return_routed_experts': found true, expected false: vLLM keeps these outputs in "
+            "the process that computed them, and a hit of KV from files would end the engine"
+        )
+    takes_adapters = vllm_config.lora_config is not None
+    if takes_adapters and config.lora == "by-name" and not _adapters_are_named_by_path():
+        raise ConfigError(
+            'option \'lora\': found "by-name", expected "off": this vLLM\'s keys of blocks do not hold the '
+            "path of an adapter"
+        )
+    _check_loading(vllm_config, config)
+
+
+def _check_loading(vllm_config: VllmConfig, config: StoreConfig) -> None:
+    load_format = name_of_load_format(vllm_config)
+    if load_format == "npcache" and config.weights_id is None:
+        raise ConfigError(
+            "option 'load_format': found \"npcache\", expected another one: it reads copies of the "
+            "weights that may be older; or set the option 'weights_id' to a name"
+        )
+    quantization = vllm_config.model_config.quantization
+    if load_format == "dummy" and quantization:
+        raise ConfigError(
+            f"option 'load_format': found \"dummy\" with quantization {quantization}, expected weights: "
+            "quantised dummy weights are whatever was in memory, so their KV cannot be shared"
+        )
+
+
+def name_of_load_format(vllm_config: VllmConfig) -> str:
+    return str(vllm_config.load_config.load_format).rsplit(".", 1)[-1].lower()
+
+
+def _adapters_are_named_by_path() -> bool:
+    """Whether vLLM's key of a block tells adapters of one name and two paths apart."""
+    adapter = SimpleNamespace(lora_name="name", lora_path="path")
+    request = SimpleNamespace(
+        mm_features=[], lora_request=adapter, cache_salt=None, prompt_embeds=None
+    )
+    try:
+        keys, _ = kv_cache_utils.generate_block_hash_extra_keys(request, 0, 16, 0)
+    except Exception:  # another vLLM
+        return False
+    return "path" in str(keys)
