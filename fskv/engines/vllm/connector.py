@@ -243,9 +243,6 @@ class FskvConnector(AdmittingConnector):
             begin_block_lists_anew()  # of vLLM's own connector beside this one, too
             self._so_far = SoFar()
             self._media = Media(vllm_config, self._manager.doubt_media)
-            if setup.config.prefetch_bytes:
-                specs = [group.spec for group in setup.groups]
-                self.read_ahead(specs, setup.geometry.blocks_per_chunk)
             self._budget = self._make_budget(setup.config)
             self._manager.limit_loads(self._budget.limit)
             self._manager.be_patient(self._budget.recompute_s)
