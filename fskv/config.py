@@ -128,12 +128,6 @@ class StoreConfig:
         "Upper bound of the staging memory of each engine worker: pinned host memory where there is CUDA, "
         "GPU memory with GDS.",
     )
-    prefetch_bytes: int = _option(
-        0,
-        '0, bytes, or "1GiB"',
-        "Host memory of each engine worker, on top of `staging_bytes`, into which chunks of waiting requests "
-        "are read and checked before they are loaded. 0: none.",
-    )
     max_queued_chunks: int = _option(
         512,
         "chunks",
@@ -305,21 +299,11 @@ class StoreConfig:
                 'option \'transport\': found "gds" with \'mac_key_file\' set, expected "auto" or "host": '
                 "keyed digests are computed on the host, so chunks go through it"
             )
-        if expected := config._prefetch_beside():
-            raise bad("prefetch_bytes", config.prefetch_bytes, expected)
         for name, why in _OUTSIDE.items():
             path = normpath(getattr(config, name) or "/")
             if path.startswith(normpath(config.root) + "/"):
                 raise bad(name, path, f"one that is not in 'root': {why}")
         return config
-
-    def _prefetch_beside(self) -> str:
-        """Return what 'prefetch_bytes' was expected to be beside the other options; "" where it is good."""
-        if self.prefetch_bytes and self.transport == "gds":
-            return "0 with 'transport' \"gds\": chunks are read ahead into host memory"
-        if self.prefetch_bytes and self.load_budget != "off":
-            return "0 with 'load_budget': its predictions are of what is on disk, not of what was read ahead"
-        return ""
 
     def _check_bounds(self) -> None:
         if self.tenant_max_bytes is not None and self.tenant is None:
@@ -365,10 +349,6 @@ def _parse_text(name: str, value: Any) -> str | None:
     if not isinstance(value, str) or not value or len(value) > 200 or not value.isprintable():
         raise bad(name, value, "a printable text of 1 to 200 characters")
     return value
-
-
-def _parse_size_or_0(name: str, value: Any) -> int:
-    return 0 if type(value) is int and value == 0 else parse_size(name, value)
 
 
 def _parse_bound(name: str, value: Any) -> int | None:
@@ -437,7 +417,6 @@ _PARSERS = {
     "store": _parse_bool,
     "io_threads": _count(1, 64, "auto"),
     "staging_bytes": parse_size,
-    "prefetch_bytes": _parse_size_or_0,
     "max_queued_chunks": _count(1, 1_000_000),
     "store_queue_s": _seconds(0, 3600),
     "direct_io": _choice("auto", "on", "off"),

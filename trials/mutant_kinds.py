@@ -24,7 +24,6 @@ _LMCACHE = ("tests/adapter/test_lmcache_identity.py",)
 _FORMAT = ("tests/meta/test_format_vectors.py",)
 _ORDER = ("tests/unit/test_cuda_order.py",)
 _READINESS = ("tests/unit/test_readiness.py",)
-_PREFETCH = ("tests/unit/test_prefetch.py",)
 _CUDA = ("tests/unit/test_cuda_native.py",)
 _WORKER = ("tests/adapter/test_vllm_worker.py",)
 
@@ -63,79 +62,6 @@ class Fault:
 
 
 FAULTS = (
-    # --- what is read ahead -----------------------------------------------------------------
-    Fault(
-        "prefetch-unchecked",
-        "What was read ahead passed the checks of a load.",
-        "fskv/data_path/prefetch.py",
-        "            held = status is Status.OK and not dropped\n",
-        "            held = slot is not None and not dropped\n",
-        _PREFETCH,
-    ),
-    Fault(
-        "prefetch-other-blocks",
-        "A load gets no blocks of what was read ahead that were not checked.",
-        "fskv/data_path/prefetch.py",
-        "first_block < entry.first_block",
-        "first_block < 0",
-        _PREFETCH,
-    ),
-    Fault(
-        "prefetch-slot-lost",
-        "What is read ahead takes a bounded number of slots, and gives each of them back.",
-        "fskv/data_path/ends.py",
-        'cast("SlotPool[SlotT] | None", task.prefetched) or self._slots',
-        "self._slots",
-        _PREFETCH,
-    ),
-    Fault(
-        "prefetch-late-slot-lost",
-        "What is withdrawn while it is being read gives its slot back.",
-        "fskv/data_path/prefetch.py",
-        "        if slot is not None and not held:\n",
-        "        if slot is not None and not held and not dropped:\n",
-        _PREFETCH,
-    ),
-    Fault(
-        "prefetch-beside-loads",
-        "While a load is at the disk nothing is read ahead.",
-        "fskv/data_path/prefetch.py",
-        "            if not self._is_due():\n",
-        "            if True:\n",
-        _PREFETCH,
-    ),
-    Fault(
-        "prefetch-past-the-breaker",
-        "While the breaker is open nothing is read ahead.",
-        "fskv/data_path/prefetch.py",
-        "                if self._breaker.open:\n",
-        "                if False:\n",
-        _PREFETCH,
-    ),
-    Fault(
-        "prefetch-gives-up-without-a-slot",
-        "What is read ahead waits for a slot that a load still copies from.",
-        "fskv/data_path/prefetch.py",
-        "                if not full:\n",
-        "                if True:\n",
-        _PREFETCH,
-    ),
-    Fault(
-        "prefetch-closes-the-breaker",
-        "A copy of what was read ahead says nothing for the disk.",
-        "fskv/data_path/ends.py",
-        "if task.started_at is not None and task.prefetched is None:",
-        "if task.started_at is not None:",
-        _PREFETCH,
-    ),
-    Fault(
-        "prefetch-of-the-admitted",
-        "Only a request without blocks is looked up to be read ahead.",
-        "fskv/engines/vllm/prefetch.py",
-        "            self._new.pop(req_id, None)\n",
-        "",
-        ("tests/adapter/test_vllm_prefetch.py",),
-    ),
     # --- how an engine ends ---------------------------------------------------------------
     Fault(
         "dead-engine-ended",

@@ -141,8 +141,7 @@ class TaskEnds(Generic[SlotT]):
     def slot_free(self, task: FileTask) -> None:
         """A task is over: give back the slot that it had for itself, if it had one."""
         if task.slot is not None:
-            home = cast("SlotPool[SlotT] | None", task.prefetched) or self._slots
-            home.give_back(cast("SlotT", task.slot))
+            self._slots.give_back(cast("SlotT", task.slot))
             task.slot = None
         if task.ahead:
             task.ahead = False
@@ -172,8 +171,7 @@ class TaskEnds(Generic[SlotT]):
             self._outcomes.append(
                 FileOutcome(task.move.file, task.job.is_load, status, nbytes, seconds)
             )
-        # What never got a thread says nothing about the disk, nor what had been read before.
-        if task.started_at is not None and task.prefetched is None:
+        if task.started_at is not None:  # what never got a thread says nothing about the disk
             self._breaker.record(status)
 
     def report(self, job: Job) -> None:

@@ -57,7 +57,6 @@ class JobResult:
     done_share: float = 1.0  # of the bytes
     late: bool = False  # given up at its deadline, or because it would not keep it
     bad: tuple[FileId, ...] = ()  # of a load: the files that were not good
-    prefetched: bool = False  # some of its files had been read before: its times are not the disk's
 
 
 class FileOutcome(NamedTuple):
@@ -132,7 +131,7 @@ class Job:
         self, tasks: Sequence[FileTask], slots: Sequence[object], now: float
     ) -> list[FileTask]:
         """Park these open tasks until `ready`, but those to be read ahead, one for a slot; return those."""
-        ahead = [task for task in tasks if not task.was_read][: len(slots)]
+        ahead = list(tasks[: len(slots)])
         with self.lock:
             self.unready = True
             self.num_at_disk = len(ahead)
@@ -205,7 +204,6 @@ class Job:
             done_share=self.nbytes / total if total else 1.0,
             late=self.late,
             bad=tuple(self.bad),
-            prefetched=any(task.prefetched is not None for task in self.tasks),
         )
 
 
@@ -220,7 +218,6 @@ class FileTask:
         "outcome_known",
         "pages_free",
         "parked",
-        "prefetched",
         "queued",
         "read_s",
         "slot",
@@ -238,8 +235,6 @@ class FileTask:
         self.began_at: float | None = None  # of a load that was read ahead, and how long that took
         self.read_s = 0.0
         self.touch = False  # of such a load: its file's mtime is old
-        # Of a load: `slot` holds what was read and checked before, and goes back there, to a SlotPool.
-        self.prefetched: object = None
         self.pages_free = False
         self.outcome_known = False
 
@@ -251,11 +246,6 @@ class FileTask:
             queued.use_slot(self.slot)
         if self.ahead and self.job.is_load:
             queued.hold()
-
-    @property
-    def was_read(self) -> bool:
-        """Of a load: its slot holds what is wanted, checked; only the scatter is left, which is Python's."""
-        return self.job.is_load and (self.prefetched is not None or self.began_at is not None)
 
     @property
     def started_at(self) -> float | None:

@@ -60,7 +60,6 @@ from fskv.data_path.job import (
     NativeEvent,
     Queued,
 )
-from fskv.data_path.prefetch import Prefetcher
 from fskv.data_path.readiness import Readiness, has_fired
 from fskv.data_path.store import ChunkStore
 from fskv.data_path.threads import Guard, HangProofPool, Queue, Task, TaskQueue
@@ -94,11 +93,8 @@ class JobRunner(Generic[SlotT]):
         store_queue_s: float = math.inf,
         cpus: frozenset[int] | None = None,
         clock: Callable[[], float] = time.monotonic,
-        prefetch: Prefetcher[SlotT] | None = None,
     ) -> None:
         """Needs num_slots > num_threads; what is above serves replaced threads and wait().
-
-        A load takes what `prefetch` holds of it.
 
         The queue takes max_queued_chunks, or what can be stored in `store_queue_s` if that is less. I/O
         threads run on `cpus`, anywhere if None.
@@ -110,7 +106,6 @@ class JobRunner(Generic[SlotT]):
         self._deadline = deadline
         self._breaker = breaker
         self._clock = clock
-        self._prefetch = prefetch
         self._num_threads = num_threads
         self._max_queued = max_queued_chunks
         # Stores that it takes however slow the disk is.
@@ -162,10 +157,7 @@ class JobRunner(Generic[SlotT]):
         allowed_s = min(limit.allowed_s, deadline_s)
         guard = self._make_guard()
         job = Job(job_id, self._clock(), allowed_s, ready, guard, too_late, limit.look_s)
-        tasks = self._begin(job, moves, refused=refused)
-        if self._prefetch is not None:
-            self._prefetch.hand_over(tasks)
-        self._queue_when_ready(job, tasks)
+        self._queue_when_ready(job, self._begin(job, moves, refused=refused))
 
     def submit_store(self, job_id: int, moves: Sequence[FileMove], ready: Ready | None) -> None:
         """Start a store, after `ready`; chunks beyond the queue's limit are skipped and counted."""
@@ -190,8 +182,7 @@ class JobRunner(Generic[SlotT]):
             self._queue(tasks)
             return
         reads_ahead = job.is_load and self._reads_ahead
-        num_unread = sum(not task.was_read for task in tasks)
-        slots = self._slots.begin_ahead(num_unread, self._holds) if reads_ahead else []
+        slots = self._slots.begin_ahead(len(tasks), self._holds) if reads_ahead else []
         self._queue(job.wait_for_ready(tasks, slots, self._clock()))
         if not self._readiness.call_after(ready, lambda fired: self._go_on(job, fired)):
             self._go_on(job, False)
@@ -235,7 +226,7 @@ class JobRunner(Generic[SlotT]):
         for task in tasks:
             job, move = task.job, task.move
             try:
-                if task.was_read:
+                if task.began_at is not None:  # it was read ahead: the scatter is left
                     good.append(self._store.in_python(task, is_load=True))
                     task.queued = good[-1]
                     continue
@@ -332,13 +323,6 @@ class JobRunner(Generic[SlotT]):
         return len(self._pool.queue.running()) + num_ahead + self._pool.queue.num_parked
 
     @property
-    def is_due(self) -> bool:
-        """Whether a load is at the disk, or one that came now would have no thread. Any thread."""
-        running = [queued.owner for queued in self._pool.queue.running()]
-        full = len(running) >= self._num_threads
-        return full or any(task is not None and task.job.is_load for task in running)
-
-    @property
     def num_threads_hung(self) -> int:
         return self._pool.num_hung
 
@@ -398,7 +382,7 @@ class JobRunner(Generic[SlotT]):
             status = Status.OK
             if not isinstance(queued, Task) and queued.checked:
                 task.touch = queued.old_mtime
-            elif not task.was_read:
+            elif task.began_at is None:
                 status, task.touch = self._store.get(
                     move.file, plan.first_block, plan.num_blocks, slot
                 )

@@ -83,9 +83,4 @@ def tier_config(options: Mapping[str, Any]) -> StoreConfig:
             f"option 'load_budget': found {config.load_budget!r}, expected \"off\": vLLM does not tell a "
             "tier what a recompute takes (FskvConnector takes others)"
         )
-    if config.prefetch_bytes:
-        raise ConfigError(
-            f"option 'prefetch_bytes': found {config.prefetch_bytes}, expected 0: a tier loads into vLLM's "
-            "CPU memory (FskvConnector takes others)"
-        )
     return config

@@ -70,15 +70,6 @@ LOAD_LATENCY = Metric(
     # A load may take as long as its deadline, 30 s at most by default.
     buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30),
 )
-PREFETCHED_CHUNKS = Metric(
-    "fskv_prefetched_chunks",
-    "counter",
-    "chunks",
-    "Chunks of waiting requests read ahead and checked (`prefetch_bytes`), when they left that memory: used "
-    "(a load took it from there), dropped (no load did).",
-    "result",
-    values=("used", "dropped"),
-)
 STORED_CHUNKS = Metric(
     "fskv_stored_chunks", "counter", "chunks", "Chunk files written and made visible."
 )
@@ -332,7 +323,7 @@ BUDGET_COUNTERS = (
 )
 WORKER_COUNTERS = (
     *(LOAD_FAILURES, LOADED_CHUNKS, LOADED_BYTES, LOAD_SECONDS),
-    *(STORED_CHUNKS, STORED_BYTES, STORE_SECONDS, STORES_SKIPPED, PREFETCHED_CHUNKS),
+    *(STORED_CHUNKS, STORED_BYTES, STORE_SECONDS, STORES_SKIPPED),
 )
 
 ALL_METRICS = (
@@ -343,7 +334,6 @@ ALL_METRICS = (
     LOADED_BYTES,
     LOAD_SECONDS,
     LOAD_LATENCY,
-    PREFETCHED_CHUNKS,
     STORED_CHUNKS,
     STORED_BYTES,
     STORE_SECONDS,

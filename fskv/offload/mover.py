@@ -15,7 +15,6 @@ from fskv.config import LEAST_AUTO_THREADS, StoreConfig
 from fskv.data_path.breaker import Breaker
 from fskv.data_path.depth import measure_answer_s, wanted_threads
 from fskv.data_path.job import NO_LIMIT, FileMove, FileOutcome, JobResult, LoadLimit
-from fskv.data_path.prefetch import Prefetcher
 from fskv.data_path.runner import JobRunner
 from fskv.data_path.store import ChunkStore
 from fskv.data_path.threads import call_with_deadline
@@ -30,7 +29,7 @@ from fskv.root.root import NamespaceDir
 from fskv.transports import numa
 from fskv.transports.choice import open_transport
 from fskv.transports.protocol import Ready
-from fskv.types import ChunkId, FileId, Status
+from fskv.types import ChunkId, Status
 
 if TYPE_CHECKING:
     import torch
@@ -90,12 +89,6 @@ class Mover:
                 f"{(num_threads + 1) * slot_nbytes} (one chunk file of {slot_nbytes} bytes for each "
                 f"of {num_threads} I/O threads and one more){lower}"
             )
-        num_ahead = config.prefetch_bytes // slot_nbytes
-        if config.prefetch_bytes and not num_ahead:
-            raise ConfigError(
-                f"option 'prefetch_bytes': found {config.prefetch_bytes}, expected 0 or at least "
-                f"{slot_nbytes} (one chunk file)"
-            )
         self.number = number
         self._transport = open_transport(
             pages,
@@ -106,7 +99,7 @@ class Mover:
             direct_io=config.direct_io,
             file_mode=directory.file_mode,
             fsync=config.fsync,
-            num_slots=num_slots + num_ahead,
+            num_slots=num_slots,
         )
         told = ""
         if config.io_threads == "auto":
@@ -137,17 +130,6 @@ class Mover:
         )
         self.counters = Counters(*metrics.WORKER_COUNTERS)
         cpus = numa.cuda_cpus(device.index) if self.on_cuda and device is not None else None
-        self._prefetch = Prefetcher(
-            store,
-            self._transport,
-            num_slots=num_ahead,
-            num_threads=max(1, num_threads // 2),
-            deadline=config.deadline,
-            breaker=self._breaker,
-            counters=self.counters,
-            is_due=lambda: self._runner.is_due,
-            cpus=cpus,
-        )
         self._runner = JobRunner(
             store,
             self._transport,
@@ -158,7 +140,6 @@ class Mover:
             breaker=self._breaker,
             store_queue_s=config.store_queue_s,
             cpus=cpus,
-            prefetch=self._prefetch,
         )
         self.description = self._transport.description
         self._stopped = False
@@ -167,7 +148,7 @@ class Mover:
         self._store_failure: Status | None = None  # of the last store; None: it was written
         self._told_amiss: dict[str, str] = {}
         logger.info(
-            "fskv: rank %d: %s%s; %d I/O threads%s, %d staging slots of %d bytes at most%s",
+            "fskv: rank %d: %s%s; %d I/O threads%s, %d staging slots of %d bytes at most",
             number,
             self.description,
             f", sealed with key '{self._key_file.latest.writer.key_id}'" if self._key_file else "",
@@ -175,7 +156,6 @@ class Mover:
             told,
             num_slots,
             slot_nbytes,
-            f", {num_ahead} more to read ahead" if num_ahead else "",
         )
 
     # --- jobs -------------------------------------------------------------------------------
@@ -211,19 +191,9 @@ class Mover:
         refused |= self._stopped
         self._runner.submit_load(job_id, files, ready, limit, refused=refused)
 
-    def prefetch(self, wanted: Iterable[tuple[FileId, int]], unwanted: Iterable[FileId]) -> None:
-        """Forget the unwanted files, and read the wanted ones ahead: (file, the first block needed of it).
-
-        A later load of such a file copies it from memory; see fskv.data_path.prefetch.
-        """
-        self._prefetch.drop(unwanted)
-        if not self._stopped:
-            self._prefetch.want(wanted)
-
     def poll(self) -> list[JobResult]:
         """Return the jobs that ended since the last call; of their pages none is read or written any more."""
         ended = self._runner.poll()
-        self._prefetch.write_off_hung()
         for result in ended:
             if result.is_load:
                 self.counters.observe(metrics.LOAD_LATENCY, result.seconds)
@@ -235,11 +205,7 @@ class Mover:
         self._runner.wait(job_ids)
 
     def drop(self) -> None:
-        """Touch no page of any job until now from now on. The lookup must forget. See JobRunner.drop.
-
-        What was read ahead is forgotten too.
-        """
-        self._prefetch.clear()
+        """Touch no page of any job until now from now on. The lookup must forget. See JobRunner.drop."""
         self._runner.drop()
         self._collect()
         # The lookup's reset has ended these. Told later, they would end what it begins to store by then.
@@ -265,7 +231,6 @@ class Mover:
             logger.warning("fskv: %s", error)
 
     def _close(self, timeout_s: float) -> None:
-        self._prefetch.close()
         self._runner.shutdown(timeout_s)
         self._transport.close()
 
@@ -297,12 +262,8 @@ class Mover:
     def gauges(self) -> dict[Gauge, float]:
         """Return what is in use now."""
         shown: dict[Gauge, float] = {
-            metrics.SLOTS_IN_USE: float(
-                self._runner.num_slots_used + self._prefetch.num_slots_used
-            ),
-            metrics.THREADS_HUNG: float(
-                self._runner.num_threads_hung + self._prefetch.num_threads_hung
-            ),
+            metrics.SLOTS_IN_USE: float(self._runner.num_slots_used),
+            metrics.THREADS_HUNG: float(self._runner.num_threads_hung),
             metrics.STORE_QUEUE: float(self._runner.num_open_stores),
         }
         if self._key_file is not None:
@@ -320,7 +281,7 @@ class Mover:
         return not (self._runner.num_open_stores or self._runner.num_running)
 
     def _collect(self) -> None:
-        outcomes = self._runner.take_outcomes() + self._prefetch.take_outcomes()
+        outcomes = self._runner.take_outcomes()
         if outcomes:
             self._count(outcomes)
         for outcome in outcomes:

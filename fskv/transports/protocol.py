@@ -151,11 +151,6 @@ class SlotPool(Generic[SlotT]):
     def num_used(self) -> int:
         return self._num_used
 
-    @property
-    def all_used(self) -> bool:
-        """Whether there are slots and none is free."""
-        return self._num_used >= self._num_slots > 0
-
     def take(self) -> SlotT | None:
         """Return a slot, or None when all are used or there is no memory. Never waits."""
         with self._lock:

@@ -55,10 +55,6 @@ OPTIONS = {
         [MIB, "256MiB", "1.5 GiB", "4096B", " 1TiB "],
         [0, -1, "", "256", "256MB", "256M", "256 mib", "-1MiB", "0B", 1.5, True, None, "MiB"],
     ),
-    "prefetch_bytes": (
-        [0, MIB, "1GiB"],
-        [-1, "", "0", "256", "256MB", 1.5, True, False, None],
-    ),
     "max_queued_chunks": ([1, 512], [0, "512", 1.0, True, None, 10**7]),
     "store_queue_s": ([0, 4.0, 3600], [-1, "4s", None, 3601]),
     "direct_io": (["auto", "on", "off"], [True, False, "yes", None, 1]),

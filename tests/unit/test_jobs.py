@@ -39,7 +39,6 @@ class Bench:
         num_slots=8,
         max_queued=100,
         failures=1000,
-        prefetch=None,
         deadline=DEADLINE,
     ):
         self.world = world
@@ -55,7 +54,6 @@ class Bench:
             deadline=deadline,
             breaker=self.breaker,
             clock=self.clock,
-            prefetch=prefetch,
         )
         self.results = {}
         self.outcomes = []

@@ -21,7 +21,7 @@ import functools
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from fskv.engines.vllm.prefetch import PrefetchingConnector
+from fskv.engines.vllm.budget import BudgetedConnector
 from fskv.engines.vllm.quirks import release_reservation, reserve_windows, reserving_scheduler
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class Admission:
         return aside
 
 
-class AdmittingConnector(PrefetchingConnector):
+class AdmittingConnector(BudgetedConnector):
     """A connector with an Admission on its scheduler's side."""
 
     @functools.cached_property

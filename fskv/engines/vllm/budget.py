@@ -77,14 +77,11 @@ class LoadReport:
     done_share: float
     failed: bool
     late: bool
-    prefetched: bool = False  # in part or all of it: it says nothing about the disk
 
     @classmethod
     def of(cls, result: JobResult) -> LoadReport:
-        return cls(
-            *(1, result.seconds, result.busy_s, result.done_share),
-            *(result.failed, result.late, result.prefetched),
-        )
+        seconds, busy_s = result.seconds, result.busy_s
+        return cls(1, seconds, busy_s, result.done_share, result.failed, result.late)
 
     def aggregate(self, other: LoadReport) -> LoadReport:
         """A load is there when it is on every rank, and so takes as long as the slowest."""
@@ -95,7 +92,6 @@ class LoadReport:
             min(self.done_share, other.done_share),
             self.failed or other.failed,
             self.late or other.late,
-            self.prefetched or other.prefetched,
         )
 
 
@@ -455,8 +451,7 @@ class LoadBudget:
         self._queue.end(job_id, now)
         nbytes, num_files = load.size
         if not report.failed:
-            if not report.prefetched:
-                self.times.observe_load(nbytes, report.busy_s, num_files)
+            self.times.observe_load(nbytes, report.busy_s, num_files)
             self._counters.add(metrics.LOADED_REQUESTS)
             self._counters.add(metrics.LOADED_TOKENS, load.tokens)
             if load.recompute_s is not None:

@@ -246,9 +246,6 @@ class FskvConnector(AdmittingConnector):
             heed_caps()
             self._so_far = SoFar()
             self._media = Media(vllm_config, checked=setup.config.media_keys == "checked")
-            if setup.config.prefetch_bytes:
-                specs = [group.spec for group in setup.groups]
-                self.read_ahead(specs, setup.geometry.blocks_per_chunk)
             self._budget = self._make_budget(setup.config)
             self._manager.limit_loads(self._budget.limit)
             self._manager.be_patient(self._budget.recompute_s)

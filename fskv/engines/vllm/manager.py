@@ -10,7 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, MutableMapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
@@ -75,15 +75,6 @@ class ChunkKeys(LoadStoreSpec):
 
     chunks: list[ChunkId]
     limit: LoadLimit = NO_LIMIT  # a load's
-
-
-@dataclass
-class PrefetchOrder:
-    """What a worker is to read ahead, and what to forget; pickled."""
-
-    # Chunks, and the first block that is needed of each.
-    wanted: list[tuple[ChunkId, int]] = field(default_factory=list)
-    unwanted: list[ChunkId] = field(default_factory=list)
 
 
 @dataclass
@@ -346,15 +337,6 @@ class FskvManager(OffloadingManager):
             for worker in self._workers
             for rank in worker.file_ranks
         }
-
-    @property
-    def prefetch_room(self) -> int:
-        """How many chunks each worker can hold that were read ahead; 0 before the handshake."""
-        if not self._workers:
-            return 0
-        first = self._workers[0]
-        num_slots = self._config.prefetch_bytes // max(first.file_nbytes.values())
-        return num_slots // len(first.file_ranks)
 
     @property
     def num_io_threads(self) -> int:

@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.kv_offload.base import LoadStoreSpec, OffloadKey, ReqContext
+    from vllm.v1.kv_offload.base import LoadStoreSpec, OffloadKey
     from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
@@ -288,33 +288,6 @@ def without_new_loads(
     output = copy.copy(output)
     output.preempted_req_ids = set(output.preempted_req_ids or ()) - again
     return output
-
-
-# --- requests that wait -----------------------------------------------------------------------
-
-
-def local_hit(connector: OffloadingConnector, request: Request) -> int:
-    """Return how many of a waiting request's tokens the engine's own cache holds; changes nothing there."""
-    manager = getattr(connector, "_kv_cache_manager", None)
-    if manager is None:  # a vLLM that does not bind it
-        return 0
-    try:
-        found = manager.coordinator.find_longest_cache_hit(
-            request.block_hashes, request.num_tokens - 1
-        )
-        return int(found[1])
-    except Exception:
-        # A vLLM where this is another: what its cache holds is read ahead in vain, and no step ends by it.
-        logger.debug("fskv: the engine's own cache cannot be looked up", exc_info=True)
-        return 0
-
-
-def keys_of_request(
-    scheduler: OffloadingConnectorScheduler, request: Request
-) -> tuple[ReqContext, list[list[OffloadKey]]]:
-    """Return a request's context and, by position of the group, the keys of its chunks."""
-    status = scheduler._req_status[request.request_id]  # noqa: SLF001
-    return status.req_context, [group.offload_keys for group in status.group_states]
 
 
 # --- what the scheduler keeps free for loads --------------------------------------------------

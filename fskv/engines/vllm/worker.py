@@ -22,7 +22,7 @@ from fskv.data_path.job import FileMove
 from fskv.engines.vllm.budget import LoadReport, take_reports
 from fskv.engines.vllm.files import WorkerFiles, file_layouts
 from fskv.engines.vllm.identity import EngineGroup
-from fskv.engines.vllm.manager import ChunkKeys, FskvHandshake, PrefetchOrder
+from fskv.engines.vllm.manager import ChunkKeys, FskvHandshake
 from fskv.engines.vllm.metrics import to_stats
 from fskv.hybrid_planner import plan_job
 from fskv.namespace import Json
@@ -114,18 +114,6 @@ class FskvWorker(OffloadingWorker):
         # The pages' last user, or the kernel that zeroes them, may still run on the GPU.
         self.mover.load(job_id, moves, self._event(), src_spec.limit, refused=self.reloaded)
         return True
-
-    def prefetch(self, order: PrefetchOrder) -> None:
-        """Read ahead for requests that wait; a load of the same step has taken what it needs before."""
-        ranks = self._files.file_ranks
-        self.mover.prefetch(
-            [
-                (FileId(chunk.key_hash, chunk.group_idx, rank), first_block)
-                for chunk, first_block in order.wanted
-                for rank in ranks
-            ],
-            [FileId(*chunk, rank) for chunk in order.unwanted for rank in ranks],
-        )
 
     @property
     def reloaded(self) -> bool:
