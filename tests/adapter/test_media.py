@@ -239,15 +239,14 @@ def test_the_manager_asks_for_stores_and_loads_the_chunks_of_these_keys(tmp_path
     contexts = {}
     for name, seed in (("one", 0), ("other", 1), ("text", None)):
         contexts[name] = ReqContext(name)
-        if hasattr(ReqContext, "set_offload_key_position"):
-            contexts[name].set_offload_key_position(key, 64)
+        contexts[name].set_offload_key_position(key, 64)
         if seed is not None:
             manager.take_media(name, keys(image(seed, identifier="img-1")))
     chunks = {name: manager.prepare_load([key], c).chunks[0] for name, c in contexts.items()}
     assert len(set(chunks.values())) == 3
     assert chunks["text"] == ChunkId(HASH, 0)
-    older = SimpleNamespace(req_id="one")  # of vLLM 0.30, which does not say where a chunk ends
-    assert manager.prepare_load([key], older).chunks == [chunks["one"]]
+    untold = ReqContext("one")  # vLLM did not say where the chunk ends
+    assert manager.prepare_load([key], untold).chunks == [chunks["one"]]
     manager.on_request_finished(contexts["one"])  # the control: forgotten, it is vLLM's key again
     assert manager.prepare_load([key], contexts["one"]).chunks == [chunks["text"]]
     manager.shutdown()
