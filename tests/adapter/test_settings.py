@@ -142,8 +142,7 @@ def neutral_environment(monkeypatch):
 
     for name in (*switches.ENVIRONMENT, *switches.LAYOUT, "PYTHONHASHSEED"):
         monkeypatch.delenv(name, raising=False)
-    if hasattr(importlib.import_module("vllm.envs"), "disable_envs_cache"):
-        importlib.import_module("vllm.envs").disable_envs_cache()
+    importlib.import_module("vllm.envs").disable_envs_cache()
 
 
 @pytest.fixture(scope="module")

@@ -509,6 +509,34 @@ def test_each_way_in_says_it_before_any_import_of_its_own_fails(module, missing,
     assert "REFUSED found vLLM" in engine_lab.run_program(str(program))
 
 
+@pytest.mark.parametrize(
+    ("found", "is_refused"),
+    [
+        *(
+            (release, True)
+            for release in ("0.31.0", "0.31.4.post1", "0.30.0+cpu", "0.9.2", "0.31.0rc1")
+        ),
+        *((release, False) for release in ("0.32.0", "0.33.1+cu129", "0.100.0", "1.0.0")),
+        # Builds from source: what they have is what counts.
+        *((build, False) for build in ("0.31.1.dev7+gabcdef0", "0.1.dev1+g0000001", "dev", "")),
+    ],
+)
+def test_releases_before_the_oldest_are_refused_though_they_have_it_all(
+    found, is_refused, monkeypatch
+):
+    import vllm
+
+    from fskv.engines.vllm import version
+    from fskv.errors import ConfigError
+
+    monkeypatch.setattr(vllm, "__version__", found)
+    if not is_refused:
+        version.check()
+        return
+    with pytest.raises(ConfigError, match=r"^found vLLM .*does not support older releases$"):
+        version.check()
+
+
 def test_a_vllm_that_reports_no_failed_loads_is_refused():
     import dataclasses
 
@@ -547,7 +575,7 @@ def test_an_old_vllm_s_own_factory_is_told_in_one_sentence_why_not():
     assert done.returncode != 0
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("fskv.errors.ConfigError: found vLLM "), done.stderr[-2000:]
-    assert "cannot report failed loads" in last
+    assert "fskv does not support older releases" in last
 
 
 @pytest.mark.skipif("FSKV_VLLM_PATH" not in os.environ, reason="FSKV_VLLM_PATH names no other vLLM")

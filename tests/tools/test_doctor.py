@@ -91,8 +91,8 @@ def levels(found, check):
 @pytest.mark.parametrize(
     ("version", "warns"),
     [
-        ("0.29.0", True),
-        ("0.30.0", False),
+        ("0.31.0", True),
+        ("0.32.0", False),
         ("0.33.2", False),
         ("0.34.0", True),
         ("1.32.0", True),

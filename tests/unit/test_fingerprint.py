@@ -14,7 +14,7 @@ import tracemalloc
 import pytest
 
 from fskv.errors import ConfigError
-from fskv.identity import fingerprint
+from fskv.identity import checkpoint_samples, fingerprint
 from fskv.identity.checkpoint_samples import samples
 from fskv.identity.fingerprint import checkpoint_state, kv_config, weights_fingerprint
 
@@ -397,19 +397,58 @@ def test_a_change_of_any_one_of_thousands_of_tensors_is_seen(tmp_path, seed):
 # --- without safetensors ----------------------------------------------------------------
 
 
+OTHER_SIZE = (2 << 20) + 5
+SAMPLED = [512 << 10, 1 << 20, 3 << 19, 2 << 20]  # where 4 KiB are read, besides the front
+
+
+def other_format(path):
+    """Write a file that begins as its suffix says, and is zeros else."""
+    magic = b"GGUF" if path.suffix == ".gguf" else b"PK\3\4"
+    path.write_bytes(magic + bytes(OTHER_SIZE - len(magic)))
+    return path
+
+
+def assert_each_change_is_seen(path, target, offsets):
+    seen = {sampled(target)}
+    for count, offset in enumerate(offsets, 2):
+        overwrite(path, offset, b"\xff")
+        seen.add(sampled(target))
+        assert len(seen) == count, offset
+
+
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.gguf", "model.pth"])
 @pytest.mark.parametrize("as_file", [False, True])
 def test_other_formats_are_sampled_from_start_to_end(tmp_path, name, as_file):
-    path = tmp_path / name
-    path.write_bytes(bytes(2 << 20))
+    path = other_format(tmp_path / name)
     target = path if as_file else tmp_path
-    seen = {sampled(target)}
-    for offset in (0, 1 << 20, (2 << 20) - 1):
-        overwrite(path, offset, b"\xff")
-        seen.add(sampled(target))
-    path.write_bytes(bytes((2 << 20) - 1))
-    seen.add(sampled(target))
-    assert len(seen) == 5
+    ends = [at + 4095 for at in SAMPLED[:-1]]
+    assert_each_change_is_seen(path, target, [0, 4095, *SAMPLED, *ends, OTHER_SIZE - 1])
+    before = sampled(target)
+    os.truncate(path, OTHER_SIZE - 1)
+    assert sampled(target) != before
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.gguf"])
+def test_other_weights_of_as_many_bytes_as_lie_between_two_samples_are_seen(tmp_path, name):
+    path = other_format(tmp_path / name)
+    before = sampled(tmp_path)
+    random_ = random.Random(name)
+    for _ in range(10):
+        at = random_.randrange(OTHER_SIZE - (512 << 10))
+        overwrite(path, at, b"\xff" * (512 << 10))
+        assert sampled(tmp_path) != before
+        other_format(path)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.gguf"])
+def test_negative_control_a_change_where_nothing_is_read_is_not_seen(tmp_path, name, monkeypatch):
+    path = other_format(tmp_path / name)
+    with pytest.raises(AssertionError, match="200000"):
+        assert_each_change_is_seen(path, tmp_path, [SAMPLED[0], 200_000])
+    # A sampling with gaps of more than 512 KiB would be noticed.
+    monkeypatch.setattr(checkpoint_samples, "DENSE_NBYTES", 1 << 20)
+    with pytest.raises(AssertionError, match=str(SAMPLED[0])):
+        assert_each_change_is_seen(other_format(path), tmp_path, SAMPLED)
 
 
 @pytest.mark.parametrize("size", [0, 1, 255, 4096, 4097])

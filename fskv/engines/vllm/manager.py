@@ -11,7 +11,6 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -30,6 +29,7 @@ from vllm.v1.kv_offload.base import (
     get_offload_block_hash,
     get_offload_group_idx,
 )
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from fskv.config import StoreConfig
 from fskv.data_path.job import NO_LIMIT, LoadLimit
@@ -44,9 +44,6 @@ from fskv.offload.news import News
 from fskv.offload.watch import Watch
 from fskv.root.root import NamespaceDir
 from fskv.types import ChunkId, Presence, Status
-
-if TYPE_CHECKING:
-    from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 logger = logging.getLogger(__name__)
 
@@ -259,8 +256,6 @@ class FskvManager(OffloadingManager):
         return req_id in self._told
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
-        from vllm.v1.metrics.cache_hit_source import CacheHitSource  # since 0.32, which asks for it
-
         return CacheHitSource.DISK
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> ChunkKeys:

@@ -424,16 +424,12 @@ def _check_pulls(
 
     parallel = vllm_config.parallel_config
     sizes = [getattr(parallel, f"{of}_context_parallel_size", 1) for of in ("decode", "prefill")]
-    # Where the option is depends on the version.
-    places = [getattr(vllm_config, name, None) for name in ("aux_output_config", "model_config")]
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     has_states = any(isinstance(spec, MambaSpec) for spec in specs)
     check_beside_pulls(
         config.connectors,
         context_parallel=max(sizes) > 1,
-        routed_experts=any(
-            getattr(place, "enable_return_routed_experts", False) for place in places
-        ),
+        routed_experts=vllm_config.aux_output_config.enable_return_routed_experts,
         conv_layout=get_conv_state_layout() if has_states else "",
     )
 
