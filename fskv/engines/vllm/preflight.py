@@ -1,4 +1,4 @@
-"""Refuses options, a key file and a root that cannot work while vLLM still builds its configuration.
+"""Refuses options and a root that cannot work while vLLM still builds its configuration.
 
 That is in the process of `vllm serve`, seconds after its start: the engine finds the same once it has read
 the weights. vLLM asks for a connector's class then and hands over no configuration, so it is looked for among
@@ -14,7 +14,6 @@ from fskv.config import StoreConfig
 from fskv.data_path.threads import START_UP_S, call_with_deadline
 from fskv.engines.vllm.quirks import configuration_being_built
 from fskv.errors import FskvError
-from fskv.format.key_file import open_key_file
 from fskv.kv_transfer.stores import stores_of
 from fskv.root.root import Root
 
@@ -38,8 +37,7 @@ def check_configured() -> None:
 
 
 def check_root(config: StoreConfig) -> None:
-    """Open the root and the key file as the engine will; raises FskvError."""
-    open_key_file(config.mac_key_file, config.root)
+    """Open the root as the engine will; raises FskvError."""
     call_with_deadline(
         lambda: Root.open(
             config.root, create=True, dir_mode=config.dir_mode, file_mode=config.file_mode
