@@ -84,12 +84,6 @@ gpu: ## The first hour on a machine with a GPU: facts, tests, rates, engines; on
 corruptions: $(SETUP) ## Does `fskv verify` find each of 10,000 random corruptions? (minutes)
 	@'$(PY)' -m trials.corruptions $(ARGS)
 
-forgeries: $(SETUP) ## Is one of 10,000 forged or replayed files served where chunks are sealed? (minutes)
-	@'$(PY)' -m trials.forgeries $(ARGS)
-
-bench-sealing: $(SETUP) ## What a MAC costs: store and load with it and without, in turns
-	@'$(PY)' -m benchmarks.sealing $(ARGS)
-
 bench-codec: $(SETUP) ## What a lossless codec would save on the KV of the root DIR: ratio and rates
 	@'$(PY)' -m benchmarks.codec $(ARGS) '$(DIR)'
 

@@ -32,7 +32,7 @@ from benchmarks.options import positive
 from benchmarks.report import command, judged, publish, say
 from benchmarks.rig import BenchmarkError
 from fskv.errors import FskvError
-from fskv.format.chunk_file import ROW_NBYTES, peek_header
+from fskv.format.chunk_file import ROW_NBYTES, parse_header
 
 _MIB = 1 << 20
 _BLOCKS, _RATIOS = [5_000, 10_000, 30_000, 60_000], (1.0, 1.18, 1.46)  # fp8 and bfloat16
@@ -182,7 +182,7 @@ def _payloads(namespace: Namespace, nbytes: int) -> dict[int, list[bytes]]:
         try:
             with open(file.path, "rb") as stream:
                 content = stream.read()
-            header = peek_header(content)
+            header = parse_header(content)
         except (OSError, FskvError):
             continue
         of_group = found.setdefault(header.group_idx, [])

@@ -26,8 +26,6 @@ from fskv.data_path.job import FileMove
 from fskv.data_path.runner import JobRunner
 from fskv.data_path.store import ChunkStore
 from fskv.format.chunk_file import FileLayout
-from fskv.format.integrity import BLAKE3_128, XXH3_64
-from fskv.format.mac import MacKeys
 from fskv.namespace import GroupIdentity, Identity
 from fskv.plan.spans import GroupLayout, plan_job
 from fskv.root.root import NamespaceDir, Root
@@ -118,7 +116,6 @@ def open_runner(
     *,
     breaker: Breaker | None = None,
     native: bool = True,
-    keys: Callable[[], MacKeys] | None = None,
 ) -> JobRunner[HostSlot]:
     """Construct transport, store and runner as fskv.engines.vllm.worker does, for one KV group."""
     num_slots = config.staging_bytes // layout.file_nbytes
@@ -132,13 +129,7 @@ def open_runner(
         native=native,
         num_slots=num_slots,
     )
-    store = ChunkStore(
-        directory,
-        {0: layout},
-        transport,
-        touch_interval_s=config.touch_interval_s,
-        keys=keys,
-    )
+    store = ChunkStore(directory, {0: layout}, transport, touch_interval_s=config.touch_interval_s)
     return JobRunner(
         store,
         transport,
@@ -170,10 +161,9 @@ class Rig:
         config: StoreConfig,
         *,
         native: bool = True,
-        keys: Callable[[], MacKeys] | None = None,
         device: Device | None = None,
     ) -> None:
-        """With `keys` files are sealed; without `native` chunks are moved in Python."""
+        """Without `native` chunks are moved in Python."""
         import torch  # seconds, and a watching parent needs none of it
 
         self.shape = shape
@@ -199,20 +189,13 @@ class Rig:
         self._layout = GroupLayout.of(
             0, per_chunk, [(layer, shape.page_nbytes) for layer in range(shape.num_layers)]
         )
-        self.file_layout = FileLayout(
-            per_chunk,
-            (shape.page_nbytes,) * shape.num_layers,
-            bytes(16),
-            BLAKE3_128 if keys else XXH3_64,
-        )
+        self.file_layout = FileLayout(per_chunk, (shape.page_nbytes,) * shape.num_layers, bytes(16))
         order = list(range(num_blocks))
         random.Random(0).shuffle(order)  # noqa: S311  reproducible, not secret
         stored = [order[at : at + per_chunk] for at in range(0, num_blocks, per_chunk)]
         loaded = [[num_blocks + block for block in blocks] for blocks in stored]
         self._blocks = {False: stored, True: loaded}  # by is_load, then by place
-        self.runner = open_runner(
-            given, self.file_layout, self._names, config, native=native, keys=keys
-        )
+        self.runner = open_runner(given, self.file_layout, self._names, config, native=native)
 
     def requests(self, chunks: Sequence[tuple[FileId, int]], *, is_load: bool) -> list[FileMove]:
         """Plan a job of (chunk, place) pairs as a worker does for every job."""

@@ -17,6 +17,7 @@ from itertools import cycle
 
 from fskv.errors import ChunkError
 from fskv.format import chunk_file
+from fskv.format.integrity import xxh3_rows
 
 # fskv refreshes the mtime of a chunk that it loads when older than 600 s (`touch_interval_s`).
 _AGED_S = 3600.0
@@ -99,7 +100,7 @@ def zero_payload(path: str) -> None:
     content = bytearray(pathlib.Path(path).read_bytes())
     header = chunk_file.parse_header(content)
     content[header.header_nbytes :] = bytes(header.payload_nbytes)
-    digests = header.integrity.rows(memoryview(content)[header.header_nbytes :])
+    digests = xxh3_rows(memoryview(content)[header.header_nbytes :])
     zeroed = dataclasses.replace(header, row_digests=digests)
     content[: header.header_nbytes] = chunk_file.encode_header(zeroed, header.header_nbytes)
     pathlib.Path(path).write_bytes(content)

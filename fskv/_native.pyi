@@ -6,9 +6,6 @@ from typing import Any, Generic, Self, TypeVar
 _OwnerT = TypeVar("_OwnerT")
 
 def row_digests(payload: Any) -> bytes: ...
-
-# Only where the CPU does it fast (AVX2). Keyed BLAKE3, 16 bytes for each row of 64 KiB; the key has 32.
-def keyed_row_digests(payload: Any, key: bytes, /) -> bytes: ...
 def copy_spans(pages: Pages, spans: Any, slot: Any, base: int, to_slot: bool) -> None: ...
 
 # Look at a batch; `files` are a group's (directory of shards, suffix, size), one of each rank. Returns a byte

@@ -15,15 +15,9 @@ from posixpath import normpath
 from typing import Any, Literal
 
 from fskv.errors import ConfigError
-from fskv.format.integrity import BLAKE3_128, XXH3_64, Integrity
 from fskv.sizes import Share, bad, parse_keep_free, parse_size
 
 MIB = 1 << 20
-
-_OUTSIDE = {
-    "health_file": "it must say that the root hangs",
-    "mac_key_file": "whoever may write to the root could put keys of his own there",
-}
 
 # Of `io_threads` "auto": the first keeps a disk busy that answers at once, the last is for mounts
 # that answer late. docs/benchmarks.md, "How many threads".
@@ -72,13 +66,6 @@ class StoreConfig:
     )
     tenant: str | None = _option(
         None, "text", "Separates this engine's chunks from those of other tenants on the same root."
-    )
-    mac_key_file: str | None = _option(
-        None,
-        "absolute path",
-        "File with MAC keys, one `<key id> <64 hex digits>` a line. With it chunks are sealed: a file "
-        "that no holder of a key has written is not loaded. The first key writes, all are accepted; it is "
-        "read again when it changes. Engines with and without it do not share. Not in `root`; not with GDS.",
     )
     access: Literal["user", "group"] = _option(
         "user",
@@ -251,11 +238,6 @@ class StoreConfig:
     def file_mode(self) -> int:
         return 0o660 if self.access == "group" else 0o600
 
-    @property
-    def integrity(self) -> Integrity:
-        """How the files that are written and read are checked."""
-        return XXH3_64 if self.mac_key_file is None else BLAKE3_128
-
     def num_io_threads(self, num_slots: int, wanted: int = MOST_AUTO_THREADS) -> int:
         """Return the I/O threads of a worker with `num_slots` staging slots.
 
@@ -294,15 +276,11 @@ class StoreConfig:
                 f"'deadline_base_s' ({config.deadline_base_s})"
             )
         config._check_bounds()
-        if config.mac_key_file is not None and config.transport == "gds":
-            raise ConfigError(
-                'option \'transport\': found "gds" with \'mac_key_file\' set, expected "auto" or "host": '
-                "keyed digests are computed on the host, so chunks go through it"
+        path = normpath(config.health_file or "/")
+        if path.startswith(normpath(config.root) + "/"):
+            raise bad(
+                "health_file", path, "one that is not in 'root': it must say that the root hangs"
             )
-        for name, why in _OUTSIDE.items():
-            path = normpath(getattr(config, name) or "/")
-            if path.startswith(normpath(config.root) + "/"):
-                raise bad(name, path, f"one that is not in 'root': {why}")
         return config
 
     def _check_bounds(self) -> None:
@@ -408,7 +386,6 @@ _PARSERS = {
     "hybrid_chunk_size": _parse_chunk_size,
     "weights_id": _parse_text,
     "tenant": _parse_text,
-    "mac_key_file": _parse_file,
     "access": _choice("user", "group"),
     "weights_fixed": _parse_bool,
     "canonical_layout": _parse_bool,

@@ -7,7 +7,6 @@ FskvError
 └── ChunkError           what a disk or a peer may do to a chunk file; carries a Status
     ├── ChunkMissing     no such file, or the wanted blocks are not in it
     ├── ChunkStale       a sound file, but not the one asked for (key, namespace, layout, format)
-    ├── ChunkUnknownKey  a sealed file whose key is not at hand: it cannot be judged, and is left alone
     ├── ChunkCorrupt     bytes that fail a check: magic, length, header, rows
     ├── ChunkTimedOut    the deadline passed
     └── ChunkIOError     the operating system said no; carries errno
@@ -54,10 +53,6 @@ class ChunkMissing(ChunkError):  # noqa: N818
 
 class ChunkStale(ChunkError):  # noqa: N818
     status = Status.STALE
-
-
-class ChunkUnknownKey(ChunkError):  # noqa: N818
-    status = Status.UNKNOWN_KEY
 
 
 class ChunkCorrupt(ChunkError):  # noqa: N818

@@ -28,7 +28,6 @@ from typing import NamedTuple, TypeAlias, cast
 import xxhash
 
 from fskv.errors import ConfigError, IdentityMismatch
-from fskv.format.integrity import BY_MANIFEST
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
@@ -121,7 +120,6 @@ class Identity:
     canonical_format: str | None = None
     tenant: str | None = None
     model_runner: str | None = None
-    integrity: str | None = None  # Integrity.manifest_name; not which key
     extra: Mapping[str, Json] | None = None  # an empty mapping is the same as None
 
     def __post_init__(self) -> None:
@@ -132,8 +130,6 @@ class Identity:
             raise _wrong("identity.lora", f"one of {', '.join(LORA_POLICIES)}", self.lora)
         if self.tenant is not None and len(self.tenant) > MAX_TENANT:
             raise _wrong("identity.tenant", f"at most {MAX_TENANT} characters", self.tenant)
-        if self.integrity not in BY_MANIFEST:
-            raise _wrong("identity.integrity", "one that this version knows", self.integrity)
         order = [group.group_idx for group in self.groups]
         if order != sorted(set(order)):
             raise _wrong("identity.groups", "ascending, distinct group_idx", order)

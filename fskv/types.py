@@ -18,7 +18,6 @@ class Status(Enum):
     MISSING = "absent"
     STALE = "stale"
     CORRUPT = "corrupt"
-    UNKNOWN_KEY = "unknown_key"  # sealed under a MAC key that this engine does not have
     TIMED_OUT = "timed_out"
     DENIED = "denied"  # permissions, or a read-only mount; the disk answers
     IO_ERROR = "io_error"

@@ -28,7 +28,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 with contextlib.suppress(ImportError):
     import readline  # noqa: F401
 for name in (
-    *("FSKV_ROOT", "FSKV_MAC_KEY_FILE"),
+    "FSKV_ROOT",
     *("COLUMNS", "LINES", "TERMINAL_WIDTH"),
     *("NO_COLOR", "FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS"),
     "PYTHONDONTWRITEBYTECODE",

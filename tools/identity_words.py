@@ -47,11 +47,6 @@ MEANINGS: dict[str, Meaning] = {
         "tenants are kept apart on purpose",
         "give both the same option `tenant`, or neither one",
     ),
-    "integrity": Meaning(
-        "integrity",
-        "one seals its files with a MAC and believes no other, the other cannot check them",
-        "give both the option `mac_key_file`, with a key in common, or neither one",
-    ),
     "engine": Meaning(
         "engine", "each engine lays KV out in its own way", "they cannot share", Remedy.NONE
     ),

@@ -24,7 +24,7 @@ from fskv.root.filesystem import Space
 from fskv.root.process_id import is_orphan
 
 from .check.expect import NOTHING
-from .check.judge import Reader, peek_header, read_header
+from .check.judge import Reader, read_header
 from .neighbours import last_use_step, living_claims
 from .root_view import FileOf, Namespace
 
@@ -207,7 +207,7 @@ def _length(reader: Reader, where: FileOf) -> int | None:
             opened(where.namespace.root, where.directory) as directory,
             reader.open(where.name, directory) as file,
         ):
-            read_header(file, None, NOTHING, whole=False, parse=peek_header)
+            read_header(file, None, NOTHING, whole=False)
             return file.nbytes
     except (OSError, FskvError):
         return None

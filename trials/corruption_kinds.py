@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from fskv_tools.check.expect import expected_of
 
 from fskv.format.chunk_file import ROW_NBYTES, ChunkHeader, FileLayout, encode_header
+from fskv.format.integrity import xxh3_rows
 from fskv.namespace import GroupIdentity, Identity
 from fskv.root.root import NamespaceDir, Root
 
@@ -98,7 +99,7 @@ class Files:
             page_nbytes=layout.page_nbytes,
             first_block=0,
             payload_nbytes=layout.payload_nbytes,
-            row_digests=layout.integrity.rows(memoryview(payload)),
+            row_digests=xxh3_rows(memoryview(payload)),
             creator="fskv/benchmark",
             written_at_ms=1_700_000_000_000,
         )

@@ -83,7 +83,7 @@ uint8_t *row_digests_in(const FileLayout *layout, const ChunkFile *file, uint8_t
 }
 
 /* The caller has checked that the pieces fit into header_nbytes. The digests may be there already. */
-static void seal(const FileLayout *layout, const ChunkFile *file, uint8_t *slot, bool digested)
+static void finish(const FileLayout *layout, const ChunkFile *file, uint8_t *slot, bool digested)
 {
     uint8_t *payload = slot + layout->header_nbytes, *at = slot + PREFIX, first[5], written[9];
     if (!digested) {
@@ -316,7 +316,7 @@ static ChunkResult write_in(const FileLayout *layout, const ChunkFile *file, uin
     const char *name = name_in(file->path, &parent_nbytes);
     if (!file->replace && *directory >= 0 && good_file_there(layout, *directory, name))
         return CHUNK_EXISTS;
-    seal(layout, file, slot, digested);
+    finish(layout, file, slot, digested);
     int fd = open_part(layout, file, directory);
     if (fd < 0)
         return CHUNK_OTHERWISE;

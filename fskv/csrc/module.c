@@ -5,7 +5,6 @@
 
 #include <string.h>
 
-#include "blake3.h"
 #include "files_api.h"
 #include "xxh3.h"
 
@@ -27,32 +26,6 @@ static PyObject *row_digests(PyObject *module, PyObject *object)
         Py_END_ALLOW_THREADS
     }
     PyBuffer_Release(&view);
-    return digests;
-}
-
-static PyObject *keyed_row_digests(PyObject *module, PyObject *args)
-{
-    Py_buffer view, key;
-    if (!PyArg_ParseTuple(args, "y*y*:keyed_row_digests", &view, &key))
-        return NULL;
-    PyObject *digests = NULL;
-    size_t nbytes = (size_t)view.len;
-    if (nbytes == 0 || key.len != BLAKE3_KEY_NBYTES)
-        PyErr_Format(PyExc_ValueError, "keyed_row_digests: %zd bytes with a key of %zd", view.len,
-                     key.len);
-    else
-        digests = PyBytes_FromStringAndSize(
-            NULL, BLAKE3_ROW_DIGEST_NBYTES * (Py_ssize_t)num_rows(nbytes));
-    if (digests != NULL) {
-        uint8_t *digest = (uint8_t *)PyBytes_AS_STRING(digests);
-        Py_BEGIN_ALLOW_THREADS
-        for (size_t at = 0; at < nbytes; at += ROW, digest += BLAKE3_ROW_DIGEST_NBYTES)
-            blake3_keyed(key.buf, (uint8_t *)view.buf + at, nbytes - at < ROW ? nbytes - at : ROW,
-                         digest);
-        Py_END_ALLOW_THREADS
-    }
-    PyBuffer_Release(&view);
-    PyBuffer_Release(&key);
     return digests;
 }
 
@@ -108,13 +81,6 @@ static PyMethodDef functions[] = {
     {NULL},
 };
 
-/* Where the CPU does not make them slow. */
-static PyMethodDef keyed_functions[] = {
-    {"keyed_row_digests", keyed_row_digests, METH_VARARGS,
-     "keyed_row_digests(payload, key): see fskv.format.mac.MacKey.row_digests."},
-    {NULL},
-};
-
 static struct PyModuleDef definition = {
     PyModuleDef_HEAD_INIT,
     .m_name = "fskv._native",
@@ -127,12 +93,9 @@ PyMODINIT_FUNC PyInit__native(void)
 {
     static PyTypeObject *types[] = {&DeviceType,  &PagesType,  &PlacementType, &GuardType,
                                     &LayoutType, &TransferType, &QueueType};
-    blake3_init();
     xxh3_init();
     copy_init();
     PyObject *module = PyModule_Create(&definition);
-    if (module != NULL && blake3_fast() && PyModule_AddFunctions(module, keyed_functions) != 0)
-        Py_CLEAR(module);
     for (size_t i = 0; module != NULL && i < sizeof types / sizeof *types; i++)
         if (PyModule_AddType(module, types[i]) != 0)
             Py_CLEAR(module);

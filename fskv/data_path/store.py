@@ -27,7 +27,6 @@ from fskv.errors import (
     ChunkIOError,
     ChunkMissing,
     ChunkStale,
-    ChunkUnknownKey,
     ConfigError,
     FskvError,
     RootError,
@@ -35,14 +34,12 @@ from fskv.errors import (
 )
 from fskv.format import chunk_file
 from fskv.format.chunk_file import MAX_HEADER_NBYTES, ROW_NBYTES, ChunkHeader, FileLayout
-from fskv.format.integrity import Integrity
-from fskv.format.mac import MacKey, MacKeys
+from fskv.format.integrity import DIGEST_NBYTES
 from fskv.namespace import chunk_name
 from fskv.plan.spans import ChunkPlan, Placement
 from fskv.root.beneath import make_directory, open_directory
 from fskv.root.filesystem import shows_late
 from fskv.root.process_id import new_part, unique_name
-from fskv.transports.chunk_fd import open_chunk_fd
 from fskv.transports.protocol import OpenChunk, SlotT, Transport
 from fskv.types import FileId, Status
 
@@ -82,11 +79,8 @@ class ChunkStore(Generic[SlotT]):
         *,
         touch_interval_s: float,
         restore: Callable[[], object] | None = None,
-        keys: Callable[[], MacKeys] | None = None,
     ) -> None:
         """`layouts` by group index: the files of a chunk are all alike.
-
-        With `keys` (KeyFile.keys) every file is sealed, and one that is not is none; asked for before each.
 
         `restore` makes the namespace's directories again when somebody removed them; it raises an
         FskvError when the root itself is gone.
@@ -95,8 +89,6 @@ class ChunkStore(Generic[SlotT]):
         RootError where the root does not answer.
         """
         for group_idx, layout in layouts.items():
-            if layout.integrity.sealed != (keys is not None):
-                raise ValueError(f"integrity {layout.integrity}, with keys: {keys is not None}")
             if layout.header_nbytes > MAX_HEADER_NBYTES:
                 raise ConfigError(
                     f"a chunk of group {group_idx}: found {layout.payload_nbytes} bytes and a header of "
@@ -114,7 +106,6 @@ class ChunkStore(Generic[SlotT]):
             f"option 'root': {self._root} did not answer",
         )
         self._restore = restore
-        self._keys = keys
         self._creator = f"fskv/{__version__}"
         self._native_layouts: dict[tuple[int, int | None], _native.Layout | None] = {}
         self._native_placements: dict[Placement, _native.Placement] = {}  # a few for each group
@@ -142,10 +133,10 @@ class ChunkStore(Generic[SlotT]):
 
     def _new_native_layout(self, group_idx: int, rank: int | None) -> _native.Layout | None:
         native, layout = self._transport.native, self._layouts[group_idx]
-        if native is None or not layout.integrity.by_transports:
+        if native is None:
             return None
         shards, _, name = self._directory.chunk_path(b"", group_idx, rank).rsplit("/", 2)
-        digests = bytes(layout.num_rows * layout.integrity.digest_nbytes)
+        digests = bytes(layout.num_rows * DIGEST_NBYTES)
         header = self._header(FileId(b"", group_idx, rank), layout, 0, digests)
         return native.layout(
             **chunk_file.header_pieces(header)._asdict(),
@@ -284,28 +275,17 @@ class ChunkStore(Generic[SlotT]):
             file.read_into(slot, 0, 0, layout.header_nbytes)
             file.read_into(slot, start, start, stop - start)
         try:
-            keys = self._keys() if self._keys else None
             raw = self._transport.take_header(slot, layout.header_nbytes)
             self._compare_header_length(raw, layout)
-            header = chunk_file.parse_header(raw, keys, layout.integrity)
+            header = chunk_file.parse_header(raw)
             self._compare(header, file_id, layout)
-            key = keys.get(header.key_id) if keys and header.key_id else None
-            found = self._row_digests(header.integrity, slot, start, stop, key)
-            chunk_file.check_digests(found, rows.start, header.row_digests, header.integrity)
-        except (ChunkCorrupt, ChunkStale, ChunkUnknownKey) as error:
+            found = self._transport.row_digests(slot, start, stop)
+            chunk_file.check_digests(found, rows.start, header.row_digests)
+        except (ChunkCorrupt, ChunkStale) as error:
             raise type(error)(f"{path}: {error}") from None
         if header.first_block > first_block:
             self._suspect(file_id)  # or the next store would find it there, and the hole would stay
             raise ChunkMissing(f"{path}: holds blocks from {header.first_block}, not {first_block}")
-
-    def _row_digests(
-        self, integrity: Integrity, slot: SlotT, start: int, stop: int, key: MacKey | None
-    ) -> bytes:
-        if integrity.by_transports:
-            return self._transport.row_digests(slot, start, stop)
-        # A view where slots are in host memory; where they are not, such a kind is refused at start-up.
-        content = memoryview(self._transport.take_header(slot, stop))
-        return integrity.rows(content[start:], key)
 
     @staticmethod
     def _compare_header_length(raw: bytes | memoryview, layout: FileLayout) -> None:
@@ -395,18 +375,16 @@ class ChunkStore(Generic[SlotT]):
         path = self.path(file_id)
         with self._lock:
             suspect = file_id in self._suspects
-        keys = self._keys() if self._keys else None
-        if not suspect and self._good_file_there(file_id, path, layout, keys):
+        if not suspect and self._good_file_there(path, layout):
             return Status.EXISTS
-        key = keys.writer if keys else None
 
         base = layout.header_nbytes
         transport = self._transport
         transport.fill_zero(slot, base, base + first_block * layout.block_nbytes)
         transport.fill_zero(slot, base + layout.content_nbytes, layout.file_nbytes)
-        digests = self._row_digests(layout.integrity, slot, base, layout.file_nbytes, key)
+        digests = transport.row_digests(slot, base, layout.file_nbytes)
         header = self._header(file_id, layout, first_block, digests)
-        transport.put_header(slot, chunk_file.encode_header(header, base, key))
+        transport.put_header(slot, chunk_file.encode_header(header, base))
 
         try:
             self._write(path, slot, layout.file_nbytes)
@@ -432,7 +410,6 @@ class ChunkStore(Generic[SlotT]):
             row_digests=digests,
             creator=self._creator,
             written_at_ms=int(time.time() * 1000),
-            integrity=layout.integrity,
         )
 
     def _write(self, path: str, slot: SlotT, nbytes: int) -> None:
@@ -441,37 +418,16 @@ class ChunkStore(Generic[SlotT]):
             self._transport.write_part(part, slot, nbytes, shard)
             self._publish(part, path, shard)
 
-    def _good_file_there(
-        self, file_id: FileId, path: str, layout: FileLayout, keys: MacKeys | None
-    ) -> bool:
+    def _good_file_there(self, path: str, layout: FileLayout) -> bool:
         name = os.path.basename(path)
         try:
             with self._shard(path) as shard:
                 info = os.stat(name, dir_fd=shard, follow_symlinks=False)
                 if not stat_module.S_ISREG(info.st_mode) or info.st_size != layout.file_nbytes:
                     return False
-                if keys is not None and not self._sealed_there(file_id, path, shard, layout, keys):
-                    return False
                 if abs(time.time() - info.st_mtime) > self._touch_interval_s:
                     with contextlib.suppress(OSError):
                         os.utime(name, dir_fd=shard, follow_symlinks=False)
-        except (ChunkError, OSError):
-            return False
-        return True
-
-    def _sealed_there(
-        self, file_id: FileId, path: str, shard: int, layout: FileLayout, keys: MacKeys
-    ) -> bool:
-        """Whether the header there is that of this chunk, by a key that is accepted.
-
-        A file under a retired key, or a forged one, is replaced now and not only once a load has met it.
-        """
-        try:
-            with open_chunk_fd(path, dir_fd=shard) as (fd, _):
-                raw = os.pread(fd, layout.header_nbytes, 0)
-            self._compare_header_length(raw, layout)
-            header = chunk_file.parse_header(raw, keys, layout.integrity)
-            self._compare(header, file_id, layout)
         except (ChunkError, OSError):
             return False
         return True

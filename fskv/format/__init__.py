@@ -1,1 +1,1 @@
-"""The bytes of chunk files, and the keys that seal them. docs/format.md is the contract."""
+"""The bytes of chunk files. docs/format.md is the contract."""

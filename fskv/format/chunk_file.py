@@ -3,17 +3,15 @@
 Pure: works on buffers, never opens a file. Called by the store on its I/O threads and by the tools.
 Invariant: nothing in a buffer is believed before a check passed; no length from a buffer is used to
 allocate or to slice before it was compared with what is really there; the only exceptions that leave
-`parse_header` and `check_rows` are ChunkCorrupt, ChunkStale and ChunkUnknownKey. Nothing of a sealed file is
-believed before its tag was checked.
+`parse_header` and `check_rows` are ChunkCorrupt and ChunkStale.
 
     0   8  magic
     8   4  format version                u32, little endian like all integers of the prefix
     12  4  header length                 bytes, multiple of 4096: the payload starts there
     16  4  length of the msgpack map     bytes
-    20  4  length of the seal            bytes: 0, or 64 with a MAC
+    20  4  zero
     24  8  xxh3-64 of the whole header with this field zero
-    32     msgpack map, then zeros up to the seal or the header length
-   -64     seal: key id, and the tag of the header before the tag (fskv.format.mac)
+    32     msgpack map, then zeros up to the header length
 """
 
 from __future__ import annotations
@@ -28,16 +26,14 @@ import msgpack
 import xxhash
 
 from fskv.errors import ChunkCorrupt, ChunkStale
-from fskv.format import integrity as kinds
-from fskv.format import mac
-from fskv.format.integrity import XXH3_64, Integrity
-from fskv.format.mac import MacKey, MacKeys
+from fskv.format import integrity
+from fskv.format.integrity import CHECKSUM, DIGEST_NBYTES, xxh3_rows
 
 FORMAT_VERSION = 1
 # Not text, and with a line end and an end-of-file character: a transfer in text mode shows (as in PNG).
 MAGIC = b"\x89FSKV\r\n\x1a"
 ALIGNMENT = 4096  # O_DIRECT and GDS are direct only for 4 KiB-aligned offsets and lengths
-ROW_NBYTES = kinds.ROW_NBYTES
+ROW_NBYTES = integrity.ROW_NBYTES
 
 _PREFIX = struct.Struct("<8sIIIIQ")
 _CHECKSUM_AT = 24
@@ -66,7 +62,6 @@ class FileLayout:
     num_blocks: int
     page_nbytes: tuple[int, ...]
     digest: bytes
-    integrity: Integrity = XXH3_64
 
     @cached_property
     def block_nbytes(self) -> int:
@@ -93,8 +88,7 @@ class FileLayout:
             + _META_RESERVE_NBYTES
             + _MAX_KEY_NBYTES
             + 8 * len(self.page_nbytes)
-            + self.integrity.digest_nbytes * self.num_rows
-            + self.integrity.seal_nbytes
+            + DIGEST_NBYTES * self.num_rows
         )
 
     @cached_property
@@ -114,6 +108,7 @@ class ChunkHeader:
     """The fields of a header; docs/format.md, "Map"."""
 
     codec: ClassVar[int] = 0
+    checksum: ClassVar[str] = CHECKSUM
     row_nbytes: ClassVar[int] = ROW_NBYTES
 
     key_hash: bytes
@@ -125,16 +120,14 @@ class ChunkHeader:
     page_nbytes: tuple[int, ...]
     first_block: int  # blocks before it were not available when the chunk was stored
     payload_nbytes: int
-    row_digests: bytes  # as integrity.rows gives them
+    row_digests: bytes  # as xxh3_rows gives them
     creator: str
     written_at_ms: int
     header_nbytes: int = 0  # set by parse_header
-    integrity: Integrity = XXH3_64
-    key_id: str | None = None  # of the key that sealed it; set by parse_header
 
     @property
     def num_rows(self) -> int:
-        return len(self.row_digests) // self.integrity.digest_nbytes
+        return len(self.row_digests) // DIGEST_NBYTES
 
 
 class _Field(NamedTuple):
@@ -159,7 +152,7 @@ _FIELDS = (
     _Field("first_block", "first_block", int, 0, 1 << 31, per_chunk=True),
     _Field("payload", "payload_nbytes", int, 0, 1 << 50),
     _Field("codec", "codec", int, 0, 0),
-    _Field("checksum", "integrity.name", str, 0, _MAX_TEXT_NBYTES),
+    _Field("checksum", "checksum", str, 0, _MAX_TEXT_NBYTES),
     _Field("row", "row_nbytes", int, ROW_NBYTES, ROW_NBYTES),
     _Field("rows", "row_digests", bytes, 1, MAX_HEADER_NBYTES, per_chunk=True),
     _Field("creator", "creator", str, 0, _MAX_TEXT_NBYTES),
@@ -169,38 +162,28 @@ _READ = tuple(field for field in _FIELDS if field.attribute in ChunkHeader.__slo
 _constants = attrgetter(*(field.attribute for field in _FIELDS if not field.per_chunk))
 
 
-def check_rows(
-    rows: memoryview,
-    first_row: int,
-    expected: bytes,
-    integrity: Integrity = XXH3_64,
-    key: MacKey | None = None,
-) -> None:
+def check_rows(rows: memoryview, first_row: int, expected: bytes) -> None:
     """Compare rows read from a file with the header's digests; raises ChunkCorrupt naming the row.
 
-    `rows` starts at row `first_row`; `expected` holds the digests of the whole payload; `key` is the one that
-    sealed the file.
+    `rows` starts at row `first_row`; `expected` holds the digests of the whole payload.
     """
-    check_digests(integrity.rows(rows, key), first_row, expected, integrity)
+    check_digests(xxh3_rows(rows), first_row, expected)
 
 
-def check_digests(
-    found: bytes, first_row: int, expected: bytes, integrity: Integrity = XXH3_64
-) -> None:
-    """The same, where `found`, as integrity.rows gives it, was made elsewhere, say on a GPU."""
-    digest_nbytes = integrity.digest_nbytes
-    num_rows = len(found) // digest_nbytes
-    wanted = expected[digest_nbytes * first_row :][: len(found)]
-    if mac.same(found, wanted):
+def check_digests(found: bytes, first_row: int, expected: bytes) -> None:
+    """The same, where `found`, as xxh3_rows gives it, was made elsewhere, say on a GPU."""
+    num_rows = len(found) // DIGEST_NBYTES
+    wanted = expected[DIGEST_NBYTES * first_row :][: len(found)]
+    if found == wanted:
         return
     for row in range(num_rows):
-        place = slice(digest_nbytes * row, digest_nbytes * (row + 1))
+        place = slice(DIGEST_NBYTES * row, DIGEST_NBYTES * (row + 1))
         if found[place] != wanted[place]:
             raise ChunkCorrupt(
                 f"row {first_row + row} (payload bytes from {(first_row + row) * ROW_NBYTES}) "
                 f"fails its checksum"
             )
-    raise ChunkCorrupt(f"{num_rows} rows read, header has {len(wanted) // digest_nbytes}")
+    raise ChunkCorrupt(f"{num_rows} rows read, header has {len(wanted) // DIGEST_NBYTES}")
 
 
 class HeaderPieces(NamedTuple):
@@ -242,10 +225,8 @@ def _pieces(constants: tuple[Any, ...], digests_nbytes: int) -> HeaderPieces:
     return HeaderPieces(*pieces)
 
 
-def encode_header(header: ChunkHeader, header_nbytes: int, key: MacKey | None = None) -> bytes:
+def encode_header(header: ChunkHeader, header_nbytes: int) -> bytes:
     """Return the header as `header_nbytes` bytes, ready to be written before the payload.
-
-    With `key` it is sealed, and `header.row_digests` are those of that key.
 
     Raises ValueError when the fields do not fit: a programming error, since FileLayout reserves enough.
     """
@@ -262,21 +243,13 @@ def encode_header(header: ChunkHeader, header_nbytes: int, key: MacKey | None = 
             msgpack.packb(header.written_at_ms),
         )
     )
-    seal_nbytes = header.integrity.seal_nbytes
-    if (key is None) == (seal_nbytes != 0):
-        raise ValueError(f"integrity {header.integrity}, with a key: {key is not None}")
-    if (
-        len(header.key_hash) > _MAX_KEY_NBYTES
-        or _PREFIX.size + len(meta) + seal_nbytes > header_nbytes
-    ):
+    if len(header.key_hash) > _MAX_KEY_NBYTES or _PREFIX.size + len(meta) > header_nbytes:
         raise ValueError(
             f"header of {len(meta)} bytes (key {len(header.key_hash)}) does not fit {header_nbytes}"
         )
     data = bytearray(header_nbytes)
-    _PREFIX.pack_into(data, 0, MAGIC, FORMAT_VERSION, header_nbytes, len(meta), seal_nbytes, 0)
+    _PREFIX.pack_into(data, 0, MAGIC, FORMAT_VERSION, header_nbytes, len(meta), 0, 0)
     data[_PREFIX.size : _PREFIX.size + len(meta)] = meta
-    if key is not None:
-        header.integrity.seal(data, key)
     struct.pack_into("<Q", data, _CHECKSUM_AT, xxhash.xxh3_64_intdigest(data))
     return bytes(data)
 
@@ -288,7 +261,7 @@ def header_length(prefix: bytes | memoryview) -> int:
     """
     if len(prefix) < _PREFIX.size:
         raise ChunkCorrupt(f"{len(prefix)} bytes, too short for a header")
-    magic, version, header_nbytes, meta_nbytes, seal_nbytes, _ = _PREFIX.unpack_from(prefix)
+    magic, version, header_nbytes, meta_nbytes, zero, _ = _PREFIX.unpack_from(prefix)
     if magic != MAGIC:
         raise ChunkCorrupt("not a chunk file: wrong magic")
     if version != FORMAT_VERSION:
@@ -296,60 +269,33 @@ def header_length(prefix: bytes | memoryview) -> int:
     if (
         header_nbytes % ALIGNMENT
         or not ALIGNMENT <= header_nbytes <= MAX_HEADER_NBYTES
-        or _PREFIX.size + meta_nbytes + seal_nbytes > header_nbytes
-        or seal_nbytes not in kinds.BY_SEAL
+        or _PREFIX.size + meta_nbytes > header_nbytes
+        or zero != 0
     ):
         raise ChunkCorrupt(f"impossible header lengths {header_nbytes} and {meta_nbytes}")
     return int(header_nbytes)
 
 
-def parse_header(
-    data: bytes | memoryview, keys: MacKeys | None = None, integrity: Integrity | None = None
-) -> ChunkHeader:
+def parse_header(data: bytes | memoryview) -> ChunkHeader:
     """Check and decode a header; `data` may be longer than the header.
 
-    `integrity` is what it has to be, if that is known: a file without a seal is not taken for one that had it
-    removed. Raises ChunkUnknownKey for a sealed one without its key, ChunkStale for another format version or
-    integrity, and ChunkCorrupt for anything else that is wrong.
+    Raises ChunkStale for another format version, and ChunkCorrupt for anything else that is wrong.
     """
-    raw, seal_nbytes = _checked_header(data)
-    if integrity is not None and integrity.seal_nbytes != seal_nbytes:
-        found = "a seal" if seal_nbytes else "no seal"
-        raise ChunkStale(f"{found}, expected integrity '{integrity}'")
-    kinds.BY_SEAL[seal_nbytes].check_seal(raw, keys)
-    header = _decode(raw, seal_nbytes)
-    if integrity is not None and header.integrity is not integrity:
-        raise ChunkStale(f"integrity '{header.integrity}', expected '{integrity}'")
-    return header
-
-
-def peek_header(data: bytes | memoryview) -> ChunkHeader:
-    """The same, but whoever can write to the root may have made up all of a sealed file: for showing only."""
-    return _decode(*_checked_header(data))
-
-
-def _checked_header(data: bytes | memoryview) -> tuple[bytearray, int]:
-    """Return a copy of a header that passed its checksum, with that taken as zero, and its seal's length."""
     header_nbytes = header_length(data)
     if len(data) < header_nbytes:
         raise ChunkCorrupt(f"{len(data)} bytes, header says {header_nbytes}")
     raw = bytearray(data[:header_nbytes])
-    seal_nbytes, checksum = struct.unpack_from("<IQ", raw, 20)
+    (checksum,) = struct.unpack_from("<Q", raw, _CHECKSUM_AT)
     raw[_CHECKSUM_AT : _CHECKSUM_AT + 8] = bytes(8)
     if xxhash.xxh3_64_intdigest(raw) != checksum:
         raise ChunkCorrupt("header fails its checksum")
-    return raw, seal_nbytes
-
-
-def _decode(header: bytearray, seal_nbytes: int) -> ChunkHeader:
-    (meta_nbytes,) = struct.unpack_from("<I", header, 16)
-    key_id = kinds.BY_SEAL[seal_nbytes].key_id(header)
-    stop, padding_stop = _PREFIX.size + meta_nbytes, len(header) - seal_nbytes
-    if header[stop:padding_stop] != bytes(padding_stop - stop):
+    (meta_nbytes,) = struct.unpack_from("<I", raw, 16)
+    stop = _PREFIX.size + meta_nbytes
+    if raw[stop:] != bytes(header_nbytes - stop):
         raise ChunkCorrupt("the header map is followed by other bytes than zeros")
     try:
-        meta = _unpack_flat(memoryview(header)[_PREFIX.size : stop])
-        return _header_from_meta(meta, len(header), seal_nbytes, key_id)
+        meta = _unpack_flat(memoryview(raw)[_PREFIX.size : stop])
+        return _header_from_meta(meta, header_nbytes)
     except ChunkCorrupt:
         raise
     # Msgpack raises ValueError, its own errors and, for depth, StackError.
@@ -397,17 +343,9 @@ def _refuse_extension(_code: int, _data: bytes) -> None:
     raise ChunkCorrupt("a header field is of an extension type")
 
 
-def _header_from_meta(
-    meta: dict[str, Any], header_nbytes: int, seal_nbytes: int, key_id: str | None
-) -> ChunkHeader:
-    codec, checksum, row = meta.get("codec"), meta.get("checksum"), meta.get("row")
-    integrity = kinds.BY_NAME.get(checksum) if type(checksum) is str else None
-    if (
-        integrity is None
-        or integrity.seal_nbytes != seal_nbytes
-        or (codec, row) != (0, ROW_NBYTES)
-        or (type(codec), type(row)) != (int, int)
-    ):
+def _header_from_meta(meta: dict[str, Any], header_nbytes: int) -> ChunkHeader:
+    fixed = codec, checksum, row = meta.get("codec"), meta.get("checksum"), meta.get("row")
+    if fixed != (0, CHECKSUM, ROW_NBYTES) or [type(one) for one in fixed] != [int, str, int]:
         raise ChunkCorrupt(f"codec {codec!r:.20}, checksum {checksum!r:.20}, row {row!r:.20}")
     values: dict[str, Any] = {}
     for name, attribute, kind, at_least, at_most, _, absent in _READ:
@@ -424,11 +362,11 @@ def _header_from_meta(
     values["page_nbytes"] = pages = struct.unpack(f"<{len(packed) // 8}Q", packed)
     if not 0 < min(pages) <= max(pages) < 1 << 40:
         raise ChunkCorrupt("header field 'pages' holds an impossible size")
-    header = ChunkHeader(**values, header_nbytes=header_nbytes, integrity=integrity, key_id=key_id)
-    layout = FileLayout(header.num_blocks, pages, header.layout_digest, integrity)
+    header = ChunkHeader(**values, header_nbytes=header_nbytes)
+    layout = FileLayout(header.num_blocks, pages, header.layout_digest)
     if (
         header.payload_nbytes != layout.payload_nbytes
-        or len(header.row_digests) != integrity.digest_nbytes * layout.num_rows
+        or len(header.row_digests) != DIGEST_NBYTES * layout.num_rows
         or header.first_block >= header.num_blocks
     ):
         raise ChunkCorrupt(

@@ -50,10 +50,10 @@ LOAD_FAILURES = Metric(
     "counter",
     "chunks",
     "Chunks that were a hit but could not be loaded, so that the request is recomputed: absent, "
-    "stale, corrupt, unknown_key, denied, timed_out, io_error, breaker.",
+    "stale, corrupt, denied, timed_out, io_error, breaker.",
     "reason",
     values=(
-        *("absent", "stale", "corrupt", "unknown_key"),
+        *("absent", "stale", "corrupt"),
         *("denied", "timed_out", "io_error", "breaker"),
     ),
 )
@@ -185,12 +185,6 @@ STORE_QUEUE = Metric(
     "gauge",
     "chunks",
     "Chunks that wait to be stored or are being written.",
-)
-MAC_KEYS_KEPT = Metric(
-    "fskv_mac_keys_kept",
-    "gauge",
-    "0 or 1",
-    "Whether the key file as it is cannot be used: the keys from before are, also one that was dropped.",
 )
 BREAKER_OPEN = Metric(
     "fskv_breaker_open",
@@ -356,7 +350,6 @@ ALL_METRICS = (
     SLOTS_IN_USE,
     THREADS_HUNG,
     STORE_QUEUE,
-    MAC_KEYS_KEPT,
     BREAKER_OPEN,
     BREAKER_OPENINGS,
     WEIGHTS_IN_DOUBT,

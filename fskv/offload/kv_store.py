@@ -69,11 +69,7 @@ class KvStore:
             raise ConfigError(
                 f"option 'tenant': found {config.tenant!r}, expected {identity.tenant!r}, the identity's"
             )
-        identity = replace(
-            identity,
-            tenant=config.tenant,
-            integrity=config.integrity.manifest_name,
-        )
+        identity = replace(identity, tenant=config.tenant)
         self._rank = rank
         self._anywhere = anywhere
         self.directory = _opened(config, create=True).open_namespace(identity)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, TypeAlias
 
 from fskv.config import LEAST_AUTO_THREADS, StoreConfig
@@ -20,7 +19,6 @@ from fskv.data_path.store import ChunkStore
 from fskv.data_path.threads import call_with_deadline
 from fskv.errors import ConfigError, RootError
 from fskv.format.chunk_file import FileLayout
-from fskv.format.key_file import open_key_file
 from fskv.observe import metrics
 from fskv.observe.metrics import Counters, Gauge
 from fskv.observe.state_log import StateLog
@@ -74,11 +72,6 @@ class Mover:
         Raises FskvError where the configuration cannot be used here: no memory for a chunk, no such
         transport.
         """
-        # Each process reads the file itself: no key is in a configuration that is handed on.
-        self._key_file = open_key_file(config.mac_key_file, config.root)
-        keys = self._key_file.keys if self._key_file else None
-        integrity = config.integrity
-        layouts = {idx: replace(layout, integrity=integrity) for idx, layout in layouts.items()}
         slot_nbytes = max(layout.file_nbytes for layout in layouts.values())
         num_slots = config.staging_bytes // slot_nbytes
         num_threads = config.num_io_threads(num_slots)
@@ -94,7 +87,7 @@ class Mover:
             pages,
             slot_nbytes,
             probe_dir=directory.tmp_dir,
-            transport=config.transport if integrity.by_transports else "host",
+            transport=config.transport,
             gds_check=config.gds_check,
             direct_io=config.direct_io,
             file_mode=directory.file_mode,
@@ -120,7 +113,6 @@ class Mover:
             self._transport,
             touch_interval_s=config.touch_interval_s,
             restore=restore,
-            keys=keys,
         )
         self.file_nbytes = store.file_nbytes
         self._breaker = Breaker(
@@ -148,10 +140,9 @@ class Mover:
         self._store_failure: Status | None = None  # of the last store; None: it was written
         self._told_amiss: dict[str, str] = {}
         logger.info(
-            "fskv: rank %d: %s%s; %d I/O threads%s, %d staging slots of %d bytes at most",
+            "fskv: rank %d: %s; %d I/O threads%s, %d staging slots of %d bytes at most",
             number,
             self.description,
-            f", sealed with key '{self._key_file.latest.writer.key_id}'" if self._key_file else "",
             num_threads,
             told,
             num_slots,
@@ -261,14 +252,11 @@ class Mover:
 
     def gauges(self) -> dict[Gauge, float]:
         """Return what is in use now."""
-        shown: dict[Gauge, float] = {
+        return {
             metrics.SLOTS_IN_USE: float(self._runner.num_slots_used),
             metrics.THREADS_HUNG: float(self._runner.num_threads_hung),
             metrics.STORE_QUEUE: float(self._runner.num_open_stores),
         }
-        if self._key_file is not None:
-            shown[metrics.MAC_KEYS_KEPT] = float(self._key_file.kept)
-        return shown
 
     @property
     def least_queued(self) -> int:

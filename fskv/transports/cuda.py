@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fskv.format.chunk_file import ALIGNMENT
-from fskv.format.integrity import XXH3_64
+from fskv.format.integrity import xxh3_rows
 from fskv.plan.spans import SpanTable
 from fskv.transports import kernels
 from fskv.transports.protocol import Ready
@@ -231,7 +231,7 @@ class CudaDevice:
             return bytes(buffer.tensor[:nbytes].cpu().numpy().data)
 
     def row_digests(self, buffer: CudaBuffer, start: int, stop: int) -> bytes:
-        """Return XXH3_64.rows of the buffer's bytes.
+        """Return xxh3_rows of the buffer's bytes.
 
         Through the host where kernels are missing, or their eighth of the bytes is not free on the device.
         """
@@ -245,7 +245,7 @@ class CudaDevice:
             host = self._host_memory()[: stop - start]
             host.copy_(part, non_blocking=True)
             stream.synchronize()
-            return XXH3_64.rows(host.numpy().data)
+            return xxh3_rows(host.numpy().data)
 
     def _host_memory(self) -> torch.Tensor:
         """Return the thread's pinned memory to check a slot in, made on first use."""

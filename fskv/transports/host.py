@@ -26,7 +26,7 @@ from fskv.errors import (
     chunk_error_from_os,
 )
 from fskv.format import chunk_file
-from fskv.format.integrity import XXH3_64
+from fskv.format.integrity import xxh3_rows
 from fskv.plan.spans import SpanTable
 from fskv.transports import cuda_native
 from fskv.transports.arena import Arena
@@ -239,7 +239,7 @@ class HostTransport:
         return slot.view[:nbytes]
 
     def row_digests(self, slot: HostSlot, start: int, stop: int) -> bytes:
-        return XXH3_64.rows(slot.view[start:stop])
+        return xxh3_rows(slot.view[start:stop])
 
     def close(self) -> None:
         if self._outside:

@@ -2,7 +2,7 @@
 
 With GPUDirect Storage a chunk goes from the file into device memory and no CPU sees its bytes, so what the
 host does elsewhere has to be done there: check the rows (`row_digests`, the same digests as
-`XXH3_64.rows`) and copy the many spans of a chunk between KV tensors and one slot (`copy_spans`,
+`xxh3_rows`) and copy the many spans of a chunk between KV tensors and one slot (`copy_spans`,
 one launch instead of one copy a span). Written in Triton, because on a CUDA engine torch brings it and
 nothing has to be built; without Triton this module can be imported and `available` says why nothing else
 here works. It reads no file and knows no key. Called on the I/O threads of a JobRunner; everything runs on
@@ -37,7 +37,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fskv.format.chunk_file import ALIGNMENT, ROW_NBYTES
-from fskv.format.integrity import XXH3_64
+from fskv.format.integrity import xxh3_rows
 
 if TYPE_CHECKING:
     import torch
@@ -324,7 +324,7 @@ def row_digests(buffer: torch.Tensor) -> torch.Tensor:
 
 
 def digest_bytes(digests: torch.Tensor) -> bytes:
-    """Return `row_digests` as `XXH3_64.rows` has them: 8 bytes a row, big endian.
+    """Return `row_digests` as `xxh3_rows` has them: 8 bytes a row, big endian.
 
     Waits for the current stream.
     """
@@ -472,7 +472,7 @@ def _self_test(device: torch.device) -> str | None:
 
     data = np.frombuffer(np.random.default_rng(1).bytes(ROW_NBYTES + ALIGNMENT), np.uint8)
     there = torch.from_numpy(data.copy()).to(device)
-    if digest_bytes(row_digests(there)) != XXH3_64.rows(data.data):
+    if digest_bytes(row_digests(there)) != xxh3_rows(data.data):
         return "the digest kernels give other digests than the host"
     # Both ways of copying, more than one piece each, guard bytes around.
     spans = np.array([[0, 32, 16, 9008], [1, 1, 10001, 8195]])

@@ -115,7 +115,7 @@ class Transport(Protocol[SlotT]):
         """Return the slot's first `nbytes` in host memory; valid until the slot is written again."""
 
     def row_digests(self, slot: SlotT, start: int, stop: int) -> bytes:
-        """Return what `fskv.format.integrity.XXH3_64.rows` gives for the slot's bytes [start, stop)."""
+        """Return what `fskv.format.integrity.xxh3_rows` gives for the slot's bytes [start, stop)."""
 
     def open(
         self, path: str, dir_fd: int | None = None

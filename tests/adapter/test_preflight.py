@@ -62,7 +62,6 @@ def multi(*extras):
         ({"root": "relative"}, ConfigError, "'root': found 'relative'"),
         ({"max_bytes": "100GB"}, ConfigError, "did you mean 100GiB?"),
         ({"root": "/nowhere/at/all"}, RootError, "/nowhere/at/all does not exist"),
-        ({"mac_key_file": "/nowhere/keys"}, ConfigError, "'mac_key_file': /nowhere/keys"),
     ],
 )
 def test_what_cannot_work_is_refused_in_one_sentence(

@@ -13,7 +13,6 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, settings
 from hypothesis.strategies import data, integers, sampled_from, sets
-from mac_lab import key_file
 from world import damage
 
 pytest.importorskip("sglang", reason="SGLang has an environment of its own: make test-sglang")
@@ -210,26 +209,6 @@ def test_a_damaged_page_and_one_that_was_never_stored_are_false(make, tmp_path):
     good = backend.batch_get_v1([*keys(3), *keys(1, seed=9)], indices(4, 5, 6, 7))
     assert good.count(False) == 2
     assert good[3] is False
-
-
-def test_a_sealed_page_is_loaded_with_its_key_alone(make, tmp_path):
-    """The control is in it: with the key all of them are."""
-    pool, other = host_pool(), host_pool(seed=1)
-    sealed = {"mac_key_file": str(key_file(tmp_path / "keys", "new"))}
-    assert make(pool, **sealed).batch_set_v1(keys(3), indices(0, 1, 2)) == [True] * 3
-    before = [page(other, number).clone() for number in range(NUM_PAGES)]
-    for without in ({}, {"mac_key_file": str(key_file(tmp_path / "third", "third"))}):
-        reader = make(other, **without)
-        assert reader.batch_get_v1(keys(3), indices(4, 5, 6)) == [False] * 3
-        assert all(torch.equal(page(other, n), old) for n, old in enumerate(before))
-    assert make(other).batch_exists(keys(3)) == 0
-    reader = make(other, **sealed)
-    assert reader.batch_exists(keys(3)) == 3
-    assert reader.batch_get_v1(keys(3), indices(4, 5, 6)) == [True] * 3, "the control"
-    assert all(torch.equal(page(other, n + 4), page(pool, n)) for n in range(3))
-    (first, *_) = sorted(pathlib.Path(tmp_path / "kv").glob("*/*/chunks/*/*.kv"))
-    damage(first, 4096 + 9)
-    assert reader.batch_get_v1(keys(3), indices(7, 8, 9)).count(False) == 1
 
 
 def test_calls_that_make_no_sense_are_false_and_raise_nothing(make):

@@ -387,13 +387,13 @@ def test_what_a_child_refuses_to_start_with_names_the_child(monkeypatch, caplog)
 
     def built_up_to_the_second(self, *_):
         self._connectors = [Child()]
-        raise ConfigError("option 'mac_key_file': /keys has mode 0644")
+        raise ConfigError("option 'staging_bytes': found 1")
 
     monkeypatch.setattr(MultiConnector, "__init__", built_up_to_the_second)
     for check in ("_check_hybrid", "_check_pulls", "_check_real_roots"):
         monkeypatch.setattr(connector, check, lambda *_: None)
     config = _vllm_config(_child_config("a"), _child_config("b"))
-    sentence = "option 'connectors[1]': option 'mac_key_file': /keys has mode 0644"
+    sentence = "option 'connectors[1]': option 'staging_bytes': found 1"
     with pytest.raises(ConfigError, match=re.escape(sentence)):
         connector.FskvMultiConnector(config, None, None)
     assert f"fskv: {sentence}" in caplog.text

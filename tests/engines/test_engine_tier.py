@@ -7,12 +7,10 @@ import pathlib
 
 import engine_lab as lab
 import pytest
-import test_engine_sealed as sealed
 from tier_lab import RESET, transfer
 
 from faults.disk import DiskFaults
 from fskv.format import chunk_file
-from fskv.format.mac import MacKey
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 lab.needs_vllm()
@@ -328,49 +326,6 @@ def test_reads_that_never_return_cost_a_deadline_and_the_next_requests_nothing(
     # A generous bound against a hang, not a measurement.
     assert max(done[label]["wall_s"] for label in ("hung", "hung_again")) < 60
     assert lab.counter(lab.metrics(result)[0], "load_failures", reason="timed_out") > 0
-
-
-@pytest.mark.slow
-def test_sealed_files_are_served_to_holders_of_the_key_and_forged_ones_never(tmp_path):
-    name = "llama"
-    root = make_root(tmp_path)
-    keys = tmp_path / "keys"
-    sealed.write_keys(keys, "old")
-    options = {"mac_key_file": str(keys)}
-    engine(name, [main_of(name), *lab.SETTLE], transfer(root, **options))
-    assert sealed.key_ids(root) == {"old"}
-
-    def forge(secret: str) -> None:
-        for path in lab.chunks(root):
-            sealed.zero_sealed(path, MacKey("old", sealed.SECRETS[secret]))
-
-    talk = Talk(name, root, tmp_path, **options)
-    talk.say(main_of(name, "warm"))
-    talk.damage(lambda: forge("forger"))
-    talk.say(main_of(name, "forged"), *lab.SETTLE, {"metrics": True}, RESET)
-    talk.say(main_of(name, "healed"))
-    # The control: zeros that the key's own holder sealed are served, so the files do decide the tokens.
-    talk.damage(lambda: forge("old"))
-    talk.say(main_of(name, "genuine_zeros"))
-    result = talk.run()
-    done = lab.generates(result)
-    for label in ("warm", "forged", "healed"):
-        assert done[label]["tokens"] == reference(name), label
-    assert done["genuine_zeros"]["tokens"] != reference(name)
-    assert done["forged"]["num_cached_tokens"] == 0
-    hits = {done[label]["num_cached_tokens"] for label in ("warm", "healed", "genuine_zeros")}
-    assert len(hits) == 1
-    assert hits != {0}
-    assert lab.counter(lab.metrics(result)[0], "load_failures", reason="corrupt") > 0
-
-    # Another holder's engine, without this key: nothing is served, and its own chunks replace these.
-    sealed.write_keys(keys, "new")
-    steps = [main_of(name), *lab.SETTLE, {"metrics": True}]
-    result = engine(name, steps, transfer(root, **options))
-    assert lab.generates(result)["main"]["tokens"] == reference(name)
-    assert lab.generates(result)["main"]["num_cached_tokens"] == 0
-    assert lab.counter(result["steps"][-1], "load_failures", reason="unknown_key") > 0
-    assert sealed.key_ids(root) == {"new"}
 
 
 @pytest.mark.slow

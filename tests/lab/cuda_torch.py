@@ -15,7 +15,7 @@ import torch
 from cuda_sim import SimEvent, on_simulation
 from torch._C import DisableTorchFunctionSubclass as Plain
 
-from fskv.format.integrity import XXH3_64
+from fskv.format.integrity import xxh3_rows
 from fskv.transports import kernels
 
 LEFT_OUT = {
@@ -169,7 +169,7 @@ class _CudaTorch:
 
     def row_digests(self, buffer):
         self.current_stream().synchronize()
-        digests = XXH3_64.rows(_opened(buffer).numpy().data)
+        digests = xxh3_rows(_opened(buffer).numpy().data)
         return torch.frombuffer(bytearray(digests), dtype=torch.int64)
 
 

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-GOOD, MISSING, STALE, CORRUPT, UNKNOWN_KEY = "good", "missing", "stale", "corrupt", "unknown key"
-_ID_CHARS = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._-")
+GOOD, MISSING, STALE, CORRUPT = "good", "missing", "stale", "corrupt"
 
 
 class Wanted(NamedTuple):
@@ -26,16 +25,12 @@ class Wanted(NamedTuple):
     blocks: int
     pages: tuple[int, ...]
     first_block: int = 0  # all blocks from here on
-    keys: dict[str, bytes] | None = (
-        None  # secrets by id, where the namespace is one of sealed files
-    )
 
     @property
     def sizes(self) -> tuple[int, int]:
         """H and payload, by the document's formulas."""
         payload = align(self.blocks * sum(self.pages))
-        seal, digest = (64, 16) if self.keys else (0, 8)
-        return align(928 + seal + 8 * len(self.pages) + digest * -(-payload // 65536)), payload
+        return align(928 + 8 * len(self.pages) + 8 * -(-payload // 65536)), payload
 
 
 class Corrupt(Exception):  # noqa: N818  a state of the file, read as one
@@ -120,26 +115,17 @@ def judge(content: bytes, want: Wanted) -> str:
 def _judge(content: bytes, want: Wanted) -> str:
     header_nbytes, payload_nbytes = want.sizes
     demand(len(content) == header_nbytes + payload_nbytes)  # step 2
-    magic, version, h, m, s, checksum = struct.unpack_from("<8sIIIIQ", content)
+    magic, version, h, m, zero, checksum = struct.unpack_from("<8sIIIIQ", content)
     demand(magic == b"\x89FSKV\r\n\x1a")  # step 3
     if version != 1:
         return STALE
-    demand(h % 4096 == 0 and 4096 <= h <= 16 << 20 and s in (0, 64) and 32 + m + s <= h)
+    demand(h % 4096 == 0 and 4096 <= h <= 16 << 20 and zero == 0 and 32 + m <= h)
     if h != header_nbytes:
         return STALE
     header = content[:24] + bytes(8) + content[32:h]
     demand(xxhash.xxh3_64_intdigest(header) == checksum)  # step 4
-    if (s == 64) != (want.keys is not None):
-        return STALE
-    secret = None
-    if want.keys is not None:
-        key_id = header[-64:-32].rstrip(b"\0")
-        demand(key_id and set(key_id) <= _ID_CHARS)
-        if (secret := want.keys.get(key_id.decode())) is None:
-            return UNKNOWN_KEY
-        demand(_keyed("header of a chunk file", secret, header[:-32]) == header[-32:])
     meta = Map(header[32 : 32 + m]).fields()  # step 5
-    demand(not any(header[32 + m : h - s]))
+    demand(not any(header[32 + m : h]))
     for name, most in [("key", 256), ("namespace", 64), ("layout", 64), ("pages", h), ("rows", h)]:
         value = meta.get(name)
         demand(type(value) is bytes and 1 <= len(value) <= most)
@@ -153,10 +139,9 @@ def _judge(content: bytes, want: Wanted) -> str:
     demand(meta["first_block"] < meta["blocks"] and len(meta["pages"]) % 8 == 0)
     pages = struct.unpack(f"<{len(meta['pages']) // 8}Q", meta["pages"])
     demand(all(1 <= page < 2**40 for page in pages))
-    demand(meta["checksum"] == ("blake3-128" if s else "xxh3-64"))  # step 6
+    demand(meta["checksum"] == "xxh3-64")  # step 6
     demand(meta["payload"] == align(meta["blocks"] * sum(pages)))
-    digest = 16 if s else 8
-    demand(len(meta["rows"]) == digest * -(-meta["payload"] // 65536))
+    demand(len(meta["rows"]) == 8 * -(-meta["payload"] // 65536))
     names = ("namespace", "layout", "key", "group", "rank", "blocks")  # step 7
     if [meta[name] for name in names] != [getattr(want, name) for name in names]:
         return STALE
@@ -164,16 +149,6 @@ def _judge(content: bytes, want: Wanted) -> str:
         return STALE
     # Step 8.
     for at in range(want.first_block * sum(pages) // 65536 * 65536, payload_nbytes, 65536):
-        row, place = content[h + at :][: min(65536, payload_nbytes - at)], at // 65536 * digest
-        found = (
-            _keyed("rows of a chunk file", secret, row) if secret else xxhash.xxh3_64_digest(row)
-        )
-        demand(found[:digest] == meta["rows"][place : place + digest])
+        row, place = content[h + at :][: min(65536, payload_nbytes - at)], at // 65536 * 8
+        demand(xxhash.xxh3_64_digest(row) == meta["rows"][place : place + 8])
     return MISSING if meta["first_block"] > want.first_block else GOOD  # step 9
-
-
-def _keyed(context: str, secret: bytes, data: bytes) -> bytes:
-    from blake3 import blake3
-
-    key = blake3(secret, derive_key_context=f"fskv 2026-11 {context}").digest()
-    return blake3(data, key=key).digest()

@@ -21,7 +21,7 @@ from cuda_stub import build_stub, load_stub
 from native_build import build
 
 from fskv.format import chunk_file
-from fskv.format.integrity import XXH3_64
+from fskv.format.integrity import xxh3_rows
 from fskv.gds_io import GdsSlot, GdsTransport
 from fskv.transports.cuda import Driver, flat_bytes
 
@@ -136,7 +136,7 @@ class StubDevice:
         return buffer.array[:nbytes].tobytes()
 
     def row_digests(self, buffer, start, stop):
-        return XXH3_64.rows(buffer.array[start:stop].data)
+        return xxh3_rows(buffer.array[start:stop].data)
 
 
 class LabSlot(GdsSlot):

@@ -20,7 +20,7 @@ from world import make_identity
 
 from fskv import namespace
 from fskv.format.chunk_file import ChunkHeader, FileLayout, encode_header
-from fskv.format.integrity import XXH3_64
+from fskv.format.integrity import xxh3_rows
 from fskv.namespace import GroupIdentity
 from fskv.root.root import Root
 
@@ -70,7 +70,7 @@ class Lab:
             page_nbytes=layout.page_nbytes,
             first_block=0,
             payload_nbytes=layout.payload_nbytes,
-            row_digests=XXH3_64.rows(memoryview(payload)),
+            row_digests=xxh3_rows(memoryview(payload)),
             creator="fskv/test",
             written_at_ms=1_700_000_000_000,
         )

@@ -168,23 +168,19 @@ class World:
         touch_interval_s=600.0,
         make_transport=None,
         native=False,
-        keys=None,
-        integrity=None,
     ):
         import torch
 
         from faults.transport import FaultTransport, Script
         from fskv.data_path.store import ChunkStore
         from fskv.format.chunk_file import FileLayout
-        from fskv.format.integrity import BLAKE3_128, XXH3_64
         from fskv.plan.spans import GroupLayout
         from fskv.root.root import Root
         from fskv.transports.host import HostTransport
 
         self.root = str(root)
         os.makedirs(self.root, exist_ok=True)
-        integrity = integrity or (BLAKE3_128 if keys else XXH3_64)
-        identity = identity or make_identity(integrity=integrity.manifest_name)
+        identity = identity or make_identity()
         self.directory = Root.open(self.root, create=True).open_namespace(identity)
         # Strided like an engine's: a block is wider than its page.
         self.tensors = [
@@ -192,7 +188,7 @@ class World:
         ]
         self.group_idx, self.rank = group_idx, rank
         self.layout = GroupLayout.of(group_idx, blocks_per_chunk, list(enumerate(pages)))
-        self.file_layout = FileLayout(blocks_per_chunk, tuple(pages), layout_digest, integrity)
+        self.file_layout = FileLayout(blocks_per_chunk, tuple(pages), layout_digest)
         transport = (make_transport or HostTransport)(
             self.tensors,
             self.file_layout.file_nbytes,
@@ -212,7 +208,6 @@ class World:
             self.transport,
             touch_interval_s=touch_interval_s,
             restore=lambda: Root.open(self.root, create=False).open_namespace(identity),
-            keys=keys,
         )
 
     # --- names ------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ OPERATIONS = REPOSITORY / "docs/operations.md"
 ANCHORS = {
     *("disk-full", "slow-mount", "corrupt-files", "low-hit-ratio", "maintenance-gone"),
     *("root-gone-or-the-mount-is-missing", "files-that-cannot-be-removed", "access-denied"),
-    *("unknown-keys", "weights-in-doubt", "watcher-down"),
+    *("weights-in-doubt", "watcher-down"),
 }
 # vLLM's own, held against a real engine below.
 VLLM = {
@@ -520,11 +520,7 @@ def test_a_real_prometheus_has_data_for_every_expression_of_dashboard_and_rules(
         "positive_ttl_s": 0.5,
         "lookup_timeout_s": 1.0,
         "health_file": str(tmp_path / "health-{rank}.json"),
-        "mac_key_file": str(tmp_path / "keys"),
     }
-    keys = tmp_path / "keys"
-    keys.write_text(f"one {os.urandom(32).hex()}\n")
-    keys.chmod(0o600)
     healthy = tmp_path / "health-0.json"
     reset = {"reset_prefix_cache": True}
     prompts = [model.tokens(f"watched-{number}", 600) for number in range(8)]

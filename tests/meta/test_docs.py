@@ -25,7 +25,7 @@ from fskv._version import VLLM_NEWEST, VLLM_OLDEST, VLLM_TESTED
 from fskv.config import StoreConfig
 from fskv.data_path.store import ChunkStore
 from fskv.format.chunk_file import ChunkHeader, FileLayout, encode_header
-from fskv.format.integrity import BY_NAME, XXH3_64
+from fskv.format.integrity import xxh3_rows
 from fskv.kv_transfer.stores import stores_of
 from fskv.root.root import NamespaceDir
 from fskv.transports.host import HostSlot, HostTransport
@@ -240,7 +240,7 @@ def check_example(text: str) -> None:
         page_nbytes=(24, 40),
         first_block=0,
         payload_nbytes=layout.payload_nbytes,
-        row_digests=XXH3_64.rows(memoryview(payload)),
+        row_digests=xxh3_rows(memoryview(payload)),
         creator="fskv/0.1.0",
         written_at_ms=1767225600000,
     )
@@ -266,17 +266,16 @@ def test_the_worked_example_is_what_the_code_makes():
 
 def test_the_length_of_a_header_follows_from_pages_and_rows_as_the_format_says():
     text = " ".join(text_of("docs/format.md").split())
-    assert "`H = align(928 + S + 8 * number of pages + D * number of rows)`" in text
+    assert "`H = align(928 + 8 * number of pages + 8 * number of rows)`" in text
     for num_blocks, pages in [
         (1, (1,)),
         (2, (24, 40)),
         (16, (32768,) * 64),
         (7, (1 << 20, 9) * 200),
     ]:
-        for integrity, seal, digest in (("xxh3-64", 0, 8), ("blake3-128", 64, 16)):
-            layout = FileLayout(num_blocks, pages, bytes(16), BY_NAME[integrity])
-            nbytes = 928 + seal + 8 * len(pages) + digest * layout.num_rows
-            assert layout.header_nbytes == -(-nbytes // 4096) * 4096
+        layout = FileLayout(num_blocks, pages, bytes(16))
+        nbytes = 928 + 8 * len(pages) + 8 * layout.num_rows
+        assert layout.header_nbytes == -(-nbytes // 4096) * 4096
 
 
 def check_fields(text: str) -> None:

@@ -28,15 +28,13 @@ from fskv.bounds.quota import Claim, Limits, Usage
 from fskv.errors import (
     ChunkCorrupt,
     ChunkStale,
-    ChunkUnknownKey,
     ConfigError,
     IdentityMismatch,
     RootError,
     chunk_error_from_os,
 )
 from fskv.format.chunk_file import ChunkHeader, FileLayout, encode_header, parse_header
-from fskv.format.integrity import BY_NAME
-from fskv.format.mac import MacKey, MacKeys
+from fskv.format.integrity import xxh3_rows
 from fskv.namespace import ChunkName, Identity
 from fskv.root.root import Root, manifest_bytes
 from fskv.types import Status
@@ -101,14 +99,12 @@ def check_namespace(text: str) -> int:
     return len(said)
 
 
-KEY = MacKey("example", bytes(range(32)))
 _HASH, _NAMESPACE = (hashlib.sha256(text).digest() for text in (b"example", b"namespace"))
 
 
-def chunk(key: MacKey | None = None, **changes) -> tuple[bytes, bytes]:
+def chunk(**changes) -> tuple[bytes, bytes]:
     """Return header and payload of the document's worked example, with some fields changed."""
-    integrity = BY_NAME["blake3-128" if key else "xxh3-64"]
-    layout = FileLayout(2, (24, 40), bytes(range(16)), integrity)
+    layout = FileLayout(2, (24, 40), bytes(range(16)))
     payload = bytes(range(128)).ljust(layout.payload_nbytes, b"\0")
     fields = {
         "key_hash": _HASH,
@@ -120,53 +116,30 @@ def chunk(key: MacKey | None = None, **changes) -> tuple[bytes, bytes]:
         "page_nbytes": (24, 40),
         "first_block": 0,
         "payload_nbytes": layout.payload_nbytes,
-        "row_digests": integrity.rows(memoryview(payload), key),
+        "row_digests": xxh3_rows(memoryview(payload)),
         "creator": "fskv/0.1.0",
         "written_at_ms": 1767225600000,
-        "integrity": integrity,
     }
     header = ChunkHeader(**{**fields, **changes})
-    return encode_header(header, layout.header_nbytes, key), payload
+    return encode_header(header, layout.header_nbytes), payload
 
 
 _WORDS = {
     ChunkCorrupt: document_reader.CORRUPT,
     ChunkStale: document_reader.STALE,
-    ChunkUnknownKey: document_reader.UNKNOWN_KEY,
 }
 
 
-def verdicts(header: bytes, payload: bytes, *, sealed: bool) -> str:
+def verdicts(header: bytes, payload: bytes) -> str:
     """Return what fskv says of a header; `document_reader` must say the same of the file."""
     said = document_reader.GOOD
     try:
-        parse_header(header, MacKeys([KEY]), BY_NAME["blake3-128" if sealed else "xxh3-64"])
-    except (ChunkCorrupt, ChunkStale, ChunkUnknownKey) as error:
+        parse_header(header)
+    except (ChunkCorrupt, ChunkStale) as error:
         said = _WORDS[type(error)]
-    keys = {"example": bytes(range(32))} if sealed else None
-    want = document_reader.Wanted(
-        *(_HASH, 1, 0, _NAMESPACE, bytes(range(16)), 2, (24, 40)), keys=keys
-    )
+    want = document_reader.Wanted(_HASH, 1, 0, _NAMESPACE, bytes(range(16)), 2, (24, 40))
     assert document_reader.judge(header + payload, want) == said
     return said
-
-
-def check_sealed(text: str) -> int:
-    said = {name: bytes.fromhex(value) for name, value in vectors(text, "of the sealed file")}
-    made, payload = chunk(KEY)
-    digests = BY_NAME["blake3-128"].rows(memoryview(payload), KEY)
-    (checksum,) = struct.unpack_from("<Q", made, 24)
-    assert said["rows"] == digests
-    assert said["checksum of the header, the 8 bytes at 24"] == struct.pack("<Q", checksum)
-    assert said["tag, the header's last 32 bytes"] == made[-32:]
-    # What the keys are for: the document's reader makes the same of them as the code.
-    from blake3 import blake3
-
-    assert blake3(payload, key=said["row key"]).digest(16) == digests
-    taken = made[:24] + bytes(8) + made[32:-32]
-    assert blake3(taken, key=said["header key"]).digest() == made[-32:]
-    assert verdicts(made, payload, sealed=True) == document_reader.GOOD
-    return len(said)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +151,6 @@ def check_sealed(text: str) -> int:
         (check_models, 13, "`a_b_c_._-`", "`ab_cB_._-`"),
         (check_namespace, 6, '"rms_norm_eps": 1e-05', '"rms_norm_eps": 1e-06'),
         (check_namespace, 6, "`4096`, `266240`", "`4096`, `266241`"),
-        (check_sealed, 5, "| row key | `", "| row key | `00"),
     ],
 )
 def test_every_vector_of_the_document_is_what_the_code_makes(check, least, old, new):
@@ -235,7 +207,7 @@ def changed(path: str, value: object) -> dict:
     return tree
 
 
-_OPTIONAL = {"canonical_format", "tenant", "model_runner", "integrity", "extra"}
+_OPTIONAL = {"canonical_format", "tenant", "model_runner", "extra"}
 _REQUIRED = sorted(example(FORMAT).keys() - _OPTIONAL)
 _OF_A_GROUP = (
     "group_idx",
@@ -249,7 +221,7 @@ _REFUSED = [
     *((name, ...) for name in (*sorted(_REQUIRED), *(f"groups.1.{name}" for name in _OF_A_GROUP))),
     *((name, None) for name in (*sorted(_OPTIONAL), "engine", "tokens_per_hash", "groups")),
     *((name, "") for name in ("tenant", "model_runner", "engine", "groups.0.kind")),
-    *(("extra", {}), ("integrity", "sha256"), ("lora", "on"), ("format", 2), ("format", 1.0)),
+    *(("extra", {}), ("integrity", "xxh3-64"), ("lora", "on"), ("format", 2), ("format", 1.0)),
     *(("tokens_per_hash", value) for value in (True, 16.0, -1, "16", 2**256)),
     *(("new", 1), ("groups.0.new", 1), ("groups.1.group_idx", 0), ("topology.tp", -1)),
     *(("model_config.x", 2**256), ("model_config.x", -(2**256)), ("model_config.x", deep(32))),
@@ -265,7 +237,7 @@ _REFUSED = [
 _TAKEN = [
     *(("model_config.x", value) for value in (2**256 - 1, -(2**256 - 1), deep(31), "", 1.0, None)),
     *(("model_config.", 1), ("topology.tp", 0), ("groups.0.page_nbytes", []), ("tenant", ...)),
-    *(("integrity", "blake3-128"), ("extra.x", {}), ("topology", {}), ("groups.1.group_idx", 7)),
+    *(("extra.x", {}), ("topology", {}), ("groups.1.group_idx", 7)),
     *(("model_config.x", deep(31, [])), ("groups.0.page_nbytes.0", 2**40 - 1)),
     *(("groups.1.group_idx", 999999), ("blocks_per_chunk", 2**31), ("blocks_per_chunk", 1)),
     *(("engine", "another"), ("weights", "x"), ("topology.new", 1), ("topology", {"tp": 1})),
@@ -353,7 +325,6 @@ def test_a_number_beyond_a_double_is_refused():
 # --- the verdicts of a reader ------------------------------------------------------------------
 
 GOOD, CORRUPT, STALE = document_reader.GOOD, document_reader.CORRUPT, document_reader.STALE
-UNKNOWN_KEY = document_reader.UNKNOWN_KEY
 
 
 @pytest.mark.parametrize(
@@ -373,42 +344,16 @@ UNKNOWN_KEY = document_reader.UNKNOWN_KEY
     ],
 )
 def test_a_value_out_of_its_bounds_is_corrupt(changes, said):
-    assert verdicts(*chunk(**changes), sealed=False) == said
+    assert verdicts(*chunk(**changes)) == said
 
 
-def sealed_by(packed_id: bytes, *, forged: bool = False) -> tuple[bytes, bytes]:
-    """Return the sealed example with another key id in its seal; its tag and checksum are right."""
-    header, payload = chunk(KEY)
-    tagged = header[:24] + bytes(8) + header[32:-64] + packed_id.ljust(32, b"\0")
-    whole = tagged + (bytes(32) if forged else KEY.tag(tagged))
+@pytest.mark.parametrize("value", [1, 64, 2**32 - 1])
+def test_what_has_to_be_zero_in_the_prefix_is_corrupt_if_it_is_not(value):
+    header, payload = chunk()
+    whole = header[:20] + struct.pack("<I", value) + bytes(8) + header[32:]
     checksum = struct.pack("<Q", xxhash.xxh3_64_intdigest(whole))
-    return whole[:24] + checksum + whole[32:], payload
-
-
-@pytest.mark.parametrize(
-    ("packed_id", "forged", "said"),
-    [
-        (b"example", False, GOOD),
-        (b"example", True, CORRUPT),
-        *((other, True, UNKNOWN_KEY) for other in (b"other", b"x" * 32)),  # before the tag
-        *(
-            (none, False, CORRUPT)
-            for none in (b"", b"example\0a", b"\0example", b"ex ample", b"\xe9")
-        ),
-    ],
-)
-def test_a_seal_names_a_key_and_only_then_its_tag_counts(packed_id, forged, said):
-    assert verdicts(*sealed_by(packed_id, forged=forged), sealed=True) == said
-
-
-def test_a_seal_where_none_belongs_and_none_where_one_belongs_is_stale():
-    assert verdicts(*chunk(KEY), sealed=False) == STALE
-    assert verdicts(*chunk(), sealed=True) == STALE
-    assert verdicts(*sealed_by(b""), sealed=False) == STALE
-    header, payload = chunk(KEY)
-    for seal_nbytes in (1, 63, 65):
-        bad = header[:20] + struct.pack("<I", seal_nbytes) + header[24:]
-        assert verdicts(bad, payload, sealed=True) == CORRUPT
+    assert verdicts(whole[:24] + checksum + whole[32:], payload) == CORRUPT
+    assert verdicts(header, payload) == GOOD, "the control"
 
 
 def test_a_file_that_ends_in_its_header_is_corrupt_unless_it_is_of_another_version():

@@ -38,7 +38,6 @@ LAYERS = {
     2: (
         "fskv.data_path.breaker",
         "fskv.data_path.threads",
-        "fskv.format.key_file",
         "fskv.gds_io",
         "fskv.identity.",
         "fskv.index.",
@@ -57,8 +56,8 @@ HOMES = {
     "lmcache": ("fskv.engines.lmcache.",),
     "msgspec": ("fskv.engines.sglang.server",),
     "kvikio": ("fskv.gds_io", "fskv.transports."),
-    # the option mac_key_file; what images are, as vLLM's own names of them are made
-    "blake3": ("fskv.format.mac", "fskv.engines."),
+    # what images are, as vLLM's own names of them are made
+    "blake3": ("fskv.engines.",),
     # what vLLM's models were built with, and where their parts lie
     "transformers": ("fskv.engines.",),
     "huggingface_hub": ("fskv.identity.checkpoint_place",),

@@ -27,7 +27,6 @@ from tool_lab import Lab, run, spoil
 from world import wait_for
 
 from fskv.config import StoreConfig
-from fskv.format.key_file import read_keys
 from fskv.kv_transfer.multi import MultiConfig
 from fskv.observe.health_file import HealthFile
 
@@ -307,22 +306,6 @@ def test_the_readiness_command_asks_the_health_file(state, age_s, ready, tmp_pat
     assert done.returncode == (0 if ready else 1), done.stderr
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="the commands need openssl")
-def test_the_commands_that_make_a_key_file_leave_one_that_an_engine_takes(tmp_path):
-    """In a shell whose umask stays what it was, and with the directory made first."""
-    page = (REPOSITORY / "docs" / "security.md").read_text(encoding="utf-8")
-    (commands,) = re.findall(r"^```\n(install -d .*?)^```$", page, re.DOTALL | re.MULTILINE)
-    # By number: a container's user may have no name.
-    here = commands.replace("vllm", str(os.getuid())).replace("/etc/fskv", "etc")
-    script = f"set -e\numask 022\n{here}\numask"
-    done = subprocess.run(["sh", "-c", script], cwd=tmp_path, capture_output=True, text=True)
-    assert (done.returncode, done.stdout.strip()) == (0, "0022"), done.stderr
-    keys = tmp_path / "etc" / "keys"
-    assert keys.stat().st_mode & 0o777 == 0o600
-    assert keys.parent.stat().st_mode & 0o777 == 0o700
-    assert len(read_keys(str(keys)).key_ids) == 1
-
-
 def test_configurations_with_several_children_in_vllm_md_are_ones():
     """Each FskvMultiConnector of the page is parsed, and so are the options of its FskvConnectors."""
     page = (REPOSITORY / "docs" / "vllm.md").read_text(encoding="utf-8")
@@ -358,12 +341,10 @@ def test_engines_of_kubernetes_have_options_that_fskv_takes():
         "FskvConnector",
         "recompute",
     )
-    # The keys are a Secret that the engine's group can read and nobody else.
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
     mounted = {
         mount["mountPath"]: volumes[mount["name"]] for mount in pod["containers"][0]["volumeMounts"]
     }
-    assert mounted[os.path.dirname(config.mac_key_file)]["secret"]["defaultMode"] == 0o440
     assert pod["securityContext"]["fsGroup"] == 1000
     assert "emptyDir" in mounted[os.path.dirname(config.health_file)]
     assert config.max_bytes == 9 << 40

@@ -38,7 +38,6 @@ CHANGES = {
     "canonical_format": ("LBHNC/8", "canonical_layout"),
     "tenant": ("acme", "option `tenant`"),
     "model_runner": ("v2", "model runner"),
-    "integrity": ("blake3-128", "option `mac_key_file`"),
     "extra": ({"page_layouts": {"group0": "amx"}}, "instruction set"),
 }
 

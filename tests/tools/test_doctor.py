@@ -657,19 +657,6 @@ def test_a_clock_that_is_wrong_is_told(lab, monkeypatch):
     assert "behind" in found
 
 
-def test_a_key_file_is_judged_and_never_shown(tmp_path):
-    secret = "0123456789abcdef" * 4
-    path = tmp_path / "keys"
-    path.write_text(f"new {secret}\nold {secret[::-1]}\n")
-    for mode, level in ((0o600, "ok"), (0o644, "problem")):
-        path.chmod(mode)
-        done = run("doctor", *PATIENT, "--no-write", "--json", "--mac-key-file", str(path))
-        (found,) = [line for line in done.lines if line.get("check") == "key file"]
-        assert found["level"] == level, found
-        assert ("'new', accepts 'old'" in found["found"]) == (level == "ok")
-        assert secret not in done.stdout + done.stderr
-
-
 # --- what an engine is told ---------------------------------------------------------------------
 
 
@@ -701,7 +688,6 @@ MISTAKES = {
     "a root that is missing": ({"root": "/nowhere/at/all"}, "does not exist"),
     "a file": ({"root": "/etc/hostname"}, "is not a directory"),
     "a foreign directory": ({"root": "/etc"}, "not an fskv root and not empty"),
-    "no key file": ({"mac_key_file": "/nowhere/keys"}, "/nowhere/keys"),
 }
 
 

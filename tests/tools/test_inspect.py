@@ -14,7 +14,6 @@ import tempfile
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mac_lab import key_file, keys
 from tool_lab import Lab, check_lines, fskv, key_of, run, spoil
 
 xxhash = pytest.importorskip("xxhash")
@@ -283,18 +282,3 @@ def test_fuzz_a_mutated_header_whose_checksum_is_right(mutations, truncated, nby
 def test_negative_control_the_unchanged_file_is_good():
     assert try_all(with_checksum(GOOD)) == "ok"
     assert try_all(GOOD[:-1]) == "corrupt"
-
-
-def test_who_sealed_a_file_is_shown_to_people_too(tmp_path, make_world):
-    sealed = make_world(root=tmp_path / "sealed", keys=keys("new"))
-    plain = make_world(root=tmp_path / "plain")
-    for world in (sealed, plain):
-        world.put(1, world.content(1))
-    given = ("--mac-key-file", key_file(tmp_path / "keys", "new"))
-    shown = run("inspect", *given, sealed.path(1)).stdout.splitlines()
-    (line,) = [line for line in shown if line.startswith("key_id")]
-    assert line.split()[1] == "new,"
-    # Negative control: a file that nobody sealed.
-    assert "key_id" not in run("inspect", *given, plain.path(1)).stdout
-    # Without the key its header is not believed, and the verdict says which key is missing.
-    assert "sealed with key 'new'" in run("inspect", sealed.path(1)).stdout

@@ -15,9 +15,9 @@ import threading
 import time
 
 import pytest
-from mac_lab import Tools, key_file
 from tool_lab import Lab, check_lines, fskv, key_of, run, spoil
 
+from fskv import namespace
 from fskv.namespace import GroupIdentity
 
 pytest.importorskip("fskv_tools.cli", reason="the command line is not installed")
@@ -680,7 +680,7 @@ def test_a_missing_extension_and_a_missing_direct_io_make_no_difference(lab, mon
     from fskv.format import integrity
 
     _, _, bad = damaged_root(lab)
-    monkeypatch.setattr(integrity, "_xxh3_rows", None)
+    monkeypatch.setattr(integrity, "_native_rows", None)
     assert bad_paths(verify(lab, "--read-data")) == bad
     real = os.open
 
@@ -737,22 +737,25 @@ def test_the_judge_of_a_file_by_itself_needs_no_name(lab, tmp_path):
     assert json.loads(json.dumps(key_of(5).hex()))
 
 
-def test_sealed_files_without_their_key_are_no_reason_to_remove_anything(tmp_path, make_world):
-    tools = Tools(tmp_path, make_world)
-    other = key_file(tmp_path / "third", "third")
-    for words in ((), ("--mac-key-file", other)):
-        done = run("verify", *words, root=tools.root)
-        assert done.exit_code == 3, done
-        assert "4 sealed files could not be judged" in done.stderr
-        assert "--mac-key-file FILE" in done.stderr
-        assert "--remove-bad" not in done.stderr
-    # Negative control: beside a file that is bad, both are said.
-    with open(tools.world.path(0), "r+b") as file:
-        file.truncate(100)
-    done = run("verify", root=tools.root)
+def test_a_namespace_with_a_field_that_nobody_knows_ends_no_command(lab, tmp_path):
+    """A later version's, or made up: the command would end for the whole root."""
+    space = lab.namespace()
+    lab.chunks(space, range(3))
+    other = lab.namespace(model_name="other")
+    manifest = other.identity.to_manifest() | {"integrity": "later"}
+    digest = hashlib.sha256(namespace.canonical_json(manifest)).digest()
+    lab.chunks(other, range(2), namespace_digest=digest)
+    path = f"{other.directory.path.rpartition('@')[0]}@{digest.hex()[:16]}"
+    os.rename(other.directory.path, path)
+    with open(f"{path}/namespace.json", "w") as file:
+        json.dump(manifest, file)
+
+    done = verify(lab, "--read-data")
     assert done.exit_code == 1
-    assert "3 sealed files could not be judged" in done.stderr
-    assert "--remove-bad" in done.stderr
-    # With the key there is nothing to say about keys.
-    done = run("verify", "--mac-key-file", tools.keys, root=tools.root)
-    assert "--mac-key-file" not in done.stderr
+    problems = [line["problem"] for line in done.lines if line["type"] == "namespace"]
+    assert len(problems) == 1
+    assert "field 'integrity' is unknown to this version of fskv" in problems[0]
+    assert (done.summary["bad"], bad_paths(done)) == (0, set()), "the others are judged"
+    assert run("report", "--html", tmp_path / "r.html", root=lab.path).exit_code == 1
+    file = f"{path}/{namespace.chunk_path(key_of(1), 0, None)}"
+    assert "'integrity' is unknown" in run("inspect", file, root=lab.path).stderr

@@ -30,7 +30,7 @@ from fskv.format.chunk_file import (
     header_length,
     parse_header,
 )
-from fskv.format.integrity import XXH3_64
+from fskv.format.integrity import xxh3_rows
 from fskv.transports.host import HostSlot, HostTransport
 from fskv.types import FileId, Status
 
@@ -182,7 +182,7 @@ def test_the_rows_of_blocks_cover_every_byte_of_them_and_no_row_more(blocks, pag
 # --- hostile headers --------------------------------------------------------------------------
 
 
-def sealed(meta, header_nbytes=8192, *, meta_nbytes=None, version=1, zero=0, magic=MAGIC):
+def header_of(meta, header_nbytes=8192, *, meta_nbytes=None, version=1, zero=0, magic=MAGIC):
     """Wrap any bytes as a header whose checksum is right, so that the checks behind it are reached."""
     data = bytearray(header_nbytes)
     length = len(meta) if meta_nbytes is None else meta_nbytes
@@ -222,21 +222,21 @@ def bounded_memory(nbytes):
     assert peak < nbytes, f"{peak} bytes allocated, expected less than {nbytes}"
 
 
-def test_a_sealed_good_header_parses():
-    assert parse_header(sealed(msgpack.packb(good_meta()))).key_hash == bytes(range(32))
+def test_a_good_header_made_here_parses():
+    assert parse_header(header_of(msgpack.packb(good_meta()))).key_hash == bytes(range(32))
 
 
 def test_a_header_of_64_fields_parses_and_unknown_scalars_are_ignored():
     more = dict(zip((f"n{n}" for n in range(49)), (None, True, 0.5, "", b""), strict=False))
     more |= {f"n{n}": n for n in range(len(more), 49)}
-    assert parse_header(sealed(msgpack.packb(good_meta() | more))).key_hash == bytes(range(32))
+    assert parse_header(header_of(msgpack.packb(good_meta() | more))).key_hash == bytes(range(32))
 
 
 def test_bytes_that_are_not_zero_behind_the_map_are_corrupt():
     meta = msgpack.packb(good_meta())
     for at in (0, 1000, 8192 - 32 - len(meta) - 1):
         more = bytes(at) + b"\x01"
-        error = refused(sealed(meta + more, meta_nbytes=len(meta)))
+        error = refused(header_of(meta + more, meta_nbytes=len(meta)))
         assert isinstance(error, ChunkCorrupt)
 
 
@@ -248,7 +248,7 @@ def test_random_bytes_are_corrupt_and_nothing_else(data):
     with pytest.raises((ChunkCorrupt, ChunkStale)):
         parse_header(MAGIC + data)
     with pytest.raises(ChunkCorrupt):
-        parse_header(sealed(data[:4000]))
+        parse_header(header_of(data[:4000]))
 
 
 @LIGHT
@@ -259,7 +259,7 @@ def test_a_mutated_map_with_a_valid_checksum_is_corrupt_or_still_a_sound_header(
     meta[at : at + len(patch)] = patch
     with bounded_memory(2 << 20):
         try:
-            header = parse_header(sealed(bytes(meta)))
+            header = parse_header(header_of(bytes(meta)))
         except (ChunkCorrupt, ChunkStale):
             return
     # What parses agrees with itself: lengths that a reader will use.
@@ -296,14 +296,14 @@ def test_a_field_of_any_other_type_or_size_is_corrupt(name, value):
         return  # those may be anything of their type; the store compares them
     if name == "blocks" and type(value) is int and 0 < value < 1000:
         return  # some small blocks more or less end in the same row; the store compares these too
-    refused(sealed(msgpack.packb(meta)))
+    refused(header_of(msgpack.packb(meta)))
 
 
 @pytest.mark.parametrize("name", sorted(good_meta()))
 def test_a_missing_field_is_corrupt(name):
     meta = good_meta()
     del meta[name]
-    assert isinstance(refused(sealed(msgpack.packb(meta))), ChunkCorrupt)
+    assert isinstance(refused(header_of(msgpack.packb(meta))), ChunkCorrupt)
 
 
 @pytest.mark.parametrize(
@@ -343,7 +343,9 @@ def test_a_missing_field_is_corrupt(name):
 )
 def test_fields_that_contradict_each_other_or_leave_their_range_are_corrupt(changes):
     with bounded_memory(2 << 20):
-        assert isinstance(refused(sealed(msgpack.packb({**good_meta(), **changes}))), ChunkCorrupt)
+        assert isinstance(
+            refused(header_of(msgpack.packb({**good_meta(), **changes}))), ChunkCorrupt
+        )
 
 
 BOMBS = {
@@ -379,7 +381,7 @@ BOMBS = {
 
 @pytest.mark.parametrize("bomb", BOMBS)
 def test_a_bomb_with_a_valid_checksum_is_corrupt_and_allocates_next_to_nothing(bomb):
-    data = sealed(BOMBS[bomb])
+    data = header_of(BOMBS[bomb])
     with bounded_memory(2 << 20):
         assert isinstance(refused(data), ChunkCorrupt)
 
@@ -399,7 +401,7 @@ def test_a_bomb_with_a_valid_checksum_is_corrupt_and_allocates_next_to_nothing(b
     ],
 )
 def test_hostile_lengths_in_the_prefix_are_refused_before_they_are_used(header_nbytes, meta_nbytes):
-    data = bytearray(sealed(msgpack.packb(good_meta()), 4096))
+    data = bytearray(header_of(msgpack.packb(good_meta()), 4096))
     struct.pack_into("<II", data, 12, header_nbytes, meta_nbytes)
     struct.pack_into("<Q", data, 24, 0)
     struct.pack_into("<Q", data, 24, xxhash.xxh3_64_intdigest(bytes(data)))
@@ -408,10 +410,10 @@ def test_hostile_lengths_in_the_prefix_are_refused_before_they_are_used(header_n
 
 
 def test_another_format_version_is_stale_and_not_corrupt():
-    assert isinstance(refused(sealed(b"", version=2)), ChunkStale)
-    assert isinstance(refused(sealed(b"", version=0)), ChunkStale)
-    assert isinstance(refused(sealed(b"", magic=b"\x89FSKV\n\x1a\x1a")), ChunkCorrupt)
-    assert isinstance(refused(sealed(msgpack.packb(good_meta()), zero=1)), ChunkCorrupt)
+    assert isinstance(refused(header_of(b"", version=2)), ChunkStale)
+    assert isinstance(refused(header_of(b"", version=0)), ChunkStale)
+    assert isinstance(refused(header_of(b"", magic=b"\x89FSKV\n\x1a\x1a")), ChunkCorrupt)
+    assert isinstance(refused(header_of(msgpack.packb(good_meta()), zero=1)), ChunkCorrupt)
 
 
 # --- every bit --------------------------------------------------------------------------------
@@ -482,9 +484,9 @@ def test_a_field_that_older_files_do_not_have(monkeypatch, absent):
     monkeypatch.setattr(chunk_file, "_READ", tuple(late))
     old = {name: value for name, value in good_meta().items() if name != "creator"}
     if absent is None:
-        refused(sealed(msgpack.packb(old)))
+        refused(header_of(msgpack.packb(old)))
     else:
-        assert parse_header(sealed(msgpack.packb(old))).creator == "nobody"
+        assert parse_header(header_of(msgpack.packb(old))).creator == "nobody"
 
 
 @pytest.mark.parametrize(("num_blocks", "refused"), [(2**21 - 117, False), (2**21 - 116, True)])
@@ -530,7 +532,7 @@ def test_negative_control_without_the_header_checksum_a_flip_is_served(small, mo
 
 def test_a_damaged_row_is_named():
     payload = bytearray(3 * ROW + 4096)
-    digests = XXH3_64.rows(payload)
+    digests = xxh3_rows(payload)
     payload[2 * ROW + 5] ^= 1
     with pytest.raises(ChunkCorrupt, match=r"row 2 \(payload bytes from 131072\)"):
         check_rows(memoryview(payload), 0, digests)
@@ -542,4 +544,4 @@ def test_a_damaged_row_is_named():
 def test_more_rows_than_the_header_has_digests_are_corrupt():
     payload = memoryview(bytes(2 * ROW))
     with pytest.raises(ChunkCorrupt):
-        check_rows(payload, 0, XXH3_64.rows(payload)[:8])
+        check_rows(payload, 0, xxh3_rows(payload)[:8])

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from fskv.format.integrity import XXH3_64
+from fskv.format.integrity import xxh3_rows
 from fskv.transports import kernels
 from fskv.transports.cuda import CudaDevice
 
@@ -40,7 +40,7 @@ class Kernels:
 
     def row_digests(self, part):
         self.calls.append("digests")
-        return XXH3_64.rows(part.numpy().data)
+        return xxh3_rows(part.numpy().data)
 
 
 class Stream:
@@ -128,7 +128,7 @@ def test_without_kernels_spans_are_copied_one_by_one_and_rows_checked_on_the_hos
     buffer = type("Buffer", (), {"tensor": slot})
     got = device.row_digests(buffer, 4096, SLOT)
     assert device.num_scratch == 1
-    assert got == XXH3_64.rows(slot[4096:].numpy().data)
+    assert got == xxh3_rows(slot[4096:].numpy().data)
 
 
 @pytest.mark.parametrize("num_free", [4, 0])
@@ -234,7 +234,7 @@ def test_kernels_without_memory_for_themselves_are_done_without(tensors, with_ke
     device.gather_to_host(spans(tensors, [4, 6]), slot, 0, None)
     assert bytes(slot[: 4 * PAGE].numpy()) == content(tensors, [4, 6])
     buffer = type("Buffer", (), {"tensor": slot})
-    assert device.row_digests(buffer, 0, SLOT) == XXH3_64.rows(slot.numpy().data)
+    assert device.row_digests(buffer, 0, SLOT) == xxh3_rows(slot.numpy().data)
 
 
 def test_threads_never_share_a_bounce_buffer(tensors, with_kernels):

@@ -29,7 +29,7 @@ from fskv.data_path.runner import JobRunner  # noqa: E402
 from fskv.data_path.store import ChunkStore  # noqa: E402
 from fskv.format import chunk_file  # noqa: E402
 from fskv.format.chunk_file import FileLayout  # noqa: E402
-from fskv.format.integrity import XXH3_64  # noqa: E402
+from fskv.format.integrity import xxh3_rows  # noqa: E402
 from fskv.gds_io import GdsTransport  # noqa: E402
 from fskv.plan.spans import GroupLayout, plan_job  # noqa: E402
 from fskv.root.root import NamespaceDir  # noqa: E402
@@ -251,7 +251,7 @@ def test_digests_of_the_device_are_those_of_xxhash(tmp_path, kind, num_rows, las
     slot = transport.new_slot(0)
     data = np.random.default_rng(num_rows).bytes(nbytes)
     transport.put_header(slot, bytes(8192) + data)
-    wanted = XXH3_64.rows(memoryview(data))
+    wanted = xxh3_rows(memoryview(data))
     assert transport.row_digests(slot, 8192, 8192 + nbytes) == wanted
     transport.fill_zero(slot, 8192 + nbytes - 1, 8192 + nbytes)
     assert (transport.row_digests(slot, 8192, 8192 + nbytes) == wanted) == (data[-1] == 0)

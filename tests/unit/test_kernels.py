@@ -24,7 +24,7 @@ from places import REPOSITORY
 
 torch = pytest.importorskip("torch")
 
-from fskv.format.integrity import XXH3_64  # noqa: E402
+from fskv.format.integrity import xxh3_rows  # noqa: E402
 from fskv.plan.spans import GroupLayout, plan_job  # noqa: E402
 from fskv.transports import kernels  # noqa: E402
 
@@ -94,7 +94,7 @@ def wanted(data):
 @pytest.mark.parametrize("nbytes", range(4096, ROW + 1, 4096))
 def test_a_row_of_each_length_has_the_digest_of_the_xxhash_package(device, nbytes):
     data = random_bytes(nbytes, nbytes)
-    assert digests_of(data, device) == wanted(data) == XXH3_64.rows(data.data)
+    assert digests_of(data, device) == wanted(data) == xxh3_rows(data.data)
 
 
 @pytest.mark.parametrize("value", [0, 0xFF, 0x80])

@@ -73,7 +73,6 @@ OTHER = {
     "canonical_format": "c1",
     "tenant": "blue",
     "model_runner": "v2",
-    "integrity": "blake3-128",
     "extra": {"kernel": "x"},
 }
 
@@ -127,11 +126,9 @@ def test_the_digest_of_a_known_identity_never_changes():
 
 
 def test_an_unset_optional_field_is_not_in_the_manifest_and_keeps_the_old_digest():
-    optional = {"canonical_format", "tenant", "model_runner", "integrity", "extra"}
+    optional = {"canonical_format", "tenant", "model_runner", "extra"}
     assert not optional & identity().to_manifest().keys()
-    unset = identity(
-        canonical_format=None, tenant=None, model_runner=None, integrity=None, extra={}
-    )
+    unset = identity(canonical_format=None, tenant=None, model_runner=None, extra={})
     assert unset.digest.hex() == GOLDEN_PLAIN
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import random
 import resource
@@ -11,22 +10,20 @@ import struct
 import threading
 import time
 import tracemalloc
-import zlib
 
 import numpy as np
 import pytest
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from places import REPOSITORY
 from test_jobs import DEADLINE, POISON, Bench
 from world import World, damage, leaves_nothing_open, make_identity, returns_in_time, wait_for
 
 from fskv import namespace
 from fskv.data_path.job import NativeEvent
-from fskv.format import chunk_file, integrity, mac
+from fskv.format import chunk_file, integrity
 from fskv.format.chunk_file import ROW_NBYTES
-from fskv.format.integrity import XXH3_64
+from fskv.format.integrity import xxh3_rows
 from fskv.plan.spans import ChunkPlan, Placement
 from fskv.root import process_id
 from fskv.transports import host
@@ -93,10 +90,10 @@ def test_digests_are_those_of_the_xxhash_package(num_pages, seed):
     data = np.random.default_rng(seed).bytes(4096 * num_pages)
     rows = (data[at : at + ROW_NBYTES] for at in range(0, len(data), ROW_NBYTES))
     wanted = b"".join(map(xxhash.xxh3_64_digest, rows))
-    assert _native.row_digests(data) == XXH3_64.rows(memoryview(data)) == wanted
+    assert _native.row_digests(data) == xxh3_rows(memoryview(data)) == wanted
     with pytest.MonkeyPatch.context() as without:
-        without.setattr(integrity, "_xxh3_rows", None)
-        assert XXH3_64.rows(memoryview(data)) == wanted
+        without.setattr(integrity, "_native_rows", None)
+        assert xxh3_rows(memoryview(data)) == wanted
 
 
 @pytest.mark.parametrize(
@@ -109,89 +106,6 @@ def test_digests_of_any_length_that_a_row_may_have(nbytes, fill):
         xxhash.xxh3_64_digest(data[at : at + ROW_NBYTES]) for at in range(0, nbytes, ROW_NBYTES)
     ]
     assert _native.row_digests(data) == b"".join(wanted)
-
-
-def _keyed_row_digests():
-    return getattr(_native, "keyed_row_digests", None) or pytest.skip("this CPU has no AVX2")
-
-
-def _blake3_rows(data, key):
-    from blake3 import blake3
-
-    rows = (data[at : at + ROW_NBYTES] for at in range(0, len(data), ROW_NBYTES))
-    return b"".join(blake3(row, key=key).digest(16) for row in rows)
-
-
-_KEYED_LENGTHS = (
-    *range(1, 130),
-    *(n * 1024 + more for n in range(1, 65) for more in (-1, 0, 1)),
-    *(ROW_NBYTES + 1, 2 * ROW_NBYTES, 2 * ROW_NBYTES + 4096, 1 << 21),
-)
-
-
-def test_keyed_digests_are_those_of_the_blake3_package():
-    keyed = _keyed_row_digests()
-    rng = random.Random(1)
-    content, key = rng.randbytes(1 << 21), rng.randbytes(32)
-    for nbytes in _KEYED_LENGTHS:
-        assert keyed(content[:nbytes], key) == _blake3_rows(content[:nbytes], key), nbytes
-    for fill in (bytes(ROW_NBYTES), b"\xff" * ROW_NBYTES):
-        for key in (bytes(32), b"\xff" * 32, rng.randbytes(32)):
-            assert keyed(fill, key) == _blake3_rows(fill, key)
-
-
-@pytest.mark.parametrize("path", [0, 1, 2], ids=["plain", "avx2", "avx512"])
-def test_each_path_gives_the_digest_of_the_package(native_library, path):
-    """A CPU takes the fastest that it has; nodes of one root have different ones."""
-    source = REPOSITORY / "fskv" / "csrc" / "blake3.c"
-    version = zlib.crc32(source.read_bytes())  # the library is made once for each content
-    library = ctypes.CDLL(native_library("blake3_paths", f"-DBUILT_OF={version}"))
-    library.keyed_by.argtypes = [
-        *(ctypes.c_int, ctypes.c_char_p, ctypes.c_char_p),
-        *(ctypes.c_size_t, ctypes.c_char_p),
-    ]
-    rng = random.Random(3)
-    content, key = rng.randbytes(ROW_NBYTES), rng.randbytes(32)
-    for nbytes in (n for n in _KEYED_LENGTHS if n <= ROW_NBYTES):
-        digest = ctypes.create_string_buffer(16)
-        if not library.keyed_by(path, key, content, nbytes, digest):
-            pytest.skip("this CPU does not have it")
-        assert digest.raw == _blake3_rows(content[:nbytes], key), nbytes
-
-
-@given(st.integers(1, 3 * ROW_NBYTES), st.integers(0, 2**32), st.binary(min_size=32, max_size=32))
-@settings(max_examples=200, deadline=None)
-def test_keyed_digests_of_any_length_and_key(nbytes, seed, key):
-    data = random.Random(seed).randbytes(nbytes)
-    assert _keyed_row_digests()(memoryview(data), key) == _blake3_rows(data, key)
-
-
-@pytest.mark.parametrize(
-    ("data", "key", "error"),
-    [
-        (b"", bytes(32), ValueError),
-        (b"x", bytes(31), ValueError),
-        (b"x", bytes(33), ValueError),
-        ("x", bytes(32), TypeError),
-        (b"x", None, TypeError),
-    ],
-)
-def test_keyed_digests_of_anything_else_are_refused(data, key, error):
-    with pytest.raises(error):
-        _keyed_row_digests()(data, key)
-
-
-def test_a_key_digests_the_same_with_and_without_the_extension(monkeypatch):
-    key = mac.MacKey("a", bytes(range(32)))
-    payload = memoryview(random.Random(2).randbytes(5 * ROW_NBYTES + 4096))
-    calls = []
-    real = _keyed_row_digests()
-    monkeypatch.setattr(mac, "_keyed_row_digests", lambda *given: calls.append(1) or real(*given))
-    found = key.row_digests(payload, ROW_NBYTES)
-    assert calls == [1], "one call for all rows"
-    monkeypatch.setattr(mac, "_keyed_row_digests", None)
-    assert key.row_digests(payload, ROW_NBYTES) == found
-    assert len(found) == 6 * mac.ROW_DIGEST_NBYTES
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 240, 65536 + 240])

@@ -7,7 +7,6 @@ import json
 import os
 import pathlib
 import re
-import secrets
 import subprocess
 import sys
 import time
@@ -383,16 +382,6 @@ def test_an_identity_of_another_tenant_is_refused(tmp_path):
             dataclasses.replace(identity("toy"), tenant="a"),
             {0: [memoryview(bytearray(1024))]},
         )
-
-
-def test_what_is_sealed_is_loaded_with_the_key_alone(engine, tmp_path):
-    key = tmp_path / "keys"
-    key.write_text(f"k1 {secrets.token_hex(32)}\n")
-    key.chmod(0o600)
-    kv = engine(mac_key_file=str(key)).run(PROMPT)
-    other, plain = engine(mac_key_file=str(key)), engine()
-    assert other.run(PROMPT) == plain.run(PROMPT) == kv
-    assert (other.num_loaded, plain.num_loaded) == (4, 0)
 
 
 @pytest.mark.parametrize("drop", ["drop", "stop"])

@@ -5,10 +5,10 @@ alone, are asked about the same real files. Their checksums are right: what stan
 
 | compared | on what |
 |---|---|
-| Python with the document | good, missing, stale, corrupt, and in sealed namespaces unknown key |
+| Python with the document | good, missing, stale, corrupt |
 | C with the document | it takes nothing that is not good; it takes what is good and written as fskv writes |
 
-The C reader has no word for what it does not take: it leaves that, and sealed files, to the Python reader.
+The C reader has no word for what it does not take: it leaves that to the Python reader.
 """
 
 from __future__ import annotations
@@ -29,14 +29,13 @@ import document_reader
 import msgpack
 import pytest
 import xxhash
-from document_reader import CORRUPT, GOOD, MISSING, STALE, UNKNOWN_KEY, Corrupt, Map, Wanted
+from document_reader import CORRUPT, GOOD, MISSING, STALE, Corrupt, Map, Wanted
 from places import REPOSITORY
 from world import World
 
 from fskv.data_path import store
 from fskv.data_path.job import NativeEvent
 from fskv.format import chunk_file
-from fskv.format.mac import MacKey, MacKeys
 from fskv.transports import host
 from fskv.types import Status
 from trials.mutant_kinds import FAULTS
@@ -46,10 +45,8 @@ WORDS = {
     Status.MISSING: MISSING,
     Status.STALE: STALE,
     Status.CORRUPT: CORRUPT,
-    Status.UNKNOWN_KEY: UNKNOWN_KEY,
 }
 needs_native = pytest.mark.skipif(host._native is None, reason="the C extension was not built")
-SECRETS = {"new": bytes(range(32)), "old": bytes(range(32, 64))}
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +69,6 @@ class Draft:
     more: bytes = b""  # inside the map, behind the fields
     meta_delta: int = 0
     patches: dict[int, bytes] = dataclasses.field(default_factory=dict)  # in the finished header
-    seal: bytes = b""
     magic: bytes = b"\x89FSKV\r\n\x1a"
     version: int = 1
     checksum_xor: int = 0
@@ -89,22 +85,17 @@ class Draft:
 
     def bytes(self):
         """Return the header; None where it does not fit."""
-        meta, seal_nbytes = self.meta(), 64 if self.seal else 0
-        if 32 + len(meta) + seal_nbytes > self.header_nbytes:
+        meta = self.meta()
+        if 32 + len(meta) > self.header_nbytes:
             return None
         data = bytearray(self.header_nbytes)
         prefix = self.magic, self.version, self.header_nbytes, (len(meta) + self.meta_delta) % 2**32
-        struct.pack_into("<8sIIIIQ", data, 0, *prefix, seal_nbytes, 0)
+        struct.pack_into("<8sIIIIQ", data, 0, *prefix, 0, 0)
         data[32 : 32 + len(meta)] = meta
         for where, patch in self.patches.items():
             at = where % self.header_nbytes
             data[at : at + len(patch)] = patch
         del data[self.header_nbytes :]
-        if self.seal:
-            key_id, secret, forged = self.seal
-            data[-64:-32] = key_id.ljust(32, b"\0")
-            tag = document_reader._keyed("header of a chunk file", secret, bytes(data[:-32]))
-            data[-32:] = bytes(32) if forged else tag
         data[24:32] = bytes(8)
         checksum = xxhash.xxh3_64_intdigest(data) ^ self.checksum_xor
         struct.pack_into("<Q", data, 24, checksum)
@@ -141,7 +132,7 @@ NUMBERS = [
     *(2**62 - 1, 2**62, 2**62 + 1, 2**63, 2**64 - 1),
 ]
 TEXTS = [
-    *(b"", b"xxh3-64", b"blake3-128", b"xxh3-128", b"x" * 31, b"x" * 32, b"x" * 255, b"x" * 256),
+    *(b"", b"xxh3-64", b"sha256-128", b"xxh3-128", b"x" * 31, b"x" * 32, b"x" * 255, b"x" * 256),
     *(b"x" * 1023, b"x" * 1024, b"x" * 1025, "é".encode() * 512, "é".encode() * 512 + b"x"),
     *(
         "\U0001f600".encode() * 64,
@@ -274,8 +265,7 @@ def longer(rng, draft):
 
 
 def padding(rng, draft):
-    stop = draft.header_nbytes - (64 if draft.seal else 0)
-    start = 32 + len(draft.meta())
+    start, stop = 32 + len(draft.meta()), draft.header_nbytes
     draft.patches[rng.choice([start, stop - 1, rng.randrange(start, stop)])] = b"\x01"
 
 
@@ -356,7 +346,7 @@ class Nothing:
 class Place:
     """One chunk file on disk, what an engine wants of it, and the three who read it."""
 
-    def __init__(self, root, pages, blocks, first_block=0, keys=None):
+    def __init__(self, root, pages, blocks, first_block=0):
         self.world = World(
             root,
             pages=pages,
@@ -365,9 +355,8 @@ class Place:
             group_idx=3,
             rank=1,
             direct_io="off",
-            native=keys is None,
+            native=True,
             faults=False,
-            keys=keys,
         )
         world, self.first = self.world, first_block
         self.num_blocks = blocks - first_block
@@ -387,7 +376,6 @@ class Place:
             blocks=blocks,
             pages=tuple(pages),
             first_block=first_block,
-            keys=SECRETS if keys else None,
         )
         self.slot = world.transport.new_slot(0)
         if world.transport.native is not None:
@@ -397,9 +385,7 @@ class Place:
         (meta_nbytes,) = struct.unpack_from("<I", self.file, 16)
         meta = msgpack.unpackb(self.file[32 : 32 + meta_nbytes])
         fields = [(msgpack.packb(name), msgpack.packb(value)) for name, value in meta.items()]
-        return Draft(
-            fields, self.base, seal=(b"new", SECRETS["new"], False) if self.wanted.keys else b""
-        )
+        return Draft(fields, self.base)
 
     def write(self, header):
         content = (header + self.file[self.base :] + bytes(8192))[: len(self.file)]
@@ -570,27 +556,6 @@ def test_the_c_reader_takes_what_any_version_of_fskv_wrote(small):
         assert small.taken_in_c() == good
         taken[good] += 1
     assert min(taken.values()) > 20
-
-
-def sealed_kind(rng, draft):
-    """The seal: another key, no key, another's tag, or what is not an id."""
-    ids = [b"new", b"old", b"gone", b"", b"a\0b", b"caf\xe9", b"x" * 32, b"new\n", b" new"]
-    draft.seal = rng.choice(ids), rng.choice(list(SECRETS.values())), rng.random() < 0.2
-
-
-def no_seal(rng, draft):
-    draft.seal = b""
-
-
-def test_python_and_the_document_agree_on_crafted_sealed_headers(tmp_path):
-    pytest.importorskip("blake3")
-    keys = MacKeys([MacKey(name, secret) for name, secret in SECRETS.items()])
-    place = Place(tmp_path / "kv", (24, 40), 2, keys=lambda: keys)
-    kinds = [*KINDS, *[sealed_kind] * 6, no_seal]
-    verdicts, complaints = compare(place, crafted(place, seed=4, num=1000, kinds=kinds))
-    assert complaints == []
-    words = (GOOD, STALE, CORRUPT, UNKNOWN_KEY)
-    assert min(verdicts[word] for word in words) >= 10, verdicts
 
 
 # --- negative controls ----------------------------------------------------------------------------

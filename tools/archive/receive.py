@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 
-from fskv.errors import ChunkCorrupt, ChunkStale, ChunkUnknownKey
+from fskv.errors import ChunkCorrupt, ChunkStale
 from fskv.namespace import Identity
 
 from ..transfer.candidate import Candidate, check_rows, read_head
@@ -122,8 +122,6 @@ class Receiver:
             head = read_head(member.read, name, member.nbytes, identity)
         except (ChunkCorrupt, ChunkStale) as error:
             return Outcome(member.name, Fate.BAD, member.nbytes, str(error))
-        except ChunkUnknownKey as error:
-            return Outcome(member.name, Fate.FAILED, member.nbytes, str(error))
         self.contents.add_file(member.name, member.nbytes, member.mtime_ns, head.raw)
         found = self._destination.look(identity, member.name, head)
         if isinstance(found, Outcome):

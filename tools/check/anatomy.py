@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from fskv.errors import ChunkError, FskvError
 from fskv.format import chunk_file
 from fskv.format.chunk_file import ROW_NBYTES, ChunkHeader
+from fskv.format.integrity import DIGEST_NBYTES, xxh3_rows
 from fskv.namespace import ChunkName, Identity, directory, parse_chunk_file, parse_chunk_path
 from fskv.root.root import read_manifest
 
-from .. import mac_keys
 from .expect import Expected, expected_of, layout_of
 from .judge import (
     PIECE_NBYTES,
@@ -27,7 +27,6 @@ from .judge import (
     Verdict,
     finding_of,
     judge_open,
-    parse_header,
 )
 
 _NAMESPACE = re.compile(r".+@([0-9a-f]{16})", re.DOTALL)
@@ -107,7 +106,7 @@ def examine(file: OpenFile, where: Place) -> Body:
     try:
         prefix = bytes(file.read(0, min(32, max(1, file.nbytes))))
         if header is None:
-            header = parse_header(read_start(file, chunk_file.header_length(prefix)))
+            header = chunk_file.parse_header(read_start(file, chunk_file.header_length(prefix)))
     except ChunkError as error:
         if verdict.finding is Finding.OK:
             verdict = Verdict(*finding_of(error), None, file.info)
@@ -140,18 +139,17 @@ class Row:
 
 def rows(file: OpenFile, header: ChunkHeader) -> Iterator[Row]:
     """Yield every row. Raises ChunkError where the file cannot be read."""
-    key, nbytes_each = mac_keys.key_of(header), header.integrity.digest_nbytes
     for at in range(0, header.payload_nbytes, PIECE_NBYTES):
         wanted = min(PIECE_NBYTES, header.payload_nbytes - at)
         start = header.header_nbytes + at
         there = file.read(start, min(wanted, file.nbytes - start)) if start < file.nbytes else b""
         payload = memoryview(there)
         whole = len(payload) if len(payload) == wanted else len(payload) // ROW_NBYTES * ROW_NBYTES
-        found = header.integrity.rows(payload[:whole], key)
+        found = xxh3_rows(payload[:whole])
         for first in range(0, wanted, ROW_NBYTES):
             idx = (at + first) // ROW_NBYTES
-            expected = header.row_digests[nbytes_each * idx : nbytes_each * (idx + 1)]
-            digest = found[first // ROW_NBYTES * nbytes_each :][:nbytes_each] or None
+            expected = header.row_digests[DIGEST_NBYTES * idx : DIGEST_NBYTES * (idx + 1)]
+            digest = found[first // ROW_NBYTES * DIGEST_NBYTES :][:DIGEST_NBYTES] or None
             status = "missing" if digest is None else "ok" if digest == expected else "bad"
             nbytes = min(ROW_NBYTES, wanted - first)
             text = None if digest is None else digest.hex()

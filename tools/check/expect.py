@@ -16,7 +16,6 @@ from functools import lru_cache
 from fskv import namespace
 from fskv.errors import ChunkStale
 from fskv.format.chunk_file import ChunkHeader, FileLayout
-from fskv.format.integrity import BY_MANIFEST, Integrity
 from fskv.namespace import ChunkName, GroupIdentity, Identity
 
 _MAX_VARIANTS = 16  # of layouts that are counted for a group and rank
@@ -29,7 +28,6 @@ class Expected:
     digest: bytes | None = None  # of the namespace: from a manifest that can be read
     digest16: str | None = None  # of the namespace: from the directory's name
     layouts: Mapping[int, FileLayout | None] | None = None  # by group; None: not in the manifest
-    integrity: Integrity | None = None  # what the files have to be checked by, if that is known
 
     def layout(self, name: ChunkName | None) -> FileLayout | None:
         """Return what the files of that name's group look like, if that is known."""
@@ -37,8 +35,6 @@ class Expected:
 
     def compare(self, header: ChunkHeader, name: ChunkName | None) -> None:
         """Raise ChunkStale unless the header is that of a file of this name, in this namespace."""
-        if self.integrity is not None:
-            _same("integrity", header.integrity.name, self.integrity.name)
         if name is not None:
             found = namespace.chunk_name(header.key_hash)
             if found != name.name:
@@ -70,7 +66,7 @@ def _same(what: str, found: int | str, expected: int | str) -> None:
 
 def layout_of(header: ChunkHeader) -> FileLayout:
     """Return what a header says about the files of its group."""
-    return FileLayout(header.num_blocks, header.page_nbytes, header.layout_digest, header.integrity)
+    return FileLayout(header.num_blocks, header.page_nbytes, header.layout_digest)
 
 
 @lru_cache(maxsize=16)  # an archive asks for each of its files
@@ -79,15 +75,14 @@ def expected_of(identity: Identity | None, digest16: str) -> Expected:
     if identity is None:
         return Expected(digest16=digest16)
     layouts = {group.group_idx: _group_layout(identity, group) for group in identity.groups}
-    return Expected(identity.digest, digest16, layouts, BY_MANIFEST[identity.integrity])
+    return Expected(identity.digest, digest16, layouts)
 
 
 def _group_layout(identity: Identity, group: GroupIdentity) -> FileLayout | None:
     if not group.page_nbytes:
         return None  # pipeline stages: the pages differ from rank to rank
     digest = namespace.layout_digest(group, identity.blocks_per_chunk)
-    kind = BY_MANIFEST[identity.integrity]
-    return FileLayout(identity.blocks_per_chunk, group.page_nbytes, digest, kind)
+    return FileLayout(identity.blocks_per_chunk, group.page_nbytes, digest)
 
 
 # --- files that can only be compared with each other --------------------------------------

@@ -27,15 +27,12 @@ from fskv.errors import (
     ChunkError,
     ChunkMissing,
     ChunkStale,
-    ChunkUnknownKey,
     chunk_error_from_os,
 )
 from fskv.format import chunk_file
 from fskv.format.chunk_file import ALIGNMENT, ROW_NBYTES, ChunkHeader
-from fskv.format.integrity import Integrity
 from fskv.namespace import ChunkName
 
-from .. import mac_keys
 from .expect import NOTHING, Expected
 
 PIECE_NBYTES = 4 << 20
@@ -65,7 +62,6 @@ class Verdict:
     header: ChunkHeader | None = None
     info: os.stat_result | None = None
     nbytes_read: int = 0
-    unknown_key: bool = False  # sealed with a key that this run was not given
 
     @property
     def bad(self) -> bool:
@@ -255,7 +251,7 @@ def judge_open(file: OpenFile, chunk: ChunkName | None, expected: Expected, rows
         expected.compare(header, chunk)
         if rows:
             for first_row, payload in payload_pieces(file, header, in_piece):
-                check_rows(payload, first_row, header)
+                chunk_file.check_rows(payload, first_row, header.row_digests)
         if file.changed_length():
             return Verdict(
                 Finding.CHANGING, "its length changed while it was read", None, file.info
@@ -264,8 +260,7 @@ def judge_open(file: OpenFile, chunk: ChunkName | None, expected: Expected, rows
     except ChunkError as error:
         if _is_estale(error):
             raise
-        unknown_key = isinstance(error, ChunkUnknownKey)
-        return Verdict(*finding_of(error), header, file.info, unknown_key=unknown_key)
+        return Verdict(*finding_of(error), header, file.info)
 
 
 def _is_estale(error: ChunkError) -> bool:
@@ -288,18 +283,12 @@ def finding_of(error: ChunkError) -> tuple[Finding, str]:
 
 
 def read_header(
-    file: OpenFile,
-    chunk: ChunkName | None,
-    expected: Expected,
-    *,
-    whole: bool,
-    parse: Callable[[memoryview, Integrity | None], ChunkHeader] | None = None,
+    file: OpenFile, chunk: ChunkName | None, expected: Expected, *, whole: bool
 ) -> tuple[ChunkHeader, memoryview]:
     """Steps 2 to 6: the header, checked, and what of the payload was read with it (`whole`).
 
-    `parse` stands for parse_header if given. Raises ChunkCorrupt, ChunkStale and ChunkUnknownKey.
+    Raises ChunkCorrupt and ChunkStale.
     """
-    parse = parse or parse_header
     layout = expected.layout(chunk)
     if layout is not None and file.nbytes != layout.file_nbytes:
         raise ChunkCorrupt(f"{file.nbytes} bytes, expected {layout.file_nbytes}")
@@ -311,10 +300,10 @@ def read_header(
     if layout is not None and header_nbytes != layout.header_nbytes:
         raise ChunkStale(f"a header of {header_nbytes} bytes, expected {layout.header_nbytes}")
     if header_nbytes <= len(data):
-        header, rest = parse(data, expected.integrity), data[header_nbytes:]
+        header, rest = chunk_file.parse_header(data), data[header_nbytes:]
     elif header_nbytes <= PIECE_NBYTES:
         whole_header = file.read(0, header_nbytes)
-        header, rest = parse(whole_header, expected.integrity), data[:0]
+        header, rest = chunk_file.parse_header(whole_header), data[:0]
     else:
         with _large_header:
             joined = bytearray()
@@ -323,7 +312,7 @@ def read_header(
                 if not piece:
                     break
                 joined += piece
-            header, rest = parse(memoryview(joined), expected.integrity), data[:0]
+            header, rest = chunk_file.parse_header(memoryview(joined)), data[:0]
     if file.nbytes != header.header_nbytes + header.payload_nbytes:
         raise ChunkCorrupt(
             f"{file.nbytes} bytes, header says {header.header_nbytes + header.payload_nbytes}"
@@ -348,19 +337,3 @@ def payload_pieces(
             raise ChunkCorrupt(f"ends at byte {end}, expected {file.nbytes}")
         yield at // ROW_NBYTES, piece
         at += wanted
-
-
-def parse_header(data: memoryview | bytes, integrity: Integrity | None = None) -> ChunkHeader:
-    """Steps 3 to 6, by what this run was given of keys."""
-    return chunk_file.parse_header(data, mac_keys.current(), integrity)
-
-
-def peek_header(data: memoryview | bytes, _integrity: Integrity | None = None) -> ChunkHeader:
-    """The same without the seal, for what is shown or counted and decides about no file."""
-    return chunk_file.peek_header(data)
-
-
-def check_rows(payload: memoryview, first_row: int, header: ChunkHeader) -> None:
-    """Step 8; raises ChunkCorrupt naming the first bad row."""
-    key = mac_keys.key_of(header)
-    chunk_file.check_rows(payload, first_row, header.row_digests, header.integrity, key)

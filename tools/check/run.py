@@ -18,7 +18,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from fskv.index.scan import NUM_SHARDS, OPEN_SHARD, Records, Shard, file_name, shard_path
 from fskv.namespace import ChunkName, chunk_file, parse_chunk_file
@@ -79,7 +79,6 @@ class Bad(FileOf):
     reason: str
     nbytes: int | None  # length
     alone: bool = True  # judged by itself; not because others of its group are different
-    unknown_key: bool = False  # sealed with a key that this run was not given
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,8 +286,7 @@ class Run:
         self._count(batch.space_idx, record, chunk, verdict, rows)
         if verdict.bad:
             nbytes = None if verdict.info is None else verdict.info.st_size
-            found = Bad(space, name, verdict.finding, verdict.reason, nbytes)
-            self._found.put(replace(found, unknown_key=verdict.unknown_key))
+            self._found.put(Bad(space, name, verdict.finding, verdict.reason, nbytes))
 
     def _count(
         self,

@@ -9,9 +9,7 @@ from typing import Annotated
 
 import typer
 
-from .. import mac_keys
 from ..exits import UsageError
-from ..mac_keys import MacKeyFileOption
 from ..options import DryRunOption, JsonOption, NamespacesArgument, RootOption
 from ..root_view import RootView
 from ..terminal import progress
@@ -51,7 +49,6 @@ def command(
     create: CreateOption = False,
     threads: ThreadsOption = 4,
     dry_run: DryRunOption = False,
-    mac_key_file: MacKeyFileOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Copy namespaces, or some of their chunks, from one root to another.
@@ -63,7 +60,6 @@ def command(
 
     Exit code 1 if something is bad, 3 if something could not be read or stored.
     """
-    mac_keys.use(mac_key_file)
     options = Options(keep_free_option(keep_free), read_back, threads)
     selection = Selection.of(namespaces, chunk, newer_than, older_than, group)
     view = RootView.open(root)

@@ -12,15 +12,13 @@ import typer
 
 from fskv.bounds.quota import Limits
 
-from ..doctor import keys
 from ..doctor.configured import Configured, read
-from ..doctor.finding import Check, Finding, Level, Subject
+from ..doctor.finding import Finding, Level, Subject
 from ..doctor.rounds import examine
 from ..doctor.scratch import Scratch
 from ..doctor.visit import OF_MACHINE
 from ..doctor.visitor import visit
 from ..exits import Exit
-from ..mac_keys import MacKeyFileOption
 from ..options import JsonOption, root_option
 from ..terminal import emit, new_table, plain, print_table, say
 
@@ -56,13 +54,12 @@ def command(
         float, typer.Option(min=0.1, max=600, help="Seconds that each check may take.")
     ] = 10.0,
     no_write: Annotated[bool, typer.Option("--no-write", help="Try nothing out.")] = False,
-    mac_key_file: MacKeyFileOption = None,
     config: Annotated[
         str | None,
         typer.Option(
             metavar="JSON|FILE|LINE",
             help="What an engine gets: the JSON of --kv-transfer-config, a file with it, a line of vllm "
-            "serve, or its YAML file. Its roots and key files are looked at, instead of --root.",
+            "serve, or its YAML file. Its roots are looked at, instead of --root.",
             show_default=False,
         ),
     ] = None,
@@ -80,13 +77,9 @@ def command(
         roots.setdefault(store.root, []).append(Limits(store.max_bytes, store.keep_free))
     if config is None and root:
         roots = {os.path.abspath(root): []}
-    key_files = [(one.mac_key_file, one.root) for one in configured.stores if one.mac_key_file]
-    of_keys = [keys.check(path, beside) for path, beside in dict.fromkeys(key_files)]
-    if mac_key_file:
-        of_keys.append(keys.check(os.path.abspath(mac_key_file)))
     counted: Counter[Level] = Counter()
     shown: list[Finding] = []
-    findings = _findings(configured, roots, timeout, of_keys, may_write=not no_write)
+    findings = _findings(configured, roots, timeout, may_write=not no_write)
     with closing(findings) as found:
         for finding in found:
             counted[finding.level] += 1
@@ -116,12 +109,11 @@ def _findings(
     configured: Configured,
     roots: dict[str, list[Limits]],
     timeout_s: float,
-    of_keys: list[Check],
     *,
     may_write: bool,
 ) -> Generator[Finding]:
     yield from configured.findings
-    yield from examine((*OF_MACHINE, *of_keys), Subject(None, timeout_s, Scratch(may_write=False)))
+    yield from examine(OF_MACHINE, Subject(None, timeout_s, Scratch(may_write=False)))
     for root, told in roots.items():
         yield from visit(root, timeout_s, may_write=may_write, told=told)
 

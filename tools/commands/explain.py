@@ -13,7 +13,6 @@ import typer
 
 from fskv._version import VLLM_TESTED
 
-from .. import mac_keys
 from ..block_hashes import key_nbytes
 from ..exits import Exit, UsageError
 from ..explain.causes import Neighbour
@@ -32,7 +31,6 @@ from ..explain.prompt import Prompt
 from ..explain.text import PromptOption, TokenizerOption, UrlOption, namespace_at, read_prompt
 from ..explain.token_ids import TokensJsonOption, TokensOption, read_tokens
 from ..identity_words import headline, reasons
-from ..mac_keys import MacKeyFileOption
 from ..options import JsonOption, RootOption, complete_namespace
 from ..recorded import Recorded, only, resolve
 from ..root_view import RootView
@@ -141,7 +139,6 @@ def command(
         bool,
         typer.Option("--quiet", "-q", help="Print only the ids of the files that a hit lacks."),
     ] = False,
-    mac_key_file: MacKeyFileOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Say why a prompt or a key would hit or miss: group by group, chunk by chunk.
@@ -160,7 +157,6 @@ def command(
 
     Exit code 0 if everything that can hit would (of a prompt without a whole chunk: nothing), 1 if not.
     """
-    mac_keys.use(mac_key_file)
     if sum(one is not None for one in (key, tokens, tokens_json, prompt)) != 1:
         raise UsageError("expected one of KEY, --prompt, --tokens and --tokens-json")
     if (tokenizer is not None) + (url is not None) != (prompt is not None):

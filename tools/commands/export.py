@@ -14,11 +14,9 @@ import typer
 from fskv.root.files import publishing
 from fskv.root.process_id import unique_name
 
-from .. import mac_keys
 from ..archive.compression import compressed
 from ..archive.send import send
 from ..exits import NotDone, UsageError
-from ..mac_keys import MacKeyFileOption
 from ..options import JsonOption, NamespacesArgument, RootOption
 from ..root_view import RootView
 from ..terminal import emit, iec, many, progress, say, show
@@ -61,7 +59,6 @@ def command(
     group: GroupOption = None,
     zstd: Annotated[bool, typer.Option("--zstd", help="Compress (package zstandard).")] = False,
     threads: ThreadsOption = 4,
-    mac_key_file: MacKeyFileOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Write namespaces, or some of their chunks, into one tar archive.
@@ -72,7 +69,6 @@ def command(
 
     --json needs -o. Exit code 1 if something bad was left out, 3 if something could not be read.
     """
-    mac_keys.use(mac_key_file)
     if as_json and output is None:
         raise UsageError("--json: the archive goes to standard output; give -o FILE as well")
     selection = Selection.of(namespaces, chunk, newer_than, older_than, group)

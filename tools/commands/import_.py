@@ -17,12 +17,10 @@ from fskv.root.files import create_file
 from fskv.root.process_id import unique_name
 from fskv.root.root import PART_PREFIX, Root
 
-from .. import mac_keys
 from ..archive.compression import Readable, reader_of
 from ..archive.layout import ArchiveError
 from ..archive.receive import Receiver
 from ..exits import CommandError, Exit, NotARoot, UsageError
-from ..mac_keys import MacKeyFileOption
 from ..options import DryRunOption, JsonOption, RootOption
 from ..terminal import emit, iec, progress, say, show
 from ..transfer.destination import Destination, Options
@@ -65,7 +63,6 @@ def command(
     create: CreateOption = False,
     threads: ThreadsOption = 4,
     dry_run: DryRunOption = False,
-    mac_key_file: MacKeyFileOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Store what is in an archive of `fskv export`, compressed or not.
@@ -77,7 +74,6 @@ def command(
 
     Exit code 1 if something in the archive is bad or missing, 3 if something could not be stored.
     """
-    mac_keys.use(mac_key_file)
     options = Options(keep_free_option(keep_free), read_back, threads)
     tally = Tally(as_json)
     with _opened(archive) as (file, total):

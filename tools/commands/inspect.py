@@ -15,13 +15,11 @@ from fskv.errors import ChunkError
 from fskv.format import chunk_file
 from fskv.format.chunk_file import ROW_NBYTES, ChunkHeader
 
-from .. import mac_keys
 from ..check import anatomy
 from ..check.anatomy import Body, Place, Row, Span
 from ..check.expect import layout_of
 from ..check.judge import Finding, Reader, Verdict, finding_of
 from ..exits import UsageError, outcome
-from ..mac_keys import MacKeyFileOption
 from ..options import JsonOption, QuietOption, complete_chunk, root_option
 from ..root_view import RootView
 from ..terminal import emit, iec, last_use, rfc3339, say, show
@@ -85,7 +83,6 @@ def command(
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Show every row and span.")] = False,
     quiet: QuietOption = False,
-    mac_key_file: MacKeyFileOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show a chunk file's header, identity, spans and rows, and judge it; all files of a chunk for a key.
@@ -93,7 +90,6 @@ def command(
     A path need not be in a root: such a file is judged by itself. Exit code 1 if anything is wrong with one
     of the files, 3 if one could not be read.
     """
-    mac_keys.use(mac_key_file)
     if quiet and as_json:
         raise UsageError("--quiet, --json: found both, expected one of them")
     paths = _paths(what, root)
@@ -216,8 +212,7 @@ def _header_facts(header: ChunkHeader, where: Place) -> dict[str, Any]:
         "header_nbytes": header.header_nbytes,
         "payload_nbytes": header.payload_nbytes,
         "padding_nbytes": anatomy.padding(header),
-        "checksum": header.integrity.name,
-        "key_id": header.key_id,
+        "checksum": header.checksum,
         "row_nbytes": ROW_NBYTES,
         "creator": header.creator,
         "written_at": rfc3339(header.written_at_ms * 1_000_000),
@@ -314,8 +309,6 @@ def _print(where: Place, body: Body, everything: bool) -> None:
     _line("rank", f"{header.rank}{agrees['rank']}")
     _line("namespace", header.namespace_digest.hex() + agrees["namespace"])
     _line("layout", header.layout_digest.hex() + agrees["layout"])
-    if header.key_id is not None:
-        _line("key_id", f"{header.key_id}, sealed ({header.integrity})")
     whole = layout_of(header)
     _line("blocks", f"{header.num_blocks} of {whole.block_nbytes} bytes")
     if header.first_block:

@@ -7,9 +7,8 @@ from typing import Annotated
 
 import typer
 
-from .. import endpoint, mac_keys
+from .. import endpoint
 from ..exits import UsageError, outcome
-from ..mac_keys import MacKeyFileOption
 from ..options import JsonOption, MetricsOption, RootOption
 from ..root_view import RootView
 from ..terminal import emit, iec, many, progress, rfc3339, say
@@ -58,7 +57,6 @@ def command(
         typer.Option(metavar="FILE", help="The page to write.", show_default=False),
     ] = None,
     metrics: MetricsOption = None,
-    mac_key_file: MacKeyFileOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Write one self-contained HTML page about a root: what is there, how old, how often used, how healthy.
@@ -70,7 +68,6 @@ def command(
     to show that they are alive. Exit code 1 if an identity or a header of the sample is damaged, 3 if
     something could not be listed.
     """
-    mac_keys.use(mac_key_file)
     from ..report import file
     from ..report.page import page
     from ..report.survey import Survey, survey

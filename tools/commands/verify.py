@@ -13,14 +13,12 @@ from typing import Annotated
 
 import typer
 
-from .. import mac_keys
 from ..check.choose import EVERYTHING, NUM_BUCKETS, Subset
 from ..check.choose import parse as parse_subset
 from ..check.judge import Finding
 from ..check.removal import Removal, RemovalPlan, execute
 from ..check.run import Bad, Job, Run, Survey, survey
 from ..exits import UsageError, outcome
-from ..mac_keys import MacKeyFileOption
 from ..options import (
     DryRunOption,
     JsonOption,
@@ -112,22 +110,19 @@ def command(
     yes: YesOption = False,
     dry_run: DryRunOption = False,
     quiet: QuietOption = False,
-    mac_key_file: MacKeyFileOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Check the chunk files of a root: names, headers, lengths, and with --read-data every byte.
 
     A file is corrupt when its own bytes fail a check, stale when it is sound but not what its name, directory
     and namespace.json say, unreadable when the system refuses it, changing when two looks at it differ. One
-    that vanishes or is replaced meanwhile is no problem: engines may go on. A sealed file
-    (mac_key_file) whose key was not given is unreadable: it cannot be judged. Data is read around the page
+    that vanishes or is replaced meanwhile is no problem: engines may go on. Data is read around the page
     cache where the file system allows it.
 
     --remove-bad removes corrupt and stale files only, each after it was read once more and while it is still
     the file of that name. Nothing else is ever written. Exit code 1 if anything bad was found (removed or
     not), otherwise 3 if a part could not be read or time ran out.
     """
-    mac_keys.use(mac_key_file)
     view = RootView.open(root)
     spaces = view.matching(namespace)
     if quiet and as_json:
@@ -275,7 +270,6 @@ class _Output:
         self._quiet = quiet
         self._as_json = as_json
         self.problems = 0
-        self._unjudged = 0  # for want of a key
         for space in spaces:
             if space.problem is not None:
                 self.problems += 1
@@ -285,7 +279,6 @@ class _Output:
                     say(f"{show(space.id)}: {space.problem}")
 
     def bad(self, bad: Bad) -> None:
-        self._unjudged += bad.unknown_key
         if self._quiet:
             print(show(bad.id))
         elif self._as_json:
@@ -359,14 +352,9 @@ class _Output:
             say(f"{counts['vanished']:,} vanished meanwhile, which is no problem")
         if tally.foreign:
             say(f"{tally.foreign:,} foreign entries among them were left alone")
-        if self._unjudged:
-            say(
-                f"{many(self._unjudged, 'sealed file')} could not be judged, which says nothing against"
-                " them: --mac-key-file FILE gives the key"
-            )
         if removed.files:
             say(f"removed {many(removed.files, 'file')}, {iec(removed.nbytes)}")
-        elif bad > self._unjudged and not may_remove:
+        elif bad and not may_remove:
             say("`fskv inspect ID` shows where a file is bad; --remove-bad removes bad files")
         if resume is not None:
             say(f"time ran out; --from {resume} goes on there")

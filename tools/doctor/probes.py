@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from fskv.errors import ChunkCorrupt, ChunkError
 from fskv.format import chunk_file
 from fskv.format.chunk_file import ChunkHeader, FileLayout
+from fskv.format.integrity import xxh3_rows
 from fskv.root.files import NO_LINKS
 from fskv.root.root import PART_PREFIX
 from fskv.transports.chunk_fd import open_chunk_fd
@@ -239,7 +240,7 @@ def round_trip(subject: Subject) -> Iterator[Finding]:
         page_nbytes=layout.page_nbytes,
         first_block=0,
         payload_nbytes=layout.payload_nbytes,
-        row_digests=layout.integrity.rows(memoryview(payload)),
+        row_digests=xxh3_rows(memoryview(payload)),
         creator="fskv/doctor",
         written_at_ms=int(time.time() * 1000),
     )

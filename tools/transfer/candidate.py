@@ -19,8 +19,6 @@ from fskv.format.chunk_file import ChunkHeader
 from fskv.namespace import Identity
 from fskv.transports.chunk_fd import open_chunk_fd
 
-from .. import mac_keys
-from ..check import judge
 from ..check.expect import expected_of
 
 Read = Callable[[int], bytes]
@@ -56,7 +54,7 @@ class Candidate:
 def read_head(read: Read, name: str, nbytes: int, identity: Identity) -> Head:
     """Read and check the header of a file of `nbytes` that is called `name` in the namespace of `identity`.
 
-    Raises ChunkCorrupt, ChunkStale or ChunkUnknownKey; what `read` raises passes.
+    Raises ChunkCorrupt or ChunkStale; what `read` raises passes.
     """
     named = namespace.parse_chunk_path(name)
     if named is None:
@@ -71,7 +69,7 @@ def read_head(read: Read, name: str, nbytes: int, identity: Identity) -> Head:
         raise ChunkCorrupt(f"{nbytes} bytes, its header alone says {header_nbytes}")
     raw = prefix + read(header_nbytes - PREFIX_NBYTES)
     expected = expected_of(identity, identity.digest16)
-    header = chunk_file.parse_header(raw, mac_keys.current(), expected.integrity)
+    header = chunk_file.parse_header(raw)
     expected.compare(header, named)
     head = Head(name, header, raw)
     if head.file_nbytes != nbytes:
@@ -83,7 +81,7 @@ def check_rows(header: ChunkHeader, payload: bytes) -> None:
     """Compare every row of a whole payload; raises ChunkCorrupt."""
     if len(payload) != header.payload_nbytes:
         raise ChunkCorrupt(f"a payload of {len(payload)} bytes, expected {header.payload_nbytes}")
-    judge.check_rows(memoryview(payload), 0, header)
+    chunk_file.check_rows(memoryview(payload), 0, header.row_digests)
 
 
 def load(path: str, name: str, identity: Identity) -> Candidate:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from fskv.errors import ChunkError, ChunkMissing, ChunkUnknownKey
+from fskv.errors import ChunkError, ChunkMissing
 from fskv.namespace import Identity, parse_chunk_file
 
 from ..exits import UsageError
@@ -135,8 +135,6 @@ def load(file: ChunkFile, identity: Identity) -> Candidate | Outcome:
             return candidate.load(file.path, file.relative, identity)
         except ChunkMissing:
             return Outcome(name, Fate.GONE)
-        except ChunkUnknownKey as error:
-            return Outcome(name, Fate.FAILED, why=str(error))
         except ChunkError as error:
             if isinstance(error.__cause__, OSError):
                 if not last:  # ESTALE is normal on NFS, once

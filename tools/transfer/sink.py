@@ -27,7 +27,6 @@ from fskv.root.process_id import unique_name
 from fskv.root.root import CHUNK_DIR, Root
 from fskv.transports.chunk_fd import OPEN_PART
 
-from .. import mac_keys
 from .allowance import Allowance, NoRoomError
 from .candidate import Candidate, Head, check_rows, exactly, read_head
 from .tally import Fate, Outcome
@@ -88,9 +87,7 @@ class Sink:
         if file.info.st_size != head.file_nbytes:
             return False
         try:
-            found = parse_header(
-                exactly(file.fd, len(head.raw)), mac_keys.current(), head.header.integrity
-            )
+            found = parse_header(exactly(file.fd, len(head.raw)))
         except (ChunkCorrupt, ChunkStale):
             return False
         return _same_chunk(found, head.header) and found.first_block <= head.header.first_block

@@ -198,7 +198,6 @@ def build_identity(
         canonical_format=canonical_format,
         tenant=config.tenant,
         model_runner="v2" if vllm_config.use_v2_model_runner else "v1",
-        integrity=config.integrity.manifest_name,
         extra=_extra(vllm_config, config)
         | (_model_extra(loaded.model, modules, config) if loaded else {})
         # A commit names all files of a repository, and not which of them are loaded.

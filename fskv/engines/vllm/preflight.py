@@ -15,7 +15,6 @@ from fskv.data_path.threads import START_UP_S, call_with_deadline
 from fskv.engines.vllm.quirks import configuration_being_built
 from fskv.engines.vllm.refusals import check_settings
 from fskv.errors import FskvError
-from fskv.format.key_file import open_key_file
 from fskv.kv_transfer.stores import stores_of
 from fskv.root.root import Root
 
@@ -40,8 +39,7 @@ def check_configured() -> None:
 
 
 def check_root(config: StoreConfig) -> None:
-    """Open the root and the key file as the engine will; raises FskvError."""
-    open_key_file(config.mac_key_file, config.root)
+    """Open the root as the engine will; raises FskvError."""
     call_with_deadline(
         lambda: Root.open(
             config.root, create=True, dir_mode=config.dir_mode, file_mode=config.file_mode
