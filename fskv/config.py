@@ -307,7 +307,7 @@ def _parse_file(name: str, value: Any) -> str | None:
     if value is None:
         return None
     if not isinstance(value, str) or not value.startswith("/") or not value.isprintable():
-        raise bad(name, value, 'the absolute path of a file such as "/etc/fskv/keys"')
+        raise bad(name, value, 'the absolute path of a file such as "/run/fskv/health.json"')
     if value.endswith("/") or len(value) > 1000:
         raise bad(name, value, "the path of a file, at most 1000 characters")
     return value
