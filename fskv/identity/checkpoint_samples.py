@@ -3,7 +3,8 @@
 A safetensors file is sampled by its header: the header whole, and of every tensor the first and the middle
 4 KiB, because a fine-tuned model differs from its base in nothing else. A damaged header is a ConfigError: no
 engine loads such a file. Any other weights file (gguf, `*.bin`, `*.pt`) has a sample of 4 KiB in each
-512 KiB, and one at its end. There a change inside a smaller tensor can lie between two samples.
+512 KiB, and its last MiB: torch.save keeps a CRC-32 of each tensor there. In a gguf file a change inside a
+smaller tensor can lie between two samples.
 
 A tensor of three or more dimensions may be a stack: all experts of a layer in one. Each of its parts is
 sampled like a tensor of its own if it has 64 KiB or more.
@@ -24,6 +25,7 @@ from fskv.identity.checkpoint_file import CheckpointFile
 
 SAMPLE_NBYTES = 4096
 DENSE_NBYTES = 512 << 10  # other files have a sample in each so many bytes
+_END_NBYTES = 1 << 20  # and all of these
 
 _WHOLE_NBYTES = 2 * SAMPLE_NBYTES  # a tensor up to this is read whole
 _GAP_NBYTES = 16 << 10  # samples closer than this are one read: cheaper than two
@@ -59,11 +61,12 @@ def samples(file: CheckpointFile) -> Samples:
 
 
 def dense_samples(file: CheckpointFile) -> Samples:
-    """Return 4 KiB in each 512 KiB and at the end: no change of 1 MiB in a row is missed."""
+    """Return 4 KiB in each 512 KiB and the last MiB: no change of 1 MiB in a row is missed."""
     if file.size > _MAX_DENSE_NBYTES:
         raise _too_many(file)
     steps = range(0, file.size, DENSE_NBYTES)
-    return _merged(((at, at + SAMPLE_NBYTES) for at in steps), file.size)
+    end = (max(0, file.size - _END_NBYTES), file.size)
+    return _merged([*((at, at + SAMPLE_NBYTES) for at in steps), end], file.size)
 
 
 def _merged(ranges: Iterable[_Range], size: int) -> Samples:

@@ -451,6 +451,23 @@ def test_negative_control_a_change_where_nothing_is_read_is_not_seen(tmp_path, n
         assert_each_change_is_seen(other_format(path), tmp_path, SAMPLED)
 
 
+def test_one_value_of_a_small_tensor_in_a_file_of_torch_is_seen(tmp_path):
+    """It lies between two samples; torch.save keeps a checksum of each tensor at the end of the file."""
+    torch = pytest.importorskip("torch")
+    path = tmp_path / "pytorch_model.bin"
+
+    def fingerprint(value):
+        tensors = {f"w{n}": torch.zeros(1 << 20) for n in range(3)}
+        tensors["w1"][300_000] = value
+        torch.save(tensors, path)
+        return sampled(tmp_path), path.read_bytes()
+
+    (one, first), (other, second) = fingerprint(0.0), fingerprint(1.0)
+    differs = [n for n, (a, b) in enumerate(zip(first, second, strict=True)) if a != b]
+    assert min(differs) < len(first) // 2 < max(differs), "the value, and the checksum"
+    assert one != other
+
+
 @pytest.mark.parametrize("size", [0, 1, 255, 4096, 4097])
 def test_small_files_have_fingerprints_too(tmp_path, size):
     (tmp_path / "model.bin").write_bytes(bytes(size))
