@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import argparse
 import contextlib
+import dataclasses
 import inspect
 import itertools
 import json
@@ -770,6 +771,13 @@ def test_lmcaches_hash_of_a_chunk_holds_all_tokens_before_it():
     assert not set(hasher.compute_chunk_hashes([7, *range(1, 12)])) & set(plain)
     assert not set(TokenHasher(2).compute_chunk_hashes([*range(12)])) & set(plain)
     assert {len(each) for each in plain} == {32}
+
+
+def test_no_field_of_lmcaches_key_is_left_out_of_the_name_of_a_file():
+    """`chunk_of` and `ObjectKind` have these. No weights are among them: docs/lmcache.md, on restarts."""
+    assert {field.name for field in dataclasses.fields(ObjectKey)} == {
+        *("chunk_hash", "model_name", "kv_rank", "object_group_id", "cache_salt")
+    }
 
 
 # --- under which key vLLM found KV, and under which LMCache stores it ------------------------

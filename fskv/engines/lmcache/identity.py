@@ -4,6 +4,9 @@ LMCache's server knows a model's name, how many ranks it has, and the shapes and
 knows nothing of weights, configuration, engine or settings, so the user names them for each model, and what
 is not named is refused. LMCache's hash of a chunk is a chain over the token ids from the first on. An engine
 may have several servers. LMCache numbers the ranks of each from 0 on, and does not tell which server it is.
+
+LMCache stores under a request's key also what vLLM found in its own prefix cache for that request. So what
+would make prompts equal for vLLM that are different for LMCache is refused.
 """
 
 from __future__ import annotations
