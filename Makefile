@@ -123,7 +123,7 @@ test-shared-fs: $(SETUP) ## Real NFS, GlusterFS, CephFS and MooseFS, nodes that 
 	'$(PY)' -m pytest -m shared_fs tests/shared_fs $(ARGS)
 	$(call ran,shared_fs)
 
-test-newest: $(SETUP) ## The contract of the newest vLLM that the index offers (1.3 GB once; 1 minute)
+test-newest: $(SETUP) ## The contracts of the newest vLLM, SGLang and LMCache that the index offers (2 GB once; 4 minutes)
 	@PY='$(PY)' bash .ci/versions --newest $(ARGS) || [ $$? = 77 ]
 
 test-versions: $(SETUP) ## Other vLLM versions: contract, refusal, engines beside the installed one (3 GB, long)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import abc
 import argparse
 import contextlib
+import dataclasses
 import inspect
+import itertools
 import json
 import os
 import pathlib
@@ -13,6 +16,7 @@ import sys
 import threading
 import time
 import warnings
+from types import SimpleNamespace
 
 import pytest
 from world import damage, wait_for
@@ -22,8 +26,8 @@ pytest.importorskip("lmcache", reason="LMCache has an environment of its own: ma
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # LMCache, torch and numba among themselves
     import torch
+    from lmcache.integration.vllm.lmcache_mp_metadata import LMCacheMPRequestTracker
     from lmcache.integration.vllm.vllm_multi_process_adapter import ParallelStrategy
-    from lmcache.v1.check import check_mode_test_l2_adapter as check
     from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
     from lmcache.v1.distributed.internal_api import L1MemoryDesc
     from lmcache.v1.distributed.l2_adapters import create_l2_adapter
@@ -31,9 +35,21 @@ with warnings.catch_warnings():
     from lmcache.v1.distributed.l2_adapters.fs_native_l2_adapter import FSNativeL2AdapterConfig
     from lmcache.v1.distributed.l2_adapters.plugin_l2_adapter import PluginL2AdapterConfig
     from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, TensorMemoryObj
+    from lmcache.v1.multiprocess.session import SessionManager
     from lmcache.v1.multiprocess.token_hasher import TokenHasher
     from lmcache.v1.platform import consume_fd
     from prometheus_client import REGISTRY
+    from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+    from vllm.utils.hashing import get_hash_fn_by_name, sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.request import Request
+
+    try:
+        from lmcache.v1.check import check_mode_test_l2_adapter as check
+    except ModuleNotFoundError:  # since 0.5.7
+        from lmcache.inprocess.v1.check import check_mode_test_l2_adapter as check
 
     from fskv.engines.lmcache import FskvAdapter, server
     from fskv.engines.lmcache import adapter as module
@@ -538,7 +554,7 @@ def test_a_checkpoint_that_changes_stops_its_model_and_no_other(
     wait_for(lambda: world.lookup(both) == [False, True])
     assert world.load(both, world.objects(2, 3)) == [False, True]
     assert not world.store(keys([2]), world.objects(0)).is_successful()
-    assert "the checkpoint of m was changed (restart its engines first" in caplog.text
+    assert "the checkpoint of m was changed (stop its engines and this server" in caplog.text
     assert make(models=models).lookup(both) == [False, True], "another namespace"
 
 
@@ -713,13 +729,38 @@ def test_a_wrong_option_ends_the_start_in_one_sentence(make, caplog):
 
 
 def test_every_call_of_the_base_class_is_answered_with_its_arguments():
-    left = {"delete", "list_l2_keys", "register_listener", "set_backend_identity"}
+    left = {"delete", "list_l2_keys", "register_listener", "set_backend_identity", "submit_touch"}
     for name, method in inspect.getmembers(L2AdapterInterface, inspect.isfunction):
         if name.startswith("_"):
             continue
         own = getattr(FskvAdapter, name)
         assert [*inspect.signature(own).parameters] == [*inspect.signature(method).parameters], name
         assert (name in vars(FskvAdapter)) != (name in left), name
+
+
+def test_negative_control_an_abstract_method_of_a_later_lmcache_is_found(tmp_path):
+    """Every other test here makes an adapter, so each of them would fail."""
+
+    class Later(L2AdapterInterface):
+        @abc.abstractmethod
+        def of_tomorrow(self): ...
+
+    class Adapter(FskvAdapter, Later): ...
+
+    with pytest.raises(TypeError, match="of_tomorrow"):
+        Adapter({"root": str(tmp_path)})
+
+
+@pytest.mark.skipif(
+    not hasattr(L2AdapterInterface, "get_memory_tags"), reason="LMCache asks for tags since 0.5.7"
+)
+def test_objects_are_in_storage_that_is_shared_if_lmcache_was_told_so(make):
+    from lmcache.v1.distributed.api import MemoryResidency, MemorySegment, MemoryTags
+
+    adapter = make().adapter
+    assert adapter.get_memory_tags() == MemoryTags(MemorySegment.STORAGE, MemoryResidency.LOCAL)
+    adapter.set_backend_identity("plugin", shared=True)
+    assert adapter.get_memory_tags() == MemoryTags(MemorySegment.STORAGE, MemoryResidency.REMOTE)
 
 
 def test_lmcaches_hash_of_a_chunk_holds_all_tokens_before_it():
@@ -730,3 +771,133 @@ def test_lmcaches_hash_of_a_chunk_holds_all_tokens_before_it():
     assert not set(hasher.compute_chunk_hashes([7, *range(1, 12)])) & set(plain)
     assert not set(TokenHasher(2).compute_chunk_hashes([*range(12)])) & set(plain)
     assert {len(each) for each in plain} == {32}
+
+
+def test_no_field_of_lmcaches_key_is_left_out_of_the_name_of_a_file():
+    """`chunk_of` and `ObjectKind` have these. No weights are among them: docs/lmcache.md, on restarts."""
+    assert {field.name for field in dataclasses.fields(ObjectKey)} == {
+        *("chunk_hash", "model_name", "kv_rank", "object_group_id", "cache_salt")
+    }
+
+
+# --- under which key vLLM found KV, and under which LMCache stores it ------------------------
+
+BLOCK_TOKENS, CHUNK_TOKENS, NUM_CHUNKS, PLACEHOLDER = 2, 4, 2, 9
+
+
+def asked():
+    """All kinds of requests that differ in little: what a Request is made with, beside its tokens."""
+    images = [
+        [],
+        *([("u", 0)], [("v", 0)], [("u", 1)], [("u", 4)], [("uu", 0)]),
+        *([("u", 0), ("v", 2)], [("v", 0), ("u", 2)], [("u", 0), ("u", 2)], [("u", 0), ("v", 4)]),
+    ]
+    texts = [[1] * 8, [1, 1, 1, 2] * 2, [1] * 7 + [2], [PLACEHOLDER] * 8]
+    tags = [None, {"lmcache.tag.user": "a"}, {"lmcache.tag.user": "b"}]
+    loras = [None, LoRARequest("one", 1, "/one")]
+    return itertools.product(texts, images, (None, "", "a", "ab"), tags, loras)
+
+
+def vllms_request(number, block_hash, text, images, salt, tags, lora):
+    tokens = [*text]
+    features = []
+    for name, offset in images:  # of one content, so of one length: 2 tokens
+        tokens[offset : offset + 2] = [PLACEHOLDER] * 2
+        place = PlaceholderRange(offset, 2)
+        features.append(MultiModalFeatureSpec(None, "image", name, place, name))
+    return Request(
+        str(number),
+        tokens,
+        SamplingParams(extra_args={"kv_transfer_params": tags} if tags else None),
+        None,
+        mm_features=features,
+        cache_salt=salt,
+        lora_request=lora,
+        block_hasher=get_request_block_hasher(BLOCK_TOKENS, block_hash),
+    )
+
+
+def two_names(block_hash, *, lora=False):
+    """Return chunks that vLLM takes as equal and LMCache as different, and the other way round.
+
+    Both are asked by their own functions. Each is a pair of names, vLLM's and LMCache's.
+    """
+    init_none_hash(block_hash)
+    hasher = TokenHasher(CHUNK_TOKENS)
+    of_vllm, of_lmcache = {}, {}
+    for number, facts in enumerate(asked()):
+        if facts[-1] is not None and not lora:
+            continue
+        request = vllms_request(number, block_hash, *facts)
+        tracker = LMCacheMPRequestTracker(request)
+        chunks = hasher.compute_chunk_hashes(tracker.get_token_ids())
+        assert len(chunks) == NUM_CHUNKS
+        for place, chunk in enumerate(chunks):
+            found = request.block_hashes[(place + 1) * CHUNK_TOKENS // BLOCK_TOKENS - 1]
+            stored = chunk_of(ObjectKey(chunk, "m", 0x01000100, cache_salt=tracker.cache_salt))
+            of_vllm.setdefault(found, set()).add(stored)
+            of_lmcache.setdefault(stored, set()).add(found)
+    assert len(of_lmcache) > 50
+    return (
+        [names for names in of_vllm.values() if len(names) > 1],
+        [names for names in of_lmcache.values() if len(names) > 1],
+    )
+
+
+@pytest.mark.parametrize("algorithm", ["sha256", "sha256_cbor"])
+def test_what_is_one_chunk_for_vllm_is_one_for_lmcache_and_the_other_way_round(algorithm):
+    """LMCache stores what vLLM found in its own cache, under the key of the request that asked."""
+    pytest.importorskip("cbor2")
+    assert two_names(get_hash_fn_by_name(algorithm)) == ([], [])
+
+
+def test_negative_control_a_block_hash_that_says_less_is_found():
+    """KV of one salt, or of one image, would be stored under the key of another."""
+    laundered, _ = two_names(lambda parts: sha256(parts[:2]))
+    assert laundered
+
+
+def test_negative_control_adapters_are_not_in_lmcaches_keys():
+    """Why `enable_lora` is refused."""
+    laundered, too_equal = two_names(sha256, lora=True)
+    assert not laundered
+    assert too_equal
+
+
+def lmcaches_tokens(tokens):
+    """As LMCache's server gets them: packed since 0.5.7."""
+    try:
+        from lmcache.v1.multiprocess.token_codec import pack_token_ids
+    except ModuleNotFoundError:
+        return tokens
+    return pack_token_ids(tokens)
+
+
+def test_a_second_request_with_one_id_gets_the_keys_of_the_first():
+    """Why VLLM_DISABLE_REQUEST_ID_RANDOMIZATION is refused. The control: with its own id it gets its own."""
+    sessions = SessionManager(TokenHasher(CHUNK_TOKENS), cleanup_interval=None)
+
+    def stored(request_id, tokens):
+        session = sessions.get_or_create(request_id)
+        session.set_tokens(lmcaches_tokens(tokens))
+        return session.get_hashes(0, len(tokens))
+
+    first = stored("one", [1] * 8)
+    assert stored("one", [2] * 8) == first
+    own = stored("two", [2] * 8)
+    assert not set(own) & set(first)
+    assert own == TokenHasher(CHUNK_TOKENS).compute_chunk_hashes([2] * 8)
+
+
+def test_vllm_makes_ids_of_requests_different(monkeypatch):
+    """What docs/lmcache.md leaves to it. The control: told not to, it does not."""
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    def internal():
+        request = SimpleNamespace(request_id="a client's", external_req_id=None)
+        InputProcessor.assign_request_id(request)
+        return request.request_id
+
+    assert len({internal() for _ in range(8)}) == 8
+    monkeypatch.setenv("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "1")
+    assert len({internal() for _ in range(8)}) == 1

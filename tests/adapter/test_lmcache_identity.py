@@ -157,6 +157,14 @@ def test_what_does_not_change_kv_shares(checkpoint):
         ({"entry": {"settings": {"--enable-lora": True}}}, "found '--enable-lora'"),
         ({"entry": {"settings": {"enable-prompt-embeds": True}}}, "embeddings are zeros"),
         ({"entry": {"settings": {"calculate_kv_scales": True}}}, "the scales of KV"),
+        *(
+            ({"entry": {"settings": {name: value}}}, sentence)
+            for name, value, sentence in (
+                ("--prefix-caching-hash-algo", "xxhash", "takes for one another"),
+                ("prefix_caching_hash_algo", "xxhash_cbor", "takes for one another"),
+                ("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", 1, "keys of the first"),
+            )
+        ),
         (
             {"entry": {"settings": {"kv-cache-dtype": "fp8", "kv_cache_dtype": "auto"}}},
             "'kv_cache_dtype' is in 'settings' twice",
@@ -214,6 +222,7 @@ def test_what_the_user_vouches_for_is_taken(checkpoint):
     identity(checkpoint, hf={"code_revision": "main", "norm_eps": 1e-5})
     identity(checkpoint, hf={"intermediate_size": 64, "moe_intermediate_size": 64})
     identity(checkpoint, entry={"settings": {"enable_lora": False}})
+    identity(checkpoint, entry={"settings": {"prefix_caching_hash_algo": "sha256_cbor"}})
     (checkpoint / "config.json").write_text(json.dumps(HF_CONFIG))
     told = {"kv-cache-dtype": "fp8_e4m3", "dtype": "bfloat16"}
     found = identity(checkpoint, entry={"settings": told}, kind={"dtypes": ["torch.uint8"]})
@@ -359,7 +368,8 @@ def test_the_page_has_the_words_of_a_model_and_a_line_that_is_taken():
     table = text[text.index("| in `models` |") :].split("\n\n")[0]
     assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == {*_REQUIRED, *_OPTIONAL}
     for name in _REFUSED:
-        assert f"`--{name.replace('_', '-')}`" in text, name
+        spelling = name if name.isupper() else f"--{name.replace('_', '-')}"
+        assert f"`{spelling}`" in text, name
 
 
 ADAPTER = json.dumps({"type": "plugin", "module_path": "fskv.engines.lmcache"})
@@ -373,6 +383,7 @@ SERVER = ["server", "--l1-size-gb", "1", "--eviction-policy", "LRU", "--l2-adapt
         (["--engine-type=blend"], '--engine-type: found "blend"'),
         (["--engine-ty", "blend"], '--engine-type: found "blend"'),
         (["--p2p-advertise-url", "host:1"], "--p2p-advertise-url: found 'host:1'"),
+        (["--hash-algorithm", "xxhash_cbor"], "--hash-algorithm: found 'xxhash_cbor', expected"),
         (["--p2p-advertise-url=host:1"], "--p2p-advertise-url: found 'host:1'"),
         (["--l2-adapter", '{"type": "fs_native"}'], "--l2-adapter: found 2 of them"),
         (["--l2-adapter=" + ADAPTER], "--l2-adapter: found 2 of them"),
@@ -402,6 +413,7 @@ def test_what_does_not_go_with_fskv_is_refused_where_the_command_line_says_it(ar
         [*SERVER, "--l1-manager", "{"],
         [*SERVER, "--l1-manager", "[1]"],
         [*SERVER, "--engine-type"],
+        [*SERVER, "--hash-algorithm", "sha256_cbor"],
     ],
 )
 def test_other_command_lines_are_taken(arguments):

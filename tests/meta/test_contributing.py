@@ -130,7 +130,7 @@ def test_negative_control_another_version_is_found():
 def check_workflow(text: str, makefile: str) -> None:
     """Each job runs targets of the Makefile; together lint and all of `make test`, on the oldest Python.
 
-    What runs on a schedule alone is the newest vLLM's contract.
+    What runs on a schedule alone are the contracts of the newest engines.
     """
     recipes = targets_of(makefile)
     workflow = yaml.safe_load(text)

@@ -339,6 +339,33 @@ def test_one_place_says_which_versions_of_vllm_work_and_every_file_follows_it(na
         check_versions({**texts, name: texts[name].replace(old, new)})
 
 
+def check_other_engines(texts: dict[str, str]) -> None:
+    """Hold what documents say was run against what CI runs."""
+    for name, page in (("SGLang", "docs/sglang.md"), ("LMCache", "docs/lmcache.md")):
+        pins = texts[f".ci/requirements/{name.lower()}-no-deps.txt"]
+        version = re.search(rf"^{name.lower()}==(\S+)$", pins, re.MULTILINE)[1]
+        assert f"| {name} {version} |" in texts["README.md"]
+        assert f"It was run with {name} {version} " in texts[page]
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        ("README.md", "| SGLang 0.", "| SGLang 1."),
+        ("docs/lmcache.md", "run with LMCache 0.", "run with LMCache 1."),
+        (".ci/requirements/sglang-no-deps.txt", "sglang==0.", "sglang==1."),
+    ],
+)
+def test_documents_name_the_versions_of_sglang_and_lmcache_that_are_tested(name, old, new):
+    names = ("README.md", "docs/sglang.md", "docs/lmcache.md")
+    pins = (".ci/requirements/sglang-no-deps.txt", ".ci/requirements/lmcache-no-deps.txt")
+    texts = {each: text_of(each) for each in (*names, *pins)}
+    check_other_engines(texts)
+    assert texts[name].count(old) == 1
+    with pytest.raises(AssertionError):
+        check_other_engines({**texts, name: texts[name].replace(old, new)})
+
+
 # --- layers ---------------------------------------------------------------------------------
 
 

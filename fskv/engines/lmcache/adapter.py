@@ -184,6 +184,13 @@ class FskvAdapter(L2AdapterInterface):
         """Return the bytes of the namespaces in use, as last counted; fskv's own bounds hold them."""
         return AdapterUsage(sum(store.nbytes() for store in self._open_stores()), 0)
 
+    def get_memory_tags(self) -> Any:
+        """Say what objects are stored in, as LMCache asks since 0.5.7: files, shared if it was told so."""
+        from lmcache.v1.distributed.api import MemoryResidency, MemorySegment, MemoryTags
+
+        residency = MemoryResidency.REMOTE if self._shared else MemoryResidency.LOCAL
+        return MemoryTags(MemorySegment.STORAGE, residency)
+
     def report_status(self) -> dict[str, Any]:
         stores = self._open_stores()
         return {
@@ -365,7 +372,10 @@ class FskvAdapter(L2AdapterInterface):
         return _Store(kv, kind, self._config)
 
     def _watch(self, model: Model) -> None:
-        """Stop for good when files of a checkpoint change: an engine that starts now loads others."""
+        """Stop for good when files of a checkpoint change: an engine that starts now loads others.
+
+        LMCache's own memory serves KV of the old ones on, also to that engine.
+        """
         while not self._ending.wait(_WATCH_S):
             try:
                 if not model.changed():
@@ -375,8 +385,8 @@ class FskvAdapter(L2AdapterInterface):
                 for store in self._open_stores():
                     if store.model == model.name:
                         store.stop(
-                            f"the checkpoint of {model.name} was changed (restart its engines first, "
-                            "then this server)"
+                            f"the checkpoint of {model.name} was changed (stop its engines and this "
+                            "server, then start both)"
                         )
                         store.publish(now=True)  # no transfer does it any more
                 return

@@ -4,6 +4,9 @@ LMCache's server knows a model's name, how many ranks it has, and the shapes and
 knows nothing of weights, configuration, engine or settings, so the user names them for each model, and what
 is not named is refused. LMCache's hash of a chunk is a chain over the token ids from the first on. An engine
 may have several servers. LMCache numbers the ranks of each from 0 on, and does not tell which server it is.
+
+LMCache stores under a request's key also what vLLM found in its own prefix cache for that request. So what
+would make prompts equal for vLLM that are different for LMCache is refused.
 """
 
 from __future__ import annotations
@@ -34,7 +37,12 @@ _REFUSED = {
     "enable_lora": "LMCache's keys do not hold the adapter",
     "enable_prompt_embeds": "LMCache's keys hold token ids, and those of all embeddings are zeros",
     "calculate_kv_scales": "each engine takes the scales of KV from what it was first asked",
+    "prefix_caching_hash_algo": "prompts can be made that vLLM's own cache takes for one another, and "
+    "LMCache stores what vLLM has found there under the key of the prompt that asked",
+    "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": "LMCache stores KV of a second request with one id under the "
+    "keys of the first",
 }
+_STRONG_HASHES = ("sha256", "sha256_cbor")  # of `prefix_caching_hash_algo`
 _MIN_HASH_NBYTES = 16  # Python's own hash has 8: two prompts may have the same, and it is seeded
 _ONE_RANK = 0x01000100  # LMCache's kv_rank: world size, rank, and both again, of 8 bits each
 _MAX_DEADLINE_S = 120.0  # with a task's wait well below LMCache's 300 s
@@ -169,7 +177,7 @@ def _check_entry(where: str, entry: Any) -> None:
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigError(f"{where}: '{twice[0]}' is in 'settings' twice, expected one spelling")
     for name, value in settings.items():
-        if value and (reason := _REFUSED.get(normal(name))):
+        if value and value not in _STRONG_HASHES and (reason := _REFUSED.get(normal(name))):
             raise ConfigError(f"{where}: found '{name}', expected none: {reason}")
 
 

@@ -25,7 +25,7 @@ class _Parser(argparse.ArgumentParser):
 
     def __init__(self) -> None:
         super().__init__(add_help=False)
-        for name in ("engine_type", "p2p_advertise_url", *_TTLS):
+        for name in ("engine_type", "hash_algorithm", "p2p_advertise_url", *_TTLS):
             self.add_argument(f"--{name.replace('_', '-')}")
         for name in ("l2_adapter", "l1_manager"):
             self.add_argument(f"--{name.replace('_', '-')}", action="append", default=[])
@@ -46,6 +46,11 @@ def check_arguments(arguments: Sequence[str], task_s: float) -> None:
         return
     if found.engine_type == "blend":
         raise ConfigError(f'--engine-type: found "blend", expected "default": {_UNCHECKED}')
+    if (found.hash_algorithm or "").startswith("xxhash"):
+        raise ConfigError(
+            f"--hash-algorithm: found {found.hash_algorithm!r}, expected 'blake3': prompts can be made that "
+            "have one such hash"
+        )
     if found.p2p_advertise_url:
         raise ConfigError(
             f"--p2p-advertise-url: found {found.p2p_advertise_url!r}, expected none: {_UNCHECKED}"
