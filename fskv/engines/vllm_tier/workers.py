@@ -22,6 +22,7 @@ from fskv.engines.vllm.files import canonical_format_of, count_slices
 from fskv.engines.vllm.identity import EngineGroup, build_identity, engine_groups, reuses_kv
 from fskv.engines.vllm.loaded import find_loaded
 from fskv.engines.vllm.page_layout import page_layouts
+from fskv.engines.vllm.places import check_rows, places_of
 from fskv.engines.vllm.quirks import connectors, executor
 from fskv.engines.vllm_tier.rows import PlacedTensor, RowLayout, own_rows, slice_rows
 from fskv.errors import ConfigError, FskvError
@@ -165,11 +166,18 @@ def _report(engine_id: str, config: StoreConfig, mark: str) -> Report:
     if spec.config.canonical_layout:
         num_slices = count_slices(vllm_config, groups)
         canonical_format = canonical_format_of(spec.config, num_slices)
+    num_blocks = connector_worker.kv_cache_config.num_blocks
+    rows = [
+        [(handler.src_tensors[ref.tensor_idx], ref.page_size_bytes) for ref in refs]
+        for refs in handler.layer_refs_per_group
+    ]
+    places = places_of(vllm_config, groups, num_blocks)
+    check_rows(vllm_config, groups, places, rows, num_blocks, of="vLLM's CPU tier")
     refs = tuple(
         tuple((ref.tensor_idx, _page_nbytes(ref, canonical=num_slices is not None)) for ref in refs)
         for refs in handler.layer_refs_per_group
     )
-    in_page = page_layouts(vllm_config, groups, canonical=num_slices is not None)
+    in_page = page_layouts(vllm_config, groups, num_blocks, canonical=num_slices is not None)
     loaded = find_loaded(vllm_config)
     identity = call_with_deadline(
         lambda: build_identity(
