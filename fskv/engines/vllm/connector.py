@@ -29,7 +29,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import Offlo
 from fskv.config import StoreConfig
 from fskv.engines.vllm.admission import AdmittingConnector
 from fskv.engines.vllm.budget import LoadBudget, LoadReport, max_step_tokens, merge_reports
-from fskv.engines.vllm.identity import reuses_kv
+from fskv.engines.vllm.identity import engine_groups, reuses_kv
 from fskv.engines.vllm.manager import PREFIX_CACHING_OFF, FskvHandshake, FskvManager
 from fskv.engines.vllm.media import Media
 from fskv.engines.vllm.metrics import FskvStats, SoFar
@@ -47,6 +47,8 @@ from fskv.engines.vllm.quirks import (
     take_deferred_stores,
     tell_allocated,
 )
+from fskv.engines.vllm.resting import RestError
+from fskv.engines.vllm.resting_connector import RestingConnector
 from fskv.engines.vllm.spec import FskvOffloadingSpec, prepare, with_spec
 from fskv.errors import ConfigError, FskvError
 from fskv.kv_transfer.multi import check_stored
@@ -91,6 +93,16 @@ class FskvConnector(AdmittingConnector):
     """See the module docstring."""
 
     stats_id = "FskvConnector"  # among the stats of a MultiConnector
+
+    def __new__(cls, *arguments: Any) -> Any:
+        """Make a RestingConnector instead where the model keeps KV of a kind that fskv does not know."""
+        if arguments:
+            vllm_config, _, kv_cache_config = arguments
+            try:
+                engine_groups(vllm_config, kv_cache_config)
+            except RestError as error:
+                return RestingConnector(*arguments, reason=str(error))
+        return super().__new__(cls)
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -152,9 +164,20 @@ class FskvConnector(AdmittingConnector):
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         try:
             super().register_kv_caches(kv_caches)
+        except RestError as error:
+            self._rest(str(error))
         except FskvError as error:
             logger.error("fskv: %s", error)
             raise
+        except Exception as error:
+            if self._spec.has_begun:
+                raise
+            line = str(error).partition("\n")[0]
+            self._rest(f"vLLM does not tell where its KV lies ({type(error).__name__}: {line})")
+
+    def _rest(self, reason: str) -> None:
+        assert self.connector_worker is not None
+        self.connector_worker.worker = self._spec.get_resting_worker(reason)
 
     @property
     def handshake(self) -> FskvHandshake | None:
@@ -212,12 +235,15 @@ class FskvConnector(AdmittingConnector):
         try:
             if not workers or len(workers) < len(metadata):
                 workers = handshakes_of_workers()
+            if rests := [worker.rests for worker in workers if worker.rests]:
+                self._manager.rest(rests[0])
+                return
             _check_own(workers, self._setup.config.root)
             self._manager.set_workers(workers)
             if not all(
                 (reuses_kv(self._setup.vllm_config), *(worker.prefix_caching for worker in workers))
             ):
-                self._manager.turn_off(PREFIX_CACHING_OFF)
+                self._manager.turn_off("prefix_caching_off", PREFIX_CACHING_OFF)
         except FskvError as error:
             logger.error("fskv: %s", error)
             raise

@@ -26,7 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from fskv.engines.vllm.budget import BudgetedConnector
 from fskv.engines.vllm.manager import FskvManager, PrefetchOrder
 from fskv.engines.vllm.quirks import keys_of_request, local_hit
-from fskv.engines.vllm.worker import FskvWorker
+from fskv.engines.vllm.worker import FskvWorker, RestingWorker
 from fskv.hybrid_planner import GroupKind, GroupSpec, needed_chunks
 from fskv.types import ChunkId
 
@@ -192,5 +192,5 @@ class PrefetchingConnector(BudgetedConnector):
         if isinstance(told, FskvConnectorMetadata):
             assert self.connector_worker is not None
             worker = self.connector_worker.worker
-            assert isinstance(worker, FskvWorker)
+            assert isinstance(worker, (FskvWorker, RestingWorker))
             worker.prefetch(told.prefetch)

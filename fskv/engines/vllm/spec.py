@@ -19,11 +19,11 @@ from fskv.engines.vllm.events import KvEvents
 from fskv.engines.vllm.files import rank_files, slices_per_rank
 from fskv.engines.vllm.identity import EngineGroup, build_identity, engine_groups, reuses_kv
 from fskv.engines.vllm.loaded import find_loaded
-from fskv.engines.vllm.manager import FskvManager
+from fskv.engines.vllm.manager import FskvHandshake, FskvManager
 from fskv.engines.vllm.metrics import metric_definitions
 from fskv.engines.vllm.page_layout import page_layouts
 from fskv.engines.vllm.places import blocks_in
-from fskv.engines.vllm.worker import FskvWorker
+from fskv.engines.vllm.worker import FskvWorker, RestingWorker
 from fskv.hybrid_planner import Geometry, hit_cost, plan_geometry
 from fskv.kv_transfer.options import ENGINE_OPTIONS, store_config
 from fskv.namespace import Identity
@@ -60,7 +60,8 @@ class FskvOffloadingSpec(OffloadingSpec):
         super().__init__(config)
         self._setup: Setup = self.extra_config[_SETUP_KEY]
         self.manager: FskvManager | None = None
-        self.worker: FskvWorker | None = None
+        self.worker: FskvWorker | RestingWorker | None = None
+        self.has_begun = False  # to build the worker: vLLM has told where its KV lies
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
@@ -80,6 +81,7 @@ class FskvOffloadingSpec(OffloadingSpec):
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> FskvWorker:
         """Derive the identity, open the namespace and start the I/O; raises FskvError."""
+        self.has_begun = True
         setup = self._setup
         bpc = setup.geometry.blocks_per_chunk
         config, parallel = setup.config, self.config.parallel
@@ -124,7 +126,7 @@ class FskvOffloadingSpec(OffloadingSpec):
         if others and parallel.rank == 0:
             logger.info("fskv: %s", others)
         loaded.note_reloads()
-        self.worker = FskvWorker(
+        self.worker = worker = FskvWorker(
             config,
             setup.groups,
             files,
@@ -140,7 +142,14 @@ class FskvOffloadingSpec(OffloadingSpec):
             prefix_caching=reuses_kv(setup.vllm_config),
             reloaded=lambda: loaded.reloaded and not config.weights_fixed,
         )
-        return self.worker
+        return worker
+
+    def get_resting_worker(self, reason: str) -> RestingWorker:
+        """Return what stands for the worker where `get_worker` has raised RestError, or was not asked."""
+        parallel = self.config.parallel
+        handshake = FskvHandshake.resting(parallel.rank, parallel.world_size, reason)
+        self.worker = resting = RestingWorker(handshake)
+        return resting
 
 
 def _open_root(config: StoreConfig, *, create: bool) -> Root:
