@@ -29,7 +29,7 @@ _END_S = 1.0
 _MAX_TEXT = 300
 _MODE = 0o644  # a probe runs as somebody else
 # Conditions with which nothing is loaded and nothing is stored.
-_OFF = frozenset({"weights_in_doubt", "prefix_caching_off"})
+_OFF = frozenset({"weights_in_doubt", "prefix_caching_off", "kv_unknown"})
 STARTING = "starting"
 ENDED, DIED = "ended", "died"
 _MAX_NBYTES = 1 << 16

@@ -204,6 +204,13 @@ WEIGHTS_IN_DOUBT = Metric(
     "0 or 1",
     "Whether the engine neither loads nor stores until its next start, because its weights may have changed.",
 )
+OFF = Metric(
+    "fskv_off",
+    "gauge",
+    "0 or 1",
+    "Whether the engine neither loads nor stores as long as it runs: vLLM does not use its KV again, or fskv "
+    "does not know how its KV lies.",
+)
 KNOWN_CHUNKS = Metric(
     "fskv_known_chunks",
     "gauge",
@@ -353,6 +360,7 @@ ALL_METRICS = (
     BREAKER_OPEN,
     BREAKER_OPENINGS,
     WEIGHTS_IN_DOUBT,
+    OFF,
     KNOWN_CHUNKS,
     QUARANTINED_CHUNKS,
     ROOT_INFO,

@@ -30,7 +30,8 @@ class Watch:
     def __init__(self, config: StoreConfig, lookup: Lookup, engine_rank: int) -> None:
         self.namespace: str | None = None  # in the root; None: the workers have not opened it yet
         self.in_doubt = False  # the weights may be others: the lookup was stopped
-        self.off: str | None = None  # why the engine neither loads nor stores: it does not reuse KV
+        # The condition for which the engine neither loads nor stores as long as it runs, and in words.
+        self.off: tuple[str, str] | None = None
         self._config = config
         self._lookup = lookup
         self._shown: dict[Gauge, float] = {}  # what the gauges say: they keep their last value
@@ -81,6 +82,7 @@ class Watch:
         shown: dict[Gauge, float] = {
             metrics.BREAKER_OPEN: float(self._breaker_open()),
             metrics.WEIGHTS_IN_DOUBT: float(self.in_doubt),
+            metrics.OFF: float(self.off is not None),
             metrics.KNOWN_CHUNKS: float(self._lookup.presence.num_known),
             metrics.QUARANTINED_CHUNKS: float(self._lookup.presence.num_quarantined),
             (metrics.ROOT_INFO, self._config.root): 1.0,
@@ -110,12 +112,13 @@ class Watch:
         amiss: dict[str, str] = {}
         for _, conditions in sorted(self._amiss_of_movers.items(), reverse=True):
             amiss |= conditions  # of several that of the first rank
-        if self.namespace is None:
+        if self.namespace is None and self.off is None:
             amiss[STARTING] = "the workers have not opened the root yet"
         if self.in_doubt:
             amiss["weights_in_doubt"] = "weights in doubt: neither loads nor stores until a restart"
         if self.off is not None:
-            amiss["prefix_caching_off"] = self.off
+            condition, reason = self.off
+            amiss[condition] = reason
         if self._lookup.breaker.open:
             amiss[_BREAKER] = f"breaker open: {self._lookup.breaker.reason}"
         if time.monotonic() - self._corrupt_at < _CORRUPT_S:

@@ -70,6 +70,7 @@ class Worker:
         import torch
         from vllm.v1.kv_cache_interface import KVCacheLayout, KVCacheTensor, create_kv_cache_views
 
+        self.num_blocks = num_blocks
         page = self.spec.page_size_bytes
         raw = torch.zeros(num_blocks * page, dtype=torch.int8)
         tensor = KVCacheTensor(raw.numel(), [LAYER], raw.numel(), page)
@@ -82,7 +83,7 @@ class Worker:
         from fskv.engines.vllm.page_layout import page_layouts
 
         groups = engine_groups(self.vllm_config, self.kv_cache_config)
-        layouts = page_layouts(self.vllm_config, groups)
+        layouts = page_layouts(self.vllm_config, groups, self.num_blocks)
         pages = [(group.block_nbytes,) for group in groups]
         return build_identity(self.vllm_config, self.config, groups, pages, 4, TOKENS, layouts)
 
@@ -199,7 +200,9 @@ def test_a_canonical_page_is_the_same_however_many_heads_a_rank_has(root, with_a
         worker = Worker(root)
         groups = engine_groups(worker.vllm_config, worker.kv_cache_config)
         for canonical in (True, False):
-            layouts = page_layouts(worker.vllm_config, groups, canonical=canonical)
+            layouts = page_layouts(
+                worker.vllm_config, groups, worker.num_blocks, canonical=canonical
+            )
             found[heads, canonical] = layouts["group0"]
     assert found[1, True] == found[2, True]
     assert found[1, False] != found[2, False]  # the control: pages as they are, are not alike
@@ -268,7 +271,7 @@ def test_on_gpus_the_settings_of_attention_count(on_a_gpu):
 def test_on_gpus_a_backend_that_cannot_be_asked_must_be_a_known_one(
     on_a_gpu, monkeypatch, name, known
 ):
-    from fskv.errors import ConfigError
+    from fskv.engines.vllm.resting import RestError
 
     worker = on_a_gpu
     worker.identity()  # the control: one that can be asked need not be known
@@ -278,21 +281,21 @@ def test_on_gpus_a_backend_that_cannot_be_asked_must_be_a_known_one(
     if known:
         assert "as its view" in worker.identity().extra["page_layouts"]["group0"]
         return
-    with pytest.raises(ConfigError, match=f"{LAYER}.*cannot be determined"):
+    with pytest.raises(RestError, match=f"{LAYER}.*cannot be determined"):
         worker.identity()
 
 
 @pytest.mark.parametrize(
     "way", ["no isa", "unknown isa", "no cache", "no way to write", "no layer"]
 )
-def test_a_layout_that_cannot_be_determined_is_refused(root, with_amx, monkeypatch, way):
+def test_where_a_layout_cannot_be_determined_the_engine_rests(root, with_amx, monkeypatch, way):
     import torch
 
-    from fskv.errors import ConfigError
+    from fskv.engines.vllm.resting import RestError
 
     with_amx(False)
     worker = Worker(root)
-    worker.identity()  # the control: untouched it is not refused
+    worker.identity()  # the control: untouched it does not
     if way == "no isa":
         del worker.layer.isa
     elif way == "unknown isa":
@@ -303,9 +306,9 @@ def test_a_layout_that_cannot_be_determined_is_refused(root, with_amx, monkeypat
         monkeypatch.delattr(type(worker.layer.impl), "do_kv_cache_update")
     else:
         worker.vllm_config.compilation_config.static_forward_context.clear()
-    with pytest.raises(ConfigError, match=f"{LAYER}.*cannot be determined") as refused:
+    with pytest.raises(RestError, match=f"{LAYER}.*cannot be determined") as rests:
         worker.identity()
-    assert "\n" not in str(refused.value)
+    assert "\n" not in str(rests.value)
 
 
 def test_a_switch_of_the_environment_that_permutes_pages_is_held(root, with_amx, monkeypatch):

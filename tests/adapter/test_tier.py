@@ -44,6 +44,7 @@ with warnings.catch_warnings():
     from demo import cpu_tiering
     from fskv.data_path.threads import Guard
     from fskv.engines.vllm.identity import EngineGroup
+    from fskv.engines.vllm.resting import RestError
     from fskv.engines.vllm_tier import tier, workers
     from fskv.engines.vllm_tier.rows import PlacedTensor, own_rows, slice_rows
     from fskv.engines.vllm_tier.tier import FskvTier
@@ -125,7 +126,8 @@ class Rig:
         self.view = self.region.create_kv_memoryview()
         self.rows = np.frombuffer(self.region.mmap_obj, np.uint8).reshape(NUM_ROWS, -1)
         workers = combine(reports, bpc, num_ranks, self.row_nbytes)
-        monkeypatch.setattr(tier, "ask_workers", lambda *_: workers)
+        resting = options.pop("resting", None)
+        monkeypatch.setattr(tier, "ask_workers", resting or (lambda *_: workers))
         os.makedirs(root, exist_ok=True)
         self.root = str(root)
         parallel = SimpleNamespace(data_parallel_index=options.pop("data_parallel_index", 0))
@@ -610,3 +612,48 @@ def test_the_plugin_makes_module_path_unnecessary():
     register()
     register()
     assert SecondaryTierFactory.get_tier_class({"type": "FskvTier"}) is FskvTier
+
+
+# --- where the workers do not know their KV ------------------------------------------------------
+
+
+def test_where_a_worker_does_not_know_its_kv_the_tier_rests(tmp_path, monkeypatch, caplog):
+    def rests(*_):
+        raise RestError("KV layer l.7: nobody knows")
+
+    rig = Rig(tmp_path / "kv", monkeypatch, resting=rests)
+    try:
+        assert "event=kv_unknown" in caplog.text
+        assert "KV layer l.7: nobody knows" in caplog.text
+        keys = rig.keys(1)
+        rig.fill_rows(0, (0, 1), seed=1)
+        stored = rig.finish(rig.submit(keys, (0, 1), load=False))
+        assert stored.success, "vLLM keeps what it has in its rows"
+        assert rig.files() == []
+        assert all(rig.tier.lookup(key, REQUEST) is LookupResult.MISS for key in keys)
+        loaded = rig.finish(rig.submit(keys, (0, 1), load=True))  # asked for all the same
+        assert not loaded.success
+        rig.tier.on_schedule_end(STEP)
+        data = rig.tier.get_stats().data["data"]
+        assert [*data["vllm:fskv_off"].values()] == [1.0]
+        rig.tier.drain_jobs()
+    finally:
+        rig.close()
+
+
+def test_a_worker_s_answer_that_it_does_not_know_its_kv_is_no_refusal(monkeypatch):
+    answers = [workers.Resting("KV layer l.7: nobody knows"), "found 1, expected 2"]
+    executor = SimpleNamespace(collective_rpc=lambda *_, **__: answers)
+    monkeypatch.setattr(workers, "executor", lambda: executor)
+    spec = SimpleNamespace(config=SimpleNamespace(engine_id="e"))
+    with pytest.raises(RestError, match="nobody knows"):
+        workers.ask_workers(spec, None, 0, "")
+    answers.reverse()
+    with pytest.raises(ConfigError, match="expected 2"):  # the control: a setting is refused
+        workers.ask_workers(spec, None, 0, "")
+
+    def find(engine_id):
+        raise RestError("KV layer l.7: nobody knows")
+
+    monkeypatch.setattr(workers, "_tiering_connector", find)
+    assert workers.report(None, "e", None, "") == answers[1]

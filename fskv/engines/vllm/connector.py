@@ -11,7 +11,6 @@ from __future__ import annotations
 # First: where vLLM cannot work, one sentence and not the traceback of an import that it lacks.
 import fskv.engines.vllm.version  # noqa: F401  # isort: skip
 
-import copy
 import logging
 import os
 from collections.abc import Iterable
@@ -26,26 +25,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
-from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingManager, OffloadingSpec
 
-from fskv.config import MIB, StoreConfig
-from fskv.data_path.threads import START_UP_S, call_with_deadline
+from fskv.config import StoreConfig
 from fskv.engines.vllm.admission import AdmittingConnector
 from fskv.engines.vllm.budget import LoadBudget, LoadReport, max_step_tokens, merge_reports
-from fskv.engines.vllm.events import KvEvents
-from fskv.engines.vllm.files import (
-    canonical_files,
-    canonical_format_of,
-    count_slices,
-    own_files,
-    slices_per_rank,
-)
-from fskv.engines.vllm.identity import EngineGroup, build_identity, engine_groups, reuses_kv
-from fskv.engines.vllm.loaded import find_loaded
+from fskv.engines.vllm.identity import engine_groups, reuses_kv
 from fskv.engines.vllm.manager import PREFIX_CACHING_OFF, FskvHandshake, FskvManager
 from fskv.engines.vllm.media import Media
-from fskv.engines.vllm.metrics import FskvStats, SoFar, metric_definitions
-from fskv.engines.vllm.page_layout import page_layouts
+from fskv.engines.vllm.metrics import FskvStats, SoFar
 from fskv.engines.vllm.quirks import (
     begin_block_lists_anew,
     cached_blocks,
@@ -61,15 +48,12 @@ from fskv.engines.vllm.quirks import (
     take_deferred_stores,
     tell_allocated,
 )
-from fskv.engines.vllm.worker import FskvWorker
+from fskv.engines.vllm.resting import RestError
+from fskv.engines.vllm.resting_connector import RestingConnector
+from fskv.engines.vllm.spec import FskvOffloadingSpec, prepare, with_spec
 from fskv.errors import ConfigError, FskvError
-from fskv.hybrid_planner import Geometry, hit_cost, plan_geometry
 from fskv.kv_transfer.multi import check_stored
-from fskv.kv_transfer.options import ENGINE_OPTIONS, store_config
-from fskv.namespace import Identity
 from fskv.offload.news import News
-from fskv.root.neighbours import beside
-from fskv.root.root import NamespaceDir, Root
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -77,26 +61,10 @@ if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.kv_offload.config import OffloadingConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
-
-_SETUP_KEY = (
-    "fskv_setup"  # carries _Setup through vLLM's spec factory; never in a user's configuration
-)
-_FINGERPRINT_S = 300.0  # a few thousand small reads, perhaps on a slow mount
-
-
-@dataclass(frozen=True)
-class _Setup:
-    """What the connector found out before vLLM builds the spec."""
-
-    vllm_config: VllmConfig
-    config: StoreConfig
-    groups: list[EngineGroup]
-    geometry: Geometry
 
 
 @dataclass
@@ -120,106 +88,20 @@ class FskvWorkerMetadata(OffloadingWorkerMetadata):
         )
 
 
-class FskvOffloadingSpec(OffloadingSpec):
-    """Builds manager and worker for vLLM's connector."""
-
-    def __init__(self, config: OffloadingConfig) -> None:
-        super().__init__(config)
-        self._setup: _Setup = self.extra_config[_SETUP_KEY]
-        self.manager: FskvManager | None = None
-        self.worker: FskvWorker | None = None
-
-    @classmethod
-    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
-        return metric_definitions()
-
-    def get_manager(self) -> OffloadingManager:
-        geometry = self._setup.geometry
-        tokens_per_step = self._setup.vllm_config.scheduler_config.max_num_batched_tokens
-        self.manager = FskvManager(
-            self._setup.config,
-            geometry.blocks_per_chunk,
-            KvEvents.enabled_by(self.kv_events_config, geometry.tokens_per_chunk[0]),
-            chunks_per_step=-(-tokens_per_step // min(geometry.tokens_per_chunk)),
-            engine_rank=self._setup.vllm_config.parallel_config.data_parallel_index,
-        )
-        return self.manager
-
-    def get_worker(self, kv_caches: CanonicalKVCaches) -> FskvWorker:
-        """Derive the identity, open the namespace and start the I/O; raises FskvError."""
-        setup = self._setup
-        bpc = setup.geometry.blocks_per_chunk
-        config, parallel = setup.config, self.config.parallel
-        canonical_format = None
-        if config.canonical_layout:
-            num_slices = count_slices(setup.vllm_config, setup.groups)
-            canonical_format = canonical_format_of(self.config, num_slices)
-            files = canonical_files(setup.groups, bpc, kv_caches, num_slices)
-        else:
-            file_rank = parallel.rank if parallel.world_size > 1 else None
-            files = own_files(setup.groups, bpc, kv_caches, file_rank)
-        layouts = files.layouts[0]
-        in_page = page_layouts(setup.vllm_config, setup.groups, canonical=config.canonical_layout)
-        loaded = find_loaded(setup.vllm_config)
-        identity = call_with_deadline(
-            lambda: build_identity(
-                setup.vllm_config,
-                config,
-                setup.groups,
-                [tuple(page.nbytes for page in layout.pages) for layout in layouts],
-                bpc,
-                self.config.cache.tokens_per_hash,
-                in_page,
-                canonical_format,
-                loaded,
-            ),
-            _FINGERPRINT_S,
-            "the checkpoint's files could not be read for a fingerprint (see option 'weights_id')",
-        )
-        directory, others = call_with_deadline(
-            lambda: _open_namespace(config, identity),
-            START_UP_S,
-            f"option 'root': {config.root} did not answer",
-        )
-        tokens = setup.vllm_config.model_config.max_model_len
-        specs = [group.spec for group in setup.groups]
-        num_files, nbytes = hit_cost(specs, list(layouts), bpc, tokens)
-        logger.info(
-            "fskv: namespace %s; %d tokens a chunk; a hit of %d tokens reads %d files, %.1f MiB a rank",
-            directory.path,
-            setup.geometry.tokens_per_chunk[0],
-            tokens,
-            num_files * len(files.layouts),
-            nbytes * len(files.layouts) / MIB,
-        )
-        if others and parallel.rank == 0:
-            logger.info("fskv: %s", others)
-        loaded.note_reloads()
-        self.worker = FskvWorker(
-            config,
-            setup.groups,
-            files,
-            directory,
-            restore=lambda: _open_root(config, create=False).open_namespace(identity),
-            rank=parallel.rank,
-            world_size=parallel.world_size,
-            # With one stage those of its groups are in the manifest.
-            layouts=in_page
-            if setup.vllm_config.parallel_config.pipeline_parallel_size > 1
-            else None,
-            # Some layers turn it off while they are built, in this process alone.
-            prefix_caching=reuses_kv(setup.vllm_config),
-            reloaded=lambda: loaded.pages_lost or (loaded.reloaded and not config.weights_fixed),
-        )
-        worker = self.worker
-        loaded.at_rest = lambda: worker.at_rest
-        return self.worker
-
-
 class FskvConnector(AdmittingConnector):
     """See the module docstring."""
 
     stats_id = "FskvConnector"  # among the stats of a MultiConnector
+
+    def __new__(cls, *arguments: Any) -> Any:
+        """Make a RestingConnector instead where the model keeps KV of a kind that fskv does not know."""
+        if arguments:
+            vllm_config, _, kv_cache_config = arguments
+            try:
+                engine_groups(vllm_config, kv_cache_config)
+            except RestError as error:
+                return RestingConnector(*arguments, reason=str(error))
+        return super().__new__(cls)
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -228,7 +110,7 @@ class FskvConnector(AdmittingConnector):
         try:
             if outer is not None:
                 check_stored(outer.kv_connector_extra_config.get("connectors") or ())
-            setup = _prepare(vllm_config, kv_cache_config, announce=role is KVConnectorRole.WORKER)
+            setup = prepare(vllm_config, kv_cache_config, announce=role is KVConnectorRole.WORKER)
         except FskvError as error:
             logger.error("fskv: %s", error)
             raise
@@ -239,7 +121,7 @@ class FskvConnector(AdmittingConnector):
         if outer is not None:
             # Inside a MultiConnector the scheduler reads the policy of the outer configuration.
             outer.kv_load_failure_policy = "recompute"
-        super().__init__(_with_spec(vllm_config, setup), role, kv_cache_config)
+        super().__init__(with_spec(vllm_config, setup), role, kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
             # Of vLLM's own connector beside this one, too.
             begin_block_lists_anew()
@@ -280,9 +162,20 @@ class FskvConnector(AdmittingConnector):
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         try:
             super().register_kv_caches(kv_caches)
+        except RestError as error:
+            self._rest(str(error))
         except FskvError as error:
             logger.error("fskv: %s", error)
             raise
+        except Exception as error:
+            if self._spec.has_begun:
+                raise
+            line = str(error).partition("\n")[0]
+            self._rest(f"vLLM does not tell where its KV lies ({type(error).__name__}: {line})")
+
+    def _rest(self, reason: str) -> None:
+        assert self.connector_worker is not None
+        self.connector_worker.worker = self._spec.get_resting_worker(reason)
 
     @property
     def handshake(self) -> FskvHandshake | None:
@@ -340,12 +233,15 @@ class FskvConnector(AdmittingConnector):
         try:
             if not workers or len(workers) < len(metadata):
                 workers = handshakes_of_workers()
+            if rests := [worker.rests for worker in workers if worker.rests]:
+                self._manager.rest(rests[0])
+                return
             _check_own(workers, self._setup.config.root)
             self._manager.set_workers(workers)
             if not all(
                 (reuses_kv(self._setup.vllm_config), *(worker.prefix_caching for worker in workers))
             ):
-                self._manager.turn_off(PREFIX_CACHING_OFF)
+                self._manager.turn_off("prefix_caching_off", PREFIX_CACHING_OFF)
         except FskvError as error:
             logger.error("fskv: %s", error)
             raise
@@ -434,56 +330,7 @@ class FskvConnector(AdmittingConnector):
     @classmethod
     def build_prom_metrics(cls, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> Any:
         # vLLM finds the metric definitions through the spec's name, which the user does not write.
-        return super().build_prom_metrics(_with_spec(vllm_config, None), *args, **kwargs)
-
-
-def _open_root(config: StoreConfig, *, create: bool) -> Root:
-    return Root.open(
-        config.root, create=create, dir_mode=config.dir_mode, file_mode=config.file_mode
-    )
-
-
-def _open_namespace(config: StoreConfig, identity: Identity) -> tuple[NamespaceDir, str]:
-    """Open this engine's namespace; the second says what is beside it, "" where that is of no interest."""
-    directory = _open_root(config, create=True).open_namespace(identity)
-    return directory, beside(config.root, identity)
-
-
-def _prepare(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, announce: bool) -> _Setup:
-    transfer = vllm_config.kv_transfer_config
-    assert transfer is not None
-    config = store_config(transfer.kv_connector_extra_config)
-    if transfer.kv_load_failure_policy != "recompute":
-        # "fail" is vLLM's default, and cannot be told from a "fail" that somebody wrote. The scheduler
-        # reads the policy after it has built its connector.
-        if announce:
-            logger.warning(
-                'fskv: option \'kv_load_failure_policy\': found "%s" (vLLM\'s default), using "recompute": '
-                "a chunk that cannot be loaded costs a recompute and never fails a request",
-                transfer.kv_load_failure_policy,
-            )
-        transfer.kv_load_failure_policy = "recompute"
-    groups = engine_groups(vllm_config, kv_cache_config)
-    from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
-
-    _, tokens_per_hash = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
-    # Of one file, so that engines of every topology choose the same chunks.
-    files = slices_per_rank(vllm_config, groups) if config.canonical_layout else 1
-    longest = vllm_config.model_config.max_model_len
-    if not reuses_kv(vllm_config):  # nothing is stored, and an engine is not refused for that
-        longest = max(longest, *(1 + group.spec.tokens_per_block for group in groups))
-    geometry = plan_geometry(
-        [group.spec for group in groups],
-        [group.block_nbytes // files for group in groups],
-        hybrid_chunk_size=config.hybrid_chunk_size,
-        tokens_per_hash=tokens_per_hash,
-        max_model_len=longest,
-        retention_interval=vllm_config.cache_config.prefix_cache_retention_interval,
-    )
-    if announce:
-        for warning in geometry.warnings:
-            logger.warning("fskv: %s", warning)
-    return _Setup(vllm_config, config, groups, geometry)
+        return super().build_prom_metrics(with_spec(vllm_config, None), *args, **kwargs)
 
 
 def _check_own(workers: Iterable[FskvHandshake], root: str) -> None:
@@ -495,20 +342,3 @@ def _check_own(workers: Iterable[FskvHandshake], root: str) -> None:
                 f"option 'root': found {root}, but the workers reported {worker.namespace_path}; two "
                 "FskvConnectors in one engine need FskvMultiConnector above them instead of MultiConnector"
             )
-
-
-def _with_spec(vllm_config: VllmConfig, setup: _Setup | None) -> VllmConfig:
-    """Return a shallow copy whose offloading configuration names our spec; the user's stays as written."""
-    assert vllm_config.kv_transfer_config is not None
-    written = vllm_config.kv_transfer_config.kv_connector_extra_config
-    extra: dict[str, Any] = {key: written[key] for key in ENGINE_OPTIONS if key in written}
-    extra["spec_name"] = FskvOffloadingSpec.__name__
-    extra["spec_module_path"] = __name__
-    if setup is not None:
-        extra["blocks_per_chunk"] = setup.geometry.blocks_per_chunk
-        extra["canonical_layout"] = setup.config.canonical_layout
-        extra[_SETUP_KEY] = setup
-    injected = copy.copy(vllm_config)
-    injected.kv_transfer_config = copy.copy(vllm_config.kv_transfer_config)
-    injected.kv_transfer_config.kv_connector_extra_config = extra
-    return injected

@@ -24,6 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping i
 from vllm.v1.kv_offload.base import CanonicalKVCaches, CanonicalPageMapping
 
 from fskv.engines.vllm.identity import EngineGroup
+from fskv.engines.vllm.places import blocks_in, check_rows, places_of, rows_of, whole_rows
 from fskv.errors import ConfigError
 from fskv.format.chunk_file import FileLayout
 from fskv.hybrid_planner import GroupKind
@@ -96,6 +97,30 @@ def own_files(
         for group, refs in zip(groups, kv_caches.group_data_refs, strict=True)
     )
     return WorkerFiles(tuple(t.tensor for t in kv_caches.tensors), (layouts,), (file_rank,))
+
+
+def rank_files(
+    vllm_config: VllmConfig,
+    config: OffloadingConfig,
+    groups: Sequence[EngineGroup],
+    blocks_per_chunk: int,
+    kv_caches: CanonicalKVCaches,
+) -> tuple[WorkerFiles, str | None]:
+    """Return this rank's files and, with `canonical_layout`, the name of the format of their pages.
+
+    Raises ConfigError where a setting must be another one, RestError where it is not known where KV lies.
+    """
+    num_blocks = blocks_in(kv_caches)
+    places = places_of(vllm_config, groups, num_blocks)
+    if not config.canonical_layout:
+        rows = whole_rows(vllm_config, groups, places, kv_caches)
+        file_rank = config.parallel.rank if config.parallel.world_size > 1 else None
+        return own_files(groups, blocks_per_chunk, rows, file_rank), None
+    of = "option 'canonical_layout'"
+    check_rows(vllm_config, groups, places, rows_of(kv_caches), num_blocks, of=of)
+    num_slices = count_slices(vllm_config, groups)
+    canonical_format = canonical_format_of(config, num_slices)
+    return canonical_files(groups, blocks_per_chunk, kv_caches, num_slices), canonical_format
 
 
 def count_slices(vllm_config: VllmConfig, groups: Sequence[EngineGroup]) -> int:

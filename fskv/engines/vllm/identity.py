@@ -10,9 +10,10 @@ import json
 import os
 import platform
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, cast
 
 from transformers import __version__ as transformers_version
@@ -46,6 +47,7 @@ from fskv.engines.vllm.loaded import (
     weights_text,
 )
 from fskv.engines.vllm.refusals import check_settings, name_of_load_format
+from fskv.engines.vllm.resting import RestError
 from fskv.engines.vllm.switches import switches
 from fskv.errors import ConfigError
 from fskv.hybrid_planner import GroupKind, GroupSpec
@@ -92,15 +94,32 @@ class EngineGroup:
     def block_nbytes(self) -> int:
         return sum(self.layer_nbytes)
 
+    @property
+    def planned_nbytes(self) -> int:
+        """Of a block if all layers were like the first: vLLM shows its scheduler no other (0.32)."""
+        return self.layer_nbytes[0] * len(self.layer_nbytes)
+
 
 def engine_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[EngineGroup]:
-    """Describe the offloaded groups in vLLM's order (position in OffloadingConfig.groups)."""
+    """Describe the offloaded groups in vLLM's order (position in OffloadingConfig.groups).
+
+    Raises RestError where one is of a kind that fskv does not know, or there is none, or where KV behind a
+    hit is not what a cold engine computes.
+    """
+    if any(_is_replayed(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups):
+        raise RestError(
+            "option 'swa_bounded_replay': found true, expected false: after a hit vLLM computes a window "
+            "anew without what is before it, so KV behind a hit is not what a cold engine computes"
+        )
     dcp = vllm_config.parallel_config.decode_context_parallel_size
     groups = []
     for group_idx in get_offloading_group_ids(kv_cache_config):
         group = kv_cache_config.kv_cache_groups[group_idx]
-        kind, window, retained, text = _kind(next(iter(iter_layer_specs(group.kv_cache_spec))))
-        by_layer = getattr(group.kv_cache_spec, "kv_cache_specs", {})
+        of_layers = getattr(group.kv_cache_spec, "kv_cache_specs", {})
+        specs = [of_layers.get(name, group.kv_cache_spec) for name in group.layer_names]
+        kind, window, retained, text = _kind_of_all(
+            specs or [*iter_layer_specs(group.kv_cache_spec)]
+        )
         groups.append(
             EngineGroup(
                 spec=GroupSpec(
@@ -111,14 +130,24 @@ def engine_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> li
                     extra_retained_tokens=retained,
                 ),
                 kind=text,
-                layer_nbytes=tuple(
-                    _page_nbytes(by_layer.get(name, group.kv_cache_spec))
-                    for name in group.layer_names
-                ),
+                layer_nbytes=tuple(map(_page_nbytes, specs)),
                 layer_names=tuple(group.layer_names),
             )
         )
+    if not groups:
+        raise RestError("the engine has no KV that vLLM would use again")
     return groups
+
+
+def _is_replayed(spec: KVCacheSpec) -> bool:
+    """Whether vLLM keeps a window out of prefix caching, and computes it anew after a hit (DeepSeek V4.1)."""
+    return any(getattr(each, "prefix_replay_tokens", 0) for each in iter_layer_specs(spec))
+
+
+def by_layer(texts: Iterable[str]) -> str:
+    """Return what is said of each layer, in their order: once where it is the same of all."""
+    runs = [(text, len(list(same))) for text, same in groupby(texts)]
+    return runs[0][0] if len(runs) == 1 else " + ".join(f"{n} * {text}" for text, n in runs)
 
 
 def build_identity(
@@ -260,6 +289,15 @@ def gpu_arch() -> str:
     return f"{current_platform.device_type}-{platform.machine()}"
 
 
+def _kind_of_all(specs: Sequence[KVCacheSpec]) -> tuple[GroupKind, int | None, int, str]:
+    """Return what `_kind` does, of all layers of a group; what a hit needs must be the same of each."""
+    kinds, windows, retained, texts = zip(*map(_kind, specs), strict=True)
+    (found, *others) = dict.fromkeys(zip(kinds, windows, retained, strict=True))
+    if others and {*kinds} != {GroupKind.FULL, GroupKind.MLA}:  # these two are covered alike
+        raise RestError(f"KV group of {by_layer(texts)}: fskv does not know how its KV is covered")
+    return GroupKind.FULL if others else found[0], *found[1:], by_layer(texts)
+
+
 def _kind(spec: KVCacheSpec) -> tuple[GroupKind, int | None, int, str]:
     """Return kind, window in tokens, extra retained tokens, and the kind with its variant as text."""
     if isinstance(spec, MambaSpec):
@@ -267,9 +305,7 @@ def _kind(spec: KVCacheSpec) -> tuple[GroupKind, int | None, int, str]:
         state = getattr(spec.mamba_type, "name", str(spec.mamba_type)).lower()
         return GroupKind.STATE, None, 0, f"state/{state}/{spec.mamba_cache_mode}/{dtypes}"
     if not isinstance(spec, AttentionSpec):
-        raise ConfigError(
-            f"KV group of kind {type(spec).__name__}: fskv does not know how its KV is covered"
-        )
+        raise _unknown(spec)
     suffix = f"{_name(spec.dtype)}/{spec.kv_quant_mode.name.lower()}"
     if isinstance(spec, SlidingWindowSpec):
         retained = int(getattr(spec, "extra_retained_tokens", 0))
@@ -281,9 +317,12 @@ def _kind(spec: KVCacheSpec) -> tuple[GroupKind, int | None, int, str]:
         return GroupKind.MLA, None, 0, f"mla/{type(spec).__name__}/{suffix}"
     if isinstance(spec, FullAttentionSpec):
         return GroupKind.FULL, None, 0, f"full/{type(spec).__name__}/{suffix}"
-    raise ConfigError(
-        f"KV group of kind {type(spec).__name__}: fskv does not know how its KV is covered"
-    )
+    raise _unknown(spec)
+
+
+def _unknown(spec: KVCacheSpec) -> RestError:
+    kind = type(spec).__name__
+    return RestError(f"KV group of kind {kind}: fskv does not know how its KV is covered")
 
 
 def _page_nbytes(spec: KVCacheSpec) -> int:

@@ -91,6 +91,12 @@ class FskvHandshake(KVConnectorHandshakeMetadata):
     prefix_caching: bool = True  # whether the worker's layers allow KV to be used again
     num_io_threads: int = 1
     is_local: bool | None = None  # whether the root is on disks of this machine; None: not known
+    rests: str | None = None  # why the worker neither stores nor loads; nothing else counts then
+
+    @classmethod
+    def resting(cls, rank: int, world_size: int, reason: str) -> FskvHandshake:
+        """Return what a worker tells that does not know its KV."""
+        return cls(rank, world_size, 0, "", b"", 0, 0, {}, rests=reason)
 
     @property
     def file_ranks(self) -> tuple[int | None, ...]:
@@ -194,11 +200,15 @@ class FskvManager(OffloadingManager):
     def _estimate(self, num_chunks: int) -> float:
         return self._recompute_s(num_chunks)
 
-    def turn_off(self, reason: str) -> None:
-        """Neither load nor store, from now on and for good: where vLLM itself does not reuse KV."""
+    def turn_off(self, condition: str, reason: str) -> None:
+        """Neither load nor store, from now on and for good; `condition` names it in the health file."""
         self.chunks.stopped = True
-        self._watch.off = reason
-        self._states.say("prefix_caching_off", logging.WARNING, reason=reason)
+        self._watch.off = condition, reason
+        self._states.say(condition, logging.WARNING, reason=reason)
+
+    def rest(self, reason: str) -> None:
+        """Turn off because a worker, or this one, does not know how the model's KV lies."""
+        self.turn_off("kv_unknown", f"{reason}: fskv neither loads nor stores")
 
     def doubt_weights(self, what: str, *, vouched: bool | None = None) -> None:
         """Neither load nor store from now on, unless the weights are vouched for: None asks the option.

@@ -3,21 +3,25 @@
 Two engines may have pages of one size and other bytes in them: kernel blocks of another length, heads outside
 of tokens, keys and values permuted for an instruction set. So the identity holds what the worker has bound to
 its layers, and the digest of a page into which the backend's own function wrote numbered elements.
+
+That page is a copy in shape: the backend's function checks no bounds, so the page has every head, token and
+element that the layer has, and all that its strides span is allocated.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from vllm.platforms import current_platform
 
-from fskv.engines.vllm.identity import jsonable
+from fskv.engines.vllm.identity import by_layer, jsonable
+from fskv.engines.vllm.places import block_axis, bound_to
+from fskv.engines.vllm.resting import RestError
 from fskv.engines.vllm.switches import layout_switches
-from fskv.errors import ConfigError
 from fskv.hybrid_planner import GroupKind
 
 if TYPE_CHECKING:
@@ -45,118 +49,151 @@ _Write: TypeAlias = Callable[[torch.Tensor, torch.Tensor], None]  # numbers, pag
 
 
 def page_layouts(
-    vllm_config: VllmConfig, groups: list[EngineGroup], *, canonical: bool = False
+    vllm_config: VllmConfig,
+    groups: list[EngineGroup],
+    num_blocks: int,
+    *,
+    canonical: bool = False,
 ) -> dict[str, Json]:
-    """Return what the identity must hold of the layout inside pages, by group.
+    """Return what the identity must hold of the layout inside pages, by group; `num_blocks` has the engine.
 
     `canonical`: of a page of one head, which is the same in every topology; how heads lie beside each other
     is in the name of the canonical format.
 
     For the worker, after vLLM has bound the KV cache to its layers, on vLLM's own thread: a function that
-    writes may have a pool of threads for each thread that calls it. Raises ConfigError where a layer does
-    not tell.
+    writes may have a pool of threads for each thread that calls it. Raises RestError where a layer does not
+    tell.
     """
     found = layout_switches()
     layers = vllm_config.compilation_config.static_forward_context
     dcp = vllm_config.parallel_config.decode_context_parallel_size
     is_cpu = bool(current_platform.is_cpu())
-    pages = _Pages(vllm_config.model_config.dtype, is_cpu=is_cpu, canonical=canonical)
+    pages = _Pages(vllm_config.model_config.dtype, num_blocks, is_cpu=is_cpu, canonical=canonical)
     for group in groups:
         tokens = group.spec.tokens_per_block // dcp
         is_state = group.spec.kind is GroupKind.STATE
-        insides = {
-            pages.inside(name, layers.get(name), nbytes, tokens, is_state=is_state)
-            for name, nbytes in zip(group.layer_names, group.layer_nbytes, strict=True)
+        insides = [
+            pages.inside(name, layers.get(name), tokens, is_state=is_state)
+            for name in group.layer_names
             # One that has no page of its own: another layer's is in the group too.
             if not getattr(layers.get(name), "kv_sharing_target_layer_name", None)
-        }
+        ]
         if insides:
-            found[f"group{group.spec.group_idx}"] = "+".join(sorted(insides))
+            found[f"group{group.spec.group_idx}"] = by_layer(insides)
     if groups and not is_cpu:
         found["attention"] = jsonable(getattr(vllm_config, "attention_config", None))
     return found
 
 
 @dataclass(frozen=True, slots=True)
-class _View:
-    """What of a tensor lies inside one page: `axes` are (how many, apart by bytes), outermost first."""
+class _Page:
+    """One page of a bound tensor: the tensor's axes, with one block's part of the axis of blocks."""
 
     dtype: torch.dtype
-    axes: tuple[tuple[int, int], ...]
-    offset: int  # in the page, or in the block of all layers
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]  # in elements
+    kernel_blocks: int
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, page_nbytes: int, base: int = 0) -> _View:
-        """Describe a bound tensor; the axis that goes from page to page is left out, or cut to one page."""
-        if not tensor.numel():
-            raise ValueError("no KV cache is bound to it")
-        item = tensor.element_size()
-        axes = []
-        for count, stride in zip(tensor.shape, tensor.stride(), strict=True):
-            nbytes = stride * item
-            if count > 1 and (count - 1) * nbytes >= page_nbytes:
-                count = page_nbytes // nbytes  # noqa: PLW2901  # of kernel blocks in a page, or 0
-            if count > 1:
-                axes.append((count, nbytes))
-        # Where it lies in its block, if it is in the first one: later than that it depends on their number.
-        offset = tensor.storage_offset() * item
-        block = max((s * item for s in tensor.stride()), default=0)
-        return cls(tensor.dtype, tuple(axes), base or (offset if offset < block else 0))
+    def of(cls, bound: torch.Tensor, num_blocks: int) -> _Page:
+        """What lies outside of the axis of blocks is apart by all blocks of the engine: by one, in a page."""
+        of_blocks = block_axis(bound, num_blocks)
+        shape, strides = [*bound.shape], [*bound.stride()]
+        shape[of_blocks] //= num_blocks
+        extent = 1
+        for axis in sorted(range(bound.ndim), key=lambda axis: (bound.stride(axis), axis)):
+            if bound.stride(axis) > bound.stride(of_blocks):
+                strides[axis] = extent
+            extent += (shape[axis] - 1) * strides[axis]
+        return cls(bound.dtype, tuple(shape), tuple(strides), shape[of_blocks])
+
+    def of_one_head(self) -> _Page:
+        """Return a page of blocks, heads, tokens and elements with one head, and without gaps."""
+        blocks, _, tokens, elements = self.shape
+        strides = (tokens * elements, tokens * elements, elements, 1)
+        return _Page(self.dtype, (blocks, 1, tokens, elements), strides, blocks)
+
+    def zeros(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return memory that has all that the strides span, as bytes and as such a page."""
+        extent = 1 + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
+        flat = torch.zeros(extent * self.dtype.itemsize, dtype=torch.uint8, device=device)
+        elements = flat.view(self.dtype)
+        return flat, elements.as_strided(self.shape, self.strides, elements.storage_offset())
+
+    def is_of(self, tokens: int) -> bool:
+        """Whether it has so many tokens, on the last axis but one or (before 0.32) the one before that."""
+        axes = self.shape[-2:-1] if len(self.shape) < 5 else self.shape[-3:-1]
+        return tokens in {self.kernel_blocks * n for n in axes}
 
     def __str__(self) -> str:
-        axes = ",".join(f"{count}x{nbytes}" for count, nbytes in self.axes)
-        name = str(self.dtype).removeprefix("torch.")
-        return f"{name}[{axes}]" + (f"@{self.offset}" if self.offset else "")
+        item = self.dtype.itemsize
+        sides = zip(self.shape, self.strides, strict=True)
+        axes = ",".join(f"{count}x{stride * item}" for count, stride in sides if count > 1)
+        return f"{str(self.dtype).removeprefix('torch.')}[{axes}]"
+
+
+def _offset(bound: torch.Tensor, num_blocks: int) -> int:
+    """Return where a tensor begins in its block, in bytes; 0 after the first: it depends on their number."""
+    axis, item = block_axis(bound, num_blocks), bound.element_size()
+    offset = int(bound.storage_offset()) * item
+    block = bound.shape[axis] // num_blocks * bound.stride(axis) * item
+    return offset if offset < block else 0
 
 
 class _Pages:
     """Describes pages; layers that are alike are asked once."""
 
-    def __init__(self, model_dtype: torch.dtype, *, is_cpu: bool, canonical: bool) -> None:
+    def __init__(
+        self, model_dtype: torch.dtype, num_blocks: int, *, is_cpu: bool, canonical: bool
+    ) -> None:
         self._model_dtype = model_dtype
+        self._num_blocks = num_blocks
         self._canonical = canonical
         self._is_cpu = is_cpu
         self._digests: dict[tuple[object, ...], str] = {}
 
-    def inside(
-        self, name: str, layer: Any, page_nbytes: int, tokens: int, *, is_state: bool
-    ) -> str:
-        """Return how a layer's page is laid out; ConfigError, in one sentence, where that cannot be known.
+    def inside(self, name: str, layer: Any, tokens: int, *, is_state: bool) -> str:
+        """Return how a layer's page is laid out; RestError, in one sentence, where that cannot be known.
 
-        `page_nbytes` is one block of this layer on this rank, un-padded; `tokens` is how many it holds.
+        `tokens` is how many a block holds on this rank.
         """
         try:
+            bound = bound_to(layer)
             if is_state:
-                return _state_layout(layer.kv_cache, page_nbytes)
+                return self._of_state(bound)
             backend = str(layer.get_attn_backend().get_name())
-            view = _View.of(layer.kv_cache, page_nbytes)
-            page = _one_page(layer.kv_cache, page_nbytes)
-            if self._canonical and page.ndim == 4:  # blocks, heads, tokens, elements
-                page = torch.zeros_like(page[:, :1], memory_format=torch.contiguous_format)
-                view = _View.of(page, page.nbytes)
-            digest = self._digest(layer, backend, view, page, tokens)
+            (tensor,) = bound
+            page, offset = _Page.of(tensor, self._num_blocks), _offset(tensor, self._num_blocks)
+            if self._canonical and tensor.ndim == 4:
+                page, offset = page.of_one_head(), 0
+            digest = self._digest(layer, backend, page, tokens)
             isa = getattr(layer, "isa", None)  # what a layer on a CPU writes with
+            view = f"{page}{_at(offset)}"
             return f"{backend}{f'({isa})' if isa else ''}/{view}/{digest}"
         except Exception as error:  # whatever a vLLM without these names raises
             reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        raise ConfigError(
+        raise RestError(
             f"KV layer {name}: how vLLM lays keys and values out inside a page cannot be determined "
-            f"({reason}), so its KV cannot be shared"
+            f"({reason})"
         )
 
-    def _digest(
-        self, layer: Any, backend: str, view: _View, page: torch.Tensor, tokens: int
-    ) -> str:
+    def _of_state(self, bound: tuple[torch.Tensor, ...]) -> str:
+        """Describe the tensors of a state: plain ones, one after the other in a page."""
+        first = min(tensor.data_ptr() for tensor in bound)
+        offsets = [t.data_ptr() - first or _offset(t, self._num_blocks) for t in bound]
+        pages = [_Page.of(t, self._num_blocks) for t in bound]
+        return "&".join(f"{page}{_at(at)}" for page, at in zip(pages, offsets, strict=True))
+
+    def _digest(self, layer: Any, backend: str, page: _Page, tokens: int) -> str:
         isa, dtype = getattr(layer, "isa", None), getattr(layer.impl, "kv_cache_dtype", None)
         shape = [
             getattr(layer, name, None) for name in ("num_kv_heads", "head_size", "head_size_v")
         ]
-        key = (backend, type(layer.impl), view, tokens, isa, dtype, *shape)
+        key = (backend, type(layer.impl), page, tokens, isa, dtype, *shape)
         if key not in self._digests:
             try:
                 heads = 1 if self._canonical else int(getattr(layer, "num_kv_heads", 0))
-                write, num_elements = _writer(layer, tokens, self._model_dtype, heads)
-                self._digests[key] = _digest_of_page(write, num_elements, page, self._model_dtype)
+                self._digests[key] = _try(layer, page, tokens, self._model_dtype, heads)
             except Exception:
                 if self._is_cpu or backend not in _PLAIN_BACKENDS:
                     raise
@@ -164,25 +201,22 @@ class _Pages:
         return self._digests[key]
 
 
-def _state_layout(tensors: Iterable[torch.Tensor] | torch.Tensor, page_nbytes: int) -> str:
-    """Describe the tensors of a state: plain ones, one after the other in a page."""
-    bound = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-    first = min(tensor.data_ptr() for tensor in bound)
-    return "&".join(str(_View.of(t, page_nbytes, t.data_ptr() - first)) for t in bound)
+def _at(offset: int) -> str:
+    return f"@{offset}" if offset else ""
 
 
-def _one_page(bound: torch.Tensor, page_nbytes: int) -> torch.Tensor:
-    """Return a page of zeros of its own, shaped and strided as the bound tensor's pages are."""
-    item = bound.element_size()
-    shape = [
-        count
-        if (count - 1) * stride * item < page_nbytes
-        else max(1, page_nbytes // (stride * item))
-        for count, stride in zip(bound.shape, bound.stride(), strict=True)
-    ]
-    extent = 1 + sum((n - 1) * stride for n, stride in zip(shape, bound.stride(), strict=True))
-    page = torch.zeros(extent * item, dtype=torch.uint8, device=bound.device)
-    return page.view(bound.dtype).as_strided(shape, bound.stride())
+def _try(layer: Any, page: _Page, tokens: int, dtype: torch.dtype, heads: int) -> str:
+    """Have the layer's own function write a page; return the page's digest."""
+    if not page.is_of(tokens):  # it would write behind the page's end
+        raise ValueError(f"its view {page} is not one of {tokens} tokens")
+    write, num_elements = _writer(layer, tokens, dtype, heads)
+    # Some keep what they derive from the first page that they see (0.32: the scales of Triton's).
+    kept = dict(vars(layer.impl))
+    try:
+        return _digest_of_page(write, num_elements, *page.zeros(layer.kv_cache.device), dtype)
+    finally:
+        vars(layer.impl).clear()
+        vars(layer.impl).update(kept)
 
 
 def _writer(layer: Any, tokens: int, dtype: torch.dtype, heads: int) -> tuple[_Write, int]:
@@ -222,19 +256,22 @@ def _writer(layer: Any, tokens: int, dtype: torch.dtype, heads: int) -> tuple[_W
 
 
 def _digest_of_page(
-    write: _Write, num_elements: int, page: torch.Tensor, model_dtype: torch.dtype
+    write: _Write,
+    num_elements: int,
+    memory: torch.Tensor,
+    page: torch.Tensor,
+    model_dtype: torch.dtype,
 ) -> str:
-    """Return the digest of a page into which the backend has written element i as the number i.
+    """Return the digest of a page's memory into which the backend has written element i as the number i.
 
     In octal digits, a page for each: the digits are exact in every dtype that a KV cache can have.
     """
     index = torch.arange(num_elements, device=page.device)
     digest = hashlib.sha256()
     for shift in range(0, (num_elements - 1).bit_length(), 3):
-        page.zero_()
+        memory.zero_()
         write(((index >> shift) & 7).to(model_dtype), page)
-        flat = page.as_strided((page.untyped_storage().nbytes() // page.element_size(),), (1,))
-        written = flat.view(torch.uint8).cpu().numpy().tobytes()
+        written = memory.cpu().numpy().tobytes()
         if not any(written):
             raise ValueError("nothing was written")
         digest.update(written)

@@ -134,12 +134,13 @@ def connectors() -> Iterator[OffloadingConnector]:
     """In a worker: yield its connectors of vLLM's offloading kind; inside a MultiConnector too."""
     from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group
 
-    yield from _within(get_kv_transfer_group())
+    for connector in _within(get_kv_transfer_group()):
+        if isinstance(connector, OffloadingConnector):
+            yield connector
 
 
-def _within(connector: Any) -> Iterator[OffloadingConnector]:
-    if isinstance(connector, OffloadingConnector):
-        yield connector
+def _within(connector: Any) -> Iterator[Any]:
+    yield connector
     for child in getattr(connector, "_connectors", ()):  # vLLM's MultiConnector
         yield from _within(child)
 
@@ -156,7 +157,10 @@ def handshakes_of_workers() -> list[Any]:
 
 def handshakes(_worker: object) -> list[Any]:
     """Return the handshakes of this worker's fskv connectors. On the worker's thread."""
-    return [own for each in connectors() if (own := getattr(each, "handshake", None)) is not None]
+    from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group
+
+    found = [getattr(each, "handshake", None) for each in _within(get_kv_transfer_group())]
+    return [own for own in found if own is not None]
 
 
 # --- blocks -----------------------------------------------------------------------------------

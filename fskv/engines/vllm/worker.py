@@ -224,3 +224,61 @@ class FskvWorker(OffloadingWorker):
                 for file_rank, plan in zip(self._files.file_ranks, of_chunk, strict=True)
             ]
         return moves
+
+
+class RestingWorker(OffloadingWorker):
+    """Stands for a FskvWorker where it is not known how KV lies: no page is read, and none is written.
+
+    The scheduler has no jobs for it. One that comes all the same ends at once, a load as a failed one.
+    """
+
+    reloaded = False
+
+    def __init__(self, handshake: FskvHandshake) -> None:
+        self.handshake = handshake
+        self._ended: list[TransferResult] = []
+        self._failed_jobs: set[int] = set()
+
+    def submit_store(
+        self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
+    ) -> bool:
+        self._ended.append(
+            TransferResult(job_id=job_id, success=True, transfer_size=0, transfer_time=0.0)
+        )
+        return True
+
+    def submit_load(
+        self,
+        job_id: int,
+        src_spec: LoadStoreSpec,
+        dst_spec: GPULoadStoreSpec,
+        expedited: bool = False,
+    ) -> bool:
+        self._failed_jobs.add(job_id)
+        return self.submit_store(job_id, dst_spec, src_spec)
+
+    def get_finished(self) -> list[TransferResult]:
+        ended, self._ended = self._ended, []
+        return ended
+
+    def wait(self, job_ids: set[int]) -> None:
+        """Return: no page is in use."""
+
+    def shutdown(self) -> None:
+        """Nothing runs."""
+
+    def drop_jobs(self, deferred: Iterable[LoadStoreSpec] = ()) -> None:
+        """Nothing is under way."""
+
+    def take_failed_jobs(self) -> set[int]:
+        failed, self._failed_jobs = self._failed_jobs, set()
+        return failed
+
+    def take_news(self) -> News:
+        return News()
+
+    def take_loads(self) -> dict[int, LoadReport]:
+        return {}
+
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        return None

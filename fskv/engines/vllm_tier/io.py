@@ -6,15 +6,17 @@ are moved from here, because a row holds the pages of all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from fskv.config import StoreConfig
-from fskv.data_path.job import FileMove
+from fskv.data_path.job import FileMove, JobResult
 from fskv.engines.vllm.files import file_layouts
 from fskv.engines.vllm.manager import FskvHandshake
 from fskv.engines.vllm_tier.workers import Workers
+from fskv.observe.metrics import Counters, Gauge
 from fskv.offload.mover import Mover
+from fskv.offload.news import News
 from fskv.root.filesystem import is_local
 from fskv.root.root import NamespaceDir
 from fskv.types import ChunkId, FileId
@@ -78,3 +80,51 @@ class RowMover:
             for key_idx, (chunk, row_idx) in enumerate(zip(chunks, row_idxs, strict=True))
             for file_rank, row in zip(self._file_ranks, self._rows[chunk.group_idx], strict=True)
         ]
+
+
+class RestingRows:
+    """Stands for a RowMover where it is not known how KV lies in rows: none is read, and none is written.
+
+    Every job ends at once. The manager finds nothing and takes nothing, so there are none with chunks.
+    """
+
+    def __init__(self) -> None:
+        self.mover = _RestingMover()
+
+    def store(self, job_id: int, chunks: Sequence[ChunkId], row_idxs: Sequence[int]) -> int:
+        self.mover.end(JobResult(job_id, is_load=False, failed=False, nbytes=0, seconds=0.0))
+        return 0
+
+    def load(self, job_id: int, chunks: Sequence[ChunkId], row_idxs: Sequence[int]) -> None:
+        bad = tuple(FileId(*chunk) for chunk in chunks)
+        self.mover.end(JobResult(job_id, is_load=True, failed=True, nbytes=0, seconds=0.0, bad=bad))
+
+
+class _RestingMover:
+    """As much of a Mover as the tier asks."""
+
+    def __init__(self) -> None:
+        self.counters = Counters()
+        self._ended: list[JobResult] = []
+
+    def end(self, result: JobResult) -> None:
+        self._ended.append(result)
+
+    def poll(self) -> list[JobResult]:
+        ended, self._ended = self._ended, []
+        return ended
+
+    def take_news(self) -> News:
+        return News()
+
+    def gauges(self) -> dict[Gauge, float]:
+        return {}
+
+    def free_pages(self, job_ids: Iterable[int]) -> None:
+        """No row is in use."""
+
+    def drop(self) -> None:
+        """Nothing is under way."""
+
+    def close(self) -> None:
+        """Nothing runs."""

@@ -22,7 +22,7 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -52,7 +52,8 @@ from fskv.engines.vllm.quirks import (
     reserving_scheduler,
     resetting_scheduler,
 )
-from fskv.engines.vllm_tier.io import RowMover
+from fskv.engines.vllm.resting import RestError
+from fskv.engines.vllm_tier.io import RestingRows, RowMover
 from fskv.engines.vllm_tier.rows import rows_of
 from fskv.engines.vllm_tier.workers import Workers, ask_workers
 from fskv.errors import FskvError
@@ -69,6 +70,8 @@ if TYPE_CHECKING:
     )
     from vllm.v1.kv_offload.base import OffloadingSpec
     from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
+
+    from fskv.engines.vllm.identity import EngineGroup
 
 logger = logging.getLogger(__name__)
 
@@ -119,9 +122,8 @@ class FskvTier(SecondaryTierManager):
         # A worker whose weights are loaded again writes to it; a file without a name once all have it open.
         self._mark, mark = tempfile.mkstemp(prefix="fskv-weights-")
         try:
-            self._config = config = tier_config(options)
-            workers = ask_workers(offloading_spec, config, self.block_size_bytes, mark)
-            self._rows, self._manager = _open(config, workers, offloading_spec, primary_kv_view)
+            self._config = tier_config(options)
+            self._rows, self._manager, groups = self._open(offloading_spec, primary_kv_view, mark)
             self._manager.locality = self.locality or self._manager.locality
         except FskvError as error:
             logger.error("fskv: %s", error)
@@ -130,8 +132,21 @@ class FskvTier(SecondaryTierManager):
         finally:
             os.unlink(mark)
         # Blocks of such groups are freed and used again while their request runs.
-        kinds = {group.spec.kind for group in workers.groups}
+        kinds = {group.spec.kind for group in groups}
         self._reuses_blocks = bool(kinds - {GroupKind.FULL, GroupKind.MLA})
+
+    def _open(
+        self, spec: OffloadingSpec, view: memoryview, mark: str
+    ) -> tuple[RowMover | RestingRows, FskvManager, Sequence[EngineGroup]]:
+        """Ask the workers and begin; raises FskvError. Where they do not know their KV, the tier rests."""
+        try:
+            workers = ask_workers(spec, self._config, self.block_size_bytes, mark)
+        except RestError as error:
+            rank = spec.config.parallel.data_parallel_index
+            manager = FskvManager(self._config, 1, engine_rank=rank)
+            manager.rest(str(error))
+            return RestingRows(), manager, ()
+        return *_open(self._config, workers, spec, view), workers.groups
 
     @classmethod
     def build_metric_definitions(
@@ -343,7 +358,7 @@ def _open(
     try:
         manager.set_workers([rows.handshake])
         if not workers.prefix_caching:
-            manager.turn_off(PREFIX_CACHING_OFF)
+            manager.turn_off("prefix_caching_off", PREFIX_CACHING_OFF)
     except FskvError:
         rows.mover.close()
         raise

@@ -23,7 +23,9 @@ from fskv.engines.vllm.identity import EngineGroup, build_identity, engine_group
 from fskv.engines.vllm.loaded import find_loaded
 from fskv.engines.vllm.media import make_keys_strict
 from fskv.engines.vllm.page_layout import page_layouts
+from fskv.engines.vllm.places import check_rows, places_of
 from fskv.engines.vllm.quirks import connectors, executor
+from fskv.engines.vllm.resting import RestError
 from fskv.engines.vllm_tier.rows import PlacedTensor, RowLayout, own_rows, slice_rows
 from fskv.errors import ConfigError, FskvError
 from fskv.hybrid_planner import GroupKind
@@ -56,6 +58,13 @@ class Report:
 
 
 @dataclass(frozen=True)
+class Resting:
+    """The answer of a worker that does not know its KV; pickled."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class Workers:
     """All workers together; `rows[i][g]` is file i's payload of the group at position g."""
 
@@ -70,6 +79,8 @@ class Workers:
 
 def ask_workers(spec: OffloadingSpec, config: StoreConfig, row_nbytes: int, mark: str) -> Workers:
     """Have every worker report; raises ConfigError where one cannot, or where they do not agree.
+
+    Raises RestError where one does not know its KV.
 
     From then on a worker whose weights are loaded again writes to the file `mark`.
     """
@@ -87,6 +98,8 @@ def ask_workers(spec: OffloadingSpec, config: StoreConfig, row_nbytes: int, mark
     for answer in answers:
         if isinstance(answer, str):
             raise ConfigError(answer)
+        if isinstance(answer, Resting):
+            raise RestError(answer.reason)
         reports.append(answer)
     workers = combine(reports, spec.blocks_per_chunk, spec.config.parallel.world_size, row_nbytes)
     # The engine core turns it off for models whose prompts are not causal, after the workers were made.
@@ -140,13 +153,17 @@ def combine(
     )
 
 
-def report(_worker: object, engine_id: str, config: StoreConfig, mark: str) -> Report | str:
+def report(
+    _worker: object, engine_id: str, config: StoreConfig, mark: str
+) -> Report | Resting | str:
     """Describe this worker's KV, or say in a sentence why the tier cannot be used with it.
 
     Runs in the worker's process, on vLLM's thread, after the KV cache was bound to its layers.
     """
     try:
         return _report(engine_id, config, mark)
+    except RestError as error:
+        return Resting(str(error))
     except FskvError as error:
         return str(error)
     except (AttributeError, TypeError, ValueError, AssertionError) as error:  # another vLLM's names
@@ -172,11 +189,18 @@ def _report(engine_id: str, config: StoreConfig, mark: str) -> Report:
     if spec.config.canonical_layout:
         num_slices = count_slices(vllm_config, groups)
         canonical_format = canonical_format_of(spec.config, num_slices)
+    num_blocks = connector_worker.kv_cache_config.num_blocks
+    rows = [
+        [(handler.src_tensors[ref.tensor_idx], ref.page_size_bytes) for ref in refs]
+        for refs in handler.layer_refs_per_group
+    ]
+    places = places_of(vllm_config, groups, num_blocks)
+    check_rows(vllm_config, groups, places, rows, num_blocks, of="vLLM's CPU tier")
     refs = tuple(
         tuple((ref.tensor_idx, _page_nbytes(ref, canonical=num_slices is not None)) for ref in refs)
         for refs in handler.layer_refs_per_group
     )
-    in_page = page_layouts(vllm_config, groups, canonical=num_slices is not None)
+    in_page = page_layouts(vllm_config, groups, num_blocks, canonical=num_slices is not None)
     loaded = find_loaded(vllm_config)
     identity = call_with_deadline(
         lambda: build_identity(

@@ -1,0 +1,280 @@
+"""Where the KV of a block lies in memory, by the strides of what vLLM has bound to its layers.
+
+VLLM offers a connector rows, one for each block, and finds them by rules of its own. For some layouts those
+rows hold a part of a block, or other bytes (0.32 and 0.33: VLLM_KV_CACHE_LAYOUT=LHBNC, and states alone in a
+layout that begins with B). So every row is held against the addresses of the layers here, and where vLLM's
+rows fail, others are made of the layers' pieces.
+
+Arithmetic on shapes, strides and addresses; no byte of KV is read. Called once, at start-up.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+)
+
+from fskv.engines.vllm.resting import RestError
+from fskv.errors import ConfigError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from fskv.engines.vllm.identity import EngineGroup
+
+# Bytes in memory: (address, how many), ascending and apart from each other.
+_Runs: TypeAlias = list[tuple[int, int]]
+# A tensor of rows, one for each block, and how many bytes of a row belong to a group.
+Row: TypeAlias = tuple[torch.Tensor, int]
+
+_MAX_PIECES = 4096  # of one layer's block: more than tokens or heads of any
+
+
+@dataclass(frozen=True)
+class Places:
+    """The bytes that a layer has of each block: `pieces` are block 0, block b is `b * stride` further on."""
+
+    tensor: torch.Tensor  # one that is bound to the layer
+    pieces: tuple[tuple[int, int], ...]
+    stride: int
+
+    @classmethod
+    def of(cls, bound: Sequence[torch.Tensor], num_blocks: int) -> Places:
+        """Find them; raises ValueError where strides do not say it."""
+        runs: _Runs = []
+        strides = set()
+        for tensor in bound:
+            axis = block_axis(tensor, num_blocks)
+            item = tensor.element_size()
+            per_block = tensor.shape[axis] // num_blocks
+            strides.add(per_block * tensor.stride(axis) * item)
+            shape = [*tensor.shape]
+            shape[axis] = per_block
+            runs += _runs(tensor.data_ptr(), shape, [s * item for s in tensor.stride()], item)
+        if len(strides) != 1:
+            raise ValueError("its tensors have blocks of different lengths")
+        runs.sort()
+        if any(start + nbytes > following for (start, nbytes), (following, _) in pairwise(runs)):
+            raise ValueError("its tensors overlap")
+        return cls(bound[0], tuple(_joined(runs)), strides.pop())
+
+    @property
+    def nbytes(self) -> int:
+        return sum(nbytes for _, nbytes in self.pieces)
+
+
+def block_axis(tensor: torch.Tensor, num_blocks: int) -> int:
+    """Return the axis that goes from block to block, perhaps in several kernel blocks each."""
+    for axis, count in enumerate(tensor.shape):
+        if count and count % num_blocks == 0:
+            return axis
+    raise ValueError(f"no axis of {tuple(tensor.shape)} is one of {num_blocks} blocks")
+
+
+def places_of(
+    vllm_config: VllmConfig, groups: Iterable[EngineGroup], num_blocks: int
+) -> dict[str, Places]:
+    """Return where each layer's blocks are, but for layers that have another one's.
+
+    Raises RestError where a layer does not tell, or tells of more or fewer bytes than its specification.
+    """
+    layers = vllm_config.compilation_config.static_forward_context
+    found = {}
+    for group in groups:
+        for name, nbytes in zip(group.layer_names, group.layer_nbytes, strict=True):
+            layer = layers.get(name)
+            if getattr(layer, "kv_sharing_target_layer_name", None):
+                continue
+            try:
+                places = Places.of(bound_to(layer), num_blocks)
+            except ValueError as error:
+                raise RestError(
+                    f"KV layer {name}: where its KV lies is not known: {error}"
+                ) from None
+            if places.nbytes != nbytes:
+                raise RestError(
+                    f"KV layer {name}: {places.nbytes} bytes of a block are bound to it and its "
+                    f"specification has {nbytes}, so where its KV lies is not known"
+                )
+            found[name] = places
+    return found
+
+
+def bound_to(layer: Any) -> tuple[torch.Tensor, ...]:
+    """Return the tensors of a layer's KV; raises ValueError where there are none."""
+    bound = getattr(layer, "kv_cache", None)
+    tensors = (bound,) if isinstance(bound, torch.Tensor) else tuple(bound or ())
+    if not tensors or not all(isinstance(t, torch.Tensor) and t.numel() for t in tensors):
+        raise ValueError("no KV cache is bound to it")
+    return tensors
+
+
+def lost(
+    groups: Iterable[EngineGroup],
+    places: Mapping[str, Places],
+    rows: Sequence[Sequence[Row]],
+    num_blocks: int,
+) -> str | None:
+    """Say whose bytes the rows of a block do not hold, or hold of another block; None: all is well.
+
+    `rows` are by position of the group. A row counts for a layer where both go on by the same number of bytes
+    from block to block: what it holds of block 0 it holds of each.
+    """
+    for group, of_group in zip(groups, rows, strict=True):
+        for name in (name for name in group.layer_names if name in places):
+            stride = places[name].stride
+            held = _joined(sorted((t.data_ptr(), n) for t, n in of_group if t.stride(0) == stride))
+            if not all(_holds(held, piece) for piece in places[name].pieces):
+                return f"the rows of a block do not hold all of layer {name}"
+    of_rows = {(t.data_ptr(), n, t.stride(0)) for of_group in rows for t, n in of_group}
+    return _across_blocks(places, of_rows, num_blocks)
+
+
+def _across_blocks(
+    places: Mapping[str, Places], rows: Iterable[tuple[int, int, int]], num_blocks: int
+) -> str | None:
+    """Say which layer has bytes of one block in the row of another; rows are (address, bytes, stride).
+
+    Rows of another stride that come where the layer's blocks are meet other blocks of it sooner or later.
+    """
+    for start, nbytes, stride in rows:
+        for name, place in places.items():
+            for at, length in place.pieces:
+                if stride == place.stride:
+                    least = (start - at - length) // stride + 1  # how many blocks further on
+                    most = -((at - start - nbytes) // stride) - 1
+                    steps = range(max(least, 1 - num_blocks), min(most, num_blocks - 1) + 1)
+                    meets = bool(set(steps) - {0}) if len(steps) < 3 else True
+                else:
+                    last = num_blocks - 1
+                    meets = (
+                        start < at + last * place.stride + length
+                        and at < start + last * stride + nbytes
+                    )
+                if meets:
+                    return f"the row of a block holds bytes of other blocks of layer {name}"
+    return None
+
+
+def whole_rows(
+    vllm_config: VllmConfig,
+    groups: Sequence[EngineGroup],
+    places: Mapping[str, Places],
+    kv_caches: CanonicalKVCaches,
+) -> CanonicalKVCaches:
+    """Return rows that hold each block whole: vLLM's, or pieces where those do not.
+
+    Raises ConfigError where blocks lie over each other (0.32: attention and states with LHBNC).
+    """
+    num_blocks = blocks_in(kv_caches)
+    if lost(groups, places, rows_of(kv_caches), num_blocks) is None:
+        return kv_caches
+    own = _rows_of_pieces(groups, places, num_blocks)
+    check_rows(vllm_config, groups, places, rows_of(own), num_blocks, of="this model")
+    return own
+
+
+def check_rows(
+    vllm_config: VllmConfig,
+    groups: Iterable[EngineGroup],
+    places: Mapping[str, Places],
+    rows: Sequence[Sequence[Row]],
+    num_blocks: int,
+    *,
+    of: str,
+) -> None:
+    """Raise ConfigError unless rows hold each block whole, and no other; `of` says what takes them so."""
+    reason = lost(groups, places, rows, num_blocks)
+    if reason is not None:
+        raise ConfigError(
+            f"VLLM_KV_CACHE_LAYOUT: found {vllm_config.cache_config.kv_cache_layout}, expected LBHNC or "
+            f"LBNHC with {of}: {reason}"
+        )
+
+
+def blocks_in(kv_caches: CanonicalKVCaches) -> int:
+    return int(kv_caches.tensors[0].tensor.shape[0])
+
+
+def rows_of(kv_caches: CanonicalKVCaches) -> list[list[Row]]:
+    """Return the rows that vLLM offers, by position of the group."""
+    return [
+        [(kv_caches.tensors[ref.tensor_idx].tensor, ref.page_size_bytes) for ref in refs]
+        for refs in kv_caches.group_data_refs
+    ]
+
+
+def _rows_of_pieces(
+    groups: Iterable[EngineGroup], places: Mapping[str, Places], num_blocks: int
+) -> CanonicalKVCaches:
+    """Return rows made of the layers' pieces, one after the other in each layer, in the order of layers."""
+    tensors: list[CanonicalKVCacheTensor] = []
+    known: dict[tuple[int, int, int], int] = {}  # groups lie over each other
+    refs = []
+    for group in groups:
+        of_group = []
+        for name in (name for name in group.layer_names if name in places):
+            place = places[name]
+            for start, nbytes in place.pieces:
+                piece = (start, nbytes, place.stride)
+                if piece not in known:
+                    known[piece] = len(tensors)
+                    tensors.append(
+                        CanonicalKVCacheTensor(
+                            _row_tensor(place, start, nbytes, num_blocks), nbytes
+                        )
+                    )
+                of_group.append(CanonicalKVCacheRef(known[piece], nbytes))
+        refs.append(of_group)
+    return CanonicalKVCaches(tensors, refs)
+
+
+def _row_tensor(place: Places, start: int, nbytes: int, num_blocks: int) -> torch.Tensor:
+    storage = place.tensor.untyped_storage()
+    flat = torch.tensor([], dtype=torch.int8, device=place.tensor.device)
+    offset = start - storage.data_ptr()
+    return flat.set_(storage, offset, (num_blocks, nbytes), (place.stride, 1))
+
+
+def _runs(start: int, shape: Sequence[int], strides: Sequence[int], item: int) -> _Runs:
+    """Return the bytes of all elements; raises ValueError where two elements share some."""
+    starts, nbytes, extent = [start], item, item
+    for stride, count in sorted(zip(strides, shape, strict=True)):
+        if count == 1:
+            continue
+        if stride < extent:
+            raise ValueError(f"its strides overlap: {tuple(strides)} of {tuple(shape)}")
+        if len(starts) == 1 and stride == nbytes:
+            nbytes *= count
+        else:
+            starts = [at + i * stride for i in range(count) for at in starts]
+            if len(starts) > _MAX_PIECES:
+                raise ValueError(f"a block of it lies in more than {_MAX_PIECES} pieces")
+        extent += (count - 1) * stride
+    return [(at, nbytes) for at in starts]
+
+
+def _joined(runs: _Runs) -> _Runs:
+    """Return sorted runs with neighbours and what overlaps made one."""
+    joined: _Runs = []
+    for start, nbytes in runs:
+        if joined and start <= sum(joined[-1]):
+            begin, so_far = joined[-1]
+            joined[-1] = (begin, max(so_far, start + nbytes - begin))
+        else:
+            joined.append((start, nbytes))
+    return joined
+
+
+def _holds(held: _Runs, run: tuple[int, int]) -> bool:
+    at = bisect_right(held, run[0], key=lambda each: each[0]) - 1
+    return at >= 0 and sum(held[at]) >= sum(run)

@@ -1,0 +1,281 @@
+"""Every byte of a block goes to a file and back, in each of vLLM's KV layouts.
+
+The layouts are vLLM's own, on a CPU tensor: what is allocated, bound and handed over, its own functions do.
+"""
+
+from __future__ import annotations
+
+from itertools import chain, product
+
+import pytest
+from world import VLLM, make_identity, wait_for
+
+pytest.importorskip("vllm", reason="these tests need the vllm environment: make test")
+pytest.importorskip("fskv._native", reason="the C extension was not built")
+
+import kv_layouts as kv
+import torch
+
+from fskv.config import Deadline
+from fskv.data_path.breaker import Breaker
+from fskv.data_path.job import FileMove
+from fskv.data_path.runner import JobRunner
+from fskv.data_path.store import ChunkStore
+from fskv.engines.vllm import places
+from fskv.engines.vllm.files import file_layouts, own_files
+from fskv.engines.vllm.identity import engine_groups
+from fskv.engines.vllm.resting import RestError
+from fskv.errors import ConfigError
+from fskv.plan.spans import plan_job
+from fskv.root.root import Root
+from fskv.transports.host import HostTransport
+from fskv.types import FileId, Status
+
+pytestmark = VLLM
+
+CHUNK = 2  # blocks
+KERNELS = (None, kv.KERNEL_TOKENS)
+CASES = list(product(kv.MODELS, kv.LAYOUTS, KERNELS))
+# Where vLLM's own rows do not hold a block whole: heads outside of blocks, and states that lie apart.
+LOST = {(model, "LHBNC") for model in ("full", "window", "full and window")}
+LOST |= {("states", layout) for layout in ("BLHNC", "BLNHC", "BHLNC")}
+# Where vLLM itself lays blocks of one group over other blocks of another.
+OVERLAPPING = {("full and states", "LHBNC")}
+
+
+def cache_of(model, layout, kernel):
+    """Return vLLM's cache; None where vLLM refuses to make one."""
+    try:
+        return kv.Cache(model, layout, kernel)
+    except (ValueError, AssertionError):
+        return None
+
+
+class Trip:
+    """Chunks of each group of a cache between its blocks and files."""
+
+    def __init__(self, cache, groups, rows, root):
+        root.mkdir()
+        self.cache, self.groups = cache, groups
+        files = own_files(groups, CHUNK, rows, None)
+        self.layouts = files.layouts[0]
+        self.strides = [tensor.stride(0) for tensor in files.tensors]
+        directory = Root.open(str(root), create=True).open_namespace(make_identity())
+        layouts = file_layouts(groups, self.layouts)
+        nbytes = max(layout.file_nbytes for layout in layouts.values())
+        self.transport = HostTransport(
+            list(files.tensors), nbytes, probe_dir=directory.tmp_dir, direct_io="off"
+        )
+        store = ChunkStore(directory, layouts, self.transport, touch_interval_s=600)
+        self.runner = JobRunner(
+            store,
+            self.transport,
+            num_threads=1,
+            num_slots=4,
+            max_queued_chunks=64,
+            deadline=Deadline(30, 0, 30),
+            breaker=Breaker(8, 5),
+        )
+
+    def moves(self, blocks):
+        """One chunk of each group: group g's is in the g-th of these lists of blocks."""
+        num = len(self.groups)
+        plan = plan_job(
+            self.layouts, self.strides, [1] * num, [*chain(*blocks)], [CHUNK] * num, [0] * num
+        )
+        return [
+            FileMove(FileId(b"k" * 32, self.groups[chunk.key_idx].spec.group_idx), chunk)
+            for chunk in plan.chunks
+        ]
+
+    def do(self, submit, job, blocks):
+        moves, done = self.moves(blocks), []
+        submit(job, moves, None)
+        wait_for(
+            lambda: (
+                self.runner.poll() is None
+                or done.extend(self.runner.take_outcomes())
+                or len(done) == len(moves)
+            )
+        )
+        assert {outcome.status for outcome in done} == {Status.OK}
+
+    def close(self):
+        self.runner.shutdown(1)
+        self.transport.close()
+
+
+def round_trip(cache, groups, rows, root):
+    """Store two blocks of each group and load them into others.
+
+    Returns how many bytes came, of how many, and whether all other blocks are as they were.
+    """
+    trip = Trip(cache, groups, rows, root)
+    try:
+        memory = cache.memory
+        memory.copy_(torch.randint(0, 256, memory.shape, dtype=torch.uint8))
+        sources = [[1 + 4 * i, cache.num_blocks - 2 * i - 1] for i in range(len(groups))]
+        targets = [[2 + 4 * i, cache.num_blocks - 2 * i - 2] for i in range(len(groups))]
+        trip.do(trip.runner.submit_store, 1, sources)
+        before = memory.clone()
+        layers = [name for group in groups for name in group.layer_names]
+        others = set(range(cache.num_blocks)) - set(chain(*targets))
+        kept = {(name, b): cache.block(name, b) for name in layers for b in others}
+        wanted = [
+            (cache.block(name, source), name, target)
+            for group, of_group, into in zip(groups, sources, targets, strict=True)
+            for source, target in zip(of_group, into, strict=True)
+            for name in group.layer_names
+        ]
+        trip.do(trip.runner.submit_load, 2, targets)
+        assert not torch.equal(memory, before)
+    finally:
+        trip.close()
+    unharmed = all(cache.block(*where) == content for where, content in kept.items())
+    came = sum(
+        sum(a == b for a, b in zip(content, cache.block(name, target), strict=True))
+        for content, name, target in wanted
+    )
+    return came, sum(len(content) for content, _, _ in wanted), unharmed
+
+
+@pytest.mark.parametrize(("model", "layout", "kernel"), CASES)
+def test_every_byte_of_a_block_makes_the_round_trip(model, layout, kernel, tmp_path):
+    cache = cache_of(model, layout, kernel)
+    if cache is None:  # see the next test
+        return
+    groups = engine_groups(cache.vllm_config, cache.config)
+    handed_over = cache.handed_over()
+    found = places.places_of(cache.vllm_config, groups, cache.num_blocks)
+    if (model, layout) in OVERLAPPING:
+        with pytest.raises(
+            ConfigError, match=f"found {layout}, expected LBHNC or LBNHC"
+        ) as refused:
+            places.whole_rows(cache.vllm_config, groups, found, handed_over)
+        assert "\n" not in str(refused.value)
+        return
+    rows = places.whole_rows(cache.vllm_config, groups, found, handed_over)
+    assert (rows is handed_over) is ((model, layout) not in LOST)
+    came, of_all, unharmed = round_trip(cache, groups, rows, tmp_path / "kv")
+    assert of_all == CHUNK * sum(group.block_nbytes for group in groups)
+    assert came == of_all
+    assert unharmed
+
+
+def test_vllm_makes_most_of_these_caches_in_every_layout():
+    made = {case[:2] for case in CASES if cache_of(*case) is not None}
+    assert {layout for _, layout in made} == {*kv.LAYOUTS}
+    # Of heads of two sizes it makes none with LHBNC and BHLNC.
+    assert len(made) == len(kv.MODELS) * len(kv.LAYOUTS) - 2
+
+
+@pytest.mark.parametrize(("model", "layout"), sorted(LOST))
+def test_negative_control_the_rows_that_vllm_offers_lose_bytes(model, layout, tmp_path):
+    cache = cache_of(model, layout, None)
+    groups = engine_groups(cache.vllm_config, cache.config)
+    came, of_all, _ = round_trip(cache, groups, cache.handed_over(), tmp_path / "kv")
+    assert came < of_all
+
+
+@pytest.mark.parametrize(("model", "layout"), sorted(OVERLAPPING))
+def test_negative_control_blocks_of_such_a_cache_lie_over_each_other(model, layout):
+    """A write to one block changes others, with vLLM alone: there is nothing to store."""
+    cache = cache_of(model, layout, None)
+    names = cache.layers
+    before = {(name, b): cache.block(name, b) for name in names for b in range(kv.NUM_BLOCKS)}
+    for state in cache.layers["l.1"].kv_cache:
+        state[3] = 1
+    changed = {b for (name, b), was in before.items() if cache.block(name, b) != was}
+    assert changed - {3}
+
+
+@pytest.mark.parametrize("layout", kv.LAYOUTS)
+def test_what_takes_vllm_s_rows_as_they_are_is_refused_with_the_layout_s_name(layout):
+    cache = cache_of("full", layout, None)
+    groups = engine_groups(cache.vllm_config, cache.config)
+    found = places.places_of(cache.vllm_config, groups, cache.num_blocks)
+    rows = places.rows_of(cache.handed_over())
+    check = (cache.vllm_config, groups, found, rows, cache.num_blocks)
+    if layout != "LHBNC":
+        places.check_rows(*check, of="vLLM's CPU tier")
+        return
+    with pytest.raises(ConfigError, match="found LHBNC, expected LBHNC or LBNHC with") as refused:
+        places.check_rows(*check, of="vLLM's CPU tier")
+    assert "\n" not in str(refused.value)
+
+
+# --- the check itself: what it must see --------------------------------------------------------
+
+
+def shifted(cache, rows, by):
+    """Return rows that begin so many bytes further on."""
+    return [
+        [(t.as_strided(t.shape, t.stride(), t.storage_offset() + by), n) for t, n in of_group]
+        for of_group in rows
+    ]
+
+
+@pytest.mark.parametrize(
+    "fault", ["short", "shifted", "of the next block", "apart", "one is missing"]
+)
+@pytest.mark.parametrize("model", ["full", "states", "full and window"])
+def test_a_row_that_is_wrong_by_a_byte_is_seen(model, fault):
+    cache = cache_of(model, "LBHNC", None)
+    groups = engine_groups(cache.vllm_config, cache.config)
+    found = places.places_of(cache.vllm_config, groups, cache.num_blocks)
+    rows = places.rows_of(cache.handed_over())
+
+    def lost(rows):
+        return places.lost(groups, found, rows, cache.num_blocks)
+
+    assert lost(rows) is None
+    tensor, nbytes = rows[0][0]
+    wrong = {
+        "short": (tensor, nbytes - 1),
+        "shifted": shifted(cache, [[(tensor[:-1], nbytes)]], 1)[0][0],
+        "of the next block": (tensor, tensor.stride(0) + 1),
+        "apart": (
+            tensor.as_strided((4, nbytes), (tensor.stride(0) + 64, 1), tensor.storage_offset()),
+            nbytes,
+        ),
+    }
+    of_group = rows[0][1:] if fault == "one is missing" else [wrong[fault], *rows[0][1:]]
+    said = lost([of_group, *rows[1:]])
+    assert said is not None
+    assert "l.0" in said
+
+
+def test_layers_that_share_another_one_s_cache_need_no_place_of_their_own(tmp_path):
+    cache = cache_of("full", "LHBNC", None)
+    shared = cache.layers["l.2"]
+    shared.kv_sharing_target_layer_name = "l.1"
+    shared.kv_cache = cache.layers["l.1"].kv_cache
+    groups = engine_groups(cache.vllm_config, cache.config)
+    found = places.places_of(cache.vllm_config, groups, cache.num_blocks)
+    assert set(found) == {"l.0", "l.1"}
+    rows = places.whole_rows(cache.vllm_config, groups, found, cache.handed_over())
+    assert len(rows.tensors) == 2 * kv.HEADS
+
+
+@pytest.mark.parametrize(
+    "fault", ["unbound", "no layer", "of fewer bytes", "overlapping", "not blocks"]
+)
+def test_a_layer_that_does_not_tell_where_its_kv_is_has_the_engine_rest(fault):
+    cache = cache_of("full", "LBHNC", None)
+    groups = engine_groups(cache.vllm_config, cache.config)
+    bound = cache.layers["l.1"].kv_cache
+    if fault == "unbound":
+        cache.layers["l.1"].kv_cache = torch.tensor([])
+    elif fault == "no layer":
+        del cache.layers["l.1"]
+    elif fault == "of fewer bytes":
+        cache.layers["l.1"].kv_cache = bound[..., :-1]
+    elif fault == "overlapping":
+        cache.layers["l.1"].kv_cache = bound.as_strided(
+            bound.shape, (*bound.stride()[:-1], 0), bound.storage_offset()
+        )
+    else:
+        cache.layers["l.1"].kv_cache = bound[1:]
+    with pytest.raises(RestError, match=r"KV layer l\.1: ") as rests:
+        places.places_of(cache.vllm_config, groups, cache.num_blocks)
+    assert "\n" not in str(rests.value)

@@ -1,0 +1,352 @@
+"""An engine whose KV fskv does not know starts, answers, stores and loads nothing, and says why."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import logging
+import pathlib
+import pickle
+import warnings
+from types import SimpleNamespace
+
+import pytest
+from world import VLLM, wait_for
+
+pytest.importorskip("vllm", reason="these tests need the vllm environment: make test")
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # vLLM and torch among themselves
+    import kv_layouts as kv
+    import torch
+    import vllm
+    from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
+        OffloadingConnector,
+    )
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+    from vllm.v1.kv_cache_interface import CrossAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
+
+    from fskv.config import StoreConfig
+    from fskv.engines.vllm import page_layout
+    from fskv.engines.vllm.connector import FskvConnector
+    from fskv.engines.vllm.identity import EngineGroup
+    from fskv.engines.vllm.manager import FskvHandshake, FskvManager
+    from fskv.engines.vllm.places import places_of
+    from fskv.engines.vllm.resting import RestError
+    from fskv.engines.vllm.resting_connector import RestingConnector
+    from fskv.engines.vllm.spec import FskvOffloadingSpec
+    from fskv.engines.vllm.worker import RestingWorker
+    from fskv.errors import ConfigError
+    from fskv.hybrid_planner import GroupKind, GroupSpec
+
+pytestmark = VLLM
+
+REASON = "KV layer l.7: nobody knows"
+KEY = make_offload_key(b"k" * 32, 0)
+
+
+# --- every layer that the installed vLLM has ----------------------------------------------------
+
+
+def layer_classes():
+    """Return all classes below AttentionLayerBase by what vLLM's source says: (module, name)."""
+    root = pathlib.Path(vllm.__file__).parent
+    classes = {}  # name -> [(module, names of its bases)]
+    for path in root.rglob("*.py"):
+        source = path.read_text(errors="replace")
+        if "class " not in source:
+            continue
+        module = ".".join(("vllm", *path.relative_to(root).with_suffix("").parts))
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ClassDef):
+                bases = {ast.unparse(base).split("[")[0].split(".")[-1] for base in node.bases}
+                classes.setdefault(node.name, []).append((module, bases))
+    known = {"AttentionLayerBase"}
+    while True:
+        found = {name for name, each in classes.items() if any(b & known for _, b in each)} - known
+        if not found:
+            break
+        known |= found
+    return sorted(
+        (module, name)
+        for name in known - {"AttentionLayerBase"}
+        for module, bases in classes[name]
+        if bases & known
+    )
+
+
+LAYERS = layer_classes()
+
+
+def layer_of(module, name):
+    """Return an instance that was never set up, with a KV cache bound to it; and whether it keeps states."""
+    from vllm.model_executor.layers.mamba.abstract import MambaBase
+
+    try:
+        cls = getattr(importlib.import_module(module), name)
+    except Exception:  # it needs a GPU, or a package that is not here
+        cls = type(name, (AttentionLayerBase,), {})
+    is_state = issubclass(cls, MambaBase)
+    cls = type(name, (cls,), {})
+    cls.__abstractmethods__ = frozenset()
+    layer = cls.__new__(cls)
+    if isinstance(layer, torch.nn.Module):
+        torch.nn.Module.__init__(layer)
+    cache = torch.zeros(10, 64, 132, dtype=torch.uint8)
+    layer.kv_cache = (cache,) if is_state else cache
+    return layer, is_state
+
+
+def test_the_layers_of_the_installed_vllm_are_found():
+    names = {name for _, name in LAYERS}
+    assert len(LAYERS) > 40
+    assert {"Attention", "MLAAttention", "MambaMixer2", "DeepseekV32IndexerCache"} <= names
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_no_layer_of_vllm_makes_a_start_fail(on_cpu, monkeypatch):
+    monkeypatch.setattr(page_layout, "current_platform", SimpleNamespace(is_cpu=lambda: on_cpu))
+    served, rests = set(), {}
+    for module, name in LAYERS:
+        layer, is_state = layer_of(module, name)
+        config = SimpleNamespace(
+            compilation_config=SimpleNamespace(static_forward_context={"l.0": layer}),
+            parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+            model_config=SimpleNamespace(dtype=torch.bfloat16),
+        )
+        kind = GroupKind.STATE if is_state else GroupKind.FULL
+        group = EngineGroup(GroupSpec(0, kind, 64, None), "kind", (64 * 132,), ("l.0",))
+        try:
+            places_of(config, [group], 10)
+            page_layout.page_layouts(config, [group], 10)
+            served.add(name)
+        except RestError as error:
+            rests[name] = str(error)
+    assert {"MambaMixer2", "ShortConv"} <= served, "states are plain tensors"
+    assert {"DeepseekV32IndexerCache", "DeepseekV4IndexerCache", "QSAKeyStateCache"} <= rests.keys()
+    assert all(said.startswith("KV layer l.0: ") and "\n" not in said for said in rests.values())
+
+
+# --- the scheduler ------------------------------------------------------------------------------
+
+
+def manager(tmp_path, **options):
+    options = {"root": str(tmp_path / "kv"), "maintenance": "off", **options}
+    return FskvManager(StoreConfig.from_mapping(options), 2)
+
+
+def handshake(rank, rests=None):
+    if rests:
+        return FskvHandshake.resting(rank, 2, rests)
+    return FskvHandshake(rank, 2, 2, "/nowhere/a/b@c", b"d", 0o700, 0o600, {0: 4096})
+
+
+def scheduler_side(made, root="/nowhere"):
+    connector = FskvConnector.__new__(FskvConnector)
+    connector.connector_scheduler = SimpleNamespace(manager=made)
+    caching = SimpleNamespace(enable_prefix_caching=True)
+    connector._setup = SimpleNamespace(
+        config=SimpleNamespace(root=root),
+        vllm_config=SimpleNamespace(
+            cache_config=caching,
+            model_config=SimpleNamespace(runner_type="generate", is_prefix_caching_supported=True),
+        ),
+    )
+    return connector
+
+
+@pytest.mark.parametrize("resting", [(0,), (1,), (0, 1), ()])
+def test_one_rank_that_rests_is_enough_for_all(resting, tmp_path, caplog):
+    path = tmp_path / "health.json"
+    made = manager(tmp_path, health_file=str(path))
+    workers = [handshake(rank, REASON if rank in resting else None) for rank in (0, 1)]
+    workers = pickle.loads(pickle.dumps(workers))
+    try:
+        with caplog.at_level(logging.WARNING):
+            metadata = {(0, rank): worker for rank, worker in enumerate(workers)}
+            scheduler_side(made).set_xfer_handshake_metadata_pp_aware(metadata)
+        request = ReqContext("r")
+        said = [r.getMessage() for r in caplog.records if "event=kv_unknown" in r.getMessage()]
+        if not resting:  # the control
+            assert said == []
+            assert made.prepare_store([KEY], request).keys_to_store == [KEY]
+            return
+        assert made.lookup(KEY, request) is LookupResult.MISS
+        assert made.prepare_store([KEY], request).keys_to_store == []
+        (line,) = said
+        assert REASON in line
+        assert "neither loads nor stores" in line
+        gauges = made.get_stats().data["data"]
+        assert [*gauges["vllm:fskv_off"].values()] == [1.0]
+        wait_for(lambda: path.exists() and json.loads(path.read_text())["state"] == "stopped")
+        told = json.loads(path.read_text())
+        assert told["conditions"] == ["kv_unknown"]
+        assert REASON in told["why"][0]
+    finally:
+        made.shutdown()
+
+
+# --- a worker -----------------------------------------------------------------------------------
+
+
+class Worker:
+    """FskvConnector on a worker, without vLLM's set-up."""
+
+    def __init__(self, get_worker):
+        self.connector = FskvConnector.__new__(FskvConnector)
+        self.connector._role = KVConnectorRole.WORKER
+        spec = FskvOffloadingSpec.__new__(FskvOffloadingSpec)
+        spec.config = SimpleNamespace(parallel=SimpleNamespace(rank=1, world_size=2))
+        spec.worker, spec.has_begun = None, False
+        spec.get_worker = get_worker
+        cache = kv.Cache("full", "LBHNC")
+        half = object.__new__(kv.offloading.OffloadingConnectorWorker)
+        half.spec, half.worker, half._unsubmitted_store_jobs = spec, None, []
+        half.vllm_config, half.kv_cache_config = cache.vllm_config, cache.config
+        self.half, self.spec, self.cache = half, spec, cache
+        self.connector.connector_worker = half
+
+    def register(self, monkeypatch):
+        monkeypatch.setattr(kv.offloading, "derive_canonical_mappings", lambda *_: {})
+        self.connector.register_kv_caches(self.cache.allocated)
+
+
+def fail(error):
+    def get_worker(kv_caches):
+        raise error
+
+    return get_worker
+
+
+def test_a_worker_that_does_not_know_its_kv_says_so_and_has_nothing_to_do(monkeypatch):
+    worker = Worker(fail(RestError(REASON)))
+    worker.register(monkeypatch)
+    assert isinstance(worker.half.worker, RestingWorker)
+    told = worker.connector.get_handshake_metadata()
+    assert (told.rank, told.world_size, told.rests) == (1, 2, REASON)
+    worker.connector.drop_jobs()
+    assert worker.connector.get_kv_connector_stats() is None
+    # A load that is asked for all the same fails, and a store ends: no request waits for it.
+    resting = worker.half.worker
+    assert resting.submit_store(1, None, None)
+    assert resting.submit_load(2, None, None)
+    assert {result.job_id for result in resting.get_finished()} == {1, 2}
+    assert resting.take_failed_jobs() == {2}
+    assert resting.get_finished() == []
+
+
+def test_a_vllm_that_does_not_tell_where_its_kv_is_has_the_worker_rest(monkeypatch):
+    worker = Worker(fail(AssertionError("never reached")))
+    worker.cache.allocated["l.0"] = worker.cache.allocated["l.0"][1:]  # vLLM asserts whole blocks
+    worker.register(monkeypatch)
+    assert (
+        "vLLM does not tell where its KV lies (AssertionError" in worker.spec.worker.handshake.rests
+    )
+
+
+@pytest.mark.parametrize("error", [ConfigError("option 'root'"), ZeroDivisionError("a bug")])
+def test_negative_control_settings_and_bugs_of_fskv_stop_the_start(error, monkeypatch):
+    def get_worker(kv_caches):
+        worker.spec.has_begun = True
+        raise error
+
+    worker = Worker(get_worker)
+    with pytest.raises(type(error)):
+        worker.register(monkeypatch)
+
+
+# --- kinds of KV that vLLM's own offloading does not know either --------------------------------
+
+
+def whole_config(tmp_path, **options):
+    extra = {"root": str(tmp_path / "kv"), "maintenance": "off", **options}
+    transfer = SimpleNamespace(
+        kv_connector_extra_config=extra, is_kv_producer=True, kv_load_failure_policy="recompute"
+    )
+    return SimpleNamespace(
+        kv_transfer_config=transfer,
+        parallel_config=SimpleNamespace(
+            rank=0,
+            world_size=1,
+            data_parallel_index=0,
+            decode_context_parallel_size=1,
+            prefill_context_parallel_size=1,
+        ),
+    )
+
+
+def of_unknown_kind():
+    spec = CrossAttentionSpec(block_size=16, num_kv_heads=1, head_size=32, dtype=torch.float32)
+    return KVCacheConfig(1, [], [KVCacheGroupSpec(["l.0"], spec)])
+
+
+def test_a_model_with_kv_of_an_unknown_kind_starts(tmp_path):
+    path = tmp_path / "health.json"
+    config = whole_config(tmp_path, health_file=str(path))
+    scheduler = FskvConnector(config, KVConnectorRole.SCHEDULER, of_unknown_kind())
+    worker = FskvConnector(config, KVConnectorRole.WORKER, of_unknown_kind())
+    for made in (scheduler, worker):
+        assert isinstance(made, RestingConnector)
+        assert not isinstance(made, OffloadingConnector)
+    told = worker.get_handshake_metadata()
+    assert "kind CrossAttentionSpec: fskv does not know how its KV is covered" in told.rests
+    scheduler.set_xfer_handshake_metadata_pp_aware({(1, 0): told})
+    request = SimpleNamespace(request_id="r", num_tokens=100)
+    scheduler.on_new_request(request)
+    assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+    scheduler.update_state_after_alloc(request, None, 0)
+    step = scheduler.build_connector_meta(SimpleNamespace())
+    assert not step.load_jobs
+    assert not step.store_jobs
+    worker.bind_connector_metadata(step)
+    worker.start_load_kv(None)
+    worker.wait_for_save()
+    assert worker.get_transfer_results(set()).failed_recving == set()
+    assert worker.build_connector_worker_meta() is None
+    scheduler.update_connector_output(SimpleNamespace())
+    assert scheduler.request_finished_all_groups(request, ()) == (False, None)
+    assert [*scheduler.get_kv_connector_stats().data["data"]["vllm:fskv_off"].values()] == [1.0]
+    wait_for(lambda: path.exists() and json.loads(path.read_text())["state"] == "stopped")
+    scheduler.shutdown()
+    worker.shutdown()
+
+
+def test_such_a_worker_is_heard_by_a_scheduler_that_knows_its_kind(tmp_path):
+    """With pipeline stages, or layers that vLLM's scheduler is not shown, workers may know better."""
+    worker = FskvConnector(whole_config(tmp_path), KVConnectorRole.WORKER, of_unknown_kind())
+    made = manager(tmp_path)
+    scheduler_side(made).set_xfer_handshake_metadata_pp_aware(
+        {(0, 0): worker.get_handshake_metadata(), (0, 1): handshake(1)}
+    )
+    assert made.prepare_store([KEY], ReqContext("r")).keys_to_store == []
+    made.shutdown()
+
+
+def test_negative_control_an_option_that_is_wrong_is_refused_there_too(tmp_path):
+    config = whole_config(tmp_path, nonsense=1)
+    with pytest.raises(ConfigError, match="option 'nonsense'"):
+        FskvConnector(config, KVConnectorRole.SCHEDULER, of_unknown_kind())
+
+
+def test_inside_of_another_connector_it_is_heard_as_well(tmp_path, monkeypatch):
+    from test_vllm_multi import connector
+    from vllm.distributed.kv_transfer import kv_transfer_state
+
+    from fskv.engines.vllm.quirks import handshakes
+
+    child = FskvConnector(whole_config(tmp_path), KVConnectorRole.WORKER, of_unknown_kind())
+    multi = connector(child)
+    monkeypatch.setattr(kv_transfer_state, "get_kv_transfer_group", lambda: multi)
+    assert handshakes(None) == [child.handshake]
+    assert multi.get_handshake_metadata().children == (child.handshake,)
+
+
+def test_every_call_that_vllm_makes_is_there():
+    from test_vllm_contract import _check_overrides
+    from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1
+
+    assert _check_overrides(RestingConnector, KVConnectorBase_V1) == []
+    assert not RestingConnector.__abstractmethods__
