@@ -55,6 +55,7 @@ from fskv.engines.vllm.quirks import (
     forget_past_blocks,
     gives_way,
     handshakes_of_workers,
+    load_last_chunks,
     offer_again,
     requests_of_loads,
     take_deferred_stores,
@@ -241,6 +242,11 @@ class FskvConnector(AdmittingConnector):
         super().__init__(_with_spec(vllm_config, setup), role, kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
             begin_block_lists_anew()  # of vLLM's own connector beside this one, too
+            if of_drafts := load_last_chunks(self.scheduler):
+                logger.info(
+                    "fskv: KV groups with layers of a draft: %s; their last chunk is stored and loaded too",
+                    of_drafts,
+                )
             self._so_far = SoFar()
             self._media = Media(vllm_config, self._manager.doubt_media)
             if setup.config.prefetch_bytes:

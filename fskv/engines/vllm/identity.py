@@ -140,7 +140,7 @@ def build_identity(
     unless the KV that vLLM computes depends on it.
 
     Raises ConfigError where KV could be served wrongly: weights without a fingerprint, a hash seed
-    that no other process has, KV scales that are computed at run time.
+    that no other process has, KV scales that are computed at run time, a draft that writes over KV.
     """
     model = vllm_config.model_config
     cache = vllm_config.cache_config
@@ -158,6 +158,7 @@ def build_identity(
             "option 'calculate_kv_scales': found true, expected false: scales computed from the first "
             "requests differ between processes, so their KV cannot be shared"
         )
+    _check_draft(vllm_config, groups)
     # With pipeline stages each rank has other layers; its own are in the layout digest of its files.
     one_stage = parallel.pipeline_parallel_size == 1
     in_manifest = {k: v for k, v in layouts.items() if one_stage or not k.startswith("group")}
@@ -219,6 +220,28 @@ def build_identity(
     if loaded is not None and config.weights_id is None:
         check_unchanged(loaded, vllm_config)
     return identity
+
+
+def _check_draft(vllm_config: VllmConfig, groups: list[EngineGroup]) -> None:
+    """Raise ConfigError where vLLM's V1 model runner has a draft model write over the KV of the model.
+
+    It gives the drafts of `draft_model` the slots of the first group (0.30 to 0.32, GPUModelRunner.
+    _build_attention_metadata). Groups share their tensors, so those slots are of another layer's KV.
+    """
+    speculative = vllm_config.speculative_config
+    if getattr(speculative, "method", None) != "draft_model" or vllm_config.use_v2_model_runner:
+        return
+    elsewhere = [
+        group.spec.group_idx
+        for group in groups
+        if group.spec.group_idx and any(n.startswith("draft_model.") for n in group.layer_names)
+    ]
+    if elsewhere:
+        raise ConfigError(
+            "option 'speculative_config': found method \"draft_model\" with the draft's layers in KV group "
+            f"{elsewhere[0]} of {len(groups)}, expected a model with one group or another method: this vLLM's "
+            "V1 model runner has the draft write its KV over that of the model's group 0"
+        )
 
 
 def version_text(version: str) -> str:
