@@ -1,4 +1,4 @@
-"""Speculative decoding: what an engine that drafts has stored is loaded after a restart, the draft's KV too."""
+"""Speculative decoding: what an engine has stored is loaded after a restart, the KV of its draft too."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pathlib
 
 import engine_lab as lab
 import pytest
-from drafts import DRAFTS, PROMPTS
+from drafts import DRAFTS, NGRAMS, OVERWRITING, PROMPTS
 from places import LAB
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
@@ -35,6 +35,30 @@ def answer(label):
     ]
 
 
+class Drafter:
+    """Engines of one model and its draft, each in a directory of its own."""
+
+    def __init__(self, drafting, directory):
+        self.path, self.arguments = drafting.checkpoints(directory)
+        self.directory = directory
+
+    def start(self, steps, label, transfer=None, **changes):
+        what = {
+            "model": self.path,
+            "engine": {**self.arguments, **changes},
+            "kv_transfer_config": transfer,
+            "env": lab.ENGINE_ENV,
+            "steps": steps,
+        }
+        program = str(LAB / "cpu_gaps_engine.py")
+        return lab.start_engine(what, self.directory / label, program=program)
+
+    def run(self, steps, label, transfer=None, **changes):
+        result = lab.explained(self.start(steps, label, transfer, **changes).wait())
+        assert result["exit_code"] == 0, result.get("error")
+        return result
+
+
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[] if n in FAST else pytest.mark.slow) for n in DRAFTS]
 )
@@ -42,29 +66,13 @@ def test_what_an_engine_that_drafts_has_stored_is_loaded_after_a_restart(name, t
     drafting = DRAFTS[name]
     (tmp_path / "root").mkdir()
     root = str(tmp_path / "root")
-    path, arguments = drafting.checkpoints(tmp_path)
-
-    def start(steps, label, transfer):
-        what = {
-            "model": path,
-            "engine": arguments,
-            "kv_transfer_config": transfer,
-            "env": lab.ENGINE_ENV,
-            "steps": steps,
-        }
-        return lab.start_engine(what, tmp_path / label, program=str(LAB / "cpu_gaps_engine.py"))
-
-    def run(steps, label, transfer):
-        result = lab.explained(start(steps, label, transfer).wait())
-        assert result["exit_code"] == 0, result.get("error")
-        return result
-
+    engines = Drafter(drafting, tmp_path)
     transfer = lab.connector(root, lookup_timeout_s=10, **drafting.options)
-    plain = run(answer("plain"), "plain", None)
+    plain = engines.run(answer("plain"), "plain")
     reference, guessed = lab.generates(plain)["plain"], accepted(plain)[0]
     assert len(set(reference["tokens"])) > 4, "degenerate tokens would prove nothing"
     assert guessed > 0 or not drafting.guesses
-    cold = run([*answer("cold"), *lab.SETTLE, *lab.SETTLE], "cold", transfer)
+    cold = engines.run([*answer("cold"), *lab.SETTLE, *lab.SETTLE], "cold", transfer)
     assert lab.generates(cold)["cold"]["tokens"] == reference["tokens"]
     lab.assert_sound(root)
     stored = lab.snapshot(root)
@@ -90,7 +98,7 @@ def test_what_an_engine_that_drafts_has_stored_is_loaded_after_a_restart(name, t
         talk.say(*answer(f"{victim}"), {"reset_prefix_cache": True})
     last = talk.pause()
     talk.say(*answer("restored"))
-    engine = start(talk.steps, "warm", transfer)
+    engine = engines.start(talk.steps, "warm", transfer)
 
     def zero(victim):
         lab.restore(stored)
@@ -105,7 +113,6 @@ def test_what_an_engine_that_drafts_has_stored_is_loaded_after_a_restart(name, t
     assert result["exit_code"] == 0, result.get("error")
     done = lab.generates(result)
     in_turn = dict(zip(done, accepted(result), strict=True))
-    print(guessed, in_turn, {label: one["num_cached_tokens"] for label, one in done.items()})
     assert lab.counter(lab.metrics(result)[-1], "load_failures") == 0
     for label, one in done.items():
         assert one["num_cached_tokens"] == drafting.hit_tokens, label
@@ -119,3 +126,34 @@ def test_what_an_engine_that_drafts_has_stored_is_loaded_after_a_restart(name, t
         else:
             assert done[label]["tokens"] == reference["tokens"], "a draft decides no token"
             assert in_turn[label] < guessed or not drafting.guesses, "its KV had no effect"
+
+
+@pytest.mark.slow
+def test_a_draft_model_that_vllm_lets_write_over_the_models_kv_is_refused(tmp_path):
+    (tmp_path / "root").mkdir()
+    engines = Drafter(OVERWRITING, tmp_path)
+    alone = lab.generates(engines.run(answer("alone"), "alone", speculative_config=None))["alone"]
+    drafts = lab.generates(engines.run(answer("drafts"), "drafts"))["drafts"]
+    assert drafts["tokens"] != alone["tokens"], (
+        "this vLLM has it right without fskv: fskv need not refuse it any more"
+    )
+    transfer = lab.connector(str(tmp_path / "root"), **OVERWRITING.options)
+    result = engines.start(answer("refused"), "refused", transfer).wait()
+    assert result["exit_code"] == 1
+    assert "option 'speculative_config': found method \"draft_model\"" in result["error"]
+    assert lab.snapshot(str(tmp_path / "root")) == {}
+
+
+@pytest.mark.slow
+def test_an_engine_that_guesses_from_n_grams_loads_what_one_without_stored(tmp_path):
+    model, root = lab.MODELS["llama"], str(tmp_path / "root")
+    lab.stored("llama", root)
+    what = lab.request(
+        model,
+        [lab.generate(model.main_prompt(), "main")],
+        transfer=lab.connector(root, **lab.options_for("llama")),
+        engine={"speculative_config": NGRAMS},
+    )
+    done = lab.generates(lab.run(what, program=str(LAB / "cpu_gaps_engine.py")))["main"]
+    assert done["num_cached_tokens"] == 1920
+    assert done["tokens"] == lab.reference("llama")["main"]["tokens"]

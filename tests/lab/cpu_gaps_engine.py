@@ -47,7 +47,9 @@ def copy_states(context: Any, request: int, source: int, target: int, tokens: in
             return base + stride * ctypes.c_int32.from_address(row + 4 * column).value
 
         if width:
-            ctypes.memmove(block(target), block(source) + tokens * nbytes, (width - tokens) * nbytes)
+            ctypes.memmove(
+                block(target), block(source) + tokens * nbytes, (width - tokens) * nbytes
+            )
         else:
             ctypes.memmove(block(target), block(source + tokens), nbytes)
 

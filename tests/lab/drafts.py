@@ -31,7 +31,8 @@ _SIZES = {
 }
 
 Weights = dict[str, Any]
-Change = Callable[[Weights], dict[str, Any]]  # of a checkpoint's weights, in place, and of its config.json
+# Changes a checkpoint's weights in place, and returns what else is in its config.json.
+Change = Callable[[Weights], dict[str, Any]]
 
 
 def _llama() -> Any:
@@ -43,6 +44,12 @@ def _llama() -> Any:
 def _one_head_llama() -> Any:
     config = _llama()
     config.num_key_value_heads = 1
+    return config
+
+
+def _one_layer_llama() -> Any:
+    config = _one_head_llama()
+    config.num_hidden_layers = 1  # vLLM wants all of a draft's layers in one group
     return config
 
 
@@ -123,7 +130,7 @@ def _noisy(weights: Weights) -> dict[str, Any]:
 
     generator = torch.Generator().manual_seed(1)
     for weight in weights.values():
-        weight += 0.05 * weight.std() * torch.randn(weight.shape, generator=generator)
+        weight.add_(0.05 * weight.std() * torch.randn(weight.shape, generator=generator))
     return {}
 
 
@@ -261,4 +268,23 @@ DRAFTS = {
         quiet={},
         guesses=False,
     ),
+}
+
+# VLLM's V1 model runner gives such a draft the slots of group 0, which are another layer's.
+OVERWRITING = Drafting(
+    (_WINDOW, _FULL, _FULL),
+    _exaone,
+    "draft_model",
+    "draft_model.",
+    hit_tokens=0,
+    head=(_one_layer_llama, _nothing),
+    options=_CHUNK,
+    quiet={},
+    guesses=False,
+)
+NGRAMS = {
+    "method": "ngram",
+    "num_speculative_tokens": 3,
+    "prompt_lookup_min": 1,
+    "prompt_lookup_max": 2,
 }

@@ -242,16 +242,11 @@ class FskvConnector(AdmittingConnector):
         super().__init__(_with_spec(vllm_config, setup), role, kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
             begin_block_lists_anew()  # of vLLM's own connector beside this one, too
-            if of_drafts := load_last_chunks(self.scheduler):
-                logger.info(
-                    "fskv: KV groups with layers of a draft: %s; their last chunk is stored and loaded too",
-                    of_drafts,
-                )
+            load_last_chunks(self.scheduler)
             self._so_far = SoFar()
             self._media = Media(vllm_config, self._manager.doubt_media)
             if setup.config.prefetch_bytes:
-                specs = [group.spec for group in setup.groups]
-                self.read_ahead(specs, setup.geometry.blocks_per_chunk)
+                self.read_ahead([g.spec for g in setup.groups], setup.geometry.blocks_per_chunk)
             self._budget = self._make_budget(setup.config)
             self._manager.limit_loads(self._budget.limit)
             self._manager.be_patient(self._budget.recompute_s)

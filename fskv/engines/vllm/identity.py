@@ -239,8 +239,8 @@ def _check_draft(vllm_config: VllmConfig, groups: list[EngineGroup]) -> None:
     if elsewhere:
         raise ConfigError(
             "option 'speculative_config': found method \"draft_model\" with the draft's layers in KV group "
-            f"{elsewhere[0]} of {len(groups)}, expected a model with one group or another method: this vLLM's "
-            "V1 model runner has the draft write its KV over that of the model's group 0"
+            f"{elsewhere[0]} of {len(groups)}, expected a model with one group or another method: vLLM's V1 "
+            "model runner has this draft write its KV over that of the model"
         )
 
 
@@ -452,11 +452,12 @@ def _extra(vllm_config: VllmConfig, config: StoreConfig) -> dict[str, Json]:
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
         extra["pipeline_partition"] = os.getenv("VLLM_PP_LAYER_PARTITION", "default")
     speculative = vllm_config.speculative_config
-    # Without a draft model (n-grams, suffixes) nothing is added to KV.
-    if speculative is not None and speculative.draft_model_config is not None:
+    # Without a draft model nothing is added to KV: suffixes have none, n-grams the model itself.
+    draft = getattr(speculative, "draft_model_config", None)
+    if draft is not None and draft is not speculative.target_model_config:
         extra["speculative"] = {
             "method": str(speculative.method),
-            "draft": weights_text(checkpoint_of(speculative.draft_model_config, load), config),
+            "draft": weights_text(checkpoint_of(draft, load), config),
         }
     return extra | ({"switches": found} if (found := switches(vllm_config)) else {})
 
