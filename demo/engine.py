@@ -75,7 +75,7 @@ ENGINE_DEFAULTS: dict[str, Any] = {
     "seed": 0,
 }
 
-METRIC_WORDS = ("kv_offload", "external_prefix", "fskv")
+METRIC_WORDS = ("kv_offload", "external_prefix", "fskv", "spec_decode")
 LOG_TAIL_LINES = 30
 POLL_S = 0.05
 # Between SIGTERM and SIGKILL.

@@ -95,11 +95,19 @@ def spoil_three(paths: Iterable[str]) -> list[Damaged]:
     return done
 
 
-def zero_payload(path: str) -> None:
-    """Zero a chunk's payload and make its checksums right again: what fskv cannot notice."""
+def zero_payload(path: str, pages: Sequence[int] | None = None) -> None:
+    """Zero a chunk's payload and make its checksums right again: what fskv cannot notice.
+
+    Or only these pages of each block; a page is a layer's.
+    """
     content = bytearray(pathlib.Path(path).read_bytes())
     header = chunk_file.parse_header(content)
-    content[header.header_nbytes :] = bytes(header.payload_nbytes)
+    start = header.header_nbytes
+    for _ in range(header.num_blocks):
+        for page, nbytes in enumerate(header.page_nbytes):
+            if pages is None or page in pages:
+                content[start : start + nbytes] = bytes(nbytes)
+            start += nbytes
     digests = xxh3_rows(memoryview(content)[header.header_nbytes :])
     zeroed = dataclasses.replace(header, row_digests=digests)
     content[: header.header_nbytes] = chunk_file.encode_header(zeroed, header.header_nbytes)

@@ -355,6 +355,22 @@ FAULTS = (
         ("tests/adapter/test_vllm_reset.py",),
     ),
     Fault(
+        "last-chunks-left-out",
+        "A group with layers of a draft hits as all others do: its last chunk, too.",
+        "fskv/engines/vllm/quirks.py",
+        "group._replace(is_eagle_group=False) if group.group_idx in of_drafts else group\n",
+        "group\n",
+        ("tests/adapter/test_vllm_drafts.py",),
+    ),
+    Fault(
+        "overwriting-draft-allowed",
+        "A draft model that vLLM lets write over the model's KV is refused.",
+        "fskv/engines/vllm/identity.py",
+        "    if elsewhere:\n        raise ConfigError(\n",
+        "    if not groups:\n        raise ConfigError(\n",
+        ("tests/adapter/test_vllm_drafts.py",),
+    ),
+    Fault(
         "hung-threads-kept",
         "A thread whose call hangs is replaced, or a few hung reads would end all I/O.",
         "fskv/data_path/runner.py",

@@ -234,8 +234,13 @@ SET = {
         [],
         "speculative_config",
         (
-            SimpleNamespace(method="ngram", draft_model_config=None),
-            SimpleNamespace(method="eagle", draft_model_config=SimpleNamespace(model="/draft")),
+            # As vLLM has them: the draft of n-grams is the model itself.
+            SimpleNamespace(method="ngram", draft_model_config=1, target_model_config=1),
+            SimpleNamespace(
+                method="eagle",
+                draft_model_config=SimpleNamespace(model="/draft"),
+                target_model_config=None,
+            ),
         ),
     ),
     **{

@@ -101,6 +101,8 @@ def test_the_private_names_we_lean_on_exist():
     assert "self._connector_worker_meta.mark_completed(job_id)" in source
     assert "_req_status" in inspect.getsource(scheduler.OffloadingConnectorScheduler)
     assert hasattr(scheduler.OffloadingConnectorScheduler, "_update_req_states"), "sessions"
+    assert "is_eagle_group" in scheduler.GroupOffloadConfig._fields, "layers of drafts"
+    assert "kv_group_configs" in scheduler.SchedulerOffloadConfig._fields
     group = scheduler.RequestGroupState()
     assert group.block_ids == []
     assert group.next_stored_chunk_idx == 0

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import engine_lab as lab
+from drafts import NGRAMS
 
 from demo.checkpoints import VOCAB_SIZE
 
@@ -192,15 +193,7 @@ KINDS = {
     "ngram": Kind(
         (FULL,),
         "llama",
-        {
-            **_128,
-            "speculative_config": {
-                "method": "ngram",
-                "num_speculative_tokens": 3,
-                "prompt_lookup_min": 1,
-                "prompt_lookup_max": 2,
-            },
-        },
+        {**_128, "speculative_config": NGRAMS},
         {},
         _CHUNK,
     ),

@@ -151,9 +151,9 @@ def command(
     with the other namespaces of the root that would hit.
 
     What is approximated: the engine's memory (it believes what it has seen on disk for some seconds or a
-    minute, and avoids for a while what failed), requests that load the same chunks at the same time,
-    speculative decoding (its groups may lose a trailing chunk), and limits that a request sets itself. Keys
-    of prompts with images, audio or embeddings cannot be computed from token ids.
+    minute, and avoids for a while what failed), requests that load the same chunks at the same time, MTP
+    (behind FskvTier vLLM leaves out the last chunk, and no hit ends inside a block), and limits that a
+    request sets itself. Keys of prompts with images, audio or embeddings cannot be computed from token ids.
 
     Exit code 0 if everything that can hit would (of a prompt without a whole chunk: nothing), 1 if not.
     """
@@ -236,8 +236,9 @@ def _warn(who: Recorded, adapter: tuple[str, str] | None) -> None:
             "this engine neither loads nor stores the KV of requests with an adapter (option lora is off): "
             "they always miss"
         )
-    if one.extra and "speculative" in one.extra:
-        say("with speculative decoding the engine may need a chunk more or drop the last one")
+    draft = one.extra.get("speculative") if one.extra else None
+    if isinstance(draft, dict) and draft.get("method") == "mtp":
+        say("with MTP, behind FskvTier, vLLM leaves out the last chunk of a hit")
 
 
 # --- a prompt -------------------------------------------------------------------------------

@@ -43,6 +43,7 @@ from fskv.engines.vllm.quirks import (
     gives_way,
     handshakes_of_workers,
     heed_caps,
+    load_last_chunks,
     offer_again,
     requests_of_loads,
     take_deferred_stores,
@@ -126,6 +127,7 @@ class FskvConnector(AdmittingConnector):
             # Of vLLM's own connector beside this one, too.
             begin_block_lists_anew()
             heed_caps()
+            load_last_chunks(self.scheduler)
             self._so_far = SoFar()
             self._media = Media(vllm_config, checked=setup.config.media_keys == "checked")
             self._budget = self._make_budget(setup.config)

@@ -170,12 +170,13 @@ def build_identity(
     unless the KV that vLLM computes depends on it.
 
     Raises ConfigError where KV could be served wrongly: weights without a fingerprint, a hash seed
-    that no other process has, settings that `refusals` names.
+    that no other process has, settings that `refusals` names, a draft that writes over KV.
     """
     model = vllm_config.model_config
     cache = vllm_config.cache_config
     parallel = vllm_config.parallel_config
     check_settings(vllm_config, config)
+    _check_draft(vllm_config, groups)
     # With pipeline stages each rank has other layers; its own are in the layout digest of its files.
     one_stage = parallel.pipeline_parallel_size == 1
     in_manifest = {k: v for k, v in layouts.items() if one_stage or not k.startswith("group")}
@@ -236,6 +237,28 @@ def build_identity(
     if loaded is not None and config.weights_id is None:
         check_unchanged(loaded, vllm_config)
     return identity
+
+
+def _check_draft(vllm_config: VllmConfig, groups: list[EngineGroup]) -> None:
+    """Raise ConfigError where vLLM's V1 model runner has a draft model write over the KV of the model.
+
+    It gives the drafts of `draft_model` the slots of the first group (0.30 to 0.32, GPUModelRunner.
+    _build_attention_metadata). Groups share their tensors, so those slots are of another layer's KV.
+    """
+    speculative = vllm_config.speculative_config
+    if getattr(speculative, "method", None) != "draft_model" or vllm_config.use_v2_model_runner:
+        return
+    elsewhere = [
+        group.spec.group_idx
+        for group in groups
+        if group.spec.group_idx and any(n.startswith("draft_model.") for n in group.layer_names)
+    ]
+    if elsewhere:
+        raise ConfigError(
+            "option 'speculative_config': found method \"draft_model\" with the draft's layers in KV group "
+            f"{elsewhere[0]} of {len(groups)}, expected a model with one group or another method: vLLM's V1 "
+            "model runner has this draft write its KV over that of the model"
+        )
 
 
 def version_text(version: str) -> str:
@@ -446,11 +469,12 @@ def _extra(vllm_config: VllmConfig, config: StoreConfig) -> dict[str, Json]:
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
         extra["pipeline_partition"] = os.getenv("VLLM_PP_LAYER_PARTITION", "default")
     speculative = vllm_config.speculative_config
-    # Without a draft model (n-grams, suffixes) nothing is added to KV.
-    if speculative is not None and speculative.draft_model_config is not None:
+    # Without a draft model nothing is added to KV: suffixes have none, n-grams the model itself.
+    draft = getattr(speculative, "draft_model_config", None)
+    if draft is not None and draft is not speculative.target_model_config:
         extra["speculative"] = {
             "method": str(speculative.method),
-            "draft": weights_text(checkpoint_of(speculative.draft_model_config, load), config),
+            "draft": weights_text(checkpoint_of(draft, load), config),
         }
     return extra | ({"switches": found} if (found := switches(vllm_config)) else {})
 

@@ -33,6 +33,12 @@ on disk too. A connector hears nothing of it: `cached_blocks`.
 
 **Failed loads.** vLLM's scheduler believes that chunks it once hit are offloaded: `offer_again`.
 
+**Drafts.** vLLM 0.32 leaves out the last chunk of each hit in a group with layers of an MTP draft, and stores
+windows only where a whole hit ends. So a model with windows hits nothing of what it has stored, and other
+models hit a chunk less: `load_last_chunks`. A draft's KV of one position depends on the token after it, so at
+the end of a hit it may be another prompt's. It decides how many of the draft's tokens the model accepts, and
+nothing else. For other drafts vLLM leaves nothing out.
+
 **Reservations.** What it keeps free for loads: `reserve_windows`, `release_reservation`.
 
 Called on the scheduler's thread, but for what takes a worker: that is for the worker's thread, between two
@@ -344,6 +350,27 @@ def release_reservation(scheduler: Scheduler, request: Request) -> None:
 
 
 # --- what a connector's halves keep to themselves ---------------------------------------------
+
+
+def load_last_chunks(scheduler: OffloadingConnectorScheduler) -> None:
+    """Have groups with layers of a draft store and hit as all others do.
+
+    Called before the first request. A vLLM that does it otherwise stays as it is.
+    """
+    config = scheduler.config
+    groups = getattr(config, "kv_group_configs", ())
+    of_drafts = [group.group_idx for group in groups if getattr(group, "is_eagle_group", False)]
+    if not of_drafts or not hasattr(config, "_replace"):
+        return
+    alike = (
+        group._replace(is_eagle_group=False) if group.group_idx in of_drafts else group
+        for group in groups
+    )
+    scheduler.config = config._replace(kv_group_configs=tuple(alike))
+    logger.info(
+        "fskv: KV groups with layers of a draft: %s; their last chunk is stored and loaded too",
+        of_drafts,
+    )
 
 
 def offer_again(scheduler: OffloadingConnectorScheduler, req_id: str) -> None:
