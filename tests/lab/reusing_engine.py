@@ -15,5 +15,5 @@ if __name__ == "__main__":
     from fskv.engines.vllm.manager import FskvManager
 
     assert callable(FskvManager.turn_off)
-    FskvManager.turn_off = lambda self, condition, reason: None
+    FskvManager.turn_off = lambda self, reason: None
     sys.exit(main(sys.argv[1:]))

@@ -243,7 +243,7 @@ class FskvConnector(AdmittingConnector):
             if not all(
                 (reuses_kv(self._setup.vllm_config), *(worker.prefix_caching for worker in workers))
             ):
-                self._manager.turn_off("prefix_caching_off", PREFIX_CACHING_OFF)
+                self._manager.turn_off(PREFIX_CACHING_OFF)
         except FskvError as error:
             logger.error("fskv: %s", error)
             raise

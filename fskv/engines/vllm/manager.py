@@ -200,15 +200,18 @@ class FskvManager(OffloadingManager):
     def _estimate(self, num_chunks: int) -> float:
         return self._recompute_s(num_chunks)
 
-    def turn_off(self, condition: str, reason: str) -> None:
-        """Neither load nor store, from now on and for good; `condition` names it in the health file."""
+    def turn_off(self, reason: str) -> None:
+        """Neither load nor store, from now on and for good: where vLLM itself does not reuse KV."""
         self.chunks.stopped = True
-        self._watch.off = condition, reason
-        self._states.say(condition, logging.WARNING, reason=reason)
+        self._watch.off = "prefix_caching_off", reason
+        self._states.say("prefix_caching_off", logging.WARNING, reason=reason)
 
     def rest(self, reason: str) -> None:
-        """Turn off because a worker, or this one, does not know how the model's KV lies."""
-        self.turn_off("kv_unknown", f"{reason}: fskv neither loads nor stores")
+        """Neither load nor store, from now on and for good: where it is not known how KV lies."""
+        reason = f"{reason}: fskv neither loads nor stores"
+        self.chunks.stopped = True
+        self._watch.off = "kv_unknown", reason
+        self._states.say("kv_unknown", logging.WARNING, reason=reason)
 
     def doubt_weights(self, what: str, *, vouched: bool | None = None) -> None:
         """Neither load nor store from now on, unless the weights are vouched for: None asks the option.

@@ -358,7 +358,7 @@ def _open(
     try:
         manager.set_workers([rows.handshake])
         if not workers.prefix_caching:
-            manager.turn_off("prefix_caching_off", PREFIX_CACHING_OFF)
+            manager.turn_off(PREFIX_CACHING_OFF)
     except FskvError:
         rows.mover.close()
         raise
