@@ -204,10 +204,13 @@ def test_pages_that_are_taken_away_unheard_are_lost_and_after_a_reset_they_are_n
     worker = worker_of(config)
     loaded = find_loaded(config)
     loaded.note_reloads()
-    for at_rest in (True, False):
-        loaded.at_rest = lambda at_rest=at_rest: at_rest
-        getattr(worker, name)()
-        assert loaded.pages_lost is not at_rest
+    at_rest = [True, True]  # two connectors in one engine
+    loaded.at_rest += [lambda: at_rest[0], lambda: at_rest[1]]
+    getattr(worker, name)()
+    assert not loaded.pages_lost
+    at_rest[0] = False
+    getattr(worker, name)()
+    assert loaded.pages_lost
 
 
 def test_the_methods_of_vllm_s_workers_that_change_weights_are_found_by_their_names():
@@ -232,6 +235,21 @@ def test_the_methods_of_vllm_s_workers_that_change_weights_are_found_by_their_na
     for runner in (GPUModelRunner, NewRunner):
         assert {"load_model", "reload_weights"} <= set(changing_methods(runner))
         assert "execute_model" not in changing_methods(runner)
+    import torch
+
+    class Serves(torch.nn.Module):
+        def apply_pooling(self, features): ...
+
+        def apply_markov_bias_gathered(self, logits): ...
+
+        def wake_up(self): ...
+
+        def load_from_a_peer(self): ...
+
+    served = set(changing_methods(Serves))
+    assert served == {"load_from_a_peer", "load_state_dict", "apply", "_apply"}, (
+        "each request calls these"
+    )
     of_model = set(changing_methods(LlamaForCausalLM))
     assert {"load_weights", "load_state_dict", "apply"} <= of_model
     assert not of_model & {"forward", "parameters", "named_parameters", "compute_logits"}

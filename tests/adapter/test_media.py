@@ -59,7 +59,7 @@ def media(checked=True, ec_transfer_config=None, uses_mrope=False, **multimodal)
     return Media(config, checked=checked)
 
 
-def request(*features, num_tokens=96, more=0):
+def request(*features, num_tokens=96, more=0, adapter=None):
     """Return a request of vLLM's, made as its engine core does, with `more` tokens generated."""
     from vllm import SamplingParams
     from vllm.utils.hashing import sha256
@@ -75,7 +75,7 @@ def request(*features, num_tokens=96, more=0):
         sampling_params=SamplingParams(),
         pooling_params=None,
         arrival_time=0.0,
-        lora_request=None,
+        lora_request=adapter,
         cache_salt=None,
         data_parallel_rank=None,
     )
@@ -161,6 +161,8 @@ def test_the_encoder_cache_goes_by_content_too():
 
 
 def test_an_adapter_that_changes_the_encoder_s_output_stays_in_the_name():
+    from vllm.lora.request import LoRARequest
+
     media()
     plain, adapted = image(0, identifier="img-1"), image(0, identifier="img-1")
     adapted.identifier = "sql:img-1"  # as vLLM does with enable_tower_connector_lora
@@ -168,6 +170,41 @@ def test_an_adapter_that_changes_the_encoder_s_output_stays_in_the_name():
     other.identifier = "sql:img-2"
     found = [request(each).mm_features[0].identifier for each in (plain, adapted, other)]
     assert found[0] != found[1] == found[2]
+    # One name that leads to two places: the encoder's outputs are others.
+    places = []
+    for path in ("/a", "/b"):
+        adapted = image(0, identifier="img-1")
+        adapted.identifier = "sql:img-1"
+        lora = LoRARequest("sql", 1, path)
+        places.append(request(adapted, adapter=lora).mm_features[0].identifier)
+    assert len({*found, *places}) == 4
+
+
+def test_a_prompt_of_many_media_is_hashed_without_looking_at_all_of_them_for_each_block():
+    from fskv.engines.vllm.media import _media_of_block
+
+    class Where(SimpleNamespace):
+        looks = 0
+
+        def __getattribute__(self, name):
+            Where.looks += name == "offset"
+            return super().__getattribute__(name)
+
+    features = [
+        SimpleNamespace(identifier=f"{n}", mm_position=Where(offset=n * 32, length=24))
+        for n in range(500)
+    ]
+    asked = SimpleNamespace(mm_features=features)
+    found = [_media_of_block(asked, start, start + 16, 0)[0] for start in range(0, 16_000, 16)]
+    assert Where.looks < 10 * len(found)
+    assert [len(each) for each in found] == [1, 1] * 500
+    # The same where one of them lies over all others.
+    features.insert(
+        0, SimpleNamespace(identifier="all", mm_position=Where(offset=0, length=16_000))
+    )
+    del asked.fskv_ends_of_media
+    found = [_media_of_block(asked, start, start + 16, 0)[0] for start in range(0, 16_000, 1600)]
+    assert [len(each) for each in found] == [2] * 10
 
 
 def test_text_before_the_first_medium_is_shared_and_what_follows_the_second_is_not():

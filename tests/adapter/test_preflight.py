@@ -115,7 +115,15 @@ def _denied(path):
         ({"aux_output_config": SimpleNamespace(enabled=True)}, {}, "enable_return_routed_experts"),
         ({"cache_config": SimpleNamespace(calculate_kv_scales=True)}, {}, "calculate_kv_scales"),
         ({"weight_transfer_config": object()}, {}, "weight_transfer_config"),
-        ({"load_config": SimpleNamespace(load_format="npcache")}, {}, "load_format"),
+        *(
+            ({"load_config": SimpleNamespace(load_format=name)}, {}, "load_format")
+            for name in ("npcache", "ipc_cache", "modelexpress", "tensorizer", "a plug-in's")
+        ),
+        (
+            {"parallel_config": SimpleNamespace(**HERE, enable_elastic_ep=True)},
+            {},
+            "enable_elastic_ep",
+        ),
         (
             {
                 "load_config": SimpleNamespace(load_format="dummy"),
@@ -135,6 +143,17 @@ def test_settings_with_which_fskv_cannot_serve_are_refused_before_weights_are_re
     with pytest.raises(ConfigError, match=f"option '{words}': found"):
         Configuration(*how, **settings)
     assert Configuration(*how).connector.__name__ == how[0]  # the control
+    for read in ("auto", "safetensors", "sharded_state", "runai_streamer", "dummy"):
+        Configuration(*how, load_config=SimpleNamespace(load_format=read))
+
+
+def test_who_names_the_weights_vouches_for_where_they_come_from(tmp_path):
+    Configuration(
+        "FskvConnector",
+        {"root": str(tmp_path), "weights_id": "mine"},
+        load_config=SimpleNamespace(load_format="ipc_cache"),
+        parallel_config=SimpleNamespace(**HERE, enable_elastic_ep=True),
+    )
 
 
 def test_adapters_are_taken_by_name_only_where_the_key_has_their_path(tmp_path, monkeypatch):

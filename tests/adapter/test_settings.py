@@ -224,9 +224,9 @@ SET = {
         "model_config.max_model_len",
         (1024, 2048),
     ),
-    "extra.load_format": ([], "load_config.load_format", ("auto", "tensorizer")),
+    "extra.load_format": ([], "load_config.load_format", ("auto", "runai_streamer")),
     "extra.model_loader": (
-        [("load_config.load_format", "tensorizer")],
+        [("load_config.load_format", "runai_streamer")],
         "load_config.model_loader_extra_config",
         ({}, {"uri": "s3://a"}),
     ),

@@ -59,6 +59,7 @@ from fskv.offload.news import News
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.forward_context import ForwardContext
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -94,14 +95,13 @@ class FskvConnector(AdmittingConnector):
 
     stats_id = "FskvConnector"  # among the stats of a MultiConnector
 
-    def __new__(cls, *arguments: Any) -> Any:
+    def __new__(cls, vllm_config: Any = None, role: Any = None, kv_cache_config: Any = None) -> Any:
         """Make a RestingConnector instead where the model keeps KV of a kind that fskv does not know."""
-        if arguments:
-            vllm_config, _, kv_cache_config = arguments
+        if kv_cache_config is not None:
             try:
                 engine_groups(vllm_config, kv_cache_config)
             except RestError as error:
-                return RestingConnector(*arguments, reason=str(error))
+                return RestingConnector(vllm_config, role, kv_cache_config, reason=str(error))
         return super().__new__(cls)
 
     def __init__(
@@ -201,6 +201,12 @@ class FskvConnector(AdmittingConnector):
             failed_recving={requests[job_id] for job_id in failed if job_id in requests},
         )
 
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        """A step begins: from now on pages hold what it computes."""
+        if (worker := self._spec.worker) is not None:
+            worker.at_rest = False
+        super().start_load_kv(forward_context, **kwargs)
+
     def build_connector_worker_meta(self) -> FskvWorkerMetadata | None:
         if self.connector_worker is None or self._spec.worker is None:
             return None
@@ -234,7 +240,8 @@ class FskvConnector(AdmittingConnector):
         workers = [m for m in metadata.values() if isinstance(m, FskvHandshake)]
         try:
             if not workers or len(workers) < len(metadata):
-                workers = handshakes_of_workers()
+                told = handshakes_of_workers()  # of other connectors, too
+                workers = [each for each in told if isinstance(each, FskvHandshake)]
             if rests := [worker.rests for worker in workers if worker.rests]:
                 self._manager.rest(rests[0])
                 return

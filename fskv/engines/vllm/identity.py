@@ -46,7 +46,7 @@ from fskv.engines.vllm.loaded import (
     secondary_weights,
     weights_text,
 )
-from fskv.engines.vllm.refusals import check_settings, name_of_load_format
+from fskv.engines.vllm.refusals import PICK_FILES, check_settings, name_of_load_format
 from fskv.engines.vllm.resting import RestError
 from fskv.engines.vllm.switches import switches
 from fskv.errors import ConfigError
@@ -69,16 +69,6 @@ _MULTIMODAL_FIELDS = (
 )
 # RoPE variants whose tables depend on the engine's max_model_len and not on the checkpoint alone.
 _LENGTH_DEPENDENT_ROPE = {"longrope", "su", "dynamic"}
-# Those that load what vLLM's rule picks of a checkpoint's files.
-_LOAD_FORMATS = {
-    "auto",
-    "hf",
-    "safetensors",
-    "mistral",
-    "pt",
-    "fastsafetensors",
-    "instanttensor",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -462,7 +452,7 @@ def _extra(vllm_config: VllmConfig, config: StoreConfig) -> dict[str, Json]:
     load = vllm_config.load_config
     load_format = name_of_load_format(vllm_config)
     # Those that load the files which vLLM's rule picks, and nothing else, are alike: see loaded_files.
-    if load_format not in _LOAD_FORMATS:
+    if load_format not in PICK_FILES:
         extra["load_format"] = load_format
         if load.model_loader_extra_config:
             extra["model_loader"] = jsonable(load.model_loader_extra_config)

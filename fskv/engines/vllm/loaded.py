@@ -38,12 +38,11 @@ _SNAPSHOT = re.compile(r"/models--([^/]+)/snapshots/([0-9a-f]{40})/?$")
 # What vLLM's rule picks from, by load format; other weights files are opened by a model's own code.
 _PICKED_FROM = (".safetensors", ".bin", ".pt")
 # A method of a worker, its runner or its models may change weights if one of these words is in its name ...
-_CHANGES = {
-    *("weight", "weights", "param", "params", "parameter", "parameters"),
-    *("load", "reload", "apply", "sleep", "wake", "discard"),
-}
+_CHANGES = {"weight", "weights", "param", "params", "parameter", "parameters", "load", "reload"}
+_CHANGES_OF_WORKERS = _CHANGES | {"apply", "sleep", "wake", "discard"}
+_CHANGES_OF_MODULES = {"load_state_dict", "apply", "_apply"}  # torch's own
 # ... and none of these.
-_READS = {"get", "compute", "check", "checksum", "compare", "supports", "save"}
+_READS = {"get", "compute", "check", "checksum", "compare", "supports", "save", "shutdown"}
 # Take the pages of the KV cache away as well.
 _LOSE_PAGES = {"sleep", "discard"}
 
@@ -57,8 +56,8 @@ class Loaded:
     reloaded: bool = False  # the weights may be others than those of the start
     # Pages of the KV cache were taken away, while the engine may believe that they hold what they held.
     pages_lost: bool = False
-    # Whether the connector was told that the engine gives its pages up.
-    at_rest: Callable[[], bool] = lambda: True
+    # Of each connector: whether it was told that the engine gives its pages up, and no step came since.
+    at_rest: list[Callable[[], bool]] = field(default_factory=list)
 
     @property
     def model(self) -> Any:
@@ -86,7 +85,8 @@ class Loaded:
         @functools.wraps(method)
         def noting(*args: Any, **kwargs: Any) -> Any:
             self.reloaded = True
-            self.pages_lost |= bool(_words(name) & _LOSE_PAGES) and not self.at_rest()
+            given_up = all(at_rest() for at_rest in self.at_rest)
+            self.pages_lost |= bool(_words(name) & _LOSE_PAGES) and not given_up
             if fd is not None:
                 os.write(fd, b"x")
             return method(*args, **kwargs)
@@ -95,14 +95,18 @@ class Loaded:
 
 
 def changing_methods(cls: type) -> list[str]:
-    """Return the methods of a class that may change weights, by their names; private ones too."""
-    own_of_modules = set(dir(torch.nn.Module)) - {"load_state_dict", "apply", "_apply"}
+    """Return the methods of a class that may change weights, by their names; private ones too.
+
+    Of a model, which has methods for each request ("apply_pooling"), fewer words count than of a worker.
+    """
+    is_model = issubclass(cls, torch.nn.Module)
+    changes = _CHANGES if is_model else _CHANGES_OF_WORKERS
+    own = set(dir(torch.nn.Module)) if is_model else set()
     return [
         name
         for name in dir(cls)
-        if _words(name) & _CHANGES
+        if (name in _CHANGES_OF_MODULES if name in own else _words(name) & changes)
         and not _words(name) & _READS
-        and name not in own_of_modules
         and callable(inspect.getattr_static(cls, name))
     ]
 

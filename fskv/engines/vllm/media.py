@@ -16,8 +16,10 @@ from __future__ import annotations
 import logging
 import os
 import weakref
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate, islice
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +37,7 @@ logger = logging.getLogger(__name__)
 _MAX_KNOWN = 1024
 # An attribute of a medium that was given its name here: whether its content is in the name.
 _TOLD = "fskv_told"
+_ENDS = "fskv_ends_of_media"  # of a request
 
 
 class Media:
@@ -114,7 +117,7 @@ def _name_by_content() -> None:
     names = Names()
 
     def from_engine_core_request(_cls: type[Request], request: Any, *args: Any) -> Request:
-        names.give(request.mm_features or ())
+        names.give(request.mm_features or (), request.lora_request)
         return of_vllm(request, *args)
 
     from_engine_core_request.of_fskv = True  # type: ignore[attr-defined]
@@ -128,12 +131,20 @@ def _media_of_block(
 
     `start_mm_idx` is vLLM's guess where the block's media begin in the list. It is returned as it came.
     """
-    found = [
-        ("mm", feature.identifier, feature.mm_position.offset - start_token_idx)
-        for feature in request.mm_features or ()
-        if feature.mm_position.offset < end_token_idx
-        and feature.mm_position.offset + feature.mm_position.length > start_token_idx
-    ]
+    media = request.mm_features or ()
+    ends = getattr(request, _ENDS, ())
+    if len(ends) != len(media):
+        ends = [each.mm_position.offset + each.mm_position.length for each in media]
+        # Where the first ones end, all of them: those before have ended, too.
+        ends = list(accumulate(ends, max))
+        setattr(request, _ENDS, ends)
+    found = []
+    for feature in islice(media, bisect_right(ends, start_token_idx), None):
+        where = feature.mm_position
+        if where.offset >= end_token_idx:  # vLLM has them in the order of their offsets
+            break
+        if where.offset + where.length > start_token_idx:
+            found.append(("mm", feature.identifier, where.offset - start_token_idx))
     return found, start_mm_idx
 
 
@@ -144,13 +155,13 @@ class Names:
         # What was digested lately: vLLM's cache gives the same object to each request with one medium.
         self._known: OrderedDict[int, tuple[weakref.ref[Any], bytes]] = OrderedDict()
 
-    def give(self, features: Sequence[MultiModalFeatureSpec]) -> None:
-        """Put the content of each medium in the place of its identifier."""
+    def give(self, features: Sequence[MultiModalFeatureSpec], adapter: Any = None) -> None:
+        """Put the content of each medium in the place of its identifier; `adapter` is the request's."""
         for feature in features:
             if hasattr(feature, _TOLD):  # the samples of one request share their media
                 continue
             try:
-                name, told = f"content:{self._digest(feature).hex()}", True
+                name, told = f"content:{self._digest(feature, adapter).hex()}", True
             # Whatever content of another vLLM raises: it must not stop the engine.
             except Exception as error:
                 logger.debug("fskv: content of a medium cannot be told: %s", error)
@@ -158,12 +169,13 @@ class Names:
             feature.identifier = name
             setattr(feature, _TOLD, told)
 
-    def _digest(self, feature: MultiModalFeatureSpec) -> bytes:
-        # vLLM puts an adapter that changes the encoder's outputs before the name.
-        adapter = feature.identifier.removesuffix(feature.mm_hash or feature.identifier)
+    def _digest(self, feature: MultiModalFeatureSpec, adapter: Any) -> bytes:
+        # vLLM puts the name of an adapter that changes the encoder's outputs before the medium's.
+        by_adapter = feature.identifier.removesuffix(feature.mm_hash or feature.identifier)
+        seen_by = [by_adapter, getattr(adapter, "lora_path", None)] if by_adapter else []
         where = feature.mm_position
         content = self._digest_item(feature.data)
-        return content_digest([feature.modality, where.length, where.is_embed, adapter, content])
+        return content_digest([feature.modality, where.length, where.is_embed, seen_by, content])
 
     def _digest_item(self, item: Any) -> bytes:
         if item is None:

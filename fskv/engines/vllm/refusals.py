@@ -17,6 +17,14 @@ from fskv.errors import ConfigError
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+# Those that load what vLLM's rule picks of a checkpoint's files.
+PICK_FILES = {"auto", "hf", "safetensors", "mistral", "pt", "fastsafetensors", "instanttensor"}
+# Not npcache (copies that may be older), ipc_cache (what a daemon has kept), modelexpress, tensorizer (a file
+# of another place), nor what a plug-in brings.
+_READ_THE_FILES = PICK_FILES | {
+    *("dummy", "sharded_state", "runai_streamer", "runai_streamer_sharded", "gguf", "bitsandbytes")
+}
+
 
 def check_settings(vllm_config: VllmConfig, config: StoreConfig) -> None:
     """Raise ConfigError where KV would be served wrongly, or where a hit would end the engine."""
@@ -45,11 +53,18 @@ def check_settings(vllm_config: VllmConfig, config: StoreConfig) -> None:
 
 
 def _check_loading(vllm_config: VllmConfig, config: StoreConfig) -> None:
+    """Raise ConfigError where the weights may be others than those of the files that fskv looks at."""
     load_format = name_of_load_format(vllm_config)
-    if load_format == "npcache" and config.weights_id is None:
+    if load_format not in _READ_THE_FILES and config.weights_id is None:
         raise ConfigError(
-            "option 'load_format': found \"npcache\", expected another one: it reads copies of the "
-            "weights that may be older; or set the option 'weights_id' to a name"
+            f"option 'load_format': found \"{load_format}\", expected another one: the weights that it "
+            "brings need not be those of the checkpoint's files; or set the option 'weights_id' to a name"
+        )
+    elastic = getattr(vllm_config.parallel_config, "enable_elastic_ep", False)
+    if elastic and config.weights_id is None:
+        raise ConfigError(
+            "option 'enable_elastic_ep': found true, expected false: a worker that is added has the weights "
+            "of a running one, which need not be the checkpoint's; or set the option 'weights_id' to a name"
         )
     quantization = vllm_config.model_config.quantization
     if load_format == "dummy" and quantization:

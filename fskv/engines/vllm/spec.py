@@ -142,7 +142,7 @@ class FskvOffloadingSpec(OffloadingSpec):
             prefix_caching=reuses_kv(setup.vllm_config),
             reloaded=lambda: loaded.pages_lost or (loaded.reloaded and not config.weights_fixed),
         )
-        loaded.at_rest = lambda: worker.at_rest
+        loaded.at_rest.append(lambda: worker.at_rest)
         return worker
 
     def get_resting_worker(self, reason: str) -> RestingWorker:

@@ -68,8 +68,7 @@ class FskvWorker(OffloadingWorker):
             restore=restore,
         )
         self._reloaded = reloaded
-        # Whether the engine has given its pages up, and nothing was submitted since.
-        self.at_rest = False
+        self.at_rest = False  # the engine has given its pages up, and no step came since
         self._failed_jobs: set[int] = set()
         self._loads: dict[int, LoadReport] = {}  # since `take_loads`
         self.handshake = FskvHandshake(
@@ -93,7 +92,6 @@ class FskvWorker(OffloadingWorker):
         self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
     ) -> bool:
         assert isinstance(dst_spec, ChunkKeys)
-        self.at_rest = False
         moves = self._plan(dst_spec, src_spec, is_load=False)
         # The forward that fills the pages may still run on the GPU (vLLM submits the stores of one
         # step at the start of the next).
@@ -109,7 +107,6 @@ class FskvWorker(OffloadingWorker):
     ) -> bool:
         """`expedited` (vLLM 0.33) cannot be asked for: synchronous loads are refused at start-up."""
         assert isinstance(src_spec, ChunkKeys)
-        self.at_rest = False
         moves = self._plan(src_spec, dst_spec, is_load=True)
         # The pages' last user, or the kernel that zeroes them, may still run on the GPU.
         self.mover.load(job_id, moves, self._event(), src_spec.limit, refused=self.reloaded)
@@ -237,6 +234,7 @@ class RestingWorker(OffloadingWorker):
     def __init__(self, handshake: FskvHandshake) -> None:
         self.handshake = handshake
         self._ended: list[TransferResult] = []
+        self.at_rest = False
         self._failed_jobs: set[int] = set()
 
     def submit_store(
