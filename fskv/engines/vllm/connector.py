@@ -94,14 +94,13 @@ class FskvConnector(AdmittingConnector):
 
     stats_id = "FskvConnector"  # among the stats of a MultiConnector
 
-    def __new__(cls, *arguments: Any) -> Any:
+    def __new__(cls, vllm_config: Any = None, role: Any = None, kv_cache_config: Any = None) -> Any:
         """Make a RestingConnector instead where the model keeps KV of a kind that fskv does not know."""
-        if arguments:
-            vllm_config, _, kv_cache_config = arguments
+        if kv_cache_config is not None:
             try:
                 engine_groups(vllm_config, kv_cache_config)
             except RestError as error:
-                return RestingConnector(*arguments, reason=str(error))
+                return RestingConnector(vllm_config, role, kv_cache_config, reason=str(error))
         return super().__new__(cls)
 
     def __init__(
