@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 from collections import UserDict
 from types import SimpleNamespace
@@ -20,15 +21,23 @@ BLOCK = 16
 
 @pytest.fixture(autouse=True)
 def _of_vllm(monkeypatch):
-    """Leave vLLM as it was, whatever a test has put right in it."""
+    """Have vLLM as it is, whatever other tests of this process have put right in it, and leave it so."""
+    from vllm.v1 import request
     from vllm.v1.core import kv_cache_utils
-    from vllm.v1.request import Request
 
-    for owner, name in (
-        (kv_cache_utils, "_gen_mm_extra_hash_keys"),
-        (Request, "from_engine_core_request"),
-    ):
-        monkeypatch.setattr(owner, name, vars(owner)[name])
+    monkeypatch.setattr(
+        kv_cache_utils, "_gen_mm_extra_hash_keys", read_anew(kv_cache_utils)._gen_mm_extra_hash_keys
+    )
+    own = vars(read_anew(request).Request)["from_engine_core_request"]
+    monkeypatch.setattr(request.Request, "from_engine_core_request", own)
+
+
+def read_anew(module):
+    """Return a copy of a module, from its source."""
+    spec = importlib.util.find_spec(module.__name__)
+    copy = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(copy)
+    return copy
 
 
 def feature(content, offset=0, length=40, modality="image", **fields):
@@ -137,6 +146,16 @@ def test_blocks_that_generated_tokens_fill_have_all_media_of_the_prompts_end():
     assert len(one.block_hashes) == 7
     assert one.block_hashes[:5] == other.block_hashes[:5]
     assert one.block_hashes[5] != other.block_hashes[5]
+
+
+def test_the_controls_see_vllm_as_it_is_also_where_other_tests_have_put_it_right():
+    from vllm.v1.core import kv_cache_utils
+    from vllm.v1.request import Request
+
+    assert kv_cache_utils._gen_mm_extra_hash_keys.__module__ == kv_cache_utils.__name__
+    assert not hasattr(Request.from_engine_core_request, "of_fskv")
+    media()
+    assert hasattr(Request.from_engine_core_request, "of_fskv")
 
 
 def test_a_name_does_not_make_two_images_one():
