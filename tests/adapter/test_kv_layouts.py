@@ -258,7 +258,7 @@ def test_layers_that_share_another_one_s_cache_need_no_place_of_their_own(tmp_pa
 
 
 @pytest.mark.parametrize(
-    "fault", ["unbound", "no layer", "of fewer bytes", "overlapping", "not blocks"]
+    "fault", ["unbound", "no layer", "an object", "of fewer bytes", "overlapping", "not blocks"]
 )
 def test_a_layer_that_does_not_tell_where_its_kv_is_has_the_engine_rest(fault):
     cache = cache_of("full", "LBHNC", None)
@@ -266,6 +266,8 @@ def test_a_layer_that_does_not_tell_where_its_kv_is_has_the_engine_rest(fault):
     bound = cache.layers["l.1"].kv_cache
     if fault == "unbound":
         cache.layers["l.1"].kv_cache = torch.tensor([])
+    elif fault == "an object":
+        cache.layers["l.1"].kv_cache = object()
     elif fault == "no layer":
         del cache.layers["l.1"]
     elif fault == "of fewer bytes":

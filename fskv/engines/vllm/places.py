@@ -96,9 +96,10 @@ def places_of(
                 continue
             try:
                 places = Places.of(bound_to(layer), num_blocks)
-            except ValueError as error:
+            except Exception as error:  # whatever a vLLM that binds something else raises
+                line = str(error).partition("\n")[0]
                 raise RestError(
-                    f"KV layer {name}: where its KV lies is not known: {error}"
+                    f"KV layer {name}: where its KV lies is not known ({type(error).__name__}: {line})"
                 ) from None
             if places.nbytes != nbytes:
                 raise RestError(
