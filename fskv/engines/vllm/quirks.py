@@ -165,8 +165,10 @@ def handshakes(_worker: object) -> list[Any]:
     """Return the handshakes of this worker's fskv connectors. On the worker's thread."""
     from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group
 
+    from fskv.engines.vllm.manager import FskvHandshake
+
     found = [getattr(each, "handshake", None) for each in _within(get_kv_transfer_group())]
-    return [own for own in found if own is not None]
+    return [own for own in found if isinstance(own, FskvHandshake)]
 
 
 # --- blocks -----------------------------------------------------------------------------------
