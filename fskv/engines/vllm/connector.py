@@ -240,8 +240,7 @@ class FskvConnector(AdmittingConnector):
         workers = [m for m in metadata.values() if isinstance(m, FskvHandshake)]
         try:
             if not workers or len(workers) < len(metadata):
-                told = handshakes_of_workers()  # of other connectors, too
-                workers = [each for each in told if isinstance(each, FskvHandshake)]
+                workers = handshakes_of_workers()
             if rests := [worker.rests for worker in workers if worker.rests]:
                 self._manager.rest(rests[0])
                 return
