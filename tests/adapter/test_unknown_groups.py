@@ -150,3 +150,16 @@ def test_where_a_window_is_computed_anew_after_a_hit_the_engine_rests(in_group_o
     with pytest.raises(RestError, match="option 'swa_bounded_replay'"):
         _described(full, window(bounded_replay=True))
     assert len(_described(full, window())) == 2  # the control
+
+
+def test_a_stage_without_a_layer_of_some_group_rests():
+    """Windows before full attention, in two stages: vLLM keeps the group there, without layers."""
+    import torch
+    from vllm.v1 import kv_cache_interface as vllm
+
+    from fskv.engines.vllm.resting import RestError
+
+    heads = {"block_size": 16, "num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
+    spec = vllm.FullAttentionSpec(**heads)
+    with pytest.raises(RestError, match="KV group 1 has no layer on this pipeline stage"):
+        _described(vllm.KVCacheGroupSpec(["layer"], spec), vllm.KVCacheGroupSpec([], spec))

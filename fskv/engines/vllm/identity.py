@@ -105,11 +105,11 @@ def engine_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> li
     groups = []
     for group_idx in get_offloading_group_ids(kv_cache_config):
         group = kv_cache_config.kv_cache_groups[group_idx]
+        if not group.layer_names:
+            raise RestError(f"KV group {group_idx} has no layer on this pipeline stage")
         of_layers = getattr(group.kv_cache_spec, "kv_cache_specs", {})
         specs = [of_layers.get(name, group.kv_cache_spec) for name in group.layer_names]
-        kind, window, retained, text = _kind_of_all(
-            specs or [*iter_layer_specs(group.kv_cache_spec)]
-        )
+        kind, window, retained, text = _kind_of_all(specs)
         groups.append(
             EngineGroup(
                 spec=GroupSpec(
