@@ -365,7 +365,7 @@ FAULTS = (
     Fault(
         "overwriting-draft-allowed",
         "A draft model that vLLM lets write over the model's KV is refused.",
-        "fskv/engines/vllm/identity.py",
+        "fskv/engines/vllm/refusals.py",
         "    if elsewhere:\n        raise ConfigError(\n",
         "    if not groups:\n        raise ConfigError(\n",
         ("tests/adapter/test_vllm_drafts.py",),

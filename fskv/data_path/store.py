@@ -38,7 +38,7 @@ from fskv.format.integrity import DIGEST_NBYTES
 from fskv.namespace import chunk_name
 from fskv.plan.spans import ChunkPlan, Placement
 from fskv.root.beneath import make_directory, open_directory
-from fskv.root.filesystem import shows_late
+from fskv.root.filesystem import is_local, shows_late
 from fskv.root.process_id import new_part, unique_name
 from fskv.transports.protocol import OpenChunk, SlotT, Transport
 from fskv.types import FileId, Status
@@ -100,8 +100,9 @@ class ChunkStore(Generic[SlotT]):
         self.file_nbytes = {idx: layout.file_nbytes for idx, layout in layouts.items()}
         self._transport = transport
         self._touch_interval_s = touch_interval_s
-        self._touch_published = call_with_deadline(
-            lambda: shows_late(self._root),
+        # `is_local`: whether the root is on disks of this machine, None where its kind does not say.
+        self._touch_published, self.is_local = call_with_deadline(
+            lambda: (shows_late(self._root), is_local(self._root)),
             START_UP_S,
             f"option 'root': {self._root} did not answer",
         )

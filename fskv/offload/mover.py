@@ -134,6 +134,7 @@ class Mover:
             cpus=cpus,
         )
         self.description = self._transport.description
+        self.is_local = store.is_local
         self._stopped = False
         self._ending = _Ending()
         self._news = News()

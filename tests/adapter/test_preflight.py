@@ -148,12 +148,13 @@ def test_settings_with_which_fskv_cannot_serve_are_refused_before_weights_are_re
 
 
 def test_who_names_the_weights_vouches_for_where_they_come_from(tmp_path):
-    Configuration(
+    made = Configuration(
         "FskvConnector",
         {"root": str(tmp_path), "weights_id": "mine"},
         load_config=SimpleNamespace(load_format="ipc_cache"),
         parallel_config=SimpleNamespace(**HERE, enable_elastic_ep=True),
     )
+    assert made.connector.__name__ == "FskvConnector"
 
 
 def test_adapters_are_taken_by_name_only_where_the_key_has_their_path(tmp_path, monkeypatch):

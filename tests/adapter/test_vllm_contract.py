@@ -413,9 +413,11 @@ def test_what_a_client_sends_ends_no_connector_and_caps_hold_inside_a_block(monk
         "_build_partial_tail_store_jobs",
         lambda self, output: built.append(output.kv_connector_block_state),
     )
+    half = object.__new__(OffloadingConnectorScheduler)
+    with pytest.raises(AttributeError):  # the control: vLLM's own
+        half.on_new_request(types.SimpleNamespace(kv_transfer_params="text"))
     quirks.heed_caps()
     quirks.heed_caps()  # once
-    half = object.__new__(OffloadingConnectorScheduler)
     for params in (None, {}, {"x": 1}, "text", [1], 7, True):
         half.on_new_request(types.SimpleNamespace(kv_transfer_params=params))
     assert begun == [None, None, 1, None, None, None, None]

@@ -206,7 +206,7 @@ def test_a_scheduler_of_another_kind_stays_as_it_is():
 def test_a_draft_model_whose_kv_vllm_writes_into_another_group_is_refused(
     method, runner_v2, layers_by_group, refused
 ):
-    from fskv.engines.vllm.identity import _check_draft
+    from fskv.engines.vllm.refusals import check_draft
 
     vllm_config = SimpleNamespace(
         speculative_config=SimpleNamespace(method=method) if method else None,
@@ -218,6 +218,6 @@ def test_a_draft_model_whose_kv_vllm_writes_into_another_group_is_refused(
     ]
     if refused:
         with pytest.raises(ConfigError, match=r"draft's layers in KV group 1 of \d, expected"):
-            _check_draft(vllm_config, groups)
+            check_draft(vllm_config, groups)
     else:
-        _check_draft(vllm_config, groups)
+        check_draft(vllm_config, groups)

@@ -46,7 +46,7 @@ from fskv.engines.vllm.loaded import (
     secondary_weights,
     weights_text,
 )
-from fskv.engines.vllm.refusals import PICK_FILES, check_settings, name_of_load_format
+from fskv.engines.vllm.refusals import PICK_FILES, check_draft, check_settings, name_of_load_format
 from fskv.engines.vllm.resting import RestError
 from fskv.engines.vllm.switches import switches
 from fskv.errors import ConfigError
@@ -166,7 +166,7 @@ def build_identity(
     cache = vllm_config.cache_config
     parallel = vllm_config.parallel_config
     check_settings(vllm_config, config)
-    _check_draft(vllm_config, groups)
+    check_draft(vllm_config, groups)
     # With pipeline stages each rank has other layers; its own are in the layout digest of its files.
     one_stage = parallel.pipeline_parallel_size == 1
     in_manifest = {k: v for k, v in layouts.items() if one_stage or not k.startswith("group")}
@@ -227,28 +227,6 @@ def build_identity(
     if loaded is not None and config.weights_id is None:
         check_unchanged(loaded, vllm_config)
     return identity
-
-
-def _check_draft(vllm_config: VllmConfig, groups: list[EngineGroup]) -> None:
-    """Raise ConfigError where vLLM's V1 model runner has a draft model write over the KV of the model.
-
-    It gives the drafts of `draft_model` the slots of the first group (0.30 to 0.32, GPUModelRunner.
-    _build_attention_metadata). Groups share their tensors, so those slots are of another layer's KV.
-    """
-    speculative = vllm_config.speculative_config
-    if getattr(speculative, "method", None) != "draft_model" or vllm_config.use_v2_model_runner:
-        return
-    elsewhere = [
-        group.spec.group_idx
-        for group in groups
-        if group.spec.group_idx and any(n.startswith("draft_model.") for n in group.layer_names)
-    ]
-    if elsewhere:
-        raise ConfigError(
-            "option 'speculative_config': found method \"draft_model\" with the draft's layers in KV group "
-            f"{elsewhere[0]} of {len(groups)}, expected a model with one group or another method: vLLM's V1 "
-            "model runner has this draft write its KV over that of the model"
-        )
 
 
 def version_text(version: str) -> str:

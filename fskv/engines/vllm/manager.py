@@ -159,7 +159,8 @@ class FskvManager(OffloadingManager):
                 raise ConfigError(
                     f"rank {worker.rank} derived namespace {worker.namespace_path} with "
                     f"{worker.blocks_per_chunk} blocks per chunk, rank {first.rank} "
-                    f"{first.namespace_path} and the scheduler {self._blocks_per_chunk}: all must agree"
+                    f"{first.namespace_path} and the scheduler {self._blocks_per_chunk}: all must agree "
+                    "(with pipeline stages of different lengths option 'hybrid_chunk_size' needs a number)"
                 )
         if len(workers) != first.world_size:
             raise ConfigError(f"{len(workers)} of {first.world_size} workers reported a namespace")

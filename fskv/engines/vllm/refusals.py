@@ -1,13 +1,13 @@
 """Settings of vLLM with which fskv cannot serve: each is refused in one sentence.
 
 Asked twice: in the process of `vllm serve`, before weights are read (`preflight`), and by each worker when it
-derives the identity, for engines that are made in another way.
+derives the identity, for engines that are made in another way. A draft is known to the workers alone.
 """
 
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core import kv_cache_utils
 
@@ -15,6 +15,8 @@ from fskv.config import StoreConfig
 from fskv.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from vllm.config import VllmConfig
 
 # Those that load what vLLM's rule picks of a checkpoint's files.
@@ -71,6 +73,29 @@ def _check_loading(vllm_config: VllmConfig, config: StoreConfig) -> None:
         raise ConfigError(
             f"option 'load_format': found \"dummy\" with quantization {quantization}, expected weights: "
             "quantised dummy weights are whatever was in memory, so their KV cannot be shared"
+        )
+
+
+def check_draft(vllm_config: VllmConfig, groups: Sequence[Any]) -> None:
+    """Raise ConfigError where vLLM's V1 model runner has a draft model write over the KV of the model.
+
+    The runner gives the drafts of `draft_model` the slots of the first group (0.32, GPUModelRunner.
+    _build_attention_metadata). Groups share their tensors, so those slots are of another layer's KV. `groups`
+    are those of `identity.engine_groups`.
+    """
+    speculative = vllm_config.speculative_config
+    if getattr(speculative, "method", None) != "draft_model" or vllm_config.use_v2_model_runner:
+        return
+    elsewhere = [
+        group.spec.group_idx
+        for group in groups
+        if group.spec.group_idx and any(n.startswith("draft_model.") for n in group.layer_names)
+    ]
+    if elsewhere:
+        raise ConfigError(
+            "option 'speculative_config': found method \"draft_model\" with the draft's layers in KV group "
+            f"{elsewhere[0]} of {len(groups)}, expected a model with one group or another method: vLLM's V1 "
+            "model runner has this draft write its KV over that of the model"
         )
 
 

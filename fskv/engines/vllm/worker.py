@@ -29,7 +29,6 @@ from fskv.namespace import Json
 from fskv.observe import metrics
 from fskv.offload.mover import Mover
 from fskv.offload.news import News
-from fskv.root.filesystem import is_local
 from fskv.root.root import NamespaceDir
 from fskv.transports.protocol import Ready
 from fskv.types import FileId, Status
@@ -83,7 +82,7 @@ class FskvWorker(OffloadingWorker):
             canonical_ranks=files.file_ranks,
             prefix_caching=prefix_caching,
             num_io_threads=self.mover.num_io_threads,
-            is_local=is_local(directory.path),
+            is_local=self.mover.is_local,
         )
 
     # --- OffloadingWorker -------------------------------------------------------------------

@@ -17,7 +17,6 @@ from fskv.engines.vllm_tier.workers import Workers
 from fskv.observe.metrics import Counters, Gauge
 from fskv.offload.mover import Mover
 from fskv.offload.news import News
-from fskv.root.filesystem import is_local
 from fskv.root.root import NamespaceDir
 from fskv.types import ChunkId, FileId
 
@@ -52,7 +51,7 @@ class RowMover:
             file_mode=directory.file_mode,
             file_nbytes=self.mover.file_nbytes,
             canonical_ranks=workers.file_ranks,
-            is_local=is_local(directory.path),
+            is_local=self.mover.is_local,
         )
         self._row_nbytes = memory.stride(0)
         self._file_ranks = workers.file_ranks
