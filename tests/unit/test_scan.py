@@ -8,6 +8,7 @@ import re
 import shutil
 import socket
 import stat
+import threading
 import time
 import types
 
@@ -296,13 +297,12 @@ def test_directories_and_files_that_vanish_meanwhile_are_no_errors(namespace, mo
     catalogue = Catalogue(namespace)
     run(catalogue.refresh(time.time_ns()))
     real = scan.list_shard
-    seen = []
+    first = threading.Lock()  # shards are listed on several threads
 
     def vanish(path, idx, *rest):
-        if not seen:
+        with first:
             for other in {os.path.dirname(p) for p in paths[:50]}:
                 shutil.rmtree(other, ignore_errors=True)
-        seen.append(idx)
         return real(path, idx, *rest)
 
     monkeypatch.setattr(scan, "list_shard", vanish)
