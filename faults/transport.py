@@ -28,6 +28,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from fskv.errors import ChunkCorrupt, ChunkTimedOut, chunk_error_from_os
@@ -137,12 +138,11 @@ class RandomScript:
 class FaultTransport:
     """See the module docstring. Public counters are for the tests to look at."""
 
-    native = None  # everything comes by here
-
     def __init__(self, inner: Transport, script: Events) -> None:
         self.inner = inner
         self.script = script
         self.slot_nbytes = inner.slot_nbytes
+        self.native = replace(inner.native, pages=None)  # everything comes by here
         self.description = f"faulty {inner.description}"
         self.after_write: Callable[[str], None] = lambda path: None
         self._changed = threading.Condition()
@@ -177,13 +177,13 @@ class FaultTransport:
     def drop_slot(self, slot: Any) -> None:
         self.inner.drop_slot(slot)
 
-    def gather(self, table: Any, slot: Any, base: int, ready: Any) -> None:
+    def gather(self, table: Any, slot: Any, base: int) -> None:
         with self._operation("gather", "pages"):
-            self.inner.gather(table, slot, base, ready)
+            self.inner.gather(table, slot, base)
 
-    def scatter(self, slot: Any, base: int, table: Any, ready: Any) -> None:
+    def scatter(self, slot: Any, base: int, table: Any) -> None:
         with self._operation("scatter", "pages"):
-            self.inner.scatter(slot, base, table, ready)
+            self.inner.scatter(slot, base, table)
 
     def fill_zero(self, slot: Any, start: int, stop: int) -> None:
         self.inner.fill_zero(slot, start, stop)

@@ -135,7 +135,7 @@ class GdsTransport:
             )
         self.slot_nbytes = slot_nbytes
         self.description = "GDS staging"
-        self.native: Native | None = None  # fskv._native has no hands on the device
+        self.native = Native(pages=None, on_device=True)
         self._device = device
         self._file_mode = file_mode
         self._fsync = fsync
@@ -162,11 +162,11 @@ class GdsTransport:
             raise RuntimeError("the transport is closed")
         return slot
 
-    def gather(self, table: SpanTable, slot: GdsSlot, base: int, ready: Ready | None) -> None:
-        self._device.gather(table, slot.buffer, base, ready)
+    def gather(self, table: SpanTable, slot: GdsSlot, base: int) -> None:
+        self._device.gather(table, slot.buffer, base, None)
 
-    def scatter(self, slot: GdsSlot, base: int, table: SpanTable, ready: Ready | None) -> None:
-        self._device.scatter(slot.buffer, base, table, ready)
+    def scatter(self, slot: GdsSlot, base: int, table: SpanTable) -> None:
+        self._device.scatter(slot.buffer, base, table, None)
 
     def fill_zero(self, slot: GdsSlot, start: int, stop: int) -> None:
         self._device.fill_zero(slot.buffer, start, stop)

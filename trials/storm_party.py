@@ -20,7 +20,7 @@ import torch
 
 from benchmarks import rig
 from fskv.config import StoreConfig
-from fskv.data_path import store, threads
+from fskv.data_path import job, store
 from fskv.data_path.breaker import Breaker
 from fskv.data_path.job import FileMove
 from fskv.format import chunk_file
@@ -214,7 +214,7 @@ def break_safety(name: str) -> None:
             (store.ChunkStore, "_compare", nothing),
         ],
         "removal": [(chunk_fd, "unlink_quietly", nothing)],
-        "guard": [(threads.Guard, "enter", lambda _: True), (threads.Guard, "leave", nothing)],
+        "guard": [(job.Job, "abandon", nothing)],
         "ending": [],  # see Party.close
     }
     for owner, attribute, substitute in patches[name]:

@@ -343,17 +343,6 @@ ChunkResult chunk_write(const FileLayout *layout, const ChunkFile *file, uint8_t
     return result;
 }
 
-void chunk_touch(const FileLayout *layout, const ChunkFile *file)
-{
-    size_t parent_nbytes;
-    const char *name = name_in(file->path, &parent_nbytes);
-    int directory = open_parent(layout, file->path);
-    if (directory < 0)
-        return;
-    (void)utimensat(directory, name, NULL, AT_SYMLINK_NOFOLLOW);
-    close(directory);
-}
-
 ChunkResult chunk_read(const FileLayout *layout, const ChunkFile *file, uint8_t *slot, int *open_fd,
                        int *old_mtime)
 {

@@ -58,9 +58,6 @@ ChunkResult chunk_write(const FileLayout *layout, const ChunkFile *file, uint8_t
 ChunkResult chunk_read(const FileLayout *layout, const ChunkFile *file, uint8_t *slot, int *fd,
                        int *old_mtime);
 
-/* Set the file's "last used" to now. */
-void chunk_touch(const FileLayout *layout, const ChunkFile *file);
-
 double realtime_s(void);
 
 #endif

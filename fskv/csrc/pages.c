@@ -239,22 +239,18 @@ static void gather_and_digest(const Transfer *transfer, const Spans *spans, uint
     digest_rows(payload + digested, layout->payload_nbytes - digested, digests + digested / ROW * 8);
 }
 
-bool gather(Transfer *transfer, uint8_t *slot)
+bool gather(const Transfer *transfer, uint8_t *slot)
 {
     const Pages *pages = transfer->placement->pages;
     Spans spans = spans_of(transfer->placement, &transfer->blocks, transfer->file.first_block);
     CudaError error;
-    if (spans.first == NULL)
-        return false;
-    if (pages->device == NULL)
+    bool good = spans.first != NULL;
+    if (good && pages->device == NULL)
         gather_and_digest(transfer, &spans, slot);
-    else
-        transfer->gathered =
-            copy_spans(pages, &spans, slot + transfer->layout->file.header_nbytes, true, &error);
+    else if (good)
+        good = copy_spans(pages, &spans, slot + transfer->layout->file.header_nbytes, true, &error);
     free(spans.first);
-    transfer->digested = pages->device == NULL;
-    transfer->gathered |= transfer->digested;
-    return transfer->gathered;
+    return good;
 }
 
 bool scatter(const Transfer *transfer, uint8_t *slot)

@@ -13,10 +13,7 @@ typedef struct {
     int length;
 } List;
 
-typedef enum { GATHERED, STORED, EXISTS, LOADED, ABANDONED, READ, ENDED } Kind;
-
-/* Of a transfer after a thread's turn: Python goes on; it has ended; it waits for its pages. */
-typedef enum { OTHERWISE, OVER, AWAY } Turn;
+typedef enum { GATHERED, STORED, EXISTS, LOADED, LEFT, ENDED } Kind;
 
 typedef struct {
     Transfer *transfer; /* one reference */
@@ -30,8 +27,8 @@ typedef struct {
     pthread_mutex_t mutex; /* guards all below, and what types.h says of a Transfer */
     pthread_cond_t changed;
     List loads, stores, running, parked;
-    int num_loads_running, num_stores_running;
-    int max_stores_beside_loads;
+    int num_loads, num_stores; /* at the disk */
+    int max_at_disk, max_stores_beside_loads;
     int num_idle, num_hung;
     bool closed;
     Event *events;
@@ -55,11 +52,35 @@ static void detach(List *list, Transfer *transfer)
     list->length--;
 }
 
-static List *queued_in(Queue *queue, Transfer *transfer)
+static void prepend(List *list, Transfer *transfer)
+{
+    transfer->previous = NULL;
+    transfer->next = list->first;
+    *(list->first ? &list->first->previous : &list->last) = transfer;
+    list->first = transfer;
+    list->length++;
+}
+
+static List *list_of(Queue *queue, const Transfer *transfer)
 {
     if (transfer->state == PARKED)
         return &queue->parked;
-    return transfer->is_load ? &queue->loads : &queue->stores;
+    if (transfer->state == QUEUED)
+        return transfer->is_load ? &queue->loads : &queue->stores;
+    return &queue->running;
+}
+
+static int num_queued(const Queue *queue)
+{
+    return queue->loads.length + queue->stores.length;
+}
+
+/* Under the mutex: move it to the end of the list of `state`. */
+static void move_to(Queue *queue, Transfer *transfer, State state)
+{
+    detach(list_of(queue, transfer), transfer);
+    transfer->state = state;
+    append(list_of(queue, transfer), transfer);
 }
 
 /* Under the mutex. An event that finds no memory is kept back: the transfer then ends at its deadline. */
@@ -75,130 +96,120 @@ static void add_event(Queue *queue, Transfer *transfer, Kind kind, bool last)
     }
     transfer->spare_refs--;
     queue->events[queue->num_events++] =
-        (Event){transfer, kind, last, monotonic_s() - transfer->started_at};
+        (Event){transfer, kind, last, monotonic_s() - transfer->started_at - transfer->waited_s};
 }
 
 /* Under the mutex: the next transfer that may start, or NULL. Loads first; beside them only a few stores. */
 static Transfer *pop(Queue *queue)
 {
-    Transfer *transfer = queue->loads.first;
-    if (transfer == NULL && (queue->num_loads_running == 0 ||
-                             queue->num_stores_running < queue->max_stores_beside_loads))
+    Transfer *transfer = NULL;
+    if (queue->num_loads + queue->num_stores < queue->max_at_disk)
+        transfer = queue->loads.first;
+    if (transfer == NULL && queue->num_loads + queue->num_stores < queue->max_at_disk &&
+        (queue->num_loads == 0 || queue->num_stores < queue->max_stores_beside_loads))
         transfer = queue->stores.first;
     if (transfer == NULL)
         return NULL;
-    detach(queued_in(queue, transfer), transfer);
-    append(&queue->running, transfer);
-    transfer->state = RUNNING;
+    move_to(queue, transfer, transfer->is_load ? READING : transfer->slot.obj ? WRITING : GATHERING);
     transfer->started_at = monotonic_s();
-    *(transfer->is_load ? &queue->num_loads_running : &queue->num_stores_running) += 1;
-    if (queue->num_idle > 0 && queue->loads.length + queue->stores.length > 0)
+    transfer->counted = true;
+    *(transfer->is_load ? &queue->num_loads : &queue->num_stores) += 1;
+    if (queue->num_idle > 0 && num_queued(queue) > 0)
         pthread_cond_signal(&queue->changed);
     return transfer;
 }
 
-/* Under the mutex: stores that gave way may now start. */
-static void stop_counting(Queue *queue, Transfer *transfer)
+/* Under the mutex: its place at the disk is free, for those that gave way. */
+static void leave_disk(Queue *queue, Transfer *transfer)
 {
-    *(transfer->is_load ? &queue->num_loads_running : &queue->num_stores_running) -= 1;
-    if (queue->num_idle > 0 && queue->stores.length > 0)
+    if (!transfer->counted)
+        return;
+    transfer->counted = false;
+    *(transfer->is_load ? &queue->num_loads : &queue->num_stores) -= 1;
+    if (queue->num_idle > 0 && num_queued(queue) > 0)
         pthread_cond_broadcast(&queue->changed);
 }
 
 /* Under the mutex: the transfer's thread is free again. Returns whether it had been written off. */
-static bool end(Queue *queue, Transfer *transfer, State state)
+static bool end(Queue *queue, Transfer *transfer)
 {
     detach(&queue->running, transfer);
-    transfer->state = state;
-    if (transfer->written_off)
-        queue->num_hung--;
-    else
-        stop_counting(queue, transfer);
+    transfer->state = DONE;
+    leave_disk(queue, transfer);
+    queue->num_hung -= transfer->written_off;
     return transfer->written_off;
 }
 
 /* --- without the interpreter --------------------------------------------------------------- */
 
-static Turn run_store(Queue *queue, Transfer *transfer, uint8_t *slot, Kind *kind)
+/* Ask to touch its pages, on the thread that runs it; false: the job was given up. While a load waits for the gate
+ * its place at the disk is another's. */
+static bool enter(Queue *queue, Transfer *transfer)
 {
-    if (!transfer->gathered) {
-        if (transfer->placement == NULL)
-            return OTHERWISE;
-        if (!guard_enter(transfer->guard)) {
-            *kind = ABANDONED;
-            return OVER;
+    bool waits = transfer->is_load && guard_shut(transfer->guard);
+    double since = monotonic_s();
+    pthread_mutex_lock(&queue->mutex);
+    if (transfer->is_load)
+        transfer->state = waits ? WAITING : SCATTERING;
+    if (waits)
+        leave_disk(queue, transfer);
+    pthread_mutex_unlock(&queue->mutex);
+    bool entered = guard_enter(transfer->guard);
+    if (waits) {
+        pthread_mutex_lock(&queue->mutex);
+        transfer->state = SCATTERING;
+        transfer->waited_s = monotonic_s() - since;
+        pthread_mutex_unlock(&queue->mutex);
+    }
+    return entered;
+}
+
+/* False: Python goes on with it. */
+static bool run_store(Queue *queue, Transfer *transfer, uint8_t *slot, Kind *kind)
+{
+    if (transfer->state == GATHERING) {
+        if (!enter(queue, transfer)) {
+            *kind = LEFT;
+            return true;
         }
         bool gathered = gather(transfer, slot);
         guard_leave(transfer->guard);
         if (!gathered)
-            return OTHERWISE;
+            return false;
         pthread_mutex_lock(&queue->mutex);
+        transfer->state = WRITING;
         add_event(queue, transfer, GATHERED, false);
         pthread_mutex_unlock(&queue->mutex);
     }
-    transfer->tried = true;
-    ChunkResult result = chunk_write(&transfer->layout->file, &transfer->file, slot, transfer->digested);
+    bool digested = transfer->placement->pages->device == NULL;
+    ChunkResult result = chunk_write(&transfer->layout->file, &transfer->file, slot, digested);
     *kind = result == CHUNK_OK ? STORED : EXISTS;
-    return result == CHUNK_OTHERWISE ? OTHERWISE : OVER;
+    return result != CHUNK_OTHERWISE;
 }
 
-/* Let a load that was read wait for its pages, without the thread; false: they are free, or it was given up. Under the
- * mutex: who gives it up closes the guard, and then takes it back if it finds it parked. */
-static bool park(Queue *queue, Transfer *transfer, bool *written_off)
+static bool run_load(Queue *queue, Transfer *transfer, uint8_t *slot, Kind *kind)
 {
-    pthread_mutex_lock(&queue->mutex);
-    bool parked = transfer->held && !guard_abandoned(transfer->guard);
-    if (parked) {
-        transfer->read = true;
-        transfer->began_at = transfer->started_at;
-        add_event(queue, transfer, READ, false);
-        *written_off = end(queue, transfer, PARKED);
-        transfer->written_off = false;
-        append(&queue->parked, transfer);
-    }
-    pthread_mutex_unlock(&queue->mutex);
-    return parked;
-}
-
-static Turn run_load(Queue *queue, Transfer *transfer, uint8_t *slot, Kind *kind, bool *written_off)
-{
-    const FileLayout *file = &transfer->layout->file;
-    int fd = -1, old_mtime;
-    if (!transfer->read) {
-        if (chunk_read(file, &transfer->file, slot, &fd, &old_mtime) != CHUNK_OK)
-            return OTHERWISE;
-        transfer->old_mtime = old_mtime;
-        if (transfer->placement != NULL && transfer->slot.buf != NULL && park(queue, transfer, written_off)) {
-            close(fd); /* the transfer is somebody else's already */
-            return AWAY;
-        }
-    }
-    bool scattered = transfer->placement != NULL && !transfer->lost;
-    if (scattered && guard_enter(transfer->guard)) {
+    int fd, old_mtime;
+    if (chunk_read(&transfer->layout->file, &transfer->file, slot, &fd, &old_mtime) != CHUNK_OK)
+        return false;
+    transfer->old_mtime = old_mtime;
+    *kind = LEFT;
+    bool scattered = true;
+    if (enter(queue, transfer)) {
         scattered = scatter(transfer, slot);
         guard_leave(transfer->guard);
-        *kind = LOADED;
+        *kind = ENDED;
     }
-    if (!scattered) {
-        transfer->checked = true; /* Python scatters, and touches the file afterwards */
-        if (fd >= 0)
-            close(fd);
-        return OTHERWISE;
-    }
-    if (*kind == LOADED) {
+    if (scattered && *kind == ENDED) {
         /* Told before the disk is touched again: what can go wrong there must not spoil a load. */
         pthread_mutex_lock(&queue->mutex);
         add_event(queue, transfer, LOADED, false);
         pthread_mutex_unlock(&queue->mutex);
-        *kind = ENDED;
+        if (old_mtime)
+            (void)futimens(fd, NULL);
     }
-    if (transfer->old_mtime && fd >= 0)
-        (void)futimens(fd, NULL);
-    else if (transfer->old_mtime)
-        chunk_touch(file, &transfer->file);
-    if (fd >= 0)
-        close(fd);
-    return OVER;
+    close(fd);
+    return scattered;
 }
 
 /* Run transfers until one needs Python (returned), the queue is closed, or this thread was written off (NULL). */
@@ -222,19 +233,16 @@ static Transfer *run_until_otherwise(Queue *queue, uint8_t *slot, size_t slot_nb
         if (buffer == slot && file->header_nbytes + file->payload_nbytes > slot_nbytes)
             return transfer;
 
-        Kind kind = ABANDONED;
-        bool written_off = false;
-        Turn turn = transfer->is_load ? run_load(queue, transfer, buffer, &kind, &written_off)
+        Kind kind;
+        bool over = transfer->is_load ? run_load(queue, transfer, buffer, &kind)
                                       : run_store(queue, transfer, buffer, &kind);
-        if (turn == OTHERWISE)
+        if (!over)
             return transfer;
-        if (turn == OVER) {
-            pthread_mutex_lock(&queue->mutex);
-            written_off = end(queue, transfer, DONE);
-            add_event(queue, transfer, kind, true);
-            /* From here on the transfer belongs to whoever collects its event. */
-            pthread_mutex_unlock(&queue->mutex);
-        }
+        pthread_mutex_lock(&queue->mutex);
+        bool written_off = end(queue, transfer);
+        add_event(queue, transfer, kind, true);
+        /* From here on the transfer belongs to whoever collects its event. */
+        pthread_mutex_unlock(&queue->mutex);
         if (written_off)
             return NULL;
     }
@@ -261,13 +269,14 @@ static void let_go(Transfer *transfer)
 
 static PyObject *Queue_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    int max_stores_beside_loads;
-    if (!PyArg_ParseTuple(args, "i:Queue", &max_stores_beside_loads))
+    int max_at_disk, max_stores_beside_loads;
+    if (!PyArg_ParseTuple(args, "ii:Queue", &max_at_disk, &max_stores_beside_loads))
         return NULL;
     Queue *self = (Queue *)type->tp_alloc(type, 0);
     if (self != NULL) {
         pthread_mutex_init(&self->mutex, NULL);
         pthread_cond_init(&self->changed, NULL);
+        self->max_at_disk = max_at_disk;
         self->max_stores_beside_loads = max_stores_beside_loads;
     }
     return (PyObject *)self;
@@ -281,10 +290,13 @@ static bool is_transfer(PyObject *object)
     return false;
 }
 
-static PyObject *Queue_push(Queue *self, PyObject *tasks)
+static PyObject *Queue_push(Queue *self, PyObject *args, PyObject *kwargs)
 {
-    if (!PyList_Check(tasks))
-        return PyErr_Format(PyExc_TypeError, "push: expected a list of Transfers");
+    static char *names[] = {"transfers", "parked", "first", NULL};
+    PyObject *tasks;
+    int parked = 0, first = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!|$pp:push", names, &PyList_Type, &tasks, &parked, &first))
+        return NULL;
     Py_ssize_t n = PyList_GET_SIZE(tasks);
     for (Py_ssize_t i = 0; i < n; i++) {
         if (!is_transfer(PyList_GET_ITEM(tasks, i)))
@@ -296,7 +308,7 @@ static PyObject *Queue_push(Queue *self, PyObject *tasks)
             return PyErr_Format(PyExc_ValueError, "push: this transfer was queued before");
         }
         /* One reference for each event to come; there are at most so many. */
-        for (transfer->spare_refs = 0; transfer->spare_refs < 2 + transfer->held; transfer->spare_refs++)
+        for (transfer->spare_refs = 0; transfer->spare_refs < 2; transfer->spare_refs++)
             Py_INCREF(transfer);
     }
     /* One lock and one wake-up for all: the caller holds the interpreter, and each may cost it its CPU. The thread
@@ -305,14 +317,13 @@ static PyObject *Queue_push(Queue *self, PyObject *tasks)
     bool closed = self->closed;
     for (Py_ssize_t i = 0; i < n && !closed; i++) {
         Transfer *transfer = (Transfer *)PyList_GET_ITEM(tasks, i);
-        List *list = queued_in(self, transfer);
-        transfer->state = QUEUED;
+        transfer->state = parked ? PARKED : QUEUED;
         transfer->queue = self;
-        append(list, transfer);
+        (first ? prepend : append)(list_of(self, transfer), transfer);
     }
     if (n > 0 && !closed && self->num_idle > 0)
         pthread_cond_signal(&self->changed);
-    bool wanted = !closed && self->loads.length + self->stores.length > self->num_idle;
+    bool wanted = !closed && num_queued(self) > self->num_idle;
     pthread_mutex_unlock(&self->mutex);
     for (Py_ssize_t i = 0; i < n && closed; i++)
         drop_spare_refs((Transfer *)PyList_GET_ITEM(tasks, i));
@@ -327,7 +338,7 @@ static PyObject *Queue_cancel(Queue *self, PyObject *object)
     pthread_mutex_lock(&self->mutex);
     bool queued = (transfer->state == QUEUED || transfer->state == PARKED) && transfer->queue == self;
     if (queued) {
-        detach(queued_in(self, transfer), transfer);
+        detach(list_of(self, transfer), transfer);
         transfer->state = DONE;
     }
     pthread_mutex_unlock(&self->mutex);
@@ -336,30 +347,10 @@ static PyObject *Queue_cancel(Queue *self, PyObject *object)
     return PyBool_FromLong(queued);
 }
 
-static PyObject *Queue_hasten(Queue *self, PyObject *object)
+static PyObject *Queue_release(Queue *self, PyObject *tasks)
 {
-    if (!is_transfer(object))
-        return NULL;
-    Transfer *transfer = (Transfer *)object;
-    pthread_mutex_lock(&self->mutex);
-    if (transfer->state == QUEUED && transfer->queue == self) {
-        List *list = queued_in(self, transfer);
-        detach(list, transfer);
-        transfer->next = list->first;
-        *(list->first ? &list->first->previous : &list->last) = transfer;
-        list->first = transfer;
-        list->length++;
-    }
-    pthread_mutex_unlock(&self->mutex);
-    Py_RETURN_NONE;
-}
-
-static PyObject *Queue_release(Queue *self, PyObject *args)
-{
-    PyObject *tasks;
-    int fired;
-    if (!PyArg_ParseTuple(args, "O!p:release", &PyList_Type, &tasks, &fired))
-        return NULL;
+    if (!PyList_Check(tasks))
+        return PyErr_Format(PyExc_TypeError, "release: expected a list of Transfers");
     Py_ssize_t n = PyList_GET_SIZE(tasks);
     for (Py_ssize_t i = 0; i < n; i++)
         if (!is_transfer(PyList_GET_ITEM(tasks, i)))
@@ -367,19 +358,33 @@ static PyObject *Queue_release(Queue *self, PyObject *args)
     pthread_mutex_lock(&self->mutex);
     for (Py_ssize_t i = 0; i < n; i++) {
         Transfer *transfer = (Transfer *)PyList_GET_ITEM(tasks, i);
-        transfer->held = false;
-        transfer->lost |= !fired;
-        if (transfer->state != PARKED || transfer->queue != self)
-            continue;
-        detach(&self->parked, transfer);
-        transfer->state = QUEUED;
-        append(&self->loads, transfer);
+        if (transfer->state == PARKED && transfer->queue == self)
+            move_to(self, transfer, QUEUED);
     }
     if (n > 0 && self->num_idle > 0)
         pthread_cond_signal(&self->changed);
-    bool wanted = !self->closed && self->loads.length + self->stores.length > self->num_idle;
+    bool wanted = !self->closed && num_queued(self) > self->num_idle;
     pthread_mutex_unlock(&self->mutex);
     return PyBool_FromLong(wanted);
+}
+
+static bool is_running(const Queue *self, const Transfer *transfer)
+{
+    return transfer->state > QUEUED && transfer->state < DONE && transfer->queue == self;
+}
+
+static PyObject *Queue_enter(Queue *self, PyObject *object)
+{
+    if (!is_transfer(object))
+        return NULL;
+    Transfer *transfer = (Transfer *)object;
+    bool entered = false;
+    if (!is_running(self, transfer)) /* its thread calls, so the answer stays true */
+        return PyErr_Format(PyExc_ValueError, "enter: this transfer is not running");
+    Py_BEGIN_ALLOW_THREADS
+    entered = enter(self, transfer);
+    Py_END_ALLOW_THREADS
+    return PyBool_FromLong(entered);
 }
 
 static PyObject *Queue_write_off(Queue *self, PyObject *object)
@@ -388,11 +393,11 @@ static PyObject *Queue_write_off(Queue *self, PyObject *object)
         return NULL;
     Transfer *transfer = (Transfer *)object;
     pthread_mutex_lock(&self->mutex);
-    bool now = transfer->state == RUNNING && transfer->queue == self && !transfer->written_off;
+    bool now = is_running(self, transfer) && !transfer->written_off;
     if (now) {
         transfer->written_off = true;
         self->num_hung++;
-        stop_counting(self, transfer); /* a call that hangs holds nobody back */
+        leave_disk(self, transfer); /* a call that hangs holds nobody back */
     }
     pthread_mutex_unlock(&self->mutex);
     return PyBool_FromLong(now);
@@ -404,8 +409,8 @@ static PyObject *Queue_finish(Queue *self, PyObject *object)
         return NULL;
     Transfer *transfer = (Transfer *)object;
     pthread_mutex_lock(&self->mutex);
-    bool running = transfer->state == RUNNING && transfer->queue == self;
-    bool written_off = running && end(self, transfer, DONE);
+    bool running = is_running(self, transfer);
+    bool written_off = running && end(self, transfer);
     pthread_mutex_unlock(&self->mutex);
     if (running)
         let_go(transfer);
@@ -534,50 +539,44 @@ static PyObject *Queue_num_hung(Queue *self, void *unused)
     return PyLong_FromLong(num_hung);
 }
 
-static PyObject *Queue_num_parked(Queue *self, void *unused)
-{
-    pthread_mutex_lock(&self->mutex);
-    int num_parked = self->parked.length;
-    pthread_mutex_unlock(&self->mutex);
-    return PyLong_FromLong(num_parked);
-}
-
 static PyObject *Queue_wanted(Queue *self, void *unused)
 {
     pthread_mutex_lock(&self->mutex);
-    bool wanted = !self->closed && self->loads.length + self->stores.length > self->num_idle;
+    bool wanted = !self->closed && num_queued(self) > self->num_idle;
     pthread_mutex_unlock(&self->mutex);
     return PyBool_FromLong(wanted);
 }
 
 static PyMethodDef Queue_methods[] = {
-    {"push", (PyCFunction)Queue_push, METH_O, "See fskv.data_path.threads.TaskQueue."},
-    {"cancel", (PyCFunction)Queue_cancel, METH_O, "See fskv.data_path.threads.TaskQueue."},
-    {"hasten", (PyCFunction)Queue_hasten, METH_O, "See fskv.data_path.threads.TaskQueue."},
-    {"release", (PyCFunction)Queue_release, METH_VARARGS, "See fskv.data_path.threads.TaskQueue."},
-    {"write_off", (PyCFunction)Queue_write_off, METH_O, "See fskv.data_path.threads.TaskQueue."},
-    {"finish", (PyCFunction)Queue_finish, METH_O, "See fskv.data_path.threads.TaskQueue."},
+    {"push", (PyCFunction)(void (*)(void))Queue_push, METH_VARARGS | METH_KEYWORDS,
+     "push(transfers, parked=False, first=False): queue them; returns `wants_thread`."},
+    {"cancel", (PyCFunction)Queue_cancel, METH_O, "cancel(transfer): take it back; False: a thread has it."},
+    {"release", (PyCFunction)Queue_release, METH_O, "release(transfers): queue the parked ones; `wants_thread`."},
+    {"enter", (PyCFunction)Queue_enter, METH_O,
+     "enter(transfer): wait for its job's gate; False: the job was given up. Pair with Guard.leave."},
+    {"write_off", (PyCFunction)Queue_write_off, METH_O,
+     "write_off(transfer): count its thread as hung until it ends; False: it has none."},
+    {"finish", (PyCFunction)Queue_finish, METH_O,
+     "finish(transfer): end one that `take` returned; whether it had been written off."},
     {"take", (PyCFunction)Queue_take, METH_O,
      "take(slot): run transfers in `slot`; returns one that needs Python, or None: the thread may go."},
     {"take_events", (PyCFunction)Queue_take_events, METH_NOARGS,
-     "take_events(): [(owner, GATHERED | STORED | EXISTS | LOADED | ABANDONED | READ, seconds)] since the last "
-     "call."},
-    {"running", (PyCFunction)Queue_running, METH_NOARGS, "See fskv.data_path.threads.TaskQueue."},
-    {"close", (PyCFunction)Queue_close, METH_NOARGS, "See fskv.data_path.threads.TaskQueue."},
+     "take_events(): [(owner, GATHERED | STORED | EXISTS | LOADED | LEFT, seconds)] since the last call."},
+    {"running", (PyCFunction)Queue_running, METH_NOARGS, "running(): the transfers that have a thread."},
+    {"close", (PyCFunction)Queue_close, METH_NOARGS, "close(): drop all that is queued; threads may go."},
     {NULL},
 };
 
 static PyGetSetDef Queue_getset[] = {
-    {"num_idle", (getter)Queue_num_idle, NULL, NULL, NULL},
-    {"num_hung", (getter)Queue_num_hung, NULL, NULL, NULL},
-    {"num_parked", (getter)Queue_num_parked, NULL, NULL, NULL},
-    {"wants_thread", (getter)Queue_wanted, NULL, NULL, NULL},
+    {"num_idle", (getter)Queue_num_idle, NULL, "Threads that wait in `take`.", NULL},
+    {"num_hung", (getter)Queue_num_hung, NULL, "Threads that were written off and have not come back.", NULL},
+    {"wants_thread", (getter)Queue_wanted, NULL, "Whether more is queued than idle threads will take.", NULL},
     {NULL},
 };
 
 PyTypeObject QueueType = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "fskv._native.Queue",
-    .tp_doc = "Queue(max_stores_beside_loads): see fskv.data_path.threads.TaskQueue.",
+    .tp_doc = "Queue(max_at_disk, max_stores_beside_loads): what I/O threads run, loads before stores.",
     .tp_basicsize = sizeof(Queue),
     .tp_flags = Py_TPFLAGS_DEFAULT,
     .tp_new = Queue_new,

@@ -20,10 +20,14 @@ double monotonic_s(void)
 
 static PyObject *Guard_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
+    int open;
+    if (!PyArg_ParseTuple(args, "p:Guard", &open))
+        return NULL;
     Guard *self = (Guard *)type->tp_alloc(type, 0);
     if (self != NULL) {
         pthread_mutex_init(&self->mutex, NULL);
-        pthread_cond_init(&self->left, NULL);
+        pthread_cond_init(&self->changed, NULL);
+        self->gate = open ? OPEN : SHUT;
     }
     return (PyObject *)self;
 }
@@ -31,14 +35,16 @@ static PyObject *Guard_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 static void Guard_dealloc(Guard *self)
 {
     pthread_mutex_destroy(&self->mutex);
-    pthread_cond_destroy(&self->left);
+    pthread_cond_destroy(&self->changed);
     Py_TYPE(self)->tp_free(self);
 }
 
 bool guard_enter(Guard *guard)
 {
     pthread_mutex_lock(&guard->mutex);
-    bool allowed = !guard->abandoned;
+    while (guard->gate == SHUT)
+        pthread_cond_wait(&guard->changed, &guard->mutex);
+    bool allowed = guard->gate == OPEN;
     guard->num_inside += allowed;
     pthread_mutex_unlock(&guard->mutex);
     return allowed;
@@ -48,13 +54,16 @@ void guard_leave(Guard *guard)
 {
     pthread_mutex_lock(&guard->mutex);
     guard->num_inside--;
-    pthread_cond_broadcast(&guard->left);
+    pthread_cond_broadcast(&guard->changed);
     pthread_mutex_unlock(&guard->mutex);
 }
 
-static PyObject *Guard_enter(Guard *self, PyObject *unused)
+bool guard_shut(Guard *guard)
 {
-    return PyBool_FromLong(guard_enter(self));
+    pthread_mutex_lock(&guard->mutex);
+    bool shut = guard->gate == SHUT;
+    pthread_mutex_unlock(&guard->mutex);
+    return shut;
 }
 
 static PyObject *Guard_leave(Guard *self, PyObject *unused)
@@ -63,35 +72,43 @@ static PyObject *Guard_leave(Guard *self, PyObject *unused)
     Py_RETURN_NONE;
 }
 
+static PyObject *Guard_open(Guard *self, PyObject *unused)
+{
+    pthread_mutex_lock(&self->mutex);
+    if (self->gate == SHUT)
+        self->gate = OPEN;
+    pthread_cond_broadcast(&self->changed);
+    pthread_mutex_unlock(&self->mutex);
+    Py_RETURN_NONE;
+}
+
 static PyObject *Guard_abandon(Guard *self, PyObject *unused)
 {
     Py_BEGIN_ALLOW_THREADS
     pthread_mutex_lock(&self->mutex);
-    self->abandoned = true;
+    self->gate = ABANDONED;
+    pthread_cond_broadcast(&self->changed);
     while (self->num_inside > 0)
-        pthread_cond_wait(&self->left, &self->mutex);
+        pthread_cond_wait(&self->changed, &self->mutex);
     pthread_mutex_unlock(&self->mutex);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }
 
-bool guard_abandoned(Guard *guard)
-{
-    pthread_mutex_lock(&guard->mutex);
-    bool abandoned = guard->abandoned;
-    pthread_mutex_unlock(&guard->mutex);
-    return abandoned;
-}
-
 static PyObject *Guard_abandoned(Guard *self, void *unused)
 {
-    return PyBool_FromLong(guard_abandoned(self));
+    pthread_mutex_lock(&self->mutex);
+    bool abandoned = self->gate == ABANDONED;
+    pthread_mutex_unlock(&self->mutex);
+    return PyBool_FromLong(abandoned);
 }
 
 static PyMethodDef Guard_methods[] = {
-    {"enter", (PyCFunction)Guard_enter, METH_NOARGS, "See fskv.data_path.threads.Guard."},
-    {"leave", (PyCFunction)Guard_leave, METH_NOARGS, "See fskv.data_path.threads.Guard."},
-    {"abandon", (PyCFunction)Guard_abandon, METH_NOARGS, "See fskv.data_path.threads.Guard."},
+    {"open", (PyCFunction)Guard_open, METH_NOARGS,
+     "open(): the device uses the pages no more; threads that wait for the gate go on."},
+    {"leave", (PyCFunction)Guard_leave, METH_NOARGS, "leave(): ends what Queue.enter began."},
+    {"abandon", (PyCFunction)Guard_abandon, METH_NOARGS,
+     "abandon(): from the return on no thread touches the pages; waits for memory copies only."},
     {NULL},
 };
 
@@ -102,7 +119,7 @@ static PyGetSetDef Guard_getset[] = {
 
 PyTypeObject GuardType = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "fskv._native.Guard",
-    .tp_doc = "Guard(): may the KV pages of a job still be touched?",
+    .tp_doc = "Guard(open): the gate before a job's KV pages, shut while the device still uses them.",
     .tp_basicsize = sizeof(Guard),
     .tp_flags = Py_TPFLAGS_DEFAULT,
     .tp_new = Guard_new,
@@ -245,26 +262,20 @@ static bool make_paths(Transfer *self, const char *part)
 
 static PyObject *Transfer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    PyObject *owner, *layout = Py_None, *placement = Py_None, *guard = Py_None, *blocks = Py_None, *key = NULL;
+    PyObject *owner, *guard, *layout = NULL, *placement = NULL, *blocks = NULL, *key = NULL;
     const char *part = NULL;
     int is_load, replace = 0;
     unsigned int first_block = 0, num_blocks = 0;
     long long base = 0;
-    if (!PyArg_ParseTuple(args, "Op|OOOSzIIOLp:Transfer", &owner, &is_load, &layout, &placement, &guard, &key,
-                          &part, &first_block, &num_blocks, &blocks, &base, &replace))
+    if (!PyArg_ParseTuple(args, "OpO!|O!O!SzIIOLp:Transfer", &owner, &is_load, &GuardType, &guard, &LayoutType,
+                          &layout, &PlacementType, &placement, &key, &part, &first_block, &num_blocks, &blocks,
+                          &base, &replace))
         return NULL;
-    bool native = layout != Py_None;
-    if (native && (!PyObject_TypeCheck(layout, &LayoutType) || !key ||
-                   !PyObject_TypeCheck(guard, &GuardType) ||
-                   (placement != Py_None && !PyObject_TypeCheck(placement, &PlacementType)))) {
-        PyErr_SetString(PyExc_TypeError, "Transfer: needs a Layout, a Placement or None, and a Guard");
-        return NULL;
-    }
-    const FileLayout *file = native ? &((Layout *)layout)->file : NULL;
-    if (native &&
-        (PyBytes_GET_SIZE(key) == 0 || PyBytes_GET_SIZE(key) > 255 || (part == NULL) != is_load ||
+    const FileLayout *file = layout ? &((Layout *)layout)->file : NULL;
+    if (file != NULL &&
+        (blocks == NULL || PyBytes_GET_SIZE(key) == 0 || PyBytes_GET_SIZE(key) > 255 || (part == NULL) != is_load ||
          num_blocks == 0 || num_blocks > file->num_blocks || first_block > file->num_blocks - num_blocks ||
-         (placement != Py_None && ((Placement *)placement)->block_nbytes != file->block_nbytes))) {
+         ((Placement *)placement)->block_nbytes != file->block_nbytes)) {
         PyErr_SetString(PyExc_ValueError,
                         "Transfer: a key of 1 to 255 bytes, a part for a store, blocks inside and of their size");
         return NULL;
@@ -273,12 +284,14 @@ static PyObject *Transfer_new(PyTypeObject *type, PyObject *args, PyObject *kwar
     if (self == NULL)
         return NULL;
     self->owner = Py_NewRef(owner);
+    self->guard = (Guard *)Py_NewRef(guard);
     self->is_load = is_load;
-    if (!native)
+    if (file == NULL)
         return (PyObject *)self;
     self->layout = (Layout *)Py_NewRef(layout);
-    self->guard = (Guard *)Py_NewRef(guard);
+    self->placement = (Placement *)Py_NewRef(placement);
     self->key = Py_NewRef(key);
+    self->blocks.base = base;
     self->file = (ChunkFile){
         .key = (uint8_t *)PyBytes_AS_STRING(key),
         .key_nbytes = (size_t)PyBytes_GET_SIZE(key),
@@ -286,11 +299,7 @@ static PyObject *Transfer_new(PyTypeObject *type, PyObject *args, PyObject *kwar
         .num_blocks = num_blocks,
         .replace = replace,
     };
-    if (placement != Py_None) {
-        self->placement = (Placement *)Py_NewRef(placement);
-        self->blocks.base = base;
-    }
-    if (!make_paths(self, part) || (self->placement != NULL && !take_blocks(self, blocks, num_blocks)))
+    if (!make_paths(self, part) || !take_blocks(self, blocks, num_blocks))
         Py_CLEAR(self);
     return (PyObject *)self;
 }
@@ -332,60 +341,32 @@ int slot_buffer(PyObject *slot, Py_buffer *view)
     return result;
 }
 
-static PyObject *Transfer_use_slot(Transfer *self, PyObject *slot)
+static PyObject *Transfer_gather(Transfer *self, PyObject *slot)
 {
-    if (self->state != NEW || self->layout == NULL || self->slot.obj != NULL) {
-        PyErr_SetString(PyExc_ValueError, "use_slot: only before it is queued");
-        return NULL;
-    }
+    if (self->state != NEW || self->is_load || self->layout == NULL || self->slot.obj != NULL)
+        return PyErr_Format(PyExc_ValueError, "gather: only a store, before it is queued");
     Py_buffer view;
     if (slot_buffer(slot, &view) != 0)
         return NULL;
     const FileLayout *file = &self->layout->file;
+    bool good = false;
     if ((size_t)view.len < file->header_nbytes + file->payload_nbytes) {
-        PyBuffer_Release(&view);
-        PyErr_SetString(PyExc_ValueError, "use_slot: the slot is too small");
-        return NULL;
-    }
-    self->slot = view;
-    self->gathered = !self->is_load;
-    Py_RETURN_NONE;
-}
-
-static PyObject *Transfer_hold(Transfer *self, PyObject *unused)
-{
-    if (self->state != NEW || !self->is_load) {
-        PyErr_SetString(PyExc_ValueError, "hold: only a load, before it is queued");
-        return NULL;
-    }
-    self->held = true;
-    Py_RETURN_NONE;
-}
-
-static PyObject *Transfer_write(Transfer *self, PyObject *slot)
-{
-    Py_buffer view;
-    if (self->layout == NULL || slot_buffer(slot, &view) != 0)
-        return self->layout ? NULL : PyErr_Format(PyExc_ValueError, "write: no layout");
-    ChunkResult result = CHUNK_OTHERWISE;
-    const FileLayout *file = &self->layout->file;
-    if ((size_t)view.len >= file->header_nbytes + file->payload_nbytes) {
+        PyErr_SetString(PyExc_ValueError, "gather: the slot is too small");
+    } else {
         Py_BEGIN_ALLOW_THREADS
-        self->tried = true;
-        result = chunk_write(file, &self->file, view.buf, false);
+        good = gather(self, view.buf);
         Py_END_ALLOW_THREADS
     }
-    PyBuffer_Release(&view);
-    return PyLong_FromLong(result);
+    if (good)
+        self->slot = view;
+    else
+        PyBuffer_Release(&view);
+    return PyErr_Occurred() ? NULL : PyBool_FromLong(good);
 }
 
 static PyMethodDef Transfer_methods[] = {
-    {"use_slot", (PyCFunction)Transfer_use_slot, METH_O,
-     "use_slot(slot): its own, kept until the end; a store's pages are in it already."},
-    {"hold", (PyCFunction)Transfer_hold, METH_NOARGS,
-     "hold(): its pages are still in use; once it was read it waits in its slot for the queue's release."},
-    {"write", (PyCFunction)Transfer_write, METH_O,
-     "write(slot): publish the gathered slot; WRITE_OK, WRITE_EXISTS, or else nothing was done."},
+    {"gather", (PyCFunction)Transfer_gather, METH_O,
+     "gather(slot): copy a store's pages into `slot` now, and keep it until the end; False: the device says no."},
     {NULL},
 };
 
@@ -396,32 +377,28 @@ static PyObject *Transfer_started_at(Transfer *self, void *unused)
     return PyFloat_FromDouble(self->started_at);
 }
 
-static PyObject *Transfer_began_at(Transfer *self, void *unused)
+static PyObject *Transfer_state(Transfer *self, void *unused)
 {
-    if (self->began_at == 0)
-        Py_RETURN_NONE;
-    return PyFloat_FromDouble(self->began_at);
+    return PyLong_FromLong(self->state);
 }
 
 static PyGetSetDef Transfer_getset[] = {
-    {"began_at", (getter)Transfer_began_at, NULL, "Of a load that was parked: when it was begun.", NULL},
     {"started_at", (getter)Transfer_started_at, NULL, NULL, NULL},
+    {"state", (getter)Transfer_state, NULL, "See fskv.data_path.job.State.", NULL},
     {NULL},
 };
 
 static PyMemberDef Transfer_members[] = {
+    {"layout", T_OBJECT, offsetof(Transfer, layout), READONLY, "None: every step is Python's."},
     {"owner", T_OBJECT, offsetof(Transfer, owner), READONLY, "None once it has ended."},
-    {"native", T_OBJECT, offsetof(Transfer, layout), READONLY, "Its Layout, or None."},
-    {"gathered", T_BOOL, offsetof(Transfer, gathered), READONLY, NULL},
-    {"tried", T_BOOL, offsetof(Transfer, tried), READONLY, "Store: writing was tried here."},
-    {"old_mtime", T_BOOL, offsetof(Transfer, old_mtime), READONLY, NULL},
-    {"checked", T_BOOL, offsetof(Transfer, checked), READONLY, NULL},
+    {"old_mtime", T_BOOL, offsetof(Transfer, old_mtime), READONLY, "Load: its file wants to be touched."},
+    {"waited_s", T_DOUBLE, offsetof(Transfer, waited_s), READONLY, "Seconds for its job's gate."},
     {NULL},
 };
 
 PyTypeObject TransferType = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "fskv._native.Transfer",
-    .tp_doc = "Transfer(owner, is_load, ...): one chunk on its way between KV pages and a file.",
+    .tp_doc = "Transfer(owner, is_load, guard, ...): one chunk on its way between KV pages and a file.",
     .tp_basicsize = sizeof(Transfer),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
     .tp_new = Transfer_new,

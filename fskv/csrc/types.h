@@ -63,12 +63,15 @@ typedef struct {
     size_t num;
 } Spans;
 
-/* May the KV pages of a job still be touched? */
+/* The gate before a job's KV pages. It is shut while the device still uses them, and abandoned when the job was
+ * given up. */
+typedef enum { SHUT, OPEN, ABANDONED } Gate;
+
 typedef struct {
     PyObject_HEAD
     pthread_mutex_t mutex; /* guards the two below */
-    pthread_cond_t left;
-    bool abandoned;
+    pthread_cond_t changed;
+    Gate gate;
     int num_inside;
 } Guard;
 
@@ -80,46 +83,48 @@ typedef struct {
     PyObject *directory, *suffix;          /* bytes: of shards, and what follows the digits in a name */
 } Layout;
 
-typedef enum { NEW, QUEUED, RUNNING, PARKED, DONE } State;
+/* Where a chunk is on its way; fskv.data_path.job.State is the same.
+ *
+ *     store   NEW (-> PARKED) -> QUEUED -> GATHERING -> WRITING -> DONE
+ *     load    NEW -> QUEUED -> READING (-> WAITING) -> SCATTERING -> DONE
+ *
+ * A store is parked until its pages are complete. A load that was read and checked waits for its job's gate, and
+ * its thread with it. A thread that meets what is not done here hands the transfer to Python as it stands. */
+typedef enum { NEW, PARKED, QUEUED, GATHERING, WRITING, READING, WAITING, SCATTERING, DONE } State;
 
 /* One chunk on its way between KV pages and a file. */
 typedef struct Transfer {
     PyObject_HEAD
     /* constant once made */
     PyObject *owner;
-    Layout *layout; /* NULL: nothing is done here, every step is Python's */
-    Placement *placement; /* NULL: Python moves the KV */
     Guard *guard;
+    Layout *layout; /* NULL, as all that follows: every step is Python's */
+    Placement *placement;
     PyObject *key; /* bytes */
     char *paths;   /* which `file` points into */
     Blocks blocks;
     ChunkFile file;
     bool is_load;
-    /* of the thread that runs it; before that, of whoever submits it */
-    Py_buffer slot; /* buf != NULL: its own; the pages of a store were gathered into it ahead */
-    bool read;      /* load: the slot holds what is wanted, checked, and it was parked */
-    bool gathered;  /* store: the slot holds the pages */
-    bool digested;  /* store: and the digests of its rows */
-    bool tried;     /* store: chunk_write was called */
-    bool checked;   /* load: the slot holds what is wanted, checked; Python goes on */
-    bool old_mtime; /* and the file wants to be touched */
+    /* of whoever submits it, then of the thread that runs it */
+    Py_buffer slot; /* buf != NULL: its own; the pages of a store were gathered into it before it was queued */
+    bool old_mtime; /* load: its file wants to be touched */
     /* guarded by the queue's mutex */
     struct Transfer *previous, *next;
     const void *queue; /* the one it was pushed to */
     State state;
-    bool written_off;
-    bool held;         /* load: its pages are in use by others; once it was read it is parked */
-    bool lost;         /* nobody can tell whether they still are */
+    bool counted;      /* it has one of the queue's places at the disk */
+    bool written_off;  /* its thread counts as hung */
     double started_at; /* CLOCK_MONOTONIC seconds; 0 before */
-    double began_at;   /* the same, when it was read; 0: it was never parked */
+    double waited_s;   /* for the gate */
     int spare_refs;    /* references that the queue holds for events to come */
 } Transfer;
 
 extern PyTypeObject DeviceType, PagesType, PlacementType, GuardType, LayoutType, TransferType, QueueType;
 
+/* Wait for the gate, and enter if it opens. */
 bool guard_enter(Guard *guard);
 void guard_leave(Guard *guard);
-bool guard_abandoned(Guard *guard);
+bool guard_shut(Guard *guard);
 
 /* Check every span against the tensors and the slot; sets ValueError. */
 bool spans_fit(const Pages *pages, const Spans *spans, size_t base, size_t slot_nbytes);
@@ -129,7 +134,7 @@ void copy_init(void);
 /* False only for pages on a device. It is over when it returns, also then. */
 bool copy_spans(const Pages *pages, const Spans *spans, uint8_t *slot_base, bool to_slot, CudaError *error);
 /* Between a transfer's pages and its slot. False, and Python has to do it: no memory, or the device says no. */
-bool gather(Transfer *transfer, uint8_t *slot);
+bool gather(const Transfer *transfer, uint8_t *slot);
 bool scatter(const Transfer *transfer, uint8_t *slot);
 PyObject *set_cuda_error(const CudaError *error);
 /* The memory of a HostSlot, which is its `array`. */

@@ -1,40 +1,35 @@
 """Runs the engine's store and load jobs on I/O threads, each within its deadline.
 
-A job is what the engine asked for in one call: files of one request's chunks. Each file is a task, and the
-tasks of a job run in parallel. Three facts end a task, each of them once:
+A job is what the engine asked for in one call: files of one request's chunks. Each file is a task and a transfer,
+and the transfers of a job run in parallel. Where a transfer is belongs to the queue (`State`), and what the engine
+knows of its file to the engine's thread (`Stage`):
 
     store   queued -> gathering -> writing -> done
                                |           |
-                       the pages are free  the slot is free, the outcome is known
+                       the pages are free  the outcome is known
 
-    load    queued -> reading, checking -> scattering -> done
-                                                      |
-                                      the pages are free, the outcome is known; its thread keeps its slot
+    load    queued -> reading, checking -> waiting -> scattering -> done
+                                           |                     |
+                             for its job's gate   the pages are free, the outcome is known
 
-A job comes with an event of the engine's stream, and neither an I/O thread nor a deadline waits for it. A
-store is parked until the event has fired, then it is queued. A load on a device is read and checked at once,
-as far as the spare slots reach, and parked before it scatters.
-
-A task that is abandoned frees its pages at once, wherever it stands, and its outcome is known. The slot of a
-thread that hangs is free when its call returns.
+A job comes with an event of the engine's stream, and no deadline waits for it. A store is parked until the event
+has fired. A load is read and checked at once; then its thread waits for the job's gate (`Guard`), and its place at
+the disk is another thread's. A thread of its own waits for events and opens the gates.
 
 The engine's thread calls submit_*, poll and wait, and none of them ever waits for a disk:
 
-- A load job is reported when the pages of all its tasks are free, or at its deadline. `JobResult.bad` names
+- A load job is reported when the pages of all its files are free, or at its deadline. `JobResult.bad` names
   the files that were not good. A bad file does not end the others: all that is bad is found, reported and
-  stored again in one round. From the report on no late thread can write a page: the job's `Guard` refuses it.
+  stored again in one round. From the report on no late thread can write a page: the job's gate refuses it.
 - A store job is reported when its pages are free, not when its files are written. Writing goes on; what
   became of it arrives later through `take_outcomes`.
 - `wait` returns when the pages of the given jobs are neither read nor written any more. It gathers what it
   can into free slots and cancels the rest.
 - `drop` does the same for all jobs at once and gathers nothing: the engine has given its KV up.
 
-Where the transport allows it, an I/O thread does all this in `fskv._native` without entering the interpreter
-and comes back only with a chunk for which something is amiss; that chunk is done again here, from the start.
-`poll` collects what was done there.
-
-Threads: a job has a lock (`Job.lock`) and a guard over its KV pages. What ends a task, and the lock for that,
-is in `ends`; the thread that waits for events is in `readiness`.
+An I/O thread does all this in `fskv._native` without entering the interpreter. It comes back with a file for which
+something is amiss, and where the transport's slots are not in host memory; `_run` does that file here. Both tell
+what became of a file by events, which the engine's thread collects: no other thread changes a job.
 """
 
 from __future__ import annotations
@@ -43,42 +38,43 @@ import contextlib
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Generic, cast
+from typing import Generic, cast
 
+from fskv import _native
 from fskv.config import Deadline
 from fskv.data_path.breaker import Breaker
-from fskv.data_path.ends import TaskEnds
 from fskv.data_path.job import (
-    NO_LIMIT,
     FileMove,
     FileOutcome,
     FileTask,
     Job,
     JobResult,
-    LoadLimit,
     NativeEvent,
-    Queued,
+    Stage,
+    State,
 )
-from fskv.data_path.readiness import Readiness, has_fired
 from fskv.data_path.store import ChunkStore
-from fskv.data_path.threads import Guard, HangProofPool, Queue, Task, TaskQueue
+from fskv.data_path.threads import HangProofPool, Readiness
 from fskv.transports import numa
 from fskv.transports.protocol import OwnSlot, Ready, SlotPool, SlotT, Transport
 from fskv.types import Status
 
-if TYPE_CHECKING:
-    from fskv import _native
-
 logger = logging.getLogger(__name__)
 
-_WRITTEN = {0: Status.OK, 1: Status.EXISTS}  # ChunkResult in csrc/chunk_io.h; else nothing was done
-
+_ENDS = {
+    NativeEvent.STORED: Status.OK,
+    NativeEvent.EXISTS: Status.EXISTS,
+    NativeEvent.LOADED: Status.OK,
+}
 _PACE = 1 / 16  # weight of one store in the average of how long one takes
+# Loads on a device that may wait for their events at once: each of them has a thread and a slot.
+_MAX_WAITING = 64
 
 
 class JobRunner(Generic[SlotT]):
-    """See the module docstring. Constructed and called by one engine worker."""
+    """The jobs of one engine worker, and the I/O threads that run them."""
 
     def __init__(
         self,
@@ -94,7 +90,7 @@ class JobRunner(Generic[SlotT]):
         cpus: frozenset[int] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Needs num_slots > num_threads; what is above serves replaced threads and wait().
+        """Needs num_slots > num_threads; what is above serves replaced threads, waiting loads and wait().
 
         The queue takes max_queued_chunks, or what can be stored in `store_queue_s` if that is less. I/O
         threads run on `cpus`, anywhere if None.
@@ -111,27 +107,27 @@ class JobRunner(Generic[SlotT]):
         # Stores that it takes however slow the disk is.
         self.least_queued = min(max_queued_chunks, 2 * num_threads)
         self._store_queue_s = store_queue_s
-        self._chunk_store_s = 0.0  # a thread's time per store, averaged; engine's thread only
+        self._chunk_store_s = 0.0  # a thread's time per store, averaged
         self._cpus = cpus
-        # A hung thread keeps its slot (parked). Half of the spare slots may be lost that way.
-        max_hung = max(1, min(num_threads * 2, (num_slots - num_threads) // 2))
-        self._slots = SlotPool(transport, num_slots, max(0, num_slots - num_threads - max_hung))
-        self._file_nbytes = store.file_nbytes
-        self._ends = TaskEnds(self._slots, breaker, self._file_nbytes, clock)
+        # A hung thread keeps its slot. Half of the spare slots may be lost that way.
+        spare = num_slots - num_threads
+        max_hung = max(1, min(num_threads * 2, spare // 2))
+        spare = max(0, spare - max_hung)
+        # Where the KV is in host memory nobody else writes it: no load waits for an event.
+        self._max_waiting = min(_MAX_WAITING, spare // 2) if transport.native.on_device else 0
+        self._slots = SlotPool(transport, num_slots, spare - self._max_waiting)
         # While loads run, stores leave them half of the threads.
-        beside, native = max(1, num_threads // 2), transport.native
-        # Of the kind of task that the store makes for this transport.
-        queue = cast("Queue[Queued]", native.queue(beside) if native else TaskQueue(beside, clock))
-        self._make_guard: Callable[[], Guard | _native.Guard] = native.guard if native else Guard
+        self._queue = _native.Queue(num_threads, max(1, num_threads // 2))
         self._pool = HangProofPool(
-            "fskv-io", num_threads, max_hung, queue, self._run, self._own_slot
+            "fskv-io", num_threads, max_hung, self._queue, self._run, self._own_slot
         )
         self._readiness = Readiness(transport.enter_thread)
-        # Where the KV is in host memory nobody else writes it: a load has no event to be ahead of.
-        self._reads_ahead = native is None or native.on_device
-        # Outside the interpreter a load that may be parked has its slot from the start.
-        self._holds = native is not None and native.on_device and native.pages is not None
-        self._jobs: dict[int, Job] = {}  # engine's thread only
+        self._jobs: dict[int, Job] = {}
+        self._open_stores: set[FileTask] = set()  # parked, queued, or with a thread
+        self._outcomes: list[FileOutcome] = []
+        # What I/O threads did in Python: a store's pages are free (None), or how the file ended.
+        self._done: deque[tuple[FileTask, Status | None, float]] = deque()
+        self._unreadable: deque[Job] = deque()  # jobs whose event cannot be waited for
 
     # --- the engine's side ----------------------------------------------------------------
 
@@ -140,63 +136,106 @@ class JobRunner(Generic[SlotT]):
         job_id: int,
         moves: Sequence[FileMove],
         ready: Ready | None,
-        limit: LoadLimit = NO_LIMIT,
+        allowed_s: float = math.inf,
         *,
         refused: bool = False,
     ) -> None:
         """Start a load; all its chunks are read in parallel, ahead of any store.
 
         `ready` is an event after which no kernel writes the pages any more, or None. A load that is given up
-        by its `limit`, before its deadline, was not worth more time: nothing is held against its chunks.
+        after `allowed_s`, before its deadline, was not worth more time: nothing is held against its chunks.
         One that is `refused` fails. It is never begun: an I/O thread may end a load before it is given up.
         """
         deadline_s = self._deadline.for_nbytes(
-            sum(self._file_nbytes[move.file.group_idx] for move in moves)
+            sum(self._store.file_nbytes[move.file.group_idx] for move in moves)
         )
-        too_late = Status.SKIPPED if limit.allowed_s < deadline_s else Status.TIMED_OUT
-        allowed_s = min(limit.allowed_s, deadline_s)
-        guard = self._make_guard()
-        job = Job(job_id, self._clock(), allowed_s, ready, guard, too_late, limit.look_s)
-        self._queue_when_ready(job, self._begin(job, moves, refused=refused))
+        too_late = Status.SKIPPED if allowed_s < deadline_s else Status.TIMED_OUT
+        job = self._begin(job_id, moves, min(allowed_s, deadline_s), ready, too_late)
+        if refused:
+            self._abandon(job, Status.SKIPPED)
+        elif self._allowed(job):
+            self._submit(job, job.tasks)
 
     def submit_store(self, job_id: int, moves: Sequence[FileMove], ready: Ready | None) -> None:
         """Start a store, after `ready`; chunks beyond the queue's limit are skipped and counted."""
-        job = Job(job_id, self._clock(), self._deadline.max_s, ready, self._make_guard())
-        tasks = self._begin(job, moves)
-        # Blocks after the plan's last one would be whatever the slot held before.
-        whole = [task for task in tasks if task.move.plan.to_end]
-        num = self._ends.begin_stores(whole, self._queue_limit())
-        queued = whole[:num]
-        if num < len(tasks):
-            taken = set(queued)
-            for task in tasks:
-                if task not in taken:
-                    self._ends.pages_free(task, Status.SKIPPED, 0, 0.0)
-                    self._ends.store_over(task, Status.SKIPPED, 0.0)
-        self._queue_when_ready(job, queued)
-
-    def _queue_when_ready(self, job: Job, tasks: Sequence[FileTask]) -> None:
-        """Queue tasks, or park them until the job's event has fired."""
-        ready = job.ready
-        if ready is None or not tasks or has_fired(ready):
-            self._queue(tasks)
+        job = self._begin(job_id, moves, self._deadline.max_s, ready)
+        if not self._allowed(job):
             return
-        reads_ahead = job.is_load and self._reads_ahead
-        slots = self._slots.begin_ahead(len(tasks), self._holds) if reads_ahead else []
-        self._queue(job.wait_for_ready(tasks, slots, self._clock()))
-        if not self._readiness.call_after(ready, lambda fired: self._go_on(job, fired)):
-            self._go_on(job, False)
+        room, taken = self._queue_limit() - len(self._open_stores), []
+        for task in job.tasks:
+            # Blocks after the plan's last one would be whatever the slot held before.
+            if task.move.plan.to_end and len(taken) < room:
+                taken.append(task)
+            else:
+                self._end(task, Status.SKIPPED)
+        self._open_stores.update(taken)
+        self._submit(job, taken)
 
-    def _go_on(self, job: Job, fired: bool) -> None:
-        """The job's event has fired. If nobody can tell, what waits ends: its pages may hold anything."""
-        parked = job.go_on(self._clock())
-        ahead = [task.queued for task in job.tasks if task.ahead and task.queued is not None]
-        self._pool.release(ahead, fired)
-        if fired:
-            self._queue(parked)
+    def _begin(
+        self,
+        job_id: int,
+        moves: Sequence[FileMove],
+        allowed_s: float,
+        ready: Ready | None,
+        too_late: Status | None = None,
+    ) -> Job:
+        """Register a job. ValueError: its id is that of an open one, whose report would be taken for its."""
+        if job_id in self._jobs:
+            raise ValueError(f"job {job_id} is under way")
+        if ready is not None and _has_fired(ready):
+            ready = None
+        guard = _native.Guard(ready is None)
+        job = Job(job_id, moves, self._clock(), allowed_s, ready, guard, too_late)
+        self._jobs[job_id] = job
+        if not job.tasks:
+            job.ended_at = job.submitted_at
+        return job
+
+    def _allowed(self, job: Job) -> bool:
+        if not job.tasks or self._breaker.allows():
+            return True
+        self._abandon(job, Status.BREAKER)
+        return False
+
+    def _submit(self, job: Job, tasks: Sequence[FileTask]) -> None:
+        """Queue tasks; stores are parked until the job's event has fired."""
+        transfers = []
+        for task in tasks:
+            try:
+                task.transfer = self._transfer(task)
+            except Exception:
+                # A bug must cost this chunk, not the engine's step.
+                logger.exception("fskv: %s", task.move.file)
+                self._end(task, Status.IO_ERROR)
+            else:
+                transfers.append(task.transfer)
+        if not transfers:
             return
-        for task in parked:
-            self._ends.lost(task)
+        if job.ready is None:
+            self._pool.start_threads(self._queue.push(transfers), len(transfers))
+            return
+        wanted = self._queue.push(transfers, parked=not job.is_load)
+        self._pool.start_threads(wanted, len(transfers), self._max_waiting)
+        parked = [] if job.is_load else transfers
+        if not self._readiness.call_after(job.ready, lambda fired: self._go_on(job, parked, fired)):
+            self._go_on(job, parked, False)
+
+    def _transfer(self, task: FileTask) -> _native.Transfer[FileTask]:
+        job, move = task.job, task.move
+        return self._store.transfer(task, move.file, move.plan, job.guard, is_load=job.is_load)
+
+    def _go_on(
+        self, job: Job, parked: list[_native.Transfer[FileTask]], fired: bool
+    ) -> None:
+        """The job's event has fired. If nobody can tell, the job ends: its pages may hold anything."""
+        if not fired:
+            self._unreadable.append(job)
+            job.guard.abandon()
+            return
+        job.fired_at = self._clock()
+        job.guard.open()
+        if parked:
+            self._pool.start_threads(self._queue.release(parked), len(parked))
 
     def _queue_limit(self) -> int:
         seconds = self._chunk_store_s / self._num_threads
@@ -204,59 +243,21 @@ class JobRunner(Generic[SlotT]):
             return self._max_queued
         return max(self.least_queued, int(self._store_queue_s / seconds))
 
-    def _begin(
-        self, job: Job, moves: Sequence[FileMove], *, refused: bool = False
-    ) -> list[FileTask]:
-        """Register a job; return the tasks to run, if any. ValueError: its id is that of an open one."""
-        # The report would be taken for this job's, with its pages in use.
-        if job.job_id in self._jobs:
-            raise ValueError(f"job {job.job_id} is under way")
-        job.tasks = [FileTask(job, move) for move in moves]
-        job.num_open = len(job.tasks)
-        self._jobs[job.job_id] = job
-        if not job.tasks:
-            self._ends.report(job)
-        elif refused or not self._breaker.allows():
-            self._abandon(job, Status.SKIPPED if refused else Status.BREAKER)
-            return []
-        return job.tasks
-
-    def _queue(self, tasks: Sequence[FileTask]) -> None:
-        good = []
-        for task in tasks:
-            job, move = task.job, task.move
-            try:
-                if task.began_at is not None:  # it was read ahead: the scatter is left
-                    good.append(self._store.in_python(task, is_load=True))
-                    task.queued = good[-1]
-                    continue
-                queued = self._store.transfer(
-                    task, move.file, move.plan, job.guard, is_load=job.is_load
-                )
-                task.equip(queued)
-            except Exception:
-                # A bug must cost this chunk, not the engine's step.
-                logger.exception("fskv: %s of %s", "load" if job.is_load else "store", move.file)
-                self._ends.lost(task)
-            else:
-                task.queued = queued
-                good.append(queued)
-        if good:
-            self._pool.submit(*good)
-
     def poll(self) -> list[JobResult]:
         """Enforce the deadlines and return the jobs that became reportable since the last call."""
         self._collect()
         now = self._clock()
         for job in list(self._jobs.values()):
             if job.overdue(now):
+                job.late = True
                 self._abandon(job, job.too_late or Status.SKIPPED)
         self._write_off_hung(now)
-        results = self._ends.take_results()
-        for result in results:
-            if result.job_id in self._jobs:
-                job = self._jobs.pop(result.job_id)
-                job.tasks = []  # those that go on know their job; the circle would wait for the collector
+        ended = [job for job in self._jobs.values() if not job.num_moving]
+        for job in ended:
+            del self._jobs[job.job_id]
+        results = [job.result() for job in ended]
+        for job in ended:
+            job.tasks = []  # those that go on know their job; the circle would wait for the collector
         return results
 
     def wait(self, job_ids: Iterable[int]) -> None:
@@ -267,14 +268,8 @@ class JobRunner(Generic[SlotT]):
         """
         self._collect()
         for job in [self._jobs[j] for j in job_ids if j in self._jobs]:
-            if job.is_load:
-                self._abandon(job, Status.SKIPPED)
-                continue
-            # All of them first: the event may fire while one is gathered, and a thread that has only
-            # just taken a task finds the job given up.
-            taken = [task for task in job.tasks if not task.pages_free and self._take_back(task)]
-            for task in taken:
-                self._gather_ahead(task)
+            if not job.is_load:
+                self._gather_ahead(job)
             self._abandon(job, Status.SKIPPED)
 
     def drop(self) -> None:
@@ -288,14 +283,15 @@ class JobRunner(Generic[SlotT]):
         for job in list(self._jobs.values()):
             job.dropped = True
             self._abandon(job, Status.SKIPPED)
-        for task in self._ends.open_stores:
-            if task.queued is not None and self._pool.queue.cancel(task.queued):
-                self._ends.store_over(task, Status.SKIPPED, 0.0)
+        for task in list(self._open_stores):
+            if self._take_back(task):
+                self._end(task, Status.SKIPPED)
+                self._let_go(task)
 
     def take_outcomes(self) -> list[FileOutcome]:
         """Return what became of single chunks since the last call."""
         self._collect()
-        outcomes = self._ends.take_outcomes()
+        outcomes, self._outcomes = self._outcomes, []
         for outcome in outcomes:
             if not outcome.is_load and outcome.status in (Status.OK, Status.TIMED_OUT):
                 self._chunk_store_s += _PACE * (outcome.seconds - self._chunk_store_s)
@@ -303,7 +299,7 @@ class JobRunner(Generic[SlotT]):
 
     @property
     def num_slots_used(self) -> int:
-        """Slots in use, parked ones included; an idle thread's slot is not."""
+        """Slots in use, those of hung threads included; an idle thread's slot is not."""
         return max(0, self._slots.num_used - self._pool.num_idle)
 
     @property
@@ -314,13 +310,12 @@ class JobRunner(Generic[SlotT]):
     @property
     def num_open_stores(self) -> int:
         """Chunks that wait to be stored or are being written."""
-        return self._ends.num_open_stores
+        return len(self._open_stores)
 
     @property
     def num_running(self) -> int:
-        """Tasks that a thread has in hand, those that hang included, and loads that were read ahead."""
-        num_ahead = sum(task.parked for job in self._jobs.values() for task in job.tasks)
-        return len(self._pool.queue.running()) + num_ahead + self._pool.queue.num_parked
+        """Files that a thread has in hand, those that hang included."""
+        return len(self._queue.running())
 
     @property
     def num_threads_hung(self) -> int:
@@ -331,7 +326,7 @@ class JobRunner(Generic[SlotT]):
         end = self._clock() + timeout_s
         while self._clock() < end:
             self._collect()
-            if all(task.outcome_known for task in self._ends.open_stores):  # the others hang
+            if all(task.stage is Stage.ENDED for task in self._open_stores):  # those that are left hang
                 break
             time.sleep(0.01)
         for job in list(self._jobs.values()):
@@ -339,16 +334,163 @@ class JobRunner(Generic[SlotT]):
         self._readiness.close()
         self._pool.close()
 
-    def _collect(self) -> None:
-        """Take over what I/O threads did outside the interpreter."""
-        events = cast("list[tuple[FileTask, int, float]]", self._pool.queue.take_events())
-        if events:
-            self._store.replaced(
-                task.move.file for task, event, _ in events if event == NativeEvent.STORED
-            )
-            self._ends.ended_outside(events)
+    # --- what became of files -----------------------------------------------------------------
 
-    # --- the I/O threads' side ------------------------------------------------------------
+    def _collect(self) -> None:
+        """Take over what I/O threads did, with few calls: this is the engine's time."""
+        stored, answered = [], False
+        for owner, kind, seconds in self._queue.take_events():
+            task = cast("FileTask", owner)
+            if kind == NativeEvent.GATHERED:
+                self._free(task)
+                continue
+            status = _ENDS.get(cast("NativeEvent", kind))
+            if status is not None:
+                answered |= self._set_ended(task, status, seconds)
+                if kind == NativeEvent.STORED:
+                    stored.append(task.move.file)
+            if not task.job.is_load:
+                if status is None:
+                    self._set_ended(task, Status.SKIPPED, seconds)
+                self._let_go(task)
+        if stored:
+            self._store.replaced(stored)
+        if answered:  # by the disk: once is as good as often
+            self._breaker.record(Status.OK)
+        while self._unreadable:
+            self._abandon(self._unreadable.popleft(), Status.IO_ERROR)
+        while self._done:
+            task, status, seconds = self._done.popleft()
+            if status is None:
+                self._free(task)
+                continue
+            self._end(task, status, seconds)
+            self._let_go(task)
+
+    def _free(self, task: FileTask, status: Status | None = None) -> None:
+        """The pages of a file are not needed any more; of a load the status is known."""
+        job = task.job
+        if task.stage is not Stage.MOVING:
+            return
+        task.stage = Stage.WRITING
+        if status is None or status is Status.OK:
+            job.nbytes += task.move.plan.nbytes
+        elif job.is_load:
+            job.bad.append(task.move.file)
+        job.num_moving -= 1
+        if not job.num_moving:
+            job.ended_at = self._clock()
+
+    def _set_ended(self, task: FileTask, status: Status, seconds: float) -> bool:
+        """Note the outcome of a file; False: it was told before."""
+        job, file, nbytes = task.job, task.move.file, 0
+        if task.stage is Stage.ENDED:
+            return False
+        self._free(task, status)
+        task.stage = Stage.ENDED
+        if status is Status.OK and job.is_load:
+            nbytes = task.move.plan.nbytes
+            job.read_until = max(job.read_until, (task.started_at or 0.0) + seconds)
+        elif status is Status.OK:
+            nbytes = self._store.file_nbytes[file.group_idx]
+        self._outcomes.append(FileOutcome(file, job.is_load, status, nbytes, seconds))
+        return True
+
+    def _end(self, task: FileTask, status: Status, seconds: float = 0.0) -> None:
+        if self._set_ended(task, status, seconds) and task.started_at is not None:
+            self._breaker.record(status)  # what never got a thread says nothing about the disk
+
+    def _let_go(self, task: FileTask) -> None:
+        """No thread has a file any more: give back the slot that it had for itself."""
+        self._open_stores.discard(task)
+        if task.slot is not None:
+            self._slots.give_back_ahead(cast("SlotT", task.slot))
+            task.slot = None
+
+    def _take_back(self, task: FileTask) -> bool:
+        """Take a file out of the queue; False: a thread has it, or had it."""
+        if task.transfer is not None and not self._queue.cancel(task.transfer):
+            return False
+        task.transfer = None
+        return True
+
+    def _abandon(self, job: Job, status: Status) -> None:
+        """Free the pages of the job's files; those that are not free yet end with `status`.
+
+        What becomes of a store that a thread has, the thread will tell.
+        """
+        job.abandon()
+        moving = [task for task in job.tasks if task.stage is Stage.MOVING]
+        begun = False
+        for task in moving:
+            begun |= task.started_at is not None
+            taken = self._take_back(task)
+            if job.is_load or taken:
+                self._end(task, status, self._clock() - job.submitted_at)
+                self._let_go(task)
+            else:
+                self._free(task, status)
+        if moving and status is Status.TIMED_OUT and not begun and self._pool.num_hung:
+            self._breaker.record(status)  # no chunk got a thread, because threads hang: one sign
+
+    def _write_off_hung(self, now: float) -> None:
+        """Replace the threads of transfers that are past their deadline, whatever became of the job."""
+        for transfer in self._queue.running():
+            task = cast("FileTask | None", transfer.owner)
+            if task is None:  # it has ended meanwhile
+                continue
+            # All threads share the disk.
+            nbytes = self._num_threads * self._store.file_nbytes[task.move.file.group_idx]
+            seconds = task.disk_s(now)
+            if seconds <= self._deadline.for_nbytes(nbytes):
+                continue
+            self._pool.write_off(transfer)
+            if not task.job.is_load:
+                self._end(task, Status.TIMED_OUT, seconds)
+            elif task.job.late and task.job.too_late is Status.SKIPPED:
+                # Given up before, and late it is: one sign.
+                task.job.too_late = Status.TIMED_OUT
+                self._breaker.record(Status.TIMED_OUT)
+
+    # --- the pages of stores, on the engine's thread ----------------------------------------------
+
+    def _gather_ahead(self, job: Job) -> None:
+        """Free the pages of a job's stores that no thread has: gather them into spare slots, and queue them."""
+        # All of them first: a thread that has only just taken one finds the job given up.
+        taken = [
+            task
+            for task in job.tasks
+            if task.stage is Stage.MOVING and task.transfer is not None and self._take_back(task)
+        ]
+        try:
+            if taken and job.fired_at is None:
+                assert job.ready is not None, "it has not fired"
+                job.ready.synchronize()
+            job.guard.open()
+            for task in taken:
+                slot = self._slots.take_ahead()
+                if slot is None:
+                    return
+                task.slot = slot
+                transfer = self._transfer(task)
+                if not self._gather_now(task, transfer, slot):
+                    return
+                task.transfer = transfer
+                self._free(task)
+                self._queue.push([transfer], first=True)
+        except Exception:
+            logger.exception("fskv: gather for job %d", job.job_id)
+
+    def _gather_now(
+        self, task: FileTask, transfer: _native.Transfer[FileTask], slot: SlotT
+    ) -> bool:
+        if transfer.layout is not None:
+            return transfer.gather(slot)
+        base = self._store.layout(task.move.file.group_idx).header_nbytes
+        self._transport.gather(task.move.plan.table, slot, base)
+        return True
+
+    # --- on I/O threads ---------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _own_slot(self) -> Iterator[OwnSlot[SlotT]]:
@@ -357,189 +499,75 @@ class JobRunner(Generic[SlotT]):
         with self._slots.own() as own:
             yield own
 
-    def _run(self, queued: Queued, own: OwnSlot[SlotT]) -> None:
-        task = queued.owner
+    def _run(self, transfer: _native.Transfer[FileTask], own: OwnSlot[SlotT]) -> None:
+        """Do for a file what was not done outside the interpreter."""
+        task = transfer.owner
         assert task is not None, "it has not ended"
-        if not self._slots.complete(own):
-            self._ends.lost(task)
-            return
-        if not task.job.is_load:
-            self._store_chunk(task, queued, own.slot)
-            return
-        if not self._load(task, queued, own):
-            self._ends.slot_free(task)
-
-    def _load(self, task: FileTask, queued: Queued, own: OwnSlot[SlotT]) -> bool:
-        """Returns whether the task waits for the job's event, with what it needs in a slot of its own."""
-        job, move, plan = task.job, task.move, task.move.plan
-        slot = own.slot if task.slot is None else cast("SlotT", task.slot)
-        if job.guard.abandoned:
-            return False
+        if transfer.layout is None:
+            task.python_began_at = self._clock()
+        status = Status.IO_ERROR
+        touch = False
         try:
-            if slot is None:
-                self._ends.pages_free(task, Status.TIMED_OUT, 0, 0.0)
-                return False
-            status = Status.OK
-            if not isinstance(queued, Task) and queued.checked:
-                task.touch = queued.old_mtime
-            elif task.began_at is None:
-                status, task.touch = self._store.get(
-                    move.file, plan.first_block, plan.num_blocks, slot
-                )
-            if status is Status.OK:
-                if task.began_at is None and self._park(task, own):
-                    return True
-                self._deliver(task, slot)
-                return False
-        except Exception:
-            # A bug must cost this load, not the thread and not the request.
-            logger.exception("fskv: load of %s", move.file)
-            status = Status.IO_ERROR
-        self._ends.pages_free(task, status, plan.nbytes, self._seconds(task))
-        return False
-
-    def _park(self, task: FileTask, own: OwnSlot[SlotT]) -> bool:
-        """Let a load that was read wait for the job's event without a thread; False: need not, or cannot."""
-        job = task.job
-        if not task.ahead or not job.unready:
-            return False
-        spare = None
-        if task.slot is None and (spare := self._slots.take()) is None:
-            return False
-        with job.lock:
-            parked = job.unready and not task.pages_free
-            if parked:
-                if spare is not None:
-                    task.slot, own.slot = own.slot, spare
-                task.began_at, task.read_s = task.started_at, self._seconds(task)
-                task.parked = True
-                job.leave_disk(self._clock())
-        if spare is not None and not parked:
-            self._slots.give_back(spare)
-        return parked
-
-    def _deliver(self, task: FileTask, slot: SlotT) -> None:
-        """Scatter what was read and checked into `slot`."""
-        job, move, plan = task.job, task.move, task.move.plan
-        if job.guard.enter():  # else the job was given up, and is closed by whoever did it
-            try:
-                base = self._store.layout(move.file.group_idx).header_nbytes
-                self._transport.scatter(slot, base, plan.table, job.ready)
-            finally:
-                job.guard.leave()
-            seconds = self._seconds(task) if task.began_at is None else task.read_s
-            self._ends.pages_free(task, Status.OK, plan.nbytes, seconds)
-            if task.touch:  # only now: a disk that hangs costs no load
-                self._store.touch(move.file)
-
-    def _store_chunk(self, task: FileTask, queued: Queued, slot: SlotT | None) -> None:
-        status = Status.SKIPPED
-        try:
-            if queued.gathered:
-                self._ends.pages_free(task, None, task.move.plan.nbytes, 0.0)
-            elif task.slot is None and not self._gather(task, slot):
+            if not self._slots.complete(own):
                 return
-            status = self._write(task, queued, cast("SlotT", task.slot or slot))
+            if task.job.is_load:
+                status, touch = self._load(task, transfer, own.slot)
+            else:
+                status = self._store_chunk(task, transfer, own.slot)
         except Exception:
-            logger.exception("fskv: store of %s", task.move.file)
-            status = Status.IO_ERROR
+            # A bug must cost this chunk, not the thread and not the request.
+            logger.exception("fskv: %s", task.move.file)
         finally:
-            # Only matters when gathering raised.
-            self._ends.pages_free(task, Status.SKIPPED, 0, 0.0)
-            self._ends.store_over(task, status, self._seconds(task))
+            seconds = self._clock() - (task.started_at or 0.0) - transfer.waited_s
+            self._done.append((task, status, seconds))
+        if touch:  # only now: a disk that hangs costs no load
+            self._store.touch(task.move.file)
 
-    def _gather(self, task: FileTask, slot: SlotT | None) -> bool:
-        """Copy the task's pages into `slot` and close it; False when it was cancelled before."""
-        job = task.job
+    def _load(
+        self, task: FileTask, transfer: _native.Transfer[FileTask], slot: SlotT | None
+    ) -> tuple[Status, bool]:
+        """Return also whether to touch the file."""
+        job, move, plan = task.job, task.move, task.move.plan
+        if job.guard.abandoned:
+            return Status.SKIPPED, False
         if slot is None:
-            self._ends.pages_free(task, Status.SKIPPED, 0, 0.0)
-            return False
-        if not job.guard.enter():
-            return False
+            return Status.TIMED_OUT, False
+        status, touch = Status.OK, transfer.old_mtime
+        if transfer.state != State.SCATTERING:  # else it was read and checked
+            status, touch = self._store.get(move.file, plan.first_block, plan.num_blocks, slot)
+        if status is not Status.OK:
+            return status, False
+        if not self._queue.enter(transfer):
+            return Status.SKIPPED, False
         try:
-            with job.lock:
-                if task.pages_free:
-                    return False
-            base = self._store.layout(task.move.file.group_idx).header_nbytes
-            self._transport.gather(task.move.plan.table, slot, base, job.ready)
+            base = self._store.layout(move.file.group_idx).header_nbytes
+            self._transport.scatter(slot, base, plan.table)
         finally:
             job.guard.leave()
-        self._ends.pages_free(task, None, task.move.plan.nbytes, 0.0)
-        return True
+        return Status.OK, touch
 
-    def _write(self, task: FileTask, queued: Queued, slot: SlotT) -> Status:
+    def _store_chunk(
+        self, task: FileTask, transfer: _native.Transfer[FileTask], slot: SlotT | None
+    ) -> Status:
         move = task.move
-        # Pages on a device: only the gathering was Python's.
-        if not isinstance(queued, Task) and queued.native and not queued.tried:
-            done = _WRITTEN.get(queued.write(slot))
-            if done is not None:
-                return done
+        if task.slot is not None:
+            slot = cast("SlotT", task.slot)  # its pages are in it
+        elif transfer.state == State.GATHERING:
+            if slot is None or not self._queue.enter(transfer):
+                return Status.SKIPPED
+            try:
+                base = self._store.layout(move.file.group_idx).header_nbytes
+                self._transport.gather(move.plan.table, slot, base)
+            finally:
+                task.job.guard.leave()
+            self._done.append((task, None, 0.0))
+        assert slot is not None, "it was gathered"
         return self._store.put(move.file, move.plan.first_block, slot)
 
-    def _seconds(self, task: FileTask) -> float:
-        return self._clock() - (task.started_at or 0.0)
 
-    # --- shared ---------------------------------------------------------------------------
-
-    def _gather_ahead(self, task: FileTask) -> None:
-        """On the engine's thread: free the pages of a store that was taken back now, if a slot is spare."""
-        status = Status.SKIPPED
-        try:
-            if self._slots.reserve_ahead(1):
-                task.ahead = True
-                task.slot = slot = self._slots.take()
-                if slot is not None and self._gather(task, slot):
-                    self._queue([task])
-                    if task.queued is not None:
-                        self._pool.queue.hasten(task.queued)
-                    return
-        except Exception:
-            logger.exception("fskv: gather of %s", task.move.file)
-            status = Status.IO_ERROR
-        self._ends.pages_free(task, status, 0, 0.0)
-        self._ends.store_over(task, status, 0.0)
-
-    def _take_back(self, task: FileTask) -> bool:
-        """Take a task out of the queue, or from those that wait; False: a thread has it, or had it."""
-        with task.job.lock:
-            if task.parked:
-                task.parked = False
-                return True
-        return task.queued is not None and self._pool.queue.cancel(task.queued)
-
-    def _abandon(self, job: Job, status: Status) -> None:
-        """Free the pages of the job's tasks; those that are not free yet end with `status`."""
-        job.guard.abandon()
-        if all(task.pages_free for task in job.tasks):
-            return  # the thread that ended the last one is about to report it
-        begun = False
-        for task in job.tasks:
-            if task.pages_free:
-                continue
-            begun |= task.started_at is not None
-            taken = self._take_back(task)
-            self._ends.pages_free(task, status, 0, self._clock() - job.submitted_at)
-            if job.is_load and taken:
-                self._ends.slot_free(task)
-            elif not job.is_load and (taken or task.queued is None):
-                self._ends.store_over(task, status, 0.0)
-        if status is Status.TIMED_OUT and not begun and self._pool.num_hung:
-            self._breaker.record(status)  # no chunk got a thread, because threads hang: one sign
-
-    def _write_off_hung(self, now: float) -> None:
-        """Replace the threads of transfers that are past their deadline, whatever became of the job."""
-        for queued in self._pool.queue.running():
-            task: FileTask | None = queued.owner
-            if task is None or queued.started_at is None:  # it has ended meanwhile
-                continue
-            # All threads share the disk.
-            nbytes = self._num_threads * self._file_nbytes[task.move.file.group_idx]
-            allowed = self._deadline.for_nbytes(nbytes)
-            if now - queued.started_at > allowed:
-                self._pool.write_off(queued)
-                if not task.job.is_load:
-                    self._ends.outcome_known(task, Status.TIMED_OUT, 0, now - queued.started_at)
-                elif task.job.late and task.job.too_late is Status.SKIPPED:
-                    # Given up before, and late it is: one sign.
-                    task.job.too_late = Status.TIMED_OUT
-                    self._breaker.record(Status.TIMED_OUT)
+def _has_fired(ready: Ready) -> bool:
+    """Whether an event has fired. One that cannot be asked has not: who waits for it will be told."""
+    try:
+        return ready.query()
+    except Exception:
+        return False

@@ -17,10 +17,11 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Generic, Protocol
+from typing import Generic, Protocol
 
+from fskv import _native
 from fskv._version import __version__
-from fskv.data_path.threads import START_UP_S, Guard, OwnerT, Task, call_with_deadline
+from fskv.data_path.threads import START_UP_S, OwnerT, call_with_deadline
 from fskv.errors import (
     ChunkCorrupt,
     ChunkError,
@@ -38,13 +39,11 @@ from fskv.format.integrity import DIGEST_NBYTES
 from fskv.namespace import chunk_name
 from fskv.plan.spans import ChunkPlan, Placement
 from fskv.root.beneath import make_directory, open_directory
+from fskv.root.files import publish_chunk
 from fskv.root.filesystem import is_local, shows_late
-from fskv.root.process_id import new_part, unique_name
+from fskv.root.process_id import new_part
 from fskv.transports.protocol import OpenChunk, SlotT, Transport
 from fskv.types import FileId, Status
-
-if TYPE_CHECKING:
-    from fskv import _native
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +107,7 @@ class ChunkStore(Generic[SlotT]):
         )
         self._restore = restore
         self._creator = f"fskv/{__version__}"
-        self._native_layouts: dict[tuple[int, int | None], _native.Layout | None] = {}
+        self._native_layouts: dict[tuple[int, int | None], _native.Layout] = {}
         self._native_placements: dict[Placement, _native.Placement] = {}  # a few for each group
         # Files that failed and may still be there (discarding them failed): the next put replaces them.
         # Guarded by _lock; written by I/O threads.
@@ -125,21 +124,19 @@ class ChunkStore(Generic[SlotT]):
 
     # --- outside the interpreter ------------------------------------------------------------
 
-    def _native_layout(self, file_id: FileId) -> _native.Layout | None:
+    def _native_layout(self, file_id: FileId) -> _native.Layout:
         """Return what is equal in all files of a group and rank, made when the first of them is moved."""
         key = file_id.group_idx, file_id.rank
         if key not in self._native_layouts:
             self._native_layouts[key] = self._new_native_layout(*key)
         return self._native_layouts[key]
 
-    def _new_native_layout(self, group_idx: int, rank: int | None) -> _native.Layout | None:
+    def _new_native_layout(self, group_idx: int, rank: int | None) -> _native.Layout:
         native, layout = self._transport.native, self._layouts[group_idx]
-        if native is None:
-            return None
         shards, _, name = self._directory.chunk_path(b"", group_idx, rank).rsplit("/", 2)
         digests = bytes(layout.num_rows * DIGEST_NBYTES)
         header = self._header(FileId(b"", group_idx, rank), layout, 0, digests)
-        return native.layout(
+        return _native.Layout(
             **chunk_file.header_pieces(header)._asdict(),
             header_nbytes=layout.header_nbytes,
             payload_nbytes=layout.payload_nbytes,
@@ -158,12 +155,11 @@ class ChunkStore(Generic[SlotT]):
             suffix=os.fsencode(name[len(chunk_name(b"")) :]),
         )
 
-    def _native_placement(self, placement: Placement) -> _native.Placement | None:
-        """Return where a group's blocks are, for those outside the interpreter; None: Python moves the KV."""
+    def _native_placement(self, pages: _native.Pages, placement: Placement) -> _native.Placement:
+        """Return where a group's blocks are, for those outside the interpreter."""
         found = self._native_placements.get(placement)
-        native = self._transport.native
-        if found is None and native is not None and native.pages is not None:
-            found = native.placement(native.pages, placement.places)
+        if found is None:
+            found = _native.Placement(pages, placement.places)
             self._native_placements[placement] = found
         return found
 
@@ -172,25 +168,25 @@ class ChunkStore(Generic[SlotT]):
         owner: OwnerT,
         file_id: FileId,
         plan: ChunkPlan,
-        guard: Guard | _native.Guard,
+        guard: _native.Guard,
         *,
         is_load: bool,
-    ) -> Task[OwnerT] | _native.Transfer[OwnerT]:
+    ) -> _native.Transfer[OwnerT]:
         """Return what stands for a chunk in the queue of I/O threads.
 
         A Transfer does what `get` and `put` do as long as all goes well; whatever else it meets it leaves to
         them, with nothing done.
         """
-        native, layout = self._transport.native, self._native_layout(file_id)
+        native = self._transport.native
         # A key longer than any engine's: Python words the refusal.
-        if native is None or layout is None or not 0 < len(file_id.key_hash) < 256:
-            return self.in_python(owner, is_load=is_load)
-        return native.transfer(
+        if native.pages is None or not 0 < len(file_id.key_hash) < 256:
+            return _native.Transfer(owner, is_load, guard)
+        return _native.Transfer(
             owner,
             is_load,
-            layout,
-            self._native_placement(plan.placement),
             guard,
+            self._native_layout(file_id),
+            self._native_placement(native.pages, plan.placement),
             file_id.key_hash,
             None if is_load else new_part(),
             plan.first_block,
@@ -199,11 +195,6 @@ class ChunkStore(Generic[SlotT]):
             plan.base,
             file_id in self._suspects,
         )
-
-    def in_python(self, owner: OwnerT, *, is_load: bool) -> Task[OwnerT] | _native.Transfer[OwnerT]:
-        """Return what stands in the same queue for work that only Python does."""
-        native = self._transport.native
-        return native.transfer(owner, is_load) if native else Task(owner, urgent=is_load)
 
     def touch(self, file_id: FileId) -> None:
         """Set a chunk's mtime, its "last used", to now; where that is not allowed it goes earlier."""
@@ -436,7 +427,7 @@ class ChunkStore(Generic[SlotT]):
     def _publish(self, part: str, path: str, shard: int) -> None:
         part, name = os.path.basename(part), os.path.basename(path)
         try:
-            publish(part, name, shard)
+            publish_chunk(part, name, shard)
             if self._touch_published:
                 with contextlib.suppress(OSError):
                     os.utime(name, dir_fd=shard, follow_symlinks=False)
@@ -475,20 +466,6 @@ class ChunkStore(Generic[SlotT]):
             self._restore()
         except FskvError as error:
             raise ChunkIOError(str(error)) from error
-
-
-def publish(part: str, name: str, dir_fd: int) -> None:
-    """Give a part its final name, both in the directory `dir_fd`. Raises OSError.
-
-    A directory of that name is not ours: it is moved out of the way, and never deleted.
-    """
-    try:
-        os.rename(part, name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
-    except (IsADirectoryError, FileExistsError):
-        aside = f"{name}.foreign-{unique_name()}"  # of nobody: a rename would replace an empty one
-        os.rename(name, aside, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
-        logger.warning("fskv: %s: a directory stood in the place of a chunk; now %s", name, aside)
-        os.rename(part, name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
 
 
 def _is_estale(error: ChunkError) -> bool:

@@ -15,13 +15,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import queue
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from fskv.errors import RootError
+
+if TYPE_CHECKING:
+    from fskv.transports.protocol import Ready
 
 _T = TypeVar("_T")
 OwnerT = TypeVar("OwnerT")
@@ -278,17 +282,12 @@ class HangProofPool(Generic[TaskT, ContextT]):
 
     def submit(self, *tasks: TaskT) -> None:
         """Queue tasks. Bounded by the callers: each counts what it has queued."""
-        if self.queue.push(list(tasks)):
-            for _ in tasks:
-                if not self._start_thread_if_short():
-                    break
+        self.start_threads(self.queue.push(list(tasks)), len(tasks))
 
-    def release(self, tasks: list[TaskT], fired: bool) -> None:
-        """See Queue.release."""
-        if self.queue.release(tasks, fired):
-            for _ in tasks:
-                if not self._start_thread_if_short():
-                    break
+    def start_threads(self, wanted: bool, num_tasks: int, num_waiting: int = 0) -> None:
+        """Start threads for tasks that were pushed, if they are `wanted`: `num_waiting` more than usual."""
+        while wanted and num_tasks > 0 and self._start_thread_if_short(num_waiting):
+            num_tasks -= 1
 
     def write_off(self, task: TaskT) -> None:
         """The task's deadline passed: do not count on its thread any more, and replace it."""
@@ -299,12 +298,12 @@ class HangProofPool(Generic[TaskT, ContextT]):
         """Drop what is queued and let idle threads end. Never waits for a thread."""
         self.queue.close()
 
-    def _start_thread_if_short(self) -> bool:
+    def _start_thread_if_short(self, num_waiting: int = 0) -> bool:
         with self._lock:
-            num_working = self._num_alive - self.queue.num_hung
-            if num_working >= self._num_threads or not self.queue.wants_thread:
+            most = self._num_threads + num_waiting
+            if self._num_alive - self.queue.num_hung >= most or not self.queue.wants_thread:
                 return False
-            if self._num_alive >= self._num_threads + self._max_hung:
+            if self._num_alive >= most + self._max_hung:
                 return False
             self._num_started += 1
             name = f"{self._name}-{self._num_started}"
@@ -341,6 +340,56 @@ class HangProofPool(Generic[TaskT, ContextT]):
                 self._num_alive -= 1
             if began:  # else the next one would end like this, and the one after it
                 self._start_thread_if_short()
+
+
+class Readiness:
+    """Waits for events of a device's streams, on a thread of its own, in the order in which they came.
+
+    An I/O thread that waited for an event that is not its load's would be missing at the disk.
+    """
+
+    def __init__(self, enter_thread: Callable[[], object]) -> None:
+        """`enter_thread` is called first on the thread: it makes the device current."""
+        self._enter_thread = enter_thread
+        self._waiting: queue.SimpleQueue[tuple[Ready, Callable[[bool], None]] | None] = (
+            queue.SimpleQueue()
+        )
+        self._started = False
+
+    def call_after(self, ready: Ready, call: Callable[[bool], None]) -> bool:
+        """Call `call` when `ready` has fired, with False when nobody can tell; False: it is not called."""
+        if not self._started:
+            try:
+                threading.Thread(target=self._work, name="fskv-ready", daemon=True).start()
+            except RuntimeError as error:  # no more threads for this process
+                logger.warning("fskv: fskv-ready: %s", error)
+                return False
+            self._started = True
+        self._waiting.put((ready, call))
+        return True
+
+    def close(self) -> None:
+        """Let the thread end after what it waits for. Never waits for it."""
+        self._waiting.put(None)
+
+    def _work(self) -> None:
+        try:
+            self._enter_thread()
+        except Exception:
+            logger.exception("fskv: the device cannot be made current")
+        while (waiting := self._waiting.get()) is not None:
+            ready, call = waiting
+            fired = True
+            try:
+                ready.synchronize()
+            except Exception:
+                logger.exception("fskv: an event of the engine's stream cannot be waited for")
+                fired = False
+            try:
+                call(fired)
+            except Exception:  # a bug of ours must not keep the others waiting
+                logger.exception("fskv: fskv-ready: a call raised")
+            del waiting, ready, call  # or the waiting thread would keep its last job
 
 
 Call = Task[Callable[[], object]]

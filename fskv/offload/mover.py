@@ -7,13 +7,14 @@ files is told twice: `poll` says which jobs need their pages no more, `take_news
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 from fskv.config import LEAST_AUTO_THREADS, StoreConfig
 from fskv.data_path.breaker import Breaker
 from fskv.data_path.depth import measure_answer_s, wanted_threads
-from fskv.data_path.job import NO_LIMIT, FileMove, FileOutcome, JobResult, LoadLimit
+from fskv.data_path.job import FileMove, FileOutcome, JobResult
 from fskv.data_path.runner import JobRunner
 from fskv.data_path.store import ChunkStore
 from fskv.data_path.threads import call_with_deadline
@@ -171,7 +172,7 @@ class Mover:
         job_id: int,
         files: Sequence[FileMove],
         ready: Ready | None = None,
-        limit: LoadLimit = NO_LIMIT,
+        allowed_s: float = math.inf,
         *,
         refused: bool = False,
     ) -> None:
@@ -181,7 +182,7 @@ class Mover:
         page of it is written.
         """
         refused |= self._stopped
-        self._runner.submit_load(job_id, files, ready, limit, refused=refused)
+        self._runner.submit_load(job_id, files, ready, allowed_s, refused=refused)
 
     def poll(self) -> list[JobResult]:
         """Return the jobs that ended since the last call; of their pages none is read or written any more."""

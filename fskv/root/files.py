@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import stat
 from collections.abc import Callable, Iterator
@@ -20,6 +21,8 @@ from typing import BinaryIO, NamedTuple, TypeVar
 
 from fskv.root.beneath import hand_over
 from fskv.root.process_id import unique_name
+
+logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
@@ -153,3 +156,17 @@ def retry_stale(call: Callable[[], _T]) -> _T:
         if error.errno != errno.ESTALE:
             raise
     return call()
+
+
+def publish_chunk(part: str, name: str, dir_fd: int) -> None:
+    """Give a part its final name, both in the directory `dir_fd`. Raises OSError.
+
+    A directory of that name is not ours: it is moved out of the way, and never deleted.
+    """
+    try:
+        os.rename(part, name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+    except (IsADirectoryError, FileExistsError):
+        aside = f"{name}.foreign-{unique_name()}"  # of nobody: a rename would replace an empty one
+        os.rename(name, aside, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+        logger.warning("fskv: %s: a directory stood in the place of a chunk; now %s", name, aside)
+        os.rename(part, name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)

@@ -38,7 +38,7 @@ from fskv.transports.chunk_fd import (
     unlink_quietly,
 )
 from fskv.transports.cuda import CudaDevice, flat_bytes
-from fskv.transports.protocol import Native, OpenChunk, Ready
+from fskv.transports.protocol import Native, OpenChunk
 
 try:
     from fskv import _native
@@ -155,24 +155,18 @@ class HostTransport:
                 for t in tensors
             ]
         self._pages: _native.Pages | None = None
-        self.native = None
         if native and _native is not None:
             if self._outside:
                 self._pages = self._outside.pages
             elif not cuda:
                 self._pages = _native.Pages(self._flat)
-            self.native = Native(
-                pages=self._pages,
-                on_device=cuda is not None,
-                open_flags=os.O_DIRECT if self._direct else 0,
-                fsync=fsync,
-                file_mode=file_mode,
-                queue=_native.Queue,
-                guard=_native.Guard,
-                layout=_native.Layout,
-                placement=_native.Placement,
-                transfer=_native.Transfer,
-            )
+        self.native = Native(
+            pages=self._pages,
+            on_device=cuda is not None,
+            open_flags=os.O_DIRECT if self._direct else 0,
+            fsync=fsync,
+            file_mode=file_mode,
+        )
         self.description = (
             f"host staging ({'pinned' if self._cuda else 'pageable'}), "
             f"{'O_DIRECT' if self._direct else 'buffered'}, "
@@ -197,15 +191,13 @@ class HostTransport:
     def drop_slot(self, slot: HostSlot) -> None:
         """Pinned memory goes with the slot; an arena keeps its own."""
 
-    def gather(self, table: SpanTable, slot: HostSlot, base: int, ready: Ready | None) -> None:
+    def gather(self, table: SpanTable, slot: HostSlot, base: int) -> None:
         if self._cuda:
             if not self._outside or not self._outside.copy(
-                table, slot.array, base, ready, to_slot=True
+                table, slot.array, base, None, to_slot=True
             ):
-                self._cuda.gather_to_host(table, slot.pinned, base, ready)
+                self._cuda.gather_to_host(table, slot.pinned, base, None)
             return
-        if ready is not None:
-            ready.synchronize()
         if self._pages is not None:
             _native.copy_spans(self._pages, table, slot.array, base, True)
         else:
@@ -213,15 +205,13 @@ class HostTransport:
                 at = base + place
                 slot.array[at : at + nbytes] = self._flat[tensor_idx][offset : offset + nbytes]
 
-    def scatter(self, slot: HostSlot, base: int, table: SpanTable, ready: Ready | None) -> None:
+    def scatter(self, slot: HostSlot, base: int, table: SpanTable) -> None:
         if self._cuda:
             if not self._outside or not self._outside.copy(
-                table, slot.array, base, ready, to_slot=False
+                table, slot.array, base, None, to_slot=False
             ):
-                self._cuda.scatter_from_host(slot.pinned, base, table, ready)
+                self._cuda.scatter_from_host(slot.pinned, base, table, None)
             return
-        if ready is not None:
-            ready.synchronize()
         if self._pages is not None:
             _native.copy_spans(self._pages, table, slot.array, base, False)
         else:

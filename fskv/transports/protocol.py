@@ -14,9 +14,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from fskv.plan.spans import SpanTable
 
@@ -56,19 +56,13 @@ class OpenChunk(Protocol[_SlotT_contra]):
 
 @dataclass(frozen=True, slots=True)
 class Native:
-    """How a transport lets `fskv._native` do its work outside the interpreter."""
+    """How `fskv._native` moves a transport's chunks outside the interpreter."""
 
-    pages: _native.Pages | None  # None: gathering and scattering stay Python's
-    on_device: bool  # the pages: a load may be ahead of their last user
-    open_flags: int  # O_DIRECT or 0
-    fsync: bool
-    file_mode: int
-    # fskv._native's types. Handed on from here, so that only the transport knows whether it was built.
-    queue: Callable[[int], _native.Queue]
-    guard: type[_native.Guard]
-    layout: type[_native.Layout]
-    placement: type[_native.Placement]
-    transfer: type[_native.Transfer[Any]]
+    pages: _native.Pages | None  # None: it moves none, and the transport's own methods do
+    on_device: bool  # the pages: they may still be in use when a job is submitted
+    open_flags: int = 0  # O_DIRECT or 0
+    fsync: bool = False
+    file_mode: int = 0o600
 
 
 class Transport(Protocol[SlotT]):
@@ -79,7 +73,7 @@ class Transport(Protocol[SlotT]):
 
     slot_nbytes: int
     description: str  # for the start-up line: what is really used
-    native: Native | None  # None: every chunk is moved by the methods below
+    native: Native
 
     def enter_thread(self) -> None:
         """Called first by each thread that is fskv's own: makes the device of the KV current there.
@@ -92,18 +86,14 @@ class Transport(Protocol[SlotT]):
     def drop_slot(self, slot: SlotT) -> None:
         """Give a slot's memory back; it must not be in use."""
 
-    def gather(self, table: SpanTable, slot: SlotT, base: int, ready: Ready | None) -> None:
-        """Copy KV pages into the slot at `base`; returns when the pages are no longer read.
+    def gather(self, table: SpanTable, slot: SlotT, base: int) -> None:
+        """Copy KV pages, which are complete, into the slot at `base`; returns when they are no longer read.
 
         `table` holds spans, see `ChunkPlan`; ValueError or IndexError when one is not inside its tensor.
-        `ready` is an event of the stream that produced the pages, or None when they are complete.
         """
 
-    def scatter(self, slot: SlotT, base: int, table: SpanTable, ready: Ready | None) -> None:
-        """Copy from the slot at `base` into KV pages; returns when the pages are complete.
-
-        `ready` is an event of the stream that used the pages before (vLLM may still be zeroing them).
-        """
+    def scatter(self, slot: SlotT, base: int, table: SpanTable) -> None:
+        """Copy from the slot at `base` into KV pages that nothing uses; returns when they are complete."""
 
     def fill_zero(self, slot: SlotT, start: int, stop: int) -> None:
         """Zero the slot's bytes [start, stop)."""
@@ -132,7 +122,7 @@ class Transport(Protocol[SlotT]):
 class SlotPool(Generic[SlotT]):
     """The slots of one worker, made on first use, never more than `num_slots`.
 
-    Of these `max_ahead` may be in use for what is ahead of the I/O threads, in memory alone.
+    Of these `max_ahead` may be in use for what is gathered ahead of the I/O threads.
     """
 
     def __init__(self, transport: Transport[SlotT], num_slots: int, max_ahead: int = 0) -> None:
@@ -203,27 +193,21 @@ class SlotPool(Generic[SlotT]):
             own.slot = self.take()
         return True
 
-    def reserve_ahead(self, num_wanted: int) -> int:
-        """Count slots as ahead before they are taken; return how many of `num_wanted`."""
+    def take_ahead(self) -> SlotT | None:
+        """Return one of the `max_ahead` slots for what is ahead of the I/O threads, or None."""
         with self._lock:
-            num = min(num_wanted, self._max_ahead - self._num_ahead)
-            self._num_ahead += num
-            return num
+            if self._num_ahead >= self._max_ahead:
+                return None
+            self._num_ahead += 1
+        slot = self.take()
+        if slot is None:
+            with self._lock:
+                self._num_ahead -= 1
+        return slot
 
-    def begin_ahead(self, num_wanted: int, take: bool) -> list[SlotT | None]:
-        """Reserve for as many as may be ahead; with `take` each of them has its slot now, else None."""
-        num = self.reserve_ahead(num_wanted)
-        slots: list[SlotT | None] = []
-        while take and len(slots) < num and (slot := self.take()) is not None:
-            slots.append(slot)
-        if not take:
-            return [None] * num
-        for _ in range(num - len(slots)):
-            self.cancel_ahead()
-        return slots
-
-    def cancel_ahead(self) -> None:
-        """One of those is given back, or not wanted any more."""
+    def give_back_ahead(self, slot: SlotT) -> None:
+        """Return a slot of `take_ahead`."""
+        self.give_back(slot)
         with self._lock:
             self._num_ahead -= 1
 
@@ -235,7 +219,7 @@ class SlotPool(Generic[SlotT]):
 
 
 class OwnSlot(Generic[SlotT]):
-    """What an I/O thread has for itself: a slot, None without memory. Loads read ahead take it with them."""
+    """An I/O thread's own: a slot, None without memory, and whether the device is the thread's."""
 
     __slots__ = ("entered", "slot")
 

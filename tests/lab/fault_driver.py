@@ -17,7 +17,7 @@ import gds_lab
 from world import World
 
 from fskv.config import Deadline
-from fskv.data_path import runner, store, threads
+from fskv.data_path import job, runner, store
 from fskv.data_path.breaker import Breaker
 from fskv.format import chunk_file
 from fskv.transports import chunk_fd, host
@@ -32,22 +32,11 @@ TRANSPORTS = {
 }
 
 
-def _without_guard(transfer):
-    """Give each transfer a guard of its own, which nobody abandons."""
-
-    def call(store, owner, chunk, plan, guard, *, is_load):
-        return transfer(store, owner, chunk, plan, type(guard)(), is_load=is_load)
-
-    return call
-
-
 # What keeps a promise, and what stands in its place in a negative control.
 SAFETIES = {
     "checks": [(chunk_file, "check_digests", lambda *args: None)],
     "guard": [
-        (threads.Guard, "enter", lambda guard: True),
-        (threads.Guard, "leave", lambda guard: None),
-        (store.ChunkStore, "transfer", _without_guard(store.ChunkStore.transfer)),
+        (job.Job, "abandon", lambda job: None),
     ],
     "removal": [(chunk_fd, "unlink_quietly", lambda *_: None)],
 }

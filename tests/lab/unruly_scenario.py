@@ -95,10 +95,9 @@ class Scenario:
                 kv_connector="FskvConnector", kv_role="kv_both", kv_connector_extra_config=options
             )
         if "late_reads" in how:
-            from fskv.data_path.threads import Guard
+            from fskv.data_path.job import Job
 
-            Guard.enter = lambda guard: True
-            Guard.leave = lambda guard: None
+            Job.abandon = lambda job: None
         if "unflushed_stores" in how:
             from fskv.engines.vllm.worker import FskvWorker
 

@@ -19,9 +19,8 @@ from world import Clock, damage, read_by_hand, returns_in_time, wait_for
 from faults.transport import RandomScript, Script
 from fskv.config import Deadline
 from fskv.data_path.breaker import Breaker
-from fskv.data_path.job import NO_LIMIT, LoadLimit
+from fskv.data_path.job import Job
 from fskv.data_path.runner import JobRunner
-from fskv.data_path.threads import Guard
 from fskv.types import Status
 
 POISON = -77
@@ -487,7 +486,7 @@ def test_a_load_that_is_not_worth_more_time_is_given_up_and_not_held_against_its
     for n in range(3):
         bench.world.put(n, bench.world.content(seed=n))
     bench.transport.script = Script(read=".H.")
-    job = bench.load([0, 1, 2], limit=LoadLimit(0.5))
+    job = bench.load([0, 1, 2], allowed_s=0.5)
     wait_for(lambda: bench.statuses(loads=True)[Status.OK] == 2)
     bench.clock.advance(0.6)  # far from the deadline of more than 2 s
     result = bench.poll()[job]
@@ -508,66 +507,11 @@ def test_a_load_that_is_not_worth_more_time_is_given_up_and_not_held_against_its
     assert len(hung) == 1, "the late read must not reach pages that were given back"
 
 
-def crawling(bench, num_there, limit):
-    """Begin a load of six chunks of which one is being read and `num_there` are there; returns its job."""
-    for n in range(6):
-        bench.world.put(n, bench.world.content(seed=n))
-    bench.transport.script = Script(read="." * num_there + "H")
-    job = bench.load(range(6), limit=limit)
-    bench.transport.wait_until_hanging(1)
-    wait_for(lambda: bench.statuses(loads=True)[Status.OK] == num_there)
-    return job
-
-
-@pytest.mark.parametrize("limit", [LoadLimit(1.5, 0.2), LoadLimit(math.inf, 0.2)])
-def test_a_load_that_would_not_be_there_in_time_is_given_up_when_that_shows(make_bench, limit):
-    """Without a limit of its own it is the deadline, of more than 2 s, that it would miss."""
-    bench = make_bench(num_threads=1, failures=1)
-    job = crawling(bench, 1, limit)
-    bench.clock.advance(0.15)
-    assert bench.poll() == {}, "not looked at yet"
-    bench.clock.advance(0.15)
-    assert bench.poll() == {}, "a third is there or on its way, after at most a fifth of the time"
-    bench.clock.advance(0.7)
-    result = bench.poll()[job]
-    assert result.failed
-    assert result.late
-    assert result.done_share == pytest.approx(1 / 6)
-    assert bench.statuses(loads=True) == {Status.OK: 1, Status.SKIPPED: 5}
-    assert not bench.breaker.open, "what was given up early is no failure"
-    calm(bench)
-    bench.wait_until_idle()
-
-
-def test_a_load_that_keeps_its_pace_has_all_of_its_time(make_bench):
-    bench = make_bench(num_threads=1)
-    job = crawling(bench, 4, LoadLimit(1.5, 0.2))
-    bench.clock.advance(1.2)  # 5 of 6 are there or on their way
-    assert bench.poll() == {}
-    bench.clock.advance(0.2)
-    assert bench.poll()[job].late, "and no more"
-    calm(bench)
-    bench.wait_until_idle()
-
-
-def test_a_load_that_waits_for_a_thread_keeps_its_time_until_it_has_one(make_bench):
-    bench = make_bench(num_threads=1)
-    first = crawling(bench, 0, NO_LIMIT)
-    second = bench.load([0, 1], place=6, limit=LoadLimit(1.5, 0.1))
-    bench.clock.advance(1.4)
-    assert bench.poll() == {}
-    bench.clock.advance(0.2)
-    assert list(bench.poll()) == [second], "its limit holds all the same"
-    assert first
-    calm(bench)
-    bench.wait_until_idle()
-
-
 def test_a_time_limit_beyond_the_deadline_changes_nothing(make_bench):
     bench = make_bench()
     bench.world.put(1, bench.world.content())
     bench.transport.script = Script(read="H")
-    job = bench.load([1], limit=LoadLimit(1000.0))
+    job = bench.load([1], allowed_s=1000.0)
     bench.transport.wait_until_hanging(1)
     bench.clock.advance(3)
     assert bench.poll()[job].late
@@ -596,8 +540,7 @@ def test_the_time_of_a_load_is_that_of_its_transfers_whenever_the_engine_looks(m
 def test_negative_control_without_the_guard_the_late_read_is_seen_in_the_pages(
     make_bench, monkeypatch
 ):
-    monkeypatch.setattr(Guard, "enter", lambda guard: True)
-    monkeypatch.setattr(Guard, "leave", lambda guard: None)
+    monkeypatch.setattr(Job, "abandon", lambda job: None)
     bench = make_bench()
     bench.world.put(1, bench.world.content())
     bench.transport.script = Script(read="H")
@@ -831,28 +774,25 @@ def test_a_dead_root_opens_the_breaker_although_few_threads_can_hang(make_bench)
 def test_a_load_that_the_guard_refused_is_never_good_even_if_its_thread_ends_before_it_is_closed(
     make_bench, monkeypatch
 ):
-    """Giving a job up abandons its guard first and closes its chunks then; the thread may end in between."""
+    """Giving a job up shuts its gate first and ends its files then; the thread may end in between."""
     bench = make_bench(Script(read="H"))
     bench.store([1])
     bench.wait_until_idle()
-    runner = bench.runner
-    close, held = runner._ends.pages_free, []
+    abandon = Job.abandon
 
-    def close_later(task, status, *rest):
-        if task.job.is_load and status is Status.TIMED_OUT:  # the one who gives up is slow here
-            calm(bench)
-            wait_for(lambda: runner.num_running == 0)
-            held.append(task.pages_free)
-        close(task, status, *rest)
+    def abandon_slowly(job):
+        abandon(job)
+        calm(bench)
+        wait_for(lambda: bench.runner.num_running == 0)
 
-    monkeypatch.setattr(runner._ends, "pages_free", close_later)
+    monkeypatch.setattr(Job, "abandon", abandon_slowly)
     job = bench.load([1], place=5)
     bench.transport.wait_until_hanging(1)
     bench.clock.advance(100)
-    results = bench.finish(job)
-    assert held == [False], "its thread had ended and left it open"
-    assert results[0].failed
+    (result,) = bench.finish(job)
+    assert result.failed
     assert bench.poisoned(5)
+    assert bench.statuses(loads=True) == {Status.TIMED_OUT: 1}
 
 
 def test_a_load_is_delivered_once_even_if_the_handle_is_stale_afterwards(make_bench, monkeypatch):
@@ -1009,9 +949,8 @@ class Walk:
         self.script.calm = True
         self.bench.transport.release()
         wait_for(lambda: self.poll() or not self.jobs)
-        wait_for(
-            lambda: self.bench.runner.num_running == 0 and self.bench.runner.num_open_stores == 0
-        )
+        runner = self.bench.runner
+        wait_for(lambda: self.poll() or runner.num_running + runner.num_open_stores == 0)
         wait_for(lambda: self.bench.runner.num_slots_used == 0)
         wait_for(lambda: self.bench.runner.num_threads_hung == 0)
 
@@ -1089,32 +1028,3 @@ def test_the_rate_is_that_of_the_stores_that_ended(make_bench):
     bench.wait_until_idle()
     bench.poll()
     assert bench.runner._chunk_store_s == pytest.approx(0.1)
-
-
-@pytest.mark.parametrize("reported_first", [False, True])
-def test_a_job_is_reported_when_the_outcome_of_each_file_is_known(bench, reported_first):
-    """With the report first, the negative control, an outcome is missing when its job is reported."""
-    runner, held, seen = bench.runner, threading.Event(), []
-    known = runner._ends.outcome_known
-
-    def slowly(task, *rest):
-        if not seen:  # the first file that ends: its thread is slow here
-            seen.append(task)
-            if reported_first:
-                task.job.num_open -= 1  # as if it had been counted off before
-            assert held.wait(20)
-        known(task, *rest)
-
-    job, _ = bench.store([1, 2])
-    bench.finish(job)
-    bench.wait_until_idle()
-    runner._ends.outcome_known = slowly
-    job = bench.load([98, 99])  # absent: a file of the native path comes back to Python
-    wait_for(lambda: seen)
-    end = time.monotonic() + 0.3
-    while time.monotonic() < end and job not in bench.poll():
-        time.sleep(0.01)
-    assert (job in bench.results) is reported_first
-    held.set()
-    bench.finish(job)
-    wait_for(lambda: bench.statuses(loads=True)[Status.MISSING] == 2)

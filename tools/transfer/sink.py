@@ -17,12 +17,17 @@ import time
 from collections.abc import Iterator
 
 from fskv import namespace
-from fskv.data_path.store import publish
 from fskv.errors import ChunkCorrupt, ChunkError, ChunkStale, NoSpace, chunk_error_from_os
 from fskv.format.chunk_file import ChunkHeader, parse_header
 from fskv.namespace import Identity
 from fskv.root.beneath import hand_over, make_directory, open_directory, opened
-from fskv.root.files import RegularFile, UnfitFileError, create_file, regular_file
+from fskv.root.files import (
+    RegularFile,
+    UnfitFileError,
+    create_file,
+    publish_chunk,
+    regular_file,
+)
 from fskv.root.process_id import unique_name
 from fskv.root.root import CHUNK_DIR, Root
 from fskv.transports.chunk_fd import OPEN_PART
@@ -153,7 +158,7 @@ class Sink:
                 os.close(fd)  # NFS: this is where a full server may say so
             if self._read_back:
                 self._check_again(shard_fd, part, candidate)
-            publish(part, name, shard_fd)
+            publish_chunk(part, name, shard_fd)
         except BaseException:
             with contextlib.suppress(OSError):
                 os.unlink(part, dir_fd=shard_fd)
