@@ -37,7 +37,7 @@ void shards_open(ShardsDir *directory);
 void shards_close(ShardsDir *directory);
 
 /* Look whether all of a chunk's files are there with their sizes: 1, 0, or the negative errno of the first that
- * cannot be looked at. `missed_before`: see fskv.index.presence.probe_files, which answers the same. `path` has
+ * cannot be looked at. `missed_before`: see fskv.index.presence.probe_chunks. `path` has
  * room for the longest path and a zero: path_nbytes + 37 + suffix_nbytes + 1. */
 int probe_chunk(const RankFile *files, size_t num_files, const uint8_t *key, size_t key_nbytes,
                 bool missed_before, char *path);

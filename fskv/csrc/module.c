@@ -70,7 +70,7 @@ static PyMethodDef functions[] = {
      "copy_spans(pages, spans, slot, base, to_slot): copy every span; ValueError when one is outside, "
      "RuntimeError when the device's driver says no."},
     {"probe_chunks", probe_chunks, METH_VARARGS,
-     "probe_chunks(chunks, missed_before, files): see fskv.index.presence.probe_files; returns a byte for each "
+     "probe_chunks(chunks, missed_before, files): see fskv.index.presence.probe_chunks; returns a byte for each "
      "chunk, (position, errno) of those that could not be looked at, and the seconds it took."},
     {"list_shard", list_shard, METH_VARARGS,
      "list_shard(path, young_ns, newest_ns): the chunk files of a shard as records of 40 bytes, and the names of all else, each after "

@@ -164,6 +164,15 @@ static bool enter(Queue *queue, Transfer *transfer)
     return entered;
 }
 
+/* Its pages are free. What is left is the disk's. */
+static void leave(Queue *queue, Transfer *transfer)
+{
+    guard_leave(transfer->guard);
+    pthread_mutex_lock(&queue->mutex);
+    transfer->state = WRITING;
+    pthread_mutex_unlock(&queue->mutex);
+}
+
 /* False: Python goes on with it. */
 static bool run_store(Queue *queue, Transfer *transfer, uint8_t *slot, Kind *kind)
 {
@@ -172,12 +181,12 @@ static bool run_store(Queue *queue, Transfer *transfer, uint8_t *slot, Kind *kin
             *kind = LEFT;
             return true;
         }
-        bool gathered = gather(transfer, slot);
-        guard_leave(transfer->guard);
-        if (!gathered)
+        if (!gather(transfer, slot)) {
+            guard_leave(transfer->guard);
             return false;
+        }
+        leave(queue, transfer);
         pthread_mutex_lock(&queue->mutex);
-        transfer->state = WRITING;
         add_event(queue, transfer, GATHERED, false);
         pthread_mutex_unlock(&queue->mutex);
     }
@@ -194,13 +203,12 @@ static bool run_load(Queue *queue, Transfer *transfer, uint8_t *slot, Kind *kind
         return false;
     transfer->old_mtime = old_mtime;
     *kind = LEFT;
-    bool scattered = true;
-    if (enter(queue, transfer)) {
-        scattered = scatter(transfer, slot);
+    bool entered = enter(queue, transfer), scattered = entered && scatter(transfer, slot);
+    if (entered && !scattered)
         guard_leave(transfer->guard);
+    if (scattered) {
         *kind = ENDED;
-    }
-    if (scattered && *kind == ENDED) {
+        leave(queue, transfer);
         /* Told before the disk is touched again: what can go wrong there must not spoil a load. */
         pthread_mutex_lock(&queue->mutex);
         add_event(queue, transfer, LOADED, false);
@@ -209,7 +217,7 @@ static bool run_load(Queue *queue, Transfer *transfer, uint8_t *slot, Kind *kind
             (void)futimens(fd, NULL);
     }
     close(fd);
-    return scattered;
+    return scattered || !entered;
 }
 
 /* Run transfers until one needs Python (returned), the queue is closed, or this thread was written off (NULL). */
@@ -387,6 +395,14 @@ static PyObject *Queue_enter(Queue *self, PyObject *object)
     return PyBool_FromLong(entered);
 }
 
+static PyObject *Queue_leave(Queue *self, PyObject *object)
+{
+    if (!is_transfer(object))
+        return NULL;
+    leave(self, (Transfer *)object);
+    Py_RETURN_NONE;
+}
+
 static PyObject *Queue_write_off(Queue *self, PyObject *object)
 {
     if (!is_transfer(object))
@@ -553,7 +569,8 @@ static PyMethodDef Queue_methods[] = {
     {"cancel", (PyCFunction)Queue_cancel, METH_O, "cancel(transfer): take it back; False: a thread has it."},
     {"release", (PyCFunction)Queue_release, METH_O, "release(transfers): queue the parked ones; `wants_thread`."},
     {"enter", (PyCFunction)Queue_enter, METH_O,
-     "enter(transfer): wait for its job's gate; False: the job was given up. Pair with Guard.leave."},
+     "enter(transfer): wait for its job's gate; False: the job was given up. Pair with `leave`."},
+    {"leave", (PyCFunction)Queue_leave, METH_O, "leave(transfer): its thread is done with the pages."},
     {"write_off", (PyCFunction)Queue_write_off, METH_O,
      "write_off(transfer): count its thread as hung until it ends; False: it has none."},
     {"finish", (PyCFunction)Queue_finish, METH_O,

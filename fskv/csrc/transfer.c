@@ -66,12 +66,6 @@ bool guard_shut(Guard *guard)
     return shut;
 }
 
-static PyObject *Guard_leave(Guard *self, PyObject *unused)
-{
-    guard_leave(self);
-    Py_RETURN_NONE;
-}
-
 static PyObject *Guard_open(Guard *self, PyObject *unused)
 {
     pthread_mutex_lock(&self->mutex);
@@ -106,7 +100,6 @@ static PyObject *Guard_abandoned(Guard *self, void *unused)
 static PyMethodDef Guard_methods[] = {
     {"open", (PyCFunction)Guard_open, METH_NOARGS,
      "open(): the device uses the pages no more; threads that wait for the gate go on."},
-    {"leave", (PyCFunction)Guard_leave, METH_NOARGS, "leave(): ends what Queue.enter began."},
     {"abandon", (PyCFunction)Guard_abandon, METH_NOARGS,
      "abandon(): from the return on no thread touches the pages; waits for memory copies only."},
     {NULL},

@@ -86,10 +86,11 @@ typedef struct {
 /* Where a chunk is on its way; fskv.data_path.job.State is the same.
  *
  *     store   NEW (-> PARKED) -> QUEUED -> GATHERING -> WRITING -> DONE
- *     load    NEW -> QUEUED -> READING (-> WAITING) -> SCATTERING -> DONE
+ *     load    NEW (-> PARKED) -> QUEUED -> READING (-> WAITING) -> SCATTERING -> WRITING (its mtime) -> DONE
  *
  * A store is parked until its pages are complete. A load that was read and checked waits for its job's gate, and
- * its thread with it. A thread that meets what is not done here hands the transfer to Python as it stands. */
+ * its thread with it; a load is parked when there are too many of these. A thread that meets what is not done here
+ * hands the transfer to Python as it stands. */
 typedef enum { NEW, PARKED, QUEUED, GATHERING, WRITING, READING, WAITING, SCATTERING, DONE } State;
 
 /* One chunk on its way between KV pages and a file. */

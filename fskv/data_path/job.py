@@ -91,7 +91,7 @@ class Stage(Enum):
 class FileTask:
     """One file of a job on its way."""
 
-    __slots__ = ("job", "move", "python_began_at", "slot", "stage", "transfer")
+    __slots__ = ("job", "move", "python_began_at", "python_waited_s", "slot", "stage", "transfer")
 
     def __init__(self, job: Job, move: FileMove) -> None:
         self.job = job
@@ -100,7 +100,9 @@ class FileTask:
         # What stands for it in the queue of I/O threads; None before, and once it was taken back.
         self.transfer: _native.Transfer[FileTask] | None = None
         self.slot: object = None  # of a store whose pages were gathered ahead, by JobRunner.wait
+        # Of one that Python does from the start, by the runner's clock.
         self.python_began_at: float | None = None
+        self.python_waited_s = 0.0
 
     @property
     def started_at(self) -> float | None:
@@ -109,14 +111,21 @@ class FileTask:
             return self.python_began_at
         return self.transfer.started_at
 
+    @property
+    def waited_s(self) -> float:
+        """Seconds that its thread waited for the job's gate."""
+        if self.transfer is None or self.transfer.layout is None:
+            return self.python_waited_s
+        return self.transfer.waited_s
+
     def disk_s(self, now: float) -> float:
-        """Return for how long its thread has been at the disk, or has hung; 0 when it has come back."""
+        """Return for how long its thread has been at the disk, or has hung; 0 when it is elsewhere."""
         started_at = self.started_at
         if self.transfer is None or started_at is None:
             return 0.0
-        if self.transfer.state in (State.WAITING, State.DONE):
+        if self.transfer.state in (State.WAITING, State.SCATTERING, State.DONE):
             return 0.0
-        return now - started_at - self.transfer.waited_s
+        return now - started_at - self.waited_s
 
 
 class Job:
@@ -148,6 +157,7 @@ class Job:
         self.dropped = False  # its pages were given up before it was reported
         self.tasks = [FileTask(self, move) for move in moves]
         self.num_moving = len(self.tasks)
+        self.num_ahead = 0  # files of a load that may be read before the event has fired
         self.bad: list[FileId] = []  # of a load: files that were not good
         self.nbytes = 0
         self.ended_at = math.inf  # when the pages of the last file were free

@@ -1,8 +1,8 @@
 """Runs the engine's store and load jobs on I/O threads, each within its deadline.
 
-A job is what the engine asked for in one call: files of one request's chunks. Each file is a task and a transfer,
-and the transfers of a job run in parallel. Where a transfer is belongs to the queue (`State`), and what the engine
-knows of its file to the engine's thread (`Stage`):
+A job is what the engine asked for in one call: files of one request's chunks. Each file is a task, with a
+transfer in the queue, and the transfers of a job run in parallel. The queue owns the state of a transfer
+(`State`), the engine's thread what it knows of the file (`Stage`):
 
     store   queued -> gathering -> writing -> done
                                |           |
@@ -12,9 +12,9 @@ knows of its file to the engine's thread (`Stage`):
                                            |                     |
                              for its job's gate   the pages are free, the outcome is known
 
-A job comes with an event of the engine's stream, and no deadline waits for it. A store is parked until the event
-has fired. A load is read and checked at once; then its thread waits for the job's gate (`Guard`), and its place at
-the disk is another thread's. A thread of its own waits for events and opens the gates.
+A job comes with an event of the engine's stream, and no deadline counts the wait for it. A store is parked
+until the event has fired. A load is read and checked at once; then its thread waits for the job's gate
+(`Guard`), and another thread has its place at the disk. One more thread waits for events and opens the gates.
 
 The engine's thread calls submit_*, poll and wait, and none of them ever waits for a disk:
 
@@ -27,9 +27,9 @@ The engine's thread calls submit_*, poll and wait, and none of them ever waits f
   can into free slots and cancels the rest.
 - `drop` does the same for all jobs at once and gathers nothing: the engine has given its KV up.
 
-An I/O thread does all this in `fskv._native` without entering the interpreter. It comes back with a file for which
-something is amiss, and where the transport's slots are not in host memory; `_run` does that file here. Both tell
-what became of a file by events, which the engine's thread collects: no other thread changes a job.
+An I/O thread does all this in `fskv._native` without entering the interpreter. It comes back with a file for
+which something is amiss, and with each file where slots are not in host memory: `_run` does that file here.
+Both tell by events what became of a file. The engine's thread collects them; no other thread changes a job.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Generic, cast
 
-from fskv import _native
 from fskv.config import Deadline
 from fskv.data_path.breaker import Breaker
 from fskv.data_path.job import (
@@ -57,6 +56,7 @@ from fskv.data_path.job import (
 )
 from fskv.data_path.store import ChunkStore
 from fskv.data_path.threads import HangProofPool, Readiness
+from fskv.native import _native
 from fskv.transports import numa
 from fskv.transports.protocol import OwnSlot, Ready, SlotPool, SlotT, Transport
 from fskv.types import Status
@@ -118,8 +118,8 @@ class JobRunner(Generic[SlotT]):
         self._slots = SlotPool(transport, num_slots, spare - self._max_waiting)
         # While loads run, stores leave them half of the threads.
         self._queue = _native.Queue(num_threads, max(1, num_threads // 2))
-        self._pool = HangProofPool(
-            "fskv-io", num_threads, max_hung, self._queue, self._run, self._own_slot
+        self._pool: HangProofPool[_native.Queue, _native.Transfer[FileTask], OwnSlot[SlotT]] = (
+            HangProofPool("fskv-io", num_threads, max_hung, self._queue, self._run, self._own_slot)
         )
         self._readiness = Readiness(transport.enter_thread)
         self._jobs: dict[int, Job] = {}
@@ -161,7 +161,8 @@ class JobRunner(Generic[SlotT]):
         job = self._begin(job_id, moves, self._deadline.max_s, ready)
         if not self._allowed(job):
             return
-        room, taken = self._queue_limit() - len(self._open_stores), []
+        room = self._queue_limit() - len(self._open_stores)
+        taken: list[FileTask] = []
         for task in job.tasks:
             # Blocks after the plan's last one would be whatever the slot held before.
             if task.move.plan.to_end and len(taken) < room:
@@ -198,7 +199,7 @@ class JobRunner(Generic[SlotT]):
         return False
 
     def _submit(self, job: Job, tasks: Sequence[FileTask]) -> None:
-        """Queue tasks; stores are parked until the job's event has fired."""
+        """Queue tasks, or park them until the job's event has fired; some loads go ahead of it."""
         transfers = []
         for task in tasks:
             try:
@@ -207,16 +208,21 @@ class JobRunner(Generic[SlotT]):
                 # A bug must cost this chunk, not the engine's step.
                 logger.exception("fskv: %s", task.move.file)
                 self._end(task, Status.IO_ERROR)
+                self._let_go(task)
             else:
                 transfers.append(task.transfer)
         if not transfers:
             return
+        num_ahead = sum(other.num_ahead for other in self._jobs.values() if other.fired_at is None)
+        if job.ready is not None:
+            if job.is_load:
+                job.num_ahead = min(len(transfers), self._max_waiting - num_ahead)
+            transfers, parked = transfers[: job.num_ahead], transfers[job.num_ahead :]
+            self._queue.push(parked, parked=True)
+        wanted = self._queue.push(transfers)
+        self._pool.start_threads(wanted, len(transfers), num_ahead + job.num_ahead)
         if job.ready is None:
-            self._pool.start_threads(self._queue.push(transfers), len(transfers))
             return
-        wanted = self._queue.push(transfers, parked=not job.is_load)
-        self._pool.start_threads(wanted, len(transfers), self._max_waiting)
-        parked = [] if job.is_load else transfers
         if not self._readiness.call_after(job.ready, lambda fired: self._go_on(job, parked, fired)):
             self._go_on(job, parked, False)
 
@@ -224,9 +230,7 @@ class JobRunner(Generic[SlotT]):
         job, move = task.job, task.move
         return self._store.transfer(task, move.file, move.plan, job.guard, is_load=job.is_load)
 
-    def _go_on(
-        self, job: Job, parked: list[_native.Transfer[FileTask]], fired: bool
-    ) -> None:
+    def _go_on(self, job: Job, parked: list[_native.Transfer[FileTask]], fired: bool) -> None:
         """The job's event has fired. If nobody can tell, the job ends: its pages may hold anything."""
         if not fired:
             self._unreadable.append(job)
@@ -326,7 +330,9 @@ class JobRunner(Generic[SlotT]):
         end = self._clock() + timeout_s
         while self._clock() < end:
             self._collect()
-            if all(task.stage is Stage.ENDED for task in self._open_stores):  # those that are left hang
+            if all(
+                task.stage is Stage.ENDED for task in self._open_stores
+            ):  # those that are left hang
                 break
             time.sleep(0.01)
         for job in list(self._jobs.values()):
@@ -455,7 +461,7 @@ class JobRunner(Generic[SlotT]):
     # --- the pages of stores, on the engine's thread ----------------------------------------------
 
     def _gather_ahead(self, job: Job) -> None:
-        """Free the pages of a job's stores that no thread has: gather them into spare slots, and queue them."""
+        """Gather those stores of a job that no thread has into spare slots, and queue them."""
         # All of them first: a thread that has only just taken one finds the job given up.
         taken = [
             task
@@ -477,7 +483,7 @@ class JobRunner(Generic[SlotT]):
                     return
                 task.transfer = transfer
                 self._free(task)
-                self._queue.push([transfer], first=True)
+                self._pool.start_threads(self._queue.push([transfer], first=True), 1)
         except Exception:
             logger.exception("fskv: gather for job %d", job.job_id)
 
@@ -518,7 +524,7 @@ class JobRunner(Generic[SlotT]):
             # A bug must cost this chunk, not the thread and not the request.
             logger.exception("fskv: %s", task.move.file)
         finally:
-            seconds = self._clock() - (task.started_at or 0.0) - transfer.waited_s
+            seconds = self._clock() - (task.started_at or 0.0) - task.waited_s
             self._done.append((task, status, seconds))
         if touch:  # only now: a disk that hangs costs no load
             self._store.touch(task.move.file)
@@ -537,13 +543,15 @@ class JobRunner(Generic[SlotT]):
             status, touch = self._store.get(move.file, plan.first_block, plan.num_blocks, slot)
         if status is not Status.OK:
             return status, False
+        before = self._clock()
         if not self._queue.enter(transfer):
             return Status.SKIPPED, False
+        task.python_waited_s = self._clock() - before
         try:
             base = self._store.layout(move.file.group_idx).header_nbytes
             self._transport.scatter(slot, base, plan.table)
         finally:
-            job.guard.leave()
+            self._queue.leave(transfer)
         return Status.OK, touch
 
     def _store_chunk(
@@ -559,7 +567,7 @@ class JobRunner(Generic[SlotT]):
                 base = self._store.layout(move.file.group_idx).header_nbytes
                 self._transport.gather(move.plan.table, slot, base)
             finally:
-                task.job.guard.leave()
+                self._queue.leave(transfer)
             self._done.append((task, None, 0.0))
         assert slot is not None, "it was gathered"
         return self._store.put(move.file, move.plan.first_block, slot)

@@ -19,7 +19,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Generic, Protocol
 
-from fskv import _native
 from fskv._version import __version__
 from fskv.data_path.threads import START_UP_S, OwnerT, call_with_deadline
 from fskv.errors import (
@@ -37,6 +36,7 @@ from fskv.format import chunk_file
 from fskv.format.chunk_file import MAX_HEADER_NBYTES, ROW_NBYTES, ChunkHeader, FileLayout
 from fskv.format.integrity import DIGEST_NBYTES
 from fskv.namespace import chunk_name
+from fskv.native import _native
 from fskv.plan.spans import ChunkPlan, Placement
 from fskv.root.beneath import make_directory, open_directory
 from fskv.root.files import publish_chunk

@@ -5,10 +5,10 @@ concurrent.futures would lose one thread for ever at each such call and then blo
 exit. Here the caller, who knows the deadline, writes the task off: its thread is counted as hung and
 replaced, up to `max_hung` times; when the call returns after all, its thread ends.
 
-`TaskQueue` says what runs next, `HangProofPool` keeps the threads, `Guard` keeps who is late away from pages.
-`fskv._native.Queue` is the other queue there is: same methods, but a thread that waits in it runs transfers
-by itself, outside the interpreter. Used by the jobs (chunk I/O) and by the presence index (probes). All
-methods may be called from any thread.
+A queue says what runs next, `HangProofPool` keeps the threads. The jobs' queue is `fskv._native.Queue`: a
+thread that waits in it runs transfers by itself, outside the interpreter. The presence index has a
+`CallQueue`.
+All methods may be called from any thread.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ import contextlib
 import logging
 import queue
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from fskv.errors import RootError
 
@@ -31,62 +30,15 @@ _T = TypeVar("_T")
 OwnerT = TypeVar("OwnerT")
 TaskT = TypeVar("TaskT")
 ContextT = TypeVar("ContextT")
+QueueT = TypeVar("QueueT", bound="Queue[Any]")
 
 START_UP_S = 60.0  # a root that does not answer for so long at start-up is refused
 
 logger = logging.getLogger(__name__)
 
 
-class Guard:
-    """May the KV pages of a job still be touched? `fskv._native.Guard` does the same."""
-
-    def __init__(self) -> None:
-        self._left = threading.Condition()  # guards the two below
-        self.abandoned = False
-        self._num_inside = 0
-
-    def enter(self) -> bool:
-        """Ask to touch the job's KV pages; False when the job was given up. Pair with `leave`."""
-        with self._left:
-            if self.abandoned:
-                return False
-            self._num_inside += 1
-            return True
-
-    def leave(self) -> None:
-        with self._left:
-            self._num_inside -= 1
-            self._left.notify_all()
-
-    def abandon(self) -> None:
-        """From the return on, no thread touches the job's KV pages. Waits for memory copies only."""
-        with self._left:
-            self.abandoned = True
-            while self._num_inside:
-                self._left.wait()
-
-
-class Task(Generic[OwnerT]):
-    """One queued call on behalf of `owner`. Only its queue changes the other fields, under its lock."""
-
-    __slots__ = ("cancelled", "owner", "started_at", "urgent", "written_off")
-
-    # What a `fskv._native.Transfer` may have done already; a Task never has.
-    native = None
-    gathered = False
-    checked = False
-    began_at: float | None = None
-
-    def __init__(self, owner: OwnerT, *, urgent: bool = False) -> None:
-        self.owner = owner
-        self.urgent = urgent
-        self.started_at: float | None = None
-        self.cancelled = False
-        self.written_off = False
-
-
 class Queue(Protocol[TaskT]):
-    """What HangProofPool needs; `TaskQueue` or `fskv._native.Queue`, each with its own kind of task."""
+    """What HangProofPool needs of a queue of tasks."""
 
     @property
     def num_idle(self) -> int:
@@ -97,154 +49,100 @@ class Queue(Protocol[TaskT]):
         """Threads whose task was written off and has not ended."""
 
     @property
-    def num_parked(self) -> int:
-        """Tasks that were read outside the interpreter and wait for `release`."""
-
-    @property
     def wants_thread(self) -> bool:
         """Whether more is queued than idle threads will take."""
 
-    def push(self, tasks: list[TaskT]) -> bool:
-        """Queue tasks, urgent ones ahead of all others; returns `wants_thread`."""
+    def push(self, tasks: list[TaskT], /) -> bool:
+        """Queue tasks; returns `wants_thread`."""
 
-    def cancel(self, task: TaskT) -> bool:
-        """Take a task back; returns False when it has started."""
-
-    def hasten(self, task: TaskT) -> None:
-        """Move a queued task ahead of all others that are as urgent."""
-
-    def release(self, tasks: list[TaskT], fired: bool) -> bool:
-        """The pages of these tasks are free, or nobody can tell (not `fired`); returns `wants_thread`."""
-
-    def write_off(self, task: TaskT) -> bool:
+    def write_off(self, task: TaskT, /) -> bool:
         """Count the task's thread as hung until `finish`; returns False if it is not running."""
 
-    def take(self, context: object) -> TaskT | None:
+    def take(self, context: object, /) -> TaskT | None:
         """Wait for a task that Python has to run, and return it; None: the calling thread should end."""
 
-    def finish(self, task: TaskT) -> bool:
+    def finish(self, task: TaskT, /) -> bool:
         """End a task that `take` returned; returns whether it had been written off."""
-
-    def running(self) -> list[TaskT]:
-        """Return the tasks that have a thread, those included that are run outside the interpreter."""
-
-    def take_events(self) -> list[tuple[object, int, float]]:
-        """Return what was done outside the interpreter since the last call: (owner, kind, seconds)."""
 
     def close(self) -> None:
         """Drop what is queued and let idle threads go."""
 
 
-class TaskQueue(Generic[OwnerT]):
-    """The queue in Python. `_changed` guards every field."""
+class Call:
+    """A queued call. Only its queue changes the other fields, under its lock."""
 
-    def __init__(
-        self,
-        max_normal_beside_urgent: int | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """While urgent tasks run, at most `max_normal_beside_urgent` others do (None: no limit)."""
-        self._limit = max_normal_beside_urgent
-        self._clock = clock
+    __slots__ = ("call", "cancelled", "running", "written_off")
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self.call = call
+        self.cancelled = self.running = self.written_off = False
+
+
+class CallQueue:
+    """Calls in the order in which they came. `_changed` guards every field."""
+
+    def __init__(self) -> None:
         self._changed = threading.Condition()
-        # Ordered sets: a deadline may take thousands of queued tasks back at once.
-        self._urgent: OrderedDict[Task[OwnerT], None] = OrderedDict()
-        self._normal: OrderedDict[Task[OwnerT], None] = OrderedDict()
-        self._running: set[Task[OwnerT]] = set()
+        self._queued: OrderedDict[Call, None] = OrderedDict()  # many may be taken back at once
         self._closed = False
         self.num_idle = 0
         self.num_hung = 0
-        self.num_parked = 0
 
     @property
     def wants_thread(self) -> bool:
         # An idle thread counts until it has woken up, so compare with the queue and not with zero.
-        return not self._closed and len(self._urgent) + len(self._normal) > self.num_idle
+        return not self._closed and len(self._queued) > self.num_idle
 
-    def push(self, tasks: list[Task[OwnerT]]) -> bool:
+    def push(self, tasks: list[Call]) -> bool:
         with self._changed:
             if self._closed:
                 return False
-            for task in tasks:
-                if not task.cancelled:
-                    (self._urgent if task.urgent else self._normal)[task] = None
-            if self.num_idle:
-                self._changed.notify(len(tasks))
+            self._queued.update((task, None) for task in tasks if not task.cancelled)
+            self._changed.notify(len(tasks))
             return self.wants_thread
 
-    def cancel(self, task: Task[OwnerT]) -> bool:
+    def cancel(self, task: Call) -> bool:
+        """Take a task back; returns False when it has started."""
         with self._changed:
-            if task.started_at is not None or task.cancelled:
+            if task.running or task.cancelled:
                 return False
-            self._urgent.pop(task, None)
-            self._normal.pop(task, None)
+            self._queued.pop(task, None)
             task.cancelled = True
             return True
 
-    def hasten(self, task: Task[OwnerT]) -> None:
+    def write_off(self, task: Call) -> bool:
         with self._changed:
-            queue = self._urgent if task.urgent else self._normal
-            if task in queue:
-                queue.move_to_end(task, last=False)
-
-    def release(self, tasks: list[Task[OwnerT]], fired: bool) -> bool:
-        return self.wants_thread  # none is ever held
-
-    def write_off(self, task: Task[OwnerT]) -> bool:
-        with self._changed:
-            if task.written_off or task not in self._running:
+            if task.written_off or not task.running:
                 return False
             task.written_off = True
             self.num_hung += 1
-            self._changed.notify_all()  # it no longer counts beside the others
             return True
 
-    def take(self, context: object) -> Task[OwnerT] | None:
+    def take(self, context: object) -> Call | None:
         with self._changed:
-            while not (ready := self._ready()) and not self._closed:
+            while not self._queued and not self._closed:
                 self.num_idle += 1
                 self._changed.wait()
                 self.num_idle -= 1
-            if not ready:
+            if not self._queued:
                 return None
-            task, _ = ready.popitem(last=False)
-            task.started_at = self._clock()
-            self._running.add(task)
+            task, _ = self._queued.popitem(last=False)
+            task.running = True
             return task
 
-    def _ready(self) -> OrderedDict[Task[OwnerT], None]:
-        if self._urgent or self._limit is None:
-            return self._urgent or self._normal
-        running = [task.urgent for task in self._running if not task.written_off]
-        num_urgent = sum(running)
-        if num_urgent and len(running) - num_urgent >= self._limit:
-            return self._urgent
-        return self._normal
-
-    def finish(self, task: Task[OwnerT]) -> bool:
+    def finish(self, task: Call) -> bool:
         with self._changed:
-            self._running.discard(task)
             self.num_hung -= task.written_off
-            if self.num_idle and (self._urgent or self._normal):
-                self._changed.notify_all()  # those that gave way
             return task.written_off
-
-    def running(self) -> list[Task[OwnerT]]:
-        with self._changed:
-            return list(self._running)
-
-    def take_events(self) -> list[tuple[object, int, float]]:
-        return []
 
     def close(self) -> None:
         with self._changed:
             self._closed = True
-            self._urgent.clear()
-            self._normal.clear()
+            self._queued.clear()
             self._changed.notify_all()
 
 
-class HangProofPool(Generic[TaskT, ContextT]):
+class HangProofPool(Generic[QueueT, TaskT, ContextT]):
     """`num_threads` working threads, kept at that number while at most `max_hung` others hang."""
 
     def __init__(
@@ -252,7 +150,7 @@ class HangProofPool(Generic[TaskT, ContextT]):
         name: str,
         num_threads: int,
         max_hung: int,
-        queue: Queue[TaskT],
+        queue: QueueT,
         handle: Callable[[TaskT, ContextT], None],
         context: Callable[[], contextlib.AbstractContextManager[ContextT]],
     ) -> None:
@@ -342,6 +240,20 @@ class HangProofPool(Generic[TaskT, ContextT]):
                 self._start_thread_if_short()
 
 
+def pool_of_calls(
+    name: str, num_threads: int, max_hung: int
+) -> HangProofPool[CallQueue, Call, None]:
+    """Return a pool that makes the calls which are submitted to it."""
+    return HangProofPool(
+        name,
+        num_threads,
+        max_hung,
+        CallQueue(),
+        lambda task, _: task.call(),
+        contextlib.nullcontext,
+    )
+
+
 class Readiness:
     """Waits for events of a device's streams, on a thread of its own, in the order in which they came.
 
@@ -390,21 +302,6 @@ class Readiness:
             except Exception:  # a bug of ours must not keep the others waiting
                 logger.exception("fskv: fskv-ready: a call raised")
             del waiting, ready, call  # or the waiting thread would keep its last job
-
-
-Call = Task[Callable[[], object]]
-
-
-def pool_of_calls(name: str, num_threads: int, max_hung: int) -> HangProofPool[Call, None]:
-    """Return a pool whose tasks are calls: it calls the owner of each."""
-    queue: TaskQueue[Callable[[], object]] = TaskQueue()
-    return HangProofPool(
-        name, num_threads, max_hung, queue, lambda task, _: _call(task), contextlib.nullcontext
-    )
-
-
-def _call(task: Call) -> None:
-    task.owner()
 
 
 def call_with_deadline(call: Callable[[], _T], timeout_s: float, message: str) -> _T:

@@ -30,10 +30,8 @@ for those that we stored or failed to load; 345 for each of at most MAX_REMOVED 
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
-import stat
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -43,13 +41,9 @@ from typing import NamedTuple
 
 from fskv import namespace
 from fskv.data_path.breaker import Breaker
-from fskv.data_path.threads import Call, Task, pool_of_calls
+from fskv.data_path.threads import Call, pool_of_calls
+from fskv.native import _native
 from fskv.types import ChunkId, Presence, Status
-
-try:
-    from fskv import _native
-except ImportError:
-    _native = None  # type: ignore[assignment]
 
 logger = logging.getLogger(__name__)
 
@@ -211,7 +205,7 @@ class PresenceIndex:
         tasks = []
         for at in range(0, len(chunks), size):
             batch = _Batch(chunks[at : at + size], now, self._num_removals)
-            batch.task = Task(partial(self._run_probe, batch, missed[at : at + size]))
+            batch.task = Call(partial(self._run_probe, batch, missed[at : at + size]))
             tasks.append(batch.task)
             self._batches.append(batch)
         self._pool.submit(*tasks)
@@ -457,19 +451,15 @@ class RankFiles:
 def probe_chunks(
     ranks: Sequence[RankFiles], chunks: Sequence[Key], missed_before: bytes
 ) -> Findings:
-    """Look which chunks are there, by `probe_files` or, without the interpreter, as it would.
+    """Look which chunks are there: of each the files of all ranks, with the right sizes.
 
-    For PresenceIndex, on its threads. There must be a rank.
+    For PresenceIndex, on its threads; the interpreter is free meanwhile. There must be a rank. A file that
+    cannot be looked at is not there; raises OSError when that is so for all of several, which speaks against
+    the root itself. `missed_before` says of which chunks the directory is opened first: an NFS client hides
+    another node's new file for 28 s after a miss, but not then (measured on NFS 3 and 4.2).
     """
     if not ranks:
         raise ValueError("probe_chunks: found no rank, expected at least one")
-    if _native is None:
-        start = time.monotonic()
-        paths = [
-            [(_path(rank, chunk), rank.file_nbytes[chunk[1]]) for rank in ranks] for chunk in chunks
-        ]
-        found = probe_files(paths, missed_before)
-        return Findings(found, time.monotonic() - start)
     files = {
         group_idx: tuple(
             (*_affixes(rank.namespace_path, group_idx, rank.rank), rank.file_nbytes[group_idx])
@@ -495,55 +485,3 @@ def _affixes(namespace_path: str, group_idx: int, rank: int | None) -> tuple[byt
     directory, _, name = namespace.chunk_path(b"", group_idx, rank).split("/")
     suffix = name[len(namespace.chunk_name(b"")) :]
     return os.fsencode(f"{namespace_path}/{directory}"), os.fsencode(suffix)
-
-
-def probe_files(
-    paths: Sequence[Sequence[tuple[str, int]]], missed_before: Sequence[bool]
-) -> list[bool]:
-    """Look whether chunk files are there with the right size; one answer per chunk.
-
-    `paths[i]` are the (path, expected size) of chunk i's files, one for each rank: all must be good.
-    A file that cannot be looked at is not there; raises OSError when that is so for all of several, which
-    speaks against the root itself.
-    """
-    found: list[bool] = []
-    errors: list[OSError] = []
-    for files, again in zip(paths, missed_before, strict=True):
-        if again:
-            # An NFS client hides another node's new file for 28 s after a miss, but not after its
-            # directory was opened (measured on NFS 3 and 4.2 with default options).
-            _open_and_close(os.path.dirname(files[0][0]))
-        try:
-            found.append(all(_is_good(path, nbytes) for path, nbytes in files))
-        except OSError as error:
-            found.append(False)
-            errors.append(error)
-    if errors and len(errors) == len(found):
-        raise errors[0]
-    return found
-
-
-def _open_and_close(directory: str) -> None:
-    flags = os.O_RDONLY | os.O_DIRECTORY
-    try:
-        try:
-            os.close(os.open(directory, flags))
-        except FileNotFoundError:
-            # Its own absence is remembered as well: a new chunk is often the first of its directory.
-            os.close(os.open(os.path.dirname(directory), flags))
-    except OSError:
-        return  # whatever it is, the stat that follows meets it again
-
-
-def _is_good(path: str, nbytes: int) -> bool:
-    for _ in range(2):
-        try:
-            info = os.stat(path, follow_symlinks=False)
-        except (FileNotFoundError, NotADirectoryError, PermissionError):
-            return False  # whatever the permissions of one directory are, the root answers
-        except OSError as error:
-            if error.errno == errno.ESTALE:
-                continue  # a handle the server dropped: normal on NFS, look once more
-            raise
-        return stat.S_ISREG(info.st_mode) and info.st_size == nbytes
-    return False

@@ -27,6 +27,7 @@ from fskv.errors import (
 )
 from fskv.format import chunk_file
 from fskv.format.integrity import xxh3_rows
+from fskv.native import _native
 from fskv.plan.spans import SpanTable
 from fskv.transports import cuda_native
 from fskv.transports.arena import Arena
@@ -39,11 +40,6 @@ from fskv.transports.chunk_fd import (
 )
 from fskv.transports.cuda import CudaDevice, flat_bytes
 from fskv.transports.protocol import Native, OpenChunk
-
-try:
-    from fskv import _native
-except ImportError:  # built without a C compiler, or for another interpreter
-    _native = None  # type: ignore[assignment]
 
 if TYPE_CHECKING:
     import torch
@@ -113,7 +109,6 @@ class HostTransport:
         file_mode: int = 0o600,
         fsync: bool = False,
         cuda: CudaDevice | None = None,
-        native: bool = True,
         num_slots: int | None = None,
     ) -> None:
         """`tensors` are the engine's KV tensors, int8 (num_blocks, page), CPU or CUDA, possibly strided.
@@ -123,8 +118,7 @@ class HostTransport:
         `num_slots` slots is registered now; None: for a few whenever some are needed.
 
         Writes probe files into `probe_dir`. Raises RootError where no file can be renamed over another, and
-        ConfigError when direct_io is "on" and the file system refuses it. With native=False all is done in
-        Python.
+        ConfigError when direct_io is "on" and the file system refuses it.
         """
         self.slot_nbytes = slot_nbytes
         self._file_mode = file_mode
@@ -144,7 +138,7 @@ class HostTransport:
         self._cuda = cuda
         self._flat: list[Any] = []
         self._outside = None
-        if cuda and native:
+        if cuda:
             self._outside = cuda_native.open_native(cuda, slot_nbytes, num_slots)
         self._arena = self._outside.arena if self._outside else Arena(slot_nbytes)
         if cuda and not self._outside:
@@ -155,11 +149,10 @@ class HostTransport:
                 for t in tensors
             ]
         self._pages: _native.Pages | None = None
-        if native and _native is not None:
-            if self._outside:
-                self._pages = self._outside.pages
-            elif not cuda:
-                self._pages = _native.Pages(self._flat)
+        if self._outside:
+            self._pages = self._outside.pages
+        elif not cuda:
+            self._pages = _native.Pages(self._flat)
         self.native = Native(
             pages=self._pages,
             on_device=cuda is not None,
@@ -169,8 +162,7 @@ class HostTransport:
         )
         self.description = (
             f"host staging ({'pinned' if self._cuda else 'pageable'}), "
-            f"{'O_DIRECT' if self._direct else 'buffered'}, "
-            f"{'outside the interpreter' if self._pages else 'in Python'}"
+            f"{'O_DIRECT' if self._direct else 'buffered'}"
         )
 
     def enter_thread(self) -> None:
@@ -198,12 +190,7 @@ class HostTransport:
             ):
                 self._cuda.gather_to_host(table, slot.pinned, base, None)
             return
-        if self._pages is not None:
-            _native.copy_spans(self._pages, table, slot.array, base, True)
-        else:
-            for tensor_idx, offset, place, nbytes in table.tolist():
-                at = base + place
-                slot.array[at : at + nbytes] = self._flat[tensor_idx][offset : offset + nbytes]
+        _native.copy_spans(self._pages, table, slot.array, base, True)
 
     def scatter(self, slot: HostSlot, base: int, table: SpanTable) -> None:
         if self._cuda:
@@ -212,12 +199,7 @@ class HostTransport:
             ):
                 self._cuda.scatter_from_host(slot.pinned, base, table, None)
             return
-        if self._pages is not None:
-            _native.copy_spans(self._pages, table, slot.array, base, False)
-        else:
-            for tensor_idx, offset, place, nbytes in table.tolist():
-                at = base + place
-                self._flat[tensor_idx][offset : offset + nbytes] = slot.array[at : at + nbytes]
+        _native.copy_spans(self._pages, table, slot.array, base, False)
 
     def fill_zero(self, slot: HostSlot, start: int, stop: int) -> None:
         slot.array[start:stop] = 0

@@ -463,15 +463,14 @@ def on_simulation(patch, sim):
     return simulated
 
 
-def device_world(make_world, gpu, *, native=True, num_slots=40, **options):
+def device_world(make_world, gpu, *, num_slots=40, **options):
     """Make a World whose pages are on a device; `world.tensors` are for looking at them from beside."""
     closed = []
 
     def make_transport(tensors, nbytes, **given):
         closed.extend(gpu.tensor(*t.shape, t.stride(0)) for t in tensors)
-        given["native"] = native
-        return HostTransport(closed, nbytes, num_slots=num_slots if native else None, **given)
+        return HostTransport(closed, nbytes, num_slots=num_slots, **given)
 
-    world = make_world(native=native, faults=False, make_transport=make_transport, **options)
+    world = make_world(faults=False, make_transport=make_transport, **options)
     world.tensors = [torch.from_numpy(gpu.opened(t).view(np.int8)) for t in closed]
     return world

@@ -17,7 +17,7 @@ import gds_lab
 from world import World
 
 from fskv.config import Deadline
-from fskv.data_path import job, runner, store
+from fskv.data_path import job, runner
 from fskv.data_path.breaker import Breaker
 from fskv.format import chunk_file
 from fskv.transports import chunk_fd, host

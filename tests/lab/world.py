@@ -195,7 +195,6 @@ class World:
             probe_dir=f"{self.directory.path}/tmp",
             direct_io=direct_io,
             fsync=fsync,
-            native=native,
         )
         self.transport = (
             transport

@@ -194,9 +194,9 @@ def test_outside_the_interpreter_nothing_is_changed_behind_a_link(tmp_path, leve
     def is_left_to_python(number, *, is_load):
         request = world.request(number, range(4))
         transfer = world.store.transfer(
-            None, request.file, request.plan, _native.Guard(), is_load=is_load
+            None, request.file, request.plan, _native.Guard(True), is_load=is_load
         )
-        queue, last = _native.Queue(1), _native.Transfer(None, False)
+        queue, last = _native.Queue(8, 1), _native.Transfer(None, False, _native.Guard(True))
         queue.push([transfer, last])
         taken = queue.take(slot)
         queue.finish(taken)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import math
 import os
 import random
 import threading
-import time
 from collections import Counter
 from unittest.mock import Mock
 

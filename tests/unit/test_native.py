@@ -20,7 +20,7 @@ from test_jobs import DEADLINE, POISON, Bench
 from world import World, damage, leaves_nothing_open, make_identity, returns_in_time, wait_for
 
 from fskv import namespace
-from fskv.data_path.job import NativeEvent
+from fskv.data_path.job import NativeEvent, State
 from fskv.format import chunk_file, integrity
 from fskv.format.chunk_file import ROW_NBYTES
 from fskv.format.integrity import xxh3_rows
@@ -39,8 +39,8 @@ class Nothing:
 
 def run(transfer, slot):
     """Run one transfer in this thread; returns its events, or None when it was left to Python."""
-    queue = _native.Queue(1)
-    last = _native.Transfer(Nothing, False)
+    queue = _native.Queue(8, 1)
+    last = _native.Transfer(Nothing, False, _native.Guard(True))
     queue.push([transfer, last])
     taken = queue.take(slot)
     queue.finish(taken)
@@ -59,7 +59,7 @@ class Chunks:
     def transfer(self, number, block_ids, first_block=0, guard=None, *, is_load):
         request = self.world.request(number, block_ids, first_block)
         return self.world.store.transfer(
-            Nothing, request.file, request.plan, guard or _native.Guard(), is_load=is_load
+            Nothing, request.file, request.plan, guard or _native.Guard(True), is_load=is_load
         )
 
     def store(self, number, block_ids, first_block=0):
@@ -446,7 +446,7 @@ def test_pages_lie_where_the_plan_says_wherever_that_is(scattered, data, first_b
 
     def move(*, is_load):
         transfer = world.store.transfer(
-            Nothing, world.chunk(1), plan, _native.Guard(), is_load=is_load
+            Nothing, world.chunk(1), plan, _native.Guard(True), is_load=is_load
         )
         return run(transfer, scattered.slot)
 
@@ -659,15 +659,14 @@ def test_an_abandoned_job_is_neither_read_from_nor_written_to(chunks):
     chunks.world.fill(range(4), seed=1)
     assert chunks.store(1, range(4)) == STORED
     for is_load in (True, False):
-        guard = _native.Guard()
+        guard = _native.Guard(True)
         guard.abandon()
         assert guard.abandoned
-        assert not guard.enter()
         for tensor in chunks.world.tensors:
             tensor[:] = POISON
         chunks.slot.array[:] = 0xEE
         transfer = chunks.transfer(1 if is_load else 2, range(4), guard=guard, is_load=is_load)
-        assert run(transfer, chunks.slot) == [NativeEvent.ABANDONED]
+        assert run(transfer, chunks.slot) == [NativeEvent.LEFT]
         if is_load:
             assert not chunks.world.pages(range(4)).strip(bytes([POISON % 256]))
         else:
@@ -675,17 +674,47 @@ def test_an_abandoned_job_is_neither_read_from_nor_written_to(chunks):
             assert not os.path.exists(chunks.world.path(2))
 
 
+def running_load(guard):
+    """Return a queue, and a load in it that this thread has taken; Python does all of it."""
+    queue, transfer = _native.Queue(1, 1), _native.Transfer(Nothing, True, guard)
+    queue.push([transfer])
+    assert queue.take(None) is transfer
+    return queue, transfer
+
+
 def test_abandon_waits_for_who_is_inside_and_for_nobody_else():
-    guard = _native.Guard()
-    assert guard.enter()
+    guard = _native.Guard(True)
+    queue, transfer = running_load(guard)
+    assert queue.enter(transfer)
     done = threading.Event()
     thread = threading.Thread(target=lambda: (guard.abandon(), done.set()), daemon=True)
     thread.start()
     wait_for(lambda: guard.abandoned)
     assert not done.wait(0.05)
-    assert not guard.enter()
-    guard.leave()
+    assert not queue.enter(transfer)
+    queue.leave(transfer)
     assert done.wait(20)
+
+
+@pytest.mark.parametrize("opens", [True, False], ids=["opens", "abandoned"])
+def test_who_comes_before_the_gate_opens_waits_and_leaves_its_place_at_the_disk(opens):
+    guard = _native.Guard(False)
+    queue, transfer = running_load(guard)
+    entered = []
+    thread = threading.Thread(target=lambda: entered.append(queue.enter(transfer)), daemon=True)
+    thread.start()
+    wait_for(lambda: transfer.state == State.WAITING)
+    other = _native.Transfer(Nothing, True, _native.Guard(True))
+    queue.push([other])
+    assert queue.take(None) is other, "one may be at the disk, and the one that waits is not"
+    assert not entered
+    guard.open() if opens else guard.abandon()
+    thread.join(20)
+    assert entered == [opens]
+    assert transfer.state == State.SCATTERING
+    assert transfer.waited_s > 0
+    guard.open()
+    assert guard.abandoned is not opens, "a gate that was abandoned stays so"
 
 
 # --- jobs -----------------------------------------------------------------------------------------
@@ -807,7 +836,7 @@ def test_closing_drops_what_is_queued_and_frees_the_threads(make_native_bench):
 
 
 def test_transfers_that_make_no_sense_are_refused():
-    guard, pages = _native.Guard(), _native.Pages([np.zeros(4096, np.uint8)])
+    guard, pages = _native.Guard(True), _native.Pages([np.zeros(4096, np.uint8)])
     sizes = {
         "header_nbytes": 4096,
         "payload_nbytes": 4096,
@@ -859,7 +888,7 @@ def test_transfers_that_make_no_sense_are_refused():
         load=True,
     ):
         return _native.Transfer(
-            None, load, layout, placement, guard, key, part, first, num, ids, base, False
+            None, load, guard, layout, placement, key, part, first, num, ids, base, False
         )
 
     make()
@@ -903,7 +932,7 @@ def test_transfers_that_make_no_sense_are_refused():
     ids[0], rows[0] = Clears(ids), (Clears(rows), 0, 32, 24)
     make(ids=ids, placement=_native.Placement(pages, rows))
     assert (ids, rows) == ([], [])
-    queue = _native.Queue(1)
+    queue = _native.Queue(8, 1)
     transfer = make()
     queue.push([transfer])
     for again in ([transfer], [make(), transfer]):
@@ -912,14 +941,19 @@ def test_transfers_that_make_no_sense_are_refused():
     twice = make()
     with pytest.raises(ValueError, match="queued before"):
         queue.push([twice, twice])
-    with pytest.raises(ValueError, match="only before"):
-        transfer.use_slot(host.HostSlot(0, np.zeros(8192, np.uint8)))
+    store = {"part": "p", "load": False}
+    with pytest.raises(ValueError, match="only a store, before"):
+        transfer.gather(host.HostSlot(0, np.zeros(8192, np.uint8)))
     with pytest.raises(ValueError, match="too small"):
-        make().use_slot(host.HostSlot(0, np.zeros(4096, np.uint8)))
+        make(**store).gather(host.HostSlot(0, np.zeros(4096, np.uint8)))
+    gathered = make(**store)
+    assert gathered.gather(host.HostSlot(0, np.zeros(8192, np.uint8)))
+    with pytest.raises(ValueError, match="only a store, before"):
+        gathered.gather(host.HostSlot(0, np.zeros(8192, np.uint8)))
     with pytest.raises(TypeError):
         queue.push([object()])
-    with pytest.raises(TypeError):  # no key
-        _native.Transfer(None, True, layout, placement, guard)
+    with pytest.raises(ValueError, match="a key"):
+        _native.Transfer(None, True, guard, layout, placement)
     with pytest.raises(TypeError):
         make(placement=pages)
 
@@ -951,58 +985,6 @@ def test_nothing_is_leaked_however_a_transfer_ends(make_native_bench, request):
     bench.outcomes.clear()
     assert len(alive) >= 16
     wait_for(lambda: [ref for ref in alive if ref() is not None] == [])
-
-
-@pytest.mark.parametrize("native", [True, False])
-def test_without_the_extension_the_same_is_done_in_python(make_world, monkeypatch, native):
-    if not native:
-        monkeypatch.setattr(host, "_native", None)
-    world = make_world(native=True)
-    assert (world.transport.native is not None) is native
-    assert ("in Python" in world.transport.description) is not native
-    content = world.fill(range(4), seed=1)
-    bench = Bench(world)
-    if native:
-        bench.clock.now = time.monotonic()
-    request = world.request(1, range(4))
-    bench.runner.submit_store(100, [request], None)
-    bench.finish(100)
-    bench.wait_until_idle()
-    load = bench.load([1], place=3)
-    assert not bench.finish(load)[0].failed
-    assert world.pages(bench.blocks(3)) == content
-    bench.runner._pool.close()
-
-
-def test_pages_on_a_device_are_python_s_and_the_file_is_still_done_outside(
-    make_native_bench, monkeypatch
-):
-    """As with CUDA: gathering and scattering go through the transport, writing and checking do not."""
-    bench = make_native_bench(num_threads=2, num_slots=12)
-    transport, store = bench.world.transport, bench.world.store
-    fields = {name: getattr(transport.native, name) for name in host.Native.__slots__}
-    transport.native = host.Native(**{**fields, "pages": None, "on_device": True})
-    transport._pages = None
-    for name in ("get", "put"):
-        monkeypatch.setattr(store, name, None)  # nothing comes by there
-    job, contents = bench.store([1, 2, 3])
-    bench.runner.wait([job])  # some are gathered ahead
-    bench.finish(job)
-    bench.wait_until_idle()
-    again, _ = bench.store([1, 2, 3])
-    bench.finish(again)
-    bench.wait_until_idle()
-    load = bench.load([1, 2, 3], place=5)
-    assert not bench.finish(load)[0].failed
-    for i, n in enumerate((1, 2, 3)):
-        assert bench.world.pages(bench.blocks(5 + i)) == contents[n]
-    monkeypatch.undo()
-    damage(bench.world.path(2), bench.world.base + 70_000)
-    load = bench.load([1, 2, 3], place=5)
-    assert bench.finish(load)[0].failed
-    assert bench.poisoned(6)
-    assert not os.path.exists(bench.world.path(2))
-    bench.wait_until_idle()
 
 
 @pytest.mark.parametrize("native", [True, False])

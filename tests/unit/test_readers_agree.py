@@ -36,6 +36,7 @@ from world import World
 from fskv.data_path import store
 from fskv.data_path.job import NativeEvent
 from fskv.format import chunk_file
+from fskv.native import _native
 from fskv.transports import host
 from fskv.types import Status
 from trials.mutant_kinds import FAULTS
@@ -46,7 +47,6 @@ WORDS = {
     Status.STALE: STALE,
     Status.CORRUPT: CORRUPT,
 }
-needs_native = pytest.mark.skipif(host._native is None, reason="the C extension was not built")
 
 
 @pytest.fixture(autouse=True)
@@ -395,9 +395,8 @@ class Place:
 
     def taken_in_c(self):
         """Whether the C reader serves the file; it leaves what it does not serve as it is."""
-        world, native = self.world, self.world.transport.native
-        queue, last = native.queue(1), native.transfer(Nothing, False)
-        guard, chunk = native.guard(), world.chunk(7)
+        world, chunk, guard = self.world, self.world.chunk(7), _native.Guard(True)
+        queue, last = _native.Queue(8, 1), _native.Transfer(Nothing, False, guard)
         transfer = world.store.transfer(Nothing, chunk, self.plan, guard, is_load=True)
         queue.push([transfer, last])
         for tensor in world.tensors:
@@ -545,7 +544,6 @@ def test_a_hole_and_an_end_that_are_no_zeros_are_good_where_their_rows_are(tmp_p
     assert place.complaint(with_fields(place, first_block=b"\x01", rows=digest)) == (GOOD, None)
 
 
-@needs_native
 def test_the_c_reader_takes_what_any_version_of_fskv_wrote(small):
     """Or a load would be done in Python, and nobody would notice."""
     assert small.draft().bytes() == small.file[: small.base]
@@ -590,11 +588,11 @@ def faulty_extension(fault, directory, monkeypatch):
     return loaded("faulty._native", library, monkeypatch)
 
 
-@needs_native
 @pytest.mark.parametrize("name", ["tail-unchecked-c", "padding-unchecked-c"])
 def test_negative_control_a_c_reader_that_looks_at_less_disagrees(tmp_path, monkeypatch, name):
     faulty = faulty_extension(fault_named(name), tmp_path, monkeypatch)
-    monkeypatch.setattr(host, "_native", faulty)
+    for module in (host, store, sys.modules[__name__]):
+        monkeypatch.setattr(module, "_native", faulty)
     place = Place(tmp_path / "kv", (24, 40), 2)
     _, complaints = compare(place, crafted(place, seed=2, num=300, kinds=[tail, trailing, padding]))
     assert len(complaints) > 20

@@ -1,16 +1,16 @@
-"""Nothing of fskv but the copies waits for the GPU: no I/O thread, no deadline, no read.
+"""Nothing of fskv but the copies waits for the GPU: no deadline, no read, no other load.
 
-`Event` stands for one of a CUDA stream, and the transport for a device that is harsher than a real one: pages
-that are touched by an I/O thread before the event has fired are an error, not only wrong bytes.
+`Event` stands for one of a CUDA stream. Pages are filled at the moment when it fires, and not before.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import random
 import threading
 import time
+from dataclasses import replace
+from functools import partial
 
 import pytest
 from cuda_sim import device_world, on_simulation, simulation
@@ -19,16 +19,18 @@ from world import returns_in_time, wait_for
 
 from faults.transport import RandomScript, Script
 from fskv.data_path import runner as runner_module
+from fskv.data_path.job import FileTask, State
 from fskv.transports import host
 from fskv.types import Status
 
 
 class Event:
-    """Fires when it is told to."""
+    """Fires when it is told to; what kernels write, they write at that moment."""
 
     def __init__(self):
         self._fired = threading.Event()
         self.waiters = []
+        self.kernels = []
 
     def query(self):
         return self._fired.is_set()
@@ -39,6 +41,9 @@ class Event:
         assert self._fired.wait(30), "nobody fired it"
 
     def fire(self):
+        if not self._fired.is_set():
+            for kernel in self.kernels:
+                kernel()
         self._fired.set()
 
 
@@ -52,38 +57,12 @@ class BrokenEvent(Event):
 class DeviceBench(Bench):
     """Its pages are on a device: copies wait for their event."""
 
-    def __init__(self, world, **options):
-        transport = world.transport
-        self.reads, self.waited = [], []
-        inner = getattr(transport, "inner", transport)
-        gather, scatter = inner.gather, inner.scatter
-
-        def after(ready):
-            if ready is not None and not ready.query():
-                self.waited.append(threading.current_thread().name)
-                ready.synchronize()
-
-        def gather_after(table, slot, base, ready):
-            after(ready)
-            gather(table, slot, base, None)
-
-        def scatter_after(slot, base, table, ready):
-            after(ready)
-            scatter(slot, base, table, None)
-
-        inner.gather, inner.scatter = gather_after, scatter_after
-        super().__init__(world, **options)
-
     @property
     def num_read_ahead(self):
         """Loads that were read and checked, and wait for their event."""
         self.poll()
-        parked = sum(task.parked for job in self.runner._jobs.values() for task in job.tasks)
-        return parked + self.runner._pool.queue.num_parked
-
-    @property
-    def io_threads_that_waited(self):
-        return [name for name in self.waited if name.startswith("fskv-io")]
+        running = self.runner._pool.queue.running()
+        return sum(transfer.state == State.WAITING for transfer in running)
 
     def submit(self, numbers, ready, *, load, place=0, seed=0):
         """Submit a job whose pages are `ready` later; return it, and of a store its contents."""
@@ -91,10 +70,12 @@ class DeviceBench(Bench):
         blocks = [self.blocks(place + i) for i in range(len(numbers))]
         contents = {}
         for n, ids in zip(numbers, blocks, strict=True):
-            if load:
-                self.poison(ids)
-            else:
+            if not load:
                 contents[n] = self.world.fill(ids, seed + n)
+            if load or ready is not None:
+                self.poison(ids)
+            if not load and ready is not None:
+                ready.kernels.append(partial(self.world.fill, ids, seed + n))
         moves = [self.world.request(n, ids) for n, ids in zip(numbers, blocks, strict=True)]
         submit = self.runner.submit_load if load else self.runner.submit_store
         returns_in_time(lambda: submit(self.num_jobs, moves, ready) or 1)
@@ -103,13 +84,10 @@ class DeviceBench(Bench):
 
 @contextlib.contextmanager
 def benches(make_world, monkeypatch, path):
-    """What makes benches whose chunks are moved by Python, or read and written outside, or all outside."""
+    """Yield what makes benches whose chunks are moved by a transport's methods, or all outside Python."""
     with contextlib.ExitStack() as stack:
 
         def make(script=None, **options):
-            native = path != "python"
-            if native:
-                pytest.importorskip("fskv._native", reason="the C extension was not built")
             if path == "outside":
                 sim = simulation()
                 sim.reset(1, 0.001)
@@ -117,24 +95,20 @@ def benches(make_world, monkeypatch, path):
                 num_slots = options.get("num_slots", 8)
                 world = device_world(make_world, gpu, num_slots=num_slots, num_blocks=256)
             else:
-                world = make_world(native=native, faults=script, num_blocks=256)
-            if path == "native":
-                fields = {n: getattr(world.transport.native, n) for n in host.Native.__slots__}
-                world.transport.native = host.Native(**{**fields, "pages": None, "on_device": True})
-                world.transport._pages = None  # Python gathers and scatters
+                world = make_world(faults=script, num_blocks=256)
+                world.transport.native = replace(world.transport.native, on_device=True)
+                stack.callback(world.transport.release)
             bench = DeviceBench(world, **options)
-            if native:
+            if path == "outside":
                 # The queue outside the interpreter has this clock.
                 bench.clock.now = time.monotonic()
             stack.callback(bench.runner._pool.close)
-            if not native:
-                stack.callback(bench.transport.release)
             return bench
 
         yield make
 
 
-@pytest.fixture(params=["python", "native", "outside"])
+@pytest.fixture(params=["python", "outside"])
 def make_device(make_world, monkeypatch, request):
     with benches(make_world, monkeypatch, request.param) as make:
         yield make
@@ -157,51 +131,50 @@ def stored(bench, numbers, place=0):
 protection = pytest.mark.parametrize("protected", [True, False], ids=["", "negative_control"])
 
 
-def without_protection(monkeypatch):
-    """As it was: an I/O thread takes the task, and waits."""
-    monkeypatch.setattr(runner_module, "has_fired", lambda _: True)
-
-
 @protection
-def test_a_forward_holds_no_io_thread_and_no_read_back(make_device, monkeypatch, protected):
+def test_a_forward_holds_no_read_back_and_no_page_is_touched_before_it_ends(
+    make_device, monkeypatch, protected
+):
     bench = make_device(num_threads=4, num_slots=40)
     contents = stored(bench, list(range(8)))
     if not protected:
-        without_protection(monkeypatch)
+        monkeypatch.setattr(runner_module, "_has_fired", lambda _: True)
     forward = Event()
-    stores, _ = bench.submit(list(range(100, 116)), forward, load=False, place=8)
+    stores, written = bench.submit(list(range(100, 116)), forward, load=False, place=8)
     load, _ = bench.submit(list(range(8)), forward, load=True, place=30)
-
-    def read_ahead():
-        return bench.num_read_ahead == 8 + 16  # and the stores, which were never queued
-
     if protected:
-        wait_for(read_ahead)  # all of it is read and checked while the forward runs
-        wait_for(lambda: not bench.runner._pool.queue.running())
-        assert bench.io_threads_that_waited == []
-    elif bench.world.transport.native and bench.world.transport.native.pages:
-        wait_for(lambda: stores in bench.poll())  # of pages that are not there yet
-        forward.fire()
-        return
+        wait_for(
+            lambda: bench.num_read_ahead == 8
+        )  # all of it, on more threads than are at the disk
     else:
-        wait_for(lambda: len(bench.io_threads_that_waited) == 4)
-        assert not read_ahead()
-    assert stores not in bench.results
-    assert all(bench.poisoned(30 + i) for i in range(8))
+        bench.finish(stores, load)
+    assert (stores in bench.results) is not protected
+    assert all(bench.poisoned(30 + i) for i in range(8)) is protected
     forward.fire()
     bench.finish(stores, load)
     for i in range(8):
         assert bench.world.pages(bench.blocks(30 + i)) == contents[i]
     bench.wait_until_idle()
     assert bench.statuses(loads=False) == {Status.OK: 8 + 16}
+    again, _ = bench.submit(list(written), None, load=True, place=8)
+    assert not bench.finish(again)[0].failed
+    found = [bench.world.pages(bench.blocks(8 + i)) for i in range(16)]
+    assert (found == list(written.values())) is protected
 
 
-def fire_when_given_up(bench, event):
-    """Giving a job up waits for its copies, and these for the event."""
-    while not event.query():
-        if any(job.guard.abandoned for job in list(bench.runner._jobs.values())):
-            event.fire()
-        time.sleep(0.01)
+def test_loads_that_wait_for_their_event_keep_no_other_load_from_the_disk(make_device):
+    bench = make_device(num_threads=2, num_slots=40)
+    contents = stored(bench, list(range(8)))
+    forward = Event()
+    waiting, _ = bench.submit(list(range(6)), forward, load=True, place=10)
+    wait_for(lambda: bench.num_read_ahead == 6)
+    load, _ = bench.submit([6, 7], None, load=True, place=20)
+    assert not bench.finish(load)[0].failed
+    assert bench.world.pages(bench.blocks(20)) == contents[6]
+    assert waiting not in bench.poll()
+    forward.fire()
+    assert not bench.finish(waiting)[0].failed
+    bench.wait_until_idle()
 
 
 @protection
@@ -211,31 +184,24 @@ def test_a_long_forward_is_not_the_disks(make_scripted, monkeypatch, protected, 
     bench = make_scripted(Script(), num_threads=4, num_slots=40)
     stored(bench, list(range(8)))
     if not protected:
-        without_protection(monkeypatch)
+        monkeypatch.setattr(FileTask, "disk_s", lambda task, now: now - (task.started_at or now))
     opened = bench.breaker.num_openings
     forward = Event()
     stores, _ = bench.submit(list(range(100, 116)), forward, load=False, place=8)
     load, _ = bench.submit(list(range(8)), forward, load=True, place=30)
-    if protected:
-        wait_for(lambda: sum(task.parked for task in bench.runner._jobs[load].tasks) == 8)
-    else:
-        wait_for(lambda: len(bench.io_threads_that_waited) == 4)
-        threading.Thread(target=fire_when_given_up, args=(bench, forward), daemon=True).start()
+    wait_for(lambda: bench.num_read_ahead == 8)
     for _ in range(10):
         bench.clock.advance(step_s / 10)
         bench.poll()
     forward.fire()
     results = bench.finish(stores, load)
     bench.wait_until_idle()
-    late = (
-        bench.statuses(loads=True)[Status.TIMED_OUT] + bench.statuses(loads=False)[Status.TIMED_OUT]
-    )
+    late = bench.statuses(loads=True)[Status.TIMED_OUT]
     if protected:
         assert late == 0
         assert bench.statuses(loads=False) == {Status.OK: 8 + 16}
         assert not results[1].failed
         assert results[1].busy_s < 1, "of the disk alone"
-        assert bench.runner._chunk_store_s < 0.1
         assert bench.breaker.num_openings == opened
     elif step_s > 2.5:
         assert late > 0
@@ -264,7 +230,7 @@ def test_the_deadline_goes_on_after_the_forward(make_scripted):
     stored(bench, [0])
     forward = Event()
     load, _ = bench.submit([0], forward, load=True, place=10)
-    wait_for(lambda: bench.runner._jobs[load].paused_at < math.inf)
+    wait_for(lambda: bench.num_read_ahead == 1)
     bench.clock.advance(50)
     assert load not in bench.poll()
     forward.fire()
@@ -345,7 +311,8 @@ def test_stores_that_wait_for_a_forward_give_their_pages_back(make_device, how):
     forward = Event()
     job, contents = bench.submit(list(range(6)), forward, load=False)
     if how == "wait":  # gathered by the engine's thread, which waits for its own kernels
-        threading.Thread(target=lambda: (wait_for(lambda: bench.waited), forward.fire())).start()
+        waited = lambda: set(forward.waiters) - {"fskv-ready"}
+        threading.Thread(target=lambda: (wait_for(waited), forward.fire())).start()
         returns_in_time(lambda: bench.runner.wait([job]) or 1)
     else:
         returns_in_time(lambda: bench.runner.drop() or 1)
@@ -369,18 +336,15 @@ def test_beyond_the_spare_slots_files_are_read_after_the_forward(make_device):
     contents = stored(bench, list(range(12)))
     forward = Event()
     load, _ = bench.submit(list(range(12)), forward, load=True, place=20)
-    ahead = bench.runner._slots._max_ahead
-    assert 0 < ahead < 12
-    wait_for(lambda: not bench.runner._pool.queue.running() and bench.runner.num_running == 12)
-    read = [task for task in bench.runner._jobs[load].tasks if task.slot is not None]
-    assert len(read) == ahead
-    assert bench.io_threads_that_waited == []
+    most = bench.runner._max_waiting
+    assert 0 < most < 8
+    wait_for(lambda: bench.num_read_ahead == most)
+    assert len(bench.runner._pool.queue.running()) == most
     forward.fire()
     assert not bench.finish(load)[0].failed
     for i in range(12):
         assert bench.world.pages(bench.blocks(20 + i)) == contents[i]
     bench.wait_until_idle()
-    assert bench.runner._slots._num_ahead == 0
 
 
 def test_each_thread_of_the_runners_selects_the_device_first(make_device, monkeypatch):
@@ -474,7 +438,6 @@ def test_pages_in_host_memory_are_gathered_after_their_event_too(
     make_world, monkeypatch, protected
 ):
     """An engine may copy its KV to pinned memory on a stream of its own, and need it back at once."""
-    pytest.importorskip("fskv._native", reason="the C extension was not built")
     bench = Bench(make_world(native=True), num_threads=2, num_slots=40)
     bench.clock.now = time.monotonic()
     event = Event()
@@ -497,20 +460,6 @@ def test_pages_in_host_memory_are_gathered_after_their_event_too(
     wanted = bench.world.fill(bench.blocks(0), 1)
     assert (status is Status.OK and found == wanted) is protected
     bench.runner._pool.close()
-
-
-def test_busy_time_is_the_disks_where_only_a_part_was_read_ahead(make_scripted):
-    bench = make_scripted(Script(), num_threads=2, num_slots=8)
-    stored(bench, list(range(12)))
-    forward = Event()
-    load, _ = bench.submit(list(range(12)), forward, load=True, place=20)
-    wait_for(lambda: bench.runner._jobs[load].paused_at < math.inf)
-    bench.clock.advance(50)
-    forward.fire()
-    (result,) = bench.finish(load)
-    assert not result.failed
-    assert result.busy_s < 1
-    bench.wait_until_idle()
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -553,7 +502,6 @@ def test_any_order_of_forwards_faults_and_preemptions(make_scripted, seed):
     jobs = [job for job in loads if job != "contents"]
     bench.finish(*jobs)
     bench.wait_until_idle()
-    assert bench.io_threads_that_waited == []
     assert bench.runner._slots._num_ahead == 0
     num_good = 0
     for job in jobs:
