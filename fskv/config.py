@@ -158,11 +158,11 @@ class StoreConfig:
     )
     deadline_per_mib_s: float = _option(0.05, "seconds per MiB", "See `deadline_base_s`.")
     deadline_max_s: float = _option(30.0, "seconds", "See `deadline_base_s`.")
-    load_budget: float | Literal["off", "auto"] = _option(
+    load_budget: str = _option(
         "off",
-        "off, auto, or a number",
-        "Load a hit or recompute it, by predictions from measured rates. `off`: load. `auto`: what gives the "
-        "first token sooner. A number: seconds of loading that one of recompute is worth (`auto`: 1).",
+        "on or off",
+        "`on`: a hit is loaded only where that is predicted to be faster than its recompute, from measured "
+        "rates, and a load that takes as long as the recompute is given up.",
     )
     lookup_timeout_s: float = _option(
         1.0,
@@ -357,15 +357,6 @@ def _seconds(at_least: float, at_most: float) -> Any:
     return parse
 
 
-def _parse_budget(name: str, value: Any) -> float | str:
-    if value in ("off", "auto") and isinstance(value, str):
-        return value
-    number = value if type(value) in (int, float) else math.nan
-    if not 0.01 <= number <= 100:  # also refuses NaN
-        raise bad(name, value, '"off", "auto", or a number from 0.01 to 100')
-    return float(number)
-
-
 def _choice(*choices: str) -> Any:
     def parse(name: str, value: Any) -> str:
         if value not in choices:
@@ -403,7 +394,7 @@ _PARSERS = {
     "deadline_base_s": _seconds(0.01, 3600),
     "deadline_per_mib_s": _seconds(0, 60),
     "deadline_max_s": _seconds(0.01, 3600),
-    "load_budget": _parse_budget,
+    "load_budget": _choice("on", "off"),
     "lookup_timeout_s": _seconds(0.01, 60),
     "positive_ttl_s": _seconds(0, 86400),
     "negative_ttl_s": _seconds(0, 86400),

@@ -120,41 +120,11 @@ DECLINED_TOKENS = Metric(
     "tokens",
     "Tokens of hits that were not loaded, because recomputing them was predicted to be faster.",
 )
-DECLINED_CHUNKS = Metric(
-    "fskv_declined_chunks", "counter", "chunks", "What loading those would have read."
-)
-DECLINED_LOAD_SECONDS = Metric(
-    "fskv_declined_load_seconds",
-    "counter",
-    "seconds",
-    "How long loading those was predicted to take.",
-)
-DECLINED_PREFILL_SECONDS = Metric(
-    "fskv_declined_prefill_seconds",
-    "counter",
-    "seconds",
-    "How long recomputing those was predicted to take.",
-)
-DECLINED_ACTUAL_SECONDS = Metric(
-    "fskv_declined_actual_seconds",
-    "counter",
-    "seconds",
-    "How long the engine's steps took to recompute those.",
-)
 CUT_LOADS = Metric(
     "fskv_cut_loads",
     "counter",
     "loads",
     "Loads that were given up at their time limit or deadline, so that the request is recomputed.",
-)
-CUT_LOAD_SECONDS = Metric(
-    "fskv_cut_load_seconds", "counter", "seconds", "What those loads took, for nothing."
-)
-PROBE_LOADS = Metric(
-    "fskv_probe_loads",
-    "counter",
-    "loads",
-    "Loads of a short prefix, to see if storage that was too slow still is.",
 )
 LOAD_RATE = Metric(
     "fskv_load_rate",
@@ -318,9 +288,7 @@ MAINTENANCE_RESTARTS = Metric(
 # What the scheduler counts, what deciding between load and recompute does, and what the workers do.
 SCHEDULER_COUNTERS = (LOOKUP_HITS, LOOKUP_MISSES, BREAKER_OPENINGS, MAINTENANCE_RESTARTS)
 BUDGET_COUNTERS = (
-    *(REQUESTS, LOADED_REQUESTS, LOADED_TOKENS, SAVED_SECONDS),
-    *(DECLINED_TOKENS, DECLINED_CHUNKS, DECLINED_LOAD_SECONDS, DECLINED_PREFILL_SECONDS),
-    *(DECLINED_ACTUAL_SECONDS, CUT_LOADS, CUT_LOAD_SECONDS, PROBE_LOADS),
+    *(REQUESTS, LOADED_REQUESTS, LOADED_TOKENS, SAVED_SECONDS, DECLINED_TOKENS, CUT_LOADS),
 )
 WORKER_COUNTERS = (
     *(LOAD_FAILURES, LOADED_CHUNKS, LOADED_BYTES, LOAD_SECONDS),
@@ -345,13 +313,7 @@ ALL_METRICS = (
     LOADED_TOKENS,
     SAVED_SECONDS,
     DECLINED_TOKENS,
-    DECLINED_CHUNKS,
-    DECLINED_LOAD_SECONDS,
-    DECLINED_PREFILL_SECONDS,
-    DECLINED_ACTUAL_SECONDS,
     CUT_LOADS,
-    CUT_LOAD_SECONDS,
-    PROBE_LOADS,
     LOAD_RATE,
     PREFILL_RATE,
     SLOTS_IN_USE,

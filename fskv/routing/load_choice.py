@@ -38,13 +38,11 @@ class Choice:
     wait_for: tuple[int, ...]
 
 
-def choose(
-    offers: Sequence[Offer], how: How, prefill_s: Callable[[int, int], float | None]
-) -> Choice:
+def choose(offers: Sequence[Offer], how: How, prefill_s: Callable[[int], float | None]) -> Choice:
     """Return the choice; at equal value the earlier child wins, and equal value is not waited for.
 
-    `prefill_s(num_tokens, num_loaded)` is the predicted time to compute so many tokens after so many loaded
-    ones, None if not known. A child whose load of this request failed comes after all others.
+    `prefill_s(num_tokens)` is the predicted time to compute so many tokens, None if not known. A child whose
+    load of this request failed comes after all others.
     """
     values = _values(offers, how, prefill_s)
 
@@ -61,7 +59,7 @@ def choose(
 
 
 def _values(
-    offers: Sequence[Offer], how: How, prefill_s: Callable[[int, int], float | None]
+    offers: Sequence[Offer], how: How, prefill_s: Callable[[int], float | None]
 ) -> list[float]:
     """Return a value for each offer, the higher the better; comparable with each other."""
     if how == "first":
@@ -74,7 +72,7 @@ def _values(
 
 
 def _values_by_time(
-    offers: Sequence[Offer], prefill_s: Callable[[int, int], float | None]
+    offers: Sequence[Offer], prefill_s: Callable[[int], float | None]
 ) -> list[float] | None:
     """Return minus the seconds until all have as many tokens as the longest; None if one is not known."""
     live = [offer for offer in offers if offer.weight > 0 and offer.reach > 0]
@@ -84,7 +82,7 @@ def _values_by_time(
         if offer not in live:
             values.append(float("-inf"))
             continue
-        rest_s = 0.0 if offer.reach == longest else prefill_s(longest - offer.reach, offer.reach)
+        rest_s = 0.0 if offer.reach == longest else prefill_s(longest - offer.reach)
         if offer.load_s is None or rest_s is None:
             return None
         values.append(-(offer.load_s + rest_s))

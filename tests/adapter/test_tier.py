@@ -587,7 +587,7 @@ def test_what_is_counted_is_declared(make_rig):
         ({"root": "/x", "hybrid_chunk_size": 128}, "set 'block_size'"),
         ({"root": "/x", "io_thread": 3}, "did you mean 'io_threads'"),
         ({"root": "/x", "kv_load_failure_policy": "fail"}, '"recompute"'),
-        ({"root": "/x", "load_budget": "auto"}, "does not tell a tier"),
+        ({"root": "/x", "load_budget": "on"}, "does not tell a tier"),
     ],
 )
 def test_options_are_refused_with_one_sentence(options, words):

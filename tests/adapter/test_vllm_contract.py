@@ -169,34 +169,30 @@ def test_failed_receives_reach_the_scheduler_and_make_it_recompute():
 
 
 def test_metadata_and_load_specs_survive_pickling_and_merge_over_ranks():
-    from fskv.data_path.job import LoadLimit
-    from fskv.engines.vllm.budget import LoadReport
+    from fskv.data_path.job import JobResult
     from fskv.engines.vllm.connector import FskvWorkerMetadata
     from fskv.engines.vllm.manager import ChunkKeys, FskvHandshake
     from fskv.types import ChunkId, Status
 
     a, b, c = (ChunkId(bytes([n]) * 32, 0) for n in range(3))
+    good = JobResult(7, True, False, 100, 1.0)
+    late = JobResult(7, True, True, 50, 2.0, late=True)
     first = FskvWorkerMetadata(
         completed_jobs={1: 1},
         news=News(stored={a: {0}}, failed_loads={b: Status.STALE}, amiss={0: {"x": "0"}}),
-        loads={7: LoadReport(1, 1.0, 0.5, 1.0, False, False)},
+        loads={7: [good]},
     )
     second = FskvWorkerMetadata(
         completed_jobs={1: 1},
         news=News(stored={a: {1}}, not_stored={c}, amiss={1: {}}),
-        loads={
-            7: LoadReport(1, 2.0, 1.5, 0.25, True, True),
-            8: LoadReport(1, 3.0, 3.0, 1.0, False, False),
-        },
+        loads={7: [late], 8: [good]},
     )
     merged = pickle.loads(pickle.dumps(first)).aggregate(pickle.loads(pickle.dumps(second)))
     assert merged.completed_jobs == {1: 2}
     amiss = {0: {"x": "0"}, 1: {}}
     assert merged.news == News({a: {0, 1}}, {c}, {b: Status.STALE}, amiss=amiss)
-    # A load takes as long as on the slowest rank, and fails with any.
-    assert merged.loads[7] == LoadReport(2, 2.0, 1.5, 0.25, True, True)
-    assert merged.loads[8].num_ranks == 1
-    assert pickle.loads(pickle.dumps(ChunkKeys([a], LoadLimit(0.5)))).limit == LoadLimit(0.5)
+    assert merged.loads == {7: [good, late], 8: [good]}
+    assert pickle.loads(pickle.dumps(ChunkKeys([a], 0.5))).allowed_s == 0.5
     assert pickle.loads(pickle.dumps(ChunkKeys([a, b]))).chunks == [a, b]
     handshake = FskvHandshake(0, 1, 1, "/x", b"d", 0o700, 0o600, {0: 4096})
     assert pickle.loads(pickle.dumps(handshake)) == handshake
@@ -266,32 +262,6 @@ def test_ranks_that_derive_different_namespaces_are_refused_at_start():
     ):
         with pytest.raises(ConfigError):
             manager.set_workers(wrong)
-
-
-def test_the_scheduler_knows_the_most_threads_of_a_rank():
-    from dataclasses import replace
-    from types import SimpleNamespace
-
-    from fskv.engines.vllm.connector import FskvConnector
-
-    manager, (first, second) = _manager()
-    assert manager.num_io_threads == 0
-    manager.set_workers([replace(first, num_io_threads=8), replace(second, num_io_threads=22)])
-    assert manager.num_io_threads == 22
-    connector = FskvConnector.__new__(FskvConnector)
-    connector.connector_scheduler = SimpleNamespace(manager=manager)
-    connector._setup = SimpleNamespace(
-        groups=[],
-        geometry=SimpleNamespace(blocks_per_chunk=1),
-        vllm_config=SimpleNamespace(
-            parallel_config=SimpleNamespace(world_size=2),
-            scheduler_config=SimpleNamespace(
-                max_num_batched_tokens=1, long_prefill_token_threshold=0
-            ),
-            model_config=SimpleNamespace(max_model_len=1),
-        ),
-    )
-    assert connector._make_budget(manager._config)._num_threads() == 22
 
 
 def test_a_request_with_lora_is_neither_looked_up_nor_stored():

@@ -119,7 +119,7 @@ def test_what_is_overridden_and_what_is_reached_into_is_there_in_this_vllm():
         "num_new_tokens",
         "num_computed_tokens",
     ]
-    assert _parameters(FskvConnector.predicted_prefill_s) == ["num_tokens", "num_computed_tokens"]
+    assert _parameters(FskvConnector.predicted_prefill_s) == ["num_tokens"]
     for name in ("_aggregate_request_finished", "_get_connector_classes_and_configs"):
         assert hasattr(MultiConnector, name), name
     source = inspect.getsource(MultiConnector)

@@ -1,12 +1,10 @@
-"""Load or recompute, on real engines: storage that crawls is declined, fast storage is loaded from, shorter
-prefixes are legal hits of every kind of model, and the tokens are those of an engine without fskv, always.
+"""Load or recompute, on real engines: storage that crawls is declined and fast storage is loaded from.
 
-What takes how long is the benchmark's (benchmarks.load_budget). Here only ratios that are far apart count.
+The tokens are those of an engine without fskv, always. Only ratios that are far apart count here.
 """
 
 from __future__ import annotations
 
-import json
 import pathlib
 
 import engine_lab as lab
@@ -57,21 +55,15 @@ def on_a_crawl(mount, directory: pathlib.Path, num_slow: int, **options) -> dict
 
 @pytest.mark.slow
 def test_storage_that_crawls_is_found_out_by_one_load_and_then_declined(mount, tmp_path):
-    result = on_a_crawl(mount, tmp_path, 4, load_budget="auto")
+    result = on_a_crawl(mount, tmp_path, 4, load_budget="on")
     before, after = lab.metrics(result)
     assert lab.counter(before, "prefill_rate") > 0, "the recompute was measured"
     assert lab.counter(before, "declined_tokens") == 0
-    # 2 MB at 20 kB a second: nothing can be loaded. The first one finds out, a probe may follow.
-    loads = lab.counter(after, "cut_loads")
-    assert 1 <= loads == 1 + lab.counter(after, "probe_loads")
+    # 2 MB at 20 kB a second: nothing can be loaded, and the first one finds out.
+    assert lab.counter(after, "cut_loads") == 1
     done = lab.generates(result)
     assert all(done[f"slow{number}"]["num_cached_tokens"] == 0 for number in range(4))
-    declined = lab.counter(after, "declined_tokens")
-    assert declined >= 1920
-    assert lab.counter(after, "declined_chunks") * 128 == declined
-    # In whole seconds, as vLLM tells counters here: the recomputes may have taken less than one.
-    for recompute in ("declined_prefill_seconds", "declined_actual_seconds"):
-        assert lab.counter(after, "declined_load_seconds") > lab.counter(after, recompute)
+    assert lab.counter(after, "declined_tokens") >= 1920
     # Given up is not failed: nothing is held against the chunks or the root.
     assert lab.counter(after, "load_failures") == 0
     assert lab.counter(after, "breaker_open") == 0
@@ -102,15 +94,13 @@ def test_fast_storage_is_loaded_from_and_found_again_after_a_crawl(mount, tmp_pa
         talk.say({**prompt, "label": f"slow{number}"}, {"reset_prefix_cache": True})
     talk.say({"metrics": True})
     over = talk.pause()
-    # Longer than the first pauses of the probes. Then one of these is a probe, and the next is loaded.
-    talk.say({"sleep": 60.0})
-    for number in range(3):
+    for number in range(17):  # of sixteen declined hits one is loaded
         talk.say({**prompt, "label": f"again{number}"}, {"reset_prefix_cache": True})
     talk.say({"metrics": True})
     request = lab.request(
         model,
         talk.steps,
-        transfer=lab.connector(mount.path, load_budget="auto", hybrid_chunk_size=32),
+        transfer=lab.connector(mount.path, load_budget="on", hybrid_chunk_size=32),
         engine={"block_size": 32},
     )
     engine = lab.start_engine(request, str(tmp_path / "engine"))
@@ -128,41 +118,5 @@ def test_fast_storage_is_loaded_from_and_found_again_after_a_crawl(mount, tmp_pa
     assert loaded[1:] == [384] * 3
     assert lab.counter(fast, "cut_loads") <= (loaded[0] == 0)
     assert lab.counter(slow, "declined_tokens") > 0
-    assert done["again2"]["num_cached_tokens"] == 384
-    assert lab.counter(again, "probe_loads") >= 1
+    assert done["again16"]["num_cached_tokens"] == 384
     assert lab.counter(again, "load_rate") > 10 * lab.counter(slow, "load_rate")
-
-
-# cap -> tokens of the longest legal hit below it
-CAPS = {
-    "llama": {128: 128, 1024: 1024},
-    # Chunks of 256 tokens: 128 is less than one. A hit may end inside of one, but none is chosen so.
-    "gpt_oss": {128: 0, 1024: 1024, 1280: 1280, 1408: 1408},
-    "gemma3": {1024: 1024},
-    # A state every 640.
-    "qwen3_next": {640: 640, 1280: 1280},
-    "lfm2": {1024: 1024},
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CAPS)
-def test_a_shorter_prefix_is_a_legal_hit_of_every_kind_of_model(name, tmp_path):
-    model = lab.MODELS[name]
-    said = lab.run_program(
-        *(SCENARIO, lab.checkpoint(name), str(tmp_path)),
-        *(json.dumps(model.engine_kwargs()), json.dumps(model.main_prompt())),
-        *map(str, CAPS[name]),
-        env={"SCENARIO_OPTIONS": json.dumps(lab.options_for(name))},
-        timeout_s=600,
-    )
-    (answer,) = [json.loads(line) for line in said.splitlines() if line.startswith('{"found"')]
-    cold, whole, *cut = answer["found"]
-    assert cold["cached"] == 0
-    assert whole["cached"] > max(CAPS[name])
-    assert [found["cached"] for found in cut] == list(CAPS[name].values())
-    for found in (whole, *cut):
-        assert found["tokens"] == cold["tokens"]
-    expected = sum(whole["cached"] - found["cached"] for found in cut)
-    assert answer["counted"]["declined_tokens"] == expected
-    assert answer["counted"].get("load_failures", 0) == 0

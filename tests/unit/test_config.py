@@ -63,10 +63,7 @@ OPTIONS = {
     "deadline_base_s": ([0.01, 2, 2.5], [0, -1, "2", "2s", True, None, math.nan, math.inf]),
     "deadline_per_mib_s": ([0, 0.05], [-0.1, "0.05", "50ms", True, None, math.nan]),
     "deadline_max_s": ([2, 30.0], [0, "30s", True, None, math.inf, -5]),
-    "load_budget": (
-        ["off", "auto", 1, 0.01, 2.5, 100],
-        [0, 0.001, 101, -1, True, None, "1", "on", math.nan, math.inf, ["auto"]],
-    ),
+    "load_budget": (["off", "on"], ["auto", 0, 1, 2.5, True, None, ["on"]]),
     "lookup_timeout_s": ([0.01, 1], [0, "1s", True, None, 61, math.nan]),
     "positive_ttl_s": ([1, 60.0], [-1, "60s", True, None, math.inf]),
     "negative_ttl_s": ([1, 2.0], [-1, "2s", True, None, math.nan]),

@@ -16,7 +16,7 @@ def by_weight(*offers):
     return choose(offers, "weight", unknown)
 
 
-def unknown(num_tokens, num_loaded):
+def unknown(num_tokens):
     return None
 
 
@@ -59,7 +59,7 @@ def test_first_takes_the_first_and_waits_only_for_those_before_it():
 
 
 def test_auto_takes_the_least_time_of_loading_and_computing_the_rest():
-    def prefill_s(num_tokens, num_loaded):
+    def prefill_s(num_tokens):
         return num_tokens / 1000
 
     def auto(*offers):
@@ -100,7 +100,7 @@ _OFFERS = st.lists(
 def test_whatever_they_say_the_choice_can_be_loaded_and_only_the_silent_are_waited_for(
     offers, how, per_token
 ):
-    choice = choose(offers, how, lambda num, at: None if per_token is None else num * per_token)
+    choice = choose(offers, how, lambda num: None if per_token is None else num * per_token)
     usable = [o for o in offers if o.weight > 0 and o.tokens]
     if choice.best is None:
         assert not usable

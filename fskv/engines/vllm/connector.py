@@ -28,7 +28,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import Offlo
 
 from fskv.config import StoreConfig
 from fskv.engines.vllm.admission import AdmittingConnector
-from fskv.engines.vllm.budget import LoadBudget, LoadReport, max_step_tokens, merge_reports
+from fskv.engines.vllm.budget import LoadBudget, Reports
 from fskv.engines.vllm.identity import engine_groups, reuses_kv
 from fskv.engines.vllm.manager import PREFIX_CACHING_OFF, FskvHandshake, FskvManager
 from fskv.engines.vllm.media import Media
@@ -74,7 +74,7 @@ class FskvWorkerMetadata(OffloadingWorkerMetadata):
     """News of one rank for the scheduler; `aggregate` merges the ranks."""
 
     news: News = field(default_factory=News)
-    loads: dict[int, LoadReport] = field(default_factory=dict)  # by job id
+    loads: Reports = field(default_factory=dict)
     reloaded: bool = False  # the weights may be others than those of the start
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
@@ -85,7 +85,10 @@ class FskvWorkerMetadata(OffloadingWorkerMetadata):
             completed_jobs=merged.completed_jobs,
             transfer_stats=merged.transfer_stats,
             news=self.news.merged(other.news),
-            loads=merge_reports(self.loads, other.loads),
+            loads={
+                job_id: self.loads.get(job_id, []) + other.loads.get(job_id, [])
+                for job_id in self.loads.keys() | other.loads.keys()
+            },
             reloaded=self.reloaded or other.reloaded,
         )
 
@@ -131,7 +134,7 @@ class FskvConnector(AdmittingConnector):
             self._so_far = SoFar()
             self._media = Media(vllm_config, checked=setup.config.media_keys == "checked")
             self._budget = self._make_budget(setup.config)
-            self._manager.limit_loads(self._budget.limit)
+            self._manager.limit_loads(self._budget.allowed_s)
             self._manager.be_patient(self._budget.recompute_s)
 
     def _make_budget(self, config: StoreConfig) -> LoadBudget:
@@ -141,9 +144,7 @@ class FskvConnector(AdmittingConnector):
             [group.spec for group in setup.groups],
             setup.geometry.blocks_per_chunk,
             num_ranks=setup.vllm_config.parallel_config.world_size,
-            max_step_tokens=max_step_tokens(setup.vllm_config),
             file_sizes=lambda: self._manager.rank_sizes,
-            num_threads=lambda: self._manager.num_io_threads,
         )
 
     @property

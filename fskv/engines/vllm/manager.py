@@ -7,6 +7,7 @@ everything is a miss.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, MutableMapping, Sequence
@@ -32,7 +33,6 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from fskv.config import StoreConfig
-from fskv.data_path.job import NO_LIMIT, LoadLimit
 from fskv.engines.vllm.events import KvEvents
 from fskv.engines.vllm.metrics import to_stats
 from fskv.errors import ConfigError
@@ -71,7 +71,7 @@ class ChunkKeys(LoadStoreSpec):
     """Names the chunks of a job, in the order of vLLM's keys; pickled to every worker."""
 
     chunks: list[ChunkId]
-    limit: LoadLimit = NO_LIMIT  # a load's
+    allowed_s: float = math.inf  # for a load, beside its deadline
 
 
 @dataclass
@@ -89,7 +89,6 @@ class FskvHandshake(KVConnectorHandshakeMetadata):
     # What stands for a rank in the names of its files of a chunk; None: what its own rank gives.
     canonical_ranks: tuple[int | None, ...] | None = None
     prefix_caching: bool = True  # whether the worker's layers allow KV to be used again
-    num_io_threads: int = 1
     is_local: bool | None = None  # whether the root is on disks of this machine; None: not known
     rests: str | None = None  # why the worker neither stores nor loads; nothing else counts then
 
@@ -138,7 +137,7 @@ class FskvManager(OffloadingManager):
         self._excluded_requests: set[str] = set()
         # vLLM asks for the same chunks in every step a request waits: what each was told is counted once.
         self._told: dict[str, set[tuple[ChunkId, Status]]] = {}
-        self._limit: Callable[[str], LoadLimit] = lambda _req_id: NO_LIMIT
+        self._allowed_s: Callable[[str], float] = lambda _req_id: math.inf
         self._watch = Watch(config, self.chunks, engine_rank)
         self.locality: Locality | None = None  # of the root, as routers and requests name it
 
@@ -190,9 +189,9 @@ class FskvManager(OffloadingManager):
                 self.chunks.capacity.pid or "(not up yet)",
             )
 
-    def limit_loads(self, limit: Callable[[str], LoadLimit]) -> None:
+    def limit_loads(self, allowed_s: Callable[[str], float]) -> None:
         """From now on this says how long a request's load may take."""
-        self._limit = limit
+        self._allowed_s = allowed_s
 
     def be_patient(self, recompute_s: Callable[[int], float]) -> None:
         """From now on this says how long computing so many chunks takes, and so how long to wait for them."""
@@ -274,7 +273,7 @@ class FskvManager(OffloadingManager):
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> ChunkKeys:
         chunks = [to_chunk(key) for key in keys]
-        return ChunkKeys(chunks, self._limit(req_context.req_id))
+        return ChunkKeys(chunks, self._allowed_s(req_context.req_id))
 
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
@@ -346,11 +345,6 @@ class FskvManager(OffloadingManager):
             for worker in self._workers
             for rank in worker.file_ranks
         }
-
-    @property
-    def num_io_threads(self) -> int:
-        """The most that a rank has: each measures the mount by itself. 0 before the handshake."""
-        return max((worker.num_io_threads for worker in self._workers), default=0)
 
     @property
     def rank_sizes(self) -> dict[int, int]:

@@ -19,7 +19,7 @@ from vllm.v1.kv_offload.base import (
 
 from fskv.config import StoreConfig
 from fskv.data_path.job import FileMove
-from fskv.engines.vllm.budget import LoadReport, take_reports
+from fskv.engines.vllm.budget import Reports
 from fskv.engines.vllm.files import WorkerFiles, file_layouts
 from fskv.engines.vllm.identity import EngineGroup
 from fskv.engines.vllm.manager import ChunkKeys, FskvHandshake
@@ -69,7 +69,7 @@ class FskvWorker(OffloadingWorker):
         self._reloaded = reloaded
         self.at_rest = False  # the engine has given its pages up, and no step came since
         self._failed_jobs: set[int] = set()
-        self._loads: dict[int, LoadReport] = {}  # since `take_loads`
+        self._loads: Reports = {}  # since `take_loads`
         self.handshake = FskvHandshake(
             rank=rank,
             world_size=world_size,
@@ -81,7 +81,6 @@ class FskvWorker(OffloadingWorker):
             file_nbytes=self.mover.file_nbytes,
             canonical_ranks=files.file_ranks,
             prefix_caching=prefix_caching,
-            num_io_threads=self.mover.num_io_threads,
             is_local=self.mover.is_local,
         )
 
@@ -108,7 +107,7 @@ class FskvWorker(OffloadingWorker):
         assert isinstance(src_spec, ChunkKeys)
         moves = self._plan(src_spec, dst_spec, is_load=True)
         # The pages' last user, or the kernel that zeroes them, may still run on the GPU.
-        self.mover.load(job_id, moves, self._event(), src_spec.limit, refused=self.reloaded)
+        self.mover.load(job_id, moves, self._event(), src_spec.allowed_s, refused=self.reloaded)
         return True
 
     @property
@@ -119,7 +118,7 @@ class FskvWorker(OffloadingWorker):
     def get_finished(self) -> list[TransferResult]:
         """Return the jobs that ended, all as successes: vLLM asserts it; see take_failed_jobs."""
         ended = self.mover.poll()
-        self._loads |= take_reports(ended)
+        self._loads |= {result.job_id: [result] for result in ended if result.is_load}
         # One that was under way when somebody began to replace the weights has brought KV of the old ones.
         reloaded = self.reloaded
         self._failed_jobs |= {
@@ -163,7 +162,7 @@ class FskvWorker(OffloadingWorker):
     def take_news(self) -> News:
         return self.mover.take_news()
 
-    def take_loads(self) -> dict[int, LoadReport]:
+    def take_loads(self) -> Reports:
         """Return how load jobs ended since the last call, by job id."""
         loads, self._loads = self._loads, {}
         return loads
@@ -274,7 +273,7 @@ class RestingWorker(OffloadingWorker):
     def take_news(self) -> News:
         return News()
 
-    def take_loads(self) -> dict[int, LoadReport]:
+    def take_loads(self) -> Reports:
         return {}
 
     def get_stats(self) -> OffloadingConnectorStats | None:

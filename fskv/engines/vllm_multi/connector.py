@@ -205,10 +205,8 @@ class FskvMultiConnector(MultiConnector):
             for idx, (answer, _) in enumerate(answers)
         ]
 
-        def prefill_s(num_tokens: int, num_loaded: int) -> float | None:
-            return self._predict(
-                "predicted_prefill_s", num_tokens, num_computed_tokens + num_loaded
-            )
+        def prefill_s(num_tokens: int) -> float | None:
+            return self._predict("predicted_prefill_s", num_tokens)
 
         choice = choose(offers, self._config.choose, prefill_s)
         if choice.wait_for:
