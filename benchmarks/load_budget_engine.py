@@ -55,8 +55,7 @@ class Engine:
             "root": setup.root,
             "load_budget": "auto",
             "hybrid_chunk_size": setup.block_size,
-            "deadline_base_s": setup.deadline_s,
-            "deadline_max_s": setup.deadline_s,
+            "load_deadline_s": setup.deadline_s,
         }
         self._llm = LLM(
             model=setup.model,

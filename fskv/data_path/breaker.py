@@ -16,6 +16,10 @@ from fskv.types import Status
 # What speaks against the root itself. A missing, stale or corrupt file speaks for an answering disk.
 _FAILURES = frozenset({Status.TIMED_OUT, Status.IO_ERROR})
 _NEUTRAL = frozenset({Status.SKIPPED, Status.BREAKER})
+# In a row: as many as the fewest I/O threads on their own, so that one moment's trouble opens nothing.
+FAILURES = 8
+# Then one operation at a time pays its deadline, and a root that is back is used again soon.
+PROBE_S = 5.0
 
 
 class Breaker:
@@ -23,8 +27,9 @@ class Breaker:
 
     def __init__(
         self,
-        failures: int,
-        probe_s: float,
+        *,
+        failures: int = FAILURES,
+        probe_s: float = PROBE_S,
         clock: Callable[[], float] = time.monotonic,
         log: StateLog | None = None,
     ) -> None:

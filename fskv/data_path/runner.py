@@ -41,7 +41,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Generic, cast
@@ -74,6 +73,9 @@ logger = logging.getLogger(__name__)
 
 _WRITTEN = {0: Status.OK, 1: Status.EXISTS}  # ChunkResult in csrc/chunk_io.h; else nothing was done
 
+# Seconds of writing that may be queued: the queue holds KV pages of the engine, which are to be free again
+# before its next steps want them.
+STORE_QUEUE_S = 4.0
 _PACE = 1 / 16  # weight of one store in the average of how long one takes
 
 
@@ -90,7 +92,7 @@ class JobRunner(Generic[SlotT]):
         max_queued_chunks: int,
         deadline: Deadline,
         breaker: Breaker,
-        store_queue_s: float = math.inf,
+        store_queue_s: float = STORE_QUEUE_S,
         cpus: frozenset[int] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

@@ -52,7 +52,7 @@ class Engine:
         from fskv.engines.vllm.budget import LoadBudget
 
         self.clock = Clock()
-        far = {"deadline_base_s": 1000, "deadline_max_s": 1000}
+        far = {"load_deadline_s": 1000}
         config = StoreConfig.from_mapping({"root": "/kv", "load_budget": "auto", **far, **options})
         self.budget = LoadBudget(
             config,
@@ -290,7 +290,7 @@ def test_loads_that_run_count_and_so_do_prompts_that_are_computed_first():
 
 def test_a_prefix_that_is_there_by_the_deadline_is_taken_of_a_hit_that_is_not():
     engine = known(7.0, 100.0)  # a second a chunk
-    slow = Engine(deadline_base_s=4.5, deadline_per_mib_s=0, deadline_max_s=4.5)
+    slow = Engine(load_deadline_s=3.7)
     slow.budget.times = engine.budget.times
     taken, _, _ = slow.ask("a")
     assert taken == 4 * CHUNK
@@ -300,7 +300,7 @@ def test_a_prefix_that_is_there_by_the_deadline_is_taken_of_a_hit_that_is_not():
 
 
 def test_caps_reach_a_token_past_the_hit_where_a_group_has_a_window():
-    engine = Engine((FULL, WINDOW), deadline_base_s=4.5, deadline_per_mib_s=0, deadline_max_s=4.5)
+    engine = Engine((FULL, WINDOW), load_deadline_s=3.7)
     engine.budget.times = known(7.0, 100.0).budget.times
     engine.ask("a")
     (cap,) = engine.lookups
@@ -309,7 +309,7 @@ def test_caps_reach_a_token_past_the_hit_where_a_group_has_a_window():
 
 def test_a_shorter_legal_hit_that_is_not_worth_it_is_not_taken_and_an_unknown_one_is_asked_again():
     engine = known(7.0, 100.0)
-    bounded = Engine(deadline_base_s=4.5, deadline_per_mib_s=0, deadline_max_s=4.5)
+    bounded = Engine(load_deadline_s=3.7)
     bounded.budget.times = engine.budget.times
     assert bounded.take(bounded.request("a"), legal=lambda cap: None) is None
     assert bounded.take(bounded.request("b"), legal=lambda cap: 0) == 0
