@@ -23,7 +23,6 @@ MIB = 1 << 20
 # that answer late. docs/benchmarks.md, "How many threads".
 LEAST_AUTO_THREADS, MOST_AUTO_THREADS = 8, 32
 
-
 # A deadline grows by its base for each so many MiB: with the default a load may come at 20 MiB/s.
 _MIB_PER_BASE = 40
 # It grows to so many times its base: after 30 s, with the default, a recompute is the shorter wait.

@@ -16,9 +16,9 @@ from fskv.types import Status
 # What speaks against the root itself. A missing, stale or corrupt file speaks for an answering disk.
 _FAILURES = frozenset({Status.TIMED_OUT, Status.IO_ERROR})
 _NEUTRAL = frozenset({Status.SKIPPED, Status.BREAKER})
-# In a row: as many as the fewest I/O threads on their own, so that one moment's trouble opens nothing.
+# In a row: a few may be a file's trouble, so many are the root's.
 FAILURES = 8
-# Then one operation at a time pays its deadline, and a root that is back is used again soon.
+# A root that is back is used again soon, and one that hangs costs one operation its deadline now and then.
 PROBE_S = 5.0
 
 
