@@ -84,7 +84,7 @@ class Engine:
         if root is not None:
             self._instrument()
             extra = {"root": root, "weights_id": "benchmark", "direct_io": options.direct_io}
-            extra |= {"io_threads": options.threads, "breaker_probe_s": 0.5}
+            extra |= {"io_threads": options.threads}
             transfer = KVTransferConfig(
                 kv_connector="FskvConnector",
                 kv_role="kv_both",
@@ -139,12 +139,15 @@ class Engine:
         self._engine.engine_core.shutdown()
 
     def _instrument(self) -> None:
+        from fskv.data_path.breaker import Breaker
         from fskv.data_path.store import ChunkStore
         from fskv.engines.vllm.connector import FskvConnector
         from fskv.engines.vllm.manager import FskvManager
 
         for owner, name in ((FskvManager, "_probe"), (ChunkStore, "get"), (ChunkStore, "put")):
             self._hang.wrap(owner, name)
+        # The phases after a hang find the root back.
+        Breaker.__init__.__kwdefaults__["probe_s"] = 0.5  # type: ignore[index]
         time_calls(FskvManager, "lookup", self._chunk_lookups)
         time_calls(FskvConnector, "get_num_new_matched_tokens", self._request_lookups)
 

@@ -31,7 +31,6 @@ from benchmarks.report import command, percentile, publish
 from benchmarks.rig import BenchmarkError
 from benchmarks.usage import Usage
 from fskv import namespace
-from fskv.config import StoreConfig
 from fskv.data_path.breaker import Breaker
 from fskv.index.presence import (
     MAX_KNOWN_CHUNKS,
@@ -51,14 +50,12 @@ _Probe = Callable[[Sequence[Key], bytes], Findings]
 
 def new_index(probe: _Probe, max_known: int = MAX_KNOWN_CHUNKS) -> PresenceIndex:
     """Return an index with the default options but for the timeout: a busy machine must not end this."""
-    defaults = StoreConfig(root="/")
     return PresenceIndex(
         probe,
         positive_ttl_s=3600,
         negative_ttl_s=3600,
         lookup_timeout_s=60,
-        quarantine_s=defaults.quarantine_s,
-        breaker=Breaker(defaults.breaker_failures, defaults.breaker_probe_s),
+        breaker=Breaker(),
         max_known=max_known,
     )
 

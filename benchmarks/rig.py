@@ -9,6 +9,7 @@ construct them here and nowhere else.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import random
 import shutil
@@ -75,8 +76,7 @@ def patient_config(
             "io_threads": io_threads,
             "direct_io": direct_io,
             "staging_bytes": staging_nbytes,
-            "deadline_base_s": PATIENCE_S,
-            "deadline_max_s": PATIENCE_S,
+            "load_deadline_s": PATIENCE_S,
         }
     )
 
@@ -137,7 +137,8 @@ def open_runner(
         num_slots=num_slots,
         max_queued_chunks=config.max_queued_chunks,
         deadline=config.deadline,
-        breaker=breaker or Breaker(config.breaker_failures, config.breaker_probe_s),
+        breaker=breaker or Breaker(),
+        store_queue_s=math.inf,
     )
 
 

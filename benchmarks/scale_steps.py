@@ -44,11 +44,8 @@ def first_hit(options: Options) -> dict[str, Any]:
     ranks = [RankFiles(directory.path, None, {0: layout_of(nbytes).file_nbytes})]
     presence = PresenceIndex(
         partial(probe_chunks, ranks),
-        positive_ttl_s=60.0,
-        negative_ttl_s=60.0,
         lookup_timeout_s=30.0,
-        quarantine_s=60.0,
-        breaker=Breaker(100, 1.0),
+        breaker=Breaker(),
     )
     store, transport = open_store(directory, nbytes)
     slot = transport.new_slot(0)

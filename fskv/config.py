@@ -23,6 +23,11 @@ MIB = 1 << 20
 # that answer late. docs/benchmarks.md, "How many threads".
 LEAST_AUTO_THREADS, MOST_AUTO_THREADS = 8, 32
 
+# A deadline grows by its base for each so many MiB: with the default a load may come at 20 MiB/s.
+_MIB_PER_BASE = 40
+# It grows to so many times its base: after 30 s, with the default, a recompute is the shorter wait.
+_MOST_BASES = 15
+
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
@@ -31,6 +36,11 @@ class Deadline:
     base_s: float
     per_mib_s: float
     max_s: float
+
+    @classmethod
+    def of(cls, base_s: float) -> Deadline:
+        """Return the deadline whose growth and cap are in proportion to `base_s`."""
+        return cls(base_s, base_s / _MIB_PER_BASE, base_s * _MOST_BASES)
 
     def for_nbytes(self, nbytes: int) -> float:
         """Return the seconds allowed for a transfer of `nbytes`."""
@@ -118,15 +128,9 @@ class StoreConfig:
     max_queued_chunks: int = _option(
         512,
         "chunks",
-        "Chunks that may wait to be stored. A chunk that comes when the queue is full is skipped and "
+        "Chunks that may wait to be stored. Where fewer are written in 4 s, at the rate measured so far, it "
+        "is those, but two per I/O thread at least. A chunk that comes when the queue is full is skipped and "
         "counted; the engine never waits for it.",
-    )
-    store_queue_s: float = _option(
-        4.0,
-        "seconds",
-        "Upper bound of the backlog of stores, in seconds of writing at the rate measured so far. Queued "
-        "chunks hold KV pages of the engine; beyond it stores are skipped and counted. At least two per I/O "
-        "thread, at most `max_queued_chunks`.",
     )
     direct_io: Literal["auto", "on", "off"] = _option(
         "auto",
@@ -153,11 +157,12 @@ class StoreConfig:
         "fsync each chunk before it becomes visible. Without it a power cut may lose chunks; it never "
         "makes a wrong one served.",
     )
-    deadline_base_s: float = _option(
-        2.0, "seconds", "A load may take base + per_mib * MiB, at most max; then it is a recompute."
+    load_deadline_s: float = _option(
+        2.0,
+        "seconds",
+        "After so long a small load is given up and recomputed; a larger one may take as long again for "
+        "each 40 MiB, and 15 times this at most.",
     )
-    deadline_per_mib_s: float = _option(0.05, "seconds per MiB", "See `deadline_base_s`.")
-    deadline_max_s: float = _option(30.0, "seconds", "See `deadline_base_s`.")
     load_budget: str = _option(
         "off",
         "on or off",
@@ -170,28 +175,6 @@ class StoreConfig:
         "How long a request may be deferred while the presence of its chunks is unknown; then they count as "
         "missing. While the mount answers, though slowly, as long as a recompute of them would take, and ten "
         "times this at most.",
-    )
-    positive_ttl_s: float = _option(
-        60.0, "seconds", "How long a chunk seen on disk is believed to be there without a new look."
-    )
-    negative_ttl_s: float = _option(
-        2.0, "seconds", "How long a chunk not seen on disk is believed to be absent."
-    )
-    quarantine_s: float = _option(
-        30.0,
-        "seconds",
-        "How long a chunk that failed to load counts as missing, unless it is stored again first.",
-    )
-    breaker_failures: int = _option(
-        8,
-        "failures",
-        "Timeouts and I/O errors in a row after which the root is left alone: lookups miss at once, "
-        "stores are skipped.",
-    )
-    breaker_probe_s: float = _option(
-        5.0,
-        "seconds",
-        "How often an open breaker lets one operation through to see if the root is back.",
     )
     touch_interval_s: float = _option(
         600.0,
@@ -249,7 +232,7 @@ class StoreConfig:
 
     @property
     def deadline(self) -> Deadline:
-        return Deadline(self.deadline_base_s, self.deadline_per_mib_s, self.deadline_max_s)
+        return Deadline.of(self.load_deadline_s)
 
     @classmethod
     def from_mapping(cls, options: Mapping[str, Any]) -> StoreConfig:
@@ -270,11 +253,6 @@ class StoreConfig:
                 "option 'root': found nothing, expected the absolute path of an existing directory"
             )
         config = cls(**values)
-        if config.deadline_max_s < config.deadline_base_s:
-            raise ConfigError(
-                f"option 'deadline_max_s': found {config.deadline_max_s}, expected at least "
-                f"'deadline_base_s' ({config.deadline_base_s})"
-            )
         config._check_bounds()
         path = normpath(config.health_file or "/")
         if path.startswith(normpath(config.root) + "/"):
@@ -386,21 +364,13 @@ _PARSERS = {
     "io_threads": _count(1, 64, "auto"),
     "staging_bytes": parse_size,
     "max_queued_chunks": _count(1, 1_000_000),
-    "store_queue_s": _seconds(0, 3600),
     "direct_io": _choice("auto", "on", "off"),
     "transport": _choice("auto", "host", "gds"),
     "gds_check": _choice("host", "refuse"),
     "fsync": _parse_bool,
-    "deadline_base_s": _seconds(0.01, 3600),
-    "deadline_per_mib_s": _seconds(0, 60),
-    "deadline_max_s": _seconds(0.01, 3600),
+    "load_deadline_s": _seconds(0.01, 3600),
     "load_budget": _choice("on", "off"),
     "lookup_timeout_s": _seconds(0.01, 60),
-    "positive_ttl_s": _seconds(0, 86400),
-    "negative_ttl_s": _seconds(0, 86400),
-    "quarantine_s": _seconds(0, 86400),
-    "breaker_failures": _count(1, 1_000_000),
-    "breaker_probe_s": _seconds(0.01, 3600),
     "touch_interval_s": _seconds(0, 86400 * 365),
     "max_bytes": _parse_bound,
     "keep_free": parse_keep_free,

@@ -580,7 +580,7 @@ FAULTS = (
     ),
     Fault(
         "negative-ttl-ignored",
-        "That a chunk is absent is believed for negative_ttl_s, and then it is looked for again.",
+        "That a chunk is absent is believed for 2 s, and then it is looked for again.",
         "fskv/index/presence.py",
         "        missed = _Known(reason, now + max(self._negative_ttl_s, self._patience_s))\n",
         "        missed = _Known(reason, now + self._positive_ttl_s)\n",

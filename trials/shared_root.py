@@ -125,7 +125,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             "max_bytes": None if options.break_bound else bound,
             "keep_free": 0,
             "touch_interval_s": 0,
-            "negative_ttl_s": 0.5,
             "direct_io": options.direct_io,
             "io_threads": options.threads,
         }

@@ -88,8 +88,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 "max_bytes": bound << (4 if "bound" in options.broken else 0),
                 "keep_free": 0,
                 "touch_interval_s": 0,
-                "negative_ttl_s": 0.5,
-                "quarantine_s": 5,
                 "staging_bytes": STAGING_NBYTES,
                 "direct_io": "auto",
             }

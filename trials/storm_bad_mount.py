@@ -72,8 +72,8 @@ def bad_mount(
             ends_at=time.monotonic() + limit_s,
             deadline_s=_PATIENT_S,
             lookup_timeout_s=_PATIENT_S,
-            breaker_failures=_FAILURES,
-            breaker_probe_s=_PROBE_S,
+            failures=_FAILURES,
+            probe_s=_PROBE_S,
             broken=broken,
         )
         # The patches of a negative control are of Python.

@@ -54,8 +54,8 @@ class Setting:
     ends_at: float  # time.monotonic(): from then on the process ends by itself
     deadline_s: float = 20.0
     lookup_timeout_s: float = 0.5
-    breaker_failures: int = 8
-    breaker_probe_s: float = 0.2
+    failures: int = 8
+    probe_s: float = 0.2
     broken: str | None = None  # a name of SAFETIES
 
     @property
@@ -66,17 +66,13 @@ class Setting:
                 "io_threads": 2,
                 "staging_bytes": 4 << 20,
                 "direct_io": self.direct_io,
-                "deadline_base_s": self.deadline_s,
-                "deadline_per_mib_s": 0.0,
-                "deadline_max_s": self.deadline_s,
+                "load_deadline_s": self.deadline_s,
                 "lookup_timeout_s": self.lookup_timeout_s,
-                "positive_ttl_s": self.lookup_timeout_s,
-                "negative_ttl_s": self.lookup_timeout_s,
-                "quarantine_s": self.lookup_timeout_s,
-                "breaker_failures": self.breaker_failures,
-                "breaker_probe_s": self.breaker_probe_s,
             }
         )
+
+    def new_breaker(self) -> Breaker:
+        return Breaker(failures=self.failures, probe_s=self.probe_s)
 
 
 def open_namespace(root: str) -> NamespaceDir:
@@ -105,7 +101,7 @@ class Party:
         self._file_layout = FileLayout(BLOCKS_PER_CHUNK, PAGES_NBYTES, bytes(16))
         self._directory = directory
         config = setting.config
-        self.breaker = Breaker(config.breaker_failures, config.breaker_probe_s)
+        self.breaker = setting.new_breaker()
         self.runner = rig.open_runner(
             tensors,
             self._file_layout,
@@ -115,13 +111,13 @@ class Party:
             native=setting.native and setting.broken is None,  # the patches are of Python
         )
         # The scheduler's half: a breaker of its own, as in an engine.
-        self.index_breaker = Breaker(config.breaker_failures, config.breaker_probe_s)
+        self.index_breaker = setting.new_breaker()
         self.index = PresenceIndex(
             self._probe,
-            positive_ttl_s=config.positive_ttl_s,
-            negative_ttl_s=config.negative_ttl_s,
             lookup_timeout_s=config.lookup_timeout_s,
-            quarantine_s=config.quarantine_s,
+            positive_ttl_s=config.lookup_timeout_s,
+            negative_ttl_s=config.lookup_timeout_s,
+            quarantine_s=config.lookup_timeout_s,
             breaker=self.index_breaker,
         )
 

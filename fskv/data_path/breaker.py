@@ -16,6 +16,10 @@ from fskv.types import Status
 # What speaks against the root itself. A missing, stale or corrupt file speaks for an answering disk.
 _FAILURES = frozenset({Status.TIMED_OUT, Status.IO_ERROR})
 _NEUTRAL = frozenset({Status.SKIPPED, Status.BREAKER})
+# In a row: a few may be a file's trouble, so many are the root's.
+FAILURES = 8
+# A root that is back is used again soon, and one that hangs costs one operation its deadline now and then.
+PROBE_S = 5.0
 
 
 class Breaker:
@@ -23,8 +27,9 @@ class Breaker:
 
     def __init__(
         self,
-        failures: int,
-        probe_s: float,
+        *,
+        failures: int = FAILURES,
+        probe_s: float = PROBE_S,
         clock: Callable[[], float] = time.monotonic,
         log: StateLog | None = None,
     ) -> None:

@@ -68,6 +68,9 @@ _ENDS = {
     NativeEvent.EXISTS: Status.EXISTS,
     NativeEvent.LOADED: Status.OK,
 }
+# Seconds of writing that may be queued: the queue holds KV pages of the engine, which are to be free again
+# before its next steps want them.
+STORE_QUEUE_S = 4.0
 _PACE = 1 / 16  # weight of one store in the average of how long one takes
 # Loads on a device that may wait for their events at once: each of them has a thread and a slot.
 _MAX_WAITING = 64
@@ -86,7 +89,7 @@ class JobRunner(Generic[SlotT]):
         max_queued_chunks: int,
         deadline: Deadline,
         breaker: Breaker,
-        store_queue_s: float = math.inf,
+        store_queue_s: float = STORE_QUEUE_S,
         cpus: frozenset[int] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

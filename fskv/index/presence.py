@@ -47,6 +47,12 @@ from fskv.types import ChunkId, Presence, Status
 
 logger = logging.getLogger(__name__)
 
+# A hit may be believed for long: news of removals void it, and the load finds out the rest.
+POSITIVE_TTL_S = 60.0
+# For a chunk that is not there: what another engine stores is soon seen, and a miss costs no look a step.
+NEGATIVE_TTL_S = 2.0
+# For a chunk that failed to load: its file stays bad unless it is stored again, which ends this at once.
+QUARANTINE_S = 30.0
 MAX_KNOWN_CHUNKS = 250_000
 MAX_REMOVED = 100_000
 _MAX_DROPPED = 1000  # removed names at the end of a step: 0.2 ms
@@ -108,11 +114,11 @@ class PresenceIndex:
         self,
         probe: Callable[[Sequence[Key], bytes], Findings],
         *,
-        positive_ttl_s: float,
-        negative_ttl_s: float,
         lookup_timeout_s: float,
-        quarantine_s: float,
         breaker: Breaker,
+        positive_ttl_s: float = POSITIVE_TTL_S,
+        negative_ttl_s: float = NEGATIVE_TTL_S,
+        quarantine_s: float = QUARANTINE_S,
         recompute_s: Callable[[int], float] = lambda _num_chunks: 0.0,
         max_known: int = MAX_KNOWN_CHUNKS,
         clock: Callable[[], float] = time.monotonic,

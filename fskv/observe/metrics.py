@@ -191,7 +191,7 @@ QUARANTINED_CHUNKS = Metric(
     "fskv_quarantined_chunks",
     "gauge",
     "chunks",
-    "Chunks that count as missing because a load of them failed, until `quarantine_s` has passed or they are "
+    "Chunks that count as missing because a load of them failed, for 30 s or until they are "
     "stored again. Beyond 1,000 the oldest are not counted.",
 )
 ROOT_INFO = Metric(

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from fskv.config import Deadline
 from fskv.data_path.job import FileMove, JobResult
 from fskv.observe import metrics
 from fskv.offload.kv_store import KvStore
@@ -47,12 +46,10 @@ class _Job:
 class BlockingStore:
     """See the module docstring. Nothing here raises but ValueError for a page that is not in the memory."""
 
-    def __init__(
-        self, kv: KvStore, deadline: Deadline, chunk_nbytes: int, *, num_storing: int = 1
-    ) -> None:
+    def __init__(self, kv: KvStore, chunk_nbytes: int, *, num_storing: int = 1) -> None:
         """`chunk_nbytes` is what a deadline counts; `num_storing` threads may store at the same time."""
         self._kv = kv
-        self._deadline = deadline
+        self._deadline = kv.deadline
         self._chunk_nbytes = chunk_nbytes
         # Of each; more would be skipped where the disk is slow.
         self._at_once = max(1, kv.mover.least_queued // num_storing)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from fskv.config import StoreConfig
+from fskv.config import Deadline, StoreConfig
 from fskv.data_path.job import FileMove, JobResult
 from fskv.errors import ConfigError
 from fskv.format.chunk_file import FileLayout
@@ -48,6 +48,7 @@ class KvStore:
         rank: int | None = None,
         anywhere: bool = False,
         clock: Callable[[], float] = time.monotonic,
+        deadline: Deadline | None = None,
         patient: bool = False,
         quiet: bool = False,
     ) -> None:
@@ -57,7 +58,7 @@ class KvStore:
         bytes of a page or more), or a memoryview of blocks without gaps. `rank` is in the names of this
         store's files, where an engine's ranks have a store each and other pages. With `anywhere` a chunk is
         one page that may begin at any byte of a memoryview, and a block id is that byte. `clock`: see Lookup.
-        `patient`, `quiet`: see Capacity.
+        `deadline`, `patient`: see Mover. `patient`, `quiet`: see Capacity.
         """
         usual = StoreConfig(root=config.root)
         for name in _NOT_OURS:
@@ -72,6 +73,7 @@ class KvStore:
         identity = replace(identity, tenant=config.tenant)
         self._rank = rank
         self._anywhere = anywhere
+        self.deadline = deadline or config.deadline
         self.directory = _opened(config, create=True).open_namespace(identity)
         file_layouts: dict[int, FileLayout] = {}
         self._layouts: dict[int, GroupLayout] = {}
@@ -110,6 +112,8 @@ class KvStore:
             tensors,
             file_layouts,
             restore=lambda: _opened(config, create=False).open_namespace(identity),
+            deadline=self.deadline,
+            patient=patient,
         )
         with contextlib.ExitStack() as made:  # a server goes on without it, and may try again
             made.callback(self.mover.close)

@@ -108,17 +108,10 @@ class Lookup:
         self._config = config
         self._events = events
         self.counters = Counters(*metrics.SCHEDULER_COUNTERS)
-        self.breaker = Breaker(
-            config.breaker_failures,
-            config.breaker_probe_s,
-            log=StateLog(root=config.root, of="scheduler"),
-        )
+        self.breaker = Breaker(log=StateLog(root=config.root, of="scheduler"))
         self.presence = PresenceIndex(
             self._probe,
-            positive_ttl_s=config.positive_ttl_s,
-            negative_ttl_s=config.negative_ttl_s,
             lookup_timeout_s=config.lookup_timeout_s,
-            quarantine_s=config.quarantine_s,
             breaker=self.breaker,
             recompute_s=recompute_s,
             clock=clock,
@@ -258,7 +251,7 @@ class Lookup:
             return False
         self._refused = None
         # Twice the longest deadline: by then a mover has reported, or it is gone.
-        until = now + 2 * self._config.deadline_max_s
+        until = now + 2 * self._config.deadline.max_s
         self._storing[chunk] = _Store(until, self.presence.num_removals)
         self._last_store_at = now
         return True

@@ -11,11 +11,11 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
-from fskv.config import LEAST_AUTO_THREADS, StoreConfig
+from fskv.config import LEAST_AUTO_THREADS, Deadline, StoreConfig
 from fskv.data_path.breaker import Breaker
 from fskv.data_path.depth import measure_answer_s, wanted_threads
 from fskv.data_path.job import FileMove, FileOutcome, JobResult
-from fskv.data_path.runner import JobRunner
+from fskv.data_path.runner import STORE_QUEUE_S, JobRunner
 from fskv.data_path.store import ChunkStore
 from fskv.data_path.threads import call_with_deadline
 from fskv.errors import ConfigError, RootError
@@ -63,12 +63,15 @@ class Mover:
         *,
         number: int = 0,
         restore: Callable[[], object] | None = None,
+        deadline: Deadline | None = None,
+        patient: bool = False,
     ) -> None:
         """`pages` are int8 (blocks, bytes of a page), or flat memory; a plan names them by their place.
 
         `layouts` is by group index; all files of a chunk are alike. `number` is this mover's among those
         that hold the parts of a chunk. `restore` makes the namespace's directories again when somebody
-        removed them.
+        removed them. `deadline` stands for the options' own. A `patient` mover skips no store because the
+        disk is slow.
 
         Raises FskvError where the configuration cannot be used here: no memory for a chunk, no such
         transport.
@@ -116,11 +119,7 @@ class Mover:
             restore=restore,
         )
         self.file_nbytes = store.file_nbytes
-        self._breaker = Breaker(
-            config.breaker_failures,
-            config.breaker_probe_s,
-            log=StateLog(root=config.root, of=f"rank {number}"),
-        )
+        self._breaker = Breaker(log=StateLog(root=config.root, of=f"rank {number}"))
         self.counters = Counters(*metrics.WORKER_COUNTERS)
         cpus = numa.cuda_cpus(device.index) if self.on_cuda and device is not None else None
         self._runner = JobRunner(
@@ -129,9 +128,9 @@ class Mover:
             num_threads=num_threads,
             num_slots=num_slots,
             max_queued_chunks=config.max_queued_chunks,
-            deadline=config.deadline,
+            deadline=deadline or config.deadline,
             breaker=self._breaker,
-            store_queue_s=config.store_queue_s,
+            store_queue_s=math.inf if patient else STORE_QUEUE_S,
             cpus=cpus,
         )
         self.description = self._transport.description

@@ -74,7 +74,7 @@ class Trip:
             num_slots=4,
             max_queued_chunks=64,
             deadline=Deadline(30, 0, 30),
-            breaker=Breaker(8, 5),
+            breaker=Breaker(),
         )
 
     def moves(self, blocks):

@@ -696,10 +696,10 @@ def test_what_the_servers_command_line_says_is_looked_at(
     """A task may begin 60 s after it was submitted, and lasts 40 s here. The control is the last."""
     monkeypatch.setattr(sys, "argv", ["lmcache", "server", *arguments])
     if sentence is None:
-        make(deadline_max_s=40)
+        make(load_deadline_s=40 / 15)
         return
     with pytest.raises(ConfigError, match=sentence):
-        make(deadline_max_s=40)
+        make(load_deadline_s=40 / 15)
     assert sentence in caplog.text
 
 

@@ -186,7 +186,7 @@ def test_what_does_not_change_kv_shares(checkpoint):
         ({"options": {"models": {}}}, "option 'models': found {}"),
         ({"options": {"models": {"m": []}}}, "found \\[\\], expected an object"),
         ({"options": {"weights_fixed": False}}, "option 'weights_fixed': found false"),
-        ({"options": {"deadline_max_s": 600}}, "option 'deadline_max_s': found 600"),
+        ({"options": {"load_deadline_s": 600}}, "option 'load_deadline_s': found 600"),
         ({"options": {"lora": "by-name"}}, "option 'lora'"),
         ({"options": {"weights_id": "w"}}, "option 'weights_id'"),
         ({"options": {"max_byte": 1}}, "'max_byte'"),

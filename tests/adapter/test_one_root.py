@@ -59,7 +59,7 @@ def root(tmp_path):
     for one in identities():
         memory = bytearray(bytes(range(256)) * (4 * PAGE_NBYTES // 256))
         kv = KvStore(config, one, {0: [memoryview(memory)]})
-        store = BlockingStore(kv, config.deadline, PAGE_NBYTES)
+        store = BlockingStore(kv, PAGE_NBYTES)
         chunks = [chunk_of(KEY), *(ChunkId(bytes([number]) * 32, 0) for number in range(3))]
         assert all(store.store([Page(chunk, place) for place, chunk in enumerate(chunks)]))
         store.close()
@@ -174,7 +174,7 @@ def test_all_engines_hold_one_bound_and_one_of_them_has_the_lease(tmp_path, boun
     )
     memory = [memoryview(bytearray(bytes(range(256)) * (4 * PAGE_NBYTES // 256)))]
     stores = [KvStore(config, one, {0: memory}) for one in identities()]
-    engines = [(kv, BlockingStore(kv, config.deadline, PAGE_NBYTES)) for kv in stores]
+    engines = [(kv, BlockingStore(kv, PAGE_NBYTES)) for kv in stores]
     sizes, holders, stored = [], [], dict.fromkeys(stores, 0)
 
     def store(first):

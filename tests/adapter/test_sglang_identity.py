@@ -22,6 +22,7 @@ from fskv.engines.sglang.identity import (
     _NEEDED,
     ServerFacts,
     build_identity,
+    call_deadline,
     file_rank,
     store_options,
     take_options,
@@ -464,12 +465,8 @@ def test_options_are_taken_and_wrong_ones_refused():
         ({"interface_v1": 1}, "option 'root'"),
         ({"interface_v1": 1, "root": "/mnt/kv", "max_byte": 1}, "did you mean 'max_bytes'"),
         (
-            {"interface_v1": 1, "root": "/mnt/kv", "deadline_max_s": 7.5},
-            "found 7.5, expected 7 at most",
-        ),
-        (
-            {"interface_v1": 1, "root": "/mnt/kv", "deadline_base_s": 10},
-            "'deadline_base_s': found 10, expected 7 at most",
+            {"interface_v1": 1, "root": "/mnt/kv", "load_deadline_s": 7.5},
+            "'load_deadline_s': found 7.5, expected 7 at most",
         ),
     ):
         with pytest.raises(ConfigError, match=sentence):
@@ -480,8 +477,10 @@ def test_a_call_ends_before_sglang_has_waited_for_its_thread():
     """10 s, then the scheduler ends. A second of grace comes on top of a deadline."""
     plain = {"interface_v1": 1, "root": "/mnt/kv"}
     assert StoreConfig(root="/mnt/kv").deadline.for_nbytes(1 << 30) > 9, "the control"
-    assert take_options(plain).deadline.for_nbytes(1 << 30) == 7
-    assert take_options({**plain, "deadline_max_s": 3}).deadline.for_nbytes(1 << 30) == 3
+    assert call_deadline(take_options(plain)).for_nbytes(1 << 30) == 7
+    assert call_deadline(take_options(plain)).for_nbytes(1 << 20) < 3
+    soon = take_options({**plain, "load_deadline_s": 0.2})
+    assert call_deadline(soon).for_nbytes(1 << 30) == 3
 
 
 def test_each_pool_beside_the_kv_is_a_group_and_another_pool_is_another_namespace(derive):

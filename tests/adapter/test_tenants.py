@@ -128,7 +128,7 @@ def make(*args, **options):
 
 world = World(root, native=native, faults=False, make_transport=make)
 runner = JobRunner(world.store, world.transport, num_threads=1, num_slots=2, max_queued_chunks=8,
-                   deadline=Deadline(60, 0, 60), breaker=Breaker(8, 5))
+                   deadline=Deadline(60, 0, 60), breaker=Breaker())
 world.fill([1, 2, 3, 4], number)
 runner.submit_store(1, [world.request(number, [1, 2, 3, 4])], None)
 outcomes = []

@@ -431,9 +431,7 @@ def test_a_late_load_is_failed_and_writes_no_row_that_was_given_away(
     seconds = 0.5
     rig = make_rig(
         faults.Script(),
-        deadline_base_s=seconds,
-        deadline_per_mib_s=0,
-        deadline_max_s=seconds,
+        load_deadline_s=seconds,
         io_threads=3,
     )
     wanted = rig.store([1, 2])

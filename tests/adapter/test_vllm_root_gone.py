@@ -9,6 +9,7 @@ from world import wait_for
 
 from fskv import namespace
 from fskv.config import StoreConfig
+from fskv.data_path.breaker import Breaker
 from fskv.root.root import Root
 from fskv.types import ChunkId, Presence, Status
 
@@ -21,7 +22,7 @@ def chunk(number: int) -> ChunkId:
 
 
 @pytest.fixture
-def manager(tmp_path):
+def manager(tmp_path, monkeypatch):
     pytest.importorskip("vllm", reason="the adapter needs the vllm environment: make test")
     from fskv.engines.vllm.manager import FskvHandshake, FskvManager
 
@@ -33,8 +34,9 @@ def manager(tmp_path):
     os.makedirs(os.path.dirname(path))
     with open(path, "wb") as file:
         file.truncate(NBYTES)
-    options = {"root": root, "maintenance": "off", "breaker_failures": 3, "breaker_probe_s": 0.05}
-    made = FskvManager(StoreConfig.from_mapping(options | {"negative_ttl_s": 0.05}), 2)
+    for name, value in (("failures", 3), ("probe_s", 0.05)):
+        monkeypatch.setitem(Breaker.__init__.__kwdefaults__, name, value)
+    made = FskvManager(StoreConfig(root=root, maintenance="off"), 2)
     made.set_workers([FskvHandshake(0, 1, 2, space, b"d", 0o700, 0o600, {0: NBYTES})])
     yield made
     made.shutdown()

@@ -71,7 +71,7 @@ def test_storage_that_crawls_is_found_out_by_one_load_and_then_declined(mount, t
 
 @pytest.mark.slow
 def test_negative_control_without_the_option_the_engine_waits_for_the_crawl(mount, tmp_path):
-    result = on_a_crawl(mount, tmp_path, 1, deadline_base_s=20)
+    result = on_a_crawl(mount, tmp_path, 1, load_deadline_s=20)
     _, after = lab.metrics(result)
     assert lab.counter(after, "declined_tokens") == lab.counter(after, "cut_loads") - 1 == 0
     assert lab.counter(after, "load_failures", reason="timed_out") > 0

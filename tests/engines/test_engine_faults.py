@@ -49,9 +49,7 @@ def _transfer(root: str, **options: object) -> dict:
     return lab.connector(
         root,
         hybrid_chunk_size=128,
-        deadline_base_s=DEADLINE_S,
-        deadline_per_mib_s=0,
-        deadline_max_s=DEADLINE_S,
+        load_deadline_s=DEADLINE_S,
         **options,
     )
 
@@ -62,7 +60,7 @@ def test_reads_that_never_return_cost_one_deadline_then_nothing(case, tmp_path, 
     root = _root(tmp_path)
     faults = DiskFaults(native_library("disk"), pathlib.Path(root), tmp_path / "faults")
     main, reset, wait = model.main_prompt(), {"reset_prefix_cache": True}, {"sleep": 1.5}
-    # The breaker lets one operation through every breaker_probe_s; give it the time to see the root again.
+    # The breaker lets one operation through every `probe_s`; give it the time to see the root again.
     probe = {"sleep": 3.0}
     lab.stored(model.name, root, hybrid_chunk_size=128)
     talk = lab.Conversation(tmp_path)
@@ -85,10 +83,11 @@ def test_reads_that_never_return_cost_one_deadline_then_nothing(case, tmp_path, 
         lab.request(
             model,
             talk.steps,
-            transfer=_transfer(root, quarantine_s=1, breaker_probe_s=2.5),
+            transfer=_transfer(root),
             env=faults.env(),
         ),
         tmp_path / "engine",
+        **lab.quick(quarantine_s=1, probe_s=2.5),
     )
     talk.resume(engine, hang, lambda: faults.set("pread hang suffix=.kv"))
     fired = []
@@ -140,13 +139,14 @@ def test_after_eight_failures_in_a_row_the_root_is_left_alone(
     talk.say(lab.generate(MODEL.tokens("unseen", 1100), "unseen"), *lab.SETTLE, {"metrics": True})
     look = talk.pause()
     # The default number; one thread, so that no other read is under way when the last one of them fails.
-    options = {} if failures == 8 else {"breaker_failures": failures}
-    options |= {"io_threads": 1, "quarantine_s": 1, "breaker_probe_s": 600}
+    other = {} if failures == 8 else {"failures": failures}
     health = tmp_path / "health.json"
-    transfer = _transfer(root, health_file=str(health), **options)
+    transfer = _transfer(root, health_file=str(health), io_threads=1)
     faults.set("pread EIO suffix=.kv")
     engine = lab.start_engine(
-        lab.request(MODEL, talk.steps, transfer=transfer, env=faults.env()), tmp_path / "engine"
+        lab.request(MODEL, talk.steps, transfer=transfer, env=faults.env()),
+        tmp_path / "engine",
+        **lab.quick(quarantine_s=1, probe_s=600, **other),
     )
     opens, said = failures == 8, []
 
@@ -187,10 +187,10 @@ def test_root_removed_while_running_is_neither_missed_nor_made_again(case, tmp_p
     back = talk.pause()
     talk.say({"sleep": 1.5}, lab.generate(main, "back"), {"reset_prefix_cache": True})
     talk.say({"sleep": 1.5}, lab.generate(main, "full"))
-    options = {"quarantine_s": 1, "negative_ttl_s": 1, "breaker_probe_s": 0.5}
     engine = lab.start_engine(
-        lab.request(model, talk.steps, transfer=_transfer(root, **options)),
+        lab.request(model, talk.steps, transfer=_transfer(root)),
         str(tmp_path / "engine"),
+        **lab.quick(quarantine_s=1, negative_ttl_s=1, probe_s=0.5),
     )
     seen = []
     talk.resume(engine, gone, lambda: os.rename(root, away))

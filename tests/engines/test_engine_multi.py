@@ -148,8 +148,7 @@ def test_reads_that_hang_in_one_root_cost_its_deadline_and_the_other_one_serves(
     roots = two_roots(tmp_path)
     faults = DiskFaults(native_library("disk"), pathlib.Path(roots[0]), tmp_path / "faults")
     main = LLAMA.main_prompt()
-    limits = {"deadline_base_s": 2.0, "deadline_per_mib_s": 0, "deadline_max_s": 2.0}
-    transfer = multi(*pair(LLAMA, roots, fast=limits))
+    transfer = multi(*pair(LLAMA, roots, fast={"load_deadline_s": 2.0}))
     talk = lab.Conversation(tmp_path)
     talk.say(lab.generate(main, "cold"), *lab.SETTLE, {"reset_prefix_cache": True})
     start = talk.pause()
@@ -299,7 +298,7 @@ def test_a_load_of_one_child_never_gets_into_what_another_one_stores(
     faults = DiskFaults(native_library("disk"), pathlib.Path(roots[0]), tmp_path / "faults")
     main = LLAMA.main_prompt()
     other = LLAMA.tokens("another", LLAMA.prompt_tokens)
-    patient = {"deadline_base_s": 100.0, "deadline_max_s": 100.0, "io_threads": 1}
+    patient = {"load_deadline_s": 100.0, "io_threads": 1}
     # The other prompt in the slow root, nothing in the fast one.
     steps = [lab.generate(other, "other"), *lab.SETTLE]
     lab.run(lab.request(LLAMA, steps, transfer=child(roots[1], LLAMA)))

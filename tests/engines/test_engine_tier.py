@@ -301,7 +301,6 @@ def test_reads_that_never_return_cost_a_deadline_and_the_next_requests_nothing(
     name = "llama"
     root = make_root(tmp_path)
     faults = DiskFaults(native_library("disk"), pathlib.Path(root), tmp_path / "faults")
-    deadline = {"deadline_base_s": 2.0, "deadline_per_mib_s": 0, "deadline_max_s": 2.0}
     engine(name, [main_of(name), *lab.SETTLE], transfer(root))
     talk = lab.Conversation(tmp_path)
     talk.say(main_of(name, "warm"), RESET)
@@ -310,9 +309,10 @@ def test_reads_that_never_return_cost_a_deadline_and_the_next_requests_nothing(
     stop = talk.pause()
     for label in ("back", "full"):
         talk.say({"sleep": 1.5}, main_of(name, label), RESET)
-    kv = transfer(root, weights_fixed=True, quarantine_s=1, breaker_probe_s=0.5, **deadline)
+    kv = transfer(root, weights_fixed=True, load_deadline_s=2.0)
     what = lab.request(lab.MODELS[name], talk.steps, transfer=kv, env=faults.env())
-    started = lab.start_engine(what, str(tmp_path / "engine"))
+    quick = lab.quick(quarantine_s=1, probe_s=0.5)
+    started = lab.start_engine(what, str(tmp_path / "engine"), **quick)
     talk.resume(started, start, lambda: faults.set("pread hang suffix=.kv"))
     talk.resume(started, stop, faults.clear)
     result = started.wait(lab.ENGINE_TIMEOUT_S)

@@ -24,7 +24,7 @@ from typing import Any
 import places
 import pytest
 from nursery import Nursery
-from places import REPOSITORY
+from places import LAB, REPOSITORY
 
 from demo import engine as engine_program
 from demo.checkpoints import MODELS, Model, make
@@ -137,6 +137,11 @@ def start_engine(
         return _launch([program, *arguments, *paths], env, log_path, fresh=fresh)
 
     return Engine(what, str(directory or _new_directory()), launch)
+
+
+def quick(**constants: float) -> dict[str, Any]:
+    """Return how `start_engine` starts demo/engine.py with other constants of fskv: see quick_constants."""
+    return {"program": str(LAB / "quick_constants.py"), "arguments": [json.dumps(constants)]}
 
 
 def _new_directory() -> str:

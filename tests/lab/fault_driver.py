@@ -69,7 +69,7 @@ class Driver:
             num_slots=12,
             max_queued_chunks=100,
             deadline=Deadline(_LIMIT_S, 0.0, _LIMIT_S),
-            breaker=Breaker(1_000_000, 1.0),
+            breaker=Breaker(failures=1_000_000),
         )
         return {"description": self.world.transport.description}
 

@@ -14,7 +14,7 @@ import sys
 import time
 import urllib.request
 
-from places import REPOSITORY
+from places import LAB, REPOSITORY
 from world import wait_for
 
 HERE = REPOSITORY / "tests" / "lmcache_engines"
@@ -42,12 +42,14 @@ def isa(block_tokens, dtype):
     return "amx" if dtype == "bfloat16" and torch.cpu._is_amx_tile_supported() else "vec"
 
 
-def plugin(root, *, block_tokens=BLOCK_TOKENS, dtype="float32", **options):
+def plugin(
+    root, *, block_tokens=BLOCK_TOKENS, dtype="float32", module="fskv.engines.lmcache", **options
+):
     """What stands behind --l2-adapter for fskv, for an engine with such blocks and such a dtype."""
     pages = {"block_size": block_tokens, "isa": isa(block_tokens, dtype)}
     models = {MODEL: FACTS | pages}
     params = {"root": str(root), "weights_fixed": True, "models": models, **options}
-    names = {"module_path": "fskv.engines.lmcache", "class_name": "FskvAdapter"}
+    names = {"module_path": module, "class_name": "FskvAdapter"}
     return {"type": "plugin", **names, "adapter_params": params}
 
 
@@ -59,7 +61,7 @@ def free_port():
 
 def environment():
     """What all programs here are started with."""
-    path = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
+    path = [str(REPOSITORY), os.environ.get("PYTHONPATH", ""), str(LAB)]
     return {
         **os.environ,
         "LMCACHE_TRACK_USAGE": "false",

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 
-from places import REPOSITORY
+from places import LAB, REPOSITORY
 
 HERE = REPOSITORY / "tests" / "sglang_engines"
 PAGE_SIZE = 64
@@ -57,7 +57,7 @@ class Engine:
             "hicache_storage_prefetch_policy": "wait_complete",
             "log_level": "info",
         }
-        path = [str(HERE / "shims"), str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
+        path = [str(HERE / "shims"), str(REPOSITORY), os.environ.get("PYTHONPATH", ""), str(LAB)]
         with log.open("wb") as output:
             self._process = subprocess.Popen(
                 [sys.executable, str(HERE / "engine.py"), json.dumps(plain | arguments)],

@@ -19,6 +19,7 @@ import time
 from typing import Any
 
 import places  # noqa: F401
+from quick_constants import set_constants
 
 os.environ.update(
     HF_HUB_OFFLINE="1",
@@ -68,6 +69,7 @@ class Scenario:
         from vllm.config import KVTransferConfig
 
         from faults import transport as faults
+        from fskv import config
         from fskv.engines.vllm import admission
 
         self.faults = faults
@@ -81,15 +83,15 @@ class Scenario:
             faults.install(self.script)
             # What a failed load has left is hit again by what is before the bad chunk, however slow this is.
             quarantine_s = _LONGEST_S if how[:1] == ["bad_read"] else QUARANTINE_S
-            usual = {"hybrid_chunk_size": 128, "quarantine_s": quarantine_s}
+            set_constants(failures=1_000_000)
+            if name == "llama":
+                set_constants(quarantine_s=quarantine_s)
+            config._MOST_BASES = 1  # stores are given up as soon as loads
             options = {
                 "root": root,
                 "io_threads": 2,
-                "deadline_base_s": DEADLINE_S,
-                "deadline_max_s": DEADLINE_S,
-                "deadline_per_mib_s": 0,
-                "breaker_failures": 1_000_000,
-                **(usual if name == "llama" else {}),
+                "load_deadline_s": DEADLINE_S,
+                **({"hybrid_chunk_size": 128} if name == "llama" else {}),
             }
             transfer = KVTransferConfig(
                 kv_connector="FskvConnector", kv_role="kv_both", kv_connector_extra_config=options

@@ -517,7 +517,6 @@ def test_a_real_prometheus_has_data_for_every_expression_of_dashboard_and_rules(
         "tenant": "acme",
         "max_bytes": "1GiB",
         "tenant_max_bytes": "1GiB",
-        "positive_ttl_s": 0.5,
         "lookup_timeout_s": 1.0,
         "health_file": str(tmp_path / "health-{rank}.json"),
     }

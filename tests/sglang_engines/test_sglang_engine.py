@@ -26,7 +26,7 @@ pytestmark = [
 TEXT = (REPOSITORY / "LICENSE").read_text()
 PROMPT = f"{TEXT[:2600]}\nQuestion: What is this text about?\nAnswer:"
 OTHER = f"{TEXT[2600:5200]}\nQuestion: What is this text about?\nAnswer:"
-DEADLINE = {"deadline_base_s": 3, "deadline_per_mib_s": 0, "deadline_max_s": 3}
+QUICK = {"module_path": "quick_sglang"}  # with constants for a test that cannot wait
 
 
 def chunk_files(root) -> list[pathlib.Path]:
@@ -102,7 +102,7 @@ DAMAGES = {
 def test_a_new_process_loads_what_another_one_stored_and_damage_is_computed(stored, root, tmp_path):
     """The control is at the end: zeros under right checksums are served, and change the text."""
     _, first = stored
-    with lab.Engine(tmp_path / "log", **lab.storage(root, quarantine_s=0.1)) as engine:
+    with lab.Engine(tmp_path / "log", **lab.storage(root, **QUICK)) as engine:
         said = engine.generate(PROMPT)
         assert said["text"] == first["text"]
         assert said["storage"] == whole_pages(first)
@@ -136,7 +136,7 @@ def test_a_disk_that_hangs_fails_fills_or_goes_costs_a_recompute(
 ):
     _, first = stored
     faults = DiskFaults(native_library("disk"), root, tmp_path / "faults")
-    options = {**DEADLINE, "quarantine_s": 0.1, "breaker_probe_s": 1, "negative_ttl_s": 0.1}
+    options = {**QUICK, "load_deadline_s": 3}
     with lab.Engine(
         tmp_path / "log", env=faults.env(), **lab.storage(root, maintenance="off", **options)
     ) as engine:
@@ -177,8 +177,8 @@ def test_a_request_waits_for_storage_as_sglangs_policy_says(stored, root, tmp_pa
     """While the disk hangs; no text is wrong. The controls: `wait_complete`, and a disk that does not."""
     _, first = stored
     # A call gives up after 7 s, and a second more; `timeout` is well below that.
-    waits = {"deadline_base_s": 7, "prefetch_timeout_base": 2, "prefetch_timeout_per_ki_token": 0}
-    options = {"quarantine_s": 0.1, "breaker_probe_s": 1, "negative_ttl_s": 0.1, **waits}
+    waits = {"load_deadline_s": 7, "prefetch_timeout_base": 2, "prefetch_timeout_per_ki_token": 0}
+    options = {**QUICK, **waits}
     first_s = {}
     for policy in ("wait_complete", "timeout", "best_effort"):
         faults = DiskFaults(native_library("disk"), root, tmp_path / f"faults-{policy}")

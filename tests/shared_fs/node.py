@@ -111,9 +111,7 @@ class Node:
             touch_interval_s=touch_interval_s,
             restore=lambda: Root.open(root, create=False).open_namespace(_IDENTITY),
         )
-        self.breaker, self.lookup_breaker = (
-            Breaker(_DEFAULTS.breaker_failures, _DEFAULTS.breaker_probe_s) for _ in range(2)
-        )
+        self.breaker, self.lookup_breaker = (Breaker() for _ in range(2))
         self.runner = runner.JobRunner(
             self.store_,
             transport,
@@ -131,8 +129,6 @@ class Node:
 
         self.presence = PresenceIndex(
             probe,
-            positive_ttl_s=_DEFAULTS.positive_ttl_s,
-            negative_ttl_s=_DEFAULTS.negative_ttl_s,
             lookup_timeout_s=_DEFAULTS.lookup_timeout_s,
             quarantine_s=quarantine_s,
             breaker=self.lookup_breaker,

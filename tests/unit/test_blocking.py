@@ -36,7 +36,7 @@ class Store(BlockingStore):
         group = dataclasses.replace(group, tokens_per_block=tokens_per_block)
         one_block = dataclasses.replace(identity("toy"), blocks_per_chunk=1, groups=(group,))
         self.kv = KvStore(config, one_block, {0: [memoryview(self.memory)]}, rank=rank)
-        super().__init__(self.kv, config.deadline, PAGE_NBYTES, num_storing=num_storing)
+        super().__init__(self.kv, PAGE_NBYTES, num_storing=num_storing)
 
     def fill(self, pages):
         for page in pages:
@@ -233,7 +233,7 @@ def test_a_call_returns_at_its_deadline_and_its_pages_stay_as_they_are(make, mon
     first = make()
     first.fill(pages(range(4)))
     assert all(first.store(pages(range(4))))
-    store = make(deadline_base_s=0.3, deadline_per_mib_s=0, deadline_max_s=0.3)
+    store = make(load_deadline_s=0.3)
     wanted = pages(range(4), first_block=8)
     try:
         good = returns_in_time(lambda: store.load(wanted))
@@ -330,9 +330,12 @@ def test_each_chunk_has_an_answer_of_its_own_where_no_prefix_is_asked_for(make):
     "options", [{"staging_bytes": 3 * 8192}, {"max_queued_chunks": 3}, {"io_threads": 8}]
 )
 @pytest.mark.parametrize("at_once", [None, 17])
-def test_what_is_stored_at_once_fits_into_the_queue_of_a_slow_disk(make, options, at_once):
+def test_what_is_stored_at_once_fits_into_the_queue_of_a_slow_disk(
+    make, monkeypatch, options, at_once
+):
     """With `at_once`, the control, more is handed over than the queue takes, and is not stored."""
-    store = make(store_queue_s=0, **options)
+    monkeypatch.setattr(mover, "STORE_QUEUE_S", 0)
+    store = make(**options)
     store._at_once = at_once or store._at_once
     first, others = pages(range(1)), pages(range(1, 41), first_block=1)
     store.fill(first + others)
@@ -350,7 +353,8 @@ def test_two_threads_that_store_share_the_queue_of_a_slow_disk(make, monkeypatch
         "open_transport",
         lambda *args, **options: FaultTransport(real(*args, **options), Script(write="L*")),
     )
-    store = make(store_queue_s=0, num_storing=2 if told else 1)
+    monkeypatch.setattr(mover, "STORE_QUEUE_S", 0)
+    store = make(num_storing=2 if told else 1)
     first, others = pages(range(1)), pages(range(1, 61), first_block=1)
     store.fill(first + others)
     assert store.store(first) == [True], "now it is known how long one takes"
@@ -365,7 +369,7 @@ def test_pages_that_lie_anywhere_go_to_files_and_back(tmp_path):
     config = StoreConfig(root=str(tmp_path), maintenance="off")
     one_block = dataclasses.replace(identity("toy"), blocks_per_chunk=1)
     kv = KvStore(config, one_block, {0: [memoryview(memory)]}, anywhere=True)
-    with contextlib.closing(BlockingStore(kv, config.deadline, PAGE_NBYTES)) as store:
+    with contextlib.closing(BlockingStore(kv, PAGE_NBYTES)) as store:
         stored = [Page(chunk, at) for chunk, at in zip(chunks(range(2)), (3, 1001), strict=True)]
         for page in stored:
             memory[page.block : page.block + PAGE_NBYTES] = content(page.chunk)

@@ -55,21 +55,13 @@ OPTIONS = {
         [0, -1, "", "256", "256MB", "256M", "256 mib", "-1MiB", "0B", 1.5, True, None, "MiB"],
     ),
     "max_queued_chunks": ([1, 512], [0, "512", 1.0, True, None, 10**7]),
-    "store_queue_s": ([0, 4.0, 3600], [-1, "4s", None, 3601]),
     "direct_io": (["auto", "on", "off"], [True, False, "yes", None, 1]),
     "transport": (["auto", "host", "gds"], ["GDS", "", True, None, "kvikio"]),
     "gds_check": (["host", "refuse"], ["off", "auto", True, None, False]),
     "fsync": ([True, False], ["true", 0, 1, None, "off"]),
-    "deadline_base_s": ([0.01, 2, 2.5], [0, -1, "2", "2s", True, None, math.nan, math.inf]),
-    "deadline_per_mib_s": ([0, 0.05], [-0.1, "0.05", "50ms", True, None, math.nan]),
-    "deadline_max_s": ([2, 30.0], [0, "30s", True, None, math.inf, -5]),
+    "load_deadline_s": ([0.01, 2, 2.5], [0, -1, "2", "2s", True, None, math.nan, math.inf]),
     "load_budget": (["off", "on"], ["auto", 0, 1, 2.5, True, None, ["on"]]),
     "lookup_timeout_s": ([0.01, 1], [0, "1s", True, None, 61, math.nan]),
-    "positive_ttl_s": ([1, 60.0], [-1, "60s", True, None, math.inf]),
-    "negative_ttl_s": ([1, 2.0], [-1, "2s", True, None, math.nan]),
-    "quarantine_s": ([0, 30], [-1, "30s", True, None]),
-    "breaker_failures": ([1, 8], [0, "8", 8.0, True, None]),
-    "breaker_probe_s": ([0.01, 5], [0, "5s", True, None]),
     "touch_interval_s": ([0, 600], [-1, "10min", True, None]),
     "max_bytes": ([None, MIB, "500GiB"], [0, -1, "500", "500GB", True, 1.5]),
     "keep_free": (
@@ -191,7 +183,7 @@ def test_auto_threads_are_what_is_wanted_and_leave_half_of_the_staging(slots, wa
     [
         ("io_thread", "io_threads"),
         ("stagingbytes", "staging_bytes"),
-        ("deadline_base", "deadline_base_s"),
+        ("load_deadline", "load_deadline_s"),
         ("chunk_size", "hybrid_chunk_size"),
         ("Root", "root"),
     ],
@@ -255,12 +247,9 @@ def test_the_deadline_grows_with_the_bytes_up_to_its_cap():
     assert parsed().deadline == deadline
 
 
-def test_a_cap_below_the_base_is_refused_and_names_both():
-    with pytest.raises(ConfigError, match=r"'deadline_max_s'.*'deadline_base_s'"):
-        parsed(deadline_max_s=1, deadline_base_s=2)
-    with pytest.raises(ConfigError, match=r"'deadline_max_s'.*'deadline_base_s'"):
-        parsed(deadline_base_s=60)
-    assert parsed(deadline_base_s=60, deadline_max_s=60).deadline.for_nbytes(MIB) == 60
+def test_the_deadline_of_a_small_load_scales_that_of_a_large_one():
+    deadline = parsed(load_deadline_s=60).deadline
+    assert [deadline.for_nbytes(n * MIB) for n in (0, 40, 1 << 20)] == [60, 120, 900]
 
 
 def test_a_config_cannot_be_changed():

@@ -81,7 +81,7 @@ class Rig:
         self.transport = make_transport(kind, self.tensors, files.file_nbytes, f"{path}/tmp")
         transport = self.transport
         store = ChunkStore(directory, {0: files}, transport, touch_interval_s=600)
-        self.breaker = Breaker(8, 5)
+        self.breaker = Breaker()
         self.runner = JobRunner(
             store,
             transport,

@@ -41,7 +41,7 @@ class Bench:
         self.world = world
         self.transport = world.transport
         self.clock = Clock()
-        self.breaker = Breaker(failures, 5.0, self.clock)
+        self.breaker = Breaker(failures=failures, clock=self.clock)
         self.runner = JobRunner(
             world.store,
             world.transport,
@@ -999,11 +999,9 @@ def test_the_pages_of_the_tests_are_strided_as_an_engines_are(bench):
 
 
 def test_the_queue_follows_the_rate_of_stores(make_bench):
-    """What is queued holds the engine's pages: as much as is written in store_queue_s, not more."""
+    """What is queued holds the engine's pages: as much as is written in STORE_QUEUE_S, not more."""
     bench = make_bench(Script(write="H*"), num_threads=2, num_slots=8, max_queued=100)
     runner = bench.runner
-    assert runner._queue_limit() == 100
-    runner._store_queue_s = 4.0
     assert runner._queue_limit() == 100  # nothing measured yet
     for seconds, limit in ((0.1, 80), (0.5, 16), (30.0, 4)):
         runner._chunk_store_s = seconds

@@ -21,6 +21,7 @@ from fskv.bounds import client
 from fskv.bounds.client import Capacity
 from fskv.bounds.quota import Claim, Limits, Usage
 from fskv.bounds.status import RootState, root_state
+from fskv.data_path.breaker import Breaker
 from fskv.data_path.runner import JobRunner
 from fskv.data_path.store import ChunkStore
 from fskv.errors import ConfigError
@@ -429,7 +430,7 @@ def test_a_stopped_mover_loads_nothing_however_fast_it_is(engine, monkeypatch, h
 
 
 def test_a_chunk_that_was_begun_and_never_stored_is_begun_again_after_its_time(engine):
-    kv = engine(deadline_max_s=0.1, deadline_base_s=0.1).kv
+    kv = engine(load_deadline_s=0.01).kv
     assert kv.lookup.begin_store([CHUNK])
     assert not kv.lookup.begin_store([CHUNK]), "it is on its way"
     wait_for(lambda: kv.lookup.begin_store([CHUNK]))
@@ -469,8 +470,9 @@ def test_the_health_file_says_that_stores_fail_until_one_is_written(
     monkeypatch.setitem(HealthFile.__init__.__kwdefaults__, "look_s", 0.01)
     monkeypatch.setattr(host, "_native", None)
     monkeypatch.setattr(ChunkStore, "put", lambda *a: status if failing else put(*a))
-    options = {"max_bytes": None, "maintenance": "off", "breaker_failures": 1}
-    toy = engine(health_file=str(path), breaker_probe_s=0.05, **options)
+    monkeypatch.setitem(Breaker.__init__.__kwdefaults__, "failures", 1)
+    monkeypatch.setitem(Breaker.__init__.__kwdefaults__, "probe_s", 0.05)
+    toy = engine(health_file=str(path), max_bytes=None, maintenance="off")
     wait_for(lambda: conditions(path) == [])
     toy.run(PROMPT)
     wait_for(lambda: conditions(path) == FAILED[status])

@@ -80,16 +80,10 @@ class Bench:
     def __init__(self, **options):
         self.clock = Clock()
         self.disk = options.pop("disk", None) or Disk()
-        self.breaker = Breaker(options.pop("failures", 1000), 5.0, self.clock)
+        self.breaker = Breaker(failures=options.pop("failures", 1000), clock=self.clock)
         self.index = PresenceIndex(
             self.disk,
-            **{
-                "positive_ttl_s": 60.0,
-                "negative_ttl_s": 2.0,
-                "lookup_timeout_s": 1.0,
-                "quarantine_s": 30.0,
-                **options,
-            },
+            **{"lookup_timeout_s": 1.0, **options},
             breaker=self.breaker,
             clock=self.clock,
         )

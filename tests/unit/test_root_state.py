@@ -10,6 +10,7 @@ import world
 
 from fskv.bounds.quota import Claim, Limits, Usage
 from fskv.bounds.status import BoundsSaid, RootState, changes, root_state
+from fskv.data_path.breaker import FAILURES
 from fskv.offload.news import News
 from fskv.root.filesystem import Space
 
@@ -126,7 +127,7 @@ class TestScheduler:
     def test_what_failed_is_in_quarantine_until_it_is_stored_again(self):
         from fskv.types import ChunkId, Status
 
-        manager = self.make(quarantine_s=1000)
+        manager = self.make()
         chunks = [ChunkId(bytes([n]) * 32, 0) for n in range(3)]
         manager.on_news(News(failed_loads={chunks[0]: Status.CORRUPT, chunks[1]: Status.STALE}))
         manager.on_news(News(failed_loads={chunks[2]: Status.MISSING}))
@@ -138,9 +139,10 @@ class TestScheduler:
     def test_a_breaker_that_opened_and_closed_between_two_looks_was_open(self):
         from fskv.types import Status
 
-        manager = self.make(breaker_failures=1)
+        manager = self.make()
         self.stats(manager)
-        manager.chunks.breaker.record(Status.TIMED_OUT)
+        for _ in range(FAILURES):
+            manager.chunks.breaker.record(Status.TIMED_OUT)
         manager.chunks.breaker.record(Status.OK)
         now = self.stats(manager)
         assert "vllm:fskv_breaker_open" not in now, "the gauge has not changed"

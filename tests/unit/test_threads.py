@@ -342,7 +342,7 @@ def clock():
 
 @pytest.fixture
 def breaker(clock):
-    return Breaker(3, 5.0, clock)
+    return Breaker(failures=3, clock=clock)
 
 
 def test_the_breaker_opens_after_failures_in_a_row_and_only_then(breaker):

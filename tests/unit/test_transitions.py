@@ -74,7 +74,7 @@ def test_negative_control_without_the_bound_it_is_a_flood(caplog, monkeypatch):
 def test_a_breaker_says_when_it_opens_and_when_it_closes_and_nothing_between(caplog):
     caplog.set_level(logging.INFO)
     clock = Clock()
-    breaker = Breaker(3, 5.0, clock, StateLog(clock=clock, of="rank 0"))
+    breaker = Breaker(failures=3, clock=clock, log=StateLog(clock=clock, of="rank 0"))
     for _ in range(10):
         breaker.record(Status.TIMED_OUT)
     clock.advance(12.5)
@@ -99,7 +99,7 @@ def test_a_log_that_blocks_keeps_nobody_else_from_the_breaker():
             blocked.set()
             assert go.wait(30)
 
-    breaker = Breaker(1, 5.0, log=Blocking())
+    breaker = Breaker(failures=1, log=Blocking())
     thread = threading.Thread(target=breaker.record, args=(Status.IO_ERROR,), daemon=True)
     thread.start()
     assert blocked.wait(30)

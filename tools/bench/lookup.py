@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fskv.config import StoreConfig
 from fskv.data_path.breaker import Breaker
 from fskv.data_path.job import FileMove
 from fskv.format.chunk_file import FileLayout
@@ -74,14 +73,10 @@ class LookupContestant(Contestant):
         if not self._stored:  # in the warm-up; the files stay
             self._store()
             self._stored = True
-        defaults = StoreConfig(root="/")
         index = PresenceIndex(
             self.probe,
-            positive_ttl_s=defaults.positive_ttl_s,
-            negative_ttl_s=_TIMEOUT_S,
             lookup_timeout_s=_TIMEOUT_S,
-            quarantine_s=defaults.quarantine_s,
-            breaker=Breaker(1_000_000, 1),
+            breaker=Breaker(),
         )
         try:
             _ask(index, self._strangers)

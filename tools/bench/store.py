@@ -93,12 +93,9 @@ def open_data_path(
         io_threads=threads,
         staging_bytes=threads * 4 * layout.file_nbytes,
         max_queued_chunks=max_queued,
-        store_queue_s=_TIMEOUT_S,
-        deadline_base_s=_TIMEOUT_S,
-        deadline_max_s=_TIMEOUT_S,
-        breaker_failures=1_000_000,
+        load_deadline_s=_TIMEOUT_S,
     )
-    mover = Mover(config, directory, [tensor], {0: layout})
+    mover = Mover(config, directory, [tensor], {0: layout}, patient=True)
     if by == "gds" and not mover.description.startswith("GDS"):
         mover.close()
         raise ConfigError(mover.description)

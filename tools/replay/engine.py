@@ -22,6 +22,7 @@ from fskv.config import StoreConfig
 from fskv.data_path.job import FileMove
 from fskv.errors import FskvError
 from fskv.format.chunk_file import FileLayout
+from fskv.index.presence import NEGATIVE_TTL_S, POSITIVE_TTL_S, QUARANTINE_S
 from fskv.namespace import GroupIdentity, Identity, layout_digest
 from fskv.observe import metrics
 from fskv.offload.kv_store import KvStore
@@ -154,10 +155,8 @@ class Engine:
             transport="host",
             staging_bytes=spec.io_threads * 4 * self._layout.file_nbytes,
             max_queued_chunks=count,
-            store_queue_s=PATIENCE_S,
             touch_interval_s=spec.touch_interval_s,
-            deadline_base_s=PATIENCE_S,
-            deadline_max_s=2 * PATIENCE_S,
+            load_deadline_s=PATIENCE_S,
             lookup_timeout_s=defaults.lookup_timeout_s * spec.speed
             if spec.speed
             else _FULL_SPEED_TIMEOUT_S,
@@ -165,12 +164,7 @@ class Engine:
             keep_free=spec.keep_free_nbytes,
             access="group" if Root.open(spec.root, create=True).file_mode & 0o060 else "user",
         )
-        ttls = (
-            config.lookup_timeout_s,
-            config.positive_ttl_s,
-            config.negative_ttl_s,
-            config.quarantine_s,
-        )
+        ttls = (config.lookup_timeout_s, POSITIVE_TTL_S, NEGATIVE_TTL_S, QUARANTINE_S)
         self._clock = TraceClock(spec.speed, 2 * max(ttls))
         self._kv = KvStore(
             config,

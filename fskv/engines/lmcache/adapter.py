@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 _FINGERPRINT_S = 300.0  # a few thousand small reads, perhaps on a slow mount
 _PUBLISH_S = 1.0
 _WATCH_S = 5.0  # an engine takes longer to load weights
-# So long after it was submitted a task may begin to touch LMCache's memory; it ends by `deadline_max_s` then.
+# So long after it was submitted a task may begin to touch LMCache's memory; it ends by its deadline then.
 _BEGIN_S = 60.0
 # So many times `lookup_timeout_s` after it was submitted a lookup may begin. So long after a namespace began
 # to be opened lookups wait for it, all of them together.
@@ -369,7 +369,7 @@ class FskvAdapter(L2AdapterInterface):
             object_nbytes(kind),
             kv.mover.file_nbytes[kind.group],
         )
-        return _Store(kv, kind, self._config)
+        return _Store(kv, kind)
 
     def _watch(self, model: Model) -> None:
         """Stop for good when files of a checkpoint change: an engine that starts now loads others.
@@ -420,8 +420,8 @@ class _Opening(Future["_Store | None"]):
 class _Store(BlockingStore):
     """The store of one kind of objects, and its metrics."""
 
-    def __init__(self, kv: KvStore, kind: ObjectKind, config: Any) -> None:
-        super().__init__(kv, config.deadline, object_nbytes(kind), num_storing=_THREADS["store"])
+    def __init__(self, kv: KvStore, kind: ObjectKind) -> None:
+        super().__init__(kv, object_nbytes(kind), num_storing=_THREADS["store"])
         self.namespace = kv.directory.path
         self.model = kind.model
         self._own = kv

@@ -45,7 +45,8 @@ _REFUSED = {
 _STRONG_HASHES = ("sha256", "sha256_cbor")  # of `prefix_caching_hash_algo`
 _MIN_HASH_NBYTES = 16  # Python's own hash has 8: two prompts may have the same, and it is seeded
 _ONE_RANK = 0x01000100  # LMCache's kv_rank: world size, rank, and both again, of 8 bits each
-_MAX_DEADLINE_S = 120.0  # with a task's wait well below LMCache's 300 s
+# 120 s for the largest load, which is with a task's wait well below LMCache's 300 s.
+_MAX_DEADLINE_S = 8.0
 _BYTES = ("uint8", "int8")  # what hides a dtype
 # In the names of what a configuration says of media, at the beginning of a word: `intermediate_size` is none.
 _MEDIA = re.compile(r"(^|_)(vision|visual|audio|image|img_|video|media|speech|mm_|multi_?modal)")
@@ -125,9 +126,9 @@ def take_options(params: Mapping[str, Any]) -> tuple[StoreConfig, dict[str, Mapp
             "option 'weights_fixed': found false, expected true: LMCache does not tell when an engine "
             "changes its weights while it runs, so you promise that none does"
         )
-    if config.deadline.max_s > _MAX_DEADLINE_S:
+    if config.load_deadline_s > _MAX_DEADLINE_S:
         raise ConfigError(
-            f"option 'deadline_max_s': found {config.deadline.max_s:g}, expected {_MAX_DEADLINE_S:g} at "
+            f"option 'load_deadline_s': found {config.load_deadline_s:g}, expected {_MAX_DEADLINE_S:g} at "
             "most: LMCache's locks on its memory end by themselves"
         )
     if config.media_keys != "checked":

@@ -62,7 +62,7 @@ def check_arguments(arguments: Sequence[str], task_s: float) -> None:
     for name, seconds in _ttls(found):
         if seconds < task_s:
             raise ConfigError(
-                f"{name}: found {seconds}, expected {task_s:.0f} at least, or a smaller 'deadline_max_s': a "
+                f"{name}: found {seconds}, expected {task_s:.0f} at least, or a smaller 'load_deadline_s': a "
                 "task may touch LMCache's memory for so long, and another object gets it when its lock ends"
             )
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fskv.config import StoreConfig
+from fskv.config import Deadline, StoreConfig
 from fskv.engines.sglang.arguments import telling_arguments, telling_environment
 from fskv.engines.sglang.host_pool import HostPages
 from fskv.errors import ConfigError
@@ -67,15 +67,19 @@ def take_options(extra_config: Mapping[str, Any]) -> StoreConfig:
         raise ConfigError(
             "option 'interface_v1': expected 1 beside \"module_path\": without it SGLang copies each page"
         )
-    for name in ("deadline_base_s", "deadline_max_s"):
-        seconds = own.get(name)
-        if isinstance(seconds, int | float) and seconds > _MAX_DEADLINE_S:
-            raise ConfigError(
-                f"option '{name}': found {seconds:g}, expected {_MAX_DEADLINE_S:g} at most: when SGLang "
-                "flushes its cache it waits 10 s for a call, and then the server ends"
-            )
-    own.setdefault("deadline_max_s", _MAX_DEADLINE_S)
-    return StoreConfig.from_mapping(own)
+    config = StoreConfig.from_mapping(own)
+    if config.load_deadline_s > _MAX_DEADLINE_S:
+        raise ConfigError(
+            f"option 'load_deadline_s': found {config.load_deadline_s:g}, expected {_MAX_DEADLINE_S:g} at "
+            "most: when SGLang flushes its cache it waits 10 s for a call, and then the server ends"
+        )
+    return config
+
+
+def call_deadline(config: StoreConfig) -> Deadline:
+    """Return how long a call may take: as the options say, and no longer than SGLang waits for it."""
+    deadline = config.deadline
+    return replace(deadline, max_s=min(deadline.max_s, _MAX_DEADLINE_S))
 
 
 def store_options(config: StoreConfig, ranks: Any) -> StoreConfig:

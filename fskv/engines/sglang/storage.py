@@ -30,7 +30,13 @@ from sglang.srt.mem_cache.hicache_storage import (
 from fskv.data_path.threads import START_UP_S, call_with_deadline
 from fskv.engines.prometheus import Publisher
 from fskv.engines.sglang.host_pool import HostPages, host_pages
-from fskv.engines.sglang.identity import build_identity, file_rank, store_options, take_options
+from fskv.engines.sglang.identity import (
+    build_identity,
+    call_deadline,
+    file_rank,
+    store_options,
+    take_options,
+)
 from fskv.engines.sglang.server import (
     forget_weights,
     gather_facts,
@@ -98,6 +104,7 @@ class FskvStorage(HiCacheStorage):
                 identity,
                 {number: pages.memory for number, pages in enumerate(pools.values())},
                 rank=file_rank(self._ranks),
+                deadline=call_deadline(config),
             ),
             START_UP_S,
             f"option 'root': {config.root} did not answer",
@@ -112,7 +119,7 @@ class FskvStorage(HiCacheStorage):
                 f" on each of {self._ranks.tp_size} ranks" if self._ranks.tp_size > 1 else "",
             )
         page_nbytes = max(sum(pages.page_nbytes) for pages in pools.values())
-        return BlockingStore(kv, config.deadline, page_nbytes)
+        return BlockingStore(kv, page_nbytes)
 
     def close(self) -> None:
         forget_weights(self._doubt_weights)
