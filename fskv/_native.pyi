@@ -6,6 +6,8 @@ from typing import Any, Generic, Self, TypeVar
 _OwnerT = TypeVar("_OwnerT")
 
 def row_digests(payload: Any) -> bytes: ...
+
+# `slot` is a buffer of the host, or (address, bytes) on the pages' device.
 def copy_spans(pages: Pages, spans: Any, slot: Any, base: int, to_slot: bool) -> None: ...
 
 # Look at a batch; `files` are a group's (directory of shards, suffix, size), one of each rank. Returns a byte
@@ -35,20 +37,10 @@ def name_digest(key: bytes, /) -> bytes: ...
 
 class Device:
     uses_kernel: bool
-    uses_batches: bool
     num_lanes: int
+    # `bounce_nbytes` of device memory a lane, 0 where slots are on the device.
     def __new__(
-        cls,
-        library: str,
-        device_idx: int,
-        bounce_nbytes: int,
-        num_lanes: int,
-        image: bytes | None = ...,
-        kernel: str = ...,
-        num_threads: int = ...,
-        shared_nbytes: int = ...,
-        num_scratch: int = ...,
-        piece_nbytes: int = ...,
+        cls, library: str, device_idx: int, bounce_nbytes: int, num_lanes: int, /
     ) -> Self: ...
     def register(self, memory: Any, /) -> None: ...
     def allocate(self, nbytes: int, /) -> int: ...

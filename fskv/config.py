@@ -145,12 +145,6 @@ class StoreConfig:
         "(GPUDirect Storage); where that does not work the log says why, and it is `host`. `auto`: `host`. "
         "`fskv bench` measures both on a GPU and says which to write.",
     )
-    gds_check: Literal["host", "refuse"] = _option(
-        "host",
-        "host, refuse",
-        "Where the GPU kernels that check chunks do not run (no Triton): `host` copies each chunk to the "
-        "host to check it; `refuse` does not use GDS then. A check is never left out.",
-    )
     fsync: bool = _option(
         False,
         "true, false",
@@ -366,7 +360,6 @@ _PARSERS = {
     "max_queued_chunks": _count(1, 1_000_000),
     "direct_io": _choice("auto", "on", "off"),
     "transport": _choice("auto", "host", "gds"),
-    "gds_check": _choice("host", "refuse"),
     "fsync": _parse_bool,
     "load_deadline_s": _seconds(0.01, 3600),
     "load_budget": _choice("on", "off"),

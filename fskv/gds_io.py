@@ -27,10 +27,11 @@ from fskv.errors import (
     NoSpace,
     chunk_error_from_os,
 )
+from fskv.native import _native
 from fskv.plan.spans import SpanTable
 from fskv.root.filesystem import Space, block_nbytes
 from fskv.transports.chunk_fd import ChunkFd, open_chunk_fd, open_part
-from fskv.transports.protocol import Native, OpenChunk, Ready
+from fskv.transports.protocol import Native, OpenChunk
 
 _OLDEST = (25, 10)
 
@@ -61,9 +62,8 @@ class Device(Protocol):
 
     def io_context(self) -> contextlib.AbstractContextManager[None]: ...
 
-    def gather(self, table: SpanTable, buffer: Any, base: int, ready: Ready | None) -> None: ...
-
-    def scatter(self, buffer: Any, base: int, table: SpanTable, ready: Ready | None) -> None: ...
+    def address(self, buffer: Any) -> tuple[int, int]:
+        """Return where the buffer is on the device, and its bytes."""
 
     def fill_zero(self, buffer: Any, start: int, stop: int) -> None: ...
 
@@ -110,13 +110,16 @@ class GdsTransport:
     def __init__(
         self,
         device: Device,
+        pages: _native.Pages,
         slot_nbytes: int,
         *,
         direct_io: bool,
         file_mode: int = 0o600,
         fsync: bool = False,
     ) -> None:
-        """Raises ImportError or OSError without kvikio or what it needs, and for one that is too old.
+        """`pages` are the engine's, on `device`.
+
+        Raises ImportError or OSError without kvikio or what it needs, and for one that is too old.
 
         `direct_io` is what kvikio does where it cannot use GDS and reads and writes itself; it holds for
         the process. `compat_mode` stays AUTO: with OFF and no driver cuFile 1.19 spins for ever.
@@ -137,6 +140,7 @@ class GdsTransport:
         self.description = "GDS staging"
         self.native = Native(pages=None, on_device=True)
         self._device = device
+        self._pages = pages
         self._file_mode = file_mode
         self._fsync = fsync
         self._lock = threading.Lock()
@@ -163,10 +167,10 @@ class GdsTransport:
         return slot
 
     def gather(self, table: SpanTable, slot: GdsSlot, base: int) -> None:
-        self._device.gather(table, slot.buffer, base, None)
+        _native.copy_spans(self._pages, table, self._device.address(slot.buffer), base, True)
 
     def scatter(self, slot: GdsSlot, base: int, table: SpanTable) -> None:
-        self._device.scatter(slot.buffer, base, table, None)
+        _native.copy_spans(self._pages, table, self._device.address(slot.buffer), base, False)
 
     def fill_zero(self, slot: GdsSlot, start: int, stop: int) -> None:
         self._device.fill_zero(slot.buffer, start, stop)

@@ -15,9 +15,6 @@ enum {
     EVENT_DISABLE_TIMING = 2,
     HOST_REGISTER_PORTABLE = 1,
     CAPTURE_RELAXED = 2,
-    COMPUTE_CAPABILITY_MAJOR = 75,
-    HOST_POINTER_FOR_REGISTERED_MEM = 91,
-    BLACKWELL = 10,
 };
 
 typedef uint64_t Address; /* CUdeviceptr */
@@ -27,7 +24,6 @@ typedef void *Handle;     /* CUcontext, CUstream, CUevent, CUmodule, CUfunction 
 #define CALLS(X)                                                                                         \
     X(init, cuInit, (unsigned))                                                                          \
     X(device_get, cuDeviceGet, (int *, int))                                                             \
-    X(attribute, cuDeviceGetAttribute, (int *, int, int))                                                \
     X(retain, cuDevicePrimaryCtxRetain, (Handle *, int))                                                 \
     X(push, cuCtxPushCurrent_v2, (Handle))                                                               \
     X(pop, cuCtxPopCurrent_v2, (Handle *))                                                               \
@@ -45,25 +41,17 @@ typedef void *Handle;     /* CUcontext, CUstream, CUevent, CUmodule, CUfunction 
     X(host_unregister, cuMemHostUnregister, (void *))                                                    \
     X(to_device, cuMemcpyHtoDAsync_v2, (Address, const void *, size_t, Handle))                          \
     X(to_host, cuMemcpyDtoHAsync_v2, (void *, Address, size_t, Handle))                                  \
+    X(on_device, cuMemcpyDtoDAsync_v2, (Address, Address, size_t, Handle))                               \
     X(module_load, cuModuleLoadData, (Handle *, const void *))                                           \
     X(module_function, cuModuleGetFunction, (Handle *, Handle, const char *))                            \
     X(module_unload, cuModuleUnload, (Handle))                                                           \
     X(launch, cuLaunchKernel,                                                                            \
       (Handle, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Handle, void **, void **))
 
-/* CUmemcpyAttributes: in stream order, no hints, no flags. Longer than any driver's, with zeros. */
-typedef struct {
-    int source_order, rest[15];
-} CopyAttributes;
-enum { SOURCE_IN_STREAM_ORDER = 1 };
-
 typedef struct {
 #define FIELD(field, symbol, arguments) int(*field) arguments;
     CALLS(FIELD)
 #undef FIELD
-    /* Many copies by one call, in any order: NULL before CUDA 12.8. Since 13.0 nobody is told which one failed. */
-    int (*batch)(Address *, Address *, size_t *, size_t, CopyAttributes *, size_t *, size_t, Handle);
-    int (*batch_of_12)(Address *, Address *, size_t *, size_t, CopyAttributes *, size_t *, size_t, size_t *, Handle);
 } Driver;
 
 /* The kernel's table: a program copies one of these. */
@@ -71,14 +59,73 @@ typedef struct {
     uint64_t source, target, nbytes;
 } Piece;
 
-enum { MAX_PIECES = 2048, MAX_SCRATCH = 4 }; /* of a launch or a batch; 48 KiB */
+enum {
+    MAX_PIECES = 2048, /* of a launch; 48 KiB */
+    PIECE_NBYTES = 8192,
+    NUM_THREADS = 128, /* of a program, as in the kernel */
+    MAX_TO_HOST = 2,   /* copies at once: the engine's own, of the tokens that it sampled, need the same engine */
+};
+
+/* The copy kernel. The driver compiles it when it is loaded, in milliseconds, for each device since sm_70: nothing of
+ * CUDA is needed to build or to run it. Program `ctaid.x` copies the row of that number of the table: its 128 threads
+ * take 16 bytes each in turn where source, target and length are multiples of 16, and single bytes otherwise. */
+static const char KERNEL[] = "fskv_copy_pieces";
+static const char PTX[] =
+    ".version 6.4\n"
+    ".target sm_70\n"
+    ".address_size 64\n"
+    ".visible .entry fskv_copy_pieces(.param .u64 table)\n"
+    ".reqntid 128, 1, 1\n"
+    "{\n"
+    "    .reg .pred %done, %odd;\n"
+    "    .reg .b32 %program, %thread;\n"
+    "    .reg .b64 %row, %source, %target, %nbytes, %at, %from, %to, %low, %high;\n"
+    "    .reg .b16 %byte;\n"
+    "    ld.param.u64 %row, [table];\n"
+    "    cvta.to.global.u64 %row, %row;\n"
+    "    mov.u32 %program, %ctaid.x;\n"
+    "    mul.wide.u32 %at, %program, 24;\n"
+    "    add.s64 %row, %row, %at;\n"
+    "    ld.global.u64 %source, [%row];\n"
+    "    ld.global.u64 %target, [%row+8];\n"
+    "    ld.global.u64 %nbytes, [%row+16];\n"
+    "    mov.u32 %thread, %tid.x;\n"
+    "    or.b64 %at, %source, %target;\n"
+    "    or.b64 %at, %at, %nbytes;\n"
+    "    and.b64 %at, %at, 15;\n"
+    "    setp.ne.u64 %odd, %at, 0;\n"
+    "    @%odd bra BYTES;\n"
+    "    mul.wide.u32 %at, %thread, 16;\n"
+    "WORDS:\n"
+    "    setp.ge.u64 %done, %at, %nbytes;\n"
+    "    @%done bra DONE;\n"
+    "    add.s64 %from, %source, %at;\n"
+    "    add.s64 %to, %target, %at;\n"
+    "    ld.global.v2.u64 {%low, %high}, [%from];\n"
+    "    st.global.v2.u64 [%to], {%low, %high};\n"
+    "    add.s64 %at, %at, 2048;\n"
+    "    bra WORDS;\n"
+    "BYTES:\n"
+    "    cvt.u64.u32 %at, %thread;\n"
+    "ONE:\n"
+    "    setp.ge.u64 %done, %at, %nbytes;\n"
+    "    @%done bra DONE;\n"
+    "    add.s64 %from, %source, %at;\n"
+    "    add.s64 %to, %target, %at;\n"
+    "    ld.global.u8 %byte, [%from];\n"
+    "    st.global.u8 [%to], %byte;\n"
+    "    add.s64 %at, %at, 128;\n"
+    "    bra ONE;\n"
+    "DONE:\n"
+    "    ret;\n"
+    "}\n";
 
 typedef struct Lane {
     struct Lane *next;
     Handle stream, event;
-    Piece *table;         /* registered host memory; without a kernel the arrays of a batch */
+    Piece *table;         /* registered host memory */
     Address device_table; /* 0: no kernel */
-    Address bounce;
+    Address bounce;       /* laid out like the slot; 0: none */
 } Lane;
 
 struct Cuda {
@@ -92,9 +139,8 @@ struct Cuda {
     pthread_mutex_t mutex; /* guards what follows */
     pthread_cond_t changed;
     Lane *free;
-    int num_used, num_broken;
+    int num_used, num_broken, num_to_host;
     bool closed;
-    _Atomic bool batch_refused; /* by the driver, once; or not to be tried */
 };
 
 static bool failed(CudaError *error, const char *call, int code)
@@ -141,24 +187,27 @@ static void leave(Cuda *cuda, int mode)
 /* --- lanes ------------------------------------------------------------------------------------ */
 
 /* A wait is for copies of other threads, never for a disk. NULL: none will be free any more. */
-static Lane *take_lane(Cuda *cuda)
+static Lane *take_lane(Cuda *cuda, bool to_host)
 {
     pthread_mutex_lock(&cuda->mutex);
-    while (cuda->free == NULL && !cuda->closed && cuda->num_broken < cuda->num_lanes)
+    while ((cuda->free == NULL || (to_host && cuda->num_to_host >= MAX_TO_HOST)) && !cuda->closed &&
+           cuda->num_broken < cuda->num_lanes)
         pthread_cond_wait(&cuda->changed, &cuda->mutex);
     Lane *lane = cuda->closed ? NULL : cuda->free;
     if (lane != NULL) {
         cuda->free = lane->next;
         cuda->num_used++;
+        cuda->num_to_host += to_host;
     }
     pthread_mutex_unlock(&cuda->mutex);
     return lane;
 }
 
-static void give_back_lane(Cuda *cuda, Lane *lane, bool broken)
+static void give_back_lane(Cuda *cuda, Lane *lane, bool to_host, bool broken)
 {
     pthread_mutex_lock(&cuda->mutex);
     cuda->num_used--;
+    cuda->num_to_host -= to_host;
     if (broken) {
         cuda->num_broken++;
     } else {
@@ -181,7 +230,8 @@ static bool make_lane(Cuda *cuda, Lane *lane, Piece *table, CudaError *error)
     size_t table_nbytes = MAX_PIECES * sizeof(Piece);
     if (!OK(alloc, &lane->device_table, table_nbytes + cuda->options.bounce_nbytes))
         return false;
-    lane->bounce = lane->device_table + table_nbytes;
+    if (cuda->options.bounce_nbytes > 0)
+        lane->bounce = lane->device_table + table_nbytes;
     return true;
 }
 
@@ -237,25 +287,21 @@ static bool wait_for(Cuda *cuda, Lane *lane, bool *broken, CudaError *error)
 static bool launch(Cuda *cuda, Lane *lane, unsigned num_pieces, CudaError *error)
 {
     int code;
-    Address table = lane->device_table, none = 0;
-    void *arguments[1 + MAX_SCRATCH] = {&table};
-    for (unsigned i = 0; i < cuda->options.num_scratch; i++)
-        arguments[1 + i] = &none;
-    return OK(to_device, table, lane->table, num_pieces * sizeof(Piece), lane->stream) &&
-           OK(launch, cuda->function, num_pieces, 1, 1, cuda->options.num_threads, 1, 1,
-              cuda->options.shared_nbytes, lane->stream, arguments, NULL);
+    void *arguments[] = {&lane->device_table};
+    return OK(to_device, lane->device_table, lane->table, num_pieces * sizeof(Piece), lane->stream) &&
+           OK(launch, cuda->function, num_pieces, 1, 1, NUM_THREADS, 1, 1, 0, lane->stream, arguments, NULL);
 }
 
-/* Between pages and the lane's buffer, which is laid out like the slot. */
+/* Between pages and a slot, or a lane's buffer, on the device. */
 static bool run_kernel(Cuda *cuda, Lane *lane, const uint64_t *tensors, const int64_t *spans,
-                       const int64_t *end, bool to_slot, bool *broken, CudaError *error)
+                       const int64_t *end, Address slot, bool to_slot, bool *broken, CudaError *error)
 {
     unsigned num_pieces = 0;
     for (const int64_t *row = spans; row < end; row += 4) {
-        uint64_t page = tensors[row[0]] + (uint64_t)row[1], place = lane->bounce + (uint64_t)row[2];
+        uint64_t page = tensors[row[0]] + (uint64_t)row[1], place = slot + (uint64_t)row[2];
         uint64_t left = (uint64_t)row[3];
         while (left > 0) {
-            uint64_t nbytes = left < cuda->options.piece_nbytes ? left : cuda->options.piece_nbytes;
+            uint64_t nbytes = left < PIECE_NBYTES ? left : PIECE_NBYTES;
             if (num_pieces == MAX_PIECES) {
                 /* The table is in use until its copy is over. */
                 if (!launch(cuda, lane, num_pieces, error) || !wait_for(cuda, lane, broken, error))
@@ -278,73 +324,32 @@ static bool copy_at_once(Cuda *cuda, Lane *lane, const uint64_t *tensors, const 
     int code;
     if (!to_slot && !OK(to_device, lane->bounce + start, slot + start, stop - start, lane->stream))
         return false;
-    if (!run_kernel(cuda, lane, tensors, spans, end, to_slot, broken, error))
+    if (!run_kernel(cuda, lane, tensors, spans, end, lane->bounce, to_slot, broken, error))
         return false;
     return !to_slot || OK(to_host, slot + start, lane->bounce + start, stop - start, lane->stream);
 }
 
+/* Without a kernel, or where there is only one span. */
 static bool copy_one_by_one(Cuda *cuda, Lane *lane, const uint64_t *tensors, const int64_t *spans,
-                            const int64_t *end, uint8_t *slot, bool to_slot, CudaError *error)
+                            const int64_t *end, const Slot *slot, bool to_slot, CudaError *error)
 {
     int code;
     for (const int64_t *row = spans; row < end; row += 4) {
-        Address page = tensors[row[0]] + (Address)row[1];
+        Address page = tensors[row[0]] + (Address)row[1], there = slot->address + (Address)row[2];
+        uint8_t *here = slot->memory + row[2];
         size_t nbytes = (size_t)row[3];
         if (nbytes == 0)
             continue;
-        if (!(to_slot ? OK(to_host, slot + row[2], page, nbytes, lane->stream)
-                      : OK(to_device, page, slot + row[2], nbytes, lane->stream)))
+        bool good;
+        if (slot->address != 0)
+            good = OK(on_device, to_slot ? there : page, to_slot ? page : there, nbytes, lane->stream);
+        else
+            good = to_slot ? OK(to_host, here, page, nbytes, lane->stream)
+                           : OK(to_device, page, here, nbytes, lane->stream);
+        if (!good)
             return false;
     }
     return true;
-}
-
-static bool submit_batch(Cuda *cuda, Lane *lane, Address *targets, Address *sources, size_t *sizes, size_t num,
-                         CudaError *error)
-{
-    CopyAttributes attributes = {.source_order = SOURCE_IN_STREAM_ORDER};
-    size_t first = 0, which;
-    Driver *driver = &cuda->driver;
-    int code = driver->batch != NULL
-                   ? driver->batch(targets, sources, sizes, num, &attributes, &first, 1, lane->stream)
-                   : driver->batch_of_12(targets, sources, sizes, num, &attributes, &first, 1, &which, lane->stream);
-    return code == 0 || failed(error, "cuMemcpyBatchAsync", code);
-}
-
-/* Spans of one table do not overlap: their order does not matter. */
-static bool copy_in_batches(Cuda *cuda, Lane *lane, const uint64_t *tensors, const int64_t *spans,
-                            const int64_t *end, uint8_t *slot, bool to_slot, CudaError *error)
-{
-    _Static_assert(sizeof(Piece) == 2 * sizeof(Address) + sizeof(size_t), "three arrays in a table");
-    Address *targets = (Address *)lane->table, *sources = targets + MAX_PIECES;
-    size_t *sizes = (size_t *)(sources + MAX_PIECES), num = 0;
-    for (const int64_t *row = spans; row < end; row += 4) {
-        Address page = tensors[row[0]] + (Address)row[1], place = (Address)(uintptr_t)(slot + row[2]);
-        if (row[3] == 0)
-            continue;
-        /* The call has read the arrays when it returns. */
-        if (num == MAX_PIECES) {
-            if (!submit_batch(cuda, lane, targets, sources, sizes, num, error))
-                return false;
-            num = 0;
-        }
-        targets[num] = to_slot ? place : page;
-        sources[num] = to_slot ? page : place;
-        sizes[num++] = (size_t)row[3];
-    }
-    return num == 0 || submit_batch(cuda, lane, targets, sources, sizes, num, error);
-}
-
-/* Without a kernel. What the driver refuses as a batch it may do one by one. */
-static bool copy_by_driver(Cuda *cuda, Lane *lane, const uint64_t *tensors, const int64_t *spans,
-                           const int64_t *end, uint8_t *slot, bool to_slot, CudaError *error)
-{
-    if (end - spans > 4 && cuda_uses_batches(cuda)) {
-        if (copy_in_batches(cuda, lane, tensors, spans, end, slot, to_slot, error))
-            return true;
-        cuda->batch_refused = true; /* parts of it may run: before what follows on this stream */
-    }
-    return copy_one_by_one(cuda, lane, tensors, spans, end, slot, to_slot, error);
 }
 
 /* Where in the slot the spans begin and end, and whether all between is theirs: else the buffer would bring what it
@@ -363,32 +368,34 @@ static bool without_holes(const int64_t *spans, const int64_t *end, size_t *star
     return sum == *stop - *start && sum > 0;
 }
 
-bool cuda_copy_spans(Cuda *cuda, const uint64_t *tensors, const int64_t *spans, size_t num_spans,
-                     uint8_t *slot, bool to_slot, CudaError *error)
+bool cuda_copy_spans(Cuda *cuda, const uint64_t *tensors, const int64_t *spans, size_t num_spans, const Slot *slot,
+                     bool to_slot, CudaError *error)
 {
     const int64_t *end = spans + 4 * num_spans;
     size_t start, stop;
     int mode;
+    bool broken = false, good, to_host = to_slot && slot->address == 0;
     if (num_spans == 0)
         return true;
     if (!enter(cuda, &mode, error))
         return false;
-    Lane *lane = take_lane(cuda);
+    Lane *lane = take_lane(cuda, to_host);
     if (lane == NULL) {
         leave(cuda, mode);
         return failed(error, "the device was given up", 0);
     }
-    bool broken = false;
-    bool at_once = lane->bounce != 0 && num_spans > 1 && without_holes(spans, end, &start, &stop) &&
-                   stop <= cuda->options.bounce_nbytes;
-    bool good = at_once ? copy_at_once(cuda, lane, tensors, spans, end, slot, start, stop, to_slot,
-                                       &broken, error)
-                        : copy_by_driver(cuda, lane, tensors, spans, end, slot, to_slot, error);
+    if (slot->address != 0 && lane->device_table != 0)
+        good = run_kernel(cuda, lane, tensors, spans, end, slot->address, to_slot, &broken, error);
+    else if (lane->bounce != 0 && num_spans > 1 && without_holes(spans, end, &start, &stop) &&
+             stop <= cuda->options.bounce_nbytes)
+        good = copy_at_once(cuda, lane, tensors, spans, end, slot->memory, start, stop, to_slot, &broken, error);
+    else
+        good = copy_one_by_one(cuda, lane, tensors, spans, end, slot, to_slot, error);
     /* Also after an error: what was launched before it still runs. */
     CudaError last;
     if (!wait_for(cuda, lane, &broken, good ? error : &last))
         good = false;
-    give_back_lane(cuda, lane, broken);
+    give_back_lane(cuda, lane, to_host, broken);
     leave(cuda, mode);
     return good;
 }
@@ -396,11 +403,6 @@ bool cuda_copy_spans(Cuda *cuda, const uint64_t *tensors, const int64_t *spans, 
 /* --- the device --------------------------------------------------------------------------------- */
 
 bool cuda_uses_kernel(const Cuda *cuda) { return cuda->function != NULL; }
-
-bool cuda_uses_batches(const Cuda *cuda)
-{
-    return (cuda->driver.batch != NULL || cuda->driver.batch_of_12 != NULL) && !cuda->batch_refused;
-}
 
 int cuda_num_lanes(const Cuda *cuda) { return cuda->num_lanes; }
 
@@ -454,32 +456,18 @@ static bool open_driver(Driver *driver, const char *library, CudaError *error)
         return failed(error, "libcuda has no " #symbol, 0);
     CALLS(LOOK_UP)
 #undef LOOK_UP
-    *(void **)&driver->batch = dlsym(opened, "cuMemcpyBatchAsync_v2");
-    *(void **)&driver->batch_of_12 = dlsym(opened, "cuMemcpyBatchAsync");
     return true;
-}
-
-/* Whether a batch may be tried at all. It takes host memory at the host's address: where registered memory has
- * another one for the device (WSL, Tegra) the copies of a batch are illegal accesses, and the context is lost, which is
- * the engine's too (sglang#40232). On Blackwell valid batches crashed and hung the driver of CUDA 13.0
- * (vllm#49276). */
-static bool may_batch(const Driver *driver, int device)
-{
-    int same_address = 0, major = BLACKWELL;
-    return driver->attribute(&same_address, HOST_POINTER_FOR_REGISTERED_MEM, device) == 0 && same_address &&
-           driver->attribute(&major, COMPUTE_CAPABILITY_MAJOR, device) == 0 && major < BLACKWELL;
 }
 
 static bool prepare(Cuda *cuda, CudaError *error)
 {
     int code;
     CudaOptions *options = &cuda->options;
-    if (options->image != NULL && (!OK(module_load, &cuda->module, options->image) ||
-                                   !OK(module_function, &cuda->function, cuda->module, options->kernel)))
-        return false;
-    /* The driver has its copy. */
-    options->image = NULL;
-    options->kernel = NULL;
+    /* A driver without a compiler for PTX copies the spans one by one. */
+    if (cuda->driver.module_load(&cuda->module, PTX) != 0)
+        cuda->module = NULL;
+    else if (cuda->driver.module_function(&cuda->function, cuda->module, KERNEL) != 0)
+        cuda->function = NULL;
     cuda->lanes = calloc((size_t)options->num_lanes, sizeof *cuda->lanes);
     cuda->tables_nbytes = (size_t)options->num_lanes * MAX_PIECES * sizeof(Piece);
     void *tables = mmap(NULL, cuda->tables_nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -509,13 +497,12 @@ Cuda *cuda_open(const CudaOptions *options, CudaError *error)
     pthread_cond_init(&cuda->changed, NULL);
     cuda->options = *options;
     bool good = false;
-    if (options->num_scratch > MAX_SCRATCH || options->num_lanes < 1 || options->piece_nbytes == 0)
-        failed(error, "options that do not fit", 0);
+    if (options->num_lanes < 1)
+        failed(error, "no lane", 0);
     /* The primary context is the one that torch uses. Retained for the life of the process. */
     else if (open_driver(&cuda->driver, options->library, error) && OK(init, 0) &&
              OK(device_get, &device, options->device_idx) && OK(retain, &cuda->context, device) &&
              enter(cuda, &mode, error)) {
-        cuda->batch_refused = !may_batch(&cuda->driver, device);
         good = prepare(cuda, error);
         leave(cuda, mode);
         if (!good)

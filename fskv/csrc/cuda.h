@@ -17,14 +17,15 @@ typedef struct Cuda Cuda;
 typedef struct {
     const char *library; /* what to open: libcuda.so.1 */
     int device_idx;
-    const void *image; /* a cubin of the copy kernel; NULL: the driver copies the spans */
-    const char *kernel; /* its name */
-    unsigned num_threads, shared_nbytes;
-    unsigned num_scratch; /* pointers after the kernel's own argument, which it does not use */
-    size_t piece_nbytes;  /* one program copies as much */
-    size_t bounce_nbytes; /* of a lane's buffer on the device: a slot */
+    size_t bounce_nbytes; /* of a lane's buffer on the device: a slot; 0 where slots are on the device */
     int num_lanes;
 } CudaOptions;
+
+/* A staging slot: in host memory, or at an address on the device. */
+typedef struct {
+    uint8_t *memory;
+    uint64_t address; /* 0: in host memory */
+} Slot;
 
 /* The driver's call that failed, or a sentence with code 0. */
 typedef struct {
@@ -42,21 +43,19 @@ void cuda_free(Cuda *cuda);
 
 /* Whether a chunk crosses the bus in one copy. */
 bool cuda_uses_kernel(const Cuda *cuda);
-/* Whether otherwise the driver takes many spans at once (CUDA 12.8), may be asked to, and has not refused. */
-bool cuda_uses_batches(const Cuda *cuda);
 int cuda_num_lanes(const Cuda *cuda);
 
 /* Host memory that copies may use from now on. */
 bool cuda_register(Cuda *cuda, void *memory, size_t nbytes, CudaError *error);
 void cuda_unregister(Cuda *cuda, void *memory);
 
-/* Memory on the device, for a trial at start-up. */
+/* Memory on the device, for slots and for a trial at start-up. */
 bool cuda_allocate(Cuda *cuda, size_t nbytes, uint64_t *address, CudaError *error);
 void cuda_release(Cuda *cuda, uint64_t address);
 
 /* Copy all spans, rows of (tensor, offset in it, offset in the slot, bytes) that the caller has checked. `tensors` are
  * addresses on the device. False: the error says what failed, and how much was copied nobody knows. */
-bool cuda_copy_spans(Cuda *cuda, const uint64_t *tensors, const int64_t *spans, size_t num_spans,
-                     uint8_t *slot, bool to_slot, CudaError *error);
+bool cuda_copy_spans(Cuda *cuda, const uint64_t *tensors, const int64_t *spans, size_t num_spans, const Slot *slot,
+                     bool to_slot, CudaError *error);
 
 #endif

@@ -10,24 +10,14 @@ PyObject *set_cuda_error(const CudaError *error)
 
 static PyObject *Device_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"library",     "device_idx",   "bounce_nbytes", "num_lanes",   "image", "kernel",
-                            "num_threads", "shared_nbytes", "num_scratch",   "piece_nbytes", NULL};
-    CudaOptions options = {.piece_nbytes = 1};
-    Py_ssize_t bounce_nbytes, piece_nbytes = 1;
-    const char *image = NULL;
-    Py_ssize_t image_nbytes = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sini|y#sIIIn:Device", names, &options.library,
-                                     &options.device_idx, &bounce_nbytes, &options.num_lanes, &image,
-                                     &image_nbytes, &options.kernel, &options.num_threads,
-                                     &options.shared_nbytes, &options.num_scratch, &piece_nbytes))
+    CudaOptions options = {0};
+    Py_ssize_t bounce_nbytes;
+    if (!PyArg_ParseTuple(args, "sini:Device", &options.library, &options.device_idx, &bounce_nbytes,
+                          &options.num_lanes))
         return NULL;
-    if (bounce_nbytes < 0 || piece_nbytes < 1 || (image != NULL && options.kernel == NULL)) {
-        PyErr_SetString(PyExc_ValueError, "Device: sizes that cannot be, or a kernel without a name");
-        return NULL;
-    }
-    options.image = image;
+    if (bounce_nbytes < 0)
+        return PyErr_Format(PyExc_ValueError, "Device: %zd bytes", bounce_nbytes);
     options.bounce_nbytes = (size_t)bounce_nbytes;
-    options.piece_nbytes = (size_t)piece_nbytes;
     Device *self = (Device *)type->tp_alloc(type, 0);
     if (self == NULL)
         return NULL;
@@ -140,11 +130,6 @@ static PyObject *Device_uses_kernel(Device *self, void *unused)
     return PyBool_FromLong(cuda_uses_kernel(self->cuda));
 }
 
-static PyObject *Device_uses_batches(Device *self, void *unused)
-{
-    return PyBool_FromLong(cuda_uses_batches(self->cuda));
-}
-
 static PyObject *Device_num_lanes(Device *self, void *unused)
 {
     return PyLong_FromLong(cuda_num_lanes(self->cuda));
@@ -152,14 +137,13 @@ static PyObject *Device_num_lanes(Device *self, void *unused)
 
 static PyGetSetDef Device_getset[] = {
     {"uses_kernel", (getter)Device_uses_kernel, NULL, "Whether a chunk crosses the bus in one copy.", NULL},
-    {"uses_batches", (getter)Device_uses_batches, NULL, "Whether the driver copies many spans by one call.", NULL},
     {"num_lanes", (getter)Device_num_lanes, NULL, "Copies at once, at most.", NULL},
     {NULL},
 };
 
 PyTypeObject DeviceType = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "fskv._native.Device",
-    .tp_doc = "Device(library, device_idx, bounce_nbytes, num_lanes, image=None, ...): a CUDA device, through its driver.",
+    .tp_doc = "Device(library, device_idx, bounce_nbytes, num_lanes): a CUDA device, through its driver.",
     .tp_basicsize = sizeof(Device),
     .tp_flags = Py_TPFLAGS_DEFAULT,
     .tp_new = Device_new,

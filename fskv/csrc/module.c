@@ -1,5 +1,5 @@
 /* fskv._native: the data path of the host transport outside the interpreter. fskv/data_path/runner.py says how it is used, and
- * fskv/index/presence.py how its look at files is; without this module the same is done in Python, chunk by chunk.
+ * fskv/index/presence.py how its look at files is.
  */
 #include "types.h"
 
@@ -29,36 +29,59 @@ static PyObject *row_digests(PyObject *module, PyObject *object)
     return digests;
 }
 
+/* A slot is a buffer of the host, or (address, bytes) where the pages are on a device too. */
+static bool take_slot(PyObject *object, bool on_device, Py_buffer *view, Slot *slot)
+{
+    unsigned long long address;
+    if (!PyTuple_Check(object)) {
+        if (PyObject_GetBuffer(object, view, PyBUF_WRITABLE) != 0)
+            return false;
+        slot->memory = view->buf;
+        return true;
+    }
+    if (!PyArg_ParseTuple(object, "Kn:copy_spans", &address, &view->len))
+        return false;
+    slot->address = address;
+    if (!on_device || address == 0 || view->len < 0) {
+        PyErr_SetString(PyExc_ValueError, "copy_spans: a slot on a device, for pages that are not");
+        return false;
+    }
+    return true;
+}
+
 static PyObject *copy(PyObject *module, PyObject *args)
 {
-    PyObject *pages, *table;
-    Py_buffer view = {0}, slot = {0};
+    PyObject *pages, *table, *object;
+    Py_buffer view = {0}, memory = {0};
+    Slot slot = {0};
     Py_ssize_t base;
     int to_slot;
-    if (!PyArg_ParseTuple(args, "O!Ow*np:copy_spans", &PagesType, &pages, &table, &slot, &base,
-                          &to_slot))
+    if (!PyArg_ParseTuple(args, "O!OOnp:copy_spans", &PagesType, &pages, &table, &object, &base, &to_slot) ||
+        !take_slot(object, ((Pages *)pages)->device != NULL, &memory, &slot))
         return NULL;
     if (PyObject_GetBuffer(table, &view, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT) != 0) {
-        PyBuffer_Release(&slot);
+        PyBuffer_Release(&memory);
         return NULL;
     }
     bool fit = false, good = true;
     CudaError error;
     const char *format = view.format ? view.format : "";
     Spans spans = {view.buf, (size_t)view.len / sizeof(Span)};
-    if (base < 0 || base > slot.len)
+    if (base < 0 || base > memory.len)
         PyErr_SetString(PyExc_ValueError, "copy_spans: base is outside the slot");
     else if (view.itemsize != 8 || view.len % (Py_ssize_t)sizeof(Span) || (strcmp(format, "l") && strcmp(format, "q")))
         PyErr_SetString(PyExc_ValueError, "spans: expected int64 of shape (n, 4)");
     else
-        fit = spans_fit((Pages *)pages, &spans, (size_t)base, (size_t)slot.len);
+        fit = spans_fit((Pages *)pages, &spans, (size_t)base, (size_t)memory.len);
     if (fit) {
+        slot.memory = slot.address == 0 ? slot.memory + base : NULL;
+        slot.address += slot.address == 0 ? 0 : (uint64_t)base;
         Py_BEGIN_ALLOW_THREADS
-        good = copy_spans((Pages *)pages, &spans, (uint8_t *)slot.buf + base, to_slot, &error);
+        good = copy_spans((Pages *)pages, &spans, &slot, to_slot, &error);
         Py_END_ALLOW_THREADS
     }
     PyBuffer_Release(&view);
-    PyBuffer_Release(&slot);
+    PyBuffer_Release(&memory);
     if (!fit || !good)
         return fit ? set_cuda_error(&error) : NULL;
     Py_RETURN_NONE;
@@ -67,7 +90,7 @@ static PyObject *copy(PyObject *module, PyObject *args)
 static PyMethodDef functions[] = {
     {"row_digests", row_digests, METH_O, "row_digests(payload): see fskv.format.integrity."},
     {"copy_spans", copy, METH_VARARGS,
-     "copy_spans(pages, spans, slot, base, to_slot): copy every span; ValueError when one is outside, "
+     "copy_spans(pages, spans, slot, base, to_slot): copy every span; a slot may be (address, bytes) on the device. ValueError when one is outside, "
      "RuntimeError when the device's driver says no."},
     {"probe_chunks", probe_chunks, METH_VARARGS,
      "probe_chunks(chunks, missed_before, files): see fskv.index.presence.probe_chunks; returns a byte for each "

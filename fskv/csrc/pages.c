@@ -200,11 +200,12 @@ static void copy_to_page(uint8_t *page, const uint8_t *place, size_t nbytes)
     memcpy(page, place, nbytes);
 }
 
-bool copy_spans(const Pages *pages, const Spans *spans, uint8_t *slot_base, bool to_slot, CudaError *error)
+bool copy_spans(const Pages *pages, const Spans *spans, const Slot *slot, bool to_slot, CudaError *error)
 {
+    uint8_t *slot_base = slot->memory;
     if (pages->device != NULL)
-        return cuda_copy_spans(pages->device->cuda, pages->addresses, &spans->first->tensor, spans->num,
-                               slot_base, to_slot, error);
+        return cuda_copy_spans(pages->device->cuda, pages->addresses, &spans->first->tensor, spans->num, slot,
+                               to_slot, error);
     for (const Span *span = spans->first; span < spans->first + spans->num; span++) {
         uint8_t *page = (uint8_t *)pages->buffers[span->tensor].buf + span->in_tensor;
         uint8_t *place = slot_base + span->in_payload;
@@ -243,12 +244,13 @@ bool gather(const Transfer *transfer, uint8_t *slot)
 {
     const Pages *pages = transfer->placement->pages;
     Spans spans = spans_of(transfer->placement, &transfer->blocks, transfer->file.first_block);
+    Slot payload = {slot + transfer->layout->file.header_nbytes, 0};
     CudaError error;
     bool good = spans.first != NULL;
     if (good && pages->device == NULL)
         gather_and_digest(transfer, &spans, slot);
     else if (good)
-        good = copy_spans(pages, &spans, slot + transfer->layout->file.header_nbytes, true, &error);
+        good = copy_spans(pages, &spans, &payload, true, &error);
     free(spans.first);
     return good;
 }
@@ -256,9 +258,9 @@ bool gather(const Transfer *transfer, uint8_t *slot)
 bool scatter(const Transfer *transfer, uint8_t *slot)
 {
     Spans spans = spans_of(transfer->placement, &transfer->blocks, transfer->file.first_block);
+    Slot payload = {slot + transfer->layout->file.header_nbytes, 0};
     CudaError error;
-    bool good = spans.first != NULL && copy_spans(transfer->placement->pages, &spans,
-                                                  slot + transfer->layout->file.header_nbytes, false, &error);
+    bool good = spans.first != NULL && copy_spans(transfer->placement->pages, &spans, &payload, false, &error);
     free(spans.first);
     return good;
 }

@@ -133,7 +133,7 @@ bool spans_fit(const Pages *pages, const Spans *spans, size_t base, size_t slot_
 bool blocks_fit(const Placement *placement, const Blocks *blocks);
 void copy_init(void);
 /* False only for pages on a device. It is over when it returns, also then. */
-bool copy_spans(const Pages *pages, const Spans *spans, uint8_t *slot_base, bool to_slot, CudaError *error);
+bool copy_spans(const Pages *pages, const Spans *spans, const Slot *slot, bool to_slot, CudaError *error);
 /* Between a transfer's pages and its slot. False, and Python has to do it: no memory, or the device says no. */
 bool gather(const Transfer *transfer, uint8_t *slot);
 bool scatter(const Transfer *transfer, uint8_t *slot);

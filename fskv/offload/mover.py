@@ -87,16 +87,20 @@ class Mover:
                 f"of {num_threads} I/O threads and one more){lower}"
             )
         self.number = number
+        device = getattr(pages[0], "device", None) if pages else None
+        self.on_cuda = device is not None and device.type == "cuda"
+        cpus = numa.cuda_cpus(device.index) if self.on_cuda and device is not None else None
         self._transport = open_transport(
             pages,
             slot_nbytes,
             probe_dir=directory.tmp_dir,
             transport=config.transport,
-            gds_check=config.gds_check,
             direct_io=config.direct_io,
             file_mode=directory.file_mode,
             fsync=config.fsync,
             num_slots=num_slots,
+            num_threads=num_threads,
+            cpus=cpus,
         )
         told = ""
         if config.io_threads == "auto":
@@ -109,8 +113,6 @@ class Mover:
             elif answer_s is not None:
                 told = f" (auto: a file opens and is read in {answer_s * 1e3:.1f} ms)"
         self.num_io_threads = num_threads
-        device = getattr(pages[0], "device", None) if pages else None
-        self.on_cuda = device is not None and device.type == "cuda"
         store = ChunkStore(
             directory,
             layouts,
@@ -121,7 +123,6 @@ class Mover:
         self.file_nbytes = store.file_nbytes
         self._breaker = Breaker(log=StateLog(root=config.root, of=f"rank {number}"))
         self.counters = Counters(*metrics.WORKER_COUNTERS)
-        cpus = numa.cuda_cpus(device.index) if self.on_cuda and device is not None else None
         self._runner = JobRunner(
             store,
             self._transport,

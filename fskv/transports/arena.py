@@ -6,14 +6,17 @@ import contextlib
 import mmap
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import numpy.typing as npt
 
 from fskv.format import chunk_file
+from fskv.transports.numa import pin_thread
 
 _HUGE = 2 << 20
 _AT_ONCE = 32 << 20
+_PINNING_THREADS = 8
 
 
 class Arena:
@@ -28,10 +31,13 @@ class Arena:
         slot_nbytes: int,
         num_slots: int | None = None,
         pin: Callable[[memoryview], object] | None = None,
+        cpus: frozenset[int] | None = None,
     ) -> None:
         """Where `num_slots` is known, all of them are made now, and never another one.
 
-        Each piece of memory is handed to `pin` first. Raises OSError without memory, and what `pin` raises.
+        Each piece of memory is handed to `pin` first, several at once. To pin memory is to touch it, and it
+        belongs to the node of the CPU that touches it first, one of `cpus`. Raises OSError without memory,
+        and what `pin` raises.
         """
         self._slot_nbytes = chunk_file.align(slot_nbytes)
         self._pin = pin
@@ -39,8 +45,11 @@ class Arena:
         self._bounded = num_slots is not None
         self._lock = threading.Lock()
         self._free: list[npt.NDArray[np.uint8]] = []
-        while len(self._free) < (num_slots or 0):
-            self._free += self._more(min(self._at_once, (num_slots or 0) - len(self._free)))
+        if num_slots:
+            sizes = [self._at_once] * (num_slots // self._at_once) + [num_slots % self._at_once]
+            with ThreadPoolExecutor(_PINNING_THREADS, "fskv-pin", pin_thread, (cpus,)) as pool:
+                for slots in pool.map(self._more, filter(None, sizes)):
+                    self._free += slots
         self._free.reverse()
 
     def take(self) -> npt.NDArray[np.uint8]:

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 from fskv.data_path.threads import call_with_deadline
 from fskv.errors import RootError
-from fskv.gds_io import Device, GdsTransport
+from fskv.gds_io import GdsTransport
 from fskv.transports import evidence, host
 from fskv.transports.chunk_fd import unlink_quietly
 from fskv.transports.cuda import CudaDevice
+from fskv.transports.cuda_native import NativeCuda
 from fskv.transports.protocol import Transport
 
 if TYPE_CHECKING:
@@ -40,17 +41,19 @@ def open_transport(
     *,
     probe_dir: str,
     transport: str,
-    gds_check: str,
     direct_io: str,
     file_mode: int,
     fsync: bool,
     num_slots: int | None = None,
-    device: Device | None = None,
+    num_threads: int = 8,
+    cpus: frozenset[int] | None = None,
+    device: CudaDevice | None = None,
 ) -> Transport[Any]:
     """Open `transport` ("auto", "host" or "gds") for the engine's KV pages; `description` is the sentence.
 
     `probe_dir` is a directory of the root for probe files. `device` is where the tensors are, for tests; else
-    it is found from them. `num_slots` is the most that will be asked for. Where "gds" does not work the log
+    it is found from them. `num_slots` is the most that will be asked for, `num_threads` use the transport at
+    once, on `cpus` if given. Where "gds" does not work the log
     says why, and it is the host path. Raises what HostTransport raises.
     """
     if device is None and tensors and getattr(tensors[0], "is_cuda", False):
@@ -61,8 +64,8 @@ def open_transport(
             return _open_gds(
                 device,
                 slot_nbytes,
+                num_threads=num_threads,
                 probe_dir=probe_dir,
-                gds_check=gds_check,
                 direct_io=direct_io,
                 file_mode=file_mode,
                 fsync=fsync,
@@ -81,6 +84,8 @@ def open_transport(
         fsync=fsync,
         cuda=device if isinstance(device, CudaDevice) else None,
         num_slots=num_slots,
+        num_threads=num_threads,
+        cpus=cpus,
     )
     if why_not is not None:
         by_host.description += f"; {why_not}"
@@ -92,11 +97,11 @@ class _NoGdsError(Exception):
 
 
 def _open_gds(
-    device: Device | None,
+    device: CudaDevice | None,
     slot_nbytes: int,
     *,
+    num_threads: int,
     probe_dir: str,
-    gds_check: str,
     direct_io: str,
     file_mode: int,
     fsync: bool,
@@ -106,15 +111,20 @@ def _open_gds(
         raise _NoGdsError("the KV is not on CUDA")
     if importlib.util.find_spec("kvikio") is None:
         raise _NoGdsError('kvikio is not installed (fskv\'s extra "gds")')
+    device.compile_kernels()
     missing = device.kernels_missing
-    if missing is not None and gds_check == "refuse":
-        raise _NoGdsError(
-            f"chunks cannot be checked on the GPU ({missing}) and option 'gds_check' is \"refuse\""
-        )
     # Errors of any kind: kvikio's versions differ, and it is asked for the first time.
     try:
+        pages = NativeCuda(
+            device, slot_nbytes, None, num_lanes=num_threads, slots_on_device=True
+        ).pages
         by_gds = GdsTransport(
-            device, slot_nbytes, direct_io=direct_io != "off", file_mode=file_mode, fsync=fsync
+            device,
+            pages,
+            slot_nbytes,
+            direct_io=direct_io != "off",
+            file_mode=file_mode,
+            fsync=fsync,
         )
     except Exception as error:
         raise _NoGdsError(f"kvikio cannot be used ({error})") from error
@@ -131,6 +141,9 @@ def _open_gds(
     if facts.error is not None:
         by_gds.close()
         raise _NoGdsError(f"a probe through cuFile failed ({facts.error})")
+    if evidence.bounces(facts):
+        by_gds.close()
+        raise _NoGdsError(f"every byte would go through host memory: {evidence.describe(facts)}")
     if missing is not None:
         logger.warning("fskv: chunks are copied to the host to be checked: %s", missing)
     check = "on the GPU" if missing is None else f"on the host ({missing})"

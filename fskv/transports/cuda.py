@@ -1,8 +1,8 @@
-"""What the transports do on a CUDA device: memory for slots, streams, copies between pages and slots.
+"""The CUDA device of the engine's KV pages: its context, and for GPUDirect Storage memory for slots.
 
-It opens no file. Each copy runs on the calling thread's own stream, after the event it was given, and is
-over when the call returns, also when it raises: pages and slots may be used again at once. Never a wait for
-the whole device, nor for a stream of the engine's. Any thread; a buffer belongs to one thread at a time.
+It opens no file. What runs on the device runs on the calling thread's own stream and is over when the call
+returns, also when it raises. Never a wait for the whole device, nor for a stream of the engine's. Any thread;
+a buffer belongs to one thread at a time. `cuda_native` copies between pages and slots.
 """
 
 from __future__ import annotations
@@ -14,21 +14,16 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from fskv.errors import ConfigError
 from fskv.format.chunk_file import ALIGNMENT
 from fskv.format.integrity import xxh3_rows
-from fskv.plan.spans import SpanTable
 from fskv.transports import kernels
-from fskv.transports.protocol import Ready
 
 if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger(__name__)
 
-# Device memory that host staging may use so that a chunk crosses PCIe in one copy instead of one per span.
-# One buffer is in use for about a millisecond a chunk, so four serve more I/O threads than that; beyond
-# it, and for chunks that are larger than a quarter, spans are copied one by one as without it.
-_BOUNCE_BUFFERS, _BOUNCE_NBYTES = 4, 64 << 20
 _STREAM_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 _CAPTURE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 LIBCUDA = "libcuda.so.1"
@@ -163,23 +158,30 @@ class CudaDevice:
     def __init__(self, tensors: Sequence[torch.Tensor], slot_nbytes: int) -> None:
         """`tensors` are int8 (num_blocks, page), possibly strided, on one device.
 
-        Compiles and tries the kernels (seconds, the first time on a machine).
+        Raises ConfigError for a device that is no GPU of NVIDIA's.
         """
+        import torch
+
         self.device = tensors[0].device
+        if torch.version.hip is not None:
+            raise ConfigError(
+                f"KV on {self.device} of ROCm: fskv knows CUDA devices and KV in host memory"
+            )
         self._slot_nbytes = slot_nbytes
         self._flat = [flat_bytes(t) for t in tensors]
         self._local = threading.local()
         self._driver: Driver | None = None
         self._free_streams: list[Any] = []  # of threads that ended; list.pop and append are atomic
-        self.kernels_missing: str | None = kernels.available(self.device)
-        self._tables = None if self.kernels_missing else kernels.FlatTensors(self._flat)
-        self._bounce: list[torch.Tensor] = []  # those not in use; list.pop and append are atomic
-        self._num_bounce = 0
+        self.kernels_missing: str | None = "they were not compiled"
 
     @property
     def memory(self) -> list[tuple[int, int]]:
         """Address and bytes of each tensor."""
         return [(tensor.data_ptr(), tensor.numel()) for tensor in self._flat]
+
+    def compile_kernels(self) -> None:
+        """Compile and try the digests' kernels (seconds, the first time on a machine); never raises."""
+        self.kernels_missing = kernels.available(self.device)
 
     # --- buffers ----------------------------------------------------------------------------
 
@@ -207,6 +209,10 @@ class CudaDevice:
     def io_buffer(self, buffer: CudaBuffer) -> tuple[Any, int]:
         """Return what kvikio takes for the buffer, and where the buffer begins in it."""
         return buffer.allocation, buffer.offset
+
+    def address(self, buffer: CudaBuffer) -> tuple[int, int]:
+        """Return where a buffer is on the device, and its bytes."""
+        return buffer.allocation.address + buffer.offset, buffer.tensor.numel()
 
     def io_context(self) -> contextlib.AbstractContextManager[None]:
         """Enter around kvikio's calls with a buffer."""
@@ -257,112 +263,15 @@ class CudaDevice:
             self._local.host = found
         return found
 
-    # --- pages ------------------------------------------------------------------------------
-
-    def gather(self, table: SpanTable, buffer: CudaBuffer, base: int, ready: Ready | None) -> None:
-        """Copy pages into a buffer on the device; see Transport.gather."""
-        with self._stream(ready):
-            self._copy(table, buffer.tensor, base, to_slot=True)
-
-    def scatter(self, buffer: CudaBuffer, base: int, table: SpanTable, ready: Ready | None) -> None:
-        """Copy from a buffer on the device into pages; see Transport.scatter."""
-        with self._stream(ready):
-            self._copy(table, buffer.tensor, base, to_slot=False)
-
-    def gather_to_host(
-        self, table: SpanTable, pinned: torch.Tensor, base: int, ready: Ready | None
-    ) -> None:
-        """Copy pages into a pinned tensor of slot size."""
-        with self._stream(ready), self._bounce_buffer(table) as bounce:
-            if bounce is None:
-                self._copy(table, pinned, base, to_slot=True)
-                return
-            self._copy(table, bounce, base, to_slot=True)
-            start, stop = _bounds(table, base)
-            pinned[start:stop].copy_(bounce[start:stop], non_blocking=True)
-
-    def scatter_from_host(
-        self, pinned: torch.Tensor, base: int, table: SpanTable, ready: Ready | None
-    ) -> None:
-        """Copy from a pinned tensor of slot size into pages."""
-        with self._stream(ready), self._bounce_buffer(table) as bounce:
-            if bounce is None:
-                self._copy(table, pinned, base, to_slot=False)
-                return
-            start, stop = _bounds(table, base)
-            bounce[start:stop].copy_(pinned[start:stop], non_blocking=True)
-            self._copy(table, bounce, base, to_slot=False)
-
-    def make_bounce_buffers(self) -> None:
-        """Allow gather_to_host and scatter_from_host one copy a chunk, where there is memory for it."""
-        import torch
-
-        if self._tables is None or self._bounce:
-            return
-        for _ in range(min(_BOUNCE_BUFFERS, _BOUNCE_NBYTES // self._slot_nbytes)):
-            try:
-                buffer = torch.empty(self._slot_nbytes, dtype=torch.uint8, device=self.device)
-            except RuntimeError as error:  # the engine has taken all of the device
-                logger.warning(
-                    "fskv: spans are copied one by one: %s", str(error).partition("\n")[0]
-                )
-                return
-            self._bounce.append(buffer)
-            self._num_bounce = len(self._bounce)
-
-    def drop_bounce_buffers(self) -> None:
-        """Give their memory back; copies from now on go span by span."""
-        self._num_bounce = 0
-        self._bounce.clear()
-
     @contextlib.contextmanager
-    def _bounce_buffer(self, table: SpanTable) -> Iterator[torch.Tensor | None]:
-        """Yield a bounce buffer, or None: none free, or holes between spans, which it must not fill."""
-        buffer = None
-        if self._bounce and len(table) > 1:
-            start, stop = _bounds(table, 0)
-            if stop - start == int(table[:, 3].sum()):
-                with contextlib.suppress(IndexError):  # another thread was faster
-                    buffer = self._bounce.pop()
-        try:
-            yield buffer
-        finally:
-            if buffer is not None:
-                self._wait()
-                if len(self._bounce) < self._num_bounce:  # not dropped meanwhile
-                    self._bounce.append(buffer)
-
-    def _copy(self, table: SpanTable, slot: torch.Tensor, base: int, *, to_slot: bool) -> None:
-        if self._tables is not None and self._on_device(slot):
-            import torch
-
-            with contextlib.suppress(torch.cuda.OutOfMemoryError):  # one by one needs none
-                kernels.copy_spans(table, self._tables, slot, base, to_slot=to_slot)
-                return
-        for tensor_idx, offset, place, nbytes in table.tolist():
-            at = base + place
-            in_slot = slot[at : at + nbytes]
-            in_pages = self._flat[tensor_idx][offset : offset + nbytes]
-            if to_slot:
-                in_slot.copy_(in_pages, non_blocking=True)
-            else:
-                in_pages.copy_(in_slot, non_blocking=True)
-
-    @staticmethod
-    def _on_device(tensor: torch.Tensor) -> bool:
-        return bool(tensor.is_cuda)
-
-    @contextlib.contextmanager
-    def _stream(self, ready: Ready | None = None) -> Iterator[Any]:
-        """Yield the thread's own stream, after `ready`; what runs on it is over afterwards, come what may."""
+    def _stream(self) -> Iterator[Any]:
+        """Yield the thread's own stream; what runs on it is over afterwards, come what may."""
         import torch
 
         stream = getattr(self._local, "stream", None)
         if stream is None:
             stream = self._local.stream = self._new_stream()
         relaxed = self._driver.relaxed() if self._driver else contextlib.nullcontext()
-        if ready is not None:
-            stream.wait_event(ready)
         with relaxed, torch.cuda.stream(stream):
             try:
                 yield stream
@@ -379,15 +288,6 @@ class CudaDevice:
             logger.warning("fskv: a stream of torch's is used, perhaps the engine's: %s", error)
             return torch.cuda.Stream(self.device)
         return own.stream
-
-    def _wait(self) -> None:
-        self._local.stream.synchronize()
-
-
-def _bounds(table: SpanTable, base: int) -> tuple[int, int]:
-    """Return where in the slot the first span begins and the last one ends."""
-    start, stop = table[:, 2].min(), (table[:, 2] + table[:, 3]).max()
-    return base + int(start), base + int(stop)
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,107 +1,75 @@
-"""The chunk path of `fskv._native` on a CUDA device: opened, tried on known bytes, or one sentence why not.
-
-`CudaDevice` does the same with torch, for each chunk in the interpreter: it is the reference, and takes over
-where the driver says no.
-"""
+"""Copies between a CUDA device's KV pages and staging slots by `fskv._native`, tried on known bytes first."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from fskv.plan.spans import SpanTable
-from fskv.transports import cuda, kernels
+from fskv.errors import ConfigError
+from fskv.native import _native
+from fskv.transports import cuda
 from fskv.transports.arena import Arena
 from fskv.transports.cuda import CudaDevice
-from fskv.transports.protocol import Ready
-
-try:
-    from fskv import _native
-except ImportError:  # built without a C compiler, or for another interpreter
-    _native = None  # type: ignore[assignment]
 
 logger = logging.getLogger(__name__)
 
-# Copies at once, and the device memory for them: a copy takes a tenth of what a disk needs for a chunk.
-_NUM_LANES, _LANES_NBYTES = 4, 64 << 20
+# A kernel starts when a multiprocessor is free, and a prefill may keep them busy for a millisecond. So there
+# are as many lanes as threads, in so much device memory.
+_LANES_NBYTES = 64 << 20
 _TRIAL_NBYTES = 256 << 10
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 class NativeCuda:
-    """Copies between the pages of a device and slots of registered host memory. Any thread."""
+    """The pages of a device, and registered host memory for slots if there are any. Any thread."""
 
-    def __init__(self, device: CudaDevice, slot_nbytes: int, num_slots: int | None) -> None:
+    def __init__(
+        self,
+        device: CudaDevice,
+        slot_nbytes: int,
+        num_slots: int | None,
+        *,
+        num_lanes: int,
+        cpus: frozenset[int] | None = None,
+        slots_on_device: bool = False,
+    ) -> None:
         """Registers memory for `num_slots` slots now, or for a few more whenever some are needed if None.
 
-        Raises RuntimeError where the driver says no or copies wrongly, OSError without memory.
+        It is touched on `cpus` first. With `slots_on_device` it is for the trial alone, and lanes have no buffer.
+        Raises ConfigError where the driver says no, copies wrongly or has no memory.
         """
-        self._complained = False
-        compiled = None
-        if device.kernels_missing is None:
-            try:
-                compiled = kernels.compiled_copy(device.device)
-            except Exception as error:  # of any Triton
-                logger.warning("fskv: the driver copies the spans, and no kernel: %s", error)
-        lanes = max(1, min(_NUM_LANES, _LANES_NBYTES // slot_nbytes))
-        place = (cuda.LIBCUDA, device.device.index or 0)
-        if compiled is None or slot_nbytes > _LANES_NBYTES:
-            self._device = _native.Device(*place, slot_nbytes, _NUM_LANES)
-        else:
+        lanes = max(1, min(num_lanes, _LANES_NBYTES // slot_nbytes))
+        bounce_nbytes = slot_nbytes if slot_nbytes <= _LANES_NBYTES and not slots_on_device else 0
+        try:
             self._device = _native.Device(
-                *place,
-                slot_nbytes,
-                lanes,
-                compiled.cubin,
-                compiled.name,
-                compiled.num_threads,
-                compiled.shared_nbytes,
-                compiled.num_scratch,
-                compiled.piece_nbytes,
+                cuda.LIBCUDA, device.device.index or 0, bounce_nbytes, lanes
             )
-        try:
-            self.pages = _native.Pages(device.memory, self._device)
-            self.arena = Arena(slot_nbytes, num_slots, self._device.register)
-            self._try(slot_nbytes)
-        except BaseException:
-            self._device.close()
-            raise
-
-    def copy(
-        self,
-        table: SpanTable,
-        slot: npt.NDArray[np.uint8],
-        base: int,
-        ready: Ready | None,
-        *,
-        to_slot: bool,
-    ) -> bool:
-        """Copy all spans, after `ready`; False: the driver says no, and nothing of it runs any more.
-
-        ValueError for a span that is not inside its tensor and the slot.
-        """
-        if ready is not None:
-            ready.synchronize()
-        try:
-            _native.copy_spans(self.pages, table, slot, base, to_slot)
-        except RuntimeError as error:
-            if not self._complained:
-                logger.warning("fskv: chunks are copied in Python where this fails: %s", error)
-            self._complained = True
-            return False
-        return True
+            try:
+                self.pages = _native.Pages(device.memory, self._device)
+                if slots_on_device:  # one for the trial
+                    slot_nbytes, num_slots = min(slot_nbytes, _TRIAL_NBYTES), 1
+                self.arena = Arena(slot_nbytes, num_slots, self._device.register, cpus)
+                self._try(slot_nbytes, slots_on_device)
+            except BaseException:
+                self._device.close()
+                raise
+        except (RuntimeError, OSError, MemoryError) as error:
+            raise ConfigError(
+                f"KV on {device.device} cannot be copied to host memory: {error or 'no memory'}"
+            ) from error
+        if not self._device.uses_kernel:
+            logger.warning(
+                "fskv: the driver cannot load the copy kernel: spans are copied one by one"
+            )
 
     def close(self) -> None:
         """Give back what is on the device, and release the slots' registration. Waits for copies only."""
         self._device.close()
 
-    def _try(self, slot_nbytes: int) -> None:
+    def _try(self, slot_nbytes: int, slots_on_device: bool) -> None:
         """Copy known bytes to and fro, of any alignment; raises RuntimeError where others come back."""
         half = min(slot_nbytes, _TRIAL_NBYTES) // 2
         unit = half // 4
@@ -115,22 +83,36 @@ class NativeCuda:
         slot = self.arena.take()
         with contextlib.ExitStack() as stack:
             stack.callback(self.arena.give_back, slot)
-            there = [self._device.allocate(half) for _ in range(2)]
-            for address in there:
-                stack.callback(self._device.release, address)
+            there: list[int] = []
+            for _ in range(3):
+                try:
+                    there.append(self._device.allocate(2 * half))
+                except RuntimeError as error:  # the engine has taken all of it
+                    logger.warning("fskv: copies are not tried at the start: %s", error)
+                    return
+                stack.callback(self._device.release, there[-1])
             pages = _native.Pages([(address, half) for address in there], self._device)
             wanted = _random(2 * half, seed=1)
             slot[: 2 * half] = wanted
             _native.copy_spans(pages, both, slot, 0, False)
             slot[: 2 * half] = _random(2 * half, seed=2)
             self._apply(spans, wanted, slot, half)
-            _native.copy_spans(pages, some, slot, 0, False)
+            # Where slots are on the device, by way of one of these.
+            staged = (there[2], 2 * half) if slots_on_device else slot
+            whole = np.array([(2, 0, 0, half)], np.int64)
+            if slots_on_device:
+                _native.copy_spans(pages, whole, slot, 0, False)
+            _native.copy_spans(pages, some, staged, 0, False)
             slot[:] = 0x55
             _native.copy_spans(pages, both, slot, 0, True)
             if not np.array_equal(slot[: 2 * half], wanted) or (slot[2 * half :] != 0x55).any():
                 raise RuntimeError("a copy on the device gives other bytes")
             slot[:] = 0x55
-            _native.copy_spans(pages, some, slot, 0, True)
+            if slots_on_device:
+                _native.copy_spans(pages, whole, slot, 0, False)
+            _native.copy_spans(pages, some, staged, 0, True)
+            if slots_on_device:
+                _native.copy_spans(pages, whole, slot, 0, True)
             stop = 4 * unit - 22
             for tensor, offset, place, nbytes in spans:
                 at = tensor * half + offset
@@ -150,18 +132,6 @@ class NativeCuda:
         for tensor, offset, place, nbytes in spans:
             at = tensor * half + offset
             pages[at : at + nbytes] = slot[place : place + nbytes]
-
-
-def open_native(device: CudaDevice, slot_nbytes: int, num_slots: int | None) -> NativeCuda | None:
-    """Return the path outside the interpreter, or None after one sentence in the log. Never raises."""
-    if _native is None:
-        return None
-    try:
-        return NativeCuda(device, slot_nbytes, num_slots)
-    # No libcuda, another one than ours, no memory: the engine has its own path.
-    except Exception as error:
-        logger.warning("fskv: chunks are copied in Python: %s", str(error).partition("\n")[0])
-        return None
 
 
 def _random(nbytes: int, seed: int) -> npt.NDArray[np.uint8]:

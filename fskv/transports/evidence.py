@@ -41,6 +41,13 @@ class Facts:
     after: NvidiaFs | None = None
 
 
+def bounces(facts: Facts) -> bool:
+    """Whether kvikio itself carried the probe's bytes through host memory. The host path does that better."""
+    if facts.num_cufile is None:
+        return bool(facts.prefers_compat)
+    return facts.num_cufile == 0 and bool(facts.num_posix)
+
+
 def describe(facts: Facts) -> str:
     """Say in one phrase what carries the bytes and on what evidence."""
     if facts.error is not None:

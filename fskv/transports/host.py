@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import mmap
 import os
 import secrets
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +28,6 @@ from fskv.format import chunk_file
 from fskv.format.integrity import xxh3_rows
 from fskv.native import _native
 from fskv.plan.spans import SpanTable
-from fskv.transports import cuda_native
 from fskv.transports.arena import Arena
 from fskv.transports.chunk_fd import (
     OPEN_PART,
@@ -39,6 +37,7 @@ from fskv.transports.chunk_fd import (
     unlink_quietly,
 )
 from fskv.transports.cuda import CudaDevice, flat_bytes
+from fskv.transports.cuda_native import NativeCuda
 from fskv.transports.protocol import Native, OpenChunk
 
 if TYPE_CHECKING:
@@ -58,22 +57,12 @@ _NO_RENAME = (
 class HostSlot:
     """A staging buffer in host memory: header, then payload. uint8, 4096-aligned."""
 
-    __slots__ = ("array", "index", "tensor", "view")
+    __slots__ = ("array", "index", "view")
 
-    def __init__(self, index: int, array: npt.NDArray[np.uint8], tensor: Any = None) -> None:
+    def __init__(self, index: int, array: npt.NDArray[np.uint8]) -> None:
         self.index = index
         self.array = array
-        self.tensor = tensor  # the same memory as a pinned torch tensor, where torch has made it
         self.view = array.data
-
-    @property
-    def pinned(self) -> Any:
-        """The same memory as a torch tensor, for copies from and to a device."""
-        if self.tensor is None:
-            import torch
-
-            self.tensor = torch.from_numpy(self.array)
-        return self.tensor
 
 
 class _HostChunk(ChunkFd):
@@ -97,7 +86,7 @@ class _HostChunk(ChunkFd):
 
 
 class HostTransport:
-    """See the module docstring; docs/architecture.md, "Staging"."""
+    """Moves chunks through slots in host memory; docs/architecture.md, "Staging"."""
 
     def __init__(
         self,
@@ -110,21 +99,36 @@ class HostTransport:
         fsync: bool = False,
         cuda: CudaDevice | None = None,
         num_slots: int | None = None,
+        num_threads: int = 8,
+        cpus: frozenset[int] | None = None,
     ) -> None:
         """`tensors` are the engine's KV tensors, int8 (num_blocks, page), CPU or CUDA, possibly strided.
 
         A memoryview of writable bytes does for a contiguous one on the CPU, where there is no torch.
-        `cuda` is their device, if there is one and somebody has made it already. On a device memory for
-        `num_slots` slots is registered now; None: for a few whenever some are needed.
+        `cuda` is their device, if there is one and somebody has made it. For a device, memory for `num_slots`
+        slots is registered now and touched on `cpus` first; None: for a few whenever some are needed.
+        `num_threads` copy at once.
 
         Writes probe files into `probe_dir`. Raises RootError where no file can be renamed over another, and
-        ConfigError when direct_io is "on" and the file system refuses it.
+        ConfigError when direct_io is "on" and the file system refuses it, or a device says no.
         """
         self.slot_nbytes = slot_nbytes
         self._file_mode = file_mode
         self._fsync = fsync
+        if cuda is None and tensors and getattr(tensors[0], "is_cuda", False):
+            cuda = CudaDevice(tensors, slot_nbytes)
+        self._cuda = cuda
+        self._outside = None
+        if cuda is not None:
+            self._outside = NativeCuda(
+                cuda, slot_nbytes, num_slots, num_lanes=num_threads, cpus=cpus
+            )
+            self._arena, self._pages = self._outside.arena, self._outside.pages
+        else:
+            self._arena = Arena(slot_nbytes)
+            self._pages = _native.Pages([_host_bytes(tensor) for tensor in tensors])
         self._direct = call_with_deadline(
-            lambda: _look_at(probe_dir, file_mode, direct=direct_io != "off"),
+            lambda: self._look_at(probe_dir, wanted=direct_io != "off"),
             START_UP_S,
             f"option 'root': {probe_dir} did not take a write",
         )
@@ -133,26 +137,6 @@ class HostTransport:
                 "option 'direct_io': found \"on\", but a direct write in the root fails; "
                 'expected "auto" or "off" on this file system'
             )
-        if cuda is None and tensors and getattr(tensors[0], "is_cuda", False):
-            cuda = CudaDevice(tensors, slot_nbytes)
-        self._cuda = cuda
-        self._flat: list[Any] = []
-        self._outside = None
-        if cuda:
-            self._outside = cuda_native.open_native(cuda, slot_nbytes, num_slots)
-        self._arena = self._outside.arena if self._outside else Arena(slot_nbytes)
-        if cuda and not self._outside:
-            cuda.make_bounce_buffers()
-        if not cuda:
-            self._flat = [
-                np.frombuffer(t, np.uint8) if isinstance(t, memoryview) else flat_bytes(t).numpy()
-                for t in tensors
-            ]
-        self._pages: _native.Pages | None = None
-        if self._outside:
-            self._pages = self._outside.pages
-        elif not cuda:
-            self._pages = _native.Pages(self._flat)
         self.native = Native(
             pages=self._pages,
             on_device=cuda is not None,
@@ -165,40 +149,30 @@ class HostTransport:
             f"{'O_DIRECT' if self._direct else 'buffered'}"
         )
 
+    def _look_at(self, probe_dir: str, *, wanted: bool) -> bool:
+        """Return whether O_DIRECT is wanted and works, with the memory of a slot."""
+        _refuse_without_rename(probe_dir, self._file_mode)
+        if not wanted:
+            return False
+        memory = self._arena.take()
+        works = _direct_io_works(probe_dir, self._file_mode, memory[: chunk_file.ALIGNMENT].data)
+        self._arena.give_back(memory)  # not where the probe hangs
+        return works
+
     def enter_thread(self) -> None:
         if self._cuda:
             self._cuda.enter_thread()
 
     def new_slot(self, index: int) -> HostSlot:
-        if self._outside or not self._cuda:
-            return HostSlot(index, self._arena.take())
-        import torch
-
-        # One page more than needed: the pinned allocator promises no 4096-alignment.
-        raw = torch.empty(self.slot_nbytes + 4096, dtype=torch.uint8, pin_memory=True)
-        start = -raw.data_ptr() % 4096
-        tensor = raw[start : start + self.slot_nbytes]
-        return HostSlot(index, tensor.numpy(), tensor)
+        return HostSlot(index, self._arena.take())
 
     def drop_slot(self, slot: HostSlot) -> None:
-        """Pinned memory goes with the slot; an arena keeps its own."""
+        self._arena.give_back(slot.array)
 
     def gather(self, table: SpanTable, slot: HostSlot, base: int) -> None:
-        if self._cuda:
-            if not self._outside or not self._outside.copy(
-                table, slot.array, base, None, to_slot=True
-            ):
-                self._cuda.gather_to_host(table, slot.pinned, base, None)
-            return
         _native.copy_spans(self._pages, table, slot.array, base, True)
 
     def scatter(self, slot: HostSlot, base: int, table: SpanTable) -> None:
-        if self._cuda:
-            if not self._outside or not self._outside.copy(
-                table, slot.array, base, None, to_slot=False
-            ):
-                self._cuda.scatter_from_host(slot.pinned, base, table, None)
-            return
         _native.copy_spans(self._pages, table, slot.array, base, False)
 
     def fill_zero(self, slot: HostSlot, start: int, stop: int) -> None:
@@ -216,8 +190,6 @@ class HostTransport:
     def close(self) -> None:
         if self._outside:
             self._outside.close()
-        if self._cuda:
-            self._cuda.drop_bounce_buffers()
 
     @contextlib.contextmanager
     def open(self, path: str, dir_fd: int | None = None) -> Iterator[OpenChunk[HostSlot]]:
@@ -237,8 +209,19 @@ class HostTransport:
                 os.fsync(fd)
 
 
-def _look_at(directory: str, file_mode: int, *, direct: bool) -> bool:
-    """Return whether O_DIRECT works, if it is wanted; raises RootError where stores can publish nothing.
+def _host_bytes(tensor: torch.Tensor | memoryview) -> npt.NDArray[np.uint8]:
+    if isinstance(tensor, memoryview):
+        return np.frombuffer(tensor, np.uint8)
+    if tensor.device.type != "cpu":
+        raise ConfigError(
+            f"KV on a device of type {tensor.device.type!r}: fskv knows CUDA devices and KV in host memory"
+        )
+    flat: npt.NDArray[np.uint8] = flat_bytes(tensor).numpy()
+    return flat
+
+
+def _refuse_without_rename(directory: str, file_mode: int) -> None:
+    """Raise RootError where stores can publish nothing.
 
     Mounts of object stores take a new file, and neither rename nor overwrite it.
     """
@@ -260,16 +243,15 @@ def _look_at(directory: str, file_mode: int, *, direct: bool) -> bool:
     finally:
         for path in paths:
             unlink_quietly(path)
-    return direct and _direct_io_works(directory, file_mode)
 
 
-def _direct_io_works(directory: str, file_mode: int) -> bool:
-    """Write one aligned page with O_DIRECT: open() accepting the flag proves nothing (LMCache#4364).
+def _direct_io_works(directory: str, file_mode: int, page: memoryview) -> bool:
+    """Write `page`, aligned memory of a slot, with O_DIRECT.
 
-    Raises RootError when the directory cannot be written at all.
+    That open() accepts the flag proves nothing (LMCache#4364). Raises RootError when the directory cannot be
+    written at all.
     """
     path = os.path.join(directory, f"probe-{secrets.token_hex(8)}.part")
-    page = mmap.mmap(-1, chunk_file.ALIGNMENT)
     try:
         fd = os.open(path, OPEN_PART | os.O_DIRECT, file_mode)
         try:

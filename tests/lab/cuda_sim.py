@@ -1,7 +1,7 @@
 """A CUDA device without a GPU: the simulated driver of native/cuda_sim.c, and torch on it.
 
 `Sim` is the driver; `Gpu` one of its devices, as an engine uses it. `on_simulation` puts the few calls of
-torch.cuda and Triton that fskv makes on the driver, so that `CudaDevice` runs unchanged. Its tensors are
+torch.cuda that fskv makes on the driver, so that `CudaDevice` runs unchanged. Its tensors are
 torch's own, on addresses that the host may not touch: who looks into one without the driver is named.
 
 What this shows: order, contexts, lifetimes, bounds, bytes, calls. What it does not: speed, and whether a real
@@ -26,7 +26,6 @@ from native_build import build
 from fskv.transports import cuda, kernels
 from fskv.transports.host import HostTransport
 
-_CUBIN = b"SIM: the kernels are functions of the host's, found by name"
 _NON_BLOCKING = 1
 _BLOCKING_SYNC, _DISABLE_TIMING = 1, 2
 _CAPTURE_RELAXED = 2
@@ -47,6 +46,7 @@ class Sim:
         lib.sim_open_address.argtypes = [ctypes.c_uint64]
         lib.sim_open_address.restype = ctypes.c_uint64
         lib.sim_limit.argtypes = [ctypes.c_int, ctypes.c_size_t]
+        lib.sim_occupy.argtypes = [ctypes.c_int, ctypes.c_double]
         for name in ("sim_calls", "sim_live", "sim_registered"):
             getattr(lib, name).restype = ctypes.c_size_t
 
@@ -79,9 +79,9 @@ class Sim:
         """Let all calls fail from now on, as after an illegal address."""
         self.lib.sim_lose(device, code)
 
-    def be(self, *, major=9, same_address=True):
-        """Be, until a reset, of this major version, and see registered memory where the host has it."""
-        self.lib.sim_device(major, int(same_address))
+    def occupy(self, device, seconds):
+        """Let kernels of the engine's hold all multiprocessors for so long."""
+        self.lib.sim_occupy(device, seconds)
 
     def limit(self, device, nbytes):
         """Let no more than so much be allocated beyond what is."""
@@ -114,18 +114,16 @@ class Sim:
 
 
 @functools.cache
-def simulation(*, for_all=False, version=13000):
-    """Build and load the driver of a CUDA version; skips the test where there is no C compiler.
+def simulation(*, for_all=False):
+    """Build and load the driver; skips the test where there is no C compiler.
 
     With `for_all` whoever opens libcuda.so.1 in this process gets it, kvikio too: only for a child process.
-    It has no batches of copies then, which are simulated only as far as fskv uses them.
     """
     directory = Path(tempfile.gettempdir()) / f"fskv-tests-{os.getuid()}"
     if not for_all:
-        return Sim(build("cuda_sim", directory, f"-DCUDA_OF={version}"))
+        return Sim(build("cuda_sim", directory))
     name = "libcuda.so.1"
-    flags = ("-DCUDA_OF=12070", f"-Wl,-soname,{name}")
-    return Sim(build("cuda_sim", directory, *flags, file_name=name))
+    return Sim(build("cuda_sim", directory, f"-Wl,-soname,{name}", file_name=name))
 
 
 class SimTensor(torch.Tensor):
@@ -342,37 +340,6 @@ class _Torch:
             return self.gpu(device).flat(shape[0])
         return self.real_empty(*shape, **options)
 
-    def upload(self, table, device):
-        """kernels._upload: a pinned block and a device block of the allocators, for each thread."""
-        gpu, tables = self.local.stream.gpu, self.local.__dict__.setdefault("tables", {})
-        if gpu.index not in tables:
-            tables[gpu.index] = self.pinned(1 << 20), gpu.flat(1 << 20)
-        pinned, there = tables[gpu.index]
-        nbytes = table.nbytes
-        pinned.numpy()[:nbytes] = table.view(np.uint8).ravel()
-        self.copy_(there[:nbytes], pinned[:nbytes])
-        return there
-
-    def launch(self, grid, table):
-        function = ctypes.c_void_p()
-        gpu = self.local.stream.gpu
-        if not hasattr(gpu, "function"):
-            module = ctypes.c_void_p()
-            self.sim.call("cuModuleLoadData", ctypes.byref(module), _CUBIN)
-            self.sim.call("cuModuleGetFunction", ctypes.byref(function), module, b"_copy_pieces")
-            gpu.function = function
-        values = (ctypes.c_uint64 * 3)(table.data_ptr(), 0, 0)
-        at = ctypes.addressof(values)
-        arguments = (ctypes.c_void_p * 3)(at, at + 8, at + 16)
-        self.sim.call(
-            "cuLaunchKernel",
-            gpu.function,
-            *(grid[0], 1, 1, 128, 1, 1, 0),
-            self.stream_now,
-            arguments,
-            None,
-        )
-
 
 class _Pinned(mmap.mmap):
     gpu = None  # until the driver has taken it
@@ -421,34 +388,11 @@ class _Event(SimEvent):
         self.record_on((stream or self._simulated.engine_stream).handle)
 
 
-class _CopyPieces:
-    def __init__(self, simulated):
-        self._simulated = simulated
-
-    def __getitem__(self, grid):
-        return lambda table, *_, **__: self._simulated.launch(grid, table)
-
-
-def compiled_copy(*_):
-    """What kernels.compiled_copy gives for a real device."""
-    return kernels.CompiledCopy(_CUBIN, "_copy_pieces", 128, 0, 2, 8192)
-
-
 def on_simulation(patch, sim):
     """Put fskv's CUDA path on the simulated driver; `patch` has pytest's `setattr`."""
     simulated = _Torch(sim)
     patch.setattr(cuda, "LIBCUDA", sim.path)
     patch.setattr(kernels, "available", lambda _: None)
-    patch.setattr(kernels, "compiled_copy", compiled_copy)
-    patch.setattr(kernels, "_upload", simulated.upload)
-    patch.setattr(kernels, "_current", lambda _: contextlib.nullcontext())
-    made = kernels._Kernels(None, None, _CopyPieces(simulated), False)
-    patch.setattr(kernels, "_kernels", lambda: made)
-    patch.setattr(
-        cuda.CudaDevice,
-        "_on_device",
-        staticmethod(lambda tensor: simulated.is_device(tensor.data_ptr())),
-    )
     patch.setattr(torch.cuda, "set_device", simulated.set_device)
     patch.setattr(torch.cuda, "Event", functools.partial(_Event, simulated))
     patch.setattr(torch.cuda, "Stream", simulated.stream_of_pool)

@@ -23,6 +23,7 @@ from native_build import build
 from fskv.format import chunk_file
 from fskv.format.integrity import xxh3_rows
 from fskv.gds_io import GdsSlot, GdsTransport
+from fskv.native import _native
 from fskv.transports.cuda import Driver, flat_bytes
 
 _ARENA_NBYTES = 256 << 20  # address space; only what is used becomes memory
@@ -96,8 +97,11 @@ class StubDevice:
         _arena()
         self.kernels_missing = None
         self.num_alive = 0  # buffers
-        self._flat = [flat_bytes(tensor).numpy() for tensor in tensors]
+        self.pages = _native.Pages([flat_bytes(tensor).numpy() for tensor in tensors])
         self._driver = Driver(0)
+
+    def compile_kernels(self):
+        pass
 
     def enter_thread(self):
         pass
@@ -116,15 +120,8 @@ class StubDevice:
     def io_context(self):
         return self._driver.current()
 
-    def gather(self, table, buffer, base, ready):
-        for tensor_idx, offset, place, nbytes in table.tolist():
-            at = base + place
-            buffer.array[at : at + nbytes] = self._flat[tensor_idx][offset : offset + nbytes]
-
-    def scatter(self, buffer, base, table, ready):
-        for tensor_idx, offset, place, nbytes in table.tolist():
-            at = base + place
-            self._flat[tensor_idx][offset : offset + nbytes] = buffer.array[at : at + nbytes]
+    def address(self, buffer):
+        return buffer.array
 
     def fill_zero(self, buffer, start, stop):
         buffer.array[start:stop] = 0
@@ -161,11 +158,13 @@ class LabTransport(GdsTransport):
 
 
 def make_transport(
-    tensors, slot_nbytes, *, probe_dir, direct_io="auto", file_mode=0o600, fsync=False, native=False
+    tensors, slot_nbytes, *, probe_dir, direct_io="auto", file_mode=0o600, fsync=False
 ):
     """Make a GdsTransport, called like HostTransport."""
+    device = StubDevice(tensors)
     return LabTransport(
-        StubDevice(tensors),
+        device,
+        device.pages,
         slot_nbytes,
         direct_io=direct_io != "off",
         file_mode=file_mode,

@@ -1,4 +1,4 @@
-"""The chunk path on CUDA outside the interpreter, and the Python path beside it, over the simulated driver.
+"""The chunk path on CUDA, over the simulated driver.
 
 Streams run late, on threads of their own, and the host may not touch the device: what is read too early,
 given back too early or done on another stream gives wrong bytes here. `misuses` are what a real driver would
@@ -18,37 +18,33 @@ import time
 
 import numpy as np
 import pytest
-from cuda_sim import Gpu, SimError, compiled_copy, device_world, on_simulation, simulation
+from cuda_sim import Gpu, SimError, device_world, on_simulation, simulation
 from test_jobs import Bench
 from world import damage, read_by_hand, returns_in_time, wait_for
 
 from fskv.config import StoreConfig
-from fskv.data_path.job import FileMove, NativeEvent
+from fskv.data_path.job import FileMove
+from fskv.errors import ConfigError
 from fskv.format.chunk_file import FileLayout
+from fskv.native import _native as native_module
 from fskv.offload import mover as mover_module
 from fskv.offload.mover import Mover
 from fskv.plan.spans import GroupLayout, plan_job
 from fskv.root.root import NamespaceDir
-from fskv.transports import cuda, kernels
+from fskv.transports import cuda
 from fskv.transports.host import HostTransport
-from fskv.transports.protocol import OwnSlot
 from fskv.types import FileId, Status
-
-native_module = pytest.importorskip("fskv._native", reason="the C extension was not built")
 
 SLOT = 1 << 20
 LATE_S = 0.004  # a stream may be so late
 
 
-# The copy kernel, the driver's batches, one copy of the driver's a span, or Python's path.
-PATHS = ["kernel", "batches", "batches of CUDA 12", "spans", "python"]
-VERSIONS = {"batches of CUDA 12": 12080, "spans": 12070}  # of the driver; else 13.0
+PATHS = ["kernel", "spans"]  # the copy kernel, or one copy of the driver's a span
 
 
 @pytest.fixture
 def sim(monkeypatch, request):
-    path = getattr(request.node, "callspec", None) and request.node.callspec.params.get("path")
-    sim = simulation(version=VERSIONS.get(path, 13000))
+    sim = simulation()
     sim.reset(1, LATE_S)
     sim.torch = on_simulation(monkeypatch, sim)
     yield sim
@@ -62,14 +58,10 @@ def closes_cleanly(sim):
 class DeviceBench(Bench):
     """Its pages are on a simulated device; tests look at them from beside."""
 
-    def __init__(
-        self, make_world, sim, *, index=1, native=True, root=None, num_slots=40, **options
-    ):
+    def __init__(self, make_world, sim, *, index=1, root=None, num_slots=40, **options):
         self.sim, self.gpu = sim, sim.torch.gpu(f"cuda:{index}")
         place = {"root": root} if root else {}
-        world = device_world(
-            make_world, self.gpu, native=native, num_slots=num_slots, num_blocks=256, **place
-        )
+        world = device_world(make_world, self.gpu, num_slots=num_slots, num_blocks=256, **place)
         super().__init__(world, num_slots=num_slots, **options)
         self.clock.now = time.monotonic()
 
@@ -107,16 +99,12 @@ def make_device(make_world, sim):
     closes_cleanly(sim)
 
 
-def refuse(*_):
-    raise RuntimeError("a kernel with surprises")
-
-
 @pytest.fixture(params=PATHS)
-def path(request, monkeypatch):
-    """One of PATHS, as options of a DeviceBench."""
-    if request.param not in ("kernel", "python"):
-        monkeypatch.setattr(kernels, "compiled_copy", refuse)
-    return {"native": request.param != "python"}
+def path(request, sim):
+    """One of PATHS: a driver that cannot load the kernel copies the spans one by one."""
+    if request.param == "spans":
+        sim.fail("cuModuleLoadData", 200)
+    return request.param
 
 
 # --- order, through a runner ----------------------------------------------------------------------
@@ -125,7 +113,7 @@ def path(request, monkeypatch):
 @pytest.mark.parametrize("seed", range(3))
 def test_stores_and_loads_are_between_the_steps_of_the_engine(make_device, sim, path, seed):
     sim.reset(seed, LATE_S * seed)
-    bench = make_device(num_threads=3, **path)
+    bench = make_device(num_threads=3)
     contents = {}
     for n in range(4):
         ready, contents[n] = bench.pending_step(bench.blocks(n), seed + n)
@@ -264,7 +252,7 @@ def test_two_ranks_on_two_devices_touch_only_their_own(make_device, sim, tmp_pat
 
 
 def test_a_rank_makes_no_context_on_another_gpu(make_device, sim, path):
-    bench = make_device(index=1, **path)
+    bench = make_device(index=1)
     job, _ = bench.store([1, 2])
     bench.finish(job)
     bench.wait_until_idle()
@@ -307,10 +295,10 @@ def test_many_threads_copy_at_once_and_each_has_its_own_bytes(sim, make_pair):
             table = np.array([(t, at, i * page, page) for i, (t, at) in enumerate(rows)], np.int64)
             data = rng.integers(0, 256, nbytes, np.uint8)
             slot.array[4096 : 4096 + nbytes] = data
-            transport.scatter(slot, 4096, table, None)
+            transport.scatter(slot, 4096, table)
             slot.array[:] = 0
             there = np.concatenate([opened[t][at // page] for t, at in rows])
-            transport.gather(table, slot, 4096, None)
+            transport.gather(table, slot, 4096)
             here = slot.array[4096 : 4096 + nbytes].copy()
             if not np.array_equal(there, data) or not np.array_equal(here, data):
                 wrong.append(number)
@@ -331,12 +319,7 @@ def test_a_device_is_given_up_when_no_copy_runs(sim, make_pair):
         pair.gpu.opened(tensor)[:] = 3
     sim.reset()
     sim.hold(True)
-    copied = []
-    copy = threading.Thread(
-        target=lambda: copied.append(
-            transport._outside.copy(table, slot.array, 0, None, to_slot=True)
-        )
-    )
+    copy = threading.Thread(target=lambda: transport.gather(table, slot, 0))
     copy.start()
     wait_for(lambda: sim.calls("cuEventSynchronize") == 1)
     close = threading.Thread(target=transport._outside.close)
@@ -347,9 +330,9 @@ def test_a_device_is_given_up_when_no_copy_runs(sim, make_pair):
     close.join(20)
     copy.join(20)
     assert waited
-    assert copied == [True]
     assert (slot.array[:8192] == 3).all()
-    assert not transport._outside.copy(table, slot.array, 0, None, to_slot=True), "it is given up"
+    with pytest.raises(RuntimeError, match="given up"):
+        transport.gather(table, slot, 0)
 
 
 @pytest.mark.parametrize("closed", [True, False], ids=["closed", "control"])
@@ -385,12 +368,10 @@ def test_memory_that_is_registered_while_the_device_is_given_up_is_not_kept(sim,
     assert sim.misuses == []
 
 
-@pytest.mark.parametrize("path", ["batches", "spans", "kernel"])
-def test_nothing_runs_after_a_copy_that_failed(sim, make_pair, monkeypatch, path):
-    if path != "kernel":
-        monkeypatch.setattr(kernels, "compiled_copy", refuse)
+@pytest.mark.parametrize("way", PATHS)
+def test_nothing_runs_after_a_copy_that_failed(sim, make_pair, way):
     pair = make_pair([(8, 4096)] * 2)
-    outside, slot = pair.transports[0]._outside, pair.slots[0]
+    transport, slot = pair.transports[PATHS.index(way)], pair.slots[PATHS.index(way)]
     table = np.array([(t, b * 4096, (2 * b + t) * 4096, 4096) for b in range(8) for t in (0, 1)])
     for to_slot, name in (
         (True, "cuMemcpyDtoHAsync_v2"),
@@ -400,10 +381,11 @@ def test_nothing_runs_after_a_copy_that_failed(sim, make_pair, monkeypatch, path
     ):
         for seed in range(4):
             sim.reset(seed, 0.2)
-            sim.fail(name, 999, after=1 if "Memcpy" in name and path != "kernel" else 0)
-            if path == "batches":  # then one by one, until that fails
-                sim.fail("cuMemcpyBatchAsync_v2", 719)
-            assert not outside.copy(table, slot.array, 4096, None, to_slot=to_slot)
+            sim.fail(name, 999, after=1 if "Memcpy" in name and way == "spans" else 0)
+            with pytest.raises(RuntimeError, match="999"):
+                transport.gather(table, slot, 4096) if to_slot else transport.scatter(
+                    slot, 4096, table
+                )
             assert not sim.busy, "the slot and the pages are somebody else's now"
 
 
@@ -434,10 +416,10 @@ def test_slots_are_registered_once_and_no_more_than_was_allowed(make_device, sim
     gc.collect()  # pinned memory of another test that goes meanwhile would be counted here
     before = sim.registered
     bench = make_device(num_threads=2, num_slots=9)
-    lanes = 4 * (2048 * 24 + bench.world.transport.slot_nbytes)
+    lanes = 8 * (2048 * 24 + bench.world.transport.slot_nbytes)
     live = sim.live(1) - lanes
     staging = 9 * bench.world.transport.slot_nbytes
-    tables = 4 * 2048 * 24
+    tables = 8 * 2048 * 24
     assert sim.registered - before == staging + tables
     calls = sim.calls("cuMemHostRegister_v2")
     slots = [bench.world.transport.new_slot(i) for i in range(9)]
@@ -462,7 +444,7 @@ def captured(sim, gpu, stream=None):
 
 
 def test_no_capture_of_the_engines_is_spoilt(make_device, sim, path):
-    bench = make_device(num_threads=2, **path)
+    bench = make_device(num_threads=2)
 
     def moved(chunks):
         job, _ = bench.store(chunks)
@@ -471,7 +453,6 @@ def test_no_capture_of_the_engines_is_spoilt(make_device, sim, path):
         assert not bench.finish(bench.load(chunks, place=9))[0].failed
         bench.wait_until_idle()
 
-    moved([4, 5, 6])  # slots of Python's path are torch's, which relaxes captures itself
     with captured(sim, bench.gpu):
         moved([1, 2, 3])
 
@@ -484,7 +465,7 @@ def test_no_capture_is_spoilt_by_who_waits_for_the_engines_events(
     if not relaxed:
         monkeypatch.setattr(cuda.Driver, "relax", lambda self: 0)
     sim.reset(1, 0.0)
-    bench = make_device(num_threads=2, **path)
+    bench = make_device(num_threads=2)
     go = threading.Event()
     bench.gpu.launch(lambda: go.wait(20))
     jobs = []
@@ -513,25 +494,6 @@ def test_no_capture_is_spoilt_by_memory_for_gds(sim, monkeypatch, relaxed):
         driver.free(driver.allocate(4096))
 
 
-def test_negative_control_python_s_copies_spoil_a_capture_that_nobody_relaxes(
-    make_world, sim, monkeypatch
-):
-    # Not of make_device: after the error a copy may be from memory that could not be registered.
-    monkeypatch.setattr(cuda.Driver, "relax", lambda self: 0)
-    with contextlib.closing(DeviceBench(make_world, sim, num_threads=2, native=False)) as bench:
-        job, _ = bench.store([1, 2])
-        bench.finish(job)
-        bench.wait_until_idle()
-
-        def load():
-            with captured(sim, bench.gpu):
-                bench.finish(bench.load([1, 2], place=9))
-                bench.wait_until_idle()
-
-        with pytest.raises(SimError, match="901"):
-            load()
-
-
 def test_negative_control_a_capture_is_spoilt_by_an_allocation(sim):
     gpu = sim.torch.gpu("cuda:0")
     with gpu.current():
@@ -546,31 +508,32 @@ def test_negative_control_a_capture_is_spoilt_by_an_allocation(sim):
 
 
 class Pair:
-    """The same pages behind the path outside the interpreter and behind Python's."""
+    """The same pages behind the kernel and behind one copy of the driver's a span."""
 
     def __init__(self, sim, tmp_path, shapes, num_slots=1):
         self.gpu = sim.torch.gpu("cuda:0")
         self.tensors = [self.gpu.tensor(*shape) for shape in shapes]
-        self.transports = [
-            HostTransport(
-                self.tensors,
-                SLOT,
-                probe_dir=str(tmp_path),
-                direct_io="off",
-                native=native,
-                num_slots=num_slots if native else None,
+        self.transports = []
+        for way in PATHS:
+            if way == "spans":
+                sim.fail("cuModuleLoadData", 200)
+            self.transports.append(
+                HostTransport(
+                    self.tensors,
+                    SLOT,
+                    probe_dir=str(tmp_path),
+                    direct_io="off",
+                    num_slots=num_slots,
+                )
             )
-            for native in (True, False)
-        ]
-        for transport in self.transports:
-            transport.enter_thread()
+            assert self.transports[-1]._outside._device.uses_kernel is (way == "kernel")
         self.slots = [transport.new_slot(0) for transport in self.transports]
 
     def gathered(self, table, base):
         found = []
         for transport, slot in zip(self.transports, self.slots, strict=True):
             slot.array[:] = 0x5A
-            transport.gather(table, slot, base, None)
+            transport.gather(table, slot, base)
             found.append(bytes(slot.array))
             slot.array[:] = 0  # a late copy would be seen in the next round
         return found
@@ -581,7 +544,7 @@ class Pair:
             self.gpu.opened(t)[:] = 0xA5
         for transport, slot in zip(self.transports, self.slots, strict=True):
             slot.array[:] = data
-            transport.scatter(slot, base, table, None)
+            transport.scatter(slot, base, table)
             slot.array[:] = 0
             found.append([self.gpu.opened(t).copy() for t in self.tensors])
             for t in self.tensors:
@@ -691,39 +654,11 @@ def test_pages_beyond_4_gib_of_a_tensor(make_pair, sim):
     assert outside[4096 : 4096 + len(wanted)] == wanted
     slot = pair.slots[0]
     slot.array[4096 : 4096 + len(wanted)] = np.frombuffer(wanted, np.uint8)[::-1]
-    pair.transports[0].scatter(slot, 4096, table, None)
+    pair.transports[0].scatter(slot, 4096, table)
     found = b"".join(opened[b, 8:-8].tobytes() for b in edges)
     assert found == wanted[::-1]
     assert not opened[edges[1] - 1].any()
     assert not opened[edges[3] + 1].any()
-
-
-def test_a_load_that_was_given_up_before_it_was_read_is_not_parked(make_device):
-    """Nobody would take it back: it would keep its slot."""
-    bench = make_device(num_threads=1)
-    job, _ = bench.store([1])
-    bench.finish(job)
-    bench.wait_until_idle()
-    queue, guard = native_module.Queue(1), native_module.Guard()
-    own = OwnSlot(bench.runner._slots.take())
-    move = bench.world.request(1, bench.blocks(9))
-    for abandoned in (False, True):
-        owner = object()
-        transfer = bench.world.store.transfer(owner, move.file, move.plan, guard, is_load=True)
-        transfer.use_slot(bench.runner._slots.take())
-        transfer.hold()
-        if abandoned:
-            guard.abandon()
-        queue.push([transfer])
-        thread = threading.Thread(target=lambda: queue.take(own), daemon=True)
-        thread.start()
-        events = []
-        wait_for(lambda events=events: events.extend(queue.take_events()) or events)
-        kinds = [NativeEvent(kind) for _, kind, _ in events]
-        assert kinds == [NativeEvent.ABANDONED if abandoned else NativeEvent.READ]
-        assert queue.num_parked == 1
-    queue.close()
-    assert queue.num_parked == 0
 
 
 # --- what the driver refuses -------------------------------------------------------------------------------
@@ -737,8 +672,6 @@ AT_START = [
     "cuEventCreate",
     "cuMemAlloc_v2",
     "cuMemHostRegister_v2",
-    "cuModuleLoadData",
-    "cuModuleGetFunction",
     "cuMemcpyHtoDAsync_v2",
     "cuLaunchKernel",
     "cuEventSynchronize",
@@ -746,53 +679,42 @@ AT_START = [
 
 
 @pytest.mark.parametrize("name", AT_START)
-def test_an_error_at_the_start_leaves_the_python_path(sim, tmp_path, caplog, name):
+def test_an_error_at_the_start_is_one_sentence_and_keeps_nothing(sim, tmp_path, name):
     gpu = sim.torch.gpu("cuda:0")
     tensors = [gpu.tensor(8, 4096)]
-    gpu.opened(tensors[0])[:] = 9
     live, registered = sim.live(0), sim.registered
-    # torch's own calls come first.
     sim.fail(name, 999)
-    transport = HostTransport(tensors, SLOT, probe_dir=str(tmp_path), direct_io="off", num_slots=2)
-    said = [r.message for r in caplog.records if "chunks are copied in Python" in r.message]
-    assert len(said) == 1
-    assert f"{name} answers CUDA error 999" in said[0]
-    assert "in Python" in transport.description
-    transport.enter_thread()
-    transport.close()
+    with pytest.raises(ConfigError, match=f"cannot be copied.*{name} answers CUDA error 999"):
+        HostTransport(tensors, SLOT, probe_dir=str(tmp_path), direct_io="off", num_slots=2)
+    gc.collect()
     assert sim.registered <= registered, "less: what another test left has gone"
-    slot = HostTransport(
-        tensors, SLOT, probe_dir=str(tmp_path), direct_io="off", native=False
-    ).new_slot(0)
-    transport.gather(np.array([(0, 0, 0, 4096), (0, 8192, 4096, 4096)]), slot, 4096, None)
-    assert (slot.array[4096 : 4096 + 8192] == 9).all()
-    transport.close()
-    assert sim.live(0) - live < 4 * SLOT + 4096 * 4096
+    assert sim.live(0) <= live
     closes_cleanly(sim)
 
 
-def test_without_libcuda_the_python_path_is_taken(sim, tmp_path, caplog, monkeypatch):
-    from fskv.transports import cuda
-
+def test_without_libcuda_there_is_one_sentence(sim, tmp_path, monkeypatch):
     gpu = sim.torch.gpu("cuda:0")
     monkeypatch.setattr(cuda, "LIBCUDA", "libcuda.so.no-such")
-    transport = HostTransport([gpu.tensor(8, 4096)], SLOT, probe_dir=str(tmp_path), direct_io="off")
-    assert "libcuda cannot be opened" in caplog.text
-    assert "in Python" in transport.description
+    with pytest.raises(ConfigError, match="libcuda cannot be opened"):
+        HostTransport([gpu.tensor(8, 4096)], SLOT, probe_dir=str(tmp_path), direct_io="off")
 
 
-def test_a_driver_that_copies_wrongly_is_not_used(sim, tmp_path, caplog, monkeypatch):
-    """A kernel of another Triton, for one: its pieces are half as long as it is told."""
-    wrong = compiled_copy()._replace(piece_nbytes=16384)
-    monkeypatch.setattr(kernels, "compiled_copy", lambda _: wrong)
+def test_a_driver_that_copies_wrongly_is_not_used(sim, tmp_path, monkeypatch):
+    """Each copy to the device brings its first byte wrong."""
+    real = native_module.copy_spans
+
+    def wrong(pages, table, slot, base, to_slot):
+        real(pages, table, slot, base, to_slot)
+        if to_slot:
+            slot[base] ^= 1
+
+    monkeypatch.setattr(native_module, "copy_spans", wrong)
     gpu = sim.torch.gpu("cuda:0")
-    transport = HostTransport([gpu.tensor(8, 4096)], SLOT, probe_dir=str(tmp_path), direct_io="off")
-    assert "gives other bytes" in caplog.text
-    assert "in Python" in transport.description
-    assert all("a piece of" in misuse for misuse in sim.misuses)
+    with pytest.raises(ConfigError, match="gives other bytes"):
+        HostTransport([gpu.tensor(8, 4096)], SLOT, probe_dir=str(tmp_path), direct_io="off")
 
 
-TABLE_NBYTES, TRIAL_NBYTES = 2048 * 24, 256 << 10
+TABLE_NBYTES, TRIAL_NBYTES = 2048 * 24, 3 * (256 << 10)
 
 
 @pytest.mark.parametrize("num_lanes", [0, 1, 3])
@@ -804,23 +726,29 @@ def test_without_memory_for_a_buffer_there_are_fewer_lanes_or_none(
     sim.limit(0, num_lanes * (SLOT + TABLE_NBYTES) + TRIAL_NBYTES)
     transport = HostTransport(tensors, SLOT, probe_dir=str(tmp_path), direct_io="off", num_slots=2)
     device = transport._outside._device
-    assert (device.uses_kernel, device.num_lanes) == (num_lanes > 0, num_lanes or 4)
+    assert (device.uses_kernel, device.num_lanes) == (num_lanes > 0, num_lanes or 8)
     for value, tensor in enumerate(tensors):
         gpu.opened(tensor)[:] = value + 3
     slot = transport.new_slot(0)
     table = np.array([(0, 0, 0, 4096), (1, 8192, 4096, 4096)])
-    transport.gather(table, slot, 4096, None)
+    transport.gather(table, slot, 4096)
     assert (slot.array[4096 : 4096 + 8192].reshape(2, -1) == [[3], [4]]).all()
     transport.close()
     closes_cleanly(sim)
 
 
-def test_without_any_device_memory_the_python_path_is_taken(sim, tmp_path, caplog):
+def test_without_memory_for_a_trial_the_path_is_taken_all_the_same(sim, tmp_path, caplog):
     gpu = sim.torch.gpu("cuda:0")
     tensor = gpu.tensor(8, 4096)
     sim.limit(0, 4096)
-    HostTransport([tensor], SLOT, probe_dir=str(tmp_path), direct_io="off")
-    assert "cuMemAlloc_v2 answers CUDA error 2" in caplog.text
+    transport = HostTransport([tensor], SLOT, probe_dir=str(tmp_path), direct_io="off")
+    assert "copies are not tried at the start" in caplog.text
+    gpu.opened(tensor)[:] = 7
+    slot = transport.new_slot(0)
+    transport.gather(np.array([(0, 0, 0, 4096), (0, 8192, 4096, 4096)]), slot, 4096)
+    assert (slot.array[4096 : 4096 + 8192] == 7).all()
+    transport.close()
+    closes_cleanly(sim)
 
 
 IN_A_COPY = [
@@ -869,9 +797,8 @@ def test_errors_in_copies_cost_no_byte_and_no_later_chunk(make_device, sim, name
     bench.wait_until_idle()
 
 
-@pytest.mark.parametrize("path", PATHS, indirect=True)
-def test_each_path_copies_as_it_says(make_device, sim, path, request):
-    bench = make_device(num_threads=1, **path)
+def test_each_path_copies_as_it_says(make_device, sim, path):
+    bench = make_device(num_threads=1)
     sim.reset(3, LATE_S)
     job, contents = bench.store([0, 1])
     bench.finish(job)
@@ -880,109 +807,94 @@ def test_each_path_copies_as_it_says(make_device, sim, path, request):
     bench.finish(bench.load([0, 1], place=9))
     bench.wait_until_idle()
     assert [bench.world.pages(bench.blocks(9 + n)) for n in range(2)] == list(contents.values())
-    used = [sim.calls(f"cuMemcpyBatchAsync{suffix}") for suffix in ("_v2", "")]
     copies = sim.calls("cuMemcpyHtoDAsync_v2") + sim.calls("cuMemcpyDtoHAsync_v2")
-    name = request.node.callspec.params["path"]
-    if name.startswith("batches"):
-        assert used == ([4, 0] if name == "batches" else [0, 4]), "one for each chunk and way"
-        assert copies == 0
-    else:
-        assert used == [0, 0]
-        assert (copies > 8) is (name == "spans")
+    assert (copies > 8) is (path == "spans")
+    assert bool(sim.calls("cuLaunchKernel")) is (path == "kernel")
 
 
-@pytest.mark.parametrize("code", [1, 801])
-@pytest.mark.parametrize("path", ["batches", "batches of CUDA 12"], indirect=True)
-def test_a_batch_that_the_driver_refuses_is_copied_one_by_one_and_is_the_last(
-    make_device, sim, path, code, request
-):
-    """Half of it was begun, and is over before the same pages are copied once more."""
-    bench = make_device(num_threads=1, **path)
-    device = bench.world.transport._outside._device
-    name = request.node.callspec.params["path"]
-    call = "cuMemcpyBatchAsync_v2" if name == "batches" else "cuMemcpyBatchAsync"
-    assert device.uses_batches
-    assert not device.uses_kernel
-    sim.reset(code, LATE_S)
-    sim.fail(call, code)
-    job, contents = bench.store([0, 1, 2])
-    bench.finish(job)
-    bench.wait_until_idle()
-    assert sim.calls(call) == 1
-    assert not device.uses_batches
-    for n, content in contents.items():
-        assert read_by_hand(bench.world.path(n)).payload[: len(content)] == content
-    bench.poison(range(36, 60))
-    assert not bench.finish(bench.load([0, 1, 2], place=9))[0].failed
-    bench.wait_until_idle()
-    assert [bench.world.pages(bench.blocks(9 + n)) for n in range(3)] == list(contents.values())
-    assert sim.calls(call) == 1
-
-
-@pytest.mark.parametrize(
-    "device", [{"same_address": False}, {"major": 10}, {"major": 12}, {}], ids=str
-)
-@pytest.mark.parametrize("path", ["batches", "batches of CUDA 12"], indirect=True)
-def test_a_batch_is_not_tried_where_it_would_cost_the_engine_its_context(
-    make_device, sim, path, device
-):
-    """Not at start-up either. The last of these devices is one on which it may be tried."""
-    sim.be(**device)
-    bench = make_device(num_threads=1, **path)
-    assert bench.world.transport._outside._device.uses_batches is (not device)
-    job, contents = bench.store([0, 1])
-    bench.finish(job)
-    bench.wait_until_idle()
-    assert not bench.finish(bench.load([0, 1], place=9))[0].failed
-    bench.wait_until_idle()
-    assert [bench.world.pages(bench.blocks(9 + n)) for n in range(2)] == list(contents.values())
-    tried = sim.calls("cuMemcpyBatchAsync_v2") + sim.calls("cuMemcpyBatchAsync")
-    assert bool(tried) is (not device)
-
-
-def test_a_table_of_more_spans_than_a_batch_takes_goes_in_several(sim, tmp_path, monkeypatch):
-    monkeypatch.setattr(kernels, "compiled_copy", refuse)
-    gpu = sim.torch.gpu("cuda:0")
-    tensor = gpu.tensor(5000, 64)
-    transport = HostTransport([tensor], SLOT, probe_dir=str(tmp_path), direct_io="off", num_slots=2)
-    opened = gpu.opened(tensor).reshape(-1)
-    opened[:] = np.random.default_rng(1).integers(0, 256, len(opened), np.uint8)
-    order = np.random.default_rng(2).permutation(5000)
-    table = np.array([(0, 64 * block, 64 * i, 64) for i, block in enumerate(order)], np.int64)
-    table = np.insert(table, 2048, (0, 0, 0, 0), axis=0)  # of no bytes: never the driver's
-    slot = transport.new_slot(0)
+def test_no_more_than_two_copies_to_the_host_run_at_once(sim, make_pair):
+    """The engine's own copies, of the tokens that it sampled, need the same engine of the device."""
+    pair = make_pair([(64, 4096)], num_slots=8)
+    transport, gpu = pair.transports[0], pair.gpu
+    slots = [*pair.slots[:1], *(transport.new_slot(n) for n in range(1, 8))]
+    table = np.array([(0, 4096 * b, 4096 * b, 4096) for b in range(8)], np.int64)
     sim.reset(1, 0.0)
-    transport.gather(table, slot, 4096, None)
-    assert sim.calls("cuMemcpyBatchAsync_v2") == 3
-    stored = slot.array[4096 : 4096 + len(opened)]
-    assert np.array_equal(stored.reshape(-1, 64), opened.reshape(-1, 64)[order])
+    sim.hold(True)
+    out = [threading.Thread(target=transport.gather, args=(table, s, 0)) for s in slots[:6]]
+    into = [threading.Thread(target=transport.scatter, args=(s, 0, table)) for s in slots[6:]]
+    for thread in out:
+        thread.start()
+    wait_for(lambda: sim.calls("cuMemcpyDtoHAsync_v2") == 2)
+    for thread in into:
+        thread.start()
+    wait_for(lambda: sim.calls("cuLaunchKernel") == 4)
+    time.sleep(0.05)
+    assert sim.calls("cuMemcpyDtoHAsync_v2") == 2, "the others wait for a lane"
+    sim.hold(False)
+    for thread in out + into:
+        thread.join(20)
+    assert sim.calls("cuMemcpyDtoHAsync_v2") == 6
+    gpu.synchronize()
+
+
+def test_copies_wait_side_by_side_for_a_device_whose_multiprocessors_are_busy(sim, make_pair):
+    """With a lane for each thread eight chunks wait together; with one, the control, one after the other."""
+    pair = make_pair([(64, 4096)], num_slots=8)
+    transport = pair.transports[0]
+    slots = [*pair.slots[:1], *(transport.new_slot(n) for n in range(1, 8))]
+    table = np.array([(0, 4096 * b, 4096 * b, 4096) for b in range(8)], np.int64)
+    sim.reset(1, 0.0)
+    sim.occupy(0, 0.3)
+    threads = [threading.Thread(target=transport.scatter, args=(s, 0, table)) for s in slots]
+    for thread in threads:
+        thread.start()
+    wait_for(lambda: sim.calls("cuLaunchKernel") == 8)
+    assert all(thread.is_alive() for thread in threads)
+    for thread in threads:
+        thread.join(20)
+    assert not sim.busy
+
+
+def test_a_slot_on_the_device_is_copied_by_the_kernel_alone(sim, make_pair):
+    pair = make_pair([(64, 4096)])
+    pages, gpu = pair.transports[0]._pages, pair.gpu
+    address = gpu.allocate(SLOT)
+    there = np.frombuffer((ctypes.c_uint8 * SLOT).from_address(sim.open_address(address)), np.uint8)
+    opened = gpu.opened(pair.tensors[0])
+    opened[:] = np.random.default_rng(1).integers(0, 256, opened.shape)
+    order = np.random.default_rng(2).permutation(64)
+    table = np.array([(0, 4096 * b, 4096 * i, 4096) for i, b in enumerate(order)], np.int64)
+    sim.reset(1, LATE_S)
+    native_module.copy_spans(pages, table, (address, SLOT), 8192, True)
+    assert (there[8192 : 8192 + 64 * 4096].reshape(64, -1) == opened[order]).all()
     before = opened.copy()
     opened[:] = 0
-    transport.scatter(slot, 4096, table, None)
-    assert np.array_equal(opened, before)
-    transport.close()
-    closes_cleanly(sim)
+    native_module.copy_spans(pages, table, (address, SLOT), 8192, False)
+    assert (opened == before).all()
+    assert sim.calls("cuMemcpyDtoHAsync_v2") == 0
+    for slot, base in (((address, SLOT), SLOT - 4096), ((0, SLOT), 0), ((address, -1), 0)):
+        with pytest.raises(ValueError, match=r"outside|a slot on a device"):
+            native_module.copy_spans(pages, table, slot, base, True)
+    host = native_module.Pages([np.zeros(4096, np.uint8)])
+    with pytest.raises(ValueError, match="pages that are not"):
+        native_module.copy_spans(host, table[:1], (address, SLOT), 0, True)
 
 
-def test_where_the_driver_says_no_python_takes_over(make_device, sim, monkeypatch, caplog):
-    from fskv.transports import cuda_native
-
-    def refuse(*_):
-        raise RuntimeError("cuLaunchKernel answers CUDA error 999")
-
-    bench = make_device(num_threads=1)
-    monkeypatch.setattr(cuda_native._native, "copy_spans", refuse)
-    sim.fail("cuLaunchKernel", 999)
-    job, contents = bench.store([0, 1])
-    bench.finish(job)
-    bench.wait_until_idle()
-    sim.fail("cuLaunchKernel", 999)
-    bench.finish(bench.load([0, 1], place=9))
-    bench.wait_until_idle()
-    assert bench.statuses(loads=True) == {Status.OK: 2}
-    for n in range(2):
-        assert bench.world.pages(bench.blocks(9 + n)) == contents[n]
-    assert caplog.text.count("chunks are copied in Python where this fails") == 1
+def test_an_illegal_address_in_a_copy_costs_the_device_and_is_noted(sim):
+    """As on a real one: error 700, at the next wait and from then on. fskv has to check its spans before."""
+    gpu = sim.torch.gpu("cuda:0")
+    device = native_module.Device(sim.path, 0, SLOT, 1)
+    pages = native_module.Pages(
+        [(gpu.allocate(4096), 1 << 20)], device
+    )  # a tensor that is not so long
+    slot = np.zeros(SLOT, np.uint8)
+    device.register(slot)
+    table = np.array([(0, 0, 0, 4096), (0, 512 << 10, 4096, 4096)], np.int64)
+    with pytest.raises(RuntimeError, match="700"):
+        native_module.copy_spans(pages, table, slot, 0, True)
+    assert any("fskv_copy_pieces: " in misuse for misuse in sim.misuses)
+    with pytest.raises(RuntimeError, match="700"):
+        native_module.copy_spans(pages, table[:1], slot, 0, True)
 
 
 @pytest.mark.parametrize("code", [700, 719])

@@ -36,29 +36,30 @@ from fskv.root.root import NamespaceDir  # noqa: E402
 from fskv.transports import kernels, numa  # noqa: E402
 from fskv.transports.choice import open_transport  # noqa: E402
 from fskv.transports.cuda import CudaDevice  # noqa: E402
+from fskv.transports.cuda_native import NativeCuda  # noqa: E402
 from fskv.transports.host import HostTransport  # noqa: E402
 from fskv.types import FileId, Status  # noqa: E402
 
 BLOCKS_PER_CHUNK, PAGE, NUM_CHUNKS = 4, 65536, 16
 
 
-TRANSPORTS = ["host", "host-spans", "host-python", "host-buffered", "gds", "gds-host-checks"]
+TRANSPORTS = ["host", "host-buffered", "gds", "gds-host-checks"]
 
 
 def make_transport(kind: str, tensors: list, slot_nbytes: int, probe_dir: str):
-    """`host-spans` and `gds-host-checks` need no Triton kernels, `host-python` no fskv._native."""
-    with pytest.MonkeyPatch.context() as patch:
-        if kind in ("host-spans", "gds-host-checks"):
-            patch.setattr(kernels, "available", lambda device: "switched off by the test")
-        if kind.startswith("gds"):
-            if importlib.util.find_spec("kvikio") is None:
-                pytest.skip("kvikio is not installed: pip install 'fskv[gds]'")
-            return GdsTransport(CudaDevice(tensors, slot_nbytes), slot_nbytes, direct_io=True)
+    """`gds-host-checks` needs no Triton kernels. Slots are registered at the start, as in production."""
+    if not kind.startswith("gds"):
         direct_io = "off" if kind == "host-buffered" else "auto"
-        native = kind != "host-python"
         return HostTransport(
-            tensors, slot_nbytes, probe_dir=probe_dir, direct_io=direct_io, native=native
+            tensors, slot_nbytes, probe_dir=probe_dir, direct_io=direct_io, num_slots=16
         )
+    if importlib.util.find_spec("kvikio") is None:
+        pytest.skip("kvikio is not installed: pip install 'fskv[gds]'")
+    device = CudaDevice(tensors, slot_nbytes)
+    if kind == "gds":
+        device.compile_kernels()
+    copies = NativeCuda(device, slot_nbytes, None, num_lanes=4, slots_on_device=True)
+    return GdsTransport(device, copies.pages, slot_nbytes, direct_io=True)
 
 
 class Rig:
@@ -216,11 +217,10 @@ def test_the_kernels_run_here():
     assert kernels.available(torch.device("cuda", torch.cuda.current_device())) is None
 
 
-def test_chunks_are_copied_outside_the_interpreter_here(tmp_path, caplog):
+def test_chunks_are_copied_by_the_kernel_here(tmp_path, caplog):
     """Or every test above has shown the fallback only; the log says why."""
     tensors = [torch.zeros((16, PAGE), dtype=torch.int8, device="cuda")]
     transport = make_transport("host", tensors, 1 << 20, str(tmp_path))
-    assert transport._outside is not None, caplog.text
     assert transport._outside._device.uses_kernel, caplog.text
     transport.close()
 
@@ -332,7 +332,6 @@ def test_gds_is_opened_and_says_what_carries_the_bytes(tmp_path, gds_rig):
         gds_rig.files.file_nbytes,
         probe_dir=probe_dir,
         transport="gds",
-        gds_check="refuse",
         direct_io="auto",
         file_mode=0o600,
         fsync=False,

@@ -15,10 +15,8 @@ import pytest
 from cuda_torch import LEFT_OUT
 from places import LAB, REPOSITORY
 
-pytest.importorskip("fskv._native", reason="the C extension was not built")
-
 TESTS = REPOSITORY / "tests" / "unit" / "test_gpu.py"
-QUICK = "(host] or gds]) and not complete or longer or in_gpu_memory or slots or interpreter"
+QUICK = "(host] or gds]) and not complete or longer or in_gpu_memory or slots or kernel"
 
 
 def over_the_simulation(*arguments):
@@ -43,7 +41,7 @@ def test_the_tests_of_a_gpu_can_pass(some):
 
 
 def test_negative_control_where_nobody_waits_the_tests_of_order_fail():
-    only = "store_waits_for_the_kernels and (host] or host-spans])"
+    only = "store_waits_for_the_kernels and (host] or host-buffered])"
     code, said = over_the_simulation("--no-waits", *PYTEST, "-k", only)
     assert code == 1
     assert "2 failed" in said, said[-4000:]

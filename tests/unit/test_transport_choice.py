@@ -27,10 +27,16 @@ def kv():
     return [torch.randint(-128, 128, (64, 16384), dtype=torch.int8) for _ in range(2)]
 
 
+@pytest.fixture(autouse=True)
+def carried(monkeypatch):
+    """The stub has no cuFile: as if it had carried every probe. Its device brings its pages."""
+    monkeypatch.setattr(evidence, "bounces", lambda facts: False)
+    monkeypatch.setattr(choice, "NativeCuda", lambda device, *_, **__: device)
+
+
 def opened(place, tensors, **options):
     asked = {
         "transport": "gds",
-        "gds_check": "host",
         "direct_io": "auto",
         "file_mode": 0o600,
         "fsync": False,
@@ -256,7 +262,7 @@ def test_a_kvikio_that_holds_the_interpreter_while_it_reads_is_refused(version, 
         gds_io.refuse_old(version)
 
 
-def test_where_the_gpu_cannot_check_the_host_does_or_gds_is_not_used(tmp_path, caplog):
+def test_where_the_gpu_cannot_check_the_host_does(tmp_path):
     tensors = kv()
     device = gds_device(tensors)
     device.kernels_missing = "no Triton"
@@ -264,8 +270,30 @@ def test_where_the_gpu_cannot_check_the_host_does_or_gds_is_not_used(tmp_path, c
         "rows checked on the host (no Triton)"
         in opened(tmp_path, tensors, device=device).description
     )
-    words = r"cannot be checked on the GPU \(no Triton\)"
-    instead(tmp_path, caplog, words, tensors, device=device, gds_check="refuse")
+
+
+@pytest.mark.parametrize(
+    ("facts", "bounces"),
+    [
+        (Facts(num_posix=2, num_cufile=0), True),
+        (Facts(prefers_compat=True), True),
+        (Facts(prefers_compat=True, **CUFILE), False),
+        (Facts(prefers_compat=False), False),
+        (Facts(**CUFILE), False),
+    ],
+)
+def test_gds_that_only_bounces_is_the_host_path(tmp_path, monkeypatch, caplog, facts, bounces):
+    """What no counter tells of stays GDS."""
+    monkeypatch.undo()
+    assert evidence.bounces(facts) is bounces
+    monkeypatch.setattr(choice, "NativeCuda", lambda device, *_, **__: device)
+    monkeypatch.setattr(evidence, "collect", lambda probe: facts)
+    tensors = kv()
+    if bounces:
+        words = "every byte would go through host memory: cuFile compat"
+        instead(tmp_path, caplog, words, tensors, device=gds_device(tensors))
+    else:
+        assert isinstance(opened(tmp_path, tensors, device=gds_device(tensors)), GdsTransport)
 
 
 def test_a_probe_that_was_given_up_does_not_touch_the_gpu_again(tmp_path, monkeypatch, caplog):

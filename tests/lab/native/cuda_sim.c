@@ -27,16 +27,13 @@ enum {
     INVALID_HANDLE = 400, NOT_FOUND = 500, NOT_READY = 600, ALREADY_REGISTERED = 712, NOT_REGISTERED = 713,
     CAPTURE_UNSUPPORTED = 900, CAPTURE_INVALIDATED = 901
 };
-enum { NUM_DEVICES = 2, GLOBAL_MODE = 0, RELAXED_MODE = 2, KERNEL_THREADS = 128, PIECE = 8192 };
-#ifndef CUDA_OF
-#define CUDA_OF 13000 /* whose calls there are */
-#endif
+enum { NUM_DEVICES = 2, GLOBAL_MODE = 0, RELAXED_MODE = 2, PIECE = 8192, ILLEGAL_ADDRESS = 700 };
 #define REGION ((size_t)64 << 30)
 #define GAP ((size_t)2 << 20)
 
 typedef struct Stream Stream;
 typedef struct { int device; } Context;
-typedef struct { Context *context; bool loaded; } Module;
+typedef struct { Context *context; bool loaded; char *ptx; unsigned num_threads, num_parameters; } Module;
 typedef struct { unsigned flags; Context *context; Stream *stream; uint64_t at; } Event;
 typedef void (*HostFunction)(void *);
 typedef enum { COPY_IN, COPY_OUT, COPY_ON, SET, LAUNCH, WAIT, MARK, CALL } Kind;
@@ -67,7 +64,14 @@ typedef struct { uint64_t at; size_t nbytes; int device; bool live; } Range;
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER; /* guards everything */
 static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
-static struct { int fd; char *closed, *open; size_t used, live, limit; int retained, lost; } devices[NUM_DEVICES];
+static struct {
+    int fd;
+    char *closed, *open;
+    size_t used, live, limit;
+    int retained, lost;
+    bool copies_in, copies_out; /* its two copy engines */
+    double occupied_until;      /* its multiprocessors */
+} devices[NUM_DEVICES];
 static Context contexts[NUM_DEVICES];
 static Stream *streams, *defaults[NUM_DEVICES];
 static Range *allocations, *registered;
@@ -75,7 +79,7 @@ static size_t num_allocations, num_registered;
 static unsigned seed = 1;
 static double late_s;
 static bool capture_running, capture_spoilt, opened, held, held_registering;
-static int num_spinning, major_version, same_address; /* attributes of all devices */
+static int num_spinning;
 static char misuses[1 << 16];
 static struct { char name[64]; long calls; } counts[128];
 static struct { char name[64]; int after, code; } plan[8];
@@ -201,23 +205,30 @@ static void copy(void *to, const void *from, size_t nbytes)
     pthread_mutex_lock(&mutex);
 }
 
+/* An illegal address costs the context: every call from now on answers so. */
+static void lose_device(int device) { devices[device].lost = ILLEGAL_ADDRESS; }
+
 static void run_programs(Op *op, int device, unsigned *seed_)
 {
-    char *table = opened_at("_copy_pieces", device, op->source, 24 * (size_t)op->num_programs);
-    if (table == NULL)
+    char *table = opened_at("fskv_copy_pieces", device, op->source, 24 * (size_t)op->num_programs);
+    if (table == NULL) {
+        lose_device(device);
         return;
+    }
     unsigned first = (unsigned)rand_r(seed_) % op->num_programs;
     for (unsigned i = 0; i < op->num_programs; i++) {
         uint64_t piece[3];
         memcpy(piece, table + 24 * (size_t)((first + i) % op->num_programs), 24);
         if (piece[2] > PIECE) {
-            misuse("_copy_pieces: a piece of %llu bytes", (unsigned long long)piece[2]);
+            misuse("fskv_copy_pieces: a piece of %llu bytes", (unsigned long long)piece[2]);
             continue;
         }
-        char *from = opened_at("_copy_pieces", device, piece[0], piece[2]);
-        char *to = opened_at("_copy_pieces", device, piece[1], piece[2]);
+        char *from = opened_at("fskv_copy_pieces", device, piece[0], piece[2]);
+        char *to = opened_at("fskv_copy_pieces", device, piece[1], piece[2]);
         if (from != NULL && to != NULL)
             copy(to, from, piece[2]);
+        else
+            lose_device(device);
     }
 }
 
@@ -271,6 +282,18 @@ static void *work(void *argument)
             continue;
         }
         bool wanted = op->number <= stream->demanded || stream->ending;
+        int of = stream->context->device;
+        bool *engine = op->kind == COPY_IN    ? &devices[of].copies_in
+                       : op->kind == COPY_OUT ? &devices[of].copies_out
+                                              : NULL;
+        if (op->kind == LAUNCH && now() < devices[of].occupied_until) {
+            op->not_before = devices[of].occupied_until; /* no multiprocessor is free, whoever waits */
+            wanted = false;
+        }
+        if (engine != NULL && *engine) {
+            pthread_cond_wait(&changed, &mutex);
+            continue;
+        }
         if (op->kind == WAIT && op->other->done < op->target) {
             if (wanted)
                 demand(op->other, op->target);
@@ -283,8 +306,12 @@ static void *work(void *argument)
             pthread_cond_timedwait(&changed, &mutex, &until);
             continue;
         }
-        if (!devices[stream->context->device].lost)
+        if (engine != NULL)
+            *engine = true;
+        if (!devices[of].lost)
             run_op(stream, op);
+        if (engine != NULL)
+            *engine = false;
         stream->first = op->next;
         if (stream->first == NULL)
             stream->last = NULL;
@@ -668,60 +695,6 @@ int cuMemcpyDtoDAsync_v2(uint64_t target, uint64_t source, size_t nbytes, Stream
                   (Op){.kind = COPY_ON, .target = target, .source = source, .nbytes = nbytes});
 }
 
-#if CUDA_OF >= 12080
-typedef struct { int source_order, source_hint[2], target_hint[2]; unsigned flags; } CopyAttributes;
-
-/* In any order; one that fails may have begun, with half of it. */
-static int batch(const char *name, uint64_t *targets, uint64_t *sources, size_t *sizes, size_t num,
-                 CopyAttributes *attributes, size_t *firsts, size_t num_attributes, Stream *stream)
-{
-    int code = begin(name);
-    if (code == 0 && current() == NULL)
-        misuse("%s: no current context", name);
-    if (current() == NULL)
-        return end(INVALID_CONTEXT);
-    Stream *on = stream_of(name, stream);
-    if (on == NULL || num == 0 || num_attributes != 1 || firsts[0] != 0 || attributes->source_order < 1 ||
-        attributes->source_order > 3 || attributes->source_hint[0] || attributes->target_hint[0] || attributes->flags)
-        return end(on == NULL ? INVALID_HANDLE : INVALID_VALUE);
-    if (!same_address || major_version >= 10) {
-        misuse("%s: on a device that is lost by it", name);
-        devices[current()->device].lost = 700;
-    }
-    size_t shift = (size_t)rand_r(&on->seed) % num, some = code == 0 ? num : num / 2;
-    for (size_t i = 0; i < num; i++) {
-        bool in = sim_open_address(sources[i]) == 0;
-        uint64_t there = in ? targets[i] : sources[i], here = in ? sources[i] : targets[i];
-        if (sizes[i] == 0 || !registered_at(name, (void *)here, sizes[i]) ||
-            opened_at(name, current()->device, there, sizes[i]) == NULL)
-            return end(INVALID_VALUE);
-    }
-    for (size_t i = 0; i < some; i++) {
-        size_t k = (i + shift) % num;
-        enqueue(on, (Op){.kind = sim_open_address(sources[k]) == 0 ? COPY_IN : COPY_OUT, .target = targets[k],
-                         .source = sources[k], .nbytes = sizes[k]});
-    }
-    /* The caller may use its arrays again. */
-    memset(sizes, 0x55, num * sizeof *sizes);
-    return end(code);
-}
-
-int cuMemcpyBatchAsync(uint64_t *targets, uint64_t *sources, size_t *sizes, size_t num, CopyAttributes *attributes,
-                       size_t *firsts, size_t num_attributes, size_t *which, Stream *stream)
-{
-    *which = SIZE_MAX;
-    return batch("cuMemcpyBatchAsync", targets, sources, sizes, num, attributes, firsts, num_attributes, stream);
-}
-#endif
-
-#if CUDA_OF >= 13000
-int cuMemcpyBatchAsync_v2(uint64_t *targets, uint64_t *sources, size_t *sizes, size_t num,
-                          CopyAttributes *attributes, size_t *firsts, size_t num_attributes, Stream *stream)
-{
-    return batch("cuMemcpyBatchAsync_v2", targets, sources, sizes, num, attributes, firsts, num_attributes, stream);
-}
-#endif
-
 int cuMemsetD8Async(uint64_t target, unsigned char value, size_t nbytes, Stream *stream)
 {
     IN_CONTEXT("cuMemsetD8Async");
@@ -732,10 +705,10 @@ int cuModuleLoadData(Module **module, const void *image)
 {
     IN_CONTEXT("cuModuleLoadData");
     SPOILS_CAPTURE();
-    if (memcmp(image, "SIM", 3) != 0 && memcmp(image, "\177ELF", 4) != 0)
+    if (memcmp(image, ".version", 8) != 0 && memcmp(image, "\177ELF", 4) != 0)
         return end(INVALID_IMAGE);
     *module = calloc(1, sizeof **module);
-    **module = (Module){current(), true};
+    **module = (Module){current(), true, strdup(image), 0, 0};
     return end(SUCCESS);
 }
 
@@ -746,12 +719,22 @@ int cuModuleUnload(Module *module)
     return end(SUCCESS);
 }
 
-/* Kernels are found by their names; a function is its module. */
+/* A function is its module. What a launch has to bring is read from the PTX, as the driver does. */
 int cuModuleGetFunction(Module **function, Module *module, const char *name)
 {
     IN_CONTEXT("cuModuleGetFunction");
+    char wanted[128];
+    snprintf(wanted, sizeof wanted, ".entry %s(", name);
+    char *at = strstr(module->ptx, wanted), *end_of = at ? strchr(at, ')') : NULL;
+    if (end_of == NULL || strcmp(name, "fskv_copy_pieces") != 0)
+        return end(NOT_FOUND);
+    module->num_parameters = 0;
+    for (char *one = strstr(at, ".param .u64"); one != NULL && one < end_of; one = strstr(one + 1, ".param .u64"))
+        module->num_parameters++;
+    if (sscanf(end_of, ") .reqntid %u", &module->num_threads) != 1)
+        return end(INVALID_IMAGE);
     *function = module;
-    return end(strcmp(name, "_copy_pieces") == 0 ? SUCCESS : NOT_FOUND);
+    return end(SUCCESS);
 }
 
 int cuLaunchKernel(Module *function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned threads_x,
@@ -759,21 +742,18 @@ int cuLaunchKernel(Module *function, unsigned grid_x, unsigned grid_y, unsigned 
                    void **extra)
 {
     IN_CONTEXT("cuLaunchKernel");
-    uint64_t none;
     if (function->context != current() || !function->loaded) {
         misuse("cuLaunchKernel: a kernel of another context");
         return end(INVALID_HANDLE);
     }
-    if (grid_x == 0 || grid_y != 1 || grid_z != 1 || threads_x != KERNEL_THREADS || threads_y != 1 ||
+    if (grid_x == 0 || grid_y != 1 || grid_z != 1 || threads_x != function->num_threads || threads_y != 1 ||
         threads_z != 1 || shared != 0) {
         misuse("cuLaunchKernel: a grid that the kernel was not made for");
         return end(INVALID_VALUE);
     }
-    /* After the table come the two pointers of Triton's scratch memory. */
-    for (int i = 1; i < 3; i++) {
-        memcpy(&none, arguments[i], 8);
-        if (none != 0)
-            misuse("cuLaunchKernel: scratch memory that nobody asked for");
+    if (function->num_parameters != 1 || arguments[0] == NULL || extra != NULL) {
+        misuse("cuLaunchKernel: other arguments than the kernel has");
+        return end(INVALID_VALUE);
     }
     Op op = {.kind = LAUNCH, .num_programs = grid_x};
     memcpy(&op.source, arguments[0], 8);
@@ -784,7 +764,7 @@ int cuLaunchKernel(Module *function, unsigned grid_x, unsigned grid_y, unsigned 
 
 int cuDriverGetVersion(int *version)
 {
-    *version = 12040; /* before cuMemcpyBatchAsync (12.8) */
+    *version = 12040;
     return SUCCESS;
 }
 
@@ -796,7 +776,7 @@ int cuDeviceGetCount(int *count)
 
 int cuDeviceGetAttribute(int *value, int attribute, int device)
 {
-    *value = attribute == 75 ? major_version : attribute == 91 ? same_address : 0;
+    *value = 0;
     return SUCCESS;
 }
 
@@ -890,12 +870,12 @@ int cuGetErrorString(int error, const char **text) { return cuGetErrorName(error
 
 /* --- for tests ------------------------------------------------------------------------------------ */
 
-/* What the devices are, until the next reset: their major version, and whether they see registered memory where the
- * host has it. */
-void sim_device(int major, int same)
+/* Kernels of the engine's hold all multiprocessors for so long: no other kernel begins before. */
+void sim_occupy(int device, double seconds)
 {
-    major_version = major;
-    same_address = same;
+    pthread_mutex_lock(&mutex);
+    devices[device].occupied_until = now() + seconds;
+    pthread_mutex_unlock(&mutex);
 }
 
 /* Forget misuses, counts and plans. Work is done up to `late` seconds after it was launched. */
@@ -909,12 +889,12 @@ void sim_reset(unsigned new_seed, double late)
     memset(counts, 0, sizeof counts);
     memset(plan, 0, sizeof plan);
     num_spinning = 0;
-    sim_device(9, 1);
     capture_running = capture_spoilt = held = held_registering = false;
     capture_mode = GLOBAL_MODE; /* of the calling thread: a test may have been one of fskv's own */
     for (int d = 0; d < NUM_DEVICES; d++) {
         devices[d].limit = REGION;
         devices[d].lost = devices[d].retained = 0;
+        devices[d].occupied_until = 0;
     }
     pthread_mutex_unlock(&mutex);
 }
