@@ -70,9 +70,6 @@ bench-clients: $(SETUP) ## 32 clients at once with fskv and without: ARGS='--mod
 bench-shared-root: $(SETUP) ## Two real vLLM engines, one root, a bound of a tenth of what they write (12 minutes)
 	@'$(PY)' -m trials.shared_root $(ARGS)
 
-bench-load-budget: $(SETUP) ## Time to first token with `load_budget` on fast and on crawling storage (10 minutes)
-	@'$(PY)' -m benchmarks.load_budget $(ARGS)
-
 bench-verify: $(SETUP) ## The rate of `fskv verify --read-data` beside a plain read, on the storage of DIR
 	@mkdir -p .cache
 	@'$(PY)' -m benchmarks.verify $(ARGS) --dir '$(DIR)'

@@ -38,7 +38,7 @@ class NativeCuda:
     ) -> None:
         """Registers memory for `num_slots` slots now, or for a few more whenever some are needed if None.
 
-        It is touched on `cpus` first. With `slots_on_device` it is for the trial alone, and lanes have no buffer.
+        It is touched on `cpus` first. With `slots_on_device` it is for the trial alone.
         Raises ConfigError where the driver says no, copies wrongly or has no memory.
         """
         lanes = max(1, min(num_lanes, _LANES_NBYTES // slot_nbytes))
