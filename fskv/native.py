@@ -11,8 +11,8 @@ try:
     from fskv import _native
 except ImportError as error:
     raise ConfigError(
-        f"fskv's C extension cannot be loaded ({error}), and whatever moves chunks needs it: install a wheel of "
-        "fskv for this Python, or a C compiler and then fskv again (pip install --force-reinstall --no-deps)"
+        f"fskv's C extension cannot be loaded ({error}), and whatever moves chunks needs it: install a wheel "
+        "of fskv for this Python, or a C compiler and fskv again (pip install --force-reinstall --no-deps)"
     ) from error
 
 __all__ = ["_native"]

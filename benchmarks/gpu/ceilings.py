@@ -21,9 +21,10 @@ from benchmarks.gpu.on_device import need_gpus
 from benchmarks.options import parser, positive, positive_float
 from benchmarks.report import command
 from benchmarks.rig import BenchmarkError
-from fskv.transports import cuda_native
+from fskv.native import _native
 from fskv.transports.arena import Arena
 from fskv.transports.cuda import CudaDevice, Driver
+from fskv.transports.cuda_native import NativeCuda
 
 CHUNK, PAGE = 2 << 20, 64 << 10
 Slots = list[npt.NDArray[np.uint8]]
@@ -95,9 +96,7 @@ def measure(directory: str, num: int, num_chunks: int, seconds: float) -> dict[s
     num_pages = num * CHUNK // PAGE
     tensor = torch.zeros((num_pages, PAGE), dtype=torch.int8, device="cuda")
     device = CudaDevice([tensor], CHUNK)
-    native = cuda_native.open_native(device, CHUNK, num)
-    if native is None:
-        raise BenchmarkError("fskv's path in C cannot be opened here: the log says why")
+    native = NativeCuda(device, CHUNK, num, num_lanes=num)
     slots = [native.arena.take() for _ in range(num)]
     random = np.random.default_rng(1)
     wanted = [np.frombuffer(random.bytes(CHUNK), np.uint8) for _ in range(num)]
@@ -119,8 +118,7 @@ def measure(directory: str, num: int, num_chunks: int, seconds: float) -> dict[s
         for way, to_slot in (("scatter", False), ("gather", True)):
 
             def run(number: int, to_slot: bool = to_slot) -> None:
-                if not native.copy(tables[number], slots[number], 0, None, to_slot=to_slot):
-                    raise BenchmarkError("the driver says no to a copy of fskv's")
+                _native.copy_spans(native.pages, tables[number], slots[number], 0, to_slot)
 
             with ThreadPoolExecutor(threads) as pool:
                 gb_per_s = rate(num * CHUNK, partial(_all, pool, run, num), seconds)

@@ -27,6 +27,16 @@ def write(directory: str, title: str, facts: dict[str, Any], outcomes: Sequence[
         os.replace(f"{path}.part", path)
 
 
+def outcomes(directory: str, but: set[str]) -> list[Outcome]:
+    """Return what the page in `directory` tells of steps of other names; none where there is no page."""
+    try:
+        with open(os.path.join(directory, "page.json")) as file:
+            steps = json.load(file)["steps"]
+        return [Outcome(**step) for step in steps if step["name"] not in but]
+    except (OSError, ValueError, KeyError, TypeError):  # none, or of another version
+        return []
+
+
 def as_text(title: str, outcomes: Sequence[Outcome]) -> str:
     counts = {status: sum(o.status == status for o in outcomes) for status in _ORDER}
     lines = [title, ", ".join(f"{n} {status}" for status, n in counts.items() if n), ""]

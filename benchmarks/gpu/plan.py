@@ -1,69 +1,46 @@
-"""The steps of the hour, in order. None needs one before it."""
+"""The steps of the hour, in three parts of 560 s at most each. Only the extension is needed by others."""
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.gpu.steps import Figures, Step
 
+PARTS = ("a", "b", "c")
+EXTENSION = "extension"  # nothing is begun after it has failed
 _PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-rs", "-m", "gpu")
 # Where plug-ins of pytest are missing that the project's configuration names.
 _BARE = ("-o", "addopts=", "-o", "filterwarnings=", "-W", "ignore")
 _GPU = "tests/unit/test_gpu.py"
-_ON = ("-m", "benchmarks.gpu.on_device")
 _ORDER = "(waits or negative or complete or longer) and not in_gpu_memory and not the_checks"
+_NEEDS = ("torch", "pytest")
 _TIMES = 10
-# As `vllm serve` has it; the demo switches torch.compile off.
-_ENV = json.dumps({"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "TORCH_COMPILE_DISABLE": "0"})
 
 
-def steps(*, quick: bool, model: str | None) -> Iterator[Step]:
-    """Yield the steps; `quick` for a rehearsal: as many, as small as may be."""
-    yield Step("facts", 60, ("-m", "benchmarks.gpu.facts", "{dir}"))
-    yield Step(
-        "extension",
-        180,
-        ("-m", "benchmarks.gpu.extension"),
-    )
-    yield from _ceilings(quick=quick)
-    needs = ("torch", "pytest")
-    kernels = "tests/unit/test_kernels.py"
-    yield Step("kernels", 240, (*_PYTEST, *_BARE, kernels), needs=needs, real=True)
-    for name, what in (
-        ("chunks in C", "here or digests"),
-        ("order", f"{_ORDER} and not gds"),
-        ("transports", "every_byte and not gds"),
-        ("GDS", "gds or slots or wrong_bit or the_checks or hangs"),
-    ):
-        yield Step(name, 240, (*_PYTEST, *_BARE, _GPU, "-k", what), needs=needs)
-    if not quick:
-        again = f'for n in $(seq {_TIMES}); do "$@" || exit; done'
-        words = (sys.executable, *_PYTEST, *_BARE)
-        command = ("sh", "-c", again, "sh", *words, _GPU, "-k", _ORDER)
-        yield Step(f"order, {_TIMES} times", 400, command, needs=needs, real=True)
-        check = ("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9")
-        checked = (*check, *words, kernels, "-k", "spans or digest or length")
-        more = (*needs, f"bin:{check[0]}")
-        yield Step("kernels, memory checked", 300, checked, needs=more, real=True)
-    yield from _rates(quick=quick)
-    yield from _engines(model)
+def steps(part: str, *, quick: bool) -> Iterator[Step]:
+    """Yield the steps of a part; `quick` for a rehearsal: as many, as small as may be."""
+    yield Step(EXTENSION, 60, ("-m", "benchmarks.gpu.extension"), again=True)
+    yield from {"a": _looks, "b": _rates, "c": _checks}[part](quick=quick)
 
 
-def _ceilings(*, quick: bool) -> Iterator[Step]:
+def _looks(*, quick: bool) -> Iterator[Step]:
+    yield Step("facts", 40, ("-m", "benchmarks.gpu.facts", "{dir}"))
     words = ("--mib", "16", "--slots", "4", "--seconds", "0.01") if quick else ()
     command = ("-m", "benchmarks.gpu.ceilings", "--dir", "{dir}", *words)
-    yield Step("ceilings", 180, command, needs=("torch",))
+    yield Step("ceilings", 120, command, needs=("torch",))
     size = "--size=8M" if quick else "--size=2G"
     how = ("--bs=2M", "--direct=1", "--numjobs=8", "--ioengine=psync", "--group_reporting")
     fio = ("fio", "--name=read", "--directory={dir}", "--rw=read", size, *how)
-    yield Step("fio", 180, fio, needs=("bin:fio",), lines=6, real=True)
+    yield Step("fio", 60, fio, needs=("bin:fio",), lines=6, real=True)
+    yield _tests("the kernel", 80, "copied_by_the_kernel")
+    yield _tests("order", 100, f"{_ORDER} and not gds")
+    yield _tests("transports", 100, "every_byte and not gds")
 
 
 def _rates(*, quick: bool) -> Iterator[Step]:
-    sizes = {"chunk-kib": "2048", "page-kib": "8,32,64,512", "threads": "1,4,8,16", "rounds": "3"}
+    sizes = {"chunk-kib": "2048", "page-kib": "8,64,512", "threads": "4,8,16", "rounds": "3"}
     sizes["total-mib"] = "512"
     if quick:
         sizes = {
@@ -75,36 +52,33 @@ def _rates(*, quick: bool) -> Iterator[Step]:
         }
     words = tuple(word for name, value in sizes.items() for word in (f"--{name}", value))
     bench = ("tools", "bench", "{dir}", "--device", "cuda", "--json", *words)
-    for name, busy in (("rates, idle", ()), ("rates, busy engine beside", ("--busy",))):
-        yield Step(name, 400, (*_ON, *busy, *bench), needs=("torch",), figures=bench_figures)
+    size = ("--size", "64") if quick else ()
+    for name, busy in (("rates, idle", ()), ("rates, busy engine beside", ("--busy", *size))):
+        command = ("-m", "benchmarks.gpu.on_device", *busy, *bench)
+        yield Step(name, 200, command, needs=("torch",), figures=bench_figures)
     words = (*_PYTEST, *_BARE, "-s", _GPU, "-k", "throughput")
-    yield Step("rates of transports", 120, words, needs=("torch", "pytest"), lines=8)
+    yield Step("rates of transports", 100, words, needs=_NEEDS, lines=8)
 
 
-def _engines(model: str | None) -> Iterator[Step]:
-    needs = ("torch", "vllm", "plugin:fskv")
-    graphs = {"enforce_eager": False}
-    for name, engine, fskv in (
-        ("graphs, async", {**graphs, "async_scheduling": True}, {}),
-        ("graphs, sync", {**graphs, "async_scheduling": False}, {}),
-        ("eager, async", {"async_scheduling": True}, {}),
-        ("eager, sync", {"async_scheduling": False}, {}),
-        ("GDS", graphs, {"transport": "gds"}),
-        ("two ranks", graphs, {}),
-    ):
-        two = name == "two ranks"
-        which = ("--model", "llama_tp2" if two else "llama")
-        more = ("--engine", json.dumps(engine), "--connector", json.dumps(fskv), "--env", _ENV)
-        story = ("demo.run", "--root", "{dir}", "--json", "{dir}/demo.json", *which, *more)
-        command = (*_ON, *(("--gpus", "2") if two else ()), *story)
-        yield Step(f"engine: {name}", 420, command, needs=needs, lines=8, real=True)
-    words = ("--model", model) if model else ()
-    first = (*_ON, "benchmarks.gpu.first_token", "--dir", "{dir}", *words)
-    yield Step("time to first token", 1200, first, needs=needs, real=True)
-    for name, what in (("faults of the disk", "faults"), ("preemption, aborts", "unruly")):
-        tests = f"tests/engines/test_engine_{what}.py"
-        command = (*_ON, "pytest", "-q", "-rs", *_BARE, tests)
-        yield Step(name, 900, command, needs=(*needs, "pytest"), real=True)
+def _checks(*, quick: bool) -> Iterator[Step]:
+    kernels = "tests/unit/test_kernels.py"
+    yield Step("kernels", 120, (*_PYTEST, *_BARE, kernels), needs=_NEEDS, real=True)
+    yield _tests(
+        "GDS", 100, "gds or slots or wrong_bit or the_checks or hangs or kernels_run or digests"
+    )
+    if not quick:
+        again = f'for n in $(seq {_TIMES}); do "$@" || exit; done'
+        words = (sys.executable, *_PYTEST, *_BARE)
+        command = ("sh", "-c", again, "sh", *words, _GPU, "-k", _ORDER)
+        yield Step(f"order, {_TIMES} times", 130, command, needs=_NEEDS, real=True)
+        check = ("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9")
+        checked = (*check, *words, _GPU, "-k", "every_byte and host")
+        more = (*_NEEDS, f"bin:{check[0]}")
+        yield Step("copies, memory checked", 150, checked, needs=more, real=True)
+
+
+def _tests(name: str, limit_s: float, what: str) -> Step:
+    return Step(name, limit_s, (*_PYTEST, *_BARE, _GPU, "-k", what), needs=_NEEDS)
 
 
 def bench_figures(found: list[Any]) -> Figures:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib.metadata
 import importlib.util
 import json
 import os
@@ -44,10 +43,11 @@ class Step:
     name: str
     limit_s: float
     command: tuple[str, ...]
-    needs: tuple[str, ...] = ()  # modules; with "bin:" programs, with "plugin:" plug-ins of vLLM
+    needs: tuple[str, ...] = ()  # modules; with "bin:" programs
     figures: Callable[[list[Any]], Figures] = _as_they_are  # of the lines that are JSON
     lines: int = 0  # of its output that the page shows
     real: bool = False  # it cannot be rehearsed over the simulated driver
+    again: bool = False  # each part has it
 
 
 @dataclass(slots=True)
@@ -75,9 +75,6 @@ def lacking(step: Step) -> str | None:
         kind, _, name = need.rpartition(":")
         if kind == "bin" and shutil.which(name) is None:
             return f"{name} is not installed"
-        plugins = importlib.metadata.entry_points(group="vllm.general_plugins")
-        if kind == "plugin" and name not in plugins.names:
-            return f"{name} is no plug-in of vLLM here: pip install -e ."
         if not kind and importlib.util.find_spec(name) is None:
             return f"the Python package {name} is not installed"
     return None

@@ -86,7 +86,8 @@ def layer_of(module, name):
     from vllm.model_executor.layers.mamba.abstract import MambaBase
 
     try:
-        cls = getattr(importlib.import_module(module), name)
+        # A second set of vLLM's operators, as those of ROCm, ends the process on a CPU without AVX-512.
+        cls = getattr(importlib.import_module("" if "rocm" in module else module), name)
     except Exception:  # it needs a GPU, or a package that is not here
         cls = type(name, (AttentionLayerBase,), {})
     is_state = issubclass(cls, MambaBase)

@@ -21,7 +21,7 @@ STEPS = """
 import sys
 from benchmarks.gpu import __main__ as gpu, plan
 from benchmarks.gpu.steps import Step
-gpu.plan.steps = lambda **_: [
+gpu.plan.steps = lambda part, **_: [
     Step("good", 20, ("-c", "print('words'); print('{\\"GB/s\\": 2.5}')")),
     Step("failing", 20, ("-c", "import sys; print('some words'); sys.exit('the reason')")),
     Step("crashing", 20, ("-c", "import os; os.kill(os.getpid(), 11)")),
@@ -31,7 +31,6 @@ gpu.plan.steps = lambda **_: [
     Step("hanging", HANG_S, ("sh", "-c", HANG, PID)),
     Step("after it", 20, ("-c", "open('{dir}/file', 'w').write('x'); print('[1, 2]')"),
          figures=lambda found: {"sum": sum(found[0])}),
-    Step("too long", 1e8, ("-c", "pass")),
 ]
 sys.exit(gpu.main(sys.argv[1:]))
 """
@@ -56,7 +55,7 @@ class Hour:
         self.pid_file = tmp_path / "pid"
         head = f"PID = {str(self.pid_file)!r}\nHANG = {HANG + '; exec sleep 600'!r}\n"
         program = head + (program or STEPS).replace("HANG_S", str(hang_s))
-        places = ["--out", str(self.out), "--dir", str(self.storage), "--within", "1e6"]
+        places = ["--out", str(self.out), "--dir", str(self.storage)]
         self.process = subprocess.Popen(
             [sys.executable, "-c", program, *places, *arguments],
             cwd=REPOSITORY,
@@ -95,9 +94,7 @@ def test_each_step_ends_and_the_page_says_how(tmp_path):
         "no program": ("skipped", "a-program-of-nobody is not installed"),
         "hanging": ("killed", "it did not end within 3 s"),
         "after it": ("good", ""),
-        "too long": ("not begun", steps["too long"]["why"]),
     }
-    assert steps["too long"]["why"].startswith("its limit is 1e+08 s, and ")
     assert steps["good"]["figures"] == {"GB/s": 2.5}
     assert steps["after it"]["found"] == [[1, 2]]
     assert steps["after it"]["figures"] == {"sum": 3}
@@ -106,7 +103,7 @@ def test_each_step_ends_and_the_page_says_how(tmp_path):
     assert 3 <= steps["hanging"]["seconds"] < 60
     assert not is_there(hidden), "a child outlived its step"
     assert hour.printed == hour.text
-    assert "2 good, 2 failed, 1 killed, 3 skipped, 1 not begun" in hour.text
+    assert "2 good, 2 failed, 1 killed, 3 skipped" in hour.text
     assert "GB/s: 2.5" in hour.text
 
 
@@ -159,16 +156,53 @@ def test_storage_that_hangs_costs_each_step_its_time_and_no_more(tmp_path, monke
     assert {step["status"] for step in steps.values()} == {"killed"}
 
 
-def test_every_step_is_one_that_can_be_run_here():
-    """What it runs is there, and its names are told apart."""
-    steps = [*plan.steps(quick=False, model=None)]
-    names = [step.name for step in steps]
-    assert len(set(names)) == len(names) == len([*plan.steps(quick=False, model="/a/model")])
-    for step in steps:
-        assert 0 < step.limit_s <= 1200
-        for word in step.command:
-            if word.startswith(("tests/", "benchmarks/")):
-                assert (REPOSITORY / word).exists(), word
+def test_every_step_is_one_that_can_be_run_here_and_a_part_takes_560_s_at_most():
+    parts = [[*plan.steps(part, quick=False)] for part in plan.PARTS]
+    names = [step.name for steps in parts for step in steps if not step.again]
+    assert len(set(names)) == len(names)
+    for steps in parts:
+        assert steps[0].name == plan.EXTENSION
+        assert sum(step.limit_s for step in steps) <= 560
+        for step in steps:
+            assert step.limit_s > 0
+            for word in step.command:
+                if word.startswith(("tests/", "benchmarks/")):
+                    assert (REPOSITORY / word).exists(), word
+
+
+def test_where_the_extension_does_not_work_nothing_else_is_begun(tmp_path):
+    program = """
+import sys
+from benchmarks.gpu import __main__ as gpu, plan
+from benchmarks.gpu.steps import Step
+gpu.plan.steps = lambda part, **_: [
+    Step(plan.EXTENSION, 20, ("-c", "import sys; sys.exit('the C extension does not work here: why')")),
+    Step("after it", 20, ("-c", "pass")),
+]
+sys.exit(gpu.main(sys.argv[1:]))
+"""
+    code, steps = Hour(tmp_path, 1.0, program=program).end()
+    assert code == 1
+    assert steps["extension"]["why"] == "the C extension does not work here: why"
+    assert steps["after it"]["status"] == "not begun"
+
+
+def test_parts_add_up_to_one_page_and_a_part_that_is_run_again_is_told_once(tmp_path):
+    program = """
+import sys
+from benchmarks.gpu import __main__ as gpu, plan
+from benchmarks.gpu.steps import Step
+gpu.plan.steps = lambda part, **_: [Step("of " + part, 20, ("-c", "pass"))]
+sys.exit(gpu.main(sys.argv[1:]))
+"""
+    for part in ("a", "b", "a"):
+        code, steps = Hour(tmp_path, 1.0, part, program=program).end()
+        assert code == 0
+    assert {name: step["status"] for name, step in steps.items()} == {
+        "of a": "good",
+        "of b": "good",
+    }
+    assert Hour(tmp_path, 1.0, "d", program=program).process.wait(60) == 2
 
 
 def rehearse(tmp_path, *arguments):
@@ -201,7 +235,6 @@ def rehearse(tmp_path, *arguments):
     ],
 )
 def test_the_hour_is_rehearsed_over_the_simulated_driver(tmp_path, only):
-    pytest.importorskip("fskv._native", reason="the C extension was not built")
     done, steps = rehearse(tmp_path, "--simulated", *(["--only", *only] if only else []))
     bad = {n: s for n, s in steps.items() if s["status"] not in ("good", "skipped")}
     assert done.returncode == 0, (bad, done.stderr)
@@ -211,15 +244,14 @@ def test_the_hour_is_rehearsed_over_the_simulated_driver(tmp_path, only):
     assert len(steps["ceilings"]["figures"]) >= 8
     if not only:
         rates = steps["rates, busy engine beside"]["figures"]
-        assert rates["kernels/s beside"] > 0
+        assert rates["products/s beside"] > 0
         assert rates["load, host O_DIRECT, 64 KiB pages, GB/s"] > 0
         assert steps["order"]["status"] == steps["transports"]["status"] == "good"
-        for name in ("engine: graphs, async", "time to first token"):
-            assert steps[name]["why"] == "not over the simulation"
+        assert steps["kernels"]["why"] == "not over the simulation"
 
 
 def test_without_a_gpu_a_step_says_that_it_is_missing(tmp_path):
     done, steps = rehearse(tmp_path, "--only", "rates, idle")
     assert done.returncode == 0
     assert {step["status"] for step in steps.values()} == {"skipped"}
-    assert {step["why"] for step in steps.values()} == {"torch sees 0 CUDA devices, this needs 1"}
+    assert {step["why"] for step in steps.values()} == {"torch sees no CUDA device"}

@@ -233,6 +233,10 @@ class FskvConnector(AdmittingConnector):
         # Submitted at the start of the next step they would be, after a sleep, of other pages.
         worker.drop_jobs(take_deferred_stores(half))
 
+    def unregister_kv_caches(self) -> None:
+        """Touch no KV page: vLLM 0.33 says so before it unmaps them, at a sleep for one."""
+        self.drop_jobs()
+
     # --- scheduler --------------------------------------------------------------------------
 
     def set_xfer_handshake_metadata_pp_aware(
