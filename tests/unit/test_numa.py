@@ -8,6 +8,7 @@ import threading
 import pytest
 
 from fskv.transports import numa
+from fskv.transports.arena import Arena
 
 
 @pytest.fixture
@@ -91,3 +92,18 @@ def test_only_the_calling_thread_is_bound_and_a_refusal_is_no_error():
     thread.join()
     assert seen == [some, some]
     assert os.sched_getaffinity(0) == before
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["known", "control"])
+def test_slots_are_touched_first_on_the_cpus_near_the_gpu(sys_tree, known):
+    """To register memory is to touch it. Where nothing is known, the control, any CPU does."""
+    one = min(os.sched_getaffinity(0))
+    cpus = numa.cpus_near("0000:c1:00.0", sys_tree(cpus=str(one))) if known else None
+    touched = []
+    arena = Arena(4 << 20, 40, lambda _: touched.append(os.sched_getaffinity(0)), cpus)
+    assert len(touched) == 5, "32 MiB at a time"
+    assert all((where == {one}) is known or len(where) == 1 for where in touched)
+    assert {arena.take().ctypes.data % 4096 for _ in range(40)} == {0}
+    with pytest.raises(MemoryError):
+        arena.take()
+    assert os.sched_getaffinity(0) != {one} or len(os.sched_getaffinity(0)) == 1, "not the caller's"
