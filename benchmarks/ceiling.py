@@ -22,12 +22,8 @@ import numpy as np
 from benchmarks.options import parser, positive, settings
 from benchmarks.report import judged, publish, say, show, spread
 from benchmarks.rig import BenchmarkError, work_directory
+from fskv.native import _native
 from fskv.transports.arena import Arena
-
-try:
-    from fskv import _native
-except ImportError:
-    _native = None  # type: ignore[assignment]
 
 Memory: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -111,8 +107,6 @@ class Files:
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Run all rounds, in turns, and return the facts."""
-    if _native is None:
-        raise BenchmarkError("fskv's C extension was not built")
     nbytes = options.chunk_kib << 10
     num_files = (options.total_mib << 20) // nbytes
     if num_files < options.threads:

@@ -4,7 +4,7 @@ All three are Python and hold the interpreter; what I/O threads do does not. Job
 each is polled as often as an engine steps. A poll that finds nothing is of the step and not of a chunk: it is
 said apart. No bytes are compared here: the benchmark `interpreter` does that.
 
-    python -m benchmarks.engine_thread [--pages host|cuda|cuda-python] [--rounds 9] [--json] ...
+    python -m benchmarks.engine_thread [--pages host|cuda] [--rounds 9] [--json] ...
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     if options.pages != "host":
         from benchmarks.simulated import SimulatedDevice
 
-        device = SimulatedDevice(in_python=options.pages == "cuda-python")
+        device = SimulatedDevice()
     found: dict[str, dict[str, list[float]]] = {
         direction: {column: [] for column in _COLUMNS} for direction in ("store", "load")
     }
@@ -158,7 +158,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     made.add_argument("--job-chunks", type=positive, default=32, help="chunks of a job (32)")
     made.add_argument(
         "--pages",
-        choices=("host", "cuda", "cuda-python"),
+        choices=("host", "cuda"),
         default="host",
         help="where the KV is: in host memory, or on the simulated CUDA device of the tests, which is no GPU "
         "(host)",

@@ -83,7 +83,7 @@ class Side:
         if options.pages != "host":
             from benchmarks.simulated import SimulatedDevice
 
-            self._device = SimulatedDevice(in_python=options.pages == "cuda-python")
+            self._device = SimulatedDevice()
         rig = Rig(directory, shape, config, device=self._device)
         self._traffic = Traffic(rig, job_chunks=options.job_chunks, step_s=options.step_ms / 1e3)
         self._rig = rig
@@ -306,10 +306,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--places", type=positive, default=128, help="chunks of KV to store; as many to load (128)")
     add(
         "--pages",
-        choices=("host", "cuda", "cuda-python"),
+        choices=("host", "cuda"),
         default="host",
-        help="where the KV is: in host memory, or on the simulated CUDA device of the tests, copied by "
-        "fskv._native or by Python; no figure of it is a GPU's (host)",
+        help="where the KV is: in host memory, or on the simulated CUDA device of the tests: no "
+        "figure of it is a GPU's (host)",
     )
     return made.parse_args(arguments)
 

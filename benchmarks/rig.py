@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from fskv.config import MIB, StoreConfig
@@ -117,7 +117,10 @@ def open_runner(
     breaker: Breaker | None = None,
     native: bool = True,
 ) -> JobRunner[HostSlot]:
-    """Construct transport, store and runner as fskv.engines.vllm.worker does, for one KV group."""
+    """Construct transport, store and runner as fskv.engines.vllm.worker does, for one KV group.
+
+    Without `native` each chunk takes the way of what is amiss, in Python.
+    """
     num_slots = config.staging_bytes // layout.file_nbytes
     transport = HostTransport(
         tensors,
@@ -126,9 +129,10 @@ def open_runner(
         direct_io=config.direct_io,
         file_mode=directory.file_mode,
         fsync=config.fsync,
-        native=native,
         num_slots=num_slots,
     )
+    if not native:
+        transport.native = replace(transport.native, pages=None)
     store = ChunkStore(directory, {0: layout}, transport, touch_interval_s=config.touch_interval_s)
     return JobRunner(
         store,
@@ -161,10 +165,8 @@ class Rig:
         shape: Shape,
         config: StoreConfig,
         *,
-        native: bool = True,
         device: Device | None = None,
     ) -> None:
-        """Without `native` chunks are moved in Python."""
         import torch  # seconds, and a watching parent needs none of it
 
         self.shape = shape
@@ -196,7 +198,7 @@ class Rig:
         stored = [order[at : at + per_chunk] for at in range(0, num_blocks, per_chunk)]
         loaded = [[num_blocks + block for block in blocks] for blocks in stored]
         self._blocks = {False: stored, True: loaded}  # by is_load, then by place
-        self.runner = open_runner(given, self.file_layout, self._names, config, native=native)
+        self.runner = open_runner(given, self.file_layout, self._names, config)
 
     def requests(self, chunks: Sequence[tuple[FileId, int]], *, is_load: bool) -> list[FileMove]:
         """Plan a job of (chunk, place) pairs as a worker does for every job."""

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from benchmarks.rig import BenchmarkError
-from fskv.transports import cuda_native
 from fskv.transports.protocol import Ready
 
 if TYPE_CHECKING:
@@ -27,8 +26,7 @@ _STEP_S = 0.002  # an engine's stream is so late, at most
 class SimulatedDevice:
     """See the module docstring; `benchmarks.rig.Device`. For the life of the process."""
 
-    def __init__(self, *, in_python: bool) -> None:
-        """With `in_python` gathering and scattering are Python's, as where libcuda does not take ours."""
+    def __init__(self) -> None:
         sys.path.append(str(_LAB))
         try:
             import cuda_sim  # type: ignore[import-not-found]
@@ -40,8 +38,6 @@ class SimulatedDevice:
         self._sim.reset(1, _STEP_S)
         self._gpu = cuda_sim.on_simulation(SimpleNamespace(setattr=setattr), self._sim).gpu("cuda")
         self._step = self._gpu.tensor(1, 4096)
-        if in_python:
-            cuda_native._native = None  # type: ignore[assignment,attr-defined]  # noqa: SLF001
 
     def tensors(
         self, num_tensors: int, num_blocks: int, page_nbytes: int

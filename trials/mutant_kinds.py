@@ -293,7 +293,7 @@ FAULTS = (
         "Giving up waits for a copy in progress outside the interpreter too.",
         "fskv/csrc/transfer.c",
         "    while (self->num_inside > 0)\n",
-        "    while (self->num_inside > 0 && !self->abandoned)\n",
+        "    while (self->num_inside > 0 && self->gate == SHUT)\n",
         _NATIVE,
     ),
     Fault(
@@ -397,6 +397,14 @@ FAULTS = (
         "            job.bad.append(task.move.file)\n",
         "            job.bad += [task.move.file] if job.num_moving == 1 else []\n",
         _JOBS,
+    ),
+    Fault(
+        "lost-chunk-is-good",
+        "A load of which one chunk was gone is reported as failed.",
+        "fskv/data_path/runner.py",
+        "        elif job.is_load:\n            job.bad",
+        "        elif job.is_load and status is not Status.MISSING:\n            job.bad",
+        ("tests/unit/test_jobs.py", f"{_SHARING}::test_damaged_chunks_cost_a_recompute_and_heal"),
     ),
     # --- what is published ------------------------------------------------------------------
     Fault(

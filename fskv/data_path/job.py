@@ -77,6 +77,13 @@ class NativeEvent(IntEnum):
     LEFT = 4  # its job had been given up
 
 
+STATUS_OF: dict[int, Status] = {
+    NativeEvent.STORED: Status.OK,
+    NativeEvent.EXISTS: Status.EXISTS,
+    NativeEvent.LOADED: Status.OK,
+}
+
+
 class Stage(Enum):
     """Where a file is for the engine: MOVING -> (a store: WRITING) -> ENDED.
 

@@ -45,6 +45,7 @@ from typing import Generic, cast
 from fskv.config import Deadline
 from fskv.data_path.breaker import Breaker
 from fskv.data_path.job import (
+    STATUS_OF,
     FileMove,
     FileOutcome,
     FileTask,
@@ -55,7 +56,7 @@ from fskv.data_path.job import (
     State,
 )
 from fskv.data_path.store import ChunkStore
-from fskv.data_path.threads import HangProofPool, Readiness
+from fskv.data_path.threads import HangProofPool, Readiness, has_fired
 from fskv.native import _native
 from fskv.transports import numa
 from fskv.transports.protocol import OwnSlot, Ready, SlotPool, SlotT, Transport
@@ -63,11 +64,6 @@ from fskv.types import Status
 
 logger = logging.getLogger(__name__)
 
-_ENDS = {
-    NativeEvent.STORED: Status.OK,
-    NativeEvent.EXISTS: Status.EXISTS,
-    NativeEvent.LOADED: Status.OK,
-}
 # Seconds of writing that may be queued: the queue holds KV pages of the engine, which are to be free again
 # before its next steps want them.
 STORE_QUEUE_S = 4.0
@@ -186,7 +182,7 @@ class JobRunner(Generic[SlotT]):
         """Register a job. ValueError: its id is that of an open one, whose report would be taken for its."""
         if job_id in self._jobs:
             raise ValueError(f"job {job_id} is under way")
-        if ready is not None and _has_fired(ready):
+        if ready is not None and has_fired(ready):
             ready = None
         guard = _native.Guard(ready is None)
         job = Job(job_id, moves, self._clock(), allowed_s, ready, guard, too_late)
@@ -353,7 +349,7 @@ class JobRunner(Generic[SlotT]):
             if kind == NativeEvent.GATHERED:
                 self._free(task)
                 continue
-            status = _ENDS.get(cast("NativeEvent", kind))
+            status = STATUS_OF.get(kind)
             if status is not None:
                 answered |= self._set_ended(task, status, seconds)
                 if kind == NativeEvent.STORED:
@@ -574,11 +570,3 @@ class JobRunner(Generic[SlotT]):
             self._done.append((task, None, 0.0))
         assert slot is not None, "it was gathered"
         return self._store.put(move.file, move.plan.first_block, slot)
-
-
-def _has_fired(ready: Ready) -> bool:
-    """Whether an event has fired. One that cannot be asked has not: who waits for it will be told."""
-    try:
-        return ready.query()
-    except Exception:
-        return False

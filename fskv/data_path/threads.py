@@ -254,6 +254,14 @@ def pool_of_calls(
     )
 
 
+def has_fired(ready: Ready) -> bool:
+    """Whether an event has fired. One that cannot be asked has not: who waits for it will be told."""
+    try:
+        return ready.query()
+    except Exception:
+        return False
+
+
 class Readiness:
     """Waits for events of a device's streams, on a thread of its own, in the order in which they came.
 

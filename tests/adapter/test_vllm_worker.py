@@ -175,10 +175,6 @@ def rig(tmp_path):
     made.worker.shutdown()
 
 
-def test_the_scheduler_is_told_how_many_threads_the_worker_has(rig):
-    assert rig.worker.handshake.num_io_threads == 2
-
-
 @pytest.mark.parametrize("reloaded", [True, False], ids=["", "negative_control"])
 def test_after_weights_were_replaced_no_load_is_good_however_fast_it_is(rig, monkeypatch, reloaded):
     """One that is begun and then given up may have ended: outside the interpreter 191 of 300 had."""

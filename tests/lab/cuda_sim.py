@@ -415,6 +415,6 @@ def device_world(make_world, gpu, *, num_slots=40, **options):
         closed.extend(gpu.tensor(*t.shape, t.stride(0)) for t in tensors)
         return HostTransport(closed, nbytes, num_slots=num_slots, **given)
 
-    world = make_world(faults=False, make_transport=make_transport, **options)
+    world = make_world(native=True, make_transport=make_transport, **options)
     world.tensors = [torch.from_numpy(gpu.opened(t).view(np.int8)) for t in closed]
     return world

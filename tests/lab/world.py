@@ -7,6 +7,7 @@ import os
 import struct
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -144,7 +145,7 @@ class World:
 
     `faults` is the transport's script; False: no FaultTransport at all. `make_transport` has the signature
     of HostTransport and stands for it if given. With native=True chunks are moved by fskv._native, and
-    there is no FaultTransport either.
+    there is no FaultTransport either; else by the transport's methods.
     """
 
     # 4 blocks of 64000 bytes: 4 rows, and no block begins where a row does.
@@ -196,6 +197,8 @@ class World:
             direct_io=direct_io,
             fsync=fsync,
         )
+        if not native:
+            transport.native = replace(transport.native, pages=None)
         self.transport = (
             transport
             if faults is False or native

@@ -39,7 +39,7 @@ def test_near_a_file_of_the_product_is_what_imports_it_or_is_named_for_it():
     near = program("near").near
     damaged = "tests/engines/test_engine_sharing.py::test_damaged_chunks_cost_a_recompute_and_heal"
     assert "tests/unit/test_jobs.py" in near("fskv/data_path/runner.py")  # imports it
-    assert damaged in near("fskv/data_path/ends.py")  # a fault's
+    assert damaged in near("fskv/data_path/runner.py")  # a fault's
     assert "tests/unit/test_native.py" in near("fskv/csrc/chunk_io.c")
     assert near("tools/top/line.py") == {"tests/tools/test_top.py"}  # its folder's name
     assert near("fskv/csrc/xxh3.c") == {"tests/unit", "tests/adapter"}  # nothing is near

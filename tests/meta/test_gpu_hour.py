@@ -202,7 +202,9 @@ sys.exit(gpu.main(sys.argv[1:]))
         "of a": "good",
         "of b": "good",
     }
-    assert Hour(tmp_path, 1.0, "d", program=program).process.wait(60) == 2
+    unknown = Hour(tmp_path, 1.0, "d", program=program).process
+    assert "no such part: d" in unknown.communicate(timeout=60)[1]
+    assert unknown.returncode == 2
 
 
 def rehearse(tmp_path, *arguments):

@@ -169,15 +169,16 @@ class _InPython(host.HostTransport):
     """Every chunk comes by the methods below."""
 
     def __init__(self, *args, **options):
-        super().__init__(*args, **options, native=False)
+        super().__init__(*args, **options)
+        self.native = dataclasses.replace(self.native, pages=None)
 
 
 class _Corrupting(_InPython):
     """Loads one bit wrong, after every check of the store."""
 
-    def scatter(self, slot, base, table, ready):
+    def scatter(self, slot, base, table):
         slot.array[base] ^= 1
-        super().scatter(slot, base, table, ready)
+        super().scatter(slot, base, table)
 
 
 class _Skipping(mover.ChunkStore):

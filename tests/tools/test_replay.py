@@ -410,9 +410,10 @@ class _DoesNothing(HostTransport):
     """Calls a load good whose bytes never reached the pages."""
 
     def __init__(self, *arguments, **options):
-        super().__init__(*arguments, **options, native=False)
+        super().__init__(*arguments, **options)
+        self.native = dataclasses.replace(self.native, pages=None)
 
-    def scatter(self, slot, base, table, ready):
+    def scatter(self, slot, base, table):
         pass
 
 

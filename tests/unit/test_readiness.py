@@ -138,7 +138,7 @@ def test_a_forward_holds_no_read_back_and_no_page_is_touched_before_it_ends(
     bench = make_device(num_threads=4, num_slots=40)
     contents = stored(bench, list(range(8)))
     if not protected:
-        monkeypatch.setattr(runner_module, "_has_fired", lambda _: True)
+        monkeypatch.setattr(runner_module, "has_fired", lambda _: True)
     forward = Event()
     stores, written = bench.submit(list(range(100, 116)), forward, load=False, place=8)
     load, _ = bench.submit(list(range(8)), forward, load=True, place=30)
