@@ -42,7 +42,7 @@ with warnings.catch_warnings():
     from vllm.v1.kv_offload.tiering.base import TransferJob
 
     from demo import cpu_tiering
-    from fskv.data_path.threads import Guard
+    from fskv.data_path.job import Job
     from fskv.engines.vllm.identity import EngineGroup
     from fskv.engines.vllm.resting import RestError
     from fskv.engines.vllm_tier import tier, workers
@@ -426,8 +426,7 @@ def test_a_late_load_is_failed_and_writes_no_row_that_was_given_away(
 ):
     """The control: without the guard the late bytes land in the row."""
     if not guarded:
-        monkeypatch.setattr(Guard, "enter", lambda self: True)
-        monkeypatch.setattr(Guard, "leave", lambda self: None)
+        monkeypatch.setattr(Job, "abandon", lambda self: None)
     seconds = 0.5
     rig = make_rig(
         faults.Script(),

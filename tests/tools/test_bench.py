@@ -51,7 +51,7 @@ from typer.testing import CliRunner  # noqa: E402
 
 from fskv.offload import mover  # noqa: E402
 from fskv.root.filesystem import Space  # noqa: E402
-from fskv.transports import host  # noqa: E402
+from fskv.transports import choice, evidence, host  # noqa: E402
 from fskv.types import Status  # noqa: E402
 
 TINY = [
@@ -486,6 +486,9 @@ def test_gds_takes_part_where_the_pages_are_on_a_gpu(tmp_path, monkeypatch, work
         device = gds_lab.StubDevice(tensors) if works and transport == "gds" else None
         return real(tensors, *args, transport=transport, device=device, **options)
 
+    # The stub has no cuFile: as if it had carried the probe. Its device brings its pages.
+    monkeypatch.setattr(evidence, "bounces", lambda facts: False)
+    monkeypatch.setattr(choice, "NativeCuda", lambda device, *_, **__: device)
     monkeypatch.setattr(mover, "open_transport", on_the_stub)
     monkeypatch.setattr(measure, "pick_device", lambda wanted: "cuda")
     on_cpu = measure.KvMemory

@@ -20,6 +20,7 @@ from fskv.data_path.store import ChunkStore
 from fskv.index.presence import Findings
 from fskv.offload import BlockingStore, KvStore, Page, lookup, mover
 from fskv.transports import host
+from fskv.transports.protocol import Native
 from fskv.types import ChunkId, Status
 
 NUM_BLOCKS = 64
@@ -84,7 +85,7 @@ def test_a_store_that_ended_reads_no_page_though_another_one_took_its_chunk_agai
 
     Without the extension, for then Python writes the files.
     """
-    monkeypatch.setattr(host, "_native", None)
+    monkeypatch.setattr(host, "Native", lambda pages, **rest: Native(pages=None, **rest))
     store = make(io_threads=2)
     all_pages = pages(range(4))
     store.fill(all_pages)

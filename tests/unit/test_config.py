@@ -57,7 +57,6 @@ OPTIONS = {
     "max_queued_chunks": ([1, 512], [0, "512", 1.0, True, None, 10**7]),
     "direct_io": (["auto", "on", "off"], [True, False, "yes", None, 1]),
     "transport": (["auto", "host", "gds"], ["GDS", "", True, None, "kvikio"]),
-    "gds_check": (["host", "refuse"], ["off", "auto", True, None, False]),
     "fsync": ([True, False], ["true", 0, 1, None, "off"]),
     "load_deadline_s": ([0.01, 2, 2.5], [0, -1, "2", "2s", True, None, math.nan, math.inf]),
     "load_budget": (["off", "on"], ["auto", 0, 1, 2.5, True, None, ["on"]]),

@@ -30,6 +30,7 @@ from fskv.observe.health_file import HealthFile
 from fskv.offload import lookup, open_store, watch
 from fskv.root.filesystem import Space
 from fskv.transports import host
+from fskv.transports.protocol import Native
 from fskv.types import ChunkId, Presence, Status
 
 PROMPT = list(range(4 * TOKENS_PER_CHUNK))
@@ -112,7 +113,7 @@ def test_the_toy_would_show_a_wrong_byte(engine, tmp_path, monkeypatch, broken):
         from fskv.transports import host
 
         monkeypatch.setattr(chunk_file, "check_digests", lambda *_: None)
-        monkeypatch.setattr(host, "_native", None)
+        monkeypatch.setattr(host, "Native", lambda pages, **rest: Native(pages=None, **rest))
     assert (engine().run(PROMPT) == kv) is not broken
 
 
@@ -468,7 +469,7 @@ def test_the_health_file_says_that_stores_fail_until_one_is_written(
     """One request without a hit is enough: no lookup has failed, nothing was loaded."""
     put, failing, path = ChunkStore.put, [True], tmp_path / "health.json"
     monkeypatch.setitem(HealthFile.__init__.__kwdefaults__, "look_s", 0.01)
-    monkeypatch.setattr(host, "_native", None)
+    monkeypatch.setattr(host, "Native", lambda pages, **rest: Native(pages=None, **rest))
     monkeypatch.setattr(ChunkStore, "put", lambda *a: status if failing else put(*a))
     monkeypatch.setitem(Breaker.__init__.__kwdefaults__, "failures", 1)
     monkeypatch.setitem(Breaker.__init__.__kwdefaults__, "probe_s", 0.05)

@@ -13,12 +13,11 @@ import pytest
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from world import Clock, leaves_nothing_open, returns_in_time, wait_for
+from world import Clock, returns_in_time, wait_for
 
 from faults.disk import Child, DiskFaults
 from fskv.data_path.breaker import Breaker
-from fskv.index import presence
-from fskv.index.presence import Findings, PresenceIndex, RankFiles, probe_chunks, probe_files
+from fskv.index.presence import Findings, PresenceIndex, RankFiles, probe_chunks
 from fskv.types import ChunkId, Presence, Status
 
 HIT = (Presence.HIT, Status.OK)
@@ -740,90 +739,8 @@ def test_a_walk_never_contradicts_what_is_known(events):
         bench.index.close()
 
 
-# --- looking at files ---------------------------------------------------------------------------
+# --- looking at files -----------------------------------------------------------------------------
 
-
-@pytest.fixture
-def files(tmp_path):
-    os.mkdir(tmp_path / "3hx")
-
-    def make(name, nbytes=None):
-        path = tmp_path / "3hx" / name
-        if nbytes is not None:
-            path.write_bytes(bytes(nbytes))
-        return str(path)
-
-    return make
-
-
-def test_a_chunk_is_there_only_if_every_ranks_file_has_its_size(files):
-    good, good2 = files("a.r0", 100), files("a.r1", 100)
-    short, gone = files("b.r1", 99), files("c.r1")
-    os.mkdir(files("d.r1"))
-    os.symlink(good, files("e.r1"))
-    cases = [
-        ([(good, 100)], True),
-        ([(good, 100), (good2, 100)], True),
-        ([(good, 101)], False),
-        ([(good, 100), (short, 100)], False),
-        ([(good, 100), (gone, 100)], False),
-        ([(gone, 100), (good, 100)], False),
-        ([(files("d.r1"), os.stat(files("d.r1")).st_size)], False),
-        ([(files("e.r1"), os.lstat(files("e.r1")).st_size)], False),
-        ([(good + "/below", 1)], False),
-    ]
-    found = probe_files([paths for paths, _ in cases], [False] * len(cases))
-    assert found == [there for _, there in cases]
-
-
-def test_the_directory_is_opened_again_after_a_miss_and_only_then(files, monkeypatch):
-    """An NFS client hides another node's new file for 28 s after a miss, but not past such an open."""
-    path, opened, real = files("a", 10), [], os.open
-
-    def note(path, *args, **kwargs):
-        opened.append(path)
-        return real(path, *args, **kwargs)
-
-    monkeypatch.setattr(os, "open", note)
-    with leaves_nothing_open():
-        assert probe_files([[(path, 10)]], [False]) == [True]
-        assert opened == []
-        assert probe_files([[(path, 10)]], [True]) == [True]
-        assert opened == [os.path.dirname(path)]
-        assert probe_files([[(path + "/no/dir", 10)]], [True]) == [False]
-
-
-def test_a_stale_handle_is_looked_at_twice_and_then_a_miss(files, monkeypatch):
-    path, real = files("a", 10), os.stat
-    stales = []
-
-    def stale(path, **kwargs):
-        if stales:
-            stales.pop()
-            raise OSError(116, "Stale file handle")
-        return real(path, **kwargs)
-
-    monkeypatch.setattr(presence.os, "stat", stale)
-    stales[:] = [1]
-    assert probe_files([[(path, 10)]], [False]) == [True]
-    stales[:] = [1, 1]
-    assert probe_files([[(path, 10)]], [False]) == [False]
-
-
-def test_a_root_that_does_not_answer_is_an_error_and_not_a_miss(files, monkeypatch):
-    def fail(path, **kwargs):
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(presence.os, "stat", fail)
-    with pytest.raises(OSError, match="Input/output error"):
-        probe_files([[(files("a"), 10)]], [False])
-
-
-# --- looking at files outside the interpreter -----------------------------------------------------
-
-needs_native = pytest.mark.skipif(
-    presence._native is None, reason="the C extension was not built: Python looks at files"
-)
 KINDS = (
     "there",
     "there",
@@ -906,18 +823,15 @@ def outcome(ranks, keys, missed_before):
         return error.errno
 
 
-@needs_native
 @pytest.mark.parametrize("seed", range(12))
-def test_what_is_there_is_the_same_outside_the_interpreter(tmp_path, monkeypatch, seed):
+def test_a_chunk_is_there_only_if_every_ranks_file_has_its_size(tmp_path, seed):
     source = random.Random(seed)
     tree = Tree(tmp_path, source, num_ranks=source.choice([1, 1, 2, 5]), shared=seed % 3 > 0)
     missed = bytes(source.choices([0, 1], k=len(tree.keys)))
     found = outcome(tree.ranks, tree.keys, missed)
     assert found == [key in tree.good for key in tree.keys]
-    one_by_one = [outcome(tree.ranks, [key], b"\x01") for key in tree.keys]
-    monkeypatch.setattr(presence, "_native", None)
-    assert outcome(tree.ranks, tree.keys, missed) == found
-    assert [outcome(tree.ranks, [key], b"\x01") for key in tree.keys] == one_by_one
+    for key in tree.keys:
+        assert outcome(tree.ranks, [key], b"\x01") in ([key in tree.good], errno.ELOOP)
 
 
 def test_the_trees_above_have_what_they_are_for(tmp_path):
@@ -933,18 +847,12 @@ def test_the_trees_above_have_what_they_are_for(tmp_path):
     assert all(count > 10 for count in kinds.values()), kinds
 
 
-@needs_native
-def test_a_name_too_long_for_the_system_is_an_error_and_not_a_crash(tmp_path, monkeypatch):
+def test_a_name_too_long_for_the_system_is_an_error_and_not_a_crash(tmp_path):
     ranks = [RankFiles(f"{tmp_path}/{'x' * 4090}", None, {0: 7})]
     assert outcome(ranks, [(b"k", 0)], b"\x01") == errno.ENAMETOOLONG
-    monkeypatch.setattr(presence, "_native", None)
-    assert outcome(ranks, [(b"k", 0)], b"\x01") == errno.ENAMETOOLONG
 
 
-@pytest.mark.parametrize("native", [pytest.param(True, marks=needs_native), False])
-def test_a_question_that_is_a_mistake_is_never_a_hit(tmp_path, monkeypatch, native):
-    if not native:
-        monkeypatch.setattr(presence, "_native", None)
+def test_a_question_that_is_a_mistake_is_never_a_hit(tmp_path):
     rank = RankFiles(str(tmp_path), None, {0: 7})
     with pytest.raises(ValueError, match="at least one"):
         probe_chunks([], [(b"k", 0)], b"\x00")
@@ -957,11 +865,8 @@ def test_a_question_that_is_a_mistake_is_never_a_hit(tmp_path, monkeypatch, nati
 
 CHILD = """
 import errno, json, os, sys, threading, time
-from fskv.index import presence
 from fskv.index.presence import RankFiles, probe_chunks
-native = presence._native
-def look(names, missed, in_python=False):
-    presence._native = None if in_python else native
+def look(names, missed):
     try:
         keys = [(name.encode(), 0) for name in names]
         there = probe_chunks([RankFiles(ROOT, None, {0: 7})], keys, bytes(missed)).there
@@ -1005,7 +910,6 @@ TRUTH = [True] * 20 + [False] * 20
 FRESH, AGAIN = [0] * 40, [1] * 40
 
 
-@needs_native
 @pytest.mark.parametrize(
     ("rules", "names", "expected"),
     [
@@ -1026,17 +930,20 @@ FRESH, AGAIN = [0] * 40, [1] * 40
     ],
 )
 @pytest.mark.parametrize("missed", [FRESH, AGAIN])
-def test_a_failing_disk_is_judged_as_in_python(faulty, rules, names, expected, missed):
-    for in_python in (False, True):
-        faulty.faults.set(*rules)
-        assert faulty(f"look({names}, {missed[: len(names)]}, {in_python})") == expected
-        assert all(faulty.faults.fired(rule) for rule in rules if not rule.startswith("open"))
+def test_a_failing_disk_is_a_miss_of_a_file_or_an_error_of_the_root(
+    faulty, rules, names, expected, missed
+):
+    faulty.faults.set(*rules)
+    assert faulty(f"look({names}, {missed[: len(names)]})") == expected
+    assert all(faulty.faults.fired(rule) for rule in rules if not rule.startswith("open"))
     assert not faulty.faults.num_bad_lines
 
 
-@needs_native
 def test_the_shard_is_opened_after_a_miss_and_only_then(faulty):
-    """As above for Python; and what was opened is closed."""
+    """An NFS client hides another node's new file for 28 s after a miss, but not past such an open.
+
+    It remembers the absence of a directory as well: then the parent is opened. What was opened is closed.
+    """
     faulty.faults.set("open slow_ms=0 suffix=/chunks", "open slow_ms=0", "close slow_ms=0")
     # Its own descriptor of all shards, once a batch.
     assert faulty(f"look({NAMES}, {FRESH})") == TRUTH
@@ -1047,9 +954,11 @@ def test_the_shard_is_opened_after_a_miss_and_only_then(faulty):
     num_opened = faulty.faults.matched("open slow_ms=0")
     assert num_opened == 1 + 4
     assert faulty.faults.matched("close slow_ms=0") == num_opened
+    faulty.faults.set("open slow_ms=0 suffix=/chunks")
+    assert faulty(f"look({NAMES[20:24]}, {[1] * 4})") == [False] * 4
+    assert faulty.faults.matched("open slow_ms=0 suffix=/chunks") > 1
 
 
-@needs_native
 def test_a_look_that_hangs_leaves_the_interpreter_to_others(faulty):
     """The lock is not held while the disk does not answer; in the end the answer comes."""
     faulty.faults.set("stat hang")
@@ -1059,20 +968,3 @@ def test_a_look_that_hangs_leaves_the_interpreter_to_others(faulty):
     assert faulty("answers") == []
     faulty.faults.clear()
     wait_for(lambda: faulty("answers") == [TRUTH])
-
-
-def test_after_a_miss_the_parent_of_a_directory_that_is_not_there_is_opened(tmp_path, monkeypatch):
-    """An NFS client remembers the absence of a directory as it does that of a file."""
-    from fskv.index import presence
-
-    (tmp_path / "chunks").mkdir()
-    path = str(tmp_path / "chunks" / "abc" / f"abc{'0' * 29}.g0.kv")
-    opened = []
-    real_open = os.open
-    monkeypatch.setattr(
-        presence.os, "open", lambda name, *flags: opened.append(name) or real_open(name, *flags)
-    )
-    assert presence.probe_files([[(path, 1)]], [False]) == [False]
-    assert opened == []
-    assert presence.probe_files([[(path, 1)]], [True]) == [False]
-    assert opened == [os.path.dirname(path), str(tmp_path / "chunks")]

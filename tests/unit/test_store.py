@@ -32,7 +32,7 @@ from fskv.errors import ConfigError, RootError
 from fskv.format import chunk_file
 from fskv.format.integrity import xxh3_rows
 from fskv.root import filesystem
-from fskv.transports import host
+from fskv.transports import arena, host
 from fskv.transports.host import HostTransport
 from fskv.transports.protocol import SlotPool
 from fskv.types import Status
@@ -766,11 +766,11 @@ def test_slots_are_bounded_aligned_and_reused(world):
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["kept_out", "negative_control"])
-def test_a_child_process_has_no_part_in_the_slots(world, monkeypatch, kept):
+def test_a_child_process_has_no_part_in_the_slots(make_world, monkeypatch, kept):
     """O_DIRECT and fork: the bytes of a read in progress could end up in the child's page only."""
     if not kept:
-        monkeypatch.setattr(host.mmap, "MADV_DONTFORK", host.mmap.MADV_HUGEPAGE)
-    slot = world.transport.new_slot(0)
+        monkeypatch.setattr(arena.mmap, "MADV_DONTFORK", arena.mmap.MADV_HUGEPAGE)
+    slot = make_world().transport.new_slot(0)
     address = slot.array.ctypes.data
     slot.array[:] = 1
     assert _is_mapped(address)

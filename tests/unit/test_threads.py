@@ -11,13 +11,14 @@ from world import Clock, returns_in_time, wait_for
 
 from fskv.data_path.breaker import Breaker
 from fskv.data_path.threads import (
+    Call,
+    CallQueue,
     HangProofPool,
-    Task,
-    TaskQueue,
     call_with_deadline,
     pool_of_calls,
 )
 from fskv.errors import RootError
+from fskv.native import _native
 from fskv.types import Status
 
 
@@ -63,8 +64,8 @@ def threads_named(name):
     return [t for t in threading.enumerate() if t.name.startswith(f"{name}-")]
 
 
-def submit(pool, call, *, urgent=False):
-    task = Task(call, urgent=urgent)
+def submit(pool, call):
+    task = Call(call)
     pool.submit(task)
     return task
 
@@ -89,28 +90,11 @@ def test_as_many_calls_run_at_once_as_there_are_threads(make_pool, num_warm):
             wait_for(lambda p=pool: p.num_idle == num_warm)
         meeting = threading.Barrier(5)
         for _ in range(4):
-            submit(pool, lambda b=meeting: b.wait(20), urgent=True)
+            submit(pool, lambda b=meeting: b.wait(20))
         try:
             meeting.wait(20)
         except threading.BrokenBarrierError:
             pytest.fail("four calls on four threads did not run at the same time")
-
-
-def test_urgent_calls_overtake_all_others_and_hastened_ones_the_normal(make_pool, gate):
-    pool = make_pool(num_threads=1)
-    order = []
-    done = threading.Event()
-    submit(pool, gate)
-    wait_for(lambda: gate.num_inside == 1)
-    submit(pool, lambda: order.append("normal 1"))
-    hastened = submit(pool, lambda: order.append("normal 2"))
-    submit(pool, lambda: order.append("urgent 1"), urgent=True)
-    submit(pool, lambda: order.append("urgent 2"), urgent=True)
-    pool.queue.hasten(hastened)
-    submit(pool, done.set)
-    gate.opened.set()
-    assert done.wait(20)
-    assert order == ["urgent 1", "urgent 2", "normal 2", "normal 1"]
 
 
 def test_a_cancelled_call_never_runs_and_a_started_one_cannot_be_cancelled(make_pool, gate):
@@ -186,7 +170,7 @@ def test_threads_that_cannot_begin_are_not_started_for_ever(caplog):
             raise RuntimeError("CUDA error: device-side assert triggered")
         yield
 
-    pool = HangProofPool("fskv-lost", 4, 8, TaskQueue(), lambda task, _: task.owner(), context)
+    pool = HangProofPool("fskv-lost", 4, 8, CallQueue(), lambda task, _: task.call(), context)
     submit(pool, ran.set)
     wait_for(lambda: begun and not threads_named("fskv-lost"))
     time.sleep(0.05)  # what is started without an end has long begun
@@ -234,19 +218,14 @@ def test_a_thread_that_cannot_be_started_does_not_raise_into_the_engine(make_poo
     assert ran.wait(20)
 
 
-# --- which task is next: both queues ------------------------------------------------------------
+# --- which transfer is next ----------------------------------------------------------------------
 
 
-@pytest.fixture(params=["python", "native"])
-def line(request):
-    """A queue that lets one normal task run beside urgent ones, and a maker of tasks for it."""
-    if request.param == "python":
-        queue = TaskQueue(1)
-        yield queue, lambda urgent: Task(object(), urgent=urgent)
-    else:
-        native = pytest.importorskip("fskv._native", reason="the C extension was not built")
-        queue = native.Queue(1)
-        yield queue, lambda urgent: native.Transfer(object(), urgent)
+@pytest.fixture
+def line():
+    """A queue that lets one store run beside loads, and a maker of transfers for it."""
+    queue, guard = _native.Queue(8, 1), _native.Guard(True)
+    yield queue, lambda is_load: _native.Transfer(object(), is_load, guard)
     queue.close()
 
 
@@ -315,10 +294,40 @@ def test_a_task_of_another_queue_is_left_alone(line):
     queue, make = line
     task = make(False)
     queue.push([task])
-    other = type(queue)(1)
+    other = _native.Queue(8, 1)
     for change in (other.write_off, other.finish):
         assert not change(task)
     assert queue.take(None) is task
+
+
+def test_parked_transfers_wait_for_their_release_and_some_go_first(line):
+    queue, make = line
+    parked, normal, first = make(False), make(False), make(False)
+    queue.push([parked], parked=True)
+    queue.push([normal])
+    queue.push([first], first=True)
+    assert queue.take(None) is first
+    queue.finish(first)
+    assert queue.take(None) is normal
+    waiting = takes(queue)
+    wait_for(lambda: queue.num_idle == 1)
+    assert not waiting
+    queue.release([parked])
+    wait_for(lambda: waiting == [parked])
+    assert not queue.cancel(parked)
+
+
+def test_no_more_transfers_are_at_the_disk_than_may_be():
+    queue, guard = _native.Queue(2, 1), _native.Guard(True)
+    transfers = [_native.Transfer(object(), True, guard) for _ in range(3)]
+    queue.push(transfers)
+    taken = [queue.take(None), queue.take(None)]
+    waiting = takes(queue)
+    wait_for(lambda: queue.num_idle == 1)
+    assert not waiting
+    queue.finish(taken[0])
+    wait_for(lambda: waiting == transfers[2:])
+    queue.close()
 
 
 # --- calls at start-up ------------------------------------------------------------------------
