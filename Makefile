@@ -14,6 +14,7 @@ ARGS ?=
 WORKERS ?= $(shell n=$$(nproc); echo $$((n < 3 ? n + 1 : 4)))
 PYTEST = '$(PY)' -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 DIR ?= .cache
+OUT ?= .cache/gpu
 # What continuous integration never runs is noted in its ledger, if all of it ran.
 ran = $(if $(ARGS),,@'$(PY)' .ci/slow --ran $(1))
 
@@ -75,8 +76,8 @@ bench-verify: $(SETUP) ## The rate of `fskv verify --read-data` beside a plain r
 	@'$(PY)' -m benchmarks.verify $(ARGS) --dir '$(DIR)'
 
 # No set-up: its environment would have vLLM and torch for CPUs.
-gpu: ## The first hour on a machine with a GPU: facts, tests, rates, engines; one page (PY=python3 with torch for CUDA)
-	@'$(if $(SETUP),python3,$(PY))' -m benchmarks.gpu $(ARGS)
+gpu: ## Copies, order, rates and GDS on a machine with a GPU (PY=python3 with torch for CUDA; PART=a, b or c ends in 560 s; OUT=)
+	@'$(if $(SETUP),python3,$(PY))' -m benchmarks.gpu $(PART) --dir '$(DIR)' --out '$(OUT)' $(ARGS)
 
 corruptions: $(SETUP) ## Does `fskv verify` find each of 10,000 random corruptions? (minutes)
 	@'$(PY)' -m trials.corruptions $(ARGS)

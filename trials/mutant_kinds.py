@@ -1472,12 +1472,79 @@ FAULTS = (
         _CUDA,
     ),
     Fault(
-        "cuda-table-used-again-too-early",
-        "A table of pieces is filled again when its copy is over.",
+        "cuda-tables-shared",
+        "A table of pieces is one copy's at a time.",
         "fskv/csrc/cuda.c",
-        "                if (!launch(cuda, lane, num_pieces, error) || !wait_for(cuda, lane, "
-        "broken, error))\n",
-        "                if (!launch(cuda, lane, num_pieces, error))\n",
+        "        Piece *table = cuda->tables + (size_t)i * MAX_PIECES;\n",
+        "        Piece *table = cuda->tables;\n",
+        _CUDA,
+    ),
+    Fault(
+        "cuda-buffers-shared",
+        "A buffer on the device is one copy's at a time.",
+        "fskv/csrc/cuda.c",
+        "        lane->bounce = lane->device_table + table_nbytes;\n",
+        "        lane->bounce = cuda->lanes[0].device_table + table_nbytes;\n",
+        _CUDA,
+    ),
+    Fault(
+        "cuda-kernel-before-its-chunk",
+        "The kernel scatters a chunk that has crossed the bus.",
+        "fskv/csrc/cuda.c",
+        "    if (!to_slot && !OK(to_device, lane->bounce + start, slot + start, stop - start, "
+        "lane->stream))\n"
+        "        return false;\n"
+        "    if (!run_kernel(cuda, lane, tensors, spans, end, lane->bounce, to_slot, broken, error))\n"
+        "        return false;\n",
+        "    if (!run_kernel(cuda, lane, tensors, spans, end, lane->bounce, to_slot, broken, error))\n"
+        "        return false;\n"
+        "    if (!to_slot && !OK(to_device, lane->bounce + start, slot + start, stop - start, "
+        "lane->stream))\n"
+        "        return false;\n",
+        _CUDA,
+    ),
+    Fault(
+        "cuda-failed-event-ends-the-wait",
+        "Where the event fails, a copy waits for its stream.",
+        "fskv/csrc/cuda.c",
+        "    *broken = cuda->driver.stream_wait(lane->stream) != 0;\n",
+        "    *broken = false;\n",
+        _CUDA,
+    ),
+    Fault(
+        "cuda-broken-lane-used-again",
+        "A lane of which nobody knows whether it is over is nobody's any more.",
+        "fskv/csrc/cuda.c",
+        "    if (broken) {\n",
+        "    if (broken && cuda->closed) {\n",
+        _CUDA,
+    ),
+    Fault(
+        "cuda-unregistered-under-a-copy",
+        "A slot stays registered until the copies are over.",
+        "fskv/csrc/device.c",
+        "    cuda_close(self->cuda);\n"
+        "    for (Py_ssize_t i = 0; i < n; i++)\n"
+        "        cuda_unregister(self->cuda, registered[i].buf);\n",
+        "    for (Py_ssize_t i = 0; i < n; i++)\n"
+        "        cuda_unregister(self->cuda, registered[i].buf);\n"
+        "    cuda_close(self->cuda);\n",
+        _CUDA,
+    ),
+    Fault(
+        "cuda-memory-kept",
+        "Memory on the device is given back at the end.",
+        "fskv/csrc/cuda.c",
+        "        (void)cuda->driver.release(lane->device_table);\n",
+        "        (void)0;\n",
+        _CUDA,
+    ),
+    Fault(
+        "cuda-slot-of-two",
+        "A slot is one chunk's at a time.",
+        "fskv/transports/arena.py",
+        "            return self._free.pop()\n",
+        "            return self._free[-1]\n",
         _CUDA,
     ),
     Fault(

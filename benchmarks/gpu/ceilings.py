@@ -17,7 +17,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.gpu.on_device import need_gpus
+from benchmarks.gpu.busy import need_gpu
 from benchmarks.options import parser, positive, positive_float
 from benchmarks.report import command
 from benchmarks.rig import BenchmarkError
@@ -114,7 +114,7 @@ def measure(directory: str, num: int, num_chunks: int, seconds: float) -> dict[s
         np.stack([places * 0, pages * PAGE, places, places * 0 + PAGE], axis=1).astype(np.int64)
         for pages in order
     ]
-    for threads in (1, 4):
+    for threads in [n for n in (1, 4, 16) if n <= num]:
         for way, to_slot in (("scatter", False), ("gather", True)):
 
             def run(number: int, to_slot: bool = to_slot) -> None:
@@ -143,7 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     made.add_argument("--slots", type=positive, default=16, help="(16)")
     made.add_argument("--seconds", type=positive_float, default=1.0, help="of each figure (1)")
     options = made.parse_args(arguments)
-    need_gpus()
+    need_gpu()
 
     def run() -> int:
         chunks = max(1, (options.mib << 20) // CHUNK)

@@ -1,11 +1,17 @@
-"""The page about the hour, as text and as JSON: what was run, what it measured, what was skipped and why."""
+"""The page about what was run: `page.txt`, from the `part-?.json` of each part that was run.
+
+Parts that were run on several machines make one page as well: `python -m benchmarks.gpu.page DIRECTORY ...`.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.steps import Outcome
@@ -14,45 +20,36 @@ _ORDER = ("good", "failed", "killed", "skipped", "interrupted", "not begun")
 _WIDTH = 110
 
 
-def write(directory: str, title: str, facts: dict[str, Any], outcomes: Sequence[Outcome]) -> None:
-    """Write page.txt and page.json into `directory`, each whole or not at all."""
-    found = {"title": title, **facts, "steps": [asdict(outcome) for outcome in outcomes]}
-    for name, text in (
-        ("page.txt", as_text(title, outcomes)),
-        ("page.json", json.dumps(found, indent=1) + "\n"),
-    ):
-        path = os.path.join(directory, name)
-        with open(f"{path}.part", "w") as file:
-            file.write(text)
-        os.replace(f"{path}.part", path)
+def write(directory: str, part: str, outcomes: Sequence[Outcome]) -> None:
+    """Write what is known of a part, and the page of all parts that are in `directory`."""
+    found: dict[str, Any] = {"part": part, "written": time.strftime("%Y-%m-%d %H:%M")}
+    found["steps"] = [asdict(outcome) for outcome in outcomes]
+    _replace(os.path.join(directory, f"part-{part}.json"), json.dumps(found, indent=1) + "\n")
+    _replace(os.path.join(directory, "page.txt"), as_text([directory])[0])
 
 
-def outcomes(directory: str, but: set[str]) -> list[Outcome]:
-    """Return what the page in `directory` tells of steps of other names; none where there is no page."""
-    try:
-        with open(os.path.join(directory, "page.json")) as file:
-            steps = json.load(file)["steps"]
-        return [Outcome(**step) for step in steps if step["name"] not in but]
-    except (OSError, ValueError, KeyError, TypeError):  # none, or of another version
-        return []
+def _replace(path: str, text: str) -> None:
+    with open(f"{path}.part", "w") as file:
+        file.write(text)
+    os.replace(f"{path}.part", path)
 
 
-def as_text(title: str, outcomes: Sequence[Outcome]) -> str:
-    counts = {status: sum(o.status == status for o in outcomes) for status in _ORDER}
-    lines = [title, ", ".join(f"{n} {status}" for status, n in counts.items() if n), ""]
-    for outcome in outcomes:
-        lines.append(
-            _cut(f"{outcome.status:11} {outcome.name:28} {_seconds(outcome)}  {outcome.why}")
-        )
-        if outcome.left_behind:
-            lines.append(f"{'':12}left {outcome.left_behind} processes behind, which were killed")
-        lines += [_cut(f"{'':12}{line}") for line in _columns(outcome.figures)]
-        lines += [_cut(f"{'':12}| {line}") for line in outcome.tail]
-    return "\n".join(lines).rstrip() + "\n"
-
-
-def _seconds(outcome: Outcome) -> str:
-    return f"{outcome.seconds:5.0f} s" if outcome.seconds else f"{'':7}"
+def as_text(directories: Sequence[str]) -> tuple[str, bool]:
+    """Return the page of the parts in these directories, and whether no step failed."""
+    files = [file for place in directories for file in Path(place).glob("part-*.json")]
+    lines, good = ["fskv on a GPU"], True
+    for part in sorted((json.loads(file.read_text()) for file in files), key=lambda p: p["part"]):
+        outcomes = [Outcome(**step) for step in part["steps"]]
+        counts = {status: sum(o.status == status for o in outcomes) for status in _ORDER}
+        good &= not counts["failed"] and not counts["killed"]
+        told = ", ".join(f"{n} {status}" for status, n in counts.items() if n)
+        lines += ["", f"Part {part['part']}, {part['written']}: {told}"]
+        for outcome in outcomes:
+            seconds = f"{outcome.seconds:5.0f} s" if outcome.seconds else f"{'':7}"
+            lines.append(_cut(f"{outcome.status:11} {outcome.name:28} {seconds}  {outcome.why}"))
+            lines += [_cut(f"{'':12}{line}") for line in _columns(outcome.figures)]
+            lines += [_cut(f"{'':12}| {line}") for line in outcome.tail]
+    return "\n".join(lines) + "\n", good
 
 
 def _cut(line: str) -> str:
@@ -78,3 +75,7 @@ def _columns(figures: dict[str, Any]) -> list[str]:
 
 def _show(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+if __name__ == "__main__":
+    print(as_text(sys.argv[1:])[0], end="")

@@ -1,84 +1,74 @@
-"""The steps of the hour, in three parts of 560 s at most each. Only the extension is needed by others."""
+"""The steps of the three parts, in order. None needs one before it, but for the extension."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.gpu.steps import Figures, Step
 
 PARTS = ("a", "b", "c")
-EXTENSION = "extension"  # nothing is begun after it has failed
-_PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-rs", "-m", "gpu")
+EXTENSION = "extension"
 # Where plug-ins of pytest are missing that the project's configuration names.
 _BARE = ("-o", "addopts=", "-o", "filterwarnings=", "-W", "ignore")
-_GPU = "tests/unit/test_gpu.py"
+_PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-rs", "-m", "gpu", *_BARE)
+_GPU, _KERNELS = "tests/unit/test_gpu.py", "tests/unit/test_kernels.py"
 _ORDER = "(waits or negative or complete or longer) and not in_gpu_memory and not the_checks"
-_NEEDS = ("torch", "pytest")
 _TIMES = 10
 
 
-def steps(part: str, *, quick: bool) -> Iterator[Step]:
-    """Yield the steps of a part; `quick` for a rehearsal: as many, as small as may be."""
-    yield Step(EXTENSION, 60, ("-m", "benchmarks.gpu.extension"), again=True)
-    yield from {"a": _looks, "b": _rates, "c": _checks}[part](quick=quick)
+def steps(part: str, *, quick: bool) -> list[Step]:
+    """Return the steps of a part; `quick` for a rehearsal: as many, as small as may be."""
+    first = [
+        Step("facts", 60, ("-m", "benchmarks.gpu.facts", "{dir}")),
+        Step(EXTENSION, 120, ("-m", "benchmarks.gpu.extension")),
+    ]
+    return first + {"a": _copies, "b": _rates, "c": _repeated}[part](quick=quick)
 
 
-def _looks(*, quick: bool) -> Iterator[Step]:
-    yield Step("facts", 40, ("-m", "benchmarks.gpu.facts", "{dir}"))
+def _tests(name: str, limit_s: float, what: str, *more: str, lines: int = 0) -> Step:
+    return Step(name, limit_s, (*_PYTEST, *more, _GPU, "-k", what), lines=lines)
+
+
+def _copies(*, quick: bool) -> list[Step]:
     words = ("--mib", "16", "--slots", "4", "--seconds", "0.01") if quick else ()
-    command = ("-m", "benchmarks.gpu.ceilings", "--dir", "{dir}", *words)
-    yield Step("ceilings", 120, command, needs=("torch",))
-    size = "--size=8M" if quick else "--size=2G"
-    how = ("--bs=2M", "--direct=1", "--numjobs=8", "--ioengine=psync", "--group_reporting")
-    fio = ("fio", "--name=read", "--directory={dir}", "--rw=read", size, *how)
-    yield Step("fio", 60, fio, needs=("bin:fio",), lines=6, real=True)
-    yield _tests("the kernel", 80, "copied_by_the_kernel")
-    yield _tests("order", 100, f"{_ORDER} and not gds")
-    yield _tests("transports", 100, "every_byte and not gds")
+    return [
+        Step("ceilings", 180, ("-m", "benchmarks.gpu.ceilings", "--dir", "{dir}", *words)),
+        _tests("chunks", 120, "here and not kernels_run or every_byte and not gds"),
+        _tests("order", 180, f"{_ORDER} and not gds"),
+    ]
 
 
-def _rates(*, quick: bool) -> Iterator[Step]:
-    sizes = {"chunk-kib": "2048", "page-kib": "8,64,512", "threads": "4,8,16", "rounds": "3"}
+def _rates(*, quick: bool) -> list[Step]:
+    sizes = {"chunk-kib": "2048", "page-kib": "8,64,512", "threads": "1,4,16", "rounds": "3"}
     sizes["total-mib"] = "512"
     if quick:
-        sizes = {
-            "chunk-kib": "512",
-            "page-kib": "64",
-            "threads": "2",
-            "rounds": "1",
-            "total-mib": "1",
-        }
+        sizes = {"chunk-kib": "512", "page-kib": "64", "threads": "2", "rounds": "1"}
+        sizes["total-mib"] = "1"
     words = tuple(word for name, value in sizes.items() for word in (f"--{name}", value))
     bench = ("tools", "bench", "{dir}", "--device", "cuda", "--json", *words)
-    size = ("--size", "64") if quick else ()
-    for name, busy in (("rates, idle", ()), ("rates, busy engine beside", ("--busy", *size))):
-        command = ("-m", "benchmarks.gpu.on_device", *busy, *bench)
-        yield Step(name, 200, command, needs=("torch",), figures=bench_figures)
-    words = (*_PYTEST, *_BARE, "-s", _GPU, "-k", "throughput")
-    yield Step("rates of transports", 100, words, needs=_NEEDS, lines=8)
+    found = []
+    for name, side in (
+        ("nothing", "no"),
+        ("matmuls and decode steps", "quick" if quick else "yes"),
+    ):
+        command = ("-m", "benchmarks.gpu.busy", side, *bench)
+        found.append(Step(f"rates beside {name}", 200, command, figures=bench_figures))
+    return [*found, _tests("rates of transports", 90, "throughput", "-s", lines=8)]
 
 
-def _checks(*, quick: bool) -> Iterator[Step]:
-    kernels = "tests/unit/test_kernels.py"
-    yield Step("kernels", 120, (*_PYTEST, *_BARE, kernels), needs=_NEEDS, real=True)
-    yield _tests(
-        "GDS", 100, "gds or slots or wrong_bit or the_checks or hangs or kernels_run or digests"
-    )
-    if not quick:
-        again = f'for n in $(seq {_TIMES}); do "$@" || exit; done'
-        words = (sys.executable, *_PYTEST, *_BARE)
-        command = ("sh", "-c", again, "sh", *words, _GPU, "-k", _ORDER)
-        yield Step(f"order, {_TIMES} times", 130, command, needs=_NEEDS, real=True)
-        check = ("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9")
-        checked = (*check, *words, _GPU, "-k", "every_byte and host")
-        more = (*_NEEDS, f"bin:{check[0]}")
-        yield Step("copies, memory checked", 150, checked, needs=more, real=True)
-
-
-def _tests(name: str, limit_s: float, what: str) -> Step:
-    return Step(name, limit_s, (*_PYTEST, *_BARE, _GPU, "-k", what), needs=_NEEDS)
+def _repeated(*, quick: bool) -> list[Step]:
+    words = (sys.executable, *_PYTEST)
+    again = f'for n in $(seq {1 if quick else _TIMES}); do "$@" || exit; done'
+    check = ("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9")
+    return [
+        _tests(
+            "GDS", 120, "gds or slots or wrong_bit or the_checks or hangs or digests or kernels"
+        ),
+        Step("digests' kernels", 100, (*_PYTEST, _KERNELS)),
+        Step(f"order, {_TIMES} times", 150, ("sh", "-c", again, "sh", *words, _GPU, "-k", _ORDER)),
+        Step("memory checked", 120, (*check, *words, _GPU, "-k", "every_byte and host")),
+    ]
 
 
 def bench_figures(found: list[Any]) -> Figures:

@@ -1,4 +1,4 @@
-"""Runs one step: a process of its own, bounded in time, and nothing of it left afterwards.
+"""Runs one step: a process group of its own, bounded in time, and nothing of it left afterwards.
 
 A step says how it went as programs do: exit code 0, or else. SKIPPED means that the machine lacks what the
 step needs, and the last line says what. Lines on stdout that are JSON hold the figures.
@@ -7,11 +7,8 @@ step needs, and the last line says what. Lines on stdout that are JSON hold the 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import importlib.util
 import json
 import os
-import secrets
 import shutil
 import signal
 import subprocess
@@ -25,9 +22,8 @@ from typing import IO, Any
 SKIPPED = 77  # as automake and others have it
 _NOTHING_COLLECTED = 5  # pytest's
 _TAIL_LINES = 30
-_GRACE_S = 3.0  # for what a step has left behind
+_LEAST_S = 15.0  # a step that has less is not begun
 _DEATH_S = 10.0  # after SIGKILL; a call that hangs in a driver outlives it
-_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
 
 Figures = dict[str, Any]
 
@@ -43,11 +39,8 @@ class Step:
     name: str
     limit_s: float
     command: tuple[str, ...]
-    needs: tuple[str, ...] = ()  # modules; with "bin:" programs
     figures: Callable[[list[Any]], Figures] = _as_they_are  # of the lines that are JSON
     lines: int = 0  # of its output that the page shows
-    real: bool = False  # it cannot be rehearsed over the simulated driver
-    again: bool = False  # each part has it
 
 
 @dataclass(slots=True)
@@ -59,64 +52,54 @@ class Outcome:
     seconds: float = 0.0
     why: str = ""
     figures: Figures = field(default_factory=dict)
-    found: list[Any] = field(default_factory=list)  # all of its JSON, for page.json
-    left_behind: int = 0  # processes
+    found: list[Any] = field(default_factory=list)  # all of its JSON
     tail: list[str] = field(default_factory=list)
 
 
-def adopt_orphans() -> None:
-    """Let what a step's processes leave behind be ours, so that it can be found and ended."""
-    ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
-
-
-def lacking(step: Step) -> str | None:
-    """Say what of the step's needs is not there."""
-    for need in step.needs:
-        kind, _, name = need.rpartition(":")
-        if kind == "bin" and shutil.which(name) is None:
-            return f"{name} is not installed"
-        if not kind and importlib.util.find_spec(name) is None:
-            return f"the Python package {name} is not installed"
-    return None
-
-
-def run(step: Step, directory: str, outcome: Outcome, prefix: tuple[str, ...] = ()) -> None:
+def run(
+    step: Step, directory: str, outcome: Outcome, left_s: float, prefix: tuple[str, ...]
+) -> None:
     """Run a step on the storage of `directory`, and write into `outcome` how it went.
 
-    `prefix` goes before the step's command. Raises KeyboardInterrupt, when nothing of the step runs any more.
+    It is killed after its limit, or after `left_s`. KeyboardInterrupt comes when nothing of it runs any more.
     """
-    if why := lacking(step):
-        outcome.status, outcome.why = "skipped", why
-        return
-    place = os.path.join(directory, f"fskv-gpu-{secrets.token_hex(4)}")
-    command = [word.replace("{dir}", place) for word in step.command]
+    command = [*step.command]
     if command[0].startswith("-"):
         command = [sys.executable, *prefix, *command]
+    elif shutil.which(command[0]) is None:
+        outcome.status, outcome.why = "skipped", f"{command[0]} is not installed"
+        return
+    if left_s < _LEAST_S:
+        outcome.why = f"{max(0, left_s):.0f} s are left of this part"
+        return
+    limit_s = min(step.limit_s, left_s)
     begin = time.monotonic()
     outcome.status = "interrupted"
-    # The storage may hang: nothing here touches it, nor are logs on it.
     with (
+        tempfile.TemporaryDirectory(
+            prefix="fskv-gpu-", dir=directory, ignore_cleanup_errors=True
+        ) as place,
         tempfile.TemporaryFile("w+", errors="replace") as out,
         tempfile.TemporaryFile("w+", errors="replace") as err,
     ):
+        process = subprocess.Popen(
+            [word.replace("{dir}", place) for word in command],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            start_new_session=True,
+        )
+        code: int | None = None
         try:
-            process = subprocess.Popen(
-                ["sh", "-c", 'mkdir "$0" && exec "$@"', place, *command],
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-                start_new_session=True,
-            )
-            code: int | None = None
-            try:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    code = process.wait(step.limit_s)
-            finally:
-                outcome.seconds = time.monotonic() - begin
-                outcome.left_behind = _end(process, _GRACE_S if code is not None else 0.0)
-            _judge(step, code, _lines(out), _lines(err), outcome)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = process.wait(limit_s)
         finally:
-            _within(_DEATH_S, "rm", "-rf", place)
+            outcome.seconds = time.monotonic() - begin
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_DEATH_S)
+        _judge(step, code, _lines(out), _lines(err), outcome)
 
 
 def _lines(log: IO[str]) -> list[str]:
@@ -135,75 +118,23 @@ def _judge(
             found.append(None)
         out += [line] if found[-1] is None else []
     outcome.found = [part for part in found if part is not None]
-    last = (err or out or ["it said nothing"])[-1]
+    is_pytest = "pytest" in step.command
+    last = (out if is_pytest and out else err or out or ["it said nothing"])[-1]
+    outcome.status, outcome.why = "failed", last
     if code is None:
-        outcome.status, outcome.why = "killed", f"it did not end within {step.limit_s:g} s"
-    elif code == SKIPPED:
-        outcome.status, outcome.why = "skipped", last
-    elif code == _NOTHING_COLLECTED and "pytest" in step.command:
-        outcome.status, outcome.why = "skipped", "there is no such test"
+        outcome.status, outcome.why = "killed", f"it did not end within {outcome.seconds:.0f} s"
+    elif code == SKIPPED or (is_pytest and code == _NOTHING_COLLECTED):
+        outcome.status = "skipped"
     elif code < 0:
-        outcome.status, outcome.why = "failed", f"ended by {signal.Signals(-code).name}"
-    elif code:
-        outcome.status, outcome.why = (
-            "failed",
-            out[-1] if "pytest" in step.command and out else last,
-        )
-    elif "pytest" in step.command and out and " passed" not in out[-1]:
+        outcome.why = f"ended by {signal.Signals(-code).name}"
+    elif code == 0 and is_pytest and " passed" not in last:
         reasons = [line.partition("] ")[2] for line in out if line.startswith("SKIPPED")]
-        outcome.status, outcome.why = "skipped", (reasons or out)[-1]
-    else:
-        outcome.status = "good"
-        outcome.why = out[-1] if "pytest" in step.command and out else ""
+        outcome.status, outcome.why = "skipped", (reasons or [last])[-1]
+    elif code == 0:
+        outcome.status, outcome.why = "good", last if is_pytest else ""
     with contextlib.suppress(Exception):  # of another version than the one that was read
         outcome.figures = step.figures(outcome.found)
     if outcome.status in ("failed", "killed"):
         outcome.tail = [*out, *err][-_TAIL_LINES:]
     elif step.lines and outcome.status == "good":
         outcome.tail = out[-step.lines :]
-
-
-def _end(process: subprocess.Popen[bytes], grace_s: float) -> int:
-    """End all descendants of ours; return how many the step left behind, when it ended by itself."""
-    end = time.monotonic() + grace_s
-    while (left := _descendants()) and time.monotonic() < end:
-        _reap(left, process.pid)
-        time.sleep(0.05)
-    num_left = len(left) if grace_s else 0
-    end = time.monotonic() + _DEATH_S
-    while left and time.monotonic() < end:
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        process.poll()
-        _reap(left, process.pid)
-        time.sleep(0.02)
-        left = _descendants()
-    return num_left
-
-
-def _reap(pids: set[int], but: int) -> None:
-    for pid in pids - {but}:
-        with contextlib.suppress(ChildProcessError):  # not yet ours
-            os.waitpid(pid, os.WNOHANG)
-
-
-def _descendants() -> set[int]:
-    parents = {}
-    for name in os.listdir("/proc"):
-        if name.isdecimal():
-            with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
-                parents[int(name)] = int(file.read().rpartition(b")")[2].split()[1])
-    found: set[int] = set()
-    while more := {p for p, of in parents.items() if of == os.getpid() or of in found} - found:
-        found |= more
-    return found
-
-
-def _within(seconds: float, *command: str) -> None:
-    quiet = subprocess.DEVNULL
-    process = subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet)
-    try:
-        process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        process.kill()

@@ -1,6 +1,7 @@
-"""Every byte of a block goes to a file and back, in each of vLLM's KV layouts.
+"""Every byte of a block goes to a file and back, in each of vLLM's KV layouts, from host and from GPU memory.
 
-The layouts are vLLM's own, on a CPU tensor: what is allocated, bound and handed over, its own functions do.
+The layouts are vLLM's own, on a CPU tensor: its own functions allocate, bind and hand over. The GPU is the
+simulated one: a copy of the tensor lies on it during a job.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ import pytest
 from world import VLLM, make_identity, wait_for
 
 pytest.importorskip("vllm", reason="these tests need the vllm environment: make test")
-pytest.importorskip("fskv._native", reason="the C extension was not built")
 
 import kv_layouts as kv
 import torch
+from cuda_sim import on_simulation, simulation
 
 from fskv.config import Deadline
 from fskv.data_path.breaker import Breaker
@@ -54,7 +55,7 @@ def cache_of(model, layout, kernel):
 class Trip:
     """Chunks of each group of a cache between its blocks and files."""
 
-    def __init__(self, cache, groups, rows, root):
+    def __init__(self, cache, groups, rows, root, gpu=None):
         root.mkdir()
         self.cache, self.groups = cache, groups
         files = own_files(groups, CHUNK, rows, None)
@@ -63,8 +64,14 @@ class Trip:
         directory = Root.open(str(root), create=True).open_namespace(make_identity())
         layouts = file_layouts(groups, self.layouts)
         nbytes = max(layout.file_nbytes for layout in layouts.values())
+        tensors = list(files.tensors)
+        self.mirror = None
+        if gpu is not None:
+            flat = gpu.flat(cache.memory.numel())
+            tensors = [gpu.rows(flat, t.shape, t.stride(0), t.storage_offset()) for t in tensors]
+            self.mirror = torch.from_numpy(gpu.opened(gpu.rows(flat, (1, len(flat)), len(flat)))[0])
         self.transport = HostTransport(
-            list(files.tensors), nbytes, probe_dir=directory.tmp_dir, direct_io="off"
+            tensors, nbytes, probe_dir=directory.tmp_dir, direct_io="off"
         )
         store = ChunkStore(directory, layouts, self.transport, touch_interval_s=600)
         self.runner = JobRunner(
@@ -90,6 +97,8 @@ class Trip:
 
     def do(self, submit, job, blocks):
         moves, done = self.moves(blocks), []
+        if self.mirror is not None:
+            self.mirror.copy_(self.cache.memory)
         submit(job, moves, None)
         wait_for(
             lambda: (
@@ -99,18 +108,20 @@ class Trip:
             )
         )
         assert {outcome.status for outcome in done} == {Status.OK}
+        if self.mirror is not None:
+            self.cache.memory.copy_(self.mirror)
 
     def close(self):
         self.runner.shutdown(1)
         self.transport.close()
 
 
-def round_trip(cache, groups, rows, root):
+def round_trip(cache, groups, rows, root, gpu=None):
     """Store two blocks of each group and load them into others.
 
     Returns how many bytes came, of how many, and whether all other blocks are as they were.
     """
-    trip = Trip(cache, groups, rows, root)
+    trip = Trip(cache, groups, rows, root, gpu)
     try:
         memory = cache.memory
         memory.copy_(torch.randint(0, 256, memory.shape, dtype=torch.uint8))
@@ -139,8 +150,22 @@ def round_trip(cache, groups, rows, root):
     return came, sum(len(content) for content, _, _ in wanted), unharmed
 
 
+@pytest.fixture
+def gpu(request, monkeypatch):
+    """The simulated GPU, or None: the pages are in host memory."""
+    if request.param == "host":
+        yield None
+        return
+    sim = simulation()
+    sim.reset(1, 0.001)
+    yield on_simulation(monkeypatch, sim).gpu("cuda:0")
+    assert sim.misuses == []
+    sim.reset(1, 0.0)
+
+
+@pytest.mark.parametrize("gpu", ["host", "GPU"], indirect=True)
 @pytest.mark.parametrize(("model", "layout", "kernel"), CASES)
-def test_every_byte_of_a_block_makes_the_round_trip(model, layout, kernel, tmp_path):
+def test_every_byte_of_a_block_makes_the_round_trip(model, layout, kernel, tmp_path, gpu):
     cache = cache_of(model, layout, kernel)
     if cache is None:  # see the next test
         return
@@ -156,7 +181,7 @@ def test_every_byte_of_a_block_makes_the_round_trip(model, layout, kernel, tmp_p
         return
     rows = places.whole_rows(cache.vllm_config, groups, found, handed_over)
     assert (rows is handed_over) is ((model, layout) not in LOST)
-    came, of_all, unharmed = round_trip(cache, groups, rows, tmp_path / "kv")
+    came, of_all, unharmed = round_trip(cache, groups, rows, tmp_path / "kv", gpu)
     assert of_all == CHUNK * sum(group.block_nbytes for group in groups)
     assert came == of_all
     assert unharmed
@@ -169,11 +194,12 @@ def test_vllm_makes_most_of_these_caches_in_every_layout():
     assert len(made) == len(kv.MODELS) * len(kv.LAYOUTS) - 2
 
 
+@pytest.mark.parametrize("gpu", ["host", "GPU"], indirect=True)
 @pytest.mark.parametrize(("model", "layout"), sorted(LOST))
-def test_negative_control_the_rows_that_vllm_offers_lose_bytes(model, layout, tmp_path):
+def test_negative_control_the_rows_that_vllm_offers_lose_bytes(model, layout, tmp_path, gpu):
     cache = cache_of(model, layout, None)
     groups = engine_groups(cache.vllm_config, cache.config)
-    came, of_all, _ = round_trip(cache, groups, cache.handed_over(), tmp_path / "kv")
+    came, of_all, _ = round_trip(cache, groups, cache.handed_over(), tmp_path / "kv", gpu)
     assert came < of_all
 
 

@@ -214,10 +214,12 @@ class Gpu:
     def tensor(self, num_blocks, page, stride=None):
         """Return an engine's KV tensor: int8 (num_blocks, page), a block every `stride` bytes."""
         stride = stride or page
-        flat = self.flat((num_blocks - 1) * stride + page).view(torch.int8)
-        made = torch.Tensor._make_subclass(
-            SimTensor, torch.as_strided(flat, (num_blocks, page), (stride, 1))
-        )
+        return self.rows(self.flat((num_blocks - 1) * stride + page), (num_blocks, page), stride)
+
+    def rows(self, flat, shape, stride, offset=0):
+        """Return an engine's KV tensor in memory of the device."""
+        view = torch.as_strided(flat.view(torch.int8), shape, (stride, 1), offset)
+        made = torch.Tensor._make_subclass(SimTensor, view)
         made.sim_device = torch.device("cuda", self.index)
         return made
 

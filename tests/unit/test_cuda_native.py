@@ -563,6 +563,7 @@ def make_pair(sim, tmp_path):
         def make(shapes, **options):
             pair = Pair(sim, tmp_path, shapes, **options)
             stack.callback(pair.close)
+            stack.callback(sim.hold, False)  # or a test that fails never ends
             return pair
 
         yield make
@@ -895,6 +896,28 @@ def test_an_illegal_address_in_a_copy_costs_the_device_and_is_noted(sim):
     assert any("fskv_copy_pieces: " in misuse for misuse in sim.misuses)
     with pytest.raises(RuntimeError, match="700"):
         native_module.copy_spans(pages, table[:1], slot, 0, True)
+    sim.reset(1, 0.0)
+    device.close()  # or the slot's memory, which other tests get, stays registered
+
+
+def test_a_lane_that_cannot_be_waited_for_is_used_no_more_and_keeps_its_memory(sim):
+    gpu = sim.torch.gpu("cuda:0")
+    device = native_module.Device(sim.path, 0, SLOT, 1)
+    pages = native_module.Pages([(gpu.allocate(8192), 8192)], device)
+    slot = np.zeros(SLOT, np.uint8)
+    device.register(slot)
+    table = np.array([(0, 0, 0, 4096), (0, 4096, 4096, 4096)], np.int64)
+    native_module.copy_spans(pages, table, slot, 0, True)
+    sim.fail("cuEventSynchronize", 999)
+    sim.fail("cuStreamSynchronize", 999)
+    with pytest.raises(RuntimeError, match="999"):
+        native_module.copy_spans(pages, table, slot, 0, True)
+    live = sim.live(0)
+    with pytest.raises(RuntimeError, match="given up"):
+        native_module.copy_spans(pages, table, slot, 0, True)
+    device.close()
+    assert sim.live(0) == live
+    closes_cleanly(sim)
 
 
 @pytest.mark.parametrize("code", [700, 719])
