@@ -329,9 +329,8 @@ class JobRunner(Generic[SlotT]):
         end = self._clock() + timeout_s
         while self._clock() < end:
             self._collect()
-            if all(
-                task.stage is Stage.ENDED for task in self._open_stores
-            ):  # those that are left hang
+            # Those that are left when all have ended hang.
+            if all(task.stage is Stage.ENDED for task in self._open_stores):
                 break
             time.sleep(0.01)
         for job in list(self._jobs.values()):
@@ -476,9 +475,10 @@ class JobRunner(Generic[SlotT]):
                 slot = self._slots.take_ahead()
                 if slot is None:
                     return
-                task.slot = slot
-                transfer = self._transfer(task)
-                if not self._gather_now(task, transfer, slot):
+                task.slot, transfer = slot, self._transfer(task)
+                if transfer.layout is None:
+                    self._gather(task, slot)
+                elif not transfer.gather(slot):
                     return
                 task.transfer = transfer
                 self._free(task)
@@ -486,14 +486,9 @@ class JobRunner(Generic[SlotT]):
         except Exception:
             logger.exception("fskv: gather for job %d", job.job_id)
 
-    def _gather_now(
-        self, task: FileTask, transfer: _native.Transfer[FileTask], slot: SlotT
-    ) -> bool:
-        if transfer.layout is not None:
-            return transfer.gather(slot)
+    def _gather(self, task: FileTask, slot: SlotT) -> None:
         base = self._store.layout(task.move.file.group_idx).header_nbytes
         self._transport.gather(task.move.plan.table, slot, base)
-        return True
 
     # --- on I/O threads ---------------------------------------------------------------------------
 
@@ -563,8 +558,7 @@ class JobRunner(Generic[SlotT]):
             if slot is None or not self._queue.enter(transfer):
                 return Status.SKIPPED
             try:
-                base = self._store.layout(move.file.group_idx).header_nbytes
-                self._transport.gather(move.plan.table, slot, base)
+                self._gather(task, slot)
             finally:
                 self._queue.leave(transfer)
             self._done.append((task, None, 0.0))

@@ -23,9 +23,11 @@ _NO_CODE = {
 # docs/architecture.md, "The house". A name ending in "." is a room and all that is in it; the longest name
 # that fits counts.
 LAYERS = {
-    0: ("fskv", "fskv._version", "fskv.errors", "fskv.native", "fskv.sizes", "fskv.types"),
+    0: (
+        *("fskv", "fskv._native", "fskv._version"),
+        *("fskv.errors", "fskv.native", "fskv.sizes", "fskv.types"),
+    ),
     1: (
-        "fskv._native",  # imports nothing
         "fskv.config",
         "fskv.kv_transfer.",
         "fskv.format.",
