@@ -240,7 +240,8 @@ class Rig:
     @property
     def staging_nbytes(self) -> int:
         """The staging slots that were ever made."""
-        return self.runner.num_slots_made * self.file_layout.file_nbytes
+        made = self.runner._slots.num_made  # noqa: SLF001
+        return made * self.file_layout.file_nbytes
 
     def close(self) -> None:
         self.runner.shutdown(0)

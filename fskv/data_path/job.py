@@ -167,7 +167,8 @@ class Job:
         self.num_ahead = 0  # files of a load that may be read before the event has fired
         self.bad: list[FileId] = []  # of a load: files that were not good
         self.nbytes = 0
-        self.ended_at = math.inf  # when the pages of the last file were free
+        # When the pages of the last file were free.
+        self.ended_at = math.inf if self.tasks else submitted_at
         self.read_until = 0.0  # the end of the last file that was loaded
 
     def abandon(self) -> None:

@@ -40,6 +40,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Generic, cast
 
 from fskv.config import Deadline
@@ -70,6 +71,7 @@ STORE_QUEUE_S = 4.0
 _PACE = 1 / 16  # weight of one store in the average of how long one takes
 # Loads on a device that may wait for their events at once: each of them has a thread and a slot.
 _MAX_WAITING = 64
+_COPIES_AT_ONCE = 2  # by wait(); csrc/cuda.c lets no more of them go to the host
 
 
 class JobRunner(Generic[SlotT]):
@@ -187,8 +189,6 @@ class JobRunner(Generic[SlotT]):
         guard = _native.Guard(ready is None)
         job = Job(job_id, moves, self._clock(), allowed_s, ready, guard, too_late)
         self._jobs[job_id] = job
-        if not job.tasks:
-            job.ended_at = job.submitted_at
         return job
 
     def _allowed(self, job: Job) -> bool:
@@ -270,9 +270,9 @@ class JobRunner(Generic[SlotT]):
         given up, so that they fail and are recomputed. Waits for the event of a store that it gathers.
         """
         self._collect()
-        for job in [self._jobs[j] for j in job_ids if j in self._jobs]:
-            if not job.is_load:
-                self._gather_ahead(job)
+        jobs = [self._jobs[j] for j in job_ids if j in self._jobs]
+        self._gather_ahead([job for job in jobs if not job.is_load])
+        for job in jobs:
             self._abandon(job, Status.SKIPPED)
 
     def drop(self) -> None:
@@ -304,11 +304,6 @@ class JobRunner(Generic[SlotT]):
     def num_slots_used(self) -> int:
         """Slots in use, those of hung threads included; an idle thread's slot is not."""
         return max(0, self._slots.num_used - self._pool.num_idle)
-
-    @property
-    def num_slots_made(self) -> int:
-        """Slots that there ever were; none is given back to the system."""
-        return self._slots.num_made
 
     @property
     def num_open_stores(self) -> int:
@@ -458,33 +453,39 @@ class JobRunner(Generic[SlotT]):
 
     # --- the pages of stores, on the engine's thread ----------------------------------------------
 
-    def _gather_ahead(self, job: Job) -> None:
-        """Gather those stores of a job that no thread has into spare slots, and queue them."""
-        # All of them first: a thread that has only just taken one finds the job given up.
-        taken = [
-            task
-            for task in job.tasks
-            if task.stage is Stage.MOVING and task.transfer is not None and self._take_back(task)
-        ]
+    def _gather_ahead(self, jobs: Sequence[Job]) -> None:
+        """Gather into spare slots what no thread has of these jobs, which are stores, and queue it."""
+        taken: list[FileTask] = []
         try:
-            if taken and job.fired_at is None:
-                assert job.ready is not None, "it has not fired"
-                job.ready.synchronize()
-            job.guard.open()
+            for job in jobs:
+                moving = [task for task in job.tasks if task.stage is Stage.MOVING]
+                # All of a job first: a thread that has only just taken one finds the job given up.
+                mine = [task for task in moving if task.transfer and self._take_back(task)]
+                if mine and job.ready is not None and job.fired_at is None:
+                    job.ready.synchronize()
+                job.guard.open()
+                taken += mine
             for task in taken:
-                slot = self._slots.take_ahead()
-                if slot is None:
-                    return
-                task.slot, transfer = slot, self._transfer(task)
-                if transfer.layout is None:
-                    self._gather(task, slot)
-                elif not transfer.gather(slot):
-                    return
-                task.transfer = transfer
-                self._free(task)
-                self._pool.start_threads(self._queue.push([transfer], first=True), 1)
+                task.slot = self._slots.take_ahead()
+            taken = [task for task in taken if task.slot is not None]
+            transfers = [self._transfer(task) for task in taken]
+            # While one copy from the device is waited for, the next is under way.
+            with ThreadPoolExecutor(_COPIES_AT_ONCE, "fskv-gather") as pool:
+                gathered = pool.map(self._gather_now, taken, transfers)
+                for task, transfer, good in zip(taken, transfers, gathered, strict=False):
+                    if good:
+                        task.transfer = transfer
+                        self._free(task)
+                        self._pool.start_threads(self._queue.push([transfer], first=True), 1)
         except Exception:
-            logger.exception("fskv: gather for job %d", job.job_id)
+            logger.exception("fskv: gather ahead of the I/O threads")
+
+    def _gather_now(self, task: FileTask, transfer: _native.Transfer[FileTask]) -> bool:
+        slot = cast("SlotT", task.slot)
+        if transfer.layout is not None:
+            return transfer.gather(slot)
+        self._gather(task, slot)
+        return True
 
     def _gather(self, task: FileTask, slot: SlotT) -> None:
         base = self._store.layout(task.move.file.group_idx).header_nbytes

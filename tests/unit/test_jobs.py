@@ -312,6 +312,25 @@ def test_wait_for_unknown_and_finished_jobs_returns(bench):
     returns_in_time(lambda: bench.runner.wait([job, 12345]) or 1)
 
 
+def test_wait_gathers_two_files_at_once_also_of_different_jobs(make_bench, monkeypatch):
+    """On a device the wait for one copy is the time of the next."""
+    bench = make_bench(Script(write="H*"), num_slots=20)
+    bench.store([1, 2])
+    bench.transport.wait_until_hanging(2)
+    jobs, contents = zip(*(bench.store([n], place=n) for n in range(3, 7)), strict=True)
+    both, gather = threading.Barrier(2, timeout=60), bench.runner._gather_now
+    monkeypatch.setattr(
+        bench.runner, "_gather_now", lambda *task: both.wait() >= 0 and gather(*task)
+    )
+    returns_in_time(lambda: bench.runner.wait(jobs) or 1)
+    assert set(jobs) <= set(bench.poll())
+    bench.poison(range(3, 7))
+    calm(bench)
+    bench.wait_until_idle()
+    stored = stored_contents(bench)
+    assert all(stored[n] == content for one in contents for n, content in one.items())
+
+
 def test_a_gather_that_fails_does_not_raise_into_the_engine(make_bench):
     """wait() gathers on the engine's own thread."""
     bench = make_bench(Script(write="H*", gather="..E*"), num_slots=20)
