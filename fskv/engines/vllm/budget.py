@@ -76,9 +76,8 @@ class LoadBudget:
         self._counters = Counters(*metrics.BUDGET_COUNTERS)
         self._shown: dict[Gauge, float] = {}
         self.saved_known = False  # of some load it was known how long computing its tokens takes
-        self._taken: dict[
-            str, tuple[int, int]
-        ] = {}  # requests with a hit: (found, taken), until admitted
+        # Requests with a hit: (found, taken), until admitted.
+        self._taken: dict[str, tuple[int, int]] = {}
         self._counted: set[str] = set()  # requests that `fskv_requests` has counted, until they end
         self._given_up: set[str] = set()  # requests that may not try a load again
         self._num_declined = 0  # in a row
@@ -112,9 +111,8 @@ class LoadBudget:
 
     def take(self, req_id: str, computed: int, found: int) -> int:
         """Return how many of the `found` tokens to load: all, or none."""
-        if (
-            self._taken.get(req_id, (0, 0))[0] != found
-        ):  # else it was decided: vLLM asks in each step
+        # vLLM asks in each step: an answer holds until another number is found.
+        if self._taken.get(req_id, (0, 0))[0] != found:
             worth = not self._on or self._is_worth_loading(req_id, computed, found)
             self._taken[req_id] = (found, found if worth else 0)
         return self._taken[req_id][1]
@@ -122,10 +120,8 @@ class LoadBudget:
     def _is_worth_loading(self, req_id: str, computed: int, found: int) -> bool:
         if req_id in self._given_up:
             return False
-        load_s, saved_s = (
-            self.predicted_load_s(found, computed),
-            self.times.predict_prefill_s(found),
-        )
+        load_s = self.predicted_load_s(found, computed)
+        saved_s = self.times.predict_prefill_s(found)
         if load_s is None or saved_s is None or load_s <= saved_s:
             self._num_declined = 0
             return True
@@ -208,9 +204,8 @@ class LoadBudget:
             if recompute_s is not None:
                 self.saved_known = True
                 self._counters.add(metrics.SAVED_SECONDS, max(0.0, recompute_s - seconds))
-        elif any(
-            r.late for r in told
-        ):  # any other failure is news about files, not about their storage
+        # Any other failure is news about files, not about their storage.
+        elif any(r.late for r in told):
             self.times.observe_load(round(load.work * min(r.done_share for r in told)), busy_s)
             if load.req_id in self._prefilling:  # else it was aborted meanwhile, and is forgotten
                 self._given_up.add(load.req_id)
