@@ -93,6 +93,7 @@ class Transfer(Generic[_OwnerT]):
     layout: Layout | None  # None: every step is Python's
     state: int  # see fskv.data_path.job.State
     started_at: float | None
+    at_disk_since: float
     waited_s: float
     old_mtime: bool
     # `part` names the file that a store writes; None for a load. The rest is a ChunkPlan's.

@@ -92,7 +92,11 @@ static PyObject *Device_allocate(Device *self, PyObject *args)
         return NULL;
     if (nbytes <= 0)
         return PyErr_Format(PyExc_ValueError, "allocate: %zd bytes", nbytes);
-    if (!cuda_allocate(self->cuda, (size_t)nbytes, &address, &error))
+    bool good;
+    Py_BEGIN_ALLOW_THREADS
+    good = cuda_allocate(self->cuda, (size_t)nbytes, &address, &error);
+    Py_END_ALLOW_THREADS
+    if (!good)
         return set_cuda_error(&error);
     return PyLong_FromUnsignedLongLong(address);
 }
@@ -102,7 +106,9 @@ static PyObject *Device_release(Device *self, PyObject *args)
     unsigned long long address;
     if (!PyArg_ParseTuple(args, "K:release", &address))
         return NULL;
+    Py_BEGIN_ALLOW_THREADS
     cuda_release(self->cuda, address);
+    Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }
 

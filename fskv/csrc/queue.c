@@ -111,7 +111,7 @@ static Transfer *pop(Queue *queue)
     if (transfer == NULL)
         return NULL;
     move_to(queue, transfer, transfer->is_load ? READING : transfer->slot.obj ? WRITING : GATHERING);
-    transfer->started_at = monotonic_s();
+    transfer->started_at = transfer->at_disk_since = monotonic_s();
     transfer->counted = true;
     *(transfer->is_load ? &queue->num_loads : &queue->num_stores) += 1;
     if (queue->num_idle > 0 && num_queued(queue) > 0)
@@ -170,6 +170,7 @@ static void leave(Queue *queue, Transfer *transfer)
     guard_leave(transfer->guard);
     pthread_mutex_lock(&queue->mutex);
     transfer->state = WRITING;
+    transfer->at_disk_since = monotonic_s();
     pthread_mutex_unlock(&queue->mutex);
 }
 

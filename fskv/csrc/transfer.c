@@ -386,6 +386,8 @@ static PyMemberDef Transfer_members[] = {
     {"owner", T_OBJECT, offsetof(Transfer, owner), READONLY, "None once it has ended."},
     {"old_mtime", T_BOOL, offsetof(Transfer, old_mtime), READONLY, "Load: its file wants to be touched."},
     {"waited_s", T_DOUBLE, offsetof(Transfer, waited_s), READONLY, "Seconds for its job's gate."},
+    {"at_disk_since", T_DOUBLE, offsetof(Transfer, at_disk_since), READONLY,
+     "When its thread took it, or its pages were free; 0 before."},
     {NULL},
 };
 

@@ -116,6 +116,7 @@ typedef struct Transfer {
     bool counted;      /* it has one of the queue's places at the disk */
     bool written_off;  /* its thread counts as hung */
     double started_at; /* CLOCK_MONOTONIC seconds; 0 before */
+    double at_disk_since; /* the same, and anew when its pages are free */
     double waited_s;   /* for the gate */
     int spare_refs;    /* references that the queue holds for events to come */
 } Transfer;

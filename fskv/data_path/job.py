@@ -67,6 +67,9 @@ class State(IntEnum):
     DONE = 8
 
 
+_NOT_AT_DISK = (State.GATHERING, State.WAITING, State.SCATTERING, State.DONE)
+
+
 class NativeEvent(IntEnum):
     """What became of a transfer outside the interpreter; the order is that of `Kind` in csrc/queue.c."""
 
@@ -98,7 +101,10 @@ class Stage(Enum):
 class FileTask:
     """One file of a job on its way."""
 
-    __slots__ = ("job", "move", "python_began_at", "python_waited_s", "slot", "stage", "transfer")
+    __slots__ = (
+        *("job", "move", "slot", "stage", "transfer"),
+        *("python_at_disk_since", "python_began_at", "python_waited_s"),
+    )
 
     def __init__(self, job: Job, move: FileMove) -> None:
         self.job = job
@@ -109,6 +115,7 @@ class FileTask:
         self.slot: object = None  # of a store whose pages were gathered ahead, by JobRunner.wait
         # Of one that Python does from the start, by the runner's clock.
         self.python_began_at: float | None = None
+        self.python_at_disk_since = 0.0
         self.python_waited_s = 0.0
 
     @property
@@ -126,13 +133,16 @@ class FileTask:
         return self.transfer.waited_s
 
     def disk_s(self, now: float) -> float:
-        """Return for how long its thread has been at the disk, or has hung; 0 when it is elsewhere."""
-        started_at = self.started_at
-        if self.transfer is None or started_at is None:
+        """Return for how long its thread has been at the disk, or has hung; 0 when it is elsewhere.
+
+        A thread that is at the pages, or waits for them, is not: copies are the device's time.
+        """
+        transfer = self.transfer
+        if transfer is None or self.started_at is None or transfer.state in _NOT_AT_DISK:
             return 0.0
-        if self.transfer.state in (State.WAITING, State.SCATTERING, State.DONE):
-            return 0.0
-        return now - started_at - self.waited_s
+        if transfer.layout is None:
+            return now - self.python_at_disk_since
+        return now - transfer.at_disk_since
 
 
 class Job:
@@ -194,6 +204,7 @@ class Job:
         total = sum(task.move.plan.nbytes for task in self.tasks)
         began = [at for task in self.tasks if (at := task.started_at) is not None]
         until = self.ended_at if self.bad else self.read_until
+        busy_s = until - min(began, default=self.submitted_at)
         if self.dropped:
             self.bad = [task.move.file for task in self.tasks]
         return JobResult(
@@ -202,7 +213,8 @@ class Job:
             bool(self.bad),
             self.nbytes,
             seconds,
-            busy_s=max(0.0, until - min(began, default=self.submitted_at)),
+            # The wait for an event is none of it, and nobody knows how much of a late load that was.
+            busy_s=self.allowed_s if self.late else max(0.0, busy_s),
             done_share=self.nbytes / total if total else 1.0,
             late=self.late,
             bad=tuple(self.bad),

@@ -28,23 +28,23 @@ The engine's thread calls submit_*, poll and wait, and none of them ever waits f
 - `drop` does the same for all jobs at once and gathers nothing: the engine has given its KV up.
 
 An I/O thread does all this in `fskv._native` without entering the interpreter. It comes back with a file for
-which something is amiss, and with each file where slots are not in host memory: `_run` does that file here.
+which something is amiss, and with each file where slots are not in host memory: `file_steps` does that file.
 Both tell by events what became of a file. The engine's thread collects them; no other thread changes a job.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Generic, cast
 
 from fskv.config import Deadline
 from fskv.data_path.breaker import Breaker
+from fskv.data_path.file_steps import FileSteps
 from fskv.data_path.job import (
     STATUS_OF,
     FileMove,
@@ -59,7 +59,6 @@ from fskv.data_path.job import (
 from fskv.data_path.store import ChunkStore
 from fskv.data_path.threads import HangProofPool, Readiness, has_fired
 from fskv.native import _native
-from fskv.transports import numa
 from fskv.transports.protocol import OwnSlot, Ready, SlotPool, SlotT, Transport
 from fskv.types import Status
 
@@ -69,6 +68,7 @@ logger = logging.getLogger(__name__)
 # before its next steps want them.
 STORE_QUEUE_S = 4.0
 _PACE = 1 / 16  # weight of one store in the average of how long one takes
+_ANSWERED = (State.WAITING, State.SCATTERING)  # loads with which the disk is done
 # Loads on a device that may wait for their events at once: each of them has a thread and a slot.
 _MAX_WAITING = 64
 _COPIES_AT_ONCE = 2  # by wait(); csrc/cuda.c lets no more of them go to the host
@@ -99,7 +99,6 @@ class JobRunner(Generic[SlotT]):
         if num_slots <= num_threads:
             raise ValueError(f"{num_slots} slots for {num_threads} threads")
         self._store = store
-        self._transport = transport
         self._deadline = deadline
         self._breaker = breaker
         self._clock = clock
@@ -109,7 +108,6 @@ class JobRunner(Generic[SlotT]):
         self.least_queued = min(max_queued_chunks, 2 * num_threads)
         self._store_queue_s = store_queue_s
         self._chunk_store_s = 0.0  # a thread's time per store, averaged
-        self._cpus = cpus
         # A hung thread keeps its slot. Half of the spare slots may be lost that way.
         spare = num_slots - num_threads
         max_hung = max(1, min(num_threads * 2, spare // 2))
@@ -119,15 +117,16 @@ class JobRunner(Generic[SlotT]):
         self._slots = SlotPool(transport, num_slots, spare - self._max_waiting)
         # While loads run, stores leave them half of the threads.
         self._queue = _native.Queue(num_threads, max(1, num_threads // 2))
+        self._steps = FileSteps(store, transport, self._slots, self._queue, cpus, clock)
         self._pool: HangProofPool[_native.Queue, _native.Transfer[FileTask], OwnSlot[SlotT]] = (
-            HangProofPool("fskv-io", num_threads, max_hung, self._queue, self._run, self._own_slot)
+            HangProofPool(
+                "fskv-io", num_threads, max_hung, self._queue, self._steps.run, self._steps.own_slot
+            )
         )
         self._readiness = Readiness(transport.enter_thread)
         self._jobs: dict[int, Job] = {}
         self._open_stores: set[FileTask] = set()  # parked, queued, or with a thread
         self._outcomes: list[FileOutcome] = []
-        # What I/O threads did in Python: a store's pages are free (None), or how the file ended.
-        self._done: deque[tuple[FileTask, Status | None, float]] = deque()
         self._unreadable: deque[Job] = deque()  # jobs whose event cannot be waited for
 
     # --- the engine's side ----------------------------------------------------------------
@@ -212,14 +211,14 @@ class JobRunner(Generic[SlotT]):
                 transfers.append(task.transfer)
         if not transfers:
             return
-        num_ahead = sum(other.num_ahead for other in self._jobs.values() if other.fired_at is None)
         if job.ready is not None:
             if job.is_load:
-                job.num_ahead = min(len(transfers), self._max_waiting - num_ahead)
+                job.num_ahead = min(len(transfers), self._max_waiting - self._pool.num_waiting)
+                self._pool.add_waiting(job.num_ahead)
             transfers, parked = transfers[: job.num_ahead], transfers[job.num_ahead :]
             self._queue.push(parked, parked=True)
         wanted = self._queue.push(transfers)
-        self._pool.start_threads(wanted, len(transfers), num_ahead + job.num_ahead)
+        self._pool.start_threads(wanted, len(transfers))
         if job.ready is None:
             return
         if not self._readiness.call_after(job.ready, lambda fired: self._go_on(job, parked, fired)):
@@ -231,6 +230,7 @@ class JobRunner(Generic[SlotT]):
 
     def _go_on(self, job: Job, parked: list[_native.Transfer[FileTask]], fired: bool) -> None:
         """The job's event has fired. If nobody can tell, the job ends: its pages may hold anything."""
+        self._pool.add_waiting(-job.num_ahead)
         if not fired:
             self._unreadable.append(job)
             job.guard.abandon()
@@ -358,8 +358,8 @@ class JobRunner(Generic[SlotT]):
             self._breaker.record(Status.OK)
         while self._unreadable:
             self._abandon(self._unreadable.popleft(), Status.IO_ERROR)
-        while self._done:
-            task, status, seconds = self._done.popleft()
+        while self._steps.done:
+            task, status, seconds = self._steps.done.popleft()
             if status is None:
                 self._free(task)
                 continue
@@ -418,14 +418,20 @@ class JobRunner(Generic[SlotT]):
 
         What becomes of a store that a thread has, the thread will tell.
         """
-        job.abandon()
         moving = [task for task in job.tasks if task.stage is Stage.MOVING]
+        answered = {task for task in moving if task.transfer and task.transfer.state in _ANSWERED}
+        job.abandon()
         begun = False
         for task in moving:
             begun |= task.started_at is not None
             taken = self._take_back(task)
             if job.is_load or taken:
-                self._end(task, status, self._clock() - job.submitted_at)
+                # The disk has answered for a file that was read.
+                self._end(
+                    task,
+                    Status.SKIPPED if task in answered else status,
+                    self._clock() - job.submitted_at,
+                )
                 self._let_go(task)
             else:
                 self._free(task, status)
@@ -484,84 +490,5 @@ class JobRunner(Generic[SlotT]):
         slot = cast("SlotT", task.slot)
         if transfer.layout is not None:
             return transfer.gather(slot)
-        self._gather(task, slot)
+        self._steps.gather(task, slot)
         return True
-
-    def _gather(self, task: FileTask, slot: SlotT) -> None:
-        base = self._store.layout(task.move.file.group_idx).header_nbytes
-        self._transport.gather(task.move.plan.table, slot, base)
-
-    # --- on I/O threads ---------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def _own_slot(self) -> Iterator[OwnSlot[SlotT]]:
-        """A slot for the life of a thread; without a device or memory it costs its chunks, not the engine."""
-        numa.pin_thread(self._cpus)
-        with self._slots.own() as own:
-            yield own
-
-    def _run(self, transfer: _native.Transfer[FileTask], own: OwnSlot[SlotT]) -> None:
-        """Do for a file what was not done outside the interpreter."""
-        task = transfer.owner
-        assert task is not None, "it has not ended"
-        if transfer.layout is None:
-            task.python_began_at = self._clock()
-        status = Status.IO_ERROR
-        touch = False
-        try:
-            if not self._slots.complete(own):
-                return
-            if task.job.is_load:
-                status, touch = self._load(task, transfer, own.slot)
-            else:
-                status = self._store_chunk(task, transfer, own.slot)
-        except Exception:
-            # A bug must cost this chunk, not the thread and not the request.
-            logger.exception("fskv: %s", task.move.file)
-        finally:
-            seconds = self._clock() - (task.started_at or 0.0) - task.waited_s
-            self._done.append((task, status, seconds))
-        if touch:  # only now: a disk that hangs costs no load
-            self._store.touch(task.move.file)
-
-    def _load(
-        self, task: FileTask, transfer: _native.Transfer[FileTask], slot: SlotT | None
-    ) -> tuple[Status, bool]:
-        """Return also whether to touch the file."""
-        job, move, plan = task.job, task.move, task.move.plan
-        if job.guard.abandoned:
-            return Status.SKIPPED, False
-        if slot is None:
-            return Status.TIMED_OUT, False
-        status, touch = Status.OK, transfer.old_mtime
-        if transfer.state != State.SCATTERING:  # else it was read and checked
-            status, touch = self._store.get(move.file, plan.first_block, plan.num_blocks, slot)
-        if status is not Status.OK:
-            return status, False
-        before = self._clock()
-        if not self._queue.enter(transfer):
-            return Status.SKIPPED, False
-        task.python_waited_s = self._clock() - before
-        try:
-            base = self._store.layout(move.file.group_idx).header_nbytes
-            self._transport.scatter(slot, base, plan.table)
-        finally:
-            self._queue.leave(transfer)
-        return Status.OK, touch
-
-    def _store_chunk(
-        self, task: FileTask, transfer: _native.Transfer[FileTask], slot: SlotT | None
-    ) -> Status:
-        move = task.move
-        if task.slot is not None:
-            slot = cast("SlotT", task.slot)  # its pages are in it
-        elif transfer.state == State.GATHERING:
-            if slot is None or not self._queue.enter(transfer):
-                return Status.SKIPPED
-            try:
-                self._gather(task, slot)
-            finally:
-                self._queue.leave(transfer)
-            self._done.append((task, None, 0.0))
-        assert slot is not None, "it was gathered"
-        return self._store.put(move.file, move.plan.first_block, slot)

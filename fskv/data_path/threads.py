@@ -165,7 +165,8 @@ class HangProofPool(Generic[QueueT, TaskT, ContextT]):
         self._handle = handle
         self._context = context
         self.queue = queue
-        self._lock = threading.Lock()  # guards the two below
+        self._lock = threading.Lock()  # guards the three below
+        self.num_waiting = 0
         self._num_alive = 0
         self._num_started = 0
         self._complained = False  # since a thread has last begun
@@ -182,10 +183,15 @@ class HangProofPool(Generic[QueueT, TaskT, ContextT]):
         """Queue tasks. Bounded by the callers: each counts what it has queued."""
         self.start_threads(self.queue.push(list(tasks)), len(tasks))
 
-    def start_threads(self, wanted: bool, num_tasks: int, num_waiting: int = 0) -> None:
-        """Start threads for tasks that were pushed, if they are `wanted`: `num_waiting` more than usual."""
-        while wanted and num_tasks > 0 and self._start_thread_if_short(num_waiting):
+    def start_threads(self, wanted: bool, num_tasks: int) -> None:
+        """Start threads for tasks that were pushed, if they are `wanted`."""
+        while wanted and num_tasks > 0 and self._start_thread_if_short():
             num_tasks -= 1
+
+    def add_waiting(self, num_threads: int) -> None:
+        """Keep so many threads more, or fewer: as many wait for something that is not their task."""
+        with self._lock:
+            self.num_waiting += num_threads
 
     def write_off(self, task: TaskT) -> None:
         """The task's deadline passed: do not count on its thread any more, and replace it."""
@@ -196,9 +202,9 @@ class HangProofPool(Generic[QueueT, TaskT, ContextT]):
         """Drop what is queued and let idle threads end. Never waits for a thread."""
         self.queue.close()
 
-    def _start_thread_if_short(self, num_waiting: int = 0) -> bool:
+    def _start_thread_if_short(self) -> bool:
         with self._lock:
-            most = self._num_threads + num_waiting
+            most = self._num_threads + self.num_waiting
             if self._num_alive - self.queue.num_hung >= most or not self.queue.wants_thread:
                 return False
             if self._num_alive >= most + self._max_hung:

@@ -302,6 +302,14 @@ def test_a_load_that_ends_after_its_request_was_aborted_leaves_nothing_behind():
     assert not engine.budget._loads
 
 
+def test_a_load_that_brought_nothing_does_not_make_its_storage_a_million_times_slower():
+    engine = known(0.5, 10.0)
+    request = engine.request("a")
+    job, _ = engine.admit(request, engine.take(request))
+    engine.end(job, 5.0, done_share=0.0, late=True)
+    assert 5.0 < engine.budget.predicted_load_s(FOUND, 0) < 50.0
+
+
 def test_each_admitted_request_is_a_hit_a_miss_or_an_unused_hit_and_pending_loads_end():
     engine = known(load_s=1.0, recompute_s=60.0)
 

@@ -23,7 +23,7 @@ from test_jobs import Bench
 from world import damage, read_by_hand, returns_in_time, wait_for
 
 from fskv.config import StoreConfig
-from fskv.data_path.job import FileMove
+from fskv.data_path.job import FileMove, State
 from fskv.errors import ConfigError
 from fskv.format.chunk_file import FileLayout
 from fskv.native import _native as native_module
@@ -273,6 +273,40 @@ def test_a_thread_keeps_the_device_that_it_had(make_device, sim):
     bench.finish(job)
     bench.wait_until_idle()
     assert read_by_hand(bench.world.path(1)).payload[: len(contents[1])] == contents[1]
+
+
+def test_a_store_waits_for_a_busy_gpu_longer_than_for_a_disk_and_reports_its_pages_afterwards(
+    make_device, sim
+):
+    bench = make_device(num_threads=2)
+    content = bench.world.fill(bench.blocks(0), 5)
+    sim.hold(True)
+    bench.runner.submit_store(7, [bench.world.request(1, bench.blocks(0))], None)
+    wait_for(lambda: [t.state for t in bench.runner._queue.running()] == [State.GATHERING])
+    began = bench.clock.now
+    bench.clock.now = time.monotonic() + 10
+    assert 7 not in bench.poll()
+    bench.clock.now = began
+    sim.hold(False)
+    bench.finish(7)
+    bench.poison(bench.blocks(0))
+    bench.wait_until_idle()
+    assert read_by_hand(bench.world.path(1)).payload[: len(content)] == content
+    assert bench.statuses(loads=False) == {Status.OK: 1}
+
+
+def test_the_time_at_the_disk_begins_when_the_pages_are_free(make_device, sim):
+    bench = make_device(num_threads=1)
+    bench.world.fill(bench.blocks(0), 5)
+    sim.hold(True)
+    bench.runner.submit_store(7, [bench.world.request(1, bench.blocks(0))], None)
+    wait_for(lambda: [t.state for t in bench.runner._queue.running()] == [State.GATHERING])
+    (transfer,) = bench.runner._queue.running()
+    assert transfer.at_disk_since == transfer.started_at
+    sim.hold(False)
+    bench.finish(7)
+    bench.wait_until_idle()
+    assert transfer.at_disk_since > transfer.started_at
 
 
 def test_many_threads_copy_at_once_and_each_has_its_own_bytes(sim, make_pair):

@@ -185,6 +185,7 @@ def test_a_long_forward_is_not_the_disks(make_scripted, monkeypatch, protected, 
     stored(bench, list(range(8)))
     if not protected:
         monkeypatch.setattr(FileTask, "disk_s", lambda task, now: now - (task.started_at or now))
+        monkeypatch.setattr(runner_module, "_ANSWERED", ())
     opened = bench.breaker.num_openings
     forward = Event()
     stores, _ = bench.submit(list(range(100, 116)), forward, load=False, place=8)
@@ -222,6 +223,45 @@ def test_a_read_that_hangs_is_late_however_long_the_forward_takes(make_scripted)
     bench.wait_until_idle()
     assert bench.poisoned(10)
     assert bench.poisoned(11)
+
+
+@protection
+def test_a_file_that_hangs_says_nothing_against_those_that_were_read(
+    make_scripted, monkeypatch, protected
+):
+    bench = make_scripted(Script(), num_threads=12, num_slots=60, failures=8)
+    stored(bench, list(range(12)))
+    if not protected:
+        monkeypatch.setattr(runner_module, "_ANSWERED", ())
+    bench.transport.script = Script(open="H")
+    forward = Event()
+    load, _ = bench.submit(list(range(12)), forward, load=True, place=20)
+    wait_for(lambda: bench.num_read_ahead == 11)
+    bench.clock.advance(100)
+    assert bench.finish(load)[0].failed
+    late = bench.statuses(loads=True)[Status.TIMED_OUT]
+    assert late == (1 if protected else 12)
+    assert bench.breaker.open is not protected
+    calm(bench)
+    forward.fire()
+    bench.wait_until_idle()
+    assert all(bench.poisoned(20 + n) for n in range(12))
+
+
+def test_stores_go_on_while_loads_wait_for_a_later_step(make_device):
+    bench = make_device(num_threads=3, num_slots=60)
+    stored(bench, list(range(12)))
+    step, later = Event(), Event()
+    store, _ = bench.submit([50, 51], step, load=False, place=40)
+    load, _ = bench.submit(list(range(12)), later, load=True, place=20)
+    wait_for(lambda: bench.num_read_ahead == 12)
+    step.fire()
+    assert not bench.finish(store)[0].failed
+    assert not later.query()
+    later.fire()
+    assert not bench.finish(load)[0].failed
+    bench.wait_until_idle()
+    assert bench.statuses(loads=False)[Status.OK] == 12 + 2
 
 
 def test_the_deadline_goes_on_after_the_forward(make_scripted):

@@ -25,5 +25,5 @@ def command(as_json: JsonOption = False) -> None:
     if as_json:
         emit("summary", version=__version__, format=chunk_file.FORMAT_VERSION, native=built)
         return
-    how = "with the C extension" if built else "without the C extension: all in Python, and slower"
+    how = "with the C extension" if built else "without the C extension, which engines need"
     print(f"fskv {__version__}, on-disk format {chunk_file.FORMAT_VERSION}, {how}")

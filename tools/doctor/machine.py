@@ -16,6 +16,7 @@ from collections.abc import Iterator
 
 from fskv import __version__
 from fskv._version import VLLM_NEWEST, VLLM_OLDEST
+from fskv.errors import ConfigError
 from fskv.format import chunk_file
 from fskv.transports.evidence import NVIDIA_FS_STATS, parse_stats
 
@@ -42,21 +43,12 @@ def versions(_: Subject) -> Iterator[Finding]:
         "fskv",
         f"{__version__}, format {chunk_file.FORMAT_VERSION}, Python {platform.python_version()}",
     )
-    if importlib.util.find_spec("fskv._native") is None:
-        yield hint(
-            "C extension",
-            "was not built",
-            "works, with less speed: install a C compiler and install fskv again",
-        )
+    try:
+        importlib.import_module("fskv.native")
+    except ConfigError as error:
+        yield warning("C extension", "engines refuse to start", str(error))
     else:
-        try:
-            importlib.import_module("fskv._native")
-        except ImportError as error:
-            yield warning(
-                "C extension", f"cannot be loaded: {error}", "install fskv again, with this Python"
-            )
-        else:
-            yield ok("C extension", "built and loaded")
+        yield ok("C extension", "built and loaded")
     found = {name: _version(name) for name in _PACKAGES}
     text = ", ".join(f"{name} {version}" for name, version in found.items() if version)
     yield ok("packages", text)

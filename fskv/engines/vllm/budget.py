@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 # A load is given up after so many times its recompute: the first token is then late by as much again.
 _GIVE_UP_AT = 1.0
 _LEAST_S = 0.25  # and never before this: a disk's bad moment, an engine's step
+_LEAST_DONE = 0.25  # the share that a load which was given up is taken to have brought, at least
 # Of so many hits in a row that are not worth loading one is loaded, to see whether the storage is back.
 _TRY_EVERY = 16
 _MAX_STEPS = 64  # scheduled and not heard of
@@ -206,7 +207,8 @@ class LoadBudget:
                 self._counters.add(metrics.SAVED_SECONDS, max(0.0, recompute_s - seconds))
         # Any other failure is news about files, not about their storage.
         elif any(r.late for r in told):
-            self.times.observe_load(round(load.work * min(r.done_share for r in told)), busy_s)
+            done = max(_LEAST_DONE, min(r.done_share for r in told))
+            self.times.observe_load(round(load.work * done), busy_s)
             if load.req_id in self._prefilling:  # else it was aborted meanwhile, and is forgotten
                 self._given_up.add(load.req_id)
             self._counters.add(metrics.CUT_LOADS)

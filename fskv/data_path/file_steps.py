@@ -1,0 +1,128 @@
+"""What I/O threads do in Python: all of a file where slots are not in host memory, else what `_native` left.
+
+Nothing here changes a job. What became of a file is appended to `done`, for the engine's thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Generic, cast
+
+from fskv.data_path.job import FileTask, State
+from fskv.data_path.store import ChunkStore
+from fskv.native import _native
+from fskv.transports import numa
+from fskv.transports.protocol import OwnSlot, SlotPool, SlotT, Transport
+from fskv.types import Status
+
+logger = logging.getLogger(__name__)
+
+
+class FileSteps(Generic[SlotT]):
+    """The steps of a file on the thread that has it: into a slot, to the disk, and back. Any I/O thread."""
+
+    def __init__(
+        self,
+        store: ChunkStore[SlotT],
+        transport: Transport[SlotT],
+        slots: SlotPool[SlotT],
+        queue: _native.Queue,
+        cpus: frozenset[int] | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self._store = store
+        self._transport = transport
+        self._slots = slots
+        self._queue = queue
+        self._cpus = cpus
+        self._clock = clock
+        # A store's pages are free (None), or how the file ended, and after how many seconds.
+        self.done: deque[tuple[FileTask, Status | None, float]] = deque()
+
+    def gather(self, task: FileTask, slot: SlotT) -> None:
+        """Copy a store's pages into a slot; raises what Transport.gather raises."""
+        base = self._store.layout(task.move.file.group_idx).header_nbytes
+        self._transport.gather(task.move.plan.table, slot, base)
+
+    @contextlib.contextmanager
+    def own_slot(self) -> Iterator[OwnSlot[SlotT]]:
+        """A slot for the life of a thread; without a device or memory it costs its chunks, not the engine."""
+        numa.pin_thread(self._cpus)
+        with self._slots.own() as own:
+            yield own
+
+    def run(self, transfer: _native.Transfer[FileTask], own: OwnSlot[SlotT]) -> None:
+        """Do for a file what was not done outside the interpreter."""
+        task = transfer.owner
+        assert task is not None, "it has not ended"
+        if transfer.layout is None:
+            task.python_began_at = task.python_at_disk_since = self._clock()
+        status = Status.IO_ERROR
+        touch = False
+        try:
+            if not self._slots.complete(own):
+                return
+            if task.job.is_load:
+                status, touch = self._load(task, transfer, own.slot)
+            else:
+                status = self._store_chunk(task, transfer, own.slot)
+        except Exception:
+            # A bug must cost this chunk, not the thread and not the request.
+            logger.exception("fskv: %s", task.move.file)
+        finally:
+            seconds = self._clock() - (task.started_at or 0.0) - task.waited_s
+            self.done.append((task, status, seconds))
+        if touch:  # only now: a disk that hangs costs no load
+            self._store.touch(task.move.file)
+
+    def _load(
+        self, task: FileTask, transfer: _native.Transfer[FileTask], slot: SlotT | None
+    ) -> tuple[Status, bool]:
+        """Return also whether to touch the file."""
+        job, move, plan = task.job, task.move, task.move.plan
+        if job.guard.abandoned:
+            return Status.SKIPPED, False
+        if slot is None:
+            return Status.TIMED_OUT, False
+        status, touch = Status.OK, transfer.old_mtime
+        if transfer.state != State.SCATTERING:  # else it was read and checked
+            status, touch = self._store.get(move.file, plan.first_block, plan.num_blocks, slot)
+        if status is not Status.OK:
+            return status, False
+        base = self._store.layout(move.file.group_idx).header_nbytes
+        scatter = self._transport.scatter
+        if not self._at_pages(task, transfer, lambda: scatter(slot, base, plan.table)):
+            return Status.SKIPPED, False
+        return Status.OK, touch
+
+    def _at_pages(
+        self, task: FileTask, transfer: _native.Transfer[FileTask], copy: Callable[[], None]
+    ) -> bool:
+        """Copy inside the job's gate, and wait for it if it is a load's; False: the job was given up."""
+        before = self._clock()
+        if not self._queue.enter(transfer):
+            return False
+        task.python_waited_s = self._clock() - before
+        try:
+            copy()
+        finally:
+            task.python_at_disk_since = self._clock()
+            self._queue.leave(transfer)
+        return True
+
+    def _store_chunk(
+        self, task: FileTask, transfer: _native.Transfer[FileTask], slot: SlotT | None
+    ) -> Status:
+        move = task.move
+        if task.slot is not None:
+            slot = cast("SlotT", task.slot)  # its pages are in it
+        elif transfer.state == State.GATHERING:
+            own = slot
+            if own is None or not self._at_pages(task, transfer, lambda: self.gather(task, own)):
+                return Status.SKIPPED
+            self.done.append((task, None, 0.0))
+        assert slot is not None, "it was gathered"
+        return self._store.put(move.file, move.plan.first_block, slot)
