@@ -33,6 +33,7 @@ from benchmarks.rig import (
 )
 from benchmarks.usage import Watch, begin_high_water
 from fskv.config import MIB, StoreConfig
+from fskv.data_path.runner import COPIES_AT_ONCE
 from fskv.types import FileId, Status
 
 # Beside the slots: thread stacks, directory entries, the allocator's slack.
@@ -186,7 +187,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "memory": config.staging_bytes + plans + FIXED_NBYTES,
         "staging": config.staging_bytes,
         "open files": FILES_PER_THREAD * options.threads,
-        "threads": options.threads,
+        "threads": options.threads + COPIES_AT_ONCE,  # wait() has its own for its copies
     }
     loaded = phases["load"]["ended"].get(Status.OK.value, 0)
     exceeded = [name for name, bound in bounds.items() if found[name] > bound]

@@ -71,7 +71,7 @@ _PACE = 1 / 16  # weight of one store in the average of how long one takes
 _ANSWERED = (State.WAITING, State.SCATTERING)  # loads with which the disk is done
 # Loads on a device that may wait for their events at once: each of them has a thread and a slot.
 _MAX_WAITING = 64
-_COPIES_AT_ONCE = 2  # by wait(); csrc/cuda.c lets no more of them go to the host
+COPIES_AT_ONCE = 2  # by wait(); csrc/cuda.c lets no more of them go to the host
 
 
 class JobRunner(Generic[SlotT]):
@@ -476,7 +476,7 @@ class JobRunner(Generic[SlotT]):
             taken = [task for task in taken if task.slot is not None]
             transfers = [self._transfer(task) for task in taken]
             # While one copy from the device is waited for, the next is under way.
-            with ThreadPoolExecutor(_COPIES_AT_ONCE, "fskv-gather") as pool:
+            with ThreadPoolExecutor(COPIES_AT_ONCE, "fskv-gather") as pool:
                 gathered = pool.map(self._gather_now, taken, transfers)
                 for task, transfer, good in zip(taken, transfers, gathered, strict=False):
                     if good:

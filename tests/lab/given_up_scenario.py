@@ -32,10 +32,10 @@ def close_gate(_worker: object) -> None:
     import threading
     from types import SimpleNamespace
 
-    from fskv.data_path import runner
+    from fskv.data_path import file_steps
 
-    runner.gate = threading.Event()
-    runner.numa = SimpleNamespace(pin_thread=lambda cpus: runner.gate.wait(60.0))
+    file_steps.gate = threading.Event()
+    file_steps.numa = SimpleNamespace(pin_thread=lambda cpus: file_steps.gate.wait(60.0))
 
 
 def waiting(_worker: object) -> tuple[int, int]:
@@ -51,11 +51,11 @@ def spoil(_worker: object, poison: int) -> None:
     """Overwrite the KV, then open the gate."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    from fskv.data_path import runner
+    from fskv.data_path import file_steps
 
     for tensor in get_kv_transfer_group().connector_worker.spec.worker._files.tensors:
         tensor.fill_(poison)
-    runner.gate.set()
+    file_steps.gate.set()
 
 
 # --- the engine ------------------------------------------------------------------------------
