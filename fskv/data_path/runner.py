@@ -71,6 +71,7 @@ _PACE = 1 / 16  # weight of one store in the average of how long one takes
 _ANSWERED = (State.WAITING, State.SCATTERING)  # loads with which the disk is done
 # Loads on a device that may wait for their events at once: each of them has a thread and a slot.
 _MAX_WAITING = 64
+_END_S = 0.5  # for idle threads to end at shutdown
 COPIES_AT_ONCE = 2  # by wait(); csrc/cuda.c lets no more of them go to the host
 
 
@@ -330,8 +331,8 @@ class JobRunner(Generic[SlotT]):
             time.sleep(0.01)
         for job in list(self._jobs.values()):
             self._abandon(job, Status.SKIPPED)
-        self._readiness.close()
-        self._pool.close()
+        self._pool.close(_END_S)
+        self._readiness.close(_END_S)
 
     # --- what became of files -----------------------------------------------------------------
 

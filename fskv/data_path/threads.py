@@ -17,6 +17,7 @@ import contextlib
 import logging
 import queue
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
@@ -165,10 +166,11 @@ class HangProofPool(Generic[QueueT, TaskT, ContextT]):
         self._handle = handle
         self._context = context
         self.queue = queue
-        self._lock = threading.Lock()  # guards the three below
+        self._lock = threading.Lock()  # guards the four below
         self.num_waiting = 0
         self._num_alive = 0
         self._num_started = 0
+        self._threads: list[threading.Thread] = []
         self._complained = False  # since a thread has last begun
 
     @property
@@ -198,9 +200,17 @@ class HangProofPool(Generic[QueueT, TaskT, ContextT]):
         if self.queue.write_off(task):
             self._start_thread_if_short()
 
-    def close(self) -> None:
-        """Drop what is queued and let idle threads end. Never waits for a thread."""
+    def close(self, timeout_s: float = 0.0) -> None:
+        """Drop what is queued and let idle threads end; wait for them so long at most.
+
+        A thread that frees a tensor of torch's while the interpreter ends takes the process down (SIGABRT).
+        """
         self.queue.close()
+        with self._lock:
+            threads = list(self._threads)
+        end = time.monotonic() + timeout_s
+        for thread in threads:
+            thread.join(max(0.0, end - time.monotonic()))
 
     def _start_thread_if_short(self) -> bool:
         with self._lock:
@@ -211,12 +221,14 @@ class HangProofPool(Generic[QueueT, TaskT, ContextT]):
                 return False
             self._num_started += 1
             name = f"{self._name}-{self._num_started}"
+            thread = threading.Thread(target=self._work, name=name, daemon=True)
             try:
-                threading.Thread(target=self._work, name=name, daemon=True).start()
+                thread.start()
             except RuntimeError as error:
                 # No more threads for this process: the next submit tries again.
                 logger.warning("fskv: %s: %s", self._name, error)
                 return False
+            self._threads = [t for t in self._threads if t.is_alive()] + [thread]
             self._num_alive += 1
             return True
 
@@ -280,23 +292,26 @@ class Readiness:
         self._waiting: queue.SimpleQueue[tuple[Ready, Callable[[bool], None]] | None] = (
             queue.SimpleQueue()
         )
-        self._started = False
+        self._thread: threading.Thread | None = None
 
     def call_after(self, ready: Ready, call: Callable[[bool], None]) -> bool:
         """Call `call` when `ready` has fired, with False when nobody can tell; False: it is not called."""
-        if not self._started:
+        if self._thread is None:
+            thread = threading.Thread(target=self._work, name="fskv-ready", daemon=True)
             try:
-                threading.Thread(target=self._work, name="fskv-ready", daemon=True).start()
+                thread.start()
             except RuntimeError as error:  # no more threads for this process
                 logger.warning("fskv: fskv-ready: %s", error)
                 return False
-            self._started = True
+            self._thread = thread
         self._waiting.put((ready, call))
         return True
 
-    def close(self) -> None:
-        """Let the thread end after what it waits for. Never waits for it."""
+    def close(self, timeout_s: float) -> None:
+        """Let the thread end after what it waits for; wait for it so long at most."""
         self._waiting.put(None)
+        if self._thread is not None:
+            self._thread.join(timeout_s)
 
     def _work(self) -> None:
         try:
