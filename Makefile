@@ -114,7 +114,7 @@ test-near: $(SETUP) ## The tests nearest to FILE=fskv/data_path/runner.py, in a 
 test-slow: $(SETUP) ## More models, ranks, settings, longer walks and storms (an hour); ARGS may name files
 	$(PYTEST) -m 'slow and not shared_fs and not sglang and not pd and not lmcache' --timings=.cache/timings/slow.json $(ARGS)
 
-test-all: test test-slow test-shared-fs ## Everything there is
+test-all: test test-slow test-shared-fs ## make test, test-slow and test-shared-fs
 
 test-shared-fs: $(SETUP) ## Real NFS, GlusterFS, CephFS and MooseFS, nodes that die (root, Debian; 35 minutes)
 	@bash tests/shared_fs/install

@@ -182,7 +182,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "open files": peak.open_files - before.open_files,
         "threads": peak.threads - before.threads,
     }
-    # Half of the spare slots may hang, and each such thread is replaced: twice the threads at most.
     bounds = {
         "memory": config.staging_bytes + plans + FIXED_NBYTES,
         "staging": config.staging_bytes,

@@ -38,7 +38,7 @@ def name_digest(key: bytes, /) -> bytes: ...
 class Device:
     uses_kernel: bool
     num_lanes: int
-    # `bounce_nbytes` of device memory a lane, 0 where slots are on the device.
+    # `bounce_nbytes` of device memory a lane; 0: spans go one by one, or slots are on the device.
     def __new__(
         cls, library: str, device_idx: int, bounce_nbytes: int, num_lanes: int, /
     ) -> Self: ...

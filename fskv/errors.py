@@ -8,7 +8,7 @@ FskvError
     ├── ChunkMissing     no such file, or the wanted blocks are not in it
     ├── ChunkStale       a sound file, but not the one asked for (key, namespace, layout, format)
     ├── ChunkCorrupt     bytes that fail a check: magic, length, header, rows
-    ├── ChunkTimedOut    the deadline passed
+    ├── ChunkTimedOut    the deadline passed, or ETIMEDOUT
     └── ChunkIOError     the operating system said no; carries errno
         ├── Denied       EACCES, EPERM, EROFS
         └── NoSpace      ENOSPC, EDQUOT, or no inode left

@@ -14,7 +14,7 @@ class Status(Enum):
 
     OK = "ok"
     EXISTS = "exists"  # store: a good file was already there
-    SKIPPED = "skipped"  # store: not attempted (queue full, pages needed elsewhere, breaker open)
+    SKIPPED = "skipped"  # a store not attempted (queue full, pages needed), or a load given up
     MISSING = "absent"
     STALE = "stale"
     CORRUPT = "corrupt"

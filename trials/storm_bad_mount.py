@@ -1,7 +1,7 @@
 """The third part of the storm: a mount that fails, hangs and lies, below an engine's data path.
 
 The mount is faults/mount.py, a pass-through FUSE file system that a list of rules makes fail. One
-process after the other, with the C extension and in Python, is told what to store and to load; each step
+process after the other, outside the interpreter and in Python, is told what to store and to load; each step
 says how that must end, and no step may serve a wrong byte.
 """
 

@@ -49,7 +49,7 @@ class Setting:
     num_places: int
     num_chunks: int  # numbers that writers and readers draw
     seed: int
-    native: bool  # with the C extension, or all in Python
+    native: bool  # outside the interpreter, or file by file in Python
     direct_io: str
     ends_at: float  # time.monotonic(): from then on the process ends by itself
     deadline_s: float = 20.0

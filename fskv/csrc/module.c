@@ -1,4 +1,4 @@
-/* fskv._native: the data path of the host transport outside the interpreter. fskv/data_path/runner.py says how it is used, and
+/* fskv._native: moves chunks and looks at files outside the interpreter. fskv/data_path/runner.py says how it is used, and
  * fskv/index/presence.py how its look at files is.
  */
 #include "types.h"
@@ -107,7 +107,7 @@ static PyMethodDef functions[] = {
 static struct PyModuleDef definition = {
     PyModuleDef_HEAD_INIT,
     .m_name = "fskv._native",
-    .m_doc = "The data path of the host transport outside the interpreter.",
+    .m_doc = "Moves chunks and looks at files outside the interpreter.",
     .m_size = -1,
     .m_methods = functions,
 };

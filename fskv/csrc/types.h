@@ -1,7 +1,7 @@
 /* The Python types of fskv._native and who may touch their fields.
  *
- * Guard and Queue have a mutex each; what it guards is said at the field; a queue's is taken before a guard's. Nobody takes a Python lock, or the
- * interpreter's, while holding one of them, and nobody holds one across a system call on a file.
+ * Guard and Queue have a mutex each; what it guards is said at the field. Nobody holds two of them, takes a Python lock
+ * or the interpreter's while holding one, or holds one across a system call on a file.
  */
 #ifndef FSKV_TYPES_H
 #define FSKV_TYPES_H

@@ -307,7 +307,7 @@ class Readiness:
         self._waiting.put((ready, call))
         return True
 
-    def close(self, timeout_s: float) -> None:
+    def close(self, timeout_s: float = 0.0) -> None:
         """Let the thread end after what it waits for; wait for it so long at most."""
         self._waiting.put(None)
         if self._thread is not None:

@@ -130,13 +130,13 @@ LOAD_RATE = Metric(
     "fskv_load_rate",
     "gauge",
     "bytes per second",
-    "What a load of the size of the last one is predicted to get, on one rank.",
+    "The rate of the last loads on the slowest rank; each file counts as 128 KiB more.",
 )
 PREFILL_RATE = Metric(
     "fskv_prefill_rate",
     "gauge",
     "tokens per second",
-    "What the engine is predicted to compute of a prompt's first 1024 tokens.",
+    "Prompt tokens that the engine's last steps computed in a second; older steps weigh less.",
 )
 SLOTS_IN_USE = Metric(
     "fskv_staging_slots_in_use",

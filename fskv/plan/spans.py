@@ -1,8 +1,8 @@
 """Decide, without touching anything, where the bytes of a chunk lie and which of them a job moves.
 
 `GroupLayout` says how a chunk's payload is built from pages, `plan_job` turns a job of the engine (block
-ids, group by group) into byte spans between KV tensors and payloads. Pure functions over numbers; any
-thread. Called by the engine adapter; `runner` carries the plans out.
+ids, group by group) into the blocks of each chunk, and csrc/pages.c those into byte spans. Pure functions
+over numbers; any thread. Called by the engine adapter; `runner` carries the plans out.
 
 One invariant: what `plan_job` plans for a key is that key's bytes in that key's order, or it
 plans nothing for it. A guess here would be wrong KV later.
@@ -221,7 +221,7 @@ def plan_job(
     *,
     complete_tail: bool = False,
 ) -> JobPlan:
-    """Lay out the byte spans of one load or store job.
+    """Say which blocks of which chunks one load or store job moves.
 
     All per-group sequences are by position and equally long. `block_strides[tensor_idx]` is the
     distance in bytes between consecutive blocks of a tensor. `block_ids` is flat over the

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# The first use opens the cuFile driver and compiles the kernels.
+# The first use opens the cuFile driver.
 _PROBE_S = 30.0
 # Slots of probes that were given up: freeing one is a call on the GPU.
 _left: list[object] = []

@@ -18,7 +18,7 @@ from fskv.transports.cuda import CudaDevice
 logger = logging.getLogger(__name__)
 
 # A kernel starts when a multiprocessor is free, and a prefill may keep them busy for a millisecond. So there
-# are as many lanes as threads, in so much device memory.
+# are as many lanes as there may be threads, in so much device memory.
 _LANES_NBYTES = 64 << 20
 _TRIAL_NBYTES = 256 << 10
 
@@ -62,7 +62,7 @@ class NativeCuda:
             ) from error
         if not self._device.uses_kernel:
             logger.warning(
-                "fskv: the driver cannot load the copy kernel: spans are copied one by one"
+                "fskv: spans are copied one by one: no copy kernel, or no GPU memory for its buffers"
             )
 
     def close(self) -> None:

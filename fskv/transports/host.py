@@ -1,7 +1,7 @@
 """Transport through host memory: preadv and pwritev on page-aligned slots, pinned where the KV is on CUDA.
 
 O_DIRECT where a write probe succeeds, the page cache otherwise or by option. Called on the I/O threads of
-a JobRunner; what runs on a CUDA device is in `fskv.transports.cuda`.
+a JobRunner; copies from and to a CUDA device are in `fskv.transports.cuda_native`.
 """
 
 from __future__ import annotations

@@ -266,7 +266,7 @@ def _current(device: torch.device) -> contextlib.AbstractContextManager[object]:
 
 
 def _self_test(device: torch.device) -> str | None:
-    """Run every kernel on known bytes and compare with the host; return what differs."""
+    """Run the kernels on known bytes and compare with the host; return what differs."""
     import torch
 
     data = np.frombuffer(np.random.default_rng(1).bytes(ROW_NBYTES + ALIGNMENT), np.uint8)

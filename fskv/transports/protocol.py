@@ -5,8 +5,8 @@ about keys, headers or checks: that is the store's. Everything goes through slot
 because a read that lands in live KV pages cannot be abandoned at its deadline: the engine would hand
 the pages to another request and the late bytes would corrupt it.
 
-Here is what all transports share; they are in `fskv.transports`. Called on the threads of a JobRunner; a slot
-belongs to one thread at a time, which `SlotPool` enforces.
+Here is what all transports share; they are in `fskv.transports`. Called on the threads of a JobRunner and
+of its `wait`; a slot belongs to one thread at a time, which `SlotPool` enforces.
 """
 
 from __future__ import annotations

@@ -10,7 +10,6 @@ from cuda_sim import SimEvent, on_simulation, simulation
 from world import VLLM, make_identity, wait_for
 
 pytest.importorskip("vllm", reason="needs the vllm environment: make test")
-pytest.importorskip("fskv._native", reason="the C extension was not built")
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM and torch among themselves

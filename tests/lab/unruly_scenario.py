@@ -180,15 +180,15 @@ class Scenario:
         self.transport.release()
 
     def settle(self) -> None:
-        """Step until nothing is left to be done for a request or a chunk."""
-        self.add_small()
-        self.step_until(
-            lambda: (
-                not self.core.scheduler.has_requests()
-                and self.worker.mover._runner.num_open_stores == 0
-                and self.worker.mover._runner.num_running == 0
-            )
-        )
+        """Step until no request and no chunk is left; an idle engine hears of no store."""
+        runner = self.worker.mover._runner
+        end = time.monotonic() + _LONGEST_S
+        while True:
+            self.add_small()
+            self.step_until(lambda: not self.core.scheduler.has_requests())
+            if runner.num_open_stores == runner.num_running == 0:
+                return
+            assert time.monotonic() < end, "in vain"
 
     def add_small(self) -> None:
         self.engine.add_request(

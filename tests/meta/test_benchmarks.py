@@ -133,7 +133,6 @@ def test_the_ceiling_is_of_files_that_were_read_whole_and_checked(tmp_path):
 
 
 def test_negative_control_the_ceiling_has_no_rate_where_bytes_differ(tmp_path):
-    pytest.importorskip("fskv._native", reason="the C extension was not built")
     from benchmarks import ceiling
 
     files = ceiling.Files(str(tmp_path), 4, 1 << 16, direct_io=False)
@@ -147,7 +146,6 @@ def test_negative_control_the_ceiling_has_no_rate_where_bytes_differ(tmp_path):
 
 
 def test_the_ceiling_without_memory_for_its_threads_says_so_and_ends(tmp_path, monkeypatch):
-    pytest.importorskip("fskv._native", reason="the C extension was not built")
     from benchmarks import ceiling
 
     files = ceiling.Files(str(tmp_path), 1, 4096, direct_io=False)

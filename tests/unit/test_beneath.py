@@ -10,11 +10,10 @@ import native_build
 import pytest
 from world import World, follow_links
 
+from fskv import _native
 from fskv.root import beneath
 from fskv.root.beneath import make_directory
 from fskv.types import Status
-
-_native = pytest.importorskip("fskv._native", reason="the C extension was not built")
 
 LEVELS = ("arch", "arch/model", "arch/model/chunks", "arch/model/chunks/abc")
 

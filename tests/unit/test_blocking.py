@@ -83,7 +83,7 @@ def test_a_store_that_ended_reads_no_page_though_another_one_took_its_chunk_agai
 ):
     """The first one's chunk was not stored, and before it hears of that the second stores the same.
 
-    Without the extension, for then Python writes the files.
+    Python writes the files, one step after the other.
     """
     monkeypatch.setattr(host, "Native", lambda pages, **rest: Native(pages=None, **rest))
     store = make(io_threads=2)

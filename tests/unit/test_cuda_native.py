@@ -629,12 +629,12 @@ def test_both_paths_give_the_same_bytes(make_pair, sim, seed):
         table = random_table(rng, shapes, (1, 2, 40, 60)[round_number])
         if round_number == 2:
             table[3:, 2] += 100  # a hole
-        outside, python = pair.gathered(table, 4096)
-        assert outside == python
+        kernel, single = pair.gathered(table, 4096)
+        assert kernel == single
         for tensor, offset, place, nbytes in table.tolist():
             flat = pair.gpu.opened(pair.tensors[tensor])
             block, at = divmod(offset, shapes[tensor][2])
-            assert outside[4096 + place :][:nbytes] == flat[block, at : at + nbytes].tobytes()
+            assert kernel[4096 + place :][:nbytes] == flat[block, at : at + nbytes].tobytes()
         # Targets must not overlap: whole pages of different blocks.
         blocks = rng.permutation(8)[:5]
         whole = np.array(
@@ -661,9 +661,9 @@ def test_a_chunk_of_more_pieces_than_a_table_has_room_for(make_pair, sim):
     order = rng.permutation(6000)
     table = np.array([(0, int(b) * 100, i * 64, 64) for i, b in enumerate(order)], np.int64)
     wanted = pair.gpu.opened(pair.tensors[0])[order].tobytes()
-    outside, python = pair.gathered(table, 8192)
-    assert outside == python
-    assert outside[8192 : 8192 + 6000 * 64] == wanted
+    kernel, single = pair.gathered(table, 8192)
+    assert kernel == single
+    assert kernel[8192 : 8192 + 6000 * 64] == wanted
     data = rng.integers(0, 256, SLOT, np.uint8)
     first, second = pair.scattered(table, 8192, data)
     assert (first[0] == second[0]).all()
@@ -684,9 +684,9 @@ def test_pages_beyond_4_gib_of_a_tensor(make_pair, sim):
         [(0, b * page + 8, i * (page - 16), page - 16) for i, b in enumerate(edges)], np.int64
     )
     wanted = b"".join(opened[b, 8:-8].tobytes() for b in edges)
-    outside, python = pair.gathered(table, 4096)
-    assert outside == python
-    assert outside[4096 : 4096 + len(wanted)] == wanted
+    kernel, single = pair.gathered(table, 4096)
+    assert kernel == single
+    assert kernel[4096 : 4096 + len(wanted)] == wanted
     slot = pair.slots[0]
     slot.array[4096 : 4096 + len(wanted)] = np.frombuffer(wanted, np.uint8)[::-1]
     pair.transports[0].scatter(slot, 4096, table)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from test_jobs import DEADLINE, POISON, Bench
 from world import World, damage, leaves_nothing_open, make_identity, returns_in_time, wait_for
 
-from fskv import namespace
+from fskv import _native, namespace
 from fskv.data_path.job import NativeEvent, State
 from fskv.format import chunk_file, integrity
 from fskv.format.chunk_file import ROW_NBYTES
@@ -29,8 +29,6 @@ from fskv.root import process_id
 from fskv.transports import host
 from fskv.transports.cuda import flat_bytes
 from fskv.types import Status
-
-_native = pytest.importorskip("fskv._native", reason="the C extension was not built")
 
 
 class Nothing:
