@@ -1607,7 +1607,7 @@ FAULTS = (
         "disk-counts-the-gather",
         "After a long gather a store has all of its time at the disk.",
         "fskv/csrc/queue.c",
-        "    transfer->state = WRITING;\n    transfer->at_disk_since = monotonic_s();\n",
+        "    transfer->at_disk_since = monotonic_s();\n    transfer->state = WRITING;\n",
         "    transfer->state = WRITING;\n",
         ("tests/unit/test_cuda_native.py",),
     ),

@@ -155,10 +155,12 @@ static bool enter(Queue *queue, Transfer *transfer)
         leave_disk(queue, transfer);
     pthread_mutex_unlock(&queue->mutex);
     bool entered = guard_enter(transfer->guard);
-    if (waits) {
+    if (waits || !entered) {
         pthread_mutex_lock(&queue->mutex);
-        transfer->state = SCATTERING;
-        transfer->waited_s = monotonic_s() - since;
+        transfer->at_disk_since = monotonic_s();
+        if (waits)
+            transfer->waited_s = transfer->at_disk_since - since;
+        transfer->state = entered ? SCATTERING : WRITING; /* a file that is not wanted is closed */
         pthread_mutex_unlock(&queue->mutex);
     }
     return entered;
@@ -169,8 +171,8 @@ static void leave(Queue *queue, Transfer *transfer)
 {
     guard_leave(transfer->guard);
     pthread_mutex_lock(&queue->mutex);
-    transfer->state = WRITING;
     transfer->at_disk_since = monotonic_s();
+    transfer->state = WRITING;
     pthread_mutex_unlock(&queue->mutex);
 }
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Generic, cast
@@ -103,14 +104,17 @@ class FileSteps(Generic[SlotT]):
     ) -> bool:
         """Copy inside the job's gate, and wait for it if it is a load's; False: the job was given up."""
         before = self._clock()
-        if not self._queue.enter(transfer):
-            return False
-        task.python_waited_s = self._clock() - before
+        task.python_at_disk_since = math.inf
         try:
-            copy()
+            if not self._queue.enter(transfer):
+                return False
+            task.python_waited_s = self._clock() - before
+            try:
+                copy()
+            finally:
+                self._queue.leave(transfer)
         finally:
             task.python_at_disk_since = self._clock()
-            self._queue.leave(transfer)
         return True
 
     def _store_chunk(

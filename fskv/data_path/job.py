@@ -138,7 +138,10 @@ class FileTask:
         A thread that is at the pages, or waits for them, is not: copies are the device's time.
         """
         transfer = self.transfer
-        if transfer is None or self.started_at is None or transfer.state in _NOT_AT_DISK:
+        if transfer is None or self.started_at is None:
+            return 0.0
+        # What was gathered ahead is at the disk from the start, whatever state it is in.
+        if self.slot is None and transfer.state in _NOT_AT_DISK:
             return 0.0
         if transfer.layout is None:
             return now - self.python_at_disk_since

@@ -252,7 +252,10 @@ class JobRunner(Generic[SlotT]):
         self._collect()
         now = self._clock()
         for job in list(self._jobs.values()):
-            if job.overdue(now):
+            if not job.overdue(now):
+                continue
+            self._collect()  # what has ended meanwhile is not late
+            if job.num_moving:
                 job.late = True
                 self._abandon(job, job.too_late or Status.SKIPPED)
         self._write_off_hung(now)

@@ -191,6 +191,15 @@ def test_loads_that_run_count():
     assert engine.ask("b")[0] == 0, "behind the first one"
 
 
+def test_a_load_that_was_late_is_not_tried_again_without_a_budget_either():
+    engine = known(0.5, 10.0, load_budget="off")
+    request = engine.request("a")
+    job, _ = engine.admit(request, engine.take(request))
+    engine.end(job, 9.0, done_share=1.0, late=True)
+    assert engine.take(request) == 0
+    assert engine.ask("b")[0] == FOUND
+
+
 def test_a_load_that_was_given_up_is_not_tried_again_for_this_request_and_declined_for_the_next():
     engine = known(0.5, 10.0)
     request = engine.request("a")

@@ -382,7 +382,7 @@ def test_ctrl_c_ends_it_with_130_and_says_where_it_was(lab, number):
         assert process.stdout.readline() == "judged\n"
     process.send_signal(number)
     _, err = process.communicate(timeout=60)
-    assert process.returncode == 130
+    assert process.returncode == 130, err
     assert "Traceback" not in err
     assert "--from" in err
 

@@ -738,10 +738,11 @@ def free_share(path):
 def test_so_much_stays_free(small, engine, keep):
     path = small("size=16m")
     one = engine(Limits(keep_free=keep), root=path)
+    least = 1.0
     for number in range(300):
         one.store(number)
-        assert free_share(path)[0] >= 0.25
-    assert free_share(path)[0] < 0.5
+        least = min(least, free_share(path)[0])
+    assert 0.25 <= least < 0.5
 
 
 def test_inodes_stay_free_too(small, engine):

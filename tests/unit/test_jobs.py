@@ -19,7 +19,7 @@ from faults.transport import RandomScript, Script
 from fskv.config import Deadline
 from fskv.data_path import job as job_module
 from fskv.data_path.breaker import Breaker
-from fskv.data_path.job import Job, State
+from fskv.data_path.job import Job
 from fskv.data_path.runner import JobRunner
 from fskv.types import Status
 
@@ -320,7 +320,9 @@ def test_a_store_is_not_reported_while_its_pages_are_read_however_long_that_take
 ):
     """A device may be busy for seconds. Pages that are reported are the next request's."""
     if not protected:
-        monkeypatch.setattr(job_module, "_NOT_AT_DISK", (State.DONE,))
+        monkeypatch.setattr(
+            job_module.FileTask, "disk_s", lambda task, now: now - (task.python_began_at or now)
+        )
     bench = make_bench(Script(gather="H"), num_threads=2)
     job, contents = bench.store([1])
     bench.transport.wait_until_hanging(1)
@@ -355,6 +357,20 @@ def test_wait_gathers_two_files_at_once_also_of_different_jobs(make_bench, monke
     bench.wait_until_idle()
     stored = stored_contents(bench)
     assert all(stored[n] == content for one in contents for n, content in one.items())
+
+
+def test_a_write_that_hangs_counts_also_when_its_pages_were_gathered_ahead(make_bench):
+    bench = make_bench(Script(write="H*"), num_threads=1, num_slots=20)
+    job, _ = bench.store([1, 2])
+    bench.transport.wait_until_hanging(1)
+    returns_in_time(lambda: bench.runner.wait([job]) or 1)
+    for hung in (1, 2):
+        bench.transport.wait_until_hanging(hung)
+        bench.clock.advance(100)
+        wait_for(lambda n=hung: bench.poll() or bench.runner.num_threads_hung == n)
+    assert bench.statuses(loads=False) == {Status.TIMED_OUT: 2}
+    calm(bench)
+    bench.wait_until_idle()
 
 
 def test_a_gather_that_fails_does_not_raise_into_the_engine(make_bench):

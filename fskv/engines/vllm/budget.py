@@ -114,13 +114,13 @@ class LoadBudget:
         """Return how many of the `found` tokens to load: all, or none."""
         # vLLM asks in each step: an answer holds until another number is found.
         if self._taken.get(req_id, (0, 0))[0] != found:
-            worth = not self._on or self._is_worth_loading(req_id, computed, found)
+            worth = req_id not in self._given_up and (
+                not self._on or self._is_worth_loading(computed, found)
+            )
             self._taken[req_id] = (found, found if worth else 0)
         return self._taken[req_id][1]
 
-    def _is_worth_loading(self, req_id: str, computed: int, found: int) -> bool:
-        if req_id in self._given_up:
-            return False
+    def _is_worth_loading(self, computed: int, found: int) -> bool:
         load_s = self.predicted_load_s(found, computed)
         saved_s = self.times.predict_prefill_s(found)
         if load_s is None or saved_s is None or load_s <= saved_s:
