@@ -1601,7 +1601,7 @@ FAULTS = (
         "fskv/data_path/job.py",
         "_NOT_AT_DISK = (State.GATHERING, State.WAITING, State.SCATTERING, State.DONE)\n",
         "_NOT_AT_DISK = (State.WAITING, State.SCATTERING, State.DONE)\n",
-        _JOBS,
+        ("tests/unit/test_cuda_native.py",),
     ),
     Fault(
         "disk-counts-the-gather",
@@ -1610,6 +1610,14 @@ FAULTS = (
         "    transfer->at_disk_since = monotonic_s();\n    transfer->state = WRITING;\n",
         "    transfer->state = WRITING;\n",
         ("tests/unit/test_cuda_native.py",),
+    ),
+    Fault(
+        "gathered-ahead-never-hangs",
+        "A write that hangs counts, also where its pages were gathered ahead.",
+        "fskv/data_path/job.py",
+        "if self.slot is None and transfer.state in _NOT_AT_DISK:",
+        "if transfer.state in _NOT_AT_DISK:",
+        _JOBS,
     ),
     Fault(
         "answered-files-are-late",
