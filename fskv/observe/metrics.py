@@ -118,7 +118,8 @@ DECLINED_TOKENS = Metric(
     "fskv_declined_tokens",
     "counter",
     "tokens",
-    "Tokens of hits that were not loaded, because recomputing them was predicted to be faster.",
+    "Tokens of hits that were not loaded: a recompute was predicted to be faster, or a load of the "
+    "request was late.",
 )
 CUT_LOADS = Metric(
     "fskv_cut_loads",

@@ -6,8 +6,6 @@ import ctypes
 from collections.abc import Callable
 from typing import Any
 
-STUB_ENV = "FSKV_TEST_CUDA_STUB"
-
 
 def build_stub(native_library: Callable[..., str]) -> str:
     """Build the stub as libcuda.so.1; returns its path, for `load_stub` in a child."""

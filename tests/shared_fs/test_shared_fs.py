@@ -34,7 +34,6 @@ __all__ = [
 ]
 
 VERSIONS = ["4.2", "3"]
-TOUCH_S = 600.0  # touch_interval_s
 _roots = itertools.count()
 
 

@@ -47,7 +47,6 @@ LOOKS = {
     "gc": ["gc", "--dry-run"],
 }
 NO_JSON = {"dir"}
-MEETS_NO_ROOT = {"diff"}  # two paths may be compared without one
 
 
 @pytest.fixture

@@ -888,7 +888,7 @@ def test_copies_wait_side_by_side_for_a_device_whose_multiprocessors_are_busy(si
         wait_for(lambda: sim.calls("cuLaunchKernel") == 8)
         together = all(thread.is_alive() for thread in threads)
         for thread in threads:
-            thread.join()
+            thread.join(60)
         assert not sim.busy
         return together
 
