@@ -104,18 +104,17 @@ class FileSteps(Generic[SlotT]):
     ) -> bool:
         """Copy inside the job's gate, and wait for it if it is a load's; False: the job was given up."""
         before = self._clock()
-        task.python_at_disk_since = math.inf
+        task.python_at_disk_since = math.inf  # until the pages are free
+        entered = self._queue.enter(transfer)
         try:
-            if not self._queue.enter(transfer):
-                return False
-            task.python_waited_s = self._clock() - before
-            try:
+            if entered:
+                task.python_waited_s = self._clock() - before
                 copy()
-            finally:
-                self._queue.leave(transfer)
         finally:
+            if entered:
+                self._queue.leave(transfer)
             task.python_at_disk_since = self._clock()
-        return True
+        return entered
 
     def _store_chunk(
         self, task: FileTask, transfer: _native.Transfer[FileTask], slot: SlotT | None
