@@ -86,10 +86,11 @@ class Scenario:
             set_constants(failures=1_000_000)
             if name == "llama":
                 set_constants(quarantine_s=quarantine_s)
-            config._MOST_BASES = 1  # stores are given up as soon as loads
+            config._MOST_BASES = 100  # no store is given up while a slow machine computes
             options = {
                 "root": root,
-                "io_threads": 2,
+                # One thread reads in order, so the bad read is that of the ninth chunk.
+                "io_threads": 1 if how[:1] == ["bad_read"] else 2,
                 "load_deadline_s": DEADLINE_S,
                 **({"hybrid_chunk_size": 128} if name == "llama" else {}),
             }
@@ -159,7 +160,11 @@ class Scenario:
         self.step()
 
     def step(self) -> None:
-        for output in self.engine.step():
+        outputs = self.engine.step()
+        if not outputs:
+            # vLLM's own loop sleeps too, or each Python step of an I/O thread takes 5 ms.
+            time.sleep(0.001)
+        for output in outputs:
             self.tokens[output.request_id] = list(output.outputs[0].token_ids)
             self.cached[output.request_id] = output.num_cached_tokens
 
