@@ -1209,6 +1209,14 @@ FAULTS = (
         _READINESS,
     ),
     Fault(
+        "written-behind-a-page",
+        "A function that writes behind the trial page is noticed, and the engine rests.",
+        "fskv/engines/vllm/page_layout.py",
+        "        if behind.any():\n",
+        "        if False:\n",
+        ("tests/adapter/test_trial_page.py",),
+    ),
+    Fault(
         "registered-after-the-end",
         "Memory that is registered while the device is given up is not kept.",
         "fskv/csrc/device.c",

@@ -306,6 +306,7 @@ SWITCHED = {
 DERIVED = {
     "additional_config",
     "ec_transfer_config.ec_connector",
+    "lora_config.lora_dtype",
     "model_config.attn_temperature_tuning",
     "model_config.max_model_len",
     "multimodal_config.chunked_mm_input",
@@ -539,6 +540,22 @@ def test_a_worker_and_a_platform_of_somebody_else_are_told(config, monkeypatch):
         "parallel_config": {"worker_cls": "theirs.Worker"},
         "additional_config": {"weights": "int4"},
     }
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_factors_of_adapters_that_are_less_exact_than_the_model_are_told(config, dtype):
+    """KV of adapters differed by 3 %, and tokens with it; vLLM makes "auto" the model's dtype."""
+    import torch
+    from vllm.config.lora import LoRAConfig
+
+    config.lora_config = LoRAConfig(lora_dtype=dtype)
+    config.lora_config.verify_with_model_config(config.model_config)
+    assert switched(config) == {"lora_config": {"lora_dtype": dtype}}
+    for same in ("auto", torch.float32):
+        config.lora_config = LoRAConfig(lora_dtype=same)
+        config.lora_config.verify_with_model_config(config.model_config)
+        assert config.lora_config.lora_dtype is torch.float32
+        assert switched(config) == {}
 
 
 def test_outputs_of_encoders_that_others_computed_are_told(config):

@@ -6,6 +6,7 @@ neither. Here its address arithmetic is done in Python, and what would be behind
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from types import SimpleNamespace
 
@@ -39,7 +40,10 @@ class Arena:
 
     def zeros(self, nbytes, **_):
         self.memory.zero_()
-        self.given = [ARENA // 2, nbytes]
+        self.given = [
+            ARENA // 2,
+            nbytes // 5,
+        ]  # of elements of 2 bytes; the rest lies behind the page
         return self.memory[ARENA // 2 :][:nbytes]
 
     @property
@@ -126,8 +130,30 @@ def test_negative_control_a_page_without_all_heads_is_written_behind_its_end(
     monkeypatch.setattr(page_layout._Page, "of", cut_along_every_axis)
     monkeypatch.setattr(page_layout._Page, "is_of", lambda self, tokens: True)
     cache = kv.Cache("full", layout)
-    inside(cache, layer_of(cache, Impl(arena)))
+    with contextlib.suppress(page_layout.RestError):
+        inside(cache, layer_of(cache, Impl(arena)))
     assert (arena.num_outside > 0) is is_bad
+
+
+class Wide(Impl):
+    """Writes elements of the keys' dtype wherever the page's may be smaller, as vLLM's on CPUs does."""
+
+    def do_kv_cache_update(self, layer, keys, values, kv_cache, slots):
+        super().do_kv_cache_update(layer, keys, values, kv_cache, slots)
+        start = kv_cache.data_ptr() - self.arena.memory.data_ptr()
+        wide = torch.cat((keys, values)).float().flatten()
+        self.arena.memory[start:].view(torch.float32)[: wide.numel()] = wide
+
+
+@pytest.mark.parametrize("backend", ["SOME_ATTN", *sorted(page_layout._PLAIN_BACKENDS)[:2]])
+def test_where_a_function_writes_behind_a_page_the_engine_rests(backend, arena):
+    """Numbers of 0 to 7, and as bfloat16 0 in their lower halves: also behind a page whose own are right."""
+    cache = kv.Cache("full", "LBHNC")
+    layer = layer_of(cache, Wide(arena))
+    layer.get_attn_backend().get_name = lambda: backend
+    with pytest.raises(page_layout.RestError, match="writes behind the end of a page"):
+        inside(cache, layer)
+    assert arena.num_outside > 0
 
 
 def test_pages_of_fewer_tokens_than_a_block_are_not_written_at_all(arena):

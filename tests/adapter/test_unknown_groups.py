@@ -12,7 +12,7 @@ pytest.importorskip("vllm", reason="these tests need the vllm environment: make 
 pytestmark = world.VLLM
 
 
-def _groups(kind: str):
+def _groups(kind: str, max_model_len: int = 1024):
     """Return how fskv describes an engine's one KV group, of vLLM's full attention or of a new kind."""
     import torch
     from vllm.v1 import kv_cache_interface as vllm
@@ -31,17 +31,18 @@ def _groups(kind: str):
         "NewSpec": lambda: NewSpec(block_size=16),
         "FullAttentionSpec": lambda: vllm.FullAttentionSpec(**heads),
     }[kind]()
-    return _described(vllm.KVCacheGroupSpec(["layer"], spec))
+    return _described(vllm.KVCacheGroupSpec(["layer"], spec), max_model_len=max_model_len)
 
 
-def _described(*groups):
+def _described(*groups, max_model_len=1024):
     from vllm.v1 import kv_cache_interface as vllm
 
     from fskv.engines.vllm.identity import engine_groups
 
     config = vllm.KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[*groups])
     parallel = SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1)
-    return engine_groups(SimpleNamespace(parallel_config=parallel), config)
+    model = SimpleNamespace(max_model_len=max_model_len)
+    return engine_groups(SimpleNamespace(parallel_config=parallel, model_config=model), config)
 
 
 @pytest.mark.parametrize("kind", ["NewAttentionSpec", "NewSpec"])
@@ -51,6 +52,18 @@ def test_where_a_group_is_of_an_unknown_kind_the_engine_rests(kind):
     with pytest.raises(RestError, match=rf"kind {kind}: fskv does not know") as error:
         _groups(kind)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("max_model_len", [2, 15, 16, 17])
+def test_where_no_request_fills_a_block_the_engine_rests(max_model_len):
+    """After a hit one token of a prompt is computed: a request of 17 may use a block of 16 again."""
+    from fskv.engines.vllm.resting import RestError
+
+    if max_model_len > 16:
+        assert len(_groups("FullAttentionSpec", max_model_len)) == 1
+        return
+    with pytest.raises(RestError, match=rf"found {max_model_len}, expected more than 16"):
+        _groups("FullAttentionSpec", max_model_len)
 
 
 def test_without_kv_that_is_used_again_the_engine_rests():

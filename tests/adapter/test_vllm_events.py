@@ -106,7 +106,7 @@ def test_a_router_believes_only_what_can_be_taken_back(seed):
             for what, key in _taken(events.take()):
                 assert (key in believed) is (what == "removed"), "twice, or out of the blue"
                 believed.symmetric_difference_update([key])
-            assert len(believed) == events.num_announced <= limit
+            assert len(believed) == len(events._announced) <= limit
     events.removed_names(_name(number) for number in range(20))
     for what, key in _taken(events.take()):
         assert what == "removed" or key not in believed

@@ -120,7 +120,7 @@ class Cache:
             parallel_config=SimpleNamespace(
                 decode_context_parallel_size=1, prefill_context_parallel_size=1
             ),
-            model_config=SimpleNamespace(dtype=torch.bfloat16),
+            model_config=SimpleNamespace(dtype=torch.bfloat16, max_model_len=1 << 20),
         )
         self.config = get_kv_cache_config_from_groups(self.vllm_config, groups, 1 << 30)
         sizes = [

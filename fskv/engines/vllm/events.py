@@ -119,10 +119,6 @@ class KvEvents:
             del payloads[key]
         self._trim_at = 2 * len(payloads) + _PAYLOADS_SLACK
 
-    @property
-    def num_announced(self) -> int:
-        return len(self._announced)
-
     def _take_back(self, name: _Name) -> None:
         key = self._announced.pop(name, None)
         self._again.pop(name, None)

@@ -93,8 +93,8 @@ class EngineGroup:
 def engine_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[EngineGroup]:
     """Describe the offloaded groups in vLLM's order (position in OffloadingConfig.groups).
 
-    Raises RestError where one is of a kind that fskv does not know, or there is none, or where KV behind a
-    hit is not what a cold engine computes.
+    Raises RestError where one is of a kind that fskv does not know, there is none, KV behind a hit is not
+    what a cold engine computes, or no request fills a block.
     """
     if any(_is_replayed(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups):
         raise RestError(
@@ -126,6 +126,13 @@ def engine_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> li
         )
     if not groups:
         raise RestError("the engine has no KV that vLLM would use again")
+    longest = vllm_config.model_config.max_model_len
+    largest = max((group.spec for group in groups), key=lambda spec: spec.tokens_per_block)
+    if largest.tokens_per_block >= longest:  # a hit leaves one token to compute
+        raise RestError(
+            f"option 'max_model_len': found {longest}, expected more than {largest.tokens_per_block}: no "
+            f"request has a block of group {largest.group_idx} ({largest.kind.value}) to use again"
+        )
     return groups
 
 

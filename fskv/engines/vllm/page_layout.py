@@ -113,12 +113,17 @@ class _Page:
         strides = (tokens * elements, tokens * elements, elements, 1)
         return _Page(self.dtype, (blocks, 1, tokens, elements), strides, blocks)
 
-    def zeros(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return memory that has all that the strides span, as bytes and as such a page."""
+    def zeros(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return all that the strides span: as bytes, what lies behind these, and the page.
+
+        A function that takes its elements for larger ones writes behind them, 8 bytes for one at most.
+        """
         extent = 1 + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
-        flat = torch.zeros(extent * self.dtype.itemsize, dtype=torch.uint8, device=device)
-        elements = flat.view(self.dtype)
-        return flat, elements.as_strided(self.shape, self.strides, elements.storage_offset())
+        nbytes = extent * self.dtype.itemsize
+        flat = torch.zeros(8 * extent + nbytes, dtype=torch.uint8, device=device)
+        elements = flat[:nbytes].view(self.dtype)
+        page = elements.as_strided(self.shape, self.strides, elements.storage_offset())
+        return flat[:nbytes], flat[nbytes:], page
 
     def is_of(self, tokens: int) -> bool:
         """Whether it has so many tokens, on the last axis but one or (before 0.32) the one before that."""
@@ -194,8 +199,8 @@ class _Pages:
             try:
                 heads = 1 if self._canonical else int(getattr(layer, "num_kv_heads", 0))
                 self._digests[key] = _try(layer, page, tokens, self._model_dtype, heads)
-            except Exception:
-                if self._is_cpu or backend not in _PLAIN_BACKENDS:
+            except Exception as error:
+                if isinstance(error, RestError) or self._is_cpu or backend not in _PLAIN_BACKENDS:
                     raise
                 self._digests[key] = "as its view"
         return self._digests[key]
@@ -259,6 +264,7 @@ def _digest_of_page(
     write: _Write,
     num_elements: int,
     memory: torch.Tensor,
+    behind: torch.Tensor,
     page: torch.Tensor,
     model_dtype: torch.dtype,
 ) -> str:
@@ -272,6 +278,8 @@ def _digest_of_page(
         memory.zero_()
         write(((index >> shift) & 7).to(model_dtype), page)
         written = memory.cpu().numpy().tobytes()
+        if behind.any():
+            raise RestError("its function writes behind the end of a page")
         if not any(written):
             raise ValueError("nothing was written")
         digest.update(written)

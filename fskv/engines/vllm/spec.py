@@ -185,15 +185,12 @@ def prepare(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, announce
     _, tokens_per_hash = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
     # Of one file, so that engines of every topology choose the same chunks.
     files = slices_per_rank(vllm_config, groups) if config.canonical_layout else 1
-    longest = vllm_config.model_config.max_model_len
-    if not reuses_kv(vllm_config):  # nothing is stored, and an engine is not refused for that
-        longest = max(longest, *(1 + group.spec.tokens_per_block for group in groups))
     geometry = plan_geometry(
         [group.spec for group in groups],
         [group.planned_nbytes // files for group in groups],
         hybrid_chunk_size=config.hybrid_chunk_size,
         tokens_per_hash=tokens_per_hash,
-        max_model_len=longest,
+        max_model_len=vllm_config.model_config.max_model_len,
         retention_interval=vllm_config.cache_config.prefix_cache_retention_interval,
     )
     if announce:

@@ -133,6 +133,7 @@ def switches(vllm_config: VllmConfig) -> dict[str, Json]:
         ("multimodal_config", _multimodal(vllm_config)),
         ("parallel_config", _worker(vllm_config)),
         ("ec_transfer_config", _encoder_outputs(vllm_config)),
+        ("lora_config", _adapters(vllm_config)),
     ):
         found.setdefault(part, {}).update(fields)
     result: dict[str, Json] = {part: dict(fields) for part, fields in found.items() if fields}
@@ -143,6 +144,13 @@ def switches(vllm_config: VllmConfig) -> dict[str, Json]:
     if vllm_config.model_config.quantization and (packages := _kernel_packages()):
         result["kernel_packages"] = packages
     return result
+
+
+def _adapters(vllm_config: VllmConfig) -> dict[str, Json]:
+    """Return how exact the factors of adapters are, where they are less or more so than the model."""
+    dtype = getattr(vllm_config.lora_config, "lora_dtype", "auto")
+    same = dtype in (None, "auto", vllm_config.model_config.dtype)
+    return {} if same else {"lora_dtype": str(dtype).removeprefix("torch.")}
 
 
 def _environment(neutrals: dict[str, Json]) -> dict[str, Json]:
