@@ -23,14 +23,13 @@ HIT may last for the rest of its TTL, and the load finds out.
 
 Threads: lookup, flush and mark_* on the scheduler's thread; probes on the pool's threads, which only
 append to `_answers`. So `_entries` has one owner and needs no lock; a deque's append and popleft are atomic.
-Memory: at most `max_known` entries, least recently asked first out: 254 bytes each with keys of 32 bytes, 347
-for those that we stored or failed to load; 345 for each of at most MAX_REMOVED names (resident, by `python
--m benchmarks.presence`). With the defaults that is at most 87 + 35 MB.
+Memory: at most `max_known` entries, least recently asked first out: 254 bytes each with keys of 32 bytes, 348
+for those that we stored or failed to load; 255 for each of at most MAX_REMOVED names (resident, by `python
+-m benchmarks.presence`). With the defaults that is at most 87 + 26 MB.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import time
@@ -42,7 +41,7 @@ from typing import NamedTuple
 
 from fskv import namespace
 from fskv.data_path.breaker import Breaker
-from fskv.data_path.threads import HangProofPool
+from fskv.data_path.threads import Call, pool_of_calls
 from fskv.native import _native
 from fskv.types import ChunkId, Presence, Status
 
@@ -59,7 +58,7 @@ MAX_REMOVED = 100_000
 _MAX_DROPPED = 1000  # removed names at the end of a step: 0.2 ms
 _BATCH_S = 0.005
 _MIN_BATCH, _FIRST_BATCH, _MAX_BATCH = 8, 64, 512
-_PROBES_AT_ONCE, _MAX_HUNG_PROBES = 2, 4
+_MAX_HUNG_PROBES = 4
 _MOST_PATIENCE = 10.0  # times lookup_timeout_s
 _MAX_QUARANTINED = 1000  # for the metric alone
 
@@ -93,21 +92,13 @@ class _Known:
     removals: int = 0  # of a HIT: how many mark_removed had been when it was true
 
 
-_Probe = Callable[[], None]
-
-
-def _call(task: _native.Transfer[_Probe], _: None) -> None:
-    assert task.owner is not None, "it has not ended"
-    task.owner()
-
-
 @dataclass(slots=True)
 class _Batch:
     chunks: list[Key]
     started_at: float
     removals: int  # mark_removed so far
     ran_at: float | None = None  # on a thread; None: it waits for one
-    task: _native.Transfer[_Probe] | None = None
+    task: Call | None = None
     done: bool = False
 
 
@@ -155,21 +146,12 @@ class PresenceIndex:
         self._waiting = _Known(_WAITING, float("-inf"))  # the last one; see _ask
         self._queued: dict[Key, bool] = {}  # -> missed before
         self._batches: list[_Batch] = []
-        self._just_begun: list[_Batch] = []  # given up, but they have got a thread
         self._seconds_per_key: float | None = None
         self._answers: deque[tuple[_Batch, Findings | None]] = deque()
         self._removed: OrderedDict[Key, _Removal] = OrderedDict()  # oldest first
         self._num_removals = 0
         self._quarantined: dict[Key, float] = {}  # -> until when; the oldest first
-        self._gate = _native.Guard(True)
-        self._pool = HangProofPool(
-            "fskv-probe",
-            _PROBES_AT_ONCE,
-            _MAX_HUNG_PROBES,
-            _native.Queue(_PROBES_AT_ONCE, 0),
-            _call,
-            contextlib.nullcontext,
-        )
+        self._pool = pool_of_calls("fskv-probe", 2, _MAX_HUNG_PROBES)
 
     def lookup(self, chunk: ChunkId) -> Answer:
         """Return what is known, and for a MISS why. Never blocks.
@@ -212,8 +194,6 @@ class PresenceIndex:
         now = self._clock()
         if self._batches:
             self._give_up_late_batches(now)
-        if self._just_begun:
-            self._write_off_begun_late(now)
         if self._removed:
             self._drop_old_removals(now)
         if not self._batches:
@@ -231,8 +211,7 @@ class PresenceIndex:
         tasks = []
         for at in range(0, len(chunks), size):
             batch = _Batch(chunks[at : at + size], now, self._num_removals)
-            probe = partial(self._run_probe, batch, missed[at : at + size])
-            batch.task = _native.Transfer(probe, True, self._gate)
+            batch.task = Call(partial(self._run_probe, batch, missed[at : at + size]))
             tasks.append(batch.task)
             self._batches.append(batch)
         self._pool.submit(*tasks)
@@ -308,6 +287,16 @@ class PresenceIndex:
     @property
     def num_known(self) -> int:
         return len(self._entries)
+
+    @property
+    def num_answers(self) -> int:
+        """Batches whose answer the next lookup takes in."""
+        return len(self._answers)
+
+    @property
+    def num_removed(self) -> int:
+        """How many removed names are remembered."""
+        return len(self._removed)
 
     def close(self) -> None:
         self._pool.close()
@@ -439,8 +428,7 @@ class PresenceIndex:
                 waited_in_vain = True  # it never got a thread: no sign against the root
                 continue
             if batch.ran_at is None or now - batch.ran_at <= self._timeout_s:
-                self._just_begun.append(batch)  # it has just got one, and may hang yet
-                continue
+                continue  # it has just got one
             logger.warning(
                 "fskv: probe of %d chunks has not returned after %.1f s",
                 len(batch.chunks),
@@ -452,16 +440,6 @@ class PresenceIndex:
         if waited_in_vain and self._pool.num_hung:
             self._breaker.record(Status.TIMED_OUT)
         self._batches = [b for b in self._batches if not b.done]
-
-    def _write_off_begun_late(self, now: float) -> None:
-        """Count those that were given up when they had just begun, and hang, as hung too."""
-        begun, self._just_begun = self._just_begun, []
-        for batch in begun:
-            assert batch.task is not None, "it has begun"
-            if batch.ran_at is None or now - batch.ran_at <= self._timeout_s:
-                self._just_begun.append(batch)
-            elif self._pool.write_off(batch.task):
-                self._breaker.record(Status.TIMED_OUT)
 
 
 # --- looking at files -----------------------------------------------------------------------

@@ -40,10 +40,8 @@ class Arena:
 
     def zeros(self, nbytes, **_):
         self.memory.zero_()
-        self.given = [
-            ARENA // 2,
-            nbytes // 5,
-        ]  # of elements of 2 bytes; the rest lies behind the page
+        # A page of elements of 2 bytes, and 8 bytes for each element behind it.
+        self.given = [ARENA // 2, nbytes // 5]
         return self.memory[ARENA // 2 :][:nbytes]
 
     @property
@@ -136,7 +134,7 @@ def test_negative_control_a_page_without_all_heads_is_written_behind_its_end(
 
 
 class Wide(Impl):
-    """Writes elements of the keys' dtype wherever the page's may be smaller, as vLLM's on CPUs does."""
+    """Writes elements twice as large as the page's, as vLLM's function for CPUs does by the keys' dtype."""
 
     def do_kv_cache_update(self, layer, keys, values, kv_cache, slots):
         super().do_kv_cache_update(layer, keys, values, kv_cache, slots)
@@ -147,7 +145,7 @@ class Wide(Impl):
 
 @pytest.mark.parametrize("backend", ["SOME_ATTN", *sorted(page_layout._PLAIN_BACKENDS)[:2]])
 def test_where_a_function_writes_behind_a_page_the_engine_rests(backend, arena):
-    """Numbers of 0 to 7, and as bfloat16 0 in their lower halves: also behind a page whose own are right."""
+    """A backend whose pages are what their views say rests too: its function wrote elsewhere."""
     cache = kv.Cache("full", "LBHNC")
     layer = layer_of(cache, Wide(arena))
     layer.get_attn_backend().get_name = lambda: backend
