@@ -54,6 +54,19 @@ def wait_for(condition, timeout_s=20.0):
         time.sleep(0.002)
 
 
+def state_of(pid):
+    """Return the kernel's letter for a process: S while it waits, Z or X once it has ended."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0]
+    except OSError:
+        return "X"
+
+
+def has_ended(pid):
+    return state_of(pid) in "ZX"
+
+
 def returns_in_time(call, timeout_s=20.0):
     """Run `call` on a thread, so that a hang is a failure and not the end of the test run."""
     results, errors = [], []

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 from places import LAB, REPOSITORY
-from world import wait_for
+from world import has_ended, wait_for
 
 pytest.importorskip("torch", reason="the steps need torch: make test")
 
@@ -35,14 +35,6 @@ gpu.plan.steps = lambda part, quick: [
 sys.exit(gpu.main(sys.argv[1:]))
 """
 HANG = "(echo $$ > $0.part; mv $0.part $0; sleep 600) & echo said before; wait"
-
-
-def is_there(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 class Hour:
@@ -80,7 +72,7 @@ class Hour:
 def test_each_step_ends_and_the_page_says_how(tmp_path):
     hour = Hour(tmp_path, 3.0)
     child = hour.pid
-    assert is_there(child)
+    assert not has_ended(child)
     code, steps = hour.end()
     assert code == 1, hour.said
     assert {name: (step["status"], step["why"]) for name, step in steps.items()} == {
@@ -97,7 +89,7 @@ def test_each_step_ends_and_the_page_says_how(tmp_path):
     assert steps["after it"]["figures"] == {"sum": 3}
     assert steps["failing"]["tail"] == ["some words", "the reason"]
     assert steps["hanging"]["tail"] == ["said before"]
-    assert not is_there(child), "a child outlived its step"
+    assert has_ended(child), "a child outlived its step"
     assert hour.printed == hour.text
     again = [sys.executable, "-m", "benchmarks.gpu.page", str(hour.out), str(tmp_path)]
     (tmp_path / "part-a.json").write_text('{"part": "a", "written": "before", "steps": []}')
@@ -114,7 +106,7 @@ def test_negative_control_where_the_group_is_not_killed_the_child_lives(tmp_path
     child = hour.pid
     try:
         hour.end()
-        assert is_there(child)
+        assert not has_ended(child)
     finally:
         os.kill(child, signal.SIGKILL)
 
@@ -129,7 +121,7 @@ def test_an_interrupt_ends_the_step_and_writes_the_page(tmp_path, number):
     assert steps["good"]["status"] == "good"
     assert steps["hanging"]["status"] == "interrupted"
     assert steps["after it"]["status"] == "not begun"
-    assert not is_there(child)
+    assert has_ended(child)
     assert "Traceback" not in hour.said
 
 

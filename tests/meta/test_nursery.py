@@ -15,7 +15,7 @@ import places
 import pytest
 from nursery import Nursery
 from places import LAB
-from world import wait_for
+from world import has_ended, wait_for
 
 SCRIPT = """
 import os, sys, threading, time, atexit
@@ -101,7 +101,7 @@ def test_a_nursery_that_dies_takes_its_forks_along_and_the_next_start_makes_anot
     wait_for(lambda: log.exists() and "argv" in log.read_text())
     nursery._server.kill()
     assert process.wait(30) == -signal.SIGKILL
-    wait_for(lambda: not alive(process.pid))
+    wait_for(lambda: has_ended(process.pid))
     assert run(nursery, script, tmp_path, "3")[0] == 3
 
 
@@ -133,15 +133,15 @@ time.sleep(600)
     )
     pid = int(parent.stdout.readline())
     wait_for(lambda: log.exists() and "argv" in log.read_text())
-    assert alive(pid)
+    assert not has_ended(pid)
     parent.kill()
     parent.wait()
     parent.stdout.close()
     if how != "negative control":
-        wait_for(lambda: not alive(pid))
+        wait_for(lambda: has_ended(pid))
         return
     time.sleep(0.5)
-    assert alive(pid)
+    assert not has_ended(pid)
     os.kill(pid, signal.SIGKILL)
 
 
@@ -154,17 +154,9 @@ def test_an_engine_without_a_directory_is_in_that_of_the_run_and_one_that_is_lef
     log = Path(engine.log_path)
     wait_for(lambda: log.exists() and "argv" in log.read_text())
     assert lab.end_engines() == ([engine], [engine])
-    assert not alive(engine.pid)
+    assert has_ended(engine.pid)
     assert str(engine) == f"engine {engine.pid}: {engine.log_path}"
     assert lab.end_engines() == ([], [])
-
-
-def alive(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
 
 
 def test_what_is_read_at_import_is_not_for_a_fork(nursery):

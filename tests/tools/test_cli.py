@@ -20,7 +20,7 @@ import sys
 import pytest
 from places import REPOSITORY
 from tool_lab import Lab, check_lines, fskv, key_of, run, spoil
-from world import make_identity
+from world import make_identity, state_of, wait_for
 
 from fskv.index import scan
 
@@ -251,6 +251,9 @@ def test_ctrl_c_is_exit_130_and_one_word(lab):
     words = [sys.executable, "-m", "fskv_tools", "replay", fifo, "--root", f"{lab.path}-new"]
     process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
     with open(fifo, "w"):  # it is at work: it has opened its input
+        wait_for(
+            lambda: state_of(process.pid) == "S"
+        )  # it reads: a signal just before waits for more
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=120)
     assert process.returncode == 130

@@ -372,7 +372,7 @@ def test_ctrl_c_ends_it_with_130_and_says_where_it_was(lab, number):
         "import os, sys, time; from fskv_tools.check import run, judge; real = judge.judge\n"
         "def slow(*a, **k):\n"
         "    found = real(*a, **k); os.write(1, b'judged\\n'); time.sleep(0.2); return found\n"
-        "run.judge = slow\nfrom fskv_tools.cli import main\n"
+        "run.judge = slow\nfrom fskv_tools.__main__ import main\n"
         f"sys.argv = ['fskv', 'verify', '--threads', '2', '--root', {lab.path!r}]\nmain()"
     )
     process = subprocess.Popen(

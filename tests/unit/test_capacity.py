@@ -30,7 +30,7 @@ from capacity_lab import (
     name_of,
     write_chunk,
 )
-from world import Clock, returns_in_time, wait_for
+from world import Clock, has_ended, returns_in_time, wait_for
 
 from faults import mount as faulty_mount
 from fskv.bounds import client, maintenance
@@ -800,19 +800,11 @@ time.sleep(60)
         assert os.path.exists(f"/proc/{child}")
         engine.kill()
         engine.wait()
-        wait_for(lambda: _has_ended(child))
+        wait_for(lambda: has_ended(child))
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(engine.pid, signal.SIGKILL)  # the forked one
         engine.stdout.close()
-
-
-def _has_ended(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
 
 
 def test_what_was_granted_without_a_bound_is_given_back_when_one_comes(root, engine):

@@ -12,7 +12,7 @@ import threading
 import msgpack
 import pytest
 from capacity_lab import NAME, make_namespace
-from world import Clock, wait_for
+from world import Clock, has_ended, wait_for
 
 from fskv.bounds import process
 from fskv.bounds.client import Capacity
@@ -112,14 +112,6 @@ def test_who_stops_all_processes_of_a_service_does_not_end_this_one_before_its_e
     assert json.loads(health.read_text())["state"] == state
     (claim,) = Ledger(f"{root}/.fskv-maintenance").claims()
     assert claim.closed == engine_too
-
-
-def has_ended(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
 
 
 @pytest.fixture
