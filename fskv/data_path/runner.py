@@ -119,10 +119,8 @@ class JobRunner(Generic[SlotT]):
         # While loads run, stores leave them half of the threads.
         self._queue = _native.Queue(num_threads, max(1, num_threads // 2))
         self._steps = FileSteps(store, transport, self._slots, self._queue, cpus, clock)
-        self._pool: HangProofPool[_native.Queue, _native.Transfer[FileTask], OwnSlot[SlotT]] = (
-            HangProofPool(
-                "fskv-io", num_threads, max_hung, self._queue, self._steps.run, self._steps.own_slot
-            )
+        self._pool: HangProofPool[FileTask, OwnSlot[SlotT]] = HangProofPool(
+            "fskv-io", num_threads, max_hung, self._queue, self._steps.run, self._steps.own_slot
         )
         self._readiness = Readiness(transport.enter_thread)
         self._jobs: dict[int, Job] = {}

@@ -5,9 +5,8 @@ concurrent.futures would lose one thread for ever at each such call and then blo
 exit. Here the caller, who knows the deadline, writes the task off: its thread is counted as hung and
 replaced, up to `max_hung` times; when the call returns after all, its thread ends.
 
-A queue says what runs next, `HangProofPool` keeps the threads. The jobs' queue is `fskv._native.Queue`: a
-thread that waits in it runs transfers by itself, outside the interpreter. The presence index has a
-`CallQueue`.
+`fskv._native.Queue` says what runs next, `HangProofPool` keeps the threads. A thread that waits in the queue
+runs transfers by itself, outside the interpreter. One without a layout is Python's from the beginning.
 All methods may be called from any thread.
 """
 
@@ -18,132 +17,25 @@ import logging
 import queue
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from fskv.errors import RootError
+from fskv.native import _native
 
 if TYPE_CHECKING:
     from fskv.transports.protocol import Ready
 
 _T = TypeVar("_T")
 OwnerT = TypeVar("OwnerT")
-TaskT = TypeVar("TaskT")
 ContextT = TypeVar("ContextT")
-QueueT = TypeVar("QueueT", bound="Queue[Any]")
 
 START_UP_S = 60.0  # a root that does not answer for so long at start-up is refused
 
 logger = logging.getLogger(__name__)
 
 
-class Queue(Protocol[TaskT]):
-    """What HangProofPool needs of a queue of tasks."""
-
-    @property
-    def num_idle(self) -> int:
-        """Threads that wait in `take`."""
-
-    @property
-    def num_hung(self) -> int:
-        """Threads whose task was written off and has not ended."""
-
-    @property
-    def wants_thread(self) -> bool:
-        """Whether more is queued than idle threads will take."""
-
-    def push(self, tasks: list[TaskT], /) -> bool:
-        """Queue tasks; returns `wants_thread`."""
-
-    def write_off(self, task: TaskT, /) -> bool:
-        """Count the task's thread as hung until `finish`; returns False if it is not running."""
-
-    def take(self, context: object, /) -> TaskT | None:
-        """Wait for a task that Python has to run, and return it; None: the calling thread should end."""
-
-    def finish(self, task: TaskT, /) -> bool:
-        """End a task that `take` returned; returns whether it had been written off."""
-
-    def close(self) -> None:
-        """Drop what is queued and let idle threads go."""
-
-
-class Call:
-    """A queued call. Only its queue changes the other fields, under its lock."""
-
-    __slots__ = ("call", "cancelled", "running", "written_off")
-
-    def __init__(self, call: Callable[[], object]) -> None:
-        self.call = call
-        self.cancelled = self.running = self.written_off = False
-
-
-class CallQueue:
-    """Calls in the order in which they came. `_changed` guards every field."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._queued: OrderedDict[Call, None] = OrderedDict()  # many may be taken back at once
-        self._closed = False
-        self.num_idle = 0
-        self.num_hung = 0
-
-    @property
-    def wants_thread(self) -> bool:
-        # An idle thread counts until it has woken up, so compare with the queue and not with zero.
-        return not self._closed and len(self._queued) > self.num_idle
-
-    def push(self, tasks: list[Call]) -> bool:
-        with self._changed:
-            if self._closed:
-                return False
-            self._queued.update((task, None) for task in tasks if not task.cancelled)
-            self._changed.notify(len(tasks))
-            return self.wants_thread
-
-    def cancel(self, task: Call) -> bool:
-        """Take a task back; returns False when it has started."""
-        with self._changed:
-            if task.running or task.cancelled:
-                return False
-            self._queued.pop(task, None)
-            task.cancelled = True
-            return True
-
-    def write_off(self, task: Call) -> bool:
-        with self._changed:
-            if task.written_off or not task.running:
-                return False
-            task.written_off = True
-            self.num_hung += 1
-            return True
-
-    def take(self, context: object) -> Call | None:
-        with self._changed:
-            while not self._queued and not self._closed:
-                self.num_idle += 1
-                self._changed.wait()
-                self.num_idle -= 1
-            if not self._queued:
-                return None
-            task, _ = self._queued.popitem(last=False)
-            task.running = True
-            return task
-
-    def finish(self, task: Call) -> bool:
-        with self._changed:
-            self.num_hung -= task.written_off
-            return task.written_off
-
-    def close(self) -> None:
-        with self._changed:
-            self._closed = True
-            self._queued.clear()
-            self._changed.notify_all()
-
-
-class HangProofPool(Generic[QueueT, TaskT, ContextT]):
+class HangProofPool(Generic[OwnerT, ContextT]):
     """`num_threads` working threads, kept at that number while at most `max_hung` others hang."""
 
     def __init__(
@@ -151,8 +43,8 @@ class HangProofPool(Generic[QueueT, TaskT, ContextT]):
         name: str,
         num_threads: int,
         max_hung: int,
-        queue: QueueT,
-        handle: Callable[[TaskT, ContextT], None],
+        queue: _native.Queue,
+        handle: Callable[[_native.Transfer[OwnerT], ContextT], None],
         context: Callable[[], contextlib.AbstractContextManager[ContextT]],
     ) -> None:
         """`handle(task, context)` runs what the queue hands out.
@@ -181,7 +73,7 @@ class HangProofPool(Generic[QueueT, TaskT, ContextT]):
     def num_idle(self) -> int:
         return self.queue.num_idle
 
-    def submit(self, *tasks: TaskT) -> None:
+    def submit(self, *tasks: _native.Transfer[OwnerT]) -> None:
         """Queue tasks. Bounded by the callers: each counts what it has queued."""
         self.start_threads(self.queue.push(list(tasks)), len(tasks))
 
@@ -195,10 +87,15 @@ class HangProofPool(Generic[QueueT, TaskT, ContextT]):
         with self._lock:
             self.num_waiting += num_threads
 
-    def write_off(self, task: TaskT) -> None:
-        """The task's deadline passed: do not count on its thread any more, and replace it."""
-        if self.queue.write_off(task):
+    def write_off(self, task: _native.Transfer[OwnerT]) -> bool:
+        """The task's deadline passed: do not count on its thread any more, and replace it.
+
+        Returns False where it had no thread.
+        """
+        hangs = self.queue.write_off(task)
+        if hangs:
             self._start_thread_if_short()
+        return hangs
 
     def close(self, timeout_s: float = 0.0) -> None:
         """Drop what is queued and let idle threads end; wait for them so long at most.
@@ -256,20 +153,6 @@ class HangProofPool(Generic[QueueT, TaskT, ContextT]):
                 self._num_alive -= 1
             if began:  # else the next one would end like this, and the one after it
                 self._start_thread_if_short()
-
-
-def pool_of_calls(
-    name: str, num_threads: int, max_hung: int
-) -> HangProofPool[CallQueue, Call, None]:
-    """Return a pool that makes the calls which are submitted to it."""
-    return HangProofPool(
-        name,
-        num_threads,
-        max_hung,
-        CallQueue(),
-        lambda task, _: task.call(),
-        contextlib.nullcontext,
-    )
 
 
 def has_fired(ready: Ready) -> bool:

@@ -30,6 +30,7 @@ for those that we stored or failed to load; 255 for each of at most MAX_REMOVED 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -41,7 +42,7 @@ from typing import NamedTuple
 
 from fskv import namespace
 from fskv.data_path.breaker import Breaker
-from fskv.data_path.threads import Call, pool_of_calls
+from fskv.data_path.threads import HangProofPool
 from fskv.native import _native
 from fskv.types import ChunkId, Presence, Status
 
@@ -58,7 +59,7 @@ MAX_REMOVED = 100_000
 _MAX_DROPPED = 1000  # removed names at the end of a step: 0.2 ms
 _BATCH_S = 0.005
 _MIN_BATCH, _FIRST_BATCH, _MAX_BATCH = 8, 64, 512
-_MAX_HUNG_PROBES = 4
+_PROBES_AT_ONCE, _MAX_HUNG_PROBES = 2, 4
 _MOST_PATIENCE = 10.0  # times lookup_timeout_s
 _MAX_QUARANTINED = 1000  # for the metric alone
 
@@ -92,13 +93,21 @@ class _Known:
     removals: int = 0  # of a HIT: how many mark_removed had been when it was true
 
 
+_Probe = Callable[[], None]
+
+
+def _call(task: _native.Transfer[_Probe], _: None) -> None:
+    assert task.owner is not None, "it has not ended"
+    task.owner()
+
+
 @dataclass(slots=True)
 class _Batch:
     chunks: list[Key]
     started_at: float
     removals: int  # mark_removed so far
     ran_at: float | None = None  # on a thread; None: it waits for one
-    task: Call | None = None
+    task: _native.Transfer[_Probe] | None = None
     done: bool = False
 
 
@@ -151,7 +160,15 @@ class PresenceIndex:
         self._removed: OrderedDict[Key, _Removal] = OrderedDict()  # oldest first
         self._num_removals = 0
         self._quarantined: dict[Key, float] = {}  # -> until when; the oldest first
-        self._pool = pool_of_calls("fskv-probe", 2, _MAX_HUNG_PROBES)
+        self._gate = _native.Guard(True)
+        self._pool = HangProofPool(
+            "fskv-probe",
+            _PROBES_AT_ONCE,
+            _MAX_HUNG_PROBES,
+            _native.Queue(_PROBES_AT_ONCE, 0),
+            _call,
+            contextlib.nullcontext,
+        )
 
     def lookup(self, chunk: ChunkId) -> Answer:
         """Return what is known, and for a MISS why. Never blocks.
@@ -211,7 +228,8 @@ class PresenceIndex:
         tasks = []
         for at in range(0, len(chunks), size):
             batch = _Batch(chunks[at : at + size], now, self._num_removals)
-            batch.task = Call(partial(self._run_probe, batch, missed[at : at + size]))
+            probe = partial(self._run_probe, batch, missed[at : at + size])
+            batch.task = _native.Transfer(probe, True, self._gate)
             tasks.append(batch.task)
             self._batches.append(batch)
         self._pool.submit(*tasks)
@@ -287,16 +305,6 @@ class PresenceIndex:
     @property
     def num_known(self) -> int:
         return len(self._entries)
-
-    @property
-    def num_answers(self) -> int:
-        """Batches whose answer the next lookup takes in."""
-        return len(self._answers)
-
-    @property
-    def num_removed(self) -> int:
-        """How many removed names are remembered."""
-        return len(self._removed)
 
     def close(self) -> None:
         self._pool.close()
@@ -415,31 +423,33 @@ class PresenceIndex:
         for batch in self._batches:
             if batch.done or now - batch.started_at <= self._timeout_s or batch.task is None:
                 continue
-            if batch.ran_at is not None and now - batch.ran_at <= self._timeout_s:
-                continue  # it had no thread before: nothing hangs yet
-            patient = self._is_patient(batch.started_at + self._timeout_s, now)
-            if patient and batch.ran_at is None:
+            if batch.ran_at is not None:
+                if now - batch.ran_at <= self._timeout_s:
+                    continue  # it had no thread before: nothing hangs yet
+                self._write_off(batch, batch.task, now)
+            elif self._is_patient(batch.started_at + self._timeout_s, now):
                 continue
+            elif self._pool.queue.cancel(batch.task):
+                waited_in_vain = True  # it never got a thread: no sign against the root
+            else:
+                continue  # it is just getting one, and may hang yet
             batch.done = True
             for chunk in batch.chunks:  # nobody else ends the wait for these
                 if (entry := self._entries.get(chunk)) and entry.answer is _WAITING:
                     self._remember(ChunkId(*chunk), _TIMED_OUT, self._negative_ttl_s)
-            if self._pool.queue.cancel(batch.task):
-                waited_in_vain = True  # it never got a thread: no sign against the root
-                continue
-            if batch.ran_at is None or now - batch.ran_at <= self._timeout_s:
-                continue  # it has just got one
-            logger.warning(
-                "fskv: probe of %d chunks has not returned after %.1f s",
-                len(batch.chunks),
-                now - batch.started_at,
-            )
-            self._pool.write_off(batch.task)
-            self._note_speed((now - batch.started_at) / len(batch.chunks))
-            self._breaker.record(Status.TIMED_OUT)
         if waited_in_vain and self._pool.num_hung:
             self._breaker.record(Status.TIMED_OUT)
         self._batches = [b for b in self._batches if not b.done]
+
+    def _write_off(self, batch: _Batch, task: _native.Transfer[_Probe], now: float) -> None:
+        logger.warning(
+            "fskv: probe of %d chunks has not returned after %.1f s",
+            len(batch.chunks),
+            now - batch.started_at,
+        )
+        self._pool.write_off(task)
+        self._note_speed((now - batch.started_at) / len(batch.chunks))
+        self._breaker.record(Status.TIMED_OUT)
 
 
 # --- looking at files -----------------------------------------------------------------------

@@ -11,11 +11,8 @@ from world import Clock, returns_in_time, wait_for
 
 from fskv.data_path.breaker import Breaker
 from fskv.data_path.threads import (
-    Call,
-    CallQueue,
     HangProofPool,
     call_with_deadline,
-    pool_of_calls,
 )
 from fskv.errors import RootError
 from fskv.native import _native
@@ -47,6 +44,11 @@ def gate():
     gate.opened.set()
 
 
+def pool_of_calls(name, num_threads, max_hung, context=contextlib.nullcontext):
+    queue = _native.Queue(num_threads, 0)
+    return HangProofPool(name, num_threads, max_hung, queue, lambda task, _: task.owner(), context)
+
+
 @pytest.fixture
 def make_pool():
     pools = []
@@ -65,7 +67,7 @@ def threads_named(name):
 
 
 def submit(pool, call):
-    task = Call(call)
+    task = _native.Transfer(call, True, _native.Guard(True))
     pool.submit(task)
     return task
 
@@ -170,7 +172,7 @@ def test_threads_that_cannot_begin_are_not_started_for_ever(caplog):
             raise RuntimeError("CUDA error: device-side assert triggered")
         yield
 
-    pool = HangProofPool("fskv-lost", 4, 8, CallQueue(), lambda task, _: task.call(), context)
+    pool = pool_of_calls("fskv-lost", 4, 8, context)
     submit(pool, ran.set)
     wait_for(lambda: begun and not threads_named("fskv-lost"))
     time.sleep(0.05)  # what is started without an end has long begun
