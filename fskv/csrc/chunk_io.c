@@ -12,7 +12,7 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "beneath.h"
+#include "files.h"
 #include "xxh3.h"
 
 enum { PREFIX = 32, CHECKSUM_AT = 24 };

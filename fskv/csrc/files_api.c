@@ -3,7 +3,6 @@
  */
 #include "files_api.h"
 
-#include "beneath.h"
 #include "files.h"
 #include "types.h"
 #include "xxh3.h"

@@ -41,7 +41,7 @@ from fskv.plan.spans import ChunkPlan, Placement
 from fskv.root.beneath import make_directory, open_directory
 from fskv.root.files import publish_chunk
 from fskv.root.filesystem import is_local, shows_late
-from fskv.root.process_id import new_part
+from fskv.root.process_id import part_names
 from fskv.transports.protocol import OpenChunk, SlotT, Transport
 from fskv.types import FileId, Status
 
@@ -106,6 +106,7 @@ class ChunkStore(Generic[SlotT]):
             f"option 'root': {self._root} did not answer",
         )
         self._restore = restore
+        self._parts = part_names()
         self._creator = f"fskv/{__version__}"
         self._native_layouts: dict[tuple[int, int | None], _native.Layout] = {}
         self._native_placements: dict[Placement, _native.Placement] = {}  # a few for each group
@@ -188,7 +189,7 @@ class ChunkStore(Generic[SlotT]):
             self._native_layout(file_id),
             self._native_placement(native.pages, plan.placement),
             file_id.key_hash,
-            None if is_load else new_part(),
+            None if is_load else next(self._parts),
             plan.first_block,
             len(plan.block_ids),
             plan.block_ids,

@@ -7,7 +7,6 @@ an example, and how an engine of several processes does it.
 from fskv.offload.blocking import BlockingStore, Page
 from fskv.offload.kv_store import KvStore, open_store
 from fskv.offload.lookup import Lookup
-from fskv.offload.mover import Mover
-from fskv.offload.news import News
+from fskv.offload.mover import Mover, News
 
 __all__ = ["BlockingStore", "KvStore", "Lookup", "Mover", "News", "Page", "open_store"]

@@ -21,8 +21,7 @@ from fskv.hybrid_planner import GroupLayout, plan_job
 from fskv.index.presence import RankFiles
 from fskv.namespace import Identity, layout_digest
 from fskv.offload.lookup import Lookup
-from fskv.offload.mover import Memory, Mover
-from fskv.offload.news import News
+from fskv.offload.mover import Memory, Mover, News
 from fskv.offload.watch import Watch
 from fskv.plan.spans import plan_at
 from fskv.root.root import Root

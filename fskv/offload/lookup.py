@@ -11,7 +11,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from fskv.bounds.client import Capacity
 from fskv.bounds.quota import AT_HAND_PART, Limits
@@ -22,9 +22,11 @@ from fskv.index.presence import Findings, Key, PresenceIndex, RankFiles, probe_c
 from fskv.observe import metrics
 from fskv.observe.metrics import Counters
 from fskv.observe.state_log import StateLog
-from fskv.offload.news import News
 from fskv.root.root import FORMAT_FILE
 from fskv.types import ChunkId, Presence, Status
+
+if TYPE_CHECKING:
+    from fskv.offload.mover import News
 
 _MAX_STORING = 65536
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
 from fskv.config import LEAST_AUTO_THREADS, Deadline, StoreConfig
@@ -23,7 +24,6 @@ from fskv.format.chunk_file import FileLayout
 from fskv.observe import metrics
 from fskv.observe.metrics import Counters, Gauge
 from fskv.observe.state_log import StateLog
-from fskv.offload.news import News
 from fskv.root.root import NamespaceDir
 from fskv.transports import numa
 from fskv.transports.choice import open_transport
@@ -46,9 +46,49 @@ _DEVICE_S = 2.0  # for the copies under way, and for giving memory back
 # Stores that end like this speak against the storage; the others against a file, or nothing.
 _AGAINST_STORES = (Status.DENIED, Status.NO_SPACE, Status.IO_ERROR, Status.TIMED_OUT)
 
-
 _LOADED = metrics.LOADED_CHUNKS, metrics.LOADED_BYTES, metrics.LOAD_SECONDS
 _STORED = metrics.STORED_CHUNKS, metrics.STORED_BYTES, metrics.STORE_SECONDS
+
+
+@dataclass
+class News:
+    """What a mover, or several (`merged`), tells the lookup: which chunks are stored, not stored, or bad.
+
+    Pickled where movers are processes of their own.
+    """
+
+    # To the movers whose files are visible.
+    stored: dict[ChunkId, set[int]] = field(default_factory=dict)
+    not_stored: set[ChunkId] = field(default_factory=set)
+    failed_loads: dict[ChunkId, Status] = field(default_factory=dict)
+    written_nbytes: int = 0
+    no_space: bool = False  # a store found the disk full
+    # What is amiss with movers, told when it changes: number -> condition of the health file -> in words.
+    amiss: dict[int, dict[str, str]] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(
+            self.stored
+            or self.not_stored
+            or self.failed_loads
+            or self.written_nbytes
+            or self.no_space
+            or self.amiss
+        )
+
+    def merged(self, other: News) -> News:
+        """Return both as one."""
+        stored = dict(self.stored)
+        for chunk, movers in other.stored.items():
+            stored[chunk] = stored.get(chunk, set()) | movers
+        return News(
+            stored,
+            self.not_stored | other.not_stored,
+            self.failed_loads | other.failed_loads,
+            self.written_nbytes + other.written_nbytes,
+            self.no_space or other.no_space,
+            self.amiss | other.amiss,
+        )
 
 
 class Mover:

@@ -12,7 +12,7 @@ from fskv.observe import metrics
 from fskv.observe.health_file import STARTING, HealthFile
 from fskv.observe.metrics import Gauge, Metric
 from fskv.offload.lookup import Lookup
-from fskv.offload.news import News
+from fskv.offload.mover import News
 from fskv.types import Status
 
 _CORRUPT_S = 600.0  # so long a corrupt chunk is said to be amiss

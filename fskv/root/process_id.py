@@ -13,6 +13,7 @@ import os
 import re
 import secrets
 import socket
+from collections.abc import Iterator
 
 from fskv import namespace
 from fskv.root.filesystem import clamp_mtime
@@ -47,9 +48,9 @@ def unique_name() -> str:
     return f"{HOST}-{os.getpid()}-{TOKEN}-{next(_COUNTER)}"
 
 
-def new_part() -> str:
-    """Return the name of a file that is being written, as nobody else's."""
-    return f"{unique_name()}.part"
+def part_names() -> Iterator[str]:
+    """Return names of files that are being written, of this process and of nobody else."""
+    return map(f"{HOST}-{os.getpid()}-{TOKEN}-{{}}.part".format, _COUNTER)
 
 
 def is_our_name(name: str) -> bool:

@@ -27,7 +27,7 @@ from fskv.errors import ConfigError, IdentityMismatch, RootError
 from fskv.namespace import Identity
 from fskv.root.beneath import make_directory, named, opened
 from fskv.root.files import UnfitFileError, create_file, publishing, read_small, retry_stale
-from fskv.root.process_id import new_part, unique_name
+from fskv.root.process_id import unique_name
 
 FORMAT_FILE = "fskv.json"
 TAG_FILE = "CACHEDIR.TAG"
@@ -76,7 +76,7 @@ class NamespaceDir:
         Beside it, and not all in one directory: one directory's lock, and inodes from one block group, cost
         up to 0.7 ms a file on ext4 (1.0 against 1.7 GB/s at 512 KiB).
         """
-        return f"{path.rpartition('/')[0]}/{new_part()}"
+        return f"{path.rpartition('/')[0]}/{unique_name()}.part"
 
 
 @dataclass(frozen=True, slots=True)

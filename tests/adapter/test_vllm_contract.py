@@ -17,7 +17,7 @@ import engine_lab
 import pytest
 import world
 
-from fskv.offload.news import News
+from fskv.offload.mover import News
 
 pytest.importorskip("vllm", reason="the contract tests need the vllm environment: make test")
 pytestmark = world.VLLM

@@ -9,7 +9,7 @@ import pytest
 import world
 import xxhash
 
-from fskv.offload.news import News
+from fskv.offload.mover import News
 
 pytest.importorskip("vllm", reason="these tests need the vllm environment: make test")
 pytestmark = world.VLLM

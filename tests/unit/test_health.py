@@ -14,7 +14,7 @@ from world import returns_in_time, wait_for
 
 from fskv.observe import health_file
 from fskv.observe.health_file import HealthFile
-from fskv.offload.news import News
+from fskv.offload.mover import News
 
 
 class Case:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import random
 import resource
@@ -25,7 +26,7 @@ from fskv.format import chunk_file, integrity
 from fskv.format.chunk_file import ROW_NBYTES
 from fskv.format.integrity import xxh3_rows
 from fskv.plan.spans import ChunkPlan, Placement
-from fskv.root import process_id
+from fskv.root import root as root_module
 from fskv.transports import host
 from fskv.transports.cuda import flat_bytes
 from fskv.types import Status
@@ -519,7 +520,9 @@ def test_what_stands_under_a_parts_name_is_neither_written_to_nor_removed(
     chunks, tmp_path, monkeypatch, kind
 ):
     world = chunks.world
-    monkeypatch.setattr(process_id, "unique_name", lambda: "a-1-0badcafe-1")
+    name = "a-1-0badcafe-1.part"
+    monkeypatch.setattr(world.store, "_parts", itertools.repeat(name))
+    monkeypatch.setattr(root_module, "unique_name", lambda: name.removesuffix(".part"))
     part = world.directory.part_path(world.path(1))
     theirs = tmp_path / "theirs"
     theirs.write_bytes(b"theirs")

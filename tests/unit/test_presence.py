@@ -302,7 +302,7 @@ def test_unknown_becomes_a_miss_at_the_deadline_when_the_probe_hangs(bench):
 def test_a_slow_mount_is_waited_for_as_long_as_a_recompute_takes_and_a_hung_one_is_not(
     make_bench, recompute_s, batch_s, num_batches, misses, at_most_s
 ):
-    """A new client of CephFS asks for many chunks, in 25 batches or more: two at a time, one turn for each."""
+    """A new client of CephFS asks for many chunks, in 25 batches: two at a time, a turn for each."""
     num = 1600
     bench = make_bench(disk=SlowDisk(), failures=4, recompute_s=lambda n: n / num * recompute_s)
     bench.disk.present = {chunk(number) for number in range(num)}

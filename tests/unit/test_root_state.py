@@ -11,7 +11,7 @@ import world
 from fskv.bounds.quota import Claim, Limits, Usage
 from fskv.bounds.status import BoundsSaid, RootState, changes, root_state
 from fskv.data_path.breaker import FAILURES
-from fskv.offload.news import News
+from fskv.offload.mover import News
 from fskv.root.filesystem import Space
 
 MINE, OTHER = "cpu-x86_64/a@0000000000000001", "cpu-x86_64/b@0000000000000002"

@@ -26,7 +26,7 @@ from fskv.index.presence import NEGATIVE_TTL_S, POSITIVE_TTL_S, QUARANTINE_S
 from fskv.namespace import GroupIdentity, Identity, layout_digest
 from fskv.observe import metrics
 from fskv.offload.kv_store import KvStore
-from fskv.offload.news import News
+from fskv.offload.mover import News
 from fskv.root.root import Root
 from fskv.types import ChunkId, FileId, Presence, Status
 

@@ -54,7 +54,7 @@ from fskv.engines.vllm.resting_connector import RestingConnector
 from fskv.engines.vllm.spec import FskvOffloadingSpec, prepare, with_spec
 from fskv.errors import ConfigError, FskvError
 from fskv.kv_transfer.multi import check_stored
-from fskv.offload.news import News
+from fskv.offload.mover import News
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

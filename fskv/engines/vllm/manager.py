@@ -40,7 +40,7 @@ from fskv.index.presence import RankFiles
 from fskv.observe import metrics
 from fskv.observe.state_log import StateLog
 from fskv.offload.lookup import Lookup
-from fskv.offload.news import News
+from fskv.offload.mover import News
 from fskv.offload.watch import Watch
 from fskv.root.root import NamespaceDir
 from fskv.types import ChunkId, Presence, Status

@@ -27,8 +27,7 @@ from fskv.engines.vllm.metrics import to_stats
 from fskv.hybrid_planner import plan_job
 from fskv.namespace import Json
 from fskv.observe import metrics
-from fskv.offload.mover import Mover
-from fskv.offload.news import News
+from fskv.offload.mover import Mover, News
 from fskv.root.root import NamespaceDir
 from fskv.transports.protocol import Ready
 from fskv.types import FileId, Status

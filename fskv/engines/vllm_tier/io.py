@@ -15,8 +15,7 @@ from fskv.engines.vllm.files import file_layouts
 from fskv.engines.vllm.manager import FskvHandshake
 from fskv.engines.vllm_tier.workers import Workers
 from fskv.observe.metrics import Counters, Gauge
-from fskv.offload.mover import Mover
-from fskv.offload.news import News
+from fskv.offload.mover import Mover, News
 from fskv.root.root import NamespaceDir
 from fskv.types import ChunkId, FileId
 
