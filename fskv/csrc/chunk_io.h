@@ -18,17 +18,18 @@ enum { ROW = 65536 };
 /* What all files of a group have in common; docs/format.md. The header's map is made of these pieces:
  * `head`, the key, `middle`, first_block, `rows`, the digests, `tail`, written_at. */
 typedef struct {
-    const uint8_t *head, *middle, *rows, *tail;
-    size_t head_nbytes, middle_nbytes, rows_nbytes, tail_nbytes;
+    const char *head, *middle, *rows, *tail;
+    ssize_t head_nbytes, middle_nbytes, rows_nbytes, tail_nbytes;
     size_t header_nbytes, payload_nbytes, content_nbytes, block_nbytes;
-    uint32_t format_version;
-    uint32_t num_blocks;
+    unsigned format_version, num_blocks;
     int open_flags; /* O_DIRECT or 0 */
     int fsync;
     int touch; /* a file that was published: fskv.root.filesystem.shows_late */
     mode_t file_mode, dir_mode;
     double touch_interval_s;
-    size_t root_nbytes; /* of the paths: no link is followed in what is behind them */
+    ssize_t root_nbytes;            /* of the paths: no link is followed in what is behind them */
+    const char *directory, *suffix; /* of shards, and what follows the digits in a name */
+    ssize_t directory_nbytes, suffix_nbytes;
 } FileLayout;
 
 typedef struct {

@@ -130,66 +130,44 @@ static PyObject *Layout_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
                             "num_blocks",    "format_version", "open_flags",   "fsync",
                             "touch",         "file_mode",      "dir_mode",     "touch_interval_s",
                             "root_nbytes",   "directory",      "suffix",       NULL};
-    PyObject *head, *middle, *rows, *tail, *directory, *suffix;
     FileLayout file = {0};
-    Py_ssize_t header, payload, content, block, root_nbytes;
-    unsigned int num_blocks, version, file_mode, dir_mode;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "SSSSnnnnIIippIIdnSS:Layout", names, &head, &middle,
-                                     &rows, &tail, &header, &payload, &content, &block,
-                                     &num_blocks, &version, &file.open_flags, &file.fsync,
-                                     &file.touch, &file_mode, &dir_mode, &file.touch_interval_s,
-                                     &root_nbytes, &directory, &suffix))
+    Py_ssize_t header, payload, content, block;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "y#y#y#y#nnnnIIippIIdny#y#:Layout", names, &file.head,
+                                     &file.head_nbytes, &file.middle, &file.middle_nbytes, &file.rows,
+                                     &file.rows_nbytes, &file.tail, &file.tail_nbytes, &header, &payload, &content,
+                                     &block, &file.num_blocks, &file.format_version, &file.open_flags, &file.fsync,
+                                     &file.touch, &file.file_mode, &file.dir_mode, &file.touch_interval_s,
+                                     &file.root_nbytes, &file.directory, &file.directory_nbytes, &file.suffix,
+                                     &file.suffix_nbytes))
         return NULL;
     /* The pieces, the longest key, both integers, the digests. */
-    Py_ssize_t most = 32 + PyBytes_GET_SIZE(head) + PyBytes_GET_SIZE(middle) +
-                      PyBytes_GET_SIZE(rows) + PyBytes_GET_SIZE(tail) + 2 + 255 + 5 + 9 +
-                      8 * (Py_ssize_t)num_rows((size_t)(payload > 0 ? payload : 0));
+    Py_ssize_t most = 32 + file.head_nbytes + file.middle_nbytes + file.rows_nbytes + file.tail_nbytes + 2 + 255 + 5 +
+                      9 + 8 * (Py_ssize_t)num_rows((size_t)(payload > 0 ? payload : 0));
     if (header <= 0 || header % 4096 || payload <= 0 || payload % 4096 || content <= 0 ||
-        content > payload || block <= 0 || num_blocks == 0 ||
-        content / block != (Py_ssize_t)num_blocks || content % block || most > header ||
-        root_nbytes < 0 || strlen(PyBytes_AS_STRING(directory)) != (size_t)PyBytes_GET_SIZE(directory) ||
-        strlen(PyBytes_AS_STRING(suffix)) != (size_t)PyBytes_GET_SIZE(suffix)) {
+        content > payload || block <= 0 || file.num_blocks == 0 ||
+        content / block != (Py_ssize_t)file.num_blocks || content % block || most > header ||
+        file.root_nbytes < 0 || strlen(file.directory) != (size_t)file.directory_nbytes ||
+        strlen(file.suffix) != (size_t)file.suffix_nbytes) {
         PyErr_SetString(PyExc_ValueError, "Layout: sizes that do not fit each other, or a zero in a name");
         return NULL;
     }
-    Layout *self = (Layout *)type->tp_alloc(type, 0);
-    if (self == NULL)
-        return NULL;
-    self->head = Py_NewRef(head);
-    self->middle = Py_NewRef(middle);
-    self->rows = Py_NewRef(rows);
-    self->tail = Py_NewRef(tail);
-    self->directory = Py_NewRef(directory);
-    self->suffix = Py_NewRef(suffix);
-    file.head = (uint8_t *)PyBytes_AS_STRING(head);
-    file.middle = (uint8_t *)PyBytes_AS_STRING(middle);
-    file.rows = (uint8_t *)PyBytes_AS_STRING(rows);
-    file.tail = (uint8_t *)PyBytes_AS_STRING(tail);
-    file.head_nbytes = (size_t)PyBytes_GET_SIZE(head);
-    file.middle_nbytes = (size_t)PyBytes_GET_SIZE(middle);
-    file.rows_nbytes = (size_t)PyBytes_GET_SIZE(rows);
-    file.tail_nbytes = (size_t)PyBytes_GET_SIZE(tail);
     file.header_nbytes = (size_t)header;
     file.payload_nbytes = (size_t)payload;
     file.content_nbytes = (size_t)content;
     file.block_nbytes = (size_t)block;
-    file.num_blocks = num_blocks;
-    file.format_version = version;
-    file.file_mode = (mode_t)file_mode;
-    file.dir_mode = (mode_t)dir_mode;
-    file.root_nbytes = (size_t)root_nbytes;
-    self->file = file;
+    Layout *self = (Layout *)type->tp_alloc(type, 0);
+    if (self != NULL) {
+        self->args = Py_NewRef(args);
+        self->kwargs = Py_XNewRef(kwargs);
+        self->file = file;
+    }
     return (PyObject *)self;
 }
 
 static void Layout_dealloc(Layout *self)
 {
-    Py_XDECREF(self->head);
-    Py_XDECREF(self->middle);
-    Py_XDECREF(self->rows);
-    Py_XDECREF(self->tail);
-    Py_XDECREF(self->directory);
-    Py_XDECREF(self->suffix);
+    Py_XDECREF(self->args);
+    Py_XDECREF(self->kwargs);
     Py_TYPE(self)->tp_free(self);
 }
 
@@ -229,16 +207,16 @@ static bool take_blocks(Transfer *self, PyObject *object, Py_ssize_t num_blocks)
 static bool make_paths(Transfer *self, const char *part)
 {
     char name[NAME];
-    const Layout *layout = self->layout;
-    size_t directory = (size_t)PyBytes_GET_SIZE(layout->directory), shard = directory + 1 + SHARD + 1;
-    size_t suffix = (size_t)PyBytes_GET_SIZE(layout->suffix) + 1, part_nbytes = part ? strlen(part) + 1 : 0;
+    const FileLayout *layout = &self->layout->file;
+    size_t directory = (size_t)layout->directory_nbytes, shard = directory + 1 + SHARD + 1;
+    size_t suffix = (size_t)layout->suffix_nbytes + 1, part_nbytes = part ? strlen(part) + 1 : 0;
     chunk_digits(self->file.key, self->file.key_nbytes, name);
     char *path = self->paths = PyMem_RawMalloc(2 * shard + NAME + suffix + part_nbytes);
     if (path == NULL) {
         PyErr_NoMemory();
         return false;
     }
-    memcpy(path, PyBytes_AS_STRING(layout->directory), directory);
+    memcpy(path, layout->directory, directory);
     path[directory] = path[shard - 1] = '/';
     memcpy(path + directory + 1, name, SHARD);
     self->file.path = path;
@@ -249,7 +227,7 @@ static bool make_paths(Transfer *self, const char *part)
         self->file.part = beside;
     }
     memcpy(path + shard, name, NAME);
-    memcpy(path + shard + NAME, PyBytes_AS_STRING(layout->suffix), suffix);
+    memcpy(path + shard + NAME, layout->suffix, suffix);
     return true;
 }
 

@@ -79,8 +79,7 @@ typedef struct {
 typedef struct {
     PyObject_HEAD
     FileLayout file;
-    PyObject *head, *middle, *rows, *tail; /* bytes, which `file` points into */
-    PyObject *directory, *suffix;          /* bytes: of shards, and what follows the digits in a name */
+    PyObject *args, *kwargs; /* with the bytes that `file` points into */
 } Layout;
 
 /* Where a chunk is on its way; fskv.data_path.job.State is the same.
