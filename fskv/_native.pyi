@@ -1,6 +1,6 @@
 # The C extension in csrc/: see there.
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Generic, Self, TypeVar
 
 _OwnerT = TypeVar("_OwnerT")
@@ -10,14 +10,17 @@ def row_digests(payload: Any) -> bytes: ...
 # `slot` is a buffer of the host, or (address, bytes) on the pages' device.
 def copy_spans(pages: Pages, spans: Any, slot: Any, base: int, to_slot: bool) -> None: ...
 
-# Look at a batch; `files` are a group's (directory of shards, suffix, size), one of each rank. Returns a byte
-# for each chunk, 1 if it is there; (position, errno) of those that cannot be looked at; the seconds it took.
+# Look at a batch: 32 digits and a group of each chunk. `files` are a group's, one of each rank: (position in
+# `directories`, suffix, size). Returns a byte for each chunk, 1 if it is there; how many cannot be looked at,
+# and the first errno; the seconds it took.
 def probe_chunks(
-    chunks: Iterable[tuple[bytes, int]],
+    names: bytes,
+    groups: tuple[int, ...],
     missed_before: bytes,
-    files: dict[int, tuple[tuple[bytes, bytes, int], ...]],
+    directories: tuple[bytes, ...],
+    files: dict[int, tuple[tuple[int, bytes, int], ...]],
     /,
-) -> tuple[bytes, list[tuple[int, int]], float]: ...
+) -> tuple[bytes, int, int, float]: ...
 
 # List `chunks/<3 hex>`: 40 bytes for each chunk file, and the names of all other entries.
 # Little endian: digest (16 bytes), u32 group, u32 rank + 1 (0: none), i64 mtime in ns, u64 bytes on disk.
@@ -31,9 +34,6 @@ def list_shard(
 
 # Open a directory through no link behind the first `root_nbytes` of its path; OSError, ELOOP for a link.
 def open_beneath(path: bytes, root_nbytes: int, flags: int, /) -> int: ...
-
-# The XXH3-128 that names the chunk files of a key.
-def name_digest(key: bytes, /) -> bytes: ...
 
 class Device:
     uses_kernel: bool
@@ -96,7 +96,8 @@ class Transfer(Generic[_OwnerT]):
     at_disk_since: float
     waited_s: float
     old_mtime: bool
-    # `part` names the file that a store writes; None for a load. The rest is a ChunkPlan's.
+    # `name` is the key's `chunk_name`; `part` names the file that a store writes, None for a load. What
+    # follows is a ChunkPlan's.
     def __new__(
         cls,
         owner: _OwnerT,
@@ -105,6 +106,7 @@ class Transfer(Generic[_OwnerT]):
         layout: Layout = ...,
         placement: Placement = ...,
         key: bytes = ...,
+        name: str = ...,
         part: str | None = None,
         first_block: int = 0,
         num_blocks: int = 0,

@@ -11,23 +11,9 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include "xxh3.h"
-
 #define MAX_NBYTES ((INT64_C(1) << 62) - 1)
 
 _Static_assert(sizeof(ShardRecord) == 40, "the record is a format");
-
-static const char HEX[16] = "0123456789abcdef";
-
-void chunk_digits(const uint8_t *key, size_t key_nbytes, char name[NAME])
-{
-    uint8_t digest[16];
-    xxh3_128(key, key_nbytes, digest);
-    for (int i = 0; i < 16; i++) {
-        name[2 * i] = HEX[digest[i] >> 4];
-        name[2 * i + 1] = HEX[digest[i] & 15];
-    }
-}
 
 /* --- directories ---------------------------------------------------------------------------- */
 
@@ -158,11 +144,8 @@ static int probe_file(const RankFile *file, const char *path)
     return 0;
 }
 
-int probe_chunk(const RankFile *files, size_t num_files, const uint8_t *key, size_t key_nbytes,
-                bool missed_before, char *path)
+int probe_chunk(const RankFile *files, size_t num_files, const char name[NAME], bool missed_before, char *path)
 {
-    char name[NAME];
-    chunk_digits(key, key_nbytes, name);
     const ShardsDir *written = NULL;
     for (size_t i = 0; i < num_files; i++) {
         const RankFile *file = &files[i];

@@ -1,8 +1,8 @@
 /* Chunk files seen from outside: their directories, are they there, and what else is. Opens none of them. Knows
  * nothing of Python: called without the interpreter's lock, on threads that may hang with the mount.
  *
- * Names are those of docs/format.md, "Names of chunk files": `<directory>/<3 hex>/<32 hex><suffix>`. Suffixes come
- * from fskv.namespace, so that only the digits are made here.
+ * Names are those of docs/format.md, "Names of chunk files": `<directory>/<3 hex>/<32 hex><suffix>`. All of their
+ * pieces come from fskv.namespace.
  */
 #ifndef FSKV_FILES_H
 #define FSKV_FILES_H
@@ -13,9 +13,6 @@
 #include <sys/types.h>
 
 enum { NAME = 32, SHARD = 3 }; /* digits in a chunk's name, and of these in its directory's */
-
-/* The digits that name the files of a key. */
-void chunk_digits(const uint8_t *key, size_t key_nbytes, char name[NAME]);
 
 /* Open the directory that the first `nbytes` of `path` name. Links are followed in the first `root_nbytes` of
  * them, the root, and nowhere after: ELOOP. -1 and errno when it cannot be opened. */
@@ -43,8 +40,7 @@ void shards_close(ShardsDir *directory);
 /* Look whether all of a chunk's files are there with their sizes: 1, 0, or the negative errno of the first that
  * cannot be looked at. `missed_before`: see fskv.index.presence.probe_chunks. `path` has
  * room for the longest path and a zero: path_nbytes + 37 + suffix_nbytes + 1. */
-int probe_chunk(const RankFile *files, size_t num_files, const uint8_t *key, size_t key_nbytes,
-                bool missed_before, char *path);
+int probe_chunk(const RankFile *files, size_t num_files, const char name[NAME], bool missed_before, char *path);
 
 /* A chunk file in a shard, as the scanner takes it: 40 bytes, little endian. */
 typedef struct {

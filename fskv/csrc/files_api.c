@@ -5,7 +5,6 @@
 
 #include "files.h"
 #include "types.h"
-#include "xxh3.h"
 
 typedef struct {
     long idx;
@@ -13,24 +12,16 @@ typedef struct {
     Py_ssize_t num_files;
 } Group;
 
-typedef struct {
-    const uint8_t *key;
-    size_t key_nbytes;
-    const Group *group;
-    int answer;
-} Probe;
-
 /* Everything that a batch needs without the interpreter. */
 typedef struct {
-    PyObject *chunks; /* a tuple */
-    PyObject *table;  /* our own dict of tuples; `groups` points into it */
+    PyObject *table; /* our own dict of tuples; `groups` points into it */
     Group *groups;
     Py_ssize_t num_groups;
     ShardsDir *directories;
-    size_t num_directories;
-    Probe *probes;
-    char *path;
-    size_t path_room;
+    Py_ssize_t num_directories;
+    const Group **wanted; /* of each chunk */
+    int *answers;
+    size_t path_nbytes, suffix_nbytes; /* the longest */
     double seconds; /* of the disk: without the time that it took to get the interpreter's lock back */
 } Batch;
 
@@ -40,104 +31,86 @@ static void free_batch(Batch *batch)
         PyMem_Free(batch->groups[g].files);
     PyMem_Free(batch->groups);
     PyMem_Free(batch->directories);
-    PyMem_Free(batch->probes);
-    PyMem_Free(batch->path);
-    Py_XDECREF(batch->chunks);
+    PyMem_Free(batch->wanted);
+    PyMem_Free(batch->answers);
     Py_XDECREF(batch->table);
 }
 
-static const ShardsDir *find_directory(Batch *batch, const char *path, size_t nbytes)
+static bool take_name(PyObject *object, const char **name, size_t *nbytes, size_t *longest)
 {
-    for (size_t i = 0; i < batch->num_directories; i++) {
-        const ShardsDir *known = &batch->directories[i];
-        if (known->path_nbytes == nbytes && memcmp(known->path, path, nbytes) == 0)
-            return known;
+    if (!PyBytes_Check(object) || strlen(PyBytes_AS_STRING(object)) != (size_t)PyBytes_GET_SIZE(object)) {
+        PyErr_SetString(PyExc_ValueError, "probe_chunks: a name must be bytes, and without a zero");
+        return false;
     }
-    ShardsDir *found = &batch->directories[batch->num_directories++];
-    *found = (ShardsDir){path, nbytes, -1};
-    return found;
+    *name = PyBytes_AS_STRING(object);
+    *nbytes = (size_t)PyBytes_GET_SIZE(object);
+    *longest = *nbytes > *longest ? *nbytes : *longest;
+    return true;
 }
 
-static bool take_file(Batch *batch, PyObject *item, RankFile *file)
+static bool take_directories(Batch *batch, PyObject *paths)
 {
-    PyObject *directory, *suffix;
-    long long nbytes;
-    if (!PyTuple_Check(item)) {
-        PyErr_SetString(PyExc_TypeError, "probe_chunks: a file must be a tuple");
-        return false;
+    batch->num_directories = PyTuple_GET_SIZE(paths);
+    batch->directories = PyMem_Calloc((size_t)batch->num_directories + 1, sizeof(ShardsDir));
+    if (batch->directories == NULL)
+        return PyErr_NoMemory() != NULL;
+    for (Py_ssize_t i = 0; i < batch->num_directories; i++) {
+        ShardsDir *directory = &batch->directories[i];
+        directory->fd = -1;
+        if (!take_name(PyTuple_GET_ITEM(paths, i), &directory->path, &directory->path_nbytes, &batch->path_nbytes))
+            return false;
     }
-    if (!PyArg_ParseTuple(item, "SSL:probe_chunks", &directory, &suffix, &nbytes))
-        return false;
-    size_t path_nbytes = (size_t)PyBytes_GET_SIZE(directory),
-           suffix_nbytes = (size_t)PyBytes_GET_SIZE(suffix);
-    if (strlen(PyBytes_AS_STRING(directory)) != path_nbytes
-        || strlen(PyBytes_AS_STRING(suffix)) != suffix_nbytes) {
-        PyErr_SetString(PyExc_ValueError, "probe_chunks: a name has a zero in it");
-        return false;
-    }
-    *file = (RankFile){find_directory(batch, PyBytes_AS_STRING(directory), path_nbytes),
-                       PyBytes_AS_STRING(suffix), suffix_nbytes, nbytes};
-    size_t room = path_nbytes + 1 + 3 + 1 + 32 + suffix_nbytes + 1;
-    batch->path_room = room > batch->path_room ? room : batch->path_room;
     return true;
+}
+
+static bool take_files(Batch *batch, Group *group, PyObject *files)
+{
+    Py_ssize_t at, num_files = PyTuple_Check(files) ? PyTuple_GET_SIZE(files) : 0;
+    group->files = PyMem_Calloc((size_t)num_files + 1, sizeof(RankFile));
+    if (group->files == NULL)
+        return PyErr_NoMemory() != NULL;
+    for (; group->num_files < num_files; group->num_files++) {
+        RankFile *file = &group->files[group->num_files];
+        PyObject *item = PyTuple_GET_ITEM(files, group->num_files), *suffix;
+        long long nbytes;
+        if (!PyTuple_Check(item) || !PyArg_ParseTuple(item, "nOL:probe_chunks", &at, &suffix, &nbytes)
+            || !take_name(suffix, &file->suffix, &file->suffix_nbytes, &batch->suffix_nbytes) || at < 0
+            || at >= batch->num_directories)
+            break;
+        file->directory = &batch->directories[at];
+        file->nbytes = nbytes;
+    }
+    if (!PyErr_Occurred() && (num_files == 0 || group->num_files < num_files))
+        PyErr_SetString(PyExc_ValueError,
+                        "probe_chunks: a group has a tuple of files, of a directory, a suffix and a size each");
+    return !PyErr_Occurred();
 }
 
 static bool take_groups(Batch *batch)
 {
     PyObject *idx, *files;
-    Py_ssize_t at = 0, num_files = 0;
     batch->groups = PyMem_Calloc((size_t)PyDict_GET_SIZE(batch->table) + 1, sizeof(Group));
-    while (batch->groups != NULL && PyDict_Next(batch->table, &at, &idx, &files)) {
-        if (!PyTuple_Check(files) || PyTuple_GET_SIZE(files) == 0) {
-            PyErr_SetString(PyExc_ValueError,
-                            "probe_chunks: a group's files must be a tuple with at least one");
-            return false;
-        }
-        num_files += PyTuple_GET_SIZE(files);
-    }
-    batch->directories = PyMem_Calloc((size_t)num_files + 1, sizeof(ShardsDir));
-    if (batch->groups == NULL || batch->directories == NULL) {
-        PyErr_NoMemory();
-        return false;
-    }
-    for (at = 0; PyDict_Next(batch->table, &at, &idx, &files);) {
+    if (batch->groups == NULL)
+        return PyErr_NoMemory() != NULL;
+    for (Py_ssize_t at = 0; PyDict_Next(batch->table, &at, &idx, &files);) {
         Group *group = &batch->groups[batch->num_groups++];
         group->idx = PyLong_AsLong(idx);
-        if (group->idx == -1 && PyErr_Occurred())
+        if ((group->idx == -1 && PyErr_Occurred()) || !take_files(batch, group, files))
             return false;
-        group->num_files = PyTuple_GET_SIZE(files);
-        group->files = PyMem_Calloc((size_t)group->num_files, sizeof(RankFile));
-        if (group->files == NULL) {
-            PyErr_NoMemory();
-            return false;
-        }
-        for (Py_ssize_t i = 0; i < group->num_files; i++)
-            if (!take_file(batch, PyTuple_GET_ITEM(files, i), &group->files[i]))
-                return false;
     }
     return true;
 }
 
-static bool take_chunks(Batch *batch)
+static bool take_chunks(Batch *batch, PyObject *groups)
 {
-    Py_ssize_t count = PyTuple_GET_SIZE(batch->chunks);
+    Py_ssize_t count = PyTuple_GET_SIZE(groups);
     const Group *group = NULL;
-    batch->probes = PyMem_Calloc((size_t)count + 1, sizeof(Probe));
-    batch->path = PyMem_Malloc(batch->path_room + 1);
-    if (batch->probes == NULL || batch->path == NULL) {
-        PyErr_NoMemory();
-        return false;
-    }
+    batch->wanted = PyMem_Calloc((size_t)count + 1, sizeof *batch->wanted);
+    batch->answers = PyMem_Calloc((size_t)count + 1, sizeof *batch->answers);
+    if (batch->wanted == NULL || batch->answers == NULL)
+        return PyErr_NoMemory() != NULL;
     for (Py_ssize_t i = 0; i < count; i++) {
-        PyObject *chunk = PyTuple_GET_ITEM(batch->chunks, i);
-        if (!PyTuple_Check(chunk) || PyTuple_GET_SIZE(chunk) != 2
-            || !PyBytes_Check(PyTuple_GET_ITEM(chunk, 0))) {
-            PyErr_SetString(PyExc_TypeError,
-                            "probe_chunks: a chunk must be a tuple of bytes and a group");
-            return false;
-        }
-        PyObject *key = PyTuple_GET_ITEM(chunk, 0);
-        long idx = PyLong_AsLong(PyTuple_GET_ITEM(chunk, 1));
+        long idx = PyLong_AsLong(PyTuple_GET_ITEM(groups, i));
         if (idx == -1 && PyErr_Occurred())
             return false;
         for (Py_ssize_t g = 0; group == NULL || group->idx != idx; g++) {
@@ -147,70 +120,68 @@ static bool take_chunks(Batch *batch)
             }
             group = &batch->groups[g];
         }
-        batch->probes[i] = (Probe){(const uint8_t *)PyBytes_AS_STRING(key),
-                                   (size_t)PyBytes_GET_SIZE(key), group, 0};
+        batch->wanted[i] = group;
     }
     return true;
 }
 
-static PyObject *answers_of(const Batch *batch)
+static void look(Batch *batch, const char *names, const char *missed, Py_ssize_t count, char *path)
 {
-    Py_ssize_t count = PyTuple_GET_SIZE(batch->chunks);
-    PyObject *found = PyBytes_FromStringAndSize(NULL, count), *errors = PyList_New(0);
-    bool good = found != NULL && errors != NULL;
-    for (Py_ssize_t i = 0; good && i < count; i++) {
-        int answer = batch->probes[i].answer;
-        PyBytes_AS_STRING(found)[i] = answer == 1;
-        if (answer < 0) {
-            PyObject *error = Py_BuildValue("ni", i, -answer);
-            good = error != NULL && PyList_Append(errors, error) == 0;
-            Py_XDECREF(error);
-        }
+    batch->seconds = -monotonic_s();
+    if (count > 0)
+        for (Py_ssize_t i = 0; i < batch->num_directories; i++)
+            shards_open(&batch->directories[i]);
+    for (Py_ssize_t i = 0; i < count; i++) {
+        const Group *group = batch->wanted[i];
+        batch->answers[i] =
+            probe_chunk(group->files, (size_t)group->num_files, names + i * NAME, missed[i] != 0, path);
     }
-    PyObject *all = good ? Py_BuildValue("OOd", found, errors, batch->seconds) : NULL;
-    Py_XDECREF(found);
-    Py_XDECREF(errors);
-    return all;
+    for (Py_ssize_t i = 0; i < batch->num_directories; i++)
+        shards_close(&batch->directories[i]);
+    batch->seconds += monotonic_s();
+}
+
+static PyObject *answers_of(const Batch *batch, Py_ssize_t count)
+{
+    PyObject *found = PyBytes_FromStringAndSize(NULL, count);
+    Py_ssize_t num_errors = 0;
+    int first = 0;
+    for (Py_ssize_t i = 0; found != NULL && i < count; i++) {
+        PyBytes_AS_STRING(found)[i] = batch->answers[i] == 1;
+        num_errors += batch->answers[i] < 0;
+        first = first == 0 && batch->answers[i] < 0 ? -batch->answers[i] : first;
+    }
+    return found ? Py_BuildValue("Nnid", found, num_errors, first, batch->seconds) : NULL;
 }
 
 PyObject *probe_chunks(PyObject *module, PyObject *args)
 {
-    PyObject *chunks, *files, *result = NULL;
-    Py_buffer missed;
+    PyObject *groups, *paths, *files, *result = NULL;
+    const char *names, *missed;
+    char *path = NULL;
+    Py_ssize_t names_nbytes, count;
     Batch batch = {0};
-    if (!PyArg_ParseTuple(args, "Oy*O!:probe_chunks", &chunks, &missed, &PyDict_Type, &files))
+    if (!PyArg_ParseTuple(args, "y#O!y#O!O!:probe_chunks", &names, &names_nbytes, &PyTuple_Type, &groups, &missed,
+                          &count, &PyTuple_Type, &paths, &PyDict_Type, &files))
         return NULL;
-    batch.table = PyDict_Copy(files);
-    batch.chunks = PySequence_Tuple(chunks);
-    if (batch.table == NULL || batch.chunks == NULL)
+    if (PyTuple_GET_SIZE(groups) != count || names_nbytes != count * NAME)
+        return PyErr_Format(PyExc_ValueError, "probe_chunks: %zd chunks, %zd bytes of names, missed_before of %zd",
+                            PyTuple_GET_SIZE(groups), names_nbytes, count);
+    if ((batch.table = PyDict_Copy(files)) == NULL || !take_directories(&batch, paths) || !take_groups(&batch)
+        || !take_chunks(&batch, groups))
         goto done;
-    if (PyTuple_GET_SIZE(batch.chunks) != missed.len) {
-        PyErr_Format(PyExc_ValueError, "probe_chunks: %zd chunks, but missed_before has %zd bytes",
-                     PyTuple_GET_SIZE(batch.chunks), missed.len);
+    path = PyMem_Malloc(batch.path_nbytes + 1 + SHARD + 1 + NAME + batch.suffix_nbytes + 1);
+    if (path == NULL) {
+        PyErr_NoMemory();
         goto done;
     }
-    if (!take_groups(&batch) || !take_chunks(&batch))
-        goto done;
-
     Py_BEGIN_ALLOW_THREADS
-    batch.seconds = -monotonic_s();
-    if (missed.len > 0)
-        for (size_t i = 0; i < batch.num_directories; i++)
-            shards_open(&batch.directories[i]);
-    for (Py_ssize_t i = 0; i < missed.len; i++) {
-        Probe *probe = &batch.probes[i];
-        probe->answer =
-            probe_chunk(probe->group->files, (size_t)probe->group->num_files, probe->key,
-                        probe->key_nbytes, ((const char *)missed.buf)[i] != 0, batch.path);
-    }
-    for (size_t i = 0; i < batch.num_directories; i++)
-        shards_close(&batch.directories[i]);
-    batch.seconds += monotonic_s();
+    look(&batch, names, missed, count, path);
     Py_END_ALLOW_THREADS
-    result = answers_of(&batch);
+    result = answers_of(&batch, count);
 done:
+    PyMem_Free(path);
     free_batch(&batch);
-    PyBuffer_Release(&missed);
     return result;
 }
 
@@ -270,15 +241,4 @@ PyObject *open_directory(PyObject *module, PyObject *args)
     fd = open_beneath(path, (size_t)root_nbytes, nbytes, flags);
     Py_END_ALLOW_THREADS
     return fd < 0 ? PyErr_SetFromErrnoWithFilenameObject(PyExc_OSError, object) : PyLong_FromLong(fd);
-}
-
-PyObject *name_digest(PyObject *module, PyObject *object)
-{
-    char *key;
-    Py_ssize_t nbytes;
-    uint8_t digest[16];
-    if (PyBytes_AsStringAndSize(object, &key, &nbytes) != 0)
-        return NULL;
-    xxh3_128((const uint8_t *)key, (size_t)nbytes, digest);
-    return PyBytes_FromStringAndSize((const char *)digest, sizeof digest);
 }

@@ -7,7 +7,6 @@
 
 PyObject *probe_chunks(PyObject *module, PyObject *args);
 PyObject *list_shard(PyObject *module, PyObject *args);
-PyObject *name_digest(PyObject *module, PyObject *key);
 PyObject *open_directory(PyObject *module, PyObject *args);
 
 #endif

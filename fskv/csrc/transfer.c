@@ -204,13 +204,11 @@ static bool take_blocks(Transfer *self, PyObject *object, Py_ssize_t num_blocks)
 }
 
 /* Name its file, and the part that a store writes: `<directory>/<3 hex>/`, the digits and the suffix, or `part`. */
-static bool make_paths(Transfer *self, const char *part)
+static bool make_paths(Transfer *self, const char *name, const char *part)
 {
-    char name[NAME];
     const FileLayout *layout = &self->layout->file;
     size_t directory = (size_t)layout->directory_nbytes, shard = directory + 1 + SHARD + 1;
     size_t suffix = (size_t)layout->suffix_nbytes + 1, part_nbytes = part ? strlen(part) + 1 : 0;
-    chunk_digits(self->file.key, self->file.key_nbytes, name);
     char *path = self->paths = PyMem_RawMalloc(2 * shard + NAME + suffix + part_nbytes);
     if (path == NULL) {
         PyErr_NoMemory();
@@ -234,21 +232,21 @@ static bool make_paths(Transfer *self, const char *part)
 static PyObject *Transfer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     PyObject *owner, *guard, *layout = NULL, *placement = NULL, *blocks = NULL, *key = NULL;
-    const char *part = NULL;
+    const char *name = NULL, *part = NULL;
     int is_load, replace = 0;
     unsigned int first_block = 0, num_blocks = 0;
     long long base = 0;
-    if (!PyArg_ParseTuple(args, "OpO!|O!O!SzIIOLp:Transfer", &owner, &is_load, &GuardType, &guard, &LayoutType,
-                          &layout, &PlacementType, &placement, &key, &part, &first_block, &num_blocks, &blocks,
-                          &base, &replace))
+    if (!PyArg_ParseTuple(args, "OpO!|O!O!SszIIOLp:Transfer", &owner, &is_load, &GuardType, &guard, &LayoutType,
+                          &layout, &PlacementType, &placement, &key, &name, &part, &first_block, &num_blocks,
+                          &blocks, &base, &replace))
         return NULL;
     const FileLayout *file = layout ? &((Layout *)layout)->file : NULL;
     if (file != NULL &&
-        (blocks == NULL || PyBytes_GET_SIZE(key) == 0 || PyBytes_GET_SIZE(key) > 255 || (part == NULL) != is_load ||
+        (blocks == NULL || strlen(name) != NAME || PyBytes_GET_SIZE(key) == 0 || PyBytes_GET_SIZE(key) > 255 || (part == NULL) != is_load ||
          num_blocks == 0 || num_blocks > file->num_blocks || first_block > file->num_blocks - num_blocks ||
          ((Placement *)placement)->block_nbytes != file->block_nbytes)) {
         PyErr_SetString(PyExc_ValueError,
-                        "Transfer: a key of 1 to 255 bytes, a part for a store, blocks inside and of their size");
+                        "Transfer: a key of 1 to 255 bytes, 32 digits, a part for a store, blocks inside and of their size");
         return NULL;
     }
     Transfer *self = (Transfer *)type->tp_alloc(type, 0);
@@ -270,7 +268,7 @@ static PyObject *Transfer_new(PyTypeObject *type, PyObject *args, PyObject *kwar
         .num_blocks = num_blocks,
         .replace = replace,
     };
-    if (!make_paths(self, part) || !take_blocks(self, blocks, num_blocks))
+    if (!make_paths(self, name, part) || !take_blocks(self, blocks, num_blocks))
         Py_CLEAR(self);
     return (PyObject *)self;
 }

@@ -18,7 +18,7 @@ static const uint64_t PRIME32_1 = 0x9E3779B1U, PRIME32_2 = 0x85EBCA77U, PRIME32_
 static const uint64_t PRIME64_1 = 0x9E3779B185EBCA87ULL, PRIME64_2 = 0xC2B2AE3D27D4EB4FULL,
                       PRIME64_3 = 0x165667B19E3779F9ULL, PRIME64_4 = 0x85EBCA77C2B2AE63ULL,
                       PRIME64_5 = 0x27D4EB2F165667C5ULL;
-static const uint64_t PRIME_MX1 = 0x165667919E3779F9ULL, PRIME_MX2 = 0x9FB21C651E98DF25ULL;
+static const uint64_t PRIME_MX1 = 0x165667919E3779F9ULL;
 
 static const uint8_t SECRET_BYTES[SECRET] = {
     0xb8, 0xfe, 0x6c, 0x39, 0x23, 0xa4, 0x4b, 0xbe, 0x7c, 0x01, 0x81, 0x2c, 0xf7, 0x21, 0xad, 0x1c,
@@ -34,13 +34,6 @@ static const uint8_t SECRET_BYTES[SECRET] = {
     0x2b, 0x16, 0xbe, 0x58, 0x7d, 0x47, 0xa1, 0xfc, 0x8f, 0xf8, 0xb8, 0xd1, 0x7a, 0xd0, 0x31, 0xce,
     0x45, 0xcb, 0x3a, 0x8f, 0x95, 0x16, 0x04, 0x28, 0xaf, 0xd7, 0xfb, 0xca, 0xbb, 0x4b, 0x40, 0x7e,
 };
-
-static inline uint32_t read32(const uint8_t *at)
-{
-    uint32_t value;
-    memcpy(&value, at, sizeof value);
-    return value;
-}
 
 static inline uint64_t read64(const uint8_t *at)
 {
@@ -163,9 +156,7 @@ static uint64_t avalanche(uint64_t hash)
     return hash ^ (hash >> 32);
 }
 
-/* --- more than 240 bytes --------------------------------------------------------------------- */
-
-static void sum_long(uint64_t acc[8], const uint8_t *input, size_t nbytes)
+static void sum(uint64_t acc[8], const uint8_t *input, size_t nbytes)
 {
     const uint64_t start[8] = {PRIME32_3, PRIME64_1, PRIME64_2, PRIME64_3,
                                PRIME64_4, PRIME32_2, PRIME64_5, PRIME32_1};
@@ -183,142 +174,13 @@ static void sum_long(uint64_t acc[8], const uint8_t *input, size_t nbytes)
     }
 }
 
-static uint64_t merge(const uint64_t acc[8], const uint8_t *secret, uint64_t hash)
-{
-    for (int i = 0; i < 4; i++)
-        hash += fold(acc[2 * i] ^ read64(secret + 16 * i), acc[2 * i + 1] ^ read64(secret + 16 * i + 8));
-    return avalanche(hash);
-}
-
 uint64_t xxh3_64(const uint8_t *input, size_t nbytes)
 {
-    uint64_t acc[8];
-    sum_long(acc, input, nbytes);
-    return merge(acc, SECRET_BYTES + 11, nbytes * PRIME64_1);
-}
-
-/* --- 128 bits --------------------------------------------------------------------------------- */
-
-typedef struct {
-    uint64_t low, high;
-} Hash128;
-
-static Hash128 multiply(uint64_t a, uint64_t b)
-{
-    unsigned __int128 product = (unsigned __int128)a * b;
-    return (Hash128){(uint64_t)product, (uint64_t)(product >> 64)};
-}
-
-static uint64_t avalanche_xxh64(uint64_t hash)
-{
-    hash ^= hash >> 33;
-    hash *= PRIME64_2;
-    hash ^= hash >> 29;
-    hash *= PRIME64_3;
-    return hash ^ (hash >> 32);
-}
-
-static uint64_t secret_pair(int at) { return read64(SECRET_BYTES + at) ^ read64(SECRET_BYTES + at + 8); }
-
-static Hash128 hash_to_3(const uint8_t *input, size_t nbytes)
-{
-    uint32_t low = (uint32_t)input[0] << 16 | (uint32_t)input[nbytes >> 1] << 24
-                   | (uint32_t)input[nbytes - 1] | (uint32_t)nbytes << 8;
-    uint32_t swapped = __builtin_bswap32(low), high = swapped << 13 | swapped >> 19;
-    return (Hash128){
-        avalanche_xxh64(low ^ (uint64_t)(read32(SECRET_BYTES) ^ read32(SECRET_BYTES + 4))),
-        avalanche_xxh64(high ^ (uint64_t)(read32(SECRET_BYTES + 8) ^ read32(SECRET_BYTES + 12))),
-    };
-}
-
-static Hash128 hash_to_8(const uint8_t *input, size_t nbytes)
-{
-    uint64_t value = read32(input) + ((uint64_t)read32(input + nbytes - 4) << 32);
-    Hash128 hash = multiply(value ^ secret_pair(16), PRIME64_1 + (nbytes << 2));
-    hash.high += hash.low << 1;
-    hash.low ^= hash.high >> 3;
-    hash.low ^= hash.low >> 35;
-    hash.low *= PRIME_MX2;
-    hash.low ^= hash.low >> 28;
-    hash.high = avalanche(hash.high);
-    return hash;
-}
-
-static Hash128 hash_to_16(const uint8_t *input, size_t nbytes)
-{
-    uint64_t low = read64(input), high = read64(input + nbytes - 8);
-    Hash128 mixed = multiply(low ^ high ^ secret_pair(32), PRIME64_1);
-    mixed.low += (uint64_t)(nbytes - 1) << 54;
-    high ^= secret_pair(48);
-    mixed.high += high + (high & 0xFFFFFFFFU) * (PRIME32_2 - 1);
-    mixed.low ^= __builtin_bswap64(mixed.high);
-    Hash128 hash = multiply(mixed.low, PRIME64_2);
-    hash.high += mixed.high * PRIME64_2;
-    return (Hash128){avalanche(hash.low), avalanche(hash.high)};
-}
-
-static uint64_t mix(const uint8_t *input, const uint8_t *secret, uint64_t seed)
-{
-    return fold(read64(input) ^ (read64(secret) + seed), read64(input + 8) ^ (read64(secret + 8) - seed));
-}
-
-static void mix_pair(Hash128 *acc, const uint8_t *a, const uint8_t *b, const uint8_t *secret,
-                     uint64_t seed)
-{
-    acc->low += mix(a, secret, seed);
-    acc->low ^= read64(b) + read64(b + 8);
-    acc->high += mix(b, secret + 16, seed);
-    acc->high ^= read64(a) + read64(a + 8);
-}
-
-static Hash128 end_mixing(Hash128 acc, size_t nbytes)
-{
-    uint64_t high = acc.low * PRIME64_1 + acc.high * PRIME64_4 + nbytes * PRIME64_2;
-    return (Hash128){avalanche(acc.low + acc.high), 0 - avalanche(high)};
-}
-
-static Hash128 hash_to_128(const uint8_t *input, size_t nbytes)
-{
-    Hash128 acc = {nbytes * PRIME64_1, 0};
-    for (int i = (int)(nbytes - 1) / 32; i >= 0; i--)
-        mix_pair(&acc, input + 16 * i, input + nbytes - 16 * (i + 1), SECRET_BYTES + 32 * i, 0);
-    return end_mixing(acc, nbytes);
-}
-
-static Hash128 hash_to_240(const uint8_t *input, size_t nbytes)
-{
-    Hash128 acc = {nbytes * PRIME64_1, 0};
-    size_t at = 32;
-    for (; at < 160; at += 32)
-        mix_pair(&acc, input + at - 32, input + at - 16, SECRET_BYTES + at - 32, 0);
-    acc = (Hash128){avalanche(acc.low), avalanche(acc.high)};
-    for (; at <= nbytes; at += 32)
-        mix_pair(&acc, input + at - 32, input + at - 16, SECRET_BYTES + 3 + at - 160, 0);
-    mix_pair(&acc, input + nbytes - 16, input + nbytes - 32, SECRET_BYTES + 136 - 17 - 16, 0);
-    return end_mixing(acc, nbytes);
-}
-
-static Hash128 hash_long(const uint8_t *input, size_t nbytes)
-{
-    uint64_t acc[8];
-    sum_long(acc, input, nbytes);
-    return (Hash128){
-        merge(acc, SECRET_BYTES + 11, nbytes * PRIME64_1),
-        merge(acc, SECRET_BYTES + SECRET - STRIPE - 11, ~(nbytes * PRIME64_2)),
-    };
-}
-
-void xxh3_128(const uint8_t *input, size_t nbytes, uint8_t digest[16])
-{
-    Hash128 hash = nbytes > 240   ? hash_long(input, nbytes)
-                   : nbytes > 128 ? hash_to_240(input, nbytes)
-                   : nbytes > 16  ? hash_to_128(input, nbytes)
-                   : nbytes > 8   ? hash_to_16(input, nbytes)
-                   : nbytes > 3   ? hash_to_8(input, nbytes)
-                   : nbytes > 0   ? hash_to_3(input, nbytes)
-                                  : (Hash128){avalanche_xxh64(secret_pair(64)),
-                                              avalanche_xxh64(secret_pair(80))};
-    uint64_t high = __builtin_bswap64(hash.high), low = __builtin_bswap64(hash.low);
-    memcpy(digest, &high, 8);
-    memcpy(digest + 8, &low, 8);
+    uint64_t acc[8], hash = nbytes * PRIME64_1;
+    sum(acc, input, nbytes);
+    for (int i = 0; i < 4; i++) {
+        const uint8_t *secret = SECRET_BYTES + 11 + 16 * i;
+        hash += fold(acc[2 * i] ^ read64(secret), acc[2 * i + 1] ^ read64(secret + 8));
+    }
+    return avalanche(hash);
 }

@@ -189,6 +189,7 @@ class ChunkStore(Generic[SlotT]):
             self._native_layout(file_id),
             self._native_placement(native.pages, plan.placement),
             file_id.key_hash,
+            chunk_name(file_id.key_hash),
             None if is_load else next(self._parts),
             plan.first_block,
             len(plan.block_ids),

@@ -476,16 +476,21 @@ def probe_chunks(
     """
     if not ranks:
         raise ValueError("probe_chunks: found no rank, expected at least one")
-    files = {
-        group_idx: tuple(
-            (*_affixes(rank.namespace_path, group_idx, rank.rank), rank.file_nbytes[group_idx])
-            for rank in ranks
-        )
-        for group_idx in ranks[0].file_nbytes
-    }
-    there, errors, seconds = _native.probe_chunks(chunks, missed_before, files)
-    if errors and len(errors) == len(chunks):
-        number = errors[0][1]
+    directories: dict[bytes, int] = {}
+    files = {}
+    for group_idx in ranks[0].file_nbytes:
+        of_group = []
+        for rank in ranks:
+            directory, suffix = _affixes(rank.namespace_path, group_idx, rank.rank)
+            at = directories.setdefault(directory, len(directories))
+            of_group.append((at, suffix, rank.file_nbytes[group_idx]))
+        files[group_idx] = tuple(of_group)
+    names = "".join([namespace.chunk_name(key) for key, _ in chunks]).encode()
+    groups = tuple([group_idx for _, group_idx in chunks])
+    there, num_errors, number, seconds = _native.probe_chunks(
+        names, groups, missed_before, tuple(directories), files
+    )
+    if num_errors and num_errors == len(chunks):
         raise OSError(number, os.strerror(number), _path(ranks[0], chunks[0]))
     return Findings(there, seconds)
 

@@ -140,74 +140,66 @@ def test_a_table_of_another_type_is_refused():
         _native.Pages([b"read only"])
 
 
-def test_the_digest_that_names_a_file_is_that_of_the_xxhash_package():
-    """Of every length that a key may have, and longer: each class of lengths is computed differently."""
-    source = random.Random(1)
-    for nbytes in [*range(1300), 4095, 4096, 65537]:
-        for fill in (source.randbytes(nbytes), bytes(nbytes), b"\xff" * nbytes):
-            assert _native.name_digest(fill) == xxhash.xxh3_128_digest(fill), nbytes
-
-
-@given(st.binary(max_size=400))
-@settings(max_examples=300, deadline=None)
-def test_the_digest_of_any_bytes_is_that_of_the_xxhash_package(key):
-    assert _native.name_digest(key) == xxhash.xxh3_128_digest(key)
-
-
-def test_a_digest_of_anything_else_is_refused():
-    for value in ("text", bytearray(3), None):
-        with pytest.raises(TypeError):
-            _native.name_digest(value)
-
-
 # --- looking at files from outside; tests/unit/test_presence.py asks what the answers are -----------
 
 
-FILES = {0: ((b"/nowhere", b".g0.kv", 7),)}
+NAME = b"0123456789abcdef" * 2
+FILES = {0: ((0, b".g0.kv", 7),)}
 
 
 @pytest.mark.parametrize(
-    ("chunks", "missed", "files", "error"),
+    ("changes", "error"),
     [
-        ([(b"k", 0)], b"", FILES, ValueError),
-        ([(b"k", 0)], b"\0\0", FILES, ValueError),
-        ([(b"k", 1)], b"\0", FILES, KeyError),
-        ([(b"k", 0)], b"\0", {}, KeyError),
-        ([(b"k", 0)], b"\0", {0: ()}, ValueError),
-        ([(b"k", 0)], b"\0", {0: [(b"/x", b".kv", 1)]}, ValueError),  # a list may change meanwhile
-        ([(b"k", 0)], b"\0", {0: ([b"/x", b".kv", 1],)}, TypeError),
-        ([(b"k", 0)], b"\0", {0: ((b"/x", b".kv"),)}, TypeError),
-        ([(b"k", 0)], b"\0", {0: (("/x", b".kv", 1),)}, TypeError),
-        ([(b"k", 0)], b"\0", {0: ((b"/x\0y", b".kv", 1),)}, ValueError),
-        ([(b"k", 0)], b"\0", {0: ((b"/x", b".k\0v", 1),)}, ValueError),
-        ([(b"k", 0)], b"\0", {0: ((b"/x", b".kv", 2**70),)}, OverflowError),
-        ([(b"k", 0)], b"\0", {"0": ((b"/x", b".kv", 1),)}, TypeError),
-        ([(b"k", 0)], b"\0", [FILES], TypeError),
-        ([("k", 0)], b"\0", FILES, TypeError),
-        ([(bytearray(b"k"), 0)], b"\0", FILES, TypeError),
-        ([(b"k", "0")], b"\0", FILES, TypeError),
-        ([(b"k", 2**70)], b"\0", FILES, OverflowError),
-        ([b"k0"], b"\0", FILES, TypeError),
-        ([[b"k", 0]], b"\0", FILES, TypeError),
-        (7, b"\0", FILES, TypeError),
-        ([(b"k", 0)], "0", FILES, TypeError),
+        ({"missed": b""}, ValueError),
+        ({"missed": b"\0\0"}, ValueError),
+        ({"missed": "0"}, TypeError),
+        ({"names": NAME[1:]}, ValueError),
+        ({"names": NAME + b"0"}, ValueError),
+        ({"names": NAME.decode()}, TypeError),
+        ({"names": bytearray(NAME)}, TypeError),
+        ({"groups": (1,)}, KeyError),
+        ({"groups": (0, 0)}, ValueError),
+        ({"groups": [0]}, TypeError),  # a list may change meanwhile
+        ({"groups": ("0",)}, TypeError),
+        ({"groups": (2**70,)}, OverflowError),
+        ({"directories": [b"/nowhere"]}, TypeError),
+        ({"directories": ("/nowhere",)}, ValueError),
+        ({"directories": (b"/x\0y",)}, ValueError),
+        ({"directories": ()}, ValueError),
+        ({"files": {}}, KeyError),
+        ({"files": {0: ()}}, ValueError),
+        ({"files": {0: [(0, b".kv", 1)]}}, ValueError),
+        ({"files": {0: ([0, b".kv", 1],)}}, ValueError),
+        ({"files": {0: ((0, b".kv"),)}}, TypeError),
+        ({"files": {0: ((0, ".kv", 1),)}}, ValueError),
+        ({"files": {0: ((1, b".kv", 1),)}}, ValueError),
+        ({"files": {0: ((-1, b".kv", 1),)}}, ValueError),
+        ({"files": {0: ((0, b".k\0v", 1),)}}, ValueError),
+        ({"files": {0: ((0, b".kv", 2**70),)}}, OverflowError),
+        ({"files": {"0": ((0, b".kv", 1),)}}, TypeError),
+        ({"files": [FILES]}, TypeError),
     ],
 )
-def test_a_probe_with_other_arguments_is_refused(chunks, missed, files, error):
+def test_a_probe_with_other_arguments_is_refused(changes, error):
+    """Negative control: without a change it is an answer."""
+    good = {"names": NAME, "groups": (0,), "missed": b"\0", "directories": (b"/nowhere",)}
+    good["files"] = FILES
+    assert _native.probe_chunks(*good.values())[:3] == (b"\0", 0, 0)
     with pytest.raises(error):
-        _native.probe_chunks(chunks, missed, files)
+        _native.probe_chunks(*(good | changes).values())
 
 
 def test_probes_leak_neither_memory_nor_files(tmp_path):
-    chunks = [(b"%d" % n, n % 2) for n in range(50)]
-    files = {g: ((os.fsencode(tmp_path), b".g%d.kv" % g, 7),) * 3 for g in range(2)}
+    chunks = NAME * 50, tuple(n % 2 for n in range(50))
+    places = (os.fsencode(tmp_path),)
+    files = {g: ((0, b".g%d.kv" % g, 7),) * 3 for g in range(2)}
 
     def look(times):
         for _ in range(times):
-            _native.probe_chunks(chunks, bytes([0, 1] * 25), files)
+            _native.probe_chunks(*chunks, bytes([0, 1] * 25), places, files)
             for wrong in ({0: files[0]}, {0: files[0], 1: ()}):
                 with contextlib.suppress(KeyError, ValueError):
-                    _native.probe_chunks(chunks, bytes(50), wrong)
+                    _native.probe_chunks(*chunks, bytes(50), places, wrong)
             _native.list_shard(os.fsencode(tmp_path))
             with contextlib.suppress(OSError):
                 _native.list_shard(b"/nowhere")
@@ -881,6 +873,7 @@ def test_transfers_that_make_no_sense_are_refused():
 
     def make(
         key=b"k" * 32,
+        name="0" * 32,
         placement=placement,
         first=0,
         num=2,
@@ -890,7 +883,7 @@ def test_transfers_that_make_no_sense_are_refused():
         load=True,
     ):
         return _native.Transfer(
-            None, load, guard, layout, placement, key, part, first, num, ids, base, False
+            None, load, guard, layout, placement, key, name, part, first, num, ids, base, False
         )
 
     make()
@@ -899,6 +892,7 @@ def test_transfers_that_make_no_sense_are_refused():
     for bad in (
         {"key": b""},
         {"key": bytes(256)},
+        {"name": "0" * 31},
         {"first": 1},
         {"num": 0},
         {"num": 2**32 - 1, "first": 2},

@@ -50,8 +50,8 @@ def digests(name, place, data, source=CSRC):
 def expected(data):
     for at in range(0, len(data), ROW):
         yield xxhash.xxh3_64_hexdigest(data[at : at + ROW])
-    for length in range(700):
-        yield xxhash.xxh3_128_hexdigest(data[length : 2 * length])
+    for length in range(241, 700):
+        yield xxhash.xxh3_64_hexdigest(data[length : 2 * length])
 
 
 CONTENT = random.Random(1).randbytes(5 * ROW + 4096 * 3)
