@@ -51,8 +51,6 @@ class Device(Protocol):
     Each call has ended when it returns. Buffers are typed Any: each device takes its own only.
     """
 
-    kernels_missing: str | None  # why row_digests goes through the host, None if it does not
-
     def enter_thread(self) -> None: ...
 
     def new_buffer(self, nbytes: int) -> Any: ...
@@ -182,7 +180,10 @@ class GdsTransport:
         return self._device.take(slot.buffer, nbytes)
 
     def row_digests(self, slot: GdsSlot, start: int, stop: int) -> bytes:
-        return self._device.row_digests(slot.buffer, start, stop)
+        try:
+            return self._device.row_digests(slot.buffer, start, stop)
+        except RuntimeError as error:  # no memory on the device, for one
+            raise ChunkIOError(f"rows cannot be checked on the GPU: {error}", errno.EIO) from error
 
     def close(self) -> None:
         """Deregister the slots, and refuse I/O from now on; a parked one follows when its I/O is over."""

@@ -95,7 +95,7 @@ def measure(directory: str, num: int, num_chunks: int, seconds: float) -> dict[s
 
     num_pages = num * CHUNK // PAGE
     tensor = torch.zeros((num_pages, PAGE), dtype=torch.int8, device="cuda")
-    device = CudaDevice([tensor], CHUNK)
+    device = CudaDevice([tensor])
     native = NativeCuda(device, CHUNK, num, num_lanes=num)
     slots = [native.arena.take() for _ in range(num)]
     random = np.random.default_rng(1)

@@ -47,7 +47,7 @@ def main() -> str | None:
     from fskv.transports.cuda_native import NativeCuda
 
     tensor = torch.zeros((64, 64 << 10), dtype=torch.int8, device="cuda")
-    native = NativeCuda(CudaDevice([tensor], _SLOT), _SLOT, 1, num_lanes=1)  # it tries its copies
+    native = NativeCuda(CudaDevice([tensor]), _SLOT, 1, num_lanes=1)  # it tries its copies
     kernel = bool(native._device.uses_kernel)  # noqa: SLF001  the engine needs it nowhere
     native.close()
     if not kernel:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from fskv.data_path.threads import call_with_deadline
 from fskv.errors import RootError
 from fskv.gds_io import GdsTransport
-from fskv.transports import evidence, host
+from fskv.transports import evidence, host, kernels
 from fskv.transports.chunk_fd import unlink_quietly
 from fskv.transports.cuda import CudaDevice
 from fskv.transports.cuda_native import NativeCuda
@@ -57,7 +57,7 @@ def open_transport(
     says why, and it is the host path. Raises what HostTransport raises.
     """
     if device is None and tensors and getattr(tensors[0], "is_cuda", False):
-        device = CudaDevice(tensors, slot_nbytes)
+        device = CudaDevice(tensors)
     why_not = None
     if transport == "gds":
         try:
@@ -111,8 +111,8 @@ def _open_gds(
         raise _NoGdsError("the KV is not on CUDA")
     if importlib.util.find_spec("kvikio") is None:
         raise _NoGdsError('kvikio is not installed (fskv\'s extra "gds")')
-    device.compile_kernels()
-    missing = device.kernels_missing
+    if (missing := kernels.available(device.device)) is not None:
+        raise _NoGdsError(f"rows cannot be checked on the GPU: {missing}")
     # Errors of any kind: kvikio's versions differ, and it is asked for the first time.
     try:
         pages = NativeCuda(
@@ -138,18 +138,15 @@ def _open_gds(
     except RootError as error:
         given_up.set()
         raise _NoGdsError(str(error)) from error
-    if facts.error is not None:
+    except Exception as error:
         by_gds.close()
-        raise _NoGdsError(f"a probe through cuFile failed ({facts.error})")
+        raise _NoGdsError(
+            f"a probe through cuFile failed ({str(error) or type(error).__name__})"
+        ) from error
     if evidence.bounces(facts):
         by_gds.close()
         raise _NoGdsError(f"every byte would go through host memory: {evidence.describe(facts)}")
-    if missing is not None:
-        logger.warning("fskv: chunks are copied to the host to be checked: %s", missing)
-    check = "on the GPU" if missing is None else f"on the host ({missing})"
-    by_gds.description = (
-        f"GDS staging (GPU memory), rows checked {check}, {evidence.describe(facts)}"
-    )
+    by_gds.description = f"GDS staging (GPU memory), {evidence.describe(facts)}"
     return by_gds
 
 

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from fskv.errors import ConfigError
 from fskv.format.chunk_file import ALIGNMENT
-from fskv.format.integrity import xxh3_rows
 from fskv.transports import kernels
 
 if TYPE_CHECKING:
@@ -155,7 +154,7 @@ class CudaBuffer:
 class CudaDevice:
     """The device that holds the engine's KV tensors."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor], slot_nbytes: int) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         """`tensors` are int8 (num_blocks, page), possibly strided, on one device.
 
         Raises ConfigError for a device that is no GPU of NVIDIA's.
@@ -167,21 +166,15 @@ class CudaDevice:
             raise ConfigError(
                 f"KV on {self.device} of ROCm: fskv knows CUDA devices and KV in host memory"
             )
-        self._slot_nbytes = slot_nbytes
         self._flat = [flat_bytes(t) for t in tensors]
         self._local = threading.local()
         self._driver: Driver | None = None
         self._free_streams: list[Any] = []  # of threads that ended; list.pop and append are atomic
-        self.kernels_missing: str | None = "they were not compiled"
 
     @property
     def memory(self) -> list[tuple[int, int]]:
         """Address and bytes of each tensor."""
         return [(tensor.data_ptr(), tensor.numel()) for tensor in self._flat]
-
-    def compile_kernels(self) -> None:
-        """Compile and try the digests' kernels (seconds, the first time on a machine); never raises."""
-        self.kernels_missing = kernels.available(self.device)
 
     # --- buffers ----------------------------------------------------------------------------
 
@@ -237,31 +230,9 @@ class CudaDevice:
             return bytes(buffer.tensor[:nbytes].cpu().numpy().data)
 
     def row_digests(self, buffer: CudaBuffer, start: int, stop: int) -> bytes:
-        """Return xxh3_rows of the buffer's bytes.
-
-        Through the host where kernels are missing, or their eighth of the bytes is not free on the device.
-        """
-        import torch
-
-        with self._stream() as stream:
-            part = buffer.tensor[start:stop]
-            if self.kernels_missing is None:
-                with contextlib.suppress(torch.cuda.OutOfMemoryError):
-                    return kernels.digest_bytes(kernels.row_digests(part))
-            host = self._host_memory()[: stop - start]
-            host.copy_(part, non_blocking=True)
-            stream.synchronize()
-            return xxh3_rows(host.numpy().data)
-
-    def _host_memory(self) -> torch.Tensor:
-        """Return the thread's pinned memory to check a slot in, made on first use."""
-        import torch
-
-        found: torch.Tensor | None = getattr(self._local, "host", None)
-        if found is None:
-            found = torch.empty(self._slot_nbytes, dtype=torch.uint8, pin_memory=True)
-            self._local.host = found
-        return found
+        """Return xxh3_rows of the buffer's bytes; RuntimeError without an eighth of them free on the device."""
+        with self._stream():
+            return kernels.digest_bytes(kernels.row_digests(buffer.tensor[start:stop]))
 
     @contextlib.contextmanager
     def _stream(self) -> Iterator[Any]:

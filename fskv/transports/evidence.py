@@ -3,7 +3,7 @@
 cuFile falls back to a copy through host memory without an error. So a probe file is written and read, and
 counters are compared before and after: kvikio's own (which calls went to cuFile at all) and those of the
 nvidia-fs kernel module (which transfers were direct). `describe` turns the facts into one sentence and
-calls nothing direct that no counter shows. At start-up only; nothing here raises.
+calls nothing direct that no counter shows. At start-up only.
 """
 
 from __future__ import annotations
@@ -11,31 +11,25 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 NVIDIA_FS_STATS = "/proc/driver/nvidia-fs/stats"
 # "Reads : n=12 ok=12 err=0 ...": n and ok are only there while the module counts.
 _COUNTS = re.compile(r"^(Reads|Writes)\s*:.*?\bok=(\d+)", re.MULTILINE)
 
 
-@dataclass(frozen=True, slots=True)
-class NvidiaFs:
+class NvidiaFs(NamedTuple):
     """What the kernel module counted, for all processes of the machine; None where it does not count."""
 
     reads: int | None
     writes: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class Facts:
+class Facts(NamedTuple):
     """What was found around one probe write and one probe read."""
 
-    error: str | None = None  # why the probe failed
     prefers_compat: bool | None = None  # kvikio, before any file is opened
-    num_posix: int | None = (
-        None  # kvikio's transfers of the probe without cuFile; None: not counted
-    )
+    num_posix: int | None = None  # kvikio's transfers without cuFile; None: not counted
     num_cufile: int | None = None
     before: NvidiaFs | None = None  # None: no such module
     after: NvidiaFs | None = None
@@ -50,35 +44,24 @@ def bounces(facts: Facts) -> bool:
 
 def describe(facts: Facts) -> str:
     """Say in one phrase what carries the bytes and on what evidence."""
-    if facts.error is not None:
-        return f"unknown: the probe failed ({facts.error})"
-    if facts.num_cufile == 0 and facts.num_posix:
-        return (
-            f"cuFile compat (POSIX bounce: kvikio counted {facts.num_posix} transfers without "
-            "cuFile and none with it)"
-        )
-    if facts.num_cufile is None and facts.prefers_compat:
-        return (
-            "cuFile compat (POSIX bounce: kvikio prefers it here, and this version counts nothing)"
-        )
-    before, after = facts.before, facts.after
-    if before is None or after is None:
+    if bounces(facts):
+        counted = f"{facts.num_posix} transfers without cuFile and none with it"
+        why = "prefers it here" if facts.num_cufile is None else f"counted {counted}"
+        return f"cuFile compat (POSIX bounce: kvikio {why})"
+    if facts.before is None or facts.after is None:
         return (
             "unknown: nvidia-fs is not loaded, and cuFile shows no counter that would tell PCI P2PDMA "
             "from its own bounce buffers"
         )
-    if None in (before.reads, before.writes, after.reads, after.writes):
+    if None in (*facts.before, *facts.after):
         return (
             "unknown: nvidia-fs counts no transfers; write 1 to "
             "/sys/module/nvidia_fs/parameters/rw_stats_enabled to know"
         )
-    reads = (after.reads or 0) - (before.reads or 0)
-    writes = (after.writes or 0) - (before.writes or 0)
-    if reads > 0 and writes > 0:
-        return f"direct GDS (nvidia-fs: +{reads} reads, +{writes} writes)"
+    reads = (facts.after.reads or 0) - (facts.before.reads or 0)
+    writes = (facts.after.writes or 0) - (facts.before.writes or 0)
     if reads > 0 or writes > 0:
-        one, other = ("reads", "writes") if reads > 0 else ("writes", "reads")
-        return f"direct GDS for {one} only (nvidia-fs: +{max(reads, writes)} {one}, no {other})"
+        return f"direct GDS (nvidia-fs: +{reads} reads, +{writes} writes)"
     return (
         "unknown: nvidia-fs is loaded and counted none of the probe's transfers; PCI P2PDMA or cuFile's "
         "own bounce buffers"
@@ -86,7 +69,10 @@ def describe(facts: Facts) -> str:
 
 
 def collect(probe: Callable[[], None], stats_path: str = NVIDIA_FS_STATS) -> Facts:
-    """Run `probe`, one write and one read through kvikio, and return what the counters say."""
+    """Run `probe`, one write and one read through kvikio, and return what the counters say.
+
+    Raises what `probe` raises.
+    """
     prefers_compat: bool | None = None
     monitor: Any = None
     with contextlib.suppress(Exception):  # each of these is missing in some version
@@ -96,17 +82,13 @@ def collect(probe: Callable[[], None], stats_path: str = NVIDIA_FS_STATS) -> Fac
         prefers_compat = bool(kvikio.defaults.is_compat_mode_preferred())
         monitor = kvikio.SummaryMonitor()  # 26.10
     before = _nvidia_fs(stats_path)
-    error = None
-    try:
-        probe()
-    except Exception as failure:  # a fact like any other
-        error = str(failure) or type(failure).__name__
+    probe()
     num_posix = num_cufile = None
     with contextlib.suppress(Exception):
         counted = monitor.get().by_backend
         num_posix, num_cufile = counted["POSIX"]["num_ops"], counted["GDS"]["num_ops"]
         monitor.stop()
-    return Facts(error, prefers_compat, num_posix, num_cufile, before, _nvidia_fs(stats_path))
+    return Facts(prefers_compat, num_posix, num_cufile, before, _nvidia_fs(stats_path))
 
 
 def _nvidia_fs(path: str) -> NvidiaFs | None:

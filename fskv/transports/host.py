@@ -116,7 +116,7 @@ class HostTransport:
         self._file_mode = file_mode
         self._fsync = fsync
         if cuda is None and tensors and getattr(tensors[0], "is_cuda", False):
-            cuda = CudaDevice(tensors, slot_nbytes)
+            cuda = CudaDevice(tensors)
         self._cuda = cuda
         self._outside = None
         if cuda is not None:
