@@ -30,6 +30,9 @@ _NON_BLOCKING = 1
 _BLOCKING_SYNC, _DISABLE_TIMING = 1, 2
 _CAPTURE_RELAXED = 2
 
+# kvikio's own streams are of this kind; fskv's are looked at where there is no kvikio.
+OF_KVIKIO = "cuStreamCreate: a stream that waits for the default stream"
+
 
 class SimError(RuntimeError):
     """What torch would raise."""
@@ -114,14 +117,12 @@ class Sim:
 
 
 @functools.cache
-def simulation(*, for_all=False):
+def simulation():
     """Build and load the driver; skips the test where there is no C compiler.
 
-    With `for_all` whoever opens libcuda.so.1 in this process gets it, kvikio too: only for a child process.
+    Whoever opens libcuda.so.1 in this process from now on gets it, kvikio too.
     """
     directory = Path(tempfile.gettempdir()) / f"fskv-tests-{os.getuid()}"
-    if not for_all:
-        return Sim(build("cuda_sim", directory))
     name = "libcuda.so.1"
     return Sim(build("cuda_sim", directory, f"-Wl,-soname,{name}", file_name=name))
 

@@ -73,6 +73,18 @@ def _opened(value):
         return torch.as_strided(flat, value.shape, value.stride())
 
 
+def moved_to_device(tensors):
+    """Return tensors of the device; the given ones, of int8 rows, show its memory from now on."""
+    found = []
+    for tensor in tensors:
+        num_rows, nbytes = tensor.shape
+        whole = torch.as_strided(tensor, (num_rows, tensor.stride(0)), tensor.stride())
+        whole = DeviceTensor.torch_of.to_device(whole)
+        tensor.set_(_opened(whole)[:, :nbytes])
+        found.append(whole[:, :nbytes])
+    return found
+
+
 class _CudaTorch:
     """Put in front of cuda_sim's `_Torch`: tensors, the current stream, the device's own calls."""
 

@@ -1,4 +1,4 @@
-"""GdsTransport over the real kvikio and real files; the GPU is a stub's (gds_lab.py).
+"""GdsTransport over the real kvikio and real files; the GPU is simulated (gds_lab.py).
 
 First the promises of the store and of the jobs, by the very tests that hold them for host staging. Then what
 is GDS's own: which file is opened, counts and errors of kvikio, lifetimes, registrations.
@@ -6,6 +6,7 @@ is GDS's own: which file is opened, counts and errors of kvikio, lifetimes, regi
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import gc
 import os
@@ -18,6 +19,7 @@ import gds_lab
 import pytest
 import test_jobs
 import test_store
+from cuda_sim import OF_KVIKIO, simulation
 from world import damage, wait_for
 
 from faults.disk import DiskFaults
@@ -43,7 +45,7 @@ _OF_HOST_STAGING = {
     "test_a_probe_file_left_by_a_crash_does_not_stop_the_start",
     "test_direct_io_on_refuses_a_file_system_without_it_and_auto_does_not",
     "test_negative_control_a_script_in_a_file_breaks_the_disk_while_it_is_there",
-    "test_two_processes_that_put_the_same_chunks_leave_good_files",  # children without the stub
+    "test_two_processes_that_put_the_same_chunks_leave_good_files",  # children without the simulation
     "test_a_child_process_has_no_part_in_the_slots",
 }
 for _module in (test_store, test_jobs):
@@ -53,7 +55,14 @@ for _module in (test_store, test_jobs):
 
 
 @pytest.fixture
-def make_world(make_world):
+def sim(monkeypatch):
+    sim = gds_lab.simulated(monkeypatch)
+    yield sim
+    assert {*sim.misuses} <= {OF_KVIKIO}
+
+
+@pytest.fixture
+def make_world(sim, make_world):
     return lambda **options: make_world(make_transport=gds_lab.make_transport, **options)
 
 
@@ -68,11 +77,13 @@ def gds(world):
 # --- which file -------------------------------------------------------------------------------
 
 
-def test_a_file_goes_to_the_disk_and_back_through_kvikio(world):
-    before = gds_lab.stub().num_copies
+def test_a_file_goes_to_the_disk_and_back_through_kvikio(world, sim):
+    """One transfer each way, through kvikio's bounce."""
+    sim.reset()
     world.put(1, world.content())
+    assert sim.calls("cuMemcpyDtoHAsync_v2") == 1
     assert world.get(1) == (Status.OK, world.content())
-    assert gds_lab.stub().num_copies == before + 2  # one transfer each way, through kvikio's bounce
+    assert sim.calls("cuMemcpyHtoDAsync_v2") == 1
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o640, 0o664])
@@ -183,7 +194,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_corrupt_and_discarded(world, gd
         ("POSIX error on pwrite: Input/output error", Status.IO_ERROR),
         ("POSIX error on pwrite: Read-only file system", Status.DENIED),
         ("cuFile error:GPUDirect Storage not supported on current file", Status.IO_ERROR),
-        ("CUDA error at: somewhere: CUDA_ERROR_LAUNCH_FAILED(stub)", Status.IO_ERROR),
+        ("CUDA error at: somewhere: CUDA_ERROR_LAUNCH_FAILED(launch failed)", Status.IO_ERROR),
     ],
 )
 @pytest.mark.parametrize("step", ["write", "open"])
@@ -193,14 +204,10 @@ def test_a_write_that_kvikio_refuses_leaves_no_part_and_no_file(
     def refuse(*args):
         raise RuntimeError(f"KvikIO failure at: file.cpp:1: {words}")
 
-    if step == "write":
-        gds.lab.write = refuse
-    else:
-        monkeypatch.setattr(gds.lab, "CuFile", refuse)
-    assert world.put(1, world.content()) is status
+    with monkeypatch.context() as patch:
+        patch.setattr(gds.lab, *(("write", refuse) if step == "write" else ("CuFile", refuse)))
+        assert world.put(1, world.content()) is status
     assert world.parts() == world.chunk_files() == []
-    gds.lab.write = None
-    monkeypatch.undo()
     assert world.put(1, world.content()) is Status.OK
     assert world.get(1) == (Status.OK, world.content())
 
@@ -282,9 +289,9 @@ def test_a_stale_handle_in_kvikio_is_tried_again_once(world, gds):
     assert events == []
 
 
-def test_a_copy_that_the_driver_refuses_is_an_error_of_this_chunk_only(world):
+def test_a_copy_that_the_driver_refuses_is_an_error_of_this_chunk_only(world, sim):
     world.put(1, world.content())
-    gds_lab.stub().fail_copies(1)
+    sim.fail("cuMemcpyHtoDAsync_v2", 719)
     assert world.get(1) == (Status.IO_ERROR, None)
     assert world.get(1) == (Status.OK, world.content())
 
@@ -294,7 +301,7 @@ def test_a_copy_that_the_driver_refuses_is_an_error_of_this_chunk_only(world):
 
 def test_each_slot_is_registered_once_and_deregistered_once_at_the_end(gds):
     slots = [gds.new_slot(i) for i in range(3)]
-    allocations = [id(slot.buffer.piece) for slot in slots]
+    allocations = [id(slot.buffer.allocation) for slot in slots]
     assert gds.lab.registered == [("register", a) for a in allocations]
     gds.close()
     gds.close()
@@ -304,16 +311,17 @@ def test_each_slot_is_registered_once_and_deregistered_once_at_the_end(gds):
     assert gds.lab.registered[-1][0] == "deregister", "also the slot that came too late"
 
 
-def test_memory_is_freed_with_its_slot_and_after_the_registration_ended(gds):
+def test_memory_is_freed_with_its_slot_and_after_the_registration_ended(gds, sim):
     slot = gds.new_slot(0)
-    device = gds._device
     gds.drop_slot(slot)
-    assert gds.lab.registered[-1] == ("deregister", id(slot.buffer.piece))
+    assert gds.lab.registered[-1] == ("deregister", id(slot.buffer.allocation))
     gc.collect()
-    assert device.num_alive == 1
+    freed = sim.calls("cuMemFree_v2")
+    assert len(gds.lab.alive) == 1
     del slot
     gc.collect()
-    assert device.num_alive == 0
+    assert len(gds.lab.alive) == 0
+    assert sim.calls("cuMemFree_v2") > freed
 
 
 def test_a_slot_that_cannot_be_registered_is_none_and_not_counted(gds, monkeypatch):
@@ -328,13 +336,13 @@ def test_a_slot_that_cannot_be_registered_is_none_and_not_counted(gds, monkeypat
         for _ in range(3):
             assert pool.take() is None
     gc.collect()
-    assert gds._device.num_alive == 0
+    assert len(gds.lab.alive) == 0
     assert pool.take() is not None
 
 
 @pytest.mark.parametrize("direction", ["read", "write"])
 def test_a_parked_slot_stays_registered_and_alive_until_its_transfer_is_over(
-    world, gds, tmp_path, direction
+    gds, tmp_path, direction
 ):
     """The thread hangs in kvikio; meanwhile the transport is closed and everybody else lets go."""
     (tmp_path / "f").write_bytes(b"x" * 8192)
@@ -367,14 +375,14 @@ def test_a_parked_slot_stays_registered_and_alive_until_its_transfer_is_over(
     idle = gds.new_slot(1)
     gds.close()
     gc.collect()
-    assert gds._device.num_alive == 2
+    assert len(gds.lab.alive) == 2
     assert [event for event, _ in gds.lab.registered] == ["register", "register", "deregister"]
-    assert gds.lab.registered[2][1] == id(idle.buffer.piece)
+    assert gds.lab.registered[2][1] == id(idle.buffer.allocation)
     go_on.set()
     thread.join(20)
     (slot,) = ended
     assert slot.index == 0, "a transfer that began before is completed"
-    wait_for(lambda: gds.lab.registered[-1] == ("deregister", id(slot.buffer.piece)))
+    wait_for(lambda: gds.lab.registered[-1] == ("deregister", id(slot.buffer.allocation)))
     with pytest.raises(ChunkIOError, match="closed"):
         gds.write_part(str(tmp_path / "q.part"), slot, 8192)
     assert not (tmp_path / "q.part").exists()
@@ -391,7 +399,8 @@ def _load_into_poisoned_pages(bench, gds, *, flip):
 
     def wrong(file, buffer, nbytes, file_offset, buffer_offset):
         got = type(file).raw_read(file, buffer, nbytes, file_offset, buffer_offset)
-        buffer.array[buffer_offset + nbytes // 2] ^= flip
+        at = simulation().open_address(buffer.address + buffer_offset + nbytes // 2)
+        ctypes.c_uint8.from_address(at).value ^= flip
         return got
 
     gds.lab.read = wrong
@@ -431,8 +440,9 @@ def test_damage_on_the_disk_reaches_no_page(bench):
 
 _EXIT = """
 import pathlib, sys, threading
-import gds_lab
-transport = gds_lab.make_transport([], 8192, probe_dir="")
+import gds_lab, torch
+gds_lab.simulated_for_good()
+transport = gds_lab.make_transport([torch.zeros(1, 4096, dtype=torch.int8)], 8192, probe_dir="")
 path = pathlib.Path(sys.argv[1])
 path.write_bytes(bytes(8192))
 def read():

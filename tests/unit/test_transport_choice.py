@@ -12,10 +12,11 @@ import threading
 import gds_lab
 import pytest
 import torch
+from cuda_sim import simulation
 
 from fskv import gds_io
 from fskv.gds_io import GdsTransport
-from fskv.transports import choice, evidence
+from fskv.transports import choice, evidence, kernels
 from fskv.transports.choice import open_transport
 from fskv.transports.evidence import Facts, NvidiaFs, describe, parse_stats
 from fskv.transports.host import HostTransport
@@ -29,9 +30,13 @@ def kv():
 
 @pytest.fixture(autouse=True)
 def carried(monkeypatch):
-    """The stub has no cuFile: as if it had carried every probe. Its device brings its pages."""
+    """The simulated GPU has no cuFile: as if it had carried every probe."""
     monkeypatch.setattr(evidence, "bounces", lambda facts: False)
-    monkeypatch.setattr(choice, "NativeCuda", lambda device, *_, **__: device)
+
+
+@pytest.fixture
+def sim(monkeypatch):
+    return gds_lab.simulated(monkeypatch)
 
 
 def opened(place, tensors, **options):
@@ -109,11 +114,10 @@ def test_nothing_is_called_direct_without_a_counter_that_moved():
                     assert moved or not found.startswith("direct"), found
 
 
-def test_facts_are_collected_from_kvikio_and_the_module(tmp_path):
+def test_facts_are_collected_from_kvikio_and_the_module(tmp_path, sim):
     stats = tmp_path / "stats"
     stats.write_text(STATS)
-    gds_lab.stub()
-    transport = gds_lab.make_transport([], SLOT, probe_dir=str(tmp_path))
+    transport = gds_lab.make_transport(kv(), SLOT, probe_dir=str(tmp_path))
 
     def probe():
         choice._probe(transport, str(tmp_path), threading.Event())
@@ -146,7 +150,7 @@ def test_collecting_facts_never_raises(tmp_path, monkeypatch):
 # --- what is opened ---------------------------------------------------------------------------
 
 
-def test_auto_is_the_host_path_and_looks_at_no_gpu(tmp_path, monkeypatch):
+def test_auto_is_the_host_path_and_looks_at_no_gpu(tmp_path, sim, monkeypatch):
     tensors = kv()
     monkeypatch.setattr(choice, "GdsTransport", None)
     monkeypatch.setattr(choice, "_probe", None)
@@ -174,7 +178,7 @@ def test_without_cuda_gds_is_the_host_path(tmp_path, caplog):
 
 
 def gds_device(tensors):
-    return gds_lab.StubDevice(tensors)
+    return gds_lab.make_device(tensors, SLOT)
 
 
 def missing_kvikio(device, monkeypatch):
@@ -204,7 +208,13 @@ def kvikio_of_no_version(device, monkeypatch):
 
 
 def failing_probe(device, monkeypatch):
-    gds_lab.stub().fail_copies(1)
+    real = choice._probe
+
+    def probe(*args):
+        simulation().fail("cuMemcpyHtoDAsync_v2", 719)
+        real(*args)
+
+    monkeypatch.setattr(choice, "_probe", probe)
 
 
 def wrong_bytes(device, monkeypatch):
@@ -232,7 +242,7 @@ def no_registration(device, monkeypatch):
     ],
 )
 def test_where_gds_does_not_work_the_log_says_why_and_it_is_the_host_path(
-    tmp_path, monkeypatch, caplog, break_it, words
+    tmp_path, sim, monkeypatch, caplog, break_it, words
 ):
     tensors = kv()
     device = gds_device(tensors)
@@ -262,10 +272,10 @@ def test_a_kvikio_that_holds_the_interpreter_while_it_reads_is_refused(version, 
         gds_io.refuse_old(version)
 
 
-def test_where_the_gpu_cannot_check_the_host_does(tmp_path):
+def test_where_the_gpu_cannot_check_the_host_does(tmp_path, sim, monkeypatch):
     tensors = kv()
     device = gds_device(tensors)
-    device.kernels_missing = "no Triton"
+    monkeypatch.setattr(kernels, "available", lambda _: "no Triton")
     assert (
         "rows checked on the host (no Triton)"
         in opened(tmp_path, tensors, device=device).description
@@ -286,7 +296,7 @@ def test_gds_that_only_bounces_is_the_host_path(tmp_path, monkeypatch, caplog, f
     """What no counter tells of stays GDS."""
     monkeypatch.undo()
     assert evidence.bounces(facts) is bounces
-    monkeypatch.setattr(choice, "NativeCuda", lambda device, *_, **__: device)
+    gds_lab.simulated(monkeypatch)
     monkeypatch.setattr(evidence, "collect", lambda probe: facts)
     tensors = kv()
     if bounces:
@@ -296,7 +306,7 @@ def test_gds_that_only_bounces_is_the_host_path(tmp_path, monkeypatch, caplog, f
         assert isinstance(opened(tmp_path, tensors, device=gds_device(tensors)), GdsTransport)
 
 
-def test_a_probe_that_was_given_up_does_not_touch_the_gpu_again(tmp_path, monkeypatch, caplog):
+def test_a_probe_that_was_given_up_does_not_touch_the_gpu_again(tmp_path, sim, monkeypatch, caplog):
     """The engine may capture a graph by then, which any call on the GPU would spoil."""
     go_on = threading.Event()
     monkeypatch.setattr(choice, "_PROBE_S", 0.2)

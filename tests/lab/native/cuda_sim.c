@@ -2,7 +2,8 @@
  *
  * Device memory is a sparse file with two mappings. The one whose addresses are given out is closed to everybody: a
  * touch by the host is noted by name and then let through. The streams' threads use the other. Each stream runs on a
- * thread of its own, in order, and not before a time that is drawn from a seed, or until somebody waits for it.
+ * thread of its own, which ends when there is nothing to do, in order, and not before a time that is drawn from a
+ * seed, or until somebody waits for it.
  *
  * What a real driver would only sometimes punish is noted (sim_misuses): a wrong context, memory that was freed or
  * never registered, a copy beyond an allocation, the default stream. The real names do what the CUDA driver API says
@@ -55,8 +56,7 @@ struct Stream {
     Context *context;
     Op *first, *last;
     uint64_t submitted, done, demanded;
-    bool capturing, ending;
-    pthread_t thread;
+    bool capturing, ending, running;
     unsigned seed;
 };
 
@@ -271,13 +271,24 @@ static void run_op(Stream *stream, Op *op)
     }
 }
 
+static void wait_for_change(double until)
+{
+    struct timespec end = {.tv_sec = (time_t)until, .tv_nsec = (long)((until - (double)(time_t)until) * 1e9)};
+    pthread_cond_timedwait(&changed, &mutex, &end);
+}
+
 static void *work(void *argument)
 {
     Stream *stream = argument;
+    double idle_until = 0;
     pthread_mutex_lock(&mutex);
-    while (!stream->ending || stream->first != NULL) {
+    while (stream->first != NULL || (!stream->ending && now() < idle_until)) {
         Op *op = stream->first;
-        if (op == NULL || held) {
+        if (op == NULL) {
+            wait_for_change(idle_until);
+            continue;
+        }
+        if (held) {
             pthread_cond_wait(&changed, &mutex);
             continue;
         }
@@ -301,9 +312,7 @@ static void *work(void *argument)
             continue;
         }
         if (!wanted && now() < op->not_before) {
-            struct timespec until = {.tv_sec = (time_t)op->not_before,
-                                     .tv_nsec = (long)((op->not_before - (double)(time_t)op->not_before) * 1e9)};
-            pthread_cond_timedwait(&changed, &mutex, &until);
+            wait_for_change(op->not_before);
             continue;
         }
         if (engine != NULL)
@@ -316,9 +325,11 @@ static void *work(void *argument)
         if (stream->first == NULL)
             stream->last = NULL;
         stream->done = op->number;
+        idle_until = now() + 0.2;
         free(op);
         pthread_cond_broadcast(&changed);
     }
+    stream->running = false;
     pthread_mutex_unlock(&mutex);
     return NULL;
 }
@@ -330,7 +341,6 @@ static Stream *new_stream(Context *context)
     stream->seed = seed += 7919;
     stream->next = streams;
     streams = stream;
-    pthread_create(&stream->thread, NULL, work, stream);
     return stream;
 }
 
@@ -420,6 +430,11 @@ static void enqueue(Stream *stream, Op op)
     *(stream->last ? &stream->last->next : &stream->first) = copy;
     stream->last = copy;
     pthread_cond_broadcast(&changed);
+    pthread_t thread;
+    if (!stream->running && pthread_create(&thread, NULL, work, stream) == 0) {
+        stream->running = true;
+        pthread_detach(thread);
+    }
 }
 
 static int submit(const char *name, Stream *given, Op op)
@@ -505,7 +520,6 @@ int cuStreamDestroy_v2(Stream *stream)
         return end(INVALID_HANDLE);
     stream->ending = true; /* what was launched still runs; the struct stays */
     pthread_cond_broadcast(&changed);
-    pthread_detach(stream->thread);
     return end(SUCCESS);
 }
 
