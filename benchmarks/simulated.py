@@ -30,13 +30,16 @@ class SimulatedDevice:
         sys.path.append(str(_LAB))
         try:
             import cuda_sim  # type: ignore[import-not-found]
+            import cuda_torch  # type: ignore[import-not-found]
         except ImportError as error:
             raise BenchmarkError(
                 f"{error.name} is missing: the simulated device is in a checkout, with its environment"
             ) from error
         self._sim = cuda_sim.simulation()
         self._sim.reset(1, _STEP_S)
-        self._gpu = cuda_sim.on_simulation(SimpleNamespace(setattr=setattr), self._sim).gpu("cuda")
+        self._gpu = cuda_torch.on_simulation(SimpleNamespace(setattr=setattr), self._sim).gpu(
+            "cuda"
+        )
         self._step = self._gpu.tensor(1, 4096)
 
     def tensors(

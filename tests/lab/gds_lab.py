@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from cuda_sim import simulation
-from cuda_torch import moved_to_device, tensors_on_simulation
+from cuda_torch import moved_to_device, on_simulation
 
 from fskv.gds_io import GdsSlot, GdsTransport
 from fskv.transports.cuda import CudaDevice
@@ -38,7 +38,7 @@ def simulated(patch):
     needs_kvikio()
     sim = simulation()
     sim.reset()
-    tensors_on_simulation(patch, sim)
+    on_simulation(patch, sim)
     return sim
 
 

@@ -22,11 +22,11 @@ def main(arguments):
     if HERE not in sys.path:
         sys.path.append(HERE)
     from cuda_sim import OF_KVIKIO, SimEvent, simulation
-    from cuda_torch import LEFT_OUT, tensors_on_simulation
+    from cuda_torch import LEFT_OUT, on_simulation
 
     sim = simulation()
     sim.reset(1, LATE_S)
-    cuda = tensors_on_simulation(SimpleNamespace(setattr=setattr), sim)
+    cuda = on_simulation(SimpleNamespace(setattr=setattr), sim)
     if arguments[0] == "--no-waits":
         SimEvent.query, SimEvent.synchronize = (lambda self: True), (lambda self: None)
         arguments = arguments[1:]

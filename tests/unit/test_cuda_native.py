@@ -18,7 +18,8 @@ import time
 
 import numpy as np
 import pytest
-from cuda_sim import Gpu, SimError, device_world, on_simulation, simulation
+from cuda_sim import Gpu, SimError, simulation
+from cuda_torch import device_world, on_simulation
 from test_jobs import Bench
 from world import damage, read_by_hand, returns_in_time, wait_for
 
