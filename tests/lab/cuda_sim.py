@@ -42,7 +42,6 @@ class Sim:
         lib.sim_open_address.argtypes = [ctypes.c_uint64]
         lib.sim_open_address.restype = ctypes.c_uint64
         lib.sim_limit.argtypes = [ctypes.c_int, ctypes.c_size_t]
-        lib.sim_occupy.argtypes = [ctypes.c_int, ctypes.c_double]
         for name in ("sim_calls", "sim_live", "sim_registered"):
             getattr(lib, name).restype = ctypes.c_size_t
 
@@ -74,10 +73,6 @@ class Sim:
     def lose(self, device, code=700):
         """Let all calls fail from now on, as after an illegal address."""
         self.lib.sim_lose(device, code)
-
-    def occupy(self, device, seconds):
-        """Let kernels of the engine's hold all multiprocessors for so long."""
-        self.lib.sim_occupy(device, seconds)
 
     def limit(self, device, nbytes):
         """Let no more than so much be allocated beyond what is."""
@@ -227,18 +222,6 @@ class Gpu:
         return np.lib.stride_tricks.as_strided(flat, (num_blocks, page), (stride, 1))
 
     # --- the engine's stream ---
-
-    def fill(self, tensor, block, value):
-        """Launch a kernel that fills a block."""
-        at = tensor.data_ptr() + block * tensor.stride(0)
-        with self.current():
-            self.sim.call(
-                "cuMemsetD8Async",
-                ctypes.c_uint64(at),
-                ctypes.c_ubyte(value),
-                ctypes.c_size_t(tensor.shape[1]),
-                self.stream,
-            )
 
     def launch(self, call, stream=None):
         """Launch a call of the host's: a kernel that takes as long as it does."""

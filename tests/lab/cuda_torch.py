@@ -248,10 +248,6 @@ class _Stream:
         with self.gpu.current():
             self.gpu.sim.call("cuStreamSynchronize", self.handle)
 
-    def wait_event(self, event):
-        with self.gpu.current():
-            self.gpu.sim.call("cuStreamWaitEvent", self.handle, event.handle, 0)
-
 
 class _Event(SimEvent):
     """torch.cuda.Event."""

@@ -40,7 +40,7 @@ from fskv.types import Status
 
 make_bench, bench = test_jobs.make_bench, test_jobs.bench
 _OF_HOST_STAGING = {
-    "test_a_write_that_fails_at_any_step_leaves_no_part_and_no_file",  # pwritev; GDS: test_transport_faults.py
+    "test_a_write_that_fails_at_any_step_leaves_no_part_and_no_file",  # pwritev
     "test_a_probe_file_left_by_a_crash_does_not_stop_the_start",
     "test_direct_io_on_refuses_a_file_system_without_it_and_auto_does_not",
     "test_negative_control_a_script_in_a_file_breaks_the_disk_while_it_is_there",

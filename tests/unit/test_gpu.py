@@ -115,6 +115,13 @@ class Rig:
                 if result.job_id == job_id:
                     return result
 
+    def store_random_pages(self) -> None:
+        for tensor in self.tensors:
+            tensor[: self.num_blocks // 2].random_(-128, 128)
+        ready = torch.cuda.current_stream().record_event()
+        self.runner.submit_store(1, self.requests(self.source), ready)
+        assert set(self.drain()) == {Status.OK}
+
     def halves_equal(self) -> bool:
         half = self.num_blocks // 2
         first = torch.equal(self.tensors[0][:half], self.tensors[0][half:])
@@ -142,10 +149,7 @@ def gds_rig(tmp_path):
 
 def test_every_byte_of_every_page_comes_back(rig):
     half = rig.num_blocks // 2
-    for tensor in rig.tensors:
-        tensor[:half].random_(-128, 128)
-    rig.runner.submit_store(1, rig.requests(rig.source), torch.cuda.current_stream().record_event())
-    assert set(rig.drain()) == {Status.OK}
+    rig.store_random_pages()
     rig.runner.submit_load(2, rig.requests(rig.target), None)
     assert set(rig.drain()) == {Status.OK}
     assert rig.halves_equal()
@@ -193,10 +197,7 @@ def test_a_step_longer_than_the_deadline_costs_no_store(tmp_path):
 
 def test_a_load_is_complete_when_it_is_reported(rig):
     half = rig.num_blocks // 2
-    for tensor in rig.tensors:
-        tensor[:half].random_(-128, 128)
-    rig.runner.submit_store(1, rig.requests(rig.source), torch.cuda.current_stream().record_event())
-    rig.drain()
+    rig.store_random_pages()
     for job_id in range(2, 22):
         for tensor in rig.tensors:
             tensor[half:] = 0
@@ -262,10 +263,7 @@ def test_digests_of_the_device_are_those_of_xxhash(tmp_path, kind, num_rows, las
 def _loaded_with_a_wrong_bit(rig) -> bool:
     """Flip a bit of each slot after kvikio's read; return whether the load failed."""
     half = rig.num_blocks // 2
-    for tensor in rig.tensors:
-        tensor[:half].random_(-128, 128)
-    rig.runner.submit_store(1, rig.requests(rig.source), torch.cuda.current_stream().record_event())
-    assert set(rig.drain()) == {Status.OK}
+    rig.store_random_pages()
 
     def wrong(file, buffer, nbytes, file_offset, buffer_offset):
         got = type(file).raw_read(file, buffer, nbytes, file_offset, buffer_offset)
@@ -298,10 +296,7 @@ def test_negative_control_without_the_checks_it_does(gds_rig, monkeypatch):
 
 def test_a_read_that_hangs_is_given_up_its_slot_parked_and_its_pages_stay_free(gds_rig):
     rig, half = gds_rig, gds_rig.num_blocks // 2
-    for tensor in rig.tensors:
-        tensor[:half].random_(-128, 128)
-    rig.runner.submit_store(1, rig.requests(rig.source), torch.cuda.current_stream().record_event())
-    assert set(rig.drain()) == {Status.OK}
+    rig.store_random_pages()
     go_on = threading.Event()
 
     def hang(file, *args):
