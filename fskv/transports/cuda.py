@@ -230,7 +230,7 @@ class CudaDevice:
             return bytes(buffer.tensor[:nbytes].cpu().numpy().data)
 
     def row_digests(self, buffer: CudaBuffer, start: int, stop: int) -> bytes:
-        """Return xxh3_rows of the buffer's bytes; RuntimeError without an eighth of them free on the device."""
+        """Return xxh3_rows of the buffer's bytes; needs an eighth of them on the device, or RuntimeError."""
         with self._stream():
             return kernels.digest_bytes(kernels.row_digests(buffer.tensor[start:stop]))
 

@@ -15,7 +15,8 @@ pytest.importorskip("vllm", reason="these tests need the vllm environment: make 
 
 import kv_layouts as kv
 import torch
-from cuda_sim import on_simulation, simulation
+from cuda_sim import simulation
+from cuda_torch import on_simulation
 
 from fskv.config import Deadline
 from fskv.data_path.breaker import Breaker

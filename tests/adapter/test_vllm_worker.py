@@ -6,7 +6,8 @@ import threading
 import warnings
 
 import pytest
-from cuda_sim import SimEvent, on_simulation, simulation
+from cuda_sim import SimEvent, simulation
+from cuda_torch import on_simulation
 from world import VLLM, make_identity, wait_for
 
 pytest.importorskip("vllm", reason="needs the vllm environment: make test")

@@ -1,8 +1,7 @@
-"""A CUDA device without a GPU: the simulated driver of native/cuda_sim.c, and torch on it.
+"""A CUDA device without a GPU: the simulated driver of native/cuda_sim.c.
 
-`Sim` is the driver; `Gpu` one of its devices, as an engine uses it. `on_simulation` puts the few calls of
-torch.cuda that fskv makes on the driver, so that `CudaDevice` runs unchanged. Its tensors are
-torch's own, on addresses that the host may not touch: who looks into one without the driver is named.
+`Sim` is the driver; `Gpu` one of its devices, as an engine uses it. `cuda_torch` puts torch on it. KV tensors
+are torch's own, on addresses that the host may not touch: who looks into one without the driver is named.
 
 What this shows: order, contexts, lifetimes, bounds, bytes, calls. What it does not: speed, and whether a real
 driver agrees with the simulation.
@@ -13,22 +12,19 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import mmap
 import os
 import tempfile
-import threading
 from pathlib import Path
 
 import numpy as np
 import torch
 from native_build import build
 
-from fskv.transports import cuda, kernels
-from fskv.transports.host import HostTransport
-
 _NON_BLOCKING = 1
 _BLOCKING_SYNC, _DISABLE_TIMING = 1, 2
-_CAPTURE_RELAXED = 2
+
+# kvikio's own streams are of this kind; fskv's are looked at where there is no kvikio.
+OF_KVIKIO = "cuStreamCreate: a stream that waits for the default stream"
 
 
 class SimError(RuntimeError):
@@ -46,7 +42,6 @@ class Sim:
         lib.sim_open_address.argtypes = [ctypes.c_uint64]
         lib.sim_open_address.restype = ctypes.c_uint64
         lib.sim_limit.argtypes = [ctypes.c_int, ctypes.c_size_t]
-        lib.sim_occupy.argtypes = [ctypes.c_int, ctypes.c_double]
         for name in ("sim_calls", "sim_live", "sim_registered"):
             getattr(lib, name).restype = ctypes.c_size_t
 
@@ -79,10 +74,6 @@ class Sim:
         """Let all calls fail from now on, as after an illegal address."""
         self.lib.sim_lose(device, code)
 
-    def occupy(self, device, seconds):
-        """Let kernels of the engine's hold all multiprocessors for so long."""
-        self.lib.sim_occupy(device, seconds)
-
     def limit(self, device, nbytes):
         """Let no more than so much be allocated beyond what is."""
         self.lib.sim_limit(device, nbytes)
@@ -114,14 +105,12 @@ class Sim:
 
 
 @functools.cache
-def simulation(*, for_all=False):
+def simulation():
     """Build and load the driver; skips the test where there is no C compiler.
 
-    With `for_all` whoever opens libcuda.so.1 in this process gets it, kvikio too: only for a child process.
+    Whoever opens libcuda.so.1 in this process from now on gets it, kvikio too.
     """
     directory = Path(tempfile.gettempdir()) / f"fskv-tests-{os.getuid()}"
-    if not for_all:
-        return Sim(build("cuda_sim", directory))
     name = "libcuda.so.1"
     return Sim(build("cuda_sim", directory, f"-Wl,-soname,{name}", file_name=name))
 
@@ -234,18 +223,6 @@ class Gpu:
 
     # --- the engine's stream ---
 
-    def fill(self, tensor, block, value):
-        """Launch a kernel that fills a block."""
-        at = tensor.data_ptr() + block * tensor.stride(0)
-        with self.current():
-            self.sim.call(
-                "cuMemsetD8Async",
-                ctypes.c_uint64(at),
-                ctypes.c_ubyte(value),
-                ctypes.c_size_t(tensor.shape[1]),
-                self.stream,
-            )
-
     def launch(self, call, stream=None):
         """Launch a call of the host's: a kernel that takes as long as it does."""
         kept = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: call())
@@ -258,165 +235,3 @@ class Gpu:
 
     def synchronize(self):
         self.event().synchronize()
-
-
-# --- torch on it ----------------------------------------------------------------------------------
-
-
-class _Torch:
-    """What fskv uses of torch.cuda, on the simulated driver."""
-
-    def __init__(self, sim):
-        self.sim = sim
-        self.gpus = {}
-        self.local = threading.local()
-        self.real_copy, self.real_empty = torch.Tensor.copy_, torch.empty
-
-    def gpu(self, device):
-        index = torch.device(device).index or 0
-        if index not in self.gpus:
-            self.gpus[index] = Gpu(self.sim, index)
-        return self.gpus[index]
-
-    def set_device(self, device):
-        self.local.gpu = self.gpu(device)
-        self.sim.call("cuCtxSetCurrent", self.local.gpu.context)
-
-    def external_stream(self, address, device):
-        return _Stream(self, self.gpu(device), ctypes.c_void_p(address))
-
-    def stream_of_pool(self, device=None):
-        gpu = self.gpu(device)
-        return _Stream(self, gpu, gpu.stream)  # as the engine's are
-
-    @contextlib.contextmanager
-    def stream(self, stream):
-        before = getattr(self.local, "stream", None)
-        self.local.stream = stream
-        with stream.gpu.current():
-            try:
-                yield
-            finally:
-                self.local.stream = before
-
-    @property
-    def engine_stream(self):
-        """The current stream of an engine's thread: one of its own, and not the default stream."""
-        gpu = getattr(self.local, "gpu", None) or self.gpu("cuda")
-        return getattr(self.local, "stream", None) or _Stream(self, gpu, gpu.stream)
-
-    @property
-    def stream_now(self):
-        stream = getattr(self.local, "stream", None)
-        return stream.handle if stream else None
-
-    def is_device(self, address):
-        return self.sim.open_address(address) != 0
-
-    def copy_(self, target, source, non_blocking=False):
-        to_device, from_device = map(self.is_device, (target.data_ptr(), source.data_ptr()))
-        if not to_device and not from_device:
-            return self.real_copy(target, source, non_blocking)
-        name = f"cuMemcpy{'D' if from_device else 'H'}to{'D' if to_device else 'H'}Async_v2"
-        self.sim.call(
-            name,
-            ctypes.c_uint64(target.data_ptr()),
-            ctypes.c_uint64(source.data_ptr()),
-            ctypes.c_size_t(target.numel()),
-            self.stream_now,
-        )
-        return target
-
-    def pinned(self, nbytes):
-        """Registered memory; not any more once nobody refers to it."""
-        memory = _Pinned(-1, nbytes)
-        tensor = torch.frombuffer(memory, dtype=torch.uint8)
-        memory.register(next(iter(self.gpus.values())), tensor.data_ptr())
-        return tensor
-
-    def empty(self, *shape, **options):
-        if options.pop("pin_memory", False):
-            return self.pinned(shape[0])
-        device = options.get("device")
-        if device is not None and torch.device(device).type == "cuda":
-            return self.gpu(device).flat(shape[0])
-        return self.real_empty(*shape, **options)
-
-
-class _Pinned(mmap.mmap):
-    gpu = None  # until the driver has taken it
-
-    def register(self, gpu, address):
-        place = ctypes.c_void_p(address)
-        with gpu.current():
-            gpu.sim.call("cuMemHostRegister_v2", place, ctypes.c_size_t(len(self)), 1)
-        self.gpu, self.address = gpu, place
-
-    def __del__(self):
-        """On any thread, whenever the collector comes, maybe in a test that has lost the device.
-
-        Torch relaxes captures there.
-        """
-        if self.gpu is None:
-            return
-        mode, lib = ctypes.c_int(_CAPTURE_RELAXED), self.gpu.sim.lib
-        lib.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
-        with contextlib.suppress(SimError), self.gpu.current():
-            lib.cuMemHostUnregister(self.address)
-        lib.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
-
-
-class _Stream:
-    def __init__(self, simulated, gpu, handle):
-        self.simulated, self.gpu, self.handle = simulated, gpu, handle
-
-    def wait_event(self, event):
-        with self.gpu.current():
-            self.gpu.sim.call("cuStreamWaitEvent", self.handle, event.handle, 0)
-
-    def synchronize(self):
-        with self.gpu.current():
-            self.gpu.sim.call("cuStreamSynchronize", self.handle)
-
-
-class _Event(SimEvent):
-    """torch.cuda.Event."""
-
-    def __init__(self, simulated, *, blocking=False):
-        self._simulated = simulated
-        super().__init__(simulated.engine_stream.gpu, blocking=blocking)
-
-    def record(self, stream=None):
-        self.record_on((stream or self._simulated.engine_stream).handle)
-
-
-def on_simulation(patch, sim):
-    """Put fskv's CUDA path on the simulated driver; `patch` has pytest's `setattr`."""
-    simulated = _Torch(sim)
-    patch.setattr(cuda, "LIBCUDA", sim.path)
-    patch.setattr(kernels, "available", lambda _: None)
-    patch.setattr(torch.cuda, "set_device", simulated.set_device)
-    patch.setattr(torch.cuda, "Event", functools.partial(_Event, simulated))
-    patch.setattr(torch.cuda, "Stream", simulated.stream_of_pool)
-    patch.setattr(torch.cuda, "ExternalStream", simulated.external_stream)
-    patch.setattr(torch.cuda, "stream", simulated.stream)
-    patch.setattr(torch, "empty", simulated.empty)
-    patch.setattr(
-        torch.Tensor,
-        "copy_",
-        lambda target, source, non_blocking=False: simulated.copy_(target, source, non_blocking),
-    )
-    return simulated
-
-
-def device_world(make_world, gpu, *, num_slots=40, **options):
-    """Make a World whose pages are on a device; `world.tensors` are for looking at them from beside."""
-    closed = []
-
-    def make_transport(tensors, nbytes, **given):
-        closed.extend(gpu.tensor(*t.shape, t.stride(0)) for t in tensors)
-        return HostTransport(closed, nbytes, num_slots=num_slots, **given)
-
-    world = make_world(native=True, make_transport=make_transport, **options)
-    world.tensors = [torch.from_numpy(gpu.opened(t).view(np.int8)) for t in closed]
-    return world

@@ -1,4 +1,4 @@
-"""Tensors of a CUDA device without a GPU: as much of torch.cuda as test_gpu.py and `fskv bench` call.
+"""torch.cuda without a GPU, on the simulated driver: as much as fskv, test_gpu.py and `fskv bench` call.
 
 `DeviceTensor` lies in the simulated driver's memory, which the host may not touch. What changes it is
 launched on the thread's current stream and runs late; what is asked of it waits for that stream. Triton does
@@ -9,14 +9,20 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
+import mmap
+import threading
 import time
+import weakref
 
+import numpy as np
 import torch
-from cuda_sim import SimEvent, on_simulation
+from cuda_sim import Gpu, SimEvent
 from torch._C import DisableTorchFunctionSubclass as Plain
 
 from fskv.format.integrity import xxh3_rows
-from fskv.transports import kernels
+from fskv.transports import cuda, kernels
+from fskv.transports.host import HostTransport
 
 LEFT_OUT = {
     "test_the_kernels_run_here": "Triton's kernels need a GPU; those of the simulation are the host's",
@@ -73,22 +79,44 @@ def _opened(value):
         return torch.as_strided(flat, value.shape, value.stride())
 
 
-class _CudaTorch:
-    """Put in front of cuda_sim's `_Torch`: tensors, the current stream, the device's own calls."""
+def moved_to_device(tensors):
+    """Return tensors of the device; the given ones, of int8 rows, show its memory from now on."""
+    found = []
+    for tensor in tensors:
+        num_rows, nbytes = tensor.shape
+        whole = torch.as_strided(tensor, (num_rows, tensor.stride(0)), tensor.stride())
+        whole = DeviceTensor.torch_of.to_device(whole)
+        tensor.set_(_opened(whole)[:, :nbytes])
+        found.append(whole[:, :nbytes])
+    return found
 
-    def __init__(self, simulated):
-        self.simulated, self.sim = simulated, simulated.sim
-        self.gpu = simulated.gpu("cuda:0")
+
+class _Torch:
+    """What stands for torch.cuda: tensors, streams, the device's own calls."""
+
+    def __init__(self, sim):
+        self.sim, self.gpus, self.local = sim, {}, threading.local()
         self.errors, self.dead = [], []
-        self.reals = {
-            name: getattr(torch, name) for name in ("zeros", "ones", "tensor", "as_tensor")
-        }
-        self.plain_empty, self.plain_copy = torch.empty, torch.Tensor.copy_
-        DeviceTensor.torch_of = self
+        self.real_copy = torch.Tensor.copy_
+
+    def gpu(self, device):
+        index = torch.device(device).index or 0
+        if index not in self.gpus:
+            self.gpus[index] = Gpu(self.sim, index)
+        return self.gpus[index]
+
+    @property
+    def here(self):
+        """The device of the calling thread."""
+        return getattr(self.local, "gpu", None) or self.gpu("cuda")
+
+    def set_device(self, device):
+        self.local.gpu = self.gpu(device)
+        self.sim.call("cuCtxSetCurrent", self.local.gpu.context)
 
     # --- memory ---
 
-    def wrap(self, address, shape, dtype, owner=None):
+    def wrap(self, address, shape, dtype, owner):
         """Return a tensor on the device's memory, which lives as long as any view of it."""
         nbytes = max(1, shape.numel() * dtype.itemsize)
         memory = type("Memory", (ctypes.c_uint8 * nbytes,), {}).from_address(address)
@@ -98,57 +126,93 @@ class _CudaTorch:
             flat[: shape.numel() * dtype.itemsize].view(dtype).view(shape).as_subclass(DeviceTensor)
         )
 
-    def new(self, shape, dtype):
+    def to_device(self, tensor):
         if not self.sim.busy:  # torch's allocator gives memory again in the order of the streams
             while self.dead:
-                self.gpu.free(self.dead.pop())
-        address = self.gpu.allocate(max(1, shape.numel() * dtype.itemsize))
-        return self.wrap(address, shape, dtype, _Owner(self.dead, address))
-
-    def to_device(self, tensor):
-        made = self.new(tensor.shape, tensor.dtype)
+                self.here.free(self.dead.pop())
+        address = self.here.allocate(max(1, tensor.numel() * tensor.dtype.itemsize))
+        made = self.wrap(address, tensor.shape, tensor.dtype, _Owner(self.dead, address))
         with Plain():
-            self.simulated.real_copy(_opened(made), tensor)
+            self.real_copy(_opened(made), tensor)
         return made
 
-    def factory(self, name):
-        real = self.reals[name]
-
+    def factory(self, real):
         def made(*args, **options):
+            if options.pop("pin_memory", False):
+                return self.pinned(args[0])
             if torch.device(options.get("device") or "cpu").type != "cuda":
                 return real(*args, **options)
             del options["device"]
-            if name == "tensor":
+            if real.__name__ == "tensor":
                 return real(*args, **options)  # an index: the host's does
-            if name == "as_tensor":
+            if real.__name__ == "as_tensor":
                 of = args[0].__cuda_array_interface__
                 return self.wrap(of["data"][0], torch.Size(of["shape"]), torch.uint8, args[0])
             return self.to_device(real(*args, **options))
 
         return made
 
-    def empty(self, *shape, **options):
-        if torch.device(options.get("device") or "cpu").type != "cuda":
-            return self.plain_empty(*shape, **options)
-        meta = self.simulated.real_empty(*shape, **{**options, "device": "meta"})
-        return self.new(meta.shape, meta.dtype)
+    def pinned(self, nbytes):
+        """Registered memory; not any more once nobody refers to it, on whatever thread that is noticed."""
+        memory, driver = mmap.mmap(-1, nbytes), cuda.Driver(self.here.index)
+        tensor = torch.frombuffer(memory, dtype=torch.uint8)
+        place = ctypes.c_void_p(tensor.data_ptr())
+        with self.here.current():
+            self.sim.call("cuMemHostRegister_v2", place, ctypes.c_size_t(nbytes), 1)
+
+        def release():
+            # A test may have lost the device, or capture a graph.
+            with contextlib.suppress(RuntimeError), driver.current():
+                self.sim.lib.cuMemHostUnregister(place)
+
+        weakref.finalize(memory, release)
+        return tensor
 
     def copy_(self, target, source, non_blocking=False):
-        if (
-            not non_blocking
-            and isinstance(target, DeviceTensor)
-            and not isinstance(source, DeviceTensor)
-        ):
+        to_device, from_device = (self.sim.open_address(t.data_ptr()) for t in (target, source))
+        if not to_device and not from_device:
+            return self.real_copy(target, source, non_blocking)
+        if not non_blocking and not from_device:
             # From memory of any kind: over when it returns.
-            self.launch_call(lambda: self.simulated.real_copy(_opened(target), source))
+            self.launch_call(lambda: self.real_copy(_opened(target), source))
             self.current_stream().synchronize()
             return target
-        return self.plain_copy(target, source, non_blocking)
+        stream = getattr(self.local, "stream", None)
+        self.sim.call(
+            f"cuMemcpy{'D' if from_device else 'H'}to{'D' if to_device else 'H'}Async_v2",
+            ctypes.c_uint64(target.data_ptr()),
+            ctypes.c_uint64(source.data_ptr()),
+            ctypes.c_size_t(target.numel()),
+            stream and stream.handle,
+        )
+        return target
+
+    def row_digests(self, buffer):
+        self.current_stream().synchronize()
+        digests = xxh3_rows(_opened(buffer).numpy().data)
+        return torch.frombuffer(bytearray(digests), dtype=torch.int64)
 
     # --- streams ---
 
+    def external_stream(self, address, device):
+        return _Stream(self.gpu(device), ctypes.c_void_p(address))
+
+    def new_stream(self, device=None):
+        return _Stream(self.here, self.here.new_stream())
+
+    @contextlib.contextmanager
+    def stream(self, stream):
+        before = getattr(self.local, "stream", None)
+        self.local.stream = stream
+        with stream.gpu.current():
+            try:
+                yield
+            finally:
+                self.local.stream = before
+
     def current_stream(self, device=None):
-        return getattr(self.simulated.local, "stream", None) or _Current(self, self.gpu.stream)
+        """That of an engine's thread is one of its own, and not the default stream."""
+        return getattr(self.local, "stream", None) or _Stream(self.here, self.here.stream)
 
     def launch_call(self, call):
         def run():
@@ -158,19 +222,11 @@ class _CudaTorch:
             except BaseException as error:
                 self.errors.append(repr(error))
 
-        kept = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: run())
-        self.gpu._calls.append(kept)
-        with self.gpu.current():
-            self.sim.call("cuLaunchHostFunc", self.current_stream().handle, kept, None)
+        self.here.launch(run, self.current_stream().handle)
 
     def synchronize(self, device=None):
         while self.sim.busy:
             time.sleep(0.0005)
-
-    def row_digests(self, buffer):
-        self.current_stream().synchronize()
-        digests = xxh3_rows(_opened(buffer).numpy().data)
-        return torch.frombuffer(bytearray(digests), dtype=torch.int64)
 
 
 class _Owner:
@@ -181,46 +237,70 @@ class _Owner:
         self.dead.append(self.address)
 
 
-class _Current:
-    """A stream of the engine's."""
-
-    def __init__(self, cuda, handle):
-        self.cuda, self.gpu, self.handle = cuda, cuda.gpu, handle
+class _Stream:
+    def __init__(self, gpu, handle):
+        self.gpu, self.handle = gpu, handle
 
     def record_event(self):
         return SimEvent(self.gpu, self.handle)
 
     def synchronize(self):
-        self.record_event().synchronize()
-
-    def wait_event(self, event):
         with self.gpu.current():
-            self.gpu.sim.call("cuStreamWaitEvent", self.handle, event.handle, 0)
+            self.gpu.sim.call("cuStreamSynchronize", self.handle)
 
 
-def tensors_on_simulation(patch, sim):
-    """Put torch.cuda's tensors on the simulated driver as well; `patch` has pytest's `setattr`."""
-    cuda = _CudaTorch(on_simulation(patch, sim))
-    for name in cuda.reals:
-        patch.setattr(torch, name, cuda.factory(name))
-    patch.setattr(torch, "empty", cuda.empty)
+class _Event(SimEvent):
+    """torch.cuda.Event."""
+
+    def __init__(self, simulated, *, blocking=False):
+        self._simulated = simulated
+        super().__init__(simulated.current_stream().gpu, blocking=blocking)
+
+    def record(self, stream=None):
+        self.record_on((stream or self._simulated.current_stream()).handle)
+
+
+def on_simulation(patch, sim):
+    """Put torch.cuda, and so fskv, on the simulated driver; `patch` has pytest's `setattr`."""
+    made = DeviceTensor.torch_of = _Torch(sim)
+    patch.setattr(cuda, "LIBCUDA", sim.path)
+    for real in (torch.empty, torch.zeros, torch.ones, torch.tensor, torch.as_tensor):
+        patch.setattr(torch, real.__name__, made.factory(real))
     patch.setattr(
         torch.Tensor,
         "copy_",
-        lambda target, source, non_blocking=False: cuda.copy_(target, source, non_blocking),
+        lambda target, source, non_blocking=False: made.copy_(target, source, non_blocking),
     )
-    patch.setattr(kernels, "row_digests", cuda.row_digests)
+    patch.setattr(kernels, "available", lambda _: None)
+    patch.setattr(kernels, "row_digests", made.row_digests)
     patch.setattr(kernels, "digest_bytes", lambda digests: bytes(digests.numpy().tobytes()))
     for name, call in {
         "is_available": lambda: True,
         "device_count": lambda: 1,
         "current_device": lambda: 0,
-        "current_stream": cuda.current_stream,
-        "synchronize": cuda.synchronize,
-        "Stream": lambda device=None: _Current(cuda, cuda.gpu.new_stream()),
+        "set_device": made.set_device,
+        "Event": functools.partial(_Event, made),
+        "Stream": made.new_stream,
+        "ExternalStream": made.external_stream,
+        "stream": made.stream,
+        "current_stream": made.current_stream,
+        "synchronize": made.synchronize,
         "mem_get_info": lambda device=None: ((1 << 36) - sim.live(0), 1 << 36),
-        "_sleep": lambda cycles: cuda.launch_call(lambda: time.sleep(cycles / _CYCLES_PER_S)),
+        "_sleep": lambda cycles: made.launch_call(lambda: time.sleep(cycles / _CYCLES_PER_S)),
         "device": lambda device: contextlib.nullcontext(),
     }.items():
         patch.setattr(torch.cuda, name, call)
-    return cuda
+    return made
+
+
+def device_world(make_world, gpu, *, num_slots=40, **options):
+    """Make a World whose pages are on a device; `world.tensors` are for looking at them from beside."""
+    closed = []
+
+    def make_transport(tensors, nbytes, **given):
+        closed.extend(gpu.tensor(*t.shape, t.stride(0)) for t in tensors)
+        return HostTransport(closed, nbytes, num_slots=num_slots, **given)
+
+    world = make_world(native=True, make_transport=make_transport, **options)
+    world.tensors = [torch.from_numpy(gpu.opened(t).view(np.int8)) for t in closed]
+    return world

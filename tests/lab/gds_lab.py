@@ -1,139 +1,56 @@
-"""GDS without a GPU: the real kvikio on host memory that a stub of libcuda calls device memory.
+"""GDS without a GPU: the real kvikio and the product's CudaDevice, over the simulated driver (cuda_sim.py).
 
 What runs is kvikio's own compat path, with its bounce buffers, on real files. What is not shown: cuFile, a
-GPU, its ordering, the kernels. The device is a stand-in too: its copies are numpy's.
+GPU, its ordering, the kernels.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib.util
-import mmap
-import os
-import tempfile
-import threading
-from pathlib import Path
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from cuda_stub import build_stub, load_stub
-from native_build import build
+import torch
+from cuda_sim import simulation
+from cuda_torch import moved_to_device, on_simulation
 
-from fskv.format import chunk_file
-from fskv.format.integrity import xxh3_rows
 from fskv.gds_io import GdsSlot, GdsTransport
-from fskv.native import _native
-from fskv.transports.cuda import Driver, flat_bytes
-
-_ARENA_NBYTES = 256 << 20  # address space; only what is used becomes memory
+from fskv.transports.cuda import CudaDevice
+from fskv.transports.cuda_native import NativeCuda
 
 
 def needs_kvikio():
-    """Skip where the real kvikio cannot be run on the stub."""
+    """Skip where the real kvikio cannot be run on the simulated driver."""
     if importlib.util.find_spec("kvikio") is None:
         pytest.skip("kvikio is not installed: pip install 'fskv[gds]'")
-    import torch
-
     if torch.cuda.is_available():
-        pytest.skip("the stub would stand beside a real libcuda; test_gpu.py has a GPU's tests")
-
-
-@functools.cache
-def stub():
-    """Load the stub as the libcuda of this process. Skips where it or kvikio cannot be had."""
-    needs_kvikio()
-    directory = Path(tempfile.gettempdir()) / f"fskv-tests-{os.getuid()}"
-    return load_stub(build_stub(functools.partial(_build_in, directory)))
-
-
-def _build_in(directory, name, *flags, **options):
-    return build(name, directory, *flags, **options)
-
-
-@functools.cache
-def _arena():
-    """Return the one range of "device memory" of this process."""
-    array = np.frombuffer(mmap.mmap(-1, _ARENA_NBYTES), np.uint8)
-    stub().declare_device(array.ctypes.data, array.nbytes)
-    return SimpleNamespace(array=array, used=0, free={}, lock=threading.Lock())
-
-
-class _Piece:
-    """A buffer as kvikio sees it; its end is noted, so that a test can ask who lives."""
-
-    def __init__(self, device, nbytes):
-        self._device = device
-        arena = _arena()
-        size = chunk_file.align(nbytes) + 2 * chunk_file.ALIGNMENT  # with a gap to the next one
-        with arena.lock:
-            spare = arena.free.setdefault(size, [])
-            if spare:
-                at = spare.pop()
-            else:
-                at, arena.used = arena.used, arena.used + size
-                assert arena.used <= _ARENA_NBYTES
-        self._spare, self._at = spare, at
-        self.array = arena.array[at : at + nbytes]
-        self.array[:] = 0xEE
-        self.__cuda_array_interface__ = {
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "data": (self.array.ctypes.data, False),
-            "version": 2,
-        }
-        device.num_alive += 1
-
-    def __del__(self):
-        self._device.num_alive -= 1
-        self._spare.append(self._at)
-
-
-class StubDevice:
-    """The device of `GdsTransport`, in host memory."""
-
-    def __init__(self, tensors):
-        stub()
-        _arena()
-        self.kernels_missing = None
-        self.num_alive = 0  # buffers
-        self.pages = _native.Pages([flat_bytes(tensor).numpy() for tensor in tensors])
-        self._driver = Driver(0)
-
-    def compile_kernels(self):
-        pass
-
-    def enter_thread(self):
-        pass
-
-    def new_buffer(self, nbytes):
-        # As where cuMemAlloc is not page-aligned: the buffer begins inside its allocation.
-        piece = _Piece(self, nbytes + chunk_file.ALIGNMENT)
-        offset = -(piece.array.ctypes.data + 1) % chunk_file.ALIGNMENT + 1
-        return SimpleNamespace(
-            piece=piece, offset=offset, array=piece.array[offset : offset + nbytes]
+        pytest.skip(
+            "the simulation would stand beside a real libcuda; test_gpu.py has a GPU's tests"
         )
 
-    def io_buffer(self, buffer):
-        return buffer.piece, buffer.offset
 
-    def io_context(self):
-        return self._driver.current()
+def simulated(patch):
+    """Put torch.cuda on the simulated driver, which kvikio finds as well; returns the driver."""
+    needs_kvikio()
+    sim = simulation()
+    sim.reset()
+    on_simulation(patch, sim)
+    return sim
 
-    def address(self, buffer):
-        return buffer.array
 
-    def fill_zero(self, buffer, start, stop):
-        buffer.array[start:stop] = 0
+@functools.cache
+def simulated_for_good():
+    """For a child process."""
+    return simulated(SimpleNamespace(setattr=setattr))
 
-    def put(self, buffer, data):
-        buffer.array[: len(data)] = np.frombuffer(data, np.uint8)
 
-    def take(self, buffer, nbytes):
-        return buffer.array[:nbytes].tobytes()
-
-    def row_digests(self, buffer, start, stop):
-        return xxh3_rows(buffer.array[start:stop].data)
+def make_device(tensors):
+    """Move host tensors to the device; they show its memory from now on, from beside."""
+    return CudaDevice(moved_to_device(tensors))
 
 
 class LabSlot(GdsSlot):
@@ -143,11 +60,13 @@ class LabSlot(GdsSlot):
 
     @property
     def array(self):
-        return self.buffer.array
+        tensor = self.buffer.tensor
+        at = simulation().open_address(tensor.data_ptr())
+        return np.frombuffer((ctypes.c_uint8 * tensor.numel()).from_address(at), np.uint8)
 
     @property
     def view(self):
-        return self.buffer.array.data
+        return self.array.data
 
 
 class LabTransport(GdsTransport):
@@ -161,10 +80,11 @@ def make_transport(
     tensors, slot_nbytes, *, probe_dir, direct_io="auto", file_mode=0o600, fsync=False
 ):
     """Make a GdsTransport, called like HostTransport."""
-    device = StubDevice(tensors)
+    device = make_device(tensors)
+    copies = NativeCuda(device, slot_nbytes, None, num_lanes=2, slots_on_device=True)
     return LabTransport(
         device,
-        device.pages,
+        copies.pages,
         slot_nbytes,
         direct_io=direct_io != "off",
         file_mode=file_mode,
@@ -173,13 +93,24 @@ def make_transport(
 
 
 class Kvikio:
-    """The real kvikio module behind a transport: notes registrations; tests put calls of their own in."""
+    """The real kvikio module behind a transport: notes registrations; tests put calls of their own in.
+
+    `alive` are the allocations of slots, as long as each lives.
+    """
 
     def __init__(self, transport):
         self._real = transport._kvikio
+        self.alive = weakref.WeakSet()
+        self._new_buffer = transport._device.new_buffer
+        transport._device.new_buffer = self._noted_buffer
         self.registered = []  # of (event, id of the allocation)
         self.read = self.write = None  # called as (file, buffer, size, file_offset, buffer_offset)
         transport._kvikio = self
+
+    def _noted_buffer(self, nbytes):
+        buffer = self._new_buffer(nbytes)
+        self.alive.add(buffer.allocation)
+        return buffer
 
     def memory_register(self, buffer):
         self.registered.append(("register", id(buffer)))

@@ -13,8 +13,6 @@ from types import SimpleNamespace
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 LATE_S = 0.002
-# kvikio's own streams are of this kind; fskv's are looked at where there is no kvikio.
-OF_KVIKIO = "cuStreamCreate: a stream that waits for the default stream"
 
 
 def main(arguments):
@@ -23,12 +21,12 @@ def main(arguments):
     sys.path[:0] = [repository]
     if HERE not in sys.path:
         sys.path.append(HERE)
-    from cuda_sim import SimEvent, simulation
-    from cuda_torch import LEFT_OUT, tensors_on_simulation
+    from cuda_sim import OF_KVIKIO, SimEvent, simulation
+    from cuda_torch import LEFT_OUT, on_simulation
 
-    sim = simulation(for_all=True)
+    sim = simulation()
     sim.reset(1, LATE_S)
-    cuda = tensors_on_simulation(SimpleNamespace(setattr=setattr), sim)
+    cuda = on_simulation(SimpleNamespace(setattr=setattr), sim)
     if arguments[0] == "--no-waits":
         SimEvent.query, SimEvent.synchronize = (lambda self: True), (lambda self: None)
         arguments = arguments[1:]

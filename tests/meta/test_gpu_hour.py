@@ -137,20 +137,6 @@ def test_a_part_ends_in_time_and_says_what_it_did_not_begin(tmp_path):
     )
 
 
-def test_every_step_is_one_that_can_be_run_here():
-    """What it runs is there, and its names are told apart."""
-    assert plan.PARTS == ("a", "b", "c")
-    for part in plan.PARTS:
-        steps = plan.steps(part, quick=False)
-        names = [step.name for step in steps]
-        assert names[:2] == ["facts", plan.EXTENSION]
-        assert len(set(names)) == len(names)
-        for step in steps:
-            for word in step.command:
-                if word.startswith(("tests/", "benchmarks/")):
-                    assert (REPOSITORY / word).exists(), word
-
-
 def test_the_compiler_alone_builds_the_extension(tmp_path, monkeypatch):
     for path in ("fskv/csrc", "fskv/__init__.py"):
         (tmp_path / path).parent.mkdir(exist_ok=True)

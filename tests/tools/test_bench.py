@@ -51,7 +51,7 @@ from typer.testing import CliRunner  # noqa: E402
 
 from fskv.offload import mover  # noqa: E402
 from fskv.root.filesystem import Space  # noqa: E402
-from fskv.transports import choice, evidence, host  # noqa: E402
+from fskv.transports import evidence, host  # noqa: E402
 from fskv.types import Status  # noqa: E402
 
 TINY = [
@@ -478,22 +478,14 @@ def test_advice_is_for_the_page_cache_where_that_is_clearly_faster_and_none_with
 
 @pytest.mark.parametrize("works", [True, False])
 def test_gds_takes_part_where_the_pages_are_on_a_gpu(tmp_path, monkeypatch, works):
-    """kvikio and its files are real, the GPU is the stub's; without one there is a sentence and no row."""
-    gds_lab.stub()
-    real = mover.open_transport
-
-    def on_the_stub(tensors, *args, transport, **options):
-        device = gds_lab.StubDevice(tensors) if works and transport == "gds" else None
-        return real(tensors, *args, transport=transport, device=device, **options)
-
-    # The stub has no cuFile: as if it had carried the probe. Its device brings its pages.
+    """kvikio and its files are real, the GPU is simulated; without one there is a sentence and no row."""
+    gds_lab.simulated(monkeypatch)
+    # The GPU has no cuFile: as if that had carried the probe.
     monkeypatch.setattr(evidence, "bounces", lambda facts: False)
-    monkeypatch.setattr(choice, "NativeCuda", lambda device, *_, **__: device)
-    monkeypatch.setattr(mover, "open_transport", on_the_stub)
-    monkeypatch.setattr(measure, "pick_device", lambda wanted: "cuda")
-    on_cpu = measure.KvMemory
-    monkeypatch.setattr(measure, "KvMemory", lambda nbytes, page, _: on_cpu(nbytes, page, "cpu"))
-    result = run(tmp_path, "--direct-io", "off", "--json")
+    if not works:
+        real = measure.KvMemory
+        monkeypatch.setattr(measure, "KvMemory", lambda nbytes, page, _: real(nbytes, page, "cpu"))
+    result = run(tmp_path, "--direct-io", "off", "--json", "--device", "cuda")
     assert result.exit_code == 0, result.output
     rows = json.loads(result.stdout)
     assert all(row["error"] is None and row["verified"] for row in rows)

@@ -18,9 +18,11 @@ import time
 
 import numpy as np
 import pytest
-from cuda_sim import Gpu, SimError, device_world, on_simulation, simulation
+from cuda_sim import Gpu, SimError, simulation
+from cuda_torch import device_world, on_simulation
 from test_jobs import Bench
-from world import damage, read_by_hand, returns_in_time, wait_for
+from test_readiness import stored
+from world import read_by_hand, returns_in_time, wait_for
 
 from fskv.config import StoreConfig
 from fskv.data_path.job import FileMove, State
@@ -112,8 +114,8 @@ def path(request, sim):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_stores_and_loads_are_between_the_steps_of_the_engine(make_device, sim, path, seed):
-    sim.reset(seed, LATE_S * seed)
     bench = make_device(num_threads=3)
+    sim.reset(seed, LATE_S * seed)
     contents = {}
     for n in range(4):
         ready, contents[n] = bench.pending_step(bench.blocks(n), seed + n)
@@ -140,6 +142,7 @@ def test_stores_and_loads_are_between_the_steps_of_the_engine(make_device, sim, 
     bench.gpu.synchronize()
     for n in range(4):
         assert bench.world.pages(bench.blocks(10 + n)) == contents[n]
+    assert bool(sim.calls("cuLaunchKernel")) is (path == "kernel")
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -195,9 +198,7 @@ def test_a_job_that_is_given_up_waits_for_its_copies_and_no_late_one_follows(mak
     sim.reset(5, 0.2)
     bench = make_device(num_threads=4)
     sim.reset(5, 0.0)
-    job, _ = bench.store(list(range(4)))
-    bench.finish(job)
-    bench.wait_until_idle()
+    stored(bench, list(range(4)))
     for late in (0.0, 0.05, 0.2):
         sim.reset(6, late)
         load = bench.load(list(range(4)), place=20)
@@ -210,52 +211,9 @@ def test_a_job_that_is_given_up_waits_for_its_copies_and_no_late_one_follows(mak
         assert all(bench.poisoned(20 + i) for i in range(4))
 
 
-def test_a_disk_that_hangs_holds_no_lane_and_no_page(make_device, sim, monkeypatch):
-    """More reads hang than there are lanes, and chunks are still copied."""
-    bench = make_device(num_threads=6, num_slots=40)
-    job, contents = bench.store(list(range(12)))
-    bench.finish(job)
-    bench.wait_until_idle()
-    released, get = threading.Event(), bench.world.store.get
-    for n in range(5):
-        damage(bench.world.path(n), bench.world.base + 70_000)  # these are Python's
-
-    def hang(*arguments):
-        released.wait(30)
-        return get(*arguments)
-
-    monkeypatch.setattr(bench.world.store, "get", hang)
-    hung = bench.load(list(range(5)), place=20)
-    good = bench.load(list(range(5, 12)), place=30)
-    assert not bench.finish(good)[0].failed
-    for n in range(5, 12):
-        assert bench.world.pages(bench.blocks(25 + n)) == contents[n]
-    bench.clock.advance(100)
-    assert bench.finish(hung)[0].failed
-    assert all(bench.poisoned(20 + i) for i in range(5))
-    wait_for(lambda: bench.poll() is not None and bench.runner.num_threads_hung >= 1)
-    released.set()
-    bench.wait_until_idle()
-    assert all(bench.poisoned(20 + i) for i in range(5))
-
-
-def test_two_ranks_on_two_devices_touch_only_their_own(make_device, sim, tmp_path):
-    benches = [make_device(index=i, root=tmp_path / f"kv{i}", num_threads=3) for i in (0, 1)]
-    jobs = [bench.store(list(range(6)), seed=40 * i) for i, bench in enumerate(benches)]
-    for bench, (job, _) in zip(benches, jobs, strict=True):
-        bench.finish(job)
-    for bench, (_, contents) in zip(benches, jobs, strict=True):
-        bench.wait_until_idle()
-        bench.finish(bench.load(list(range(6)), place=20))
-        for n, content in contents.items():
-            assert bench.world.pages(bench.blocks(20 + n)) == content
-
-
 def test_a_rank_makes_no_context_on_another_gpu(make_device, sim, path):
     bench = make_device(index=1)
-    job, _ = bench.store([1, 2])
-    bench.finish(job)
-    bench.wait_until_idle()
+    stored(bench, [1, 2])
     assert not bench.finish(bench.load([1, 2], place=9))[0].failed
     assert sim.contexts(0) == 0
     assert sim.contexts(1) > 0
@@ -428,13 +386,9 @@ def test_nothing_runs_after_a_copy_that_failed(sim, make_pair, way):
 
 def test_a_chunk_is_one_kernel_and_one_copy_and_allocates_nothing(make_device, sim):
     bench = make_device(num_threads=1)
-    job, _ = bench.store([0])
-    bench.finish(job)
-    bench.wait_until_idle()
+    stored(bench, [0])
     sim.reset(1, 0.0)
-    job, _ = bench.store(list(range(1, 6)), place=3)
-    bench.finish(job)
-    bench.wait_until_idle()
+    stored(bench, list(range(1, 6)), place=3)
     bench.finish(bench.load(list(range(1, 6)), place=20))
     bench.wait_until_idle()
     assert sim.calls("cuLaunchKernel") == 10
@@ -481,9 +435,7 @@ def test_no_capture_of_the_engines_is_spoilt(make_device, sim, path):
     bench = make_device(num_threads=2)
 
     def moved(chunks):
-        job, _ = bench.store(chunks)
-        bench.finish(job)
-        bench.wait_until_idle()
+        stored(bench, chunks)
         assert not bench.finish(bench.load(chunks, place=9))[0].failed
         bench.wait_until_idle()
 
@@ -493,7 +445,7 @@ def test_no_capture_of_the_engines_is_spoilt(make_device, sim, path):
 
 @pytest.mark.parametrize("relaxed", [True, pytest.param(False, id="control")])
 def test_no_capture_is_spoilt_by_who_waits_for_the_engines_events(
-    make_device, sim, monkeypatch, path, relaxed
+    make_device, sim, monkeypatch, relaxed
 ):
     """It waits for the first when the capture begins, and for the second during it."""
     if not relaxed:
@@ -526,16 +478,6 @@ def test_no_capture_is_spoilt_by_memory_for_gds(sim, monkeypatch, relaxed):
     spoilt = contextlib.nullcontext() if relaxed else pytest.raises(SimError, match="901")
     with spoilt, captured(sim, gpu), refused:
         driver.free(driver.allocate(4096))
-
-
-def test_negative_control_a_capture_is_spoilt_by_an_allocation(sim):
-    gpu = sim.torch.gpu("cuda:0")
-    with gpu.current():
-        sim.call("cuStreamBeginCapture_v2", gpu.stream, 0)
-    with pytest.raises(SimError, match="900"):
-        gpu.allocate(4096)
-    with gpu.current(), pytest.raises(SimError, match="901"):
-        sim.call("cuStreamEndCapture", gpu.stream, ctypes.byref(ctypes.c_void_p()))
 
 
 # --- bytes ---------------------------------------------------------------------------------------------
@@ -752,36 +694,24 @@ def test_a_driver_that_copies_wrongly_is_not_used(sim, tmp_path, monkeypatch):
 TABLE_NBYTES, TRIAL_NBYTES = 2048 * 24, 3 * (256 << 10)
 
 
-@pytest.mark.parametrize("num_lanes", [0, 1, 3])
+@pytest.mark.parametrize(("num_lanes", "tried"), [(0, False), (0, True), (1, True), (3, True)])
 def test_without_memory_for_a_buffer_there_are_fewer_lanes_or_none(
-    sim, tmp_path, num_lanes, caplog
+    sim, tmp_path, num_lanes, tried, caplog
 ):
+    """Without memory for a trial the path is taken all the same."""
     gpu = sim.torch.gpu("cuda:0")
     tensors = [gpu.tensor(8, 4096) for _ in range(2)]
-    sim.limit(0, num_lanes * (SLOT + TABLE_NBYTES) + TRIAL_NBYTES)
+    sim.limit(0, num_lanes * (SLOT + TABLE_NBYTES) + (TRIAL_NBYTES if tried else 4096))
     transport = HostTransport(tensors, SLOT, probe_dir=str(tmp_path), direct_io="off", num_slots=2)
     device = transport._outside._device
     assert (device.uses_kernel, device.num_lanes) == (num_lanes > 0, num_lanes or 8)
+    assert ("copies are not tried at the start" in caplog.text) is not tried
     for value, tensor in enumerate(tensors):
         gpu.opened(tensor)[:] = value + 3
     slot = transport.new_slot(0)
     table = np.array([(0, 0, 0, 4096), (1, 8192, 4096, 4096)])
     transport.gather(table, slot, 4096)
     assert (slot.array[4096 : 4096 + 8192].reshape(2, -1) == [[3], [4]]).all()
-    transport.close()
-    closes_cleanly(sim)
-
-
-def test_without_memory_for_a_trial_the_path_is_taken_all_the_same(sim, tmp_path, caplog):
-    gpu = sim.torch.gpu("cuda:0")
-    tensor = gpu.tensor(8, 4096)
-    sim.limit(0, 4096)
-    transport = HostTransport([tensor], SLOT, probe_dir=str(tmp_path), direct_io="off")
-    assert "copies are not tried at the start" in caplog.text
-    gpu.opened(tensor)[:] = 7
-    slot = transport.new_slot(0)
-    transport.gather(np.array([(0, 0, 0, 4096), (0, 8192, 4096, 4096)]), slot, 4096)
-    assert (slot.array[4096 : 4096 + 8192] == 7).all()
     transport.close()
     closes_cleanly(sim)
 
@@ -801,9 +731,7 @@ IN_A_COPY = [
 def test_errors_in_copies_cost_no_byte_and_no_later_chunk(make_device, sim, name, times):
     """A copy is tried again, and what was launched before the error is over by then."""
     bench = make_device(num_threads=2)
-    job, contents = bench.store([0, 1, 2])
-    bench.finish(job)
-    bench.wait_until_idle()
+    contents = stored(bench, [0, 1, 2])
     sim.reset(times, LATE_S)
     for _ in range(times):
         sim.fail(name, 999)
@@ -832,67 +760,32 @@ def test_errors_in_copies_cost_no_byte_and_no_later_chunk(make_device, sim, name
     bench.wait_until_idle()
 
 
-def test_each_path_copies_as_it_says(make_device, sim, path):
-    bench = make_device(num_threads=1)
-    sim.reset(3, LATE_S)
-    job, contents = bench.store([0, 1])
-    bench.finish(job)
-    bench.wait_until_idle()
-    bench.poison(range(36, 60))
-    bench.finish(bench.load([0, 1], place=9))
-    bench.wait_until_idle()
-    assert [bench.world.pages(bench.blocks(9 + n)) for n in range(2)] == list(contents.values())
-    copies = sim.calls("cuMemcpyHtoDAsync_v2") + sim.calls("cuMemcpyDtoHAsync_v2")
-    assert (copies > 8) is (path == "spans")
-    assert bool(sim.calls("cuLaunchKernel")) is (path == "kernel")
-
-
-def test_no_more_than_two_copies_to_the_host_run_at_once(sim, make_pair):
-    """The engine's own copies, of the tokens that it sampled, need the same engine of the device."""
-    pair = make_pair([(64, 4096)], num_slots=8)
-    transport, gpu = pair.transports[0], pair.gpu
-    slots = [*pair.slots[:1], *(transport.new_slot(n) for n in range(1, 8))]
-    table = np.array([(0, 4096 * b, 4096 * b, 4096) for b in range(8)], np.int64)
-    sim.reset(1, 0.0)
-    sim.hold(True)
-    out = [threading.Thread(target=transport.gather, args=(table, s, 0)) for s in slots[:6]]
-    into = [threading.Thread(target=transport.scatter, args=(s, 0, table)) for s in slots[6:]]
-    for thread in out:
-        thread.start()
-    wait_for(lambda: sim.calls("cuMemcpyDtoHAsync_v2") == 2)
-    for thread in into:
-        thread.start()
-    wait_for(lambda: sim.calls("cuLaunchKernel") == 4)
-    time.sleep(0.05)
-    assert sim.calls("cuMemcpyDtoHAsync_v2") == 2, "the others wait for a lane"
-    sim.hold(False)
-    for thread in out + into:
-        thread.join(20)
-    assert sim.calls("cuMemcpyDtoHAsync_v2") == 6
-    gpu.synchronize()
-
-
-def test_copies_wait_side_by_side_for_a_device_whose_multiprocessors_are_busy(sim, make_pair):
-    """With a lane for each thread eight chunks wait together; with one, the control, one after the other."""
+@pytest.mark.parametrize("num_out", [6, 0])
+def test_copies_wait_side_by_side_for_a_busy_device_but_only_two_of_them_to_the_host(
+    sim, make_pair, num_out
+):
+    """The engine's own copies, of the tokens that it sampled, need the engine of those to the host."""
     pair = make_pair([(64, 4096)], num_slots=8)
     transport = pair.transports[0]
     slots = [*pair.slots[:1], *(transport.new_slot(n) for n in range(1, 8))]
     table = np.array([(0, 4096 * b, 4096 * b, 4096) for b in range(8)], np.int64)
-
-    def wait_together(busy_s):
-        sim.reset(1, 0.0)
-        sim.occupy(0, busy_s)
-        threads = [threading.Thread(target=transport.scatter, args=(s, 0, table)) for s in slots]
-        for thread in threads:
-            thread.start()
-        wait_for(lambda: sim.calls("cuLaunchKernel") == 8)
-        together = all(thread.is_alive() for thread in threads)
-        for thread in threads:
-            thread.join(60)
-        assert not sim.busy
-        return together
-
-    assert any(wait_together(busy_s) for busy_s in (0.3, 3.0, 30.0))
+    sim.reset(1, 0.0)
+    sim.hold(True)
+    out = [threading.Thread(target=transport.gather, args=(table, s, 0)) for s in slots[:num_out]]
+    into = [threading.Thread(target=transport.scatter, args=(s, 0, table)) for s in slots[num_out:]]
+    for thread in out:
+        thread.start()
+    wait_for(lambda: sim.calls("cuMemcpyDtoHAsync_v2") == min(2, num_out))
+    for thread in into:
+        thread.start()
+    wait_for(lambda: sim.calls("cuLaunchKernel") == min(2, num_out) + len(into))
+    time.sleep(0.05)
+    assert sim.calls("cuMemcpyDtoHAsync_v2") == min(2, num_out), "the others wait for a lane"
+    sim.hold(False)
+    for thread in out + into:
+        thread.join(20)
+    assert sim.calls("cuMemcpyDtoHAsync_v2") == num_out
+    assert not sim.busy
 
 
 def test_a_slot_on_the_device_is_copied_by_the_kernel_alone(sim, make_pair):
@@ -920,25 +813,6 @@ def test_a_slot_on_the_device_is_copied_by_the_kernel_alone(sim, make_pair):
         native_module.copy_spans(host, table[:1], (address, SLOT), 0, True)
 
 
-def test_an_illegal_address_in_a_copy_costs_the_device_and_is_noted(sim):
-    """As on a real one: error 700, at the next wait and from then on. fskv has to check its spans before."""
-    gpu = sim.torch.gpu("cuda:0")
-    device = native_module.Device(sim.path, 0, SLOT, 1)
-    pages = native_module.Pages(
-        [(gpu.allocate(4096), 1 << 20)], device
-    )  # a tensor that is not so long
-    slot = np.zeros(SLOT, np.uint8)
-    device.register(slot)
-    table = np.array([(0, 0, 0, 4096), (0, 512 << 10, 4096, 4096)], np.int64)
-    with pytest.raises(RuntimeError, match="700"):
-        native_module.copy_spans(pages, table, slot, 0, True)
-    assert any("fskv_copy_pieces: " in misuse for misuse in sim.misuses)
-    with pytest.raises(RuntimeError, match="700"):
-        native_module.copy_spans(pages, table[:1], slot, 0, True)
-    sim.reset(1, 0.0)
-    device.close()  # or the slot's memory, which other tests get, stays registered
-
-
 def test_a_lane_that_cannot_be_waited_for_is_used_no_more_and_keeps_its_memory(sim):
     gpu = sim.torch.gpu("cuda:0")
     device = native_module.Device(sim.path, 0, SLOT, 1)
@@ -962,9 +836,7 @@ def test_a_lane_that_cannot_be_waited_for_is_used_no_more_and_keeps_its_memory(s
 @pytest.mark.parametrize("code", [700, 719])
 def test_a_device_that_is_lost_costs_chunks_and_no_thread(make_device, sim, code):
     bench = make_device(num_threads=2)
-    job, contents = bench.store([0, 1, 2])
-    bench.finish(job)
-    bench.wait_until_idle()
+    contents = stored(bench, [0, 1, 2])
     before = [bench.world.pages(bench.blocks(10 + n)) for n in range(3)]
     sim.lose(1, code)
     bench.runner.submit_load(
@@ -984,85 +856,54 @@ def test_a_device_that_is_lost_costs_chunks_and_no_thread(make_device, sim, code
 # --- the simulation: each misuse has a name ----------------------------------------------------------
 
 
-def misuse_host_touch(sim, gpu, pinned):
-    gpu.tensor(2, 4096)[0, 0].item()
-
-
-def misuse_freed_memory(sim, gpu, pinned):
-    address = gpu.allocate(4096)
-    gpu.free(address)
-    to_device(sim, gpu, address, pinned, 4096)
-
-
-def misuse_beyond_an_allocation(sim, gpu, pinned):
-    to_device(sim, gpu, gpu.allocate(4096), pinned, 4097)
-
-
-def misuse_unregistered_host_memory(sim, gpu, pinned):
-    to_device(sim, gpu, gpu.allocate(4096), np.zeros(4096, np.uint8).ctypes.data, 4096)
-
-
-def misuse_a_stream_of_another_context(sim, gpu, pinned):
-    other = sim.torch.gpu("cuda:1")
-    address = gpu.allocate(4096)
-    to_device(sim, gpu, address, pinned, 4096, other.stream)
-
-
-def misuse_on_the_default_stream(sim, gpu, pinned):
-    to_device(sim, gpu, gpu.allocate(4096), pinned, 4096, None)
-
-
-def misuse_no_current_context(sim, gpu, pinned):
+def no_current_context(sim, gpu):
     thread = threading.Thread(target=lambda: sim.lib.cuStreamSynchronize(gpu.stream))
     thread.start()
     thread.join()
 
 
-def misuse_memory_of_another_device(sim, gpu, pinned):
-    to_device(sim, gpu, sim.torch.gpu("cuda:1").allocate(4096), pinned, 4096)
-
-
-def to_device(sim, gpu, address, source, nbytes, stream=False):
+def copy_to_device(sim, gpu, *, to=None, source=None, nbytes=4096, stream=False):
     with gpu.current(), contextlib.suppress(SimError):
         sim.call(
             "cuMemcpyHtoDAsync_v2",
-            ctypes.c_uint64(address),
-            ctypes.c_void_p(source),
+            ctypes.c_uint64(to or gpu.allocate(4096)),
+            ctypes.c_void_p(source or sim.pinned.data_ptr()),
             ctypes.c_size_t(nbytes),
             gpu.stream if stream is False else stream,
         )
 
 
-MISUSES = {name: call for name, call in globals().items() if name.startswith("misuse_")}
+def freed(gpu):
+    address = gpu.allocate(4096)
+    gpu.free(address)
+    return address
 
 
-@pytest.mark.parametrize("name", MISUSES)
-def test_negative_control_a_misuse_is_noted_by_its_name(sim, name):
-    gpu = sim.torch.gpu("cuda:0")
-    pinned = sim.torch.pinned(8192)
+MISUSES = {
+    "the host touched device memory": lambda sim, gpu, other: gpu.tensor(2, 4096)[0, 0].item(),
+    "freed memory": lambda sim, gpu, other: copy_to_device(sim, gpu, to=freed(gpu)),
+    "beyond an allocation": lambda sim, gpu, other: copy_to_device(sim, gpu, nbytes=4097),
+    "unregistered host memory": lambda sim, gpu, other: copy_to_device(
+        sim, gpu, source=np.zeros(4096, np.uint8).ctypes.data
+    ),
+    "a stream of another context": lambda sim, gpu, other: copy_to_device(
+        sim, gpu, stream=other.stream
+    ),
+    "on the default stream": lambda sim, gpu, other: copy_to_device(sim, gpu, stream=None),
+    "no current context": lambda sim, gpu, other: no_current_context(sim, gpu),
+    "memory of another device": lambda sim, gpu, other: copy_to_device(
+        sim, gpu, to=other.allocate(4096)
+    ),
+}
+
+
+@pytest.mark.parametrize("words", MISUSES)
+def test_negative_control_a_misuse_is_noted_by_its_name(sim, words):
+    sim.pinned = sim.torch.pinned(8192)
     assert sim.misuses == []
-    MISUSES[name](sim, gpu, pinned.data_ptr())
+    MISUSES[words](sim, sim.torch.gpu("cuda:0"), sim.torch.gpu("cuda:1"))
     wait_for(lambda: not sim.busy)
-    words = name.removeprefix("misuse_").replace("_", " ")
-    words = {"host touch": "the host touched device memory"}.get(words, words)
     assert any(words in misuse for misuse in sim.misuses), sim.misuses
-
-
-def test_a_stream_is_late_and_an_event_tells(sim):
-    sim.reset(1, 0.3)
-    gpu = sim.torch.gpu("cuda:0")
-    tensor = gpu.tensor(2, 4096)
-    for seed in range(5):
-        sim.reset(seed, 0.3)
-        gpu.opened(tensor)[:] = 1
-        gpu.fill(tensor, 0, 2)
-        event = gpu.event()
-        if not event.query():
-            break
-        gpu.synchronize()
-    assert (gpu.opened(tensor)[0] == 1).all()
-    event.synchronize()
-    assert (gpu.opened(tensor) == [[2], [1]]).all()
 
 
 # --- the end ------------------------------------------------------------------------------------------

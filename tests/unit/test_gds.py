@@ -1,7 +1,8 @@
-"""GdsTransport over the real kvikio and real files; the GPU is a stub's (gds_lab.py).
+"""GdsTransport over the real kvikio and real files; the GPU is simulated (gds_lab.py).
 
 First the promises of the store and of the jobs, by the very tests that hold them for host staging. Then what
-is GDS's own: which file is opened, counts and errors of kvikio, lifetimes, registrations.
+is GDS's own: which file is opened, counts and errors of kvikio, lifetimes, registrations. What a bad disk
+does below kvikio, and that no wrong bit reaches a page, is in test_transport_faults.py.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ import gds_lab
 import pytest
 import test_jobs
 import test_store
-from world import damage, wait_for
+import torch
+from cuda_sim import OF_KVIKIO
+from world import wait_for
 
 from faults.disk import DiskFaults
 from fskv.data_path.store import _is_estale
@@ -31,7 +34,6 @@ from fskv.errors import (
     Denied,
     NoSpace,
 )
-from fskv.format import chunk_file
 from fskv.gds_io import chunk_error_from_kvikio
 from fskv.transports import protocol
 from fskv.transports.protocol import SlotPool
@@ -39,11 +41,11 @@ from fskv.types import Status
 
 make_bench, bench = test_jobs.make_bench, test_jobs.bench
 _OF_HOST_STAGING = {
-    "test_a_write_that_fails_at_any_step_leaves_no_part_and_no_file",  # pwritev; here: below
+    "test_a_write_that_fails_at_any_step_leaves_no_part_and_no_file",  # pwritev
     "test_a_probe_file_left_by_a_crash_does_not_stop_the_start",
     "test_direct_io_on_refuses_a_file_system_without_it_and_auto_does_not",
     "test_negative_control_a_script_in_a_file_breaks_the_disk_while_it_is_there",
-    "test_two_processes_that_put_the_same_chunks_leave_good_files",  # children without the stub
+    "test_two_processes_that_put_the_same_chunks_leave_good_files",  # children without the simulation
     "test_a_child_process_has_no_part_in_the_slots",
 }
 for _module in (test_store, test_jobs):
@@ -53,7 +55,14 @@ for _module in (test_store, test_jobs):
 
 
 @pytest.fixture
-def make_world(make_world):
+def sim(monkeypatch):
+    sim = gds_lab.simulated(monkeypatch)
+    yield sim
+    assert {*sim.misuses} <= {OF_KVIKIO}
+
+
+@pytest.fixture
+def make_world(sim, make_world):
     return lambda **options: make_world(make_transport=gds_lab.make_transport, **options)
 
 
@@ -68,11 +77,13 @@ def gds(world):
 # --- which file -------------------------------------------------------------------------------
 
 
-def test_a_file_goes_to_the_disk_and_back_through_kvikio(world):
-    before = gds_lab.stub().num_copies
+def test_a_file_goes_to_the_disk_and_back_through_kvikio(world, sim):
+    """One transfer each way, through kvikio's bounce."""
+    sim.reset()
     world.put(1, world.content())
+    assert sim.calls("cuMemcpyDtoHAsync_v2") == 1
     assert world.get(1) == (Status.OK, world.content())
-    assert gds_lab.stub().num_copies == before + 2  # one transfer each way, through kvikio's bounce
+    assert sim.calls("cuMemcpyHtoDAsync_v2") == 1
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o640, 0o664])
@@ -175,54 +186,17 @@ def test_a_file_that_shrinks_while_it_is_read_is_corrupt_and_discarded(world, gd
     assert world.chunk_files() == []
 
 
-@pytest.mark.parametrize(
-    ("words", "status"),
-    [
-        ("POSIX error on pwrite: No space left on device", Status.NO_SPACE),
-        ("POSIX error on pwrite: Disk quota exceeded", Status.NO_SPACE),
-        ("POSIX error on pwrite: Input/output error", Status.IO_ERROR),
-        ("POSIX error on pwrite: Read-only file system", Status.DENIED),
-        ("cuFile error:GPUDirect Storage not supported on current file", Status.IO_ERROR),
-        ("CUDA error at: somewhere: CUDA_ERROR_LAUNCH_FAILED(stub)", Status.IO_ERROR),
-    ],
-)
 @pytest.mark.parametrize("step", ["write", "open"])
-def test_a_write_that_kvikio_refuses_leaves_no_part_and_no_file(
-    world, gds, monkeypatch, words, status, step
-):
+def test_a_write_that_kvikio_refuses_leaves_no_part_and_no_file(world, gds, monkeypatch, step):
     def refuse(*args):
-        raise RuntimeError(f"KvikIO failure at: file.cpp:1: {words}")
-
-    if step == "write":
-        gds.lab.write = refuse
-    else:
-        monkeypatch.setattr(gds.lab, "CuFile", refuse)
-    assert world.put(1, world.content()) is status
-    assert world.parts() == world.chunk_files() == []
-    gds.lab.write = None
-    monkeypatch.undo()
-    assert world.put(1, world.content()) is Status.OK
-    assert world.get(1) == (Status.OK, world.content())
-
-
-@pytest.mark.parametrize("step", ["open", "close", "fsync"])
-@pytest.mark.parametrize(("number", "status"), [(28, Status.NO_SPACE), (5, Status.IO_ERROR)])
-def test_a_write_that_fails_outside_of_kvikio_leaves_no_part_and_no_file(
-    make_world, monkeypatch, step, number, status
-):
-    world, real = make_world(fsync=True), getattr(os, step)
-
-    def fail(*args, **options):
-        if step == "close":
-            real(*args)
-        if step != "open" or str(args[0]).endswith(".part"):
-            raise OSError(number, os.strerror(number))
-        return real(*args, **options)
+        raise RuntimeError("cuFile error:GPUDirect Storage not supported on current file")
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, step, fail)
-        assert world.put(1, world.content()) is status
+        patch.setattr(gds.lab, *(("write", refuse) if step == "write" else ("CuFile", refuse)))
+        assert world.put(1, world.content()) is Status.IO_ERROR
     assert world.parts() == world.chunk_files() == []
+    assert world.put(1, world.content()) is Status.OK
+    assert world.get(1) == (Status.OK, world.content())
 
 
 @pytest.mark.parametrize(
@@ -235,7 +209,11 @@ def test_a_write_that_fails_outside_of_kvikio_leaves_no_part_and_no_file(
         ("POSIX error on pread: Stale file handle", ChunkStale),
         ("Unable to open file. Linux call error at: x.cpp:1: Permission denied", Denied),
         ("POSIX error on pread: Input/output error", ChunkIOError),
+        ("POSIX error on pwrite: No space left on device", NoSpace),
+        ("POSIX error on pwrite: Disk quota exceeded", NoSpace),
+        ("POSIX error on pwrite: Read-only file system", Denied),
         ("POSIX error: Operation not permitted", ChunkIOError),  # EBADF
+        ("CUDA error at: somewhere: CUDA_ERROR_LAUNCH_FAILED(launch failed)", ChunkIOError),
         ("something new", ChunkIOError),
         ("", ChunkIOError),
     ],
@@ -268,25 +246,26 @@ def test_where_words_say_nothing_the_file_is_looked_at(tmp_path, monkeypatch):
     assert type(chunk_error_from_kvikio(error, fd, "f", read_to=4096)) is ChunkIOError  # EBADF
 
 
-def test_a_stale_handle_in_kvikio_is_tried_again_once(world, gds):
+def test_a_copy_that_the_driver_refuses_is_an_error_of_this_chunk_only(world, sim):
     world.put(1, world.content())
-    events = ["Stale file handle"]
-
-    def stale_once(file, *args):
-        if events:
-            raise RuntimeError(f"POSIX error on pread: {events.pop()}")
-        return type(file).raw_read(file, *args)
-
-    gds.lab.read = stale_once
-    assert world.get(1) == (Status.OK, world.content())
-    assert events == []
-
-
-def test_a_copy_that_the_driver_refuses_is_an_error_of_this_chunk_only(world):
-    world.put(1, world.content())
-    gds_lab.stub().fail_copies(1)
+    sim.fail("cuMemcpyHtoDAsync_v2", 719)
     assert world.get(1) == (Status.IO_ERROR, None)
     assert world.get(1) == (Status.OK, world.content())
+
+
+def test_rows_that_the_device_has_no_memory_to_check_cost_this_chunk_only(world, gds, caplog):
+    world.put(1, world.content())
+
+    def refuse(*args):
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    gds._device.row_digests = refuse
+    assert world.get(1) == (Status.IO_ERROR, None)
+    assert world.put(2, world.content()) is Status.IO_ERROR
+    assert "Traceback" not in caplog.text
+    del gds._device.row_digests
+    assert world.get(1) == (Status.OK, world.content())
+    assert world.put(2, world.content()) is Status.OK
 
 
 # --- lifetimes --------------------------------------------------------------------------------
@@ -294,7 +273,7 @@ def test_a_copy_that_the_driver_refuses_is_an_error_of_this_chunk_only(world):
 
 def test_each_slot_is_registered_once_and_deregistered_once_at_the_end(gds):
     slots = [gds.new_slot(i) for i in range(3)]
-    allocations = [id(slot.buffer.piece) for slot in slots]
+    allocations = [id(slot.buffer.allocation) for slot in slots]
     assert gds.lab.registered == [("register", a) for a in allocations]
     gds.close()
     gds.close()
@@ -304,16 +283,17 @@ def test_each_slot_is_registered_once_and_deregistered_once_at_the_end(gds):
     assert gds.lab.registered[-1][0] == "deregister", "also the slot that came too late"
 
 
-def test_memory_is_freed_with_its_slot_and_after_the_registration_ended(gds):
+def test_memory_is_freed_with_its_slot_and_after_the_registration_ended(gds, sim):
     slot = gds.new_slot(0)
-    device = gds._device
     gds.drop_slot(slot)
-    assert gds.lab.registered[-1] == ("deregister", id(slot.buffer.piece))
+    assert gds.lab.registered[-1] == ("deregister", id(slot.buffer.allocation))
     gc.collect()
-    assert device.num_alive == 1
+    freed = sim.calls("cuMemFree_v2")
+    assert len(gds.lab.alive) == 1
     del slot
     gc.collect()
-    assert device.num_alive == 0
+    assert len(gds.lab.alive) == 0
+    assert sim.calls("cuMemFree_v2") > freed
 
 
 def test_a_slot_that_cannot_be_registered_is_none_and_not_counted(gds, monkeypatch):
@@ -328,13 +308,13 @@ def test_a_slot_that_cannot_be_registered_is_none_and_not_counted(gds, monkeypat
         for _ in range(3):
             assert pool.take() is None
     gc.collect()
-    assert gds._device.num_alive == 0
+    assert len(gds.lab.alive) == 0
     assert pool.take() is not None
 
 
 @pytest.mark.parametrize("direction", ["read", "write"])
 def test_a_parked_slot_stays_registered_and_alive_until_its_transfer_is_over(
-    world, gds, tmp_path, direction
+    gds, tmp_path, direction
 ):
     """The thread hangs in kvikio; meanwhile the transport is closed and everybody else lets go."""
     (tmp_path / "f").write_bytes(b"x" * 8192)
@@ -367,72 +347,26 @@ def test_a_parked_slot_stays_registered_and_alive_until_its_transfer_is_over(
     idle = gds.new_slot(1)
     gds.close()
     gc.collect()
-    assert gds._device.num_alive == 2
+    assert len(gds.lab.alive) == 2
     assert [event for event, _ in gds.lab.registered] == ["register", "register", "deregister"]
-    assert gds.lab.registered[2][1] == id(idle.buffer.piece)
+    assert gds.lab.registered[2][1] == id(idle.buffer.allocation)
     go_on.set()
     thread.join(20)
     (slot,) = ended
     assert slot.index == 0, "a transfer that began before is completed"
-    wait_for(lambda: gds.lab.registered[-1] == ("deregister", id(slot.buffer.piece)))
+    wait_for(lambda: gds.lab.registered[-1] == ("deregister", id(slot.buffer.allocation)))
     with pytest.raises(ChunkIOError, match="closed"):
         gds.write_part(str(tmp_path / "q.part"), slot, 8192)
     assert not (tmp_path / "q.part").exists()
-
-
-# --- nothing unverified reaches a page --------------------------------------------------------
-
-
-def _load_into_poisoned_pages(bench, gds, *, flip):
-    """Store a chunk, let kvikio deliver one wrong bit, load; returns the job's result."""
-    job, contents = bench.store([1])
-    bench.finish(job)
-    wait_for(lambda: bench.statuses(loads=False)[Status.OK] == 1)
-
-    def wrong(file, buffer, nbytes, file_offset, buffer_offset):
-        got = type(file).raw_read(file, buffer, nbytes, file_offset, buffer_offset)
-        buffer.array[buffer_offset + nbytes // 2] ^= flip
-        return got
-
-    gds.lab.read = wrong
-    (result,) = bench.finish(bench.load([1], place=3))
-    return result, contents[1]
-
-
-def test_a_bit_that_kvikio_gets_wrong_reaches_no_page(bench):
-    gds = bench.transport.inner
-    gds.lab = gds_lab.Kvikio(gds)
-    result, _ = _load_into_poisoned_pages(bench, gds, flip=0x10)
-    assert result.failed
-    assert bench.poisoned(3)
-
-
-def test_negative_control_without_the_checks_the_wrong_bit_is_in_the_pages(bench, monkeypatch):
-    gds = bench.transport.inner
-    gds.lab = gds_lab.Kvikio(gds)
-    monkeypatch.setattr(chunk_file, "check_digests", lambda *args: None)
-    result, content = _load_into_poisoned_pages(bench, gds, flip=0x10)
-    assert not result.failed
-    pages = bench.world.pages(bench.blocks(3))
-    assert sum(a != b for a, b in zip(pages, content, strict=True)) == 1
-
-
-def test_damage_on_the_disk_reaches_no_page(bench):
-    job, _ = bench.store([1])
-    bench.finish(job)
-    wait_for(lambda: bench.statuses(loads=False)[Status.OK] == 1)
-    damage(bench.world.path(1), 70000)
-    (result,) = bench.finish(bench.load([1], place=3))
-    assert result.failed
-    assert bench.poisoned(3)
 
 
 # --- the end of the process -------------------------------------------------------------------
 
 _EXIT = """
 import pathlib, sys, threading
-import gds_lab
-transport = gds_lab.make_transport([], 8192, probe_dir="")
+import gds_lab, torch
+gds_lab.simulated_for_good()
+transport = gds_lab.make_transport([torch.zeros(1, 4096, dtype=torch.int8)], 8192, probe_dir="")
 path = pathlib.Path(sys.argv[1])
 path.write_bytes(bytes(8192))
 def read():

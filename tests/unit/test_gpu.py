@@ -43,21 +43,18 @@ from fskv.types import FileId, Status  # noqa: E402
 BLOCKS_PER_CHUNK, PAGE, NUM_CHUNKS = 4, 65536, 16
 
 
-TRANSPORTS = ["host", "host-buffered", "gds", "gds-host-checks"]
+TRANSPORTS = ["host", "host-buffered", "gds"]
 
 
 def make_transport(kind: str, tensors: list, slot_nbytes: int, probe_dir: str):
-    """`gds-host-checks` needs no Triton kernels. Slots are registered at the start, as in production."""
-    if not kind.startswith("gds"):
+    if kind != "gds":
         direct_io = "off" if kind == "host-buffered" else "auto"
         return HostTransport(
             tensors, slot_nbytes, probe_dir=probe_dir, direct_io=direct_io, num_slots=16
         )
     if importlib.util.find_spec("kvikio") is None:
         pytest.skip("kvikio is not installed: pip install 'fskv[gds]'")
-    device = CudaDevice(tensors, slot_nbytes)
-    if kind == "gds":
-        device.compile_kernels()
+    device = CudaDevice(tensors)
     copies = NativeCuda(device, slot_nbytes, None, num_lanes=4, slots_on_device=True)
     return GdsTransport(device, copies.pages, slot_nbytes, direct_io=True)
 
@@ -115,6 +112,13 @@ class Rig:
                 if result.job_id == job_id:
                     return result
 
+    def store_random_pages(self) -> None:
+        for tensor in self.tensors:
+            tensor[: self.num_blocks // 2].random_(-128, 128)
+        ready = torch.cuda.current_stream().record_event()
+        self.runner.submit_store(1, self.requests(self.source), ready)
+        assert set(self.drain()) == {Status.OK}
+
     def halves_equal(self) -> bool:
         half = self.num_blocks // 2
         first = torch.equal(self.tensors[0][:half], self.tensors[0][half:])
@@ -142,10 +146,7 @@ def gds_rig(tmp_path):
 
 def test_every_byte_of_every_page_comes_back(rig):
     half = rig.num_blocks // 2
-    for tensor in rig.tensors:
-        tensor[:half].random_(-128, 128)
-    rig.runner.submit_store(1, rig.requests(rig.source), torch.cuda.current_stream().record_event())
-    assert set(rig.drain()) == {Status.OK}
+    rig.store_random_pages()
     rig.runner.submit_load(2, rig.requests(rig.target), None)
     assert set(rig.drain()) == {Status.OK}
     assert rig.halves_equal()
@@ -193,10 +194,7 @@ def test_a_step_longer_than_the_deadline_costs_no_store(tmp_path):
 
 def test_a_load_is_complete_when_it_is_reported(rig):
     half = rig.num_blocks // 2
-    for tensor in rig.tensors:
-        tensor[:half].random_(-128, 128)
-    rig.runner.submit_store(1, rig.requests(rig.source), torch.cuda.current_stream().record_event())
-    rig.drain()
+    rig.store_random_pages()
     for job_id in range(2, 22):
         for tensor in rig.tensors:
             tensor[half:] = 0
@@ -243,11 +241,10 @@ def test_slots_are_registered_aligned_and_freed(gds_rig):
 
 @pytest.mark.parametrize("num_rows", [1, 2, 7, 32])
 @pytest.mark.parametrize("last_nbytes", [4096, 20480, 65536])
-@pytest.mark.parametrize("kind", ["gds", "gds-host-checks"])
-def test_digests_of_the_device_are_those_of_xxhash(tmp_path, kind, num_rows, last_nbytes):
+def test_digests_of_the_device_are_those_of_xxhash(tmp_path, num_rows, last_nbytes):
     nbytes = (num_rows - 1) * 65536 + last_nbytes
     tensors = [torch.zeros((1, 4096), dtype=torch.int8, device="cuda")]
-    transport = make_transport(kind, tensors, 8192 + nbytes, str(tmp_path))
+    transport = make_transport("gds", tensors, 8192 + nbytes, str(tmp_path))
     slot = transport.new_slot(0)
     data = np.random.default_rng(num_rows).bytes(nbytes)
     transport.put_header(slot, bytes(8192) + data)
@@ -262,10 +259,7 @@ def test_digests_of_the_device_are_those_of_xxhash(tmp_path, kind, num_rows, las
 def _loaded_with_a_wrong_bit(rig) -> bool:
     """Flip a bit of each slot after kvikio's read; return whether the load failed."""
     half = rig.num_blocks // 2
-    for tensor in rig.tensors:
-        tensor[:half].random_(-128, 128)
-    rig.runner.submit_store(1, rig.requests(rig.source), torch.cuda.current_stream().record_event())
-    assert set(rig.drain()) == {Status.OK}
+    rig.store_random_pages()
 
     def wrong(file, buffer, nbytes, file_offset, buffer_offset):
         got = type(file).raw_read(file, buffer, nbytes, file_offset, buffer_offset)
@@ -298,10 +292,7 @@ def test_negative_control_without_the_checks_it_does(gds_rig, monkeypatch):
 
 def test_a_read_that_hangs_is_given_up_its_slot_parked_and_its_pages_stay_free(gds_rig):
     rig, half = gds_rig, gds_rig.num_blocks // 2
-    for tensor in rig.tensors:
-        tensor[:half].random_(-128, 128)
-    rig.runner.submit_store(1, rig.requests(rig.source), torch.cuda.current_stream().record_event())
-    assert set(rig.drain()) == {Status.OK}
+    rig.store_random_pages()
     go_on = threading.Event()
 
     def hang(file, *args):

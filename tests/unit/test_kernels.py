@@ -96,13 +96,6 @@ def test_a_row_of_each_length_has_the_digest_of_the_xxhash_package(device, nbyte
     assert digests_of(data, device) == wanted(data) == xxh3_rows(data.data)
 
 
-@pytest.mark.parametrize("value", [0, 0xFF, 0x80])
-@pytest.mark.parametrize("nbytes", [4096, ROW, ROW + 4096])
-def test_bytes_that_are_all_the_same(device, value, nbytes):
-    data = np.full(nbytes, value, np.uint8)
-    assert digests_of(data, device) == wanted(data)
-
-
 def test_more_rows_than_one_program_takes_and_a_short_one(device):
     data = random_bytes(kernels._CHAIN_ROWS * ROW + 3 * 4096)
     digests = kernels.row_digests(torch.from_numpy(data).to(device))

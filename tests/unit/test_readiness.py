@@ -13,7 +13,8 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-from cuda_sim import device_world, on_simulation, simulation
+from cuda_sim import simulation
+from cuda_torch import device_world, on_simulation
 from test_jobs import Bench, calm
 from world import returns_in_time, wait_for
 

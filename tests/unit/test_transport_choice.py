@@ -12,10 +12,11 @@ import threading
 import gds_lab
 import pytest
 import torch
+from cuda_sim import simulation
 
 from fskv import gds_io
 from fskv.gds_io import GdsTransport
-from fskv.transports import choice, evidence
+from fskv.transports import choice, evidence, kernels
 from fskv.transports.choice import open_transport
 from fskv.transports.evidence import Facts, NvidiaFs, describe, parse_stats
 from fskv.transports.host import HostTransport
@@ -29,9 +30,13 @@ def kv():
 
 @pytest.fixture(autouse=True)
 def carried(monkeypatch):
-    """The stub has no cuFile: as if it had carried every probe. Its device brings its pages."""
+    """The simulated GPU has no cuFile: as if it had carried every probe."""
     monkeypatch.setattr(evidence, "bounces", lambda facts: False)
-    monkeypatch.setattr(choice, "NativeCuda", lambda device, *_, **__: device)
+
+
+@pytest.fixture
+def sim(monkeypatch):
+    return gds_lab.simulated(monkeypatch)
 
 
 def opened(place, tensors, **options):
@@ -92,11 +97,13 @@ SEEN = {**CUFILE, "before": NvidiaFs(5, 5)}
         (Facts(prefers_compat=False), "unknown: nvidia-fs is not loaded"),
     ],
 )
-def test_the_facts_become_one_sentence(facts, words):
+def test_the_facts_become_one_sentence(facts, words, monkeypatch):
+    monkeypatch.undo()
     assert describe(facts).startswith(words)
 
 
-def test_nothing_is_called_direct_without_a_counter_that_moved():
+def test_nothing_is_called_direct_without_a_counter_that_moved(monkeypatch):
+    monkeypatch.undo()
     counters = [None, NvidiaFs(None, None), NvidiaFs(3, 3), NvidiaFs(2, 2)]
     for before in counters:
         for after in counters:
@@ -107,11 +114,10 @@ def test_nothing_is_called_direct_without_a_counter_that_moved():
                     assert moved or not found.startswith("direct"), found
 
 
-def test_facts_are_collected_from_kvikio_and_the_module(tmp_path):
+def test_facts_are_collected_from_kvikio_and_the_module(tmp_path, sim):
     stats = tmp_path / "stats"
     stats.write_text(STATS)
-    gds_lab.stub()
-    transport = gds_lab.make_transport([], SLOT, probe_dir=str(tmp_path))
+    transport = gds_lab.make_transport(kv(), SLOT, probe_dir=str(tmp_path))
 
     def probe():
         choice._probe(transport, str(tmp_path), threading.Event())
@@ -141,7 +147,7 @@ def test_collecting_facts_never_raises(tmp_path, monkeypatch):
 # --- what is opened ---------------------------------------------------------------------------
 
 
-def test_auto_is_the_host_path_and_looks_at_no_gpu(tmp_path, monkeypatch):
+def test_auto_is_the_host_path_and_looks_at_no_gpu(tmp_path, sim, monkeypatch):
     tensors = kv()
     monkeypatch.setattr(choice, "GdsTransport", None)
     monkeypatch.setattr(choice, "_probe", None)
@@ -169,7 +175,7 @@ def test_without_cuda_gds_is_the_host_path(tmp_path, caplog):
 
 
 def gds_device(tensors):
-    return gds_lab.StubDevice(tensors)
+    return gds_lab.make_device(tensors)
 
 
 def missing_kvikio(device, monkeypatch):
@@ -199,7 +205,13 @@ def kvikio_of_no_version(device, monkeypatch):
 
 
 def failing_probe(device, monkeypatch):
-    gds_lab.stub().fail_copies(1)
+    real = choice._probe
+
+    def probe(*args):
+        simulation().fail("cuMemcpyHtoDAsync_v2", 719)
+        real(*args)
+
+    monkeypatch.setattr(choice, "_probe", probe)
 
 
 def wrong_bytes(device, monkeypatch):
@@ -214,9 +226,14 @@ def no_registration(device, monkeypatch):
     device.new_buffer = refuse
 
 
+def no_kernels(device, monkeypatch):
+    monkeypatch.setattr(kernels, "available", lambda _: "no Triton")
+
+
 @pytest.mark.parametrize(
     ("break_it", "words"),
     [
+        (no_kernels, "rows cannot be checked on the GPU: no Triton"),
         (missing_kvikio, "kvikio is not installed"),
         (broken_kvikio, "libcufile.so.0"),
         (old_kvikio, "found kvikio 25.08.00, expected 25.10 or newer: .*hold the interpreter"),
@@ -227,7 +244,7 @@ def no_registration(device, monkeypatch):
     ],
 )
 def test_where_gds_does_not_work_the_log_says_why_and_it_is_the_host_path(
-    tmp_path, monkeypatch, caplog, break_it, words
+    tmp_path, sim, monkeypatch, caplog, break_it, words
 ):
     tensors = kv()
     device = gds_device(tensors)
@@ -271,7 +288,7 @@ def test_gds_that_only_bounces_is_the_host_path(tmp_path, monkeypatch, caplog, f
     """What no counter tells of stays GDS."""
     monkeypatch.undo()
     assert evidence.bounces(facts) is bounces
-    monkeypatch.setattr(choice, "NativeCuda", lambda device, *_, **__: device)
+    gds_lab.simulated(monkeypatch)
     monkeypatch.setattr(evidence, "collect", lambda probe: facts)
     tensors = kv()
     if bounces:
@@ -281,7 +298,7 @@ def test_gds_that_only_bounces_is_the_host_path(tmp_path, monkeypatch, caplog, f
         assert isinstance(opened(tmp_path, tensors, device=gds_device(tensors)), GdsTransport)
 
 
-def test_a_probe_that_was_given_up_does_not_touch_the_gpu_again(tmp_path, monkeypatch, caplog):
+def test_a_probe_that_was_given_up_does_not_touch_the_gpu_again(tmp_path, sim, monkeypatch, caplog):
     """The engine may capture a graph by then, which any call on the GPU would spoil."""
     go_on = threading.Event()
     monkeypatch.setattr(choice, "_PROBE_S", 0.2)

@@ -2,7 +2,8 @@
  *
  * Device memory is a sparse file with two mappings. The one whose addresses are given out is closed to everybody: a
  * touch by the host is noted by name and then let through. The streams' threads use the other. Each stream runs on a
- * thread of its own, in order, and not before a time that is drawn from a seed, or until somebody waits for it.
+ * thread of its own, which ends when there is nothing to do, in order, and not before a time that is drawn from a
+ * seed, or until somebody waits for it.
  *
  * What a real driver would only sometimes punish is noted (sim_misuses): a wrong context, memory that was freed or
  * never registered, a copy beyond an allocation, the default stream. The real names do what the CUDA driver API says
@@ -36,15 +37,14 @@ typedef struct { int device; } Context;
 typedef struct { Context *context; bool loaded; char *ptx; unsigned num_threads, num_parameters; } Module;
 typedef struct { unsigned flags; Context *context; Stream *stream; uint64_t at; } Event;
 typedef void (*HostFunction)(void *);
-typedef enum { COPY_IN, COPY_OUT, COPY_ON, SET, LAUNCH, WAIT, MARK, CALL } Kind;
+typedef enum { COPY_IN, COPY_OUT, COPY_ON, LAUNCH, MARK, CALL } Kind;
 
 typedef struct Op {
     struct Op *next;
     Kind kind;
-    uint64_t number, target, source; /* addresses; of WAIT: number in the other stream */
+    uint64_t number, target, source; /* addresses */
     size_t nbytes;
-    unsigned value, num_programs;
-    Stream *other;
+    unsigned num_programs;
     HostFunction call;
     void *argument;
     double not_before;
@@ -55,8 +55,7 @@ struct Stream {
     Context *context;
     Op *first, *last;
     uint64_t submitted, done, demanded;
-    bool capturing, ending;
-    pthread_t thread;
+    bool capturing, ending, running;
     unsigned seed;
 };
 
@@ -69,8 +68,6 @@ static struct {
     char *closed, *open;
     size_t used, live, limit;
     int retained, lost;
-    bool copies_in, copies_out; /* its two copy engines */
-    double occupied_until;      /* its multiprocessors */
 } devices[NUM_DEVICES];
 static Context contexts[NUM_DEVICES];
 static Stream *streams, *defaults[NUM_DEVICES];
@@ -253,10 +250,6 @@ static void run_op(Stream *stream, Op *op)
             (from = opened_at("cuMemcpyDtoDAsync", device, op->source, op->nbytes)))
             memmove(at, from, op->nbytes);
         break;
-    case SET:
-        if ((at = opened_at("cuMemsetD8Async", device, op->target, op->nbytes)))
-            memset(at, (int)op->value, op->nbytes);
-        break;
     case LAUNCH:
         run_programs(op, device, &stream->seed);
         break;
@@ -265,60 +258,48 @@ static void run_op(Stream *stream, Op *op)
         op->call(op->argument);
         pthread_mutex_lock(&mutex);
         break;
-    case WAIT:
     case MARK:
         break;
     }
 }
 
+static void wait_for_change(double until)
+{
+    struct timespec end = {.tv_sec = (time_t)until, .tv_nsec = (long)((until - (double)(time_t)until) * 1e9)};
+    pthread_cond_timedwait(&changed, &mutex, &end);
+}
+
 static void *work(void *argument)
 {
     Stream *stream = argument;
+    double idle_until = 0;
     pthread_mutex_lock(&mutex);
-    while (!stream->ending || stream->first != NULL) {
+    while (stream->first != NULL || (!stream->ending && now() < idle_until)) {
         Op *op = stream->first;
-        if (op == NULL || held) {
+        if (op == NULL) {
+            wait_for_change(idle_until);
+            continue;
+        }
+        if (held) {
             pthread_cond_wait(&changed, &mutex);
             continue;
         }
         bool wanted = op->number <= stream->demanded || stream->ending;
-        int of = stream->context->device;
-        bool *engine = op->kind == COPY_IN    ? &devices[of].copies_in
-                       : op->kind == COPY_OUT ? &devices[of].copies_out
-                                              : NULL;
-        if (op->kind == LAUNCH && now() < devices[of].occupied_until) {
-            op->not_before = devices[of].occupied_until; /* no multiprocessor is free, whoever waits */
-            wanted = false;
-        }
-        if (engine != NULL && *engine) {
-            pthread_cond_wait(&changed, &mutex);
-            continue;
-        }
-        if (op->kind == WAIT && op->other->done < op->target) {
-            if (wanted)
-                demand(op->other, op->target);
-            pthread_cond_wait(&changed, &mutex);
-            continue;
-        }
         if (!wanted && now() < op->not_before) {
-            struct timespec until = {.tv_sec = (time_t)op->not_before,
-                                     .tv_nsec = (long)((op->not_before - (double)(time_t)op->not_before) * 1e9)};
-            pthread_cond_timedwait(&changed, &mutex, &until);
+            wait_for_change(op->not_before);
             continue;
         }
-        if (engine != NULL)
-            *engine = true;
-        if (!devices[of].lost)
+        if (!devices[stream->context->device].lost)
             run_op(stream, op);
-        if (engine != NULL)
-            *engine = false;
         stream->first = op->next;
         if (stream->first == NULL)
             stream->last = NULL;
         stream->done = op->number;
+        idle_until = now() + 0.2;
         free(op);
         pthread_cond_broadcast(&changed);
     }
+    stream->running = false;
     pthread_mutex_unlock(&mutex);
     return NULL;
 }
@@ -330,7 +311,6 @@ static Stream *new_stream(Context *context)
     stream->seed = seed += 7919;
     stream->next = streams;
     streams = stream;
-    pthread_create(&stream->thread, NULL, work, stream);
     return stream;
 }
 
@@ -420,6 +400,11 @@ static void enqueue(Stream *stream, Op op)
     *(stream->last ? &stream->last->next : &stream->first) = copy;
     stream->last = copy;
     pthread_cond_broadcast(&changed);
+    pthread_t thread;
+    if (!stream->running && pthread_create(&thread, NULL, work, stream) == 0) {
+        stream->running = true;
+        pthread_detach(thread);
+    }
 }
 
 static int submit(const char *name, Stream *given, Op op)
@@ -505,7 +490,6 @@ int cuStreamDestroy_v2(Stream *stream)
         return end(INVALID_HANDLE);
     stream->ending = true; /* what was launched still runs; the struct stays */
     pthread_cond_broadcast(&changed);
-    pthread_detach(stream->thread);
     return end(SUCCESS);
 }
 
@@ -518,14 +502,6 @@ int cuStreamSynchronize(Stream *stream)
     num_spinning++;
     wait_until(stream, stream->submitted);
     return end(devices[stream->context->device].lost);
-}
-
-int cuStreamWaitEvent(Stream *stream, Event *event, unsigned flags)
-{
-    IN_CONTEXT("cuStreamWaitEvent");
-    if (event->stream == NULL)
-        return end(SUCCESS);
-    return submit("cuStreamWaitEvent", stream, (Op){.kind = WAIT, .other = event->stream, .target = event->at});
 }
 
 int cuLaunchHostFunc(Stream *stream, HostFunction call, void *argument)
@@ -693,12 +669,6 @@ int cuMemcpyDtoDAsync_v2(uint64_t target, uint64_t source, size_t nbytes, Stream
     IN_CONTEXT("cuMemcpyDtoDAsync_v2");
     return submit("cuMemcpyDtoDAsync", stream,
                   (Op){.kind = COPY_ON, .target = target, .source = source, .nbytes = nbytes});
-}
-
-int cuMemsetD8Async(uint64_t target, unsigned char value, size_t nbytes, Stream *stream)
-{
-    IN_CONTEXT("cuMemsetD8Async");
-    return submit("cuMemsetD8Async", stream, (Op){.kind = SET, .target = target, .value = value, .nbytes = nbytes});
 }
 
 int cuModuleLoadData(Module **module, const void *image)
@@ -870,14 +840,6 @@ int cuGetErrorString(int error, const char **text) { return cuGetErrorName(error
 
 /* --- for tests ------------------------------------------------------------------------------------ */
 
-/* Kernels of the engine's hold all multiprocessors for so long: no other kernel begins before. */
-void sim_occupy(int device, double seconds)
-{
-    pthread_mutex_lock(&mutex);
-    devices[device].occupied_until = now() + seconds;
-    pthread_mutex_unlock(&mutex);
-}
-
 /* Forget misuses, counts and plans. Work is done up to `late` seconds after it was launched. */
 void sim_reset(unsigned new_seed, double late)
 {
@@ -894,7 +856,6 @@ void sim_reset(unsigned new_seed, double late)
     for (int d = 0; d < NUM_DEVICES; d++) {
         devices[d].limit = REGION;
         devices[d].lost = devices[d].retained = 0;
-        devices[d].occupied_until = 0;
     }
     pthread_mutex_unlock(&mutex);
 }
