@@ -14,6 +14,7 @@ import mmap
 import threading
 import time
 import weakref
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -94,9 +95,11 @@ def moved_to_device(tensors):
 class _Torch:
     """What stands for torch.cuda: tensors, streams, the device's own calls."""
 
+    dead: ClassVar = []  # addresses that nobody refers to any more, also of a test before
+
     def __init__(self, sim):
         self.sim, self.gpus, self.local = sim, {}, threading.local()
-        self.errors, self.dead = [], []
+        self.errors = []
         self.real_copy = torch.Tensor.copy_
 
     def gpu(self, device):
@@ -131,7 +134,7 @@ class _Torch:
             while self.dead:
                 self.here.free(self.dead.pop())
         address = self.here.allocate(max(1, tensor.numel() * tensor.dtype.itemsize))
-        made = self.wrap(address, tensor.shape, tensor.dtype, _Owner(self.dead, address))
+        made = self.wrap(address, tensor.shape, tensor.dtype, _Owner(address))
         with Plain():
             self.real_copy(_opened(made), tensor)
         return made
@@ -230,11 +233,11 @@ class _Torch:
 
 
 class _Owner:
-    def __init__(self, dead, address):
-        self.dead, self.address = dead, address
+    def __init__(self, address):
+        self.address = address
 
     def __del__(self):
-        self.dead.append(self.address)
+        _Torch.dead.append(self.address)
 
 
 class _Stream:
