@@ -18,7 +18,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 from fskv.errors import (
     ChunkCorrupt,
@@ -31,6 +31,7 @@ from fskv.native import _native
 from fskv.plan.spans import SpanTable
 from fskv.root.filesystem import Space, block_nbytes
 from fskv.transports.chunk_fd import ChunkFd, open_chunk_fd, open_part
+from fskv.transports.cuda import CudaBuffer, CudaDevice
 from fskv.transports.protocol import Native, OpenChunk
 
 _OLDEST = (25, 10)
@@ -45,39 +46,12 @@ def refuse_old(version: str) -> None:
         )
 
 
-class Device(Protocol):
-    """Where slots live and what is done there; `cuda.CudaDevice`, and the tests' stand-in.
-
-    Each call has ended when it returns. Buffers are typed Any: each device takes its own only.
-    """
-
-    def enter_thread(self) -> None: ...
-
-    def new_buffer(self, nbytes: int) -> Any: ...
-
-    def io_buffer(self, buffer: Any) -> tuple[Any, int]:
-        """Return the allocation that kvikio takes for the buffer, and the buffer's offset in it."""
-
-    def io_context(self) -> contextlib.AbstractContextManager[None]: ...
-
-    def address(self, buffer: Any) -> tuple[int, int]:
-        """Return where the buffer is on the device, and its bytes."""
-
-    def fill_zero(self, buffer: Any, start: int, stop: int) -> None: ...
-
-    def put(self, buffer: Any, data: bytes) -> None: ...
-
-    def take(self, buffer: Any, nbytes: int) -> bytes: ...
-
-    def row_digests(self, buffer: Any, start: int, stop: int) -> bytes: ...
-
-
 class GdsSlot:
     """A staging buffer in device memory. `num_io` and `registered` change under the transport's lock."""
 
     __slots__ = ("buffer", "index", "num_io", "registered")
 
-    def __init__(self, index: int, buffer: Any) -> None:
+    def __init__(self, index: int, buffer: CudaBuffer) -> None:
         self.index = index
         self.buffer = buffer
         self.num_io = 0  # kvikio calls that use the buffer now; more than 0 for long: parked
@@ -107,7 +81,7 @@ class GdsTransport:
 
     def __init__(
         self,
-        device: Device,
+        device: CudaDevice,
         pages: _native.Pages,
         slot_nbytes: int,
         *,
@@ -154,7 +128,7 @@ class GdsTransport:
         """Raises RuntimeError or OSError without memory, or when cuFile cannot register it."""
         slot = GdsSlot(index, self._device.new_buffer(self.slot_nbytes))
         with self._device.io_context():
-            self._kvikio.memory_register(self._device.io_buffer(slot.buffer)[0])
+            self._kvikio.memory_register(slot.buffer.allocation)
         with self._lock:
             slot.registered = True
             self._slots.append(slot)
@@ -206,7 +180,7 @@ class GdsTransport:
                 return
             slot.registered = False
         with contextlib.suppress(*FAILURES), self._device.io_context():
-            self._kvikio.memory_deregister(self._device.io_buffer(slot.buffer)[0])
+            self._kvikio.memory_deregister(slot.buffer.allocation)
 
     # --- files ------------------------------------------------------------------------------
 
@@ -252,12 +226,12 @@ class GdsTransport:
             if self._closed:
                 raise RuntimeError("the transport is closed")
             slot.num_io += 1
+        buffer = slot.buffer
         try:
-            allocation, offset = self._device.io_buffer(slot.buffer)
             with self._device.io_context():
                 while True:
                     try:
-                        return int(call(allocation, nbytes, file_offset, offset + at))
+                        return int(call(buffer.allocation, nbytes, file_offset, buffer.offset + at))
                     except RuntimeError as error:
                         # kvikio 26.10 does not try again by itself.
                         if not str(error).endswith(os.strerror(errno.EINTR)):

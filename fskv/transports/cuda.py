@@ -137,7 +137,10 @@ class _OwnStream:
 
 
 class CudaBuffer:
-    """A slot's device memory: `tensor` is uint8 and 4096-aligned, in an allocation of its own."""
+    """A slot's device memory: `tensor` is uint8 and 4096-aligned, at `offset` of an allocation of its own.
+
+    kvikio takes the allocation.
+    """
 
     __slots__ = ("allocation", "offset", "tensor")
 
@@ -198,10 +201,6 @@ class CudaDevice:
         if self._driver is None:
             self._driver = Driver(self.device.index or 0)
         return self._driver
-
-    def io_buffer(self, buffer: CudaBuffer) -> tuple[Any, int]:
-        """Return what kvikio takes for the buffer, and where the buffer begins in it."""
-        return buffer.allocation, buffer.offset
 
     def address(self, buffer: CudaBuffer) -> tuple[int, int]:
         """Return where a buffer is on the device, and its bytes."""

@@ -164,7 +164,7 @@ def test_a_forward_holds_no_read_back_and_no_page_is_touched_before_it_ends(
 
 
 def test_loads_that_wait_for_their_event_keep_no_other_load_from_the_disk(make_device):
-    bench = make_device(num_threads=2, num_slots=40)
+    bench = make_device(num_threads=3, num_slots=40)
     contents = stored(bench, list(range(8)))
     forward = Event()
     waiting, _ = bench.submit(list(range(6)), forward, load=True, place=10)
@@ -250,7 +250,7 @@ def test_a_file_that_hangs_says_nothing_against_those_that_were_read(
 
 
 def test_stores_go_on_while_loads_wait_for_a_later_step(make_device):
-    bench = make_device(num_threads=3, num_slots=60)
+    bench = make_device(num_threads=6, num_slots=60)
     stored(bench, list(range(12)))
     step, later = Event(), Event()
     store, _ = bench.submit([50, 51], step, load=False, place=40)
@@ -287,7 +287,7 @@ def test_the_deadline_goes_on_after_the_forward(make_scripted):
 
 @pytest.mark.parametrize("how", ["wait", "drop", "shutdown"])
 def test_what_was_read_ahead_and_is_given_up_touches_no_page(make_device, how):
-    bench = make_device(num_threads=2, num_slots=40)
+    bench = make_device(num_threads=3, num_slots=40)
     stored(bench, list(range(6)))
     forward = Event()
     load, _ = bench.submit(list(range(6)), forward, load=True, place=10)
