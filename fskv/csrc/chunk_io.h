@@ -59,6 +59,10 @@ ChunkResult chunk_write(const FileLayout *layout, const ChunkFile *file, uint8_t
 ChunkResult chunk_read(const FileLayout *layout, const ChunkFile *file, uint8_t *slot, int *fd,
                        int *old_mtime);
 
+/* Open the directory that the first `nbytes` of `path` name. Links are followed in the first `root_nbytes` of
+ * them, the root, and nowhere after: ELOOP. -1 and errno when it cannot be opened. */
+int open_beneath(const char *path, size_t root_nbytes, size_t nbytes, int flags);
+
 double realtime_s(void);
 
 #endif

@@ -1,4 +1,4 @@
-/* Chunk files seen from outside: their directories, are they there, and what else is. Opens none of them. Knows
+/* Chunk files seen from outside: are they there, and what stands in their directory. Opens none of them. Knows
  * nothing of Python: called without the interpreter's lock, on threads that may hang with the mount.
  *
  * Names are those of docs/format.md, "Names of chunk files": `<directory>/<3 hex>/<32 hex><suffix>`. All of their
@@ -13,10 +13,6 @@
 #include <sys/types.h>
 
 enum { NAME = 32, SHARD = 3 }; /* digits in a chunk's name, and of these in its directory's */
-
-/* Open the directory that the first `nbytes` of `path` name. Links are followed in the first `root_nbytes` of
- * them, the root, and nowhere after: ELOOP. -1 and errno when it cannot be opened. */
-int open_beneath(const char *path, size_t root_nbytes, size_t nbytes, int flags);
 
 /* Where shards are. `fd` makes a look 1.6 times faster than a whole path (ext4, 9 components: 1180 against 745
  * thousand a second; statx with a narrow mask gained nothing); -1: whole paths. */

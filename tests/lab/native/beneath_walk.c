@@ -1,4 +1,4 @@
-/* open_beneath of csrc/files.c where openat2 is refused: REFUSED is what a kernel or a sandbox answers. */
+/* open_beneath of csrc/chunk_io.c where openat2 is refused: REFUSED is what a kernel or a sandbox answers. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <unistd.h>
@@ -11,5 +11,5 @@ static long refused(void)
     return -1;
 }
 #define syscall(...) refused()
-#include "../../../fskv/csrc/files.c"
+#include "../../../fskv/csrc/chunk_io.c"
 #include "../../../fskv/csrc/xxh3.c"
