@@ -840,6 +840,22 @@ FAULTS = (
         ("tests/unit/test_beneath.py",),
     ),
     Fault(
+        "queue-of-a-forked-parent",
+        "A forked child that asks for chunks goes on.",
+        "fskv/csrc/queue.c",
+        "dropped = self->pid != getpid();",
+        "dropped = false;",
+        _PRESENCE,
+    ),
+    Fault(
+        "parts-of-a-forked-parent",
+        "A part has the name of the process that writes it.",
+        "fskv/root/process_id.py",
+        "    pids = iter(os.getpid, None)  # asked for each name: a forked child has another\n",
+        "    pids = itertools.repeat(os.getpid())\n",
+        ("tests/unit/test_claims.py",),
+    ),
+    Fault(
         "linked-directories-followed-c",
         "What is written, removed or touched outside the interpreter is where no link led to.",
         "fskv/csrc/chunk_io.c",

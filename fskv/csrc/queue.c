@@ -31,6 +31,7 @@ typedef struct {
     int max_at_disk, max_stores_beside_loads;
     int num_idle, num_hung;
     bool closed;
+    pid_t pid; /* of the process that made it, and has its threads */
     Event *events;
     size_t num_events, max_events;
 } Queue;
@@ -289,6 +290,7 @@ static PyObject *Queue_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         pthread_cond_init(&self->changed, NULL);
         self->max_at_disk = max_at_disk;
         self->max_stores_beside_loads = max_stores_beside_loads;
+        self->pid = getpid();
     }
     return (PyObject *)self;
 }
@@ -324,19 +326,22 @@ static PyObject *Queue_push(Queue *self, PyObject *args, PyObject *kwargs)
     }
     /* One lock and one wake-up for all: the caller holds the interpreter, and each may cost it its CPU. The thread
      * that is woken wakes the next. */
-    pthread_mutex_lock(&self->mutex);
-    bool closed = self->closed;
-    for (Py_ssize_t i = 0; i < n && !closed; i++) {
-        Transfer *transfer = (Transfer *)PyList_GET_ITEM(tasks, i);
-        transfer->state = parked ? PARKED : QUEUED;
-        transfer->queue = self;
-        (first ? prepend : append)(list_of(self, transfer), transfer);
+    bool wanted = false, dropped = self->pid != getpid(); /* a forked child would wait for threads it has not */
+    if (!dropped) {
+        pthread_mutex_lock(&self->mutex);
+        dropped = self->closed;
+        for (Py_ssize_t i = 0; i < n && !dropped; i++) {
+            Transfer *transfer = (Transfer *)PyList_GET_ITEM(tasks, i);
+            transfer->state = parked ? PARKED : QUEUED;
+            transfer->queue = self;
+            (first ? prepend : append)(list_of(self, transfer), transfer);
+        }
+        if (n > 0 && !dropped && self->num_idle > 0)
+            pthread_cond_signal(&self->changed);
+        wanted = !dropped && num_queued(self) > self->num_idle;
+        pthread_mutex_unlock(&self->mutex);
     }
-    if (n > 0 && !closed && self->num_idle > 0)
-        pthread_cond_signal(&self->changed);
-    bool wanted = !closed && num_queued(self) > self->num_idle;
-    pthread_mutex_unlock(&self->mutex);
-    for (Py_ssize_t i = 0; i < n && closed; i++)
+    for (Py_ssize_t i = 0; i < n && dropped; i++)
         drop_spare_refs((Transfer *)PyList_GET_ITEM(tasks, i));
     return PyBool_FromLong(wanted);
 }

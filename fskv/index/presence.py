@@ -429,7 +429,7 @@ class PresenceIndex:
                 self._write_off(batch, batch.task, now)
             elif self._is_patient(batch.started_at + self._timeout_s, now):
                 continue
-            elif self._pool.queue.cancel(batch.task):
+            elif self._pool.queue.cancel(batch.task) or batch.task.started_at is None:
                 waited_in_vain = True  # it never got a thread: no sign against the root
             else:
                 continue  # it is just getting one, and may hang yet

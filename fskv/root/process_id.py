@@ -50,7 +50,8 @@ def unique_name() -> str:
 
 def part_names() -> Iterator[str]:
     """Return names of files that are being written, of this process and of nobody else."""
-    return map(f"{HOST}-{os.getpid()}-{TOKEN}-{{}}.part".format, _COUNTER)
+    pids = iter(os.getpid, None)  # asked for each name: a forked child has another
+    return map(f"{HOST}-{{}}-{TOKEN}-{{}}.part".format, pids, _COUNTER)
 
 
 def is_our_name(name: str) -> bool:

@@ -82,12 +82,14 @@ def collect(probe: Callable[[], None], stats_path: str = NVIDIA_FS_STATS) -> Fac
         prefers_compat = bool(kvikio.defaults.is_compat_mode_preferred())
         monitor = kvikio.SummaryMonitor()  # 26.10
     before = _nvidia_fs(stats_path)
-    probe()
     num_posix = num_cufile = None
-    with contextlib.suppress(Exception):
-        counted = monitor.get().by_backend
-        num_posix, num_cufile = counted["POSIX"]["num_ops"], counted["GDS"]["num_ops"]
-        monitor.stop()
+    try:
+        probe()
+    finally:
+        with contextlib.suppress(Exception):
+            counted = monitor.get().by_backend
+            num_posix, num_cufile = counted["POSIX"]["num_ops"], counted["GDS"]["num_ops"]
+            monitor.stop()
     return Facts(prefers_compat, num_posix, num_cufile, before, _nvidia_fs(stats_path))
 
 

@@ -574,6 +574,22 @@ def test_a_usage_that_would_be_too_long_adds_up_the_smallest_and_is_still_read(s
     assert bound.counted == usage.nbytes
 
 
+def test_a_forked_child_names_parts_as_its_own():
+    """Or maintenance takes them for a dead process's once the parent has ended."""
+    code = """
+import os
+from fskv.root.process_id import is_our_part, part_names
+names = part_names()
+assert is_our_part(next(names))
+if os.fork():
+    os._exit(os.wait()[1])
+print(os.getpid(), next(names))
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    pid, name = run.stdout.split()
+    assert name.rsplit("-", 3)[1] == pid
+
+
 def test_only_parts_of_dead_processes_are_removed(shared):
     script = "from fskv.root.process_id import unique_name; print(unique_name())"
     dead = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout

@@ -6,6 +6,8 @@ import errno
 import gc
 import os
 import random
+import subprocess
+import sys
 import threading
 import tracemalloc
 
@@ -397,6 +399,51 @@ def test_a_probe_that_just_gets_a_thread_when_it_is_late_and_then_hangs_is_count
     bench.disk.released.set()
     wait_for(lambda: bench.index._pool.num_hung == 0)
     assert not bench.index._batches
+
+
+def test_what_was_asked_and_is_looked_at_by_nobody_is_given_up_after_close(bench):
+    bench.disk.hangs = True
+    for number in range(200):  # more than two batches: the last ones wait for a thread
+        bench.lookup(number)
+    bench.index.flush()
+    bench.index.close()
+    bench.lookup(200)
+    bench.index.flush()
+    bench.clock.advance(1.1)
+    bench.index.flush()
+    assert bench.lookup(199) == bench.lookup(200) == (Presence.MISS, Status.TIMED_OUT)
+    wait_for(lambda: bench.index.flush() or bench.clock.advance(0.6) or not bench.index._batches)
+
+
+def test_a_forked_child_asks_in_vain_and_goes_on():
+    """It has none of the threads; the memory of the C library says that one waits."""
+    code = """
+import os, time
+from fskv.index.presence import Findings, PresenceIndex
+from fskv.data_path.breaker import Breaker
+from fskv.types import ChunkId, Presence
+index = PresenceIndex(
+    lambda chunks, _: Findings([1] * len(chunks), 1e-4), lookup_timeout_s=0.2, breaker=Breaker()
+)
+def ask(number):
+    index.lookup(ChunkId(b"%d" % number, 0)); index.flush()
+ask(0)
+while index._pool.num_idle == 0 or index.lookup(ChunkId(b"0", 0))[0] is not Presence.HIT:
+    time.sleep(0.01)
+if os.fork() == 0:
+    for number in range(1, 30):
+        ask(number); time.sleep(0.01)
+    time.sleep(0.2)
+    index.flush()
+    os._exit(index.lookup(ChunkId(b"1", 0))[0] is not Presence.MISS or len(index._batches) > 29)
+print(os.wait()[1])
+ask(99)
+while index.lookup(ChunkId(b"99", 0))[0] is not Presence.HIT:
+    time.sleep(0.01)
+index.close()
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert (run.stdout, run.returncode) == ("0\n", 0), run.stderr
 
 
 def test_probes_that_only_wait_for_others_do_not_open_the_breaker(make_bench):
