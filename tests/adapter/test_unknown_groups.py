@@ -12,7 +12,7 @@ pytest.importorskip("vllm", reason="these tests need the vllm environment: make 
 pytestmark = world.VLLM
 
 
-def _groups(kind: str, max_model_len: int = 1024):
+def _groups(kind: str, max_model_len: int = 1024, *, caching: bool = True):
     """Return how fskv describes an engine's one KV group, of vLLM's full attention or of a new kind."""
     import torch
     from vllm.v1 import kv_cache_interface as vllm
@@ -31,10 +31,11 @@ def _groups(kind: str, max_model_len: int = 1024):
         "NewSpec": lambda: NewSpec(block_size=16),
         "FullAttentionSpec": lambda: vllm.FullAttentionSpec(**heads),
     }[kind]()
-    return _described(vllm.KVCacheGroupSpec(["layer"], spec), max_model_len=max_model_len)
+    group = vllm.KVCacheGroupSpec(["layer"], spec)
+    return _described(group, max_model_len=max_model_len, caching=caching)
 
 
-def _described(*groups, max_model_len=1024):
+def _described(*groups, max_model_len=1024, caching=True):
     from vllm.v1 import kv_cache_interface as vllm
 
     from fskv.engines.vllm.identity import engine_groups
@@ -42,7 +43,10 @@ def _described(*groups, max_model_len=1024):
     config = vllm.KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[*groups])
     parallel = SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1)
     model = SimpleNamespace(max_model_len=max_model_len)
-    return engine_groups(SimpleNamespace(parallel_config=parallel, model_config=model), config)
+    cache = SimpleNamespace(enable_prefix_caching=caching)
+    return engine_groups(
+        SimpleNamespace(parallel_config=parallel, model_config=model, cache_config=cache), config
+    )
 
 
 @pytest.mark.parametrize("kind", ["NewAttentionSpec", "NewSpec"])
@@ -62,8 +66,10 @@ def test_where_no_request_fills_a_block_the_engine_rests(max_model_len):
     if max_model_len > 16:
         assert len(_groups("FullAttentionSpec", max_model_len)) == 1
         return
-    with pytest.raises(RestError, match=rf"found {max_model_len}, expected more than 16"):
-        _groups("FullAttentionSpec", max_model_len)
+    for caching, end in ((True, "again"), (False, "again; prefix caching is off")):
+        words = rf"found {max_model_len}, expected more than 16.* {end}$"
+        with pytest.raises(RestError, match=words):
+            _groups("FullAttentionSpec", max_model_len, caching=caching)
 
 
 def test_without_kv_that_is_used_again_the_engine_rests():

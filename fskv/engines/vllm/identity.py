@@ -129,9 +129,11 @@ def engine_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> li
     longest = vllm_config.model_config.max_model_len
     largest = max((group.spec for group in groups), key=lambda spec: spec.tokens_per_block)
     if largest.tokens_per_block >= longest:  # a hit leaves one token to compute
+        # Without it vLLM makes one block of states of the longest request.
+        off = "" if vllm_config.cache_config.enable_prefix_caching else "; prefix caching is off"
         raise RestError(
             f"option 'max_model_len': found {longest}, expected more than {largest.tokens_per_block}: no "
-            f"request has a block of group {largest.group_idx} ({largest.kind.value}) to use again"
+            f"request has a block of group {largest.group_idx} ({largest.kind.value}) to use again{off}"
         )
     return groups
 
