@@ -183,7 +183,7 @@ def test_what_a_processor_reads_and_what_a_client_calls_an_image(lab):
     first = generates(lab.engine(checkpoint, see(0), *(see(0, name) for name in names), **IMAGES))
     stored = len(chunks(str(lab.root)))
     assert stored
-    # In another process image 0 is found again by its content, whatever it is called; image 1 never is.
+    # In another process image 0 is found again by its content, whatever it is called; image 1 is not there.
     steps = [see(0), {"reset_prefix_cache": True}]
     for name in names:
         steps += [see(1, name), {"reset_prefix_cache": True}]
@@ -192,8 +192,8 @@ def test_what_a_processor_reads_and_what_a_client_calls_an_image(lab):
     assert second["0 as None"]["num_cached_tokens"] == full
     assert second["0 as None"]["tokens"] == first["0 as None"]["tokens"]
     truth = generates(lab.engine(checkpoint, see(1), transfer=False, **IMAGES))["1 as None"]
-    for name in names:
-        assert second[f"1 as {name}"]["num_cached_tokens"] == 0
+    assert second[f"1 as {names[0]}"]["num_cached_tokens"] == 0
+    for name in names:  # the second may find image 1, under its content
         assert second[f"1 as {name}"]["tokens"] == truth["tokens"]
     assert truth["tokens"] != first["0 as None"]["tokens"]  # the control: it would have been seen
     path = checkpoint / "processor_config.json"

@@ -71,8 +71,8 @@ class Talk:
         self.damages.append((self.talk.pause(), do))
 
     def run(self) -> dict:
-        # Promised, or the tier would stop at the first reset.
-        kv = transfer(self.root, weights_fixed=True, **self.options)
+        # Promised, or the tier would stop at the first reset; and a busy machine's files are waited for.
+        kv = transfer(self.root, **{"weights_fixed": True, "lookup_timeout_s": 10, **self.options})
         model = lab.MODELS[self.name]
         what = lab.request(model, self.talk.steps, transfer=kv, env=dict(model.env))
         started = lab.start_engine(what, str(self.directory / "engine"))
@@ -230,7 +230,7 @@ def test_two_ranks_share_a_row_and_have_files_of_their_own(tmp_path):
     engine(name, steps, lab.connector(by_connector, hybrid_chunk_size=128))
     assert payloads(root) == payloads(by_connector)
 
-    talk = Talk(name, root, tmp_path)
+    talk = Talk(name, root, tmp_path, load_deadline_s=60)  # of a busy machine
     talk.say(main_of(name, "warm"))
     for rank in (0, 1):
         paths = [path for path in lab.chunks(root) if path.endswith(f".r{rank}.kv")]
@@ -260,8 +260,9 @@ def test_canonical_pages_are_shared_by_engines_of_another_topology(tmp_path):
 
     def kv(kind: str, root: str) -> dict:
         if kind == "tier":
-            return transfer(root, extra=extra)
-        return lab.connector(root, hybrid_chunk_size=128, canonical_layout=True)
+            return transfer(root, extra=extra, load_deadline_s=60)  # of a busy machine
+        options = {"canonical_layout": True, "load_deadline_s": 60, "lookup_timeout_s": 10}
+        return lab.connector(root, hybrid_chunk_size=128, **options)
 
     engine(one, steps, kv("tier", roots["tier"]), path=path)
     engine(one, steps, kv("connector", roots["connector"]), path=path)

@@ -36,5 +36,8 @@ def fskv_tier(root: str, **options: Any) -> dict[str, Any]:
 
 
 def transfer(root: str, *, extra: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
-    """Return the kv_transfer_config with FskvTier alone; `extra` stands beside `secondary_tiers`."""
-    return tiering([fskv_tier(root, **options)], **(extra or {}))
+    """Return the kv_transfer_config with FskvTier alone; `extra` stands beside `secondary_tiers`.
+
+    The files of a busy machine are waited for.
+    """
+    return tiering([fskv_tier(root, **{"lookup_timeout_s": 10, **options})], **(extra or {}))
