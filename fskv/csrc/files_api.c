@@ -36,6 +36,12 @@ static void free_batch(Batch *batch)
     Py_XDECREF(batch->table);
 }
 
+static bool no_memory(void)
+{
+    PyErr_NoMemory();
+    return false;
+}
+
 static bool take_name(PyObject *object, const char **name, size_t *nbytes, size_t *longest)
 {
     if (!PyBytes_Check(object) || strlen(PyBytes_AS_STRING(object)) != (size_t)PyBytes_GET_SIZE(object)) {
@@ -53,7 +59,7 @@ static bool take_directories(Batch *batch, PyObject *paths)
     batch->num_directories = PyTuple_GET_SIZE(paths);
     batch->directories = PyMem_Calloc((size_t)batch->num_directories + 1, sizeof(ShardsDir));
     if (batch->directories == NULL)
-        return PyErr_NoMemory() != NULL;
+        return no_memory();
     for (Py_ssize_t i = 0; i < batch->num_directories; i++) {
         ShardsDir *directory = &batch->directories[i];
         directory->fd = -1;
@@ -68,7 +74,7 @@ static bool take_files(Batch *batch, Group *group, PyObject *files)
     Py_ssize_t at, num_files = PyTuple_Check(files) ? PyTuple_GET_SIZE(files) : 0;
     group->files = PyMem_Calloc((size_t)num_files + 1, sizeof(RankFile));
     if (group->files == NULL)
-        return PyErr_NoMemory() != NULL;
+        return no_memory();
     for (; group->num_files < num_files; group->num_files++) {
         RankFile *file = &group->files[group->num_files];
         PyObject *item = PyTuple_GET_ITEM(files, group->num_files), *suffix;
@@ -91,7 +97,7 @@ static bool take_groups(Batch *batch)
     PyObject *idx, *files;
     batch->groups = PyMem_Calloc((size_t)PyDict_GET_SIZE(batch->table) + 1, sizeof(Group));
     if (batch->groups == NULL)
-        return PyErr_NoMemory() != NULL;
+        return no_memory();
     for (Py_ssize_t at = 0; PyDict_Next(batch->table, &at, &idx, &files);) {
         Group *group = &batch->groups[batch->num_groups++];
         group->idx = PyLong_AsLong(idx);
@@ -108,7 +114,7 @@ static bool take_chunks(Batch *batch, PyObject *groups)
     batch->wanted = PyMem_Calloc((size_t)count + 1, sizeof *batch->wanted);
     batch->answers = PyMem_Calloc((size_t)count + 1, sizeof *batch->answers);
     if (batch->wanted == NULL || batch->answers == NULL)
-        return PyErr_NoMemory() != NULL;
+        return no_memory();
     for (Py_ssize_t i = 0; i < count; i++) {
         long idx = PyLong_AsLong(PyTuple_GET_ITEM(groups, i));
         if (idx == -1 && PyErr_Occurred())

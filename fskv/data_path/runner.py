@@ -70,7 +70,7 @@ STORE_QUEUE_S = 4.0
 _PACE = 1 / 16  # weight of one store in the average of how long one takes
 _ANSWERED = (State.WAITING, State.SCATTERING)  # loads with which the disk is done
 # Loads on a device that may wait for their events at once, for each thread; each has a thread and slot more.
-# On two CPUs eight of them cost a quarter of the rate, and two less than a tenth.
+# More of them read further ahead of a long step, but their threads and slots slow down those that copy.
 _MAX_WAITING = 2
 _END_S = 0.5  # for idle threads to end at shutdown
 COPIES_AT_ONCE = 2  # by wait(); csrc/cuda.c lets no more of them go to the host

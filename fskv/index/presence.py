@@ -160,7 +160,7 @@ class PresenceIndex:
         self._removed: OrderedDict[Key, _Removal] = OrderedDict()  # oldest first
         self._num_removals = 0
         self._quarantined: dict[Key, float] = {}  # -> until when; the oldest first
-        self._gate = _native.Guard(True)
+        self._gate = _native.Guard(True)  # each transfer has one; a probe touches no page
         self._pool = HangProofPool(
             "fskv-probe",
             _PROBES_AT_ONCE,

@@ -230,7 +230,7 @@ def test_two_ranks_share_a_row_and_have_files_of_their_own(tmp_path):
     engine(name, steps, lab.connector(by_connector, hybrid_chunk_size=128))
     assert payloads(root) == payloads(by_connector)
 
-    talk = Talk(name, root, tmp_path, load_deadline_s=60)  # of a busy machine
+    talk = Talk(name, root, tmp_path, load_deadline_s=60)  # the machine may be busy
     talk.say(main_of(name, "warm"))
     for rank in (0, 1):
         paths = [path for path in lab.chunks(root) if path.endswith(f".r{rank}.kv")]
@@ -260,7 +260,7 @@ def test_canonical_pages_are_shared_by_engines_of_another_topology(tmp_path):
 
     def kv(kind: str, root: str) -> dict:
         if kind == "tier":
-            return transfer(root, extra=extra, load_deadline_s=60)  # of a busy machine
+            return transfer(root, extra=extra, load_deadline_s=60)  # the machine may be busy
         options = {"canonical_layout": True, "load_deadline_s": 60, "lookup_timeout_s": 10}
         return lab.connector(root, hybrid_chunk_size=128, **options)
 
