@@ -233,7 +233,7 @@ BOUND_BYTES = Metric(
     "fskv_bound_bytes",
     "gauge",
     "bytes",
-    "Bounds that hold for this engine now, whoever declared them: root, namespace, tenant, and free (what "
+    "Bounds that hold for this engine now, whoever declared them: root, tenant, and free (what "
     "may be in use on the file system). +Inf: no more.",
     "bound",
 )

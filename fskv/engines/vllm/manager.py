@@ -178,13 +178,11 @@ class FskvManager(OffloadingManager):
         if self.chunks.capacity is not None:
             config = self._config
             logger.info(
-                "fskv: bounds of %s: max_bytes %s, keep_free %s, namespace_max_bytes %s, tenant_max_bytes "
-                "%s; the smallest of all engines that share it holds for all; process %s maintains for this "
-                "one",
+                "fskv: bounds of %s: max_bytes %s, keep_free %s, tenant_max_bytes %s; the smallest of all "
+                "engines that share it holds for all; process %s maintains for this one",
                 config.root,
                 config.max_bytes,
                 config.keep_free,
-                config.namespace_max_bytes,
                 config.tenant_max_bytes,
                 self.chunks.capacity.pid or "(not up yet)",
             )
