@@ -237,7 +237,9 @@ class Capacity:
         if now - self._heard_at > _SILENT_S:
             if not self._silent_polls_since:
                 self._silent_polls_since = now
-                reason = f"no word for {_SILENT_S:.0f} s, soon nothing is stored: does the root hang?"
+                reason = (
+                    f"no word for {_SILENT_S:.0f} s, soon nothing is stored: does the root hang?"
+                )
                 self._log.say("maintenance_silent", logging.WARNING, reason=reason)
             if now - self._silent_polls_since > _HUNG_S:
                 self._kill_process()  # the next poll starts another one

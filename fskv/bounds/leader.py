@@ -47,7 +47,9 @@ logger = logging.getLogger(__name__)
 SILENT_S = 4 * TTL_S  # a heartbeat that has not changed for so long is of nobody
 _WALK_S = 30.0  # between two walks, or
 _WALK_PART = 10  # so many times as long as the last one took
-_STALE_PART = 4  # before a prune a walk comes first where more than a quarter is new to the catalogue
+_STALE_PART = (
+    4  # before a prune a walk comes first where more than a quarter is new to the catalogue
+)
 _LOOK_S, _FAST_LOOK_S = 1.0, 0.25
 _FAST_S = 60.0  # of writing: what holds less is looked at more often
 _PUBLISH_S = 5.0  # at least so often, or engines think that nobody counts
@@ -125,11 +127,15 @@ class Leader:
         self._known = last is not None
         self._nbytes = {n: at for n, at in self._usage.namespaces.items() if is_namespace(n)}
         self._counted = dict(self._usage.counted)  # heartbeat -> its `written` in the sums
-        self._since_walk: Counter[str] = Counter()  # of it what was added since that namespace's walk
+        self._since_walk: Counter[str] = (
+            Counter()
+        )  # of it what was added since that namespace's walk
         self._total_written = 0
         self._beats: list[Heartbeat] = []  # of all who live
         self._heard: dict[str, tuple[int, float]] = {}  # heartbeat -> its last beat, since when
-        self._rewritten: dict[str, float] = {}  # heartbeats of the last look -> written after that time
+        self._rewritten: dict[
+            str, float
+        ] = {}  # heartbeats of the last look -> written after that time
         self._looked_at = self._published_at = float("-inf")
         self._catalogues: dict[str, Catalogue] = {}  # by "<arch>/<model>@<digest16>"
         # Of these: whether it is foreign, and the device on which what is foreign counts by its blocks.
@@ -475,7 +481,10 @@ class Leader:
             for name in members:
                 gone = before[name] - self._catalogues[name].nbytes
                 was, files = self._nbytes.get(name, (0, 0))
-                self._nbytes[name] = max(0, was - gone), min(files, self._catalogues[name].num_files)
+                self._nbytes[name] = (
+                    max(0, was - gone),
+                    min(files, self._catalogues[name].num_files),
+                )
             if before_ns is None:
                 self._learn_age(chosen.candidates[0].mtime_ns)
             self._note(pruned)
