@@ -54,6 +54,8 @@ _LOOK_S, _FAST_LOOK_S = 1.0, 0.25
 _FAST_S = 60.0  # of writing: what holds less is looked at more often
 _PUBLISH_S = 5.0  # at least so often, or engines think that nobody counts
 _FADE = 0.6  # of the fastest growth: what is left of it a second later
+_UNTOLD_S = 2.0  # of the fastest growth: what heartbeats can be behind
+_PEAK_FADE = 0.98  # and of what looks are set by: bursts come again
 # Directories that are listed at each walk even if their mtime has not changed: a snapshot, which whoever
 # writes to the root may have made up, is believed for no longer than all of these take.
 _LISTED_AGAIN = 4
@@ -130,7 +132,11 @@ class Leader:
         self._since_walk: Counter[str] = (
             Counter()
         )  # of it what was added since that namespace's walk
+        self._untold: Counter[str] = (
+            Counter()
+        )  # of what a walk has found: what heartbeats will tell
         self._total_written = 0
+        self._peak = 0.0  # the fastest growth of the last minutes
         self._beats: list[Heartbeat] = []  # of all who live
         self._heard: dict[str, tuple[int, float]] = {}  # heartbeat -> its last beat, since when
         self._rewritten: dict[
@@ -198,6 +204,7 @@ class Leader:
         self._looked_at = now
         self._total_written += growth
         faded = int(self._usage.growth * _FADE**passed_s)
+        self._peak = max(rate, self._peak * _PEAK_FADE**passed_s)
         self._publish(space, max(rate, faded))
         return self._usage if self._known else None
 
@@ -207,7 +214,9 @@ class Leader:
         self._counted[beat.name] = beat.written
         if beat.namespace is not None:
             nbytes, files = self._nbytes.get(beat.namespace, (0, 0))
-            self._nbytes[beat.namespace] = min(MAX_COUNT, nbytes + more), files
+            seen = min(more, self._untold[beat.namespace])
+            self._untold[beat.namespace] -= seen
+            self._nbytes[beat.namespace] = min(MAX_COUNT, nbytes + more - seen), files
             self._since_walk[beat.namespace] += more
         return more
 
@@ -220,7 +229,7 @@ class Leader:
         least = min([n for n in (max_nbytes, *of_tenants.values()) if n is not None], default=None)
         if kept:
             least = min(least or MAX_COUNT, space.total_nbytes - kept)
-        is_fast = least is not None and growth * _FAST_S > least
+        is_fast = least is not None and self._peak * _FAST_S > least
         last = self._usage
         usage = replace(
             last,
@@ -328,9 +337,7 @@ class Leader:
                 return
             why = f"{len(failed)} directories cannot be listed: {failed[0].error}" if failed else ""
             self._say_uncounted(name, why)
-            # With what was reported meanwhile, whether the walk has seen it or not.
-            nbytes = min(MAX_COUNT, catalogue.nbytes + self._since_walk[name])
-            self._nbytes[name] = nbytes, catalogue.num_files
+            self._correct(name, catalogue)
             if (catalogue.num_files, catalogue.nbytes) != before:
                 self._unsaved.add(name)
         self._known = True
@@ -338,6 +345,18 @@ class Leader:
         now = time.monotonic()
         self._walk_at = now + max(_WALK_S, _WALK_PART * (now - started))
         await asyncio.to_thread(self._remove_empty, now_ns - _EMPTY_NS)
+
+    def _correct(self, name: str, catalogue: Catalogue) -> None:
+        """Put what a walk has found in the place of the sum.
+
+        It may have seen files that no heartbeat has told yet: these are told in a moment, and count once.
+        It may have listed directories before files came that were told meanwhile: these count as well.
+        """
+        told = self._nbytes.get(name, (0, 0))[0]
+        found = catalogue.nbytes
+        self._untold[name] = min(max(0, found - told), int(_UNTOLD_S * self._peak))
+        most = min(MAX_COUNT, found + self._since_walk[name])
+        self._nbytes[name] = max(found, min(told, most)), catalogue.num_files
 
     def _say_uncounted(self, name: str, why: str) -> None:
         if why and why != self._uncounted.get(name):
