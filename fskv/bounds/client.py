@@ -79,6 +79,7 @@ class Capacity:
         self._heard_at = 0.0  # when a message was sent that we have read
         self._sequence_at = 0.0  # when the last one was sent that had a new sequence
         self._unseen_since: int | None = None  # what was stored when there was none for too long
+        self._polled_at = self._listens_since = 0.0
         self._has_spoken = False  # the present process, or none has been restarted
         self._said: dict[str, int] = {}
         self._pending = 0  # bytes of stores that are under way
@@ -234,7 +235,10 @@ class Capacity:
         self._hear()
         if self._process is None:
             return []
-        if now - self._heard_at > _SILENT_S:
+        if now - self._polled_at > _SILENT_S:
+            self._listens_since = now  # an idle engine: what it has not read is no silence
+        self._polled_at = now
+        if now - max(self._heard_at, self._listens_since) > _SILENT_S:
             if not self._silent_polls_since:
                 self._silent_polls_since = now
                 reason = (

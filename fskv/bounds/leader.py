@@ -54,6 +54,7 @@ _LOOK_S, _FAST_LOOK_S = 1.0, 0.25
 _FAST_S = 60.0  # of writing: what holds less is looked at more often
 _PUBLISH_S = 5.0  # at least so often, or engines think that nobody counts
 _FADE = 0.6  # of the fastest growth: what is left of it a second later
+_FASTEST = 32 << 30  # bytes a second of one engine
 _UNTOLD_S = 2.0  # of the fastest growth: what heartbeats can be behind
 _PEAK_FADE = 0.98  # and of what looks are set by: bursts come again
 # Directories that are listed at each walk even if their mtime has not changed: a snapshot, which whoever
@@ -186,9 +187,10 @@ class Leader:
             else (beat.beat, now)
             for beat in beats
         }
+        passed_s = 0.0 if is_first else max(now - self._looked_at, 1e-3)
         growth = 0
         for beat in beats:
-            growth += self._add(beat, beat.written if is_first else 0)
+            growth += self._add(beat, beat.written if is_first else 0, passed_s)
         dead = {b.name for b in beats if provably_dead(b.name)}
         dead |= {name for name, (_, since) in self._heard.items() if now - since > SILENT_S}
         for name in dead:  # who was only frozen publishes again
@@ -199,7 +201,6 @@ class Leader:
         self._full = {name: full for name, full in self._full.items() if name in names}
         for beat in self._beats:  # what was full before we led says so again if it still is
             self._full.setdefault(beat.name, beat.full)
-        passed_s = 0.0 if is_first else max(now - self._looked_at, 1e-3)
         rate = int(growth / passed_s) if passed_s else 0
         self._looked_at = now
         self._total_written += growth
@@ -208,9 +209,13 @@ class Leader:
         self._publish(space, max(rate, faded))
         return self._usage if self._known else None
 
-    def _add(self, beat: Heartbeat, unknown: int) -> int:
-        """Add what an engine has written since its last heartbeat; returns how much that was."""
+    def _add(self, beat: Heartbeat, unknown: int, passed_s: float) -> int:
+        """Add what an engine has written since its last heartbeat; returns how much that was.
+
+        What no disk can take in that time is no number to prune for: a walk tells.
+        """
         more = max(0, beat.written - self._counted.get(beat.name, unknown))
+        more = more if more < _FASTEST * max(1.0, passed_s) else 0
         self._counted[beat.name] = beat.written
         if beat.namespace is not None:
             nbytes, files = self._nbytes.get(beat.namespace, (0, 0))
