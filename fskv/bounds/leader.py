@@ -128,6 +128,7 @@ class Leader:
         # What the last leader has published stands until a walk is over.
         self._usage = replace(last or Usage(), pruned_files=0, pruned_nbytes=0, orphans=0)
         self._known = last is not None
+        self._published: Usage | None = None
         self._nbytes = {n: at for n, at in self._usage.namespaces.items() if is_namespace(n)}
         self._counted = dict(self._usage.counted)  # heartbeat -> its `written` in the sums
         self._since_walk: Counter[str] = (
@@ -235,9 +236,8 @@ class Leader:
         if kept:
             least = min(least or MAX_COUNT, space.total_nbytes - kept)
         is_fast = least is not None and self._peak * _FAST_S > least
-        last = self._usage
         usage = replace(
-            last,
+            self._usage,
             namespaces=counted,
             others=(0, 0),
             tenants={name: tenants[name] for name in counted if name in tenants},
@@ -251,8 +251,8 @@ class Leader:
         )
         self._usage = usage
         is_late = self._looked_at - self._published_at > _PUBLISH_S
-        if self._known and (is_late or usage != last):
-            self._usage = replace(usage, sequence=usage.sequence + 1)
+        if self._known and (is_late or usage != self._published):
+            self._usage = self._published = replace(usage, sequence=usage.sequence + 1)
             # Whoever stores compares with his own namespace and with those of his tenant.
             storing = {beat.tenant for beat in self._beats if beat.tenant is not None}
             needed = {n for n in counted if n in claimed or tenants.get(n) in storing}
@@ -341,8 +341,10 @@ class Leader:
             if not self.in_office:
                 return
             why = f"{len(failed)} directories cannot be listed: {failed[0].error}" if failed else ""
+            # What they held counts on; but not for ever, or all that engines write would add to it.
+            is_news = bool(why) and not self._uncounted.get(name)
             self._say_uncounted(name, why)
-            self._correct(name, catalogue)
+            self._correct(name, catalogue, upwards_only=is_news)
             if (catalogue.num_files, catalogue.nbytes) != before:
                 self._unsaved.add(name)
         self._known = True
@@ -351,17 +353,18 @@ class Leader:
         self._walk_at = now + max(_WALK_S, _WALK_PART * (now - started))
         await asyncio.to_thread(self._remove_empty, now_ns - _EMPTY_NS)
 
-    def _correct(self, name: str, catalogue: Catalogue) -> None:
+    def _correct(self, name: str, catalogue: Catalogue, *, upwards_only: bool) -> None:
         """Put what a walk has found in the place of the sum.
 
         It may have seen files that no heartbeat has told yet: these are told in a moment, and count once.
         It may have listed directories before files came that were told meanwhile: these count as well.
         """
-        told = self._nbytes.get(name, (0, 0))[0]
+        told, files = self._nbytes.get(name, (0, 0))
         found = catalogue.nbytes
         self._untold[name] = min(max(0, found - told), int(_UNTOLD_S * self._peak))
-        most = min(MAX_COUNT, found + self._since_walk[name])
-        self._nbytes[name] = max(found, min(told, most)), catalogue.num_files
+        most = told if upwards_only else min(MAX_COUNT, found + self._since_walk[name])
+        files = max(files if upwards_only else 0, catalogue.num_files)
+        self._nbytes[name] = max(found, min(told, most)), files
 
     def _say_uncounted(self, name: str, why: str) -> None:
         if why and why != self._uncounted.get(name):
@@ -455,7 +458,7 @@ class Leader:
 
     async def _make_room(self, nbytes: int, reason: str, space: Space) -> Space:
         """Remove so many bytes of everything for want of room, and say so; returns what is there then."""
-        files = self._usage.pruned_files
+        files, ours = self._usage.pruned_files, sum(nbytes for nbytes, _ in self._nbytes.values())
         before = self._unused(space)
         freed = await self._free(self._ours(), nbytes)
         after = Space.of(self._root)
@@ -469,7 +472,7 @@ class Leader:
                 bytes=freed,
                 free_bytes=space.free_nbytes,
                 keep_free_bytes=self._usage.kept_free,
-                others_bytes=max(0, in_use - self._usage.nbytes),
+                others_bytes=max(0, in_use - ours),
                 reason=reason,
             )
         return after
