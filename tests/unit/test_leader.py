@@ -28,7 +28,7 @@ from capacity_lab import (
 )
 from world import Clock, follow_links
 
-from fskv.bounds import leader, maintenance
+from fskv.bounds import count, leader, maintenance
 from fskv.bounds.eviction_news import EvictionNews
 from fskv.bounds.lease import SHARED_DIR, Lease
 from fskv.bounds.limits import Heartbeat, Limits, Usage
@@ -115,7 +115,7 @@ def test_nothing_is_removed_for_the_limits_of_who_is_gone(root, monkeypatch, lim
 def test_what_a_made_up_snapshot_hides_is_counted_before_long(root, monkeypatch, again):
     """The control: believed until its directories change, the bound is broken for as long as they do not."""
     monkeypatch.setattr(leader, "_WALK_S", 0.05)
-    monkeypatch.setattr(leader, "_LISTED_AGAIN", again)
+    monkeypatch.setattr(count, "_LISTED_AGAIN", again)
     namespace = f"{root}/{NAME}"
     for number in range(3):
         write_chunk(namespace, number)
@@ -181,9 +181,9 @@ def test_files_are_counted_where_directories_keep_their_mtime(root, monkeypatch,
     monkeypatch.setattr(leader, "_WALK_S", 0.05)
     monkeypatch.setattr(maintenance, "TTL_S", 0.1)  # heartbeats come often
     if not rule:
-        monkeypatch.setattr(leader.Leader, "_mtimes_tell", lambda *_: True)
+        monkeypatch.setattr(count.Count, "_mtimes_tell", lambda *_: True)
     write_chunk(f"{root}/{NAME}", "abc" + "0" * 29)
-    for module in (scan, leader):  # as on s3fs: that of their making
+    for module in (scan, count):  # as on s3fs: that of their making
         monkeypatch.setattr(module, "dir_mtime_ns", lambda path: 10**18)
     mine = beat()
     maintain(root, _counts(root, 2), mine=mine)
@@ -288,7 +288,7 @@ def test_room_is_made_with_what_the_snapshot_knows(root, monkeypatch):
     age_directories(f"{root}/{NAME}")
     maintain(root, lambda: usage_of(root) is not None)
     assert os.path.exists(f"{root}/{NAME}/snapshot.msgpack")
-    monkeypatch.setattr(leader, "_LISTED_AGAIN", 0)  # of the next holder, which is not the subject
+    monkeypatch.setattr(count, "_LISTED_AGAIN", 0)  # of the next holder, which is not the subject
     listed = []
     real = scan.list_shard
     monkeypatch.setattr(scan, "list_shard", lambda *args: listed.append(args) or real(*args))
@@ -510,9 +510,9 @@ def test_what_the_last_holder_has_counted_counts_until_the_next_one_has(
     with contextlib.suppress(FileNotFoundError):
         os.unlink(f"{path}/{SNAPSHOT_FILE}")
     if not kept:
-        monkeypatch.setattr(leader, "is_namespace", lambda name: False)
+        monkeypatch.setattr(count, "is_namespace", lambda name: False)
     first, told = [True], set()
-    real_list, real_batch = leader.all_namespaces, scan._list_batch
+    real_list, real_batch = count.all_namespaces, scan._list_batch
 
     def lists(root):
         return set() if what == "an architecture" and first.pop() else real_list(root)
@@ -530,7 +530,7 @@ def test_what_the_last_holder_has_counted_counts_until_the_next_one_has(
         return await real_refresh(catalogue, *arguments, **options)
 
     real_refresh = Catalogue.refresh
-    monkeypatch.setattr(leader, "all_namespaces", lists)
+    monkeypatch.setattr(count, "all_namespaces", lists)
     monkeypatch.setattr(scan, "_list_batch", batch)
     monkeypatch.setattr(Catalogue, "refresh", refresh)
     before = book(root).usage().at_ms
@@ -683,7 +683,7 @@ def test_nothing_is_pruned_for_what_takes_no_room_in_a_foreign_directory(
     os.makedirs(f"{root}/{FOREIGN}/tmp")
     kind(f"{root}/{FOREIGN}")
     if not protected:
-        monkeypatch.setattr(leader, *unprotected)
+        monkeypatch.setattr(count, *unprotected)
 
     def done():
         return usage_of(root) and (protected or not any(map(os.path.exists, ours)))
@@ -701,7 +701,7 @@ def test_what_is_foreign_counts_where_a_file_system_tells_no_blocks(root, monkey
         monkeypatch.setattr(module, "block_nbytes", lambda _: 0)
     monkeypatch.setattr(scan, "_list_in_c", None)
     if not learned:
-        monkeypatch.setattr(leader, "counting_device", lambda *_: os.stat(root).st_dev)
+        monkeypatch.setattr(count, "counting_device", lambda *_: os.stat(root).st_dev)
     maintain(root, lambda: usage_of(root) is not None, mine=beat())
     assert usage_of(root).namespaces[FOREIGN] == (1 << 16 if learned else 0, 1)
 
@@ -774,7 +774,7 @@ def test_what_is_away_while_all_is_counted_stays_counted(tmp_path, monkeypatch, 
     make_namespace(point)
     for number in range(3):
         write_chunk(f"{point}/{NAME}", number)
-    lists, calls, rounds = leader.all_namespaces, itertools.count(), itertools.count()
+    lists, calls, rounds = count.all_namespaces, itertools.count(), itertools.count()
     found = set()
 
     def listed(root):
@@ -786,7 +786,7 @@ def test_what_is_away_while_all_is_counted_stays_counted(tmp_path, monkeypatch, 
             return lists(root)
         return set()
 
-    monkeypatch.setattr(leader, "all_namespaces", listed)
+    monkeypatch.setattr(count, "all_namespaces", listed)
 
     async def steps():
         maintainer = Maintainer(str(point), beat())
@@ -797,7 +797,7 @@ def test_what_is_away_while_all_is_counted_stays_counted(tmp_path, monkeypatch, 
             if maintainer.work is not None:
                 await asyncio.wait([maintainer.work])
             if (holder := maintainer._leader) is not None and holder._known:
-                found.add(sum(nbytes for nbytes, _ in holder._nbytes.values()))
+                found.add(sum(nbytes for nbytes, _ in holder._count.nbytes.values()))
             if there.exists():
                 point.rmdir()
                 there.rename(point)
@@ -889,11 +889,11 @@ def test_a_clock_that_differs_is_found_out_and_told_of_once(root, caplog, ahead_
         at_ns = time.time_ns() + ahead_s * 10**9
         os.utime(f"{root}/{SHARED_DIR}/{file_of(OTHER_NODE)}", ns=(at_ns, at_ns))
         look(one, files)
-        return one._mtimes_tell(lease.now_ns())
+        return one._count._mtimes_tell(one._rewritten, lease.now_ns())
 
     publish(1, ahead_s)  # when it was written is not known
     assert [publish(number, ahead_s) for number in (2, 3)] == [not differs] * 2
-    assert one._mtimes_tell(lease.now_ns()) is not differs
+    assert one._count._mtimes_tell(one._rewritten, lease.now_ns()) is not differs
     assert caplog.text.count("event=clocks_differ") == differs
     assert publish(4, 0), "the clock is right again"
 
@@ -930,14 +930,14 @@ def test_what_is_told_after_a_walk_has_seen_it_counts_once(root, monkeypatch):
         clock.advance(1.0)
         files.publish(beat(OTHER_NODE, beat=number, written=written))
         look(one, files)
-        return one._nbytes.get(NAME, (0, 0))[0]
+        return one._count.nbytes.get(NAME, (0, 0))[0]
 
     told(1, 0)
     write_chunk(f"{root}/{NAME}", 1)
     assert told(2, 4096) == 4096
     write_chunk(f"{root}/{NAME}", 2)
     asyncio.run(one._walk())
-    assert one._nbytes[NAME] == (8192, 2)
+    assert one._count.nbytes[NAME] == (8192, 2)
     assert told(3, 8192) == 8192  # seen by the walk, and told now
     assert told(4, 12288) == 12288  # the control: nobody has seen it
 
@@ -952,7 +952,7 @@ def test_a_number_of_bytes_that_no_disk_takes_is_not_pruned_for(root):
     ):
         files.publish(beat(OTHER_NODE, written=written))
         look(one, files)
-        assert one._nbytes[NAME][0] == counted
+        assert one._count.nbytes[NAME][0] == counted
 
 
 # --- what goes --------------------------------------------------------------------------------------
