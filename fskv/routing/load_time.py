@@ -5,25 +5,12 @@ Pure arithmetic: no clock, no file, no engine. The caller brings the times; one 
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 # Opening a file, its header and its checks, in bytes read meanwhile: 0.1 ms at 1 GB/s, 10 ms at 10 MB/s.
 _FILE_NBYTES = 128 << 10
 _ODD = 3.0  # a load that is off by more is of another storage: what was known before is forgotten
 _MIN_S = 1e-6
 _HALF_TOKENS = 8192.0  # prefilled since: an older step counts half
 _LEAST_STEP_TOKENS = 256  # of prompts: fewer say more about a step than about its tokens
-_ASSUMED_TOKENS_PER_S = 20_000.0  # of a prefill that nobody has measured: little is waited for
-
-
-def tokens_in(num_chunks: int, tokens_per_chunk: Collection[int]) -> int:
-    """Return the tokens that so many chunks hold, those of all groups together; one number for each group."""
-    return round(num_chunks / sum(1 / tokens for tokens in tokens_per_chunk))
-
-
-def assumed_prefill_s(num_tokens: int) -> float:
-    """Return the seconds that a prefill of so many tokens takes, where none was measured."""
-    return num_tokens / _ASSUMED_TOKENS_PER_S
 
 
 def work(nbytes: int, num_files: int) -> int:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fskv.routing.load_time import LoadTimes, assumed_prefill_s, tokens_in, work
+from fskv.routing.load_time import LoadTimes, work
 
 MIB = 1 << 20
 
@@ -17,9 +17,6 @@ def test_nothing_is_predicted_before_something_was_measured():
     assert times.predict_prefill_s(1000) is None
     assert times.load_bytes_per_s is None
     assert times.prefill_tokens_per_s is None
-    assert assumed_prefill_s(20_000) == 1.0
-    assert tokens_in(8, [128]) == 1024
-    assert tokens_in(8, [128, 128]) == 512
 
 
 def test_a_load_predicts_its_like_and_small_files_cost_more_than_their_bytes():

@@ -22,7 +22,7 @@ from fskv.engines.vllm.quirks import without_new_loads
 from fskv.hybrid_planner import GroupSpec, needed_chunks
 from fskv.observe import metrics
 from fskv.observe.metrics import Counters, Gauge
-from fskv.routing.load_time import LoadTimes, assumed_prefill_s, tokens_in, work
+from fskv.routing.load_time import LoadTimes, work
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
@@ -92,13 +92,6 @@ class LoadBudget:
         """Seconds until a hit of so many tokens would be loaded if it were begun now; None: not known."""
         ahead = sum(load.work for load in self._loads.values())
         return self.times.predict_load_s(ahead + self._work(num_new_tokens, num_computed_tokens))
-
-    def recompute_s(self, num_chunks: int) -> float:
-        """Seconds of prefill that so many chunks hold, those of all groups taken together."""
-        per_chunk = [g.tokens_per_block * self._blocks_per_chunk for g in self._groups]
-        num_tokens = tokens_in(num_chunks, per_chunk)
-        seconds = self.times.predict_prefill_s(num_tokens)
-        return assumed_prefill_s(num_tokens) if seconds is None else seconds
 
     def _work(self, num_new_tokens: int, computed: int) -> int:
         sizes, end = self._file_sizes(), computed + num_new_tokens

@@ -54,6 +54,7 @@ from fskv.engines.vllm.resting_connector import RestingConnector
 from fskv.engines.vllm.spec import FskvOffloadingSpec, prepare, with_spec
 from fskv.errors import ConfigError, FskvError
 from fskv.kv_transfer.multi import check_stored
+from fskv.offload.lookup import patience
 from fskv.offload.mover import News
 
 if TYPE_CHECKING:
@@ -135,7 +136,11 @@ class FskvConnector(AdmittingConnector):
             self._media = Media(vllm_config, checked=setup.config.media_keys == "checked")
             self._budget = self._make_budget(setup.config)
             self._manager.limit_loads(self._budget.allowed_s)
-            self._manager.be_patient(self._budget.recompute_s)
+            groups = [group.spec for group in setup.groups]
+            per_chunk = [g.tokens_per_block * setup.geometry.blocks_per_chunk for g in groups]
+            self._manager.chunks.presence.recompute_s = patience(
+                per_chunk, lambda: self._budget.times.prefill_tokens_per_s
+            )
 
     def _make_budget(self, config: StoreConfig) -> LoadBudget:
         setup = self._setup

@@ -131,8 +131,7 @@ class FskvManager(OffloadingManager):
         self._events = events
         self._blocks_per_chunk = blocks_per_chunk
         self._workers: list[FskvHandshake] = []
-        self._recompute_s: Callable[[int], float] = lambda _num_chunks: 0.0
-        self.chunks = Lookup(config, events=events, recompute_s=self._estimate)
+        self.chunks = Lookup(config, events=events)
         self._states = StateLog(root=config.root)
         self._excluded_requests: set[str] = set()
         # vLLM asks for the same chunks in every step a request waits: what each was told is counted once.
@@ -192,13 +191,6 @@ class FskvManager(OffloadingManager):
     def limit_loads(self, allowed_s: Callable[[str], float]) -> None:
         """From now on this says how long a request's load may take."""
         self._allowed_s = allowed_s
-
-    def be_patient(self, recompute_s: Callable[[int], float]) -> None:
-        """From now on this says how long computing so many chunks takes, and so how long to wait for them."""
-        self._recompute_s = recompute_s
-
-    def _estimate(self, num_chunks: int) -> float:
-        return self._recompute_s(num_chunks)
 
     def turn_off(self, reason: str) -> None:
         """Neither load nor store, from now on and for good: where vLLM itself does not reuse KV."""
