@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 
-from fskv.bounds.quota import kept_free
+from fskv.bounds.limits import kept_free
 from fskv.root.filesystem import Space
 from fskv.sizes import Share
 
