@@ -41,14 +41,12 @@ class Bound:
         return self.left < self.limit // _NEAR
 
     def refuses(self, nbytes: int) -> bool:
-        """Whether so many bytes find no room, unless something is pruned."""
+        """Whether an engine does not store so many bytes now."""
         return self.left + self.beyond < max(1, nbytes)
 
-    def refuses_always(self, nbytes: int) -> bool:
-        """Whether they find none even then."""
-        if self.removable is None:
-            return False
-        return self.left + self.beyond + self.removable < max(1, nbytes)
+    def is_too_small(self, nbytes: int) -> bool:
+        """Whether they do not fit below it even where all else is pruned: they go as soon as they come."""
+        return self.removable is not None and self.left + self.removable < max(1, nbytes)
 
 
 def bounds(root: str, tenant: str | None = None, told: tuple[Limits, ...] = ()) -> list[Bound]:

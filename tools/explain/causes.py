@@ -194,8 +194,9 @@ def no_room(
     """Say why engines of an identity store nothing now; `nbytes` is what a chunk has."""
     found = []
     for bound in bounds:
-        if bound.refuses(nbytes):
-            unless = "" if bound.refuses_always(nbytes) else ", unless chunks are pruned first"
+        too_small = bound.is_too_small(nbytes)
+        if too_small or bound.refuses(nbytes):
+            unless = "" if too_small else ", unless chunks are pruned first"
             words = f"{bound.words}; a chunk has {iec(nbytes)}"
             found.append(f"nothing can be stored now{unless}: {words}")
     found += [
