@@ -15,7 +15,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import msgpack
@@ -128,9 +128,11 @@ class Capacity:
         self._process = made
         self._unpacker = msgpack.Unpacker(max_buffer_size=_MAX_FRAME)
         # A new process counts from here on.
+        before, state, self._written = self._written, self.state, 0
         if self._unseen_since is not None:
-            self._unseen_since -= self._written
-        self._written = 0
+            self._unseen_since -= before
+        counted, seen = state.counted - before, state.seen_written - before
+        self.state = replace(state, counted=counted, seen_written=seen)
         self._said = {}
         self._heard_at = self._clock()
         self._has_spoken = not self.num_restarts
