@@ -16,7 +16,7 @@
 #include "xxh3.h"
 
 enum { PREFIX = 32, CHECKSUM_AT = 24, MAX_BACK_MS = 60000 };
-static const int64_t SECOND = 1000000000;
+static const int64_t SECOND = 1000000000; /* ns */
 
 static const uint8_t MAGIC[8] = {0x89, 'F', 'S', 'K', 'V', '\r', '\n', 0x1a};
 
@@ -219,14 +219,15 @@ void stamp_use(int directory, const char *name, int64_t *use_ns, uint32_t depth,
     int64_t use = __atomic_load_n(use_ns, __ATOMIC_RELAXED);
     if (!fresh && use == 0)
         fresh = utimensat(directory, name, NULL, AT_SYMLINK_NOFOLLOW) == 0;
-    if (fstatat(directory, name, &info, AT_SYMLINK_NOFOLLOW) != 0 || info.st_mtim.tv_sec <= MAX_BACK_MS / 1000 ||
-        info.st_mtim.tv_sec > INT64_MAX / SECOND - 1)
+    if (fstatat(directory, name, &info, AT_SYMLINK_NOFOLLOW) != 0)
         return;
-    int64_t own = info.st_mtim.tv_sec * SECOND + info.st_mtim.tv_nsec;
-    if (fresh && use == 0 &&
+    /* Files may say they are of any year. */
+    bool sane = info.st_mtim.tv_sec > MAX_BACK_MS / 1000 && info.st_mtim.tv_sec < INT64_MAX / SECOND;
+    int64_t own = sane ? info.st_mtim.tv_sec * SECOND + info.st_mtim.tv_nsec : 0;
+    if (fresh && own != 0 && use == 0 &&
         __atomic_compare_exchange_n(use_ns, &use, own, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED))
         use = own; /* else it is what another thread has put there */
-    if (use == 0)
+    if (use == 0 || (fresh && own == 0))
         return;
     int64_t wanted = (fresh && own < use ? own : use) - (depth < MAX_BACK_MS ? depth : MAX_BACK_MS) * (SECOND / 1000);
     struct timespec times[2] = {{.tv_nsec = UTIME_OMIT},

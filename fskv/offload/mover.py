@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
@@ -181,10 +181,10 @@ class Mover:
             store_queue_s=math.inf if patient else STORE_QUEUE_S,
             cpus=cpus,
         )
-        self._touches: HangProofPool[Callable[[], None], None] = HangProofPool(
-            "fskv-touch", 1, 0, _native.Queue(1, 0), _call, contextlib.nullcontext
+        self._touches: deque[Sequence[tuple[FileId, Use]]] = deque()
+        self._toucher: HangProofPool[None, None] = HangProofPool(
+            "fskv-touch", 1, 0, _native.Queue(1, 0), self._touch_next, contextlib.nullcontext
         )
-        self._num_touches = [0, 0]  # begun, and ended: by the engine's thread, and by ours
         self.description = self._transport.description
         self.is_local = store.is_local
         self._stopped = False
@@ -244,17 +244,14 @@ class Mover:
 
     def touch(self, files: Sequence[tuple[FileId, Use]]) -> None:
         """Note that files are used, the deepest first; those that are not there are passed over."""
-        begun, ended = self._num_touches
-        if self._stopped or self._breaker.open or begun - ended >= _MAX_TOUCHES:
-            return
+        if not self._stopped and not self._breaker.open and len(self._touches) < _MAX_TOUCHES:
+            self._touches.append(sorted(files, key=lambda one: -one[1].depth))
+            self._toucher.submit(_native.Transfer(None, True, _native.Guard(True)))
 
-        def touch_all() -> None:
-            for file, use in sorted(files, key=lambda one: -one[1].depth):
-                self._store.touch(file, use)
-            self._num_touches[1] += 1
-
-        self._num_touches[0] += 1
-        self._touches.submit(_native.Transfer(touch_all, True, _native.Guard(True)))
+    def _touch_next(self, _task: object, _context: None) -> None:
+        """On a thread of its own: no file that is read or written waits for it."""
+        for file, use in self._touches.popleft():
+            self._store.touch(file, use)
 
     def poll(self) -> list[JobResult]:
         """Return the jobs that ended since the last call; of their pages none is read or written any more."""
@@ -296,7 +293,7 @@ class Mover:
             logger.warning("fskv: %s", error)
 
     def _close(self, timeout_s: float) -> None:
-        self._touches.close()
+        self._toucher.close()
         self._runner.shutdown(timeout_s)
         self._transport.close()
 
@@ -389,11 +386,6 @@ class Mover:
                 add(metrics.STORES_SKIPPED, 1, status.value)
             elif status is not Status.SKIPPED:
                 add(metrics.LOAD_FAILURES, 1, status.value)
-
-
-def _call(task: _native.Transfer[Callable[[], None]], _: None) -> None:
-    assert task.owner is not None, "it has not ended"
-    task.owner()
 
 
 def _answer_s(config: StoreConfig, directory: NamespaceDir) -> float | None:

@@ -22,6 +22,7 @@ _V = TypeVar("_V")
 _MAX_KEYS = 100_000
 # A request that goes on may store with the time of its use for as long as this, or touch_interval_s.
 _LEAST_S = 60.0
+_AT_ONCE_S = 10.0
 
 
 class Begun(NamedTuple):
@@ -72,8 +73,12 @@ class Uses(Generic[_K]):
         return self._clock() - use.at > max(self._interval_s, _LEAST_S)
 
     def _is_over(self, use: Begun, num_there: int) -> bool:
-        # Where nothing is there the files of an earlier use are gone: its time would have them go again.
-        return not (num_there and use.of_stored) or self._clock() - use.at > self._interval_s
+        age_s = self._clock() - use.at
+        if age_s > self._interval_s - num_there / 1000:  # by which the deepest one looks older
+            return True
+        # Where nothing is there the files of this use are gone, and with its time would go again; or two
+        # requests compute them at once.
+        return not use.of_stored if num_there else age_s > _AT_ONCE_S
 
 
 def _put(known: dict[_K, _V], key: _K, value: _V) -> None:
