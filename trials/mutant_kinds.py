@@ -586,6 +586,14 @@ FAULTS = (
         _PRESENCE,
     ),
     Fault(
+        "touched-each-time",
+        "A prefix is touched once in a use.",
+        "fskv/offload/uses.py",
+        "        while start and self._touched.get(keys[start - 1]) != use.number:\n",
+        "        while start:\n",
+        ("tests/unit/test_uses.py",),
+    ),
+    Fault(
         "presence-unbounded",
         "What the presence index remembers is bounded.",
         "fskv/index/presence.py",
