@@ -38,11 +38,14 @@ class Uses(Generic[_K]):
 
     def __init__(
         self,
-        interval_s: float,
+        interval_s: Callable[[], float],
         is_stored_now: Callable[[_K], bool],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`is_stored_now` says which chunks are on their way to the disk, and cannot be touched yet."""
+        """`interval_s` gives what a use lasts: it follows the root.
+
+        `is_stored_now` says which chunks are on their way to the disk, and cannot be touched yet.
+        """
         self._interval_s = interval_s
         self._is_stored_now = is_stored_now
         self._clock = clock
@@ -70,11 +73,11 @@ class Uses(Generic[_K]):
 
     def is_old(self, use: Begun) -> bool:
         """Whether a request that stores more begins another use first."""
-        return self._clock() - use.at > max(self._interval_s, _LEAST_S)
+        return self._clock() - use.at > max(self._interval_s(), _LEAST_S)
 
     def _is_over(self, use: Begun, num_there: int) -> bool:
         age_s = self._clock() - use.at
-        if age_s > self._interval_s - num_there / 1000:  # by which the deepest one looks older
+        if age_s > self._interval_s() - num_there / 1000:  # by which the deepest one looks older
             return True
         # Where nothing is there the files of this use are gone, and with its time would go again; or two
         # requests compute them at once.

@@ -23,7 +23,7 @@ class Clock:
 
 @pytest.fixture
 def made():
-    made = Uses[bytes](600, lambda key: key in made.storing, Clock())
+    made = Uses[bytes](lambda: 600, lambda key: key in made.storing, Clock())
     made.storing, made.clock = set(), made._clock
     return made
 

@@ -150,7 +150,9 @@ class FskvManager(OffloadingManager):
         self.allowed_s: Callable[[str], float] = lambda _req_id: math.inf
         self.chunks = Lookup(config, events=events)
         storing = self.chunks.storing
-        self._uses = Uses[OffloadKey](config.touch_interval_s, lambda key: to_chunk(key) in storing)
+        self._uses = Uses[OffloadKey](
+            lambda: self.chunks.touch_interval_s, lambda key: to_chunk(key) in storing
+        )
         self._prefixes: dict[str, _Prefix] = {}  # of requests that were admitted
         self._touches: list[ChunkKeys] = []
         self._states = StateLog(root=config.root)
