@@ -22,14 +22,15 @@ from enum import StrEnum
 from fskv.bounds.evict import cutoff_ns
 from fskv.bounds.eviction_news import is_news
 from fskv.bounds.lease import LEASE_FILE, SHARED_DIR
-from fskv.bounds.ledger import CLAIMS_DIR, USAGE_FILE
+from fskv.bounds.limits import MAX_TOUCH_INTERVAL_S
+from fskv.bounds.shared_files import PREFIX, SUFFIX, USAGE_FILE, is_heartbeat
 from fskv.index.scan import OPEN_SHARD, shard_idx
 from fskv.root.beneath import opened, remove_file
 from fskv.root.filesystem import bytes_on_disk
 from fskv.root.process_id import GRACE_S, is_orphan, is_our_name, is_our_part
 from fskv.root.root import CHUNK_DIR, PART_PREFIX, TMP_DIR
 
-from .neighbours import News, anybody_lives, claimed_namespaces, is_recent, last_use_step
+from .neighbours import News, anybody_lives, is_recent, namespaces_in_use
 from .removal import KNOWN, KNOWN_IN_ROOT, NamespaceRemoval, What, entries, look
 from .root_view import Namespace, RootView, Unlistable
 
@@ -44,9 +45,7 @@ class Kind(StrEnum):
     DIRECTORY = "directory"  # of chunks, empty
     NAMESPACE = "namespace"  # without a chunk file, or not used for so long
     NEWS = "news"  # an old list of removed chunks
-    CLAIM = "claim"  # of an engine that is gone
-    COUNT = "count"  # the last one, where no engine lives
-    LEASE = "lease"
+    HEARTBEAT = "heartbeat"  # of an engine that is gone
     FOREIGN = "foreign"
     FAILED = "failed"  # could not be looked at or removed
 
@@ -84,8 +83,6 @@ class Sweep:
         self._grace_s = grace_s
         self._unused_s = namespaces_unused_s
         self._news = News(view.path)
-        # Before the last count goes, which knows of engines that are gone.
-        self._step_s = last_use_step(view.path, now_ns, namespaces_unused_s or 0)
 
     def findings(self) -> Iterator[Finding]:
         """Yield everything; what cannot be looked at is a finding too."""
@@ -103,7 +100,7 @@ class Sweep:
                 yield from self._guarded(self._in_namespace(one), one.path)
 
     def _cutoff_ns(self, unused_s: float) -> int:
-        return cutoff_ns(self._now_ns, unused_s, self._step_s)
+        return cutoff_ns(self._now_ns, unused_s, MAX_TOUCH_INTERVAL_S)
 
     def _guarded(self, found: Iterator[Finding], path: str) -> Iterator[Finding]:
         try:
@@ -141,14 +138,18 @@ class Sweep:
                 yield Finding(Kind.FOREIGN, f"{path}/{name}")
 
     def _in_shared(self) -> Iterator[Finding]:
+        """While anybody leads, he withdraws the heartbeats of the dead."""
         path = f"{self._view.path}/{SHARED_DIR}"
+        nobody = not anybody_lives(self._view.path, self._now_ns)
         for name, fd in self._names(path):
             if is_our_part(name):
                 yield from self._part(name, fd, path)
-            elif name not in (LEASE_FILE, USAGE_FILE, CLAIMS_DIR, "removed"):
+            elif _is_beat(name) and (info := _file(name, fd)) is not None:
+                if nobody:
+                    yield self._unlink(Kind.HEARTBEAT, name, fd, path, info)
+            elif name not in (LEASE_FILE, USAGE_FILE, "removed"):
                 yield Finding(Kind.FOREIGN, f"{path}/{name}")
         yield from self._guarded(self._in_removed(), f"{path}/removed")
-        yield from self._guarded(self._in_claims(), f"{path}/{CLAIMS_DIR}")
 
     def _in_removed(self) -> Iterator[Finding]:
         path = f"{self._view.path}/{SHARED_DIR}/removed"
@@ -159,39 +160,12 @@ class Sweep:
             elif not is_recent(self._now_ns, info.st_mtime_ns, _OLD_NEWS_S):
                 yield self._unlink(Kind.NEWS, name, fd, path, info)
 
-    def _in_claims(self) -> Iterator[Finding]:
-        """While anybody lives, the holder of the lease withdraws a claim once its bytes are counted.
-
-        With nobody there, claims go together with the last count, and the count goes first: whoever starts
-        then grants itself nothing before it has counted anew.
-        """
-        shared = f"{self._view.path}/{SHARED_DIR}"
-        path = f"{shared}/{CLAIMS_DIR}"
-        nobody = not anybody_lives(self._view.path, self._now_ns)
-        with opened(self._view.path, path) as fd:
-            names = sorted(os.listdir(fd))
-            claims = [n for n in names if n.endswith(".json") and is_our_name(n[:-5])]
-            dead = [name for name in claims if nobody and _file(name, fd) is not None]
-            if dead:
-                with opened(self._view.path, shared) as above:
-                    for kind, name in ((Kind.COUNT, USAGE_FILE), (Kind.LEASE, LEASE_FILE)):
-                        if (info := _file(name, above)) is not None:
-                            yield self._unlink(kind, name, above, shared, info)
-            for name in names:
-                info = _file(name, fd)
-                if is_our_part(name):
-                    yield from self._part(name, fd, path)
-                elif name not in claims or info is None:
-                    yield Finding(Kind.FOREIGN, f"{path}/{name}")
-                elif name in dead:
-                    yield self._unlink(Kind.CLAIM, name, fd, path, info)
-
     # --- namespaces -------------------------------------------------------------------------
 
     def _is_unused(self, one: Namespace, unused_s: float) -> bool:
         """Return whether nobody has used a chunk of it for so long, nor just made it, nor writes to it."""
         before_ns = self._cutoff_ns(unused_s)
-        if one.id in claimed_namespaces(self._view.path, self._now_ns):
+        if one.id in namespaces_in_use(self._view.path, self._now_ns):
             return False
         try:
             if os.lstat(one.path).st_mtime_ns >= before_ns:
@@ -230,7 +204,7 @@ class Sweep:
                 yield found
             is_dead = is_dead and found.kind in (Kind.PART, Kind.DIRECTORY) and bool(found.path)
         if is_dead and not is_recent(self._now_ns, mtime_ns, self._grace_s):
-            if one.id in claimed_namespaces(self._view.path, self._now_ns):
+            if one.id in namespaces_in_use(self._view.path, self._now_ns):
                 return
             # A file that came meanwhile was used "now", and stays.
             yield from self._remove_namespace(one, self._now_ns)
@@ -313,6 +287,10 @@ class Sweep:
                     yield Finding(Kind.FAILED, f"{path}/{name}", reason=error.strerror or "")
                 return
         yield Finding(Kind.DIRECTORY, f"{path}/{name}")
+
+
+def _is_beat(name: str) -> bool:
+    return is_heartbeat(name) and is_our_name(name.removeprefix(PREFIX).removesuffix(SUFFIX))
 
 
 def _file(name: str, fd: int) -> os.stat_result | None:

@@ -13,14 +13,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from fskv.bounds.evict import Forecast, cutoff_ns, execute, forecast, plan
-from fskv.bounds.quota import Claim as _Claim
-from fskv.bounds.quota import Limits as _Limits
-from fskv.bounds.quota import inodes_short, kept_free
+from fskv.bounds.limits import MAX_TOUCH_INTERVAL_S, Limits, inodes_short, kept_free
 from fskv.index.snapshot import Catalogue
 from fskv.root.filesystem import Space
 from fskv.sizes import Share
 
-from .neighbours import News, last_use_step, wall_clock_ns
+from .neighbours import News, wall_clock_ns
 from .root_view import Namespace
 from .terminal import say, show
 
@@ -103,12 +101,10 @@ class Pruning:
         if wish.keep_free:
             space = Space.of(self._root)
             nbytes = max(nbytes, kept_free(wish.keep_free, space) - space.free_nbytes)
-            declared = _Claim("", None, None, _Limits(keep_free=wish.keep_free))
-            num_files = inodes_short([declared], space)
+            num_files = inodes_short([Limits(keep_free=wish.keep_free)], space)
         before_ns = None
         if wish.unused_s is not None:
-            step_s = last_use_step(self._root, now_ns, wish.unused_s)
-            before_ns = cutoff_ns(now_ns, wish.unused_s, step_s)
+            before_ns = cutoff_ns(now_ns, wish.unused_s, MAX_TOUCH_INTERVAL_S)
         return Need(nbytes, num_files, before_ns)
 
     def forecast(self, need: Need) -> list[tuple[Namespace, Forecast]]:

@@ -70,7 +70,7 @@ def root_state(usage: Usage | None, space: Space, mine: Heartbeat, *, holder: bo
     for scope in scopes(usage, space):
         if scope.kind != "tenant" or scope.name == mine.tenant:
             bounds[f"{scope.kind}_limit"] = scope.limit
-            bounds[f"{scope.kind}_left"] = max(0, scope.left)
+            bounds[f"{scope.kind}_left"] = scope.left
     return RootState(
         known=known or not bounds.keys() & {"root_limit", "tenant_limit"},
         sequence=usage.sequence,

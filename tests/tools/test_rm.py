@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import subprocess
 import sys
@@ -26,10 +27,10 @@ def there(paths):
     return [path for path in paths if os.path.lexists(path)]
 
 
-CLAIMER = """
+WRITER = """
 import sys, time
 from fskv.bounds.client import Capacity
-from fskv.bounds.quota import Limits
+from fskv.bounds.limits import Limits
 capacity = Capacity(sys.argv[1], sys.argv[2], None, Limits(max_nbytes=1 << 30))
 capacity.start()
 while True:
@@ -39,16 +40,15 @@ while True:
 
 
 @pytest.fixture
-def claimer(lab):
+def writer(lab):
     started = []
 
     def start(name):
         process = subprocess.Popen(
-            [sys.executable, "-c", CLAIMER, lab.path, name], stdout=subprocess.DEVNULL
+            [sys.executable, "-c", WRITER, lab.path, name], stdout=subprocess.DEVNULL
         )
         started.append(process)
-        claims = f"{lab.path}/.fskv-maintenance/claims"
-        wait_for(lambda: os.path.isdir(claims) and os.listdir(claims))
+        wait_for(lambda: glob.glob(f"{lab.path}/.fskv-maintenance/heartbeat-*.json"))
         return process
 
     yield start
@@ -161,10 +161,10 @@ def test_a_link_that_takes_a_directorys_place_leads_nowhere(
     assert done.exit_code == 3 or not protected
 
 
-def test_a_namespace_that_an_engine_writes_to_is_refused_unless_forced(lab, claimer):
+def test_a_namespace_that_an_engine_writes_to_is_refused_unless_forced(lab, writer):
     where = lab.namespace()
     paths = lab.chunks(where, range(5))
-    engine = claimer(where.id)
+    engine = writer(where.id)
     done = run("rm", where.id, "--yes", root=lab.path)
     assert done.exit_code == 2
     assert "--force" in done.stderr
@@ -172,12 +172,10 @@ def test_a_namespace_that_an_engine_writes_to_is_refused_unless_forced(lab, clai
     assert run("rm", paths[0], "--yes", root=lab.path).exit_code == 0  # a chunk may always go
     engine.kill()
     engine.wait()
-    # Its maintenance process ends with it; what it claimed is no obstacle then.
-    wait_for(
-        lambda: run("rm", where.id, "-n", "--json", root=lab.path).lines[0]["claimed"] is False
-    )
-    claimer(where.id)
-    wait_for(lambda: run("rm", where.id, "-n", "--json", root=lab.path).lines[0]["claimed"])
+    # Its maintenance process ends with it, and takes the heartbeat away.
+    wait_for(lambda: run("rm", where.id, "-n", "--json", root=lab.path).lines[0]["in_use"] is False)
+    writer(where.id)
+    wait_for(lambda: run("rm", where.id, "-n", "--json", root=lab.path).lines[0]["in_use"])
     assert run("rm", where.id, "--yes", "--force", root=lab.path).exit_code == 0
     assert not os.path.lexists(where.directory.path)
 

@@ -18,8 +18,8 @@ from ..terminal import age_option, confirm, emit, iec, many, say, show
 
 LINES = {
     "garbage": {
-        "what": "`part`, `directory`, `namespace`, `news` (a list of removed chunks), `claim` (of an "
-        "engine that is gone), `count` (the last one) or `lease`",
+        "what": "`part`, `directory`, `namespace`, `news` (a list of removed chunks) or `heartbeat` (of an "
+        "engine that is gone)",
         "path": "what goes",
         "nbytes": "bytes on disk",
         "files": "chunk files in it, of a namespace",
@@ -43,9 +43,7 @@ _WORDS = {
     Kind.DIRECTORY: ("empty directory of chunks", "empty directories of chunks"),
     Kind.NAMESPACE: ("namespace", ""),
     Kind.NEWS: ("old list of removed chunks", "old lists of removed chunks"),
-    Kind.CLAIM: ("claim of an engine that is gone", "claims of engines that are gone"),
-    Kind.COUNT: ("last count", ""),
-    Kind.LEASE: ("lease", ""),
+    Kind.HEARTBEAT: ("heartbeat of an engine that is gone", "heartbeats of engines that are gone"),
 }
 
 
@@ -84,9 +82,9 @@ def command(
     """Remove what nobody needs: parts of writers that are gone, empty directories, dead namespaces.
 
     A part goes when its writer is provably gone, or when it is older than an hour. A namespace is dead when
-    it has no chunk file, no living engine claims it, and it is older than an hour. Claims and the last count
-    go when no engine lives; while one does, it keeps them in order itself. Old lists of removed chunks go
-    after an hour.
+    it has no chunk file, no living engine writes to it, and it is older than an hour. Heartbeats of engines
+    go when no engine lives; while one does, it removes those of the dead itself. Old lists of removed chunks
+    go after an hour.
 
     What fskv did not make is listed and never removed. Exit code 3 if something could not be removed.
     """

@@ -11,7 +11,7 @@ import typer
 
 from ..exits import Exit, UsageError
 from ..interrupt import stopped_by_signals
-from ..neighbours import News, claimed_namespaces, clock_ns, wall_clock_ns
+from ..neighbours import News, clock_ns, namespaces_in_use, wall_clock_ns
 from ..options import DryRunOption, JsonOption, RootOption, YesOption, complete_name
 from ..removal import NamespaceRemoval, Removed, remove_chunks
 from ..root_view import AMBIGUOUS, ChunkFile, Namespace, RootView
@@ -23,7 +23,7 @@ LINES = {
         "what": "`namespace` or `chunk`",
         "files": "chunk files that would go",
         "nbytes": "bytes on disk of these, with parts",
-        "claimed": "whether a living engine writes to its namespace",
+        "in_use": "whether a living engine writes to its namespace",
     },
     "removed": {
         "target": "as in the plan",
@@ -105,11 +105,11 @@ def command(
     if not targets and not tenant:
         raise UsageError("found nothing to remove, expected namespaces, chunks or --tenant")
     found = _resolve(view, [*_of_tenants(view, tenant or []), *(targets or [])])
-    claimed = claimed_namespaces(view.path, wall_clock_ns() if dry_run else clock_ns(view.path))
+    in_use = namespaces_in_use(view.path, wall_clock_ns() if dry_run else clock_ns(view.path))
     _measure(found)
     for target in found:
-        _show(target, claimed=target.namespace.id in claimed, as_json=as_json)
-    busy = [t.id for t in found if t.chunk is None and t.namespace.id in claimed]
+        _show(target, in_use=target.namespace.id in in_use, as_json=as_json)
+    busy = [t.id for t in found if t.chunk is None and t.namespace.id in in_use]
     files, nbytes = sum(t.files for t in found), sum(t.nbytes for t in found)
     removed: list[Removed] = []
     interrupted = False
@@ -184,7 +184,7 @@ def _measure(targets: list[_Target]) -> None:
                 seen(number, shard.idx)
 
 
-def _show(target: _Target, *, claimed: bool, as_json: bool) -> None:
+def _show(target: _Target, *, in_use: bool, as_json: bool) -> None:
     kind = "namespace" if target.chunk is None else "chunk"
     if as_json:
         emit(
@@ -193,10 +193,10 @@ def _show(target: _Target, *, claimed: bool, as_json: bool) -> None:
             what=kind,
             files=target.files,
             nbytes=target.nbytes,
-            claimed=claimed,
+            in_use=in_use,
         )
         return
-    note = "  (a living engine writes to it)" if claimed else ""
+    note = "  (a living engine writes to it)" if in_use else ""
     print(f"{kind} {show(target.id)}: {many(target.files, 'file')}, {iec(target.nbytes)}{note}")
 
 

@@ -10,11 +10,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from fskv.hybrid_planner import GroupKind, GroupSpec
-from fskv.namespace import Identity, directory
+from fskv.namespace import Identity
 
 from .. import room
 from ..check.judge import Reader
-from ..neighbours import living_claims, wall_clock_ns
+from ..neighbours import living_heartbeats, wall_clock_ns
 from ..root_view import RootView
 from . import causes
 from .causes import Neighbour, Removed
@@ -216,7 +216,7 @@ def _causes(view: RootView, report: PromptReport) -> list[Cause]:
         prompt.identity.digest16,
         [(prompt.key(g, chunk), prompt.groups[g].group_idx) for g, chunk in places],
     )
-    bounds = room.bounds(view.path, directory(prompt.identity), prompt.identity.tenant)
+    bounds = room.bounds(view.path, prompt.identity.tenant)
     pruned, never = causes.pruned_lately(bounds), False
     stored_tokens = _stored_tokens(report, removed)
     for culprit in report.verdict.culprits:
@@ -245,7 +245,7 @@ def _causes(view: RootView, report: PromptReport) -> list[Cause]:
     if never:
         texts = causes.no_room(
             bounds,
-            living_claims(view.path, wall_clock_ns()),
+            living_heartbeats(view.path, wall_clock_ns()),
             prompt.identity,
             room.chunk_nbytes(report.files),
         )
