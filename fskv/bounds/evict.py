@@ -121,7 +121,7 @@ def cutoff_ns(now_ns: int, unused_s: float, step_s: float) -> int:
     """Return the time before which a chunk must have been touched to be unused for so long, for certain.
 
     `now_ns` is the file system's own clock; 0, which is no time, makes nothing old enough. `step_s`: how
-    much older than the last use an mtime may be (fskv.bounds.quota.last_use_step_s).
+    much older than the last use an mtime may be (fskv.bounds.limits.MAX_TOUCH_INTERVAL_S).
     """
     return now_ns - int((unused_s + step_s) * 1e9)
 

@@ -186,11 +186,16 @@ def watch_until_metrics(arguments, root):
         try:
             wait_for(url)
             wait_for(lambda: not list(pathlib.Path(root).rglob("*.kv")))
-            with urllib.request.urlopen(url()[1], timeout=10) as answer:
-                return answer.read().decode()
+            wait_for(lambda: "fskv_root_limit_bytes" in metrics_at(url()[1]))
+            return metrics_at(url()[1])
         finally:
             watcher.send_signal(signal.SIGTERM)
             assert watcher.wait(60) == 0, log.read_text()
+
+
+def metrics_at(url):
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        return answer.read().decode()
 
 
 # --- deploy/ ----------------------------------------------------------------------------------
