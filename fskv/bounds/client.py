@@ -79,10 +79,12 @@ class Capacity:
         self._heard_at = 0.0  # when a message was sent that we have read
         self._sequence_at = 0.0  # when the last one was sent that had a new sequence
         self._unseen_since: int | None = None  # what was stored when there was none for too long
+        self._polled_at = self._listens_since = 0.0
         self._has_spoken = False  # the present process, or none has been restarted
         self._said: dict[str, int] = {}
         self._pending = 0  # bytes of stores that are under way
         self._written = 0  # bytes on disk, since the present process was started
+        self._refused = ""  # why the last store was
         self._removed: list[tuple[bytes, int]] = []
         self._silent_polls_since = 0.0  # 0: not silent at the last poll
         self._full = 0
@@ -156,30 +158,41 @@ class Capacity:
         """Ask whether so many more bytes may be written now, and count them as under way if so."""
         if self.paused:
             return False
-        if not self._has_room(nbytes):
+        refusal = self._refusal(nbytes)
+        if refusal:
             self._hear()  # an idle engine has not listened
-            if not self._has_room(nbytes):
-                return False
+            refusal = self._refusal(nbytes)
+        if refusal != self._refused:
+            self._refused = refusal
+            if refusal and self.state.known:
+                self._log.say("stores_paused", logging.WARNING, reason=refusal)
+            elif not refusal:
+                self._log.say("stores_resumed")
+        if refusal:
+            return False
         self._pending += nbytes
         return True
 
-    def _has_room(self, nbytes: int) -> bool:
+    def _refusal(self, nbytes: int) -> str:
+        """Return why so many more bytes are not to be written now; "": they may be."""
         state, stored = self.state, self._written + self._pending
         if not state.known:
-            return False
-        limits = [limit for limit, _ in state.bounds.values()]
+            return "nobody has counted the root yet"
         for kind, (limit, left) in state.bounds.items():
             if kind != "free" and stored + nbytes - state.counted > left + limit // GUARD_PART:
-                return False
+                return f"2 % above the bound of {limit} bytes: pruning is late, or nothing is left"
         free = state.free - (stored + nbytes - state.seen_written)
         if state.kept_free and free < state.kept_free // 2:
-            return False
+            return f"{state.free} bytes are free, half of keep_free: make room, or lower keep_free"
         if self._clock() - self._sequence_at <= _SILENT_S:
             self._unseen_since = None
-            return True
+            return ""
         if self._unseen_since is None:
             self._unseen_since = stored
-        return not limits or stored + nbytes - self._unseen_since <= min(limits) // UNSEEN_PART
+        limits = [limit for limit, _ in state.bounds.values()]
+        if not limits or stored + nbytes - self._unseen_since <= min(limits) // UNSEEN_PART:
+            return ""
+        return f"nobody has counted the root for {_SILENT_S:.0f} s: does it hang?"
 
     def settle(self, taken: int, written: int) -> None:
         """A store has ended: of `taken` bytes that it took `written` are on disk now."""
@@ -236,10 +249,15 @@ class Capacity:
         self._hear()
         if self._process is None:
             return []
-        if now - self._heard_at > _SILENT_S:
+        if now - self._polled_at > _SILENT_S:
+            self._listens_since = now  # an idle engine: what it has not read is no silence
+        self._polled_at = now
+        if now - max(self._heard_at, self._listens_since) > _SILENT_S:
             if not self._silent_polls_since:
                 self._silent_polls_since = now
-                reason = f"no word for {_SILENT_S:.0f} s, soon nothing is stored: does the root hang?"
+                reason = (
+                    f"no word for {_SILENT_S:.0f} s, soon nothing is stored: does the root hang?"
+                )
                 self._log.say("maintenance_silent", logging.WARNING, reason=reason)
             if now - self._silent_polls_since > _HUNG_S:
                 self._kill_process()  # the next poll starts another one

@@ -11,35 +11,29 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
+from fskv.bounds.count import Count
 from fskv.bounds.evict import Pruned, cutoff_ns, execute, plan
 from fskv.bounds.eviction_news import EvictionNews
-from fskv.bounds.lease import SHARED_DIR, TTL_S, Lease
+from fskv.bounds.lease import TTL_S, Lease
 from fskv.bounds.limits import (
     MAX_TOUCH_INTERVAL_S,
     Heartbeat,
     Scope,
     Usage,
     inodes_short,
-    is_namespace,
     scopes,
     smallest,
     unused_limit_s,
 )
 from fskv.bounds.orphans import Orphans
 from fskv.bounds.shared_files import SharedFiles, shortened
-from fskv.index.scan import NUM_SHARDS, dir_mtime_ns
-from fskv.index.snapshot import Catalogue
 from fskv.observe.state_log import StateLog
-from fskv.root.beneath import opened
-from fskv.root.filesystem import Space, counting_device
-from fskv.root.manifests import Manifests, all_namespaces
-from fskv.root.process_id import provably_dead, unique_name
+from fskv.root.filesystem import Space
+from fskv.root.process_id import provably_dead
 from fskv.types import MAX_COUNT
 
 logger = logging.getLogger(__name__)
@@ -47,23 +41,19 @@ logger = logging.getLogger(__name__)
 SILENT_S = 4 * TTL_S  # a heartbeat that has not changed for so long is of nobody
 _WALK_S = 30.0  # between two walks, or
 _WALK_PART = 10  # so many times as long as the last one took
-_STALE_PART = 4  # before a prune a walk comes first where more than a quarter is new to the catalogue
 _LOOK_S, _FAST_LOOK_S = 1.0, 0.25
 _FAST_S = 60.0  # of writing: what holds less is looked at more often
 _PUBLISH_S = 5.0  # at least so often, or engines think that nobody counts
 _FADE = 0.6  # of the fastest growth: what is left of it a second later
-# Directories that are listed at each walk even if their mtime has not changed: a snapshot, which whoever
-# writes to the root may have made up, is believed for no longer than all of these take.
-_LISTED_AGAIN = 4
-_OFF_NS = 5 * 1_000_000_000  # so far a heartbeat's mtime may be off from when it was written
-_MTIME_LAG_NS = 10 * 1_000_000_000  # of a directory behind the files in it
+_FASTEST = 32 << 30  # bytes a second of one engine
+_UNTOLD_S = 2.0  # of the fastest growth: what heartbeats can be behind
+_PEAK_FADE = 0.98  # and of what looks are set by: bursts come again
 _SNAPSHOT_S = 300.0
 _ORPHANS_S = 30.0
 _FULL_SHARE = 0.03  # of everything: what goes when a disk is full without any bound being reached
 _FULL_LEAST = 64 << 20
 _FUTILE_S = 5.0
 _STUCK_S = 600.0  # files that could not be removed are tried again
-_EMPTY_NS = 3600 * 1_000_000_000  # a directory of chunks that was empty for so long goes
 _UNUSED_STEP = 1 << 30  # bytes of one plan
 _AWAITED_S, _LONGEST_S = 30.0, 3600.0
 
@@ -123,31 +113,22 @@ class Leader:
         # What the last leader has published stands until a walk is over.
         self._usage = replace(last or Usage(), pruned_files=0, pruned_nbytes=0, orphans=0)
         self._known = last is not None
-        self._nbytes = {n: at for n, at in self._usage.namespaces.items() if is_namespace(n)}
+        self._published: Usage | None = None
+        self._count = Count(root, files, lease, self._usage.namespaces)
         self._counted = dict(self._usage.counted)  # heartbeat -> its `written` in the sums
-        self._since_walk: Counter[str] = Counter()  # of it what was added since that namespace's walk
         self._total_written = 0
+        self._peak = 0.0  # the fastest growth of the last minutes
         self._beats: list[Heartbeat] = []  # of all who live
         self._heard: dict[str, tuple[int, float]] = {}  # heartbeat -> its last beat, since when
-        self._rewritten: dict[str, float] = {}  # heartbeats of the last look -> written after that time
+        self._rewritten: dict[str, float] = {}  # heartbeats of the last look -> written after then
         self._looked_at = self._published_at = float("-inf")
-        self._catalogues: dict[str, Catalogue] = {}  # by "<arch>/<model>@<digest16>"
-        # Of these: whether it is foreign, and the device on which what is foreign counts by its blocks.
-        self._counted_as: dict[str, tuple[bool, int | None]] = {}
-        self._device: int | None = None
-        self._asked_device = False
-        self._manifests = Manifests(root)
         self._walk_at = self._snapshot_at = self._orphans_at = float("-inf")
-        self._again = time.time_ns() % NUM_SHARDS  # terms may be shorter than a round
-        self._clocks_differ = self._mtimes_lag = False
         self._full: dict[str, int] = {}  # heartbeat -> its `full` that was served
-        self._uncounted: dict[str, str] = {}  # namespace -> why, as it was told
         self._stuck: set[str] = set()  # paths that cannot be removed
         self._stuck_at = time.monotonic()
         self._awaited = RoomAwaited(root)
         self._futile_until = 0.0  # nothing was left to remove: no need to look again and again
         self._orphans = Orphans(root, grace_s)
-        self._unsaved: set[str] = set()  # namespaces whose snapshot is old
 
     @property
     def in_office(self) -> bool:
@@ -174,9 +155,10 @@ class Leader:
             else (beat.beat, now)
             for beat in beats
         }
+        passed_s = 0.0 if is_first else max(now - self._looked_at, 1e-3)
         growth = 0
         for beat in beats:
-            growth += self._add(beat, beat.written if is_first else 0)
+            growth += self._add(beat, beat.written if is_first else 0, passed_s)
         dead = {b.name for b in beats if provably_dead(b.name)}
         dead |= {name for name, (_, since) in self._heard.items() if now - since > SILENT_S}
         for name in dead:  # who was only frozen publishes again
@@ -187,37 +169,38 @@ class Leader:
         self._full = {name: full for name, full in self._full.items() if name in names}
         for beat in self._beats:  # what was full before we led says so again if it still is
             self._full.setdefault(beat.name, beat.full)
-        passed_s = 0.0 if is_first else max(now - self._looked_at, 1e-3)
         rate = int(growth / passed_s) if passed_s else 0
         self._looked_at = now
         self._total_written += growth
         faded = int(self._usage.growth * _FADE**passed_s)
+        self._peak = max(rate, self._peak * _PEAK_FADE**passed_s)
         self._publish(space, max(rate, faded))
         return self._usage if self._known else None
 
-    def _add(self, beat: Heartbeat, unknown: int) -> int:
-        """Add what an engine has written since its last heartbeat; returns how much that was."""
+    def _add(self, beat: Heartbeat, unknown: int, passed_s: float) -> int:
+        """Add what an engine has written since its last heartbeat; returns how much that was.
+
+        What no disk can take in that time is no number to prune for: a walk tells.
+        """
         more = max(0, beat.written - self._counted.get(beat.name, unknown))
+        more = more if more < _FASTEST * max(1.0, passed_s) else 0
         self._counted[beat.name] = beat.written
         if beat.namespace is not None:
-            nbytes, files = self._nbytes.get(beat.namespace, (0, 0))
-            self._nbytes[beat.namespace] = min(MAX_COUNT, nbytes + more), files
-            self._since_walk[beat.namespace] += more
+            self._count.report(beat.namespace, more)
         return more
 
     def _publish(self, space: Space, growth: int) -> None:
         tenants = {b.namespace: b.tenant for b in self._beats if b.namespace and b.tenant}
-        tenants = tenants | self._manifests.tenants
+        tenants = {**tenants, **self._count.tenants}
         max_nbytes, kept, of_tenants = smallest(self._beats, tenants.values(), space)
         claimed = {beat.namespace for beat in self._beats if beat.namespace is not None}
-        counted = {n: at for n, at in self._nbytes.items() if at != (0, 0) or n in claimed}
+        counted = {n: at for n, at in self._count.nbytes.items() if at != (0, 0) or n in claimed}
         least = min([n for n in (max_nbytes, *of_tenants.values()) if n is not None], default=None)
         if kept:
             least = min(least or MAX_COUNT, space.total_nbytes - kept)
-        is_fast = least is not None and growth * _FAST_S > least
-        last = self._usage
+        is_fast = least is not None and self._peak * _FAST_S > least
         usage = replace(
-            last,
+            self._usage,
             namespaces=counted,
             others=(0, 0),
             tenants={name: tenants[name] for name in counted if name in tenants},
@@ -231,8 +214,8 @@ class Leader:
         )
         self._usage = usage
         is_late = self._looked_at - self._published_at > _PUBLISH_S
-        if self._known and (is_late or usage != last):
-            self._usage = replace(usage, sequence=usage.sequence + 1)
+        if self._known and (is_late or usage != self._published):
+            self._usage = self._published = replace(usage, sequence=usage.sequence + 1)
             # Whoever stores compares with his own namespace and with those of his tenant.
             storing = {beat.tenant for beat in self._beats if beat.tenant is not None}
             needed = {n for n in counted if n in claimed or tenants.get(n) in storing}
@@ -259,7 +242,7 @@ class Leader:
     def _next_scope(self, space: Space, done: Sequence[Scope]) -> Scope | None:
         """Return a bound that something must go for; not one of a kind and name that are done."""
         over = {(scope.kind, scope.name) for scope in done}
-        usage = replace(self._usage, namespaces=self._nbytes)
+        usage = replace(self._usage, namespaces=self._count.nbytes)
         for scope in scopes(usage, space):
             if scope.kind == "free" and self._awaited.is_awaited(self._unused(space)):
                 continue
@@ -273,9 +256,7 @@ class Leader:
 
     async def work(self, space: Space) -> None:
         """Walk, prune and clean what is due. Raises OSError when the root does not let us."""
-        grown = sum(self._since_walk.values())
-        stale = grown * _STALE_PART > sum(nbytes for nbytes, _ in self._nbytes.values())
-        walked = self._must_walk() or stale
+        walked = self._must_walk() or self._count.is_stale
         if walked:
             await self._walk()
         if self.in_office:
@@ -293,109 +274,12 @@ class Leader:
             self.save_snapshots()
 
     async def _walk(self) -> None:
-        """Bring the catalogues and the sums up to date."""
-        started = time.monotonic()
-        names = all_namespaces(self._root)
-        for gone in self._manifests.gone((self._catalogues.keys() | self._nbytes.keys()) - names):
-            self._catalogues.pop(gone, None)
-            self._counted_as.pop(gone, None)
-            self._nbytes.pop(gone, None)
-            self._since_walk.pop(gone, None)
-            self._manifests.forget(gone)
-        await asyncio.to_thread(self._judge, names)
-        now_ns = self._lease.now_ns()
-        relist = not self._mtimes_tell(now_ns)
-        now_ns = max(0, now_ns - 2 * _OFF_NS)
-        again = [(self._again + i) % NUM_SHARDS for i in range(_LISTED_AGAIN)]
-        self._again = (self._again + len(again)) % NUM_SHARDS
-        for name in sorted(names):
-            catalogue = self._opened(name)
-            before = catalogue.num_files, catalogue.nbytes
-            self._since_walk[name] = 0
-            try:
-                device = self._counted_as[name][1]
-                failed = await catalogue.refresh(now_ns, every=relist, again=again, device=device)
-            except Exception as error:  # it is one of many, and anything may be in it
-                self._say_uncounted(name, str(error))
-                continue
-            if not self.in_office:
-                return
-            why = f"{len(failed)} directories cannot be listed: {failed[0].error}" if failed else ""
-            self._say_uncounted(name, why)
-            # With what was reported meanwhile, whether the walk has seen it or not.
-            nbytes = min(MAX_COUNT, catalogue.nbytes + self._since_walk[name])
-            self._nbytes[name] = nbytes, catalogue.num_files
-            if (catalogue.num_files, catalogue.nbytes) != before:
-                self._unsaved.add(name)
-        self._known = True
-        self._usage = replace(self._usage, at_ms=time.time_ns() // 1_000_000)
-        now = time.monotonic()
-        self._walk_at = now + max(_WALK_S, _WALK_PART * (now - started))
-        await asyncio.to_thread(self._remove_empty, now_ns - _EMPTY_NS)
-
-    def _say_uncounted(self, name: str, why: str) -> None:
-        if why and why != self._uncounted.get(name):
-            logger.warning("fskv: %s/%s is not counted anew: %s", self._root, name, why)
-        self._uncounted[name] = why
-
-    def _judge(self, names: set[str]) -> None:
-        """Find out which of these are ours, and whose. In a worker thread: a manifest may be long."""
-        for name in names:
-            self._manifests.judge(name)
-        if not self._asked_device:
-            with (
-                contextlib.suppress(OSError),  # no room, perhaps: the next walk asks again
-                opened(self._root, f"{self._root}/{SHARED_DIR}", os.O_PATH) as fd,
-            ):
-                self._device = counting_device(fd, f"{unique_name()}.part")
-                self._asked_device = True
-
-    def _opened(self, name: str) -> Catalogue:
-        """Return the catalogue of a namespace.
-
-        What is foreign is walked: nothing is pruned there, so what a made-up snapshot says would stay.
-        """
-        foreign = name in self._manifests.foreign
-        kind = (foreign, self._device if foreign else None)
-        if self._counted_as.get(name) != kind:
-            path = f"{self._root}/{name}"
-            self._catalogues[name] = Catalogue(path) if foreign else Catalogue.load(path)
-            self._counted_as[name] = kind
-        return self._catalogues[name]
-
-    def _ours(self) -> list[str]:
-        """Return the namespaces that are fskv's: what is foreign is never touched."""
-        return [name for name in self._catalogues if name not in self._manifests.foreign]
-
-    def _mtimes_tell(self, now_ns: int) -> bool:
-        """Return whether a directory's new mtime tells of new names: else each is listed at every walk.
-
-        Not where nodes stamp by clocks of their own that differ (CephFS, GlusterFS): a heartbeat that was
-        just rewritten has another time then. Not where directories keep their mtime (s3fs): heartbeats are
-        renamed into theirs every few seconds.
-        """
-        found = self._files.published_ns(self._rewritten)
-        if not found or not now_ns:
-            return not (self._clocks_differ or self._mtimes_lag)
-        earliest_s = time.monotonic() - min(self._rewritten.values())
-        off = {
-            name: max(0, at_ns - now_ns) + max(0, now_ns - int(earliest_s * 1e9) - at_ns)
-            for name, at_ns in found.items()
-        }
-        last_ns = dir_mtime_ns(f"{self._root}/{SHARED_DIR}")  # 0: unknown, it is always listed
-        differ = max(off.values()) > _OFF_NS
-        lag = bool(last_ns) and max(found.values()) - last_ns > _MTIME_LAG_NS
-        if (differ and not self._clocks_differ) or (lag and not self._mtimes_lag):
-            reason = "nodes stamp by their own clocks" if differ else "directories keep their mtime"
-            self._log.say(
-                "clocks_differ",
-                logging.WARNING,
-                heartbeat=max(off, key=lambda name: off[name]),
-                off_s=round(max(off.values()) / 1e9),
-                reason=f"{reason}, so every directory is listed at each walk",
-            )
-        self._clocks_differ, self._mtimes_lag = differ, lag
-        return not (differ or lag)
+        started, late_nbytes = time.monotonic(), int(_UNTOLD_S * self._peak)
+        if await self._count.walk(self._rewritten, late_nbytes, lambda: self.in_office):
+            self._known = True
+            self._usage = replace(self._usage, at_ms=time.time_ns() // 1_000_000)
+            now = time.monotonic()
+            self._walk_at = now + max(_WALK_S, _WALK_PART * (now - started))
 
     # --- what goes --------------------------------------------------------------------------
 
@@ -407,15 +291,15 @@ class Leader:
         # What goes for one bound helps the wider ones: look again after each.
         while (scope := self._next_scope(space, done)) is not None and self.in_office:
             done.append(scope)
-            excess = scope.excess(replace(self._usage, namespaces=self._nbytes))
+            excess = scope.excess(replace(self._usage, namespaces=self._count.nbytes))
             if scope.kind == "free":
                 space = await self._make_room(excess, "less than keep_free was left", space)
             else:
                 await self._free(self._members(scope), excess)
                 space = Space.of(self._root)
         short = inodes_short((beat.limits for beat in self._beats), space)
-        if short and not await asyncio.to_thread(self._remove_empty, None):
-            await self._free(self._ours(), 0, short)
+        if short and not await asyncio.to_thread(self._count.remove_empty, None):
+            await self._free(self._count.ours, 0, short)
         full = self._now_full()
         if full and not self._awaited.is_awaited(self._unused(space)):
             amount = max(int(_FULL_SHARE * self._usage.nbytes), _FULL_LEAST)
@@ -425,9 +309,9 @@ class Leader:
 
     async def _make_room(self, nbytes: int, reason: str, space: Space) -> Space:
         """Remove so many bytes of everything for want of room, and say so; returns what is there then."""
-        files = self._usage.pruned_files
+        files, ours = self._usage.pruned_files, self._count.total_nbytes
         before = self._unused(space)
-        freed = await self._free(self._ours(), nbytes)
+        freed = await self._free(self._count.ours, nbytes)
         after = Space.of(self._root)
         self._awaited.removed(freed, before, self._unused(after))
         if freed:
@@ -439,7 +323,7 @@ class Leader:
                 bytes=freed,
                 free_bytes=space.free_nbytes,
                 keep_free_bytes=self._usage.kept_free,
-                others_bytes=max(0, in_use - self._usage.nbytes),
+                others_bytes=max(0, in_use - ours),
                 reason=reason,
             )
         return after
@@ -450,32 +334,31 @@ class Leader:
         if unused_s is None:
             return
         before_ns = cutoff_ns(self._lease.now_ns(), unused_s, MAX_TOUCH_INTERVAL_S)
-        await self._free(self._ours(), MAX_COUNT, before_ns=before_ns)
+        await self._free(self._count.ours, MAX_COUNT, before_ns=before_ns)
 
     def _members(self, scope: Scope) -> list[str]:
         if scope.kind == "root":
-            return self._ours()
-        return [name for name in self._ours() if self._manifests.tenants.get(name) == scope.name]
+            return self._count.ours
+        return [name for name in self._count.ours if self._count.tenants.get(name) == scope.name]
 
     async def _free(
         self, members: list[str], nbytes: int, num_files: int = 0, before_ns: int | None = None
     ) -> int:
         """Remove least recently used chunks of these namespaces, and tell everybody; returns bytes."""
-        catalogues = [self._catalogues[name] for name in members]
+        catalogues = {name: self._count.catalogues[name] for name in members}
         left_nbytes, left_files = nbytes, num_files
         while (left_nbytes > 0 or left_files > 0) and self.in_office:
             step = left_nbytes if before_ns is None else min(left_nbytes, _UNUSED_STEP)
             chosen = await asyncio.to_thread(
-                plan, catalogues, step, left_files, self._stuck, before_ns
+                plan, list(catalogues.values()), step, left_files, self._stuck, before_ns
             )
             if not chosen.candidates:
                 break
-            before = {name: self._catalogues[name].nbytes for name in members}
+            before = {name: one.nbytes for name, one in catalogues.items()}
             pruned = await execute(chosen, self._still_held, self._root)
-            for name in members:
-                gone = before[name] - self._catalogues[name].nbytes
-                was, files = self._nbytes.get(name, (0, 0))
-                self._nbytes[name] = max(0, was - gone), min(files, self._catalogues[name].num_files)
+            for name, one in catalogues.items():
+                if one.nbytes != before[name]:
+                    self._count.removed(name, before[name] - one.nbytes)
             if before_ns is None:
                 self._learn_age(chosen.candidates[0].mtime_ns)
             self._note(pruned)
@@ -507,7 +390,6 @@ class Leader:
             self._stuck.add(path)
         for path, chunks in pruned.removed.items():
             name = path[len(self._root) + 1 :]
-            self._unsaved.add(name)
             with contextlib.suppress(OSError):
                 self._news.publish(name.rpartition("@")[2], chunks)
         self._usage = replace(
@@ -518,17 +400,12 @@ class Leader:
         if pruned.away is not None:
             raise pruned.away
 
-    def _remove_empty(self, before_ns: int | None) -> int:
-        """Remove directories of chunks that were empty before that time, or are now; returns how many."""
-        removed = 0
-        for name in self._ours():
-            removed += self._catalogues[name].remove_empty(self._root, before_ns)
-        return removed
-
     def _clean(self) -> None:
         """Remove what writers that are gone have left, and news that everybody has heard."""
         now_ns = self._lease.now_ns()
-        removed = self._orphans.remove([self._catalogues[name] for name in self._ours()], now_ns)
+        removed = self._orphans.remove(
+            [self._count.catalogues[name] for name in self._count.ours], now_ns
+        )
         self._files.remove_orphans(now_ns)
         with contextlib.suppress(OSError):
             self._news.remove_old()
@@ -538,12 +415,4 @@ class Leader:
 
     def save_snapshots(self) -> None:
         """Write the snapshots that are older than what we know; what cannot be written is logged."""
-        for name in sorted(self._unsaved):
-            catalogue = self._catalogues.get(name)
-            if catalogue is None or name in self._manifests.foreign:
-                continue
-            try:
-                catalogue.save(self._file_mode, self._root)
-            except OSError as error:
-                logger.warning("fskv: %s cannot be written: %s", catalogue.path, error)
-        self._unsaved.clear()
+        self._count.save_snapshots(self._file_mode)

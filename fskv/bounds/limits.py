@@ -66,8 +66,12 @@ class Usage:
     sequence: int = 0  # another one at each look
     namespaces: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # bytes on disk, files
     others: tuple[int, int] = (0, 0)  # of namespaces that were not named: there were too many
-    tenants: Mapping[str, str] = field(default_factory=dict)  # namespace -> tenant, where it has one
-    counted: Mapping[str, int] = field(default_factory=dict)  # heartbeat -> its `written` in the sums
+    tenants: Mapping[str, str] = field(
+        default_factory=dict
+    )  # namespace -> tenant, where it has one
+    counted: Mapping[str, int] = field(
+        default_factory=dict
+    )  # heartbeat -> its `written` in the sums
     growth: int = 0  # bytes a second: the fastest of the last seconds
     look_s: float = 1.0  # between two looks
     # The smallest limits of all who live. None and zeros: no bound.

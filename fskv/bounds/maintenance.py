@@ -23,7 +23,7 @@ from typing import Any
 
 from fskv.bounds.evict import execute, plan
 from fskv.bounds.eviction_news import ENTRY_NBYTES, EvictionNews
-from fskv.bounds.leader import Leader
+from fskv.bounds.leader import Leader, RoomAwaited
 from fskv.bounds.lease import SHARED_DIR, TTL_S, Lease
 from fskv.bounds.limits import Heartbeat, Usage
 from fskv.bounds.shared_files import SharedFiles
@@ -108,6 +108,7 @@ class Maintainer:
         self._states = StateLog(root=root)
         self._started = False
         self._room_made_at = float("-inf")
+        self._awaited = RoomAwaited(root)
         self._news = b""  # entries of removed chunks that were not sent yet
         self._failure = ""  # of the last `try_step`
         self.seen: Seen | None = None  # by the last step that got so far
@@ -206,6 +207,9 @@ class Maintainer:
         if time.monotonic() - self._room_made_at < _AFTER_FAILURE_S:
             return
         self._room_made_at = time.monotonic()
+        before = Space.of(self._root).unused_nbytes
+        if self._awaited.is_awaited(before):
+            return
         mine = self._heartbeat.namespace
         names = all_namespaces(self._root) if mine is None else {mine}
         # With the snapshot: a walk of everything may take longer than our engine waits for a word.
@@ -223,6 +227,7 @@ class Maintainer:
             bytes=pruned.nbytes,
             reason="the disk is full: no lease can be written",
         )
+        self._awaited.removed(pruned.nbytes, before, Space.of(self._root).unused_nbytes)
         for path, chunks in pruned.removed.items():
             self._eviction_news.publish(path.rpartition("@")[2], chunks)
         if pruned.away is not None:

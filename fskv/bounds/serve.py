@@ -90,9 +90,8 @@ async def serve(engine: int | None = None, signals: int | None = None) -> None:
         outbox.send({"pid": os.getpid()})
         while not gone.done():
             wait_s = None if maintainer is None else max(0.0, next_step - time.monotonic())
-            await asyncio.wait(
-                {reading, gone}, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED
-            )
+            either: set[asyncio.Future[Any]] = {reading, gone}
+            await asyncio.wait(either, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
             if reading.done():
                 if not reading.result():
                     break

@@ -94,7 +94,7 @@ class SharedFiles:
         return found
 
     def publish(self, heartbeat: Heartbeat) -> None:
-        """Publish a heartbeat, or leave the last one. Raises OSError, also where it is too long to be read."""
+        """Publish a heartbeat, or leave the last one. Raises OSError, also where it is too long."""
         self._write(file_of(heartbeat.name), _encoded(heartbeat), MAX_HEARTBEAT_NBYTES)
 
     def withdraw(self, name: str) -> None:

@@ -47,8 +47,7 @@ class RootState:
     def bounds(self) -> dict[str, tuple[int, int]]:
         """Return limit and what is left of it, by the kind of bound."""
         found = {
-            kind: (getattr(self, f"{kind}_limit"), getattr(self, f"{kind}_left"))
-            for kind in _KINDS
+            kind: (getattr(self, f"{kind}_limit"), getattr(self, f"{kind}_left")) for kind in _KINDS
         }
         return {kind: pair for kind, pair in found.items() if pair[0] >= 0}
 

@@ -143,7 +143,7 @@ class PresenceIndex:
         self._negative_ttl_s = max(negative_ttl_s, lookup_timeout_s)
         self._timeout_s = lookup_timeout_s
         self._longest_s = max(self._positive_ttl_s, (_MOST_PATIENCE + 1) * lookup_timeout_s)
-        self._recompute_s = recompute_s
+        self.recompute_s = recompute_s
         self._num_asked = 0  # chunks, since nothing was waited for
         self._patience_s = 0.0  # beyond the timeout, for these
         self._answered_at = float("-inf")  # when the disk last did
@@ -221,7 +221,7 @@ class PresenceIndex:
     def _start_probes(self, now: float) -> None:
         self._num_asked += len(self._queued)
         most = (_MOST_PATIENCE - 1) * self._timeout_s
-        self._patience_s = min(most, self._recompute_s(self._num_asked) - self._timeout_s)
+        self._patience_s = min(most, self.recompute_s(self._num_asked) - self._timeout_s)
         chunks, missed = list(self._queued), bytes(self._queued.values())
         self._queued.clear()
         size = self._batch_size()

@@ -20,12 +20,11 @@ from fskv.format.chunk_file import FileLayout
 from fskv.hybrid_planner import GroupLayout, plan_job
 from fskv.index.presence import RankFiles
 from fskv.namespace import Identity, layout_digest
-from fskv.offload.lookup import Lookup
+from fskv.offload.lookup import Lookup, patience
 from fskv.offload.mover import Memory, Mover, News
 from fskv.offload.watch import Watch
 from fskv.plan.spans import plan_at
 from fskv.root.root import Root
-from fskv.routing.load_time import assumed_prefill_s, tokens_in
 from fskv.types import ChunkId, FileId
 
 # An engine says these by its identity, or does them itself.
@@ -117,11 +116,7 @@ class KvStore:
         with contextlib.ExitStack() as made:  # a server goes on without it, and may try again
             made.callback(self.mover.close)
             per_chunk = [g.tokens_per_block * identity.blocks_per_chunk for g in identity.groups]
-            self.lookup = Lookup(
-                config,
-                recompute_s=lambda num_chunks: assumed_prefill_s(tokens_in(num_chunks, per_chunk)),
-                clock=clock,
-            )
+            self.lookup = Lookup(config, recompute_s=patience(per_chunk), clock=clock)
             made.callback(self.lookup.close)
             self.watch = Watch(config, self.lookup, engine_rank=0)
             made.callback(self.watch.close)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 _MAX_STORING = 65536
 _SMALL_STEPS = 4  # a bound of less is told of at the start
+_ASSUMED_TOKENS_PER_S = 20_000.0  # of a prefill that nobody has measured: little is waited for
 
 # A load that ends like this leaves no file to load, or one that nobody will read again.
 _GONE = (Status.MISSING, Status.STALE, Status.CORRUPT)
@@ -47,6 +48,17 @@ class _Store(NamedTuple):
 
     until: float
     began: int
+
+
+def patience(
+    tokens_per_chunk: Iterable[int], tokens_per_s: Callable[[], float | None] = lambda: None
+) -> Callable[[int], float]:
+    """Return what estimates the seconds of prefill that so many chunks hold, those of all groups together.
+
+    `tokens_per_chunk` has a number for each group. `tokens_per_s` gives the rate; None: not measured.
+    """
+    chunks_per_token = sum(1 / tokens for tokens in tokens_per_chunk)
+    return lambda num: num / chunks_per_token / (tokens_per_s() or _ASSUMED_TOKENS_PER_S)
 
 
 class Lookup:

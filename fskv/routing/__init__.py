@@ -1,1 +1,1 @@
-"""Load or recompute, and from which of several roots. Pure."""
+"""From which of several roots a request is loaded. Pure."""

@@ -284,7 +284,7 @@ def _describing():
     connector = FskvConnector.__new__(FskvConnector)
     connector.connector_scheduler = Scheduler()
     connector._held_events, connector._pool = [], None
-    connector._budget = LoadBudget(manager._config, [], 1, num_ranks=1, file_sizes=dict)
+    connector.budget = LoadBudget(manager, [])
     return connector, manager, tracker._pending_event_metadata
 
 

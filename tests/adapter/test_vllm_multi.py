@@ -102,24 +102,17 @@ def output(finished=(), failed=()):
 
 
 def test_what_is_overridden_and_what_is_reached_into_is_there_in_this_vllm():
-    from test_vllm_contract import _check_overrides, _parameters
+    from test_vllm_contract import _check_overrides
     from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
         OffloadingConnectorScheduler,
     )
 
-    from fskv.engines.vllm.connector import FskvConnector
     from fskv.engines.vllm_multi.connector import FskvMultiConnector
 
     assert issubclass(FskvMultiConnector, MultiConnector)
     assert not inspect.isabstract(FskvMultiConnector)
     assert _check_overrides(FskvMultiConnector, MultiConnector) == []
-    assert _parameters(FskvConnector.predicted_load_s) == [
-        "request",
-        "num_new_tokens",
-        "num_computed_tokens",
-    ]
-    assert _parameters(FskvConnector.predicted_prefill_s) == ["num_tokens"]
     for name in ("_aggregate_request_finished", "_get_connector_classes_and_configs"):
         assert hasattr(MultiConnector, name), name
     source = inspect.getsource(MultiConnector)
@@ -213,9 +206,13 @@ def test_after_a_failed_load_the_others_come_first_until_the_request_ends():
 
 
 def test_auto_asks_the_children_for_their_times_and_one_without_is_no_error():
+    from fskv.engines.vllm.budget import Rate
+
     slow, fast = Child(96), Child(96)
-    slow.predicted_load_s = lambda request, new, computed: 2.0
-    fast.predicted_load_s = lambda request, new, computed: 0.5
+    for child, load_s in ((slow, 2.0), (fast, 0.5)):
+        child.budget = SimpleNamespace(
+            predicted_load_s=lambda new, computed, load_s=load_s: load_s, prefill=Rate()
+        )
     multi = connector(slow, fast, choose="auto")
     multi.get_num_new_matched_tokens(request(), 0)
     assert multi._requests_to_connector == {"r": 1}

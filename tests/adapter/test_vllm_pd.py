@@ -136,7 +136,7 @@ def test_each_child_hears_its_own_workers_whichever_is_first(monkeypatch, order)
     core.start(multi(*children))
     (other,) = [child for child in children if child is not half]
     assert other.got == {(0, 0): "theirs", (0, 1): "theirs"}
-    assert half._manager._workers == handshakes()
+    assert half._manager.workers == handshakes()
     half._manager.shutdown()
 
 
@@ -175,7 +175,7 @@ def test_beside_a_child_without_a_handshake_ours_is_handed_over_as_ever(monkeypa
     half = scheduler_half()
     ignores = SimpleNamespace(set_xfer_handshake_metadata_pp_aware=lambda metadata: None)
     core.start(multi(ignores, half))
-    assert half._manager._workers == handshakes()
+    assert half._manager.workers == handshakes()
     half._manager.shutdown()
 
 
@@ -193,8 +193,7 @@ def test_a_store_reads_its_blocks_before_a_sibling_pulls_into_them(monkeypatch, 
     scheduler._block_id_to_pending_jobs = {7: {1}}
     scheduler.config.kv_group_configs = [SimpleNamespace(group_idx=0)]
     scheduler._req_status["r"] = SimpleNamespace(transfer_jobs=set(), num_locally_computed_tokens=0)
-    half._budget = SimpleNamespace(admitted=lambda *_, **__: None, on_step=lambda _: None)
-    scheduler.manager.was_asked = lambda req_id: True
+    half.budget = SimpleNamespace(admitted=lambda *_: None, on_step=lambda _: None)
     scheduler._build_partial_tail_store_jobs = scheduler._build_store_jobs = lambda output: {}
     both = multi(Pulls(), half)
     both._requests_to_connector = {"r": 0}

@@ -112,7 +112,7 @@ class Stock(OffloadingConnector):
 class Ours(FskvConnector):
     def __init__(self, scheduler):
         self.connector_scheduler = scheduler
-        self._budget = SimpleNamespace(on_step=lambda scheduled: None)
+        self.budget = SimpleNamespace(on_step=lambda scheduled: None)
         self._media = SimpleNamespace(on_step=lambda: None)
 
 
@@ -234,7 +234,7 @@ class Engine:
         self.scheduler.connector_scheduler, self.scheduler._held_events = self.half, []
         self.scheduler._so_far, self.scheduler._pool = SoFar(), None
         self.scheduler._media = SimpleNamespace(on_step=lambda: None)
-        self.scheduler._budget = SimpleNamespace(
+        self.scheduler.budget = SimpleNamespace(
             on_step=lambda _: None, on_loads=lambda _: None, reset=lambda: None
         )
 

@@ -23,6 +23,9 @@ from native_build import build
 _NON_BLOCKING = 1
 _BLOCKING_SYNC, _DISABLE_TIMING = 1, 2
 
+# The parts of a device that may be busy.
+MULTIPROCESSORS, COPIES_IN, COPIES_OUT, PINNING = range(4)
+
 # kvikio's own streams are of this kind; fskv's are looked at where there is no kvikio.
 OF_KVIKIO = "cuStreamCreate: a stream that waits for the default stream"
 
@@ -61,14 +64,6 @@ class Sim:
     def fail(self, name, code, after=0):
         """Let a call answer `code`, once: the next of this name, or the one `after` as many."""
         self.lib.sim_fail(name.encode(), after, code)
-
-    def hold(self, hold):
-        """Let nothing that was launched begin, or go on."""
-        self.lib.sim_hold(int(hold))
-
-    def hold_registering(self, hold):
-        """Let the driver not return from registering memory."""
-        self.lib.sim_hold_registering(int(hold))
 
     def lose(self, device, code=700):
         """Let all calls fail from now on, as after an illegal address."""
@@ -220,6 +215,21 @@ class Gpu:
         address = self.sim.open_address(tensor.data_ptr())
         flat = np.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), np.uint8)
         return np.lib.stride_tricks.as_strided(flat, (num_blocks, page), (stride, 1))
+
+    @contextlib.contextmanager
+    def occupied(self, *parts, left=0):
+        """Let somebody else hold these parts of the device meanwhile, all but `left` units of each.
+
+        By default these are all that a kernel or a copy needs.
+        """
+        parts = parts or (MULTIPROCESSORS, COPIES_IN, COPIES_OUT)
+        for part in parts:
+            self.sim.lib.sim_leave(self.index, part, left)
+        try:
+            yield
+        finally:
+            for part in parts:
+                self.sim.lib.sim_leave(self.index, part, 1 << 30)
 
     # --- the engine's stream ---
 

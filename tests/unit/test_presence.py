@@ -20,6 +20,7 @@ from world import Clock, returns_in_time, wait_for
 from faults.disk import Child, DiskFaults
 from fskv.data_path.breaker import Breaker
 from fskv.index.presence import Findings, PresenceIndex, RankFiles, probe_chunks
+from fskv.offload.lookup import patience
 from fskv.types import ChunkId, Presence, Status
 
 HIT = (Presence.HIT, Status.OK)
@@ -288,6 +289,16 @@ def test_unknown_becomes_a_miss_at_the_deadline_when_the_probe_hangs(bench):
     assert bench.lookup(1) == (Presence.MISS, Status.TIMED_OUT)
     bench.index.flush()
     assert bench.breaker._failures_in_row == 1
+
+
+def test_a_recompute_is_as_long_as_its_tokens_take_at_the_rate_of_prefill_or_an_assumed_one():
+    assert patience([128])(8) == pytest.approx(1024 / 20_000)
+    assert patience([128, 128])(8) == pytest.approx(512 / 20_000), "of two groups"
+    rates = [None, 100.0]
+    measured = patience([128], lambda: rates[-1])
+    assert measured(8) == pytest.approx(10.24)
+    rates.pop()
+    assert measured(8) == patience([128])(8)
 
 
 @pytest.mark.parametrize(

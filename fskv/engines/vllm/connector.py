@@ -26,7 +26,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
 
-from fskv.config import StoreConfig
 from fskv.engines.vllm.admission import AdmittingConnector
 from fskv.engines.vllm.budget import LoadBudget, Reports
 from fskv.engines.vllm.identity import engine_groups, reuses_kv
@@ -54,6 +53,7 @@ from fskv.engines.vllm.resting_connector import RestingConnector
 from fskv.engines.vllm.spec import FskvOffloadingSpec, prepare, with_spec
 from fskv.errors import ConfigError, FskvError
 from fskv.kv_transfer.multi import check_stored
+from fskv.offload.lookup import patience
 from fskv.offload.mover import News
 
 if TYPE_CHECKING:
@@ -133,19 +133,13 @@ class FskvConnector(AdmittingConnector):
             load_last_chunks(self.scheduler)
             self._so_far = SoFar()
             self._media = Media(vllm_config, checked=setup.config.media_keys == "checked")
-            self._budget = self._make_budget(setup.config)
-            self._manager.limit_loads(self._budget.allowed_s)
-            self._manager.be_patient(self._budget.recompute_s)
-
-    def _make_budget(self, config: StoreConfig) -> LoadBudget:
-        setup = self._setup
-        return LoadBudget(
-            config,
-            [group.spec for group in setup.groups],
-            setup.geometry.blocks_per_chunk,
-            num_ranks=setup.vllm_config.parallel_config.world_size,
-            file_sizes=lambda: self._manager.rank_sizes,
-        )
+            groups = [group.spec for group in setup.groups]
+            self.budget = LoadBudget(self._manager, groups)
+            self._manager.allowed_s = self.budget.allowed_s
+            per_chunk = [g.tokens_per_block * setup.geometry.blocks_per_chunk for g in groups]
+            self._manager.chunks.presence.recompute_s = patience(
+                per_chunk, lambda: self.budget.prefill.per_s
+            )
 
     @property
     def _spec(self) -> FskvOffloadingSpec:
@@ -284,7 +278,7 @@ class FskvConnector(AdmittingConnector):
         self._so_far.add(connector_output.kv_connector_stats, self.stats_id)
         told = connector_output.kv_connector_worker_meta
         if isinstance(told, FskvWorkerMetadata):
-            self._budget.on_loads(told.loads)
+            self.budget.on_loads(told.loads)
             if told.reloaded:
                 self._manager.doubt_weights(
                     "weights were loaded again in the running engine, or pages of its KV cache were lost",
@@ -304,7 +298,7 @@ class FskvConnector(AdmittingConnector):
         self._manager.forget_announced()
         self._held_events = list(self.take_events())
         super().reset_cache()
-        self._budget.reset()
+        self.budget.reset()
         # Last: what fails here must not leave the manager as it was.
         drop_in_workers()
         return True
@@ -329,10 +323,10 @@ class FskvConnector(AdmittingConnector):
             worker = self._spec.worker
             stats = None if worker is None else worker.get_stats()
         else:
-            self._budget.on_output()  # vLLM asks once for every step whose output it has
-            stats, more = super().get_kv_connector_stats(), self._budget.get_stats()
+            self.budget.on_output()  # vLLM asks once for every step whose output it has
+            stats, more = super().get_kv_connector_stats(), self.budget.get_stats()
             stats = stats.aggregate(more) if stats and more else stats or more
-            return self._so_far.stamp(stats, saved_known=self._budget.saved_known)
+            return self._so_far.stamp(stats, saved_known=self.budget.saved_known)
         # All of one class: a MultiConnector adds none of another.
         return None if stats is None else FskvStats(data=stats.data)
 

@@ -127,17 +127,17 @@ class FskvManager(OffloadingManager):
         `chunks_per_step` is how many chunks of a group one step can fill: so many must find room at once.
         """
         self._chunks_per_step = chunks_per_step
-        self._config = config
+        self.config = config
         self._events = events
-        self._blocks_per_chunk = blocks_per_chunk
-        self._workers: list[FskvHandshake] = []
-        self._recompute_s: Callable[[int], float] = lambda _num_chunks: 0.0
-        self.chunks = Lookup(config, events=events, recompute_s=self._estimate)
+        self.blocks_per_chunk = blocks_per_chunk
+        self.workers: list[FskvHandshake] = []
+        # By request, how long its load may take: the connector's LoadBudget says so.
+        self.allowed_s: Callable[[str], float] = lambda _req_id: math.inf
+        self.chunks = Lookup(config, events=events)
         self._states = StateLog(root=config.root)
         self._excluded_requests: set[str] = set()
         # vLLM asks for the same chunks in every step a request waits: what each was told is counted once.
         self._told: dict[str, set[tuple[ChunkId, Status]]] = {}
-        self._allowed_s: Callable[[str], float] = lambda _req_id: math.inf
         self._watch = Watch(config, self.chunks, engine_rank)
         self.locality: Locality | None = None  # of the root, as routers and requests name it
 
@@ -153,20 +153,20 @@ class FskvManager(OffloadingManager):
         for worker in workers:
             if (worker.namespace_digest, worker.blocks_per_chunk) != (
                 first.namespace_digest,
-                self._blocks_per_chunk,
+                self.blocks_per_chunk,
             ):
                 raise ConfigError(
                     f"rank {worker.rank} derived namespace {worker.namespace_path} with "
                     f"{worker.blocks_per_chunk} blocks per chunk, rank {first.rank} "
-                    f"{first.namespace_path} and the scheduler {self._blocks_per_chunk}: all must agree "
+                    f"{first.namespace_path} and the scheduler {self.blocks_per_chunk}: all must agree "
                     "(with pipeline stages of different lengths option 'hybrid_chunk_size' needs a number)"
                 )
         if len(workers) != first.world_size:
             raise ConfigError(f"{len(workers)} of {first.world_size} workers reported a namespace")
-        self._workers = sorted(workers, key=lambda w: w.rank)
+        self.workers = sorted(workers, key=lambda w: w.rank)
         if self.locality is None and first.is_local is not None:
             self.locality = Locality.LOCAL if first.is_local else Locality.REMOTE
-        self._watch.namespace = os.path.relpath(first.namespace_path, self._config.root)
+        self._watch.namespace = os.path.relpath(first.namespace_path, self.config.root)
         self.chunks.attach(
             list(self._files.values()),
             num_movers=len(workers),
@@ -176,7 +176,7 @@ class FskvManager(OffloadingManager):
             health_file=self._watch.health_file,
         )
         if self.chunks.capacity is not None:
-            config = self._config
+            config = self.config
             logger.info(
                 "fskv: bounds of %s: max_bytes %s, keep_free %s, tenant_max_bytes %s; the smallest of all "
                 "engines that share it holds for all; process %s maintains for this one",
@@ -186,17 +186,6 @@ class FskvManager(OffloadingManager):
                 config.tenant_max_bytes,
                 self.chunks.capacity.pid or "(not up yet)",
             )
-
-    def limit_loads(self, allowed_s: Callable[[str], float]) -> None:
-        """From now on this says how long a request's load may take."""
-        self._allowed_s = allowed_s
-
-    def be_patient(self, recompute_s: Callable[[int], float]) -> None:
-        """From now on this says how long computing so many chunks takes, and so how long to wait for them."""
-        self._recompute_s = recompute_s
-
-    def _estimate(self, num_chunks: int) -> float:
-        return self._recompute_s(num_chunks)
 
     def turn_off(self, reason: str) -> None:
         """Neither load nor store, from now on and for good: where vLLM itself does not reuse KV."""
@@ -216,7 +205,7 @@ class FskvManager(OffloadingManager):
 
         The namespace names the weights of the start.
         """
-        vouched = self._config.weights_fixed if vouched is None else vouched
+        vouched = self.config.weights_fixed if vouched is None else vouched
         if not vouched and not self.chunks.stopped:
             self.chunks.stopped = self._watch.in_doubt = True
             reason = (
@@ -271,7 +260,7 @@ class FskvManager(OffloadingManager):
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> ChunkKeys:
         chunks = [to_chunk(key) for key in keys]
-        return ChunkKeys(chunks, self._allowed_s(req_context.req_id))
+        return ChunkKeys(chunks, self.allowed_s(req_context.req_id))
 
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
@@ -320,7 +309,7 @@ class FskvManager(OffloadingManager):
 
     def has_pending_work(self) -> bool:
         """Keep an idle engine stepping until it can tell how its last stores ended, but not for long."""
-        is_told = self._events is not None or self._config.health_file is not None
+        is_told = self._events is not None or self.config.health_file is not None
         waits = is_told and bool(self.chunks.storing)
         return waits and time.monotonic() < self.chunks.last_store_at + _EVENTS_LINGER_S
 
@@ -340,14 +329,14 @@ class FskvManager(OffloadingManager):
         """The files of a chunk, by the rank in their names."""
         return {
             rank: RankFiles(worker.namespace_path, rank, worker.file_nbytes)
-            for worker in self._workers
+            for worker in self.workers
             for rank in worker.file_ranks
         }
 
     @property
     def rank_sizes(self) -> dict[int, int]:
         """What a rank reads for a chunk, by group index; empty before the handshake."""
-        if not self._workers:
+        if not self.workers:
             return {}
-        first = self._workers[0]
+        first = self.workers[0]
         return {idx: n * len(first.file_ranks) for idx, n in first.file_nbytes.items()}

@@ -205,10 +205,7 @@ class FskvMultiConnector(MultiConnector):
             for idx, (answer, _) in enumerate(answers)
         ]
 
-        def prefill_s(num_tokens: int) -> float | None:
-            return self._predict("predicted_prefill_s", num_tokens)
-
-        choice = choose(offers, self._config.choose, prefill_s)
+        choice = choose(offers, self._config.choose, self._prefill_s)
         if choice.wait_for:
             since = self._waits_since.setdefault(req_id, time.monotonic())
             in_time = time.monotonic() - since < self._config.lookup_timeout_s
@@ -230,8 +227,8 @@ class FskvMultiConnector(MultiConnector):
         reach = hope if answer is None else answer
         load_s = None
         if self._config.choose == "auto" and reach > 0:
-            predict = getattr(self._connectors[idx], "predicted_load_s", None)
-            load_s = None if predict is None else predict(request, reach, computed)
+            budget = getattr(self._connectors[idx], "budget", None)
+            load_s = None if budget is None else budget.predicted_load_s(reach, computed)
         return Offer(
             answer,
             hope,
@@ -240,13 +237,11 @@ class FskvMultiConnector(MultiConnector):
             load_s=load_s,
         )
 
-    def _predict(self, name: str, *arguments: int) -> float | None:
+    def _prefill_s(self, num_tokens: int) -> float | None:
         """Return the first prediction that a child has; what is computed is the same for all."""
-        for child in self._connectors:
-            predict = getattr(child, name, None)
-            if predict is not None and (seconds := predict(*arguments)) is not None:
-                return float(seconds)
-        return None
+        budgets = (getattr(child, "budget", None) for child in self._connectors)
+        predictions = (each.prefill.predict_s(num_tokens) for each in budgets if each is not None)
+        return next((seconds for seconds in predictions if seconds is not None), None)
 
     def _is_being_loaded(self, request: Request, computed: int, children: Sequence[int]) -> bool:
         """Whether one of the children is loading the very tokens that this request needs next.

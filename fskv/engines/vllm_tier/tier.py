@@ -59,9 +59,9 @@ from fskv.engines.vllm_tier.workers import Workers, ask_workers
 from fskv.errors import FskvError
 from fskv.hybrid_planner import GroupKind, hit_cost
 from fskv.kv_transfer.options import tier_config
+from fskv.offload.lookup import patience
 from fskv.root.neighbours import beside
 from fskv.root.root import Root
-from fskv.routing.load_time import assumed_prefill_s, tokens_in
 from fskv.types import ChunkId
 
 if TYPE_CHECKING:
@@ -354,7 +354,7 @@ def _open(
         chunks_per_step=-(-workers.tokens_per_step // min(tokens_per_chunk)),
         engine_rank=spec.config.parallel.data_parallel_index,
     )
-    manager.be_patient(lambda num: assumed_prefill_s(tokens_in(num, tokens_per_chunk)))
+    manager.chunks.presence.recompute_s = patience(tokens_per_chunk)
     try:
         manager.set_workers([rows.handshake])
         if not workers.prefix_caching:

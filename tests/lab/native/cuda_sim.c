@@ -5,12 +5,16 @@
  * thread of its own, which ends when there is nothing to do, in order, and not before a time that is drawn from a
  * seed, or until somebody waits for it.
  *
+ * A kernel holds one of its device's multiprocessors while it runs, and a copy the engine of its direction. Where
+ * none is free it waits, whoever waits for it; what is behind it in its stream does too, and nothing else.
+ *
  * What a real driver would only sometimes punish is noted (sim_misuses): a wrong context, memory that was freed or
  * never registered, a copy beyond an allocation, the default stream. The real names do what the CUDA driver API says
  * of them, as far as fskv uses it; sim_* is for tests.
  */
 #define _GNU_SOURCE
 #include <errno.h>
+#include <limits.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stdarg.h>
@@ -38,6 +42,9 @@ typedef struct { Context *context; bool loaded; char *ptx; unsigned num_threads,
 typedef struct { unsigned flags; Context *context; Stream *stream; uint64_t at; } Event;
 typedef void (*HostFunction)(void *);
 typedef enum { COPY_IN, COPY_OUT, COPY_ON, LAUNCH, MARK, CALL } Kind;
+/* Of a device, what one may hold so that another waits for it; PINNING is the driver's way to register memory. */
+typedef enum { MULTIPROCESSORS, COPIES_IN, COPIES_OUT, PINNING, NOTHING, NUM_PARTS } Part;
+static const int UNITS[NUM_PARTS] = {8, 1, 1, INT_MAX, INT_MAX};
 
 typedef struct Op {
     struct Op *next;
@@ -55,7 +62,7 @@ struct Stream {
     Context *context;
     Op *first, *last;
     uint64_t submitted, done, demanded;
-    bool capturing, ending, running;
+    bool ending, running;
     unsigned seed;
 };
 
@@ -68,6 +75,7 @@ static struct {
     char *closed, *open;
     size_t used, live, limit;
     int retained, lost;
+    int taken[NUM_PARTS], left[NUM_PARTS]; /* units: by what runs, and for all that runs */
 } devices[NUM_DEVICES];
 static Context contexts[NUM_DEVICES];
 static Stream *streams, *defaults[NUM_DEVICES];
@@ -75,7 +83,7 @@ static Range *allocations, *registered;
 static size_t num_allocations, num_registered;
 static unsigned seed = 1;
 static double late_s;
-static bool capture_running, capture_spoilt, opened, held, held_registering;
+static bool capture_running, capture_spoilt, opened;
 static int num_spinning;
 static char misuses[1 << 16];
 static struct { char name[64]; long calls; } counts[128];
@@ -133,6 +141,7 @@ static void open_devices(void)
         if (devices[d].closed == MAP_FAILED || devices[d].open == MAP_FAILED)
             abort();
         devices[d].limit = REGION;
+        memcpy(devices[d].left, UNITS, sizeof UNITS);
         contexts[d].device = d;
     }
     struct sigaction action = {.sa_sigaction = on_touch, .sa_flags = SA_SIGINFO | SA_NODEFER};
@@ -263,6 +272,12 @@ static void run_op(Stream *stream, Op *op)
     }
 }
 
+/* A call of the host's stands for a kernel of the engine's. */
+static Part part_of(Kind kind)
+{
+    return kind == COPY_IN ? COPIES_IN : kind == COPY_OUT ? COPIES_OUT : kind == MARK ? NOTHING : MULTIPROCESSORS;
+}
+
 static void wait_for_change(double until)
 {
     struct timespec end = {.tv_sec = (time_t)until, .tv_nsec = (long)((until - (double)(time_t)until) * 1e9)};
@@ -280,17 +295,21 @@ static void *work(void *argument)
             wait_for_change(idle_until);
             continue;
         }
-        if (held) {
-            pthread_cond_wait(&changed, &mutex);
-            continue;
-        }
+        int of = stream->context->device, *taken = &devices[of].taken[part_of(op->kind)];
         bool wanted = op->number <= stream->demanded || stream->ending;
         if (!wanted && now() < op->not_before) {
             wait_for_change(op->not_before);
             continue;
         }
-        if (!devices[stream->context->device].lost)
+        if (!devices[of].lost) {
+            if (*taken >= devices[of].left[part_of(op->kind)]) {
+                pthread_cond_wait(&changed, &mutex);
+                continue;
+            }
+            ++*taken;
             run_op(stream, op);
+            --*taken;
+        }
         stream->first = op->next;
         if (stream->first == NULL)
             stream->last = NULL;
@@ -515,14 +534,13 @@ int cuStreamBeginCapture_v2(Stream *stream, int mode)
     IN_CONTEXT("cuStreamBeginCapture_v2");
     capture_running = mode == GLOBAL_MODE;
     capture_spoilt = false;
-    stream->capturing = true;
     return end(SUCCESS);
 }
 
 int cuStreamEndCapture(Stream *stream, void **graph)
 {
     IN_CONTEXT("cuStreamEndCapture");
-    capture_running = stream->capturing = false;
+    capture_running = false;
     *graph = NULL;
     return end(capture_spoilt ? CAPTURE_INVALIDATED : SUCCESS);
 }
@@ -626,7 +644,7 @@ int cuMemHostRegister_v2(void *memory, size_t nbytes, unsigned flags)
             return end(ALREADY_REGISTERED);
         }
     add(&registered, &num_registered, (Range){(uint64_t)memory, nbytes, current()->device, true});
-    while (held_registering)
+    while (devices[current()->device].left[PINNING] == 0)
         pthread_cond_wait(&changed, &mutex);
     return end(SUCCESS);
 }
@@ -851,7 +869,7 @@ void sim_reset(unsigned new_seed, double late)
     memset(counts, 0, sizeof counts);
     memset(plan, 0, sizeof plan);
     num_spinning = 0;
-    capture_running = capture_spoilt = held = held_registering = false;
+    capture_running = capture_spoilt = false;
     capture_mode = GLOBAL_MODE; /* of the calling thread: a test may have been one of fskv's own */
     for (int d = 0; d < NUM_DEVICES; d++) {
         devices[d].limit = REGION;
@@ -876,20 +894,11 @@ void sim_fail(const char *name, int after, int code)
     pthread_mutex_unlock(&mutex);
 }
 
-/* Nothing that was launched begins until this is called with 0. */
-void sim_hold(int hold)
+/* No more than so many units of a part are for what was launched; somebody else holds the others. */
+void sim_leave(int device, Part part, int units)
 {
     pthread_mutex_lock(&mutex);
-    held = hold;
-    pthread_cond_broadcast(&changed);
-    pthread_mutex_unlock(&mutex);
-}
-
-/* No memory that is registered from now on is registered before this is called with 0. */
-void sim_hold_registering(int hold)
-{
-    pthread_mutex_lock(&mutex);
-    held_registering = hold;
+    devices[device].left[part] = units < UNITS[part] ? units : UNITS[part];
     pthread_cond_broadcast(&changed);
     pthread_mutex_unlock(&mutex);
 }
