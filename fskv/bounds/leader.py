@@ -16,12 +16,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from fskv.bounds.count_checks import CountChecks
-from fskv.bounds.evict import Pruned, cutoff_ns, execute, plan
+from fskv.bounds.evict import Pruned, cutoff_ns, execute, plan, remove_orphans
 from fskv.bounds.eviction_news import EvictionNews
 from fskv.bounds.heartbeats import UNNOTICED_NS, Heartbeats
 from fskv.bounds.lease import SHARED_DIR, Lease
 from fskv.bounds.ledger import Ledger, shortened
-from fskv.bounds.orphans import Orphans
 from fskv.bounds.quota import (
     Claim,
     Scope,
@@ -115,7 +114,7 @@ class Leader:
         self._room_freed = RoomFreed(root)
         self._futile_until = 0.0  # nothing was left to remove: no need to look again and again
         self._room_made = RoomMade(root)
-        self._orphans = Orphans(root, grace_s)
+        self._grace_s = grace_s
         self._unsaved: set[str] = set()  # namespaces whose snapshot is old
 
     @property
@@ -463,7 +462,8 @@ class Leader:
     def _clean(self) -> None:
         """Remove what writers that are gone have left, and news that everybody has heard."""
         now_ns = self._lease.now_ns()
-        removed = self._orphans.remove([self._catalogues[name] for name in self._ours()], now_ns)
+        catalogues = [self._catalogues[name] for name in self._ours()]
+        removed = remove_orphans(catalogues, now_ns, self._grace_s, self._root)
         self._ledger.remove_orphans(now_ns)
         with contextlib.suppress(OSError):
             self._eviction_news.remove_old()

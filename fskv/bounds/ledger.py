@@ -11,7 +11,6 @@ import errno
 import json
 import os
 import re
-import stat
 import time
 from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass, replace
@@ -19,10 +18,11 @@ from itertools import islice
 
 from fskv.bounds.quota import DEFAULT_TOUCH_INTERVAL_S, Claim, Limits, Usage, is_claimable
 from fskv.namespace import MAX_TENANT
-from fskv.root.beneath import opened, remove_file
+from fskv.root.beneath import opened
 from fskv.root.files import UnfitFileError, publishing, regular_file, retry_stale
 from fskv.root.filesystem import is_full_late
-from fskv.root.process_id import is_our_part, provably_dead, unique_name
+from fskv.root.process_id import is_orphan, unique_name
+from fskv.root.remove import orphans, sweep
 from fskv.sizes import Share
 from fskv.types import MAX_COUNT
 
@@ -40,7 +40,7 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}", re.ASCII)
 _GIVEN_UP_S = 45.0
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 _DENIED = (errno.EACCES, errno.EPERM)
-_JUNK_NS = 86_400 * 1_000_000_000  # a file among the claims that is none goes when it is older
+_JUNK_S = 86_400.0  # a file among the claims that is none goes when it is older
 
 
 def shortened(usage: Usage, needed: Collection[str]) -> Usage:
@@ -191,15 +191,17 @@ class Ledger:
 
         `now_ns` is the file system's own clock, 0: unknown. What is no regular file is foreign and stays.
         """
+        part = orphans(now_ns, _JUNK_S)
+
+        def junk(name: str, info: os.stat_result) -> str:
+            if name in self._junk and is_orphan(name, info.st_mtime_ns, now_ns, _JUNK_S):
+                return "junk"
+            return part(name, info)
+
         claims = f"{self._directory}/{CLAIMS_DIR}"
-        for directory in (self._directory, claims):
-            with opened(self._root, directory) as fd, os.scandir(fd) as entries:
-                for entry in entries:
-                    dead = entry.name.endswith(".part") and provably_dead(entry.name[:-5])
-                    junk = directory == claims and entry.name in self._junk
-                    if dead or ((junk or is_our_part(entry.name)) and _is_old(entry, now_ns)):
-                        with contextlib.suppress(OSError):
-                            remove_file(entry.name, fd)
+        for directory, judge in ((self._directory, part), (claims, junk)):
+            for _ in sweep(self._root, directory, judge):
+                pass
 
     def _write(self, path: str, name: str, tree: Claim | Usage, most_nbytes: int) -> None:
         """Publish a file called `name` in the directory `path`."""
@@ -240,15 +242,6 @@ class _Junk:
 def _version(info: os.stat_result) -> tuple[int, ...]:
     """Return what differs between a file and the one that takes its place, or what it becomes."""
     return info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns
-
-
-def _is_old(entry: os.DirEntry[str], now_ns: int) -> bool:
-    """Whether it is a regular file that was last written a day ago, or at no time of the past."""
-    with contextlib.suppress(OSError):
-        info = entry.stat(follow_symlinks=False)
-        age_ns = now_ns - info.st_mtime_ns
-        return stat.S_ISREG(info.st_mode) and now_ns > 0 and abs(age_ns) > _JUNK_NS
-    return False
 
 
 def _encoded(tree: Claim | Usage) -> bytes:
