@@ -13,6 +13,7 @@ import time
 from dataclasses import asdict, replace
 
 import pytest
+from capacity_lab import dead_name
 
 from fskv.bounds import ledger as book_module
 from fskv.bounds import quota as claims_module
@@ -510,9 +511,13 @@ def test_junk_among_the_claims_goes_when_it_is_a_day_old(shared):
             name.partition("-")[0]
         ](path)
         os.utime(path, (0, 0), follow_symlinks=False)
+    dead = [shared / f"{dead_name()}.part", directory / f"{dead_name()}.part"]
     before = set(os.listdir(directory))
+    for path in dead:
+        path.touch()
     book.claims()
     book.remove_orphans(0)
+    assert not any(path.exists() for path in dead)
     assert set(os.listdir(directory)) == before  # nobody knows what time it is
     book.remove_orphans(now_ns)
     gone = {f"{age}-{kind}" for age in ("old", "of-tomorrow") for kind in kinds[:2]}
@@ -588,18 +593,3 @@ print(os.getpid(), next(names))
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     pid, name = run.stdout.split()
     assert name.rsplit("-", 3)[1] == pid
-
-
-def test_only_parts_of_dead_processes_are_removed(shared):
-    script = "from fskv.root.process_id import unique_name; print(unique_name())"
-    dead = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout
-    from fskv.root.process_id import unique_name
-
-    names = [unique_name(), "node9-1-00000000-1", "something"]
-    for name in [dead.strip(), *names]:
-        (shared / f"{name}.part").touch()
-        (shared / CLAIMS_DIR / f"{name}.part").touch()
-    (shared / f"{dead.strip()}0.part").symlink_to("/nowhere")  # no file: foreign
-    Ledger(str(shared)).remove_orphans(0)
-    assert sorted(os.listdir(shared / CLAIMS_DIR)) == sorted(f"{name}.part" for name in names)
-    assert len(os.listdir(shared)) == 5

@@ -5,14 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import time
 
 import pytest
-from capacity_lab import dead_name
 from world import follow_links, leaves_nothing_open
 
 from fskv.root import remove
-from fskv.root.process_id import unique_name
 from fskv.root.remove import Fate, Place, Tally, always, remove_directory, sweep
 
 DIRECTORY = "arch/model/chunks/abc"
@@ -230,19 +227,3 @@ def test_a_root_that_is_away_while_a_directory_is_opened_has_its_files(
     if not back:
         shutil.rmtree(os.path.dirname(path))
     assert gone(root).fate is (Fate.GOES if back else Fate.VANISHED)
-
-
-@pytest.mark.parametrize("prefix", ["", ".fskv-"])
-def test_parts_that_nobody_will_finish_go_and_no_others(root, prefix):
-    where = root if prefix else f"{root}/{DIRECTORY}"
-    dead = {f"{prefix}{dead_name()}.part", f"{prefix}node9-1-00000000-2.part"}
-    stays = [f"{prefix}{unique_name()}.part", f"{prefix}node9-1-00000000-3.part", "film.part"]
-    stays += [f"x{prefix}{dead_name()}.part"]
-    for name in (*dead, *stays):
-        open(f"{where}/{name}", "w").close()
-    os.utime(f"{where}/{prefix}node9-1-00000000-2.part", (0, 0))
-    os.symlink("/nowhere", f"{where}/{prefix}{dead_name()}.part")
-    found = sweep(root, where, remove.orphans(time.time_ns(), prefix=prefix))
-    assert {one.name for one in found if one.fate is Fate.GOES} == dead
-    assert not dead & set(os.listdir(where))
-    assert set(stays) < set(os.listdir(where))
