@@ -24,10 +24,7 @@ from .neighbours import News, last_use_step, wall_clock_ns
 from .root_view import Namespace
 from .terminal import say, show
 
-_STEP_FILES = (
-    4096  # of one plan: no more candidates are held at a time, and the news of them is told
-)
-_MAX_ROUNDS = 10  # of a bound that writers exceed while it is being reached
+_STEP_FILES = 4096  # of one plan, so many candidates are held; then the news of them is told
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,21 +119,20 @@ class Pruning:
         """Remove what `need` says, and go on while writers exceed a bound meanwhile; until `stop` is set."""
         done = Done()
         with asyncio.Runner() as runner:
+
+            def remove(need: Need) -> bool:
+                return self._remove(runner, need, done, stop, told)
+
             if need.before_ns is not None:
-                before = done.nbytes, done.num_files
-                self._remove(runner, need, done, stop, told, aged=True)
-                need = Need(
-                    need.nbytes - (done.nbytes - before[0]),
-                    need.num_files - (done.num_files - before[1]),
-                    need.before_ns,
-                )
+                remove(Need(self.nbytes, self.num_files, need.before_ns))
+                need = Need(need.nbytes - done.nbytes, need.num_files - done.num_files, None)
             max_nbytes = self._wish.max_nbytes
-            for _ in range(_MAX_ROUNDS):
+            while True:
                 before = done.nbytes, done.num_files
-                done.reached = self._remove(runner, need, done, stop, told, aged=False)
+                done.reached = remove(need)
                 # What was removed may show in statvfs only later (btrfs), so that is not asked again.
                 if stop.is_set() or max_nbytes is None:
-                    break
+                    return done
                 for catalogue in self._catalogues:
                     try:
                         runner.run(catalogue.refresh(wall_clock_ns()))
@@ -146,11 +142,10 @@ class Pruning:
                 last, need = need, Need(self.nbytes - max_nbytes, 0, None)
                 done.reached = need.nbytes <= 0
                 if done.reached or before == (done.nbytes, done.num_files):
-                    break
+                    return done
                 # Writers that are as fast as we are: this would never end.
                 if 2 * need.nbytes > last.nbytes > 0:
-                    break
-        return done
+                    return done
 
     def _remove(
         self,
@@ -159,17 +154,12 @@ class Pruning:
         done: Done,
         stop: threading.Event,
         told: Callable[[Done], None],
-        *,
-        aged: bool,
     ) -> bool:
-        """Remove what is old enough, or what was used least recently; returns whether enough has gone."""
+        """Remove what was used least recently, and before a time; returns whether enough has gone."""
         left_nbytes, left_files = need.nbytes, need.num_files
-        while (aged or left_nbytes > 0 or left_files > 0) and not stop.is_set():
-            step = self._step_nbytes()
-            nbytes = step if aged else max(0, min(left_nbytes, step))
-            files = 0 if aged else max(0, min(left_files, _STEP_FILES))
-            before_ns = need.before_ns if aged else None
-            chosen = plan(self._catalogues, nbytes, files, set(done.failures), before_ns)
+        while (left_nbytes > 0 or left_files > 0) and not stop.is_set():
+            nbytes, files = min(left_nbytes, self._step_nbytes()), min(left_files, _STEP_FILES)
+            chosen = plan(self._catalogues, nbytes, files, set(done.failures), need.before_ns)
             if not chosen.candidates:
                 break
             pruned = runner.run(execute(chosen, lambda: not stop.is_set(), self._root))

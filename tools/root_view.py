@@ -248,7 +248,7 @@ class RootView:
         return sorted(found, key=lambda one: one.id), unlistable
 
     def of_tenants(self, tenants: list[str]) -> list[Namespace]:
-        """Return the namespaces of these tenants, by their exact names.
+        """Return the namespaces of these tenants, by their exact names; UsageError for one that has none.
 
         Whose a namespace is only its manifest tells: where that cannot be read it is said, and the command
         ends as one that has not seen everything. Nobody is to believe that all of a tenant is gone.
@@ -260,6 +260,8 @@ class RootView:
                 say(f"{show(one.id)}: may be a tenant's, and nobody can tell: {one.problem}")
             if one.tenant in tenants:
                 found.append(one)
+        for tenant in set(tenants) - {one.tenant for one in found}:  # it may be misspelt
+            raise UsageError(f"--tenant {show(tenant)}: no such namespace in {self.path}")
         return found
 
     def matching(self, text: str | None) -> list[Namespace]:
