@@ -16,6 +16,7 @@ import re
 import stat
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from fskv.bounds.evict import cutoff_ns
 from fskv.bounds.eviction_news import is_news
@@ -49,27 +50,19 @@ COUNT = "count"  # the last one, where no engine lives
 LEASE = "lease"
 
 
+@dataclass
 class Sweep:
-    """A pass over a root."""
+    """A pass over a root. `now_ns` is the root's own clock (ours for a plan)."""
 
-    def __init__(
-        self,
-        view: RootView,
-        now_ns: int,
-        *,
-        delete: bool,
-        stop: threading.Event,
-        namespaces_unused_s: float | None = None,
-    ) -> None:
-        """`now_ns` is the root's own clock (ours for a plan)."""
-        self._view = view
-        self._now_ns = now_ns
-        self._delete = delete
-        self._stop = stop
-        self._unused_s = namespaces_unused_s
-        self._news = News(view.path)
+    view: RootView
+    now_ns: int
+    delete: bool
+    stop: threading.Event
+    namespaces_unused_s: float | None = None
+
+    def __post_init__(self) -> None:
         # Before the last count goes, which knows of engines that are gone.
-        self._step_s = last_use_step(view.path, now_ns, namespaces_unused_s or 0)
+        self._step_s = last_use_step(self.view.path, self.now_ns, self.namespaces_unused_s or 0)
 
     def outcomes(self) -> Iterator[Outcome]:
         """Yield what goes, is foreign or cannot be looked at, and a root that is away as the last."""
@@ -78,28 +71,28 @@ class Sweep:
                 for one in found:
                     if one.fate not in (Fate.STAYS, Fate.VANISHED):
                         yield one
-                    if self._stop.is_set():
+                    if self.stop.is_set():
                         return
             except OSError as error:
-                is_away = not os.path.exists(f"{self._view.path}/{FORMAT_FILE}")
+                is_away = not os.path.exists(f"{self.view.path}/{FORMAT_FILE}")
                 if is_away or error.errno != errno.ENOENT:
                     yield Outcome(path, Fate.FAILED, error=error)
                 if is_away:
                     return
 
     def _passes(self) -> Iterator[tuple[str, Iterator[Outcome]]]:
-        spaces = self._view.namespaces()
-        yield self._view.path, self._in_root(spaces)
-        yield f"{self._view.path}/{SHARED_DIR}", self._in_shared()
+        spaces = self.view.namespaces()
+        yield self.view.path, self._in_root(spaces)
+        yield f"{self.view.path}/{SHARED_DIR}", self._in_shared()
         for one in spaces:
             yield one.path, self._in_namespace(one)
 
     def _sweep(self, path: str, judge: Judge) -> Iterator[Outcome]:
-        stop = self._stop.is_set
-        return sweep(self._view.path, path, judge, delete=self._delete, stop=stop)
+        stop = self.stop.is_set
+        return sweep(self.view.path, path, judge, delete=self.delete, stop=stop)
 
     def _orphans(self, prefix: str = "") -> Judge:
-        return orphans(self._now_ns, prefix=prefix)
+        return orphans(self.now_ns, prefix=prefix)
 
     # --- the root and what engines tell each other ------------------------------------------
 
@@ -115,7 +108,7 @@ class Sweep:
             is_space = stat.S_ISDIR(info.st_mode) and name in names
             return Fate.STAYS if is_space or _is_known(name) else Fate.FOREIGN
 
-        for found in self._sweep(self._view.path, in_root):
+        for found in self._sweep(self.view.path, in_root):
             yield found
             if found.fate is Fate.STAYS and not _is_known(found.name):
                 yield from self._sweep(found.path, in_arch)
@@ -126,9 +119,9 @@ class Sweep:
         Whoever starts then grants itself nothing before it has counted anew. While anybody lives, the holder
         of the lease withdraws a claim once its bytes are counted.
         """
-        shared, part = f"{self._view.path}/{SHARED_DIR}", self._orphans()
+        shared, part = f"{self.view.path}/{SHARED_DIR}", self._orphans()
         claims, dead = f"{shared}/{CLAIMS_DIR}", set()
-        if not anybody_lives(self._view.path, self._now_ns):
+        if not anybody_lives(self.view.path, self.now_ns):
             found = self._sweep(claims, _claim)
             dead = {one.name for one in found if one.fate is Fate.STAYS}
 
@@ -143,7 +136,7 @@ class Sweep:
         def in_removed(name: str, info: os.stat_result) -> str:
             if not is_news(name):
                 return Fate.FOREIGN
-            is_old = not is_recent(self._now_ns, info.st_mtime_ns, _OLD_NEWS_S)
+            is_old = not is_recent(self.now_ns, info.st_mtime_ns, _OLD_NEWS_S)
             return NEWS if is_old else Fate.STAYS
 
         def in_claims(name: str, info: os.stat_result) -> str:
@@ -167,9 +160,9 @@ class Sweep:
         for shard in one.walk():
             if isinstance(shard, Unlistable):
                 yield unlistable(shard)
-                num_others, used_ns = num_others + 1, self._now_ns
+                num_others, used_ns = num_others + 1, self.now_ns
                 continue
-            with Place(one.root, shard_path(one.path, shard.idx), delete=self._delete) as place:
+            with Place(one.root, shard_path(one.path, shard.idx), delete=self.delete) as place:
                 names = [os.path.basename(part.path) for part in shard.parts]
                 found = [place.remove(name, self._orphans()) for name in names]
             found += foreign_in(one, shard)
@@ -181,31 +174,31 @@ class Sweep:
                 used_ns = max(used_ns, int(shard.records["mtime_ns"].max()))
             elif not found:
                 path = shard_path(one.path, shard.idx)
-                yield remove_directory(one.root, path, self._empty, delete=self._delete)
+                yield remove_directory(one.root, path, self._empty, delete=self.delete)
         found = [*self._sweep(f"{one.path}/{TMP_DIR}", self._orphans()), *foreign_around(one)]
         yield from found
         num_others += sum(not each.is_gone for each in found)
         before_ns = None
-        if self._unused_s is not None:
-            before_ns = cutoff_ns(self._now_ns, self._unused_s, self._step_s)
+        if self.namespaces_unused_s is not None:
+            before_ns = cutoff_ns(self.now_ns, self.namespaces_unused_s, self._step_s)
         if before_ns is None or used_ns >= before_ns:
-            if num_files or num_others or is_recent(self._now_ns, made_ns, GRACE_S):
+            if num_files or num_others or is_recent(self.now_ns, made_ns, GRACE_S):
                 return
-            before_ns = self._now_ns  # a file that came meanwhile was used "now", and stays
-        is_claimed = one.id in claimed_namespaces(self._view.path, self._now_ns)
-        if not (is_claimed or self._stop.is_set()):
+            before_ns = self.now_ns  # a file that came meanwhile was used "now", and stays
+        is_claimed = one.id in claimed_namespaces(self.view.path, self.now_ns)
+        if not (is_claimed or self.stop.is_set()):
             yield from self._whole(one, before_ns, num_files, nbytes)
 
     def _empty(self, _: str, info: os.stat_result) -> str:
-        is_young = is_recent(self._now_ns, info.st_mtime_ns, _LEFT_ALONE_S)
+        is_young = is_recent(self.now_ns, info.st_mtime_ns, _LEFT_ALONE_S)
         return Fate.STAYS if is_young else DIRECTORY
 
     def _whole(
         self, one: Namespace, before_ns: int, num_files: int, nbytes: int
     ) -> Iterator[Outcome]:
-        if self._delete:
+        if self.delete:
             tally = Tally()
-            for found in remove_namespace(one, self._news, self._stop.is_set, before_ns):
+            for found in remove_namespace(one, News(one.root), self.stop.is_set, before_ns):
                 tally.add(found)
                 if found.fate is Fate.FAILED:
                     yield found

@@ -118,42 +118,37 @@ class Pruning:
     ) -> Done:
         """Remove what `need` says, and go on while writers exceed a bound meanwhile; until `stop` is set."""
         done = Done()
-        with asyncio.Runner() as runner:
+        asyncio.run(self._carry_out(need, done, stop, told))
+        return done
 
-            def remove(need: Need) -> bool:
-                return self._remove(runner, need, done, stop, told)
+    async def _carry_out(
+        self, need: Need, done: Done, stop: threading.Event, told: Callable[[Done], None]
+    ) -> None:
+        max_nbytes = self._wish.max_nbytes
+        if need.before_ns is not None:
+            await self._remove(Need(self.nbytes, self.num_files, need.before_ns), done, stop, told)
+            need = Need(need.nbytes - done.nbytes, need.num_files - done.num_files, None)
+        while True:
+            num_files = done.num_files
+            done.reached = await self._remove(need, done, stop, told)
+            # What was removed may show in statvfs only later (btrfs), so that is not asked again.
+            if stop.is_set() or max_nbytes is None:
+                return
+            for catalogue in self._catalogues:
+                try:
+                    await catalogue.refresh(wall_clock_ns())
+                except OSError as error:
+                    self.unlistable += 1
+                    say(f"{catalogue.namespace}: cannot be listed: {error.strerror}")
+            last, need = need, Need(self.nbytes - max_nbytes, 0, None)
+            done.reached = need.nbytes <= 0
+            # Where writers are as fast as we are this would never end.
+            is_too_slow = 2 * need.nbytes > last.nbytes > 0
+            if done.reached or done.num_files == num_files or is_too_slow:
+                return
 
-            if need.before_ns is not None:
-                remove(Need(self.nbytes, self.num_files, need.before_ns))
-                need = Need(need.nbytes - done.nbytes, need.num_files - done.num_files, None)
-            max_nbytes = self._wish.max_nbytes
-            while True:
-                before = done.nbytes, done.num_files
-                done.reached = remove(need)
-                # What was removed may show in statvfs only later (btrfs), so that is not asked again.
-                if stop.is_set() or max_nbytes is None:
-                    return done
-                for catalogue in self._catalogues:
-                    try:
-                        runner.run(catalogue.refresh(wall_clock_ns()))
-                    except OSError as error:
-                        self.unlistable += 1
-                        say(f"{catalogue.namespace}: cannot be listed: {error.strerror}")
-                last, need = need, Need(self.nbytes - max_nbytes, 0, None)
-                done.reached = need.nbytes <= 0
-                if done.reached or before == (done.nbytes, done.num_files):
-                    return done
-                # Writers that are as fast as we are: this would never end.
-                if 2 * need.nbytes > last.nbytes > 0:
-                    return done
-
-    def _remove(
-        self,
-        runner: asyncio.Runner,
-        need: Need,
-        done: Done,
-        stop: threading.Event,
-        told: Callable[[Done], None],
+    async def _remove(
+        self, need: Need, done: Done, stop: threading.Event, told: Callable[[Done], None]
     ) -> bool:
         """Remove what was used least recently, and before a time; returns whether enough has gone."""
         left_nbytes, left_files = need.nbytes, need.num_files
@@ -162,7 +157,7 @@ class Pruning:
             chosen = plan(self._catalogues, nbytes, files, set(done.failures), need.before_ns)
             if not chosen.candidates:
                 break
-            pruned = runner.run(execute(chosen, lambda: not stop.is_set(), self._root))
+            pruned = await execute(chosen, lambda: not stop.is_set(), self._root)
             for path, chunks in pruned.removed.items():
                 self._news.tell(path, chunks)
             done.num_files += pruned.num_files
