@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
@@ -385,7 +386,12 @@ def _in_turn(shards: AsyncIterator[Shard]) -> Iterator[Shard]:
     async def step() -> Shard | None:
         return await anext(shards, None)
 
-    # Its end cancels what Ctrl-C has left pending, and closes `shards`.
-    with asyncio.Runner() as runner:
+    runner = asyncio.Runner()
+    try:
         while (shard := runner.run(step())) is not None:
             yield shard
+    finally:
+        # Its end closes `shards`. A loop that Ctrl-C has met in its own middle may wait for ever for a task
+        # whose turn is lost: nothing is waited for then, the command ends.
+        if not isinstance(sys.exc_info()[1], KeyboardInterrupt):
+            runner.close()
