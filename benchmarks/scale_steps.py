@@ -92,7 +92,7 @@ class _Keeper:
 
     def __init__(self, root: str, namespace: str) -> None:
         from fskv.bounds.client import Capacity
-        from fskv.bounds.quota import Limits
+        from fskv.bounds.limits import Limits
 
         self._shared = f"{root}/.fskv-maintenance"
         self._capacity = Capacity(

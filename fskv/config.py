@@ -173,7 +173,8 @@ class StoreConfig:
     touch_interval_s: float = _option(
         600.0,
         "seconds",
-        "A chunk's mtime (its last use) is refreshed by a load when older than this.",
+        "A chunk's mtime (its last use) is refreshed by a load when older than this. FskvConnector does so "
+        "for a whole prefix, of which vLLM's own cache may have a part.",
     )
     max_bytes: int | None = _option(
         None,
@@ -185,9 +186,6 @@ class StoreConfig:
         Share(2.0),
         'bytes, "50GiB" or "2%"',
         "What stays free on the file system of the root; as a share it goes for inodes too. 0: nothing.",
-    )
-    namespace_max_bytes: int | None = _option(
-        None, 'bytes, or "100GiB"', "Upper bound of this engine's namespace."
     )
     tenant_max_bytes: int | None = _option(
         None,
@@ -260,7 +258,7 @@ class StoreConfig:
             raise ConfigError(
                 f"option 'tenant_max_bytes': found {self.tenant_max_bytes} without a 'tenant', expected both"
             )
-        bounds = ("max_bytes", "namespace_max_bytes", "tenant_max_bytes")
+        bounds = ("max_bytes", "tenant_max_bytes")
         for name in bounds:
             if self.maintenance == "off" and getattr(self, name) is not None:
                 raise ConfigError(
@@ -364,10 +362,9 @@ _PARSERS = {
     "load_deadline_s": _seconds(0.01, 3600),
     "load_budget": _choice("on", "off"),
     "lookup_timeout_s": _seconds(0.01, 60),
-    "touch_interval_s": _seconds(0, 86400 * 365),
+    "touch_interval_s": _seconds(0, 600),
     "max_bytes": _parse_bound,
     "keep_free": parse_keep_free,
-    "namespace_max_bytes": _parse_bound,
     "tenant_max_bytes": _parse_bound,
     "maintenance": _choice("on", "off"),
     "health_file": _parse_file,

@@ -17,8 +17,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from fskv import __version__
+from fskv.bounds.limits import Usage, scopes
 from fskv.bounds.maintenance import Seen
-from fskv.bounds.quota import Scope, Usage, scopes
+from fskv.root.filesystem import Space
 
 from . import metrics_server
 from .exits import CommandError
@@ -52,7 +53,7 @@ INFO = _gauge(
 )
 STEP_AGE = _gauge("last_step_age_seconds", "seconds", "Since the root last answered.")
 LEASE_HELD = _gauge("lease_held", "0 or 1", "Whether this process counts and prunes for all.")
-WRITERS = _gauge("writers", "engines", "Engines that claim bytes of the root.")
+HEARTBEATS = _gauge("heartbeats", "engines", "Engines and watchers that live, with this one.")
 TOTAL_BYTES = _gauge("total_bytes", "bytes", "Size of the file system.")
 FREE_BYTES = _gauge("free_bytes", "bytes", "Free on the file system, for this user.")
 TOTAL_INODES = _gauge(
@@ -64,27 +65,23 @@ FREE_INODES = _gauge("free_inodes", "inodes", "Free on the file system, for this
 LIMIT = _gauge(
     "limit_bytes",
     "bytes",
-    "Bounds that hold now, whoever declared them. `kind`: root, namespace, tenant, or free (what may be in "
-    "use on the file system); `name`: of the namespace or tenant.",
+    "Bounds that hold now, whoever declared them. `kind`: root, tenant, or free (what may be in use on the "
+    "file system); `name`: of the tenant.",
     *("kind", "name"),
 )
 HEADROOM = _gauge(
     "headroom_bytes",
     "bytes",
-    "What is left of a bound, less what engines were granted and have not written yet; negative: beyond it.",
+    "What is left of a bound; negative: beyond it.",
     *("kind", "name"),
 )
-NAMESPACE_BYTES = _gauge(
-    "namespace_bytes", "bytes", "On disk, by the last count.", "namespace", "tenant"
-)
+NAMESPACE_BYTES = _gauge("namespace_bytes", "bytes", "On disk.", "namespace", "tenant")
 NAMESPACE_FILES = _gauge(
-    "namespace_files", "files", "Chunk files, by the last count.", "namespace", "tenant"
+    "namespace_files", "files", "Chunk files, by the last walk.", "namespace", "tenant"
 )
-TENANT_BYTES = _gauge(
-    "tenant_bytes", "bytes", 'On disk, by the last count; tenant "": those without one.', "tenant"
-)
+TENANT_BYTES = _gauge("tenant_bytes", "bytes", 'On disk; tenant "": those without one.', "tenant")
 COUNT_AGE = _gauge(
-    "count_age_seconds", "seconds", "Since the root was last counted, by whomever; by this clock."
+    "count_age_seconds", "seconds", "Since the root was last walked, by whomever; by this clock."
 )
 UNREMOVABLE = _gauge(
     "unremovable_files", "files", "Chunk files that could not be removed, and stay."
@@ -96,7 +93,7 @@ PRUNED_BYTES = _counter("pruned_bytes", "bytes", "What those took on disk.")
 ORPHANS = _counter("orphans_removed", "files", "Parts of dead writers removed by that holder.")
 
 METRICS = (
-    *(INFO, STEP_AGE, LEASE_HELD, WRITERS, TOTAL_BYTES, FREE_BYTES, TOTAL_INODES, FREE_INODES),
+    *(INFO, STEP_AGE, LEASE_HELD, HEARTBEATS, TOTAL_BYTES, FREE_BYTES, TOTAL_INODES, FREE_INODES),
     *(LIMIT, HEADROOM, NAMESPACE_BYTES, NAMESPACE_FILES, TENANT_BYTES, COUNT_AGE, UNREMOVABLE),
     *(PRUNED_FILES, PRUNED_BYTES, ORPHANS),
 )
@@ -128,24 +125,23 @@ class RootCollector(Collector):
         yield _one(LEASE_HELD, seen is not None and seen.holder)
         if seen is None:
             return  # there is no root yet, or it has not answered yet
-        writers = [claim for claim in seen.claims if not claim.closed and claim.namespace]
-        yield _one(WRITERS, len(writers))
         yield _one(TOTAL_BYTES, seen.space.total_nbytes)
         yield _one(FREE_BYTES, seen.space.free_nbytes)
         yield _one(TOTAL_INODES, seen.space.total_inodes)
         yield _one(FREE_INODES, seen.space.free_inodes)
-        bounds = _tightest(scopes(seen.claims, seen.usage or Usage(), seen.space))
-        yield _labelled(LIMIT, {(b.kind, show(b.name or "")): b.limit for b in bounds})
-        yield _labelled(HEADROOM, {(b.kind, show(b.name or "")): b.headroom for b in bounds})
         if seen.usage is not None:
+            yield from _of_bounds(seen.usage, seen.space)
             yield from _of_usage(seen.usage)
 
 
-def _tightest(bounds: list[Scope]) -> list[Scope]:
-    """Return those of the root and the file system, and of the others those with the least left."""
-    wide = [b for b in bounds if b.name is None]
-    named = sorted((b for b in bounds if b.name is not None), key=lambda b: b.headroom)
-    return wide + named[:MAX_NAMES]
+def _of_bounds(usage: Usage, space: Space) -> Iterator[Family]:
+    """Yield those of the root and the file system, and of the tenants' those with the least left."""
+    found = sorted(scopes(usage, space), key=lambda scope: scope.left)
+    named = [scope for scope in found if scope.name is not None]
+    shown = [scope for scope in found if scope.name is None] + named[:MAX_NAMES]
+    yield _labelled(LIMIT, {(s.kind, show(s.name or "")): s.limit for s in shown})
+    yield _labelled(HEADROOM, {(s.kind, show(s.name or "")): s.left for s in shown})
+    yield _one(HEARTBEATS, len(usage.counted))
 
 
 def _of_usage(usage: Usage) -> Iterator[Family]:

@@ -1,11 +1,9 @@
 """Who else works on a root: its own clock, who lives there, and how engines hear of what was removed.
 
 A command that removes files takes no lease: that of a living engine's maintenance process cannot be had, and
-is not needed. What we remove makes the holder's count too high until it next walks the directories that have
-changed (a second when a bound is near, a minute at most), and too high is the side on which every bound
-holds: on disk <= counted + granted. What the holder removes at the same time has vanished when we come to
-it, and counts for our plan as freed (fskv.bounds.evict), as ours does for its plan; so nothing is removed
-twice over.
+is not needed. What we remove makes the leader's sums too high until its next walk, and too high is the side
+on which every bound holds. What the leader removes at the same time has vanished when we come to it, and
+counts for our plan as freed (fskv.bounds.evict), as ours does for its plan; so nothing is removed twice over.
 """
 
 from __future__ import annotations
@@ -15,20 +13,21 @@ import errno
 import os
 import stat
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from fskv.bounds.eviction_news import EvictionNews
 from fskv.bounds.lease import LEASE_FILE, SHARED_DIR, TTL_S
-from fskv.bounds.ledger import CLAIMS_DIR, Ledger
-from fskv.bounds.quota import Claim, last_use_step_s
-from fskv.root.filesystem import clamp_mtime
+from fskv.bounds.limits import Heartbeat, Usage, smallest
+from fskv.bounds.shared_files import SharedFiles
+from fskv.root.filesystem import Space, clamp_mtime
 from fskv.root.process_id import provably_dead, unique_name
 from fskv.root.root import FORMAT_FILE, PART_PREFIX, usual_modes
 
 from .exits import NotDone
 
-# A claim is written anew every quarter of a TTL; fskv.bounds.leader gives one up after as long as this.
-_DEAD_CLAIM_S = 4 * TTL_S
+# A heartbeat is written anew every quarter of a TTL; fskv.bounds.leader gives one up after as long as this.
+_SILENT_S = 4 * TTL_S
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -53,49 +52,46 @@ def clock_ns(root: str) -> int:
             os.unlink(path)
 
 
-def living_claims(root: str, now_ns: int) -> list[Claim]:
-    """Return the claims of engines and watchers that live, or lived a minute ago by the root's clock.
+def living_heartbeats(root: str, now_ns: int) -> list[Heartbeat]:
+    """Return the heartbeats of engines and watchers that live, or lived a minute ago by the root's clock.
 
-    Raises OSError where one cannot be read: whoever has it may live.
+    Raises OSError where one cannot be read: whose it is may live.
     """
-    shared = f"{root}/{SHARED_DIR}"
-    found = []
-    for claim in _claims(Ledger(shared)):
-        path = f"{shared}/{CLAIMS_DIR}/{claim.name}.json"
-        if (
-            not claim.closed
-            and not provably_dead(claim.name)
-            and _is_young(path, now_ns, _DEAD_CLAIM_S)
-        ):
-            found.append(claim)
-    return found
-
-
-def _claims(book: Ledger) -> list[Claim]:
+    files = SharedFiles(f"{root}/{SHARED_DIR}")
     try:
-        return book.claims(strict=True)
+        return living(files, files.heartbeats(strict=True), now_ns)
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
             return []  # nobody maintains this root, or what they have there is none of theirs
         raise
 
 
-def claimed_namespaces(root: str, now_ns: int) -> set[str]:
+def living(files: SharedFiles, beats: Iterable[Heartbeat], now_ns: int) -> list[Heartbeat]:
+    """Return those of the living, as `living_heartbeats`."""
+    known = {beat.name: beat for beat in beats if not provably_dead(beat.name)}
+    published = files.published_ns(known)
+    return [known[name] for name, at in published.items() if is_recent(now_ns, at, _SILENT_S)]
+
+
+def usage_now(files: SharedFiles, beats: Iterable[Heartbeat], space: Space) -> Usage:
+    """Return the published usage with the smallest limits of these; an empty one where nobody counted.
+
+    Its own limits are of those who lived when it was published: nobody may have led since.
+    """
+    usage = files.usage() or Usage()
+    max_nbytes, kept, of_tenants = smallest(beats, usage.tenants.values(), space)
+    return replace(usage, max_nbytes=max_nbytes, kept_free=kept, tenant_limits=of_tenants)
+
+
+def namespaces_in_use(root: str, now_ns: int) -> set[str]:
     """Return the namespaces that a living engine writes to."""
-    return {claim.namespace for claim in living_claims(root, now_ns) if claim.namespace is not None}
-
-
-def last_use_step(root: str, now_ns: int, unused_s: float) -> int:
-    """Return by how many seconds an mtime may be older than the use, of what was used within `unused_s`."""
-    book = Ledger(f"{root}/{SHARED_DIR}")
-    claims = _claims(book)  # those of the dead too
-    return last_use_step_s(claims, book.usage(), now_ns / 1e6 - unused_s * 1e3)
+    return {beat.namespace for beat in living_heartbeats(root, now_ns) if beat.namespace}
 
 
 def anybody_lives(root: str, now_ns: int) -> bool:
-    """Return whether a process claims bytes of the root or holds its lease."""
+    """Return whether a process has a heartbeat in the root or holds its lease."""
     lease = f"{root}/{SHARED_DIR}/{LEASE_FILE}"
-    return bool(living_claims(root, now_ns)) or _is_young(lease, now_ns, 2 * TTL_S)
+    return bool(living_heartbeats(root, now_ns)) or _is_young(lease, now_ns, 2 * TTL_S)
 
 
 def _is_young(path: str, now_ns: int, age_s: float) -> bool:

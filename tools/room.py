@@ -1,7 +1,7 @@
 """What may still be written to a root: each bound that holds there, and what is left of it.
 
-Counted is what the holder of the lease has published. What engines were granted and have not written counts
-as left here: it is room for chunks, too.
+What is in use is what the leader has published. An engine stores first and is pruned for; it stores nothing
+where the root is 2 % above a bound, or where half of what must stay free is gone (fskv.bounds.client).
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fskv.bounds.lease import SHARED_DIR
-from fskv.bounds.ledger import Ledger
-from fskv.bounds.quota import Claim, Limits, Usage, affecting, scopes
+from fskv.bounds.limits import GUARD_PART, Heartbeat, Limits, scopes
+from fskv.bounds.shared_files import SharedFiles
 from fskv.config import StoreConfig
 from fskv.namespace import Identity
 from fskv.root.filesystem import Space
 
 from .explain.chunk_state import GroupFiles
-from .neighbours import living_claims, wall_clock_ns
+from .neighbours import living_heartbeats, usage_now, wall_clock_ns
 from .root_view import RootView
 from .terminal import iec
 
 USUAL = StoreConfig(root="/").keep_free
-_NAMES = {"root": "max_bytes", "namespace": "namespace_max_bytes", "tenant": "tenant_max_bytes"}
-_NEAR = 20  # of a bound: with less than this part left it is met; a prune leaves 2 % of most
+_NAMES = {"root": "max_bytes", "tenant": "tenant_max_bytes"}
+_NEAR = 8  # of a bound: with less than this part left it is met; a prune leaves 3 to 12 %
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,7 @@ class Bound:
     words: str
     limit: int
     left: int
+    beyond: int  # what engines store beyond it before they pause
     removable: int | None  # what pruning could add to `left`; None: nobody has counted
 
     @property
@@ -40,48 +41,38 @@ class Bound:
         return self.left < self.limit // _NEAR
 
     def refuses(self, nbytes: int) -> bool:
-        """Whether so many bytes find no room, unless something is pruned."""
-        return self.left < max(1, nbytes)
+        """Whether an engine does not store so many bytes now."""
+        return self.left + self.beyond < max(1, nbytes)
 
-    def refuses_always(self, nbytes: int) -> bool:
-        """Whether they find none even then."""
+    def is_too_small(self, nbytes: int) -> bool:
+        """Whether they do not fit below it even where all else is pruned: they go as soon as they come."""
         return self.removable is not None and self.left + self.removable < max(1, nbytes)
 
 
-def bounds(
-    root: str,
-    namespace: str | None = None,
-    tenant: str | None = None,
-    told: tuple[Limits, ...] = (),
-) -> list[Bound]:
-    """Return the bounds of a root, and those of a namespace ARCH/MODEL@DIGEST. Raises OSError.
+def bounds(root: str, tenant: str | None = None, told: tuple[Limits, ...] = ()) -> list[Bound]:
+    """Return the bounds of a root, and that of a tenant. Raises OSError.
 
     `told`: those of engines that are to come; the tightest holds. Without it they are those of the living;
     where no engine lives, what an engine has without options.
     """
-    usage = Ledger(f"{root}/{SHARED_DIR}").usage()  # before the claims: fskv.bounds.quota.Claim
-    claims = living_claims(root, wall_clock_ns())
+    beats = living_heartbeats(root, wall_clock_ns())
     space = Space.of(root)
-    if not told:
-        lives = any(claim.namespace for claim in claims)
-        told = (Limits() if lives else Limits(keep_free=USUAL),)
-    to_come = [Claim("", namespace, tenant, limits) for limits in told]
-    found, has_free = [], False
-    everything = (
-        None if usage is None and RootView(root).namespaces() else (usage or Usage()).nbytes
-    )
-    for scope in affecting(to_come[0], scopes([*claims, *to_come], usage or Usage(), space)):
-        left = scope.limit - scope.counted
-        if scope.kind == "free":
-            has_free = True
-            kept = f"keep_free of {iec(space.total_nbytes - scope.limit)}"
-            found.append(Bound(_free(space, kept), scope.limit, left, everything))
-        else:
-            words = f"{iec(scope.counted)} of {_NAMES[scope.kind]} {iec(scope.limit)} are in use"
-            found.append(Bound(words, scope.limit, left, scope.counted))
-    if not has_free and space.total_nbytes:
-        words = _free(space, "keep_free of 0 B")
-        found.append(Bound(words, space.total_nbytes, space.free_nbytes, everything))
+    if not told and not any(beat.namespace for beat in beats):
+        told = (Limits(keep_free=USUAL),)
+    beats += [Heartbeat("", None, None, limits) for limits in told]
+    usage = usage_now(SharedFiles(f"{root}/{SHARED_DIR}"), beats, space)
+    found = []
+    everything = usage.nbytes if usage.at_ms or not RootView(root).namespaces() else None
+    for scope in scopes(usage, space):
+        if scope.kind == "root" or (scope.kind == "tenant" and scope.name == tenant):
+            words = f"{iec(scope.used)} of {_NAMES[scope.kind]} {iec(scope.limit)} are in use"
+            beyond = scope.limit // GUARD_PART
+            found.append(Bound(words, scope.limit, scope.left, beyond, scope.used))
+    if space.total_nbytes:
+        kept = min(usage.kept_free, space.total_nbytes)
+        words = _free(space, f"keep_free of {iec(kept)}")
+        left = space.free_nbytes - kept
+        found.append(Bound(words, space.total_nbytes - kept, left, kept - kept // 2, everything))
     return found
 
 

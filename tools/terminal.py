@@ -56,6 +56,14 @@ def emit(kind: str, **fields: Any) -> None:
     print(json.dumps({"type": kind, **fields}, allow_nan=False), flush=kind == "summary")
 
 
+def tell_failure(path: str, reason: str, *, as_json: bool) -> None:
+    """Say that something cannot be removed."""
+    if as_json:
+        emit("failure", path=path, reason=reason)
+    else:
+        say(f"{path}: cannot be removed: {reason}")
+
+
 def print_table(table: Table) -> None:
     """Print to stdout: as wide as the terminal, or as wide as it needs to be where there is none."""
     from rich.console import Console
@@ -201,11 +209,11 @@ def ago(mtime_ns: int | None, now_ns: int | None = None) -> str:
 
 def last_use(mtime_ns: int | None, now_ns: int | None = None) -> str:
     """Write how long ago a chunk was used: a load sets its time only after `touch_interval_s`."""
-    from fskv.bounds.quota import DEFAULT_TOUCH_INTERVAL_S
+    from fskv.bounds.limits import MAX_TOUCH_INTERVAL_S
 
     now_ns = time.time_ns() if now_ns is None else now_ns
-    if mtime_ns is not None and 0 <= now_ns - mtime_ns < DEFAULT_TOUCH_INTERVAL_S * 10**9:
-        return f"< {duration(DEFAULT_TOUCH_INTERVAL_S)} ago"
+    if mtime_ns is not None and 0 <= now_ns - mtime_ns < MAX_TOUCH_INTERVAL_S * 10**9:
+        return f"< {duration(MAX_TOUCH_INTERVAL_S)} ago"
     return ago(mtime_ns, now_ns)
 
 

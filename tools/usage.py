@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 from fskv.bounds.evict import cutoff_ns, forecast
 from fskv.bounds.lease import SHARED_DIR
-from fskv.bounds.ledger import Ledger
-from fskv.bounds.quota import Claim, Scope, Usage, scopes
+from fskv.bounds.limits import MAX_TOUCH_INTERVAL_S, Heartbeat, Scope, scopes
+from fskv.bounds.shared_files import SharedFiles
 from fskv.errors import FskvError
 from fskv.index.scan import Part, Records, file_name
 from fskv.index.snapshot import Catalogue
@@ -25,7 +25,7 @@ from fskv.root.process_id import is_orphan
 
 from .check.expect import NOTHING
 from .check.judge import Reader, read_header
-from .neighbours import last_use_step, living_claims
+from .neighbours import living_heartbeats, usage_now
 from .root_view import FileOf, Namespace
 
 _MAX_LENGTHS = (
@@ -152,8 +152,7 @@ class RootUsage:
         """Return what a prune to each age and to each bound on the whole root would free."""
         found = []
         for age_s in self._ages_s:
-            step_s = last_use_step(self._root, self._now_ns, age_s)
-            before_ns = cutoff_ns(self._now_ns, age_s, step_s)
+            before_ns = cutoff_ns(self._now_ns, age_s, MAX_TOUCH_INTERVAL_S)
             found.append(self._target(f"--unused-for {age_text(age_s)}", 0, before_ns))
         total = sum(catalogue.nbytes for catalogue in self._catalogues)
         found += [
@@ -173,15 +172,14 @@ class Bounds:
     """What living engines and watchers say of the root."""
 
     scopes: list[Scope]
-    claims: list[Claim]
+    heartbeats: list[Heartbeat]
     counted_at_ns: int | None
 
 
 def bounds_of(root: str, now_ns: int) -> Bounds:
-    claims = living_claims(root, now_ns)
-    usage = Ledger(f"{root}/{SHARED_DIR}").usage()
-    found = scopes(claims, usage or Usage(), Space.of(root))
-    return Bounds(found, claims, usage.at_ms * 1_000_000 if usage is not None else None)
+    beats, space = living_heartbeats(root, now_ns), Space.of(root)
+    usage = usage_now(SharedFiles(f"{root}/{SHARED_DIR}"), beats, space)
+    return Bounds(scopes(usage, space), beats, usage.at_ms * 1_000_000 or None)
 
 
 def age_text(age_s: float) -> str:

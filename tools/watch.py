@@ -1,7 +1,8 @@
 """Keeps a root within bounds for as long as it runs, beside engines and other watchers: `fskv prune --watch`.
 
-It takes part as an engine's maintenance process does (fskv.bounds.maintenance): its limits are in a claim,
-so that they hold for every engine while it lives, and if it has the lease it counts and prunes for all.
+It takes part as an engine's maintenance process does (fskv.bounds.maintenance): its limits are in a
+heartbeat, so that they hold for every engine while it lives, and if it has the lease it counts and prunes for
+all.
 
 Where there is no root yet (a node's first engine has not started), it waits for one, with its metrics up.
 
@@ -20,8 +21,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from fskv.bounds.maintenance import Maintainer, Seen, pause_after
-from fskv.bounds.quota import Claim, Limits
+from fskv.bounds.limits import Heartbeat, Limits
+from fskv.bounds.maintenance import LOOK_S, Maintainer, Seen
 from fskv.errors import FskvError, RootError
 from fskv.root.process_id import unique_name
 from fskv.root.root import Root
@@ -32,9 +33,8 @@ from .interrupt import stopped_by_signals
 from .root_view import RootView
 from .terminal import iec, say
 
-_IDLE_S = 1.0
 _AWAIT_S = 2.0  # between looks for a root that is not there yet
-_LEAVE_S = 10.0  # for the claim and the lease; the root does not answer then
+_LEAVE_S = 10.0  # for the heartbeat and the lease; the root does not answer then
 _TOLD_S = 60.0  # how often what was pruned is said
 
 
@@ -97,8 +97,8 @@ class Watcher:
 
         Raises CommandError where it cannot go on. Where the root does not answer, the process ends here.
         """
-        claim = Claim(unique_name(), None, None, limits)
-        thread = threading.Thread(target=self._main, args=(claim,), name="fskv-watch", daemon=True)
+        beat = Heartbeat(unique_name(), None, None, limits)
+        thread = threading.Thread(target=self._main, args=(beat,), name="fskv-watch", daemon=True)
         logger = logging.getLogger("fskv")
         handler = _Said()
         logger.addHandler(handler)
@@ -129,25 +129,24 @@ class Watcher:
                 told_at, held = time.monotonic(), seen.holder
                 told(seen)
 
-    def _main(self, claim: Claim) -> None:
+    def _main(self, beat: Heartbeat) -> None:
         try:
-            asyncio.run(self._serve(claim))
+            asyncio.run(self._serve(beat))
         except BaseException as error:
             self._failure = error
 
-    async def _serve(self, claim: Claim) -> None:
-        maintainer = Maintainer(self._root, claim)
-        interval_s = _IDLE_S
+    async def _serve(self, beat: Heartbeat) -> None:
+        maintainer = Maintainer(self._root, beat)
         while not self._stop.is_set():
             started = time.monotonic()
-            busy = await maintainer.try_step()
+            pause_s = await maintainer.try_step()
+            took_s = time.monotonic() - started
             if maintainer.seen is not self._seen:
                 self._seen, self._answered_at = maintainer.seen, time.monotonic()
-            pause_s = pause_after(time.monotonic() - started)
-            interval_s = pause_s if busy else min(_IDLE_S, 1.5 * interval_s)
-            await asyncio.to_thread(self._stop.wait, interval_s)
+            # However slow the root is, few requests to a server: as fskv.bounds.serve.
+            await asyncio.to_thread(self._stop.wait, max(pause_s, min(LOOK_S, 2 * took_s)))
         with contextlib.suppress(OSError):
-            await maintainer.close()
+            maintainer.close()
 
 
 def opened(path: str) -> RootView | None:

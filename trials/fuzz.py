@@ -41,6 +41,7 @@ from benchmarks.options import positive_float
 from benchmarks.report import judged, publish, say
 from benchmarks.rig import work_directory
 from fskv.bounds import client
+from fskv.bounds.shared_files import file_of, is_heartbeat
 from fskv.observe import health_file
 from trials.fuzz_kinds import KINDS, WEIGHTS, Content, is_file, link, published, remove
 from trials.fuzz_process import BREAK, BREAKS
@@ -326,21 +327,20 @@ class Fuzz:
         path = f"{self._shared}/lease.json"
         self._put("lease", path, self._made_of(path, _LEASE))
 
-    def claim(self) -> None:
-        directory = f"{self._shared}/claims"
-        names = sorted(os.listdir(directory))
+    def heartbeat(self) -> None:
+        names = sorted(name for name in os.listdir(self._shared) if is_heartbeat(name))
         # Of an engine that runs, or of nobody.
         if self._rng.random() < 0.4 and names:
-            path = f"{directory}/{self._rng.choice(names)}"
-            self._put("claim of an engine", path, self._made_of(path, _CLAIM))
+            path = f"{self._shared}/{self._rng.choice(names)}"
+            self._put("heartbeat of an engine", path, self._made_of(path, _HEARTBEAT))
             return
         for _ in range(self._rng.choice((1, 1, 5, 60))):
             name = self._name()
-            tree = {**_CLAIM, "name": name}
+            tree = {**_HEARTBEAT, "name": name}
             if self._rng.random() < 0.5:
                 tree["namespace"] = os.path.relpath(self._rng.choice(self.engines).path, self._root)
-            path = f"{directory}/{name}.json"
-            self._put("claim of nobody", path, self._content.json(tree))
+            path = f"{self._shared}/{file_of(name)}"
+            self._put("heartbeat of nobody", path, self._content.json(tree))
 
     def removed(self) -> None:
         digest = self._rng.choice(self.engines).path[-16:]
@@ -351,7 +351,7 @@ class Fuzz:
 
     def part(self) -> None:
         tmp = self._rng.choice(self.engines).engine.directory.tmp_dir
-        where = self._rng.choice((self._shared, f"{self._shared}/claims", tmp))
+        where = self._rng.choice((self._shared, tmp))
         self._put("part", f"{where}/{self._name()}.part", self._content.noise())
 
     def snapshot(self) -> None:
@@ -398,7 +398,7 @@ class Fuzz:
         self._put("fskv.json", path, content)
 
     def directory(self) -> None:
-        path = self._rng.choice((self._shared, f"{self._shared}/claims", f"{self._shared}/removed"))
+        path = self._rng.choice((self._shared, f"{self._shared}/removed"))
         if any(path.startswith(where) or where.startswith(path) for where, _ in self._mended):
             return
         self._mend_later(path)
@@ -422,16 +422,18 @@ class Fuzz:
 
 
 _TARGETS: Sequence[Callable[[Fuzz], None]] = (
-    *(Fuzz.usage, Fuzz.usage, Fuzz.lease, Fuzz.claim, Fuzz.claim, Fuzz.removed, Fuzz.part),
+    *(Fuzz.usage, Fuzz.usage, Fuzz.lease, Fuzz.heartbeat, Fuzz.heartbeat, Fuzz.removed, Fuzz.part),
     *(Fuzz.snapshot, Fuzz.snapshot, Fuzz.chunk, Fuzz.manifest_of_nobody, Fuzz.own_manifest),
     *(Fuzz.format_file, Fuzz.directory, Fuzz.health_file),
 )
 _USAGE: dict[str, Any] = {
     "namespaces": {"a/m@0000000000000001": [(1 << 62) - 1, 1]},
-    "tenants": {},
-    "counted": {},
-    **dict.fromkeys(("at_ms", "pruned_files", "pruned_nbytes", "orphans", "unremovable"), 1),
     "others": [1, 1],
+    **{name: {} for name in ("tenants", "counted", "tenant_limits")},
+    **dict.fromkeys(("sequence", "growth", "kept_free", "at_ms", "touch_interval_s"), 1),
+    **dict.fromkeys(("pruned_files", "pruned_nbytes", "orphans", "unremovable"), 1),
+    "look_s": 1.0,
+    "max_nbytes": 3 << 20,
 }
 _LEASE: dict[str, Any] = {
     "holder": "host-1-deadbeef-1",
@@ -441,16 +443,14 @@ _LEASE: dict[str, Any] = {
     "since_ms": 1,
     "beat": 1,
 }
-_CLAIM: dict[str, Any] = {
+_HEARTBEAT: dict[str, Any] = {
     "name": "host-1-deadbeef-1",
     "namespace": None,
     "tenant": None,
-    "closed": False,
-    **dict.fromkeys(("granted", "written", "wanted", "full", "beat"), 1 << 20),
+    **dict.fromkeys(("written", "full", "beat"), 1 << 20),
     "limits": {
-        **dict.fromkeys(("max_nbytes", "namespace_max_nbytes", "tenant_max_nbytes"), 3 << 20),
+        **dict.fromkeys(("max_nbytes", "tenant_max_nbytes"), 3 << 20),
         "keep_free": 0,
-        "namespaces": {},
         "tenants": {},
         "unused_s": None,
     },

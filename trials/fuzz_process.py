@@ -13,7 +13,8 @@ import os
 import signal
 from typing import Any
 
-from fskv.bounds import heartbeats, leader, ledger, maintenance, quota, serve
+from fskv.bounds import leader, maintenance, serve, shared_files
+from fskv.bounds.limits import Heartbeat, Usage
 
 BREAKS = ("survival", "length")
 BREAK = "FSKV_FUZZ_BREAK"
@@ -35,16 +36,15 @@ def obey_modes() -> None:
 def hurry() -> None:
     """Shorten what waits."""
     times: list[tuple[Any, str, float]] = [
-        (leader, "_COUNT_ALL_S", 1.0),
+        (leader, "_WALK_S", 1.0),
         (leader, "_SNAPSHOT_S", 2.0),
         (leader, "_ORPHANS_S", 1.0),
-        (heartbeats, "SILENT_S", 2 * TTL_S),
-        (leader, "_WITHDRAW_S", 0.5),
+        (leader, "SILENT_S", 2 * TTL_S),
         (leader, "_FUTILE_S", 0.5),
         (leader, "_STUCK_S", 10.0),
         (maintenance, "_AFTER_FAILURE_S", 0.5),
         (maintenance, "TTL_S", TTL_S),
-        (ledger, "_JUNK_NS", 15 * 10**9),
+        (shared_files, "_JUNK_NS", 15 * 10**9),
     ]
     for module, name, value in times:
         assert hasattr(module, name), name
@@ -57,32 +57,31 @@ def hurry() -> None:
 def break_safety(name: str) -> None:
     """Take one safety away."""
     if name == "length":  # what is written is longer than what is read
-        most_nbytes = ledger.MAX_USAGE_NBYTES
-        write = ledger.Ledger.publish_usage
+        most_nbytes = shared_files.MAX_USAGE_NBYTES
+        write = shared_files.SharedFiles.publish_usage
 
-        def publish_usage(self: ledger.Ledger, usage: quota.Usage) -> None:
-            ledger.MAX_USAGE_NBYTES = most_nbytes
+        def publish_usage(self: shared_files.SharedFiles, usage: Usage) -> None:
+            shared_files.MAX_USAGE_NBYTES = most_nbytes
             write(self, usage)
-            ledger.MAX_USAGE_NBYTES = 64
+            shared_files.MAX_USAGE_NBYTES = 64
 
-        ledger.MAX_USAGE_NBYTES = 64
-        ledger.Ledger.publish_usage = publish_usage  # type: ignore[method-assign]
+        shared_files.MAX_USAGE_NBYTES = 64
+        shared_files.SharedFiles.publish_usage = publish_usage  # type: ignore[method-assign]
         vars(leader)["shortened"] = lambda usage, _: usage
         return
 
-    def claims_of(self: ledger.Ledger) -> list[quota.Claim]:
-        directory = f"{self._directory}/{ledger.CLAIMS_DIR}"
+    def heartbeats(self: shared_files.SharedFiles) -> list[Heartbeat]:
         found = []
-        for entry in os.listdir(directory):
-            if entry.endswith(".json"):
-                content = ledger._content(f"{directory}/{entry}", 1 << 30)[0]  # noqa: SLF001
-                found.append(ledger._claim(ledger._tree(content, 1 << 30), entry[:-5]))  # noqa: SLF001
+        for file in filter(shared_files.is_heartbeat, os.listdir(self._directory)):
+            name = file.removeprefix(shared_files.PREFIX).removesuffix(shared_files.SUFFIX)
+            tree = shared_files._tree(self._read(file, 1 << 30), 1 << 30)  # noqa: SLF001
+            found.append(shared_files._heartbeat(tree, name))  # noqa: SLF001
         return found
 
-    async def try_step(self: maintenance.Maintainer) -> bool:
+    async def try_step(self: maintenance.Maintainer) -> float:
         return self.step()
 
-    ledger.Ledger.claims = claims_of  # type: ignore[assignment,method-assign]
+    shared_files.SharedFiles.heartbeats = heartbeats  # type: ignore[assignment,method-assign]
     maintenance.Maintainer.try_step = try_step  # type: ignore[method-assign]
 
 

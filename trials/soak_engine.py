@@ -18,7 +18,8 @@ from benchmarks.rig import BenchmarkError
 from trials.shared_root_engine import Engine, Record, Setup
 
 # What --break does: "kv" makes wrong KV under right checksums, "bound" gives the engines a larger one,
-# "orphans" leaves a part and a claim of a living process, "engine" is an engine that fails; the others leak.
+# "orphans" leaves a part and a heartbeat of a living process, "engine" is an engine that fails; the others
+# leak.
 BREAKS = ("kv", "bound", "orphans", "engine", "memory", "threads", "descriptors")
 _LEAK_NBYTES = 4 << 20
 _METRICS_EVERY = 25  # requests

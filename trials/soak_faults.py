@@ -132,16 +132,15 @@ class Faults:
                 zero_payload(path)
 
     def plant_orphans(self) -> None:
-        """A part and a claim of this process, which lives: nobody may remove them."""
+        """A part and a heartbeat of this process, which lives: nobody may remove them."""
         (chunks,) = list(Path(self._root).glob("*/*@*/chunks"))[:1]
         shard = chunks / "000"
         shard.mkdir(exist_ok=True)
         (shard / f"{unique_name()}.part").write_bytes(b"x")
-        own = Path(self._root, ".fskv-maintenance", "claims")
-        claim = next(own.glob("*.json"))
+        other = next(Path(self._root, ".fskv-maintenance").glob("heartbeat-*.json"))
         name = unique_name()
-        content = claim.read_text().replace(claim.stem, name)
-        (own / f"{name}.json").write_text(content)
+        content = other.read_text().replace(other.stem.removeprefix("heartbeat-"), name)
+        other.with_name(f"heartbeat-{name}.json").write_text(content)
 
 
 def _flip(path: str) -> None:

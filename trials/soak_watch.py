@@ -62,11 +62,11 @@ def growth(life: Sequence[Sample], warm_s: float) -> dict[str, int] | None:
     }
 
 
-def claims(root: str) -> int:
-    """Return how many claims a root has."""
-    directory = f"{root}/.fskv-maintenance/claims"
+def heartbeats(root: str) -> int:
+    """Return how many heartbeats a root has."""
     with contextlib.suppress(FileNotFoundError):
-        return sum(name.endswith(".json") for name in os.listdir(directory))
+        names = os.listdir(f"{root}/.fskv-maintenance")
+        return sum(name.startswith("heartbeat-") for name in names)
     return 0
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.child import Child
 from fskv.bounds.client import Capacity
-from fskv.bounds.quota import Limits
+from fskv.bounds.limits import Limits
 from trials.storm_content import Judge, Pages
 
 _START_S = 60.0

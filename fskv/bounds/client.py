@@ -1,9 +1,10 @@
-"""An engine's share of a root's bounds: what it may still write, and what was pruned.
+"""An engine's share of a root's bounds: whether it may store now, and what was pruned.
 
 The work is done by a process of its own (fskv.bounds.maintenance), which this starts and talks to over
-pipes: it grants bytes, this hands them out to stores. Everything here returns at once. If the process is
-silent, because the root hangs or it has died, nothing more is handed out: the engine goes on loading and
-stores nothing until it is back.
+pipes: it tells the state of the root, and this compares. An engine stores first, and is pruned for. It pauses
+where the root is 2 % above a bound, and where half of what must stay free is gone. Everything here returns at
+once. If nothing new is heard of the root, because it hangs or the process has died, a little more is stored
+and then nothing: the engine goes on loading until it is back.
 
 One thread: the scheduler's.
 """
@@ -12,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -21,15 +21,13 @@ from typing import Any
 import msgpack
 
 from fskv.bounds.eviction_news import entries
+from fskv.bounds.limits import GUARD_PART, UNSEEN_PART, Limits
 from fskv.bounds.process import MaintenanceProcess, Starting
-from fskv.bounds.quota import Limits
-from fskv.bounds.status import RootState
+from fskv.bounds.state import RootState
 from fskv.observe.state_log import StateLog
 
-_SILENT_S = 20.0  # without a word for so long: what was granted may be thought to be ours no more
-_HUNG_S = 60.0
-_BURST_HALF_LIFE_S = 60.0
-_BURST_S = 5.0  # what is asked for in a longer wait for a grant is not wanted at hand
+_SILENT_S = 20.0  # without a new sequence for so long nobody may be counting
+_HUNG_S = 60.0  # and the process that tells of none is killed after so much more
 _START_S = 10.0  # an interpreter and its imports, on a machine that is busy or slow
 _FIRST_WORD_S = 5.0
 _RESTART_S = 10.0
@@ -42,7 +40,7 @@ _MAX_FRAME = 64 << 20
 
 
 class Capacity:
-    """See the module docstring."""
+    """What one engine may store in a root."""
 
     def __init__(
         self,
@@ -53,23 +51,15 @@ class Capacity:
         *,
         dir_mode: int | None = None,
         file_mode: int | None = None,
-        at_hand: int = 0,
-        patient: bool = False,
         quiet: bool = False,
-        touch_interval_s: float = 0.0,
         health_file: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`namespace` is "<arch>/<model>@<digest16>" of an opened root.
 
-        A caller that is `patient` asks again for what it was refused. An engine does not: its chunk is lost.
-        So there as much is kept at hand as was lately asked for between two grants, and at least `at_hand`.
         `quiet`: the maintenance process says on stderr only what is wrong, not what it has done.
-        `touch_interval_s` is the option of whoever loads chunks; 0: nobody here does. `health_file` is the
-        engine's: how it ended is written there, if it could not do that itself.
+        `health_file` is the engine's: how it ended is written there, if it could not do that itself.
         """
-        self._patient = patient
-        self._at_hand = at_hand
         self._options = ["--quiet"] if quiet else []
         self._hello = {
             "root": root,
@@ -78,7 +68,6 @@ class Capacity:
             "limits": asdict(limits),
             "dir_mode": dir_mode,
             "file_mode": file_mode,
-            "touch_interval_s": math.ceil(touch_interval_s),
             "health_file": health_file,
         }
         self._clock = clock
@@ -87,18 +76,15 @@ class Capacity:
         self._killed: list[MaintenanceProcess] = []  # and may be kept by a mount that hangs
         self._unpacker = msgpack.Unpacker()
         self._next_start = 0.0
-        self._heard_at = 0.0
+        self._heard_at = 0.0  # when a message was sent that we have read
+        self._sequence_at = 0.0  # when the last one was sent that had a new sequence
+        self._unseen_since: int | None = None  # what was stored when there was none for too long
+        self._polled_at = self._listens_since = 0.0
         self._has_spoken = False  # the present process, or none has been restarted
         self._said: dict[str, int] = {}
-        self._allowed = 0  # bytes that may be used in all, by the present process
-        self._used = 0
-        self._written = 0
-        self._returned = 0
-        self._asked = 0  # since the last poll, or for as long as a grant is waited for
-        self._asked_since = 0.0
-        self._was_granted = False  # since then
-        self._burst = 0.0
-        self._burst_at = 0.0
+        self._pending = 0  # bytes of stores that are under way
+        self._written = 0  # bytes on disk, since the present process was started
+        self._refused = ""  # why the last store was
         self._removed: list[tuple[bytes, int]] = []
         self._silent_polls_since = 0.0  # 0: not silent at the last poll
         self._full = 0
@@ -141,61 +127,76 @@ class Capacity:
             return
         self._process = made
         self._unpacker = msgpack.Unpacker(max_buffer_size=_MAX_FRAME)
-        # A new process knows nothing of what the last one granted: only what is on its way is carried over.
-        self._used -= self._written
-        self._written = self._returned = 0
-        self._allowed = 0
+        # A new process counts from here on.
+        before, state, self._written = self._written, self.state, 0
+        if self._unseen_since is not None:
+            self._unseen_since -= before
+        counted, seen = state.counted - before, state.seen_written - before
+        self.state = replace(state, counted=counted, seen_written=seen)
         self._said = {}
         self._heard_at = self._clock()
         self._has_spoken = not self.num_restarts
         self._silent_polls_since = 0.0
         self._process.send(self._hello)
 
-    def wait_for_first_word(self, room_nbytes: int = 0) -> None:
+    def wait_for_first_word(self) -> None:
         """At start-up only: give the process a moment, or the first chunks would not be stored.
 
-        That is `_FIRST_WORD_S` from when it runs. Where less than `room_nbytes` may still be written, it is
-        given that moment to count as well: whether pruning makes room is not known before.
+        That is `_FIRST_WORD_S` from when it runs.
         """
         end, runs = self._clock() + _START_S, False
         while self._process is not None and (now := self._clock()) < end:
-            if not self._process.running:
+            if not self._process.running or self.state.known:
                 return  # `poll` starts another one later
             if not runs and self.pid is not None:
                 end, runs = now + _FIRST_WORD_S, True
-            state = self.state
-            is_told = not room_nbytes or state != RootState()
-            has_room = not state.kept_free or state.free - state.kept_free >= room_nbytes
-            if self._allowed and is_told and (has_room or state.counted_at_ms):
-                return
             time.sleep(0.01)
             news = self.poll()  # the very list that was `_removed`
             self._removed = news + self._removed
 
     def take(self, nbytes: int) -> bool:
-        """Ask whether so many more bytes may be written now. False: not now, and more is asked for."""
+        """Ask whether so many more bytes may be written now, and count them as under way if so."""
         if self.paused:
             return False
-        self._asked = nbytes if self._patient else self._asked + nbytes
-        if self._used + nbytes > self._allowed or self._silent:
+        refusal = self._refusal(nbytes)
+        if refusal:
             self._hear()  # an idle engine has not listened
-            if self._used + nbytes > self._allowed or self._silent:
-                return False
-        self._used += nbytes
+            refusal = self._refusal(nbytes)
+        if refusal != self._refused:
+            self._refused = refusal
+            if refusal and self.state.known:
+                self._log.say("stores_paused", logging.WARNING, reason=refusal)
+            elif not refusal:
+                self._log.say("stores_resumed")
+        if refusal:
+            return False
+        self._pending += nbytes
         return True
 
-    @property
-    def _silent(self) -> bool:
-        """Whether there was no word for so long that others may think us dead."""
-        return self._clock() - self._heard_at > _SILENT_S
-
-    def _return_unused(self) -> None:
-        self._returned += max(0, self._allowed - self._used)
-        self._allowed = min(self._allowed, self._used)
+    def _refusal(self, nbytes: int) -> str:
+        """Return why so many more bytes are not to be written now; "": they may be."""
+        state, stored = self.state, self._written + self._pending
+        if not state.known:
+            return "nobody has counted the root yet"
+        for kind, (limit, left) in state.bounds.items():
+            if kind != "free" and stored + nbytes - state.counted > left + limit // GUARD_PART:
+                return f"2 % above the bound of {limit} bytes: pruning is late, or nothing is left"
+        free = state.free - (stored + nbytes - state.seen_written)
+        if state.kept_free and free < state.kept_free // 2:
+            return f"{state.free} bytes are free, half of keep_free: make room, or lower keep_free"
+        if self._clock() - self._sequence_at <= _SILENT_S:
+            self._unseen_since = None
+            return ""
+        if self._unseen_since is None:
+            self._unseen_since = stored
+        limits = [limit for limit, _ in state.bounds.values()]
+        if not limits or stored + nbytes - self._unseen_since <= min(limits) // UNSEEN_PART:
+            return ""
+        return f"nobody has counted the root for {_SILENT_S:.0f} s: does it hang?"
 
     def settle(self, taken: int, written: int) -> None:
         """A store has ended: of `taken` bytes that it took `written` are on disk now."""
-        self._used += written - taken
+        self._pending = max(0, self._pending - taken)
         self._written += written
 
     def no_space(self) -> None:
@@ -239,7 +240,6 @@ class Capacity:
             self._said_paused = False
             self._log.say("stores_resumed")
         if self._process is None or not self._process.running:
-            self._allowed = 0
             if self._starting is not None and (made := self._starting.made) is not None:
                 self._starting = None
                 self._begin(made)
@@ -249,59 +249,44 @@ class Capacity:
         self._hear()
         if self._process is None:
             return []
-        if self._silent:
-            self._return_unused()
+        if now - self._polled_at > _SILENT_S:
+            self._listens_since = now  # an idle engine: what it has not read is no silence
+        self._polled_at = now
+        if now - max(self._heard_at, self._listens_since) > _SILENT_S:
             if not self._silent_polls_since:
                 self._silent_polls_since = now
-                reason = f"no word for {_SILENT_S:.0f} s, nothing is stored: does the root hang, is it gone?"
+                reason = (
+                    f"no word for {_SILENT_S:.0f} s, soon nothing is stored: does the root hang?"
+                )
                 self._log.say("maintenance_silent", logging.WARNING, reason=reason)
             if now - self._silent_polls_since > _HUNG_S:
                 self._kill_process()  # the next poll starts another one
                 return []
         else:
             self._silent_polls_since = 0.0
-        self._report(self._wanted(now))
+        self._report()
         removed, self._removed = self._removed, []
         return removed
 
-    def _report(self, wanted: int) -> bool:
-        """Tell the process where we are; False if it cannot be told now."""
-        message = {
-            "used": max(0, self._used),
-            "written": self._written,
-            "returned": self._returned,
-            "wanted": wanted,
-            "full": self._full,
-        }
-        if self._process is None:
-            return False
-        if message != self._said and self._process.send(message):
+    def _report(self) -> None:
+        """Tell the process where we are; what cannot be told now is told with the next step."""
+        message = {"written": self._written, "full": self._full}
+        if self._process is not None and message != self._said and self._process.send(message):
             self._said = message
-        return message == self._said
-
-    def _wanted(self, now: float) -> int:
-        """Return what was asked for before a grant came, lately; rounded up, so that it seldom changes."""
-        self._burst *= 0.5 ** ((now - self._burst_at) / _BURST_HALF_LIFE_S)
-        self._burst_at = now
-        self._burst = max(self._burst, self._asked, self._at_hand)
-        wanted = 1 << (int(self._burst) - 1).bit_length() if self._burst >= 1 else 0
-        waits = not self._patient and not self._was_granted and self._allowed - self._used < wanted
-        if not waits or now - self._asked_since > _BURST_S:
-            self._asked, self._asked_since, self._was_granted = 0, now, False
-        return wanted
 
     def close(self) -> None:
         """Let the process end by itself; it is not waited for, since it may hang."""
         if self._starting is not None:
             self._starting.give_up()
-        self._close_process(exact=self._report(0))
+        self._report()
+        self._close_process()
         for process in self._killed:
             process.close()
 
-    def _close_process(self, *, exact: bool = False) -> None:
+    def _close_process(self) -> None:
         process, self._process = self._process, None
         if process is not None:
-            process.close(exact=exact)
+            process.close()
 
     def _kill_process(self) -> None:
         assert self._process is not None
@@ -339,7 +324,6 @@ class Capacity:
                     reason = f"it says what it should not and is started again: {error}"
                     self._log.say("maintenance_gone", logging.WARNING, reason=reason)
                     self._kill_process()
-                    self._allowed = 0
                     return
 
     def _take_message(self, message: dict[str, Any]) -> None:
@@ -355,17 +339,12 @@ class Capacity:
                 )
             return
         self._has_spoken = True
-        if "alive" in message:
-            # When it was said, and not when it is read: an idle engine has left it in the pipe.
-            self._heard_at = self._clock() - (time.monotonic() - message["alive"])
-        elif "revoke" in message:
-            # It was away for so long that others may have been given the rest. It learns from us how
-            # much that was: it cannot know what was used meanwhile.
-            self._return_unused()
-        elif "grant" in message:
-            self._allowed += message["grant"]
-            self._was_granted = True
-        elif "removed" in message:
+        # When it was said, and not when it is read: an idle engine has left it in the pipe.
+        self._heard_at = self._clock() - (time.monotonic() - message.pop("at"))
+        if "removed" in message:
             self._removed += entries(message["removed"])
-        else:
-            self.state = replace(self.state, **message)
+        elif message:
+            state = RootState(**message)
+            if state.sequence != self.state.sequence or not state.sequence:
+                self._sequence_at = self._heard_at
+            self.state = state

@@ -1,8 +1,9 @@
-"""What the holder of the lease does for all who share a root: it counts, prunes and cleans.
+"""Counts, prunes and cleans a root for all who share it: what the holder of the lease does.
 
-Made when a maintenance process (fskv.bounds.maintenance) gets the lease, and dropped when it loses it. One
-piece of work at a time; walking and removing happen in worker threads, and between two batches the lease is
-looked at.
+Made when a maintenance process (fskv.bounds.maintenance) gets the lease, and dropped when it loses it. At
+each look it adds what heartbeats report and publishes the usage. One piece of work at a time runs beside the
+looks: a walk, which corrects the sums, or a prune. Walking and removing happen in worker threads, and between
+two batches the lease is looked at.
 """
 
 from __future__ import annotations
@@ -10,62 +11,82 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import time
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import replace
 
-from fskv.bounds.count_checks import CountChecks
-from fskv.bounds.evict import Pruned, cutoff_ns, execute, plan
+from fskv.bounds.count import Count
+from fskv.bounds.evict import Pruned, cutoff_ns, execute, plan, remove_orphans
 from fskv.bounds.eviction_news import EvictionNews
-from fskv.bounds.heartbeats import UNNOTICED_NS, Heartbeats
-from fskv.bounds.lease import SHARED_DIR, Lease
-from fskv.bounds.ledger import Ledger, shortened
-from fskv.bounds.orphans import Orphans
-from fskv.bounds.quota import (
-    Claim,
+from fskv.bounds.lease import TTL_S, Lease
+from fskv.bounds.limits import (
+    MAX_TOUCH_INTERVAL_S,
+    Heartbeat,
     Scope,
     Usage,
-    excess,
     inodes_short,
-    is_claimable,
-    is_near,
-    last_use_step_s,
     scopes,
-    shortage,
+    smallest,
     unused_limit_s,
-    with_intervals_of,
-    without_limits,
 )
-from fskv.bounds.room_freed import RoomFreed
-from fskv.bounds.room_made import RoomMade
-from fskv.index.scan import NUM_SHARDS
-from fskv.index.snapshot import Catalogue
-from fskv.root.beneath import opened
-from fskv.root.filesystem import Space, counting_device
-from fskv.root.manifests import Manifests, all_namespaces
-from fskv.root.process_id import provably_dead, unique_name
+from fskv.bounds.shared_files import SharedFiles, shortened
+from fskv.observe.state_log import StateLog
+from fskv.root.filesystem import Space
+from fskv.root.process_id import provably_dead
 from fskv.types import MAX_COUNT
 
 logger = logging.getLogger(__name__)
 
-_COUNT_ALL_S = 60.0  # how often namespaces are counted that nobody claims to write to
-# Directories that are listed at such a count even if their mtime has not changed: all of them in 17 hours.
-# A snapshot, which whoever writes to the root may have made up, is believed for no longer.
-_LISTED_AGAIN = 4
+SILENT_S = 4 * TTL_S  # a heartbeat that has not changed for so long is of nobody
+_WALK_S = 30.0  # between two walks, or
+_WALK_PART = 10  # so many times as long as the last one took
+_LOOK_S, _FAST_LOOK_S = 1.0, 0.25
+_FAST_S = 60.0  # of writing: what holds less is looked at more often
+_PUBLISH_S = 5.0  # at least so often, or engines think that nobody counts
+_FADE = 0.6  # of the fastest growth: what is left of it a second later
+_FASTEST = 32 << 30  # bytes a second of one engine
+_UNTOLD_S = 2.0  # of the fastest growth: what heartbeats can be behind
+_PEAK_FADE = 0.98  # and of what looks are set by: bursts come again
 _SNAPSHOT_S = 300.0
 _ORPHANS_S = 30.0
 _FULL_SHARE = 0.03  # of everything: what goes when a disk is full without any bound being reached
 _FULL_LEAST = 64 << 20
-_FULL_PART = 8  # and no more than an eighth of it, whatever engines want at hand
 _FUTILE_S = 5.0
-# How long a dead engine's claim stays once it is counted: longer than anybody computes with an older usage,
-# and than an engine whose maintenance process died needs to start another one.
-_WITHDRAW_S = 20.0
-# How long a dead engine's claim stays where its namespace cannot be counted, and perhaps never can.
-_GIVEN_UP_S = 60.0
 _STUCK_S = 600.0  # files that could not be removed are tried again
 _UNUSED_STEP = 1 << 30  # bytes of one plan
+_AWAITED_S, _LONGEST_S = 30.0, 3600.0
+
+
+class RoomAwaited:
+    """Whether what was removed to make room shows as free: what a trash or a snapshot keeps goes for nothing.
+
+    MooseFS and JuiceFS keep removed files for a day by default; btrfs shows them after its next commit. Where
+    statvfs does not show half of what went, the next prune for room waits half a minute, and then twice as
+    long each time, an hour at most.
+    """
+
+    def __init__(self, root: str) -> None:
+        self._log = StateLog(root=root)
+        self._wait_s = 0.0
+        self._until = float("-inf")
+        self._unused = self._enough = 0
+
+    def is_awaited(self, unused_nbytes: int) -> bool:
+        """Return whether nothing is to be removed yet. `unused_nbytes`: and what was written meanwhile."""
+        if self._wait_s and unused_nbytes - self._unused >= self._enough:
+            self._wait_s = 0.0  # it shows
+        return bool(self._wait_s) and time.monotonic() < self._until
+
+    def removed(self, nbytes: int, before: int, after: int) -> None:
+        """So many bytes were removed; as `is_awaited` is told, before and after that."""
+        if nbytes <= 0 or after - before >= nbytes // 2:
+            return
+        if self._wait_s:
+            reason = "what was removed is not free: is there a trash, or a snapshot?"
+            self._log.say("room_not_freed", logging.WARNING, bytes=nbytes, reason=reason)
+        self._wait_s = min(_LONGEST_S, 2 * self._wait_s) or _AWAITED_S
+        self._until = time.monotonic() + self._wait_s
+        self._unused, self._enough = before, nbytes // 2
 
 
 class Leader:
@@ -74,366 +95,286 @@ class Leader:
     def __init__(
         self,
         root: str,
-        book: Ledger,
-        log: EvictionNews,
+        files: SharedFiles,
+        news: EvictionNews,
         lease: Lease,
         file_mode: int,
         grace_s: float,
     ) -> None:
         self._root = root
-        self._ledger = book
-        self._eviction_news = log
+        self._files = files
+        self._news = news
         self._lease = lease
         self._term = lease.term
         self._file_mode = file_mode
-        self.usage: Usage | None = None
-        self._catalogues: dict[str, Catalogue] = {}  # by "<arch>/<model>@<digest16>"
-        # Of these: whether it is foreign, and the device on which what is foreign counts by its blocks.
-        self._counted_as: dict[str, tuple[bool, int | None]] = {}
-        # Of what turned foreign, or ours: who counts it now. Until he has, what was known is there.
-        self._recounts: dict[str, Catalogue] = {}
-        # What the last holder has counted, of namespaces that were not counted since; None: not read yet.
-        self._inherited: dict[str, tuple[int, int]] | None = None
-        self._device: int | None = None
-        self._asked_device = False
-        self._manifests = Manifests(root)
-        self._counted_all_at = self._snapshot_at = self._orphans_at = float("-inf")
-        self._again = time.time_ns() % NUM_SHARDS  # terms may be shorter than a round
-        self._heartbeats = Heartbeats(root, book, lease)
-        self._must_recount = False  # clocks were found to differ since the last count of all
-        self._counted: dict[str, int] = {}  # claim -> its `written` before the last count
-        self._full: dict[str, int] = {}  # claim -> its `full` that was served
-        self._dead_since: dict[str, float] = {}  # claim of a dead engine -> when we saw that
-        self._counted_dead: dict[str, float] = {}  # of these: counted, or given up, since when
-        # Claims whose limits nothing is removed for. They still bound what is granted: whoever is only being
-        # started again declares the same ones in a moment.
-        self._gone: set[str] = set()
-        self._checks = CountChecks(root, book)
-        self._uncounted: dict[str, str] = {}  # namespace -> why, as it was told
+        self._log = StateLog(root=root)
+        last = files.usage()
+        # What the last leader has published stands until a walk is over.
+        self._usage = replace(last or Usage(), pruned_files=0, pruned_nbytes=0, orphans=0)
+        self._known = last is not None
+        self._published: Usage | None = None
+        self._count = Count(root, files, lease, self._usage.namespaces)
+        self._counted = dict(self._usage.counted)  # heartbeat -> its `written` in the sums
+        self._total_written = 0
+        self._peak = 0.0  # the fastest growth of the last minutes
+        self._beats: list[Heartbeat] = []  # of all who live
+        self._heard: dict[str, tuple[int, float]] = {}  # heartbeat -> its last beat, since when
+        self._rewritten: dict[str, float] = {}  # heartbeats of the last look -> written after then
+        self._looked_at = self._published_at = float("-inf")
+        self._walk_at = self._snapshot_at = self._orphans_at = float("-inf")
+        self._full: dict[str, int] = {}  # heartbeat -> its `full` that was served
         self._stuck: set[str] = set()  # paths that cannot be removed
         self._stuck_at = time.monotonic()
-        self._room_freed = RoomFreed(root)
+        self._awaited = RoomAwaited(root)
         self._futile_until = 0.0  # nothing was left to remove: no need to look again and again
-        self._room_made = RoomMade(root)
-        self._orphans = Orphans(root, grace_s)
-        self._unsaved: set[str] = set()  # namespaces whose snapshot is old
+        self._grace_s = grace_s
 
     @property
     def in_office(self) -> bool:
-        """Whether the lease is held, and was without a break since this holder began."""
+        """Whether the lease is held, and was without a break since this leader began."""
         return self._lease.held and self._lease.term == self._term
 
-    def watch(self, claims: list[Claim], read_at: float) -> None:
-        """Take what every step reads; claims were read since `read_at`."""
-        self._must_recount = self._heartbeats.watch(claims, read_at) or self._must_recount
+    # --- looks ------------------------------------------------------------------------------
 
-    def _must_count_all(self) -> bool:
-        late = time.monotonic() - self._counted_all_at > _COUNT_ALL_S
-        return self.usage is None or self._must_recount or late
+    def look(self, beats: Sequence[Heartbeat], space: Space) -> Usage | None:
+        """Add what heartbeats report, and publish; returns the usage, None before the first walk of all.
 
-    def due(self, claims: list[Claim], space: Space) -> bool:
-        """Whether there is work: the first count, a bound that is near, a full disk, or time has passed."""
-        self._room_freed.look(space, claims)
-        if self._must_count_all():
-            return True
-        for claim in claims:
-            # What was full before we held the lease is not ours to serve: it says so again if it still is.
-            if claim.full > self._full.setdefault(claim.name, claim.full):
-                return True
-        if self._to_withdraw():
+        Raises OSError.
+        """
+        now = time.monotonic()
+        is_first = self._looked_at == float("-inf")
+        self._rewritten = {
+            beat.name: self._looked_at
+            for beat in beats
+            if not is_first and self._heard.get(beat.name, (beat.beat, 0))[0] != beat.beat
+        }
+        self._heard = {
+            beat.name: known
+            if (known := self._heard.get(beat.name)) is not None and known[0] == beat.beat
+            else (beat.beat, now)
+            for beat in beats
+        }
+        passed_s = 0.0 if is_first else max(now - self._looked_at, 1e-3)
+        growth = 0
+        for beat in beats:
+            growth += self._add(beat, beat.written if is_first else 0, passed_s)
+        dead = {b.name for b in beats if provably_dead(b.name)}
+        dead |= {name for name, (_, since) in self._heard.items() if now - since > SILENT_S}
+        for name in dead:  # who was only frozen publishes again
+            self._files.withdraw(name)
+        self._beats = [beat for beat in beats if beat.name not in dead]
+        names = {beat.name for beat in self._beats}
+        self._counted = {name: at for name, at in self._counted.items() if name in names}
+        self._full = {name: full for name, full in self._full.items() if name in names}
+        for beat in self._beats:  # what was full before we led says so again if it still is
+            self._full.setdefault(beat.name, beat.full)
+        rate = int(growth / passed_s) if passed_s else 0
+        self._looked_at = now
+        self._total_written += growth
+        faded = int(self._usage.growth * _FADE**passed_s)
+        self._peak = max(rate, self._peak * _PEAK_FADE**passed_s)
+        self._publish(space, max(rate, faded))
+        return self._usage if self._known else None
+
+    def _add(self, beat: Heartbeat, unknown: int, passed_s: float) -> int:
+        """Add what an engine has written since its last heartbeat; returns how much that was.
+
+        What no disk can take in that time is no number to prune for: a walk tells.
+        """
+        more = max(0, beat.written - self._counted.get(beat.name, unknown))
+        more = more if more < _FASTEST * max(1.0, passed_s) else 0
+        self._counted[beat.name] = beat.written
+        if beat.namespace is not None:
+            self._count.report(beat.namespace, more)
+        return more
+
+    def _publish(self, space: Space, growth: int) -> None:
+        tenants = {b.namespace: b.tenant for b in self._beats if b.namespace and b.tenant}
+        tenants = {**tenants, **self._count.tenants}
+        max_nbytes, kept, of_tenants = smallest(self._beats, tenants.values(), space)
+        claimed = {beat.namespace for beat in self._beats if beat.namespace is not None}
+        counted = {n: at for n, at in self._count.nbytes.items() if at != (0, 0) or n in claimed}
+        least = min([n for n in (max_nbytes, *of_tenants.values()) if n is not None], default=None)
+        if kept:
+            least = min(least or MAX_COUNT, space.total_nbytes - kept)
+        is_fast = least is not None and self._peak * _FAST_S > least
+        usage = replace(
+            self._usage,
+            namespaces=counted,
+            others=(0, 0),
+            tenants={name: tenants[name] for name in counted if name in tenants},
+            counted={beat.name: self._counted[beat.name] for beat in self._beats},
+            growth=growth,
+            look_s=_FAST_LOOK_S if is_fast else _LOOK_S,
+            max_nbytes=max_nbytes,
+            kept_free=kept,
+            tenant_limits=of_tenants,
+            unremovable=len(self._stuck),
+        )
+        self._usage = usage
+        is_late = self._looked_at - self._published_at > _PUBLISH_S
+        if self._known and (is_late or usage != self._published):
+            self._usage = self._published = replace(usage, sequence=usage.sequence + 1)
+            # Whoever stores compares with his own namespace and with those of his tenant.
+            storing = {beat.tenant for beat in self._beats if beat.tenant is not None}
+            needed = {n for n in counted if n in claimed or tenants.get(n) in storing}
+            self._files.publish_usage(shortened(self._usage, needed))
+            self._published_at = self._looked_at
+
+    # --- work -------------------------------------------------------------------------------
+
+    def due(self, space: Space) -> bool:
+        """Whether there is work: a walk, a bound that is near, a full disk."""
+        if self._must_walk() or self._now_full():
             return True
         if time.monotonic() < self._futile_until:
             return False
-        claims = without_limits(claims, self._gone)
-        if inodes_short(claims, space):
-            return True
-        return any(self._is_near(scope, claims) for scope in self._bounds(claims, space))
+        limits = [beat.limits for beat in self._beats]
+        return bool(inodes_short(limits, space)) or self._next_scope(space, ()) is not None
 
-    async def work(self, claims: list[Claim], space: Space) -> None:
-        """Count, prune what is beyond the bounds, and clean. Raises OSError when the root does not let us."""
-        every, recounts = self._must_count_all(), self._must_recount
-        if self._inherited is None:
-            last = self._ledger.usage() or Usage()
-            self._inherited = {n: at for n, at in last.namespaces.items() if is_claimable(n)}
-        names = self._find_namespaces(claims, every=every)
-        await asyncio.to_thread(self._judge, names)
-        if every and not self._asked_device:
-            await asyncio.to_thread(self._find_device)
-        self._open_catalogues(names)
-        self._gone = dead = self._dead(claims)
-        known = await self._count(claims, every=every)
-        if not self.in_office:
-            return  # others have counted since, and taken away claims that this count lacks
-        counted = {c.name: c.written for c in claims if c.namespace in known}
-        self._counted |= counted
+    def _must_walk(self) -> bool:
+        return time.monotonic() >= self._walk_at
+
+    def _now_full(self) -> list[Heartbeat]:
+        return [beat for beat in self._beats if beat.full > self._full.get(beat.name, beat.full)]
+
+    def _next_scope(self, space: Space, done: Sequence[Scope]) -> Scope | None:
+        """Return a bound that something must go for; not one of a kind and name that are done."""
+        over = {(scope.kind, scope.name) for scope in done}
+        usage = replace(self._usage, namespaces=self._count.nbytes)
+        for scope in scopes(usage, space):
+            if scope.kind == "free" and self._awaited.is_awaited(self._unused(space)):
+                continue
+            if (scope.kind, scope.name) not in over and scope.excess(usage):
+                return scope
+        return None
+
+    def _unused(self, space: Space) -> int:
+        """Return what `RoomAwaited` compares: what is free, and what engines wrote into it."""
+        return space.unused_nbytes + self._total_written
+
+    async def work(self, space: Space) -> None:
+        """Walk, prune and clean what is due. Raises OSError when the root does not let us."""
+        walked = self._must_walk() or self._count.is_stale
+        if walked:
+            await self._walk()
+        if self.in_office:
+            await self._prune(space)
+        if walked and self.in_office:
+            await self._prune_unused()
         now = time.monotonic()
-        self._dead_since = {name: self._dead_since.get(name, now) for name in dead}
-        given_up = {name for name, at in self._dead_since.items() if now - at > _GIVEN_UP_S}
-        done = counted.keys() | self._counted_dead.keys() | self._lost(claims) | given_up
-        self._counted_dead = {name: self._counted_dead.get(name, now) for name in dead & done}
-        self._publish(claims)
-        obeyed = without_limits(claims, self._gone)
-        await self._prune(obeyed, inodes_short(obeyed, space))
-        if every:
-            await self._prune_unused(obeyed)
         if not self.in_office:
             return
-        self._publish(claims)
-        for name in self._to_withdraw():  # what they wrote is in every usage that anybody uses
-            self._ledger.withdraw(name)
-            del self._counted_dead[name]
-        if every:
-            self._counted_all_at = time.monotonic()
-            self._must_recount &= not recounts
-        if time.monotonic() - self._orphans_at > _ORPHANS_S:
-            self._orphans_at = time.monotonic()
+        if now - self._orphans_at > _ORPHANS_S:
+            self._orphans_at = now
             self._clean()
-        if time.monotonic() - self._snapshot_at > _SNAPSHOT_S:
-            self._snapshot_at = time.monotonic()
+        if now - self._snapshot_at > _SNAPSHOT_S:
+            self._snapshot_at = now
             self.save_snapshots()
 
-    def _to_withdraw(self) -> list[str]:
-        now = time.monotonic()
-        return [name for name, since in self._counted_dead.items() if now - since > _WITHDRAW_S]
+    async def _walk(self) -> None:
+        started, late_nbytes = time.monotonic(), int(_UNTOLD_S * self._peak)
+        if await self._count.walk(self._rewritten, late_nbytes, lambda: self.in_office):
+            self._known = True
+            self._usage = replace(self._usage, at_ms=time.time_ns() // 1_000_000)
+            now = time.monotonic()
+            self._walk_at = now + max(_WALK_S, _WALK_PART * (now - started))
 
-    def _lost(self, claims: list[Claim]) -> set[str]:
-        """Return the claims on namespaces that do not exist (any more): nothing is there to be counted."""
-        return {
-            c.name
-            for c in claims
-            if c.namespace is None
-            or (c.namespace not in self._catalogues and not self._manifests.is_there(c.namespace))
-        }
+    # --- what goes --------------------------------------------------------------------------
 
-    def _find_namespaces(self, claims: list[Claim], *, every: bool) -> set[str]:
-        """Find the namespaces that are to be counted; returns those whose manifests are to be judged."""
-        # Those that engines write to count at once.
-        claimed = {c.namespace for c in claims if c.namespace is not None}
-        found = {name for name in claimed - self._catalogues.keys() if self._manifests.state(name)}
-        if every:
-            found |= all_namespaces(self._root)
-            inherited = self._inherited or {}
-            for gone in self._manifests.gone((self._catalogues.keys() | inherited) - found):
-                for known in (self._catalogues, self._counted_as, self._recounts, inherited):
-                    known.pop(gone, None)
-                self._manifests.forget(gone)
-            found |= inherited.keys()
-        return found | (self._manifests.foreign & claimed)
-
-    def _judge(self, names: set[str]) -> None:
-        """Find out which of these are ours, and whose. In a worker thread: a manifest may be long."""
-        for name in names:
-            self._manifests.judge(name)
-
-    def _find_device(self) -> None:
-        """Learn, once in office, whether files count by their blocks here. In a worker thread."""
-        with (
-            contextlib.suppress(OSError),  # no room, perhaps: the next count asks again
-            opened(self._root, f"{self._root}/{SHARED_DIR}", os.O_PATH) as fd,
-        ):
-            self._device = counting_device(fd, f"{unique_name()}.part")
-            self._asked_device = True
-
-    def _open_catalogues(self, names: set[str]) -> None:
-        """Have a catalogue for each of these.
-
-        What is foreign is walked: nothing is pruned there, so what a made-up snapshot says would stay.
-        """
-        for name in names:
-            foreign = name in self._manifests.foreign
-            kind = (foreign, self._device if foreign else None)
-            if self._counted_as.get(name) != kind:
-                path = f"{self._root}/{name}"
-                counting = self._recounts if name in self._catalogues else self._catalogues
-                counting[name] = Catalogue(path) if foreign else Catalogue.load(path)
-                self._counted_as[name] = kind
-
-    def _ours(self) -> list[str]:
-        """Return the namespaces that are fskv's and counted so: what is foreign is never touched."""
-        others = self._manifests.foreign | self._recounts.keys()
-        return [name for name in self._catalogues if name not in others]
-
-    def _dead(self, claims: list[Claim]) -> set[str]:
-        """Return the claims of engines that are gone, or that have not been heard of for so long."""
-        dead = self._heartbeats.silent(claims)
-        dead |= {claim.name for claim in claims if claim.closed or provably_dead(claim.name)}
-        names = {claim.name for claim in claims}
-        self._full = {name: full for name, full in self._full.items() if name in names}
-        self._counted = {name: n for name, n in self._counted.items() if name in names}
-        return dead
-
-    async def _count(self, claims: list[Claim], *, every: bool) -> set[str]:
-        """Bring catalogues up to date; returns those namespaces whose every file is in the count."""
-        known = set()
-        writing = {claim.namespace for claim in claims}
-        now_ns = self._lease.now_ns()
-        relist = self._heartbeats.clocks_differ or not self._checks.mtimes_tell(claims, now_ns)
-        now_ns = max(0, now_ns - UNNOTICED_NS)
-        again = [(self._again + i) % NUM_SHARDS for i in range(_LISTED_AGAIN if every else 0)]
-        self._again = (self._again + len(again)) % NUM_SHARDS
-        for name, last in self._catalogues.items():
-            if not every and name not in writing:
-                continue
-            catalogue = self._recounts.get(name, last)
-            before = catalogue.num_files, catalogue.nbytes
-            try:
-                device = self._counted_as[name][1]
-                failed = await catalogue.refresh(now_ns, every=relist, again=again, device=device)
-            except Exception as error:  # it is one of many, and anything may be in it
-                if str(error) != self._uncounted.get(name):
-                    self._uncounted[name] = str(error)
-                    logger.warning("fskv: %s cannot be counted: %s", catalogue.namespace, error)
-                continue
-            self._uncounted.pop(name, None)
-            if self._recounts.pop(name, None) is not None:
-                for shard in failed:
-                    catalogue.take_over(last, shard.idx)
-                self._catalogues[name] = catalogue
-            if self._checks.is_whole(name, failed):
-                known.add(name)
-                (self._inherited or {}).pop(name, None)
-            if (catalogue.num_files, catalogue.nbytes) != before:
-                self._unsaved.add(name)
-        return known
-
-    def _nbytes(self) -> dict[str, tuple[int, int]]:
-        found = {name: (c.nbytes, c.num_files) for name, c in self._catalogues.items()}
-        for name, (nbytes, num_files) in (self._inherited or {}).items():
-            own = found.get(name, (0, 0))
-            found[name] = max(nbytes, own[0]), max(num_files, own[1])
-        return found
-
-    def _bounds(self, claims: list[Claim], space: Space) -> list[Scope]:
-        """Return the bounds with what is known at this moment; the widest last."""
-        usage = replace(self.usage or Usage(), namespaces=self._nbytes())
-        kinds = ("namespace", "tenant", "root", "free")
-        return sorted(scopes(claims, usage, space), key=lambda scope: kinds.index(scope.kind))
-
-    def _is_near(self, scope: Scope, claims: list[Claim]) -> bool:
-        if scope.kind == "free" and self._room_freed.is_awaited("keep_free"):
-            return False
-        return is_near(scope, claims)
-
-    def _publish(self, claims: list[Claim]) -> None:
-        last = self.usage or Usage(touch_intervals=self._known_intervals())
-        at_ms = time.time_ns() // 1_000_000
-        claimed = {c.namespace for c in claims if c.namespace is not None}
-        found = sorted(self._nbytes().items())
-        counted = {name: n for name, n in found if n != (0, 0) or name in claimed}
-        tenants = self._manifests.tenants
-        usage = replace(
-            last,
-            namespaces=counted,
-            tenants={name: tenants[name] for name in counted if name in tenants},
-            counted={c.name: self._counted[c.name] for c in claims if c.name in self._counted},
-            at_ms=at_ms,
-            touch_intervals=with_intervals_of(last.touch_intervals, claims, at_ms),
-            unremovable=len(self._stuck),
-        )
-        # Whoever is granted something computes with his own namespace and with those of his tenant.
-        writing = {tenants[name] for name in claimed & tenants.keys()}
-        writing |= {c.tenant for c in claims if c.tenant is not None}
-        needed = {name for name in counted if name in claimed or tenants.get(name) in writing}
-        self._ledger.publish_usage(shortened(usage, needed))
-        self.usage = usage  # what others can read as well
-
-    def _known_intervals(self) -> Mapping[int, int]:
-        """Return what earlier holders knew of engines that may be gone."""
-        usage = self._ledger.usage()
-        return {} if usage is None else usage.touch_intervals
-
-    async def _prune(self, claims: list[Claim], num_inodes: int) -> None:
+    async def _prune(self, space: Space) -> None:
         if time.monotonic() - self._stuck_at > _STUCK_S:
             self._stuck_at = time.monotonic()
             self._stuck.clear()
-        done: set[tuple[str, str | None]] = set()
-        while True:  # what goes for one bound helps the wider ones: look again after each
-            space = Space.of(self._root)
-            scope = next(
-                (
-                    scope
-                    for scope in self._bounds(claims, space)
-                    if (scope.kind, scope.name) not in done and self._is_near(scope, claims)
-                ),
-                None,
-            )
-            if scope is None:
-                break
-            done.add((scope.kind, scope.name))
-            before, short = self.usage or Usage(), shortage(scope, claims)
-            freed = await self._free(self._members(scope), excess(scope, claims), 0)
+        done: list[Scope] = []
+        # What goes for one bound helps the wider ones: look again after each.
+        while (scope := self._next_scope(space, done)) is not None and self.in_office:
+            done.append(scope)
+            excess = scope.excess(replace(self._usage, namespaces=self._count.nbytes))
             if scope.kind == "free":
-                keep = space.total_nbytes - scope.limit
-                self._room_made.near(before, self.usage or before, space, keep, short)
-                after = Space.of(self._root)
-                self._room_freed.removed("keep_free", freed, space, after, claims)
-        if num_inodes:
-            await self._free(self._ours(), 0, num_inodes)
-        full = [claim for claim in claims if claim.full > self._full.get(claim.name, 0)]
-        if full and not self._room_freed.is_awaited("full"):
-            before, space = self.usage or Usage(), Space.of(self._root)
-            wanted = min(8 * sum(c.wanted for c in full), before.nbytes // _FULL_PART)
-            amount = max(int(_FULL_SHARE * before.nbytes), _FULL_LEAST, wanted)
-            freed = await self._free(self._ours(), amount, 0)
-            self._room_made.full(before, self.usage or before, space)
-            self._room_freed.removed("full", freed, space, Space.of(self._root), claims)
+                space = await self._make_room(excess, "less than keep_free was left", space)
+            else:
+                await self._free(self._members(scope), excess)
+                space = Space.of(self._root)
+        short = inodes_short((beat.limits for beat in self._beats), space)
+        if short and not await asyncio.to_thread(self._count.remove_empty, None):
+            await self._free(self._count.ours, 0, short)
+        full = self._now_full()
+        if full and not self._awaited.is_awaited(self._unused(space)):
+            amount = max(int(_FULL_SHARE * self._usage.nbytes), _FULL_LEAST)
+            await self._make_room(amount, "a store found the disk full", space)
         # Also while what was removed is awaited: who finds it full then says so again.
-        self._full |= {claim.name: claim.full for claim in full}
+        self._full |= {beat.name: beat.full for beat in full}
 
-    async def _prune_unused(self, claims: list[Claim]) -> None:
+    async def _make_room(self, nbytes: int, reason: str, space: Space) -> Space:
+        """Remove so many bytes of everything for want of room, and say so; returns what is there then."""
+        files, ours = self._usage.pruned_files, self._count.total_nbytes
+        before = self._unused(space)
+        freed = await self._free(self._count.ours, nbytes)
+        after = Space.of(self._root)
+        self._awaited.removed(freed, before, self._unused(after))
+        if freed:
+            in_use = space.total_nbytes - space.free_nbytes
+            self._log.say(
+                "pruned_for_room",
+                logging.WARNING,
+                files=self._usage.pruned_files - files,
+                bytes=freed,
+                free_bytes=space.free_nbytes,
+                keep_free_bytes=self._usage.kept_free,
+                others_bytes=max(0, in_use - ours),
+                reason=reason,
+            )
+        return after
+
+    async def _prune_unused(self) -> None:
         """Remove what was not used for longer than anybody wants it to stay."""
-        unused_s = unused_limit_s(claims)
+        unused_s = unused_limit_s(beat.limits for beat in self._beats)
         if unused_s is None:
             return
-        now_ns = self._lease.now_ns()
-        step_s = last_use_step_s(claims, self.usage, now_ns / 1e6 - unused_s * 1e3)
-        before_ns = cutoff_ns(now_ns, unused_s, step_s)
-        catalogues = [self._catalogues[name] for name in self._ours()]
-        while self.in_office:
+        before_ns = cutoff_ns(self._lease.now_ns(), unused_s, MAX_TOUCH_INTERVAL_S)
+        await self._free(self._count.ours, MAX_COUNT, before_ns=before_ns)
+
+    def _members(self, scope: Scope) -> list[str]:
+        if scope.kind == "root":
+            return self._count.ours
+        return [name for name in self._count.ours if self._count.tenants.get(name) == scope.name]
+
+    async def _free(
+        self, members: list[str], nbytes: int, num_files: int = 0, before_ns: int | None = None
+    ) -> int:
+        """Remove least recently used chunks of these namespaces, and tell everybody; returns bytes."""
+        catalogues = {name: self._count.catalogues[name] for name in members}
+        left_nbytes, left_files = nbytes, num_files
+        while (left_nbytes > 0 or left_files > 0) and self.in_office:
+            step = left_nbytes if before_ns is None else min(left_nbytes, _UNUSED_STEP)
             chosen = await asyncio.to_thread(
-                plan, catalogues, _UNUSED_STEP, 0, self._stuck, before_ns
+                plan, list(catalogues.values()), step, left_files, self._stuck, before_ns
             )
             if not chosen.candidates:
                 break
-            self._note(await execute(chosen, self._still_held, self._root))
-
-    def _members(self, scope: Scope) -> list[str]:
-        if scope.kind == "namespace":
-            return [name for name in self._ours() if name == scope.name]
-        if scope.kind == "tenant":
-            return [
-                name for name in self._ours() if self._manifests.tenants.get(name) == scope.name
-            ]
-        return self._ours()
-
-    async def _free(self, members: list[str], nbytes: int, num_files: int) -> int:
-        """Remove least recently used chunks of these namespaces, and tell everybody; returns bytes."""
-        catalogues = [self._catalogues[name] for name in members]
-        left_nbytes, left_files = nbytes, num_files
-        while (left_nbytes > 0 or left_files > 0) and self.in_office:
-            chosen = await asyncio.to_thread(plan, catalogues, left_nbytes, left_files, self._stuck)
-            if not chosen.candidates:
-                break
-            before = {name: self._catalogues[name].nbytes for name in members}
+            before = {name: one.nbytes for name, one in catalogues.items()}
             pruned = await execute(chosen, self._still_held, self._root)
-            self._disinherit(before)
+            for name, one in catalogues.items():
+                if one.nbytes != before[name]:
+                    self._count.removed(name, before[name] - one.nbytes)
+            if before_ns is None:
+                self._learn_age(chosen.candidates[0].mtime_ns)
             self._note(pruned)
             freed = pruned.nbytes + pruned.vanished_nbytes
             if not freed and not pruned.used_meanwhile and not pruned.failures:
                 break
             left_nbytes -= freed
             left_files -= pruned.num_files
-        if left_nbytes == nbytes and left_files == num_files:
+        if left_nbytes == nbytes and left_files == num_files and before_ns is None:
             self._futile_until = time.monotonic() + _FUTILE_S
         return nbytes - left_nbytes
 
-    def _disinherit(self, before: Mapping[str, int]) -> None:
-        """What was pruned is no more in what the last holder has counted either."""
-        inherited = self._inherited or {}
-        for name in before.keys() & inherited.keys():
-            nbytes, num_files = inherited[name]
-            gone = before[name] - self._catalogues[name].nbytes
-            inherited[name] = max(0, nbytes - gone), num_files
+    def _learn_age(self, last_use_ns: int) -> None:
+        """Uses are recorded after a tenth of the age of what goes: coarser ones would spoil its order."""
+        age_s = (self._lease.now_ns() - last_use_ns) // 1_000_000_000
+        interval_s = min(max(1, age_s // 10), MAX_TOUCH_INTERVAL_S)
+        self._usage = replace(self._usage, touch_interval_s=interval_s)
 
     def _still_held(self) -> bool:
         with contextlib.suppress(OSError):
@@ -448,37 +389,28 @@ class Leader:
             self._stuck.add(path)
         for path, chunks in pruned.removed.items():
             name = path[len(self._root) + 1 :]
-            self._unsaved.add(name)
             with contextlib.suppress(OSError):
-                self._eviction_news.publish(name.rpartition("@")[2], chunks)
-        if self.usage is not None:
-            self.usage = replace(
-                self.usage,
-                pruned_files=self.usage.pruned_files + pruned.num_files,
-                pruned_nbytes=min(MAX_COUNT, self.usage.pruned_nbytes + pruned.nbytes),
-            )
+                self._news.publish(name.rpartition("@")[2], chunks)
+        self._usage = replace(
+            self._usage,
+            pruned_files=self._usage.pruned_files + pruned.num_files,
+            pruned_nbytes=min(MAX_COUNT, self._usage.pruned_nbytes + pruned.nbytes),
+        )
         if pruned.away is not None:
             raise pruned.away
 
     def _clean(self) -> None:
         """Remove what writers that are gone have left, and news that everybody has heard."""
         now_ns = self._lease.now_ns()
-        removed = self._orphans.remove([self._catalogues[name] for name in self._ours()], now_ns)
-        self._ledger.remove_orphans(now_ns)
+        catalogues = [self._count.catalogues[name] for name in self._count.ours]
+        removed = remove_orphans(catalogues, now_ns, self._grace_s, self._root)
+        self._files.remove_orphans(now_ns)
         with contextlib.suppress(OSError):
-            self._eviction_news.remove_old()
-        if removed and self.usage is not None:
+            self._news.remove_old()
+        if removed:
             logger.info("fskv: removed %d parts of writers that are gone", removed)
-            self.usage = replace(self.usage, orphans=self.usage.orphans + removed)
+            self._usage = replace(self._usage, orphans=self._usage.orphans + removed)
 
     def save_snapshots(self) -> None:
         """Write the snapshots that are older than what we know; what cannot be written is logged."""
-        for name in sorted(self._unsaved):
-            catalogue = self._catalogues.get(name)
-            if catalogue is None or name in self._manifests.foreign:
-                continue
-            try:
-                catalogue.save(self._file_mode, self._root)
-            except OSError as error:
-                logger.warning("fskv: %s cannot be written: %s", catalogue.path, error)
-        self._unsaved.clear()
+        self._count.save_snapshots(self._file_mode)

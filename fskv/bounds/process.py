@@ -25,7 +25,7 @@ from typing import Any
 
 import msgpack
 
-END = "end"  # the message that says: the engine ends as it should; and whether `used` is its last
+END = "end"  # the message that says: the engine ends as it should
 
 _ASKS = frozenset({signal.SIGTERM, signal.SIGINT})
 _LATELY_S = 120.0  # longer than what a service manager waits between SIGTERM and SIGKILL
@@ -94,14 +94,11 @@ class MaintenanceProcess:
         if self._handle is not None and self.running:  # so the handle is of it and no other one
             with contextlib.suppress(OSError):
                 signal.pidfd_send_signal(self._handle, signal.SIGKILL)
-        self._say_end(exact=False)
+        self._say_end()
 
-    def close(self, *, exact: bool = False) -> None:
-        """Let it end by itself; it is not waited for, since it may hang. Raises nothing.
-
-        `exact`: it has been sent how much the engine used in all.
-        """
-        self._say_end(exact=exact)
+    def close(self) -> None:
+        """Let it end by itself; it is not waited for, since it may hang. Raises nothing."""
+        self._say_end()
         with contextlib.suppress(OSError):
             self._stdout.close()
         if self._handle is not None:
@@ -110,9 +107,9 @@ class MaintenanceProcess:
         if self._starter.poll() is None:
             _starters.append(self._starter)
 
-    def _say_end(self, *, exact: bool) -> None:
+    def _say_end(self) -> None:
         if self._finalizer.detach() is not None:
-            _say_end(self._stdin, self._owner, exact=exact)
+            _say_end(self._stdin, self._owner)
         with contextlib.suppress(OSError):
             self._stdin.close()
 
@@ -164,9 +161,9 @@ def _say(fd: int, message: dict[str, Any]) -> bool:
     return True
 
 
-def _say_end(stdin: Any, owner: int, *, exact: bool = False) -> None:
+def _say_end(stdin: Any, owner: int) -> None:
     if not stdin.closed and os.getpid() == owner:  # and no fork of it
-        _say(stdin.fileno(), {END: exact})
+        _say(stdin.fileno(), {END: True})
 
 
 def listen() -> int | None:

@@ -1,10 +1,9 @@
 """Runs a Maintainer for one engine, as `python -m fskv.maintenance`: it hears the engine, and how that ends.
 
-It ends with its engine. If that was shut down, or asked to end (fskv.bounds.process), it says so in the
-claim and in the health file. An engine that just died leaves the claim of a dead process, and "died" in the
-file.
+It ends with its engine, and takes the heartbeat away. Whether the engine was shut down, or asked to end
+(fskv.bounds.process), or just died stands in the engine's health file then.
 
-Asynchronous: one task for the engine's messages, beside the holder's work.
+Asynchronous: one task for the engine's messages, beside the leader's work.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from typing import Any
 
 import msgpack
 
-from fskv.bounds.maintenance import IDLE_S, Engine, Maintainer, pause_after
+from fskv.bounds.limits import Heartbeat, Limits
+from fskv.bounds.maintenance import LOOK_S, Maintainer
 from fskv.bounds.outbox import Outbox
 from fskv.bounds.process import END, Asked
-from fskv.bounds.quota import Claim, Limits
 from fskv.observe.health_file import DIED, ENDED, end_health_file
 from fskv.root.process_id import unique_name
 from fskv.sizes import Share
@@ -35,18 +34,12 @@ _LAST_WORDS_S = 1.0
 _END_S = 60
 
 
-def claim_from(options: dict[str, Any]) -> Claim:
-    """Return a new engine's claim from what the engine sent at first."""
+def heartbeat_from(options: dict[str, Any]) -> Heartbeat:
+    """Return a new engine's first heartbeat from what the engine sent at first."""
     limits = dict(options["limits"])
     keep = limits["keep_free"]
     limits["keep_free"] = Share(keep["percent"]) if isinstance(keep, dict) else keep
-    return Claim(
-        unique_name(),
-        options["namespace"],
-        options["tenant"],
-        Limits(**limits),
-        touch_interval_s=options["touch_interval_s"],
-    )
+    return Heartbeat(unique_name(), options["namespace"], options["tenant"], Limits(**limits))
 
 
 async def serve(engine: int | None = None, signals: int | None = None) -> None:
@@ -77,30 +70,28 @@ async def serve(engine: int | None = None, signals: int | None = None) -> None:
     unpacker = msgpack.Unpacker()
     maintainer: Maintainer | None = None
     health_file: str | None = None
-    told = exact = False  # that it ends, and how much it used
+    told = False  # that it ends
 
     def hear(received: bytes) -> None:
-        nonlocal maintainer, health_file, told, exact
+        nonlocal maintainer, health_file, told
         unpacker.feed(received)
         for message in unpacker:
             if END in message:
-                told, exact = True, message[END]
+                told = True
             elif maintainer is None:
                 health_file = message.pop("health_file")
                 maintainer = _begin(message, outbox)
             else:
-                maintainer.hear(Engine(**message))
+                maintainer.hear(**message)
 
-    interval_s, pause_s = IDLE_S, 0.0
+    next_step = 0.0
     reading = asyncio.ensure_future(reader.read(1 << 16))
     with contextlib.suppress(BrokenPipeError):
         outbox.send({"pid": os.getpid()})
         while not gone.done():
-            await asyncio.wait({gone}, timeout=pause_s)
-            waited_for: set[asyncio.Future[Any]] = {reading, gone}
-            if maintainer is not None and maintainer.work is not None:
-                waited_for.add(maintainer.work)
-            await asyncio.wait(waited_for, timeout=interval_s, return_when=asyncio.FIRST_COMPLETED)
+            wait_s = None if maintainer is None else max(0.0, next_step - time.monotonic())
+            either: set[asyncio.Future[Any]] = {reading, gone}
+            await asyncio.wait(either, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
             if reading.done():
                 if not reading.result():
                     break
@@ -108,12 +99,12 @@ async def serve(engine: int | None = None, signals: int | None = None) -> None:
                 if told:  # a process that it forked may keep the pipe open
                     break
                 reading = asyncio.ensure_future(reader.read(1 << 16))
-            if maintainer is None:
-                continue
             started = time.monotonic()
-            busy = await maintainer.try_step()
-            pause_s = pause_after(time.monotonic() - started)
-            interval_s = pause_s if busy else min(IDLE_S, 1.5 * interval_s)
+            if maintainer is not None and started >= next_step:
+                pause_s = await maintainer.try_step()
+                now = time.monotonic()
+                # However slow the root is: at most a third of a core, and few requests to a server.
+                next_step = now + max(pause_s, min(LOOK_S, 2 * (now - started)))
     with contextlib.suppress(TimeoutError):  # its last words may be unread
         while not told and (received := await asyncio.wait_for(reading, _LAST_WORDS_S)):
             hear(received)
@@ -123,7 +114,7 @@ async def serve(engine: int | None = None, signals: int | None = None) -> None:
     died = not told and not (asked is not None and asked.lately)
     if maintainer is not None:
         with contextlib.suppress(Exception):  # the root is gone, or read-only
-            await maintainer.close(died=died, exact=exact)
+            maintainer.close()
     if health_file is not None and engine is not None:
         with contextlib.suppress(Exception):
             end_health_file(health_file, engine, DIED if died else ENDED)
@@ -132,7 +123,7 @@ async def serve(engine: int | None = None, signals: int | None = None) -> None:
 def _begin(options: dict[str, Any], outbox: Outbox) -> Maintainer:
     return Maintainer(
         options["root"],
-        claim_from(options),
+        heartbeat_from(options),
         outbox.send,
         outbox.is_heard,
         dir_mode=options["dir_mode"],

@@ -31,6 +31,7 @@ from fskv.index.scan import (
     shard_of,
     walk,
 )
+from fskv.namespace import CHUNK_DIR
 from fskv.root.beneath import opened
 from fskv.root.files import RegularFile, publishing, regular_file
 from fskv.root.root import TMP_DIR
@@ -128,16 +129,30 @@ class Catalogue:
         if shard.num_foreign:
             self.foreign[shard.idx] = (shard.num_foreign, shard.foreign)
 
-    def take_over(self, other: Catalogue, shard: int) -> None:
-        """Know of a shard what another catalogue of the namespace does; it is listed again."""
-        self._put(shard, other.records(shard), UNSETTLED)
-        self.parts.pop(shard, None)
-        if shard in other.parts:
-            self.parts[shard] = other.parts[shard]
-
     def keep(self, shard: int, mask: Any) -> None:
         """Forget the records of a shard where `mask` is False: their files are gone."""
         self._put(shard, self.records(shard)[mask], UNSETTLED)
+
+    def remove_empty(self, root: str, before_ns: int | None) -> int:
+        """Remove directories of chunks in which nothing was seen, and came or went since; returns how many.
+
+        With `before_ns` only those where that was before this time. A store makes its directory again.
+        """
+        busy = {*self._shards, *self.parts, *self.foreign}
+        removed = 0
+        with (
+            contextlib.suppress(OSError),
+            opened(root, f"{self.namespace}/{CHUNK_DIR}", os.O_PATH) as directory,
+        ):
+            for shard in sorted(self._dir_mtimes.keys() - busy):
+                at_ns = self._dir_mtimes[shard]
+                if before_ns is not None and not 0 < at_ns < before_ns:
+                    continue
+                with contextlib.suppress(OSError):  # somebody stores there
+                    os.rmdir(f"{shard:03x}", dir_fd=directory)
+                    del self._dir_mtimes[shard]
+                    removed += 1
+        return removed
 
     def _put(self, shard: int, records: Records, dir_mtime_ns: int) -> None:
         self.num_files += len(records) - len(self.records(shard))

@@ -233,7 +233,7 @@ BOUND_BYTES = Metric(
     "fskv_bound_bytes",
     "gauge",
     "bytes",
-    "Bounds that hold for this engine now, whoever declared them: root, namespace, tenant, and free (what "
+    "Bounds that hold for this engine now, whoever declared them: root, tenant, and free (what "
     "may be in use on the file system). +Inf: no more.",
     "bound",
 )
@@ -241,7 +241,7 @@ BOUND_LEFT_BYTES = Metric(
     "fskv_bound_left_bytes",
     "gauge",
     "bytes",
-    "What is left of such a bound, less what engines were granted and have not written yet; 0 if none.",
+    "What is left of such a bound; 0 if none.",
     "bound",
 )
 COUNTED_AT = Metric(

@@ -56,7 +56,7 @@ class KvStore:
         bytes of a page or more), or a memoryview of blocks without gaps. `rank` is in the names of this
         store's files, where an engine's ranks have a store each and other pages. With `anywhere` a chunk is
         one page that may begin at any byte of a memoryview, and a block id is that byte. `clock`: see Lookup.
-        `deadline`, `patient`: see Mover. `patient`, `quiet`: see Capacity.
+        `deadline`, `patient`: see Mover. `quiet`: see Capacity.
         """
         usual = StoreConfig(root=config.root)
         for name in _NOT_OURS:
@@ -124,7 +124,6 @@ class KvStore:
                 [RankFiles(self.directory.path, rank, self.mover.file_nbytes)],
                 dir_mode=self.directory.dir_mode,
                 file_mode=self.directory.file_mode,
-                patient=patient,
                 quiet=quiet,
                 health_file=self.watch.health_file,
             )

@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from fskv.bounds.client import Capacity
-from fskv.bounds.quota import AT_HAND_PART, Limits
-from fskv.bounds.status import RootState
+from fskv.bounds.limits import Limits
 from fskv.config import StoreConfig
 from fskv.data_path.breaker import Breaker
 from fskv.index.presence import Findings, Key, PresenceIndex, RankFiles, probe_chunks
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from fskv.offload.mover import News
 
 _MAX_STORING = 65536
+_SMALL_STEPS = 4  # a bound of less is told of at the start
 _ASSUMED_TOKENS_PER_S = 20_000.0  # of a prefill that nobody has measured: little is waited for
 
 # A load that ends like this leaves no file to load, or one that nobody will read again.
@@ -43,54 +43,11 @@ class ChunkEvents(Protocol):
     def removed_names(self, names: Iterable[tuple[bytes, int]]) -> None: ...
 
 
-_NO_ROOM = (
-    "no chunk fits, and nothing is stored: make room on this file system, lower keep_free, or choose "
-    "another root"
-)
-
-
 class _Store(NamedTuple):
     """A chunk on its way to the disk: when to stop believing in it, and `num_removals` when it began."""
 
     until: float
     began: int
-
-
-_SMALL = (
-    f"less than {AT_HAND_PART} full steps of this engine: a quarter of it stays empty for what comes next, "
-    "and part of a large step is not stored"
-)
-
-
-class _SmallRoom:
-    """Warns, once for either reason, of a file system where `keep_free` leaves little room or none."""
-
-    def __init__(self, root: str, step_nbytes: int, chunks_per_step: int) -> None:
-        self._log = StateLog(root=root)
-        self._step_nbytes = step_nbytes
-        self._chunk_nbytes = step_nbytes // chunks_per_step
-        self._said: set[str] = set()
-
-    def look(self, state: RootState) -> None:
-        """Look at what the maintenance process has told last."""
-        if not 0 <= state.room < AT_HAND_PART * self._step_nbytes:
-            return
-        none = state.room < self._chunk_nbytes
-        reason = _NO_ROOM if none else _SMALL
-        if reason in self._said:
-            return
-        self._said.add(reason)
-        self._log.say(
-            "bound_small",
-            logging.WARNING,
-            bound="keep_free",
-            limit_bytes=state.room,
-            chunk_bytes=self._chunk_nbytes,
-            step_bytes=self._step_nbytes,
-            free_bytes=state.free,
-            keep_free_bytes=state.kept_free,
-            reason=reason,
-        )
 
 
 def patience(
@@ -130,7 +87,6 @@ class Lookup:
             recompute_s=recompute_s,
             clock=clock,
         )
-        self._small_room: _SmallRoom | None = None
         # From `attach` on, unless somebody else maintains the root.
         self.capacity: Capacity | None = None
         self.stopped = False  # for good: nothing is found, nothing is stored
@@ -153,15 +109,13 @@ class Lookup:
         dir_mode: int | None = None,
         file_mode: int | None = None,
         chunks_per_step: int = 1,
-        patient: bool = False,
         quiet: bool = False,
         health_file: str | None = None,
     ) -> None:
         """The namespace is open: a chunk is there when all of these files are.
 
         A chunk is stored when `num_movers` movers have told so. `chunks_per_step` is how many chunks of a
-        group one step can fill: so many must find room at once. `patient`, `quiet`, `health_file`: see
-        Capacity.
+        group one step can fill. `quiet`, `health_file`: see Capacity.
         """
         self._files = list(files)
         self._num_movers = num_movers
@@ -170,46 +124,32 @@ class Lookup:
             return
         step_nbytes = chunks_per_step * sum(sum(each.file_nbytes.values()) for each in files)
         if not quiet:
-            self._small_room = _SmallRoom(config.root, step_nbytes, chunks_per_step)
             self._say_small_bounds(step_nbytes)
         self.capacity = Capacity(
             config.root,
             os.path.relpath(files[0].namespace_path, config.root),
             config.tenant,
-            Limits(
-                config.max_bytes,
-                config.keep_free,
-                config.namespace_max_bytes,
-                config.tenant_max_bytes,
-            ),
+            Limits(config.max_bytes, config.keep_free, config.tenant_max_bytes),
             dir_mode=dir_mode,
             file_mode=file_mode,
-            at_hand=step_nbytes,
-            patient=patient,
             quiet=quiet,
-            touch_interval_s=config.touch_interval_s,
             health_file=health_file,
         )
         self.capacity.start()
-        self.capacity.wait_for_first_word(0 if quiet else AT_HAND_PART * step_nbytes)
-        self._look_at_room()
-
-    def _look_at_room(self) -> None:
-        if self._small_room is not None and self.capacity is not None:
-            self._small_room.look(self.capacity.state)
+        self.capacity.wait_for_first_word()
 
     def _say_small_bounds(self, step_nbytes: int) -> None:
         log = StateLog(root=self._config.root)
-        for name in ("max_bytes", "namespace_max_bytes", "tenant_max_bytes"):
+        for name in ("max_bytes", "tenant_max_bytes"):
             limit = getattr(self._config, name)
-            if limit is not None and limit < AT_HAND_PART * step_nbytes:
+            if limit is not None and limit < _SMALL_STEPS * step_nbytes:
                 log.say(
                     "bound_small",
                     logging.WARNING,
                     bound=name,
                     limit_bytes=limit,
                     step_bytes=step_nbytes,
-                    reason=_SMALL,
+                    reason=f"less than {_SMALL_STEPS} full steps of this engine: part of one is not stored",
                 )
 
     @property
@@ -243,7 +183,6 @@ class Lookup:
         self.presence.flush()
         if self.capacity is not None and (removed := self.capacity.poll()):
             self.on_removed(removed)
-        self._look_at_room()
         # Not before there are so many: a store that waits behind a slow disk may still be written, and its
         # bytes must not be given to another one meanwhile.
         if len(self._storing) > _MAX_STORING:
@@ -273,6 +212,12 @@ class Lookup:
     def _is_storing(self, chunk: ChunkId, now: float) -> bool:
         store = self._storing.get(chunk)
         return store is not None and store.until > now
+
+    @property
+    def touch_interval_s(self) -> float:
+        """After so long a use is recorded anew: the root says it, and the option is the most."""
+        told = self.capacity.state.touch_interval_s if self.capacity is not None else math.inf
+        return min(self._config.touch_interval_s, told)
 
     @property
     def storing(self) -> Mapping[ChunkId, object]:

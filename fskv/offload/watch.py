@@ -6,7 +6,7 @@ import math
 import time
 
 from fskv import __version__
-from fskv.bounds.status import RootState
+from fskv.bounds.state import RootState
 from fskv.config import StoreConfig
 from fskv.observe import metrics
 from fskv.observe.health_file import STARTING, HealthFile
@@ -154,5 +154,5 @@ def root_gauges(state: RootState) -> dict[Gauge, float]:
     }
     for bound, (limit, left) in state.bounds.items():
         shown[metrics.BOUND_BYTES, bound] = float(limit)
-        shown[metrics.BOUND_LEFT_BYTES, bound] = float(left)
+        shown[metrics.BOUND_LEFT_BYTES, bound] = float(max(0, left))
     return shown

@@ -520,8 +520,12 @@ def disk_nbytes(path):
 
 
 def test_a_bound_holds_over_a_restart(make, tmp_path):
-    """The control is at the end: without a bound the same objects take more."""
+    """The control is at the end: without a bound the same objects take more.
+
+    What was written in the last moment before the restart is counted in the first one after it.
+    """
     bound = 300 * 8192  # 300 files
+    greatest = 1.25 * bound
 
     def most(numbers, **options):
         world = make(maintenance="on", **options)
@@ -532,9 +536,9 @@ def test_a_bound_holds_over_a_restart(make, tmp_path):
         world.adapter.close()
         return max(sizes)
 
-    assert 0 < most((0, 400), max_bytes=bound) <= bound
-    assert 0 < most((400, 800), max_bytes=bound) <= bound
-    assert most((800, 1600)) > bound
+    assert 0 < most((0, 400), max_bytes=bound) <= greatest
+    assert 0 < most((400, 800), max_bytes=bound) <= greatest
+    assert most((800, 1600)) > greatest
 
 
 def test_a_checkpoint_that_changes_stops_its_model_and_no_other(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -94,13 +95,6 @@ def test_all_engines_namespaces_are_judged_and_pruned(root):
     assert len(chunk_files(root)) == 5
 
 
-def disk_nbytes(path):
-    try:
-        return path.stat().st_blocks * 512
-    except FileNotFoundError:  # pruned since it was listed
-        return 0
-
-
 def namespaces(root):
     """Return how many chunk files each namespace has, by its name in the root."""
     found = {}
@@ -165,8 +159,11 @@ def test_of_all_engines_namespaces_one_is_removed_and_garbage_goes(root):
 
 @pytest.mark.parametrize("bound", [True, False], ids=["bound", "control"])
 def test_all_engines_hold_one_bound_and_one_of_them_has_the_lease(tmp_path, bound):
-    """The control: without a bound the same pages take more. It goes on when the holder has gone."""
-    most = 64 * FILE_NBYTES
+    """The control: without a bound the same pages take more. It goes on when the holder has gone.
+
+    The bound holds a few seconds of writing: see docs/architecture.md, "Capacity".
+    """
+    most = 250 * FILE_NBYTES
     root = tmp_path / "kv"
     root.mkdir()
     config = StoreConfig(
@@ -178,13 +175,14 @@ def test_all_engines_hold_one_bound_and_one_of_them_has_the_lease(tmp_path, boun
     sizes, holders, stored = [], [], dict.fromkeys(stores, 0)
 
     def store(first):
-        for number in range(first, first + 100, 4):
+        for number in range(first, first + 160, 4):
+            time.sleep(0.05)
             for kv, engine in engines:
                 chunks = [
                     ChunkId(bytes([at & 255, at >> 8]) * 16, 0) for at in range(number, number + 4)
                 ]
                 stored[kv] += sum(engine.store([Page(c, at) for at, c in enumerate(chunks)]))
-            sizes.append(sum(map(disk_nbytes, chunk_files(root))))
+            sizes.append(FILE_NBYTES * len(chunk_files(root)))
             holders.append(sum(kv.lookup.capacity.state.holder for kv, _ in engines))
 
     def leads():
@@ -203,4 +201,4 @@ def test_all_engines_hold_one_bound_and_one_of_them_has_the_lease(tmp_path, boun
             engine.close()
     assert max(holders) == 1
     assert all(stored.values()), stored
-    assert (max(sizes) <= most) is bound, max(sizes)
+    assert (max(sizes) <= 1.2 * most) is bound, max(sizes) / most

@@ -102,7 +102,7 @@ import os, sys
 os.umask(0o077)
 from world import World, make_identity
 from fskv.bounds.client import Capacity
-from fskv.bounds.quota import Limits
+from fskv.bounds.limits import Limits
 from fskv.config import StoreConfig
 from fskv.root.root import Root
 from fskv.types import Status
@@ -238,6 +238,7 @@ def test_who_writes_without_being_told_keeps_to_the_modes_of_the_root(tmp_path):
 
 
 def test_a_watcher_that_is_first_does_not_lock_the_groups_engines_out(tmp_path):
+    from fskv.bounds.limits import Heartbeat, Limits
     from fskv.bounds.maintenance import SHARED_DIR, Maintainer
 
     for access, expected in (("group", 0o770), ("user", 0o700)):
@@ -245,5 +246,5 @@ def test_a_watcher_that_is_first_does_not_lock_the_groups_engines_out(tmp_path):
         path.mkdir()
         config = StoreConfig.from_mapping({"root": str(path), "access": access})
         Root.open(str(path), create=True, dir_mode=config.dir_mode, file_mode=config.file_mode)
-        Maintainer(str(path), None).start()
+        Maintainer(str(path), Heartbeat("watcher", None, None, Limits())).start()
         assert stat.S_IMODE((path / SHARED_DIR).stat().st_mode) == expected

@@ -14,6 +14,7 @@ import router_lab
 import world
 from world import wait_for
 
+from fskv.bounds.limits import GUARD_PART
 from trials.shared_root_judge import Sampler, bad_lines, count
 
 pytestmark = [*world.VLLM, pytest.mark.timeout(600)]
@@ -24,9 +25,9 @@ CHUNK_TOKENS = 128
 PROMPT_TOKENS = 1100
 CHUNKS = PROMPT_TOKENS // CHUNK_TOKENS  # of a prompt
 FILE_NBYTES = (128 + 4) << 10
-# As much as one step can fill is kept at hand, and twice that after a prune: a small part of this bound.
 BOUND = 120 * FILE_NBYTES
-# A prune takes about a second, and a chunk without room meanwhile is not stored.
+MOST = BOUND + BOUND // GUARD_PART  # more than that no engine stores
+# The leader looks four times a second, and what does not fit meanwhile is not stored.
 MOMENT = {"sleep": 0.5}
 RESET = {"reset_prefix_cache": True}
 root, router = router_lab.root, router_lab.router
@@ -99,7 +100,7 @@ def test_an_engine_that_writes_several_times_its_bound_keeps_it_and_what_was_use
     (metrics,) = lab.metrics(result)
     written = lab.counter(metrics, "stored_bytes")
     assert written > 2 * BOUND
-    assert max(sampler.nbytes) <= BOUND
+    assert max(sampler.nbytes) <= MOST
     assert max(sampler.nbytes) > 0.8 * BOUND, "it was not even reached"
     assert bad_lines(result["log_path"]) == []
     lab.assert_sound(root)
@@ -125,7 +126,7 @@ def test_an_engine_that_writes_several_times_its_bound_keeps_it_and_what_was_use
 
     wait_for(lambda: told() == there)
     num_removed = sum(len(hashes) for hashes in router.removed)
-    assert num_removed >= (written - BOUND) // FILE_NBYTES
+    assert num_removed >= (written - MOST) // FILE_NBYTES
 
 
 @pytest.mark.slow
@@ -139,7 +140,7 @@ def test_the_bound_holds_for_the_files_of_kv_heads_too(root, tmp_path):
     result, sampler = _run(lab.request(MODEL, steps, transfer=transfer), root, tmp_path / "engine")
     (metrics,) = lab.metrics(result)
     assert lab.counter(metrics, "stored_bytes") > 2 * bound
-    assert 0.5 * bound < max(sampler.nbytes) <= bound
+    assert 0.5 * bound < max(sampler.nbytes) <= bound + bound // GUARD_PART
     assert any(".r1." in path for path in lab.chunks(root)), "a chunk is several files"
     done = lab.generates(result)
     assert done["again"]["tokens"] == done["cold 39"]["tokens"]
@@ -147,12 +148,12 @@ def test_the_bound_holds_for_the_files_of_kv_heads_too(root, tmp_path):
 
 
 def test_negative_control_an_engine_without_a_bound_exceeds_it(root, tmp_path):
-    steps = [_ask(number, f"cold {number}") for number in range(BOUND // FILE_NBYTES // CHUNKS + 2)]
+    steps = [_ask(number, f"cold {number}") for number in range(BOUND // FILE_NBYTES // CHUNKS + 3)]
     transfer = _options(root)
     _, sampler = _run(
         lab.request(MODEL, [*steps, *lab.SETTLE], transfer=transfer), root, tmp_path / "engine"
     )
-    assert max(sampler.nbytes) > BOUND
+    assert max(sampler.nbytes) > MOST
 
 
 @pytest.mark.parametrize("full_disk", ["32m"], indirect=True)
@@ -177,7 +178,7 @@ def test_what_is_to_stay_free_stays_free_and_what_was_used_last_is_kept(
     assert lab.counter(metrics, "stored_bytes") > 0.5 * whole.f_blocks * whole.f_frsize
     most = whole.f_blocks * whole.f_frsize // 2
     if keep_free:
-        assert 0.5 * most < max(sampler.nbytes) <= most
+        assert 0.5 * most < max(sampler.nbytes) <= 1.1 * most
         assert done["first"]["num_cached_tokens"] == 0, "pruned: it was used first"
     else:
         assert max(sampler.nbytes) > most
@@ -196,7 +197,7 @@ def test_where_pruning_cannot_help_nothing_is_stored_and_what_is_free_is_said(
 ):
     root = str(full_disk / "root")
     os.mkdir(root)
-    (full_disk / "ballast").write_bytes(bytes(30 << 20))  # nobody's to prune
+    (full_disk / "ballast").write_bytes(bytes(38 << 20))  # nobody's to prune
     steps = [
         _ask(0, "cold"),
         *lab.SETTLE,

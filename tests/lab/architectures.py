@@ -79,7 +79,7 @@ class Phases:
     """Runs the phases on a root, which each architecture may reach by a path of its own.
 
     `rows` is the table: letter, what was done, tokens from files, what was seen. `pause_s`: until then
-    a new engine has been granted room, or a store has ended.
+    a store has ended.
     """
 
     roots: dict[str, str]

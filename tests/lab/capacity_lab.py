@@ -13,8 +13,10 @@ import time
 
 from world import make_identity
 
+from fskv.bounds.limits import Heartbeat, Limits
 from fskv.bounds.maintenance import Maintainer
 from fskv.namespace import FORMAT, directory
+from fskv.root.process_id import unique_name
 from fskv.root.root import manifest_bytes
 
 
@@ -29,16 +31,15 @@ def _identity(model, tenant):
 NAME = name_of()
 DIGEST = NAME.rpartition("@")[2]
 
-# An engine that stores as fast as it may: root, namespace, seed, and its own bound. Without one it asks again
-# for what others' bounds refused.
+# An engine that stores: root, namespace, seed, its own bound, and bytes a second.
 WRITER = """
 import os, random, sys, time
 from fskv.bounds.client import Capacity
-from fskv.bounds.quota import Limits
+from fskv.bounds.limits import Limits
 root, name, seed = sys.argv[1], sys.argv[2], int(sys.argv[3])
-limit = int(sys.argv[4]) if len(sys.argv) > 4 else None
+limit, rate = int(sys.argv[4]), int(sys.argv[5])
 rng = random.Random(seed)
-capacity = Capacity(root, name, None, Limits(max_nbytes=limit), patient=limit is None)
+capacity = Capacity(root, name, None, Limits(max_nbytes=limit))
 capacity.start()
 while True:
     nbytes = 4096 * rng.randint(1, 16)
@@ -55,7 +56,7 @@ while True:
     capacity.settle(nbytes, nbytes)
     capacity.poll()
     print(nbytes, flush=True)
-    time.sleep(0.002)
+    time.sleep(nbytes / rate)
 """
 
 
@@ -115,6 +116,8 @@ def run(coroutine, timeout_s=60):
 def maintain(root, until, *, mine=None, timeout_s=20, **options):
     """Step a maintainer of this process until `until()`; the limit only bounds a hang."""
 
+    mine = mine or Heartbeat(unique_name(), None, None, Limits())
+
     async def steps():
         maintainer = Maintainer(root, mine, **options)
         end = time.monotonic() + timeout_s
@@ -122,7 +125,7 @@ def maintain(root, until, *, mine=None, timeout_s=20, **options):
             assert time.monotonic() < end, "waited in vain"
             maintainer.step()
             await asyncio.sleep(0.005)
-        await maintainer.close()
+        maintainer.close()
 
     asyncio.run(steps())
 

@@ -23,8 +23,8 @@ from test_docs import fenced, rows, text_of
 
 from fskv import namespace
 from fskv.bounds.lease import LeaseState
-from fskv.bounds.ledger import Ledger
-from fskv.bounds.quota import Claim, Limits, Usage
+from fskv.bounds.limits import Heartbeat, Limits, Usage
+from fskv.bounds.shared_files import SharedFiles
 from fskv.errors import (
     ChunkCorrupt,
     ChunkStale,
@@ -398,22 +398,18 @@ def test_what_is_not_there_is_missing_and_other_errors_say_nothing_about_a_file(
 # --- what engines tell each other -------------------------------------------------------------
 
 _NAME = "host-1-00000000-1"
-_CLAIM = Claim(_NAME, "sm_90/m@0123456789abcdef", None, Limits(1, 2, 3, 4))
-_USAGE = Usage({"sm_90/m@0123456789abcdef": (1, 2)}, {}, {_NAME: 3}, 4, 5, 6, 7, 8)
-_MAY_BE_LEFT_OUT = {
-    *("limits.namespaces", "limits.tenants", "limits.unused_s"),
-    *("touch_interval_s", "touch_intervals", "others"),
-}
+_HEARTBEAT = Heartbeat(_NAME, "sm_90/m@0123456789abcdef", None, Limits(1, 2, 3))
+_USAGE = Usage(1, {"sm_90/m@0123456789abcdef": (1, 2)}, counted={_NAME: 3})
 
 
 def check_shared_fields(text: str) -> None:
     _, _, section = text.partition("## What engines tell each other")
-    for what in (Claim, Limits, Usage, LeaseState):
+    for what in (Heartbeat, Limits, Usage, LeaseState):
         for field in dataclasses.fields(what):
             assert f"`{field.name}`" in section, f"{what.__name__}.{field.name}"
 
 
-def test_every_field_of_a_claim_of_limits_of_the_usage_and_of_the_lease_is_described():
+def test_every_field_of_a_heartbeat_of_limits_of_the_usage_and_of_the_lease_is_described():
     check_shared_fields(FORMAT)
     with pytest.raises(AssertionError):
         check_shared_fields(FORMAT.replace("`pruned_nbytes`", "what was pruned"))
@@ -426,22 +422,19 @@ def without(tree: dict, path: str) -> dict:
     return tree
 
 
-def read_back(directory, claim: dict, usage: dict) -> tuple[bool, bool]:
-    """Say whether a claim and a usage that are written so are understood."""
-    (directory / "claims").mkdir(exist_ok=True)
-    (directory / "claims" / f"{_NAME}.json").write_text(json.dumps(claim))
+def read_back(directory, heartbeat: dict, usage: dict) -> tuple[bool, bool]:
+    """Say whether a heartbeat and a usage that are written so are understood."""
+    (directory / f"heartbeat-{_NAME}.json").write_text(json.dumps(heartbeat))
     (directory / "usage.json").write_text(json.dumps(usage))
-    book = Ledger(str(directory))
-    return book.claims() != [], book.usage() is not None
+    files = SharedFiles(str(directory))
+    return files.heartbeats() != [], files.usage() is not None
 
 
-def test_a_claim_and_a_usage_need_the_fields_that_the_document_calls_required(tmp_path):
-    claim, usage = dataclasses.asdict(_CLAIM), dataclasses.asdict(_USAGE)
-    assert read_back(tmp_path, claim, usage) == (True, True)
-    assert read_back(tmp_path, {**claim, "new": 1}, {**usage, "new": 1}) == (True, True)
-    for path in (*claim, *(f"limits.{name}" for name in claim["limits"])):
-        found = read_back(tmp_path, without(claim, path), usage)
-        assert found == (path in _MAY_BE_LEFT_OUT, True), path
+def test_a_heartbeat_and_a_usage_need_every_field_and_may_have_more(tmp_path):
+    heartbeat, usage = dataclasses.asdict(_HEARTBEAT), dataclasses.asdict(_USAGE)
+    assert read_back(tmp_path, heartbeat, usage) == (True, True)
+    assert read_back(tmp_path, {**heartbeat, "new": 1}, {**usage, "new": 1}) == (True, True)
+    for path in (*heartbeat, *(f"limits.{name}" for name in heartbeat["limits"])):
+        assert read_back(tmp_path, without(heartbeat, path), usage) == (False, True), path
     for path in usage:
-        found = read_back(tmp_path, claim, without(usage, path))
-        assert found == (True, path in _MAY_BE_LEFT_OUT), path
+        assert read_back(tmp_path, heartbeat, without(usage, path)) == (True, False), path

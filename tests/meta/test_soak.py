@@ -135,7 +135,7 @@ GOOD = {
     "requests": 1000,
     "sizes": 50,
     "growth": {"engine": {"memory": MIB, "threads": 1, "descriptors": 1}},
-    "left": {"parts": 0, "claims": 0, "processes": 0, "in time": True},
+    "left": {"parts": 0, "heartbeats": 0, "processes": 0, "in time": True},
     "healed": 12,
     "healed_of": 12,
 }
@@ -151,7 +151,7 @@ def test_a_good_run_has_no_problems():
         (("wrong",), 1),
         (("failed",), ["the first engine has died"]),
         (("slowest_s",), 100.0),
-        (("greatest_bytes",), 101),
+        (("greatest_bytes",), 111),
         (("requests",), 0),
         (("sizes",), 0),
         (("growth",), {}),
@@ -159,7 +159,7 @@ def test_a_good_run_has_no_problems():
         (("growth", "engine", "threads"), 100),
         (("growth", "engine", "descriptors"), 100),
         (("left", "parts"), 1),
-        (("left", "claims"), 1),
+        (("left", "heartbeats"), 1),
         (("left", "processes"), 1),
         (("healed",), 5),
     ],
@@ -311,7 +311,7 @@ def test_negative_control_what_the_soak_looks_for_is_found(tmp_path):
     assert code == 1
     for word in (
         *("wrong tokens", "it was to fail", "bound exceeded", "memory of an engine"),
-        *("threads of an engine", "descriptors of an engine", "parts left", "claims left"),
+        *("threads of an engine", "descriptors of an engine", "parts left", "heartbeats left"),
     ):
         assert word in said
 

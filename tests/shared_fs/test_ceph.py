@@ -17,8 +17,8 @@ import pytest
 from places import REPOSITORY
 from world import wait_for
 
-from fskv.bounds import ledger
-from fskv.bounds.quota import Claim, Limits
+from fskv.bounds import shared_files
+from fskv.bounds.limits import Heartbeat, Limits
 from fskv.root.filesystem import is_full_late
 from shared_fs import ceph, netns
 from shared_fs.chunks import NBYTES
@@ -179,29 +179,31 @@ def test_a_full_pool_is_a_full_disk(pair, cluster, measured):
 
 
 @pytest.mark.parametrize("told", [True, False], ids=["", "negative control"])
-def test_a_claim_that_meets_a_full_pool_leaves_the_last_one(cluster, monkeypatch, request, told):
+def test_a_heartbeat_that_meets_a_full_pool_leaves_the_last_one(
+    cluster, monkeypatch, request, told
+):
     """The first file that a client writes after the pool is full has no bytes, and only fsync says so."""
     shared = [f"{node.mount}/{request.node.originalname}" for node in (cluster.a, cluster.b)]
-    os.makedirs(f"{shared[0]}/{ledger.CLAIMS_DIR}", exist_ok=True)
-    monkeypatch.setattr(ledger, "is_full_late", is_full_late if told else lambda _: False)
-    writer, reader = map(ledger.Ledger, shared)
-    first = Claim("a-1-00000000-1", "cpu/llama@0123456789abcdef", None, Limits(1 << 20))
+    os.makedirs(shared[0], exist_ok=True)
+    monkeypatch.setattr(shared_files, "is_full_late", is_full_late if told else lambda _: False)
+    writer, reader = map(shared_files.SharedFiles, shared)
+    first = Heartbeat("a-1-00000000-1", "cpu/llama@0123456789abcdef", None, Limits(1 << 20))
     writer.publish(first)
-    assert reader.claims() == [first]
+    assert reader.heartbeats() == [first]
     cluster.limit_data(4096)
     try:
         with pytest.raises(OSError, match="No space") if told else nullcontext():
-            writer.publish(replace(first, granted=1))
-        assert reader.claims() == ([first] if told else [])
+            writer.publish(replace(first, written=1))
+        assert reader.heartbeats() == ([first] if told else [])
     finally:
         cluster.limit_data(0)
-    wait_for(lambda: published(writer, replace(first, granted=2)), 60.0)
-    assert [claim.granted for claim in reader.claims()] == [2]
+    wait_for(lambda: published(writer, replace(first, written=2)), 60.0)
+    assert [beat.written for beat in reader.heartbeats()] == [2]
 
 
-def published(book, claim):
+def published(files, heartbeat):
     try:
-        book.publish(claim)
+        files.publish(heartbeat)
     except OSError:
         return False
     return True

@@ -101,7 +101,7 @@ def plain(name, content=b"", **fields):
 
 
 class Free:
-    """Stands for the claim of a transfer: everything is granted, no process is started."""
+    """Stands for the allowance of a transfer: there is always room, no process is started."""
 
     pruned = 0
     exhausted = None
@@ -125,7 +125,7 @@ def free(monkeypatch):
 
 
 def received(archive, root):
-    """Import bytes in this process, without a claim; returns the receiver's view of it."""
+    """Import bytes in this process, without an allowance; returns the receiver's view of it."""
     tally = Tally()
     with Destination(Root.open(root, create=False), Options(0, num_threads=2)) as destination:
         receiver = Receiver(destination, tally)
@@ -673,23 +673,23 @@ def test_nothing_is_made_behind_a_link(lab, tmp_path, free, monkeypatch, level, 
     assert (os.stat(outside).st_mtime_ns == before_ns) is protected
 
 
-@pytest.mark.parametrize("claimed", [False, True])
-def test_what_is_to_stay_free_costs_nobody_a_chunk(lab, tmp_path, monkeypatch, claimed):
-    """Negative control: as a limit in the claim it holds for the whole root, which is pruned for it."""
+@pytest.mark.parametrize("declared", [False, True])
+def test_what_is_to_stay_free_costs_nobody_a_chunk(lab, tmp_path, monkeypatch, declared):
+    """Negative control: as a limit in the heartbeat it holds for the whole root, which is pruned for it."""
     lab.chunks(lab.namespace(), range(3))
     archive = exported(lab)
     target = Lab(tmp_path / "to")
     theirs = target.chunks(target.namespace(tenant="theirs"), range(50), age_s=86400)
-    if claimed:
+    if declared:
         real = allowance.Limits
         monkeypatch.setattr(allowance, "Limits", lambda **_: real(keep_free=Share(99.9)))
     tally = Tally()
-    options = Options(Share(99.9), patience_s=5.0 if claimed else 1.0)
+    options = Options(Share(99.9), patience_s=5.0 if declared else 1.0)
     with Destination(Root.open(target.path, create=False), options) as to:
         Receiver(to, tally).receive(io.BytesIO(archive).read, 2)
     assert "--keep-free" in to.exhausted
     assert tally.files[Fate.STORED] == 0
-    assert all(os.path.exists(path) for path in theirs) is not claimed
+    assert all(os.path.exists(path) for path in theirs) is not declared
 
 
 def test_times_of_the_future_become_now(lab, tmp_path, free):
@@ -732,9 +732,9 @@ def test_what_is_no_root_takes_nothing(lab, tmp_path, kind):
 
 
 def test_the_bounds_of_a_living_engine_hold(lab, tmp_path, monkeypatch):
-    """A claim with a limit is in the root: what is imported stays below it, the oldest going first."""
+    """What is imported goes at most 2 % beyond it, the oldest going first."""
     from fskv.bounds.client import Capacity
-    from fskv.bounds.quota import Limits
+    from fskv.bounds.limits import Limits
 
     where = lab.namespace()
     for number in range(300):
@@ -775,10 +775,10 @@ def test_the_bounds_of_a_living_engine_hold(lab, tmp_path, monkeypatch):
         over.set()
         watcher.join(20)
     assert tally.files[Fate.STORED] + tally.files[Fate.NO_ROOM] <= 300
-    assert 0 < largest <= bound
+    assert 0 < largest <= bound + bound // 50
     assert tally.files[Fate.STORED] * 36864 > bound // 2
     assert all_good(root)
-    # Negative control: without the claim it would have been exceeded.
+    # Negative control: without the allowance it would have been exceeded.
     monkeypatch.setattr("fskv_tools.transfer.destination.Allowance", Free)
     without = empty_root(tmp_path / "without")
     received(archive, without)

@@ -189,7 +189,7 @@ def test_what_root_writes_belongs_to_the_roots_owner(lab, tmp_path, monkeypatch,
         assert run("export", "-o", tmp_path / "a", root=lab.path).exit_code == 0
         done = run("import", tmp_path / "a", "--json", root=target)
     assert done.summary["stored"] == 5, done.stderr
-    assert os.path.isdir(f"{target}/.fskv-maintenance/claims")
+    assert os.path.isdir(f"{target}/.fskv-maintenance")
     # A part of the maintenance process is its own for a moment, until it is given away.
     wait_for(lambda: owners(target) == ({4321} if handed else {4321, 0}), 10)
 

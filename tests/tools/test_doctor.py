@@ -28,8 +28,8 @@ from fskv_tools.doctor.rounds import examine
 from fskv_tools.doctor.scratch import Scratch
 
 from fskv.bounds.client import Capacity
-from fskv.bounds.ledger import Ledger
-from fskv.bounds.quota import Limits, Usage
+from fskv.bounds.limits import Limits, Usage
+from fskv.bounds.shared_files import SharedFiles
 from fskv.root.mounts import mount_of
 from fskv.root.process_id import HOST, TOKEN, unique_name
 from fskv.sizes import Share
@@ -325,9 +325,9 @@ def test_where_nothing_can_be_stored_is_a_problem_and_not_how_much_is_free(lab, 
         info |= {"f_files": 0, "f_favail": 0}
         monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(**info))
         if counted is not None:
-            os.makedirs(f"{lab.path}/.fskv-maintenance/claims", exist_ok=True)
-            usage = Usage({where.id: (counted, 1)})
-            Ledger(f"{lab.path}/.fskv-maintenance").publish_usage(usage)
+            os.makedirs(f"{lab.path}/.fskv-maintenance", exist_ok=True)
+            usage = Usage(namespaces={where.id: (counted, 1)}, at_ms=1)
+            SharedFiles(f"{lab.path}/.fskv-maintenance").publish_usage(usage)
         limits = (Limits(**told),) if told else ()
         return levels(list(space.look(dataclasses.replace(subject, told=limits))), "space")
 
@@ -392,7 +392,7 @@ def test_a_root_full_of_strange_entries_is_looked_at_and_left_alone(lab):
 
 def test_damaged_and_hostile_maintenance_files_are_findings(lab, tmp_path):
     shared = f"{lab.path}/.fskv-maintenance"
-    os.makedirs(f"{shared}/claims")
+    os.makedirs(shared)
     lease = f"{shared}/lease.json"
     for content in (b"", b"[" * 100_000, b"{}", b'{"holder": 3}', b"\xff" * 5000):
         with open(lease, "wb") as file:
@@ -407,18 +407,18 @@ def test_damaged_and_hostile_maintenance_files_are_findings(lab, tmp_path):
     os.symlink("/dev/zero", lease)
     # ELOOP: no lease of fskv's.
     assert run("doctor", *PATIENT, "--json", root=lab.path).exit_code == 1
-    with open(f"{shared}/claims/x.json", "w") as file:
+    with open(f"{shared}/heartbeat-x.json", "w") as file:
         file.write('{"name": "x", "limits": 7}')
-    assert of(run("doctor", *PATIENT, "--json", root=lab.path), "claims")[0][0] == "ok"
+    assert of(run("doctor", *PATIENT, "--json", root=lab.path), "engines")[0][0] == "ok"
 
 
 @pytest.mark.parametrize("denied", [True, False])
-def test_claims_that_may_not_be_read_are_not_taken_for_none(lab, monkeypatch, denied):
+def test_heartbeats_that_may_not_be_read_are_not_taken_for_none(lab, monkeypatch, denied):
     if denied:
-        monkeypatch.setattr(Ledger, "claims", refused)
-    ((level, found),) = levels(here(lab.path), "claims")
+        monkeypatch.setattr(SharedFiles, "heartbeats", refused)
+    ((level, found),) = levels(here(lab.path), "engines")
     assert (level == "problem", "Permission denied" in found) == (denied, denied)
-    assert ("no engine was here" in found) is not denied
+    assert ("none was here" in found) is not denied
 
 
 def refused(*_):
@@ -493,7 +493,7 @@ def test_what_is_in_the_place_of_the_maintenance_files_is_one_problem(lab, kind)
     assert problems == ([] if kind == "a directory" else ["owner of maintenance"])
 
 
-def test_leases_and_claims_of_the_living_and_the_dead(lab):
+def test_leases_and_heartbeats_of_the_living_and_the_dead(lab):
     where = lab.namespace()
     engine = Capacity(lab.path, where.id, None, Limits(max_nbytes=5 << 30))
     engine.start()
@@ -502,7 +502,7 @@ def test_leases_and_claims_of_the_living_and_the_dead(lab):
         done = run("doctor", *PATIENT, "--json", root=lab.path)
         assert "held by" in of(done, "lease")[0][1]
         assert of(done, "lease")[0][0] == "ok"
-        assert "1 engine may be alive" in of(done, "claims")[0][1]
+        assert "1 engine may be alive" in of(done, "engines")[0][1]
         assert "max_bytes 5.00 GiB" in of(done, "bounds")[0][1]
     finally:
         engine.close()
@@ -821,15 +821,6 @@ def test_of_several_stores_on_one_root_the_tightest_bounds_are_judged(lab, order
     # The control: where both have the same there is nothing to say.
     alike = nested("MultiConnector", "connectors", *[inner[0]] * 3000)
     assert of(configured(json.dumps(alike))[0], "bounds") == []
-
-
-def test_claims_that_cannot_be_read_are_no_absence_of_engines(lab):
-    lab.namespace()
-    os.makedirs(f"{lab.path}/.fskv-maintenance", exist_ok=True)
-    with open(f"{lab.path}/.fskv-maintenance/claims", "x"):
-        pass
-    ((level, text),) = of(run("doctor", "--json", root=lab.path), "claims")
-    assert (level, "Not a directory" in text) == ("problem", True)
 
 
 def test_a_line_without_time_to_stop_or_with_a_warning_at_each_start_is_hinted_at(lab):

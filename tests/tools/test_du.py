@@ -12,8 +12,8 @@ from world import wait_for
 
 pytest.importorskip("fskv_tools.cli", reason="the command line is not installed")
 from fskv.bounds.lease import SHARED_DIR
-from fskv.bounds.ledger import Ledger
-from fskv.bounds.quota import Claim, Limits
+from fskv.bounds.limits import Heartbeat, Limits
+from fskv.bounds.shared_files import SharedFiles
 from fskv.namespace import GroupIdentity
 from fskv.root.process_id import unique_name
 
@@ -78,12 +78,13 @@ def test_what_it_says_a_prune_would_free_is_what_a_prune_frees(lab):
     paths = [lab.chunk(where, n, age_s=DAY * n + 3600) for n in range(40)]
     bound = on_disk(paths) // 2
     shared = f"{lab.path}/{SHARED_DIR}"
-    os.makedirs(f"{shared}/claims")
-    Ledger(shared).publish(Claim(unique_name(), where.id, None, Limits(max_nbytes=bound)))
+    os.makedirs(shared)
+    beat = Heartbeat(unique_name(), where.id, None, Limits(max_nbytes=bound))
+    SharedFiles(shared).publish(beat)
     done = run("du", "--json", "--unused-for", "20d", root=lab.path)
     (limit,) = lines(done, "bound", scope="root")
     assert limit["limit"] == bound
-    assert done.lines[-1]["claims"] == 1
+    assert done.lines[-1]["heartbeats"] == 1
     for target in lines(done, "target"):
         words = target["option"].split()
         plan = run("prune", *words, "--dry-run", "--json", root=lab.path)
@@ -110,8 +111,9 @@ def test_a_bound_is_told_as_people_write_it(lab, bound, text):
     where = lab.namespace()
     lab.chunk(where, 1)
     shared = f"{lab.path}/{SHARED_DIR}"
-    os.makedirs(f"{shared}/claims")
-    Ledger(shared).publish(Claim(unique_name(), where.id, None, Limits(max_nbytes=bound)))
+    os.makedirs(shared)
+    beat = Heartbeat(unique_name(), where.id, None, Limits(max_nbytes=bound))
+    SharedFiles(shared).publish(beat)
     shown = " ".join(run("du", root=lab.path).stdout.split())
     assert shown.endswith(f"--max-size {text}")
     assert run("prune", "--max-size", text, "-n", root=lab.path).exit_code == 0

@@ -21,8 +21,8 @@ from tool_lab import Lab, check_lines, fskv, run, spoil
 from world import damage, make_identity
 
 from fskv.bounds.eviction_news import EvictionNews
-from fskv.bounds.ledger import Ledger
-from fskv.bounds.quota import Claim, Limits, Usage
+from fskv.bounds.limits import Heartbeat, Limits, Usage
+from fskv.bounds.shared_files import SharedFiles
 from fskv.format.chunk_file import encode_header, parse_header
 from fskv.namespace import GroupIdentity, chunk_name, directory
 from fskv.root.process_id import HOST, TOKEN
@@ -233,6 +233,9 @@ def test_what_a_lookup_sees_ends_the_hit(lab, spoiling, words):
     spoiling(paths[5])
     found = lab.explain(one)
     assert (found.hit_tokens, found.lookup_tokens) == (160, 160)
+    behind = [os.stat(path).st_size for path in paths[6:]]
+    assert (found.unreachable_files, found.unreachable_nbytes) == (len(behind), sum(behind))
+    assert "; out of reach: 4 files, " in found.verdict
     (file,) = found.chunks[0, 5]["files"]
     assert words in f"{file['state']} {file['detail']}"
     assert words in found.causes or spoiling is os.unlink
@@ -403,15 +406,15 @@ def test_a_bound_is_the_reason_of_a_prune_only_where_one_is_known_and_met(lab):
     assert "for a bound, or by `fskv prune`" in lab.explain(one).causes
 
 
-def engine(lab, identity, *, counted, at_hand=1 << 30, full=0, **limits):
+def engine(lab, identity, *, counted, full=0, **limits):
     """Leave what a living engine and the holder of the lease leave in a root."""
     shared = f"{lab.path}/.fskv-maintenance"
-    os.makedirs(f"{shared}/claims", exist_ok=True)
+    os.makedirs(shared, exist_ok=True)
     name = f"{HOST}-{os.getpid()}-{TOKEN}-1"
     where = directory(identity)
-    claim = Claim(name, where, None, Limits(**limits), granted=at_hand, full=full)
-    Ledger(shared).publish(claim)
-    Ledger(shared).publish_usage(Usage({where: (counted, 1)}))
+    files = SharedFiles(shared)
+    files.publish(Heartbeat(name, where, None, Limits(**limits), full=full))
+    files.publish_usage(Usage(namespaces={where: (counted, 1)}, at_ms=1))
     return name
 
 
@@ -431,12 +434,14 @@ def test_where_nothing_is_stored_because_nothing_can_be_it_is_said(lab):
     )
     shown = run("explain", one.digest16, "--tokens-json", json.dumps(TOKENS), root=lab.path).stdout
     assert "the root: nothing can be stored now" in shown
-    # One that is used up, an engine that was granted nothing, and that has met a full disk.
-    name = engine(lab, one, counted=1 << 30, max_nbytes=1 << 30, at_hand=0, full=3)
+    # One that is exceeded by more than 2 %, and an engine that has met a full disk.
+    name = engine(lab, one, counted=1100 << 20, max_nbytes=1 << 30, full=3)
     causes = lab.explain(one).causes
-    assert "nothing can be stored now, unless chunks are pruned first: 1.00 GiB" in causes
-    assert f"the engine {name} stores nothing now: 0 B is what it may write" in causes
-    assert "has met a full disk 3 times" in causes
+    assert "nothing can be stored now, unless chunks are pruned first: 1.07 GiB" in causes
+    assert f"the engine {name} has met a full disk 3 times" in causes
+    # The control: an engine stores first, and is pruned for.
+    engine(lab, one, counted=1 << 30, max_nbytes=1 << 30)
+    assert "nothing can be stored now" not in lab.explain(one).causes
 
 
 def test_a_last_use_is_said_as_exactly_as_it_is_known(lab):

@@ -11,8 +11,8 @@ import urllib.request
 import pytest
 from world import wait_for
 
+from fskv.bounds.limits import Heartbeat, Limits, Usage
 from fskv.bounds.maintenance import Seen
-from fskv.bounds.quota import Claim, Limits, Usage
 from fskv.root.filesystem import Space
 
 exporter = pytest.importorskip("fskv_tools.exporter", reason="the command line is not installed")
@@ -20,9 +20,6 @@ metrics_server = pytest.importorskip("fskv_tools.metrics_server")
 exits = pytest.importorskip("fskv_tools.exits")
 
 SPACE = Space(10**12, 10**11, 10**6, 10**5)
-LIMITS = Limits(
-    max_nbytes=10**9, namespace_max_nbytes=10**6, tenant_max_nbytes=10**7, keep_free=10**6
-)
 
 
 def _name(number):
@@ -33,11 +30,13 @@ def _families(num_namespaces, num_tenants):
     usage = Usage(
         namespaces={_name(n): (1000 + n, n) for n in range(num_namespaces)},
         tenants={_name(n): f"tenant-{n % num_tenants}" for n in range(num_namespaces)},
+        max_nbytes=10**9,
+        kept_free=10**6,
+        tenant_limits={f"tenant-{n}": 10**7 for n in range(num_tenants)},
         at_ms=1,
     )
-    claims = [Claim("watcher", None, None, LIMITS)]
-    claims += [Claim(f"w{n}", _name(n), None, Limits(), granted=5) for n in range(3)]
-    watched = exporter.Watched(Seen(usage, claims, SPACE, True), 0.5)
+    beats = [Heartbeat("watcher", None, None, Limits())]
+    watched = exporter.Watched(Seen(usage, beats, SPACE, False), 0.5)
     collector = exporter.RootCollector(lambda: watched, "/mnt/kv")
     return usage, {family.name: family for family in collector.collect()}
 
@@ -76,7 +75,7 @@ def test_negative_control_without_the_limit_every_namespace_is_a_series(monkeypa
     monkeypatch.setattr(exporter, "MAX_NAMES", 10**9)
     _, families = _families(1000, 300)
     assert len(families["fskv_root_namespace_bytes"].samples) == 1000
-    assert len(families["fskv_root_limit_bytes"].samples) > 1000
+    assert len(families["fskv_root_limit_bytes"].samples) == 302
 
 
 def test_before_the_root_has_answered_there_is_its_name_and_how_long_it_has_not():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import glob
 import os
 import shutil
 import subprocess
@@ -12,7 +13,7 @@ import time
 
 import pytest
 from capacity_lab import dead_name
-from test_rm import CLAIMER
+from test_rm import WRITER
 from tool_lab import Lab, check_lines, everything_below, fskv, run, spoil
 from world import wait_for
 
@@ -20,10 +21,9 @@ pytest.importorskip("fskv_tools.cli", reason="the command line is not installed"
 from fskv_tools import garbage, neighbours
 from fskv_tools.root_view import RootView
 
-from fskv.bounds import ledger
 from fskv.bounds.lease import SHARED_DIR
-from fskv.bounds.ledger import Ledger
-from fskv.bounds.quota import Claim, Limits, Usage
+from fskv.bounds.limits import Heartbeat, Limits, Usage
+from fskv.bounds.shared_files import SharedFiles, file_of
 from fskv.root.process_id import unique_name
 from fskv.types import Status
 
@@ -105,21 +105,21 @@ def test_empty_directories_and_dead_namespaces_go(lab):
     assert left == [young, fresh.directory.path, alive.directory.path]
 
 
-def test_a_namespace_that_an_engine_claims_or_that_holds_anything_stays(lab):
-    claimed, foreign = lab.namespace(), lab.namespace(model_name="org/foreign")
+def test_a_namespace_that_an_engine_writes_to_or_that_holds_anything_stays(lab):
+    written, foreign = lab.namespace(), lab.namespace(model_name="org/foreign")
     engine = subprocess.Popen(
-        [sys.executable, "-c", CLAIMER, lab.path, claimed.id], stdout=subprocess.DEVNULL
+        [sys.executable, "-c", WRITER, lab.path, written.id], stdout=subprocess.DEVNULL
     )
     try:
-        claims = f"{lab.path}/{SHARED_DIR}/claims"
-        wait_for(lambda: os.path.isdir(claims) and os.listdir(claims))
+        beats = f"{lab.path}/{SHARED_DIR}/heartbeat-*.json"
+        wait_for(lambda: glob.glob(beats))
         put(f"{foreign.directory.path}/notes.txt")
-        for where in (claimed, foreign):
+        for where in (written, foreign):
             age_all(where.directory.path, 2 * HOUR)
         done = run("gc", "--yes", "--namespaces-unused-for", "1h", root=lab.path)
-        assert os.path.exists(f"{claimed.directory.path}/namespace.json")
+        assert os.path.exists(f"{written.directory.path}/namespace.json")
         assert os.path.exists(f"{foreign.directory.path}/notes.txt")
-        assert os.listdir(claims), "what a living engine claims stays"
+        assert glob.glob(beats), "the heartbeat of a living engine stays"
         assert "notes.txt" in done.stdout
     finally:
         engine.kill()
@@ -170,47 +170,47 @@ def test_a_chunk_that_is_used_while_its_namespace_goes_stays(lab, protected, mon
     where = lab.namespace()
     paths = lab.chunks(where, range(10))
     age_all(where.directory.path, 100 * 24 * HOUR)
-    real = garbage.NamespaceRemoval
+    real = garbage.remove_namespace
 
-    def removal(one, news, stop, before_ns):
+    def remove(one, news, stop, before_ns):
         os.utime(paths[3])
         return real(one, news, stop, before_ns if protected else None)
 
-    monkeypatch.setattr(garbage, "NamespaceRemoval", removal)
+    monkeypatch.setattr(garbage, "remove_namespace", remove)
     run("gc", "--yes", "--namespaces-unused-for", "90d", root=lab.path)
     assert there(paths) == ([paths[3]] if protected else [])
     assert os.path.exists(f"{where.directory.path}/namespace.json") is protected
 
 
-def test_claims_and_the_last_count_go_together_when_nobody_lives(lab):
+def test_heartbeats_go_when_nobody_lives(lab):
     shared = f"{lab.path}/{SHARED_DIR}"
     where = lab.namespace()
     lab.chunk(where, 1)
-    os.makedirs(f"{shared}/claims")
     os.makedirs(f"{shared}/removed")
-    book = Ledger(shared)
-    book.publish(Claim(dead_name(), where.id, None, Limits(), granted=5, written=5))
-    book.publish_usage(Usage())
+    files = SharedFiles(shared)
+    dead = Heartbeat(dead_name(), where.id, None, Limits(), written=5)
+    files.publish(dead)
+    files.publish_usage(Usage())
     old = put(f"{shared}/removed/{'a' * 16}-{unique_name()}.bin", 2 * HOUR)
     news = put(f"{shared}/removed/{'a' * 16}-{unique_name()}.bin")
     notes = put(f"{shared}/removed/notes.bin", 2 * HOUR)
-    living = Claim(unique_name(), None, None, Limits())
-    book.publish(living)
+    strange = put(f"{shared}/heartbeat-notes.json")
+    living = Heartbeat(unique_name(), None, None, Limits())
+    files.publish(living)
     assert run("gc", "--yes", root=lab.path).exit_code == 0
-    # Somebody lives, and may compute with what the dead one wrote: it is his to withdraw.
-    assert len(book.claims()) == 2
-    assert book.usage() is not None
+    # Somebody lives, and adds up what the dead one wrote: it is the leader's to withdraw.
+    assert len(files.heartbeats()) == 2
     assert there([old, news, notes]) == [news, notes]
-    book.withdraw(living.name)
+    files.withdraw(living.name)
     plan = run("gc", "-n", root=lab.path)
-    assert {tuple(line.split()) for line in plan.stdout.splitlines() if line[0] in "cl"} == {
-        ("count", f"{shared}/usage.json"),
-        ("claim", f"{shared}/claims/{book.claims()[0].name}.json"),
-    }
-    assert plan.stderr.startswith("1 claim of an engine that is gone, ")
+    assert [line.split() for line in plan.stdout.splitlines() if line[0] == "h"] == [
+        ["heartbeat", f"{shared}/{file_of(dead.name)}"]
+    ]
+    assert plan.stderr.startswith("1 heartbeat of an engine that is gone, ")
     assert run("gc", "--yes", root=lab.path).exit_code == 0
-    assert book.claims() == []
-    assert book.usage() is None
+    assert files.heartbeats() == []
+    assert files.usage() is not None, "the next engine begins with it"
+    assert os.path.exists(strange)
 
 
 def test_a_hostile_root_loses_nothing_but_garbage(lab):
@@ -220,7 +220,7 @@ def test_a_hostile_root_loses_nothing_but_garbage(lab):
     shared = f"{lab.path}/{SHARED_DIR}"
     os.mkdir(shared)
     outside = f"{lab.path}-outside"
-    os.symlink(outside, f"{shared}/claims")
+    os.symlink(outside, f"{shared}/{file_of(dead_name())}")
     os.symlink(outside, f"{shared}/removed")
     put(f"{outside}/{dead_name()}.part")
     put(f"{outside}/{dead_name()}.json", 2 * HOUR)
@@ -252,7 +252,7 @@ def test_a_store_beside_it_has_no_error_when_its_empty_directories_go(make_world
         view = RootView.open(str(tmp_path / "kv"))
         while not stop.is_set():
             one = garbage.Sweep(view, time.time_ns(), delete=True, stop=threading.Event())
-            gone.extend(found for found in one.findings() if found.kind is garbage.Kind.DIRECTORY)
+            gone.extend(found for found in one.outcomes() if found.what == "directory")
 
     sweeper = threading.Thread(target=sweep)
     sweeper.start()
@@ -268,23 +268,33 @@ def test_a_store_beside_it_has_no_error_when_its_empty_directories_go(make_world
 
 
 @pytest.mark.parametrize("strict", [True, False], ids=["", "negative control"])
-def test_a_claim_that_cannot_be_read_is_of_somebody_who_may_live(lab, monkeypatch, strict):
+def test_a_heartbeat_that_cannot_be_read_is_of_somebody_who_may_live(lab, monkeypatch, strict):
     """Else the namespace of a living engine is removed. In the control what cannot be read is left out."""
-    book = Ledger(f"{lab.path}/{SHARED_DIR}")
-    os.makedirs(f"{lab.path}/{SHARED_DIR}/claims", exist_ok=True)
-    claim = Claim(unique_name(), None, None, Limits())
-    book.publish(claim)
+    os.makedirs(f"{lab.path}/{SHARED_DIR}")
+    beat = Heartbeat(unique_name(), None, None, Limits())
+    SharedFiles(f"{lab.path}/{SHARED_DIR}").publish(beat)
     now_ns = time.time_ns()
-    assert [each.name for each in neighbours.living_claims(lab.path, now_ns)] == [claim.name]
+    assert [each.name for each in neighbours.living_heartbeats(lab.path, now_ns)] == [beat.name]
 
     def denied(*_):
         raise OSError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(ledger, "_content", denied)
+    monkeypatch.setattr(SharedFiles, "_read", denied)
     if not strict:
-        claims = Ledger.claims
-        monkeypatch.setattr(Ledger, "claims", lambda self, strict: claims(self))
-        assert neighbours.living_claims(lab.path, now_ns) == []
+        heartbeats = SharedFiles.heartbeats
+        monkeypatch.setattr(SharedFiles, "heartbeats", lambda self, strict: heartbeats(self))
+        assert neighbours.living_heartbeats(lab.path, now_ns) == []
         return
     with pytest.raises(OSError, match="Permission denied"):
-        neighbours.living_claims(lab.path, now_ns)
+        neighbours.living_heartbeats(lab.path, now_ns)
+
+
+@pytest.mark.parametrize("age_s", [0, 50, 61, -3 * 86400])
+def test_who_was_silent_for_a_minute_or_has_a_time_of_the_future_does_not_live(lab, age_s):
+    shared = f"{lab.path}/{SHARED_DIR}"
+    os.makedirs(shared)
+    beat = Heartbeat("far-1-ab12cd34-1", None, None, Limits())
+    SharedFiles(shared).publish(beat)
+    age(f"{shared}/{file_of(beat.name)}", age_s)
+    alive = neighbours.living_heartbeats(lab.path, time.time_ns())
+    assert bool(alive) is (0 <= age_s < 60)

@@ -437,17 +437,16 @@ def test_an_engine_hits_what_another_stored(make_engine):
 # --- the bound --------------------------------------------------------------------------------
 
 
-class _Grants:
+class _Room:
     """Stands for bounds.client.Capacity: counts, and prunes whole files at once when the bound is met."""
 
-    def __init__(self, root, namespace, tenant, limits, *, patient, quiet, **_):
+    def __init__(self, root, namespace, tenant, limits, **_):
         self.directory = pathlib.Path(root, namespace)
         self.bound = limits.max_nbytes
         self.refusals = 0
         self.taken = self.settled = self.written = 0
         self.newest_first = False
-        self.usage = None
-        _Grants.last = self
+        _Room.last = self
 
     paused = False
     state = None
@@ -455,7 +454,7 @@ class _Grants:
     def start(self):
         pass
 
-    def wait_for_first_word(self, room_nbytes):
+    def wait_for_first_word(self):
         pass
 
     def close(self):
@@ -485,35 +484,35 @@ class _Grants:
 
 
 @pytest.fixture
-def grants(monkeypatch):
-    monkeypatch.setattr(lookup, "Capacity", _Grants)
-    return _Grants
+def room(monkeypatch):
+    monkeypatch.setattr(lookup, "Capacity", _Room)
+    return _Room
 
 
-def test_every_store_asks_for_room_and_settles_it(make_engine, grants, tmp_path):
+def test_every_store_asks_for_room_and_settles_it(make_engine, room, tmp_path):
     engine = make_engine()
-    grants.last.refusals = 3
+    room.last.refusals = 3
     done = ask(engine, 1, 2, 3)
-    assert grants.last.refusals == 0
+    assert room.last.refusals == 0
     assert done.waited_s > 0
     assert ask(engine, 4, 2).existing == 1, "what is known to be there asks for no room"
-    assert grants.last.taken == grants.last.settled == 4 * 8192
+    assert room.last.taken == room.last.settled == 4 * 8192
     files = chunk_files(tmp_path / "engines")
-    assert grants.last.written == sum(file.stat().st_size for file in files) == 4 * 8192
+    assert room.last.written == sum(file.stat().st_size for file in files) == 4 * 8192
 
 
 def test_a_store_that_never_gets_room_ends_the_replay_with_a_sentence(
-    make_engine, grants, monkeypatch
+    make_engine, room, monkeypatch
 ):
     monkeypatch.setattr(replay_engine, "PATIENCE_S", 0.2)
     engine = make_engine()
-    grants.last.refusals = 10**9
+    room.last.refusals = 10**9
     with pytest.raises(ReplayError, match="no room for a chunk of 8192 bytes"):
         ask(engine, 1)
 
 
 @pytest.mark.parametrize("newest_first", [False, True])
-def test_the_order_of_use_is_on_disk(make_engine, grants, newest_first):
+def test_the_order_of_use_is_on_disk(make_engine, room, newest_first):
     """Removing the oldest mtimes is LRU, but for uses within one tick of the kernel's clock."""
     requests = [
         Request(0.0, tuple(line["hash_ids"])) for line in make_trace(num_requests=80, seed=1)
@@ -522,7 +521,7 @@ def test_the_order_of_use_is_on_disk(make_engine, grants, newest_first):
     capacity = 3 * most
     exact = sum(replay_trace.lru_hits(requests, capacity))
     engine = make_engine(max_nbytes=capacity * 8192)
-    grants.last.newest_first = newest_first
+    room.last.newest_first = newest_first
     hits = 0
     for request in requests:
         hits += engine.handle(request).hits
@@ -546,21 +545,23 @@ def make_summary(**changes):
         ({"max_bytes_on_disk": 10**9}, None),
         (
             {
+                "processes": 2,
                 "capacity_bytes": 100,
                 "capacity_blocks": 1,
-                "max_bytes_on_disk": 120,
+                "max_bytes_on_disk": 224,
                 "max_in_flight_bytes": 20,
             },
             None,
         ),
         (
             {
+                "processes": 2,
                 "capacity_bytes": 100,
                 "capacity_blocks": 1,
-                "max_bytes_on_disk": 121,
+                "max_bytes_on_disk": 225,
                 "max_in_flight_bytes": 20,
             },
-            "121 bytes were on disk, expected at most 100 and 20 in flight",
+            "225 bytes were on disk, expected at most 204 and 20 in flight",
         ),
         ({"wrong_bytes": 1}, "1 loaded bytes differ"),
     ],
@@ -585,7 +586,7 @@ def test_a_walk_counts_what_the_disk_keeps_for_chunk_files_and_unfinished_ones(t
     for name, nbytes in [("a.g0.kv", 1), ("b.g0.kv", 9000), ("c.part", 4096)]:
         (shard / name).write_bytes(b"x" * nbytes)
     (tmp_path / ".fskv-maintenance").mkdir()
-    (tmp_path / ".fskv-maintenance" / "claim.part").write_bytes(b"x")
+    (tmp_path / ".fskv-maintenance" / "lease.part").write_bytes(b"x")
     (shard / "d.g0.kv").symlink_to("b.g0.kv")
     listed = subprocess.run(
         ["du", "-s", "-c", "--block-size=1", *map(str, shard.iterdir())],

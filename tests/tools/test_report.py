@@ -24,8 +24,8 @@ from fskv_tools.report.plots import Tick, area, bar, columns, nice_steps
 from fskv_tools.report.survey import EDGES, SAMPLE, Ages, _Sample
 from metrics_lab import Engine, server
 
-from fskv.bounds.ledger import Ledger
-from fskv.bounds.quota import Claim, Limits, Usage
+from fskv.bounds.limits import Heartbeat, Limits, Usage
+from fskv.bounds.shared_files import SharedFiles
 from fskv.index.scan import RECORD
 from fskv.observe.metrics import LOAD_FAILURES, NAMESPACE_INFO
 from fskv.root.process_id import HOST, TOKEN
@@ -265,20 +265,20 @@ def test_hit_ratios_come_from_endpoints_and_one_without_an_answer_is_said_so(lab
     assert "org/model it names none" in check_page(unnamed).text
 
 
-def test_bounds_and_engines_are_those_of_the_claims(lab, tmp_path):
+def test_bounds_and_engines_are_those_of_the_heartbeats(lab, tmp_path):
     where = lab.namespace()
     lab.chunks(where, range(4))
     shared = f"{lab.path}/.fskv-maintenance"
-    os.makedirs(f"{shared}/claims")
-    book = Ledger(shared)
+    os.makedirs(shared)
+    files = SharedFiles(shared)
     mine = f"{HOST}-{os.getpid()}-{TOKEN}-1"
-    book.publish(Claim(mine, where.id, None, Limits(max_nbytes=10 << 20), 5000, 4000))
+    files.publish(Heartbeat(mine, where.id, None, Limits(max_nbytes=10 << 20), 4000))
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait(60)
-    book.publish(Claim(f"{HOST}-{gone.pid}-{TOKEN}-2", where.id, None, Limits()))
-    book.publish_usage(Usage(namespaces={where.id: (1, 1)}, unremovable=3))
+    files.publish(Heartbeat(f"{HOST}-{gone.pid}-{TOKEN}-2", where.id, None, Limits()))
+    files.publish_usage(Usage(namespaces={where.id: (1, 1)}, unremovable=3))
     page = check_page(report(lab, tmp_path)[1])
-    assert "1 alive of 2 that left a claim" in page.text
+    assert "1 alive of 2 with a heartbeat" in page.text
     assert "10.0 MiB" in page.text
     assert re.search(r"Files that cannot be removed 3 ", page.text)
     assert " gone" in page.text
@@ -303,7 +303,7 @@ def test_names_and_manifests_cannot_put_anything_into_the_page(lab, tmp_path):
     with open(f"{lab.path}/<script src=x>", "wb"):
         pass
     shared = f"{lab.path}/.fskv-maintenance"
-    os.makedirs(f"{shared}/claims")
+    os.makedirs(shared)
     with open(f"{shared}/lease.json", "w", encoding="utf-8") as file:
         state = {"holder": EVIL, "host": EVIL, "pid": 1, "boot": EVIL, "since_ms": 1, "beat": 1}
         json.dump(state, file)

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import glob
-import itertools
 import json
 import os
 import pathlib
-import random
 import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from shlex import quote
 
 import msgpack
@@ -33,17 +30,17 @@ from capacity_lab import (
 from world import Clock, has_ended, returns_in_time, wait_for
 
 from faults import mount as faulty_mount
-from fskv.bounds import client, maintenance
+from fskv.bounds import client
 from fskv.bounds.client import _HUNG_S, _SILENT_S, Capacity
-from fskv.bounds.ledger import Ledger
-from fskv.bounds.maintenance import Maintainer
-from fskv.bounds.outbox import Outbox
-from fskv.bounds.quota import Claim, Limits, Scope, excess
-from fskv.root.process_id import unique_name
+from fskv.bounds.limits import Limits
+from fskv.bounds.state import RootState
 from fskv.sizes import Share
 from trials.shared_root_judge import maintenance_processes
 
-MAX = 4 << 20
+MAX = 16 << 20
+# From the low mark of a quiet root each of three writers may come to its guard while nobody counts.
+MOST = MAX * (0.97 + 3 * 0.06)
+RATE = 1 << 19  # bytes a second of one writer: the bound holds 10 s of three
 
 
 @pytest.fixture
@@ -61,7 +58,7 @@ class Writers:
     def start(self):
         self.seed += 1
         process = subprocess.Popen(
-            [sys.executable, "-c", WRITER, self.root, NAME, str(self.seed), str(MAX)],
+            [sys.executable, "-c", WRITER, self.root, NAME, str(self.seed), str(MAX), str(RATE)],
             stdout=subprocess.PIPE,
         )
         os.set_blocking(process.stdout.fileno(), False)
@@ -78,12 +75,13 @@ class Writers:
         return sum(process.total for process in self.running)
 
     def watch(self, nbytes):
-        """Hold the bound while so much more is written."""
+        """Stay near the bound while so much more is written; the limit only bounds a standstill."""
         target = self.written() + nbytes
-        end = time.monotonic() + 40
+        end = time.monotonic() + 120
         while self.written() < target:
-            assert disk_nbytes(self.root) <= MAX
+            assert disk_nbytes(self.root) <= MOST
             assert time.monotonic() < end, "nothing is written any more"
+            time.sleep(0.02)
 
     def kill(self, process):
         process.kill()
@@ -114,35 +112,9 @@ def holder_of(root):
     return None
 
 
-def claim_files(root):
-    return set(os.listdir(f"{root}/.fskv-maintenance/claims"))
-
-
-def granted(root):
-    """Return how many bytes all claims together say that they were granted."""
-    total = 0
-    for path in glob.glob(f"{root}/.fskv-maintenance/claims/*.json"):
-        with contextlib.suppress(OSError, ValueError), open(path) as file:
-            total += json.load(file)["granted"]
-    return total
-
-
-def test_the_claim_says_what_a_last_use_is_rounded_to(root):
-    capacity = Capacity(root, NAME, None, Limits(), touch_interval_s=7200.5)
-    capacity.start()
-    try:
-        wait_for(
-            lambda: capacity.poll() or glob.glob(f"{root}/.fskv-maintenance/claims/*.json"),
-        )
-        (claim,) = Ledger(f"{root}/.fskv-maintenance").claims()
-        assert claim.touch_interval_s == 7201
-    finally:
-        capacity.close()
-
-
-def test_three_writers_stay_within_the_bound_whoever_is_killed(root, start_writers, monkeypatch):
+def test_three_writers_stay_near_the_bound_whoever_is_killed(root, start_writers):
     writers = start_writers(3)
-    writers.watch(3 * MAX)
+    writers.watch(2 * MAX)
     # The process that prunes for all is killed: another one goes on, its engine gets a new one.
     holder = holder_of(root)
     assert holder in maintenance_processes(process.pid for process in writers.running)
@@ -154,15 +126,7 @@ def test_three_writers_stay_within_the_bound_whoever_is_killed(root, start_write
     writers.watch(MAX)
     writers.running.append(writers.start())
     writers.watch(MAX)
-    assert disk_nbytes(root) > MAX // 2  # it was not held by removing everything
-
-
-def test_without_asking_the_bound_breaks(root):
-    """Negative control: the same bytes, with the same measure, from writers that do not ask."""
-    rng = random.Random(1)
-    for number in range(200):
-        write_chunk(f"{root}/{NAME}", number, 4096 * rng.randint(1, 16))
-    assert disk_nbytes(root) > MAX
+    assert disk_nbytes(root) > MAX * 0.7  # it was not held by removing everything
 
 
 class Engine:
@@ -209,163 +173,116 @@ def engine(root):
     wait_for(lambda: not maintenance_processes([os.getpid()]))
 
 
-def test_what_was_there_before_counts_and_a_restart_grants_nothing_beyond(root, engine):
-    for number in range(60):
-        write_chunk(f"{root}/{NAME}", number, 65536)  # 3.75 of 4 MiB, by somebody else
+def test_what_was_there_before_counts_and_a_restart_begins_with_what_was_counted(root, engine):
+    for number in range(255):
+        write_chunk(f"{root}/{NAME}", number, 65536)  # 15.9 of 16 MiB, by somebody else
     first = engine(Limits(max_nbytes=MAX))
-    for number in range(100, 130):
-        first.store(number)
-        assert disk_nbytes(root) <= MAX
     wait_for(lambda: first.poll() or first.removed)
     names = {name.hex() for name, _ in first.removed}
-    assert names
     assert not any(os.path.exists(f"{root}/{NAME}/chunks/{n[:3]}/{n}.g0.kv") for n in names)
     first.capacity.close()
     wait_for(lambda: not maintenance_processes([os.getpid()]))
     assert os.path.exists(f"{root}/{NAME}/snapshot.msgpack")
     second = engine(Limits(max_nbytes=MAX))
-    for number in range(200, 230):
-        second.store(number)
-        assert disk_nbytes(root) <= MAX
-    assert second.capacity.state.nbytes > MAX // 2
+    wait_for(lambda: second.poll() or second.capacity.state.known)
+    assert 0.9 * MAX < second.capacity.state.nbytes < MAX
 
 
-class Pipes:
-    """In the place of a maintenance process: the ends of its pipes, and a Maintainer that steps when told."""
-
-    def __init__(self, root, limits):
-        heard, self.stdin = (
-            os.fdopen(fd, mode) for fd, mode in zip(os.pipe(), ("rb", "wb"), strict=True)
-        )
-        self.stdout, said = (
-            os.fdopen(fd, mode) for fd, mode in zip(os.pipe(), ("rb", "wb"), strict=True)
-        )
-        for pipe in (heard, self.stdin, self.stdout, said):
-            os.set_blocking(pipe.fileno(), False)
-        self._own = heard, said
-        self._unpacker = msgpack.Unpacker()
-        self.maintainer = Maintainer(
-            root, Claim(unique_name(), NAME, None, limits), Outbox(said.fileno()).send
-        )
-
-    def hear(self, most):
-        """Hear some of what the engine has said."""
-        with contextlib.suppress(BlockingIOError):
-            self._unpacker.feed(os.read(self._own[0].fileno(), 1 << 16))
-        for message in itertools.islice(self._unpacker, most):
-            if "root" not in message and "end" not in message:
-                self.maintainer.hear(maintenance.Engine(**message))
-
-    @property
-    def claimed(self):
-        (mine,) = self.maintainer._ledger.claims()
-        return mine.granted
-
-    def poll(self):
-        return None
-
-    def wait(self):
-        return 0
-
-    def close(self):
-        for pipe in (*self._own, self.stdin, self.stdout):
-            pipe.close()
+# --- the guard ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_a_claim_covers_what_its_engine_may_use_whenever_one_of_both_is_away(
-    root, monkeypatch, seed
-):
-    """A seeded walk of both ends: each is away at times, and hears late what the other one says."""
-    rng = random.Random(seed)
+@pytest.fixture
+def told(root):
+    """Return an engine's capacity, and how to tell it a state; without a process."""
     clock = Clock()
-    monkeypatch.setattr(time, "monotonic", clock)
-    limits = Limits(max_nbytes=64 << 20)
-    pipes = Pipes(root, limits)
-    pipes.maintainer._lease._clock = clock
-    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pipes)
-    capacity = Capacity(root, NAME, None, limits, at_hand=1 << 20, clock=clock)
-    capacity.start()
-    used = 0
+    capacity = Capacity(root, NAME, None, Limits(), clock=clock)
 
-    async def walk():
-        nonlocal used
-        while not capacity._allowed:
-            pipes.maintainer.step()
-            await asyncio.sleep(0)  # the loop's clock is ours and stands still
-            threading.Event().wait(0.001)
-            clock.advance(0.01)
-            capacity.poll()
-        for _ in range(600):
-            event = rng.choices(("take", "poll", "step", "away"), (6, 4, 4, 1))[0]
-            if event == "take" and capacity.take(1 << 16):
-                used += 1 << 16
-                capacity.settle(1 << 16, 1 << 16)
-            elif event == "poll":
-                capacity.poll()
-            elif event == "step":
-                pipes.hear(rng.choice((0, 1, 1000)))
-                pipes.maintainer.step()
-                await asyncio.sleep(0)
-            clock.advance(rng.choice((13.0, 17.0, 25.0)) if event == "away" else 0.01)
-            assert used <= capacity._used
-            if not capacity._silent:
-                assert capacity._allowed <= pipes.claimed
+    def tell(**fields):
+        state = {"known": True, "sequence": capacity.state.sequence + 1, **fields}
+        capacity._take_message({"at": time.monotonic(), **asdict(RootState(**state))})
 
-    try:
-        asyncio.run(walk())
-    finally:
-        pipes.close()
-    assert used > 2 << 20
+    return capacity, tell, clock
 
 
-@pytest.mark.parametrize("step_s", [0.05, 2.0])
-def test_what_an_engine_asks_for_until_the_next_grant_is_at_hand(root, monkeypatch, step_s):
-    """The engine asks ten times a second; a step of the maintenance may take seconds on a slow mount."""
-    clock = Clock()
-    monkeypatch.setattr(time, "monotonic", clock)
-    limits = Limits(max_nbytes=256 << 20)
-    pipes = Pipes(root, limits)
-    pipes.maintainer._lease._clock = clock
-    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pipes)
-    capacity = Capacity(root, NAME, None, limits, clock=clock)
-    capacity.start()
-    refused = []
-
-    async def walk():
-        stepped_at = 0.0
-        for _ in range(600):
-            if clock() >= stepped_at + step_s:
-                pipes.hear(1000)
-                pipes.maintainer.step()
-                if (work := pipes.maintainer.work) is not None:
-                    await work
-                stepped_at = clock()
-            for _ in range(4):
-                took = capacity.take(1 << 16)
-                capacity.settle(*(1 << 16,) * 2 if took else (0, 0))
-                refused.append(not took)
-            capacity.poll()
-            clock.advance(0.1)
-
-    try:
-        asyncio.run(walk())
-    finally:
-        pipes.close()
-    late = refused[len(refused) // 4 :]
-    assert sum(late) < len(late) // 20
+def store(capacity, nbytes):
+    """Store 1 KiB chunks until one is refused, or so many bytes; returns how many bytes."""
+    done = 0
+    while done < nbytes and capacity.take(1024):
+        capacity.settle(1024, 1024)
+        done += 1024
+    return done
 
 
-def test_a_silent_process_grants_nothing_and_never_blocks_the_engine(root, engine):
+def test_nothing_is_stored_before_the_sizes_are_known(told):
+    capacity, tell, _ = told
+    assert not capacity.take(1)
+    tell(known=False)
+    assert not capacity.take(1)
+    tell()
+    assert capacity.take(1)  # the control
+
+
+@pytest.mark.parametrize("kind", ["root", "tenant"])
+def test_stores_pause_two_percent_above_a_bound(told, kind):
+    capacity, tell, _ = told
+    limit = 1_024_000
+    left = {f"{kind}_limit": limit, f"{kind}_left": 102_400}
+    tell(**left)
+    assert store(capacity, limit) == 102_400 + limit // 50 // 1024 * 1024
+    # The leader has counted what was written, and pruned as much.
+    tell(**left, counted=capacity._written)
+    assert store(capacity, limit) == 102_400 + limit // 50 // 1024 * 1024
+    tell(counted=capacity._written)  # the control: no bound
+    assert store(capacity, limit) == limit
+
+
+def test_stores_under_way_count_until_they_have_ended(told):
+    capacity, tell, _ = told
+    tell(root_limit=100_000, root_left=10_000)
+    assert capacity.take(12_000)
+    assert not capacity.take(1)
+    capacity.settle(12_000, 0)  # it has failed
+    assert capacity.take(12_000)
+
+
+def test_half_of_what_must_stay_free_is_never_touched(told):
+    capacity, tell, _ = told
+    tell(free_limit=1 << 20, free_left=0, free=102_400, kept_free=102_400)
+    assert store(capacity, 1 << 20) == 51_200
+    tell(free_limit=1 << 20, free=102_400, kept_free=102_400, seen_written=51_200)
+    assert store(capacity, 1 << 20) == 51_200
+
+
+def test_while_nobody_counts_one_percent_of_a_bound_is_stored_and_no_more(told):
+    """A leader that hangs, or a partition: the process tells of no new sequence."""
+    capacity, tell, clock = told
+    state = {"root_limit": 1_024_000, "root_left": 1_024_000}
+    tell(**state)
+    clock.advance(_SILENT_S - 1)
+    assert store(capacity, 20_480) == 20_480  # the control
+    tell(**state, sequence=capacity.state.sequence)  # alive, but the same
+    clock.advance(2)
+    assert store(capacity, 1 << 20) == 10_240
+    clock.advance(3600)
+    assert store(capacity, 1 << 20) == 0
+    tell(**state)
+    assert store(capacity, 20_480) == 20_480
+
+
+# --- the process --------------------------------------------------------------------------------
+
+
+def test_a_silent_process_never_blocks_the_engine(root, engine):
     clock = Clock()
     one = engine(Limits(max_nbytes=1 << 30), clock=clock)
     wait_for(lambda: one.take(4096))
     os.kill(one.child, signal.SIGSTOP)
-    assert one.capacity.take(4096)  # what was granted still is
+    assert one.capacity.take(4096)
     clock.advance(_SILENT_S + 1)
-    assert not one.capacity.take(4096)  # without a poll
+    assert one.capacity.take(4096)  # a little
+    assert not one.capacity.take(1 << 24)
     returns_in_time(one.poll)
-    assert not one.capacity.take(4096)
+    assert not one.capacity.take(1 << 24)
 
     def fill():  # far more messages than a pipe holds
         for _ in range(5000):
@@ -375,7 +292,7 @@ def test_a_silent_process_grants_nothing_and_never_blocks_the_engine(root, engin
 
     returns_in_time(fill)
     os.kill(one.child, signal.SIGCONT)
-    wait_for(lambda: one.take(4096))
+    wait_for(lambda: one.take(1 << 24))
 
 
 def test_a_killed_process_is_started_again(root, engine):
@@ -386,9 +303,9 @@ def test_a_killed_process_is_started_again(root, engine):
     os.kill(old, signal.SIGKILL)
     wait_for(lambda: not one.capacity._process.running)
     one.poll()
-    assert not one.capacity.take(4096)
-    clock.advance(11)
-    wait_for(lambda: one.take(4096))
+    clock.advance(_SILENT_S + 1)
+    assert not one.capacity.take(1 << 24)
+    wait_for(lambda: one.take(1 << 24))
     assert one.child != old
 
 
@@ -414,18 +331,25 @@ def test_a_process_that_is_started_again_is_up_when_it_has_spoken(root, engine):
     os.rmdir(root)
     os.rename(f"{root}-away", root)
     clock.advance(11)
-    wait_for(lambda: one.take(4096))
-    assert one.capacity.up
+    wait_for(lambda: one.poll() or one.capacity.up)
 
 
-def test_an_engine_that_reads_nothing_stops_nobody(root, engine):
+def test_an_engine_that_reads_nothing_stops_nobody_and_is_not_silent_when_it_does(
+    root, engine, monkeypatch, caplog
+):
     """The pipe to it is full: its process still holds the lease, and others are served."""
-    idle = engine(Limits(max_nbytes=MAX))
+    monkeypatch.setattr(client, "_READ_NBYTES", 1 << 10)
+    clock = Clock()
+    idle = engine(Limits(max_nbytes=MAX), clock=clock)
     wait_for(lambda: idle.take(4096))
     busy = engine(Limits(max_nbytes=MAX))
     for number in range(100):
         busy.store(number)
-    assert disk_nbytes(root) <= MAX
+    clock.advance(3600)
+    idle.poll()
+    assert idle.capacity.up, "it was not listened to"
+    wait_for(lambda: idle.take(4096))
+    assert not [r for r in caplog.records if "maintenance_silent" in r.message]
 
 
 # What may come from the process instead of messages, or before them.
@@ -439,11 +363,11 @@ GARBAGE = {
     "a key that is none of ours": msgpack.packb({"nonsense": 1}),
     "a key that is an array": b"\x81\x91\x01\x01",
     "bytes that are text": msgpack.packb({"nbytes": "many"}),
-    "a grant of words": msgpack.packb({"grant": "much"}),
-    "an hour that is none": msgpack.packb({"alive": "yes"}),
-    "names that are none": msgpack.packb({"removed": 7}),
+    "an hour that is none": msgpack.packb({"at": "yes"}),
+    "a size of words": msgpack.packb({"at": 0.0, "nbytes": "much"}),
+    "names that are none": msgpack.packb({"at": 0.0, "removed": 7}),
     "deeper than any message": b"\x91" * 2000,
-    "the middle of a message": msgpack.packb({"grant": 1 << 20})[3:],
+    "the middle of a message": msgpack.packb({"nbytes": 1 << 20})[3:],
 }
 
 
@@ -495,10 +419,10 @@ def test_a_message_without_end_is_taken_for_silence(begins, root, engine, say_fi
     clock = Clock()
     one = engine(Limits(), clock=clock)
     # The process has come to its real work, so what it said first is in the pipe.
-    wait_for(lambda: one.poll() or granted(root))
+    wait_for(lambda: one.poll() or glob.glob(f"{root}/.fskv-maintenance/heartbeat-*"))
     assert not one.take(4096)
-    for seconds in (_SILENT_S + 1, _HUNG_S + 1):
-        clock.advance(seconds)
+    for _ in range(polls_in(_SILENT_S + _HUNG_S)):
+        clock.advance(5)
         assert not one.take(4096)
     wait_for(lambda: not maintenance_processes([os.getpid()]))
     clock.advance(11)
@@ -515,8 +439,13 @@ def test_negative_control_unprotected_each_kind_of_garbage_is_an_exception(kind,
         for message in unpacker:
             capacity._take_message(message)
 
-    with pytest.raises((TypeError, ValueError)):
+    with pytest.raises((TypeError, ValueError, KeyError, AttributeError)):
         hear()
+
+
+def polls_in(seconds):
+    """Return how many polls every five seconds that are: who does not poll hears no silence."""
+    return int(seconds) // 5 + 2
 
 
 def hangs(pid):
@@ -545,8 +474,8 @@ def test_of_processes_that_a_hung_root_keeps_there_are_a_few_and_it_heals(
                 if capacity._process is None and capacity._starting is None:
                     break
                 wait_for(lambda: capacity.poll() or hangs(capacity.pid))
-                for seconds in (_SILENT_S + 1, _HUNG_S + 1, 11):
-                    clock.advance(seconds)
+                for _ in range(polls_in(_SILENT_S + _HUNG_S + 11)):
+                    clock.advance(5)
                     returns_in_time(lambda: capacity.poll() or 1)
             there = len(maintenance_processes([os.getpid()]))
             assert (there <= 3) == (limit == 3)
@@ -672,7 +601,7 @@ def test_a_root_that_vanishes_is_told_of_unless_the_engine_has_gone_with_it(tmp_
         "tenant": None,
         "limits": asdict(Limits(max_nbytes=MAX)),
     }
-    hello |= {"dir_mode": None, "file_mode": None, "touch_interval_s": 0, "health_file": None}
+    hello |= {"dir_mode": None, "file_mode": None, "health_file": None}
     process.stdin.write(msgpack.packb(hello))  # it is read when the process is up, long after this
     if not heard:
         process.stdout.close()
@@ -693,18 +622,16 @@ def test_a_root_that_vanishes_is_told_of_unless_the_engine_has_gone_with_it(tmp_
             pipe.close()
 
 
-def test_namespace_and_tenant_bounds_stand_next_to_each_other(root, engine):
+def test_the_bound_of_a_tenant_holds_for_the_tenant_alone(root, engine):
     other = name_of("other", "t")
     make_namespace(root, model="other", tenant="t")
     for number in range(64):
+        write_chunk(f"{root}/{NAME}", number, 65536)
         write_chunk(f"{root}/{other}", number, 65536)
-    narrow = engine(Limits(1 << 30, 0, 1 << 20, None))
-    engine(Limits(1 << 30, 0, None, 2 << 20), name=other, tenant="t")
-    for number in range(100, 140):
-        narrow.store(number)
-        assert disk_nbytes(f"{root}/{NAME}") <= 1 << 20
+    engine(Limits(1 << 30, 0, 2 << 20), name=other, tenant="t")
     wait_for(lambda: disk_nbytes(f"{root}/{other}") <= 2 << 20)
-    assert disk_nbytes(f"{root}/{other}") > 1 << 20  # by its own bound and no other
+    assert disk_nbytes(f"{root}/{other}") > 1.8 * (1 << 20)
+    assert disk_nbytes(f"{root}/{NAME}") == 64 * 65536
 
 
 # --- a small file system ------------------------------------------------------------------------
@@ -742,7 +669,7 @@ def test_so_much_stays_free(small, engine, keep):
     for number in range(300):
         one.store(number)
         least = min(least, free_share(path)[0])
-    assert 0.25 <= least < 0.5
+    assert 0.12 <= least < 0.5  # a directory takes room too
 
 
 def test_inodes_stay_free_too(small, engine):
@@ -777,7 +704,7 @@ def test_a_child_ends_with_an_engine_that_was_killed_though_a_forked_process_kee
     script = f"""
 import os, sys, time
 from fskv.bounds.client import Capacity
-from fskv.bounds.quota import Limits
+from fskv.bounds.limits import Limits
 capacity = Capacity({root!r}, {NAME!r}, None, Limits(max_nbytes=1 << 20))
 capacity.start()
 while capacity.pid is None:
@@ -807,38 +734,10 @@ time.sleep(60)
         engine.stdout.close()
 
 
-def test_what_was_granted_without_a_bound_is_given_back_when_one_comes(root, engine):
-    """And not everything is removed to make room for what nobody has written yet."""
-    first = engine(Limits())
-    for number in range(50):
-        first.store(number)
-    (name,) = claim_files(root)
-
-    def outstanding():
-        with open(f"{root}/.fskv-maintenance/claims/{name}") as file:
-            claim = json.load(file)
-        return claim["granted"] - claim["written"]
-
-    assert outstanding() > MAX
-    second = engine(Limits(max_nbytes=MAX))
-
-    def is_given_back():
-        first.poll()
-        second.poll()
-        assert disk_nbytes(root) > MAX // 4
-        return outstanding() <= MAX // 8  # what two engines that burst have at hand, each
-
-    wait_for(is_given_back, 40)
-    lowered = Scope("root", None, MAX, MAX // 2, 4 << 30, 4 << 30)
-    assert excess(lowered, []) < MAX // 4
-    # Negative control: were it on the disk already, everything would go.
-    assert excess(replace(lowered, unwritten=0), []) > MAX
-
-
 CLEANER = """
 import sys, time
 from fskv.bounds.client import Capacity
-from fskv.bounds.quota import Limits
+from fskv.bounds.limits import Limits
 capacity = Capacity(sys.argv[1], sys.argv[2], None, Limits(), quiet=sys.argv[3] == "quiet")
 capacity.start()
 while not capacity.state.orphans:

@@ -19,16 +19,15 @@ from world import damage, wait_for
 
 from fskv.bounds import client
 from fskv.bounds.client import Capacity
-from fskv.bounds.quota import Claim, Limits, Usage
-from fskv.bounds.status import RootState, root_state
+from fskv.bounds.limits import Limits
+from fskv.bounds.state import RootState
 from fskv.data_path.breaker import Breaker
 from fskv.data_path.runner import JobRunner
 from fskv.data_path.store import ChunkStore
 from fskv.errors import ConfigError
 from fskv.observe import metrics
 from fskv.observe.health_file import HealthFile
-from fskv.offload import lookup, open_store, watch
-from fskv.root.filesystem import Space
+from fskv.offload import open_store, watch
 from fskv.transports import host
 from fskv.transports.protocol import Native
 from fskv.types import ChunkId, Presence, Status
@@ -135,140 +134,63 @@ def test_a_bound_of_less_than_four_steps_is_told_of_at_the_start(engine, caplog,
     ] * said
 
 
-CASES = {  # free, and on disk in chunk files, MiB -> what is said
-    "no chunk fits": (4, 0, "no chunk fits, and nothing is stored: make room"),
-    "a few steps": (50, 0, "less than 4 full steps of this engine"),
-    "control: free": (300, 0, None),
-    "control: ours": (3, 300, None),
-}
-
-
-@pytest.mark.parametrize(("free", "ours", "said"), CASES.values(), ids=CASES)
-def test_a_file_system_where_keep_free_leaves_no_room_is_told_of_once(caplog, free, ours, said):
-    """Of 1000 MiB 3 are to stay free; a chunk has 2 MiB, a step 32."""
-    claim = Claim("a", "ns", None, Limits(None, 3 << 20))
-    usage = Usage(namespaces={"ns": (ours << 20, 1)}, at_ms=1)
-    space = Space(1000 << 20, free << 20, 0, 0)
-
-    def told(**changes):
-        counted = dataclasses.replace(usage, **changes)
-        return root_state(counted, [claim], space, claim, holder=True)
-
-    small = lookup._SmallRoom("/mnt/kv", 32 << 20, chunks_per_step=16)
-    small.look(told(at_ms=0))
-    assert not caplog.records, "nobody has counted"
-    for _ in range(3):
-        small.look(told())
-    lines = [r.getMessage() for r in caplog.records]
-    assert len(lines) == (said is not None)
-    for line in lines:
-        assert line.startswith(
-            "fskv: event=bound_small root=/mnt/kv bound=keep_free "
-            f"limit_bytes={free - 3 << 20} chunk_bytes={2 << 20} step_bytes={32 << 20} "
-            f"free_bytes={free << 20} keep_free_bytes={3 << 20} reason="
-        )
-        assert said in line
-
-
-def test_what_was_stored_since_the_count_is_not_taken_for_others(caplog):
-    """The disk is full of what was granted, and the count is of before. The control: nothing was granted."""
-    usage, space = Usage(namespaces={"ns": (0, 0)}, at_ms=1), Space(1000 << 20, 3 << 20, 0, 0)
-    small = lookup._SmallRoom("/mnt/kv", 32 << 20, chunks_per_step=16)
-    for granted in (900 << 20, 0):
-        assert not caplog.records
-        claim = Claim("a", "ns", None, Limits(None, 3 << 20), granted=granted)
-        small.look(root_state(usage, [claim], space, claim, holder=True))
-    assert "no chunk fits" in caplog.text
-
-
-@pytest.mark.parametrize(("free", "said"), [(4, True), (4000, False)])
-def test_an_engine_on_a_file_system_without_room_says_so(engine, caplog, monkeypatch, free, said):
-    """What its maintenance process has told is replaced; with much free, the control, nothing is said."""
-    real = Capacity.poll
-
-    def poll(capacity):
-        removed = real(capacity)
-        capacity.state = RootState(room=free << 10, free=free << 10, counted_at_ms=1)
-        return removed
-
-    monkeypatch.setattr(Capacity, "poll", poll)
-    toy = engine()
-    toy.run(PROMPT)
-    lines = [r.getMessage() for r in caplog.records if "bound=keep_free" in r.getMessage()]
-    assert len(lines) == said
-
-
 PRUNED = (b"sixteen bytes so", 7)
 
 
-class Counts:
-    """A maintenance process that grants at once, and says only then, one by one, what it has seen."""
+class Tells:
+    """A maintenance process that says first what was pruned, and then, one by one, what it has seen."""
 
-    free = 0  # KiB
     running, pid = True, 1
 
     def __init__(self, _options):
-        state = dataclasses.asdict(RootState(free=self.free << 10, kept_free=1))
-        counted = {"counted_at_ms": 1, "room": self.free << 10}
         digest, group = PRUNED
         removed = {"removed": digest + group.to_bytes(4, "little")}
-        self.unheard = [{"grant": 4096}, removed, None, state, None, None, None, counted]
-        Counts.last = self
+        states = [dataclasses.asdict(RootState(known=known)) for known in (False, True)]
+        self.unheard = [removed, None, states[0], None, None, None, states[1]]
 
     def send(self, _message):
         return True
 
     def hear(self, _most):
         message = self.unheard.pop(0) if self.unheard else None
-        return b"" if message is None else msgpack.packb(message)
+        return b"" if message is None else msgpack.packb({"at": time.monotonic(), **message})
 
-    def close(self, *, exact):
+    def close(self):
         pass
-
-
-@pytest.mark.parametrize(("free", "waits"), [(4, True), (4000, False)])
-def test_where_little_is_free_a_start_waits_for_the_count_and_says_it(
-    engine, caplog, monkeypatch, free, waits
-):
-    """Before any prompt. With much free, the control, nothing is waited for and nothing is said."""
-    monkeypatch.setattr(Counts, "free", free)
-    monkeypatch.setattr(client, "MaintenanceProcess", Counts)
-    engine()
-    assert ("bound=keep_free" in caplog.text) is waits
-    assert (not Counts.last.unheard) is waits
 
 
 def test_what_is_pruned_while_a_start_waits_is_told_once_and_a_count_ends_the_wait(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(Counts, "free", 4)
-    monkeypatch.setattr(client, "MaintenanceProcess", Counts)
+    monkeypatch.setattr(client, "MaintenanceProcess", Tells)
     monkeypatch.setattr(client, "_FIRST_WORD_S", 60.0)
-    capacity = Capacity(str(tmp_path), "ns", None, Limits(), at_hand=1 << 20)
+    capacity = Capacity(str(tmp_path), "ns", None, Limits())
     capacity.start()
     begin = time.monotonic()
-    capacity.wait_for_first_word(1 << 40)
+    capacity.wait_for_first_word()
     assert time.monotonic() - begin < 30
+    assert capacity.state.known
     assert capacity.poll() == [PRUNED]
 
 
 @pytest.mark.parametrize(
-    ("runs_s", "grants_s", "waited_s"),
+    ("runs_s", "tells_s", "waited_s"),
     [(0.5, 0.6, 0.6), (8.0, 12.0, 12.0), (8.0, 15.0, 13.0), (12.0, 12.1, 10.0), (-1, 9.0, 0.0)],
-    ids=["soon", "slow", "no grant", "does not start", "ends at once"],
+    ids=["soon", "slow", "no word", "does not start", "ends at once"],
 )
 def test_a_start_waits_for_a_process_that_is_slow_to_begin(
-    tmp_path, monkeypatch, runs_s, grants_s, waited_s
+    tmp_path, monkeypatch, runs_s, tells_s, waited_s
 ):
     now = 0.0
 
-    class Slow(Counts):
+    class Slow(Tells):
         pid = None
 
         def __init__(self, options):
             super().__init__(options)
             self.running = runs_s > 0
-            self.unheard = [(runs_s, {"pid": 1}), (grants_s, {"grant": 4096})]
+            state = {"at": 0.0, **dataclasses.asdict(RootState(known=True))}
+            self.unheard = [(runs_s, {"pid": 1}), (tells_s, state)]
 
         def introduce(self, pid):
             self.pid = pid
@@ -288,7 +210,7 @@ def test_a_start_waits_for_a_process_that_is_slow_to_begin(
     capacity.start()
     capacity.wait_for_first_word()
     assert now == pytest.approx(waited_s, abs=0.05)
-    assert capacity.take(1000) is (grants_s <= waited_s)
+    assert capacity.take(1000) is (tells_s <= waited_s)
 
 
 def test_a_stopped_lookup_finds_and_begins_nothing(engine):

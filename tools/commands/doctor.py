@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from fskv.bounds.quota import Limits
+from fskv.bounds.limits import Limits
 
 from ..doctor.configured import Configured, read
 from ..doctor.finding import Finding, Level, Subject

@@ -65,11 +65,10 @@ LINES = {
         "free_inodes": "free ones",
     },
     "bound": {
-        "scope": "`root`, `namespace`, `tenant` or `free` (what of the file system may be in use)",
-        "name": "of the namespace or tenant, or null",
-        "limit": "bytes; the tightest of all that living engines and watchers claim",
-        "counted": "bytes in use when it was last counted",
-        "outstanding": "bytes that engines may have written since",
+        "scope": "`root`, `tenant` or `free` (what of the file system may be in use)",
+        "name": "of the tenant, or null",
+        "limit": "bytes; the smallest of all that living engines and watchers were given",
+        "used": "bytes in use, as the engines know it",
     },
     "target": {
         "option": "an option of `fskv prune`",
@@ -82,8 +81,8 @@ LINES = {
         "problems": "namespaces with a damaged identity",
         "foreign": "foreign entries among the chunks",
         "unlistable": "directories that could not be listed",
-        "claims": "engines and watchers that live",
-        "counted_at": "when they last counted, or null",
+        "heartbeats": "engines and watchers that live",
+        "counted_at": "when they last walked all of it, or null",
     },
 }
 
@@ -129,7 +128,7 @@ def command(
 ) -> None:
     """Show what takes how much room, by namespace, architecture, tenant and kind of KV group.
 
-    Also garbage, the file system's free space, the bounds that living engines claim, and what pruning would
+    Also garbage, the file system's free space, the bounds of the engines that live, and what pruning would
     free. Every file is looked at, so that last uses are those of now. SIZE is the length of the files, ON
     DISK what they take; a narrow terminal shows fewer columns. `fskv gc` lists foreign entries and removes
     garbage.
@@ -183,12 +182,10 @@ def _print(
         name = f" of {scope.name}" if scope.name else ""
         _line(
             "bound",
-            f"{scope.kind}{name}: {iec(scope.counted)} of {iec(scope.limit)} in use,"
-            f" {iec(scope.outstanding)} promised to writers",
+            f"{scope.kind}{name}: {iec(scope.used)} of {iec(scope.limit)} in use",
         )
-    if bounds.claims:
-        claims = many(len(bounds.claims), "claim")
-        _line("engines", f"{claims}, last counted {ago(bounds.counted_at_ns)}")
+    if bounds.heartbeats:
+        _line("engines", f"{len(bounds.heartbeats):,}, last counted {ago(bounds.counted_at_ns)}")
     prune = f"fskv prune --root {shlex.quote(root)}"
     for target in usage.targets(bounds.scopes):
         files = many(target.num_files, "file")
@@ -304,8 +301,7 @@ def _emit(
             scope=scope.kind,
             name=scope.name,
             limit=scope.limit,
-            counted=scope.counted,
-            outstanding=scope.outstanding,
+            used=scope.used,
         )
     for target in usage.targets(bounds.scopes):
         emit("target", option=target.option, files=target.num_files, nbytes_on_disk=target.nbytes)
@@ -316,6 +312,6 @@ def _emit(
         problems=sum(one.namespace.problem is not None for one in usage.namespaces),
         foreign=sum(one.num_foreign for one in usage.namespaces),
         unlistable=sum(one.unlistable for one in usage.namespaces),
-        claims=len(bounds.claims),
+        heartbeats=len(bounds.heartbeats),
         counted_at=rfc3339(bounds.counted_at_ns),
     )

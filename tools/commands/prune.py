@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
 
-from fskv.bounds.quota import Limits, is_claimable
+from fskv.bounds.limits import Limits
 from fskv.errors import ConfigError
 from fskv.root.filesystem import Space
 from fskv.root.root import FORMAT_FILE
@@ -16,7 +15,7 @@ from fskv.sizes import Share, parse_keep_free
 
 from ..exits import Exit, UsageError
 from ..interrupt import stopped_by_signals
-from ..neighbours import clock_ns, living_claims, wall_clock_ns
+from ..neighbours import clock_ns, living_heartbeats, wall_clock_ns
 from ..options import DryRunOption, JsonOption, RootOption, YesOption, complete_namespace
 from ..pruning import Done, Need, Pruning, Wish
 from ..root_view import Namespace, RootView
@@ -36,6 +35,7 @@ from ..terminal import (
     say,
     show,
     size_option,
+    tell_failure,
     walk_progress,
 )
 
@@ -109,13 +109,6 @@ def command(
     watch: Annotated[
         bool, typer.Option("--watch", help="Go on until a signal ends it.", show_default=False)
     ] = False,
-    namespace_max_size: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="[NAMESPACE=]SIZE",
-            help="With --watch: a bound on each namespace, or on one; may be repeated.",
-        ),
-    ] = None,
     tenant_max_size: Annotated[
         list[str] | None,
         typer.Option(
@@ -139,21 +132,20 @@ def command(
     """Remove what was used least recently, of all namespaces or of some, until a target is reached.
 
     Works beside engines that read and write: an evicted chunk is a miss for them. Every file is looked at
-    again before it goes. A last use is known to 10 minutes only, or to the largest touch_interval_s of the
-    engines: with --unused-for stays what may have been used within AGE. A share (10%) is of the file
-    system, of inodes too. --max-size holds for the chosen namespaces together.
+    again before it goes. A last use is known to 10 minutes only: with --unused-for stays what may have been
+    used within AGE. A share (10%) is of the file system, of inodes too. --max-size holds for the chosen
+    namespaces together.
 
     With --watch it runs until SIGTERM or SIGINT, beside any number of engines and other watchers: one of them
-    counts and prunes for all. The limits hold for the engines too while it runs: they store nothing beyond
-    them, and the tightest limit of all counts. Run it as the user that the engines run as. Where there is
-    no directory or an empty one, it waits until an engine has made a root of it; the metrics are up by then.
+    counts and prunes for all. The limits hold for the engines too while it runs, and the smallest of all
+    counts. Run it as the user that the engines run as. Where there is no directory or an empty one, it waits
+    until an engine has made a root of it; the metrics are up by then.
 
     Exit code 3 if something could not be removed or listed, or the target was not reached.
     """
     wish = _wish(max_size, keep_free, unused_for)
     if not watch:
         for option, value in (
-            ("--namespace-max-size", namespace_max_size),
             ("--tenant-max-size", tenant_max_size),
             ("--metrics-port", metrics_port),
         ):
@@ -161,11 +153,10 @@ def command(
                 raise UsageError(f"{option}: found without --watch, expected with it")
     elif namespace or tenant:
         raise UsageError(
-            "--namespace, --tenant: found with --watch, expected --namespace-max-size NAMESPACE=SIZE"
-            " or --tenant-max-size TENANT=SIZE"
+            "--namespace, --tenant: found with --watch, expected --tenant-max-size TENANT=SIZE"
         )
     if watch:
-        limits = _limits(wish, namespace_max_size or [], tenant_max_size or [])
+        limits = _limits(wish, tenant_max_size or [])
         if limits == Limits():
             raise UsageError("found no limit, expected one such as --max-size SIZE")
         _watch(root, wish, limits, metrics_address, metrics_port, dry_run, yes, as_json=as_json)
@@ -254,10 +245,7 @@ def _prune(
     elif not dry_run:
         reached = True
     for path, error in done.failures.items():
-        if as_json:
-            emit("failure", path=path, reason=error.strerror)
-        else:
-            say(f"{path}: cannot be removed: {error.strerror}")
+        tell_failure(path, error.strerror or str(error), as_json=as_json)
     if as_json:
         emit(
             "summary",
@@ -282,8 +270,7 @@ def _prune(
         if reached is False and not interrupted:
             say("the target is not reached: nothing more could be removed, or writers were faster")
     if interrupted:
-        say("interrupted")
-        raise typer.Exit(Exit.INTERRUPTED)
+        raise KeyboardInterrupt
     return bool(done.failures or pruning.unlistable or reached is False)
 
 
@@ -344,43 +331,17 @@ def _carry_out(view: RootView, pruning: Pruning, planned: int) -> tuple[Done, bo
 # --- for as long as it runs ---------------------------------------------------------------
 
 
-def _limits(wish: Wish, of_namespaces: list[str], of_tenants: list[str]) -> Limits:
-    """Read the options; namespaces have the names that people gave them."""
-    each: dict[str, int | None] = {"namespaces": None, "tenants": None}
-    named: dict[str, dict[str, int]] = {"namespaces": {}, "tenants": {}}
-    for kind, option, texts in (
-        ("namespaces", "--namespace-max-size", of_namespaces),
-        ("tenants", "--tenant-max-size", of_tenants),
-    ):
-        for text in texts:
-            name, equals, size = text.rpartition("=")
-            nbytes = _bound(option, size)
-            if equals:
-                named[kind][name] = nbytes
-            else:
-                each[kind] = nbytes
-    return Limits(
-        wish.max_nbytes,
-        wish.keep_free,
-        each["namespaces"],
-        each["tenants"],
-        named["namespaces"],
-        named["tenants"],
-        None if wish.unused_s is None else int(wish.unused_s),
-    )
-
-
-def _resolved(limits: Limits, view: RootView) -> Limits:
-    """Put the ids of namespaces for the names that people gave them."""
-    found = {}
-    for text, nbytes in limits.namespaces.items():
-        name = view.namespace(text).id
-        if not is_claimable(name):
-            raise UsageError(
-                f"--namespace-max-size: {name}: no engine makes a namespace of that name"
-            )
-        found[name] = nbytes
-    return replace(limits, namespaces=found)
+def _limits(wish: Wish, of_tenants: list[str]) -> Limits:
+    each, named = None, {}
+    for text in of_tenants:
+        name, equals, size = text.rpartition("=")
+        nbytes = _bound("--tenant-max-size", size)
+        if equals:
+            named[name] = nbytes
+        else:
+            each = nbytes
+    unused_s = None if wish.unused_s is None else int(wish.unused_s)
+    return Limits(wish.max_nbytes, wish.keep_free, each, named, unused_s)
 
 
 def _watch(
@@ -415,16 +376,14 @@ def _watch(
         say("ended: there was no root yet")
         return
     _check_keep_free(view, wish)
-    limits = _resolved(limits, view)
     if not yes or dry_run:
         # Not with --yes: a daemon that starts again need not look at a million files first.
         pruning = _looked(view, view.namespaces(), wish)
         planned = _show_plan(pruning, pruning.need(wall_clock_ns()), as_json=as_json)
         counts |= {"planned_files": planned[0], "planned_nbytes": planned[1]}
         counts |= {"files_before": pruning.num_files, "nbytes_before": pruning.nbytes}
-        writers = [c for c in living_claims(view.path, wall_clock_ns()) if c.namespace is not None]
-        if writers:
-            say(f"{many(len(writers), 'claim')} of engines here: the limits hold for them, too")
+        if any(beat.namespace for beat in living_heartbeats(view.path, wall_clock_ns())):
+            say("engines run here: the limits hold for them, too")
         question = f"Keep {view.path} within these limits until a signal comes?"
         if dry_run or not confirm(question, yes=yes):
             say("nothing was done")
@@ -453,4 +412,4 @@ def _watch(
     watcher.run(limits, told)
     if as_json:
         emit("summary", **{**counts, "interrupted": True})
-    say("ended: the claim is withdrawn and the lease given back")
+    say("ended: the limits are withdrawn and the lease given back")

@@ -33,16 +33,16 @@ LINES = {
         "free_nbytes": "free on the file system, for this user",
         "total_nbytes": "of the file system",
         "counted_by": "`engines`, `top`, or null for not yet",
-        "counted_at": "time of the engines' count, by their clock, or null",
+        "counted_at": "when the engines last walked all of it, by their clock, or null",
         "unlistable": "directories that could not be listed where `counted_by` is `top`: sizes may be too "
         "small, and those of a namespace are null if it was never listed",
         "unremovable": "files that could not be pruned, or null",
         "lease": "who counts and prunes: `host`, `pid`, `since`, `status`; or null",
-        "bounds": "list of `kind`, `name`, `limit`, `used`, `granted` (and perhaps not counted)",
+        "bounds": "list of `kind`, `name`, `limit`, `used`",
         "namespaces": "list of `namespace`, `tenant`, `nbytes` and `files` (null: not counted yet), "
         "`growth`, `stored`, `pruned_chunks` (a second)",
-        "engines": "list of `claim`, `host`, `pid`, `namespace`, `tenant`, `written`, `rate`, "
-        "`granted`, `wanted`, `disk_full`, `status`: alive, silent, gone, closed, not known yet",
+        "engines": "list of `name`, `host`, `pid`, `namespace`, `tenant`, `written`, `rate`, `disk_full`, "
+        "`status`: alive, silent, gone, not known yet",
         "endpoints": "list of `url`, `problem`, `no_answer_s`, `models`, `breaker_open`, "
         "`threads_hung`, `stores_paused`, and `recent` (the last interval) and `total` (since the "
         "engine's start): `seconds`, `hits` and `misses` (chunks that were looked for), "

@@ -10,8 +10,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from fskv.bounds.lease import LEASE_FILE, SHARED_DIR, read_lease
-from fskv.bounds.ledger import Ledger
-from fskv.bounds.quota import Limits
+from fskv.bounds.limits import Limits
+from fskv.bounds.shared_files import SharedFiles
 from fskv.errors import FskvError
 from fskv.namespace import diff
 from fskv.root.process_id import HOST, provably_dead
@@ -136,31 +136,29 @@ def lease(subject: Subject) -> Iterator[Finding]:
         yield ok("lease", f"{text}, renewed {duration(max(0.0, age_s))} ago")
 
 
-def claims(subject: Subject) -> Iterator[Finding]:
+def engines(subject: Subject) -> Iterator[Finding]:
     """The engines that share the root, and the bounds that they were given."""
     if _is_displaced(subject):
         return
     shared = f"{subject.path}/{SHARED_DIR}"
     try:
-        found = Ledger(shared).claims()
+        found = SharedFiles(shared).heartbeats()
     except FileNotFoundError:
-        yield ok("claims", "no engine was here, or none since the maintenance files were removed")
+        yield ok("engines", "none was here, or none since the maintenance files were removed")
         return
-    dead = [claim for claim in found if not claim.closed and provably_dead(claim.name)]
-    closed = [claim for claim in found if claim.closed]
-    alive = [claim for claim in found if claim not in dead and claim not in closed]
-    yield ok("claims", f"{many(len(alive), 'engine')} may be alive, {len(closed)} ended")
-    if dead:
+    alive = [beat for beat in found if not provably_dead(beat.name)]
+    yield ok("engines", f"{many(len(alive), 'engine')} may be alive")
+    if dead := len(found) - len(alive):
         yield hint(
-            "claims",
-            f"{len(dead)} of engines that died on {HOST}",
+            "engines",
+            f"{many(dead, 'heartbeat')} of engines that died on {HOST}",
             "removed by whoever counts next",
         )
-    for text in sorted({_limits(claim.limits) for claim in alive}):
+    for text in sorted({_limits(beat.limits) for beat in alive}):
         yield ok("bounds", text)
-    if any(claim.full for claim in alive):
+    if any(beat.full for beat in alive):
         yield warning(
-            "claims",
+            "engines",
             "engines have met a full disk",
             "make room, or give engines a max_bytes below it",
         )
@@ -172,7 +170,6 @@ def _limits(limits: Limits) -> str:
     words = [f"keep_free {kept}"]
     for name, nbytes in (
         ("max_bytes", limits.max_nbytes),
-        ("for a namespace", limits.namespace_max_nbytes),
         ("for a tenant", limits.tenant_max_nbytes),
     ):
         if nbytes is not None:

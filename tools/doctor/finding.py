@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-from fskv.bounds.quota import Limits
+from fskv.bounds.limits import Limits
 
 from .scratch import Scratch
 

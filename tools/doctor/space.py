@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 
-from fskv.bounds.quota import kept_free
+from fskv.bounds.limits import kept_free
 from fskv.root.filesystem import Space
 from fskv.sizes import Share
 
@@ -60,16 +60,17 @@ def _ceph_quota(subject: Subject) -> Iterator[Finding]:
 
 
 def _judge(bound: room.Bound, nbytes: int, whose: str) -> Finding:
-    if not nbytes and not bound.refuses(nbytes) and bound.refuses_always(_USUAL_NBYTES):
+    too_small = bound.is_too_small(nbytes)
+    if not nbytes and not too_small and bound.is_too_small(_USUAL_NBYTES):
         usual = f"and a file of most models has at least {iec(_USUAL_NBYTES)}"
         text = f"{bound.words}: {iec(bound.left)} left, {usual}"
         return warning("space", text, "an engine may store nothing: make room, or change the bound")
-    if not bound.refuses(nbytes):
+    if not too_small and not bound.refuses(nbytes):
         return ok("space", bound.words)
     left = f"{iec(bound.left)} left, " if bound.left > 0 else "nothing left, "
     chunk = f"and a chunk of {whose} has {iec(nbytes)}" if nbytes else "so no chunk finds room"
     text = f"{bound.words}: {left}{chunk}"
-    if bound.refuses_always(nbytes):
+    if too_small:
         advice = "nothing can be stored: make room, or change the bound"
         return problem("space", text, advice)
     if bound.left < 0 or bound.removable is None:

@@ -27,7 +27,7 @@ OF_ROOT = (
 )
 OF_CONTENTS = (
     Check("lease", contents.lease, of_root=True),
-    Check("claims", contents.claims, of_root=True),
+    Check("engines", contents.engines, of_root=True),
     Check("namespaces", contents.namespaces, of_root=True),
     Check("leftovers", contents.leftovers, of_root=True),
 )

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from fskv.bounds.quota import Limits
+from fskv.bounds.limits import Limits
 from fskv.sizes import Share
 
 from .finding import Finding, Level, Subject, problem, warning

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from fskv import namespace
 from fskv.bounds.eviction_news import EvictionNews, entries
 from fskv.bounds.lease import SHARED_DIR
-from fskv.bounds.quota import Claim
+from fskv.bounds.limits import Heartbeat
 from fskv.hybrid_planner import GroupKind
 from fskv.namespace import Identity
 
@@ -189,25 +189,21 @@ def pruned_lately(bounds: Iterable[Bound]) -> str:
 
 
 def no_room(
-    bounds: Iterable[Bound], claims: Iterable[Claim], identity: Identity, nbytes: int
+    bounds: Iterable[Bound], beats: Iterable[Heartbeat], identity: Identity, nbytes: int
 ) -> list[str]:
     """Say why engines of an identity store nothing now; `nbytes` is what a chunk has."""
     found = []
     for bound in bounds:
-        if bound.refuses(nbytes):
-            unless = "" if bound.refuses_always(nbytes) else ", unless chunks are pruned first"
+        too_small = bound.is_too_small(nbytes)
+        if too_small or bound.refuses(nbytes):
+            unless = "" if too_small else ", unless chunks are pruned first"
             words = f"{bound.words}; a chunk has {iec(nbytes)}"
             found.append(f"nothing can be stored now{unless}: {words}")
-    mine = [one for one in claims if one.namespace == namespace.directory(identity)]
-    for one in mine:
-        at_hand = max(0, one.granted - one.written)
-        if at_hand < nbytes:
-            found.append(
-                f"the engine {one.name} stores nothing now: {iec(at_hand)} is what it may write, and a chunk "
-                f"has {iec(nbytes)}"
-            )
-        if one.full:
-            found.append(f"the engine {one.name} has met a full disk {one.full} times")
+    found += [
+        f"the engine {beat.name} has met a full disk {beat.full} times"
+        for beat in beats
+        if beat.full and beat.namespace == namespace.directory(identity)
+    ]
     return found
 
 

@@ -32,11 +32,11 @@ from fskv.types import ChunkId, FileId, Presence, Status
 
 from .trace import TOKENS_PER_BLOCK, Request, block_content, block_key
 
-PATIENCE_S = 60.0  # for what cannot take so long: a chunk, an allowance
+PATIENCE_S = 60.0  # for what cannot take so long: a chunk, room for it
 _PAGES_NBYTES = 64 << 20  # KV pages of an engine; a request that needs more comes in parts
 _MAX_PAGES = 256
 _POLL_S = 0.00005
-_GRANT_POLL_S = 0.0005
+_ROOM_POLL_S = 0.0005
 _IDLE_POLL_S = 0.05
 # At full speed a lookup waits as long as the disk takes: there is no scheduler that could do better.
 _FULL_SPEED_TIMEOUT_S = 30.0
@@ -79,7 +79,7 @@ class RequestDone:
     lookup_s: float = 0.0
     load_s: float = 0.0
     store_s: float = 0.0
-    waited_s: float = 0.0  # of store_s: for an allowance
+    waited_s: float = 0.0  # of store_s: for room
     failures: Counter[str] = field(default_factory=Counter)  # "load corrupt": 2
 
 
@@ -207,7 +207,7 @@ class Engine:
         return done
 
     def step(self) -> None:
-        """Take news of the maintenance process: what was granted, and what was pruned."""
+        """Take news of the maintenance process: how full the root is, and what was pruned."""
         self.lookup.end_step()
 
     # --- lookup -----------------------------------------------------------------------------
@@ -305,15 +305,15 @@ class Engine:
             if self.lookup.breaker.open:
                 done.failures[f"store {Status.BREAKER.value}"] += len(waiting)
                 break
-            # A closed loop: unlike an engine, which skips the store, a replay waits for its allowance.
+            # A closed loop: unlike an engine, which skips the store, a replay waits for room.
             now = time.monotonic()
             waits_since = waits_since or now
             if now - waits_since > PATIENCE_S:
                 raise ReplayError(
                     f"no room for a chunk of {nbytes} bytes within {PATIENCE_S:g} s; expected the "
-                    "maintenance process to grant some, or to prune"
+                    "maintenance process to prune"
                 )
-            time.sleep(_GRANT_POLL_S)
+            time.sleep(_ROOM_POLL_S)
             self.step()
             done.waited_s += time.monotonic() - now
 

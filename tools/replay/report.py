@@ -16,6 +16,8 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
+from fskv.bounds.limits import GUARD_PART
+
 from ..terminal import iec
 from .trace import Trace, lru_hits
 
@@ -89,12 +91,14 @@ class Summary:
         found = []
         if self.wrong_bytes:
             found.append(f"{self.wrong_bytes} loaded bytes differ from what was stored")
-        bound = self.capacity_bytes
-        if bound is not None and self.max_bytes_on_disk > bound + self.max_in_flight_bytes:
-            found.append(
-                f"{self.max_bytes_on_disk} bytes were on disk, expected at most {bound} and "
-                f"{self.max_in_flight_bytes} in flight"
-            )
+        if self.capacity_bytes is not None:
+            # Until the leader has looked again a process knows only what it stores itself.
+            most = self.processes * (self.capacity_bytes + self.capacity_bytes // GUARD_PART)
+            if self.max_bytes_on_disk > most + self.max_in_flight_bytes:
+                found.append(
+                    f"{self.max_bytes_on_disk} bytes were on disk, expected at most {most} and "
+                    f"{self.max_in_flight_bytes} in flight"
+                )
         return found
 
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from fskv.bounds.quota import DEFAULT_TOUCH_INTERVAL_S
+from fskv.bounds.limits import MAX_TOUCH_INTERVAL_S
 from fskv.root.filesystem import Space, unit_nbytes
 
 from ..bench.workspace import StopSignals
@@ -79,7 +79,7 @@ class Settings:
         """Seconds of this machine's clock after which a use of a chunk refreshes its mtime."""
         if self.touch_interval_s is not None:
             return self.touch_interval_s
-        return DEFAULT_TOUCH_INTERVAL_S / self.speed if self.speed else 0.0
+        return MAX_TOUCH_INTERVAL_S / self.speed if self.speed else 0.0
 
     def bound(self, root: str) -> tuple[int, int] | None:
         """Return the capacity in bytes and in blocks, by what a chunk file takes on this disk."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from fskv.bounds import quota
 from fskv.bounds.lease import TTL_S
+from fskv.bounds.limits import Heartbeat
 from fskv.root.process_id import provably_dead
 
 from ..terminal import iec
@@ -18,7 +18,7 @@ def health_section(survey: Survey) -> str:
     health, ages, reuse, usage = survey.health, survey.ages, survey.reuse, survey.after.usage
     bad_headers = reuse.damaged + reuse.misplaced
     looked = reuse.read + bad_headers + reuse.unreadable
-    silent = [c for c in survey.after.claims if status(c, survey)[0] in ("gone", "silent")]
+    silent = [b for b in survey.after.heartbeats if status(b, survey)[0] in ("gone", "silent")]
     names = ", ".join(health.foreign_names)
     identities = "; ".join(
         f"{one.namespace.id}: {one.namespace.problem}" for one in survey.problems[:20]
@@ -43,7 +43,6 @@ def health_section(survey: Survey) -> str:
     foreign = f"never touched by fskv: {names}" + ", ..." * (
         health.foreign > len(health.foreign_names)
     )
-    stuck = usage.unremovable if usage else 0
     checks = [
         (
             len(survey.problems),
@@ -59,7 +58,7 @@ def health_section(survey: Survey) -> str:
             f"{unread}; {untold}" if untold else unread,
         ),
         (
-            stuck,
+            usage.unremovable,
             "bad",
             "Files that cannot be removed",
             "as the engines' pruning found it: permissions, or an immutable flag",
@@ -76,7 +75,7 @@ def health_section(survey: Survey) -> str:
             len(silent),
             "warn",
             "Engines that are gone or silent",
-            ", ".join(writer_of(c.name)[0] for c in silent[:20]) or "none",
+            ", ".join(writer_of(b.name)[0] for b in silent[:20]) or "none",
         ),
     ]
     rows = [
@@ -90,14 +89,12 @@ def health_section(survey: Survey) -> str:
     return section("health", "Health", table("Health", ["check", "found", "more"], rows))
 
 
-def status(claim: quota.Claim, survey: Survey) -> tuple[str, str]:
+def status(beat: Heartbeat, survey: Survey) -> tuple[str, str]:
     """Return an engine's state and the class to show it with: what two looks, a walk apart, can say."""
-    if claim.closed:
-        return "closed", "soft"
-    if provably_dead(claim.name):
+    if provably_dead(beat.name):
         return "gone", "bad"
-    first = next((c.beat for c in survey.before.claims if c.name == claim.name), claim.beat)
-    if is_here(claim.name) or first != claim.beat:
+    first = next((b.beat for b in survey.before.heartbeats if b.name == beat.name), beat.beat)
+    if is_here(beat.name) or first != beat.beat:
         return "alive", "good"
     if survey.after.at_s - survey.before.at_s > TTL_S:
         return "silent", "warn"
@@ -106,29 +103,26 @@ def status(claim: quota.Claim, survey: Survey) -> tuple[str, str]:
 
 def engines_section(survey: Survey) -> str:
     rows = []
-    for claim in survey.after.claims[:_MAX_ROWS]:
-        host, pid = writer_of(claim.name)
-        told, style = status(claim, survey)
+    for beat in survey.after.heartbeats[:_MAX_ROWS]:
+        host, pid = writer_of(beat.name)
+        told, style = status(beat, survey)
         rows.append(
             [
                 text(host),
                 "-" if pid is None else f"{pid}",
                 f'<span class="state {style}">{text(told)}</span>',
-                f"<code>{text(claim.namespace)}</code>"
-                if claim.namespace
-                else "fskv prune --watch",
-                iec(claim.written),
-                iec(max(0, claim.granted - claim.written)),
-                f"{claim.full:,}",
+                f"<code>{text(beat.namespace)}</code>" if beat.namespace else "fskv prune --watch",
+                iec(beat.written),
+                f"{beat.full:,}",
             ]
         )
     if not rows:
-        text_of_none = survey.after.unread or "no engine has left a claim in the root"
+        text_of_none = survey.after.unread or "no engine has a heartbeat in the root"
         return section("engines", "Engines", note(f"{text_of_none[0].upper()}{text_of_none[1:]}."))
     lease = survey.after.lease
     keeper = (
         f"{lease.host}, process {lease.pid}, holds the lease" if lease else "nobody holds the lease"
     )
-    heads = ["host", ".process", "status", "namespace", ".written", ".at hand", ".disk full"]
-    words = note(f"Who writes, from their claims. Who counts and prunes: {keeper}.")
+    heads = ["host", ".process", "status", "namespace", ".written", ".disk full"]
+    words = note(f"Who writes, from their heartbeats. Who counts and prunes: {keeper}.")
     return section("engines", "Engines", words, table("Engines", heads, rows))

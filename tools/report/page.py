@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from fskv import __version__
-from fskv.bounds import quota
+from fskv.bounds.limits import scopes
 from fskv.observe import metrics
 
 from .. import endpoint
@@ -80,7 +81,7 @@ def _utc(ns: int | None) -> str:
 def _tiles(survey: Survey) -> str:
     space = survey.after.space
     unused = survey.ages.between(_UNUSED_S, float("inf"))
-    engines = [status(claim, survey) for claim in survey.after.claims]
+    engines = [status(beat, survey) for beat in survey.after.heartbeats]
     alive = sum(status == "alive" for status, _ in engines)
     tiles = [
         ("Size", iec(survey.nbytes), f"{survey.nbytes:,} bytes"),
@@ -88,7 +89,7 @@ def _tiles(survey: Survey) -> str:
         ("Namespaces", f"{len(survey.namespaces):,}", many(len(survey.by(_model)), "model")),
         ("Free", iec(space.free_nbytes), f"of {iec(space.total_nbytes)}"),
         ("Unused for 30 days", iec(unused.nbytes), _of(unused.nbytes, survey.nbytes)),
-        ("Engines", f"{alive:,} alive", f"of {len(engines):,} that left a claim"),
+        ("Engines", f"{alive:,} alive", f"of {len(engines):,} with a heartbeat"),
     ]
     body = "".join(
         f"<div><dt>{text(name)}</dt><dd>{text(value)}<small>{text(more)}</small></dd></div>"
@@ -103,16 +104,15 @@ def _of(part: float, whole: float) -> str:
 
 def _bounds(survey: Survey) -> str:
     look = survey.after
-    usage = look.usage or quota.Usage()
     counted = {one.namespace.id: (one.nbytes, one.files) for one in survey.namespaces}
-    usage = quota.Usage(counted, usage.tenants, usage.counted)
+    usage = replace(look.usage, namespaces=counted, others=(0, 0))
     rows = []
-    for scope in quota.scopes(look.claims, usage, look.space):
+    for scope in scopes(usage, look.space):
         name = {"root": "the root", "free": "the file system"}.get(
             scope.kind, f"{scope.kind} {scope.name}"
         )
-        full = scope.counted / scope.limit if scope.limit > 0 else 1.0
-        cells = [text(name), bar(full, over=full > 1), share(full), iec(scope.counted)]
+        full = scope.used / scope.limit if scope.limit > 0 else 1.0
+        cells = [text(name), bar(full, over=full > 1), share(full), iec(scope.used)]
         rows.append([*cells, iec(scope.limit)])
     if not rows:
         return section(
@@ -125,9 +125,7 @@ def _bounds(survey: Survey) -> str:
             ),
         )
     heads = ["of", "|full", ".full", ".used", ".limit"]
-    words = note(
-        "As the engines' claims have them now. Nearly full is how a bounded root is meant to be."
-    )
+    words = note("Of the engines that live now. Nearly full is how a bounded root is meant to be.")
     return section("bounds", "Bounds", words, table("Bounds", heads, rows))
 
 

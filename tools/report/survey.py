@@ -242,16 +242,15 @@ def survey(
 def _look_again(view: RootView, before: Look) -> Look:
     """Look until every engine of other machines has shown a heartbeat, for two of theirs at most."""
     deadline = before.at_s + TTL_S / 2
-    beats = {claim.name: claim.beat for claim in before.claims}
+    beats = {beat.name: beat.beat for beat in before.heartbeats}
     while True:
         after = look_at(view)
         quiet = [
-            claim
-            for claim in after.claims
-            if not claim.closed
-            and beats.get(claim.name) == claim.beat
-            and not is_here(claim.name)
-            and not provably_dead(claim.name)
+            beat
+            for beat in after.heartbeats
+            if beats.get(beat.name) == beat.beat
+            and not is_here(beat.name)
+            and not provably_dead(beat.name)
         ]
         if not quiet or time.monotonic() > deadline:
             return after

@@ -22,7 +22,6 @@ _STYLES = {
     states.ALIVE: "green",
     states.SILENT: "yellow",
     states.GONE: "red",
-    states.CLOSED: "dim",
     states.UNKNOWN: "dim",
 }
 
@@ -105,8 +104,6 @@ class _Frame:
         assert space is not None
         known = f"{iec(space.free_nbytes)} of {iec(space.total_nbytes)}"
         pieces = [f"free {known if space.total_nbytes else 'unknown'}"]
-        if state.written_since:
-            pieces.insert(0, f"{iec(state.written_since)} written since")
         if state.nbytes is None:
             first = Text("not counted yet", style="dim")
         else:
@@ -178,12 +175,11 @@ class _Frame:
             Column("USED", right=True),
             Column("LIMIT", right=True),
             Column("FULL", right=True),
-            Column("", rank=2),
-            Column("GRANTED", rank=1, right=True),
+            Column("", rank=1),
         )
         rows = []
         for scope in self.state.bounds:
-            full = scope.counted / scope.limit if scope.limit > 0 else 1.0
+            full = scope.used / scope.limit if scope.limit > 0 else 1.0
             # Nearly full is how a root is meant to be; over the bound is not.
             style = "yellow" if full > 1 else "cyan"
             name = {"root": "root", "free": "file system"}.get(
@@ -192,11 +188,10 @@ class _Frame:
             rows.append(
                 [
                     Text(name),
-                    Text(iec(scope.counted)),
+                    Text(iec(scope.used)),
                     Text(iec(scope.limit)),
                     Text(share(full), style=style if full > 1 else ""),
                     Text(self._bar(full), style=style),
-                    Text(iec(scope.outstanding)),
                 ]
             )
         return Section(*table(columns, rows, self.width, self._dots))
@@ -240,13 +235,11 @@ class _Frame:
             Column("NAMESPACE", rank=4, least=16),
             Column("WRITTEN", rank=1, right=True),
             Column("RATE", right=True),
-            Column("AT HAND", rank=2, right=True),
-            Column("WANTED", rank=3, right=True),
             Column("DISK FULL", rank=2, right=True),
             Column("STATUS"),
         )
         # Who is in trouble comes first: the last rows may not fit.
-        order = (states.SILENT, states.GONE, states.ALIVE, states.UNKNOWN, states.CLOSED)
+        order = (states.SILENT, states.GONE, states.ALIVE, states.UNKNOWN)
         engines = sorted(
             self.state.engines, key=lambda one: (order.index(one.status), -(one.rate or 0))
         )
@@ -259,8 +252,6 @@ class _Frame:
             Text(show(one.namespace or "fskv prune --watch")),
             Text(iec(one.written)),
             Text(rate(one.rate)),
-            Text(iec(max(0, one.granted - one.written))),
-            Text(iec(one.wanted)),
             Text(f"{one.full:,} times" if one.full else "", style="yellow"),
             self._status(one.status, one.silent_s),
         ]

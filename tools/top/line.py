@@ -42,8 +42,7 @@ def fields(state: State) -> dict[str, Any]:
                 "kind": scope.kind,
                 "name": scope.name,
                 "limit": scope.limit,
-                "used": scope.counted,
-                "granted": scope.outstanding,
+                "used": scope.used,
             }
             for scope in state.bounds
         ],
@@ -61,15 +60,13 @@ def fields(state: State) -> dict[str, Any]:
         ],
         "engines": [
             {
-                "claim": one.name,
+                "name": one.name,
                 "host": one.host,
                 "pid": one.pid,
                 "namespace": one.namespace,
                 "tenant": one.tenant,
                 "written": one.written,
                 "rate": _round(one.rate),
-                "granted": one.granted,
-                "wanted": one.wanted,
                 "disk_full": one.full,
                 "status": one.status,
             }

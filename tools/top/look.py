@@ -1,4 +1,4 @@
-"""One look at what a root's engines tell each other: usage, claims, lease, pruned chunks, free space.
+"""One look at what a root's engines tell each other: usage, heartbeats, lease, pruned chunks, free space.
 
 Small files only; no chunk is looked at. Every call may hang for as long as the mount does, so this runs on a
 thread of its own (`tools.top.watch`). What is damaged, foreign or missing is left out, as the engines do.
@@ -16,17 +16,18 @@ from dataclasses import dataclass, field
 
 from fskv.bounds.eviction_news import ENTRY_NBYTES
 from fskv.bounds.lease import LEASE_FILE, SHARED_DIR, LeaseState, read_lease
-from fskv.bounds.ledger import Ledger
-from fskv.bounds.quota import Claim, Usage
+from fskv.bounds.limits import Heartbeat, Usage
+from fskv.bounds.shared_files import SharedFiles
 from fskv.root.beneath import opened
 from fskv.root.filesystem import Space
 from fskv.root.process_id import HOST, TOKEN, provably_dead
 
+from ..neighbours import living, usage_now, wall_clock_ns
 from ..root_view import RootView
 
 _MAX_REMOVED = 10_000  # names of one look
 _REMOVED = re.compile(r"([0-9a-f]{16})-(.+)\.bin", re.DOTALL)
-_CLAIM = re.compile(r"(.+)-([1-9][0-9]{0,9})-([0-9a-f]{8})-[0-9]+", re.DOTALL)
+_NAME = re.compile(r"(.+)-([1-9][0-9]{0,9})-([0-9a-f]{8})-[0-9]+", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,22 +38,25 @@ class Look:
     path: str
     namespaces: tuple[str, ...]  # ids
     space: Space
-    usage: Usage | None = None
-    claims: tuple[Claim, ...] = ()
+    usage: Usage = field(default_factory=Usage)  # with the limits of those who live; see `counted`
+    heartbeats: tuple[Heartbeat, ...] = ()  # of the dead, too
     lease: LeaseState | None = None
     removed: Mapping[str, tuple[str, int]] = field(default_factory=dict)  # file -> digest, chunks
     unread: str | None = None  # why nobody can tell which engines there are
+
+    @property
+    def counted(self) -> bool:
+        return self.usage.at_ms > 0
 
 
 def look_at(view: RootView) -> Look:
     """Look once; raises CommandError or OSError where the root itself cannot be read."""
     shared = f"{view.path}/{SHARED_DIR}"
-    book = Ledger(shared)
-    usage = book.usage()  # before the claims: fskv.bounds.quota.Claim
-    claims: list[Claim] = []
+    files, space = SharedFiles(shared), Space.of(view.path)
+    beats: list[Heartbeat] = []
     unread = None
     try:
-        claims = book.claims()
+        beats = files.heartbeats()
     except FileNotFoundError:
         pass  # no engine has been here
     except OSError as error:
@@ -61,9 +65,9 @@ def look_at(view: RootView) -> Look:
         at_s=time.monotonic(),
         path=view.path,
         namespaces=tuple(one.id for one in view.namespaces()),
-        space=Space.of(view.path),
-        usage=usage,
-        claims=tuple(sorted(claims, key=lambda claim: (claim.namespace or "", claim.name))),
+        space=space,
+        usage=usage_now(files, living(files, beats, wall_clock_ns()), space),
+        heartbeats=tuple(sorted(beats, key=lambda beat: (beat.namespace or "", beat.name))),
         lease=_lease(f"{shared}/{LEASE_FILE}"),
         removed=_removed(view.path),
         unread=unread,
@@ -97,14 +101,14 @@ def _removed(root: str) -> dict[str, tuple[str, int]]:
     return found
 
 
-def writer_of(claim: str) -> tuple[str, int | None]:
-    """Return the host and the process id of a claim's or holder's name."""
-    match = _CLAIM.fullmatch(claim)
-    return (match[1], int(match[2])) if match else (claim, None)
+def writer_of(name: str) -> tuple[str, int | None]:
+    """Return the host and the process id of a heartbeat's or holder's name."""
+    match = _NAME.fullmatch(name)
+    return (match[1], int(match[2])) if match else (name, None)
 
 
-def is_here(claim: str) -> bool:
+def is_here(name: str) -> bool:
     """Whether the process of that name is on this machine and alive for certain."""
-    match = _CLAIM.fullmatch(claim)
+    match = _NAME.fullmatch(name)
     here = match is not None and match[1] == HOST and match[3] == TOKEN
-    return here and not provably_dead(claim)
+    return here and not provably_dead(name)

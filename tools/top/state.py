@@ -11,10 +11,10 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from fskv.bounds.lease import TTL_S
-from fskv.bounds.quota import Scope, Usage, scopes
+from fskv.bounds.limits import Scope, Usage, scopes
 from fskv.root.filesystem import Space
 from fskv.root.process_id import provably_dead
 
@@ -24,12 +24,12 @@ from .look import Look, is_here, writer_of
 from .watch import Watch, words
 
 _WINDOW_S = 10.0  # of rates of what engines say: they say it every few seconds
-_COUNT_WINDOW_S = 60.0  # of growth: counts come when something was written, or every minute
+_COUNT_WINDOW_S = 60.0  # of growth: our own counts come every minute
 _MAX_LOOKS = 64
-_MAX_STRIKES = 100_000  # claims whose heartbeat is remembered
+_MAX_STRIKES = 100_000  # heartbeats that are remembered
 SLOW_S = 3.0  # a look that takes longer is said to be without an answer
 
-ALIVE, SILENT, GONE, CLOSED, UNKNOWN = "alive", "silent", "gone", "closed", "not known yet"
+ALIVE, SILENT, GONE, UNKNOWN = "alive", "silent", "gone", "not known yet"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class NamespaceState:
 
 @dataclass(frozen=True, slots=True)
 class EngineState:
-    """One claim. Rates and status are as seen from here."""
+    """One heartbeat. Rates and status are as seen from here."""
 
     name: str
     host: str
@@ -54,8 +54,6 @@ class EngineState:
     tenant: str | None
     written: int
     rate: float | None  # bytes written a second
-    granted: int
-    wanted: int
     full: int
     status: str
     silent_s: float  # since its heartbeat was last seen to change
@@ -107,14 +105,6 @@ class State:
     unlistable: int = 0  # directories that the count of "top" could not list
 
     @property
-    def written_since(self) -> int:
-        """Bytes that the engines have written and that may not be in their last count."""
-        if self.usage is None or self.counted_by != "engines":
-            return 0
-        counted = self.usage.counted
-        return sum(max(0, one.written - counted.get(one.name, 0)) for one in self.engines)
-
-    @property
     def nbytes(self) -> int | None:
         return self._total([one.nbytes for one in self.namespaces], 0)
 
@@ -125,7 +115,7 @@ class State:
     def _total(self, values: list[int | None], which: int) -> int | None:
         if self.counted_by is None:
             return None
-        # Namespaces that are too many for the engines' count to name (fskv.bounds.ledger.shortened).
+        # Namespaces that are too many for the engines' count to name (fskv.bounds.shared_files.shortened).
         unnamed = self.usage.others[which] if self.usage and self.counted_by == "engines" else 0
         if values and not unnamed and all(value is None for value in values):
             return None
@@ -144,15 +134,13 @@ class State:
 
 @dataclass(slots=True)
 class _Counts:
-    """Counts of one source, by its own clock."""
+    """Counts of one source, by our clock."""
 
     source: str
     unlistable: int = 0
     at_s: deque[tuple[float, Mapping[str, tuple[int, int]], int]] = field(default_factory=deque)
 
     def add(self, at_s: float, sizes: Mapping[str, tuple[int, int]], pruned: int) -> None:
-        if self.at_s and at_s < self.at_s[-1][0]:
-            self.at_s.clear()  # another holder, with another clock
         if not self.at_s or at_s > self.at_s[-1][0]:
             self.at_s.append((at_s, sizes, pruned))
         while len(self.at_s) > 2 and (
@@ -191,11 +179,11 @@ class History:
         self._samples: dict[str, tuple[endpoint.Sample, endpoint.Change | None]] = {}
 
     def needs_count(self, look: Look | None) -> bool:
-        """Whether nobody counts the root: no usage, or its holder is gone or silent."""
+        """Whether nobody counts the root: nobody did, or who holds the lease is gone or silent."""
         if look is None:
             return False
         lease = self._lease(look)
-        return look.usage is None or lease is None or lease.status in (GONE, SILENT)
+        return not look.counted or lease is None or lease.status in (GONE, SILENT)
 
     def state(
         self,
@@ -222,11 +210,11 @@ class History:
             age_s=root.age_s,
             space=look.space,
             namespaces=spaces,
-            bounds=tuple(scopes(look.claims, _as_usage(look.usage, self._counts), look.space)),
+            bounds=tuple(scopes(_as_usage(look.usage, self._counts), look.space)),
             engines=self._engines(look),
             lease=self._lease(look),
             counted_by=by,
-            counted_at_ms=look.usage.at_ms if look.usage and by == "engines" else None,
+            counted_at_ms=look.usage.at_ms if by == "engines" else None,
             pruned=self._counts.pruned if by == "engines" else None,
             usage=look.usage,
             endpoints=shown,
@@ -243,7 +231,7 @@ class History:
             look.at_s - self._looks[0].at_s > _WINDOW_S or len(self._looks) > _MAX_LOOKS
         ):
             self._looks.popleft()
-        beats = {claim.name: claim.beat for claim in look.claims[:_MAX_STRIKES]}
+        beats = {beat.name: beat.beat for beat in look.heartbeats[:_MAX_STRIKES]}
         if look.lease is not None:
             beats["lease " + look.lease.holder] = look.lease.beat
         now = {}
@@ -264,31 +252,24 @@ class History:
                 self._counts.add(time.monotonic() - sizes.age_s, own.sizes, 0)
             self._counts.unlistable = own.unlistable
             return "top"
-        if look.usage is None:
+        if not look.counted:
             return None
         if self._counts.source != "engines":
             self._counts = _Counts("engines")
-        usage = look.usage
-        self._counts.add(usage.at_ms / 1000, usage.namespaces, usage.pruned_nbytes)
+        self._counts.add(look.at_s, look.usage.namespaces, look.usage.pruned_nbytes)
         return "engines"
 
     def _namespaces(self, look: Look) -> tuple[NamespaceState, ...]:
-        tenants = {c.namespace: c.tenant for c in look.claims if c.namespace and c.tenant}
-        if look.usage is not None:
-            tenants |= dict(look.usage.tenants)
+        tenants = {b.namespace: b.tenant for b in look.heartbeats if b.namespace and b.tenant}
+        tenants |= look.usage.tenants
         stored: dict[str, float] = {}
         for engine in self._engines(look):
             if engine.rate is not None and engine.namespace is not None:
                 stored[engine.namespace] = stored.get(engine.namespace, 0.0) + engine.rate
         pruned = self._pruned()
-        counted = look.usage.counted if look.usage else {}
-        written = {c.namespace for c in look.claims if c.written > counted.get(c.name, 0)}
         found = []
         for name in sorted({*look.namespaces, *self._counts.sizes}):
-            size = self._counts.sizes.get(name)
-            if size == (0, 0) and name in written and self._counts.source == "engines":
-                size = None  # counted before its engines wrote: that is no size of now
-            nbytes, files = size or (None, None)
+            nbytes, files = self._counts.sizes.get(name) or (None, None)
             found.append(
                 NamespaceState(
                     name,
@@ -319,28 +300,26 @@ class History:
     def _engines(self, look: Look) -> tuple[EngineState, ...]:
         first: dict[str, tuple[float, int]] = {}
         for earlier in self._looks:
-            for claim in earlier.claims:
-                first.setdefault(claim.name, (earlier.at_s, claim.written))
+            for beat in earlier.heartbeats:
+                first.setdefault(beat.name, (earlier.at_s, beat.written))
         found = []
-        for claim in look.claims:
-            host, pid = writer_of(claim.name)
-            then_s, written = first.get(claim.name, (look.at_s, claim.written))
+        for beat in look.heartbeats:
+            host, pid = writer_of(beat.name)
+            then_s, written = first.get(beat.name, (look.at_s, beat.written))
             seconds = look.at_s - then_s
-            rate = max(0, claim.written - written) / seconds if seconds > 0 else None
-            status, silent_s = self._status(claim.name, claim.name, look)
+            rate = max(0, beat.written - written) / seconds if seconds > 0 else None
+            status, silent_s = self._status(beat.name, beat.name, look)
             found.append(
                 EngineState(
-                    claim.name,
+                    beat.name,
                     host,
                     pid,
-                    claim.namespace or "(only limits)",
-                    claim.tenant,
-                    claim.written,
+                    beat.namespace or "(only limits)",
+                    beat.tenant,
+                    beat.written,
                     rate,
-                    claim.granted,
-                    claim.wanted,
-                    claim.full,
-                    CLOSED if claim.closed else status,
+                    beat.full,
+                    status,
                     silent_s,
                 )
             )
@@ -381,8 +360,8 @@ class History:
         )
 
 
-def _as_usage(usage: Usage | None, counts: _Counts) -> Usage:
+def _as_usage(usage: Usage, counts: _Counts) -> Usage:
     """What bounds are compared with: the engines' count, or ours."""
     if counts.source != "top":
-        return usage or Usage()
-    return Usage(namespaces=counts.sizes, counted=usage.counted if usage else {})
+        return usage
+    return replace(usage, namespaces=counts.sizes, others=(0, 0))

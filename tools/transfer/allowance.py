@@ -1,10 +1,10 @@
-"""What a transfer may write into a root: it holds a claim there, as an engine does.
+"""What a transfer may write into a root: it has a heartbeat there, as an engine does.
 
-So (docs/architecture.md, "Capacity") the bounds of all living engines hold for it, and its bytes are
-counted before they are written. When a bound is reached what was used least recently is pruned, by whoever
-holds the lease, and the transfer waits for that; when nothing is granted for `patience_s` it ends.
+So (docs/architecture.md, "Capacity") the bounds of all living engines hold for it. When one is met what was
+used least recently is pruned, by whoever holds the lease, and the transfer waits for that; when there is no
+room for `patience_s` it ends.
 
-What the transfer itself is to keep free is no bound of the root's: it is in no claim, so that nothing of
+What the transfer itself is to keep free is no bound of the root's: it is in no heartbeat, so that nothing of
 others is pruned for it.
 
 Any number of threads; one talks to the maintenance process at a time.
@@ -17,7 +17,7 @@ import time
 
 from fskv import namespace
 from fskv.bounds.client import Capacity
-from fskv.bounds.quota import Claim, Limits, inodes_short, kept_free
+from fskv.bounds.limits import Limits, inodes_short, kept_free
 from fskv.errors import FskvError
 from fskv.namespace import Identity
 from fskv.root.filesystem import Space
@@ -25,7 +25,6 @@ from fskv.sizes import Share
 
 PATIENCE_S = 30.0
 _POLL_S = 0.02
-_AT_HAND = 64 << 20  # a grant takes a round of the maintenance process: not one for every file
 
 
 class NoRoomError(FskvError):
@@ -47,8 +46,6 @@ class Allowance:
             namespace.directory(identity),
             identity.tenant,
             Limits(),
-            at_hand=_AT_HAND,
-            patient=True,
             quiet=True,  # stderr is a person's terminal
         )
         self._root = root
@@ -57,7 +54,7 @@ class Allowance:
         self._patience_s = patience_s
         self._lock = threading.Lock()  # guards the capacity, which is for one thread
         self._stopped = threading.Event()
-        self.exhausted: str | None = None  # why nothing more will be granted; it stays so
+        self.exhausted: str | None = None  # why nothing more may be written; it stays so
         self.pruned = 0  # files of this namespace that were pruned meanwhile, by anybody
         self._capacity.start()
 
@@ -88,11 +85,10 @@ class Allowance:
         if not self._keep_free:
             return True
         space = Space.of(self._root)
-        wanted = Claim("", None, None, Limits(keep_free=self._keep_free))
-        if not space.total_nbytes:
-            return not inodes_short([wanted], space)
+        if inodes_short([Limits(keep_free=self._keep_free)], space):
+            return False
         left = space.free_nbytes - self._taken - nbytes
-        return left >= kept_free(self._keep_free, space) and not inodes_short([wanted], space)
+        return not space.total_nbytes or left >= kept_free(self._keep_free, space)
 
     def settle(self, taken: int, written: int) -> None:
         """Of `taken` bytes `written` are on disk now."""
@@ -102,7 +98,7 @@ class Allowance:
             self.pruned += len(self._capacity.poll())
 
     def close(self) -> None:
-        """Give back what is left; a thread that waits ends."""
+        """End the maintenance process; a thread that waits ends."""
         self._stopped.set()
         with self._lock:
             self._capacity.poll()

@@ -1,4 +1,4 @@
-"""The root that a transfer writes to: its namespaces one after the other, each with a claim of its own.
+"""The root that a transfer writes to: its namespaces one after the other, each with a heartbeat of its own.
 
 `store` is for the transfer's threads, everything else for its main thread, which hands them their work: a
 namespace is closed when the last file for it is done.
@@ -33,7 +33,7 @@ class Options:
 
 
 class Destination:
-    """A context manager: leaving it removes what is half written and gives the claim back."""
+    """A context manager: leaving it removes what is half written and takes the heartbeat away."""
 
     def __init__(self, root: Root, options: Options) -> None:
         """A root that is not writable is only compared with."""
@@ -71,7 +71,7 @@ class Destination:
                 self._idle.wait_for(lambda: not self._pending)
             self._close()
             if self._root.writable:
-                self._root.open_namespace(identity)  # compared, before anything is claimed for it
+                self._root.open_namespace(identity)  # compared, before anything is stored in it
                 self._allowance = Allowance(
                     self._root.path, identity, self._options.keep_free, self._options.patience_s
                 )

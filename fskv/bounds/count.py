@@ -1,0 +1,231 @@
+"""How much is in a root, by namespace: what engines report, corrected by walks. The leader's.
+
+Engines report what they have written, about once a second; a walk finds what is there. Neither alone is
+enough: reports know nothing of what others wrote or removed, and walks take long on a large root.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+from fskv.bounds.lease import SHARED_DIR, Lease
+from fskv.bounds.limits import is_namespace
+from fskv.bounds.shared_files import SharedFiles
+from fskv.index.scan import NUM_SHARDS, dir_mtime_ns
+from fskv.index.snapshot import Catalogue
+from fskv.observe.state_log import StateLog
+from fskv.root.beneath import opened
+from fskv.root.filesystem import counting_device
+from fskv.root.manifests import Manifests, all_namespaces
+from fskv.root.process_id import unique_name
+from fskv.types import MAX_COUNT
+
+logger = logging.getLogger(__name__)
+
+# Directories that are listed at each walk even if their mtime has not changed: a snapshot, which whoever
+# writes to the root may have made up, is believed for no longer than all of these take.
+_LISTED_AGAIN = 4
+_OFF_NS = 5 * 1_000_000_000  # so far a heartbeat's mtime may be off from when it was written
+_MTIME_LAG_NS = 10 * 1_000_000_000  # of a directory behind the files in it
+_EMPTY_NS = 3600 * 1_000_000_000  # a directory of chunks that was empty for so long goes
+
+
+class Count:
+    """The sums and the catalogues. `nbytes`: namespace -> bytes on disk, files."""
+
+    def __init__(
+        self, root: str, files: SharedFiles, lease: Lease, known: Mapping[str, tuple[int, int]]
+    ) -> None:
+        """`known` is what the last leader has published: it stands until a walk is over."""
+        self._root = root
+        self._files = files
+        self._lease = lease
+        self._log = StateLog(root=root)
+        self.nbytes = {name: at for name, at in known.items() if is_namespace(name)}
+        self.catalogues: dict[str, Catalogue] = {}  # by "<arch>/<model>@<digest16>"
+        self._manifests = Manifests(root)
+        self._reported: Counter[str] = Counter()  # since the namespace's walk began
+        self._untold: Counter[str] = Counter()  # of what a walk has found: what will be reported
+        # Of catalogues: whether it is foreign, and the device on which what is foreign counts by its blocks.
+        self._counted_as: dict[str, tuple[bool, int | None]] = {}
+        self._device: int | None = None
+        self._asked_device = False
+        self._again = time.time_ns() % NUM_SHARDS  # terms may be shorter than a round
+        self._clocks_differ = self._mtimes_lag = False
+        self._uncounted: dict[str, str] = {}  # namespace -> why, as it was told
+        self._unsaved: set[str] = set()  # namespaces whose snapshot is old
+
+    @property
+    def total_nbytes(self) -> int:
+        return min(MAX_COUNT, sum(nbytes for nbytes, _ in self.nbytes.values()))
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether more than a quarter of what is there is not in the catalogues: nothing can be chosen."""
+        return 4 * self._reported.total() > self.total_nbytes
+
+    @property
+    def tenants(self) -> Mapping[str, str]:
+        """Return the tenants of namespaces, as their manifests say."""
+        return self._manifests.tenants
+
+    @property
+    def ours(self) -> list[str]:
+        """Return the namespaces that are fskv's: what is foreign is never touched."""
+        return [name for name in self.catalogues if name not in self._manifests.foreign]
+
+    def report(self, namespace: str, nbytes: int) -> None:
+        """Add what an engine has written; what a walk has seen before it was reported counts once."""
+        before, files = self.nbytes.get(namespace, (0, 0))
+        seen = min(nbytes, self._untold[namespace])
+        self._untold[namespace] -= seen
+        self.nbytes[namespace] = min(MAX_COUNT, before + nbytes - seen), files
+        self._reported[namespace] += nbytes
+
+    def removed(self, namespace: str, nbytes: int) -> None:
+        """Take off what was removed."""
+        before, files = self.nbytes.get(namespace, (0, 0))
+        files = min(files, self.catalogues[namespace].num_files)
+        self.nbytes[namespace] = max(0, before - nbytes), files
+        self._unsaved.add(namespace)
+
+    # --- walks ------------------------------------------------------------------------------
+
+    async def walk(
+        self, rewritten: Mapping[str, float], late_nbytes: int, may_go_on: Callable[[], bool]
+    ) -> bool:
+        """Bring catalogues and sums up to date; returns False where it was not to go on.
+
+        `rewritten`: heartbeats of a moment ago -> the time.monotonic() after which they were written.
+        `late_nbytes`: so much may be written and not reported yet. Raises OSError where the root is away.
+        """
+        names = all_namespaces(self._root)
+        for gone in self._manifests.gone((self.catalogues.keys() | self.nbytes.keys()) - names):
+            self.catalogues.pop(gone, None)
+            self._counted_as.pop(gone, None)
+            self.nbytes.pop(gone, None)
+            self._reported.pop(gone, None)
+            self._manifests.forget(gone)
+        await asyncio.to_thread(self._judge, names)
+        now_ns = self._lease.now_ns()
+        relist = not self._mtimes_tell(rewritten, now_ns)
+        now_ns = max(0, now_ns - 2 * _OFF_NS)
+        again = [(self._again + i) % NUM_SHARDS for i in range(_LISTED_AGAIN)]
+        self._again = (self._again + len(again)) % NUM_SHARDS
+        for name in sorted(names):
+            catalogue = self._opened(name)
+            before = catalogue.num_files, catalogue.nbytes
+            self._reported[name] = 0
+            try:
+                device = self._counted_as[name][1]
+                failed = await catalogue.refresh(now_ns, every=relist, again=again, device=device)
+            except Exception as error:  # it is one of many, and anything may be in it
+                self._say_uncounted(name, str(error))
+                continue
+            if not may_go_on():
+                return False
+            why = f"{len(failed)} directories cannot be listed: {failed[0].error}" if failed else ""
+            # What they held counts on; but not for ever, or all that engines write would add to it.
+            is_news = bool(why) and not self._uncounted.get(name)
+            self._say_uncounted(name, why)
+            self._correct(name, catalogue, late_nbytes, upwards_only=is_news)
+            if (catalogue.num_files, catalogue.nbytes) != before:
+                self._unsaved.add(name)
+        await asyncio.to_thread(self.remove_empty, now_ns - _EMPTY_NS)
+        return True
+
+    def _correct(
+        self, name: str, catalogue: Catalogue, late_nbytes: int, *, upwards_only: bool
+    ) -> None:
+        """Put what a walk has found in the place of the sum.
+
+        It may have seen files that were not reported yet: they will be in a moment, and count once. It may
+        have listed directories before files came that were reported meanwhile: these count as well.
+        """
+        told, files = self.nbytes.get(name, (0, 0))
+        found = catalogue.nbytes
+        self._untold[name] = min(max(0, found - told), late_nbytes)
+        most = told if upwards_only else min(MAX_COUNT, found + self._reported[name])
+        files = max(files if upwards_only else 0, catalogue.num_files)
+        self.nbytes[name] = max(found, min(told, most)), files
+
+    def _say_uncounted(self, name: str, why: str) -> None:
+        if why and why != self._uncounted.get(name):
+            logger.warning("fskv: %s/%s is not counted anew: %s", self._root, name, why)
+        self._uncounted[name] = why
+
+    def _judge(self, names: set[str]) -> None:
+        """Find out which of these are ours, and whose. In a worker thread: a manifest may be long."""
+        for name in names:
+            self._manifests.judge(name)
+        if not self._asked_device:
+            with (
+                contextlib.suppress(OSError),  # no room, perhaps: the next walk asks again
+                opened(self._root, f"{self._root}/{SHARED_DIR}", os.O_PATH) as fd,
+            ):
+                self._device = counting_device(fd, f"{unique_name()}.part")
+                self._asked_device = True
+
+    def _opened(self, name: str) -> Catalogue:
+        """Return the catalogue of a namespace.
+
+        What is foreign is walked: nothing is pruned there, so what a made-up snapshot says would stay.
+        """
+        foreign = name in self._manifests.foreign
+        kind = (foreign, self._device if foreign else None)
+        if self._counted_as.get(name) != kind:
+            path = f"{self._root}/{name}"
+            self.catalogues[name] = Catalogue(path) if foreign else Catalogue.load(path)
+            self._counted_as[name] = kind
+        return self.catalogues[name]
+
+    def _mtimes_tell(self, rewritten: Mapping[str, float], now_ns: int) -> bool:
+        """Return whether a directory's new mtime tells of new names: else each is listed at every walk.
+
+        Not where nodes stamp by clocks of their own that differ (CephFS, GlusterFS): a heartbeat that was
+        just rewritten has another time then. Not where directories keep their mtime (s3fs): heartbeats are
+        renamed into theirs every few seconds.
+        """
+        found = self._files.published_ns(rewritten)
+        if not found or not now_ns:
+            return not (self._clocks_differ or self._mtimes_lag)
+        earliest_s = time.monotonic() - min(rewritten.values())
+        off = {
+            name: max(0, at_ns - now_ns) + max(0, now_ns - int(earliest_s * 1e9) - at_ns)
+            for name, at_ns in found.items()
+        }
+        last_ns = dir_mtime_ns(f"{self._root}/{SHARED_DIR}")  # 0: unknown, it is always listed
+        differ = max(off.values()) > _OFF_NS
+        lag = bool(last_ns) and max(found.values()) - last_ns > _MTIME_LAG_NS
+        if (differ and not self._clocks_differ) or (lag and not self._mtimes_lag):
+            reason = "nodes stamp by their own clocks" if differ else "directories keep their mtime"
+            self._log.say(
+                "clocks_differ",
+                logging.WARNING,
+                heartbeat=max(off, key=lambda name: off[name]),
+                off_s=round(max(off.values()) / 1e9),
+                reason=f"{reason}, so every directory is listed at each walk",
+            )
+        self._clocks_differ, self._mtimes_lag = differ, lag
+        return not (differ or lag)
+
+    # --- what it leaves ---------------------------------------------------------------------
+
+    def remove_empty(self, before_ns: int | None) -> int:
+        """Remove directories of chunks that were empty before that time, or are now; returns how many."""
+        return sum(self.catalogues[name].remove_empty(self._root, before_ns) for name in self.ours)
+
+    def save_snapshots(self, file_mode: int) -> None:
+        """Write the snapshots that are older than what we know; what cannot be written is logged."""
+        for name in sorted(self._unsaved & {*self.ours}):
+            try:
+                self.catalogues[name].save(file_mode, self._root)
+            except OSError as error:
+                logger.warning("fskv: %s/%s cannot be written: %s", self._root, name, error)
+        self._unsaved.clear()

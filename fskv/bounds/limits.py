@@ -1,0 +1,189 @@
+"""Limits, heartbeats and usage of a root, and how much has to go for a bound. Pure.
+
+Every engine has a heartbeat, a small file in the root. It says which limits the engine was given, and how
+many bytes the engine has written since its start. The leader, who holds the lease, adds these up, corrects
+the sum by what it counts on its walks, and publishes it with the smallest limits of all living engines
+(`Usage`). An engine stores first. The leader prunes ahead of the growth:
+
+    high mark = bound - two looks of growth, at least 1 % and at most 10 % of the bound
+    low mark  = high mark - 2 % of the bound
+
+Between two looks a root may so be a little larger than its bound; more than 2 % above it engines pause.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from fskv.root.filesystem import Space
+from fskv.sizes import Share
+from fskv.types import MAX_COUNT
+
+MAX_TOUCH_INTERVAL_S = 600
+GUARD_PART = 50  # of a bound: 2 % above it engines pause
+UNSEEN_PART = 100  # of a bound: 1 % is what an engine writes at most that nobody counts
+_LEAST_MARGIN, _MOST_MARGIN = 0.01, 0.10  # of a bound, below it
+_LOW = 0.02  # of a bound, below the high mark
+_NAMESPACE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*/[A-Za-z0-9._-]+@[0-9a-f]{16}", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one engine or watcher was given: upper bounds, in bytes on disk; None: no bound."""
+
+    max_nbytes: int | None = None
+    keep_free: int | Share = 0
+    tenant_max_nbytes: int | None = None  # of the engine's tenant; of a watcher, for each tenant
+    # Of a watcher (`fskv prune --watch`): by the tenant's name, and how long what nobody uses may stay.
+    tenants: Mapping[str, int] = field(default_factory=dict)
+    unused_s: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """One engine's file: its limits, and counts since its start."""
+
+    name: str
+    # "<arch>/<model>@<digest16>"; None: a watcher, who writes nothing and only declares limits.
+    namespace: str | None
+    tenant: str | None
+    limits: Limits
+    written: int = 0  # bytes
+    full: int = 0  # how often the disk was full when it stored
+    beat: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What the leader knows, published at each of its looks.
+
+    `namespaces` has those with files or heartbeats.
+    """
+
+    sequence: int = 0  # another one at each look
+    namespaces: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # bytes on disk, files
+    others: tuple[int, int] = (0, 0)  # of namespaces that were not named: there were too many
+    tenants: Mapping[str, str] = field(
+        default_factory=dict
+    )  # namespace -> tenant, where it has one
+    counted: Mapping[str, int] = field(
+        default_factory=dict
+    )  # heartbeat -> its `written` in the sums
+    growth: int = 0  # bytes a second: the fastest of the last seconds
+    look_s: float = 1.0  # between two looks
+    # The smallest limits of all who live. None and zeros: no bound.
+    max_nbytes: int | None = None
+    kept_free: int = 0
+    tenant_limits: Mapping[str, int] = field(default_factory=dict)
+    at_ms: int = 0  # of the last walk of everything, in ms since 1970; 0: of none
+    touch_interval_s: int = MAX_TOUCH_INTERVAL_S  # a use is recorded where the last one is older
+    pruned_files: int = 0  # by this leader
+    pruned_nbytes: int = 0
+    orphans: int = 0
+    unremovable: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return min(MAX_COUNT, self.others[0] + sum(n for n, _ in self.namespaces.values()))
+
+    @property
+    def num_files(self) -> int:
+        return min(MAX_COUNT, self.others[1] + sum(n for _, n in self.namespaces.values()))
+
+    def tenant_nbytes(self, tenant: str) -> int:
+        """Return the bytes of a tenant's namespaces."""
+        of = (ns for ns, owner in self.tenants.items() if owner == tenant)
+        return min(MAX_COUNT, sum(self.namespaces[ns][0] for ns in of if ns in self.namespaces))
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """One bound: the root's, a tenant's, or that of the file system."""
+
+    kind: str  # "root", "tenant", "free"
+    name: str | None  # of the tenant
+    limit: int  # bytes that may be in use; for "free" as well
+    used: int
+
+    @property
+    def left(self) -> int:
+        return self.limit - self.used
+
+    def excess(self, usage: Usage) -> int:
+        """Return how many bytes are to go; 0: less than the high mark is in use."""
+        ahead = 2 * usage.look_s * usage.growth
+        margin = min(max(ahead, _LEAST_MARGIN * self.limit), _MOST_MARGIN * self.limit)
+        high = int(self.limit - margin)
+        return self.used - int(high - _LOW * self.limit) if self.used > high else 0
+
+
+def scopes(usage: Usage, space: Space) -> list[Scope]:
+    """Return every bound in force, with what is in use; the widest last."""
+    used: Counter[str] = Counter()
+    for namespace, tenant in usage.tenants.items():
+        used[tenant] += usage.namespaces.get(namespace, (0, 0))[0]
+    found = [
+        Scope("tenant", tenant, limit, used[tenant])
+        for tenant, limit in usage.tenant_limits.items()
+    ]
+    if usage.max_nbytes is not None:
+        found.append(Scope("root", None, usage.max_nbytes, usage.nbytes))
+    if usage.kept_free and space.total_nbytes:
+        in_use = space.total_nbytes - space.free_nbytes
+        found.append(Scope("free", None, max(0, space.total_nbytes - usage.kept_free), in_use))
+    return found
+
+
+def smallest(
+    limits: Iterable[Heartbeat], tenants: Iterable[str], space: Space
+) -> tuple[int | None, int, dict[str, int]]:
+    """Return the smallest limits of all of these: `max_nbytes`, `kept_free`, `tenant_limits` of Usage.
+
+    `tenants` are those that have namespaces.
+    """
+    beats, of_tenants = list(limits), set(tenants)
+    roots = [beat.limits.max_nbytes for beat in beats if beat.limits.max_nbytes is not None]
+    keep = max((kept_free(beat.limits.keep_free, space) for beat in beats), default=0)
+    found: dict[str, int] = {}
+
+    def tighten(tenant: str | None, limit: int | None) -> None:
+        if tenant is not None and limit is not None:
+            found[tenant] = min(limit, found.get(tenant, limit))
+
+    for beat in beats:
+        if beat.namespace is not None:
+            tighten(beat.tenant, beat.limits.tenant_max_nbytes)
+            continue
+        for tenant in of_tenants:
+            tighten(tenant, beat.limits.tenant_max_nbytes)
+            tighten(tenant, beat.limits.tenants.get(tenant))
+    return min(roots, default=None), keep, found
+
+
+def kept_free(keep_free: int | Share, space: Space) -> int:
+    """Return the bytes that must stay free."""
+    if isinstance(keep_free, Share):
+        return int(space.total_nbytes * keep_free.percent / 100)
+    return min(keep_free, space.total_nbytes)
+
+
+def inodes_short(limits: Iterable[Limits], space: Space) -> int:
+    """Return how many inodes must become free for the shares that must stay free."""
+    shares = [each.keep_free for each in limits if isinstance(each.keep_free, Share)]
+    if not shares or not space.total_inodes:
+        return 0
+    keep = max(share.percent for share in shares) / 100 * space.total_inodes
+    return max(0, int(keep) - space.free_inodes)
+
+
+def unused_limit_s(limits: Iterable[Limits]) -> int | None:
+    """Return how long what nobody uses may stay; None: as long as there is room."""
+    return min((each.unused_s for each in limits if each.unused_s is not None), default=None)
+
+
+def is_namespace(name: str) -> bool:
+    """Return whether a namespace of that name is understood; all that engines make are."""
+    return _NAMESPACE.fullmatch(name) is not None

@@ -1,0 +1,274 @@
+"""Reads and writes the files by which the engines of a root know of each other: heartbeats and usage.
+
+They lie in one directory, into which the leader renames `usage.json` at each of its looks: so NFS clients
+list it anew. Whoever can write to the root can write anything here. So no more is read than anybody writes,
+unknown keys are ignored, and what is not understood is left out, told of, and removed when it is a day old.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+from collections.abc import Collection, Iterable
+from dataclasses import asdict, replace
+from typing import Any
+
+from fskv.bounds.limits import MAX_TOUCH_INTERVAL_S, Heartbeat, Limits, Usage, is_namespace
+from fskv.namespace import MAX_TENANT
+from fskv.root.beneath import opened
+from fskv.root.files import UnfitFileError, publishing, regular_file, retry_stale
+from fskv.root.filesystem import is_full_late
+from fskv.root.process_id import is_orphan, unique_name
+from fskv.root.remove import orphans, sweep
+from fskv.sizes import Share
+from fskv.types import MAX_COUNT
+
+USAGE_FILE = "usage.json"
+PREFIX, SUFFIX = "heartbeat-", ".json"
+# What is longer is not read, and not written: docs/format.md.
+MAX_HEARTBEAT_NBYTES = 64 << 10
+MAX_USAGE_NBYTES = 2 << 20
+_MAX_NBYTES = 8 << 20  # of all heartbeats together
+_MAX_LOOK_S = 60.0
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}", re.ASCII)
+_JUNK_S = 86_400.0
+
+
+def file_of(name: str) -> str:
+    """Return what the file of a heartbeat is called."""
+    return f"{PREFIX}{name}{SUFFIX}"
+
+
+def is_heartbeat(file: str) -> bool:
+    """Return whether a file is called as a heartbeat's."""
+    return file.startswith(PREFIX) and file.endswith(SUFFIX)
+
+
+def shortened(usage: Usage, needed: Collection[str]) -> Usage:
+    """Return what is short enough to be read by everybody: namespaces that are too many are in `others`.
+
+    Those in `needed` are named first, then the largest. Pure.
+    """
+    named = usage.namespaces
+    room = MAX_USAGE_NBYTES - len(_encoded(replace(usage, namespaces={}, tenants={}))) - 100
+    kept = []
+    for name in sorted(named, key=lambda name: (name not in needed, -named[name][0])):
+        entries = {name: named[name]}, {name: usage.tenants.get(name)}
+        room -= sum(len(json.dumps(entry)) + 2 for entry in entries)
+        if room < 0:
+            break
+        kept.append(name)
+    left = [named[name] for name in named.keys() - set(kept)]
+    return replace(
+        usage,
+        namespaces={name: named[name] for name in kept},
+        tenants={name: usage.tenants[name] for name in kept if name in usage.tenants},
+        others=(
+            min(MAX_COUNT, usage.others[0] + sum(nbytes for nbytes, _ in left)),
+            min(MAX_COUNT, usage.others[1] + sum(files for _, files in left)),
+        ),
+    )
+
+
+class SharedFiles:
+    """The heartbeats and the usage of a root on disk. Every call may hang: engines make none."""
+
+    def __init__(self, directory: str, file_mode: int = 0o600) -> None:
+        """`directory` is the root's SHARED_DIR, which exists."""
+        self._directory = directory
+        self._root = os.path.dirname(directory)
+        self._file_mode = file_mode
+        self._junk: dict[str, str] = {}  # file -> why it is no heartbeat
+        self._no_usage = ""
+        self._sync: bool | None = None  # unknown before the first write
+
+    @property
+    def left_out(self) -> dict[str, str]:
+        """What could not be used when it was last read: path -> why."""
+        found = {f"{self._directory}/{name}": reason for name, reason in self._junk.items()}
+        if self._no_usage:
+            found[f"{self._directory}/{USAGE_FILE}"] = self._no_usage
+        return found
+
+    def publish(self, heartbeat: Heartbeat) -> None:
+        """Publish a heartbeat, or leave the last one. Raises OSError, also where it is too long."""
+        self._write(file_of(heartbeat.name), _encoded(heartbeat), MAX_HEARTBEAT_NBYTES)
+
+    def withdraw(self, name: str) -> None:
+        """Remove a heartbeat."""
+        with (
+            contextlib.suppress(OSError),
+            opened(self._root, self._directory, os.O_PATH) as directory,
+        ):
+            os.unlink(file_of(name), dir_fd=directory)
+
+    def heartbeats(self, *, strict: bool = False) -> list[Heartbeat]:
+        """Return all heartbeats; what cannot be read or understood is left out. Raises OSError.
+
+        `strict` is for who removes what nobody uses: there one that cannot be read is an error.
+        """
+        found, junk, room = [], {}, _MAX_NBYTES
+        for file in os.listdir(self._directory):
+            if not is_heartbeat(file) or room <= 0:
+                continue
+            try:
+                content = self._read(file, MAX_HEARTBEAT_NBYTES)
+                room -= len(content)
+                name = file.removeprefix(PREFIX).removesuffix(SUFFIX)
+                found.append(_heartbeat(_tree(content, MAX_HEARTBEAT_NBYTES), name))
+            except (FileNotFoundError, UnfitFileError):
+                continue
+            except OSError as error:
+                if strict and error.errno != errno.ELOOP:
+                    raise
+                junk[file] = f"it cannot be read: {error.strerror}"
+            except Exception as error:  # whatever a damaged file makes of the values
+                junk[file] = f"no heartbeat: {error!r}"
+        self._junk = junk
+        return found
+
+    def published_ns(self, names: Iterable[str]) -> dict[str, int]:
+        """Return when each was last published, by the clock that stamps files; not those that are gone."""
+        found = {}
+        for name in names:
+            with contextlib.suppress(OSError):
+                found[name] = os.lstat(f"{self._directory}/{file_of(name)}").st_mtime_ns
+        return found
+
+    def publish_usage(self, usage: Usage) -> None:
+        """Publish the usage. Raises OSError, also where it is too long to be read: see `shortened`."""
+        self._write(USAGE_FILE, _encoded(usage), MAX_USAGE_NBYTES)
+
+    def usage(self) -> Usage | None:
+        """Return what a leader last published, None if none did or it cannot be read: see `left_out`."""
+        self._no_usage = ""
+        try:
+            return _usage(_tree(self._read(USAGE_FILE, MAX_USAGE_NBYTES), MAX_USAGE_NBYTES))
+        except FileNotFoundError:
+            return None
+        except Exception as error:  # whatever a damaged file makes of the values
+            self._no_usage = f"no usage: {error!r}"
+            return None
+
+    def remove_orphans(self, now_ns: int) -> None:
+        """Remove parts of dead processes, and parts and junk in the place of heartbeats that are a day old.
+
+        `now_ns` is the file system's own clock, 0: unknown. What is no regular file is foreign and stays.
+        """
+        part = orphans(now_ns, _JUNK_S)
+
+        def junk(name: str, info: os.stat_result) -> str:
+            if name in self._junk and is_orphan(name, info.st_mtime_ns, now_ns, _JUNK_S):
+                return "junk"
+            return part(name, info)
+
+        for _ in sweep(self._root, self._directory, junk):
+            pass
+
+    def _read(self, file: str, most_nbytes: int) -> bytes:
+        """Return what a file holds, one byte more than the most at most. Raises OSError."""
+
+        def read() -> bytes:
+            with regular_file(f"{self._directory}/{file}") as opened_file:
+                return opened_file.read(most_nbytes + 1)
+
+        return retry_stale(read)
+
+    def _write(self, name: str, content: bytes, most_nbytes: int) -> None:
+        if len(content) > most_nbytes:
+            reason = f"{len(content)} bytes, more than the {most_nbytes} that are read; it is not written"
+            raise OSError(errno.EFBIG, reason, f"{self._directory}/{name}")
+        if self._sync is None:
+            self._sync = is_full_late(self._directory)
+        with opened(self._root, self._directory, os.O_PATH) as fd:
+            for _ in range(2):
+                try:
+                    with publishing(name, self._file_mode, dir_fd=fd, sync=self._sync) as file:
+                        file.write(content)
+                    return
+                except IsADirectoryError:  # not ours to remove
+                    aside = f"{name}.foreign-{unique_name()}"
+                    os.rename(name, aside, src_dir_fd=fd, dst_dir_fd=fd)
+
+
+def _encoded(tree: Heartbeat | Usage) -> bytes:
+    return json.dumps(asdict(tree)).encode()
+
+
+def _tree(content: bytes, most_nbytes: int) -> dict[str, Any]:
+    """Return the JSON object that a file holds; raises whatever a damaged one makes of it."""
+    if len(content) > most_nbytes:
+        raise ValueError(f"longer than {most_nbytes} bytes")
+    tree = json.loads(content)
+    if not isinstance(tree, dict):
+        raise TypeError("no object")
+    return tree
+
+
+def _number(value: Any) -> int:
+    if type(value) is not int or not 0 <= value <= MAX_COUNT:
+        raise ValueError(f"no number from 0 to 2^62 - 1: {str(value)[:80]}")
+    return value
+
+
+def _bound(value: Any) -> int | None:
+    return None if value is None else _number(value)
+
+
+def _numbers(value: Any) -> dict[str, int]:
+    return {str(name): _number(number) for name, number in value.items()}
+
+
+def _text(value: Any, most: int) -> str:
+    if type(value) is not str or not 0 < len(value) <= most:
+        raise ValueError(f"no name: {str(value)[:80]}")
+    return value
+
+
+def _share(percent: Any) -> Share:
+    # Not NaN or a million: everybody computes with it.
+    if not isinstance(percent, int | float) or not 0 <= percent <= 100:
+        raise ValueError(percent)
+    return Share(float(percent))
+
+
+def _heartbeat(tree: dict[str, Any], name: str) -> Heartbeat:
+    if tree["name"] != name or not _NAME.fullmatch(name):
+        raise ValueError(name)
+    namespace, tenant, limits = tree["namespace"], tree["tenant"], tree["limits"]
+    if namespace is not None and not is_namespace(str(namespace)):
+        raise ValueError(namespace)
+    keep = limits["keep_free"]
+    return Heartbeat(
+        name=name,
+        namespace=None if namespace is None else str(namespace),
+        tenant=None if tenant is None else _text(tenant, MAX_TENANT),
+        limits=Limits(
+            _bound(limits["max_nbytes"]),
+            _share(keep["percent"]) if isinstance(keep, dict) else _number(keep),
+            _bound(limits["tenant_max_nbytes"]),
+            _numbers(limits["tenants"]),
+            _bound(limits["unused_s"]),
+        ),
+        **{field: _number(tree[field]) for field in ("written", "full", "beat")},
+    )
+
+
+def _usage(tree: dict[str, Any]) -> Usage:
+    numbers = ("sequence", "growth", "kept_free", "at_ms")
+    totals = ("pruned_files", "pruned_nbytes", "orphans", "unremovable")
+    nbytes, files = tree["others"]
+    return Usage(
+        namespaces={str(k): (_number(n), _number(f)) for k, (n, f) in tree["namespaces"].items()},
+        others=(_number(nbytes), _number(files)),
+        tenants={str(k): str(v) for k, v in tree["tenants"].items()},
+        counted=_numbers(tree["counted"]),
+        look_s=min(max(0.0, float(tree["look_s"])), _MAX_LOOK_S),
+        max_nbytes=_bound(tree["max_nbytes"]),
+        tenant_limits=_numbers(tree["tenant_limits"]),
+        touch_interval_s=min(_number(tree["touch_interval_s"]), MAX_TOUCH_INTERVAL_S),
+        **{name: _number(tree[name]) for name in (*numbers, *totals)},
+    )
