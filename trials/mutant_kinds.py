@@ -14,6 +14,7 @@ _READERS = ("tests/unit/test_readers_agree.py",)
 _JOBS = ("tests/unit/test_jobs.py",)
 _PRESENCE = ("tests/unit/test_presence.py",)
 _PRUNE = ("tests/unit/test_prune.py",)
+_REMOVE = ("tests/unit/test_remove.py",)
 _CAPACITY = ("tests/unit/test_capacity.py",)
 _LIMITS = ("tests/unit/test_limits.py",)
 _SHARED_FILES = ("tests/unit/test_shared_files.py",)
@@ -586,6 +587,14 @@ FAULTS = (
         _PRESENCE,
     ),
     Fault(
+        "touched-each-time",
+        "A prefix is touched once in a use.",
+        "fskv/offload/uses.py",
+        "        while start and self._touched.get(keys[start - 1]) != use.number:\n",
+        "        while start:\n",
+        ("tests/unit/test_uses.py",),
+    ),
+    Fault(
         "presence-unbounded",
         "What the presence index remembers is bounded.",
         "fskv/index/presence.py",
@@ -814,8 +823,8 @@ FAULTS = (
         "used-meanwhile-pruned",
         "What was used since it was listed waits for its new turn.",
         "fskv/bounds/evict.py",
-        "        if last_use_ns > mtime_ns:\n",
-        "        if last_use_ns < mtime_ns:\n",
+        "    if last_use_ns > mtime_ns:\n",
+        "    if last_use_ns < mtime_ns:\n",
         _PRUNE,
     ),
     Fault(
@@ -877,10 +886,10 @@ FAULTS = (
     Fault(
         "prune-removes-what-is-no-file",
         "What took a chunk's name and is no regular file is not removed.",
-        "fskv/root/beneath.py",
-        "    if not stat.S_ISREG(info.st_mode) or not may_go(info):\n",
-        "    if stat.S_ISDIR(info.st_mode) or not may_go(info):\n",
-        _PRUNE,
+        "fskv/root/remove.py",
+        "            if not is_one(info.st_mode):\n",
+        "            if stat.S_ISDIR(info.st_mode) and not directory:\n",
+        _REMOVE,
     ),
     Fault(
         "gc-removes-foreign-files",
@@ -1894,9 +1903,25 @@ FAULTS = (
     Fault(
         "stale-is-vanished",
         "A stale handle says nothing of the file behind it.",
-        "fskv/bounds/evict.py",
-        "        if error.errno == errno.ENOENT:\n",
-        "        if error.errno in (errno.ENOENT, errno.ESTALE):\n",
-        _PRUNE,
+        "fskv/root/remove.py",
+        "    if error.errno == errno.ENOENT:\n",
+        "    if error.errno in (errno.ENOENT, errno.ESTALE):\n",
+        _REMOVE,
+    ),
+    Fault(
+        "away-root-is-gone",
+        "Of a root that is away nothing is taken for gone.",
+        "fskv/root/remove.py",
+        '            os.stat(f"{root}/{FORMAT_FILE}")\n',
+        "            pass\n",
+        _REMOVE,
+    ),
+    Fault(
+        "judged-once",
+        "What is removed is judged as it is at that moment.",
+        "fskv/root/remove.py",
+        "            if isinstance(what, Fate):\n",
+        "            if what is Fate.FOREIGN:\n",
+        _REMOVE,
     ),
 )
