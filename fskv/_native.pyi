@@ -35,6 +35,9 @@ def list_shard(
 # Open a directory through no link behind the first `root_nbytes` of its path; OSError, ELOOP for a link.
 def open_beneath(path: bytes, root_nbytes: int, flags: int, /) -> int: ...
 
+# Give a file the time of a use: csrc/chunk_io.h. `use` has 8 bytes, 0 at first, and is not resized.
+def stamp_use(directory_fd: int, name: str, use: bytearray, depth: int, fresh: bool, /) -> None: ...
+
 class Device:
     uses_kernel: bool
     num_lanes: int
@@ -113,6 +116,8 @@ class Transfer(Generic[_OwnerT]):
         block_ids: Sequence[int] = ...,
         base: int = 0,
         replace: bool = False,
+        use: bytearray | None = None,
+        depth: int = 0,
         /,
     ) -> Self: ...
     def gather(self, slot: Any, /) -> bool: ...

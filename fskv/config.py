@@ -173,7 +173,8 @@ class StoreConfig:
     touch_interval_s: float = _option(
         600.0,
         "seconds",
-        "A chunk's mtime (its last use) is refreshed by a load when older than this.",
+        "A chunk's mtime (its last use) is refreshed by a load when older than this. FskvConnector does so "
+        "for a whole prefix, of which vLLM's own cache may have a part.",
     )
     max_bytes: int | None = _option(
         None,

@@ -56,3 +56,10 @@ class FileId(NamedTuple):
     @property
     def chunk(self) -> ChunkId:
         return ChunkId(self.key_hash, self.group_idx)
+
+
+class Use(NamedTuple):
+    """What the files of a prefix are stamped by when it is used: see csrc/chunk_io.h."""
+
+    stamp: bytearray  # of 8, shared by all of them
+    depth: int  # of the chunk in its prefix

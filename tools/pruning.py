@@ -22,10 +22,7 @@ from .neighbours import News, wall_clock_ns
 from .root_view import Namespace
 from .terminal import say, show
 
-_STEP_FILES = (
-    4096  # of one plan: no more candidates are held at a time, and the news of them is told
-)
-_MAX_ROUNDS = 10  # of a bound that writers exceed while it is being reached
+_STEP_FILES = 4096  # of one plan, so many candidates are held; then the news of them is told
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,58 +114,46 @@ class Pruning:
     ) -> Done:
         """Remove what `need` says, and go on while writers exceed a bound meanwhile; until `stop` is set."""
         done = Done()
-        with asyncio.Runner() as runner:
-            if need.before_ns is not None:
-                before = done.nbytes, done.num_files
-                self._remove(runner, need, done, stop, told, aged=True)
-                need = Need(
-                    need.nbytes - (done.nbytes - before[0]),
-                    need.num_files - (done.num_files - before[1]),
-                    need.before_ns,
-                )
-            max_nbytes = self._wish.max_nbytes
-            for _ in range(_MAX_ROUNDS):
-                before = done.nbytes, done.num_files
-                done.reached = self._remove(runner, need, done, stop, told, aged=False)
-                # What was removed may show in statvfs only later (btrfs), so that is not asked again.
-                if stop.is_set() or max_nbytes is None:
-                    break
-                for catalogue in self._catalogues:
-                    try:
-                        runner.run(catalogue.refresh(wall_clock_ns()))
-                    except OSError as error:
-                        self.unlistable += 1
-                        say(f"{catalogue.namespace}: cannot be listed: {error.strerror}")
-                last, need = need, Need(self.nbytes - max_nbytes, 0, None)
-                done.reached = need.nbytes <= 0
-                if done.reached or before == (done.nbytes, done.num_files):
-                    break
-                # Writers that are as fast as we are: this would never end.
-                if 2 * need.nbytes > last.nbytes > 0:
-                    break
+        asyncio.run(self._carry_out(need, done, stop, told))
         return done
 
-    def _remove(
-        self,
-        runner: asyncio.Runner,
-        need: Need,
-        done: Done,
-        stop: threading.Event,
-        told: Callable[[Done], None],
-        *,
-        aged: bool,
+    async def _carry_out(
+        self, need: Need, done: Done, stop: threading.Event, told: Callable[[Done], None]
+    ) -> None:
+        max_nbytes = self._wish.max_nbytes
+        if need.before_ns is not None:
+            await self._remove(Need(self.nbytes, self.num_files, need.before_ns), done, stop, told)
+            need = Need(need.nbytes - done.nbytes, need.num_files - done.num_files, None)
+        while True:
+            num_files = done.num_files
+            done.reached = await self._remove(need, done, stop, told)
+            # What was removed may show in statvfs only later (btrfs), so that is not asked again.
+            if stop.is_set() or max_nbytes is None:
+                return
+            for catalogue in self._catalogues:
+                try:
+                    await catalogue.refresh(wall_clock_ns())
+                except OSError as error:
+                    self.unlistable += 1
+                    say(f"{catalogue.namespace}: cannot be listed: {error.strerror}")
+            last, need = need, Need(self.nbytes - max_nbytes, 0, None)
+            done.reached = need.nbytes <= 0
+            # Where writers are as fast as we are this would never end.
+            is_too_slow = 2 * need.nbytes > last.nbytes > 0
+            if done.reached or done.num_files == num_files or is_too_slow:
+                return
+
+    async def _remove(
+        self, need: Need, done: Done, stop: threading.Event, told: Callable[[Done], None]
     ) -> bool:
-        """Remove what is old enough, or what was used least recently; returns whether enough has gone."""
+        """Remove what was used least recently, and before a time; returns whether enough has gone."""
         left_nbytes, left_files = need.nbytes, need.num_files
-        while (aged or left_nbytes > 0 or left_files > 0) and not stop.is_set():
-            step = self._step_nbytes()
-            nbytes = step if aged else max(0, min(left_nbytes, step))
-            files = 0 if aged else max(0, min(left_files, _STEP_FILES))
-            before_ns = need.before_ns if aged else None
-            chosen = plan(self._catalogues, nbytes, files, set(done.failures), before_ns)
+        while (left_nbytes > 0 or left_files > 0) and not stop.is_set():
+            nbytes, files = min(left_nbytes, self._step_nbytes()), min(left_files, _STEP_FILES)
+            chosen = plan(self._catalogues, nbytes, files, set(done.failures), need.before_ns)
             if not chosen.candidates:
                 break
-            pruned = runner.run(execute(chosen, lambda: not stop.is_set(), self._root))
+            pruned = await execute(chosen, lambda: not stop.is_set(), self._root)
             for path, chunks in pruned.removed.items():
                 self._news.tell(path, chunks)
             done.num_files += pruned.num_files

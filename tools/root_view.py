@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
@@ -248,7 +249,7 @@ class RootView:
         return sorted(found, key=lambda one: one.id), unlistable
 
     def of_tenants(self, tenants: list[str]) -> list[Namespace]:
-        """Return the namespaces of these tenants, by their exact names.
+        """Return the namespaces of these tenants, by their exact names; UsageError for one that has none.
 
         Whose a namespace is only its manifest tells: where that cannot be read it is said, and the command
         ends as one that has not seen everything. Nobody is to believe that all of a tenant is gone.
@@ -260,6 +261,8 @@ class RootView:
                 say(f"{show(one.id)}: may be a tenant's, and nobody can tell: {one.problem}")
             if one.tenant in tenants:
                 found.append(one)
+        for tenant in set(tenants) - {one.tenant for one in found}:  # it may be misspelt
+            raise UsageError(f"--tenant {show(tenant)}: no such namespace in {self.path}")
         return found
 
     def matching(self, text: str | None) -> list[Namespace]:
@@ -383,7 +386,12 @@ def _in_turn(shards: AsyncIterator[Shard]) -> Iterator[Shard]:
     async def step() -> Shard | None:
         return await anext(shards, None)
 
-    # Its end cancels what Ctrl-C has left pending, and closes `shards`.
-    with asyncio.Runner() as runner:
+    runner = asyncio.Runner()
+    try:
         while (shard := runner.run(step())) is not None:
             yield shard
+    finally:
+        # Its end closes `shards`. A loop that Ctrl-C has met in its own middle may wait for ever for a task
+        # whose turn is lost: nothing is waited for then, the command ends.
+        if not isinstance(sys.exc_info()[1], KeyboardInterrupt):
+            runner.close()

@@ -56,6 +56,14 @@ def emit(kind: str, **fields: Any) -> None:
     print(json.dumps({"type": kind, **fields}, allow_nan=False), flush=kind == "summary")
 
 
+def tell_failure(path: str, reason: str, *, as_json: bool) -> None:
+    """Say that something cannot be removed."""
+    if as_json:
+        emit("failure", path=path, reason=reason)
+    else:
+        say(f"{path}: cannot be removed: {reason}")
+
+
 def print_table(table: Table) -> None:
     """Print to stdout: as wide as the terminal, or as wide as it needs to be where there is none."""
     from rich.console import Console

@@ -14,6 +14,7 @@ _READERS = ("tests/unit/test_readers_agree.py",)
 _JOBS = ("tests/unit/test_jobs.py",)
 _PRESENCE = ("tests/unit/test_presence.py",)
 _PRUNE = ("tests/unit/test_prune.py",)
+_REMOVE = ("tests/unit/test_remove.py",)
 _CAPACITY = ("tests/unit/test_capacity.py",)
 _LIMITS = ("tests/unit/test_limits.py",)
 _SHARED_FILES = ("tests/unit/test_shared_files.py",)
@@ -586,6 +587,14 @@ FAULTS = (
         _PRESENCE,
     ),
     Fault(
+        "touched-each-time",
+        "A prefix is touched once in a use.",
+        "fskv/offload/uses.py",
+        "        while start and self._touched.get(keys[start - 1]) != use.number:\n",
+        "        while start:\n",
+        ("tests/unit/test_uses.py",),
+    ),
+    Fault(
         "presence-unbounded",
         "What the presence index remembers is bounded.",
         "fskv/index/presence.py",
@@ -638,9 +647,8 @@ FAULTS = (
         "bound-ignored",
         "Nothing is stored where a root is 2 % above a bound.",
         "fskv/bounds/client.py",
-        '            if kind != "free" and stored + nbytes - state.counted > left + limit // GUARD_PART:\n'
-        "                return False\n",
-        "            pass\n",
+        "> left + limit // GUARD_PART",
+        "> left + limit",
         ("tests/unit/test_capacity.py",),
     ),
     Fault(
@@ -655,24 +663,24 @@ FAULTS = (
         "half-of-keep-free-taken",
         "No store takes more than half of what must stay free.",
         "fskv/bounds/client.py",
-        "        if state.kept_free and free < state.kept_free // 2:\n            return False\n",
-        "",
+        "free < state.kept_free // 2",
+        "free < 0",
         _CAPACITY,
     ),
     Fault(
         "stores-under-way-uncounted",
         "Stores that are under way count.",
         "fskv/bounds/client.py",
-        "self._written + self._pending\n        if not state.known",
-        "self._written\n        if not state.known",
+        "stored = self.state, self._written + self._pending",
+        "stored = self.state, self._written",
         _CAPACITY,
     ),
     Fault(
         "uncounted-without-end",
         "While nobody counts an engine stores 1 % of a bound, and no more.",
         "fskv/bounds/client.py",
-        "        return not limits or stored + nbytes - self._unseen_since <= min(limits) // UNSEEN_PART\n",
-        "        return True\n",
+        "stored + nbytes - self._unseen_since <= min(limits) // UNSEEN_PART",
+        "stored + nbytes - self._unseen_since >= 0",
         _CAPACITY,
     ),
     Fault(
@@ -815,8 +823,8 @@ FAULTS = (
         "used-meanwhile-pruned",
         "What was used since it was listed waits for its new turn.",
         "fskv/bounds/evict.py",
-        "        if last_use_ns > mtime_ns:\n",
-        "        if last_use_ns < mtime_ns:\n",
+        "    if last_use_ns > mtime_ns:\n",
+        "    if last_use_ns < mtime_ns:\n",
         _PRUNE,
     ),
     Fault(
@@ -878,10 +886,10 @@ FAULTS = (
     Fault(
         "prune-removes-what-is-no-file",
         "What took a chunk's name and is no regular file is not removed.",
-        "fskv/root/beneath.py",
-        "    if not stat.S_ISREG(info.st_mode) or not may_go(info):\n",
-        "    if stat.S_ISDIR(info.st_mode) or not may_go(info):\n",
-        _PRUNE,
+        "fskv/root/remove.py",
+        "            if not is_one(info.st_mode):\n",
+        "            if stat.S_ISDIR(info.st_mode) and not directory:\n",
+        _REMOVE,
     ),
     Fault(
         "gc-removes-foreign-files",
@@ -1856,8 +1864,8 @@ FAULTS = (
         "written-while-walked",
         "What is written while a walk goes on counts.",
         "fskv/bounds/leader.py",
-        "        most = min(MAX_COUNT, found + self._since_walk[name])\n",
-        "        most = found\n",
+        "min(MAX_COUNT, found + self._since_walk[name])",
+        "found",
         _LEADER,
     ),
     Fault(
@@ -1895,9 +1903,25 @@ FAULTS = (
     Fault(
         "stale-is-vanished",
         "A stale handle says nothing of the file behind it.",
-        "fskv/bounds/evict.py",
-        "        if error.errno == errno.ENOENT:\n",
-        "        if error.errno in (errno.ENOENT, errno.ESTALE):\n",
-        _PRUNE,
+        "fskv/root/remove.py",
+        "    if error.errno == errno.ENOENT:\n",
+        "    if error.errno in (errno.ENOENT, errno.ESTALE):\n",
+        _REMOVE,
+    ),
+    Fault(
+        "away-root-is-gone",
+        "Of a root that is away nothing is taken for gone.",
+        "fskv/root/remove.py",
+        '            os.stat(f"{root}/{FORMAT_FILE}")\n',
+        "            pass\n",
+        _REMOVE,
+    ),
+    Fault(
+        "judged-once",
+        "What is removed is judged as it is at that moment.",
+        "fskv/root/remove.py",
+        "            if isinstance(what, Fate):\n",
+        "            if what is Fate.FOREIGN:\n",
+        _REMOVE,
     ),
 )

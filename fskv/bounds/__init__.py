@@ -1,1 +1,1 @@
-"""Keeps a root within its bounds: claims of engines, a leader that counts and evicts, news of it."""
+"""Keeps a root within its bounds: heartbeats of engines, a leader that counts and evicts, news of it."""

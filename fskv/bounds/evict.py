@@ -7,8 +7,8 @@ for its new turn: the exact order of last use, for a look at those files only th
 The files of all ranks of a chunk go together, when the last used of them is due: without one of them the
 others serve nobody. A file that cannot be removed is left out from then on; the next ones go instead.
 
-Files are looked at and removed through their directory's descriptor: where somebody has put a symbolic link
-in the place of a directory since it was listed, nothing behind it goes.
+How a file goes, and that nothing behind a link does, is fskv.root.remove's. Parts that nobody will finish go
+by the same catalogues.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import heapq
+import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,9 +27,11 @@ import numpy as np
 
 from fskv.index.scan import file_name, shard_path
 from fskv.index.snapshot import Catalogue, joined
-from fskv.root.beneath import open_directory, remove_file
 from fskv.root.filesystem import block_nbytes, clamp_mtime, length
-from fskv.root.root import FORMAT_FILE
+from fskv.root.remove import Fate, Outcome, Place, orphans, sweep
+from fskv.root.root import PART_PREFIX, TMP_DIR
+
+logger = logging.getLogger(__name__)
 
 _BATCH = 256  # files per call of a worker thread; between batches the lease is looked at
 _SPARE = 1.25  # candidates, in bytes, for what is to go: some will have been used meanwhile
@@ -121,7 +124,7 @@ def cutoff_ns(now_ns: int, unused_s: float, step_s: float) -> int:
     """Return the time before which a chunk must have been touched to be unused for so long, for certain.
 
     `now_ns` is the file system's own clock; 0, which is no time, makes nothing old enough. `step_s`: how
-    much older than the last use an mtime may be (fskv.bounds.quota.last_use_step_s).
+    much older than the last use an mtime may be (fskv.bounds.limits.MAX_TOUCH_INTERVAL_S).
     """
     return now_ns - int((unused_s + step_s) * 1e9)
 
@@ -178,46 +181,25 @@ def _path(candidate: Candidate) -> str:
     return f"{shard_path(candidate.catalogue.namespace, candidate.shard)}/{file_name(record)}"
 
 
-@dataclass(slots=True)
-class _Rows:
-    """What an execution has found out about records of one shard."""
-
-    catalogue: Catalogue
-    gone: set[int] = field(default_factory=set)
-    seen: set[int] = field(default_factory=set)  # decided, or waiting for their new turn
-
-
-@dataclass(slots=True)
 class _Execution:
     """A plan that is being carried out."""
 
-    plan: PrunePlan
-    root: str
-    pruned: Pruned = field(default_factory=Pruned)
-    touched: dict[tuple[int, int], _Rows] = field(default_factory=dict)
-    at: int = 0  # the next candidate
-    used: list[tuple[int, int, Candidate]] = field(default_factory=list)  # heap by their new mtime
+    def __init__(self, chosen: PrunePlan, root: str) -> None:
+        self.plan = chosen
+        self.root = root
+        self.pruned = Pruned()
+        self.gone: dict[tuple[Catalogue, int], set[int]] = {}  # rows by shard
+        self.seen: dict[tuple[Catalogue, int], set[int]] = {}  # decided, or waiting for a new turn
+        # By mtime; what was used meanwhile comes again, unless it is younger than all candidates.
+        self.queue = [(one.mtime_ns, at, one) for at, one in enumerate(chosen.candidates)]
+        self.num_left = len(self.queue)
 
     @property
-    def fulfilled(self) -> bool:
-        pruned = self.pruned
+    def is_over(self) -> bool:
+        pruned, chosen = self.pruned, self.plan
         freed = pruned.nbytes + pruned.vanished_nbytes
-        return freed >= self.plan.nbytes and pruned.num_files >= self.plan.num_files
-
-    @property
-    def over(self) -> bool:
-        # What was used and is younger than all candidates is no business of this plan.
-        return self.at >= len(self.plan.candidates) or self.pruned.away is not None
-
-    def next(self) -> tuple[Candidate, int, bool]:
-        """Return the least recently used candidate, its mtime, and whether it was looked at before."""
-        candidate = self.plan.candidates[self.at]
-        mtime_ns = candidate.mtime_ns
-        if self.used and self.used[0][0] <= mtime_ns:
-            mtime_ns, _, candidate = heapq.heappop(self.used)
-            return candidate, mtime_ns, True
-        self.at += 1
-        return candidate, mtime_ns, False
+        is_fulfilled = freed >= chosen.nbytes and pruned.num_files >= chosen.num_files
+        return is_fulfilled or not self.num_left or pruned.away is not None
 
 
 async def execute(chosen: PrunePlan, may_go_on: Callable[[], bool], root: str) -> Pruned:
@@ -228,101 +210,59 @@ async def execute(chosen: PrunePlan, may_go_on: Callable[[], bool], root: str) -
     """
     execution = _Execution(chosen, root)
     remove = aiofiles.os.wrap(_remove_batch)
-    while not (execution.over or execution.fulfilled) and may_go_on():
+    while not execution.is_over and may_go_on():
         await remove(execution)
-    for (_, shard), rows in execution.touched.items():
-        mask = np.ones(len(rows.catalogue.records(shard)), bool)
-        mask[list(rows.gone)] = False
-        rows.catalogue.keep(shard, mask)
+    for (catalogue, shard), rows in execution.gone.items():
+        mask = np.ones(len(catalogue.records(shard)), bool)
+        mask[list(rows)] = False
+        catalogue.keep(shard, mask)
     return execution.pruned
 
 
-class _Directory:
-    """A shard that stays the same one while a batch removes files from it.
-
-    Raises OSError where the root is not there, or is a stale handle: then nothing is known to be gone.
-    """
-
-    def __init__(self, path: str, root: str) -> None:
-        self.path = path
-        self._fd = -1
-        self._errno = 0
-        for _ in range(2):  # all of the root may have been away for a moment
-            try:
-                self._fd = open_directory(root, path, os.O_PATH)
-            except OSError as error:
-                self._errno = error.errno or errno.EIO
-            else:
-                self._errno = 0
-            if self._errno not in (errno.ENOENT, errno.ESTALE):
-                break
-            os.stat(f"{root}/{FORMAT_FILE}")
-
-    def stat(self, name: str) -> os.stat_result:
-        """Look at a file; raises OSError, also where there is no such directory."""
-        self._check(name)
-        return os.stat(name, dir_fd=self._fd, follow_symlinks=False)
-
-    def remove(self, name: str) -> os.stat_result | None:
-        """Remove a file and return what it was, None for what is no file; raises OSError as `stat`."""
-        self._check(name)
-        return remove_file(name, self._fd)
-
-    def _check(self, name: str) -> None:
-        if self._errno:
-            raise OSError(self._errno, os.strerror(self._errno), f"{self.path}/{name}")
-
-    def close(self) -> None:
-        if self._fd >= 0:
-            with contextlib.suppress(OSError):
-                os.close(self._fd)
-
-
 def _remove_batch(execution: _Execution) -> None:
-    directories: dict[str, _Directory] = {}
-    try:
-        _remove_some(execution, directories)
-    finally:
-        for directory in directories.values():
-            directory.close()
-
-
-def _remove_some(execution: _Execution, directories: dict[str, _Directory]) -> None:
-    pruned = execution.pruned
     for _ in range(_BATCH):
-        if execution.over or execution.fulfilled:
+        if execution.is_over:
             return
-        candidate, mtime_ns, again = execution.next()
-        catalogue, shard = candidate.catalogue, candidate.shard
-        rows_of_shard = execution.touched.setdefault((id(catalogue), shard), _Rows(catalogue))
-        if candidate.row in rows_of_shard.seen and not again:
+        mtime_ns, number, candidate = heapq.heappop(execution.queue)
+        is_first = number < len(execution.plan.candidates)
+        execution.num_left -= is_first
+        where = candidate.catalogue, candidate.shard
+        seen = execution.seen.setdefault(where, set())
+        if is_first and candidate.row in seen:
             continue  # it is with another rank's file
-        records = catalogue.records(shard)
-        rows = _all_ranks(records, candidate.row)
-        rows_of_shard.seen.update(rows)
-        path = shard_path(catalogue.namespace, shard)
-        directory = directories.get(path)
-        if directory is None:
-            try:
-                directory = directories.setdefault(path, _Directory(path, execution.root))
-            except OSError as error:
-                pruned.away = error
-                return
-        last_use_ns = max(_look(directory, records, row, catalogue.now_ns) for row in rows)
-        records["mtime_ns"][rows] = last_use_ns
-        if last_use_ns > mtime_ns:
-            pruned.used_meanwhile += 1
-            if execution.plan.before_ns is not None and last_use_ns >= execution.plan.before_ns:
-                continue
-            heapq.heappush(execution.used, (last_use_ns, pruned.used_meanwhile, candidate))
-            continue
-        removed = {row for row in rows if _remove(directory, records[row], pruned)}
-        rows_of_shard.gone |= removed
-        if removed:
-            record = records[candidate.row]
-            pruned.removed.setdefault(catalogue.namespace, []).append(
-                (bytes(record["name"]), int(record["group"]))
-            )
+        rows = _all_ranks(candidate.catalogue.records(candidate.shard), candidate.row)
+        seen.update(rows)
+        try:
+            with Place(
+                execution.root, shard_path(candidate.catalogue.namespace, candidate.shard)
+            ) as place:
+                gone = _remove_chunk(execution, place, candidate, rows, mtime_ns)
+        except OSError as error:
+            execution.pruned.away = error
+            return
+        execution.gone.setdefault(where, set()).update(gone)
+
+
+def _remove_chunk(
+    execution: _Execution, place: Place, candidate: Candidate, rows: list[int], mtime_ns: int
+) -> set[int]:
+    """Remove the files of all ranks unless one was used since `mtime_ns`; returns the rows that are gone."""
+    pruned, chosen, catalogue = execution.pruned, execution.plan, candidate.catalogue
+    records = catalogue.records(candidate.shard)
+    last_use_ns = max(_look(place, records, row, catalogue.now_ns) for row in rows)
+    records["mtime_ns"][rows] = last_use_ns
+    if last_use_ns > mtime_ns:
+        pruned.used_meanwhile += 1
+        if chosen.before_ns is None or last_use_ns < chosen.before_ns:
+            number = len(chosen.candidates) + pruned.used_meanwhile
+            heapq.heappush(execution.queue, (last_use_ns, number, candidate))
+        return set()
+    gone = {row for row in rows if _remove(place, records[row], pruned)}
+    if gone:
+        record = records[candidate.row]
+        told = pruned.removed.setdefault(catalogue.namespace, [])
+        told.append((bytes(record["name"]), int(record["group"])))
+    return gone
 
 
 def _all_ranks(records: Any, row: int) -> list[int]:
@@ -333,33 +273,55 @@ def _all_ranks(records: Any, row: int) -> list[int]:
     return [int(other) for other in np.flatnonzero(same)]
 
 
-def _look(directory: _Directory, records: Any, row: int, now_ns: int) -> int:
+def _look(place: Place, records: Any, row: int, now_ns: int) -> int:
     """Return a file's mtime, as it is or as it is remembered."""
     # Gone, or whatever one file can have: removing it will say why not. The others are not to wait for it.
     with contextlib.suppress(Exception):
-        return clamp_mtime(directory.stat(file_name(records[row])).st_mtime_ns, now_ns)
+        return clamp_mtime(place.stat(file_name(records[row])).st_mtime_ns, now_ns)
     return int(records["mtime_ns"][row])
 
 
-def _remove(directory: _Directory, record: Any, pruned: Pruned) -> bool:
-    name = file_name(record)
-    path = f"{directory.path}/{name}"
-    remembered = int(record["nbytes"])
-    try:
-        info = directory.remove(name)
-        if info is None:
-            pruned.failures[path] = OSError(errno.EPERM, "not a regular file any more", path)
-            return False
-    except OSError as error:
-        if error.errno == errno.ENOENT:
-            pruned.vanished_nbytes += remembered
-            return True
-        pruned.failures[path] = error
-        return False
-    except Exception as error:
-        pruned.failures[path] = OSError(errno.EIO, repr(error), path)
-        return False
-    pruned.num_files += 1
-    # What it was counted for may be more than its blocks: they are not all counted yet, or were compressed.
-    pruned.nbytes += max(block_nbytes(info), min(length(info), remembered))
-    return True
+def _remove(place: Place, record: Any, pruned: Pruned) -> bool:
+    found, remembered = place.remove(file_name(record)), int(record["nbytes"])
+    if found.fate is Fate.VANISHED:
+        pruned.vanished_nbytes += remembered
+    elif found.fate is Fate.GOES and found.info is not None:
+        pruned.num_files += 1
+        # What it was counted for may be more than its blocks: not all are counted yet, or were compressed.
+        pruned.nbytes += max(block_nbytes(found.info), min(length(found.info), remembered))
+    else:
+        error = OSError(errno.EPERM, "not a regular file any more", found.path)
+        pruned.failures[found.path] = found.error or error
+    return found.is_gone
+
+
+def remove_orphans(catalogues: Iterable[Catalogue], now_ns: int, grace_s: float, root: str) -> int:
+    """Remove parts that nobody will finish, of these namespaces and of the root itself; returns how many.
+
+    `now_ns` is the file system's own clock. What lies beside chunks is looked for where a catalogue has seen
+    it, and taken out of the catalogue. Raises OSError where the root is not there.
+    """
+    removed, told = 0, False
+    for found in _orphans(catalogues, now_ns, grace_s, root):
+        removed += found.fate is Fate.GOES
+        if found.fate is Fate.FAILED and found.what and not told:  # one for a round
+            told = True
+            logger.warning("fskv: %s cannot be removed: %s", found.name, found.reason)
+    return removed
+
+
+def _orphans(
+    catalogues: Iterable[Catalogue], now_ns: int, grace_s: float, root: str
+) -> Iterator[Outcome]:
+    judge = orphans(now_ns, grace_s)
+    for catalogue in catalogues:
+        for shard, parts in list(catalogue.parts.items()):
+            with Place(root, shard_path(catalogue.namespace, shard)) as place:
+                found = [place.remove(os.path.basename(part.path), judge) for part in parts]
+            yield from found
+            left = [part for part, one in zip(parts, found, strict=True) if not one.is_gone]
+            catalogue.parts[shard] = left
+            if not left:
+                del catalogue.parts[shard]
+        yield from sweep(root, f"{catalogue.namespace}/{TMP_DIR}", judge)
+    yield from sweep(root, root, orphans(now_ns, grace_s, PART_PREFIX))

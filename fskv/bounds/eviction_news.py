@@ -17,9 +17,10 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
-from fskv.root.beneath import opened, remove_file
+from fskv.root.beneath import opened
 from fskv.root.files import publishing, regular_file
 from fskv.root.process_id import is_our_name, unique_name
+from fskv.root.remove import Fate, sweep
 
 _KEPT_S = 600.0
 _MAX_KEPT = 256  # prunes
@@ -84,14 +85,17 @@ class EvictionNews:
 
     def remove_old(self) -> None:
         """Remove what everybody has had the time to read. By our own clock: nobody's is compared."""
-        now = time.monotonic()
-        with self._opened() as directory:
-            names = {name for name in os.listdir(directory) if is_news(name)}
-            for name in names:
-                if now - self._first_seen.setdefault(name, now) > _KEPT_S:
-                    with contextlib.suppress(OSError):
-                        remove_file(name, directory)
-        self._first_seen = {name: at for name, at in self._first_seen.items() if name in names}
+        now, seen = time.monotonic(), {}
+
+        def judge(name: str, _: object) -> str:
+            if not is_news(name):
+                return Fate.FOREIGN
+            seen[name] = self._first_seen.get(name, now)
+            return "news" if now - seen[name] > _KEPT_S else Fate.STAYS
+
+        for _ in sweep(self._root, self.directory, judge):
+            pass
+        self._first_seen = seen
 
     def _opened(self) -> contextlib.AbstractContextManager[int]:
         """Yield the directory's descriptor: whatever takes its place meanwhile, nothing else is touched."""

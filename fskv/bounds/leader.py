@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from fskv.bounds.count import Count
-from fskv.bounds.evict import Pruned, cutoff_ns, execute, plan
+from fskv.bounds.evict import Pruned, cutoff_ns, execute, plan, remove_orphans
 from fskv.bounds.eviction_news import EvictionNews
 from fskv.bounds.lease import TTL_S, Lease
 from fskv.bounds.limits import (
@@ -29,7 +29,6 @@ from fskv.bounds.limits import (
     smallest,
     unused_limit_s,
 )
-from fskv.bounds.orphans import Orphans
 from fskv.bounds.shared_files import SharedFiles, shortened
 from fskv.observe.state_log import StateLog
 from fskv.root.filesystem import Space
@@ -128,7 +127,7 @@ class Leader:
         self._stuck_at = time.monotonic()
         self._awaited = RoomAwaited(root)
         self._futile_until = 0.0  # nothing was left to remove: no need to look again and again
-        self._orphans = Orphans(root, grace_s)
+        self._grace_s = grace_s
 
     @property
     def in_office(self) -> bool:
@@ -403,9 +402,8 @@ class Leader:
     def _clean(self) -> None:
         """Remove what writers that are gone have left, and news that everybody has heard."""
         now_ns = self._lease.now_ns()
-        removed = self._orphans.remove(
-            [self._count.catalogues[name] for name in self._count.ours], now_ns
-        )
+        catalogues = [self._count.catalogues[name] for name in self._count.ours]
+        removed = remove_orphans(catalogues, now_ns, self._grace_s, self._root)
         self._files.remove_orphans(now_ns)
         with contextlib.suppress(OSError):
             self._news.remove_old()

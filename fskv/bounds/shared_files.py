@@ -12,17 +12,17 @@ import errno
 import json
 import os
 import re
-import stat
 from collections.abc import Collection, Iterable
 from dataclasses import asdict, replace
 from typing import Any
 
 from fskv.bounds.limits import MAX_TOUCH_INTERVAL_S, Heartbeat, Limits, Usage, is_namespace
 from fskv.namespace import MAX_TENANT
-from fskv.root.beneath import opened, remove_file
+from fskv.root.beneath import opened
 from fskv.root.files import UnfitFileError, publishing, regular_file, retry_stale
 from fskv.root.filesystem import is_full_late
-from fskv.root.process_id import is_our_part, provably_dead, unique_name
+from fskv.root.process_id import is_orphan, unique_name
+from fskv.root.remove import orphans, sweep
 from fskv.sizes import Share
 from fskv.types import MAX_COUNT
 
@@ -34,7 +34,7 @@ MAX_USAGE_NBYTES = 2 << 20
 _MAX_NBYTES = 8 << 20  # of all heartbeats together
 _MAX_LOOK_S = 60.0
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}", re.ASCII)
-_JUNK_NS = 86_400 * 1_000_000_000
+_JUNK_S = 86_400.0
 
 
 def file_of(name: str) -> str:
@@ -158,13 +158,15 @@ class SharedFiles:
 
         `now_ns` is the file system's own clock, 0: unknown. What is no regular file is foreign and stays.
         """
-        with opened(self._root, self._directory) as fd, os.scandir(fd) as entries:
-            for entry in entries:
-                dead = entry.name.endswith(".part") and provably_dead(entry.name[:-5])
-                old = entry.name in self._junk or is_our_part(entry.name)
-                if dead or (old and _is_old(entry, now_ns)):
-                    with contextlib.suppress(OSError):
-                        remove_file(entry.name, fd)
+        part = orphans(now_ns, _JUNK_S)
+
+        def junk(name: str, info: os.stat_result) -> str:
+            if name in self._junk and is_orphan(name, info.st_mtime_ns, now_ns, _JUNK_S):
+                return "junk"
+            return part(name, info)
+
+        for _ in sweep(self._root, self._directory, junk):
+            pass
 
     def _read(self, file: str, most_nbytes: int) -> bytes:
         """Return what a file holds, one byte more than the most at most. Raises OSError."""
@@ -190,15 +192,6 @@ class SharedFiles:
                 except IsADirectoryError:  # not ours to remove
                     aside = f"{name}.foreign-{unique_name()}"
                     os.rename(name, aside, src_dir_fd=fd, dst_dir_fd=fd)
-
-
-def _is_old(entry: os.DirEntry[str], now_ns: int) -> bool:
-    """Whether it is a regular file that was last written a day ago, or at no time of the past."""
-    with contextlib.suppress(OSError):
-        info = entry.stat(follow_symlinks=False)
-        age_ns = now_ns - info.st_mtime_ns
-        return stat.S_ISREG(info.st_mode) and now_ns > 0 and abs(age_ns) > _JUNK_NS
-    return False
 
 
 def _encoded(tree: Heartbeat | Usage) -> bytes:

@@ -15,7 +15,8 @@
 
 #include "xxh3.h"
 
-enum { PREFIX = 32, CHECKSUM_AT = 24 };
+enum { PREFIX = 32, CHECKSUM_AT = 24, MAX_BACK_MS = 60000 };
+static const int64_t SECOND = 1000000000; /* ns */
 
 static const uint8_t MAGIC[8] = {0x89, 'F', 'S', 'K', 'V', '\r', '\n', 0x1a};
 
@@ -212,13 +213,39 @@ static bool wants_touch(const FileLayout *layout, const struct stat *info)
     return fabs(realtime_s() - mtime_s) > layout->touch_interval_s;
 }
 
-static bool good_file_there(const FileLayout *layout, int directory, const char *name)
+void stamp_use(int directory, const char *name, int64_t *use_ns, uint32_t depth, bool fresh)
+{
+    struct stat info;
+    int64_t use = __atomic_load_n(use_ns, __ATOMIC_RELAXED);
+    if (!fresh && use == 0)
+        fresh = utimensat(directory, name, NULL, AT_SYMLINK_NOFOLLOW) == 0;
+    if (fstatat(directory, name, &info, AT_SYMLINK_NOFOLLOW) != 0)
+        return;
+    /* Files may say they are of any year. */
+    bool sane = info.st_mtim.tv_sec > MAX_BACK_MS / 1000 && info.st_mtim.tv_sec < INT64_MAX / SECOND;
+    int64_t own = sane ? info.st_mtim.tv_sec * SECOND + info.st_mtim.tv_nsec : 0;
+    if (fresh && own != 0 && use == 0 &&
+        __atomic_compare_exchange_n(use_ns, &use, own, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED))
+        use = own; /* else it is what another thread has put there */
+    if (use == 0 || (fresh && own == 0))
+        return;
+    int64_t wanted = (fresh && own < use ? own : use) - (depth < MAX_BACK_MS ? depth : MAX_BACK_MS) * (SECOND / 1000);
+    struct timespec times[2] = {{.tv_nsec = UTIME_OMIT},
+                                {.tv_sec = wanted / SECOND, .tv_nsec = wanted % SECOND}};
+    if (fresh ? wanted < own : wanted > own)
+        if (utimensat(directory, name, times, AT_SYMLINK_NOFOLLOW) != 0 && !fresh)
+            (void)utimensat(directory, name, NULL, AT_SYMLINK_NOFOLLOW);
+}
+
+static bool good_file_there(const FileLayout *layout, const ChunkFile *file, int directory, const char *name)
 {
     struct stat info;
     if (fstatat(directory, name, &info, AT_SYMLINK_NOFOLLOW) != 0 || !S_ISREG(info.st_mode) ||
         (size_t)info.st_size != layout->header_nbytes + layout->payload_nbytes)
         return false;
-    if (wants_touch(layout, &info))
+    if (file->use_ns != NULL)
+        stamp_use(directory, name, file->use_ns, file->depth, false);
+    else if (wants_touch(layout, &info))
         (void)utimensat(directory, name, NULL, AT_SYMLINK_NOFOLLOW);
     return true;
 }
@@ -405,7 +432,7 @@ static ChunkResult write_in(const FileLayout *layout, const ChunkFile *file, uin
 {
     size_t parent_nbytes;
     const char *name = name_in(file->path, &parent_nbytes);
-    if (!file->replace && *directory >= 0 && good_file_there(layout, *directory, name))
+    if (!file->replace && *directory >= 0 && good_file_there(layout, file, *directory, name))
         return CHUNK_EXISTS;
     finish(layout, file, slot, digested);
     int fd = open_part(layout, file, directory);
@@ -418,6 +445,8 @@ static ChunkResult write_in(const FileLayout *layout, const ChunkFile *file, uin
     if (good && renameat(*directory, part, *directory, name) == 0) {
         if (layout->touch)
             (void)utimensat(*directory, name, NULL, AT_SYMLINK_NOFOLLOW);
+        if (file->use_ns != NULL)
+            stamp_use(*directory, name, file->use_ns, file->depth, true);
         return CHUNK_OK;
     }
     (void)unlinkat(*directory, part, 0);
@@ -477,7 +506,7 @@ ChunkResult chunk_read(const FileLayout *layout, const ChunkFile *file, uint8_t 
         close(fd);
         return CHUNK_OTHERWISE;
     }
-    *old_mtime = wants_touch(layout, &info);
+    *old_mtime = file->use_ns == NULL && wants_touch(layout, &info);
     *open_fd = fd;
     return CHUNK_OK;
 }

@@ -38,6 +38,8 @@ typedef struct {
     size_t key_nbytes;
     uint32_t first_block, num_blocks; /* wanted blocks of a load; a store begins at first_block */
     int replace;                      /* store: what is there is suspect */
+    int64_t *use_ns;                  /* see stamp_use; NULL: nobody has said who uses it */
+    uint32_t depth;                   /* in its prefix */
 } ChunkFile;
 
 
@@ -58,6 +60,12 @@ ChunkResult chunk_write(const FileLayout *layout, const ChunkFile *file, uint8_t
 /* Read and check the wanted blocks into the slot. On CHUNK_OK *fd is open and *old_mtime says if it wants a touch. */
 ChunkResult chunk_read(const FileLayout *layout, const ChunkFile *file, uint8_t *slot, int *fd,
                        int *old_mtime);
+
+/* Give a file the time of a use: a millisecond earlier for each chunk before it in its prefix, so that the deepest
+ * goes first. `use_ns` is shared by the files of a use: the first of them to be stamped by the file system says when it
+ * was, 0 before. No clock of ours is asked. A file that is younger stays so, unless it was stamped just now: `fresh`.
+ * Where no other time than now may be set (another user's file) it is now. */
+void stamp_use(int directory, const char *name, int64_t *use_ns, uint32_t depth, bool fresh);
 
 /* Open the directory that the first `nbytes` of `path` name. Links are followed in the first `root_nbytes` of
  * them, the root, and nowhere after: ELOOP. -1 and errno when it cannot be opened. */

@@ -199,7 +199,8 @@ static bool add_entry(Shard *shard, int fd, const char *shard_name, const char *
     if (record.mtime_ns > newest_ns)
         record.mtime_ns = 0;
     uint64_t on_disk = block_nbytes(&info), length = clamped(info.st_size);
-    bool growing = record.mtime_ns > young_ns && on_disk < length;
+    /* By its change, and not by its last use, which a store sets back. */
+    bool growing = (int64_t)info.st_ctim.tv_sec > young_ns / 1000000000 && on_disk < length;
     record.disk_nbytes = growing || on_disk == 0 ? length : on_disk;
     return add_record(shard, &record) && (!growing || add_other(shard, 'y', name));
 }

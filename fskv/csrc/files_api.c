@@ -248,3 +248,19 @@ PyObject *open_directory(PyObject *module, PyObject *args)
     Py_END_ALLOW_THREADS
     return fd < 0 ? PyErr_SetFromErrnoWithFilenameObject(PyExc_OSError, object) : PyLong_FromLong(fd);
 }
+
+PyObject *stamp_file(PyObject *module, PyObject *args)
+{
+    PyObject *use;
+    const char *name;
+    int directory, fresh;
+    unsigned int depth;
+    int64_t *use_ns;
+    if (!PyArg_ParseTuple(args, "isOIp:stamp_use", &directory, &name, &use, &depth, &fresh)
+        || (use_ns = use_stamp(use)) == NULL)
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    stamp_use(directory, name, use_ns, depth, fresh);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}

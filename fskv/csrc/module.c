@@ -100,6 +100,8 @@ static PyMethodDef functions[] = {
      "a letter for its kind."},
     {"open_beneath", open_directory, METH_VARARGS,
      "open_beneath(path, root_nbytes, flags): see fskv.root.beneath.open_directory."},
+    {"stamp_use", stamp_file, METH_VARARGS,
+     "stamp_use(directory_fd, name, use, depth, fresh): see csrc/chunk_io.h; `use` is a bytearray of 8."},
     {NULL},
 };
 

@@ -180,6 +180,15 @@ PyTypeObject LayoutType = {
     .tp_dealloc = (destructor)Layout_dealloc,
 };
 
+/* The stamp of a use (chunk_io.h): the eight bytes of a bytearray that nobody resizes; sets ValueError. */
+int64_t *use_stamp(PyObject *use)
+{
+    if (PyByteArray_Check(use) && PyByteArray_GET_SIZE(use) == 8)
+        return (int64_t *)PyByteArray_AS_STRING(use);
+    PyErr_SetString(PyExc_ValueError, "a use: expected a bytearray of 8");
+    return NULL;
+}
+
 /* --- Transfer ---------------------------------------------------------------------------- */
 
 /* Read the engine's numbers of the blocks. */
@@ -231,16 +240,18 @@ static bool make_paths(Transfer *self, const char *name, const char *part)
 
 static PyObject *Transfer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    PyObject *owner, *guard, *layout = NULL, *placement = NULL, *blocks = NULL, *key = NULL;
+    PyObject *owner, *guard, *layout = NULL, *placement = NULL, *blocks = NULL, *key = NULL, *use = Py_None;
     const char *name = NULL, *part = NULL;
     int is_load, replace = 0;
-    unsigned int first_block = 0, num_blocks = 0;
+    unsigned int first_block = 0, num_blocks = 0, depth = 0;
     long long base = 0;
-    if (!PyArg_ParseTuple(args, "OpO!|O!O!SszIIOLp:Transfer", &owner, &is_load, &GuardType, &guard, &LayoutType,
+    if (!PyArg_ParseTuple(args, "OpO!|O!O!SszIIOLpOI:Transfer", &owner, &is_load, &GuardType, &guard, &LayoutType,
                           &layout, &PlacementType, &placement, &key, &name, &part, &first_block, &num_blocks,
-                          &blocks, &base, &replace))
+                          &blocks, &base, &replace, &use, &depth))
         return NULL;
     const FileLayout *file = layout ? &((Layout *)layout)->file : NULL;
+    if (use != Py_None && use_stamp(use) == NULL)
+        return NULL;
     if (file != NULL &&
         (blocks == NULL || strlen(name) != NAME || PyBytes_GET_SIZE(key) == 0 || PyBytes_GET_SIZE(key) > 255 || (part == NULL) != is_load ||
          num_blocks == 0 || num_blocks > file->num_blocks || first_block > file->num_blocks - num_blocks ||
@@ -260,6 +271,7 @@ static PyObject *Transfer_new(PyTypeObject *type, PyObject *args, PyObject *kwar
     self->layout = (Layout *)Py_NewRef(layout);
     self->placement = (Placement *)Py_NewRef(placement);
     self->key = Py_NewRef(key);
+    self->use = Py_NewRef(use);
     self->blocks.base = base;
     self->file = (ChunkFile){
         .key = (uint8_t *)PyBytes_AS_STRING(key),
@@ -267,6 +279,8 @@ static PyObject *Transfer_new(PyTypeObject *type, PyObject *args, PyObject *kwar
         .first_block = first_block,
         .num_blocks = num_blocks,
         .replace = replace,
+        .use_ns = use == Py_None ? NULL : use_stamp(use),
+        .depth = depth,
     };
     if (!make_paths(self, name, part) || !take_blocks(self, blocks, num_blocks))
         Py_CLEAR(self);
@@ -293,6 +307,7 @@ static void Transfer_dealloc(Transfer *self)
     Py_XDECREF(self->placement);
     Py_XDECREF(self->guard);
     Py_XDECREF(self->key);
+    Py_XDECREF(self->use);
     PyMem_RawFree(self->paths);
     PyMem_RawFree(self->blocks.ids);
     if (self->slot.obj != NULL)

@@ -101,6 +101,7 @@ typedef struct Transfer {
     Layout *layout; /* NULL, as all that follows: every step is Python's */
     Placement *placement;
     PyObject *key; /* bytes */
+    PyObject *use; /* a bytearray that `file` points into, or None */
     char *paths;   /* which `file` points into */
     Blocks blocks;
     ChunkFile file;
@@ -140,6 +141,7 @@ bool scatter(const Transfer *transfer, uint8_t *slot);
 PyObject *set_cuda_error(const CudaError *error);
 /* The memory of a HostSlot, which is its `array`. */
 int slot_buffer(PyObject *slot, Py_buffer *view);
+int64_t *use_stamp(PyObject *use);
 double monotonic_s(void);
 
 #endif

@@ -76,7 +76,7 @@ class FileSteps(Generic[SlotT]):
         finally:
             seconds = self._clock() - (task.started_at or 0.0) - task.waited_s
             self.done.append((task, status, seconds))
-        if touch:  # only now: a disk that hangs costs no load
+        if touch and task.move.use is None:  # only now: a disk that hangs costs no load
             self._store.touch(task.move.file)
 
     def _load(
@@ -128,4 +128,7 @@ class FileSteps(Generic[SlotT]):
                 return Status.SKIPPED
             self.done.append((task, None, 0.0))
         assert slot is not None, "it was gathered"
-        return self._store.put(move.file, move.plan.first_block, slot)
+        status = self._store.put(move.file, move.plan.first_block, slot)
+        if status.good and move.use is not None:
+            self._store.touch(move.file, move.use, fresh=status is Status.OK)
+        return status

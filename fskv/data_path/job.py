@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from fskv.plan.spans import ChunkPlan
 from fskv.transports.protocol import Ready
-from fskv.types import FileId, Status
+from fskv.types import FileId, Status, Use
 
 if TYPE_CHECKING:
     from fskv import _native
@@ -24,6 +24,7 @@ class FileMove(NamedTuple):
 
     file: FileId
     plan: ChunkPlan
+    use: Use | None = None  # of its prefix; a load's files are then touched by Mover.touch
 
 
 @dataclass(frozen=True, slots=True)

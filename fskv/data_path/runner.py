@@ -228,7 +228,9 @@ class JobRunner(Generic[SlotT]):
 
     def _transfer(self, task: FileTask) -> _native.Transfer[FileTask]:
         job, move = task.job, task.move
-        return self._store.transfer(task, move.file, move.plan, job.guard, is_load=job.is_load)
+        return self._store.transfer(
+            task, move.file, move.plan, job.guard, is_load=job.is_load, use=move.use
+        )
 
     def _go_on(self, job: Job, parked: list[_native.Transfer[FileTask]], fired: bool) -> None:
         """The job's event has fired. If nobody can tell, the job ends: its pages may hold anything."""

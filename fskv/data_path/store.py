@@ -43,7 +43,7 @@ from fskv.root.files import publish_chunk
 from fskv.root.filesystem import is_local, shows_late
 from fskv.root.process_id import part_names
 from fskv.transports.protocol import OpenChunk, SlotT, Transport
-from fskv.types import FileId, Status
+from fskv.types import FileId, Status, Use
 
 logger = logging.getLogger(__name__)
 
@@ -172,6 +172,7 @@ class ChunkStore(Generic[SlotT]):
         guard: _native.Guard,
         *,
         is_load: bool,
+        use: Use | None = None,
     ) -> _native.Transfer[OwnerT]:
         """Return what stands for a chunk in the queue of I/O threads.
 
@@ -196,13 +197,20 @@ class ChunkStore(Generic[SlotT]):
             plan.block_ids,
             plan.base,
             file_id in self._suspects,
+            *(use or ()),
         )
 
-    def touch(self, file_id: FileId) -> None:
-        """Set a chunk's mtime, its "last used", to now; where that is not allowed it goes earlier."""
+    def touch(self, file_id: FileId, use: Use | None = None, *, fresh: bool = False) -> None:
+        """Set a chunk's mtime, its "last used", to now or a use; where that is not allowed it goes earlier.
+
+        `fresh`: it was written just now.
+        """
         path = self.path(file_id)
         with contextlib.suppress(ChunkError, OSError), self._shard(path) as shard:
-            os.utime(os.path.basename(path), dir_fd=shard, follow_symlinks=False)
+            if use is None:
+                os.utime(os.path.basename(path), dir_fd=shard, follow_symlinks=False)
+            else:
+                _native.stamp_use(shard, os.path.basename(path), *use, fresh)
 
     def replaced(self, file_ids: Iterable[FileId]) -> None:
         """Transfers have published these chunks: what was suspect under their names is gone."""

@@ -112,8 +112,8 @@ def file_name(record: Any) -> str:
 
 def _nbytes(info: os.stat_result, now_ns: int, *, by_blocks: bool) -> tuple[int, bool]:
     """Return what a file counts for, and whether more of its blocks may be counted later."""
-    mtime_ns = clamp_mtime(info.st_mtime_ns, now_ns)
-    growing = now_ns and mtime_ns > now_ns - _YOUNG_NS and block_nbytes(info) < length(info)
+    # By its change, and not by its last use, which a store sets back.
+    growing = now_ns and info.st_ctime_ns > now_ns - _YOUNG_NS and block_nbytes(info) < length(info)
     if by_blocks:
         return block_nbytes(info), bool(growing)
     return (length(info), True) if growing else (bytes_on_disk(info), False)

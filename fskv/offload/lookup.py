@@ -214,6 +214,12 @@ class Lookup:
         return store is not None and store.until > now
 
     @property
+    def touch_interval_s(self) -> float:
+        """After so long a use is recorded anew: the root says it, and the option is the most."""
+        told = self.capacity.state.touch_interval_s if self.capacity is not None else math.inf
+        return min(self._config.touch_interval_s, told)
+
+    @property
     def storing(self) -> Mapping[ChunkId, object]:
         """The chunks that were begun and whose outcome is not known."""
         return self._storing

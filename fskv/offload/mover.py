@@ -6,8 +6,10 @@ files is told twice: `poll` says which jobs need their pages no more, `take_news
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
@@ -18,9 +20,10 @@ from fskv.data_path.depth import measure_answer_s, wanted_threads
 from fskv.data_path.job import FileMove, FileOutcome, JobResult
 from fskv.data_path.runner import STORE_QUEUE_S, JobRunner
 from fskv.data_path.store import ChunkStore
-from fskv.data_path.threads import call_with_deadline
+from fskv.data_path.threads import HangProofPool, call_with_deadline
 from fskv.errors import ConfigError, RootError
 from fskv.format.chunk_file import FileLayout
+from fskv.native import _native
 from fskv.observe import metrics
 from fskv.observe.metrics import Counters, Gauge
 from fskv.observe.state_log import StateLog
@@ -28,7 +31,7 @@ from fskv.root.root import NamespaceDir
 from fskv.transports import numa
 from fskv.transports.choice import open_transport
 from fskv.transports.protocol import Ready
-from fskv.types import ChunkId, Status
+from fskv.types import ChunkId, FileId, Status, Use
 
 if TYPE_CHECKING:
     import torch
@@ -43,6 +46,8 @@ _CLOSE_S = 5.0
 # A worker begins without knowing how long the mount takes to answer, if that is longer than this.
 _ANSWER_S = 5.0
 _DEVICE_S = 2.0  # for the copies under way, and for giving memory back
+_MAX_USES = 4096  # whose time is remembered
+_MAX_TOUCHES = 64  # that wait: a disk that is so far behind has no time for more
 # Stores that end like this speak against the storage; the others against a file, or nothing.
 _AGAINST_STORES = (Status.DENIED, Status.NO_SPACE, Status.IO_ERROR, Status.TIMED_OUT)
 
@@ -161,6 +166,8 @@ class Mover:
             restore=restore,
         )
         self.file_nbytes = store.file_nbytes
+        self._store = store
+        self._uses: OrderedDict[int, bytearray] = OrderedDict()
         self._breaker = Breaker(log=StateLog(root=config.root, of=f"rank {number}"))
         self.counters = Counters(*metrics.WORKER_COUNTERS)
         self._runner = JobRunner(
@@ -173,6 +180,10 @@ class Mover:
             breaker=self._breaker,
             store_queue_s=math.inf if patient else STORE_QUEUE_S,
             cpus=cpus,
+        )
+        self._touches: deque[Sequence[tuple[FileId, Use]]] = deque()
+        self._toucher: HangProofPool[None, None] = HangProofPool(
+            "fskv-touch", 1, 0, _native.Queue(1, 0), self._touch_next, contextlib.nullcontext
         )
         self.description = self._transport.description
         self.is_local = store.is_local
@@ -224,6 +235,24 @@ class Mover:
         refused |= self._stopped
         self._runner.submit_load(job_id, files, ready, allowed_s, refused=refused)
 
+    def use(self, number: int, depth: int) -> Use:
+        """Return what stamps a chunk of that depth in its prefix, in a use that Uses.begin has numbered."""
+        stamp = self._uses.setdefault(number, bytearray(8))
+        if len(self._uses) > _MAX_USES:
+            self._uses.popitem(last=False)
+        return Use(stamp, depth)
+
+    def touch(self, files: Sequence[tuple[FileId, Use]]) -> None:
+        """Note that files are used, the deepest first; those that are not there are passed over."""
+        if not self._stopped and not self._breaker.open and len(self._touches) < _MAX_TOUCHES:
+            self._touches.append(sorted(files, key=lambda one: -one[1].depth))
+            self._toucher.submit(_native.Transfer(None, True, _native.Guard(True)))
+
+    def _touch_next(self, _task: object, _context: None) -> None:
+        """On a thread of its own: no file that is read or written waits for it."""
+        for file, use in self._touches.popleft():
+            self._store.touch(file, use)
+
     def poll(self) -> list[JobResult]:
         """Return the jobs that ended since the last call; of their pages none is read or written any more."""
         ended = self._runner.poll()
@@ -264,6 +293,7 @@ class Mover:
             logger.warning("fskv: %s", error)
 
     def _close(self, timeout_s: float) -> None:
+        self._toucher.close()
         self._runner.shutdown(timeout_s)
         self._transport.close()
 

@@ -13,14 +13,13 @@ import contextlib
 import errno
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 try:
     from fskv._native import open_beneath as _open_in_c
 except ImportError:  # no C compiler at installation
     _open_in_c = None  # type: ignore[assignment]
 
-_MayGo = Callable[[os.stat_result], bool]
 _ONE = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -132,20 +131,6 @@ def move_aside(path: str, aside: str, root: str) -> bool:
 
 def _is_directory(name: str, fd: int) -> bool:
     return stat.S_ISDIR(os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode)
-
-
-def remove_file(
-    name: str, directory: int, may_go: _MayGo = lambda _: True
-) -> os.stat_result | None:
-    """Look at what has that name in a directory, and remove it if it is a regular file that `may_go`.
-
-    `directory` is a descriptor. Returns what the file was; None: it stays, or it is a link or no file.
-    """
-    info = os.stat(name, dir_fd=directory, follow_symlinks=False)
-    if not stat.S_ISREG(info.st_mode) or not may_go(info):
-        return None
-    os.unlink(name, dir_fd=directory)
-    return info
 
 
 def hand_over(fd: int, directory: str, *, dir_fd: int | None = None) -> None:

@@ -191,8 +191,12 @@ def test_a_store_reads_its_blocks_before_a_sibling_pulls_into_them(monkeypatch, 
     half = ours()
     scheduler = half.connector_scheduler = scheduler_with({1: ("finished", True)})
     scheduler._block_id_to_pending_jobs = {7: {1}}
-    scheduler.config.kv_group_configs = [SimpleNamespace(group_idx=0)]
-    scheduler._req_status["r"] = SimpleNamespace(transfer_jobs=set(), num_locally_computed_tokens=0)
+    scheduler.config.kv_group_configs = [SimpleNamespace(group_idx=0, tokens_per_chunk=128)]
+    scheduler._req_status["r"] = SimpleNamespace(
+        transfer_jobs=set(),
+        num_locally_computed_tokens=0,
+        group_states=[SimpleNamespace(offload_keys=[])],
+    )
     half.budget = SimpleNamespace(admitted=lambda *_: None, on_step=lambda _: None)
     scheduler._build_partial_tail_store_jobs = scheduler._build_store_jobs = lambda output: {}
     both = multi(Pulls(), half)

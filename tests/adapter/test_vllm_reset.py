@@ -71,7 +71,10 @@ def scheduler_with(jobs):
         supports_partial_tail=False, kv_group_configs=(), blocks_per_chunk=1
     )
     made.manager = SimpleNamespace(
-        on_schedule_end=lambda context: None, on_request_finished=lambda context: None
+        on_schedule_end=lambda context: None,
+        on_request_finished=lambda context: None,
+        admit=lambda *_: None,
+        take_touches=list,
     )
     made._req_status = {}
     for number, (req_id, _) in jobs.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 
 import pytest
 from places import REPOSITORY
@@ -46,22 +47,29 @@ def check_root(text: str) -> None:
     _compare(rows(text, "root metric"), expected, "tools/exporter.py")
 
 
-def _sources() -> str:
+def _sources() -> list[str]:
     files = [*(REPOSITORY / "fskv").rglob("*.py"), *(REPOSITORY / "tools").rglob("*.py")]
-    return "\n".join(path.read_text(encoding="utf-8") for path in files)
+    return [path.read_text(encoding="utf-8") for path in files]
+
+
+def _said(source: str) -> Iterator[tuple[str, set[str]]]:
+    """Yield the events that a source logs, with their keys."""
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call) or not ast.unparse(node.func).endswith(".say"):
+            continue
+        name = node.args[0]
+        for one in (name.body, name.orelse) if isinstance(name, ast.IfExp) else (name,):
+            assert isinstance(one, ast.Constant), f"a literal, please: {ast.unparse(node)}"
+            yield one.value, {word.arg for word in node.keywords}
 
 
 def check_events(text: str) -> None:
     """The events of the table are those that the sources log, with their keys."""
     sources = _sources()
     found: dict[str, set[str]] = {}
-    for call in re.findall(r"(?<!_)\.say\(\s*((?:[^()]|\([^()]*\))*)\)", sources):
-        names = re.findall(r'^"(\w+)"(?: if .*? else "(\w+)")?', call.strip())
-        assert names, f"the event of .say({call}) is not to be read: a literal, please"
-        keys = set(re.findall(r"(\w+)=", re.sub(r'"[^"]*"', "", call)))
-        for name in filter(None, names[0]):
-            found.setdefault(name, set()).update(keys)
-    logs = re.findall(r"StateLog\(((?:[^()]|\([^()]*\))*)\)", sources)
+    for name, keys in (said for source in sources for said in _said(source)):
+        found.setdefault(name, set()).update(keys)
+    logs = re.findall(r"StateLog\(((?:[^()]|\([^()]*\))*)\)", "\n".join(sources))
     assert all("root=" in log or "file=" in log or log == "" or "self" in log for log in logs)
     table = rows(text, "event")
     assert table.keys() == found.keys(), table.keys() ^ found.keys()

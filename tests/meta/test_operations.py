@@ -198,6 +198,11 @@ def watch_until_metrics(arguments, root):
             assert watcher.wait(60) == 0, log.read_text()
 
 
+def metrics_at(url):
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        return answer.read().decode()
+
+
 # --- deploy/ ----------------------------------------------------------------------------------
 
 

@@ -233,6 +233,9 @@ def test_what_a_lookup_sees_ends_the_hit(lab, spoiling, words):
     spoiling(paths[5])
     found = lab.explain(one)
     assert (found.hit_tokens, found.lookup_tokens) == (160, 160)
+    behind = [os.stat(path).st_size for path in paths[6:]]
+    assert (found.unreachable_files, found.unreachable_nbytes) == (len(behind), sum(behind))
+    assert "; out of reach: 4 files, " in found.verdict
     (file,) = found.chunks[0, 5]["files"]
     assert words in f"{file['state']} {file['detail']}"
     assert words in found.causes or spoiling is os.unlink

@@ -170,13 +170,13 @@ def test_a_chunk_that_is_used_while_its_namespace_goes_stays(lab, protected, mon
     where = lab.namespace()
     paths = lab.chunks(where, range(10))
     age_all(where.directory.path, 100 * 24 * HOUR)
-    real = garbage.NamespaceRemoval
+    real = garbage.remove_namespace
 
-    def removal(one, news, stop, before_ns):
+    def remove(one, news, stop, before_ns):
         os.utime(paths[3])
         return real(one, news, stop, before_ns if protected else None)
 
-    monkeypatch.setattr(garbage, "NamespaceRemoval", removal)
+    monkeypatch.setattr(garbage, "remove_namespace", remove)
     run("gc", "--yes", "--namespaces-unused-for", "90d", root=lab.path)
     assert there(paths) == ([paths[3]] if protected else [])
     assert os.path.exists(f"{where.directory.path}/namespace.json") is protected
@@ -252,7 +252,7 @@ def test_a_store_beside_it_has_no_error_when_its_empty_directories_go(make_world
         view = RootView.open(str(tmp_path / "kv"))
         while not stop.is_set():
             one = garbage.Sweep(view, time.time_ns(), delete=True, stop=threading.Event())
-            gone.extend(found for found in one.findings() if found.kind is garbage.Kind.DIRECTORY)
+            gone.extend(found for found in one.outcomes() if found.what == "directory")
 
     sweeper = threading.Thread(target=sweep)
     sweeper.start()

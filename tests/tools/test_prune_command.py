@@ -11,8 +11,8 @@ import threading
 import time
 
 import pytest
-from tool_lab import Lab, check_lines, fskv, key_of, run, spoil
-from world import follow_links, wait_for
+from tool_lab import Lab, check_lines, fskv, key_of, run
+from world import wait_for
 
 pytest.importorskip("fskv_tools.cli", reason="the command line is not installed")
 from fskv_tools import pruning
@@ -171,65 +171,6 @@ def test_engines_hear_of_what_went(lab, where):
     run("prune", "--max-size", "1KiB", "--yes", root=lab.path)
     told = entries(log.take_new(where.id.rpartition("@")[2]))
     assert set(told) == {(bytes.fromhex(namespace.chunk_name(key_of(n))), 0) for n in range(30)}
-
-
-def test_what_cannot_be_removed_is_passed_over_and_is_exit_3(lab, where, monkeypatch):
-    paths = [lab.chunk(where, n, age_s=DAY * (n + 1)) for n in range(20)]
-    stuck = os.path.basename(paths[-1])
-    real = os.unlink
-
-    def unlink(name, **options):
-        if name == stuck:
-            raise PermissionError(1, "Operation not permitted", name)
-        return real(name, **options)
-
-    monkeypatch.setattr(os, "unlink", unlink)
-    target = on_disk(paths[:10])
-    done = run("prune", "--max-size", target, "--yes", "--json", root=lab.path)
-    assert done.exit_code == 3
-    assert there(paths) == [*paths[:9], paths[-1]]
-    assert [line["path"] for line in done.lines if "path" in line] == [paths[-1]]
-    assert done.summary["unremovable"] == 1
-
-
-def test_a_hostile_root_is_pruned_and_all_that_is_not_ours_stays(lab, where):
-    paths = lab.chunks(where, range(30))
-    strange = spoil(lab, where)
-    before = {os.fsencode(path): os.lstat(path).st_ino for path in strange}
-    done = fskv("prune", "--max-size", "1KiB", "--yes", root=lab.path)
-    assert done.exit_code == 0, done.stderr
-    assert all(c.isprintable() or c == "\n" for c in done.stdout + done.stderr)
-    assert there(paths) == []
-    assert {path: os.lstat(path).st_ino for path in before} == before
-
-
-@pytest.mark.parametrize("what", ["shard", "chunks", "namespace", "arch"])
-@pytest.mark.parametrize("protected", [True, False])
-def test_a_link_that_takes_a_directorys_place_leads_nowhere(
-    lab, where, tmp_path, what, protected, monkeypatch
-):
-    """Negative control: through paths instead of descriptors, the files outside go."""
-    path = lab.chunk(where, 1, age_s=DAY)
-    outside = tmp_path / "outside"
-    directory = path
-    for level in ("shard", "chunks", "namespace", "arch"):
-        directory = os.path.dirname(directory)
-        if level == what:
-            break
-    if not protected:
-        follow_links(monkeypatch)
-    real = pruning.Pruning.carry_out
-
-    def carry_out(self, *args):
-        os.rename(directory, outside)
-        os.symlink(outside, directory)
-        return real(self, *args)
-
-    monkeypatch.setattr(pruning.Pruning, "carry_out", carry_out)
-    done = run("prune", "--max-size", "1", "--yes", root=lab.path)
-    left = [name for _, _, names in os.walk(outside) for name in names]
-    assert (os.path.basename(path) in left) is protected
-    assert done.exit_code == (3 if protected else 0)
 
 
 WRITER = """

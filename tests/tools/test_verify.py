@@ -459,28 +459,6 @@ def test_a_file_that_became_good_or_another_after_the_plan_stays(lab, monkeypatc
     assert reasons == {paths[3]: "good now", paths[4]: "gone meanwhile", paths[5]: "removed"}
 
 
-def test_nothing_behind_a_link_that_was_put_there_after_the_plan_is_removed(lab, monkeypatch):
-    _, _, bad = damaged_root(lab)
-    from fskv_tools.commands import verify as module
-
-    real = module.execute
-    outside = f"{lab.path}-outside"
-    shards = sorted({os.path.dirname(path) for path in bad})
-
-    def meanwhile(plan):
-        os.mkdir(outside)
-        for number, shard in enumerate(shards):
-            os.rename(shard, f"{outside}/{number}")
-            os.symlink(f"{outside}/{number}", shard)
-        return real(plan)
-
-    monkeypatch.setattr(module, "execute", meanwhile)
-    done = verify(lab, "--read-data", "--remove-bad", "--yes")
-    assert done.summary["removed"] == 0
-    assert sum(len(files) for _, _, files in os.walk(outside)) >= 3
-    assert [line["removed"] for line in done.lines if line["type"] == "removal"] == [False] * 3
-
-
 def test_negative_control_a_removal_by_name_alone_would_remove_the_good_one(lab, monkeypatch):
     """What the second look of a removal is for."""
     where, paths, _ = damaged_root(lab)

@@ -2,28 +2,24 @@
 
 What a run has found may be minutes old: an engine may have discarded the file and stored the chunk again, and
 file systems give out inode numbers anew. So each file is opened and judged again, and is unlinked only while
-it is open, still bad, and still what its name says. Its directory is reached from the root by one name at a
-time, without following a symbolic link, and the name is removed from that very directory.
+it is open, still bad, and still what its name says (fskv.root.remove).
 """
 
 from __future__ import annotations
 
 import os
-import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
 
-from fskv.namespace import ChunkName, chunk_file, parse_chunk_file
-from fskv.root.beneath import opened
+from fskv.namespace import parse_chunk_file
+from fskv.root.remove import Fate, Outcome, Place
 
 from ..root_view import FileOf, Namespace
-from .expect import expected_of
+from .expect import Expected, expected_of
 from .judge import Finding, OpenFile, Reader, Verdict, judge
 from .run import Bad
 
-_ENTRY = struct.Struct("<I16sII")  # namespace, name, group, rank + 1
-_REMOVED = "removed"
+REMOVED, _GONE = "removed", "gone meanwhile"
 
 
 @dataclass(slots=True)
@@ -34,81 +30,70 @@ class RemovalPlan:
     be the manifest's fault: those stay.
     """
 
-    spaces: Sequence[Namespace]
     rows: bool
-    entries: bytearray = field(default_factory=bytearray)  # 28 bytes a file
+    files: list[FileOf] = field(default_factory=list)
     nbytes: int = 0
     kept: int = 0
 
-    def __len__(self) -> int:
-        return len(self.entries) // _ENTRY.size
-
-    def add(self, bad: Bad) -> bool:
-        """Take a bad file into the plan; False if it is to stay."""
-        chunk = parse_chunk_file(bad.name)
+    def add(self, bad: Bad) -> None:
+        """Take a bad file into the plan, unless it is to stay."""
         sure = bad.finding is Finding.CORRUPT or (
             bad.finding is Finding.STALE and bad.namespace.identity is not None
         )
-        if chunk is None or not (sure and bad.alone and bad.nbytes is not None):
+        if not (parse_chunk_file(bad.name) and sure and bad.alone and bad.nbytes is not None):
             self.kept += 1
-            return False
-        rank1 = 0 if chunk.rank is None else chunk.rank + 1
-        space_idx = self.spaces.index(bad.namespace)
-        name = bytes.fromhex(chunk.name)
-        self.entries += _ENTRY.pack(space_idx, name, chunk.group_idx, rank1)
+            return
+        self.files.append(FileOf(bad.namespace, bad.name))
         self.nbytes += bad.nbytes
-        return True
 
 
-@dataclass(frozen=True, slots=True)
-class Removal(FileOf):
-    """What became of one file of the plan."""
-
-    removed: bool
-    reason: str  # why it was or was not
-    failed: bool  # it is still there and still bad
-    nbytes: int
-
-
-def execute(plan: RemovalPlan) -> Iterator[Removal]:
-    """Remove what is still bad, one file at a time."""
+def execute(plan: RemovalPlan) -> Iterator[tuple[FileOf, Outcome]]:
+    """Remove what is still bad, one file at a time, until the root is away; an outcome says why."""
     reader = Reader()
-    expected = [expected_of(one.identity, one.digest16) for one in plan.spaces]
-    for space_idx, digest, group_idx, rank1 in _ENTRY.iter_unpack(plan.entries):
-        chunk = ChunkName(digest.hex(), group_idx, rank1 - 1 if rank1 else None)
-        space, name = plan.spaces[space_idx], chunk_file(*chunk)
+    expected: dict[Namespace, Expected] = {}
+    for file in plan.files:
+        space = file.namespace
+        if space not in expected:
+            expected[space] = expected_of(space.identity, space.digest16)
         try:
-            with opened(space.root, FileOf(space, name).directory) as fd:
-                verdict = judge(
-                    reader,
-                    name,
-                    dir_fd=fd,
-                    chunk=chunk,
-                    expected=expected[space_idx],
-                    rows=plan.rows,
-                    if_bad=partial(_unlink, name, fd),
-                )
+            with Place(space.root, file.directory) as place:
+                yield file, _outcome(place, file, reader, expected[space], rows=plan.rows)
         except OSError as error:
-            gone = isinstance(error, FileNotFoundError)
-            yield Removal(space, name, False, error.strerror or str(error), not gone, 0)
-            continue
-        nbytes = verdict.info.st_size if verdict.info else 0
-        if verdict.reason == _REMOVED:
-            yield Removal(space, name, True, _REMOVED, False, nbytes)
-        elif verdict.bad:
-            yield Removal(space, name, False, verdict.reason, True, nbytes)
-        else:
-            why = "good now" if verdict.finding is Finding.OK else "gone meanwhile"
-            yield Removal(space, name, False, why, False, nbytes)
+            yield file, Outcome(file.path, Fate.FAILED, error=error)
+            return
 
 
-def _unlink(name: str, fd: int, file: OpenFile, verdict: Verdict) -> Verdict:
-    if verdict.finding not in (Finding.CORRUPT, Finding.STALE):
+def _outcome(
+    place: Place, file: FileOf, reader: Reader, expected: Expected, *, rows: bool
+) -> Outcome:
+    if place.error is not None:
+        return place.remove(file.name)
+    removals = []
+
+    def remove(bad: OpenFile, verdict: Verdict) -> Verdict:
+        """Remove it while it is open: its inode is no other file's."""
+
+        def judge_again(_: str, now: os.stat_result) -> str:
+            return REMOVED if _version(now) == _version(bad.info) else Fate.STAYS
+
+        if verdict.finding in (Finding.CORRUPT, Finding.STALE):
+            removals.append(place.remove(file.name, judge_again))
         return verdict
-    try:
-        os.unlink(name, dir_fd=fd)
-    except FileNotFoundError:
-        return Verdict(Finding.VANISHED, "gone meanwhile", None, file.info)
-    except OSError as error:
-        return replace(verdict, finding=Finding.UNREADABLE, reason=error.strerror or str(error))
-    return replace(verdict, finding=Finding.VANISHED, reason=_REMOVED)
+
+    chunk = parse_chunk_file(file.name)
+    verdict = judge(
+        reader, file.name, dir_fd=place.fd, chunk=chunk, expected=expected, rows=rows, if_bad=remove
+    )
+    if removals and removals[0].fate is Fate.GOES:
+        return replace(removals[0], nbytes=verdict.info.st_size if verdict.info else 0)
+    if removals and removals[0].fate is Fate.FAILED:
+        return removals[0]
+    if verdict.bad and not removals:
+        return Outcome(file.path, Fate.FAILED, verdict.reason, verdict.info)
+    is_good = verdict.finding is Finding.OK
+    fate, why = (Fate.STAYS, "good now") if is_good else (Fate.VANISHED, _GONE)
+    return Outcome(file.path, fate, why, verdict.info)
+
+
+def _version(info: os.stat_result) -> tuple[int, ...]:
+    return info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns

@@ -77,6 +77,9 @@ LINES = {
         "lookup_tokens": "tokens that a lookup finds; null for a key",
         "hit_tokens": "tokens that would be served: those, or none if a load fails; null for a key",
         "best_tokens": "tokens that such a prompt can hit at most; null for a key",
+        "unreachable_files": "good files that no hit of the prompt reaches: one before them is missing; "
+        "null for a key",
+        "unreachable_nbytes": "their length",
         "verdict": "one sentence",
         "differences": "fields in which --against differs; null without it",
     },
@@ -270,6 +273,8 @@ def _show_prompt(
             lookup_tokens=report.lookup_tokens,
             hit_tokens=report.hit_tokens,
             best_tokens=report.best_tokens,
+            unreachable_files=len(report.unreachable),
+            unreachable_nbytes=sum(one.nbytes or 0 for one in report.unreachable),
             verdict=report.sentence,
         )
         return
@@ -351,6 +356,8 @@ def _show_key(who: Recorded, report: KeyReport, other: Recorded | None, *, as_js
             lookup_tokens=None,
             hit_tokens=None,
             best_tokens=None,
+            unreachable_files=None,
+            unreachable_nbytes=None,
             verdict=report.sentence,
         )
         return

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections.abc import Mapping
 from typing import Annotated
 
 import typer
 
+from fskv.root.remove import PART, Fate, Outcome, Tally
+
 from ..exits import Exit
-from ..garbage import Finding, Kind, Sweep
+from ..garbage import HEARTBEAT, NEWS, Sweep
 from ..interrupt import stopped_by_signals
 from ..neighbours import clock_ns, wall_clock_ns
 from ..options import DryRunOption, JsonOption, RootOption, YesOption
+from ..removal import DIRECTORY, NAMESPACE
 from ..root_view import RootView
-from ..terminal import age_option, confirm, emit, iec, many, say, show
+from ..terminal import age_option, confirm, emit, iec, many, say, show, tell_failure
 
 LINES = {
     "garbage": {
-        "what": "`part`, `directory`, `namespace`, `news` (a list of removed chunks) or `heartbeat` (of an "
-        "engine that is gone)",
+        "what": "`part`, `directory`, `namespace`, `news` (a list of removed chunks), `heartbeat` "
+        "(of an engine that is gone)",
         "path": "what goes",
         "nbytes": "bytes on disk",
         "files": "chunk files in it, of a namespace",
@@ -39,32 +42,12 @@ LINES = {
     },
 }
 _WORDS = {
-    Kind.PART: ("part of a writer that is gone", "parts of writers that are gone"),
-    Kind.DIRECTORY: ("empty directory of chunks", "empty directories of chunks"),
-    Kind.NAMESPACE: ("namespace", ""),
-    Kind.NEWS: ("old list of removed chunks", "old lists of removed chunks"),
-    Kind.HEARTBEAT: ("heartbeat of an engine that is gone", "heartbeats of engines that are gone"),
+    PART: ("part of a writer that is gone", "parts of writers that are gone"),
+    DIRECTORY: ("empty directory of chunks", "empty directories of chunks"),
+    NAMESPACE: ("namespace", ""),
+    NEWS: ("old list of removed chunks", "old lists of removed chunks"),
+    HEARTBEAT: ("heartbeat of an engine that is gone", "heartbeats of engines that are gone"),
 }
-
-
-class _Tally:
-    """Adds up findings as they pass."""
-
-    def __init__(self) -> None:
-        self.count: Counter[Kind] = Counter()
-        self.nbytes: Counter[Kind] = Counter()
-
-    def add(self, found: Finding) -> None:
-        self.count[found.kind] += 1
-        self.nbytes[found.kind] += found.nbytes
-
-    @property
-    def num_garbage(self) -> int:
-        return sum(self.count[kind] for kind in _WORDS)
-
-    @property
-    def garbage_nbytes(self) -> int:
-        return sum(self.nbytes[kind] for kind in _WORDS)
 
 
 def command(
@@ -83,7 +66,7 @@ def command(
 
     A part goes when its writer is provably gone, or when it is older than an hour. A namespace is dead when
     it has no chunk file, no living engine writes to it, and it is older than an hour. Heartbeats of engines
-    go when no engine lives; while one does, it removes those of the dead itself. Old lists of removed chunks
+    that are gone go when no engine lives; while one does, it removes them itself. Old lists of removed chunks
     go after an hour.
 
     What fskv did not make is listed and never removed. Exit code 3 if something could not be removed.
@@ -95,84 +78,79 @@ def command(
         else age_option("--namespaces-unused-for", namespaces_unused_for)
     )
     now_ns = wall_clock_ns() if dry_run else clock_ns(view.path)
-    plan, done = _Tally(), _Tally()
+    plan, done = Tally(), Tally()
     sweep = Sweep(view, now_ns, delete=False, stop=threading.Event(), namespaces_unused_s=unused_s)
     unread = 0
-    for found in sweep.findings():
+    for found in sweep.outcomes():
         plan.add(found)
-        unread += found.kind is Kind.FOREIGN and bool(found.reason)
+        unread += found.fate is Fate.FOREIGN and found.what == NAMESPACE
         _show(found, removed=False, as_json=as_json)
+    planned, planned_nbytes = _sum(plan.count), _sum(plan.nbytes)
     if not as_json:
         for kind, words in _WORDS.items():
             if plan.count[kind]:
                 say(f"{many(plan.count[kind], *words)}, {iec(plan.nbytes[kind])}")
-        if plan.count[Kind.FOREIGN]:
-            say(f"foreign entries, which stay: {plan.count[Kind.FOREIGN]:,}")
+        if plan.count[Fate.FOREIGN]:
+            say(f"foreign entries, which stay: {plan.count[Fate.FOREIGN]:,}")
         if unread:
             what = many(unread, "directory", "directories")
             say(
                 f"{what} called like a namespace, without a manifest that says so: `fskv rm` removes them"
             )
     interrupted = False
-    if not plan.num_garbage:
+    if not planned:
         say("nothing to remove")
     elif not dry_run:
-        question = f"Remove these ({iec(plan.garbage_nbytes)})?"
-        if confirm(question, yes=yes):
+        if confirm(f"Remove these ({iec(planned_nbytes)})?", yes=yes):
             with stopped_by_signals() as stop:
-                sweep = Sweep(
-                    view, clock_ns(view.path), delete=True, stop=stop, namespaces_unused_s=unused_s
-                )
-                for found in sweep.findings():
-                    if stop.is_set():
-                        break
+                now_ns = clock_ns(view.path)
+                sweep = Sweep(view, now_ns, delete=True, stop=stop, namespaces_unused_s=unused_s)
+                for found in sweep.outcomes():
                     done.add(found)
-                    if found.kind is Kind.FAILED or (as_json and found.kind is not Kind.FOREIGN):
+                    if found.fate is Fate.FAILED or (as_json and found.fate is Fate.GOES):
                         _show(found, removed=True, as_json=as_json)
                 interrupted = stop.is_set()
         else:
             say("nothing was done")
-    failed = done.count[Kind.FAILED] or plan.count[Kind.FAILED]
+    failed = done.count[Fate.FAILED] or plan.count[Fate.FAILED]
     if as_json:
         emit(
             "summary",
             dry_run=dry_run,
-            planned=plan.num_garbage,
-            planned_nbytes=plan.garbage_nbytes,
-            removed=done.num_garbage,
-            removed_nbytes=done.garbage_nbytes,
-            foreign=plan.count[Kind.FOREIGN],
+            planned=planned,
+            planned_nbytes=planned_nbytes,
+            removed=_sum(done.count),
+            removed_nbytes=_sum(done.nbytes),
+            foreign=plan.count[Fate.FOREIGN],
             failed=failed,
             interrupted=interrupted,
         )
-    elif done.num_garbage:
-        say(f"removed {done.num_garbage:,}, {iec(done.garbage_nbytes)}")
+    elif removed := _sum(done.count):
+        say(f"removed {removed:,}, {iec(_sum(done.nbytes))}")
     if interrupted:
-        say("interrupted")
-        raise typer.Exit(Exit.INTERRUPTED)
+        raise KeyboardInterrupt
     if failed:
         raise typer.Exit(Exit.PARTIAL)
 
 
-def _show(found: Finding, *, removed: bool, as_json: bool) -> None:
-    if found.kind is Kind.FAILED:
-        if as_json:
-            emit("failure", path=found.path, reason=found.reason)
-        else:
-            say(f"{found.path}: {found.reason}")
-    elif found.kind is Kind.FOREIGN:
-        if as_json:
-            emit("foreign", path=found.path)
-        else:
-            print(f"{'foreign (stays)':<16} {show(found.path)}")
-    elif as_json:
+def _sum(counts: Mapping[str, int]) -> int:
+    return sum(counts[kind] for kind in _WORDS)
+
+
+def _show(found: Outcome, *, removed: bool, as_json: bool) -> None:
+    if found.fate is Fate.FAILED:
+        tell_failure(found.path, found.reason, as_json=as_json)
+    elif not as_json:
+        what = "foreign (stays)" if found.fate is Fate.FOREIGN else found.what
+        print(f"{what:<16} {show(found.path)}")
+    elif found.fate is Fate.FOREIGN:
+        emit("foreign", path=found.path)
+    else:
         emit(
             "garbage",
-            what=found.kind.value,
+            what=found.what,
             path=found.path,
             nbytes=found.nbytes,
             files=found.num_files,
             removed=removed,
         )
-    else:
-        print(f"{found.kind.value:<16} {show(found.path)}")

@@ -35,6 +35,7 @@ from ..terminal import (
     say,
     show,
     size_option,
+    tell_failure,
     walk_progress,
 )
 
@@ -244,10 +245,7 @@ def _prune(
     elif not dry_run:
         reached = True
     for path, error in done.failures.items():
-        if as_json:
-            emit("failure", path=path, reason=error.strerror)
-        else:
-            say(f"{path}: cannot be removed: {error.strerror}")
+        tell_failure(path, error.strerror or str(error), as_json=as_json)
     if as_json:
         emit(
             "summary",
@@ -272,8 +270,7 @@ def _prune(
         if reached is False and not interrupted:
             say("the target is not reached: nothing more could be removed, or writers were faster")
     if interrupted:
-        say("interrupted")
-        raise typer.Exit(Exit.INTERRUPTED)
+        raise KeyboardInterrupt
     return bool(done.failures or pruning.unlistable or reached is False)
 
 

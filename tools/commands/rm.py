@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Annotated
 
 import typer
+
+from fskv.root.remove import PART, Fate, Outcome, Tally, always
 
 from ..exits import Exit, UsageError
 from ..interrupt import stopped_by_signals
 from ..neighbours import News, clock_ns, namespaces_in_use, wall_clock_ns
 from ..options import DryRunOption, JsonOption, RootOption, YesOption, complete_name
-from ..removal import NamespaceRemoval, Removed, remove_chunks
+from ..removal import CHUNK, DIRECTORY, NAMESPACE, remove_files, remove_namespace
 from ..root_view import AMBIGUOUS, ChunkFile, Namespace, RootView
-from ..terminal import confirm, emit, iec, many, say, show, walk_progress
+from ..terminal import confirm, emit, iec, many, say, show, tell_failure, walk_progress
 
 LINES = {
     "plan": {
@@ -33,7 +35,7 @@ LINES = {
         "gone": "whether the namespace is gone as a whole; null for a chunk",
         "foreign": "entries that fskv did not make; they stay, and their directories",
     },
-    "foreign": {"path": "such an entry (the first few of each namespace)"},
+    "foreign": {"path": "such an entry"},
     "failure": {"path": "what could not be removed", "reason": "why"},
     "summary": {
         "dry_run": "whether nothing was to be removed",
@@ -62,6 +64,17 @@ class _Target:
         if self.chunk is None:
             return self.namespace.id
         return f"{self.namespace.digest16}/{self.chunk[0].name[:32]}"
+
+    def remove(self, news: News, stop: threading.Event) -> Iterator[Outcome]:
+        one, files = self.namespace, self.chunk
+        try:
+            if files is None:
+                yield from remove_namespace(one, news, stop.is_set)
+            else:
+                names, where = [file.name for file in files], files[0].directory
+                yield from remove_files(one, where, names, always(CHUNK), news, stop.is_set)
+        except OSError as error:  # the root is away
+            yield Outcome(one.root, Fate.FAILED, error=error)
 
 
 def command(
@@ -104,38 +117,48 @@ def command(
     view = RootView.open(root)
     if not targets and not tenant:
         raise UsageError("found nothing to remove, expected namespaces, chunks or --tenant")
-    found = _resolve(view, [*_of_tenants(view, tenant or []), *(targets or [])])
+    of_tenants = [one.id for one in view.of_tenants(tenant)] if tenant else []
+    found = _resolve(view, [*of_tenants, *(targets or [])])
     in_use = namespaces_in_use(view.path, wall_clock_ns() if dry_run else clock_ns(view.path))
     _measure(found)
     for target in found:
         _show(target, in_use=target.namespace.id in in_use, as_json=as_json)
     busy = [t.id for t in found if t.chunk is None and t.namespace.id in in_use]
     files, nbytes = sum(t.files for t in found), sum(t.nbytes for t in found)
-    removed: list[Removed] = []
-    interrupted = False
     if busy and not force and not dry_run:
         raise UsageError(
             f"{show(', '.join(busy))}: a living engine writes to it; stop it first, or give --force"
         )
+    removed, interrupted = Tally(), False
     if not dry_run:
         question = f"Remove {many(files, 'file')} ({iec(nbytes)}) of {many(len(found), 'target')}?"
         if confirm(question, yes=yes):
             with stopped_by_signals() as stop:
-                removed = _remove(view, found, stop, as_json=as_json)
+                _remove(view, found, removed, stop, as_json=as_json)
                 interrupted = stop.is_set()
+            if not as_json:
+                say(f"removed {many(removed.count[CHUNK], 'file')}, {iec(_nbytes(removed))}")
         else:
             say("nothing was done")
-    _end(found, removed, files, nbytes, dry_run, interrupted, as_json=as_json)
-
-
-def _of_tenants(view: RootView, tenants: list[str]) -> list[str]:
-    """Return the namespaces of these tenants; a name that has none is refused: it may be misspelt."""
-    found = view.of_tenants(tenants) if tenants else []
-    there = {one.tenant for one in found}
-    for tenant in tenants:
-        if tenant not in there:
-            raise UsageError(f"--tenant {show(tenant)}: no such namespace in {view.path}")
-    return [one.id for one in found]
+    foreign, failed = removed.count[Fate.FOREIGN], removed.count[Fate.FAILED]
+    unlistable = sum(t.unlistable for t in found)
+    if as_json:
+        emit(
+            "summary",
+            dry_run=dry_run,
+            planned_files=files,
+            planned_nbytes=nbytes,
+            removed_files=removed.count[CHUNK],
+            removed_nbytes=_nbytes(removed),
+            foreign=foreign,
+            unremovable=failed,
+            unlistable=unlistable,
+            interrupted=interrupted,
+        )
+    if interrupted:
+        raise KeyboardInterrupt
+    if foreign or failed or unlistable:
+        raise typer.Exit(Exit.PARTIAL)
 
 
 def _resolve(view: RootView, words: list[str]) -> list[_Target]:
@@ -200,80 +223,37 @@ def _show(target: _Target, *, in_use: bool, as_json: bool) -> None:
     print(f"{kind} {show(target.id)}: {many(target.files, 'file')}, {iec(target.nbytes)}{note}")
 
 
+def _nbytes(tally: Tally) -> int:
+    return tally.nbytes[CHUNK] + tally.nbytes[PART]
+
+
 def _remove(
-    view: RootView, targets: list[_Target], stop: threading.Event, *, as_json: bool
-) -> list[Removed]:
+    view: RootView, targets: list[_Target], total: Tally, stop: threading.Event, *, as_json: bool
+) -> None:
     news = News(view.path)
-    found = []
     with walk_progress("removing", len(targets)) as seen:
         for number, target in enumerate(targets):
             if stop.is_set():
-                break
-            if target.chunk is None:
-                one = NamespaceRemoval(target.namespace, news, stop)
-                removed = one.carry_out(partial(seen, number))
-            else:
-                removed = remove_chunks(target.chunk, news, stop)
-            found.append(removed)
-            _report(target, removed, as_json=as_json)
-    return found
-
-
-def _report(target: _Target, removed: Removed, *, as_json: bool) -> None:
-    if as_json:
-        emit(
-            "removed",
-            target=target.id,
-            files=removed.num_files,
-            parts=removed.num_parts,
-            nbytes=removed.nbytes,
-            gone=None if target.chunk is not None else removed.is_gone,
-            foreign=removed.num_foreign,
-        )
-    for path in removed.foreign:
-        if as_json:
-            emit("foreign", path=path)
-        else:
-            say(f"{path}: not made by fskv, stays")
-    if removed.num_foreign > len(removed.foreign) and not as_json:
-        say(f"and {removed.num_foreign - len(removed.foreign):,} more entries")
-    for path, reason in removed.failures.items():
-        if as_json:
-            emit("failure", path=path, reason=reason)
-        else:
-            say(f"{path}: cannot be removed: {reason}")
-
-
-def _end(
-    targets: list[_Target],
-    removed: list[Removed],
-    files: int,
-    nbytes: int,
-    dry_run: bool,
-    interrupted: bool,
-    *,
-    as_json: bool,
-) -> None:
-    gone_files, gone_nbytes = sum(r.num_files for r in removed), sum(r.nbytes for r in removed)
-    foreign, failed = sum(r.num_foreign for r in removed), sum(r.num_failed for r in removed)
-    unlistable = sum(t.unlistable for t in targets)
-    if as_json:
-        emit(
-            "summary",
-            dry_run=dry_run,
-            planned_files=files,
-            planned_nbytes=nbytes,
-            removed_files=gone_files,
-            removed_nbytes=gone_nbytes,
-            foreign=foreign,
-            unremovable=failed,
-            unlistable=unlistable,
-            interrupted=interrupted,
-        )
-    elif removed:
-        say(f"removed {many(gone_files, 'file')}, {iec(gone_nbytes)}")
-    if interrupted:
-        say("interrupted")
-        raise typer.Exit(Exit.INTERRUPTED)
-    if foreign or failed or unlistable:
-        raise typer.Exit(Exit.PARTIAL)
+                return
+            tally = Tally()
+            for found in target.remove(news, stop):
+                tally.add(found)
+                total.add(found)
+                if found.what == DIRECTORY:
+                    seen(number, int(found.name, 16))
+                elif found.fate is Fate.FAILED:
+                    tell_failure(found.path, found.reason, as_json=as_json)
+                elif found.fate is Fate.FOREIGN and as_json:
+                    emit("foreign", path=found.path)
+                elif found.fate is Fate.FOREIGN:
+                    say(f"{found.path}: not made by fskv, stays")
+            if as_json:
+                emit(
+                    "removed",
+                    target=target.id,
+                    files=tally.count[CHUNK],
+                    parts=tally.count[PART],
+                    nbytes=_nbytes(tally),
+                    gone=None if target.chunk is not None else tally.count[NAMESPACE] > 0,
+                    foreign=tally.count[Fate.FOREIGN],
+                )

@@ -13,10 +13,12 @@ from typing import Annotated
 
 import typer
 
+from fskv.root.remove import Fate, Outcome, Tally
+
 from ..check.choose import EVERYTHING, NUM_BUCKETS, Subset
 from ..check.choose import parse as parse_subset
 from ..check.judge import Finding
-from ..check.removal import Removal, RemovalPlan, execute
+from ..check.removal import REMOVED, RemovalPlan, execute
 from ..check.run import Bad, Job, Run, Survey, survey
 from ..exits import UsageError, outcome
 from ..options import (
@@ -27,7 +29,7 @@ from ..options import (
     RootOption,
     YesOption,
 )
-from ..root_view import Namespace, RootView, Unlistable
+from ..root_view import FileOf, Namespace, RootView, Unlistable
 from ..terminal import age_option, confirm, emit, iec, many, progress, say, show
 
 LINES = {
@@ -147,15 +149,15 @@ def command(
     if is_random and not as_json:
         say(f"seed {seed}")
     output = _Output(spaces, quiet=quiet, as_json=as_json)
-    plan = RemovalPlan(spaces, job.rows) if remove_bad else None
+    plan = RemovalPlan(job.rows) if remove_bad else None
     run = _verify(job, output, plan)
-    removed = _remove(plan, output, yes=yes, dry_run=dry_run) if plan is not None else _Removed()
+    removed = _remove(plan, output, yes=yes, dry_run=dry_run) if plan is not None else Tally()
     output.end(run, removed, seed if is_random else None, may_remove=remove_bad, dry_run=dry_run)
     bad = sum(
         run.tally.findings[finding] for finding in (*_BAD,) if finding is not Finding.UNREADABLE
     )
     unread = run.tally.findings[Finding.UNREADABLE] or run.tally.unlistable
-    undone = unread or not run.complete or removed.failed
+    undone = unread or not run.complete or removed.count[Fate.FAILED] or removed.count[Fate.FOREIGN]
     raise typer.Exit(outcome(problems=bad or output.problems, partial=undone))
 
 
@@ -229,33 +231,22 @@ def _pass_on(run: Run, output: _Output, plan: RemovalPlan | None) -> Generator[N
             yield
 
 
-class _Removed:
-    """What was removed."""
-
-    def __init__(self) -> None:
-        self.files = 0
-        self.nbytes = 0
-        self.failed = 0
-
-
-def _remove(plan: RemovalPlan, output: _Output, *, yes: bool, dry_run: bool) -> _Removed:
-    removed = _Removed()
+def _remove(plan: RemovalPlan, output: _Output, *, yes: bool, dry_run: bool) -> Tally:
+    removed = Tally()
     if plan.kept:
         say(f"{many(plan.kept, 'bad file')} not removed: could not be judged for certain")
-    if not len(plan):
+    if not plan.files:
         return removed
-    what = f"{many(len(plan), 'bad file')} of {iec(plan.nbytes)}"
+    what = f"{many(len(plan.files), 'bad file')} of {iec(plan.nbytes)}"
     if dry_run:
         say(f"would remove {what}")
         return removed
     if not confirm(f"Remove {what}?", yes=yes):
         say("nothing was removed")
         return removed
-    for removal in execute(plan):
-        output.removal(removal)
-        removed.files += removal.removed
-        removed.nbytes += removal.nbytes if removal.removed else 0
-        removed.failed += removal.failed
+    for file, found in execute(plan):
+        output.removal(file, found)
+        removed.add(found)
     return removed
 
 
@@ -300,21 +291,22 @@ class _Output:
         else:
             say(str(what))
 
-    def removal(self, removal: Removal) -> None:
+    def removal(self, file: FileOf, found: Outcome) -> None:
+        reason = found.reason or found.what
         if self._as_json:
             emit(
                 "removal",
-                id=removal.id,
-                path=removal.path,
-                removed=removal.removed,
-                reason=removal.reason,
-                nbytes=removal.nbytes,
+                id=file.id,
+                path=file.path,
+                removed=found.fate is Fate.GOES,
+                reason=reason,
+                nbytes=found.info.st_size if found.info else 0,
             )
-        elif removal.failed or not removal.removed:
-            say(f"{show(removal.id)} stays: {removal.reason}")
+        elif found.fate is not Fate.GOES:
+            say(f"{show(file.id)} stays: {reason}")
 
     def end(
-        self, run: Run, removed: _Removed, seed: int | None, *, may_remove: bool, dry_run: bool
+        self, run: Run, removed: Tally, seed: int | None, *, may_remove: bool, dry_run: bool
     ) -> None:
         tally, seconds = run.tally, max(run.seconds, 1e-9)
         counts = {finding.value: tally.findings[finding] for finding in (*_BAD, Finding.VANISHED)}
@@ -338,8 +330,8 @@ class _Output:
                 complete=run.complete,
                 resume=resume,
                 seed=seed,
-                removed=removed.files,
-                removed_nbytes=removed.nbytes,
+                removed=removed.count[REMOVED],
+                removed_nbytes=removed.nbytes[REMOVED],
                 dry_run=dry_run,
             )
             return
@@ -352,8 +344,8 @@ class _Output:
             say(f"{counts['vanished']:,} vanished meanwhile, which is no problem")
         if tally.foreign:
             say(f"{tally.foreign:,} foreign entries among them were left alone")
-        if removed.files:
-            say(f"removed {many(removed.files, 'file')}, {iec(removed.nbytes)}")
+        if removed.count[REMOVED]:
+            say(f"removed {many(removed.count[REMOVED], 'file')}, {iec(removed.nbytes[REMOVED])}")
         elif bad and not may_remove:
             say("`fskv inspect ID` shows where a file is bad; --remove-bad removes bad files")
         if resume is not None:

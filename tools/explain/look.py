@@ -16,6 +16,7 @@ from .. import room
 from ..check.judge import Reader
 from ..neighbours import living_heartbeats, wall_clock_ns
 from ..root_view import RootView
+from ..terminal import iec
 from . import causes
 from .causes import Neighbour, Removed
 from .chunk_state import FileState, GroupFiles, State
@@ -100,6 +101,18 @@ class PromptReport:
         return "unused"
 
     @property
+    def unreachable(self) -> list[FileState]:
+        """Good files that a longer hit would load: no hit reaches them for what it lacks before them."""
+        return [
+            one
+            for position, looks in enumerate(self.looks)
+            for look in looks
+            if self.use(position, look.chunk) == "wanted"
+            for one in look.states
+            if one.state is State.GOOD
+        ]
+
+    @property
     def lacking(self) -> Iterator[FileState]:
         """The files without which the prompt does not hit all that it could: absent, or not to be loaded."""
         ends = {"loaded": self.verdict.hit_tokens, "wanted": self.verdict.best_tokens}
@@ -132,7 +145,16 @@ class PromptReport:
         if found == best:
             return f"hits {found} {of}, the most it can: {_rest(prompt, found)}"
         whys = "; ".join(_culprit_words(prompt, one) for one in verdict.culprits if one.missing)
-        return f"hits {found} {of} ({best} would be possible): {whys or 'no group lacks a chunk alone'}"
+        lost = self.unreachable
+        beyond = (
+            f"; out of reach: {len(lost)} files, {iec(sum(one.nbytes or 0 for one in lost))}"
+            if lost
+            else ""
+        )
+        return (
+            f"hits {found} {of} ({best} would be possible): "
+            f"{whys or 'no group lacks a chunk alone'}{beyond}"
+        )
 
 
 def look_at_prompt(

@@ -15,7 +15,7 @@ import logging
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -24,12 +24,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingConnectorMetadata,
+    OffloadingWorkerMetadata,
+)
 
 from fskv.engines.vllm.admission import AdmittingConnector
 from fskv.engines.vllm.budget import LoadBudget, Reports
 from fskv.engines.vllm.identity import engine_groups, reuses_kv
-from fskv.engines.vllm.manager import PREFIX_CACHING_OFF, FskvHandshake, FskvManager
+from fskv.engines.vllm.manager import PREFIX_CACHING_OFF, ChunkKeys, FskvHandshake, FskvManager
 from fskv.engines.vllm.media import Media
 from fskv.engines.vllm.metrics import FskvStats, SoFar
 from fskv.engines.vllm.quirks import (
@@ -44,6 +47,7 @@ from fskv.engines.vllm.quirks import (
     heed_caps,
     load_last_chunks,
     offer_again,
+    prefix_of,
     requests_of_loads,
     take_deferred_stores,
     tell_allocated,
@@ -59,9 +63,11 @@ from fskv.offload.mover import News
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
@@ -91,6 +97,13 @@ class FskvWorkerMetadata(OffloadingWorkerMetadata):
             },
             reloaded=self.reloaded or other.reloaded,
         )
+
+
+@dataclass
+class FskvConnectorMetadata(OffloadingConnectorMetadata):
+    """What the scheduler tells the workers in a step: jobs, and the chunks that are used without one."""
+
+    touches: list[ChunkKeys] = field(default_factory=list)
 
 
 class FskvConnector(AdmittingConnector):
@@ -200,6 +213,8 @@ class FskvConnector(AdmittingConnector):
         """A step begins: from now on pages hold what it computes."""
         if (worker := self._spec.worker) is not None:
             worker.at_rest = False
+            for keys in getattr(self._connector_metadata, "touches", ()):
+                worker.touch(keys)
         super().start_load_kv(forward_context, **kwargs)
 
     def build_connector_worker_meta(self) -> FskvWorkerMetadata | None:
@@ -269,9 +284,18 @@ class FskvConnector(AdmittingConnector):
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
+        groups, num_computed = prefix_of(self.scheduler, request.request_id)
+        manager = cast("FskvManager", self.scheduler.manager)
+        manager.admit(request.request_id, groups, num_computed + num_external_tokens)
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         if not num_external_tokens:
             tell_allocated(self.scheduler, blocks)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        meta = super().build_connector_meta(scheduler_output)
+        if touches := cast("FskvManager", self.scheduler.manager).take_touches():
+            meta = FskvConnectorMetadata(**vars(meta), touches=touches)
+        return meta
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         super().update_connector_output(connector_output)

@@ -41,6 +41,7 @@ from fskv.observe import metrics
 from fskv.observe.state_log import StateLog
 from fskv.offload.lookup import Lookup
 from fskv.offload.mover import News
+from fskv.offload.uses import Begun, Uses
 from fskv.offload.watch import Watch
 from fskv.root.root import NamespaceDir
 from fskv.types import ChunkId, Presence, Status
@@ -70,8 +71,22 @@ def to_chunk(key: OffloadKey) -> ChunkId:
 class ChunkKeys(LoadStoreSpec):
     """Names the chunks of a job, in the order of vLLM's keys; pickled to every worker."""
 
-    chunks: list[ChunkId]
+    chunks: Sequence[ChunkId]
     allowed_s: float = math.inf  # for a load, beside its deadline
+    use: int | None = None  # of their prefix, by number; see fskv.offload.uses
+    depths: Sequence[int] = ()  # in it, for each chunk
+
+
+@dataclass
+class _Prefix:
+    """A request's chunks: of each group its tokens a chunk and vLLM's own list of keys, which grows."""
+
+    groups: Sequence[tuple[int, Sequence[OffloadKey]]]
+    use: Begun | None = None
+
+    def depth(self, end: int) -> int:
+        """Return how deep a chunk is whose last token is the `end`-th."""
+        return (end - 1) // min(size for size, _ in self.groups)
 
 
 @dataclass
@@ -134,6 +149,12 @@ class FskvManager(OffloadingManager):
         # By request, how long its load may take: the connector's LoadBudget says so.
         self.allowed_s: Callable[[str], float] = lambda _req_id: math.inf
         self.chunks = Lookup(config, events=events)
+        storing = self.chunks.storing
+        self._uses = Uses[OffloadKey](
+            lambda: self.chunks.touch_interval_s, lambda key: to_chunk(key) in storing
+        )
+        self._prefixes: dict[str, _Prefix] = {}  # of requests that were admitted
+        self._touches: list[ChunkKeys] = []
         self._states = StateLog(root=config.root)
         self._excluded_requests: set[str] = set()
         # vLLM asks for the same chunks in every step a request waits: what each was told is counted once.
@@ -231,11 +252,12 @@ class FskvManager(OffloadingManager):
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._excluded_requests.discard(req_context.req_id)
         self._told.pop(req_context.req_id, None)
+        self._prefixes.pop(req_context.req_id, None)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         # A client may say which tiers its request may load from (`kv_load_tiers`).
         allowed = req_context.load_tier_filter.allows(Medium.STORAGE, self.locality)
-        if not allowed or not self._serves(req_context):
+        if not allowed or not self._serves(req_context.req_id):
             return LookupResult.MISS
         chunk = to_chunk(key)
         presence, reason = self.chunks.ask(chunk)
@@ -260,20 +282,70 @@ class FskvManager(OffloadingManager):
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> ChunkKeys:
         chunks = [to_chunk(key) for key in keys]
-        return ChunkKeys(chunks, self.allowed_s(req_context.req_id))
+        return self._used(chunks, keys, req_context, self.allowed_s(req_context.req_id))
 
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput:
         to_store: dict[OffloadKey, ChunkId] = {}
-        if self._serves(req_context):
+        if self._serves(req_context.req_id):
             chunks = {to_chunk(key): key for key in keys}
             to_store = {chunks[chunk]: chunk for chunk in self.chunks.begin_store(chunks)}
         return PrepareStoreOutput(
             keys_to_store=list(to_store),
-            store_spec=ChunkKeys(list(to_store.values())),
+            store_spec=self._used(list(to_store.values()), to_store, req_context),
             evicted_keys=[],
         )
+
+    def admit(
+        self, req_id: str, groups: Sequence[tuple[int, Sequence[OffloadKey]]], num_tokens: int
+    ) -> None:
+        """A request is admitted, and uses its first `num_tokens`: they are on disk, or in vLLM's own cache.
+
+        `groups`: see _Prefix. Only the first call for a request counts.
+        """
+        if self._serves(req_id) and req_id not in self._prefixes:
+            prefix = self._prefixes[req_id] = _Prefix(groups)
+            self._begin_use(prefix, num_tokens)
+
+    def _begin_use(self, prefix: _Prefix, num_tokens: int) -> None:
+        size, keys = prefix.groups[0]
+        if not keys:
+            return
+        num_there = min(num_tokens // size, len(keys))
+        prefix.use, start = self._uses.begin(keys, num_there)
+        if start == num_there:
+            return
+        due = [
+            (to_chunk(key), prefix.depth((n + 1) * of_group))
+            for of_group, keys in prefix.groups
+            for n, key in enumerate(keys[: num_tokens // of_group])
+            if n >= start * size // of_group
+        ]
+        chunks, depths = zip(*due, strict=True)
+        self._touches.append(ChunkKeys(chunks, use=prefix.use.number, depths=depths))
+
+    def take_touches(self) -> list[ChunkKeys]:
+        """Return the chunks that are used and not loaded, since the last call."""
+        taken, self._touches = self._touches, []
+        return taken
+
+    def _used(
+        self,
+        chunks: list[ChunkId],
+        keys: Collection[OffloadKey],
+        req_context: ReqContext,
+        allowed_s: float = math.inf,
+    ) -> ChunkKeys:
+        """Name the chunks of a job, with the use that they are of."""
+        prefix = self._prefixes.get(req_context.req_id)
+        if prefix is None or not keys:
+            return ChunkKeys(chunks, allowed_s)
+        ends = [req_context.get_offload_key_position(key) or 1 for key in keys]
+        if prefix.use is None or self._uses.is_old(prefix.use):
+            self._begin_use(prefix, min(ends) - 1)
+        number = None if prefix.use is None else prefix.use.number
+        return ChunkKeys(chunks, allowed_s, number, [prefix.depth(end) for end in ends])
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         self.chunks.end_step()
@@ -320,9 +392,9 @@ class FskvManager(OffloadingManager):
         self._watch.close()
         self.chunks.close()
 
-    def _serves(self, req_context: ReqContext) -> bool:
+    def _serves(self, req_id: str) -> bool:
         serves = self.chunks.attached and not self.chunks.stopped
-        return serves and req_context.req_id not in self._excluded_requests
+        return serves and req_id not in self._excluded_requests
 
     @property
     def _files(self) -> dict[int | None, RankFiles]:

@@ -387,6 +387,18 @@ def offer_again(scheduler: OffloadingConnectorScheduler, req_id: str) -> None:
             group.lookup_hit_end_chunk_idx = 0
 
 
+def prefix_of(
+    scheduler: OffloadingConnectorScheduler, req_id: str
+) -> tuple[list[tuple[int, list[OffloadKey]]], int]:
+    """Return of each group its tokens a chunk and a request's keys, and what vLLM's own cache has of it."""
+    status = scheduler._req_status[req_id]  # noqa: SLF001
+    groups = zip(scheduler.config.kv_group_configs, status.group_states, strict=True)
+    return (
+        [(group.tokens_per_chunk, state.offload_keys) for group, state in groups],
+        status.num_locally_computed_tokens,
+    )
+
+
 def cached_blocks(pool: BlockPool) -> object:
     """Return what a reset of vLLM's prefix cache replaces by another."""
     return pool.cached_block_hash_to_block

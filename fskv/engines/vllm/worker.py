@@ -30,7 +30,7 @@ from fskv.observe import metrics
 from fskv.offload.mover import Mover, News
 from fskv.root.root import NamespaceDir
 from fskv.transports.protocol import Ready
-from fskv.types import FileId, Status
+from fskv.types import FileId, Status, Use
 
 
 class FskvWorker(OffloadingWorker):
@@ -136,6 +136,20 @@ class FskvWorker(OffloadingWorker):
     def wait(self, job_ids: set[int]) -> None:
         self.mover.free_pages(job_ids)
 
+    def touch(self, keys: ChunkKeys) -> None:
+        """These chunks are used, by a request that does not load them all."""
+        self.mover.touch(
+            [
+                (FileId(chunk.key_hash, chunk.group_idx, file_rank), use)
+                for n, chunk in enumerate(keys.chunks)
+                if self._files.writes(chunk.key_hash) and (use := self._use(keys, n)) is not None
+                for file_rank in self._files.file_ranks
+            ]
+        )
+
+    def _use(self, keys: ChunkKeys, key_idx: int) -> Use | None:
+        return None if keys.use is None else self.mover.use(keys.use, keys.depths[key_idx])
+
     def shutdown(self) -> None:
         self.mover.close()
 
@@ -213,8 +227,9 @@ class FskvWorker(OffloadingWorker):
                     # Another rank with the same bytes does: a hit when that one has reported too.
                     self.mover.leave(chunk, Status.EXISTS)
                     continue
+            use = self._use(keys, of_chunk[0].key_idx)
             moves += [
-                FileMove(FileId(chunk.key_hash, chunk.group_idx, file_rank), plan)
+                FileMove(FileId(chunk.key_hash, chunk.group_idx, file_rank), plan, use)
                 for file_rank, plan in zip(self._files.file_ranks, of_chunk, strict=True)
             ]
         return moves
@@ -258,6 +273,9 @@ class RestingWorker(OffloadingWorker):
 
     def wait(self, job_ids: set[int]) -> None:
         """Return: no page is in use."""
+
+    def touch(self, keys: ChunkKeys) -> None:
+        """There are no files."""
 
     def shutdown(self) -> None:
         """Nothing runs."""

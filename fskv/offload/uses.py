@@ -1,0 +1,91 @@
+"""Remembers which prefixes an engine uses, so that of each what goes last is its head.
+
+A request uses all chunks of its prefix, those too that the engine's own cache has. In a *use* all of them get
+one time, less a millisecond for each chunk before them, whenever they are stored or touched (`stamp_use` in
+csrc/chunk_io.h). So the deepest chunk of a prefix is its oldest, whatever was stored after its head.
+A use lasts for `touch_interval_s`. The first request that finds what a use has stored begins another: what
+was ever used is younger than what never was.
+
+On the scheduler's thread. A prefix that was touched in its use costs a request one look into a dictionary.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Hashable, Sequence
+from typing import Generic, NamedTuple, TypeVar
+
+_K = TypeVar("_K", bound=Hashable)
+_V = TypeVar("_V")
+
+_MAX_KEYS = 100_000
+# A request that goes on may store with the time of its use for as long as this, or touch_interval_s.
+_LEAST_S = 60.0
+_AT_ONCE_S = 10.0
+
+
+class Begun(NamedTuple):
+    """A use of the prefixes that begin with one chunk."""
+
+    number: int
+    at: float
+    of_stored: bool  # its first request has found what was stored before
+
+
+class Uses(Generic[_K]):
+    """See the module docstring. Keys are those of the chunks of one group, which stand for all groups'."""
+
+    def __init__(
+        self,
+        interval_s: Callable[[], float],
+        is_stored_now: Callable[[_K], bool],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`interval_s` gives what a use lasts: it follows the root.
+
+        `is_stored_now` says which chunks are on their way to the disk, and cannot be touched yet.
+        """
+        self._interval_s = interval_s
+        self._is_stored_now = is_stored_now
+        self._clock = clock
+        self._numbers = itertools.count()
+        self._of_head: dict[_K, Begun] = {}  # the least recently begun first
+        self._touched: dict[_K, int] = {}  # -> the use in which it was
+
+    def begin(self, keys: Sequence[_K], num_there: int) -> tuple[Begun, int]:
+        """A request has a prefix of these chunks, of which the first `num_there` are there already.
+
+        Return its use, and from which chunk on what is there has to be touched.
+        """
+        use = self._of_head.get(keys[0])
+        if use is None or (
+            self._is_over(use, num_there)
+            and not any(map(self._is_stored_now, keys[: max(1, num_there)]))
+        ):
+            use = Begun(next(self._numbers), self._clock(), bool(num_there))
+            _put(self._of_head, keys[0], use)
+        start = num_there
+        while start and self._touched.get(keys[start - 1]) != use.number:
+            start -= 1
+            _put(self._touched, keys[start], use.number)
+        return use, start
+
+    def is_old(self, use: Begun) -> bool:
+        """Whether a request that stores more begins another use first."""
+        return self._clock() - use.at > max(self._interval_s(), _LEAST_S)
+
+    def _is_over(self, use: Begun, num_there: int) -> bool:
+        age_s = self._clock() - use.at
+        if age_s > self._interval_s() - num_there / 1000:  # by which the deepest one looks older
+            return True
+        # Where nothing is there the files of this use are gone, and with its time would go again; or two
+        # requests compute them at once.
+        return not use.of_stored if num_there else age_s > _AT_ONCE_S
+
+
+def _put(known: dict[_K, _V], key: _K, value: _V) -> None:
+    known.pop(key, None)
+    known[key] = value
+    if len(known) > _MAX_KEYS:
+        del known[next(iter(known))]

@@ -1,0 +1,212 @@
+"""Removes files and empty directories of a root, for everybody who has judged that they may go.
+
+Who decides what goes is elsewhere: eviction, `fskv gc`, `rm`, `prune`, `verify`. Here is how. A directory is
+opened through no link below the root. What has a name in it is looked at there, judged by what it is at that
+moment, and removed from that very directory. What is no regular file is foreign and stays, whatever a judge
+says. What became of it is an `Outcome`: no call raises but for a root that is away.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Self
+
+from fskv.root.beneath import open_directory
+from fskv.root.filesystem import bytes_on_disk
+from fskv.root.process_id import GRACE_S, is_orphan, is_our_part
+from fskv.root.root import FORMAT_FILE
+
+PART = "part"
+_IN_ITS_PLACE = (errno.ELOOP, errno.ENOTDIR)  # a link or a file, where a directory was expected
+_IN_USE = (errno.ENOTEMPTY, errno.EEXIST)
+_AWAY = (errno.ENOENT, errno.ESTALE)
+
+
+class Fate(StrEnum):
+    GOES = "goes"  # it has gone; it would, where nothing is to be removed
+    VANISHED = "vanished"  # somebody else was faster
+    STAYS = "stays"
+    FOREIGN = "foreign"  # stays, too
+    FAILED = "failed"
+
+
+# Says of a name, and what has it now, that it STAYS or is FOREIGN, or by another word what it is that goes.
+Judge = Callable[[str, os.stat_result], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one thing."""
+
+    path: str
+    fate: Fate
+    what: str = ""  # the judge's word for it
+    info: os.stat_result | None = None  # what it was; None: nobody could look
+    error: OSError | None = None
+    nbytes: int = 0  # on disk, of a file that goes; of all chunk files of a namespace
+    num_files: int = 0  # of a namespace
+
+    @property
+    def name(self) -> str:
+        return os.path.basename(self.path)
+
+    @property
+    def is_gone(self) -> bool:
+        return self.fate in (Fate.GOES, Fate.VANISHED)
+
+    @property
+    def reason(self) -> str:
+        return "" if self.error is None else self.error.strerror or str(self.error)
+
+
+class Tally:
+    """Adds up outcomes: of what goes by the judge's words for it, of the rest by its fate."""
+
+    def __init__(self) -> None:
+        self.count: Counter[str] = Counter()
+        self.nbytes: Counter[str] = Counter()
+
+    def add(self, found: Outcome) -> None:
+        key = found.what if found.fate is Fate.GOES else found.fate
+        self.count[key] += 1
+        self.nbytes[key] += found.nbytes
+
+
+def always(what: str) -> Judge:
+    """Return the judge of things that all go, and are called so."""
+    return lambda *_: what
+
+
+_ANYTHING = always("")
+
+
+def orphans(now_ns: int, grace_s: float = GRACE_S, prefix: str = "") -> Judge:
+    """Return the judge of parts: those go that nobody will finish. All that is no part is foreign.
+
+    `now_ns` is the file system's own clock. Parts have `prefix` before their names.
+    """
+
+    def judge(name: str, info: os.stat_result) -> str:
+        part = name.removeprefix(prefix)
+        is_part = name.startswith(prefix) and is_our_part(part)
+        if not (is_part and stat.S_ISREG(info.st_mode)):
+            return Fate.FOREIGN
+        return PART if is_orphan(part, info.st_mtime_ns, now_ns, grace_s) else Fate.STAYS
+
+    return judge
+
+
+class Place:
+    """A directory of a root that stays the same one while things in it are looked at and removed.
+
+    Raises OSError where the root is not there, or is a stale handle: then nothing is known to be gone. Where
+    only the directory cannot be opened, `error` says why, and is the outcome of each call.
+    """
+
+    def __init__(
+        self, root: str, path: str, flags: int = os.O_PATH, *, delete: bool = True
+    ) -> None:
+        """With `os.O_RDONLY` as `flags` it can be listed. Without `delete` nothing is removed."""
+        self.path = path
+        self.fd = -1
+        self.error: OSError | None = None
+        self._delete = delete
+        for _ in range(2):  # all of the root may have been away for a moment
+            try:
+                self.fd = open_directory(root, path, flags)
+            except OSError as error:
+                self.error = error
+            else:
+                self.error = None
+            if self.error is None or self.error.errno not in _AWAY:
+                break
+            os.stat(f"{root}/{FORMAT_FILE}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.fd >= 0:
+            with contextlib.suppress(OSError):
+                os.close(self.fd)
+
+    def names(self) -> list[str]:
+        """List it; raises OSError."""
+        if self.error is not None:
+            raise self.error
+        return sorted(os.listdir(self.fd))
+
+    def stat(self, name: str) -> os.stat_result:
+        """Look at what has that name; raises OSError, also where there is no such directory."""
+        if self.error is not None:
+            raise self.error
+        return os.stat(name, dir_fd=self.fd, follow_symlinks=False)
+
+    def remove(self, name: str, judge: Judge = _ANYTHING, *, directory: bool = False) -> Outcome:
+        """Remove a regular file, or an empty `directory`, if it is to go by `judge`."""
+        path, what, info = f"{self.path}/{name}", "", None
+        is_one, take = (stat.S_ISDIR, os.rmdir) if directory else (stat.S_ISREG, os.unlink)
+        try:
+            info = self.stat(name)
+            what = judge(name, info)
+            if isinstance(what, Fate):
+                return Outcome(path, what, info=info)
+            if not is_one(info.st_mode):
+                return Outcome(path, Fate.FOREIGN, what, info)
+            if self._delete:
+                take(name, dir_fd=self.fd)
+        except OSError as error:
+            return Outcome(path, _fate_of(error), what, info, error)
+        except Exception as error:  # whatever one file can have; the others are not to wait for it
+            failure = OSError(errno.EIO, repr(error), path)
+            return Outcome(path, Fate.FAILED, what, info, failure)
+        nbytes = 0 if directory else bytes_on_disk(info)
+        return Outcome(path, Fate.GOES, what, info, nbytes=nbytes)
+
+
+def _fate_of(error: OSError) -> Fate:
+    if error.errno == errno.ENOENT:
+        return Fate.VANISHED
+    if error.errno in _IN_USE:
+        return Fate.STAYS
+    return Fate.FOREIGN if error.errno in _IN_ITS_PLACE else Fate.FAILED
+
+
+def sweep(
+    root: str,
+    path: str,
+    judge: Judge,
+    *,
+    delete: bool = True,
+    stop: Callable[[], bool] = lambda: False,
+) -> Iterator[Outcome]:
+    """Remove what goes by `judge` from a directory of a root, one name after the other, until `stop()`.
+
+    A directory that cannot be listed is itself an outcome, the only one.
+    """
+    with Place(root, path, os.O_RDONLY, delete=delete) as place:
+        try:
+            names = place.names()
+        except OSError as error:
+            yield Outcome(path, _fate_of(error), error=error)
+            return
+        for name in names:
+            if stop():
+                return
+            yield place.remove(name, judge)
+
+
+def remove_directory(
+    root: str, path: str, judge: Judge = _ANYTHING, *, delete: bool = True
+) -> Outcome:
+    """Remove a directory below a root if it is empty, and to go by `judge`; else it STAYS."""
+    above, name = os.path.split(path)
+    with Place(root, above, delete=delete) as place:
+        return place.remove(name, judge, directory=True)

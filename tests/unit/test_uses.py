@@ -1,0 +1,133 @@
+"""Uses of prefixes: what is stamped by what, and how few touches that takes."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+
+from fskv.native import _native
+from fskv.offload.uses import Uses
+
+MS = 10**6
+PREFIX = [b"%d" % n for n in range(1000)]
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def made():
+    made = Uses[bytes](lambda: 600, lambda key: key in made.storing, Clock())
+    made.storing, made.clock = set(), made._clock
+    return made
+
+
+def test_a_prefix_is_touched_once_in_a_use_and_what_follows_on_it_alone(made):
+    first, start = made.begin(PREFIX, 0)
+    assert start == 0
+    made.clock.now = 20
+    again, start = made.begin(PREFIX, 990)  # what was ever used is younger than what never was
+    assert (again.number != first.number, start) == (True, 0)
+    for made.clock.now in range(21, 500):
+        assert made.begin(PREFIX, 990) == (again, 990), "nothing is due"
+    assert made.begin(PREFIX, 1000) == (again, 990)
+    other = [*PREFIX[:500], b"another"]
+    assert made.begin(other, 501) == (again, 500)
+    made.clock.now = 620  # an interval later all of it is due again, a second early for its depth
+    late, start = made.begin(PREFIX, 1000)
+    assert (late.number != again.number, start) == (True, 0)
+
+
+def test_a_use_lasts_until_what_it_stores_can_be_touched(made):
+    first, _ = made.begin(PREFIX, 0)
+    made.storing = {PREFIX[3]}
+    made.clock.now = 20
+    assert made.begin(PREFIX, 4) == (first, 0)
+    made.storing = set()
+    assert made.begin(PREFIX, 4)[0] != first
+
+
+def test_what_was_pruned_is_stored_with_the_time_of_a_new_use(made):
+    first, _ = made.begin(PREFIX, 0)
+    assert made.begin(PREFIX, 0)[0] == first, "two requests at once"
+    made.clock.now = 11
+    assert made.begin(PREFIX, 0)[0] != first
+    assert not made.is_old(first)
+    made.clock.now = 601
+    assert made.is_old(first)
+
+
+class Files:
+    def __init__(self, path):
+        self.path, self.use = path, bytearray(8)
+        self.fd = os.open(path, os.O_PATH)
+
+    def stamp(self, depth, *, fresh):
+        path = self.path / str(depth)
+        if fresh:
+            path.write_bytes(b"x")
+        _native.stamp_use(self.fd, str(depth), self.use, depth, fresh)
+        return path.stat().st_mtime_ns if path.exists() else None
+
+
+@pytest.fixture
+def files(tmp_path):
+    made = Files(tmp_path)
+    yield made
+    os.close(made.fd)
+
+
+def test_files_of_a_use_are_a_millisecond_apart_whenever_they_were_stamped(files):
+    third = files.stamp(3, fresh=True)
+    time.sleep(0.05)
+    assert files.stamp(5, fresh=True) == third - 2 * MS
+    (files.path / "0").write_bytes(b"x")
+    os.utime(files.path / "0", (1, 1))
+    assert files.stamp(0, fresh=False) == third + 3 * MS
+    assert files.stamp(9, fresh=False) is None, "it is not there"
+    # What another engine has used since stays younger.
+    now = time.time_ns()
+    os.utime(files.path / "0", ns=(now, now))
+    assert files.stamp(0, fresh=False) == now
+    assert files.stamp(10**9 - 1, fresh=True) == third + 3 * MS - 60_000 * MS, "at most a minute"
+
+
+def test_a_touch_alone_asks_the_file_system_for_the_time(files):
+    (files.path / "7").write_bytes(b"x")
+    os.utime(files.path / "7", (1, 1))
+    before = time.time_ns()
+    assert before - 20 * MS < files.stamp(7, fresh=False) + 7 * MS <= time.time_ns()
+    assert int.from_bytes(files.use, "little") - 7 * MS == (files.path / "7").stat().st_mtime_ns
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs another user's file")
+def test_another_users_file_is_touched_with_the_time_of_now(files):
+    """Others may set it to now alone, with a permission to write."""
+    at_ns = files.stamp(1, fresh=True) + 1 * MS
+    files.path.chmod(0o777)
+    path = files.path / "4"
+    path.write_bytes(b"x")
+    path.chmod(0o666)
+    os.utime(path, (1, 1))
+    time.sleep(0.05)
+    child = os.fork()
+    if not child:
+        try:
+            os.seteuid(65534)
+            _native.stamp_use(files.fd, "4", files.use, 4, False)
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert path.stat().st_mtime_ns > at_ns + 20 * MS
+
+
+@pytest.mark.parametrize("use", [b"12345678", bytearray(7), None])
+def test_what_is_no_use_is_refused(files, use):
+    with pytest.raises(ValueError, match="a bytearray of 8"):
+        _native.stamp_use(files.fd, "1", use, 0, True)
