@@ -26,6 +26,7 @@ from fskv.bounds.process import MaintenanceProcess, Starting
 from fskv.bounds.state import RootState
 from fskv.observe.state_log import StateLog
 
+_LATE_S = 6.0  # a leader tells every 5 s at least
 _SILENT_S = 20.0  # without a new sequence for so long nobody may be counting
 _HUNG_S = 60.0  # and the process that tells of none is killed after so much more
 _START_S = 10.0  # an interpreter and its imports, on a machine that is busy or slow
@@ -127,12 +128,12 @@ class Capacity:
             return
         self._process = made
         self._unpacker = msgpack.Unpacker(max_buffer_size=_MAX_FRAME)
-        # A new process counts from here on.
-        before, state, self._written = self._written, self.state, 0
+        # A new process counts from here on, and tells what the last one had not.
+        state, told = self.state, min(self._written, self.state.counted)
+        self._written -= told
         if self._unseen_since is not None:
-            self._unseen_since -= before
-        counted, seen = state.counted - before, state.seen_written - before
-        self.state = replace(state, counted=counted, seen_written=seen)
+            self._unseen_since -= told
+        self.state = replace(state, counted=0, seen_written=state.seen_written - told)
         self._said = {}
         self._heard_at = self._clock()
         self._has_spoken = not self.num_restarts
@@ -178,13 +179,17 @@ class Capacity:
         state, stored = self.state, self._written + self._pending
         if not state.known:
             return "nobody has counted the root yet"
+        unseen_s = self._clock() - self._sequence_at
+        # While nobody adds up what all write, each may take its part of what is left.
+        part = max(1, state.writers) if unseen_s > _LATE_S else 1
         for kind, (limit, left) in state.bounds.items():
-            if kind != "free" and stored + nbytes - state.counted > left + limit // GUARD_PART:
+            room = (left + limit // GUARD_PART) // part
+            if kind != "free" and stored + nbytes - state.counted > room:
                 return f"2 % above the bound of {limit} bytes: pruning is late, or nothing is left"
         free = state.free - (stored + nbytes - state.seen_written)
         if state.kept_free and free < state.kept_free // 2:
             return f"{state.free} bytes are free, half of keep_free: make room, or lower keep_free"
-        if self._clock() - self._sequence_at <= _SILENT_S:
+        if unseen_s <= _SILENT_S:
             self._unseen_since = None
             return ""
         if self._unseen_since is None:

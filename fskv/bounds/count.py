@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 _LISTED_AGAIN = 4
 _OFF_NS = 5 * 1_000_000_000  # so far a heartbeat's mtime may be off from when it was written
 _MTIME_LAG_NS = 10 * 1_000_000_000  # of a directory behind the files in it
+UNTOLD_S = 2.0  # so far heartbeats can be behind
 _EMPTY_NS = 3600 * 1_000_000_000  # a directory of chunks that was empty for so long goes
 
 
@@ -52,6 +53,7 @@ class Count:
         self._manifests = Manifests(root)
         self._reported: Counter[str] = Counter()  # since the namespace's walk began
         self._untold: Counter[str] = Counter()  # of what a walk has found: what will be reported
+        self._untold_until = 0.0  # and not later
         # Of catalogues: whether it is foreign, and the device on which what is foreign counts by its blocks.
         self._counted_as: dict[str, tuple[bool, int | None]] = {}
         self._device: int | None = None
@@ -83,6 +85,8 @@ class Count:
     def report(self, namespace: str, nbytes: int) -> None:
         """Add what an engine has written; what a walk has seen before it was reported counts once."""
         before, files = self.nbytes.get(namespace, (0, 0))
+        if time.monotonic() > self._untold_until:
+            self._untold.clear()
         seen = min(nbytes, self._untold[namespace])
         self._untold[namespace] -= seen
         self.nbytes[namespace] = min(MAX_COUNT, before + nbytes - seen), files
@@ -134,6 +138,7 @@ class Count:
             # What they held counts on; but not for ever, or all that engines write would add to it.
             is_news = bool(why) and not self._uncounted.get(name)
             self._say_uncounted(name, why)
+            self._untold_until = time.monotonic() + UNTOLD_S
             self._correct(name, catalogue, late_nbytes, upwards_only=is_news)
             if (catalogue.num_files, catalogue.nbytes) != before:
                 self._unsaved.add(name)

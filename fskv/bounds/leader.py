@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fskv.bounds.count import Count
+from fskv.bounds.count import UNTOLD_S, Count
 from fskv.bounds.evict import Pruned, cutoff_ns, execute, plan, remove_orphans
 from fskv.bounds.eviction_news import EvictionNews
 from fskv.bounds.lease import TTL_S, Lease
@@ -44,8 +44,9 @@ _LOOK_S, _FAST_LOOK_S = 1.0, 0.25
 _FAST_S = 60.0  # of writing: what holds less is looked at more often
 _PUBLISH_S = 5.0  # at least so often, or engines think that nobody counts
 _FADE = 0.6  # of the fastest growth: what is left of it a second later
+_NEW_BEATS = 16  # of a heartbeat that is older than that to us others have told
+_MAX_KNOWN = 10_000  # heartbeats
 _FASTEST = 32 << 30  # bytes a second of one engine
-_UNTOLD_S = 2.0  # of the fastest growth: what heartbeats can be behind
 _PEAK_FADE = 0.98  # and of what looks are set by: bursts come again
 _SNAPSHOT_S = 300.0
 _ORPHANS_S = 30.0
@@ -79,7 +80,10 @@ class RoomAwaited:
 
     def removed(self, nbytes: int, before: int, after: int) -> None:
         """So many bytes were removed; as `is_awaited` is told, before and after that."""
-        if nbytes <= 0 or after - before >= nbytes // 2:
+        if nbytes <= 0:
+            return
+        if after - before >= nbytes // 2:
+            self._wait_s = 0.0
             return
         if self._wait_s:
             reason = "what was removed is not free: is there a trash, or a snapshot?"
@@ -134,6 +138,10 @@ class Leader:
         """Whether the lease is held, and was without a break since this leader began."""
         return self._lease.held and self._lease.term == self._term
 
+    def is_of(self, term: int) -> bool:
+        """Whether this leader began with that term of the lease."""
+        return self._term == term
+
     # --- looks ------------------------------------------------------------------------------
 
     def look(self, beats: Sequence[Heartbeat], space: Space) -> Usage | None:
@@ -148,6 +156,7 @@ class Leader:
             for beat in beats
             if not is_first and self._heard.get(beat.name, (beat.beat, 0))[0] != beat.beat
         }
+        last_heard = self._heard
         self._heard = {
             beat.name: known
             if (known := self._heard.get(beat.name)) is not None and known[0] == beat.beat
@@ -155,25 +164,28 @@ class Leader:
             for beat in beats
         }
         passed_s = 0.0 if is_first else max(now - self._looked_at, 1e-3)
-        growth = 0
+        rate = 0.0
         for beat in beats:
-            growth += self._add(beat, beat.written if is_first else 0, passed_s)
+            # One that is new to us and not to others has its part in what the last leader has told.
+            is_known = is_first or beat.beat > _NEW_BEATS
+            since = max(passed_s, now - last_heard.get(beat.name, (0, self._looked_at))[1])
+            more = self._add(beat, beat.written if is_known else 0, since)
+            rate += more / since if since else 0.0
         dead = {b.name for b in beats if provably_dead(b.name)}
         dead |= {name for name, (_, since) in self._heard.items() if now - since > SILENT_S}
         for name in dead:  # who was only frozen publishes again
             self._files.withdraw(name)
         self._beats = [beat for beat in beats if beat.name not in dead]
-        names = {beat.name for beat in self._beats}
-        self._counted = {name: at for name, at in self._counted.items() if name in names}
-        self._full = {name: full for name, full in self._full.items() if name in names}
+        # What is missed at a look comes back: it must not count again.
+        for table in (self._counted, self._full):
+            for name in [*table][: max(0, len(table) - _MAX_KNOWN)]:
+                del table[name]
         for beat in self._beats:  # what was full before we led says so again if it still is
             self._full.setdefault(beat.name, beat.full)
-        rate = int(growth / passed_s) if passed_s else 0
         self._looked_at = now
-        self._total_written += growth
         faded = int(self._usage.growth * _FADE**passed_s)
         self._peak = max(rate, self._peak * _PEAK_FADE**passed_s)
-        self._publish(space, max(rate, faded))
+        self._publish(space, max(int(rate), faded))
         return self._usage if self._known else None
 
     def _add(self, beat: Heartbeat, unknown: int, passed_s: float) -> int:
@@ -183,6 +195,7 @@ class Leader:
         """
         more = max(0, beat.written - self._counted.get(beat.name, unknown))
         more = more if more < _FASTEST * max(1.0, passed_s) else 0
+        self._total_written += more
         self._counted[beat.name] = beat.written
         if beat.namespace is not None:
             self._count.report(beat.namespace, more)
@@ -201,7 +214,7 @@ class Leader:
         usage = replace(
             self._usage,
             namespaces=counted,
-            others=(0, 0),
+            others=(0, 0) if self._walk_at > float("-inf") else self._usage.others,
             tenants={name: tenants[name] for name in counted if name in tenants},
             counted={beat.name: self._counted[beat.name] for beat in self._beats},
             growth=growth,
@@ -214,7 +227,9 @@ class Leader:
         self._usage = usage
         is_late = self._looked_at - self._published_at > _PUBLISH_S
         if self._known and (is_late or usage != self._published):
-            self._usage = self._published = replace(usage, sequence=usage.sequence + 1)
+            self._usage = self._published = replace(
+                usage, sequence=(usage.sequence + 1) % MAX_COUNT
+            )
             # Whoever stores compares with his own namespace and with those of his tenant.
             storing = {beat.tenant for beat in self._beats if beat.tenant is not None}
             needed = {n for n in counted if n in claimed or tenants.get(n) in storing}
@@ -258,6 +273,7 @@ class Leader:
         walked = self._must_walk() or self._count.is_stale
         if walked:
             await self._walk()
+            space = Space.of(self._root)
         if self.in_office:
             await self._prune(space)
         if walked and self.in_office:
@@ -273,7 +289,7 @@ class Leader:
             self.save_snapshots()
 
     async def _walk(self) -> None:
-        started, late_nbytes = time.monotonic(), int(_UNTOLD_S * self._peak)
+        started, late_nbytes = time.monotonic(), int(UNTOLD_S * self._usage.growth)
         if await self._count.walk(self._rewritten, late_nbytes, lambda: self.in_office):
             self._known = True
             self._usage = replace(self._usage, at_ms=time.time_ns() // 1_000_000)

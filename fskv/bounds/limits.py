@@ -114,10 +114,11 @@ class Scope:
 
     def excess(self, usage: Usage) -> int:
         """Return how many bytes are to go; 0: less than the high mark is in use."""
+        # Of a file system that others fill: our own part, or all of it would go for a share of theirs.
+        base = min(self.limit, usage.nbytes) if self.kind == "free" else self.limit
         ahead = 2 * usage.look_s * usage.growth
-        margin = min(max(ahead, _LEAST_MARGIN * self.limit), _MOST_MARGIN * self.limit)
-        high = int(self.limit - margin)
-        return self.used - int(high - _LOW * self.limit) if self.used > high else 0
+        high = int(self.limit - min(max(ahead, _LEAST_MARGIN * base), _MOST_MARGIN * base))
+        return self.used - int(high - _LOW * base) if self.used > high else 0
 
 
 def scopes(usage: Usage, space: Space) -> list[Scope]:

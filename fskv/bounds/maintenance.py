@@ -147,7 +147,10 @@ class Maintainer:
         if not self._started:
             self.start()
         self._publish()
-        self._lease.renew()
+        if self._is_busy_for_another_term():
+            self._lease.release()  # or nobody would lead until that work ends
+        else:
+            self._lease.renew()
         if self._lease.held != self._said_lease:
             self._said_lease = self._lease.held
             self._states.say("lease_taken" if self._said_lease else "lease_lost", pid=os.getpid())
@@ -315,6 +318,11 @@ class Maintainer:
             reason = "a directory of it does not answer: nothing is counted or pruned meanwhile"
             self._states.say("count_late", logging.WARNING, after_s=f"{_LATE_S:.0f}", reason=reason)
         return usage
+
+    def _is_busy_for_another_term(self) -> bool:
+        """Whether work goes on that was begun before the lease was lost and taken again."""
+        busy = self._work is not None and not self._work.done()
+        return busy and self._leader is not None and not self._leader.is_of(self._lease.term)
 
     def _let_go(self) -> None:
         """Somebody else holds the lease: what we know of the root gets old."""

@@ -10,7 +10,7 @@ import msgpack
 
 
 class Outbox:
-    """Messages for the engine. One that does not read must not stop us: the lease and the claim go on."""
+    """Messages for the engine. One that does not read must not stop us: the lease and the heartbeat go on."""
 
     def __init__(self, fd: int) -> None:
         os.set_blocking(fd, False)

@@ -34,6 +34,7 @@ class RootState:
     free_limit: int = -1
     free_left: int = -1
     kept_free: int = 0  # bytes that must stay free
+    writers: int = 0  # engines that write to the root
     counted: int = 0  # of what the engine has written: what the sizes above hold
     seen_written: int = 0  # and what it had written when `free` was looked at
     touch_interval_s: int = MAX_TOUCH_INTERVAL_S
@@ -86,6 +87,7 @@ def root_state(usage: Usage | None, space: Space, mine: Heartbeat, *, holder: bo
         namespace_nbytes=usage.namespaces.get(mine.namespace or "", (0, 0))[0],
         tenant_nbytes=usage.tenant_nbytes(mine.tenant) if mine.tenant is not None else 0,
         kept_free=usage.kept_free if "free_limit" in bounds else 0,
+        writers=len(usage.counted),
         counted=min(mine.written, usage.counted.get(mine.name, 0)),
         seen_written=mine.written,
         touch_interval_s=usage.touch_interval_s,

@@ -89,8 +89,7 @@ class Shard:
     foreign: list[str] = field(default_factory=list)  # names, the first few
     num_foreign: int = 0
     growing: bool = False  # blocks of some files are not counted yet
-    error: OSError | None = None  # it could not be listed; nothing else is known then but
-    outside_mtime_ns: int = 0  # the directory's mtime as its parent tells it; 0: unknown
+    error: OSError | None = None  # it could not be listed; nothing else is known then
 
 
 def shard_path(namespace: str, idx: int) -> str:
@@ -242,20 +241,11 @@ def _list_batch(
         tick_ns = _TICK_NS if mtime_ns % 1_000_000_000 else _COARSE_TICK_NS
         settled = mtime_ns < now_ns - tick_ns
         shard = list_shard(shard_path(namespace, idx), idx, now_ns, device)
-        if shard.error is not None:
-            shard.outside_mtime_ns = _mtime_by_name(shard_path(namespace, idx))
         limit(shard, most)
         settled = settled and shard.error is None and not shard.growing
         shard.dir_mtime_ns = mtime_ns if settled else UNSETTLED
         shards.append(shard)
     return shards
-
-
-def _mtime_by_name(path: str) -> int:
-    """Return the mtime of a directory that cannot be opened; 0: unknown."""
-    with contextlib.suppress(OSError):
-        return os.lstat(path).st_mtime_ns
-    return 0
 
 
 def list_shard(path: str, idx: int, now_ns: int = 0, device: int | None = None) -> Shard:

@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -820,7 +821,7 @@ def test_what_goes_because_others_fill_the_disk_is_told_of_with_root_and_numbers
     limits = Limits(keep_free=10 << 20)
     maintain(root, lambda: disk_nbytes(root) < 15 << 20, mine=beat(limits=limits))
     (line,) = [r.getMessage() for r in caplog.records if "pruned_for_room" in r.getMessage()]
-    assert line.startswith(f"fskv: event=pruned_for_room root={root} files=8 bytes={8 << 20} ")
+    assert line.startswith(f"fskv: event=pruned_for_room root={root} files=6 bytes={6 << 20} ")
     assert f" free_bytes={5 << 20} keep_free_bytes={10 << 20} others_bytes={others} " in line
     assert line.endswith('reason="less than keep_free was left"')
 
@@ -940,6 +941,75 @@ def test_what_is_told_after_a_walk_has_seen_it_counts_once(root, monkeypatch):
     assert one._count.nbytes[NAME] == (8192, 2)
     assert told(3, 8192) == 8192  # seen by the walk, and told now
     assert told(4, 12288) == 12288  # the control: nobody has seen it
+
+
+def test_what_a_walk_finds_and_nobody_reports_is_no_credit_for_what_is_written_later(
+    root, monkeypatch
+):
+    one, files, _ = leads(root)
+    clock = Clock()
+    for module in (leader, count):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=clock, time_ns=time.time_ns))
+    look(one, files)
+    one._usage = replace(one._usage, growth=1 << 20)
+    write_chunk(f"{root}/{NAME}", 1)  # by somebody without a heartbeat
+    asyncio.run(one._walk())
+    clock.advance(count.UNTOLD_S + 1)
+    files.publish(beat(OTHER_NODE, beat=1, written=4096))
+    look(one, files)
+    assert one._count.nbytes[NAME][0] == 8192
+
+
+def test_a_heartbeat_that_is_missed_at_a_look_counts_once(root):
+    one, files, _ = leads(root)
+    look(one, files)
+    for number, written in ((1, 4096), (2, None), (3, 8192)):
+        if written is None:
+            files.withdraw(OTHER_NODE)
+        else:
+            files.publish(beat(OTHER_NODE, beat=number, written=written))
+        look(one, files)
+    assert one._count.nbytes[NAME][0] == 8192
+
+
+def test_of_an_old_engine_that_is_new_to_a_leader_only_what_is_new_is_added(root):
+    """The last leader has told the rest. The control is a young one."""
+    one, files, _ = leads(root)
+    look(one, files)
+    for name, number in ((OTHER_NODE, leader._NEW_BEATS + 1), ("node8-1-00000000-1", 1)):
+        files.publish(beat(name, beat=number, written=1 << 20))
+    look(one, files)
+    assert one._count.nbytes[NAME][0] == 1 << 20
+
+
+def test_work_of_an_earlier_term_gives_the_lease_back(root, monkeypatch):
+    """Or nobody leads until it ends. The control: work of this term does not."""
+    release = asyncio.Event()
+
+    async def hangs(self, space):
+        await release.wait()
+
+    monkeypatch.setattr(leader.Leader, "work", hangs)
+
+    async def steps():
+        maintainer = Maintainer(root, beat())
+        for _ in range(3):
+            await maintainer.try_step()
+        assert maintainer._lease.held
+        os.unlink(f"{root}/{SHARED_DIR}/lease.json")
+        maintainer._lease._beaten_at = float("-inf")
+        for _ in range(4):
+            await maintainer.try_step()
+        assert not maintainer._lease.held
+        assert not os.path.exists(f"{root}/{SHARED_DIR}/lease.json"), "another may take it"
+        release.set()
+        await maintainer.work
+        for _ in range(3):
+            await maintainer.try_step()
+        assert maintainer._lease.held
+        maintainer.close()
+
+    run(steps())
 
 
 def test_a_number_of_bytes_that_no_disk_takes_is_not_pruned_for(root):

@@ -85,6 +85,14 @@ def test_something_goes_two_looks_of_growth_below_a_bound(growth, margin):
     assert Scope("root", None, limit, high + 1).excess(usage) == 0.02 * limit + 1
 
 
+def test_of_a_file_system_that_others_fill_little_goes_beyond_keep_free():
+    """The control: of our own bound the marks are shares of the bound."""
+    usage = Usage(namespaces={NS: (5_000, 1)}, max_nbytes=1_000_000)
+    free, root = Scope("free", None, 1_000_000, 999_990), Scope("root", None, 1_000_000, 999_990)
+    assert free.excess(usage) == 999_990 - (1_000_000 - 50 - 100)
+    assert root.excess(usage) > 20_000
+
+
 def test_an_engine_is_told_the_bounds_that_hold_for_it_and_its_own_part():
     usage = Usage(
         sequence=7,

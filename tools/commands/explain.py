@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -346,20 +346,12 @@ def _show_key(who: Recorded, report: KeyReport, other: Recorded | None, *, as_js
         for files, look in zip(report.files, report.looks, strict=True):
             _emit_group(files, who)
             _emit_chunk(files, look, None, None, None)
-        _emit_end(
-            who,
-            other,
-            report.causes,
-            report.neighbours,
-            tokens=None,
-            computed_tokens=None,
-            lookup_tokens=None,
-            hit_tokens=None,
-            best_tokens=None,
-            unreachable_files=None,
-            unreachable_nbytes=None,
-            verdict=report.sentence,
+        of_a_prompt = ("tokens", "computed_tokens", "lookup_tokens", "hit_tokens", "best_tokens")
+        nothing: dict[str, Any] = dict.fromkeys(
+            (*of_a_prompt, "unreachable_files", "unreachable_nbytes")
         )
+        nothing["verdict"] = report.sentence
+        _emit_end(who, other, report.causes, report.neighbours, **nothing)
         return
     _print_head(who)
     print(fill(report.sentence))

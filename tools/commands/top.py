@@ -85,8 +85,7 @@ def command(
     and failures of engines as well: of the last interval, and since their start (ALL, FAILED). HITS and ALL
     are of tokens that the engine's own cache did not have, as vLLM counts them. A CHUNK is
     an I/O thread's mean time for loading one; lookup and first-token times are quantiles of vLLM's
-    histograms. GRANTED is what writers were promised and have not written, AT HAND an engine's part
-    of it, WANTED what the engine asks for.
+    histograms.
 
     The root must be one at the start. A root or an endpoint that does not answer then is said to be so, and
     the rest goes on. --once and --json need no terminal; their numbers are of one interval. Exit code 3 if
