@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import subprocess
 import sys
@@ -25,10 +26,10 @@ def there(paths):
     return [path for path in paths if os.path.lexists(path)]
 
 
-CLAIMER = """
+WRITER = """
 import sys, time
 from fskv.bounds.client import Capacity
-from fskv.bounds.quota import Limits
+from fskv.bounds.limits import Limits
 capacity = Capacity(sys.argv[1], sys.argv[2], None, Limits(max_nbytes=1 << 30))
 capacity.start()
 while True:
@@ -43,11 +44,10 @@ def writer(lab):
 
     def start(name):
         process = subprocess.Popen(
-            [sys.executable, "-c", CLAIMER, lab.path, name], stdout=subprocess.DEVNULL
+            [sys.executable, "-c", WRITER, lab.path, name], stdout=subprocess.DEVNULL
         )
         started.append(process)
-        claims = f"{lab.path}/.fskv-maintenance/claims"
-        wait_for(lambda: os.path.isdir(claims) and os.listdir(claims))
+        wait_for(lambda: glob.glob(f"{lab.path}/.fskv-maintenance/heartbeat-*.json"))
         return process
 
     yield start
@@ -117,12 +117,10 @@ def test_a_namespace_that_an_engine_writes_to_is_refused_unless_forced(lab, writ
     assert run("rm", paths[0], "--yes", root=lab.path).exit_code == 0  # a chunk may always go
     engine.kill()
     engine.wait()
-    # Its maintenance process ends with it; what it claimed is no obstacle then.
-    wait_for(
-        lambda: run("rm", where.id, "-n", "--json", root=lab.path).lines[0]["claimed"] is False
-    )
+    # Its maintenance process ends with it, and takes the heartbeat away.
+    wait_for(lambda: run("rm", where.id, "-n", "--json", root=lab.path).lines[0]["in_use"] is False)
     writer(where.id)
-    wait_for(lambda: run("rm", where.id, "-n", "--json", root=lab.path).lines[0]["claimed"])
+    wait_for(lambda: run("rm", where.id, "-n", "--json", root=lab.path).lines[0]["in_use"])
     assert run("rm", where.id, "--yes", "--force", root=lab.path).exit_code == 0
     assert not os.path.lexists(where.directory.path)
 
