@@ -58,10 +58,12 @@ class Capacity:
     ) -> None:
         """`namespace` is "<arch>/<model>@<digest16>" of an opened root.
 
-        `quiet`: the maintenance process says on stderr only what is wrong, not what it has done.
+        `quiet`: the maintenance process says on stderr only what is wrong, not what it has done; and who asks
+        for room waits for it, so nothing is said of stores that pause for pruning.
         `health_file` is the engine's: how it ended is written there, if it could not do that itself.
         """
         self._options = ["--quiet"] if quiet else []
+        self._quiet = quiet
         self._hello = {
             "root": root,
             "namespace": namespace,
@@ -163,7 +165,7 @@ class Capacity:
         if refusal:
             self._hear()  # an idle engine has not listened
             refusal = self._refusal(nbytes)
-        if refusal != self._refused:
+        if refusal != self._refused and not self._quiet:
             self._refused = refusal
             if refusal and self.state.known:
                 self._log.say("stores_paused", logging.WARNING, reason=refusal)
