@@ -144,7 +144,7 @@ def test_a_good_run_has_no_problems():
     ("path", "value"),
     [
         (("wrong",), 1),
-        (("bound", "greatest_share"), 1.03),
+        (("bound", "greatest_share"), 1.05),
         (("engines", "first", "seconds", "p100"), 100.0),
         (("engines", "first", "between_requests_s", "p100"), 100.0),
         (("engines", "first", "load_failures"), {"corrupt": 1}),
