@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from fskv.bounds.evict import cutoff_ns
 from fskv.bounds.eviction_news import is_news
 from fskv.bounds.lease import LEASE_FILE, SHARED_DIR
-from fskv.bounds.limits import MAX_TOUCH_INTERVAL_S
 from fskv.bounds.shared_files import PREFIX, SUFFIX, USAGE_FILE, is_heartbeat
 from fskv.index.scan import shard_path
 from fskv.root.process_id import GRACE_S, is_our_name
@@ -161,7 +160,7 @@ class Sweep:
         num_others += sum(not each.is_gone for each in found)
         before_ns = None
         if self.namespaces_unused_s is not None:
-            before_ns = cutoff_ns(self.now_ns, self.namespaces_unused_s, MAX_TOUCH_INTERVAL_S)
+            before_ns = cutoff_ns(self.now_ns, self.namespaces_unused_s)
         if before_ns is None or used_ns >= before_ns:
             if num_files or num_others or is_recent(self.now_ns, made_ns, GRACE_S):
                 return

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from fskv.bounds.evict import Forecast, cutoff_ns, execute, forecast, plan
-from fskv.bounds.limits import MAX_TOUCH_INTERVAL_S, Limits, inodes_short, kept_free
+from fskv.bounds.limits import Limits, inodes_short, kept_free
 from fskv.index.snapshot import Catalogue
 from fskv.root.filesystem import Space
 from fskv.sizes import Share
@@ -101,7 +101,7 @@ class Pruning:
             num_files = inodes_short([Limits(keep_free=wish.keep_free)], space)
         before_ns = None
         if wish.unused_s is not None:
-            before_ns = cutoff_ns(now_ns, wish.unused_s, MAX_TOUCH_INTERVAL_S)
+            before_ns = cutoff_ns(now_ns, wish.unused_s)
         return Need(nbytes, num_files, before_ns)
 
     def forecast(self, need: Need) -> list[tuple[Namespace, Forecast]]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from fskv.bounds.evict import cutoff_ns, forecast
 from fskv.bounds.lease import SHARED_DIR
-from fskv.bounds.limits import MAX_TOUCH_INTERVAL_S, Heartbeat, Scope, scopes
+from fskv.bounds.limits import Heartbeat, Scope, scopes
 from fskv.bounds.shared_files import SharedFiles
 from fskv.errors import FskvError
 from fskv.index.scan import Part, Records, file_name
@@ -152,7 +152,7 @@ class RootUsage:
         """Return what a prune to each age and to each bound on the whole root would free."""
         found = []
         for age_s in self._ages_s:
-            before_ns = cutoff_ns(self._now_ns, age_s, MAX_TOUCH_INTERVAL_S)
+            before_ns = cutoff_ns(self._now_ns, age_s)
             found.append(self._target(f"--unused-for {age_text(age_s)}", 0, before_ns))
         total = sum(catalogue.nbytes for catalogue in self._catalogues)
         found += [

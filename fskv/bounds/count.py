@@ -201,15 +201,16 @@ class Count:
             for name, at_ns in found.items()
         }
         last_ns = dir_mtime_ns(f"{self._root}/{SHARED_DIR}")  # 0: unknown, it is always listed
-        differ = max(off.values()) > _OFF_NS
+        furthest = max(off, key=off.__getitem__)
+        differ = off[furthest] > _OFF_NS
         lag = bool(last_ns) and max(found.values()) - last_ns > _MTIME_LAG_NS
         if (differ and not self._clocks_differ) or (lag and not self._mtimes_lag):
             reason = "nodes stamp by their own clocks" if differ else "directories keep their mtime"
             self._log.say(
                 "clocks_differ",
                 logging.WARNING,
-                heartbeat=max(off, key=lambda name: off[name]),
-                off_s=round(max(off.values()) / 1e9),
+                heartbeat=furthest,
+                off_s=round(off[furthest] / 1e9),
                 reason=f"{reason}, so every directory is listed at each walk",
             )
         self._clocks_differ, self._mtimes_lag = differ, lag

@@ -25,6 +25,7 @@ from typing import Any
 import aiofiles.os
 import numpy as np
 
+from fskv.bounds.limits import MAX_TOUCH_INTERVAL_S
 from fskv.index.scan import file_name, shard_path
 from fskv.index.snapshot import Catalogue, joined
 from fskv.root.filesystem import block_nbytes, clamp_mtime, length
@@ -34,6 +35,7 @@ from fskv.root.root import PART_PREFIX, TMP_DIR
 logger = logging.getLogger(__name__)
 
 _BATCH = 256  # files per call of a worker thread; between batches the lease is looked at
+_MAX_BACK_S = 60.0  # csrc/chunk_io.c
 _SPARE = 1.25  # candidates, in bytes, for what is to go: some will have been used meanwhile
 
 
@@ -120,13 +122,13 @@ def plan(
     return PrunePlan(nbytes, num_files, candidates, before_ns)
 
 
-def cutoff_ns(now_ns: int, unused_s: float, step_s: float) -> int:
+def cutoff_ns(now_ns: int, unused_s: float) -> int:
     """Return the time before which a chunk must have been touched to be unused for so long, for certain.
 
-    `now_ns` is the file system's own clock; 0, which is no time, makes nothing old enough. `step_s`: how
-    much older than the last use an mtime may be (fskv.bounds.limits.MAX_TOUCH_INTERVAL_S).
+    `now_ns` is the file system's own clock; 0, which is no time, makes nothing old enough. An mtime may be
+    older than the last use by the longest interval of touches, and by a chunk's depth in its prefix.
     """
-    return now_ns - int((unused_s + step_s) * 1e9)
+    return now_ns - int((unused_s + MAX_TOUCH_INTERVAL_S + _MAX_BACK_S) * 1e9)
 
 
 def forecast(

@@ -332,7 +332,7 @@ class Leader:
         unused_s = unused_limit_s(beat.limits for beat in self._beats)
         if unused_s is None:
             return
-        before_ns = cutoff_ns(self._lease.now_ns(), unused_s, MAX_TOUCH_INTERVAL_S)
+        before_ns = cutoff_ns(self._lease.now_ns(), unused_s)
         await self._free(self._count.ours, MAX_COUNT, before_ns=before_ns)
 
     def _members(self, scope: Scope) -> list[str]:

@@ -15,7 +15,7 @@
 
 #include "xxh3.h"
 
-enum { PREFIX = 32, CHECKSUM_AT = 24, MAX_BACK_MS = 60000 };
+enum { PREFIX = 32, CHECKSUM_AT = 24, MAX_BACK_MS = 60000, FAR_S = 3600 };
 static const int64_t SECOND = 1000000000; /* ns */
 
 static const uint8_t MAGIC[8] = {0x89, 'F', 'S', 'K', 'V', '\r', '\n', 0x1a};
@@ -213,28 +213,55 @@ static bool wants_touch(const FileLayout *layout, const struct stat *info)
     return fabs(realtime_s() - mtime_s) > layout->touch_interval_s;
 }
 
-void stamp_use(int directory, const char *name, int64_t *use_ns, uint32_t depth, bool fresh)
+/* The mtime in ns, 0 where it is none that can be: files may say they are of any year. */
+static int64_t sane_mtime_ns(const struct stat *info)
+{
+    bool sane = info->st_mtim.tv_sec > MAX_BACK_MS / 1000 && info->st_mtim.tv_sec < INT64_MAX / SECOND;
+    return sane ? info->st_mtim.tv_sec * SECOND + info->st_mtim.tv_nsec : 0;
+}
+
+static int64_t back_ns(uint32_t depth)
+{
+    return (depth < MAX_BACK_MS ? depth : MAX_BACK_MS) * (SECOND / 1000);
+}
+
+/* Whether a file is older than in a use, or of a time that is still to come. */
+static bool wants_stamp(int64_t own, int64_t use, int64_t wanted)
+{
+    return own < wanted || own > use + FAR_S * SECOND;
+}
+
+static bool wants_use(const ChunkFile *file, const struct stat *info)
+{
+    int64_t use = __atomic_load_n(file->use_ns, __ATOMIC_RELAXED);
+    return use == 0 || wants_stamp(sane_mtime_ns(info), use, use - back_ns(file->depth));
+}
+
+static int set_times(int fd, const char *name, const struct timespec *times)
+{
+    return name ? utimensat(fd, name, times, AT_SYMLINK_NOFOLLOW) : futimens(fd, times);
+}
+
+void stamp_use(int fd, const char *name, int64_t *use_ns, uint32_t depth, bool fresh)
 {
     struct stat info;
     int64_t use = __atomic_load_n(use_ns, __ATOMIC_RELAXED);
     if (!fresh && use == 0)
-        fresh = utimensat(directory, name, NULL, AT_SYMLINK_NOFOLLOW) == 0;
-    if (fstatat(directory, name, &info, AT_SYMLINK_NOFOLLOW) != 0)
+        fresh = set_times(fd, name, NULL) == 0;
+    if ((name ? fstatat(fd, name, &info, AT_SYMLINK_NOFOLLOW) : fstat(fd, &info)) != 0)
         return;
-    /* Files may say they are of any year. */
-    bool sane = info.st_mtim.tv_sec > MAX_BACK_MS / 1000 && info.st_mtim.tv_sec < INT64_MAX / SECOND;
-    int64_t own = sane ? info.st_mtim.tv_sec * SECOND + info.st_mtim.tv_nsec : 0;
+    int64_t own = sane_mtime_ns(&info);
     if (fresh && own != 0 && use == 0 &&
         __atomic_compare_exchange_n(use_ns, &use, own, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED))
         use = own; /* else it is what another thread has put there */
     if (use == 0 || (fresh && own == 0))
         return;
-    int64_t wanted = (fresh && own < use ? own : use) - (depth < MAX_BACK_MS ? depth : MAX_BACK_MS) * (SECOND / 1000);
+    int64_t wanted = (fresh && own < use ? own : use) - back_ns(depth);
     struct timespec times[2] = {{.tv_nsec = UTIME_OMIT},
                                 {.tv_sec = wanted / SECOND, .tv_nsec = wanted % SECOND}};
-    if (fresh ? wanted < own : wanted > own)
-        if (utimensat(directory, name, times, AT_SYMLINK_NOFOLLOW) != 0 && !fresh)
-            (void)utimensat(directory, name, NULL, AT_SYMLINK_NOFOLLOW);
+    if (fresh ? wanted < own : wants_stamp(own, use, wanted))
+        if (set_times(fd, name, times) != 0 && !fresh)
+            (void)set_times(fd, name, NULL);
 }
 
 static bool good_file_there(const FileLayout *layout, const ChunkFile *file, int directory, const char *name)
@@ -506,7 +533,7 @@ ChunkResult chunk_read(const FileLayout *layout, const ChunkFile *file, uint8_t 
         close(fd);
         return CHUNK_OTHERWISE;
     }
-    *old_mtime = file->use_ns == NULL && wants_touch(layout, &info);
+    *old_mtime = file->use_ns != NULL ? wants_use(file, &info) : wants_touch(layout, &info);
     *open_fd = fd;
     return CHUNK_OK;
 }

@@ -64,8 +64,9 @@ ChunkResult chunk_read(const FileLayout *layout, const ChunkFile *file, uint8_t 
 /* Give a file the time of a use: a millisecond earlier for each chunk before it in its prefix, so that the deepest
  * goes first. `use_ns` is shared by the files of a use: the first of them to be stamped by the file system says when it
  * was, 0 before. No clock of ours is asked. A file that is younger stays so, unless it was stamped just now: `fresh`.
- * Where no other time than now may be set (another user's file) it is now. */
-void stamp_use(int directory, const char *name, int64_t *use_ns, uint32_t depth, bool fresh);
+ * One of a time to come does not. `fd` is of its directory, or of the file where `name` is NULL. Where no other
+ * time than now may be set (another user's file) it is now. */
+void stamp_use(int fd, const char *name, int64_t *use_ns, uint32_t depth, bool fresh);
 
 /* Open the directory that the first `nbytes` of `path` name. Links are followed in the first `root_nbytes` of
  * them, the root, and nowhere after: ELOOP. -1 and errno when it cannot be opened. */

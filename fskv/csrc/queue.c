@@ -217,7 +217,9 @@ static bool run_load(Queue *queue, Transfer *transfer, uint8_t *slot, Kind *kind
         pthread_mutex_lock(&queue->mutex);
         add_event(queue, transfer, LOADED, false);
         pthread_mutex_unlock(&queue->mutex);
-        if (old_mtime)
+        if (old_mtime && transfer->file.use_ns != NULL)
+            stamp_use(fd, NULL, transfer->file.use_ns, transfer->file.depth, false);
+        else if (old_mtime)
             (void)futimens(fd, NULL);
     }
     close(fd);

@@ -76,8 +76,8 @@ class FileSteps(Generic[SlotT]):
         finally:
             seconds = self._clock() - (task.started_at or 0.0) - task.waited_s
             self.done.append((task, status, seconds))
-        if touch and task.move.use is None:  # only now: a disk that hangs costs no load
-            self._store.touch(task.move.file)
+        if touch:  # only now: a disk that hangs costs no load
+            self._store.touch(task.move.file, task.move.use)
 
     def _load(
         self, task: FileTask, transfer: _native.Transfer[FileTask], slot: SlotT | None
@@ -91,6 +91,7 @@ class FileSteps(Generic[SlotT]):
         status, touch = Status.OK, transfer.old_mtime
         if transfer.state != State.SCATTERING:  # else it was read and checked
             status, touch = self._store.get(move.file, plan.first_block, plan.num_blocks, slot)
+            touch = touch or move.use is not None
         if status is not Status.OK:
             return status, False
         base = self._store.layout(move.file.group_idx).header_nbytes
@@ -128,7 +129,8 @@ class FileSteps(Generic[SlotT]):
                 return Status.SKIPPED
             self.done.append((task, None, 0.0))
         assert slot is not None, "it was gathered"
-        status = self._store.put(move.file, move.plan.first_block, slot)
+        is_used = move.use is not None
+        status = self._store.put(move.file, move.plan.first_block, slot, touch=not is_used)
         if status.good and move.use is not None:
             self._store.touch(move.file, move.use, fresh=status is Status.OK)
         return status

@@ -24,7 +24,7 @@ class FileMove(NamedTuple):
 
     file: FileId
     plan: ChunkPlan
-    use: Use | None = None  # of its prefix; a load's files are then touched by Mover.touch
+    use: Use | None = None  # of its prefix: what its file is stamped with
 
 
 @dataclass(frozen=True, slots=True)

@@ -356,15 +356,16 @@ class ChunkStore(Generic[SlotT]):
 
     # --- store ----------------------------------------------------------------------------
 
-    def put(self, file_id: FileId, first_block: int, slot: SlotT) -> Status:
+    def put(self, file_id: FileId, first_block: int, slot: SlotT, *, touch: bool = True) -> Status:
         """Publish the chunk whose blocks [first_block, num_blocks) were gathered into `slot`.
 
         The content is expected at layout.header_nbytes of the slot. OK: the file is visible under its
-        name, complete; EXISTS: a file of the right size was there and stays. No part is left on failure.
+        name, complete; EXISTS: a file of the right size was there and stays, with `touch` as used now. No
+        part is left on failure.
         """
         for attempt in (1, 2):
             try:
-                return self._put(file_id, first_block, slot)
+                return self._put(file_id, first_block, slot, touch=touch)
             except ChunkError as error:
                 if attempt == 1 and _is_estale(error):
                     continue
@@ -372,12 +373,12 @@ class ChunkStore(Generic[SlotT]):
                 return error.status
         raise AssertionError("unreachable")
 
-    def _put(self, file_id: FileId, first_block: int, slot: SlotT) -> Status:
+    def _put(self, file_id: FileId, first_block: int, slot: SlotT, *, touch: bool) -> Status:
         layout = self._layouts[file_id.group_idx]
         path = self.path(file_id)
         with self._lock:
             suspect = file_id in self._suspects
-        if not suspect and self._good_file_there(path, layout):
+        if not suspect and self._good_file_there(path, layout, touch=touch):
             return Status.EXISTS
 
         base = layout.header_nbytes
@@ -420,14 +421,14 @@ class ChunkStore(Generic[SlotT]):
             self._transport.write_part(part, slot, nbytes, shard)
             self._publish(part, path, shard)
 
-    def _good_file_there(self, path: str, layout: FileLayout) -> bool:
+    def _good_file_there(self, path: str, layout: FileLayout, *, touch: bool) -> bool:
         name = os.path.basename(path)
         try:
             with self._shard(path) as shard:
                 info = os.stat(name, dir_fd=shard, follow_symlinks=False)
                 if not stat_module.S_ISREG(info.st_mode) or info.st_size != layout.file_nbytes:
                     return False
-                if abs(time.time() - info.st_mtime) > self._touch_interval_s:
+                if touch and abs(time.time() - info.st_mtime) > self._touch_interval_s:
                     with contextlib.suppress(OSError):
                         os.utime(name, dir_fd=shard, follow_symlinks=False)
         except (ChunkError, OSError):

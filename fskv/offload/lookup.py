@@ -209,6 +209,10 @@ class Lookup:
         self._last_store_at = now
         return True
 
+    def is_storing(self, chunk: ChunkId) -> bool:
+        """Whether a chunk is on its way to the disk."""
+        return self._is_storing(chunk, time.monotonic())
+
     def _is_storing(self, chunk: ChunkId, now: float) -> bool:
         store = self._storing.get(chunk)
         return store is not None and store.until > now

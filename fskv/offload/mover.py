@@ -47,7 +47,7 @@ _CLOSE_S = 5.0
 _ANSWER_S = 5.0
 _DEVICE_S = 2.0  # for the copies under way, and for giving memory back
 _MAX_USES = 4096  # whose time is remembered
-_MAX_TOUCHES = 64  # that wait: a disk that is so far behind has no time for more
+_MAX_TOUCHES = 65_536  # files that wait: a disk that is so far behind has no time for more
 # Stores that end like this speak against the storage; the others against a file, or nothing.
 _AGAINST_STORES = (Status.DENIED, Status.NO_SPACE, Status.IO_ERROR, Status.TIMED_OUT)
 
@@ -238,13 +238,18 @@ class Mover:
     def use(self, number: int, depth: int) -> Use:
         """Return what stamps a chunk of that depth in its prefix, in a use that Uses.begin has numbered."""
         stamp = self._uses.setdefault(number, bytearray(8))
+        self._uses.move_to_end(number)
         if len(self._uses) > _MAX_USES:
             self._uses.popitem(last=False)
         return Use(stamp, depth)
 
     def touch(self, files: Sequence[tuple[FileId, Use]]) -> None:
         """Note that files are used, the deepest first; those that are not there are passed over."""
-        if not self._stopped and not self._breaker.open and len(self._touches) < _MAX_TOUCHES:
+        if (
+            not self._stopped
+            and not self._breaker.open
+            and sum(map(len, self._touches)) < _MAX_TOUCHES
+        ):
             self._touches.append(sorted(files, key=lambda one: -one[1].depth))
             self._toucher.submit(_native.Transfer(None, True, _native.Guard(True)))
 

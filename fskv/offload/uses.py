@@ -20,7 +20,7 @@ _K = TypeVar("_K", bound=Hashable)
 _V = TypeVar("_V")
 
 _MAX_KEYS = 100_000
-# A request that goes on may store with the time of its use for as long as this, or touch_interval_s.
+# A request that goes on may store with the time of its use for as long as ten intervals, or this.
 _LEAST_S = 60.0
 _AT_ONCE_S = 10.0
 
@@ -52,6 +52,9 @@ class Uses(Generic[_K]):
         self._numbers = itertools.count()
         self._of_head: dict[_K, Begun] = {}  # the least recently begun first
         self._touched: dict[_K, int] = {}  # -> the use in which it was
+        self._waits_for: dict[
+            _K, _K
+        ] = {}  # head -> a chunk of its prefix that was stored when last asked
 
     def begin(self, keys: Sequence[_K], num_there: int) -> tuple[Begun, int]:
         """A request has a prefix of these chunks, of which the first `num_there` are there already.
@@ -60,8 +63,7 @@ class Uses(Generic[_K]):
         """
         use = self._of_head.get(keys[0])
         if use is None or (
-            self._is_over(use, num_there)
-            and not any(map(self._is_stored_now, keys[: max(1, num_there)]))
+            self._is_over(use, num_there) and not self._waits(keys, max(1, num_there))
         ):
             use = Begun(next(self._numbers), self._clock(), bool(num_there))
             _put(self._of_head, keys[0], use)
@@ -73,11 +75,25 @@ class Uses(Generic[_K]):
 
     def is_old(self, use: Begun) -> bool:
         """Whether a request that stores more begins another use first."""
-        return self._clock() - use.at > max(self._interval_s(), _LEAST_S)
+        interval_s = self._interval_s()
+        return self._clock() - use.at > max(interval_s, min(_LEAST_S, 10 * max(1.0, interval_s)))
+
+    def _waits(self, keys: Sequence[_K], num: int) -> bool:
+        """Whether one of the first chunks is stored now; the one that was is asked first."""
+        last = self._waits_for.get(keys[0])
+        if last is not None and self._is_stored_now(last):
+            return True
+        found = next((key for key in keys[:num] if self._is_stored_now(key)), None)
+        self._waits_for.pop(keys[0], None)
+        if found is not None:
+            _put(self._waits_for, keys[0], found)
+        return found is not None
 
     def _is_over(self, use: Begun, num_there: int) -> bool:
         age_s = self._clock() - use.at
-        if age_s > self._interval_s() - num_there / 1000:  # by which the deepest one looks older
+        interval_s = self._interval_s()
+        # Sooner, by as much as the deepest one looks older; but few where prefixes are long.
+        if age_s > max(min(1.0, interval_s), interval_s / 2, interval_s - num_there / 1000):
             return True
         # Where nothing is there the files of this use are gone, and with its time would go again; or two
         # requests compute them at once.

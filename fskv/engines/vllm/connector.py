@@ -14,7 +14,7 @@ import fskv.engines.vllm.version  # noqa: F401  # isort: skip
 import logging
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, cast
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
@@ -294,7 +294,8 @@ class FskvConnector(AdmittingConnector):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         meta = super().build_connector_meta(scheduler_output)
         if touches := cast("FskvManager", self.scheduler.manager).take_touches():
-            meta = FskvConnectorMetadata(**vars(meta), touches=touches)
+            known = {each.name: getattr(meta, each.name) for each in fields(meta)}
+            meta = FskvConnectorMetadata(**known, touches=touches)
         return meta
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:

@@ -149,9 +149,8 @@ class FskvManager(OffloadingManager):
         # By request, how long its load may take: the connector's LoadBudget says so.
         self.allowed_s: Callable[[str], float] = lambda _req_id: math.inf
         self.chunks = Lookup(config, events=events)
-        storing = self.chunks.storing
         self._uses = Uses[OffloadKey](
-            lambda: self.chunks.touch_interval_s, lambda key: to_chunk(key) in storing
+            lambda: self.chunks.touch_interval_s, lambda key: self.chunks.is_storing(to_chunk(key))
         )
         self._prefixes: dict[str, _Prefix] = {}  # of requests that were admitted
         self._touches: list[ChunkKeys] = []
