@@ -48,8 +48,8 @@ from trials.shared_root_judge import (
 NAMES = ("first", "second")
 SMALL_CHUNKS = {"hybrid_chunk_size": CHUNK_TOKENS}
 TIMES = 26  # what an exact cache would write, in bounds; ten at least are wanted
-# Of the bound, where it holds so many seconds of writing, and where it holds less: 2 %, and what comes while a
-# sample is taken.
+# Of the bound, where it holds so many seconds of writing, and where it holds less: 2 %, and what comes during
+# a sample.
 FEW_S, MAX_SHARE, MAX_SHARE_OF_FEW = 30.0, 1.04, 1.2
 END_S = 20.0
 SAMPLE_S = 0.2
