@@ -117,6 +117,7 @@ GOOD = {
         "greatest_bytes": 100,
         "greatest_share": 1.0,
         "written_times": 10.0,
+        "holds_s": 40.0,
     },
     "engines": {
         "first": {
@@ -135,13 +136,15 @@ GOOD = {
 
 def test_a_good_run_has_no_problems():
     assert shared_root.problems(GOOD) == []
+    small = GOOD["bound"] | {"holds_s": 10.0, "greatest_share": 1.1}
+    assert shared_root.problems(GOOD | {"bound": small}) == []
 
 
 @pytest.mark.parametrize(
     ("path", "value"),
     [
         (("wrong",), 1),
-        (("bound", "greatest_bytes"), 103),
+        (("bound", "greatest_share"), 1.05),
         (("engines", "first", "seconds", "p100"), 100.0),
         (("engines", "first", "between_requests_s", "p100"), 100.0),
         (("engines", "first", "load_failures"), {"corrupt": 1}),
