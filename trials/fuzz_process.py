@@ -44,7 +44,7 @@ def hurry() -> None:
         (leader, "_STUCK_S", 10.0),
         (maintenance, "_AFTER_FAILURE_S", 0.5),
         (maintenance, "TTL_S", TTL_S),
-        (shared_files, "_JUNK_NS", 15 * 10**9),
+        (shared_files, "_JUNK_S", 15.0),
     ]
     for module, name, value in times:
         assert hasattr(module, name), name

@@ -647,8 +647,8 @@ FAULTS = (
         "bound-ignored",
         "Nothing is stored where a root is 2 % above a bound.",
         "fskv/bounds/client.py",
-        "> left + limit // GUARD_PART",
-        "> left + limit",
+        "(left + limit // GUARD_PART) // part",
+        "(left + limit) // part",
         ("tests/unit/test_capacity.py",),
     ),
     Fault(

@@ -308,7 +308,7 @@ class Leader:
             done.append(scope)
             excess = scope.excess(replace(self._usage, namespaces=self._count.nbytes))
             if scope.kind == "free":
-                space = await self._make_room(excess, "less than keep_free was left", space)
+                space = await self._make_room(excess)
             else:
                 await self._free(self._members(scope), excess)
                 space = Space.of(self._root)
@@ -318,18 +318,24 @@ class Leader:
         full = self._now_full()
         if full and not self._awaited.is_awaited(self._unused(space)):
             amount = max(int(_FULL_SHARE * self._usage.nbytes), _FULL_LEAST)
-            await self._make_room(amount, "a store found the disk full", space)
+            await self._make_room(amount, "a store found the disk full")
         # Also while what was removed is awaited: who finds it full then says so again.
         self._full |= {beat.name: beat.full for beat in full}
 
-    async def _make_room(self, nbytes: int, reason: str, space: Space) -> Space:
-        """Remove so many bytes of everything for want of room, and say so; returns what is there then."""
+    async def _make_room(self, nbytes: int, reason: str = "") -> Space:
+        """Remove so many bytes of everything for want of room; returns what is there then.
+
+        It is told of with a `reason`, or where less than `keep_free` was left.
+        """
+        space = Space.of(self._root)
+        if not reason and space.free_nbytes < self._usage.kept_free:
+            reason = "less than keep_free was left"
         files, ours = self._usage.pruned_files, self._count.total_nbytes
         before = self._unused(space)
         freed = await self._free(self._count.ours, nbytes)
         after = Space.of(self._root)
         self._awaited.removed(freed, before, self._unused(after))
-        if freed:
+        if freed and reason:
             in_use = space.total_nbytes - space.free_nbytes
             self._log.say(
                 "pruned_for_room",

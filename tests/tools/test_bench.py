@@ -186,9 +186,13 @@ class _Skipping(mover.ChunkStore):
 
     num_puts = 0
 
-    def put(self, chunk, first_block, slot):
+    def put(self, chunk, first_block, slot, **how):
         type(self).num_puts += 1
-        return Status.EXISTS if self.num_puts % 3 == 0 else super().put(chunk, first_block, slot)
+        return (
+            Status.EXISTS
+            if self.num_puts % 3 == 0
+            else super().put(chunk, first_block, slot, **how)
+        )
 
 
 class _Lossy(mover.ChunkStore):

@@ -93,12 +93,12 @@ def test_a_store_that_ended_reads_no_page_though_another_one_took_its_chunk_agai
     may_fail, may_write = threading.Event(), threading.Event()
     put, fails = ChunkStore.put, iter([True])
 
-    def slow(self, file, first, slot):
+    def slow(self, file, first, slot, **how):
         if file.chunk == shared and next(fails, False):
             may_fail.wait(20)
             return Status.DENIED
         may_write.wait(20)
-        return put(self, file, first, slot)
+        return put(self, file, first, slot, **how)
 
     monkeypatch.setattr(ChunkStore, "put", slow)
     with ThreadPoolExecutor(2) as threads:

@@ -67,7 +67,6 @@ OPTIONS = {
         [0, "0", MIB, "50GiB", "2%", "0.5 %"],
         ["0%", "100%", "-1%", "2", True, None, 1.5],
     ),
-    "namespace_max_bytes": ([None, "1GiB"], [0, "1G", False]),
     "tenant_max_bytes": ([None], [0, "1G", "1 GiB of it"]),
     "maintenance": (["on", "off"], [True, "auto", None, ""]),
     "health_file": (
@@ -262,7 +261,7 @@ def test_a_bound_of_a_tenant_needs_a_tenant():
         parsed(tenant_max_bytes="1GiB")
 
 
-@pytest.mark.parametrize("name", ["max_bytes", "namespace_max_bytes", "tenant_max_bytes"])
+@pytest.mark.parametrize("name", ["max_bytes", "tenant_max_bytes"])
 def test_a_bound_that_nobody_would_hold_is_refused(name):
     with pytest.raises(ConfigError, match=re.escape(f"with '{name}' set")):
         parsed(maintenance="off", tenant="a", **{name: "1GiB"})

@@ -943,6 +943,25 @@ def test_what_is_told_after_a_walk_has_seen_it_counts_once(root, monkeypatch):
     assert told(4, 12288) == 12288  # the control: nobody has seen it
 
 
+def test_what_is_told_while_a_walk_goes_on_counts_though_the_walk_has_not_seen_it(
+    root, monkeypatch
+):
+    one, files, _ = leads(root)
+    look(one, files)
+    write_chunk(f"{root}/{NAME}", 1)
+    asyncio.run(one._walk())
+    real = Catalogue.refresh
+
+    async def refresh(catalogue, *arguments, **options):
+        failed = await real(catalogue, *arguments, **options)
+        one._count.report(NAME, 4096)
+        return failed
+
+    monkeypatch.setattr(Catalogue, "refresh", refresh)
+    asyncio.run(one._walk())
+    assert one._count.nbytes[NAME][0] == 8192
+
+
 def test_what_a_walk_finds_and_nobody_reports_is_no_credit_for_what_is_written_later(
     root, monkeypatch
 ):

@@ -392,7 +392,7 @@ def test_the_health_file_says_that_stores_fail_until_one_is_written(
     put, failing, path = ChunkStore.put, [True], tmp_path / "health.json"
     monkeypatch.setitem(HealthFile.__init__.__kwdefaults__, "look_s", 0.01)
     monkeypatch.setattr(host, "Native", lambda pages, **rest: Native(pages=None, **rest))
-    monkeypatch.setattr(ChunkStore, "put", lambda *a: status if failing else put(*a))
+    monkeypatch.setattr(ChunkStore, "put", lambda *a, **how: status if failing else put(*a, **how))
     monkeypatch.setitem(Breaker.__init__.__kwdefaults__, "failures", 1)
     monkeypatch.setitem(Breaker.__init__.__kwdefaults__, "probe_s", 0.05)
     toy = engine(health_file=str(path), max_bytes=None, maintenance="off")
