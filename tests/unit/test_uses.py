@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import time
 
 import pytest
+from toy_engine import TOKENS_PER_CHUNK, Engine
+from world import wait_for
 
 from fskv.native import _native
 from fskv.offload.uses import Uses
@@ -131,3 +135,34 @@ def test_another_users_file_is_touched_with_the_time_of_now(files):
 def test_what_is_no_use_is_refused(files, use):
     with pytest.raises(ValueError, match="a bytearray of 8"):
         _native.stamp_use(files.fd, "1", use, 0, True)
+
+
+def test_what_is_loaded_gets_the_time_of_its_use_also_if_it_was_of_a_time_to_come(tmp_path):
+    """The control: a file that is younger than the use stays so."""
+    root = tmp_path / "kv"
+    root.mkdir()
+    prompt = list(range(5 * TOKENS_PER_CHUNK))
+    options = {"max_bytes": "1 GiB", "keep_free": 0}
+    with contextlib.closing(Engine(str(root), **options)) as first:
+        first.run(prompt)
+    paths = sorted(root.glob("cpu/*/chunks/*/*.kv"))
+    for path in paths[1:]:
+        os.utime(path, (1, 1))
+    soon, far = time.time_ns() + 60_000 * MS, time.time_ns() + 7200_000 * MS
+    for path, at_ns in zip(paths, (soon, far), strict=False):
+        os.utime(path, ns=(at_ns, at_ns))
+    with contextlib.closing(Engine(str(root), **options)) as second:
+        moves, depths = second.kv.moves, itertools.count()
+
+        def used(*arguments):
+            use = second.kv.mover.use(7, next(depths))
+            return [move._replace(use=use) for move in moves(*arguments)]
+
+        second.kv.moves = used
+        second.run(prompt)
+        assert second.num_loaded == 5
+        wait_for(lambda: all(1 < path.stat().st_mtime <= time.time() for path in paths[1:]))
+    assert paths[0].stat().st_mtime_ns == soon
+    at_ns = sorted(path.stat().st_mtime_ns for path in paths[1:])
+    assert {(at_ns[-1] - one) % MS for one in at_ns} == {0}
+    assert at_ns[-1] - at_ns[0] <= 4 * MS
