@@ -123,7 +123,7 @@ class Leader:
         self._peak = 0.0  # the fastest growth of the last minutes
         self._beats: list[Heartbeat] = []  # of all who live
         self._heard: dict[str, tuple[int, float]] = {}  # heartbeat -> its last beat, since when
-        self._rewritten: dict[str, float] = {}  # heartbeats of the last look -> written after then
+        self._rewritten: dict[str, float] = {}  # heartbeats, lately -> written after then
         self._looked_at = self._published_at = float("-inf")
         self._walk_at = self._snapshot_at = self._orphans_at = float("-inf")
         self._full: dict[str, int] = {}  # heartbeat -> its `full` that was served
@@ -151,11 +151,12 @@ class Leader:
         """
         now = time.monotonic()
         is_first = self._looked_at == float("-inf")
-        self._rewritten = {
+        rewritten = {
             beat.name: self._looked_at
             for beat in beats
             if not is_first and self._heard.get(beat.name, (beat.beat, 0))[0] != beat.beat
         }
+        self._rewritten = rewritten or self._rewritten
         last_heard = self._heard
         self._heard = {
             beat.name: known

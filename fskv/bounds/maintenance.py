@@ -25,7 +25,7 @@ from fskv.bounds.evict import execute, plan
 from fskv.bounds.eviction_news import ENTRY_NBYTES, EvictionNews
 from fskv.bounds.leader import Leader, RoomAwaited
 from fskv.bounds.lease import SHARED_DIR, TTL_S, Lease
-from fskv.bounds.limits import Heartbeat, Usage
+from fskv.bounds.limits import Heartbeat, Limits, Usage
 from fskv.bounds.shared_files import SharedFiles
 from fskv.bounds.state import BoundsSaid, RootState, root_state
 from fskv.index.snapshot import Catalogue
@@ -248,10 +248,22 @@ class Maintainer:
         return self._work
 
     def close(self) -> None:
-        """End: the heartbeat goes, and a walk counts what it has not told. Raises OSError."""
+        """End: the last bytes are told, and the heartbeat goes. Raises OSError.
+
+        Of an engine that does not lead it stays, without limits, until the leader has added what it tells.
+        """
         if self._work is not None:
             self._work.cancel()
-        self._files.withdraw(self._heartbeat.name)
+        told = self._published
+        is_news = told is not None and self._heartbeat.written != told.written
+        if is_news:
+            self._heartbeat = replace(self._heartbeat, limits=Limits())
+            self._publish()
+        if is_news and self._leader is not None and self._leader.in_office:
+            self._leader.look(self._files.heartbeats(), Space.of(self._root))
+            is_news = False
+        if not is_news:
+            self._files.withdraw(self._heartbeat.name)
         if self._leader is not None:
             self._leader.save_snapshots()
         self._lease.release()

@@ -1001,6 +1001,33 @@ def test_of_an_old_engine_that_is_new_to_a_leader_only_what_is_new_is_added(root
     assert one._count.nbytes[NAME][0] == 1 << 20
 
 
+@pytest.mark.parametrize("leads", [True, False], ids=["leader", "another leads"])
+def test_what_an_engine_writes_last_is_in_the_sums_after_its_end(root, leads):
+    """Or the next engine would take it for room. Of one that does not lead the heartbeat tells."""
+
+    async def steps():
+        other = Maintainer(root, beat(OTHER_NODE))
+        one = Maintainer(root, beat())
+        for maintainer in (one, other) if leads else (other, one):
+            await maintainer.try_step()
+        while usage_of(root) is None:
+            for maintainer in (one, other):
+                await maintainer.try_step()
+                await asyncio.sleep(0.005)
+        one.hear(8192, 0)
+        one.close()
+        if leads:
+            assert usage_of(root).nbytes == 8192
+        else:
+            (left,) = [each for each in book(root).heartbeats() if each.name != OTHER_NODE]
+            assert (left.written, left.limits) == (8192, Limits())
+            await other.try_step()
+            assert usage_of(root).nbytes == 8192
+        other.close()
+
+    run(steps())
+
+
 def test_work_of_an_earlier_term_gives_the_lease_back(root, monkeypatch):
     """Or nobody leads until it ends. The control: work of this term does not."""
     release = asyncio.Event()
