@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -182,6 +183,8 @@ class Mover:
             cpus=cpus,
         )
         self._touches: deque[Sequence[tuple[FileId, Use]]] = deque()
+        self._touches_lock = threading.Lock()  # guards the number of files in them
+        self._num_touches = 0
         self._toucher: HangProofPool[None, None] = HangProofPool(
             "fskv-touch", 1, 0, _native.Queue(1, 0), self._touch_next, contextlib.nullcontext
         )
@@ -244,18 +247,22 @@ class Mover:
         return Use(stamp, depth)
 
     def touch(self, files: Sequence[tuple[FileId, Use]]) -> None:
-        """Note that files are used, the deepest first; those that are not there are passed over."""
-        if (
-            not self._stopped
-            and not self._breaker.open
-            and sum(map(len, self._touches)) < _MAX_TOUCHES
-        ):
-            self._touches.append(sorted(files, key=lambda one: -one[1].depth))
-            self._toucher.submit(_native.Transfer(None, True, _native.Guard(True)))
+        """Note that files are used; those that are not there are passed over."""
+        if self._stopped or self._breaker.open:
+            return
+        with self._touches_lock:
+            if self._num_touches > _MAX_TOUCHES:
+                return
+            self._num_touches += len(files)
+        self._touches.append(files)
+        self._toucher.submit(_native.Transfer(None, True, _native.Guard(True)))
 
     def _touch_next(self, _task: object, _context: None) -> None:
-        """On a thread of its own: no file that is read or written waits for it."""
-        for file, use in self._touches.popleft():
+        """On a thread of its own, the deepest first: no file that is read or written waits for it."""
+        files = self._touches.popleft()
+        with self._touches_lock:
+            self._num_touches -= len(files)
+        for file, use in sorted(files, key=lambda one: -one[1].depth):
             self._store.touch(file, use)
 
     def poll(self) -> list[JobResult]:

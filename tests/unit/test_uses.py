@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import itertools
 import os
+import threading
 import time
 
 import pytest
@@ -12,6 +14,7 @@ from toy_engine import TOKENS_PER_CHUNK, Engine
 from world import wait_for
 
 from fskv.native import _native
+from fskv.offload import mover
 from fskv.offload.uses import Uses
 
 MS = 10**6
@@ -166,3 +169,34 @@ def test_what_is_loaded_gets_the_time_of_its_use_also_if_it_was_of_a_time_to_com
     at_ns = sorted(path.stat().st_mtime_ns for path in paths[1:])
     assert {(at_ns[-1] - one) % MS for one in at_ns} == {0}
     assert at_ns[-1] - at_ns[0] <= 4 * MS
+
+
+class Shared(collections.deque):
+    """The lists that wait, as another thread takes from them just now."""
+
+    def __iter__(self):
+        raise RuntimeError("deque mutated during iteration")
+
+
+def test_touches_that_wait_are_bounded_by_files_and_never_looked_through(tmp_path, monkeypatch):
+    """An exception there would end the engine: it is on the thread of the model."""
+    monkeypatch.setattr(mover, "_MAX_TOUCHES", 100)
+    (tmp_path / "kv").mkdir()
+    with contextlib.closing(Engine(str(tmp_path / "kv"), keep_free=0)) as engine:
+        one, touched, goes_on = engine.kv.mover, [], threading.Event()
+        monkeypatch.setattr(
+            one._store, "touch", lambda file, use: goes_on.wait(60) and touched.append((file, use))
+        )
+        one._touches = Shared()
+        lists = [[((n, at), one.use(1, at)) for at in range(10)] for n in range(30)]
+        for files in lists:
+            one.touch(files)
+        waits = one._num_touches
+        goes_on.set()
+        wait_for(lambda: not one._num_touches)
+        # One list may be under way already; the last one may go beyond the bound.
+        assert 100 < waits <= 110
+        wait_for(lambda: len(touched) >= waits)
+        assert [use.depth for _, use in touched[:10]] == list(range(9, -1, -1))
+        one.touch(lists[0])  # the control: they are taken again
+        wait_for(lambda: len(touched) >= waits + 10)
