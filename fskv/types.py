@@ -59,7 +59,7 @@ class FileId(NamedTuple):
 
 
 class Use(NamedTuple):
-    """What the files of a prefix are stamped by when it is used: see csrc/chunk_io.h."""
+    """The time that a file gets when its prefix is used: see stamp_use in csrc/chunk_io.h."""
 
     stamp: bytearray  # of 8, shared by all of them
     depth: int  # of the chunk in its prefix

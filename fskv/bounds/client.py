@@ -26,7 +26,7 @@ from fskv.bounds.process import MaintenanceProcess, Starting
 from fskv.bounds.state import RootState
 from fskv.observe.state_log import StateLog
 
-_LATE_S = 6.0  # a leader tells every 5 s at least
+_LATE_S = 8.0  # a leader tells every 5 s at least, and the process a second later
 _SILENT_S = 20.0  # without a new sequence for so long nobody may be counting
 _HUNG_S = 60.0  # and the process that tells of none is killed after so much more
 _START_S = 10.0  # an interpreter and its imports, on a machine that is busy or slow
@@ -41,7 +41,7 @@ _MAX_FRAME = 64 << 20
 
 
 class Capacity:
-    """What one engine may store in a root."""
+    """One engine's share of a root's bounds."""
 
     def __init__(
         self,
@@ -168,7 +168,8 @@ class Capacity:
         if refusal != self._refused and not self._quiet:
             self._refused = refusal
             if refusal and self.state.known:
-                self._log.say("stores_paused", logging.WARNING, reason=refusal)
+                free = self.state.free
+                self._log.say("stores_paused", logging.WARNING, free_bytes=free, reason=refusal)
             elif not refusal:
                 self._log.say("stores_resumed")
         if refusal:
@@ -190,7 +191,7 @@ class Capacity:
                 return f"2 % above the bound of {limit} bytes: pruning is late, or nothing is left"
         free = state.free - (stored + nbytes - state.seen_written)
         if state.kept_free and free < state.kept_free // 2:
-            return f"{state.free} bytes are free, half of keep_free: make room, or lower keep_free"
+            return "less than half of keep_free is left: make room, or lower keep_free"
         if unseen_s <= _SILENT_S:
             self._unseen_since = None
             return ""
@@ -262,9 +263,7 @@ class Capacity:
         if now - max(self._heard_at, self._listens_since) > _SILENT_S:
             if not self._silent_polls_since:
                 self._silent_polls_since = now
-                reason = (
-                    f"no word for {_SILENT_S:.0f} s, soon nothing is stored: does the root hang?"
-                )
+                reason = f"no word for {_SILENT_S:.0f} s, stores end soon: does the root hang?"
                 self._log.say("maintenance_silent", logging.WARNING, reason=reason)
             if now - self._silent_polls_since > _HUNG_S:
                 self._kill_process()  # the next poll starts another one

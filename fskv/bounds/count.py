@@ -1,6 +1,6 @@
 """How much is in a root, by namespace: what engines report, corrected by walks. The leader's.
 
-Engines report what they have written, about once a second; a walk finds what is there. Neither alone is
+Engines report their writing about once a second; a walk finds what is there. Neither alone is
 enough: reports know nothing of what others wrote or removed, and walks take long on a large root.
 """
 
@@ -115,6 +115,7 @@ class Count:
             self._counted_as.pop(gone, None)
             self.nbytes.pop(gone, None)
             self._reported.pop(gone, None)
+            self._uncounted.pop(gone, None)
             self._manifests.forget(gone)
         await asyncio.to_thread(self._judge, names)
         now_ns = self._lease.now_ns()
@@ -135,7 +136,7 @@ class Count:
             if not may_go_on():
                 return False
             why = f"{len(failed)} directories cannot be listed: {failed[0].error}" if failed else ""
-            # What they held counts on; but not for ever, or all that engines write would add to it.
+            # Their content counts on; but not for ever, or all that engines write would add to it.
             is_news = bool(why) and not self._uncounted.get(name)
             self._say_uncounted(name, why)
             self._untold_until = time.monotonic() + UNTOLD_S
@@ -180,7 +181,7 @@ class Count:
     def _opened(self, name: str) -> Catalogue:
         """Return the catalogue of a namespace.
 
-        What is foreign is walked: nothing is pruned there, so what a made-up snapshot says would stay.
+        A foreign one is walked: nothing is pruned there, so what a made-up snapshot says would stay.
         """
         foreign = name in self._manifests.foreign
         kind = (foreign, self._device if foreign else None)

@@ -1,4 +1,4 @@
-"""Counts, prunes and cleans a root for all who share it: what the holder of the lease does.
+"""Counts, prunes and cleans a root for all who share it: the work of the holder of the lease.
 
 Made when a maintenance process (fskv.bounds.maintenance) gets the lease, and dropped when it loses it. At
 each look it adds what heartbeats report and publishes the usage. One piece of work at a time runs beside the
@@ -94,7 +94,7 @@ class RoomAwaited:
 
 
 class Leader:
-    """What the holder of the lease knows and does. Ends with the lease."""
+    """The holder of the lease, in one term of it."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class Leader:
         self._file_mode = file_mode
         self._log = StateLog(root=root)
         last = files.usage()
-        # What the last leader has published stands until a walk is over.
+        # The sums of the last leader stand until a walk is over.
         self._usage = replace(last or Usage(), pruned_files=0, pruned_nbytes=0, orphans=0)
         self._known = last is not None
         self._published: Usage | None = None
@@ -177,7 +177,7 @@ class Leader:
         for name in dead:  # who was only frozen publishes again
             self._files.withdraw(name)
         self._beats = [beat for beat in beats if beat.name not in dead]
-        # What is missed at a look comes back: it must not count again.
+        # A heartbeat that is missed at a look comes back: it must not count again.
         for table in (self._counted, self._full):
             for name in [*table][: max(0, len(table) - _MAX_KNOWN)]:
                 del table[name]
@@ -192,7 +192,7 @@ class Leader:
     def _add(self, beat: Heartbeat, unknown: int, passed_s: float) -> int:
         """Add what an engine has written since its last heartbeat; returns how much that was.
 
-        What no disk can take in that time is no number to prune for: a walk tells.
+        More than any disk can take in that time is no number to prune for: a walk tells.
         """
         more = max(0, beat.written - self._counted.get(beat.name, unknown))
         more = more if more < _FASTEST * max(1.0, passed_s) else 0
@@ -231,7 +231,7 @@ class Leader:
             self._usage = self._published = replace(
                 usage, sequence=(usage.sequence + 1) % MAX_COUNT
             )
-            # Whoever stores compares with his own namespace and with those of his tenant.
+            # An engine compares with its own namespace and with those of its tenant.
             storing = {beat.tenant for beat in self._beats if beat.tenant is not None}
             needed = {n for n in counted if n in claimed or tenants.get(n) in storing}
             self._files.publish_usage(shortened(self._usage, needed))
@@ -304,7 +304,7 @@ class Leader:
             self._stuck_at = time.monotonic()
             self._stuck.clear()
         done: list[Scope] = []
-        # What goes for one bound helps the wider ones: look again after each.
+        # A prune for one bound helps the wider ones: look again after each.
         while (scope := self._next_scope(space, done)) is not None and self.in_office:
             done.append(scope)
             excess = scope.excess(replace(self._usage, namespaces=self._count.nbytes))
@@ -395,7 +395,9 @@ class Leader:
 
     def _learn_age(self, last_use_ns: int) -> None:
         """Uses are recorded after a tenth of the age of what goes: coarser ones would spoil its order."""
-        age_s = (self._lease.now_ns() - last_use_ns) // 1_000_000_000
+        if not (now_ns := self._lease.now_ns()):
+            return  # nobody knows what time it is
+        age_s = (now_ns - last_use_ns) // 1_000_000_000
         interval_s = min(max(1, age_s // 10), MAX_TOUCH_INTERVAL_S)
         self._usage = replace(self._usage, touch_interval_s=interval_s)
 

@@ -32,7 +32,7 @@ _NAMESPACE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*/[A-Za-z0-9._-]+@[0-9a-f]{
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one engine or watcher was given: upper bounds, in bytes on disk; None: no bound."""
+    """Upper bounds that one engine or watcher was given, in bytes on disk; None: no bound."""
 
     max_nbytes: int | None = None
     keep_free: int | Share = 0
@@ -58,7 +58,7 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What the leader knows, published at each of its looks.
+    """The sums and limits that the leader publishes at each of its looks.
 
     `namespaces` has those with files or heartbeats.
     """
@@ -139,13 +139,13 @@ def scopes(usage: Usage, space: Space) -> list[Scope]:
 
 
 def smallest(
-    limits: Iterable[Heartbeat], tenants: Iterable[str], space: Space
+    heartbeats: Iterable[Heartbeat], tenants: Iterable[str], space: Space
 ) -> tuple[int | None, int, dict[str, int]]:
     """Return the smallest limits of all of these: `max_nbytes`, `kept_free`, `tenant_limits` of Usage.
 
     `tenants` are those that have namespaces.
     """
-    beats, of_tenants = list(limits), set(tenants)
+    beats, of_tenants = list(heartbeats), set(tenants)
     roots = [beat.limits.max_nbytes for beat in beats if beat.limits.max_nbytes is not None]
     keep = max((kept_free(beat.limits.keep_free, space) for beat in beats), default=0)
     found: dict[str, int] = {}

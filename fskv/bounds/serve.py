@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import select
 import signal
 import sys
 import time
@@ -22,7 +23,6 @@ import msgpack
 
 from fskv.bounds.limits import Heartbeat, Limits
 from fskv.bounds.maintenance import LOOK_S, Maintainer
-from fskv.bounds.outbox import Outbox
 from fskv.bounds.process import END, Asked
 from fskv.observe.health_file import DIED, ENDED, end_health_file
 from fskv.root.process_id import unique_name
@@ -32,6 +32,35 @@ logger = logging.getLogger(__name__)
 
 _LAST_WORDS_S = 1.0
 _END_S = 60
+
+
+class Outbox:
+    """Messages for the engine. One that does not read must not stop us: the lease and the heartbeat go on."""
+
+    def __init__(self, fd: int) -> None:
+        os.set_blocking(fd, False)
+        self._fd = fd
+        self._rest = b""  # of a message that did not fit
+
+    def send(self, message: dict[str, Any]) -> bool:
+        """Send it, or at least its beginning; False: the pipe is full, and the message is dropped."""
+        return self._flush() and self._write(msgpack.packb(message))
+
+    def is_heard(self) -> bool:
+        """Whether anybody has the other end of the pipe open."""
+        poll = select.poll()
+        poll.register(self._fd, 0)  # POLLERR is told without being asked for
+        return not poll.poll(0)
+
+    def _flush(self) -> bool:
+        return not self._rest or (self._write(self._rest) and not self._rest)
+
+    def _write(self, data: bytes) -> bool:
+        try:
+            self._rest = data[os.write(self._fd, data) :]
+        except BlockingIOError:
+            return False
+        return True
 
 
 def heartbeat_from(options: dict[str, Any]) -> Heartbeat:

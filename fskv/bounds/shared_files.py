@@ -1,8 +1,8 @@
 """Reads and writes the files by which the engines of a root know of each other: heartbeats and usage.
 
 They lie in one directory, into which the leader renames `usage.json` at each of its looks: so NFS clients
-list it anew. Whoever can write to the root can write anything here. So no more is read than anybody writes,
-unknown keys are ignored, and what is not understood is left out, told of, and removed when it is a day old.
+list it anew. Every writer of the root can put anything here. So no more is read than anybody writes, unknown
+keys are ignored, and a file that is not understood is left out, told of, and removed when it is a day old.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fskv.types import MAX_COUNT
 
 USAGE_FILE = "usage.json"
 PREFIX, SUFFIX = "heartbeat-", ".json"
-# What is longer is not read, and not written: docs/format.md.
+# A longer one is not read, and not written: docs/format.md.
 MAX_HEARTBEAT_NBYTES = 64 << 10
 MAX_USAGE_NBYTES = 2 << 20
 _MAX_NBYTES = 8 << 20  # of all heartbeats together
@@ -87,7 +87,7 @@ class SharedFiles:
 
     @property
     def left_out(self) -> dict[str, str]:
-        """What could not be used when it was last read: path -> why."""
+        """The files that could not be used when they were last read: path -> why."""
         found = {f"{self._directory}/{name}": reason for name, reason in self._junk.items()}
         if self._no_usage:
             found[f"{self._directory}/{USAGE_FILE}"] = self._no_usage
@@ -156,7 +156,7 @@ class SharedFiles:
     def remove_orphans(self, now_ns: int) -> None:
         """Remove parts of dead processes, and parts and junk in the place of heartbeats that are a day old.
 
-        `now_ns` is the file system's own clock, 0: unknown. What is no regular file is foreign and stays.
+        `now_ns` is the file system's own clock, 0: unknown. Anything but a regular file is foreign and stays.
         """
         part = orphans(now_ns, _JUNK_S)
 

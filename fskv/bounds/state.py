@@ -1,4 +1,4 @@
-"""What a maintenance process tells its engine of the root: sizes, bounds in force, what was pruned. Pure."""
+"""The state of a root that a maintenance process tells its engine: sizes, bounds in force, prunes. Pure."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Removes files and empty directories of a root, for everybody who has judged that they may go.
 
-Who decides what goes is elsewhere: eviction, `fskv gc`, `rm`, `prune`, `verify`. Here is how. A directory is
-opened through no link below the root. What has a name in it is looked at there, judged by what it is at that
-moment, and removed from that very directory. What is no regular file is foreign and stays, whatever a judge
-says. What became of it is an `Outcome`: no call raises but for a root that is away.
+Eviction, `fskv gc`, `rm`, `prune` and `verify` decide which; here is how. A directory is opened through no
+link below the root. Each name is looked at there, judged by what it is at that moment, and removed from that
+very directory. Anything but a regular file is foreign and stays, whatever a judge says. Each call returns an
+`Outcome`, and raises only where the root is away.
 """
 
 from __future__ import annotations

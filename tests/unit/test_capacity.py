@@ -258,7 +258,7 @@ def test_while_no_sums_come_each_engine_takes_its_part_of_what_is_left(told):
     capacity, tell, clock = told
     limit = 1_024_000
     tell(root_limit=limit, root_left=102_400, writers=4)
-    clock.advance(7)
+    clock.advance(9)
     assert store(capacity, limit) == (102_400 + limit // 50) // 4 // 1024 * 1024
 
 

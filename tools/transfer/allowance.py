@@ -1,4 +1,4 @@
-"""What a transfer may write into a root: it has a heartbeat there, as an engine does.
+"""A transfer's share of a root's bounds: it has a heartbeat there, as an engine does.
 
 So (docs/architecture.md, "Capacity") the bounds of all living engines hold for it. When one is met what was
 used least recently is pruned, by whoever holds the lease, and the transfer waits for that; when there is no

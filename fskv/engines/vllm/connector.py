@@ -101,7 +101,7 @@ class FskvWorkerMetadata(OffloadingWorkerMetadata):
 
 @dataclass
 class FskvConnectorMetadata(OffloadingConnectorMetadata):
-    """What the scheduler tells the workers in a step: jobs, and the chunks that are used without one."""
+    """The jobs of a step, and the chunks that are used without one; pickled to the workers."""
 
     touches: list[ChunkKeys] = field(default_factory=list)
 
