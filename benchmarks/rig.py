@@ -133,7 +133,7 @@ def open_runner(
     )
     if not native:
         transport.native = replace(transport.native, pages=None)
-    store = ChunkStore(directory, {0: layout}, transport, touch_interval_s=config.touch_interval_s)
+    store = ChunkStore(directory, {0: layout}, transport)
     return JobRunner(
         store,
         transport,

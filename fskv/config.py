@@ -170,12 +170,6 @@ class StoreConfig:
         "missing. While the mount answers, though slowly, as long as a recompute of them would take, and ten "
         "times this at most.",
     )
-    touch_interval_s: float = _option(
-        600.0,
-        "seconds",
-        "A chunk's mtime (its last use) is refreshed by a load when older than this. FskvConnector does so "
-        "for a whole prefix, of which vLLM's own cache may have a part.",
-    )
     max_bytes: int | None = _option(
         None,
         'bytes, or "500GiB"',
@@ -362,7 +356,6 @@ _PARSERS = {
     "load_deadline_s": _seconds(0.01, 3600),
     "load_budget": _choice("on", "off"),
     "lookup_timeout_s": _seconds(0.01, 60),
-    "touch_interval_s": _seconds(0, 600),
     "max_bytes": _parse_bound,
     "keep_free": parse_keep_free,
     "tenant_max_bytes": _parse_bound,

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 # No number of bytes or files that anybody counts is larger: whatever a root holds, sums fit into 64 bits.
 MAX_COUNT = (1 << 62) - 1
+# A file's mtime is its last use, as exact as this: the root may ask for less (fskv.bounds.limits.Usage).
+MAX_TOUCH_INTERVAL_S = 600
 
 
 class Status(Enum):

@@ -209,7 +209,7 @@ def ago(mtime_ns: int | None, now_ns: int | None = None) -> str:
 
 def last_use(mtime_ns: int | None, now_ns: int | None = None) -> str:
     """Write how long ago a chunk was used: a load sets its time only after `touch_interval_s`."""
-    from fskv.bounds.limits import MAX_TOUCH_INTERVAL_S
+    from fskv.types import MAX_TOUCH_INTERVAL_S
 
     now_ns = time.time_ns() if now_ns is None else now_ns
     if mtime_ns is not None and 0 <= now_ns - mtime_ns < MAX_TOUCH_INTERVAL_S * 10**9:

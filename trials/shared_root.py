@@ -126,7 +126,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             **SMALL_CHUNKS,
             "max_bytes": None if options.break_bound else bound,
             "keep_free": 0,
-            "touch_interval_s": 0,
             "direct_io": options.direct_io,
             "io_threads": options.threads,
         }

@@ -88,7 +88,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 "hybrid_chunk_size": CHUNK_TOKENS,
                 "max_bytes": bound << (4 if "bound" in options.broken else 0),
                 "keep_free": 0,
-                "touch_interval_s": 0,
                 "staging_bytes": STAGING_NBYTES,
                 "direct_io": "auto",
             }

@@ -25,12 +25,12 @@ from typing import Any
 import aiofiles.os
 import numpy as np
 
-from fskv.bounds.limits import MAX_TOUCH_INTERVAL_S
 from fskv.index.scan import file_name, shard_path
 from fskv.index.snapshot import Catalogue, joined
 from fskv.root.filesystem import block_nbytes, clamp_mtime, length
 from fskv.root.remove import Fate, Outcome, Place, orphans, sweep
 from fskv.root.root import PART_PREFIX, TMP_DIR
+from fskv.types import MAX_TOUCH_INTERVAL_S
 
 logger = logging.getLogger(__name__)
 

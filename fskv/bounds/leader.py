@@ -20,7 +20,6 @@ from fskv.bounds.evict import Pruned, cutoff_ns, execute, plan, remove_orphans
 from fskv.bounds.eviction_news import EvictionNews
 from fskv.bounds.lease import TTL_S, Lease
 from fskv.bounds.limits import (
-    MAX_TOUCH_INTERVAL_S,
     Heartbeat,
     Scope,
     Usage,
@@ -33,7 +32,7 @@ from fskv.bounds.shared_files import SharedFiles, shortened
 from fskv.observe.state_log import StateLog
 from fskv.root.filesystem import Space
 from fskv.root.process_id import provably_dead
-from fskv.types import MAX_COUNT
+from fskv.types import MAX_COUNT, MAX_TOUCH_INTERVAL_S
 
 logger = logging.getLogger(__name__)
 

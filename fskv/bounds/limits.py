@@ -20,9 +20,8 @@ from dataclasses import dataclass, field
 
 from fskv.root.filesystem import Space
 from fskv.sizes import Share
-from fskv.types import MAX_COUNT
+from fskv.types import MAX_COUNT, MAX_TOUCH_INTERVAL_S
 
-MAX_TOUCH_INTERVAL_S = 600
 GUARD_PART = 50  # of a bound: 2 % above it engines pause
 UNSEEN_PART = 100  # of a bound: 1 % is what an engine writes at most that nobody counts
 _LEAST_MARGIN, _MOST_MARGIN = 0.01, 0.10  # of a bound, below it

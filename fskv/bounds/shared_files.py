@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import asdict, replace
 from typing import Any
 
-from fskv.bounds.limits import MAX_TOUCH_INTERVAL_S, Heartbeat, Limits, Usage, is_namespace
+from fskv.bounds.limits import Heartbeat, Limits, Usage, is_namespace
 from fskv.namespace import MAX_TENANT
 from fskv.root.beneath import opened
 from fskv.root.files import UnfitFileError, publishing, regular_file, retry_stale
@@ -24,7 +24,7 @@ from fskv.root.filesystem import is_full_late
 from fskv.root.process_id import is_orphan, unique_name
 from fskv.root.remove import orphans, sweep
 from fskv.sizes import Share
-from fskv.types import MAX_COUNT
+from fskv.types import MAX_COUNT, MAX_TOUCH_INTERVAL_S
 
 USAGE_FILE = "usage.json"
 PREFIX, SUFFIX = "heartbeat-", ".json"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
-from fskv.bounds.limits import MAX_TOUCH_INTERVAL_S, Heartbeat, Usage, scopes, smallest
+from fskv.bounds.limits import Heartbeat, Usage, scopes, smallest
 from fskv.root.filesystem import Space
+from fskv.types import MAX_TOUCH_INTERVAL_S
 
 _KINDS = ("root", "tenant", "free")
 

@@ -43,7 +43,7 @@ from fskv.root.files import publish_chunk
 from fskv.root.filesystem import is_local, shows_late
 from fskv.root.process_id import part_names
 from fskv.transports.protocol import OpenChunk, SlotT, Transport
-from fskv.types import FileId, Status, Use
+from fskv.types import MAX_TOUCH_INTERVAL_S, FileId, Status, Use
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class ChunkStore(Generic[SlotT]):
         layouts: Mapping[int, FileLayout],
         transport: Transport[SlotT],
         *,
-        touch_interval_s: float,
+        touch_interval_s: float = MAX_TOUCH_INTERVAL_S,
         restore: Callable[[], object] | None = None,
     ) -> None:
         """`layouts` by group index: the files of a chunk are all alike.

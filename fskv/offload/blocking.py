@@ -18,7 +18,7 @@ from typing import NamedTuple
 from fskv.data_path.job import FileMove, JobResult
 from fskv.observe import metrics
 from fskv.offload.kv_store import KvStore
-from fskv.types import ChunkId, Presence, Status
+from fskv.types import ChunkId, Presence, Status, Use
 
 logger = logging.getLogger(__name__)
 
@@ -93,12 +93,16 @@ class BlockingStore:
             there = [presence is Presence.HIT for presence, _ in answers]
             return there[: there.index(False)] if prefix and False in there else there
 
-    def load(self, pages: Sequence[Page]) -> list[bool]:
-        """Load pages; returns which hold their chunk now. Of the others nothing is to be relied on."""
+    def load(self, pages: Sequence[Page], before: Sequence[ChunkId] = ()) -> list[bool]:
+        """Load pages; returns which hold their chunk now. Of the others nothing is to be relied on.
+
+        They are in the order of a prefix; `before` are the chunks that stand before them in it, if known.
+        """
         with self._changed:
             if self._closed or not pages:
                 return [False] * len(pages)
-            with self._begun(_Job(), self._kv.mover.load, self._moves(pages)) as job:
+            moves = self._moves(pages, self._used(pages, before, there=True))
+            with self._begun(_Job(), self._kv.mover.load, moves) as job:
                 self._wait(lambda: job.result is not None, self._allowed_s(len(pages)))
             # Stopped between the load's end and now: what it brought may not be what the engine wants.
             if job.result is None or self._kv.lookup.stopped:
@@ -106,20 +110,26 @@ class BlockingStore:
             bad = {file.chunk for file in job.result.bad}
             return [page.chunk not in bad for page in pages]
 
-    def store(self, pages: Sequence[Page]) -> list[bool]:
-        """Store pages; returns which chunks are on disk, as far as is known when the deadline is over."""
+    def store(self, pages: Sequence[Page], before: Sequence[ChunkId] = ()) -> list[bool]:
+        """Store pages; returns which chunks are on disk, as far as is known when the deadline is over.
+
+        Order and `before`: see `load`.
+        """
         end = time.monotonic() + self._allowed_s(len(pages))
+        with self._changed:
+            uses = [] if self._closed else self._used(pages, before, there=False)
         good: list[bool] = []
         for first in range(0, len(pages), self._at_once):
-            good += self._store(pages[first : first + self._at_once], end)
+            some = slice(first, first + self._at_once)
+            good += self._store(pages[some], uses[some], end)
         return good
 
-    def _store(self, pages: Sequence[Page], end: float) -> list[bool]:
+    def _store(self, pages: Sequence[Page], uses: Sequence[Use], end: float) -> list[bool]:
         kv = self._kv
         with self._changed:
             if self._closed or time.monotonic() >= end:
                 return [False] * len(pages)
-            moves = {move.file.chunk: move for move in self._moves(pages)}
+            moves = {move.file.chunk: move for move in self._moves(pages, uses)}
             stored: dict[ChunkId, bool | None] = dict.fromkeys(kv.lookup.begin_store(moves))
             if stored:
                 mine = [moves[chunk] for chunk in stored]
@@ -161,8 +171,12 @@ class BlockingStore:
     def _allowed_s(self, num_pages: int) -> float:
         return self._deadline.for_nbytes(num_pages * self._chunk_nbytes)
 
-    def _moves(self, pages: Sequence[Page]) -> list[FileMove]:
-        return [move for page in pages for move in self._kv.moves(page.chunk, [page.block])]
+    def _used(self, pages: Sequence[Page], before: Sequence[ChunkId], *, there: bool) -> list[Use]:
+        return self._kv.used(before, [page.chunk for page in pages], there=there)
+
+    def _moves(self, pages: Sequence[Page], uses: Sequence[Use]) -> list[FileMove]:
+        pairs = zip(pages, uses, strict=True)
+        return [m for page, use in pairs for m in self._kv.moves(page.chunk, [page.block], use=use)]
 
     @contextlib.contextmanager
     def _begun(

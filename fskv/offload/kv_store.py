@@ -22,10 +22,11 @@ from fskv.index.presence import RankFiles
 from fskv.namespace import Identity, layout_digest
 from fskv.offload.lookup import Lookup, patience
 from fskv.offload.mover import Memory, Mover, News
+from fskv.offload.uses import Uses
 from fskv.offload.watch import Watch
 from fskv.plan.spans import plan_at
 from fskv.root.root import Root
-from fskv.types import ChunkId, FileId
+from fskv.types import ChunkId, FileId, Use
 
 # An engine says these by its identity, or does them itself.
 _NOT_OURS = (
@@ -118,6 +119,7 @@ class KvStore:
             per_chunk = [g.tokens_per_block * identity.blocks_per_chunk for g in identity.groups]
             self.lookup = Lookup(config, recompute_s=patience(per_chunk), clock=clock)
             made.callback(self.lookup.close)
+            self._uses = Uses[ChunkId](lambda: self.lookup.touch_interval_s, self.lookup.is_storing)
             self.watch = Watch(config, self.lookup, engine_rank=0)
             made.callback(self.watch.close)
             self.lookup.attach(
@@ -130,12 +132,35 @@ class KvStore:
             made.pop_all()
         self.watch.namespace = os.path.relpath(self.directory.path, config.root)
 
+    def used(
+        self, before: Sequence[ChunkId], chunks: Sequence[ChunkId], *, there: bool
+    ) -> list[Use]:
+        """Note a use of a prefix: of what is moved, in its order, and of what stands before it on disk.
+
+        Returns what stamps the chunks that are moved. They are `there` where they are loaded.
+        """
+        prefix = [*before, *chunks]
+        if not prefix:
+            return []
+        begun, start = self._uses.begin(prefix, len(before) + there * len(chunks))
+        first = min(start, len(before))
+        uses = [self.mover.use(begun.number, depth) for depth in range(first, len(prefix))]
+        due = [FileId(one.key_hash, one.group_idx, self._rank) for one in before[first:]]
+        if due:
+            self.mover.touch(list(zip(due, uses, strict=False)))
+        return uses[len(due) :]
+
     def moves(
-        self, chunk: ChunkId, block_ids: Sequence[int], first_block: int = 0
+        self,
+        chunk: ChunkId,
+        block_ids: Sequence[int],
+        first_block: int = 0,
+        use: Use | None = None,
     ) -> list[FileMove]:
         """Return what stores or loads blocks [first_block, first_block + len(block_ids)) of a chunk.
 
         `block_ids` are their places in the group's KV memory. A store takes all blocks to the chunk's end.
+        `use` is one of `used`.
         """
         layout = self._layouts.get(chunk.group_idx)
         if layout is None:
@@ -151,11 +176,11 @@ class KvStore:
             )
         file = FileId(chunk.key_hash, chunk.group_idx, self._rank)
         if self._anywhere:
-            return [FileMove(file, plan_at(layout, block_ids[0]))]
+            return [FileMove(file, plan_at(layout, block_ids[0]), use)]
         plan = plan_job(
             [layout], self._strides, [1], list(block_ids), [len(block_ids)], [first_block]
         )
-        return [FileMove(file, one) for one in plan.chunks]
+        return [FileMove(file, one, use) for one in plan.chunks]
 
     def step(self) -> list[JobResult]:
         """Return the jobs that ended, and let the lookup know what became of their files. Call it often."""

@@ -22,7 +22,7 @@ from fskv.observe import metrics
 from fskv.observe.metrics import Counters
 from fskv.observe.state_log import StateLog
 from fskv.root.root import FORMAT_FILE
-from fskv.types import ChunkId, Presence, Status
+from fskv.types import MAX_TOUCH_INTERVAL_S, ChunkId, Presence, Status
 
 if TYPE_CHECKING:
     from fskv.offload.mover import News
@@ -219,9 +219,10 @@ class Lookup:
 
     @property
     def touch_interval_s(self) -> float:
-        """After so long a use is recorded anew: the root says it, and the option is the most."""
-        told = self.capacity.state.touch_interval_s if self.capacity is not None else math.inf
-        return min(self._config.touch_interval_s, told)
+        """After so long a use is recorded anew: the leader of the root says it."""
+        if self.capacity is None:
+            return MAX_TOUCH_INTERVAL_S
+        return self.capacity.state.touch_interval_s
 
     @property
     def storing(self) -> Mapping[ChunkId, object]:

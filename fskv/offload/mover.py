@@ -159,13 +159,7 @@ class Mover:
             elif answer_s is not None:
                 told = f" (auto: a file opens and is read in {answer_s * 1e3:.1f} ms)"
         self.num_io_threads = num_threads
-        store = ChunkStore(
-            directory,
-            layouts,
-            self._transport,
-            touch_interval_s=config.touch_interval_s,
-            restore=restore,
-        )
+        store = ChunkStore(directory, layouts, self._transport, restore=restore)
         self.file_nbytes = store.file_nbytes
         self._store = store
         self._uses: OrderedDict[int, bytearray] = OrderedDict()

@@ -38,7 +38,7 @@ def _ask(number: int, label: str) -> dict:
 
 
 def _options(root: str, **options) -> dict:
-    small = {"hybrid_chunk_size": CHUNK_TOKENS, "touch_interval_s": 0, "keep_free": 0}
+    small = {"hybrid_chunk_size": CHUNK_TOKENS, "keep_free": 0}
     return lab.connector(root, **{**small, **options})
 
 

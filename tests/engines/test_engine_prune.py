@@ -69,7 +69,7 @@ def _lines(process: subprocess.Popen) -> list[dict]:
 def test_two_live_engines_are_pruned_once_and_then_watched(tmp_path):
     root = str(tmp_path / "root")
     os.mkdir(root)
-    transfer = lab.connector(root, hybrid_chunk_size=128, touch_interval_s=0, keep_free=0)
+    transfer = lab.connector(root, hybrid_chunk_size=128, keep_free=0)
     talks, pauses, engines = [], [], []
     for own in (1, 2):
         directory = tmp_path / f"engine{own}"

@@ -111,7 +111,7 @@ class Node:
             "endpoint": f"tcp://*:{self.port}",
             "replay_endpoint": f"tcp://*:{self.replay_port}",
         }
-        options = {"hybrid_chunk_size": CHUNK_TOKENS, "touch_interval_s": 0, "keep_free": 0}
+        options = {"hybrid_chunk_size": CHUNK_TOKENS, "keep_free": 0}
         transfer = lab.connector(self.root, self_describing_kv_events=True, **options)
         engine = {"kv_events_config": events}
         request = lab.request(MODEL, self.talk.steps, transfer=transfer, engine=engine)

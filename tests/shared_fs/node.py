@@ -27,7 +27,7 @@ from fskv.namespace import GroupIdentity, Identity
 from fskv.plan.spans import GroupLayout, plan_job
 from fskv.root.root import Root
 from fskv.transports import host
-from fskv.types import ChunkId, FileId, Presence
+from fskv.types import MAX_TOUCH_INTERVAL_S, ChunkId, FileId, Presence
 from shared_fs.chunks import NBYTES, NUM_BLOCKS, PAGES, POISON, content
 from shared_fs.letterbox import serve
 
@@ -86,7 +86,7 @@ class Node:
         self,
         root,
         deadline_s=20.0,
-        touch_interval_s=_DEFAULTS.touch_interval_s,
+        touch_interval_s=MAX_TOUCH_INTERVAL_S,
         direct_io="auto",
         quarantine_s=2.0,
         recompute_s=0.0,

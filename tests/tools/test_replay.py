@@ -323,7 +323,6 @@ def make_engine(tmp_path):
             "keep_free_nbytes": 0,
             "io_threads": 2,
             "direct_io": "off",
-            "touch_interval_s": 0.0,
             "speed": None,
         }
         engines.append(Engine(EngineSpec(**{**fields, **changes})))

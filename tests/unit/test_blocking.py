@@ -404,3 +404,40 @@ def test_what_was_made_of_a_store_that_cannot_be_opened_is_closed(tmp_path, monk
         assert not closed
         store.close()
     assert len(closed) == 2
+
+
+# --- the times of a prefix ----------------------------------------------------------------------
+
+
+def times(store, numbers):
+    """The last uses of chunks' files, in the order of the numbers."""
+    files = [store.kv.directory.chunk_path(one.key_hash, 0, None) for one in chunks(numbers)]
+    return [os.stat(path).st_mtime_ns for path in files]
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_of_a_prefix_the_deepest_chunk_is_the_oldest_where_the_engine_tells_what_is_before(
+    make, is_told
+):
+    """Without that, the negative control, what is stored later is younger than what it needs."""
+    store = make()
+    store.fill(pages(range(8)))
+    assert all(store.store(pages(range(4))))
+    time.sleep(0.05)
+    assert all(store.store(pages(range(4, 8), 4), chunks(range(4)) if is_told else ()))
+    found = times(store, range(8))
+    assert (found == sorted(found, reverse=True)) is is_told
+
+
+def test_who_loads_the_end_of_a_prefix_uses_all_of_it(make):
+    store, other = make(), make()
+    store.fill(pages(range(8)))
+    assert all(store.store(pages(range(8))))
+    long_ago = time.time() - 10_000
+    for one in chunks(range(8)):
+        os.utime(store.kv.directory.chunk_path(one.key_hash, 0, None), (long_ago, long_ago))
+    assert all(other.load(pages(range(5, 8)), chunks(range(1, 5))))
+    wait_for(lambda: times(other, [1])[0] > (long_ago + 1000) * 10**9)
+    found = times(other, range(8))
+    assert found[1:] == sorted(found[1:], reverse=True)
+    assert found[0] < (long_ago + 1000) * 10**9  # nobody said that it is before them

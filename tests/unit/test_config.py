@@ -61,7 +61,6 @@ OPTIONS = {
     "load_deadline_s": ([0.01, 2, 2.5], [0, -1, "2", "2s", True, None, math.nan, math.inf]),
     "load_budget": (["off", "on"], ["auto", 0, 1, 2.5, True, None, ["on"]]),
     "lookup_timeout_s": ([0.01, 1], [0, "1s", True, None, 61, math.nan]),
-    "touch_interval_s": ([0, 600], [-1, "10min", True, None]),
     "max_bytes": ([None, MIB, "500GiB"], [0, -1, "500", "500GB", True, 1.5]),
     "keep_free": (
         [0, "0", MIB, "50GiB", "2%", "0.5 %"],

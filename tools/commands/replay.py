@@ -59,14 +59,6 @@ def command(
     direct_io: Annotated[
         str, typer.Option(help="O_DIRECT: on, off, or auto for where it works.")
     ] = "off",
-    touch_interval: Annotated[
-        float | None,
-        typer.Option(
-            min=0,
-            help="Seconds after which a use refreshes a chunk's mtime. Default: 0 at full speed, "
-            "600 / speed otherwise.",
-        ),
-    ] = None,
     sample_interval: Annotated[
         float, typer.Option(min=0.01, help="Seconds between two walks over the root.")
     ] = 1.0,
@@ -126,7 +118,6 @@ def command(
             limit=limit,
             io_threads=io_threads,
             direct_io=direct_io,
-            touch_interval_s=touch_interval,
             sample_interval_s=sample_interval,
             intervals=intervals,
             keep=keep,

@@ -28,7 +28,7 @@ from fskv.observe import metrics
 from fskv.offload.kv_store import KvStore
 from fskv.offload.mover import News
 from fskv.root.root import Root
-from fskv.types import ChunkId, FileId, Presence, Status
+from fskv.types import ChunkId, FileId, Presence, Status, Use
 
 from .trace import TOKENS_PER_BLOCK, Request, block_content, block_key
 
@@ -60,7 +60,6 @@ class EngineSpec:
     keep_free_nbytes: int
     io_threads: int
     direct_io: str
-    touch_interval_s: float
     speed: float | None  # seconds of the trace per second; None: as fast as it goes
 
 
@@ -155,7 +154,6 @@ class Engine:
             transport="host",
             staging_bytes=spec.io_threads * 4 * self._layout.file_nbytes,
             max_queued_chunks=count,
-            touch_interval_s=spec.touch_interval_s,
             load_deadline_s=PATIENCE_S,
             lookup_timeout_s=defaults.lookup_timeout_s * spec.speed
             if spec.speed
@@ -339,9 +337,11 @@ class Engine:
     # --- jobs -------------------------------------------------------------------------------
 
     def _moves(self, chunks: Sequence[ChunkId]) -> list[FileMove]:
-        return [
-            FileMove(FileId(*chunk), plan) for chunk, plan in zip(chunks, self._plans, strict=False)
-        ]
+        use = Use(
+            bytearray(8), 0
+        )  # each time: the trace may be faster than any interval of touches
+        pairs = zip(chunks, self._plans, strict=False)
+        return [FileMove(FileId(*chunk), plan, use) for chunk, plan in pairs]
 
     def _wait(self, ended: Callable[[], bool]) -> None:
         end = time.monotonic() + 3 * PATIENCE_S

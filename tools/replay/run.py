@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from fskv.bounds.limits import MAX_TOUCH_INTERVAL_S
 from fskv.root.filesystem import Space, unit_nbytes
 
 from ..bench.workspace import StopSignals
@@ -60,7 +59,6 @@ class Settings:
     limit: int | None
     io_threads: int
     direct_io: str
-    touch_interval_s: float | None
     sample_interval_s: float
     intervals: int
     keep: bool
@@ -73,13 +71,6 @@ class Settings:
         for option, text in (("--capacity", self.capacity), ("--keep-free", self.keep_free)):
             if text is not None:
                 _parse_size(option, text)
-
-    @property
-    def touch_after_s(self) -> float:
-        """Seconds of this machine's clock after which a use of a chunk refreshes its mtime."""
-        if self.touch_interval_s is not None:
-            return self.touch_interval_s
-        return MAX_TOUCH_INTERVAL_S / self.speed if self.speed else 0.0
 
     def bound(self, root: str) -> tuple[int, int] | None:
         """Return the capacity in bytes and in blocks, by what a chunk file takes on this disk."""
@@ -201,7 +192,6 @@ class _Replay:
             keep_free_nbytes=_parse_size("--keep-free", keep_free)[0] if keep_free else 0,
             io_threads=settings.io_threads,
             direct_io=settings.direct_io,
-            touch_interval_s=settings.touch_after_s,
             speed=settings.speed,
         )
         try:

@@ -50,7 +50,7 @@ from fskv.types import ChunkId
 
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
-_Move: TypeAlias = "Callable[[BlockingStore, Sequence[Page]], list[bool]]"
+_Move: TypeAlias = "Callable[[BlockingStore, Sequence[Page], Sequence[ChunkId]], list[bool]]"
 
 _FINGERPRINT_S = 300.0  # a few thousand small reads, perhaps on a slow mount
 _PUBLISH_S = 1.0
@@ -153,7 +153,7 @@ class FskvStorage(HiCacheStorage):
         host_indices: torch.Tensor,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
-        return self._move(BlockingStore.load, str(PoolName.KV), keys, host_indices)
+        return self._move(BlockingStore.load, str(PoolName.KV), keys, host_indices, extra_info)
 
     def batch_set_v1(
         self,
@@ -161,7 +161,7 @@ class FskvStorage(HiCacheStorage):
         host_indices: torch.Tensor,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
-        return self._move(BlockingStore.store, str(PoolName.KV), keys, host_indices)
+        return self._move(BlockingStore.store, str(PoolName.KV), keys, host_indices, extra_info)
 
     def _move(
         self,
@@ -169,11 +169,18 @@ class FskvStorage(HiCacheStorage):
         pool: str,
         keys: Sequence[str],
         host_indices: torch.Tensor | None,
+        extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
         store, nothing = self._usable(), [False] * len(keys)
         if store is None or host_indices is None or pool not in self._groups:
             return nothing
-        return _safe(lambda: move(store, self._pages(pool, keys, host_indices)), nothing)
+        before = getattr(extra_info, "prefix_keys", None) or ()  # where SGLang is to pass them
+
+        def moved() -> list[bool]:
+            pages = self._pages(pool, keys, host_indices)
+            return move(store, pages, [_chunk(key, self._groups[pool][0]) for key in before])
+
+        return _safe(moved, nothing)
 
     def _pages(self, pool: str, keys: Sequence[str], host_indices: torch.Tensor) -> list[Page]:
         """Return which block each key's indices are; raises ValueError where they are no whole blocks."""

@@ -324,6 +324,13 @@ class FskvManager(OffloadingManager):
         chunks, depths = zip(*due, strict=True)
         self._touches.append(ChunkKeys(chunks, use=prefix.use.number, depths=depths))
 
+    def begin_use(self, keys: Sequence[OffloadKey], *, there: bool) -> int:
+        """Return the number of a use of these, which are moved together, and `there` where they are loaded.
+
+        For the tier: vLLM does not tell it of requests that are admitted.
+        """
+        return self._uses.begin(keys, there * len(keys))[0].number if keys else 0
+
     def take_touches(self) -> list[ChunkKeys]:
         """Return the chunks that are used and not loaded, since the last call."""
         taken, self._touches = self._touches, []

@@ -59,21 +59,31 @@ class RowMover:
             for i, group in enumerate(workers.groups)
         }
 
-    def store(self, job_id: int, chunks: Sequence[ChunkId], row_idxs: Sequence[int]) -> int:
-        """Begin to store; the rows are free when the job is reported. Returns the bytes that it has."""
-        moves = self._moves(chunks, row_idxs)
+    def store(
+        self, job_id: int, chunks: Sequence[ChunkId], row_idxs: Sequence[int], use: int
+    ) -> int:
+        """Begin to store; the rows are free when the job is reported. Returns the bytes that it has.
+
+        `use`: see FskvManager.begin_use.
+        """
+        moves = self._moves(chunks, row_idxs, use)
         self.mover.store(job_id, moves)
         return sum(move.plan.nbytes for move in moves)
 
-    def load(self, job_id: int, chunks: Sequence[ChunkId], row_idxs: Sequence[int]) -> None:
+    def load(
+        self, job_id: int, chunks: Sequence[ChunkId], row_idxs: Sequence[int], use: int
+    ) -> None:
         """Begin to load; no row is written any more when the job is reported."""
-        self.mover.load(job_id, self._moves(chunks, row_idxs))
+        self.mover.load(job_id, self._moves(chunks, row_idxs, use))
 
-    def _moves(self, chunks: Sequence[ChunkId], row_idxs: Sequence[int]) -> list[FileMove]:
+    def _moves(
+        self, chunks: Sequence[ChunkId], row_idxs: Sequence[int], use: int
+    ) -> list[FileMove]:
         return [
             FileMove(
                 FileId(chunk.key_hash, chunk.group_idx, file_rank),
                 row.plan(key_idx, row_idx, self._row_nbytes),
+                self.mover.use(use, key_idx),
             )
             for key_idx, (chunk, row_idx) in enumerate(zip(chunks, row_idxs, strict=True))
             for file_rank, row in zip(self._file_ranks, self._rows[chunk.group_idx], strict=True)
@@ -89,11 +99,15 @@ class RestingRows:
     def __init__(self) -> None:
         self.mover = _RestingMover()
 
-    def store(self, job_id: int, chunks: Sequence[ChunkId], row_idxs: Sequence[int]) -> int:
+    def store(
+        self, job_id: int, chunks: Sequence[ChunkId], row_idxs: Sequence[int], use: int
+    ) -> int:
         self.mover.end(JobResult(job_id, is_load=False, failed=False, nbytes=0, seconds=0.0))
         return 0
 
-    def load(self, job_id: int, chunks: Sequence[ChunkId], row_idxs: Sequence[int]) -> None:
+    def load(
+        self, job_id: int, chunks: Sequence[ChunkId], row_idxs: Sequence[int], use: int
+    ) -> None:
         bad = tuple(FileId(*chunk) for chunk in chunks)
         self.mover.end(JobResult(job_id, is_load=True, failed=True, nbytes=0, seconds=0.0, bad=bad))
 

@@ -211,7 +211,10 @@ class FskvTier(SecondaryTierManager):
         job = _Open(list(job_metadata.keys), is_load=False)
         self._jobs[job_metadata.job_id] = job
         chunks = [to_chunk(key) for key in taken]
-        job.nbytes = self._rows.store(job_metadata.job_id, chunks, [rows[key] for key in taken])
+        use = self._manager.begin_use(job.keys, there=False)
+        job.nbytes = self._rows.store(
+            job_metadata.job_id, chunks, [rows[key] for key in taken], use
+        )
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         keys = list(job_metadata.keys)
@@ -221,7 +224,8 @@ class FskvTier(SecondaryTierManager):
         loaded = self._requests.get(job_metadata.req_context.req_id, {})
         for chunk in chunks:
             loaded[chunk] = loaded.get(chunk, 0) + 1
-        self._rows.load(job_id, chunks, job_metadata.chunk_ids.tolist())
+        use = self._manager.begin_use(keys, there=True)
+        self._rows.load(job_id, chunks, job_metadata.chunk_ids.tolist(), use)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         self._collect()
