@@ -187,7 +187,7 @@ def prune(options: Options) -> dict[str, Any]:
     """Plan and remove the least recently used files, some of which are used after they were counted."""
     import asyncio
 
-    from fskv.bounds.evict import execute, plan
+    from fskv.bounds.evict import Need, evict, plan
     from fskv.index.snapshot import Catalogue
 
     catalogue = Catalogue.load(options["namespace"])
@@ -195,9 +195,10 @@ def prune(options: Options) -> dict[str, Any]:
     for path in options["used"]:
         os.utime(path)
     start = time.monotonic()
-    chosen = plan([catalogue], options["nbytes"])
+    need = Need(options["nbytes"])
+    plan([catalogue], need)
     planned = time.monotonic()
-    pruned = asyncio.run(execute(chosen, lambda: True, options["namespace"]))
+    pruned = asyncio.run(evict([catalogue], need, options["namespace"]))
     return {
         "plan_s": planned - start,
         "execute_s": time.monotonic() - planned,

@@ -12,7 +12,9 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from fskv.bounds.evict import Forecast, cutoff_ns, execute, forecast, plan
+import numpy as np
+
+from fskv.bounds.evict import Need, Pruned, cutoff_ns, evict
 from fskv.bounds.limits import Limits, inodes_short, kept_free
 from fskv.index.snapshot import Catalogue
 from fskv.root.filesystem import Space
@@ -21,8 +23,6 @@ from fskv.sizes import Share
 from .neighbours import News, wall_clock_ns
 from .root_view import Namespace
 from .terminal import say, show
-
-_STEP_FILES = 4096  # of one plan, so many candidates are held; then the news of them is told
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +34,6 @@ class Wish:
     unused_s: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Need:
-    """What is to go: so many bytes and inodes, and all that was last used before a time."""
-
-    nbytes: int
-    num_files: int
-    before_ns: int | None
-
-
 @dataclass(slots=True)
 class Done:
     """What became of it."""
@@ -52,6 +43,51 @@ class Done:
     used_meanwhile: int = 0
     failures: dict[str, OSError] = field(default_factory=dict)  # by path
     reached: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What a prune would remove of one namespace, as far as is remembered."""
+
+    catalogue: Catalogue
+    num_files: int
+    nbytes: int
+    oldest_ns: int  # last uses
+    newest_ns: int
+
+
+def forecast(
+    catalogues: Sequence[Catalogue], nbytes: int, num_files: int = 0, before_ns: int | None = None
+) -> list[Forecast]:
+    """Say what would go if so much were freed, and all that was last used before `before_ns`. Pure.
+
+    By the files' own mtimes: where the ranks of a chunk differ, a little less goes. Without namespaces of
+    which nothing would go.
+    """
+    tables = [(catalogue, records) for catalogue in catalogues for _, records in catalogue.shards()]
+    mtimes = np.concatenate([records["mtime_ns"] for _, records in tables] or [np.empty(0, "<i8")])
+    sizes = np.concatenate([records["nbytes"] for _, records in tables] or [np.empty(0, "<u8")])
+    order = np.argsort(mtimes, kind="stable")
+    count = min(num_files, len(order))
+    if nbytes > 0:
+        freed = np.cumsum(sizes[order])
+        count = max(count, int(np.searchsorted(freed, nbytes, side="left")) + 1)
+    if before_ns is not None:
+        count = max(count, int(np.searchsorted(mtimes[order], before_ns, side="left")))
+    goes = np.zeros(len(order), bool)
+    goes[order[:count]] = True
+    found = []
+    at = 0
+    for catalogue in catalogues:
+        here = slice(at, at + catalogue.num_files)
+        at += catalogue.num_files
+        uses = mtimes[here][goes[here]]
+        if len(uses):
+            freed_here = int(sizes[here][goes[here]].sum())
+            found.append(
+                Forecast(catalogue, len(uses), freed_here, int(uses.min()), int(uses.max()))
+            )
+    return found
 
 
 class Pruning:
@@ -91,7 +127,10 @@ class Pruning:
                 say(f"{words}; `fskv rm` removes it")
 
     def need(self, now_ns: int) -> Need:
-        """Return what is to go. `now_ns` is the root's own clock; ours for a plan that is not carried out."""
+        """Return what is to go, and with a time all that was last used before it.
+
+        `now_ns` is the root's own clock; ours for a plan that is not carried out.
+        """
         wish = self._wish
         nbytes = max(0, self.nbytes - wish.max_nbytes) if wish.max_nbytes is not None else 0
         num_files = 0
@@ -123,7 +162,7 @@ class Pruning:
         max_nbytes = self._wish.max_nbytes
         if need.before_ns is not None:
             await self._remove(Need(self.nbytes, self.num_files, need.before_ns), done, stop, told)
-            need = Need(need.nbytes - done.nbytes, need.num_files - done.num_files, None)
+            need = Need(need.nbytes - done.nbytes, need.num_files - done.num_files)
         while True:
             num_files = done.num_files
             done.reached = await self._remove(need, done, stop, told)
@@ -136,7 +175,7 @@ class Pruning:
                 except OSError as error:
                     self.unlistable += 1
                     say(f"{catalogue.namespace}: cannot be listed: {error.strerror}")
-            last, need = need, Need(self.nbytes - max_nbytes, 0, None)
+            last, need = need, Need(self.nbytes - max_nbytes)
             done.reached = need.nbytes <= 0
             # Where writers are as fast as we are this would never end.
             is_too_slow = 2 * need.nbytes > last.nbytes > 0
@@ -147,26 +186,25 @@ class Pruning:
         self, need: Need, done: Done, stop: threading.Event, told: Callable[[Done], None]
     ) -> bool:
         """Remove what was used least recently, and before a time; returns whether enough has gone."""
-        left_nbytes, left_files = need.nbytes, need.num_files
-        while (left_nbytes > 0 or left_files > 0) and not stop.is_set():
-            nbytes, files = min(left_nbytes, self._step_nbytes()), min(left_files, _STEP_FILES)
-            chosen = plan(self._catalogues, nbytes, files, set(done.failures), need.before_ns)
-            if not chosen.candidates:
-                break
-            pruned = await execute(chosen, lambda: not stop.is_set(), self._root)
-            for path, chunks in pruned.removed.items():
-                self._news.tell(path, chunks)
-            done.num_files += pruned.num_files
-            done.nbytes += pruned.nbytes
-            done.used_meanwhile += pruned.used_meanwhile
-            done.failures |= pruned.failures
-            left_nbytes -= pruned.nbytes + pruned.vanished_nbytes
-            left_files -= pruned.num_files
-            told(done)
-            if pruned.away is not None:
-                done.failures[self._root] = pruned.away
-                return False
-        return left_nbytes <= 0 and left_files <= 0
 
-    def _step_nbytes(self) -> int:
-        return max(1, _STEP_FILES * self.nbytes // max(1, self.num_files))
+        def note(step: Pruned) -> None:
+            for path, chunks in step.removed.items():
+                self._news.tell(path, chunks)
+            done.num_files += step.num_files
+            done.nbytes += step.nbytes
+            done.used_meanwhile += step.used_meanwhile
+            done.failures |= step.failures
+            told(done)
+
+        pruned = await evict(
+            self._catalogues,
+            need,
+            self._root,
+            may_go_on=lambda: not stop.is_set(),
+            stuck=done.failures.keys(),
+            told=note,
+        )
+        if pruned.away is not None:
+            done.failures[self._root] = pruned.away
+            return False
+        return not need.less(pruned)

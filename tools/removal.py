@@ -14,11 +14,18 @@ from collections.abc import Callable, Iterator, Sequence
 
 from fskv.bounds.lease import SHARED_DIR
 from fskv.index.scan import Shard, file_name, shard_idx, shard_path
-from fskv.index.snapshot import SNAPSHOT_FILE
 from fskv.namespace import parse_chunk_file, parse_chunk_path
+from fskv.root import remove
 from fskv.root.process_id import is_our_part
 from fskv.root.remove import PART, Fate, Judge, Outcome, Place, always, remove_directory, sweep
-from fskv.root.root import CHUNK_DIR, FORMAT_FILE, MANIFEST_FILE, TAG_FILE, TMP_DIR
+from fskv.root.root import (
+    CHUNK_DIR,
+    FORMAT_FILE,
+    MANIFEST_FILE,
+    SNAPSHOT_FILE,
+    TAG_FILE,
+    TMP_DIR,
+)
 
 from .neighbours import News
 from .root_view import Namespace, Unlistable
@@ -87,16 +94,10 @@ def remove_namespace(
     tmp = f"{one.path}/{TMP_DIR}"
     yield from sweep(one.root, tmp, lambda name, _: PART if is_our_part(name) else Fate.FOREIGN)
     yield from foreign_around(one)
-    yield remove_directory(one.root, tmp)
-    yield remove_directory(one.root, f"{one.path}/{CHUNK_DIR}")
-    with Place(one.root, one.path, os.O_RDONLY) as place:
-        yield place.remove(SNAPSHOT_FILE)
-        if place.error is not None or stop() or place.names() != [MANIFEST_FILE]:
-            return
-        yield place.remove(MANIFEST_FILE)
-    yield remove_directory(one.root, one.path, always(NAMESPACE))
-    # Other namespaces are in it, or something foreign.
-    remove_directory(one.root, f"{one.root}/{one.arch}")
+    if not stop():
+        yield remove.remove_namespace(one.root, one.path, always(NAMESPACE))
+        # Other namespaces are in it, or something foreign.
+        remove_directory(one.root, f"{one.root}/{one.arch}")
 
 
 def remove_files(

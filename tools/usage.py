@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from fskv.bounds.evict import cutoff_ns, forecast
+from fskv.bounds.evict import cutoff_ns
 from fskv.bounds.lease import SHARED_DIR
 from fskv.bounds.limits import Heartbeat, Scope, scopes
 from fskv.bounds.shared_files import SharedFiles
@@ -26,6 +26,7 @@ from fskv.root.process_id import is_orphan
 from .check.expect import NOTHING
 from .check.judge import Reader, read_header
 from .neighbours import living_heartbeats, usage_now
+from .pruning import forecast
 from .root_view import FileOf, Namespace
 
 _MAX_LENGTHS = (

@@ -21,9 +21,8 @@ from typing import Any
 import msgpack
 
 from fskv.bounds.eviction_news import entries
-from fskv.bounds.limits import GUARD_PART, UNSEEN_PART, Limits
+from fskv.bounds.limits import GUARD_PART, UNSEEN_PART, Limits, RootState
 from fskv.bounds.process import MaintenanceProcess, Starting
-from fskv.bounds.state import RootState
 from fskv.observe.state_log import StateLog
 
 _LATE_S = 8.0  # a leader tells every 5 s at least, and the process a second later

@@ -12,7 +12,8 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 
 from fskv.bounds.lease import SHARED_DIR, Lease
 from fskv.bounds.limits import is_namespace
@@ -24,6 +25,8 @@ from fskv.root.beneath import opened
 from fskv.root.filesystem import counting_device
 from fskv.root.manifests import Manifests, all_namespaces
 from fskv.root.process_id import unique_name
+from fskv.root.remove import remove_namespace
+from fskv.root.root import CHUNK_DIR, TMP_DIR
 from fskv.types import MAX_COUNT
 
 logger = logging.getLogger(__name__)
@@ -31,8 +34,8 @@ logger = logging.getLogger(__name__)
 # Directories that are listed at each walk even if their mtime has not changed: a snapshot, which whoever
 # writes to the root may have made up, is believed for no longer than all of these take.
 _LISTED_AGAIN = 4
-_OFF_NS = 5 * 1_000_000_000  # so far a heartbeat's mtime may be off from when it was written
-_MTIME_LAG_NS = 10 * 1_000_000_000  # of a directory behind the files in it
+# So far a living engine's heartbeat may be behind, or a directory behind the files in it.
+_OFF_NS = 10 * 1_000_000_000
 UNTOLD_S = 2.0  # so far heartbeats can be behind
 _EMPTY_NS = 3600 * 1_000_000_000  # a directory of chunks that was empty for so long goes
 
@@ -59,7 +62,7 @@ class Count:
         self._device: int | None = None
         self._asked_device = False
         self._again = time.time_ns() % NUM_SHARDS  # terms may be shorter than a round
-        self._clocks_differ = self._mtimes_lag = False
+        self._mtimes_told = True
         self._uncounted: dict[str, str] = {}  # namespace -> why, as it was told
         self._unsaved: set[str] = set()  # namespaces whose snapshot is old
 
@@ -102,11 +105,11 @@ class Count:
     # --- walks ------------------------------------------------------------------------------
 
     async def walk(
-        self, rewritten: Mapping[str, float], late_nbytes: int, may_go_on: Callable[[], bool]
+        self, alive: Sequence[str], late_nbytes: int, may_go_on: Callable[[], bool]
     ) -> bool:
         """Bring catalogues and sums up to date; returns False where it was not to go on.
 
-        `rewritten`: heartbeats of a moment ago -> the time.monotonic() after which they were written.
+        `alive`: heartbeats that were written in the last seconds.
         `late_nbytes`: so much may be written and not reported yet. Raises OSError where the root is away.
         """
         names = all_namespaces(self._root)
@@ -119,7 +122,7 @@ class Count:
             self._manifests.forget(gone)
         await asyncio.to_thread(self._judge, names)
         now_ns = self._lease.now_ns()
-        relist = not self._mtimes_tell(rewritten, now_ns)
+        relist = not self._mtimes_tell(alive, now_ns)
         now_ns = max(0, now_ns - 2 * _OFF_NS)
         again = [(self._again + i) % NUM_SHARDS for i in range(_LISTED_AGAIN)]
         self._again = (self._again + len(again)) % NUM_SHARDS
@@ -191,42 +194,49 @@ class Count:
             self._counted_as[name] = kind
         return self.catalogues[name]
 
-    def _mtimes_tell(self, rewritten: Mapping[str, float], now_ns: int) -> bool:
+    def _mtimes_tell(self, alive: Sequence[str], now_ns: int) -> bool:
         """Return whether a directory's new mtime tells of new names: else each is listed at every walk.
 
-        Not where nodes stamp by clocks of their own that differ (CephFS, GlusterFS): a heartbeat that was
-        just rewritten has another time then. Not where directories keep their mtime (s3fs): heartbeats are
-        renamed into theirs every few seconds.
+        Not where nodes stamp by clocks of their own that differ (CephFS, GlusterFS): a living engine's
+        heartbeat has another time than now then. Not where directories keep their mtime (s3fs): heartbeats
+        are renamed into theirs every few seconds.
         """
-        found = self._files.published_ns(rewritten)
-        if not found or not now_ns:
-            return not (self._clocks_differ or self._mtimes_lag)
-        earliest_s = time.monotonic() - min(rewritten.values())
-        off = {
-            name: max(0, at_ns - now_ns) + max(0, now_ns - int(earliest_s * 1e9) - at_ns)
-            for name, at_ns in found.items()
-        }
-        last_ns = dir_mtime_ns(f"{self._root}/{SHARED_DIR}")  # 0: unknown, it is always listed
-        furthest = max(off, key=off.__getitem__)
-        differ = off[furthest] > _OFF_NS
-        lag = bool(last_ns) and max(found.values()) - last_ns > _MTIME_LAG_NS
-        if (differ and not self._clocks_differ) or (lag and not self._mtimes_lag):
-            reason = "nodes stamp by their own clocks" if differ else "directories keep their mtime"
-            self._log.say(
-                "clocks_differ",
-                logging.WARNING,
-                heartbeat=furthest,
-                off_s=round(off[furthest] / 1e9),
-                reason=f"{reason}, so every directory is listed at each walk",
-            )
-        self._clocks_differ, self._mtimes_lag = differ, lag
-        return not (differ or lag)
+        found = self._files.published_ns(alive)
+        if found and now_ns:
+            off_ns = {name: abs(at_ns - now_ns) for name, at_ns in found.items()}
+            furthest = max(off_ns, key=off_ns.__getitem__)
+            differ = off_ns[furthest] > _OFF_NS
+            last_ns = dir_mtime_ns(f"{self._root}/{SHARED_DIR}")  # 0: unknown, it is always listed
+            lag = bool(last_ns) and max(found.values()) - last_ns > _OFF_NS
+            if (differ or lag) and self._mtimes_told:
+                reason = (
+                    "nodes stamp by their own clocks" if differ else "directories keep their mtime"
+                )
+                self._log.say(
+                    "clocks_differ",
+                    logging.WARNING,
+                    heartbeat=furthest,
+                    off_s=round(off_ns[furthest] / 1e9),
+                    reason=f"{reason}, so every directory is listed at each walk",
+                )
+            self._mtimes_told = not (differ or lag)
+        return self._mtimes_told
 
     # --- what it leaves ---------------------------------------------------------------------
 
     def remove_empty(self, before_ns: int | None) -> int:
         """Remove directories of chunks that were empty before that time, or are now; returns how many."""
         return sum(self.catalogues[name].remove_empty(self._root, before_ns) for name in self.ours)
+
+    def remove_namespaces(self, before_ns: int, claimed: AbstractSet[str]) -> None:
+        """Remove namespaces that were empty before that time and that no heartbeat names."""
+        for name in set(self.ours) - claimed:
+            path = f"{self._root}/{name}"
+            if not self.catalogues[name].is_bare:
+                continue
+            at_ns = [dir_mtime_ns(f"{path}/{part}") for part in (".", CHUNK_DIR, TMP_DIR)]
+            if 0 < max(at_ns) < before_ns and remove_namespace(self._root, path).is_gone:
+                logger.info("fskv: removed %s, which was empty for a day", path)
 
     def save_snapshots(self, file_mode: int) -> None:
         """Write the snapshots that are older than what we know; what cannot be written is logged."""

@@ -1,8 +1,8 @@
 """Removes what was used least recently: chooses by what is remembered, then looks at each file again.
 
 The mtime of a chunk file is its last use. What is remembered of it may be older than the truth, never
-younger. So the oldest remembered ones are taken first, and one that turns out to have been used since waits
-for its new turn: the exact order of last use, for a look at those files only that are about to go.
+younger. So the oldest remembered ones are taken first, some at a time. One that turns out to have been used
+since stays, and has its new turn in the next step.
 
 The files of all ranks of a chunk go together, when the last used of them is due: without one of them the
 others serve nobody. A file that cannot be removed is left out from then on; the next ones go instead.
@@ -13,12 +13,14 @@ by the same catalogues.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
-import heapq
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,9 +36,27 @@ from fskv.types import MAX_TOUCH_INTERVAL_S
 
 logger = logging.getLogger(__name__)
 
+_STEP_FILES = 4096  # chosen at once: more would have waited long for their turn
 _BATCH = 256  # files per call of a worker thread; between batches the lease is looked at
 _MAX_BACK_S = 60.0  # csrc/chunk_io.c
 _SPARE = 1.25  # candidates, in bytes, for what is to go: some will have been used meanwhile
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What is to go: bytes on disk, inodes, and of that only what was last used before a time."""
+
+    nbytes: int = 0
+    num_files: int = 0
+    before_ns: int | None = None
+
+    def __bool__(self) -> bool:
+        return self.nbytes > 0 or self.num_files > 0
+
+    def less(self, pruned: Pruned) -> Need:
+        """Return what is left to do."""
+        left_nbytes = self.nbytes - pruned.nbytes - pruned.vanished_nbytes
+        return Need(left_nbytes, self.num_files - pruned.num_files, self.before_ns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,30 +69,9 @@ class Candidate:
     mtime_ns: int
 
 
-@dataclass(frozen=True, slots=True)
-class PrunePlan:
-    """What would go, least recently used first; `candidates` hold a little more than `nbytes`."""
-
-    nbytes: int
-    num_files: int
-    candidates: Sequence[Candidate]
-    before_ns: int | None = None  # what was used then or later stays, whatever else is asked for
-
-
-@dataclass(frozen=True, slots=True)
-class Forecast:
-    """What a prune would remove of one namespace, as far as is remembered."""
-
-    catalogue: Catalogue
-    num_files: int
-    nbytes: int
-    oldest_ns: int  # last uses
-    newest_ns: int
-
-
 @dataclass(slots=True)
 class Pruned:
-    """What became of a plan."""
+    """What has gone, in one step or in all. Which chunks, and of what, is told of a step alone."""
 
     num_files: int = 0
     nbytes: int = 0
@@ -80,35 +79,31 @@ class Pruned:
     used_meanwhile: int = 0
     failures: dict[str, OSError] = field(default_factory=dict)  # by path
     removed: dict[str, list[tuple[bytes, int]]] = field(default_factory=dict)  # namespace -> chunks
-    away: OSError | None = (
-        None  # the root is not there, or not mounted: what was left of the plan stays
-    )
+    forgotten: Counter[str] = field(default_factory=Counter)  # namespace -> bytes as remembered
+    last_use_ns: int = 0  # of the chunk that went last
+    # The root is not there, or not mounted: the rest stays.
+    away: OSError | None = None
 
 
 def plan(
-    catalogues: Sequence[Catalogue],
-    nbytes: int,
-    num_files: int = 0,
-    stuck: frozenset[str] | set[str] = frozenset(),
-    before_ns: int | None = None,
-) -> PrunePlan:
-    """Choose files of `catalogues` to free `nbytes` on disk and `num_files` inodes. Pure.
+    catalogues: Sequence[Catalogue], need: Need, stuck: AbstractSet[str] = frozenset()
+) -> list[Candidate]:
+    """Choose files of `catalogues` for a step towards `need`, least recently used first. Pure.
 
-    With `before_ns` only of those that were last used before. May run in a worker thread while nobody changes
-    the catalogues. Files whose path is in `stuck` are passed over. What is less than nothing is nothing.
+    They are a little more than is needed. May run in a worker thread while nobody changes the catalogues.
+    Files whose path is in `stuck` are passed over.
     """
-    nbytes, num_files = max(0, nbytes), max(0, num_files)
     tables = [(catalogue, *table) for catalogue in catalogues for table in catalogue.shards()]
     everything = joined(records for _, _, records in tables)
     mtimes, sizes = everything["mtime_ns"].copy(), everything["nbytes"].copy()
     del everything
     ends = np.cumsum([len(records) for _, _, records in tables])
     candidates: list[Candidate] = []
-    left_nbytes, left_files = int(nbytes * _SPARE), int(num_files * _SPARE)
-    for at in _oldest_first(mtimes, nbytes, num_files, int(sizes.mean()) if len(sizes) else 0):
-        if left_nbytes <= 0 and left_files <= 0:
+    left_nbytes, left_files = int(need.nbytes * _SPARE), int(need.num_files * _SPARE)
+    for at in _oldest_first(mtimes):
+        if (left_nbytes <= 0 and left_files <= 0) or len(candidates) == _STEP_FILES:
             break
-        if before_ns is not None and mtimes[at] >= before_ns:
+        if need.before_ns is not None and mtimes[at] >= need.before_ns:
             break
         which = int(np.searchsorted(ends, at, side="right"))
         catalogue, shard, records = tables[which]
@@ -119,7 +114,75 @@ def plan(
         candidates.append(candidate)
         left_nbytes -= int(sizes[at])
         left_files -= 1
-    return PrunePlan(nbytes, num_files, candidates, before_ns)
+    return candidates
+
+
+async def evict(
+    catalogues: Sequence[Catalogue],
+    need: Need,
+    root: str,
+    *,
+    may_go_on: Callable[[], bool] = lambda: True,
+    stuck: AbstractSet[str] = frozenset(),
+    told: Callable[[Pruned], object] = lambda _: None,
+) -> Pruned:
+    """Remove what was used least recently, until `need` is met, nothing is left or `may_go_on()` says no.
+
+    After each step `told` hears what has gone. The catalogues are updated: what is gone is forgotten, what
+    was used meanwhile has its new mtime. No link is followed below `root`. Raises what `told` raises.
+    """
+    pruned, stuck = Pruned(), {*stuck}
+    remove = aiofiles.os.wrap(_remove_batch)
+    while (left := need.less(pruned)) and pruned.away is None and may_go_on():
+        candidates = await asyncio.to_thread(plan, catalogues, left, stuck)
+        if not candidates:
+            break
+        step = _Step(root, left, Pruned())
+        for at in range(0, len(candidates), _BATCH):
+            if step.is_over or not may_go_on():
+                break
+            await remove(step, candidates[at : at + _BATCH])
+        step.forget()
+        stuck |= step.pruned.failures.keys()
+        _add(pruned, step.pruned)
+        told(step.pruned)
+        if not step.decided:
+            break
+    return pruned
+
+
+def _add(pruned: Pruned, step: Pruned) -> None:
+    pruned.num_files += step.num_files
+    pruned.nbytes += step.nbytes
+    pruned.vanished_nbytes += step.vanished_nbytes
+    pruned.used_meanwhile += step.used_meanwhile
+    pruned.failures |= step.failures
+    pruned.last_use_ns = step.last_use_ns or pruned.last_use_ns
+    pruned.away = step.away
+
+
+@dataclass(slots=True)
+class _Step:
+    """Files that were chosen at once, and what became of them."""
+
+    root: str
+    need: Need
+    pruned: Pruned
+    gone: dict[tuple[Catalogue, int], set[int]] = field(default_factory=dict)  # rows by shard
+    decided: dict[tuple[Catalogue, int], set[int]] = field(default_factory=dict)
+
+    @property
+    def is_over(self) -> bool:
+        return self.pruned.away is not None or not self.need.less(self.pruned)
+
+    def forget(self) -> None:
+        """Take what is gone out of the catalogues."""
+        for (catalogue, shard), rows in self.gone.items():
+            mask = np.ones(len(catalogue.records(shard)), bool)
+            mask[list(rows)] = False
+            before = catalogue.nbytes
+            catalogue.keep(shard, mask)
+            self.pruned.forgotten[catalogue.namespace] += before - catalogue.nbytes
 
 
 def cutoff_ns(now_ns: int, unused_s: float) -> int:
@@ -131,44 +194,9 @@ def cutoff_ns(now_ns: int, unused_s: float) -> int:
     return now_ns - int((unused_s + MAX_TOUCH_INTERVAL_S + _MAX_BACK_S) * 1e9)
 
 
-def forecast(
-    catalogues: Sequence[Catalogue], nbytes: int, num_files: int = 0, before_ns: int | None = None
-) -> list[Forecast]:
-    """Say what would go if so much were freed, and all that was last used before `before_ns`. Pure.
-
-    By the files' own mtimes: where the ranks of a chunk differ, a little less goes. Without namespaces of
-    which nothing would go.
-    """
-    tables = [(catalogue, records) for catalogue in catalogues for _, records in catalogue.shards()]
-    mtimes = np.concatenate([records["mtime_ns"] for _, records in tables] or [np.empty(0, "<i8")])
-    sizes = np.concatenate([records["nbytes"] for _, records in tables] or [np.empty(0, "<u8")])
-    order = np.argsort(mtimes, kind="stable")
-    count = min(num_files, len(order))
-    if nbytes > 0:
-        freed = np.cumsum(sizes[order])
-        count = max(count, int(np.searchsorted(freed, nbytes, side="left")) + 1)
-    if before_ns is not None:
-        count = max(count, int(np.searchsorted(mtimes[order], before_ns, side="left")))
-    goes = np.zeros(len(order), bool)
-    goes[order[:count]] = True
-    found = []
-    at = 0
-    for catalogue in catalogues:
-        here = slice(at, at + catalogue.num_files)
-        at += catalogue.num_files
-        uses = mtimes[here][goes[here]]
-        if len(uses):
-            freed_here = int(sizes[here][goes[here]].sum())
-            found.append(
-                Forecast(catalogue, len(uses), freed_here, int(uses.min()), int(uses.max()))
-            )
-    return found
-
-
-def _oldest_first(mtimes: Any, nbytes: int, num_files: int, mean_nbytes: int) -> Iterator[int]:
+def _oldest_first(mtimes: Any) -> Iterator[int]:
     """Yield indices by mtime, sorting no more than are likely to be wanted."""
-    count = 64 + num_files + int(2 * nbytes / mean_nbytes) if mean_nbytes else len(mtimes)
-    done = 0
+    count, done = 2 * _STEP_FILES, 0
     while done < len(mtimes):
         count = min(count, len(mtimes))
         # All that are as old as the last one: equal mtimes are common where they are whole seconds.
@@ -183,84 +211,39 @@ def _path(candidate: Candidate) -> str:
     return f"{shard_path(candidate.catalogue.namespace, candidate.shard)}/{file_name(record)}"
 
 
-class _Execution:
-    """A plan that is being carried out."""
-
-    def __init__(self, chosen: PrunePlan, root: str) -> None:
-        self.plan = chosen
-        self.root = root
-        self.pruned = Pruned()
-        self.gone: dict[tuple[Catalogue, int], set[int]] = {}  # rows by shard
-        self.seen: dict[tuple[Catalogue, int], set[int]] = {}  # decided, or waiting for a new turn
-        # By mtime; what was used meanwhile comes again, unless it is younger than all candidates.
-        self.queue = [(one.mtime_ns, at, one) for at, one in enumerate(chosen.candidates)]
-        self.num_left = len(self.queue)
-
-    @property
-    def is_over(self) -> bool:
-        pruned, chosen = self.pruned, self.plan
-        freed = pruned.nbytes + pruned.vanished_nbytes
-        is_fulfilled = freed >= chosen.nbytes and pruned.num_files >= chosen.num_files
-        return is_fulfilled or not self.num_left or pruned.away is not None
-
-
-async def execute(chosen: PrunePlan, may_go_on: Callable[[], bool], root: str) -> Pruned:
-    """Remove files in the plan's order until it is fulfilled, or `may_go_on()` says no.
-
-    The catalogues are updated: what is gone is forgotten, what was used meanwhile has its new mtime. No link
-    is followed below `root`. Where that is not there, or not mounted, it ends: see `Pruned.away`.
-    """
-    execution = _Execution(chosen, root)
-    remove = aiofiles.os.wrap(_remove_batch)
-    while not execution.is_over and may_go_on():
-        await remove(execution)
-    for (catalogue, shard), rows in execution.gone.items():
-        mask = np.ones(len(catalogue.records(shard)), bool)
-        mask[list(rows)] = False
-        catalogue.keep(shard, mask)
-    return execution.pruned
-
-
-def _remove_batch(execution: _Execution) -> None:
-    for _ in range(_BATCH):
-        if execution.is_over:
+def _remove_batch(step: _Step, candidates: Sequence[Candidate]) -> None:
+    for candidate in candidates:
+        if step.is_over:
             return
-        mtime_ns, number, candidate = heapq.heappop(execution.queue)
-        is_first = number < len(execution.plan.candidates)
-        execution.num_left -= is_first
         where = candidate.catalogue, candidate.shard
-        seen = execution.seen.setdefault(where, set())
-        if is_first and candidate.row in seen:
+        decided = step.decided.setdefault(where, set())
+        if candidate.row in decided:
             continue  # it is with another rank's file
         rows = _all_ranks(candidate.catalogue.records(candidate.shard), candidate.row)
-        seen.update(rows)
+        decided.update(rows)
         try:
             with Place(
-                execution.root, shard_path(candidate.catalogue.namespace, candidate.shard)
+                step.root, shard_path(candidate.catalogue.namespace, candidate.shard)
             ) as place:
-                gone = _remove_chunk(execution, place, candidate, rows, mtime_ns)
+                gone = _remove_chunk(step.pruned, place, candidate, rows)
         except OSError as error:
-            execution.pruned.away = error
+            step.pruned.away = error
             return
-        execution.gone.setdefault(where, set()).update(gone)
+        step.gone.setdefault(where, set()).update(gone)
 
 
-def _remove_chunk(
-    execution: _Execution, place: Place, candidate: Candidate, rows: list[int], mtime_ns: int
-) -> set[int]:
-    """Remove the files of all ranks unless one was used since `mtime_ns`; returns the rows that are gone."""
-    pruned, chosen, catalogue = execution.pruned, execution.plan, candidate.catalogue
+def _remove_chunk(pruned: Pruned, place: Place, candidate: Candidate, rows: list[int]) -> set[int]:
+    """Remove the files of all ranks unless one was used meanwhile; returns the rows that are gone."""
+    catalogue = candidate.catalogue
     records = catalogue.records(candidate.shard)
     last_use_ns = max(_look(place, records, row, catalogue.now_ns) for row in rows)
     records["mtime_ns"][rows] = last_use_ns
-    if last_use_ns > mtime_ns:
+    if last_use_ns > candidate.mtime_ns:
         pruned.used_meanwhile += 1
-        if chosen.before_ns is None or last_use_ns < chosen.before_ns:
-            number = len(chosen.candidates) + pruned.used_meanwhile
-            heapq.heappush(execution.queue, (last_use_ns, number, candidate))
         return set()
     gone = {row for row in rows if _remove(place, records[row], pruned)}
     if gone:
+        pruned.last_use_ns = last_use_ns
         record = records[candidate.row]
         told = pruned.removed.setdefault(catalogue.namespace, [])
         told.append((bytes(record["name"]), int(record["group"])))

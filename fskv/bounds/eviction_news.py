@@ -13,8 +13,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import time
-from collections import deque
 from collections.abc import Sequence
 
 from fskv.root.beneath import opened
@@ -22,8 +20,7 @@ from fskv.root.files import publishing, regular_file
 from fskv.root.process_id import is_our_name, unique_name
 from fskv.root.remove import Fate, sweep
 
-_KEPT_S = 600.0
-_MAX_KEPT = 256  # prunes
+_KEPT_NS = 600 * 1_000_000_000
 ENTRY_NBYTES = 20  # XXH3-128 of the key, group (little endian)
 _MAX_ENTRIES = 1 << 15  # of one file: 640 KiB
 _MAX_NBYTES = _MAX_ENTRIES * ENTRY_NBYTES
@@ -39,8 +36,6 @@ class EvictionNews:
         self._root = os.path.dirname(shared)
         self._file_mode = file_mode
         self._seen: set[str] = set()
-        self._first_seen: dict[str, float] = {}
-        self._published: deque[str] = deque()
 
     def publish(self, digest16: str, chunks: Sequence[tuple[bytes, int]]) -> None:
         """Tell that these chunks of a namespace are gone."""
@@ -54,10 +49,6 @@ class EvictionNews:
         name = f"{stem}.bin"
         with publishing(name, self._file_mode, dir_fd=directory, part=f"{stem}.part") as file:
             file.write(packed)
-        self._published.append(name)
-        if len(self._published) > _MAX_KEPT:
-            with contextlib.suppress(OSError):
-                os.unlink(self._published.popleft(), dir_fd=directory)
 
     def skip_old(self) -> None:
         """What is there already is nothing new to an engine that starts."""
@@ -83,19 +74,16 @@ class EvictionNews:
         self._seen &= names
         return found
 
-    def remove_old(self) -> None:
-        """Remove what everybody has had the time to read. By our own clock: nobody's is compared."""
-        now, seen = time.monotonic(), {}
+    def remove_old(self, now_ns: int) -> None:
+        """Remove what everybody has had the time to read. `now_ns`: the file system's own clock."""
 
-        def judge(name: str, _: object) -> str:
+        def judge(name: str, info: os.stat_result) -> str:
             if not is_news(name):
                 return Fate.FOREIGN
-            seen[name] = self._first_seen.get(name, now)
-            return "news" if now - seen[name] > _KEPT_S else Fate.STAYS
+            return "news" if info.st_mtime_ns < now_ns - _KEPT_NS else Fate.STAYS
 
         for _ in sweep(self._root, self.directory, judge):
             pass
-        self._first_seen = seen
 
     def _opened(self) -> contextlib.AbstractContextManager[int]:
         """Yield the directory's descriptor: whatever takes its place meanwhile, nothing else is touched."""

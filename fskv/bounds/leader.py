@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from fskv.bounds.count import UNTOLD_S, Count
-from fskv.bounds.evict import Pruned, cutoff_ns, execute, plan, remove_orphans
+from fskv.bounds.evict import Need, Pruned, cutoff_ns, evict, remove_orphans
 from fskv.bounds.eviction_news import EvictionNews
 from fskv.bounds.lease import TTL_S, Lease
 from fskv.bounds.limits import (
@@ -37,6 +37,7 @@ from fskv.types import MAX_COUNT, MAX_TOUCH_INTERVAL_S
 logger = logging.getLogger(__name__)
 
 SILENT_S = 4 * TTL_S  # a heartbeat that has not changed for so long is of nobody
+_FRESH_S = TTL_S / 3  # and of a living engine it changes in less than that
 _WALK_S = 30.0  # between two walks, or
 _WALK_PART = 10  # so many times as long as the last one took
 _LOOK_S, _FAST_LOOK_S = 1.0, 0.25
@@ -52,8 +53,8 @@ _ORPHANS_S = 30.0
 _FULL_SHARE = 0.03  # of everything: what goes when a disk is full without any bound being reached
 _FULL_LEAST = 64 << 20
 _FUTILE_S = 5.0
+_EMPTY_NS = 86_400 * 1_000_000_000  # a namespace without a chunk or an engine goes then
 _STUCK_S = 600.0  # files that could not be removed are tried again
-_UNUSED_STEP = 1 << 30  # bytes of one plan
 _AWAITED_S, _LONGEST_S = 30.0, 3600.0
 
 
@@ -121,8 +122,8 @@ class Leader:
         self._total_written = 0
         self._peak = 0.0  # the fastest growth of the last minutes
         self._beats: list[Heartbeat] = []  # of all who live
-        self._heard: dict[str, tuple[int, float]] = {}  # heartbeat -> its last beat, since when
-        self._rewritten: dict[str, float] = {}  # heartbeats, lately -> written after then
+        # Heartbeat -> its last beat, since when, and whether there was another one before.
+        self._heard: dict[str, tuple[int, float, bool]] = {}
         self._looked_at = self._published_at = float("-inf")
         self._walk_at = self._snapshot_at = self._orphans_at = float("-inf")
         self._full: dict[str, int] = {}  # heartbeat -> its `full` that was served
@@ -150,17 +151,11 @@ class Leader:
         """
         now = time.monotonic()
         is_first = self._looked_at == float("-inf")
-        rewritten = {
-            beat.name: self._looked_at
-            for beat in beats
-            if not is_first and self._heard.get(beat.name, (beat.beat, 0))[0] != beat.beat
-        }
-        self._rewritten = rewritten or self._rewritten
         last_heard = self._heard
         self._heard = {
             beat.name: known
             if (known := self._heard.get(beat.name)) is not None and known[0] == beat.beat
-            else (beat.beat, now)
+            else (beat.beat, now, known is not None)
             for beat in beats
         }
         passed_s = 0.0 if is_first else max(now - self._looked_at, 1e-3)
@@ -168,11 +163,11 @@ class Leader:
         for beat in beats:
             # One that is new to us and not to others has its part in what the last leader has told.
             is_known = is_first or beat.beat > _NEW_BEATS
-            since = max(passed_s, now - last_heard.get(beat.name, (0, self._looked_at))[1])
+            since = max(passed_s, now - last_heard.get(beat.name, (0, self._looked_at, False))[1])
             more = self._add(beat, beat.written if is_known else 0, since)
             rate += more / since if since else 0.0
         dead = {b.name for b in beats if provably_dead(b.name)}
-        dead |= {name for name, (_, since) in self._heard.items() if now - since > SILENT_S}
+        dead |= {name for name, (_, since, _) in self._heard.items() if now - since > SILENT_S}
         for name in dead:  # who was only frozen publishes again
             self._files.withdraw(name)
         self._beats = [beat for beat in beats if beat.name not in dead]
@@ -278,6 +273,9 @@ class Leader:
             await self._prune(space)
         if walked and self.in_office:
             await self._prune_unused()
+            claimed = {beat.namespace for beat in self._beats if beat.namespace is not None}
+            before_ns = self._lease.now_ns() - _EMPTY_NS
+            await asyncio.to_thread(self._count.remove_namespaces, before_ns, claimed)
         now = time.monotonic()
         if not self.in_office:
             return
@@ -290,7 +288,10 @@ class Leader:
 
     async def _walk(self) -> None:
         started, late_nbytes = time.monotonic(), int(UNTOLD_S * self._usage.growth)
-        if await self._count.walk(self._rewritten, late_nbytes, lambda: self.in_office):
+        alive = [
+            n for n, (_, since, new) in self._heard.items() if new and started - since < _FRESH_S
+        ]
+        if await self._count.walk(alive, late_nbytes, lambda: self.in_office):
             self._known = True
             self._usage = replace(self._usage, at_ms=time.time_ns() // 1_000_000)
             now = time.monotonic()
@@ -310,11 +311,11 @@ class Leader:
             if scope.kind == "free":
                 space = await self._make_room(excess)
             else:
-                await self._free(self._members(scope), excess)
+                await self._free(self._members(scope), Need(excess))
                 space = Space.of(self._root)
         short = inodes_short((beat.limits for beat in self._beats), space)
         if short and not await asyncio.to_thread(self._count.remove_empty, None):
-            await self._free(self._count.ours, 0, short)
+            await self._free(self._count.ours, Need(num_files=short))
         full = self._now_full()
         if full and not self._awaited.is_awaited(self._unused(space)):
             amount = max(int(_FULL_SHARE * self._usage.nbytes), _FULL_LEAST)
@@ -332,7 +333,7 @@ class Leader:
             reason = "less than keep_free was left"
         files, ours = self._usage.pruned_files, self._count.total_nbytes
         before = self._unused(space)
-        freed = await self._free(self._count.ours, nbytes)
+        freed = await self._free(self._count.ours, Need(nbytes))
         after = Space.of(self._root)
         self._awaited.removed(freed, before, self._unused(after))
         if freed and reason:
@@ -355,42 +356,30 @@ class Leader:
         if unused_s is None:
             return
         before_ns = cutoff_ns(self._lease.now_ns(), unused_s)
-        await self._free(self._count.ours, MAX_COUNT, before_ns=before_ns)
+        await self._free(self._count.ours, Need(MAX_COUNT, before_ns=before_ns))
 
     def _members(self, scope: Scope) -> list[str]:
         if scope.kind == "root":
             return self._count.ours
         return [name for name in self._count.ours if self._count.tenants.get(name) == scope.name]
 
-    async def _free(
-        self, members: list[str], nbytes: int, num_files: int = 0, before_ns: int | None = None
-    ) -> int:
+    async def _free(self, members: list[str], need: Need) -> int:
         """Remove least recently used chunks of these namespaces, and tell everybody; returns bytes."""
-        catalogues = {name: self._count.catalogues[name] for name in members}
-        left_nbytes, left_files = nbytes, num_files
-        while (left_nbytes > 0 or left_files > 0) and self.in_office:
-            step = left_nbytes if before_ns is None else min(left_nbytes, _UNUSED_STEP)
-            chosen = await asyncio.to_thread(
-                plan, list(catalogues.values()), step, left_files, self._stuck, before_ns
-            )
-            if not chosen.candidates:
-                break
-            before = {name: one.nbytes for name, one in catalogues.items()}
-            pruned = await execute(chosen, self._still_held, self._root)
-            for name, one in catalogues.items():
-                if one.nbytes != before[name]:
-                    self._count.removed(name, before[name] - one.nbytes)
-            if before_ns is None:
-                self._learn_age(chosen.candidates[0].mtime_ns)
-            self._note(pruned)
-            freed = pruned.nbytes + pruned.vanished_nbytes
-            if not freed and not pruned.used_meanwhile and not pruned.failures:
-                break
-            left_nbytes -= freed
-            left_files -= pruned.num_files
-        if left_nbytes == nbytes and left_files == num_files and before_ns is None:
-            self._futile_until = time.monotonic() + _FUTILE_S
-        return nbytes - left_nbytes
+        pruned = await evict(
+            [self._count.catalogues[name] for name in members],
+            need,
+            self._root,
+            may_go_on=self._still_held,
+            stuck=self._stuck,
+            told=self._note,
+        )
+        freed = pruned.nbytes + pruned.vanished_nbytes
+        if need.before_ns is None:
+            if pruned.last_use_ns:
+                self._learn_age(pruned.last_use_ns)
+            if not (freed or pruned.num_files):
+                self._futile_until = time.monotonic() + _FUTILE_S
+        return freed
 
     def _learn_age(self, last_use_ns: int) -> None:
         """Uses are recorded after a tenth of the age of what goes: coarser ones would spoil its order."""
@@ -406,7 +395,9 @@ class Leader:
         return self.in_office
 
     def _note(self, pruned: Pruned) -> None:
-        """Tell everybody what was removed; raises OSError where the root was away then."""
+        """Take off and tell everybody what was removed; raises OSError where the root was away then."""
+        for path, nbytes in pruned.forgotten.items():
+            self._count.removed(path[len(self._root) + 1 :], nbytes)
         for path, error in pruned.failures.items():
             if not self._stuck:
                 logger.warning("fskv: %s cannot be removed and stays: %s", path, error.strerror)
@@ -430,7 +421,7 @@ class Leader:
         removed = remove_orphans(catalogues, now_ns, self._grace_s, self._root)
         self._files.remove_orphans(now_ns)
         with contextlib.suppress(OSError):
-            self._news.remove_old()
+            self._news.remove_old(now_ns)
         if removed:
             logger.info("fskv: removed %d parts of writers that are gone", removed)
             self._usage = replace(self._usage, orphans=self._usage.orphans + removed)

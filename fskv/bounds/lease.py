@@ -1,8 +1,9 @@
 """The lease on maintaining a root: of all processes that share it, one at a time counts and prunes.
 
 A lease protects no data. Two holders at once, after a partition or a stopped process, remove more than was
-needed and nothing else. So nobody's clock is compared with anybody else's: a holder is dead when its process
-provably is, or when the heartbeat in its file has not changed for `ttl_s` of the observer's own clock.
+needed and nothing else; who finds another's file in the place of its own is no holder any more. So nobody's
+clock is compared with anybody else's: a holder is dead when its process provably is, or when the heartbeat in
+its file has not changed for `ttl_s` of the observer's own clock.
 
 The file appears by link(), which is exclusive on every shared file system that was measured, and holds who,
 since when, and a heartbeat: the holder rewrites it in place. Every call touches the disk and may hang; only
@@ -20,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from fskv.root.beneath import opened
-from fskv.root.files import UnfitFileError, name_exclusively, publishing, regular_file
+from fskv.root.files import UnfitFileError, publishing, regular_file
 from fskv.root.process_id import HOST, TOKEN, provably_dead, unique_name
 
 SHARED_DIR = ".fskv-maintenance"
@@ -137,16 +138,13 @@ class Lease:
 
     def _try_to_take(self, directory: int) -> None:
         found = _read(LEASE_FILE, directory)
-        if found is not None and found.holder == self._name:
-            # Ours after all: its link() was done and the answer lost, or somebody gave it back to us.
-            self._mine, self._beaten_at = found, float("-inf")
-            self.term += 1
-            self._beat(directory)
-            return
-        if found is not None and not self._is_dead(found):
-            return
-        if found is not None and not self._break(found, directory):
-            return
+        if found is not None:
+            if not self._is_dead(found):
+                return
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(
+                    LEASE_FILE, dir_fd=directory
+                )  # perhaps somebody's who was faster: see above
         mine = LeaseState(self._name, HOST, os.getpid(), TOKEN, int(time.time() * 1000), 0)
         now = self._clock()
         try:
@@ -166,26 +164,6 @@ class Lease:
             self._observed = (found, now)
             return False
         return now - since > self._ttl_s
-
-    @staticmethod
-    def _break(dead: LeaseState, directory: int) -> bool:
-        """Move a dead holder's lease away; False when it was not the dead one's any more."""
-        aside = f"{unique_name()}.part"
-        try:
-            os.rename(LEASE_FILE, aside, src_dir_fd=directory, dst_dir_fd=directory)
-        except FileNotFoundError:
-            return True
-        try:
-            moved = _read(aside, directory)
-            if moved is not None and moved != dead:
-                # Somebody else took over between our look and our rename: give it back.
-                with contextlib.suppress(FileExistsError):
-                    name_exclusively(aside, LEASE_FILE, directory, directory)
-                return False
-            return True
-        finally:
-            with contextlib.suppress(OSError):
-                os.unlink(aside, dir_fd=directory)
 
 
 def read_lease(name: str, directory: int | None = None) -> tuple[LeaseState | None, float]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from fskv.root.filesystem import Space
 from fskv.sizes import Share
@@ -161,6 +161,74 @@ def smallest(
             tighten(tenant, beat.limits.tenant_max_nbytes)
             tighten(tenant, beat.limits.tenants.get(tenant))
     return min(roots, default=None), keep, found
+
+
+@dataclass(frozen=True, slots=True)
+class RootState:
+    """What an engine is told of its root. Counts of what was pruned are of the present leader."""
+
+    known: bool = False  # whether stores may begin: the sizes are known, or no bound is on them
+    sequence: int = 0  # of the usage
+    nbytes: int = 0
+    files: int = 0
+    free: int = 0
+    pruned_files: int = 0
+    pruned_nbytes: int = 0
+    orphans: int = 0
+    unremovable: int = 0
+    holder: bool = False
+    counted_at_ms: int = 0
+    namespace_nbytes: int = 0  # of the engine's own
+    tenant_nbytes: int = 0
+    # By the kind of bound (root, tenant, free): its limit, and what is left of it.
+    bounds: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    kept_free: int = 0  # bytes that must stay free
+    writers: int = 0  # engines that write to the root
+    counted: int = 0  # of what the engine has written: what the sizes above hold
+    seen_written: int = 0  # and what it had written when `free` was looked at
+    touch_interval_s: int = MAX_TOUCH_INTERVAL_S
+
+
+def root_state(usage: Usage | None, space: Space, mine: Heartbeat, *, holder: bool) -> RootState:
+    """Return what the engine of heartbeat `mine` is told; `usage` None: nobody has counted yet."""
+    known = usage is not None
+    usage = usage or Usage()
+    own_max, own_kept, own_tenants = smallest([mine], (), space)
+    usage = replace(  # the leader may not have heard of us yet
+        usage,
+        max_nbytes=min((n for n in (own_max, usage.max_nbytes) if n is not None), default=None),
+        kept_free=max(own_kept, usage.kept_free),
+        tenant_limits={
+            name: min(own_tenants.get(name, limit), limit)
+            for name, limit in (own_tenants | dict(usage.tenant_limits)).items()
+        },
+    )
+    bounds = {
+        scope.kind: (scope.limit, scope.left)
+        for scope in scopes(usage, space)
+        if scope.kind != "tenant" or scope.name == mine.tenant
+    }
+    return RootState(
+        known=known or not bounds.keys() & {"root", "tenant"},
+        sequence=usage.sequence,
+        nbytes=usage.nbytes,
+        files=usage.num_files,
+        free=space.free_nbytes,
+        pruned_files=usage.pruned_files,
+        pruned_nbytes=usage.pruned_nbytes,
+        orphans=usage.orphans,
+        unremovable=usage.unremovable,
+        holder=holder,
+        bounds=bounds,
+        counted_at_ms=usage.at_ms,
+        namespace_nbytes=usage.namespaces.get(mine.namespace or "", (0, 0))[0],
+        tenant_nbytes=usage.tenant_nbytes(mine.tenant) if mine.tenant is not None else 0,
+        kept_free=usage.kept_free if "free" in bounds else 0,
+        writers=len(usage.counted),
+        counted=min(mine.written, usage.counted.get(mine.name, 0)),
+        seen_written=mine.written,
+        touch_interval_s=usage.touch_interval_s,
+    )
 
 
 def kept_free(keep_free: int | Share, space: Space) -> int:

@@ -21,13 +21,12 @@ from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from fskv.bounds.evict import execute, plan
+from fskv.bounds.evict import Need, Pruned, evict
 from fskv.bounds.eviction_news import ENTRY_NBYTES, EvictionNews
 from fskv.bounds.leader import Leader, RoomAwaited
 from fskv.bounds.lease import SHARED_DIR, TTL_S, Lease
-from fskv.bounds.limits import Heartbeat, Limits, Usage
+from fskv.bounds.limits import Heartbeat, Limits, RootState, Usage, root_state
 from fskv.bounds.shared_files import SharedFiles
-from fskv.bounds.state import BoundsSaid, RootState, root_state
 from fskv.index.snapshot import Catalogue
 from fskv.observe.state_log import StateLog, described
 from fskv.root.beneath import make_directory, move_aside
@@ -102,7 +101,7 @@ class Maintainer:
         self._complaint = ""
         self._told: RootState | None = None
         self._told_at = self._news_at = float("-inf")
-        self._bounds = BoundsSaid()
+        self._bounds_said: dict[str, int] = {}
         self._left_out: AbstractSet[str] = set()  # shared files that were told of
         self._said_lease = False
         self._states = StateLog(root=root)
@@ -222,7 +221,8 @@ class Maintainer:
             with contextlib.suppress(OSError):
                 await catalogue.refresh(self._lease.now_ns())
             catalogue.remove_empty(self._root, None)
-        pruned = await execute(plan(catalogues, _LEAST_ROOM, 8), lambda: True, self._root)
+        removed: list[Pruned] = []
+        pruned = await evict(catalogues, Need(_LEAST_ROOM, 8), self._root, told=removed.append)
         self._states.say(
             "pruned_for_room",
             logging.WARNING,
@@ -231,8 +231,9 @@ class Maintainer:
             reason="the disk is full: no lease can be written",
         )
         self._awaited.removed(pruned.nbytes, before, Space.of(self._root).unused_nbytes)
-        for path, chunks in pruned.removed.items():
-            self._eviction_news.publish(path.rpartition("@")[2], chunks)
+        for step in removed:
+            for path, chunks in step.removed.items():
+                self._eviction_news.publish(path.rpartition("@")[2], chunks)
         if pruned.away is not None:
             raise pruned.away
 
@@ -294,8 +295,13 @@ class Maintainer:
         while self._news and self._send({"at": now, "removed": self._news[:_REMOVED_NBYTES]}):
             self._news = self._news[_REMOVED_NBYTES:]
         state = root_state(usage, space, self._heartbeat, holder=self._lease.held)
-        for kind, limit in self._bounds.news(state):
-            self._states.say("bound_in_force", bound=kind, limit_bytes=limit)
+        for kind, (limit, _) in state.bounds.items():
+            said = self._bounds_said.get(kind, -1)
+            if (
+                said < 0 or abs(limit - said) > limit // 100
+            ):  # some file systems' sizes move a little
+                self._bounds_said[kind] = limit
+                self._states.say("bound_in_force", bound=kind, limit_bytes=limit)
         if (state != self._told or now - self._told_at > _ALIVE_S) and self._send(
             {"at": now, **asdict(state)}
         ):

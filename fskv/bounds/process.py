@@ -2,9 +2,6 @@
 
 It is no descendant of the engine: vLLM's server ends an engine with SIGKILL, and all that descend from it
 (vllm.v1.utils.shutdown). What is to be ended then is ended by this process, which must outlive them.
-
-Whoever is killed so was asked to end a moment before. The engine has no time to tell it, so Python's signal
-handler does: it writes the number of each signal to a socket that the process can look into (`listen`).
 """
 
 from __future__ import annotations
@@ -14,11 +11,9 @@ import errno
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,9 +22,6 @@ import msgpack
 
 END = "end"  # the message that says: the engine ends as it should
 
-_ASKS = frozenset({signal.SIGTERM, signal.SIGINT})
-_LATELY_S = 120.0  # longer than what a service manager waits between SIGTERM and SIGKILL
-_heard: tuple[socket.socket, socket.socket] | None = None  # both ends
 _starters: list[subprocess.Popen[bytes]] = []  # that had not ended when they were let go
 
 
@@ -39,16 +31,12 @@ class MaintenanceProcess:
     def __init__(self, options: Sequence[str] = ()) -> None:
         """Start it; raises OSError."""
         _starters[:] = [each for each in _starters if each.poll() is None]
-        signals = listen()
         options = [*options, "--engine", str(os.getpid())]
-        if signals is not None:
-            options += ["--signals", str(signals)]
         self._starter = subprocess.Popen(  # it forks the process and ends
             [sys.executable, "-P", "-m", "fskv.maintenance", *options],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,  # a Ctrl-C in the terminal is the engine's
-            pass_fds=() if signals is None else (signals,),
         )
         assert self._starter.stdin is not None
         assert self._starter.stdout is not None
@@ -164,74 +152,3 @@ def _say(fd: int, message: dict[str, Any]) -> bool:
 def _say_end(stdin: Any, owner: int) -> None:
     if not stdin.closed and os.getpid() == owner:  # and no fork of it
         _say(stdin.fileno(), {END: True})
-
-
-def listen() -> int | None:
-    """Have signals of this process written down; return where, for `Asked` in another process.
-
-    None where that is not possible: on another thread than the main one, or where the program has a
-    descriptor of its own for it (asyncio's signal handlers).
-    """
-    global _heard  # noqa: PLW0603 - a process has one such descriptor
-    if _heard is not None:
-        return _heard[0].fileno()
-    if threading.current_thread() is not threading.main_thread():
-        return None
-    reader, writer = socket.socketpair()
-    writer.setblocking(False)
-    before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-    if before != -1:
-        signal.set_wakeup_fd(before)
-        reader.close()
-        writer.close()
-        return None
-    _heard = reader, writer
-    return reader.fileno()
-
-
-def _stop_listening() -> None:
-    """In a fork of the process: a signal to it is none to the engine."""
-    global _heard
-    if _heard is None:
-        return
-    ends, _heard = _heard, None
-    with contextlib.suppress(ValueError, OSError):
-        present = signal.set_wakeup_fd(-1)
-        if present not in (-1, ends[1].fileno()):
-            signal.set_wakeup_fd(present)
-    for end in ends:
-        end.close()
-
-
-os.register_at_fork(after_in_child=_stop_listening)
-
-
-class Asked:
-    """Whether a process that listens was asked to end lately; it may be gone. One reader for each."""
-
-    def __init__(self, signals: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """`signals` is what `listen` returned there, inherited by this process; it is closed with this."""
-        self._socket = socket.socket(fileno=signals)
-        self._clock = clock
-        self._asked_at = float("-inf")
-
-    def fileno(self) -> int:
-        return self._socket.fileno()
-
-    def hear(self) -> bool:
-        """Read what has been written down, so that there is room for more; False at its end."""
-        try:
-            while received := self._socket.recv(1 << 16, socket.MSG_DONTWAIT):
-                if not _ASKS.isdisjoint(received):
-                    self._asked_at = self._clock()
-        except BlockingIOError:
-            return True
-        except OSError:
-            pass
-        return False
-
-    @property
-    def lately(self) -> bool:
-        """Whether SIGTERM or SIGINT was heard in the last 120 s: one that it survived does not count."""
-        self.hear()
-        return self._clock() - self._asked_at <= _LATELY_S

@@ -1,7 +1,6 @@
 """Runs a Maintainer for one engine, as `python -m fskv.maintenance`: it hears the engine, and how that ends.
 
-It ends with its engine, and takes the heartbeat away. Whether the engine was shut down, or asked to end
-(fskv.bounds.process), or just died stands in the engine's health file then.
+It ends with its engine, takes the heartbeat away, and says so in the engine's health file.
 
 Asynchronous: one task for the engine's messages, beside the leader's work.
 """
@@ -23,8 +22,8 @@ import msgpack
 
 from fskv.bounds.limits import Heartbeat, Limits
 from fskv.bounds.maintenance import LOOK_S, Maintainer
-from fskv.bounds.process import END, Asked
-from fskv.observe.health_file import DIED, ENDED, end_health_file
+from fskv.bounds.process import END
+from fskv.observe.health_file import end_health_file
 from fskv.root.process_id import unique_name
 from fskv.sizes import Share
 
@@ -71,18 +70,15 @@ def heartbeat_from(options: dict[str, Any]) -> Heartbeat:
     return Heartbeat(unique_name(), options["namespace"], options["tenant"], Limits(**limits))
 
 
-async def serve(engine: int | None = None, signals: int | None = None) -> None:
+async def serve(engine: int | None = None) -> None:
     """Maintain the root that the first message names, until the engine ends or closes our standard input.
 
-    `engine` is the id of its process, `signals` where its signals are written down.
+    `engine` is the id of its process.
     """
     loop = asyncio.get_running_loop()
     # Who stops a whole service sends this to all of its processes: we end after the engine.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
-    asked = None if signals is None else Asked(signals)
-    if asked is not None:
-        loop.add_reader(asked, lambda: None if asked.hear() else loop.remove_reader(asked))
     gone: asyncio.Future[None] = loop.create_future()
     if engine is not None:
         # A process that the engine forked may keep our standard input open.
@@ -140,13 +136,12 @@ async def serve(engine: int | None = None, signals: int | None = None) -> None:
             reading = asyncio.ensure_future(reader.read(1 << 16))
     # Nobody waits for us any more, and nobody is to find us beside a mount that hangs.
     signal.alarm(_END_S)
-    died = not told and not (asked is not None and asked.lately)
     if maintainer is not None:
         with contextlib.suppress(Exception):  # the root is gone, or read-only
             maintainer.close()
     if health_file is not None and engine is not None:
         with contextlib.suppress(Exception):
-            end_health_file(health_file, engine, DIED if died else ENDED)
+            end_health_file(health_file, engine)
 
 
 def _begin(options: dict[str, Any], outbox: Outbox) -> Maintainer:
@@ -164,7 +159,6 @@ def main() -> None:
     parser = argparse.ArgumentParser("fskv.maintenance")
     parser.add_argument("--quiet", action="store_true")
     parser.add_argument("--engine", type=int)
-    parser.add_argument("--signals", type=int)
     options = parser.parse_args()
     level = logging.WARNING if options.quiet else logging.INFO
     logging.basicConfig(level=level, format="%(message)s")
@@ -172,7 +166,7 @@ def main() -> None:
         os.nice(5)
     code = 0
     try:
-        asyncio.run(serve(options.engine, options.signals))
+        asyncio.run(serve(options.engine))
     except (BrokenPipeError, KeyboardInterrupt):
         pass
     except Exception:

@@ -37,7 +37,6 @@ from fskv.root.files import RegularFile, publishing, regular_file
 from fskv.root.root import TMP_DIR
 from fskv.types import MAX_COUNT
 
-SNAPSHOT_FILE = "snapshot.msgpack"
 _VERSION = 1
 _HEAD = b"\x86\xa8snapshot" + bytes([_VERSION])  # how msgpack begins what `save` writes
 _HEAD_NBYTES = 1 << 16  # more than all that stands before the records
@@ -153,6 +152,11 @@ class Catalogue:
                     del self._dir_mtimes[shard]
                     removed += 1
         return removed
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether no directory of chunks was seen."""
+        return not (self._dir_mtimes or self._shards or self.parts or self.foreign)
 
     def _put(self, shard: int, records: Records, dir_mtime_ns: int) -> None:
         self.num_files += len(records) - len(self.records(shard))

@@ -30,8 +30,7 @@ _MAX_TEXT = 300
 _MODE = 0o644  # a probe runs as somebody else
 # Conditions with which nothing is loaded and nothing is stored.
 _OFF = frozenset({"weights_in_doubt", "prefix_caching_off", "kv_unknown"})
-STARTING = "starting"
-ENDED, DIED = "ended", "died"
+STARTING, ENDED = "starting", "ended"
 _MAX_NBYTES = 1 << 16
 
 
@@ -135,8 +134,8 @@ def replace_file(path: str, content: Mapping[str, Any]) -> None:
         file.write(f"{json.dumps(content, indent=1)}\n".encode())
 
 
-def end_health_file(path: str, pid: int, state: str) -> None:
-    """Write how the engine of that process ended, unless it did so itself or another one has the file.
+def end_health_file(path: str, pid: int) -> None:
+    """Write that the engine of that process has ended, unless it did so itself or another one has the file.
 
     Raises OSError, ValueError.
     """
@@ -146,7 +145,7 @@ def end_health_file(path: str, pid: int, state: str) -> None:
         return
     now = time.time()
     at = {"at": _rfc3339(now), "at_s": round(now, 3)}
-    replace_file(path, {**content, "state": state, "since": _rfc3339(now), **at})
+    replace_file(path, {**content, "state": ENDED, "since": _rfc3339(now), **at})
 
 
 def _rfc3339(seconds: float) -> str:

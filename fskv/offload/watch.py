@@ -6,7 +6,7 @@ import math
 import time
 
 from fskv import __version__
-from fskv.bounds.state import RootState
+from fskv.bounds.limits import RootState
 from fskv.config import StoreConfig
 from fskv.observe import metrics
 from fskv.observe.health_file import STARTING, HealthFile

@@ -21,7 +21,7 @@ from typing import Self
 from fskv.root.beneath import open_directory
 from fskv.root.filesystem import bytes_on_disk
 from fskv.root.process_id import GRACE_S, is_orphan, is_our_part
-from fskv.root.root import FORMAT_FILE
+from fskv.root.root import CHUNK_DIR, FORMAT_FILE, MANIFEST_FILE, SNAPSHOT_FILE, TMP_DIR
 
 PART = "part"
 _IN_ITS_PLACE = (errno.ELOOP, errno.ENOTDIR)  # a link or a file, where a directory was expected
@@ -201,6 +201,23 @@ def sweep(
             if stop():
                 return
             yield place.remove(name, judge)
+
+
+def remove_namespace(root: str, path: str, judge: Judge = _ANYTHING) -> Outcome:
+    """Remove a namespace in which no chunk is left; it STAYS where there is anything else in it.
+
+    Its manifest goes last: until then a writer finds a namespace, and from then on makes it again.
+    """
+    for name in (TMP_DIR, CHUNK_DIR):
+        remove_directory(root, f"{path}/{name}")
+    with Place(root, path, os.O_RDONLY) as place:
+        found = place.remove(SNAPSHOT_FILE)
+        if found.fate is Fate.FAILED or place.error is not None:
+            return found
+        if place.names() != [MANIFEST_FILE]:
+            return Outcome(path, Fate.STAYS)
+        place.remove(MANIFEST_FILE)
+    return remove_directory(root, path, judge)
 
 
 def remove_directory(

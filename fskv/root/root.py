@@ -34,6 +34,7 @@ TAG_FILE = "CACHEDIR.TAG"
 MANIFEST_FILE = "namespace.json"
 CHUNK_DIR = namespace.CHUNK_DIR
 TMP_DIR = "tmp"
+SNAPSHOT_FILE = "snapshot.msgpack"  # fskv.index.snapshot
 PART_PREFIX = ".fskv-"  # of parts in the root itself
 
 # The first 43 bytes are the standard: https://bford.info/cachedir/

@@ -36,12 +36,13 @@ from fskv.bounds.limits import Heartbeat, Limits, Usage
 from fskv.bounds.maintenance import Maintainer
 from fskv.bounds.shared_files import SharedFiles, file_of
 from fskv.index import scan
-from fskv.index.snapshot import SNAPSHOT_FILE, Catalogue
+from fskv.index.snapshot import Catalogue
 from fskv.root import filesystem, manifests
 from fskv.root import root as root_module
 from fskv.root.filesystem import Space
 from fskv.root.manifests import Manifests
 from fskv.root.process_id import unique_name
+from fskv.root.root import SNAPSHOT_FILE
 from fskv.sizes import Share
 from fskv.types import MAX_COUNT
 

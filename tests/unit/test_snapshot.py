@@ -19,7 +19,8 @@ from capacity_lab import age_directories, make_namespace, run, write_chunk
 from fskv.bounds.evict import plan
 from fskv.index import scan
 from fskv.index.scan import RECORD, Shard
-from fskv.index.snapshot import SNAPSHOT_FILE, Catalogue
+from fskv.index.snapshot import Catalogue
+from fskv.root.root import SNAPSHOT_FILE
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from fskv.bounds.evict import Need
 from fskv.bounds.limits import Limits
 from fskv.errors import ConfigError
 from fskv.root.filesystem import Space
@@ -17,7 +18,7 @@ from ..exits import Exit, UsageError
 from ..interrupt import stopped_by_signals
 from ..neighbours import clock_ns, living_heartbeats, wall_clock_ns
 from ..options import DryRunOption, JsonOption, RootOption, YesOption, complete_namespace
-from ..pruning import Done, Need, Pruning, Wish
+from ..pruning import Done, Pruning, Wish
 from ..root_view import Namespace, RootView
 from ..terminal import (
     age_option,
