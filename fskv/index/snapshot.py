@@ -34,7 +34,7 @@ from fskv.index.scan import (
 from fskv.namespace import CHUNK_DIR
 from fskv.root.beneath import opened
 from fskv.root.files import RegularFile, publishing, regular_file
-from fskv.root.root import TMP_DIR
+from fskv.root.root import SNAPSHOT_FILE, TMP_DIR
 from fskv.types import MAX_COUNT
 
 _VERSION = 1
