@@ -164,7 +164,6 @@ class Fuzz:
                     keep_free_nbytes=0,
                     io_threads=2,
                     direct_io="off",
-                    touch_interval_s=600.0,
                     speed=None,
                 )
                 one = _Engine(replay.Engine(spec))

@@ -141,10 +141,13 @@ class Lease:
         if found is not None:
             if not self._is_dead(found):
                 return
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(
-                    LEASE_FILE, dir_fd=directory
-                )  # perhaps somebody's who was faster: see above
+            try:
+                os.unlink(LEASE_FILE, dir_fd=directory)  # perhaps of one who was faster: see above
+            except FileNotFoundError:
+                pass
+            except IsADirectoryError:  # not ours to remove
+                aside = f"{LEASE_FILE}.foreign-{unique_name()}"
+                os.rename(LEASE_FILE, aside, src_dir_fd=directory, dst_dir_fd=directory)
         mine = LeaseState(self._name, HOST, os.getpid(), TOKEN, int(time.time() * 1000), 0)
         now = self._clock()
         try:

@@ -14,7 +14,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM and torch among themselves
     from fskv.engines.vllm.manager import FskvHandshake, FskvManager
 
-from fskv.bounds.state import RootState
+from fskv.bounds.limits import RootState
 from fskv.config import StoreConfig
 from fskv.data_path.breaker import FAILURES
 from fskv.observe import metrics
@@ -57,7 +57,7 @@ def test_every_counter_belongs_to_one_side_or_has_no_zero_to_begin_with():
 
 def test_a_bound_that_is_withdrawn_is_infinite_and_not_what_it_was(manager):
     class Capacity:
-        state = RootState(root_limit=500, root_left=7)
+        state = RootState(bounds={"root": (500, 7)})
         paused, up, num_restarts = False, True, 2
 
         @staticmethod

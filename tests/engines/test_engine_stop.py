@@ -73,19 +73,3 @@ def test_an_engine_that_is_stopped_has_ended_and_with_time_stores_its_last_chunk
         assert (stored, faults.fired()) == (CHUNKS, CHUNKS)
     else:
         assert stored < CHUNKS, "the control: it would have been done in time"
-
-
-@pytest.mark.slow
-def test_negative_control_an_engine_that_is_killed_has_died(root, faults, tmp_path):
-    talk = lab.Conversation(tmp_path)
-    talk.say(lab.generate(MODEL.main_prompt(), "last"))
-    up = talk.pause()
-    engine = _start(root, talk.steps, 0, faults)
-    try:
-        talk.resume(engine, up, lambda: wait_for(lambda: _health(root) == "ok", 20))
-    finally:
-        engine.kill()
-    wait_for(lambda: _health(root) == "died", 20)
-    shared = f"{root}/.fskv-maintenance"
-    wait_for(lambda: not os.path.exists(f"{shared}/lease.json"), 20)
-    assert SharedFiles(shared).heartbeats() == []

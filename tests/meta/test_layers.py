@@ -84,6 +84,7 @@ HOMES = {
         "fskv.index.",
         "fskv.bounds.evict",
         "tools.report.",
+        "tools.pruning",
     ),
     "aiofiles": ("fskv.index.", "fskv.bounds.evict"),
     "typer": ("tools.",),

@@ -1,4 +1,4 @@
-"""What the maintenance process tells of its engine's end: shut down, asked to end, or just gone."""
+"""The maintenance process ends with its engine, however that ends, and says so."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 import msgpack
 import pytest
 from capacity_lab import NAME, make_namespace
-from world import Clock, has_ended, wait_for
+from world import has_ended, wait_for
 
 from fskv.bounds import process
 from fskv.bounds.client import Capacity
@@ -27,7 +28,6 @@ import json, os, signal, sys, time
 from fskv.bounds.client import Capacity
 from fskv.bounds.limits import Limits
 signal.signal(signal.SIGTERM, lambda *_: print("asked", flush=True))
-signal.signal(signal.SIGUSR1, lambda *_: print("asked", flush=True))
 root, name, health, how = sys.argv[1:]
 with open(health, "w") as file:
     json.dump({"state": "ok", "pid": os.getpid(), "root": root}, file)
@@ -45,16 +45,6 @@ while how not in ("close", "exit"):
     time.sleep(1)
 """
 
-# How it ends -> whether it has ended or died.
-ENDS = {
-    "close": "ended",
-    "exit": "ended",
-    "SIGTERM": "ended",
-    "SIGINT": "ended",  # of Python's own handler
-    "SIGUSR1": "died",
-    "SIGKILL": "died",
-}
-
 
 @pytest.fixture
 def root(tmp_path):
@@ -62,9 +52,9 @@ def root(tmp_path):
     return tmp_path / "root"
 
 
-@pytest.mark.parametrize("how", ENDS)
-def test_an_engine_that_is_asked_to_end_has_ended_and_one_that_is_killed_has_died(root, how):
-    """Asked or not, it is killed, as vLLM's server does with its default options."""
+@pytest.mark.parametrize("how", ["close", "exit", "SIGTERM", "SIGINT", "SIGKILL"])
+def test_the_process_ends_with_its_engine_and_says_so(root, how):
+    """Of SIGTERM it takes no notice, and is killed, as vLLM's server does with its default options."""
     health = root.parent / "health.json"
     words = [sys.executable, "-c", ENGINE, root, NAME, health, how]
     pipe = subprocess.PIPE
@@ -85,79 +75,22 @@ def test_an_engine_that_is_asked_to_end_has_ended_and_one_that_is_killed_has_die
     shared = f"{root}/.fskv-maintenance"
     assert not os.path.exists(f"{shared}/lease.json")
     assert SharedFiles(shared).heartbeats() == []
-    assert json.loads(health.read_text())["state"] == ENDS[how]
+    assert json.loads(health.read_text())["state"] == "ended"
 
 
-@pytest.mark.parametrize(("engine_too", "state"), [(True, "ended"), (False, "died")])
-def test_who_stops_all_processes_of_a_service_does_not_end_this_one_before_its_engine(
-    root, engine_too, state
-):
-    """A signal to this one alone was not the engine's."""
+def test_who_stops_all_processes_of_a_service_does_not_end_this_one_before_its_engine(root):
     health = root.parent / "health.json"
     words = [sys.executable, "-c", ENGINE, root, NAME, health, "service"]
     engine = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
     assert engine.stdout.readline() == "up\n"
     (maintains,) = maintenance_processes([engine.pid])
     os.kill(maintains, signal.SIGTERM)
-    if engine_too:
-        os.kill(engine.pid, signal.SIGTERM)
-        assert engine.stdout.readline() == "asked\n"
+    time.sleep(0.2)
+    assert json.loads(health.read_text())["state"] == "ok"
     engine.kill()
     engine.communicate(timeout=60)
     wait_for(lambda: not os.path.exists(f"/proc/{maintains}"))
-    assert json.loads(health.read_text())["state"] == state
-
-
-@pytest.fixture
-def listening(monkeypatch):
-    """This process listens as if for the first time; it survives SIGTERM and SIGUSR1."""
-    monkeypatch.setattr(process, "_heard", None)
-    before = signal.set_wakeup_fd(-1)
-    numbers = (signal.SIGTERM, signal.SIGUSR1)
-    handlers = [signal.signal(number, lambda *_: None) for number in numbers]
-    clock = Clock()
-    asked = process.Asked(os.dup(process.listen()), clock)
-    yield asked, clock
-    signal.set_wakeup_fd(before)
-    for number, handler in zip(numbers, handlers, strict=True):
-        signal.signal(number, handler)
-    for each in (asked._socket, *process._heard):
-        each.close()
-
-
-def test_a_signal_that_the_engine_survived_long_ago_does_not_count(listening):
-    asked, clock = listening
-    os.kill(os.getpid(), signal.SIGTERM)
-    assert asked.lately
-    clock.advance(process._LATELY_S + 1)
-    assert not asked.lately
-
-
-@pytest.mark.parametrize("reads", [True, False])
-def test_many_other_signals_do_not_hide_the_one_that_asks(listening, reads):
-    asked, _ = listening
-    for _ in range(20):
-        for _ in range(50):
-            os.kill(os.getpid(), signal.SIGUSR1)
-        if reads:
-            assert asked.hear()
-    os.kill(os.getpid(), signal.SIGTERM)
-    assert asked.lately is reads  # negative control: nobody made room for it
-
-
-@pytest.mark.parametrize("to_fork", [True, False])
-def test_a_signal_to_a_fork_of_the_engine_is_none_to_the_engine(listening, to_fork):
-    asked, _ = listening
-    fork = os.fork()
-    if fork == 0:
-        try:
-            os.kill(os.getpid(), signal.SIGTERM if to_fork else signal.SIGUSR1)
-        finally:
-            os._exit(0)
-    os.waitpid(fork, 0)
-    if not to_fork:
-        os.kill(os.getpid(), signal.SIGTERM)
-    assert asked.lately is not to_fork
+    assert json.loads(health.read_text())["state"] == "ended"
 
 
 @pytest.mark.parametrize("gone", ["closed", "killed before"])
@@ -198,27 +131,13 @@ def test_a_process_is_let_go_where_no_thread_can_be_started(monkeypatch):
     assert starter.returncode == 0
 
 
-def test_a_program_with_a_descriptor_of_its_own_for_signals_keeps_it(monkeypatch):
-    monkeypatch.setattr(process, "_heard", None)
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    before = signal.set_wakeup_fd(writer)
-    try:
-        assert process.listen() is None
-        assert signal.set_wakeup_fd(writer) == writer
-    finally:
-        signal.set_wakeup_fd(before)
-        os.close(reader)
-        os.close(writer)
-
-
 @pytest.mark.parametrize("found", [{"pid": 8, "state": "ok"}, {"pid": 7, "state": "ended"}])
 def test_a_health_file_of_another_engine_or_one_that_has_ended_stays(tmp_path, found):
     path = tmp_path / "health.json"
     path.write_text(json.dumps(found))
-    end_health_file(str(path), 7, "died")
+    end_health_file(str(path), 7)
     assert json.loads(path.read_text()) == found
-    end_health_file(str(path), found["pid"], "ended")  # negative control: its own is ended
+    end_health_file(str(path), found["pid"])  # negative control: its own is ended
     assert json.loads(path.read_text())["state"] == "ended"
 
 

@@ -19,8 +19,7 @@ from world import damage, wait_for
 
 from fskv.bounds import client
 from fskv.bounds.client import Capacity
-from fskv.bounds.limits import Limits
-from fskv.bounds.state import RootState
+from fskv.bounds.limits import Limits, RootState
 from fskv.data_path.breaker import Breaker
 from fskv.data_path.runner import JobRunner
 from fskv.data_path.store import ChunkStore
