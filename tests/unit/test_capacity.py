@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 from dataclasses import asdict
-from shlex import quote
 from types import SimpleNamespace
 
 import msgpack
@@ -23,7 +22,6 @@ from capacity_lab import (
     WRITER,
     disk_nbytes,
     make_namespace,
-    write_chunk,
 )
 from world import Clock, has_ended, returns_in_time, wait_for
 
@@ -32,7 +30,6 @@ from fskv.bounds import client
 from fskv.bounds.client import _HUNG_S, _SILENT_S, Capacity
 from fskv.bounds.limits import Limits
 from fskv.bounds.state import RootState
-from fskv.sizes import Share
 from trials.shared_root_judge import maintenance_processes
 
 MAX = 16 << 20
@@ -114,65 +111,6 @@ def test_three_writers_stay_near_the_bound_whoever_is_killed(root, writers):
     assert disk_nbytes(root) > MAX * 0.7  # it was not held by removing everything
 
 
-class Engine:
-    """A Capacity in this process, with a clock of the test's if given."""
-
-    def __init__(self, root, limits, name=NAME, tenant=None, clock=time.monotonic):
-        self.root, self.name = root, name
-        self.capacity = Capacity(root, name, tenant, limits, clock=clock)
-        self.capacity.start()
-        self.removed = []
-
-    def poll(self):
-        self.removed += self.capacity.poll()
-
-    def take(self, nbytes):
-        self.poll()
-        return self.capacity.take(nbytes)
-
-    def store(self, number, nbytes=65536):
-        wait_for(lambda: self.take(nbytes))
-        write_chunk(f"{self.root}/{self.name}", number, nbytes)
-        self.capacity.settle(nbytes, nbytes)
-
-    @property
-    def child(self):
-        wait_for(lambda: self.poll() or self.capacity.pid)
-        return self.capacity.pid
-
-
-@pytest.fixture
-def engine(root):
-    started = []
-
-    def start(*args, **options):
-        started.append(Engine(options.pop("root", root), *args, **options))
-        return started[-1]
-
-    yield start
-    for pid in maintenance_processes([os.getpid()]):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGCONT)
-    for one in started:
-        one.capacity.close()
-    wait_for(lambda: not maintenance_processes([os.getpid()]))
-
-
-def test_what_was_there_before_counts_and_a_restart_begins_with_what_was_counted(root, engine):
-    for number in range(255):
-        write_chunk(f"{root}/{NAME}", number, 65536)  # 15.9 of 16 MiB, by somebody else
-    first = engine(Limits(max_nbytes=MAX))
-    wait_for(lambda: first.poll() or first.removed)
-    names = {name.hex() for name, _ in first.removed}
-    assert not any(os.path.exists(f"{root}/{NAME}/chunks/{n[:3]}/{n}.g0.kv") for n in names)
-    first.capacity.close()
-    wait_for(lambda: not maintenance_processes([os.getpid()]))
-    assert os.path.exists(f"{root}/{NAME}/snapshot.msgpack")
-    second = engine(Limits(max_nbytes=MAX))
-    wait_for(lambda: second.poll() or second.capacity.state.known)
-    assert 0.9 * MAX < second.capacity.state.nbytes < MAX
-
-
 # --- the guard ----------------------------------------------------------------------------------
 
 
@@ -250,44 +188,79 @@ def test_while_nobody_counts_one_percent_of_a_bound_is_stored_and_no_more(told):
     assert store(capacity, 20_480) == 20_480
 
 
+def test_a_full_disk_pauses_stores_and_longer_each_time(told):
+    capacity, tell, clock = told
+    tell()
+    for seconds in (2, 4, 8):
+        capacity.no_space()
+        clock.advance(seconds - 0.1)
+        assert not capacity.take(1)
+        clock.advance(0.2)
+        assert capacity.take(1)
+    capacity.settle(3, 1)  # there is room again
+    capacity.no_space()
+    clock.advance(2.1)
+    assert capacity.take(1)
+
+
 # --- the process --------------------------------------------------------------------------------
 
 
-def test_a_silent_process_never_blocks_the_engine(root, engine):
-    clock = Clock()
-    one = engine(Limits(max_nbytes=1 << 30), clock=clock)
-    wait_for(lambda: one.take(4096))
-    os.kill(one.child, signal.SIGSTOP)
-    assert one.capacity.take(4096)
+def can_store(capacity, nbytes=4096):
+    capacity.poll()
+    return capacity.take(nbytes)
+
+
+@pytest.fixture
+def engine(root):
+    """Start a Capacity in this process, with a clock of the test's."""
+    started = []
+
+    def start():
+        clock = Clock()
+        started.append(Capacity(root, NAME, None, Limits(max_nbytes=1 << 30), clock=clock))
+        started[-1].start()
+        wait_for(lambda: can_store(started[-1]))
+        return started[-1], clock
+
+    yield start
+    for pid in maintenance_processes([os.getpid()]):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+    for capacity in started:
+        capacity.close()
+    wait_for(lambda: not maintenance_processes([os.getpid()]))
+
+
+def test_a_silent_process_never_blocks_the_engine(engine):
+    capacity, clock = engine()
+    os.kill(capacity.pid, signal.SIGSTOP)
+    assert capacity.take(4096)
     clock.advance(_SILENT_S + 1)
-    assert one.capacity.take(4096)  # a little
-    assert not one.capacity.take(1 << 24)
-    returns_in_time(one.poll)
-    assert not one.capacity.take(1 << 24)
+    assert capacity.take(4096)  # a little
+    assert not capacity.take(1 << 24)
 
     def fill():  # far more messages than a pipe holds
         for _ in range(5000):
-            one.capacity.settle(0, 1)
-            one.capacity.poll()
-            one.capacity.take(1 << 20)
+            capacity.settle(0, 1)
+            capacity.poll()
+            capacity.take(1 << 20)
 
     returns_in_time(fill)
-    os.kill(one.child, signal.SIGCONT)
-    wait_for(lambda: one.take(1 << 24))
+    os.kill(capacity.pid, signal.SIGCONT)
+    wait_for(lambda: can_store(capacity, 1 << 24))
 
 
-def test_a_killed_process_is_started_again(root, engine):
-    clock = Clock()
-    one = engine(Limits(max_nbytes=1 << 30), clock=clock)
-    wait_for(lambda: one.take(4096))
-    old = one.child
+def test_a_killed_process_is_started_again(engine):
+    capacity, clock = engine()
+    old = capacity.pid
     os.kill(old, signal.SIGKILL)
-    wait_for(lambda: not one.capacity._process.running)
-    one.poll()
+    wait_for(lambda: not capacity.up)
+    capacity.poll()
     clock.advance(_SILENT_S + 1)
-    assert not one.capacity.take(1 << 24)
-    wait_for(lambda: one.take(1 << 24))
-    assert one.child != old
+    assert not capacity.take(1 << 24)
+    wait_for(lambda: can_store(capacity, 1 << 24))
+    assert capacity.pid != old
 
 
 # What may come from the process instead of messages, or before them.
@@ -301,37 +274,22 @@ GARBAGE = {
 }
 
 
-@pytest.fixture
-def say_first(tmp_path, monkeypatch):
-    """Have the next maintenance process say something before it begins; those after it do not."""
-
-    def prepare(said):
-        (tmp_path / "words").write_bytes(said)
-        words = quote(str(tmp_path / "words"))
-        script = tmp_path / "python"
-        script.write_text(
-            "#!/bin/sh\n"
-            f"if mv {words} {words}.said 2>/dev/null; then cat {words}.said; fi\n"
-            f'exec {quote(sys.executable)} "$@"\n'
-        )
-        script.chmod(0o700)
-        monkeypatch.setattr("fskv.bounds.process.sys.executable", str(script))
-
-    return prepare
-
-
 @pytest.mark.parametrize("kind", GARBAGE)
-def test_garbage_from_the_process_is_no_exception_in_the_engine(
-    kind, root, engine, say_first, caplog
-):
-    say_first(GARBAGE[kind])
-    clock = Clock()
-    one = engine(Limits(), clock=clock)
-    wait_for(lambda: one.poll() or "event=maintenance_gone" in caplog.text)
+def test_garbage_from_the_process_is_no_exception_in_the_engine(root, engine, monkeypatch, kind):
+    said = []
+
+    class Says(client.MaintenanceProcess):
+        def hear(self, most):
+            return said.pop() if said else super().hear(most)
+
+    monkeypatch.setattr(client, "MaintenanceProcess", Says)
+    capacity, clock = engine()
+    said.append(GARBAGE[kind])
+    capacity.poll()
+    assert not capacity.up, "who says such things is not believed"
     wait_for(lambda: not maintenance_processes([os.getpid()]))
-    assert not one.take(4096), "who says such things is not believed"
-    clock.advance(11)
-    wait_for(lambda: one.take(4096))
+    clock.advance(client._RESTART_S + 1)
+    wait_for(lambda: can_store(capacity) and capacity.up)
 
 
 @pytest.mark.parametrize("kind", GARBAGE)
@@ -394,7 +352,7 @@ def test_of_processes_that_a_hung_root_keeps_there_are_a_few_and_it_heals(
 
 
 @pytest.mark.parametrize("on_its_own", [True, False], ids=["", "negative control"])
-def test_an_interpreter_that_lies_on_a_hung_mount_holds_no_step(root, monkeypatch, on_its_own):
+def test_an_interpreter_that_lies_on_a_hung_mount_holds_no_step(engine, monkeypatch, on_its_own):
     """Starting a process waits until its program is loaded. In the control the engine's thread does."""
     answers = threading.Event()
 
@@ -403,106 +361,31 @@ def test_an_interpreter_that_lies_on_a_hung_mount_holds_no_step(root, monkeypatc
             assert answers.wait(60)
             super().__init__(options)
 
-    monkeypatch.setattr(client, "MaintenanceProcess", Loads)
     if not on_its_own:
         monkeypatch.setattr(client, "Starting", lambda start: SimpleNamespace(made=start()))
-    clock = Clock()
-    capacity = Capacity(root, NAME, None, Limits(max_nbytes=MAX), clock=clock)
+    capacity, clock = engine()
+    monkeypatch.setattr(client, "MaintenanceProcess", Loads)
+    capacity._kill_process()
+    clock.advance(client._RESTART_S + 1)
+    polls = threading.Thread(target=capacity.poll)
+    polls.start()
+    polls.join(20 if on_its_own else 0.5)
+    assert polls.is_alive() is not on_its_own
     answers.set()
-    capacity.start()
-    try:
-        wait_for(lambda: capacity.poll() or capacity.take(4096))
-        answers.clear()
-        capacity._kill_process()
-        clock.advance(client._RESTART_S + 1)
-        polls = threading.Thread(target=capacity.poll)
-        polls.start()
-        polls.join(20 if on_its_own else 0.5)
-        assert polls.is_alive() is not on_its_own
-        answers.set()
-        polls.join(20)
-        wait_for(lambda: capacity.poll() or capacity.take(4096))
-    finally:
-        answers.set()
-        capacity.close()
+    polls.join(20)
+    wait_for(lambda: can_store(capacity) and capacity.up)
 
 
 def test_a_root_that_vanishes_or_cannot_be_written_stores_nothing_and_stops_nobody(root, engine):
-    one = engine(Limits(max_nbytes=MAX))
-    wait_for(lambda: one.take(4096))
+    capacity, clock = engine()
     shutil.rmtree(root, ignore_errors=True)
     for _ in range(50):
-        returns_in_time(one.poll)
-        one.capacity.take(1 << 20)
+        returns_in_time(capacity.poll)
+        capacity.take(1 << 20)
+        clock.advance(1)
         time.sleep(0.01)
-    assert not one.capacity.take(MAX // 2)
+    assert not capacity.take(1 << 24)
     assert not os.path.exists(f"{root}/{NAME}")
-
-
-# --- a small file system ------------------------------------------------------------------------
-
-
-@pytest.fixture
-def small(tmp_path):
-    mounted = []
-
-    def mount(options):
-        path = tmp_path / f"small{len(mounted)}"
-        path.mkdir()
-        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(path)]
-        if subprocess.run(command, capture_output=True).returncode:
-            pytest.skip("mounting a tmpfs needs root")
-        mounted.append(path)
-        make_namespace(path)
-        return str(path)
-
-    yield mount
-    for path in mounted:
-        subprocess.run(["umount", "-l", str(path)], check=True)
-
-
-def free_share(path):
-    info = os.statvfs(path)
-    return info.f_bavail / info.f_blocks, info.f_favail / max(1, info.f_files)
-
-
-@pytest.mark.parametrize("keep", [4 << 20, Share(25)], ids=str)
-def test_so_much_stays_free(small, engine, keep):
-    path = small("size=16m")
-    one = engine(Limits(keep_free=keep), root=path)
-    least = 1.0
-    for number in range(300):
-        one.store(number)
-        least = min(least, free_share(path)[0])
-    assert 0.12 <= least < 0.5  # a directory takes room too
-
-
-def test_inodes_stay_free_too(small, engine):
-    path = small("size=64m,nr_inodes=1000")
-    for number in range(600):
-        write_chunk(f"{path}/{NAME}", "abc" + f"{number:029x}", 1)
-    assert free_share(path)[1] < 0.5
-    engine(Limits(keep_free=Share(50)), root=path)
-    wait_for(lambda: free_share(path)[1] >= 0.5)
-    assert free_share(path)[1] < 0.6
-
-
-def test_a_full_disk_pauses_stores_until_something_was_pruned(small, engine):
-    path = small("size=80m")
-    for number in range(1000):
-        with contextlib.suppress(OSError):
-            write_chunk(f"{path}/{NAME}", number, 1 << 17)
-    clock = Clock()
-    one = engine(Limits(), root=path, clock=clock)
-    wait_for(lambda: one.take(4096))
-    wait_for(lambda: one.poll() or one.capacity.state.files)
-    assert free_share(path)[0] < 0.05
-    one.capacity.no_space()
-    assert one.capacity.paused
-    assert not one.capacity.take(4096)
-    wait_for(lambda: one.poll() or free_share(path)[0] > 0.05)
-    clock.advance(3)
-    wait_for(lambda: one.take(4096))
 
 
 def test_a_child_ends_with_an_engine_that_was_killed_though_a_forked_process_keeps_its_pipe(root):
