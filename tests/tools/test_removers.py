@@ -82,24 +82,6 @@ def test_a_link_that_takes_a_directorys_place_leads_nowhere(
 
 
 @COMMANDS
-def test_a_root_that_goes_away_ends_it_and_what_was_left_is_there(lab, where, words, monkeypatch):
-    real = os.unlink
-
-    def unlink(name, **options):
-        real(name, **options)
-        if name.endswith(".kv"):
-            os.rename(lab.path, f"{lab.path}.away")
-
-    monkeypatch.setattr(os, "unlink", unlink)
-    done = carry_out(lab, where, words)
-    os.rename(f"{lab.path}.away", lab.path)
-    assert done.exit_code == (1 if words[0] == "verify" else 3), done.stderr
-    assert "Traceback" not in done.stderr
-    assert len(chunks_below(lab.path)) == 2
-    assert os.path.exists(f"{where.directory.path}/namespace.json")
-
-
-@COMMANDS
 def test_of_a_hostile_root_goes_what_is_ours_and_all_else_stays(lab, where, words):
     ours, strange = chunks_below(lab.path), spoil(lab, where)
     strange += [

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import glob
 import os
-import subprocess
-import sys
 
 import pytest
+from capacity_lab import dead_name
 from tool_lab import Lab, check_lines, fskv, key_of, run
-from world import wait_for
 
 pytest.importorskip("fskv_tools.cli", reason="the command line is not installed")
 
 from fskv import namespace
 from fskv.bounds.eviction_news import EvictionNews, entries
+from fskv.bounds.lease import SHARED_DIR
+from fskv.bounds.limits import Heartbeat, Limits
+from fskv.bounds.shared_files import SharedFiles
+from fskv.root.process_id import unique_name
 
 
 @pytest.fixture
@@ -24,36 +25,6 @@ def lab(tmp_path):
 
 def there(paths):
     return [path for path in paths if os.path.lexists(path)]
-
-
-WRITER = """
-import sys, time
-from fskv.bounds.client import Capacity
-from fskv.bounds.limits import Limits
-capacity = Capacity(sys.argv[1], sys.argv[2], None, Limits(max_nbytes=1 << 30))
-capacity.start()
-while True:
-    print(capacity.poll(), flush=True)
-    time.sleep(0.05)
-"""
-
-
-@pytest.fixture
-def writer(lab):
-    started = []
-
-    def start(name):
-        process = subprocess.Popen(
-            [sys.executable, "-c", WRITER, lab.path, name], stdout=subprocess.DEVNULL
-        )
-        started.append(process)
-        wait_for(lambda: glob.glob(f"{lab.path}/.fskv-maintenance/heartbeat-*.json"))
-        return process
-
-    yield start
-    for process in started:
-        process.kill()
-        process.wait()
 
 
 def test_a_namespace_goes_as_a_whole_and_the_others_stay(lab):
@@ -94,29 +65,21 @@ def test_chunks_go_by_any_name_and_engines_hear_of_it(lab):
     assert len(there(paths)) == 7
 
 
-def test_a_name_that_means_two_things_removes_neither(lab):
-    one, other = lab.namespace(), lab.namespace(model_name="org/other")
-    done = run("rm", "org", "--yes", root=lab.path)
-    assert done.exit_code == 2
-    assert one.id in done.stderr
-    assert len(there([one.directory.path, other.directory.path])) == 2
-
-
-def test_a_namespace_that_an_engine_writes_to_is_refused_unless_forced(lab, writer):
+def test_a_namespace_that_an_engine_writes_to_is_refused_unless_forced(lab):
+    """What an engine has claimed that is gone is no obstacle."""
     where = lab.namespace()
     paths = lab.chunks(where, range(5))
-    engine = writer(where.id)
+    os.makedirs(f"{lab.path}/{SHARED_DIR}")
+    for name, is_alive in ((dead_name(), False), (unique_name(), True)):
+        beat = Heartbeat(name, where.id, None, Limits())
+        SharedFiles(f"{lab.path}/{SHARED_DIR}").publish(beat)
+        plan = run("rm", where.id, "-n", "--json", root=lab.path)
+        assert plan.lines[0]["in_use"] is is_alive
     done = run("rm", where.id, "--yes", root=lab.path)
     assert done.exit_code == 2
     assert "--force" in done.stderr
     assert there(paths) == paths
     assert run("rm", paths[0], "--yes", root=lab.path).exit_code == 0  # a chunk may always go
-    engine.kill()
-    engine.wait()
-    # Its maintenance process ends with it; what it claimed is no obstacle then.
-    wait_for(lambda: run("rm", where.id, "-n", "--json", root=lab.path).lines[0]["in_use"] is False)
-    writer(where.id)
-    wait_for(lambda: run("rm", where.id, "-n", "--json", root=lab.path).lines[0]["in_use"])
     assert run("rm", where.id, "--yes", "--force", root=lab.path).exit_code == 0
     assert not os.path.lexists(where.directory.path)
 

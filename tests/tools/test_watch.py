@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
-import pathlib
 import signal
 import subprocess
 import sys
@@ -13,10 +10,7 @@ import time
 import urllib.request
 
 import pytest
-from capacity_lab import (
-    disk_nbytes,
-    write_chunk,
-)
+from capacity_lab import disk_nbytes, holder_of, write_chunk
 from tool_lab import Lab, check_lines, fskv, run
 from world import wait_for
 
@@ -34,41 +28,24 @@ def lab(tmp_path):
 
 
 @pytest.fixture
-def started():
-    processes = []
-    yield processes
-    for process in processes:
-        with contextlib.suppress(ProcessLookupError):
-            process.send_signal(signal.SIGCONT)
-        process.kill()
-        process.wait()
-        for pipe in (process.stdout, process.stderr):
-            if pipe is not None:
-                pipe.close()
+def watch(lab, tmp_path):
+    started = []
 
-
-@pytest.fixture
-def watch(lab, started, tmp_path):
-    def start(*words, root=lab.path, says=b"watching"):
+    def start(*words, root=lab.path, says="watching", program=("-m", "fskv_tools")):
         log = tmp_path / f"watch{len(started)}.log"
-        command = [sys.executable, "-m", "fskv_tools", "prune", "--watch", "--yes", *words]
+        command = [sys.executable, *program, "prune", "--watch", "--yes", *words, "--root", root]
         with open(log, "wb") as err:
-            process = subprocess.Popen(
-                [*command, "--root", root], stdout=subprocess.PIPE, stderr=err
-            )
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=err)
         started.append(process)
         process.log = log
-        wait_for(lambda: process.poll() is not None or says in log.read_bytes(), 60)
+        wait_for(lambda: process.poll() is not None or says in log.read_text(), 60)
         assert process.poll() is None, log.read_text()
         return process
 
-    return start
-
-
-def holder_of(root):
-    with contextlib.suppress(OSError, ValueError):
-        return json.loads(pathlib.Path(f"{root}/{SHARED_DIR}/lease.json").read_text())["pid"]
-    return None
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
 
 
 def beats_of(root):
@@ -146,32 +123,27 @@ def test_metrics_say_what_is_there_and_when_the_root_was_last_heard_of(lab, watc
 
 
 HANGING = """
-import threading
+import sys, threading
 from fskv.bounds import maintenance
 from fskv_tools import watch
 watch._LEAVE_S = 1.0
-# As a system call on a dead mount: nothing ends it.
-maintenance.Maintainer.step = lambda self: threading.Event().wait()
+def step(self):
+    print("it hangs", file=sys.stderr, flush=True)
+    threading.Event().wait()  # as a system call on a dead mount: nothing ends it
+maintenance.Maintainer.step = step
 from fskv_tools.cli import main
 main()
 """
 
 
-def test_a_root_that_hangs_does_not_keep_it_alive_and_its_metrics_go_on(lab, started, tmp_path):
-    words = ["prune", "--watch", "--yes", "--max-size", "1GiB", "--metrics-port", "0"]
-    log = tmp_path / "log"
-    with open(log, "wb") as err:
-        process = subprocess.Popen(
-            [sys.executable, "-c", HANGING, *words, "--root", lab.path], stderr=err
-        )
-    started.append(process)
-    process.log = log
-    wait_for(lambda: b"watching" in log.read_bytes(), 60)
+def test_a_root_that_hangs_does_not_keep_it_alive_and_its_metrics_go_on(watch):
+    words = ("--max-size", "1GiB", "--metrics-port", "0")
+    process = watch(*words, says="it hangs", program=("-c", HANGING))
     first = _metrics(process)["fskv_root_last_step_age_seconds"]
     wait_for(lambda: _metrics(process)["fskv_root_last_step_age_seconds"] > first)
     process.send_signal(signal.SIGTERM)
     assert process.wait(30) == 3
-    assert "does not answer" in log.read_text()
+    assert "does not answer" in process.log.read_text()
 
 
 # --- a root that is not there yet -------------------------------------------------------------
@@ -184,8 +156,7 @@ def test_it_waits_for_its_root_with_its_metrics_up_and_then_holds_the_bound(watc
         root.mkdir()
     if kind == "lost+found":
         (root / "lost+found").mkdir()
-    words = ("--max-size", "1GiB", "--metrics-port", "0")
-    process = watch(*words, root=str(root), says=b"waiting")
+    process = watch("--max-size", "1GiB", "--metrics-port", "0", root=str(root), says="waiting")
     waiting = _metrics(process)
     assert waiting["fskv_root_lease_held"] == 0
     assert "fskv_root_last_step_age_seconds" in waiting
@@ -200,17 +171,6 @@ def test_it_waits_for_its_root_with_its_metrics_up_and_then_holds_the_bound(watc
     assert [beat.limits.max_nbytes for beat in beats_of(root)] == [1 << 30]
     ends(process, signal.SIGTERM)
     assert beats_of(root) == []
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_the_waiting_as_it_ends_a_watch(watch, tmp_path, number):
-    root = tmp_path / "never"
-    process = watch("--max-size", "1GiB", "--json", root=str(root), says=b"waiting")
-    ends(process, number)
-    (summary,) = [json.loads(line) for line in process.stdout.read().splitlines()]
-    assert summary["interrupted"]
-    check_lines("prune", [summary])
-    assert not root.exists()
 
 
 @pytest.mark.parametrize(

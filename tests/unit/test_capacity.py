@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import pathlib
 import shutil
@@ -17,12 +16,7 @@ from types import SimpleNamespace
 
 import msgpack
 import pytest
-from capacity_lab import (
-    NAME,
-    WRITER,
-    disk_nbytes,
-    make_namespace,
-)
+from capacity_lab import NAME, WRITER, disk_nbytes, holder_of, make_namespace
 from world import Clock, has_ended, returns_in_time, wait_for
 
 from faults import mount as faulty_mount
@@ -82,15 +76,6 @@ def writers(root):
     yield found
     while found.running:
         found.kill()
-
-
-def holder_of(root):
-    with (
-        contextlib.suppress(OSError, ValueError),
-        open(f"{root}/.fskv-maintenance/lease.json") as file,
-    ):
-        return json.load(file)["pid"]
-    return None
 
 
 def test_three_writers_stay_near_the_bound_whoever_is_killed(root, writers):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
 import time
 
 import pytest
@@ -116,30 +115,6 @@ def test_a_file_of_the_future_goes_first_and_stops_nothing(namespace, monkeypatc
     assert files(namespace) == {*left, hour}
 
 
-@pytest.mark.parametrize("back", [True, False], ids=["", "negative control"])
-def test_a_root_that_goes_away_while_it_is_counted_has_its_files(namespace, monkeypatch, back):
-    """In the control they are gone."""
-    for n in range(3):
-        write_chunk(namespace, n)
-    catalogue = catalogue_of(namespace)
-    real = scan._changed
-
-    def leaving(*arguments):
-        found = real(*arguments)
-        os.rename(namespace, f"{namespace}.away")
-        return found
-
-    with monkeypatch.context() as patch:
-        patch.setattr(scan, "_changed", leaving)
-        failed = run(catalogue.refresh(time.time_ns(), every=True))
-    assert (catalogue.num_files, len(failed)) == (3, 3)
-    os.rename(f"{namespace}.away", namespace)
-    if not back:
-        shutil.rmtree(f"{namespace}/chunks")
-    assert run(catalogue.refresh(time.time_ns(), every=True)) == []
-    assert catalogue.num_files == (3 if back else 0)
-
-
 def test_what_was_removed_before_the_root_went_away_is_known(namespace, tmp_path, monkeypatch):
     """It is told to everybody, and counted no more."""
     (tmp_path / "fskv.json").touch()
@@ -159,31 +134,6 @@ def test_what_was_removed_before_the_root_went_away_is_known(namespace, tmp_path
     assert isinstance(pruned.away, FileNotFoundError)
     assert (pruned.num_files, catalogue.num_files, len(files(namespace))) == (2, 4, 4)
     assert [len(chunks) for chunks in pruned.removed.values()] == [2]
-
-
-def test_a_file_whose_blocks_were_not_counted_yet_frees_what_it_was_counted_for(namespace):
-    """As on ZFS, or nearly everything would go to free the bytes of a few fresh files."""
-    then = time.time_ns() - 10 * NS
-    paths = [write_chunk(namespace, n, 1) for n in range(5)]
-    for n, path in enumerate(paths):
-        os.truncate(path, 1 << 20)
-        os.utime(path, ns=(then + n, then + n))
-    catalogue = Catalogue(namespace)
-    run(catalogue.refresh(time.time_ns()))
-    assert catalogue.nbytes == 5 << 20
-    prune_until([catalogue], 2 << 20)
-    assert files(namespace) == set(paths[2:])
-    assert catalogue.nbytes == 3 << 20
-
-
-def test_what_others_removed_counts_and_is_no_failure(namespace):
-    paths = [write_chunk(namespace, n, mtime_ns=(n + 1) * NS) for n in range(5)]
-    catalogue = catalogue_of(namespace)
-    os.unlink(paths[0])
-    pruned = carry_out(plan([catalogue], 2 * 4096))
-    assert (pruned.vanished_nbytes, pruned.nbytes, pruned.failures) == (4096, 4096, {})
-    assert files(namespace) == set(paths[2:])
-    assert catalogue.num_files == 3
 
 
 def test_it_stops_when_the_lease_is_lost(namespace, monkeypatch):

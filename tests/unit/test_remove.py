@@ -7,13 +7,11 @@ import os
 import shutil
 
 import pytest
-from world import follow_links, leaves_nothing_open
 
 from fskv.root import remove
 from fskv.root.remove import Fate, Place, always, remove_directory, sweep
 
 DIRECTORY = "arch/model/chunks/abc"
-LEVELS = ("arch", "arch/model", "arch/model/chunks", DIRECTORY)
 
 
 @pytest.fixture
@@ -54,23 +52,6 @@ def test_what_is_no_regular_file_stays_whatever_the_judge_says(root, path, tmp_p
     assert gone(root).fate is (Fate.GOES if kind == "file" else Fate.FOREIGN)
     assert os.path.lexists(path) is (kind != "file")
     assert os.path.getsize(target) == 5000
-
-
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("protected", [True, False], ids=["", "negative control"])
-def test_nothing_behind_a_link_is_removed(root, path, tmp_path, level, protected, monkeypatch):
-    """By descriptor or by a sweep, of files and of directories."""
-    outside = tmp_path / "outside"
-    os.rename(f"{root}/{level}", outside)
-    os.symlink(outside, f"{root}/{level}")
-    if not protected:
-        follow_links(monkeypatch)
-    with leaves_nothing_open():
-        found = [gone(root)]
-        found += sweep(root, os.path.dirname(path), always("file"))
-        found.append(remove_directory(root, os.path.dirname(path)))
-    assert os.path.exists(path) is protected
-    assert (Fate.GOES in {one.fate for one in found}) is not protected
 
 
 @pytest.mark.parametrize("changed", ["another", "used", None])

@@ -47,15 +47,6 @@ def test_news_are_taken_once_by_each_and_only_by_those_they_are_for(directory):
     assert one.take_new(DIGEST) == other.take_new(DIGEST) == b""
 
 
-def test_a_prune_of_many_chunks_is_told_in_full_in_several_calls(directory):
-    log_of(directory).publish(DIGEST, chunks(500_000))  # 10 MB of entries
-    log, taken = log_of(directory), []
-    while packed := log.take_new(DIGEST):
-        assert len(packed) <= 4 << 20
-        taken += entries(packed)
-    assert sorted(taken) == chunks(500_000)
-
-
 def test_what_is_not_ours_is_neither_read_nor_waited_for_nor_removed(
     directory, tmp_path, monkeypatch
 ):
@@ -75,22 +66,3 @@ def test_what_is_not_ours_is_neither_read_nor_waited_for_nor_removed(
     assert log.take_new(DIGEST) == b"y" * ENTRY_NBYTES
     log.remove_old()
     assert sorted(os.listdir(directory)) == before
-
-
-def test_a_link_in_the_place_of_the_directory_is_refused(directory, tmp_path, monkeypatch):
-    monkeypatch.setattr(eviction_news, "_KEPT_S", -1.0)
-    directory.rename(tmp_path / "home")
-    directory.symlink_to(tmp_path / "home")
-    (directory / OURS).write_bytes(b"dear" * 5)
-    log = log_of(directory)
-    with pytest.raises(OSError):
-        log.take_new(DIGEST)
-    with pytest.raises(OSError):
-        log.publish(DIGEST, chunks(1))
-    log.remove_old()
-    assert os.listdir(directory) == [OURS]
-    # The control: in a directory of ours it goes.
-    directory.unlink()
-    (tmp_path / "home").rename(directory)
-    log.remove_old()
-    assert os.listdir(directory) == []

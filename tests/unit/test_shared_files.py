@@ -6,8 +6,6 @@ import contextlib
 import errno
 import json
 import os
-import subprocess
-import sys
 import time
 from dataclasses import asdict, replace
 
@@ -17,6 +15,7 @@ from fskv.bounds import shared_files
 from fskv.bounds.limits import Heartbeat, Limits, Usage
 from fskv.bounds.shared_files import SharedFiles, file_of, shortened
 from fskv.root.filesystem import Space
+from fskv.root.process_id import is_our_part, part_names
 from fskv.sizes import Share
 
 NS = "cpu/model@0123456789abcdef"
@@ -171,15 +170,14 @@ def test_a_usage_that_would_be_too_long_adds_up_the_smallest_and_is_still_read(s
 
 def test_a_forked_child_names_parts_as_its_own():
     """Or maintenance takes them for a dead process's once the parent has ended."""
-    code = """
-import os
-from fskv.root.process_id import is_our_part, part_names
-names = part_names()
-assert is_our_part(next(names))
-if os.fork():
-    os._exit(os.wait()[1])
-print(os.getpid(), next(names))
-"""
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    pid, name = run.stdout.split()
-    assert name.rsplit("-", 3)[1] == pid
+    names = part_names()
+    assert is_our_part(next(names))
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(writer, next(names).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(reader, 500).decode().rsplit("-", 3)[1] == str(child)
+    os.close(reader)
+    os.close(writer)
