@@ -38,6 +38,8 @@ from fskv.root.manifests import Manifests
 from fskv.root.process_id import unique_name
 from fskv.sizes import Share
 
+MIB = 1 << 20
+
 
 @pytest.fixture
 def root(tmp_path):
@@ -196,23 +198,20 @@ def test_a_link_that_takes_the_place_of_what_is_shared_leads_no_write_elsewhere(
     assert any(outside.rglob("*.json")) is not checked
 
 
-def failing(number):
-    def fail(*_, **__):
-        raise OSError(number, os.strerror(number))
-
-    return fail
-
-
 @pytest.mark.parametrize(("number", "kept"), [(errno.ESTALE, True), (errno.EACCES, False)])
 def test_a_manifest_that_cannot_be_read_for_a_moment_makes_nothing_foreign(
     root, monkeypatch, number, kept
 ):
     """The control is an error that says something: then it is foreign, until it can be read."""
+
+    def fail(*_):
+        raise OSError(number, os.strerror(number))
+
     judged = Manifests(root)
     judged.judge(NAME)
     os.utime(f"{root}/{NAME}/namespace.json")  # so it is read again
     with monkeypatch.context() as patch:
-        patch.setattr(root_module, "_read_fresh", failing(number))
+        patch.setattr(root_module, "_read_fresh", fail)
         judged.judge(NAME)
     assert judged.foreign == (set() if kept else {NAME})
     judged.judge(NAME)
@@ -232,9 +231,6 @@ def test_for_what_was_inherited_and_cannot_be_counted_the_rest_is_pruned(root, m
     maintain(root, lambda: sum(map(os.path.exists, paths)) <= 7, mine=mine)
     assert sum(map(os.path.exists, paths)) >= 5, "and no more than that"
     assert usage_of(root).namespaces[name_of("other")] == (5 * 4096, 5)
-
-
-# --- anything may be in any file ----------------------------------------------------------------
 
 
 def test_a_file_counts_for_no_more_than_the_file_system_has(root, monkeypatch):
@@ -266,6 +262,9 @@ def test_what_is_away_while_all_is_counted_stays_counted(root):
 # --- who is heard, and by which clock -------------------------------------------------------------
 
 
+OTHER_NODE = "node9-1-00000000-1"
+
+
 def leads(root):
     """Return a leader of the root, its files and its lease."""
     os.makedirs(f"{root}/{SHARED_DIR}", exist_ok=True)
@@ -295,9 +294,6 @@ def test_a_clock_that_differs_is_found_out_and_told_of_once(root, caplog, ahead_
     assert [tells(number, ahead_s) for number in (2, 3)] == [not differs] * 2
     assert caplog.text.count("event=clocks_differ") == differs
     assert tells(4, 0), "the clock is right again"
-
-
-OTHER_NODE = "node9-1-00000000-1"
 
 
 @pytest.mark.parametrize("who", ["dead", "silent", "heard"])
@@ -371,23 +367,24 @@ def test_directories_that_were_empty_for_an_hour_go_and_a_store_makes_them_again
 
 
 def test_where_inodes_are_short_empty_directories_go_before_chunks(root, monkeypatch):
-    paths = [write_chunk(f"{root}/{NAME}", number) for number in range(3)]
+    paths = [write_chunk(f"{root}/{NAME}", n, mtime_ns=(n + 1) * 10**9) for n in range(3)]
     empty = [f"{root}/{NAME}/chunks/{number:03x}" for number in range(20)]
     empty = [path for path in empty if not os.path.exists(path)]
     for path in empty:
         os.mkdir(path)
+    missing = [15]  # of the 2 % that are to stay free
 
     def space(_):
-        free = 10 + sum(not os.path.exists(path) for path in empty)
-        return Space(1 << 40, 1 << 40, 1000, free)
+        gone = sum(not os.path.exists(path) for path in (*empty, *paths))
+        return Space(1 << 40, 1 << 40, 1000, 20 - missing[0] + gone)
 
     monkeypatch.setattr(Space, "of", space)
     mine = beat(limits=Limits(keep_free=Share(2.0)))
     maintain(root, lambda: not any(map(os.path.exists, empty)), mine=mine)
     assert all(map(os.path.exists, paths))
-
-
-MIB = 1 << 20
+    missing[0] = len(empty) + 2
+    maintain(root, lambda: not any(map(os.path.exists, paths[:2])), mine=mine)
+    assert os.path.exists(paths[2])
 
 
 @pytest.mark.parametrize("waits", [True, False], ids=["", "negative control"])
