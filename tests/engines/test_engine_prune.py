@@ -33,7 +33,7 @@ def _ask(number: int, label: str) -> dict:
 
 
 def _steps(talk: lab.Conversation, own: int) -> list[int]:
-    """Say what one engine does; returns its three pauses. Every second prompt is both engines' own."""
+    """Say what one engine does; returns its two pauses. Every second prompt is both engines' own."""
 
     def prompts(numbers):
         return [n if n % 2 else n + 1000 * own for n in numbers]
@@ -42,8 +42,6 @@ def _steps(talk: lab.Conversation, own: int) -> list[int]:
     pauses = [talk.pause()]
     for n in prompts(SECOND):  # the prune runs beside these
         talk.say(_ask(n, f"cold {n}"), {"sleep": 0.2})
-    talk.say(*lab.SETTLE)
-    pauses.append(talk.pause())
     for n in (*prompts(FIRST), *prompts(SECOND)):  # some of it is gone, and some goes now
         talk.say(RESET, _ask(n, f"again {n}"))
     talk.say(*lab.SETTLE)
@@ -70,24 +68,36 @@ def test_two_live_engines_are_pruned_once_and_then_watched(tmp_path):
     root = str(tmp_path / "root")
     os.mkdir(root)
     transfer = lab.connector(root, hybrid_chunk_size=128, keep_free=0)
-    talks, pauses, engines = [], [], []
+    talks, engines = [], []
     for own in (1, 2):
         directory = tmp_path / f"engine{own}"
         directory.mkdir()
-        talks.append(lab.Conversation(directory))
-        pauses.append(_steps(talks[-1], own))
-        request = lab.request(MODEL, talks[-1].steps, transfer=transfer)
+        talk = lab.Conversation(directory)
+        talks.append((directory, _steps(talk, own)))
+        request = lab.request(MODEL, talk.steps, transfer=transfer)
         engines.append(lab.start_engine(request, str(directory)))
+
+    def both_are_at(number):
+        end = time.monotonic() + ENGINE_TIMEOUT_S
+        for directory, pauses in talks:
+            while not (directory / f"{pauses[number]}.reached").exists():
+                assert time.monotonic() < end
+                assert all(engine.running for engine in engines)
+                time.sleep(0.05)
+
+    def go_on(number):
+        for directory, pauses in talks:
+            (directory / f"{pauses[number]}.go").touch()
+
     sampler = Sampler(root, 0.05)
     watcher = None
     try:
-        _both_are_at(talks, pauses, engines, 0)
+        both_are_at(0)
         sampler.start()
         stored = count(root)[0]
         assert stored > 100 * FILE_NBYTES
         bound = stored // 2
-
-        _go(talks, pauses, 0)
+        go_on(0)
         removed = 0
         for _ in range(5):  # where writers are faster than a prune it says so
             once = _fskv("prune", "--max-size", str(bound), "--yes", root=root)
@@ -102,14 +112,12 @@ def test_two_live_engines_are_pruned_once_and_then_watched(tmp_path):
         # As far as a sample every 50 ms sees: the engines write all the time.
         assert min(sampler.nbytes) <= (stored + bound) // 2
 
-        _both_are_at(talks, pauses, engines, 1)
-        _go(talks, pauses, 1)
-        _both_are_at(talks, pauses, engines, 2)
+        both_are_at(1)
         assert count(root)[0] > bound, "nothing bounds the engines yet"
         watcher = _fskv("prune", "--watch", "--max-size", str(bound), "--yes", root=root)
         wait_for(lambda: count(root)[0] <= bound, 60)
         reached = len(sampler.nbytes) + 1
-        _go(talks, pauses, 2)
+        go_on(1)
         results = [engine.wait(ENGINE_TIMEOUT_S) for engine in engines]
         assert watcher.poll() is None
         sampler.stop()
@@ -118,9 +126,8 @@ def test_two_live_engines_are_pruned_once_and_then_watched(tmp_path):
         assert max(sampler.nbytes[reached:]) > bound // 2, "it was not held by removing everything"
         watcher.send_signal(signal.SIGTERM)
         *states, ended = _lines(watcher)
-        assert watcher.returncode == 0
-        assert ended["type"] == "summary"
         assert states
+        assert (watcher.returncode, ended["type"]) == (0, "summary")
     finally:
         for engine in engines:
             engine.kill()
@@ -130,39 +137,22 @@ def test_two_live_engines_are_pruned_once_and_then_watched(tmp_path):
     _judge(results, root)
 
 
-def _both_are_at(talks, pauses, engines, number) -> None:
-    end = time.monotonic() + ENGINE_TIMEOUT_S
-    for talk, own in zip(talks, pauses, strict=True):
-        while not (talk.directory / f"{own[number]}.reached").exists():
-            assert time.monotonic() < end
-            assert all(engine.running for engine in engines)
-            time.sleep(0.05)
-
-
-def _go(talks, pauses, number) -> None:
-    for talk, own in zip(talks, pauses, strict=True):
-        (talk.directory / f"{own[number]}.go").touch()
-
-
 def _judge(results: list[dict], root: str) -> None:
     tokens: dict[str, list[int]] = {}
     hits = recomputed = 0
     for result in results:
         assert result["exit_code"] == 0, result.get("error")
         assert bad_lines(result["log_path"]) == []
-        done = lab.generates(result)
-        for label, one in done.items():
+        for label, one in lab.generates(result).items():
             when, _, number = label.partition(" ")
-            if when not in ("cold", "again"):
-                continue
             # The same prompt has the same tokens, whichever engine, loaded or recomputed.
             assert one["tokens"] == tokens.setdefault(number, one["tokens"]), label
             if when == "again":
                 hits += one["num_cached_tokens"] > 0
                 recomputed += one["num_cached_tokens"] < PROMPT_TOKENS // 128 * 128
         (metrics,) = lab.metrics(result)
-        assert lab.counter(metrics, "load_failures", reason="corrupt") == 0
-        assert lab.counter(metrics, "load_failures", reason="stale") == 0
+        for reason in ("corrupt", "stale"):
+            assert lab.counter(metrics, "load_failures", reason=reason) == 0
     assert hits, "nothing was ever loaded"
     assert recomputed, "nothing of it had been pruned"
     lab.assert_sound(root)

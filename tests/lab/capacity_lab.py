@@ -108,6 +108,15 @@ def disk_nbytes(root, suffixes=(".kv", ".part")):
     return total
 
 
+def holder_of(root):
+    """Return the id of the process that has the lease, or None."""
+    with (
+        contextlib.suppress(OSError, ValueError),
+        open(f"{root}/.fskv-maintenance/lease.json") as file,
+    ):
+        return json.load(file)["pid"]
+
+
 def run(coroutine, timeout_s=60):
     """Run to the end; the limit only bounds a hang."""
     return asyncio.run(asyncio.wait_for(coroutine, timeout_s))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 
@@ -12,11 +12,10 @@ from fskv.bounds.limits import (
     Scope,
     Usage,
     inodes_short,
-    scopes,
+    root_state,
     smallest,
     unused_limit_s,
 )
-from fskv.bounds.state import BoundsSaid, RootState, root_state
 from fskv.root.filesystem import Space
 from fskv.sizes import Share
 from fskv.types import MAX_COUNT
@@ -57,23 +56,6 @@ def test_inodes_and_unused_files():
     assert unused_limit_s(limits[:1]) is None
 
 
-def test_the_bounds_in_force_with_what_is_in_use_the_widest_last():
-    usage = Usage(
-        namespaces={NS: (20, 1), OTHER_NS: (30, 1)},
-        others=(7, 1),
-        tenants={NS: "t", OTHER_NS: "u"},
-        max_nbytes=90,
-        kept_free=250,
-        tenant_limits={"t": 50},
-    )
-    assert scopes(usage, SPACE) == [
-        Scope("tenant", "t", 50, 20),
-        Scope("root", None, 90, 57),
-        Scope("free", None, 750, 600),
-    ]
-    assert scopes(usage, Space(0, 0, 0, 0))[-1].kind == "root"  # nobody knows the size
-
-
 @pytest.mark.parametrize(
     ("growth", "margin"),
     [(0, 0.01), (1_000, 0.01), (25_000, 0.05), (1_000_000, 0.10)],
@@ -93,34 +75,22 @@ def test_of_a_file_system_that_others_fill_little_goes_beyond_keep_free():
     assert root.excess(usage) > 20_000
 
 
-def test_an_engine_is_told_the_bounds_that_hold_for_it_and_its_own_part():
+def test_an_engine_is_told_the_bounds_that_hold_for_it_and_its_own_at_once():
     usage = Usage(
-        sequence=7,
         namespaces={NS: (20, 1), OTHER_NS: (30, 2)},
         tenants={NS: "t", OTHER_NS: "u"},
-        counted={"a": 12},
         max_nbytes=90,
         tenant_limits={"t": 50, "u": 1},
     )
-    state = root_state(usage, SPACE, beat(tenant="t", written=15), holder=True)
+    state = root_state(usage, SPACE, beat(tenant="t"), holder=True)
     assert state.bounds == {"root": (90, 40), "tenant": (50, 30)}
-    assert (state.known, state.sequence, state.counted, state.seen_written) == (True, 7, 12, 15)
-    assert (state.nbytes, state.files, state.namespace_nbytes, state.tenant_nbytes) == (
-        *(50, 3),
-        *(20, 20),
-    )
-    # A limit of its own that the leader has not heard of holds at once.
+    # The leader has not heard of these yet.
     own = beat(tenant="t", limits=Limits(60, 300, 25))
     state = root_state(usage, SPACE, own, holder=False)
     assert state.bounds == {"root": (60, 10), "tenant": (25, 5), "free": (700, 100)}
     assert state.kept_free == 300
-
-
-@pytest.mark.parametrize(
-    ("limits", "known"), [(Limits(), True), (Limits(keep_free=5), True), (Limits(9), False)]
-)
-def test_without_a_count_stores_begin_only_where_no_bound_is_on_sizes(limits, known):
-    assert root_state(None, SPACE, beat(limits=limits), holder=False).known is known
+    assert not root_state(None, SPACE, own, holder=False).known, "nobody has counted yet"
+    assert root_state(None, SPACE, beat(), holder=False).known, "no bound is on the sizes"
 
 
 def test_sums_beyond_64_bits_are_numbers_that_a_message_can_hold():
@@ -129,18 +99,3 @@ def test_sums_beyond_64_bits_are_numbers_that_a_message_can_hold():
         namespaces={f"a/m@{n:016x}": (large, large) for n in range(5)}, others=(large, large)
     )
     assert root_state(usage, SPACE, beat(), holder=False).nbytes == large
-
-
-def test_a_bound_is_said_once_and_again_when_it_is_another():
-    said = BoundsSaid()
-    state = RootState(root_limit=100, root_left=1, free_limit=1000, free_left=1)
-    assert said.news(state) == [("root", 100), ("free", 1000)]
-    assert said.news(replace(state, root_left=0, free_limit=1005)) == []
-    assert said.news(replace(state, root_limit=99)) == [("root", 99)]
-
-
-def test_a_state_of_other_types_is_refused():
-    for field, value in asdict(RootState()).items():
-        other = "7" if not isinstance(value, str) else 7
-        with pytest.raises(TypeError):
-            RootState(**{field: other})

@@ -16,7 +16,7 @@ import pytest
 import xxhash
 from capacity_lab import age_directories, make_namespace, run, write_chunk
 
-from fskv.bounds.evict import plan
+from fskv.bounds.evict import Need, plan
 from fskv.index import scan
 from fskv.index.scan import RECORD, Shard
 from fskv.index.snapshot import Catalogue
@@ -298,8 +298,8 @@ def test_a_catalogue_of_nothing_costs_next_to_nothing(tmp_path):
             run(catalogue.refresh(time.time_ns()))
     finally:
         tracemalloc.stop()
-    chosen = plan(catalogues, 1 << 40)
-    assert [c.catalogue for c in chosen.candidates] == [catalogues[7]]
+    chosen = plan(catalogues, Need(1 << 40))
+    assert [c.catalogue for c in chosen] == [catalogues[7]]
     assert catalogues[7].num_files == 1
     os.unlink(one)
     run(catalogues[7].refresh(time.time_ns()))
