@@ -252,7 +252,7 @@ GARBAGE = {
     "text": b"UserWarning: this may change\n",
     "no msgpack": b"\xc1",
     "an array": msgpack.packb([1, 2]),
-    "bytes that are text": msgpack.packb({"at": 0.0, "nbytes": "many"}),
+    "a field that is none": msgpack.packb({"at": 0.0, "many": 7}),
     "names that are none": msgpack.packb({"at": 0.0, "removed": 7}),
     "deeper than any message": b"\x91" * 2000,
 }

@@ -425,7 +425,8 @@ def test_what_a_trash_keeps_does_not_have_everything_pruned(
 
 
 @pytest.mark.parametrize("stays", ["", "it has a chunk", "an engine has it", "young", "foreign"])
-def test_a_namespace_without_chunks_and_engines_goes_after_a_day(root, stays):
+def test_a_namespace_without_chunks_and_engines_goes_after_a_day(root, monkeypatch, stays):
+    monkeypatch.setattr(leader, "_WALK_S", 0.05)
     other = name_of("other")
     path = make_namespace(root, other, model="other")
     if stays == "it has a chunk":
@@ -433,6 +434,7 @@ def test_a_namespace_without_chunks_and_engines_goes_after_a_day(root, stays):
     if stays == "foreign":
         Path(f"{path}/notes.txt").touch()
     if stays == "an engine has it":
+        os.mkdir(f"{root}/{SHARED_DIR}")
         book(root).publish(beat(namespace=other))
     for directory in (path, f"{path}/chunks", f"{path}/tmp"):
         at = time.time() - (3600 if stays == "young" else 100_000)
