@@ -6,6 +6,7 @@ the same checks against that one.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import os
 import pickle
@@ -111,6 +112,22 @@ def test_the_private_names_we_lean_on_exist():
     assert "self._events_tracker = " in inspect.getsource(scheduler.OffloadingConnectorScheduler)
     tracker = scheduler.OffloadingEventsTracker(OffloadingKVEventsConfig(True, True))
     assert tracker._pending_event_metadata == {}
+
+
+def test_what_the_use_of_a_prefix_leans_on_exists():
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading import common, scheduler
+    from vllm.v1.kv_offload.base import ReqContext
+
+    made = {each.name: each for each in dataclasses.fields(common.OffloadingConnectorMetadata)}
+    assert all(each.init for each in made.values()), "FskvConnectorMetadata is made of them"
+    assert "touches" not in made
+    assert callable(ReqContext("r").get_offload_key_position)
+    source = inspect.getsource(scheduler.RequestOffloadState)
+    assert "num_locally_computed_tokens" in source
+    state = scheduler.RequestGroupState()
+    assert state.offload_keys == [], "the very list that vLLM extends"
+    extended = inspect.getsource(scheduler.RequestOffloadState.update_offload_keys)
+    assert "offload_keys.append(" in extended or "offload_keys.extend(" in extended
 
 
 def test_what_the_load_budget_leans_on_exists():
