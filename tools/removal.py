@@ -96,8 +96,6 @@ def remove_namespace(
     yield from foreign_around(one)
     if not stop():
         yield remove.remove_namespace(one.root, one.path, always(NAMESPACE))
-        # Other namespaces are in it, or something foreign.
-        remove_directory(one.root, f"{one.root}/{one.arch}")
 
 
 def remove_files(

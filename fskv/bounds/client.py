@@ -349,7 +349,7 @@ class Capacity:
         if "removed" in message:
             self._removed += entries(message["removed"])
         elif message:
-            state = RootState(**message)
+            state = RootState.of(message)
             if state.sequence != self.state.sequence or not state.sequence:
                 self._sequence_at = self._heard_at
             self.state = state

@@ -112,6 +112,8 @@ class Count:
         `alive`: heartbeats that were written in the last seconds.
         `late_nbytes`: so much may be written and not reported yet. Raises OSError where the root is away.
         """
+        now_ns = self._lease.now_ns()
+        relist = not self._mtimes_tell(alive, now_ns)
         names = all_namespaces(self._root)
         for gone in self._manifests.gone((self.catalogues.keys() | self.nbytes.keys()) - names):
             self.catalogues.pop(gone, None)
@@ -121,8 +123,6 @@ class Count:
             self._uncounted.pop(gone, None)
             self._manifests.forget(gone)
         await asyncio.to_thread(self._judge, names)
-        now_ns = self._lease.now_ns()
-        relist = not self._mtimes_tell(alive, now_ns)
         now_ns = max(0, now_ns - 2 * _OFF_NS)
         again = [(self._again + i) % NUM_SHARDS for i in range(_LISTED_AGAIN)]
         self._again = (self._again + len(again)) % NUM_SHARDS
@@ -230,7 +230,8 @@ class Count:
 
     def remove_namespaces(self, before_ns: int, claimed: AbstractSet[str]) -> None:
         """Remove namespaces that were empty before that time and that no heartbeat names."""
-        for name in set(self.ours) - claimed:
+        # Where mtimes do not tell nobody knows since when.
+        for name in set(self.ours) - claimed if self._mtimes_told else ():
             path = f"{self._root}/{name}"
             if not self.catalogues[name].is_bare:
                 continue

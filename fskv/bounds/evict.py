@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 _STEP_FILES = 16384  # chosen at once: more would have waited long for their turn
 _BATCH = 256  # files per call of a worker thread; between batches the lease is looked at
+_SAME_USE_NS = 1_000_000_000  # ranks record one use by stamps of their own
 _MAX_BACK_S = 60.0  # csrc/chunk_io.c
 _SPARE = 1.25  # candidates, in bytes, for what is to go: some will have been used meanwhile
 
@@ -225,20 +226,23 @@ def _remove_batch(step: _Step, candidates: Sequence[Candidate]) -> None:
             with Place(
                 step.root, shard_path(candidate.catalogue.namespace, candidate.shard)
             ) as place:
-                gone = _remove_chunk(step.pruned, place, candidate, rows)
+                gone = _remove_chunk(step.pruned, place, candidate, rows, step.need.before_ns)
         except OSError as error:
             step.pruned.away = error
             return
         step.gone.setdefault(where, set()).update(gone)
 
 
-def _remove_chunk(pruned: Pruned, place: Place, candidate: Candidate, rows: list[int]) -> set[int]:
+def _remove_chunk(
+    pruned: Pruned, place: Place, candidate: Candidate, rows: list[int], before_ns: int | None
+) -> set[int]:
     """Remove the files of all ranks unless one was used meanwhile; returns the rows that are gone."""
     catalogue = candidate.catalogue
     records = catalogue.records(candidate.shard)
     last_use_ns = max(_look(place, records, row, catalogue.now_ns) for row in rows)
     records["mtime_ns"][rows] = last_use_ns
-    if last_use_ns > candidate.mtime_ns:
+    is_used = last_use_ns > candidate.mtime_ns + _SAME_USE_NS
+    if is_used or (before_ns is not None and last_use_ns >= before_ns):
         pruned.used_meanwhile += 1
         return set()
     gone = {row for row in rows if _remove(place, records[row], pruned)}

@@ -20,7 +20,7 @@ from fskv.root.files import publishing, regular_file
 from fskv.root.process_id import is_our_name, unique_name
 from fskv.root.remove import Fate, sweep
 
-_KEPT_NS = 600 * 1_000_000_000
+_KEPT_NS = 60 * 1_000_000_000
 ENTRY_NBYTES = 20  # XXH3-128 of the key, group (little endian)
 _MAX_ENTRIES = 1 << 15  # of one file: 640 KiB
 _MAX_NBYTES = _MAX_ENTRIES * ENTRY_NBYTES
@@ -80,7 +80,8 @@ class EvictionNews:
         def judge(name: str, info: os.stat_result) -> str:
             if not is_news(name):
                 return Fate.FOREIGN
-            return "news" if info.st_mtime_ns < now_ns - _KEPT_NS else Fate.STAYS
+            is_old = now_ns and abs(now_ns - info.st_mtime_ns) > _KEPT_NS
+            return "news" if is_old else Fate.STAYS
 
         for _ in sweep(self._root, self.directory, judge):
             pass

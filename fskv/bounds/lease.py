@@ -139,7 +139,8 @@ class Lease:
     def _try_to_take(self, directory: int) -> None:
         found = _read(LEASE_FILE, directory)
         if found is not None:
-            if not self._is_dead(found):
+            # Ours after all, where link() was done and the answer lost.
+            if found.holder != self._name and not self._is_dead(found):
                 return
             try:
                 os.unlink(LEASE_FILE, dir_fd=directory)  # perhaps of one who was faster: see above

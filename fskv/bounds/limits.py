@@ -16,7 +16,8 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from fskv.root.filesystem import Space
 from fskv.sizes import Share
@@ -126,7 +127,7 @@ def scopes(usage: Usage, space: Space) -> list[Scope]:
     for namespace, tenant in usage.tenants.items():
         used[tenant] += usage.namespaces.get(namespace, (0, 0))[0]
     found = [
-        Scope("tenant", tenant, limit, used[tenant])
+        Scope("tenant", tenant, limit, min(MAX_COUNT, used[tenant]))
         for tenant, limit in usage.tenant_limits.items()
     ]
     if usage.max_nbytes is not None:
@@ -187,6 +188,15 @@ class RootState:
     counted: int = 0  # of what the engine has written: what the sizes above hold
     seen_written: int = 0  # and what it had written when `free` was looked at
     touch_interval_s: int = MAX_TOUCH_INTERVAL_S
+
+    @classmethod
+    def of(cls, message: Mapping[str, Any]) -> RootState:
+        """Return what a message says; raises TypeError or ValueError for what no state is."""
+        for one in fields(cls):
+            if one.name != "bounds" and type(message[one.name]) is not type(one.default):
+                raise TypeError(one.name)
+        bounds = {str(kind): (int(a), int(b)) for kind, (a, b) in message["bounds"].items()}
+        return cls(**{**message, "bounds": bounds})
 
 
 def root_state(usage: Usage | None, space: Space, mine: Heartbeat, *, holder: bool) -> RootState:

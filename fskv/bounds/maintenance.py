@@ -297,9 +297,9 @@ class Maintainer:
         state = root_state(usage, space, self._heartbeat, holder=self._lease.held)
         for kind, (limit, _) in state.bounds.items():
             said = self._bounds_said.get(kind, -1)
-            if (
-                said < 0 or abs(limit - said) > limit // 100
-            ):  # some file systems' sizes move a little
+            # What a file system calls its size moves a little on some of them.
+            slack = limit // 100 if kind == "free" else 0
+            if said < 0 or abs(limit - said) > slack:
                 self._bounds_said[kind] = limit
                 self._states.say("bound_in_force", bound=kind, limit_bytes=limit)
         if (state != self._told or now - self._told_at > _ALIVE_S) and self._send(

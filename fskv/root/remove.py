@@ -19,9 +19,17 @@ from enum import StrEnum
 from typing import Self
 
 from fskv.root.beneath import open_directory
+from fskv.root.files import publishing, regular_file
 from fskv.root.filesystem import bytes_on_disk
 from fskv.root.process_id import GRACE_S, is_orphan, is_our_part
-from fskv.root.root import CHUNK_DIR, FORMAT_FILE, MANIFEST_FILE, SNAPSHOT_FILE, TMP_DIR
+from fskv.root.root import (
+    CHUNK_DIR,
+    FORMAT_FILE,
+    MANIFEST_FILE,
+    MAX_MANIFEST_NBYTES,
+    SNAPSHOT_FILE,
+    TMP_DIR,
+)
 
 PART = "part"
 _IN_ITS_PLACE = (errno.ELOOP, errno.ENOTDIR)  # a link or a file, where a directory was expected
@@ -206,18 +214,32 @@ def sweep(
 def remove_namespace(root: str, path: str, judge: Judge = _ANYTHING) -> Outcome:
     """Remove a namespace in which no chunk is left; it STAYS where there is anything else in it.
 
-    Its manifest goes last: until then a writer finds a namespace, and from then on makes it again.
+    Its manifest goes last, and is put back where a writer has come meanwhile.
     """
-    for name in (TMP_DIR, CHUNK_DIR):
-        remove_directory(root, f"{path}/{name}")
+    for name in (CHUNK_DIR, TMP_DIR):
+        found = remove_directory(root, f"{path}/{name}")
+        if not found.is_gone:
+            return found if found.fate is Fate.FAILED else Outcome(path, Fate.STAYS)
     with Place(root, path, os.O_RDONLY) as place:
         found = place.remove(SNAPSHOT_FILE)
-        if found.fate is Fate.FAILED or place.error is not None:
+        if found.fate is Fate.FAILED:
             return found
-        if place.names() != [MANIFEST_FILE]:
-            return Outcome(path, Fate.STAYS)
-        place.remove(MANIFEST_FILE)
-    return remove_directory(root, path, judge)
+        try:
+            if place.names() != [MANIFEST_FILE]:
+                return Outcome(path, Fate.STAYS)
+            with regular_file(MANIFEST_FILE, dir_fd=place.fd) as file:
+                manifest, mode = file.read(MAX_MANIFEST_NBYTES), stat.S_IMODE(file.info.st_mode)
+            os.unlink(MANIFEST_FILE, dir_fd=place.fd)
+            found = remove_directory(root, path, judge)
+            if not found.is_gone:
+                with publishing(MANIFEST_FILE, mode, dir_fd=place.fd, exclusive=True) as new:
+                    new.write(manifest)
+        except FileExistsError:
+            pass  # the writer has its own
+        except OSError as error:
+            return Outcome(path, _fate_of(error), error=error)
+    remove_directory(root, os.path.dirname(path))  # where it was the last one of its architecture
+    return found
 
 
 def remove_directory(

@@ -43,7 +43,7 @@ _TAG = b"""Signature: 8a477f597d28d172789f06886806bc55
 """
 _FORMAT_TEXT = f'{{"format": {namespace.FORMAT}}}'
 _MAX_FORMAT_NBYTES = 64 << 10
-_MAX_MANIFEST_NBYTES = 16 << 20
+MAX_MANIFEST_NBYTES = 16 << 20
 
 # Neither ours nor the user's: made by mkfs, by snapshotting servers, and by NFS clients for
 # files removed while open. `.fskv-*` are our own, of an engine that opens the root now.
@@ -140,23 +140,27 @@ class Root:
         it; RootError if the directory cannot be read or, unless read-only, written.
         """
         path = f"{self.path}/{namespace.directory(identity)}"
-        manifest_path = f"{path}/{MANIFEST_FILE}"
         with _os_errors_as_root_errors(path):
-            if self.writable:
-                retry_stale(lambda: self._make_directories(path))
-            found = retry_stale(lambda: _read_fresh(manifest_path, _MAX_MANIFEST_NBYTES))
-            if found is None and self.writable:
-                self._publish(manifest_path, manifest_bytes(identity), f"{path}/{TMP_DIR}")
-                found = retry_stale(lambda: _read_fresh(manifest_path, _MAX_MANIFEST_NBYTES))
-            if found is None:
-                raise RootError(f"{manifest_path}: no such file; expected the namespace's identity")
-            _compare(identity, found, manifest_path)
-            directory = NamespaceDir(
-                path, identity.digest, self.dir_mode, self.file_mode, self.path
-            )
-            if self.writable:
-                retry_stale(lambda: self._probe(f"{directory.tmp_dir}/{unique_name()}.part"))
-        return directory
+            try:
+                self._open(identity, path)
+            except FileNotFoundError:  # who keeps the bounds removes what nobody uses: once more
+                os.stat(f"{self.path}/{FORMAT_FILE}")
+                self._open(identity, path)
+        return NamespaceDir(path, identity.digest, self.dir_mode, self.file_mode, self.path)
+
+    def _open(self, identity: Identity, path: str) -> None:
+        manifest_path = f"{path}/{MANIFEST_FILE}"
+        if self.writable:
+            retry_stale(lambda: self._make_directories(path))
+        found = retry_stale(lambda: _read_fresh(manifest_path, MAX_MANIFEST_NBYTES))
+        if found is None and self.writable:
+            self._publish(manifest_path, manifest_bytes(identity), f"{path}/{TMP_DIR}")
+            found = retry_stale(lambda: _read_fresh(manifest_path, MAX_MANIFEST_NBYTES))
+        if found is None:
+            raise RootError(f"{manifest_path}: no such file; expected the namespace's identity")
+        _compare(identity, found, manifest_path)
+        if self.writable:
+            retry_stale(lambda: self._probe(f"{path}/{TMP_DIR}/{unique_name()}.part"))
 
     def _make_directories(self, path: str) -> None:
         for made in (os.path.dirname(path), path, f"{path}/{CHUNK_DIR}", f"{path}/{TMP_DIR}"):
@@ -311,7 +315,7 @@ def read_manifest(namespace_path: str) -> Identity:
     """
     path = f"{namespace_path}/{MANIFEST_FILE}"
     with _os_errors_as_root_errors(path):
-        content = retry_stale(lambda: _read_fresh(path, _MAX_MANIFEST_NBYTES))
+        content = retry_stale(lambda: _read_fresh(path, MAX_MANIFEST_NBYTES))
     if content is None:
         raise RootError(f"{path}: no such file; expected the namespace's identity")
     try:

@@ -656,3 +656,22 @@ def test_a_worker_s_answer_that_it_does_not_know_its_kv_is_no_refusal(monkeypatc
 
     monkeypatch.setattr(workers, "_tiering_connector", find)
     assert workers.report(None, "e", None, "") == answers[1]
+
+
+def test_a_chunk_that_is_stored_again_gets_the_time_of_then(make_rig):
+    """Also where it heads its prefix, whose last use was long ago: else it went first again."""
+    rig = make_rig()
+    rig.store([1, 2])
+    uses = rig.tier._manager._uses
+    clock = uses._clock
+    uses._clock = lambda: clock() + 3600
+    stamps = rig.tier._rows.mover._uses
+    for stamp in stamps.values():  # as if it had been then
+        stamp[:] = (int.from_bytes(stamp, "little") - 3600 * 10**9).to_bytes(8, "little")
+    files = rig.files()
+    for file in files:
+        os.unlink(file)
+    rig.tier._manager.chunks.forget()
+    rig.store([1, 2])
+    assert rig.files() == files
+    assert all(time.time() - os.stat(file).st_mtime < 600 for file in files)

@@ -142,3 +142,15 @@ def test_it_stops_when_the_lease_is_lost(namespace, monkeypatch):
     answers = iter([True, True, True])
     prune([catalogue], 20 * 4096, may_go_on=lambda: next(answers, False))
     assert len(files(namespace)) == catalogue.num_files == 16
+
+
+def test_ranks_that_recorded_one_use_a_moment_apart_are_no_use_meanwhile(namespace):
+    names = ["abc" + digit * 29 for digit in "01"]
+    uses = [(10 * NS, 10 * NS + 1_000_000), (3600 * NS, 3600 * NS)]
+    paths = [
+        [write_chunk(namespace, name, rank=rank, mtime_ns=at) for rank, at in enumerate(each)]
+        for name, each in zip(names, uses, strict=True)
+    ]
+    catalogue = catalogue_of(namespace)
+    assert prune([catalogue], 2 * 4096).used_meanwhile == 0
+    assert files(namespace) == {*paths[1]}

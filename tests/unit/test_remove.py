@@ -107,3 +107,41 @@ def test_of_a_root_that_is_away_nothing_is_taken_for_gone(root, path, away, monk
     fate = Fate.FAILED if "stale" in away else Fate.VANISHED
     assert gone(root).fate is fate
     assert [one.fate for one in sweep(root, os.path.dirname(path), always("file"))] == [fate]
+
+
+def namespace_of(root):
+    """A namespace without chunks."""
+    path = f"{root}/arch/empty"
+    for name in ("chunks", "tmp"):
+        os.makedirs(f"{path}/{name}")
+    with open(f"{path}/namespace.json", "w") as file:
+        file.write("whose it is")
+    return path
+
+
+def test_a_namespace_goes_and_one_into_which_a_writer_came_keeps_its_manifest(root, monkeypatch):
+    assert remove.remove_namespace(root, namespace_of(root)).fate is Fate.GOES
+    path = namespace_of(root)
+
+    def beside_a_writer(root, directory, *rest):
+        if directory == path:
+            os.mkdir(f"{path}/chunks")
+        return remove_directory(root, directory, *rest)
+
+    monkeypatch.setattr(remove, "remove_directory", beside_a_writer)
+    assert remove.remove_namespace(root, path).fate is Fate.STAYS
+    with open(f"{path}/namespace.json") as file:
+        assert file.read() == "whose it is"
+    assert sorted(os.listdir(path)) == ["chunks", "namespace.json"]
+
+
+def test_a_namespace_whose_directory_cannot_be_removed_says_why(root, monkeypatch):
+    path = namespace_of(root)
+
+    def refuse(*_, **__):
+        raise PermissionError(errno.EACCES, "no")
+
+    monkeypatch.setattr(os, "rmdir", refuse)
+    found = remove.remove_namespace(root, path)
+    assert (found.fate, found.reason) == (Fate.FAILED, "no")
+    assert sorted(os.listdir(path)) == ["chunks", "namespace.json", "tmp"]

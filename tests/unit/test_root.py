@@ -499,3 +499,24 @@ def test_fields_that_are_many_are_named_in_part():
     fields = [f"f{n}" for n in range(7)]
     assert str(Neighbours(False, 1, fields)).endswith(": f0, f1, f2, f3, f4 and 2 more")
     assert "differs" not in str(Neighbours(True, 0, fields)), "another model's"
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_namespace_that_goes_while_it_is_opened_is_made_again(path, monkeypatch, times):
+    """Who keeps the bounds removes an empty one; the control: where it goes each time it is an error."""
+    root = opened(path)
+    left = [None] * times
+    make = Root._make_directories
+
+    def gone_again(self, namespace_path):
+        make(self, namespace_path)
+        if left:
+            left.pop()
+            shutil.rmtree(namespace_path)
+
+    monkeypatch.setattr(Root, "_make_directories", gone_again)
+    if times == 1:
+        assert os.path.exists(f"{root.open_namespace(identity()).path}/namespace.json")
+    else:
+        with pytest.raises(RootError):
+            root.open_namespace(identity())

@@ -52,6 +52,7 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _Move: TypeAlias = "Callable[[BlockingStore, Sequence[Page], Sequence[ChunkId]], list[bool]]"
 
+_MAX_BEFORE = 16_384  # pages of a prefix that are told anew with each batch: 4 ms
 _FINGERPRINT_S = 300.0  # a few thousand small reads, perhaps on a slow mount
 _PUBLISH_S = 1.0
 # In this order they are the groups of a namespace.
@@ -175,6 +176,8 @@ class FskvStorage(HiCacheStorage):
         if store is None or host_indices is None or pool not in self._groups:
             return nothing
         before = getattr(extra_info, "prefix_keys", None) or ()  # where SGLang is to pass them
+        if len(before) > _MAX_BEFORE:
+            before = ()
 
         def moved() -> list[bool]:
             pages = self._pages(pool, keys, host_indices)

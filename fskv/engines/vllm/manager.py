@@ -280,6 +280,7 @@ class FskvManager(OffloadingManager):
         return CacheHitSource.DISK
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> ChunkKeys:
+        self._begin_due_use(keys, req_context)
         chunks = [to_chunk(key) for key in keys]
         return self._used(chunks, keys, req_context, self.allowed_s(req_context.req_id))
 
@@ -288,6 +289,7 @@ class FskvManager(OffloadingManager):
     ) -> PrepareStoreOutput:
         to_store: dict[OffloadKey, ChunkId] = {}
         if self._serves(req_context.req_id):
+            self._begin_due_use(keys, req_context)  # before anything of it is on its way
             chunks = {to_chunk(key): key for key in keys}
             to_store = {chunks[chunk]: chunk for chunk in self.chunks.begin_store(chunks)}
         return PrepareStoreOutput(
@@ -324,6 +326,13 @@ class FskvManager(OffloadingManager):
         chunks, depths = zip(*due, strict=True)
         self._touches.append(ChunkKeys(chunks, use=prefix.use.number, depths=depths))
 
+    def _begin_due_use(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        """Begin a use of a request's prefix where it has none, or one that is old."""
+        prefix = self._prefixes.get(req_context.req_id)
+        if prefix is not None and keys and (prefix.use is None or self._uses.is_old(prefix.use)):
+            first = min(req_context.get_offload_key_position(key) or 1 for key in keys)
+            self._begin_use(prefix, first - 1)
+
     def begin_use(self, keys: Sequence[OffloadKey], *, there: bool) -> int:
         """Return the number of a use of these, which are moved together, and `there` where they are loaded.
 
@@ -348,8 +357,6 @@ class FskvManager(OffloadingManager):
         if prefix is None or not keys:
             return ChunkKeys(chunks, allowed_s)
         ends = [req_context.get_offload_key_position(key) or 1 for key in keys]
-        if prefix.use is None or self._uses.is_old(prefix.use):
-            self._begin_use(prefix, min(ends) - 1)
         number = None if prefix.use is None else prefix.use.number
         return ChunkKeys(chunks, allowed_s, number, [prefix.depth(end) for end in ends])
 

@@ -7,7 +7,7 @@ are moved from here, because a row holds the pages of all of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from fskv.config import StoreConfig
 from fskv.data_path.job import FileMove, JobResult
@@ -21,6 +21,8 @@ from fskv.types import ChunkId, FileId
 
 if TYPE_CHECKING:
     import torch
+
+Uses: TypeAlias = "Sequence[tuple[int, int]]"
 
 
 class RowMover:
@@ -60,30 +62,30 @@ class RowMover:
         }
 
     def store(
-        self, job_id: int, chunks: Sequence[ChunkId], row_idxs: Sequence[int], use: int
+        self, job_id: int, chunks: Sequence[ChunkId], row_idxs: Sequence[int], uses: Uses
     ) -> int:
         """Begin to store; the rows are free when the job is reported. Returns the bytes that it has.
 
-        `use`: see FskvManager.begin_use.
+        `uses` are of the chunks: its number (FskvManager.begin_use), and the depth in the prefix.
         """
-        moves = self._moves(chunks, row_idxs, use)
+        moves = self._moves(chunks, row_idxs, uses)
         self.mover.store(job_id, moves)
         return sum(move.plan.nbytes for move in moves)
 
     def load(
-        self, job_id: int, chunks: Sequence[ChunkId], row_idxs: Sequence[int], use: int
+        self, job_id: int, chunks: Sequence[ChunkId], row_idxs: Sequence[int], uses: Uses
     ) -> None:
         """Begin to load; no row is written any more when the job is reported."""
-        self.mover.load(job_id, self._moves(chunks, row_idxs, use))
+        self.mover.load(job_id, self._moves(chunks, row_idxs, uses))
 
     def _moves(
-        self, chunks: Sequence[ChunkId], row_idxs: Sequence[int], use: int
+        self, chunks: Sequence[ChunkId], row_idxs: Sequence[int], uses: Uses
     ) -> list[FileMove]:
         return [
             FileMove(
                 FileId(chunk.key_hash, chunk.group_idx, file_rank),
                 row.plan(key_idx, row_idx, self._row_nbytes),
-                self.mover.use(use, key_idx),
+                self.mover.use(*uses[key_idx]),
             )
             for key_idx, (chunk, row_idx) in enumerate(zip(chunks, row_idxs, strict=True))
             for file_rank, row in zip(self._file_ranks, self._rows[chunk.group_idx], strict=True)
@@ -100,13 +102,13 @@ class RestingRows:
         self.mover = _RestingMover()
 
     def store(
-        self, job_id: int, chunks: Sequence[ChunkId], row_idxs: Sequence[int], use: int
+        self, job_id: int, chunks: Sequence[ChunkId], row_idxs: Sequence[int], uses: Uses
     ) -> int:
         self.mover.end(JobResult(job_id, is_load=False, failed=False, nbytes=0, seconds=0.0))
         return 0
 
     def load(
-        self, job_id: int, chunks: Sequence[ChunkId], row_idxs: Sequence[int], use: int
+        self, job_id: int, chunks: Sequence[ChunkId], row_idxs: Sequence[int], uses: Uses
     ) -> None:
         bad = tuple(FileId(*chunk) for chunk in chunks)
         self.mover.end(JobResult(job_id, is_load=True, failed=True, nbytes=0, seconds=0.0, bad=bad))

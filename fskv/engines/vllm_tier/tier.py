@@ -205,15 +205,15 @@ class FskvTier(SecondaryTierManager):
     def submit_store(self, job_metadata: TransferJob) -> None:
         self._look_for_reloads()
         rows = dict(zip(job_metadata.keys, job_metadata.chunk_ids.tolist(), strict=True))
-        taken = self._manager.prepare_store(
-            list(job_metadata.keys), job_metadata.req_context
-        ).keys_to_store
         job = _Open(list(job_metadata.keys), is_load=False)
+        use = self._manager.begin_use(job.keys, there=False)  # before anything is on its way
+        taken = self._manager.prepare_store(job.keys, job_metadata.req_context).keys_to_store
         self._jobs[job_metadata.job_id] = job
+        depths = {key: depth for depth, key in enumerate(job.keys)}
+        uses = [(use, depths[key]) for key in taken]
         chunks = [to_chunk(key) for key in taken]
-        use = self._manager.begin_use(job.keys, there=False)
         job.nbytes = self._rows.store(
-            job_metadata.job_id, chunks, [rows[key] for key in taken], use
+            job_metadata.job_id, chunks, [rows[key] for key in taken], uses
         )
 
     def submit_load(self, job_metadata: TransferJob) -> None:
@@ -225,7 +225,8 @@ class FskvTier(SecondaryTierManager):
         for chunk in chunks:
             loaded[chunk] = loaded.get(chunk, 0) + 1
         use = self._manager.begin_use(keys, there=True)
-        self._rows.load(job_id, chunks, job_metadata.chunk_ids.tolist(), use)
+        uses = [(use, depth) for depth in range(len(keys))]
+        self._rows.load(job_id, chunks, job_metadata.chunk_ids.tolist(), uses)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         self._collect()
