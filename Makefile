@@ -82,9 +82,6 @@ gpu: ## Copies, order, rates and GDS on a machine with a GPU (PY=python3 with to
 corruptions: $(SETUP) ## Does `fskv verify` find each of 10,000 random corruptions? (minutes)
 	@'$(PY)' -m trials.corruptions $(ARGS)
 
-bench-codec: $(SETUP) ## What a lossless codec would save on the KV of the root DIR: ratio and rates
-	@'$(PY)' -m benchmarks.codec $(ARGS) '$(DIR)'
-
 storm: $(SETUP) ## Kill writers, fill a disk, fail a mount: is anything wrong ever served? (minutes)
 	@'$(PY)' -m trials.storm $(ARGS)
 

@@ -14,14 +14,13 @@ import threading
 import time
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from places import REPOSITORY
 from world import wait_for
 
 pytest.importorskip("torch", reason="the benchmarks need torch: make test")
 
-from benchmarks import codec, scale_root
+from benchmarks import scale_root
 from benchmarks.rig import BenchmarkError, work_directory
 
 SMALL_FLOOD = ["--jobs", "512", "--chunk-kib", "1024", "--layers", "4", "--staging-mib", "8"]
@@ -40,41 +39,6 @@ def run(name, *arguments, directory):
     assert list(directory.iterdir()) == [], "something was left behind"
     (line,) = done.stdout.splitlines() or [f"nothing on stdout: {done.stderr}"]
     return done.returncode, json.loads(line)
-
-
-def bfloat16_values(number):
-    values = np.random.default_rng(1).normal(size=number).astype(np.float32)
-    return (values.view(np.uint32) >> 16).astype("<u2").tobytes()
-
-
-def test_the_codec_benchmark_saves_what_the_exponents_of_bfloat16_repeat():
-    pytest.importorskip("zstandard")
-    sample = codec.Sample("a/b", "bfloat16", 0, [bfloat16_values(65536), bfloat16_values(40000)])
-    modules = {"zstandard": __import__("zstandard")}
-    rows = codec.measure_sample(sample, modules, rounds=1)
-    assert {(row["codec"], row["frame_nbytes"]) for row in rows} == {
-        (name, nbytes) for name in ("zstd 1", "bytes split, zstd 1") for nbytes in (65536, 131072)
-    }
-    for row in rows:
-        if row["codec"] == "bytes split, zstd 1":
-            assert row["ratio"] == pytest.approx(row["entropy"], rel=0.05)
-    assert rows[0]["entropy"] > 1.4
-
-
-def test_the_codec_benchmark_says_what_more_room_would_hit(tmp_path):
-    trace = tmp_path / "trace.jsonl"
-    rows = [{"timestamp": n, "hash_ids": [n % 3]} for n in range(30)]  # three prompts in turns
-    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (found,) = codec.hit_ratios(str(trace), [2], [1.0, 1.5])
-    assert found == {"blocks": 2, "1": 0, "1.5": 0.9}
-
-
-def test_negative_control_a_codec_that_loses_a_byte_has_no_rate(monkeypatch):
-    lossy = codec.Codec(bytes, lambda data, _: data[:-1] + b"\0")
-    monkeypatch.setattr(codec, "_MAKERS", {"lossy": ("json", lambda *_: lossy)})
-    sample = codec.Sample("a/b", "bfloat16", 0, [b"\1" * 65536])
-    with pytest.raises(BenchmarkError, match="lossy: other bytes"):
-        codec.measure_sample(sample, {"json": json}, rounds=1)
 
 
 @pytest.mark.slow
