@@ -256,10 +256,11 @@ void stamp_use(int fd, const char *name, int64_t *use_ns, uint32_t depth, bool f
         use = own; /* else it is what another thread has put there */
     if (use == 0 || (fresh && own == 0))
         return;
-    int64_t wanted = (fresh && own < use ? own : use) - back_ns(depth);
+    /* Also later than it was written: another thread may have stamped the use since. */
+    int64_t wanted = (fresh && own < use - FAR_S * SECOND ? own : use) - back_ns(depth);
     struct timespec times[2] = {{.tv_nsec = UTIME_OMIT},
                                 {.tv_sec = wanted / SECOND, .tv_nsec = wanted % SECOND}};
-    if (fresh ? wanted < own : wants_stamp(own, use, wanted))
+    if (fresh ? wanted != own : wants_stamp(own, use, wanted))
         if (set_times(fd, name, times) != 0 && !fresh)
             (void)set_times(fd, name, NULL);
 }

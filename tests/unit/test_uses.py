@@ -97,6 +97,13 @@ def test_files_of_a_use_are_a_millisecond_apart_whenever_they_were_stamped(files
     (files.path / "0").write_bytes(b"x")
     os.utime(files.path / "0", (1, 1))
     assert files.stamp(0, fresh=False) == third + 3 * MS
+    # Its thread was late: another one has stamped the use since it was written.
+    head = files.path / "1"
+    head.write_bytes(b"x")
+    late_ns = third - 500 * MS
+    os.utime(head, ns=(late_ns, late_ns))
+    _native.stamp_use(files.fd, "1", files.use, 1, True)
+    assert head.stat().st_mtime_ns == third + 2 * MS
     assert files.stamp(9, fresh=False) is None, "it is not there"
     # What another engine has used since stays younger.
     now = time.time_ns()
