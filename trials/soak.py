@@ -65,7 +65,8 @@ WRITE_SHARE = 0.1  # of what the place takes from one writer who does nothing el
 MIN_BOUND, MAX_BOUND = 12 << 20, 256 << 20
 STOPPED_S = 60.0  # a request that takes so long has stopped the engine
 ORPHANS_S = 180.0  # the heartbeat of a dead engine goes after a minute
-MAX_SHARE = 1.1  # of the bound: engines are killed, and servers stall
+# Of a bound that holds a few seconds of writing, where engines are killed and servers stall: see shared_root.
+MAX_SHARE = 1.2
 END_S = 30.0
 LAST, HEALED_S = 6, 20.0  # prompts that are asked for at the end until they hit, and how long each
 
