@@ -151,7 +151,7 @@ def test_a_good_run_has_no_problems():
         (("wrong",), 1),
         (("failed",), ["the first engine has died"]),
         (("slowest_s",), 100.0),
-        (("greatest_bytes",), 111),
+        (("greatest_bytes",), 121),
         (("requests",), 0),
         (("sizes",), 0),
         (("growth",), {}),
