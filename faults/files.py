@@ -19,7 +19,6 @@ from fskv.errors import ChunkError
 from fskv.format import chunk_file
 from fskv.format.integrity import xxh3_rows
 
-# fskv refreshes the mtime of a chunk that it loads when older than 600 s (`touch_interval_s`).
 _AGED_S = 3600.0
 
 
@@ -58,8 +57,15 @@ def make_old(paths: Iterable[str]) -> None:
 
 
 def used(paths: Iterable[str]) -> set[str]:
-    """Return those files whose time was refreshed since `make_old`."""
-    return {path for path in paths if time.time() - os.stat(path).st_mtime < _AGED_S / 2}
+    """Return those files that were read since `make_old`.
+
+    fskv dates all chunks of a prefix that is used, also those of a window that no hit reads. Where a mount
+    keeps no time of reading, those are returned.
+    """
+    times = {path: os.stat(path) for path in paths}
+    since = time.time() - _AGED_S / 2
+    read = {path for path, info in times.items() if info.st_atime > since}
+    return read or {path for path, info in times.items() if info.st_mtime > since}
 
 
 def flip_payload_bit(path: str) -> None:
