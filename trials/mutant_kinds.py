@@ -743,7 +743,7 @@ FAULTS = (
         "heard-and-silent",
         "An engine whose heartbeat changes is alive, however long it has been there.",
         "fskv/bounds/leader.py",
-        "            if (known := self._heard.get(beat.name)) is not None and known[0] == beat.beat\n",
+        "            if (known := self._heard.get(beat.name)) is not None and known.beat == beat.beat\n",
         "            if (known := self._heard.get(beat.name)) is not None\n",
         _LEADER,
     ),

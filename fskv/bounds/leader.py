@@ -14,6 +14,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from fskv.bounds.count import UNTOLD_S, Count
 from fskv.bounds.evict import Need, Pruned, cutoff_ns, evict, remove_orphans
@@ -56,6 +57,14 @@ _FUTILE_S = 5.0
 _EMPTY_NS = 86_400 * 1_000_000_000  # a namespace without a chunk or an engine goes then
 _STUCK_S = 600.0  # files that could not be removed are tried again
 _AWAITED_S, _LONGEST_S = 30.0, 3600.0
+
+
+class Heard(NamedTuple):
+    """What the leader last heard of a heartbeat, by its own clock."""
+
+    beat: int
+    at: float
+    has_changed: bool  # since it was first seen: so somebody lives
 
 
 class RoomAwaited:
@@ -122,8 +131,7 @@ class Leader:
         self._total_written = 0
         self._peak = 0.0  # the fastest growth of the last minutes
         self._beats: list[Heartbeat] = []  # of all who live
-        # Heartbeat -> its last beat, since when, and whether there was another one before.
-        self._heard: dict[str, tuple[int, float, bool]] = {}
+        self._heard: dict[str, Heard] = {}  # by the heartbeat's name
         self._looked_at = self._published_at = float("-inf")
         self._walk_at = self._snapshot_at = self._orphans_at = float("-inf")
         self._full: dict[str, int] = {}  # heartbeat -> its `full` that was served
@@ -154,8 +162,8 @@ class Leader:
         last_heard = self._heard
         self._heard = {
             beat.name: known
-            if (known := self._heard.get(beat.name)) is not None and known[0] == beat.beat
-            else (beat.beat, now, known is not None)
+            if (known := self._heard.get(beat.name)) is not None and known.beat == beat.beat
+            else Heard(beat.beat, now, has_changed=known is not None)
             for beat in beats
         }
         passed_s = 0.0 if is_first else max(now - self._looked_at, 1e-3)
@@ -163,11 +171,12 @@ class Leader:
         for beat in beats:
             # One that is new to us and not to others has its part in what the last leader has told.
             is_known = is_first or beat.beat > _NEW_BEATS
-            since = max(passed_s, now - last_heard.get(beat.name, (0, self._looked_at, False))[1])
-            more = self._add(beat, beat.written if is_known else 0, since)
-            rate += more / since if since else 0.0
+            last = last_heard.get(beat.name)
+            since_s = max(passed_s, now - (last.at if last is not None else self._looked_at))
+            more = self._add(beat, beat.written if is_known else 0, since_s)
+            rate += more / since_s if since_s else 0.0
         dead = {b.name for b in beats if provably_dead(b.name)}
-        dead |= {name for name, (_, since, _) in self._heard.items() if now - since > SILENT_S}
+        dead |= {name for name, heard in self._heard.items() if now - heard.at > SILENT_S}
         for name in dead:  # who was only frozen publishes again
             self._files.withdraw(name)
         self._beats = [beat for beat in beats if beat.name not in dead]
@@ -289,7 +298,9 @@ class Leader:
     async def _walk(self) -> None:
         started, late_nbytes = time.monotonic(), int(UNTOLD_S * self._usage.growth)
         alive = [
-            n for n, (_, since, new) in self._heard.items() if new and started - since < _FRESH_S
+            name
+            for name, heard in self._heard.items()
+            if heard.has_changed and started - heard.at < _FRESH_S
         ]
         if await self._count.walk(alive, late_nbytes, lambda: self.in_office):
             self._known = True

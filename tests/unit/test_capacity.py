@@ -156,6 +156,27 @@ def test_half_of_what_must_stay_free_is_never_touched(told):
     assert store(capacity, 1 << 20) == 51_200
 
 
+def test_while_no_sums_come_each_engine_takes_its_part_of_what_is_left(told):
+    capacity, tell, clock = told
+    limit = 1_024_000
+    tell(bounds={"root": (limit, 102_400)}, writers=4)
+    clock.advance(9)
+    assert store(capacity, limit) == (102_400 + limit // 50) // 4 // 1024 * 1024
+
+
+def test_what_a_process_has_not_told_the_next_one_tells(told, monkeypatch):
+    capacity, tell, _ = told
+    tell()
+    assert store(capacity, 8192) == 8192
+    tell(counted=6144, seen_written=8192)
+    sent = []
+    made = SimpleNamespace(send=lambda message: sent.append(message) or True, close=lambda: None)
+    capacity._begin(made)
+    capacity._report()
+    assert sent[-1] == {"written": 2048, "full": 0}
+    capacity._process = None
+
+
 def test_while_nobody_counts_one_percent_of_a_bound_is_stored_and_no_more(told):
     """A leader that hangs, or a partition: the process tells of no new sequence."""
     capacity, tell, clock = told

@@ -317,6 +317,88 @@ def test_a_heartbeat_of_who_is_gone_is_added_and_goes_with_its_limits(root, monk
     assert bool(files.heartbeats()) is (who == "heard")
 
 
+def test_a_heartbeat_that_is_missed_at_a_look_counts_once(root):
+    one, files, _ = leads(root)
+    look(one, files)
+    for number, written in ((1, 4096), (2, None), (3, 8192)):
+        if written is None:
+            files.withdraw(OTHER_NODE)
+        else:
+            files.publish(beat(OTHER_NODE, beat=number, written=written))
+        look(one, files)
+    assert one._count.nbytes[NAME][0] == 8192
+
+
+@pytest.mark.parametrize("leads", [True, False], ids=["leader", "another leads"])
+def test_what_an_engine_writes_last_is_in_the_sums_after_its_end(root, leads):
+    """Or the next engine would take it for room. Of one that does not lead the heartbeat tells."""
+
+    async def steps():
+        other = Maintainer(root, beat(OTHER_NODE))
+        one = Maintainer(root, beat())
+        for maintainer in (one, other) if leads else (other, one):
+            await maintainer.try_step()
+        while usage_of(root) is None:
+            for maintainer in (one, other):
+                await maintainer.try_step()
+                await asyncio.sleep(0.005)
+        one.hear(8192, 0)
+        one.close()
+        if leads:
+            assert usage_of(root).nbytes == 8192
+        else:
+            (left,) = [each for each in book(root).heartbeats() if each.name != OTHER_NODE]
+            assert (left.written, left.limits) == (8192, Limits())
+            await other.try_step()
+            assert usage_of(root).nbytes == 8192
+        other.close()
+
+    run(steps())
+
+
+def test_work_of_an_earlier_term_gives_the_lease_back(root, monkeypatch):
+    """Or nobody leads until it ends. The control: work of this term does not."""
+    release = asyncio.Event()
+
+    async def hangs(self, space):
+        await release.wait()
+
+    monkeypatch.setattr(leader.Leader, "work", hangs)
+
+    async def steps():
+        maintainer = Maintainer(root, beat())
+        for _ in range(3):
+            await maintainer.try_step()
+        assert maintainer._lease.held
+        os.unlink(f"{root}/{SHARED_DIR}/lease.json")
+        maintainer._lease._beaten_at = float("-inf")
+        for _ in range(4):
+            await maintainer.try_step()
+        assert not maintainer._lease.held
+        assert "lease.json" not in os.listdir(f"{root}/{SHARED_DIR}"), "another may take it"
+        release.set()
+        await maintainer.work
+        for _ in range(3):
+            await maintainer.try_step()
+        assert maintainer._lease.held
+        maintainer.close()
+
+    run(steps())
+
+
+def test_a_number_of_bytes_that_no_disk_takes_is_not_pruned_for(root):
+    one, files, _ = leads(root)
+    look(one, files)
+    for written, counted in (
+        (1 << 20, 1 << 20),
+        (1 << 60, 1 << 20),
+        ((1 << 60) + 5, (1 << 20) + 5),
+    ):
+        files.publish(beat(OTHER_NODE, written=written))
+        look(one, files)
+        assert one._count.nbytes[NAME][0] == counted
+
+
 def test_what_is_told_after_a_walk_has_seen_it_counts_once(root, monkeypatch):
     one, files, _ = leads(root)
     clock = Clock()

@@ -7,7 +7,7 @@ are moved from here, because a row holds the pages of all of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 from fskv.config import StoreConfig
 from fskv.data_path.job import FileMove, JobResult
@@ -21,8 +21,6 @@ from fskv.types import ChunkId, FileId
 
 if TYPE_CHECKING:
     import torch
-
-Uses: TypeAlias = "Sequence[tuple[int, int]]"
 
 
 class RowMover:
@@ -62,7 +60,11 @@ class RowMover:
         }
 
     def store(
-        self, job_id: int, chunks: Sequence[ChunkId], row_idxs: Sequence[int], uses: Uses
+        self,
+        job_id: int,
+        chunks: Sequence[ChunkId],
+        row_idxs: Sequence[int],
+        uses: Sequence[tuple[int, int]],
     ) -> int:
         """Begin to store; the rows are free when the job is reported. Returns the bytes that it has.
 
@@ -73,13 +75,17 @@ class RowMover:
         return sum(move.plan.nbytes for move in moves)
 
     def load(
-        self, job_id: int, chunks: Sequence[ChunkId], row_idxs: Sequence[int], uses: Uses
+        self,
+        job_id: int,
+        chunks: Sequence[ChunkId],
+        row_idxs: Sequence[int],
+        uses: Sequence[tuple[int, int]],
     ) -> None:
         """Begin to load; no row is written any more when the job is reported."""
         self.mover.load(job_id, self._moves(chunks, row_idxs, uses))
 
     def _moves(
-        self, chunks: Sequence[ChunkId], row_idxs: Sequence[int], uses: Uses
+        self, chunks: Sequence[ChunkId], row_idxs: Sequence[int], uses: Sequence[tuple[int, int]]
     ) -> list[FileMove]:
         return [
             FileMove(
@@ -102,13 +108,21 @@ class RestingRows:
         self.mover = _RestingMover()
 
     def store(
-        self, job_id: int, chunks: Sequence[ChunkId], row_idxs: Sequence[int], uses: Uses
+        self,
+        job_id: int,
+        chunks: Sequence[ChunkId],
+        row_idxs: Sequence[int],
+        uses: Sequence[tuple[int, int]],
     ) -> int:
         self.mover.end(JobResult(job_id, is_load=False, failed=False, nbytes=0, seconds=0.0))
         return 0
 
     def load(
-        self, job_id: int, chunks: Sequence[ChunkId], row_idxs: Sequence[int], uses: Uses
+        self,
+        job_id: int,
+        chunks: Sequence[ChunkId],
+        row_idxs: Sequence[int],
+        uses: Sequence[tuple[int, int]],
     ) -> None:
         bad = tuple(FileId(*chunk) for chunk in chunks)
         self.mover.end(JobResult(job_id, is_load=True, failed=True, nbytes=0, seconds=0.0, bad=bad))
