@@ -56,10 +56,8 @@ class Forecast:
     newest_ns: int
 
 
-def forecast(
-    catalogues: Sequence[Catalogue], nbytes: int, num_files: int = 0, before_ns: int | None = None
-) -> list[Forecast]:
-    """Say what would go if so much were freed, and all that was last used before `before_ns`. Pure.
+def forecast(catalogues: Sequence[Catalogue], need: Need) -> list[Forecast]:
+    """Say what would go for `need`, and all that was last used before its time. Pure.
 
     By the files' own mtimes: where the ranks of a chunk differ, a little less goes. Without namespaces of
     which nothing would go.
@@ -68,12 +66,12 @@ def forecast(
     mtimes = np.concatenate([records["mtime_ns"] for _, records in tables] or [np.empty(0, "<i8")])
     sizes = np.concatenate([records["nbytes"] for _, records in tables] or [np.empty(0, "<u8")])
     order = np.argsort(mtimes, kind="stable")
-    count = min(num_files, len(order))
-    if nbytes > 0:
+    count = min(need.num_files, len(order))
+    if need.nbytes > 0:
         freed = np.cumsum(sizes[order])
-        count = max(count, int(np.searchsorted(freed, nbytes, side="left")) + 1)
-    if before_ns is not None:
-        count = max(count, int(np.searchsorted(mtimes[order], before_ns, side="left")))
+        count = max(count, int(np.searchsorted(freed, need.nbytes, side="left")) + 1)
+    if need.before_ns is not None:
+        count = max(count, int(np.searchsorted(mtimes[order], need.before_ns, side="left")))
     goes = np.zeros(len(order), bool)
     goes[order[:count]] = True
     found = []
@@ -145,7 +143,7 @@ class Pruning:
 
     def forecast(self, need: Need) -> list[tuple[Namespace, Forecast]]:
         """Return what would go of which namespace."""
-        found = forecast(self._catalogues, need.nbytes, need.num_files, need.before_ns)
+        found = forecast(self._catalogues, need)
         return [(self._namespaces[one.catalogue.namespace], one) for one in found]
 
     def carry_out(

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from fskv.bounds.evict import cutoff_ns
+from fskv.bounds.evict import Need, cutoff_ns
 from fskv.bounds.lease import SHARED_DIR
 from fskv.bounds.limits import Heartbeat, Scope, scopes
 from fskv.bounds.shared_files import SharedFiles
@@ -164,7 +164,7 @@ class RootUsage:
         return found
 
     def _target(self, option: str, nbytes: int, before_ns: int | None) -> Target:
-        gone = forecast(self._catalogues, nbytes, 0, before_ns)
+        gone = forecast(self._catalogues, Need(nbytes, before_ns=before_ns))
         return Target(option, sum(one.num_files for one in gone), sum(one.nbytes for one in gone))
 
 

@@ -230,7 +230,7 @@ class Count:
 
     def remove_namespaces(self, before_ns: int, claimed: AbstractSet[str]) -> None:
         """Remove namespaces that were empty before that time and that no heartbeat names."""
-        # Where mtimes do not tell nobody knows since when.
+        # Without mtimes nobody knows for how long a namespace was empty.
         for name in set(self.ours) - claimed if self._mtimes_told else ():
             path = f"{self._root}/{name}"
             if not self.catalogues[name].is_bare:

@@ -1,9 +1,9 @@
 """The lease on maintaining a root: of all processes that share it, one at a time counts and prunes.
 
 A lease protects no data. Two holders at once, after a partition or a stopped process, remove more than was
-needed and nothing else; who finds another's file in the place of its own is no holder any more. So nobody's
-clock is compared with anybody else's: a holder is dead when its process provably is, or when the heartbeat in
-its file has not changed for `ttl_s` of the observer's own clock.
+needed and nothing else. A holder that finds another's file in the place of its own stops. No clock is
+compared with another one: a holder is dead when its process provably is, or when the heartbeat in its file
+has not changed for `ttl_s` of the observer's own clock.
 
 The file appears by link(), which is exclusive on every shared file system that was measured, and holds who,
 since when, and a heartbeat: the holder rewrites it in place. Every call touches the disk and may hang; only

@@ -297,7 +297,7 @@ class Maintainer:
         state = root_state(usage, space, self._heartbeat, holder=self._lease.held)
         for kind, (limit, _) in state.bounds.items():
             said = self._bounds_said.get(kind, -1)
-            # What a file system calls its size moves a little on some of them.
+            # The size of some file systems moves a little.
             slack = limit // 100 if kind == "free" else 0
             if said < 0 or abs(limit - said) > slack:
                 self._bounds_said[kind] = limit

@@ -143,7 +143,7 @@ class Root:
         with _os_errors_as_root_errors(path):
             try:
                 self._open(identity, path)
-            except FileNotFoundError:  # who keeps the bounds removes what nobody uses: once more
+            except FileNotFoundError:  # a leader that found it empty has removed it: once more
                 os.stat(f"{self.path}/{FORMAT_FILE}")
                 self._open(identity, path)
         return NamespaceDir(path, identity.digest, self.dir_mode, self.file_mode, self.path)
