@@ -2,6 +2,7 @@
 
 FskvError
 ├── ConfigError          the user's configuration is wrong: option, found, expected
+├── RestError            KV or a setting that fskv does not know: the engine runs, fskv does not
 ├── RootError            the root cannot be used: missing, read-only, another format
 │   └── IdentityMismatch namespace.json says something else than this engine
 └── ChunkError           what a disk or a peer may do to a chunk file; carries a Status
@@ -31,6 +32,14 @@ class FskvError(Exception):
 
 class ConfigError(FskvError):
     """The configuration cannot work; the message names option, finding and expectation."""
+
+
+class RestError(FskvError):
+    """KV or a setting that fskv does not know; the message says which, and what is not known of it.
+
+    One rank that finds so tells the scheduler with its handshake. Then nothing is stored or loaded, and the
+    log says once why. Settings that a user can change are no such case: they are refused with ConfigError.
+    """
 
 
 class RootError(FskvError):

@@ -271,7 +271,7 @@ def test_on_gpus_the_settings_of_attention_count(on_a_gpu):
 def test_on_gpus_a_backend_that_cannot_be_asked_must_be_a_known_one(
     on_a_gpu, monkeypatch, name, known
 ):
-    from fskv.engines.vllm.resting import RestError
+    from fskv.errors import RestError
 
     worker = on_a_gpu
     worker.identity()  # the control: one that can be asked need not be known
@@ -291,7 +291,7 @@ def test_on_gpus_a_backend_that_cannot_be_asked_must_be_a_known_one(
 def test_where_a_layout_cannot_be_determined_the_engine_rests(root, with_amx, monkeypatch, way):
     import torch
 
-    from fskv.engines.vllm.resting import RestError
+    from fskv.errors import RestError
 
     with_amx(False)
     worker = Worker(root)

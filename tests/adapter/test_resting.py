@@ -36,7 +36,7 @@ with warnings.catch_warnings():
     from fskv.engines.vllm.identity import EngineGroup
     from fskv.engines.vllm.manager import FskvHandshake, FskvManager
     from fskv.engines.vllm.places import places_of
-    from fskv.engines.vllm.resting import RestError
+    from fskv.errors import RestError
     from fskv.engines.vllm.resting_connector import RestingConnector
     from fskv.engines.vllm.spec import FskvOffloadingSpec
     from fskv.engines.vllm.worker import RestingWorker

@@ -44,7 +44,7 @@ with warnings.catch_warnings():
     from demo import cpu_tiering
     from fskv.data_path.job import Job
     from fskv.engines.vllm.identity import EngineGroup
-    from fskv.engines.vllm.resting import RestError
+    from fskv.errors import RestError
     from fskv.engines.vllm_tier import tier, workers
     from fskv.engines.vllm_tier.rows import PlacedTensor, own_rows, slice_rows
     from fskv.engines.vllm_tier.tier import FskvTier

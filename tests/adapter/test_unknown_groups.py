@@ -51,7 +51,7 @@ def _described(*groups, max_model_len=1024, caching=True):
 
 @pytest.mark.parametrize("kind", ["NewAttentionSpec", "NewSpec"])
 def test_where_a_group_is_of_an_unknown_kind_the_engine_rests(kind):
-    from fskv.engines.vllm.resting import RestError
+    from fskv.errors import RestError
 
     with pytest.raises(RestError, match=rf"kind {kind}: fskv does not know") as error:
         _groups(kind)
@@ -61,7 +61,7 @@ def test_where_a_group_is_of_an_unknown_kind_the_engine_rests(kind):
 @pytest.mark.parametrize("max_model_len", [2, 15, 16, 17])
 def test_where_no_request_fills_a_block_the_engine_rests(max_model_len):
     """After a hit one token of a prompt is computed: a request of 17 may use a block of 16 again."""
-    from fskv.engines.vllm.resting import RestError
+    from fskv.errors import RestError
 
     if max_model_len > 16:
         assert len(_groups("FullAttentionSpec", max_model_len)) == 1
@@ -73,7 +73,7 @@ def test_where_no_request_fills_a_block_the_engine_rests(max_model_len):
 
 
 def test_without_kv_that_is_used_again_the_engine_rests():
-    from fskv.engines.vllm.resting import RestError
+    from fskv.errors import RestError
 
     with pytest.raises(RestError, match="no KV that vLLM would use again"):
         _described()
@@ -124,7 +124,7 @@ def test_what_a_hit_needs_must_be_the_same_of_all_layers_of_a_group():
     import torch
     from vllm.v1.kv_cache_interface import MLAAttentionSpec, SlidingWindowSpec
 
-    from fskv.engines.vllm.resting import RestError
+    from fskv.errors import RestError
     from fskv.hybrid_planner import GroupKind
 
     heads = {"block_size": 16, "num_kv_heads": 1, "head_size": 32, "dtype": torch.bfloat16}
@@ -155,7 +155,7 @@ def test_where_a_window_is_computed_anew_after_a_hit_the_engine_rests(in_group_o
     import torch
     from vllm.v1 import kv_cache_interface as vllm
 
-    from fskv.engines.vllm.resting import RestError
+    from fskv.errors import RestError
 
     heads = {"block_size": 16, "num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
     full = vllm.KVCacheGroupSpec(["full"], vllm.FullAttentionSpec(**heads))
@@ -176,7 +176,7 @@ def test_a_stage_without_a_layer_of_some_group_rests():
     import torch
     from vllm.v1 import kv_cache_interface as vllm
 
-    from fskv.engines.vllm.resting import RestError
+    from fskv.errors import RestError
 
     heads = {"block_size": 16, "num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
     spec = vllm.FullAttentionSpec(**heads)

@@ -52,10 +52,9 @@ from fskv.engines.vllm.quirks import (
     take_deferred_stores,
     tell_allocated,
 )
-from fskv.engines.vllm.resting import RestError
 from fskv.engines.vllm.resting_connector import RestingConnector
 from fskv.engines.vllm.spec import FskvOffloadingSpec, prepare, with_spec
-from fskv.errors import ConfigError, FskvError
+from fskv.errors import ConfigError, FskvError, RestError
 from fskv.kv_transfer.multi import check_stored
 from fskv.offload.lookup import patience
 from fskv.offload.mover import News

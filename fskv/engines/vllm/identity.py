@@ -12,7 +12,6 @@ import platform
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, cast
 
@@ -47,26 +46,16 @@ from fskv.engines.vllm.loaded import (
     weights_text,
 )
 from fskv.engines.vllm.refusals import PICK_FILES, check_draft, check_settings, name_of_load_format
-from fskv.engines.vllm.resting import RestError
-from fskv.engines.vllm.switches import switches
-from fskv.errors import ConfigError
+from fskv.engines.vllm.settings import counting_settings
+from fskv.errors import ConfigError, RestError
 from fskv.hybrid_planner import GroupKind, GroupSpec
 from fskv.identity.fingerprint import kv_config
+from fskv.identity.rules import normal, shown
 from fskv.namespace import GroupIdentity, Identity, Json, canonical_json
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-# Engine-wide processing of images and video; vLLM's multimodal hash covers only what a request sets.
-_MULTIMODAL_FIELDS = (
-    "mm_processor_kwargs",
-    "media_io_kwargs",
-    "video_pruning_rate",
-    "video_pruning_method",
-    "mm_device_do_normalize",
-    "mm_encoder_attn_dtype",
-    "interleave_mm_strings",
-)
 # RoPE variants whose tables depend on the engine's max_model_len and not on the checkpoint alone.
 _LENGTH_DEPENDENT_ROPE = {"longrope", "su", "dynamic"}
 
@@ -227,7 +216,7 @@ def build_identity(
         canonical_format=canonical_format,
         tenant=config.tenant,
         model_runner="v2" if vllm_config.use_v2_model_runner else "v1",
-        extra=_extra(vllm_config, config)
+        extra=_extra(vllm_config, config, loaded, layer_names)
         | (_model_extra(loaded.model, modules, config) if loaded else {})
         # A commit names all files of a repository, and not which of them are loaded.
         | ({"weight_files": [*files]} if files and weights.startswith("commit:") else {})
@@ -353,19 +342,8 @@ def _model_config(model: Any, modules: list[Any]) -> dict[str, Json]:
         result["whole"] = _config_dict(model.hf_config)
     if others := _other_configs(result.values(), map(_config_dict, resolved_configs(modules))):
         result["resolved"] = others
-    if model.quantization:
-        result["quantization"] = str(model.quantization)
-    for name, quantization in (
-        ("quantization_config", getattr(model.hf_config, "quantization_config", None)),
-        ("online_quantization", getattr(model, "quantization_config", None)),
-    ):
-        if quantization is not None:
-            result[name] = jsonable(quantization)
-    multimodal = getattr(model, "multimodal_config", None)
-    if multimodal is not None:
-        result["multimodal"] = {
-            name: jsonable(getattr(multimodal, name, None)) for name in _MULTIMODAL_FIELDS
-        }
+    if (quantization := getattr(model.hf_config, "quantization_config", None)) is not None:
+        result["quantization_config"] = normal(quantization, "quantization_config")
     rope = json.dumps([text.get("rope_scaling"), text.get("rope_parameters")])
     if any(f'"{kind}"' in rope for kind in _LENGTH_DEPENDENT_ROPE):
         result["max_model_len"] = int(model.max_model_len)
@@ -394,21 +372,6 @@ def canonical_text(tree: Json) -> str:
     return canonical_json(tree).decode("ascii")
 
 
-def jsonable(value: Any) -> Json:
-    """Return plain JSON of a configuration object, by its fields; never an address in memory."""
-
-    def fields(item: Any) -> Any:
-        if hasattr(item, "to_dict"):
-            return item.to_dict()
-        if isinstance(item, (set, frozenset)):
-            return sorted(map(str, item))
-        found = getattr(item, "__dict__", None)
-        return found if found and not isinstance(item, (type, Enum)) else str(item)
-
-    tree: Json = json.loads(json.dumps(value, default=fields))
-    return tree
-
-
 def _hash_seed(algorithm: str) -> str:
     """Return the seed of vLLM's block hashes, by vLLM's own rule (kv_cache_utils.resolve_none_hash_seed)."""
     seed = os.getenv("PYTHONHASHSEED")
@@ -434,7 +397,9 @@ def _attention_backend(vllm_config: VllmConfig) -> str:
     return "+".join(sorted(names)) or "unknown"
 
 
-def _extra(vllm_config: VllmConfig, config: StoreConfig) -> dict[str, Json]:
+def _extra(
+    vllm_config: VllmConfig, config: StoreConfig, loaded: Loaded | None, layer_names: set[str]
+) -> dict[str, Json]:
     extra: dict[str, Json] = {}
     load = vllm_config.load_config
     load_format = name_of_load_format(vllm_config)
@@ -442,18 +407,21 @@ def _extra(vllm_config: VllmConfig, config: StoreConfig) -> dict[str, Json]:
     if load_format not in PICK_FILES:
         extra["load_format"] = load_format
         if load.model_loader_extra_config:
-            extra["model_loader"] = jsonable(load.model_loader_extra_config)
+            extra["model_loader"] = shown(
+                load.model_loader_extra_config, "model_loader_extra_config"
+            )
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
         extra["pipeline_partition"] = os.getenv("VLLM_PP_LAYER_PARTITION", "default")
     speculative = vllm_config.speculative_config
-    # Without a draft model nothing is added to KV: suffixes have none, n-grams the model itself.
+    # Without KV of a draft's own its files are the model's alone: of suffixes, n-grams, Medusa.
     draft = getattr(speculative, "draft_model_config", None)
-    if draft is not None and draft is not speculative.target_model_config:
+    own = draft is not None and draft is not speculative.target_model_config
+    if own and (loaded is None or loaded.draft_has_kv(layer_names)):
         extra["speculative"] = {
             "method": str(speculative.method),
             "draft": weights_text(checkpoint_of(draft, load), config),
         }
-    return extra | ({"switches": found} if (found := switches(vllm_config)) else {})
+    return extra | ({"settings": found} if (found := counting_settings(vllm_config)) else {})
 
 
 def _model_extra(model: Any, modules: list[Any], config: StoreConfig) -> dict[str, Json]:

@@ -68,6 +68,20 @@ class Loaded:
             raise ConfigError("this vLLM does not tell which model its worker has loaded")
         return runner.get_model()
 
+    @property
+    def draft(self) -> Any:
+        """The model that proposes tokens, a torch module; None without one, and where it is not told."""
+        return getattr(self.worker(), "get_draft_model", lambda: None)()
+
+    def draft_has_kv(self, layer_names: set[str]) -> bool:
+        """Whether some of these KV layers are the draft's; true where the draft is not told."""
+        worker, draft = self.worker(), self.draft
+        if not isinstance(draft, torch.nn.Module):
+            return True
+        parts = {id(module) for module in draft.modules()}
+        layers = worker.vllm_config.compilation_config.static_forward_context
+        return any(id(layers.get(name)) in parts for name in layer_names)
+
     def note_reloads(self, mark: str | None = None) -> None:
         """From now on `reloaded` is true as soon as somebody calls what may change weights.
 
@@ -76,8 +90,7 @@ class Loaded:
         """
         fd = None if mark is None else os.open(mark, os.O_WRONLY | os.O_CLOEXEC)
         worker = self.worker()
-        draft = getattr(worker, "get_draft_model", lambda: None)()
-        for owner in (worker, worker.model_runner, self.model, draft):
+        for owner in (worker, worker.model_runner, self.model, self.draft):
             for name in () if owner is None else changing_methods(type(owner)):
                 setattr(owner, name, self._noting(getattr(owner, name), name, fd))
 

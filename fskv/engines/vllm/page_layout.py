@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from vllm.platforms import current_platform
 
-from fskv.engines.vllm.identity import by_layer, jsonable
+from fskv.engines.vllm.identity import by_layer
 from fskv.engines.vllm.places import block_axis, bound_to
-from fskv.engines.vllm.resting import RestError
-from fskv.engines.vllm.switches import layout_switches
+from fskv.errors import RestError
 from fskv.hybrid_planner import GroupKind
 
 if TYPE_CHECKING:
@@ -64,7 +63,7 @@ def page_layouts(
     writes may have a pool of threads for each thread that calls it. Raises RestError where a layer does not
     tell.
     """
-    found = layout_switches()
+    found: dict[str, Json] = {}
     layers = vllm_config.compilation_config.static_forward_context
     dcp = vllm_config.parallel_config.decode_context_parallel_size
     is_cpu = bool(current_platform.is_cpu())
@@ -80,8 +79,6 @@ def page_layouts(
         ]
         if insides:
             found[f"group{group.spec.group_idx}"] = by_layer(insides)
-    if groups and not is_cpu:
-        found["attention"] = jsonable(getattr(vllm_config, "attention_config", None))
     return found
 
 

@@ -23,8 +23,7 @@ from vllm.v1.kv_offload.base import (
     CanonicalKVCacheTensor,
 )
 
-from fskv.engines.vllm.resting import RestError
-from fskv.errors import ConfigError
+from fskv.errors import ConfigError, RestError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

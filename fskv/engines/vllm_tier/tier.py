@@ -52,11 +52,10 @@ from fskv.engines.vllm.quirks import (
     reserving_scheduler,
     resetting_scheduler,
 )
-from fskv.engines.vllm.resting import RestError
 from fskv.engines.vllm_tier.io import RestingRows, RowMover
 from fskv.engines.vllm_tier.rows import rows_of
 from fskv.engines.vllm_tier.workers import Workers, ask_workers
-from fskv.errors import FskvError
+from fskv.errors import FskvError, RestError
 from fskv.hybrid_planner import GroupKind, hit_cost
 from fskv.kv_transfer.options import tier_config
 from fskv.offload.lookup import patience

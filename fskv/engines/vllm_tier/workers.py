@@ -25,9 +25,8 @@ from fskv.engines.vllm.media import make_keys_strict
 from fskv.engines.vllm.page_layout import page_layouts
 from fskv.engines.vllm.places import check_rows, places_of
 from fskv.engines.vllm.quirks import connectors, executor
-from fskv.engines.vllm.resting import RestError
 from fskv.engines.vllm_tier.rows import PlacedTensor, RowLayout, own_rows, slice_rows
-from fskv.errors import ConfigError, FskvError
+from fskv.errors import ConfigError, FskvError, RestError
 from fskv.hybrid_planner import GroupKind
 from fskv.namespace import Identity
 from fskv.namespace import directory as directory_of
